@@ -28,6 +28,7 @@ from ..primitives.network import (
     ROWS,
     SLOTS,
     TURNED,
+    as_in_ir,
     asked_rows,
     full_slots,
     is_ring,
@@ -76,11 +77,7 @@ class OnnxCaches(Parts):
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The caches, [slots, B, n, d], with position p in slot p mod slots: views, writable."""
-        for name in self.rings:
-            for t, turned in zip(self.held[name], self.turned.tolist(), strict=True):
-                t.copy_(t.roll(-turned, 1))
-        self.turned.zero_()
-        return self._shown()
+        return as_in_ir(self.held, self.rings, self.turned)
 
     def _shown(self) -> dict[str, torch.Tensor]:
         return {n: t.permute(2, 0, 1, 3) for n, t in self.held.items()}

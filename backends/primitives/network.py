@@ -34,7 +34,7 @@ from g4ir.plan.limits import Limits
 from .emitter import Emitter, Operand
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     import torch
 
@@ -183,6 +183,18 @@ def turn(positions: torch.Tensor, turned: torch.Tensor, rings: Sequence[torch.Te
         turned[row] = -first % ways
         for t in rings:
             t[row] = t[row].roll(-first % ways - now, 1)
+
+
+def as_in_ir(
+    held: Mapping[str, torch.Tensor], rings: Collection[str], turned: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return a network's caches as the IR has them, [R,B,n,d] with position p in slot p mod R:
+    views, writable. Rings are turned back."""
+    for name in rings:
+        for t, by in zip(held[name], turned.tolist(), strict=True):
+            t.copy_(t.roll(-by, 1))
+    turned.zero_()
+    return {name: t.permute(2, 0, 1, 3) for name, t in held.items()}
 
 
 def full_slots(limits: Limits) -> int:

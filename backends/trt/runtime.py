@@ -22,7 +22,16 @@ from g4ir.weights.pack import ParamSource
 
 from ..base import Tensors, Watch
 from ..caches import Parts
-from ..primitives.network import BLOCK_IDS, NO_BLOCK, ROWS, SLOTS, TURNED, asked_rows, turn
+from ..primitives.network import (
+    BLOCK_IDS,
+    NO_BLOCK,
+    ROWS,
+    SLOTS,
+    TURNED,
+    as_in_ir,
+    asked_rows,
+    turn,
+)
 from ..torch_compile.cuda_graph import Captured, OrLaunched, Record
 from .interface import MOST_VERIFIED, Interface
 from .probe import DTYPES, Api, data_type
@@ -51,7 +60,7 @@ def step_slots(tokens: int, max_seq: int) -> int:
 class TrtState(Parts):
     """The caches of one session in the layouts of the engine, [B, heads, slots, head_dim]."""
 
-    tensors: dict[str, torch.Tensor]
+    held: dict[str, torch.Tensor]
     #: the rings among them
     rings: frozenset[str]
     #: i64[B]: how far the rings of each row are turned
@@ -70,15 +79,20 @@ class TrtState(Parts):
         turned = torch.zeros(batch, dtype=torch.int64, device=device)
         return cls(tensors, io.rings, turned, limits.max_seq)
 
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The caches, [slots, B, n, d], with position p in slot p mod slots: views, writable."""
+        return as_in_ir(self.held, self.rings, self.turned)
+
     def turn(self, positions: torch.Tensor) -> None:
         """Turn rings until this chunk crosses the end of none (primitives/network.py)."""
-        turn(positions, self.turned, [self.tensors[name] for name in self.rings])
+        turn(positions, self.turned, [self.held[name] for name in self.rings])
 
     def views(self, context: int) -> dict[str, torch.Tensor]:
         """Return the parts that a session copies to remember, and copies back: those that `context`
         tokens use."""
         slots = min(context, self.max_seq)
-        parts = {n: t if n in self.rings else t[:, :, :slots] for n, t in self.tensors.items()}
+        parts = {n: t if n in self.rings else t[:, :, :slots] for n, t in self.held.items()}
         return parts | {TURNED: self.turned}
 
     def row(self, index: int, context: int) -> dict[str, torch.Tensor]:
@@ -88,15 +102,15 @@ class TrtState(Parts):
     def bindings(self, io: Interface) -> tuple[Feeds, Feeds]:
         """Return what the engine reads of them by the name of the input, and the caches by that of
         the output."""
-        held = self.tensors | {TURNED: self.turned}
+        held = self.held | {TURNED: self.turned}
         inputs = {name: t for name, t in held.items() if name in io.inputs}
-        return inputs, {o: self.tensors[i] for o, i in io.aliased.items()}
+        return inputs, {o: self.held[i] for o, i in io.aliased.items()}
 
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors.values())
+        return sum(t.nbytes for t in self.held.values())
 
     def zero(self) -> None:
-        for t in (*self.tensors.values(), self.turned):
+        for t in (*self.held.values(), self.turned):
             t.zero_()
 
 

@@ -34,6 +34,7 @@ from g4ir.backends.trt.recorder import SHARED_BYTES, recorder, recording
 from g4ir.backends.trt.recorder import engine as fake
 from g4ir.backends.trt.recorder.layers import ISoftMaxLayer
 from g4ir.check.logits import verify_engine
+from g4ir.check.passes import verify_each_pass
 from g4ir.cli import main
 from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
@@ -146,6 +147,23 @@ def test_sessions(name: str, trt: Build, tmp_path: Path, reference: Any) -> None
         assert not got[~rows].any()
     prompts = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 3, 4, 5, 6, 7]]
     assert engine.generate(prompts, 6, stop_ids=()) == expected.generate(prompts, 6, stop_ids=())
+
+
+def test_each_pass_and_the_engine(trt: Build) -> None:
+    """Caches are compared where their positions lie, of rings that are turned too."""
+    engine = trt("tiny-dense", max_seq=40, max_batch=1)
+    found = verify_each_pass(engine)
+    assert found.ok, found
+    held = [v for v in engine.program.state() if v.endswith(".k")]
+    state = engine.runtime.new_state(1)
+    name = next(n for n in held if n in state.rings)
+    marks = torch.arange(state.held[name].shape[2]).float()
+    state.turned += 3
+    state.held[name][:] = marks.roll(3)[:, None]
+    shown = state.tensors[name]
+    assert torch.equal(shown[:, 0, 0, 0], marks) and not state.turned.any()
+    shown[2] = 9.0  # a view: the network reads it
+    assert (state.held[name][:, :, 2] == 9).all()
 
 
 def test_recorded_steps(trt: Build) -> None:
