@@ -433,6 +433,13 @@ def test_a_process_alone_joins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
+def test_a_torch_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_launch(monkeypatch, "0", "2")
+    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
+    with pytest.raises(MissingError, match="this torch has no gloo, by which ranks talk"), join():
+        pass
+
+
 def test_a_verb_of_one_process_is_not_run_by_several(monkeypatch: pytest.MonkeyPatch) -> None:
     set_launch(monkeypatch, "1", "2")
     monkeypatch.setattr("g4ir.ui.console.leave", lambda code: None)  # it ends the process
