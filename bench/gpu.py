@@ -245,7 +245,7 @@ def named(variant: str) -> list[str]:
 
 def predicted_cell(command: Sequence[str]) -> dict[str, Any]:
     said = json.loads(g4ir_said(command))
-    fast, slow = said["us"]
+    fast, slow = said["time_us"]
     count = len(said["launches"])
     return {"us": {"fast": fast, "slow": slow}, "roof_us": said["roof_us"], "launches": count}
 

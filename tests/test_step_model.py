@@ -273,7 +273,7 @@ WORDS = ("show", "--variant", "e2b", "--timeline")
 def test_the_command(tmp_path: Path) -> None:
     told = json.loads(g4ir(*WORDS, "--batch", "8", "--context", "4K", "--json").out)
     want = predicted("e2b", 8, 4096)
-    assert told["us"] == pytest.approx(want.us, abs=0.1) and told["batch"] == 8
+    assert told["time_us"] == pytest.approx(want.us, abs=0.1) and told["batch"] == 8
     assert len(told["launches"]) == len(want.launches)
     drawn = tmp_path / "step.svg"
     text = g4ir(*WORDS, "--plot", str(drawn)).out
@@ -316,8 +316,8 @@ def test_the_command_of_ranks() -> None:
     words = ("show", "--variant", "26b-a4b", "--tp", "4", "--timeline")
     told = json.loads(g4ir(*words, "--json").out)
     shot, nccl = (of_ranks("26b-a4b", 4, way).us for way in WAYS)
-    assert told["us"] == told["us_by"]["one-shot"] == pytest.approx(shot, abs=0.1)
-    assert told["us_by"]["nccl"] == pytest.approx(nccl, abs=0.1) and told["ranks"] == 4
+    assert told["time_us"] == told["time_us_by"]["one-shot"] == pytest.approx(shot, abs=0.1)
+    assert told["time_us_by"]["nccl"] == pytest.approx(nccl, abs=0.1) and told["ranks"] == 4
     text = g4ir(*words).out
     assert "26b-a4b decode on one of 4 h200, 1 row of 1K tokens\n259 launches" in text
     assert f"by NCCL {nccl[0] / 1e3:.2f} to {nccl[1] / 1e3:.2f} ms" in text

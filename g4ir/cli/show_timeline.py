@@ -40,7 +40,7 @@ def show_timeline(args: argparse.Namespace, graph: Graph, spec: Spec) -> int:
     if args.json:
         said = _plain(found, spec.name, step.B, step.C + step.S)
         if args.tp is not None:
-            said |= {"ranks": args.tp, "us_by": {way: _us(p) for way, p in ways.items()}}
+            said |= {"ranks": args.tp, "time_us_by": {way: _us(p) for way, p in ways.items()}}
         emit(said)
         return 0
     rows = "1 row" if step.B == 1 else f"{step.B} rows"
@@ -102,7 +102,7 @@ def _plain(p: Prediction, variant: str, rows: int, context: int) -> dict[str, An
         "batch": rows,
         "context": context,
         "bytes": p.nbytes,
-        "us": _us(p),
+        "time_us": _us(p),
         "roof_us": round(p.roof_us, 1),
         "share": [round(x, 4) for x in p.share],
         "launches": launches,
