@@ -52,11 +52,10 @@ static inline void store(void *p, int64_t i, float value, int dtype) {
 /* ---- the order of work ---- */
 
 #define LINE 64
-/* Bytes that the read of a weight is ahead of its use, at least: left alone, a CPU stops reading ahead
- * at the end of every page. Up to NEAR they come into the nearest cache, beyond that the one behind
- * it: they would drive x out of the nearest, and each other. */
-#define AHEAD 4096
-#define NEAR 7168
+/* Bytes that are read ahead of their use, of all rows of a weight that are taken together, and of the
+ * scales of each: left alone, some CPUs stop reading ahead at the end of every page. */
+#define AHEAD 8192
+#define SCALES_AHEAD 256
 /* Rows of the weight that share what is loaded of x, at most. */
 #define SIDE 4
 /* Rows of x that are multiplied together at most: with numbers, and with codes. */
@@ -66,10 +65,9 @@ static inline void store(void *p, int64_t i, float value, int dtype) {
 #else
 #define CODED_TOGETHER 4
 #endif
-/* Rows of the weight in a tile; times that a thread comes for tiles: one that others hold up takes
- * fewer. */
-#define TILE 32
-#define SHARES 8
+/* Parts of a weight for each thread: one that others hold up takes fewer; rows of a part at least. */
+#define PARTS 4
+#define PART_LEAST 32
 
 /* Makes one row of k numbers the form in which a product takes it. */
 typedef void to_form(const void *x, int dtype, void *form, int64_t k);
@@ -87,9 +85,11 @@ typedef struct {
     void *y;
     int dtype;
     int64_t rows, n, k;
-    const char *next; /* where reading ahead goes on */
-    int far;          /* whether it comes into the nearest cache but one */
+    int64_t beside; /* from one row of the weight to the next of those that are taken together */
 } product;
+
+/* Which row of the weight is the one with number s of those that are taken together from o on. */
+static inline int64_t beside(const product *p, int64_t o, int s) { return o + s * p->beside; }
 
 static inline const uint8_t *weights(const product *p, int64_t o, int64_t at) {
     return p->w + (o * p->stride + at) * p->bytes / 256;
@@ -103,14 +103,9 @@ static inline const char *row_of(const product *p, int64_t r) {
     return (const char *)p->x + r * p->apart;
 }
 
-/* Reads as many bytes ahead as are taken now; `next` and `p` are a function's own. */
-#define READ_AHEAD(BYTES) (read_ahead(next, p->far), next += (BYTES))
-
-static inline void read_ahead(const char *at, int far) {
-    if (far)
-        __builtin_prefetch(at, 0, 2);
-    else
-        __builtin_prefetch(at, 0, 3);
+/* Reads what lies ahead of what is taken now of one row of `outs`, into the nearest cache. */
+static inline void read_ahead(const void *now, const int outs) {
+    __builtin_prefetch((const char *)now + AHEAD / outs, 0, 3);
 }
 
 /* Sums of one row of the weight with up to TOGETHER rows of x. */
@@ -168,29 +163,33 @@ static void *formed(product *p) {
     return form;
 }
 
-/* Rows of the weight in one tile, with `here` rows of x from r on. */
-static void multiply_tile(const product *p, const dots *of, int64_t tile, int64_t r, int64_t here) {
-    int64_t last = least(tile + TILE, p->n), o = tile, row = p->k * p->bytes / 256, outs = of->outs;
-    sums out[TILE];
-    product now[1] = {*p};
-    int64_t ahead = outs * row > AHEAD ? outs * row : AHEAD;
-    now->next = (const char *)weights(p, tile, 0) + ahead;
-    now->far = ahead > NEAR;
-    for (; o + outs <= last; o += outs, now->next += outs * row)
-        of->several(now, o, r, out + (o - tile));
-    for (; o < last; o++, now->next += row) of->one(now, o, r, out + (o - tile));
+/* Products of `outs` rows of the weight, from o on, with `here` rows of x from r on. */
+static void multiply_rows(const product *p, dot of, int outs, int64_t o, int64_t r, int64_t here) {
+    sums out[SIDE];
+    of(p, o, r, out);
     for (int64_t i = 0; i < here; i++)
-        for (o = tile; o < last; o++)
-            store(p->y, (r + i) * p->n + o, out[o - tile][i], p->dtype);
+        for (int s = 0; s < outs; s++)
+            store(p->y, (r + i) * p->n + beside(p, o, s), out[s][i], p->dtype);
+}
+
+/* The same from row `first` to `last`. Those that are taken together lie apart, so that each is one of
+ * a run of rows, which a CPU reads ahead by itself. */
+static void multiply_part(product p, const dots *of, int64_t first, int64_t last, int64_t r,
+                          int64_t here) {
+    int64_t outs = of->outs, each = (last - first) / outs;
+    p.beside = each;
+    for (int64_t o = first; o < first + each; o++) multiply_rows(&p, of->several, outs, o, r, here);
+    for (int64_t o = first + outs * each; o < last; o++) multiply_rows(&p, of->one, 1, o, r, here);
 }
 
 /* y[rows, n] = x[rows, k] @ w[n, k]^T, all contiguous. Returns 0, or 1 where memory is short.
  *
- * Memory is fastest where it is read in the order of addresses. Several rows of the weight share what
- * is loaded of x; meanwhile the rows behind them are read ahead, one after the other. Each thread
- * brings x into its form itself: x is less to carry from one core to another than the form. */
+ * Several rows of the weight share what is loaded of x. Each thread brings x into its form itself: x
+ * is less to carry from one core to another than the form. */
 static int multiply(const product *p, const dots *of, int64_t most, int threads) {
     int64_t turns = (p->rows + most - 1) / most, together = (p->rows + turns - 1) / turns;
+    int64_t part = p->n / (threads * PARTS) + SIDE;
+    if (part < PART_LEAST) part = PART_LEAST;
     int failed = 0;
     _Pragma("omp parallel num_threads(threads) reduction(| : failed)")
     {
@@ -199,10 +198,9 @@ static int multiply(const product *p, const dots *of, int64_t most, int threads)
         failed = p->to && !form;
         for (int64_t r = 0; r < p->rows; r += together) {
             int64_t here = least(together, p->rows - r);
-            int64_t tiles = (p->n + TILE - 1) / TILE, take = tiles / (threads * SHARES) + 1;
-            _Pragma("omp for schedule(dynamic, take) nowait")
-            for (int64_t tile = 0; tile < p->n; tile += TILE)
-                if (!failed) multiply_tile(&own, of + here, tile, r, here);
+            _Pragma("omp for schedule(dynamic) nowait")
+            for (int64_t o = 0; o < p->n; o += part)
+                if (!failed) multiply_part(own, of + here, o, least(o + part, p->n), r, here);
         }
         free(form);
     }
@@ -255,7 +253,6 @@ static inline pair pair_f32(const float *p) {
         const int all = outs * rows;                                                            \
         const int chains = all > REGISTERS / 2 ? 1 : all > REGISTERS / 4 ? 2 : all > 1 ? 4 : 8; \
         const int unroll = chains > 2 ? chains / 2 : 1;                                         \
-        const char *next = p->next;                                                             \
         vector sum[MOST_SUMS][8];                                                               \
         SUMS for (int b = 0; b < all; b++)                                                      \
             UNROLLED for (int u = 0; u < 8; u++) sum[b][u] = (vector){0};                       \
@@ -263,8 +260,8 @@ static inline pair pair_f32(const float *p) {
         for (; i + unroll * PAIR <= p->k; i += unroll * PAIR)                                   \
             UNROLLED for (int s = 0; s < outs; s++)                                             \
                 UNROLLED for (int u = 0; u < unroll; u++) {                                     \
-                    const TYPE *w = (const TYPE *)weights(p, o + s, 0) + i + u * PAIR;          \
-                    READ_AHEAD(PAIR * sizeof *w);                                               \
+                    const TYPE *w = (const TYPE *)weights(p, beside(p, o, s), 0) + i + u * PAIR;\
+                    read_ahead(w, outs);                                                        \
                     pair v = pair_##NAME(w);                                                    \
                     UNROLLED for (int q = 0; q < rows; q++) {                                   \
                         const float *row = (const float *)row_of(p, r + q) + i + u * PAIR;      \
@@ -276,7 +273,7 @@ static inline pair pair_f32(const float *p) {
                 }                                                                               \
         UNROLLED for (int s = 0; s < outs; s++)                                                 \
             UNROLLED for (int q = 0; q < rows; q++) {                                           \
-                const TYPE *w = (const TYPE *)weights(p, o + s, 0);                             \
+                const TYPE *w = (const TYPE *)weights(p, beside(p, o, s), 0);                   \
                 const float *x = (const float *)row_of(p, r + q);                               \
                 vector whole = sum[s * rows + q][0];                                            \
                 UNROLLED for (int u = 1; u < chains; u++) whole += sum[s * rows + q][u];        \
@@ -300,7 +297,6 @@ static inline pair pair_f32(const float *p) {
 /* Four independent sums at least hide the latency of the multiply-add. */
 ALWAYS dot_bf16(const int outs, const int rows, const product *p, int64_t o, int64_t r, sums *out) {
     const int all = outs * rows, unroll = all > 8 ? 1 : all > 2 ? 2 : 4;
-    const char *next = p->next;
     __m512 sum[MOST_SUMS][4];
     SUMS for (int b = 0; b < all; b++)
         UNROLLED for (int u = 0; u < 4; u++) sum[b][u] = _mm512_setzero_ps();
@@ -308,8 +304,9 @@ ALWAYS dot_bf16(const int outs, const int rows, const product *p, int64_t o, int
     for (; i + unroll * LANES <= p->k; i += unroll * LANES)
         UNROLLED for (int s = 0; s < outs; s++)
             UNROLLED for (int u = 0; u < unroll; u++) {
-                READ_AHEAD(LINE);
-                __m512bh v = LOAD((const bf16 *)weights(p, o + s, 0) + i + u * LANES);
+                const bf16 *w = (const bf16 *)weights(p, beside(p, o, s), 0) + i + u * LANES;
+                read_ahead(w, outs);
+                __m512bh v = LOAD(w);
                 UNROLLED for (int q = 0; q < rows; q++) {
                     const bf16 *x = (const bf16 *)row_of(p, r + q) + i + u * LANES;
                     sum[s * rows + q][u] = _mm512_dpbf16_ps(sum[s * rows + q][u], v, LOAD(x));
@@ -317,7 +314,7 @@ ALWAYS dot_bf16(const int outs, const int rows, const product *p, int64_t o, int
             }
     UNROLLED for (int s = 0; s < outs; s++)
         UNROLLED for (int q = 0; q < rows; q++) {
-            const bf16 *w = (const bf16 *)weights(p, o + s, 0);
+            const bf16 *w = (const bf16 *)weights(p, beside(p, o, s), 0);
             const bf16 *x = (const bf16 *)row_of(p, r + q);
             __m512 whole = sum[s * rows + q][0];
             UNROLLED for (int u = 1; u < unroll; u++)
@@ -626,18 +623,18 @@ static inline void as_codes_int4(float *v) {
                           int64_t r, sums *out) {                                               \
         block sum[MOST_SUMS];                                                                   \
         SUMS for (int b = 0; b < outs * rows; b++) sum[b] = ZERO;                               \
-        const char *next = p->next;                                                             \
         for (int64_t i = 0; i < p->k; i += BLOCK)                                               \
             UNROLLED for (int s = 0; s < outs; s++) {                                           \
-                READ_AHEAD(BYTES);                                                              \
-                block v = read_##NAME(weights(p, o + s, 0), i);                                 \
+                const uint8_t *w = weights(p, beside(p, o, s), 0);                              \
+                read_ahead(w + i * BYTES / BLOCK, outs);                                        \
+                block v = read_##NAME(w, i);                                                    \
                 UNROLLED for (int q = 0; q < rows; q++) {                                       \
                     const float *x = (const float *)row_of(p, r + q) + i;                       \
                     sum[s * rows + q] = add(sum[s * rows + q], v, x);                           \
                 }                                                                               \
             }                                                                                   \
         UNROLLED for (int s = 0; s < outs; s++) {                                               \
-            float scale = load(scales_of(p, o + s), 0, p->scales_dtype) * UNIT;                 \
+            float scale = load(scales_of(p, beside(p, o, s)), 0, p->scales_dtype) * UNIT;       \
             UNROLLED for (int q = 0; q < rows; q++)                                             \
                 out[s][q] = total(sum[s * rows + q]) * scale;                                   \
         }                                                                                       \
@@ -645,13 +642,13 @@ static inline void as_codes_int4(float *v) {
     ALWAYS groupwise_##NAME(const int outs, const int rows, const product *p, int64_t o,        \
                             int64_t r, sums *out) {                                             \
         const uint8_t *w = weights(p, o, 0);                                                    \
-        const char *scales = scales_of(p, o), *next = p->next;                                  \
+        const char *scales = scales_of(p, o);                                  \
         block sum[TOGETHER];                                                                    \
         UNROLLED for (int b = 0; b < rows; b++) sum[b] = ZERO;                                  \
         int64_t g = 0, left = p->each;                                                          \
         float s = load(scales, g, p->scales_dtype) * UNIT;                                      \
         for (int64_t i = 0; i < p->k; i += BLOCK) {                                             \
-            READ_AHEAD(BYTES);                                                                  \
+            read_ahead(w + i * BYTES / BLOCK, 1);                                               \
             block v = read_##NAME(w, i);                                                        \
             if (!left) s = load(scales, ++g, p->scales_dtype) * UNIT, left = p->each;           \
             float t = s;                                                                        \
@@ -677,7 +674,7 @@ ALWAYS groupwise_above(const int rows, const int high, const product *p, int64_t
                        sums *out) {
     const int size = high ? ABOVE_uint5 : ABOVE_uint4;
     const uint8_t *w = weights(p, o, 0);
-    const char *scales = scales_of(p, o), *next = p->next;
+    const char *scales = scales_of(p, o);
     block sum[TOGETHER];
     UNROLLED for (int b = 0; b < rows; b++) sum[b] = ZERO;
     for (int64_t i = 0; i < p->k; i += ABOVE, w += size) {
@@ -685,7 +682,7 @@ ALWAYS groupwise_above(const int rows, const int high, const product *p, int64_t
         float least = load(scales, i / p->each * 2 + 1, p->scales_dtype);
         uint64_t scale = integers_above(w + size - 12, 0), below = integers_above(w + size - 12, 1);
         for (int b = 0; b < 8; b++) {
-            READ_AHEAD(size / 8);
+            read_ahead(w + b * size / 8, 1);
             half_block codes[2];
             numbers_above(high, w, b, codes);
             block v = read_int8((const uint8_t *)codes, 0);
@@ -887,9 +884,8 @@ static inline lanes chunk_scales(const char *scales, int64_t at, int dtype) {
 }
 
 /* Reads a line of scales ahead, of two bytes for each block, where numbers from i on begin one. */
-static inline void scales_ahead(const product *p, const char *scales, int64_t outs, int64_t i) {
-    if (p->far && i % (LINE / 2 * BLOCK) == 0)
-        __builtin_prefetch(scales + i / BLOCK * 2 + outs * p->groups * 2, 0, 3);
+static inline void scales_ahead(const char *scales, int64_t i) {
+    if (i % (LINE / 2 * BLOCK) == 0) __builtin_prefetch(scales + i / BLOCK * 2 + SCALES_AHEAD, 0, 3);
 }
 
 /* Adds the products of a chunk of codes; `above`, a constant: those with minima. */
@@ -914,14 +910,13 @@ ALWAYS fixed_chunks(const int outs, const int rows, const int parts, const int a
     const char *scales[SIDE];
     const fixed *x[TOGETHER];
     UNROLLED for (int s = 0; s < outs; s++)
-        w[s] = weights(p, o + s, 0), scales[s] = scales_of(p, o + s);
+        w[s] = weights(p, beside(p, o, s), 0), scales[s] = scales_of(p, beside(p, o, s));
     UNROLLED for (int q = 0; q < rows; q++) x[q] = (const fixed *)row_of(p, r + q);
-    const char *next = p->next;
     for (int64_t i = at; i < end; i += CHUNK) {
         int64_t blocks = least(end - i, CHUNK) / BLOCK;
         UNROLLED for (int s = 0; s < outs; s++) {
-            READ_AHEAD(WIDE);
-            if (all != F32) scales_ahead(p, scales[s], outs, i);
+            read_ahead(w[s] + i / 2, outs);
+            if (all != F32) scales_ahead(scales[s], i);
             unsigned_bytes codes = {0};
             if (all == F32)
                 memcpy(&codes, w[s] + i / 2, blocks * HALF);
@@ -1043,14 +1038,13 @@ ALWAYS parts_above(const int outs, const int rows, const int parts, const int hi
     const fixed *x[TOGETHER];
     UNROLLED for (int q = 0; q < rows; q++) x[q] = (const fixed *)row_of(p, r + q);
     const uint8_t *w = weights(p, o, 0);
-    const char *next = p->next;
-    int64_t row = p->k * p->bytes / 256, i = 0;
+    int64_t row = p->beside * p->k * p->bytes / 256, i = 0;
     for (int64_t g = 0; g < p->groups; g += 2)
         for (int64_t end = i + p->each; i < end; i += ABOVE, w += size) {
             factors f[SIDE];
             UNROLLED for (int s = 0; s < outs; s++) {
-                UNROLLED for (int l = 0; l < 3; l++) READ_AHEAD(size / 3);
-                __m128 pair = pair_of(scales_of(p, o + s), g, p->scales_dtype);
+                UNROLLED for (int l = 0; l < 3; l++) read_ahead(w + s * row + l * LINE, outs);
+                __m128 pair = pair_of(scales_of(p, beside(p, o, s)), g, p->scales_dtype);
                 f[s] = factors_of(w + s * row + size - 12, pair);
                 UNROLLED for (int q = 0; q < rows; q++) {
                     const int b = s * rows + q;
@@ -1163,18 +1157,16 @@ ALWAYS parts_int6(const int outs, const int rows, const int parts, const product
     SUMS for (int b = 0; b < outs * rows; b++) sum[b] = (lanes){0};
     const fixed_line *x[TOGETHER];
     UNROLLED for (int q = 0; q < rows; q++) x[q] = (const fixed_line *)row_of(p, r + q);
-    const char *next = p->next;
     const uint8_t *w = weights(p, o, 0);
-    int64_t row = p->k * p->bytes / 256, i = 0;
+    int64_t row = p->beside * p->k * p->bytes / 256, i = 0;
     for (int64_t g = 0; g < p->groups; g++) {
         float scale[SIDE];
         UNROLLED for (int s = 0; s < outs; s++)
-            scale[s] = load(scales_of(p, o + s), g, p->scales_dtype);
+            scale[s] = load(scales_of(p, beside(p, o, s)), g, p->scales_dtype);
         for (int64_t end = i + p->each; i < end; i += SIXES, w += SIXES_BYTES) {
             lanes shared[SIDE];
             UNROLLED for (int s = 0; s < outs; s++) {
-                READ_AHEAD(SIXES_BYTES / 2);
-                READ_AHEAD(SIXES_BYTES / 2);
+                UNROLLED for (int l = 0; l < 2; l++) read_ahead(w + s * row + l * LINE, outs);
                 shared[s] = shared_scales(w + s * row, scale[s]);
             }
             UNROLLED for (int nth = 0; nth < SIXES / WIDE; nth++)
@@ -1255,16 +1247,15 @@ ALWAYS fixed_lines(const int outs, const int rows, const int parts, const int fo
     const char *scales[TOGETHER];
     const fixed_line *x[TOGETHER];
     UNROLLED for (int s = 0; s < outs; s++)
-        w[s] = weights(p, o + s, 0), scales[s] = scales_of(p, o + s);
+        w[s] = weights(p, beside(p, o, s), 0), scales[s] = scales_of(p, beside(p, o, s));
     UNROLLED for (int q = 0; q < rows; q++) x[q] = (const fixed_line *)row_of(p, r + q);
-    const char *next = p->next;
     __m512i bias = _mm512_set1_epi8((char)0x80);
     for (int64_t i = at; i < end; i += LINE) {
         int64_t halves = end - i < LINE ? (end - i) / HALF : LINE / HALF;
         __mmask64 there = halves < LINE / HALF ? (1ull << halves * HALF) - 1 : ~0ull;
         UNROLLED for (int s = 0; s < outs; s++) {
-            READ_AHEAD(LINE);
-            if (form < FOUR_F32) scales_ahead(p, scales[s], outs, i);
+            read_ahead(w[s] + i, outs);
+            if (form < FOUR_F32) scales_ahead(scales[s], i);
             __m512i codes = form >= ANY ? _mm512_maskz_loadu_epi8(there, w[s] + i)
                                         : _mm512_loadu_si512(w[s] + i);
             unsigned_bytes biased = (unsigned_bytes)_mm512_xor_si512(codes, bias);
@@ -1302,8 +1293,8 @@ ALWAYS rounded_row(const int outs, const int rows, const product *p, int64_t o, 
     SUMS for (int b = 0; b < outs * rows; b++) sum[b] = (lanes){0};
     fixed_lines(outs, rows, 1, PER_ROW, p, o, 0, p->k, r, sum);
     SUMS for (int b = 0; b < outs * rows; b++) {
-        __m512 scale = _mm512_set1_ps(load(scales_of(p, o + b / rows), 0, p->scales_dtype));
-        sum[b] = _mm512_mul_ps(sum[b], scale);
+        const char *scales = scales_of(p, beside(p, o, b / rows));
+        sum[b] = _mm512_mul_ps(sum[b], _mm512_set1_ps(load(scales, 0, p->scales_dtype)));
     }
     add_lanes(outs, rows, sum, out);
 }
@@ -1365,13 +1356,12 @@ ALWAYS whole_int8(const int outs, const int rows, const product *p, int64_t o, i
     SUMS for (int b = 0; b < outs * rows; b++)
         high[b] = middle[b] = low[b] = _mm512_setzero_si512();
     const uint8_t *w[TOGETHER];
-    UNROLLED for (int s = 0; s < outs; s++) w[s] = weights(p, o + s, 0);
-    const char *next = p->next;
+    UNROLLED for (int s = 0; s < outs; s++) w[s] = weights(p, beside(p, o, s), 0);
     __m512i bias = _mm512_set1_epi8((char)0x80);
     for (int64_t i = 0; i < p->k; i += LINE) {
         __mmask64 there = p->k - i < LINE ? (1ull << (p->k - i)) - 1 : ~0ull;
         UNROLLED for (int s = 0; s < outs; s++) {
-            READ_AHEAD(LINE);
+            read_ahead(w[s] + i, outs);
             __m512i codes = _mm512_xor_si512(_mm512_maskz_loadu_epi8(there, w[s] + i), bias);
             UNROLLED for (int q = 0; q < rows; q++) {
                 const bytes *x = ((const whole *)row_of(p, r + q))->at + i / LINE;
@@ -1389,7 +1379,7 @@ ALWAYS whole_int8(const int outs, const int rows, const product *p, int64_t o, i
         all += _mm512_reduce_add_epi32(low[b]);
         all -= 128 * x->sum;
         out[b / rows][b % rows] =
-            (float)(all * x->unit) * load(scales_of(p, o + b / rows), 0, p->scales_dtype);
+            (float)(all * x->unit) * load(scales_of(p, beside(p, o, b / rows)), 0, p->scales_dtype);
     }
 }
 DOTS(whole_int8, 8)
@@ -1760,14 +1750,13 @@ static void score_keys(const attention *a, row_run keys, row_run values, const c
     int two = a->as_held && a->dtype == BF16;
     int64_t size = two ? 2 : 4, line = LINE / size;
     product p = {.w = (const uint8_t *)keys.at, .bytes = 256 * size, .stride = keys.stride, .x = q,
-                 .apart = query_bytes(a), .k = a->wide};
+                 .apart = query_bytes(a), .beside = 1, .k = a->wide};
     const dots *of = (two ? dot_bf16s : dot_f32s) + here;
     for (int64_t o = 0; o < keys.count;) {
         int64_t outs = o + of->outs <= keys.count ? of->outs : 1;
         for (int64_t i = o; i < o + outs; i++)
             for (int64_t j = 0; j < a->wide; j += line)
-                read_ahead(values.at + (i * values.stride + j) * size, 1);
-        p.next = (const char *)weights(&p, o, 0) + AHEAD;
+                __builtin_prefetch(values.at + (i * values.stride + j) * size, 0, 2);
         (outs > 1 ? of->several : of->one)(&p, o, 0, out + o);
         o += outs;
     }
