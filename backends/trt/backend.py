@@ -216,11 +216,11 @@ def _check_present(folder: Path, plans: Iterable[str]) -> None:
 
 
 def takes_codes(g: Graph, n: Node) -> bool:
-    """Whether TensorRT's layer takes the codes of a weight: int8 with a scale for each row, in the
-    engine's dtype, of a matrix. Its 4 bits come in groups of 64 or 128 of positive scales, its
+    """Whether TensorRT's layer takes the codes of a weight: 8 bits with a scale for each row, in
+    the engine's dtype, of a matrix. Its 4 bits come in groups of 64 or 128 of positive scales, its
     experts are gathered."""
     codes, scales = n["codes"].type, n["scales"].type
-    rows = codes.dtype == "i8" and codes.rank == 2 and scales.shape[1] == 1
+    rows = codes.dtype in probe.CODES and codes.rank == 2 and scales.shape[1] == 1
     return rows and scales.dtype == n.word("to")
 
 

@@ -191,7 +191,7 @@ def _made_dense(packing: Packing) -> list[str]:
     if not count:
         return []
     return [
-        f"{count} weights in codes are made dense at build: TensorRT takes int8 with a scale for "
+        f"{count} weights in codes are made dense at build: TensorRT takes 8 bits with a scale for "
         f"each row of a matrix, and 4 bits in groups of 64 or 128"
     ]
 

@@ -17,7 +17,7 @@ from g4ir.ir.graph import Value
 from g4ir.ops.types import FLOATS, Type, dtype_name, torch_dtype
 
 from ..primitives.emitter import Emitter, Operand, reshape_spec
-from .probe import data_type
+from .probe import CODES, data_type
 from .recorder import MAX_DIMS, MAX_TOP_K, SHARED_BYTES
 
 if TYPE_CHECKING:
@@ -332,8 +332,9 @@ class TrtEmitter(Emitter):
 
     def _dequantize(self, codes: Operand, scales: Operand, axis: int, t: Type) -> Operand:
         """Return a weight of which each row has a scale; see `takes_codes`."""
-        if t.rank != 2 or codes.dtype != "i8" or scales.shape[axis] != 1:
-            raise ValueError(f"{codes.type} times {scales.type}: TensorRT takes i8, a scale a row")
+        if t.rank != 2 or codes.dtype not in CODES or scales.shape[axis] != 1:
+            taken = " or ".join(CODES)
+            raise ValueError(f"{codes.type} times {scales.type}: TensorRT takes {taken} by rows")
         scales = self.reshape(self.cast(scales, t.dtype), t.shape[1 - axis])
         return Operand(t, Dequantized(codes.handle, scales.handle, 1 - axis))
 

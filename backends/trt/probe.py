@@ -32,7 +32,10 @@ DTYPES = {
     "i64": "INT64",
     "bool": "BOOL",
     "i8": "INT8",
+    "f8e4m3": "FP8",
 }
+#: those of them that are codes, which have a scale for each row
+CODES = ("i8", "f8e4m3")
 
 INSTEAD = (
     "without it, --backend onnx builds the same network for onnxruntime, and --dry-run checks a "

@@ -709,6 +709,7 @@ def test_dry_run(variant: str, tmp_path: Path) -> None:
     ("quant", "kept", "note"),
     [
         pytest.param("int8", 25, None, marks=pytest.mark.full),
+        pytest.param("fp8", 25, None, marks=pytest.mark.full),
         ("int4", 1, "36 weights in codes are made dense at build"),  # the head is kept
     ],
 )
@@ -728,10 +729,11 @@ def test_dry_run_of_weights_in_codes(quant: str, kept: int, note: str | None) ->
 @pytest.mark.parametrize("weights", ["baked", "streamed", "refit"])
 @pytest.mark.parametrize("quant", few(("int8", "int4", "fp8")))
 def test_weights_in_codes(quant: str, weights: str, trt: Build) -> None:
-    """int8 codes go to the network as they are; other weights are made of theirs at build."""
+    """8-bit codes go to the network as they are; other weights are made of theirs at build."""
     engine = trt("tiny-moe", quant=quant, settings={"weights": weights})
     held = Counter(v.type.dtype for v in engine.program.graphs["prefill"].params)
-    assert held["i8"] == {"int8": 25, "int4": 1, "fp8": 0}[quant]
+    counts = {"int8": (25, 0), "int4": (1, 0), "fp8": (0, 25)}
+    assert (held["i8"], held["f8e4m3"]) == counts[quant]
     assert verify_engine(engine).ok
 
 

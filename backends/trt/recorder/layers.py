@@ -267,7 +267,8 @@ class IConstantLayer(ILayer):
         dims, weights = tuple(held(self, "shape")), held(self, "weights")
         refused = {DataType.BOOL, DataType.UINT8}
         self._need(weights._dtype not in refused, f"{weights._dtype.name}: no constant has it")
-        self._need(weights._dtype in CASTABLE, f"{weights._dtype.name} is not supported here")
+        kinds = {*CASTABLE, DataType.FP8}  # of the operator page
+        self._need(weights._dtype in kinds, f"{weights._dtype.name} is not supported here")
         count = volume(dims)
         self._need(count == weights._count, f"{weights._count} weights for {list(dims)}")
         return [(weights._dtype, dims)]
@@ -309,7 +310,7 @@ class IDequantizeLayer(ILayer):
 
     def _infer(self) -> list[Output]:
         (x, scale), to = (self._in(0), self._in(1)), held(self, "to_type")
-        self._kinds(x, {DataType.INT8}, "here it")
+        self._kinds(x, {DataType.INT8, DataType.FP8}, "here it")
         self._kinds(scale, FLOATS, "the scale")
         self._need(scale._dtype == to, f"{scale._text}: the result, {to.name}, has its type")
         self._need(isinstance(scale._layer, IConstantLayer), f"{scale._text}: not a constant")
