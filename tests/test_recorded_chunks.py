@@ -58,13 +58,16 @@ def over(engine: Engine, patch: pytest.MonkeyPatch, fails: bool = False) -> list
     return places
 
 
-@pytest.mark.parametrize("name", ["tiny-moe", "tiny-ple"])
-def test_a_prompt_of_several_chunks(
-    engines: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def engine(engines: Any) -> Engine:
+    """It has rings, lists and layers that only a prompt's last chunk runs."""
+    made: Engine = engines("torch", "tiny-ple")
+    return made
+
+
+def test_a_prompt_of_several_chunks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same logits, with rings that each chunk writes over; chunks that end no prompt and those
     that do are two recordings in one place, and what is shorter is launched."""
-    engine = engines("torch", name)
     rows = engine.limits.max_batch
     prompts = [some_tokens(rows, width) for width in (3 * CHUNK + 5, CHUNK, CHUNK)]
     session = engine.session(rows)
@@ -79,9 +82,8 @@ def test_a_prompt_of_several_chunks(
     assert place.said == [*early, *last]
 
 
-def test_ragged_rows(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ragged_rows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """One ends within a recorded chunk, one has no token in it: lengths are the chunk's."""
-    engine = engines("torch", "tiny-ple")
     tokens, lengths = some_tokens(3, 3 * CHUNK), torch.tensor([3 * CHUNK, CHUNK + 3, 0])
 
     def both() -> list[torch.Tensor]:
@@ -96,10 +98,9 @@ def test_ragged_rows(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_chunks_that_cannot_be_recorded(
-    engines: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They are launched, each once, and that is said once, whatever session it is."""
-    engine = engines("torch", "tiny-moe")
     tokens = some_tokens(1, 4 * CHUNK)
     want = engine.session(1).prefill(tokens)
     places = over(engine, monkeypatch, fails=True)
