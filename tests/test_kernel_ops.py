@@ -18,6 +18,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from g4ir.backends.torch_compile.compile import _TRACE as TRACE
 from g4ir.backends.torch_compile.compile import INDUCTOR, exported
 from g4ir.backends.torch_compile.kernel_cases import (
     Case,
@@ -122,6 +123,20 @@ def test_ops_keep_the_rules() -> None:
     assert {(name, True) for name in ("dequantize", *takers)} <= names
 
 
+def test_what_an_op_writes_is_always_given() -> None:
+    """Torch 2.11 looks for it among what was given, without what was left to a default."""
+    for case in (*tiny_cases(1), *tiny_cases(8)):
+        run_case(case, operands(case, "cpu"))  # which defines the ops
+    made = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("g4ir::")]
+    written = {
+        (s.name, a.name): a.has_default_value()
+        for s in made
+        for a in s.arguments
+        if a.alias_info and a.alias_info.is_write
+    }
+    assert len(written) > 5 and not any(written.values()), written
+
+
 # --- export -----------------------------------------------------------------------------------
 
 
@@ -186,6 +201,44 @@ def test_every_step_exports_for_a_gpu(
     norm = "norm_linear" if rows == 1 else "norm_residual"
     assert {norm, "decode_attention_latent" if form != "off" else "qkv_attention"} <= called
     assert ("dequantize" in called) == ("+" in name)
+
+
+WRITES = """\
+graph segment {{
+  input %new: bf16[B,S,2,8]
+  input %start: i64[B]
+  input %lengths: i64[B]
+  state %k: bf16[{slots},B,2,8]
+  %k.next = cache_write(%k, %new, %start, %lengths): bf16[{slots},B,2,8]
+  next %k = %k.next
+}}
+"""
+
+
+@pytest.mark.parametrize("slots", [1024, "C"], ids=["ring", "list"])
+def test_of_a_cache_the_slots_of_a_chunk_are_written(
+    brackets_without_a_device: None, slots: int | str
+) -> None:
+    """By one op, and nothing that is made on the way is as long as the cache."""
+    with FakeTensorMode():
+        graph = exported(WRITES.format(slots=slots), Target("cuda", "h200", 8)).graph
+    *_, cache = (n for n in graph.nodes if n.op == "placeholder")
+    made = [n for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    (write,) = (n for n in made if n.op == "call_function" and n.target._schema.is_mutable)
+    assert write.target is torch.ops.aten.index_put_.default and write.args[0] is cache
+    assert length(write.args[2]) == TRACE["S"]
+    long = {n.name for n in made if length(n) == length(cache) and not is_view(n)}
+    assert long == {cache.name, write.name}
+
+
+def is_view(n: Any) -> bool:
+    return n.op == "call_function" and n.target.is_view
+
+
+def length(n: Any) -> int:
+    """The first size of what a node makes, of the sizes at which it was traced."""
+    size = n.meta["val"].shape[0]
+    return size if isinstance(size, int) else int(size.node.hint)
 
 
 def type_of_number(number: float) -> str:

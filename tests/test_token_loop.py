@@ -141,6 +141,7 @@ def test_a_step_that_cannot_be_recorded(engine: Engine, monkeypatch: pytest.Monk
         ("graph", Broken),
         ("stream", Quiet),
         ("current_stream", Stream),
+        ("graph_pool_handle", Graph),
     ):
         monkeypatch.setattr(cuda, name, value)
     monkeypatch.setattr(engine.runtime, "record", cuda_graph.recorded)

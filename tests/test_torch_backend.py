@@ -27,7 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from g4ir.backends.torch_compile import compile as compiler
 from g4ir.backends.torch_compile import pyops
 from g4ir.backends.torch_compile.attention import _pairs, _rotate
-from g4ir.backends.torch_compile.lower import SegmentModule, _list_write, grouped_experts
+from g4ir.backends.torch_compile.lower import (
+    SegmentModule,
+    _list_write,
+    _ring_write,
+    grouped_experts,
+    smallest,
+)
 from g4ir.backends.torch_compile.programs import phase_steps
 from g4ir.backends.torch_compile.runtime import check_aligned
 from g4ir.backends.torch_compile.schedule import schedule
@@ -769,28 +775,65 @@ def test_programs_of_one_row_have_a_fixed_batch() -> None:
         assert dim in text.splitlines()[1]
 
 
+@pytest.mark.parametrize(
+    ("experts", "key"),
+    [(128, torch.uint8), (255, torch.uint8), (256, torch.int16), (1 << 15, torch.int64)],
+)
+def test_keys_that_tokens_are_sorted_by(experts: int, key: torch.dtype) -> None:
+    """As few bits as hold every expert, and the number that stands for those of other ranks; the
+    order is that of the numbers as they were."""
+    assert smallest(experts) == key
+    ids = torch.randint(0, experts + 1, (999,), generator=torch.Generator().manual_seed(0))
+    ids[:2] = torch.tensor([experts, 0])
+    assert torch.equal(ids.to(key).argsort(stable=True), ids.argsort(stable=True))
+
+
 # --- writes of a chunk --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("chunk", "start", "lengths"),
+    ("write", "chunk", "start", "lengths"),
     [
-        (5, [0, 3, 11], [5, 2, 4]),
-        (5, [14, 11, 15], [2, 5, 0]),
-        (16, [0, 4, 16], [16, 9, 0]),
-        (1, [2, 15, 0], [1, 1, 0]),
+        (_list_write, 5, [0, 3, 11], [5, 2, 4]),
+        (_list_write, 5, [14, 11, 15], [2, 5, 0]),
+        (_list_write, 16, [0, 4, 16], [16, 9, 0]),
+        (_list_write, 1, [2, 15, 0], [1, 1, 0]),
+        (_ring_write, 5, [0, 3, 14], [5, 2, 4]),
+        (_ring_write, 7, [100, 31, 15], [0, 7, 1]),
+        (_ring_write, 16, [0, 9, 77], [16, 16, 3]),
+        (_ring_write, 40, [0, 21, 5], [40, 15, 33]),
     ],
 )
-def test_a_chunk_goes_to_its_slots_of_a_list(
-    chunk: int, start: list[int], lengths: list[int]
+def test_a_chunk_goes_to_its_slots(
+    write: Any, chunk: int, start: list[int], lengths: list[int]
 ) -> None:
-    """As the op says, in place; padding, also behind the last slot, leaves what was there."""
+    """As the op says, in place; padding, also behind the last slot of a list, leaves what was
+    there, and is not read: it may be NaN. Of a ring no slot is named twice."""
     g = torch.Generator().manual_seed(0)
     cache, new = torch.randn(16, 3, 2, 4, generator=g), torch.randn(3, chunk, 2, 4, generator=g)
     where = torch.tensor(start), torch.tensor(lengths)
     want = OPS["cache_write"].reference(cache, new, *where)
-    _list_write(cache, new, *where)
+    for row, count in enumerate(lengths):
+        new[row, count:] = torch.nan
+    with Slots() as slots:
+        write(cache, new, *where)
     assert torch.equal(cache, want)
+    (slot,) = slots.written
+    assert slot.shape == (min(chunk, 16), 3)
+    assert all(len({*column}) == len(column) for column in slot.t().tolist())
+
+
+class Slots(TorchDispatchMode):
+    """Notes the slots that rows are put to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is torch.ops.aten.index_put_.default:
+            self.written.append(args[1][0])
+        return op(*args, **(kwargs or {}))
 
 
 DRAFTED = """\

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import EngineError
-from g4ir.ir.graph import Program
+from g4ir.ir.graph import Program, split_prologue
 from g4ir.plan.formats import DTYPES
 from g4ir.plan.limits import Limits
+from g4ir.plan.memory import bytes_beside_attention
 from g4ir.quant.rewrite import simplified
 from g4ir.ui.progress import Progress
 
@@ -20,7 +21,7 @@ from ..base import Backend, Task
 from . import compile as compiler
 from .kernel_table import unmeasured
 from .programs import CHAINS, KERNELS_FILE, choice_texts, phase_steps, phases
-from .schedule import dense_bytes, schedule
+from .schedule import any_length, dense_bytes, schedule
 from .segment import Segment, Step, chain_texts
 from .target import HOPPER, Target, find_target
 
@@ -95,11 +96,12 @@ class TorchBackend(Backend):
         self, program: Program, limits: Limits, device: str, settings: Mapping[str, str]
     ) -> int:
         """Count the weights that products of many rows on a GPU take dense, a node at a time; on
-        the CPU it is a part of one."""
+        the CPU it is a part of one. And what a recorded chunk of a prompt holds of its own."""
         if device != "cuda":
             return 0
         target = Target(device, HOPPER, limits.max_batch)
-        return max(dense_bytes(schedule(program.graphs[p], target)) for p in phases(program))
+        dense = {p: dense_bytes(schedule(program.graphs[p], target)) for p in phases(program)}
+        return max(dense.values()) + _recorded_bytes(program, limits, target, dense["prefill"])
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
         """Count the programs that an engine calls in all, and those that are compiled."""
@@ -123,6 +125,16 @@ class TorchBackend(Backend):
             cuda_graph,
             task.group,
         )
+
+
+def _recorded_bytes(program: Program, limits: Limits, target: Target, dense: int) -> int:
+    """Return the bytes that recorded chunks of a prompt hold beside those that are launched;
+    `dense`: of weights that are made of their codes."""
+    g = program.graphs["prefill"]
+    if not any_length(g, target):
+        return 0
+    sizes = limits.max_batch, limits.max_seq, limits.prefill_chunk
+    return dense + bytes_beside_attention(split_prologue(g)[1], *sizes)
 
 
 def _check_programs(

@@ -16,6 +16,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 #: makes of work what repeats it
 Record = Callable[[Callable[[], None]], Callable[[], None]]
+#: what is recorded, in messages: one of them, and all of them
+STEP, STEPS = "the decode step", "decode steps"
+CHUNK, CHUNKS = "a full chunk of a prompt", "full chunks of prompts"
 #: held while a step is recorded, which one thread does at a time
 _RECORDING = threading.Lock()
 
@@ -48,20 +51,96 @@ class Captured(Generic[T]):
         return self._made
 
 
+class Place:
+    """A stream beside the current one, on which work is done, and memory of its own, in which it is
+    recorded: recordings of one place share that, so only one of them may run at a time, and what
+    one made is gone when another runs."""
+
+    def __init__(self, what: str = STEP) -> None:
+        self.what = what
+        self._stream = torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def launch(self, work: Callable[[], None]) -> None:
+        """Do the work as it is; what follows on the current stream waits for it."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record work that was done here before, without doing it; return what replays it.
+        EngineError with the reason where it cannot be recorded."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # The stream of the warm-up: what works on it may have made events and streams for it.
+            # What other threads do meanwhile, in sessions of their own, must not end the recording.
+            # The outer context leaves the stream also where torch's own, after a failure, does not.
+            capture = torch.cuda.graph(
+                graph, self._pool, self._stream, capture_error_mode="thread_local"
+            )
+            with torch.cuda.stream(torch.cuda.current_stream()), _RECORDING, capture:
+                work()
+        except RuntimeError as e:
+            raise EngineError(
+                f"{self.what} cannot be recorded as a CUDA graph: {str(e)[:300]}; load the engine "
+                f"with cuda_graph=False (--no-cuda-graph) to run it launch by launch"
+            ) from e
+        return graph.replay
+
+
+class Repeated(Generic[T]):
+    """A step of fixed sizes that may not be done twice, since it writes over what it reads: it is
+    launched the first time, recorded the second, and replayed from then on.
+
+    A recording costs about as much as some launches save. So work that is done once is spared it.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[dict[str, torch.Tensor]], T],
+        feeds: dict[str, torch.Tensor],
+        place: Place,
+        record: Callable[[Callable[[], None], Place], Callable[[], None]],
+    ) -> None:
+        self._made: T
+        self._feeds = {name: t.clone() for name, t in feeds.items()}
+        self._step, self._place, self._record = step, place, record
+        self._done = False
+        self._play: Callable[[], None] | None = None
+
+    def run(self, feeds: dict[str, torch.Tensor]) -> T:
+        """Do the step once; what it returns the next one writes over."""
+        for name, t in feeds.items():
+            self._feeds[name].copy_(t)
+        if self._play is None and self._done:
+            self._play = self._record(self._work, self._place)
+        if self._play is None:
+            self._place.launch(self._work)
+            self._done = True
+        else:
+            self._play()
+        return self._made
+
+    def _work(self) -> None:
+        self._made = self._step(self._feeds)
+
+
 class OrLaunched:
     """Records work, until some cannot be recorded: from then on all of it runs launch by launch,
-    which is said once. A fault of the work itself shows when it runs."""
+    which is said once, of `what`. A fault of the work itself shows when it runs."""
 
-    def __init__(self, record: Record) -> None:
-        self.record: Record | None = record
+    def __init__(self, record: Callable[..., Callable[[], None]], what: str = STEPS) -> None:
+        self.record: Callable[..., Callable[[], None]] | None = record
+        self.what = what
 
-    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+    def __call__(self, work: Callable[[], None], *where: Place) -> Callable[[], None]:
         if self.record is not None:
             try:
-                return self.record(work)
+                return self.record(work, *where)
             except EngineError as e:
                 self.record = None
-                log.warning("decode steps run launch by launch, which is slower: %s", e)
+                log.warning("%s run launch by launch, which is slower: %s", self.what, e)
         return work
 
 
@@ -70,22 +149,11 @@ def recorded(work: Callable[[], None]) -> Callable[[], None]:
 
     Raises EngineError with the reason where it cannot be recorded.
     """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        # The stream of the warm-up: what works on it may have made events and streams for it. What
-        # other threads do meanwhile, in sessions of their own, must not end the recording. The
-        # outer context leaves the stream also where torch's own, after a failure, does not.
-        capture = torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local")
-        with torch.cuda.stream(torch.cuda.current_stream()), _RECORDING, capture:
-            work()
-    except RuntimeError as e:
-        raise EngineError(
-            f"the decode step cannot be recorded as a CUDA graph: {str(e)[:300]}; load the engine "
-            f"with cuda_graph=False (--no-cuda-graph) to run it launch by launch"
-        ) from e
-    return graph.replay
+    place = Place()
+    place.launch(work)
+    return place.record(work)
+
+
+def recorded_at(work: Callable[[], None], place: Place) -> Callable[[], None]:
+    """Record work that was done at a place, as `Place.record` does."""
+    return place.record(work)

@@ -164,7 +164,7 @@ def grouped_experts(
     own = index if first is None else own_index(index, first, experts)  # others come last
     tokens, slots = x.flatten(0, -2), own.flatten(0, -2)
     k = slots.shape[1]
-    ids = slots.flatten().to(torch.int16 if experts < 2**15 else torch.int64)  # fewer bits to sort
+    ids = slots.flatten().to(smallest(experts))
     order = ids.argsort(stable=True)
     bounds = torch.arange(1, experts + 1, device=x.device, dtype=ids.dtype)
     ends = torch.searchsorted(ids[order], bounds).to(torch.int32)
@@ -176,6 +176,12 @@ def grouped_experts(
     if first is not None:
         out = torch.where((slots < experts)[..., None], out, 0)  # no product wrote these
     return out.sum(1).to(x.dtype).view_as(x)
+
+
+def smallest(most: int) -> torch.dtype:
+    """Return the type of the fewest bits that holds 0 to `most`: a sort goes through all of them,
+    eight at a time."""
+    return next(d for d in (torch.uint8, torch.int16, torch.int64) if most <= torch.iinfo(d).max)
 
 
 def _cache_write(
@@ -196,23 +202,27 @@ def _write(
     start: torch.Tensor,
     lengths: torch.Tensor,
 ) -> None:
-    """One token goes to its slot, and so do those of a chunk that may be taken back, for which
-    every cache has slots, and those of any in a list, of which it fills a part. In a ring two
-    tokens of another chunk may share a slot, and only the newer one may stay: there the chunk is
-    gathered; on the CPU always, where copying is what was measured."""
-    rows = torch.arange(new.shape[0], device=new.device)
+    """One token goes to its slot, and so do those of a chunk: on a GPU, of any; on the CPU, of one
+    that may be taken back, for which every cache has slots. Other chunks on the CPU make the whole
+    cache anew, where copying is what was measured."""
     if n["new"].type.shape[1] == 1:
+        rows = torch.arange(new.shape[0], device=new.device)
         slot = torch.remainder(start, cache.shape[0])
         value = torch.where((lengths > 0)[:, None, None], new[:, 0], cache[slot, rows])
         cache.index_put_((slot, rows), value)
         return
-    few = n["new"].type.shape[1] == TOKENS[VERIFY]
-    if few or (m.device != "cpu" and isinstance(n["cache"].type.shape[0], str)):
+    few, ring = n["new"].type.shape[1] == TOKENS[VERIFY], not isinstance(cache_slots(n), str)
+    if few or (m.device != "cpu" and not ring):
         _list_write(cache, new, start, lengths)
-        return
-    source = slot_positions(start + lengths, cache.shape[0]) - start
-    picked = new[rows, source.clamp(min=0)]
-    cache.copy_(torch.where((source >= 0)[:, :, None, None], picked, cache))
+    elif m.device != "cpu":
+        _ring_write(cache, new, start, lengths)
+    else:
+        _rewrite(cache, new, start, lengths)
+
+
+def cache_slots(n: Node) -> int | str:
+    """Return the slots of the cache that a node writes; a name: as many as there are tokens."""
+    return n["cache"].type.shape[0]
 
 
 def _list_write(
@@ -226,6 +236,31 @@ def _list_write(
     slot = torch.remainder(start + tokens, cache.shape[0])
     real = (tokens < lengths)[:, :, None, None]
     cache.index_put_((slot, rows), torch.where(real, new.transpose(0, 1), cache[slot, rows]))
+
+
+def _ring_write(
+    cache: torch.Tensor, new: torch.Tensor, start: torch.Tensor, lengths: torch.Tensor
+) -> None:
+    """Write the newest tokens of each row to their slots of a ring [C,B,n,d], as many as a chunk
+    and the ring both have: two older ones could share a slot. So each slot is written once; where a
+    row has fewer tokens, those before its first write what was there."""
+    count = torch.sym_min(new.shape[1], cache.shape[0])
+    rows = torch.arange(new.shape[0], device=new.device)[None].expand(count, -1)
+    tokens = lengths - count + torch.arange(count, device=new.device)[:, None]
+    slot = torch.remainder(start + tokens, cache.shape[0])
+    picked = new[rows, tokens.clamp(min=0)]
+    real = (tokens >= 0)[:, :, None, None]
+    cache.index_put_((slot, rows), torch.where(real, picked, cache[slot, rows]))
+
+
+def _rewrite(
+    cache: torch.Tensor, new: torch.Tensor, start: torch.Tensor, lengths: torch.Tensor
+) -> None:
+    """Write every slot of the cache [C,B,n,d]: its newest token of the chunk, or what it held."""
+    rows = torch.arange(new.shape[0], device=new.device)
+    source = slot_positions(start + lengths, cache.shape[0]) - start
+    picked = new[rows, source.clamp(min=0)]
+    cache.copy_(torch.where((source >= 0)[:, :, None, None], picked, cache))
 
 
 #: op -> what its lowering takes that is no tensor

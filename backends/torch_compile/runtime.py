@@ -29,10 +29,19 @@ from g4ir.weights.tensorfile import ALIGNED, read_pages
 from ..base import Tensors, Watch
 from ..caches import Caches
 from . import pyops
-from .cuda_graph import Captured, OrLaunched, recorded
+from .cuda_graph import (
+    CHUNK,
+    CHUNKS,
+    Captured,
+    OrLaunched,
+    Place,
+    Repeated,
+    recorded,
+    recorded_at,
+)
 from .programs import CANDIDATES, CHAINS, KERNELS_FILE, phase_steps
 from .round_loop import RoundLoop
-from .schedule import schedule
+from .schedule import any_length
 from .segment import Glue, Segment, Step, state_steps
 from .target import find_target
 from .token_loop import Choose, Embed, TokenLoop
@@ -71,6 +80,9 @@ class Bound:
 class TorchRuntime:
     """A loaded engine of the torch backend."""
 
+    #: makes the place where a session's chunks are recorded
+    place = Place
+
     def __init__(
         self,
         program: Program,
@@ -85,9 +97,13 @@ class TorchRuntime:
     ) -> None:
         self.program, self.limits, self.device, self.source = program, limits, device, params
         self.group = group
+        records, target = device == "cuda" and cuda_graph, find_target(device, limits.max_batch)
         #: makes of a decode step what replays it; None: steps run launch by launch
-        self.record = OrLaunched(self._recorded) if device == "cuda" and cuda_graph else None
-        self.any_length = _any_length(program, limits, device)
+        self.record = OrLaunched(self._recorded) if records else None
+        self.any_length = any_length(program.graphs["decode"], target)
+        #: the same for full chunks of prompts, where a recorded one serves every length
+        records &= any_length(program.graphs["prefill"], target)
+        self.record_chunk = OrLaunched(recorded_at, CHUNKS) if records else None
         steps = phase_steps(program, limits)
         programs = {name: many for name, many in files.items() if name != CHAINS}
         names = dict.fromkeys(f for many in programs.values() for f in many if f)
@@ -161,6 +177,8 @@ class TorchRuntime:
         logits: bool,
         watch: Watch | None = None,
     ) -> Tensors | None:
+        if watch is None and self._is_full(phase, feeds):
+            return self._chunk(feeds, state, logits)
         if phase == "decode" and self.any_length:
             context = self.limits.max_seq
         views = state.views(context)
@@ -206,6 +224,31 @@ class TorchRuntime:
         self.recorded_plans.clear()
         log.warning(BY_PROGRAMS, why)
         return recorded(work)
+
+    def _is_full(self, phase: str, feeds: Tensors) -> bool:
+        """Whether it is a chunk of a prompt that may be recorded: of as many tokens as one has."""
+        full = phase == "prefill" and feeds["positions"].shape[1] == self.limits.prefill_chunk
+        return full and self.record_chunk is not None
+
+    def _chunk(self, feeds: dict[str, torch.Tensor], state: Caches, logits: bool) -> Tensors | None:
+        """Run a full chunk, whose recording belongs to the session's caches; those with logits and
+        those without are recorded apart, in one place."""
+        assert self.record_chunk
+        kind = "chunk", logits
+        if "chunks" not in state.captured:
+            state.captured["chunks"] = self.place(CHUNK)
+        if kind not in state.captured:
+            views, plan = state.views(self.limits.max_seq), self.plans["prefill", logits]
+
+            def step(given: Tensors) -> Tensors | None:
+                env = self._run_plan(plan, given, views)
+                return self._results("prefill", env) if logits else None
+
+            state.captured[kind] = Repeated(
+                step, feeds, state.captured["chunks"], self.record_chunk
+            )
+        made: Tensors | None = state.captured[kind].run(feeds)
+        return made
 
     def _replay(self, feeds: dict[str, torch.Tensor], state: Caches, views: Tensors) -> Tensors:
         """Replay a step in one launch; the graph belongs to the session's caches and to this many
@@ -314,13 +357,6 @@ def check_aligned(caches: Tensors) -> None:
                 f"cache {name} lies at {t.data_ptr():#x}, which is no multiple of 16: a program "
                 f"would write to a copy; use an allocator that aligns its memory"
             )
-
-
-def _any_length(program: Program, limits: Limits, device: str) -> bool:
-    """Whether a decode step costs what the rows hold, however many slots it is given."""
-    s = schedule(program.graphs["decode"], find_target(device, limits.max_batch))
-    attentions = (n for n in s.graph.nodes if n.definition.held)
-    return bool(s.target.gpu) and all(s.find(n) for n in attentions)
 
 
 def _placed(t: torch.Tensor, device: str, mapped: bool) -> torch.Tensor:

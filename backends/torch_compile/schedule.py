@@ -26,6 +26,13 @@ def schedule(g: Graph, target: Target) -> Schedule:
     return Schedule(g, target, choices)
 
 
+def any_length(g: Graph, target: Target) -> bool:
+    """Whether a step costs what the rows hold, however many slots of their caches it is given."""
+    s = schedule(g, target)
+    found = [s.find(n) for n in g.nodes if n.definition.held]
+    return bool(target.gpu) and all(c and not c.kernel.every_slot for c in found)
+
+
 def dense_bytes(s: Schedule) -> int:
     """Return the most bytes of weights that are made of their codes for one node."""
     made = {n.out.name: n.out.type.nbytes() for n in s.graph.find("dequantize")}

@@ -161,7 +161,7 @@ def add_load(parser: Parser) -> None:
         "--no-cuda-graph",
         dest="cuda_graph",
         action="store_false",
-        help="on CUDA, start the kernels of a decode step one by one",
+        help="on CUDA, start the kernels of a step, or of a chunk of a prompt, one by one",
     )
     add_trust_once(parser)
 

@@ -55,7 +55,8 @@ def load_engine(
     check_weights=False leaves out the weight files, which take about a second per GiB the first
     time (digests.py).
     ple_placement puts the table of per-layer embeddings elsewhere than the build said;
-    cuda_graph=False runs decode steps on CUDA launch by launch, not as one recorded graph.
+    cuda_graph=False runs decode steps and chunks of prompts on CUDA launch by launch, not as one
+    recorded graph each.
     trust=True runs native code of an engine that this user did not build here (trust.py).
     An engine of several ranks is loaded by the first of the processes that torchrun started, once
     it has joined its group; the others follow (follow.py).

@@ -134,6 +134,15 @@ def _workspace(n: Node, dims: Dims) -> int:
     return size(ins, outs, **n.attrs) if size else 0
 
 
+def bytes_beside_attention(g: Graph, batch: int, context: int, chunk: int) -> int:
+    """Return the bytes of a graph's activations, and of the workspace of its nodes, where attention
+    needs none."""
+    needs, dims = Needs((g,)), _dims(batch, context, chunk)
+    others = [n for n in needs._costly if not n.definition.held]
+    workspace = max((_workspace(n, dims) for n in others), default=0)
+    return needs.activations(batch, context, chunk) + workspace
+
+
 def _distinct(g: Graph) -> list[Node]:
     """Return one of each kind of node that has workspace."""
     found: dict[Any, Node] = {}

@@ -86,6 +86,7 @@ class Kernel:
              is compared with that of the op
     use      settings where no entry of the table of tunings fits
     coded    whether weights may come in codes
+    every_slot  whether it goes through all slots of the caches that it is given, used or not
     ending   (graph, node) -> the node that makes the result whole, where the kernel's is not
     """
 
@@ -98,6 +99,7 @@ class Kernel:
     differ: float | None = 0.01
     use: Use | None = None
     coded: bool = False
+    every_slot: bool = False
     ending: Callable[[Graph, Node], Node | None] = lambda g, n: None
 
     def settings(self, gpu: str, shape: Shape) -> dict[str, Tuning]:

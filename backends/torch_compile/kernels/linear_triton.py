@@ -200,11 +200,12 @@ def skinny_linear(
     block_k: int,
     warps: int,
     stages: int,
+    zeroed: Tensor | None,
     scales: Tensor | None = None,
-    zeroed: Tensor | None = None,
 ) -> Tensor:
     """Compute the op `linear`: x [..., k], w [n, k] -> [..., n]; here and below w may be codes, and
-    has scales then. zeroed: what is set to zeros."""
+    has scales then. zeroed: what is set to zeros. It has no default here or elsewhere: torch 2.11
+    does not find what an op writes where that was left to one."""
     if not takes(x):
         if zeroed is not None:
             zeroed.zero_()
@@ -225,8 +226,8 @@ def skinny_linear_parts(
     block_k: int,
     warps: int,
     stages: int,
+    zeroed: Tensor | None,
     scales: Tensor | None = None,
-    zeroed: Tensor | None = None,
 ) -> Tensor:
     """Return fp32 [split, ..., n]: the op `linear` is their sum, rounded. Whoever reads them adds
     them."""
