@@ -31,6 +31,7 @@ from g4ir.backends.torch_compile.kernel_cases import (
 from g4ir.backends.torch_compile.kernels.gather_triton import gather_host_rows
 from g4ir.backends.torch_compile.kernels.launch import recorded
 from g4ir.backends.torch_compile.kernels.resources import SHARED_BYTES, Resources, resources
+from g4ir.backends.torch_compile.kernels.rows_triton import end_step
 from g4ir.backends.torch_compile.programs import choice_texts, phase_steps
 from g4ir.backends.torch_compile.segment import Segment
 from g4ir.backends.torch_compile.step_model import read_constants
@@ -371,6 +372,13 @@ def test_rows_of_host_memory_are_read_in_wide_loads(dtype: torch.dtype) -> None:
     (found,) = [resources(launch) for launch in launches]
     check([found])
     assert found.wide_loads and not found.shared_bytes
+
+
+def test_the_end_of_a_step_compiles() -> None:
+    rows = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
+    with recorded() as launches:
+        end_step(torch.zeros(1), *rows, torch.zeros(1), torch.zeros(3, dtype=torch.int64))
+    check([resources(launch) for launch in launches])
 
 
 @pytest.mark.full

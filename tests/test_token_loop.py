@@ -9,14 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from g4ir.backends.sampling import Sampler, Sampling
 from g4ir.backends.torch_compile import cuda_graph, host_table
 from g4ir.backends.torch_compile.host_table import HostTable
+from g4ir.backends.torch_compile.kernels import KERNELS
+from g4ir.backends.torch_compile.kernels.launch import recorded
+from g4ir.backends.torch_compile.step_model import read_constants
 from g4ir.backends.torch_compile.token_loop import TokenLoop
 from g4ir.engine.engine import Engine
+from g4ir.engine.parts import embed_rows
 from g4ir.errors import CheckError, EngineError, InputError
+from tests.configs import spec_called
 from tests.engines import some_tokens
+from tests.runner import built_program
 
 PROMPTS = [some_tokens(1, n)[0].tolist() for n in (11, 3, 26)]
 
@@ -188,3 +195,33 @@ def test_rows_at_rest_have_nothing_to_attend_to() -> None:
     assert seen == [([7, 5], [1, 1]), ([0, 6], [0, 1])]
     assert read == [([3, 1], [False, True], True), ([3, 2], [False, True], True)]
     assert loop.lengths.tolist() == [8, 7]
+
+
+class Work(TorchDispatchMode):
+    """Counts what torch is asked for that is neither room, nor a view, nor of a single number."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        of_numbers = all(not t.dim() for t in args if isinstance(t, torch.Tensor))
+        self.count += not (of_numbers or func.is_view or "empty" in func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_kernels_around_the_graph() -> None:
+    """As many as predictions of a step count: rows of both tables, positions, choice and end."""
+    g = built_program(spec_called("tiny-ple"), dtype="bf16").graphs["embed"]
+    tables = {v.name: torch.zeros([int(d) for d in v.type.shape]).bfloat16() for v in g.params}
+    logits, chosen = torch.zeros(1, 1, 64), torch.zeros(1, dtype=torch.int64)
+    loop = TokenLoop(
+        lambda tokens: embed_rows(g, tables, tokens),
+        lambda feeds: logits,
+        lambda logits, uniforms: chosen,
+        *(1, [3], "cpu", lambda work: work),
+    )
+    with recorded() as launches, Work() as work:
+        loop._once()
+    greedy = next(k for k in KERNELS if k.op == "greedy")
+    zeros = 1  # for the counters of the sum over a vocabulary
+    made = work.count + zeros + len(launches) + sum(greedy.starts.values())
+    assert made == read_constants().around

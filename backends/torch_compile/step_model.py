@@ -29,7 +29,7 @@ from g4ir.ops.reduce_norm import NORM_OF
 from g4ir.spec.reader import Count, Length, build, read_tree
 
 from .kernel_table import OTHER
-from .kernels.base import SHARE_KEYS, SHARES, Choice, Schedule
+from .kernels.base import SHARE_KEYS, SHARES, ZEROS, Choice, Schedule, added_together
 
 TABLE = Path(__file__).with_suffix(".yaml")
 #: what is counted as one row of the table beside kernels of ours
@@ -55,23 +55,28 @@ class Card:
 
 @dataclass(frozen=True)
 class Part:
-    """A kernel's part of its node's bytes, microseconds beside them, and its share of the rate."""
+    """A kernel's part of its node's bytes, microseconds beside them, those that are added where it
+    does not begin early, its share of the rate, and the share of its bytes that it asks for before
+    it waits, where its shape does not tell."""
 
     part: float = 1.0
     extra: float = 0.0
+    late: float = 0.0
     share: float = 1.0
+    asks: float = 0.0
 
 
 @dataclass(frozen=True)
 class Attending:
-    """Cycles of a block of keys, bytes a microsecond of a multiprocessor, and microseconds of a
-    partial result and of adding them up."""
+    """Cycles of a block of keys, bytes a microsecond of a multiprocessor, microseconds of a partial
+    result and of adding them up by counters, and of adding some that were handed on in words."""
 
     chain: float
     softmax: float
     rate: float
     partial: float
     merge: float
+    added: float
 
 
 @dataclass(frozen=True)
@@ -237,6 +242,7 @@ class _Work:
     rate: float = 0.0
     ahead: float = 0.0
     rests: bool = False  # makes its row while its first tiles arrive, begun early or not
+    late: float = 0.0  # microseconds more where it does not begin early
     message: bool = False  # begins with a message, gap and first load included in `own`
     idle: Pair = (0.0, 0.0)
 
@@ -265,13 +271,15 @@ class _Model:
         if not early:
             start = (self.c.gap, self.c.first_load)
 
+        late = 0.0 if early else w.late
+
         def body(i: int) -> float:
             window = w.own[i] * w.rests
             if early and front:
                 window = w.own[i] + self.c.last_sum[i] + front.idle[i] + start[0][i] + start[1][i]
             rate = w.rate * self.c.stream[i]
             there = min(w.ahead, window * rate) if rate else 0.0
-            return w.own[i] + ((w.nbytes - there) / rate if rate else 0.0)
+            return w.own[i] + late + ((w.nbytes - there) / rate if rate else 0.0)
 
         return self._sum(*start, self.c.last_sum, (body(0), body(1)))
 
@@ -313,7 +321,7 @@ class _Model:
             size = int(nbytes * part.part)
             for i in range(starts):
                 own = size if i == 0 else 0
-                yield self._kernel(choice, kernel, part, name, own)
+                yield self._kernel(n, choice, kernel, part, own)
 
     def _norm_of_sums(self, n: Node, nbytes: int) -> Iterator[_Work]:
         """Yield one kernel where each rank reads what the others have: the message, and what the
@@ -338,16 +346,18 @@ class _Model:
             own = 0 if i else nbytes
             yield _Work(LIBRARY, name, own, self._times(self.c.library_time, own, share))
 
-    def _kernel(self, choice: Choice, kernel: str, part: Part, name: str, nbytes: int) -> _Work:
+    def _kernel(self, n: Node, choice: Choice, kernel: str, part: Part, nbytes: int) -> _Work:
         """Return a kernel of ours."""
-        use, shape = choice.uses[kernel], choice.shape
+        name, use, shape = n.outputs[0].name, choice.uses[kernel], choice.shape
         own = (part.extra, part.extra)
         if "splits" in use:
-            own = self._attention(shape, use, nbytes, part.extra)
+            own = self._sum(own, self._attention(shape, use, nbytes))
             read = tuple(nbytes / (self.card.copy * x) for x in self.c.stream)
-            return _Work(kernel, name, nbytes, own, True, idle=(own[0] - read[0], own[1] - read[1]))
-        rate = self.card.copy * part.share
-        ahead = 0.0
+            idle = own[0] - read[0], own[1] - read[1]
+            own = self._sum(own, self._zeros(n, use))
+            return _Work(kernel, name, nbytes, own, True, idle=idle, late=part.late)
+        rate, ahead = self.card.copy * part.share, nbytes * part.asks
+        rests = "block_out" in use or ("programs" in use and "n" in shape)
         if "n" in shape and "block_n" in use:
             tiles = -(-shape["n"] // use["block_n"]) * use.get("split", 1)
             tiles += -(-shape.get("out", 0) // use.get("block_out", 1))
@@ -356,8 +366,15 @@ class _Model:
             ahead = nbytes * self._asked(shape, use, tiles, blocks)
         if "block_out" in use:
             own = self._sum(own, self.c.last_sum, self.c.handed_on)
-        rests = "programs" in use or "block_out" in use
-        return _Work(kernel, name, nbytes, own, True, rate, ahead, rests)
+        return _Work(kernel, name, nbytes, own, True, rate, ahead, rests, part.late)
+
+    def _zeros(self, n: Node, use: Mapping[str, int]) -> Pair:
+        """Return the times in which the product in front writes an attention's words."""
+        if "merges" not in use:
+            return 0.0, 0.0
+        nbytes = 8 * self.s.target.rows * ZEROS[n.op](n, use)
+        fast, slow = (nbytes / (self.card.copy * x) for x in self.c.stream)
+        return fast, slow
 
     def _asked(
         self, shape: Mapping[str, int], use: Mapping[str, int], tiles: int, blocks: int
@@ -371,12 +388,9 @@ class _Model:
         chunk = -(-shape["k"] // use.get("split", 1))
         return there * min(1.0, use["stages"] * use["block_k"] / chunk)
 
-    def _attention(
-        self, shape: Mapping[str, int], use: Mapping[str, int], nbytes: int, extra: float
-    ) -> Pair:
-        """Return the own times of attention over a cache: what comes before keys are read, blocks
-        of keys one after the other, by cycles or by bytes, and the sum of what the shares have
-        made."""
+    def _attention(self, shape: Mapping[str, int], use: Mapping[str, int], nbytes: int) -> Pair:
+        """Return the times of attention over a cache: blocks of keys one after the other, by cycles
+        or by bytes, and the sum of what the shares have made."""
         a, block = self.c.attention, use["block_n"]
         keys = min(self.context, shape["window"] or self.context)
         splits = use["splits"]
@@ -387,18 +401,28 @@ class _Model:
         programs = shares * shape["programs"]
         live, rounds = min(programs, self.card.processors), -(-programs // self.card.processors)
         size = nbytes / max(1, keys * shape["programs"]) * block
-        cycles = (shape["d"] / 16 * a.chain + a.softmax) / self.card.cycles
+        chains = 2 if "merges" in use else 1
+        cycles = (shape["d"] / 16 / chains * a.chain + a.softmax) / self.card.cycles
 
         def body(i: int) -> float:
             read = max(size * live / (self.card.copy * self.c.stream[i]), size / a.rate)
             return rounds * -(-each // block) * max(cycles, read)
 
-        merged = extra
-        if shares > 1:
-            fan = shares if shares <= FAN else isqrt(shares - 1) + 1
-            merged += a.merge + fan * a.partial
-            merged += a.merge + -(-shares // fan) * a.partial if fan < shares else 0.0
-        return body(0) + merged, body(1) + merged
+        return self._sum((body(0), body(1)), self._merged(shape, use, shares))
+
+    def _merged(self, shape: Mapping[str, int], use: Mapping[str, int], shares: int) -> Pair:
+        """Return the times of adding what the shares have made."""
+        a = self.c.attention
+        if shares == 1:
+            return 0.0, 0.0
+        if "merges" in use:
+            _, together = added_together(use, shape["group"], shape["d"])
+            us = -(-shares // together) * a.added
+            return self._sum(self.c.handed_on, (us, us))
+        fan = shares if shares <= FAN else isqrt(shares - 1) + 1
+        us = a.merge + fan * a.partial
+        us += a.merge + -(-shares // fan) * a.partial if fan < shares else 0.0
+        return us, us
 
     def _times(
         self, own: Pair, nbytes: int = 0, share: float = 1.0, rate: float | None = None

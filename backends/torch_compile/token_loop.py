@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from .kernels.rows_triton import end_step
+
 Embed = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 #: (logits [B,1,vocab], random numbers f64[B]) -> tokens i64[B]
@@ -70,12 +72,10 @@ class TokenLoop:
         feeds |= {"positions": positions, "lengths": self.active}
         logits = self.step(feeds)
         # One pass: the sum is finite where all of them are.
-        flaws = logits.sum((1, 2), dtype=torch.float32) * 0
-        self.flaws += flaws.where(self.active > 0, 0.0)
+        sums = logits.sum((1, 2), dtype=torch.float32)
         chosen = self.choose(logits, self.uniforms)
-        self.lengths += self.active
-        self.tokens.copy_(torch.where(self.active > 0, chosen, self.tokens))
-        self.active *= (self.tokens[:, None] != self.stops).all(-1)
+        rows = (self.tokens, self.lengths, self.active, self.flaws)
+        end_step(sums, chosen, *rows, self.stops)
 
     def _set_uniforms(self, numbers: torch.Tensor) -> None:
         pinned = numbers.pin_memory() if self.uniforms.is_cuda else numbers

@@ -46,7 +46,7 @@ ACCESSES = (
 )
 WRITES = ("create_masked_store", "create_atomic_rmw", "create_atomic_cas")
 #: kernels whose programs wait for those before them in the grid, which a GPU begins first
-IN_ORDER = ("_norm_glu_linear",)
+IN_ORDER = ("_norm_glu_linear", "_qkv_decode")
 Index = tuple[int, ...]
 Program = Callable[[], None]
 
@@ -337,7 +337,7 @@ class Started:
         size = (*(grid(operands) if callable(grid) else grid), 1, 1)[:3]
         programs = [(index, lambda: fn(**operands)) for index in product(*map(range, size))]
         if fn.__name__ in IN_ORDER:
-            programs.reverse()
+            programs.sort(key=lambda program: program[0][::-1], reverse=True)
         else:
             self.draw.shuffle(programs)
         return Grid(size, programs, bool(self.operands.get("AHEAD")))

@@ -93,7 +93,7 @@ def test_slots_are_summed_in_the_order_of_rank(kernel: Kernel) -> None:
     act, scores, factor = torch.ones(2, 5), torch.zeros(2, 1, 4), torch.ones(4)
     weights = torch.ones(3, 1), values.t()[..., None].contiguous()
     if kernel is BOTH[0]:
-        got = moe_down(act, scores, factor, *weights, 4, 8, 16, 4, 2)[1]
+        got = moe_down(act, scores, factor, *weights, 4, 1, 8, 16, 4, 2)[1]
     else:
         routing = moe_sort(scores, factor, 4, 4)
         got = moe_down_sorted(act, *routing, *weights, 16, 16, 32, 4, 2)[1]

@@ -11,7 +11,13 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
-from g4ir.backends.torch_compile.kernels import KERNELS, norm_glu_linear_triton, norms_triton
+from g4ir.backends.torch_compile.kernels import (
+    KERNELS,
+    moe_triton,
+    norm_glu_linear_triton,
+    norms_triton,
+    qkv_attention_triton,
+)
 from g4ir.backends.torch_compile.kernels import decode_attention_triton as module
 from g4ir.backends.torch_compile.kernels.base import Kernel, Sample
 from g4ir.backends.torch_compile.kernels.decode_attention_triton import decode_attention, tree
@@ -63,6 +69,19 @@ def _row_before_it_waits(x, like, at, i, keep, apart, PARTS):
 def _waits(AHEAD):
     if AHEAD:
         tl.inline_asm_elementwise("griddepcontrol.wait;", "=r", [], tl.int32, False, 1)
+
+
+@triton.jit
+def _begin_and_ready(AHEAD):
+    """`ready_and_begin` the other way round."""
+    begin(AHEAD)
+    ready(AHEAD)
+
+
+@triton.jit
+def _left_as_it_is(words, keep):
+    """`_left` of words that are there, whatever they are."""
+    return tl.load(words, mask=keep, other=1) | 1
 
 
 @triton.jit
@@ -198,8 +217,20 @@ def test_kernels_wait_for_those_in_front(kernel: Kernel) -> None:
             InterpreterError,
             NO_WAIT,
         ),
+        (
+            "norm_router",
+            moe_triton,
+            {"ready_and_begin": _begin_and_ready},
+            AssertionError,
+            None,
+        ),
     ],
-    ids=["no wait", "a wait behind what it is for", "no wait of either kind of program"],
+    ids=[
+        "no wait",
+        "a wait behind what it is for",
+        "no wait of either kind of program",
+        "what the kernel before the one in front left, which does not wait for that one",
+    ],
 )
 def test_a_missing_wait_is_found(
     monkeypatch: pytest.MonkeyPatch,
@@ -219,11 +250,26 @@ def test_a_missing_wait_is_found(
             behind_another(kernel, sample, seed)
 
 
-def test_numbers_that_are_not_waited_for_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that is handed over, and read before all of it is there."""
-    kernel = kernel_called("norm_glu_linear")
-    one = Try(kernel, kernel.samples[0], "f32")
-    monkeypatch.setattr(norm_glu_linear_triton, "_handed_over", _looks_once)
+@pytest.mark.parametrize(
+    ("name", "place", "part", "broken", "sample"),
+    [
+        ("norm_glu_linear", norm_glu_linear_triton, "_handed_over", _looks_once, 0),
+        ("q_attention", qkv_attention_triton, "_left", _left_as_it_is, 2),
+    ],
+    ids=["a row", "shares of attention"],
+)
+def test_numbers_that_are_not_waited_for_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    place: ModuleType,
+    part: str,
+    broken: object,
+    sample: int,
+) -> None:
+    """What is handed over, and read before all of it is there."""
+    kernel = kernel_called(name)
+    one = Try(kernel, kernel.samples[sample], "f32")
+    monkeypatch.setattr(place, part, broken)
     one.check(one.run())
     with pytest.raises(AssertionError):
         for seed in range(8):

@@ -26,6 +26,8 @@ from ..tunings import Tuning, find_tuning
 SKINNY = 64
 #: of decode attention: more shares than this are for contexts in which each has more keys
 SHARES, SHARE_KEYS = 64, 256
+#: most numbers of shares that a program which adds them looks at together
+TOGETHER = 8192
 #: most numbers of a row that a program keeps in its registers
 LONGEST = 8192
 #: most bytes of a row that a rank gives to a message that a kernel sends
@@ -287,11 +289,28 @@ def attention_sample(
     )
 
 
-#: op -> how many words for each row are zero when its kernel begins: those that count the shares of
-#: a head's keys, and those in which programs hand a row on
-ZEROS: Mapping[str, Callable[[Node], int]] = {
-    **dict.fromkeys(("attention", "attention_latent", "qkv_attention", "q_attention"), kv_heads),
-    "norm_glu_linear": lambda n: size(n["w"].type, 0),
+def added_together(use: Use, group: int, d: int) -> tuple[int, int]:
+    """Return how many columns of a group of heads one of the programs that add the shares of an
+    attention has, and how many shares it adds at a time; powers of two."""
+    heads, width = (1 << (x - 1).bit_length() for x in (group, max(16, d)))
+    columns = width // min(use["merges"], width)
+    splits = 1 << (use["splits"] - 1).bit_length()
+    return columns, max(1, min(splits, TOGETHER // (heads * columns)))
+
+
+def _shares(n: Node, use: Use) -> int:
+    """Count the words in which the shares of an attention hand on what they have made: of each head
+    the sums of its dims, their maximum and their sum, two a word."""
+    heads, d = (size(n.outputs[0].type, axis) for axis in (-2, -1))
+    return -(-use["splits"] * heads * (d + 2) // 2) if use["splits"] > 1 else 1
+
+
+#: op -> how many words for each row are zero when its kernel begins, by the kernel's settings:
+#: those that count the shares of a head's keys, and those in which programs hand a row on
+ZEROS: Mapping[str, Callable[[Node, Use], int]] = {
+    **dict.fromkeys(("attention", "attention_latent"), lambda n, use: kv_heads(n)),
+    **dict.fromkeys(("qkv_attention", "q_attention"), _shares),
+    "norm_glu_linear": lambda n, use: size(n["w"].type, 0),
 }
 
 
@@ -300,13 +319,13 @@ def arrivals(name: str) -> str:
     return f"{name}/arrivals"
 
 
-def given_zeros(run: Any, n: Node, made: Value, like: Any) -> Any:
+def given_zeros(run: Any, n: Node, choice: Choice, made: Value, like: Any) -> Any:
     """Return the zeros of a node that came with `made`, or fresh ones; one of `like` for a row."""
     import torch
 
     found = run.env.get(arrivals(made.name))
     return (
-        like.new_zeros((like.shape[0], ZEROS[n.op](n)), dtype=torch.int64)
+        like.new_zeros((like.shape[0], ZEROS[n.op](n, choice.use)), dtype=torch.int64)
         if found is None
         else found
     )
@@ -321,8 +340,10 @@ def to_be_zeroed(run: Any, n: Node, like: Any) -> Any:
     after = [u for u in users.get(made.name, []) if u != RESULT]
     if [u.op for u in after] == ["heads"]:
         after, made = users.get(after[0].out.name, []), after[0].out
-    if len(after) != 1 or after[0].op not in ZEROS:
+    choice = run.schedule.find(after[0]) if len(after) == 1 else None
+    if choice is None or after[0].op not in ZEROS:
         return None
-    room = like.new_empty((like.shape[0], ZEROS[after[0].op](after[0])), dtype=torch.int64)
+    count = ZEROS[after[0].op](after[0], choice.use)
+    room = like.new_empty((like.shape[0], count), dtype=torch.int64)
     run.env[arrivals(made.name)] = room
     return room

@@ -31,7 +31,7 @@ def _attention(
     from .decode_attention_triton import decode_attention
 
     return decode_attention(
-        q, written, *held, given_zeros(run, n, n["q"], q), **masking(n), **choice.use
+        q, written, *held, given_zeros(run, n, choice, n["q"], q), **masking(n), **choice.use
     )
 
 
@@ -42,7 +42,7 @@ def _latent(
     from .decode_attention_triton import decode_attention_latent
 
     options = {"form": n.word("form"), **masking(n), **choice.use}
-    zeros, freqs = given_zeros(run, n, n["q"], q), frequencies(n, q.device)
+    zeros, freqs = given_zeros(run, n, choice, n["q"], q), frequencies(n, q.device)
     return decode_attention_latent(q, written, w, list(held), zeros, freqs, **options)
 
 

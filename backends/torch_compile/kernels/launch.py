@@ -123,11 +123,20 @@ def begin(AHEAD):
 @triton.jit
 def ready(AHEAD):
     """Wait until the kernels in front have ended and what they wrote can be seen; before that
-    nothing is written, and nothing read that a kernel writes."""
+    nothing is written, and nothing read that a kernel writes (but see `ready_and_begin`)."""
     if AHEAD:
         tl.inline_asm_elementwise(
             "griddepcontrol.wait; // $0", "=r", [], tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def ready_and_begin(AHEAD):
+    """Wait, and only then let the next kernel start: when all programs of this one have let it, the
+    kernels in front of this one have ended. So the next one may read what those have left before it
+    waits, though not what this one writes."""
+    ready(AHEAD)
+    begin(AHEAD)
 
 
 @triton.jit
@@ -153,12 +162,12 @@ def fetch_row(w, N: tl.constexpr, AHEAD):
 
 
 @triton.jit
-def zero(words, count, first):
-    """Set `count` words to zero, where this program is the first; none where there are none."""
+def zero(words, count, program, programs):
+    """Set this program's part of `count` words to zero; none where there are none."""
     if words is not None:
-        for at in range(0, tl.where(first, count, 0), 64):
-            i = at + tl.arange(0, 64)
-            tl.store(words + i, 0, mask=i < count)
+        for at in range(program * 512, count, programs * 512):
+            i = at + tl.arange(0, 512)
+            tl.store(words + i, tl.zeros([512], tl.int64), mask=i < count)
 
 
 @triton.jit

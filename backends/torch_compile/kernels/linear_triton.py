@@ -90,7 +90,8 @@ def _skinny(
     rows, N]; zeroed [count] or None. Grid: columns, chunks, rows.
     """
     begin(AHEAD)
-    part, m = tl.program_id(1), tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    part, split = tl.program_id(1), tl.num_programs(1)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     R: tl.constexpr = 2 * BLOCK_N if PACKED else BLOCK_N
     r = tl.arange(0, R)
     i = tl.program_id(0) * BLOCK_N + r % BLOCK_N
@@ -99,7 +100,8 @@ def _skinny(
     first = part * CHUNK
     fetch_rows(w, row, live, first, K, CHUNK, STAGES * BLOCK_K, FORM, AHEAD)
     ready(AHEAD)
-    zero(zeroed, count, tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0)
+    program = tl.program_id(0) + tl.num_programs(0) * (part + split * tl.program_id(2))
+    zero(zeroed, count, program, tl.num_programs(0) * split * tl.num_programs(2))
     if BLOCK_M == 1:
         x += tl.program_id(2).to(tl.int64) * K
         sums = row_sums(x, w, scales, row, live, first, K, CHUNK, BLOCK_K, R, STAGES, FORM, GROUP)[

@@ -188,7 +188,7 @@ PARTS_SORTED = [((5, 38, 11, 29, 9, 3), 3), ((17, 20, 11, 29, 12, 2), 6), ((4, 3
 ACTS = (*ACTIVATIONS, *ACTIVATIONS)
 SCORES = {"router_logits": {"block_n": 4, "block_k": 32, "warps": 4, "stages": 1}}
 ROW = {"block_n": 8, "block_k": 16, "warps": 4, "stages": 2}
-ROWS = SCORES | {"moe_gate_up": ROW, "moe_down": ROW}
+ROWS = SCORES | {"moe_gate_up": ROW, "moe_down": {"programs": 3, **ROW}}
 #: as the table of tunings has it, up to 16 rows, and for more and many more
 TILE = {"block_m": 16, "block_n": 16, "block_k": 32, "warps": 4, "stages": 2}
 SORT = SCORES | {"moe_sort": {"warps": 4}}

@@ -49,7 +49,18 @@ from .codes_triton import (
     scales_of,
     weight_tile,
 )
-from .launch import activate, begin, blocks, power_of_2, ready, rounded, start, takes, tile
+from .launch import (
+    activate,
+    begin,
+    blocks,
+    power_of_2,
+    ready,
+    ready_and_begin,
+    rounded,
+    start,
+    takes,
+    tile,
+)
 from .norms_triton import (
     after_residual,
     factor,
@@ -107,9 +118,9 @@ def _below(key, best, WIDE: tl.constexpr):
 
 @triton.jit
 def _load_keys(logits, EXPERTS: tl.constexpr, E_P: tl.constexpr, WIDE: tl.constexpr):
-    """Keys of one row of scores; padding comes last."""
+    """Keys of one row of scores, which lie in L2; padding comes last."""
     i = tl.arange(0, E_P)
-    s = tl.load(logits + i, mask=i < EXPERTS, other=float("-inf"))
+    s = tl.load(logits + i, mask=i < EXPERTS, other=float("-inf"), cache_modifier=".cg")
     return _keys(s.to(tl.float32), i, WIDE)
 
 
@@ -341,8 +352,7 @@ def _gate_up(
     AHEAD: tl.constexpr = False,
 ):
     """One row, BLOCK_N columns of the dense MLP or of one slot. The dense blocks come first: they
-    stream while the others wait for their top-k."""
-    begin(AHEAD)
+    stream while the others wait for their top-k. The next kernel may read the scores early."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     out += row * (TOP_K * INNER + DENSE)
@@ -352,7 +362,7 @@ def _gate_up(
         i = block * BLOCK_N + r % BLOCK_N
         own = i + r // BLOCK_N * DENSE
         fetch_rows(w_dense, own, i < DENSE, 0, HIDDEN, HIDDEN, STAGES * BLOCK_K, DENSE_FORM, AHEAD)
-    ready(AHEAD)
+    ready_and_begin(AHEAD)
     if block < dense_blocks:
         _row_glu(
             x_dense + row * HIDDEN,
@@ -415,6 +425,7 @@ def _down(
     DENSE: tl.constexpr,
     TOP_K: tl.constexpr,
     S: tl.constexpr,
+    EACH: tl.constexpr,
     E_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -427,75 +438,60 @@ def _down(
     GROUP: tl.constexpr,
     AHEAD: tl.constexpr = False,
 ):
-    """One row; BLOCK_N columns of all slots at once, or S * BLOCK_N columns of the dense MLP: both
-    tiles have as many rows of weights, so that both keep as many loads in flight."""
+    """One row; tiles of S * BLOCK_N columns of the dense MLP, or of BLOCK_N columns of all slots at
+    once: both have as many rows of weights, so that both keep as many loads in flight. Grid: rows;
+    programs of the dense MLP, then those of the slots, of EACH tiles.
+
+    The experts are chosen, and the first tile's weights asked for, before this waits: the kernel in
+    front, `_gate_up`, lets it begin when what has made the scores has ended."""
     begin(AHEAD)
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
+    row, own = tl.program_id(0).to(tl.int64), tl.program_id(1)
     act += row * (TOP_K * INNER + DENSE)
     R: tl.constexpr = S * BLOCK_N
-    dense_blocks: tl.constexpr = (HIDDEN + R - 1) // R
-    wide_n = block * R + tl.arange(0, R)
-    fetch_rows(
-        w_dense, wide_n, wide_n < HIDDEN, 0, DENSE, DENSE, STAGES * BLOCK_K, DENSE_FORM, AHEAD
-    )
-    ready(AHEAD)
-    if block < dense_blocks:
-        x = act + TOP_K * INNER
-        sums = row_sums(
-            x,
-            w_dense,
-            dense_scales,
-            wide_n,
-            wide_n < HIDDEN,
-            0,
-            DENSE,
-            DENSE,
-            BLOCK_K,
-            R,
-            STAGES,
-            DENSE_FORM,
-            DENSE_GROUP,
-        )
-        tl.store(
-            dense + row * HIDDEN + wide_n, sums.to(dense.dtype.element_ty), mask=wide_n < HIDDEN
-        )
+    dense_tiles: tl.constexpr = (HIDDEN + R - 1) // R
+    dense_programs: tl.constexpr = (dense_tiles + EACH - 1) // EACH
+    tiles: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
+    SPAN: tl.constexpr = STAGES * BLOCK_K
+    r = tl.arange(0, R)
+    if own < dense_programs:
+        n = own * R + r
+        fetch_rows(w_dense, n, n < HIDDEN, 0, DENSE, DENSE, SPAN, DENSE_FORM, AHEAD)
+        ready(AHEAD)
+        for t in range(own, dense_tiles, dense_programs):
+            n = t * R + r
+            sums = row_sums(
+                *(act + TOP_K * INNER, w_dense, dense_scales, n, n < HIDDEN, 0, DENSE, DENSE),
+                *(BLOCK_K, R, STAGES, DENSE_FORM, DENSE_GROUP),
+            )
+            tl.store(dense + row * HIDDEN + n, sums.to(dense.dtype.element_ty), mask=n < HIDDEN)
     else:
-        n0 = (block - dense_blocks) * BLOCK_N
         slots = tl.arange(0, S)
         ids, weights = _route(logits + row * EXPERTS, per_expert, slots, EXPERTS, E_P, TOP_K, WIDE)
         if HELD:
             ids -= tl.load(first)
-        r = tl.arange(0, R)
-        slot, i = r // BLOCK_N, n0 + r % BLOCK_N
-        expert = tl.reshape(tl.broadcast_to(ids[:, None], (S, BLOCK_N)), (R,))
-        inside = (slot < TOP_K) & (i < HIDDEN)
+        here = (ids >= 0) & (ids < (HELD if HELD else EXPERTS))
+        base = tl.reshape(tl.broadcast_to(ids[:, None], (S, BLOCK_N)), (R,)) * HIDDEN
+        chosen = r // BLOCK_N < TOP_K
         if HELD:
-            inside = inside & (expert >= 0) & (expert < HELD)
-        sums = row_sums(
-            act + tl.minimum(slots, TOP_K - 1) * INNER,
-            down,
-            scales,
-            expert * HIDDEN + i,
-            inside,
-            0,
-            INNER,
-            INNER,
-            BLOCK_K,
-            R,
-            STAGES,
-            FORM,
-            GROUP,
-            S,
-        )
-        y = rounded(tl.reshape(sums, (S, BLOCK_N)), moe) * weights[:, None]
-        if HELD:
-            y = tl.where(((ids >= 0) & (ids < HELD))[:, None], y, 0.0)
-        n = n0 + tl.arange(0, BLOCK_N)
-        total = tl.zeros([BLOCK_N], tl.float32)
-        for j in tl.static_range(TOP_K):  # in the order of rank, unlike tl.sum
-            total += tl.sum(tl.where(slots[:, None] == j, y, 0.0), 0)
-        tl.store(moe + row * HIDDEN + n, total.to(moe.dtype.element_ty), mask=n < HIDDEN)
+            chosen = chosen & (base >= 0) & (base < HELD * HIDDEN)
+        own -= dense_programs
+        n = own * BLOCK_N + r % BLOCK_N
+        fetch_rows(down, base + n, chosen & (n < HIDDEN), 0, INNER, INNER, SPAN, FORM, AHEAD)
+        ready(AHEAD)
+        for t in range(own, tiles, tl.num_programs(1) - dense_programs):
+            n = t * BLOCK_N + r % BLOCK_N
+            sums = row_sums(
+                *(act + tl.minimum(slots, TOP_K - 1) * INNER, down, scales, base + n),
+                *(chosen & (n < HIDDEN), 0, INNER, INNER, BLOCK_K, R, STAGES, FORM, GROUP, S),
+            )
+            y = rounded(tl.reshape(sums, (S, BLOCK_N)), moe) * weights[:, None]
+            if HELD:
+                y = tl.where(here[:, None], y, 0.0)
+            total = tl.zeros([BLOCK_N], tl.float32)
+            for j in tl.static_range(TOP_K):  # in the order of rank, unlike tl.sum
+                total += tl.sum(tl.where(slots[:, None] == j, y, 0.0), 0)
+            i = t * BLOCK_N + tl.arange(0, BLOCK_N)
+            tl.store(moe + row * HIDDEN + i, total.to(moe.dtype.element_ty), mask=i < HIDDEN)
 
 
 # ---- products of several rows --------------------------------------------------------------------
@@ -1064,6 +1060,7 @@ def moe_down(
     w_dense: Tensor,
     down: Tensor,
     top_k: int,
+    programs: int,
     block_n: int,
     block_k: int,
     warps: int,
@@ -1075,6 +1072,7 @@ def moe_down(
     """Return (w_dense @ dense part, weighted sum over the slots of down[e] @ slot), each [..., D].
 
     act [rows, top_k*I + Id], logits [..., E], per_expert [E], w_dense [D, Id], down [E, D, I].
+    programs: about as many are started for a row.
     """
     if not takes(act):
         weights, index = _topk_reference(logits, per_expert, top_k, first, down.shape[0])
@@ -1084,10 +1082,11 @@ def moe_down(
     inner, width = columns(down), columns(w_dense)
     slots = power_of_2(top_k)
     y_dense, y_moe = (act.new_empty((*logits.shape[:-1], hidden)) for _ in range(2))
-    programs = blocks(hidden, slots * block_n) + blocks(hidden, block_n)
+    tiles = blocks(hidden, slots * block_n), blocks(hidden, block_n)
+    each = blocks(sum(tiles), programs)
     start(
         _down,
-        (_rows(logits), programs),
+        (_rows(logits), sum(blocks(n, each) for n in tiles)),
         (
             act,
             logits,
@@ -1103,6 +1102,7 @@ def moe_down(
         DENSE=width,
         TOP_K=top_k,
         S=slots,
+        EACH=each,
         E_P=power_of_2(experts),
         WIDE=_is_wide(logits),
         **_part(first, down.shape[0]),

@@ -50,7 +50,7 @@ def _norm_glu_linear(
     from .norm_glu_linear_triton import norm_glu_linear
 
     scalar, weights, eps = norm_end(n, rest)
-    words = given_zeros(run, n, n["x"], residual)
+    words = given_zeros(run, n, choice, n["x"], residual)
     (w, scales), (w_out, out_scales) = held(w), held(w_out)
     made: tuple[Any, Any] = norm_glu_linear(
         *(x, residual, w_post, scalar, weights, w, w_out, rest[-1], words, n.word("act"), eps),

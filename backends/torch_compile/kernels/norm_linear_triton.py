@@ -142,7 +142,7 @@ def _norm_linear(
             by = tl.load(up + i, mask=i < N, other=0).to(tl.float32)
             sums = gated(sums, by, y, ACT)
         tl.store(y + i, sums.to(y.dtype.element_ty), mask=i < N)
-    zero(zeroed, count, own == 0)  # behind the first tile, which has waited
+    zero(zeroed, count, own, tl.num_programs(0))  # behind the first tile, which has waited
 
 
 @triton_op("g4ir::norm_linear", mutates_args={"zeroed"})

@@ -29,7 +29,7 @@ def _qkv_attention(
     from .qkv_attention_triton import qkv_attention
 
     *rest, _, written, k, v = given
-    zeros = given_zeros(run, n, n["qkv"], qkv)
+    zeros = given_zeros(run, n, choice, n["qkv"], qkv)
     attrs = {name: n.attrs[name] for name in ("heads", "kv_heads", "values", "eps")}
     options = {**attrs, **masking(n), **choice.use}
     return qkv_attention(qkv, *rest, written, [k, v], zeros, **options), k, v
@@ -39,13 +39,13 @@ def _q_attention(run: Run, n: Node, choice: Choice, x: Any, *given: Any) -> Any:
     from .qkv_attention_triton import q_attention
 
     *rest, _, written, k, v = given
-    zeros = given_zeros(run, n, n["x"], x)
+    zeros = given_zeros(run, n, choice, n["x"], x)
     options = {"eps": n.number("eps"), **masking(n), **choice.use}
     return q_attention(x, *rest, written, [k, v], zeros, **options)
 
 
-def _use(splits: int, block_n: int = 4) -> dict[str, int]:
-    return {"splits": splits, "block_n": block_n, "warps": 4, "stages": 2}
+def _use(splits: int, block_n: int = 4, merges: int = 2) -> dict[str, int]:
+    return {"splits": splits, "merges": merges, "block_n": block_n, "warps": 4, "stages": 2}
 
 
 #: heads, heads of K, d, slots, window, tokens in the caches before, new ones (0: a row that is at
@@ -56,10 +56,10 @@ CASES: list[tuple[int, int, int, int, int, tuple[int, ...], tuple[int, ...], flo
     (3, 3, 32, 18, 13, (40, 3), (1, 1), 3.0, _use(3)),
     (4, 1, 22, 64, 0, (8, 31), (1, 1), 0.0, _use(7)),
     (2, 2, 16, 64, 0, (4, 16), (1, 1), 0.0, _use(1)),
-    (8, 1, 64, 64, 13, (50,), (1,), 0.0, _use(4)),
+    (8, 1, 64, 64, 13, (50,), (1,), 0.0, _use(4, merges=8)),
     (6, 2, 10, 9, 9, (300_001, 8), (1, 1), 0.0, _use(3, 8)),
     (2, 1, 256, 32, 0, (20, 1), (0, 1), 20.0, _use(5)),
-    (2, 1, 16, 1024, 0, (700,), (1,), 0.0, _use(128)),
+    (2, 1, 16, 1024, 0, (700,), (1,), 0.0, _use(128, merges=1)),
     (2, 1, 16, 1, 1, (0, 7), (1, 1), 0.0, _use(2)),
 ]
 

@@ -1,14 +1,22 @@
 """Attention of one new token per row, from its projection on: norms, rotation, the write, the rest.
 
-As decode_attention_triton.py, whose shares and sums these are; only where queries and the newest
-key come from differs. Each program norms and rotates the queries of its group. The newest key and
-value are made by the program with the last share alone: it writes them into the caches for later
-steps, and begins its share with them as they lie in its registers, so that no program reads what
-the kernel writes. In a ring the slot that is overwritten is one that the query no longer sees.
+The shares are those of decode_attention_triton.py; where queries and the newest key come from
+differs, and how the shares are added. Each program norms and rotates the queries of its group. The
+newest key and value are made by the program with the last share alone: it writes them into the
+caches for later steps, and begins its share with them as they lie in its registers, so that no
+program reads what the kernel writes. In a ring the slot that is overwritten is one that the query
+no longer sees.
 
-The counters have to be zero before: the product in front sets them, whose kernel has ended.
+Shares are added by programs of their own, each for some columns of a group of heads. A share leaves
+its numbers in words that say by themselves that they are there: as fp32 whose last bit is set, so
+that none is zero. Programs that add look at all words that they need until none is zero: no fence,
+no counter, and no program that adds everything. The words are zero before: the product in front
+sets them, whose kernel has ended. Programs that wait come behind those that they wait for, which
+wait for nobody, in the grid, whose order is that in which a GPU begins programs; and with the
+shipped settings all of them have room on one at the same time.
 
-Numerics: the roundings of `qkv_write`, then those of `decode_attention`.
+Numerics: the roundings of `qkv_write`, then those of `decode_attention`; the last bit of a share's
+numbers is off by at most 2^-23 of them.
 """
 
 from __future__ import annotations
@@ -18,14 +26,18 @@ import triton
 import triton.language as tl
 from torch.library import triton_op
 
+from g4ir.ops.attention import attention
+
+from .base import added_together
 from .decode_attention_triton import (
     _attended,
-    _finish,
-    _prepared,
+    _constants,
+    _factors,
+    _slots,
     _span,
-    decode_attention,
+    _write,
 )
-from .launch import begin, fetch_row, ready, rounded, start, takes, tanh
+from .launch import begin, fetch, fetch_row, ready, rounded, start, takes, tanh
 from .qkv_triton import q_heads, qkv_write
 
 Tensor = torch.Tensor
@@ -44,17 +56,28 @@ def _head(x, real, cols, eps, like, D: tl.constexpr):
 
 
 @triton.jit
-def _turned(own, pair, w, cos, sin, cols, like, D: tl.constexpr):
-    """Normed elements and their pairs [R, DP], times the weight, rotated; rounded after each."""
+def _turn(w, cos, sin, cols, D: tl.constexpr):
+    """A norm's weight and a rotation as `_turned` takes them: elements `cols` of the weight, those
+    that the rotation pairs with them, cosines and sines."""
     mask = cols < D
     other = tl.where(cols < D // 2, cols + D // 2, cols - D // 2)
-    g = tl.load(w + cols, mask=mask, other=0.0).to(tl.float32)
-    h = tl.load(w + other, mask=mask, other=0.0).to(tl.float32)
-    c = tl.load(cos + cols, mask=mask, other=0.0).to(tl.float32)
-    s = tl.load(sin + cols, mask=mask, other=0.0).to(tl.float32)
-    turn = rounded(rounded(pair * h, like) * s, like)
-    y = rounded(rounded(own * g, like) * c, like) + tl.where(cols < D // 2, -turn, turn)
-    return y.to(like.dtype.element_ty)
+    g = tl.load(w + cols, mask=mask, other=0.0)
+    h = tl.load(w + other, mask=mask, other=0.0)
+    return (
+        g,
+        h,
+        tl.load(cos + cols, mask=mask, other=0.0),
+        tl.load(sin + cols, mask=mask, other=0.0),
+    )
+
+
+@triton.jit
+def _turned(own, pair, turn, cols, like, D: tl.constexpr):
+    """Normed elements and their pairs [R, DP], times the weight, rotated; rounded after each."""
+    g, h, c, s = turn
+    by = rounded(rounded(pair * h.to(tl.float32), like) * s.to(tl.float32), like)
+    y = rounded(rounded(own * g.to(tl.float32), like) * c.to(tl.float32), like)
+    return (y + tl.where(cols < D // 2, -by, by)).to(like.dtype.element_ty)
 
 
 @triton.jit
@@ -70,6 +93,102 @@ def _begun(query, k, v, inner, outer, o, top, total, CAPPED: tl.constexpr):
 
 
 @triton.jit
+def _words(words, row, head, WORDS, EACH):
+    """The words of a row's key head, EACH of 32 bits, of WORDS of the row."""
+    return words.to(tl.pointer_type(tl.int32), bitcast=True) + row * WORDS + head * EACH
+
+
+@triton.jit
+def _leave(words, value, keep):
+    """Store fp32 numbers as words that are not zero; they go to L2 at once."""
+    tl.store(words, value.to(tl.int32, bitcast=True) | 1, mask=keep, cache_modifier=".wt")
+
+
+@triton.jit
+def _left(words, keep):
+    """The words at these places; 1 where there is none. Each look goes to L2."""
+    return tl.load(words, mask=keep, other=1, volatile=True)
+
+
+@triton.jit
+def _some_zero(words):
+    return tl.min((words != 0).to(tl.int32)) == 0
+
+
+@triton.jit
+def _hand_on(words, share, o, top, total, GROUP: tl.constexpr, D: tl.constexpr, SPLITS):
+    """Leave a share's sums o [M, DP], maximum and sum [M], relative to a maximum that is a word."""
+    h, cols = tl.arange(0, o.shape[0]), tl.arange(0, o.shape[1])[None, :]
+    highest = (top.to(tl.int32, bitcast=True) | 1).to(tl.float32, bitcast=True)
+    fade = tl.exp2(top - highest)
+    stats = words + SPLITS * GROUP * D + 2 * share * GROUP + h
+    _leave(stats, highest, h < GROUP)
+    _leave(stats + GROUP, total * fade, h < GROUP)
+    at = words + (share * GROUP + h[:, None]) * D + cols
+    _leave(at, o * fade[:, None], (h < GROUP)[:, None] & (cols < D))
+
+
+@triton.jit
+def _added(
+    words,
+    out,
+    used,
+    first,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    F: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Columns first .. first + C - 1 of the result of a group: the sum of the shares, F at a time,
+    in their order."""
+    H: tl.constexpr = triton.next_power_of_2(GROUP)
+    h, cols = tl.arange(0, H)[None, :, None], first + tl.arange(0, C)[None, None, :]
+    top = tl.full([1, H, 1], float("-inf"), tl.float32)
+    total = tl.zeros([1, H, 1], tl.float32)
+    o = tl.zeros([1, H, C], tl.float32)
+    for at in range(0, used, F):
+        i = at + tl.arange(0, F)[:, None, None]
+        live = (i < used) & (h < GROUP)
+        keep = live & (cols < D)
+        stats = words + SPLITS * GROUP * D + 2 * i * GROUP + h
+        parts = words + (i * GROUP + h) * D + cols
+        tops, sums, part = _left(stats, live), _left(stats + GROUP, live), _left(parts, keep)
+        while _some_zero(tops) | _some_zero(sums) | _some_zero(part):
+            tops, sums, part = _left(stats, live), _left(stats + GROUP, live), _left(parts, keep)
+        its = tl.where(i < used, tops.to(tl.float32, bitcast=True), float("-inf"))
+        highest = tl.maximum(top, tl.max(its, 0, keep_dims=True))
+        fade, gain = tl.exp2(top - highest), tl.exp2(its - highest)
+        o = o * fade + tl.sum(part.to(tl.float32, bitcast=True) * gain, 0, keep_dims=True)
+        added = tl.sum(sums.to(tl.float32, bitcast=True) * gain, 0, keep_dims=True)
+        top, total = highest, total * fade + added
+    o = o / total
+    tl.store(out + h * D + cols, o.to(out.dtype.element_ty), mask=(h < GROUP) & (cols < D))
+
+
+@triton.jit
+def _fetch_keys(
+    cache,
+    end,
+    slots,
+    split,
+    stride,
+    WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Have the first N rows of a share of a cache brought to L2. No kernel of a step writes the
+    number of tokens; if one did, these would be rows of the cache too."""
+    EACH: tl.constexpr = 1024 // cache.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = triton.next_power_of_2((D + EACH - 1) // EACH)
+    first, lo, hi, _ = _span(end, slots, split, WINDOW, SPLITS, N)
+    i, at = lo + tl.arange(0, N), tl.arange(0, LINES) * EACH
+    rows = cache + _slots(i, (first % slots).to(tl.int32), slots) * stride
+    fetch(rows[:, None] + at[None, :], (i < hi)[:, None] & (at < D)[None, :])
+
+
+@triton.jit
 def _qkv_decode(
     x,
     norm_q,
@@ -80,9 +199,7 @@ def _qkv_decode(
     ends,
     keys,
     values,
-    arrivals,
-    parts,
-    stats,
+    words,
     out,
     slots,
     k_slot,
@@ -104,45 +221,51 @@ def _qkv_decode(
     DP: tl.constexpr,
     N: tl.constexpr,
     SPLITS: tl.constexpr,
-    FAN: tl.constexpr,
-    BITS: tl.constexpr,
-    STAGES: tl.constexpr,
+    WORDS: tl.constexpr,
+    F: tl.constexpr,
+    C: tl.constexpr,
     AHEAD: tl.constexpr = False,
 ):
-    """One share of one row and key head, grid (SPLITS, n, B); x [B, HEADS, D], cos, sin [B, D].
+    """One share of one row and key head, or C columns of a group's result; x [B, HEADS, D], cos,
+    sin [B, D], words [B, WORDS] of 32 bits. Grid: SPLITS shares, then DP / C programs that add
+    them; n; B.
 
     NEW: 0, where another layer writes the caches: x has the queries alone; 1 where K and V are of
     the same heads of x, behind the queries; 2 where V has heads of its own behind them.
     """
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     begin(AHEAD)
+    h, cols = tl.arange(0, M)[:, None], tl.arange(0, DP)
+    keys += row * k_row + head * k_head
+    values += row * v_row + head * v_head
+    if AHEAD:
+        end = tl.load(ends + row)
+        _fetch_keys(keys, end, slots, split, k_slot, WINDOW, SPLITS, D, N)
+        _fetch_keys(values, end, slots, split, v_slot, WINDOW, SPLITS, D, N)
     fetch_row(norm_q, D, AHEAD)
     fetch_row(norm_k, D, AHEAD)
     ready(AHEAD)
-    end = tl.load(ends + row)
+    end, new = tl.load(ends + row), tl.load(lengths + row) > 0  # all that is read at once
+    x += row * (HEADS * D)
+    cos += row * D
+    sin += row * D
+    turn = _turn(norm_q, cos, sin, cols[None, :], D)
+    own, pair = _head(x + (head * GROUP + h) * D, h < GROUP, cols[None, :], eps, x, D)
+    query = _turned(own, pair, turn, cols[None, :], x, D)
     first, lo, hi, used = _span(end, slots, split, WINDOW, SPLITS, N)
     if split < used:
         origin = (first % slots).to(tl.int32)
-        h, cols = tl.arange(0, M)[:, None], tl.arange(0, DP)
-        x += row * (HEADS * D)
-        cos += row * D
-        sin += row * D
-        heads = x + (head * GROUP + h) * D
-        own, pair = _head(heads, h < GROUP, cols[None, :], eps, x, D)
-        query = _turned(own, pair, norm_q, cos, sin, cols[None, :], x, D)
-        keys += row * k_row + head * k_head
-        values += row * v_row + head * v_head
         o = tl.zeros([M, DP], tl.float32)
         top = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M, N], tl.float32)
         if NEW > 0:
-            last = (split == used - 1) & (tl.load(lengths + row) > 0)
+            last = (split == used - 1) & new
             if last:
                 hi -= 1
                 at = x + ((tl.num_programs(1) * GROUP + head) * D + tl.zeros([1, 1], tl.int32))
                 line, real = cols[None, :], tl.full([1, 1], 1, tl.int1)
                 k_own, k_pair = _head(at, real, line, eps, x, D)
-                k = _turned(k_own, k_pair, norm_k, cos, sin, line, x, D)
+                k = _turned(k_own, k_pair, _turn(norm_k, cos, sin, line, D), line, x, D)
                 if NEW == 2:
                     k_own, _ = _head(at + tl.num_programs(1) * D, real, line, eps, x, D)
                 v = k_own.to(x.dtype.element_ty)
@@ -151,43 +274,29 @@ def _qkv_decode(
                 tl.store(values + slot * v_slot + line, v, mask=line < D)
                 o, top, total = _begun(query, k, v, inner, outer, o, top, total, CAPPED)
         o, top, total = _attended(
-            query,
-            keys,
-            values,
-            lo,
-            hi,
-            origin,
-            slots,
-            k_slot,
-            v_slot,
-            o,
-            top,
-            total,
-            cols,
-            inner,
-            outer,
-            CAPPED,
-            D,
-            N,
+            *(query, keys, values, lo, hi, origin, slots, k_slot, v_slot),
+            *(o, top, total, cols, inner, outer, CAPPED, D, N, 0, DP >= 32),
         )
-        _finish(
-            o,
-            top,
-            tl.sum(total, 1),
-            out,
-            parts,
-            stats,
-            arrivals,
-            split,
-            used,
-            row * tl.num_programs(1) + head,
-            GROUP,
-            D,
-            SPLITS,
-            FAN,
-            BITS,
-            STAGES,
-        )
+        sums = tl.sum(total, 1)
+        if SPLITS == 1 or used == 1:
+            _write(out + (row * tl.num_programs(1) + head) * (GROUP * D), o, sums, GROUP, D)
+        else:
+            own_words = _words(words, row, head, WORDS, SPLITS * GROUP * (D + 2))
+            _hand_on(own_words, split, o, top, sums, GROUP, D, SPLITS)
+    elif SPLITS > 1 and split >= SPLITS and used > 1:
+        own_words = _words(words, row, head, WORDS, SPLITS * GROUP * (D + 2))
+        out += (row * tl.num_programs(1) + head) * (GROUP * D)
+        _added(own_words, out, used, (split - SPLITS) * C, GROUP, D, SPLITS, F, C)
+
+
+def _by_reference(
+    q: Tensor, written: Tensor, caches: list[Tensor], rules: tuple[int, float, float]
+) -> Tensor:
+    window, scale, softcap = rules
+    made: Tensor = attention.reference(
+        *(q, written[:, None] - 1, written, *caches), window=window, scale=scale, softcap=softcap
+    )
+    return made
 
 
 def _start(
@@ -198,36 +307,50 @@ def _start(
     lengths: Tensor,
     written: Tensor,
     caches: list[Tensor],
-    arrivals: Tensor,
+    words: Tensor,
     eps: float,
     new: int,
     rules: tuple[int, float, float],
-    use: tuple[int, int, int, int],
+    use: tuple[int, int, int, int, int],
 ) -> Tensor:
-    """Fill and return the result; rules: window, scale, softcap; use: splits, block_n, warps,
-    stages."""
-    d = norms[0].shape[0]
-    out = x.new_empty((x.shape[0], 1, heads, d))
-    grid, operands, constants = _prepared(out, (), caches, arrivals, rules, use)
+    """Fill and return the result; rules: window, scale, softcap; use: splits, merges, block_n,
+    warps, stages."""
+    (window, scale, softcap), (splits, merges, block_n, warps, stages) = rules, use
+    d, (slots, b, n, _) = norms[0].shape[0], caches[0].shape
+    out = x.new_empty((b, 1, heads, d))
+    constants = _constants(out, n, window, softcap)
+    columns, fan = added_together({"splits": splits, "merges": merges}, constants["GROUP"], d)
+    adding = constants["DP"] // columns if splits > 1 else 0
     start(
         _qkv_decode,
-        grid,
+        (splits + adding, n, b),
         (
             x.contiguous(),
             *norms,
             *(t.contiguous() for t in (*tables, lengths, written)),
             *caches,
-            *operands,
+            words,
+            out,
+            slots,
+            *(s for cache in caches for s in cache.stride()[:3]),
+            *_factors(scale, softcap),
             eps,
         ),
         NEW=new,
         HEADS=x.shape[1:].numel() // d,
+        N=block_n,
+        SPLITS=splits,
+        WORDS=2 * words.shape[1],
+        F=fan,
+        C=columns,
         **constants,
+        num_warps=warps,
+        num_stages=stages,
     )
     return out
 
 
-@triton_op("g4ir::qkv_attention", mutates_args={"caches", "arrivals"})
+@triton_op("g4ir::qkv_attention", mutates_args={"caches", "words"})
 def qkv_attention(
     qkv: Tensor,
     norm_q: Tensor,
@@ -238,7 +361,7 @@ def qkv_attention(
     lengths: Tensor,
     written: Tensor,
     caches: list[Tensor],
-    arrivals: Tensor,
+    words: Tensor,
     heads: int,
     kv_heads: int,
     values: bool,
@@ -247,6 +370,7 @@ def qkv_attention(
     scale: float,
     softcap: float,
     splits: int,
+    merges: int,
     block_n: int,
     warps: int,
     stages: int,
@@ -254,15 +378,14 @@ def qkv_attention(
     """Compute `qkv_attention`, [B,1,nq,d]; K and V go into the caches
 
     Operands to `lengths` as in the kernel `qkv_write`; written i64[B] tokens in the caches
-    afterwards; arrivals i64[B,n], 0 before and after, and the rest as in `decode_attention`.
+    afterwards; words i64[B,w]: zeros, which are used up, w as in kernels/base.py. splits: programs
+    for each row and key head, each of at least block_n keys; merges: programs that add these, 1 or
+    more, a power of two. The rest as in `decode_attention`.
     """
     if not takes(qkv):
-        arrivals.zero_()
         given = (qkv, norm_q, norm_k, cos, sin, begin, lengths, caches)
         q, _ = qkv_write(*given, heads, kv_heads, values, "plain", 0, eps, 1)
-        use = (splits, block_n, warps, stages)
-        out: Tensor = decode_attention(q, written, *caches, arrivals, window, scale, softcap, *use)
-        return out
+        return _by_reference(q, written, caches, (window, scale, softcap))
     return _start(
         qkv,
         heads,
@@ -271,15 +394,15 @@ def qkv_attention(
         lengths,
         written,
         caches,
-        arrivals,
+        words,
         eps,
         1 + values,
         (window, scale, softcap),
-        (splits, block_n, warps, stages),
+        (splits, merges, block_n, warps, stages),
     )
 
 
-@triton_op("g4ir::q_attention", mutates_args={"arrivals"})
+@triton_op("g4ir::q_attention", mutates_args={"words"})
 def q_attention(
     q: Tensor,
     norm_q: Tensor,
@@ -287,12 +410,13 @@ def q_attention(
     sin: Tensor,
     written: Tensor,
     caches: list[Tensor],
-    arrivals: Tensor,
+    words: Tensor,
     eps: float,
     window: int,
     scale: float,
     softcap: float,
     splits: int,
+    merges: int,
     block_n: int,
     warps: int,
     stages: int,
@@ -300,13 +424,8 @@ def q_attention(
     """Compute `q_attention` of projected queries [B,1,nq,d]; operands as in `qkv_attention`."""
     heads = q.shape[2]
     if not takes(q):
-        arrivals.zero_()
-        kv_heads, use = caches[0].shape[2], (splits, block_n, warps, stages)
-        made, _ = q_heads(q.flatten(-2), norm_q, cos, sin, heads, kv_heads, eps, 1)
-        out: Tensor = decode_attention(
-            made, written, *caches, arrivals, window, scale, softcap, *use
-        )
-        return out
+        made, _ = q_heads(q.flatten(-2), norm_q, cos, sin, heads, caches[0].shape[2], eps, 1)
+        return _by_reference(made, written, caches, (window, scale, softcap))
     return _start(
         q,
         heads,
@@ -315,9 +434,9 @@ def q_attention(
         written,
         written,
         caches,
-        arrivals,
+        words,
         eps,
         0,
         (window, scale, softcap),
-        (splits, block_n, warps, stages),
+        (splits, merges, block_n, warps, stages),
     )
