@@ -30,7 +30,7 @@ from g4ir.weights.tensorfile import CODES, write_tensors
 from ..primitives.network import Network
 from .emitter import TrtEmitter
 from .forms import HARDWARE, WEIGHTS, chosen_experts, chosen_lowerings, has_plugins
-from .interface import Interface, interface, profiles_of
+from .interface import Interface, interface, phases_of
 from .log import logger, progress_monitor, stream_writer
 from .probe import MOST_SHARED_BYTES, Api
 from .recorder import SHARED_BYTES
@@ -199,8 +199,9 @@ def estimate(graphs: Sequence[Graph]) -> Estimate:
 
 
 def _seconds(g: Graph) -> float:
-    """Estimate the seconds of a build; a tower has one shape."""
-    products = sum(1 for _ in g.find(*TIMED)) * max(1, len(profiles_of(g)))
+    """Estimate the seconds of a build; a tower has one shape. Spans of one phase differ in their
+    attention alone: what else was timed for the first is in the timing cache."""
+    products = sum(1 for _ in g.find(*TIMED)) * max(1, len(phases_of(g)))
     return products * SECONDS_PER_PRODUCT + weight_bytes(g) / GIB * SECONDS_PER_GIB
 
 
