@@ -45,7 +45,8 @@ REMEDIES: Mapping[str, str] = {
     WRAPPER: "--set attention=plain, in which TensorRT finds no attention",
     "experts": "--set experts=all, whose products are plain ones",
     "attention": "--set attention=plain, whose attention is products and the plainest layers",
-    "plugin": "--set attention=explicit --set experts=all, which need no plugin",
+    "norm_residual": "--set norms=layers, which needs no plugin for norms",
+    "plugin": "--set attention=explicit --set experts=all --set norms=layers, which need none",
     "memory": "a smaller --prefill-chunk, --max-batch or --max-seq, or --set weights=streamed",
     "": "--set attention=plain --set experts=all, the plainest form of the network",
 }

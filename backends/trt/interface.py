@@ -33,9 +33,9 @@ the same outputs. Its context is given an NCCL communicator of all ranks before 
 all ranks run the same steps.
 
 A drafter's step is an engine of its own (`draft.plan` and `draft.io.json`), which reads caches of
-the text model where they lie and has the spans as profiles: `embeds` of the newest or last drafted token,
-`hidden` of the step that it came of, `positions` where drafts stand, `last` position and `written`
-tokens of each row, to `draft.token` i64[B] and `draft.hidden`.
+the text model where they lie and has a profile for each span: `embeds` of the newest or last
+drafted token, `hidden` of the step that it came of, `positions` where drafts stand, `last` position
+and `written` tokens of each row, to `draft.token` i64[B] and `draft.hidden`.
 
 A tower is an engine of its own too (`vision_N.plan` and `vision_N.io.json`, `audio_N`), with static
 shapes and without profiles: a picture's `patches` f32[1,P,D] of 0 to 1 and `positions` i64[1,P,2],

@@ -49,8 +49,9 @@ RECORDED = ("decode", VERIFY, DRAFT)
 
 
 def step_slots(tokens: int, max_seq: int) -> int:
-    """Return how much of the full-length caches a step of several tokens looks at: 256, 384, 512, 768, 1024, ...; few
-    sizes, because each has recorded steps of its own, and at most half more than is held."""
+    """Return how much of the full-length caches a step of several tokens looks at: 256, 384, 512,
+    768, 1024, ...; few sizes, because each has recorded steps of its own, and at most half more
+    than is held."""
     size = LEAST_SLOTS
     while size < tokens:
         size += size // 2 if size & (size - 1) == 0 else size // 3

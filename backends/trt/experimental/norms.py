@@ -13,9 +13,7 @@ from ...torch_compile.kernels.norms_triton import _dual_norm_residual, _norm_res
 
 
 @triton.jit
-def norm_residual(
-    x, residual, w, y, EPS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
-):
+def norm_residual(x, residual, w, y, EPS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
     """y = residual + rms_norm(x, w), all [tokens, D] but w [D]; grid (tokens)."""
     _norm_residual(x, residual, w, None, None, None, None, y, None, None, None, EPS, D, 0, BLOCK)
 

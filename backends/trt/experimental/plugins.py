@@ -34,7 +34,7 @@ from ...torch_compile.tunings import find_tuning
 from ..emitter import TrtEmitter
 from ..probe import data_type
 from ..recorder import SHARED_BYTES
-from .ptx import Kernel, compile_kernel, require_triton
+from .ptx import WITHOUT, Kernel, compile_kernel, require_triton
 from .table import NORMS, PLUGINS, Named, Plan, Plugin, Shapes
 
 NAMESPACE = "g4ir"
@@ -177,7 +177,7 @@ def fitted(plan: Plan, layer: str, shared: int = SHARED_BYTES) -> Plan:
             raise LowerError(
                 f"plugin {plan.plugin} of {layer} needs {compiled(plan).shared} bytes of shared "
                 f"memory, of which a launch may ask for {shared}: build without plugins, "
-                f"--set experts=all --set attention=explicit"
+                f"{WITHOUT}"
             )
         plan = replace(plan, stages=plan.stages - 1)
     return plan

@@ -126,11 +126,10 @@ def _residual(
     return (h, *(_norm(c, h, next(weights) if has else None) for has in weighted))
 
 
-def _dual_residual(
-    name: str, c: Constants, a: Tensor, w_a: Tensor, b: Tensor, w_b: Tensor, w: Tensor, *rest: Tensor
-) -> tuple[Tensor, ...]:
-    residual, *others = rest
-    return _residual(name, c, _norm(c, a, w_a) + _norm(c, b, w_b), residual, w, *others)
+def _dual_residual(name: str, c: Constants, *given: Tensor) -> tuple[Tensor, ...]:
+    """Return `_residual` of the sum of the norms of two tensors."""
+    a, w_a, b, w_b, w, residual, *rest = given
+    return _residual(name, c, _norm(c, a, w_a) + _norm(c, b, w_b), residual, w, *rest)
 
 
 def _norm(c: Constants, x: Tensor, w: Tensor | None) -> Tensor:
