@@ -89,9 +89,9 @@ ASKING = ("tiny-dense", "tiny-moe", "tiny-ple", "tiny-media")
 #: values of settings that together are all of them
 SETTINGS: tuple[dict[str, str], ...] = (
     {},
-    {"attention": "plain", "experts": "all", "weights": "refit"},
+    {"attention": "plain", "experts": "all", "norms": "layers", "weights": "refit"},
     {"attention": "fused", "experts": "gather", "weights": "streamed"},
-    {"attention": "plugin", "experts": "plugin", "hardware": "same-capability"},
+    {"attention": "plugin", "experts": "plugin", "norms": "plugin", "hardware": "same-capability"},
 )
 
 
