@@ -315,7 +315,7 @@ _BY_FORM = {form: name for name, form in NORMS.items()}
 def norms(net: Network, n: Node, *operands: Operand) -> tuple[Operand, ...]:
     """Lower the end of a block and the norms behind it to one kernel; layers where there is none of
     this form."""
-    form = n.op, bool(n.attrs["scaled"]), tuple(n.attrs["weighted"])
+    form = n.op, bool(n.attrs["scaled"]), tuple(map(bool, n.wholes("weighted")))
     if form not in _BY_FORM or operands[0].rank != 3:
         return tuple(net.expanded(n))
     return add_plugin(_emitter(net), norm_plan(form, operands[0].type, n.number("eps")), *operands)
