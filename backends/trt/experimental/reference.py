@@ -137,7 +137,10 @@ def _norm(c: Constants, x: Tensor, w: Tensor | None) -> Tensor:
     return out
 
 
-_ENDS: Mapping[str, Callable[..., Any]] = {"norm_residual": _residual, "dual_norm_residual": _dual_residual}
+_ENDS: Mapping[str, Callable[..., Any]] = {
+    "norm_residual": _residual,
+    "dual_norm_residual": _dual_residual,
+}
 _MEANING: Mapping[str, Callable[..., Any]] = {
     "moe_sort": _sort,
     "moe_gate_up_grouped": _gate_up_grouped,
