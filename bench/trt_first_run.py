@@ -89,9 +89,9 @@ ASKING = ("tiny-dense", "tiny-moe", "tiny-ple", "tiny-media")
 #: values of settings that together are all of them
 SETTINGS: tuple[dict[str, str], ...] = (
     {},
-    {"attention": "plain", "experts": "all", "weights": "refit"},
+    {"attention": "plain", "experts": "all", "norms": "layers", "weights": "refit"},
     {"attention": "fused", "experts": "gather", "weights": "streamed"},
-    {"attention": "plugin", "experts": "plugin", "hardware": "same-capability"},
+    {"attention": "plugin", "experts": "plugin", "norms": "plugin", "hardware": "same-capability"},
 )
 
 
@@ -116,6 +116,7 @@ FORMS = (
     Form("tiny-dense", "float16"),
     *(Form("tiny-dense", settings={"attention": a}) for a in ATTENTION if a != "explicit"),
     *(Form("tiny-moe", settings={"experts": e}) for e in ("plugin", "gather", "all")),
+    *(Form("tiny-moe", settings={"norms": n}) for n in ("plugin", "layers")),
     *(Form("tiny-moe", options={"latent_kv": form}) for form in ("value", "raw")),
     Form("tiny-ple"),
     Form("tiny-dense", options={"quant": "int8"}),
@@ -356,11 +357,13 @@ def alone_cell(
 
 
 def cut(cells: Cells, args: argparse.Namespace, given: Mapping[str, Any]) -> None:
-    """Measure one repeat of a variant's layers, by the ways to keep weights."""
+    """Measure one repeat of a variant's layers, by the ways to keep weights, and with norms in
+    layers."""
     spec = load_spec(given["variant"])
     text = replace(spec.text, num_hidden_layers=len(spec.text.pattern))
     spec = replace(spec, name=f"{spec.name}-cut", text=text)
-    for settings in (*({"weights": w} for w in WEIGHTS), {"hardware": "same-capability"}):
+    others = {"hardware": "same-capability"}, {"norms": "layers"}
+    for settings in (*({"weights": w} for w in WEIGHTS), *others):
         measured(cells, args, spec, settings)
 
 

@@ -60,7 +60,7 @@ def test_tiny_engines_have_every_form(script: ModuleType) -> None:
     given = {(k, v) for f in script.FORMS for k, v in (f.settings or {}).items()}
     chosen = {(k, v) for k, s in SETTINGS.items() for v in s.choices}
     left = {(k, s.default) for k, s in SETTINGS.items()}
-    assert chosen - given <= left | {("experts", "auto")} and given <= chosen
+    assert chosen - given <= left and given <= chosen
     asked = {(k, v) for row in script.SETTINGS for k, v in row.items()}
     assert chosen - asked <= left
     assert len({f.name for f in script.FORMS}) == len(script.FORMS)

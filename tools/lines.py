@@ -20,10 +20,10 @@ MOST = {
     "g4ir/weights": 3265,
     "g4ir/weights/gguf": 1600,
     "g4ir/plan": 3280,
-    "backends": 20450,
+    "backends": 20560,
     # Beside what a reader needs: an emulator of TensorRT, and plugins that no device has run.
     "backends/trt/recorder": 3155,
-    "backends/trt/experimental": 1280,
+    "backends/trt/experimental": 1460,
     "g4ir/media": 1560,
     "g4ir/engine": 7045,
     "g4ir/chat": 2850,
@@ -33,8 +33,8 @@ MOST = {
     "g4ir/cli": 3580,
     "g4ir-vllm": 830,
     "g4ir-vllm/tests": 900,
-    "bench": 3400,
-    "tests": 49600,
+    "bench": 3405,
+    "tests": 49750,
     "tools": 360,
 }
 

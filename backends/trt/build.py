@@ -30,7 +30,7 @@ from g4ir.weights.tensorfile import CODES, write_tensors
 from ..primitives.network import Network
 from .emitter import TrtEmitter
 from .forms import HARDWARE, WEIGHTS, chosen_experts, chosen_lowerings, has_plugins
-from .interface import Interface, interface, profiles_of
+from .interface import Interface, interface, phases_of
 from .log import logger, progress_monitor, stream_writer
 from .probe import MOST_SHARED_BYTES, Api
 from .recorder import SHARED_BYTES
@@ -45,7 +45,8 @@ REMEDIES: Mapping[str, str] = {
     WRAPPER: "--set attention=plain, in which TensorRT finds no attention",
     "experts": "--set experts=all, whose products are plain ones",
     "attention": "--set attention=plain, whose attention is products and the plainest layers",
-    "plugin": "--set attention=explicit --set experts=all, which need no plugin",
+    "norm_residual": "--set norms=layers, which needs no plugin for norms",
+    "plugin": "--set attention=explicit --set experts=all --set norms=layers, which need none",
     "memory": "a smaller --prefill-chunk, --max-batch or --max-seq, or --set weights=streamed",
     "": "--set attention=plain --set experts=all, the plainest form of the network",
 }
@@ -199,8 +200,9 @@ def estimate(graphs: Sequence[Graph]) -> Estimate:
 
 
 def _seconds(g: Graph) -> float:
-    """Estimate the seconds of a build; a tower has one shape."""
-    products = sum(1 for _ in g.find(*TIMED)) * max(1, len(profiles_of(g)))
+    """Estimate the seconds of a build; a tower has one shape. Spans of one phase differ in their
+    attention alone: what else was timed for the first is in the timing cache."""
+    products = sum(1 for _ in g.find(*TIMED)) * max(1, len(phases_of(g)))
     return products * SECONDS_PER_PRODUCT + weight_bytes(g) / GIB * SECONDS_PER_GIB
 
 

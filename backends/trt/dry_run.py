@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ from g4ir.errors import CheckError, InputError, LowerError
 from g4ir.ir.distance import ROUNDED, Anchor, Budget, row_errors, worst_of
 from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.interpret import interpret, run_node
-from g4ir.model.decoder import HIDDEN
+from g4ir.model.decoder import HIDDEN, VERIFY
 from g4ir.model.draft import DRAFT, NEXT_HIDDEN, layers_read
 from g4ir.model.media import AUDIO, find_media
 from g4ir.model.text import build_program
@@ -52,7 +52,7 @@ from ..reference import ReferenceRuntime, WideRuntime
 from . import build
 from .files import draft_graph, networks
 from .forms import chosen_experts, meaning
-from .interface import Interface
+from .interface import Interface, spans
 from .probe import Api, probe
 from .ranks import capsule
 from .recorder import (
@@ -73,9 +73,9 @@ if TYPE_CHECKING:
 
 #: which TensorRT the recorder stands for
 EMULATED = "11.4.0"
-SMALL = Limits(max_batch=3, max_seq=96, prefill_chunk=11)
-#: tokens that each row of the small network is given, and steps after them
-LENGTHS, STEPS = (29, 0, 17), 3
+SMALL = Limits(max_batch=3, max_seq=4200, prefill_chunk=11)
+#: tokens that each row of the small network is given, and tokens that are verified after steps
+LENGTHS, VERIFIED = (29, 0, 17), 2
 #: patches in a row of the picture that small towers are given
 WIDTH = 24
 #: largest difference of a row relative to its rms. fp32 differs in the order of sums; the others
@@ -138,9 +138,9 @@ def check_sizes(
     except RuleError as e:
         raise LowerError(f"TensorRT would refuse the network: {e}") from e
     io = written.interface
-    # Those of prefill are the largest: in all else, decode has the same ranges.
-    widest = "prefill" if "prefill" in io.profiles else DRAFT
-    largest = {name: io.shapes(name, widest)[2] for name in io.dynamic()}
+    # Those of prefill are the largest, where there are any: nothing else has as many tokens.
+    widest = [*io.of_phase(DRAFT), *io.of_phase("prefill")]
+    largest = {name: io.shapes(name, widest[-1])[2] for name in io.dynamic()}
     sizes, scratch = network_sizes(written.network, largest)
     name = max(sizes, key=lambda n: sizes[n])
     if sizes[name] > MAX_VOLUME:
@@ -375,34 +375,33 @@ def emulated(
 
 def run_small(program: Program, params: Any, runtime: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows of logits [N, vocab]: rows of different lengths in chunks, one of them empty,
-    then decode steps; and what a drafter makes of the state behind the last, [B,1,hidden], or
-    nothing of no drafter."""
+    then decode steps; and what a drafter makes of the state behind the last, over each span,
+    [spans * B,1,hidden], or nothing of no drafter."""
     embed = program.graphs["embed"]
     tables = {v.name: params.tensor(v.name) for v in embed.params}
     lengths = torch.tensor(LENGTHS)
     state = runtime.new_state(len(LENGTHS))
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(3, 200, (len(LENGTHS), max(LENGTHS) + STEPS), generator=generator)
+    plan = _plan(program)
+    tokens = torch.randint(3, 200, (len(LENGTHS), plan[-1].stop), generator=generator)
     held, found = torch.zeros_like(lengths), list[torch.Tensor]()
-    for start, stop in _spans(max(LENGTHS), STEPS):
-        decoding = stop > max(LENGTHS)
-        valid = torch.ones_like(lengths) if decoding else (lengths - start).clamp(0, stop - start)
+    for phase, start, stop, context in plan:
+        size, every = stop - start, start >= max(LENGTHS)
+        valid = torch.full_like(lengths, size) if every else (lengths - start).clamp(0, size)
         feeds, _ = interpret(embed, {"tokens": tokens[:, start:stop]}, tables, {})
-        feeds |= {"positions": held[:, None] + torch.arange(stop - start), "lengths": valid}
+        feeds |= {"positions": held[:, None] + torch.arange(size), "lengths": valid}
         held = held + valid
-        phase = "decode" if stop - start == 1 else "prefill"
-        if MEDIA in program.graphs and start == 0:
-            phase = MEDIA
+        if phase == MEDIA:
             feeds[BLOCK_IDS] = _blocks(valid, stop)
-        made = runtime.run(phase, feeds, state, int(held.max()), True)
+        made = runtime.run(phase, feeds, state, max(context, int(held.max())), True)
         found.append(made["logits"][valid > 0].flatten(0, -2).double())
     if DRAFT not in program.graphs:
         return torch.cat(found), torch.empty(0)
     last = (held - 1)[:, None]
-    feeds = {"embeds": feeds["embeds"], HIDDEN: made[HIDDEN], "positions": held[:, None]}
-    feeds |= {"last": last, "written": held}
-    drafted = runtime.run(DRAFT, feeds, state, int(held.max()), True)
-    return torch.cat(found), drafted[NEXT_HIDDEN].double()
+    feeds = {"embeds": feeds["embeds"][:, -1:], HIDDEN: made[HIDDEN][:, -1:]}
+    feeds |= {"positions": held[:, None], "last": last, "written": held}
+    drafted = [runtime.run(DRAFT, feeds, state, n, True)[NEXT_HIDDEN] for n in _contexts()]
+    return torch.cat(found), torch.cat(drafted).double()
 
 
 def _blocks(valid: torch.Tensor, width: int) -> torch.Tensor:
@@ -431,11 +430,32 @@ def _input(v: Value, generator: torch.Generator) -> torch.Tensor:
     return torch.rand(shape, generator=generator)
 
 
-def _spans(length: int, steps: int) -> list[tuple[int, int]]:
-    """Return the chunks of a prompt, then single tokens."""
-    chunk = SMALL.prefill_chunk
-    chunks = [(i, min(i + chunk, length)) for i in range(0, length, chunk)]
-    return chunks + [(i, i + 1) for i in range(length, length + steps)]
+class Stretch(NamedTuple):
+    """Tokens `start` to `stop` of the prompts, and how many rows are taken to hold at least."""
+
+    phase: str
+    start: int
+    stop: int
+    context: int
+
+
+def _plan(program: Program) -> list[Stretch]:
+    """Return the chunks of a prompt, a single token for each span of the caches, and, of a model
+    with a drafter, tokens that are verified: every profile has its step."""
+    chunk, length, contexts = SMALL.prefill_chunk, max(LENGTHS), _contexts()
+    first = MEDIA if MEDIA in program.graphs else "prefill"
+    steps = [
+        Stretch("prefill" if i else first, i, min(i + chunk, length), 0)
+        for i in range(0, length, chunk)
+    ]
+    steps += [Stretch("decode", length + i, length + i + 1, n) for i, n in enumerate(contexts)]
+    end = length + len(contexts)
+    return steps + ([Stretch(VERIFY, end, end + VERIFIED, 0)] if VERIFY in program.graphs else [])
+
+
+def _contexts() -> list[int]:
+    """Return how much rows hold where a step looks at each span of the small caches."""
+    return [min(n, SMALL.max_seq) for n in spans(SMALL)]
 
 
 @contextmanager

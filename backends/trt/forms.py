@@ -16,7 +16,7 @@ from ..primitives.network import Lowering, Network
 from .experimental import plugins
 from .experimental.ptx import has_triton
 from .experimental.reference import meaning
-from .experimental.trial import shared_memory
+from .experimental.trial import shared_memory, takes_norms
 from .lowerings import all_gather, all_reduce, attend, attend_patches, in_blocks, plain_softmax
 
 #: form of attention -> op -> lowering, in the place of the shared one
@@ -48,6 +48,8 @@ EXPERTS: Mapping[str, Lowering] = {
     "all": moe.experts,
     "plugin": plugins.experts,
 }
+#: form of the norms between two blocks -> op -> lowering, in the place of its expansion
+NORMS: Mapping[str, Mapping[str, Lowering]] = {"layers": {}, "plugin": plugins.BLOCK_ENDS}
 #: op that ranks do together -> lowering
 AMONG_RANKS: Mapping[str, Lowering] = {"all_reduce": all_reduce, "all_gather": all_gather}
 #: how weights lie in an engine -> builder flags. Equal weights are what an engine is given again:
@@ -74,6 +76,12 @@ SETTINGS: Mapping[str, Setting] = {
         "kernels of this project, which sort tokens by expert, where triton can compile them "
         "(auto, plugin), weights of the chosen experts gathered, or all experts multiplied",
     ),
+    "norms": Setting(
+        ("auto", *NORMS),
+        "auto",
+        "between two blocks: one kernel of this project for norm, sum and the next norm, where "
+        "triton can compile it (auto, plugin), or layers of their own",
+    ),
     "weights": Setting(
         tuple(WEIGHTS),
         "baked",
@@ -88,11 +96,11 @@ SETTINGS: Mapping[str, Setting] = {
 }
 
 
-def lowerings(form: str = "explicit") -> Mapping[str, Lowering]:
-    """Return the lowering of each op, with attention in one of these forms."""
+def lowerings(form: str = "explicit", norms: str = "layers") -> Mapping[str, Lowering]:
+    """Return the lowering of each op, with attention and norms in one of these forms."""
     if form not in ATTENTION:
         raise ValueError(f"attention {form!r}: one of {', '.join(ATTENTION)}")
-    return {**SHARED, "experts": experts, **AMONG_RANKS, **ATTENTION[form]}
+    return {**SHARED, "experts": experts, **AMONG_RANKS, **ATTENTION[form], **NORMS[norms]}
 
 
 def experts(net: Network, n: Node, *operands: Operand) -> Operand:
@@ -103,7 +111,7 @@ def experts(net: Network, n: Node, *operands: Operand) -> Operand:
 
 def chosen_lowerings(settings: Mapping[str, str]) -> Mapping[str, Lowering]:
     """Return the lowering of each op by the settings."""
-    return lowerings(settings["attention"])
+    return lowerings(settings["attention"], chosen_norms(settings))
 
 
 def chosen_experts(settings: Mapping[str, str]) -> str:
@@ -113,21 +121,32 @@ def chosen_experts(settings: Mapping[str, str]) -> str:
     return "plugin" if has_triton() else "all"
 
 
+def chosen_norms(settings: Mapping[str, str]) -> str:
+    """Return the form of norms; `auto` means the kernel, where it can be compiled."""
+    if settings["norms"] != "auto":
+        return settings["norms"]
+    return "plugin" if has_triton() else "layers"
+
+
 def has_plugins(settings: Mapping[str, str]) -> bool:
     """Whether a network with attention and experts may hold plugins."""
-    return "plugin" in (settings["attention"], chosen_experts(settings))
+    forms = settings["attention"], chosen_experts(settings), chosen_norms(settings)
+    return "plugin" in forms
 
 
 __all__ = [
     "ATTENTION",
     "EXPERTS",
     "HARDWARE",
+    "NORMS",
     "SETTINGS",
     "WEIGHTS",
     "chosen_experts",
     "chosen_lowerings",
+    "chosen_norms",
     "has_plugins",
     "lowerings",
     "meaning",
     "shared_memory",
+    "takes_norms",
 ]

@@ -23,18 +23,19 @@ A cache is [B, heads, slots, head_dim] and is updated in place: `aliased` names 
 address the output must have. A ring of R slots has `turned` beside it: position p of a row lies in
 slot (p + turned) mod R, and a chunk must not cross the end of a ring. Either `turned` stays zero,
 and chunks end there, or the row's rings are turned by as many slots as `turned` changes by.
-Optimisation profile 0 is decode, whose S is
-1; profile 1 is prefill, whose S is 1 to prefill_chunk; profile 2, where there are `rows`, is
-verification, which asks for all rows of a few tokens; the others ask for one.
+The first optimisation profiles are of decode, whose S is 1: one for each span of the full-length
+caches, which is its C, 1024 slots, 4096 and so on, and at last the whole cache. A step takes the
+first one that has room for every row. Then come prefill, whose S is 1 to prefill_chunk, and, where
+there are `rows`, verification, which asks for all rows of a few tokens; the others ask for one.
 
 Of several ranks each has an engine, with the same inputs but for its part of the caches' heads, and
 the same outputs. Its context is given an NCCL communicator of all ranks before its first step, and
 all ranks run the same steps.
 
 A drafter's step is an engine of its own (`draft.plan` and `draft.io.json`), which reads caches of
-the text model where they lie and has one profile: `embeds` of the newest or last drafted token,
-`hidden` of the step that it came of, `positions` where drafts stand, `last` position and `written`
-tokens of each row, to `draft.token` i64[B] and `draft.hidden`.
+the text model where they lie and has a profile for each span: `embeds` of the newest or last
+drafted token, `hidden` of the step that it came of, `positions` where drafts stand, `last` position
+and `written` tokens of each row, to `draft.token` i64[B] and `draft.hidden`.
 
 A tower is an engine of its own too (`vision_N.plan` and `vision_N.io.json`, `audio_N`), with static
 shapes and without profiles: a picture's `patches` f32[1,P,D] of 0 to 1 and `positions` i64[1,P,2],
@@ -55,10 +56,14 @@ from g4ir.model.draft import DRAFT
 from g4ir.ops.types import Type
 from g4ir.plan.limits import Limits
 
-from ..primitives.network import FULL, ROWS, SLOTS, is_ring, network_inputs
+from ..primitives.network import FULL, ROWS, SLOTS, full_slots, is_ring, network_inputs
 
-#: profiles of the text model's engine in the order of their indices, by the phase that each serves
-PROFILES = ("decode", "prefill", VERIFY)
+#: phases of the text model's engine that have profiles, in the order of these
+PHASES = ("decode", "prefill", VERIFY)
+#: those of one token for each row, which have a profile for each span
+SINGLE = ("decode", DRAFT)
+#: slots of the smallest span, and how many times as many the next one has
+LEAST_SPAN, WIDER = 1024, 4
 #: tokens verified at a time at most, where no ring says for how many it has room
 MOST_VERIFIED = 33
 #: slots of the full-length caches that kernels are timed for, where rows may hold as many
@@ -81,6 +86,24 @@ class Interface:
     rings: frozenset[str]
     #: profile -> dim -> range; none of a tower, whose shapes are static
     profiles: Mapping[str, Mapping[str, Range]]
+
+    def of_phase(self, phase: str) -> list[str]:
+        """Return the profiles of a phase, that of the smallest span first; those of prefill for a
+        phase that has none of its own."""
+        own = [p for p in self.profiles if phase_of(p) == phase]
+        return own or [p for p in self.profiles if phase_of(p) == "prefill"]
+
+    def covering(self, phase: str, tokens: int) -> str:
+        """Return the first profile of a phase that has room for rows of so many tokens."""
+        own = self.of_phase(phase)
+        sizes = ((p, self.profiles[p].get(FULL)) for p in own)
+        return next((p for p, r in sizes if r is None or r[2] >= tokens), own[-1])
+
+    def span(self, profile: str) -> int | None:
+        """Return how many slots every step of a profile looks at; None where steps differ, or there
+        are no full-length caches."""
+        low, _, most = self.profiles[profile].get(FULL, (0, 0, 1))
+        return most if low == most else None
 
     def shapes(self, name: str, profile: str) -> tuple[tuple[int, ...], ...]:
         """Return the least, typical and largest shape of an input in a profile."""
@@ -107,7 +130,7 @@ class Interface:
                 for n, t in self.outputs.items()
             ],
             "profiles": [
-                {"index": i, "phase": name, "dims": {d: list(r) for d, r in dims.items()}}
+                {"index": i, "phase": phase_of(name), "dims": {d: list(r) for d, r in dims.items()}}
                 for i, (name, dims) in enumerate(self.profiles.items())
             ],
         }
@@ -126,29 +149,55 @@ def interface(g: Graph, limits: Limits) -> Interface:
         {v.name: v.type for v in g.outputs} | {o: inputs[i] for o, i in after.items()},
         after,
         frozenset(v.name for v in g.state if is_ring(v.type)),
-        {profile: _ranges(profile, g, limits) for profile in profiles_of(g)},
+        {profile: _ranges(profile, g, limits) for profile in profiles_of(g, limits)},
     )
 
 
-def profiles_of(g: Graph) -> tuple[str, ...]:
-    """Return the profiles of a network, in order: a drafter's step reads caches and writes none, a
-    tower has none."""
+def phase_of(profile: str) -> str:
+    """Return the phase that a profile serves."""
+    return profile.partition(".")[0]
+
+
+def spans(limits: Limits) -> tuple[int, ...]:
+    """Return how many slots of the full-length caches steps of single tokens look at. Of the last
+    span, the whole cache, nothing need be cut off."""
+    found, size = list[int](), LEAST_SPAN
+    while size < limits.max_seq:
+        found.append(size)
+        size *= WIDER
+    return (*found, full_slots(limits))
+
+
+def phases_of(g: Graph) -> tuple[str, ...]:
+    """Return the phases that a network has profiles for: a drafter's step reads caches and writes
+    none, a tower has none."""
     if g.name == DRAFT:
         return (DRAFT,)
     given = {v.name for v in g.inputs}
-    return tuple(p for p in PROFILES if g.state and (p != VERIFY or ROWS in given))
+    return tuple(p for p in PHASES if g.state and (p != VERIFY or ROWS in given))
+
+
+def profiles_of(g: Graph, limits: Limits) -> tuple[str, ...]:
+    """Return the profiles of a network, in order."""
+    wide = spans(limits) if SLOTS in network_inputs(g, limits) else ()
+    return tuple(
+        f"{phase}.{span}" if span else phase
+        for phase in phases_of(g)
+        for span in ((phase in SINGLE and wide) or (0,))
+    )
 
 
 def _ranges(profile: str, g: Graph, limits: Limits) -> dict[str, Range]:
+    phase, _, span = profile.partition(".")
     rows, seq, inputs = limits.max_batch, limits.max_seq, network_inputs(g, limits)
     most = {"prefill": limits.prefill_chunk, VERIFY: _verified(g, limits)}
-    tokens = most.get(profile, 1)
+    tokens = most.get(phase, 1)
     ranges: dict[str, Range] = {"B": (1, rows, rows), "S": (1, tokens, tokens)}
     if any("R" in t.shape for t in inputs.values()):
-        asked = most[VERIFY] if profile == VERIFY else 1
+        asked = most[VERIFY] if phase == VERIFY else 1
         ranges["R"] = (1, asked, asked)
     if SLOTS in inputs:
-        ranges[FULL] = (1, min(seq, TYPICAL_SLOTS), seq)
+        ranges[FULL] = (int(span),) * 3 if span else (1, min(seq, TYPICAL_SLOTS), seq)
     return ranges
 
 

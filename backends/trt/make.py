@@ -26,7 +26,7 @@ from . import build, trial
 from .build import Written
 from .dry_run import check_sizes, emulator
 from .files import ENGINE, LOG, files, keep_log, networks
-from .forms import chosen_experts, shared_memory
+from .forms import chosen_experts, chosen_norms, shared_memory, takes_norms
 from .host import Host
 from .log import logger
 from .probe import Api
@@ -110,8 +110,19 @@ class Make:
             self.task.progress("trial build of a plugin")
             self.shared = shared_memory(self.api, self.task.device, self.log)
             self._note(f"plugins use up to {self.shared} bytes of shared memory")
+        if self.settings["norms"] == "auto":
+            self.settings["norms"] = self._norms()
         form = self.settings["attention"]
         self._use_form(trial.attention_form(graph, form, self._build_alone, self.task.progress))
+
+    def _norms(self) -> str:
+        """Return the form of norms: the kernel only where a trial shows that it runs."""
+        form = chosen_norms(self.settings)
+        self.task.progress("trial build of norms")
+        if form == "plugin" and not takes_norms(self.api, self.task.device, self.log):
+            self._note("norms: layers, since TensorRT does not take their kernel")
+            return "layers"
+        return form
 
     def _build_alone(self, g: Graph, form: str) -> None:
         """Build a plan that is thrown away. Kernels that are timed for it are those of the whole

@@ -30,10 +30,11 @@ from ..primitives.network import (
     TURNED,
     as_in_ir,
     asked_rows,
+    full_slots,
     turn,
 )
 from ..torch_compile.cuda_graph import Captured, OrLaunched, Record
-from .interface import MOST_VERIFIED, Interface
+from .interface import MOST_VERIFIED, Interface, phase_of
 from .probe import DTYPES, Api, data_type
 
 Feeds = dict[str, torch.Tensor]
@@ -43,13 +44,14 @@ Communicator = Callable[[], Any]
 ALIGNMENT = 256
 #: fewest slots of the full-length caches that a step looks at, where rows may hold as many
 LEAST_SLOTS = 256
-#: profiles whose steps have few tokens, in few sizes
+#: phases whose steps have few tokens, in few sizes
 RECORDED = ("decode", VERIFY, DRAFT)
 
 
 def step_slots(tokens: int, max_seq: int) -> int:
-    """Return how much of the full-length caches a step looks at: 256, 384, 512, 768, 1024, ...; few
-    sizes, because each has recorded steps of its own, and at most half more than is held."""
+    """Return how much of the full-length caches a step of several tokens looks at: 256, 384, 512,
+    768, 1024, ...; few sizes, because each has recorded steps of its own, and at most half more
+    than is held."""
     size = LEAST_SLOTS
     while size < tokens:
         size += size // 2 if size & (size - 1) == 0 else size // 3
@@ -248,8 +250,8 @@ class TrtSteps(Runner):
         #: makes of a step what replays it; None: steps run launch by launch
         self.record = OrLaunched(record) if record and not is_streaming(engine) else None
         #: of recorded steps, which points into it
-        self.scratch = self._scratch(*(p for p in io.profiles if p in RECORDED))
-        self.slots = torch.arange(limits.max_seq, device=device)
+        self.scratch = self._scratch(*(p for p in io.profiles if phase_of(p) in RECORDED))
+        self.slots = torch.arange(full_slots(limits), device=device)
         #: by rows and tokens of recorded steps, as long as those
         self.no_blocks: dict[tuple[int, int], torch.Tensor] = {}
         self.communicator: Communicator | None = None
@@ -280,18 +282,21 @@ class TrtSteps(Runner):
         with self._stream() as stream:
             if not context.set_optimization_profile_async(self._index(profile), stream):
                 raise self._error(f"no profile for {profile}", "build it again")
-        if profile in RECORDED:
+        if phase_of(profile) in RECORDED:
             lend(context, self.scratch)
         return context
 
-    def step(self, phase: str, feeds: Feeds, state: TrtState, slots: int) -> Feeds:
-        """Run a step over this many slots of full-length caches; return its outputs by name."""
+    def step(self, phase: str, feeds: Feeds, state: TrtState, tokens: int) -> Feeds:
+        """Run a step over full-length caches of which rows hold up to `tokens` afterwards, by the
+        profile whose span has room for them; return its outputs by name."""
         self._connect()
-        profile = phase if phase in self.contexts else "prefill"
-        if self.record and profile in RECORDED:
+        profile = self.io.covering(phase, tokens)
+        slots = self.io.span(profile) or step_slots(tokens, self.limits.max_seq)
+        recorded = phase_of(profile) in RECORDED
+        if self.record and recorded:
             return self._replay(profile, feeds, state, slots)
         scratch = self.scratch
-        if profile not in RECORDED:
+        if not recorded:
             scratch = self._scratch(profile)
             lend(self.contexts[profile], scratch)
         made = self._outputs(feeds)
@@ -386,14 +391,13 @@ class TrtRuntime(TrtSteps):
         logits: bool,
         watch: Watch | None = None,
     ) -> Tensors | None:
-        slots = step_slots(context, self.limits.max_seq)
         with self.turn:
             if phase == DRAFT:
-                return self._opened_drafter().step(phase, feeds, state, slots)
+                return self._opened_drafter().step(phase, feeds, state, context)
             if ROWS in self.io.inputs:
                 feeds = {**feeds, ROWS: asked_rows(phase, feeds)}
             state.turn(feeds["positions"])
-            made = self.step(phase, feeds, state, slots)
+            made = self.step(phase, feeds, state, context)
             if watch:
                 for name, t in made.items():
                     watch(name, t)

@@ -26,7 +26,8 @@ def decode_step(w: Written, limits: Limits, experts: str) -> dict[str, Any]:
     """Return of a step of one token for each row, over full caches: bytes, kernels, and how many
     times as long it takes as to read weights and what windows see once."""
     io, chosen = w.interface, chosen_parts(w.graph)
-    shapes = {name: io.shapes(name, "decode")[2] for name in io.dynamic()}
+    whole = io.of_phase("decode")[-1]
+    shapes = {name: io.shapes(name, whole)[2] for name in io.dynamic()}
     moved, kernels = traffic(w.network, shapes, {} if experts == "all" else chosen)
     constants = read_constants()
     rate, gap = constants.gpus[GPU].copy, sum(constants.gap) / 2

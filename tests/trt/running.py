@@ -39,11 +39,12 @@ def emit(
     version: str = "11.4.0",
     attention: str = "explicit",
     experts: str = "plugin",
+    norms: str = "layers",
 ) -> Emitted:
     module = emulator(version).trt
     network = new_network(module)
     emitter = TrtEmitter(module, network, weights)
-    Network(emitter, graph, limits, lowerings(attention), experts).emit()
+    Network(emitter, graph, limits, lowerings(attention, norms), experts).emit()
     check(network)
     return Emitted(module, network, emitter, graph)
 

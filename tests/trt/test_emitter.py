@@ -595,6 +595,16 @@ def test_layers_of_a_layer() -> None:
     assert sum(kinds.values()) - kinds["constant"] == 61
 
 
+def test_norms_in_one_kernel_are_few_layers() -> None:
+    """What is left of each layer where one kernel goes from block to block, weights included; it
+    is at most half of the 144 that a layer of 31b had once."""
+    _, made = recorded_session(weighted("31b-small"), 2, 11, norms="plugin")
+    own = [x for x in made.network._layers if x._title.startswith("L1.")]
+    kinds = Counter(x._kind for x in own)
+    assert kinds["plugin"] == 2 and kinds["reduce"] == 1  # of the heads
+    assert len(own) <= 56
+
+
 def test_constants_are_made_of_constants() -> None:
     """Casts of small weights, and weights side by side, take no layer; they are kept beside a plan
     that has no weights."""

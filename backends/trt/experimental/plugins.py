@@ -2,8 +2,9 @@
 
 A plugin layer holds PTX, a grid in terms of the inputs' sizes and nothing else: an engine with
 such layers needs neither Python nor triton. They serve what TensorRT has no kernels for on Hopper:
-the experts of a mixture, and decode attention with heads of 512. They have one form for every
-number of tokens: a step with a conditional could not be recorded. Kernels are compiled while the
+the experts of a mixture, decode attention with heads of 512, and the norms between two blocks, two
+dozen layers of its own. They have one form for every number of tokens: a step with a conditional
+could not be recorded. Kernels are compiled while the
 network is written, where an error can still name the layer; the builder's callbacks find them made.
 
 TensorRT passes a kernel the pointers of its inputs, 32-bit whole numbers, and the pointers of its
@@ -33,8 +34,8 @@ from ...torch_compile.tunings import find_tuning
 from ..emitter import TrtEmitter
 from ..probe import data_type
 from ..recorder import SHARED_BYTES
-from .ptx import Kernel, compile_kernel, require_triton
-from .table import PLUGINS, Named, Plan, Plugin, Shapes
+from .ptx import WITHOUT, Kernel, compile_kernel, require_triton
+from .table import NORMS, PLUGINS, Named, Plan, Plugin, Shapes
 
 NAMESPACE = "g4ir"
 #: plugin -> most of some constants, and of stages, with which 16-bit kernels keep to SHARED_BYTES
@@ -176,7 +177,7 @@ def fitted(plan: Plan, layer: str, shared: int = SHARED_BYTES) -> Plan:
             raise LowerError(
                 f"plugin {plan.plugin} of {layer} needs {compiled(plan).shared} bytes of shared "
                 f"memory, of which a launch may ask for {shared}: build without plugins, "
-                f"--set experts=all --set attention=explicit"
+                f"{WITHOUT}"
             )
         plan = replace(plan, stages=plan.stages - 1)
     return plan
@@ -306,6 +307,28 @@ def experts_of(net: Network, n: Node, dtype: str) -> Experts:
     )
 
 
+# --- norms ------------------------------------------------------------------------------------
+
+_BY_FORM = {form: name for name, form in NORMS.items()}
+
+
+def norms(net: Network, n: Node, *operands: Operand) -> tuple[Operand, ...]:
+    """Lower the end of a block and the norms behind it to one kernel; layers where there is none of
+    this form."""
+    form = n.op, bool(n.attrs["scaled"]), tuple(map(bool, n.wholes("weighted")))
+    if form not in _BY_FORM or operands[0].rank != 3:
+        return tuple(net.expanded(n))
+    return add_plugin(_emitter(net), norm_plan(form, operands[0].type, n.number("eps")), *operands)
+
+
+def norm_plan(form: tuple[str, bool, tuple[bool, ...]], x: Type, eps: float) -> Plan:
+    """Return the plan of a form of NORMS for rows like x."""
+    d = int(x.shape[-1])
+    constants = {"EPS": eps, "D": d, "BLOCK": _power_of_2(d)}
+    warps = find_tuning(form[0], GPU, {"d": d}).use["warps"]
+    return Plan(_BY_FORM[form], x.dtype, constants, warps, 1)
+
+
 # --- attention --------------------------------------------------------------------------------
 
 
@@ -421,3 +444,5 @@ ATTENTION: Mapping[str, Lowering] = {
     "attention": attention,
     "attention_latent": attention_latent,
 }
+#: as ATTENTION
+BLOCK_ENDS: Mapping[str, Lowering] = {op: norms for op, *_ in NORMS.values()}

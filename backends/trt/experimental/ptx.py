@@ -9,6 +9,8 @@ from typing import Any
 
 from g4ir.errors import LowerError, MissingError
 
+#: the settings of a build that needs no plugin
+WITHOUT = "--set experts=all --set attention=explicit --set norms=layers"
 _ENTRY = re.compile(r"\.visible \.entry (?P<name>[\w$]+)\(\n(?P<params>.*?)\n\)", re.DOTALL)
 _PARAM = re.compile(r"\.param \.(?P<type>\w+)(?P<pointer> \.ptr[ .\w]*?)? (?P<name>[\w$]+)$")
 #: where the source lies and which line made an instruction: nothing that a plan should hold
@@ -90,7 +92,7 @@ def require_triton() -> Any:
     except ImportError as e:
         raise MissingError(
             f"plugins are compiled by triton, which cannot be imported ({e}): `pip install triton`,"
-            f" or build without plugins: --set experts=all --set attention=explicit"
+            f" or build without plugins: {WITHOUT}"
         ) from e
     return triton
 

@@ -130,6 +130,23 @@ def _tiles(columns: str) -> Sizes:
     return grid
 
 
+def _rows(a: Arithmetic, s: Shapes, c: Constants) -> Shape:
+    """Return a grid: a program for each token."""
+    return (_tokens(s),)
+
+
+def _norms(name: str, *inputs: str) -> Plugin:
+    """Return the plugin of an end of a block: results are like its first input."""
+    _, _, weighted = NORMS[name]
+    outputs = ["y", *(f"y{i + 1}" for i in range(len(weighted)))]
+    return Plugin(
+        *(name, "norms", dict.fromkeys(inputs, T), dict.fromkeys(outputs, T)),
+        lambda a, s, c: (s[inputs[0]],) * len(outputs),
+        _rows,
+        {},
+    )
+
+
 def _looked_at(s: Shapes, c: Constants) -> Any:
     return s["slots"][0]
 
@@ -138,6 +155,15 @@ def _shares(a: Arithmetic, tokens: Shape, c: Constants) -> Any:
     """Count the programs that split a token's keys, of a tensor [B, S, ...]."""
     return a.cdiv(c["SPLITS"], tokens[1])
 
+
+#: plugin -> the op that it is, whether with a scalar, and which pre-norms have a weight
+NORMS: Mapping[str, tuple[str, bool, tuple[bool, ...]]] = {
+    "norm_residual": ("norm_residual", False, ()),
+    "norm_residual_norm": ("norm_residual", False, (True,)),
+    "norm_residual_scaled_norm": ("norm_residual", True, (True,)),
+    "norm_residual_norms": ("norm_residual", False, (True, True, False)),
+    "dual_norm_residual_scaled_norm": ("dual_norm_residual", True, (True,)),
+}
 
 _LOOK = {"looked_at": _looked_at, "tokens": lambda s, c: s["positions"][1]}
 
@@ -200,6 +226,14 @@ PLUGINS: Mapping[str, Plugin] = {
             lambda a, s, c: ((*s["positions"], c["HEADS"] * c["GROUP"], c["D"]),),
             lambda a, s, c: (_tokens(s), c["HEADS"], c["D"] // c["BLOCK"]),
             _LOOK,
+        ),
+        _norms("norm_residual", "x", "residual", "w"),
+        _norms("norm_residual_norm", "x", "residual", "w", "w1"),
+        _norms("norm_residual_scaled_norm", "x", "residual", "w", "scalar", "w1"),
+        _norms("norm_residual_norms", "x", "residual", "w", "w1", "w2"),
+        _norms(
+            "dual_norm_residual_scaled_norm",
+            *("a", "w_a", "b", "w_b", "w", "residual", "scalar", "w1"),
         ),
     )
 }

@@ -1,5 +1,5 @@
-"""A network of one kernel alone, built and run before a large one is: how much shared memory
-kernels of plugins may use."""
+"""A network of one kernel alone, built and run before a large one is: whether TensorRT takes
+plugins, and how much shared memory their kernels may use."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from ..log import logger
 from ..probe import MOST_SHARED_BYTES, Api
 from ..recorder import SHARED_BYTES
 from ..runtime import TrtTower, deserialize
-from .plugins import Decode, add_plugin, result_types
+from .plugins import Decode, add_plugin, norm_plan, result_types
 from .reference import run as meaning
-from .table import PLUGINS, Plan
+from .table import NORMS, PLUGINS, Plan
+
+Feeds = dict[str, torch.Tensor]
 
 #: of the largest value, how far a kernel may be off: sums in another order, probabilities rounded
 TOLERANCE = 2.0**-6
@@ -33,19 +35,30 @@ def shared_memory(api: Api, device: str, log: Any = None) -> int:
     plan = LARGEST.plans(MOST_SHARED_BYTES)[0]
     # What a share without keys has is not written.
     plan = replace(plan, constants={**plan.constants, "SPLITS": 1})
+    return MOST_SHARED_BYTES if _works(api, plan, _example(plan), device, log) else SHARED_BYTES
+
+
+def takes_norms(api: Api, device: str, log: Any = None) -> bool:
+    """Whether a network of one kernel of norms is built, runs, and is right."""
+    plan = norm_plan(NORMS["norm_residual_norm"], Type("bf16", (1, 3, 1536)), 1e-6)
+    return _works(api, plan, _rows(plan), device, log)
+
+
+def _works(api: Api, plan: Plan, feeds: Feeds, device: str, log: Any) -> bool:
+    """Whether a kernel runs, or else was refused or wrong. What is said of it is not kept."""
     log = log or logger(api.trt)
     kept, log.errors = log.errors, []
     try:
-        return MOST_SHARED_BYTES if _runs(api, plan, device, log) else SHARED_BYTES
+        return _runs(api, plan, feeds, device, log)
     except (G4Error, RuntimeError):  # TensorRT's refusal, or CUDA's of the launch
-        return SHARED_BYTES
+        return False
     finally:
         log.errors = kept
 
 
-def _runs(api: Api, plan: Plan, device: str, log: Any) -> bool:
-    """Whether TensorRT takes a network of this `decode_parts` alone, and computes what it means."""
-    feeds, plugin = _example(plan), PLUGINS[plan.plugin]
+def _runs(api: Api, plan: Plan, feeds: Feeds, device: str, log: Any) -> bool:
+    """Whether TensorRT takes a network of this plugin alone, and computes what it means."""
+    plugin = PLUGINS[plan.plugin]
     kinds = plugin.kinds(plan.dtype)
     types = {n: Type(k, tuple(feeds[n].shape)) for n, k in zip(plugin.inputs, kinds)}
     results = dict(zip(plugin.outputs, result_types(plan, types), strict=True))
@@ -65,7 +78,15 @@ def _runs(api: Api, plan: Plan, device: str, log: Any) -> bool:
     return all(_close(a.cpu(), b) for a, b in zip(found.values(), wanted, strict=True))
 
 
-def _example(plan: Plan) -> dict[str, torch.Tensor]:
+def _rows(plan: Plan) -> Feeds:
+    """Return inputs of a kernel of norms for three tokens."""
+    d, g = plan.constants["D"], torch.Generator().manual_seed(0)
+    shapes = {n: (d,) if n.startswith("w") else (1, 3, d) for n in PLUGINS[plan.plugin].inputs}
+    dtype = torch_dtype(plan.dtype)
+    return {n: torch.randn(s, generator=g).to(dtype) for n, s in shapes.items()}
+
+
+def _example(plan: Plan) -> Feeds:
     """Return inputs of a `decode_parts` for one token that sees every slot."""
     c, g = plan.constants, torch.Generator().manual_seed(0)
     shapes = {"q": (1, 1, c["HEADS"] * c["GROUP"], c["D"])}

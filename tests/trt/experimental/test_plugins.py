@@ -23,14 +23,17 @@ from g4ir.backends.trt.experimental import plugins, trial
 from g4ir.backends.trt.experimental import ptx as compiler
 from g4ir.backends.trt.experimental.plugins import Decode, Experts
 from g4ir.backends.trt.experimental.reference import run as meaning
-from g4ir.backends.trt.experimental.table import PLUGINS, Plan
+from g4ir.backends.trt.experimental.table import NORMS, PLUGINS, Plan
 from g4ir.backends.trt.probe import DTYPES, MOST_SHARED_BYTES
 from g4ir.backends.trt.recorder import SHARED_BYTES, execute, recorder
 from g4ir.backends.trt.recorder.plugin import Instance, plugin_module
 from g4ir.backends.trt.recorder.record import held
 from g4ir.errors import LowerError, MissingError
+from g4ir.ir.graph import Builder, Value
+from g4ir.ir.interpret import run_node
+from g4ir.ops.base import as_tuple
 from g4ir.ops.moe import experts
-from g4ir.ops.types import Type, torch_dtype
+from g4ir.ops.types import Type, dtype_name, torch_dtype
 from g4ir.plan.limits import Limits
 from g4ir.spec.record import load_spec
 from tests.configs import spec_called
@@ -83,6 +86,10 @@ def plans(dtype: str, shared: int = SHARED_BYTES) -> dict[str, Plan]:
         for chunk in (64, 2048):
             for p in experts_of_26b(dtype, chunk).plans()[1:3]:
                 found[f"{p.plugin} chunk {chunk}"] = p
+    for variant in ("31b", "26b-a4b", "e2b") if dtype != "f32" else ():
+        row = Type(dtype, (1, 1, load_spec(variant).text.hidden_size))
+        for name, form in NORMS.items():
+            found[f"{name} {variant}"] = plugins.norm_plan(form, row, 1e-6)
     return {name: plugins.fitted(p, name, shared) for name, p in found.items()}
 
 
@@ -110,6 +117,9 @@ def shapes_of(plan: Plan, rows: int = 1, tokens: int = 1, slots: int = 1000) -> 
         "parts": (*splits, c.get("GROUP"), d),
         "stats": (*splits, 2, c.get("GROUP")),
     }
+    if plan.plugin in NORMS:
+        known |= dict.fromkeys(("x", "a", "b", "residual"), (*lead, d))
+        known |= dict.fromkeys(("w", "w_a", "w_b", "w1", "w2"), (d,)) | {"scalar": (1,)}
     if plan.plugin == "moe_combine":
         known["parts"] = (*lead, c["TOP_K"], c["HIDDEN"])
     plugin = PLUGINS[plan.plugin]
@@ -314,12 +324,13 @@ def test_registering_again_changes_nothing() -> None:
 def test_more_shared_memory_where_a_trial_build_shows_it() -> None:
     """A network of one kernel alone is built and run: refused, wrong, and right."""
     api = emulator()
-    assert trial.shared_memory(api, "cpu") == SHARED_BYTES
+    assert trial.shared_memory(api, "cpu") == SHARED_BYTES and trial.takes_norms(api, "cpu")
     api.trt._shared_memory = MOST_SHARED_BYTES
     assert trial.shared_memory(api, "cpu") == MOST_SHARED_BYTES
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Instance, "run", lambda self, *t: [x + 1 for x in meaning(plan_of(self), *t)])
         assert trial.shared_memory(api, "cpu") == SHARED_BYTES
+        assert not trial.takes_norms(api, "cpu")
 
 
 def plan_of(instance: Instance) -> Plan:
@@ -347,6 +358,39 @@ def test_the_plugins_together_are_the_op(dtype: str) -> None:
     assert relative(got, want).max() < (1e-6 if dtype == "f32" else 4e-3)
 
 
+def interpreted(op: str, *inputs: torch.Tensor, **attrs: Any) -> tuple[torch.Tensor, ...]:
+    """What the interpreter makes of an op."""
+    b = Builder()
+    values = [
+        Value(f"x{i}", Type(dtype_name(t.dtype), tuple(t.shape))) for i, t in enumerate(inputs)
+    ]
+    b.emit_all(op, *values, **attrs)
+    (n,) = b.nodes
+    return as_tuple(run_node(n, [*inputs]))
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_norms_are_their_expansion(name: str, dtype: str) -> None:
+    """Bit for bit: each rounds where its op does."""
+    op, scaled, weighted = NORMS[name]
+    g = torch.Generator().manual_seed(0)
+    row, whole = Type(dtype, (2, 3, 40)), torch_dtype(dtype)
+    plan = plugins.norm_plan(NORMS[name], row, 1e-6)
+    given = {
+        n: torch.randn(dims, generator=g).to(whole)
+        for n, (_, dims) in zip(PLUGINS[name].inputs, shapes_of(plan, 2, 3), strict=True)
+    }
+    types = [Type(dtype, tuple(t.shape)) for t in given.values()]
+    attrs = {"eps": 1e-6, "scaled": scaled, "weighted": weighted}
+    want = interpreted(op, *given.values(), **attrs)
+    got = meaning(plan, *given.values())
+    assert [Type(dtype, tuple(t.shape)) for t in got] == plugins.result_types(
+        plan, dict(zip(given, types, strict=True))
+    )
+    assert all(map(torch.equal, got, want)) and len(got) == 1 + len(weighted)
+
+
 # ---- networks ------------------------------------------------------------------------------------
 
 
@@ -359,7 +403,7 @@ def plugin_session(
     source = Session(program, oracle.tensors, batch, chunk, 64, all_logits=False)
     limits, graph = Limits(batch, 64, chunk), prepared(program)
     weights = source.params["prefill"].__getitem__
-    made = running.emit(graph, limits, weights, attention="plugin")
+    made = running.emit(graph, limits, weights, attention="plugin", norms="plugin")
     assert not made.network._conditionals
     ran: list[str] = []
     real = Instance.run
@@ -402,9 +446,10 @@ def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     want = open_session(oracle, 3, 11, latent_kv="off")
     got, ran = plugin_session(name, 3, 11, monkeypatch)
     agree(got.prefill(tokens, lengths), want.prefill(tokens, lengths), [0, 2])
-    assert set(ran) == (EXPERTS | DECODE if layers else DECODE)
+    assert set(ran) - {*NORMS} == (EXPERTS | DECODE if layers else DECODE)
     once = Counter(ran)
     assert not layers or all(once[n] == layers for n in EXPERTS)
+    assert sum(once[n] for n in NORMS) >= 2 * oracle.spec.text.num_hidden_layers
     for step in tokens.t()[:2]:
         agree(got.decode(step), want.decode(step))
         assert Counter(ran) == once

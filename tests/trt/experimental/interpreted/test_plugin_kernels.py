@@ -20,11 +20,12 @@ from g4ir.backends.trt.experimental.plugins import (
     Decode,
     Experts,
     kernel_of,
+    norm_plan,
     result_types,
     tightened,
 )
 from g4ir.backends.trt.experimental.reference import run as meaning
-from g4ir.backends.trt.experimental.table import PLUGINS, Plan
+from g4ir.backends.trt.experimental.table import NORMS, PLUGINS, Plan
 from g4ir.backends.trt.recorder import SHARED_BYTES
 from g4ir.backends.trt.recorder.plugin import ShapeExpr, plugin_module
 from g4ir.ops.moe import experts
@@ -75,6 +76,22 @@ def agree(got: Tensor, want: Tensor, turned: float = 0.03) -> None:
     ulp = want.double().abs().clamp(min=float(rms(want))) * 2**-7
     assert bool((error <= 2 * ulp).all())
     assert float((got != want).double().mean()) <= turned
+
+
+# ---- norms ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms(name: str) -> None:
+    """A width that is no power of two; what was there before does not count."""
+    g = torch.Generator().manual_seed(0)
+    for dtype in ("f32", "bf16"):
+        plan = norm_plan(NORMS[name], Type(dtype, (2, 3, 40)), 1e-6)
+        shapes = {n: (40,) if n.startswith("w") else (2, 3, 40) for n in PLUGINS[name].inputs}
+        shapes |= {"scalar": (1,)} if "scalar" in shapes else {}
+        given = [torch.randn(s, generator=g).to(torch_dtype(dtype)) for s in shapes.values()]
+        for got, want in zip(start(plan, *given), meaning(plan, *given), strict=True):
+            agree(got, want)
 
 
 # ---- experts -------------------------------------------------------------------------------------
