@@ -223,7 +223,7 @@ def _read_bytes(path: Path) -> bytes:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as err:  # ValueError: a NUL in the name
         reason = err.strerror if isinstance(err, OSError) else str(err)
-        raise SpecError(f"{path}: cannot be read ({reason}); give a spec file") from None
+        raise SpecError(f"{path}: cannot be read ({reason}); give a YAML file") from None
     return data
 
 
