@@ -35,7 +35,7 @@ from g4ir.backends.torch_compile.cuda_driver import EARLY, Attribute, Config, Cu
 from g4ir.backends.torch_compile.kernels.all_reduce_triton import buffer_bytes
 from g4ir.backends.torch_compile.kernels.launch import Launch
 from g4ir.backends.torch_compile.kernels.resources import Assembled, _compiled, resources
-from g4ir.backends.torch_compile.programs import CHAINS, choice_texts, phase_steps
+from g4ir.backends.torch_compile.programs import CHAINS, END, choice_texts, phase_steps
 from g4ir.backends.torch_compile.segment import Glue, Segment, Step, chain_texts, graph_steps
 from g4ir.backends.torch_compile.target import Target
 from g4ir.errors import EngineError
@@ -262,7 +262,7 @@ def test_an_engine_names_its_chains(tmp_path: Path) -> None:
     layer = next(i for i, s in enumerate(many) if isinstance(s, Segment) and "attention" in s.text)
 
     def check(chains: dict[int, str], count: int = len(many)) -> None:
-        found = {CHAINS: tuple(chains.get(i) for i in range(count))}
+        found = {CHAINS: tuple(chains.get(i) for i in range(count)), END: (chain,)}
         _check_programs(program, LIMITS, "cuda", tmp_path, kept | found)
 
     check({})
@@ -272,7 +272,9 @@ def test_an_engine_names_its_chains(tmp_path: Path) -> None:
             check({layer: name})
     with pytest.raises(EngineError, match="not one for each segment"):
         check({}, len(many) - 1)
-    with pytest.raises(EngineError, match=r"programs of prefill, .* decode chains expected"):
+    with pytest.raises(
+        EngineError, match=r"programs of prefill, .* decode chains, end of a step expected"
+    ):
         _check_programs(program, LIMITS, "cuda", tmp_path, kept)
 
 

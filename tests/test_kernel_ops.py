@@ -377,7 +377,7 @@ def test_rows_of_host_memory_are_read_in_wide_loads(dtype: torch.dtype) -> None:
 def test_the_end_of_a_step_compiles() -> None:
     rows = [torch.zeros(1, dtype=torch.int64) for _ in range(4)]
     with recorded() as launches:
-        end_step(torch.zeros(1), *rows, torch.zeros(1), torch.zeros(3, dtype=torch.int64))
+        end_step([torch.zeros(1), *rows, torch.zeros(1), torch.zeros(3, dtype=torch.int64)])
     check([resources(launch) for launch in launches])
 
 

@@ -16,6 +16,7 @@ from g4ir.backends.torch_compile import cuda_graph, host_table
 from g4ir.backends.torch_compile.host_table import HostTable
 from g4ir.backends.torch_compile.kernels import KERNELS
 from g4ir.backends.torch_compile.kernels.launch import recorded
+from g4ir.backends.torch_compile.kernels.rows_triton import end_step
 from g4ir.backends.torch_compile.step_model import read_constants
 from g4ir.backends.torch_compile.token_loop import TokenLoop
 from g4ir.engine.engine import Engine
@@ -217,7 +218,7 @@ def test_kernels_around_the_graph() -> None:
         lambda tokens: embed_rows(g, tables, tokens),
         lambda feeds: logits,
         lambda logits, uniforms: chosen,
-        *(1, [3], "cpu", lambda work: work),
+        *(1, [3], "cpu", lambda work: work, end_step),
     )
     with recorded() as launches, Work() as work:
         loop._once()

@@ -20,7 +20,7 @@ from g4ir.ui.progress import Progress
 from ..base import Backend, Task
 from . import compile as compiler
 from .kernel_table import unmeasured
-from .programs import CHAINS, KERNELS_FILE, choice_texts, phase_steps, phases
+from .programs import CHAINS, END, KERNELS_FILE, choice_texts, phase_steps, phases
 from .schedule import any_length, dense_bytes, schedule
 from .segment import Segment, Step, chain_texts
 from .target import HOPPER, Target, find_target
@@ -86,11 +86,12 @@ class TorchBackend(Backend):
     def _chains(steps: Sequence[Step], target: Target, task: Task) -> dict[str, Any]:
         """Compile the kernels of a decode step apart from its programs; none for other GPUs."""
         if not target.gpu:
-            return {CHAINS: (None,) * len(steps)}
-        from .chain import compile_chains
+            return {CHAINS: (None,) * len(steps), END: (None,)}
+        from .chain import compile_chains, compile_end
 
         folder = task.folder / "programs"
-        return {CHAINS: compile_chains(steps, target, task.limits, folder, task.progress)}
+        chains = compile_chains(steps, target, task.limits, folder, task.progress)
+        return {CHAINS: chains, END: (compile_end(task.limits.max_batch, folder),)}
 
     def scratch_bytes(
         self, program: Program, limits: Limits, device: str, settings: Mapping[str, str]
@@ -155,6 +156,7 @@ def _check_programs(
     if has_chains(device):
         possible = chain_texts(steps["decode"])
         texts[CHAINS] = [t if f else None for t, f in zip_longest(possible, kept.get(CHAINS, ()))]
+        texts[END] = [END if any(kept.get(END, ())) else None]
     if kept.keys() != texts.keys():
         raise EngineError(
             f"{folder}: programs of {', '.join(texts)} expected, those of "
@@ -169,10 +171,10 @@ def _check_programs(
             )
         checked |= {(f, t, name) for f, t in zip(kept[name], many) if f and t}
     for file, text, name in sorted(checked):
-        pattern = CHAIN if name == CHAINS else PROGRAM
+        pattern = CHAIN if name in (CHAINS, END) else PROGRAM
         if not pattern.fullmatch(file) or not (folder / file).is_file():
             raise EngineError(f"{folder}: no program {file!r}; build the engine again")
-        if name != CHAINS:  # whose files say what they were made of when they are read
+        if pattern is PROGRAM:  # chains' files say what they were made of when they are read
             compiler.check_program(folder / file, text)
 
 

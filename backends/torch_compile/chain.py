@@ -16,9 +16,10 @@ import ctypes
 import hashlib
 import json
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -31,7 +32,7 @@ from g4ir.ir.graph import Node, bind
 from g4ir.ir.text import parse_graph
 from g4ir.ops.base import nothing
 from g4ir.ops.reduce_norm import NORM_OF
-from g4ir.ops.types import parse_type, torch_dtype
+from g4ir.ops.types import Type, parse_type, torch_dtype
 from g4ir.plan.formats import capacity, context_slots
 from g4ir.plan.limits import Limits
 from g4ir.spec.reader import Length, Range, Shaped, Where, build, tree_of
@@ -41,10 +42,12 @@ from .compile import first_node
 from .kernels.all_reduce_triton import meeting_at
 from .kernels.launch import Launch, ahead, recorded
 from .kernels.resources import Assembled, assemble, signature
+from .kernels.rows_triton import end_step
 from .lower import SegmentModule
 from .schedule import schedule
 from .segment import Glue, Step, chain_texts
 from .target import Target
+from .token_loop import STOPS
 
 #: where a tensor begins, in bytes: kernels read so much at a time
 ALIGNED = 16
@@ -130,10 +133,8 @@ def recorded_chain(
     """Return a segment as a chain with its assembled kernels; None where it has other work. That of
     a message and its norm is given the place where ranks meet too, last."""
     g = bind(parse_graph(text), **dims)
-    given = [
-        torch.empty([int(d) for d in v.type.shape], dtype=torch_dtype(v.type.dtype), device="meta")
-        for v in g.sources()
-    ]
+    types = [v.type for v in g.sources()]
+    given = _stand_ins(types)
     s, work, sums = schedule(g, target), _Work(), [*g.find(*NORM_OF)]
     if not all(map(s.find, sums)):
         return None
@@ -142,23 +143,61 @@ def recorded_chain(
         results = SegmentModule(s)(*given)
     if work.found or not launches:
         return None
-    places = _Places([*given, *peers])
+    types += [Type("i64", (len(p),)) for p in peers]
+    returned = [(t, v.type) for t, v in zip(results, g.outputs, strict=True)]
+    return _listed(launches, [*given, *peers], types, returned, how)
+
+
+def recorded_end(
+    batch: int, how: Callable[[Launch], Assembled] = assemble
+) -> tuple[Chain, list[bytes]]:
+    """Return the end of a step (kernels/rows_triton.py) as a chain with its assembled kernel."""
+    whole = Type("i64", (batch,))
+    types = [Type("f32", (batch,)), *[whole] * 4, Type("f32", (batch,)), Type("i64", (STOPS,))]
+    given = _stand_ins(types)
+    with ahead(), recorded() as launches:
+        end_step(given)
+    return _listed(launches, given, types, [], how)
+
+
+def end_text(batch: int) -> str:
+    """Return what the file of `recorded_end` says that it was made of."""
+    return f"the end of a step\nof {batch} rows\n\n"
+
+
+def _stand_ins(types: Iterable[Type]) -> list[torch.Tensor]:
+    """Return tensors without numbers."""
+    return [
+        torch.empty([int(d) for d in t.shape], dtype=torch_dtype(t.dtype), device="meta")
+        for t in types
+    ]
+
+
+def _listed(
+    launches: Sequence[Launch],
+    given: Sequence[torch.Tensor],
+    types: Sequence[Type],
+    returned: Sequence[tuple[torch.Tensor, Type]],
+    how: Callable[[Launch], Assembled],
+) -> tuple[Chain, list[bytes]]:
+    """Return what was recorded as a chain, with its assembled kernels."""
+    places = _Places(given)
     functions, files, starts = dict[str, int](), list[Assembled](), list[Start]()
     for launch in launches:
         kernel, grid, _, meta = launch
-        types = signature(launch)
-        key = f"{kernel.__module__}.{kernel.__name__} {types} {sorted(meta.items(), key=str)}"
+        kinds = signature(launch)
+        key = f"{kernel.__module__}.{kernel.__name__} {kinds} {sorted(meta.items(), key=str)}"
         if key not in functions:
             functions[key] = len(files)
             files.append(how(launch))
-        operands = tuple(places.operand(value, types.of[i]) for i, value in types.operands)
+        operands = tuple(places.operand(value, kinds.of[i]) for i, value in kinds.operands)
         size = (*(int(n) for n in grid), 1, 1)[:3]
         starts.append(Start(functions[key], meta.get("AHEAD", False), size, operands))
-    returned = tuple(Result(places.operand(t, ""), str(v.type)) for t, v in zip(results, g.outputs))
+    results = tuple(Result(places.operand(t, ""), str(kind)) for t, kind in returned)
     chain = Chain(
-        (*(str(v.type) for v in g.sources()), *(f"i64[{len(p)}]" for p in peers)),
+        tuple(map(str, types)),
         tuple(places.made),
-        returned,
+        results,
         tuple(Function(f.name, f.warps, f.shared) for f in files),
         tuple(starts),
     )
@@ -354,17 +393,29 @@ def compile_chains(
     texts = chain_texts(steps)
     for text in dict.fromkeys(t for t in texts if t):
         progress(f"chains of kernels: segment {len(files) + 1}")
-        try:
-            made = recorded_chain(text, target, chain_dims(limits))
-        except (triton.TritonError, OSError) as e:
-            raise LowerError(
-                f"torch: a chain does not compile: {type(e).__name__}: {str(e)[:800]}\n"
-                f"its first node: {first_node(text)}"
-            ) from e
-        files[text] = f"{_digest(text)[:24]}.chain" if made else None
-        if made:
-            write_chain(out / f"{_digest(text)[:24]}.chain", text, *made)
+        make = partial(recorded_chain, text, target, chain_dims(limits))
+        files[text] = _compiled(make, text, out)
     return tuple(files[t] if t else None for t in texts)
+
+
+def compile_end(batch: int, out: Path) -> str | None:
+    """Write the chain of a step's end; return its file. LowerError with the compiler's message."""
+    return _compiled(partial(recorded_end, batch), end_text(batch), out)
+
+
+def _compiled(
+    make: Callable[[], tuple[Chain, list[bytes]] | None], text: str, out: Path
+) -> str | None:
+    try:
+        made = make()
+    except (triton.TritonError, OSError) as e:
+        raise LowerError(
+            f"torch: a chain does not compile: {type(e).__name__}: {str(e)[:800]}\n"
+            f"its first node: {first_node(text)}"
+        ) from e
+    if made:
+        write_chain(out / f"{_digest(text)[:24]}.chain", text, *made)
+    return f"{_digest(text)[:24]}.chain" if made else None
 
 
 def load_chains(

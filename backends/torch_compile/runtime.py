@@ -39,12 +39,12 @@ from .cuda_graph import (
     recorded,
     recorded_at,
 )
-from .programs import CANDIDATES, CHAINS, KERNELS_FILE, phase_steps
+from .programs import CANDIDATES, CHAINS, END, KERNELS_FILE, phase_steps
 from .round_loop import RoundLoop
 from .schedule import any_length
 from .segment import Glue, Segment, Step, state_steps
 from .target import find_target
-from .token_loop import Choose, Embed, TokenLoop
+from .token_loop import Choose, Embed, TokenLoop, end_by_torch
 
 log = logging.getLogger(__name__)
 BY_PROGRAMS = "decode steps run by their programs, which is slower: %s"
@@ -105,7 +105,7 @@ class TorchRuntime:
         records &= any_length(program.graphs["prefill"], target)
         self.record_chunk = OrLaunched(recorded_at, CHUNKS) if records else None
         steps = phase_steps(program, limits)
-        programs = {name: many for name, many in files.items() if name != CHAINS}
+        programs = {name: many for name, many in files.items() if name not in (CHAINS, END)}
         names = dict.fromkeys(f for many in programs.values() for f in many if f)
         if device == "cpu":  # programs call them
             _load_kernels(folder / KERNELS_FILE)
@@ -129,6 +129,9 @@ class TorchRuntime:
             for logits, chosen in ((True, many), (False, state_steps(many))):
                 plan = [bound[id(s)] for s in chosen]
                 self.plans[phase, logits] = _freeing(plan, keep)
+        self.end_step = _end_of_step(
+            files.get(END, (None,))[0] if self.record else None, folder, limits
+        )
         #: phase -> its steps where they are recorded, if these are others
         self.recorded_plans: dict[str, list[Bound]] = {}
         if self.record and any(files.get(CHAINS, ())):
@@ -276,7 +279,7 @@ class TorchRuntime:
                 return run(feeds)["logits"]
 
             state.captured[key] = TokenLoop(
-                embed, step, choose, batch, stops, self.device, self.record
+                embed, step, choose, batch, stops, self.device, self.record, self.end_step
             )
         loop: TokenLoop = state.captured[key]
         return loop
@@ -383,6 +386,22 @@ def _load_program(path: Path, device: str) -> Call:
         raise EngineError(f"{path} cannot be loaded: {_reason(e)}") from e
     call: Call = loader.run
     return call
+
+
+def _end_of_step(file: str | None, folder: Path, limits: Limits) -> Callable[..., Any]:
+    """Return the end of a step that chooses its own tokens: a chain where there is one and the
+    driver takes it, which is said where it does not, or torch's kernels."""
+    if file is None:
+        return end_by_torch
+    from .chain import LoadedChain, chained, end_text, read_chain
+    from .cuda_driver import CudaDriver
+
+    try:
+        made = read_chain(folder / file, end_text(limits.max_batch))
+        return chained(LoadedChain(*made, CudaDriver(), "cuda"), False, end_by_torch)
+    except EngineError as e:
+        log.warning(BY_PROGRAMS, e)
+        return end_by_torch
 
 
 def _chained(

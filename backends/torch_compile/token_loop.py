@@ -8,17 +8,34 @@ the host may look at a token while the next step is running.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
-
-from .kernels.rows_triton import end_step
 
 Embed = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 #: (logits [B,1,vocab], random numbers f64[B]) -> tokens i64[B]
 Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+#: (operands of `end_by_torch`) -> None
+End = Callable[[list[torch.Tensor]], Any]
+#: stop tokens that a chain of the step's end looks at
+STOPS = 32
 #: steps that may have been started before the host has read the first of them
 AHEAD = 2
+
+
+def end_by_torch(operands: list[torch.Tensor]) -> None:
+    """End a step; write tokens, lengths and active i64[B] and flaws f32[B] in place.
+
+    Operands: sums f32[B] of a row's logits, which make its flaw NaN if they are not finite; its
+    chosen token i64[B], which a row that runs takes; tokens, lengths, active, flaws; and the stop
+    tokens i64[N] at which a row ends.
+    """
+    sums, chosen, tokens, lengths, active, flaws, stops = operands
+    flaws += (sums * 0).where(active > 0, 0.0)
+    lengths += active
+    tokens.copy_(torch.where(active > 0, chosen, tokens))
+    active *= (tokens[:, None] != stops).all(-1)
 
 
 class TokenLoop:
@@ -36,17 +53,20 @@ class TokenLoop:
         stops: Sequence[int],
         device: str,
         record: Callable[[Callable[[], None]], Callable[[], None]],
+        end: End = end_by_torch,
     ) -> None:
         def zeros() -> torch.Tensor:
             return torch.zeros(batch, dtype=torch.int64, device=device)
 
-        self.embed, self.step, self.choose = embed, step, choose
+        self.embed, self.step, self.choose, self.end = embed, step, choose, end
         #: i64[B]: to be fed next; tokens that each row holds; 1 where the row takes the token
         self.tokens, self.lengths, self.active = zeros(), zeros(), zeros()
         self.uniforms = torch.zeros(batch, dtype=torch.float64, device=device)
         #: f32[B]: 0, or NaN once a row that runs has had logits that are not finite
         self.flaws = torch.zeros(batch, device=device)
-        self.stops = torch.tensor(list(stops), dtype=torch.int64, device=device)
+        rest = [-1] * (-len(stops) % STOPS or STOPS * (not stops))
+        #: no token, behind those that end a row
+        self.stops = torch.tensor([*stops, *rest], dtype=torch.int64, device=device)
         self._record = record
         self._replay: Callable[[], None] | None = None
 
@@ -75,7 +95,7 @@ class TokenLoop:
         sums = logits.sum((1, 2), dtype=torch.float32)
         chosen = self.choose(logits, self.uniforms)
         rows = (self.tokens, self.lengths, self.active, self.flaws)
-        end_step(sums, chosen, *rows, self.stops)
+        self.end([sums, chosen, *rows, self.stops])
 
     def _set_uniforms(self, numbers: torch.Tensor) -> None:
         pinned = numbers.pin_memory() if self.uniforms.is_cuda else numbers

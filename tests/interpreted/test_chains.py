@@ -14,9 +14,12 @@ import torch
 from g4ir.backends.torch_compile import chain as module
 from g4ir.backends.torch_compile.chain import (
     LoadedChain,
+    chained,
+    end_text,
     followers,
     read_chain,
     recorded_chain,
+    recorded_end,
     write_chain,
 )
 from g4ir.backends.torch_compile.kernels.launch import Launch, start
@@ -25,6 +28,8 @@ from g4ir.backends.torch_compile.lower import SegmentModule
 from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.segment import Glue, Segment, Step, graph_steps
 from g4ir.backends.torch_compile.target import Target
+from g4ir.backends.torch_compile.token_loop import STOPS, end_by_torch
+from g4ir.errors import EngineError
 from g4ir.ir.interpret import run_node
 from g4ir.ir.text import parse_graph
 
@@ -157,6 +162,28 @@ def test_steps(name: str, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert driver.early.count(False) == 1 < len(driver.early)
     for value in (*g.outputs, *g.state):
         assert torch.equal(got[value.name], want[value.name]), value.name
+
+
+def test_the_end_of_a_step(tmp_path: Path) -> None:
+    """As torch has it, by an engine's chain; other counts of stop tokens are torch's."""
+    driver, path = Interpreting(), tmp_path / "end.chain"
+    write_chain(path, end_text(3), *recorded_end(3, driver.assemble))
+    loaded = LoadedChain(*read_chain(path, end_text(3)), driver, "cpu")
+    rows = [torch.tensor(x) for x in ([7, 3, 5], [1, 2, 3], [5, 6, 7], [1, 1, 0])]
+    for count in (STOPS, STOPS + 1):
+        given = [torch.tensor([1.5, torch.nan, torch.inf]), *rows, torch.zeros(3)]
+        given.append(torch.tensor([7] + [-1] * (count - 1)))
+        got, want = ([t.clone() for t in given] for _ in range(2))
+        end_by_torch(want)
+        with overlapping(7) as queue:
+            driver.queue = queue
+            chained(loaded, False, end_by_torch)(got)
+            queue.drain()
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    assert driver.early == [False]
+    with pytest.raises(EngineError, match="another segment"):
+        read_chain(path, end_text(4))
 
 
 def poison(size: int, device: str) -> torch.Tensor:

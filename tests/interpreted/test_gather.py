@@ -7,8 +7,8 @@ import torch
 
 from g4ir.backends.torch_compile.host_table import HostTable
 from g4ir.backends.torch_compile.kernels.gather_triton import BLOCK
-from g4ir.backends.torch_compile.kernels.launch import by_default
 from g4ir.backends.torch_compile.kernels.rows_triton import end_step
+from g4ir.backends.torch_compile.token_loop import end_by_torch
 
 DTYPES = [
     torch.float32,
@@ -45,9 +45,8 @@ def test_the_end_of_a_step(stops: list[int]) -> None:
     rows = [torch.tensor(x) for x in ([1, 2, 3, 4, 7], [5, 6, 7, 8, 9], [1, 1, 1, 0, 1])]
     rows.append(torch.zeros(5))
     want = [x.clone() for x in rows]
-    with by_default():
-        end_step(sums, chosen, *want, torch.tensor(stops, dtype=torch.int64))
-    end_step(sums, chosen, *rows, torch.tensor(stops, dtype=torch.int64))
+    end_by_torch([sums, chosen, *want, torch.tensor(stops, dtype=torch.int64)])
+    end_step([sums, chosen, *rows, torch.tensor(stops, dtype=torch.int64)])
     for a, b in zip(rows, want, strict=True):
         torch.testing.assert_close(a, b, equal_nan=True)
     assert rows[3].isnan().tolist() == [False, True, True, False, False]

@@ -1,18 +1,18 @@
 """The end of a step that chooses its own tokens: what each row goes on with, in one kernel.
 
 By torch it would be a dozen kernels of a few numbers each, of which every one waits for the one in
-front.
+front. The kernel is part of an engine as a chain (chain.py), so that loading compiles nothing.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-from .launch import begin, power_of_2, ready, start_untraced, takes
-
-Tensor = torch.Tensor
+from .launch import begin, power_of_2, ready, start_untraced
 
 
 @triton.jit
@@ -42,23 +42,8 @@ def end_of_step(
     tl.store(active + row, runs * (1 - ends))
 
 
-def end_step(
-    sums: Tensor,
-    chosen: Tensor,
-    tokens: Tensor,
-    lengths: Tensor,
-    active: Tensor,
-    flaws: Tensor,
-    stops: Tensor,
-) -> None:
-    """Write tokens, lengths and active i64[B] and flaws f32[B] in place: a row that runs takes its
-    chosen token i64[B], and ends at one of `stops` i64[N]; sums f32[B] of its logits that are not
-    finite make its flaw NaN."""
-    if takes(tokens):
-        given = (sums, chosen, tokens, lengths, active, flaws, stops, len(stops))
-        start_untraced(end_of_step, (len(tokens),), given, BLOCK=power_of_2(max(1, len(stops))))
-        return
-    flaws += (sums * 0).where(active > 0, 0.0)
-    lengths += active
-    tokens.copy_(torch.where(active > 0, chosen, tokens))
-    active *= (tokens[:, None] != stops).all(-1)
+def end_step(operands: Sequence[torch.Tensor]) -> None:
+    """Do what `token_loop.end_by_torch` says."""
+    tokens, stops = operands[2], operands[-1]
+    given, block = (*operands, len(stops)), power_of_2(max(1, len(stops)))
+    start_untraced(end_of_step, (len(tokens),), given, BLOCK=block)
