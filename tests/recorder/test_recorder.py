@@ -299,7 +299,7 @@ RULES: dict[str, tuple[Build, str]] = {
     "mask type": (lambda n: _masked(n, n.x(2, 1, 3, 5, dtype="HALF")), "a mask takes"),
     "mask rank": (lambda n: _masked(n, n.x(2, 3, 5, dtype="BOOL")), "a mask is"),
     "mask shape": (lambda n: _masked(n, n.x(2, 1, 1, 5, dtype="BOOL")), "a mask is"),
-    "dequantised type": (lambda n: _codes(n, dtype=torch.int32), "takes INT8"),
+    "dequantised type": (lambda n: _codes(n, dtype=torch.int32), "takes FP8, INT8"),
     "dequantised by what is computed": (
         lambda n: n.dequantized(n.constant(CODES), n.exp(n.x(2))).shape,
         "not a constant",
