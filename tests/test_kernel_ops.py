@@ -99,7 +99,7 @@ RULES = ("test_schema", "test_faketensor")
 def test_ops_keep_the_rules() -> None:
     """Schemas and fake tensors of every kernel's op, on its reference."""
     checked = set()
-    coded = tuple((name, "off") for name in CODED[:1])
+    coded = tuple((name, "off") for name in CODED[:2])
     plain = tiny_cases(1, MODELS[:2], fused=False)
     for case in (*tiny_cases(1), *tiny_cases(8), *tiny_cases(1, coded), *plain):
         with Calls() as calls:
@@ -120,7 +120,10 @@ def test_ops_keep_the_rules() -> None:
     }
     names = {(op._schema.name.removeprefix("g4ir::"), coded) for op, coded in checked}
     assert {(name, False) for name in expected} <= names
-    takers = {"skinny_linear", "norm_linear", "skinny_linear_parts", "moe_gate_up", "moe_down"}
+    takers = {
+        *("skinny_linear", "norm_linear", "skinny_linear_parts", "moe_gate_up", "moe_down"),
+        "norm_glu_linear",
+    }
     assert {(name, True) for name in ("dequantize", *takers)} <= names
 
 

@@ -642,7 +642,7 @@ static inline void as_codes_int4(float *v) {
     ALWAYS groupwise_##NAME(const int outs, const int rows, const product *p, int64_t o,        \
                             int64_t r, sums *out) {                                             \
         const uint8_t *w = weights(p, o, 0);                                                    \
-        const char *scales = scales_of(p, o);                                  \
+        const char *scales = scales_of(p, o);                                                   \
         block sum[TOGETHER];                                                                    \
         UNROLLED for (int b = 0; b < rows; b++) sum[b] = ZERO;                                  \
         int64_t g = 0, left = p->each;                                                          \

@@ -118,10 +118,11 @@ class Make:
     def _norms(self) -> str:
         """Return the form of norms: the kernel only where a trial shows that it runs."""
         form = chosen_norms(self.settings)
-        self.task.progress("trial build of norms")
-        if form == "plugin" and not takes_norms(self.api, self.task.device, self.log):
-            self._note("norms: layers, since TensorRT does not take their kernel")
-            return "layers"
+        if form == "plugin":
+            self.task.progress("trial build of norms")
+            if not takes_norms(self.api, self.task.device, self.log):
+                self._note("norms: layers, since TensorRT does not take their kernel")
+                return "layers"
         return form
 
     def _build_alone(self, g: Graph, form: str) -> None:

@@ -469,7 +469,6 @@ def _down(
         ids, weights = _route(logits + row * EXPERTS, per_expert, slots, EXPERTS, E_P, TOP_K, WIDE)
         if HELD:
             ids -= tl.load(first)
-        here = (ids >= 0) & (ids < (HELD if HELD else EXPERTS))
         base = tl.reshape(tl.broadcast_to(ids[:, None], (S, BLOCK_N)), (R,)) * HIDDEN
         chosen = r // BLOCK_N < TOP_K
         if HELD:
@@ -486,7 +485,7 @@ def _down(
             )
             y = rounded(tl.reshape(sums, (S, BLOCK_N)), moe) * weights[:, None]
             if HELD:
-                y = tl.where(here[:, None], y, 0.0)
+                y = tl.where(((ids >= 0) & (ids < HELD))[:, None], y, 0.0)
             total = tl.zeros([BLOCK_N], tl.float32)
             for j in tl.static_range(TOP_K):  # in the order of rank, unlike tl.sum
                 total += tl.sum(tl.where(slots[:, None] == j, y, 0.0), 0)

@@ -192,7 +192,7 @@ def norm_glu_linear(
     """
     if not takes(residual):
         norm = (x, residual, w_post, scalar, weights)
-        row, h = norm_linear(*norm, w, up, act, eps, 1, block_n, warps, 1, scales)
+        row, h = norm_linear(*norm, w, up, act, eps, 1, block_n, warps, 1, None, scales)
         return linear.reference(row, dense(w_out, out_scales, row.dtype)), h
     k, n, n_out = residual.shape[-1], w.shape[0], w_out.shape[0]
     h, y = torch.empty_like(residual), residual.new_empty((*residual.shape[:-1], n_out))

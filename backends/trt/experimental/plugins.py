@@ -4,8 +4,8 @@ A plugin layer holds PTX, a grid in terms of the inputs' sizes and nothing else:
 such layers needs neither Python nor triton. They serve what TensorRT has no kernels for on Hopper:
 the experts of a mixture, decode attention with heads of 512, and the norms between two blocks, two
 dozen layers of its own. They have one form for every number of tokens: a step with a conditional
-could not be recorded. Kernels are compiled while the
-network is written, where an error can still name the layer; the builder's callbacks find them made.
+could not be recorded. Kernels are compiled while the network is written, where an error can still
+name the layer; the builder's callbacks find them made.
 
 TensorRT passes a kernel the pointers of its inputs, 32-bit whole numbers, and the pointers of its
 outputs. It gives it no scratch memory, and zeroes nothing.
