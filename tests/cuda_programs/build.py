@@ -259,7 +259,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Build and report; 1 where a program is not as it should be."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--variants", nargs="+", default=VARIANTS, metavar="V")
-    parser.add_argument("--rows", nargs="+", type=int, default=(1, 8), metavar="N")
+    parser.add_argument("--rows", nargs="+", type=int, default=(1, 8, 32), metavar="N")
     parser.add_argument("--phases", nargs="+", default=PHASES, choices=PHASES)
     parser.add_argument("--latent-kv", default="off", choices=("off", "value", "raw"))
     parser.add_argument("--quant", metavar="Q", help="int8, int4, fp8 or a recipe")
