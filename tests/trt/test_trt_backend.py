@@ -737,7 +737,7 @@ def test_dry_run(variant: str, tmp_path: Path) -> None:
     assert plan["tensorrt"] == "emulated 11.4.0" and plan["dry_run_s"] < 60
     assert plan["layers"] == sum(plan["layer_kinds"].values()) > 1000
     assert plan["logits_error"]["f32"] < dry.BUDGETS["f32"]
-    assert 1 < plan["step_over_roof"] < 1.6 and plan["step_kernels"] < plan["layers"] / 4
+    assert 1 < plan["step_over_roof"] < 1.6 and plan["step_kernels"] < plan["layers"] / 3
     assert plan["conditionals"] == 0 and plan["shared_bytes"] <= SHARED_BYTES
     for part in ("soft", "drafts"):
         assert plan[f"{part}_error"]["f32"] < dry.BUDGETS["f32"]
