@@ -31,9 +31,13 @@ from g4ir.backends.trt import interface as interfaces
 from g4ir.backends.trt import probe, runtime
 from g4ir.backends.trt.files import CONSTANTS, LOG, PLAN, TENSORS
 from g4ir.backends.trt.interface import interface
-from g4ir.backends.trt.recorder import SHARED_BYTES, recorder, recording
+from g4ir.backends.trt.recorder import (
+    SHARED_BYTES,
+    recorder,
+    recording,
+    taken_for_attention,
+)
 from g4ir.backends.trt.recorder import engine as fake
-from g4ir.backends.trt.recorder.layers import ISoftMaxLayer
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.cli import main
@@ -560,31 +564,28 @@ def test_refused_network(trt: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert [*(tmp_path / "timings").iterdir()]
 
 
-WRAPPER = "wrap_attention_op_in_kgen.cpp:251: CHECK failed. Expected 3 live inputs, got 4."
-
-
 @pytest.mark.parametrize("least", [0, 200], ids=["alone", "in the whole network only"])
 def test_attention_that_tensorrt_takes_for_its_own(
     trt: Build, monkeypatch: pytest.MonkeyPatch, least: int
 ) -> None:
     """A second try in plain layers; what was chosen is in the manifest."""
-    build_once, refused = fake.Builder.build_serialized_network_to_stream, list[int]()
-
-    def build_or_refuse(self: Any, network: Any, config: Any, writer: Any) -> bool:
-        found = any(isinstance(x, ISoftMaxLayer) for x in network._layers)
-        if found and len(network._layers) > least:
-            refused.append(len(network._layers))
-            self._logger.log(fake.Severity.ERROR, WRAPPER)
-            return False
-        return build_once(self, network, config, writer)
-
-    monkeypatch.setattr(fake.Builder, "build_serialized_network_to_stream", build_or_refuse)
+    monkeypatch.setattr(emulated_api("11.4.0").trt, "_wraps_from", least)
     engine = trt()
     kept = engine.manifest["compiled"]
-    assert kept["settings"]["attention"] == "plain" and len(refused) == 1
-    assert (refused[0] > 200) == (least > 0)
+    assert kept["settings"]["attention"] == "plain"
     assert any("attention: plain" in note for note in kept["notes"])
-    assert WRAPPER in (engine.path / LOG).read_text()
+    assert (engine.path / LOG).read_text().count("[ERROR] wrap_attention") == 1
+
+
+@pytest.mark.parametrize(("form", "masked"), [("explicit", 1), ("fused", 1), ("plain", 0)])
+def test_forms_that_tensorrt_takes_for_attention(form: str, masked: int) -> None:
+    """What is tried second has nothing that the first is refused for."""
+    options = BuildOptions(backend="trt", settings={"attention": form})
+    p = prepare(load_spec("tiny-moe"), options, dry=True)
+    w, _ = dry.check_sizes(emulated_api(), network_graph(p.packing.program), p.limits, p.settings)
+    found = taken_for_attention(w.network)
+    layers = {f"L{i}.attn" for i in range(p.spec.text.num_hidden_layers)}
+    assert {name.rpartition(".")[0] for name in found} == (layers if masked else set())
 
 
 def test_attention_that_is_refused_alone(trt: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -623,7 +624,7 @@ def test_engine_that_does_not_fit(trt: Build, monkeypatch: pytest.MonkeyPatch) -
         (["L1.mlp.experts/linear failed"], "L1.mlp.experts/linear", "experts=all"),
         (["L1.mlp.experts/linear.2 failed"], "L1.mlp.experts/linear.2", "experts=all"),
         (["could not allocate memory"], "", "--prefill-chunk"),
-        ([WRAPPER], "", "attention=plain"),
+        (["wrap_attention: expected 3 live inputs"], "", "attention=plain"),
         (["one", "two", "one"], "", "attention=plain"),
         ([], "", "it gave no reason"),
     ],

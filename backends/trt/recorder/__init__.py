@@ -24,6 +24,7 @@ from .network import aliases, check, sizes, volumes
 from .plugin import Meaning, plugin_module
 from .ranks import Exchange, communicator, side_by_side
 from .record import Call, Recorded, RuleError
+from .refusals import taken_for_attention
 from .traffic import traffic
 
 #: version -> names of its own; all others are the same
@@ -54,6 +55,9 @@ class Recorder(ModuleType):
     #: bytes of dynamic shared memory that a launch may ask for; another number stands for a
     #: TensorRT that sets a kernel's attribute first
     _shared_memory: int
+    #: layers from which on networks with an attention that is masked are refused, as builders of
+    #: some versions did; None: none is
+    _wraps_from: int | None
     #: whether a CUDA graph is being recorded
     _capturing: bool
 
@@ -65,6 +69,7 @@ def recorder(version: str = "11.4.0", meaning: Meaning | None = None) -> Any:
         raise ValueError(f"recorder {version!r}: one of {', '.join(VERSIONS)}")
     module = Recorder("tensorrt")
     module.calls, module._shared_memory, module._capturing = [], SHARED_BYTES, False
+    module._wraps_from = None
     names = {**_common(), **enums.SHORT, **_OWN[version]}
     vars(module).update({name: _bound(name, thing, module) for name, thing in names.items()})
     vars(module).update(__version__=version, plugin=plugin_module(meaning))
@@ -125,6 +130,7 @@ __all__ = [
     "recording",
     "side_by_side",
     "sizes",
+    "taken_for_attention",
     "traffic",
     "volumes",
 ]

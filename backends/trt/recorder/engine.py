@@ -34,9 +34,11 @@ from .enums import (
 )
 from .execute import execute
 from .layers import Dims, IConstantLayer, IPluginV3Layer, ITensor, Shape, Weights, memory_at
+from .limits import ALIGNMENT, MAX_HELD
 from .network import INetworkDefinition
 from .ranks import Exchange, exchange_of
-from .record import Attribute, Recorded, RuleError, api, held, need
+from .record import Attribute, Recorded, RuleError, api, held, need, was_set
+from .refusals import check_wrapped
 
 FORMAT = "recorder plan"
 #: bytes of scratch memory that every engine asks for, and those of its first profile
@@ -226,6 +228,9 @@ class Builder(Recorded):
 
     @api
     def build_serialized_network(self, network: INetworkDefinition, config: IBuilderConfig) -> Any:
+        constants = (x for x in network._layers if isinstance(x, IConstantLayer))
+        size = sum(held(x, "weights")._bytes() for x in constants)
+        need(size <= MAX_HELD, f"{size} bytes of weights: build_serialized_network_to_stream")
         plan = self._plan(network, config)
         return None if plan is None else self._module.IHostMemory(plan)
 
@@ -246,8 +251,10 @@ class Builder(Recorded):
             networks.check(network)
             _check_profiles(network, config)
             _check_flags(config)
+            _check_compatible(config)
             _check_devices(network, config)
             _check_launches(network, self._module._shared_memory)
+            check_wrapped(network, self._module._wraps_from)
             if config._timing:
                 config._timing._builds += 1
             if not _told(held(config, "progress_monitor"), len(network._layers)):
@@ -292,6 +299,14 @@ def _check_flags(config: IBuilderConfig) -> None:
     ways += ["STRIP_PLAN"] if config._named("STRIP_PLAN") and not ways else []
     both = config._named("REFIT_INDIVIDUAL") and ways
     need(not both, f"REFIT_INDIVIDUAL cannot be used together with {', '.join(both or [])}")
+
+
+def _check_compatible(config: IBuilderConfig) -> None:
+    """Check that kernels of an engine for several GPUs are told how much shared memory they have:
+    by default it is 48 KiB, which leaves out the best of them."""
+    exact = held(config, "hardware_compatibility_level") is HardwareCompatibilityLevel.NONE
+    told = MemoryPoolType.TACTIC_SHARED_MEMORY in config._pools
+    need(exact or told, "TACTIC_SHARED_MEMORY has no limit beside a hardware compatibility level")
 
 
 def _check_devices(network: INetworkDefinition, config: IBuilderConfig) -> None:
@@ -350,7 +365,7 @@ def _hash(values: torch.Tensor) -> bytes:
 def _digest(built: Built) -> str:
     hasher = hashlib.sha256()
     layers = [(type(x).__name__, held(x, "name")) for x in built.network._layers]
-    hasher.update(json.dumps([layers, built.profiles, built.refittable]).encode())
+    hasher.update(json.dumps([layers, built.profiles, built.refittable, built.streamed]).encode())
     for name, digest in built.stripped.items():
         hasher.update(name.encode() + digest)
     for index, values in built.weights.items():
@@ -403,6 +418,7 @@ class ICudaEngine(Recorded):
     device_memory_size_v2 = Attribute(None, read=lambda e: SCRATCH)
     refittable = Attribute(None, read=lambda e: bool(e._built.refittable))
     weight_streaming_budget_v2 = Attribute("int", 0)
+    _contexts: int = 0
     streamable_weights_size = Attribute(None, read=lambda e: e._streamable())
 
     @api
@@ -420,6 +436,9 @@ class ICudaEngine(Recorded):
     @api
     def get_aliased_input_tensor(self, name: str) -> Any:
         return self._aliases.get(name)
+
+    def _changed(self, member: str) -> None:
+        need(not self._contexts, f"{member} is set before there are execution contexts")
 
     def _streamable(self) -> int:
         return sum(t.nbytes for t in self._weights.values()) * self._built.streamed
@@ -439,6 +458,9 @@ class ICudaEngine(Recorded):
         self,
         strategy: ExecutionContextAllocationStrategy = ExecutionContextAllocationStrategy.STATIC,
     ) -> IExecutionContext:
+        chosen = was_set(self, "weight_streaming_budget_v2") or not self._streamable()
+        need(chosen, "no weight_streaming_budget_v2: TensorRT's own is all memory that is free now")
+        self._contexts += 1
         return self._module.IExecutionContext(self, strategy)
 
 
@@ -507,6 +529,8 @@ class IExecutionContext(Recorded):
         self._shapes: dict[str, Shape] = {}
         self._addresses: dict[str, int] = {}
         self._exchange: Exchange | None = None
+        #: streams on which it ran
+        self._streams: set[int] = set()
 
     engine = Attribute(None, read=lambda c: c._engine)
 
@@ -529,8 +553,7 @@ class IExecutionContext(Recorded):
 
     @api
     def set_device_memory(self, memory: int, size: int) -> None:
-        # A GPU asks for 256 bytes, and torch gives it 512; on the CPU it gives 64.
-        need(memory % 64 == 0, f"device memory at {memory:#x} is not aligned")
+        need(memory % ALIGNMENT == 0, f"device memory at {memory:#x} is not aligned")
         self._memory = size
 
     @api
@@ -556,16 +579,24 @@ class IExecutionContext(Recorded):
     def set_tensor_address(self, name: str, memory: int) -> bool:
         if name not in self._engine._tensors or not memory:
             return self._refuse(f"no tensor is called {name}, or it lies nowhere")
+        need(memory % ALIGNMENT == 0, f"{name} at {memory:#x} is not aligned")
         self._addresses[name] = memory
         return True
 
     @api
     def infer_shapes(self) -> list[str]:
+        """Return inputs without a shape; RuntimeError, as the binding's, on shapes that differ."""
+        sizes: dict[str, int] = {}
+        try:
+            for name, shape in self._shapes.items():
+                self._engine._tensors[name]._agree(shape, sizes)
+        except RuleError as e:
+            raise RuntimeError(str(e)) from e
         return self._shapeless()
 
     @api
     def execute_async_v3(self, stream_handle: int) -> bool:
-        wrong = self._unready() or self._unrecordable()
+        wrong = self._unready() or self._unrecordable(stream_handle)
         if wrong:
             return self._refuse(wrong)
         inputs = {
@@ -579,6 +610,7 @@ class IExecutionContext(Recorded):
         for name, value in made.items():
             value = value.contiguous()
             ctypes.memmove(self._addresses[name], value.data_ptr(), value.nbytes)
+        self._streams.add(stream_handle)
         return True
 
     def _inputs(self) -> dict[str, ITensor]:
@@ -608,14 +640,18 @@ class IExecutionContext(Recorded):
     def _shapeless(self) -> list[str]:
         return [n for n, t in self._inputs().items() if n not in self._shapes and -1 in t._dims]
 
-    def _unrecordable(self) -> str:
+    def _unrecordable(self, stream: int) -> str:
         """Return why the step cannot be recorded, where it is being."""
         if not self._engine._module._capturing:
             return ""
         if self._engine._network._conditionals:
             return "a conditional's side is chosen by the host: the step cannot be captured"
-        streaming = self._engine._streams()
-        return "weights are streamed: the step waits, and cannot be captured" if streaming else ""
+        if self._engine._streams():
+            return "weights are streamed: the step waits, and cannot be captured"
+        ran = stream in self._streams
+        return (
+            "" if ran else f"stream {stream}: its first step makes events, and cannot be captured"
+        )
 
     def _misplaced(self) -> str:
         """Say which output is misplaced: an aliased one lies with its input, others apart."""

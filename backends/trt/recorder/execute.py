@@ -89,9 +89,7 @@ def _fed(tensor: ITensor, feeds: Mapping[str, torch.Tensor], sizes: dict[str, in
         raise RuleError(f"input {name} was not fed")
     value = feeds[name]
     _check_made(tensor, value)
-    for i, dim in tensor._dimension_names.items():
-        if sizes.setdefault(dim, value.shape[i]) != value.shape[i]:
-            raise RuleError(f"input {name}: {dim} is {value.shape[i]}, elsewhere {sizes[dim]}")
+    tensor._agree(value.shape, sizes)
     return value
 
 

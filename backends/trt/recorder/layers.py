@@ -72,7 +72,10 @@ class Weights(Recorded):
 
     dtype = Attribute(None, read=lambda w: w._dtype)
     size = Attribute(None, read=lambda w: w._count)
-    nbytes = Attribute(None, read=lambda w: w._count * TORCH[w._dtype].itemsize)
+    nbytes = Attribute(None, read=lambda w: w._bytes())
+
+    def _bytes(self) -> int:
+        return self._count * int(TORCH[self._dtype].itemsize)
 
     def _tensor(self) -> torch.Tensor:
         """Return the numbers that lie in that memory now."""
@@ -118,6 +121,12 @@ class ITensor(Recorded):
         self._dimension_names[int(index)] = name
 
     # What follows is not the real class's.
+
+    def _agree(self, shape: Sequence[int], sizes: dict[str, int]) -> None:
+        """Check that dims of one name are equal in all inputs, and add those of this one."""
+        for i, dim in self._dimension_names.items():
+            equal = sizes.setdefault(dim, shape[i]) == shape[i]
+            need(equal, f"input {held(self, 'name')}: {dim} is {shape[i]}, elsewhere {sizes[dim]}")
 
     @property
     def _title(self) -> str:
@@ -188,10 +197,18 @@ class Layer(Recorded):
     def _types(self) -> list[Output]:
         epoch = self._network._epoch
         if self._cached is None or self._cached[0] != epoch:
-            self._cached = (epoch, self._infer())
-            for _, dims in self._cached[1]:
-                self._need(len(dims) <= MAX_DIMS, f"{list(dims)} has more than {MAX_DIMS} dims")
+            try:
+                self._cached = (epoch, self._checked())
+            except RuleError as e:
+                self._network._tell(str(e))
+                raise
         return self._cached[1]
+
+    def _checked(self) -> list[Output]:
+        found = self._infer()
+        for _, dims in found:
+            self._need(len(dims) <= MAX_DIMS, f"{list(dims)} has more than {MAX_DIMS} dims")
+        return found
 
     def _look(self) -> None:
         """Check the layer's rules, where they were not looked at before."""

@@ -19,6 +19,7 @@ from .enums import (
     KVCacheMode,
     MatrixOperation,
     ReduceOperation,
+    Severity,
     TopKOperation,
     UnaryOperation,
 )
@@ -49,6 +50,11 @@ class INetworkDefinition(Recorded):
         self._constants: dict[int, Any] = {}
         self._exchange: Exchange | None = None
         self._weight_names: dict[int, str] = {}
+
+    def _tell(self, message: str) -> None:
+        """Write an error into the builder's log, where TensorRT says why it refuses a layer."""
+        if self._builder:
+            self._builder._logger.log(Severity.ERROR, message)
 
     name = Attribute("str", "")
     builder = Attribute(None, read=lambda n: n._builder)

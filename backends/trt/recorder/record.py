@@ -155,6 +155,11 @@ def keep(instance: Recorded, name: str, value: Any) -> None:
     _attribute(owner, name).keep(instance, value)
 
 
+def was_set(instance: Recorded, name: str) -> bool:
+    """Whether an `Attribute` was given a value."""
+    return f"attribute {name}" in instance.__dict__
+
+
 @lru_cache(maxsize=4096)
 def _attribute(owner: type, name: str) -> Attribute:
     """Return the descriptor itself; its slow search happens for every look at every layer."""
