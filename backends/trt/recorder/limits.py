@@ -13,8 +13,8 @@ MAX_ENTERING = 1 << 20
 #: twice, by the builder and by who asked for it. The recorder's own too.
 MAX_HELD = 1 << 30
 #: bytes at whose multiples tensors and scratch memory begin: documentation of `setTensorAddress`
-#: says 256, which torch keeps on a GPU; on a CPU it keeps 64
-ALIGNMENT = 64
+#: says 256, which torch keeps on a GPU; here memory is numpy's too, which keeps 16
+ALIGNMENT = 16
 #: bytes of dynamic shared memory that every launch may ask for; for more of them a kernel's
 #: attribute is to be set first (CUDA programming guide), and nothing says that TensorRT does so for
 #: a plugin's

@@ -1,4 +1,4 @@
-"""What builders were seen to refuse, though no document forbids it."""
+"""Rules that no document has: builders were seen to refuse what breaks them."""
 
 from __future__ import annotations
 
