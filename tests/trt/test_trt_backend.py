@@ -33,6 +33,7 @@ from g4ir.backends.trt.files import CONSTANTS, LOG, PLAN, TENSORS
 from g4ir.backends.trt.interface import interface
 from g4ir.backends.trt.recorder import (
     SHARED_BYTES,
+    RuleError,
     recorder,
     recording,
     taken_for_attention,
@@ -569,10 +570,21 @@ def test_attention_that_tensorrt_takes_for_its_own(
     trt: Build, monkeypatch: pytest.MonkeyPatch, least: int
 ) -> None:
     """A second try in plain layers; what was chosen is in the manifest."""
+    check, refused = fake.check_wrapped, list[int]()
+
+    def spied(network: Any, first: int | None) -> None:
+        try:
+            check(network, first)
+        except RuleError:
+            refused.append(len(network._layers))
+            raise
+
+    monkeypatch.setattr(fake, "check_wrapped", spied)
     monkeypatch.setattr(emulated_api("11.4.0").trt, "_wraps_from", least)
     engine = trt()
     kept = engine.manifest["compiled"]
-    assert kept["settings"]["attention"] == "plain"
+    assert kept["settings"]["attention"] == "plain" and len(refused) == 1
+    assert (refused[0] > 200) == (least > 0)
     assert any("attention: plain" in note for note in kept["notes"])
     assert (engine.path / LOG).read_text().count("[ERROR] wrap_attention") == 1
 
