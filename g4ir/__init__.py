@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from g4ir.ui.threads import configure_openmp
+
 __version__ = "0.1.0"
 
 #: public name -> module that defines it
@@ -40,6 +42,10 @@ _EXPORTS = {
 }
 
 __all__ = ["__version__", *_EXPORTS]
+
+
+# Before the first name below loads torch.
+configure_openmp()
 
 
 def __getattr__(name: str) -> Any:

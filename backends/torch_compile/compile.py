@@ -13,6 +13,7 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -64,11 +65,12 @@ SOURCES = (
 #: and those that it follows from on a GPU with kernels
 GPU_SOURCES = ("tunings.py", "tunings.yaml", "kernels/*.py")
 #: what the CPU kernels are made of, and how
-KERNEL_SOURCES, KERNEL_HEADER = ("kernels.c", "calls.c"), "kernels.h"
+KERNEL_SOURCES = ("kernels.c", "calls.c", "team.c")
+KERNEL_HEADERS = ("kernels.h", "team.h")
 KERNEL_FLAGS = (
     "-O3",
     "-march=native",
-    "-fopenmp",
+    "-pthread",
     "-w",
     "-fno-math-errno",
     "-fassociative-math",
@@ -94,6 +96,12 @@ INDUCTOR = {
     "compile_threads": 1,
     "_use_fp64_for_unbacked_floats": False,
 }
+#: least elements of a loop per OpenMP thread, in programs of static shape. Loops between the
+#: products of a decode step are far shorter: they run on the calling thread, and OpenMP's threads
+#: do not compete for the cores with the pool of the kernels (team.c)
+LEAST_OF_A_THREAD = 1 << 15
+#: the dim of a chunk's length, in a segment's text
+SEQUENCE_DIM = re.compile(r"[\[,]S[,\]]")
 #: What a profiler of torch's reads, and more than half of a program's bytes
 NO_TABLES = ("aot_inductor.enable_line_tables", "aot_inductor.enable_frame_pointer")
 
@@ -425,7 +433,7 @@ def compile_kernels(path: Path) -> None:
     import torch
 
     digest = hashlib.sha256("\0".join([torch.__version__, machine("cpu"), *KERNEL_FLAGS]).encode())
-    for name in (*KERNEL_SOURCES, KERNEL_HEADER):
+    for name in (*KERNEL_SOURCES, *KERNEL_HEADERS):
         digest.update((Path(__file__).parent / name).read_bytes())
     kept = path.with_name(f"{digest.hexdigest()[:24]}{path.suffix}")
     with claimed(kept.name, wait=True):
@@ -541,19 +549,24 @@ def _packaged(text: str, target: Target) -> io.BytesIO:
     toolkit = toolkit_found() if target.device == "cuda" else nullcontext()
     with _any_size(), toolkit:
         torch._inductor.aoti_compile_and_package(
-            exported(text, target), package_path=package, inductor_configs=_inductor(target)
+            exported(text, target), package_path=package, inductor_configs=_inductor(text, target)
         )
     return package
 
 
-def _inductor(target: Target) -> dict[str, Any]:
+def _inductor(text: str, target: Target) -> dict[str, Any]:
+    """Return the options of a program's compilation."""
     from torch._inductor import config
 
     from . import pyops
 
-    calls = {"aot_inductor.custom_ops_to_c_shims": pyops.CALLS} if target.device == "cpu" else {}
+    on_cpu: dict[str, Any] = {}
+    if target.device == "cpu":
+        on_cpu["aot_inductor.custom_ops_to_c_shims"] = pyops.CALLS
+        if not SEQUENCE_DIM.search(text):
+            on_cpu["cpp.min_chunk_size"] = LEAST_OF_A_THREAD
     known = config.get_config_copy()
-    return INDUCTOR | calls | {name: False for name in NO_TABLES if name in known}
+    return INDUCTOR | on_cpu | {name: False for name in NO_TABLES if name in known}
 
 
 def _is_whole(package: io.BytesIO) -> bool:

@@ -2,6 +2,7 @@
  * memory once for TOGETHER rows, each part by one thread; of bf16, with instructions for it, that is for
  * up to five rows about as fast as memory delivers it. Sums are fp32. */
 #include "kernels.h"
+#include "team.h"
 
 #include <math.h>
 #include <stddef.h>
@@ -182,29 +183,37 @@ static void multiply_part(product p, const dots *of, int64_t first, int64_t last
     for (int64_t o = first + outs * each; o < last; o++) multiply_rows(&p, of->one, 1, o, r, here);
 }
 
+typedef struct {
+    const product *p;
+    const dots *of;
+    /* rows of x that are multiplied together; rows of the weight in a unit, and units of a turn */
+    int64_t together, part, parts;
+} multiplication;
+
+static int multiply_units(void *context, units *left) {
+    const multiplication *m = context;
+    product own = *m->p;
+    void *form = own.to ? formed(&own) : NULL;
+    if (own.to && !form) return 1;
+    for (int64_t i; (i = take_unit(left)) >= 0;) {
+        int64_t r = i / m->parts * m->together, o = i % m->parts * m->part;
+        int64_t here = least(m->together, own.rows - r);
+        multiply_part(own, m->of + here, o, least(o + m->part, own.n), r, here);
+    }
+    free(form);
+    return 0;
+}
+
 /* y[rows, n] = x[rows, k] @ w[n, k]^T, all contiguous. Returns 0, or 1 where memory is short.
  *
  * Several rows of the weight share what is loaded of x. Each thread brings x into its form itself: x
  * is less to carry from one core to another than the form. */
 static int multiply(const product *p, const dots *of, int64_t most, int threads) {
-    int64_t turns = (p->rows + most - 1) / most, together = (p->rows + turns - 1) / turns;
-    int64_t part = p->n / (threads * PARTS) + SIDE;
+    int64_t turns = (p->rows + most - 1) / most, part = p->n / (threads * PARTS) + SIDE;
     if (part < PART_LEAST) part = PART_LEAST;
-    int failed = 0;
-    _Pragma("omp parallel num_threads(threads) reduction(| : failed)")
-    {
-        product own = *p;
-        void *form = p->to ? formed(&own) : NULL;
-        failed = p->to && !form;
-        for (int64_t r = 0; r < p->rows; r += together) {
-            int64_t here = least(together, p->rows - r);
-            _Pragma("omp for schedule(dynamic) nowait")
-            for (int64_t o = 0; o < p->n; o += part)
-                if (!failed) multiply_part(own, of + here, o, least(o + part, p->n), r, here);
-        }
-        free(form);
-    }
-    return failed;
+    multiplication m = {p, of, (p->rows + turns - 1) / turns, part, (p->n + part - 1) / part};
+    int64_t groups = (p->rows + m.together - 1) / m.together;
+    return run_region(multiply_units, &m, groups * m.parts, threads);
 }
 
 /* ---- weights in floating point ---- */
@@ -1444,10 +1453,10 @@ PRODUCT_CODED(uint5, ABOVE_uint5, 2)
 /* Rows of a weight for a library's product. */
 #define DECODE(NAME, BYTES, UNIT)                                                               \
     static void decode_##NAME(const uint8_t *w, const void *scales, int scales_dtype, void *y,  \
-                              int dtype, int64_t n, int64_t k, int64_t groups, int threads) {   \
+                              int dtype, int64_t first, int64_t last, int64_t k,                \
+                              int64_t groups) {                                                 \
         int64_t each = k / groups;                                                              \
-        _Pragma("omp parallel for schedule(static) num_threads(threads)")                       \
-        for (int64_t o = 0; o < n; o++)                                                         \
+        for (int64_t o = first; o < last; o++)                                                  \
             for (int64_t i = 0; i < k; i += BLOCK) {                                            \
                 float v[BLOCK];                                                                 \
                 float s = load(scales, o * groups + i / each, scales_dtype) * UNIT;             \
@@ -1471,11 +1480,10 @@ DECODE(fp8, 32, 0x1p8f)
  * said to change in memory is neither reordered nor fused. */
 #define ROUNDED(V) __asm__("" : "+m"(V))
 static inline void decode_above(const int high, const uint8_t *w, const void *scales,
-                                int scales_dtype, void *y, int dtype, int64_t n, int64_t k,
-                                int64_t groups, int threads) {
+                                int scales_dtype, void *y, int dtype, int64_t first,
+                                int64_t last, int64_t k, int64_t groups) {
     const int size = high ? ABOVE_uint5 : ABOVE_uint4;
-    _Pragma("omp parallel for schedule(static) num_threads(threads)")
-    for (int64_t at = 0; at < n * k / ABOVE; at++) {
+    for (int64_t at = first * k / ABOVE; at < last * k / ABOVE; at++) {
         int64_t pair = at * ABOVE / (k / groups * 2) * 2;
         float s = load(scales, pair, scales_dtype), least = load(scales, pair + 1, scales_dtype);
         const uint8_t *from = w + at * size;
@@ -1502,8 +1510,9 @@ static inline void decode_above(const int high, const uint8_t *w, const void *sc
 }
 #define DECODE_ABOVE(NAME, HIGH)                                                                \
     static void decode_##NAME(const uint8_t *w, const void *scales, int scales_dtype, void *y,  \
-                              int dtype, int64_t n, int64_t k, int64_t groups, int threads) {   \
-        decode_above(HIGH, w, scales, scales_dtype, y, dtype, n, k, groups, threads);           \
+                              int dtype, int64_t first, int64_t last, int64_t k,                \
+                              int64_t groups) {                                                 \
+        decode_above(HIGH, w, scales, scales_dtype, y, dtype, first, last, k, groups);          \
     }
 
 DECODE_ABOVE(uint4, 0)
@@ -1528,9 +1537,8 @@ static inline __m256i values_of(float first, float scale, float least) {
 
 /* As decode_int4 does, six times as fast: codes look up the values of their group. */
 static void decode_int4_bf16(const uint8_t *w, const void *scales, int scales_dtype, bf16 *y,
-                             int64_t n, int64_t k, int64_t groups, int threads) {
-    _Pragma("omp parallel for schedule(static) num_threads(threads)")
-    for (int64_t g = 0; g < n * groups; g++) {
+                             int64_t first, int64_t last, int64_t k, int64_t groups) {
+    for (int64_t g = first * groups; g < last * groups; g++) {
         __m512i values = _mm512_broadcast_i64x4(values_of(-8, load(scales, g, scales_dtype), 0));
         for (int64_t i = g * (k / groups); i < (g + 1) * (k / groups); i += BLOCK) {
             __m512i c = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w + i / 2)));
@@ -1542,11 +1550,10 @@ static void decode_int4_bf16(const uint8_t *w, const void *scales, int scales_dt
 
 /* The same of codes with minima, for scales of 16 bits, whose products are exact. */
 static inline void decode_above_bf16(const int high, const uint8_t *w, const void *scales,
-                                     int scales_dtype, bf16 *y, int64_t n, int64_t k,
-                                     int64_t groups, int threads) {
+                                     int scales_dtype, bf16 *y, int64_t first, int64_t last,
+                                     int64_t k, int64_t groups) {
     const int size = high ? ABOVE_uint5 : ABOVE_uint4;
-    _Pragma("omp parallel for schedule(static) num_threads(threads)")
-    for (int64_t at = 0; at < n * k / ABOVE; at++) {
+    for (int64_t at = first * k / ABOVE; at < last * k / ABOVE; at++) {
         int64_t pair = at * ABOVE / (k / groups * 2) * 2;
         float s = load(scales, pair, scales_dtype), least = load(scales, pair + 1, scales_dtype);
         const uint8_t *from = w + at * size;
@@ -1576,7 +1583,8 @@ static inline void decode_above_bf16(const int high, const uint8_t *w, const voi
 static const struct {
     int (*product)(const uint8_t *, const void *, int, const void *, int, void *, int, int64_t,
                    int64_t, int64_t, int64_t, int);
-    void (*decode)(const uint8_t *, const void *, int, void *, int, int64_t, int64_t, int64_t, int);
+    void (*decode)(const uint8_t *, const void *, int, void *, int, int64_t, int64_t, int64_t,
+                   int64_t);
     int64_t group, scales;
 } OF[FORMS] = {
     [INT8] = {product_int8, decode_int8, HALF, 1},
@@ -1607,17 +1615,44 @@ int g4ir_linear_coded(const void *codes, int form, const void *scales, int scale
                             threads);
 }
 
+/* Rows of the weight in a unit of g4ir_decode. */
+#define DECODED_ROWS 16
+
+typedef struct {
+    const void *codes, *scales;
+    void *y;
+    int form, scales_dtype, dtype;
+    int64_t n, k, groups;
+} decoding;
+
+static void decode_rows(const decoding *d, int64_t first, int64_t last) {
+#ifdef __AVX512BW__
+    int in_16_bits = d->dtype == BF16 && d->scales_dtype != F32;
+    if (d->form == INT4 && d->dtype == BF16)
+        return decode_int4_bf16(d->codes, d->scales, d->scales_dtype, d->y, first, last, d->k,
+                                d->groups);
+    if (d->form == UINT4 && in_16_bits)
+        return decode_above_bf16(0, d->codes, d->scales, d->scales_dtype, d->y, first, last, d->k,
+                                 d->groups);
+    if (d->form == UINT5 && in_16_bits)
+        return decode_above_bf16(1, d->codes, d->scales, d->scales_dtype, d->y, first, last, d->k,
+                                 d->groups);
+#endif
+    OF[d->form].decode(d->codes, d->scales, d->scales_dtype, d->y, d->dtype, first, last, d->k,
+                       d->groups);
+}
+
+static int decode_units(void *context, units *left) {
+    const decoding *d = context;
+    for (int64_t i; (i = take_unit(left)) >= 0;)
+        decode_rows(d, i * DECODED_ROWS, least((i + 1) * DECODED_ROWS, d->n));
+    return 0;
+}
+
 void g4ir_decode(const void *codes, int form, const void *scales, int scales_dtype, void *y,
                  int dtype, int64_t n, int64_t k, int64_t groups, int threads) {
-#ifdef __AVX512BW__
-    if (form == INT4 && dtype == BF16)
-        return decode_int4_bf16(codes, scales, scales_dtype, y, n, k, groups, threads);
-    if (form == UINT4 && dtype == BF16 && scales_dtype != F32)
-        return decode_above_bf16(0, codes, scales, scales_dtype, y, n, k, groups, threads);
-    if (form == UINT5 && dtype == BF16 && scales_dtype != F32)
-        return decode_above_bf16(1, codes, scales, scales_dtype, y, n, k, groups, threads);
-#endif
-    OF[form].decode(codes, scales, scales_dtype, y, dtype, n, k, groups, threads);
+    decoding d = {codes, scales, y, form, scales_dtype, dtype, n, k, groups};
+    run_region(decode_units, &d, (n + DECODED_ROWS - 1) / DECODED_ROWS, threads);
 }
 
 /* ---- attention of a few queries over a cache (g4ir/ops/attention.py) ---- */
@@ -1646,6 +1681,7 @@ typedef struct {
     int64_t wide;               /* numbers of a row as it is taken */
     int as_held;                /* whether that is as it is held, else in fp32 */
     float *partial;
+    uint32_t *made; /* parts of each head of K and V that are computed */
 } attention;
 
 /* Keys or values that lie evenly. */
@@ -2003,6 +2039,23 @@ static int make_room(const attention *a, room *own) {
     return 0;
 }
 
+/* Who computes the last part of a head's keys adds the parts. */
+static int attend_units(void *context, units *left) {
+    attention *a = context;
+    room own;
+    if (make_room(a, &own)) return 1;
+    for (int64_t i; (i = take_unit(left)) >= 0;) {
+        int64_t head = i / a->parts, b = head / a->kv_heads, h = head % a->kv_heads;
+        attend_part(a, i, &own);
+        if (__atomic_add_fetch(a->made + head, 1, __ATOMIC_ACQ_REL) < a->parts) continue;
+        for (int64_t s = 0; s < a->queries; s++)
+            for (int64_t g = 0; g < a->group; g++)
+                join_parts(a, (b * a->queries + s) * a->heads + h * a->group + g);
+    }
+    free(own.q);
+    return 0;
+}
+
 int g4ir_attend(const void *q, const int64_t *positions, const int64_t *written, const void *k,
                 const void *v, void *out, int dtype, int held, int64_t batch, int64_t queries,
                 int64_t heads, int64_t kv_heads, int64_t d, int64_t slots, int64_t width,
@@ -2016,21 +2069,11 @@ int g4ir_attend(const void *q, const int64_t *positions, const int64_t *written,
     int64_t shared = batch * kv_heads, units;
     a.parts = least((threads + shared - 1) / shared, slots / KEYS_LEAST + 1);
     units = shared * a.parts;
-    a.partial = aligned_alloc(LINE, (units * partial_size(&a) + 15) / 16 * LINE);
-    int failed = 0;
-    _Pragma("omp parallel num_threads(threads) reduction(| : failed)")
-    {
-        room own;
-        int without = !a.partial || make_room(&a, &own);
-        _Pragma("omp for schedule(dynamic)")
-        for (int64_t u = 0; u < units; u++)
-            if (!without) attend_part(&a, u, &own);
-        _Pragma("omp for schedule(static) nowait")
-        for (int64_t at = 0; at < batch * queries * heads; at++)
-            if (!without) join_parts(&a, at);
-        if (!without) free(own.q);
-        failed |= without;
-    }
+    int64_t partial = (units * partial_size(&a) + 15) / 16 * LINE;
+    a.partial = aligned_alloc(LINE, partial + (shared * sizeof *a.made + LINE - 1) / LINE * LINE);
+    if (!a.partial) return 1;
+    a.made = memset((char *)a.partial + partial, 0, shared * sizeof *a.made);
+    int failed = run_region(attend_units, &a, units, threads);
     free(a.partial);
     return failed;
 }

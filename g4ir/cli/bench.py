@@ -126,7 +126,7 @@ def _measured(args: argparse.Namespace) -> Report:
         try:
             for path in args.engines:
                 start = time.perf_counter()
-                engines.append(load(path, progress, args.cuda_graph, args.trust))
+                engines.append(load(path, progress, args.cuda_graph, args.trust, args.threads))
                 seconds.append(time.perf_counter() - start)
             workload = plan_workload(
                 engines,

@@ -65,7 +65,7 @@ def _chat(args: argparse.Namespace) -> int:
         check_there(kind, path)
     terminal = sys.stdin.isatty() and sys.stdout.isatty() and not args.json
     with console.Progress() as progress:
-        engine = load(args.engine, progress, args.cuda_graph, args.trust)
+        engine = load(args.engine, progress, args.cuda_graph, args.trust, args.threads)
         try:
             talk = begun(engine, args)
             progress.stop()

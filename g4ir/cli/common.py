@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: options of every verb that reads a spec
 SOURCE_OPTIONS = ("skip", "all_logits")
+#: threads that a command line may ask for
+MOST_THREADS = 1024
 Command = Callable[[argparse.Namespace], int]
 #: how argparse words what it does not know
 _NO_CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)")
@@ -167,7 +169,14 @@ def add_load(parser: Parser) -> None:
 
 
 def add_trust_once(parser: Parser) -> None:
-    """Add the flag of verbs that run an engine's compiled programs."""
+    """Add the flags of verbs that run an engine's compiled programs."""
+    parser.add_argument(
+        "--threads",
+        metavar="N",
+        type=int,
+        help="CPU threads (default: the cores that this process may use, by its affinity and the\n"
+        "CPU quota of its container; OMP_NUM_THREADS wins)",
+    )
     parser.add_argument(
         "--trust",
         action="store_true",
@@ -190,11 +199,21 @@ def add_rank_timeout(parser: Parser) -> None:
 
 
 def load(
-    path: str, progress: Callable[[str], None], cuda_graph: bool = True, trust: bool = False
+    path: str,
+    progress: Callable[[str], None],
+    cuda_graph: bool = True,
+    trust: bool = False,
+    threads: int | None = None,
 ) -> Engine:
     """Load the engine of a command line."""
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise InputError(f"--threads {threads}: expected 1 to {MOST_THREADS}")
+    import torch
+
     from g4ir.engine.load import load_engine
 
+    if threads:
+        torch.set_num_threads(threads)
     progress(f"loading {path}")
     return load_engine(path, cuda_graph=cuda_graph, trust=trust, progress=progress)
 

@@ -112,7 +112,7 @@ def _run(args: argparse.Namespace) -> int:
     check_flags(flags)
     asked = None if args.input_jsonl else _one_request(args)
     with _opened(args.input_jsonl) as lines, console.Progress() as progress:
-        engine = load(args.engine, progress, args.cuda_graph, args.trust)
+        engine = load(args.engine, progress, args.cuda_graph, args.trust, args.threads)
         try:
             if args.chat:
                 progress.stop()
@@ -278,7 +278,7 @@ def verified(
 def _reported(args: argparse.Namespace, engine: str, check: Callable[..., Any], trust: bool) -> int:
     """Load, check, print; exit 1 where the check failed."""
     with console.Progress() as progress:
-        loaded = load(engine, progress, trust=trust)
+        loaded = load(engine, progress, trust=trust, threads=vars(args).get("threads"))
         try:
             report = check(loaded, checkpoint=args.checkpoint, progress=progress)
         finally:

@@ -102,7 +102,7 @@ def _serve(args: argparse.Namespace) -> int:
 
     def loader() -> Engine:
         with console.Progress() as progress:
-            return load(args.engine, progress, args.cuda_graph, args.trust)
+            return load(args.engine, progress, args.cuda_graph, args.trust, args.threads)
 
     if serve(server, Address(args.host, args.port, args.drain), loader, console.say):
         console.say("ended while the engine was being loaded")

@@ -1,0 +1,24 @@
+/* A thread pool for the CPU kernels, used instead of OpenMP's. A parallel region never waits for a
+ * worker that the system has not scheduled: running threads take the next unit of work, and a worker
+ * that arrives late finds the region closed. */
+#include <stdint.h>
+
+/* The units of a region that no thread has taken yet. */
+typedef struct {
+    int64_t next, count;
+} units;
+
+/* The next unit to compute, or -1 once all are taken. */
+static inline int64_t take_unit(units *u) {
+    int64_t taken = __atomic_fetch_add(&u->next, 1, __ATOMIC_RELAXED);
+    return taken < u->count ? taken : -1;
+}
+
+/* The body of a region, run by each of its threads: takes units until there are none. Returns 1 if it
+ * has no memory, before it takes a unit; 0 otherwise. */
+typedef int region(void *context, units *u);
+
+/* Runs a region of `count` units on up to `threads` threads, the caller included, and returns when all
+ * units are computed; 1 if a body returned 1, 0 otherwise. If several threads call it at the same time,
+ * one of them gets the pool and the others run their region alone. */
+int run_region(region *body, void *context, int64_t count, int threads);

@@ -1,0 +1,77 @@
+"""CPU threads: how many, and how they wait for each other.
+
+Threads of GNU OpenMP, which library products use, spin 300,000 rounds (milliseconds) before they
+sleep. Beside other busy processes that takes the core from the very thread they wait for. 3,000
+rounds cost nothing on an idle machine and keep a busy one usable (bench/contention.py). Decode
+kernels have a thread pool of their own (backends/torch_compile/team.c).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+
+#: rounds that OpenMP's threads spin before they sleep
+SPIN = "3000"
+#: variables by which a user sets the wait policy, and the number of threads
+WAIT_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+COUNT_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def configure_openmp(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set OpenMP's wait policy, and its number of threads if a CPU quota grants fewer cores than
+    are visible. The user's own variables win. No effect after torch is loaded: OpenMP reads them
+    then."""
+    if "torch" in sys.modules:
+        return
+    if not any(name in environ for name in WAIT_VARIABLES):
+        environ["GOMP_SPINCOUNT"] = SPIN
+    if not any(name in environ for name in COUNT_VARIABLES) and usable_cores() < visible_cores():
+        environ["OMP_NUM_THREADS"] = str(usable_cores())
+
+
+def visible_cores() -> int:
+    """Return how many cores this process may be scheduled on."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        return os.cpu_count() or 1
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Return how many cores this process can keep busy: its affinity, limited by the CPU quota of
+    its control group (rounded down, at least one)."""
+    quota = min(_quotas(root), default=math.inf)
+    return max(1, min(visible_cores(), int(min(quota, 1e6))))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Yield the CPU quotas, in cores, of this process's control groups and their parents: cpu.max
+    in version 2, cpu.cfs_quota_us in version 1, where -1 means none."""
+    mount = root / "sys/fs/cgroup"
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            top = mount / controllers
+            own = top / path.lstrip("/")
+            for group in (own, *own.parents):
+                yield from _quota(group)
+                if group == top:
+                    break
+
+
+def _quota(group: Path) -> Iterator[float]:
+    for read in (
+        lambda: (group / "cpu.max").read_text().split(),
+        lambda: [(group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")],
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = map(float, read())
+            if quota > 0 < period:
+                yield quota / period

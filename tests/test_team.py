@@ -1,0 +1,224 @@
+"""The thread team of the CPU kernels, and how many threads a process uses and how they wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+
+from g4ir.backends.torch_compile import compile as compiler
+from g4ir.backends.torch_compile import pyops
+from g4ir.ui import threads
+from tests.cli_tools import g4ir, refused
+
+PRODUCTS = [(512, 96), (64, 1024), (1000, 256), (37, 9216)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
+    compiler.compile_kernels(path)
+    pyops.load_kernels(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def any_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def products(rounds: int) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(5)
+    made = []
+    for i in range(rounds):
+        n, k = PRODUCTS[i % len(PRODUCTS)]
+        x, w = (torch.randn(s, k, generator=g).bfloat16() for s in (1 + i % 3, n))
+        made.append(pyops.linear(x, w))
+    return made
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 64])
+def test_same_results_on_any_number_of_threads(count: int) -> None:
+    """More than there are cores, too: what a thread that is not running would have computed is
+    computed by another."""
+    torch.set_num_threads(1)
+    alone = products(40)
+    torch.set_num_threads(count)
+    assert all(map(torch.equal, products(40), alone))
+
+
+def test_callers_at_the_same_time() -> None:
+    """One of them has the team, the others compute alone."""
+    torch.set_num_threads(3)
+    alone = products(60)
+    with ThreadPoolExecutor(4) as pool:
+        for made in pool.map(lambda _: products(60), range(8)):
+            assert all(map(torch.equal, made, alone))
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_has_a_team_of_its_own() -> None:
+    """It uses the kernels alone: OpenMP's threads do not outlive a fork."""
+    torch.set_num_threads(2)
+    x, w = torch.randn(1, 1024), torch.randn(512, 1024)
+    alone = pyops.linear(x, w)
+    if (child := os.fork()) == 0:
+        os._exit(0 if pyops.linear(x, w).eq(alone).numpy().all() else 1)
+    deadline = time.monotonic() + 30
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if done == (0, 0):
+        os.kill(child, signal.SIGKILL)
+    assert done == (child, 0)
+
+
+def test_threads_do_not_wait_for_busy_cores() -> None:
+    """Beside as many busy processes as cores, all threads are no slower than one: those that spin
+    for each other are ten times as slow."""
+    g = torch.Generator().manual_seed(1)
+    x, w = torch.randn(1, 1024, generator=g), torch.randn(4096, 1024, generator=g)
+    cores = max(2, threads.visible_cores())
+    spinning = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(spinning) for _ in range(cores)]
+    taken: dict[int, list[float]] = {1: [], cores: []}
+    try:
+        for count in (1, cores) * 4:
+            torch.set_num_threads(count)
+            start = time.perf_counter()
+            for _ in range(150):
+                pyops.linear(x, w)
+            taken[count].append(time.perf_counter() - start)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert median(taken[cores]) < 3 * median(taken[1]), taken
+
+
+@pytest.mark.full
+def test_decode_beside_busy_processes(tmp_path: Path) -> None:
+    """0.5 to 0.6 of the rate alone beside one process; 0.25 with threads that spin for each
+    other."""
+    spec = Path("bench/wide-ple.yaml")
+    outcome = g4ir(
+        "build",
+        "--backend",
+        "torch",
+        "--random-weights",
+        0,
+        "--spec",
+        spec,
+        "--max-seq",
+        512,
+        "--prefill-chunk",
+        128,
+        "--out",
+        tmp_path / "engine",
+    )
+    assert outcome.code == 0, outcome.err
+    free = {k: v for k, v in os.environ.items() if k not in threads.COUNT_VARIABLES}
+    words = [sys.executable, "bench/contention.py", tmp_path / "engine", "--rounds", "2"]
+    done = subprocess.run(words, env=free, capture_output=True, text=True, check=True)
+    decode = next(line.split() for line in done.stdout.splitlines() if "decode" in line)
+    beside_one, beside_two = map(float, decode[-2:])
+    assert beside_one > 0.3 and beside_two > 0.15
+
+
+@pytest.mark.parametrize("count", [0, -1, 10**6])
+def test_threads_of_a_command_line(count: int) -> None:
+    assert f"--threads {count}: expected 1 to" in refused(
+        "run", "e", "--tokens", "2", "--threads", count
+    )
+
+
+V1, V2 = "4:cpu,cpuacct:/docker/x\n1:name=systemd:/docker/x\n", "0::/user/job\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "quota"),
+    [
+        pytest.param(V2, {"user/job/cpu.max": "max 100000"}, None, id="none"),
+        pytest.param(V2, {"user/job/cpu.max": "150000 100000"}, 1.5, id="its own"),
+        pytest.param(V2, {"user/cpu.max": "50000 100000"}, 0.5, id="of a group above"),
+        pytest.param("0::/\n", {"cpu.max": "300000 100000"}, 3, id="namespace"),
+        pytest.param(
+            V1,
+            {
+                "cpu,cpuacct/docker/x/cpu.cfs_quota_us": "200000",
+                "cpu,cpuacct/docker/x/cpu.cfs_period_us": "100000",
+            },
+            2,
+            id="version 1",
+        ),
+        pytest.param(
+            V1,
+            {
+                "cpu,cpuacct/cpu.cfs_quota_us": "-1",
+                "cpu,cpuacct/cpu.cfs_period_us": "100000",
+            },
+            None,
+            id="version 1 without",
+        ),
+        pytest.param(V2, {"user/job/cpu.max": "nonsense"}, None, id="unreadable"),
+        pytest.param("", {}, None, id="no groups"),
+    ],
+)
+def test_quota_of_a_container(
+    groups: str,
+    files: dict[str, str],
+    quota: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, text in {"proc/self/cgroup": groups, **files}.items():
+        path = tmp_path / name if name.startswith("proc") else tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    for visible in (1, 2, 8):
+        monkeypatch.setattr(threads, "visible_cores", lambda n=visible: n)
+        wanted = visible if quota is None else max(1, min(visible, int(quota)))
+        assert threads.usable_cores(tmp_path) == wanted
+
+
+def test_usable_cores_without_control_groups(tmp_path: Path) -> None:
+    assert threads.usable_cores(tmp_path) == threads.visible_cores()
+
+
+@pytest.mark.parametrize(
+    ("given", "usable", "added"),
+    [
+        ({}, 8, {"GOMP_SPINCOUNT": threads.SPIN}),
+        ({}, 2, {"GOMP_SPINCOUNT": threads.SPIN, "OMP_NUM_THREADS": "2"}),
+        ({"OMP_WAIT_POLICY": "active"}, 8, {}),
+        ({"GOMP_SPINCOUNT": "7"}, 2, {"OMP_NUM_THREADS": "2"}),
+        ({"MKL_NUM_THREADS": "5"}, 2, {"GOMP_SPINCOUNT": threads.SPIN}),
+        ({"OMP_NUM_THREADS": "5"}, 2, {"GOMP_SPINCOUNT": threads.SPIN}),
+    ],
+)
+def test_variables_of_the_user_win(
+    given: dict[str, str], usable: int, added: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(threads, "visible_cores", lambda: 8)
+    monkeypatch.setattr(threads, "usable_cores", lambda: usable)
+    threads.configure_openmp(environ := dict(given))
+    assert environ == given | added
+
+
+def test_set_before_torch_is_loaded() -> None:
+    """In any process that imports g4ir first, the CLI's among them."""
+    code = "import os, g4ir; import torch; print(os.environ['GOMP_SPINCOUNT'])"
+    free = {k: v for k, v in os.environ.items() if k not in threads.WAIT_VARIABLES}
+    done = subprocess.run([sys.executable, "-c", code], env=free, capture_output=True, text=True)
+    assert done.stdout.strip() == threads.SPIN
