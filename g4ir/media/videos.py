@@ -250,10 +250,14 @@ class _Sample:
     """The frames to take from a file. The decoder's are known by their timestamps, `keys`; None: by
     their indices."""
 
+    total: int  # frames that the file shows
     rate: float | None
     indices: tuple[int, ...]
     seconds: tuple[float, ...]
     keys: tuple[int, ...] | None
+
+
+LOST = 16  # frames that a decoder may drop at cuts: H.264 refers back no further
 
 
 def _sample(path: Path, frames: int | None, limits: VideoLimits) -> _Sample:
@@ -273,7 +277,7 @@ def _sample(path: Path, frames: int | None, limits: VideoLimits) -> _Sample:
         stamps = _timestamps(container, path, limits)
         unit, start = stream.time_base, (container.start_time or 0) / 10**6
         by_index = container.format.name == "avi"  # FFmpeg stamps its packets in decoding order
-    if None in stamps:
+    if None in stamps or not unit:
         stamps, unit, by_index = range(len(stamps)), 1 / Fraction(rate or ASSUMED_RATE), True
     ticks = sorted(stamps)
     # Exact, since one bit can make a second.
@@ -282,7 +286,8 @@ def _sample(path: Path, frames: int | None, limits: VideoLimits) -> _Sample:
     late = ticks[0] * unit.numerator / unit.denominator - start
     late = late if late >= 1 else 0.0  # where the sound begins first
     keys = None if by_index else tuple(ticks[i] for i in indices)
-    return _Sample(rate, indices, tuple(late + seconds[i] for i in indices), keys)
+    times = tuple(late + seconds[i] for i in indices)
+    return _Sample(len(ticks), rate, indices, times, keys)
 
 
 def _timestamps(container: Any, path: Path, limits: VideoLimits) -> Sequence[Any]:
@@ -305,21 +310,22 @@ def _timestamps(container: Any, path: Path, limits: VideoLimits) -> Sequence[Any
 
 
 def _decoded(path: Path, sample: _Sample, limits: VideoLimits) -> Iterator[U8]:
-    """Decode the frames of a sample one by one. For one that the decoder skips, as between a cut
-    and the next key frame, the next is taken."""
-    keys, left, frame = sample.keys, deque(sample.keys or sample.indices), None
+    """Decode the frames of a sample one by one. For one that the decoder drops, as between a cut
+    and the next key frame, the next is taken, or the last."""
+    keys, left, i, frame = sample.keys, deque(sample.keys or sample.indices), 0, None
     with _opened(path) as container:
-        for i, frame in enumerate(container.decode(video=0)):
+        for i, frame in enumerate(container.decode(video=0), 1):
             check_size(path, frame.width, frame.height, limits.max_pixels)
-            _check_count(path, i + 1, frame.width * frame.height, limits)
-            while left and (i if keys is None or frame.pts is None else frame.pts) >= left[0]:
+            _check_count(path, i, frame.width * frame.height, limits)
+            while left and (i - 1 if keys is None or frame.pts is None else frame.pts) >= left[0]:
                 left.popleft()
                 yield _upright(frame, path)
             if not left:
                 return
-        if frame is None or len(left) > 1:
-            raise InputError(f"{path}: corrupt: its last frames cannot be decoded")
-        yield _upright(frame, path)  # some last packets bring no frame
+        if frame is None or (len(left) > 1 and sample.total - i > LOST):
+            raise InputError(f"{path}: corrupt: {i} of its {sample.total} frames can be decoded")
+        for _ in left:
+            yield _upright(frame, path)
 
 
 def _upright(frame: Any, path: Path) -> U8:
