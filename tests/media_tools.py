@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import wave
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,15 @@ SPECIAL = {
     "eoa": "<audio|>",
 }
 RATE = 16_000
+
+
+def damaged(data: bytes, draw: random.Random, head: int = 3_000) -> bytes:
+    """A copy with up to a dozen other bytes, most of them in its head, every other one cut off."""
+    content = bytearray(data)
+    for _ in range(draw.randint(0, 12)):
+        end = draw.choice((len(data), min(len(data), head), min(len(data), 64)))
+        content[draw.randrange(end)] = draw.randrange(256)
+    return bytes(content[: draw.choice((len(data), draw.randint(1, len(data))))])
 
 
 def noise(*shape: int, seed: int = 0) -> np.ndarray:

@@ -3,8 +3,10 @@ formula, and files made here against what was written into them."""
 
 from __future__ import annotations
 
+import io
 import logging
 import math
+import random
 import struct
 import sys
 import types
@@ -42,6 +44,7 @@ from g4ir.media.sound import (
 )
 from g4ir.model.sounds import MelSettings, RawSettings, audio_settings
 from g4ir.spec.record import load_spec
+from tests.media_tools import damaged
 
 RATE = 16_000
 E2B, UNIFIED = load_spec("e2b"), load_spec("12b")
@@ -378,14 +381,14 @@ def test_a_clip_that_would_be_too_large_after_resampling_is_refused(
 def wav_bytes(
     data: bytes, tag: int = 1, channels: int = 1, bits: int = 16, rate: int = RATE, **other: Any
 ) -> bytes:
-    """A WAV file around `data`; `size`, `block`, `before` and `fmt` override what is right."""
+    """A WAV file around `data`; `size`, `riff`, `block`, `before`, `fmt` override what is right."""
     block = other.get("block", channels * bits // 8)
     fmt = struct.pack("<HHIIHH", tag, channels, rate, rate * block, block, bits)
     fmt = other.get("fmt", fmt)
     body = b"WAVE" + other.get("before", b"")
     body += b"fmt " + struct.pack("<I", len(fmt)) + fmt
     body += b"data" + struct.pack("<I", other.get("size", len(data))) + data
-    return b"RIFF" + struct.pack("<I", len(body)) + body
+    return b"RIFF" + struct.pack("<I", other.get("riff", len(body))) + body
 
 
 def saved(folder: Path, data: bytes, name: str = "a.wav") -> Path:
@@ -444,6 +447,52 @@ def extensible(tag: int, bits: int, channels: int = 1) -> bytes:
     return fmt + struct.pack("<HHIH", 22, bits, 0, tag) + guid
 
 
+def large(data: bytes, size: int, kind: bytes = b"RF64") -> bytes:
+    """A WAV file with sizes of 64 bits."""
+    ds64 = b"ds64" + struct.pack("<IQQQI", 28, 0, size, 0, 0)
+    return kind + wav_bytes(data, size=0xFFFFFFFF, riff=0xFFFFFFFF, before=ds64)[4:]
+
+
+#: sizes of data and of the file that recorders and pipes leave in a header
+UNKNOWN = {
+    "all ones": (0xFFFFFFFF, 0xFFFFFFFF),
+    "nearly 2^32": (0xFFFFFFFF - 36, 0xFFFFFFFF),
+    "2^32 less a header": (0xFFFFFFFF - 44, 0xFFFFFFFF - 8),
+    "2^31 - 1": (0x7FFFFFFF, 0x7FFFFFFF + 36),
+    "2^31": (0x80000000, 0x80000024),
+    "2^31 less a page": (0x7FFFF000, 0x7FFFF024),
+    "zeros": (0, 0),
+    "an empty file's": (0, 36),
+}
+
+
+@pytest.mark.parametrize("bits", [8, 16, 24])
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_unknown_sizes_mean_to_the_end(tmp_path: Path, case: str, bits: int) -> None:
+    size, riff = UNKNOWN[case]
+    for rest in (b"", b"\0"):  # the last sample may be half there
+        path = saved(tmp_path, wav_bytes(GOOD[:768] + rest, bits=bits, size=size, riff=riff))
+        assert len(read_sound(path).samples) == (768 + (bits == 8) * len(rest)) * 8 // bits
+
+
+def test_an_empty_recording_has_no_samples(tmp_path: Path) -> None:
+    for after in (b"", b"LIST" + struct.pack("<I4s", 4, b"INFO")):
+        content = wav_bytes(b"", riff=36 + len(after)) + after
+        with pytest.raises(InputError, match="no samples"):
+            read_sound(saved(tmp_path, content))
+
+
+@pytest.mark.parametrize("bits, container", [(12, 16), (20, 24), (25, 32), (4, 8)])
+def test_bits_of_a_wider_container_are_its_upper_ones(
+    tmp_path: Path, bits: int, container: int
+) -> None:
+    wide, narrow = (
+        read_sound(saved(tmp_path, wav_bytes(GOOD[:600], bits=n, block=container // 8))).samples
+        for n in (container, bits)
+    )
+    np.testing.assert_array_equal(wide, narrow)
+
+
 def test_chunks_of_all_kinds_and_unknown_sizes_are_read(tmp_path: Path) -> None:
     data = (noise(900) * 9_000).astype("<i2").tobytes()
     want = np.frombuffer(data, "<i2")[:, None]
@@ -453,6 +502,9 @@ def test_chunks_of_all_kinds_and_unknown_sizes_are_read(tmp_path: Path) -> None:
         "chunk after": wav_bytes(data) + list_chunk,
         "extensible": wav_bytes(data, fmt=extensible(1, 16)),
         "streamed": wav_bytes(data, size=0xFFFFFFFF) + b"\0",
+        "64 bits": large(data, len(data)) + list_chunk,
+        "64 bits, broadcast": large(data, len(data), b"BW64"),
+        "64 bits, streamed": large(data, 0),
     }
     for name, content in files.items():
         sound = read_sound(saved(tmp_path, content))
@@ -468,6 +520,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "no chunk": (wav_bytes(GOOD)[:12], "truncated: .*no data chunk"),
     "no data": (wav_bytes(GOOD)[:36], "truncated: .*no data chunk"),
     "half": (wav_bytes(GOOD)[:500], "truncated: 800 bytes of samples announced, 456 there"),
+    "half of 64 bits": (large(GOOD, 800)[:500], "truncated: 800 bytes of samples announced, 420"),
     "short format": (wav_bytes(GOOD, fmt=b"\1\0\1\0"), "corrupt: the format chunk has 4 bytes"),
     "channels": (wav_bytes(GOOD, channels=0, block=2), "corrupt: 0 channels"),
     "many": (wav_bytes(GOOD, channels=MAX_CHANNELS + 1), "65 channels, at most 64"),
@@ -480,6 +533,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "odd": (wav_bytes(GOOD[:-1]), "799 bytes of samples are no whole number of blocks"),
     "png": (b"\x89PNG\r\n\x1a\n" + GOOD, "no sound file"),
     "text": (b"hello", "no sound file"),
+    "aac": (b"\xff\xf1\x50\x80" + GOOD, "no sound file"),
     "nan": (wav_bytes(NAN, tag=3, bits=32), "sample 1 is nan"),
 }
 
@@ -571,6 +625,59 @@ def test_soundfile_is_asked_and_watched(tmp_path: Path, monkeypatch: pytest.Monk
         read_sound(saved(tmp_path, b"fLaC!...", "b.flac"))
 
 
+FORMATS = ("WAV", "RF64", "W64", "FLAC", "OGG", "AIFF", "CAF", "AU", "MP3")
+
+
+def encoded(kind: str, rate: int = 16_000, samples: int = 4_000) -> bytes:
+    soundfile = pytest.importorskip("soundfile")
+    out = io.BytesIO()
+    soundfile.write(out, noise(samples).clip(-0.9, 0.9), rate, format=kind)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("rate", [8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000])
+def test_mp3_of_every_version(tmp_path: Path, rate: int) -> None:
+    """MPEG 1, 2 and 2.5, as recorders write it; a tag in front of it or not."""
+    data = encoded("MP3", rate)
+    title = b"TIT2" + struct.pack(">IH", 5, 0) + b"\3talk"
+    for content in (data, b"ID3\4\0\0\0\0\0" + bytes([len(title)]) + title + data):
+        sound = read_sound(saved(tmp_path, content, "a.mp3"))
+        assert sound.rate == rate and len(sound.samples) == 4_000
+
+
+def test_a_flac_that_went_through_a_pipe(tmp_path: Path) -> None:
+    """Its header says neither how many samples there are nor their sum."""
+    data = bytearray(encoded("FLAC"))
+    whole = read_sound(saved(tmp_path, bytes(data))).samples
+    data[21] &= 0xF0
+    data[22:42] = bytes(20)
+    path = saved(tmp_path, bytes(data))
+    np.testing.assert_array_equal(read_sound(path).samples, whole)
+    with pytest.raises(InputError, match="more than 3999 values"):
+        read_sound(path, DecodeLimits(max_values=3_999))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # soundfile's seeks
+@pytest.mark.parametrize("kind", FORMATS)
+def test_damaged_files_of_every_format(tmp_path: Path, kind: str) -> None:
+    """250 copies, cut or with other bytes: one InputError, or sound."""
+    data, draw = encoded(kind), random.Random(kind)
+    for _ in range(250):
+        path = saved(tmp_path, damaged(data, draw), "damaged")
+        try:
+            assert read_sound(path, DecodeLimits(max_values=1 << 20)).samples.size
+        except InputError as e:
+            assert str(e).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("kind", ["WAV", "RF64", "W64", "AIFF", "AU"])
+def test_files_that_are_cut_off_are_called_truncated(tmp_path: Path, kind: str) -> None:
+    data = encoded(kind)
+    for end in (len(data) // 2, len(data) - 40):
+        with pytest.raises(InputError, match="truncated"):
+            read_sound(saved(tmp_path, data[:end], "cut"))
+
+
 @pytest.mark.parametrize("kind,error", [("FLAC", 1e-4), ("OGG", 0.2), ("AIFF", 1e-4)])
 def test_real_files_of_other_formats(tmp_path: Path, kind: str, error: float) -> None:
     soundfile = pytest.importorskip("soundfile")
@@ -580,6 +687,5 @@ def test_real_files_of_other_formats(tmp_path: Path, kind: str, error: float) ->
     sound = read_sound(path)
     assert sound.rate == 22_050 and sound.samples.shape == samples.shape
     assert np.abs(sound.samples - samples).mean() < error
-    if kind != "AIFF":  # of which the library gives what is there
-        with pytest.raises(InputError, match=r"corrupt, or not a kind|truncated"):
-            read_sound(saved(tmp_path, path.read_bytes()[:60], "cut"))
+    with pytest.raises(InputError, match=r"corrupt, or not a kind|truncated"):
+        read_sound(saved(tmp_path, path.read_bytes()[:60], "cut"))

@@ -32,6 +32,7 @@ from g4ir.media.images import (
     FORMATS,
     ImageLimits,
     Picture,
+    pixels_of,
     prepare_image,
     read_image,
     stack_pictures,
@@ -258,7 +259,7 @@ def test_bad_pixels(case: str) -> None:
 
 # --- image files ------------------------------------------------------------------------------
 
-MODES = ("RGB", "RGBA", "L", "LA", "P", "1", "CMYK", "YCbCr", "HSV", "I", "F", "I;16")
+MODES = ("RGB", "RGBA", "L", "LA", "P", "1", "CMYK", "YCbCr", "HSV", "LAB")
 SUFFIXES = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp", "GIF": "gif", "BMP": "bmp", "TIFF": "tiff"}
 
 
@@ -268,8 +269,8 @@ def load_image(path: Path) -> np.ndarray:
 
 
 def made(mode: str) -> Image.Image:
-    if mode == "I;16":
-        return Image.fromarray(np.arange(60 * 90, dtype=np.uint16).reshape(60, 90) * 12)
+    if mode == "LAB":
+        return Image.merge("LAB", Image.fromarray(smooth(60, 90)).split())
     return Image.fromarray(smooth(60, 90)).convert(mode)
 
 
@@ -295,15 +296,107 @@ def test_a_palette_with_a_transparent_entry(tmp_path: Path) -> None:
     assert np.array_equal(read_image(path), load_image(path))
 
 
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_pictures_are_turned_as_exif_says(tmp_path: Path, orientation: int) -> None:
-    path = tmp_path / "a.jpg"
+def test_the_exif_orientation_is_applied(tmp_path: Path, orientation: int, format: str) -> None:
+    path = tmp_path / "a"
     exif = Image.Exif()
     exif[0x0112] = orientation
-    made("RGB").save(path, exif=exif)
+    made("RGB").save(path, format, exif=exif)
     pixels = read_image(path)
     assert pixels.shape == ((90, 60, 3) if orientation > 4 else (60, 90, 3))
     assert np.array_equal(pixels, load_image(path))
+
+
+RAMP = np.arange(60 * 90).reshape(60, 90) * 65535 // (60 * 90 - 1)  # 0 to 65535
+LIMITS, WHITE_IS_ZERO, ORIENTATION = (340, 341), 262, 274  # TIFF tags
+#: pixels, format, tags -> what they are in 8 bits
+DEEP: dict[str, tuple[np.ndarray, str, dict[int, Any], np.ndarray]] = {
+    "16-bit PNG": (RAMP.astype(np.uint16), "PNG", {}, RAMP / 257),
+    "16-bit TIFF": (RAMP.astype(np.uint16), "TIFF", {}, RAMP / 257),
+    "16-bit TIFF, turned": (
+        RAMP.astype(np.uint16),
+        "TIFF",
+        {ORIENTATION: 3},
+        RAMP[::-1, ::-1] / 257,
+    ),
+    "12 of 16 bits": (
+        (RAMP // 16).astype(np.uint16),
+        "TIFF",
+        {LIMITS[0]: 0, LIMITS[1]: 4095},
+        RAMP // 16 / 4095 * 255,
+    ),
+    "32-bit integers": (
+        (RAMP * 1000 - 9).astype(np.int32),
+        "TIFF",
+        {LIMITS[0]: -9, LIMITS[1]: 65_534_991},
+        RAMP / 257,
+    ),
+    "floats in [0, 1]": ((RAMP / 65535).astype(np.float32), "TIFF", {}, RAMP / 257),
+    "floats of a stated range": (
+        (RAMP / 100 - 50).astype(np.float32),
+        "TIFF",
+        {LIMITS[0]: -50.0, LIMITS[1]: 605.35},
+        RAMP / 257,
+    ),
+    "floats beyond it": (
+        (RAMP / 100).astype(np.float32),
+        "TIFF",
+        {LIMITS[0]: 100.0, LIMITS[1]: 200.0},
+        ((RAMP / 100 - 100) * 2.55).clip(0, 255),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DEEP)
+def test_more_than_8_bits_are_scaled(tmp_path: Path, case: str) -> None:
+    values, format, tags, wanted = DEEP[case]
+    path = tmp_path / "a"
+    Image.fromarray(values).save(path, format, **({"tiffinfo": tags} if tags else {}))
+    pixels = read_image(path)
+    assert pixels.shape == (60, 90, 3) and pixels.std() > 20
+    assert np.abs(pixels - wanted[..., None]).max() <= 1
+    with Image.open(path) as image:
+        assert np.array_equal(pixels_of(image), pixels)
+
+
+@pytest.mark.parametrize("colour, channels", [(0, 1), (2, 3), (4, 2), (6, 4)])
+def test_16_bits_are_equal_in_grey_and_in_colour(
+    tmp_path: Path, colour: int, channels: int
+) -> None:
+    path, values = tmp_path / "a.png", np.repeat(RAMP[..., None], channels, axis=2).astype(">u2")
+    chunks = [b"".join(b"\0" + row.tobytes() for row in values)]
+    head = struct.pack(">IIBBBBB", 90, 60, 16, colour, 0, 0, 0)
+    chunks = [b"IHDR" + head, b"IDAT" + zlib.compress(chunks[0]), b"IEND"]
+    sized = (struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in chunks)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(sized))
+    assert np.array_equal(read_image(path), np.repeat((RAMP >> 8)[..., None], 3, axis=2))
+
+
+def test_white_may_be_zero(tmp_path: Path) -> None:
+    path = tmp_path / "a.tiff"
+    Image.fromarray(RAMP.astype(np.uint16)).save(path)
+    data = path.read_bytes()
+    entry = struct.pack("<HHIH", WHITE_IS_ZERO, 3, 1, 1)
+    assert data.count(entry) == 1
+    path.write_bytes(data.replace(entry, entry[:-2] + b"\0\0"))
+    assert np.array_equal(read_image(path)[..., 0], 255 - (RAMP >> 8))
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        (RAMP.astype(np.int32), "int32 pixels from 0 to 65535 without a range"),
+        (RAMP.astype(np.float32), "float32 pixels from 0.0 to 65535.0 without a range"),
+        (np.full((3, 3), np.nan, np.float32), "float32 pixels from nan to nan"),
+    ],
+)
+def test_a_range_that_nothing_states(tmp_path: Path, values: np.ndarray, message: str) -> None:
+    Image.fromarray(values).save(tmp_path / "a.tiff")
+    with pytest.raises(InputError, match=f"a.tiff: {message}.*save it with 8 or 16 bits"):
+        read_image(tmp_path / "a.tiff")
+    with pytest.raises(InputError, match=f"^image: {message}"):
+        pixels_of(Image.fromarray(values))
 
 
 def test_the_first_frame_of_an_animation_counts(tmp_path: Path) -> None:

@@ -71,11 +71,12 @@ def _add_media(p: Parser) -> None:
         type=int,
         help="soft tokens of an image: one that the engine was built for",
     )
-    p.add_argument("--frames", metavar="N", type=int, help="of a video (default 32, or all)")
+    p.add_argument("--frames", metavar="N", type=int, help="frames of a video (default 32, or all)")
     p.add_argument(
         "--audio-too-long",
         choices=("cut", "refuse"),
-        help="what to do with the rest of a sound (default: cut it)",
+        help="audio longer than the model takes (30 s) or the engine was built for: cut it with a\n"
+        "warning (default), or refuse it",
     )
 
 

@@ -8,10 +8,10 @@ From pixels onwards the arithmetic is equal to the bit to the image processors o
 on a CPU. Their resize works on uint8 throughout, so it rounds and clamps after either direction;
 computed in floats and rounded once, single pixels would differ by several steps.
 
-Files. The reference's `load_image` turns the picture as EXIF says and takes Pillow's conversion to
-RGB: alpha is dropped, palettes are looked up, of animations the first frame counts, and what more
-than 8 bits become is Pillow's answer. We do the same. (Its processors, given a path, decode with
-torchvision instead, which neither turns nor narrows; that is no one's intention.)
+Files. As the reference's `load_image` we apply the EXIF orientation and convert to RGB by Pillow:
+alpha is dropped, palettes are looked up, of animations the first frame counts. (Its processors,
+given a path, decode with torchvision instead, which ignores the orientation.) Pillow clips pixels
+of more than 8 bits; we scale them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def pixels_of(image: Any) -> Any:
     if pillow is None or not isinstance(image, pillow.Image):
         return image
     _, ops = _pillow(Path("image"))
-    return np.array(ops.exif_transpose(image).convert("RGB"))
+    return _rgb(image, ops, "image")
 
 
 def check_pixels(pixels: NDArray[Any], ndim: int, name: str) -> None:
@@ -179,7 +179,7 @@ def _decode(file: BinaryIO, path: Path, limits: ImageLimits) -> U8:
             with image_module.open(file, formats=FORMATS) as image:  # reads the header only
                 width, height = image.size
                 check_size(path, width, height, limits.max_pixels)
-                return np.array(ops.exif_transpose(image).convert("RGB"))
+                return _rgb(image, ops, str(path))
         except (G4Error, MemoryError):
             raise
         except image_module.UnidentifiedImageError as e:
@@ -188,6 +188,46 @@ def _decode(file: BinaryIO, path: Path, limits: ImageLimits) -> U8:
             raise InputError(f"{path}: too large: {e}") from e
         except Exception as e:  # decoders raise whatever a broken file leads them to
             raise InputError(f"{path}: corrupt or truncated: {e}") from e
+
+
+def _rgb(image: Any, ops: Any, name: str) -> U8:
+    """Return the pixels of a Pillow image, upright and in RGB."""
+    tags = getattr(image, "tag_v2", {})
+    limits = [tags.get(tag) for tag in SAMPLE_LIMITS]
+    white_is_zero = tags.get(PHOTOMETRIC) == 0
+    deep = image.format == "PNG" and image.mode == "I"  # 16 bits in older Pillows
+    image = ops.exif_transpose(image)
+    if image.mode[0] not in "IF":
+        return np.array(image.convert("RGB"))
+    values = np.asarray(image)
+    grey = _eight_bits(values.astype(np.uint16) if deep else values, limits, name)
+    return np.repeat((255 - grey if white_is_zero else grey)[..., None], CHANNELS, axis=-1)
+
+
+#: TIFF tags: the range of the samples, and whether the lowest is white
+SAMPLE_LIMITS, PHOTOMETRIC = (340, 341), 262
+
+
+def _eight_bits(values: NDArray[Any], limits: Sequence[Any], name: str) -> U8:
+    """Scale grey values [H, W] to 8 bits: 16 bits from their whole range, others from the range
+    that the file states; floats within [0, 1] need none."""
+    stated = None not in limits
+    if values.dtype.kind == "u" and not stated:
+        return (values >> 8).astype(np.uint8)
+    low, high = (float(np.ravel(x)[0]) for x in limits) if stated else (0.0, 1.0)
+    least, most = values.min(), values.max()  # NaN where there is one
+    known = stated or (values.dtype.kind == "f" and low <= least and most <= high)
+    if not (known and low < high and np.isfinite([low, high, least, most]).all()):
+        raise InputError(
+            f"{name}: {values.dtype} pixels from {least} to {most} without a range (TIFF tags "
+            "SMinSampleValue and SMaxSampleValue); save it with 8 or 16 bits"
+        )
+    out = np.empty(values.shape, np.uint8)
+    for row, into in zip(values, out, strict=True):  # so that no copy of all is wider than the file
+        into[:] = np.round(
+            (row.astype(np.float64) - low).clip(0, high - low) * (255 / (high - low))
+        )
+    return out
 
 
 def check_size(path: Path, width: int, height: int, max_pixels: int) -> None:

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from g4ir.errors import InputError, MissingError
 from g4ir.model.sounds import RATES, AudioSettings
 
+from .containers import is_cut, is_unknown
 from .mel import F32, F64, Mask, find_features, frozen
 
 CUT, REFUSE = "cut", "refuse"  # what to do with a clip that is too long
@@ -255,20 +256,22 @@ def _read(file: BinaryIO, path: Path, size: int, limits: DecodeLimits) -> Sound:
     if size > limits.max_bytes:
         raise InputError(f"{path}: {size} bytes, at most {limits.max_bytes}; send it in parts")
     head = file.read(12)
-    if head[:4] == b"RIFF":
+    if head[:4] in WAVES:
         if len(head) < 12 or head[8:] != b"WAVE":
             raise InputError(f"{path}: a RIFF file without the mark WAVE; it holds no plain sound")
         wav = _wav(file, path, size)
         if wav.decoder is not None:
             return _decode_wav(file, path, wav, limits)
+    elif is_cut(file, size):
+        raise InputError(f"{path}: truncated: its header announces more than the file has")
     file.seek(0)
     return _read_other(file, path, head, limits)
 
 
 # --- WAV --------------------------------------------------------------------------------------
 
+WAVES = (b"RIFF", b"RF64", b"BW64")  # the latter two have sizes of 64 bits
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
-UNKNOWN_SIZE = 0xFFFFFFFF  # written by a program that could not seek back
 
 
 def _pcm24(data: bytes) -> NDArray[Any]:
@@ -308,16 +311,22 @@ class _Wav:
 
 def _wav(file: BinaryIO, path: Path, total: int) -> _Wav:
     """Read the chunks up to the samples, which are checked against the file's size."""
-    found: _Wav | None = None
-    at = 12
+    file.seek(4)
+    (riff,) = struct.unpack("<I", file.read(4))
+    found, large, at = None, 0, 12
     while at + 8 <= total:
         file.seek(at)
         mark, size = struct.unpack("<4sI", file.read(8))
         at += 8
+        if mark == b"ds64":  # sizes of the file and of its samples
+            (large,) = struct.unpack("<8xq", file.read(16).ljust(16, b"\0"))
         if mark == b"fmt ":
             found = _wav_format(file.read(min(size, 40)), path)
         if mark == b"data":
-            return _wav_data(found, path, at, size, total)
+            size = large if large > 0 and size == 0xFFFFFFFF else size
+            if is_unknown(size) or (size == 0 and riff + 8 != total):
+                size = None
+            return _wav_data(found, path, at, size, total - at)
         at += size + size % 2  # chunks begin at even places
     raise InputError(f"{path}: truncated: the WAV file ends before its samples (no data chunk)")
 
@@ -328,6 +337,8 @@ def _wav_format(data: bytes, path: Path) -> _Wav:
     tag, channels, rate, _, block, bits = struct.unpack_from("<HHIIHH", data)
     if tag == EXTENSIBLE and len(data) >= 26:
         (tag,) = struct.unpack_from("<H", data, 24)
+    if tag == PCM and channels and bits <= block // channels * 8 < bits + 8:
+        bits = block // channels * 8  # 20 bits are the upper ones of 24
     wav = _Wav(tag, channels, rate, block, bits)
     if channels == 0 or (wav.decoder is not None and block != channels * bits // 8):
         raise InputError(f"{path}: corrupt: {channels} channels of {bits} bits in {block} bytes")
@@ -339,11 +350,11 @@ def _wav_format(data: bytes, path: Path) -> _Wav:
     return wav
 
 
-def _wav_data(found: _Wav | None, path: Path, at: int, size: int, total: int) -> _Wav:
+def _wav_data(found: _Wav | None, path: Path, at: int, size: int | None, left: int) -> _Wav:
+    """`size` None: to the end of the file."""
     if found is None:
         raise InputError(f"{path}: corrupt: samples come before the format chunk")
-    left = total - at
-    if size == UNKNOWN_SIZE:
+    if size is None:
         size = left - left % max(found.block, 1)
     if size > left:
         raise InputError(f"{path}: truncated: {size} bytes of samples announced, {left} there")
@@ -377,29 +388,13 @@ def _check_values(path: Path, frames: int, channels: int, limits: DecodeLimits) 
 # --- other formats ----------------------------------------------------------------------------
 
 #: first bytes of formats that soundfile may know
-MAGIC = (
-    b"RIFF",
-    b"RF64",
-    b"RIFX",
-    b"fLaC",
-    b"OggS",
-    b"FORM",
-    b"caff",
-    b".snd",
-    b"ID3",
-    b"\xff\xfb",
-    b"\xff\xfa",
-    b"\xff\xf3",
-    b"\xff\xf2",
-)
+MAGIC = (b"RIFF", b"RIFX", b"riff", b"fLaC", b"OggS", b"FORM", b"caff", b".snd", b"ID3")
+UNKNOWN_FRAMES = 1 << 62  # or more: the number of samples of a FLAC that went through a pipe
 
 
 def _read_other(file: BinaryIO, path: Path, head: bytes, limits: DecodeLimits) -> Sound:
-    """Read through soundfile; its header is checked against the limits before it decodes.
-
-    The library corrects the header of some truncated files (AIFF) and gives what is there.
-    """
-    if not head.startswith(MAGIC):
+    """Read through soundfile; its header is checked against the limits before it decodes."""
+    if not head.startswith(MAGIC) and not _is_mpeg(head):
         raise InputError(
             f"{path}: no sound file (it begins with {head[:4]!r}); send WAV, FLAC, OGG or MP3"
         )
@@ -407,13 +402,27 @@ def _read_other(file: BinaryIO, path: Path, head: bytes, limits: DecodeLimits) -
     try:
         with soundfile.SoundFile(file) as source:
             frames, channels, rate = source.frames, source.channels, source.samplerate
-            _check_values(path, frames, channels, limits)
-            samples = source.read(frames, dtype="float32", always_2d=True)
+            known = frames < UNKNOWN_FRAMES
+            if known:
+                _check_values(path, frames, channels, limits)
+            most = frames if known else limits.max_values // channels + 1
+            source.seekable = lambda: False  # it would look for the end of a FLAC that has none
+            samples = source.read(most, dtype="float32", always_2d=True)
     except (RuntimeError, TypeError, ValueError) as e:  # soundfile's own are RuntimeErrors
         raise InputError(f"{path}: corrupt, or not a kind that soundfile reads: {e}") from e
-    if len(samples) < frames:
+    if not len(samples):
+        raise InputError(f"{path}: no samples")
+    if known and len(samples) < frames:
         raise InputError(f"{path}: truncated: {frames} samples announced, {len(samples)} there")
+    _check_values(path, len(samples), channels, limits)
     return Sound(samples, int(rate), str(path))
+
+
+def _is_mpeg(head: bytes) -> bool:
+    """Whether a header of MPEG audio begins here: version 1, 2 or 2.5, layer I, II or III."""
+    (word,) = struct.unpack(">I", head[:4].ljust(4, b"\0"))
+    version, layer, bit_rate, rate = word >> 19 & 3, word >> 17 & 3, word >> 12 & 15, word >> 10 & 3
+    return word >> 21 == 0x7FF and version != 1 and layer != 0 and bit_rate != 15 and rate != 3
 
 
 def _soundfile(path: Path) -> Any:

@@ -11,18 +11,23 @@ decoding is a library's (av).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from g4ir.errors import InputError, MissingError
+from g4ir.errors import G4Error, InputError, MissingError
 from g4ir.model.images import CHANNELS, FRAME_BUDGET, Grid, ImageSettings, fit_image, image_settings
 from g4ir.spec.record import Spec
 
+from .containers import is_cut
 from .images import (
     F32,
     I64,
@@ -48,6 +53,7 @@ class Video:
     rate: float | None = None  # of the whole video, frames per second
     indices: tuple[int, ...] | None = None  # of a choice: which frames of the video these are
     name: str = "video"  # for messages: the file's name
+    seconds: tuple[float, ...] | None = None  # presentation time of each frame; None: index / rate
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,11 +104,34 @@ def sample_frames(total: int, frames: int | None = None, name: str = "video") ->
     return tuple(i for i in chosen if i < total)
 
 
-def frame_times(indices: tuple[int, ...], rate: float | None) -> tuple[str, ...]:
-    """Return the times of frames in minutes and seconds, both rounded down: 01:05."""
+def spread_frames(
+    seconds: Sequence[float], frames: int | None = None, name: str = "video"
+) -> tuple[int, ...]:
+    """Return indices of `frames` frames that are evenly spread over the presentation times.
+
+    At a constant rate these are `sample_frames`. Otherwise each point of time takes the nearest
+    frame, and none is taken twice. InputError as there.
+    """
+    total, even = len(seconds), np.array(sample_frames(len(seconds), frames, name))
+    if total == 1:
+        return (0,)
+    times = np.asarray(seconds)
+    wanted = times[0] + even * ((times[-1] - times[0]) / (total - 1))
+    after = np.searchsorted(times, wanted).clip(1, total - 1)
+    nearest = after - (wanted - times[after - 1] <= times[after] - wanted)
+    order = np.arange(len(even))
+    once = np.maximum.accumulate(nearest - order) + order
+    return tuple(np.minimum(once, total - len(even) + order).tolist())
+
+
+def frame_times(
+    indices: tuple[int, ...], rate: float | None, seconds: tuple[float, ...] | None = None
+) -> tuple[str, ...]:
+    """Return the times of frames in minutes and seconds, both rounded down: 01:05. They are
+    `seconds`, or those of a constant rate."""
     # In float32 as in the reference: one bit can make a second.
-    seconds = np.array(indices, np.float32) / np.float32(rate or ASSUMED_RATE)
-    return tuple(f"{int(s // 60):02d}:{int(s % 60):02d}" for s in seconds)
+    even = np.array(indices, np.float32) / np.float32(rate or ASSUMED_RATE)
+    return tuple(f"{int(s // 60):02d}:{int(s % 60):02d}" for s in seconds or even)
 
 
 def prepare_video(video: Video, settings: ImageSettings, frames: int | None = None) -> Footage:
@@ -115,27 +144,30 @@ def prepare_video(video: Video, settings: ImageSettings, frames: int | None = No
     check_pixels(video.frames, 4, name)
     if rate is not None and not (np.isfinite(rate) and rate > 0):
         raise InputError(f"{name}: {rate!r} frames per second; expected a number above 0")
-    indices, chosen = _chosen(video, frames)
-    return _footage(chosen, indices, rate, settings, name)
+    times, chosen = _chosen(video, frames)
+    return _footage(chosen, times, settings, name)
 
 
-def _chosen(video: Video, frames: int | None) -> tuple[tuple[int, ...], Iterable[U8]]:
-    total, known = len(video.frames), video.indices
+def _chosen(video: Video, frames: int | None) -> tuple[tuple[str, ...], Iterable[U8]]:
+    """Return the times of the sampled frames, and the frames."""
+    total, known, seconds = len(video.frames), video.indices, video.seconds
+    if seconds is not None and len(seconds) != total:
+        raise InputError(f"{video.name}: {total} frames at {len(seconds)} seconds; one for each")
     if known is None:
-        indices = sample_frames(total, frames, video.name)
-        return indices, (video.frames[i] for i in indices)
+        indices = spread_frames(seconds or range(total), frames, video.name)
+        picked = seconds and tuple(seconds[i] for i in indices)
+        return frame_times(indices, video.rate, picked), (video.frames[i] for i in indices)
     if frames not in (None, total) or len(known) != total or not total:
         raise InputError(
             f"{video.name}: {total} frames at {len(known)} indices; a video with "
             "indices is sampled already, one frame for each"
         )
-    return known, video.frames
+    return frame_times(known, video.rate, seconds), video.frames
 
 
 def _footage(
     frames: Iterable[U8],
-    indices: tuple[int, ...],
-    rate: float | None,
+    times: tuple[str, ...],
     settings: ImageSettings,
     name: str,
     most: int | None = None,
@@ -147,10 +179,10 @@ def _footage(
         found = fit_image(settings, frame.shape[1], frame.shape[0], name)
         if grid is None:
             grid = found
-            _check_tokens(name, len(indices), grid.soft_tokens, most)
-            patches = np.zeros((len(indices), settings.rows, settings.cell**2 * CHANNELS), "f4")
+            _check_tokens(name, len(times), grid.soft_tokens, most)
+            patches = np.zeros((len(times), settings.rows, settings.cell**2 * CHANNELS), "f4")
         elif grid != found:
-            raise InputError(f"{name}: frame {indices[i]} has another size than those before")
+            raise InputError(f"{name}: the frame at {times[i]} has another size than the first")
         # A division, where images are multiplied, as in the reference: they differ in the last bit.
         made = patchify(resize(frame[None], grid), settings.cell)[0] / np.float32(255)
         patches[i, : len(made)] = made
@@ -160,9 +192,9 @@ def _footage(
     positions = np.pad(places, ((0, fill), (0, 0)), constant_values=NO_PATCH)
     return Footage(
         patches,
-        np.repeat(positions[None], len(indices), axis=0),
+        np.repeat(positions[None], len(times), axis=0),
         grid.soft_tokens,
-        frame_times(indices, rate),
+        times,
     )
 
 
@@ -184,13 +216,18 @@ CONTAINERS = ("mov", "matroska", "avi", "mpegts", "mpeg", "ogg", "flv", "gif")
 def read_video(
     path: str | Path, frames: int | None = None, limits: VideoLimits | None = None
 ) -> Video:
-    """Read the sampled frames of a video file in full resolution; others are decoded, not kept.
+    """Read sampled frames of a video file in full resolution, as players show them: turned and
+    mirrored by the display matrix, without what edit lists hide, spread by presentation time.
 
     InputError, naming the file, for one that is missing, empty, none of CONTAINERS, without a
     picture, corrupt, truncated or above the limits; MissingError where av is not installed.
     """
-    with _sampled(Path(path), frames, limits or VideoLimits()) as (head, pictures):
-        return Video(np.stack([*pictures]), head.rate, head.indices, str(path))
+    path, limits = Path(path), limits or VideoLimits()
+    sample = _sample(path, frames, limits)
+    pixels = [*_decoded(path, sample, limits)]
+    if len({frame.shape for frame in pixels}) > 1:
+        raise InputError(f"{path}: its frames have several sizes; encode it with one")
+    return Video(np.stack(pixels), sample.rate, sample.indices, str(path), sample.seconds)
 
 
 def read_footage(
@@ -202,81 +239,145 @@ def read_footage(
 ) -> Footage:
     """Return `prepare_video` of `read_video`, with one frame at a time in full resolution. Errors
     as there, and InputError for more than `most` soft tokens."""
-    with _sampled(Path(path), frames, limits or VideoLimits()) as (head, pictures):
-        return _footage(pictures, head.indices, head.rate, settings, str(path), most)
+    path, limits = Path(path), limits or VideoLimits()
+    sample = _sample(path, frames, limits)
+    times = frame_times(sample.indices, sample.rate, sample.seconds)
+    return _footage(_decoded(path, sample, limits), times, settings, str(path), most)
 
 
 @dataclass(frozen=True)
-class _Head:
-    """The facts of a video that are known before frames are decoded."""
+class _Sample:
+    """The frames to take from a file. The decoder's are known by their timestamps, `keys`; None: by
+    their indices."""
 
+    total: int  # frames that the file shows
     rate: float | None
     indices: tuple[int, ...]
+    seconds: tuple[float, ...]
+    keys: tuple[int, ...] | None
+
+
+LOST = 16  # frames that a decoder may drop at cuts: H.264 refers back no further
+
+
+def _sample(path: Path, frames: int | None, limits: VideoLimits) -> _Sample:
+    """Choose frames by the timestamps of the packets; nothing is decoded."""
+    try:
+        check_file(path, "video", limits.max_bytes)
+        with path.open("rb") as file:
+            cut = is_cut(file, path.stat().st_size)
+    except OSError as e:
+        raise InputError(f"{path}: cannot be read: {e.strerror or e}") from e
+    if cut:
+        raise InputError(f"{path}: truncated: its header announces more than the file has")
+    with _opened(path) as container:
+        stream = container.streams.video[0]
+        check_size(path, stream.width, stream.height, limits.max_pixels)
+        rate = float(stream.average_rate) if stream.average_rate else None
+        stamps = _timestamps(container, path, limits)
+        unit, start = stream.time_base, (container.start_time or 0) / 10**6
+        by_index = container.format.name == "avi"  # FFmpeg stamps its packets in decoding order
+    if None in stamps or not unit:
+        stamps, unit, by_index = range(len(stamps)), 1 / Fraction(rate or ASSUMED_RATE), True
+    ticks = sorted(stamps)
+    # Exact, since one bit can make a second.
+    seconds = [(t - ticks[0]) * unit.numerator / unit.denominator for t in ticks]
+    indices = spread_frames(seconds, frames, str(path))
+    late = ticks[0] * unit.numerator / unit.denominator - start
+    late = late if late >= 1 else 0.0  # where the sound begins first
+    keys = None if by_index else tuple(ticks[i] for i in indices)
+    times = tuple(late + seconds[i] for i in indices)
+    return _Sample(len(ticks), rate, indices, times, keys)
+
+
+def _timestamps(container: Any, path: Path, limits: VideoLimits) -> Sequence[Any]:
+    """Return the presentation timestamp of each packet that is shown; None where it has none, or
+    where the clock of the file starts anew."""
+    stream = container.streams.video[0]
+    stamps, clock, whole = list[Any](), list[int](), True
+    for packet in container.demux(stream):
+        if not packet.size:  # the end of the stream
+            continue
+        whole = not packet.is_corrupt
+        clock += [packet.dts] if packet.dts is not None else []
+        if not packet.is_discard:  # by an edit list
+            stamps.append(packet.pts)
+            _check_count(path, len(stamps), stream.width * stream.height, limits)
+    if not whole:
+        raise InputError(f"{path}: truncated: the file ends in the middle of a frame")
+    anew = any(after < before for before, after in pairwise(clock))
+    return [None] * len(stamps) if anew else stamps
+
+
+def _decoded(path: Path, sample: _Sample, limits: VideoLimits) -> Iterator[U8]:
+    """Decode the frames of a sample one by one. For one that the decoder drops, as between a cut
+    and the next key frame, the next is taken, or the last."""
+    keys, left, i, frame = sample.keys, deque(sample.keys or sample.indices), 0, None
+    with _opened(path) as container:
+        for i, frame in enumerate(container.decode(video=0), 1):
+            check_size(path, frame.width, frame.height, limits.max_pixels)
+            _check_count(path, i, frame.width * frame.height, limits)
+            while left and (i - 1 if keys is None or frame.pts is None else frame.pts) >= left[0]:
+                left.popleft()
+                yield _upright(frame, path)
+            if not left:
+                return
+        if frame is None or (len(left) > 1 and sample.total - i > LOST):
+            raise InputError(f"{path}: corrupt: {i} of its {sample.total} frames can be decoded")
+        for _ in left:
+            yield _upright(frame, path)
+
+
+def _upright(frame: Any, path: Path) -> U8:
+    """Return a frame as players show it: turned and mirrored by its display matrix, if any."""
+    (a, b), (c, d) = _display_matrix(frame)  # pixel (x, y) goes to (ax + cy, bx + dy)
+    pixels: U8 = frame.to_ndarray(format="rgb24")
+    if abs(b) > abs(a):
+        pixels, a, b, c, d = pixels.swapaxes(0, 1), c, d, a, b
+    if max(abs(b), abs(c)) > 0.02 * min(abs(a), abs(d)):  # a degree
+        raise InputError(f"{path}: is shown at an oblique angle; rotate it by right angles only")
+    return pixels[:: 1 if d > 0 else -1, :: 1 if a > 0 else -1]
+
+
+def _display_matrix(frame: Any) -> Any:
+    try:
+        found = frame.side_data.get("DISPLAYMATRIX")
+    except ValueError:  # av lists all or none, and knows no name for another kind
+        turn = math.radians(frame.rotation)
+        return (math.cos(turn), -math.sin(turn)), (math.sin(turn), math.cos(turn))
+    matrix = np.frombuffer(bytes(found or b""), np.int32).reshape(-1, 3)[:2, :2] / 65536
+    return matrix if matrix.any() else np.eye(2)
 
 
 @contextmanager
-def _sampled(
-    path: Path, frames: int | None, limits: VideoLimits
-) -> Iterator[tuple[_Head, Iterator[U8]]]:
-    """A context with the head of a video file and its sampled frames, one by one."""
-    try:
-        check_file(path, "video", limits.max_bytes)
-    except OSError as e:
-        raise InputError(f"{path}: cannot be read: {e.strerror or e}") from e
+def _opened(path: Path) -> Iterator[Any]:
+    """The container of a video file. Whatever av raises inside is one InputError."""
     av = _av(path)
     try:
-        with path.open("rb") as file:
-            head = _head(av, file, path, frames, limits)
-            yield head, _kept(av, file, path, head, limits)
-    except (av.FFmpegError, OSError, ValueError) as e:
+        with path.open("rb") as file, _container(av, file) as container:
+            if not container.streams.video:
+                raise InputError(f"{path}: has no picture; send sound as audio")
+            if container.streams.video[0].codec_context is None:
+                raise InputError(f"{path}: corrupt, or of a codec without a decoder; send H.264")
+            yield container
+    except G4Error:
+        raise
+    except Exception as e:  # decoders raise whatever a broken file leads them to
+        if type(e) is MemoryError:  # av's own is that of a size in a damaged header
+            raise
         raise InputError(
             f"{path}: no video, corrupt or truncated ({e}); send MP4, MOV, MKV, WebM, AVI or MPEG"
         ) from e
 
 
-def _open(av: Any, file: BinaryIO) -> Any:
+def _container(av: Any, file: BinaryIO) -> Any:
     """Open the container of a file. Not by its name: FFmpeg takes `10:30.mp4` for a protocol."""
-    file.seek(0)
     allowed = {"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": "none"}
-    return av.open(file, container_options=allowed)
-
-
-def _head(av: Any, file: BinaryIO, path: Path, frames: int | None, limits: VideoLimits) -> _Head:
-    with _open(av, file) as container:
-        if not container.streams.video:
-            raise InputError(f"{path}: has no picture; send sound as audio")
-        stream = container.streams.video[0]
-        size = stream.width * stream.height
-        check_size(path, stream.width, stream.height, limits.max_pixels)
-        rate = float(stream.average_rate) if stream.average_rate else None
-        total = stream.frames
-    # Some containers do not say how many frames they hold.
-    total = total or sum(1 for _ in _frames(av, file, path, limits))
-    _check_count(path, total, size, limits)
-    return _Head(rate, sample_frames(total, frames, str(path)))
-
-
-def _kept(av: Any, file: BinaryIO, path: Path, head: _Head, limits: VideoLimits) -> Iterator[U8]:
-    wanted, found = frozenset(head.indices), 0
-    for i, frame in _frames(av, file, path, limits, head.indices[-1]):
-        if i in wanted:
-            found += 1
-            yield frame.to_ndarray(format="rgb24")
-    if found < len(wanted):
-        raise InputError(f"{path}: truncated: it has fewer frames than it announces")
-
-
-def _frames(
-    av: Any, file: BinaryIO, path: Path, limits: VideoLimits, last: int | None = None
-) -> Iterator[tuple[int, Any]]:
-    """Yield decoded frames with their number, up to the last one."""
-    with _open(av, file) as container:
-        for i, frame in enumerate(container.decode(video=0)):
-            check_size(path, frame.width, frame.height, limits.max_pixels)
-            _check_count(path, i + 1, frame.width * frame.height, limits)
-            yield i, frame
-            if i == last:
-                return
+    try:
+        return av.open(file, container_options=allowed)
+    except UnicodeDecodeError:  # tags in another encoding; av 19 takes them as they are
+        file.seek(0)
+        return av.open(file, container_options=allowed, metadata_errors="replace")
 
 
 def _check_count(path: Path, count: int, size: int, limits: VideoLimits) -> None:

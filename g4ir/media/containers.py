@@ -1,0 +1,48 @@
+"""Containers of media: whether a file was cut off, by the sizes that it announces."""
+
+from __future__ import annotations
+
+from typing import BinaryIO
+
+EBML, SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
+#: outermost elements that hold content: of MP4, AVI and WAV, Matroska, AIFF, AU and Wave64
+CONTENT = (b"moov", b"moof", b"mdat", b"RIFF", SEGMENT, b"FORM", b".snd", b"riff")
+_MOST = 1 << 16  # elements to look at, so that the walk through a damaged file ends
+
+
+def is_unknown(size: int) -> bool:
+    """Whether a size of 32 bits is a placeholder (nearly 2^31 or 2^32) of a program that wrote to a
+    pipe and could not seek back."""
+    return any(-4096 <= size - full < 4096 for full in (1 << 31, 1 << 32))
+
+
+def is_cut(file: BinaryIO, total: int) -> bool:
+    """Whether the last outermost element with content ends behind the file's `total` bytes."""
+    end = at = 0
+    for _ in range(_MOST):
+        file.seek(at)
+        head = file.read(24)
+        size = _size(head) if len(head) == 24 else 0
+        at += size
+        end = at if head[:4] in CONTENT or head[4:8] in CONTENT else end
+        if not size or at >= total:
+            break
+    return end > total + 8  # some programs count a header of 8 bytes twice
+
+
+def _size(head: bytes) -> int:
+    """Return the bytes of the element that begins with `head`; 0 where it does not say."""
+    kind, word = head[:4], int.from_bytes(head[4:8], "little" if head[:4] == b"RIFF" else "big")
+    if kind in (EBML, SEGMENT):  # a size of 1 to 8 bytes: the leading zeros say of how many
+        width = 9 - head[4].bit_length()
+        size, most = int.from_bytes(head[4 : 4 + width], "big"), (1 << 7 * width) - 1
+        return 0 if size & most == most else 4 + width + (size & most)
+    if kind in (b"RIFF", b"FORM"):
+        return 0 if is_unknown(word) else 8 + word + word % 2
+    if kind == b".snd":  # where the samples begin, and their size
+        size = int.from_bytes(head[8:12], "big")
+        return 0 if is_unknown(size) else word + size
+    if kind == b"riff":
+        return int.from_bytes(head[16:24], "little")
+    size = int.from_bytes(kind, "big")
+    return int.from_bytes(head[8:16], "big") if size == 1 else size
