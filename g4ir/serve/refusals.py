@@ -43,8 +43,8 @@ def bad(param: str, message: str) -> Refused:
 
 
 def missing(param: str, message: str) -> Refused:
-    """Return the refusal of what this server cannot do."""
-    return Refused(501, f"{param}: {message}", "not_supported", param, "not_supported")
+    """Return the refusal of what this server cannot do: 400, since clients repeat a 5xx."""
+    return Refused(400, f"{param}: {message}", param=param, code="not_supported")
 
 
 def later(status: int, code: str, message: str) -> Refused:
@@ -66,7 +66,7 @@ def refusal(error: BaseException, fields: Mapping[str, Any], hidden: str = "") -
     if isinstance(error, BusyError):
         return later(429, "queue_full", text)
     if isinstance(error, MissingError):
-        return Refused(501, text, "not_supported", code="not_supported")
+        return Refused(400, text, code="not_supported")
     if isinstance(error, InputError):
         place = _PLACE.match(text)
         param = place[1] if place and place[1] in fields else None

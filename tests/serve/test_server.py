@@ -268,7 +268,8 @@ def test_a_tokenizer_without_turns(tmp_path: Path) -> None:
     add_file(folder, "tokenizer.json", tokenizer().to_str())
     with running(lambda: load_engine(folder)) as r, r.client() as client:
         eventually(lambda: r.server.service)
-        assert client.post(CHAT, json=SHORT).status_code == 501
+        got = client.post(CHAT, json=SHORT)
+        assert (got.status_code, got.json()["error"]["code"]) == (400, "not_supported")
         body = {"prompt": "ab", "max_tokens": 2}
         assert client.post("/v1/completions", json=body).status_code == 200
 
