@@ -202,7 +202,7 @@ MOST_CHOICES = 1024
 
 @dataclass(frozen=True)
 class Constraint:
-    """What the text of an answer must be: JSON of a schema (a dict), a match of a regular
+    """A form that the text of an answer must have: JSON of a schema (a dict), a match of a regular
     expression, one of some texts (a list), or a text of a grammar in Lark or GBNF. `field` is the
     request's, for errors."""
 
@@ -387,13 +387,16 @@ COMPLETIONS = {**dict.fromkeys(CHAT.keys() - {"messages"}, _OF_CHATS), **COMPLET
 #: of /tokenize, which takes a prompt or a conversation, and of /detokenize
 TOKENIZE: Mapping[str, Read] = {
     "model": kind(str),
+    "chat_template": COMMON["chat_template"],
     "prompt": kind(str),
     "add_special_tokens": _unsupported(True),
     "return_token_strs": _unsupported(False),
 }
 TOKENIZE_CHAT: Mapping[str, Read] = {
     "model": kind(str),
-    **{k: CHAT[k] for k in ("messages", "tools", "chat_template_kwargs")},
+    "chat_template": COMMON["chat_template"],
+    **{k: CHAT[k] for k in ("messages", "tools", "tool_choice", "chat_template_kwargs")},
+    **{k: CHAT[k] for k in ("image_budget", "frames", "audio_too_long", "reasoning_effort")},
     **{k: CHAT[k] for k in ("add_generation_prompt", "continue_final_message")},
     "add_special_tokens": _unsupported(False),
     "return_token_strs": _unsupported(False),
