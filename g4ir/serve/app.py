@@ -340,7 +340,8 @@ class Running:
             async for text in self._pieces():
                 yield text
         except Exception as e:
-            said = refusal(e, {}, str(self.server.prompts and self.server.prompts.engine.path))
+            hidden = str(self.server.prompts and self.server.prompts.engine.path)
+            said = refusal(e, self.asked.fields, hidden)
             yield f"data: {_text(said.body())}\n\n"
 
     async def _pieces(self) -> AsyncIterator[str]:

@@ -140,7 +140,7 @@ class Prompts:
         tools, forced = fields.get("tools") or (), choice.mode == "required"
         functions = called(tools, choice.names, strict=not forced) if choice.mode != "none" else []
         inside = Reader(prompt_tail=prompt.tail).thinking
-        head = prompt.head if fields.get("continue_final_message") else ""
+        head = _head(fields, prompt) if fields.get("continue_final_message") else ""
         allowed: Allowed | None = None
         if functions and (forced or constraint) and not (head and constraint):
             allowed = self.grammars.calls(
@@ -220,3 +220,12 @@ class Prompts:
         if constraint_of(fields) or ("messages" in fields and not fields.get("ignore_eos")):
             stop |= self.vocabulary.ends
         return row_sampling(self.defaults, {**given, "stop": stop, "logprobs": top})
+
+
+def _head(fields: Mapping[str, Any], prompt: Prompt) -> str:
+    """Return the text that is to be continued, with the blanks at its end that templates drop."""
+    message = fields["messages"][-1]
+    content = message.get("content") or message["refusal"]
+    last = content if isinstance(content, str) else content[-1]
+    text = last if isinstance(last, str) else last.get("text", "")
+    return prompt.head.rstrip() + text[len(text.rstrip()) :]

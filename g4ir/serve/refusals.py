@@ -75,7 +75,10 @@ def refusal(error: BaseException, fields: Mapping[str, Any], hidden: str = "") -
     # The text of an error may hold that of a prompt: only where it was raised is logged.
     where = "".join(traceback.format_tb(error.__traceback__))
     log.error("request failed, error %s: %s\n%s", number, _named(error), where)
-    return Refused(500, f"an error of the server; its log has it as {number}", SERVER)
+    # What the engine itself raises, as for logits that are NaN, a second try meets again.
+    headers = {"x-should-retry": "false"} if isinstance(error, G4Error) else {}
+    message = f"an error of the server; its log has it as {number}"
+    return Refused(500, message, SERVER, headers=headers)
 
 
 def _named(error: BaseException) -> str:

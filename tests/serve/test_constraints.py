@@ -241,14 +241,17 @@ def test_a_grammar_that_is_given_up(
     monkeypatch.setattr(grammar, "MOST_ITEMS", 100)
     body = {"json_schema": optional(300)}
     given = {"extra_body": body, "max_tokens": 20, "logit_bias": opened(served)}
-    with pytest.raises(openai.APIError, match=r"json_schema: cannot be held to after \d+ tokens"):
+    with pytest.raises(
+        openai.APIError, match=r"json_schema: cannot be held to after \d+ tokens"
+    ) as e:
         [*ask(client, **given, stream=True)] if stream else ask(client, **given)
+    assert e.value.param == "json_schema"
 
 
 # --- a head that is continued -----------------------------------------------------------------
 
 
-def continued(client: openai.OpenAI, head: str, **body: Any) -> Any:
+def continued(client: openai.OpenAI, head: Any, **body: Any) -> Any:
     messages = [*HI, {"role": "assistant", "content": head}]
     given = {"continue_final_message": True, "add_generation_prompt": False, **body}
     return ask(client, messages=messages, max_tokens=40, temperature=1.2, extra_body=given)
@@ -260,7 +263,7 @@ THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
 
 @pytest.mark.parametrize(
     ("head", "more"),
-    [('{"a":', {}), ('{"a": 1}', {}), ('{\n"a"', {}), ('{"', TOOLS), ("{", THINKING)],
+    [('{"a": ', {}), ('{"a": 1}', {}), ('{\n"a"', {}), ('{"', TOOLS), ("{", THINKING)],
 )
 def test_a_grammar_goes_on_from_the_head(
     client: openai.OpenAI, head: str, more: dict[str, Any]
@@ -276,11 +279,19 @@ def test_a_head_that_begins_nothing(client: openai.OpenAI, head: str) -> None:
     assert e.value.param == "messages"
 
 
+def test_a_refusal_is_continued_too(client: openai.OpenAI) -> None:
+    messages = [*HI, {"role": "assistant", "content": None, "refusal": "ye"}]
+    body = {"continue_final_message": True, "guided_choice": ["yes", "no"]}
+    got = ask(client, messages=messages, extra_body=body)
+    assert got.choices[0].message.content == "s"
+
+
 def test_heads_of_other_constraints(client: openai.OpenAI) -> None:
     got = continued(client, "12", regex=DIGITS)
     assert re.fullmatch("[0-9]", got.choices[0].message.content)
-    got = continued(client, "ye", guided_choice=["yes", "no"])
-    assert got.choices[0].message.content == "s"
+    for head, rest in (("ye", "s"), ("New ", "York"), ([{"type": "text", "text": "no "}], "way")):
+        got = continued(client, head, guided_choice=["yes", "New York", "no way"])
+        assert got.choices[0].message.content == rest
 
 
 # --- a budget of reasoning tokens -------------------------------------------------------------

@@ -19,11 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from g4ir.engine.load import load_engine
+from g4ir.errors import CheckError, MissingError
 from g4ir.serve import bodies
 from g4ir.serve.bodies import CHAT, COMPLETIONS, parsed, read_fields
 from g4ir.serve.foreign_fields import refused_fields
 from g4ir.serve.gate import Gate
-from g4ir.serve.refusals import Refused
+from g4ir.serve.refusals import Refused, refusal
 from tests.serve.running import MAX_SEQ, NAME, Running, eventually, running
 
 CASES = yaml.safe_load((Path(__file__).parent / "requests.yaml").read_text())
@@ -198,6 +199,20 @@ def test_no_client_asks_again_for_what_cannot_be_done(served: Running) -> None:
         with pytest.raises(openai.BadRequestError):
             client.completions.create(model=NAME, prompt="a", echo=True)
         assert counter.get() == before + 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "again"),
+    [
+        (MissingError("needs a library"), 400, None),
+        (CheckError("logits: NaN"), 500, "false"),
+        (RuntimeError("secret"), 500, None),
+    ],
+)
+def test_whether_a_client_asks_again(error: Exception, status: int, again: str | None) -> None:
+    found = refusal(error, {})
+    assert (found.status, found.headers.get("x-should-retry")) == (status, again)
+    assert "secret" not in found.message
 
 
 @pytest.mark.parametrize("name", [*CHAT])

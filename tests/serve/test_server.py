@@ -27,6 +27,7 @@ from g4ir.engine.load import load_engine
 from g4ir.engine.session import Session
 from g4ir.errors import EngineError, InputError
 from g4ir.serve.app import Server
+from g4ir.serve.bodies import JSON, Constraint
 from g4ir.serve.gate import known_hosts, read_keys
 from g4ir.serve.server import Address, Process
 from tests.cli_tools import refused
@@ -439,7 +440,7 @@ def test_a_schema_behind_a_thought(
 ) -> None:
     prompts = served.server.prompts
     assert prompts
-    mask = prompts.grammars.json(SCHEMA, True, False)
+    mask = prompts.grammars.text(Constraint("f", JSON, SCHEMA), True, False)
     controls = prompts.vocabulary.controls
     channel, end = controls["<|channel>"], controls["<channel|>"]
     brace, z = (prompts.vocabulary.plain(c)[0] for c in "{z")
