@@ -314,6 +314,17 @@ def _unsupported(*neutral: Any, way: str = "leave it out") -> Read:
     return read
 
 
+def _messages(value: Any, name: str) -> list[Any]:
+    """Return messages, of which none asks in another server's way to be continued."""
+    found: list[Any] = listed(MOST_MESSAGES, 1)(value, name)
+    for i, message in enumerate(found):
+        for key in ("prefix", "partial"):  # of DeepSeek and Mistral, of Kimi and Qwen
+            if isinstance(message, dict) and message.get(key):
+                place = f"messages[{i}].{key} is not supported: use continue_final_message"
+                raise Refused(400, place, param=name, code="not_supported")
+    return found
+
+
 _COUNT = whole(1, (1 << 31) - 1)
 COMMON: Mapping[str, Read] = {
     "model": kind(str),
@@ -342,7 +353,7 @@ COMMON: Mapping[str, Read] = {
 }
 CHAT: Mapping[str, Read] = {
     **COMMON,
-    "messages": listed(MOST_MESSAGES, 1),
+    "messages": _messages,
     "logprobs": kind(bool),
     "top_logprobs": whole(0, MOST_TOP),
     "tools": listed(MOST_TOOLS),
