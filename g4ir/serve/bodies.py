@@ -388,9 +388,9 @@ def _prompts(value: Any, name: str) -> tuple[Any, ...]:
 COMPLETIONS: Mapping[str, Read] = {
     **COMMON,
     "prompt": _prompts,
+    "add_special_tokens": _unsupported(True),
     "logprobs": whole(0, MOST_TOP),
     "best_of": _COUNT,
-    "add_special_tokens": _unsupported(True),
 }
 _OF_CHATS = _unsupported([], False, "none", {}, way="it is a field of /v1/chat/completions")
 COMPLETIONS = {**dict.fromkeys(CHAT.keys() - {"messages"}, _OF_CHATS), **COMPLETIONS}
