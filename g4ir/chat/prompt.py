@@ -17,7 +17,7 @@ from typing import Any
 
 from g4ir.errors import InputError
 
-from .control import CONTROLS, ENDS, PLACEHOLDERS, RESPONSE_END, TURN, TURN_END, UNKNOWN
+from .control import CONTROLS, ENDS, MODEL, PLACEHOLDERS, RESPONSE_END, TURN, TURN_END, UNKNOWN
 from .messages import Conversation, Medium, map_texts
 
 #: characters to mark with: ideographs so rare that no conversation has all of them, and printable,
@@ -83,6 +83,13 @@ class Prompt:
         """The end of the text, from which a reader sees in what state the answer begins."""
         start = max(self.marked.rfind(TURN), self.marked.rfind(RESPONSE_END), 0)
         return self.marked[start:].replace(self.mark, "")
+
+    @property
+    def head(self) -> str:
+        """The text that the model's turn has so far, behind its thought."""
+        before, last = [Piece(""), *self.pieces()][-2:]
+        text = "" if last.control else last.text
+        return text.removeprefix(MODEL) if before.text == TURN else text
 
     def pieces(self, controls: Collection[str] = CONTROLS) -> list[Piece]:
         """Return the text in pieces: the template's own control tokens, and all other text."""

@@ -80,12 +80,13 @@ def read_own(engine: Engine, medium: Medium) -> Soft:
     return engine.encode(medium.kind, path)
 
 
-def soft_of(engine: Engine, medium: Medium, raw: bytes) -> Soft:
-    """Return the soft tokens of a file's bytes; readers take a path, which errors then name."""
+def soft_of(engine: Engine, medium: Medium, raw: bytes, **settings: Any) -> Soft:
+    """Return the soft tokens of a file's bytes, with settings of `Engine.encode`; readers take a
+    path, which errors then name."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "medium"
         path.write_bytes(raw)
         try:
-            return engine.encode(medium.kind, path)
+            return engine.encode(medium.kind, path, **settings)
         except InputError as e:
             raise InputError(str(e).replace(str(path), medium.place)) from None

@@ -16,13 +16,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from g4ir.backends.row_sampling import RowSampling
+from g4ir.backends.row_sampling import Allowed, RowSampling
 from g4ir.chat import Budget, Prompt, Reader, make_prompt
 from g4ir.chat import Event as Said
 from g4ir.chat.messages import (
@@ -385,19 +386,24 @@ class Talk:
 
 @dataclass
 class Bounded:
-    """Says which token must come where thoughts have had their budget (see row_sampling.py)."""
+    """Logits mask that ends thoughts after their budget, counted in each answer; `inner` is the
+    mask of all other tokens (see row_sampling.py)."""
 
     budget: Budget
     size: int
-    seen: int = field(default=0, init=False)
+    inner: Allowed | None = None
+    #: by identity of the list: an answer, its budget, and how many tokens that has counted
+    _rows: dict[int, tuple[Sequence[int], Budget, int]] = field(default_factory=dict, init=False)
 
     def mask(self, generated: Sequence[int]) -> Any:
         """Return which tokens may follow; None: all."""
-        for token in generated[self.seen :]:
-            self.budget.push(token)
-        self.seen = len(generated)
-        if (forced := self.budget.forced()) is None:
-            return None
+        new = generated, copy(self.budget), 0
+        _, budget, seen = self._rows.get(id(generated), new)
+        for token in generated[seen:]:
+            budget.push(token)
+        self._rows[id(generated)] = generated, budget, len(generated)
+        if (forced := budget.forced()) is None:
+            return self.inner.mask(generated) if self.inner else None
         out = np.zeros(self.size, bool)
         out[forced] = True
         return out

@@ -102,7 +102,7 @@ def _check_length(
     if kept < length:
         excess = f"{name}: {length / rate:.2f} s is longer than the limit of {kept / rate:g} s"
         if too_long == REFUSE:
-            raise InputError(f"{excess}; cut it, or allow {CUT!r}")
+            raise InputError(f"{excess}; shorten it, or allow a cut (audio_too_long: {CUT})")
         log.warning("%s; the last %.2f s are left out", excess, (length - kept) / rate)
     if kept > MAX_RESAMPLED:
         raise InputError(

@@ -112,16 +112,24 @@ def _delta(said: Said) -> dict[str, Any]:
 
 
 def usage_of(
-    prompt: int, cached: int, answers: Iterable[Answer], tallies: Iterable[Tally] = ()
+    prompt: int,
+    cached: int,
+    answers: Iterable[Answer],
+    tallies: Iterable[Tally] = (),
+    media: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Return how many tokens a request took; with `tallies` also how many were drafted for it."""
+    """Return how many tokens a request took, those of its `media` by kind; with `tallies` also how
+    many were drafted for it."""
     made = [*answers]
     new = sum(a.tokens for a in made)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {
+            "cached_tokens": cached,
+            **{f"{kind}_tokens": count for kind, count in (media or {}).items()},
+        },
         "completion_tokens_details": {
             "reasoning_tokens": sum(a.reasoning for a in made),
             **_drafts([*tallies]),

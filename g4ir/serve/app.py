@@ -26,6 +26,7 @@ from g4ir.engine.engine import Engine
 from g4ir.engine.service import BY_SLOWNESS, Service, ServiceSettings, Stream
 from g4ir.engine.slots import CANCELLED, FAILED, Event, SlotSettings
 from g4ir.errors import BusyError
+from g4ir.media.soft import counts
 
 from .answers import Form, usage_of
 from .bodies import (
@@ -320,10 +321,11 @@ class Running:
         return new
 
     def _usage(self) -> dict[str, Any]:
-        counts = [s.ticket.counts for s in self.streams]
-        prompt, cached = sum(c.prompt for c in counts), sum(c.cached for c in counts)
+        made = [s.ticket.counts for s in self.streams]
+        prompt, cached = sum(c.prompt for c in made), sum(c.cached for c in made)
         tallies = [s.ticket.tally for s in self.streams if self.server.slots.draft]
-        return usage_of(prompt, cached, self.answers, tallies)
+        media = counts([soft for job in self.asked.jobs for soft in job.soft])
+        return usage_of(prompt, cached, self.answers, tallies, media)
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer at once."""
@@ -338,7 +340,8 @@ class Running:
             async for text in self._pieces():
                 yield text
         except Exception as e:
-            said = refusal(e, {}, str(self.server.prompts and self.server.prompts.engine.path))
+            hidden = str(self.server.prompts and self.server.prompts.engine.path)
+            said = refusal(e, self.asked.fields, hidden)
             yield f"data: {_text(said.body())}\n\n"
 
     async def _pieces(self) -> AsyncIterator[str]:

@@ -1,18 +1,26 @@
 """Reads bodies of requests: tables of fields, each with what it may be. `null` means not given,
-unknown fields are left alone, and what this server cannot do is refused by name."""
+what this server cannot do is refused by name, and unknown fields are ignored and logged once."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from g4ir.chat.messages import MOST_DEPTH, kind_of, shown
 from g4ir.errors import InputError
+from g4ir.media.sound import CUT, REFUSE
 
+from .foreign_fields import HARMLESS, refused_fields
 from .refusals import Refused, bad, missing
+
+log = logging.getLogger(__name__)
+#: unknown fields that were logged
+_LOGGED: set[str] = set()
+MOST_LOGGED = 256
 
 #: returns the value of a field, or refuses it; is given its name too
 Read = Callable[[Any, str], Any]
@@ -23,7 +31,7 @@ MOST_TOP, MOST_TOKENS = 20, 1 << 20
 #: efforts -> whether the model thinks
 EFFORTS = {
     **dict.fromkeys(("none", "minimal"), False),
-    **dict.fromkeys(("low", "medium", "high", "xhigh"), True),
+    **dict.fromkeys(("low", "medium", "high", "xhigh", "max"), True),
 }
 
 
@@ -186,18 +194,101 @@ def _name(value: Any, where: str) -> str:
     return str(function["name"])
 
 
-def _format(value: Any, name: str) -> dict[str, Any] | None:
-    """Return the schema of the answer; None: any text."""
-    form = kind(dict)(value, name).get("type")
-    if form not in ("text", "json_object", "json_schema"):
-        raise bad(name, f"type must be text, json_object or json_schema, found {shown(form)}")
-    if form != "json_schema":
-        return {"type": "object"} if form == "json_object" else None
-    held = value.get("json_schema")
-    schema = held.get("schema") if isinstance(held, dict) else None
-    if not isinstance(schema, dict):
-        raise bad(name, "json_schema must be an object with a name and a schema")
-    return schema
+# --- constraints ------------------------------------------------------------------------------
+
+JSON, REGEX, CHOICE, GRAMMAR = "json", "regex", "choice", "grammar"
+MOST_CHOICES = 1024
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A form that the text of an answer must have: JSON of a schema (a dict), a match of a regular
+    expression, one of some texts (a list), or a text of a grammar in Lark or GBNF. `field` is the
+    request's, for errors."""
+
+    field: str
+    kind: str
+    value: Any
+
+
+def constrained(form: str) -> Read:
+    """Take a constraint of one kind; an empty text is none."""
+
+    def read(value: Any, name: str) -> Constraint | None:
+        if value == "":
+            return None
+        if form == JSON:
+            return Constraint(name, form, _schema(value, name))
+        if form == CHOICE:
+            if not all(isinstance(c, str) and c for c in listed(MOST_CHOICES, 1)(value, name)):
+                raise bad(name, "must be a list of texts that are not empty")
+            return Constraint(name, form, value)
+        return Constraint(name, form, kind(str)(value, name))
+
+    return read
+
+
+def _schema(value: Any, name: str) -> dict[str, Any]:
+    """Return a schema, which may be given as JSON text."""
+    if isinstance(value, str):
+        try:
+            value = parsed(value.encode())
+        except (Refused, UnicodeError) as e:
+            why = (
+                e.message.replace("the body", "the text") if isinstance(e, Refused) else "no UTF-8"
+            )
+            raise bad(name, why) from None
+    found: dict[str, Any] = kind(dict)(value, name)
+    return found
+
+
+def _format(value: Any, name: str) -> Constraint | None:
+    """Return the constraint of a response_format; None: any text."""
+    form = one_of("text", "json_object", "json_schema")(kind(dict)(value, name).get("type"), name)
+    schema = value.get("schema")  # llama-server and others have it here
+    if form == "text":
+        return None
+    if form == "json_schema":
+        held = value.get("json_schema")
+        schema = held.get("schema", schema) if isinstance(held, dict) else schema
+        if not isinstance(schema, dict):
+            raise bad(name, "json_schema must be an object with a name and a schema")
+    return Constraint(name, JSON, {"type": "object"} if schema is None else _schema(schema, name))
+
+
+def _structured(value: Any, name: str) -> Constraint | None:
+    """Return the constraint of vLLM's structured_outputs, which names one kind."""
+    given = {k: v for k, v in kind(dict)(value, name).items() if v is not None and v is not False}
+    given.pop("disable_fallback", None)  # there is no other library to fall back to
+    if given.get("json_object") is True:
+        given["json_object"] = {"type": "object"}
+    known = {JSON: JSON, "json_object": JSON, REGEX: REGEX, CHOICE: CHOICE, GRAMMAR: GRAMMAR}
+    if wrong := next((k for k in given if k not in known), None):
+        raise missing(name, f"{shown(wrong)} is not supported; one of {', '.join(known)} is")
+    if len(given) != 1:
+        raise bad(name, f"must have one of {', '.join(known)}, found {len(given)}")
+    ((form, inner),) = given.items()
+    return constrained(known[form])(inner, f"{name}.{form}")
+
+
+#: field -> its constraint; names of vLLM, SGLang and llama-server, each read the same way
+CONSTRAINTS: Mapping[str, Read] = {
+    "response_format": _format,
+    "structured_outputs": _structured,
+    **{f"guided_{form}": constrained(form) for form in (JSON, REGEX, CHOICE, GRAMMAR)},
+    "json_schema": constrained(JSON),
+    "regex": constrained(REGEX),
+    "grammar": constrained(GRAMMAR),
+    "ebnf": constrained(GRAMMAR),
+}
+
+
+def constraint_of(fields: Mapping[str, Any]) -> Constraint | None:
+    """Return the constraint of a request's answers; refused where it has two."""
+    found = [c for name in CONSTRAINTS if (c := fields.get(name)) is not None]
+    if len(found) > 1:
+        raise bad(found[1].field, f"cannot be combined with {found[0].field}; give one of them")
+    return found[0] if found else None
 
 
 def _options(value: Any, name: str) -> dict[str, Any]:
@@ -213,15 +304,25 @@ def _options(value: Any, name: str) -> dict[str, Any]:
     return dict(given)
 
 
-def _unsupported(*harmless: Any) -> Read:
-    """Take only values that ask for nothing."""
+def _unsupported(*neutral: Any, way: str = "leave it out") -> Read:
+    """Take only neutral values, as if they were not given."""
 
-    def read(value: Any, name: str) -> Any:
-        if not any(value is h or (value == h and type(value) is type(h)) for h in harmless):
-            raise missing(name, f"this server cannot do it; leave it out (found {_found(value)})")
-        return value
+    def read(value: Any, name: str) -> None:
+        if not any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
+            raise missing(name, f"{_found(value)} is not supported: {way}")
 
     return read
+
+
+def _messages(value: Any, name: str) -> list[Any]:
+    """Return messages, of which none asks in another server's way to be continued."""
+    found: list[Any] = listed(MOST_MESSAGES, 1)(value, name)
+    for i, message in enumerate(found):
+        for key in ("prefix", "partial"):  # of DeepSeek and Mistral, of Kimi and Qwen
+            if isinstance(message, dict) and message.get(key):
+                place = f"messages[{i}].{key} is not supported: use continue_final_message"
+                raise Refused(400, place, param=name, code="not_supported")
+    return found
 
 
 _COUNT = whole(1, (1 << 31) - 1)
@@ -244,31 +345,30 @@ COMMON: Mapping[str, Read] = {
     "logit_bias": _biases,
     "ignore_eos": kind(bool),
     "min_tokens": whole(0, (1 << 31) - 1),
-    "priority": _unsupported(0),
-    "skip_special_tokens": _unsupported(True),
-    "include_stop_str_in_output": _unsupported(False),
-    "return_token_ids": _unsupported(False),
-    "truncate_prompt_tokens": _unsupported(),
-    "thinking_token_budget": _unsupported(),
+    "max_completion_tokens": _COUNT,
+    "cache_salt": kind(str),
+    "cache_prompt": kind(bool),
+    **CONSTRAINTS,
+    **{name: _unsupported(*neutral, way=way) for name, neutral, way in refused_fields()},
 }
 CHAT: Mapping[str, Read] = {
     **COMMON,
-    "messages": listed(MOST_MESSAGES, 1),
-    "max_completion_tokens": _COUNT,
+    "messages": _messages,
     "logprobs": kind(bool),
     "top_logprobs": whole(0, MOST_TOP),
     "tools": listed(MOST_TOOLS),
     "tool_choice": _choice,
     "parallel_tool_calls": kind(bool),
-    "response_format": _format,
     "reasoning_effort": one_of(*EFFORTS),
     "chat_template_kwargs": _options,
     "add_generation_prompt": kind(bool),
     "continue_final_message": kind(bool),
-    "modalities": _unsupported(["text"]),
-    "functions": _unsupported(),
-    "function_call": _unsupported("none"),
-    "audio": _unsupported(),
+    "thinking_token_budget": whole(0, (1 << 31) - 1),
+    "image_budget": _COUNT,
+    "frames": _COUNT,
+    "audio_too_long": one_of(CUT, REFUSE),
+    "add_special_tokens": _unsupported(False),
+    "best_of": _COUNT,
 }
 
 
@@ -288,22 +388,26 @@ def _prompts(value: Any, name: str) -> tuple[Any, ...]:
 COMPLETIONS: Mapping[str, Read] = {
     **COMMON,
     "prompt": _prompts,
+    "add_special_tokens": _unsupported(True),
     "logprobs": whole(0, MOST_TOP),
-    "echo": _unsupported(False),
-    "suffix": _unsupported(""),
     "best_of": _COUNT,
 }
+_OF_CHATS = _unsupported([], False, "none", {}, way="it is a field of /v1/chat/completions")
+COMPLETIONS = {**dict.fromkeys(CHAT.keys() - {"messages"}, _OF_CHATS), **COMPLETIONS}
 
 #: of /tokenize, which takes a prompt or a conversation, and of /detokenize
 TOKENIZE: Mapping[str, Read] = {
     "model": kind(str),
+    "chat_template": COMMON["chat_template"],
     "prompt": kind(str),
     "add_special_tokens": _unsupported(True),
     "return_token_strs": _unsupported(False),
 }
 TOKENIZE_CHAT: Mapping[str, Read] = {
     "model": kind(str),
-    **{k: CHAT[k] for k in ("messages", "tools", "chat_template_kwargs")},
+    "chat_template": COMMON["chat_template"],
+    **{k: CHAT[k] for k in ("messages", "tools", "tool_choice", "chat_template_kwargs")},
+    **{k: CHAT[k] for k in ("image_budget", "frames", "audio_too_long", "reasoning_effort")},
     **{k: CHAT[k] for k in ("add_generation_prompt", "continue_final_message")},
     "add_special_tokens": _unsupported(False),
     "return_token_strs": _unsupported(False),
@@ -311,13 +415,21 @@ TOKENIZE_CHAT: Mapping[str, Read] = {
 DETOKENIZE: Mapping[str, Read] = {"model": kind(str), "tokens": listed(MOST_TOKENS)}
 
 
+#: fields of which a path takes one
+CONTENTS = ("messages", "prompt", "tokens")
+
+
 def read_fields(body: Mapping[str, Any], table: Mapping[str, Read]) -> dict[str, Any]:
     """Return the known fields that are given, each as its reader returns it; what needs another
     field is refused without it."""
-    found = {k: read(body[k], k) for k, read in table.items() if body.get(k) is not None}
-    for name in ("messages", "prompt", "tokens"):
-        if name in table and name not in found:
-            raise bad(name, "is missing")
+    _log_unknown(body.keys() - table.keys() - HARMLESS)
+    own = next(name for name in CONTENTS if name in table)
+    if other := next((n for n in CONTENTS if n != own and body.get(n) is not None), None):
+        raise bad(other, f"is not a field of this path, which takes {own}")
+    read_in = {k: read(body[k], k) for k, read in table.items() if body.get(k) is not None}
+    found = {k: v for k, v in read_in.items() if v is not None}
+    if own not in found:
+        raise bad(own, "is missing")
     if "stream_options" in found and not found.get("stream"):
         raise bad("stream_options", "is for streams: give stream true, or leave it out")
     if "top_logprobs" in found and not found.get("logprobs"):
@@ -328,20 +440,30 @@ def read_fields(body: Mapping[str, Any], table: Mapping[str, Read]) -> dict[str,
     return found
 
 
+def _log_unknown(names: Iterable[str]) -> None:
+    """Log each unknown field once."""
+    for name in sorted({shown(name) for name in names} - _LOGGED):
+        if len(_LOGGED) < MOST_LOGGED:
+            _LOGGED.add(name)
+            log.warning("ignored a request field that is not known: %s", name)
+
+
 def _check_choice(fields: Mapping[str, Any]) -> None:
     """Refuse calls of what is not declared, and what cannot be together with a grammar."""
     choice, tools = chosen(fields), fields.get("tools") or ()
     declared = {_name(t, "tools") for t in tools} if choice.names else set()
     if wrong := sorted((choice.names or frozenset()) - declared):
         raise bad("tool_choice", f"names {shown(wrong[0])}, which is not one of the tools")
-    forced, formed = choice.mode == "required", fields.get("response_format") is not None
+    forced, formed = choice.mode == "required", constraint_of(fields)
     if forced and not tools:
         raise bad("tool_choice", "needs tools, of which one can be called")
     if forced and formed:
-        raise bad("response_format", "cannot be asked for together with a forced call")
+        raise bad(formed.field, "cannot be combined with a forced call")
+    if formed and formed.kind != JSON and tools and choice.mode != "none":
+        raise bad(formed.field, 'cannot be combined with tools; give tool_choice "none"')
     for name in ("ignore_eos", "min_tokens"):
         if (forced or formed) and fields.get(name):
-            what = "a forced call" if forced else "a response_format"
+            what = formed.field if formed else "a forced call"
             raise bad(name, f"cannot be together with {what}, which has its own end")
 
 

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -70,12 +70,14 @@ _ODD = re.compile(r"\\[bBAZzkpP0-9]|\(\?(?!:)|(?<!\\)(?<!\[)[\^$]")
 
 @dataclass(frozen=True)
 class Called:
-    """A function that may be called; `held` to its schema, or to the form of a call alone."""
+    """A function that may be called; `held` to its schema, or to the form of a call alone. Only a
+    `strict` one is refused for a schema that cannot be held to."""
 
     name: str
     schema: Mapping[str, Any]
     where: str
     held: bool = True
+    strict: bool = False
 
 
 def called(
@@ -87,9 +89,10 @@ def called(
     for i, tool in enumerate(tools):
         function = tool["function"]
         if names is None or function["name"] in names:
-            held = not strict or function.get("strict") is True
+            named = function.get("strict") is True
             where = f"tools[{i}].function.parameters"
-            out.append(Called(function["name"], function.get("parameters") or {}, where, held))
+            schema = function.get("parameters") or {}
+            out.append(Called(function["name"], schema, where, named or not strict, named))
     return out
 
 
@@ -98,21 +101,34 @@ def grammar_of(
     controls: Mapping[str, int],
     *,
     many: bool = True,
-    content: Mapping[str, Any] | None = None,
+    content: str | None = None,
 ) -> str:
     """Return the grammar of an answer that is a call of one of the functions, or `many`; or, where
-    a schema is given, JSON as `content` instead. `controls` are ids of control tokens."""
+    a schema is given, JSON of `content` instead. `controls` are ids of control tokens."""
     if absent := next((c for c in (CALL, CALL_END, QUOTE) if c not in controls), None):
         raise missing("tools", f"the tokenizer of this model has no {absent}: it makes no calls")
     rules = _Rules({c: f"<[{i}]>" for c, i in controls.items()})
     begin, end = rules.marks[CALL], rules.marks[CALL_END]
-    forms = [_Schema(rules, f.schema).call(f) for f in functions]
+    forms = [_form(rules, f) for f in functions]
     either = " | ".join(forms)
     call = rules.rule(f'{begin} "call:" ({either}) {end}')
     start = f"{call}+" if many else call
     if content is not None:
-        start += f" | %json {json.dumps(content)}"
+        start += f" | %json {content}"
     return "\n".join([f"start: {start}", *rules.lines()])
+
+
+def _form(rules: _Rules, function: Called) -> str:
+    """Return the form of a call; if it is not strict, a schema that cannot be held to is left
+    out."""
+    before = dict(rules.names)
+    try:
+        return _Schema(rules, function.schema).call(function)
+    except Refused:
+        if function.strict:
+            raise
+        rules.names = before
+        return _Schema(rules, {}).call(replace(function, held=False))
 
 
 def texts_of(schema: Any, listed: bool = False) -> Iterator[str]:
@@ -126,7 +142,9 @@ def texts_of(schema: Any, listed: bool = False) -> Iterator[str]:
             yield key
         elif key == "properties" and isinstance(inner, dict):
             yield from inner
-        yield from texts_of(inner, listed or key in ("const", "enum"))
+        elif key == "pattern" and isinstance(inner, str):
+            yield re.sub(r"\\(.)", r"\1", inner)
+        yield from texts_of(inner, listed or key in ("const", "enum", "required"))
 
 
 def refused(where: str, why: str) -> Refused:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,13 +14,17 @@ import numpy as np
 
 from g4ir.chat import Vocabulary
 from g4ir.chat.control import CALL, CALL_END, CHANNEL, CHANNEL_END, CONTROLS
-from g4ir.errors import MissingError
+from g4ir.errors import InputError, MissingError
 
+from .bodies import CHOICE, GRAMMAR, JSON, REGEX, Constraint
 from .calls import Called, grammar_of, texts_of
-from .refusals import bad
+from .finite import check_finite
+from .refusals import Refused, bad
 
-#: characters of a schema, and of a grammar
-LARGEST, MOST_GRAMMAR = 1 << 16, 1 << 20
+#: characters of a schema or a regular expression, of a grammar that is given, and of one made here
+LARGEST, MOST_GBNF, MOST_GRAMMAR = 1 << 16, 1 << 14, 1 << 20
+#: llguidance's limits of Earley items: 1,500 optional properties take 6,000 in a row
+MOST_ITEMS, MOST_STEP = 1 << 13, 1 << 20
 
 
 class Grammars:
@@ -37,14 +42,40 @@ class Grammars:
             added["special"] |= added["content"] in CONTROLS
         return _llguidance().LLTokenizer(json.dumps(held), n_vocab=self.size, eos_token=self.ends)
 
-    def json(self, schema: Mapping[str, Any], thinking: bool, inside: bool) -> HeldMask:
-        """Return what holds an answer to a schema. `thinking`: it may begin with a thought;
-        `inside`: it begins in one. Refused where the schema is not one that can be held to."""
-        text = json.dumps(self._spaced(schema))
+    def text(self, c: Constraint, thinking: bool, inside: bool, head: str = "") -> HeldMask:
+        """Return the mask of an answer whose text is constrained. `thinking`: it may begin with a
+        thought; `inside`: it begins in one; `head`: what the prompt has of the text already.
+        Refused if llguidance cannot follow the constraint, or the head is no beginning of it."""
+        held = self._held(self._grammar(c), c.field, thinking and not head, inside)
+        if head and not held.matcher.consume_tokens(self._tables.tokenize_str(head)):
+            message = f"messages[-1].content: cannot begin what {c.field} asks for"
+            raise Refused(400, message, param="messages")
+        return held
+
+    def _grammar(self, c: Constraint) -> str:
+        """Return a constraint as llguidance's grammar."""
+        if c.kind == JSON:
+            return str(_llguidance().LLMatcher.grammar_from_json_schema(self._schema(c)))
+        texts = c.value if c.kind == CHOICE else [c.value]
+        self._check_texts((re.sub(r"\\(.)", r"\1", t) for t in texts), c.field)
+        if sum(map(len, texts)) > (MOST_GBNF if c.kind == GRAMMAR else LARGEST):
+            raise bad(c.field, "is too long")
+        if c.kind == CHOICE:
+            return "start: " + " | ".join(json.dumps(t, ensure_ascii=False) for t in texts)
+        if c.kind == REGEX:  # the whole text is matched, so outer anchors say nothing
+            whole = re.sub(r"(?<!\\)((?:\\\\)*)\$$", r"\1", c.value.removeprefix("^"))
+            return str(_llguidance().LLMatcher.grammar_from_regex(whole))
+        try:
+            return str(_llguidance().grammar_from("grammar", c.value))
+        except (ValueError, RecursionError) as e:
+            raise bad(c.field, f"is no grammar in Lark or GBNF: {str(e)[:200]}") from None
+
+    def _schema(self, c: Constraint) -> str:
+        check_finite(c.value, c.field)
+        text = json.dumps(self._spaced(c))
         if len(text) > LARGEST:
-            raise bad("response_format", f"the schema has more than {LARGEST} characters")
-        grammar = _llguidance().LLMatcher.grammar_from_json_schema(text)
-        return self._held(grammar, "response_format", thinking, inside)
+            raise bad(c.field, f"the schema has more than {LARGEST} characters")
+        return text
 
     def calls(
         self,
@@ -53,11 +84,11 @@ class Grammars:
         inside: bool,
         *,
         many: bool,
-        content: Mapping[str, Any] | None = None,
+        content: Constraint | None = None,
     ) -> HeldMask:
         """Return what holds an answer to one call of these functions, or to `many`; or to JSON
         of a schema, where `content` is one."""
-        named = None if content is None else self._spaced(content)
+        named = None if content is None else self._schema(content)
         text = grammar_of(functions, self.vocabulary.controls, many=many, content=named)
         return self._held(text, "tools", thinking, inside)
 
@@ -65,15 +96,18 @@ class Grammars:
         """Return what holds each call of an answer, if there is one, and leaves the rest free."""
         controls = self.vocabulary.controls
         text = grammar_of(functions, controls, many=False)
-        return LazyMask(self._matcher(text, "tools"), controls[CALL], controls[CALL_END])
+        return LazyMask(self._matcher(text, "tools"), "tools", controls[CALL], controls[CALL_END])
 
-    def _spaced(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a schema whose JSON has at most one blank, or one new line, between two words.
-        Refused with a text that llguidance would take for a control token."""
+    def _spaced(self, c: Constraint) -> dict[str, Any]:
+        """Return a schema whose JSON has at most one blank, or one new line, between two words."""
+        self._check_texts(texts_of(c.value), c.field)
+        return {**c.value, "x-guidance": {"whitespace_pattern": "( |\\n {0,24})"}}
+
+    def _check_texts(self, texts: Iterable[str], field: str) -> None:
+        """Refuse a text that llguidance would take for a control token."""
         controls = self.vocabulary.controls
-        if found := next((c for t in texts_of(schema) for c in controls if c in t), None):
-            raise bad("response_format", f"{found} in a text that is given cannot be held to")
-        return {**schema, "x-guidance": {"whitespace_pattern": "( |\\n {0,24})"}}
+        if found := next((c for t in texts for c in controls if c in t), None):
+            raise bad(field, f"{found} in a text that is given cannot be held to")
 
     def _held(self, grammar: str, field: str, thinking: bool, inside: bool) -> HeldMask:
         controls = self.vocabulary.controls
@@ -81,18 +115,22 @@ class Grammars:
         thought = np.full(-(-self.size // 32), -1, np.int32)
         for i in {*controls.values(), *self.ends} - {channel[1]}:
             _set(thought, i, False)
-        return HeldMask(self._matcher(grammar, field), channel, thought, thinking, inside)
+        return HeldMask(self._matcher(grammar, field), field, channel, thought, thinking, inside)
 
     def _matcher(self, grammar: str, field: str) -> Any:
-        """Return what follows a grammar; refused where it is none that can be followed."""
+        """Return what follows a grammar; refused if it is none, or one that llguidance gives up
+        before the first token."""
         library = _llguidance()
         if len(grammar) > MOST_GRAMMAR:
             raise bad(field, f"its grammar has more than {MOST_GRAMMAR} characters")
         with self._lock:
             tables = self._tables
-        if error := library.LLMatcher.validate_grammar(grammar, tables):
-            raise bad(field, f"the schema cannot be held to: {error[:300]}")
-        return library.LLMatcher(tables, grammar)
+        limits = library.LLParserLimits(max_items_in_row=MOST_ITEMS, step_max_items=MOST_STEP)
+        matcher = library.LLMatcher(tables, grammar, log_level=0, limits=limits)
+        matcher.compute_bitmask()  # on trial
+        if error := matcher.get_error():
+            raise bad(field, f"cannot be held to: {_said(error)}")
+        return matcher
 
 
 @dataclass
@@ -108,9 +146,11 @@ class _Row:
 
 @dataclass
 class Mask:
-    """Says which tokens may follow in each answer of one request."""
+    """Says which tokens may follow in each answer of one request. `named`: the field that asks for
+    it."""
 
     matcher: Any
+    named: str
     rows: dict[int, _Row] = field(default_factory=dict, init=False)
 
     def mask(self, generated: Sequence[int]) -> Any:
@@ -132,7 +172,11 @@ class Mask:
     def _words(self, row: _Row) -> Any:
         if row.matcher is None:
             return None
-        return np.frombuffer(row.matcher.compute_bitmask(), np.int32).copy()
+        words = np.frombuffer(row.matcher.compute_bitmask(), np.int32).copy()
+        if error := row.matcher.get_error():  # it would allow the end alone
+            after = f"after {len(row.generated)} tokens"
+            raise InputError(f"{self.named}: cannot be held to {after}: {_said(error)}")
+        return words
 
 
 @dataclass
@@ -183,6 +227,11 @@ class LazyMask(Mask):
             row.matcher.consume_token(token)
         if token == self.ends:
             row.matcher = None
+
+
+def _said(error: str) -> str:
+    """Return what an error of llguidance says, without its dump of the parser's state."""
+    return " ".join(re.split("<state>|<backtrace>|; consider", error)[0].split())[:300]
 
 
 def _set(words: Any, token: int, value: bool) -> None:

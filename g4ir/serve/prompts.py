@@ -8,22 +8,25 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from g4ir.backends.row_sampling import RowSampling
-from g4ir.chat import Prompt, Reader, Template, Vocabulary, make_prompt
+from g4ir.backends.row_sampling import Allowed, RowSampling
+from g4ir.chat import Budget, Prompt, Reader, Template, Vocabulary, make_prompt
 from g4ir.engine.answers import Answer
 from g4ir.engine.attached import soft_of
 from g4ir.engine.codec import Codec
 from g4ir.engine.engine import Engine
 from g4ir.engine.prompts import checked_ids, row_sampling
 from g4ir.engine.slots import SEEDS, Job
+from g4ir.engine.talk import Bounded
 from g4ir.errors import EngineError, InputError
 from g4ir.media.prompt import expansion
+from g4ir.media.sound import REFUSE
+from g4ir.model.media import AUDIO, IMAGE, VIDEO
 
-from .bodies import EFFORTS, as_input, chosen
+from .bodies import EFFORTS, as_input, chosen, constraint_of
 from .calls import called
 from .fetch import Sources
-from .grammar import Grammars, Mask
-from .media import read_bytes
+from .grammar import Grammars
+from .media import read_bytes, setting
 from .refusals import Refused, bad, missing
 
 #: settings of rows that have the names of fields
@@ -111,8 +114,13 @@ class Prompts:
             **options,
         )
         items = read_bytes(self.engine, prompt.media, self.sources)
+        given = {IMAGE: fields.get("image_budget"), VIDEO: fields.get("frames")}
+        given[AUDIO] = fields.get("audio_too_long", REFUSE)
         with self._media:  # one tower at a time
-            soft = [soft_of(self.engine, medium, raw) for medium, raw in items]
+            soft = [
+                soft_of(self.engine, m, raw, **setting(self.engine, m, given[m.kind]))
+                for m, raw in items
+            ]
         expanded = [[*expansion(s, self.engine.spec.tokens)] for s in soft]
         tokens = self.vocabulary.encode(prompt, expanded)
         top = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
@@ -128,25 +136,32 @@ class Prompts:
         self, sampling: RowSampling, fields: Mapping[str, Any], prompt: Prompt, thinking: bool
     ) -> RowSampling:
         """Return settings that hold an answer to what a request says of its calls and its form."""
-        choice, schema = chosen(fields), fields.get("response_format")
+        choice, constraint = chosen(fields), constraint_of(fields)
         tools, forced = fields.get("tools") or (), choice.mode == "required"
         functions = called(tools, choice.names, strict=not forced) if choice.mode != "none" else []
         inside = Reader(prompt_tail=prompt.tail).thinking
-        allowed: Mask | None = None
-        if functions and (forced or schema is not None):
+        head = _head(fields, prompt) if fields.get("continue_final_message") else ""
+        allowed: Allowed | None = None
+        if functions and (forced or constraint) and not (head and constraint):
             allowed = self.grammars.calls(
-                functions, thinking, inside, many=choice.many, content=schema
+                functions, thinking, inside, many=choice.many, content=constraint
             )
-        elif schema is not None:
-            allowed = self.grammars.json(schema, thinking, inside)
+        elif constraint:
+            allowed = self.grammars.text(constraint, thinking, inside, head)
         elif choice.names is not None or any(f.held for f in functions):
             allowed = self.grammars.some_calls(functions)
+        if (limit := fields.get("thinking_token_budget")) is not None:
+            budget = Budget(self.vocabulary, limit, inside)
+            allowed = Bounded(budget, self.engine.spec.text.vocab_size, allowed)
         return replace(sampling, allowed=allowed) if allowed else sampling
 
     def completions(self, fields: Mapping[str, Any], salt: str = "") -> Asked:
         """Return one job for each prompt."""
-        top = fields.get("logprobs")
+        top, constraint = fields.get("logprobs"), constraint_of(fields)
         jobs = [self._job(self._ids(p), fields, "prompt", top, salt) for p in fields["prompt"]]
+        if constraint:
+            allowed = self.grammars.text(constraint, thinking=False, inside=False)
+            jobs = [replace(j, sampling=replace(j.sampling, allowed=allowed)) for j in jobs]
         return Asked(fields, tuple(jobs))
 
     def tokens(self, fields: Mapping[str, Any]) -> list[int]:
@@ -192,7 +207,9 @@ class Prompts:
                 code="context_length_exceeded",
             )
         sampling = self._sampling(fields, top)
-        return Job(tuple(tokens), count, sampling, n=fields.get("n", 1), salt=salt)
+        salt += f"\0{fields['cache_salt']}" if "cache_salt" in fields else ""
+        reuse, n = fields.get("cache_prompt", True), fields.get("n", 1)
+        return Job(tuple(tokens), count, sampling, n=n, reuse=reuse, salt=salt)
 
     def _sampling(self, fields: Mapping[str, Any], top: int | None) -> RowSampling:
         """Return the settings of rows: what the checkpoint says where the request does not."""
@@ -200,6 +217,15 @@ class Prompts:
         if "seed" in fields:
             given["seed"] = fields["seed"] % SEEDS
         stop = fields.get("stop_token_ids", frozenset())
-        if "messages" in fields and not fields.get("ignore_eos"):
+        if constraint_of(fields) or ("messages" in fields and not fields.get("ignore_eos")):
             stop |= self.vocabulary.ends
         return row_sampling(self.defaults, {**given, "stop": stop, "logprobs": top})
+
+
+def _head(fields: Mapping[str, Any], prompt: Prompt) -> str:
+    """Return the text that is to be continued, with the blanks at its end that templates drop."""
+    message = fields["messages"][-1]
+    content = message.get("content") or message["refusal"]
+    last = content if isinstance(content, str) else content[-1]
+    text = last if isinstance(last, str) else last.get("text", "")
+    return prompt.head.rstrip() + text[len(text.rstrip()) :]

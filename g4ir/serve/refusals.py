@@ -43,8 +43,8 @@ def bad(param: str, message: str) -> Refused:
 
 
 def missing(param: str, message: str) -> Refused:
-    """Return the refusal of what this server cannot do."""
-    return Refused(501, f"{param}: {message}", "not_supported", param, "not_supported")
+    """Return the refusal of what this server cannot do: 400, since clients repeat a 5xx."""
+    return Refused(400, f"{param}: {message}", param=param, code="not_supported")
 
 
 def later(status: int, code: str, message: str) -> Refused:
@@ -66,7 +66,7 @@ def refusal(error: BaseException, fields: Mapping[str, Any], hidden: str = "") -
     if isinstance(error, BusyError):
         return later(429, "queue_full", text)
     if isinstance(error, MissingError):
-        return Refused(501, text, "not_supported", code="not_supported")
+        return Refused(400, text, code="not_supported")
     if isinstance(error, InputError):
         place = _PLACE.match(text)
         param = place[1] if place and place[1] in fields else None
@@ -75,7 +75,10 @@ def refusal(error: BaseException, fields: Mapping[str, Any], hidden: str = "") -
     # The text of an error may hold that of a prompt: only where it was raised is logged.
     where = "".join(traceback.format_tb(error.__traceback__))
     log.error("request failed, error %s: %s\n%s", number, _named(error), where)
-    return Refused(500, f"an error of the server; its log has it as {number}", SERVER)
+    # What the engine itself raises, as for logits that are NaN, a second try meets again.
+    headers = {"x-should-retry": "false"} if isinstance(error, G4Error) else {}
+    message = f"an error of the server; its log has it as {number}"
+    return Refused(500, message, SERVER, headers=headers)
 
 
 def _named(error: BaseException) -> str:

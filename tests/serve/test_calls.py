@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from g4ir.chat import Reader, TokenStream, Vocabulary
+from g4ir.serve.bodies import JSON, Constraint
 from g4ir.serve.calls import FORMATS, MOST_COUNTED, called
 from g4ir.serve.grammar import Grammars, HeldMask, LazyMask, Mask
 from g4ir.serve.refusals import Refused
@@ -202,7 +203,7 @@ NEEDS = {"type": "object", "properties": {"s": {"type": "string"}}, "required": 
 
 
 def held(schema: Any = NEEDS, thinking: bool = False, inside: bool = False, **more: Any) -> Mask:
-    functions = called([tool("f", schema)], None, False)
+    functions = called([tool("f", schema, strict=True)], None, False)
     return grammars().calls(functions, thinking, inside, **{"many": True, **more})
 
 
@@ -269,7 +270,7 @@ def test_no_arguments(schema: Any) -> None:
 
 def test_json_or_a_call() -> None:
     schema = {"type": "object", "properties": {"k": {"const": 1}}, "required": ["k"]}
-    mask = held(content=schema)
+    mask = held(content=Constraint("response_format", JSON, schema))
     assert names(mask) == {"<|tool_call>", "{"}
     assert names(mask, '{"k": 1}') == {*ENDS}
     assert "▁" in names(mask, '{"k":') and "▁" not in names(mask, '{"k": ')
@@ -338,6 +339,16 @@ def test_keywords_that_cannot_be_held_to(keyword: str) -> None:
     assert e.value.message.startswith(where)
 
 
+@pytest.mark.parametrize("keyword", REFUSED)
+def test_keywords_of_functions_that_are_not_strict(keyword: str) -> None:
+    """They are called in the form of a call, and others are held to their schemas."""
+    schema = {"type": "object", "properties": {"a": REFUSED[keyword]}}
+    functions = called([tool("f", schema), tool("g", NEEDS)], None, False)
+    mask = grammars().calls(functions, False, False, many=False)
+    assert names(mask, "<|tool_call>", "call:f{") >= {"}", "k"}
+    assert names(mask, "<|tool_call>", "call:g{") == {"s"}
+
+
 ONE_OF = [
     [S, {"type": "integer"}],
     [{"const": 1}, {"enum": [2, True]}],
@@ -380,7 +391,7 @@ def test_a_tokenizer_without_calls() -> None:
         from g4ir.serve.calls import grammar_of
 
         grammar_of(called([tool("f", {})], None, False), {"<|tool_call>": 1})
-    assert e.value.status == 501 and "<tool_call|>" in e.value.message
+    assert e.value.status == 400 and "<tool_call|>" in e.value.message
     assert json.dumps(e.value.body())
 
 

@@ -12,15 +12,19 @@ import time
 import wave
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from g4ir.chat.messages import Medium
+from g4ir.engine.load import load_engine
 from g4ir.errors import InputError
 from g4ir.serve import fetch
 from g4ir.serve.fetch import Fetching, Sources, is_public
-from tests.serve.running import NAME, Running
+from g4ir.serve.media import setting
+from tests.serve.running import NAME, Running, chat_engine, eventually, running
 
 SECONDS = 0.6
 
@@ -33,13 +37,13 @@ def picture() -> bytes:
     return file.getvalue()
 
 
-def sound() -> bytes:
+def sound(seconds: float = 0.5) -> bytes:
     file = io.BytesIO()
     with wave.open(file, "wb") as w:
         w.setnchannels(1)
         w.setsampwidth(2)
         w.setframerate(16_000)
-        w.writeframes(b"\x10\x00" * 8_000)
+        w.writeframes(b"\x10\x00" * int(seconds * 16_000))
     return file.getvalue()
 
 
@@ -47,10 +51,10 @@ def data(kind: str, raw: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
 
 
-def ask(r: Running, part: Any) -> httpx.Response:
+def ask(r: Running, part: Any, **fields: Any) -> httpx.Response:
     messages = [{"role": "user", "content": [part, {"type": "text", "text": "what"}]}]
     with r.client() as client:
-        body = {"model": NAME, "messages": messages, "max_tokens": 2}
+        body = {"model": NAME, "messages": messages, "max_tokens": 2, **fields}
         return client.post("/v1/chat/completions", json=body)
 
 
@@ -73,6 +77,70 @@ def test_sounds(served: Running) -> None:
     part["audio_url"] = {"url": data("audio/wav", sound()[:30])}
     got = ask(served, part)
     assert got.status_code == 400 and "messages[0]" in got.json()["error"]["message"]
+
+
+def heard(seconds: float) -> dict[str, Any]:
+    return {"type": "audio_url", "audio_url": {"url": data("audio/wav", sound(seconds))}}
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server of an engine that hears two seconds."""
+    folder = chat_engine(tmp_path_factory.mktemp("short") / "engine", audio_seconds=[2])
+    with running(lambda: load_engine(folder)) as r:
+        eventually(lambda: r.server.service)
+        yield r
+
+
+def test_a_sound_is_cut_only_where_that_is_asked_for(short: Running) -> None:
+    whole = ask(short, heard(2)).json()["usage"]["prompt_tokens_details"]
+    assert whole["audio_tokens"] == 50 and "image_tokens" not in whole
+    for more in ({}, {"audio_too_long": "refuse"}):
+        got = ask(short, heard(2.5), **more)
+        error = got.json()["error"]
+        assert got.status_code == 400 and error["param"] == "messages"
+        assert "2.50 s is longer than the limit of 2.008 s" in error["message"]
+        assert error["message"].startswith("messages[0].content[0]")
+    got = ask(short, heard(2.5), audio_too_long="cut")
+    assert got.json()["usage"]["prompt_tokens_details"] | {"cached_tokens": 0} == whole
+    got = ask(short, heard(2.5), audio_too_long="shrink")
+    assert got.status_code == 400 and got.json()["error"]["param"] == "audio_too_long"
+
+
+def test_usage_counts_media(served: Running) -> None:
+    got = ask(served, image(data("image/png", picture()))).json()["usage"]
+    assert 0 < got["prompt_tokens_details"]["image_tokens"] <= 70 < got["prompt_tokens"]
+
+
+DETAILS = {
+    "low": {"budget": 70},
+    "high": {"budget": 280},
+    "original": {"budget": 280},
+    "auto": {},
+    None: {},
+}
+
+
+@pytest.mark.parametrize("detail", DETAILS)
+def test_the_detail_of_an_image_chooses_its_budget(detail: str | None) -> None:
+    engine: Any = SimpleNamespace(media=SimpleNamespace(budgets=(70, 140, 280)))
+    medium = Medium("image", {"type": "image_url", "image_url": {"detail": detail}}, "here")
+    assert setting(engine, medium, None) == DETAILS[detail]
+    assert setting(engine, medium, 140) == {"budget": 140}
+
+
+def test_settings_of_media_that_are_wrong(served: Running) -> None:
+    part = image(data("image/png", picture()))
+    for fields, says in (
+        ({"image_budget": 99}, "built for 70"),
+        ({"image_budget": "x"}, "image_budget: must be a whole number"),
+        ({"frames": 0}, "frames: must be"),
+    ):
+        got = ask(served, part, **fields)
+        assert got.status_code == 400 and says in got.json()["error"]["message"], got.text
+    part["image_url"]["detail"] = "best"
+    got = ask(served, part)
+    assert got.status_code == 400 and "detail: must be auto, low" in got.json()["error"]["message"]
 
 
 def test_videos(served: Running) -> None:

@@ -12,15 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from g4ir.engine.load import load_engine
+from g4ir.errors import CheckError, MissingError
+from g4ir.serve import bodies
 from g4ir.serve.bodies import CHAT, COMPLETIONS, parsed, read_fields
+from g4ir.serve.foreign_fields import refused_fields
 from g4ir.serve.gate import Gate
-from g4ir.serve.refusals import Refused
+from g4ir.serve.refusals import Refused, refusal
 from tests.serve.running import MAX_SEQ, NAME, Running, eventually, running
 
 CASES = yaml.safe_load((Path(__file__).parent / "requests.yaml").read_text())
@@ -101,19 +105,114 @@ def test_the_numbers_of_a_prompt_that_is_too_long(served: Running) -> None:
         assert client.post("/v1/completions", json=body | {"max_tokens": 1}).status_code == 200
 
 
-UNSUPPORTED = {
+def asks(neutral: tuple[Any, ...]) -> Any:
+    """A value that asks for something."""
+    return next(v for v in (True, False, "on", 3) if v not in neutral)
+
+
+@pytest.mark.parametrize(("name", "neutral", "way"), [*refused_fields()])
+def test_fields_of_other_servers(name: str, neutral: tuple[Any, ...], way: str) -> None:
+    for table, base in ((CHAT, BASE), (COMPLETIONS, {"prompt": "a"})):
+        for value in (None, *neutral):
+            assert read_fields({**base, name: value}, table).keys() == base.keys()
+        with pytest.raises(Refused) as e:
+            read_fields({**base, name: asks(neutral)}, table)
+        assert (e.value.status, e.value.param, e.value.code) == (400, name, "not_supported")
+        assert way in e.value.message
+
+
+#: fields with values that change the answer, and what changes nothing
+REFUSED = {
     "priority": 3,
     "truncate_prompt_tokens": 5,
     "functions": [],
+    "echo": True,
+    "prompt_logprobs": 0,
+    "bad_words": ["a"],
+    "allowed_token_ids": [5],
+    "best_of": 4,
+    "use_beam_search": True,
+    "chat_template": "x",
+    "documents": [{"text": "x"}],
+    "web_search_options": {},
+    "mirostat": 2,
+    "typical_p": 0.9,
+    "suffix": "x",
+    "n_predict": 5,
+    "enable_thinking": True,
+    "format": "json",
+    "verbosity": "low",
+    "stop_regex": "a+",
+}
+HARMLESS = {
+    "store": True,
+    "metadata": {"a": "b"},
+    "user": "u",
+    "service_tier": "auto",
+    "prediction": {"type": "content", "content": "x"},
+    "safety_identifier": "x",
+    "best_of": 1,
+    "mirostat": 0,
+    "typical_p": 1.0,
+    "modalities": ["text"],
+    "suffix": "",
+    "cache_salt": "a",
+    "cache_prompt": False,
+    "structured_outputs": None,
+    "grammar": "",
+    "guided_json": None,
 }
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_what_cannot_be_done_is_said(served: Running, name: str) -> None:
-    got = answer(served, {"chat": {name: UNSUPPORTED[name]}})
-    assert got.status_code == 501
-    assert got.json()["error"]["param"] == name
-    assert got.json()["error"]["code"] == "not_supported"
+@pytest.mark.parametrize("path", ["chat", "completion"])
+def test_what_changes_the_answer_is_refused(served: Running, path: str) -> None:
+    base = {} if path == "chat" else {"prompt": "a", "max_tokens": 2}
+    for name, value in REFUSED.items():
+        got = answer(served, {path: {**base, name: value}})
+        assert got.status_code == 400, name
+        error = got.json()["error"]
+        assert (error["param"], error["code"]) == (name, "not_supported")
+    for name, value in HARMLESS.items():
+        assert answer(served, {path: {**base, name: value}}).status_code == 200, name
+
+
+def test_fields_of_the_other_path(served: Running) -> None:
+    asked = {"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}
+    for case in ({"completion": asked}, {"chat": {"prompt": "a"}}):
+        got = answer(served, case)
+        assert got.status_code == 400 and got.json()["error"]["param"] in ("tools", "prompt")
+
+
+def test_an_unknown_field_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "_LOGGED", set())
+    for _ in range(2):
+        read_fields({**BASE, "temprature": 2, "store": True, "n": 1}, CHAT)
+    assert [r.args for r in caplog.records] == [("'temprature'",)]
+
+
+def test_no_client_asks_again_for_what_cannot_be_done(served: Running) -> None:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="any") as client:
+        counter = served.server.metrics.rejected.labels("not_supported")._value
+        before = counter.get()
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model=NAME, prompt="a", echo=True)
+        assert counter.get() == before + 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "again"),
+    [
+        (MissingError("needs a library"), 400, None),
+        (CheckError("logits: NaN"), 500, "false"),
+        (RuntimeError("secret"), 500, None),
+    ],
+)
+def test_whether_a_client_asks_again(error: Exception, status: int, again: str | None) -> None:
+    found = refusal(error, {})
+    assert (found.status, found.headers.get("x-should-retry")) == (status, again)
+    assert "secret" not in found.message
 
 
 @pytest.mark.parametrize("name", [*CHAT])
@@ -201,7 +300,7 @@ def test_tokens_and_their_text(served: Running, keyed: Running) -> None:
             ("detokenize", {"tokens": ["a"]}),
             ("detokenize", {"tokens": [True]}),
         ):
-            assert client.post(f"/{path}", json=body).status_code in (400, 501), body
+            assert client.post(f"/{path}", json=body).status_code == 400, body
     with keyed.client() as client:
         for path in ("/tokenize", "/detokenize"):
             assert client.post(path, json={}).status_code == 401
@@ -234,7 +333,7 @@ def test_any_values_are_read_or_refused(body: dict[str, Any]) -> None:
         try:
             found = read_fields(body, table)
         except Refused as e:
-            assert e.status in (400, 501) and json.dumps(e.body())
+            assert e.status == 400 and json.dumps(e.body())
         else:
             assert {*found} <= {*table}
 
@@ -250,7 +349,7 @@ def test_noise_is_refused_and_the_server_lives(
     with served.client() as client:
         for raw in (whole, whole[:cut]):
             got = client.post("/v1/chat/completions", content=raw, headers=JSON)
-            assert got.status_code in (200, 400, 404, 501), (raw, got.text)
+            assert got.status_code in (200, 400, 404), (raw, got.text)
         assert client.get("/health").status_code == 200
 
 

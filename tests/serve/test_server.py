@@ -27,6 +27,7 @@ from g4ir.engine.load import load_engine
 from g4ir.engine.session import Session
 from g4ir.errors import EngineError, InputError
 from g4ir.serve.app import Server
+from g4ir.serve.bodies import JSON, Constraint
 from g4ir.serve.gate import known_hosts, read_keys
 from g4ir.serve.server import Address, Process
 from tests.cli_tools import refused
@@ -268,7 +269,8 @@ def test_a_tokenizer_without_turns(tmp_path: Path) -> None:
     add_file(folder, "tokenizer.json", tokenizer().to_str())
     with running(lambda: load_engine(folder)) as r, r.client() as client:
         eventually(lambda: r.server.service)
-        assert client.post(CHAT, json=SHORT).status_code == 501
+        got = client.post(CHAT, json=SHORT)
+        assert (got.status_code, got.json()["error"]["code"]) == (400, "not_supported")
         body = {"prompt": "ab", "max_tokens": 2}
         assert client.post("/v1/completions", json=body).status_code == 200
 
@@ -438,7 +440,7 @@ def test_a_schema_behind_a_thought(
 ) -> None:
     prompts = served.server.prompts
     assert prompts
-    mask = prompts.grammars.json(SCHEMA, True, False)
+    mask = prompts.grammars.text(Constraint("f", JSON, SCHEMA), True, False)
     controls = prompts.vocabulary.controls
     channel, end = controls["<|channel>"], controls["<channel|>"]
     brace, z = (prompts.vocabulary.plain(c)[0] for c in "{z")

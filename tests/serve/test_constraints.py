@@ -1,0 +1,330 @@
+"""Constraints of an answer's text under every field's name, over both paths; schemas that have no
+end or are large; a head that is continued; a budget of reasoning tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from g4ir.serve import grammar
+from g4ir.serve.bodies import CHOICE, CONSTRAINTS, GRAMMAR, JSON, REGEX, Constraint
+from g4ir.serve.refusals import Refused
+from tests.serve.running import NAME, Running
+from tests.serve.test_calls import ENDS, free, grammars, names, tool, vocabulary, walk
+from tests.serve.test_client import HI, ask, joined
+
+DIGITS = "[0-9]{3}"
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+AS_JSON = re.compile(r'\{\s*"a"\s*:\s*[0-9]\s*\}')
+LARK = 'start: "b" digit+\ndigit: /[0-9]/'
+GBNF = 'root ::= "b" [0-9]+'
+#: field, value, and the texts that it allows
+HELD: list[tuple[str, Any, Any]] = [
+    ("response_format", {"type": "json_schema", "json_schema": {"schema": SCHEMA}}, AS_JSON),
+    ("response_format", {"type": "json_schema", "schema": SCHEMA}, AS_JSON),
+    ("response_format", {"type": "json_object", "schema": SCHEMA}, AS_JSON),
+    ("response_format", {"type": "json_object"}, re.compile(r"\{.*", re.S)),
+    ("structured_outputs", {"json": SCHEMA}, AS_JSON),
+    ("structured_outputs", {"json": json.dumps(SCHEMA)}, AS_JSON),
+    ("structured_outputs", {"json_object": True, "regex": None}, re.compile(r"\{.*", re.S)),
+    ("structured_outputs", {"regex": DIGITS}, re.compile(DIGITS)),
+    ("structured_outputs", {"choice": ["yes", "no"]}, re.compile("yes|no")),
+    ("structured_outputs", {"grammar": LARK}, re.compile("b[0-9]+")),
+    ("guided_json", SCHEMA, AS_JSON),
+    ("guided_json", json.dumps(SCHEMA), AS_JSON),
+    ("guided_regex", f"^{DIGITS}$", re.compile(DIGITS)),
+    ("guided_choice", ["on", "one", 'q"\n'], re.compile('on|one|q"\n')),
+    ("guided_grammar", GBNF, re.compile("b[0-9]+")),
+    ("json_schema", SCHEMA, AS_JSON),
+    ("regex", "^a|b$", re.compile("a|b")),
+    ("grammar", GBNF, re.compile("b[0-9]+")),
+    ("grammar", LARK, re.compile("b[0-9]+")),
+    ("ebnf", GBNF, re.compile("b[0-9]+")),
+]
+MORE = {"temperature": 1.3, "max_tokens": 40, "n": 2, "seed": 7}
+PATHS = ("chat", "thinking", "completions", "stream")
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value", "allowed"),
+    [(PATHS[i % 4], *held) for i, held in enumerate([*HELD, *HELD[1:], *HELD[2:]])],
+)
+def test_constraints(
+    client: openai.OpenAI, path: str, name: str, value: Any, allowed: re.Pattern[str]
+) -> None:
+    """Random weights say anything, and still only what the constraint allows."""
+    body = {name: value}
+    if path == "completions":
+        got = client.completions.create(model=NAME, prompt="ab", extra_body=body, **MORE)
+        found = [(c.text, c.finish_reason) for c in got.choices]
+    elif path == "stream":
+        chunks = [*ask(client, extra_body=body, **{**MORE, "stream": True})]
+        found = [(j["content"], j["finish"]) for j in (joined(chunks, i) for i in range(2))]
+    else:
+        thinking = {"chat_template_kwargs": {"enable_thinking": path == "thinking"}}
+        got = ask(client, extra_body={**body, **thinking}, **MORE)
+        found = [(c.message.content, c.finish_reason) for c in got.choices]
+    for text, finish in found:
+        assert finish in ("stop", "length")
+        assert finish == "length" or allowed.fullmatch(text), text
+
+
+@pytest.mark.parametrize(("name", "value", "allowed"), HELD)
+def test_every_walk_is_allowed(name: str, value: Any, allowed: re.Pattern[str]) -> None:
+    constraint = CONSTRAINTS[name](value, name)
+    for seed in range(5):
+        mask = grammars().text(constraint, thinking=False, inside=False)
+        assert allowed.fullmatch(said(walk(mask, seed)))
+
+
+def said(tokens: list[int]) -> str:
+    text: str = vocabulary().tokenizer.decode([t for t in tokens if t not in vocabulary().strings])
+    return text
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"regex": "(?=a)b"}, "look"),
+    ({"regex": "(a"}, "unclosed group"),
+    ({"regex": r"<turn\|>"}, "<turn|>"),
+    ({"regex": 5}, "must be a text"),
+    ({"guided_choice": []}, "1 to 1024"),
+    ({"guided_choice": ["a", ""]}, "not empty"),
+    ({"guided_choice": ["a<turn|>"]}, "<turn|>"),
+    ({"grammar": "nonsense"}, "Lark or GBNF"),
+    ({"grammar": "root ::= " + "(" * 5000}, "Lark or GBNF"),
+    ({"grammar": "start: missing"}, "missing"),
+    ({"grammar": "x" * 70_000}, "too long"),
+    ({"guided_json": "{"}, "no JSON"),
+    ({"guided_json": '{"a":' * 5000}, "levels"),
+    ({"guided_json": [1]}, "an object"),
+    ({"json_schema": {"type": "string", "pattern": r"<turn\|>"}}, "<turn|>"),
+    ({"json_schema": {"type": "object", "required": ["<turn|>"]}}, "<turn|>"),
+    ({"structured_outputs": {}}, "must have one of"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "must have one of"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structural_tag"),
+    ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "whitespace"),
+    ({"regex": "a", "guided_choice": ["a"]}, "cannot be combined with"),
+    ({"regex": "a", "response_format": {"type": "json_object"}}, "cannot be combined with"),
+    ({"regex": "a", "min_tokens": 3}, "cannot be together with regex"),
+    ({"grammar": LARK, "ignore_eos": True}, "cannot be together with grammar"),
+    ({"response_format": {"type": "structural_tag"}}, "must be one of"),
+]
+
+
+@pytest.mark.parametrize(("body", "says"), WRONG)
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_constraints_that_are_refused(
+    served: Running, path: str, body: dict[str, Any], says: str
+) -> None:
+    given = {"messages": HI} if path.startswith("chat") else {"prompt": "a"}
+    with served.client() as client:
+        got = client.post(f"/v1/{path}", json={**given, "stream": True, **body})
+    assert got.status_code == 400 and says in got.json()["error"]["message"], got.text
+    assert got.json()["error"]["param"].partition(".")[0] in body
+
+
+def test_constraints_beside_tools(client: openai.OpenAI) -> None:
+    """Those of JSON allow a call instead; others need tools that cannot be called."""
+    given: dict[str, Any] = {"tools": [tool("f", {})], "extra_body": {"regex": DIGITS}}
+    with pytest.raises(openai.BadRequestError, match="tool_choice"):
+        ask(client, **given)
+    got = ask(client, **given, tool_choice="none")
+    assert re.fullmatch(DIGITS, got.choices[0].message.content)
+    with pytest.raises(openai.BadRequestError, match="forced call"):
+        ask(client, **given, tool_choice="required")
+
+
+# --- schemas without an end, and large ones ---------------------------------------------------
+
+
+def members(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+ROUND = {"$ref": "#/$defs/a"}
+ENDLESS: list[dict[str, Any]] = [
+    {"$ref": "#"},
+    {"allOf": [{"$ref": "#"}]},
+    {"anyOf": [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}]},
+    {**ROUND, "$defs": {"a": {"$ref": "#/$defs/b"}, "b": ROUND}},
+    {**members(x=ROUND), "$defs": {"a": ROUND}},
+    {**members(x={"type": "array", "items": ROUND}), "$defs": {"a": ROUND}},
+    {**members(x={"$ref": "#"}), "required": ["x"]},
+    {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+]
+ENDING: list[dict[str, Any]] = [
+    {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+    members(x={"$ref": "#"}),
+    {**members(x={"anyOf": [{"type": "null"}, {"$ref": "#"}]}), "required": ["x"]},
+    {"type": "array", "items": {"$ref": "#"}},
+    {**members(x=ROUND), "$defs": {"a": {"type": "boolean"}, "unused": {"$ref": "#/$defs/unused"}}},
+]
+
+
+@pytest.mark.parametrize("schema", ENDLESS)
+def test_schemas_without_an_end(client: openai.OpenAI, schema: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError, match="leads round to itself"):
+        ask(client, extra_body={"guided_json": schema})
+
+
+@pytest.mark.parametrize("schema", ENDING)
+def test_schemas_with_an_end(schema: dict[str, Any]) -> None:
+    for seed in range(5):
+        mask = grammars().text(Constraint("f", JSON, schema), thinking=False, inside=False)
+        json.loads(said(walk(mask, seed, patience=5)))
+
+
+NODES = st.sampled_from([{"$ref": f"#/$defs/{i}"} for i in range(4)] + [{"type": "null"}])
+DEFS = st.one_of(
+    NODES,
+    st.lists(NODES, min_size=1, max_size=2).map(lambda u: {"anyOf": u}),
+    NODES.map(lambda n: {**members(x=n), "required": ["x"]}),
+    NODES.map(lambda n: {"type": "array", "items": n, "minItems": 1, "maxItems": 1}),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(DEFS, min_size=4, max_size=4), st.integers(0, 1 << 20))
+def test_no_reference_breaks_an_answer_off(defs: list[Any], seed: int) -> None:
+    """Whatever refers to what: refused, or followed without an error of the grammar."""
+    schema = {"$ref": "#/$defs/0", "$defs": {str(i): d for i, d in enumerate(defs)}}
+    try:
+        mask = grammars().text(Constraint("f", JSON, schema), thinking=False, inside=False)
+    except Refused as e:
+        assert "leads round" in e.message
+        return
+    row: list[int] = []
+    for _ in range(40):
+        if row[-1:] and row[-1] in {vocabulary().controls[t] for t in ENDS}:
+            jsonschema.validate(json.loads(said(row)), schema)
+            return
+        tokens = free(mask, row)
+        row.append(tokens[seed % len(tokens)])
+
+
+def optional(count: int) -> dict[str, Any]:
+    return members(**{f"p{i}": {"type": "boolean"} for i in range(count)})
+
+
+def opened(served: Running) -> dict[str, int]:
+    """Biases by which an object is not ended at once."""
+    return {str(served.ids("}")[0]): -100, str(served.ids('"')[0]): 100}
+
+
+@pytest.mark.parametrize("count", [500, 1500])
+def test_many_optional_properties(client: openai.OpenAI, served: Running, count: int) -> None:
+    body = {"json_schema": optional(count)}
+    got = ask(client, extra_body=body, max_tokens=12, logit_bias=opened(served), temperature=1)
+    assert re.match(r'\{\s*"p[0-9]', got.choices[0].message.content)
+    assert got.choices[0].finish_reason == "length"
+    mask = grammars().text(Constraint("f", JSON, optional(count)), thinking=False, inside=False)
+    assert names(mask, '{"p3":true,"p9":') >= {"t", "f"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_is_given_up(
+    client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """The answer ends with an error, and not as if it were complete."""
+    monkeypatch.setattr(grammar, "MOST_ITEMS", 100)
+    body = {"json_schema": optional(300)}
+    given = {"extra_body": body, "max_tokens": 20, "logit_bias": opened(served)}
+    with pytest.raises(
+        openai.APIError, match=r"json_schema: cannot be held to after \d+ tokens"
+    ) as e:
+        [*ask(client, **given, stream=True)] if stream else ask(client, **given)
+    assert e.value.param == "json_schema"
+
+
+# --- a head that is continued -----------------------------------------------------------------
+
+
+def continued(client: openai.OpenAI, head: Any, **body: Any) -> Any:
+    messages = [*HI, {"role": "assistant", "content": head}]
+    given = {"continue_final_message": True, "add_generation_prompt": False, **body}
+    return ask(client, messages=messages, max_tokens=40, temperature=1.2, extra_body=given)
+
+
+TOOLS = {"tools": [tool("f", {})]}
+THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
+
+
+@pytest.mark.parametrize(
+    ("head", "more"),
+    [('{"a": ', {}), ('{"a": 1}', {}), ('{\n"a"', {}), ('{"', TOOLS), ("{", THINKING)],
+)
+def test_a_grammar_goes_on_from_the_head(
+    client: openai.OpenAI, head: str, more: dict[str, Any]
+) -> None:
+    choice = continued(client, head, guided_json=SCHEMA, **more).choices[0]
+    assert choice.finish_reason == "length" or AS_JSON.fullmatch(head + choice.message.content)
+
+
+@pytest.mark.parametrize("head", ['{"b', "Sure: ", '{"a": 12}', "<turn|>"])
+def test_a_head_that_begins_nothing(client: openai.OpenAI, head: str) -> None:
+    with pytest.raises(openai.BadRequestError, match="cannot begin what guided_json asks") as e:
+        continued(client, head, guided_json=SCHEMA)
+    assert e.value.param == "messages"
+
+
+def test_a_refusal_is_continued_too(client: openai.OpenAI) -> None:
+    messages = [*HI, {"role": "assistant", "content": None, "refusal": "ye"}]
+    body = {"continue_final_message": True, "guided_choice": ["yes", "no"]}
+    got = ask(client, messages=messages, extra_body=body)
+    assert got.choices[0].message.content == "s"
+
+
+def test_heads_of_other_constraints(client: openai.OpenAI) -> None:
+    got = continued(client, "12", regex=DIGITS)
+    assert re.fullmatch("[0-9]", got.choices[0].message.content)
+    for head, rest in (("ye", "s"), ("New ", "York"), ([{"type": "text", "text": "no "}], "way")):
+        got = continued(client, head, guided_choice=["yes", "New York", "no way"])
+        assert got.choices[0].message.content == rest
+
+
+# --- a budget of reasoning tokens -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [{}, {"regex": DIGITS}])
+@pytest.mark.parametrize("limit", [0, 5])
+def test_thoughts_end_at_their_budget(
+    client: openai.OpenAI, served: Running, limit: int, body: dict[str, Any]
+) -> None:
+    begins = served.server.prompts.vocabulary.controls["<|channel>"]  # type: ignore[union-attr]
+    given = {"thinking_token_budget": limit, "chat_template_kwargs": {"enable_thinking": True}}
+    bias = {str(begins): 60, **{str(i): 30 for i in served.ids("z")}}
+    got = ask(
+        client,
+        max_tokens=40,
+        n=2,
+        temperature=1,
+        logit_bias=bias,
+        extra_body={**given, **body},
+    )
+    for choice in got.choices:
+        thought = choice.message.model_extra.get("reasoning_content") or ""
+        assert len(thought) <= limit
+        assert not body or re.fullmatch(DIGITS, choice.message.content)
+
+
+def test_efforts(client: openai.OpenAI) -> None:
+    for effort in ("none", "max"):
+        assert ask(client, extra_body={"reasoning_effort": effort}).choices
+
+
+def test_kinds() -> None:
+    """Every kind of constraint has a field."""
+    made = [read(value, name) for name, value, _ in HELD if (read := CONSTRAINTS[name])]
+    assert {c.kind for c in made} == {JSON, REGEX, CHOICE, GRAMMAR}
