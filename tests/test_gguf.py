@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import g4ir
+from g4ir.chat.prompt import Vocabulary
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
@@ -452,6 +453,81 @@ def test_tokens(tokenizers: tuple[Any, Any], text: str) -> None:
         )
 
 
+#: token type -> tokens: text of every kind that published files define, marks, control tokens
+TYPED = {
+    4: ["\n", "\n\n\n", "\t", "\t\t", "<b>", "</td>", "[multimodal]", "  ", "   ", "▁▁▁▁", "<a b>"]
+    + ["<|tool_call>", "<tool_call|>", '<|"|>', "<|think|>"],
+    3: ["<unused5>"],
+    1: ["<turn|>"],  # ends a turn, whatever its type
+}
+ALL_TYPED = [text for texts in TYPED.values() for text in texts]
+SKIPPED = {"<|tool_call>", "<tool_call|>", '<|"|>', "<|think|>", "<unused5>", "<turn|>"}
+#: how files say what is merged: pairs, or SentencePiece's scores
+MERGED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "merges": lambda v: None,
+    "merges of llama": lambda v: v.update({"tokenizer.ggml.model": "llama"}),
+    "scores": lambda v: (
+        v.update({"tokenizer.ggml.model": "llama"}),
+        v.pop("tokenizer.ggml.merges"),
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=MERGED)
+def typed(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A file's tokenizer whose last tokens have the types above, and its ids by text."""
+    from tokenizers import Tokenizer
+
+    def change(values: dict[str, Any]) -> None:
+        words, kinds = (values[f"tokenizer.ggml.{k}"] for k in ("tokens", "token_type"))
+        new = [text for texts in TYPED.values() for text in texts if text not in words]
+        words[-len(new) :] = new
+        at = {text: i for i, text in enumerate(words)}
+        for kind, texts in TYPED.items():
+            for text in texts:
+                kinds[at[text]] = kind
+        for i, merge in enumerate(values["tokenizer.ggml.merges"]):  # those first have the best
+            values["tokenizer.ggml.scores"][at["".join(merge.split(" "))]] = float(-i)
+        MERGED[request.param](values)
+
+    path = tmp_path_factory.mktemp("typed") / "a.gguf"
+    bare_file(path, load_spec("tiny-ple"), change)
+    return Tokenizer.from_str(side_files(read_container(path))["tokenizer.json"].decode())
+
+
+@given(text=st.lists(st.one_of(st.sampled_from(ALL_TYPED), st.text(max_size=4))))
+def test_a_text_comes_back_whole(typed: Any, text: list[str]) -> None:
+    """`decode(encode(t)) == t` for every token type; decoding skips control tokens alone."""
+    whole = "".join(text).replace("▁", " ")  # Gemma's own mark of a space
+    ids = typed.encode(whole, add_special_tokens=False).ids
+    assert typed.decode(ids, skip_special_tokens=False) == whole
+    if not any(mark in whole for mark in SKIPPED):
+        assert typed.decode(ids) == whole
+        assert Vocabulary(typed).plain(whole) == ids
+    alone = {t: typed.encode(t, add_special_tokens=False).ids for t in text if t}
+    for token in ALL_TYPED:
+        if token in alone:
+            assert len(alone[token]) == 1
+            assert (typed.decode(alone[token]) == "") == (token in SKIPPED)
+
+
+def test_merges_by_score(tmp_path: Path) -> None:
+    """Pairs in descending score say what merges say."""
+    files = []
+    for name in ("merges", "scores"):
+
+        def change(values: dict[str, Any], name: str = name) -> None:
+            at = {text: i for i, text in enumerate(values["tokenizer.ggml.tokens"])}
+            for i, merge in enumerate(values["tokenizer.ggml.merges"]):
+                values["tokenizer.ggml.scores"][at["".join(merge.split(" "))]] = float(-i)
+            MERGED[name](values)
+
+        path = bare_file(tmp_path / f"{name}.gguf", load_spec("tiny-ple"), change)
+        files.append(json.loads(side_files(read_container(path))["tokenizer.json"]))
+    merges, by_score = ([tuple(m) for m in f["model"]["merges"]] for f in files)
+    assert by_score[: len(merges)] == merges
+
+
 def test_side_files(model: Path, tmp_path: Path) -> None:
     files = {k: v.decode() for k, v in side_files(read_container(model)).items()}
     assert json.loads(files["tokenizer_config.json"]) == {"add_bos_token": True}
@@ -527,7 +603,18 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "token types": (lambda v: v["tokenizer.ggml.token_type"].pop(), "expected 512 items"),
     "merges": (lambda v: v["tokenizer.ggml.merges"].append("ab zz"), "is not two tokens that are"),
     "no merges": (lambda v: v.pop("tokenizer.ggml.merges"), "merges: expected an array"),
-    "tokenizer": (lambda v: v.update({"tokenizer.ggml.model": "llama"}), "expected gemma4, found"),
+    "tokenizer": (
+        lambda v: v.update({"tokenizer.ggml.model": "gpt2"}),
+        "expected llama or gemma4, found 'gpt2'; fix: this is the tokenizer of another family",
+    ),
+    "no scores": (
+        lambda v: (
+            v.update({"tokenizer.ggml.model": "llama"}),
+            v.pop("tokenizer.ggml.merges"),
+            v.pop("tokenizer.ggml.scores"),
+        ),
+        "tokenizer.ggml.scores: expected an array, found none; fix: take a file that",
+    ),
     "template": (lambda v: v.update({"tokenizer.chat_template": 3}), "expected a text"),
     "sampling": (lambda v: v.update({"general.sampling.top_k": "x"}), "top_k: expected a number"),
     "suppressed": (

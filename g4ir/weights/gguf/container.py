@@ -23,6 +23,8 @@ from g4ir.weights.tensorfile import DOWNLOAD, Entry, Header, identity, open_regu
 
 from .types import TYPES, Stored
 
+#: what mends a value: the file was read whole, so another download has it too
+CONVERT = "fix: take a file that a current llama.cpp converts from the checkpoint"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT, ALIGNMENT_KEY = 32, "general.alignment"
 #: what a file may have at most; those that exist have a fraction of it
@@ -84,7 +86,7 @@ class Container:
         """Return the items of an array; WeightsError where the key holds none."""
         found = self.values.get(key)
         if not isinstance(found, Array):
-            raise self.wrong(key, "expected an array", "is missing" if found is None else found)
+            raise self.wrong(key, "expected an array", found)
         with open_regular(self.path) as file, _mapped(self.path, file.fileno()) as data:
             return list(_Reader(self.path, data).items(key, found))
 
@@ -95,9 +97,10 @@ class Container:
             raw = file.read(tensor.entry.nbytes)
         return [value for (value,) in NUMBERS[6].iter_unpack(raw)]
 
-    def wrong(self, key: str, expected: str, found: object) -> WeightsError:
+    def wrong(self, key: str, expected: str, found: object, fix: str = CONVERT) -> WeightsError:
         """Return the error that names a key of the file."""
-        return WeightsError(f"{self.path}: {key}: {expected}, found {quoted(found)}; {DOWNLOAD}")
+        shown = "none" if found is None else quoted(found)
+        return WeightsError(f"{self.path}: {key}: {expected}, found {shown}; {fix}")
 
 
 def read_container(path: Path) -> Container:
