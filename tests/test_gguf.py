@@ -125,6 +125,47 @@ def test_specs(tmp_path: Path, name: str) -> None:
     assert found.name == "a" and found.dtype == "bf16"
 
 
+#: metadata of other converters that says the same
+OTHER_KEYS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "heads of full layers": lambda v: v.update(
+        {"gemma4.attention.head_count_kv": 2, "gemma4.attention.global_head_count_kv": 1}
+    ),
+    "heads twice": lambda v: v.update(
+        {"gemma4.attention.head_count_kv": HEADS, "gemma4.attention.global_head_count_kv": 1}
+    ),
+    "dims that are rotated": lambda v: v.update(
+        {"gemma4.rope.partial_rotary_factor": 0.25, "gemma4.rope.dimension_count": 16}
+    ),
+    "local base": lambda v: v.update(
+        {"gemma4.rope.local.freq_base": v.pop("gemma4.rope.freq_base_swa")}
+    ),
+    "both bases": lambda v: v.update({"gemma4.rope.local.freq_base": 10000.0}),
+    "sizes of tensors": lambda v: [v.pop(f"gemma4.attention.key_length{e}") for e in ("", "_swa")],
+    "towers": lambda v: v.update({"gemma4.vision.block_count": 2, "gemma4.audio.block_count": 2}),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_KEYS)
+def test_other_keys(tmp_path: Path, case: str) -> None:
+    spec = load_spec("tiny-ple")
+    file = bare_file(tmp_path / "a.gguf", spec, OTHER_KEYS[case])
+    found = read_spec(read_container(file))
+    assert not [row for row in diff_specs(spec, found) if not row[0].startswith(UNSAID)]
+    if case.startswith("dims"):  # the tensor of frequencies may be left out then
+        bare = rewritten(file, tmp_path / "b.gguf", without("rope_freqs"))
+        assert read_spec(read_container(bare)).text == found.text
+
+
+def test_a_window_that_is_not_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = bare_file(
+        tmp_path / "a.gguf",
+        load_spec("tiny-ple"),
+        lambda v: v.pop("gemma4.attention.sliding_window"),
+    )
+    assert read_spec(read_container(file)).text.sliding.window == 512
+    assert "gemma4.attention.sliding_window is missing: 512 is taken" in caplog.text
+
+
 # --- engines -----------------------------------------------------------------------------------
 
 
@@ -296,10 +337,17 @@ def test_rows_of_tables(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPat
         source.tensor("layers.0.mlp.up_proj.weight")
 
 
-def rewritten(path: Path, to: Path, edit: Callable[[str, Any], dict[str, Any]]) -> Path:
-    """The file with other tensors: `edit` returns name -> (data, type) for each of its own."""
+def as_it_is(name: str, t: Any) -> dict[str, Any]:
+    return {name: (t.data, t.tensor_type)}
+
+
+def rewritten(
+    path: Path, to: Path, edit: Callable[[str, Any], dict[str, Any]] = as_it_is, each: int = 0
+) -> Path:
+    """The file with other tensors: `edit` returns name -> (data, type) for each of its own; in
+    files of `each` tensors."""
     reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(to, "gemma4")
+    writer = gguf.GGUFWriter(to, "gemma4", split_max_tensors=each)
     for key, value in reader.fields.items():
         if not key.startswith(("GGUF.", "general.architecture")):
             content = value.contents()
@@ -337,6 +385,76 @@ def test_halves_of_experts_that_lie_apart(tmp_path: Path, kinds: tuple[str, str]
     ]
     assert torch.equal(source.tensor(name), torch.from_numpy(np.concatenate(want, 1)))
     assert (name in source.forms) == (kinds == ("Q4_0", "Q4_0"))
+
+
+#: fused tensor -> the matrices whose rows it holds, in order
+FUSED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_gate_up": ("ffn_gate", "ffn_up")}
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("name", ["tiny-ple", "tiny-dense"])
+def test_fused_tensors_and_other_names(tmp_path: Path, name: str, kind: str) -> None:
+    """Layers with K and V, with K alone, and with neither."""
+    spec = load_spec(name)
+    file = bare_file(tmp_path / "a.gguf", spec, kind=kind)
+    held = {t.name: t for t in gguf.GGUFReader(file).tensors}
+
+    def fuse(own: str, t: Any) -> dict[str, Any]:
+        block, _, rest = own.removesuffix(".weight").rpartition(".")
+        for fused, parts in FUSED.items():
+            there = [held[n] for p in parts if (n := f"{block}.{p}.weight") in held]
+            if block and rest == parts[0]:
+                data = np.concatenate([x.data for x in there])
+                return {f"{block}.{fused}.weight": (data, t.tensor_type)}
+            if block and rest in parts:
+                return {}
+        for one, other in (
+            ("post_attention_norm", "attn_post_norm"),
+            ("post_ffw_norm.", "ffn_post_norm."),
+        ):
+            own = own.replace(one, other)
+        return {own: (t.data, t.tensor_type)}
+
+    fused = rewritten(file, tmp_path / "b.gguf", fuse)
+    assert not [
+        r for r in diff_specs(read_spec(read_container(fused)), spec) if not r[0].startswith(UNSAID)
+    ]
+    got, want = opened(fused, spec), opened(file, spec)
+    assert got.forms == want.forms
+    for tensor in text_tensors(spec):
+        assert torch.equal(got.tensor(tensor), want.tensor(tensor)), tensor
+
+
+def test_split_files(model: Path, tmp_path: Path) -> None:
+    """Any file of them stands for the model; one that is missing, another's or renamed is named."""
+    rewritten(model, tmp_path / "tiny.gguf", each=40)
+    files = sorted(tmp_path.iterdir())
+    count = len(files)
+    assert count > 2 and files[0].name == f"tiny-00001-of-{count:05}.gguf"
+    want = find_origin(model).open(load_spec("tiny-ple"), (), "f32")
+    for file in (files[0], files[-1]):
+        origin = find_origin(file)
+        assert origin.spec().name == "tiny" and "tokenizer.json" in origin.side_files()
+        got = origin.open(origin.spec(), (), "f32")
+        assert [p for p, _ in got.files] == files and got.forms == want.forms
+        for name in text_tensors(load_spec("tiny-ple")):
+            assert torch.equal(got.tensor(name), want.tensor(name))
+    engine = g4ir.build(
+        None, tmp_path / "e", checkpoint=files[1], backend="reference", link_weights=True, **LIMITS
+    )
+    assert engine.param("L0.attn.wq").shape and g4ir.load_engine(tmp_path / "e")
+    second = files[1].read_bytes()
+    files[1].write_bytes(files[2].read_bytes())
+    with pytest.raises(WeightsError, match=rf"{files[1].name}: split.no: expected 1, found 2"):
+        find_origin(files[0]).spec()
+    files[1].unlink()
+    with pytest.raises(
+        WeightsError, match=rf"files of a model, of which {files[1].name} is missing"
+    ):
+        find_origin(files[0]).spec()
+    (tmp_path / "second.gguf").write_bytes(second)
+    with pytest.raises(WeightsError, match=rf"second.gguf: split.count: one of {count} files of a"):
+        find_origin(tmp_path / "second.gguf").spec()
 
 
 def test_a_head_of_its_own(tmp_path: Path) -> None:
@@ -548,13 +666,18 @@ def test_side_files(model: Path, tmp_path: Path) -> None:
 
 # --- what is refused ------------------------------------------------------------------------------
 
+#: heads of K and V by layer, in tiny-ple
+HEADS = [2, 2, 2, 1] * 2
 #: change of the metadata -> the key that is named, and what is said of it
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "architecture": (lambda v: v.update({"general.architecture": "llama"}), "found 'llama'"),
     "towers": (lambda v: v.update({"general.architecture": "clip"}), "found its towers alone"),
-    "split": (lambda v: v.update({"split.count": 3}), "llama-gguf-split --merge"),
+    "split": (
+        lambda v: v.update({"split.count": 3}),
+        "split.count: one of 3 files of a model; fix: give them the names",
+    ),
     "unknown": (lambda v: v.update({"gemma4.rope.scaling.factor": 8.0}), "may change the forward"),
-    "missing": (lambda v: v.pop("gemma4.attention.key_length"), "key_length: is missing"),
+    "missing": (lambda v: v.pop("gemma4.embedding_length"), "embedding_length: is missing"),
     "no number": (lambda v: v.update({"gemma4.context_length": "x"}), "expected a number"),
     "no integer": (lambda v: v.update({"gemma4.block_count": 8.5}), "expected an integer"),
     "range": (lambda v: v.update({"gemma4.embedding_length": 0}), "hidden_size"),
@@ -585,15 +708,31 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "shared_kv_layers: 8 of 8 layers",
     ),
     "values": (lambda v: v.update({"gemma4.attention.value_length": 32}), "expected 64, as key"),
-    "rotated": (lambda v: v.update({"gemma4.rope.dimension_count": 32}), "expected 64, as key"),
-    "vocabulary": (lambda v: v.update({"gemma4.vocab_size": 511}), "token_embd.weight has 512"),
-    "frequencies": (
-        lambda v: v.update(
-            {"gemma4.attention.key_length": 32, "gemma4.rope.dimension_count": 32}
-            | {"gemma4.attention.value_length": 32}
-        ),
-        "tensor rope_freqs.weight: expected F32 [16], found 'F32 [32]'",
+    "rotated": (
+        lambda v: v.update({"gemma4.rope.dimension_count": 32}),
+        "gemma4.rope.dimension_count: 32 dims of a full layer's head are rotated, and by tensor "
+        "rope_freqs.weight 16",
     ),
+    "share rotated": (
+        lambda v: v.update({"gemma4.rope.partial_rotary_factor": 0.5}),
+        "gemma4.rope.partial_rotary_factor: 32 dims of a full layer's head are rotated, and by",
+    ),
+    "base of sliding layers": (
+        lambda v: v.update({"gemma4.rope.local.freq_base": 20000.0}),
+        "gemma4.rope.freq_base_swa: 10000.0, and gemma4.rope.local.freq_base is 20000.0",
+    ),
+    "heads of full layers": (
+        lambda v: v.update(
+            {"gemma4.attention.head_count_kv": HEADS, "gemma4.attention.global_head_count_kv": 7}
+        ),
+        "gemma4.attention.global_head_count_kv: 7, and gemma4.attention.head_count_kv of the full "
+        "layers is 1",
+    ),
+    "size of a head": (
+        lambda v: v.update({"gemma4.attention.key_length": 32}),
+        "gemma4.attention.key_length: 32, and tensor blk.3.attn_q_norm.weight has 64",
+    ),
+    "vocabulary": (lambda v: v.update({"gemma4.vocab_size": 511}), "token_embd.weight has 512"),
     "token ids": (lambda v: v.update({"tokenizer.ggml.bos_token_id": "x"}), "expected a token id"),
     "tokens twice": (
         lambda v: v["tokenizer.ggml.tokens"].__setitem__(9, "<eos>"),
@@ -670,7 +809,19 @@ TENSORS: dict[str, tuple[Callable[[str, Any], dict[str, Any]], str]] = {
     "vector": (retyped("blk.0.attn_norm", "Q8_0"), "expected BF16 or F16 or F32, found Q8_0"),
     "integers": (retyped("blk.0.ffn_up.weight", "I32"), "type I32 is not read"),
     "table": (without("token_embd"), "tensor token_embd.weight: expected a matrix"),
-    "rope": (without("rope_freqs"), "tensor rope_freqs.weight: expected F32 [32], found 'none'"),
+    "rope": (without("rope_freqs"), "tensor rope_freqs.weight: expected F32 [32], found none"),
+    "rope type": (retyped("rope_freqs", "F16"), "expected F32 [32], found 'F16 [32]'"),
+    "fused": (
+        added("blk.0.attn_qkv.weight"),
+        "'blk.0.attn_qkv.weight': expected the rows of several matrices, ",
+    ),
+    "twice": (
+        lambda name, t: {
+            n: (t.data, t.tensor_type)
+            for n in (name, name.replace("post_attention_norm", "attn_post_norm"))
+        },
+        "'blk.0.attn_post_norm.weight': the same weight as 'blk.0.post_attention_norm.weight'",
+    ),
     "rope values": (retyped("rope_freqs", "F32"), "expected ones, then 1e30"),
 }
 

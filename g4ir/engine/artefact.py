@@ -115,13 +115,13 @@ class LinkedWeights:
 
     @property
     def path(self) -> Path:
-        """The checkpoint: the directory, or the one GGUF file in it."""
+        """The checkpoint: the directory, or the GGUF file in it, of a split model the first."""
         return linked_path(self.directory, self.files)
 
 
 def linked_path(directory: str, files: Iterable[str]) -> Path:
-    """Return the checkpoint that files of a directory are: it, or the one GGUF file in it."""
-    return Path(directory, *(name for name in files if not name.endswith(OF_DIRECTORY)))
+    """Return the checkpoint that files of a directory are: it, or the (first) GGUF file in it."""
+    return Path(directory, *sorted(n for n in files if not n.endswith(OF_DIRECTORY))[:1])
 
 
 WEIGHTS: dict[str, type] = {

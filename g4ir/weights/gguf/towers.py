@@ -139,14 +139,14 @@ def with_towers(
         raise WeightsError(report(file.path, spec, problems))
     files = Files(file.path.parent, {})
     made = {
-        bare: _weight(files, file, file.tensors[name], bare, shapes[bare], dtype)
+        bare: _weight(files, file.tensors[name], bare, shapes[bare], dtype)
         for bare, name in places.items()
     }
     return replace(
         text,
         coded={**text.coded, **made},
         defaults={**text.defaults, **defaults},
-        headers=(*text.headers, file.header),
+        headers=(*text.headers, *file.headers),
     )
 
 
@@ -247,10 +247,8 @@ def _mismatch(file: Container, t: Tensor, bare: str, shape: Shape) -> Iterator[P
         yield Problem(file.path.name, name, text, "mmproj")
 
 
-def _weight(
-    files: Files, file: Container, t: Tensor, bare: str, shape: Shape, dtype: str
-) -> MadeWeight:
-    stored = Blocks(files, file.header, (t,)).as_numbers(dtype)
+def _weight(files: Files, t: Tensor, bare: str, shape: Shape, dtype: str) -> MadeWeight:
+    stored = Blocks(files, (t,)).as_numbers(dtype)
 
     def numbers(rows: torch.Tensor | None) -> torch.Tensor:
         return _as_published(stored.numbers(rows), bare, shape)
