@@ -816,10 +816,9 @@ TENSORS: dict[str, tuple[Callable[[str, Any], dict[str, Any]], str]] = {
         "'blk.0.attn_qkv.weight': expected the rows of several matrices, ",
     ),
     "twice": (
-        lambda name, t: {
-            n: (t.data, t.tensor_type)
-            for n in (name, name.replace("post_attention_norm", "attn_post_norm"))
-        },
+        lambda name, t: dict.fromkeys(
+            (name, name.replace("post_attention_norm", "attn_post_norm")), (t.data, t.tensor_type)
+        ),
         "'blk.0.attn_post_norm.weight': the same weight as 'blk.0.post_attention_norm.weight'",
     ),
     "rope values": (retyped("rope_freqs", "F32"), "expected ones, then 1e30"),

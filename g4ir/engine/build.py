@@ -169,7 +169,7 @@ def _resolved(
     """Return every option that follows from spec, backend and checkpoint."""
     dtype = _dtype(backend, o.dtype, spec)
     asked = o.media if isinstance(o.media, str) else tuple(o.media)
-    kinds, extractor = (origin.kinds(asked), origin.extractor()) if origin else (asked, None)
+    kinds, extractor = (origin.kinds(asked, spec), origin.extractor()) if origin else (asked, None)
     media = find_media(spec, kinds, o.image_budgets, o.audio_seconds, extractor)
     _check_towers(spec, origin, media)
     limits = _widened(_limits(spec, o), spec, media)

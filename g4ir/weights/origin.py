@@ -3,6 +3,7 @@ files that an engine keeps, and its weights."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +18,9 @@ from .gguf.checkpoint import open_gguf
 from .gguf.container import Container, read_container
 from .gguf.metadata import SPEC_ONLY, read_spec
 from .gguf.tokenizer import side_files
-from .gguf.towers import with_towers
+from .gguf.towers import holds_towers, with_towers
+
+log = logging.getLogger(__name__)
 
 #: ends of files that are one of a checkpoint's several
 OF_DIRECTORY = (".safetensors", ".json")
@@ -48,7 +51,7 @@ class Origin(Protocol):
     def extractor(self) -> Mapping[str, Any] | None:
         """Return how it frames sounds, where it says that."""
 
-    def kinds(self, asked: str | Sequence[str]) -> str | Sequence[str]:
+    def kinds(self, asked: str | Sequence[str], spec: Spec) -> str | Sequence[str]:
         """Return the kinds of media of a build; InputError for one that it has no tower of."""
 
     def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
@@ -81,6 +84,8 @@ def existing_origin(path: Path | str, mmproj: Path | str | None = None) -> Origi
             f"--mmproj {mmproj}: {path} is no GGUF file, and has its own towers; leave the option "
             f"out"
         )
+    if found.whole:
+        raise InputError(f"--mmproj {mmproj}: {path} holds its own towers; leave the option out")
     if not Path(mmproj).is_file():
         raise InputError(f"--mmproj {mmproj}: no such file")
     return replace(found, towers=Path(mmproj))
@@ -117,7 +122,7 @@ class Directory:
     def extractor(self) -> Mapping[str, Any] | None:
         return read_extractor(self.path)
 
-    def kinds(self, asked: str | Sequence[str]) -> str | Sequence[str]:
+    def kinds(self, asked: str | Sequence[str], spec: Spec) -> str | Sequence[str]:
         return asked
 
     def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
@@ -151,20 +156,34 @@ class GgufFile:
     def extractor(self) -> Mapping[str, Any] | None:
         return None
 
-    def kinds(self, asked: str | Sequence[str]) -> str | Sequence[str]:
-        if self.towers:
+    @cached_property
+    def whole(self) -> bool:
+        """Whether the text model's file holds its towers."""
+        return holds_towers(self.container)
+
+    def kinds(self, asked: str | Sequence[str], spec: Spec) -> str | Sequence[str]:
+        described = spec.vision is not None or spec.audio is not None
+        if self.towers or (self.whole and described):
             return asked
         words = asked.split(",") if isinstance(asked, str) else asked
         wanted = [w for w in words if w.strip() not in ("", "all", "none")]
+        what, fix = "holds the text model alone", "give the file of its towers too, --mmproj FILE"
+        if self.whole:
+            what = "holds its towers, and not all of how they compute"
+            fix = "give --variant or --spec too"
         if wanted:
             raise InputError(
-                f"--media {','.join(wanted)[:80]}: {self.path} holds the text model alone; give "
-                f"the file of its towers too, --mmproj FILE, or leave the option out"
+                f"--media {','.join(wanted)[:80]}: {self.path} {what}; {fix}, or leave the option "
+                f"out"
             )
+        if self.whole and "none" not in words:
+            log.warning("%s %s: they are left out; %s", self.path, what, fix)
         return "none"
 
     def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
-        found = open_gguf(self.container, spec, dtype)
-        if not self.towers:
+        found, kinds = open_gguf(self.container, spec, dtype), tuple(kinds)
+        if self.towers:
+            return with_towers(found, read_container(self.towers), spec, kinds, dtype)
+        if not kinds:
             return found
-        return with_towers(found, read_container(self.towers), spec, kinds, dtype)
+        return with_towers(found, self.container, spec, kinds, dtype, own=True)

@@ -28,6 +28,8 @@ from .types import TYPES, Stored
 CONVERT = "fix: take a file that a current llama.cpp converts from the checkpoint"
 #: name of a file of a split model: its model, its number, their count
 SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+#: `general.architecture` of a text model, and what its keys begin with
+ARCHITECTURE = "gemma4"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT, ALIGNMENT_KEY = 32, "general.alignment"
 #: what a file may have at most; those that exist have a fraction of it
@@ -150,7 +152,7 @@ def _read_file(path: Path) -> Container:
         raise WeightsError(f"{path}: cannot be read ({reason}); {DOWNLOAD}") from None
     entries = {entry.name: entry for _, _, entry in placed}
     header = Header(path, status.st_size, identity(status), entries, {})
-    tensors = {entry.name: Tensor(*found, entry, header) for *found, entry in placed}
+    tensors = {e.name: Tensor(stored, shape, e, header) for stored, shape, e in placed}
     return Container((header,), values, tensors)
 
 

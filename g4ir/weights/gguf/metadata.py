@@ -15,13 +15,12 @@ from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import Spec
 from g4ir.weights.tensorfile import quoted
 
-from .container import Array, Container, shortest
+from .container import ARCHITECTURE, Array, Container, shortest
 from .names import ROPE
 from .tokenizer import token_ids, vocabulary
 
 log = logging.getLogger(__name__)
 
-ARCHITECTURE = "gemma4"
 #: kind of layer -> what its keys end in, and its name in a config
 KINDS = {SLIDING: ("_swa", "sliding_attention"), FULL: ("", "full_attention")}
 #: key -> the value that llama.cpp's readers take where a file does not say it

@@ -198,7 +198,7 @@ def _merges_by_score(
     file: Container, ids: Mapping[str, int], kinds: list[Any]
 ) -> list[tuple[str, str]]:
     """Return SentencePiece's merges: every split of a token into two tokens, in descending order
-    of the token's score; user-defined tokens first, as its trainer joins these before all others."""
+    of the token's score; those of user-defined tokens come before all others."""
     key = f"{PREFIX}scores"
     scores = file.items(key)
     if len(scores) != len(ids) or not all(type(score) is float for score in scores):
