@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from g4ir.ui.places import hub_cache
 from g4ir.weights import tensorfile
 from g4ir.weights.checkpoint import Checkpoint, WeightSource, sha256
 from g4ir.weights.hub import hub_snapshot
+from g4ir.weights.origin import find_origin
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.tensorfile import read_header, write_tensors
 from g4ir.weights.write import write_checkpoint
@@ -344,6 +346,121 @@ def test_a_file_that_changes_after_the_check_is_refused(tmp_path: Path, dense: S
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(WeightsError, match="changed"):
         opened.tensor("norm.weight")
+
+
+# ---- names of other tools -------------------------------------------------------------------
+
+#: what other tools make of transformers' names of the text model
+LAYOUTS: dict[str, Callable[[str], str]] = {
+    "MLX": lambda n: f"language_model.model.{n}",
+    "text alone": lambda n: f"model.{n}",
+    "torch.compile": lambda n: f"_orig_mod.{PREFIX}{n}",
+    "torch.compile of a part": lambda n: f"model.language_model._orig_mod.{n}",
+    "of each layer": lambda n: PREFIX + n.replace(".self_attn.", "._orig_mod.self_attn."),
+    "DDP": lambda n: f"module.{PREFIX}{n}",
+    "PEFT": lambda n: f"base_model.model.{PREFIX}{n}",
+    "all of them": lambda n: f"_orig_mod.module.base_model.model._orig_mod.{PREFIX}{n}",
+}
+#: names that a head has beside the published one
+HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
+BUFFERS = (
+    "model.language_model.rotary_emb.inv_freq",
+    "model.language_model.rotary_emb.full_attention_inv_freq",
+    "model.language_model.rotary_emb_local.inv_freq",
+    "language_model.model.layers.0.self_attn.rotary_emb.inv_freq",
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(tmp_path: Path, layout: str) -> None:
+    spec = load_spec("tiny-ple")
+
+    def edit(tensors: Tensors) -> None:
+        for name in [*tensors]:
+            tensors[LAYOUTS[layout](name.removeprefix(PREFIX))] = tensors.pop(name)
+
+    opened = Checkpoint.open(save(tmp_path / "c", spec, edit), spec)
+    for name in text_tensors(spec):
+        assert torch.equal(opened.tensor(name), source(spec).tensor(name)), name
+    assert not opened.ignored
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_head_under_another_name(tmp_path: Path, dense: Spec, head: str) -> None:
+    """Of its own; tied and equal; tied and different."""
+    made = source(dense).tensor("embed_tokens.weight")
+    own = untied(dense)
+    folder = save(
+        tmp_path / "own",
+        own,
+        lambda t: t.update({head: t.pop("lm_head.weight")}),
+    )
+    want = source(own).tensor("lm_head.weight")
+    assert torch.equal(Checkpoint.open(folder, own).tensor("lm_head.weight"), want)
+    folder = save(tmp_path / "tied", dense, lambda t: t.update({head: made.clone()}))
+    opened = Checkpoint.open(folder, dense)
+    assert torch.equal(opened.tensor("embed_tokens.weight"), made)
+    assert [*opened.ignored.values()] == ["tied to embed_tokens.weight"]
+    folder = save(tmp_path / "other", dense, lambda t: t.update({head: made + 1}))
+    with pytest.raises(WeightsError, match=rf"{head}' differs from the embedding it is tied to"):
+        Checkpoint.open(folder, dense).tensor("embed_tokens.weight")
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_buffers_that_follow_from_the_spec(tmp_path: Path, dense: Spec, name: str) -> None:
+    folder = save(tmp_path / "c", dense, lambda t: t.update({name: torch.ones(8)}))
+    assert [*Checkpoint.open(folder, dense).ignored.values()] == [
+        "a buffer that follows from the spec"
+    ]
+
+
+def test_a_tensor_under_two_names(tmp_path: Path, dense: Spec) -> None:
+    folder = save(tmp_path / "c", dense, lambda t: t.update({f"module.{Q0}": t[Q0].clone()}))
+    refuse(folder, dense, f"'{Q0}'", f"'module.{Q0}'", "are the same tensor")
+
+
+def test_an_adapter_that_is_not_merged(tmp_path: Path, dense: Spec) -> None:
+    def edit(tensors: Tensors) -> None:
+        stem = f"base_model.model.{Q0.removesuffix('.weight')}"
+        tensors[f"{stem}.base_layer.weight"] = tensors.pop(Q0)
+        tensors[f"{stem}.lora_A.default.weight"] = torch.zeros(4, 64)
+
+    folder = save(tmp_path / "c", dense, edit)
+    refuse(folder, dense, "part of an adapter that is not merged", "merge_and_unload", "--adapter")
+
+
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+def test_weights_that_mlx_quantised(tmp_path: Path, dense: Spec, key: str) -> None:
+    folder = write_checkpoint(tmp_path / "c", dense, source(dense))
+    config = json.loads((folder / "config.json").read_text())
+    said = {"group_size": 64, "bits": 4, "mode": "affine"}
+    (folder / "config.json").write_text(json.dumps({**config, key: said}))
+    assert find_origin(folder).spec().text == dense.text
+    message = refuse(folder, dense, "MLX's own format (4 bits, groups of 64)", "--quant")
+    assert f"config.json: {key}: " in message
+
+
+def test_a_folder_of_the_hub_cache(tmp_path: Path, dense: Spec) -> None:
+    repo = tmp_path / "models--google--tiny"
+    made = write_checkpoint(repo / "snapshots" / "abc", dense, source(dense))
+    assert find_origin(repo).path == made
+    write_checkpoint(repo / "snapshots" / "def", dense, source(dense))
+    with pytest.raises(InputError, match=r"2 snapshots, of which none is main; .*: abc, def"):
+        find_origin(repo)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("def\n")
+    assert find_origin(repo).spec().text == dense.text
+    shutil.rmtree(repo / "snapshots")
+    (repo / "snapshots").mkdir()
+    with pytest.raises(InputError, match=r"with 0 snapshots.*download the model again"):
+        find_origin(repo)
+
+
+def test_a_folder_of_gguf_files(tmp_path: Path) -> None:
+    for name in ("mmproj-a.gguf", "model-Q4_0.gguf", "model-Q8_0.gguf"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(InputError, match=r"model-Q4_0\.gguf, or another of model-Q8_0\.gguf, mm"):
+        find_origin(tmp_path).spec()
 
 
 # ---- names, shapes, dtypes refused ----------------------------------------------------------

@@ -299,7 +299,7 @@ def need_transformers(asked: str) -> None:
 
 def _model(engine: Engine, origin: Origin) -> Any:
     """Return the transformers model with the weights that the engine should compute with."""
-    if isinstance(origin, Directory) and not is_coded(origin.stated):
+    if isinstance(origin, Directory) and not is_coded(origin.stated) and origin.published():
         model = _load_hf(origin.path, engine.dtype)
         _requantise(model, engine)
         return model

@@ -32,6 +32,7 @@ from g4ir.weights import tensorfile
 from g4ir.weights.coded import CodedWeight, MadeWeight, forms_of, split_part
 from g4ir.weights.formats import Coded, Files, read_coded
 from g4ir.weights.formats.base import CODED
+from g4ir.weights.layouts import ADAPTER, COMPUTED, by_plain_name, plain_name
 from g4ir.weights.tensorfile import Entry, Header, open_regular, parse_json, quoted
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ class Problem:
 
 FIXES = {
     "spec": "build with the spec of this checkpoint (its config.json), or complete the download",
+    "adapter": "save the model with its adapter merged (PEFT: merge_and_unload), or the adapter "
+    "alone and give it as --adapter DIR",
     "k_eq_v": "set k_eq_v of that attention kind as the checkpoint's config.json says",
     "dtype": "save the checkpoint in BF16, F16 or F32 (dequantise it first)",
     "drafter": "complete the download, or take the config.json that belongs to the drafter",
@@ -135,7 +138,8 @@ class Checkpoint:
         """
         directory = Path(directory)
         headers = read_headers(directory)
-        names = {name: (h, e) for h in headers for name, e in h.entries.items()}
+        stored_names = ((name, (h, e)) for h in headers for name, e in h.entries.items())
+        names = by_plain_name(directory, stored_names)
         prefix = _find_prefix(directory, spec, names)
         towers = media_tensors(spec, media)
         stored = Files(directory, names, partial(_is_text, spec, prefix))
@@ -433,10 +437,16 @@ def _side_file(directory: Path, name: str) -> bytes:
 Found = dict[str, tuple[Header, Entry]]
 
 
-def _find_prefix(directory: Path, spec: Spec, names: Found) -> str:
+def _heads(spec: Spec) -> list[str]:
+    """Return the names that an untied head may have."""
+    return [*dict.fromkeys(map(plain_name, spec.prefixes.head))]
+
+
+def _find_prefix(directory: Path, spec: Spec, names: Mapping[str, tuple[Header, Entry]]) -> str:
     """Return the accepted prefix of this checkpoint's text tower: most hits win."""
     valid = text_tensors(spec).keys() - {HEAD}
-    hits = {p: sum(p + name in names for name in valid) for p in spec.prefixes.text}
+    prefixes = dict.fromkeys(map(plain_name, spec.prefixes.text))
+    hits = {p: sum(p + name in names for name in valid) for p in prefixes}
     best = max(hits, key=lambda p: hits[p])
     if not hits[best]:
         accepted = ", ".join(f"{p}{TOKEN_TABLE}" for p in hits)
@@ -457,7 +467,7 @@ def _tower(spec: Spec, name: str) -> str | None:
 
 def _is_text(spec: Spec, prefix: str, name: str) -> bool:
     """Whether a stored name is of the text model."""
-    inside = name.startswith((prefix, *(h.removesuffix(".weight") for h in spec.prefixes.head)))
+    inside = name.startswith((prefix, *(h.removesuffix(".weight") for h in _heads(spec))))
     return inside and _tower(spec, name) is None
 
 
@@ -495,7 +505,7 @@ def _classify(
     """Sort the stored tensors into live (by bare name), ignored (name -> why) and unknown."""
     of_towers = dict(_stored(spec, towers, names))
     valid, dead = text_tensors(spec).keys() - {HEAD}, dead_tensors(spec)
-    head = next((name for name in spec.prefixes.head if name in names), None)
+    head = next((name for name in _heads(spec) if name in names), None)
     live: Found = {} if head is None else {HEAD: names[head]}
     ignored = {head: f"tied to {TOKEN_TABLE}"} if head and spec.text.tie_word_embeddings else {}
     problems: list[Problem] = []
@@ -510,14 +520,21 @@ def _classify(
             ignored[name] = "K or V of a layer that reads another layer's K and V"
         elif tower:
             ignored[name] = f"part of {tower}, which this engine leaves out"
+        elif COMPUTED.search(name):
+            ignored[name] = "a buffer that follows from the spec"
         elif name != head:
-            problems.append(_unknown(spec, prefix, found, hint=len(problems) < SHOWN))
+            problems.append(_unknown(spec, prefix, name, found, hint=len(problems) < SHOWN))
     return live, ignored, problems
 
 
-def _unknown(spec: Spec, prefix: str, found: tuple[Header, Entry], hint: bool) -> Problem:
+def _unknown(
+    spec: Spec, prefix: str, name: str, found: tuple[Header, Entry], hint: bool
+) -> Problem:
     header, entry = found
-    bare = entry.name.removeprefix(prefix)
+    if ADAPTER.search(name):
+        text = "part of an adapter that is not merged"
+        return Problem(header.path.name, entry.name, text, "adapter")
+    bare = name.removeprefix(prefix)
     kind = _kind_of(spec, bare) if bare.endswith("self_attn.v_proj.weight") else None
     if kind:
         text = f"unknown: expected no v_proj ({kind}.k_eq_v is true), found {_shape(entry)}"

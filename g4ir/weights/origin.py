@@ -13,15 +13,26 @@ from typing import Any, ClassVar, Protocol
 from g4ir.errors import InputError
 from g4ir.spec.record import Spec
 
-from .checkpoint import CONFIG, GGUF, Checkpoint, read_extractor, read_side_files
+from .checkpoint import (
+    CONFIG,
+    GGUF,
+    Checkpoint,
+    read_extractor,
+    read_headers,
+    read_side_files,
+)
 from .gguf.checkpoint import open_gguf
 from .gguf.container import Container, read_container
 from .gguf.metadata import SPEC_ONLY, read_spec
 from .gguf.tokenizer import side_files
 from .gguf.towers import holds_towers, with_towers
+from .hub import in_cache_folder
+from .layouts import plain_name
 
 log = logging.getLogger(__name__)
 
+#: how files of towers alone begin
+MMPROJ = "mmproj"
 #: ends of files that are one of a checkpoint's several
 OF_DIRECTORY = (".safetensors", ".json")
 
@@ -69,7 +80,7 @@ def find_origin(path: Path | str) -> Origin:
         return GgufFile(path)
     if path.suffix == GGUF and not path.is_dir():
         raise InputError(f"--checkpoint {path}: no such file")
-    return Directory(path)
+    return Directory(in_cache_folder(path))
 
 
 def existing_origin(path: Path | str, mmproj: Path | str | None = None) -> Origin:
@@ -109,12 +120,19 @@ class Directory:
 
     def spec(self) -> Spec:
         if not self.stated.is_file():
-            found = sorted(self.path.glob(f"*{GGUF}"))
+            found = sorted(self.path.glob(f"*{GGUF}"), key=lambda p: (p.name.startswith(MMPROJ), p))
             near = f"; give --checkpoint {found[0]}" if found else ""
+            if found[1:]:
+                near += f", or another of {', '.join(p.name for p in found[1:5])}"
             raise InputError(
                 f"{self.path} has no {CONFIG}: not a Hugging Face checkpoint directory{near}"
             )
         return Spec.from_hf(self.stated)
+
+    def published(self) -> bool:
+        """Whether transformers knows the names of its tensors."""
+        names = (name for header in read_headers(self.path) for name in header.entries)
+        return all(name == plain_name(name) for name in names)
 
     def side_files(self) -> dict[str, bytes]:
         return read_side_files(self.path)

@@ -14,6 +14,8 @@ from g4ir.weights.tensorfile import DOWNLOAD, open_regular, parse_json, quoted
 from . import compressed_tensors, fp8, mobile
 from .base import KEY, Coded, Files, nothing_coded
 
+#: where MLX says how it quantised weights, and what it says at least
+MLX, MLX_KEYS = "quantization", {"group_size", "bits"}
 #: most bytes of a config.json
 LIMIT = 4 << 20
 #: quant_method -> its reader: the config's tree and the files -> what is in codes
@@ -30,11 +32,24 @@ def is_coded(config: Path) -> bool:
 
 
 def _config(config: Path) -> Any:
+    values = _values(config)
+    for key in (MLX, KEY):  # mlx-lm writes both
+        mlx = values.get(key)
+        if isinstance(mlx, dict) and mlx.keys() >= MLX_KEYS and "quant_method" not in mlx:
+            raise WeightsError(
+                f"{config}: {key}: weights in MLX's own format ({quoted(mlx['bits'])} bits, groups "
+                f"of {quoted(mlx['group_size'])}) are not read; fix: take the bf16 weights of the "
+                f"model with --quant, or a compressed-tensors or GGUF file of it"
+            )
+    return values.get(KEY)
+
+
+def _values(config: Path) -> dict[str, Any]:
     with open_regular(config) as file:
         raw = file.read(LIMIT + 1)
     if len(raw) > LIMIT:
         raise WeightsError(f"{config}: larger than {LIMIT} bytes; {DOWNLOAD}")
-    return parse_json(config, raw).get(KEY)
+    return parse_json(config, raw)
 
 
 def read_coded(config: Path, files: Files) -> Coded:
