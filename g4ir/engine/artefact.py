@@ -98,6 +98,23 @@ class PackedWeights:
 
 
 @dataclass(frozen=True)
+class MergedAdapter:
+    """A LoRA adapter that was merged into the weights, and the user's factor."""
+
+    path: Line
+    scale: float
+    sha256: Digest
+
+
+@dataclass(frozen=True)
+class MergedWeights(PackedWeights):
+    """Params that lie in the directory, with adapters merged."""
+
+    kind: Annotated[str, OneOf(("merged",))]
+    adapters: tuple[MergedAdapter, ...]
+
+
+@dataclass(frozen=True)
 class RandomWeights:
     """Params that are made from a seed when the engine is loaded."""
 
@@ -126,6 +143,7 @@ def linked_path(directory: str, files: Iterable[str]) -> Path:
 
 WEIGHTS: dict[str, type] = {
     "packed": PackedWeights,
+    "merged": MergedWeights,
     "random": RandomWeights,
     "linked": LinkedWeights,
 }
@@ -618,6 +636,9 @@ def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
         "random": ["--random-weights", getattr(m.weights, "seed", "")],
         "linked": ["--link-weights", "--checkpoint", getattr(m.weights, "path", "")],
         "packed": ["--checkpoint", "DIR"],
+        "merged": ["--checkpoint", "DIR"],
     }
     words += weights[m.weights.kind]
+    adapters = getattr(m.weights, "adapters", ())
+    words += [w for a in adapters for w in ("--adapter", f"{a.path}={a.scale:g}")]
     return f"build it again: {shlex.join(map(str, words))} --out NEW"

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 from g4ir.errors import InputError
 from g4ir.spec.record import Spec
 
+from .adapter import Adapter, lies_in
 from .checkpoint import (
     CONFIG,
     GGUF,
@@ -120,6 +121,11 @@ class Directory:
 
     def spec(self) -> Spec:
         if not self.stated.is_file():
+            if lies_in(self.path):
+                raise InputError(
+                    f"--checkpoint {self.path}: a LoRA adapter of {Adapter(self.path).base}, and "
+                    f"no model; give --checkpoint with that model, and --adapter {self.path}"
+                )
             found = sorted(self.path.glob(f"*{GGUF}"), key=lambda p: (p.name.startswith(MMPROJ), p))
             near = f"; give --checkpoint {found[0]}" if found else ""
             if found[1:]:
