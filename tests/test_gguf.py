@@ -635,7 +635,9 @@ def test_merges_by_score(tmp_path: Path) -> None:
     for name in ("merges", "scores"):
 
         def change(values: dict[str, Any], name: str = name) -> None:
-            at = {text: i for i, text in enumerate(values["tokenizer.ggml.tokens"])}
+            tokens = values["tokenizer.ggml.tokens"]
+            tokens[-4:] = ["<bo", "s>", "<0x4", "1>"]  # halves of a control token and of a byte
+            at = {text: i for i, text in enumerate(tokens)}
             for i, merge in enumerate(values["tokenizer.ggml.merges"]):
                 values["tokenizer.ggml.scores"][at["".join(merge.split(" "))]] = float(-i)
             MERGED[name](values)
@@ -644,6 +646,8 @@ def test_merges_by_score(tmp_path: Path) -> None:
         files.append(json.loads(side_files(read_container(path))["tokenizer.json"]))
     merges, by_score = ([tuple(m) for m in f["model"]["merges"]] for f in files)
     assert by_score[: len(merges)] == merges
+    words = {"".join(pair) for pair in by_score}
+    assert words and not words & {"<bos>", "<0x41>"}
 
 
 def test_side_files(model: Path, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ from g4ir.spec.reader import (
 from g4ir.spec.record import Spec, load_spec
 from g4ir.weights import pack as packings
 from g4ir.weights import tensorfile
-from g4ir.weights.checkpoint import sha256
+from g4ir.weights.checkpoint import CONFIG, GGUF, sha256
 from g4ir.weights.origin import OF_DIRECTORY
 
 from .digests import has_digest
@@ -349,7 +349,9 @@ def read_manifest(path: Path) -> Manifest:
     unfinished = path.resolve().name.startswith(".") and BUILDING in path.resolve().name
     if unfinished or not file.is_file():
         found = "is unfinished" if unfinished else f"has no {MANIFEST}"
-        raise EngineError(f"{path} is no engine directory: it {found}; run g4ir build")
+        place = _checkpoint_at(path)
+        command = f"g4ir build --checkpoint {shlex.quote(str(place))}" if place else "g4ir build"
+        raise EngineError(f"{path} is no engine directory: it {found}; run {command}")
     values, raw = _read_values(file)
     if values.get("format") != FORMAT:
         raise EngineError(
@@ -365,6 +367,13 @@ def read_manifest(path: Path) -> Manifest:
         line = _first_difference(raw, manifest.text().encode())
         raise EngineError(f"{file}: line {line} is not as g4ir writes it; build the engine again")
     return manifest
+
+
+def _checkpoint_at(path: Path) -> Path | None:
+    """Return the checkpoint that a path is, or the GGUF file in it."""
+    if (path.is_file() and path.suffix == GGUF) or (path / CONFIG).is_file():
+        return path
+    return next(iter(sorted(path.glob(f"*{GGUF}"))), None) if path.is_dir() else None
 
 
 def require_readable(m: Manifest) -> None:

@@ -20,6 +20,8 @@ MODELS = SCORED, _ = ("llama", "gemma4")
 PREFIX = "tokenizer.ggml."
 #: token types of added tokens, which are matched before any merge
 CONTROL, USER_DEFINED = 3, 4
+#: token types that merges make: normal and user-defined ones, and not control tokens or bytes
+JOINED = (1, USER_DEFINED)
 #: a USER_DEFINED token of this shape is a control token of the chat format; all others are text
 MARK = re.compile(r"<\|[^|<>\s]+\|?>|<[^|<>\s]+\|>")
 #: tokens that end a text or a turn; not every converter says that they are special
@@ -209,7 +211,8 @@ def _merges_by_score(
         defined = kinds[i] == USER_DEFINED
         return not defined, 0.0 if defined else -scores[i], -len(text), i
 
-    halves = ((t[:at], t[at:]) for t in sorted(ids, key=rank) for at in range(len(t) - 1, 0, -1))
+    joined = sorted((t for t, i in ids.items() if kinds[i] in JOINED), key=rank)
+    halves = ((t[:at], t[at:]) for t in joined for at in range(len(t) - 1, 0, -1))
     return [pair for pair in halves if pair[0] in ids and pair[1] in ids]
 
 
