@@ -680,6 +680,10 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda v: v.update({"split.count": 3}),
         "split.count: one of 3 files of a model; fix: give them the names",
     ),
+    "adapter": (
+        lambda v: v.update({"general.type": "adapter"}),
+        "general.type: 'adapter': a LoRA adapter and no model; give the model's file, and",
+    ),
     "unknown": (lambda v: v.update({"gemma4.rope.scaling.factor": 8.0}), "may change the forward"),
     "missing": (lambda v: v.pop("gemma4.embedding_length"), "embedding_length: is missing"),
     "no number": (lambda v: v.update({"gemma4.context_length": "x"}), "expected a number"),

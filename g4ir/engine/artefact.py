@@ -61,6 +61,7 @@ from g4ir.spec.record import Spec, load_spec
 from g4ir.weights import pack as packings
 from g4ir.weights import tensorfile
 from g4ir.weights.checkpoint import CONFIG, GGUF, sha256
+from g4ir.weights.gguf.container import is_gguf
 from g4ir.weights.origin import OF_DIRECTORY
 
 from .digests import has_digest
@@ -371,7 +372,7 @@ def read_manifest(path: Path) -> Manifest:
 
 def _checkpoint_at(path: Path) -> Path | None:
     """Return the checkpoint that a path is, or the GGUF file in it."""
-    if (path.is_file() and path.suffix == GGUF) or (path / CONFIG).is_file():
+    if (path / CONFIG).is_file() or (path.is_file() and is_gguf(path)):
         return path
     return next(iter(sorted(path.glob(f"*{GGUF}"))), None) if path.is_dir() else None
 

@@ -139,6 +139,12 @@ def read_container(path: Path) -> Container:
     return found if count in (0, 1) else _joined(found, count)
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as a GGUF file does; ollama gives them names without a suffix."""
+    with open_regular(path) as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
 def _read_file(path: Path) -> Container:
     try:
         with open_regular(path) as file:

@@ -135,6 +135,12 @@ class _Keys:
                 f"expected {quoted(ARCHITECTURE)}, found {other}; give the file of a Gemma 4 text "
                 f"model",
             )
+        if (kind := self.file.values.get("general.type")) == "adapter":
+            raise self.fail(
+                "general.type",
+                f"{quoted(kind)}: a LoRA adapter and no model; give the model's file, and the "
+                f"adapter as PEFT's directory (--adapter DIR)",
+            )
 
     def check_rest(self) -> None:
         for key in self.file.values:
