@@ -16,6 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import g4ir
+from g4ir.check.logits import verify_engine
 from g4ir.errors import InputError, WeightsError
 from g4ir.model.tensors import dead_tensors, text_tensors
 from g4ir.spec.record import Spec, load_spec
@@ -429,15 +431,95 @@ def test_an_adapter_that_is_not_merged(tmp_path: Path, dense: Spec) -> None:
     refuse(folder, dense, "part of an adapter that is not merged", "merge_and_unload", "--adapter")
 
 
-@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
-def test_weights_that_mlx_quantised(tmp_path: Path, dense: Spec, key: str) -> None:
-    folder = write_checkpoint(tmp_path / "c", dense, source(dense))
+MLX = {"group_size": 32, "bits": 4, "mode": "affine"}
+#: modules that MLX quantises otherwise
+MLX_OTHERS: dict[str, Any] = {
+    "language_model.model.layers.0.mlp.up_proj": {"group_size": 32, "bits": 8},
+    "language_model.model.layers.0.self_attn.o_proj": {"group_size": 64, "bits": 2},
+    "language_model.model.layers.1.mlp.up_proj": False,
+}
+
+
+def mlx_checkpoint(
+    folder: Path, spec: Spec, said: Any, key: str = "quantization", edit: Any = lambda t: None
+) -> dict[str, torch.Tensor]:
+    """A checkpoint as mlx-lm quantises one; returns what its weights mean."""
+    random, meant, tensors = source(spec), {}, {}
+    for name in text_tensors(spec):
+        w, module = random.tensor(name), f"language_model.model.{name.removesuffix('.weight')}"
+        own = MLX_OTHERS.get(module, MLX)
+        if w.dim() < 2 or not own:
+            meant[name] = tensors["language_model.model." + name] = w
+            continue
+        bits, grouped = own["bits"], w.float().unflatten(-1, (-1, own["group_size"]))
+        bias = grouped.amin(-1).bfloat16()
+        scale = ((grouped.amax(-1) - grouped.amin(-1)) / (2**bits - 1)).bfloat16()
+        codes = (grouped - bias.float()[..., None]) / scale.float()[..., None]
+        codes = codes.round().clamp(0, 2**bits - 1)
+        meant[name] = (codes * scale.float()[..., None] + bias.float()[..., None]).flatten(-2)
+        words = codes.flatten(-2).long().unflatten(-1, (-1, 32 // bits))
+        packed = (words << torch.arange(0, 32, bits)).sum(-1).numpy().astype("uint32")
+        tensors[f"{module}.weight"] = torch.from_numpy(packed)
+        tensors |= {f"{module}.scales": scale, f"{module}.biases": bias}
+    edit(tensors)
+    write_checkpoint(folder, spec, random)
+    save_file(tensors, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    said = {"group_size": 64, "bits": 4, "mode": "affine"}
     (folder / "config.json").write_text(json.dumps({**config, key: said}))
-    assert find_origin(folder).spec().text == dense.text
-    message = refuse(folder, dense, "MLX's own format (4 bits, groups of 64)", "--quant")
-    assert f"config.json: {key}: " in message
+    return meant
+
+
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+def test_weights_that_mlx_quantised(
+    tmp_path: Path, dense: Spec, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 4 bits, some modules of 8, 2 or none; tables by row."""
+    meant = mlx_checkpoint(tmp_path / "c", dense, {**MLX, **MLX_OTHERS}, key)
+    origin = find_origin(tmp_path / "c")
+    assert origin.spec().text == dense.text
+    opened = origin.open(dense, (), "bf16")
+    assert "weights of MLX become numbers of the engine's dtype" in caplog.text
+    for name, want in meant.items():
+        assert torch.equal(opened.tensor(name), want), name
+    ids = torch.tensor([[3, 511], [0, 3]])
+    assert torch.equal(opened.rows("embed_tokens.weight", ids), meant["embed_tokens.weight"][ids])
+
+
+def test_an_engine_of_weights_that_mlx_quantised(tmp_path: Path, dense: Spec) -> None:
+    """Beside transformers, which does not read them, and quantised again."""
+    mlx_checkpoint(tmp_path / "c", dense, {**MLX, **MLX_OTHERS})
+    shared = {"checkpoint": tmp_path / "c", "backend": "reference", "max_seq": 64}
+    engine = g4ir.build(None, tmp_path / "e", dtype="float32", **shared)
+    assert verify_engine(engine, against="hf", checkpoint=tmp_path / "c").ok
+    again = g4ir.build(None, tmp_path / "q", dtype="float32", quant="int4", **shared)
+    assert again.manifest["quant"]["name"] == "int4"
+
+
+MLX_REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "mode": ({**MLX, "mode": "mxfp4"}, None, "MLX's mode 'mxfp4' is not read; fix: take the bf16"),
+    "bits": ({**MLX, "bits": 6}, None, "6 bits in groups of 32 (config.json: quantization), and 2"),
+    "other": ({"scheme": 7}, None, "quantization: {'scheme': 7} is not read; fix: take the bf16"),
+    "group": ({**MLX, "group_size": 16}, None, "expected U32 "),
+    "NaN": (
+        {**MLX, **MLX_OTHERS},
+        lambda t: t["language_model.model.layers.0.self_attn.q_proj.scales"].fill_(math.nan),
+        "a scale or bias is NaN or infinite",
+    ),
+    "no biases": (
+        {**MLX, **MLX_OTHERS},
+        lambda t: t.pop("language_model.model.layers.0.self_attn.q_proj.biases"),
+        "found U32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MLX_REFUSED)
+def test_mlx_refused(tmp_path: Path, dense: Spec, case: str) -> None:
+    said, edit, words = MLX_REFUSED[case]
+    mlx_checkpoint(tmp_path / "c", dense, said, edit=edit or (lambda t: None))
+    with pytest.raises(WeightsError) as e:
+        Checkpoint.open(tmp_path / "c", dense).tensor("layers.0.self_attn.q_proj.weight")
+    assert words in str(e.value) and "fix:" in str(e.value), e.value
 
 
 def test_a_folder_of_the_hub_cache(tmp_path: Path, dense: Spec) -> None:

@@ -471,13 +471,18 @@ def _is_text(spec: Spec, prefix: str, name: str) -> bool:
     return inside and _tower(spec, name) is None
 
 
-def _coded(live: Found, found: Coded, dtype: str) -> dict[str, CodedWeight]:
+def _coded(live: Found, found: Coded, dtype: str) -> dict[str, CodedWeight | MadeWeight]:
     """Return the weights in codes by bare name; WeightsError for one that may not be used."""
-    kept = {name: w for name, (_, entry) in live.items() if (w := found.weights.get(entry))}
-    for weight in kept.values():
-        if weight.fault:
-            raise WeightsError(weight.fault)
-    return {name: replace(w, dtype=dtype) for name, w in kept.items()}
+    kept: dict[str, CodedWeight | MadeWeight] = {}
+    for name, (_, entry) in live.items():
+        weight = found.weights.get(entry)
+        if isinstance(weight, CodedWeight):
+            if weight.fault:
+                raise WeightsError(weight.fault)
+            weight = replace(weight, dtype=dtype)
+        if weight:
+            kept[name] = weight
+    return kept
 
 
 def absent_value(name: str) -> float | None:

@@ -11,11 +11,9 @@ from g4ir.errors import WeightsError
 from g4ir.spec.reader import Where, tree_of
 from g4ir.weights.tensorfile import DOWNLOAD, open_regular, parse_json, quoted
 
-from . import compressed_tensors, fp8, mobile
+from . import compressed_tensors, fp8, mlx, mobile
 from .base import KEY, Coded, Files, nothing_coded
 
-#: where MLX says how it quantised weights, and what it says at least
-MLX, MLX_KEYS = "quantization", {"group_size", "bits"}
 #: most bytes of a config.json
 LIMIT = 4 << 20
 #: quant_method -> its reader: the config's tree and the files -> what is in codes
@@ -28,20 +26,8 @@ METHODS: Mapping[str, Callable[[Any, Files], Coded]] = {
 
 def is_coded(config: Path) -> bool:
     """Whether a config.json says that weights are in codes."""
-    return _config(config) is not None
-
-
-def _config(config: Path) -> Any:
     values = _values(config)
-    for key in (MLX, KEY):  # mlx-lm writes both
-        mlx = values.get(key)
-        if isinstance(mlx, dict) and mlx.keys() >= MLX_KEYS and "quant_method" not in mlx:
-            raise WeightsError(
-                f"{config}: {key}: weights in MLX's own format ({quoted(mlx['bits'])} bits, groups "
-                f"of {quoted(mlx['group_size'])}) are not read; fix: take the bf16 weights of the "
-                f"model with --quant, or a compressed-tensors or GGUF file of it"
-            )
-    return values.get(KEY)
+    return any(values.get(key) is not None for key in (KEY, mlx.KEY))
 
 
 def _values(config: Path) -> dict[str, Any]:
@@ -58,7 +44,13 @@ def read_coded(config: Path, files: Files) -> Coded:
     Raises SpecError for a key that is not understood, WeightsError for a method that is not read
     and for tensors that do not fit.
     """
-    values = _config(config)
+    whole = _values(config)
+    values, of_mlx = whole.get(KEY), whole.get(mlx.KEY)
+    if of_mlx is not None or mlx.is_mlx(values):
+        stated: Any = values if of_mlx is None else of_mlx
+        if not mlx.is_mlx(stated):
+            raise WeightsError(f"{config}: {mlx.KEY}: {quoted(stated)} is not read; {mlx.OTHER}")
+        return mlx.read(config, stated, files)
     if values is None:
         return nothing_coded(files)
     method = str(values.get("quant_method")) if isinstance(values, dict) else None
