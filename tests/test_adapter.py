@@ -197,7 +197,7 @@ def test_an_engine_is_that_of_the_merged_checkpoint(
     whole = write_checkpoint(tmp_path / "whole", spec, Own(spec, 1, torch.float32))
     options = {} if quant == "none" else {"quant": quant}
     shared = {"backend": "reference", "dtype": "float32", "max_seq": 64, **options}
-    got = g4ir.build(None, tmp_path / "e", checkpoint=dense, adapter=[folder], **shared)
+    got = g4ir.build(None, tmp_path / "e", checkpoint=dense, adapter=folder, **shared)
     want = g4ir.build(None, tmp_path / "w", checkpoint=whole, **shared)
     for name in want.program.params():
         one, other = got.runtime.source.tensor(name), want.runtime.source.tensor(name)

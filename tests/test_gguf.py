@@ -823,6 +823,17 @@ TENSORS: dict[str, tuple[Callable[[str, Any], dict[str, Any]], str]] = {
         added("blk.0.attn_qkv.weight"),
         "'blk.0.attn_qkv.weight': expected the rows of several matrices, ",
     ),
+    "fused and apart": (
+        lambda name, t: (
+            as_it_is(name, t)
+            | (
+                {"blk.0.attn_qkv.weight": (np.concatenate([t.data] * 2), t.tensor_type)}
+                if name == "blk.0.attn_q.weight"
+                else {}
+            )
+        ),
+        "'blk.0.attn_qkv.weight': holds rows of 'blk.0.attn_q.weight', which is there too",
+    ),
     "twice": (
         lambda name, t: dict.fromkeys(
             (name, name.replace("post_attention_norm", "attn_post_norm")), (t.data, t.tensor_type)

@@ -269,6 +269,25 @@ WRONG_WHOLE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_bounds_of_linears_that_are_not_clipped(tmp_path: Path) -> None:
+    spec = clipped()
+    assert spec.vision
+    plain = replace(spec, vision=replace(spec.vision, use_clipped_linears=False))
+    for bounds in (True, False):
+        file = whole_file(
+            tmp_path / f"{bounds}.gguf",
+            spec,
+            edit=lambda tensors, own=bounds: (
+                [tensors.pop(n) for n in [*tensors] if n.startswith("v.") and n.endswith(BOUNDS)]
+                if not own
+                else None
+            ),
+        )
+        name = "v.blk.0.attn_q.input_min" if bounds else "v.clamp_data"
+        with pytest.raises(G4Error, match=rf"'{name}': not in the spec"):
+            find_origin(file).open(plain, KINDS, "f32")
+
+
 @pytest.mark.parametrize("case", WRONG_WHOLE)
 def test_refused_in_one_file(case: str, tmp_path: Path) -> None:
     options, words = WRONG_WHOLE[case]

@@ -472,7 +472,8 @@ def _origin(spec: Spec | None, o: BuildOptions, dry: bool) -> Origin | None:
 def _adapters(o: BuildOptions, origin: Origin | None) -> tuple[Adapter, ...]:
     """Return the adapters to merge; InputError where there is nothing to merge them into. Warns of
     one beside the checkpoint that is not merged."""
-    adapters = tuple(Adapter.of(given) for given in o.adapter)
+    given = (o.adapter,) if isinstance(o.adapter, str | Path) else o.adapter
+    adapters = tuple(map(Adapter.of, given))
     if adapters and o.random_weights is not None:
         raise InputError("--adapter goes with a checkpoint, and not with --random-weights")
     if adapters and o.link_weights:

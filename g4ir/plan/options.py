@@ -35,7 +35,7 @@ class BuildOptions:
     mmproj: str | Path | None = option(
         None, "the GGUF file of the towers, beside a GGUF checkpoint", metavar="FILE"
     )
-    adapter: Iterable[str | Path] = option(
+    adapter: str | Path | Iterable[str | Path] = option(
         (),
         "merge a LoRA adapter (PEFT's directory) into the checkpoint's weights, SCALE\ntimes "
         "(default 1); may be repeated",

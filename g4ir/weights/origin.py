@@ -136,9 +136,10 @@ class Directory:
         return Spec.from_hf(self.stated)
 
     def published(self) -> bool:
-        """Whether transformers knows the names of its tensors."""
+        """Whether transformers loads these weights: it does not know other tools' names, and with
+        PEFT it would load an adapter that lies here too."""
         names = (name for header in read_headers(self.path) for name in header.entries)
-        return all(name == plain_name(name) for name in names)
+        return not lies_in(self.path) and all(name == plain_name(name) for name in names)
 
     def side_files(self) -> dict[str, bytes]:
         return read_side_files(self.path)

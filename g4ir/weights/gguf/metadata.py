@@ -304,7 +304,8 @@ def _shares_values(keys: _Keys, sliding: list[bool], full: dict[str, int]) -> bo
     names = [f"blk.{i}.attn" for i, s in enumerate(sliding) if not s]
     own = [n for n in names if f"{n}_k.weight" in tensors]
     if fused := [tensors[f"{n}_qkv.weight"] for n in names if f"{n}_qkv.weight" in tensors]:
-        heads = keys.integer("attention.head_count")
+        name = "attention.head_count"
+        heads = keys.one(name, keys.by_layer(name, len(sliding)))
         return fused[0].shape[0] == (heads + full["num_key_value_heads"]) * full["head_dim"]
     return bool(own) and all(f"{n}_v.weight" not in tensors for n in own)
 

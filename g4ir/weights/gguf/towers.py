@@ -13,7 +13,7 @@ from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import WeightsError
-from g4ir.model.media import AUDIO, PICTURES
+from g4ir.model.media import AUDIO, KINDS, PICTURES
 from g4ir.model.names import checkpoint_name
 from g4ir.model.tensors import CLIP_BOUNDS, Shape, media_tensors
 from g4ir.spec.record import Spec
@@ -172,11 +172,10 @@ def with_towers(
     absent = [bare for bare in shapes if bare not in places]
     values = {bare: clamps.get(bare, absent_value(bare)) for bare in absent}
     defaults = {bare: value for bare, value in values.items() if value is not None}
-    problems = [
-        Problem(file.path.name, name, "not in the spec", "mmproj")
-        for n, name in stored.items()
-        if n not in known
-    ]
+    possible = media_tensors(spec, KINDS).keys()
+    unknown = [name for n, name in stored.items() if possible.isdisjoint(known.get(n, ()))]
+    unknown += [CLAMPS] if clamps and shapes.keys().isdisjoint(clamps) else []
+    problems = [Problem(file.path.name, name, "not in the spec", "mmproj") for name in unknown]
     problems += [
         Problem(file.path.name, bare, f"missing: expected shape {list(shapes[bare])}", "mmproj")
         for bare in absent
@@ -215,8 +214,11 @@ def _stored_names(file: Container, own: bool) -> dict[str, str]:
             return _OTHER_AUDIO.get(name, name) if other else name
         return f"{prefix}{end[0]}.{_OTHER_AUDIO_LAYER.get(end[2], end[2])}"
 
-    names = (n for n in file.tensors if n != CLAMPS and (not own or n.startswith(TOWERS)))
-    return {named(name): name for name in names}
+    out: dict[str, str] = {}
+    for name in (n for n in file.tensors if n != CLAMPS and (not own or n.startswith(TOWERS))):
+        if (first := out.setdefault(named(name), name)) != name:
+            raise _contradiction(file, name, "one tensor of this meaning", first)
+    return out
 
 
 def _clamps(file: Container, spec: Spec) -> dict[str, float]:
