@@ -522,6 +522,28 @@ def test_mlx_refused(tmp_path: Path, dense: Spec, case: str) -> None:
     assert words in str(e.value) and "fix:" in str(e.value), e.value
 
 
+def test_what_mlx_stores_otherwise(tmp_path: Path) -> None:
+    """Experts and convolutions: called what they are."""
+    moe, media = load_spec("tiny-moe"), load_spec("tiny-media")
+
+    def apart(tensors: Tensors) -> None:
+        stem = f"{PREFIX}layers.0.experts."
+        gate, up = tensors.pop(f"{stem}gate_up_proj").chunk(2, 1)
+        tensors[f"{stem}switch_glu.gate_proj.weight"] = gate.contiguous()
+        tensors[f"{stem}switch_glu.up_proj.weight"] = up.contiguous()
+
+    refuse(save(tmp_path / "moe", moe, apart), moe, "experts in MLX's layout", "that MLX converted")
+    folder = write_checkpoint(tmp_path / "c", media, source(media), media=("audio",))
+    tensors = load_file(folder / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("conv.weight")]:
+        tensors[name] = tensors[name].movedim(1, -1).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(
+        WeightsError, match=r"channels last, as MLX stores convolutions[^$]*MLX con"
+    ):
+        Checkpoint.open(folder, media, ("audio",))
+
+
 def test_a_folder_of_the_hub_cache(tmp_path: Path, dense: Spec) -> None:
     repo = tmp_path / "models--google--tiny"
     made = write_checkpoint(repo / "snapshots" / "abc", dense, source(dense))

@@ -725,6 +725,10 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda v: v.update({"gemma4.rope.partial_rotary_factor": 0.5}),
         "gemma4.rope.partial_rotary_factor: 32 dims of a full layer's head are rotated, and by",
     ),
+    "no share": (
+        lambda v: v.update({"gemma4.rope.partial_rotary_factor": float("inf")}),
+        "gemma4.rope.partial_rotary_factor: expected a share from 0 to 1, found inf",
+    ),
     "base of sliding layers": (
         lambda v: v.update({"gemma4.rope.local.freq_base": 20000.0}),
         "gemma4.rope.freq_base_swa: 10000.0, and gemma4.rope.local.freq_base is 20000.0",

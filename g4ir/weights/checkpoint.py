@@ -32,7 +32,7 @@ from g4ir.weights import tensorfile
 from g4ir.weights.coded import CodedWeight, MadeWeight, forms_of, split_part
 from g4ir.weights.formats import Coded, Files, read_coded
 from g4ir.weights.formats.base import CODED
-from g4ir.weights.layouts import ADAPTER, COMPUTED, by_plain_name, plain_name
+from g4ir.weights.layouts import ADAPTER, COMPUTED, MLX_EXPERTS, by_plain_name, plain_name
 from g4ir.weights.tensorfile import Entry, Header, open_regular, parse_json, quoted
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ FIXES = {
     "spec": "build with the spec of this checkpoint (its config.json), or complete the download",
     "adapter": "save the model with its adapter merged (PEFT: merge_and_unload), or the adapter "
     "alone and give it as --adapter DIR",
+    "mlx": "take the checkpoint that MLX converted, or a compressed-tensors or GGUF file of it",
     "k_eq_v": "set k_eq_v of that attention kind as the checkpoint's config.json says",
     "dtype": "save the checkpoint in BF16, F16 or F32 (dequantise it first)",
     "drafter": "complete the download, or take the config.json that belongs to the drafter",
@@ -539,6 +540,8 @@ def _unknown(
     if ADAPTER.search(name):
         text = "part of an adapter that is not merged"
         return Problem(header.path.name, entry.name, text, "adapter")
+    if MLX_EXPERTS in name:
+        return Problem(header.path.name, entry.name, "experts in MLX's layout", "mlx")
     bare = name.removeprefix(prefix)
     kind = _kind_of(spec, bare) if bare.endswith("self_attn.v_proj.weight") else None
     if kind:
@@ -586,7 +589,9 @@ def _mismatches(spec: Spec, live: Found, towers: Tensors) -> Iterator[Problem]:
             yield Problem(header.path.name, entry.name, text, "dtype")
         elif entry.shape != tuple(shapes[name]):
             text = f"expected shape {list(shapes[name])}, found {_shape(entry)}"
-            yield Problem(header.path.name, entry.name, text, "spec")
+            moved = len(entry.shape) > 2 and sorted(entry.shape) == sorted(shapes[name])
+            text += " (channels last, as MLX stores convolutions)" if moved else ""
+            yield Problem(header.path.name, entry.name, text, "mlx" if moved else "spec")
         elif name == HEAD and spec.text.tie_word_embeddings and TOKEN_TABLE in live:
             yield from _tied_dtype(header, entry, live[TOKEN_TABLE][1])
 

@@ -27,6 +27,9 @@ COMPUTED = re.compile(r"(?:^|\.)(?:rotary_emb\w*\.\w*inv_freq|embed_scale|inv_ti
 #: tensors of an adapter that was not merged
 ADAPTER = re.compile(r"\.(?:base_layer|lora_\w+|modules_to_save)\.|\.lora_magnitude_vector")
 
+#: experts as MLX stores them, gate and up apart
+MLX_EXPERTS = ".switch_glu."
+
 
 def plain_name(name: str) -> str:
     """Return the name, or prefix of names, that transformers gives the same tensor."""

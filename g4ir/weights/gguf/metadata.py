@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 #: kind of layer -> what its keys end in, and its name in a config
 KINDS = {SLIDING: ("_swa", "sliding_attention"), FULL: ("", "full_attention")}
-#: key -> the value that llama.cpp's readers take where a file does not say it
+#: key -> the value that other readers of the architecture take where a file does not say it
 DEFAULTS = {
     "attention.sliding_window": 512,
     "attention.key_length": 512,
@@ -233,7 +233,7 @@ def _window(keys: _Keys) -> int:
     name = "attention.sliding_window"
     if keys.get(name) is None:
         log.warning(
-            "%s: %s.%s is missing: %d is taken, which llama.cpp takes too",
+            "%s: %s.%s is missing: %d is taken, as other readers do",
             *(keys.file.path, ARCHITECTURE, name, DEFAULTS[name]),
         )
     return keys.integer(name, DEFAULTS[name])
@@ -318,6 +318,9 @@ def _rotated(keys: _Keys, pairs: int) -> float:
         said[f"tensor {ROPE}"] = 2 * _rotated_by_tensor(keys, pairs)
     share, dims = keys.number("rope.partial_rotary_factor", 0), keys.integer(COUNT, 2 * pairs)
     if share:
+        if not 0 < share <= 1:
+            name = f"{ARCHITECTURE}.rope.partial_rotary_factor"
+            raise keys.fail(name, f"expected a share from 0 to 1, found {share}")
         said[f"{ARCHITECTURE}.rope.partial_rotary_factor"] = 2 * int(share * pairs)
     if dims != 2 * pairs:
         said[f"{ARCHITECTURE}.{COUNT}"] = dims
