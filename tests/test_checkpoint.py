@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import g4ir
+from g4ir.check.logits import verify_engine
 from g4ir.errors import InputError, WeightsError
 from g4ir.model.tensors import dead_tensors, text_tensors
 from g4ir.spec.record import Spec, load_spec
@@ -23,6 +26,7 @@ from g4ir.ui.places import hub_cache
 from g4ir.weights import tensorfile
 from g4ir.weights.checkpoint import Checkpoint, WeightSource, sha256
 from g4ir.weights.hub import hub_snapshot
+from g4ir.weights.origin import find_origin
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.tensorfile import read_header, write_tensors
 from g4ir.weights.write import write_checkpoint
@@ -344,6 +348,223 @@ def test_a_file_that_changes_after_the_check_is_refused(tmp_path: Path, dense: S
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(WeightsError, match="changed"):
         opened.tensor("norm.weight")
+
+
+# ---- names of other tools -------------------------------------------------------------------
+
+#: what other tools make of transformers' names of the text model
+LAYOUTS: dict[str, Callable[[str], str]] = {
+    "MLX": lambda n: f"language_model.model.{n}",
+    "text alone": lambda n: f"model.{n}",
+    "torch.compile": lambda n: f"_orig_mod.{PREFIX}{n}",
+    "torch.compile of a part": lambda n: f"model.language_model._orig_mod.{n}",
+    "of each layer": lambda n: PREFIX + n.replace(".self_attn.", "._orig_mod.self_attn."),
+    "DDP": lambda n: f"module.{PREFIX}{n}",
+    "PEFT": lambda n: f"base_model.model.{PREFIX}{n}",
+    "all of them": lambda n: f"_orig_mod.module.base_model.model._orig_mod.{PREFIX}{n}",
+}
+#: names that a head has beside the published one
+HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
+BUFFERS = (
+    "model.language_model.rotary_emb.inv_freq",
+    "model.language_model.rotary_emb.full_attention_inv_freq",
+    "model.language_model.rotary_emb_local.inv_freq",
+    "language_model.model.layers.0.self_attn.rotary_emb.inv_freq",
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(tmp_path: Path, layout: str) -> None:
+    spec = load_spec("tiny-ple")
+
+    def edit(tensors: Tensors) -> None:
+        for name in [*tensors]:
+            tensors[LAYOUTS[layout](name.removeprefix(PREFIX))] = tensors.pop(name)
+
+    opened = Checkpoint.open(save(tmp_path / "c", spec, edit), spec)
+    for name in text_tensors(spec):
+        assert torch.equal(opened.tensor(name), source(spec).tensor(name)), name
+    assert not opened.ignored
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_head_under_another_name(tmp_path: Path, dense: Spec, head: str) -> None:
+    """Of its own; tied and equal; tied and different."""
+    made = source(dense).tensor("embed_tokens.weight")
+    own = untied(dense)
+    folder = save(
+        tmp_path / "own",
+        own,
+        lambda t: t.update({head: t.pop("lm_head.weight")}),
+    )
+    want = source(own).tensor("lm_head.weight")
+    assert torch.equal(Checkpoint.open(folder, own).tensor("lm_head.weight"), want)
+    folder = save(tmp_path / "tied", dense, lambda t: t.update({head: made.clone()}))
+    opened = Checkpoint.open(folder, dense)
+    assert torch.equal(opened.tensor("embed_tokens.weight"), made)
+    assert [*opened.ignored.values()] == ["tied to embed_tokens.weight"]
+    folder = save(tmp_path / "other", dense, lambda t: t.update({head: made + 1}))
+    with pytest.raises(WeightsError, match=rf"{head}' differs from the embedding it is tied to"):
+        Checkpoint.open(folder, dense).tensor("embed_tokens.weight")
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_buffers_that_follow_from_the_spec(tmp_path: Path, dense: Spec, name: str) -> None:
+    folder = save(tmp_path / "c", dense, lambda t: t.update({name: torch.ones(8)}))
+    assert [*Checkpoint.open(folder, dense).ignored.values()] == [
+        "a buffer that follows from the spec"
+    ]
+
+
+def test_a_tensor_under_two_names(tmp_path: Path, dense: Spec) -> None:
+    folder = save(tmp_path / "c", dense, lambda t: t.update({f"module.{Q0}": t[Q0].clone()}))
+    refuse(folder, dense, f"'{Q0}'", f"'module.{Q0}'", "are the same tensor")
+
+
+def test_an_adapter_that_is_not_merged(tmp_path: Path, dense: Spec) -> None:
+    def edit(tensors: Tensors) -> None:
+        stem = f"base_model.model.{Q0.removesuffix('.weight')}"
+        tensors[f"{stem}.base_layer.weight"] = tensors.pop(Q0)
+        tensors[f"{stem}.lora_A.default.weight"] = torch.zeros(4, 64)
+
+    folder = save(tmp_path / "c", dense, edit)
+    refuse(folder, dense, "part of an adapter that is not merged", "merge_and_unload", "--adapter")
+
+
+MLX = {"group_size": 32, "bits": 4, "mode": "affine"}
+#: modules that MLX quantises otherwise
+MLX_OTHERS: dict[str, Any] = {
+    "language_model.model.layers.0.mlp.up_proj": {"group_size": 32, "bits": 8},
+    "language_model.model.layers.0.self_attn.o_proj": {"group_size": 64, "bits": 2},
+    "language_model.model.layers.1.mlp.up_proj": False,
+}
+
+
+def mlx_checkpoint(
+    folder: Path, spec: Spec, said: Any, key: str = "quantization", edit: Any = lambda t: None
+) -> dict[str, torch.Tensor]:
+    """A checkpoint as mlx-lm quantises one; returns what its weights mean."""
+    random, meant, tensors = source(spec), {}, {}
+    for name in text_tensors(spec):
+        w, module = random.tensor(name), f"language_model.model.{name.removesuffix('.weight')}"
+        own = MLX_OTHERS.get(module, MLX)
+        if w.dim() < 2 or not own:
+            meant[name] = tensors["language_model.model." + name] = w
+            continue
+        bits, grouped = own["bits"], w.float().unflatten(-1, (-1, own["group_size"]))
+        bias = grouped.amin(-1).bfloat16()
+        scale = ((grouped.amax(-1) - grouped.amin(-1)) / (2**bits - 1)).bfloat16()
+        codes = (grouped - bias.float()[..., None]) / scale.float()[..., None]
+        codes = codes.round().clamp(0, 2**bits - 1)
+        meant[name] = (codes * scale.float()[..., None] + bias.float()[..., None]).flatten(-2)
+        words = codes.flatten(-2).long().unflatten(-1, (-1, 32 // bits))
+        packed = (words << torch.arange(0, 32, bits)).sum(-1).numpy().astype("uint32")
+        tensors[f"{module}.weight"] = torch.from_numpy(packed)
+        tensors |= {f"{module}.scales": scale, f"{module}.biases": bias}
+    edit(tensors)
+    write_checkpoint(folder, spec, random)
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, key: said}))
+    return meant
+
+
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+def test_weights_that_mlx_quantised(
+    tmp_path: Path, dense: Spec, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 4 bits, some modules of 8, 2 or none; tables by row."""
+    meant = mlx_checkpoint(tmp_path / "c", dense, {**MLX, **MLX_OTHERS}, key)
+    origin = find_origin(tmp_path / "c")
+    assert origin.spec().text == dense.text
+    opened = origin.open(dense, (), "bf16")
+    assert "weights of MLX become numbers of the engine's dtype" in caplog.text
+    for name, want in meant.items():
+        assert torch.equal(opened.tensor(name), want), name
+    ids = torch.tensor([[3, 511], [0, 3]])
+    assert torch.equal(opened.rows("embed_tokens.weight", ids), meant["embed_tokens.weight"][ids])
+
+
+def test_an_engine_of_weights_that_mlx_quantised(tmp_path: Path, dense: Spec) -> None:
+    """Beside transformers, which does not read them, and quantised again."""
+    mlx_checkpoint(tmp_path / "c", dense, {**MLX, **MLX_OTHERS})
+    shared = {"checkpoint": tmp_path / "c", "backend": "reference", "max_seq": 64}
+    engine = g4ir.build(None, tmp_path / "e", dtype="float32", **shared)
+    assert verify_engine(engine, against="hf", checkpoint=tmp_path / "c").ok
+    again = g4ir.build(None, tmp_path / "q", dtype="float32", quant="int4", **shared)
+    assert again.manifest["quant"]["name"] == "int4"
+
+
+MLX_REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "mode": ({**MLX, "mode": "mxfp4"}, None, "MLX's mode 'mxfp4' is not read; fix: take the bf16"),
+    "bits": ({**MLX, "bits": 6}, None, "6 bits in groups of 32 (config.json: quantization), and 2"),
+    "other": ({"scheme": 7}, None, "quantization: {'scheme': 7} is not read; fix: take the bf16"),
+    "group": ({**MLX, "group_size": 16}, None, "expected U32 "),
+    "NaN": (
+        {**MLX, **MLX_OTHERS},
+        lambda t: t["language_model.model.layers.0.self_attn.q_proj.scales"].fill_(math.nan),
+        "a scale or bias is NaN or infinite",
+    ),
+    "no biases": (
+        {**MLX, **MLX_OTHERS},
+        lambda t: t.pop("language_model.model.layers.0.self_attn.q_proj.biases"),
+        "found U32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MLX_REFUSED)
+def test_mlx_refused(tmp_path: Path, dense: Spec, case: str) -> None:
+    said, edit, words = MLX_REFUSED[case]
+    mlx_checkpoint(tmp_path / "c", dense, said, edit=edit or (lambda t: None))
+    with pytest.raises(WeightsError) as e:
+        Checkpoint.open(tmp_path / "c", dense).tensor("layers.0.self_attn.q_proj.weight")
+    assert words in str(e.value) and "fix:" in str(e.value), e.value
+
+
+def test_what_mlx_stores_otherwise(tmp_path: Path) -> None:
+    """Experts and convolutions: called what they are."""
+    moe, media = load_spec("tiny-moe"), load_spec("tiny-media")
+
+    def apart(tensors: Tensors) -> None:
+        stem = f"{PREFIX}layers.0.experts."
+        gate, up = tensors.pop(f"{stem}gate_up_proj").chunk(2, 1)
+        tensors[f"{stem}switch_glu.gate_proj.weight"] = gate.contiguous()
+        tensors[f"{stem}switch_glu.up_proj.weight"] = up.contiguous()
+
+    refuse(save(tmp_path / "moe", moe, apart), moe, "experts in MLX's layout", "that MLX converted")
+    folder = write_checkpoint(tmp_path / "c", media, source(media), media=("audio",))
+    tensors = load_file(folder / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("conv.weight")]:
+        tensors[name] = tensors[name].movedim(1, -1).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(
+        WeightsError, match=r"channels last, as MLX stores convolutions[^$]*MLX con"
+    ):
+        Checkpoint.open(folder, media, ("audio",))
+
+
+def test_a_folder_of_the_hub_cache(tmp_path: Path, dense: Spec) -> None:
+    repo = tmp_path / "models--google--tiny"
+    made = write_checkpoint(repo / "snapshots" / "abc", dense, source(dense))
+    assert find_origin(repo).path == made
+    write_checkpoint(repo / "snapshots" / "def", dense, source(dense))
+    with pytest.raises(InputError, match=r"2 snapshots, of which none is main; .*: abc, def"):
+        find_origin(repo)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("def\n")
+    assert find_origin(repo).spec().text == dense.text
+    shutil.rmtree(repo / "snapshots")
+    (repo / "snapshots").mkdir()
+    with pytest.raises(InputError, match=r"with 0 snapshots.*download the model again"):
+        find_origin(repo)
+
+
+def test_a_folder_of_gguf_files(tmp_path: Path) -> None:
+    for name in ("mmproj-a.gguf", "model-Q4_0.gguf", "model-Q8_0.gguf"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(InputError, match=r"model-Q4_0\.gguf, or another of model-Q8_0\.gguf, mm"):
+        find_origin(tmp_path).spec()
 
 
 # ---- names, shapes, dtypes refused ----------------------------------------------------------

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import g4ir
+from g4ir.chat.prompt import Vocabulary
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
@@ -122,6 +123,47 @@ def test_specs(tmp_path: Path, name: str) -> None:
     found = read_spec(read_container(bare_file(tmp_path / "a.gguf", spec)))
     assert not [row for row in diff_specs(spec, found) if not row[0].startswith(UNSAID)]
     assert found.name == "a" and found.dtype == "bf16"
+
+
+#: metadata of other converters that says the same
+OTHER_KEYS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "heads of full layers": lambda v: v.update(
+        {"gemma4.attention.head_count_kv": 2, "gemma4.attention.global_head_count_kv": 1}
+    ),
+    "heads twice": lambda v: v.update(
+        {"gemma4.attention.head_count_kv": HEADS, "gemma4.attention.global_head_count_kv": 1}
+    ),
+    "dims that are rotated": lambda v: v.update(
+        {"gemma4.rope.partial_rotary_factor": 0.25, "gemma4.rope.dimension_count": 16}
+    ),
+    "local base": lambda v: v.update(
+        {"gemma4.rope.local.freq_base": v.pop("gemma4.rope.freq_base_swa")}
+    ),
+    "both bases": lambda v: v.update({"gemma4.rope.local.freq_base": 10000.0}),
+    "sizes of tensors": lambda v: [v.pop(f"gemma4.attention.key_length{e}") for e in ("", "_swa")],
+    "towers": lambda v: v.update({"gemma4.vision.block_count": 2, "gemma4.audio.block_count": 2}),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_KEYS)
+def test_other_keys(tmp_path: Path, case: str) -> None:
+    spec = load_spec("tiny-ple")
+    file = bare_file(tmp_path / "a.gguf", spec, OTHER_KEYS[case])
+    found = read_spec(read_container(file))
+    assert not [row for row in diff_specs(spec, found) if not row[0].startswith(UNSAID)]
+    if case.startswith("dims"):  # the tensor of frequencies may be left out then
+        bare = rewritten(file, tmp_path / "b.gguf", without("rope_freqs"))
+        assert read_spec(read_container(bare)).text == found.text
+
+
+def test_a_window_that_is_not_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = bare_file(
+        tmp_path / "a.gguf",
+        load_spec("tiny-ple"),
+        lambda v: v.pop("gemma4.attention.sliding_window"),
+    )
+    assert read_spec(read_container(file)).text.sliding.window == 512
+    assert "gemma4.attention.sliding_window is missing: 512 is taken" in caplog.text
 
 
 # --- engines -----------------------------------------------------------------------------------
@@ -295,10 +337,17 @@ def test_rows_of_tables(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPat
         source.tensor("layers.0.mlp.up_proj.weight")
 
 
-def rewritten(path: Path, to: Path, edit: Callable[[str, Any], dict[str, Any]]) -> Path:
-    """The file with other tensors: `edit` returns name -> (data, type) for each of its own."""
+def as_it_is(name: str, t: Any) -> dict[str, Any]:
+    return {name: (t.data, t.tensor_type)}
+
+
+def rewritten(
+    path: Path, to: Path, edit: Callable[[str, Any], dict[str, Any]] = as_it_is, each: int = 0
+) -> Path:
+    """The file with other tensors: `edit` returns name -> (data, type) for each of its own; in
+    files of `each` tensors."""
     reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(to, "gemma4")
+    writer = gguf.GGUFWriter(to, "gemma4", split_max_tensors=each)
     for key, value in reader.fields.items():
         if not key.startswith(("GGUF.", "general.architecture")):
             content = value.contents()
@@ -336,6 +385,76 @@ def test_halves_of_experts_that_lie_apart(tmp_path: Path, kinds: tuple[str, str]
     ]
     assert torch.equal(source.tensor(name), torch.from_numpy(np.concatenate(want, 1)))
     assert (name in source.forms) == (kinds == ("Q4_0", "Q4_0"))
+
+
+#: fused tensor -> the matrices whose rows it holds, in order
+FUSED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_gate_up": ("ffn_gate", "ffn_up")}
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("name", ["tiny-ple", "tiny-dense"])
+def test_fused_tensors_and_other_names(tmp_path: Path, name: str, kind: str) -> None:
+    """Layers with K and V, with K alone, and with neither."""
+    spec = load_spec(name)
+    file = bare_file(tmp_path / "a.gguf", spec, kind=kind)
+    held = {t.name: t for t in gguf.GGUFReader(file).tensors}
+
+    def fuse(own: str, t: Any) -> dict[str, Any]:
+        block, _, rest = own.removesuffix(".weight").rpartition(".")
+        for fused, parts in FUSED.items():
+            there = [held[n] for p in parts if (n := f"{block}.{p}.weight") in held]
+            if block and rest == parts[0]:
+                data = np.concatenate([x.data for x in there])
+                return {f"{block}.{fused}.weight": (data, t.tensor_type)}
+            if block and rest in parts:
+                return {}
+        for one, other in (
+            ("post_attention_norm", "attn_post_norm"),
+            ("post_ffw_norm.", "ffn_post_norm."),
+        ):
+            own = own.replace(one, other)
+        return {own: (t.data, t.tensor_type)}
+
+    fused = rewritten(file, tmp_path / "b.gguf", fuse)
+    assert not [
+        r for r in diff_specs(read_spec(read_container(fused)), spec) if not r[0].startswith(UNSAID)
+    ]
+    got, want = opened(fused, spec), opened(file, spec)
+    assert got.forms == want.forms
+    for tensor in text_tensors(spec):
+        assert torch.equal(got.tensor(tensor), want.tensor(tensor)), tensor
+
+
+def test_split_files(model: Path, tmp_path: Path) -> None:
+    """Any file of them stands for the model; one that is missing, another's or renamed is named."""
+    rewritten(model, tmp_path / "tiny.gguf", each=40)
+    files = sorted(tmp_path.iterdir())
+    count = len(files)
+    assert count > 2 and files[0].name == f"tiny-00001-of-{count:05}.gguf"
+    want = find_origin(model).open(load_spec("tiny-ple"), (), "f32")
+    for file in (files[0], files[-1]):
+        origin = find_origin(file)
+        assert origin.spec().name == "tiny" and "tokenizer.json" in origin.side_files()
+        got = origin.open(origin.spec(), (), "f32")
+        assert [p for p, _ in got.files] == files and got.forms == want.forms
+        for name in text_tensors(load_spec("tiny-ple")):
+            assert torch.equal(got.tensor(name), want.tensor(name))
+    engine = g4ir.build(
+        None, tmp_path / "e", checkpoint=files[1], backend="reference", link_weights=True, **LIMITS
+    )
+    assert engine.param("L0.attn.wq").shape and g4ir.load_engine(tmp_path / "e")
+    second = files[1].read_bytes()
+    files[1].write_bytes(files[2].read_bytes())
+    with pytest.raises(WeightsError, match=rf"{files[1].name}: split.no: expected 1, found 2"):
+        find_origin(files[0]).spec()
+    files[1].unlink()
+    with pytest.raises(
+        WeightsError, match=rf"files of a model, of which {files[1].name} is missing"
+    ):
+        find_origin(files[0]).spec()
+    (tmp_path / "second.gguf").write_bytes(second)
+    with pytest.raises(WeightsError, match=rf"second.gguf: split.count: one of {count} files of a"):
+        find_origin(tmp_path / "second.gguf").spec()
 
 
 def test_a_head_of_its_own(tmp_path: Path) -> None:
@@ -452,6 +571,85 @@ def test_tokens(tokenizers: tuple[Any, Any], text: str) -> None:
         )
 
 
+#: token type -> tokens: text of every kind that published files define, marks, control tokens
+TYPED = {
+    4: ["\n", "\n\n\n", "\t", "\t\t", "<b>", "</td>", "[multimodal]", "  ", "   ", "▁▁▁▁", "<a b>"]
+    + ["<|tool_call>", "<tool_call|>", '<|"|>', "<|think|>"],
+    3: ["<unused5>"],
+    1: ["<turn|>"],  # ends a turn, whatever its type
+}
+ALL_TYPED = [text for texts in TYPED.values() for text in texts]
+SKIPPED = {"<|tool_call>", "<tool_call|>", '<|"|>', "<|think|>", "<unused5>", "<turn|>"}
+#: how files say what is merged: pairs, or SentencePiece's scores
+MERGED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "merges": lambda v: None,
+    "merges of llama": lambda v: v.update({"tokenizer.ggml.model": "llama"}),
+    "scores": lambda v: (
+        v.update({"tokenizer.ggml.model": "llama"}),
+        v.pop("tokenizer.ggml.merges"),
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=MERGED)
+def typed(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A file's tokenizer whose last tokens have the types above, and its ids by text."""
+    from tokenizers import Tokenizer
+
+    def change(values: dict[str, Any]) -> None:
+        words, kinds = (values[f"tokenizer.ggml.{k}"] for k in ("tokens", "token_type"))
+        new = [text for texts in TYPED.values() for text in texts if text not in words]
+        words[-len(new) :] = new
+        at = {text: i for i, text in enumerate(words)}
+        for kind, texts in TYPED.items():
+            for text in texts:
+                kinds[at[text]] = kind
+        for i, merge in enumerate(values["tokenizer.ggml.merges"]):  # those first have the best
+            values["tokenizer.ggml.scores"][at["".join(merge.split(" "))]] = float(-i)
+        MERGED[request.param](values)
+
+    path = tmp_path_factory.mktemp("typed") / "a.gguf"
+    bare_file(path, load_spec("tiny-ple"), change)
+    return Tokenizer.from_str(side_files(read_container(path))["tokenizer.json"].decode())
+
+
+@given(text=st.lists(st.one_of(st.sampled_from(ALL_TYPED), st.text(max_size=4))))
+def test_a_text_comes_back_whole(typed: Any, text: list[str]) -> None:
+    """`decode(encode(t)) == t` for every token type; decoding skips control tokens alone."""
+    whole = "".join(text).replace("▁", " ")  # Gemma's own mark of a space
+    ids = typed.encode(whole, add_special_tokens=False).ids
+    assert typed.decode(ids, skip_special_tokens=False) == whole
+    if not any(mark in whole for mark in SKIPPED):
+        assert typed.decode(ids) == whole
+        assert Vocabulary(typed).plain(whole) == ids
+    alone = {t: typed.encode(t, add_special_tokens=False).ids for t in text if t}
+    for token in ALL_TYPED:
+        if token in alone:
+            assert len(alone[token]) == 1
+            assert (typed.decode(alone[token]) == "") == (token in SKIPPED)
+
+
+def test_merges_by_score(tmp_path: Path) -> None:
+    """Pairs in descending score say what merges say."""
+    files = []
+    for name in ("merges", "scores"):
+
+        def change(values: dict[str, Any], name: str = name) -> None:
+            tokens = values["tokenizer.ggml.tokens"]
+            tokens[-4:] = ["<bo", "s>", "<0x4", "1>"]  # halves of a control token and of a byte
+            at = {text: i for i, text in enumerate(tokens)}
+            for i, merge in enumerate(values["tokenizer.ggml.merges"]):
+                values["tokenizer.ggml.scores"][at["".join(merge.split(" "))]] = float(-i)
+            MERGED[name](values)
+
+        path = bare_file(tmp_path / f"{name}.gguf", load_spec("tiny-ple"), change)
+        files.append(json.loads(side_files(read_container(path))["tokenizer.json"]))
+    merges, by_score = ([tuple(m) for m in f["model"]["merges"]] for f in files)
+    assert by_score[: len(merges)] == merges
+    words = {"".join(pair) for pair in by_score}
+    assert words and not words & {"<bos>", "<0x41>"}
+
+
 def test_side_files(model: Path, tmp_path: Path) -> None:
     files = {k: v.decode() for k, v in side_files(read_container(model)).items()}
     assert json.loads(files["tokenizer_config.json"]) == {"add_bos_token": True}
@@ -472,13 +670,22 @@ def test_side_files(model: Path, tmp_path: Path) -> None:
 
 # --- what is refused ------------------------------------------------------------------------------
 
+#: heads of K and V by layer, in tiny-ple
+HEADS = [2, 2, 2, 1] * 2
 #: change of the metadata -> the key that is named, and what is said of it
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "architecture": (lambda v: v.update({"general.architecture": "llama"}), "found 'llama'"),
     "towers": (lambda v: v.update({"general.architecture": "clip"}), "found its towers alone"),
-    "split": (lambda v: v.update({"split.count": 3}), "llama-gguf-split --merge"),
+    "split": (
+        lambda v: v.update({"split.count": 3}),
+        "split.count: one of 3 files of a model; fix: give them the names",
+    ),
+    "adapter": (
+        lambda v: v.update({"general.type": "adapter"}),
+        "general.type: 'adapter': a LoRA adapter and no model; give the model's file, and",
+    ),
     "unknown": (lambda v: v.update({"gemma4.rope.scaling.factor": 8.0}), "may change the forward"),
-    "missing": (lambda v: v.pop("gemma4.attention.key_length"), "key_length: is missing"),
+    "missing": (lambda v: v.pop("gemma4.embedding_length"), "embedding_length: is missing"),
     "no number": (lambda v: v.update({"gemma4.context_length": "x"}), "expected a number"),
     "no integer": (lambda v: v.update({"gemma4.block_count": 8.5}), "expected an integer"),
     "range": (lambda v: v.update({"gemma4.embedding_length": 0}), "hidden_size"),
@@ -509,15 +716,35 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "shared_kv_layers: 8 of 8 layers",
     ),
     "values": (lambda v: v.update({"gemma4.attention.value_length": 32}), "expected 64, as key"),
-    "rotated": (lambda v: v.update({"gemma4.rope.dimension_count": 32}), "expected 64, as key"),
-    "vocabulary": (lambda v: v.update({"gemma4.vocab_size": 511}), "token_embd.weight has 512"),
-    "frequencies": (
-        lambda v: v.update(
-            {"gemma4.attention.key_length": 32, "gemma4.rope.dimension_count": 32}
-            | {"gemma4.attention.value_length": 32}
-        ),
-        "tensor rope_freqs.weight: expected F32 [16], found 'F32 [32]'",
+    "rotated": (
+        lambda v: v.update({"gemma4.rope.dimension_count": 32}),
+        "gemma4.rope.dimension_count: 32 dims of a full layer's head are rotated, and by tensor "
+        "rope_freqs.weight 16",
     ),
+    "share rotated": (
+        lambda v: v.update({"gemma4.rope.partial_rotary_factor": 0.5}),
+        "gemma4.rope.partial_rotary_factor: 32 dims of a full layer's head are rotated, and by",
+    ),
+    "no share": (
+        lambda v: v.update({"gemma4.rope.partial_rotary_factor": float("inf")}),
+        "gemma4.rope.partial_rotary_factor: expected a share from 0 to 1, found inf",
+    ),
+    "base of sliding layers": (
+        lambda v: v.update({"gemma4.rope.local.freq_base": 20000.0}),
+        "gemma4.rope.freq_base_swa: 10000.0, and gemma4.rope.local.freq_base is 20000.0",
+    ),
+    "heads of full layers": (
+        lambda v: v.update(
+            {"gemma4.attention.head_count_kv": HEADS, "gemma4.attention.global_head_count_kv": 7}
+        ),
+        "gemma4.attention.global_head_count_kv: 7, and gemma4.attention.head_count_kv of the full "
+        "layers is 1",
+    ),
+    "size of a head": (
+        lambda v: v.update({"gemma4.attention.key_length": 32}),
+        "gemma4.attention.key_length: 32, and tensor blk.3.attn_q_norm.weight has 64",
+    ),
+    "vocabulary": (lambda v: v.update({"gemma4.vocab_size": 511}), "token_embd.weight has 512"),
     "token ids": (lambda v: v.update({"tokenizer.ggml.bos_token_id": "x"}), "expected a token id"),
     "tokens twice": (
         lambda v: v["tokenizer.ggml.tokens"].__setitem__(9, "<eos>"),
@@ -527,7 +754,18 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "token types": (lambda v: v["tokenizer.ggml.token_type"].pop(), "expected 512 items"),
     "merges": (lambda v: v["tokenizer.ggml.merges"].append("ab zz"), "is not two tokens that are"),
     "no merges": (lambda v: v.pop("tokenizer.ggml.merges"), "merges: expected an array"),
-    "tokenizer": (lambda v: v.update({"tokenizer.ggml.model": "llama"}), "expected gemma4, found"),
+    "tokenizer": (
+        lambda v: v.update({"tokenizer.ggml.model": "gpt2"}),
+        "expected llama or gemma4, found 'gpt2'; fix: this is the tokenizer of another family",
+    ),
+    "no scores": (
+        lambda v: (
+            v.update({"tokenizer.ggml.model": "llama"}),
+            v.pop("tokenizer.ggml.merges"),
+            v.pop("tokenizer.ggml.scores"),
+        ),
+        "tokenizer.ggml.scores: expected an array, found none; fix: take a file that",
+    ),
     "template": (lambda v: v.update({"tokenizer.chat_template": 3}), "expected a text"),
     "sampling": (lambda v: v.update({"general.sampling.top_k": "x"}), "top_k: expected a number"),
     "suppressed": (
@@ -583,7 +821,29 @@ TENSORS: dict[str, tuple[Callable[[str, Any], dict[str, Any]], str]] = {
     "vector": (retyped("blk.0.attn_norm", "Q8_0"), "expected BF16 or F16 or F32, found Q8_0"),
     "integers": (retyped("blk.0.ffn_up.weight", "I32"), "type I32 is not read"),
     "table": (without("token_embd"), "tensor token_embd.weight: expected a matrix"),
-    "rope": (without("rope_freqs"), "tensor rope_freqs.weight: expected F32 [32], found 'none'"),
+    "rope": (without("rope_freqs"), "tensor rope_freqs.weight: expected F32 [32], found none"),
+    "rope type": (retyped("rope_freqs", "F16"), "expected F32 [32], found 'F16 [32]'"),
+    "fused": (
+        added("blk.0.attn_qkv.weight"),
+        "'blk.0.attn_qkv.weight': expected the rows of several matrices, ",
+    ),
+    "fused and apart": (
+        lambda name, t: (
+            as_it_is(name, t)
+            | (
+                {"blk.0.attn_qkv.weight": (np.concatenate([t.data] * 2), t.tensor_type)}
+                if name == "blk.0.attn_q.weight"
+                else {}
+            )
+        ),
+        "'blk.0.attn_qkv.weight': holds rows of 'blk.0.attn_q.weight', which is there too",
+    ),
+    "twice": (
+        lambda name, t: dict.fromkeys(
+            (name, name.replace("post_attention_norm", "attn_post_norm")), (t.data, t.tensor_type)
+        ),
+        "'blk.0.attn_post_norm.weight': the same weight as 'blk.0.post_attention_norm.weight'",
+    ),
     "rope values": (retyped("rope_freqs", "F32"), "expected ones, then 1e30"),
 }
 

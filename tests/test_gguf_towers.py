@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 
@@ -19,12 +21,12 @@ from g4ir.model.media import KINDS
 from g4ir.model.tensors import media_tensors, text_tensors
 from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.checkpoint import Checkpoint
-from g4ir.weights.origin import existing_origin
+from g4ir.weights.origin import existing_origin, find_origin
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
-from tests.gguf_files import all_of, write_gguf, write_mmproj
+from tests.gguf_files import all_of, write_gguf, write_mmproj, write_value
 
 
 def standardised() -> Spec:
@@ -112,11 +114,190 @@ def test_a_whole_engine(tmp_path: Path) -> None:
     assert some.code == 0 and g4ir.load_engine(tmp_path / "image").media.kinds == ("image",)
 
 
-# --- refusals ----------------------------------------------------------------------------------
+# --- one file of text model and towers ----------------------------------------------------------
+
+#: names in ollama's files of what llama.cpp's converter calls otherwise
+OLLAMA = {
+    "a.input_projection.weight": "a.pre_encode.out.weight",
+    "a.pre_encode.out.weight": "mm.a.fc.weight",
+    "a.pre_encode.out.bias": "mm.a.fc.bias",
+}
+OLLAMA_LAYER = {
+    "ln2": "layer_pre_norm",
+    "attn_pre_norm": "ln1",
+    "attn_post_norm": "ln2",
+    "attn_k_rel": "linear_pos",
+}
+LINEARS = ("attn_q", "attn_k", "attn_v", "attn_out", "ffn_gate", "ffn_up", "ffn_down")
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
 
 def of(key: str, value: Any) -> dict[str, Any]:
     return {"change": lambda values: values.update({key: value})}
+
+
+def ollama_name(name: str) -> str:
+    if name.startswith("a.blk."):
+        *layer, own, end = name.split(".")
+        return ".".join((*layer, OLLAMA_LAYER.get(own, own), end))
+    return OLLAMA.get(name, name)
+
+
+def whole_file(
+    path: Path,
+    spec: Spec,
+    change: Callable[[dict[str, Any]], Any] = lambda values: None,
+    edit: Callable[[dict[str, Any]], Any] = lambda tensors: None,
+) -> Path:
+    """As ollama's converter writes a model: one file, its own names, all bounds once more."""
+    text = gguf.GGUFReader(text_file(path.with_suffix(".text"), spec))
+    towers = gguf.GGUFReader(write_mmproj(path.with_suffix(".towers"), spec, towers_of(spec)))
+    vision, audio = spec.vision, spec.audio
+    assert vision and audio
+    values: dict[str, Any] = {
+        key: field.contents()
+        for key, field in text.fields.items()
+        if not key.startswith(("GGUF.", "general.architecture"))
+    }
+    values |= {
+        "tokenizer.ggml.model": "llama",
+        "gemma4.vision.block_count": vision.num_hidden_layers,
+        "gemma4.vision.embedding_length": vision.hidden_size,
+        "gemma4.vision.attention.head_count": vision.num_attention_heads,
+        "gemma4.vision.feed_forward_length": vision.intermediate_size,
+        "gemma4.vision.patch_size": vision.patch_size,
+        "gemma4.vision.num_channels": 3,
+        "gemma4.vision.projector.scale_factor": vision.pooling_kernel_size,
+        "gemma4.vision.attention.layer_norm_epsilon": 1e-6,
+        "gemma4.audio.block_count": audio.num_hidden_layers,
+        "gemma4.audio.embedding_length": audio.hidden_size,
+        "gemma4.audio.feed_forward_length": 4 * audio.hidden_size,
+        "gemma4.audio.attention.head_count": audio.num_attention_heads,
+        "gemma4.audio.attention.layer_norm_epsilon": 1e-6,
+        "gemma4.audio.conv_kernel_size": audio.conv_kernel_size,
+    }
+    change(values)
+    writer = gguf.GGUFWriter(path, "gemma4")
+    for key, value in values.items():
+        write_value(writer, key, value)
+    tensors = {t.name: t.data for t in text.tensors}
+    tensors |= {ollama_name(t.name): t.data for t in towers.tensors}
+    if vision.use_clipped_linears:
+        names = [
+            f"v.blk.{i}.{n}.{b}"
+            for i in range(vision.num_hidden_layers)
+            for n in LINEARS
+            for b in BOUNDS
+        ]
+        bounds = [float(tensors[name][0]) for name in names]
+        tensors["v.clamp_data"] = np.array([*bounds, *[0.0] * 4], np.float32)
+    edit(tensors)
+    for name, data in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.F32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def clipped() -> Spec:
+    spec = load_spec("tiny-media")
+    return replace(spec, vision=replace(spec.vision, use_clipped_linears=True))  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("own_bounds", [True, False])
+def test_one_file_of_text_and_towers(tmp_path: Path, own_bounds: bool) -> None:
+    spec = clipped()
+
+    def edit(tensors: dict[str, Any]) -> None:
+        for name in [n for n in tensors if n.startswith("v.") and n.endswith(BOUNDS)]:
+            if not own_bounds:  # the packed ones alone
+                del tensors[name]
+
+    file = whole_file(tmp_path / "a.gguf", spec, edit=edit)
+    origin = find_origin(file)
+    assert origin.spec().text == spec.text and "tokenizer.json" in origin.side_files()
+    found = origin.open(spec, KINDS, "f32")
+    want = existing_origin(file.with_suffix(".text"), file.with_suffix(".towers"))
+    for bare in media_tensors(spec, KINDS):
+        assert torch.equal(found.tensor(bare), want.open(spec, KINDS, "f32").tensor(bare)), bare
+    assert [p for p, _ in found.files] == [file] and not found.ignored
+    alone = origin.open(spec, (), "f32")
+    assert set(alone.ignored) >= {"v.patch_embd.weight", "mm.a.fc.weight"}
+
+
+def test_commands_of_one_file(tmp_path: Path) -> None:
+    file = whole_file(tmp_path / "a.gguf", load_spec("tiny-media"))
+    words = ("build", "--backend", "reference", "--checkpoint", file, "--max-seq", "640")
+    words = (*words, "--dtype", "float32", "--link-weights", "--out", tmp_path / "e")
+    text = command(*words, "--dry-run")
+    assert text.code == 0 and "give --variant or --spec too" in text.err
+    assert "give --variant or --spec too" in refused(*words, "--media", "image")
+    named = (*words, "--variant", "tiny-media")
+    assert "holds its own towers; leave the option out" in refused(
+        *(word for word in named if word != "--link-weights"), "--mmproj", file
+    )
+    made = command(*named)
+    assert made.code == 0, made.err
+    engine = g4ir.load_engine(tmp_path / "e")
+    assert engine.media.kinds == KINDS and verify_engine(engine).ok
+
+
+WRONG_WHOLE: dict[str, tuple[dict[str, Any], str]] = {
+    "another size": (
+        of("gemma4.vision.block_count", 9),
+        "gemma4.vision.block_count: expected 2, found 9; give the variant of this file",
+    ),
+    "unknown": (of("gemma4.audio.dilation", 2), "gemma4.audio.dilation: no such key, found 2"),
+    "bounds that differ": (
+        {"edit": lambda tensors: tensors["v.clamp_data"].__setitem__(0, 7.5)},
+        "v.blk.0.attn_q.input_min: expected 7.5, found ",
+    ),
+    "bounds of others": (
+        {"edit": lambda tensors: tensors.update({"v.clamp_data": np.zeros(8, np.float32)})},
+        "v.clamp_data: expected 'F32 [60]', found 'F32 [8]'",
+    ),
+    "missing": (
+        {"edit": lambda tensors: tensors.pop("mm.a.input_projection.weight")},
+        "missing: expected shape",
+    ),
+    "not in the spec": (
+        {"edit": lambda tensors: tensors.update({"v.blk.0.out_scale": np.ones(1, np.float32)})},
+        "'v.blk.0.out_scale': not in the spec",
+    ),
+}
+
+
+def test_bounds_of_linears_that_are_not_clipped(tmp_path: Path) -> None:
+    spec = clipped()
+    assert spec.vision
+    plain = replace(spec, vision=replace(spec.vision, use_clipped_linears=False))
+    for bounds in (True, False):
+        file = whole_file(
+            tmp_path / f"{bounds}.gguf",
+            spec,
+            edit=lambda tensors, own=bounds: (
+                [tensors.pop(n) for n in [*tensors] if n.startswith("v.") and n.endswith(BOUNDS)]
+                if not own
+                else None
+            ),
+        )
+        name = "v.blk.0.attn_q.input_min" if bounds else "v.clamp_data"
+        with pytest.raises(G4Error, match=rf"'{name}': not in the spec"):
+            find_origin(file).open(plain, KINDS, "f32")
+
+
+@pytest.mark.parametrize("case", WRONG_WHOLE)
+def test_refused_in_one_file(case: str, tmp_path: Path) -> None:
+    options, words = WRONG_WHOLE[case]
+    file = whole_file(tmp_path / "a.gguf", clipped(), **options)
+    with pytest.raises(G4Error) as e:
+        find_origin(file).open(clipped(), KINDS, "f32")
+    assert words in str(e.value) and "a.gguf" in str(e.value), e.value
+
+
+# --- refusals ----------------------------------------------------------------------------------
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

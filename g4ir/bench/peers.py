@@ -15,6 +15,7 @@ from g4ir.check.hf import hf_model
 from g4ir.check.peers import known_checkpoint, need_transformers
 from g4ir.engine.build import agreed_spec
 from g4ir.engine.engine import Engine
+from g4ir.engine.load import open_weights
 from g4ir.errors import InputError
 from g4ir.ops.types import torch_dtype
 from g4ir.weights.checkpoint import WeightSource
@@ -140,7 +141,7 @@ def peer_model(engine: Engine, checkpoint: str | Path | None = None) -> Any:
     else:
         origin = existing_origin(known_checkpoint(engine, checkpoint, "bench --peer"))
         agreed_spec(engine.spec, origin)
-        source = origin.open(engine.spec, (), engine.dtype)
+        source = open_weights(engine, origin, ())
     try:
         return hf_model(engine.spec, source, dtype, engine.device)
     finally:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from g4ir.engine.load import open_weights
 from g4ir.ir.graph import Graph, Value, drop_dead
 from g4ir.ir.interpret import interpret
 from g4ir.model.names import checkpoint_name
@@ -42,7 +43,7 @@ def plain_params(engine: Engine, checkpoint: str | Path | None = None) -> Plain:
 
 def _whole_params(engine: Engine, checkpoint: str | Path | None) -> Plain:
     if checkpoint is not None:
-        return _named(find_origin(checkpoint).open(engine.spec, engine.media.kinds, engine.dtype))
+        return _named(open_weights(engine, find_origin(checkpoint), engine.media.kinds))
     held = engine.runtime.source
     return _named(held.source) if isinstance(held, MadeParams) else engine.unpacked()
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from g4ir.engine.artefact import linked_path
 from g4ir.engine.build import agreed_spec
 from g4ir.engine.engine import Engine
+from g4ir.engine.load import open_weights
 from g4ir.errors import InputError, MissingError
 from g4ir.ir.distance import LocalError, local_errors
 from g4ir.model.names import HEAD, checkpoint_name
@@ -299,11 +300,13 @@ def need_transformers(asked: str) -> None:
 
 def _model(engine: Engine, origin: Origin) -> Any:
     """Return the transformers model with the weights that the engine should compute with."""
-    if isinstance(origin, Directory) and not is_coded(origin.stated):
+    merged = engine.manifest["weights"]["kind"] == "merged"
+    plain = isinstance(origin, Directory) and not is_coded(origin.stated) and origin.published()
+    if plain and not merged:
         model = _load_hf(origin.path, engine.dtype)
         _requantise(model, engine)
         return model
-    source = origin.open(engine.spec, (), engine.dtype)
+    source = open_weights(engine, origin, ())
     try:
         model = hf_model(engine.spec, source, torch_dtype(engine.dtype), attention="eager")
     finally:

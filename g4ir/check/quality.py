@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from g4ir.engine.engine import Engine
+from g4ir.engine.load import open_weights
 from g4ir.plan.fit import device_memory
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
@@ -102,7 +103,7 @@ def _why_not(engine: Engine, source: WeightSource, taken: int) -> str | None:
 def _source(engine: Engine, checkpoint: str | Path | None) -> WeightSource | None:
     """Return where the weights are as they were; None where that is not known."""
     if checkpoint is not None:
-        return find_origin(checkpoint).open(engine.spec, engine.media.kinds, engine.dtype)
+        return open_weights(engine, find_origin(checkpoint), engine.media.kinds)
     held = engine.runtime.source
     return held.source if isinstance(held, MadeParams) else None
 

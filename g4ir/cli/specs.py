@@ -139,7 +139,7 @@ def any_spec(source: str) -> Spec:
 def _stated_spec(source: str) -> Spec:
     """Read what a checkpoint, or a config.json, says of itself."""
     path = Path(source)
-    if path.suffix == ".json" or not path.is_file():
+    if path.suffix == ".json":
         return Spec.from_hf(source)
     from g4ir.weights.origin import find_origin
 

@@ -60,7 +60,8 @@ from g4ir.spec.reader import (
 from g4ir.spec.record import Spec, load_spec
 from g4ir.weights import pack as packings
 from g4ir.weights import tensorfile
-from g4ir.weights.checkpoint import sha256
+from g4ir.weights.checkpoint import CONFIG, GGUF, sha256
+from g4ir.weights.gguf.container import is_gguf
 from g4ir.weights.origin import OF_DIRECTORY
 
 from .digests import has_digest
@@ -98,6 +99,23 @@ class PackedWeights:
 
 
 @dataclass(frozen=True)
+class MergedAdapter:
+    """A LoRA adapter that was merged into the weights, and the user's factor."""
+
+    path: Line
+    scale: float
+    sha256: Digest
+
+
+@dataclass(frozen=True)
+class MergedWeights(PackedWeights):
+    """Params that lie in the directory, with adapters merged."""
+
+    kind: Annotated[str, OneOf(("merged",))]
+    adapters: tuple[MergedAdapter, ...]
+
+
+@dataclass(frozen=True)
 class RandomWeights:
     """Params that are made from a seed when the engine is loaded."""
 
@@ -115,17 +133,18 @@ class LinkedWeights:
 
     @property
     def path(self) -> Path:
-        """The checkpoint: the directory, or the one GGUF file in it."""
+        """The checkpoint: the directory, or the GGUF file in it, of a split model the first."""
         return linked_path(self.directory, self.files)
 
 
 def linked_path(directory: str, files: Iterable[str]) -> Path:
-    """Return the checkpoint that files of a directory are: it, or the one GGUF file in it."""
-    return Path(directory, *(name for name in files if not name.endswith(OF_DIRECTORY)))
+    """Return the checkpoint that files of a directory are: it, or the (first) GGUF file in it."""
+    return Path(directory, *sorted(n for n in files if not n.endswith(OF_DIRECTORY))[:1])
 
 
 WEIGHTS: dict[str, type] = {
     "packed": PackedWeights,
+    "merged": MergedWeights,
     "random": RandomWeights,
     "linked": LinkedWeights,
 }
@@ -331,7 +350,9 @@ def read_manifest(path: Path) -> Manifest:
     unfinished = path.resolve().name.startswith(".") and BUILDING in path.resolve().name
     if unfinished or not file.is_file():
         found = "is unfinished" if unfinished else f"has no {MANIFEST}"
-        raise EngineError(f"{path} is no engine directory: it {found}; run g4ir build")
+        place = _checkpoint_at(path)
+        command = f"g4ir build --checkpoint {shlex.quote(str(place))}" if place else "g4ir build"
+        raise EngineError(f"{path} is no engine directory: it {found}; run {command}")
     values, raw = _read_values(file)
     if values.get("format") != FORMAT:
         raise EngineError(
@@ -347,6 +368,13 @@ def read_manifest(path: Path) -> Manifest:
         line = _first_difference(raw, manifest.text().encode())
         raise EngineError(f"{file}: line {line} is not as g4ir writes it; build the engine again")
     return manifest
+
+
+def _checkpoint_at(path: Path) -> Path | None:
+    """Return the checkpoint that a path is, or the GGUF file in it."""
+    if (path / CONFIG).is_file() or (path.is_file() and is_gguf(path)):
+        return path
+    return next(iter(sorted(path.glob(f"*{GGUF}"))), None) if path.is_dir() else None
 
 
 def require_readable(m: Manifest) -> None:
@@ -618,6 +646,9 @@ def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
         "random": ["--random-weights", getattr(m.weights, "seed", "")],
         "linked": ["--link-weights", "--checkpoint", getattr(m.weights, "path", "")],
         "packed": ["--checkpoint", "DIR"],
+        "merged": ["--checkpoint", "DIR"],
     }
     words += weights[m.weights.kind]
+    adapters = getattr(m.weights, "adapters", ())
+    words += [w for a in adapters for w in ("--adapter", f"{a.path}={a.scale:g}")]
     return f"build it again: {shlex.join(map(str, words))} --out NEW"

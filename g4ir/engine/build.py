@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,6 +55,7 @@ from g4ir.ui.files import new_folder, write_file
 from g4ir.ui.progress import Progress, no_progress, prefixed
 from g4ir.ui.units import size_text
 from g4ir.weights import pack as packings
+from g4ir.weights.adapter import Adapter, lies_in, with_adapters
 from g4ir.weights.checkpoint import (
     GENERATION,
     Checkpoint,
@@ -79,6 +80,8 @@ from .artefact import (
     LatentOptions,
     LinkedWeights,
     Manifest,
+    MergedAdapter,
+    MergedWeights,
     NarrowOptions,
     Notes,
     PackedWeights,
@@ -129,6 +132,9 @@ def prepare(
     if not dry:
         backend.check(device, resolved.ranks)
     checkpoint = origin.open(agreed, resolved.media.kinds, resolved.dtype) if origin else None
+    adapters = _adapters(options, origin)
+    if checkpoint:
+        checkpoint = with_adapters(checkpoint, agreed, adapters)
     r = resolved = replace(resolved, recipe=_recipe(resolved, checkpoint, origin))
     _check_activations(resolved)
     stored = partial(backend.stored, device=device)
@@ -141,7 +147,7 @@ def prepare(
     )
     resolved, short = _fitted(resolved, options, backend, settings, packing.program, dry)
     source = checkpoint or _random(resolved, options)
-    weights = _kept(source, options, backend.packs_weights)
+    weights = _kept(source, options, backend.packs_weights, adapters)
     if weights is not None:
         _check_range(resolved, source)
     if drafter:
@@ -169,7 +175,7 @@ def _resolved(
     """Return every option that follows from spec, backend and checkpoint."""
     dtype = _dtype(backend, o.dtype, spec)
     asked = o.media if isinstance(o.media, str) else tuple(o.media)
-    kinds, extractor = (origin.kinds(asked), origin.extractor()) if origin else (asked, None)
+    kinds, extractor = (origin.kinds(asked, spec), origin.extractor()) if origin else (asked, None)
     media = find_media(spec, kinds, o.image_budgets, o.audio_seconds, extractor)
     _check_towers(spec, origin, media)
     limits = _widened(_limits(spec, o), spec, media)
@@ -232,8 +238,16 @@ def _random(r: Resolved, o: BuildOptions) -> WeightSource:
     return RandomCheckpoint(r.spec, o.random_weights or 0, torch_dtype(r.dtype))
 
 
-def _kept(source: WeightSource, o: BuildOptions, packs: bool) -> Any:
+def _kept(source: WeightSource, o: BuildOptions, packs: bool, adapters: Sequence[Adapter]) -> Any:
     """Return what the manifest says of the weights; `packs`: random ones are written too."""
+    if adapters:
+        return MergedWeights(
+            "merged",
+            tuple(
+                MergedAdapter(Line(a.path.resolve()), a.factor, remembered_digest(a.weights))
+                for a in adapters
+            ),
+        )
     if isinstance(source, Checkpoint):
         return _linked(source) if o.link_weights else PackedWeights("packed")
     if o.random_weights is None:
@@ -453,6 +467,25 @@ def _origin(spec: Spec | None, o: BuildOptions, dry: bool) -> Origin | None:
     if dry and (spec.hub is None or hub_snapshot(spec.hub) is None):
         return None
     return find_origin(_cached_checkpoint(spec))
+
+
+def _adapters(o: BuildOptions, origin: Origin | None) -> tuple[Adapter, ...]:
+    """Return the adapters to merge; InputError where there is nothing to merge them into. Warns of
+    one beside the checkpoint that is not merged."""
+    given = (o.adapter,) if isinstance(o.adapter, str | Path) else o.adapter
+    adapters = tuple(map(Adapter.of, given))
+    if adapters and o.random_weights is not None:
+        raise InputError("--adapter goes with a checkpoint, and not with --random-weights")
+    if adapters and o.link_weights:
+        raise InputError("--link-weights refers to the checkpoint's files, which --adapter changes")
+    folder = origin.path if origin and origin.path.is_dir() else None
+    beside = lies_in(folder) if folder else None
+    if beside and folder not in [a.path for a in adapters]:
+        log.warning(
+            "%s: holds a LoRA adapter (%s), which is not merged; give --adapter %s to merge it",
+            *(folder, beside, folder),
+        )
+    return adapters
 
 
 def _check_link(link: bool, origin: Origin | None, backend: Backend) -> None:

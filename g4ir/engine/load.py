@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,9 +21,10 @@ from g4ir.plan.settings import find_placement
 from g4ir.quant.rewrite import held_recipe
 from g4ir.ui.progress import Progress, no_progress, prefixed
 from g4ir.weights import pack as packings
+from g4ir.weights.adapter import Adapter, with_adapters
 from g4ir.weights.checkpoint import Checkpoint, WeightSource
 from g4ir.weights.drafter import WithDrafter
-from g4ir.weights.origin import find_origin
+from g4ir.weights.origin import Origin, find_origin
 from g4ir.weights.random import RandomCheckpoint
 
 from .artefact import (
@@ -273,6 +275,22 @@ def _open_params(found: Artefact) -> packings.ParamSource:
             f"{rebuild(found.path, m, found.spec)}"
         )
     return packings.MadeParams(found.packing, checkpoint, share=share)
+
+
+def open_weights(engine: Engine, origin: Origin, kinds: Iterable[str]) -> Checkpoint:
+    """Open the checkpoint that an engine was built from, with the same adapters merged; EngineError
+    where one of them is not there any more."""
+    source = origin.open(engine.spec, kinds, engine.dtype)
+    adapters = []
+    for kept in engine.manifest["weights"].get("adapters", ()):
+        adapter = Adapter(Path(kept["path"]), kept["scale"])
+        if not adapter.path.is_dir() or not has_digest(adapter.weights, kept["sha256"]):
+            raise EngineError(
+                f"{adapter.path} is missing or is not the adapter that {engine.path} was built "
+                f"with; restore it"
+            )
+        adapters.append(adapter)
+    return with_adapters(source, engine.spec, adapters)
 
 
 def linked_files(source: Checkpoint) -> dict[str, Path]:

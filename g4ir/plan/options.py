@@ -35,6 +35,13 @@ class BuildOptions:
     mmproj: str | Path | None = option(
         None, "the GGUF file of the towers, beside a GGUF checkpoint", metavar="FILE"
     )
+    adapter: str | Path | Iterable[str | Path] = option(
+        (),
+        "merge a LoRA adapter (PEFT's directory) into the checkpoint's weights, SCALE\ntimes "
+        "(default 1); may be repeated",
+        action="append",
+        metavar="DIR[=SCALE]",
+    )
     random_weights: int | None = option(None, "weights made from a seed", type=int, metavar="SEED")
     backend: str = option("torch", "reference, torch, onnx or trt", metavar="B")
     device: str | None = option(None, "cpu or cuda (default: by backend)", metavar="D")

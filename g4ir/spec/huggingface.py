@@ -262,7 +262,8 @@ def read_config(source: str | Path | dict[str, Any], name: str | None = None) ->
     """Read a config: see `Spec.from_hf`."""
     values, where, found = _read(source)
     keys = Keys(values, "", where)
-    keys.raw("quantization_config")  # how weights are stored: weights/formats
+    for key in ("quantization_config", "quantization"):
+        keys.raw(key)  # how weights are stored: weights/formats
     given = keys.take("model_type", str)
     if given not in MODEL_TYPES:
         near = did_you_mean(given, MODEL_TYPES)

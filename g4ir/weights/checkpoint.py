@@ -32,6 +32,7 @@ from g4ir.weights import tensorfile
 from g4ir.weights.coded import CodedWeight, MadeWeight, forms_of, split_part
 from g4ir.weights.formats import Coded, Files, read_coded
 from g4ir.weights.formats.base import CODED
+from g4ir.weights.layouts import ADAPTER, COMPUTED, MLX_EXPERTS, by_plain_name, plain_name
 from g4ir.weights.tensorfile import Entry, Header, open_regular, parse_json, quoted
 
 if TYPE_CHECKING:
@@ -94,6 +95,9 @@ class Problem:
 
 FIXES = {
     "spec": "build with the spec of this checkpoint (its config.json), or complete the download",
+    "adapter": "save the model with its adapter merged (PEFT: merge_and_unload), or the adapter "
+    "alone and give it as --adapter DIR",
+    "mlx": "take the checkpoint that MLX converted, or a compressed-tensors or GGUF file of it",
     "k_eq_v": "set k_eq_v of that attention kind as the checkpoint's config.json says",
     "dtype": "save the checkpoint in BF16, F16 or F32 (dequantise it first)",
     "drafter": "complete the download, or take the config.json that belongs to the drafter",
@@ -135,7 +139,8 @@ class Checkpoint:
         """
         directory = Path(directory)
         headers = read_headers(directory)
-        names = {name: (h, e) for h in headers for name, e in h.entries.items()}
+        stored_names = ((name, (h, e)) for h in headers for name, e in h.entries.items())
+        names = by_plain_name(directory, stored_names)
         prefix = _find_prefix(directory, spec, names)
         towers = media_tensors(spec, media)
         stored = Files(directory, names, partial(_is_text, spec, prefix))
@@ -433,10 +438,16 @@ def _side_file(directory: Path, name: str) -> bytes:
 Found = dict[str, tuple[Header, Entry]]
 
 
-def _find_prefix(directory: Path, spec: Spec, names: Found) -> str:
+def _heads(spec: Spec) -> list[str]:
+    """Return the names that an untied head may have."""
+    return [*dict.fromkeys(map(plain_name, spec.prefixes.head))]
+
+
+def _find_prefix(directory: Path, spec: Spec, names: Mapping[str, tuple[Header, Entry]]) -> str:
     """Return the accepted prefix of this checkpoint's text tower: most hits win."""
     valid = text_tensors(spec).keys() - {HEAD}
-    hits = {p: sum(p + name in names for name in valid) for p in spec.prefixes.text}
+    prefixes = dict.fromkeys(map(plain_name, spec.prefixes.text))
+    hits = {p: sum(p + name in names for name in valid) for p in prefixes}
     best = max(hits, key=lambda p: hits[p])
     if not hits[best]:
         accepted = ", ".join(f"{p}{TOKEN_TABLE}" for p in hits)
@@ -457,17 +468,22 @@ def _tower(spec: Spec, name: str) -> str | None:
 
 def _is_text(spec: Spec, prefix: str, name: str) -> bool:
     """Whether a stored name is of the text model."""
-    inside = name.startswith((prefix, *(h.removesuffix(".weight") for h in spec.prefixes.head)))
+    inside = name.startswith((prefix, *(h.removesuffix(".weight") for h in _heads(spec))))
     return inside and _tower(spec, name) is None
 
 
-def _coded(live: Found, found: Coded, dtype: str) -> dict[str, CodedWeight]:
+def _coded(live: Found, found: Coded, dtype: str) -> dict[str, CodedWeight | MadeWeight]:
     """Return the weights in codes by bare name; WeightsError for one that may not be used."""
-    kept = {name: w for name, (_, entry) in live.items() if (w := found.weights.get(entry))}
-    for weight in kept.values():
-        if weight.fault:
-            raise WeightsError(weight.fault)
-    return {name: replace(w, dtype=dtype) for name, w in kept.items()}
+    kept: dict[str, CodedWeight | MadeWeight] = {}
+    for name, (_, entry) in live.items():
+        weight = found.weights.get(entry)
+        if isinstance(weight, CodedWeight):
+            if weight.fault:
+                raise WeightsError(weight.fault)
+            weight = replace(weight, dtype=dtype)
+        if weight:
+            kept[name] = weight
+    return kept
 
 
 def absent_value(name: str) -> float | None:
@@ -495,7 +511,7 @@ def _classify(
     """Sort the stored tensors into live (by bare name), ignored (name -> why) and unknown."""
     of_towers = dict(_stored(spec, towers, names))
     valid, dead = text_tensors(spec).keys() - {HEAD}, dead_tensors(spec)
-    head = next((name for name in spec.prefixes.head if name in names), None)
+    head = next((name for name in _heads(spec) if name in names), None)
     live: Found = {} if head is None else {HEAD: names[head]}
     ignored = {head: f"tied to {TOKEN_TABLE}"} if head and spec.text.tie_word_embeddings else {}
     problems: list[Problem] = []
@@ -510,14 +526,23 @@ def _classify(
             ignored[name] = "K or V of a layer that reads another layer's K and V"
         elif tower:
             ignored[name] = f"part of {tower}, which this engine leaves out"
+        elif COMPUTED.search(name):
+            ignored[name] = "a buffer that follows from the spec"
         elif name != head:
-            problems.append(_unknown(spec, prefix, found, hint=len(problems) < SHOWN))
+            problems.append(_unknown(spec, prefix, name, found, hint=len(problems) < SHOWN))
     return live, ignored, problems
 
 
-def _unknown(spec: Spec, prefix: str, found: tuple[Header, Entry], hint: bool) -> Problem:
+def _unknown(
+    spec: Spec, prefix: str, name: str, found: tuple[Header, Entry], hint: bool
+) -> Problem:
     header, entry = found
-    bare = entry.name.removeprefix(prefix)
+    if ADAPTER.search(name):
+        text = "part of an adapter that is not merged"
+        return Problem(header.path.name, entry.name, text, "adapter")
+    if MLX_EXPERTS in name:
+        return Problem(header.path.name, entry.name, "experts in MLX's layout", "mlx")
+    bare = name.removeprefix(prefix)
     kind = _kind_of(spec, bare) if bare.endswith("self_attn.v_proj.weight") else None
     if kind:
         text = f"unknown: expected no v_proj ({kind}.k_eq_v is true), found {_shape(entry)}"
@@ -564,7 +589,9 @@ def _mismatches(spec: Spec, live: Found, towers: Tensors) -> Iterator[Problem]:
             yield Problem(header.path.name, entry.name, text, "dtype")
         elif entry.shape != tuple(shapes[name]):
             text = f"expected shape {list(shapes[name])}, found {_shape(entry)}"
-            yield Problem(header.path.name, entry.name, text, "spec")
+            moved = len(entry.shape) > 2 and sorted(entry.shape) == sorted(shapes[name])
+            text += " (channels last, as MLX stores convolutions)" if moved else ""
+            yield Problem(header.path.name, entry.name, text, "mlx" if moved else "spec")
         elif name == HEAD and spec.text.tie_word_embeddings and TOKEN_TABLE in live:
             yield from _tied_dtype(header, entry, live[TOKEN_TABLE][1])
 

@@ -15,10 +15,32 @@ def hub_snapshot(hub_id: str, revision: str = "main") -> Path | None:
     """Return the downloaded snapshot of `org/name` in the local cache, or None."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id):
         raise InputError(f"hub id must look like org/name, found {quoted(hub_id)}")
-    repo = hub_cache() / ("models--" + hub_id.replace("/", "--"))
+    return snapshot_of(hub_cache() / ("models--" + hub_id.replace("/", "--")), revision)
+
+
+def snapshot_of(repo: Path, revision: str = "main") -> Path | None:
+    """Return the downloaded snapshot in the folder that the cache has for a model, or None."""
     reference = repo / "refs" / revision
     if not reference.is_file():
         return None
     commit = reference.read_text(encoding="utf-8", errors="replace").strip()
     snapshot = repo / "snapshots" / commit
     return snapshot if re.fullmatch(r"[0-9A-Za-z]{1,64}", commit) and snapshot.is_dir() else None
+
+
+def in_cache_folder(path: Path) -> Path:
+    """Return the snapshot that a cache folder `models--org--name` stands for; any other path as it
+    is. InputError where the folder has no snapshot, or several of which none is `main`."""
+    folder = path / "snapshots"
+    if not folder.is_dir():
+        return path
+    found = sorted(p for p in folder.iterdir() if p.is_dir())
+    main = snapshot_of(path) or (found[0] if len(found) == 1 else None)
+    if main is None:
+        names = ", ".join(p.name for p in found[:8])
+        fix = f"give one of them: {names}" if found else "download the model again"
+        raise InputError(
+            f"{path}: a folder of the hub's cache with {len(found)} snapshots, of which none is "
+            f"main; {fix}"
+        )
+    return main

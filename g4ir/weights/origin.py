@@ -3,6 +3,7 @@ files that an engine keeps, and its weights."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,13 +13,27 @@ from typing import Any, ClassVar, Protocol
 from g4ir.errors import InputError
 from g4ir.spec.record import Spec
 
-from .checkpoint import CONFIG, GGUF, Checkpoint, read_extractor, read_side_files
+from .adapter import Adapter, lies_in
+from .checkpoint import (
+    CONFIG,
+    GGUF,
+    Checkpoint,
+    read_extractor,
+    read_headers,
+    read_side_files,
+)
 from .gguf.checkpoint import open_gguf
 from .gguf.container import Container, read_container
 from .gguf.metadata import SPEC_ONLY, read_spec
 from .gguf.tokenizer import side_files
-from .gguf.towers import with_towers
+from .gguf.towers import holds_towers, with_towers
+from .hub import in_cache_folder
+from .layouts import plain_name
 
+log = logging.getLogger(__name__)
+
+#: how files of towers alone begin
+MMPROJ = "mmproj"
 #: ends of files that are one of a checkpoint's several
 OF_DIRECTORY = (".safetensors", ".json")
 
@@ -48,7 +63,7 @@ class Origin(Protocol):
     def extractor(self) -> Mapping[str, Any] | None:
         """Return how it frames sounds, where it says that."""
 
-    def kinds(self, asked: str | Sequence[str]) -> str | Sequence[str]:
+    def kinds(self, asked: str | Sequence[str], spec: Spec) -> str | Sequence[str]:
         """Return the kinds of media of a build; InputError for one that it has no tower of."""
 
     def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
@@ -66,7 +81,7 @@ def find_origin(path: Path | str) -> Origin:
         return GgufFile(path)
     if path.suffix == GGUF and not path.is_dir():
         raise InputError(f"--checkpoint {path}: no such file")
-    return Directory(path)
+    return Directory(in_cache_folder(path))
 
 
 def existing_origin(path: Path | str, mmproj: Path | str | None = None) -> Origin:
@@ -81,6 +96,8 @@ def existing_origin(path: Path | str, mmproj: Path | str | None = None) -> Origi
             f"--mmproj {mmproj}: {path} is no GGUF file, and has its own towers; leave the option "
             f"out"
         )
+    if found.whole:
+        raise InputError(f"--mmproj {mmproj}: {path} holds its own towers; leave the option out")
     if not Path(mmproj).is_file():
         raise InputError(f"--mmproj {mmproj}: no such file")
     return replace(found, towers=Path(mmproj))
@@ -104,12 +121,25 @@ class Directory:
 
     def spec(self) -> Spec:
         if not self.stated.is_file():
-            found = sorted(self.path.glob(f"*{GGUF}"))
+            if lies_in(self.path):
+                raise InputError(
+                    f"--checkpoint {self.path}: a LoRA adapter of {Adapter(self.path).base}, and "
+                    f"no model; give --checkpoint with that model, and --adapter {self.path}"
+                )
+            found = sorted(self.path.glob(f"*{GGUF}"), key=lambda p: (p.name.startswith(MMPROJ), p))
             near = f"; give --checkpoint {found[0]}" if found else ""
+            if found[1:]:
+                near += f", or another of {', '.join(p.name for p in found[1:5])}"
             raise InputError(
                 f"{self.path} has no {CONFIG}: not a Hugging Face checkpoint directory{near}"
             )
         return Spec.from_hf(self.stated)
+
+    def published(self) -> bool:
+        """Whether transformers loads these weights: it does not know other tools' names, and with
+        PEFT it would load an adapter that lies here too."""
+        names = (name for header in read_headers(self.path) for name in header.entries)
+        return not lies_in(self.path) and all(name == plain_name(name) for name in names)
 
     def side_files(self) -> dict[str, bytes]:
         return read_side_files(self.path)
@@ -117,7 +147,7 @@ class Directory:
     def extractor(self) -> Mapping[str, Any] | None:
         return read_extractor(self.path)
 
-    def kinds(self, asked: str | Sequence[str]) -> str | Sequence[str]:
+    def kinds(self, asked: str | Sequence[str], spec: Spec) -> str | Sequence[str]:
         return asked
 
     def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
@@ -151,20 +181,34 @@ class GgufFile:
     def extractor(self) -> Mapping[str, Any] | None:
         return None
 
-    def kinds(self, asked: str | Sequence[str]) -> str | Sequence[str]:
-        if self.towers:
+    @cached_property
+    def whole(self) -> bool:
+        """Whether the text model's file holds its towers."""
+        return holds_towers(self.container)
+
+    def kinds(self, asked: str | Sequence[str], spec: Spec) -> str | Sequence[str]:
+        described = spec.vision is not None or spec.audio is not None
+        if self.towers or (self.whole and described):
             return asked
         words = asked.split(",") if isinstance(asked, str) else asked
         wanted = [w for w in words if w.strip() not in ("", "all", "none")]
+        what, fix = "holds the text model alone", "give the file of its towers too, --mmproj FILE"
+        if self.whole:
+            what = "holds its towers, and not all of how they compute"
+            fix = "give --variant or --spec too"
         if wanted:
             raise InputError(
-                f"--media {','.join(wanted)[:80]}: {self.path} holds the text model alone; give "
-                f"the file of its towers too, --mmproj FILE, or leave the option out"
+                f"--media {','.join(wanted)[:80]}: {self.path} {what}; {fix}, or leave the option "
+                f"out"
             )
+        if self.whole and "none" not in words:
+            log.warning("%s %s: they are left out; %s", self.path, what, fix)
         return "none"
 
     def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
-        found = open_gguf(self.container, spec, dtype)
-        if not self.towers:
+        found, kinds = open_gguf(self.container, spec, dtype), tuple(kinds)
+        if self.towers:
+            return with_towers(found, read_container(self.towers), spec, kinds, dtype)
+        if not kinds:
             return found
-        return with_towers(found, read_container(self.towers), spec, kinds, dtype)
+        return with_towers(found, self.container, spec, kinds, dtype, own=True)

@@ -11,7 +11,7 @@ from g4ir.errors import WeightsError
 from g4ir.spec.reader import Where, tree_of
 from g4ir.weights.tensorfile import DOWNLOAD, open_regular, parse_json, quoted
 
-from . import compressed_tensors, fp8, mobile
+from . import compressed_tensors, fp8, mlx, mobile
 from .base import KEY, Coded, Files, nothing_coded
 
 #: most bytes of a config.json
@@ -26,15 +26,16 @@ METHODS: Mapping[str, Callable[[Any, Files], Coded]] = {
 
 def is_coded(config: Path) -> bool:
     """Whether a config.json says that weights are in codes."""
-    return _config(config) is not None
+    values = _values(config)
+    return any(values.get(key) is not None for key in (KEY, mlx.KEY))
 
 
-def _config(config: Path) -> Any:
+def _values(config: Path) -> dict[str, Any]:
     with open_regular(config) as file:
         raw = file.read(LIMIT + 1)
     if len(raw) > LIMIT:
         raise WeightsError(f"{config}: larger than {LIMIT} bytes; {DOWNLOAD}")
-    return parse_json(config, raw).get(KEY)
+    return parse_json(config, raw)
 
 
 def read_coded(config: Path, files: Files) -> Coded:
@@ -43,7 +44,13 @@ def read_coded(config: Path, files: Files) -> Coded:
     Raises SpecError for a key that is not understood, WeightsError for a method that is not read
     and for tensors that do not fit.
     """
-    values = _config(config)
+    whole = _values(config)
+    values, of_mlx = whole.get(KEY), whole.get(mlx.KEY)
+    if of_mlx is not None or mlx.is_mlx(values):
+        stated: Any = values if of_mlx is None else of_mlx
+        if not mlx.is_mlx(stated):
+            raise WeightsError(f"{config}: {mlx.KEY}: {quoted(stated)} is not read; {mlx.OTHER}")
+        return mlx.read(config, stated, files)
     if values is None:
         return nothing_coded(files)
     method = str(values.get("quant_method")) if isinstance(values, dict) else None

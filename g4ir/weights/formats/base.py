@@ -14,7 +14,7 @@ from g4ir.errors import WeightsError
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.reader import Length
 from g4ir.weights import tensorfile
-from g4ir.weights.coded import CodedWeight, checked_scales
+from g4ir.weights.coded import CodedWeight, MadeWeight, checked_scales
 from g4ir.weights.tensorfile import Entry, Header, quoted
 
 from .patterns import MOST_NAME
@@ -90,7 +90,7 @@ class Coded:
     entry. `ignored` tensors -> why."""
 
     names: Mapping[str, Found]
-    weights: Mapping[Entry, CodedWeight]
+    weights: Mapping[Entry, CodedWeight | MadeWeight]
     ignored: Mapping[str, str]
 
 
@@ -133,7 +133,8 @@ class Modules:
 
     def done(self) -> Coded:
         """Return all tensors, experts stacked."""
-        entries, weights = dict(self.plain), {}
+        entries = dict(self.plain)
+        weights: dict[Entry, CodedWeight | MadeWeight] = {}
         for name, ((header, entry), weight) in stacked(self.weights).items():
             stand_in = replace(entry, dtype=CODED, shape=weight.shape)
             entries[name], weights[stand_in] = (header, stand_in), weight

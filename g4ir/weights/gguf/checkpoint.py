@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from g4ir.errors import WeightsError
@@ -23,11 +24,11 @@ from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import Checkpoint, Problem, absent_value, report
 from g4ir.weights.coded import CodedWeight, MadeWeight
 from g4ir.weights.formats.base import Files
-from g4ir.weights.tensorfile import DOWNLOAD, FLOATS, Header, quoted
+from g4ir.weights.tensorfile import DOWNLOAD, FLOATS, quoted
 
 from .blocks import CODED, DENSE, by_pieces
 from .container import Container, Tensor
-from .names import ROPE, half_of, known_names
+from .names import ROPE, TOWERS, fused_parts, half_of, known_names
 
 if TYPE_CHECKING:
     import torch
@@ -53,18 +54,18 @@ def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
     absent = [name for name in shapes if name not in live]
     defaults = {n: value for n in absent if (value := absent_value(n)) is not None}
     problems += _missing(file, spec, [n for n in absent if n not in defaults])
-    problems += [p for name, t in live.items() for p in _mismatches(file, t, shapes[name])]
+    problems += [p for name, t in live.items() for p in _mismatches(t, shapes[name])]
     if problems:
         raise WeightsError(report(file.path, spec, problems))
-    plain = {n: (file.header, t[0].entry) for n, t in live.items() if _is_plain(t)}
+    plain = {n: (t[0].header, t[0].entry) for n, t in live.items() if _is_plain(t)}
     coded: dict[str, CodedWeight | MadeWeight] = {}
     files = Files(file.path.parent, plain)
     taken = {checkpoint_name(param) for param in weights_of(spec)}
     for name in live.keys() - plain.keys():
-        blocks = Blocks(files, file.header, live[name])
+        blocks = Blocks(files, live[name])
         coded[name] = (name in taken and blocks.in_codes()) or blocks.as_numbers(dtype)
     _log_numbers(file, [live[n] for n, w in coded.items() if isinstance(w, MadeWeight)], dtype)
-    return Checkpoint(file.path.parent, plain, (file.header,), ignored, defaults, files, coded)
+    return Checkpoint(file.path.parent, plain, file.headers, ignored, defaults, files, coded)
 
 
 def _log_numbers(file: Container, weights: list[Tensors], dtype: str) -> None:
@@ -89,22 +90,57 @@ def _sorted(
     """Sort the tensors into live (by the checkpoint's name), ignored (name -> why), and unknown."""
     known, dead = known_names(spec.text.num_hidden_layers), dead_tensors(spec)
     valid = text_tensors(spec)
+    tensors, problems = _unfused(file, spec)
     places: dict[str, list[str]] = {}
     ignored: dict[str, str] = {}
-    problems = []
-    for name in file.tensors:
+    for name in tensors:
         bare = known.get(name, "")
         if bare in valid:
             places.setdefault(bare, []).append(name)
         elif bare in dead:
             ignored[name] = "K or V of a layer that reads another layer's K and V"
+        elif name.startswith(TOWERS):
+            ignored[name] = "part of a tower, which this engine leaves out"
         elif name != ROPE:
             problems.append(Problem(file.path.name, name, "not in the spec", "gguf"))
+    for names in places.values():
+        if len(names) != len({half_of(n) for n in names}):
+            text = f"the same weight as {quoted(names[0])}"
+            problems.append(Problem(file.path.name, names[1], text, "gguf"))
     live = {
-        bare: tuple(file.tensors[n] for n in sorted(names, key=half_of))
+        bare: tuple(tensors[n] for n in sorted(names, key=half_of))
         for bare, names in places.items()
     }
     return live, ignored, problems
+
+
+def _unfused(file: Container, spec: Spec) -> tuple[dict[str, Tensor], list[Problem]]:
+    """Return the tensors, a fused one as the matrices whose rows it holds."""
+    known = known_names(spec.text.num_hidden_layers)
+    live, dead = text_tensors(spec), dead_tensors(spec)
+    out: dict[str, Tensor] = {}
+    problems = []
+    for name, tensor in file.tensors.items():
+        shapes = {part: (live | dead).get(known.get(part, "")) for part in fused_parts(name)}
+        parts = {part: shape[0] for part, shape in shapes.items() if shape}
+        if parts and tensor.shape[0] != sum(parts.values()):  # without K and V that none reads
+            parts = {part: rows for part, rows in parts.items() if known[part] in live}
+        if not parts:
+            out[name] = tensor
+        elif len(tensor.shape) != 2 or tensor.shape[0] != sum(parts.values()):
+            rows = " and ".join(f"{rows} of {part}" for part, rows in parts.items())
+            text = f"expected the rows of several matrices, {rows}, found {list(tensor.shape)}"
+            problems.append(Problem(file.path.name, name, text, "gguf"))
+        elif twice := next((part for part in parts if part in file.tensors), None):
+            text = f"holds rows of {quoted(twice)}, which is there too"
+            problems.append(Problem(file.path.name, name, text, "gguf"))
+        else:
+            starts = accumulate(parts.values(), initial=0)
+            out |= {
+                part: tensor.rows(name, start, rows)
+                for (part, rows), start in zip(parts.items(), starts, strict=False)
+            }
+    return out, problems
 
 
 def _missing(file: Container, spec: Spec, absent: list[str]) -> Iterator[Problem]:
@@ -115,20 +151,20 @@ def _missing(file: Container, spec: Spec, absent: list[str]) -> Iterator[Problem
         yield Problem(file.path.name, stored[bare], text, "tie" if bare == HEAD else "gguf")
 
 
-def _mismatches(file: Container, tensors: Tensors, shape: Shape) -> Iterator[Problem]:
+def _mismatches(tensors: Tensors, shape: Shape) -> Iterator[Problem]:
     """Yield what is wrong with the tensors of one weight."""
-    name = tensors[0].entry.name
+    file, name = tensors[0].header.path.name, tensors[0].entry.name
     refused = [t for t in tensors if t.stored.name not in READ]
     if refused:
         text = f"type {refused[0].stored} is not read; {', '.join(READ)} are"
-        yield Problem(file.path.name, refused[0].entry.name, text, "type")
+        yield Problem(file, refused[0].entry.name, text, "type")
     elif len(shape) == 1 and not _is_plain(tensors):
         text = f"expected {' or '.join(FLOATS)}, found {tensors[0].stored}"
-        yield Problem(file.path.name, name, text, "type")
+        yield Problem(file, name, text, "type")
     elif _stacked(tensors) != shape:
         found = " and ".join(f"{t.stored} {list(t.shape)}" for t in tensors)
         text = f"expected shape {list(shape)}, found {quoted(found)}"
-        yield Problem(file.path.name, name, text, "gguf")
+        yield Problem(file, name, text, "gguf")
 
 
 def _stacked(tensors: Tensors) -> Shape | None:
@@ -153,7 +189,6 @@ class Blocks:
     """The tensors of one weight, as what an engine holds is made of them."""
 
     files: Files
-    header: Header
     tensors: Tensors
 
     @property
@@ -201,7 +236,7 @@ class Blocks:
         made = by_pieces(blocks, convert)
         if made.is_floating_point() and not bool(made.isfinite().all()):
             raise WeightsError(
-                f"{self.header.path}: tensor {quoted(t.entry.name)}: a scale is NaN or infinite; "
+                f"{t.header.path}: tensor {quoted(t.entry.name)}: a scale is NaN or infinite; "
                 f"{DOWNLOAD}"
             )
         each = raw.shape[-1] // t.stored.nbytes
@@ -209,7 +244,7 @@ class Blocks:
 
     def _raw(self, t: Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         """Return the stored numbers, or rows of bytes; of a table those of `rows`."""
-        return self.files.rows((self.header, t.entry), rows)
+        return self.files.rows((t.header, t.entry), rows)
 
     def _release(self) -> None:
-        self.files.release((self.header, t.entry) for t in self.tensors)
+        self.files.release((t.header, t.entry) for t in self.tensors)

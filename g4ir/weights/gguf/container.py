@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,12 @@ from g4ir.weights.tensorfile import DOWNLOAD, Entry, Header, identity, open_regu
 
 from .types import TYPES, Stored
 
+#: what mends a value: the file was read whole, so another download has it too
+CONVERT = "fix: take a file that a current llama.cpp converts from the checkpoint"
+#: name of a file of a split model: its model, its number, their count
+SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+#: `general.architecture` of a text model, and what its keys begin with
+ARCHITECTURE = "gemma4"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT, ALIGNMENT_KEY = 32, "general.alignment"
 #: what a file may have at most; those that exist have a fraction of it
@@ -61,62 +68,130 @@ class Array:
 @dataclass(frozen=True)
 class Tensor:
     """One tensor: its type, its shape with the dims that lie together last, and its bytes, as an
-    entry of rows of bytes where the type has blocks."""
+    entry of rows of bytes where the type has blocks, in the file of `header`."""
 
     stored: Stored
     shape: tuple[int, ...]
     entry: Entry
+    header: Header
+
+    def rows(self, name: str, start: int, count: int) -> Tensor:
+        """Return `count` rows of a matrix as a tensor of their own: they lie together."""
+        first, *width = self.entry.shape
+        each = self.entry.nbytes // first
+        at = self.entry.start + start * each
+        entry = Entry(name, self.entry.dtype, (count, *width), at, at + count * each)
+        return Tensor(self.stored, (count, *self.shape[1:]), entry, self.header)
+
+
+#: a tensor before the header of its file is known
+Placed = tuple[Stored, tuple[int, ...], Entry]
 
 
 @dataclass(frozen=True, eq=False)
 class Container:
-    """A checked file: values by key, tensors by name."""
+    """A checked file, or the files of a split model: values by key, tensors by name. The first of
+    `headers` is that of the file that holds the metadata."""
 
-    header: Header
+    headers: tuple[Header, ...]
     values: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
 
     @property
     def path(self) -> Path:
-        return self.header.path
+        return self.headers[0].path
+
+    @property
+    def name(self) -> str:
+        """The name of the model: the file's, without the number of a part."""
+        split = SPLIT.fullmatch(self.path.name)
+        return split[1] if split else self.path.stem
 
     def items(self, key: str) -> list[Any]:
         """Return the items of an array; WeightsError where the key holds none."""
         found = self.values.get(key)
         if not isinstance(found, Array):
-            raise self.wrong(key, "expected an array", "is missing" if found is None else found)
+            raise self.wrong(key, "expected an array", found)
         with open_regular(self.path) as file, _mapped(self.path, file.fileno()) as data:
             return list(_Reader(self.path, data).items(key, found))
 
     def floats(self, tensor: Tensor) -> list[float]:
         """Return the numbers of a small tensor in F32."""
-        with open_regular(self.path) as file:
+        with open_regular(tensor.header.path) as file:
             file.seek(tensor.entry.start)
             raw = file.read(tensor.entry.nbytes)
         return [value for (value,) in NUMBERS[6].iter_unpack(raw)]
 
-    def wrong(self, key: str, expected: str, found: object) -> WeightsError:
+    def wrong(self, key: str, expected: str, found: object, fix: str = CONVERT) -> WeightsError:
         """Return the error that names a key of the file."""
-        return WeightsError(f"{self.path}: {key}: {expected}, found {quoted(found)}; {DOWNLOAD}")
+        shown = "none" if found is None else quoted(found)
+        return WeightsError(f"{self.path}: {key}: {expected}, found {shown}; {fix}")
 
 
 def read_container(path: Path) -> Container:
-    """Read and check everything but the data of tensors.
+    """Read and check everything but the data of tensors; any file of a split model stands for all
+    of them.
 
     Raises WeightsError naming the file, and the key or tensor, with what was expected and found.
     """
+    found = _read_file(path)
+    count = found.values.get("split.count", 1)
+    return found if count in (0, 1) else _joined(found, count)
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as a GGUF file does; ollama gives them names without a suffix."""
+    with open_regular(path) as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def _read_file(path: Path) -> Container:
     try:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
             if status.st_size < len(MAGIC):
                 raise WeightsError(f"{path}: {status.st_size} bytes are no GGUF file; {DOWNLOAD}")
             with _mapped(path, file.fileno()) as data:
-                values, tensors = _Reader(path, data).read()
+                values, placed = _Reader(path, data).read()
     except OSError as error:
         reason = error.strerror or error
         raise WeightsError(f"{path}: cannot be read ({reason}); {DOWNLOAD}") from None
-    entries = {name: t.entry for name, t in tensors.items()}
-    return Container(Header(path, status.st_size, identity(status), entries, {}), values, tensors)
+    entries = {entry.name: entry for _, _, entry in placed}
+    header = Header(path, status.st_size, identity(status), entries, {})
+    tensors = {e.name: Tensor(stored, shape, e, header) for stored, shape, e in placed}
+    return Container((header,), values, tensors)
+
+
+def _joined(part: Container, count: Any) -> Container:
+    """Return the split model that a file is a part of: `NAME-00001-of-00003.gguf` and so on."""
+    split = SPLIT.fullmatch(part.path.name)
+    if not split or int(split[2]) != count:
+        raise WeightsError(
+            f"{part.path}: split.count: one of {quoted(count)} files of a model; fix: give them "
+            f"the names that they were published under, NAME-00001-of-0000N.gguf and so on, in one "
+            f"directory, or join them with llama.cpp's `llama-gguf-split --merge`"
+        )
+    paths = [part.path.with_name(f"{split[1]}-{i + 1:05}-of-{split[2]}.gguf") for i in range(count)]
+    if missing := [p.name for p in paths if not p.is_file()]:
+        raise WeightsError(
+            f"{part.path}: one of {count} files of a model, of which {', '.join(missing[:5])} "
+            f"{'is' if len(missing) == 1 else 'are'} missing; fix: complete the download"
+        )
+    parts = [part if p == part.path else _read_file(p) for p in paths]
+    tensors: dict[str, Tensor] = {}
+    for i, own in enumerate(parts):
+        for key, value in (("split.count", count), ("split.no", i)):
+            if own.values.get(key) != value:
+                raise own.wrong(key, f"expected {value}", own.values.get(key), DOWNLOAD)
+        if twice := next((name for name in own.tensors if name in tensors), None):
+            other = tensors[twice].header.path.name
+            raise WeightsError(f"{own.path}: tensor {quoted(twice)} is in {other} too; {DOWNLOAD}")
+        tensors |= own.tensors
+    total = parts[0].values.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        found = f"{len(tensors)} in all files"
+        raise parts[0].wrong("split.tensors.count", f"expected {quoted(total)}", found, DOWNLOAD)
+    return Container(tuple(h for own in parts for h in own.headers), parts[0].values, tensors)
 
 
 def _mapped(path: Path, descriptor: int) -> mmap.mmap:
@@ -140,7 +215,7 @@ class _Reader:
 
     # ---- the whole ------------------------------------------------------------------------------
 
-    def read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def read(self) -> tuple[dict[str, Any], list[Placed]]:
         self._check_version()
         tensors = self._count("count of tensors", MOST_TENSORS, LEAST_TENSOR)
         keys = self._count("count of keys", MOST_KEYS, LEAST_KEY)
@@ -152,7 +227,7 @@ class _Reader:
         for _ in range(tensors):
             name = self._name("a tensor", MOST_NAME, infos)
             infos[name] = self._info(name)
-        return values, dict(self._placed(infos, self._alignment(values)))
+        return values, [*self._placed(infos, self._alignment(values))]
 
     def _check_version(self) -> None:
         magic = self.data[: len(MAGIC)]
@@ -308,7 +383,7 @@ class _Reader:
 
     def _placed(
         self, infos: Mapping[str, tuple[Stored, tuple[int, ...], int]], alignment: int
-    ) -> Iterator[tuple[str, Tensor]]:
+    ) -> Iterator[Placed]:
         """Yield tensors with their places in the file; they may not overlap."""
         data = -(-self.at // alignment) * alignment
         ends = []
@@ -324,7 +399,7 @@ class _Reader:
                 )
             start = data + offset
             ends.append((start, start + nbytes, name))
-            yield name, Tensor(stored, shape, _entry(name, stored, shape, start, start + nbytes))
+            yield stored, shape, _entry(name, stored, shape, start, start + nbytes)
         for (_, end, one), (start, _, two) in pairwise(sorted(ends)):
             if start < end:
                 self._fail(f"tensors {quoted(one)} and {quoted(two)} overlap at byte {start}")

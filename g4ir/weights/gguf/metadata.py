@@ -6,6 +6,7 @@ tensors: the sizes of the tables, a head of its own, K=V, and how much of a head
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from g4ir.errors import SpecError
@@ -14,12 +15,26 @@ from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import Spec
 from g4ir.weights.tensorfile import quoted
 
-from .container import Array, Container, shortest
+from .container import ARCHITECTURE, Array, Container, shortest
+from .names import ROPE
 from .tokenizer import token_ids, vocabulary
 
-ARCHITECTURE = "gemma4"
+log = logging.getLogger(__name__)
+
 #: kind of layer -> what its keys end in, and its name in a config
 KINDS = {SLIDING: ("_swa", "sliding_attention"), FULL: ("", "full_attention")}
+#: key -> the value that other readers of the architecture take where a file does not say it
+DEFAULTS = {
+    "attention.sliding_window": 512,
+    "attention.key_length": 512,
+    "attention.key_length_swa": 256,
+}
+#: the dims of a full layer's head, or those of them that are rotated
+COUNT = "rope.dimension_count"
+#: other names of keys
+OTHER_NAMES = {"rope.freq_base_swa": "rope.local.freq_base"}
+#: keys of towers in the same file, which towers.py reads
+OF_TOWERS = ("vision.", "audio.")
 #: frequencies of what is not rotated are divided by this
 UNROTATED = 1e30
 MOST_PAIRS = 1 << 15
@@ -38,7 +53,7 @@ def read_spec(file: Container) -> Spec:
     config = _config(keys)
     keys.check_rest()
     try:
-        return Spec.from_hf(config, file.path.stem)
+        return Spec.from_hf(config, file.name)
     except SpecError as error:
         raise SpecError(f"{file.path}: metadata as a {error}") from None
 
@@ -55,7 +70,18 @@ class _Keys:
     def get(self, name: str) -> Any:
         key = f"{ARCHITECTURE}.{name}"
         self.seen.add(key)
-        return self.file.values.get(key)
+        found = self.file.values.get(key)
+        other = self.get(OTHER_NAMES[name]) if name in OTHER_NAMES else None
+        if None not in (found, other) and found != other:
+            raise self.contradiction(name, found, f"{ARCHITECTURE}.{OTHER_NAMES[name]} is", other)
+        return other if found is None else found
+
+    def contradiction(self, name: str, found: object, where: str, other: object) -> SpecError:
+        """Return the error of a key that says other than a key or tensor of the file."""
+        return self.fail(
+            f"{ARCHITECTURE}.{name}",
+            f"{quoted(found)}, and {where} {quoted(other)}; take another conversion of the model",
+        )
 
     def need(self, name: str) -> Any:
         found = self.get(name)
@@ -101,8 +127,7 @@ class _Keys:
         return values[0]
 
     def check_architecture(self) -> None:
-        values = self.file.values
-        found = values.get("general.architecture")
+        found = self.file.values.get("general.architecture")
         if found != ARCHITECTURE:
             other = "its towers alone" if found == "clip" else quoted(found)
             raise self.fail(
@@ -110,16 +135,17 @@ class _Keys:
                 f"expected {quoted(ARCHITECTURE)}, found {other}; give the file of a Gemma 4 text "
                 f"model",
             )
-        if values.get("split.count", 1) not in (0, 1):
+        if (kind := self.file.values.get("general.type")) == "adapter":
             raise self.fail(
-                "split.count",
-                "the model is spread over several files; join them with llama.cpp's "
-                "`llama-gguf-split --merge`",
+                "general.type",
+                f"{quoted(kind)}: a LoRA adapter and no model; give the model's file, and the "
+                f"adapter as PEFT's directory (--adapter DIR)",
             )
 
     def check_rest(self) -> None:
         for key in self.file.values:
-            if key.startswith(f"{ARCHITECTURE}.") and key not in self.seen:
+            name = key.removeprefix(f"{ARCHITECTURE}.")
+            if name != key and key not in self.seen and not name.startswith(OF_TOWERS):
                 near = did_you_mean(key, self.seen)
                 raise self.fail(
                     quoted(key), f"unknown key, which may change the forward pass{near}"
@@ -143,7 +169,7 @@ def _config(keys: _Keys) -> dict[str, Any]:
         "max_position_embeddings": keys.integer("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "final_logit_softcapping": keys.number("final_logit_softcapping", 0) or None,
-        "sliding_window": keys.integer("attention.sliding_window"),
+        "sliding_window": _window(keys),
         "tie_word_embeddings": "output.weight" not in tensors,
         **_feed_forward(keys, layers),
         **_attention(keys, sliding),
@@ -203,21 +229,34 @@ def _feed_forward(keys: _Keys, layers: int) -> dict[str, Any]:
     }
 
 
+def _window(keys: _Keys) -> int:
+    name = "attention.sliding_window"
+    if keys.get(name) is None:
+        log.warning(
+            "%s: %s.%s is missing: %d is taken, as other readers do",
+            *(keys.file.path, ARCHITECTURE, name, DEFAULTS[name]),
+        )
+    return keys.integer(name, DEFAULTS[name])
+
+
 def _attention(keys: _Keys, sliding: list[bool]) -> dict[str, Any]:
     """Return the geometry of both kinds of layers; that of the full ones layer by layer."""
-    heads = keys.by_layer("attention.head_count_kv", len(sliding))
+    heads = _kv_heads(keys, sliding)
     kinds: dict[str, dict[str, int]] = {}
     ropes: dict[str, dict[str, Any]] = {}
     for kind, (end, name) in KINDS.items():
-        own = [h for h, s in zip(heads, sliding, strict=True) if s == (kind == SLIDING)]
-        dim = keys.integer(f"attention.key_length{end}")
-        for other in (f"attention.value_length{end}", f"rope.dimension_count{end}"):
-            if keys.integer(other, dim) != dim:
-                raise keys.fail(f"{ARCHITECTURE}.{other}", f"expected {dim}, as key_length{end} is")
+        layers = [i for i, s in enumerate(sliding) if s == (kind == SLIDING)]
+        dim = _head_dim(keys, f"attention.key_length{end}", layers)
         kinds[kind] = {
             "head_dim": dim,
-            "num_key_value_heads": keys.one("attention.head_count_kv", own or heads[:1]),
+            "num_key_value_heads": keys.one(
+                "attention.head_count_kv", [heads[i] for i in layers] or heads[:1]
+            ),
         }
+        for other in (f"attention.value_length{end}", f"rope.dimension_count{end}"):
+            partial = other == COUNT
+            if keys.integer(other, dim) != dim and not partial:
+                raise keys.fail(f"{ARCHITECTURE}.{other}", f"expected {dim}, as key_length{end} is")
         theta = keys.number(f"rope.freq_base{end}")
         ropes[name] = {"rope_type": "default", "rope_theta": theta}
     ropes["full_attention"] |= {
@@ -228,33 +267,87 @@ def _attention(keys: _Keys, sliding: list[bool]) -> dict[str, Any]:
     return {
         **kinds[SLIDING],
         "per_layer_config": full,
-        "attention_k_eq_v": _shares_values(keys, sliding),
+        "attention_k_eq_v": _shares_values(keys, sliding, kinds[FULL]),
         "rope_parameters": ropes,
     }
 
 
-def _shares_values(keys: _Keys, sliding: list[bool]) -> bool:
+def _kv_heads(keys: _Keys, sliding: list[bool]) -> list[int]:
+    """Return the K and V heads of each layer; a key may say those of full layers apart."""
+    heads = keys.by_layer("attention.head_count_kv", len(sliding))
+    name = "attention.global_head_count_kv"
+    full = keys.integer(name, 0)
+    if not full:
+        return heads
+    by_layer = isinstance(keys.get("attention.head_count_kv"), Array)
+    own = [h for h, s in zip(heads, sliding, strict=True) if not s]
+    if by_layer and {*own} != {full}:
+        where = f"{ARCHITECTURE}.attention.head_count_kv of the full layers is"
+        raise keys.contradiction(name, full, where, sorted({*own})[0])
+    return [h if s else full for h, s in zip(heads, sliding, strict=True)]
+
+
+def _head_dim(keys: _Keys, name: str, layers: list[int]) -> int:
+    """Return the head's size of the layers of a kind, which their norms of Q have too."""
+    norms = (f"blk.{i}.attn_q_norm.weight" for i in layers)
+    norm = next((n for n in norms if n in keys.file.tensors), None)
+    size = keys.file.tensors[norm].shape[-1] if norm else DEFAULTS[name]
+    dim = keys.integer(name, size)
+    if norm and dim != size:
+        raise keys.contradiction(name, dim, f"tensor {norm} has", size)
+    return dim
+
+
+def _shares_values(keys: _Keys, sliding: list[bool], full: dict[str, int]) -> bool:
     """Whether the full layers that have keys of their own have no values."""
+    tensors = keys.file.tensors
     names = [f"blk.{i}.attn" for i, s in enumerate(sliding) if not s]
-    own = [n for n in names if f"{n}_k.weight" in keys.file.tensors]
-    return bool(own) and all(f"{n}_v.weight" not in keys.file.tensors for n in own)
+    own = [n for n in names if f"{n}_k.weight" in tensors]
+    if fused := [tensors[f"{n}_qkv.weight"] for n in names if f"{n}_qkv.weight" in tensors]:
+        name = "attention.head_count"
+        heads = keys.one(name, keys.by_layer(name, len(sliding)))
+        return fused[0].shape[0] == (heads + full["num_key_value_heads"]) * full["head_dim"]
+    return bool(own) and all(f"{n}_v.weight" not in tensors for n in own)
 
 
 def _rotated(keys: _Keys, pairs: int) -> float:
-    """Return the share of a full layer's head that is rotated: rope_freqs holds 1 for each pair
-    that is, then 1e30."""
-    name = "rope_freqs.weight"
-    tensor = keys.file.tensors.get(name)
-    if tensor is None or tensor.stored.dtype != "F32" or tensor.shape != (pairs,):
-        found = "none" if tensor is None else f"{tensor.stored} {list(tensor.shape)}"
-        raise keys.fail(f"tensor {name}", f"expected F32 [{pairs}], found {quoted(found)}")
+    """Return the share of a full layer's head that is rotated: what the tensor of frequencies says,
+    or a key that says the share or the count of dims; all of them must agree."""
+    said: dict[str, int] = {}
+    if ROPE in keys.file.tensors:
+        said[f"tensor {ROPE}"] = 2 * _rotated_by_tensor(keys, pairs)
+    share, dims = keys.number("rope.partial_rotary_factor", 0), keys.integer(COUNT, 2 * pairs)
+    if share:
+        if not 0 < share <= 1:
+            name = f"{ARCHITECTURE}.rope.partial_rotary_factor"
+            raise keys.fail(name, f"expected a share from 0 to 1, found {share}")
+        said[f"{ARCHITECTURE}.rope.partial_rotary_factor"] = 2 * int(share * pairs)
+    if dims != 2 * pairs:
+        said[f"{ARCHITECTURE}.{COUNT}"] = dims
+    if not said:
+        raise keys.fail(f"tensor {ROPE}", f"expected F32 [{pairs}], found none")
+    (name, count), *others = said.items()
+    for other, its in others:
+        if its != count:
+            raise keys.fail(
+                other, f"{its} dims of a full layer's head are rotated, and by {name} {count}"
+            )
+    return count / (2 * pairs)
+
+
+def _rotated_by_tensor(keys: _Keys, pairs: int) -> int:
+    """Return how many pairs are rotated: the tensor holds 1 for each of them, then 1e30."""
+    tensor = keys.file.tensors[ROPE]
+    if tensor.stored.dtype != "F32" or tensor.shape != (pairs,):
+        found = f"{tensor.stored} {list(tensor.shape)}"
+        raise keys.fail(f"tensor {ROPE}", f"expected F32 [{pairs}], found {quoted(found)}")
     values = keys.file.floats(tensor) if pairs <= MOST_PAIRS else []
     count = values.count(1.0)
     if not count or list(map(shortest, values)) != [1.0] * count + [UNROTATED] * (pairs - count):
         raise keys.fail(
-            f"tensor {name}", "expected ones, then 1e30: another scaling of frequencies is not read"
+            f"tensor {ROPE}", "expected ones, then 1e30: another scaling of frequencies is not read"
         )
-    return count / pairs
+    return count
 
 
 def _experts(keys: _Keys) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from g4ir.model.names import checkpoint_name
 
 #: divides the frequencies of full layers: the spec's reader looks at it, no graph does
 ROPE = "rope_freqs.weight"
+#: what the names of towers' tensors begin with
+TOWERS = ("v.", "a.", "mm.")
 _TOP = {
     "token_embd.weight": "embed.table",
     "per_layer_token_embd.weight": "ple.table",
@@ -41,6 +43,16 @@ _LAYER = {
     "post_norm.weight": "norm_ple",
     "layer_output_scale.weight": "scalar",
 }
+#: other converters' names
+_ALIASES = {
+    "attn_post_norm.weight": "norm_attn",
+    "ffn_post_norm.weight": "norm_ffn",
+}
+#: matrices in one: rows of the first, then those of the others
+_FUSED = {
+    "attn_qkv.weight": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
+    "ffn_gate_up.weight": ("ffn_gate.weight", "ffn_up.weight"),
+}
 #: stored apart in some files: rows of the first, then those of the second
 _APART = {"ffn_gate_exps.weight": "moe.gate_up", "ffn_up_exps.weight": "moe.gate_up"}
 
@@ -50,9 +62,15 @@ def known_names(layers: int) -> dict[str, str]:
     lead to the weight whose halves may lie apart."""
     names = {name: checkpoint_name(param) for name, param in _TOP.items()}
     for i in range(layers):
-        for name, param in (*_LAYER.items(), *_APART.items()):
+        for name, param in (*_LAYER.items(), *_ALIASES.items(), *_APART.items()):
             names[f"blk.{i}.{name}"] = checkpoint_name(f"L{i}.{param}")
     return names
+
+
+def fused_parts(name: str) -> tuple[str, ...]:
+    """Return the names of the matrices whose rows a fused tensor holds; none for another tensor."""
+    *layer, own = name.split(".", 2)
+    return tuple(".".join((*layer, part)) for part in _FUSED.get(own, ()))
 
 
 def half_of(name: str) -> int:

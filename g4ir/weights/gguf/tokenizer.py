@@ -5,18 +5,25 @@ template, and the defaults of generation."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from g4ir.errors import WeightsError
-from g4ir.weights.tensorfile import DOWNLOAD, quoted
+from g4ir.weights.tensorfile import quoted
 
-from .container import Array, Container, shortest
+from .container import CONVERT, Array, Container, shortest
 
-MODEL = "gemma4"
+#: values of `tokenizer.ggml.model`: byte-pair merges, and SentencePiece, whose merges may be given
+#: by scores alone
+MODELS = SCORED, _ = ("llama", "gemma4")
 PREFIX = "tokenizer.ggml."
-#: types of tokens that stand for themselves: control, and defined by the user
-SPECIAL = (3, 4)
+#: token types of added tokens, which are matched before any merge
+CONTROL, USER_DEFINED = 3, 4
+#: token types that merges make: normal and user-defined ones, and not control tokens or bytes
+JOINED = (1, USER_DEFINED)
+#: a USER_DEFINED token of this shape is a control token of the chat format; all others are text
+MARK = re.compile(r"<\|[^|<>\s]+\|?>|<[^|<>\s]+\|>")
 #: tokens that end a text or a turn; not every converter says that they are special
 ENDS = ("<eos>", "<turn|>", "<|tool_response>")
 UNKNOWN = "<unk>"
@@ -93,9 +100,14 @@ def vocabulary(file: Container) -> dict[str, int]:
     if key not in file.values:
         return {}
     tokens = file.items(key)
-    ids = {text: i for i, text in enumerate(tokens)}
-    if len(ids) != len(tokens) or not all(isinstance(t, str) for t in tokens):
-        twice = next((t for i, t in enumerate(tokens) if ids[t] != i), tokens[0])
+    if not all(isinstance(t, str) for t in tokens):
+        raise file.wrong(key, "expected texts", tokens[0])
+    known = {*tokens}
+    # llama.cpp's converter writes the spaces of user-defined tokens as they are in a text.
+    texts = [t if (s := t.replace(" ", SPACE)) in known else s for t in tokens]
+    ids = {text: i for i, text in enumerate(texts)}
+    if len(ids) != len(tokens):
+        twice = next(t for i, t in enumerate(texts) if ids[t] != i)
         raise file.wrong(key, "expected texts, each once", twice)
     return ids
 
@@ -137,34 +149,44 @@ FIXED_MODEL: Mapping[str, Any] = {
 
 def _tokenizer(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
     """Return a tokenizer.json."""
-    if file.values[f"{PREFIX}model"] != MODEL:
-        raise file.wrong(f"{PREFIX}model", f"expected {MODEL}", file.values[f"{PREFIX}model"])
+    model = file.values[f"{PREFIX}model"]
+    if model not in MODELS:
+        raise file.wrong(
+            f"{PREFIX}model",
+            f"expected {' or '.join(MODELS)}",
+            model,
+            "fix: this is the tokenizer of another family; take a conversion of a Gemma 4 model",
+        )
     rows = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0
     if not 0 < len(ids) <= rows:
         raise file.wrong(f"{PREFIX}tokens", f"expected 1 to {rows} tokens", len(ids))
-    own = {
-        "unk_token": _unknown(file, ids),
-        "vocab": ids,
-        "merges": list(_merges(file, ids)),
-    }
-    added = [_added(i, text) for i, text in _special(file, ids)]
+    kinds = _kinds(file, ids)
+    scored = model == SCORED and f"{PREFIX}merges" not in file.values
+    merges = _merges_by_score(file, ids, kinds) if scored else list(_merges(file, ids))
+    own = {"unk_token": _unknown(file, ids), "vocab": ids, "merges": merges}
+    added = [
+        _added(i, text, kind)
+        for (text, i), kind in zip(ids.items(), kinds, strict=True)
+        if kind in (CONTROL, USER_DEFINED) or text in ENDS
+    ]
     return {**FIXED, "added_tokens": added, "model": {**FIXED_MODEL, **own}}
 
 
-def _added(i: int, text: str) -> dict[str, Any]:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": i, "content": text, **flags, "special": True}
+def _added(i: int, text: str, kind: int) -> dict[str, Any]:
+    """Return an added token; decoding skips only `special` ones. Spaces are matched as the
+    normalizer leaves them."""
+    special = kind == CONTROL or text in ENDS or MARK.fullmatch(text) is not None
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    return {"id": i, "content": text, **flags, "normalized": SPACE in text, "special": special}
 
 
-def _special(file: Container, ids: Mapping[str, int]) -> Iterator[tuple[int, str]]:
-    """Yield ids and texts of the tokens that are found before any merge."""
+def _kinds(file: Container, ids: Mapping[str, int]) -> list[Any]:
+    """Return the type of each token; all are normal in a file without types."""
     key = f"{PREFIX}token_type"
     kinds = file.items(key) if key in file.values else [1] * len(ids)
     if len(kinds) != len(ids):
         raise file.wrong(key, f"expected {len(ids)} items, one for each token", len(kinds))
-    for (text, i), kind in zip(ids.items(), kinds, strict=True):
-        if kind in SPECIAL or text in ENDS:
-            yield i, text
+    return kinds
 
 
 def _unknown(file: Container, ids: Mapping[str, int]) -> str | None:
@@ -174,14 +196,34 @@ def _unknown(file: Container, ids: Mapping[str, int]) -> str | None:
     return next(named, UNKNOWN if UNKNOWN in ids else None)
 
 
+def _merges_by_score(
+    file: Container, ids: Mapping[str, int], kinds: list[Any]
+) -> list[tuple[str, str]]:
+    """Return SentencePiece's merges: every split of a token into two tokens, in descending order
+    of the token's score; those of user-defined tokens come before all others."""
+    key = f"{PREFIX}scores"
+    scores = file.items(key)
+    if len(scores) != len(ids) or not all(type(score) is float for score in scores):
+        raise file.wrong(key, f"expected {len(ids)} numbers, one for each token", len(scores))
+
+    def rank(text: str) -> tuple[bool, float, int, int]:
+        i = ids[text]
+        defined = kinds[i] == USER_DEFINED
+        return not defined, 0.0 if defined else -scores[i], -len(text), i
+
+    joined = sorted((t for t, i in ids.items() if kinds[i] in JOINED), key=rank)
+    halves = ((t[:at], t[at:]) for t in joined for at in range(len(t) - 1, 0, -1))
+    return [pair for pair in halves if pair[0] in ids and pair[1] in ids]
+
+
 def _merges(file: Container, ids: Mapping[str, int]) -> Iterator[list[str]]:
     """Yield the pairs that are joined, first those that count first."""
     for i, merge in enumerate(file.items(f"{PREFIX}merges")):
         pair = merge.split(" ") if isinstance(merge, str) else []
-        pair = [p if p in ids else p.replace(MERGED_SPACE, " ") for p in pair]
+        pair = [p if p in ids else p.replace(MERGED_SPACE, SPACE) for p in pair]
         if len(pair) != 2 or any(p not in ids for p in (*pair, "".join(pair))):
             raise WeightsError(
                 f"{file.path}: {PREFIX}merges: item {i}, {quoted(merge)}, is not two tokens that "
-                f"are a third together; {DOWNLOAD}"
+                f"are a third together; {CONVERT}"
             )
         yield pair

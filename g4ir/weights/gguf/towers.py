@@ -1,4 +1,5 @@
-"""Reads towers from a GGUF file of their own (`mmproj`), as llama.cpp's converter writes them.
+"""Reads towers from a GGUF file of their own (`mmproj`), as llama.cpp's converter writes them, or
+from the text model's, as ollama's does.
 
 Such a file holds the tensors, and not all that says how a tower computes: a variant says that. Some
 tensors lie otherwise there than in a checkpoint; they are put back when they are read.
@@ -12,7 +13,7 @@ from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import WeightsError
-from g4ir.model.media import AUDIO, PICTURES
+from g4ir.model.media import AUDIO, KINDS, PICTURES
 from g4ir.model.names import checkpoint_name
 from g4ir.model.tensors import CLIP_BOUNDS, Shape, media_tensors
 from g4ir.spec.record import Spec
@@ -22,7 +23,8 @@ from g4ir.weights.formats.base import Files
 from g4ir.weights.tensorfile import FLOATS, quoted
 
 from .checkpoint import READ, Blocks
-from .container import Array, Container, Tensor
+from .container import ARCHITECTURE, Array, Container, Tensor, shortest
+from .names import TOWERS
 
 if TYPE_CHECKING:
     import torch
@@ -106,25 +108,74 @@ _LAYERS: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
     ),
 }
 
+#: names of an audio tower in files that have the first of these -> llama.cpp's
+_OTHER_AUDIO = {
+    (_OTHER := "mm.a.fc.weight"): "a.pre_encode.out.weight",
+    "mm.a.fc.bias": "a.pre_encode.out.bias",
+    "a.pre_encode.out.weight": "a.input_projection.weight",
+}
+_OTHER_AUDIO_LAYER = {
+    "ln1.weight": "attn_pre_norm.weight",
+    "ln2.weight": "attn_post_norm.weight",
+    "layer_pre_norm.weight": "ln2.weight",
+    "linear_pos.weight": "attn_k_rel.weight",
+}
+#: the bounds of all clipped linears of the vision tower once more, then four of the projector
+CLAMPS = "v.clamp_data"
+#: what a text model's file says of its towers: `gemma4.PART.KEY` -> the field of the spec
+_SAID: dict[str, dict[str, str]] = {
+    "vision": {
+        "block_count": "num_hidden_layers",
+        "embedding_length": "hidden_size",
+        "feed_forward_length": "intermediate_size",
+        "attention.head_count": "num_attention_heads",
+        "attention.layer_norm_epsilon": "rms_norm_eps",
+        "patch_size": "patch_size",
+        "projector.scale_factor": "pooling_kernel_size",
+    },
+    "audio": {
+        "block_count": "num_hidden_layers",
+        "embedding_length": "hidden_size",
+        "attention.head_count": "num_attention_heads",
+        "attention.layer_norm_epsilon": "rms_norm_eps",
+        "conv_kernel_size": "conv_kernel_size",
+    },
+}
+
+
+def holds_towers(file: Container) -> bool:
+    """Whether a text model's file holds towers too."""
+    return any(name.startswith(TOWERS) for name in file.tensors)
+
 
 def with_towers(
-    text: Checkpoint, file: Container, spec: Spec, kinds: Iterable[str], dtype: str
+    text: Checkpoint,
+    file: Container,
+    spec: Spec,
+    kinds: Iterable[str],
+    dtype: str,
+    own: bool = False,
 ) -> Checkpoint:
     """Return a checkpoint that holds the towers of these kinds of media too; reads no tensor data.
+    `own`: the file is the text model's.
 
     Raises WeightsError naming file, key or tensor, expected, found and the fix.
     """
     kinds = set(kinds)
-    _check_metadata(file, spec, kinds)
+    (_check_own_metadata if own else _check_metadata)(file, spec, kinds)
     shapes, known = media_tensors(spec, kinds), _known(spec)
-    places = {bare: name for name in file.tensors for bare in known.get(name, ()) if bare in shapes}
+    stored = _stored_names(file, own)
+    clamps = _clamps(file, spec) if "vision.encoder" in " ".join(shapes) else {}
+    places = {
+        bare: name for n, name in stored.items() for bare in known.get(n, ()) if bare in shapes
+    }
     absent = [bare for bare in shapes if bare not in places]
-    defaults = {bare: value for bare in absent if (value := absent_value(bare)) is not None}
-    problems = [
-        Problem(file.path.name, name, "not in the spec", "mmproj")
-        for name in file.tensors
-        if name not in known
-    ]
+    values = {bare: clamps.get(bare, absent_value(bare)) for bare in absent}
+    defaults = {bare: value for bare, value in values.items() if value is not None}
+    possible = media_tensors(spec, KINDS).keys()
+    unknown = [name for n, name in stored.items() if possible.isdisjoint(known.get(n, ()))]
+    unknown += [CLAMPS] if clamps and shapes.keys().isdisjoint(clamps) else []
+    problems = [Problem(file.path.name, name, "not in the spec", "mmproj") for name in unknown]
     problems += [
         Problem(file.path.name, bare, f"missing: expected shape {list(shapes[bare])}", "mmproj")
         for bare in absent
@@ -139,15 +190,59 @@ def with_towers(
         raise WeightsError(report(file.path, spec, problems))
     files = Files(file.path.parent, {})
     made = {
-        bare: _weight(files, file, file.tensors[name], bare, shapes[bare], dtype)
+        bare: _weight(files, file.tensors[name], bare, shapes[bare], dtype)
         for bare, name in places.items()
     }
+    used = {*places.values(), CLAMPS}
     return replace(
         text,
+        ignored={n: why for n, why in text.ignored.items() if n not in used},
         coded={**text.coded, **made},
         defaults={**text.defaults, **defaults},
-        headers=(*text.headers, file.header),
+        headers=(*text.headers, *(h for h in file.headers if h not in text.headers)),
     )
+
+
+def _stored_names(file: Container, own: bool) -> dict[str, str]:
+    """Return llama.cpp's name -> name in the file of the tensors of towers; `own`: beside the text
+    model's."""
+    other = _OTHER in file.tensors
+
+    def named(name: str) -> str:
+        prefix, end = name[: len("a.blk.")], name.partition("a.blk.")[2].partition(".")
+        if not other or prefix != "a.blk.":
+            return _OTHER_AUDIO.get(name, name) if other else name
+        return f"{prefix}{end[0]}.{_OTHER_AUDIO_LAYER.get(end[2], end[2])}"
+
+    out: dict[str, str] = {}
+    for name in (n for n in file.tensors if n != CLAMPS and (not own or n.startswith(TOWERS))):
+        if (first := out.setdefault(named(name), name)) != name:
+            raise _contradiction(file, name, "one tensor of this meaning", first)
+    return out
+
+
+def _clamps(file: Container, spec: Spec) -> dict[str, float]:
+    """Return name -> bound of the vision tower's clipped linears; empty where a file has none of
+    CLAMPS. They must be those of the tensors that hold one bound each."""
+    tensor = file.tensors.get(CLAMPS)
+    if tensor is None:
+        return {}
+    prefix, _, linears = _LAYERS["vision"]
+    names = [
+        (f"{prefix}.{i}.{name}.{bound}", checkpoint_name(f"vision.L{i}.{param}.{own}"))
+        for i in range(getattr(spec.vision, "num_hidden_layers", 0))
+        for name, param in linears.items()
+        for bound, own in _BOUNDS.items()
+    ]
+    count = len(names) + len(_BOUNDS)
+    if tensor.stored.dtype != "F32" or tensor.shape != (count,):
+        raise _contradiction(file, CLAMPS, f"F32 [{count}]", f"{tensor.stored} {[*tensor.shape]}")
+    values = file.floats(tensor)
+    for (name, _), value in zip(names, values, strict=False):
+        own = file.tensors.get(name)
+        if own is not None and own.stored.dtype == "F32" and file.floats(own) != [value]:
+            raise _contradiction(file, name, value, file.floats(own)[0])
+    return {bare: value for (_, bare), value in zip(names, values, strict=False)}
 
 
 def _known(spec: Spec) -> dict[str, tuple[str, ...]]:
@@ -191,12 +286,33 @@ def _check_metadata(file: Container, spec: Spec, kinds: set[str]) -> None:
                 raise _contradiction(file, key, [value] * 3, given)
 
 
-def _contradiction(file: Container, key: str, expected: object, found: object) -> WeightsError:
+def _check_own_metadata(file: Container, spec: Spec, kinds: set[str]) -> None:
+    """Raise WeightsError where a text model's file says other of its towers than the spec."""
+    for part, served in (("vision", PICTURES), ("audio", (AUDIO,))):
+        tower, prefix = getattr(spec, part), f"{ARCHITECTURE}.{part}."
+        if not kinds.intersection(served):
+            continue
+        said = {key: getattr(tower, field, None) for key, field in _SAID[part].items()}
+        said |= {"num_channels": 3} if part == "vision" else {}
+        said |= {"feed_forward_length": 4 * tower.hidden_size} if part == "audio" else {}
+        for key, found in file.values.items():
+            name = key.removeprefix(prefix)
+            if name != key and shortest(found) != said.get(name):
+                raise _contradiction(
+                    file, key, said.get(name), found, "give the variant of this file"
+                )
+
+
+def _contradiction(
+    file: Container,
+    key: str,
+    expected: object,
+    found: object,
+    fix: str = "give the mmproj file of this variant",
+) -> WeightsError:
     shown = "none" if found is None else quoted(found)
-    return WeightsError(
-        f"{file.path}: {key}: expected {quoted(expected)}, found {shown}; give the mmproj file of "
-        f"this variant"
-    )
+    wanted = "no such key" if expected is None else f"expected {quoted(expected)}"
+    return WeightsError(f"{file.path}: {key}: {wanted}, found {shown}; {fix}")
 
 
 # ---- how tensors lie --------------------------------------------------------------------------
@@ -247,10 +363,8 @@ def _mismatch(file: Container, t: Tensor, bare: str, shape: Shape) -> Iterator[P
         yield Problem(file.path.name, name, text, "mmproj")
 
 
-def _weight(
-    files: Files, file: Container, t: Tensor, bare: str, shape: Shape, dtype: str
-) -> MadeWeight:
-    stored = Blocks(files, file.header, (t,)).as_numbers(dtype)
+def _weight(files: Files, t: Tensor, bare: str, shape: Shape, dtype: str) -> MadeWeight:
+    stored = Blocks(files, (t,)).as_numbers(dtype)
 
     def numbers(rows: torch.Tensor | None) -> torch.Tensor:
         return _as_published(stored.numbers(rows), bare, shape)

@@ -1,0 +1,294 @@
+"""LoRA adapters as PEFT saves them, merged into a checkpoint's weights: W + scale * B @ A.
+
+`scale` is lora_alpha / r (or / sqrt(r) with use_rslora), times the factor of the user. The sum is
+made in float32 when a weight is read, before it is packed, quantised or sharded; a projection K
+that serves as V too (`k_eq_v`) changes both.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4ir.errors import InputError, WeightsError
+from g4ir.model.media import KINDS
+from g4ir.model.names import HEAD, TOKEN_TABLE
+from g4ir.model.tensors import Shape, dead_tensors, media_tensors, text_tensors
+from g4ir.spec.record import Spec
+
+from .checkpoint import PICKLES, Checkpoint
+from .coded import CodedWeight, MadeWeight
+from .formats.base import Files, Found, shown, wrong
+from .layouts import by_plain_name, plain_name
+from .tensorfile import DOWNLOAD, FLOATS, open_regular, parse_json, quoted, read_header
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+#: most bytes of an adapter's config
+LIMIT = 4 << 20
+_PART = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.default)?(?:\.weight)?")
+#: keys that are read, and keys that change nothing about a trained adapter
+_READ = {
+    *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
+    *("base_model_name_or_path", "init_lora_weights", "bias"),
+}
+_OF_TRAINING = {
+    *("task_type", "inference_mode", "revision", "target_modules", "exclude_modules"),
+    *("lora_dropout", "auto_mapping", "peft_version", "layers_to_transform", "layers_pattern"),
+    *("loftq_config", "eva_config", "corda_config", "runtime_config", "megatron_config"),
+    *("megatron_core", "ensure_weight_tying", "qalora_group_size"),
+}
+#: values of `init_lora_weights` that leave the model's own weights as they are
+_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+MERGE = (
+    "fix: merge the adapter with PEFT (merge_and_unload, save_pretrained) and give that checkpoint"
+)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A directory of an adapter, and the factor that the user gives it."""
+
+    path: Path
+    factor: float = 1.0
+
+    @classmethod
+    def of(cls, given: str | Path) -> Adapter:
+        """Read `DIR` or `DIR=SCALE`; InputError where there is no adapter."""
+        path, factor = Path(given), 1.0
+        stem, equals, number = str(given).rpartition("=")
+        if equals and not path.exists():
+            path = Path(stem)
+            try:
+                factor = float(number)
+            except ValueError:
+                factor = math.nan
+            if not math.isfinite(factor):
+                raise InputError(f"--adapter {given}: {quoted(number)} is no scale; give DIR=0.5")
+        if not (path / CONFIG).is_file():
+            raise InputError(
+                f"--adapter {given}: {path} has no {CONFIG}; give the directory that PEFT's "
+                f"save_pretrained wrote"
+            )
+        return cls(path, factor)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The config; WeightsError for what is not a plain LoRA."""
+        file = self.path / CONFIG
+        with open_regular(file) as stream:
+            raw = stream.read(LIMIT + 1)
+        if len(raw) > LIMIT:
+            raise WeightsError(f"{file}: larger than {LIMIT} bytes; {DOWNLOAD}")
+        values = parse_json(file, raw)
+        other = {k: v for k, v in values.items() if k not in _READ | _OF_TRAINING and v}
+        for key, allowed in (
+            ("peft_type", ("LORA",)),
+            ("bias", (None, "none")),
+            ("init_lora_weights", _INITS),
+        ):
+            if not any(values.get(key) is v or values.get(key) == v for v in allowed):
+                other[key] = values.get(key)
+        if other:
+            key, value = next(iter(other.items()))
+            raise WeightsError(f"{file}: {key}: {quoted(value)} is not applied; {MERGE}")
+        return values
+
+    @property
+    def base(self) -> str:
+        """The model that it belongs to, as far as it says."""
+        said = (self.path / CONFIG).is_file() and self.config.get("base_model_name_or_path")
+        return str(said or "an unnamed model")
+
+    @property
+    def weights(self) -> Path:
+        """Its file of weights; WeightsError where there is none that is read."""
+        file = self.path / WEIGHTS
+        if not file.is_file():
+            pickles = [p.name for p in self.path.iterdir() if p.name.endswith(PICKLES)]
+            found = (
+                f"found only {pickles[0]}: pickles are never opened" if pickles else "found none"
+            )
+            raise WeightsError(f"{self.path}: expected {WEIGHTS}, {found}; fix: save it again")
+        return file
+
+    def scale(self, module: str, rank: int) -> float:
+        """Return the factor of B @ A of a module; WeightsError for another rank than it says."""
+        said = self._number("r", "rank_pattern", module)
+        if said != rank:
+            raise WeightsError(
+                f"{self.path / CONFIG}: r: {said:g} for {module}, and its tensors have {rank}; "
+                f"{DOWNLOAD}"
+            )
+        alpha = self._number("lora_alpha", "alpha_pattern", module)
+        return self.factor * alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def _number(self, key: str, patterns: str, module: str) -> float:
+        """Return a module's own value, or that of all; keys of patterns are ends of names."""
+        own = self.config.get(patterns) or {}
+        names = own if isinstance(own, dict) else {"": None}
+        if odd := next((name for name in names if not re.fullmatch(r"[\w.]{1,200}", name)), None):
+            raise WeightsError(
+                f"{self.path / CONFIG}: {patterns}: {quoted(odd)} is no name of a module; {MERGE}"
+            )
+        ends = (v for name, v in names.items() if f".{module}".endswith(f".{name}"))
+        value: Any = next(ends, self.config.get(key))
+        if type(value) not in (int, float) or not 0 < value < 1 << 31:
+            raise WeightsError(
+                f"{self.path / CONFIG}: {key}: expected a number above 0, found {quoted(value)}; "
+                f"{DOWNLOAD}"
+            )
+        return float(value)
+
+
+def lies_in(directory: Path) -> str | None:
+    """Return the name of a file of an adapter in a directory, or None."""
+    return next((name for name in (CONFIG, WEIGHTS) if (directory / name).is_file()), None)
+
+
+def with_adapters(model: Checkpoint, spec: Spec, adapters: Iterable[Adapter]) -> Checkpoint:
+    """Return a checkpoint whose weights have these adapters merged, one after the other; reads no
+    tensor data. WeightsError names the adapter's file, its tensor, and the fix."""
+    for adapter in adapters:
+        model = _merged(model, spec, adapter)
+    return model
+
+
+def _merged(model: Checkpoint, spec: Spec, adapter: Adapter) -> Checkpoint:
+    file = adapter.weights
+    header = read_header(file)
+    names = by_plain_name(file, ((name, (header, e)) for name, e in header.entries.items()))
+    files, weights = Files(adapter.path, names), dict(model.coded)
+    ignored = dict(model.ignored)
+    for (module, embedding), parts in _modules(file, names).items():
+        found = next(iter(parts.values()))
+        bare, shape, why = _target(spec, adapter, module, found)
+        if not why and bare not in model.entries and bare not in model.coded:
+            why = "part of an adapter for a tower, which this engine leaves out"
+        if why:
+            ignored |= {plain: why for plain, at in names.items() if at in parts.values()}
+            continue
+        if isinstance(model.coded.get(bare), CodedWeight):
+            raise wrong(
+                found,
+                f"{bare} is quantised in {model.directory}, and an adapter needs its numbers",
+                "fix: give the bf16 weights that it was quantised from, and --quant",
+            )
+        low = _Low(files, *_factors(parts, embedding, shape), embedding)
+        scale = adapter.scale(module, low.rank)
+        weights[bare] = MadeWeight(
+            shape, _sum_of(_reader(model, weights, bare), low, scale), _release_of(model, bare)
+        )
+    entries = {name: at for name, at in model.entries.items() if name not in weights}
+    return replace(model, entries=entries, coded=weights, ignored=ignored)
+
+
+Modules = Mapping[tuple[str, bool], Mapping[str, Found]]
+
+
+def _modules(file: Path, names: Mapping[str, Found]) -> Modules:
+    """Return the A and B of each module, and whether it is an embedding's."""
+    out: dict[tuple[str, bool], dict[str, Found]] = {}
+    for name, found in names.items():
+        match = _PART.fullmatch(name)
+        if match is None:
+            raise wrong(found, "no A or B of a plain LoRA", MERGE)
+        out.setdefault((match[1], bool(match[2])), {})[match[3]] = found
+    if not out:
+        raise WeightsError(f"{file}: has no tensor; {DOWNLOAD}")
+    return out
+
+
+def _target(spec: Spec, adapter: Adapter, module: str, found: Found) -> tuple[str, Shape, str]:
+    """Return the checkpoint's name and shape of a module's weight, and why it is left out."""
+    text, dead, towers = text_tensors(spec), dead_tensors(spec), media_tensors(spec, KINDS)
+    name = plain_name(f"{module}.weight")
+    for prefix in dict.fromkeys(map(plain_name, (*spec.prefixes.text, ""))):
+        bare = name.removeprefix(prefix) if name.startswith(prefix) else ""
+        if bare in (TOKEN_TABLE, HEAD) and spec.text.tie_word_embeddings:
+            raise wrong(
+                found,
+                "the table of tokens is the head too (tie_word_embeddings is true), and an adapter "
+                "changes one of them",
+                MERGE,
+            )
+        if bare in dead:
+            return bare, dead[bare], "K or V of a layer that reads another layer's K and V"
+        if bare in text:
+            return bare, text[bare], ""
+    for bare, shape in towers.items():
+        part, _, rest = bare.partition(".")
+        if name in [place + rest for place in getattr(spec.prefixes, part)]:
+            return bare, shape, ""
+    more = " (a layer with K=V has none: its K is V too)" if name.endswith("v_proj.weight") else ""
+    raise wrong(
+        found,
+        f"spec {spec.name} has no weight {quoted(name)}{more}",
+        f"fix: give an adapter of this model; this one is of {quoted(adapter.base)}",
+    )
+
+
+def _factors(parts: Mapping[str, Found], embedding: bool, shape: Shape) -> tuple[Found, Found]:
+    """Return A [r, K] and B [N, r] of a weight [N, K], of a table [K, N]; WeightsError unless they
+    fit."""
+    first = next(iter(parts.values()))
+    if parts.keys() != {"A", "B"}:
+        raise wrong(first, f"is there without its {'A' if 'B' in parts else 'B'}")
+    a, b = parts["A"], parts["B"]
+    inner, outer = (shape if embedding else shape[::-1]) if len(shape) == 2 else (0, 0)
+    rank = a[1].shape[0] if a[1].shape else 0
+    for part, want in ((a, (rank, inner)), (b, (outer, rank))):
+        if part[1].shape != want or part[1].dtype not in FLOATS or not rank:
+            raise wrong(
+                part,
+                f"expected {' or '.join(FLOATS)} {list(want)} for a weight {list(shape)}, found "
+                f"{shown(part)}",
+                "fix: give an adapter of this model",
+            )
+    return a, b
+
+
+@dataclass(frozen=True)
+class _Low:
+    """A change of low rank: A [r, K] and B [N, r] of a weight [N, K], of a table [K, N]."""
+
+    files: Files
+    a: Found
+    b: Found
+    embedding: bool
+
+    @property
+    def rank(self) -> int:
+        return self.a[1].shape[0]
+
+    def product(self, rows: torch.Tensor | None) -> torch.Tensor:
+        """Return B @ A in float32, as the weight lies; of its rows `rows` where given."""
+        a, b = (self.files.tensor(part).float() for part in (self.a, self.b))
+        left, right = (a.T, b.T) if self.embedding else (b, a)
+        return (left if rows is None else left.index_select(0, rows)) @ right
+
+
+Part = Callable[["torch.Tensor | None"], "torch.Tensor"]
+
+
+def _reader(model: Checkpoint, weights: Mapping[str, CodedWeight | MadeWeight], bare: str) -> Part:
+    """Return a function that reads a weight, or rows of it, as it is before an adapter."""
+    made = weights.get(bare)
+    if isinstance(made, MadeWeight):
+        return made.numbers
+    return lambda rows: model.stored.rows(model.entries[bare], rows)
+
+
+def _release_of(model: Checkpoint, bare: str) -> Callable[[], None]:
+    return lambda: model.release(bare)
+
+
+def _sum_of(read: Part, low: _Low, scale: float) -> Part:
+    return lambda rows: read(rows).float() + scale * low.product(rows)

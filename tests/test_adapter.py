@@ -1,0 +1,349 @@
+"""LoRA adapters: weights by PEFT's formula, whole engines, and adapters that are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import g4ir
+from g4ir.check.logits import verify_engine
+from g4ir.errors import EngineError, G4Error
+from g4ir.model.media import KINDS
+from g4ir.model.tensors import media_tensors, text_tensors
+from g4ir.spec.record import Spec, load_spec
+from g4ir.weights.adapter import Adapter, with_adapters
+from g4ir.weights.checkpoint import Checkpoint
+from g4ir.weights.origin import find_origin
+from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.write import write_checkpoint
+from tests.cli_tools import g4ir as command
+from tests.cli_tools import refused
+from tests.gguf_files import all_of, write_gguf
+
+Tensors = dict[str, torch.Tensor]
+CONFIG = {
+    "peft_type": "LORA",
+    "base_model_name_or_path": "google/gemma-tiny",
+    "r": 4,
+    "lora_alpha": 16,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "modules_to_save": None,
+    "use_dora": False,
+    "use_rslora": False,
+    "target_modules": ["q_proj", "k_proj"],
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "init_lora_weights": True,
+    "inference_mode": True,
+    "lora_dropout": 0.1,
+    "task_type": "CAUSAL_LM",
+}
+STEM = "base_model.model.model.language_model."
+#: of the checkpoint's names; layer 5 of tiny-dense is a full one, with K=V
+TARGETS = ("layers.0.self_attn.q_proj", "layers.5.self_attn.k_proj", "layers.2.mlp.down_proj")
+
+
+def write_adapter(
+    folder: Path,
+    spec: Spec,
+    modules: dict[str, str],
+    config: dict[str, Any] | None = None,
+    edit: Callable[[Tensors], Any] = lambda t: None,
+    rank: int = 4,
+    seed: int = 0,
+) -> Path:
+    """As PEFT's save_pretrained writes one; `modules`: name there -> the weight's bare name."""
+    folder.mkdir(exist_ok=True)
+    shapes = text_tensors(spec) | media_tensors(spec, KINDS)
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for module, bare in modules.items():
+        n, k = shapes[bare]
+        a = torch.randn(rank, k, generator=draw) / k**0.5
+        tensors[f"{module}.lora_A.weight"] = a
+        tensors[f"{module}.lora_B.weight"] = torch.randn(n, rank, generator=draw) / 4
+    edit(tensors)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, **(config or {})}))
+    return folder
+
+
+def of_text(names: Any = TARGETS, stem: str = STEM) -> dict[str, str]:
+    return {f"{stem}{name}": f"{name}.weight" for name in names}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of tiny-dense in bfloat16; do not alter it."""
+    spec = load_spec("tiny-dense")
+    source = RandomCheckpoint(spec, 1, torch.bfloat16)
+    return write_checkpoint(tmp_path_factory.mktemp("dense") / "c", spec, source)
+
+
+def merged(checkpoint: Path, spec: Spec, *given: str | Path, media: Any = ()) -> Checkpoint:
+    opened = Checkpoint.open(checkpoint, spec, media)
+    return with_adapters(opened, spec, [Adapter.of(g) for g in given])
+
+
+#: keys of the config -> the factor of B @ A
+SCALES: dict[str, tuple[dict[str, Any], float]] = {
+    "alpha": ({}, 4.0),
+    "root of the rank": ({"use_rslora": True}, 8.0),
+    "of a module": ({"alpha_pattern": {"self_attn.q_proj": 2}}, 0.5),
+    "rank of a module": ({"r": 9, "rank_pattern": {"q_proj": 4, "k_proj": 4, "down_proj": 4}}, 4.0),
+}
+
+
+@pytest.mark.parametrize("case", SCALES)
+def test_the_formula(dense: Path, tmp_path: Path, case: str) -> None:
+    spec, (config, scale) = load_spec("tiny-dense"), SCALES[case]
+    folder = write_adapter(tmp_path / "a", spec, of_text(TARGETS[:1]), config)
+    parts = load_file(folder / "adapter_model.safetensors")
+    a, b = (parts[f"{STEM}{TARGETS[0]}.lora_{x}.weight"].double() for x in "AB")
+    name = f"{TARGETS[0]}.weight"
+    base = Checkpoint.open(dense, spec).tensor(name).double()
+    for given, factor in ((folder, 1.0), (f"{folder}=0.25", 0.25)):
+        got = merged(dense, spec, given).tensor(name)
+        want = base + factor * scale * b @ a
+        torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
+    twice = merged(dense, spec, folder, f"{folder}=-1").tensor(name)
+    torch.testing.assert_close(twice.double(), base, rtol=1e-5, atol=1e-5)
+    other = "layers.1.self_attn.q_proj.weight"
+    source = merged(dense, spec, folder)
+    assert torch.equal(source.tensor(other), Checkpoint.open(dense, spec).tensor(other))
+
+
+STEMS = {
+    "text alone": "base_model.model.model.",
+    "conditional": STEM,
+    "MLX": "base_model.model.language_model.model.",
+    "compiled": f"_orig_mod.{STEM}",
+}
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_names(dense: Path, tmp_path: Path, stem: str) -> None:
+    spec = load_spec("tiny-dense")
+    folder = write_adapter(tmp_path / "a", spec, of_text(stem=STEMS[stem]))
+    assert {*merged(dense, spec, folder).coded} == {f"{name}.weight" for name in TARGETS}
+
+
+def test_tables_of_a_model_that_is_not_tied(tmp_path: Path) -> None:
+    spec = load_spec("tiny-dense")
+    spec = replace(spec, text=replace(spec.text, tie_word_embeddings=False))
+    folder = write_checkpoint(tmp_path / "c", spec, RandomCheckpoint(spec, 1, torch.float32))
+    a, b = torch.randn(4, 512), torch.randn(64, 4)
+
+    def edit(tensors: Tensors) -> None:
+        tensors[f"{STEM}embed_tokens.lora_embedding_A"] = a
+        tensors[f"{STEM}embed_tokens.lora_embedding_B"] = b
+
+    names = {"base_model.model.lm_head": "lm_head.weight"}
+    source = merged(folder, spec, write_adapter(tmp_path / "a", spec, names, edit=edit))
+    base = Checkpoint.open(folder, spec)
+    want = base.tensor("embed_tokens.weight") + 4 * (b @ a).T
+    torch.testing.assert_close(source.tensor("embed_tokens.weight"), want)
+    ids = torch.tensor([[3, 511], [0, 3]])
+    torch.testing.assert_close(source.rows("embed_tokens.weight", ids), want[ids])
+    assert not torch.equal(source.tensor("lm_head.weight"), base.tensor("lm_head.weight"))
+
+
+def test_towers(tmp_path: Path) -> None:
+    """Merged where the engine has them, left out by name where not, as K and V that none reads."""
+    spec = load_spec("tiny-media")
+    source = RandomCheckpoint(spec, 1, torch.float32)
+    folder = write_checkpoint(tmp_path / "c", spec, source, media=KINDS)
+    stem = "base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj.linear"
+    bare = "vision.encoder.layers.0.self_attn.q_proj.linear.weight"
+    dead = f"{STEM}layers.7.self_attn.k_proj"
+    names = {stem: bare, dead: "layers.3.self_attn.k_proj.weight", **of_text(TARGETS[:1])}
+    adapter = write_adapter(tmp_path / "a", spec, names)
+    whole = merged(folder, spec, adapter, media=KINDS)
+    assert not torch.equal(whole.tensor(bare), source.tensor(bare))
+    assert {*whole.ignored.values()} == {"K or V of a layer that reads another layer's K and V"}
+    text = merged(folder, spec, adapter)
+    assert bare not in text.coded and f"{TARGETS[0]}.weight" in text.coded
+    whys = [why for name, why in text.ignored.items() if "lora" in name and "vision" in name]
+    assert whys == ["part of an adapter for a tower, which this engine leaves out"] * 2
+
+
+# --- engines -----------------------------------------------------------------------------------
+
+WORDS = ("build", "--backend", "reference", "--dtype", "float32", "--max-seq", "64")
+
+
+@pytest.mark.parametrize("quant", ["none", "int8"])
+def test_an_engine_is_that_of_the_merged_checkpoint(
+    dense: Path, tmp_path: Path, quant: str
+) -> None:
+    """K=V: an adapter of K changes V too, as the merged weights do."""
+    spec = load_spec("tiny-dense")
+    folder = write_adapter(tmp_path / "a", spec, of_text())
+    source = merged(dense, spec, folder)
+
+    class Own(RandomCheckpoint):
+        def tensor(self, name: str) -> torch.Tensor:
+            return source.tensor(name).float()
+
+    whole = write_checkpoint(tmp_path / "whole", spec, Own(spec, 1, torch.float32))
+    options = {} if quant == "none" else {"quant": quant}
+    shared = {"backend": "reference", "dtype": "float32", "max_seq": 64, **options}
+    got = g4ir.build(None, tmp_path / "e", checkpoint=dense, adapter=folder, **shared)
+    want = g4ir.build(None, tmp_path / "w", checkpoint=whole, **shared)
+    for name in want.program.params():
+        one, other = got.runtime.source.tensor(name), want.runtime.source.tensor(name)
+        assert torch.equal(one, other), name
+    kept = got.manifest["weights"]
+    assert kept["kind"] == "merged" and kept["adapters"][0]["path"] == str(folder)
+    if quant == "none":
+        assert verify_engine(got, against="hf", checkpoint=dense).ok
+    loaded = g4ir.load_engine(tmp_path / "e")
+    assert verify_engine(loaded, checkpoint=dense).ok
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(EngineError, match=r"is not the adapter that .* was built with"):
+        verify_engine(loaded, against="hf", checkpoint=dense)
+
+
+def test_commands(dense: Path, tmp_path: Path) -> None:
+    spec = load_spec("tiny-dense")
+    folder = write_adapter(tmp_path / "a", spec, of_text())
+    words = (*WORDS, "--checkpoint", dense, "--out", tmp_path / "e")
+    made = command(*words, "--adapter", f"{folder}=0.5", "--adapter", folder)
+    assert made.code == 0, made.err
+    shown = command("show", tmp_path / "e", "--provenance")
+    assert f"with 0.5 x {folder}, with 1 x {folder}" in shown.out
+    alone = (*WORDS, "--out", tmp_path / "n", "--checkpoint", folder)
+    message = refused(*alone)
+    assert "a LoRA adapter of google/gemma-tiny, and no model" in message
+    assert f"--adapter {folder}" in message
+    assert "and not with --random-weights" in refused(
+        *(*WORDS, "--variant", "tiny-dense", "--random-weights", "0", "--adapter", folder)
+    )
+    assert "which --adapter changes" in refused(
+        *words[:-1], tmp_path / "l", "--link-weights", "--adapter", folder
+    )
+
+
+def test_an_adapter_beside_a_checkpoint(tmp_path: Path) -> None:
+    """Is named where it is not merged."""
+    spec = load_spec("tiny-dense")
+    folder = write_checkpoint(tmp_path / "c", spec, RandomCheckpoint(spec, 1, torch.float32))
+    write_adapter(folder, spec, of_text())
+    words = (*WORDS, "--checkpoint", folder, "--out", tmp_path / "e", "--dry-run")
+    said = f"{folder}: holds a LoRA adapter (adapter_config.json), which is not merged"
+    left = command(*words)
+    assert left.code == 0 and said in left.err
+    assert said not in command(*words, "--adapter", folder).err
+
+
+# --- refusals ----------------------------------------------------------------------------------
+
+
+def given_config(**values: Any) -> dict[str, Any]:
+    return {"config": values}
+
+
+Q = f"{STEM}{TARGETS[0]}"
+#: what is written -> what is said
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another kind": (given_config(peft_type="IA3"), "peft_type: 'IA3' is not applied; fix: merge"),
+    "DoRA": (given_config(use_dora=True), "use_dora: True is not applied; fix: merge the adapter"),
+    "whole modules": (given_config(modules_to_save=["lm_head"]), "modules_to_save: ['lm_head'] is"),
+    "biases": (given_config(bias="all"), "bias: 'all' is not applied"),
+    "of experts": (given_config(target_parameters=["experts.down_proj"]), "target_parameters: "),
+    "changes the base": (given_config(init_lora_weights="pissa_niter_4"), "init_lora_weights: "),
+    "unknown": (given_config(some_new_key={"a": 1}), "some_new_key: {'a': 1} is not applied"),
+    "rank": (given_config(r=8), "r: 8 for model.language_model.layers.0.self_attn.q_proj, and its"),
+    "no rank": (given_config(r="4"), "r: expected a number above 0, found '4'"),
+    "pattern": (given_config(alpha_pattern={"^.*(q)+": 3}), "'^.*(q)+' is no name of a module"),
+    "no B": ({"edit": lambda t: t.pop(f"{Q}.lora_B.weight")}, "is there without its B"),
+    "shape": (
+        {"edit": lambda t: t.update({f"{Q}.lora_A.weight": torch.zeros(4, 65)})},
+        "expected BF16 or F16 or F32 [4, 64] for a weight [128, 64], found F32 [4, 65]",
+    ),
+    "dtype": (
+        {"edit": lambda t: t.update({f"{Q}.lora_A.weight": torch.zeros(4, 64).to(torch.int8)})},
+        "found I8 [4, 64]",
+    ),
+    "another tensor": (
+        {"edit": lambda t: t.update({f"{Q}.lora_magnitude_vector": torch.zeros(4)})},
+        "lora_magnitude_vector': no A or B of a plain LoRA",
+    ),
+    "nothing": ({"edit": lambda t: t.clear()}, "has no tensor"),
+    "another model": (
+        {"modules": {f"{STEM}layers.9.self_attn.q_proj": "layers.0.self_attn.q_proj.weight"}},
+        "spec tiny-dense has no weight 'model.language_model.layers.9.self_attn.q_proj.weight'; "
+        "fix: give an adapter of this model; this one is of 'google/gemma-tiny'",
+    ),
+    "V where K is V": (
+        {"modules": {f"{STEM}layers.5.self_attn.v_proj": "layers.5.self_attn.k_proj.weight"}},
+        "(a layer with K=V has none: its K is V too)",
+    ),
+    "a tied table": (
+        {"modules": {f"{STEM}embed_tokens": "embed_tokens.weight"}},
+        "the table of tokens is the head too (tie_word_embeddings is true)",
+    ),
+    "a tied head": ({"modules": {"base_model.model.lm_head": "embed_tokens.weight"}}, "the head"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(dense: Path, tmp_path: Path, case: str) -> None:
+    changes, words = REFUSED[case]
+    spec = load_spec("tiny-dense")
+    folder = write_adapter(tmp_path / "a", spec, **{"modules": of_text(TARGETS[:1]), **changes})
+    with pytest.raises(G4Error) as e:
+        merged(dense, spec, folder)
+    assert words in str(e.value) and str(folder) in str(e.value) and "fix:" in str(e.value)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q4_1", "Q8_0"])
+def test_gguf_files(tmp_path: Path, kind: str) -> None:
+    """Merged into numbers, and refused for codes."""
+    spec = load_spec("tiny-dense")
+    file = tmp_path / "a.gguf"
+    source = RandomCheckpoint(spec, 0, torch.float32)
+    tensors = {name: source.tensor(name) for name in text_tensors(spec)}
+    meant = write_gguf(file, spec, tensors, all_of(kind))
+    adapter = Adapter(write_adapter(tmp_path / "a", spec, of_text(TARGETS[:1])))
+    base, name = find_origin(file).open(spec, (), "f32"), f"{TARGETS[0]}.weight"
+    if kind == "Q8_0":
+        with pytest.raises(G4Error, match=r"is quantised in .*; fix: give the bf16 weights"):
+            with_adapters(base, spec, [adapter])
+        return
+    parts = load_file(adapter.weights)
+    a, b = (parts[f"{Q}.lora_{x}.weight"] for x in "AB")
+    got = with_adapters(base, spec, [adapter]).tensor(name)
+    torch.testing.assert_close(got, meant[name].float() + 4 * b @ a, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_no_adapter(dense: Path, tmp_path: Path) -> None:
+    spec = load_spec("tiny-dense")
+    folder = write_adapter(tmp_path / "a", spec, of_text())
+    for given, words in (
+        (tmp_path, "has no adapter_config.json; give the directory"),
+        (f"{folder}=much", "'much' is no scale; give DIR=0.5"),
+        (f"{folder}=nan", "is no scale"),
+    ):
+        with pytest.raises(G4Error, match=words):
+            Adapter.of(given)
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(G4Error, match=r"found only adapter_model.bin: pickles are never opened"):
+        merged(dense, spec, folder)
+
+
+def test_a_directory_whose_name_has_an_equals_sign(dense: Path, tmp_path: Path) -> None:
+    spec = load_spec("tiny-dense")
+    folder = write_adapter(tmp_path / "r=4", spec, of_text())
+    assert Adapter.of(folder) == Adapter(folder)
+    assert Adapter.of(f"{folder}=0.5") == Adapter(folder, 0.5)
+    assert math.isclose(Adapter.of(f"{folder}=1e-3").factor, 1e-3)
