@@ -214,26 +214,3 @@ def test_choosing_a_kernel_needs_no_torch() -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_nothing_banned_is_used(module: str) -> None:
     assert not uses(module) - ALLOWED.get(module, set())
-
-
-#: files whose docstrings are read: the package, and the programs beside it
-VOICED = [*FILES, *sorted((ROOT / "bench").rglob("*.py")), *sorted((ROOT / "tools").rglob("*.py"))]
-
-
-def fragments(tree: ast.Module) -> list[str]:
-    """First words of docstrings that leave their subject to be guessed."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    texts = [ast.get_docstring(n) or "" for n in ast.walk(tree) if isinstance(n, kinds)]
-    return [" ".join(t.split()[:4]) for t in texts if t.startswith(("Of ", "What "))]
-
-
-@pytest.mark.parametrize("path", VOICED, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_docstring_begins_with_of_or_what(path: Path) -> None:
-    assert not fragments(ast.parse(path.read_text()))
-
-
-def test_a_fragment_is_found() -> None:
-    tree = ast.parse(
-        '"""Of a."""\nclass A:\n    """What."""\n    def f():\n        """What it is"""'
-    )
-    assert fragments(tree) == ["Of a.", "What it is"]
