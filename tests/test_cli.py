@@ -27,8 +27,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from g4ir.backends.sampling import Sampler, Sampling
-from g4ir.chat.stream import TextStream
-from g4ir.engine.codec import Codec
+from g4ir.chat.stream import Detokenizer, TextStream
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
 from g4ir.engine.responder import RAW, Responder
@@ -580,32 +579,43 @@ def test_a_shared_prefix_is_kept_within_the_window(loaded: Engine) -> None:
 # --- text -------------------------------------------------------------------------------------
 
 
-class Words:
-    """A codec on the test's tokenizer, without an engine."""
-
-    def __init__(self) -> None:
-        self.tokenizer = tokenizer()
-
-    decode = Codec.decode
-    is_byte = Codec.is_byte
+CODEC = Detokenizer(tokenizer())
+EMOJI = [4 + byte for byte in "a😀é😀€".encode()]
 
 
-CODEC = Words()
-
-
-@given(st.lists(st.integers(0, 511) | st.integers(4, 259), max_size=24))
+@given(st.lists(st.integers(0, 511) | st.integers(4, 259) | st.sampled_from(EMOJI), max_size=24))
 @settings(max_examples=300)
 def test_streamed_text_is_the_text_of_all_ids(ids: list[int]) -> None:
     stream = TextStream(CODEC)
-    assert "".join([*map(stream.push, ids), stream.rest()]) == CODEC.decode(ids)
+    pieces = [*map(stream.push, ids), stream.rest()]
+    assert "".join(pieces) == CODEC.decode(ids)
+    whole = CODEC.tokenizer.decode(ids)
+    assert "\ufffd" in whole or CODEC.decode(ids) == whole
+    # Bytes are decoded as UTF-8, whatever stands between their runs.
+    runs = [list(run) for byte, run in itertools.groupby(ids, lambda i: i in CODEC.bytes) if byte]
+    if len(runs) == 1 and 2 not in ids and not {0, 1} & {*ids}:
+        raw = bytes(CODEC.bytes[i] for i in runs[0])
+        assert raw.decode(errors="replace") in CODEC.decode(ids)
+
+
+@pytest.mark.parametrize("cut", range(1, 17))
+def test_only_the_unfinished_character_of_byte_tokens_is_lost(cut: int) -> None:
+    """Emoji spelled in byte tokens, cut anywhere: complete ones are given as they are complete."""
+    text, ids = "a😀é😀€b", [4 + byte for byte in "a😀é😀€b".encode()][:cut]
+    stream, raw = TextStream(CODEC), text.encode()[:cut]
+    for at, token in enumerate(ids, 1):
+        stream.push(token)
+        held = raw[:at].decode(errors="ignore")
+        assert not stream._bytes or len(held.encode()) + len(stream._bytes) == at
+    assert CODEC.decode(ids) == raw.decode(errors="replace")
 
 
 def test_a_character_is_streamed_whole() -> None:
     stream = TextStream(CODEC)
     euro = [f"<0x{byte:02X}>" for byte in "€".encode()]
     ids = [CODEC.tokenizer.token_to_id(t) for t in ("ab", *euro, *euro, "▁w3", "▁a", *euro)]
-    assert [p for p in map(stream.push, ids) if p] == ["ab", "€€ w3", " a"]
-    assert stream.rest() == "€"
+    assert [p for p in map(stream.push, ids) if p] == ["ab", "€", "€", " w3", " a", "€"]
+    assert stream.rest() == ""
 
 
 # --- verify -----------------------------------------------------------------------------------

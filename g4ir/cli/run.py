@@ -217,7 +217,7 @@ def _stream(responder: Responder, request: Request, progress: console.Progress) 
     """Print each piece when it is known: text, or ids where there is no tokenizer."""
     from g4ir.chat.stream import TextStream
 
-    text = TextStream(responder.codec) if responder.codec else None
+    text = TextStream(responder.codec.detokenizer) if responder.codec else None
     begun, count = time.perf_counter(), 0
 
     def told(token: int) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from g4ir.chat import Event as Said
 from g4ir.chat import Reader, TokenStream, Vocabulary, call_id
 from g4ir.chat.reader import Stops
-from g4ir.chat.stream import is_byte
 from g4ir.errors import EngineError
 
 from .slots import CANCELLED, FAILED, LENGTH, STOP, Event
@@ -23,8 +22,8 @@ CUT = (LENGTH, CANCELLED)
 def token_text(vocabulary: Vocabulary, token: int) -> tuple[str, list[int]]:
     """Return the text of one token and its bytes, which may be part of a character."""
     word = vocabulary.tokenizer.id_to_token(token) or ""
-    if is_byte(vocabulary.tokenizer, token):
-        return word, [int(word[3:5], 16)]
+    if (byte := vocabulary.detokenizer.bytes.get(token)) is not None:
+        return word, [byte]
     text = vocabulary.strings.get(token) or vocabulary.tokenizer.decode(
         [token], skip_special_tokens=False
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from g4ir.chat.stream import is_byte
+from g4ir.chat.stream import Detokenizer
 from g4ir.errors import InputError
 from g4ir.weights.tensorfile import parse_json
 
@@ -18,6 +18,7 @@ class Codec:
 
     def __init__(self, engine: Engine) -> None:
         self.tokenizer = engine.tokenizer()
+        self.detokenizer = Detokenizer(self.tokenizer)
         config = _tokenizer_config(engine.path)
         self.bos, self.adds_bos = engine.spec.tokens.bos, config.get("add_bos_token") is True
         template = engine.path / "chat_template.jinja"
@@ -69,12 +70,7 @@ class Codec:
 
     def decode(self, ids: list[int]) -> str:
         """Return the text without special tokens."""
-        text: str = self.tokenizer.decode(ids)
-        return text
-
-    def is_byte(self, token: int) -> bool:
-        """Whether a token stands for one byte of a character that has no token."""
-        return is_byte(self.tokenizer, token)
+        return self.detokenizer.decode(ids)
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from g4ir.backends.row_sampling import RowSampling
 from g4ir.chat import Prompt, Reader, Template, Vocabulary, make_prompt
+from g4ir.chat.tokens import spelled
 from g4ir.engine.answers import Answer
 from g4ir.engine.attached import soft_of
 from g4ir.engine.codec import Codec
@@ -158,8 +159,7 @@ class Prompts:
     def text(self, tokens: Any) -> str:
         """Return the text of ids, with control tokens."""
         ids = checked_ids(tokens, self.engine.spec.text.vocab_size, "tokens")
-        text: str = self.vocabulary.tokenizer.decode(ids, skip_special_tokens=False)
-        return text
+        return spelled(self.vocabulary, ids)
 
     def _ids(self, prompt: Any) -> list[int]:
         assert self.codec
