@@ -120,6 +120,8 @@ SCHEMA = {
         "x": {"type": "number"},
         "on": {"type": "boolean"},
         "any": {"type": ["string", "integer"]},
+        "maybe": {"type": ["integer", "null"]},
+        "unit": {"type": "string", "enum": ["cm", "cm2"]},
         "list": {"type": "array", "items": {"type": "string"}},
         "deep": {"type": "object", "properties": {"text": {"type": "string"}}},
     },
@@ -150,6 +152,21 @@ TYPED: list[tuple[str, Any]] = [
     ('text:"\\ud800"', "\ufffd"),
     ("text:'it is, so'", "it is, so"),
     (f'text:say "a", {{b}} or so{QUOTE}', 'say "a", {b} or so'),
+    ("on:True", True),
+    ("on:False", False),
+    ("n:None", "None"),
+    ("maybe:None", None),
+    (f"maybe:{QUOTE}null{QUOTE}", None),
+    ("other:True", "True"),
+    ("text:True", "True"),
+    (f"on:{QUOTE}False{QUOTE}", False),
+    (f"n:{QUOTE} 7 {QUOTE}", 7),
+    ('n:"7"', 7),
+    ("n:'7'", 7),
+    (f'list:{QUOTE}["a", "b"]{QUOTE}', ["a", "b"]),
+    (f'deep:{QUOTE}{{"text": "a"}}{QUOTE}', {"text": "a"}),
+    (f"list:{QUOTE}a, b{QUOTE}", "a, b"),
+    (f"text:{QUOTE}[1]{QUOTE}", "[1]"),
     (f"text:{QUOTE}{CALL_END}{CALL}call:g{{}}{QUOTE}", f"{CALL_END}{CALL}call:g{{}}"),
 ]
 
@@ -185,6 +202,49 @@ def test_calls_beside_the_format(case: tuple[str, list[Any]]) -> None:
     answer = one(case[0])
     assert [{c["name"]: c["arguments"]} for c in answer.tool_calls] == case[1]
     assert (answer.content, answer.finish_reason) == ("", "tool_calls")
+
+
+A = f"{QUOTE}a{QUOTE}"
+#: read by the declared schema of f, where exactly one reading fits it
+DRIFTED: list[tuple[str, dict[str, Any]]] = [
+    (f"f(text={A}, n=3)", {"text": "a", "n": 3}),
+    (f"f(text={A} n=3)", {"text": "a", "n": 3}),
+    ('f(text="a)b", on=True)', {"text": "a)b", "on": True}),
+    (f"f{{text:{A}n:90}}", {"text": "a", "n": 90}),
+    (f"f{{text:{A}note:{A},n:1}}", {"text": "a", "note": "a", "n": 1}),
+    ("f{n:90 x:1.5 on:True}", {"n": 90, "x": 1.5, "on": True}),
+    (f"f{{n:1 deep:{{text={A}}} list:[{A} {A}]}}", {"n": 1, "deep": {"text": "a"}, "list": ["a"] * 2}),
+    (f"f{{unit:cm2 text:{A}}}", {"unit": "cm2", "text": "a"}),
+    ('f({"text": "a", "n": 3})', {"text": "a", "n": 3}),
+    (f"f{{{{text:{A}}}}}", {"text": "a"}),
+    (f"f{{maybe=None, n:{QUOTE}3{QUOTE}}}", {"maybe": None, "n": 3}),
+]
+
+
+@pytest.mark.parametrize("case", DRIFTED, ids=lambda case: case[0])
+def test_calls_that_drift_are_read_by_their_schema(case: tuple[str, dict[str, Any]]) -> None:
+    text = f"{CALL}call:{case[0]}{CALL_END}"
+    answer = one(text, tools={"f": SCHEMA})
+    assert (answer.tool_calls, answer.content) == ([{"name": "f", "arguments": case[1]}], "")
+
+
+#: no reading fits, or more than one: content, or as written
+UNCLEAR = [
+    f"f{{text:{A}other:90}}",
+    f"f{{text:{A}n:{A}}}",
+    f"f{{text:{A}text:{A}}}",
+    f"f({A}, 3)",
+    f"f{{text={A}{A}}}",
+    "f(n=x)",
+]
+
+
+@pytest.mark.parametrize("body", UNCLEAR)
+def test_a_call_without_one_reading_is_content(body: str) -> None:
+    answer = one(f"{CALL}call:{body}{CALL_END}", tools={"f": SCHEMA})
+    assert (answer.tool_calls, answer.content) == ([], f"{CALL}call:{body}{CALL_END}")
+    undeclared = one(f"{CALL}call:g(text={A}, n=3){CALL_END}", tools={"f": SCHEMA})
+    assert undeclared.tool_calls == []
 
 
 GOOD = f"{CALL}call:g{{n:1}}{CALL_END}"

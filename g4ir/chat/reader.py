@@ -33,7 +33,7 @@ from .control import (
 from .marked import END_MARKS, MARK, MARKS, Lexer, spelled, whole
 from .prompt import Piece
 from .tools import lower, read_tools
-from .values import CLOSERS, Read, Schemas, Unreadable, is_head, repaired, strict
+from .values import CLOSERS, Schemas, is_head, read_call
 
 _CALL, _CALL_END, _QUOTE = MARKS[CALL], MARKS[CALL_END], MARKS[QUOTE]
 _CHANNEL, _CHANNEL_END = MARKS[CHANNEL], MARKS[CHANNEL_END]
@@ -51,7 +51,7 @@ _BRACE = re.compile("[{(]")
 _ENDS = re.compile(f"[{_CALL}{_CALL_END}{''.join(END_MARKS)}]")
 #: what a call cannot have outside of strings
 _BREAKS = frozenset({_CALL, _CALL_END, _CHANNEL, *END_MARKS})
-_OUTSIDE = re.compile(rf"[{{}}()\[\],:\"]|{MARK.pattern}")
+_OUTSIDE = re.compile(rf"[{{}}()\[\],:=\"]|{MARK.pattern}")
 _IN_STRING = re.compile(rf'["\\]|{MARK.pattern}')
 
 #: where the machine is
@@ -359,7 +359,7 @@ class Reader:
         return rest
 
     def _read_call(self, body: str, whole: bool = True) -> None:
-        read = _tried(body, self._schemas) if whole else None
+        read = read_call(body, self._schemas) if whole else None
         if read is None:
             self._say("content", self._opener + spelled(body))
             self._state = BAD
@@ -387,15 +387,6 @@ class Reader:
     def _put(self, event: Event) -> None:
         self._new.append(event)
         self._said.append(event)
-
-
-def _tried(body: str, schemas: Schemas) -> Read | None:
-    for read in (strict, repaired):
-        try:
-            return read(body, schemas)
-        except Unreadable:
-            continue
-    return None
 
 
 class _Body:
@@ -462,7 +453,7 @@ class _Body:
         if found == _QUOTE or (found == '"' and self._fresh):
             self._string, self._closed = found, False
         self._depth += (found == self._open) - (found == self._close)
-        self._fresh = found in "{[(,:"
+        self._fresh = found in "{[(,:="
         return self._depth == 0
 
 

@@ -1,8 +1,8 @@
 """Reads the body of a call, `NAME{key:value,...}`, in which strings stand between control tokens.
 
 Bodies are marked texts (see `marked`). What models write beside the format is read where it is
-clear: JSON strings, single quotes, bare words, commas at the end. `repaired` reads more, by the
-schema of the function alone.
+clear: JSON strings, single quotes, bare words, commas at the end. `drifted` and `repaired` read
+more, by the schema of the function alone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from .control import QUOTE
@@ -31,6 +32,18 @@ _WORDS = {
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _JSON = json.JSONDecoder(strict=False)
 _LITERALS: dict[str, Any] = {"true": True, "false": False, "null": None}
+#: as Python writes them: words, but where a schema allows no text
+_PYTHON: dict[str, Any] = {"True": True, "False": False, "None": None}
+_LITERAL = re.compile(rf"(?:{_NUMBER.pattern}|(?i:true|false|null|none)\b)")
+#: type of a value -> types of a schema that allow it; numbers are not told apart
+_FITS: Mapping[type, set[str]] = {
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"integer", "number"},
+    str: {"string"},
+    list: {"array"},
+    dict: {"object"},
+}
 #: how deep the values of a call may lie in each other
 MOST_DEPTH = 64
 CLOSERS = {"{": "}", "(": ")"}
@@ -49,6 +62,8 @@ class Read:
 
     name: str
     arguments: dict[str, Any]
+    #: whether a bare word is a text that its schema does not allow
+    odd: bool = False
 
 
 def is_head(text: str) -> bool:
@@ -61,16 +76,47 @@ def is_bare_key(text: str) -> bool:
     return _KEY.fullmatch(text) is not None and text == text.strip()
 
 
+def read_call(body: str, schemas: Schemas) -> Read | None:
+    """Read a body; None where it has no reading.
+
+    One with bare words where the schema allows no text is read as written only if the schema gives
+    no better reading.
+    """
+    written = _tried(strict, body, schemas)
+    if written and not written.odd:
+        return written
+    return _tried(drifted, body, schemas) or written or _tried(repaired, body, schemas)
+
+
+def _tried(read: Callable[[str, Schemas], Read], body: str, schemas: Schemas) -> Read | None:
+    try:
+        return read(body, schemas)
+    except Unreadable:
+        return None
+
+
 def strict(body: str, schemas: Schemas) -> Read:
     """Read a body that ends with its last brace. Raises Unreadable."""
     head = _HEAD.match(body)
     if head is None:
         raise Unreadable
-    values = _Values(body, CLOSERS[head[2]])
-    found, end = values.object(head.end(), schemas.get(head[1], {}), 0)
-    if end != len(body):
+    return _read(_Values(body, CLOSERS[head[2]]), head, schemas.get(head[1], {}))
+
+
+def drifted(body: str, schemas: Schemas) -> Read:
+    """Read a body of declared keys, with `=` for `:`, without commas or with braces in braces; each
+    value delimited or a literal, and of its declared type. Raises Unreadable."""
+    head = _HEAD.match(body)
+    if head is None or not _properties(schema := schemas.get(head[1], {})):
         raise Unreadable
-    return Read(head[1], found)
+    return _read(_Drifted(body, CLOSERS[head[2]]), head, schema)
+
+
+def _read(values: _Values, head: re.Match[str], schema: Schema) -> Read:
+    found, end = values.object(head.end(), schema, 0)
+    if end != len(values.text):
+        raise Unreadable
+    return Read(head[1], found, values.odd)
 
 
 def repaired(body: str, schemas: Schemas) -> Read:
@@ -143,8 +189,12 @@ def kinds_of(schema: Schema) -> set[str]:
 class _Values:
     """The values of one body. `last` is the brace that closes its outermost object."""
 
+    #: whether a key may be written once only; else the last one holds
+    once = False
+
     def __init__(self, text: str, last: str) -> None:
         self.text, self.last = text, last
+        self.odd = False
 
     def object(self, at: int, schema: Schema, depth: int) -> tuple[dict[str, Any], int]:
         """Read an object whose opening brace is before `at`."""
@@ -155,7 +205,9 @@ class _Values:
             at = self._space(at)
             if self.text.startswith(close, at):
                 return out, at + 1
-            key, at = self._key(at)
+            key, at = self._key(at, inside)
+            if key in out and self.once:
+                raise Unreadable
             out[key], at = self.value(at, inside.get(key, {}), depth + 1)
             at = self._comma(at, close)
 
@@ -184,7 +236,7 @@ class _Values:
             return at
         raise Unreadable
 
-    def _key(self, at: int) -> tuple[str, int]:
+    def _key(self, at: int, inside: Mapping[str, Schema]) -> tuple[str, int]:
         if found := _STRING.match(self.text, at):
             key, at = spelled(found[1]), found.end()
         elif self.text.startswith('"', at):
@@ -209,12 +261,19 @@ class _Values:
         if found := _STRING.match(self.text, at):
             return _typed(spelled(found[1]), schema), found.end()
         if self.text.startswith('"', at):
-            return self._json_string(at)
+            text, end = self._json_string(at)
+            return _typed(text, schema), end
         if found := _SINGLE.match(self.text, at):
-            return found[1], found.end()
-        if found := _WORDS[self.last].match(self.text, at):
-            return _bare(found[0].strip(), schema), found.end()
-        raise Unreadable
+            return _typed(found[1], schema), found.end()
+        return self._bare(at, schema)
+
+    def _bare(self, at: int, schema: Schema) -> tuple[Any, int]:
+        found = _WORDS[self.last].match(self.text, at)
+        if found is None:
+            raise Unreadable
+        value = _bare(found[0].strip(), schema)
+        self.odd |= isinstance(value, str) and not fits(value, schema)
+        return value, found.end()
 
     def _json_string(self, at: int) -> tuple[str, int]:
         end = string_end(self.text, at + 1)
@@ -225,26 +284,87 @@ class _Values:
         return whole(value), end
 
 
+class _Drifted(_Values):
+    """Values of which the schema alone says where each one ends."""
+
+    once = True
+
+    def object(self, at: int, schema: Schema, depth: int) -> tuple[dict[str, Any], int]:
+        at = self._space(at)
+        if depth or not self.text.startswith("{", at):
+            return super().object(at, schema, depth)
+        found, at = super().object(at + 1, schema, 1)
+        at = self._space(at)
+        if not self.text.startswith(self.last, at):
+            raise Unreadable
+        return found, at + 1
+
+    def _comma(self, at: int, close: str) -> int:
+        at = self._space(at)
+        return at + self.text.startswith(",", at)
+
+    def _key(self, at: int, inside: Mapping[str, Schema]) -> tuple[str, int]:
+        if not inside:
+            return super()._key(at, inside)
+        known = "|".join(map(re.escape, sorted(inside, key=len, reverse=True)))
+        found = re.compile(rf"([{_QUOTE}\"']?)({known})\1\s*[:=]").match(self.text, at)
+        if found is None:
+            raise Unreadable
+        return found[2], found.end()
+
+    def value(self, at: int, schema: Schema, depth: int) -> tuple[Any, int]:
+        value, end = super().value(at, schema, depth)
+        if not fits(value, schema):
+            raise Unreadable
+        return value, end
+
+    def _bare(self, at: int, schema: Schema) -> tuple[Any, int]:
+        named = "|".join(map(re.escape, schema.get("enum", ())))
+        pattern = rf"(?:{named})(?!\w)|{_LITERAL.pattern}" if named else _LITERAL.pattern
+        found = re.compile(pattern).match(self.text, at)
+        if found is None:
+            raise Unreadable
+        return _bare(found[0], schema), found.end()
+
+
 def string_end(text: str, at: int) -> int:
     """Return the place behind the quote that closes a JSON string, or 0 where none does."""
     found = re.compile(r'(?:[^"\\]|\\.)*"', re.S).match(text, at)
     return found.end() if found else 0
 
 
-def _typed(text: str, schema: Schema) -> Any:
-    """Return a delimited text as what its schema says it is, where that is clear."""
+def fits(value: Any, schema: Schema) -> bool:
+    """Whether a schema allows the type of a value; one without types allows all."""
     kinds = kinds_of(schema)
-    if kinds and kinds <= {"integer", "number", "boolean"}:
-        value = _literal(text)
-        if isinstance(value, bool) == ("boolean" in kinds) and value is not None:
-            return value
-    return text
+    return not kinds or value is None or bool(_FITS[type(value)] & kinds)
+
+
+def _typed(text: str, schema: Schema) -> Any:
+    """Return a delimited text as the one value of its schema's types that it spells; else as it
+    is."""
+    kinds = kinds_of(schema)
+    if not kinds or "string" in kinds:
+        return text
+    word = text.strip()
+    value = _literal(word, _PYTHON)
+    if value is None and word in ("null", "None"):
+        return None if schema.get("nullable") else text
+    if value is None and word[:1] in ("[", "{"):
+        try:
+            value, end = _Values(word, "}").value(0, schema, 1)
+        except Unreadable:
+            return text
+        value = value if end == len(word) else None
+    return text if value is None or not fits(value, schema) else value
 
 
 def _bare(word: str, schema: Schema) -> Any:
-    value = _literal(word)
-    if kinds_of(schema) == {"string"} and value is not None and word != "null":
+    kinds = kinds_of(schema)
+    value = _literal(word, {} if "string" in kinds or not kinds else _PYTHON)
+    if kinds == {"string"} and value is not None and word != "null":
         return word
+    if value is None and word == "None" and kinds and "string" not in kinds:
+        return None if schema.get("nullable") else word
     if value is None and word != "null":
         if '"' in word or not word:
             raise Unreadable
@@ -252,10 +372,12 @@ def _bare(word: str, schema: Schema) -> Any:
     return value
 
 
-def _literal(word: str) -> Any:
+def _literal(word: str, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """Return the number, true or false that a word is; None for null and all others."""
     if word in _LITERALS:
         return _LITERALS[word]
+    if word in more:
+        return more[word]
     number = _NUMBER.fullmatch(word)
     if number is None:
         return None
