@@ -16,7 +16,7 @@ from functools import lru_cache, wraps
 from itertools import chain
 from string import Formatter
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
@@ -40,10 +40,10 @@ _OTHERS = """
     rejectattr reverse round select selectattr sort sum unique
 """
 _METHODS = """
-    capitalize casefold center count endswith find index isalnum isalpha isascii isdecimal isdigit islower
-    isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition removeprefix
-    removesuffix replace rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip
-    swapcase title upper zfill
+    capitalize casefold center count endswith find index isalnum isalpha isascii isdecimal
+    isdigit islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip
+    partition removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip
+    split splitlines startswith strip swapcase title upper zfill
 """
 _GLOBALS = ("range", "dict", "namespace", "joiner", "cycler")
 #: methods of a text that a template may call
@@ -66,7 +66,7 @@ class Generation(Extension):
     """`{% generation %}...{% endgeneration %}`, with which training templates mark answers: its
     body, in a scope of its own."""
 
-    tags = frozenset({"generation"})
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser: Any) -> nodes.Node:
         """Return the body of the tag."""

@@ -21,6 +21,7 @@ _QUOTE = MARKS[QUOTE]
 _SURROGATES = "\ud800-\udfff"
 _SPACE = re.compile(r"\s*")
 _HEAD = re.compile(rf"\s*(?:call\s*)?:\s*([^\s{{}}()<>:,\"'{_SURROGATES}]{{1,256}})\s*([{{(])")
+_BEGUN = re.compile(rf"\s*(?:(?:c(?:a(?:l)?)?)?|call\s*)(?::[^{{}}(){_SURROGATES}]*)?")
 _STRING = re.compile(f"{_QUOTE}([^{_QUOTE}]*){_QUOTE}")
 _SINGLE = re.compile(rf"'([^'{_SURROGATES}]*)'(?=\s*[,}}\])])")
 _KEY = re.compile(rf"[^\s:,{{}}\[\]\"'{_SURROGATES}][^:,{{}}\[\]\"'{_SURROGATES}]*")
@@ -66,9 +67,16 @@ class Read:
     odd: bool = False
 
 
-def is_head(text: str) -> bool:
-    """Whether a text is the head of a call: `call:NAME{`, the first word optional."""
-    return _HEAD.fullmatch(text) is not None
+def begins_head(text: str) -> bool:
+    """Whether a text is what the head of a call begins with."""
+    return _BEGUN.fullmatch(text) is not None
+
+
+def head_name(text: str) -> str | None:
+    """Return the name in the head of a call, `call:NAME{`, the first word optional; None for a text
+    that is none."""
+    found = _HEAD.fullmatch(text)
+    return found[1] if found else None
 
 
 def is_bare_key(text: str) -> bool:
@@ -107,7 +115,7 @@ def drifted(body: str, schemas: Schemas) -> Read:
     """Read a body of declared keys, with `=` for `:`, without commas or with braces in braces; each
     value delimited or a literal, and of its declared type. Raises Unreadable."""
     head = _HEAD.match(body)
-    if head is None or not _properties(schema := schemas.get(head[1], {})):
+    if head is None or not properties(schema := schemas.get(head[1], {})):
         raise Unreadable
     return _read(_Drifted(body, CLOSERS[head[2]]), head, schema)
 
@@ -128,7 +136,7 @@ def repaired(body: str, schemas: Schemas) -> Read:
     if head is None or head[1] not in schemas or not inner.endswith(CLOSERS[head[2]]):
         raise Unreadable
     schema = schemas[head[1]]
-    keys = "|".join(map(re.escape, sorted(_properties(schema), key=len, reverse=True)))
+    keys = "|".join(map(re.escape, sorted(properties(schema), key=len, reverse=True)))
     text = inner[head.end() : -1]
     first: dict[str, re.Match[str]] = {}
     for found in re.finditer(rf"(?:^|,)\s*({keys})\s*:", text) if keys else ():
@@ -142,7 +150,7 @@ def repaired(body: str, schemas: Schemas) -> Read:
     for start, end in zip(starts, ends):
         if start.start() < at:  # it looks like a key, and lies in a value
             continue
-        name, inside = start[1], _properties(schema).get(start[1], {})
+        name, inside = start[1], properties(schema).get(start[1], {})
         value = _alone(text, start.end(), inside)
         if value is None or value[1] not in ends:
             value = (_raw(text[start.end() : end], inside), end)
@@ -161,7 +169,7 @@ def _alone(text: str, start: int, schema: Schema) -> tuple[Any, int] | None:
 
 def _raw(text: str, schema: Schema) -> str:
     """Return the text that a value must be, without the quotes that it has."""
-    if kinds_of(schema) != {"string"}:
+    if not is_text(schema):
         raise Unreadable
     if _QUOTE in text:
         text = text.strip()
@@ -174,8 +182,15 @@ def _raw(text: str, schema: Schema) -> str:
     return spelled(text)
 
 
-def _properties(schema: Schema) -> Mapping[str, Schema]:
+def properties(schema: Schema) -> Mapping[str, Schema]:
+    """Return the properties that a schema declares."""
     found = schema.get("properties")
+    return found if isinstance(found, Mapping) else {}
+
+
+def items(schema: Schema) -> Schema:
+    """Return the schema of a list's elements."""
+    found = schema.get("items")
     return found if isinstance(found, Mapping) else {}
 
 
@@ -184,6 +199,36 @@ def kinds_of(schema: Schema) -> set[str]:
     kinds = schema.get("type")
     listed = kinds if isinstance(kinds, list) else [kinds]
     return {k.lower() for k in listed if isinstance(k, str)} - {"null"}
+
+
+def is_text(schema: Schema) -> bool:
+    """Whether a schema allows texts only, beside null."""
+    return kinds_of(schema) == {"string"}
+
+
+def takes_text(schema: Schema) -> bool:
+    """Whether a schema allows texts, so that a delimited one is not converted."""
+    kinds = kinds_of(schema)
+    return not kinds or "string" in kinds
+
+
+def read_key(raw: str) -> str:
+    """Read one key as `strict` does. Raises Unreadable."""
+    values = _Values(f"{raw}:", "}")
+    key, end = values.key(values.space(0), {})
+    if end <= len(raw):
+        raise Unreadable
+    return key
+
+
+def read_value(raw: str, schema: Schema, last: str) -> Any:
+    """Read one value as `strict` does, within a call that `last` closes. Raises Unreadable, also
+    for one that may have a better reading."""
+    values = _Values(f"{raw}{last}", last)
+    value, end = values.value(0, schema, 1)
+    if raw[end:].strip() or values.odd:
+        raise Unreadable
+    return value
 
 
 class _Values:
@@ -199,44 +244,43 @@ class _Values:
     def object(self, at: int, schema: Schema, depth: int) -> tuple[dict[str, Any], int]:
         """Read an object whose opening brace is before `at`."""
         close = "}" if depth else self.last
-        inside = _properties(schema)
+        inside = properties(schema)
         out: dict[str, Any] = {}
         while True:
-            at = self._space(at)
+            at = self.space(at)
             if self.text.startswith(close, at):
                 return out, at + 1
-            key, at = self._key(at, inside)
+            key, at = self.key(at, inside)
             if key in out and self.once:
                 raise Unreadable
             out[key], at = self.value(at, inside.get(key, {}), depth + 1)
             at = self._comma(at, close)
 
     def _array(self, at: int, schema: Schema, depth: int) -> tuple[list[Any], int]:
-        items = schema.get("items")
-        inner = items if isinstance(items, Mapping) else {}
+        inner = items(schema)
         out: list[Any] = []
         while True:
-            at = self._space(at)
+            at = self.space(at)
             if self.text.startswith("]", at):
                 return out, at + 1
             value, at = self.value(at, inner, depth + 1)
             out.append(value)
             at = self._comma(at, "]")
 
-    def _space(self, at: int) -> int:
+    def space(self, at: int) -> int:
         found = _SPACE.match(self.text, at)
         return found.end() if found else at
 
     def _comma(self, at: int, close: str) -> int:
         """Return the place behind a comma, which may be missing before the end alone."""
-        at = self._space(at)
+        at = self.space(at)
         if self.text.startswith(",", at):
             return at + 1
         if self.text.startswith(close, at):
             return at
         raise Unreadable
 
-    def _key(self, at: int, inside: Mapping[str, Schema]) -> tuple[str, int]:
+    def key(self, at: int, inside: Mapping[str, Schema]) -> tuple[str, int]:
         if found := _STRING.match(self.text, at):
             key, at = spelled(found[1]), found.end()
         elif self.text.startswith('"', at):
@@ -245,7 +289,7 @@ class _Values:
             key, at = found[0].rstrip(), found.end()
         else:
             raise Unreadable
-        at = self._space(at)
+        at = self.space(at)
         if not self.text.startswith(":", at):
             raise Unreadable
         return key, at + 1
@@ -254,7 +298,7 @@ class _Values:
         """Read one value."""
         if depth > MOST_DEPTH:
             raise Unreadable
-        at = self._space(at)
+        at = self.space(at)
         readers: dict[str, Callable[..., tuple[Any, int]]] = {"{": self.object, "[": self._array}
         if reader := readers.get(self.text[at : at + 1]):
             return reader(at + 1, schema, depth)
@@ -290,22 +334,22 @@ class _Drifted(_Values):
     once = True
 
     def object(self, at: int, schema: Schema, depth: int) -> tuple[dict[str, Any], int]:
-        at = self._space(at)
+        at = self.space(at)
         if depth or not self.text.startswith("{", at):
             return super().object(at, schema, depth)
         found, at = super().object(at + 1, schema, 1)
-        at = self._space(at)
+        at = self.space(at)
         if not self.text.startswith(self.last, at):
             raise Unreadable
         return found, at + 1
 
     def _comma(self, at: int, close: str) -> int:
-        at = self._space(at)
+        at = self.space(at)
         return at + self.text.startswith(",", at)
 
-    def _key(self, at: int, inside: Mapping[str, Schema]) -> tuple[str, int]:
+    def key(self, at: int, inside: Mapping[str, Schema]) -> tuple[str, int]:
         if not inside:
-            return super()._key(at, inside)
+            return super().key(at, inside)
         known = "|".join(map(re.escape, sorted(inside, key=len, reverse=True)))
         found = re.compile(rf"([{_QUOTE}\"']?)({known})\1\s*[:=]").match(self.text, at)
         if found is None:
@@ -342,8 +386,7 @@ def fits(value: Any, schema: Schema) -> bool:
 def _typed(text: str, schema: Schema) -> Any:
     """Return a delimited text as the one value of its schema's types that it spells; else as it
     is."""
-    kinds = kinds_of(schema)
-    if not kinds or "string" in kinds:
+    if takes_text(schema):
         return text
     word = text.strip()
     value = _literal(word, _PYTHON)
@@ -359,12 +402,11 @@ def _typed(text: str, schema: Schema) -> Any:
 
 
 def _bare(word: str, schema: Schema) -> Any:
-    kinds = kinds_of(schema)
-    value = _literal(word, {} if "string" in kinds or not kinds else _PYTHON)
-    if kinds == {"string"} and value is not None and word != "null":
+    value = _literal(word, {} if takes_text(schema) else _PYTHON)
+    if is_text(schema) and value is not None and word != "null":
         return word
-    if value is None and word == "None" and kinds and "string" not in kinds:
-        return None if schema.get("nullable") else word
+    if word == "None" and not takes_text(schema) and schema.get("nullable"):
+        return None
     if value is None and word != "null":
         if '"' in word or not word:
             raise Unreadable

@@ -141,9 +141,10 @@ class Screen:
             self._thought(event.text)
         elif event.kind == "call":
             self._change("call")
-            call = {"name": event.name, "arguments": event.arguments}
+            arguments = event.text if event.arguments is None else event.arguments
+            call = {"name": event.name, "arguments": arguments}
             self._print(json.dumps(call, ensure_ascii=not self.terminal) + "\n")
-        else:
+        elif event.kind == "content":
             self._change("content")
             self._print(event.text)
 

@@ -336,7 +336,7 @@ class Talk:
         counts, message = stream.ticket.counts, answer.message()
         self.held = counts.prompt + counts.generated
         if counts.generated or not cancelled:
-            self.messages.append(message)
+            self.messages.append(answer.history(message))
         if cancelled:
             self.leave_calls()
         reason = INTERRUPTED if cancelled else answer.finish or ""
