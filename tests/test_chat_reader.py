@@ -303,7 +303,7 @@ def test_a_cut_call_has_cut_arguments(body: str) -> None:
             continue
         ((name, cut),) = [(c["name"], c["arguments"]) for c in answer.tool_calls]
         assert name == "f" and isinstance(cut, str)
-        if body.startswith("text"):
+        if body.startswith("text") and "<" not in cut:  # half a control token
             assert json.dumps(done["arguments"]).startswith(cut)
         with pytest.raises(ValueError, match=r"."):
             json.loads(cut)

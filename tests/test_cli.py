@@ -30,7 +30,7 @@ from g4ir.backends.sampling import Sampler, Sampling
 from g4ir.chat.stream import Detokenizer, TextStream
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
-from g4ir.engine.responder import RAW, Responder
+from g4ir.engine.responder import BOS_ADDED, RAW, Responder
 from g4ir.engine.session import Session
 from g4ir.ir.text import parse_graph
 from g4ir.model.text import build_graph
@@ -348,10 +348,10 @@ def test_run_text(text_engine: Path, text_loaded: Engine) -> None:
     ids = [2, *tokenizer().encode(PROMPT).ids]
     want = text_loaded.generate(ids, 12)
     words = ("run", text_engine, "--prompt", PROMPT, "--max-new-tokens", "12")
-    assert ok(*words, "--temperature", "0") == tokenizer().decode(want) + "\n"
+    assert ok(*words, "--temperature", "0") == CODEC.decode(want) + "\n"
     answer = json.loads(ok(*words, "--temperature", "0", "--json"))
     assert answer["tokens"] == want
-    assert answer["text"] == tokenizer().decode(want)
+    assert answer["text"] == CODEC.decode(want)
 
 
 def instructed(engine: Path, out: Path, files: dict[str, str], bos: bool) -> Engine:
@@ -387,6 +387,42 @@ def test_a_raw_prompt_at_a_chat_model_is_noted(
         assert request.tokens == (2, *tokenizer().encode("ab w3").ids)
     assert not responder.request({"prompt": "<eos>ab"}, "x").notes
     assert not responder.request({"tokens": [2, 5]}, "x").notes
+
+
+NO_BOS = {
+    "no config": None,
+    "false": '{"add_bos_token": false}',
+    "true": '{"add_bos_token": true}',
+}
+
+
+@pytest.mark.parametrize("case", NO_BOS)
+@pytest.mark.parametrize("own", [False, True], ids=["plain", "adds"])
+def test_a_raw_prompt_begins_with_one_bos(
+    case: str, own: bool, text_engine: Path, tmp_path: Path
+) -> None:
+    """Whatever the files of the tokenizer say; it is logged where they do not add it."""
+    loaded = instructed(text_engine, tmp_path / "e", {}, own)
+    config = loaded.path / "tokenizer_config.json"
+    config.unlink(missing_ok=True)
+    if text := NO_BOS[case]:
+        config.write_text(text)
+    responder, ids = Responder(loaded), tuple(tokenizer().encode("ab w3").ids)
+    for prompt in ("ab w3", "<bos>ab w3"):
+        request = responder.request({"prompt": prompt}, "x")
+        assert request.tokens == (2, *ids)
+        added = prompt == "ab w3" and not own and case != "true"
+        assert request.notes == ((BOS_ADDED,) if added else ())
+        bare = responder.request({"prompt": prompt, "bos": False}, "x")
+        assert bare.tokens == (2, *ids)[prompt == "ab w3" :] and not bare.notes
+    assert Responder(loaded, {"bos": False}).request({"prompt": "ab"}, "x").tokens[:1] != (2,)
+
+
+def test_no_bos(text_engine: Path) -> None:
+    words = ("run", text_engine, "--prompt", "ab", "--max-new-tokens", "1", "--json")
+    count = [json.loads(g4ir(*words, *more).err)["prompt_tokens"] for more in ((), ("--no-bos",))]
+    assert count == [2, 1]
+    assert "--no-bos is for raw text" in g4ir("run", text_engine, "--tokens", "2", "--no-bos").err
 
 
 def test_a_raw_prompt_at_another_model_is_not_noted(text_loaded: Engine) -> None:
@@ -468,7 +504,7 @@ def test_run_json_lines(text_engine: Path, text_loaded: Engine, tmp_path: Path) 
     assert [a["id"] for a in answers] == [x["id"] for x in logs] == ["first", 3, 0]
     ids = [2, *tokenizer().encode(PROMPT).ids]
     assert answers[0]["tokens"] == text_loaded.generate(ids, 5)
-    assert answers[0]["text"] == tokenizer().decode(answers[0]["tokens"])
+    assert answers[0]["text"] == CODEC.decode(answers[0]["tokens"])
     for log in logs:
         jsonschema.validate(log, LOG)
     assert logs[0]["prompt_tokens"] == len(ids)

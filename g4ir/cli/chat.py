@@ -16,7 +16,7 @@ from g4ir.spec.reader import did_you_mean
 from g4ir.ui import console
 from g4ir.ui.places import cache_root, private
 
-from .common import add_load, add_verb, emit, load
+from .common import add_load, add_verb, emit, load_to_generate
 from .drafting import add_draft, check_draft
 from .talking import (
     DIM,
@@ -65,7 +65,7 @@ def _chat(args: argparse.Namespace) -> int:
         check_there(kind, path)
     terminal = sys.stdin.isatty() and sys.stdout.isatty() and not args.json
     with console.Progress() as progress:
-        engine = load(args.engine, progress, args.cuda_graph, args.trust)
+        engine = load_to_generate(args, progress)
         try:
             talk = begun(engine, args)
             progress.stop()
@@ -329,8 +329,7 @@ class Repl:
         thinking = "off" if not talk.thinking.on else talk.thinking.budget or "on"
         if talk.thinking.on and talk.thinking.budget is not None:
             thinking = f"at most {talk.thinking.budget} tokens"
-        defaults = {k: getattr(talk.defaults, k) for k in ("temperature", "top_k", "top_p")}
-        given = {k: v for k, v in defaults.items() if v is not None} | talk.settings
+        given = {**talk.defaults.sampling, **talk.settings}
         room = talk.engine.limits.max_seq
         lines = {
             "engine": str(talk.engine.path),

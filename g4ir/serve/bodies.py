@@ -288,6 +288,7 @@ def _prompts(value: Any, name: str) -> tuple[Any, ...]:
 COMPLETIONS: Mapping[str, Read] = {
     **COMMON,
     "prompt": _prompts,
+    "add_special_tokens": kind(bool),
     "logprobs": whole(0, MOST_TOP),
     "echo": _unsupported(False),
     "suffix": _unsupported(""),
@@ -298,7 +299,7 @@ COMPLETIONS: Mapping[str, Read] = {
 TOKENIZE: Mapping[str, Read] = {
     "model": kind(str),
     "prompt": kind(str),
-    "add_special_tokens": _unsupported(True),
+    "add_special_tokens": kind(bool),
     "return_token_strs": _unsupported(False),
 }
 TOKENIZE_CHAT: Mapping[str, Read] = {
