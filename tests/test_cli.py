@@ -753,6 +753,19 @@ def test_progress_rewrites_a_terminals_line(
     assert "\n" not in text
 
 
+def test_a_line_replaces_the_progress_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "_on_terminal", lambda: True)
+    progress = console.Progress()
+    progress("one")
+    progress._show()
+    console.say("note: two")
+    assert capsys.readouterr().err.endswith("(0 s)\r\x1b[Kg4ir: note: two\n")
+    console.say("three")
+    assert capsys.readouterr().err == "g4ir: three\n"
+
+
 def test_progress_is_silent_about_what_is_quick(capsys: pytest.CaptureFixture[str]) -> None:
     with console.Progress() as progress:
         progress("one")

@@ -217,7 +217,7 @@ def test_what_is_no_number_draws_a_token() -> None:
             {"no_repeat_ngram_size": 3, "typical_p": 1.0, "num_beams": 4, "xtc_probability": 0.5},
             Defaults(unused=("no_repeat_ngram_size", "num_beams", "xtc_probability")),
         ),
-        ({"_from_model_config": True, "transformers_version": "5.0", "use_cache": True}, Defaults()),
+        ({"_from_model_config": True, "transformers_version": "5.0"}, Defaults()),
     ],
 )
 def test_read_defaults(tmp_path: Path, values: Any, expected: Defaults) -> None:

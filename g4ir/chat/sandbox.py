@@ -16,7 +16,7 @@ from functools import lru_cache, wraps
 from itertools import chain
 from string import Formatter
 from types import CodeType
-from typing import Any, ClassVar
+from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
@@ -66,7 +66,7 @@ class Generation(Extension):
     """`{% generation %}...{% endgeneration %}`, with which training templates mark answers: its
     body, in a scope of its own."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> nodes.Node:
         """Return the body of the tag."""

@@ -18,7 +18,7 @@ from g4ir.ui import console
 
 from .common import add_load, add_trust_once, add_verb, emit, load, load_to_generate, token_ids
 from .drafting import add_draft, check_draft, given_draft, tally_text
-from .talking import add_files, add_sampling, add_talk, answer_once, check_talk
+from .talking import add_files, add_sampling, add_talk, answer_once, check_talk, check_turns
 
 if TYPE_CHECKING:
     from g4ir.engine.responder import Failure, Request, Responder, Result
@@ -140,6 +140,8 @@ def _run(args: argparse.Namespace) -> int:
 
 def _check_chat(args: argparse.Namespace) -> None:
     """Raise InputError for flags of a chat that would do nothing, or are wrong."""
+    if args.chat:
+        check_turns(args.engine)
     if args.bos is False and (args.chat or args.tokens is not None):
         raise InputError("--no-bos is for raw text: leave it out with --chat and --tokens")
     if args.chat:

@@ -331,7 +331,8 @@ class Responder:
             head = codec.encode(fields["prompt"], where, bos=False)[:1]
             raw = codec.instructed and not codec.has_turns(codec.encode(fields["prompt"], where))
             added = bos and codec.bos not in (None, *head) and not codec.adds_bos
-            notes += [note, RAW if raw else None, BOS_ADDED if added else None]
+            said = "; ".join([*[RAW] * raw, *[BOS_ADDED] * added])
+            notes += [note, said or None]
             with named(where):
                 text = prompts.expand_text(text, soft, special, codec.spell)
             tokens = codec.encode(text, where, bos)
