@@ -48,9 +48,11 @@ def answered(reader: Reader, pieces: Iterable[str], reason: str = "stop") -> Ans
     pieces = [e for e in events if e.kind == "arguments"]
     for i, e in enumerate(calls):
         mine = [p for p in pieces if p.index == i]
-        assert "".join(p.text for p in mine) == e.text and all(p.text for p in mine)
-        assert [p.name for p in mine] == [e.name] + [None] * (len(mine) - 1)
-        assert events.index(mine[-1]) < events.index(e)
+        assert e.streamed == bool(mine) and all(p.text for p in mine)
+        if mine:
+            assert "".join(p.text for p in mine) == e.text
+            assert [p.name for p in mine] == [e.name] + [None] * (len(mine) - 1)
+            assert events.index(mine[-1]) < events.index(e)
         assert e.arguments is None or json.loads(e.text) == e.arguments
     assert {p.index for p in pieces} <= {*range(len(calls))}
     return answer

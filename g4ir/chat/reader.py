@@ -70,9 +70,9 @@ START, CONTENT, OPENING, THINKING, HEAD, BODY, BEHIND, BAD = range(8)
 class Event:
     """A piece of an answer.
 
-    `arguments`: `text` is the next piece of the JSON of call `index`, the first of which has the
-    `name`. `call` follows at its end: `text` is all of the JSON, `arguments` its value, or None for
-    a call that was cut or has no reading.
+    `call`: `text` is its arguments as JSON, `arguments` their value, or None for a call that was
+    cut or has no reading. If it was `streamed`, events `arguments` came before: `text` is the next
+    piece of the JSON of call `index`, the first of which has the `name`.
     """
 
     kind: str
@@ -80,6 +80,7 @@ class Event:
     name: str | None = None
     arguments: dict[str, Any] | None = None
     index: int | None = None
+    streamed: bool = False
 
 
 @dataclass(frozen=True)
@@ -395,10 +396,12 @@ class Reader:
 
     def _end_call(self, text: str, arguments: dict[str, Any] | None) -> None:
         """Give out the rest of a call of which `text` is all of the JSON."""
-        self._send(text[self._sent :])
+        self._emit("content", self._stops.rest())
+        if self._sent:
+            self._send(text[self._sent :])
         name, index = self._body.name, len(self._read)
         self._read.append({"name": name, "arguments": text if arguments is None else arguments})
-        self._put(Event("call", text, name, arguments, index))
+        self._put(Event("call", text, name, arguments, index, self._sent > 0))
         self._state = BEHIND
 
     def _send(self, piece: str) -> None:

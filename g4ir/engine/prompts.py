@@ -96,7 +96,7 @@ class Defaults:
 
     @property
     def note(self) -> str | None:
-        """What a user should be told."""
+        """A message for the user that names the keys left out; None without any."""
         if not self.unused:
             return None
         return f"generation_config.json: {', '.join(self.unused)}: not supported, left out"

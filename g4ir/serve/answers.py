@@ -107,15 +107,16 @@ class Form:
 
 
 def _deltas(said: Said) -> list[dict[str, Any]]:
-    """Return the deltas of a piece; a call begins with its id and name, and has no piece at its
-    end."""
+    """Return the deltas of a piece: a call whole, or its id and name and then pieces of its
+    arguments."""
+    parts: list[dict[str, Any]] = []
     if is_call(said):
-        return []
-    if said.kind != ARGUMENTS:
+        parts = [] if said.streamed else [as_call(said, said.text)]
+    elif said.kind == ARGUMENTS:
+        parts = [as_call(said, "")] if said.name is not None else []
+        parts.append({"function": {"arguments": said.text}})
+    else:
         return [{"reasoning_content" if said.kind == "thought" else "content": said.text}]
-    parts: list[dict[str, Any]] = [{"function": {"arguments": said.text}}]
-    if said.name is not None:
-        parts.insert(0, as_call(said, ""))
     return [{"tool_calls": [{"index": said.index, **part}]} for part in parts]
 
 
