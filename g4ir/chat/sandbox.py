@@ -66,7 +66,7 @@ class Generation(Extension):
     """`{% generation %}...{% endgeneration %}`, with which training templates mark answers: its
     body, in a scope of its own."""
 
-    tags = {"generation"}  # noqa: RUF012
+    tags = {"generation"}
 
     def parse(self, parser: Any) -> nodes.Node:
         """Return the body of the tag."""
