@@ -9,6 +9,7 @@ import pty
 import re
 import select
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -171,7 +172,10 @@ WRONG: tuple[tuple[str | bytes, str], ...] = (
     ("/tools WRONG", "wrong.json: is no JSON"),
     ("/think hard", "/think 'hard': on, off, or a number"),
     ("/thoughts", "show or hide"),
-    ("/set", "/set: give NAME VALUE"),
+    ("/set warmth", "setting 'warmth': one of"),
+    ("/stats loud", "/stats 'loud': on, short, off"),
+    ("/undo", "there is no message yet"),
+    ("/retry", "there is no message yet"),
     ("/set warmth 3", "setting 'warmth': one of"),
     ("/set top_p 3", "top_p 3"),
     ("/save", "/save: give a FILE"),
@@ -226,6 +230,9 @@ def test_each_command(piped: Callable[..., Outcome], tmp_path: Path) -> None:
         "/thoughts hide",
         "/set temperature 0.5",
         "/set top_k default",
+        "/set",
+        "/set min_p",
+        "/stats off",
         f"/save {tmp_path}/talk.json",
         "/show",
         "/clear",
@@ -248,6 +255,16 @@ def test_each_command(piped: Callable[..., Outcome], tmp_path: Path) -> None:
         assert text in before and text in after
     assert "at most 5 tokens" in before and "thinking  off" in after
     assert all(f"{name} " in done.err for name in COMMANDS)
+    assert re.search(r"^temperature +0\.5$", done.err, re.M)
+    assert len(re.findall(r"^min_p +default$", done.err, re.M)) == 2
+    rows = [f"{name} {usage}".strip() for name, (_, usage, _) in COMMANDS.items()]
+    starts = {
+        line.index(what)
+        for line in done.err.splitlines()
+        for row, what in zip(rows, (what for _, _, what in COMMANDS.values()))
+        if line.startswith(f"{row}  ")
+    }
+    assert len(starts) == 1
 
 
 def test_files_and_settings_of_the_command_line(
@@ -395,7 +412,7 @@ def test_a_terminal(at_terminal: Callable[..., Terminal], tmp_path: Path) -> Non
     t.type("hello\r")
     t.until("\x1b[2mhm\x1b[0m")
     assert "hi €\r\n" in t.until("\x1b[2m")
-    assert "tokens/s; ended by stop" in t.until("\x1b[0m")
+    assert re.search(r"\d tokens/s; \d+ of \d+ in use$", t.until("\x1b[0m"))
     t.until(">>> ")
     t.type('"""one\r')
     t.until("... ")
@@ -408,7 +425,7 @@ def test_a_terminal(at_terminal: Callable[..., Terminal], tmp_path: Path) -> Non
     t.type("tell\r")
     t.until("w1_w1_w1_")
     t.type("\x03")  # ends the answer alone
-    t.until("ended by interrupted")
+    t.until("in use; interrupted")
     t.until(">>> ")
     t.type(f"{UP * 4}\r")  # hello
     t.until("w1_ w2_\r\n")
@@ -439,6 +456,50 @@ def test_a_terminal(at_terminal: Callable[..., Terminal], tmp_path: Path) -> Non
     assert told[0] == '{"degrees": 7}' and "not run" in told[1]
     history = tmp_path / "cache" / "g4ir" / "chat-history"
     assert history.stat().st_mode & 0o077 == 0 and "rain?" in history.read_text()
+
+
+PASTE = "\x1b[200~{}\x1b[201~"
+
+
+def test_pasted_lines_are_one_message(at_terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o700)
+    t = at_terminal([WORDS, WORDS, THINKING])
+    t.until(">>> ")
+    t.type(PASTE.format("def f():\r    return 1\r\r/bye") + "\r")
+    t.until("w1_ w2_\r\n")
+    t.until(">>> ")
+    t.type("/stats off\r")
+    t.until(">>> ")
+    t.type("again\r")
+    assert "in use" not in t.until("w1_ w2_\r\n") + t.until(">>> ")
+    t.type("/retry\r")
+    assert "in use" not in t.until("hi €\r\n") + t.until(">>> ")
+    t.type(f"/save {tmp_path}/talk.json\r")
+    t.until(">>> ")
+    t.type("/bye\r")
+    assert t.end() == 0
+    saved = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert [m["content"] for m in saved] == [
+        "def f():\n    return 1\n\n/bye",
+        "w1_ w2_",
+        "again",
+        "hi €",
+    ]
+
+
+def test_an_engine_that_cannot_chat_is_refused_before_its_weights_are_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("g4ir.engine.load.load_engine", lambda *a, **k: pytest.fail("loaded"))
+    for words in (("chat", tmp_path / "e"), ("run", tmp_path / "e", "--chat", "--prompt", "x")):
+        shutil.rmtree(tmp_path / "e", ignore_errors=True)
+        shutil.copytree(folder, tmp_path / "e")
+        file = tmp_path / "e" / "tokenizer.json"
+        file.write_text(file.read_text().replace("<|turn>", "<|torn>"))
+        assert "no turns of a chat" in refused(*words)
+        file.unlink()
+        said = refused(*words)
+        assert "no tokenizer.json" in said and "which a chat needs" in said
 
 
 def test_a_terminal_remembers(at_terminal: Callable[..., Terminal], tmp_path: Path) -> None:

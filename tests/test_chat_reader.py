@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,19 @@ def answered(reader: Reader, pieces: Iterable[str], reason: str = "stop") -> Ans
     texts = {k: "".join(e.text for e in events if e.kind == k) for k in ("thought", "content")}
     calls = [e for e in events if e.kind == "call"]
     assert texts == {"thought": answer.reasoning, "content": answer.content}
-    assert [{"name": e.name, "arguments": e.arguments} for e in calls] == answer.tool_calls
+    read = [e.text if e.arguments is None else e.arguments for e in calls]
+    assert [{"name": e.name, "arguments": a} for e, a in zip(calls, read)] == answer.tool_calls
     assert [e.index for e in calls] == [*range(len(calls))]
-    assert [json.loads(e.text) for e in calls] == [c["arguments"] for c in answer.tool_calls]
+    pieces = [e for e in events if e.kind == "arguments"]
+    for i, e in enumerate(calls):
+        mine = [p for p in pieces if p.index == i]
+        assert e.streamed == bool(mine) and all(p.text for p in mine)
+        if mine:
+            assert "".join(p.text for p in mine) == e.text
+            assert [p.name for p in mine] == [e.name] + [None] * (len(mine) - 1)
+            assert events.index(mine[-1]) < events.index(e)
+        assert e.arguments is None or json.loads(e.text) == e.arguments
+    assert {p.index for p in pieces} <= {*range(len(calls))}
     return answer
 
 
@@ -120,6 +130,8 @@ SCHEMA = {
         "x": {"type": "number"},
         "on": {"type": "boolean"},
         "any": {"type": ["string", "integer"]},
+        "maybe": {"type": ["integer", "null"]},
+        "unit": {"type": "string", "enum": ["cm", "cm2"]},
         "list": {"type": "array", "items": {"type": "string"}},
         "deep": {"type": "object", "properties": {"text": {"type": "string"}}},
     },
@@ -150,6 +162,21 @@ TYPED: list[tuple[str, Any]] = [
     ('text:"\\ud800"', "\ufffd"),
     ("text:'it is, so'", "it is, so"),
     (f'text:say "a", {{b}} or so{QUOTE}', 'say "a", {b} or so'),
+    ("on:True", True),
+    ("on:False", False),
+    ("n:None", "None"),
+    ("maybe:None", None),
+    (f"maybe:{QUOTE}null{QUOTE}", None),
+    ("other:True", "True"),
+    ("text:True", "True"),
+    (f"on:{QUOTE}False{QUOTE}", False),
+    (f"n:{QUOTE} 7 {QUOTE}", 7),
+    ('n:"7"', 7),
+    ("n:'7'", 7),
+    (f'list:{QUOTE}["a", "b"]{QUOTE}', ["a", "b"]),
+    (f'deep:{QUOTE}{{"text": "a"}}{QUOTE}', {"text": "a"}),
+    (f"list:{QUOTE}a, b{QUOTE}", "a, b"),
+    (f"text:{QUOTE}[1]{QUOTE}", "[1]"),
     (f"text:{QUOTE}{CALL_END}{CALL}call:g{{}}{QUOTE}", f"{CALL_END}{CALL}call:g{{}}"),
 ]
 
@@ -187,6 +214,52 @@ def test_calls_beside_the_format(case: tuple[str, list[Any]]) -> None:
     assert (answer.content, answer.finish_reason) == ("", "tool_calls")
 
 
+A = f"{QUOTE}a{QUOTE}"
+#: read by the declared schema of f, where exactly one reading fits it
+DRIFTED: list[tuple[str, dict[str, Any]]] = [
+    (f"f(text={A}, n=3)", {"text": "a", "n": 3}),
+    (f"f(text={A} n=3)", {"text": "a", "n": 3}),
+    ('f(text="a)b", on=True)', {"text": "a)b", "on": True}),
+    (f"f{{text:{A}n:90}}", {"text": "a", "n": 90}),
+    (f"f{{text:{A}note:{A},n:1}}", {"text": "a", "note": "a", "n": 1}),
+    ("f{n:90 x:1.5 on:True}", {"n": 90, "x": 1.5, "on": True}),
+    (
+        f"f{{n:1 deep:{{text={A}}} list:[{A} {A}]}}",
+        {"n": 1, "deep": {"text": "a"}, "list": ["a"] * 2},
+    ),
+    (f"f{{unit:cm2 text:{A}}}", {"unit": "cm2", "text": "a"}),
+    ('f({"text": "a", "n": 3})', {"text": "a", "n": 3}),
+    (f"f{{{{text:{A}}}}}", {"text": "a"}),
+    (f"f{{maybe=None, n:{QUOTE}3{QUOTE}}}", {"maybe": None, "n": 3}),
+]
+
+
+@pytest.mark.parametrize("case", DRIFTED, ids=lambda case: case[0])
+def test_calls_that_drift_are_read_by_their_schema(case: tuple[str, dict[str, Any]]) -> None:
+    text = f"{CALL}call:{case[0]}{CALL_END}"
+    answer = one(text, tools={"f": SCHEMA})
+    assert (answer.tool_calls, answer.content) == ([{"name": "f", "arguments": case[1]}], "")
+
+
+#: no reading fits, or more than one: content, or as written
+UNCLEAR = [
+    f"f{{text:{A}other:90}}",
+    f"f{{text:{A}n:{A}}}",
+    f"f{{text:{A}text:{A}}}",
+    f"f({A}, 3)",
+    f"f{{text={A}{A}}}",
+    "f(n=x)",
+]
+
+
+@pytest.mark.parametrize("body", UNCLEAR)
+def test_a_call_without_one_reading_is_content(body: str) -> None:
+    answer = one(f"{CALL}call:{body}{CALL_END}", tools={"f": SCHEMA})
+    assert (answer.tool_calls, answer.content) == ([], f"{CALL}call:{body}{CALL_END}")
+    undeclared = one(f"{CALL}call:g(text={A}, n=3){CALL_END}", tools={"f": SCHEMA})
+    assert undeclared.tool_calls == []
+
+
 GOOD = f"{CALL}call:g{{n:1}}{CALL_END}"
 BROKEN = [
     f"{CALL}call:f{{a:1{CALL_END}",
@@ -212,13 +285,94 @@ def test_a_call_that_is_none_is_given_back_and_hides_no_other(bad: str) -> None:
     assert answer.content == f"A{bad}Z"
 
 
-def test_a_cut_call_is_no_call() -> None:
-    whole = f"{CALL}call:f{{a:{QUOTE}rm -r x{QUOTE}}}{CALL_END}"
-    for end in range(len(CALL) + 1, whole.index("}")):
+CUT = [
+    f"text:{A},n:12,deep:{{text:{QUOTE}rm -r x{QUOTE}}},list:[{A},{A}]",
+    f"n:{QUOTE}12{QUOTE},on:true,other:word",
+    '"text":"a \\"b\\"","list":["a"]',
+]
+
+
+@pytest.mark.parametrize("body", CUT)
+def test_a_cut_call_has_cut_arguments(body: str) -> None:
+    head = f"{CALL}call:f{{"
+    whole = f"{head}{body}}}{CALL_END}"
+    (done,) = one(whole, tools={"f": SCHEMA}).tool_calls
+    for end in range(len(CALL) + 1, len(head) + len(body)):
         answer = one(whole[:end], "length", tools={"f": SCHEMA})
-        assert (answer.tool_calls, answer.content) == ([], whole[:end])
-        assert answer.finish_reason == "length"
+        assert (answer.content, answer.finish_reason) == ("", "length")
+        if end < len(head):  # which function it calls is not known
+            assert answer.tool_calls == []
+            continue
+        ((name, cut),) = [(c["name"], c["arguments"]) for c in answer.tool_calls]
+        assert name == "f" and isinstance(cut, str)
+        if body.startswith("text") and "<" not in cut:  # half a control token
+            assert json.dumps(done["arguments"]).startswith(cut)
+        with pytest.raises(ValueError, match=r"."):
+            json.loads(cut)
     assert one(whole + "and", "length").finish_reason == "length"
+    undeclared = one(f"{CALL}call:g{{a:{QUOTE}x", "length").tool_calls
+    assert undeclared == [{"name": "g", "arguments": '{"a": "x'}]
+    assert one(f"{CALL}no call", "length").content == f"{CALL}no call"
+
+
+def streamed(reader: Reader, text: str, size: int = 3) -> list[tuple[int, str]]:
+    """The pieces of arguments, and how many characters were fed when each came."""
+    out = []
+    for at in range(0, len(text), size):
+        out += [
+            (at + size, e.text) for e in reader.feed(text[at : at + size]) if e.kind == "arguments"
+        ]
+    return out
+
+
+SOURCE = "def f(a, b):\n    return {'a': [1, 2], 'b': (a, b)}  # \"quoted\", \\ and € }\n" * 40
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"text:{QUOTE}{SOURCE}{QUOTE}",
+        f"n:3,deep:{{text:{QUOTE}{SOURCE}{QUOTE}}},on:true",
+        f"list:[{QUOTE}a{QUOTE},{QUOTE}{SOURCE}{QUOTE}]",
+        f"other:[{{a:{{b:{QUOTE}{SOURCE}{QUOTE}}}}},1,null]",
+    ],
+    ids=["text", "deep", "list", "undeclared"],
+)
+def test_arguments_are_streamed_while_they_are_generated(body: str) -> None:
+    text = f"{CALL}call:f{{{body}}}{CALL_END}"
+    reading = Reader(declared({"f": SCHEMA}))
+    pieces = streamed(reading, text)
+    (call,) = reading.finish().tool_calls
+    whole = json.dumps(call["arguments"], ensure_ascii=False)
+    assert "".join(piece for _, piece in pieces) == whole
+    assert json.dumps(SOURCE, ensure_ascii=False) in whole
+    assert pieces[0][0] < 120 and len(pieces) > len(SOURCE) / 8
+    assert max(b - a for (a, _), (b, _) in pairwise(pieces)) < 60
+
+
+def test_a_call_that_breaks_off_behind_streamed_arguments_stays_a_call() -> None:
+    long = "a long text of which some was streamed" * 2
+    tail = f" and {QUOTE}n:::{QUOTE}}}{CALL_END}{GOOD}Z"
+    answer = one(f"A{CALL}call:f{{text:{QUOTE}{long}{QUOTE}{tail}", tools={"f": SCHEMA})
+    broken = f'{{"text": "{long}" and {QUOTE}n:::{QUOTE}}}'
+    assert answer.tool_calls == [
+        {"name": "f", "arguments": broken},
+        {"name": "g", "arguments": {"n": 1}},
+    ]
+    assert answer.content == "AZ"
+
+
+#: readings of a call whose last string is never closed, in which a key or a brace ends it
+OPEN = ["x, n:3}", "x  , n:3,on:true}", "x }}", "x) }", "x, note:y}", f"x}}{CALL_END}"]
+
+
+@pytest.mark.parametrize("end", OPEN)
+def test_what_ends_an_open_string_is_not_streamed(end: str) -> None:
+    text = f"{CALL}call:f{{text:{QUOTE}{'long text, ' * 8}{end}{CALL_END}"
+    reading = Reader(declared({"f": SCHEMA}))
+    pieces = streamed(reading, text, 1)
+    (call,) = one(text, tools={"f": SCHEMA}).tool_calls
+    assert isinstance(call["arguments"], dict) and len(pieces) > 30
 
 
 def test_without_calls_they_are_content() -> None:
@@ -299,6 +453,7 @@ ATOMS = st.sampled_from(
         "x",
     ]
     + ["<|tool", "_call>", "<", "|>", "[", "]", "12", "(", ")"]
+    + [f"{CALL}call:f{{", f"text:{QUOTE}", f"{QUOTE},", ",n:", ", text :", "=", "a long text, " * 4]
 )
 SOUP = st.lists(ATOMS, max_size=24)
 
@@ -398,7 +553,7 @@ def test_a_stream_of_ids_is_their_text(ids: list[int]) -> None:
         if i is not None and i not in WORDS.strings:
             runs.append(i)
         else:
-            wanted += WORDS.tokenizer.decode(runs) if runs else ""
+            wanted += WORDS.detokenizer.decode(runs)
             wanted += WORDS.strings[i] if i is not None else ""
             runs = []
     assert "".join(p.text for p in pieces) == wanted
@@ -408,7 +563,7 @@ def test_a_character_is_never_given_in_parts() -> None:
     stream = TokenStream(WORDS)
     ids = WORDS.plain("é€ab")
     pieces = [p for i in ids for p in stream.push(i)]
-    assert [p.text for p in pieces] == ["é€ab"]
+    assert [p.text for p in pieces] == ["é", "€", "ab"]
     half = WORDS.plain("€")[:1]
     assert [p for i in half for p in stream.push(i)] == []
     (broken, end) = stream.push(WORDS.controls[TURN_END])

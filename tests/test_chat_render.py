@@ -225,6 +225,16 @@ HOSTILE = {
     "wide method": "{{ 'a'.center(10**9) }}",
     "wide format": "{{ '{:>1000000000}'.format(1) }}",
     "wide percent": "{{ '%1000000000d' % 1 }}",
+    "wide star": "{{ '%*d' % (1000000000, 1) }}",
+    "wide digits": "{{ '%.1000000000f' | format(1) }}",
+    "wide key": "{{ '%(a)1000000000d' % {'a': 1} }}",
+    "wide nested": "{{ '{:{}}'.format('x', 1000000000) }}",
+    "wide map": "{{ '{x:1000000000}'.format_map({'x': 3}) }}",
+    "wide just": "{{ 'a'.ljust(10**9) }}",
+    "wide indent": "{{ 'a' | indent(10**9) }}",
+    "doubles by %": double("'aaaa'", "'%s%s' % (x, x)"),
+    "doubles by format": double("'aaaa'", "'{0}{0}'.format(x)"),
+    "reaches by format": "{{ '{0.x.y}'.format(messages) }}",
     "wide date": "{{ strftime_now('%1000000000d') }}",
     "power": "{{ (2 ** 62) ** 62 ** 62 }}",
     "squares": double("9 ** 9", "x * x"),
@@ -253,6 +263,62 @@ def test_templates_have_what_peers_give_them() -> None:
     source = """{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}
 {{- {"k": "<é>"} | tojson }}{{ strftime_now("%Y") | length }}{{ extra }}{{ [1, 2] | join("-") }}"""
     assert render(HI, None, own(source), extra="E") == '01{"k": "<é>"}4E1-2'
+
+
+#: what training templates and tool templates of checkpoints use, beside the published ones
+PEERS = [
+    "{% for m in messages %}{% generation %}{{ m.content }}\n{% endgeneration %}{% endfor %}!",
+    "{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}{%- endgeneration %}\n{{ a }}",
+    "{% for m in messages %}{% generation %}{% if m %}x{% endif %}{% endgeneration %}{% endfor %}",
+    "{{ '%s: %s' % (messages[0].role, 3) }}",
+    "{{ '%(r)s/%(r)-8s/%(n)05.1f%%' % {'r': messages[0].role, 'n': 2.5} }}",
+    "{{ '%s, %r, %x' % (messages, 'a', 255) }}",
+    "{{ '%s=%s' | format('a', 1) }}{{ '%d' % 7 }}",
+    "{{ '{}: {:>5} {k!r}'.format('a', 1, k='x') }}",
+    "{{ '{:,} {:5.2f}'.format(1234567, 2.5) }}",
+    "{{ messages | tojson(indent=2) | indent(4) }}",
+    "{% set sep = joiner(', ') %}{% for i in [1, 2] %}{{ sep() }}{{ i }}{% endfor %}",
+    "{{ 'x'.ljust(4) }}|{{ '7'.zfill(3) }}|{{ 'a b c' | wordcount }}",
+]
+
+
+@pytest.mark.parametrize("source", PEERS)
+def test_templates_render_as_transformers_renders_them(source: str) -> None:
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    ((wanted,), _) = utils.render_jinja_template([HI], chat_template=source)
+    assert render(HI, None, own(source)) == wanted
+
+
+#: as the first published template did: no role `tool`, answers in the message that called
+OLDER = """{{ bos_token }}{% for m in messages %}<|turn>{{ m.role }}
+{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name }}{}<tool_call|>{% endfor %}
+{%- for r in m.tool_responses or [] -%}
+<|tool_response>response:{{ r.name }}{value:<|"|>{{ r.response }}<|"|>}<tool_response|>
+{%- endfor %}{{ m.content if m.content is string else "" }}
+{%- if not m.tool_responses or m.content %}<turn|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|turn>model
+{% endif %}"""
+REFUSING = "{% for m in messages %}{{ raise_exception('role') if m.role == 'tool' }}{% endfor %}"
+
+
+@pytest.mark.parametrize("source", [OLDER, REFUSING + OLDER])
+def test_answers_of_tools_lie_behind_their_calls_in_templates_without_the_role(source: str) -> None:
+    asked = {"role": "assistant", "content": None, "tool_calls": [call("f", "a"), call("g", "b")]}
+    answers = [
+        {"role": "tool", "tool_call_id": "b", "content": [{"type": "text", "text": "<turn|>"}]},
+        {"role": "tool", "tool_call_id": "a", "content": "7"},
+    ]
+    prompt = make_prompt([*HI, asked, *answers], None, own(source))
+    assert prompt.text.endswith(
+        "<|tool_call>call:f{}<tool_call|><|tool_call>call:g{}<tool_call|>"
+        '<|tool_response>response:g{value:<|"|><turn|><|"|>}<tool_response|>'
+        '<|tool_response>response:f{value:<|"|>7<|"|>}<tool_response|><|turn>model\n'
+    )
+    assert [p.text for p in prompt.pieces() if p.control].count("<turn|>") == 1
+    image = {"role": "tool", "tool_call_id": "a", "content": [{"type": "image_url"}]}
+    with pytest.raises(InputError, match="placeholders for no media"):
+        make_prompt([*HI, asked, answers[0], image], None, own(source))
+    assert not own().folds
 
 
 # --- contents are text ------------------------------------------------------------------------

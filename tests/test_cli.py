@@ -27,11 +27,10 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from g4ir.backends.sampling import Sampler, Sampling
-from g4ir.chat.stream import TextStream
-from g4ir.engine.codec import Codec
+from g4ir.chat.stream import Detokenizer, TextStream
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
-from g4ir.engine.responder import RAW, Responder
+from g4ir.engine.responder import BOS_ADDED, RAW, Responder
 from g4ir.engine.session import Session
 from g4ir.ir.text import parse_graph
 from g4ir.model.text import build_graph
@@ -349,10 +348,10 @@ def test_run_text(text_engine: Path, text_loaded: Engine) -> None:
     ids = [2, *tokenizer().encode(PROMPT).ids]
     want = text_loaded.generate(ids, 12)
     words = ("run", text_engine, "--prompt", PROMPT, "--max-new-tokens", "12")
-    assert ok(*words, "--temperature", "0") == tokenizer().decode(want) + "\n"
+    assert ok(*words, "--temperature", "0") == CODEC.decode(want) + "\n"
     answer = json.loads(ok(*words, "--temperature", "0", "--json"))
     assert answer["tokens"] == want
-    assert answer["text"] == tokenizer().decode(want)
+    assert answer["text"] == CODEC.decode(want)
 
 
 def instructed(engine: Path, out: Path, files: dict[str, str], bos: bool) -> Engine:
@@ -388,6 +387,42 @@ def test_a_raw_prompt_at_a_chat_model_is_noted(
         assert request.tokens == (2, *tokenizer().encode("ab w3").ids)
     assert not responder.request({"prompt": "<eos>ab"}, "x").notes
     assert not responder.request({"tokens": [2, 5]}, "x").notes
+
+
+NO_BOS = {
+    "no config": None,
+    "false": '{"add_bos_token": false}',
+    "true": '{"add_bos_token": true}',
+}
+
+
+@pytest.mark.parametrize("case", NO_BOS)
+@pytest.mark.parametrize("own", [False, True], ids=["plain", "adds"])
+def test_a_raw_prompt_begins_with_one_bos(
+    case: str, own: bool, text_engine: Path, tmp_path: Path
+) -> None:
+    """Whatever the files of the tokenizer say; it is logged where they do not add it."""
+    loaded = instructed(text_engine, tmp_path / "e", {}, own)
+    config = loaded.path / "tokenizer_config.json"
+    config.unlink(missing_ok=True)
+    if text := NO_BOS[case]:
+        config.write_text(text)
+    responder, ids = Responder(loaded), tuple(tokenizer().encode("ab w3").ids)
+    for prompt in ("ab w3", "<bos>ab w3"):
+        request = responder.request({"prompt": prompt}, "x")
+        assert request.tokens == (2, *ids)
+        added = prompt == "ab w3" and not own and case != "true"
+        assert request.notes == ((BOS_ADDED,) if added else ())
+        bare = responder.request({"prompt": prompt, "bos": False}, "x")
+        assert bare.tokens == (2, *ids)[prompt == "ab w3" :] and not bare.notes
+    assert Responder(loaded, {"bos": False}).request({"prompt": "ab"}, "x").tokens[:1] != (2,)
+
+
+def test_no_bos(text_engine: Path) -> None:
+    words = ("run", text_engine, "--prompt", "ab", "--max-new-tokens", "1", "--json")
+    count = [json.loads(g4ir(*words, *more).err)["prompt_tokens"] for more in ((), ("--no-bos",))]
+    assert count == [2, 1]
+    assert "--no-bos is for raw text" in g4ir("run", text_engine, "--tokens", "2", "--no-bos").err
 
 
 def test_a_raw_prompt_at_another_model_is_not_noted(text_loaded: Engine) -> None:
@@ -469,7 +504,7 @@ def test_run_json_lines(text_engine: Path, text_loaded: Engine, tmp_path: Path) 
     assert [a["id"] for a in answers] == [x["id"] for x in logs] == ["first", 3, 0]
     ids = [2, *tokenizer().encode(PROMPT).ids]
     assert answers[0]["tokens"] == text_loaded.generate(ids, 5)
-    assert answers[0]["text"] == tokenizer().decode(answers[0]["tokens"])
+    assert answers[0]["text"] == CODEC.decode(answers[0]["tokens"])
     for log in logs:
         jsonschema.validate(log, LOG)
     assert logs[0]["prompt_tokens"] == len(ids)
@@ -580,32 +615,43 @@ def test_a_shared_prefix_is_kept_within_the_window(loaded: Engine) -> None:
 # --- text -------------------------------------------------------------------------------------
 
 
-class Words:
-    """A codec on the test's tokenizer, without an engine."""
-
-    def __init__(self) -> None:
-        self.tokenizer = tokenizer()
-
-    decode = Codec.decode
-    is_byte = Codec.is_byte
+CODEC = Detokenizer(tokenizer())
+EMOJI = [4 + byte for byte in "a😀é😀€".encode()]
 
 
-CODEC = Words()
-
-
-@given(st.lists(st.integers(0, 511) | st.integers(4, 259), max_size=24))
+@given(st.lists(st.integers(0, 511) | st.integers(4, 259) | st.sampled_from(EMOJI), max_size=24))
 @settings(max_examples=300)
 def test_streamed_text_is_the_text_of_all_ids(ids: list[int]) -> None:
     stream = TextStream(CODEC)
-    assert "".join([*map(stream.push, ids), stream.rest()]) == CODEC.decode(ids)
+    pieces = [*map(stream.push, ids), stream.rest()]
+    assert "".join(pieces) == CODEC.decode(ids)
+    whole = CODEC.tokenizer.decode(ids)
+    assert "\ufffd" in whole or CODEC.decode(ids) == whole
+    # Bytes are decoded as UTF-8, whatever stands between their runs.
+    runs = [list(run) for byte, run in itertools.groupby(ids, lambda i: i in CODEC.bytes) if byte]
+    if len(runs) == 1 and 2 not in ids and not {0, 1} & {*ids}:
+        raw = bytes(CODEC.bytes[i] for i in runs[0])
+        assert raw.decode(errors="replace") in CODEC.decode(ids)
+
+
+@pytest.mark.parametrize("cut", range(1, 17))
+def test_only_the_unfinished_character_of_byte_tokens_is_lost(cut: int) -> None:
+    """Emoji spelled in byte tokens, cut anywhere: complete ones are given as they are complete."""
+    text, ids = "a😀é😀€b", [4 + byte for byte in "a😀é😀€b".encode()][:cut]
+    stream, raw = TextStream(CODEC), text.encode()[:cut]
+    for at, token in enumerate(ids, 1):
+        stream.push(token)
+        held = raw[:at].decode(errors="ignore")
+        assert not stream._bytes or len(held.encode()) + len(stream._bytes) == at
+    assert CODEC.decode(ids) == raw.decode(errors="replace")
 
 
 def test_a_character_is_streamed_whole() -> None:
     stream = TextStream(CODEC)
     euro = [f"<0x{byte:02X}>" for byte in "€".encode()]
     ids = [CODEC.tokenizer.token_to_id(t) for t in ("ab", *euro, *euro, "▁w3", "▁a", *euro)]
-    assert [p for p in map(stream.push, ids) if p] == ["ab", "€€ w3", " a"]
-    assert stream.rest() == "€"
+    assert [p for p in map(stream.push, ids) if p] == ["ab", "€", "€", " w3", " a", "€"]
+    assert stream.rest() == ""
 
 
 # --- verify -----------------------------------------------------------------------------------
@@ -705,6 +751,19 @@ def test_progress_rewrites_a_terminals_line(
     assert text.startswith("\r\x1b[Kg4ir: one (0 s)\r")
     assert text.endswith("\r\x1b[K")
     assert "\n" not in text
+
+
+def test_a_line_replaces_the_progress_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "_on_terminal", lambda: True)
+    progress = console.Progress()
+    progress("one")
+    progress._show()
+    console.say("note: two")
+    assert capsys.readouterr().err.endswith("(0 s)\r\x1b[Kg4ir: note: two\n")
+    console.say("three")
+    assert capsys.readouterr().err == "g4ir: three\n"
 
 
 def test_progress_is_silent_about_what_is_quick(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from g4ir.chat.stream import Detokenizer
 from g4ir.cli.drafting import tally_text
 from g4ir.engine.drafting import Draft, Tally
 from g4ir.engine.load import load_engine
@@ -184,7 +185,7 @@ def test_streams_have_the_text_of_single_steps(served: Running, folder: Path) ->
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     engine = load_engine(folder)
     tokens = engine.generate(asked["prompt"], 30, stop_ids=())
-    want = engine.tokenizer().decode(tokens, skip_special_tokens=True)
+    want = Detokenizer(engine.tokenizer()).decode(tokens)
     engine.close()
     assert "".join(c["choices"][0]["text"] for c in chunks if c["choices"]) == want
     details = chunks[-1]["usage"]["completion_tokens_details"]

@@ -207,6 +207,17 @@ def test_what_is_no_number_draws_a_token() -> None:
             Defaults(temperature=1.0, top_k=64, top_p=0.95),
         ),
         ({"do_sample": True, "top_k": 0}, Defaults(temperature=1.0)),
+        ({"do_sample": True, "min_p": 0.05}, Defaults(temperature=1.0, min_p=0.05)),
+        ({"min_p": 0.05, "repetition_penalty": 1.1}, Defaults(repetition_penalty=1.1)),
+        (
+            {"repetition_penalty": 1.0, "presence_penalty": 0.5, "min_new_tokens": 3},
+            Defaults(presence_penalty=0.5, min_tokens=3),
+        ),
+        (
+            {"no_repeat_ngram_size": 3, "typical_p": 1.0, "num_beams": 4, "xtc_probability": 0.5},
+            Defaults(unused=("no_repeat_ngram_size", "num_beams", "xtc_probability")),
+        ),
+        ({"_from_model_config": True, "transformers_version": "5.0"}, Defaults()),
     ],
 )
 def test_read_defaults(tmp_path: Path, values: Any, expected: Defaults) -> None:

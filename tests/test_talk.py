@@ -17,8 +17,11 @@ from g4ir.chat import Event, Reader, make_prompt
 from g4ir.chat.control import CHANNEL, CHANNEL_END, TURN_END
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
+from g4ir.engine.prompts import Defaults
+from g4ir.engine.responder import Responder
 from g4ir.engine.talk import INTERRUPTED, NOT_RUN, Talk
 from g4ir.errors import InputError
+from g4ir.serve.prompts import Prompts
 from tests.media_tools import png
 from tests.serve.running import chat_engine
 from tests.talking import CALLING, THINKING, TOOLS, dictate, ids
@@ -100,6 +103,61 @@ def test_a_full_context(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     assert talk.messages == before
     talk.clear()
     assert talk.say("hello").counts.generated
+
+
+def test_defaults_of_the_checkpoint_hold_in_every_way(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """generation_config.json: in chat, JSON lines and the server alike; a request goes before."""
+    values = {"temperature": 0.5, "min_p": 0.05, "repetition_penalty": 1.1}
+    monkeypatch.setattr(Engine, "defaults", lambda self: Defaults(**values))
+    served, lines = Prompts(engine), Responder(engine)
+    with Talk(engine) as talk:
+        for given in ({}, {"repetition_penalty": 1.0}, {"min_p": 0.5}, {"temperature": 0.0}):
+            found = [
+                talk._sampling(given),
+                served._sampling(given, None),
+                lines.request({"tokens": [2], **given}, "x").sampling,
+            ]
+            for sampling in found:
+                assert {k: getattr(sampling, k) for k in values} == values | given
+
+
+# --- a call that is cut -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [3, 12, 24])
+def test_a_call_that_is_cut_is_told_and_not_kept(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    dictate(monkeypatch.setattr, [["hi ", *CALLING], WORDS])
+    talk.set_tools(TOOLS)
+    talk.choose({"max_new_tokens": most})
+    turn = talk.say("hello")
+    assert turn.finish_reason == "length" and turn.content == "hi "[:most]
+    for call in turn.calls:
+        assert not call["function"]["arguments"].endswith("}")
+    assert not talk.open_calls and talk.messages[-1] == {"role": "assistant", "content": "hi "}
+    assert talk.say("and now?").counts.generated
+
+
+def test_a_message_can_be_taken_back_or_answered_again(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dictate(monkeypatch.setattr, [WORDS, CALLING, THINKING])
+    talk.set_tools(TOOLS)
+    talk.say("hello")
+    talk.say("rain?")
+    assert talk.open_calls
+    talk.retry()
+    assert [m["content"] for m in talk.messages] == ["hello", "w1_ w2_", "rain?", "hi €"]
+    talk.undo()
+    assert [m["content"] for m in talk.messages] == ["hello", "w1_ w2_"]
+    talk.undo()
+    for act in (talk.undo, talk.retry):
+        with pytest.raises(InputError, match="no message yet"):
+            act()
+    assert not talk.messages
 
 
 # --- ends -------------------------------------------------------------------------------------
@@ -378,7 +436,7 @@ def test_generate_takes_what_users_say(engine: Engine, tmp_path: Path) -> None:
     with Talk(engine) as talk:
         talk.choose({"max_new_tokens": 6})
         prompt = make_prompt(messages, None, talk.template)
-        answer = Reader(prompt_tail=prompt.tail).feed(engine.tokenizer().decode(said))
+        answer = Reader(prompt_tail=prompt.tail).feed(talk.vocabulary.detokenizer.decode(said))
         assert talk.say("hello").content == "".join(e.text for e in answer)
     png(tmp_path / "a.png")
     seen = engine.generate("what is this?", 4, chat=True, images=[tmp_path / "a.png"])

@@ -80,7 +80,8 @@ def generation_of(found: Artefact) -> dict[str, Any]:
     where a request does not say. What is never drawn the worker knows from the engine itself."""
     said = read_defaults(found.path / GENERATION, found.spec.text.vocab_size)
     stop = found.spec.tokens.eos if said.stop is None else said.stop
-    drawn = {k: getattr(said, k) for k in ("temperature", "top_k", "top_p")}
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # vLLM knows no others
+    drawn = {k: getattr(said, k) for k in names}
     drawn = {k: v for k, v in drawn.items() if v is not None}
     return {"eos_token_id": list(stop), "temperature": 0.0, **drawn}
 

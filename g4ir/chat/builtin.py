@@ -152,13 +152,7 @@ def _answers(conversation: Conversation, index: int) -> Iterator[str]:
     for answer in conversation.answers(index):
         value = answer.content if answer.content is None else "".join(_texts(answer))
         holders = "".join(PLACEHOLDERS[m.kind] for m in answer.media)
-        yield _response(_answered(message, answer), value) + holders
-
-
-def _answered(message: Message, answer: Message) -> str:
-    """Return the name of the function that an answer is of; no id is as good as another."""
-    names = [call.name for call in message.calls if call.id == answer.call_id]
-    return names[-1] if names else answer.name or "unknown"
+        yield _response(message.answered_by(answer), value) + holders
 
 
 def _response(name: str, value: Any) -> str:

@@ -88,6 +88,17 @@ class Message:
         parts = self.content if isinstance(self.content, tuple) else ()
         return tuple(p for p in parts if isinstance(p, Medium))
 
+    @property
+    def text(self) -> str:
+        """The content without its media."""
+        parts = self.content if isinstance(self.content, tuple) else (self.content or "",)
+        return "".join(p for p in parts if isinstance(p, str))
+
+    def answered_by(self, answer: Message) -> str:
+        """Return the name of the function that a tool's message answers; without ids the last."""
+        names = [call.name for call in self.calls if call.id == answer.call_id]
+        return names[-1] if names else answer.name or "unknown"
+
 
 @dataclass(frozen=True)
 class Conversation:

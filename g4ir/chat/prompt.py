@@ -19,6 +19,7 @@ from g4ir.errors import InputError
 
 from .control import CONTROLS, ENDS, MODEL, PLACEHOLDERS, RESPONSE_END, TURN, TURN_END, UNKNOWN
 from .messages import Conversation, Medium, map_texts
+from .stream import Detokenizer
 
 #: characters to mark with: ideographs so rare that no conversation has all of them, and printable,
 #: so that what prints a list as Python does keeps them
@@ -150,6 +151,11 @@ class Vocabulary:
     def strings(self) -> dict[int, str]:
         """Id -> string of each control token."""
         return {i: text for text, i in self.controls.items()}
+
+    @cached_property
+    def detokenizer(self) -> Detokenizer:
+        """Ids to text."""
+        return Detokenizer(self.tokenizer)
 
     @property
     def chats(self) -> bool:

@@ -2,11 +2,14 @@
 
     reader = Reader(tools, prompt.tail, stop=["\\n\\n"])
     for text in stream:
-        for event in reader.feed(text): ...        # event.kind: thought, content or call
+        for event in reader.feed(text): ...        # event.kind: thought, content, arguments or call
     answer = reader.finish("stop")                  # answer.events: what was held back
 
 One machine over marked text, so that every cutting of a stream gives the same answer, in time that
 grows with its length. What is no call in the end is content, with its markers: nothing is lost.
+
+The arguments of a call are streamed while they are generated. Once some are out, the call stays a
+call: if the rest has no reading that begins with them, it follows as it was written.
 """
 
 from __future__ import annotations
@@ -31,9 +34,10 @@ from .control import (
     TURN,
 )
 from .marked import END_MARKS, MARK, MARKS, Lexer, spelled, whole
+from .partial import PartialArguments
 from .prompt import Piece
 from .tools import lower, read_tools
-from .values import CLOSERS, Read, Schemas, Unreadable, is_head, repaired, strict
+from .values import CLOSERS, Schema, Schemas, begins_head, head_name, read_call
 
 _CALL, _CALL_END, _QUOTE = MARKS[CALL], MARKS[CALL_END], MARKS[QUOTE]
 _CHANNEL, _CHANNEL_END = MARKS[CHANNEL], MARKS[CHANNEL_END]
@@ -44,6 +48,10 @@ MOST_STOPS, LONGEST_STOP = 64, 4096
 MOST_RETRIES = 16
 #: characters of the name of a call, with what stands around it; of the space between two calls
 LONGEST_HEAD, LONGEST_GAP = 512, 64
+#: characters of final text from which arguments are streamed; a shorter call may still be none
+FEWEST_STREAMED = 32
+#: kind of the events that are pieces of a call's arguments
+ARGUMENTS = "arguments"
 
 _WORD = "call:"
 _BRACE = re.compile("[{(]")
@@ -51,7 +59,7 @@ _BRACE = re.compile("[{(]")
 _ENDS = re.compile(f"[{_CALL}{_CALL_END}{''.join(END_MARKS)}]")
 #: what a call cannot have outside of strings
 _BREAKS = frozenset({_CALL, _CALL_END, _CHANNEL, *END_MARKS})
-_OUTSIDE = re.compile(rf"[{{}}()\[\],:\"]|{MARK.pattern}")
+_OUTSIDE = re.compile(rf"[{{}}()\[\],:=\"]|{MARK.pattern}")
 _IN_STRING = re.compile(rf'["\\]|{MARK.pattern}')
 
 #: where the machine is
@@ -60,18 +68,25 @@ START, CONTENT, OPENING, THINKING, HEAD, BODY, BEHIND, BAD = range(8)
 
 @dataclass(frozen=True)
 class Event:
-    """A piece of an answer. A call comes whole: `text` is its arguments as JSON."""
+    """A piece of an answer.
+
+    `call`: `text` is its arguments as JSON, `arguments` their value, or None for a call that was
+    cut or has no reading. If it was `streamed`, events `arguments` came before: `text` is the next
+    piece of the JSON of call `index`, the first of which has the `name`.
+    """
 
     kind: str
     text: str
     name: str | None = None
     arguments: dict[str, Any] | None = None
     index: int | None = None
+    streamed: bool = False
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer; `events` are those that the end released."""
+    """A whole answer; `events` are those that the end released. Arguments of a call that was cut,
+    or has no reading, are a text."""
 
     reasoning: str
     content: str
@@ -208,7 +223,9 @@ class Reader:
         """Give out what was held back; `whole` is False where the answer was cut."""
         while self._state == BODY and not self._stops.hit:
             self._run(self._given_back(self._body.take(), whole))
-        if self._state == HEAD:
+        if self._state == HEAD and not whole and self._opener and begins_head(self._held):
+            self._held = ""  # a call that was cut before its name was known
+        elif self._state == HEAD:
             self._give_up("")
         elif not (self._state == OPENING and self._held == _NAME):
             self._release()
@@ -315,12 +332,14 @@ class Reader:
         found = _BRACE.search(text, at, end)
         stop = found.end() if found else end
         self._held += text[at:stop]
-        if len(self._held) > LONGEST_HEAD or (found and not is_head(self._held)):
+        name = head_name(self._held) if found else None
+        if len(self._held) > LONGEST_HEAD or (found and name is None):
             self._give_up("")
             self._state = BAD
-        elif found:
-            self._body.begin(self._held, self._retries > MOST_RETRIES)
-            self._state, self._held = BODY, ""
+        elif name is not None:
+            schema = self._schemas.get(name, {})
+            self._body.begin(self._held, name, schema, self._retries > MOST_RETRIES)
+            self._state, self._held, self._sent = BODY, "", 0
         return stop
 
     def _give_up(self, mark: str) -> None:
@@ -339,6 +358,8 @@ class Reader:
         end, done, broken = self._body.scan(text, at)
         self._body.add(text[at:end])
         if not done and not broken:
+            if self._body.streams:
+                self._send(self._body.partial.take())
             return end, ""
         raw = self._body.take()
         if not broken:
@@ -352,24 +373,44 @@ class Reader:
         It may have ended at the first control token that ends a call, if it lies `inside` of a
         string that was never closed; one that was cut (not `whole`) there ends nowhere.
         """
-        found = _ENDS.search(raw) if inside else None
+        found = _ENDS.search(raw, self._body.streamed) if inside else None
         body, rest = (raw[: found.start()], raw[found.start() :]) if found else (raw, "")
+        if not whole and (not found or read_call(body, self._schemas) is None):
+            partial = self._body.partial
+            self._end_call(partial.json if partial.cut_off() else self._body.as_written(raw), None)
+            return ""
         self._retries += 1
-        self._read_call(body, whole or found is not None)
+        self._read_call(body)
         return rest
 
-    def _read_call(self, body: str, whole: bool = True) -> None:
-        read = _tried(body, self._schemas) if whole else None
-        if read is None:
+    def _read_call(self, body: str) -> None:
+        read = read_call(body, self._schemas)
+        text = json.dumps(read.arguments, ensure_ascii=False) if read else ""
+        if self._body.streams and not (read and text.startswith(self._body.partial.json)):
+            self._end_call(self._body.as_written(body), None)
+        elif read:
+            self._end_call(text, read.arguments)
+        else:
             self._say("content", self._opener + spelled(body))
             self._state = BAD
-            return
+
+    def _end_call(self, text: str, arguments: dict[str, Any] | None) -> None:
+        """Give out the rest of a call of which `text` is all of the JSON."""
         self._emit("content", self._stops.rest())
-        index = len(self._read)
-        self._read.append({"name": read.name, "arguments": read.arguments})
-        text = json.dumps(read.arguments, ensure_ascii=False)
-        self._put(Event("call", text, read.name, read.arguments, index))
+        if self._sent:
+            self._send(text[self._sent :])
+        name, index = self._body.name, len(self._read)
+        self._read.append({"name": name, "arguments": text if arguments is None else arguments})
+        self._put(Event("call", text, name, arguments, index, self._sent > 0))
         self._state = BEHIND
+
+    def _send(self, piece: str) -> None:
+        """Give out a piece of a call's arguments."""
+        if piece:
+            self._emit("content", self._stops.rest())
+            name = None if self._sent else self._body.name
+            self._put(Event(ARGUMENTS, piece, name, None, len(self._read)))
+            self._sent += len(piece)
 
     # --- events -------------------------------------------------------------------------------
 
@@ -389,27 +430,34 @@ class Reader:
         self._said.append(event)
 
 
-def _tried(body: str, schemas: Schemas) -> Read | None:
-    for read in (strict, repaired):
-        try:
-            return read(body, schemas)
-        except Unreadable:
-            continue
-    return None
-
-
 class _Body:
     """The arguments of a call as they come, and where they end: at the brace that closes the first
     one, strings left out. Only their end is looked for; each character is looked at once."""
 
-    def begin(self, head: str, plain: bool) -> None:
+    def begin(self, head: str, name: str, schema: Schema, plain: bool) -> None:
         """Start behind the first brace. `plain`: a control token of calls ends it even inside of a
         string."""
         self._parts, self._plain = [head], plain
+        self.name, self._head = name, len(head)
+        self.partial = PartialArguments(head[-1], schema)
         self._open, self._close = head[-1], CLOSERS[head[-1]]
         self._depth, self._fresh = 1, True
         self._string = ""  # what closes the string that is open
         self._skip = self._closed = False
+
+    @property
+    def streams(self) -> bool:
+        """Whether enough text is final for the JSON to be given out."""
+        return self.partial.said >= FEWEST_STREAMED
+
+    @property
+    def streamed(self) -> int:
+        """How many characters of the call can only be read as they were streamed."""
+        return self._head + self.partial.taken if self.streams else 0
+
+    def as_written(self, body: str) -> str:
+        """Return the final JSON, and what follows it in a body as it was written."""
+        return self.partial.json + spelled(body[self._head + self.partial.taken :])
 
     def add(self, text: str) -> None:
         """Keep a text that was scanned."""
@@ -424,10 +472,13 @@ class _Body:
         were broken off by a control token: "outside" of strings or in a "string"."""
         while at < len(text):
             if self._skip:  # behind a backslash
+                self.partial.text(text[at])
                 self._skip, at = False, at + 1
                 continue
             found = (_IN_STRING if self._string else _OUTSIDE).search(text, at)
             between = text[at : found.start() if found else len(text)]
+            if between:
+                self.partial.text(between)
             if between and not between.isspace():
                 self._fresh = self._closed = False
             if found is None:
@@ -436,10 +487,14 @@ class _Body:
             if self._string:
                 if self._in_string(found[0]):
                     return found.start(), False, "string"
+                self.partial.inside(found[0], not self._string)
             elif found[0] in _BREAKS:
                 return found.start(), False, "outside"
-            elif self._outside(found[0]):
-                return at, True, ""
+            else:
+                done = self._outside(found[0])
+                self.partial.outside(found[0], bool(self._string))
+                if done:
+                    return at, True, ""
         return len(text), False, ""
 
     def _in_string(self, found: str) -> bool:
@@ -462,7 +517,7 @@ class _Body:
         if found == _QUOTE or (found == '"' and self._fresh):
             self._string, self._closed = found, False
         self._depth += (found == self._open) - (found == self._close)
-        self._fresh = found in "{[(,:"
+        self._fresh = found in "{[(,:="
         return self._depth == 0
 
 

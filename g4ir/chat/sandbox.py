@@ -14,10 +14,12 @@ from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, Va
 from datetime import datetime
 from functools import lru_cache, wraps
 from itertools import chain
+from string import Formatter
 from types import CodeType
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
 from jinja2.filters import FILTERS
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -30,24 +32,47 @@ MOST_TEXT, MOST_MADE = 4 << 20, 64 << 20
 MOST_STEPS, MOST_SECONDS = 10_000_000, 10.0
 
 #: filters that a template may use: those that make a text of what they are given, and others
-_OF_VALUES = "capitalize e escape float forceescape int lower safe string title trim upper"
+_OF_VALUES = """
+    capitalize e escape float forceescape int lower safe string title trim truncate upper wordcount
+"""
 _OTHERS = """
     abs attr count d default dictsort first groupby items last length list map max min reject
     rejectattr reverse round select selectattr sort sum unique
 """
 _METHODS = """
-    capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit islower
-    isnumeric isprintable isspace istitle isupper join lower lstrip partition removeprefix
-    removesuffix replace rfind rindex rpartition rsplit rstrip split splitlines startswith strip
-    swapcase title upper
+    capitalize casefold center count endswith find index isalnum isalpha isascii isdecimal
+    isdigit islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip
+    partition removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip
+    split splitlines startswith strip swapcase title upper zfill
 """
+_GLOBALS = ("range", "dict", "namespace", "joiner", "cycler")
 #: methods of a text that a template may call
 _OF_TEXTS = frozenset(_METHODS.split())
+#: those whose first argument is a width
+_PADDING = frozenset({"center", "ljust", "rjust", "zfill"})
 _DATE = re.compile(r"(%-?[A-Za-z%]|[^%]){0,100}")
+#: one conversion of `text % values`: its key, flags and numbers, and its type
+_CONVERSION = re.compile(r"%(?:\(([^)]*)\))?([-#0 +*.0-9]*)[hlL]?([A-Za-z%])")
+_NUMBER = re.compile("[0-9]+")
+#: characters of a repr for one of the text
+_REPR = 10
 
 
 class LimitError(TemplateError):
     """A template takes more than it may."""
+
+
+class Generation(Extension):
+    """`{% generation %}...{% endgeneration %}`, with which training templates mark answers: its
+    body, in a scope of its own."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        """Return the body of the tag."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
 
 
 class _Counted(NodeTransformer):
@@ -86,7 +111,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols"],
+            extensions=["jinja2.ext.loopcontrols", Generation],
             optimized=False,
             cache_size=0,
         )
@@ -96,9 +121,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
             **{name: self._counting(FILTERS[name]) for name in _OF_VALUES.split()},
             "tojson": self._json,
             "join": self._join,
+            "format": lambda text, *args, **named: self._percent(str(text), named or args),
+            "indent": self._indent,
             "replace": self._replace,
         }
-        kept = {name: self.globals[name] for name in ("range", "dict", "namespace")}
+        kept = {name: self.globals[name] for name in _GLOBALS}
         self.globals = {**kept, "raise_exception": _raise, "strftime_now": _now}
         self.finalize = self.sized
 
@@ -186,6 +213,38 @@ class Sandbox(ImmutableSandboxedEnvironment):
             sort_keys=sort_keys,
         )
 
+    def _percent(self, text: str, values: Any) -> str:
+        """Return `text % values`, its size checked first."""
+        found = _CONVERSION.findall(text)
+        most = _REPR if any(kind in "ra" for _, _, kind in found) else 1
+        size = len(text) + (0 if isinstance(values, Mapping) else _size(values) * most)
+        for key, numbers, _ in found:
+            if "*" in numbers:
+                raise LimitError("it formats a text by % with a width that is a value")
+            size += sum(map(int, _NUMBER.findall(numbers)))
+            if isinstance(values, Mapping) and key in values:
+                size += _size(values[key]) * most
+        self.make(size)
+        return text % values
+
+    def _check_fields(self, text: str, size: int) -> None:
+        """Count the result of `text.format(...)` with values of this size in each field."""
+        total = len(text)
+        for _, name, spec, conversion in Formatter().parse(text):
+            if "{" in (spec or ""):
+                raise LimitError("it formats a text with a width that is a value")
+            total += sum(map(int, _NUMBER.findall(spec or "")))
+            total += size * (_REPR if conversion else 1) * (name is not None)
+        self.make(total)
+
+    def _indent(
+        self, value: Any, width: int | str = 4, first: bool = False, blank: bool = False
+    ) -> str:
+        text = str(self.sized(value))
+        each = len(width) if isinstance(width, str) else width
+        self.make(len(text) + each * (1 + text.count("\n")))
+        return str(FILTERS["indent"](text, width, first, blank))
+
     # --- what the sandbox asks ----------------------------------------------------------------
 
     def call(self, __context: Context, __obj: Any, *args: Any, **options: Any) -> Any:
@@ -198,6 +257,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if __obj.__name__ == "replace" and len(args) >= 2:
                 return self._replace(text, *args)
             self.make(len(text))
+            if __obj.__name__ in _PADDING and args:
+                self.make(int(args[0]))
         made = super().call(__context, __obj, *args, **options)
         return self.bounded(made) if isinstance(made, dict) else made
 
@@ -209,7 +270,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "*":
             self._check_times(left, right)
         elif operator == "%" and isinstance(left, str):
-            raise LimitError("it formats a text by %, which templates may not do")
+            return self._percent(left, right)
         elif operator == "**" and not (abs(left) <= 1 << 32 and abs(right) <= 64):
             raise LimitError("it raises to a power beyond 64")
         return super().call_binop(context, operator, left, right)
@@ -222,8 +283,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 raise LimitError("it multiplies numbers of more than 4096 bits")
 
     def wrap_str_format(self, value: Any) -> Any:
-        """Return nothing, so that `format` is a method like any other."""
-        return None
+        """Return `format` of a text as the sandbox has it, the size of its result checked first."""
+        made = super().wrap_str_format(value)
+        if made is None:
+            return None
+
+        @wraps(made)
+        def checked(*args: Any, **named: Any) -> Any:
+            self._check_fields(value.__self__, sum(map(_size, (*args, *named.values()))))
+            return made(*args, **named)
+
+        return checked
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Whether a template may see an attribute: of texts only what cannot grow unseen."""

@@ -1,68 +1,122 @@
-"""Token ids in, text out as soon as it is certain. Needs no engine and no torch."""
+"""Incremental detokenizer: token ids in, text out as soon as it is final. Needs no engine and no
+torch."""
 
 from __future__ import annotations
 
-import re
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+REPLACEMENT = "\ufffd"
 
 
-class Decoder(Protocol):
-    """Knows the text of tokens."""
+class Detokenizer:
+    """The text of token ids (library `tokenizers`).
 
-    def decode(self, ids: list[int]) -> str:
+    Byte tokens are decoded here as UTF-8: one that begins or continues no character becomes U+FFFD
+    and leaves its neighbours as they are, where the library replaces the whole run.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        #: id of a byte token -> its byte
+        self.bytes: dict[int, int] = {
+            token: byte
+            for byte, name in enumerate(names)
+            if (token := tokenizer.token_to_id(name)) is not None
+            and tokenizer.decode([token]) not in ("", name)
+        }
+
+    def decode(self, ids: Iterable[int]) -> str:
         """Return the text without special tokens."""
+        ids = list(ids)
+        text = self.text(ids)
+        if REPLACEMENT not in text or self.bytes.keys().isdisjoint(ids):
+            return text
+        stream = TextStream(self)
+        return "".join([*map(stream.push, ids), stream.rest()])
 
-    def is_byte(self, token: int) -> bool:
-        """Whether a token stands for one byte of a character that has no token."""
+    def text(self, ids: list[int]) -> str:
+        """Return the text as the library decodes it."""
+        text: str = self.tokenizer.decode(ids)
+        return text
 
-
-def is_byte(tokenizer: Any, token: int) -> bool:
-    """Whether a token of a tokenizer (library `tokenizers`) stands for one byte."""
-    return _BYTE.fullmatch(tokenizer.id_to_token(token) or "") is not None
+    def spells(self, token: int) -> bool:
+        """Whether U+FFFD is part of a token itself, and no sign of an incomplete character."""
+        return REPLACEMENT in (self.tokenizer.id_to_token(token) or "")
 
 
 class TextStream:
-    """Token ids in, text out as soon as it is certain; together it is the text of all ids.
+    """Token ids in, text out as soon as it is final; the pieces concatenate to `decode(ids)`.
 
-    A character may be spread over several tokens, and how a token reads may depend on the one
-    before it: a piece is the difference of two decodings from the last piece on. Byte tokens wait
-    for the end of their run, which special tokens do not end, because one that is wrong makes all
-    of it unreadable.
+    A token's text may depend on the token before it, so a piece is the difference of two
+    decodings, with the last piece's tokens as context. Special tokens do not end a character.
     """
 
-    def __init__(self, codec: Decoder) -> None:
+    def __init__(self, codec: Detokenizer) -> None:
         self.codec = codec
-        self._ids: list[int] = []  # the last piece's tokens, then those not yet shown
+        self._ids: list[int] = []  # the last piece's tokens, then those not yet final
         self._known = 0  # how many of them are the last piece's
+        self._bytes = b""  # of a character that is not complete
 
     def push(self, token: int) -> str:
-        """Return the text that this token completes, or nothing yet."""
+        """Return the text that becomes final with this token."""
+        byte = self.codec.bytes.get(token)
+        if byte is not None:
+            return self._byte(token, byte)
+        if not self.codec.text([token]):  # a special one
+            self._ids += [] if self._bytes else [token]
+            return ""
+        wrong = self._wrong()
         self._ids.append(token)
-        if self.codec.is_byte(token) or not self.codec.decode([token]):  # a special one
-            return ""
         piece = self._piece()
-        if not piece or piece.endswith("\ufffd"):  # an incomplete character decodes to U+FFFD
+        if piece.endswith(REPLACEMENT) and not self.codec.spells(token):
+            return wrong  # tokens of a byte-level vocabulary that end within a character
+        return wrong + self._taken(piece)
+
+    def _byte(self, token: int, byte: int) -> str:
+        self._bytes += bytes([byte])
+        self._ids.append(token)
+        state = _utf8(self._bytes)
+        if state is None:
             return ""
-        self._ids = self._ids[self._known :]
-        self._known = len(self._ids)
-        return piece
+        if state:
+            self._bytes = b""
+            return self._taken(self._piece())
+        if len(self._bytes) == 1:
+            return self._wrong()
+        self._bytes, last = self._bytes[:-1], self._ids.pop()
+        return self._wrong() + self._byte(last, byte)
 
-    def rest(self) -> str:
-        """Return the text that was held back, at the end."""
-        return self._piece() if len(self._ids) > self._known else ""
+    def _wrong(self) -> str:
+        """Give up the character that is not complete: U+FFFD, if there is one."""
+        if not self._bytes:
+            return ""
+        self._ids = self._ids[: -len(self._bytes)]
+        self._bytes = b""
+        return REPLACEMENT
 
-    def cut(self) -> str:
-        """Return the text that was held back, where a token comes between that is no text."""
-        piece = self.rest()
+    def _taken(self, piece: str) -> str:
         if piece:
-            # Bytes of a character that was never complete must not join with those to come.
-            wrong = self.codec.is_byte(self._ids[-1])
-            self._ids = [] if wrong else self._ids[self._known :]
+            self._ids = self._ids[self._known :]
             self._known = len(self._ids)
         return piece
 
+    def rest(self) -> str:
+        """Return the text held back, at the end or before a token that is no text."""
+        wrong = self._wrong()
+        piece = self._piece() if len(self._ids) > self._known else ""
+        return self._taken(piece) + wrong
+
     def _piece(self) -> str:
-        before = self.codec.decode(self._ids[: self._known])
-        return self.codec.decode(self._ids)[len(before) :]
+        before = self.codec.text(self._ids[: self._known])
+        return self.codec.text(self._ids)[len(before) :]
+
+
+def _utf8(raw: bytes) -> bool | None:
+    """Whether bytes are one character of UTF-8; None: the beginning of one."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError as e:
+        return None if e.reason == "unexpected end of data" else False
+    return True

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from g4ir.errors import G4Error, InputError, MissingError
 from g4ir.weights.tensorfile import parse_json
 
 from . import builtin
-from .control import BOS, CHANNEL_END, TURN_END
+from .control import BOS, CHANNEL_END, RESPONSE, TURN_END
 from .messages import (
     ASSISTANT,
+    TOOL,
+    Call,
     Conversation,
     Message,
+    Response,
     check_pairs,
     joined,
     read_messages,
@@ -79,6 +83,24 @@ class Template:
         made = Template(otherwise, str(path), source, digest, None, (*tokens.items(),))
         return Template(_form_of(made), made.origin, source, digest, None, made.tokens)
 
+    @cached_property
+    def folds(self) -> bool:
+        """Whether answers of tools are written as `tool_responses` of the message that called: a
+        template older than the role `tool` knows them there alone."""
+        if self.source is None:
+            return False
+        call, answer = Call("f", {}, "1"), Message(TOOL, "answer", call_id="1", name="f")
+        asked = Conversation((Message("user", "?"), Message(ASSISTANT, calls=(call,)), answer))
+        return not self._answers(asked) and self._answers(_folded(asked))
+
+    def _answers(self, asked: Conversation) -> bool:
+        """Whether the template writes the answer of a tool behind its call, in the native form."""
+        try:
+            text = self._text(asked.messages, {})
+        except InputError:
+            return False
+        return RESPONSE in text.partition("call:f")[2].partition("answer")[0]
+
     def describe(self) -> dict[str, Any]:
         """Return which template it is, as values of JSON."""
         return {"template": self.origin, "sha256": self.sha256, "form": self.form}
@@ -88,18 +110,19 @@ class Template:
         if self.source is None:
             text = builtin.written(conversation, self.form, options)
         else:
-            text = self._rendered(conversation, options)
+            written = _folded(conversation) if self.folds else conversation
+            text = self._text(written.messages, {"tools": [*written.tools] or None, **options})
         if not options.get("add_generation_prompt", True) or not text.endswith(f"{TURN_END}\n"):
             return text
         # Behind an answer of a tool and a text, published templates open no turn.
         return text + builtin.new_turn(self.form, bool(options.get("enable_thinking")))
 
-    def _rendered(self, conversation: Conversation, options: Mapping[str, Any]) -> str:
+    def _text(self, messages: tuple[Message, ...], options: Mapping[str, Any]) -> str:
         render = _jinja()
         variables = {
             **dict(self.tokens),
-            "messages": [_as_given(m) for m in conversation.messages],
-            "tools": [*conversation.tools] or None,
+            "messages": [_as_given(m) for m in messages],
+            "tools": None,
             "add_generation_prompt": True,
             **options,
         }
@@ -170,6 +193,19 @@ def _token_strings(config: Mapping[str, Any]) -> dict[str, str | None]:
     found = {k: v for k, v in config.items() if k.endswith("_token")}
     texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in found.items()}
     return {k: v for k, v in texts.items() if isinstance(v, str)}
+
+
+def _folded(conversation: Conversation) -> Conversation:
+    """Return a conversation with the answers of tools in the message that called."""
+    out = list[Message]()
+    for i, message in enumerate(conversation.messages):
+        if message.calls and not message.responses:
+            answers = conversation.answers(i)
+            told = tuple(Response(message.answered_by(a), a.text) for a in answers)
+            message = replace(message, responses=told)
+        if message.role != TOOL:
+            out.append(message)
+    return Conversation(tuple(out), conversation.tools)
 
 
 def _as_given(message: Message) -> dict[str, Any]:

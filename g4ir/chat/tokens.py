@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from g4ir.errors import InputError
 
 from .control import CHANNEL, CHANNEL_END
 from .prompt import Piece, Vocabulary
-from .stream import TextStream, is_byte
+from .stream import REPLACEMENT, TextStream
 
 
 class TokenStream:
@@ -15,27 +17,28 @@ class TokenStream:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self._text = TextStream(self)
+        self._text = TextStream(vocabulary.detokenizer)
 
     def push(self, token: int) -> list[Piece]:
         """Return the pieces that this token completes."""
         control = self.vocabulary.strings.get(token)
         if control is None:
             return _pieces(self._text.push(token))
-        return [*_pieces(self._text.cut()), Piece(control, True)]
+        return [*self.rest(), Piece(control, True)]
 
     def rest(self) -> list[Piece]:
         """Return the text that was held back, at the end."""
-        return _pieces(self._text.cut())
+        return _pieces(self._text.rest())
 
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of ids without special tokens."""
-        text: str = self.vocabulary.tokenizer.decode(ids)
+
+def spelled(vocabulary: Vocabulary, ids: list[int]) -> str:
+    """Return the text of ids with control tokens spelled out."""
+    text: str = vocabulary.tokenizer.decode(ids, skip_special_tokens=False)
+    if REPLACEMENT not in text:
         return text
-
-    def is_byte(self, token: int) -> bool:
-        """Whether a token stands for one byte of a character."""
-        return is_byte(self.vocabulary.tokenizer, token)
+    stream = TokenStream(vocabulary)
+    pieces = [*chain.from_iterable(map(stream.push, ids)), *stream.rest()]
+    return "".join(p.text for p in pieces)
 
 
 def _pieces(text: str) -> list[Piece]:
@@ -82,8 +85,7 @@ class Budget:
 
     def _inside(self, token: int) -> bool:
         """Whether a character may go on behind a token: it is one of its bytes."""
-        found = is_byte(self._vocabulary.tokenizer, token)
-        return found and self._vocabulary.tokenizer.id_to_token(token) >= "<0x80>"
+        return self._vocabulary.detokenizer.bytes.get(token, 0) >= 0x80
 
 
 def _id(vocabulary: Vocabulary, text: str) -> int:

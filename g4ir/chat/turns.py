@@ -14,6 +14,14 @@ from .prompt import Vocabulary
 from .template import Template, make_prompt
 
 
+def check_chats(vocabulary: Vocabulary, folder: Path) -> None:
+    """Raise InputError where the tokenizer of a folder has no turns of a chat."""
+    if not vocabulary.chats:
+        raise InputError(
+            f"{folder}: its tokenizer has no turns of a chat: this model was not made for chats"
+        )
+
+
 @dataclass(frozen=True)
 class Turns:
     """A template, and the tokenizer of what it writes."""
@@ -26,10 +34,7 @@ class Turns:
         """Read the template of a folder, or take the built-in one of this form. InputError where
         the tokenizer has no turns of a chat."""
         vocabulary = Vocabulary(tokenizer)
-        if not vocabulary.chats:
-            raise InputError(
-                f"{folder}: its tokenizer has no turns of a chat: this model was not made for chats"
-            )
+        check_chats(vocabulary, folder)
         return Turns(Template.open(folder, form), vocabulary)
 
     @property

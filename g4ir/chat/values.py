@@ -1,8 +1,8 @@
 """Reads the body of a call, `NAME{key:value,...}`, in which strings stand between control tokens.
 
 Bodies are marked texts (see `marked`). What models write beside the format is read where it is
-clear: JSON strings, single quotes, bare words, commas at the end. `repaired` reads more, by the
-schema of the function alone.
+clear: JSON strings, single quotes, bare words, commas at the end. `drifted` and `repaired` read
+more, by the schema of the function alone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from .control import QUOTE
@@ -20,6 +21,7 @@ _QUOTE = MARKS[QUOTE]
 _SURROGATES = "\ud800-\udfff"
 _SPACE = re.compile(r"\s*")
 _HEAD = re.compile(rf"\s*(?:call\s*)?:\s*([^\s{{}}()<>:,\"'{_SURROGATES}]{{1,256}})\s*([{{(])")
+_BEGUN = re.compile(rf"\s*(?:(?:c(?:a(?:l)?)?)?|call\s*)(?::[^{{}}(){_SURROGATES}]*)?")
 _STRING = re.compile(f"{_QUOTE}([^{_QUOTE}]*){_QUOTE}")
 _SINGLE = re.compile(rf"'([^'{_SURROGATES}]*)'(?=\s*[,}}\])])")
 _KEY = re.compile(rf"[^\s:,{{}}\[\]\"'{_SURROGATES}][^:,{{}}\[\]\"'{_SURROGATES}]*")
@@ -31,6 +33,18 @@ _WORDS = {
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _JSON = json.JSONDecoder(strict=False)
 _LITERALS: dict[str, Any] = {"true": True, "false": False, "null": None}
+#: as Python writes them: words, but where a schema allows no text
+_PYTHON: dict[str, Any] = {"True": True, "False": False, "None": None}
+_LITERAL = re.compile(rf"(?:{_NUMBER.pattern}|(?i:true|false|null|none)\b)")
+#: type of a value -> types of a schema that allow it; numbers are not told apart
+_FITS: Mapping[type, set[str]] = {
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"integer", "number"},
+    str: {"string"},
+    list: {"array"},
+    dict: {"object"},
+}
 #: how deep the values of a call may lie in each other
 MOST_DEPTH = 64
 CLOSERS = {"{": "}", "(": ")"}
@@ -49,11 +63,20 @@ class Read:
 
     name: str
     arguments: dict[str, Any]
+    #: whether a bare word is a text that its schema does not allow
+    odd: bool = False
 
 
-def is_head(text: str) -> bool:
-    """Whether a text is the head of a call: `call:NAME{`, the first word optional."""
-    return _HEAD.fullmatch(text) is not None
+def begins_head(text: str) -> bool:
+    """Whether a text is what the head of a call begins with."""
+    return _BEGUN.fullmatch(text) is not None
+
+
+def head_name(text: str) -> str | None:
+    """Return the name in the head of a call, `call:NAME{`, the first word optional; None for a text
+    that is none."""
+    found = _HEAD.fullmatch(text)
+    return found[1] if found else None
 
 
 def is_bare_key(text: str) -> bool:
@@ -61,16 +84,47 @@ def is_bare_key(text: str) -> bool:
     return _KEY.fullmatch(text) is not None and text == text.strip()
 
 
+def read_call(body: str, schemas: Schemas) -> Read | None:
+    """Read a body; None where it has no reading.
+
+    One with bare words where the schema allows no text is read as written only if the schema gives
+    no better reading.
+    """
+    written = _tried(strict, body, schemas)
+    if written and not written.odd:
+        return written
+    return _tried(drifted, body, schemas) or written or _tried(repaired, body, schemas)
+
+
+def _tried(read: Callable[[str, Schemas], Read], body: str, schemas: Schemas) -> Read | None:
+    try:
+        return read(body, schemas)
+    except Unreadable:
+        return None
+
+
 def strict(body: str, schemas: Schemas) -> Read:
     """Read a body that ends with its last brace. Raises Unreadable."""
     head = _HEAD.match(body)
     if head is None:
         raise Unreadable
-    values = _Values(body, CLOSERS[head[2]])
-    found, end = values.object(head.end(), schemas.get(head[1], {}), 0)
-    if end != len(body):
+    return _read(_Values(body, CLOSERS[head[2]]), head, schemas.get(head[1], {}))
+
+
+def drifted(body: str, schemas: Schemas) -> Read:
+    """Read a body of declared keys, with `=` for `:`, without commas or with braces in braces; each
+    value delimited or a literal, and of its declared type. Raises Unreadable."""
+    head = _HEAD.match(body)
+    if head is None or not properties(schema := schemas.get(head[1], {})):
         raise Unreadable
-    return Read(head[1], found)
+    return _read(_Drifted(body, CLOSERS[head[2]]), head, schema)
+
+
+def _read(values: _Values, head: re.Match[str], schema: Schema) -> Read:
+    found, end = values.object(head.end(), schema, 0)
+    if end != len(values.text):
+        raise Unreadable
+    return Read(head[1], found, values.odd)
 
 
 def repaired(body: str, schemas: Schemas) -> Read:
@@ -82,7 +136,7 @@ def repaired(body: str, schemas: Schemas) -> Read:
     if head is None or head[1] not in schemas or not inner.endswith(CLOSERS[head[2]]):
         raise Unreadable
     schema = schemas[head[1]]
-    keys = "|".join(map(re.escape, sorted(_properties(schema), key=len, reverse=True)))
+    keys = "|".join(map(re.escape, sorted(properties(schema), key=len, reverse=True)))
     text = inner[head.end() : -1]
     first: dict[str, re.Match[str]] = {}
     for found in re.finditer(rf"(?:^|,)\s*({keys})\s*:", text) if keys else ():
@@ -96,7 +150,7 @@ def repaired(body: str, schemas: Schemas) -> Read:
     for start, end in zip(starts, ends):
         if start.start() < at:  # it looks like a key, and lies in a value
             continue
-        name, inside = start[1], _properties(schema).get(start[1], {})
+        name, inside = start[1], properties(schema).get(start[1], {})
         value = _alone(text, start.end(), inside)
         if value is None or value[1] not in ends:
             value = (_raw(text[start.end() : end], inside), end)
@@ -115,7 +169,7 @@ def _alone(text: str, start: int, schema: Schema) -> tuple[Any, int] | None:
 
 def _raw(text: str, schema: Schema) -> str:
     """Return the text that a value must be, without the quotes that it has."""
-    if kinds_of(schema) != {"string"}:
+    if not is_text(schema):
         raise Unreadable
     if _QUOTE in text:
         text = text.strip()
@@ -128,8 +182,15 @@ def _raw(text: str, schema: Schema) -> str:
     return spelled(text)
 
 
-def _properties(schema: Schema) -> Mapping[str, Schema]:
+def properties(schema: Schema) -> Mapping[str, Schema]:
+    """Return the properties that a schema declares."""
     found = schema.get("properties")
+    return found if isinstance(found, Mapping) else {}
+
+
+def items(schema: Schema) -> Schema:
+    """Return the schema of a list's elements."""
+    found = schema.get("items")
     return found if isinstance(found, Mapping) else {}
 
 
@@ -140,51 +201,86 @@ def kinds_of(schema: Schema) -> set[str]:
     return {k.lower() for k in listed if isinstance(k, str)} - {"null"}
 
 
+def is_text(schema: Schema) -> bool:
+    """Whether a schema allows texts only, beside null."""
+    return kinds_of(schema) == {"string"}
+
+
+def takes_text(schema: Schema) -> bool:
+    """Whether a schema allows texts, so that a delimited one is not converted."""
+    kinds = kinds_of(schema)
+    return not kinds or "string" in kinds
+
+
+def read_key(raw: str) -> str:
+    """Read one key as `strict` does. Raises Unreadable."""
+    values = _Values(f"{raw}:", "}")
+    key, end = values.key(values.space(0), {})
+    if end <= len(raw):
+        raise Unreadable
+    return key
+
+
+def read_value(raw: str, schema: Schema, last: str) -> Any:
+    """Read one value as `strict` does, within a call that `last` closes. Raises Unreadable, also
+    for one that may have a better reading."""
+    values = _Values(f"{raw}{last}", last)
+    value, end = values.value(0, schema, 1)
+    if raw[end:].strip() or values.odd:
+        raise Unreadable
+    return value
+
+
 class _Values:
     """The values of one body. `last` is the brace that closes its outermost object."""
 
+    #: whether a key may be written once only; else the last one holds
+    once = False
+
     def __init__(self, text: str, last: str) -> None:
         self.text, self.last = text, last
+        self.odd = False
 
     def object(self, at: int, schema: Schema, depth: int) -> tuple[dict[str, Any], int]:
         """Read an object whose opening brace is before `at`."""
         close = "}" if depth else self.last
-        inside = _properties(schema)
+        inside = properties(schema)
         out: dict[str, Any] = {}
         while True:
-            at = self._space(at)
+            at = self.space(at)
             if self.text.startswith(close, at):
                 return out, at + 1
-            key, at = self._key(at)
+            key, at = self.key(at, inside)
+            if key in out and self.once:
+                raise Unreadable
             out[key], at = self.value(at, inside.get(key, {}), depth + 1)
             at = self._comma(at, close)
 
     def _array(self, at: int, schema: Schema, depth: int) -> tuple[list[Any], int]:
-        items = schema.get("items")
-        inner = items if isinstance(items, Mapping) else {}
+        inner = items(schema)
         out: list[Any] = []
         while True:
-            at = self._space(at)
+            at = self.space(at)
             if self.text.startswith("]", at):
                 return out, at + 1
             value, at = self.value(at, inner, depth + 1)
             out.append(value)
             at = self._comma(at, "]")
 
-    def _space(self, at: int) -> int:
+    def space(self, at: int) -> int:
         found = _SPACE.match(self.text, at)
         return found.end() if found else at
 
     def _comma(self, at: int, close: str) -> int:
         """Return the place behind a comma, which may be missing before the end alone."""
-        at = self._space(at)
+        at = self.space(at)
         if self.text.startswith(",", at):
             return at + 1
         if self.text.startswith(close, at):
             return at
         raise Unreadable
 
-    def _key(self, at: int) -> tuple[str, int]:
+    def key(self, at: int, inside: Mapping[str, Schema]) -> tuple[str, int]:
         if found := _STRING.match(self.text, at):
             key, at = spelled(found[1]), found.end()
         elif self.text.startswith('"', at):
@@ -193,7 +289,7 @@ class _Values:
             key, at = found[0].rstrip(), found.end()
         else:
             raise Unreadable
-        at = self._space(at)
+        at = self.space(at)
         if not self.text.startswith(":", at):
             raise Unreadable
         return key, at + 1
@@ -202,19 +298,26 @@ class _Values:
         """Read one value."""
         if depth > MOST_DEPTH:
             raise Unreadable
-        at = self._space(at)
+        at = self.space(at)
         readers: dict[str, Callable[..., tuple[Any, int]]] = {"{": self.object, "[": self._array}
         if reader := readers.get(self.text[at : at + 1]):
             return reader(at + 1, schema, depth)
         if found := _STRING.match(self.text, at):
             return _typed(spelled(found[1]), schema), found.end()
         if self.text.startswith('"', at):
-            return self._json_string(at)
+            text, end = self._json_string(at)
+            return _typed(text, schema), end
         if found := _SINGLE.match(self.text, at):
-            return found[1], found.end()
-        if found := _WORDS[self.last].match(self.text, at):
-            return _bare(found[0].strip(), schema), found.end()
-        raise Unreadable
+            return _typed(found[1], schema), found.end()
+        return self._bare(at, schema)
+
+    def _bare(self, at: int, schema: Schema) -> tuple[Any, int]:
+        found = _WORDS[self.last].match(self.text, at)
+        if found is None:
+            raise Unreadable
+        value = _bare(found[0].strip(), schema)
+        self.odd |= isinstance(value, str) and not fits(value, schema)
+        return value, found.end()
 
     def _json_string(self, at: int) -> tuple[str, int]:
         end = string_end(self.text, at + 1)
@@ -225,26 +328,85 @@ class _Values:
         return whole(value), end
 
 
+class _Drifted(_Values):
+    """Values of which the schema alone says where each one ends."""
+
+    once = True
+
+    def object(self, at: int, schema: Schema, depth: int) -> tuple[dict[str, Any], int]:
+        at = self.space(at)
+        if depth or not self.text.startswith("{", at):
+            return super().object(at, schema, depth)
+        found, at = super().object(at + 1, schema, 1)
+        at = self.space(at)
+        if not self.text.startswith(self.last, at):
+            raise Unreadable
+        return found, at + 1
+
+    def _comma(self, at: int, close: str) -> int:
+        at = self.space(at)
+        return at + self.text.startswith(",", at)
+
+    def key(self, at: int, inside: Mapping[str, Schema]) -> tuple[str, int]:
+        if not inside:
+            return super().key(at, inside)
+        known = "|".join(map(re.escape, sorted(inside, key=len, reverse=True)))
+        found = re.compile(rf"([{_QUOTE}\"']?)({known})\1\s*[:=]").match(self.text, at)
+        if found is None:
+            raise Unreadable
+        return found[2], found.end()
+
+    def value(self, at: int, schema: Schema, depth: int) -> tuple[Any, int]:
+        value, end = super().value(at, schema, depth)
+        if not fits(value, schema):
+            raise Unreadable
+        return value, end
+
+    def _bare(self, at: int, schema: Schema) -> tuple[Any, int]:
+        named = "|".join(map(re.escape, schema.get("enum", ())))
+        pattern = rf"(?:{named})(?!\w)|{_LITERAL.pattern}" if named else _LITERAL.pattern
+        found = re.compile(pattern).match(self.text, at)
+        if found is None:
+            raise Unreadable
+        return _bare(found[0], schema), found.end()
+
+
 def string_end(text: str, at: int) -> int:
     """Return the place behind the quote that closes a JSON string, or 0 where none does."""
     found = re.compile(r'(?:[^"\\]|\\.)*"', re.S).match(text, at)
     return found.end() if found else 0
 
 
-def _typed(text: str, schema: Schema) -> Any:
-    """Return a delimited text as what its schema says it is, where that is clear."""
+def fits(value: Any, schema: Schema) -> bool:
+    """Whether a schema allows the type of a value; one without types allows all."""
     kinds = kinds_of(schema)
-    if kinds and kinds <= {"integer", "number", "boolean"}:
-        value = _literal(text)
-        if isinstance(value, bool) == ("boolean" in kinds) and value is not None:
-            return value
-    return text
+    return not kinds or value is None or bool(_FITS[type(value)] & kinds)
+
+
+def _typed(text: str, schema: Schema) -> Any:
+    """Return a delimited text as the one value of its schema's types that it spells; else as it
+    is."""
+    if takes_text(schema):
+        return text
+    word = text.strip()
+    value = _literal(word, _PYTHON)
+    if value is None and word in ("null", "None"):
+        return None if schema.get("nullable") else text
+    if value is None and word[:1] in ("[", "{"):
+        try:
+            value, end = _Values(word, "}").value(0, schema, 1)
+        except Unreadable:
+            return text
+        value = value if end == len(word) else None
+    return text if value is None or not fits(value, schema) else value
 
 
 def _bare(word: str, schema: Schema) -> Any:
-    value = _literal(word)
-    if kinds_of(schema) == {"string"} and value is not None and word != "null":
+    value = _literal(word, {} if takes_text(schema) else _PYTHON)
+    if is_text(schema) and value is not None and word != "null":
         return word
+    if word == "None" and not takes_text(schema) and schema.get("nullable"):
+        return None
     if value is None and word != "null":
         if '"' in word or not word:
             raise Unreadable
@@ -252,10 +414,12 @@ def _bare(word: str, schema: Schema) -> Any:
     return value
 
 
-def _literal(word: str) -> Any:
+def _literal(word: str, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """Return the number, true or false that a word is; None for null and all others."""
     if word in _LITERALS:
         return _LITERALS[word]
+    if word in more:
+        return more[word]
     number = _NUMBER.fullmatch(word)
     if number is None:
         return None

@@ -16,7 +16,7 @@ from g4ir.spec.reader import did_you_mean
 from g4ir.ui import console
 from g4ir.ui.places import cache_root, private
 
-from .common import add_load, add_verb, emit, load
+from .common import add_load, add_verb, emit, load_to_generate
 from .drafting import add_draft, check_draft
 from .talking import (
     DIM,
@@ -27,7 +27,9 @@ from .talking import (
     add_talk,
     begun,
     check_talk,
+    check_turns,
     declare,
+    short_summary,
     stopped_by_interrupts,
     summary,
 )
@@ -63,9 +65,10 @@ def _chat(args: argparse.Namespace) -> int:
         raise InputError("stdin is closed, and messages are read from it")
     for kind, path in args.media:
         check_there(kind, path)
+    check_turns(args.engine)
     terminal = sys.stdin.isatty() and sys.stdout.isatty() and not args.json
     with console.Progress() as progress:
-        engine = load(args.engine, progress, args.cuda_graph, args.trust, args.threads)
+        engine = load_to_generate(args, progress)
         try:
             talk = begun(engine, args)
             progress.stop()
@@ -155,12 +158,14 @@ def _quoted(lines: Callable[[str], str | None], first: str) -> str:
 
 @contextmanager
 def history() -> Iterator[None]:
-    """A context in which lines can be edited and called back, those of the last time too."""
+    """A context in which lines can be edited and called back, those of the last time too; several
+    pasted lines are one."""
     try:
         import readline
     except ImportError:  # a Python without it reads plain lines
         yield
         return
+    readline.parse_and_bind("set enable-bracketed-paste on")  # Python switches it off
     place: Path | None = None
     with suppress(OSError, G4Error):
         place = private(cache_root()) / "chat-history"
@@ -186,7 +191,7 @@ class Repl:
         self.screen = Screen(terminal)
         #: whether something was refused
         self.failed = False
-        self._leaves = False
+        self._stats, self._leaves = "short", False
 
     def run(self, lines: Callable[[str], str | None]) -> None:
         """Take all of the lines. What is wrong with one is said, and the next is taken."""
@@ -255,10 +260,13 @@ class Repl:
             emit(turn.output())
         if not self.terminal:
             return
-        print(f"{DIM}{summary(turn, self.talk.engine.limits.max_seq)}{PLAIN}")
+        if made := STATS[self._stats]:
+            print(f"{DIM}{made(turn, self.talk.engine.limits.max_seq)}{PLAIN}")
+        elif turn.finish_reason == "interrupted":
+            self._tell("interrupted")
         if turn.full:
             self._tell("the context is full: /save FILE keeps the conversation, /clear begins anew")
-        elif turn.finish_reason == "interrupted" and not turn.counts.generated:
+        elif turn.nothing:
             self._tell("nothing was said yet: your message was taken back")
 
     # --- what commands do ---------------------------------------------------------------------
@@ -297,12 +305,35 @@ class Repl:
             raise InputError(f"/thoughts {text!r}: show or hide")
         self.screen.hides_thoughts = text == "hide"
 
+    def stats(self, text: str) -> None:
+        """Choose what is shown after an answer."""
+        if text not in STATS:
+            raise InputError(f"/stats {text!r}: {', '.join(STATS)}")
+        self._stats = text
+
     def set(self, text: str) -> None:
-        """Change a setting."""
+        """Change a setting; without a value show it, without a name all."""
         name, _, value = text.partition(" ")
-        if not value.strip():
-            raise InputError("/set: give NAME VALUE, such as temperature 0.7")
-        self.talk.set(name, value.strip())
+        from g4ir.engine.talk import SETTINGS
+
+        if value.strip():
+            self.talk.set(name, value.strip())
+            return
+        if name and name not in SETTINGS:
+            raise InputError(f"setting {name!r}: one of {', '.join(SETTINGS)}")
+        chosen, default = self.talk.settings, self.talk.defaults.sampling
+        for key in [name] if name else SETTINGS:
+            found = chosen.get(key, default.get(key, "default"))
+            source = " (checkpoint)" if key in default.keys() - chosen.keys() else ""
+            self._tell(f"{key:<18}  {found}{source}")
+
+    def undo(self, text: str) -> None:
+        """Take the last message back."""
+        self.talk.undo()
+
+    def retry(self, text: str) -> None:
+        """Answer the last message again."""
+        self._answer(self.talk.retry)
 
     def clear(self, text: str) -> None:
         """Begin anew."""
@@ -329,8 +360,7 @@ class Repl:
         thinking = "off" if not talk.thinking.on else talk.thinking.budget or "on"
         if talk.thinking.on and talk.thinking.budget is not None:
             thinking = f"at most {talk.thinking.budget} tokens"
-        defaults = {k: getattr(talk.defaults, k) for k in ("temperature", "top_k", "top_p")}
-        given = {k: v for k, v in defaults.items() if v is not None} | talk.settings
+        given = {**talk.defaults.sampling, **talk.settings}
         room = talk.engine.limits.max_seq
         lines = {
             "engine": str(talk.engine.path),
@@ -350,7 +380,8 @@ class Repl:
         rows += [(QUOTES, f"begins a message of several lines, {QUOTES} ends it")]
         rows += [("\\", "at the end of a line: the message goes on in the next")]
         rows += [("Ctrl-C", "ends an answer"), ("Ctrl-D", "leaves")]
-        self._tell("\n".join(f"{left:<18} {what}" for left, what in rows))
+        width = max(len(left) for left, _ in rows)
+        self._tell("\n".join(f"{left:<{width}}  {what}" for left, what in rows))
 
     def bye(self, text: str) -> None:
         """Leave."""
@@ -369,6 +400,12 @@ def _path(text: str) -> str:
         raise InputError(f"{text}: no such user") from None
 
 
+#: what is shown after an answer
+STATS: dict[str, Callable[[Turn, int], str] | None] = {
+    "on": summary,
+    "short": short_summary,
+    "off": None,
+}
 Act = Callable[[Repl, str], None]
 
 
@@ -389,7 +426,14 @@ COMMANDS: dict[str, tuple[Act, str, str]] = {
     "/tools": (Repl.tools, "FILE|off", "tools that the model may call, as JSON in OpenAI's form"),
     "/think": (Repl.think, "on|off|N", "whether it thinks, for at most N tokens"),
     "/thoughts": (Repl.thoughts, "show|hide", "whether its thoughts are shown"),
-    "/set": (Repl.set, "NAME VALUE", "a setting of draws; VALUE default: the checkpoint's"),
+    "/set": (
+        Repl.set,
+        "[NAME [VALUE]]",
+        "a sampling setting; VALUE default: the checkpoint's; without VALUE: show it",
+    ),
+    "/stats": (Repl.stats, "on|short|off", "statistics after an answer"),
+    "/retry": (Repl.retry, "", "answer the last message again"),
+    "/undo": (Repl.undo, "", "take the last message and its answer back"),
     "/show": (Repl.show, "", "what holds now, and how much of the context is taken"),
     "/clear": (Repl.clear, "", "forget what was said; system, tools and settings stay"),
     "/save": (Repl.save, "FILE", "write messages and tools as JSON"),

@@ -18,6 +18,7 @@ from g4ir.plan.gpus import find_gpu
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import Spec, load_spec
+from g4ir.ui import console
 from g4ir.ui.units import parse_count
 
 if TYPE_CHECKING:
@@ -216,6 +217,15 @@ def load(
         torch.set_num_threads(threads)
     progress(f"loading {path}")
     return load_engine(path, cuda_graph=cuda_graph, trust=trust, progress=progress)
+
+
+def load_to_generate(args: argparse.Namespace, progress: Callable[[str], None]) -> Engine:
+    """Load the engine of a verb that generates; log what of its checkpoint's settings is not
+    supported."""
+    engine = load(args.engine, progress, args.cuda_graph, args.trust, args.threads)
+    if note := engine.defaults().note:
+        console.say(f"note: {note}")
+    return engine
 
 
 def given_spec(args: argparse.Namespace) -> Spec | None:

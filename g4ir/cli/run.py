@@ -16,9 +16,9 @@ from g4ir.errors import InputError
 from g4ir.model.media import AUDIO, IMAGE, VIDEO, check_there
 from g4ir.ui import console
 
-from .common import add_load, add_trust_once, add_verb, emit, load, token_ids
+from .common import add_load, add_trust_once, add_verb, emit, load, load_to_generate, token_ids
 from .drafting import add_draft, check_draft, given_draft, tally_text
-from .talking import add_files, add_sampling, add_talk, answer_once, check_talk
+from .talking import add_files, add_sampling, add_talk, answer_once, check_talk, check_turns
 
 if TYPE_CHECKING:
     from g4ir.engine.responder import Failure, Request, Responder, Result
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 #: setting of media -> the kind that it is for
 SETTING_KINDS = {"image_budget": IMAGE, "frames": VIDEO, "audio_too_long": AUDIO}
-FLAGS = ("max_new_tokens", "temperature", "top_k", "top_p", *SETTING_KINDS)
+FLAGS = ("bos", "max_new_tokens", "temperature", "top_k", "top_p", *SETTING_KINDS)
 
 
 def add_run(verbs: Any) -> None:
@@ -39,7 +39,7 @@ def add_run(verbs: Any) -> None:
     given.add_argument(
         "--input-jsonl",
         metavar="FILE",
-        help="one request a line (`-`: stdin): prompt or tokens, and optionally id,\n"
+        help="one request a line (`-`: stdin): prompt or tokens, and optionally id, bos,\n"
         "max_new_tokens, temperature, top_k, top_p, min_p, seed, presence_penalty,\n"
         "frequency_penalty, repetition_penalty, logit_bias, min_tokens, logprobs, stop, images,\n"
         "videos, audio (lists of paths), image_budget, frames, audio_too_long; answered in\n"
@@ -54,6 +54,13 @@ def add_run(verbs: Any) -> None:
     add_talk(p)
     _add_media(p)
     add_sampling(p, "default 64, or what fits; with --chat what fits")
+    p.add_argument(
+        "--no-bos",
+        dest="bos",
+        action="store_false",
+        default=None,
+        help="do not begin a raw prompt with <bos>",
+    )
     p.add_argument("--stop", metavar="IDS", help="end at these ids too, beside the checkpoint's")
     add_draft(p, "lines of --input-jsonl")
     add_load(p)
@@ -113,7 +120,7 @@ def _run(args: argparse.Namespace) -> int:
     check_flags(flags)
     asked = None if args.input_jsonl else _one_request(args)
     with _opened(args.input_jsonl) as lines, console.Progress() as progress:
-        engine = load(args.engine, progress, args.cuda_graph, args.trust, args.threads)
+        engine = load_to_generate(args, progress)
         try:
             if args.chat:
                 progress.stop()
@@ -134,6 +141,10 @@ def _run(args: argparse.Namespace) -> int:
 
 def _check_chat(args: argparse.Namespace) -> None:
     """Raise InputError for flags of a chat that would do nothing, or are wrong."""
+    if args.chat:
+        check_turns(args.engine)
+    if args.bos is False and (args.chat or args.tokens is not None):
+        raise InputError("--no-bos is for raw text: leave it out with --chat and --tokens")
     if args.chat:
         if args.prompt is None:
             raise InputError("--chat is for --prompt: tokens and JSON lines are taken as they are")
@@ -218,7 +229,7 @@ def _stream(responder: Responder, request: Request, progress: console.Progress) 
     """Print each piece when it is known: text, or ids where there is no tokenizer."""
     from g4ir.chat.stream import TextStream
 
-    text = TextStream(responder.codec) if responder.codec else None
+    text = TextStream(responder.codec.detokenizer) if responder.codec else None
     begun, count = time.perf_counter(), 0
 
     def told(token: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from g4ir.errors import InputError, MissingError
 from g4ir.ui import console
 
-from .common import add_load, add_verb, load
+from .common import add_load, add_verb, load_to_generate
 from .drafting import add_draft, check_draft, given_draft
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _serve(args: argparse.Namespace) -> int:
 
     def loader() -> Engine:
         with console.Progress() as progress:
-            return load(args.engine, progress, args.cuda_graph, args.trust, args.threads)
+            return load_to_generate(args, progress)
 
     if serve(server, Address(args.host, args.port, args.drain), loader, console.say):
         console.say("ended while the engine was being loaded")

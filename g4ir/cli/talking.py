@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4ir.errors import InputError
+from g4ir.errors import EngineError, InputError
 from g4ir.model.media import KINDS
 from g4ir.ui import console
 
@@ -75,6 +75,24 @@ def check_talk(args: argparse.Namespace) -> None:
         raise InputError("--think-budget is for --think, which is not given")
     if (args.think_budget or 0) < 0:
         raise InputError(f"--think-budget {args.think_budget}: expected 0 or more tokens")
+
+
+def check_turns(path: str) -> None:
+    """Raise for an engine that cannot chat, before its weights are loaded: EngineError without a
+    tokenizer, InputError if the tokenizer has no turns."""
+    from g4ir.chat import Vocabulary
+    from g4ir.chat.turns import check_chats
+    from g4ir.engine.engine import TOKENIZER, read_tokenizer
+
+    folder = Path(path)
+    file = folder / TOKENIZER
+    if file.is_file():
+        check_chats(Vocabulary(read_tokenizer(file, file.read_bytes())), folder)
+    elif folder.is_dir() and any(folder.glob("manifest.json")):
+        raise EngineError(
+            f"{folder} has no tokenizer.json (its checkpoint had none), which a chat needs; build "
+            f"from a checkpoint with one, or take `g4ir run {folder} --tokens IDS`"
+        )
 
 
 def begun(engine: Engine, args: argparse.Namespace) -> Talk:
@@ -141,9 +159,10 @@ class Screen:
             self._thought(event.text)
         elif event.kind == "call":
             self._change("call")
-            call = {"name": event.name, "arguments": event.arguments}
+            arguments = event.text if event.arguments is None else event.arguments
+            call = {"name": event.name, "arguments": arguments}
             self._print(json.dumps(call, ensure_ascii=not self.terminal) + "\n")
-        else:
+        elif event.kind == "content":
             self._change("content")
             self._print(event.text)
 
@@ -192,6 +211,21 @@ def _harmless(c: str) -> str:
     return c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else f"\\x{ord(c):02x}"
 
 
+def _ended(turn: Turn) -> str:
+    if turn.finish_reason == "interrupted":
+        return "interrupted"
+    return f"ended by {turn.finish_reason}"
+
+
+def short_summary(turn: Turn, room: int) -> str:
+    """Return speed, use of the context and, if it is unusual, the finish reason of an answer."""
+    speed = f", {turn.tokens_per_second:.1f} tokens/s" if turn.tokens_per_second else ""
+    used = min(turn.counts.prompt + turn.counts.generated, room)
+    usual = turn.finish_reason in ("stop", "tool_calls")
+    end = "" if usual else f"; {_ended(turn)}"
+    return f"{turn.counts.generated} tokens{speed}; {used} of {room} in use{end}"
+
+
 def summary(turn: Turn, room: int) -> str:
     """Return a line about an answer: how fast it was, and how much the engine holds of it all."""
     c = turn.counts
@@ -201,7 +235,7 @@ def summary(turn: Turn, room: int) -> str:
     held = min(c.prompt + c.generated, room)
     return (
         f"{c.prompt} prompt tokens{known}, {c.generated} new ones{first}{speed}"
-        f"{tally_text(turn.tally)}; ended by {turn.finish_reason}; {held} of {room} tokens are held"
+        f"{tally_text(turn.tally)}; {_ended(turn)}; {held} of {room} tokens are held"
     )
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from g4ir.chat import Event as Said
 from g4ir.chat import Reader, TokenStream, Vocabulary, call_id
 from g4ir.chat.reader import Stops
-from g4ir.chat.stream import is_byte
 from g4ir.errors import EngineError
 
 from .slots import CANCELLED, FAILED, LENGTH, STOP, Event
@@ -23,8 +22,8 @@ CUT = (LENGTH, CANCELLED)
 def token_text(vocabulary: Vocabulary, token: int) -> tuple[str, list[int]]:
     """Return the text of one token and its bytes, which may be part of a character."""
     word = vocabulary.tokenizer.id_to_token(token) or ""
-    if is_byte(vocabulary.tokenizer, token):
-        return word, [int(word[3:5], 16)]
+    if (byte := vocabulary.detokenizer.bytes.get(token)) is not None:
+        return word, [byte]
     text = vocabulary.strings.get(token) or vocabulary.tokenizer.decode(
         [token], skip_special_tokens=False
     )
@@ -128,13 +127,25 @@ class Answer:
 
     def message(self) -> dict[str, Any]:
         """Return it as a message of OpenAI's form."""
-        content, calls = self.text("content"), [as_call(s) for s in self.said if is_call(s)]
+        content, calls = self.text("content"), [as_call(s, s.text) for s in self._called]
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
         if thought := self.text("thought"):
             message["reasoning_content"] = thought
         return message
+
+    @property
+    def _called(self) -> list[Said]:
+        return [s for s in self.said if is_call(s)]
+
+    def history(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return its message as the next prompt takes it: without calls that were cut or have no
+        reading."""
+        pairs = zip(message.get("tool_calls", ()), self._called)
+        calls = [call for call, said in pairs if said.arguments is not None]
+        rest = {k: v for k, v in message.items() if k != "tool_calls"}
+        return rest | ({"tool_calls": calls} if calls else {"content": rest["content"] or ""})
 
     def taken_logprobs(self) -> list[dict[str, Any]]:
         """Return the log-probabilities that are new."""
@@ -151,7 +162,7 @@ def _content(text: str) -> list[Said]:
     return [Said("content", text)] if text else []
 
 
-def as_call(said: Said) -> dict[str, Any]:
+def as_call(said: Said, arguments: str) -> dict[str, Any]:
     """Return a call in OpenAI's form, with a new id."""
-    function = {"name": said.name, "arguments": said.text}
+    function = {"name": said.name, "arguments": arguments}
     return {"id": call_id(), "type": "function", "function": function}

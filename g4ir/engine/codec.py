@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from g4ir.chat.stream import is_byte
+from g4ir.chat.stream import Detokenizer
 from g4ir.errors import InputError
 from g4ir.weights.tensorfile import parse_json
 
@@ -18,23 +18,28 @@ class Codec:
 
     def __init__(self, engine: Engine) -> None:
         self.tokenizer = engine.tokenizer()
+        self.detokenizer = Detokenizer(self.tokenizer)
         config = _tokenizer_config(engine.path)
-        self.bos, self.adds_bos = engine.spec.tokens.bos, config.get("add_bos_token") is True
+        self.bos = engine.spec.tokens.bos
+        #: whether the tokenizer's own files begin a text with it
+        self.adds_bos = config.get("add_bos_token") is True or self._ids("", "a text", True)[
+            :1
+        ] == [self.bos]
         template = engine.path / "chat_template.jinja"
         #: whether the checkpoint has a chat template
         self.instructed = template.is_file() or bool(config.get("chat_template"))
 
-    def encode(self, text: str, what: str) -> list[int]:
-        """Return token ids, special ones as tokenizer.json and its config add them; one that begins
-        the text is not added again."""
+    def encode(self, text: str, what: str, bos: bool = True) -> list[int]:
+        """Return token ids of a raw prompt, which begin with one `bos` whatever the tokenizer's
+        files say: no model of the family was trained without. `bos` False: as it is written."""
         try:
             text.encode()
         except UnicodeEncodeError as e:
             raise InputError(f"{what}: not UTF-8 at character {e.start}") from None
-        ids = self._ids(text, what, True)
-        if self.bos is None:
+        ids = self._ids(text, what, bos)
+        if self.bos is None or not bos:
             return ids
-        if self.adds_bos and ids[:1] != [self.bos]:
+        if ids[:1] != [self.bos]:
             return [self.bos, *ids]
         return ids[1:] if ids[:2] == [self.bos] * 2 else ids
 
@@ -69,12 +74,7 @@ class Codec:
 
     def decode(self, ids: list[int]) -> str:
         """Return the text without special tokens."""
-        text: str = self.tokenizer.decode(ids)
-        return text
-
-    def is_byte(self, token: int) -> bool:
-        """Whether a token stands for one byte of a character that has no token."""
-        return is_byte(self.tokenizer, token)
+        return self.detokenizer.decode(ids)
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:

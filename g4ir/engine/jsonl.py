@@ -48,6 +48,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "id": (lambda v: _whole(v) or _text(v), "a string or a whole number"),
     "prompt": (_text, "a string"),
     "tokens": (_ids, "a list of token ids"),
+    "bos": (lambda v: isinstance(v, bool), "true or false"),
     "max_new_tokens": (_whole, "a whole number"),
     "temperature": (_number, "a number"),
     "top_k": (_whole, "a whole number"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from g4ir.backends.row_sampling import RowSampling
-from g4ir.backends.sampling import Sampling
 from g4ir.errors import InputError, WeightsError
 from g4ir.weights.tensorfile import parse_json, quoted
 
@@ -39,11 +39,41 @@ def checked_prompt(ids: Sequence[int], count: int, vocab: int, room: int, what: 
     return out
 
 
+#: key of generation_config.json -> (setting, whether it counts with do_sample alone, its value that
+#: changes nothing)
+SETTINGS: Mapping[str, tuple[str, bool, Any]] = {
+    "temperature": ("temperature", True, None),
+    "top_k": ("top_k", True, 0),
+    "top_p": ("top_p", True, None),
+    "min_p": ("min_p", True, 0.0),
+    "repetition_penalty": ("repetition_penalty", False, 1.0),
+    "presence_penalty": ("presence_penalty", False, 0.0),
+    "frequency_penalty": ("frequency_penalty", False, 0.0),
+    "min_new_tokens": ("min_tokens", False, 0),
+}
+#: keys that change no choice of a token, or are read elsewhere
+_OTHER_KEYS = """
+    _from_model_config bos_token_id cache_config cache_implementation compile_config
+    decoder_start_token_id disable_compile do_sample eos_token_id is_assistant
+    num_return_sequences pad_token_id return_dict_in_generate suppress_tokens token_healing
+    transformers_version trust_remote_code use_cache
+"""
+_OTHERS = frozenset(_OTHER_KEYS.split())
+#: keys of transformers that change what is generated -> the value that changes nothing
+_NEUTRAL: Mapping[str, Any] = {
+    **dict.fromkeys(("diversity_penalty", "epsilon_cutoff", "eta_cutoff"), 0.0),
+    **dict.fromkeys(("encoder_no_repeat_ngram_size", "min_length", "no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale", "length_penalty"), 1.0),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "typical_p"), 1),
+}
+
+
 @dataclass(frozen=True)
 class Defaults:
     """The values of a checkpoint's generation_config.json. `stop` None: it names no stop ids.
 
-    temperature, top_k and top_p count only with its `do_sample`; without it decoding is greedy.
+    temperature, top_k, top_p and min_p count only with its `do_sample`; without it decoding is
+    greedy. `unused`: keys that would change what is generated and are not supported.
     """
 
     stop: tuple[int, ...] | None = None
@@ -51,6 +81,25 @@ class Defaults:
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    min_tokens: int | None = None
+    unused: tuple[str, ...] = ()
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The settings that it has, as RowSampling names them."""
+        found = {name: getattr(self, name) for name, _, _ in SETTINGS.values()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
+    def note(self) -> str | None:
+        """A message for the user that names the keys left out; None without any."""
+        if not self.unused:
+            return None
+        return f"generation_config.json: {', '.join(self.unused)}: not supported, left out"
 
 
 def read_defaults(path: Path, vocab: int, raw: bytes | None = None) -> Defaults:
@@ -61,24 +110,30 @@ def read_defaults(path: Path, vocab: int, raw: bytes | None = None) -> Defaults:
         return Defaults()
     values = parse_json(path, path.read_bytes() if raw is None else raw)
     stop, suppress = (_ids(path, values, k, vocab) for k in ("eos_token_id", "suppress_tokens"))
-    drawn: dict[str, Any] = {}
-    if values.get("do_sample"):
-        drawn = {"temperature": 1.0} | {
-            k: values[k] for k in ("temperature", "top_k", "top_p") if values.get(k) is not None
-        }
-        drawn["top_k"] = drawn.get("top_k") or None  # 0 stands for no limit there
+    draws = bool(values.get("do_sample"))
+    found: dict[str, Any] = {"temperature": 1.0} if draws else {}
+    for key, (name, drawn, neutral) in SETTINGS.items():
+        if values.get(key) not in (None, neutral) and draws >= drawn:
+            found[name] = values[key]
     try:
-        Sampling(**drawn)
+        RowSampling(**found)
     except (InputError, TypeError) as e:
         raise WeightsError(f"{path}: {e}; fix: correct the file, or remove it") from e
-    return Defaults(stop, suppress or (), **drawn)
+    unused = tuple(filter(partial(_left_out, values), values))
+    return Defaults(stop, suppress or (), **found, unused=unused)
+
+
+def _left_out(values: Mapping[str, Any], key: str) -> bool:
+    """Whether a key would change what is generated, and nothing here does it."""
+    value = values[key]
+    known = key in SETTINGS or key in _OTHERS or key.startswith(("output_", "assistant_"))
+    return not known and value not in (None, False, [], {}, _NEUTRAL.get(key))
 
 
 def row_sampling(defaults: Defaults, given: Mapping[str, Any]) -> RowSampling:
     """Return the settings of a row: what the checkpoint says where `given` has nothing. A top_k of
     0 or less is no limit."""
-    named = {k: getattr(defaults, k) for k in ("temperature", "top_k", "top_p")}
-    found = {k: v for k, v in named.items() if v is not None} | dict(given)
+    found = {**defaults.sampling, **given}
     top_k = found.get("top_k") or 0
     return RowSampling(**{**found, "top_k": top_k if top_k > 0 else None})
 

@@ -62,6 +62,10 @@ RAW = (
     "(`g4ir run --chat` makes them)"
 )
 
+BOS_ADDED = (
+    "the prompt begins with <bos>, which the tokenizer's files do not add; --no-bos leaves it out"
+)
+
 Told = Callable[[int], None]
 
 #: kind -> (setting, what `Engine.encode` calls it)
@@ -323,11 +327,15 @@ class Responder:
             codec = self._codec()
             text, note = self._text(fields, where, given)
             # What media are expanded to has special tokens, which are no turns.
+            bos = self._setting(fields, "bos") is not False
+            head = codec.encode(fields["prompt"], where, bos=False)[:1]
             raw = codec.instructed and not codec.has_turns(codec.encode(fields["prompt"], where))
-            notes += [note, RAW if raw else None]
+            added = bos and codec.bos not in (None, *head) and not codec.adds_bos
+            said = "; ".join([*[RAW] * raw, *[BOS_ADDED] * added])
+            notes += [note, said or None]
             with named(where):
                 text = prompts.expand_text(text, soft, special, codec.spell)
-            tokens = codec.encode(text, where)
+            tokens = codec.encode(text, where, bos)
         with named(where):
             prompts.check_given(tokens, given, special, kinds)
         return tokens, tuple(n for n in notes if n)
@@ -368,10 +376,8 @@ class Responder:
         return fields.get(name, self.flags.get(name))
 
     def _sampling(self, fields: Mapping[str, Any]) -> Sampling:
-        file = self.defaults
-        base = Sampling(file.temperature or 0.0, file.top_k, file.top_p, None, self.never)
-        given = {**self.flags, **fields}
-        found, more = _sampling_of(base, given), _row_fields(given)
+        given = {**self.defaults.sampling, **self.flags, **fields}
+        found, more = _sampling_of(Sampling(suppress=self.never), given), _row_fields(given)
         if not more:
             return found
         vocab = self.engine.spec.text.vocab_size

@@ -86,6 +86,11 @@ class Turn:
     tally: Tally = field(default_factory=Tally)
 
     @property
+    def nothing(self) -> bool:
+        """Whether it was interrupted before its first token."""
+        return self.finish_reason == INTERRUPTED and not self.counts.generated
+
+    @property
     def content(self) -> str:
         """The text of the answer."""
         return self.message["content"] or ""
@@ -284,16 +289,35 @@ class Talk:
     def say(self, text: str, told: Told = lambda said: None) -> Turn:
         """Send a message, with what is attached, and return the answer. One that fails, or was
         stopped before its first token, leaves the conversation as it was."""
-        before, attached = [*self.messages], self.attached
-        self.messages.append({"role": "user", "content": self._content(text)})
+        attached = self.attached
+        turn = self._asked([*self.messages, {"role": "user", "content": self._content(text)}], told)
+        self.attached = attached if turn.nothing else []
+        return turn
+
+    def retry(self, told: Told = lambda said: None) -> Turn:
+        """Answer the last message again, and return the new answer in place of the old one; one
+        that fails leaves the conversation as it was. InputError if there is none."""
+        return self._asked(self.messages[: self._last_message() + 1], told)
+
+    def undo(self) -> None:
+        """Take the last message and what follows it back. InputError if there is none."""
+        self.messages = self.messages[: self._last_message()]
+
+    def _last_message(self) -> int:
+        found = [i for i, m in enumerate(self.messages) if m["role"] == "user"]
+        if not found:
+            raise InputError("there is no message yet")
+        return found[-1]
+
+    def _asked(self, messages: list[dict[str, Any]], told: Told) -> Turn:
+        """Answer messages; they stay as they were if nothing is answered."""
+        before, self.messages = self.messages, messages
         try:
             turn = self.reply(told)
         except BaseException:
             self.messages = before
             raise
-        nothing = turn.finish_reason == INTERRUPTED and not turn.counts.generated
-        self.messages = before if nothing else self.messages
-        self.attached = attached if nothing else []
+        self.messages = before if turn.nothing else self.messages
         return turn
 
     def _content(self, text: str) -> Any:
@@ -337,7 +361,7 @@ class Talk:
         counts, message = stream.ticket.counts, answer.message()
         self.held = counts.prompt + counts.generated
         if counts.generated or not cancelled:
-            self.messages.append(message)
+            self.messages.append(answer.history(message))
         if cancelled:
             self.leave_calls()
         reason = INTERRUPTED if cancelled else answer.finish or ""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from g4ir.chat import Event as Said
+from g4ir.chat.reader import ARGUMENTS
 from g4ir.engine.answers import Answer, as_call, is_call
 from g4ir.engine.drafting import Tally
 
@@ -85,8 +86,8 @@ class Form:
         out = []
         part: dict[str, Any]
         for said in new:
-            part = {"delta": _delta(said)} if self.chat else {"text": said.text}
-            out.append(self._chunk(a.index, part, self._logprobs(a)))
+            for part in map(_in_chat, _deltas(said)) if self.chat else [{"text": said.text}]:
+                out.append(self._chunk(a.index, part, self._logprobs(a)))
         if a.over:
             part = {"delta": {}} if self.chat else {"text": ""}
             rest = self._logprobs(a) if a.logprobs else None
@@ -105,10 +106,22 @@ class Form:
         return self._head(True) | {"choices": [], "usage": usage}
 
 
-def _delta(said: Said) -> dict[str, Any]:
+def _deltas(said: Said) -> list[dict[str, Any]]:
+    """Return the deltas of a piece: a call whole, or its id and name and then pieces of its
+    arguments."""
+    parts: list[dict[str, Any]] = []
     if is_call(said):
-        return {"tool_calls": [{"index": said.index, **as_call(said)}]}
-    return {"reasoning_content" if said.kind == "thought" else "content": said.text}
+        parts = [] if said.streamed else [as_call(said, said.text)]
+    elif said.kind == ARGUMENTS:
+        parts = [as_call(said, "")] if said.name is not None else []
+        parts.append({"function": {"arguments": said.text}})
+    else:
+        return [{"reasoning_content" if said.kind == "thought" else "content": said.text}]
+    return [{"tool_calls": [{"index": said.index, **part}]} for part in parts]
+
+
+def _in_chat(delta: dict[str, Any]) -> dict[str, Any]:
+    return {"delta": delta}
 
 
 def usage_of(

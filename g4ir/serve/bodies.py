@@ -388,7 +388,7 @@ def _prompts(value: Any, name: str) -> tuple[Any, ...]:
 COMPLETIONS: Mapping[str, Read] = {
     **COMMON,
     "prompt": _prompts,
-    "add_special_tokens": _unsupported(True),
+    "add_special_tokens": kind(bool),
     "logprobs": whole(0, MOST_TOP),
     "best_of": _COUNT,
 }
@@ -400,7 +400,7 @@ TOKENIZE: Mapping[str, Read] = {
     "model": kind(str),
     "chat_template": COMMON["chat_template"],
     "prompt": kind(str),
-    "add_special_tokens": _unsupported(True),
+    "add_special_tokens": kind(bool),
     "return_token_strs": _unsupported(False),
 }
 TOKENIZE_CHAT: Mapping[str, Read] = {

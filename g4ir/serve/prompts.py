@@ -10,6 +10,7 @@ from typing import Any
 
 from g4ir.backends.row_sampling import Allowed, RowSampling
 from g4ir.chat import Budget, Prompt, Reader, Template, Vocabulary, make_prompt
+from g4ir.chat.tokens import spelled
 from g4ir.engine.answers import Answer
 from g4ir.engine.attached import soft_of
 from g4ir.engine.codec import Codec
@@ -158,7 +159,8 @@ class Prompts:
     def completions(self, fields: Mapping[str, Any], salt: str = "") -> Asked:
         """Return one job for each prompt."""
         top, constraint = fields.get("logprobs"), constraint_of(fields)
-        jobs = [self._job(self._ids(p), fields, "prompt", top, salt) for p in fields["prompt"]]
+        ids = [self._ids(p, fields) for p in fields["prompt"]]
+        jobs = [self._job(i, fields, "prompt", top, salt) for i in ids]
         if constraint:
             allowed = self.grammars.text(constraint, thinking=False, inside=False)
             jobs = [replace(j, sampling=replace(j.sampling, allowed=allowed)) for j in jobs]
@@ -168,19 +170,18 @@ class Prompts:
         """Return the ids of a prompt, or of a conversation as it would be answered."""
         if "messages" in fields:
             return [*self.chat({**fields, "max_tokens": 1}).jobs[0].tokens]
-        return self._ids(fields["prompt"])
+        return self._ids(fields["prompt"], fields)
 
     def text(self, tokens: Any) -> str:
         """Return the text of ids, with control tokens."""
         ids = checked_ids(tokens, self.engine.spec.text.vocab_size, "tokens")
-        text: str = self.vocabulary.tokenizer.decode(ids, skip_special_tokens=False)
-        return text
+        return spelled(self.vocabulary, ids)
 
-    def _ids(self, prompt: Any) -> list[int]:
+    def _ids(self, prompt: Any, fields: Mapping[str, Any]) -> list[int]:
         assert self.codec
         try:
             if isinstance(prompt, str):
-                return self.codec.encode(prompt, "prompt")
+                return self.codec.encode(prompt, "prompt", fields.get("add_special_tokens", True))
             return checked_ids(prompt, self.engine.spec.text.vocab_size, "prompt")
         except InputError as e:
             raise as_input(e, "prompt") from None

@@ -30,7 +30,9 @@ OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE
 
 
 def say(line: str) -> None:
-    """Print one line on stderr. A closed stderr is no reason to stop working."""
+    """Print one line on stderr, in place of a progress line if there is one. A closed stderr is no
+    reason to stop working."""
+    Progress.clear()
     with contextlib.suppress(OSError, ValueError):
         print(f"g4ir: {line}", file=sys.stderr, flush=True)
 
@@ -41,6 +43,9 @@ class Progress:
     On a terminal one line is rewritten every second; elsewhere a line is printed when the message
     has changed. The clock is a thread, so that a step without messages of its own shows too.
     """
+
+    #: whether the terminal's last line is one of progress
+    _on_line = False
 
     def __init__(self) -> None:
         self._message = self._shown = ""
@@ -68,8 +73,14 @@ class Progress:
         if not self._stop.is_set():
             self._stop.set()
             self._thread.join()
-            if self._shown and _on_terminal():
-                _write("\r\x1b[K")
+            self.clear()
+
+    @staticmethod
+    def clear() -> None:
+        """Clear the terminal's progress line: something else is printed now."""
+        if Progress._on_line:
+            Progress._on_line = False
+            _write("\r\x1b[K")
 
     def _watch(self) -> None:
         while not self._stop.wait(PERIOD_S):
@@ -80,6 +91,7 @@ class Progress:
         seconds = time.monotonic() - self._begun
         if _on_terminal():
             line = f"g4ir: {self._message} ({seconds:.0f} s)"
+            Progress._on_line = True
             _write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
         elif self._message != self._shown:
             _write(f"g4ir: {self._message} ({seconds:.0f} s)\n")

@@ -121,6 +121,43 @@ def test_calls(
     assert stream or got.choices[0].message.content is None
 
 
+LONG = ("call:f{a:", "3", ",text:", '<|"|>', "some words of a text", " and more" * 3, '<|"|>', "}")
+
+
+def test_arguments_of_a_call_are_streamed(
+    client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("<|tool_call>", *LONG, "<tool_call|>", "<|tool_response>")
+    served.dictate(monkeypatch, *words)
+    (whole,) = ask(client, max_tokens=90, tools=[TOOL]).choices[0].message.tool_calls
+    served.dictate(monkeypatch, *words)
+    chunks = [*ask(client, max_tokens=90, tools=[TOOL], stream=True)]
+    deltas = [c.choices[0].delta.tool_calls for c in chunks]
+    parts = [part for found in deltas for part in found or []]
+    assert (parts[0].id or "").startswith("call_") and parts[0].function.name == "f"
+    assert len(parts) > 6 and not any(p.id or p.function.name for p in parts[1:])
+    assert "".join(p.function.arguments for p in parts) == whole.function.arguments
+    assert joined(chunks)["finish"] == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_cut(
+    client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """At each length: no control tokens in the content, and the head of the arguments."""
+    whole = '{"a": 3, "text": "some words of a text and more and more and more"}'
+    for most in (2, 9, 14, 20, 40):
+        served.dictate(monkeypatch, "<|tool_call>", *LONG, "<tool_call|>", "<|tool_response>")
+        got = ask(client, max_tokens=most, tools=[TOOL], stream=stream)
+        found = joined(got) if stream else {}
+        message = None if stream else got.choices[0].message
+        calls = found["calls"] if message is None else message.tool_calls or []
+        assert not (found["content"] if message is None else message.content)
+        assert (found["finish"] if message is None else got.choices[0].finish_reason) == "length"
+        assert [c.function.name for c in calls] == ["f"] * (most > 8)
+        assert all(whole.startswith(c.function.arguments) for c in calls)
+
+
 def test_one_call_where_no_more_are_asked_for(
     client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

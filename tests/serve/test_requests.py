@@ -284,7 +284,13 @@ def test_tokens_and_their_text(served: Running, keyed: Running) -> None:
         got = client.post("/tokenize", json={"model": NAME, "prompt": "ab c"}).json()
         assert got["count"] == len(got["tokens"]) > 3 and got["max_model_len"] == MAX_SEQ
         text = client.post("/detokenize", json={"tokens": got["tokens"]}).json()["prompt"]
-        assert text.endswith("ab c")
+        assert text.endswith("ab c") and text.count("<bos>") == 1
+        bare = {"prompt": "ab c", "add_special_tokens": False}
+        assert client.post("/tokenize", json=bare).json()["tokens"] == got["tokens"][1:]
+        for asked, count in ((bare, got["count"] - 1), ({"prompt": "<bos>ab c"}, got["count"])):
+            body = {"model": NAME, "max_tokens": 1, **asked}
+            usage = client.post("/v1/completions", json=body).json()["usage"]
+            assert usage["prompt_tokens"] == count
         chat = client.post("/tokenize", json={"messages": BASE["messages"]}).json()
         asked = client.post("/v1/chat/completions", json=BASE).json()
         assert chat["count"] == asked["usage"]["prompt_tokens"]

@@ -223,6 +223,15 @@ async function* events(response) {
 
 // --- answers ----------------------------------------------------------------------------------
 
+// Whether arguments of a call are whole: an answer may be cut within them.
+function readable(json) {
+  try {
+    return Boolean(JSON.parse(json));
+  } catch {
+    return false;
+  }
+}
+
 // One answer on the page while it comes.
 class Answer {
   constructor() {
@@ -285,7 +294,7 @@ class Answer {
     this.draw();
     this.waiting.remove();
     this.item.removeAttribute("aria-busy");
-    const calls = stopped ? [] : this.calls.filter(Boolean);
+    const calls = stopped ? [] : this.calls.filter((call) => call && readable(call.arguments));
     if (!this.content && !this.thought && !calls.length && stopped) {
       this.item.remove();
       return null;

@@ -1,0 +1,262 @@
+"""The JSON of a call's arguments while the call is being generated, as far as it is final.
+
+It follows the native syntax as `values.strict` reads it, so that strings are streamed while they
+are open. Held back is what another reading of the call could change: the end of a string that may
+never be closed, and values whose type shows at their end. Syntax beside the format ends the stream;
+the rest then comes with the whole call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+from .control import QUOTE
+from .marked import MARK, MARKS, spelled
+from .values import (
+    CLOSERS,
+    MOST_DEPTH,
+    Schema,
+    Unreadable,
+    is_text,
+    items,
+    properties,
+    read_key,
+    read_value,
+    takes_text,
+)
+
+_QUOTE = MARKS[QUOTE]
+#: what a string may end with that is not its own if it is never closed, and how much is held back
+_TAIL, LONGEST_TAIL = re.compile(r"[\s)}]*\Z"), 256
+_CLOSERS = {**CLOSERS, "[": "]"}
+
+#: where the next token belongs: a key, a value, an open string, or after a value
+KEY, VALUE, TEXT, AFTER, DEAF = range(5)
+
+
+@dataclass
+class _Open:
+    """An object or a list that is open, and how many elements it has."""
+
+    opener: str
+    schema: Schema
+    count: int = 0
+
+    def comma(self) -> str:
+        """Return what separates the next element."""
+        self.count += 1
+        return ", " if self.count > 1 else ""
+
+
+class PartialArguments:
+    """The arguments of one call behind their first brace, by the tokens of `reader._Body`.
+
+    `said`: characters of strings that are final; `taken`: characters of the call that all of the
+    final JSON stands for.
+    """
+
+    def __init__(self, opener: str, schema: Schema) -> None:
+        self.said = self.taken = self._seen = 0
+        self._made, self._given = list[str](), 0
+        self._open: list[_Open] = []
+        self._raw: list[str] = []  # of a key or value that has not ended
+        self._held, self._frozen = "", list[str]()  # of an open string
+        self._keys = {*properties(schema)}
+        self._next = _keys_behind_commas(self._keys)
+        self._last = CLOSERS[opener]
+        self._schema = schema  # of the value that comes next
+        self._place = VALUE
+        self._push(opener)
+
+    def take(self) -> str:
+        """Return the JSON that became final since the last time."""
+        new, self._given = self._made[self._given :], len(self._made)
+        return "".join(new)
+
+    @property
+    def json(self) -> str:
+        """All of the JSON that is final."""
+        return "".join(self._made)
+
+    def cut(self) -> None:
+        """Make the text of an open string final."""
+        text, self._held, self._frozen = self._held + "".join(self._frozen), "", []
+        self._say(text)
+
+    def cut_off(self) -> bool:
+        """End where the call was cut, within a string that may be a bare word or JSON; return
+        whether the JSON has all of the text so far, but the head of a key, word or number."""
+        raw = "".join(self._raw).lstrip()
+        if self._place == TEXT:
+            self.cut()
+        elif self._place == VALUE and raw.startswith('"'):
+            self._emit(self._comma() + spelled(raw))
+        elif self._place == VALUE and raw and _QUOTE not in raw and is_text(self._schema):
+            self._emit(f'{self._comma()}"')
+            self._say(raw)
+        return self._place != DEAF
+
+    # --- tokens ---------------------------------------------------------------------------------
+
+    def text(self, text: str) -> None:
+        """Take text without structure."""
+        self._seen += len(text)
+        if self._place == TEXT:
+            self._string(text)
+        elif self._place != DEAF:
+            self._raw.append(text)
+
+    def inside(self, found: str, closed: bool) -> None:
+        """Take a quote, backslash or control token in a string, which it may have closed."""
+        if closed and self._place == TEXT:
+            self.cut()
+            self._seen += len(found)
+            self._emit('"')
+            self._place = AFTER
+            return
+        self.text(found)
+        if closed and self._place == VALUE:
+            self._value("")
+
+    def outside(self, found: str, opened: bool) -> None:
+        """Take a token outside of strings; `opened`: a quote that begins one."""
+        self._seen += len(found)
+        if self._place == DEAF or not self._open:
+            return
+        if opened:
+            self._begin_string(found)
+        elif self._place == KEY and found == ":":
+            self._key()
+        elif self._place == VALUE and found in "{[" and not self._pending:
+            self._push(found)
+        elif found in (",", _CLOSERS[self._open[-1].opener]):
+            self._end(found)
+        elif found in '=:"()':
+            self._raw.append(found)
+        else:
+            self._place = DEAF
+
+    @property
+    def _pending(self) -> bool:
+        return any(not part.isspace() for part in self._raw)
+
+    def _begin_string(self, quote: str) -> None:
+        if self._pending or self._place not in (KEY, VALUE):
+            self._place = DEAF
+        elif self._place == VALUE and quote == _QUOTE and takes_text(self._schema):
+            self._emit(self._comma() + '"')
+            self._place, self._raw = TEXT, []
+        else:
+            self._raw.append(quote)
+
+    def _key(self) -> None:
+        """Take the key that has ended."""
+        try:
+            key = read_key("".join(self._raw))
+        except Unreadable:
+            self._place = DEAF
+            return
+        top = self._open[-1]
+        self._emit(f"{top.comma()}{json.dumps(key, ensure_ascii=False)}: ")
+        self._raw, self._place = [], VALUE
+        self._schema = properties(top.schema).get(key, {})
+        if len(self._open) == 1 and key in self._keys:
+            self._keys.discard(key)
+            self._next = _keys_behind_commas(self._keys)
+
+    def _comma(self) -> str:
+        """Return what separates the next value; that of a key has none."""
+        top = self._open[-1]
+        return top.comma() if top.opener == "[" else ""
+
+    def _value(self, terminator: str) -> None:
+        """Take the value that has ended before a terminator."""
+        try:
+            value = read_value("".join(self._raw), self._schema, self._last)
+        except Unreadable:
+            self._place = DEAF
+            return
+        text = json.dumps(value, ensure_ascii=False)
+        self._emit(self._comma() + text, len(terminator))
+        self._raw, self._place = [], AFTER
+
+    def _end(self, found: str) -> None:
+        """Take a comma, or what closes the innermost object or list."""
+        if self._place == VALUE and self._pending:
+            self._value(found)
+        top = self._open[-1]
+        empty = self._place == (VALUE if top.opener == "[" else KEY) and found != ","
+        if self._pending or not (self._place == AFTER or empty):
+            self._place = DEAF
+            return
+        self._raw = []
+        if found != ",":
+            self._open.pop()
+            self._emit("]" if top.opener == "[" else "}")
+            self._place = AFTER
+        elif top.opener == "[":
+            self._place, self._schema = VALUE, items(top.schema)
+        else:
+            self._place = KEY
+
+    def _push(self, opener: str) -> None:
+        if len(self._open) >= MOST_DEPTH:
+            self._place = DEAF
+            return
+        comma = self._comma() if self._open else ""
+        self._emit(comma + ("[" if opener == "[" else "{"))
+        self._open.append(_Open(opener, self._schema))
+        self._raw, self._place = [], KEY
+        if opener == "[":
+            self._place, self._schema = VALUE, items(self._schema)
+
+    # --- strings --------------------------------------------------------------------------------
+
+    def _string(self, text: str) -> None:
+        """Take text of an open string, and make final what no other reading of it could change:
+        if it is never closed, it ends before a control token or the next declared key."""
+        if self._frozen:
+            self._frozen.append(text)
+            return
+        text = self._held + text
+        mark, key = MARK.search(text), self._next.search(text) if self._next else None
+        cut, end = min(_tail(text), self._begun_key(text)), len(text)
+        if key:
+            cut, end = len(text[: key.start()].rstrip()), key.start()
+        elif mark:
+            cut, end = _tail(text[: mark.start()]), mark.start()
+        self._held, self._frozen = text[cut:end], [text[end:]] if mark or key else []
+        self._say(text[:cut])
+
+    def _begun_key(self, text: str) -> int:
+        """Return where a comma and the beginning of a declared key would begin."""
+        at = text.rfind(",", max(0, len(text) - LONGEST_TAIL))
+        head = text[at + 1 :].strip()
+        if at < 0 or not any(key.startswith(head) for key in self._keys):
+            return len(text)
+        return len(text[:at].rstrip())
+
+    def _say(self, text: str) -> None:
+        """Make text of a string final; what is held is not part of it."""
+        if text:
+            self.said += len(text)
+            behind = len(self._held) + sum(map(len, self._frozen))
+            self._emit(json.dumps(spelled(text), ensure_ascii=False)[1:-1], behind)
+
+    def _emit(self, text: str, behind: int = 0) -> None:
+        """Make JSON final; the last `behind` characters of the call are not part of it."""
+        self._made.append(text)
+        self.taken = self._seen - behind
+
+
+def _tail(text: str) -> int:
+    """Return where the tail of a text begins that is held back."""
+    found = _TAIL.search(text, max(0, len(text) - LONGEST_TAIL))
+    return found.start() if found else len(text)
+
+
+def _keys_behind_commas(keys: set[str]) -> re.Pattern[str] | None:
+    named = "|".join(map(re.escape, sorted(keys)))
+    return re.compile(rf",\s*(?:{named})\s*:") if keys else None
