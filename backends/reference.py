@@ -173,13 +173,17 @@ class ReferenceBackend(Backend):
     dtypes = DTYPES
     shares = True
 
-    def check(self, device: str, ranks: int) -> None:
-        if device == "cuda" and not torch.cuda.is_available():
-            raise MissingError("--device cuda: this torch sees no CUDA device; use --device cpu")
+    def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
+        return (_require_gpu,) if device == "cuda" else ()
 
     def load(self, task: Task, kept: Any, cuda_graph: bool = True) -> ReferenceRuntime:
         run = task.group.run_node if task.group else None
         return ReferenceRuntime(task.program, task.limits, task.device, task.params, run)
+
+
+def _require_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise MissingError("--device cuda: this torch sees no CUDA device; use --device cpu")
 
 
 BACKEND = ReferenceBackend()

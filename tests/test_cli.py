@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import io
 import itertools
 import json
@@ -25,6 +26,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
+from torch._inductor.exc import InvalidCxxCompiler
 
 from g4ir.backends.sampling import Sampler, Sampling
 from g4ir.chat.stream import TextStream
@@ -268,6 +270,43 @@ def test_dump_ir(tmp_path: Path) -> None:
     for wrong in (("--max-seq", "many"), ("--set", "x"), ("--memory", "h1"), ("--dtype", "f8")):
         refused(*BUILD, *words, "--dump-ir", tmp_path / "none", *wrong)
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("trt", ("TensorRT, which cannot", "no CUDA device", "48.1 GiB")),
+        ("trt --drafter default", ("TensorRT", "no CUDA device", "48.1 GiB", "-it-assistant")),
+        ("trt --random-weights 0", ("TensorRT", "no CUDA device")),
+        ("trt --tp 2", ("TensorRT", "no CUDA device", "hf download google/gemma-4-26B")),
+        ("onnx", ("library onnx and onnxruntime", "hf download google/gemma-4-26B")),
+        ("torch --device cuda", ("C++ compiler", "no CUDA device", "hf download")),
+        ("torch --device cuda --random-weights 0", ("C++ compiler", "no CUDA device")),
+        ("reference --device cuda", ("no CUDA device", "hf download")),
+    ],
+)
+def test_all_that_a_build_lacks_is_said_at_once(
+    words: str, said: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A download of 50 GB comes after what no download mends."""
+    find = importlib.util.find_spec
+    lacks = ("onnx", "onnxruntime", "tensorrt")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n in lacks else find(n))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", no_compiler)
+    words = f"build --variant 26b-a4b --backend {words} --out {tmp_path}/e"
+    outcome = g4ir(*words.split())
+    assert outcome.code == 3
+    assert f"{len(said)} things are missing here:\n  1. " in outcome.err
+    places = [outcome.err.index(text) for text in said]
+    assert places == sorted(places)
+    # What is wrong with the command itself needs nothing.
+    assert g4ir(*words.split(), "--random-weights", "-1").code == 2
+
+
+def no_compiler() -> None:
+    raise InvalidCxxCompiler
 
 
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:

@@ -446,7 +446,7 @@ def test_loading_compiles_nothing(engines: Any, monkeypatch: pytest.MonkeyPatch,
         raise AssertionError("compiled something")
 
     engine = engines("torch", spec)
-    for name in ("compile_all", "compile_program", "compile_kernels", "check_toolchain"):
+    for name in ("compile_all", "compile_program", "compile_kernels", "toolchain"):
         monkeypatch.setattr(compiler, name, refuse)
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", refuse)
     monkeypatch.setattr(subprocess, "Popen", refuse)

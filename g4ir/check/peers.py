@@ -23,7 +23,7 @@ from g4ir.quant.rewrite import weights_of
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
 from g4ir.weights.formats import is_coded
-from g4ir.weights.hub import hub_snapshot
+from g4ir.weights.hub import snapshot_of
 from g4ir.weights.origin import Directory, Origin, find_origin
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
@@ -360,7 +360,7 @@ def known_checkpoint(engine: Engine, given: str | Path | None, asked: str) -> Pa
     InputError, which says what asked for it, where there is none."""
     kept = engine.manifest["weights"]
     linked = linked_path(kept["directory"], kept["files"]) if "directory" in kept else None
-    found = given or linked or (engine.spec.hub and hub_snapshot(engine.spec.hub))
+    found = given or linked or snapshot_of(engine.spec)
     if not found:
         raise InputError(
             f"{asked}: {engine.path} does not say where its checkpoint is; give --checkpoint DIR"

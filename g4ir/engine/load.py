@@ -215,11 +215,12 @@ def _check_machine(found: Artefact, backend: Backend) -> None:
     import torch
 
     path, m = found.path, found.manifest
-    # Not `backend.check`, which asks for what a build needs: loading needs no compiler.
+    # Not `backend.needs`, which a build needs: loading needs no compiler.
     if m.device == "cuda" and not torch.cuda.is_available():
+        again = "build it again with --device cpu, or " if "cpu" in backend.devices else ""
         raise EngineError(
-            f"{path} was built for cuda and this torch sees no CUDA device; build it again with "
-            f"--device cpu, or run it where it was built"
+            f"{path} was built for cuda and this torch sees no CUDA device; {again}run it where it "
+            f"was built"
         )
     built, here = m.machine, backend.machine(m.device)
     if not _runs_on(built, here):

@@ -163,7 +163,7 @@ def _audio(a: Audio | UnifiedAudio | None) -> Audio | UnifiedAudio | None:
 
 
 def _moe(moe: Moe, layers: Sequence[int]) -> Moe:
-    """Keep eight experts, two a token; if only some layers have them, some with and some without."""
+    """Keep eight experts, two a token; if only some layers have them, both sorts of layers."""
     some = moe.layers and tuple(i for i, old in enumerate(layers) if old in moe.layers)
     if some is not None and not 0 < len(some) < len(layers):
         some = (0,)
@@ -187,9 +187,7 @@ def _kind(kind: AttentionKind, heads: int) -> AttentionKind:
     sizes = range(step, kind.head_dim, step)
     fits = (n for n in sizes if n >= max(kind.head_dim // 8, 4) and kind.rope.pairs(n))
     count = kind.num_key_value_heads // heads
-    return replace(
-        kind, head_dim=next(fits, kind.head_dim), num_key_value_heads=count
-    )
+    return replace(kind, head_dim=next(fits, kind.head_dim), num_key_value_heads=count)
 
 
 def _head_divisor(text: Text) -> int:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
 from g4ir.errors import InputError
+from g4ir.model.tensors import text_tensors, tower_tensors
+from g4ir.ops.types import ITEMSIZE
+from g4ir.spec.record import Spec
 from g4ir.ui.places import hub_cache
+from g4ir.ui.units import size_text
 
 from .tensorfile import quoted
 
@@ -22,3 +27,29 @@ def hub_snapshot(hub_id: str, revision: str = "main") -> Path | None:
     commit = reference.read_text(encoding="utf-8", errors="replace").strip()
     snapshot = repo / "snapshots" / commit
     return snapshot if re.fullmatch(r"[0-9A-Za-z]{1,64}", commit) and snapshot.is_dir() else None
+
+
+def snapshot_of(spec: Spec) -> Path | None:
+    """Return the downloaded snapshot of a spec's weights, or None."""
+    return hub_snapshot(spec.hub) if spec.hub else None
+
+
+#: option that names a checkpoint -> what can be given beside it
+INSTEAD = {"--checkpoint": " or --random-weights SEED", "--drafter": ""}
+
+
+def need_snapshot(spec: Spec, option: str = "--checkpoint") -> Path:
+    """Return the downloaded snapshot of a spec's weights; InputError, with the command that
+    downloads it and its size, if there is none."""
+    found = snapshot_of(spec)
+    if found is not None:
+        return found
+    given = f"{option} DIR{INSTEAD[option]}"
+    if spec.hub is None:
+        raise InputError(f"variant {spec.name} has no hub id: give {given}")
+    tensors = [*text_tensors(spec).values(), *tower_tensors(spec).values()]
+    size = size_text(sum(map(math.prod, tensors)) * ITEMSIZE[spec.dtype])
+    raise InputError(
+        f"no weights of {spec.hub} in the local Hugging Face cache; download them (about {size}) "
+        f"with `hf download {spec.hub}`, or give {given}"
+    )

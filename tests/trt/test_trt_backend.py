@@ -19,8 +19,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import yaml
 import torch
+import yaml
 
 from g4ir.backends import find_backend
 from g4ir.backends.base import Task
