@@ -319,8 +319,9 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert plan["nodes"]["embed"] == 1
     text = ok(*BUILD, *words, "--out", tmp_path / "a" / "b")
     lines = dict(line.split(maxsplit=1) for line in text.splitlines())
-    assert (lines["param_bytes"], lines["disk_bytes"]) == ("1.16 MiB", "none")
-    assert (lines["media"], lines["ple_placement"], lines["settings"]) == ("none",) * 3
+    assert text.startswith("would build here\n") and lines["param_bytes"] == "1.16 MiB"
+    usual = {"disk_bytes", "media", "ple_placement", "settings", "short", "ranks", "latent_kv"}
+    assert not usual & lines.keys()
     words = ("--variant", "tiny-media", "--random-weights", "0", "--dry-run")
     text = ok(*BUILD, *words, "--out", tmp_path / "a")
     assert "\nmedia          kinds image video audio, budgets 70, default 70, frame 70, " in text
@@ -813,7 +814,9 @@ def test_memory_may_be_given_as_a_card_or_in_bytes(tmp_path: Path) -> None:
     words = ("--variant", "tiny-moe", "--random-weights", "0", "--dry-run")
     out = ("--out", tmp_path / "e")
     assert "tiny-moe" in ok(*BUILD, *words, "--memory", "h100-80gb", *out)
-    assert "short;" in ok(*BUILD, *words, "--memory", "1MB", *out)
+    dry = g4ir(*BUILD, *words, "--memory", "1MB", *out)
+    assert dry.code == 1 and dry.out.startswith("would not build here: tiny-moe at ")
+    assert "short;" in dry.out.splitlines()[0]
     assert "short;" in refused(*BUILD, *words[:-1], "--memory", "1MB", *out)
 
 

@@ -673,9 +673,12 @@ def check_space(p: Prepared, out: Path) -> None:
     weights, free = disk_bytes(p), free_bytes(out)
     need = weights + OTHER_BYTES
     if weights and free < need:
+        other = ["make room", "choose another --out"]
+        if not (p.backend.packs_weights or p.drafter):
+            other.append("use --link-weights")
         raise EngineError(
             f"{out.parent}: the engine needs {size_text(need)} ({size_text(weights)} of weights), "
-            f"{size_text(free)} are free; make room, choose another --out, or use --link-weights"
+            f"{size_text(free)} are free; {', '.join(other[:-1])} or {other[-1]}"
         )
 
 

@@ -746,8 +746,8 @@ def test_dry_run(variant: str, tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
+    assert done.returncode == bool(plan["short"]), done.stderr
     assert plan["tensorrt"] == "emulated 11.4.0" and plan["dry_run_s"] < 60
     assert plan["layers"] == sum(plan["layer_kinds"].values()) > 1000
     assert plan["logits_error"]["f32"] < dry.BUDGETS["f32"]
