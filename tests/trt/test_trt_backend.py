@@ -30,7 +30,8 @@ from g4ir.backends.trt import build as builder
 from g4ir.backends.trt import dry_run as dry
 from g4ir.backends.trt import interface as interfaces
 from g4ir.backends.trt import probe, runtime
-from g4ir.backends.trt.files import CONSTANTS, LOG, PLAN, TENSORS
+from g4ir.backends.trt.experimental.trial import takes_norms
+from g4ir.backends.trt.files import CONSTANTS, LOG, PLAN, TENSORS, networks
 from g4ir.backends.trt.interface import interface
 from g4ir.backends.trt.recorder import (
     SHARED_BYTES,
@@ -639,15 +640,71 @@ def test_engine_that_does_not_fit(trt: Build, monkeypatch: pytest.MonkeyPatch) -
         (["could not allocate memory"], "", "--prefill-chunk"),
         (["wrap_attention: expected 3 live inputs"], "", "attention=plain"),
         (["one", "two", "one"], "", "attention=plain"),
+        (["two ops named L0.attn.out/reshape"], "L0.attn.out/reshape", "attention=plain, whose"),
+        (["L0.attn.norm/norm_residual: no kernel"], "", "norms=layers"),
         ([], "", "it gave no reason"),
     ],
 )
 def test_refusals(said: list[str], layer: str, advice: str) -> None:
     """Every message once, the longest name that occurs, advice by what they speak of."""
-    names = ["", "L1.mlp.experts/linear", "L1.mlp.experts/linear.2"]
+    names = ["", "L1.mlp.experts/linear", "L1.mlp.experts/linear.2", "L0.attn.out/reshape"]
     message = builder.refusal(said, names)
     assert " | ".join(dict.fromkeys(said)) in message and advice in message
     assert (f"at layer {layer}:" if layer else "the network:") in message
+
+
+def tiny_network(settings: dict[str, str] | None = None) -> builder.Written:
+    p = prepare(load_spec("tiny-ple"), BuildOptions(backend="trt", media="none"), dry=True)
+    g = network_graph(p.packing.program)
+    settings = {**p.settings, **(settings or {})}
+    w = builder.write_network(emulated_api(), g, p.limits, None, settings)
+    builder.configure(emulated_api(), w, settings, 1 << 33)
+    return w
+
+
+def test_a_call_that_only_logs_an_error_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT builds another network then: without the mask of an attention, say."""
+    assert not tiny_network().log.errors
+    right = builder.chosen_lowerings
+
+    def chosen(settings: Any) -> Any:
+        def scale(net: Any, n: Any, *xs: Any) -> Any:
+            net.e.network._tell("setMask: not beside\n    a causal kind")
+            return right(settings)["scale"](net, n, *xs)
+
+        return {**right(settings), "scale": scale}
+
+    monkeypatch.setattr(builder, "chosen_lowerings", chosen)
+    said = "a part of the network of prefill: setMask: not beside a causal kind$"
+    with pytest.raises(LowerError, match=said):
+        tiny_network()
+    monkeypatch.undo()
+
+    def set_flag(config: Any, flag: Any) -> None:
+        config._log.log(emulated_api().trt.ILogger.Severity.ERROR, "no such flag")
+
+    log = tiny_network().log
+    config = emulated_api().trt.IBuilderConfig
+    monkeypatch.setattr(config, "set_flag", set_flag)
+    monkeypatch.setattr(config, "_log", log, raising=False)
+    monkeypatch.setattr(builder, "logger", lambda trt: log)
+    with pytest.raises(LowerError, match="a part of the configuration: no such flag$"):
+        tiny_network({"weights": "streamed"})
+
+
+def test_no_network_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a flag that TensorRT does not know."""
+    monkeypatch.setattr(emulated_api().trt.Builder, "create_network", lambda builder, flags: None)
+    with pytest.raises(LowerError, match="no network with the flags 0b"):
+        tiny_network()
+    assert not takes_norms(emulated_api(), "cpu")
+
+
+@pytest.mark.parametrize(("variant", "measured"), [("e2b", 8.75), ("e4b", 14.5)])
+def test_host_memory_of_the_builder(variant: str, measured: float) -> None:
+    p = prepare(load_spec(variant), BuildOptions(backend="trt", media="none"), dry=True)
+    graphs = [*networks(p.packing.program).values()]
+    assert builder.estimate(graphs).host_bytes / builder.GIB == pytest.approx(measured, rel=0.1)
 
 
 def test_sizes_beyond_tensorrt(tmp_path: Path) -> None:
