@@ -181,8 +181,8 @@ class Estimate:
 SECONDS_PER_PRODUCT, SECONDS_PER_GIB = 0.5, 8.0
 
 
-#: host memory of a builder beside weights, and for each layer: measured with TensorRT-RTX 1.7, whose
-#: compiler took 8.75 GiB for e2b (4.25 of weights, 35 layers), 14.5 for e4b (8.65, 42 layers)
+#: host memory of a builder beside weights, and for each layer, as measured: TensorRT-RTX 1.7 took
+#: 8.75 GiB for e2b (4.25 of weights, 35 layers), 14.5 for e4b (8.65, 42 layers)
 HOST_BYTES, LAYER_HOST_BYTES = 3 * GIB // 2, GIB // 10
 
 

@@ -688,7 +688,7 @@ def test_a_call_that_only_logs_an_error_is_a_refusal(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(config, "set_flag", set_flag)
     monkeypatch.setattr(config, "_log", log, raising=False)
     monkeypatch.setattr(builder, "logger", lambda trt: log)
-    with pytest.raises(LowerError, match="a part of the configuration: no such flag$"):
+    with pytest.raises(LowerError, match=r"a part of the configuration: no such flag$"):
         tiny_network({"weights": "streamed"})
 
 
