@@ -132,11 +132,11 @@ def check_compiler(names: Sequence[str], device: str) -> None:
 
 def peer_model(engine: Engine, checkpoint: str | Path | None = None) -> Any:
     """Return the transformers text model on an engine's weights, in its dtype and on its device."""
-    kept = engine.manifest["weights"]
+    seed = engine.manifest["weights"].get("seed")
     dtype = torch_dtype(engine.dtype)
     source: WeightSource
-    if kept["kind"] == "random" and checkpoint is None:
-        source = RandomCheckpoint(engine.spec, kept["seed"], dtype, engine.device)
+    if seed is not None and checkpoint is None:
+        source = RandomCheckpoint(engine.spec, seed, dtype, engine.device)
     else:
         origin = existing_origin(known_checkpoint(engine, checkpoint, "bench --peer"))
         agreed_spec(engine.spec, origin)

@@ -242,7 +242,8 @@ def _kept(source: WeightSource, o: BuildOptions, packs: bool) -> Any:
         return _linked(source) if o.link_weights else PackedWeights("packed")
     if o.random_weights is None:
         return None
-    return PackedWeights("packed") if packs else RandomWeights("random", o.random_weights)
+    seed = o.random_weights
+    return PackedWeights("packed", seed) if packs else RandomWeights("random", seed)
 
 
 def _recipe(r: Resolved, opened: Checkpoint | None, origin: Origin | None) -> Recipe | None:

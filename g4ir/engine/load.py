@@ -20,10 +20,9 @@ from g4ir.plan.settings import find_placement
 from g4ir.quant.rewrite import held_recipe
 from g4ir.ui.progress import Progress, no_progress, prefixed
 from g4ir.weights import pack as packings
-from g4ir.weights.checkpoint import Checkpoint, WeightSource
-from g4ir.weights.drafter import WithDrafter
+from g4ir.weights.checkpoint import Checkpoint
+from g4ir.weights.drafter import random_weights
 from g4ir.weights.origin import find_origin
-from g4ir.weights.random import RandomCheckpoint
 
 from .artefact import (
     MANIFEST,
@@ -248,12 +247,9 @@ def _open_params(found: Artefact) -> packings.ParamSource:
         return found.stored
     share = Share(found.spec, found.rank, m.ranks, m.ep)
     if isinstance(kept, RandomWeights):
-        made = [
-            RandomCheckpoint(spec, kept.seed, torch_dtype(m.dtype), m.device)
-            for spec in (found.spec, found.drafter)
-            if spec
-        ]
-        source: WeightSource = WithDrafter(*made) if found.drafter else made[0]
+        source = random_weights(
+            found.spec, found.drafter, kept.seed, torch_dtype(m.dtype), m.device
+        )
         return packings.MadeParams(found.packing, source, share=share)
     for name, digest in kept.files.items():
         file = Path(kept.directory) / name

@@ -112,7 +112,8 @@ def _weights_text(found: Artefact) -> str:
         return f"{len(kept.files)} files in {kept.directory}, by digest"
     assert found.stored
     files = [found.manifest.files[h.path.name] for h in found.stored.headers]
-    return f"packed, {len(files)} files, {size_text(sum(f.bytes for f in files))}"
+    made = "" if kept.seed is None else f", made from seed {kept.seed}"
+    return f"packed, {len(files)} files, {size_text(sum(f.bytes for f in files))}{made}"
 
 
 def _native_text(decision: Decision | None, signer: str | None) -> str:
