@@ -136,14 +136,14 @@ def test_a_model_without_room_beside_the_engine(
     )
     monkeypatch.setattr(peers, "device_memory", lambda device: 5 << 20)
     monkeypatch.setattr(peers, "RandomCheckpoint", Mock(side_effect=AssertionError))
-    with pytest.raises(
-        InputError, match=r"needs 2.87 MiB .* leaves 2.13 MiB .*--against reference"
-    ):
+    said = r"needs 2.87 MiB .* leaves 2.13 MiB .*--against reference"
+    with pytest.raises(InputError, match=said):
         verify_engine(engine, "hf")
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("head_dim", 32.5), ("hidden_act", 7), ("num_attention_heads", "two")]
+    ("key", "value"),
+    [("head_dim", 32.5), ("rms_norm_eps", "small"), ("num_attention_heads", "two")],
 )
 def test_a_config_that_transformers_refuses(
     key: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -158,6 +158,17 @@ def test_a_config_that_transformers_refuses(
     said = rf"transformers cannot load the config of spec tiny-dense: .*{key}"
     with pytest.raises(InputError, match=said):
         verify_engine(engine, "hf")
+
+
+def test_a_checkpoint_that_transformers_refuses(tmp_path: Path) -> None:
+    """For a field that g4ir does not read."""
+    folder = random_checkpoint(tmp_path / "checkpoint", "tiny-dense")
+    config = json.loads((folder / "config.json").read_text())
+    (config.get("text_config") or config)["initializer_range"] = "x"
+    (folder / "config.json").write_text(json.dumps(config))
+    engine = g4ir.build(None, tmp_path / "e", checkpoint=folder, backend="reference", max_seq=64)
+    with pytest.raises(InputError, match=r"cannot load .*/checkpoint: .*initializer_range"):
+        verify_engine(engine, "hf", checkpoint=folder)
 
 
 def test_linked_checkpoint_is_found(tmp_path: Path) -> None:

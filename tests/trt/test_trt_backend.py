@@ -266,6 +266,7 @@ def test_shared_memory_of_tactics(hardware: str, room: int) -> None:
         builder=api.trt.Builder(_log(api)),
         graph=Graph("empty", (), (), (), (), ()),
         interface=SimpleNamespace(profiles=()),
+        log=_log(api),
     )
     config = builder.configure(
         api, cast(Any, w), {"weights": "baked", "hardware": hardware}, 80 << 30
@@ -491,7 +492,7 @@ def test_estimate_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     said: list[str] = []
     build(tmp_path / "engine", "tiny-ple", progress=said.append)
     at = next(i for i, line in enumerate(said) if "TensorRT's builder: about" in line)
-    assert "MiB of host memory" in said[at] and "GiB of device memory" in said[at]
+    assert "GiB of host memory" in said[at] and "GiB of device memory" in said[at]
     assert any("Building the network" in line for line in said[at + 1 :])
     assert not any("Building the network" in line for line in said[:at])
 
