@@ -533,10 +533,17 @@ def make_plan(
     shape = [(r.ctx, r.batch) for r in rows]
     gpus = [m if isinstance(m, Gpu) else _sized(m) for m in _many(memory)]
     counted = {1: made}
-    if shared:
-        one, costs, _ = footprint(tp, ep)
-        known = [n for n in COUNTS if n not in (1, tp) and can_share(spec, n, ep)] if gpus else []
-        counted |= {tp: one} | {n: footprint(n, ep)[0] for n in known}
+    known = [n for n in COUNTS if n > 1 and can_share(spec, n, ep)] if gpus else []
+    for n in {tp, *known} - {1} if shared else ():
+        one, steps_of, _ = footprint(n, ep)
+        try:
+            share = param_bytes([steps_of.graph]) / param_bytes([whole_costs.graph])
+        except InputError:  # groups of a recipe that so many ranks would cut
+            if n == tp:
+                raise
+            continue
+        counted[n] = replace(one, share=share)
+        costs = steps_of if n == tp else costs
     free = options.ple_placement is None and placement == "device"
 
     def placed(own: Footprint, gpus: Sequence[Gpu]) -> Footprint:
@@ -690,10 +697,7 @@ def _footprint(
         plain[DRAFT] = build_draft(spec, drafter, dtype)
     plain |= build_towers(spec, media, dtype)
     cut = partial(shard_program, spec=spec, ranks=ranks, ep=ep)
-    share = 1.0
     if ranks > 1:
-        held = quantised(Program({"prefill": plain["prefill"]}), spec, recipe, dtype)
-        share = param_bytes(cut(held).graphs.values()) / param_bytes(held.graphs.values())
         plain = dict(cut(Program(plain)).graphs)
     # The caches without the latent form, in the dtype, depend on one pass alone.
     others = {*skip, *(p for p in PASSES if p != "plan_cache")}
@@ -710,9 +714,7 @@ def _footprint(
 
     built = needs(skip)
     planned = needs(others) if (form, kv) != (PLAIN, OFF) else built
-    made = Footprint(
-        *(spec, dtype, device, placement, built, planned, recipe, drafter, ranks, share)
-    )
+    made = Footprint(spec, dtype, device, placement, built, planned, recipe, drafter, ranks)
     costs = [StepCosts(partial(step, phase), bool(recipe)) for phase in ("decode", VERIFY)]
     # A recipe is about the model's weights: those of the drafter are in the dtype.
     costs += [StepCosts(partial(bind, g), True) for g in built.graphs if g.name == DRAFT]
