@@ -180,9 +180,10 @@ class Backend(ABC):
     #: the type of what `compile` returns, as spec/reader.py reads it
     record: Any = Nothing
 
-    def check(self, device: str, ranks: int) -> None:  # noqa: B027  (most lack nothing)
-        """Raise MissingError where the environment lacks something that a build for so many ranks
-        needs. Not asked in a dry run."""
+    def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
+        """Return checks of the environment for a build for so many ranks, cheapest to meet first;
+        each raises MissingError. A dry run makes none of them."""
+        return ()
 
     def stored(self, program: Program, device: str) -> Program:
         """Return optimised graphs whose weights lie as its products take them on a device: those in

@@ -12,7 +12,7 @@ from g4ir.errors import MissingError
 from g4ir.ir.distance import ROUNDED
 from g4ir.ir.graph import Graph, Program
 from g4ir.ir.interpret import Run, interpret
-from g4ir.ir.wide import WideProducts
+from g4ir.ir.wide import WideProducts, in_float64
 from g4ir.model.towers import is_tower
 from g4ir.parallel.group import Group
 from g4ir.plan.formats import DTYPES
@@ -81,7 +81,7 @@ class ReferenceRuntime:
 
 
 class WideRuntime(ReferenceRuntime):
-    """The text graphs in float64 on the same params: what goes in is, and products are; the rest
+    """The graphs in float64 on the same params. Of text what goes in is, and products are; the rest
     follows."""
 
     def __init__(self, program: Program, *rest: Any) -> None:
@@ -95,6 +95,9 @@ class WideRuntime(ReferenceRuntime):
     def run(self, phase: str, feeds: dict[str, Any], *rest: Any) -> Tensors | None:
         with WideProducts():
             return super().run(phase, _doubled(feeds), *rest)
+
+    def encode(self, tower: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return in_float64(self.program.graphs[tower], feeds, self.params)["soft"]
 
 
 def _wide_program(program: Program) -> Program:
@@ -170,13 +173,17 @@ class ReferenceBackend(Backend):
     dtypes = DTYPES
     shares = True
 
-    def check(self, device: str, ranks: int) -> None:
-        if device == "cuda" and not torch.cuda.is_available():
-            raise MissingError("--device cuda: this torch sees no CUDA device; use --device cpu")
+    def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
+        return (_require_gpu,) if device == "cuda" else ()
 
     def load(self, task: Task, kept: Any, cuda_graph: bool = True) -> ReferenceRuntime:
         run = task.group.run_node if task.group else None
         return ReferenceRuntime(task.program, task.limits, task.device, task.params, run)
+
+
+def _require_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise MissingError("--device cuda: this torch sees no CUDA device; use --device cpu")
 
 
 BACKEND = ReferenceBackend()

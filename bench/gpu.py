@@ -68,7 +68,7 @@ from steps import (
     timed,
 )
 
-from g4ir.backends.torch_compile.compile import cache_dir, check_toolchain, keep_program
+from g4ir.backends.torch_compile.compile import cache_dir, keep_program, toolchain
 from g4ir.backends.torch_compile.cuda_driver import CudaDriver
 from g4ir.backends.torch_compile.cuda_graph import recorded
 from g4ir.backends.torch_compile.kernel_cases import (
@@ -93,7 +93,7 @@ from g4ir.bench.system import environment, free_memory
 from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
-from g4ir.errors import G4Error, InputError, MissingError, PlanError
+from g4ir.errors import G4Error, InputError, MissingError, PlanError, check_all
 from g4ir.ir.graph import Program
 from g4ir.ir.text import print_graph
 from g4ir.model.text import build_program
@@ -158,7 +158,7 @@ def preflight(cells: Cells, args: argparse.Namespace, _: Args) -> None:
 
 def machine_cell(out: Path, scale: Scale) -> dict[str, Any]:
     """Describe the machine. MissingError where programs cannot be compiled on it."""
-    check_toolchain(scale.device)
+    check_all(*toolchain(scale.device))
     free = torch.cuda.mem_get_info()[0] if scale.device == "cuda" else free_memory()
     return {
         "processors": os.cpu_count(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class G4Error(Exception):
     """Base of every expected error; the command line prints it without a traceback.
@@ -75,3 +77,18 @@ class MissingError(G4Error):
     """The environment lacks something: what, and the way to get it."""
 
     exit_code = 3
+
+
+def check_all(*checks: Callable[[], object]) -> None:
+    """Run every check, then raise one error with everything that is missing, in this order."""
+    found: list[G4Error] = []
+    for check in checks:
+        try:
+            check()
+        except (InputError, MissingError) as e:
+            found.append(e)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        listed = "".join(f"\n  {i}. {e}" for i, e in enumerate(found, 1))
+        raise MissingError(f"{len(found)} things are missing here:{listed}")

@@ -275,10 +275,15 @@ def test_weights_that_do_not_fit_are_refused_before_writing(
     message = refused(*BUILD, "--checkpoint", folder, "--out", out)
     has(message, out.parent, short, "--link-weights")
     dry = g4ir(*BUILD, "--checkpoint", folder, "--dry-run", "--out", out)
-    assert dry.code == 0 and short in dry.out
+    assert dry.code == 1 and dry.out.startswith("would not build here: ") and short in dry.out
     words = ("--link-weights", "--dry-run", "--out", out)
     dry = g4ir(*BUILD, "--checkpoint", folder, *words)
-    assert dry.code == 0 and short not in dry.out
+    assert dry.code == 0 and dry.out.startswith("would build here\n")
+    packs = ("--backend", "onnx", "--variant", "tiny-ple", "--random-weights", "0", "--out", out)
+    dry = g4ir("build", *packs, "--dry-run", "--json")
+    found = json.loads(dry.out)
+    assert dry.code == 1 and found["verdict"] == f"would not build here: {found['short'][0]}"
+    assert found["short"][0].endswith("; make room or choose another --out")
 
 
 # --- builds that are killed -------------------------------------------------------------------

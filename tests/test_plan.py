@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from g4ir.backends.caches import Caches
+from g4ir.cli import main
 from g4ir.engine.build import prepare
 from g4ir.errors import InputError, PlanError
 from g4ir.ir.graph import Builder, Graph, Program, split_prologue
@@ -43,7 +44,7 @@ from g4ir.plan.plan import (
     make_plan,
     reserve,
 )
-from g4ir.plan.table import plan_text
+from g4ir.plan.table import comparison_text, plan_text
 from g4ir.spec.record import load_spec
 from g4ir.spec.shrink import shrink
 from g4ir.ui.units import count_text, parse_counts, rounded_count, size_text
@@ -1083,3 +1084,74 @@ def test_str_of_a_plan() -> None:
     plan: Plan = make_plan(load_spec("tiny-moe"), memory=GIB)
     assert plan_text(plan).startswith("tiny-moe: ")
     assert plan.fits[0].max_context[0].built == plan.spec.text.max_position_embeddings
+
+
+# --- several ranks ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("tiny-moe", {"ep": True}), ("e2b", {}), ("tiny-ple", {"quant": "int8"})],
+)
+def test_what_fits_is_of_a_rank(name: str, options: dict[str, Any]) -> None:
+    """With the weights and caches that a build of as many ranks counts for one."""
+    spec, sizes = load_spec(name), {"max_seq": 512, "prefill_chunk": 64}
+    asked = BuildOptions(
+        backend="torch", device="cuda", tp=2, random_weights=0, media="none", **sizes, **options
+    )
+    short = prepare(spec, replace(asked, memory=1 << 20), dry=True).short
+    counts = re.search(r"weights (\S+ \w+), caches (\S+ \w+), ", short)
+    plan = make_plan(
+        spec,
+        replace(asked, ple_placement="device" if spec.text.ple else None),
+        ctx=512,
+        memory=1 << 20,
+        tp=2,
+        ep=asked.ep,
+    )
+    assert plan.ranks and counts
+    rank, fit = plan.ranks, plan.fits[0]
+    assert fit.ranks == 2
+    assert size_text(rank.rows[0].cache) == counts[2]
+    table = plan.weights_as(fit.weights).sizes.ple_table
+    assert fit.weight_bytes - (table if fit.ple_placement == "device" else 0) == pytest.approx(
+        rank.weights, rel=0.002
+    )
+
+
+def test_two_cards_where_one_is_too_small() -> None:
+    card = find_gpu("a6000-48gb")
+    plan = make_plan(load_spec("31b"), ctx=[8192, 262144], memory=card, tp=2)
+    cells = {(f.weights, c.ctx): c for f in plan.fits for c in f.cells}
+    assert cells["bf16", 8192].fits and cells["bf16", 8192].cards == 2
+    assert cells["int4", 8192].cards == 1
+    one = make_plan(load_spec("31b"), ctx=[8192], memory=card)
+    assert not one.fits[0].cells[0].fits and one.fits[0].cells[0].cards is None
+    both = one.fits[0].cells[0].decode_floor_s, cells["bf16", 8192].decode_floor_s
+    assert both[0] and both[1] and both[1] == pytest.approx(both[0] / 2, rel=0.01)
+    text = plan_text(plan)
+    for said in ("each of 2 ranks, on its own a6000-48gb: ", "bf16, cards needed ", "on a rank, "):
+        assert said in text
+    assert "ranks" not in plan_text(one)
+    assert "  cards needed" in comparison_text([plan, plan])
+
+
+def test_each_card_has_the_placement_that_a_build_chooses() -> None:
+    cards = [find_gpu(name) for name in ("h100-80gb", "rtx4060-8gb")]
+    plan = make_plan(load_spec("e2b"), ctx=4096, memory=cards)
+    assert {f.device: f.ple_placement for f in plan.fits} == {
+        "h100-80gb": "device",
+        "rtx4060-8gb": "mmap",
+    }
+    assert "per-layer table: device or mmap" in plan_text(plan)
+
+
+def test_steps_are_not_predicted_for_a_card_of_another_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["plan", "--variant", "tiny-moe", "--tp", "2", "--ctx", "64", "--gpu"]
+    assert main([*words, "a6000-48gb"]) == 0
+    shown = capsys.readouterr()
+    assert "h200" not in shown.out and "not for a6000-48gb" in shown.err
+    assert main([*words, "a6000-48gb,h200-141gb"]) == 0
+    assert "predicted decode steps on h200" in capsys.readouterr().out

@@ -22,6 +22,7 @@ from g4ir.model.tensors import dead_tensors, text_tensors
 from g4ir.plan.count import counts
 from g4ir.plan.formats import kv_bytes
 from g4ir.spec.record import Spec, check_spec, diff_specs, load_spec, spec_names, spec_path
+from g4ir.spec.shrink import shrink
 
 BASES = {name: load_spec(name) for name in spec_names()}
 SMALL_BASES = ("tiny-dense", "tiny-moe", "tiny-ple", "12b")
@@ -209,7 +210,7 @@ kinds = st.lists(st.sampled_from(["sliding", "full"]), min_size=1, max_size=6)
 @st.composite
 def legal_text(draw: Callable[..., Any]) -> dict[str, Any]:
     """A legal `text` section: any mix of pattern, window, heads, K=V, sharing, wide, PLE, MoE."""
-    layers = draw(st.integers(1, 12))
+    layers = draw(st.integers(1, 12) | st.sampled_from([40, 100]))
     pattern = draw(kinds)
     named = [pattern[i % len(pattern)] for i in range(layers - 1)] + ["full"]
     shares = [n for n in range(layers) if set(named[layers - n :]) <= set(named[: layers - n])]
@@ -246,13 +247,15 @@ def legal_text(draw: Callable[..., Any]) -> dict[str, Any]:
 
 @st.composite
 def geometry(draw: Callable[..., Any], heads: int) -> dict[str, Any]:
-    rotary = draw(st.sampled_from([None, 0.25, 0.5, 1.0]))
+    head_dim = 2 * draw(st.integers(1, 80))
+    rotary = draw(st.sampled_from([None, 0.05, 0.25, 0.5, 1.0]))
+    rotary = rotary and min(1.0, max(rotary, 2.001 / head_dim))  # at least one pair
     rope: dict[str, Any] = {"kind": "default", "theta": draw(st.sampled_from([1e4, 1e6]))}
     if rotary is not None:
         rope |= {"kind": "proportional", "rotary_fraction": rotary}
         rope["factor"] = draw(st.none() | st.just(8.0))
     return {
-        "head_dim": 2 * draw(st.integers(4, 20)),
+        "head_dim": head_dim,
         "num_key_value_heads": draw(st.sampled_from([k for k in (1, 2, 3, 6) if heads % k == 0])),
         "k_eq_v": draw(st.booleans()),
         "rope": rope,
@@ -281,3 +284,39 @@ def test_every_legal_combination_loads(text: dict[str, Any]) -> None:
     )
     said = replace(spec, text=uniform)  # what a Hugging Face config can say
     assert diff_specs(Spec.from_hf(said.to_hf(), name="drawn"), said) == []
+
+
+def structure(spec: Spec) -> dict[str, Any]:
+    """What a small spec keeps of a large one."""
+    text, layers = spec.text, spec.layers()
+    owners, sharers = layers[: text.first_kv_shared_layer], layers[text.first_kv_shared_layer :]
+    kinds = {layer.kind for layer in layers}
+    used = {kind: text.sliding if kind == "sliding" else text.full for kind in kinds}
+    return {
+        "owners": {x.kind: min(2, sum(y.kind == x.kind for y in owners)) for x in owners},
+        "sharers": {x.kind for x in sharers},
+        "experts": {x.has_moe for x in layers},
+        "wide": {x.intermediate_size > text.intermediate_size for x in layers},
+        "K=V": {kind: x.k_eq_v for kind, x in used.items()},
+        "partial rope": {k: x.rope.pairs(x.head_dim) < x.head_dim // 2 for k, x in used.items()},
+        "group": {k: text.num_attention_heads // x.num_key_value_heads for k, x in used.items()},
+        "embeddings of layers": text.ple is not None,
+        "softcaps": (text.final_logit_softcapping, text.attn_logit_softcapping),
+        "tied": text.tie_word_embeddings,
+        "media": text.use_bidirectional_attention,
+    }
+
+
+@given(legal_text())
+def test_every_legal_spec_shrinks(text: dict[str, Any]) -> None:
+    """To a legal one of the same structure with no more layers."""
+    tokens = {"bos": 2, "eos": [1], "pad": 0}
+    tree = {"schema": 1, "name": "drawn", "model_type": "gemma4", "dtype": "f32"}
+    spec = load_text(yaml.safe_dump({**tree, "text": text, "tokens": tokens}).encode())
+    small = shrink(spec)
+    consistent(small)
+    assert small.text.num_hidden_layers <= spec.text.num_hidden_layers
+    assert structure(small) == structure(spec)
+    for kind, old in ((small.text.sliding, spec.text.sliding), (small.text.full, spec.text.full)):
+        assert kind.head_dim <= old.head_dim
+        assert kind.head_dim % min(8, old.head_dim & -old.head_dim) == 0

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import g4ir
 from g4ir.check import logits as compare
 from g4ir.check import peers
 from g4ir.check.logits import verify_engine
+from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine
 from g4ir.check.report import LEVELS, Position, Report, Saturation, _row, curve
 from g4ir.check.tokens import random_tokens
@@ -26,7 +25,6 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError, SpecError
 from g4ir.ir.distance import BUDGETS, Budget, row_errors
 from g4ir.spec.record import load_spec
-from g4ir.ui import files
 from tests.engines import MAX_SEQ, random_checkpoint, some_tokens
 
 
@@ -114,42 +112,63 @@ def test_small_limits(tmp_path: Path) -> None:
     assert report.ok and sum(report.turns) == 5 and report.greedy.count == 5
 
 
-def test_random_weights_against_hf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random weights are written for transformers, if they are few; rounding grows on them, and
-    is measured where the plain budget does not do."""
-    engine = g4ir.build(
-        "tiny-moe",
-        tmp_path / "e",
-        random_weights=3,
-        backend="reference",
-        max_seq=64,
-    )
+@pytest.mark.parametrize("backend", ["reference", "onnx"])
+@pytest.mark.parametrize("quant", ["none", "int8"])
+def test_random_weights_against_hf(backend: str, quant: str, tmp_path: Path) -> None:
+    """Transformers gets those of the seed, which an engine keeps that stores its weights too."""
+    options: dict[str, Any] = {"backend": backend, "quant": quant, "max_seq": 64}
+    engine = g4ir.build("tiny-moe", tmp_path / "e", random_weights=3, **options)
+    assert engine.manifest["weights"]["seed"] == 3
     report = verify_engine(engine, "hf")
     assert report.ok, report.text()
-    monkeypatch.setattr(peers, "TEMPORARY_BYTES", 1 << 20)
-    with pytest.raises(InputError, match=r" 2.87 MiB, .* 1.00 MiB are .*--against reference"):
-        verify_engine(engine, "hf")
+    if quant == "int8":
+        assert report.quality and report.quality.reason is None
+    passes = verify_each_pass(engine)
+    assert passes.ok and "--checkpoint" not in passes.text()
 
 
-def test_a_temporary_folder_without_room_is_named(
+def test_a_model_without_room_beside_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    """Is refused by its spec, before a weight is made."""
     engine = g4ir.build(
-        "tiny-dense",
-        tmp_path / "e",
-        random_weights=3,
-        backend="reference",
-        max_seq=64,
+        "tiny-moe", tmp_path / "e", random_weights=3, backend="reference", max_seq=64
     )
-    full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(files, "_new_file", Mock(side_effect=full))
-    with pytest.raises(MissingError, match=f"{tmp_path}/g4ir-verify-.*No space left.*TMPDIR"):
+    monkeypatch.setattr(peers, "device_memory", lambda device: 5 << 20)
+    monkeypatch.setattr(peers, "RandomCheckpoint", Mock(side_effect=AssertionError))
+    said = r"needs 2.87 MiB .* leaves 2.13 MiB .*--against reference"
+    with pytest.raises(InputError, match=said):
         verify_engine(engine, "hf")
-    assert [p.name for p in tmp_path.iterdir()] == ["e"]
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no"))
-    with pytest.raises(MissingError, match=r"temporary folder: .*No such file.*TMPDIR"):
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("head_dim", 32.5), ("rms_norm_eps", "small"), ("num_attention_heads", "two")],
+)
+def test_a_config_that_transformers_refuses(
+    key: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its strict classes have errors of their own."""
+    engine = g4ir.build(
+        "tiny-dense", tmp_path / "e", random_weights=3, backend="reference", max_seq=64
+    )
+    values = engine.spec.to_hf()
+    broken = {**values, key: value}
+    monkeypatch.setattr(type(engine.spec), "to_hf", lambda spec: broken)
+    said = rf"transformers cannot load the config of spec tiny-dense: .*{key}"
+    with pytest.raises(InputError, match=said):
         verify_engine(engine, "hf")
+
+
+def test_a_checkpoint_that_transformers_refuses(tmp_path: Path) -> None:
+    """For a field that g4ir does not read."""
+    folder = random_checkpoint(tmp_path / "checkpoint", "tiny-dense")
+    config = json.loads((folder / "config.json").read_text())
+    (config.get("text_config") or config)["initializer_range"] = "x"
+    (folder / "config.json").write_text(json.dumps(config))
+    engine = g4ir.build(None, tmp_path / "e", checkpoint=folder, backend="reference", max_seq=64)
+    with pytest.raises(InputError, match=r"cannot load .*/checkpoint: .*initializer_range"):
+        verify_engine(engine, "hf", checkpoint=folder)
 
 
 def test_linked_checkpoint_is_found(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import MissingError
@@ -56,8 +57,8 @@ class OnnxBackend(Backend):
         ),
     }
 
-    def check(self, device: str, ranks: int) -> None:
-        require(*NEEDS)
+    def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
+        return (partial(require, *NEEDS),)
 
     def stored(self, program: Program, device: str) -> Program:
         """Return graphs whose weights in codes lie by columns, as onnxruntime's products take them;
@@ -100,12 +101,12 @@ class OnnxBackend(Backend):
 
 
 def require(*modules: str) -> None:
-    """Raise MissingError where one cannot be imported."""
-    for name in modules:
-        if importlib.util.find_spec(name) is None:
-            raise MissingError(
-                f"--backend onnx needs the library {name}: `pip install 'g4ir[onnx]'`"
-            )
+    """Raise MissingError where some cannot be imported."""
+    absent = [name for name in modules if importlib.util.find_spec(name) is None]
+    if absent:
+        raise MissingError(
+            f"--backend onnx needs the library {' and '.join(absent)}: `pip install 'g4ir[onnx]'`"
+        )
 
 
 BACKEND = OnnxBackend()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,8 +50,8 @@ class TorchBackend(Backend):
     shares = True
     record = Programs
 
-    def check(self, device: str, ranks: int) -> None:
-        compiler.check_toolchain(device)
+    def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
+        return compiler.toolchain(device, ", or build with --device cpu")
 
     def machine(self, device: str) -> str:
         return compiler.machine(device)

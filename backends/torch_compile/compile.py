@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -145,8 +146,19 @@ def cache_dir() -> Path:
     return cache_root() / "programs"
 
 
-def check_toolchain(device: str) -> None:
-    """Raise MissingError without a C++ compiler or, on a GPU, without what programs for it need."""
+def toolchain(device: str, otherwise: str = "") -> tuple[Callable[[], object], ...]:
+    """Return checks of what compiling for a device needs: a C++ compiler and, on a GPU, triton,
+    CUDA's headers and the GPU. `otherwise` ends the advice of one without a usable GPU."""
+    if device == "cpu":
+        return (_check_compiler,)
+    import torch
+
+    # Without a GPU, CUDA's parts come with what that needs anyway.
+    parts = (_check_triton, find_toolkit) if torch.cuda.is_available() else ()
+    return (_check_compiler, *parts, partial(_check_gpu, otherwise))
+
+
+def _check_compiler() -> None:
     from torch._inductor import cpp_builder, exc
 
     try:
@@ -156,31 +168,31 @@ def check_toolchain(device: str) -> None:
             "the torch backend needs a C++ compiler (g++ 10 or newer, or clang++): "
             "install one, for example with `apt-get install g++`"
         ) from e
-    if device == "cuda":
-        _check_cuda()
 
 
-def _check_cuda() -> None:
+def _check_triton() -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise MissingError(
+            "device cuda needs triton, which comes with CUDA builds of torch for Linux: "
+            "`pip install triton`"
+        )
+
+
+def _check_gpu(otherwise: str) -> None:
     import torch
 
     if not torch.cuda.is_available():
         raise MissingError(
-            "--device cuda: this torch sees no CUDA device; build with --device cpu, or install "
-            "a CUDA build of torch on a machine with a GPU"
+            f"device cuda: this torch sees no CUDA device; install a CUDA build of torch on a "
+            f"machine with a GPU{otherwise}"
         )
     capability = torch.cuda.get_device_capability()
     if capability < OLDEST:
         raise MissingError(
-            f"--device cuda: {torch.cuda.get_device_name()} has compute capability "
-            f"{capability[0]}.{capability[1]}; engines need {OLDEST[0]}.{OLDEST[1]} or newer: use "
-            f"another GPU, or build with --device cpu"
+            f"device cuda: {torch.cuda.get_device_name()} has compute capability "
+            f"{capability[0]}.{capability[1]}; {OLDEST[0]}.{OLDEST[1]} or newer is needed: use "
+            f"another GPU{otherwise}"
         )
-    if importlib.util.find_spec("triton") is None:
-        raise MissingError(
-            "--device cuda needs triton, which comes with CUDA builds of torch for Linux: "
-            "`pip install triton`"
-        )
-    find_toolkit()
 
 
 def compile_all(

@@ -84,7 +84,7 @@ def toolkit(
 
 def _no_headers(looked: Sequence[Path]) -> str:
     return (
-        f"--device cuda: no folder has all of CUDA's headers ({', '.join(HEADERS)} and what they "
+        f"device cuda: no folder has all of CUDA's headers ({', '.join(HEADERS)} and what they "
         f"include). Looked into: {_listed(looked)}. Install the CUDA toolkit, or "
         f"`pip install 'nvidia-cuda-crt<14' 'nvidia-cuda-cccl<14'` of torch's CUDA version beside "
         f"it, or set CUDA_HOME to a toolkit"
@@ -93,7 +93,7 @@ def _no_headers(looked: Sequence[Path]) -> str:
 
 def _no_driver(looked: Sequence[Path]) -> str:
     return (
-        f"--device cuda: programs cannot be linked with the driver: no {DRIVER}. Looked at: the "
+        f"device cuda: programs cannot be linked with the driver: no {DRIVER}. Looked at: the "
         f"list of `ldconfig -p`, the libraries that torch loaded, {_listed(looked)}. Install the "
         f"driver's library for this machine"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -87,9 +87,8 @@ class TrtBackend(Backend):
     settings: Mapping[str, Setting] = field(default_factory=lambda: SETTINGS)
     host: Host = field(default_factory=Host)
 
-    def check(self, device: str, ranks: int) -> None:
-        probe.check_ranks(self.host.tensorrt(), ranks)
-        self.host.check_gpu()
+    def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
+        return (lambda: probe.check_ranks(self.host.tensorrt(), ranks), self.host.check_gpu)
 
     def machine(self, device: str) -> str:
         return self.host.machine(device)

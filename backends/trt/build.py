@@ -18,6 +18,7 @@ from typing import Any
 
 from g4ir.errors import LowerError, TrustError
 from g4ir.ir.graph import Graph
+from g4ir.ir.names import layer_of
 from g4ir.parallel.shard import ranks_of
 from g4ir.plan.limits import Limits
 from g4ir.ui.files import new_version, write_file
@@ -31,7 +32,7 @@ from ..primitives.network import Network
 from .emitter import TrtEmitter
 from .forms import HARDWARE, WEIGHTS, chosen_experts, chosen_lowerings, has_plugins
 from .interface import Interface, interface, phases_of
-from .log import logger, progress_monitor, stream_writer
+from .log import all_taken, joined, logger, new_network, progress_monitor, stream_writer
 from .probe import MOST_SHARED_BYTES, Api
 from .recorder import SHARED_BYTES
 
@@ -48,6 +49,7 @@ REMEDIES: Mapping[str, str] = {
     "norm_residual": "--set norms=layers, which needs no plugin for norms",
     "plugin": "--set attention=explicit --set experts=all --set norms=layers, which need none",
     "memory": "a smaller --prefill-chunk, --max-batch or --max-seq, or --set weights=streamed",
+    "attn": "--set attention=plain, whose attention is products and the plainest layers",
     "": "--set attention=plain --set experts=all, the plainest form of the network",
 }
 
@@ -79,10 +81,12 @@ def write_network(
     TensorRT said."""
     log = log or logger(api.trt)
     builder = api.trt.Builder(log)
-    network = builder.create_network(api.network_flags(has_plugins(settings)))
+    network = new_network(builder, api.network_flags(has_plugins(settings)), log)
     source = params.tensor if params else None
     emitter = TrtEmitter(api.trt, network, source, shared, log.said)
-    Network(emitter, graph, limits, chosen_lowerings(settings), chosen_experts(settings)).emit()
+    lowerings = chosen_lowerings(settings)
+    with all_taken(log, f"the network of {graph.name}"):
+        Network(emitter, graph, limits, lowerings, chosen_experts(settings)).emit()
     return Written(builder, network, graph, interface(graph, limits), log, emitter)
 
 
@@ -92,25 +96,26 @@ def write_network(
 def configure(api: Api, w: Written, settings: Mapping[str, str], memory: int) -> Any:
     """Return the builder's configuration. memory: bytes of the device."""
     trt, config = api.trt, w.builder.create_builder_config()
-    # What the ops compute in fp32 is fp32, not products of 10 bits.
-    config.clear_flag(trt.BuilderFlag.TF32)
-    for flag in WEIGHTS[settings["weights"]]:
-        config.set_flag(getattr(trt.BuilderFlag, flag))
-    config.set_memory_pool_limit(
-        trt.MemoryPoolType.WORKSPACE, workspace_bytes(memory, weight_bytes(w.graph))
-    )
-    level = getattr(trt.HardwareCompatibilityLevel, HARDWARE[settings["hardware"]])
-    config.hardware_compatibility_level = level
-    if settings["hardware"] != "exact":
-        # By default such an engine's kernels get 48 KiB, which leaves out the best ones.
-        config.set_memory_pool_limit(trt.MemoryPoolType.TACTIC_SHARED_MEMORY, MOST_SHARED_BYTES)
-    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    if ranks_of(w.graph) > 1 and api.has("collectives on trial"):
-        config.set_preview_feature(trt.PreviewFeature.MULTIDEVICE_RUNTIME_10_16, True)
-    for name in w.interface.profiles:
-        _add_profile(w, config, name)
-    if settings["weights"] == "refit":
-        _name_weights(w)
+    with all_taken(w.log, "the configuration"):
+        # What the ops compute in fp32 is fp32, not products of 10 bits.
+        config.clear_flag(trt.BuilderFlag.TF32)
+        for flag in WEIGHTS[settings["weights"]]:
+            config.set_flag(getattr(trt.BuilderFlag, flag))
+        config.set_memory_pool_limit(
+            trt.MemoryPoolType.WORKSPACE, workspace_bytes(memory, weight_bytes(w.graph))
+        )
+        level = getattr(trt.HardwareCompatibilityLevel, HARDWARE[settings["hardware"]])
+        config.hardware_compatibility_level = level
+        if settings["hardware"] != "exact":
+            # By default such an engine's kernels get 48 KiB, which leaves out the best ones.
+            config.set_memory_pool_limit(trt.MemoryPoolType.TACTIC_SHARED_MEMORY, MOST_SHARED_BYTES)
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+        if ranks_of(w.graph) > 1 and api.has("collectives on trial"):
+            config.set_preview_feature(trt.PreviewFeature.MULTIDEVICE_RUNTIME_10_16, True)
+        for name in w.interface.profiles:
+            _add_profile(w, config, name)
+        if settings["weights"] == "refit":
+            _name_weights(w)
     return config
 
 
@@ -121,7 +126,7 @@ def _name_weights(w: Written) -> None:
         if not w.network.set_weights_name(weights, name):
             raise LowerError(
                 f"TensorRT cannot leave weights {name} out of the plan: "
-                f"{' | '.join(w.log.errors)}; try --set weights=baked"
+                f"{joined(w.log.errors)}; try --set weights=baked"
             )
 
 
@@ -147,7 +152,7 @@ def _add_profile(w: Written, config: Any, name: str) -> None:
         profile.set_shape(tensor, *w.interface.shapes(tensor, name))
     if config.add_optimization_profile(profile) != list(w.interface.profiles).index(name):
         raise LowerError(
-            f"TensorRT refuses the profile of {name}: {' | '.join(w.log.errors)}; check "
+            f"TensorRT refuses the profile of {name}: {joined(w.log.errors)}; check "
             f"--max-batch, --max-seq and --prefill-chunk"
         )
 
@@ -176,6 +181,11 @@ class Estimate:
 SECONDS_PER_PRODUCT, SECONDS_PER_GIB = 0.5, 8.0
 
 
+#: host memory of a builder beside weights, and for each layer, as measured: TensorRT-RTX 1.7 took
+#: 8.75 GiB for e2b (4.25 of weights, 35 layers), 14.5 for e4b (8.65, 42 layers)
+HOST_BYTES, LAYER_HOST_BYTES = 3 * GIB // 2, GIB // 10
+
+
 #: ops whose products' kernels are timed
 TIMED = (
     "linear",
@@ -192,11 +202,15 @@ TIMED = (
 
 def estimate(graphs: Sequence[Graph]) -> Estimate:
     """Return the estimate for networks that are built one after the other, for each rank again. In
-    host memory lies the builder's copy of the weights, on the device lie the weights and the
-    scratch of the kernels that are timed."""
-    most = max(map(weight_bytes, graphs))
+    host memory lies the builder's copy of the weights and what it holds of each layer, on the
+    device lie the weights and the scratch of the kernels that are timed."""
     seconds = sum(ranks_of(g) * _seconds(g) for g in graphs)
-    return Estimate(seconds, most, most + LEAST_WORKSPACE)
+    host = max(weight_bytes(g) + HOST_BYTES + _layers(g) * LAYER_HOST_BYTES for g in graphs)
+    return Estimate(seconds, host, max(map(weight_bytes, graphs)) + LEAST_WORKSPACE)
+
+
+def _layers(g: Graph) -> int:
+    return len({n for v in g.params if (n := layer_of(v.name)) is not None})
 
 
 def _seconds(g: Graph) -> float:
@@ -267,13 +281,13 @@ def timing_file(folder: Path, machine: str) -> Path:
 
 def refusal(errors: Sequence[str], layers: Sequence[str]) -> str:
     """Return a sentence: what the builder said, the layer of ours it spoke of, and what to try."""
-    said = " | ".join(dict.fromkeys(e.strip() for e in errors)) or "it gave no reason"
+    said = joined(errors) or "it gave no reason"
     named = [n for n in layers if n and n in said]
     layer = max(named, key=len, default="")
     about = f"{layer} {said}".lower()
     advice = next(text for word, text in REMEDIES.items() if word in about)
     place = f" at layer {layer}" if layer else ""
-    return f"TensorRT's builder refuses the network{place}: {said[:2000]}; try {advice}"
+    return f"TensorRT's builder refuses the network{place}: {said}; try {advice}"
 
 
 def _layer_names(network: Any) -> list[str]:

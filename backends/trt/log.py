@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from g4ir.errors import LowerError
 from g4ir.ui.progress import Progress
 
 
@@ -26,7 +28,7 @@ def logger(trt: Any, file: Path | None = None) -> Any:
         def log(self, severity: Any, msg: str) -> None:
             levels = trt.ILogger.Severity
             if severity in (levels.INTERNAL_ERROR, levels.ERROR):
-                self.errors.append(msg)
+                self.errors.append(" ".join(msg.split()))
             elif severity == levels.WARNING:
                 self.warnings = [*self.warnings[-19:], msg]
             if self.file:
@@ -41,9 +43,32 @@ def logger(trt: Any, file: Path | None = None) -> Any:
 
         def said(self) -> str:
             """Return the last errors, as the end of a message."""
-            return " | ".join(dict.fromkeys(self.errors[-3:])) or "TensorRT gave no reason"
+            return joined(self.errors[-3:]) or "TensorRT gave no reason"
 
     return Log()
+
+
+def joined(errors: Sequence[str]) -> str:
+    """Return each error once, on one line."""
+    return " | ".join(dict.fromkeys(errors))[:2000]
+
+
+@contextmanager
+def all_taken(log: Any, what: str) -> Iterator[None]:
+    """A context that raises LowerError if TensorRT logs an error: calls that set an attribute only
+    log a refusal, and the network is built without it."""
+    start = len(log.errors)
+    yield
+    if refused := log.errors[start:]:
+        raise LowerError(f"TensorRT refused a part of {what}: {joined(refused)}")
+
+
+def new_network(builder: Any, flags: int, log: Any) -> Any:
+    """Return an empty network; LowerError if TensorRT makes none, as for a flag unknown to it."""
+    network = builder.create_network(flags)
+    if network is None:
+        raise LowerError(f"TensorRT makes no network with the flags {flags:#b}: {log.said()}")
+    return network
 
 
 @dataclass

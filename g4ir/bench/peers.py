@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from g4ir.backends.torch_compile.compile import check_toolchain
+from g4ir.backends.torch_compile.compile import toolchain
 from g4ir.check.hf import hf_model
 from g4ir.check.peers import known_checkpoint, need_transformers
 from g4ir.engine.build import agreed_spec
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import open_weights
-from g4ir.errors import InputError
+from g4ir.errors import InputError, check_all
 from g4ir.ops.types import torch_dtype
 from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.origin import existing_origin
@@ -128,16 +128,16 @@ def check_peers(names: Sequence[str]) -> None:
 def check_compiler(names: Sequence[str], device: str) -> None:
     """Raise MissingError where a peer is to be compiled and cannot be."""
     if any(MODES[name].compiled for name in names):
-        check_toolchain(device)
+        check_all(*toolchain(device))
 
 
 def peer_model(engine: Engine, checkpoint: str | Path | None = None) -> Any:
     """Return the transformers text model on an engine's weights, in its dtype and on its device."""
-    kept = engine.manifest["weights"]
+    seed = engine.manifest["weights"].get("seed")
     dtype = torch_dtype(engine.dtype)
     source: WeightSource
-    if kept["kind"] == "random" and checkpoint is None:
-        source = RandomCheckpoint(engine.spec, kept["seed"], dtype, engine.device)
+    if seed is not None and checkpoint is None:
+        source = RandomCheckpoint(engine.spec, seed, dtype, engine.device)
     else:
         origin = existing_origin(known_checkpoint(engine, checkpoint, "bench --peer"))
         agreed_spec(engine.spec, origin)

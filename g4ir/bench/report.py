@@ -416,7 +416,7 @@ def _speedup(own: Run, other: Run, measured: Measured) -> Speedup | None:
 
 def _notes(engine: Engine, w: Workload) -> list[str]:
     notes = [SAME_WORK]
-    if engine.manifest["weights"]["kind"] == "random":
+    if engine.manifest["weights"].get("seed") is not None:
         notes.append(
             "random weights: routing is near uniform and text means nothing; speed of dense parts "
             "does not depend on it"

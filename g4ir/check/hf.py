@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from g4ir.errors import InputError
 from g4ir.model.names import HEAD
 from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import WeightSource
 
 if TYPE_CHECKING:
     import torch
+
+
+@contextmanager
+def refusals_of_transformers(what: str) -> Iterator[None]:
+    """A context that raises InputError if transformers refuses a config or a checkpoint; its
+    strict config classes have errors of their own."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    kinds = (OSError, ValueError, RuntimeError, KeyError, TypeError, StrictDataclassError)
+    try:
+        yield
+    except kinds as e:
+        raise InputError(f"transformers cannot load {what}: {' '.join(str(e).split())}") from e
 
 
 def hf_model(
@@ -25,9 +41,9 @@ def hf_model(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = spec.to_hf()
-    config = AutoConfig.for_model(**values.get("text_config", values))
-    config._attn_implementation = attention
-    with torch.device("meta"):
+    with refusals_of_transformers(f"the config of spec {spec.name}"), torch.device("meta"):
+        config = AutoConfig.for_model(**values.get("text_config", values))
+        config._attn_implementation = attention
         model = AutoModelForCausalLM.from_config(config)
     model = model.to(dtype).to_empty(device=device).eval()
     named = dict(model.model.state_dict())

@@ -21,7 +21,8 @@ from g4ir.engine.encode import sound_settings
 from g4ir.engine.engine import Engine
 from g4ir.ir.distance import BUDGETS, Anchor, Budget, Errors, row_errors, widened
 from g4ir.ir.graph import Graph, Program
-from g4ir.ir.interpret import interpret, run_node
+from g4ir.ir.interpret import interpret
+from g4ir.ir.wide import in_float64
 from g4ir.media.soft import Soft, counts
 from g4ir.media.sound import Sound
 from g4ir.model.decoder import BLOCKS
@@ -267,7 +268,7 @@ def _tower(engine: Engine, item: Item) -> tuple[TowerReport, Soft]:
     got = engine.runtime.encode(item.tower, dict(item.feeds))[0, : item.rows]
 
     def exact() -> Tensor:
-        return _in_float64(graph, item.feeds, params)[0, : item.rows]
+        return in_float64(graph, item.feeds, params)["soft"][0, : item.rows]
 
     budget, errors = _judged(engine.dtype, got, want, exact)
     report = TowerReport(
@@ -285,20 +286,6 @@ def _tower(engine: Engine, item: Item) -> tuple[TowerReport, Soft]:
 def _params(engine: Engine, graph: Graph) -> dict[str, Tensor]:
     source = engine.runtime.source
     return {v.name: source.tensor(v.name).to(engine.device) for v in graph.params}
-
-
-def _in_float64(graph: Graph, feeds: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> Tensor:
-    """Return a tower's result without rounding; ops that say which dtype they make are
-    overruled."""
-    known = {k: _double(t) for k, t in {**feeds, **params}.items()}
-    for n in graph.nodes:
-        made = run_node(n, [known[v.name] for v in n.inputs])
-        known |= {v.name: _double(t) for v, t in zip(n.outputs, made, strict=True)}
-    return known["soft"]
-
-
-def _double(t: Tensor) -> Tensor:
-    return t.double() if t.is_floating_point() else t
 
 
 # ---- a prompt ---------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from g4ir.ops.types import torch_dtype
 from g4ir.parallel.share import Share
 from g4ir.parallel.unroll import split_name
 from g4ir.weights.checkpoint import WeightSource
+from g4ir.weights.drafter import random_weights
 from g4ir.weights.origin import find_origin
 from g4ir.weights.pack import MadeParams, Packing
 from g4ir.weights.unpack import Unpacked
@@ -42,10 +43,22 @@ def plain_params(engine: Engine, checkpoint: str | Path | None = None) -> Plain:
 
 
 def _whole_params(engine: Engine, checkpoint: str | Path | None) -> Plain:
+    source = original_weights(engine, checkpoint)
+    return _named(source) if source else engine.unpacked()
+
+
+def original_weights(engine: Engine, checkpoint: str | Path | None) -> WeightSource | None:
+    """Return the weights that an engine was built from: those of `checkpoint`, else the engine's
+    own source, else those of its seed; None if nothing says what they were."""
     if checkpoint is not None:
-        return _named(open_weights(engine, find_origin(checkpoint), engine.media.kinds))
+        return open_weights(engine, find_origin(checkpoint), engine.media.kinds)
     held = engine.runtime.source
-    return _named(held.source) if isinstance(held, MadeParams) else engine.unpacked()
+    if isinstance(held, MadeParams):
+        return held.source
+    seed = engine.manifest["weights"].get("seed")
+    if seed is None:
+        return None
+    return random_weights(engine.spec, engine.drafter, seed, torch_dtype(engine.dtype))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,16 +19,17 @@ from g4ir.ir.distance import LocalError, local_errors
 from g4ir.model.names import HEAD, checkpoint_name
 from g4ir.model.tensors import text_tensors
 from g4ir.ops.types import ITEMSIZE, torch_dtype
+from g4ir.plan.fit import device_memory
 from g4ir.quant.rewrite import weights_of
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
+from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.formats import is_coded
-from g4ir.weights.hub import hub_snapshot
-from g4ir.weights.origin import Directory, Origin, find_origin
+from g4ir.weights.hub import snapshot_of
+from g4ir.weights.origin import Directory, find_origin
 from g4ir.weights.random import RandomCheckpoint
-from g4ir.weights.write import write_checkpoint
 
-from .hf import hf_model
+from .hf import hf_model, refusals_of_transformers
 from .reference import reference_engine, wide_engine
 from .rounded import round_activations, rounding_caches
 from .tokens import positions_of, split_steps
@@ -46,8 +46,6 @@ Rows = dict[str, dict[int, "torch.Tensor"]]
 Shown = tuple["torch.Tensor", "Rows"]
 #: names of what is compared layer by layer
 LAYER_OUT, FINAL = re.compile(r"L\d+\.out"), "final.norm"
-#: random weights up to this many bytes are written to disk for transformers
-TEMPORARY_BYTES = 1 << 30
 
 
 class Peer(Protocol):
@@ -256,36 +254,9 @@ def find_peer(
         yield EnginePeer(reference_engine(engine))
         return
     need_transformers("--against hf")
-    with _temporary_folder() as folder:
-        with _room_in(folder):
-            directory = _checkpoint(engine, checkpoint, folder / "checkpoint", progress)
-        origin = find_origin(directory)
-        agreed_spec(engine.spec, origin, bool(engine.media.kinds))
-        progress(f"transformers loads {directory}")
-        model = _model(engine, origin)
-        round_activations(engine, model)
-        yield HfPeer(model, rounding_caches(engine, model))
-
-
-@contextmanager
-def _temporary_folder() -> Iterator[Path]:
-    """A context that gives a folder, which vanishes at the end."""
-    with _room_in("none that can be written to"):
-        made = tempfile.TemporaryDirectory(prefix="g4ir-verify-", ignore_cleanup_errors=True)
-    with made as folder:
-        yield Path(folder)
-
-
-@contextmanager
-def _room_in(folder: str | Path) -> Iterator[None]:
-    """A context that raises MissingError where a temporary folder cannot take what is written."""
-    try:
-        yield
-    except OSError as e:
-        raise MissingError(
-            f"temporary folder: {folder}: {e.strerror or e}; make room there, or set TMPDIR to "
-            f"another folder"
-        ) from e
+    model = _model(engine, checkpoint, progress)
+    round_activations(engine, model)
+    yield HfPeer(model, rounding_caches(engine, model))
 
 
 def need_transformers(asked: str) -> None:
@@ -298,22 +269,46 @@ def need_transformers(asked: str) -> None:
         ) from e
 
 
-def _model(engine: Engine, origin: Origin) -> Any:
+def _model(engine: Engine, checkpoint: str | Path | None, progress: Progress) -> Any:
     """Return the transformers model with the weights that the engine should compute with."""
-    merged = engine.manifest["weights"]["kind"] == "merged"
-    plain = isinstance(origin, Directory) and not is_coded(origin.stated) and origin.published()
-    if plain and not merged:
-        model = _load_hf(origin.path, engine.dtype)
-        _requantise(model, engine)
-        return model
-    source = open_weights(engine, origin, ())
+    seed, dtype = engine.manifest["weights"].get("seed"), torch_dtype(engine.dtype)
+    source: WeightSource
+    if checkpoint is None and seed is not None:
+        size = _check_room(engine)
+        progress(f"transformers takes {size_text(size)} of random weights")
+        source = RandomCheckpoint(engine.spec, seed, dtype)
+    else:
+        origin = find_origin(known_checkpoint(engine, checkpoint, "verify --against hf"))
+        agreed_spec(engine.spec, origin, bool(engine.media.kinds))
+        progress(f"transformers loads {origin.path}")
+        merged = engine.manifest["weights"]["kind"] == "merged"
+        plain = isinstance(origin, Directory) and not is_coded(origin.stated) and origin.published()
+        if plain and not merged:
+            model = _load_hf(origin.path, engine.dtype)
+            _requantise(model, engine)
+            return model
+        source = open_weights(engine, origin, ())
     try:
-        model = hf_model(engine.spec, source, torch_dtype(engine.dtype), attention="eager")
+        model = hf_model(engine.spec, source, dtype, attention="eager")
     finally:
         source.close()
     if engine.recipe and not engine.recipe.held:
         _requantise(model, engine)
     return model
+
+
+def _check_room(engine: Engine) -> int:
+    """Return the bytes of the text model's weights; InputError if they do not fit the memory that
+    the engine leaves."""
+    size = sum(map(math.prod, text_tensors(engine.spec).values())) * ITEMSIZE[engine.dtype]
+    held = sum(v.type.nbytes() for v in engine.program.params().values())
+    free = device_memory("cpu") - (held if engine.device == "cpu" else 0)
+    if size > free:
+        raise InputError(
+            f"verify --against hf: transformers needs {size_text(size)} for the weights, and the "
+            f"engine leaves {size_text(max(free, 0))} of memory; use --against reference"
+        )
+    return size
 
 
 def _load_hf(directory: Path, dtype: str) -> Any:
@@ -324,12 +319,11 @@ def _load_hf(directory: Path, dtype: str) -> Any:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch_dtype(dtype), attn_implementation="eager"
-        )
+        with refusals_of_transformers(str(directory)):
+            model = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=torch_dtype(dtype), attn_implementation="eager"
+            )
         return model.eval()
-    except (OSError, ValueError, RuntimeError, KeyError) as e:
-        raise InputError(f"transformers cannot load {directory}: {e}") from e
     finally:
         logging.set_verbosity(level)
         logging.enable_progress_bar()
@@ -348,37 +342,15 @@ def _requantise(model: Any, engine: Engine) -> None:
             held[checkpoint_name(name)].copy_(engine.param(name))
 
 
-def _checkpoint(
-    engine: Engine, given: str | Path | None, temporary: Path, progress: Progress
-) -> Path:
-    """The checkpoint whose weights transformers has."""
-    kept = engine.manifest["weights"]
-    if given is None and kept["kind"] == "random":
-        return _write_random(engine, kept["seed"], temporary, progress)
-    return known_checkpoint(engine, given, "verify --against hf")
-
-
 def known_checkpoint(engine: Engine, given: str | Path | None, asked: str) -> Path:
     """The given checkpoint, or the one that the engine refers to, or that of the local hub cache.
     InputError, which says what asked for it, where there is none."""
     kept = engine.manifest["weights"]
     linked = linked_path(kept["directory"], kept["files"]) if "directory" in kept else None
-    found = given or linked or (engine.spec.hub and hub_snapshot(engine.spec.hub))
+    found = given or linked or snapshot_of(engine.spec)
     if not found:
         raise InputError(
-            f"{asked}: {engine.path} does not say where its checkpoint is; give --checkpoint DIR"
+            f"{asked}: {engine.path} does not say where its checkpoint is; give --checkpoint DIR, "
+            f"or build it again if its weights were random"
         )
     return Path(found)
-
-
-def _write_random(engine: Engine, seed: int, directory: Path, progress: Progress) -> Path:
-    count = sum(math.prod(shape) for shape in text_tensors(engine.spec).values())
-    size = count * ITEMSIZE[engine.dtype]
-    if size > TEMPORARY_BYTES:
-        raise InputError(
-            f"verify --against hf: the random weights are {size_text(size)}, and up to "
-            f"{size_text(TEMPORARY_BYTES)} are written for transformers; use --against reference"
-        )
-    progress(f"writing {size_text(size)} of random weights")
-    source = RandomCheckpoint(engine.spec, seed, torch_dtype(engine.dtype))
-    return write_checkpoint(directory, engine.spec, source)

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import open_weights
 from g4ir.plan.fit import device_memory
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
 from g4ir.weights.checkpoint import WeightSource
-from g4ir.weights.origin import find_origin
 from g4ir.weights.pack import MadeParams
 
+from .params import original_weights
 from .peers import EnginePeer
 from .reference import plain_engine, plain_packing
 
@@ -72,7 +71,7 @@ def find_quality(
     """
     if engine.recipe is None:
         return None
-    source = _source(engine, checkpoint)
+    source = original_weights(engine, checkpoint)
     if source is None:
         return Quality(reason="give --checkpoint DIR, the weights that it was made of")
     try:
@@ -98,14 +97,6 @@ def _why_not(engine: Engine, source: WeightSource, taken: int) -> str | None:
         f"the weights as they were take {size_text(need)} beside what is loaded, and "
         f"{size_text(max(free, 0))} are free"
     )
-
-
-def _source(engine: Engine, checkpoint: str | Path | None) -> WeightSource | None:
-    """Return where the weights are as they were; None where that is not known."""
-    if checkpoint is not None:
-        return open_weights(engine, find_origin(checkpoint), engine.media.kinds)
-    held = engine.runtime.source
-    return held.source if isinstance(held, MadeParams) else None
 
 
 # --- formulas ---------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4ir.errors import EngineError, InputError
+from g4ir.errors import EngineError, G4Error, InputError, check_all
 from g4ir.ops.finite import TOO_LARGE
 from g4ir.plan.options import BuildOptions
 from g4ir.plan.settings import KV_NAMES
@@ -135,13 +135,34 @@ def _dry_run(p: Prepared, out: Path, as_json: bool, progress: console.Progress) 
     except EngineError as e:
         short.append(str(e))
     found = p.backend.dry_run(p, progress)
-    plan = _plan(p, out) | found | {"short": short + found.pop("short", [])}
+    short += found.pop("short", [])
+    verdict, plan = _verdict(p, short), _plan(p, out)
     if as_json:
-        emit(plan)
-        return 0
-    for key, value in plan.items():
+        emit({"verdict": verdict, "short": short} | plan | found)
+        return int(bool(short))
+    print(verdict)
+    chosen = {n: v for n, v in p.settings.items() if v != p.backend.settings[n].default}
+    plan |= {"settings": chosen, "media": plan["media"] if p.media.kinds else None}
+    kept = {k: v for k, v in plan.items() if v not in USUAL and (k, v) != ("ranks", 1)}
+    for key, value in (kept | {k: v for k, v in found.items() if v not in EMPTY}).items():
         print(f"{key:<14} {_planned(key, value)}")
-    return 0
+    return int(bool(short))
+
+
+#: values that tell nothing, and those of options that are off
+EMPTY: tuple[Any, ...] = (None, [], {})
+USUAL = (*EMPTY, False, "off")
+
+
+def _verdict(p: Prepared, short: list[str]) -> str:
+    """Return whether the build would go through on this machine, and what stands against it."""
+    if short:
+        return f"would not build here: {'; '.join(short)}"
+    try:
+        check_all(*p.backend.needs(p.device, p.ranks))
+    except G4Error as e:
+        return f"fits; to build it here: {e}"
+    return "would build here" + ("" if p.weights else ", with weights")
 
 
 def _plan(p: Prepared, out: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from g4ir.errors import InputError
 from g4ir.plan.count import counts
 from g4ir.spec.record import Spec, load_spec, spec_names
+from g4ir.ui import console
 from g4ir.ui.units import parse_counts
 
 from .common import add_options, add_source, add_verb, emit, given_options
@@ -164,7 +165,7 @@ def _made(spec: Spec, args: argparse.Namespace, gpus: list[Gpu], several: bool) 
     from g4ir.model.media import offered
     from g4ir.plan.plan import make_plan
 
-    from .show_kernels import step_model
+    from .show_kernels import CARDS, step_model
 
     longest = spec.text.max_position_embeddings
     ctx = parse_counts(args.ctx, "--ctx") if args.ctx else None
@@ -177,6 +178,9 @@ def _made(spec: Spec, args: argparse.Namespace, gpus: list[Gpu], several: bool) 
         options = replace(options, ple_placement=placement, media=media)
     batch = parse_counts(args.batch, "--batch")
     how = {"tp": args.tp, "ep": args.ep, "steps": None if args.tp == 1 else step_model(gpus)}
+    if args.tp != 1 and how["steps"] is None:
+        names = ", ".join(gpu.name for gpu in gpus)
+        console.say(f"note: steps are predicted for {' and '.join(CARDS)}, not for {names}")
     return make_plan(spec, options, ctx=ctx, batch=batch, memory=gpus, **how)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -79,12 +79,15 @@ def _placed(g: Graph, gpu: str, rows: int, step: Step) -> tuple[Schedule, dict[s
     return schedule(split_prologue(g)[1], Target("cuda", gpu, rows)), moved
 
 
-def step_model(gpus: Iterable[Gpu]) -> StepModel:
-    """Return what predicts the steps of ranks, on the first of these that kernels are for."""
+def step_model(gpus: Sequence[Gpu]) -> StepModel | None:
+    """Return what predicts the steps of ranks, on the first of these that kernels are for, on the
+    default card if none is given; None if the kernels are for none of them."""
     from g4ir.backends.torch_compile.step_model import WAYS, predict
 
     names = (_short(gpu.name) for gpu in gpus)
-    gpu = next((name for name in names if name in CARDS), GPU)
+    gpu = next((name for name in names if name in CARDS), None if gpus else GPU)
+    if gpu is None:
+        return None
 
     def us(g: Graph, context: int, rows: int) -> dict[str, tuple[float, float]]:
         s, moved = _placed(g, gpu, rows, Step(rows, 1, context - 1))

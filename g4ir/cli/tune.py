@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from g4ir.errors import InputError, MissingError
+from g4ir.errors import InputError, MissingError, check_all
 from g4ir.model.text import TEXT_GRAPHS
 from g4ir.ui import console
 from g4ir.ui.units import parse_count
@@ -38,12 +38,12 @@ def _tune(args: argparse.Namespace) -> int:
     program = _program(args, rows)
     import torch
 
-    from g4ir.backends.torch_compile.compile import check_toolchain
+    from g4ir.backends.torch_compile.compile import toolchain
     from g4ir.backends.torch_compile.target import find_target
     from g4ir.backends.torch_compile.tune import keep_in_table, report, tune
     from g4ir.bench.roof import Meter
 
-    check_toolchain("cuda")
+    check_all(*toolchain("cuda"))
     target = find_target("cuda", rows)
     if not target.gpu:
         raise MissingError(f"tune: {torch.cuda.get_device_name()}: the kernels need a Hopper GPU")

@@ -93,9 +93,10 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """Params that lie in the directory."""
+    """Params that lie in the directory; `seed` if they were made from one."""
 
     kind: Annotated[str, OneOf(("packed",))]
+    seed: Annotated[int, Range(0, (1 << 63) - 1)] | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class MergedWeights(PackedWeights):
     """Params that lie in the directory, with adapters merged."""
 
     kind: Annotated[str, OneOf(("merged",))]
-    adapters: tuple[MergedAdapter, ...]
+    adapters: tuple[MergedAdapter, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -635,20 +636,20 @@ def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
     words += ["--kv-dtype", KV_NAMES[kv]] if (kv := m.options.narrow_kv.to) != OFF else []
     words += _activation_words(m)
     words += ["--draft-tokens", k] if (k := m.options.plan_cache.slack) else []
-    words += ["--drafter", path / DRAFTER if m.weights.kind == "random" else "DRAFTER"] * (
+    seed = getattr(m.weights, "seed", None)
+    words += ["--drafter", "DRAFTER" if seed is None else path / DRAFTER] * (
         m.drafter_digest is not None
     )
     words += ["--ple-placement", m.ple_placement] if m.ple_placement else []
     words += [w for k, v in m.settings.items() for w in ("--set", f"{k}={v}")]
     words += build_words(m.media, spec)
     words += ["--quant", m.quant.name] if m.quant and not m.quant.held else []
-    weights = {
-        "random": ["--random-weights", getattr(m.weights, "seed", "")],
-        "linked": ["--link-weights", "--checkpoint", getattr(m.weights, "path", "")],
-        "packed": ["--checkpoint", "DIR"],
-        "merged": ["--checkpoint", "DIR"],
-    }
-    words += weights[m.weights.kind]
+    if seed is not None:
+        words += ["--random-weights", seed]
+    elif isinstance(m.weights, LinkedWeights):
+        words += ["--link-weights", "--checkpoint", m.weights.path]
+    else:
+        words += ["--checkpoint", "DIR"]
     adapters = getattr(m.weights, "adapters", ())
     words += [w for a in adapters for w in ("--adapter", f"{a.path}={a.scale:g}")]
     return f"build it again: {shlex.join(map(str, words))} --out NEW"

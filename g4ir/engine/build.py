@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 from g4ir import __version__
 from g4ir.backends import find_backend
 from g4ir.backends.base import Backend, Prepared, Task, checked_settings
-from g4ir.errors import EngineError, InputError, PlanError, SpecError
+from g4ir.errors import EngineError, InputError, PlanError, SpecError, check_all
 from g4ir.ir.graph import Program
-from g4ir.model.draft import layers_read
+from g4ir.model.draft import layers_read, shipped_drafter
 from g4ir.model.media import Media, find_media
 from g4ir.model.names import checkpoint_name
 from g4ir.model.text import has_blocks
@@ -37,6 +37,7 @@ from g4ir.plan.formats import cache_bytes
 from g4ir.plan.limits import Limits
 from g4ir.plan.options import BuildOptions, Resolved, options_text
 from g4ir.plan.settings import (
+    DEFAULT,
     KV_NAMES,
     find_activations,
     find_draft_tokens,
@@ -63,7 +64,7 @@ from g4ir.weights.checkpoint import (
     sha256,
 )
 from g4ir.weights.drafter import WithDrafter
-from g4ir.weights.hub import hub_snapshot
+from g4ir.weights.hub import need_snapshot, snapshot_of
 from g4ir.weights.origin import Origin, existing_origin, find_origin
 from g4ir.weights.pack import make_packing
 from g4ir.weights.random import RandomCheckpoint
@@ -121,6 +122,10 @@ def prepare(
     backend = find_backend(options.backend)
     device = _device(backend, options.device)
     settings = checked_settings(backend, options.settings or {})
+    _check_weights_given(spec, options)
+    needs = () if dry else backend.needs(device, options.tp)
+    if absent := _absent_weights(spec, options, dry):
+        check_all(*needs, *absent)
     origin = _origin(spec, options, dry)
     _check_link(options.link_weights, origin, backend)
     agreed = agreed_spec(spec, origin)
@@ -129,8 +134,7 @@ def prepare(
     resolved = _resolved(
         agreed, options, backend, device, origin, drafter.spec if drafter else None
     )
-    if not dry:
-        backend.check(device, resolved.ranks)
+    check_all(*needs)
     checkpoint = origin.open(agreed, resolved.media.kinds, resolved.dtype) if origin else None
     adapters = _adapters(options, origin)
     if checkpoint:
@@ -243,7 +247,7 @@ def _kept(source: WeightSource, o: BuildOptions, packs: bool, adapters: Sequence
     if adapters:
         return MergedWeights(
             "merged",
-            tuple(
+            adapters=tuple(
                 MergedAdapter(Line(a.path.resolve()), a.factor, remembered_digest(a.weights))
                 for a in adapters
             ),
@@ -252,7 +256,8 @@ def _kept(source: WeightSource, o: BuildOptions, packs: bool, adapters: Sequence
         return _linked(source) if o.link_weights else PackedWeights("packed")
     if o.random_weights is None:
         return None
-    return PackedWeights("packed") if packs else RandomWeights("random", o.random_weights)
+    seed = o.random_weights
+    return PackedWeights("packed", seed) if packs else RandomWeights("random", seed)
 
 
 def _recipe(r: Resolved, opened: Checkpoint | None, origin: Origin | None) -> Recipe | None:
@@ -444,8 +449,8 @@ def _linked(source: Checkpoint) -> LinkedWeights:
     return LinkedWeights("linked", Line(source.directory.resolve()), files)
 
 
-def _origin(spec: Spec | None, o: BuildOptions, dry: bool) -> Origin | None:
-    """Return the checkpoint, or None for random weights, or where a dry run has none."""
+def _check_weights_given(spec: Spec | None, o: BuildOptions) -> None:
+    """Raise InputError if the options about weights contradict each other, or there are none."""
     checkpoint, seed = o.checkpoint, o.random_weights
     if o.mmproj is not None and (checkpoint is None or spec is None):
         raise InputError(
@@ -456,17 +461,30 @@ def _origin(spec: Spec | None, o: BuildOptions, dry: bool) -> Origin | None:
         raise InputError("--link-weights refers to one checkpoint, and --mmproj is another")
     if checkpoint is not None and seed is not None:
         raise InputError("give either a checkpoint or --random-weights, not both")
-    if seed is not None:
-        if not 0 <= seed < 1 << 63:
-            raise InputError(f"--random-weights {seed}: expected a seed from 0 to 2^63 - 1")
-        return None
-    if checkpoint is not None:
-        return existing_origin(checkpoint, o.mmproj)
-    if spec is None:
+    if seed is not None and not 0 <= seed < 1 << 63:
+        raise InputError(f"--random-weights {seed}: expected a seed from 0 to 2^63 - 1")
+    if spec is None and checkpoint is None and seed is None:
         raise InputError("give a variant, a spec or a checkpoint")
-    if dry and (spec.hub is None or hub_snapshot(spec.hub) is None):
+
+
+def _absent_weights(spec: Spec | None, o: BuildOptions, dry: bool) -> list[Callable[[], object]]:
+    """Return checks for weights that are to come from the local hub cache and are not there."""
+    if dry or spec is None or o.random_weights is not None:
+        return []
+    found = [partial(need_snapshot, spec)] if o.checkpoint is None else []
+    if o.drafter == DEFAULT:
+        found.append(partial(need_snapshot, shipped_drafter(spec), "--drafter"))
+    return [check for check in found if snapshot_of(*check.args[:1]) is None]
+
+
+def _origin(spec: Spec | None, o: BuildOptions, dry: bool) -> Origin | None:
+    """Return the checkpoint, or None for random weights, or where a dry run has none."""
+    if o.random_weights is not None:
         return None
-    return find_origin(_cached_checkpoint(spec))
+    if o.checkpoint is not None:
+        return existing_origin(o.checkpoint, o.mmproj)
+    found = snapshot_of(spec) if spec else None
+    return find_origin(found) if found else None
 
 
 def _adapters(o: BuildOptions, origin: Origin | None) -> tuple[Adapter, ...]:
@@ -591,20 +609,6 @@ def _memory(device: str, dry: bool) -> int | None:
     return None if absent else device_memory(device)
 
 
-def _cached_checkpoint(spec: Spec) -> Path:
-    if spec.hub is None:
-        raise InputError(
-            f"variant {spec.name} has no hub id: give --checkpoint DIR or --random-weights SEED"
-        )
-    found = hub_snapshot(spec.hub)
-    if found is None:
-        raise InputError(
-            f"no weights of {spec.hub} in the local Hugging Face cache; download them with "
-            f"`hf download {spec.hub}`, or give --checkpoint DIR or --random-weights SEED"
-        )
-    return found
-
-
 #: kind of media -> keys of a spec that its soft tokens follow from
 OF_MEDIA = {
     "image": ("vision.", "tokens.image", "tokens.boi", "tokens.eoi", "tokens.pad"),
@@ -703,9 +707,12 @@ def check_space(p: Prepared, out: Path) -> None:
     weights, free = disk_bytes(p), free_bytes(out)
     need = weights + OTHER_BYTES
     if weights and free < need:
+        other = ["make room", "choose another --out"]
+        if not (p.backend.packs_weights or p.drafter):
+            other.append("use --link-weights")
         raise EngineError(
             f"{out.parent}: the engine needs {size_text(need)} ({size_text(weights)} of weights), "
-            f"{size_text(free)} are free; make room, choose another --out, or use --link-weights"
+            f"{size_text(free)} are free; {', '.join(other[:-1])} or {other[-1]}"
         )
 
 

@@ -12,7 +12,7 @@ from g4ir.plan.options import BuildOptions
 from g4ir.plan.settings import DEFAULT, NO_DRAFTER, drafter_spec
 from g4ir.spec.record import SUFFIXES, Spec
 from g4ir.weights.checkpoint import Checkpoint, WeightSource
-from g4ir.weights.hub import hub_snapshot
+from g4ir.weights.hub import need_snapshot, snapshot_of
 from g4ir.weights.random import RandomCheckpoint
 
 
@@ -47,7 +47,10 @@ def _weights(model: Spec, o: BuildOptions, dry: bool) -> Path | None:
     """Return the directory of its checkpoint, None where its weights are random."""
     given, random = o.drafter, o.random_weights is not None
     if given == DEFAULT:
-        return None if random else _cached(shipped_drafter(model), dry)
+        own = shipped_drafter(model)
+        if random or dry:
+            return None if random else snapshot_of(own)
+        return need_snapshot(own, "--drafter")
     path = Path(str(given))
     if path.suffix in SUFFIXES:
         if not random and not dry:
@@ -62,14 +65,3 @@ def _weights(model: Spec, o: BuildOptions, dry: bool) -> Path | None:
             f"`default` or its spec FILE.yaml"
         )
     return path
-
-
-def _cached(spec: Spec, dry: bool) -> Path | None:
-    found = hub_snapshot(spec.hub) if spec.hub else None
-    if found is None and not dry:
-        where = f"download them with `hf download {spec.hub}`, or " if spec.hub else ""
-        raise InputError(
-            f"--drafter default: no weights of {spec.hub or spec.name} in the local Hugging Face "
-            f"cache; {where}give --drafter DIR"
-        )
-    return found

@@ -22,10 +22,9 @@ from g4ir.quant.rewrite import held_recipe
 from g4ir.ui.progress import Progress, no_progress, prefixed
 from g4ir.weights import pack as packings
 from g4ir.weights.adapter import Adapter, with_adapters
-from g4ir.weights.checkpoint import Checkpoint, WeightSource
-from g4ir.weights.drafter import WithDrafter
+from g4ir.weights.checkpoint import Checkpoint
+from g4ir.weights.drafter import random_weights
 from g4ir.weights.origin import Origin, find_origin
-from g4ir.weights.random import RandomCheckpoint
 
 from .artefact import (
     MANIFEST,
@@ -217,11 +216,12 @@ def _check_machine(found: Artefact, backend: Backend) -> None:
     import torch
 
     path, m = found.path, found.manifest
-    # Not `backend.check`, which asks for what a build needs: loading needs no compiler.
+    # Not `backend.needs`, which a build needs: loading needs no compiler.
     if m.device == "cuda" and not torch.cuda.is_available():
+        again = "build it again with --device cpu, or " if "cpu" in backend.devices else ""
         raise EngineError(
-            f"{path} was built for cuda and this torch sees no CUDA device; build it again with "
-            f"--device cpu, or run it where it was built"
+            f"{path} was built for cuda and this torch sees no CUDA device; {again}run it where it "
+            f"was built"
         )
     built, here = m.machine, backend.machine(m.device)
     if not _runs_on(built, here):
@@ -249,12 +249,9 @@ def _open_params(found: Artefact) -> packings.ParamSource:
         return found.stored
     share = Share(found.spec, found.rank, m.ranks, m.ep)
     if isinstance(kept, RandomWeights):
-        made = [
-            RandomCheckpoint(spec, kept.seed, torch_dtype(m.dtype), m.device)
-            for spec in (found.spec, found.drafter)
-            if spec
-        ]
-        source: WeightSource = WithDrafter(*made) if found.drafter else made[0]
+        source = random_weights(
+            found.spec, found.drafter, kept.seed, torch_dtype(m.dtype), m.device
+        )
         return packings.MadeParams(found.packing, source, share=share)
     for name, digest in kept.files.items():
         file = Path(kept.directory) / name

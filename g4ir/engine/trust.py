@@ -112,8 +112,9 @@ def _weights_text(found: Artefact) -> str:
         return f"{len(kept.files)} files in {kept.directory}, by digest"
     assert found.stored
     files = [found.manifest.files[h.path.name] for h in found.stored.headers]
+    made = "" if kept.seed is None else f", made from seed {kept.seed}"
     merged = "".join(f", with {a.scale:g} x {a.path}" for a in getattr(kept, "adapters", ()))
-    return f"packed, {len(files)} files, {size_text(sum(f.bytes for f in files))}{merged}"
+    return f"packed, {len(files)} files, {size_text(sum(f.bytes for f in files))}{made}{merged}"
 
 
 def _native_text(decision: Decision | None, signer: str | None) -> str:

@@ -210,10 +210,15 @@ class Anchor:
         )
 
 
+def rounding_room(rounding: float) -> float:
+    """Return how far two right computations may lie apart if one has this rounding error."""
+    return 4 * rounding
+
+
 def widened(budget: Budget, rounding: float) -> Budget:
-    """Return a budget with room for four times the rounding error."""
+    """Return a budget with room for the rounding error."""
     assert budget.relative is not None
-    return Budget(relative=max(budget.relative, 4 * rounding))
+    return Budget(relative=max(budget.relative, rounding_room(rounding)))
 
 
 # ---- each layer alone -------------------------------------------------------------------------

@@ -29,6 +29,8 @@ from g4ir.model.tensors import numel, text_tensors, tower_tensors
 from g4ir.model.text import build_graph
 from g4ir.model.towers import build_towers, is_tower
 from g4ir.ops.types import ITEMSIZE
+from g4ir.parallel.shard import shard_program
+from g4ir.parallel.table import can_share, check_ranks
 from g4ir.passes import PASSES, run_passes
 from g4ir.passes.latent_kv import PLAIN
 from g4ir.passes.match import OFF
@@ -57,7 +59,7 @@ from .gpus import Gpu
 from .media import MediaPart, media_plan
 from .memory import Needs
 from .options import BuildOptions
-from .ranks import Ranks, StepModel, plan_ranks
+from .ranks import COUNTS, Ranks, StepModel, plan_ranks
 from .settings import (
     KV_NAMES,
     NO_DRAFTER,
@@ -106,7 +108,9 @@ KEYS = {
     "rows": "per context and batch: the three cache totals, activations, workspace",
     "fits": "per device and weight format: device, memory, reserve, weights (format), "
     "weight_bytes; cells: need with each cache total, fits and spare (negative: short) as built, "
-    "decode_floor_s; max_context per batch and max_batch per context (0: nothing fits)",
+    "decode_floor_s, cards (with --tp: the fewest ranks that fit, each on such a device; null: "
+    "none do); max_context per batch and max_batch per context (0: nothing fits); with --tp all of "
+    "it is of one of `ranks` ranks; ple_placement as a build for this device has it",
     "drafts": "null, or: tokens drafted at a time at most, slack_bytes of a row's rings for them, "
     "context, weights, device (null: costs are bytes), acceptance; tables: per batch and number of "
     "drafted tokens the cost of a round in steps, pays_from (acceptance), speedup by acceptance; "
@@ -175,6 +179,7 @@ class Cell:
     fits: bool
     spare: int
     decode_floor_s: float | None
+    cards: int | None = None
 
 
 @dataclass(frozen=True)
@@ -199,6 +204,8 @@ class Fit:
     cells: tuple[Cell, ...]
     max_context: tuple[Most, ...]
     max_batch: tuple[Most, ...]
+    ranks: int = 1
+    ple_placement: str | None = None
 
 
 @dataclass(frozen=True)
@@ -319,6 +326,10 @@ class Footprint:
     plain: Needs
     recipe: Recipe | None = None
     drafter: Spec | None = None
+    #: ranks that share the model: `needs` and `plain` are of one of them, which has this share of
+    #: the weights
+    ranks: int = 1
+    share: float = 1.0
     _rows: dict[tuple[int, int, int], Row] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
@@ -356,8 +367,11 @@ class Footprint:
     def resident(self, form: str) -> int:
         """Return bytes of weights in the device's memory; on the CPU that is the host's."""
         w = self.weights[form]
-        beside = self.towers + self.drafter_bytes
-        return w.device + beside + (w.host if self.device == "cpu" else 0)
+        on_device = (self.ple_placement or DEFAULT_PLACEMENT) == "device"
+        table = w.sizes.ple_table if on_device else 0  # every rank has it whole
+        beside = table + self.towers + self.drafter_bytes
+        own = round((w.device - table) * self.share)
+        return own + beside + (w.host if self.device == "cpu" else 0)
 
     @cached_property
     def drafter_bytes(self) -> int:
@@ -376,7 +390,7 @@ class Footprint:
 
     @cached_property
     def naive_per_token(self) -> int:
-        return kv_bytes(self.spec, 1, 1, self.dtype).per_token
+        return kv_bytes(_rank_spec(self.spec, self.ranks), 1, 1, self.dtype).per_token
 
     def row(self, ctx: int, batch: int, chunk: int) -> Row:
         """Return the bytes at one context and batch, with `chunk` tokens to a prefill call."""
@@ -397,6 +411,16 @@ class Footprint:
         """Return bytes in the device's memory with one of TOTALS, without the reserve."""
         cache: int = getattr(row, kind)
         return self.resident(form) + cache + row.activations + row.workspace
+
+
+def _rank_spec(spec: Spec, ranks: int) -> Spec:
+    """Return the spec with a rank's KV heads: at least one of each kind."""
+    text = spec.text
+    sliding, full = (
+        replace(kind, num_key_value_heads=max(1, kind.num_key_value_heads // ranks))
+        for kind in (text.sliding, text.full)
+    )
+    return replace(spec, text=replace(text, sliding=sliding, full=full))
 
 
 def param_bytes(graphs: Iterable[Graph]) -> int:
@@ -470,8 +494,9 @@ def make_plan(
     """Make the plan of a spec. `ctx` (tokens of a row, new ones too; default 4K to 256K as far as
     the model goes) and `batch` (rows) give a table of every pair; `memory` (devices, or bytes) what
     fits. By default the table of per-layer embeddings lies on the device where that leaves room for
-    every row on every device of `memory`. `tp` ranks share the model, with `ep` some experts each;
-    `memory` is of one that has it whole. `steps` predicts how long theirs are.
+    every row on the device; what fits is told for each device's own choice. `tp` ranks share the
+    model, with `ep` some experts each: what fits is then of one of them, with a device of its own.
+    `steps` predicts how long theirs are.
 
     Read of `options`, best made with `dataclasses.replace(PLANNED, ...)`: dtype, device, quant,
     kv_dtype, prefill_chunk, all_logits, drafter, draft_tokens, skip, latent_kv, ple_placement and
@@ -495,15 +520,49 @@ def make_plan(
     drafted = find_draft_tokens(options.draft_tokens, most, drafter is not None)
     every = options.all_logits
     passes = pass_options(form, kv, drafted=drafted, keep=layers_read(spec, drafter))
-    made, costs, drafting = _footprint(
-        *(spec, dtype, device, placement, form, kv, every, skip, media, recipe, drafted, drafter)
+    shared = tp != 1 or ep
+    if shared:
+        check_ranks(spec, tp, ep)
+    footprint = partial(
+        _footprint,
+        *(spec, dtype, device, placement, form, kv, every, skip, media, recipe, drafted, drafter),
     )
+    made, whole_costs, drafting = footprint()
+    costs = whole_costs
     rows = tuple(made.row(c, b, chunk) for b in batches for c in contexts)
     shape = [(r.ctx, r.batch) for r in rows]
     gpus = [m if isinstance(m, Gpu) else _sized(m) for m in _many(memory)]
-    if options.ple_placement is None and placement == "device" and not _all_fit(made, rows, gpus):
-        placement = DEFAULT_PLACEMENT
-        made = replace(made, ple_placement=placement)
+    counted = {1: made}
+    known = [n for n in COUNTS if n > 1 and can_share(spec, n, ep)] if gpus else []
+    for n in {tp, *known} - {1} if shared else ():
+        one, steps_of, _ = footprint(n, ep)
+        try:
+            share = param_bytes([steps_of.graph]) / param_bytes([whole_costs.graph])
+        except InputError:  # groups of a recipe that so many ranks would cut
+            if n == tp:
+                raise
+            continue
+        counted[n] = replace(one, share=share)
+        costs = steps_of if n == tp else costs
+    free = options.ple_placement is None and placement == "device"
+
+    def placed(own: Footprint, gpus: Sequence[Gpu]) -> Footprint:
+        fits = not free or _all_fit(own, rows_of(own), gpus)
+        return own if fits else replace(own, ple_placement=DEFAULT_PLACEMENT)
+
+    def rows_of(own: Footprint) -> tuple[Row, ...]:
+        return tuple(own.row(c, b, chunk) for c, b in shape)
+
+    def fit_of(gpu: Gpu, f: str) -> Fit:
+        own = placed(counted[tp], [gpu])
+        found = _fit(own, gpu, f, rows_of(own), chunk, costs)
+        others = [placed(counted[n], [gpu]) for n in sorted(counted)] if shared else []
+        cells = (replace(c, cards=_cards(others, gpu, f, c, chunk)) for c in found.cells)
+        return replace(found, cells=tuple(cells))
+
+    ranked = placed(counted[tp], gpus)
+    made = replace(made, ple_placement=ranked.ple_placement)
+    placement = made.ple_placement
     formats = (recipe.name,) if recipe else (dtype, *INTEGERS)
     return Plan(
         spec,
@@ -521,12 +580,12 @@ def make_plan(
         tuple(made.weights.values()),
         _rates(made),
         rows,
-        tuple(_fit(made, gpu, f, rows, chunk, costs) for gpu in gpus for f in formats),
+        tuple(fit_of(gpu, f) for gpu in gpus for f in formats),
         media.kinds,
         media_plan(spec),
-        _drafts(made, drafted, rows, gpus, (costs, *drafting)) if drafted else None,
+        _drafts(made, drafted, rows, gpus, (whole_costs, *drafting)) if drafted else None,
         plan_ranks(spec, tp, dtype, shape, skip, passes, recipe, ep, steps, drafter)
-        if tp != 1 or ep
+        if shared
         else None,
     )
 
@@ -560,6 +619,13 @@ def _drafts(
         *(drafted, slack, ctx, made.form, card.name if card else None, tables),
         *(drafter, made.drafter_bytes),
     )
+
+
+def _cards(made: Sequence[Footprint], gpu: Gpu, form: str, cell: Cell, chunk: int) -> int | None:
+    """Return the smallest number of ranks, each on such a device, that fit a cell; None of none."""
+    room = gpu.memory_bytes - reserve(gpu.memory_bytes)
+    needs = ((m.need(m.row(cell.ctx, cell.batch, chunk), form, "built"), m.ranks) for m in made)
+    return next((ranks for need, ranks in needs if need <= room), None)
 
 
 def _all_fit(made: Footprint, rows: Sequence[Row], gpus: Sequence[Gpu]) -> bool:
@@ -617,10 +683,12 @@ def _footprint(
     recipe: Recipe | None,
     drafted: int,
     drafter: Spec | None,
+    ranks: int = 1,
+    ep: bool = False,
 ) -> tuple[Footprint, StepCosts, tuple[StepCosts, ...]]:
     """Measure prefill: it has each param and cache of decode, and needs more of everything else but
     for the logits of a step that verifies. Return what steps of one token cost too, and of several
-    that are verified, and of a drafter."""
+    that are verified, and of a drafter; of `ranks` that share the model, those of one."""
     options = pass_options(form, kv, drafted=drafted, keep=layers_read(spec, drafter))
     plain = {"prefill": build_graph(spec, "prefill", all_logits, dtype)}
     if drafted:
@@ -628,6 +696,9 @@ def _footprint(
     if drafter:
         plain[DRAFT] = build_draft(spec, drafter, dtype)
     plain |= build_towers(spec, media, dtype)
+    cut = partial(shard_program, spec=spec, ranks=ranks, ep=ep)
+    if ranks > 1:
+        plain = dict(cut(Program(plain)).graphs)
     # The caches without the latent form, in the dtype, depend on one pass alone.
     others = {*skip, *(p for p in PASSES if p != "plan_cache")}
 
@@ -637,12 +708,13 @@ def _footprint(
 
     def step(phase: str) -> Graph:
         plain = Program({phase: build_graph(spec, phase, all_logits, dtype)})
-        graph = quantised(plain, spec, recipe, dtype).graphs[phase]
+        held = quantised(plain, spec, recipe, dtype)
+        graph = (cut(held) if ranks > 1 else held).graphs[phase]
         return split_prologue(run_passes(graph, skip=skip, options=options))[1]
 
     built = needs(skip)
     planned = needs(others) if (form, kv) != (PLAIN, OFF) else built
-    made = Footprint(spec, dtype, device, placement, built, planned, recipe, drafter)
+    made = Footprint(spec, dtype, device, placement, built, planned, recipe, drafter, ranks)
     costs = [StepCosts(partial(step, phase), bool(recipe)) for phase in ("decode", VERIFY)]
     # A recipe is about the model's weights: those of the drafter are in the dtype.
     costs += [StepCosts(partial(bind, g), True) for g in built.graphs if g.name == DRAFT]
@@ -689,6 +761,8 @@ def _fit(
         tuple(_cell(made, gpu, form, r, room, costs) for r in rows),
         contexts,
         batches,
+        made.ranks,
+        made.ple_placement,
     )
 
 

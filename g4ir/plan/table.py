@@ -125,7 +125,8 @@ def _title(plan: Plan) -> str:
         f"prompts in chunks of {plan.prefill_chunk}",
     ]
     if plan.ple_placement:
-        about.append(f"per-layer table: {plan.ple_placement}")
+        places = dict.fromkeys(str(f.ple_placement) for f in plan.fits) or [plan.ple_placement]
+        about.append(f"per-layer table: {' or '.join(places)}")
     return ", ".join(about) + "\n"
 
 
@@ -207,8 +208,8 @@ def _fit(plan: Plan) -> str:
     """Describe one device: the largest context and batch for each format of the weights."""
     first = plan.fits[0]
     out = [
-        f"{first.device}: {size_text(first.memory)}, of which {size_text(first.reserve)} are kept "
-        f"free\n"
+        f"{_of_ranks(first)}{first.device}: {size_text(first.memory)}, of which "
+        f"{size_text(first.reserve)} are kept free\n"
     ]
     contexts = [m.at for m in first.max_batch]
     for i, most in enumerate(first.max_context):
@@ -222,6 +223,10 @@ def _fit(plan: Plan) -> str:
     out += [_needed(plan, most.at) for most in first.max_context]
     out += _floors(plan)
     return "".join(out)
+
+
+def _of_ranks(f: Fit) -> str:
+    return "" if f.ranks == 1 else f"each of {f.ranks} ranks, on its own "
 
 
 def _fit_line(f: Fit, most: Most, batches: Sequence[Most]) -> list[str]:
@@ -244,7 +249,11 @@ def _needed(plan: Plan, batch: int) -> str:
     lines += [
         [f"{form}, as built", *(_need(c.built, room) for c in many)] for form, many in cells.items()
     ]
-    return f"  needed by {_rows(batch)}\n{aligned(lines, indent=4)}"
+    if plan.ranks:
+        cards = {form: [str(c.cards or "-") for c in many] for form, many in cells.items()}
+        lines += [[f"{form}, cards needed", *many] for form, many in cards.items()]
+    where = "on each rank " if first.ranks > 1 else ""
+    return f"  needed {where}by {_rows(batch)}\n{aligned(lines, indent=4)}"
 
 
 def _need(size: int, room: int) -> str:
@@ -263,7 +272,8 @@ def _floors(plan: Plan) -> list[str]:
         for form, many in cells.items()
     ]
     return [
-        f"  least time of a decode step of {_rows(batch)}, at the data sheet's rates\n",
+        f"  least time of a decode step of {_rows(batch)}, at the data sheet's rates"
+        f"{', on a rank, without messages' if plan.ranks else ''}\n",
         aligned(lines, indent=4),
     ]
 
@@ -287,7 +297,11 @@ def _devices(plan: Plan) -> str:
         most = [f.max_context[0] for f in mine]
         first = (most[0].naive, most[0].planned, *(m.built for m in most))
         lines.append([name, size_text(mine[0].memory), *map(rounded_count, first)])
-    return f"largest context of {_rows(batch)} by weights\n{aligned(lines)}"
+    return f"{_each(plan.fits[0])}largest context of {_rows(batch)} by weights\n{aligned(lines)}"
+
+
+def _each(f: Fit) -> str:
+    return "" if f.ranks == 1 else f"{f.ranks} ranks, each on a card: "
 
 
 # --- several variants --------------------------------------------------------------------------
@@ -341,4 +355,15 @@ def _matrix(plans: Sequence[Plan]) -> str:
         ]
         memory = next(f.memory for f in first if f.device == name)
         lines.append([name, size_text(memory), *cells])
-    return f"largest context of {_rows(batch)} as built, weights {forms}\n{aligned(lines)}"
+        if plans[0].ranks:
+            lines.append(["  cards needed", "", *("/".join(_cards_of(p, name)) for p in plans)])
+    head = f"{_each(first[0])}largest context of {_rows(batch)} as built, weights {forms}"
+    longest = count_text(max(c.ctx for c in first[0].cells))
+    needed = f"; cards needed for {longest}" if plans[0].ranks else ""
+    return f"{head}{needed}\n{aligned(lines)}"
+
+
+def _cards_of(plan: Plan, device: str) -> list[str]:
+    """Return, for each format, the fewest cards that fit the longest context."""
+    fits = [f for f in plan.fits if f.device == device]
+    return [str(max(f.cells, key=lambda c: (c.ctx, -c.batch)).cards or "-") for f in fits]

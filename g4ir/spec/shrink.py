@@ -5,6 +5,7 @@ It knows no variant: sizes are scaled and layers cut, every structural field is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
 from typing import Any
@@ -22,6 +23,7 @@ from .parts import (
     Vision,
 )
 from .record import Spec, check_spec
+from .rules import shortest_pattern
 
 WINDOW = 8
 VOCAB = 256
@@ -42,22 +44,26 @@ BUDGET = 70
 def shrink(spec: Spec, media: bool = False) -> Spec:
     """Return a spec of the same structure that runs in milliseconds; with `media` its towers too.
 
-    Kept: pattern, which layers own and share K and V (same proportion, at least two owners of
-    each kind), K=V, ratios of query to KV heads, number of KV heads where it is one, wide MLP,
-    experts, per-layer embeddings, softcaps, rope, bidirectional attention, tying.
+    Kept: pattern, which layers own and share K and V (at least two owners of each kind, if the
+    spec has them), K=V, ratios of query to KV heads, number of KV heads if it is one, wide MLP,
+    experts, per-layer embeddings, softcaps, rope, bidirectional attention, tying. Legal for every
+    legal spec, and never with more layers.
     """
     text = spec.text
-    layers, shared = _layers(text)
+    owners, sharers = _layers(text)
+    layers = [*owners, *sharers]
+    kinds = tuple(text.layer_types[i] for i in layers)
     heads = _head_divisor(text)
     small = replace(
         text,
         vocab_size=VOCAB,
         hidden_size=_size(text.hidden_size, 32),
         intermediate_size=_size(text.intermediate_size, 64),
-        num_hidden_layers=layers,
-        num_kv_shared_layers=shared,
+        num_hidden_layers=len(layers),
+        num_kv_shared_layers=len(sharers),
         num_attention_heads=text.num_attention_heads // heads,
-        sliding=replace(_kind(text.sliding, heads), window=WINDOW),
+        pattern=shortest_pattern(kinds),
+        sliding=replace(_kind(text.sliding, heads), window=min(text.sliding.window or 1, WINDOW)),
         full=_kind(text.full, heads),
         max_position_embeddings=min(text.max_position_embeddings, 1024),
         moe=text.moe and _moe(text.moe, layers),
@@ -133,7 +139,7 @@ def _vision(v: Vision | UnifiedVision | None) -> Vision | UnifiedVision | None:
         v,
         hidden_size=_size(v.hidden_size, 24),
         intermediate_size=_size(v.intermediate_size, 48),
-        num_hidden_layers=2,
+        num_hidden_layers=min(v.num_hidden_layers, 2),
         num_attention_heads=2,
         num_key_value_heads=1 if v.num_key_value_heads < v.num_attention_heads else 2,
         head_dim=4 * -(-v.head_dim // 16),
@@ -149,20 +155,21 @@ def _audio(a: Audio | UnifiedAudio | None) -> Audio | UnifiedAudio | None:
     return a and replace(
         a,
         hidden_size=_size(a.hidden_size, 32),
-        num_hidden_layers=2,
+        num_hidden_layers=min(a.num_hidden_layers, 2),
         num_attention_heads=2,
         output_proj_dims=_size(a.output_proj_dims, 32),
         subsampling_conv_channels=(16, 8),
     )
 
 
-def _moe(moe: Moe, layers: int) -> Moe:
-    """Keep eight experts, two a token; where only some layers have them, those that are left."""
-    some = moe.layers and (tuple(i for i in moe.layers if i < layers) or (0,))
-    count = min(moe.num_experts, 8)
+def _moe(moe: Moe, layers: Sequence[int]) -> Moe:
+    """Keep eight experts, two a token; if only some layers have them, both sorts of layers."""
+    some = moe.layers and tuple(i for i, old in enumerate(layers) if old in moe.layers)
+    if some is not None and not 0 < len(some) < len(layers):
+        some = (0,)
     return replace(
         moe,
-        num_experts=count,
+        num_experts=min(moe.num_experts, 8),
         top_k_experts=min(moe.top_k_experts, 2),
         layers=some,
         intermediate_size=_size(moe.intermediate_size, 32),
@@ -174,9 +181,13 @@ def _size(value: int, by: int) -> int:
 
 
 def _kind(kind: AttentionKind, heads: int) -> AttentionKind:
-    """Shrink head_dim 256, 512 -> 32, 64."""
+    """Shrink head_dim to an eighth (256 -> 32), rounded up to the least multiple of the old size's
+    alignment that has two pairs and rotates one."""
+    step = gcd(kind.head_dim, 8)
+    sizes = range(step, kind.head_dim, step)
+    fits = (n for n in sizes if n >= max(kind.head_dim // 8, 4) and kind.rope.pairs(n))
     count = kind.num_key_value_heads // heads
-    return replace(kind, head_dim=kind.head_dim // 8, num_key_value_heads=count)
+    return replace(kind, head_dim=next(fits, kind.head_dim), num_key_value_heads=count)
 
 
 def _head_divisor(text: Text) -> int:
@@ -187,12 +198,25 @@ def _head_divisor(text: Text) -> int:
     return next(d for d in fits if all(n == 1 or n // d > 1 for n in counts))
 
 
-def _layers(text: Text) -> tuple[int, int]:
-    """Return (layers, shared layers) in whole repeats of the pattern: two a kind own K and V."""
-    period = len(text.pattern)
-    for repeats in range(2, 99):
-        share = text.num_kv_shared_layers / text.num_hidden_layers
-        shared = round(repeats * share) or int(share > 0)
-        if repeats - shared >= 2:
-            return repeats * period, shared * period
-    raise AssertionError(f"{text.num_kv_shared_layers} shared layers leave no owners")
+def _layers(text: Text) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the layers to keep: those that own K and V, and those that share them.
+
+    Whole repeats of the pattern in the spec's proportion, of which two own K and V; if the spec has
+    no such, the last layers of either in which each kind occurs twice.
+    """
+    count, first, kinds = text.num_hidden_layers, text.first_kv_shared_layer, text.layer_types
+    period = len(shortest_pattern(kinds))
+    for repeats in range(2, count // period + 1):
+        shared = (round(repeats * (count - first) / count) or int(first < count)) * period
+        own = repeats * period - shared
+        if 2 * period <= own <= first and shared <= count - first:
+            return range(first - own, first), range(count - shared, count)
+    return _last_twice(kinds, range(first)), _last_twice(kinds, range(first, count))
+
+
+def _last_twice(kinds: Sequence[str], layers: range) -> range:
+    """Return the last of these layers in which each of their kinds occurs twice, or as often as it
+    does at all."""
+    of_kind = ([i for i in layers if kinds[i] == kind] for kind in {*kinds})
+    start = min((at[-2:][0] for at in of_kind if at), default=layers.stop)
+    return range(start, layers.stop)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from g4ir.model.names import OF_DRAFTER
 from g4ir.quant.recipe import Scheme
+from g4ir.spec.record import Spec
 
 from .checkpoint import WeightSource
+from .random import RandomCheckpoint
 
 if TYPE_CHECKING:
     import torch
@@ -65,3 +67,13 @@ class WithDrafter:
 
 def _scoped(values: Mapping[str, T]) -> dict[str, T]:
     return {f"{OF_DRAFTER}{name}": value for name, value in values.items()}
+
+
+def random_weights(
+    spec: Spec, drafter: Spec | None, seed: int, dtype: torch.dtype, device: str = "cpu"
+) -> WeightSource:
+    """Return the weights that a seed gives a model, and its drafter if it has one."""
+    model = RandomCheckpoint(spec, seed, dtype, device)
+    if drafter is None:
+        return model
+    return WithDrafter(model, RandomCheckpoint(drafter, seed, dtype, device))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
 from g4ir.errors import InputError
+from g4ir.model.tensors import text_tensors, tower_tensors
+from g4ir.ops.types import ITEMSIZE
+from g4ir.spec.record import Spec
 from g4ir.ui.places import hub_cache
+from g4ir.ui.units import size_text
 
 from .tensorfile import quoted
 
@@ -15,10 +20,10 @@ def hub_snapshot(hub_id: str, revision: str = "main") -> Path | None:
     """Return the downloaded snapshot of `org/name` in the local cache, or None."""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id):
         raise InputError(f"hub id must look like org/name, found {quoted(hub_id)}")
-    return snapshot_of(hub_cache() / ("models--" + hub_id.replace("/", "--")), revision)
+    return _snapshot(hub_cache() / ("models--" + hub_id.replace("/", "--")), revision)
 
 
-def snapshot_of(repo: Path, revision: str = "main") -> Path | None:
+def _snapshot(repo: Path, revision: str = "main") -> Path | None:
     """Return the downloaded snapshot in the folder that the cache has for a model, or None."""
     reference = repo / "refs" / revision
     if not reference.is_file():
@@ -35,7 +40,7 @@ def in_cache_folder(path: Path) -> Path:
     if not folder.is_dir():
         return path
     found = sorted(p for p in folder.iterdir() if p.is_dir())
-    main = snapshot_of(path) or (found[0] if len(found) == 1 else None)
+    main = _snapshot(path) or (found[0] if len(found) == 1 else None)
     if main is None:
         names = ", ".join(p.name for p in found[:8])
         fix = f"give one of them: {names}" if found else "download the model again"
@@ -44,3 +49,29 @@ def in_cache_folder(path: Path) -> Path:
             f"main; {fix}"
         )
     return main
+
+
+def snapshot_of(spec: Spec) -> Path | None:
+    """Return the downloaded snapshot of a spec's weights, or None."""
+    return hub_snapshot(spec.hub) if spec.hub else None
+
+
+#: option that names a checkpoint -> what can be given beside it
+INSTEAD = {"--checkpoint": " or --random-weights SEED", "--drafter": ""}
+
+
+def need_snapshot(spec: Spec, option: str = "--checkpoint") -> Path:
+    """Return the downloaded snapshot of a spec's weights; InputError, with the command that
+    downloads it and its size, if there is none."""
+    found = snapshot_of(spec)
+    if found is not None:
+        return found
+    given = f"{option} DIR{INSTEAD[option]}"
+    if spec.hub is None:
+        raise InputError(f"variant {spec.name} has no hub id: give {given}")
+    tensors = [*text_tensors(spec).values(), *tower_tensors(spec).values()]
+    size = size_text(sum(map(math.prod, tensors)) * ITEMSIZE[spec.dtype])
+    raise InputError(
+        f"no weights of {spec.hub} in the local Hugging Face cache; download them (about {size}) "
+        f"with `hf download {spec.hub}`, or give {given}"
+    )

@@ -126,8 +126,8 @@ FLOWS = {
             ),
             "no GPU here": (
                 {"device": "cuda"},
-                "--device cuda: this torch sees no CUDA device; build with --device cpu, or "
-                "install a CUDA build of torch on a machine with a GPU",
+                "device cuda: this torch sees no CUDA device; install a CUDA build of torch on a "
+                "machine with a GPU, or build with --device cpu",
             ),
         },
         choosers={"host": on_the_host, "loop": in_a_loop},

@@ -181,9 +181,9 @@ def build(
     names that a build looks for."""
     from g4ir.backends.torch_compile import compile as compiler
     from g4ir.backends.torch_compile.target import Target
-    from g4ir.errors import LowerError
+    from g4ir.errors import LowerError, check_all
 
-    compiler.check_toolchain("cuda")
+    check_all(*compiler.toolchain("cuda"))
     (out / "programs").mkdir(parents=True, exist_ok=True)
 
     def one(p: Program) -> Built:

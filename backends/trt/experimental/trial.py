@@ -13,7 +13,7 @@ from g4ir.ops.types import Type, torch_dtype
 
 from ..emitter import TrtEmitter
 from ..interface import Interface
-from ..log import logger
+from ..log import all_taken, logger, new_network
 from ..probe import MOST_SHARED_BYTES, Api
 from ..recorder import SHARED_BYTES
 from ..runtime import TrtTower, deserialize
@@ -63,11 +63,12 @@ def _runs(api: Api, plan: Plan, feeds: Feeds, device: str, log: Any) -> bool:
     types = {n: Type(k, tuple(feeds[n].shape)) for n, k in zip(plugin.inputs, kinds)}
     results = dict(zip(plugin.outputs, result_types(plan, types), strict=True))
     builder = api.trt.Builder(log)
-    network = builder.create_network(api.network_flags(plugins=True))
+    network = new_network(builder, api.network_flags(plugins=True), log)
     e = TrtEmitter(api.trt, network, None, MOST_SHARED_BYTES, log.said)
-    made = add_plugin(e, plan, *(e.input(n, t) for n, t in types.items()))
-    for name, x in zip(results, made, strict=True):
-        e.output(name, x)
+    with all_taken(log, "the network of a plugin"):
+        made = add_plugin(e, plan, *(e.input(n, t) for n, t in types.items()))
+        for name, x in zip(results, made, strict=True):
+            e.output(name, x)
     serialized = builder.build_serialized_network(network, builder.create_builder_config())
     if serialized is None:
         return False
