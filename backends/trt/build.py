@@ -29,7 +29,7 @@ from g4ir.weights.tensorfile import CODES, write_tensors
 
 from ..primitives.network import Network
 from .emitter import TrtEmitter
-from .forms import HARDWARE, WEIGHTS, chosen_experts, chosen_lowerings, has_plugins
+from .forms import HARDWARE, WEIGHTS, chosen_lowerings, resolved
 from .interface import Interface, interface, phases_of
 from .log import logger, progress_monitor, stream_writer
 from .probe import MOST_SHARED_BYTES, Api
@@ -59,6 +59,8 @@ class Written:
     builder: Any
     network: Any
     graph: Graph
+    #: without `auto`
+    settings: Mapping[str, str]
     interface: Interface
     log: Any
     #: keeps alive what the network points to
@@ -79,11 +81,13 @@ def write_network(
     TensorRT said."""
     log = log or logger(api.trt)
     builder = api.trt.Builder(log)
-    network = builder.create_network(api.network_flags(has_plugins(settings)))
+    settings, notes = resolved(settings, graph, limits, shared)
+    network = builder.create_network(api.network_flags("plugin" in settings.values()))
     source = params.tensor if params else None
     emitter = TrtEmitter(api.trt, network, source, shared, log.said)
-    Network(emitter, graph, limits, chosen_lowerings(settings), chosen_experts(settings)).emit()
-    return Written(builder, network, graph, interface(graph, limits), log, emitter)
+    emitter.notes.extend(notes)
+    Network(emitter, graph, limits, chosen_lowerings(settings), settings["experts"]).emit()
+    return Written(builder, network, graph, settings, interface(graph, limits), log, emitter)
 
 
 # --- configuration ----------------------------------------------------------------------------

@@ -797,10 +797,11 @@ def test_weights_in_codes(quant: str, weights: str, trt: Build) -> None:
 def test_dry_run_finds_a_wrong_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers are compared, not only the types."""
     p = prepare(load_spec("tiny-ple"), BuildOptions(backend="trt"), dry=True)
-    lowerings = builder.chosen_lowerings(p.settings)
+    right = builder.chosen_lowerings
 
     def wrong(settings: Any) -> Any:
-        return {**lowerings, "scale": lambda net, n, x: net.e.mul(x, 1.01 * n.number("value"))}
+        scale = {"scale": lambda net, n, x: net.e.mul(x, 1.01 * n.number("value"))}
+        return {**right(settings), **scale}
 
     assert dry.check_small(emulated_api(), p, "f32")["logits"] < dry.BUDGETS["f32"]
     monkeypatch.setattr(builder, "chosen_lowerings", wrong)
@@ -836,13 +837,15 @@ def test_dry_run_measures_rounding(
         load_spec("26b-a4b"), BuildOptions(backend="trt", settings=settings, media="none"), dry=True
     )
     dry.check_small(emulated_api(), p, dtype)
-    right = builder.chosen_lowerings(p.settings)
+    right = builder.chosen_lowerings
 
     def wrong(settings: Any) -> Any:
-        def attend(net: Any, n: Any, *xs: Any) -> Any:
-            return net.e.add(right["attention"](net, n, *xs), 0.1)
+        found = right(settings)
 
-        return {**right, "attention": attend}
+        def attend(net: Any, n: Any, *xs: Any) -> Any:
+            return net.e.add(found["attention"](net, n, *xs), 0.1)
+
+        return {**found, "attention": attend}
 
     monkeypatch.setattr(builder, "chosen_lowerings", wrong)
     with pytest.raises(CheckError, match=f"more than rounding to {dtype}"):
