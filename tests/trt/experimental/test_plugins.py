@@ -153,7 +153,7 @@ def test_kernels_fit_the_gpu(dtype: str, shared: int) -> None:
         registers, spilled = assembled(kernel.ptx, 90)
         assert spilled == 0 and registers <= 255, name
         assert kernel.shared <= shared, name
-        assert ".target sm_90a" in kernel.ptx
+        assert ".target sm_90a" in kernel.ptx and ".version 8.7\n" in kernel.ptx
         if "grouped" in name and dtype != "f32":
             assert "wgmma.mma_async" in kernel.ptx, name
 
