@@ -79,7 +79,7 @@ def tried(python: Path, tests: list[str]) -> tuple[bool, str]:
     command = [str(python), "-m", "pytest", "-q", "-p", "no:xdist", *tests]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        print(done.stdout[-20000:], done.stderr[-2000:], sep="\n", file=sys.stderr)
+        print(done.stdout[-6000:], done.stderr[-2000:], sep="\n", file=sys.stderr)
     last = done.stdout.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
     return done.returncode == 0, last[0].strip("= ")
 

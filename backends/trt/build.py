@@ -81,7 +81,7 @@ def write_network(
     TensorRT said."""
     log = log or logger(api.trt)
     builder = api.trt.Builder(log)
-    settings, notes = resolved(settings, graph, limits, shared)
+    settings, notes = resolved(settings, [graph], limits, shared)
     network = builder.create_network(api.network_flags("plugin" in settings.values()))
     source = params.tensor if params else None
     emitter = TrtEmitter(api.trt, network, source, shared, log.said)

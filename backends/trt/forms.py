@@ -3,9 +3,8 @@ experimental/."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from g4ir.ir.graph import Graph, Node
 from g4ir.plan.limits import Limits
@@ -115,25 +114,25 @@ def chosen_lowerings(settings: Mapping[str, str]) -> Mapping[str, Lowering]:
     return lowerings(settings["attention"], settings["norms"])
 
 
-PlansOf = Callable[[Sequence[Node], Limits], Mapping[str, list[Any]]]
-#: setting -> form in layers, function (nodes, limits) -> value -> plans of the kernels that make it
-AUTO: Mapping[str, tuple[str, PlansOf]] = {
+#: setting -> form in layers, and what the kernels of nodes would make
+AUTO: Mapping[str, tuple[str, Callable[[Sequence[Node], Limits], list[plugins.Made]]]] = {
     "experts": ("all", plugins.expert_plans),
     "norms": ("layers", plugins.norm_plans),
 }
 
 
 def resolved(
-    settings: Mapping[str, str], graph: Graph, limits: Limits, shared: int
+    settings: Mapping[str, str], graphs: Iterable[Graph], limits: Limits, shared: int
 ) -> tuple[dict[str, str], list[str]]:
-    """Replace `auto`: kernels if all those of the graph can be compiled and fit `shared` bytes,
+    """Replace `auto`: kernels if all those of the graphs can be compiled and fit `shared` bytes,
     else layers. Return the settings and a note on each kind of kernels that is not used."""
     made, notes = dict(settings), list[str]()
-    nodes = [*written_nodes(graph.nodes, lowerings(settings["attention"]))]
+    lowered = lowerings(settings["attention"])
+    nodes = [n for g in graphs for n in written_nodes(g.nodes, lowered)]
     for name in (n for n in AUTO if settings[n] == "auto"):
         layers, plans_of = AUTO[name]
         plans = plans_of(nodes, limits)
-        reasons = (plugins.missing(plans[value], value, shared) for value in plans)
+        reasons = (plugins.missing(own, value, shared) for value, own in plans)
         reason = next(filter(None, reasons), "")
         made[name] = layers if reason or not plans else "plugin"
         notes += [f"{name}: {layers}, since {reason}"] if reason else []

@@ -99,14 +99,14 @@ class Make:
 
     def _choose(self) -> None:
         """Choose forms, by trial builds."""
-        graph, asked = self.graphs[ENGINE], self.settings
+        graph, graphs, asked = self.graphs[ENGINE], self.graphs.values(), self.settings
         mixed = any(True for _ in graph.find("experts"))
-        chosen, _ = resolved(asked, graph, self.task.limits, self.shared)
+        chosen, _ = resolved(asked, graphs, self.task.limits, self.shared)
         if (mixed and chosen["experts"] == "plugin") or asked["attention"] == "plugin":
             self.task.progress("trial build of a plugin")
             self.shared = shared_memory(self.api, self.task.device, self.log)
             self._note(f"plugins use up to {self.shared} bytes of shared memory")
-        self.settings, notes = resolved(asked, graph, self.task.limits, self.shared)
+        self.settings, notes = resolved(asked, graphs, self.task.limits, self.shared)
         for note in notes:
             self._note(note)
         if asked["norms"] == "auto" and self.settings["norms"] == "plugin":

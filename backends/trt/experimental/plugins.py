@@ -156,6 +156,10 @@ def compiled(plan: Plan) -> Kernel:
         raise type(e)(f"{e}; or build without plugins: {WITHOUT}") from e
 
 
+#: a value, and the plans of the kernels that make it
+Made = tuple[str, Sequence[Plan]]
+
+
 def missing(plans: Iterable[Plan], layer: str, shared: int) -> str:
     """Return why one of these kernels cannot be had, in words; empty if all of them can."""
     try:
@@ -323,9 +327,9 @@ def experts_of(n: Node, limits: Limits) -> Experts:
     )
 
 
-def expert_plans(nodes: Iterable[Node], limits: Limits) -> dict[str, list[Plan]]:
-    """Return the plans of each value that experts make."""
-    return {str(n.out): [*experts_of(n, limits).plans()] for n in nodes if n.op == "experts"}
+def expert_plans(nodes: Iterable[Node], limits: Limits) -> list[Made]:
+    """Return the values that experts make."""
+    return [(str(n.out), experts_of(n, limits).plans()) for n in nodes if n.op == "experts"]
 
 
 # --- norms ------------------------------------------------------------------------------------
@@ -347,10 +351,10 @@ def norm_plan_of(n: Node) -> Plan | None:
     return norm_plan(form, x, n.number("eps")) if form in _BY_FORM and x.rank == 3 else None
 
 
-def norm_plans(nodes: Iterable[Node], limits: Limits) -> dict[str, list[Plan]]:
-    """Return the plans of each value that such an end makes."""
-    found = {str(n.outputs[0]): norm_plan_of(n) for n in nodes if n.op in BLOCK_ENDS}
-    return {value: [plan] for value, plan in found.items() if plan}
+def norm_plans(nodes: Iterable[Node], limits: Limits) -> list[Made]:
+    """Return the values that such ends make."""
+    found = ((str(n.outputs[0]), norm_plan_of(n)) for n in nodes if n.op in BLOCK_ENDS)
+    return [(value, (plan,)) for value, plan in found if plan]
 
 
 def norm_plan(form: tuple[str, bool, tuple[bool, ...]], x: Type, eps: float) -> Plan:
