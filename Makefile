@@ -18,7 +18,7 @@ PYTEST      = $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist load
 export PYTHONDONTWRITEBYTECODE =
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test units test-full test-vllm cuda-programs coverage mutants lint lines bench clean distclean
+.PHONY: setup demo test units test-full test-vllm test-versions cuda-programs coverage mutants lint lines bench clean distclean
 
 setup: $(READY)
 
@@ -80,6 +80,11 @@ $(VLLM_ENV)/.ready: pyproject.toml g4ir-vllm/pyproject.toml g4ir-vllm/requiremen
 	$(VLLM_PIP) --no-deps -r g4ir-vllm/requirements.txt
 	$(VLLM_PIP) --no-deps --no-build-isolation -e . -e g4ir-vllm
 	@touch $@
+
+# Lowest and newest versions of torch, triton, transformers and onnxruntime, each in an environment of
+# its own (12 GB, most of it two CUDA builds of torch): see tests/versions.yaml. An hour.
+test-versions: $(READY)
+	$(BIN)/python tools/versions.py $(VERSIONS_ARGS)
 
 # Types are checked on one core while the first tests run.
 test: $(READY)

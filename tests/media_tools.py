@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import wave
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import g4ir
+from g4ir.media.videos import Footage
 from g4ir.spec.parts import Tokens
 from g4ir.spec.record import load_spec
 from tests.engines import add_file
@@ -136,3 +139,16 @@ def broken_files(folder: Path) -> Path:
     (folder / "a.wav.mp4").write_bytes((folder / "d.wav").read_bytes())
     wav(folder / "long.wav", 31 * RATE)
     return folder
+
+
+def video_inputs(model: Any, videos: Sequence[Footage]) -> dict[str, np.ndarray]:
+    """What a transformers model takes: videos stacked; since 5.24 all frames along one axis, with
+    the number of each video's."""
+    counts = "num_frames_per_video"
+    flat = counts in inspect.signature(model.forward).parameters
+    join = np.concatenate if flat else np.stack
+    given = {
+        "pixel_values_videos": join([v.patches for v in videos]),
+        "video_position_ids": join([v.positions for v in videos]),
+    }
+    return given | ({counts: np.array([len(v.patches) for v in videos])} if flat else {})

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from g4ir.check.hf import cache_argument
 from g4ir.ir.graph import Graph
 from g4ir.model.names import checkpoint_name
 from g4ir.model.tensors import text_tensors
@@ -255,25 +256,33 @@ class Oracle:
             self.model.set_attn_implementation(attn)
         with torch.no_grad():
             if not cached:
-                return self.model(input_ids=tokens, use_cache=False).logits
-            return torch.cat([*self._steps(tokens)], 1)
+                return self.model(input_ids=tokens, use_cache=False, **self._every(tokens)).logits
+            step = self._cached()
+            return torch.cat([step(column) for column in tokens.split(1, 1)], 1)
 
-    def _steps(self, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
-        past = None
-        for column in tokens.split(1, 1):
-            out = self.model(input_ids=column, past_key_values=past, use_cache=True)
-            past = out.past_key_values
-            yield out.logits
+    def _every(self, tokens: torch.Tensor) -> dict[str, Any]:
+        """Ask for all rows, by index (see `rows_kept`)."""
+        return {"logits_to_keep": torch.arange(tokens.shape[1])}
+
+    def _cached(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The model over a cache of its own: next tokens -> logits of each."""
+        from transformers import DynamicCache
+
+        cache = {cache_argument(self.model.forward): DynamicCache(config=self.model.config)}
+
+        def step(tokens: torch.Tensor) -> torch.Tensor:
+            given = {**cache, **self._every(tokens)}
+            return self.model(input_ids=tokens, use_cache=True, **given).logits
+
+        return step
 
     def greedy(self, prompt: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens [B, count], the logits [B, count, vocab] that chose them): argmax decoding."""
         self.run(prompt[:, :1])  # selects eager attention
-        past, column, chosen, seen = None, prompt, [], []
+        step, column, chosen, seen = self._cached(), prompt, [], []
         with torch.no_grad():
             for _ in range(count):
-                out = self.model(input_ids=column, past_key_values=past, use_cache=True)
-                past = out.past_key_values
-                seen.append(out.logits[:, -1])
+                seen.append(step(column)[:, -1])
                 column = seen[-1].argmax(-1, keepdim=True)
                 chosen.append(column)
         return torch.cat(chosen, 1), torch.stack(seen, 1)

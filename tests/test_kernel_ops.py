@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import sympy
 import torch
+import triton
+import triton.language as tl
 from torch._inductor import config as inductor_config
 from torch._inductor.codegen.common import SizeArg
 from torch._inductor.codegen.triton_utils import signature_of
@@ -28,14 +30,21 @@ from g4ir.backends.torch_compile.kernel_cases import (
     operands,
     run_case,
 )
+from g4ir.backends.torch_compile.kernels.assembly import compile_for
 from g4ir.backends.torch_compile.kernels.gather_triton import gather_host_rows
 from g4ir.backends.torch_compile.kernels.launch import recorded
-from g4ir.backends.torch_compile.kernels.resources import SHARED_BYTES, Resources, resources
+from g4ir.backends.torch_compile.kernels.resources import (
+    SHARED_BYTES,
+    Resources,
+    _compiled,
+    resources,
+)
 from g4ir.backends.torch_compile.kernels.rows_triton import end_step
 from g4ir.backends.torch_compile.programs import choice_texts, phase_steps
 from g4ir.backends.torch_compile.segment import Segment
 from g4ir.backends.torch_compile.step_model import read_constants
 from g4ir.backends.torch_compile.target import Target
+from g4ir.errors import LowerError
 from g4ir.ir.graph import Program
 from g4ir.plan.limits import Limits
 from g4ir.weights.pack import split_program
@@ -321,6 +330,42 @@ def check(found: list[Resources]) -> None:
         assert r.shared_bytes <= SHARED_BYTES, r
         if "attention" in r.kernel or "attend" in r.kernel:
             assert r.tensor_cores and r.wide_loads, r
+
+
+@triton.jit
+def _three(x, y, N: tl.constexpr, AHEAD: tl.constexpr = False):
+    tl.store(y, tl.load(x) + N)
+
+
+def test_a_signature_has_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 takes defaults by itself, 3.7 does not. Else an error names the parameter."""
+    sources: list[Any] = []
+    monkeypatch.setattr(triton, "compile", lambda source, **options: sources.append(source))
+    types = {"x": "*fp32", "y": "*fp32"}
+
+    def compiled(constants: dict[str, Any]) -> Any:
+        compile_for(_three, types, constants, ["x"], 90, {"num_warps": 1})
+        return sources[-1]
+
+    for given, ahead in (({"N": 2}, False), ({"N": 2, "AHEAD": True}, True)):
+        found = compiled(given)
+        assert found.signature == {**types, "N": "constexpr", "AHEAD": "constexpr"}
+        assert found.constants == {(2,): 2, (3,): ahead}
+    with pytest.raises(LowerError, match=r"_three: parameters without a value \['N'\]"):
+        compiled({})
+    with pytest.raises(LowerError, match=r"values of no parameter \['M'\]"):
+        compiled({"N": 2, "M": 1})
+
+
+def test_launches_without_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As test_a_signature_has_every_parameter, of what a launch gives."""
+    sources: list[Any] = []
+    monkeypatch.setattr(triton, "compile", lambda source, **options: sources.append(source))
+    launches = [x for case in tiny_cases(1) for x in launches_of_case(case)]
+    for kernel, grid, args, meta in launches:
+        given = {k: v for k, v in meta.items() if k != "AHEAD"}
+        _compiled((kernel, grid, args, given), 90)
+        assert [*sources[-1].signature] == kernel.arg_names
 
 
 @pytest.mark.parametrize("name", ["26b-a4b", "26b-a4b+int4"])

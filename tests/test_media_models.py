@@ -30,6 +30,7 @@ from g4ir.spec.shrink import WINDOW, shrink
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
 from tests.configs import VARIANTS
+from tests.media_tools import video_inputs
 from tests.oracle import relative
 from tests.runner import with_chunk
 from tests.uncompiled import uncompiled
@@ -167,14 +168,13 @@ CASES = ("image", "images", "video", "audio", "all")
 # --- what the reference says ------------------------------------------------------------------
 
 
-def inputs_of(media: dict[str, list[Any]]) -> dict[str, torch.Tensor]:
+def inputs_of(model: Any, media: dict[str, list[Any]]) -> dict[str, torch.Tensor]:
     """The reference's arguments."""
     out: dict[str, Any] = {}
     if media["image"]:
         out["pixel_values"], out["image_position_ids"] = stack_pictures(media["image"])
     if media["video"]:
-        out["pixel_values_videos"] = np.stack([v.patches for v in media["video"]])
-        out["video_position_ids"] = np.stack([v.positions for v in media["video"]])
+        out |= video_inputs(model, media["video"])
     if media["audio"]:
         out["input_features"], out["input_features_mask"] = stack_clips(media["audio"])
     return {k: torch.from_numpy(v) for k, v in out.items()}
@@ -194,7 +194,7 @@ def expected(
         mm_token_type_ids=kinds,
     )
     with torch.no_grad():
-        out = model(ids, attention_mask=mask, use_cache=False, **inputs_of(media))
+        out = model(ids, attention_mask=mask, use_cache=False, **inputs_of(model, media))
     logits: torch.Tensor = out.logits[0]
     return logits
 

@@ -20,6 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from g4ir.check.hf import cache_argument
 from g4ir.engine.artefact import Artefact, PackedWeights, read_manifest
 from g4ir.engine.build import prepare, write_engine
 from g4ir.engine.engine import Engine
@@ -276,7 +277,7 @@ def reference_logits(oracle: Oracle, row: Row) -> torch.Tensor:
             config=model.config,
             inputs_embeds=embeds,
             attention_mask=None,
-            past_key_values=None,
+            **{cache_argument(hf.create_masks_for_vision_model): None},
             position_ids=torch.arange(len(row.tokens))[None],
             block_sequence_ids=blocks,
         )

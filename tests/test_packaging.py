@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from setuptools.config.pyprojecttoml import load_file
 
 from tests.recorder.bindings import WHEELS
@@ -111,6 +112,24 @@ def test_constraints_pin_every_dependency() -> None:
     project = PYPROJECT["project"]
     asked = [*project["dependencies"], *project["optional-dependencies"]["test"]]
     assert not {normal(requirement) for requirement in asked} - pinned
+
+
+def test_requirements_are_ranges() -> None:
+    """What was tried is in constraints.txt and tests/versions.yaml; users have other versions."""
+    project = PYPROJECT["project"]
+    extras = [r for extra in project["optional-dependencies"].values() for r in extra]
+    asked = [*project["dependencies"], *extras]
+    assert not [r for r in asked if "==" in r.partition(";")[0]]
+
+
+def test_versions_that_are_tried() -> None:
+    """`make test-versions` takes the lowest from pyproject.toml; the tests exist."""
+    project = PYPROJECT["project"]
+    asked = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    for package, listed in yaml.safe_load((ROOT / "tests" / "versions.yaml").read_text()).items():
+        (found,) = (r for r in asked if normal(r) == package)
+        assert re.match(rf"{package}>=[\d.]+(,<\d+)?(;|$)", found)
+        assert all((ROOT / t.partition("::")[0]).exists() for t in listed["tests"])
 
 
 def normal(requirement: str) -> str:

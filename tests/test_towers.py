@@ -39,6 +39,7 @@ from g4ir.spec.record import Spec, load_spec
 from g4ir.spec.shrink import shrink
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
+from tests.media_tools import video_inputs
 
 TOWERS = ("e2b", "26b-a4b")  # clipped, 16 per head; plain and standardized, 20 per head
 UNIFIED = "12b"
@@ -120,9 +121,8 @@ def test_frames(pairs: Any) -> None:
     soft = engine.encode("video", Video(frames, 2.0))
     footage = prepare_video(Video(frames, 2.0), video_settings(engine.spec))
     with torch.no_grad():
-        wanted = model.get_video_features(
-            torch.from_numpy(footage.patches)[None], torch.from_numpy(footage.positions)[None]
-        )
+        given = {n: torch.from_numpy(x) for n, x in video_inputs(model, [footage]).items()}
+        wanted = model.get_video_features(**given)
     assert len(soft.pieces) == 3 and soft.times == ("00:00", "00:00", "00:01")
     assert error(torch.cat(soft.pieces), wanted.pooler_output[0]) < BUDGET
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import g4ir
+from g4ir.bench.peers import HfRunner
 from g4ir.check import logits as compare
 from g4ir.check import peers
 from g4ir.check.logits import verify_engine
@@ -25,7 +26,9 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError, SpecError
 from g4ir.ir.distance import BUDGETS, Budget, row_errors
 from g4ir.spec.record import load_spec
+from tests.configs import spec_called
 from tests.engines import MAX_SEQ, random_checkpoint, some_tokens
+from tests.oracle import find_oracle
 
 
 def disturbed(engine: Engine, param: str, factor: float = 0.3) -> Engine:
@@ -451,6 +454,19 @@ def test_checkpoint_of_another_shape(engines: Any) -> None:
         verify_engine(
             engines("reference", "tiny-moe"), "hf", checkpoint=engines.checkpoint("tiny-ple")
         )
+
+
+def test_last_rows_of_layers_that_share_keys_without_per_layer_embeddings() -> None:
+    """Transformers 5.24 fails there unless rows are asked for by index: verify and bench do."""
+    oracle = find_oracle(spec_called("random-14"))
+    text, prompt = oracle.spec.text, oracle.tokens[0, :9]
+    assert text.num_kv_shared_layers and not text.ple
+    tokens, _ = peers.HfPeer(oracle.model).greedy(prompt, 3, text.vocab_size)
+    assert tokens == oracle.greedy(prompt[None], 3)[0][0].tolist()
+    for mode in ("hf", "hf-static"):
+        runner = HfRunner(oracle.model, 16, mode)
+        assert runner.step(prompt[None]).argmax().item() == tokens[0]
+        assert runner.step(torch.tensor([tokens[:1]])).argmax().item() == tokens[1]
 
 
 def test_without_transformers(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ A tower is a network of its own, without caches and with every size fixed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -52,6 +52,14 @@ EXPERTS = ("auto", "gather", "all")
 
 Lowering = Callable[..., Any]
 Made = TypeVar("Made")
+
+
+def written_nodes(nodes: Iterable[Node], lowerings: Mapping[str, Lowering]) -> Iterator[Node]:
+    """Yield the nodes, and those that ops without a lowering expand to."""
+    for n in nodes:
+        yield n
+        if n.op not in lowerings and n.definition.expand:
+            yield from written_nodes(n.expanded[0], lowerings)
 
 
 @dataclass

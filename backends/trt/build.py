@@ -30,7 +30,7 @@ from g4ir.weights.tensorfile import CODES, write_tensors
 
 from ..primitives.network import Network
 from .emitter import TrtEmitter
-from .forms import HARDWARE, WEIGHTS, chosen_experts, chosen_lowerings, has_plugins
+from .forms import HARDWARE, WEIGHTS, chosen_lowerings, resolved
 from .interface import Interface, interface, phases_of
 from .log import all_taken, joined, logger, new_network, progress_monitor, stream_writer
 from .probe import MOST_SHARED_BYTES, Api
@@ -61,6 +61,8 @@ class Written:
     builder: Any
     network: Any
     graph: Graph
+    #: without `auto`
+    settings: Mapping[str, str]
     interface: Interface
     log: Any
     #: keeps alive what the network points to
@@ -81,13 +83,15 @@ def write_network(
     TensorRT said."""
     log = log or logger(api.trt)
     builder = api.trt.Builder(log)
-    network = new_network(builder, api.network_flags(has_plugins(settings)), log)
+    settings, notes = resolved(settings, [graph], limits, shared)
+    network = new_network(builder, api.network_flags("plugin" in settings.values()), log)
     source = params.tensor if params else None
     emitter = TrtEmitter(api.trt, network, source, shared, log.said)
+    emitter.notes.extend(notes)
     lowerings = chosen_lowerings(settings)
     with all_taken(log, f"the network of {graph.name}"):
-        Network(emitter, graph, limits, lowerings, chosen_experts(settings)).emit()
-    return Written(builder, network, graph, interface(graph, limits), log, emitter)
+        Network(emitter, graph, limits, lowerings, settings["experts"]).emit()
+    return Written(builder, network, graph, settings, interface(graph, limits), log, emitter)
 
 
 # --- configuration ----------------------------------------------------------------------------

@@ -59,7 +59,7 @@ from ..primitives.network import BLOCK_IDS, NO_BLOCK
 from ..reference import ReferenceRuntime, WideRuntime
 from . import build
 from .files import draft_graph, networks
-from .forms import chosen_experts, meaning
+from .forms import meaning
 from .interface import Interface, spans
 from .probe import Api, probe
 from .ranks import capsule
@@ -155,14 +155,14 @@ def check_sizes(
         raise LowerError(
             f"TensorRT takes tensors of up to {MAX_VOLUME} elements; {name} has {sizes[name]} in "
             f"the largest chunk: build with a smaller --prefill-chunk, --max-batch or "
-            f"--max-seq{_smaller(name, settings)}"
+            f"--max-seq{_smaller(name, written.settings)}"
         )
     return written, scratch
 
 
 def _smaller(name: str, settings: Mapping[str, str]) -> str:
     """Return the setting under which this tensor does not exist."""
-    if chosen_experts(settings) != "plugin" and "experts" in name:
+    if settings["experts"] != "plugin" and "experts" in name:
         return ", or with --set experts=plugin, which multiplies chosen experts alone"
     return ""
 
@@ -182,7 +182,7 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
         "outputs": {n: str(t) for n, t in io.outputs.items() if n not in io.aliased},
         "caches": {"in_place": len(io.aliased)},
         "scratch_bytes": max([scratch, *(size for _, size in checked.values())]),
-        **decode_step(written, p.limits, chosen_experts(p.settings)),
+        **decode_step(written, p.limits, written.settings["experts"]),
         "shared_bytes": max(w.emitter.shared_used for w in (written, *beside.values())),
         "conditionals": kinds["IConditionLayer"],
         "builder": str(build.estimate([*networks(program).values()])),

@@ -3,18 +3,18 @@ experimental/."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-from g4ir.ir.graph import Node
+from g4ir.ir.graph import Graph, Node
+from g4ir.plan.limits import Limits
 
 from ..base import Setting
 from ..primitives import attention, moe, vision
 from ..primitives.emitter import Operand
 from ..primitives.lowerings import LOWERINGS as SHARED
-from ..primitives.network import Lowering, Network
+from ..primitives.network import Lowering, Network, written_nodes
 from .experimental import plugins
-from .experimental.ptx import has_triton
 from .experimental.reference import meaning
 from .experimental.trial import shared_memory, takes_norms
 from .lowerings import all_gather, all_reduce, attend, attend_patches, in_blocks, plain_softmax
@@ -110,28 +110,33 @@ def experts(net: Network, n: Node, *operands: Operand) -> Operand:
 
 
 def chosen_lowerings(settings: Mapping[str, str]) -> Mapping[str, Lowering]:
-    """Return the lowering of each op by the settings."""
-    return lowerings(settings["attention"], chosen_norms(settings))
+    """Return the lowering of each op by settings without `auto`."""
+    return lowerings(settings["attention"], settings["norms"])
 
 
-def chosen_experts(settings: Mapping[str, str]) -> str:
-    """Return the form of experts; `auto` means the sorted kernels, where they can be compiled."""
-    if settings["experts"] != "auto":
-        return settings["experts"]
-    return "plugin" if has_triton() else "all"
+#: setting -> form in layers, and what the kernels of nodes would make
+AUTO: Mapping[str, tuple[str, Callable[[Sequence[Node], Limits], list[plugins.Made]]]] = {
+    "experts": ("all", plugins.expert_plans),
+    "norms": ("layers", plugins.norm_plans),
+}
 
 
-def chosen_norms(settings: Mapping[str, str]) -> str:
-    """Return the form of norms; `auto` means the kernel, where it can be compiled."""
-    if settings["norms"] != "auto":
-        return settings["norms"]
-    return "plugin" if has_triton() else "layers"
-
-
-def has_plugins(settings: Mapping[str, str]) -> bool:
-    """Whether a network with attention and experts may hold plugins."""
-    forms = settings["attention"], chosen_experts(settings), chosen_norms(settings)
-    return "plugin" in forms
+def resolved(
+    settings: Mapping[str, str], graphs: Iterable[Graph], limits: Limits, shared: int
+) -> tuple[dict[str, str], list[str]]:
+    """Replace `auto`: kernels if all those of the graphs can be compiled and fit `shared` bytes,
+    else layers. Return the settings and a note on each kind of kernels that is not used."""
+    made, notes = dict(settings), list[str]()
+    lowered = lowerings(settings["attention"])
+    nodes = [n for g in graphs for n in written_nodes(g.nodes, lowered)]
+    for name in (n for n in AUTO if settings[n] == "auto"):
+        layers, plans_of = AUTO[name]
+        plans = plans_of(nodes, limits)
+        reasons = (plugins.missing(own, value, shared) for value, own in plans)
+        reason = next(filter(None, reasons), "")
+        made[name] = layers if reason or not plans else "plugin"
+        notes += [f"{name}: {layers}, since {reason}"] if reason else []
+    return made, notes
 
 
 __all__ = [
@@ -141,12 +146,10 @@ __all__ = [
     "NORMS",
     "SETTINGS",
     "WEIGHTS",
-    "chosen_experts",
     "chosen_lowerings",
-    "chosen_norms",
-    "has_plugins",
     "lowerings",
     "meaning",
+    "resolved",
     "shared_memory",
     "takes_norms",
 ]

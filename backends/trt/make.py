@@ -26,7 +26,7 @@ from . import build, trial
 from .build import Written
 from .dry_run import check_sizes, emulator
 from .files import ENGINE, LOG, files, keep_log, networks
-from .forms import chosen_experts, chosen_norms, shared_memory, takes_norms
+from .forms import resolved, shared_memory, takes_norms
 from .host import Host
 from .log import logger
 from .probe import Api
@@ -99,31 +99,27 @@ class Make:
 
     def _choose(self) -> None:
         """Choose forms, by trial builds."""
-        graph, asked = self.graphs[ENGINE], self.settings["experts"]
+        graph, graphs, asked = self.graphs[ENGINE], self.graphs.values(), self.settings
         mixed = any(True for _ in graph.find("experts"))
-        if mixed and asked == "auto":
-            self.settings["experts"] = chosen_experts(self.settings)
-            if self.settings["experts"] == "all":
-                self._note("experts: all of them are multiplied, since there is no triton here")
-        sorted_ = mixed and self.settings["experts"] == "plugin"
-        if sorted_ or self.settings["attention"] == "plugin":
+        chosen, _ = resolved(asked, graphs, self.task.limits, self.shared)
+        if (mixed and chosen["experts"] == "plugin") or asked["attention"] == "plugin":
             self.task.progress("trial build of a plugin")
             self.shared = shared_memory(self.api, self.task.device, self.log)
             self._note(f"plugins use up to {self.shared} bytes of shared memory")
-        if self.settings["norms"] == "auto":
-            self.settings["norms"] = self._norms()
+        self.settings, notes = resolved(asked, graphs, self.task.limits, self.shared)
+        for note in notes:
+            self._note(note)
+        if asked["norms"] == "auto" and self.settings["norms"] == "plugin":
+            self._try_norms()
         form = self.settings["attention"]
         self._use_form(trial.attention_form(graph, form, self._build_alone, self.task.progress))
 
-    def _norms(self) -> str:
-        """Return the form of norms: the kernel only where a trial shows that it runs."""
-        form = chosen_norms(self.settings)
-        if form == "plugin":
-            self.task.progress("trial build of norms")
-            if not takes_norms(self.api, self.task.device, self.log):
-                self._note("norms: layers, since TensorRT does not take their kernel")
-                return "layers"
-        return form
+    def _try_norms(self) -> None:
+        """Take layers for norms if their kernel does not run in a trial."""
+        self.task.progress("trial build of norms")
+        if not takes_norms(self.api, self.task.device, self.log):
+            self._note("norms: layers, since TensorRT does not take their kernel")
+            self.settings["norms"] = "layers"
 
     def _build_alone(self, g: Graph, form: str) -> None:
         """Build a plan that is thrown away. Kernels that are timed for it are those of the whole

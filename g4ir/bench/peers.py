@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from g4ir.backends.torch_compile.compile import toolchain
-from g4ir.check.hf import hf_model
+from g4ir.check.hf import cache_argument, hf_model, rows_kept
 from g4ir.check.peers import known_checkpoint, need_transformers
 from g4ir.engine.build import agreed_spec
 from g4ir.engine.engine import Engine
@@ -53,6 +53,7 @@ class HfRunner:
             # As transformers' generate does: single tokens compiled, with CUDA graphs where there
             # are any, and prompts eager, since every length would be compiled anew.
             self.single = torch.compile(model.forward, mode="reduce-overhead")
+        self.argument, self.kept = cache_argument(model.forward), rows_kept(model)
         self.cache = self._new_cache()
         self._kept: Any = None
         self._length = self._depth = 0
@@ -98,10 +99,9 @@ class HfRunner:
         with torch.no_grad():
             out = (self.single if n == 1 else self.model.forward)(
                 input_ids=tokens.to(device),
-                past_key_values=self.cache,
                 use_cache=True,
                 position_ids=position[None].expand(len(tokens), -1),
-                logits_to_keep=1,
+                **{self.argument: self.cache, "logits_to_keep": self.kept},
             )
         self._length += n
         logits: torch.Tensor = out.logits[:, -1]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,25 @@ def hf_model(
         _restore_buffers(model, config)
     model.tie_weights()
     return model.to(device)
+
+
+def cache_argument(f: Callable[..., Any]) -> str:
+    """Return the name of the KV cache among a function's parameters: `cache`, or `past_key_values`
+    before 5.24."""
+    return "cache" if "cache" in inspect.signature(f).parameters else "past_key_values"
+
+
+def rows_kept(model: Any) -> Any:
+    """Return the `logits_to_keep` of the last row: 1, as in transformers' own `generate`.
+
+    Given an int, 5.24 computes that row alone in layers that share K and V, and raises TypeError
+    unless the model has per-layer embeddings: models without them get the row's index.
+    """
+    import torch
+
+    text = model.config.get_text_config()
+    fails = text.num_kv_shared_layers and not text.hidden_size_per_layer_input
+    return torch.tensor([-1]) if fails else 1
 
 
 def _restore_buffers(model: Any, config: Any) -> None:

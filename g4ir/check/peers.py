@@ -29,7 +29,7 @@ from g4ir.weights.hub import snapshot_of
 from g4ir.weights.origin import Directory, find_origin
 from g4ir.weights.random import RandomCheckpoint
 
-from .hf import hf_model, refusals_of_transformers
+from .hf import cache_argument, hf_model, refusals_of_transformers, rows_kept
 from .reference import reference_engine, wide_engine
 from .rounded import round_activations, rounding_caches
 from .tokens import positions_of, split_steps
@@ -165,7 +165,7 @@ class HfPeer:
         where = torch.tensor(positions_of(turns, every), device=device)
         with torch.no_grad(), _hooked(self.model.get_decoder(), ends, layers):
             ids = tokens[None].to(device)
-            past = {"past_key_values": self.caches()} if self.caches else {}
+            past = {cache_argument(self.model.forward): self.caches()} if self.caches else {}
             out = self.model(input_ids=ids, use_cache=False, logits_to_keep=where, **past)
         rows: torch.Tensor = out.logits[0]
         return rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows
@@ -211,14 +211,14 @@ class HfPeer:
         self, prompt: torch.Tensor, count: int, readable: int
     ) -> tuple[list[int], torch.Tensor]:
         import torch
+        from transformers import DynamicCache
 
-        past, column, rows = self.caches and self.caches(), prompt[None], []
+        cache = self.caches() if self.caches else DynamicCache(config=self.model.config)
+        given = {cache_argument(self.model.forward): cache, "logits_to_keep": rows_kept(self.model)}
+        column, rows = prompt[None], []
         with torch.no_grad():
             for _ in range(count):
-                out = self.model(
-                    input_ids=column, past_key_values=past, use_cache=True, logits_to_keep=1
-                )
-                past = out.past_key_values
+                out = self.model(input_ids=column, use_cache=True, **given)
                 rows.append(out.logits[0, -1, :readable].float())
                 column = rows[-1].argmax()[None, None]
         logits = torch.stack(rows)

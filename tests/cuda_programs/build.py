@@ -206,7 +206,7 @@ def build(
 
 def kernels_of(path: Path, out: Path) -> Iterator[Kernel]:
     """The kernels of a package: each has its assembly beside it in what triton kept. Inductor has
-    them assembled by the program that torch came with, which is newer than triton's."""
+    them assembled by the program that torch came with (2.11), or else by triton's own."""
     import torch
 
     from g4ir.backends.torch_compile.kernels.resources import assembled
@@ -222,7 +222,7 @@ def kernels_of(path: Path, out: Path) -> Iterator[Kernel]:
         for name in package.namelist():
             if name.endswith(".cubin"):
                 ptx = sources[hashlib.sha256(package.read(name)).hexdigest()].read_text()
-                registers, spills = assembled(ptx, 90, ptxas)
+                registers, spills = assembled(ptx, 90, ptxas if ptxas.exists() else None)
                 yield Kernel(entry_name(ptx), registers, spills, wide_numbers(ptx))
 
 

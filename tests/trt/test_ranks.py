@@ -152,10 +152,11 @@ def test_a_wrong_exchange_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from g4ir.errors import CheckError
 
     p = prepared("tiny-moe", **TINY)
-    right = builder.chosen_lowerings(p.settings)
+    right = builder.chosen_lowerings
 
     def wrong(settings: Any) -> Any:
-        return {**right, "all_reduce": lambda net, n, *xs: tuple(net.e.mul(x, 2.0) for x in xs)}
+        double = {"all_reduce": lambda net, n, *xs: tuple(net.e.mul(x, 2.0) for x in xs)}
+        return {**right(settings), **double}
 
     monkeypatch.setattr(builder, "chosen_lowerings", wrong)
     with pytest.raises(CheckError, match="differ from the reference"):

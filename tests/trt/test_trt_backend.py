@@ -886,11 +886,14 @@ def test_a_dry_run_allows_what_the_reference_rounds(monkeypatch: pytest.MonkeyPa
 def test_dry_run_finds_a_wrong_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers are compared, not only the types."""
     p = prepare(load_spec("tiny-ple"), BuildOptions(backend="trt"), dry=True)
-    lowerings = builder.chosen_lowerings(p.settings)
-    scale = lowerings["scale"]
+    right = builder.chosen_lowerings
 
     def wrong(settings: Any) -> Any:
-        return {**lowerings, "scale": lambda net, n, *xs: net.e.add(scale(net, n, *xs), 0.01)}
+        scale = right(settings)["scale"]
+        return {
+            **right(settings),
+            "scale": lambda net, n, *xs: net.e.add(scale(net, n, *xs), 0.01),
+        }
 
     assert dry.check_small(emulated_api(), p, "f32")["logits"] < dry.BUDGETS["f32"]
     monkeypatch.setattr(builder, "chosen_lowerings", wrong)
@@ -926,13 +929,15 @@ def test_dry_run_measures_rounding(
         load_spec("26b-a4b"), BuildOptions(backend="trt", settings=settings, media="none"), dry=True
     )
     dry.check_small(emulated_api(), p, dtype)
-    right = builder.chosen_lowerings(p.settings)
+    right = builder.chosen_lowerings
 
     def wrong(settings: Any) -> Any:
-        def attend(net: Any, n: Any, *xs: Any) -> Any:
-            return net.e.add(right["attention"](net, n, *xs), 0.1)
+        found = right(settings)
 
-        return {**right, "attention": attend}
+        def attend(net: Any, n: Any, *xs: Any) -> Any:
+            return net.e.add(found["attention"](net, n, *xs), 0.1)
+
+        return {**found, "attention": attend}
 
     monkeypatch.setattr(builder, "chosen_lowerings", wrong)
     with pytest.raises(CheckError, match=f"more than rounding to {dtype}"):

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.backends.nvidia.compiler import get_ptxas
 
+from .assembly import compile_for
 from .launch import Launch
 
 #: bytes of shared memory that a block of sm_90 may use
@@ -31,8 +30,6 @@ _POINTERS = {
     torch.uint8: "*u8",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
-#: operands that lie or count in multiples of 16 are known to
-_ALIGNED = [["tt.divisibility", 16]]
 
 
 @dataclass(frozen=True)
@@ -109,18 +106,17 @@ def _is_aligned(value: Any) -> bool:
 def _compiled(launch: Launch, capability: int) -> Any:
     kernel, _, args, meta = launch
     options = {k: meta[k] for k in _OPTIONS if k in meta}
-    constants = {k: v for k, v in meta.items() if k not in options}
-    types = signature(launch)
-    given = {i for i, _ in types.operands}
-    names = dict(enumerate(kernel.arg_names[: len(args)]))
-    fixed = {name: args[i] for i, name in names.items() if i not in given}
-    source = ASTSource(
-        fn=kernel,
-        signature=dict(zip(names.values(), types.of)) | dict.fromkeys(constants, "constexpr"),
-        constexprs=constants | fixed,
-        attrs={(i,): _ALIGNED for i in given if types.aligned[i]},
+    names, found = kernel.arg_names, signature(launch)
+    given = {i for i, _ in found.operands}
+    constants = {names[i]: value for i, value in enumerate(args) if i not in given}
+    return compile_for(
+        kernel,
+        {names[i]: found.of[i] for i in given},
+        constants | {k: v for k, v in meta.items() if k not in options},
+        [names[i] for i in given if found.aligned[i]],
+        capability,
+        options,
     )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def _kind(value: Any) -> str:
@@ -135,7 +131,7 @@ def _kind(value: Any) -> str:
 
 def assembled(ptx: str, capability: int, ptxas: Path | None = None) -> tuple[int, int]:
     """Return (registers of a thread, spilled bytes), by triton's assembler or another."""
-    ptxas = ptxas or Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    ptxas = ptxas or Path(get_ptxas(capability).path)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)

@@ -16,25 +16,27 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import GenericAlias
 from typing import Any
 
-from g4ir.errors import LowerError
+from g4ir.errors import LowerError, MissingError
 from g4ir.ir.graph import Node
 from g4ir.ops.types import Type
+from g4ir.plan.limits import Limits
 
 from ...primitives import attention as plain
 from ...primitives.emitter import Operand
 from ...primitives.moe import own_choices
 from ...primitives.network import SLOTS, Lowering, Network, is_ring
+from ...torch_compile.kernels.assembly import require_triton
 from ...torch_compile.tunings import find_tuning
 from ..emitter import TrtEmitter
 from ..probe import data_type
 from ..recorder import SHARED_BYTES
-from .ptx import WITHOUT, Kernel, compile_kernel, require_triton
+from .ptx import WITHOUT, Kernel, compile_kernel
 from .table import NORMS, PLUGINS, Named, Plan, Plugin, Shapes
 
 NAMESPACE = "g4ir"
@@ -146,8 +148,26 @@ def _compiled(text: str) -> Kernel:
 
 
 def compiled(plan: Plan) -> Kernel:
-    """Return the kernel of a plan; layers of equal plans share it. MissingError without triton."""
-    return _compiled(plan.text())
+    """Return the kernel of a plan; layers of equal plans share it. MissingError without triton,
+    LowerError if it cannot compile the kernel."""
+    try:
+        return _compiled(plan.text())
+    except (LowerError, MissingError) as e:
+        raise type(e)(f"{e}; or build without plugins: {WITHOUT}") from e
+
+
+#: a value, and the plans of the kernels that make it
+Made = tuple[str, Sequence[Plan]]
+
+
+def missing(plans: Iterable[Plan], layer: str, shared: int) -> str:
+    """Return why one of these kernels cannot be had, in words; empty if all of them can."""
+    try:
+        for plan in plans:
+            fitted(plan, layer, shared)
+    except (LowerError, MissingError) as reason:
+        return str(reason).partition(": ")[0]
+    return ""
 
 
 def kernel_of(plugin: Plugin) -> Any:
@@ -287,24 +307,29 @@ def experts(
     if first is not None:
         weights, index = own_choices(net.e, weights, index, first, int(gate_up.shape[0]))
     e = _emitter(net)
-    sort, ups, downs, combine = experts_of(net, n, x.dtype).plans()
+    sort, ups, downs, combine = experts_of(n, net.limits).plans()
     listed = add_plugin(e, sort, e.cast(index, "i32"))
     (act,) = add_plugin(e, ups, x, *listed, gate_up)
     (parts,) = add_plugin(e, downs, act, *listed, down)
     return add_plugin(e, combine, parts, weights)[0]
 
 
-def experts_of(net: Network, n: Node, dtype: str) -> Experts:
+def experts_of(n: Node, limits: Limits) -> Experts:
     count, double, hidden = map(int, n["gate_up"].type.shape)
     return Experts(
-        dtype,
+        n["x"].type.dtype,
         hidden,
         double // 2,
         count,
         int(n["index"].type.shape[-1]),
         n.word("act"),
-        net.limits.max_batch * net.limits.prefill_chunk,
+        limits.max_batch * limits.prefill_chunk,
     )
+
+
+def expert_plans(nodes: Iterable[Node], limits: Limits) -> list[Made]:
+    """Return the values that experts make."""
+    return [(str(n.out), experts_of(n, limits).plans()) for n in nodes if n.op == "experts"]
 
 
 # --- norms ------------------------------------------------------------------------------------
@@ -315,10 +340,21 @@ _BY_FORM = {form: name for name, form in NORMS.items()}
 def norms(net: Network, n: Node, *operands: Operand) -> tuple[Operand, ...]:
     """Lower the end of a block and the norms behind it to one kernel; layers where there is none of
     this form."""
+    plan = norm_plan_of(n)
+    return add_plugin(_emitter(net), plan, *operands) if plan else tuple(net.expanded(n))
+
+
+def norm_plan_of(n: Node) -> Plan | None:
+    """Return the plan of an end of a block; None if there is no kernel of its form."""
     form = n.op, bool(n.attrs["scaled"]), tuple(map(bool, n.wholes("weighted")))
-    if form not in _BY_FORM or operands[0].rank != 3:
-        return tuple(net.expanded(n))
-    return add_plugin(_emitter(net), norm_plan(form, operands[0].type, n.number("eps")), *operands)
+    x = n.inputs[0].type
+    return norm_plan(form, x, n.number("eps")) if form in _BY_FORM and x.rank == 3 else None
+
+
+def norm_plans(nodes: Iterable[Node], limits: Limits) -> list[Made]:
+    """Return the values that such ends make."""
+    found = ((str(n.outputs[0]), norm_plan_of(n)) for n in nodes if n.op in BLOCK_ENDS)
+    return [(value, (plan,)) for value, plan in found if plan]
 
 
 def norm_plan(form: tuple[str, bool, tuple[bool, ...]], x: Type, eps: float) -> Plan:

@@ -7,10 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from g4ir.errors import LowerError, MissingError
+from g4ir.errors import LowerError
+
+from ...torch_compile.kernels.assembly import compile_for
 
 #: the settings of a build that needs no plugin
 WITHOUT = "--set experts=all --set attention=explicit --set norms=layers"
+#: of the PTX, times ten. The driver of a GPU compiles it: CUDA 12.8 and newer read this version,
+#: while triton by itself writes the newest that its own assembler reads (9.4 in triton 3.9)
+PTX_VERSION = 87
 _ENTRY = re.compile(r"\.visible \.entry (?P<name>[\w$]+)\(\n(?P<params>.*?)\n\)", re.DOTALL)
 _PARAM = re.compile(r"\.param \.(?P<type>\w+)(?P<pointer> \.ptr[ .\w]*?)? (?P<name>[\w$]+)$")
 #: where the source lies and which line made an instruction: nothing that a plan should hold
@@ -50,51 +55,21 @@ def compile_kernel(
     capability: int,
 ) -> Kernel:
     """Compile a kernel for a GPU that need not be there. `kinds` are Triton's names of the types of
-    the first parameters; all others are `constants`.
+    the first parameters; others are `constants` or have defaults.
 
-    Tensors are taken to lie at multiples of 16 bytes, as TensorRT's do (of 256). MissingError
-    without triton.
+    Tensors are taken to lie at multiples of 16 bytes, as TensorRT's do (of 256). Errors are those
+    of `compile_for`.
     """
-    triton = require_triton()
-    names = kernel.arg_names
-    signature = dict(zip(names, kinds)) | dict.fromkeys(constants, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, k in enumerate(kinds) if k.startswith("*")}
-    source = triton.compiler.ASTSource(
-        fn=kernel, signature=signature, constexprs=dict(constants), attrs=aligned
-    )
-    made = triton.compile(
-        source,
-        target=triton.backends.compiler.GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps, "num_stages": stages},
-    )
+    types = dict(zip(kernel.arg_names, kinds))
+    aligned = [name for name, kind in types.items() if kind.startswith("*")]
+    options = {"num_warps": warps, "num_stages": stages, "ptx_version": PTX_VERSION}
+    made = compile_for(kernel, types, constants, aligned, capability, options)
     return Kernel(
         made.metadata.name,
         trimmed(made.asm["ptx"], len(kinds)),
         made.metadata.num_warps,
         made.metadata.shared,
     )
-
-
-def has_triton() -> bool:
-    """Whether kernels can be compiled here."""
-    try:
-        require_triton()
-    except MissingError:
-        return False
-    return True
-
-
-def require_triton() -> Any:
-    """Return triton; MissingError where it is not installed."""
-    try:
-        import triton
-        import triton.backends.compiler
-    except ImportError as e:
-        raise MissingError(
-            f"plugins are compiled by triton, which cannot be imported ({e}): `pip install triton`,"
-            f" or build without plugins: {WITHOUT}"
-        ) from e
-    return triton
 
 
 def trimmed(ptx: str, count: int) -> str:
@@ -109,15 +84,14 @@ def trimmed(ptx: str, count: int) -> str:
     if len(names) < count:
         raise LowerError(
             f"kernel {entry['name']} was compiled to {len(names)} parameters, of which a plugin "
-            f"passes {count}: this version of triton is not supported, use the one of the extra "
-            f"`test`"
+            f"passes {count}: this version of triton is not supported"
         )
     rest = ptx[entry.end() :]
     used = [n for n in names[count:] if re.search(rf"\b{re.escape(n)}\b", rest)]
     if used:
         raise LowerError(
             f"kernel {entry['name']} needs memory of its own ({', '.join(used)}), which a plugin "
-            f"does not get: choose other settings for it, or build without plugins"
+            f"does not get"
         )
     head = f".visible .entry {entry['name']}(\n{','.join(lines[:count])}\n)"
     head = head.replace(",\t", ",\n\t")

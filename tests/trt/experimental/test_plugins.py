@@ -16,14 +16,17 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from g4ir.backends.torch_compile.kernels.resources import assembled
+from g4ir.backends.trt.build import write_network
 from g4ir.backends.trt.dry_run import emulator
 from g4ir.backends.trt.experimental import plugins, trial
 from g4ir.backends.trt.experimental import ptx as compiler
 from g4ir.backends.trt.experimental.plugins import Decode, Experts
 from g4ir.backends.trt.experimental.reference import run as meaning
 from g4ir.backends.trt.experimental.table import NORMS, PLUGINS, Plan
+from g4ir.backends.trt.forms import SETTINGS
 from g4ir.backends.trt.probe import DTYPES, MOST_SHARED_BYTES
 from g4ir.backends.trt.recorder import SHARED_BYTES, execute, recorder
 from g4ir.backends.trt.recorder.plugin import Instance, plugin_module
@@ -150,7 +153,7 @@ def test_kernels_fit_the_gpu(dtype: str, shared: int) -> None:
         registers, spilled = assembled(kernel.ptx, 90)
         assert spilled == 0 and registers <= 255, name
         assert kernel.shared <= shared, name
-        assert ".target sm_90a" in kernel.ptx
+        assert ".target sm_90a" in kernel.ptx and ".version 8.7\n" in kernel.ptx
         if "grouped" in name and dtype != "f32":
             assert "wgmma.mma_async" in kernel.ptx, name
 
@@ -235,10 +238,67 @@ def test_both_kernels_of_attention_split_alike() -> None:
         assert all(first.constants[k] == second.constants[k] for k in ("N", "SPLITS", "WINDOW"))
 
 
-def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(MissingError, match="pip install triton"):
-        plugins.kernel_of(PLUGINS["moe_sort"])
+def without_triton(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(sys.modules, "triton", None)
+
+
+def with_another_triton(patch: pytest.MonkeyPatch) -> None:
+    """One that does not compile these kernels."""
+
+    def compiled(*args: Any, **options: Any) -> None:
+        raise RuntimeError("a pass of the compiler failed")
+
+    patch.setattr(triton, "compile", compiled)
+
+
+BROKEN = {
+    without_triton: (MissingError, r"pip install triton.*build without plugins: --set", "cannot"),
+    with_another_triton: (
+        LowerError,
+        r"triton [\d.]+ cannot compile kernel \w+ for sm_90: RuntimeError: a pass .*--set",
+        r"triton [\d.]+ cannot compile kernel \w+ for sm_90",
+    ),
+}
+
+
+@pytest.fixture(params=[pytest.param(b, id=b.__name__) for b in BROKEN])
+def broken(request: pytest.FixtureRequest) -> Iterator[Any]:
+    plugins._compiled.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        request.param(patch)
+        yield BROKEN[request.param]
+
+
+def test_kernels_that_cannot_be_compiled(broken: Any) -> None:
+    error, message, _ = broken
+    for plan in (experts_of_26b("bf16").plans()[0], decode_of("31b", "bf16").plans()[1]):
+        with pytest.raises(error, match=message):
+            plugins.compiled(plan)
+
+
+def test_auto_takes_layers_where_kernels_cannot_be_compiled(broken: Any) -> None:
+    """With one note for each kind; what was chosen by name is an error."""
+    error, message, note = broken
+    graph = prepared(built_program(spec_called("26b-a4b-small"), latent_kv="off"))
+    settings = {name: s.default for name, s in SETTINGS.items()}
+    api, limits = emulator(), Limits(1, 64, 9)
+    made = write_network(api, graph, limits, None, settings)
+    chosen = {name: made.settings[name] for name in ("experts", "norms")}
+    assert chosen == {"experts": "all", "norms": "layers"}
+    assert [n.partition(",")[0] for n in made.emitter.notes] == ["experts: all", "norms: layers"]
+    assert all(re.search(note, n) for n in made.emitter.notes)
+    for name in chosen:
+        with pytest.raises(error, match=message):
+            write_network(api, graph, limits, None, {**settings, **chosen, name: "plugin"})
+
+
+def test_auto_is_resolved_by_what_a_graph_has() -> None:
+    settings = {name: s.default for name, s in SETTINGS.items()}
+    for name, form in {"26b-a4b-small": "plugin", "31b-small": "all"}.items():
+        graph = prepared(built_program(spec_called(name), latent_kv="off"))
+        made = write_network(emulator(), graph, Limits(1, 64, 9), None, settings)
+        assert (made.settings["experts"], made.settings["norms"]) == (form, "plugin")
+        assert not made.emitter.notes
 
 
 # ---- launches ------------------------------------------------------------------------------------
