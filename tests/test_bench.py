@@ -23,7 +23,7 @@ from g4ir.bench.agreement import Agreement, compare_runners, pair_budget, void_r
 from g4ir.bench.compare import MAIN, compare_reports, compare_text
 from g4ir.bench.measure import Request, interleave, latencies, speeds
 from g4ir.bench.peers import MODES, HfRunner, peer_model
-from g4ir.bench.report import check_engines, check_options, run_bench
+from g4ir.bench.report import check_engines, check_options, folder_names, run_bench
 from g4ir.bench.runners import EngineRunner, pieces, prepare, reference_runner
 from g4ir.bench.schema import VERSION, Report, json_schema, plain, read_report, report_of
 from g4ir.bench.stats import FLOOR, STATISTICS, Stat, around, percentile, stat
@@ -38,6 +38,7 @@ from g4ir.errors import InputError
 from g4ir.ir.distance import Budget
 from g4ir.ir.flatten import flatten
 from g4ir.plan.cost import Cost, NodeCost, Roof, graph_costs, total
+from g4ir.spec.record import load_spec
 from tests.cli_tools import PROMPT, built, g4ir, refused, text_checkpoint
 from tests.engines import CHUNK, MAX_SEQ
 
@@ -466,6 +467,36 @@ def test_measured_programs_are_split_by_their_least_times() -> None:
     assert kinds == {"attention": 1.0, "mlp": 5.0, "head": 1.0, breakdown.OUTSIDE: 0.5}
 
 
+def test_a_network_of_all_layers_is_one_program() -> None:
+    costs = [
+        NodeCost(name, "linear", kind, Cost(weight_bytes=nbytes))
+        for name, kind, nbytes in (
+            ("L0.attn.o", "attention", 10),
+            ("L1.mlp.down", "mlp", 30),
+            ("head.out", "head", 20),
+        )
+    ]
+    times = {"logits": 6.0, breakdown.OUTSIDE: 0.5}
+    parts = breakdown.by_part(times, load_spec("tiny-dense"))
+    assert parts == {breakdown.WHOLE: 6.0, breakdown.OUTSIDE: 0.5}
+    kinds, measured = breakdown.by_kind(times, costs, Roof(1.0, 1.0))
+    assert not measured
+    assert kinds == {"attention": 1.0, "mlp": 3.0, "head": 2.0, breakdown.OUTSIDE: 0.5}
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["a/e"], ["e"]),
+        (["a/e", "a/f"], ["e", "f"]),
+        (["a/e", "b/e"], ["a/e", "b/e"]),
+        (["a/e", "a/e"], ["e (engine)", "e (engine-b)"]),
+    ],
+)
+def test_engines_are_named_by_folder(paths: list[str], names: list[str]) -> None:
+    assert folder_names([Path(p) for p in paths]) == names
+
+
 def test_measured_nodes_need_no_split() -> None:
     costs = [NodeCost("L0.attn.o", "linear", "attention", Cost())]
     kinds, measured = breakdown.by_kind({"L0.attn.o": 2.0, "L0.x": 1.0}, costs, Roof(1.0, 1.0))
@@ -729,6 +760,11 @@ def test_two_engines_and_a_peer_in_one_run(engines: Any, moe: Engine, tmp_path: 
     made = json.loads(outcome.out)
     jsonschema.validate(made, json_schema())
     assert [r["role"] for r in made["runs"]] == ["engine", "engine-b", "hf", "hf-static"]
+    names = folder_names([moe.path, reference.path])
+    assert [r.get("name") for r in made["runs"]] == [*names, None, None]
+    heads = text(report_of(made))
+    assert any(line.split()[:2] == names for line in heads.splitlines())
+    assert f"{names[0]} over {names[1]}" in heads
     assert {a["base"] for a in made["agreement"]} == {"hf"}
     assert all(a["ok"] and a["equal"] + a["close"] == 4 for a in made["agreement"])
     assert made["speedup"].keys() == {"engine-b", "hf", "hf-static"}
@@ -739,7 +775,7 @@ def test_a_peer_gets_the_random_weights_of_the_seed(tmp_path: Path) -> None:
     out = built(tmp_path / "e", "--variant", "tiny-ple", "--random-weights", "5")
     outcome = g4ir("bench", out, *FLAGS, "--peer", "hf")
     assert outcome.code == 0, outcome.out
-    assert "random weights" in outcome.out and "engine over hf" in outcome.out
+    assert "random weights" in outcome.out and "e over hf" in outcome.out
 
 
 def test_rows_share_a_batch(ple: Engine, engines: Any) -> None:
@@ -779,9 +815,16 @@ def test_bad_requests(words: tuple[str, ...], named: str) -> None:
     assert named in refused("bench", *words)
 
 
-def test_engines_of_two_variants_cannot_agree(moe: Engine, ple: Engine) -> None:
+def test_engines_of_two_variants_cannot_agree(
+    moe: Engine, ple: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifests say so: the command loads neither."""
     with pytest.raises(InputError, match="their outputs cannot agree"):
         check_engines([moe, ple], [])
+    monkeypatch.setattr("g4ir.cli.bench.load", None)
+    assert "their outputs cannot agree" in refused("bench", moe.path, ple.path)
+    assert "expected 1 to" in refused("bench", moe.path, "--input-len", "5000")
+    assert "no such file" in refused("bench", moe.path, "--text", "/no/such")
 
 
 def test_a_peer_needs_a_checkpoint_that_is_known(moe: Engine) -> None:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +29,10 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from torch._inductor.exc import InvalidCxxCompiler
 
+from g4ir.backends import BACKENDS, find_backend
 from g4ir.backends.sampling import Sampler, Sampling
 from g4ir.chat.stream import Detokenizer, TextStream
+from g4ir.cli.build import GROUPS
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
 from g4ir.engine.responder import BOS_ADDED, RAW, Responder
@@ -38,6 +41,8 @@ from g4ir.ir.text import parse_graph
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS
 from g4ir.passes import PASSES, run_passes
+from g4ir.plan.gpus import GPUS
+from g4ir.plan.options import BuildOptions
 from g4ir.plan.settings import for_gpu
 from g4ir.spec.record import load_spec, spec_names
 from g4ir.ui import console
@@ -101,6 +106,64 @@ def test_help(verb: tuple[str, ...]) -> None:
     assert verb or {*VERBS} <= {line.split()[0] for line in text.splitlines() if line.split()}
 
 
+@pytest.mark.parametrize(
+    ("verb", "words"),
+    [
+        ((), ["first steps:", "g4ir build --variant", "g4ir run engines/", "docs/guide.md"]),
+        (("build",), ["\nrequired:\n", "auto (default)", *PASSES, *GPUS]),
+        (("plan",), ["--ctx", "--skip", *GPUS]),
+        (("show",), ["with --cost, --kernels or --timeline:", *GPUS]),
+        (("tune",), ["default decode", "--batch", "--skip"]),
+        (("verify",), ["the default", "an engine directory"]),
+        *(((v,), ["an engine directory"]) for v in ("run", "chat", "serve", "bench", "sign")),
+        (("run",), ["--prompt TEXT         the prompt", "nucleus sampling"]),
+    ],
+    ids=str,
+)
+def test_help_says(verb: tuple[str, ...], words: list[str]) -> None:
+    """Lists are where they are needed, in this order where the words are flags."""
+    text = ok(*verb, "--help")
+    options = text.partition("options:")[2] if verb else text
+    assert [w for w in words if w not in text] == []
+    flags = [options.index(f"\n  {w} ") for w in words if w.startswith("--") and " " not in w]
+    assert flags == sorted(flags)
+
+
+def test_build_groups_every_option() -> None:
+    """Help of --set names every setting of every backend."""
+    grouped = [n for names in GROUPS.values() for n in names]
+    assert sorted(grouped) == sorted(f.name for f in fields(BuildOptions))
+    help = {f.name: f.metadata["help"] for f in fields(BuildOptions)}["settings"]
+    for name in BACKENDS:
+        assert all(s in help for s in find_backend(name).settings)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("plan", "e2b"), "e2b is a variant: give --variant e2b"),
+        (("build", "e2b"), "e2b is a variant: give --variant e2b"),
+        (("build", "--backend", "torch", "e2b"), "e2b is a variant: give --variant e2b"),
+        (("tune", "31b"), "31b is a variant: give --variant 31b"),
+        (("show", "e2b"), "e2b is a variant: give --variant e2b"),
+        (("specs", "show", "31b", "--bogus"), "arguments: --bogus (see"),
+        (("plan", "my.yaml"), "my.yaml is a spec file: give --spec my.yaml"),
+        (("specs", "31b"), "31b is a variant: `g4ir specs show 31b` prints it"),
+        (("e2b",), "e2b is a variant: `g4ir specs show e2b` prints it"),
+        (("run", "e2b", "--tokens", "2"), "build it with g4ir build --variant e2b"),
+        (("bench", "e2b"), "build it with g4ir build --variant e2b"),
+        (("plan", "--variant", "26b"), "did you mean 26b-a4b?"),
+        (("plan", "--variant", "E2B"), "did you mean e2b?"),
+        (("plan", "--variant", "tiny-unifed"), "did you mean tiny-unified?"),
+        (("ver",), "did you mean verify?"),
+    ],
+    ids=str,
+)
+def test_a_misplaced_or_misspelt_variant(words: tuple[str, ...], says: str) -> None:
+    outcome = g4ir(*words)
+    assert outcome.code == 2 and says in outcome.err
+
+
 def test_version() -> None:
     assert ok("--version") == "g4ir 0.1.0\n"
 
@@ -118,6 +181,7 @@ def test_specs_list() -> None:
         "active",
         "total",
         "dtype",
+        "drafter",
         "hub",
     ]
     assert [line.split()[0] for line in lines[1:]] == list(spec_names())

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from setuptools.config.pyprojecttoml import load_file
 
 import g4ir
 from g4ir import backends, cli, passes
@@ -693,3 +694,10 @@ def test_examples_leave_nothing_behind() -> None:
     assert "linear_softcap" not in OPS and "linear_softcap" not in lower.LOWERINGS
     assert "fuse_softcap" not in passes.PASSES and "counting" not in backends.BACKENDS
     assert isinstance(passes.run_program(build_program(load_spec("tiny-dense"))), Program)
+
+
+def test_readme_counts_the_passes_and_names_the_extras() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert re.search(r"(\S+) passes fuse", readme).group(1) == str(len(passes.PASSES))  # type: ignore[union-attr]
+    extras = load_file(ROOT / "pyproject.toml")["project"]["optional-dependencies"]
+    assert {*extras} == {*re.findall(r"`\[(\w[\w-]*)\]`", readme)}

@@ -21,7 +21,7 @@ from g4ir.ir.distance import row_errors
 from g4ir.spec.record import load_spec
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
-from tests.cli_tools import g4ir
+from tests.cli_tools import g4ir, tokenizer
 
 NORM = "layers.2.post_feedforward_layernorm.weight"
 ADVICE = "float16 holds numbers up to 65504; build with --dtype bfloat16"
@@ -76,11 +76,49 @@ def test_the_command_ends_with_1(narrow: Engine) -> None:
     assert done.code == 1 and ADVICE in done.message and not done.out
 
 
+def float16_build(folder: Path, value: float, **more: Any) -> Path:
+    """Build in float16 from a checkpoint with a tokenizer; return the engine's path."""
+    checkpoint = large_checkpoint(folder / "checkpoint", value)
+    tokenizer().save(str(checkpoint / "tokenizer.json"))
+    options = {"backend": "reference", "dtype": "float16", "max_seq": 64, "prefill_chunk": 16}
+    build(None, folder / "engine", checkpoint=checkpoint, **options | more).close()
+    return folder / "engine"
+
+
+@pytest.mark.parametrize("more", [{}, {"link_weights": True}, {"quant": "int8"}], ids=str)
+def test_a_build_is_refused_whose_values_leave_the_range(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    """Before anything is compiled; nothing is left of it."""
+    with pytest.raises(WeightsError, match=r"%L2\.\S+ \(layer 2\): NaN or infinite") as refused:
+        float16_build(tmp_path, 60_000.0, **more)
+    assert ADVICE in str(refused.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.parametrize(("value", "warned"), [(1.0, False), (12_000.0, True)])
+def test_a_build_warns_near_the_end_of_the_range(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: float, warned: bool
+) -> None:
+    float16_build(tmp_path, value)
+    assert ("float16: %L2." in caplog.text) is warned
+    assert "no text was tried" not in caplog.text
+
+
+def test_a_build_without_tokenizer_says_that_nothing_was_tried(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    built(tmp_path, "float16").close()
+    assert "no text was tried: the checkpoint has no tokenizer.json" in caplog.text
+
+
 def test_a_build_tells(tmp_path: Path) -> None:
     words = ("build", "--variant", "tiny-dense", "--backend", "reference", "--random-weights", "0")
     for dtype in ("float16", "bfloat16"):
         told = g4ir(*words, "--dtype", dtype, "--out", tmp_path / dtype).err
         assert (ADVICE.partition(";")[0] in told) is (dtype == "float16")
+        dry = g4ir(*words, "--dtype", dtype, "--out", tmp_path / "dry", "--dry-run").err
+        assert ("a dry run tries no text" in dry) is (dtype == "float16")
 
 
 def test_later_steps_are_looked_at(narrow: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

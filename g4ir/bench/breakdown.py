@@ -35,6 +35,7 @@ from .workload import Workload
 #: decode steps that are taken apart
 STEPS = 8
 OUTSIDE = "session"
+WHOLE = "all in one program"
 
 
 class _Clock:
@@ -96,10 +97,16 @@ def part_of(name: str, spec: Spec) -> str:
 
 def by_part(times: Mapping[str, float], spec: Spec) -> dict[str, float]:
     """Return the measured seconds of each part."""
+    whole = _is_whole(times)
     out: defaultdict[str, float] = defaultdict(float)
     for name, seconds in times.items():
-        out[part_of(name, spec)] += seconds
+        out[WHOLE if whole and name != OUTSIDE else part_of(name, spec)] += seconds
     return dict(out)
+
+
+def _is_whole(times: Mapping[str, float]) -> bool:
+    """Return whether one program computes the step: no value of a layer is seen."""
+    return all(layer_of(name) is None for name in times)
 
 
 def by_kind(
@@ -107,9 +114,11 @@ def by_kind(
 ) -> tuple[dict[str, float], bool]:
     """Return (seconds of each kind of node, whether they are measured). Where only programs are
     shown, a layer's time is split by the least times of its nodes, activations included; so is the
-    time of a node that is of several kinds."""
+    time of a node that is of several kinds, and that of a program of all layers."""
     measured = all(c.node in times for c in costs)
     place: Callable[[str], str] = (lambda name: name) if measured else _stage
+    if not measured and _is_whole(times):
+        place = _program
     least: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for c in costs:
         for kind, cost in c.kinds().items():
@@ -124,6 +133,10 @@ def by_kind(
         if not whole:
             out[OUTSIDE if name == OUTSIDE else "other"] += seconds
     return dict(out), measured
+
+
+def _program(name: str) -> str:
+    return OUTSIDE if name == OUTSIDE else WHOLE
 
 
 def _stage(name: str) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,6 +65,8 @@ class Job:
     w: Workload
     tokens: torch.Tensor
     progress: Progress
+    #: role -> name of an engine
+    names: dict[str, Line] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ def run_bench(
     check_engines(engines, peers)
     first = engines[0]
     drafts = find_draft(first, draft, draft_tokens)
-    job = Job(w, draw_tokens(w, first), progress)
+    names = dict(zip(ENGINE_ROLES, folder_names([e.path for e in engines])))
+    job = Job(w, draw_tokens(w, first), progress, names)
     loads = [*load_s, *[None] * len(engines)]
     contestants = [
         _contestant(job, role, partial(EngineRunner, e, w.batch, role), e.device, load, e)
@@ -145,14 +149,29 @@ def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
 
 def check_engines(engines: Sequence[Engine], peers: Sequence[str]) -> None:
     """Refuse what can be refused before anything is measured."""
-    first = engines[0]
-    for other in engines[1:]:
-        if other.spec.digest() != first.spec.digest():
+    check_specs({str(e.path): e.manifest for e in engines})
+    check_compiler(peers, engines[0].device)
+
+
+def check_specs(manifests: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise InputError for engines (path -> manifest) of different specs."""
+    (one, first), *others = manifests.items()
+    for path, other in others:
+        if other["spec_digest"] != first["spec_digest"]:
             raise InputError(
-                f"bench: {first.path} is {first.spec.name} and {other.path} is {other.spec.name}, "
-                f"with another spec: their outputs cannot agree"
+                f"bench: {one} is {first['variant']} and {path} is {other['variant']}, with "
+                f"another spec: their outputs cannot agree"
             )
-    check_compiler(peers, first.device)
+
+
+def folder_names(paths: Sequence[Path]) -> list[Line]:
+    """Return the last parts of the paths, as many as tell them apart."""
+    parts = [path.resolve().parts for path in paths]
+    for n in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(p[-n:]) for p in parts]
+        if len({*names}) == len(names):
+            return [on_one_line(name) for name in names]
+    return [on_one_line(f"{path.name} ({role})") for path, role in zip(paths, ENGINE_ROLES)]
 
 
 # ---- getting ready ----------------------------------------------------------------------------
@@ -296,6 +315,7 @@ def _engine_part(
     nbytes, flops = work.decode_cost().needed_bytes, work.prefill_cost().flops
     first_token, steps = (partial(shares, rounds, rates, TAKE[k]) for k in ("ttft", "itl"))
     return {
+        "name": job.names.get(runner.role),
         "engine": _engine_facts(engine),
         "work": work.facts(roof),
         "mbu": steps(lambda r: nbytes / r.bandwidth),

@@ -162,9 +162,10 @@ class Latencies:
 
 @dataclass(frozen=True)
 class Run:
-    """A runner: an engine, or a peer, which has no keys from `engine` on. void: its outputs agree
-    with nobody's; mbu: bytes of a decode step / p50 ITL / measured bandwidth, weights in codes as
-    codes and scales; mfu: FLOPs of a prompt / p50 TTFT / measured matmul rate."""
+    """A runner: an engine, or a peer, which has no keys from `name` on. name: its folder;
+    void: its outputs agree with nobody's; mbu: bytes of a decode step / p50 ITL / measured
+    bandwidth, weights in codes as codes and scales; mfu: FLOPs of a prompt / p50 TTFT / measured
+    matmul rate."""
 
     role: str
     label: Line
@@ -174,6 +175,7 @@ class Run:
     tokens_per_s: Stats
     setup_s: dict[str, Number]
     peak_memory: dict[str, int]
+    name: Own[Line] = None
     engine: Own[EngineFacts] = None
     work: Own[WorkFacts] = None
     mbu: Own[Stat] = None

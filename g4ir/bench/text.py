@@ -13,6 +13,7 @@ from g4ir.ui.units import scale, size_text
 from .schema import DraftFacts, Report, Run, Speedup
 from .stats import Stat
 
+ENGINE = "engine"
 #: label, where a run has it, unit, factor; a line is left out where no run has it
 ROWS = (
     ("prefill TTFT p50", "stats.ttft_ms.p50", " ms", 1.0),
@@ -38,8 +39,9 @@ def text(report: Report) -> str:
     """Return environment, roof, agreement, a table of the runs side by side, and the engines' own
     facts."""
     lines = [*_head(report), "", _table(report.runs)]
+    names = {r.role: r.name or r.role for r in report.runs}
     for role, s in report.speedup.items():
-        lines.append(f"{'engine over ' + role:26}{_speedup(s)}")
+        lines.append(f"{f'{names[ENGINE]} over {names[role]}':26}{_speedup(s)}")
     lines += _drafts(report.drafts) if report.drafts else []
     lines.append("")
     for run in report.runs:
@@ -98,7 +100,7 @@ def _rate(stat: Stat, unit: str) -> str:
 
 
 def _table(runs: Sequence[Run]) -> str:
-    lines = [["", *(r.role for r in runs)]]
+    lines = [["", *(r.name or r.role for r in runs)]]
     for label, path, unit, factor in ROWS:
         found = [_at(run, path) for run in runs]
         if any(found):

@@ -8,11 +8,13 @@ loop. They are drawn from a seed, or taken from a text.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from g4ir.check.tokens import check_no_media, random_ids
 from g4ir.errors import InputError
+from g4ir.plan.limits import Limits
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +22,13 @@ if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
 
 DEFAULT_INPUT, DEFAULT_OUTPUT = 512, 64
+
+
+class Limited(Protocol):
+    """An engine, or its manifest."""
+
+    @property
+    def limits(self) -> Limits: ...
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class Workload:
 
 
 def plan_workload(
-    engines: list[Engine],
+    engines: Sequence[Limited],
     input_len: int | None = None,
     output_len: int | None = None,
     batch: int = 1,

@@ -16,18 +16,19 @@ from .drafting import add_draft, check_draft, given_draft
 
 if TYPE_CHECKING:
     from g4ir.bench.schema import Report
+    from g4ir.bench.workload import Workload
     from g4ir.engine.engine import Engine
 
 STDOUT = "-"
 
 
 def add_bench(verbs: Any) -> None:
-    p = add_verb(verbs, "bench", _bench, "speed beside agreement, a peer and a roof", json=False)
+    p = add_verb(verbs, "bench", _bench, "latency and throughput benchmark", json=False)
     p.add_argument(
         "engines",
         metavar="ENGINE",
         nargs="*",
-        help="one, or two of the same variant, which take turns",
+        help="an engine directory, or two of the same variant, which take turns",
     )
     p.add_argument(
         "--input-len", metavar="N", type=int, help="tokens of a prompt (default 512, or what fits)"
@@ -67,7 +68,11 @@ def add_bench(verbs: Any) -> None:
         default=2,
         help="requests of each before the rounds (default 2)",
     )
-    p.add_argument("--json", metavar="FILE", help="write the report; `-`: to stdout")
+    p.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the report to FILE (elsewhere --json takes none); `-`: to stdout",
+    )
     p.add_argument("--csv", metavar="FILE", help="write one row for each measured thing")
     p.add_argument("--plot", metavar="FILE", help="draw it: .png or .svg")
     add_draft(p)
@@ -76,7 +81,7 @@ def add_bench(verbs: Any) -> None:
 
 
 def add_bench_compare(verbs: Any) -> None:
-    p = add_verb(verbs, "bench-compare", _compare, "two reports side by side")
+    p = add_verb(verbs, "bench-compare", _compare, "comparison of two benchmark reports")
     p.add_argument("a", metavar="A.json")
     p.add_argument("b", metavar="B.json")
     p.add_argument("--all", action="store_true", help="every statistic")
@@ -93,7 +98,7 @@ def _bench(args: argparse.Namespace) -> int:
         emit(json_schema(), indent=1)
         return 0
     _check_arguments(args)
-    report = _measured(args)
+    report = _measured(args, _planned(args))
     _write(args, report)
     return 0 if report.outputs_agree else 1
 
@@ -105,6 +110,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
     for flag, file in (("--json", args.json), ("--csv", args.csv)):
         if file and file != STDOUT and not Path(file).absolute().parent.is_dir():
             raise InputError(f"{flag} {file}: no such directory")
+    if args.text and not Path(args.text).is_file():
+        raise InputError(f"--text {args.text}: no such file")
     if args.plot:
         from g4ir.ui.plots import check_plot
 
@@ -115,9 +122,27 @@ def _check_arguments(args: argparse.Namespace) -> None:
     check_options(args.peer, args.rounds, args.warmup)
 
 
-def _measured(args: argparse.Namespace) -> Report:
-    from g4ir.bench.report import run_bench
+def _planned(args: argparse.Namespace) -> Workload:
+    """Return the workload that the engines' manifests allow."""
+    from g4ir.bench.report import check_specs
     from g4ir.bench.workload import plan_workload
+    from g4ir.engine.artefact import read_manifest
+
+    manifests = {path: read_manifest(Path(path)) for path in args.engines}
+    check_specs({path: vars(m) for path, m in manifests.items()})
+    return plan_workload(
+        list(manifests.values()),
+        args.input_len,
+        args.output_len,
+        args.batch,
+        args.context,
+        args.seed,
+        args.text,
+    )
+
+
+def _measured(args: argparse.Namespace, workload: Workload) -> Report:
+    from g4ir.bench.report import run_bench
 
     draft = given_draft(args)["draft"]
     engines: list[Engine] = []
@@ -128,15 +153,6 @@ def _measured(args: argparse.Namespace) -> Report:
                 start = time.perf_counter()
                 engines.append(load(path, progress, args.cuda_graph, args.trust, args.threads))
                 seconds.append(time.perf_counter() - start)
-            workload = plan_workload(
-                engines,
-                args.input_len,
-                args.output_len,
-                args.batch,
-                args.context,
-                args.seed,
-                args.text,
-            )
             return run_bench(
                 engines,
                 workload,

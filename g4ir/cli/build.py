@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import EngineError, G4Error, InputError, check_all
 from g4ir.ops.finite import TOO_LARGE
-from g4ir.plan.options import BuildOptions
 from g4ir.plan.settings import KV_NAMES
 from g4ir.spec.record import Spec
 from g4ir.ui import console
 from g4ir.ui.units import size_text
 
 from .common import (
-    SOURCE_OPTIONS,
     add_options,
     add_source,
     add_verb,
@@ -33,15 +31,33 @@ if TYPE_CHECKING:
     from g4ir.passes import Dump
 
 
+MODEL = "model"
+#: groups of `build --help` -> fields of BuildOptions
+GROUPS: dict[str, tuple[str, ...]] = {
+    "required": ("backend",),
+    MODEL: ("checkpoint", "mmproj", "adapter", "random_weights", "link_weights"),
+    "device": ("device", "dtype", "memory", "settings", "ple_placement"),
+    "limits": ("max_batch", "max_seq", "prefill_chunk", "all_logits"),
+    "quantisation": ("quant", "quant_activations", "kv_dtype", "latent_kv"),
+    "speculative decoding": ("drafter", "draft_tokens"),
+    "media": ("media", "image_budgets", "audio_seconds"),
+    "several ranks": ("tp", "ep"),
+    "passes": ("skip",),
+}
+
+
 def add_build(verbs: Any) -> None:
-    p = add_verb(verbs, "build", _build, "write an engine directory")
-    add_source(p)
-    names = [f.name for f in fields(BuildOptions)]
-    add_options(p, [n for n in names if n not in SOURCE_OPTIONS], ("backend",))
-    p.add_argument("--dump-ir", metavar="DIR", help="write the graphs after every pass")
-    p.add_argument("--verify", action="store_true", help="compare with the reference when built")
-    p.add_argument("--dry-run", action="store_true", help="check everything up to compilation")
-    p.add_argument("--out", metavar="DIR", help="default: engines/VARIANT-BACKEND")
+    p = add_verb(verbs, "build", _build, "compile a model into an engine directory")
+    for title, names in GROUPS.items():
+        group = p.add_argument_group(title)
+        if title == MODEL:
+            add_source(group)
+        add_options(group, names, ("backend",))
+    group.add_argument("--dump-ir", metavar="DIR", help="write the graphs after every pass")
+    last = p.add_argument_group("output")
+    last.add_argument("--out", metavar="DIR", help="default: engines/VARIANT-BACKEND")
+    last.add_argument("--verify", action="store_true", help="compare with the reference when built")
+    last.add_argument("--dry-run", action="store_true", help="check everything up to compilation")
 
 
 def _build(args: argparse.Namespace) -> int:
@@ -64,7 +80,7 @@ def _build(args: argparse.Namespace) -> int:
         dump = _dump_to(Path(args.dump_ir)) if args.dump_ir else None
         prepared = prepare(spec, given_options(args), dry=args.dry_run, dump=dump)
         out = _out(args, prepared.spec)
-        _tell_notes(prepared)
+        _tell_notes(prepared, args.dry_run)
         if args.dry_run:
             return _dry_run(prepared, out, args.json, progress)
         _tell_leftovers(out)
@@ -102,7 +118,7 @@ def _dump_to(folder: Path) -> Dump:
     return dump
 
 
-def _tell_notes(p: Prepared) -> None:
+def _tell_notes(p: Prepared, dry: bool) -> None:
     """Tell which tensors of the checkpoint the engine does not use, which it makes up, and what a
     dtype may be too narrow for."""
     whys = list(p.source.ignored.values())
@@ -111,8 +127,8 @@ def _tell_notes(p: Prepared) -> None:
     if p.source.defaults:
         first, value = next(iter(p.source.defaults.items()))
         console.say(f"note: {len(p.source.defaults)} tensors absent ({first}, ...): {value:g} used")
-    if p.dtype == "f16":
-        console.say(f"note: {TOO_LARGE}; `g4ir verify` names a value that is larger")
+    if p.dtype == "f16" and dry:
+        console.say(f"note: {TOO_LARGE}, and a dry run tries no text")
 
 
 def _tell_leftovers(out: Path) -> None:

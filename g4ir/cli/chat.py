@@ -16,7 +16,7 @@ from g4ir.spec.reader import did_you_mean
 from g4ir.ui import console
 from g4ir.ui.places import cache_root, private
 
-from .common import add_load, add_verb, emit, load_to_generate
+from .common import ENGINE_HELP, add_load, add_verb, emit, load_to_generate
 from .drafting import add_draft, check_draft
 from .talking import (
     DIM,
@@ -48,8 +48,8 @@ _BLOCK = re.compile(rf"\s*(/\w+\s+)?{QUOTES}")
 
 
 def add_chat(verbs: Any) -> None:
-    p = add_verb(verbs, "chat", _chat, "talk with an engine")
-    p.add_argument("engine", metavar="ENGINE")
+    p = add_verb(verbs, "chat", _chat, "interactive chat")
+    p.add_argument("engine", metavar="ENGINE", help=ENGINE_HELP)
     add_talk(p)
     add_files(p, "of the first message (repeat)")
     p.add_argument("--hide-thoughts", action="store_true", help="do not show thoughts")

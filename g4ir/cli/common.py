@@ -14,24 +14,30 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from g4ir.errors import InputError
 from g4ir.parallel.group import TIMEOUT_S
-from g4ir.plan.gpus import find_gpu
+from g4ir.plan.gpus import find_gpu, gpu_names
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.reader import did_you_mean
-from g4ir.spec.record import Spec, load_spec
+from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
 from g4ir.ui import console
 from g4ir.ui.units import parse_count
 
 if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
 
-#: options of every verb that reads a spec
-SOURCE_OPTIONS = ("skip", "all_logits")
+#: options of verbs that run the passes on a spec
+PASS_OPTIONS = ("skip", "all_logits")
 #: threads that a command line may ask for
 MOST_THREADS = 1024
+#: help of ENGINE and --gpu
+ENGINE_HELP = "an engine directory, as `g4ir build` writes it"
+GPU_HELP = f"a GPU:\n{gpu_names()}"
+#: a parser, or one of its groups of options
+Group = argparse._ActionsContainer
 Command = Callable[[argparse.Namespace], int]
 #: how argparse words what it does not know
 _NO_CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)")
 _UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)")
+_EXTRA = re.compile(r"unrecognized arguments: ([^-].*)")
 
 
 def emit(value: Any, indent: int | None = None) -> None:
@@ -54,6 +60,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         form = {"allow_abbrev": False, "formatter_class": argparse.RawTextHelpFormatter}
         super().__init__(**{**form, **kwargs})
+        self.first: list[str] = []
         self.add_argument(
             "--trace",
             action="store_true",
@@ -64,6 +71,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as the base class does, but leave nothing unknown to the parser above, which does
         not know the options of this one."""
+        self.first = [] if args is None else list(args[:1])
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -73,12 +81,29 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"{message}{self._meant(message)} (see {self.prog} --help)")
 
     def _meant(self, message: str) -> str:
-        """Return a verb or an option that is like the unknown one."""
-        if verb := _NO_CHOICE.search(message):
+        """Return how to give a variant or a spec file that has no flag before it, or the verb or
+        option that is like the unknown one."""
+        verb, extra = _NO_CHOICE.search(message), _EXTRA.search(message)
+        words = [*(extra[1].split() if extra else ()), *([verb[1]] if verb else ())]
+        if "--variant" in self._option_string_actions:
+            words += self.first  # argparse names a required flag first
+        for word in words:
+            if how := self._flag_of(word):
+                return how
+        if verb:
             return did_you_mean(verb[1], re.findall(r"[\w-]+", verb[2]))
         if option := _UNKNOWN.search(message):
             return did_you_mean(option[1], re.findall(r"--[\w-]+", self.format_help()))
         return ""
+
+    def _flag_of(self, word: str) -> str:
+        """Return how this verb takes a variant or a spec file; nothing for another word."""
+        kind, flag = ("variant", "--variant") if word in spec_names() else ("spec file", "--spec")
+        if kind == "spec file" and not word.endswith(SUFFIXES):
+            return ""
+        known = flag in self._option_string_actions
+        how = f"give {flag} {word}" if known else f"`g4ir specs show {word}` prints it"
+        return f"; {word} is a {kind}: {how}"
 
 
 def add_verb(verbs: Any, name: str, command: Command, help: str, json: bool = True) -> Parser:
@@ -91,14 +116,13 @@ def add_verb(verbs: Any, name: str, command: Command, help: str, json: bool = Tr
     return parser
 
 
-def add_source(parser: Parser) -> None:
-    """Add the flags that say which variant, and through which passes."""
+def add_source(parser: Group) -> None:
+    """Add the flags that name a variant."""
     parser.add_argument("--variant", metavar="N", help="a shipped variant: see `g4ir specs`")
-    parser.add_argument("--spec", metavar="F", help="a spec file")
-    add_options(parser, SOURCE_OPTIONS)
+    parser.add_argument("--spec", metavar="F", help="a spec file (YAML)")
 
 
-def add_options(parser: Parser, names: Iterable[str], required: Iterable[str] = ()) -> None:
+def add_options(parser: Group, names: Iterable[str], required: Iterable[str] = ()) -> None:
     """Add the flags of these fields of BuildOptions, in this order."""
     known = {f.name: f for f in fields(BuildOptions)}
     for name in names:

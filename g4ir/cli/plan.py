@@ -13,7 +13,7 @@ from g4ir.spec.record import Spec, load_spec, spec_names
 from g4ir.ui import console
 from g4ir.ui.units import parse_counts
 
-from .common import add_options, add_source, add_verb, emit, given_options
+from .common import GPU_HELP, PASS_OPTIONS, add_options, add_source, add_verb, emit, given_options
 
 if TYPE_CHECKING:
     from g4ir.plan.gpus import Gpu
@@ -23,7 +23,7 @@ ALL = "all"
 
 
 def add_plan(verbs: Any) -> None:
-    p = add_verb(verbs, "plan", _plan, "parameters, weights, caches, and what fits")
+    p = add_verb(verbs, "plan", _plan, "memory and speed estimate of a variant")
     add_source(p)
     p.add_argument(
         "--ctx",
@@ -34,7 +34,7 @@ def add_plan(verbs: Any) -> None:
     p.add_argument(
         "--gpu",
         metavar="G,..",
-        help="h100-80gb, rtx4090-24gb ..., a size such as\n24GiB, or `all` that are known",
+        help=f"all, sizes such as 24GiB, or {GPU_HELP}",
     )
     p.add_argument(
         "--device",
@@ -87,6 +87,7 @@ def add_plan(verbs: Any) -> None:
         help="soft tokens of an image at most: 70, 140,\n"
         "280, 560 or 1120 (default: the variant's own)",
     )
+    add_options(p, PASS_OPTIONS)
     p.description = (
         "Plans one variant, or compares several: --variant e2b,31b or `all` (the default), those\n"
         "with published weights. Three totals of K and V: naive (every layer keeps the whole\n"

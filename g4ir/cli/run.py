@@ -16,7 +16,16 @@ from g4ir.errors import InputError
 from g4ir.model.media import AUDIO, IMAGE, VIDEO, check_there
 from g4ir.ui import console
 
-from .common import add_load, add_trust_once, add_verb, emit, load, load_to_generate, token_ids
+from .common import (
+    ENGINE_HELP,
+    add_load,
+    add_trust_once,
+    add_verb,
+    emit,
+    load,
+    load_to_generate,
+    token_ids,
+)
 from .drafting import add_draft, check_draft, given_draft, tally_text
 from .talking import add_files, add_sampling, add_talk, answer_once, check_talk, check_turns
 
@@ -31,10 +40,10 @@ FLAGS = ("bos", "max_new_tokens", "temperature", "top_k", "top_p", *SETTING_KIND
 
 
 def add_run(verbs: Any) -> None:
-    p = add_verb(verbs, "run", _run, "generate, streaming")
-    p.add_argument("engine", metavar="ENGINE")
+    p = add_verb(verbs, "run", _run, "text generation from a prompt or a JSONL file")
+    p.add_argument("engine", metavar="ENGINE", help=ENGINE_HELP)
     given = p.add_mutually_exclusive_group(required=True)
-    given.add_argument("--prompt", metavar="TEXT")
+    given.add_argument("--prompt", metavar="TEXT", help="the prompt")
     given.add_argument("--tokens", metavar="2,5,7", help="the prompt as token ids")
     given.add_argument(
         "--input-jsonl",
@@ -88,9 +97,14 @@ def _add_media(p: Parser) -> None:
 
 
 def add_verify(verbs: Any) -> None:
-    p = add_verb(verbs, "verify", _verify, "compare logits and greedy tokens")
-    p.add_argument("engine", metavar="ENGINE")
-    p.add_argument("--against", choices=("reference", "hf"), default="reference")
+    p = add_verb(verbs, "verify", _verify, "comparison of an engine's logits with a reference")
+    p.add_argument("engine", metavar="ENGINE", help=ENGINE_HELP)
+    p.add_argument(
+        "--against",
+        choices=("reference", "hf"),
+        default="reference",
+        help="the interpreter of the same graphs (reference, the default), or transformers (hf)",
+    )
     p.add_argument(
         "--checkpoint",
         metavar="DIR",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from g4ir.errors import InputError, MissingError
 from g4ir.ui import console
 
-from .common import add_load, add_verb, load_to_generate
+from .common import ENGINE_HELP, add_load, add_verb, load_to_generate
 from .drafting import add_draft, check_draft, given_draft
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def add_serve(verbs: Any) -> None:
-    p = add_verb(verbs, "serve", _serve, "answer requests of OpenAI's protocol", json=False)
-    p.add_argument("engine", metavar="ENGINE")
+    p = add_verb(verbs, "serve", _serve, "OpenAI-compatible HTTP server", json=False)
+    p.add_argument("engine", metavar="ENGINE", help=ENGINE_HELP)
     p.add_argument("--host", metavar="NAME", default="127.0.0.1", help="default 127.0.0.1")
     p.add_argument(
         "--port", metavar="N", type=int, default=8000, help="default 8000; 0: a free one"

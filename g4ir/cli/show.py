@@ -12,7 +12,16 @@ from g4ir.model.text import TEXT_GRAPHS
 from g4ir.model.towers import PARTS
 from g4ir.ui import console
 
-from .common import Parser, add_options, add_source, add_verb, emit
+from .common import (
+    ENGINE_HELP,
+    GPU_HELP,
+    PASS_OPTIONS,
+    Parser,
+    add_options,
+    add_source,
+    add_verb,
+    emit,
+)
 from .graphs import (
     drafted_tokens,
     found_graph,
@@ -79,10 +88,10 @@ MEANINGLESS: dict[str, tuple[str, ...]] = {
 
 
 def add_show(verbs: Any) -> None:
-    p = add_verb(verbs, "show", _show, "printed IR at any point of the pipeline")
-    p.add_argument("engine", metavar="ENGINE", nargs="?", help="an engine directory")
+    p = add_verb(verbs, "show", _show, "graphs, costs and kernels of a variant or an engine")
+    p.add_argument("engine", metavar="ENGINE", nargs="?", help=ENGINE_HELP)
     add_source(p)
-    add_options(p, ("quant", "quant_activations", "kv_dtype", "draft_tokens"))
+    add_options(p, (*PASS_OPTIONS, "quant", "quant_activations", "kv_dtype", "draft_tokens"))
     p.set_defaults(stored=None, draft_tokens=None)
     p.add_argument("--phase", choices=PHASES, help="which graph (default decode)")
     p.add_argument(
@@ -154,16 +163,19 @@ def add_show(verbs: Any) -> None:
 
 def _add_cost(p: Parser) -> None:
     p.add_argument("--cost", action="store_true", help="FLOPs, bytes and the time floor by kind")
-    group = p.add_argument_group("with --cost")
-    group.add_argument("--batch", metavar="N", help="rows (default 1)")
-    group.add_argument("--chunk", metavar="N", help="new tokens of a row in prefill (default 1K)")
+    group = p.add_argument_group("with --cost, --kernels or --timeline")
+    group.add_argument("--batch", metavar="N", help="batch size (default 1)")
+    group.add_argument(
+        "--chunk", metavar="N", help="tokens of a prefill chunk (default 1K); not with --timeline"
+    )
     group.add_argument(
         "--context",
         metavar="N",
         help="tokens that a row holds when the step is done, such as 32K\n"
         "(default: decode 1K, prefill the chunk)",
     )
-    group.add_argument("--gpu", metavar="NAME", help="the roof of a card, such as h100-80gb")
+    group.add_argument("--gpu", metavar="NAME", help=GPU_HELP)
+    group = p.add_argument_group("with --cost")
     group.add_argument(
         "--bandwidth", metavar="X", type=float, help="the roof's bytes per second, measured, say"
     )

@@ -26,7 +26,7 @@ from .common import add_verb, emit
 
 
 def add_specs(verbs: Any) -> None:
-    parser = add_verb(verbs, "specs", _specs_list, "the variants as data")
+    parser = add_verb(verbs, "specs", _specs_list, "shipped variants and spec files")
     inner = parser.add_subparsers(metavar="list|show|validate|from-hf|to-hf|diff|schema")
     add_verb(inner, "list", _specs_list, "the shipped variants (the default)")
     p = add_verb(inner, "show", _specs_show, "one variant as YAML")
@@ -49,7 +49,7 @@ def _specs_list(args: argparse.Namespace) -> int:
     if args.json:
         emit(rows)
         return 0
-    keys = [k for k in rows[0] if k not in ("drafter", "file")]
+    keys = [k for k in rows[0] if k != "file"]
     table = [keys, *([_cell(row[k]) for k in keys] for row in rows)]
     print(aligned(table, indent=0, left=len(keys)), end="")
     return 0

@@ -37,7 +37,9 @@ def add_sampling(p: Parser, count: str) -> None:
     p.add_argument("--max-new-tokens", metavar="N", type=int, help=count)
     p.add_argument("--temperature", metavar="T", type=float, help="0 is greedy")
     p.add_argument("--top-k", metavar="K", type=int, help="0 is no limit")
-    p.add_argument("--top-p", metavar="P", type=float)
+    p.add_argument(
+        "--top-p", metavar="P", type=float, help="nucleus sampling: least total probability kept"
+    )
     p.add_argument("--seed", metavar="N", type=int, help="of the draws; default: a new one")
 
 

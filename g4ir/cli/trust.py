@@ -8,26 +8,24 @@ from typing import Any
 
 from g4ir.errors import InputError
 
-from .common import add_verb, emit
+from .common import ENGINE_HELP, add_verb, emit
 
 
 def add_trust(verbs: Any) -> None:
-    p = add_verb(verbs, "trust", _trust, "run the native code of engines that others built")
+    p = add_verb(verbs, "trust", _trust, "trusted engines and signing keys")
     p.add_argument(
         "engine",
         metavar="ENGINE",
         nargs="?",
-        help="run this engine's code from now on, as it is now",
+        help="an engine directory: run its compiled code from now on, as it is now",
     )
     p.add_argument("--key", metavar="FILE", help="engines signed with this public key, too")
-    p.add_argument(
-        "--revoke", metavar="DIGEST", help="no more: an engine's digest or a key's, as listed"
-    )
+    p.add_argument("--revoke", metavar="DIGEST", help="revoke trust in an engine or key, as listed")
 
 
 def add_sign(verbs: Any) -> None:
-    p = add_verb(verbs, "sign", _sign, "sign an engine, so that others can know who built it")
-    p.add_argument("engine", metavar="ENGINE", nargs="?")
+    p = add_verb(verbs, "sign", _sign, "signature of an engine")
+    p.add_argument("engine", metavar="ENGINE", nargs="?", help=ENGINE_HELP)
     p.add_argument("--key", metavar="FILE", help="an Ed25519 private key as PEM")
     p.add_argument("--new-key", metavar="NAME", help="make NAME.pem (keep it) and NAME.pub.pem")
 

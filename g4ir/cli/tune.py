@@ -10,7 +10,7 @@ from g4ir.model.text import TEXT_GRAPHS
 from g4ir.ui import console
 from g4ir.ui.units import parse_count
 
-from .common import add_options, add_source, add_verb, emit, given_spec
+from .common import PASS_OPTIONS, add_options, add_source, add_verb, emit, given_spec
 
 if TYPE_CHECKING:
     from g4ir.backends.torch_compile.tune import Tuned
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def add_tune(verbs: Any) -> None:
-    p = add_verb(verbs, "tune", _tune, "measure the settings of a variant's kernels on this GPU")
+    p = add_verb(verbs, "tune", _tune, "autotuning of a variant's kernels on this GPU")
     add_source(p)
     add_options(p, ("quant",))
-    p.add_argument("--phase", choices=TEXT_GRAPHS, default="decode")
+    p.add_argument("--phase", choices=TEXT_GRAPHS, default="decode", help="default decode")
     p.add_argument("--batch", metavar="N", default="1", help="most rows (default 1)")
     p.add_argument("--context", metavar="N", default="4K", help="tokens of a row (default 4K)")
     p.add_argument(
@@ -31,6 +31,7 @@ def add_tune(verbs: Any) -> None:
         help="what layers with K=V cache: off (default), value or raw",
     )
     p.add_argument("--dry-run", action="store_true", help="leave the table as it is")
+    add_options(p, PASS_OPTIONS)
 
 
 def _tune(args: argparse.Namespace) -> int:

@@ -57,7 +57,7 @@ from g4ir.spec.reader import (
     read_tree,
     tree_of,
 )
-from g4ir.spec.record import Spec, load_spec
+from g4ir.spec.record import Spec, load_spec, spec_names
 from g4ir.weights import pack as packings
 from g4ir.weights import tensorfile
 from g4ir.weights.checkpoint import CONFIG, GGUF, sha256
@@ -351,6 +351,8 @@ def read_manifest(path: Path) -> Manifest:
     unfinished = path.resolve().name.startswith(".") and BUILDING in path.resolve().name
     if unfinished or not file.is_file():
         found = "is unfinished" if unfinished else f"has no {MANIFEST}"
+        if str(path) in spec_names() and not path.exists():
+            raise EngineError(f"{path} is a variant: build it with g4ir build --variant {path}")
         place = _checkpoint_at(path)
         command = f"g4ir build --checkpoint {shlex.quote(str(place))}" if place else "g4ir build"
         raise EngineError(f"{path} is no engine directory: it {found}; run {command}")

@@ -28,6 +28,7 @@ from g4ir.model.draft import layers_read, shipped_drafter
 from g4ir.model.media import Media, find_media
 from g4ir.model.names import checkpoint_name
 from g4ir.model.text import has_blocks
+from g4ir.ops.finite import TOO_LARGE
 from g4ir.ops.narrow import NARROW
 from g4ir.ops.types import TORCH_NAMES, torch_dtype
 from g4ir.passes import Dump
@@ -97,6 +98,7 @@ from .artefact import (
 from .digests import remembered_digest
 from .drafters import find_drafter
 from .engine import TOKENIZER, Engine, read_tokenizer
+from .float16_trial import try_float16, why_untried
 from .load import described, linked_files, load_engine
 from .prompts import read_defaults
 from .trust import record_built
@@ -357,14 +359,22 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
     check_absent(out)
     check_space(p, out)
     with _new_directory(out) as folder:
-        grid = _pack(p, folder, progress) if p.backend.packs_weights else None
+        untried = why_untried(p)
+        tries = p.dtype == "f16" and untried is None
+        packed = p.backend.packs_weights or (tries and isinstance(p.weights, PackedWeights))
+        grid = _pack(p, folder, progress) if packed else None
+        if tries:
+            progress("trying float16 on a text")
+            try_float16(p, folder, _params_of(p, folder))
+        elif untried:
+            log.warning("%s, and no text was tried: %s", TOO_LARGE, untried)
         start = time.perf_counter()
         params, told = _params_of(p, folder), prefixed(progress, "build")
         task = Task(p.packing.program, p.limits, p.device, folder, params, told)
         compiled = p.backend.compile(task, p.settings)
         seconds = time.perf_counter() - start
         # After compiling where that needs none of them: it fails sooner.
-        if isinstance(p.weights, PackedWeights) and not p.backend.packs_weights:
+        if isinstance(p.weights, PackedWeights) and not packed:
             grid = _pack(p, folder, progress)
         for name, text in graph_texts(p.packing).items():
             _write_text(folder / name, text)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from decimal import Decimal
+from textwrap import fill
 
 from g4ir.errors import InputError
 
@@ -72,6 +73,11 @@ UNITS = {"": 1} | {
 MOST_BYTES = 10**18
 
 _SIZE = re.compile(r"([0-9]{1,40}(?:\.[0-9]{0,40})?(?:e\+?[0-9]{1,3})?)\s*([kmgt]i?)?b?")
+
+
+def gpu_names() -> str:
+    """Return the names of the known cards as lines of help."""
+    return fill(", ".join(GPUS), 76)
 
 
 def find_gpu(text: str) -> Gpu:

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from g4ir.model.media import Media
-from g4ir.passes import Options
+from g4ir.passes import PASSES, Options
 from g4ir.quant.recipe import Recipe
 from g4ir.spec.record import Spec
 
+from .gpus import gpu_names
 from .limits import Limits
 
 
@@ -65,7 +67,7 @@ class BuildOptions:
         metavar="T",
     )
     max_batch: int = option(
-        Limits.max_batch, f"rows (default {Limits.max_batch})", type=int, metavar="N"
+        Limits.max_batch, f"maximum batch size (default {Limits.max_batch})", type=int, metavar="N"
     )
     max_seq: int | None = option(
         None,
@@ -105,9 +107,17 @@ class BuildOptions:
         "with --tp: each rank has some of the experts, not a part of each",
         action="store_true",
     )
-    skip: Iterable[str] = option((), "leave a pass out", action="append", metavar="PASS")
+    skip: Iterable[str] = option(
+        (),
+        "leave a pass out:\n" + fill(", ".join(PASSES), 76),
+        action="append",
+        metavar="PASS",
+    )
     latent_kv: str = option(
-        "auto", "what layers with K=V cache: off, value, raw or auto", metavar="FORM"
+        "auto",
+        "latent KV cache of layers with K=V: off, value, raw, or auto (default): by\nthe GPU "
+        "and the context length",
+        metavar="FORM",
     )
     ple_placement: str | None = option(
         None,
@@ -134,14 +144,16 @@ class BuildOptions:
     )
     settings: Mapping[str, str] | None = option(
         None,
-        "a choice of the backend's",
+        "a setting of the backend: onnx has experts; trt has attention, experts, norms,\nweights "
+        "and hardware; a wrong value lists the right ones",
         name="--set",
         metavar="NAME=VALUE",
         action="append",
     )
     memory: int | None = option(
         None,
-        "bytes that it must fit, or those of a GPU (default: all of the device's\nmemory)",
+        "memory to fit: a size such as 24GiB, or that of a GPU (default: all of the\ndevice's):\n"
+        + gpu_names(),
         metavar="GPU|BYTES",
     )
     link_weights: bool = option(

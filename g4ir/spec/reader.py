@@ -207,9 +207,13 @@ def on_one_line(text: str) -> Line:
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
-    """Return `; did you mean X?` for the nearest valid word, or nothing."""
-    near = difflib.get_close_matches(word[:100], list(valid), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    """Return `; did you mean X?` for the nearest valid word, or nothing: the shortest that begins
+    with the word, else the nearest by edit distance; case does not count."""
+    names = {name.lower(): name for name in sorted(valid, key=len, reverse=True)}
+    begun = word[:100].lower()
+    longer = [n for n in names if n.startswith(begun)] if len(begun.strip("-_. ")) > 1 else []
+    near = longer[-1:] or difflib.get_close_matches(begun, list(names), n=1)
+    return f"; did you mean {names[near[0]]}?" if near else ""
 
 
 def read_tree(path: Path) -> Map:

@@ -105,10 +105,10 @@ PANELS = {"prefill": ("ttft_ms", "TTFT p50, ms"), "decode": ("itl_ms", "ITL p50,
 
 def plot_bench(path: str | Path, reports: Mapping[str, Mapping[str, Any]]) -> None:
     """Plot the time to the first token and between tokens of every run, with spreads and the least
-    time at the measured roof, and where an engine's step goes. Keys of `reports` tell runs of the
-    same role apart; void runs are hatched."""
+    time at the measured roof, and where an engine's step goes. Keys of `reports` tell their
+    runs apart; void runs are hatched."""
     runs = [
-        (f"{label} {run['role']}".strip(), run)
+        (f"{label} {run.get('name') or run['role']}".strip(), run)
         for label, report in reports.items()
         for run in report["runs"]
     ]
