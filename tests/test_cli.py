@@ -41,7 +41,7 @@ from g4ir.ir.text import parse_graph
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS
 from g4ir.passes import PASSES, run_passes
-from g4ir.plan.gpus import GPUS
+from g4ir.plan.gpus import GPUS, SIZE_RULE
 from g4ir.plan.options import BuildOptions
 from g4ir.plan.settings import for_gpu
 from g4ir.spec.record import load_spec, spec_names
@@ -110,8 +110,8 @@ def test_help(verb: tuple[str, ...]) -> None:
     ("verb", "words"),
     [
         ((), ["first steps:", "g4ir build --variant", "g4ir run engines/", "docs/guide.md"]),
-        (("build",), ["\nrequired:\n", "auto (default)", *PASSES, *GPUS]),
-        (("plan",), ["--ctx", "--skip", *GPUS]),
+        (("build",), ["\nrequired:\n", "auto (default)", *PASSES, *GPUS, SIZE_RULE]),
+        (("plan",), ["--ctx", "--skip", *GPUS, SIZE_RULE]),
         (("show",), ["with --cost, --kernels or --timeline:", *GPUS]),
         (("tune",), ["default decode", "--batch", "--skip"]),
         (("verify",), ["the default", "an engine directory"]),

@@ -29,7 +29,7 @@ from g4ir.ops.types import Type
 from g4ir.passes import run_passes, run_program
 from g4ir.plan.fit import _group_limits, device_memory, require_fit
 from g4ir.plan.formats import kv_bytes, weight_sizes
-from g4ir.plan.gpus import GPUS, find_gpu
+from g4ir.plan.gpus import GPUS, SIZE_RULE, find_gpu
 from g4ir.plan.limits import Limits
 from g4ir.plan.memory import Needs, Size, live_sizes
 from g4ir.plan.options import BuildOptions, Resolved
@@ -906,6 +906,14 @@ def test_sweeps() -> None:
     text = ok("--variant", "12b", "--ctx", "4K,128K", "--batch", "1,8", "--gpu", "80GB")
     assert "K and V, 8 rows" in text
     assert "largest context of 8 rows" in text
+
+
+@pytest.mark.parametrize("variants", ["12b", "e4b,12b"])
+def test_units_of_memory(variants: str) -> None:
+    """A plan with a device says what GB and GiB are; one without has no memory to read."""
+    command = ("--variant", variants, "--ctx", "4K")
+    assert SIZE_RULE in ok(*command, "--gpu", "16GB").splitlines()
+    assert SIZE_RULE not in ok(*command)
 
 
 def test_a_spec_file_and_its_limit(tmp_path: Path) -> None:

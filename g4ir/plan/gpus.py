@@ -2,8 +2,9 @@
 
 `memory_bytes` is what the driver reports as the card's total (the MiB that nvidia-smi prints),
 which is what a program can plan with; where that figure is not known for sure it is the size the
-card is sold with, in GB, and `source` says "as sold". The rates are the vendor's peaks: bf16 with
-fp32 accumulation, without sparsity. `g4ir bench` measures what a card reaches.
+card is sold with, in GB, and `source` says "as sold". The rates are the vendor's peaks: bf16
+(float16 on a card without bf16) with fp32 accumulation, without sparsity. `g4ir bench` measures
+what a card reaches.
 """
 
 from __future__ import annotations
@@ -57,6 +58,10 @@ _CARDS = (
     _card("l40s-48gb", 46068 * MIB, 0.864, 362.05, "L40S data sheet, driver"),
     _card("rtx5090-32gb", 32607 * MIB, 1.792, 209.5, "RTX Blackwell white paper, driver"),
     _card("rtx4090-24gb", 24564 * MIB, 1.008, 165.2, "Ada white paper, driver"),
+    _card("l4-24gb", 23034 * MIB, 0.3, 121.0, "L4 data sheet, driver"),
+    _card("rtx5080-16gb", 16303 * MIB, 0.96, 112.6, "RTX Blackwell white paper, driver"),
+    _card("rtx4080-16gb", 16376 * MIB, 0.7168, 97.5, "Ada white paper, driver"),
+    _card("t4-16gb", 15360 * MIB, 0.32, 65.0, "T4 data sheet (float16; no bf16 units), driver"),
     _card("rtx4070ti-12gb", 12282 * MIB, 0.5042, 80.2, "Ada white paper, driver"),
     _card("rtx4070-12gb", 12282 * MIB, 0.5042, 58.3, "Ada white paper, driver"),
     _card("rtx4060-8gb", 8188 * MIB, 0.272, 30.2, "Ada white paper, driver"),
@@ -69,6 +74,8 @@ UNITS = {"": 1} | {
     for power, letter in enumerate("kmgt", 1)
     for i in ("", "i")
 }
+#: the rule of `parse_bytes`, for help and reports
+SIZE_RULE = "GB is 10^9 bytes, GiB 2^30; a card sold as 16 GB has about 16 GiB"
 #: more than any machine has
 MOST_BYTES = 10**18
 
@@ -76,8 +83,8 @@ _SIZE = re.compile(r"([0-9]{1,40}(?:\.[0-9]{0,40})?(?:e\+?[0-9]{1,3})?)\s*([kmgt
 
 
 def gpu_names() -> str:
-    """Return the names of the known cards as lines of help."""
-    return fill(", ".join(GPUS), 76)
+    """Return the names of the known cards and the units of a size as lines of help."""
+    return f"{fill(', '.join(GPUS), 76)}\n({SIZE_RULE})"
 
 
 def find_gpu(text: str) -> Gpu:

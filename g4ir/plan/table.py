@@ -10,6 +10,7 @@ from g4ir.ui.table import Line, aligned
 from g4ir.ui.units import count_text, rounded_count, size_text
 
 from .drafting import gains_text
+from .gpus import SIZE_RULE
 
 if TYPE_CHECKING:
     from .plan import Fit, Most, Plan
@@ -127,7 +128,12 @@ def _title(plan: Plan) -> str:
     if plan.ple_placement:
         places = dict.fromkeys(str(f.ple_placement) for f in plan.fits) or [plan.ple_placement]
         about.append(f"per-layer table: {' or '.join(places)}")
-    return ", ".join(about) + "\n"
+    return ", ".join(about) + "\n" + _units(plan)
+
+
+def _units(plan: Plan) -> str:
+    """Return the line on GB and GiB of a plan with devices, whose memory may be given in either."""
+    return f"{SIZE_RULE}\n" if plan.fits else ""
 
 
 def _parameters(plan: Plan) -> str:
@@ -326,7 +332,8 @@ def _totals(plans: Sequence[Plan], nominal: bool) -> str:
         quoted = [f"{p.weights_as(p.dtype).nominal / 1e9:.1f} GB"] if nominal else []
         counts = [f"{n / 1e9:.3f}B" for n in (p.counts.loaded, p.counts.active)]
         lines.append([p.spec.name, *counts, *sizes, *quoted])
-    return "parameters, and bytes of the decoder's weights\n" + aligned(lines)
+    head = f"{_units(plans[0])}parameters, and bytes of the decoder's weights\n"
+    return head + aligned(lines)
 
 
 def _cache_table(plans: Sequence[Plan], batch: int) -> str:
