@@ -15,7 +15,10 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
+from g4ir.cli import main
 from g4ir.errors import SpecError
 from g4ir.spec.parts import FULL, SLIDING, Audio, Moe, Ple, UnifiedAudio, UnifiedVision, Vision
 from g4ir.spec.record import (
@@ -27,7 +30,7 @@ from g4ir.spec.record import (
     spec_names,
     spec_path,
 )
-from g4ir.spec.rules import problems, shortest_pattern
+from g4ir.spec.rules import READABLE, problems, readable_pattern, shortest_pattern
 from tests.hub_configs import FULL_LAYERS, RELEASED, hub_config
 
 TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
@@ -255,10 +258,50 @@ def test_shortest_pattern(kinds: str, pattern: str) -> None:
 
 
 def test_last_sliding_layer_becomes_full(tmp_path: Path, caplog: Any) -> None:
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         spec = variant(tmp_path, "pattern: [sliding]")
     assert spec.text.layer_types == (SLIDING,) * 5 + (FULL,)
     assert "becomes a full one" in caplog.text
+
+
+ENDS_SLIDING = "num_hidden_layers: 40\npattern: [sliding, full, sliding, sliding, sliding]\n"
+
+
+def test_a_long_pattern_is_shown_as_its_repeat(tmp_path: Path) -> None:
+    spec = variant(tmp_path, ENDS_SLIDING)
+    text = spec.to_yaml()
+    assert len(spec.text.pattern) == 38  # canonical: 40 layers, of which the last is full
+    assert "pattern: [sliding, full, sliding, sliding, sliding]\n" in text
+    assert text.startswith("# the last layer is full")
+    assert load_spec(write(tmp_path, text, "shown.yaml")) == spec
+
+
+@given(st.lists(st.sampled_from([SLIDING, FULL]), min_size=1, max_size=50), st.integers(1, 60))
+def test_the_shown_pattern_gives_the_layers(pattern: list[str], layers: int) -> None:
+    base = load_spec("tiny-moe").text
+    text = replace(base, num_hidden_layers=layers, pattern=tuple(pattern))
+    shown = readable_pattern(text)
+    assert replace(text, pattern=shown).layer_types == text.layer_types
+    assert len(shown) <= max(len(pattern), READABLE)
+
+
+@pytest.mark.parametrize(
+    ("command", "notes"),
+    [
+        (("specs", "validate", "{}"), 1),
+        (("build", "--spec", "{}", "--backend", "reference", "--random-weights", "0", "--dry-run"), 1),
+        (("plan", "--spec", "{}"), 0),
+        (("show", "--spec", "{}"), 0),
+        (("specs", "show", "{}"), 0),
+    ],
+)
+def test_a_forced_layer_is_logged_once(
+    command: tuple[str, ...], notes: int, tmp_path: Path, capsys: Any
+) -> None:
+    body = "schema: 1\nextends: tiny-moe\ntext: {num_hidden_layers: 7}\n"
+    file = write(tmp_path, body)
+    assert main([word.format(file) for word in command]) == 0
+    assert capsys.readouterr().err.count("becomes a full one") == notes
 
 
 def test_moe_on_all_layers_is_moe(tmp_path: Path) -> None:
@@ -460,7 +503,7 @@ def test_rope_spellings(caplog: Any) -> None:
 
 def test_last_sliding_layer_of_a_config(caplog: Any) -> None:
     kinds = ["sliding_attention"] * 6
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         spec = Spec.from_hf(tiny_config(layer_types=kinds))
     assert spec.text.layer_types == (SLIDING,) * 5 + (FULL,) and "full one" in caplog.text
 

@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import json
 import logging
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from g4ir.spec.reader import (
 )
 
 from .parts import CHAT_FORMS, TOWERS, Variant, slug
-from .rules import Problem, canonical, problems
+from .rules import Problem, canonical, problems, readable_pattern
 
 SCHEMA = 1
 
@@ -73,8 +73,11 @@ class Spec(Variant):
 
     def to_yaml(self) -> str:
         """Return a spec file that loads to this spec; fields at their default are left out."""
-        body = {"schema": SCHEMA, **_pruned(self)}
-        return yaml.safe_dump(body, sort_keys=False, width=100, default_flow_style=None)
+        pattern = readable_pattern(self.text)
+        shown = replace(self, text=replace(self.text, pattern=pattern))
+        body = {"schema": SCHEMA, **_pruned(shown)}
+        note = "" if pattern == self.text.pattern else "# the last layer is full, after any pattern\n"
+        return note + yaml.safe_dump(body, sort_keys=False, width=100, default_flow_style=None)
 
     def digest(self) -> str:
         """Return SHA-256 of the canonical JSON of every field; `chat` counts where it is set, for

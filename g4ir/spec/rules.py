@@ -22,6 +22,8 @@ from .parts import (
 )
 
 log = logging.getLogger(__name__)
+#: most entries of a pattern that a reader takes in; released models have at most 6
+READABLE = 8
 V = TypeVar("V", bound=Variant)
 
 
@@ -231,7 +233,7 @@ def canonical(spec: V) -> V:
     """Return the spec with `pattern` and `moe.layers` in their shortest form, so that equal
     variants compare equal.
 
-    Warns where the last layer was sliding: the reference turns it into a full one.
+    Logs, as INFO, that the reference turns a sliding last layer into a full one.
     """
     text = spec.text
     moe = text.moe
@@ -239,13 +241,20 @@ def canonical(spec: V) -> V:
         moe = replace(moe, layers=None)
     last = text.pattern[(text.num_hidden_layers - 1) % len(text.pattern)]
     if last != FULL:
-        log.warning(
+        log.info(
             "%s: the last of %d layers is %s; it becomes a full one, as in the reference",
             spec.name,
             text.num_hidden_layers,
             last,
         )
     return replace(spec, text=replace(text, pattern=shortest_pattern(text.layer_types), moe=moe))
+
+
+def readable_pattern(text: Text) -> tuple[str, ...]:
+    """Return the pattern as a spec file shows it: the canonical one, or, if that is longer than
+    READABLE, the shortest that gives every layer but the last, which is full anyway."""
+    pattern = shortest_pattern(text.layer_types)
+    return pattern if len(pattern) <= READABLE else shortest_pattern(text.layer_types[:-1])
 
 
 def shortest_pattern(kinds: tuple[str, ...]) -> tuple[str, ...]:

@@ -108,20 +108,28 @@ def _write(text: str) -> None:
         sys.stderr.flush()
 
 
-class _Warnings(logging.Handler):
+class _Records(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        say(f"{record.levelname.lower()}: {record.getMessage()}")
+        level = "note" if record.levelno == logging.INFO else record.levelname.lower()
+        say(f"{level}: {record.getMessage()}")
 
 
 @contextlib.contextmanager
 def logs() -> Iterator[None]:
     """A context that prints warnings of the package as lines on stderr."""
-    logger, handler = logging.getLogger("g4ir"), _Warnings(logging.WARNING)
+    logger, handler = logging.getLogger("g4ir"), _Records()
+    level = logger.level
     logger.addHandler(handler)
     try:
         yield
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def log_notes() -> None:
+    """Print INFO records too until `logs` ends: for verbs that take in a spec."""
+    logging.getLogger("g4ir").setLevel(logging.INFO)
 
 
 class Ended(BaseException):
