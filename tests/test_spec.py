@@ -232,6 +232,13 @@ def test_integers(tmp_path: Path, written: str) -> None:
     assert variant(tmp_path, f"vocab_size: {written}").text.vocab_size == 262144
 
 
+def test_every_key_has_a_description() -> None:
+    defs = json_schema()["$defs"].items()
+    texts = {(n, k): p.get("description", "") for n, d in defs for k, p in d["properties"].items()}
+    assert len(texts) > 100
+    assert {key: text for key, text in texts.items() if not 8 < len(text) < 100} == {}
+
+
 @pytest.mark.parametrize("long, short", [("bfloat16", "bf16"), ("float16", "f16"), ("f32", "f32")])
 def test_dtype_spellings(tmp_path: Path, long: str, short: str) -> None:
     assert load_spec(write(tmp_path, f"schema: 1\nextends: e2b\ndtype: {long}\n")).dtype == short
@@ -289,7 +296,19 @@ def test_the_shown_pattern_gives_the_layers(pattern: list[str], layers: int) -> 
     ("command", "notes"),
     [
         (("specs", "validate", "{}"), 1),
-        (("build", "--spec", "{}", "--backend", "reference", "--random-weights", "0", "--dry-run"), 1),
+        (
+            (
+                "build",
+                "--spec",
+                "{}",
+                "--backend",
+                "reference",
+                "--random-weights",
+                "0",
+                "--dry-run",
+            ),
+            1,
+        ),
         (("plan", "--spec", "{}"), 0),
         (("show", "--spec", "{}"), 0),
         (("specs", "show", "{}"), 0),

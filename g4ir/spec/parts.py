@@ -29,12 +29,18 @@ Places = Annotated[tuple[str, ...], Length(1, 16)]
 @dataclass(frozen=True)
 class Rope:
     """Rotary embedding of one attention kind (semantics: `default` rotates all of head_dim;
-    `proportional` rotates int(rotary_fraction * head_dim // 2) pairs, exponent over head_dim)."""
+    `proportional` rotates int(rotary_fraction * head_dim // 2) pairs, exponent over head_dim).
+
+    kind: default: rotate all of head_dim; proportional: rotate rotary_fraction of it
+    theta: base of the frequencies, such as 10000
+    rotary_fraction: share of head_dim that is rotated; below 1 with kind proportional only
+    factor: divisor of the inverse frequencies, for longer contexts; none by default
+    """
 
     kind: Annotated[str, OneOf(("default", "proportional"))]
     theta: Positive
     rotary_fraction: Fraction = 1.0
-    factor: Positive | None = None  # divides the inverse frequencies
+    factor: Positive | None = None
 
     def pairs(self, head_dim: int) -> int:
         """Return the rotated pairs; the other head_dim/2 - pairs have frequency zero."""
@@ -43,18 +49,31 @@ class Rope:
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """Geometry of one attention kind. `window` counts keys including the query itself."""
+    """Geometry of one attention kind. `window` counts keys including the query itself.
+
+    head_dim: elements of one head; even
+    num_key_value_heads: key and value heads; a divisor of num_attention_heads
+    rope: rotary position embedding of these layers
+    window: keys a query sees, itself included; sliding layers only
+    k_eq_v: V is the K projection before norm and rotation; there is no v_proj tensor
+    """
 
     head_dim: Count
     num_key_value_heads: Count
     rope: Rope
-    window: Count | None = None  # set on sliding, None on full
-    k_eq_v: bool = False  # V is the raw K projection; there is no v_proj tensor
+    window: Count | None = None
+    k_eq_v: bool = False
 
 
 @dataclass(frozen=True)
 class Moe:
-    """Routed experts beside the dense MLP. `layers` None means every layer."""
+    """Routed experts beside the dense MLP. `layers` None means every layer.
+
+    num_experts: routed experts per layer
+    top_k_experts: experts that run per token
+    intermediate_size: inner width of one expert's MLP
+    layers: indices from 0 of the layers with experts; every layer by default
+    """
 
     num_experts: Annotated[int, Range(1, 65536)]
     top_k_experts: Count
@@ -64,7 +83,11 @@ class Moe:
 
 @dataclass(frozen=True)
 class Ple:
-    """Per-layer embeddings: one row of num_hidden_layers * dim per token id."""
+    """Per-layer embeddings: one row of num_hidden_layers * dim per token id.
+
+    dim: width of one layer's row; a table row has num_hidden_layers * dim elements
+    vocab_size: rows of the table: token ids from 0 that have per-layer embeddings
+    """
 
     dim: Count
     vocab_size: Count
@@ -72,14 +95,34 @@ class Ple:
 
 @dataclass(frozen=True)
 class Text:
-    """The decoder."""
+    """The decoder.
+
+    vocab_size: rows of the token table, and logits per position
+    hidden_size: width of the residual stream
+    intermediate_size: inner width of the dense MLP
+    num_hidden_layers: decoder layers
+    num_attention_heads: query heads of every layer
+    pattern: kinds of the layers, repeated and cut to num_hidden_layers; the last layer is full
+    sliding: attention of sliding-window layers
+    full: attention of full (global) layers
+    max_position_embeddings: maximum context length in tokens
+    num_kv_shared_layers: last layers that read an earlier layer's K and V
+    use_double_wide_mlp: layers with shared K and V have twice the intermediate_size
+    moe: routed experts beside the dense MLP; none by default
+    ple: per-layer embeddings; none by default
+    rms_norm_eps: epsilon of the RMS norms
+    hidden_activation: activation of the gated MLPs
+    final_logit_softcapping: soft cap c of the logits: c * tanh(x / c); none by default
+    attn_logit_softcapping: soft cap of the attention scores; none by default
+    use_bidirectional_attention: vision: soft tokens of one image see each other on sliding layers
+    tie_word_embeddings: the token table is also the output matrix
+    """
 
     vocab_size: Count
     hidden_size: Count
     intermediate_size: Count
     num_hidden_layers: Layers
     num_attention_heads: Count
-    # repeated and cut to num_hidden_layers
     pattern: Annotated[tuple[Kind, ...], Length(1, MAX_LAYERS)]
     sliding: AttentionKind
     full: AttentionKind
@@ -92,7 +135,6 @@ class Text:
     hidden_activation: Activation = "gelu_pytorch_tanh"
     final_logit_softcapping: Positive | None = None
     attn_logit_softcapping: Positive | None = None
-    # None | vision: soft tokens of one image see each other on sliding layers
     use_bidirectional_attention: Annotated[str, OneOf(("vision",))] | None = None
     tie_word_embeddings: bool = True
 
@@ -114,7 +156,19 @@ class Text:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Ids with a meaning. `eos` lists every id that ends a text; media ids mark soft tokens."""
+    """Ids with a meaning. `eos` lists every id that ends a text; media ids mark soft tokens.
+
+    bos: token id at the start of a text
+    eos: token ids that end a text
+    pad: token id of padding
+    image: token id replaced by soft tokens of an image
+    video: token id replaced by soft tokens of a video frame
+    audio: token id replaced by soft tokens of audio
+    boi: token id before an image
+    eoi: token id after an image
+    boa: token id before audio
+    eoa: token id after audio
+    """
 
     bos: Index | None = None
     eos: tuple[Index, ...] = ()
@@ -122,15 +176,33 @@ class Tokens:
     image: Index | None = None
     video: Index | None = None
     audio: Index | None = None
-    boi: Index | None = None  # begin, end of an image
+    boi: Index | None = None
     eoi: Index | None = None
-    boa: Index | None = None  # begin, end of a sound
+    boa: Index | None = None
     eoa: Index | None = None
 
 
 @dataclass(frozen=True)
 class Vision:
-    """The vision tower of `gemma4`: patches -> transformer -> pooling by position."""
+    """The vision tower of `gemma4`: patches -> transformer -> pooling by position.
+
+    hidden_size: width of the tower
+    intermediate_size: inner width of its MLPs
+    num_hidden_layers: layers of the tower
+    num_attention_heads: query heads
+    num_key_value_heads: key and value heads
+    head_dim: elements of one head; a multiple of 4
+    patch_size: side of a patch in pixels
+    pooling_kernel_size: patches per side that are pooled into one soft token
+    position_embedding_size: rows per axis of the position table
+    rope_theta: base of the two-dimensional rotary frequencies
+    rms_norm_eps: epsilon of the RMS norms
+    hidden_activation: activation of the gated MLPs
+    max_position_embeddings: max_position_embeddings of the config.json; changes no value
+    default_output_length: soft tokens per image unless a request says otherwise
+    use_clipped_linears: linears clip their inputs and outputs to ranges from the checkpoint
+    standardize: soft tokens are shifted and scaled by tensors of the checkpoint
+    """
 
     hidden_size: Count
     intermediate_size: Count
@@ -138,21 +210,39 @@ class Vision:
     num_attention_heads: Count
     num_key_value_heads: Count
     head_dim: Count
-    patch_size: Count  # pixels
-    pooling_kernel_size: Count  # patches per side that become one soft token
-    position_embedding_size: Count  # rows per axis of the position table
+    patch_size: Count
+    pooling_kernel_size: Count
+    position_embedding_size: Count
     rope_theta: Positive = 100.0
     rms_norm_eps: Positive = 1e-6
     hidden_activation: Activation = "gelu_pytorch_tanh"
     max_position_embeddings: Count = 131072
-    default_output_length: Count = 280  # soft tokens per image unless asked otherwise
+    default_output_length: Count = 280
     use_clipped_linears: bool = False
     standardize: bool = False
 
 
 @dataclass(frozen=True)
 class Audio:
-    """The audio tower of `gemma4`: mel frames -> two strided convolutions -> conformer."""
+    """The audio tower of `gemma4`: mel frames -> two strided convolutions -> conformer.
+
+    hidden_size: width of the conformer
+    num_hidden_layers: conformer layers
+    num_attention_heads: attention heads
+    output_proj_dims: width of the tower's output
+    subsampling_conv_channels: channels of the two strided convolutions
+    conv_kernel_size: frames of the depthwise convolution's kernel
+    residual_weight: factor of the feed-forward blocks in the residual sum
+    attention_chunk_size: frames per attention block
+    attention_context_left: frames to the left that a query sees, itself included, plus 1
+    attention_context_right: frames a block sees to the right
+    attention_logit_cap: soft cap of the attention scores
+    attention_invalid_logits_value: score of a masked position
+    gradient_clipping: activations are clamped to plus or minus this
+    hidden_act: activation of the feed-forward and convolution blocks
+    rms_norm_eps: epsilon of the RMS norms
+    use_clipped_linears: linears clip their inputs and outputs to ranges from the checkpoint
+    """
 
     hidden_size: Count
     num_hidden_layers: Layers
@@ -174,20 +264,33 @@ class Audio:
 
 @dataclass(frozen=True)
 class UnifiedVision:
-    """The image path of `gemma4_unified`: merged patches through one linear, no tower."""
+    """The image path of `gemma4_unified`: merged patches through one linear, no tower.
+
+    mm_embed_dim: width of a patch's embedding
+    mm_posemb_size: rows per axis of the position table
+    patch_size: side of a patch in pixels
+    pooling_kernel_size: patches per side that are merged into one soft token
+    output_proj_dims: width of the output; equals mm_embed_dim
+    num_soft_tokens: soft tokens per image unless a request says otherwise
+    rms_norm_eps: epsilon of the RMS norms
+    """
 
     mm_embed_dim: Count
-    mm_posemb_size: Count  # rows per axis of the position table
+    mm_posemb_size: Count
     patch_size: Count = 16
     pooling_kernel_size: Count = 3
-    output_proj_dims: Count = 3840  # equals mm_embed_dim
+    output_proj_dims: Count = 3840
     num_soft_tokens: Count = 280
     rms_norm_eps: Positive = 1e-6
 
 
 @dataclass(frozen=True)
 class UnifiedAudio:
-    """The audio path of `gemma4_unified`: raw frames of `audio_embed_dim` samples, one linear."""
+    """The audio path of `gemma4_unified`: raw frames of `audio_embed_dim` samples, one linear.
+
+    audio_embed_dim: samples of audio per soft token
+    rms_norm_eps: epsilon of the RMS norms
+    """
 
     audio_embed_dim: Count
     rms_norm_eps: Positive = 1e-6
@@ -196,7 +299,11 @@ class UnifiedAudio:
 @dataclass(frozen=True)
 class Centroids:
     """Heads of clusters of tokens, all of one size: only the tokens of the `top_k` clusters whose
-    heads score best have logits."""
+    heads score best have logits.
+
+    count: clusters; a divisor of text.vocab_size
+    top_k: clusters whose tokens have logits
+    """
 
     count: Count
     top_k: Count
@@ -204,11 +311,15 @@ class Centroids:
 
 @dataclass(frozen=True)
 class Drafter:
-    """The ways in which a drafter meets the model that it drafts for."""
+    """The ways in which a drafter meets the model that it drafts for.
 
-    backbone_hidden_size: Count  # of that model
-    centroids: Centroids | None = None  # None: every token has a logit
-    # where a drafted token stands: at its own place, or at that of the newest token in the caches
+    backbone_hidden_size: hidden_size of the target model
+    centroids: clustered output head; a logit for every token by default
+    position: next: a draft token's own position; last: that of the newest token in the KV cache
+    """
+
+    backbone_hidden_size: Count
+    centroids: Centroids | None = None
     position: Annotated[str, OneOf(("next", "last"))] = "next"
 
 
@@ -216,7 +327,14 @@ class Drafter:
 class Prefixes:
     """Where a checkpoint may keep each part; the first prefix that is present counts.
 
-    `text` is tried on `embed_tokens.weight`; `head` is the untied output matrix.
+    text: prefixes of the decoder's tensors; tried on embed_tokens.weight
+    head: names of the untied output matrix
+    vision: prefixes of the vision tower
+    audio: prefixes of the audio tower
+    vision_embedder: prefixes of a unified model's patch embedder
+    embed_vision: prefixes of the projection from image features to hidden_size
+    embed_audio: prefixes of the projection from audio features to hidden_size
+    drafter: prefixes of a drafter's own tensors outside its layers
     """
 
     text: Places = ("model.language_model.", "language_model.", "model.", "")
@@ -255,22 +373,31 @@ class Layer:
 
 @dataclass(frozen=True)
 class Variant:
-    """The fields of a variant, and its layers."""
+    """The fields of a variant, and its layers.
+
+    name: name of the variant; the file's name by default
+    model_type: model_type of the config.json
+    dtype: dtype of weights and activations
+    text: the decoder
+    tokens: special token ids
+    hub: Hugging Face repository of the weights, such as google/gemma-4-E2B-it
+    chat: built-in chat template, for a checkpoint without one
+    vision: image tower; none by default
+    audio: audio tower; none by default
+    prefixes: tensor name prefixes in a checkpoint
+    drafter: set if this is a draft model (MTP), whose layers read the target's KV cache
+    """
 
     name: Annotated[str, Shaped(NAME, "my-variant")]
     model_type: Annotated[str, OneOf(MODEL_TYPES)]
     dtype: Annotated[str, OneOf(DTYPES, DTYPE_ALIASES)]
     text: Text
     tokens: Tokens
-    # where the weights are published
     hub: Annotated[str, Shaped(f"{NAME}/{NAME}", "google/gemma-4-E2B-it")] | None = None
-    # form of the chat template where a checkpoint has none; no config.json says it
     chat: Annotated[str, OneOf(CHAT_FORMS)] = CHAT_FORMS[0]
     vision: Vision | UnifiedVision | None = None
     audio: Audio | UnifiedAudio | None = None
     prefixes: Prefixes = field(default_factory=Prefixes)
-    # set where this is no model but one that drafts tokens for a model, whose keys and values all
-    # its layers read
     drafter: Drafter | None = None
 
     def owners(self) -> dict[str, int]:

@@ -622,6 +622,7 @@ def _expected(hints: tuple[Any, ...]) -> str:
 
 # --- JSON Schema ------------------------------------------------------------------------------
 
+_FIELD_DOC = re.compile(r"^ {4}(\w+): (.+)$", re.MULTILINE)
 JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", Line: "string"}
 
 
@@ -633,15 +634,26 @@ def schema_defs(cls: type, partial: bool, defs: dict[str, Any]) -> str:
     name = cls.__name__ + ("Patch" if partial else "")
     if name not in defs:
         defs[name] = {}  # keeps a recursive type from looping
-        hints = hints_of(cls)
+        hints, docs = hints_of(cls), field_docs(cls)
         defs[name] = {
             "type": "object",
             "description": " ".join((cls.__doc__ or "").split("\n\n")[0].split()),
             "additionalProperties": False,
-            "properties": {f.name: schema_of(hints[f.name], partial, defs) for f in fields(cls)},
+            "properties": {
+                f.name: schema_of(hints[f.name], partial, defs) | docs.get(f.name, {})
+                for f in fields(cls)
+            },
             "required": [] if partial else [f.name for f in fields(cls) if required(f)],
         }
     return name
+
+
+def field_docs(cls: type) -> dict[str, dict[str, str]]:
+    """Return field -> its description, from the lines `field: text` of the docstrings of a
+    dataclass and its bases."""
+    docs = (c.__doc__ or "" for c in reversed(cls.__mro__) if is_dataclass(c))
+    lines = (match for doc in docs for match in _FIELD_DOC.findall(doc))
+    return {name: {"description": text} for name, text in lines}
 
 
 def schema_of(hint: Any, partial: bool, defs: dict[str, Any]) -> dict[str, Any]:

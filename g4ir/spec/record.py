@@ -41,6 +41,7 @@ from .rules import Problem, canonical, problems, readable_pattern
 SCHEMA = 1
 
 MAX_EXTENDS = 8
+EXTENDS = "a shipped variant, or a YAML file beside this one, whose fields are the defaults"
 SUFFIXES = (".yaml", ".yml")
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,9 @@ class Spec(Variant):
         pattern = readable_pattern(self.text)
         shown = replace(self, text=replace(self.text, pattern=pattern))
         body = {"schema": SCHEMA, **_pruned(shown)}
-        note = "" if pattern == self.text.pattern else "# the last layer is full, after any pattern\n"
+        note = (
+            "" if pattern == self.text.pattern else "# the last layer is full, after any pattern\n"
+        )
         return note + yaml.safe_dump(body, sort_keys=False, width=100, default_flow_style=None)
 
     def digest(self) -> str:
@@ -273,10 +276,10 @@ def json_schema() -> dict[str, Any]:
     defs: dict[str, Any] = {}
     whole, patch = (schema_defs(Spec, partial, defs) for partial in (False, True))
     for name in (whole, patch):
-        head = {"schema": {"const": SCHEMA}}
+        head = {"schema": {"const": SCHEMA, "description": "version of the file format"}}
         defs[name]["properties"] = head | defs[name]["properties"]
     defs[whole]["required"] = ["schema", *(k for k in defs[whole]["required"] if k != "name")]
-    defs[patch]["properties"]["extends"] = {"type": "string"}
+    defs[patch]["properties"]["extends"] = {"type": "string", "description": EXTENDS}
     defs[patch]["required"] = ["schema", "extends"]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
