@@ -146,6 +146,7 @@ def test_build_groups_every_option() -> None:
         (("build", "--backend", "torch", "e2b"), "e2b is a variant: give --variant e2b"),
         (("tune", "31b"), "31b is a variant: give --variant 31b"),
         (("show", "e2b"), "e2b is a variant: give --variant e2b"),
+        (("show", "--phase", "prefill", "my.yaml"), "my.yaml is a spec file: give --spec my.yaml"),
         (("specs", "show", "31b", "--bogus"), "arguments: --bogus (see"),
         (("plan", "my.yaml"), "my.yaml is a spec file: give --spec my.yaml"),
         (("specs", "31b"), "31b is a variant: `g4ir specs show 31b` prints it"),

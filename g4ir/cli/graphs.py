@@ -21,7 +21,7 @@ from g4ir.plan.settings import (
     for_gpu,
 )
 from g4ir.plan.settings import pass_options as pass_arguments
-from g4ir.spec.record import Spec, spec_names
+from g4ir.spec.record import Spec
 from g4ir.ui.units import parse_count
 
 from .common import given_spec
@@ -203,8 +203,6 @@ def drafted_tokens(args: argparse.Namespace) -> int:
 def stored(args: argparse.Namespace) -> Artefact:
     """Return the engine; it is read once, since every file of it is."""
     if args.stored is None:
-        if args.engine in spec_names() and not Path(args.engine).exists():
-            raise InputError(f"{args.engine} is a variant: give --variant {args.engine}")
         from g4ir.engine.artefact import open_artefact
 
         args.stored = open_artefact(Path(args.engine))
