@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from g4ir.chat.prompt import check_length, longest_token, text_ids
 from g4ir.chat.stream import is_byte
 from g4ir.errors import InputError
 from g4ir.weights.tensorfile import parse_json
@@ -19,14 +21,21 @@ class Codec:
     def __init__(self, engine: Engine) -> None:
         self.tokenizer = engine.tokenizer()
         config = _tokenizer_config(engine.path)
+        self.room = engine.limits.max_seq
         self.bos, self.adds_bos = engine.spec.tokens.bos, config.get("add_bos_token") is True
         template = engine.path / "chat_template.jinja"
         #: whether the checkpoint has a chat template
         self.instructed = template.is_file() or bool(config.get("chat_template"))
 
+    @cached_property
+    def longest(self) -> int:
+        """Number of characters of the longest token."""
+        return longest_token(self.tokenizer)
+
     def encode(self, text: str, what: str) -> list[int]:
         """Return token ids, special ones as tokenizer.json and its config add them; one that begins
-        the text is not added again."""
+        the text is not added again. InputError for a text that no engine of this size can hold."""
+        check_length(len(text), self.longest, self.room, what)
         try:
             text.encode()
         except UnicodeEncodeError as e:
@@ -49,7 +58,7 @@ class Codec:
 
     def _ids(self, text: str, what: str, special: bool) -> list[int]:
         try:
-            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
+            (ids,) = text_ids(self.tokenizer, [text], special)
         except BaseException as e:
             # What the library's own code stumbles over is no Exception.
             if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
