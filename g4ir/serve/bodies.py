@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -20,6 +20,11 @@ Read = Callable[[Any, str], Any]
 MOST_MESSAGES, MOST_TOOLS, MOST_PROMPTS = 4096, 128, 32
 MOST_STOPS, MOST_BIASES, MOST_STOP_IDS = 16, 1024, 64
 MOST_TOP, MOST_TOKENS = 20, 1 << 20
+LEAST_TOP_P = 1e-6
+#: of a stop text in characters: each piece of an answer is compared with it
+MOST_STOP_TEXT = 4096
+#: of a whole body: objects and lists, strings, and values
+MOST_HELD, MOST_STRINGS, MOST_VALUES = 1 << 16, 1 << 18, 1 << 21
 #: efforts -> whether the model thinks
 EFFORTS = {
     **dict.fromkeys(("none", "minimal"), False),
@@ -28,7 +33,8 @@ EFFORTS = {
 
 
 def parsed(raw: bytes) -> dict[str, Any]:
-    """Return the object of a body. Refused where it is no JSON, too deep, or no object."""
+    """Return the object of a body. Refused if it is no JSON, too large or deep, or no object."""
+    _check_counts(raw)
     try:
         body = json.loads(raw.decode(), parse_constant=_no_number)
     except RecursionError:
@@ -39,6 +45,30 @@ def parsed(raw: bytes) -> dict[str, Any]:
         raise Refused(400, f"the body must be an object, found {kind_of(body)}")
     _check_depth(body)
     return body
+
+
+def _check_counts(raw: bytes) -> None:
+    """Refuse a body of more values than a request needs before they are made: `json.loads` holds
+    the interpreter's lock, and takes a second for a million lists. Bytes inside strings do not
+    count; they are only taken out if all bytes together are too many."""
+    if all(n <= most for n, most in _counts(raw)):
+        return
+    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if plain.count(b'"') <= 2 * MOST_STRINGS:
+        plain = b"".join(plain.split(b'"')[::2])
+    if any(n > most for n, most in _counts(plain)):
+        raise Refused(
+            400,
+            f"the body has more than {MOST_HELD} objects and lists, {MOST_STRINGS} strings or "
+            f"{MOST_VALUES} values",
+        )
+
+
+def _counts(raw: bytes) -> Iterator[tuple[int, int]]:
+    """Yield how many bytes stand for values of a kind, and how many there may be."""
+    yield raw.count(b"[") + raw.count(b"{"), MOST_HELD
+    yield raw.count(b'"'), 2 * MOST_STRINGS
+    yield raw.count(b","), MOST_VALUES
 
 
 def _deep() -> Refused:
@@ -85,6 +115,11 @@ def whole(low: int, high: int) -> Read:
     return number(low, high, True)
 
 
+def _top_p(value: Any, name: str) -> float:
+    """Take shares of probability; 0 leaves the likeliest token alone, as a tiny share does."""
+    return max(float(number(0, 1)(value, name)), LEAST_TOP_P)
+
+
 def kind(form: type) -> Read:
     """Take values of one kind."""
     words = {bool: "true or false", str: "a text", dict: "an object", list: "a list"}
@@ -128,6 +163,8 @@ def _stop(value: Any, name: str) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else listed(MOST_STOPS)(value, name)
     if not all(isinstance(s, str) and s for s in strings):
         raise bad(name, "must be a text that is not empty, or a list of such")
+    if any(len(s) > MOST_STOP_TEXT for s in strings):
+        raise bad(name, f"a text must have at most {MOST_STOP_TEXT} characters")
     return tuple(strings)
 
 
@@ -229,7 +266,7 @@ COMMON: Mapping[str, Read] = {
     "model": kind(str),
     "max_tokens": _COUNT,
     "temperature": number(0, 100),
-    "top_p": number(1e-6, 1),
+    "top_p": _top_p,
     "top_k": whole(-1, (1 << 31) - 1),
     "min_p": number(0, 1),
     "n": whole(1, 128),
@@ -314,18 +351,25 @@ DETOKENIZE: Mapping[str, Read] = {"model": kind(str), "tokens": listed(MOST_TOKE
 def read_fields(body: Mapping[str, Any], table: Mapping[str, Read]) -> dict[str, Any]:
     """Return the known fields that are given, each as its reader returns it; what needs another
     field is refused without it."""
-    found = {k: read(body[k], k) for k, read in table.items() if body.get(k) is not None}
+    given = {k: v for k, v in body.items() if v is not None and not _unsaid(k, v)}
+    found = {k: read(given[k], k) for k, read in table.items() if k in given}
     for name in ("messages", "prompt", "tokens"):
         if name in table and name not in found:
             raise bad(name, "is missing")
     if "stream_options" in found and not found.get("stream"):
         raise bad("stream_options", "is for streams: give stream true, or leave it out")
-    if "top_logprobs" in found and not found.get("logprobs"):
+    if found.get("top_logprobs") and not found.get("logprobs"):
         raise bad("top_logprobs", "needs logprobs true")
     _check_choice(found)
     if found.get("best_of", 1) > found.get("n", 1):
         raise missing("best_of", "must not be more than n")
     return found
+
+
+def _unsaid(name: str, value: Any) -> bool:
+    """Whether a client means by a value that the field is not given."""
+    words = {"max_tokens": -1, "max_completion_tokens": -1, "stop": ""}
+    return name in words and type(value) is type(words[name]) and value == words[name]
 
 
 def _check_choice(fields: Mapping[str, Any]) -> None:

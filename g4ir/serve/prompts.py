@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from g4ir.backends.row_sampling import RowSampling
-from g4ir.chat import Prompt, Reader, Template, Vocabulary, make_prompt
+from g4ir.chat import Prompt, Reader, Template, Vocabulary, check_length, make_prompt
 from g4ir.engine.answers import Answer
 from g4ir.engine.attached import soft_of
 from g4ir.engine.codec import Codec
-from g4ir.engine.engine import Engine
+from g4ir.engine.engine import TOKENIZER, Engine
 from g4ir.engine.prompts import checked_ids, row_sampling
 from g4ir.engine.slots import SEEDS, Job
 from g4ir.errors import EngineError, InputError
@@ -67,6 +68,25 @@ class Asked:
         return Answer(vocabulary, self.reader(), index=index, stop=stop, single=single)
 
 
+def require_tokenizer(path: Path) -> None:
+    """Raise EngineError for an engine without a tokenizer."""
+    if not (path / TOKENIZER).is_file():
+        raise EngineError(
+            f"{path} has no {TOKENIZER}: it cannot be served; build it from a checkpoint that has "
+            f"one, or put one into its folder"
+        )
+
+
+def _texts(messages: Sequence[Any]) -> Iterator[str]:
+    """Yield the texts of messages that were not checked yet."""
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else [content]:
+            text = part.get("text") if isinstance(part, dict) else part
+            if isinstance(text, str):
+                yield text
+
+
 @dataclass
 class Prompts:
     """An engine as requests see it. Any thread may ask."""
@@ -84,7 +104,8 @@ class Prompts:
     def vocabulary(self) -> Vocabulary:
         """The engine's tokenizer; EngineError where it has none."""
         if self.codec is None:
-            raise EngineError(f"{self.engine.path} has no tokenizer.json: it cannot be served")
+            require_tokenizer(self.engine.path)
+        assert self.codec
         return Vocabulary(self.codec.tokenizer)
 
     @cached_property
@@ -103,6 +124,7 @@ class Prompts:
             options.setdefault("enable_thinking", EFFORTS[fields["reasoning_effort"]])
         if "add_generation_prompt" in fields:
             options["add_generation_prompt"] = fields["add_generation_prompt"]
+        self._check_length(sum(map(len, _texts(fields["messages"]))), "messages")
         prompt = make_prompt(
             fields["messages"],
             tools if chosen(fields).mode != "none" else None,
@@ -110,6 +132,7 @@ class Prompts:
             continued=fields.get("continue_final_message", False),
             **options,
         )
+        self._check_length(len(prompt.text), "messages")
         items = read_bytes(self.engine, prompt.media, self.sources)
         with self._media:  # one tower at a time
             soft = [soft_of(self.engine, medium, raw) for medium, raw in items]
@@ -158,13 +181,22 @@ class Prompts:
     def text(self, tokens: Any) -> str:
         """Return the text of ids, with control tokens."""
         ids = checked_ids(tokens, self.engine.spec.text.vocab_size, "tokens")
-        text: str = self.vocabulary.tokenizer.decode(ids, skip_special_tokens=False)
+        decode = self.vocabulary.tokenizer.decode_batch  # releases the interpreter's lock
+        text: str = decode([ids], skip_special_tokens=False)[0]
         return text
+
+    def _check_length(self, characters: int, name: str) -> None:
+        """Refuse a text that cannot fit before it is tokenised."""
+        try:
+            check_length(characters, self.vocabulary.longest, self.engine.limits.max_seq, name)
+        except InputError as e:
+            raise Refused(400, str(e), param=name, code="context_length_exceeded") from None
 
     def _ids(self, prompt: Any) -> list[int]:
         assert self.codec
         try:
             if isinstance(prompt, str):
+                self._check_length(len(prompt), "prompt")
                 return self.codec.encode(prompt, "prompt")
             return checked_ids(prompt, self.engine.spec.text.vocab_size, "prompt")
         except InputError as e:
