@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 LOADING_S = 1.0
 #: seconds that a connection may take for the head of a request
 HEAD_S = 10.0
+#: connections that wait to be accepted
+BACKLOG = 128
 #: files that are enough for any number of clients
 MOST_FILES = 1 << 16
 
@@ -81,6 +83,8 @@ class Process(uvicorn.Server):
             access_log=False,
             log_config=None,
             server_header=False,
+            # asyncio accepts as many connections as this before it does anything else
+            backlog=BACKLOG,
             timeout_graceful_shutdown=5,
         )
         super().__init__(config)
