@@ -118,7 +118,7 @@ class Process(uvicorn.Server):
     def _close_idle(self, now: float) -> None:
         """Close connections without a whole head of a request after HEAD_S seconds, and those that
         wait longest if all together are more than the process may open."""
-        connections: set[Any] = {c for c in self.server_state.connections if hasattr(c, "cycle")}
+        connections: set[Any] = {c for c in self.server_state.connections if "cycle" in vars(c)}
         free = (c for c in connections if c.cycle is None or c.cycle.response_complete)
         idle = {(c, c.cycle) for c in free}
         self._idle = {at: self._idle.get(at, now) for at in idle}
