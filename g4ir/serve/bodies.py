@@ -93,8 +93,8 @@ def _check_depth(body: Any) -> None:
     for _ in range(MOST_DEPTH):
         if any(isinstance(v, float) and not math.isfinite(v) for v in level):
             raise Refused(400, "the body has a number that is too large")
-        held = [v for v in level if isinstance(v, dict | list)]
-        level = [x for v in held for x in (v.values() if isinstance(v, dict) else v)]
+        held = [v.values() if isinstance(v, dict) else v for v in level if type(v) is not float]
+        level = [x for v in held for x in v if type(x) in (dict, list, float)]
         if not level:
             return
     raise _deep()
@@ -414,10 +414,10 @@ def _prompts(value: Any, name: str) -> tuple[Any, ...]:
     if isinstance(value, str):
         return (value,)
     kind(list)(value, name)
-    if value and all(isinstance(x, int) for x in value):
+    kinds = {*map(type, value)}
+    if value and kinds <= {int, bool}:
         return (value,)
-    texts = all(isinstance(x, str) for x in value)
-    if not (texts or all(isinstance(x, list) for x in value)):
+    if not (kinds <= {str} or kinds <= {list}):
         raise bad(name, "must be a text, a list of texts, of ids, or of lists of ids")
     return tuple(listed(MOST_PROMPTS, 1)(value, name))
 
