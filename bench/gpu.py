@@ -89,7 +89,7 @@ from g4ir.bench.peers import HfRunner, peer_model
 from g4ir.bench.roof import Meter, Rates, passes_seconds, synchronize
 from g4ir.bench.runners import EngineRunner
 from g4ir.bench.stats import percentile
-from g4ir.bench.system import environment, free_memory
+from g4ir.bench.system import environment
 from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
@@ -104,6 +104,7 @@ from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import load_spec
 from g4ir.ui.files import write_file
+from g4ir.ui.memory import free_memory
 from g4ir.weights.pack import split_program
 
 #: folder of --out for compiled programs, and seconds between two looks for new ones

@@ -7,18 +7,28 @@ Requests come as a Poisson process of so many a second (0: all at once), with le
 two bounds, evenly in their logarithm, and tokens drawn at random: the same for the same seed. Each
 is a stream of /v1/completions without an end but its length. Refusals with 429 are counted, not
 sent again.
+
+    python bench/load.py URL --beside [--half 5000] [--pid SERVER]
+
+measures how long one stream stands still while large bodies, the first request of JSON and half
+heads of requests come, each against the stream alone. Start the server anew for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import random
+import socket
+import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +41,8 @@ from g4ir.ui.table import aligned
 SHARES = (0.5, 0.95, 0.99)
 #: ids that are tokens of text in all vocabularies of the family, the tiny ones included
 LOW, HIGH = 300, 480
+#: bytes of a body that are sent at once
+PART = 1 << 16
 
 
 @dataclass
@@ -130,6 +142,117 @@ def report(took: float, requests: list[Asked], steps: dict[str, float]) -> str:
     return "\n".join([*facts, "", aligned(table, indent=0)])
 
 
+# --- what holds up a stream -----------------------------------------------------------------
+
+
+@dataclass
+class Tail:
+    """Times at which pieces of streams came, one stream after the other, in a thread."""
+
+    client: httpx.Client
+    tokens: int
+    times: list[list[float]] = field(default_factory=list)
+    over: bool = False
+
+    def read(self) -> None:
+        body = {"prompt": [LOW] * 4, "max_tokens": self.tokens, "ignore_eos": True, "stream": True}
+        while not self.over:
+            self.times.append([])
+            with self.client.stream("POST", "/v1/completions", json=body) as response:
+                for line in response.iter_lines():
+                    self.times[-1] += [time.perf_counter()] * line.startswith("data: {")
+                    if self.over:
+                        break
+
+    def gap(self, begun: float, ended: float) -> float:
+        """Return the longest time without a piece that overlaps a span."""
+        spans = [s for times in self.times for s in pairwise(times)]
+        return max((b - a for a, b in spans if b >= begun and a <= ended), default=0.0)
+
+
+def large_bodies(size: int) -> dict[str, tuple[str, bytes]]:
+    """Return name -> (path, body) of about `size` bytes each."""
+    text = json.dumps("some words, " * (size // 12)).encode()
+    said = b'{"messages": [{"role": "user", "content": %s}]}' % text
+    many = b", ".join([b'{"role": "user", "content": "%s"}' % (b"a b " * (size // 16384))] * 4096)
+    return {
+        "one text": ("/v1/chat/completions", said),
+        "4096 messages": ("/v1/chat/completions", b'{"messages": [%s]}' % many),
+        "a prompt": ("/v1/completions", b'{"prompt": %s}' % text),
+        "texts": ("/v1/completions", b'{"prompt": ["a", %s]}' % text),
+        "tokenize": ("/tokenize", b'{"prompt": %s}' % text),
+        "ids": ("/v1/completions", b'{"prompt": [%s5]}' % (b"5," * (size // 2))),
+        "detokenize": ("/detokenize", b'{"tokens": [%s5]}' % (b"305," * (size // 4))),
+        "brackets": ("/v1/chat/completions", b'{"messages": [%s[]]}' % (b"[]," * (size // 3))),
+        "stop": ("/v1/completions", b'{"prompt": "a", "stop": %s}' % text),
+    }
+
+
+def beside(args: argparse.Namespace) -> str:
+    """Return a table: the longest gap of a stream beside each kind of load."""
+    with httpx.Client(base_url=args.url, timeout=600) as client:
+        room = client.get("/v1/models").json()["data"][0]["max_model_len"]
+        tail = Tail(client, min(room - 8, 4096))
+        thread = threading.Thread(target=tail.read)
+        thread.start()
+        table = [["load", "answer", "s", "longest gap ms"]]
+        try:
+            while not tail.times or len(tail.times[0]) < 3:
+                time.sleep(0.01)
+            for name, act in loads(client, args):
+                begun = time.perf_counter()
+                answer = act()
+                ended = time.perf_counter()
+                time.sleep(0.5)
+                gap = 1e3 * tail.gap(begun, ended)
+                table.append([name, answer, f"{ended - begun:.2f}", f"{gap:.0f}"])
+        finally:
+            tail.over = True
+            thread.join()
+    peak = f"\nmost memory of the server: {peak_mib(args.pid)} MiB" if args.pid else ""
+    return aligned(table, indent=0) + peak
+
+
+def loads(
+    client: httpx.Client, args: argparse.Namespace
+) -> Iterator[tuple[str, Callable[[], str]]]:
+    def post(path: str, body: bytes) -> Callable[[], str]:
+        kind = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+
+        def act() -> str:  # in parts: the client copies what is left of a part with each write
+            parts = (body[i : i + PART] for i in range(0, len(body), PART))
+            return str(client.post(path, content=parts, headers=kind).status_code)
+
+        return act
+
+    yield "nothing", lambda: time.sleep(2) or "-"
+    form = b'{"prompt": "a", "max_tokens": 4, "response_format": {"type": "json_object"}}'
+    chat = form.replace(b'"prompt": "a"', b'"messages": [{"role": "user", "content": "a"}]')
+    yield "first JSON", post("/v1/chat/completions", chat)
+    for size in args.bodies:
+        for name, (path, body) in large_bodies(size).items():
+            yield f"{name}, {size / 1e6:g} MB", post(path, body)
+    yield f"{args.half} half heads", lambda: half_heads(args.url, args.half)
+
+
+def half_heads(url: str, count: int) -> str:
+    """Open connections that send half a head each, and ask as somebody else after them."""
+    found, held = httpx.URL(url), []
+    for _ in range(count):
+        with contextlib.suppress(OSError):
+            held.append(socket.create_connection((found.host, found.port or 80), 5))
+            held[-1].sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: loc")
+    answer = httpx.get(f"{url}/health", timeout=60).status_code
+    for s in held:
+        s.close()
+    return str(answer)
+
+
+def peak_mib(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) >> 10 for line in lines if line.startswith("VmHWM:"))
+
+
 def bounds(text: str) -> tuple[int, int]:
     low, _, high = text.partition("-")
     found = int(low), int(high or low)
@@ -148,10 +271,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--key-file")
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--beside", action="store_true", help="gaps of one stream beside loads")
+    parser.add_argument("--bodies", type=int, nargs="*", default=[2_000_000, 30_000_000])
+    parser.add_argument("--half", type=int, default=5000, help="heads of requests")
+    parser.add_argument("--pid", type=int, help="of the server, whose memory is looked at")
     args = parser.parse_args()
-    requests = drawn(args)
-    took, steps = asyncio.run(run(args, requests))
-    text = report(took, requests, steps)
+    if args.beside:
+        text = beside(args)
+    else:
+        requests = drawn(args)
+        took, steps = asyncio.run(run(args, requests))
+        text = report(took, requests, steps)
     print(text)
     if args.save:
         save("load", text)

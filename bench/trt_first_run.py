@@ -62,7 +62,7 @@ from g4ir.backends.trt.probe import COMPARED, FEATURES, require_tensorrt
 from g4ir.backends.trt.recorder import Call
 from g4ir.bench.roof import Meter
 from g4ir.bench.stats import percentile
-from g4ir.bench.system import environment, free_memory
+from g4ir.bench.system import environment
 from g4ir.check.logits import verify_engine
 from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
@@ -72,6 +72,7 @@ from g4ir.ir.graph import Graph
 from g4ir.plan.limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec, load_spec
+from g4ir.ui.memory import free_memory
 from g4ir.ui.places import private
 
 ROOT = Path(__file__).resolve().parents[1]

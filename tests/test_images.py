@@ -154,7 +154,7 @@ def test_a_position_table_that_is_too_short() -> None:
 @pytest.mark.parametrize("shape", [(60, 90), (768, 768), (1, 300), (733, 41), (500, 1001)])
 def test_images_are_the_references(variant: str, budget: int, shape: tuple[int, int]) -> None:
     for pixels in (noise(*shape, 3), smooth(*shape)):
-        # An array with a side of 1 or 3 does not say where its channels are.
+        # An array with a side of 1, 3 or 4 does not say where its channels are.
         for image, layout in ((pixels, "channels_last"), (Image.fromarray(pixels), None)):
             wanted = processor(variant)(
                 image, max_soft_tokens=budget, return_tensors="np", input_data_format=layout
@@ -174,7 +174,9 @@ def test_random_sizes_are_the_references(
     height: int, width: int, budget: int, seed: int, variant: str
 ) -> None:
     pixels = noise(height, width, 3, seed=seed)
-    wanted = processor(variant)(pixels, max_soft_tokens=budget, return_tensors="np")
+    wanted = processor(variant)(
+        pixels, max_soft_tokens=budget, return_tensors="np", input_data_format="channels_last"
+    )
     same_as(prepare_image(pixels, cut(variant, budget)), wanted)
 
 

@@ -122,8 +122,8 @@ def test_bench_refuses_placeholders_of_a_text(
     built: dict[str, Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Tokenizer:
-        def encode(self, text: str, add_special_tokens: bool) -> Any:
-            return type("Found", (), {"ids": [5, 500, 6, 7]})
+        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> Any:
+            return [type("Found", (), {"ids": [5, 500, 6, 7]}) for _ in texts]
 
     monkeypatch.setattr(Engine, "tokenizer", lambda _: Tokenizer())
     (tmp_path / "t.txt").write_text("a picture")

@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import g4ir
 from g4ir.backends.row_sampling import RowSampling
+from g4ir.engine import staging
 from g4ir.engine.engine import Engine
 from g4ir.engine.prefixes import KEY_BYTES, Prefixes, prompt_keys, shared
 from g4ir.engine.rows import checked_buckets, powers
@@ -68,6 +69,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], E
 @pytest.fixture
 def engine(made: Callable[[str], Engine]) -> Engine:
     return made("tiny-ple")
+
+
+WIDE = """
+schema: 1
+extends: tiny-dense
+text:
+  max_position_embeddings: 8192
+  num_attention_heads: 8
+  sliding: {head_dim: 256, num_key_value_heads: 8, window: 4096}
+  full: {head_dim: 512, num_key_value_heads: 1}
+"""
 
 
 def prompt(count: int, seed: int = 0) -> tuple[int, ...]:
@@ -557,6 +569,49 @@ def test_memory_of_prefixes_is_bounded(engine: Engine) -> None:
         slots.submit(Job(prompt(30, i), 1, FREE, marks=(8, 10)))
     finished(slots)
     assert slots.prefixes.nbytes <= 3 * size and 1 <= len(slots.prefixes) <= 3
+
+
+def test_the_default_of_the_prefix_cache(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few long prompts whatever is free, but half of that at most; more where there is more."""
+    one = Slots(engine, SlotSettings(prefix_bytes=0)).staging.prompt_bytes
+    rows = 2 * engine.limits.max_batch * engine.session().nbytes()
+    monkeypatch.setattr(staging, "LEAST_BYTES", 1)
+    free = {rows + 10 * one: 4 * one, rows + 4 * one: 2 * one, rows + 100 * one: 25 * one, 0: 1}
+    for room, most in free.items():
+        monkeypatch.setattr(staging, "free_on", lambda device, room=room: room)
+        slots = Slots(engine)
+        assert slots.prefixes.most_bytes == most
+        assert slots.staging.capacity().startswith("prefix cache: ")
+    assert "too small for a prompt of" in slots.staging.capacity()
+    slots.submit(Job(prompt(30), 1, FREE, marks=(8, 10)))
+    finished(slots)
+    assert slots.prefixes.too_large == 2 and not len(slots.prefixes)
+
+
+@pytest.mark.full
+def test_two_conversations_in_turns_on_large_caches(tmp_path: Path) -> None:
+    """As those of 12B: a snapshot of a short prompt has more than 256 MiB of sliding-window cache.
+    Each conversation finds as much of itself as if it were alone."""
+    (tmp_path / "wide.yaml").write_text(WIDE)
+    options: dict[str, Any] = {"backend": "reference", "random_weights": 0, "prefill_chunk": 64}
+    spec = g4ir.load_spec(tmp_path / "wide.yaml")
+    with g4ir.build(spec, tmp_path / "e", max_seq=8192, max_batch=1, **options) as e:
+        alone, both = Slots(e), Slots(e)
+        assert both.staging.prompt_bytes > 256 << 20
+
+        def cached(slots: Slots, seeds: Sequence[int]) -> dict[int, list[int]]:
+            found: dict[int, list[int]] = {seed: [] for seed in seeds}
+            for length in (70, 110, 150):
+                for seed in seeds:
+                    job = Job(prompt(length, seed), 1, FREE, marks=(length - 5,))
+                    ticket = slots.submit(job)
+                    finished(slots)
+                    found[seed].append(ticket.counts.cached)
+            return found
+
+        turns = cached(both, (1, 2))
+        assert turns[1] == turns[2] == [0, 65, 105]
+        assert all(a >= b - 5 for a, b in zip(turns[1], cached(alone, (1,))[1], strict=True))
 
 
 def test_shared_beginnings() -> None:

@@ -64,6 +64,7 @@ def made(name: str, requirement: str) -> Path:
         sites = sysconfig.get_path("purelib", vars={"base": str(folder)})
         behind = sysconfig.get_path("purelib")
         Path(sites, "behind.pth").write_text(f"import site; site.addsitedir({behind!r})\n")
+        (folder / "reference").symlink_to(Path(sys.prefix, "reference"))  # torchvision_half.py
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
         subprocess.run(
             [*pip, "install", "-q", "--no-compile", "--upgrade", requirement],

@@ -7,7 +7,7 @@
 
 #include <linux/futex.h>
 #include <pthread.h>
-#include <sched.h>
+#include <signal.h>
 #include <stddef.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -118,15 +118,19 @@ static void reset(void) {
     team.taken = team.workers = 0;
 }
 
-/* Starts workers up to `count`, or as many as the system allows. */
+/* Starts workers up to `count`, or as many as the system allows. Signals are for other threads. */
 static void start_workers(int count) {
     static int known;
     if (!known) known = 1, pthread_atfork(NULL, NULL, reset);
     pthread_t thread;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     while (team.workers < count && !pthread_create(&thread, NULL, work, NULL)) {
         pthread_detach(thread);
         team.workers++;
     }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
 int run_region(region *body, void *context, int64_t count, int threads) {

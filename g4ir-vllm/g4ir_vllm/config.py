@@ -9,8 +9,6 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from g4ir.engine.staging import PREFIX_BYTES
-
 MODEL_TYPE = "g4ir"
 ARCHITECTURE = "G4irEngine"
 
@@ -48,14 +46,14 @@ class Options:
     for which a smaller bucket would do before it is taken, and whether native code is run that
     this user did not build here (`g4ir run --trust`)."""
 
-    prefix_bytes: int = PREFIX_BYTES
+    prefix_bytes: int | None = None
     patience: int = 16
     trust: bool = False
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Options:
         """Check what is given; ValueError names the key."""
-        types = {f.name: type(f.default) for f in fields(cls)}
+        types = {f.name: bool if f.default is False else int for f in fields(cls)}
         for name, value in given.items():
             if name not in types:
                 known = ", ".join(types)

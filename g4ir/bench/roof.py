@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from g4ir.plan.cost import Roof
+from g4ir.ui.memory import free_on
 
 from .stats import median
-from .system import free_memory
 
 #: the buffer: larger than any cache
 BUFFER_BYTES = 1 << 30
@@ -63,7 +63,7 @@ class Meter:
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
         self.device = device
-        room = torch.cuda.mem_get_info()[0] if device == "cuda" else free_memory()
+        room = free_on(device)
         rows = min(BUFFER_BYTES, room // 8) // 4 // (2 * COLUMNS) * 2
         self.buffer = self._filled(rows, COLUMNS)
         self.vector, self.result = (self._filled(n) for n in (COLUMNS, rows))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from g4ir.chat.prompt import text_ids
 from g4ir.check.tokens import check_no_media, random_ids
 from g4ir.errors import InputError
 from g4ir.plan.limits import Limits
@@ -97,7 +98,7 @@ def _text_tokens(w: Workload, file: str, engine: Engine) -> torch.Tensor:
 
     try:
         with open(file, encoding="utf-8") as f:
-            ids = engine.tokenizer().encode(f.read(), add_special_tokens=False).ids
+            ids = text_ids(engine.tokenizer(), [f.read()])[0]
     except UnicodeDecodeError as e:
         raise InputError(f"bench: --text {file}: not UTF-8 text: {e}") from e
     wanted = w.batch * w.fed

@@ -10,7 +10,15 @@ tokenizer and ids. Errors of requests are InputError and begin with their place,
 `messages[2].content: ...`.
 """
 
-from .prompt import Piece, Prompt, Vocabulary, encode
+from .prompt import (
+    Piece,
+    Prompt,
+    Vocabulary,
+    check_length,
+    encode,
+    longest_token,
+    text_ids,
+)
 from .reader import Answer, Event, Reader, call_id
 from .template import Template, make_prompt, render
 from .tokens import Budget, TokenStream
@@ -26,7 +34,10 @@ __all__ = [
     "TokenStream",
     "Vocabulary",
     "call_id",
+    "check_length",
     "encode",
+    "longest_token",
     "make_prompt",
     "render",
+    "text_ids",
 ]

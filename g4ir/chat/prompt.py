@@ -25,6 +25,8 @@ from .stream import Detokenizer
 #: so that what prints a list as Python does keeps them
 _MARKS = range(0x20000, 0x2A6D7)
 _SHAPE = re.compile("<[^<>]*>")
+#: characters of a text that are looked at in one call
+_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ def guard(
     seen = set(source)
 
     def look(text: str) -> str:
-        seen.update(text)
+        if not text.isascii():  # in blocks: the interpreter's lock is held while one is read
+            for start in range(0, len(text), _BLOCK):
+                seen.update(text[start : start + _BLOCK])
         return text
 
     map_texts((conversation.messages, conversation.tools, dict(options)), look)
@@ -134,6 +138,27 @@ def find(text: str, strings: Collection[str]) -> Iterator[tuple[int, int]]:
             yield found.span()
 
 
+def text_ids(tokenizer: Any, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+    """Return the ids of each text. Unlike `encode`, `encode_batch_fast` releases the interpreter's
+    lock: other threads run while a long text is tokenised."""
+    return [e.ids for e in tokenizer.encode_batch_fast([*texts], add_special_tokens=special)]
+
+
+def longest_token(tokenizer: Any) -> int:
+    """Return the number of characters of the longest token."""
+    return max(map(len, tokenizer.get_vocab()), default=1)
+
+
+def check_length(characters: int, longest: int, room: int, what: str) -> None:
+    """Raise InputError for a text that cannot fit into `room` tokens, whatever its tokens are;
+    nothing has been tokenised then."""
+    if characters > (room + 1) * longest:
+        raise InputError(
+            f"{what}: {characters} characters are more than {room} tokens can have, which is what "
+            f"this engine holds: its longest token has {longest} characters"
+        )
+
+
 class Vocabulary:
     """A tokenizer (library `tokenizers`) as conversations need it."""
 
@@ -146,6 +171,11 @@ class Vocabulary:
         something in a conversation whatever it calls it."""
         added = self.tokenizer.get_added_tokens_decoder()
         return {t.content: i for i, t in added.items() if t.special or t.content in CONTROLS}
+
+    @cached_property
+    def longest(self) -> int:
+        """Number of characters of the longest token."""
+        return longest_token(self.tokenizer)
 
     @cached_property
     def strings(self) -> dict[int, str]:
@@ -200,10 +230,8 @@ class Vocabulary:
     def plain(self, text: str) -> list[int]:
         """Return the ids of a text of which no part becomes a control token."""
         cuts = [at + 1 for at, _ in find(text, self.controls)]
-        out: list[int] = []
-        for start, end in zip([0, *cuts], [*cuts, len(text)]):
-            if part := text[start:end]:
-                out += self.tokenizer.encode(part, add_special_tokens=False).ids
+        parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
+        out = [i for ids in text_ids(self.tokenizer, [p for p in parts if p]) for i in ids]
         wrong = self.strings.keys() - {self.controls.get(UNKNOWN)}
         if bad := next((self.strings[i] for i in out if i in wrong), None):
             raise InputError(f"messages: the tokenizer makes {bad} of a text that does not have it")

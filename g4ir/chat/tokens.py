@@ -33,7 +33,8 @@ class TokenStream:
 
 def spelled(vocabulary: Vocabulary, ids: list[int]) -> str:
     """Return the text of ids with control tokens spelled out."""
-    text: str = vocabulary.tokenizer.decode(ids, skip_special_tokens=False)
+    decode = vocabulary.tokenizer.decode_batch  # releases the interpreter's lock
+    text: str = decode([ids], skip_special_tokens=False)[0]
     if REPLACEMENT not in text:
         return text
     stream = TokenStream(vocabulary)

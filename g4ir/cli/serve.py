@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError, MissingError
+from g4ir.plan.gpus import parse_bytes
 from g4ir.ui import console
 
 from .common import ENGINE_HELP, add_load, add_verb, load_to_generate
@@ -47,6 +48,12 @@ def add_serve(verbs: Any) -> None:
         "engine's --prefill-chunk); fewer: steadier streams, and a longer wait for a first token",
     )
     p.add_argument(
+        "--prefix-memory",
+        metavar="BYTES",
+        help="size of the prefix cache, such as 4GiB; 0: none (default: a quarter of the free\n"
+        "memory, at most 8 GiB, and at least four prompts of 8192 tokens)",
+    )
+    p.add_argument(
         "--max-body", metavar="MIB", type=int, default=32, help="of a request (default 32)"
     )
     p.add_argument(
@@ -71,12 +78,18 @@ def add_serve(verbs: Any) -> None:
     add_load(p)
 
 
+def _prefix_bytes(text: str | None) -> int | None:
+    if text is None or text.strip() == "0":
+        return None if text is None else 0
+    return parse_bytes(text, "--prefix-memory")
+
+
 def _serve(args: argparse.Namespace) -> int:
     try:
         from g4ir.serve.app import Server
         from g4ir.serve.fetch import Sources
         from g4ir.serve.gate import Gate, is_loopback, known_hosts, read_keys
-        from g4ir.serve.server import Address, serve
+        from g4ir.serve.server import Address, check_engine, serve
     except ImportError as e:
         if (e.name or "").startswith("g4ir"):
             raise
@@ -92,11 +105,14 @@ def _serve(args: argparse.Namespace) -> int:
     gate = Gate(keys, hosts, args.max_body << 20)
     name = args.served_name or Path(args.engine).resolve().name
     sources = Sources.named(args.media_hosts, args.media_dir, args.max_body << 20)
-    waiting, slots = (
-        ServiceSettings(waiting=args.queue),
-        SlotSettings(chunk_tokens=args.chunk_tokens, **given_draft(args)),
+    waiting = ServiceSettings(waiting=args.queue)
+    slots = SlotSettings(
+        chunk_tokens=args.chunk_tokens,
+        prefix_bytes=_prefix_bytes(args.prefix_memory),
+        **given_draft(args),
     )
     server = Server(name, gate, waiting, slots, sources, page=not args.no_page)
+    check_engine(args.engine)
     if not (keys or is_loopback(args.host)):
         console.say(f"warning: {args.host} is open to others, and no --api-key-file is given")
 

@@ -100,9 +100,9 @@ def check_turns(path: str) -> None:
 def begun(engine: Engine, args: argparse.Namespace) -> Talk:
     """Return a conversation with what the flags say; who asked for it closes it."""
     from g4ir.engine.slots import SlotSettings
-    from g4ir.engine.talk import PREFIX_BYTES, Talk
+    from g4ir.engine.talk import Talk
 
-    slots = SlotSettings(prefix_bytes=PREFIX_BYTES, **given_draft(args))
+    slots = SlotSettings(**given_draft(args))
     talk = Talk(engine, slots)
     try:
         if talk.template.note:

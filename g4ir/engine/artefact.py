@@ -66,7 +66,7 @@ from g4ir.weights.origin import OF_DIRECTORY
 
 from .digests import has_digest
 
-FORMAT = 14
+FORMAT = 15
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 SPEC, DRAFTER = "spec.yaml", "drafter.yaml"
 #: what an unfinished directory is called beside its final name

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from g4ir.chat.prompt import check_length, longest_token, text_ids
 from g4ir.chat.stream import Detokenizer
 from g4ir.errors import InputError
 from g4ir.weights.tensorfile import parse_json
@@ -20,6 +22,7 @@ class Codec:
         self.tokenizer = engine.tokenizer()
         self.detokenizer = Detokenizer(self.tokenizer)
         config = _tokenizer_config(engine.path)
+        self.room = engine.limits.max_seq
         self.bos = engine.spec.tokens.bos
         #: whether the tokenizer's own files begin a text with it
         self.adds_bos = config.get("add_bos_token") is True or self._ids("", "a text", True)[
@@ -29,9 +32,16 @@ class Codec:
         #: whether the checkpoint has a chat template
         self.instructed = template.is_file() or bool(config.get("chat_template"))
 
+    @cached_property
+    def longest(self) -> int:
+        """Number of characters of the longest token."""
+        return longest_token(self.tokenizer)
+
     def encode(self, text: str, what: str, bos: bool = True) -> list[int]:
         """Return token ids of a raw prompt, which begin with one `bos` whatever the tokenizer's
-        files say: no model of the family was trained without. `bos` False: as it is written."""
+        files say: no model of the family was trained without. `bos` False: as it is written.
+        InputError for a text that no engine of this size can hold."""
+        check_length(len(text), self.longest, self.room, what)
         try:
             text.encode()
         except UnicodeEncodeError as e:
@@ -54,7 +64,7 @@ class Codec:
 
     def _ids(self, text: str, what: str, special: bool) -> list[int]:
         try:
-            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=special).ids
+            (ids,) = text_ids(self.tokenizer, [text], special)
         except BaseException as e:
             # What the library's own code stumbles over is no Exception.
             if not isinstance(e, Exception) and type(e).__name__ != "PanicException":

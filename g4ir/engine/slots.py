@@ -33,7 +33,7 @@ from .prefixes import Keys, Prefixes
 from .prompts import checked_ids, checked_prompt
 from .rows import Rows, checked_buckets
 from .session import check_prompt
-from .staging import PREFIX_BYTES, StagedPrompt, Staging
+from .staging import StagedPrompt, Staging
 
 #: states of a ticket
 QUEUED, PREFILLING, DECODING = "queued", "prefilling", "decoding"
@@ -73,7 +73,8 @@ class SlotSettings:
     """`buckets`: numbers of rows that sessions are made for (default 1, 2, 4, ... max_batch).
     `chunks` of prompts, of at most `chunk_tokens` (default: what the engine was built for), are
     computed between two steps while rows decode. A smaller bucket is taken after `patience` steps
-    for which it would have done. `prefix_bytes` bound what is remembered of prompts. Tokens are
+    for which it would have done. `prefix_bytes` is the size of the prefix cache (default: from what
+    is free). Tokens are
     drafted as `draft` says, while at most `draft_rows` rows decode: products of more tokens than
     that cost more than reading the weights. A draft of 0 tokens has as many as the engine
     verifies."""
@@ -82,7 +83,7 @@ class SlotSettings:
     chunks: int = 1
     chunk_tokens: int | None = None
     patience: int = 16
-    prefix_bytes: int = PREFIX_BYTES
+    prefix_bytes: int | None = None
     draft: Draft = NO_DRAFT
     draft_rows: int = 2
 
@@ -197,6 +198,8 @@ class Totals:
     step_s: dict[int, float] = field(default_factory=dict)
     ended: Counter[str] = field(default_factory=Counter)
     restored: int = 0
+    #: seconds that a request keeps its rows, times their number: the mean, the latest count most
+    row_s: float = 0.0
     tally: Tally = field(default_factory=Tally)
 
 
@@ -414,9 +417,17 @@ class Slots:
             ends = {a.finish for a in ticket.answers}
             ticket.state = next((s for s in (FAILED, CANCELLED) if s in ends), FINISHED)
             ticket.counts.total_s = ticket.age()
+            self._count_time(ticket)
         self.totals.ended[finish] += 1
         token, logprobs = (choice.token, choice.logprobs) if choice else (None, None)
         return Event(ticket, answer.index, token, logprobs, finish, error)
+
+    def _count_time(self, ticket: Ticket) -> None:
+        """Count how long a request that was answered kept its rows."""
+        c = ticket.counts
+        if ticket.state == FINISHED and c.total_s is not None and c.queued_s is not None:
+            took = (c.total_s - c.queued_s) * ticket.job.n
+            self.totals.row_s += (took - self.totals.row_s) * (0.2 if self.totals.row_s else 1)
 
     def _end(self, ticket: Ticket, finish: str, error: Exception | None = None) -> list[Event]:
         """End all answers of a ticket that have not."""

@@ -20,12 +20,16 @@ import torch
 from g4ir.errors import InputError
 from g4ir.media.soft import Soft
 from g4ir.model.media import placeholders
+from g4ir.ui.memory import free_on
+from g4ir.ui.units import size_text
 
 from .parts import EngineParts
-from .prefixes import Keys, Prefixes, prompt_keys, shared
+from .prefixes import KEY_BYTES, Keys, Prefixes, prompt_keys, shared
 from .session import Session
 
-PREFIX_BYTES = 256 << 20
+#: bounds of the default size of the prefix cache, and how many prompts of LONG tokens it holds at
+#: least, memory permitting: agents send 10 to 20 thousand tokens again with each step
+LEAST_BYTES, MOST_BYTES, LEAST_PROMPTS, LONG = 256 << 20, 8 << 30, 4, 8192
 #: fewest tokens that a prompt shares with the one before for their end to be remembered too
 PARTED = 64
 
@@ -53,8 +57,8 @@ Until = Callable[[int], int]
 class Staging:
     """A session of one row, what it holds, and beginnings of prompts that are remembered."""
 
-    def __init__(self, engine: EngineParts, prefix_bytes: int = PREFIX_BYTES) -> None:
-        self.engine, self.prefixes = engine, Prefixes(prefix_bytes)
+    def __init__(self, engine: EngineParts, prefix_bytes: int | None = None) -> None:
+        self.engine = engine
         self.holders = placeholders(engine.spec.tokens, engine.media.kinds)
         #: tokens of the prompt at hand that were known when it began
         self.known = 0
@@ -63,6 +67,33 @@ class Staging:
         self._session: Session | None = None
         #: what the session was given, as far as it is known and may be used again
         self._given: tuple[str, Keys] = ("", ())
+        self.prefixes = Prefixes(self._default_bytes() if prefix_bytes is None else prefix_bytes)
+
+    def _default_bytes(self) -> int:
+        """Return the size of the prefix cache: a quarter of what is free once all rows have their
+        caches, but room for LEAST_PROMPTS long prompts unless that is more than half of it."""
+        rows = 2 * self.engine.limits.max_batch * self.session.nbytes()  # two sizes of a batch
+        free = max(free_on(self.engine.device) - rows, 0)
+        wanted = max(LEAST_BYTES, LEAST_PROMPTS * self.prompt_bytes, min(free // 4, MOST_BYTES))
+        return min(wanted, max(free // 2, LEAST_BYTES))
+
+    @property
+    def prompt_bytes(self) -> int:
+        """Bytes in the prefix cache of a prompt of LONG tokens, or of as many as the engine
+        holds."""
+        tokens = min(LONG, self.engine.limits.max_seq)
+        return self.session.held_bytes(tokens) + KEY_BYTES * tokens
+
+    def capacity(self) -> str:
+        """Return in words how many prompts the prefix cache holds."""
+        most, tokens = self.prefixes.most_bytes, min(LONG, self.engine.limits.max_seq)
+        one = self.prompt_bytes
+        if not most:
+            return "prefix cache: off"
+        fits = f"room for {most // one} prompts of {tokens} tokens ({size_text(one)} each)"
+        if most < one:
+            fits = f"too small for a prompt of {tokens} tokens, which takes {size_text(one)}"
+        return f"prefix cache: {size_text(most)}, {fits}"
 
     @property
     def session(self) -> Session:

@@ -54,8 +54,6 @@ from .slots import CANCELLED, SEEDS, Counts, Job, SlotSettings
 INTERRUPTED = "interrupted"
 #: what is said to the model of calls that nobody answered
 NOT_RUN = "the call was not run"
-#: bytes that may be remembered of one conversation
-PREFIX_BYTES = 1 << 30
 #: setting -> how its value is read
 SETTINGS: Mapping[str, type[int] | type[float]] = {
     "max_new_tokens": int,
@@ -158,7 +156,7 @@ class Talk:
         self._stream: Stream | None = None
         self._stopped = False
         settings = ServiceSettings(slow_s=math.inf)  # who talks reads as slowly as they like
-        self._service = Service(engine, settings, slots or SlotSettings(prefix_bytes=PREFIX_BYTES))
+        self._service = Service(engine, settings, slots)
 
     def __enter__(self) -> Talk:
         return self

@@ -9,7 +9,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -50,8 +51,11 @@ log = logging.getLogger(__name__)
 
 #: seconds between two looks whether the client is there, and two signs of life in a silent stream
 LOOK_S, ALIVE_S = 0.2, 10.0
+#: bytes of a body from which on it is large
+LARGE = 1 << 18
 NOT_READ = "the answer was not read in time, and was cancelled"
 Handler = Callable[[Request], Awaitable[Response]]
+T = TypeVar("T")
 
 
 @dataclass
@@ -74,26 +78,38 @@ class Server:
         self.draining = False
         #: requests that have not been answered to the end
         self.open = 0
+        self._large = asyncio.Semaphore(1)
 
-    def start(self, engine: Engine) -> None:
+    def start(self, engine: Engine) -> Service:
         """Answer with an engine from now on."""
         prompts = Prompts(engine, self.sources)
-        prompts.vocabulary.controls  # noqa: B018  # an engine without a tokenizer is refused here
+        prompts.vocabulary.longest  # noqa: B018  # an engine without a tokenizer is refused here
+        prompts.grammars.prepare()
         self.prompts = prompts
         self.service = self.metrics.service = Service(engine, self.settings, self.slots)
+        return self.service
 
     def app(self) -> Starlette:
         """Return the application of ASGI."""
+        asked = {
+            "/health": self.health,
+            "/version": self.version,
+            "/metrics": self.numbers,
+            "/v1/models": self.models,
+            "/v1/models/{name:path}": self.model,
+        }
+        given = {
+            "/v1/chat/completions": self.chat,
+            "/v1/completions": self.completions,
+            "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
+        }
+        self._paths = [*asked, *given]
         routes = [
-            Route("/health", self._route(self.health)),
-            Route("/version", self._route(self.version)),
-            Route("/metrics", self._route(self.numbers)),
-            Route("/v1/models", self._route(self.models)),
-            Route("/v1/models/{name:path}", self._route(self.model)),
-            Route("/v1/chat/completions", self._route(self.chat), methods=["POST"]),
-            Route("/v1/completions", self._route(self.completions), methods=["POST"]),
-            Route("/tokenize", self._route(self.tokenize), methods=["POST"]),
-            Route("/detokenize", self._route(self.detokenize), methods=["POST"]),
+            Route(path + end, self._route(handler), methods=[method])
+            for method, handlers in (("GET", asked), ("POST", given))
+            for path, handler in handlers.items()
+            for end in ("", "/")  # a client's base URL may end with one
         ]
         assets = read_assets() if self.page else {}
         routes += [Route(path, self._route(asset)) for path, asset in assets.items()]
@@ -115,18 +131,19 @@ class Server:
         return handle
 
     def _refused(self, error: Exception, request: Request) -> Response:
-        known = CHAT if request.url.path.endswith("chat/completions") else COMPLETIONS
+        known = CHAT if request.url.path.rstrip("/").endswith("chat/completions") else COMPLETIONS
         if isinstance(error, BusyError) and self.draining:
             error = ending()
         hidden = str(self.prompts.engine.path) if self.prompts else ""
-        said = refusal(error, known, hidden)
+        wait_s = self.service.wait_s() if self.service else 0.0
+        said = refusal(error, known, hidden, wait_s)
         self.metrics.rejected.labels(said.code or str(said.status)).inc()
         return _json(said.body(), said.status, said.headers)
 
     async def _unknown(self, request: Request, error: Exception) -> Response:
         """Answer paths and methods that there are not."""
         assert isinstance(error, HTTPException)
-        words = {404: "no such path", 405: "this path has no such method"}
+        words = {404: self._no_path(request.url.path), 405: "this path has no such method"}
         headers = error.headers or {}
         try:
             self.gate.check(request)
@@ -134,6 +151,12 @@ class Server:
             raise Refused(error.status_code, message, headers=headers)
         except Refused as e:
             return self._refused(e, request)
+
+    def _no_path(self, path: str) -> str:
+        """Return what to tell of a path that there is not, with the one that was meant."""
+        known = (f"/v1{path}".rstrip("/"), *get_close_matches(path, self._paths, 1, 0.8))
+        meant = next((p for p in known if p in self._paths), None)
+        return f"no such path; did you mean {meant}?" if meant else "no such path"
 
     # --- small paths --------------------------------------------------------------------------
 
@@ -156,7 +179,7 @@ class Server:
 
     async def model(self, request: Request) -> Response:
         """Answer the model of a name."""
-        self._check_model(request.path_params["name"])
+        self._check_model(request.path_params["name"].rstrip("/"))
         return _json(self._model())
 
     def _model(self) -> dict[str, Any]:
@@ -193,7 +216,7 @@ class Server:
             most = prompts.engine.limits.max_seq
             return {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": None}
 
-        return _json(await run_in_threadpool(made))
+        return _json(await self._prepared(body, made))
 
     async def detokenize(self, request: Request) -> Response:
         """Answer the text of ids."""
@@ -205,7 +228,13 @@ class Server:
             self._check_model(fields.get("model"))
             return {"prompt": prompts.text(fields["tokens"])}
 
-        return _json(await run_in_threadpool(made))
+        return _json(await self._prepared(body, made))
+
+    async def _prepared(self, body: bytes, made: Callable[[], T]) -> T:
+        """Return what a thread makes of a body: of large ones one at a time, so that what they
+        take in memory and time does not grow with their number."""
+        async with self._large if len(body) > LARGE else contextlib.nullcontext():
+            return await run_in_threadpool(made)
 
     # --- answers ------------------------------------------------------------------------------
 
@@ -227,7 +256,7 @@ class Server:
             make = prompts.chat if table is CHAT else prompts.completions
             return make(fields, request.state.salt)
 
-        asked = await run_in_threadpool(prepared)
+        asked = await self._prepared(body, prepared)
         running = Running(self, asked, request)
         await run_in_threadpool(running.submit, service)
         if not asked.stream:

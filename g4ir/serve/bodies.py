@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -28,6 +28,11 @@ Read = Callable[[Any, str], Any]
 MOST_MESSAGES, MOST_TOOLS, MOST_PROMPTS = 4096, 128, 32
 MOST_STOPS, MOST_BIASES, MOST_STOP_IDS = 16, 1024, 64
 MOST_TOP, MOST_TOKENS = 20, 1 << 20
+LEAST_TOP_P = 1e-6
+#: of a stop text in characters: each piece of an answer is compared with it
+MOST_STOP_TEXT = 4096
+#: of a whole body: objects and lists, strings, and values
+MOST_HELD, MOST_STRINGS, MOST_VALUES = 1 << 16, 1 << 18, 1 << 21
 #: efforts -> whether the model thinks
 EFFORTS = {
     **dict.fromkeys(("none", "minimal"), False),
@@ -36,7 +41,8 @@ EFFORTS = {
 
 
 def parsed(raw: bytes) -> dict[str, Any]:
-    """Return the object of a body. Refused where it is no JSON, too deep, or no object."""
+    """Return the object of a body. Refused if it is no JSON, too large or deep, or no object."""
+    _check_counts(raw)
     try:
         body = json.loads(raw.decode(), parse_constant=_no_number)
     except RecursionError:
@@ -47,6 +53,30 @@ def parsed(raw: bytes) -> dict[str, Any]:
         raise Refused(400, f"the body must be an object, found {kind_of(body)}")
     _check_depth(body)
     return body
+
+
+def _check_counts(raw: bytes) -> None:
+    """Refuse a body of more values than a request needs before they are made: `json.loads` holds
+    the interpreter's lock, and takes a second for a million lists. Bytes inside strings do not
+    count; they are only taken out if all bytes together are too many."""
+    if all(n <= most for n, most in _counts(raw)):
+        return
+    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if plain.count(b'"') <= 2 * MOST_STRINGS:
+        plain = b"".join(plain.split(b'"')[::2])
+    if any(n > most for n, most in _counts(plain)):
+        raise Refused(
+            400,
+            f"the body has more than {MOST_HELD} objects and lists, {MOST_STRINGS} strings or "
+            f"{MOST_VALUES} values",
+        )
+
+
+def _counts(raw: bytes) -> Iterator[tuple[int, int]]:
+    """Yield how many bytes stand for values of a kind, and how many there may be."""
+    yield raw.count(b"[") + raw.count(b"{"), MOST_HELD
+    yield raw.count(b'"'), 2 * MOST_STRINGS
+    yield raw.count(b","), MOST_VALUES
 
 
 def _deep() -> Refused:
@@ -63,8 +93,8 @@ def _check_depth(body: Any) -> None:
     for _ in range(MOST_DEPTH):
         if any(isinstance(v, float) and not math.isfinite(v) for v in level):
             raise Refused(400, "the body has a number that is too large")
-        held = [v for v in level if isinstance(v, dict | list)]
-        level = [x for v in held for x in (v.values() if isinstance(v, dict) else v)]
+        held = [v.values() if isinstance(v, dict) else v for v in level if type(v) is not float]
+        level = [x for v in held for x in v if type(x) in (dict, list, float)]
         if not level:
             return
     raise _deep()
@@ -91,6 +121,11 @@ def number(low: float, high: float, whole: bool = False) -> Read:
 def whole(low: int, high: int) -> Read:
     """Take whole numbers of a range."""
     return number(low, high, True)
+
+
+def _top_p(value: Any, name: str) -> float:
+    """Take shares of probability; 0 leaves the likeliest token alone, as a tiny share does."""
+    return max(float(number(0, 1)(value, name)), LEAST_TOP_P)
 
 
 def kind(form: type) -> Read:
@@ -136,6 +171,8 @@ def _stop(value: Any, name: str) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else listed(MOST_STOPS)(value, name)
     if not all(isinstance(s, str) and s for s in strings):
         raise bad(name, "must be a text that is not empty, or a list of such")
+    if any(len(s) > MOST_STOP_TEXT for s in strings):
+        raise bad(name, f"a text must have at most {MOST_STOP_TEXT} characters")
     return tuple(strings)
 
 
@@ -330,7 +367,7 @@ COMMON: Mapping[str, Read] = {
     "model": kind(str),
     "max_tokens": _COUNT,
     "temperature": number(0, 100),
-    "top_p": number(1e-6, 1),
+    "top_p": _top_p,
     "top_k": whole(-1, (1 << 31) - 1),
     "min_p": number(0, 1),
     "n": whole(1, 128),
@@ -377,10 +414,10 @@ def _prompts(value: Any, name: str) -> tuple[Any, ...]:
     if isinstance(value, str):
         return (value,)
     kind(list)(value, name)
-    if value and all(isinstance(x, int) for x in value):
+    kinds = {*map(type, value)}
+    if value and kinds <= {int, bool}:
         return (value,)
-    texts = all(isinstance(x, str) for x in value)
-    if not (texts or all(isinstance(x, list) for x in value)):
+    if not (kinds <= {str} or kinds <= {list}):
         raise bad(name, "must be a text, a list of texts, of ids, or of lists of ids")
     return tuple(listed(MOST_PROMPTS, 1)(value, name))
 
@@ -426,13 +463,14 @@ def read_fields(body: Mapping[str, Any], table: Mapping[str, Read]) -> dict[str,
     own = next(name for name in CONTENTS if name in table)
     if other := next((n for n in CONTENTS if n != own and body.get(n) is not None), None):
         raise bad(other, f"is not a field of this path, which takes {own}")
-    read_in = {k: read(body[k], k) for k, read in table.items() if body.get(k) is not None}
+    given = {k: v for k, v in body.items() if v is not None and not _unsaid(k, v)}
+    read_in = {k: read(given[k], k) for k, read in table.items() if k in given}
     found = {k: v for k, v in read_in.items() if v is not None}
     if own not in found:
         raise bad(own, "is missing")
     if "stream_options" in found and not found.get("stream"):
         raise bad("stream_options", "is for streams: give stream true, or leave it out")
-    if "top_logprobs" in found and not found.get("logprobs"):
+    if found.get("top_logprobs") and not found.get("logprobs"):
         raise bad("top_logprobs", "needs logprobs true")
     _check_choice(found)
     if found.get("best_of", 1) > found.get("n", 1):
@@ -446,6 +484,12 @@ def _log_unknown(names: Iterable[str]) -> None:
         if len(_LOGGED) < MOST_LOGGED:
             _LOGGED.add(name)
             log.warning("ignored a request field that is not known: %s", name)
+
+
+def _unsaid(name: str, value: Any) -> bool:
+    """Whether a client means by a value that the field is not given."""
+    words = {"max_tokens": -1, "max_completion_tokens": -1, "stop": ""}
+    return name in words and type(value) is type(words[name]) and value == words[name]
 
 
 def _check_choice(fields: Mapping[str, Any]) -> None:

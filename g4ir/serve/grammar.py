@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ MOST_ITEMS, MOST_STEP = 1 << 13, 1 << 20
 
 
 class Grammars:
-    """Makes masks for one tokenizer, whose tables are made when they are first needed. `ends` are
+    """Makes masks for one tokenizer, whose tables are made once. `ends` are
     the ids behind which an answer is over."""
 
     def __init__(self, vocabulary: Vocabulary, size: int, ends: Sequence[int]) -> None:
@@ -37,10 +38,21 @@ class Grammars:
 
     @cached_property
     def _tables(self) -> Any:
-        held = json.loads(self.vocabulary.tokenizer.to_str())
-        for added in held["added_tokens"]:  # a control token is never the characters of its text
-            added["special"] |= added["content"] in CONTROLS
-        return _llguidance().LLTokenizer(json.dumps(held), n_vocab=self.size, eos_token=self.ends)
+        text = self.vocabulary.tokenizer.to_str()
+        added = self.vocabulary.tokenizer.get_added_tokens_decoder().values()
+        if any(t.content in CONTROLS and not t.special for t in added):
+            held = json.loads(text)
+            for token in held["added_tokens"]:  # never the characters of its text
+                token["special"] |= token["content"] in CONTROLS
+            text = json.dumps(held)
+        return _llguidance().LLTokenizer(text, n_vocab=self.size, eos_token=self.ends)
+
+    def prepare(self) -> None:
+        """Make the tables, which takes seconds and holds the interpreter's lock, before requests
+        come; without llguidance they are refused anyway."""
+        if find_spec("llguidance"):
+            with self._lock:
+                self._tables  # noqa: B018
 
     def text(self, c: Constraint, thinking: bool, inside: bool, head: str = "") -> HeldMask:
         """Return the mask of an answer whose text is constrained. `thinking`: it may begin with a

@@ -83,6 +83,10 @@ class _Totals:
             "generation_tokens": ("Tokens generated.", totals.generated),
             "prefix_cache_hits": ("Tokens of prompts that were known.", totals.cached),
             "checkpoint_hits": ("Times that a prompt's head was restored.", totals.restored),
+            "prefix_cache_too_large": (
+                "Prompts not kept: larger than the prefix cache.",
+                service.slots.prefixes.too_large,
+            ),
             "prefill_tokens": ("Tokens of prompts that were computed.", totals.computed),
             "prefill_seconds": ("Seconds of computing prompts.", totals.chunk_s),
             "draft_rounds": ("Steps of a row that drafts tokens.", tally.rounds),

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from g4ir.backends.row_sampling import Allowed, RowSampling
-from g4ir.chat import Budget, Prompt, Reader, Template, Vocabulary, make_prompt
+from g4ir.chat import Budget, Prompt, Reader, Template, Vocabulary, check_length, make_prompt
 from g4ir.chat.tokens import spelled
 from g4ir.engine.answers import Answer
 from g4ir.engine.attached import soft_of
 from g4ir.engine.codec import Codec
-from g4ir.engine.engine import Engine
+from g4ir.engine.engine import TOKENIZER, Engine
 from g4ir.engine.prompts import checked_ids, row_sampling
 from g4ir.engine.slots import SEEDS, Job
 from g4ir.engine.talk import Bounded
@@ -71,6 +72,25 @@ class Asked:
         return Answer(vocabulary, self.reader(), index=index, stop=stop, single=single)
 
 
+def require_tokenizer(path: Path) -> None:
+    """Raise EngineError for an engine without a tokenizer."""
+    if not (path / TOKENIZER).is_file():
+        raise EngineError(
+            f"{path} has no {TOKENIZER}: it cannot be served; build it from a checkpoint that has "
+            f"one, or put one into its folder"
+        )
+
+
+def _texts(messages: Sequence[Any]) -> Iterator[str]:
+    """Yield the texts of messages that were not checked yet."""
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else [content]:
+            text = part.get("text") if isinstance(part, dict) else part
+            if isinstance(text, str):
+                yield text
+
+
 @dataclass
 class Prompts:
     """An engine as requests see it. Any thread may ask."""
@@ -88,7 +108,8 @@ class Prompts:
     def vocabulary(self) -> Vocabulary:
         """The engine's tokenizer; EngineError where it has none."""
         if self.codec is None:
-            raise EngineError(f"{self.engine.path} has no tokenizer.json: it cannot be served")
+            require_tokenizer(self.engine.path)
+        assert self.codec
         return Vocabulary(self.codec.tokenizer)
 
     @cached_property
@@ -107,6 +128,7 @@ class Prompts:
             options.setdefault("enable_thinking", EFFORTS[fields["reasoning_effort"]])
         if "add_generation_prompt" in fields:
             options["add_generation_prompt"] = fields["add_generation_prompt"]
+        self._check_length(sum(map(len, _texts(fields["messages"]))), "messages")
         prompt = make_prompt(
             fields["messages"],
             tools if chosen(fields).mode != "none" else None,
@@ -114,6 +136,7 @@ class Prompts:
             continued=fields.get("continue_final_message", False),
             **options,
         )
+        self._check_length(len(prompt.text), "messages")
         items = read_bytes(self.engine, prompt.media, self.sources)
         given = {IMAGE: fields.get("image_budget"), VIDEO: fields.get("frames")}
         given[AUDIO] = fields.get("audio_too_long", REFUSE)
@@ -177,10 +200,18 @@ class Prompts:
         ids = checked_ids(tokens, self.engine.spec.text.vocab_size, "tokens")
         return spelled(self.vocabulary, ids)
 
+    def _check_length(self, characters: int, name: str) -> None:
+        """Refuse a text that cannot fit before it is tokenised."""
+        try:
+            check_length(characters, self.vocabulary.longest, self.engine.limits.max_seq, name)
+        except InputError as e:
+            raise Refused(400, str(e), param=name, code="context_length_exceeded") from None
+
     def _ids(self, prompt: Any, fields: Mapping[str, Any]) -> list[int]:
         assert self.codec
         try:
             if isinstance(prompt, str):
+                self._check_length(len(prompt), "prompt")
                 return self.codec.encode(prompt, "prompt", fields.get("add_special_tokens", True))
             return checked_ids(prompt, self.engine.spec.text.vocab_size, "prompt")
         except InputError as e:

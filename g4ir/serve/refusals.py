@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import secrets
 import traceback
@@ -15,8 +16,10 @@ from g4ir.errors import BusyError, G4Error, InputError, MissingError
 log = logging.getLogger(__name__)
 
 BAD, SERVER = "invalid_request_error", "server_error"
-#: seconds after which a client should ask again
-RETRY_S = 1
+#: fewest and most seconds after which a client should ask again
+RETRY_S, MOST_RETRY_S = 1, 60
+#: exceptions whose messages name indices, sizes, types and attributes, but no values
+_WITHOUT_TEXT = (IndexError, TypeError, AttributeError, ArithmeticError, MemoryError)
 _PLACE = re.compile(r"(\w+)(?=[\[.: ])")
 
 
@@ -47,9 +50,10 @@ def missing(param: str, message: str) -> Refused:
     return Refused(400, f"{param}: {message}", param=param, code="not_supported")
 
 
-def later(status: int, code: str, message: str) -> Refused:
-    """Return a refusal that asks the client to come again."""
-    return Refused(status, message, code, code=code, headers={"Retry-After": str(RETRY_S)})
+def later(status: int, code: str, message: str, wait_s: float = RETRY_S) -> Refused:
+    """Return a refusal that asks the client to come again after so many seconds."""
+    seconds = min(max(math.ceil(wait_s), RETRY_S), MOST_RETRY_S)
+    return Refused(status, message, code, code=code, headers={"Retry-After": str(seconds)})
 
 
 def ending() -> Refused:
@@ -57,14 +61,16 @@ def ending() -> Refused:
     return later(503, "shutting_down", "the server is shutting down; ask another one")
 
 
-def refusal(error: BaseException, fields: Mapping[str, Any], hidden: str = "") -> Refused:
+def refusal(
+    error: BaseException, fields: Mapping[str, Any], hidden: str = "", wait_s: float = RETRY_S
+) -> Refused:
     """Return what a client is told of an error: a fault of ours has only a number that the log has
     too. `hidden`, the path of the engine, is left out."""
     if isinstance(error, Refused):
         return error
     text = str(error).replace(hidden, "the engine") if hidden else str(error)
     if isinstance(error, BusyError):
-        return later(429, "queue_full", text)
+        return later(429, "queue_full", text, wait_s)
     if isinstance(error, MissingError):
         return Refused(400, text, code="not_supported")
     if isinstance(error, InputError):
@@ -72,7 +78,7 @@ def refusal(error: BaseException, fields: Mapping[str, Any], hidden: str = "") -
         param = place[1] if place and place[1] in fields else None
         return Refused(400, text, param=param)
     number = secrets.token_hex(6)
-    # The text of an error may hold that of a prompt: only where it was raised is logged.
+    # The message of most exceptions may hold text of a request: the log has where it was raised.
     where = "".join(traceback.format_tb(error.__traceback__))
     log.error("request failed, error %s: %s\n%s", number, _named(error), where)
     # What the engine itself raises, as for logits that are NaN, a second try meets again.
@@ -82,4 +88,6 @@ def refusal(error: BaseException, fields: Mapping[str, Any], hidden: str = "") -
 
 
 def _named(error: BaseException) -> str:
-    return str(error) if isinstance(error, G4Error) else type(error).__name__
+    """Return an exception's name, with its message if that holds no text of a request."""
+    name, known = type(error).__name__, isinstance(error, _WITHOUT_TEXT)
+    return str(error) if isinstance(error, G4Error) else f"{name}: {error}" if known else name

@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import resource
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
+from g4ir.engine.artefact import read_manifest, require_readable
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, RankError
 
 from .app import Server
+from .prompts import require_tokenizer
 
 log = logging.getLogger(__name__)
 
 #: seconds that an engine which is being loaded is waited for at the end
 LOADING_S = 1.0
+#: seconds that a connection may take for the head of a request
+HEAD_S = 10.0
+#: connections that wait to be accepted
+BACKLOG = 128
+#: files that are enough for any number of clients
+MOST_FILES = 1 << 16
+
+
+def open_files() -> int:
+    """Raise the limit of open files as far as this user may, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        return most
+    return MOST_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 @dataclass(frozen=True)
@@ -63,9 +83,14 @@ class Process(uvicorn.Server):
             access_log=False,
             log_config=None,
             server_header=False,
+            # asyncio accepts as many connections as this before it does anything else
+            backlog=BACKLOG,
             timeout_graceful_shutdown=5,
         )
         super().__init__(config)
+        #: connection without a request, and the request before -> since when
+        self._idle: dict[tuple[Any, Any], float] = {}
+        self.most_connections = open_files() * 3 // 4
         self.error: BaseException | None = None
 
     async def startup(self, sockets: Any = None) -> None:
@@ -80,12 +105,28 @@ class Process(uvicorn.Server):
             self.loading.start()
 
     async def on_tick(self, counter: int) -> bool:
-        """End where another rank has: nothing can be computed any more."""
+        """End where another rank has: nothing can be computed any more. Twice a second, close
+        connections that have sent no whole request for too long."""
+        if counter % 5 == 0:
+            self._close_idle(time.monotonic())
         service = self.server.service
         if service and isinstance(service.error, RankError):
             self.error = service.error
             return True
         return await super().on_tick(counter)
+
+    def _close_idle(self, now: float) -> None:
+        """Close connections without a whole head of a request after HEAD_S seconds, and those that
+        wait longest if all together are more than the process may open."""
+        connections: set[Any] = {c for c in self.server_state.connections if "cycle" in vars(c)}
+        free = (c for c in connections if c.cycle is None or c.cycle.response_complete)
+        idle = {(c, c.cycle) for c in free}
+        self._idle = {at: self._idle.get(at, now) for at in idle}
+        oldest = sorted(self._idle.items(), key=lambda item: item[1])
+        over = len(self.server_state.connections) - self.most_connections
+        for i, ((connection, _), since) in enumerate(oldest):
+            if i < over or now - since >= HEAD_S:
+                connection.transport.close()
 
     @property
     def url(self) -> str:
@@ -129,11 +170,20 @@ class Process(uvicorn.Server):
             if self.server.draining:
                 engine.close()
                 return
-            self.server.start(engine)
+            service = self.server.start(engine)
+            self.told(service.slots.staging.capacity())
             self.told("ready")
         except BaseException as e:
             self.error = e
             self.should_exit = True
+
+
+def check_engine(path: str | Path) -> None:
+    """Raise EngineError for a folder that is no engine, or one that cannot be served, in a moment
+    and before anybody is told that a server listens."""
+    path = Path(path)
+    require_readable(read_manifest(path))
+    require_tokenizer(path)
 
 
 def serve(

@@ -95,6 +95,32 @@ def test_a_conversation(page: Page, served: Running, monkeypatch: pytest.MonkeyP
     assert page.run("state.messages.length === 0 && log.children.length === 0")
 
 
+AT_END = "find('scroll').scrollHeight - find('scroll').scrollTop - find('scroll').clientHeight < 80"
+
+
+def test_ones_own_message_and_errors_are_in_sight(
+    page: Page, served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.dictate(monkeypatch, "line\n" * 40, END)
+    page.run("find('max_tokens').value = 300; keep()")
+    say(page, "go on")
+    for act in ("text.value = 'again'; say()", "showError('broken')"):
+        page.run("find('scroll').scrollTop = 0")
+        assert not page.run(AT_END)
+        page.run(act)
+        page.until(AT_END)
+        page.until("!state.abort")
+
+
+def test_what_was_wrong_with_tools_goes_when_it_is_right(page: Page) -> None:
+    typed = "; find('tools').dispatchEvent(new Event('input'))"
+    page.run("find('tools').value = '{'; openSettings(wrongTools(), 'tools')")
+    assert str(page.run("find('asked').textContent")).startswith("Tools:")
+    page.run("find('tools').value = '[]'" + typed)
+    assert page.run("find('asked').textContent") == ""
+    page.run("find('tools').value = ''; find('settings').close()")
+
+
 def test_an_answer_comes_in_pieces_and_can_be_stopped(
     page: Page, served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
+import time
+from itertools import pairwise
 from pathlib import Path
 
-from tests.serve.running import Running
+from g4ir.chat import text_ids
+from tests.serve.running import Running, chat_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,3 +35,33 @@ def test_refusals_are_counted(served: Running) -> None:
     """Prompts that are too long; nothing is sent twice."""
     text = load(served.url, "--requests", "2", "--rate", "50", "--input", "700", "--output", "3")
     assert "(2 x 400)" in text and re.search("first text +- +- +-", text)
+
+
+def test_a_stream_goes_on_beside_what_takes_long(served: Running) -> None:
+    """Loosely: other work shares these cores. Gaps are compared with those of the stream alone."""
+    text = load(served.url, "--beside", "--bodies", "2000000", "--half", "200")
+    found = re.findall(r"^(\w.*?) +(200|400|-) +[\d.]+ +(\d+)$", text, re.M)
+    gaps = {name: float(gap) for name, _, gap in found}
+    answers = {name: answer for name, answer, _ in found}
+    assert len(found) == 12, text
+    assert answers["first JSON"] == answers["200 half heads"] == "200"
+    assert {a for name, a in answers.items() if name.endswith("MB")} == {"200", "400"}
+    assert max(gaps.values()) < 1500 + 4 * gaps["nothing"], text
+
+
+def test_a_long_text_is_tokenised_beside_others() -> None:
+    """The tokenizer releases the interpreter's lock: another thread goes on meanwhile."""
+    tokenizer, ticks, over = chat_tokenizer(), [time.perf_counter()], threading.Event()
+
+    def tick() -> None:
+        while not over.wait(0.005):
+            ticks.append(time.perf_counter())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begun = time.perf_counter()
+    text_ids(tokenizer, ["some words, " * 150_000])
+    took = time.perf_counter() - begun
+    over.set()
+    thread.join()
+    assert max(b - a for a, b in pairwise(ticks)) < 0.6 * took

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import socket
 import struct
 import zlib
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from g4ir.chat import prompt
+from g4ir.engine import codec
 from g4ir.engine.load import load_engine
 from g4ir.errors import CheckError, MissingError
 from g4ir.serve import bodies
@@ -25,7 +28,7 @@ from g4ir.serve.bodies import CHAT, COMPLETIONS, parsed, read_fields
 from g4ir.serve.foreign_fields import refused_fields
 from g4ir.serve.gate import Gate
 from g4ir.serve.refusals import Refused, refusal
-from tests.serve.running import MAX_SEQ, NAME, Running, eventually, running
+from tests.serve.running import MAX_SEQ, NAME, Running, chat_tokenizer, eventually, running
 
 CASES = yaml.safe_load((Path(__file__).parent / "requests.yaml").read_text())
 BASE = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
@@ -277,6 +280,95 @@ def test_paths_methods_and_kinds_of_bodies(served: Running) -> None:
         assert text.status_code == 415
         assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
         assert client.get("/version").json()["version"]
+
+
+def test_paths_that_were_nearly_right(served: Running) -> None:
+    with served.client(follow_redirects=False) as client:
+        assert client.get("/v1/models/").json()["object"] == "list"
+        assert client.get(f"/v1/models/{NAME}/").json()["id"] == NAME
+        assert client.get("/health/").status_code == 200
+        for path in ("/v1/chat/completions/", "/v1/chat/completions"):
+            assert client.post(path, json=BASE).status_code == 200
+        for path in ("/chat/completions", "/chat/completions/", "/v1/chat/completion"):
+            said = client.post(path, json=BASE).json()["error"]["message"]
+            assert said == "no such path; did you mean /v1/chat/completions?"
+
+
+@pytest.mark.parametrize(("head", "status"), [("", 200), ("Host: evil.example\r\n", 403)])
+def test_a_health_check_of_http_1_0(served: Running, head: str, status: int) -> None:
+    port = int(served.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), 30) as s:
+        s.sendall(f"GET /health HTTP/1.0\r\n{head}\r\n".encode())
+        assert s.recv(64).startswith(f"HTTP/1.1 {status}".encode())
+
+
+LONG = "some words, " * 20_000
+TOO_LONG = {
+    "/v1/chat/completions": [
+        {"messages": [{"role": "user", "content": LONG}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "🦩" + LONG}]}]},
+        {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": LONG}]},
+    ],
+    "/v1/completions": [{"prompt": LONG}, {"prompt": ["a", LONG]}],
+    "/tokenize": [{"prompt": LONG}, {"messages": [{"role": "user", "content": LONG}]}],
+}
+
+
+@pytest.mark.parametrize("path", TOO_LONG)
+def test_a_text_that_cannot_fit_is_not_tokenised(
+    served: Running, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    made = prompt.text_ids
+
+    def counted(tokenizer: Any, texts: Any, special: bool = False) -> Any:
+        seen.extend(map(len, texts))
+        return made(tokenizer, texts, special)
+
+    for module in (prompt, codec):
+        monkeypatch.setattr(module, "text_ids", counted)
+    with served.client() as client:
+        for body in TOO_LONG[path]:
+            error = client.post(path, json=body).json()["error"]
+            assert error["code"] == "context_length_exceeded", error
+            assert f"than {MAX_SEQ} tokens can have" in error["message"]
+    assert max(seen, default=0) < 1000
+
+
+@settings(max_examples=30)
+@given(st.text(), st.integers(1, 4))
+def test_a_text_of_as_many_tokens_as_fit_has_a_length_that_fits(text: str, room: int) -> None:
+    tokenizer = chat_tokenizer()
+    (ids,) = prompt.text_ids(tokenizer, [text])
+    if len(ids) <= room + 1:
+        prompt.check_length(len(text), prompt.longest_token(tokenizer), room, "a text")
+
+
+MANY = {
+    "lists": b"[" + b"[]," * 70_000 + b"[]]",
+    "objects": b"[" + b"{}," * 70_000 + b"{}]",
+    "strings": b"[" + b'"",' * 300_000 + b'""]',
+    "numbers": b"[" + b"1," * 2_200_000 + b"1]",
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_a_body_of_too_many_values_is_not_parsed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json, "loads", None)
+    with pytest.raises(Refused, match="the body has more than"):
+        parsed(b'{"messages": ' + MANY[name] + b"}")
+
+
+@pytest.mark.parametrize("text", ["[{," * 100_000, '"' * 600_000, "\\" * 300_000 + '"[' * 99_999])
+def test_brackets_inside_a_text_are_text(text: str) -> None:
+    assert parsed(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+
+
+def test_a_long_stop_text(served: Running) -> None:
+    got = answer(served, {"chat": {"stop": ["a", "b" * 5000]}})
+    assert got.status_code == 400 and got.json()["error"]["param"] == "stop"
 
 
 def test_tokens_and_their_text(served: Running, keyed: Running) -> None:

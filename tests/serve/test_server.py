@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,13 +27,15 @@ from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
 from g4ir.engine.session import Session
 from g4ir.errors import EngineError, InputError
+from g4ir.serve import server
 from g4ir.serve.app import Server
 from g4ir.serve.bodies import JSON, Constraint
 from g4ir.serve.gate import known_hosts, read_keys
+from g4ir.serve.refusals import refusal
 from g4ir.serve.server import Address, Process
 from tests.cli_tools import refused
 from tests.engines import add_file
-from tests.serve.running import NAME, WAIT, Running, eventually, running
+from tests.serve.running import NAME, WAIT, Running, chat_tokenizer, eventually, running
 from tests.serve.test_client import SCHEMA, ask
 
 CHAT = "/v1/chat/completions"
@@ -155,6 +158,99 @@ def test_half_of_a_request(served: Running) -> None:
             assert client.post(CHAT, json=SHORT).status_code == 200
 
 
+def test_a_head_that_never_ends(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of the second request of a connection; one that is used stays open."""
+    monkeypatch.setattr(server, "HEAD_S", 1.5)
+    port = int(served.url.rpartition(":")[2])
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for first in (b"", whole):
+        with socket.create_connection(("127.0.0.1", port), WAIT) as half:
+            if first:
+                half.sendall(first)
+                answer = half.recv(4096)
+                answer += b"" if answer.endswith(b"}") else half.recv(4096)
+                assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"}")
+            half.sendall(whole[:25])
+            assert half.recv(64) == b""
+    with served.client() as client, client.stream("POST", CHAT, json=LONG | {"stream": True}) as s:
+        assert [line for line in s.iter_lines() if line][-1] == "data: [DONE]"
+
+
+def test_more_connections_than_fit(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that have asked nothing for longest go; others are served."""
+    monkeypatch.setattr(served.process, "most_connections", 8)
+    port = int(served.url.rpartition(":")[2])
+    halves = [socket.create_connection(("127.0.0.1", port), WAIT) for _ in range(20)]
+    try:
+        for half in halves:
+            half.sendall(b"GET /health HT")
+        eventually(lambda: len(served.process.server_state.connections) <= 8)
+        assert served.client().post(CHAT, json=SHORT).status_code == 200
+    finally:
+        for half in halves:
+            half.close()
+
+
+def test_a_wait_is_told_from_the_rate(narrow: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    service, gate, step = narrow.server.service, threading.Event(), narrow.slots.step
+    assert service
+    with narrow.client() as client:
+        client.post(CHAT, json=SHORT)
+        assert 0 < service.totals.row_s < WAIT
+        monkeypatch.setattr(narrow.slots, "step", lambda: gate.wait(WAIT) and step())
+        waiting = threading.Thread(target=lambda: narrow.client().post(CHAT, json=SHORT))
+        waiting.start()
+        eventually(lambda: service.waiting == 1)
+        for row_s, told in ((0.0, "1"), (30.0, "8"), (1e6, "60")):
+            service.totals.row_s = row_s
+            got = client.post(CHAT, json=SHORT)
+            assert (got.status_code, got.headers["retry-after"]) == (429, told)
+        gate.set()
+        waiting.join(WAIT)
+
+
+def test_the_tables_of_grammars_are_made_before_a_request(engine_folder: Path) -> None:
+    """They hold the interpreter's lock for seconds."""
+    with running(lambda: load_engine(engine_folder)) as r:
+        eventually(lambda: r.server.service)
+        prompts = r.server.prompts
+        assert prompts and "_tables" in vars(prompts.grammars)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(IndexError("index 8192"), "IndexError: index 8192"), (ValueError("xyzzy"), "ValueError")],
+)
+def test_an_internal_error_is_logged_without_texts(
+    error: Exception, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert refusal(error, {}).status == 500
+    assert f": {said}\n" in caplog.text and "xyzzy" not in caplog.text
+
+
+def test_tokens_beyond_the_vocabulary(
+    engine_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A fine-tune may add some: no answer has them, and no grammar."""
+    folder = tmp_path / "more"
+    shutil.copytree(engine_folder, folder)
+    tokenizer = chat_tokenizer()
+    tokenizer.add_special_tokens(["<odd|>", "<|image_soft_token>"])
+    tokenizer.add_tokens(["plain_word"])
+    add_file(folder, "tokenizer.json", tokenizer.to_str())
+    with running(lambda: load_engine(folder)) as r, r.client() as client:
+        eventually(lambda: r.server.service)
+        assert "3 tokens at or above the vocabulary of 512 are left out" in caplog.text
+        form = {"response_format": {"type": "json_object"}}
+        text = "a <|image_soft_token> plain_word"
+        said = {"messages": [{"role": "user", "content": text}]}
+        assert client.post(CHAT, json={"max_tokens": 3} | form | said).status_code == 200
+        ids = client.post("/tokenize", json={"prompt": text}).json()["tokens"]
+        assert max(ids) < 512
+        got = client.post("/detokenize", json={"tokens": ids}).json()
+        assert got["prompt"] == text
+
+
 def test_a_body_that_never_ends(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     object.__setattr__(served.server.gate, "body_s", 0.2)
     try:
@@ -252,12 +348,19 @@ def test_an_engine_that_cannot_be_loaded() -> None:
     assert process.should_exit and isinstance(process.error, EngineError)
 
 
+def test_what_is_no_engine_is_refused_before_anybody_is_told(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        said = refused("serve", folder, "--port", "0")
+        assert "listening" not in said and str(folder) in said
+
+
 def test_an_engine_without_a_tokenizer(engine_folder: Path, tmp_path: Path) -> None:
     import g4ir
 
     folder = tmp_path / "bare"
     g4ir.build("tiny-ple", folder, backend="reference", random_weights=0, max_seq=64).close()
-    assert "tokenizer.json" in refused("serve", folder, "--port", "0")
+    said = refused("serve", folder, "--port", "0")
+    assert "tokenizer.json" in said and "listening" not in said
 
 
 def test_a_tokenizer_without_turns(tmp_path: Path) -> None:

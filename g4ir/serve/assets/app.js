@@ -47,10 +47,10 @@ function button(label, act, attributes = {}) {
   return made("button", { type: "button", onclick: act, ...attributes }, label);
 }
 
-// Runs `change`, and keeps the end in sight if it was.
-function scrolled(change) {
+// Runs `change`, and keeps the end in sight if it was, or brings it there.
+function scrolled(change, always = false) {
   const box = find("scroll");
-  const follows = box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END;
+  const follows = always || box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END;
   const result = change();
   if (follows) box.scrollTop = box.scrollHeight;
   return result;
@@ -60,7 +60,7 @@ function entry(role, ...children) {
   find("hint").hidden = true;
   const body = made("div", { class: "body" }, ...children);
   const item = made("li", { class: role }, body);
-  scrolled(() => log.append(item));
+  scrolled(() => log.append(item), role !== "assistant"); // one's own message, and errors
   return { item, body };
 }
 
@@ -388,6 +388,11 @@ function showCalls(answer, calls) {
   const fields = calls.map((call) => {
     const { name } = call.function;
     const field = made("textarea", { rows: "2", placeholder: "JSON or text" });
+    field.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing || field.readOnly) return;
+      event.preventDefault();
+      give.click();
+    });
     const shown = made("pre", { tabindex: "0" }, pretty(call.function.arguments));
     const box = made("div", { class: "call" }, made("p", { class: "kind" }, "Calls a tool"),
       made("h3", {}, name), shown, made("label", {}, `Answer of ${name}`, field));
@@ -539,6 +544,9 @@ find("settings-form").addEventListener("submit", (event) => {
   const wrong = wrongTools();
   find("asked").textContent = wrong;
   if (wrong) event.preventDefault();
+});
+find("tools").addEventListener("input", () => {
+  if (find("asked").textContent.startsWith("Tools:")) find("asked").textContent = wrongTools();
 });
 find("settings").addEventListener("close", () => {
   keep();
