@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import io
@@ -32,6 +33,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 from g4ir.backends import BACKENDS, find_backend
 from g4ir.backends.sampling import Sampler, Sampling
 from g4ir.chat.stream import Detokenizer, TextStream
+from g4ir.cli import _parser
 from g4ir.cli.build import GROUPS
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
@@ -136,6 +138,22 @@ def test_build_groups_every_option() -> None:
     help = {f.name: f.metadata["help"] for f in fields(BuildOptions)}["settings"]
     for name in BACKENDS:
         assert all(s in help for s in find_backend(name).settings)
+
+
+def _arguments(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
+    """Yield the arguments of a parser and of its verbs, with the command they belong to."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for verb in action.choices.values():
+                yield from _arguments(verb)
+        else:
+            yield parser.prog, action
+
+
+def test_every_argument_has_help() -> None:
+    found = list(_arguments(_parser()))
+    assert len(found) > 200
+    assert [(verb, a.dest) for verb, a in found if not a.help or len(a.help) < 8] == []
 
 
 @pytest.mark.parametrize(

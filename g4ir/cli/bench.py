@@ -28,53 +28,58 @@ def add_bench(verbs: Any) -> None:
         "engines",
         metavar="ENGINE",
         nargs="*",
-        help="an engine directory, or two of the same variant, which take turns",
+        help="an engine directory, or two of the same variant to compare (alternating runs)",
     )
     p.add_argument(
-        "--input-len", metavar="N", type=int, help="tokens of a prompt (default 512, or what fits)"
+        "--input-len",
+        metavar="N",
+        type=int,
+        help="prompt length in tokens (default 512, or what fits)",
     )
     p.add_argument(
         "--output-len",
         metavar="N",
         type=int,
-        help="tokens chosen after it, exactly (default 64, or what fits)",
+        help="generated tokens per sequence, exactly (default 64, or what fits)",
     )
-    p.add_argument("--batch", metavar="N", type=int, default=1, help="rows (default 1)")
+    p.add_argument("--batch", metavar="N", type=int, default=1, help="batch size (default 1)")
     p.add_argument(
         "--context",
         metavar="N",
         type=int,
         default=0,
-        help="tokens that each row holds before the prompt (default 0)",
+        help="tokens already in the KV cache of each sequence (default 0)",
     )
     p.add_argument(
         "--peer",
         metavar="NAME",
         action="append",
         default=[],
-        help="transformers in the same run (repeat): hf (eager, growing cache),\n"
-        "hf-static (static cache), hf-compile (decode compiled too)",
+        help="baseline in the same run: transformers as hf (eager, dynamic cache),\n"
+        "hf-static (static cache) or hf-compile (and torch.compile) (repeat)",
     )
-    p.add_argument("--checkpoint", metavar="DIR", help="what the peer is loaded from")
-    p.add_argument("--text", metavar="FILE", help="take the tokens from a text, not from a seed")
-    p.add_argument("--seed", metavar="N", type=int, default=0, help="of the tokens (default 0)")
+    p.add_argument("--checkpoint", metavar="DIR", help="checkpoint of the baseline")
     p.add_argument(
-        "--rounds", metavar="N", type=int, default=5, help="turns of each runner (default 5)"
+        "--text", metavar="FILE", help="text to take prompts from, instead of random tokens"
     )
+    p.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="seed of the random tokens (default 0)"
+    )
+    p.add_argument("--rounds", metavar="N", type=int, default=5, help="measured rounds (default 5)")
     p.add_argument(
         "--warmup",
         metavar="N",
         type=int,
         default=2,
-        help="requests of each before the rounds (default 2)",
+        help="warm-up requests (default 2)",
     )
     p.add_argument(
         "--json",
         metavar="FILE",
-        help="write the report to FILE (elsewhere --json takes none); `-`: to stdout",
+        help="write the report to FILE; `-`: to stdout",
     )
-    p.add_argument("--csv", metavar="FILE", help="write one row for each measured thing")
-    p.add_argument("--plot", metavar="FILE", help="draw it: .png or .svg")
+    p.add_argument("--csv", metavar="FILE", help="write the results as CSV, one row per metric")
+    p.add_argument("--plot", metavar="FILE", help="plot the results, .png or .svg")
     add_draft(p)
     add_load(p)
     p.add_argument("--schema", action="store_true", help="print the JSON Schema of reports")
@@ -82,13 +87,13 @@ def add_bench(verbs: Any) -> None:
 
 def add_bench_compare(verbs: Any) -> None:
     p = add_verb(verbs, "bench-compare", _compare, "comparison of two benchmark reports")
-    p.add_argument("a", metavar="A.json")
-    p.add_argument("b", metavar="B.json")
-    p.add_argument("--all", action="store_true", help="every statistic")
+    p.add_argument("a", metavar="A.json", help="report of the baseline")
+    p.add_argument("b", metavar="B.json", help="report to compare with it")
+    p.add_argument("--all", action="store_true", help="show every statistic")
     p.add_argument(
-        "--check", action="store_true", help="exit 1 if any differs by more than both spreads"
+        "--check", action="store_true", help="exit 1 if a metric differs by more than both spreads"
     )
-    p.add_argument("--plot", metavar="FILE", help="draw both: .png or .svg")
+    p.add_argument("--plot", metavar="FILE", help="plot both reports, .png or .svg")
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -53,11 +53,19 @@ def add_build(verbs: Any) -> None:
         if title == MODEL:
             add_source(group)
         add_options(group, names, ("backend",))
-    group.add_argument("--dump-ir", metavar="DIR", help="write the graphs after every pass")
+    group.add_argument("--dump-ir", metavar="DIR", help="write the graphs after every pass to DIR")
     last = p.add_argument_group("output")
-    last.add_argument("--out", metavar="DIR", help="default: engines/VARIANT-BACKEND")
-    last.add_argument("--verify", action="store_true", help="compare with the reference when built")
-    last.add_argument("--dry-run", action="store_true", help="check everything up to compilation")
+    last.add_argument(
+        "--out", metavar="DIR", help="output directory (default: engines/VARIANT-BACKEND)"
+    )
+    last.add_argument(
+        "--verify",
+        action="store_true",
+        help="verify the engine against the reference after the build",
+    )
+    last.add_argument(
+        "--dry-run", action="store_true", help="check everything up to compilation, write nothing"
+    )
 
 
 def _build(args: argparse.Namespace) -> int:

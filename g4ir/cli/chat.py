@@ -51,9 +51,9 @@ def add_chat(verbs: Any) -> None:
     p = add_verb(verbs, "chat", _chat, "interactive chat")
     p.add_argument("engine", metavar="ENGINE", help=ENGINE_HELP)
     add_talk(p)
-    add_files(p, "of the first message (repeat)")
-    p.add_argument("--hide-thoughts", action="store_true", help="do not show thoughts")
-    add_sampling(p, "of an answer; default: what fits")
+    add_files(p, "{kind} file of the first message (repeat)")
+    p.add_argument("--hide-thoughts", action="store_true", help="hide the reasoning")
+    add_sampling(p, "maximum number of generated tokens per answer (default: what fits)")
     add_draft(p)
     add_load(p)
 

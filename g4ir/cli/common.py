@@ -29,7 +29,7 @@ PASS_OPTIONS = ("skip", "all_logits")
 #: threads that a command line may ask for
 MOST_THREADS = 1024
 #: help of ENGINE and --gpu
-ENGINE_HELP = "an engine directory, as `g4ir build` writes it"
+ENGINE_HELP = "an engine directory written by `g4ir build`"
 GPU_HELP = f"a GPU:\n{gpu_names()}"
 #: a parser, or one of its groups of options
 Group = argparse._ActionsContainer
@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
             "--trace",
             action="store_true",
             default=argparse.SUPPRESS,
-            help="print the stack of an error",
+            help="print the traceback of an error",
         )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -115,15 +115,20 @@ def add_verb(verbs: Any, name: str, command: Command, help: str, json: bool = Tr
     parser.set_defaults(command=command)
     if json:
         parser.add_argument(
-            "--json", action="store_true", default=argparse.SUPPRESS, help="the result as JSON"
+            "--json",
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help="print the result as JSON",
         )
     return parser
 
 
 def add_source(parser: Group) -> None:
     """Add the flags that name a variant."""
-    parser.add_argument("--variant", metavar="N", help="a shipped variant: see `g4ir specs`")
-    parser.add_argument("--spec", metavar="F", help="a spec file (YAML)")
+    parser.add_argument(
+        "--variant", metavar="N", help="name of a shipped variant (see `g4ir specs`)"
+    )
+    parser.add_argument("--spec", metavar="F", help="spec file (YAML)")
 
 
 def add_options(parser: Group, names: Iterable[str], required: Iterable[str] = ()) -> None:
@@ -192,7 +197,7 @@ def add_load(parser: Parser) -> None:
         "--no-cuda-graph",
         dest="cuda_graph",
         action="store_false",
-        help="on CUDA, start the kernels of a step, or of a chunk of a prompt, one by one",
+        help="disable CUDA graphs",
     )
     add_trust_once(parser)
 
@@ -203,14 +208,14 @@ def add_trust_once(parser: Parser) -> None:
         "--threads",
         metavar="N",
         type=int,
-        help="CPU threads (default: the cores that this process may use, by its affinity and the\n"
-        "CPU quota of its container; OMP_NUM_THREADS wins)",
+        help="number of CPU threads (default: OMP_NUM_THREADS, else the cores of the process's\n"
+        "affinity and container CPU quota)",
     )
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="run native code that this user did not build here (see `g4ir show ENGINE\n"
-        "--provenance`; `g4ir trust ENGINE` keeps the decision)",
+        help="run native code of an engine built elsewhere or by another user (see `g4ir show\n"
+        "ENGINE --provenance`; `g4ir trust ENGINE` makes it permanent)",
     )
     add_rank_timeout(parser)
 
@@ -222,7 +227,7 @@ def add_rank_timeout(parser: Parser) -> None:
         metavar="S",
         type=float,
         default=TIMEOUT_S,
-        help="under torchrun: seconds after which a rank that does not answer is given up\n"
+        help="under torchrun: timeout of a rank that does not respond, in seconds\n"
         f"(default {TIMEOUT_S:g})",
     )
 

@@ -19,21 +19,21 @@ def add_draft(p: Parser, rows: str | None = None) -> None:
         "--draft",
         metavar="SOURCE",
         default="none",
-        help="draft tokens that one step verifies, for an engine built with --draft-tokens:\n"
-        "ngram (what followed earlier in the text), mtp (its drafter), or none (default)",
+        help="speculative decoding, for an engine built with --draft-tokens: ngram (prompt\n"
+        "lookup), mtp (its draft model), or none (default)",
     )
     p.add_argument(
         "--draft-tokens",
         metavar="K",
         type=int,
-        help="drafted at a time at most (default: what the engine was built for; 0: none)",
+        help="maximum draft tokens per step (default: the engine's; 0: no speculative decoding)",
     )
     if rows:
         p.add_argument(
             "--draft-rows",
             metavar="N",
             type=int,
-            help=f"draft while at most N {rows} are decoded at a time (default 2)",
+            help=f"speculate only while at most N {rows} are decoded concurrently (default 2)",
         )
 
 

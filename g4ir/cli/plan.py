@@ -28,9 +28,11 @@ def add_plan(verbs: Any) -> None:
     p.add_argument(
         "--ctx",
         metavar="N,..",
-        help="tokens of a row, such as 4K,32K (default: up\nto the model's limit)",
+        help="context lengths, such as 4K,32K (default: up\nto the model's limit)",
     )
-    p.add_argument("--batch", metavar="N,..", default="1", help="rows, such as 1,8 (default 1)")
+    p.add_argument(
+        "--batch", metavar="N,..", default="1", help="batch sizes, such as 1,8 (default 1)"
+    )
     p.add_argument(
         "--gpu",
         metavar="G,..",
@@ -40,7 +42,7 @@ def add_plan(verbs: Any) -> None:
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="what the engine would be built for (default cuda)",
+        help="device of the engine (default cuda)",
     )
     add_options(
         p,
@@ -59,39 +61,40 @@ def add_plan(verbs: Any) -> None:
         "--media",
         metavar="KINDS",
         default="none",
-        help="count in the towers: all, or some of image,video,audio",
+        help="include the towers: all, or some of image,video,audio",
     )
     p.add_argument(
         "--tp",
         metavar="N",
         type=int,
         default=1,
-        help="what each of N ranks has that share the model, and what they exchange",
+        help="tensor-parallel size: memory of each rank, and collectives",
     )
     add_options(p, ("ep",))
     p.add_argument(
         "--nominal",
         action="store_true",
-        help="show the usual estimate too: bytes x the quoted count",
+        help="also show the usual estimate: bytes x the quoted count",
     )
-    p.add_argument("--plot", metavar="FILE", help="bytes of K and V against context, PNG or SVG")
+    p.add_argument(
+        "--plot", metavar="FILE", help="plot KV cache size over context length, PNG or SVG"
+    )
     p.add_argument(
         "--image",
         metavar="WxH,..",
-        help="only what images of these sizes in pixels\n"
-        "become: resized size, patches, soft tokens",
+        help="only: resized size, patches and soft tokens of\nimages of these sizes in pixels",
     )
     p.add_argument(
         "--budget",
         metavar="N,..",
-        help="soft tokens of an image at most: 70, 140,\n"
+        help="maximum soft tokens per image: 70, 140,\n"
         "280, 560 or 1120 (default: the variant's own)",
     )
     add_options(p, PASS_OPTIONS)
     p.description = (
-        "Plans one variant, or compares several: --variant e2b,31b or `all` (the default), those\n"
-        "with published weights. Three totals of K and V: naive (every layer keeps the whole\n"
-        "context), planned (windows and shared layers), as built (K=V layers in a latent form too)."
+        "memory and speed estimate of one variant, or a comparison: --variant e2b,31b or `all`\n"
+        "(default: those with published weights). Three KV cache sizes: naive (full context in\n"
+        "every layer), planned (sliding windows, shared layers), as built (and latent KV cache)"
     )
 
 

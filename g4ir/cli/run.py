@@ -48,29 +48,31 @@ def add_run(verbs: Any) -> None:
     given.add_argument(
         "--input-jsonl",
         metavar="FILE",
-        help="one request a line (`-`: stdin): prompt or tokens, and optionally id, bos,\n"
-        "max_new_tokens, temperature, top_k, top_p, min_p, seed, presence_penalty,\n"
-        "frequency_penalty, repetition_penalty, logit_bias, min_tokens, logprobs, stop, images,\n"
-        "videos, audio (lists of paths), image_budget, frames, audio_too_long; answered in\n"
-        "order, as they come, as many at a time as the engine has rows (--max-batch). A\n"
-        'wrong one gets {"id": ..., "line": ..., "error": ...}; the exit code is 1 then',
+        help="batch of requests, one JSON object per line (`-`: stdin): prompt or tokens;\n"
+        "optional: id, bos, max_new_tokens, temperature, top_k, top_p, min_p, seed,\n"
+        "presence_penalty, frequency_penalty, repetition_penalty, logit_bias, min_tokens,\n"
+        "logprobs, stop, images, videos, audio (lists of paths), image_budget, frames,\n"
+        "audio_too_long. Batched up to the engine's --max-batch; answers keep the order of the\n"
+        'lines. An invalid request returns {"id": ..., "line": ..., "error": ...}, and the exit code is 1',
     )
     p.add_argument(
         "--chat",
         action="store_true",
-        help="the prompt is what the user says: the checkpoint's template makes a turn of it",
+        help="apply the checkpoint's chat template to the prompt, as a user message",
     )
     add_talk(p)
     _add_media(p)
-    add_sampling(p, "default 64, or what fits; with --chat what fits")
+    add_sampling(
+        p, "maximum number of generated tokens (default 64, or what fits;\nwith --chat what fits)"
+    )
     p.add_argument(
         "--no-bos",
         dest="bos",
         action="store_false",
         default=None,
-        help="do not begin a raw prompt with <bos>",
+        help="do not prepend <bos> to a raw prompt",
     )
-    p.add_argument("--stop", metavar="IDS", help="end at these ids too, beside the checkpoint's")
+    p.add_argument("--stop", metavar="IDS", help="additional stop token ids, such as 1,106")
     add_draft(p, "lines of --input-jsonl")
     add_load(p)
 
@@ -79,20 +81,26 @@ def _add_media(p: Parser) -> None:
     """Add the flags of media and of how they are read."""
     add_files(
         p,
-        "in the place of <{kind}> in the prompt, or before it (repeat);\nwith --chat beside it",
+        "{kind} file, inserted at <{kind}> in the prompt, or before it; with --chat\n"
+        "part of the message (repeat)",
     )
     p.add_argument(
         "--image-budget",
         metavar="N",
         type=int,
-        help="soft tokens of an image: one that the engine was built for",
+        help="maximum soft tokens per image, one of the engine's --image-budget values",
     )
-    p.add_argument("--frames", metavar="N", type=int, help="frames of a video (default 32, or all)")
+    p.add_argument(
+        "--frames",
+        metavar="N",
+        type=int,
+        help="number of video frames to sample (default 32, or all of fewer)",
+    )
     p.add_argument(
         "--audio-too-long",
         choices=("cut", "refuse"),
-        help="audio longer than the model takes (30 s) or the engine was built for: cut it with a\n"
-        "warning (default), or refuse it",
+        help="audio above the model's limit (30 s) or the engine's --audio-seconds: truncate it\n"
+        "with a warning (default), or refuse it",
     )
 
 
@@ -103,20 +111,20 @@ def add_verify(verbs: Any) -> None:
         "--against",
         choices=("reference", "hf"),
         default="reference",
-        help="the interpreter of the same graphs (reference, the default), or transformers (hf)",
+        help="reference: the interpreter of the same graphs (the default); hf: transformers",
     )
     p.add_argument(
         "--checkpoint",
         metavar="DIR",
-        help="what hf is loaded from; with --each-pass, the weights before packing; of a\n"
-        "quantised engine, those that it was made of: how far it lies from them is told",
+        help="original checkpoint: weights of hf, and with --each-pass those before packing; for\n"
+        "a quantised engine, also reports the quantisation error",
     )
-    p.add_argument("--tokens", metavar="2,5,7", help="compare on these tokens")
+    p.add_argument("--tokens", metavar="2,5,7", help="prompt token ids to compare on")
     p.add_argument(
         "--each-pass",
         action="store_true",
-        help="run the pipeline again, pass by pass, compare each stage with the one before and\n"
-        "the last with the backend, and name the first node out of its op's budget",
+        help="re-run the passes one by one, compare each with the previous and the last with the\n"
+        "backend, and name the first node outside its op's tolerance",
     )
     add_trust_once(p)
 

@@ -20,32 +20,42 @@ if TYPE_CHECKING:
 def add_serve(verbs: Any) -> None:
     p = add_verb(verbs, "serve", _serve, "OpenAI-compatible HTTP server", json=False)
     p.add_argument("engine", metavar="ENGINE", help=ENGINE_HELP)
-    p.add_argument("--host", metavar="NAME", default="127.0.0.1", help="default 127.0.0.1")
     p.add_argument(
-        "--port", metavar="N", type=int, default=8000, help="default 8000; 0: a free one"
+        "--host", metavar="NAME", default="127.0.0.1", help="bind address (default 127.0.0.1)"
+    )
+    p.add_argument(
+        "--port", metavar="N", type=int, default=8000, help="port (default 8000; 0: any free port)"
     )
     p.add_argument(
         "--api-key-file",
         metavar="FILE",
-        help="keys, one a line, of which a request must bring one",
+        help="file of accepted API keys, one per line",
     )
-    p.add_argument("--served-name", metavar="NAME", help="default: the name of the folder")
+    p.add_argument(
+        "--served-name",
+        metavar="NAME",
+        help="model name in the API (default: the name of the engine's directory)",
+    )
     p.add_argument(
         "--allow-host",
         metavar="NAME",
         action="append",
         default=[],
-        help="a name by which a server on this machine may be asked too (repeat)",
+        help="additional Host header to accept on a loopback address (repeat)",
     )
     p.add_argument(
-        "--queue", metavar="N", type=int, default=64, help="requests that may wait (default 64)"
+        "--queue",
+        metavar="N",
+        type=int,
+        default=64,
+        help="maximum number of waiting requests (default 64)",
     )
     p.add_argument(
         "--chunk-tokens",
         metavar="N",
         type=int,
-        help="of a prompt that are computed between two tokens of running answers (default: the\n"
-        "engine's --prefill-chunk); fewer: steadier streams, and a longer wait for a first token",
+        help="prefill tokens between two decode steps (default: the engine's --prefill-chunk);\n"
+        "fewer: lower inter-token latency, higher time to first token",
     )
     p.add_argument(
         "--prefix-memory",
@@ -54,27 +64,29 @@ def add_serve(verbs: Any) -> None:
         "memory, at most 8 GiB, and at least four prompts of 8192 tokens)",
     )
     p.add_argument(
-        "--max-body", metavar="MIB", type=int, default=32, help="of a request (default 32)"
+        "--max-body",
+        metavar="MIB",
+        type=int,
+        default=32,
+        help="maximum size of a request body in MiB (default 32)",
     )
     p.add_argument(
         "--media-hosts",
         metavar="NAME",
         action="append",
         default=[],
-        help="a host of which media may be fetched by http, NAME or NAME:PORT (repeat)",
+        help="host from which media URLs may be fetched, NAME or NAME:PORT (repeat)",
     )
-    p.add_argument(
-        "--media-dir", metavar="DIR", help="a folder below which media may be read (file://)"
-    )
+    p.add_argument("--media-dir", metavar="DIR", help="directory that file:// media URLs may read")
     p.add_argument(
         "--drain",
         metavar="S",
         type=float,
         default=60.0,
-        help="seconds for running answers once it is told to end (default 60)",
+        help="shutdown grace period for running requests in seconds (default 60)",
     )
-    p.add_argument("--no-page", action="store_true", help="no page for browsers at /")
-    add_draft(p, "answers")
+    p.add_argument("--no-page", action="store_true", help="disable the web page at /")
+    add_draft(p, "sequences")
     add_load(p)
 
 

@@ -93,100 +93,100 @@ def add_show(verbs: Any) -> None:
     add_source(p)
     add_options(p, (*PASS_OPTIONS, "quant", "quant_activations", "kv_dtype", "draft_tokens"))
     p.set_defaults(stored=None, draft_tokens=None)
-    p.add_argument("--phase", choices=PHASES, help="which graph (default decode)")
-    p.add_argument(
-        "--after", metavar="PASS", help="the graph after this pass; `none`: before all of them"
-    )
+    p.add_argument("--phase", choices=PHASES, help="graph to print (default decode)")
+    p.add_argument("--after", metavar="PASS", help="stop after this pass; `none`: before the first")
     p.add_argument(
         "--latent-kv",
         metavar="FORM",
-        help="what layers with K=V cache: off (default), value or raw",
+        help="latent KV cache of layers with K=V: off (default), value or raw",
     )
     p.add_argument(
         "--tp",
         metavar="N",
         type=int,
-        help="the graph of one rank of N, the same for all",
+        help="graph of one rank at tensor-parallel size N",
     )
     add_options(p, ("ep",))
     p.add_argument(
         "--collectives",
         action="store_true",
-        help="with --tp, or of an engine of several ranks: the messages between ranks in a step,\n"
-        "and their bytes",
+        help="with --tp or a tensor-parallel engine: collectives of a step and their bytes",
     )
-    p.add_argument("--layer", metavar="I", type=int, help="the nodes of one layer")
-    p.add_argument("--why", metavar="PASS", help="why a pass did or did not fire")
+    p.add_argument("--layer", metavar="I", type=int, help="only the nodes of layer I")
+    p.add_argument("--why", metavar="PASS", help="explain why a pass did or did not match")
     p.add_argument(
         "--diff",
         action="store_true",
-        help="with --after PASS: what the pass changes; - and + are lines of one graph, ~ lines\n"
-        "of both with old->new inside",
+        help="with --after PASS: diff of the graph before and after it; ~ marks changed lines,\n"
+        "with old->new inside",
     )
     p.add_argument(
         "--against",
         metavar="B",
-        help="the same graph of another variant (a name, a YAML file, a checkpoint or its\n"
-        "config.json), as a diff; exit 1 where they differ",
+        help="diff against the same graph of another variant (a name, a YAML file, a checkpoint\n"
+        "or its config.json); exit 1 if they differ",
     )
     p.add_argument(
         "--kernels",
         action="store_true",
-        help="which kernel each node becomes on a GPU (--gpu, default h200; --batch:\n"
-        "most rows), and its settings; bytes to move at --context, --chunk",
+        help="GPU kernel of each node and its settings (--gpu, default h200; --batch: maximum\n"
+        "batch size); bytes moved at --context, --chunk",
     )
     p.add_argument(
         "--timeline",
         action="store_true",
-        help="how long a decode step is expected to take on a GPU (--gpu, --batch, --context),\n"
-        "kernel by kernel, and its share of the roof; nothing is measured",
+        help="predicted time of a decode step per kernel (--gpu, --batch, --context), and its\n"
+        "share of the roofline; not a measurement",
     )
-    p.add_argument("--plot", metavar="FILE", help="with --timeline: a picture of it, PNG or SVG")
+    p.add_argument("--plot", metavar="FILE", help="with --timeline: plot it, PNG or SVG")
     p.add_argument(
         "--constants",
         metavar="FILE",
-        help="with --timeline: what it is predicted from (default: the shipped step_model.yaml)",
+        help="with --timeline: constants of the model (default: the shipped step_model.yaml)",
     )
     p.add_argument(
         "--provenance",
         action="store_true",
-        help="who built an engine, of what; whether its code is run",
+        help="origin of an engine (builder, sources), and whether its code is trusted",
     )
     p.add_argument(
         "--ops",
         action="store_true",
-        help="every op of the IR: its kind, how far two right computations may lie\n"
-        "apart, what it needs, and its meaning",
+        help="list the ops of the IR: kind, tolerance, requirements, definition",
     )
     _add_cost(p)
 
 
 def _add_cost(p: Parser) -> None:
-    p.add_argument("--cost", action="store_true", help="FLOPs, bytes and the time floor by kind")
+    p.add_argument(
+        "--cost", action="store_true", help="FLOPs, bytes and roofline time by kind of op"
+    )
     group = p.add_argument_group("with --cost, --kernels or --timeline")
     group.add_argument("--batch", metavar="N", help="batch size (default 1)")
     group.add_argument(
-        "--chunk", metavar="N", help="tokens of a prefill chunk (default 1K); not with --timeline"
+        "--chunk", metavar="N", help="prefill chunk size (default 1K); not with --timeline"
     )
     group.add_argument(
         "--context",
         metavar="N",
-        help="tokens that a row holds when the step is done, such as 32K\n"
-        "(default: decode 1K, prefill the chunk)",
+        help="tokens in the KV cache after the step, such as 32K\n"
+        "(default: decode 1K, prefill the chunk size)",
     )
     group.add_argument("--gpu", metavar="NAME", help=GPU_HELP)
     group = p.add_argument_group("with --cost")
     group.add_argument(
-        "--bandwidth", metavar="X", type=float, help="the roof's bytes per second, measured, say"
+        "--bandwidth", metavar="X", type=float, help="memory bandwidth of the roofline, bytes/s"
     )
-    group.add_argument("--flop-rate", metavar="X", type=float, help="and its FLOPs per second")
+    group.add_argument(
+        "--flop-rate", metavar="X", type=float, help="peak rate of the roofline, FLOP/s"
+    )
     group.add_argument(
         "--weights",
         metavar="FORMAT",
-        help="f32, bf16, f16, fp8, int8 or int4 (default: the graph's)",
+        help="weight format: f32, bf16, f16, fp8, int8 or int4 (default: the graph's)",
     )
     group.add_argument(
-        "--nodes", action="store_true", default=None, help="every node that costs something"
+        "--nodes", action="store_true", default=None, help="list every node with a cost"
     )
 
 

@@ -29,20 +29,30 @@ from .common import add_verb, emit
 def add_specs(verbs: Any) -> None:
     parser = add_verb(verbs, "specs", _specs_list, "shipped variants and spec files")
     inner = parser.add_subparsers(metavar="list|show|validate|from-hf|to-hf|diff|schema")
-    add_verb(inner, "list", _specs_list, "the shipped variants (the default)")
-    p = add_verb(inner, "show", _specs_show, "one variant as YAML")
+    add_verb(inner, "list", _specs_list, "list the shipped variants (default)")
+    p = add_verb(inner, "show", _specs_show, "print a variant as YAML")
     p.add_argument("name", metavar="NAME", help="a shipped variant, or the path of a YAML file")
     p = add_verb(inner, "validate", _specs_validate, "check a spec file")
-    p.add_argument("file", metavar="FILE")
-    p = add_verb(inner, "from-hf", _specs_from_hf, "what a checkpoint says of itself, as a spec")
-    p.add_argument("source", metavar="CHECKPOINT", help="a directory, config.json or GGUF file")
+    p.add_argument("file", metavar="FILE", help="a spec file (YAML)")
+    p = add_verb(inner, "from-hf", _specs_from_hf, "print the spec of a checkpoint")
+    p.add_argument(
+        "source", metavar="CHECKPOINT", help="a checkpoint directory, config.json or GGUF file"
+    )
     p.add_argument("--name", help="name of the spec (default: the directory's or the file's)")
-    p = add_verb(inner, "to-hf", _specs_to_hf, "a spec as a config.json", json=False)
-    p.add_argument("name", metavar="NAME")
-    p = add_verb(inner, "diff", _specs_diff, "fields that differ; exit 1 if any does")
+    p = add_verb(
+        inner, "to-hf", _specs_to_hf, "print a spec as Hugging Face config.json", json=False
+    )
+    p.add_argument("name", metavar="NAME", help="a shipped variant, or the path of a YAML file")
+    p = add_verb(inner, "diff", _specs_diff, "compare two specs; exit 1 if they differ")
     p.add_argument("a", metavar="A", help="a variant, a YAML file, a checkpoint or config.json")
-    p.add_argument("b", metavar="B")
-    add_verb(inner, "schema", _specs_schema, "JSON Schema of spec files, for editors", json=False)
+    p.add_argument("b", metavar="B", help="the same kinds of source")
+    add_verb(
+        inner,
+        "schema",
+        _specs_schema,
+        "print the JSON Schema of spec files, for editors",
+        json=False,
+    )
 
 
 def _specs_list(args: argparse.Namespace) -> int:

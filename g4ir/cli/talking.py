@@ -35,12 +35,14 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 def add_sampling(p: Parser, count: str) -> None:
     """Add the flags of draws; `count` says how many tokens there are without a flag."""
     p.add_argument("--max-new-tokens", metavar="N", type=int, help=count)
-    p.add_argument("--temperature", metavar="T", type=float, help="0 is greedy")
-    p.add_argument("--top-k", metavar="K", type=int, help="0 is no limit")
+    p.add_argument("--temperature", metavar="T", type=float, help="sampling temperature; 0: greedy")
     p.add_argument(
-        "--top-p", metavar="P", type=float, help="nucleus sampling: least total probability kept"
+        "--top-k", metavar="K", type=int, help="sample from the K most likely tokens; 0: all"
     )
-    p.add_argument("--seed", metavar="N", type=int, help="of the draws; default: a new one")
+    p.add_argument(
+        "--top-p", metavar="P", type=float, help="nucleus sampling: cumulative probability to keep"
+    )
+    p.add_argument("--seed", metavar="N", type=int, help="sampling seed (default: random)")
 
 
 def add_files(p: Parser, where: str) -> None:
@@ -63,11 +65,13 @@ def _medium(kind: str, path: str) -> tuple[str, str]:
 
 def add_talk(p: Parser) -> None:
     """Add the flags of a conversation."""
-    p.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
-    p.add_argument("--tools", metavar="FILE", help="JSON: tools in OpenAI's form that it may call")
-    p.add_argument("--think", action="store_true", help="let the model think before it answers")
+    p.add_argument("--system", metavar="TEXT", help="system prompt")
     p.add_argument(
-        "--think-budget", metavar="N", type=int, help="end thoughts after N tokens (with --think)"
+        "--tools", metavar="FILE", help="JSON file of tool definitions in OpenAI's format"
+    )
+    p.add_argument("--think", action="store_true", help="enable reasoning before the answer")
+    p.add_argument(
+        "--think-budget", metavar="N", type=int, help="with --think: maximum reasoning tokens"
     )
 
 

@@ -17,17 +17,19 @@ def add_trust(verbs: Any) -> None:
         "engine",
         metavar="ENGINE",
         nargs="?",
-        help="an engine directory: run its compiled code from now on, as it is now",
+        help="engine directory to trust: its compiled code runs as long as it is unchanged",
     )
-    p.add_argument("--key", metavar="FILE", help="engines signed with this public key, too")
+    p.add_argument("--key", metavar="FILE", help="trust engines signed with this public key")
     p.add_argument("--revoke", metavar="DIGEST", help="revoke trust in an engine or key, as listed")
 
 
 def add_sign(verbs: Any) -> None:
     p = add_verb(verbs, "sign", _sign, "signature of an engine")
     p.add_argument("engine", metavar="ENGINE", nargs="?", help=ENGINE_HELP)
-    p.add_argument("--key", metavar="FILE", help="an Ed25519 private key as PEM")
-    p.add_argument("--new-key", metavar="NAME", help="make NAME.pem (keep it) and NAME.pub.pem")
+    p.add_argument("--key", metavar="FILE", help="Ed25519 private key to sign with (PEM)")
+    p.add_argument(
+        "--new-key", metavar="NAME", help="create a key pair: NAME.pem (private) and NAME.pub.pem"
+    )
 
 
 def _trust(args: argparse.Namespace) -> int:

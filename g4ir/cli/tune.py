@@ -21,16 +21,20 @@ def add_tune(verbs: Any) -> None:
     p = add_verb(verbs, "tune", _tune, "autotuning of a variant's kernels on this GPU")
     add_source(p)
     add_options(p, ("quant",))
-    p.add_argument("--phase", choices=TEXT_GRAPHS, default="decode", help="default decode")
-    p.add_argument("--batch", metavar="N", default="1", help="most rows (default 1)")
-    p.add_argument("--context", metavar="N", default="4K", help="tokens of a row (default 4K)")
+    p.add_argument(
+        "--phase", choices=TEXT_GRAPHS, default="decode", help="phase to tune (default decode)"
+    )
+    p.add_argument("--batch", metavar="N", default="1", help="maximum batch size (default 1)")
+    p.add_argument(
+        "--context", metavar="N", default="4K", help="tokens in the KV cache (default 4K)"
+    )
     p.add_argument(
         "--latent-kv",
         metavar="FORM",
         default="off",
-        help="what layers with K=V cache: off (default), value or raw",
+        help="latent KV cache of layers with K=V: off (default), value or raw",
     )
-    p.add_argument("--dry-run", action="store_true", help="leave the table as it is")
+    p.add_argument("--dry-run", action="store_true", help="do not write the tuning table")
     add_options(p, PASS_OPTIONS)
 
 

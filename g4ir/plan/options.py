@@ -31,39 +31,41 @@ class BuildOptions:
 
     checkpoint: str | Path | None = option(
         None,
-        "a Hugging Face directory, or a GGUF file (default: the local hub cache)",
+        "Hugging Face checkpoint directory or GGUF file (default: the local hub cache)",
         metavar="DIR|FILE",
     )
     mmproj: str | Path | None = option(
-        None, "the GGUF file of the towers, beside a GGUF checkpoint", metavar="FILE"
+        None, "GGUF file of the vision and audio towers, for a GGUF checkpoint", metavar="FILE"
     )
     adapter: str | Path | Iterable[str | Path] = option(
         (),
-        "merge a LoRA adapter (PEFT's directory) into the checkpoint's weights, SCALE\ntimes "
-        "(default 1); may be repeated",
+        "merge a LoRA adapter (PEFT directory) into the checkpoint's weights, scaled by\nSCALE "
+        "(default 1)",
         action="append",
         metavar="DIR[=SCALE]",
     )
-    random_weights: int | None = option(None, "weights made from a seed", type=int, metavar="SEED")
-    backend: str = option("torch", "reference, torch, onnx or trt", metavar="B")
-    device: str | None = option(None, "cpu or cuda (default: by backend)", metavar="D")
+    random_weights: int | None = option(
+        None, "random weights from this seed, without a checkpoint", type=int, metavar="SEED"
+    )
+    backend: str = option("torch", "backend: reference, torch, onnx or trt", metavar="B")
+    device: str | None = option(None, "device: cpu or cuda (default: by backend)", metavar="D")
     dtype: str | None = option(
-        None, "float32, bfloat16 or float16 (default: the spec's)", metavar="T"
+        None, "model dtype: float32, bfloat16 or float16 (default: the spec's)", metavar="T"
     )
     quant: str | Path | None = option(
         None,
-        "weights in fewer bits: int8, int4, fp8, or a recipe FILE.yaml\n(default none)",
+        "weight quantisation: int8, int4, fp8, or a quantisation config FILE.yaml\n(default none)",
         metavar="Q",
     )
     quant_activations: str | None = option(
         None,
-        "round what products with quantised weights take: int8 (in groups of 32)\nor fp8 "
-        "(default: not)",
+        "quantise activations before matmuls with quantised weights: int8 (groups of\n32) or fp8 "
+        "(default none)",
         metavar="Q",
     )
     kv_dtype: str | None = option(
         None,
-        "K and V in the caches: bfloat16, float8 or int8 (in groups of 32)\n(default: the dtype)",
+        "KV cache dtype: bfloat16, float8 or int8 (groups of 32)\n(default: the model dtype)",
         metavar="T",
     )
     max_batch: int = option(
@@ -71,45 +73,46 @@ class BuildOptions:
     )
     max_seq: int | None = option(
         None,
-        f"tokens of a row, new ones too (default {Limits.max_seq}, or the model's limit)",
+        "maximum sequence length, prompt + generated\n"
+        f"(default {Limits.max_seq}, or the model's limit)",
         metavar="N",
     )
     prefill_chunk: int = option(
         Limits.prefill_chunk,
-        f"tokens of a prompt at a time (default {Limits.prefill_chunk})",
+        f"chunk size of chunked prefill, in tokens (default {Limits.prefill_chunk})",
         metavar="N",
     )
     all_logits: bool = option(
-        False, "prefill can return the logits of every token", action="store_true"
+        False, "let prefill return the logits of every position", action="store_true"
     )
     drafter: str | Path | None = option(
         None,
-        "a model that drafts tokens: its checkpoint, its spec FILE.yaml (for random\nweights), "
-        "or `default`: the one that belongs to the variant (default none)",
+        "draft model (MTP): its checkpoint, its spec FILE.yaml (random weights), or\n`default`: "
+        "the variant's own (default none)",
         metavar="DIR|default",
     )
     draft_tokens: int | None = option(
         None,
-        "tokens drafted at a time at most, which one step then verifies (default 0:\nno drafting; "
-        "4 with a drafter)",
+        "maximum draft tokens per verification step (default 0: no speculative\ndecoding; "
+        "4 with a draft model)",
         type=int,
         metavar="K",
     )
     tp: int = option(
         1,
-        "ranks that share the model, each a process with its part (default 1); it is\n"
-        "run by torchrun --nproc-per-node N",
+        "tensor-parallel size: one process per rank, launched by\n"
+        "torchrun --nproc-per-node N (default 1)",
         type=int,
         metavar="N",
     )
     ep: bool = option(
         False,
-        "with --tp: each rank has some of the experts, not a part of each",
+        "with --tp: expert parallelism (whole experts on each rank)",
         action="store_true",
     )
     skip: Iterable[str] = option(
         (),
-        "leave a pass out:\n" + fill(", ".join(PASSES), 76),
+        "disable a pass:\n" + fill(", ".join(PASSES), 76),
         action="append",
         metavar="PASS",
     )
@@ -121,43 +124,43 @@ class BuildOptions:
     )
     ple_placement: str | None = option(
         None,
-        "where the per-layer table lies: device, host or mmap (default:\n"
-        "on cuda the device where it fits, else mmap)",
+        "memory of the per-layer embedding table: device, host or mmap\n"
+        "(default: on cuda the device if it fits, else mmap)",
         metavar="P",
     )
     media: str | Iterable[str] = option(
         "all",
-        "all that the variant takes (default), none, or some of image,video,audio",
+        "modalities: all of the variant (default), none, or some of image,video,audio",
         metavar="KINDS",
     )
     image_budgets: Sequence[int] | None = option(
         None,
-        "soft tokens of an image at most: 70, 140, 280, 560 or 1120; the first is\n"
-        "what images get unless asked otherwise (default: the variant's own)",
+        "maximum soft tokens per image: 70, 140, 280, 560 or 1120; the first is the\n"
+        "default of requests (default: the variant's own)",
         name="--image-budget",
         metavar="N,..",
     )
     audio_seconds: Sequence[float] | None = option(
         None,
-        "lengths of sound to compile for; the next longer one is used\n(default 5,10,20,30)",
+        "audio lengths to compile; audio is padded to the next longer one\n(default 5,10,20,30)",
         metavar="N,..",
     )
     settings: Mapping[str, str] | None = option(
         None,
-        "a setting of the backend: onnx has experts; trt has attention, experts, norms,\nweights "
-        "and hardware; a wrong value lists the right ones",
+        "backend setting: experts (onnx); attention, experts, norms, weights, hardware\n(trt); "
+        "an unknown value lists the legal ones",
         name="--set",
         metavar="NAME=VALUE",
         action="append",
     )
     memory: int | None = option(
         None,
-        "memory to fit: a size such as 24GiB, or that of a GPU (default: all of the\ndevice's):\n"
+        "memory limit: a size such as 24GiB, or a GPU's (default: all of the device):\n"
         + gpu_names(),
         metavar="GPU|BYTES",
     )
     link_weights: bool = option(
-        False, "refer to the checkpoint's files instead of copying them", action="store_true"
+        False, "reference the checkpoint's files instead of copying them", action="store_true"
     )
 
 
