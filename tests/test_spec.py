@@ -265,7 +265,7 @@ def test_shortest_pattern(kinds: str, pattern: str) -> None:
 
 
 def test_last_sliding_layer_becomes_full(tmp_path: Path, caplog: Any) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.WARNING):
         spec = variant(tmp_path, "pattern: [sliding]")
     assert spec.text.layer_types == (SLIDING,) * 5 + (FULL,)
     assert "becomes a full one" in caplog.text
@@ -293,7 +293,7 @@ def test_the_shown_pattern_gives_the_layers(pattern: list[str], layers: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("command", "notes"),
+    ("command", "warnings"),
     [
         (("specs", "validate", "{}"), 1),
         (
@@ -314,13 +314,13 @@ def test_the_shown_pattern_gives_the_layers(pattern: list[str], layers: int) -> 
         (("specs", "show", "{}"), 0),
     ],
 )
-def test_a_forced_layer_is_logged_once(
-    command: tuple[str, ...], notes: int, tmp_path: Path, capsys: Any
+def test_a_forced_layer_warns_once(
+    command: tuple[str, ...], warnings: int, tmp_path: Path, capsys: Any
 ) -> None:
     body = "schema: 1\nextends: tiny-moe\ntext: {num_hidden_layers: 7}\n"
     file = write(tmp_path, body)
     assert main([word.format(file) for word in command]) == 0
-    assert capsys.readouterr().err.count("becomes a full one") == notes
+    assert capsys.readouterr().err.count("becomes a full one") == warnings
 
 
 def test_moe_on_all_layers_is_moe(tmp_path: Path) -> None:
@@ -522,7 +522,7 @@ def test_rope_spellings(caplog: Any) -> None:
 
 def test_last_sliding_layer_of_a_config(caplog: Any) -> None:
     kinds = ["sliding_attention"] * 6
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.WARNING):
         spec = Spec.from_hf(tiny_config(layer_types=kinds))
     assert spec.text.layer_types == (SLIDING,) * 5 + (FULL,) and "full one" in caplog.text
 

@@ -79,7 +79,7 @@ def _build(args: argparse.Namespace) -> int:
             f"--verify runs the engine, which takes {args.tp} processes: build it, then verify it "
             f"by torchrun --nproc-per-node {args.tp} -m g4ir verify ENGINE"
         )
-    console.log_notes()
+    console.spec_warnings()
     spec = given_spec(args)
     find_backend(args.backend)
     if args.out or spec:

@@ -53,7 +53,8 @@ def add_run(verbs: Any) -> None:
         "presence_penalty, frequency_penalty, repetition_penalty, logit_bias, min_tokens,\n"
         "logprobs, stop, images, videos, audio (lists of paths), image_budget, frames,\n"
         "audio_too_long. Batched up to the engine's --max-batch; answers keep the order of the\n"
-        'lines. An invalid request returns {"id": ..., "line": ..., "error": ...}, and the exit code is 1',
+        'lines. An invalid request returns {"id": ..., "line": ..., "error": ...}, and the exit\n'
+        "code is 1",
     )
     p.add_argument(
         "--chat",

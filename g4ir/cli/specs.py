@@ -100,7 +100,7 @@ def _specs_show(args: argparse.Namespace) -> int:
 def _specs_validate(args: argparse.Namespace) -> int:
     from g4ir.plan.count import counts
 
-    console.log_notes()
+    console.spec_warnings()
     spec = load_spec(Path(args.file))
     row = {"name": spec.name, "digest": spec.digest(), "text_parameters": counts(spec).text}
     if args.json:
@@ -114,7 +114,7 @@ def _specs_validate(args: argparse.Namespace) -> int:
 
 
 def _specs_from_hf(args: argparse.Namespace) -> int:
-    console.log_notes()
+    console.spec_warnings()
     spec = _stated_spec(args.source)
     spec = replace(spec, name=slug(args.name)) if args.name else spec
     emit(spec.to_dict()) if args.json else print(spec.to_yaml(), end="")

@@ -233,7 +233,7 @@ def canonical(spec: V) -> V:
     """Return the spec with `pattern` and `moe.layers` in their shortest form, so that equal
     variants compare equal.
 
-    Logs, as INFO, that the reference turns a sliding last layer into a full one.
+    Warns where the last layer was sliding: the reference turns it into a full one.
     """
     text = spec.text
     moe = text.moe
@@ -241,7 +241,7 @@ def canonical(spec: V) -> V:
         moe = replace(moe, layers=None)
     last = text.pattern[(text.num_hidden_layers - 1) % len(text.pattern)]
     if last != FULL:
-        log.info(
+        log.warning(
             "%s: the last of %d layers is %s; it becomes a full one, as in the reference",
             spec.name,
             text.num_hidden_layers,

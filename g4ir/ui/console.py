@@ -25,6 +25,8 @@ PERIOD_S = 1.0  # between two lines of one stage
 INTERNAL, NO_OUTPUT, INTERRUPTED, PIPE_CLOSED = 70, 74, 130, 141
 #: signals that end a command after it has cleaned up
 ENDING = (signal.SIGTERM, signal.SIGHUP)
+#: logger of warnings on legal specs
+SPEC_RULES = logging.getLogger("g4ir.spec.rules")
 #: how torch words a failed allocation
 OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
 
@@ -108,28 +110,28 @@ def _write(text: str) -> None:
         sys.stderr.flush()
 
 
-class _Records(logging.Handler):
+class _Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        level = "note" if record.levelno == logging.INFO else record.levelname.lower()
-        say(f"{level}: {record.getMessage()}")
+        say(f"{record.levelname.lower()}: {record.getMessage()}")
 
 
 @contextlib.contextmanager
 def logs() -> Iterator[None]:
-    """A context that prints warnings of the package as lines on stderr."""
-    logger, handler = logging.getLogger("g4ir"), _Records()
-    level = logger.level
+    """A context that prints warnings of the package as lines on stderr, but for those on a legal
+    spec: `spec_warnings` turns them on in verbs that take in a spec."""
+    logger, handler = logging.getLogger("g4ir"), _Warnings(logging.WARNING)
     logger.addHandler(handler)
+    SPEC_RULES.setLevel(logging.ERROR)
     try:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
+        spec_warnings()
 
 
-def log_notes() -> None:
-    """Print INFO records too until `logs` ends: for verbs that take in a spec."""
-    logging.getLogger("g4ir").setLevel(logging.INFO)
+def spec_warnings() -> None:
+    """Print warnings on a spec, too."""
+    SPEC_RULES.setLevel(logging.NOTSET)
 
 
 class Ended(BaseException):
