@@ -76,9 +76,10 @@ class Parser(argparse.ArgumentParser):
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         engine = vars(found).get("engine")  # optional in a verb that takes --variant too
-        given = isinstance(engine, str) and "--variant" in self._option_string_actions
-        if given and not Path(engine).exists() and (how := self._flag_of(engine)):
-            raise InputError(f"no engine directory {engine}{how}")
+        if isinstance(engine, str) and "--variant" in self._option_string_actions:
+            how = "" if Path(engine).exists() else self._flag_of(engine)
+            if how:
+                raise InputError(f"no engine directory {engine}{how}")
         return found, rest
 
     def error(self, message: str) -> NoReturn:
