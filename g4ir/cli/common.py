@@ -75,10 +75,11 @@ class Parser(argparse.ArgumentParser):
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
-        engine = str(vars(found).get("engine") or "")
-        takes_both = "--variant" in self._option_string_actions  # an engine, or a variant by flag
-        if takes_both and not Path(engine).exists() and (how := self._flag_of(engine)):
-            raise InputError(f"no engine directory {engine}{how}")
+        engine = vars(found).get("engine")  # optional in a verb that takes --variant too
+        if isinstance(engine, str) and "--variant" in self._option_string_actions:
+            how = "" if Path(engine).exists() else self._flag_of(engine)
+            if how:
+                raise InputError(f"no engine directory {engine}{how}")
         return found, rest
 
     def error(self, message: str) -> NoReturn:
