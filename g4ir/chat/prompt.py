@@ -21,6 +21,8 @@ from .control import CONTROLS, ENDS, MODEL, PLACEHOLDERS, RESPONSE_END, TURN, TU
 from .messages import Conversation, Medium, map_texts
 from .stream import Detokenizer
 
+#: characters that are tokenised in some ten milliseconds
+CHEAP = 1 << 16
 #: characters to mark with: ideographs so rare that no conversation has all of them, and printable,
 #: so that what prints a list as Python does keeps them
 _MARKS = range(0x20000, 0x2A6D7)
@@ -149,10 +151,10 @@ def longest_token(tokenizer: Any) -> int:
     return max(map(len, tokenizer.get_vocab()), default=1)
 
 
-def check_length(characters: int, longest: int, room: int, what: str) -> None:
-    """Raise InputError for a text that cannot fit into `room` tokens, whatever its tokens are;
-    nothing has been tokenised then."""
-    if characters > (room + 1) * longest:
+def check_length(characters: int, longest: int, room: int, what: str, cheap: int = CHEAP) -> None:
+    """Raise InputError for a text that cannot fit into `room` tokens, whatever its tokens are,
+    before it is tokenised; texts of up to `cheap` characters are counted in tokens instead."""
+    if characters > max((room + 1) * longest, cheap):
         raise InputError(
             f"{what}: {characters} characters are more than {room} tokens can have, which is what "
             f"this engine holds: its longest token has {longest} characters"
