@@ -175,9 +175,7 @@ def pass_options(args: argparse.Namespace) -> dict[str, Any]:
         activations = find_activations(args.quant_activations)
         drafted, rows = drafted_tokens(args), _gpu_rows(args)
         divisor = find_divisor(1 if args.residual_scale is None else args.residual_scale)
-        return dict(
-            pass_arguments(form, kv, activations, drafted, gpu_rows=rows, divisor=divisor)
-        )
+        return dict(pass_arguments(form, kv, activations, drafted, gpu_rows=rows, divisor=divisor))
     return dict(stored(args).manifest.pass_options)
 
 
