@@ -72,7 +72,7 @@ def find_divisor(given: int) -> int:
     """Return the divisor of the residual stream; InputError if the pass has no such."""
     if given not in DIVISORS:
         expected = ", ".join(map(str, DIVISORS))
-        raise InputError(f"residual-scale {given}: expected one of {expected}")
+        raise InputError(f"--residual-scale {given}: expected one of {expected}")
     return given
 
 
