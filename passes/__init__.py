@@ -6,7 +6,8 @@ Each is a file of this folder with
   left       whether a node should not be there afterwards; a pass that stops matching is an error
   AFTER      the pass that it follows, with the reason; None: it is the first
   CHANGES_STATE  given and true where it may change what the caches look like
-  CHANGES_MEANING  given and true where it may round what the graph before it does not
+  CHANGES_MEANING  given and true where it may round what the graph before it does not, or change
+             values that keep their names
 
 Packing comes before the choice of rows, so that prefill and decode share weights; what follows the
 caches' last form joins whole blocks of nodes into one op each.

@@ -11,7 +11,7 @@ from g4ir.ir.graph import Graph, Node, Value, rebuild
 
 from .match import Note, ignore
 
-AFTER = None
+AFTER = "scale_residual"  # which comes first
 
 _SHARED = "rope"
 

@@ -15,6 +15,7 @@ from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.engine.build import build
 from g4ir.engine.engine import Engine
+from g4ir.engine.load import load_engine
 from g4ir.engine.responder import Failure, Responder, Result
 from g4ir.errors import CheckError, WeightsError
 from g4ir.ir.distance import row_errors
@@ -27,15 +28,17 @@ NORM = "layers.2.post_feedforward_layernorm.weight"
 ADVICE = "float16 holds numbers up to 65504; build with --dtype bfloat16"
 
 
-def large_checkpoint(folder: Path, value: float) -> Path:
+def large_checkpoint(folder: Path, value: float, also: str = "", much: float = 0.0) -> Path:
     """One norm's weight is large, as norms of trained models may be: what it makes is up to a few
-    times as large."""
+    times as large. So is another weight, `also`."""
     spec = load_spec("tiny-dense")
     write_checkpoint(folder, spec, RandomCheckpoint(spec, 0, torch.float32))
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
     name = f"model.{NORM}"
     tensors[name] = torch.full_like(tensors[name], value)
+    if also:
+        tensors[f"model.{also}"].fill_(much)
     save_file(tensors, file, metadata={"format": "pt"})
     return folder
 
@@ -76,11 +79,23 @@ def test_the_command_ends_with_1(narrow: Engine) -> None:
     assert done.code == 1 and ADVICE in done.message and not done.out
 
 
-def float16_build(folder: Path, value: float, **more: Any) -> Path:
+#: a build that has the range
+WIDE = {
+    "backend": "reference",
+    "dtype": "float32",
+    "max_seq": 64,
+    "prefill_chunk": 16,
+    "all_logits": True,
+}
+
+
+def float16_build(
+    folder: Path, value: float, also: str = "", much: float = 0.0, **more: Any
+) -> Path:
     """Build in float16 from a checkpoint with a tokenizer; return the engine's path."""
-    checkpoint = large_checkpoint(folder / "checkpoint", value)
+    checkpoint = large_checkpoint(folder / "checkpoint", value, also, much)
     tokenizer().save(str(checkpoint / "tokenizer.json"))
-    options = {"backend": "reference", "dtype": "float16", "max_seq": 64, "prefill_chunk": 16}
+    options = WIDE | {"dtype": "float16"}
     build(None, folder / "engine", checkpoint=checkpoint, **options | more).close()
     return folder / "engine"
 
@@ -94,6 +109,76 @@ def test_a_build_is_refused_whose_values_leave_the_range(
         float16_build(tmp_path, 60_000.0, **more)
     assert ADVICE in str(refused.value)
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.parametrize("more", [{}, {"quant": "int8"}], ids=str)
+@pytest.mark.parametrize("scale", [1, 2])
+def test_a_refusal_names_the_residual_scale_that_would_do(
+    tmp_path: Path, scale: int, more: dict[str, Any]
+) -> None:
+    """The smallest that leaves a factor of two, whatever the scale that was too small."""
+    with pytest.raises(WeightsError, match=r"or --residual-scale 8: .* reaches 22\d{4}$"):
+        float16_build(tmp_path, 60_000.0, residual_scale=scale, **more)
+
+
+def test_a_stream_too_large_for_every_scale_is_for_bf16(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"build with --dtype bfloat16$"):
+        float16_build(tmp_path, 60_000.0, "layers.2.layer_scalar", 16.0)
+
+
+def test_a_value_outside_the_stream_is_for_bf16(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"build with --dtype bfloat16$"):
+        float16_build(tmp_path, 60_000.0, "layers.3.input_layernorm.weight", 60_000.0)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"quant": "int8"},
+        {"link_weights": True},
+        pytest.param({"backend": "torch"}, marks=pytest.mark.covering),
+    ],
+    ids=str,
+)
+def test_a_residual_scale_keeps_the_stream_in_range(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, more: dict[str, Any]
+) -> None:
+    """Finite, as far from float64 as the interpreter in float16 is, and near an engine in float32,
+    which scales nothing."""
+    engine = load_engine(float16_build(tmp_path, 60_000.0, residual_scale=8, **more), trust=True)
+    assert "float16:" not in caplog.text
+    assert engine.manifest["options"]["scale_residual"] == {"divisor": 8}
+    report = verify_engine(engine)
+    assert report.ok, report.text()
+    assert verify_each_pass(engine).ok
+    wide = {**WIDE, "quant": more.get("quant")}
+    plain = build(None, tmp_path / "wide", checkpoint=tmp_path / "checkpoint", **wide)
+    ids = torch.arange(2, 34)[None]
+    got, want = (e.session().prefill(ids, all_logits=True)[0].float() for e in (engine, plain))
+    assert float(row_errors(got, want).relative.max()) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("spec", "more"),
+    [
+        ("tiny-ple", {}),
+        ("tiny-moe", {"quant": "int8"}),
+        ("tiny-dense", {"quant": "int4"}),
+        ("tiny-moe", {"latent_kv": "raw"}),
+    ],
+    ids=str,
+)
+def test_a_residual_scale_changes_no_bit_in_float32(
+    tmp_path: Path, spec: str, more: dict[str, Any]
+) -> None:
+    options = {"backend": "reference", "random_weights": 0, "max_seq": 64, "prefill_chunk": 16}
+    ids = torch.arange(2, 34)[None]
+    logits = []
+    for n in (1, 16):
+        with build(spec, tmp_path / str(n), residual_scale=n, **options, **more) as engine:
+            logits.append(engine.session().prefill(ids))
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize(("value", "warned"), [(1.0, False), (12_000.0, True)])

@@ -18,7 +18,7 @@ from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir
 
 #: passes that do nothing unless they are asked to
-ASKED = ("latent_kv", "narrow_kv", "quantize_activations")
+ASKED = ("scale_residual", "latent_kv", "narrow_kv", "quantize_activations")
 
 BEFORE = """graph g {
   input %x: f32[B,S,8]

@@ -232,6 +232,18 @@ def test_latent_caches_of_ranks(name: str, ranks: int, form: str) -> None:
     assert distance(got[0], alone(name, torch.float64)) < 1e-12
 
 
+@pytest.mark.parametrize("name", ["tiny-moe", "tiny-ple"])
+def test_a_scaled_residual_of_ranks(name: str) -> None:
+    """A sum over ranks adds parts that are divided already; its norm is fused with it as before."""
+    for gpu in ({}, for_gpu(1)):
+        options = {**SLACK, **gpu, "scale_residual": {"divisor": 16}}
+        p = run_program(sharded(name, 2), options=options)
+        g, plain = (x.graphs["decode"] for x in (p, run_program(sharded(name, 2), options=gpu)))
+        assert [n.op for n in collectives(g)] == [n.op for n in collectives(plain)]
+        got = together(p, name, 2, torch.float64)
+        assert distance(got[0], alone(name, torch.float64)) < 1e-12
+
+
 def fused_sums(g: Graph) -> list[Node]:
     return [*g.find(*NORM_OF)]
 

@@ -50,11 +50,12 @@ CUT = "// ----\n"
 ASKS = "# options: "
 
 
-def asked(text: str) -> dict[str, str]:
+def asked(text: str) -> dict[str, str | int]:
     """The pass's options, from a first line such as `# options: form=raw`."""
     line = text.partition("\n")[0]
     pairs = line.removeprefix(ASKS).split() if line.startswith(ASKS) else []
-    return dict(pair.split("=") for pair in pairs)
+    given = (pair.split("=") for pair in pairs)
+    return {k: int(v) if v.isdigit() else v for k, v in given}
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda p: p.stem)
@@ -115,6 +116,8 @@ SPECS: dict[str, Callable[[], Spec]] = {
     "combined": combined,
 }
 LATENT = ("value", "raw")
+#: the residual stream divided
+SCALED = "scaled"
 #: passes for steps that are a chain of kernels on a GPU, of one row here
 GPU, CHAINED = "gpu", for_gpu(1)
 SKIPS = {
@@ -125,6 +128,9 @@ SKIPS = {
     **dict.fromkeys(LATENT, ()),
     **{f"{form} alone": tuple(q for q in PASSES if q != "latent_kv") for form in LATENT},
     **{f"{form} without plan_cache": ("plan_cache",) for form in LATENT},
+    SCALED: (),
+    f"{SCALED} alone": tuple(q for q in PASSES if q != "scale_residual"),
+    f"{SCALED} without fuse_norm_residual": ("fuse_norm_residual",),
     GPU: (),
     **{f"{GPU} without {p}": (p,) for p in ("fuse_norm_residual", "fuse_glu", *CHAINED)},
 }
@@ -140,6 +146,8 @@ def options(skip: str) -> Options:
     form = form_of(skip)
     if form == GPU:
         return CHAINED
+    if form == SCALED:
+        return {"scale_residual": {"divisor": 16}}
     if form in NARROW:
         return {"narrow_kv": {"to": form}}
     if form in ACTIVATIONS:
@@ -181,7 +189,7 @@ def coded(spec: str) -> Program:
     return quantised(program(spec), SPECS[spec](), find_recipe("int8"), SPECS[spec]().dtype)
 
 
-@pytest.mark.parametrize("form", ["off", *LATENT, "i8", "int8", GPU])
+@pytest.mark.parametrize("form", ["off", *LATENT, "i8", "int8", SCALED, GPU])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str) -> None:
@@ -190,6 +198,7 @@ def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str)
     tied = any(x.attention.k_eq_v for x in SPECS[spec]().layers())
     routed = any(x.has_moe for x in SPECS[spec]().layers())
     idle = {
+        "scale_residual": form != SCALED,
         "last_token_only": phase == "decode",
         "latent_kv": form not in LATENT or not tied,
         "narrow_kv": form not in NARROW,
@@ -479,6 +488,7 @@ FIRST_LEFT = {
     "fuse_attention": "%L0.attn.out = attention",
     "fuse_glu_linear": "%L0.ple.proj = linear",
     "fuse_all_reduce": "%L0.mid = norm_residual",
+    "scale_residual": "%L0.mid = add",
 }
 
 
@@ -488,6 +498,7 @@ def of_two_ranks(spec: str) -> Program:
 
 #: pass -> the program and the option in which it has something to do, where others have not
 FOR_PASS: dict[str, tuple[Callable[[str], Program], str]] = {
+    "scale_residual": (program, SCALED),
     "narrow_kv": (program, "i8"),
     "quantize_activations": (coded, "int8"),
     **dict.fromkeys(CHAINED, (program, GPU)),
@@ -544,7 +555,7 @@ def test_a_pass_that_breaks_its_contract_is_caught(
 ) -> None:
     f, message = MISDEEDS[misdeed]
     break_pass(monkeypatch, "fuse_qkv", f)
-    with pytest.raises(PassError, match=r"fuse_qkv .*after share_rope_tables") as e:
+    with pytest.raises(PassError, match=r"fuse_qkv .*after .*share_rope_tables") as e:
         run_passes(program("tiny-dense").graphs["decode"])
     assert message in str(e.value)
 
@@ -598,14 +609,16 @@ def test_skip_until_and_dump() -> None:
     g = program("tiny-dense").graphs["prefill"]
     seen: list[str] = []
     out = run_passes(g, skip=["fuse_qkv"], until="fuse_gate_up", dump=lambda p, _: seen.append(p))
-    assert seen == ["share_rope_tables", "fuse_gate_up"]
+    assert seen == ["scale_residual", "share_rope_tables", "fuse_gate_up"]
     assert count(out, "glu_packed") == 6 and not count(out, "split", "norm_rope")
     assert run_passes(g, until="share_rope_tables", skip=["share_rope_tables"]) == g
 
 
 @pytest.mark.parametrize("how", [{"skip": ["fuse_all"]}, {"until": "fuse_all"}])
 def test_an_unknown_pass_is_refused_with_the_list(how: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match="unknown pass 'fuse_all'; one of share_rope_tables, fuse"):
+    with pytest.raises(
+        InputError, match="unknown pass 'fuse_all'; one of scale_residual, share_ro"
+    ):
         run_passes(program("tiny-dense").graphs["decode"], **how)
     with pytest.raises(InputError, match="unknown pass"):
         find_pass("fuse_all")

@@ -69,7 +69,7 @@ def sound(engine: Engine) -> StagesReport:
     assert all(s.excused == 0 for s in report.stages)
     still = {s.name for s in report.stages if not s.values}
     routed = {"fuse_moe", "fuse_dual_norm"}
-    asked = {"latent_kv", "narrow_kv", "quantize_activations", *for_gpu(0)}
+    asked = {"scale_residual", "latent_kv", "narrow_kv", "quantize_activations", *for_gpu(0)}
     assert still <= {"last_token_only", "fuse_cache_write", *asked, *routed}
     assert still & routed == (set() if engine.spec.text.moe else routed)
     assert ("fuse_cache_write" in still) == ("fuse_qkv" in skipped), "it needs packed projections"

@@ -31,7 +31,7 @@ from g4ir.weights.random import RandomCheckpoint
 
 from .hf import cache_argument, hf_model, refusals_of_transformers, rows_kept
 from .reference import reference_engine, wide_engine
-from .rounded import round_activations, rounding_caches
+from .rounded import divisor, round_activations, rounding_caches
 from .tokens import positions_of, split_steps
 from .watch import Place, watched
 from .wide import other_attention, wide_model
@@ -95,11 +95,11 @@ class EnginePeer:
             if layers is not None and (name == FINAL or LAYER_OUT.fullmatch(name)):
                 # After the last layer whose K and V are read later, a chunk goes on with its end.
                 rows, first = t[0].float().cpu(), place.end + 1 - t.shape[1]
+                rows = rows * (1 if name == FINAL else by)
                 kept = {first + i: row for i, row in enumerate(rows) if first + i in wanted}
                 layers.setdefault(name, {}).update(kept)
 
-        wanted = set(ends)
-
+        wanted, by = set(ends), divisor(self.engine)
         session = watched(self.engine, keep) if layers is not None else self.engine.session()
         rows = [session.prefill(t[None], all_logits=every)[0] for t in tokens.split(list(turns))]
         return torch.cat(rows) if every else torch.stack(rows)

@@ -31,6 +31,13 @@ def asked(engine: Engine, name: str) -> str:
     return to
 
 
+def divisor(engine: Engine) -> int:
+    """Return what the residual stream of an engine is divided by."""
+    if "scale_residual" in engine.manifest["skipped_passes"]:
+        return 1
+    return int(engine.manifest["options"].get("scale_residual", {}).get("divisor", 1))
+
+
 def coarse(engine: Engine) -> tuple[str, ...]:
     """Return the grids that an engine was asked to round to."""
     found = (asked(engine, name) for name in ("narrow_kv", "quantize_activations"))

@@ -36,7 +36,7 @@ MODEL = "model"
 GROUPS: dict[str, tuple[str, ...]] = {
     "required": ("backend",),
     MODEL: ("checkpoint", "mmproj", "adapter", "random_weights", "link_weights"),
-    "device": ("device", "dtype", "memory", "settings", "ple_placement"),
+    "device": ("device", "dtype", "residual_scale", "memory", "settings", "ple_placement"),
     "limits": ("max_batch", "max_seq", "prefill_chunk", "all_logits"),
     "quantisation": ("quant", "quant_activations", "kv_dtype", "latent_kv"),
     "speculative decoding": ("drafter", "draft_tokens"),
@@ -199,6 +199,7 @@ def _plan(p: Prepared, out: Path) -> dict[str, Any]:
         "backend": p.backend.name,
         "device": p.device,
         "dtype": p.dtype,
+        "residual_scale": p.options["scale_residual"]["divisor"],
         "ranks": p.ranks,
         "ep": p.ep,
         **asdict(p.limits),

@@ -15,6 +15,7 @@ from g4ir.passes.latent_kv import FORMS, PLAIN
 from g4ir.passes.plan_cache import slack_of
 from g4ir.plan.settings import (
     find_activations,
+    find_divisor,
     find_draft_tokens,
     find_kv_dtype,
     find_latent,
@@ -173,7 +174,8 @@ def pass_options(args: argparse.Namespace) -> dict[str, Any]:
         form = find_latent(args.latent_kv or PLAIN, spec, "cpu", spec.dtype, 1, kv)
         activations = find_activations(args.quant_activations)
         drafted, rows = drafted_tokens(args), _gpu_rows(args)
-        return dict(pass_arguments(form, kv, activations, drafted, gpu_rows=rows))
+        divisor = find_divisor(1 if args.residual_scale is None else args.residual_scale)
+        return dict(pass_arguments(form, kv, activations, drafted, gpu_rows=rows, divisor=divisor))
     return dict(stored(args).manifest.pass_options)
 
 

@@ -67,6 +67,7 @@ OF_ENGINE = (
     "kv_dtype",
     "latent_kv",
     "draft_tokens",
+    "residual_scale",
     "tp",
     "ep",
 )
@@ -92,7 +93,8 @@ def add_show(verbs: Any) -> None:
     p.add_argument("engine", metavar="ENGINE", nargs="?", help=ENGINE_HELP)
     add_source(p)
     add_options(p, (*PASS_OPTIONS, "quant", "quant_activations", "kv_dtype", "draft_tokens"))
-    p.set_defaults(stored=None, draft_tokens=None)
+    add_options(p, ("residual_scale",))
+    p.set_defaults(stored=None, draft_tokens=None, residual_scale=None)
     p.add_argument("--phase", choices=PHASES, help="graph to print (default decode)")
     p.add_argument("--after", metavar="PASS", help="stop after this pass; `none`: before the first")
     p.add_argument(

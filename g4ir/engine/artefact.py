@@ -39,9 +39,10 @@ from g4ir.passes.latent_kv import FORMS
 from g4ir.passes.match import OFF
 from g4ir.passes.narrow_kv import DTYPES as KV_FORMS
 from g4ir.passes.quantize_activations import FORMS as ACTIVATION_FORMS
+from g4ir.passes.scale_residual import DIVISORS
 from g4ir.plan.formats import DTYPES
 from g4ir.plan.limits import Limits
-from g4ir.plan.settings import DEVICES, KV_NAMES, MOST_DRAFTED, find_placement
+from g4ir.plan.settings import DEVICES, KV_NAMES, MOST_DRAFTED, find_divisor, find_placement
 from g4ir.quant.recipe import Recipe
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.parts import Index
@@ -173,6 +174,11 @@ class RingOptions:
 
 
 @dataclass(frozen=True)
+class ScaleOptions:
+    divisor: Annotated[int, Range(min(DIVISORS), max(DIVISORS))] = 1
+
+
+@dataclass(frozen=True)
 class ChainOptions:
     on: bool = False
 
@@ -185,6 +191,7 @@ class PassOptions:
     narrow_kv: NarrowOptions = NarrowOptions()
     quantize_activations: ActivationOptions = ActivationOptions()
     plan_cache: RingOptions = RingOptions()
+    scale_residual: ScaleOptions = ScaleOptions()
     fuse_norm_linear: ChainOptions = ChainOptions()
     fuse_norm_moe: ChainOptions = ChainOptions()
     fuse_attention: ChainOptions = ChainOptions()
@@ -525,6 +532,7 @@ def _check_spec(path: Path, m: Manifest, spec: Spec) -> None:
         raise fail(where, "notes.grid.exact", f"expected at most groups, {grid.groups}")
     try:
         check_ranks(spec, m.ranks, m.ep)
+        find_divisor(m.options.scale_residual.divisor)
         if find_placement(m.ple_placement, spec, m.device) != m.ple_placement:
             raise fail(where, "ple_placement", "is missing")
         check_media(m.media, spec, MOST_SIZES)
@@ -637,6 +645,7 @@ def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
     words += ["--latent-kv", m.options.latent_kv.form]
     words += ["--kv-dtype", KV_NAMES[kv]] if (kv := m.options.narrow_kv.to) != OFF else []
     words += _activation_words(m)
+    words += ["--residual-scale", n] if (n := m.options.scale_residual.divisor) != 1 else []
     words += ["--draft-tokens", k] if (k := m.options.plan_cache.slack) else []
     seed = getattr(m.weights, "seed", None)
     words += ["--drafter", "DRAFTER" if seed is None else path / DRAFTER] * (

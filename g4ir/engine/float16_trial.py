@@ -7,15 +7,20 @@ exceed 65504, and what follows is NaN.
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
 from g4ir.backends.base import Prepared, Tensors, Watch
-from g4ir.backends.reference import ReferenceRuntime, text_graphs
+from g4ir.backends.reference import ReferenceRuntime, WideRuntime, text_graphs
 from g4ir.errors import WeightsError
+from g4ir.ir.graph import Program
 from g4ir.ir.names import layer_of
+from g4ir.model.text import build_graph
 from g4ir.ops.finite import TOO_LARGE, advice
 from g4ir.ops.narrow import comparable
+from g4ir.passes.scale_residual import DIVISORS, divided_values
+from g4ir.quant.rewrite import quantised
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.drafter import WithDrafter
 from g4ir.weights.pack import ParamSource, open_table
@@ -48,21 +53,51 @@ def why_untried(p: Prepared) -> str | None:
 
 def try_float16(p: Prepared, folder: Path, params: ParamSource) -> None:
     """Interpret the text graphs on a few dozen tokens of text. WeightsError names the first value
-    that is NaN or infinite; a peak near the end of the range is logged as a warning."""
-    runtime = _Trial(text_graphs(p.packing.program), p.limits, "cpu", params)
-    program = runtime.program
+    that is NaN or infinite, and a residual scale that would do; a peak near the end of the range is
+    logged as a warning."""
+    try:
+        peaks = _prefill(p, folder, params, _Trial)
+    except WeightsError as e:
+        found = _scale_for(p, _prefill(p, folder, params, _Wide))
+        raise WeightsError(f"{e}{found}") from None
+    name, peak = max(peaks.items(), key=lambda x: x[1])
+    if peak > NEAR * MOST:
+        log.warning(
+            "float16: %%%s reaches %.0f on a text of %d tokens, and %s; other texts may exceed it: "
+            "build with --dtype bfloat16%s",
+            *(name, peak, MOST_TOKENS, TOO_LARGE, _scale_for(p, peaks)),
+        )
+
+
+def _prefill(
+    p: Prepared, folder: Path, params: ParamSource, runs: type[_Trial]
+) -> dict[str, float]:
+    """Return the largest magnitude of each value."""
+    runtime = runs(text_graphs(p.packing.program), p.limits, "cpu", params)
+    program, runtime.peaks = runtime.program, {}
     facts = {"backend": p.backend.name, "ranks": 1, "ep": False, "options": p.options}
     tables = {v.name: open_table(params, v, "mmap", "cpu") for v in program.graphs["embed"].params}
     fixed = (p.spec, p.limits, p.all_logits, "cpu", p.dtype)
     engine = Engine(folder, facts, *fixed, program, runtime, tables)
     engine.session().prefill(_tokens(p))
-    name, peak = runtime.peak
-    if peak > NEAR * MOST:
-        log.warning(
-            "float16: %%%s reaches %.0f on a text of %d tokens, and %s; other texts may exceed it: "
-            "--dtype bfloat16 has the range of float32",
-            *(name, peak, MOST_TOKENS, TOO_LARGE),
-        )
+    return runtime.peaks
+
+
+def _scale_for(p: Prepared, peaks: dict[str, float]) -> str:
+    """Return the advice of the smallest residual scale that keeps the stream, whose peaks are those
+    in float64, below half of the range; "" if other values leave the range too."""
+    plain = Program({"prefill": build_graph(p.spec, "prefill", dtype=p.dtype)})
+    graph = quantised(plain, p.spec, p.recipe, p.dtype).graphs["prefill"]
+    divided, now = divided_values(graph), p.options["scale_residual"]["divisor"]
+    inside: dict[bool, float] = {}
+    for name, peak in peaks.items():
+        key = name.removesuffix(".last") in divided
+        inside[key] = max(inside.get(key, 0.0), peak)
+    stream, rest = now * inside[True], inside[False]
+    enough = (n for n in DIVISORS if n > now and stream <= n * NEAR * MOST)
+    found = next(enough, None) if rest <= MOST else None
+    told = f", or --residual-scale {found}: the residual stream reaches {stream:.0f}"
+    return told if found else ""
 
 
 def _tokens(p: Prepared) -> Any:
@@ -76,9 +111,11 @@ def _tokens(p: Prepared) -> Any:
 
 
 class _Trial(ReferenceRuntime):
-    """An interpreter that refuses a value out of range and keeps the largest."""
+    """An interpreter that keeps the largest magnitude of each value, and refuses one out of
+    range."""
 
-    peak = ("", 0.0)
+    peaks: dict[str, float]
+    most = MOST
 
     def run(
         self,
@@ -95,11 +132,17 @@ class _Trial(ReferenceRuntime):
         if not value.is_floating_point():
             return
         largest = float(comparable(value).abs().max())
-        if not largest <= MOST:
+        if not largest <= self.most:
             layer = layer_of(name)
             where = "outside the layers" if layer is None else f"layer {layer}"
             raise WeightsError(
                 f"float16, tried on a text of {MOST_TOKENS} tokens: %{name} ({where}): NaN or "
                 f"infinite; {advice('f16')}"
             )
-        self.peak = max(self.peak, (name, largest), key=lambda x: x[1])
+        self.peaks[name] = max(self.peaks.get(name, 0.0), largest)
+
+
+class _Wide(_Trial, WideRuntime):
+    """The same in float64, which has no such range."""
+
+    most = math.inf

@@ -52,6 +52,13 @@ class BuildOptions:
     dtype: str | None = option(
         None, "model dtype: float32, bfloat16 or float16 (default: the spec's)", metavar="T"
     )
+    residual_scale: int = option(
+        1,
+        "divide the residual stream by 2, 4, 8 or 16, which keeps it in the range of\nfloat16 "
+        "(default 1: not); results stay the same",
+        type=int,
+        metavar="N",
+    )
     quant: str | Path | None = option(
         None,
         "weight quantisation: int8, int4, fp8, or a quantisation config FILE.yaml\n(default none)",

@@ -13,6 +13,7 @@ from g4ir.ops.types import ITEMSIZE, TORCH_NAMES, dtype_name
 from g4ir.passes import Options
 from g4ir.passes.latent_kv import FORMS
 from g4ir.passes.match import OFF
+from g4ir.passes.scale_residual import DIVISORS
 from g4ir.spec.record import SUFFIXES, Spec, load_spec
 from g4ir.weights.checkpoint import CONFIG, GGUF
 from g4ir.weights.pack import DEFAULT_PLACEMENT, PLACEMENTS
@@ -65,6 +66,14 @@ def find_activations(given: str | None) -> str:
         expected = ", ".join(ACTIVATIONS)
         raise InputError(f"quant-activations {given!r}: expected one of {expected}")
     return given or OFF
+
+
+def find_divisor(given: int) -> int:
+    """Return the divisor of the residual stream; InputError if the pass has no such."""
+    if given not in DIVISORS:
+        expected = ", ".join(map(str, DIVISORS))
+        raise InputError(f"--residual-scale {given}: expected one of {expected}")
+    return given
 
 
 def find_draft_tokens(given: int | None, max_seq: int, drafter: bool = False) -> int:
@@ -121,11 +130,14 @@ def pass_options(
     drafted: int = 0,
     keep: Sequence[int] = (),
     gpu_rows: int = 0,
+    divisor: int = 1,
 ) -> Options:
     """Return the passes' own arguments: the form of K=V caches, what caches are narrowed to, what
-    rows are rounded to, how many tokens rings can lose again, the layers that `keep` K and V, and
-    the rows of steps that are a chain of kernels on a GPU, 0 elsewhere."""
+    rows are rounded to, how many tokens rings can lose again, the layers that `keep` K and V, the
+    rows of steps that are a chain of kernels on a GPU, 0 elsewhere, and the divisor of the residual
+    stream."""
     return {
+        "scale_residual": {"divisor": divisor},
         "plan_cache": {"slack": drafted},
         "latent_kv": {"form": latent, "keep": tuple(keep)},
         "narrow_kv": {"to": kv},

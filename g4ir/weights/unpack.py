@@ -35,7 +35,7 @@ class Unpacked:
 
     def holds(self, v: Value) -> bool:
         """Whether the tensor of a param follows from what is held."""
-        after = (n for n in self.prologue.find("concat", "columns") if v in n.inputs)
+        after = (n for n in self.prologue.find(*UNDONE) if v in n.inputs)
         return v.name in self.params or any(self.holds(n.out) for n in after)
 
     def __call__(self, v: Value) -> torch.Tensor:
@@ -44,10 +44,9 @@ class Unpacked:
             return self.held.given(v)
         if v.name in self.params:
             return self.held.tensor(v.name)
-        for n in self.prologue.find("concat", "columns"):
+        for n in self.prologue.find(*UNDONE):
             if v in n.inputs and self.holds(n.out):
-                made = self(n.out)
-                return by_rows(made) if n.op == "columns" else _slice(n, v, made)
+                return UNDONE[n.op](n, v, self(n.out))
         raise EngineError(
             f"{self.path} no longer holds %{v.name}, only what was made of it: give --checkpoint "
             f"DIR"
@@ -110,3 +109,11 @@ def _slice(join: Node, v: Value, joined: torch.Tensor) -> torch.Tensor:
     assert isinstance(axis, int)
     sizes = [int(x.type.shape[axis]) for x in join.inputs]
     return joined.split(sizes, axis)[join.inputs.index(v)]
+
+
+#: op of a prologue -> what makes one of its inputs from its result
+UNDONE: dict[str, Callable[[Node, Value, torch.Tensor], torch.Tensor]] = {
+    "concat": _slice,
+    "columns": lambda n, v, made: by_rows(made),
+    "scale": lambda n, v, made: made / n.number("value"),
+}
