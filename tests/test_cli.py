@@ -403,6 +403,7 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     lines = dict(line.split(maxsplit=1) for line in text.splitlines())
     assert text.startswith("would build here\n") and lines["param_bytes"] == "1.16 MiB"
     usual = {"disk_bytes", "media", "ple_placement", "settings", "short", "ranks", "latent_kv"}
+    usual |= {"residual_scale"}
     assert not usual & lines.keys()
     words = ("--variant", "tiny-media", "--random-weights", "0", "--dry-run")
     text = ok(*BUILD, *words, "--out", tmp_path / "a")
@@ -969,6 +970,7 @@ def test_latent_form_is_built_shown_and_kept(tmp_path: Path) -> None:
     manifest = json.loads((out / "manifest.json").read_text())
     kept = {"latent_kv": {"form": "raw", "keep": []}, "narrow_kv": {"to": "off"}}
     kept |= {"quantize_activations": {"to": "off"}, "plan_cache": {"slack": 0}}
+    kept |= {"scale_residual": {"divisor": 1}}
     kept |= for_gpu(0)
     assert manifest["options"] == kept
     assert "attention_latent(" in ok("show", out) and "attention_latent(" in ok(

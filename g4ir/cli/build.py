@@ -168,12 +168,14 @@ def _dry_run(p: Prepared, out: Path, as_json: bool, progress: console.Progress) 
     print(verdict)
     chosen = {n: v for n, v in p.settings.items() if v != p.backend.settings[n].default}
     plan |= {"settings": chosen, "media": plan["media"] if p.media.kinds else None}
-    kept = {k: v for k, v in plan.items() if v not in USUAL and (k, v) != ("ranks", 1)}
+    kept = {k: v for k, v in plan.items() if v not in USUAL and (k, v) not in AT_REST}
     for key, value in (kept | {k: v for k, v in found.items() if v not in EMPTY}).items():
         print(f"{key:<14} {_planned(key, value)}")
     return int(bool(short))
 
 
+#: of a plan as text, what is left out
+AT_REST = (("ranks", 1), ("residual_scale", 1))
 #: values that tell nothing, and those of options that are off
 EMPTY: tuple[Any, ...] = (None, [], {})
 USUAL = (*EMPTY, False, "off")
