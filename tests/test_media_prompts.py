@@ -22,7 +22,7 @@ from g4ir.cli import run
 from g4ir.engine.engine import Engine
 from g4ir.engine.jsonl import FIELDS
 from g4ir.engine.load import load_engine
-from g4ir.engine.responder import MEDIA_SETTINGS, Responder
+from g4ir.engine.responder import BOS_ADDED, MEDIA_SETTINGS, Responder
 from g4ir.errors import InputError
 from g4ir.media.images import prepare_image, read_image
 from g4ir.media.prompt import (
@@ -544,10 +544,10 @@ def test_run_text_with_every_kind(engine: Path, loaded: Engine, files: Path) -> 
 def test_media_without_a_marker_come_first(engine: Path, files: Path) -> None:
     media = ("--audio", "d.wav", "--image", "a.png", "--image", "b.jpg")
     want, log = answered(engine, "--prompt", "<audio><image><image>what?", *media)
-    assert "notes" not in log
+    assert log["notes"] == [BOS_ADDED]
     got, log = answered(engine, "--prompt", "what?", *media)
     note = "the prompt has no <audio> and <image>: put before the text"
-    assert got == want and log["notes"] == [note]
+    assert got == want and log["notes"] == [note, BOS_ADDED]
     outcome = command("run", engine, "--prompt", "what?", *media, "--max-new-tokens", "6")
     assert outcome.code == 0 and f"g4ir: note: {note}\n" in outcome.err
 
@@ -716,7 +716,7 @@ def test_markers_without_media_are_text(engine: Path, files: Path) -> None:
     text = "what does <image> or <video> mean?"
     got, log = answered(engine, "--prompt", text)
     tokenizer = load_engine(engine).tokenizer()
-    assert log["prompt_tokens"] == len(tokenizer.encode(text).ids)
+    assert log["prompt_tokens"] == 1 + len(tokenizer.encode(text).ids)  # <bos>
     assert "1 of 1 <image>" in log["notes"][0] and "1 of 1 <video>" in log["notes"][0]
     assert got == answered(engine, "--prompt", r"what does \<image> or \<video> mean?")[0]
 
