@@ -348,7 +348,8 @@ def test_dump_ir(tmp_path: Path) -> None:
     expected = {f"{i:02}-{p}.{x}.g4ir" for i, p in enumerate(PASSES, 1) for x in phases}
     assert {p.name for p in folder.iterdir()} == expected
     shown = ok("show", "--variant", "tiny-ple", "--after", "plan_cache")
-    assert (folder / "06-plan_cache.decode.g4ir").read_text() == shown
+    (graph,) = folder.glob("*-plan_cache.decode.g4ir")
+    assert graph.read_text() == shown
     for wrong in (("--max-seq", "many"), ("--set", "x"), ("--memory", "h1"), ("--dtype", "f8")):
         refused(*BUILD, *words, "--dump-ir", tmp_path / "none", *wrong)
     assert not (tmp_path / "none").exists()
