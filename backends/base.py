@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from g4ir.errors import InputError
 from g4ir.ir.graph import Program
-from g4ir.ops.narrow import NARROW
+from g4ir.ops.kv_quant import NARROW
 from g4ir.parallel.group import Group
 from g4ir.parallel.share import Share
+from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import cache_bytes
-from g4ir.plan.limits import Limits
 from g4ir.plan.options import Resolved
 from g4ir.ui.progress import Progress
 from g4ir.weights.checkpoint import WeightSource
@@ -166,7 +166,7 @@ class Backend(ABC):
     packs_weights: bool = False
     #: whether its compiled files are native code, which can do all that the user can
     native: bool = False
-    #: dtypes that its caches may be narrowed to (ops/narrow.py), and why there are no others
+    #: dtypes that its caches may be narrowed to (ops/kv_quant.py), and why there are no others
     kv_dtypes: tuple[str, ...] = tuple(NARROW)
     kv_reason: str = ""
     #: whether its steps on a GPU are chains of kernels, which the fewer of them the shorter wait

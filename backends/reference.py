@@ -15,12 +15,12 @@ from g4ir.ir.interpret import Run, interpret
 from g4ir.ir.wide import WideProducts, in_float64
 from g4ir.model.towers import is_tower
 from g4ir.parallel.group import Group
+from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import DTYPES
-from g4ir.plan.limits import Limits
 from g4ir.weights.pack import ParamSource
 
 from .base import Backend, Runtime, Task, Tensors, Watch
-from .caches import Caches
+from .kv_cache import Caches
 
 
 class ReferenceRuntime:

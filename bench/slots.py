@@ -25,7 +25,7 @@ from g4ir.bench.stats import Stat, median, stat
 from g4ir.bench.system import environment
 from g4ir.bench.text import machine
 from g4ir.engine.engine import Engine
-from g4ir.engine.slots import PREFILLING, QUEUED, Job, Slots, SlotSettings
+from g4ir.engine.scheduler import PREFILLING, QUEUED, Request, Scheduler, SchedulerConfig
 from g4ir.model.media import placeholders
 from g4ir.ui.table import aligned
 from g4ir.ui.units import size_text
@@ -38,18 +38,18 @@ WARM = 4
 @dataclass(frozen=True)
 class Bench:
     engine: Engine
-    slots: Slots
+    slots: Scheduler
     context: int
     new: int
     late: int
 
-    def job(self, seed: int, tokens: int, new: int) -> Job:
+    def job(self, seed: int, tokens: int, new: int) -> Request:
         g = torch.Generator().manual_seed(seed)
         high = self.engine.spec.text.readable_ids
         ids = torch.randint(3, high, (tokens,), generator=g).tolist()
         holders = {*placeholders(self.engine.spec.tokens, self.engine.media.kinds).values()}
         prompt = tuple(3 if t in holders else t for t in ids)
-        return Job(prompt, new, GREEDY, reuse=False)
+        return Request(prompt, new, GREEDY, reuse=False)
 
     def started(self, count: int, new: int) -> None:
         """Have so many rows decode, past the first steps."""
@@ -153,7 +153,7 @@ def main() -> None:
     args = parser.parse_args()
     begun = time.perf_counter()
     engine = g4ir.load_engine(args.engine)
-    slots = Slots(engine, SlotSettings(chunk_tokens=args.chunk_tokens))
+    slots = Scheduler(engine, SchedulerConfig(chunk_tokens=args.chunk_tokens))
     late = min(args.late, engine.limits.max_seq)
     bench = Bench(engine, slots, args.context, args.new, late)
     sizes = [n for n in args.active if n <= slots.most]

@@ -69,7 +69,7 @@ from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
 from g4ir.errors import MissingError
 from g4ir.ir.graph import Graph
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.memory import free_memory

@@ -29,9 +29,9 @@ from g4ir.bench.roof import Meter
 from g4ir.bench.stats import median
 from g4ir.bench.system import environment
 from g4ir.bench.text import machine
-from g4ir.engine.drafting import MTP, NGRAM, Draft, Tally, drafted_stream
 from g4ir.engine.engine import Engine
 from g4ir.engine.session import Session
+from g4ir.engine.speculative import MTP, NGRAM, AcceptanceStats, SpeculativeConfig, drafted_stream
 from g4ir.model.draft import DRAFT
 from g4ir.ops.types import torch_dtype
 from g4ir.ui.table import aligned
@@ -140,20 +140,25 @@ class Bench:
         stream = session.stream(logits, len(answer), Scripted(answer.__getitem__), ())
         return len(answer) / seconds(lambda: [*stream])
 
-    def edited(self, prompt: Sequence[int], answer: Sequence[int], tally: Tally) -> float:
+    def edited(self, prompt: Sequence[int], answer: Sequence[int], tally: AcceptanceStats) -> float:
         """Return tokens/s with drafts that are looked up."""
         session, logits = self.begun(prompt)
-        draft, sampler = Draft(NGRAM, self.most - 1), Scripted(answer.__getitem__)
+        draft, sampler = SpeculativeConfig(NGRAM, self.most - 1), Scripted(answer.__getitem__)
         stream = drafted_stream(session, logits, [prompt], len(answer), sampler, (), draft, tally)
         return len(answer) / seconds(lambda: [*stream])
 
     def drafted(
-        self, prompt: Sequence[int], new: int, right: float, tally: Tally, counts: list[int]
+        self,
+        prompt: Sequence[int],
+        new: int,
+        right: float,
+        tally: AcceptanceStats,
+        counts: list[int],
     ) -> float:
         """Return tokens/s with a drafter's drafts; `counts` are how many each round had."""
         session, logits = self.begun(prompt)
         script = Agreeing(session, right, self.high)
-        draft, sampler = Draft(MTP, self.most - 1), Scripted(script)
+        draft, sampler = SpeculativeConfig(MTP, self.most - 1), Scripted(script)
         stream = drafted_stream(session, logits, [prompt], new, sampler, (), draft, tally)
         took = seconds(lambda: [*stream])
         counts += script.counts
@@ -191,7 +196,7 @@ def expected(found: dict[str, float], counts: Sequence[int], tokens: int) -> flo
     return tokens * found["step"] / took
 
 
-def shares(tally: Tally) -> str:
+def shares(tally: AcceptanceStats) -> str:
     found = tally.to_dict()["accepted"]
     assert isinstance(found, list)
     return " ".join(f"{share:.2f}" for share in found)
@@ -205,7 +210,7 @@ def tasks(bench: Bench, found: dict[str, float], context: int, args: argparse.Na
     lines, kinds = [head], [NGRAM, *([MTP] if DRAFT in bench.engine.program.graphs else [])]
     for kind in kinds:
         rates: dict[str, list[float]] = {"with": [], "without": []}
-        tally, counts = Tally(), list[int]()
+        tally, counts = AcceptanceStats(), list[int]()
         for _ in range(args.rounds):
             rates["without"].append(bench.plain(prompt, answer))
             if kind == NGRAM:

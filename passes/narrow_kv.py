@@ -14,7 +14,7 @@ from dataclasses import replace
 from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Node, Value, rebuild
 from g4ir.ops.attention import split_chunk
-from g4ir.ops.narrow import NARROW, as_held
+from g4ir.ops.kv_quant import NARROW, as_held
 from g4ir.ops.types import ITEMSIZE
 
 from .match import OFF, Note, ignore

@@ -12,8 +12,8 @@ from g4ir.ir.graph import Graph, Node
 from g4ir.ir.interpret import interpret
 from g4ir.ops.attention import slot_positions
 from g4ir.ops.types import torch_dtype
+from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import context_slots
-from g4ir.plan.limits import Limits
 from tests.oracle import pieces
 
 Feeds = Mapping[str, torch.Tensor]

@@ -19,7 +19,7 @@ from g4ir.backends.reference import ReferenceRuntime
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
-from g4ir.engine.slots import Job, Slots
+from g4ir.engine.scheduler import Request, Scheduler
 from g4ir.ir.graph import Node, Value
 from g4ir.ops.types import Type, dtype_name
 from g4ir.parallel.group import FRAME, GATHERED, Group
@@ -84,8 +84,8 @@ def logits(engine: Engine) -> dict[str, torch.Tensor]:
 
 def answers(engine: Engine) -> dict[str, Any]:
     """Tokens that are chosen in all ways, and what the engine says of itself."""
-    slots = Slots(engine)
-    tickets = [slots.submit(Job(tuple(p), 6)) for p in (*PROMPTS, PROMPTS[0])]
+    slots = Scheduler(engine)
+    tickets = [slots.submit(Request(tuple(p), 6)) for p in (*PROMPTS, PROMPTS[0])]
     while slots.busy:
         slots.step()
     said = {

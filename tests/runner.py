@@ -22,7 +22,7 @@ from g4ir.ir.interpret import empty_state, interpret
 from g4ir.model.text import build_program
 from g4ir.passes import run_program
 from g4ir.plan.options import BuildOptions
-from g4ir.plan.settings import for_gpu
+from g4ir.plan.resolve import for_gpu
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec

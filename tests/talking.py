@@ -19,9 +19,9 @@ import torch
 
 from g4ir.backends.row_sampling import Allowed
 from g4ir.chat import Vocabulary
-from g4ir.chat.control import CALL, CALL_END, CHANNEL, CHANNEL_END, TURN_END
+from g4ir.chat.special_tokens import CALL, CALL_END, CHANNEL, CHANNEL_END, TURN_END
 from g4ir.cli import main
-from g4ir.engine.talk import Talk
+from g4ir.engine.conversation import ChatSession
 
 #: one call, and a thought with content behind it
 CALLING = [CALL, "call:weather{city:", '<|"|>', "oslo", '<|"|>', "}", CALL_END, "<|tool_response>"]
@@ -72,9 +72,9 @@ def dictate(
 ) -> None:
     """Let the model say these answers, one after the other, whatever it is asked, and then what it
     likes."""
-    made, left = Talk._sampling, iter(answers)
+    made, left = ChatSession._sampling, iter(answers)
 
-    def dictated(self: Talk, settings: Any, prompt: Any = None) -> Any:
+    def dictated(self: ChatSession, settings: Any, prompt: Any = None) -> Any:
         found = made(self, settings, prompt)
         texts = next(left, None) if prompt else None
         if texts is None:
@@ -83,7 +83,7 @@ def dictate(
         rule = Dictated(ids(self.vocabulary, texts), size, pause_s, found.allowed)
         return replace(found, allowed=rule)
 
-    setattr(Talk, "_sampling", dictated)
+    setattr(ChatSession, "_sampling", dictated)
 
 
 if __name__ == "__main__":

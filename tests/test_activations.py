@@ -27,7 +27,7 @@ from g4ir.model.text import build_program
 from g4ir.ops import OPS
 from g4ir.ops.quant import ACTIVATIONS, FORMS, dequantized, fake_quantized
 from g4ir.passes import run_passes
-from g4ir.plan.settings import pass_options
+from g4ir.plan.resolve import pass_options
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import load_spec

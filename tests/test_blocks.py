@@ -25,7 +25,7 @@ from g4ir.ops import OPS
 from g4ir.ops.attention import last_seen, slot_positions, visible
 from g4ir.ops.types import Type
 from g4ir.passes import PASSES, run_passes, run_program
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec, check_spec, load_spec
 from tests.configs import spec_called

@@ -15,10 +15,12 @@ import pytest
 import torch
 import triton
 
-from g4ir.backends.torch_compile import chain as module
+from g4ir.backends.torch_compile import kernel_graph as module
 from g4ir.backends.torch_compile import runtime
 from g4ir.backends.torch_compile.backend import _check_programs
-from g4ir.backends.torch_compile.chain import (
+from g4ir.backends.torch_compile.compile import marker
+from g4ir.backends.torch_compile.cuda_driver import EARLY, Attribute, Config, CudaDriver
+from g4ir.backends.torch_compile.kernel_graph import (
     Chain,
     LoadedChain,
     _digest,
@@ -30,8 +32,6 @@ from g4ir.backends.torch_compile.chain import (
     recorded_chain,
     write_chain,
 )
-from g4ir.backends.torch_compile.compile import marker
-from g4ir.backends.torch_compile.cuda_driver import EARLY, Attribute, Config, CudaDriver
 from g4ir.backends.torch_compile.kernels.all_reduce_triton import buffer_bytes
 from g4ir.backends.torch_compile.kernels.launch import Launch
 from g4ir.backends.torch_compile.kernels.resources import Assembled, _compiled, resources
@@ -43,8 +43,8 @@ from g4ir.ir.graph import bind, split_prologue
 from g4ir.model.text import build_graph
 from g4ir.parallel.shard import shard
 from g4ir.passes import run_passes
-from g4ir.plan.limits import Limits
-from g4ir.plan.settings import for_gpu
+from g4ir.plan.engine_limits import Limits
+from g4ir.plan.resolve import for_gpu
 from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import split_program
 from tests.configs import VARIANTS, spec_called

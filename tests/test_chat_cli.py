@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from g4ir.chat import Event
-from g4ir.chat.control import CHANNEL, CHANNEL_END
+from g4ir.chat.special_tokens import CHANNEL, CHANNEL_END
 from g4ir.cli.chat import COMMANDS, Piped, whole
 from g4ir.cli.talking import Screen
 from g4ir.errors import InputError

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from g4ir.chat import Answer, Budget, Piece, Reader, TokenStream, Vocabulary, call_id, make_prompt
-from g4ir.chat.control import CALL, CALL_END, CONTROLS, QUOTE, RESPONSE, TURN_END
 from g4ir.chat.prompt import find
+from g4ir.chat.special_tokens import CALL, CALL_END, CONTROLS, QUOTE, RESPONSE, TURN_END
 from g4ir.errors import InputError
 from tests.cli_tools import tokenizer
 

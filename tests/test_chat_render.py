@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 
 from g4ir.chat import Prompt, Template, Vocabulary, encode, make_prompt, render, sandbox
-from g4ir.chat.control import CONTROLS
 from g4ir.chat.messages import read_messages
+from g4ir.chat.special_tokens import CONTROLS
 from g4ir.chat.tools import lower, read_tools
 from g4ir.errors import InputError, MissingError
 

@@ -32,12 +32,12 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from g4ir.backends import BACKENDS, find_backend
 from g4ir.backends.sampling import Sampler, Sampling
-from g4ir.chat.stream import Detokenizer, TextStream
+from g4ir.chat.detokenizer import Detokenizer, TextStream
 from g4ir.cli import _parser
 from g4ir.cli.build import GROUPS
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
-from g4ir.engine.responder import BOS_ADDED, RAW, Responder
+from g4ir.engine.offline import BOS_ADDED, RAW, OfflineEngine
 from g4ir.engine.session import Session
 from g4ir.ir.text import parse_graph
 from g4ir.model.text import build_graph
@@ -45,7 +45,7 @@ from g4ir.ops import OPS
 from g4ir.passes import PASSES, run_passes
 from g4ir.plan.gpus import GPUS, SIZE_RULE
 from g4ir.plan.options import BuildOptions
-from g4ir.plan.settings import for_gpu
+from g4ir.plan.resolve import for_gpu
 from g4ir.spec.record import load_spec, spec_names
 from g4ir.ui import console
 from tests.cli_tools import (
@@ -505,7 +505,7 @@ TEMPLATES = {
 def test_a_raw_prompt_at_a_chat_model_is_noted(
     case: str, bos: bool, text_engine: Path, tmp_path: Path
 ) -> None:
-    responder = Responder(instructed(text_engine, tmp_path / "e", TEMPLATES[case], bos))
+    responder = OfflineEngine(instructed(text_engine, tmp_path / "e", TEMPLATES[case], bos))
     for prompt in ("ab w3", "<bos>ab w3"):
         request = responder.request({"prompt": prompt}, "x")
         assert request.notes == (RAW,)
@@ -532,7 +532,7 @@ def test_a_raw_prompt_begins_with_one_bos(
     config.unlink(missing_ok=True)
     if text := NO_BOS[case]:
         config.write_text(text)
-    responder, ids = Responder(loaded), tuple(tokenizer().encode("ab w3").ids)
+    responder, ids = OfflineEngine(loaded), tuple(tokenizer().encode("ab w3").ids)
     for prompt in ("ab w3", "<bos>ab w3"):
         request = responder.request({"prompt": prompt}, "x")
         assert request.tokens == (2, *ids)
@@ -540,7 +540,7 @@ def test_a_raw_prompt_begins_with_one_bos(
         assert request.notes == ((BOS_ADDED,) if added else ())
         bare = responder.request({"prompt": prompt, "bos": False}, "x")
         assert bare.tokens == (2, *ids)[prompt == "ab w3" :] and not bare.notes
-    assert Responder(loaded, {"bos": False}).request({"prompt": "ab"}, "x").tokens[:1] != (2,)
+    assert OfflineEngine(loaded, {"bos": False}).request({"prompt": "ab"}, "x").tokens[:1] != (2,)
 
 
 def test_no_bos(text_engine: Path) -> None:
@@ -551,7 +551,7 @@ def test_no_bos(text_engine: Path) -> None:
 
 
 def test_a_raw_prompt_at_another_model_is_not_noted(text_loaded: Engine) -> None:
-    assert not Responder(text_loaded).request({"prompt": "ab w3"}, "x").notes
+    assert not OfflineEngine(text_loaded).request({"prompt": "ab w3"}, "x").notes
 
 
 def test_run_draws_by_seed(text_engine: Path) -> None:
@@ -674,22 +674,26 @@ PRECEDENCE = {
 @pytest.mark.parametrize("case", PRECEDENCE)
 def test_precedence(text_loaded: Engine, case: str) -> None:
     fields, flags, want = PRECEDENCE[case]
-    got = Responder(text_loaded, flags).request({"tokens": [2], **fields}, "x").sampling
+    got = OfflineEngine(text_loaded, flags).request({"tokens": [2], **fields}, "x").sampling
     assert got == Sampling(**want, suppress=(390,))
 
 
 def test_greedy_is_the_last_resort(loaded: Engine) -> None:
-    assert Responder(loaded).request({"tokens": [2]}, "x").sampling == Sampling()
-    request = Responder(loaded, {"top_k": 4, "seed": 5}).request({"tokens": [2]}, "x")
+    assert OfflineEngine(loaded).request({"tokens": [2]}, "x").sampling == Sampling()
+    request = OfflineEngine(loaded, {"top_k": 4, "seed": 5}).request({"tokens": [2]}, "x")
     assert request.sampling == Sampling(0.0, 4, None, 5)
 
 
 def test_stop_ids_add_up(loaded: Engine, text_loaded: Engine) -> None:
-    assert Responder(text_loaded).request({"tokens": [2]}, "x").stop == {1, 107}
-    assert Responder(text_loaded, {"stop": [9]}).request({"tokens": [2]}, "x").stop == {1, 107, 9}
-    mine = Responder(text_loaded, {"stop": [9]}).request({"tokens": [2], "stop": [8]}, "x")
+    assert OfflineEngine(text_loaded).request({"tokens": [2]}, "x").stop == {1, 107}
+    assert OfflineEngine(text_loaded, {"stop": [9]}).request({"tokens": [2]}, "x").stop == {
+        1,
+        107,
+        9,
+    }
+    mine = OfflineEngine(text_loaded, {"stop": [9]}).request({"tokens": [2], "stop": [8]}, "x")
     assert mine.stop == {1, 107, 8}
-    assert Responder(loaded).request({"tokens": [2]}, "x").stop == {1}  # the spec's
+    assert OfflineEngine(loaded).request({"tokens": [2]}, "x").stop == {1}  # the spec's
 
 
 def test_suppressed_tokens_are_never_drawn(loaded: Engine, tmp_path: Path) -> None:
@@ -714,7 +718,7 @@ def test_no_temperature_overflows(loaded: Engine, temperature: float) -> None:
 
 
 def answers(engine: Engine, prompts: list[list[int]]) -> list[tuple[list[int], int]]:
-    responder = Responder(engine, {"max_new_tokens": 4})
+    responder = OfflineEngine(engine, {"max_new_tokens": 4})
     made = [responder.answer(responder.request({"tokens": p}, "x")) for p in prompts]
     return [(list(r.tokens), r.cached_tokens) for r in made]
 

@@ -134,7 +134,7 @@ def test_dots_stand_for_lines_or_for_a_part_of_one() -> None:
 
 def test_no_example_is_forgotten() -> None:
     assert len(SHORT) >= 11 and len(BUILT) >= 12
-    assert {e.file for e in ALL} >= {"README.md", "guide.md", "hopper.md", "tensorrt.md"}
+    assert {e.file for e in ALL} >= {"README.md", "guide.md", "cuda.md", "tensorrt.md"}
 
 
 @pytest.mark.parametrize("example", SHORT, ids=str)
@@ -166,7 +166,7 @@ def slow(e: Example) -> bool:
     return e.line.startswith(("verify ", "show ", "plan ", "bench")) or e.file == "tensorrt.md"
 
 
-@pytest.mark.parametrize("file", ["README.md", "guide.md", "drafting.md"])
+@pytest.mark.parametrize("file", ["README.md", "guide.md", "speculative-decoding.md"])
 def test_runs_on_the_reference_backend(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,7 +340,7 @@ RESULTS = {path.name: path.read_text() for path in (ROOT / "bench/results").iter
 NAMED_RESULT = re.compile(r"`(?:bench/results/)?([\w-]+\.(?:json|txt|png))`")
 
 
-@pytest.mark.parametrize("name", ["benchmarks.md", "hopper.md", "numerics.md"])
+@pytest.mark.parametrize("name", ["benchmarks.md", "cuda.md", "numerics.md"])
 def test_named_results_are_there(name: str) -> None:
     found = {*NAMED_RESULT.findall(FILES[name].read_text())}
     assert found and found <= RESULTS.keys()
@@ -378,13 +378,13 @@ def test_the_example_of_the_chat_prints_what_is_shown(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == shown
 
 
-# --- docs/drafting.md -------------------------------------------------------------------------
+# --- docs/speculative-decoding.md -------------------------------------------------------------------------
 
 
 def test_the_example_of_drafting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (code,) = blocks("drafting.md", "python")
-    names, printed = run_python(code, "drafting.md")
+    (code,) = blocks("speculative-decoding.md", "python")
+    names, printed = run_python(code, "speculative-decoding.md")
     assert len(names["text"]) == 32 and "tokens_per_round" in printed
 
 
@@ -392,7 +392,7 @@ def test_the_counts_of_drafting_are_those_of_the_server() -> None:
     from g4ir.serve import metrics
 
     code = Path(metrics.__file__).read_text()
-    named = set(re.findall(r"g4ir_(draft_\w+)_total", FILES["drafting.md"].read_text()))
+    named = set(re.findall(r"g4ir_(draft_\w+)_total", FILES["speculative-decoding.md"].read_text()))
     assert named == set(re.findall(r'"(draft_\w+)": ', code))
 
 

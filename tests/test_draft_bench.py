@@ -15,8 +15,8 @@ from g4ir.bench.report import run_bench
 from g4ir.bench.schema import plain, read_report
 from g4ir.bench.text import csv_text, text
 from g4ir.bench.workload import Workload, draw_tokens
-from g4ir.engine.drafting import Draft, find_draft
 from g4ir.engine.engine import Engine
+from g4ir.engine.speculative import SpeculativeConfig, find_draft
 from tests import cli_tools
 from tests.cli_tools import refused
 from tests.small_bench import small_bench
@@ -71,7 +71,7 @@ def test_a_prompt_repeats_a_piece(engine: Engine) -> None:
 
 def test_both_ways_write_the_same_text(engine: Engine) -> None:
     prompt = repeated(SMALL, draw_tokens(SMALL, engine))
-    writer = Writer(engine, Draft("ngram", 3), SMALL, prompt)
+    writer = Writer(engine, SpeculativeConfig("ngram", 3), SMALL, prompt)
     requests = {role: [turn()] for role, turn in writer.turns(2).items()}
     want = engine.generate(prompt, 24, stop_ids=())
     assert writer.texts == {PLAIN: want, DRAFTED: want}

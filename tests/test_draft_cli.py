@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from g4ir.chat.stream import Detokenizer
+from g4ir.chat.detokenizer import Detokenizer
 from g4ir.cli.drafting import tally_text
-from g4ir.engine.drafting import Draft, Tally
 from g4ir.engine.load import load_engine
-from g4ir.engine.responder import Responder
-from g4ir.engine.slots import SlotSettings
+from g4ir.engine.offline import OfflineEngine
+from g4ir.engine.scheduler import SchedulerConfig
+from g4ir.engine.speculative import AcceptanceStats, SpeculativeConfig
 from g4ir.errors import InputError
 from tests.cli_tools import Outcome, g4ir, refused
 from tests.serve.running import Running, chat_engine, eventually, running
@@ -96,7 +96,9 @@ def test_run_of_lines(
 def test_one_row_answers_again_with_what_it_holds(folder: Path) -> None:
     """Rounds leave in the row what was chosen, and not what was drafted."""
     engine = load_engine(folder)
-    responder = Responder(engine, {"max_new_tokens": 30}, SlotSettings(draft=Draft("ngram")))
+    responder = OfflineEngine(
+        engine, {"max_new_tokens": 30}, SchedulerConfig(draft=SpeculativeConfig("ngram"))
+    )
     tokens = [int(t) for t in PROMPT.split(",")]
     for _ in range(3):
         got = responder.answer(responder.request({"tokens": tokens}, "x"))
@@ -134,7 +136,7 @@ def test_run_of_a_chat_tells_its_rounds(folder: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_is_told_of_rounds() -> None:
-    tally = Tally()
+    tally = AcceptanceStats()
     assert tally_text(tally) == tally_text(None) == ""
     tally.add(0, 1)
     assert tally_text(tally) == "; 1.00 tokens a round"
@@ -148,7 +150,7 @@ def test_what_is_told_of_rounds() -> None:
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[Running]:
-    slots = SlotSettings(draft=Draft("ngram"))
+    slots = SchedulerConfig(draft=SpeculativeConfig("ngram"))
     with running(lambda: load_engine(folder), slots=slots) as r:
         eventually(lambda: r.server.service)
         yield r
@@ -233,9 +235,9 @@ def test_an_engine_that_verifies_nothing(plain: Path, verb: str) -> None:
 
 def test_slots_know_what_an_engine_can_do(folder: Path) -> None:
     engine = load_engine(folder)
-    made: Callable[..., Any] = Responder
-    responder = made(engine, {}, SlotSettings(draft=Draft("ngram")))
-    assert responder.slots.settings.draft == Draft("ngram", MOST)
+    made: Callable[..., Any] = OfflineEngine
+    responder = made(engine, {}, SchedulerConfig(draft=SpeculativeConfig("ngram")))
+    assert responder.slots.settings.draft == SpeculativeConfig("ngram", MOST)
     with pytest.raises(InputError, match="expected 1 to 4"):
-        made(engine, {}, SlotSettings(draft=Draft("ngram", 9)))
+        made(engine, {}, SchedulerConfig(draft=SpeculativeConfig("ngram", 9)))
     engine.close()

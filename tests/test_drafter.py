@@ -18,10 +18,10 @@ from g4ir.backends.sampling import Sampler, Sampling
 from g4ir.backends.trt.recorder import recording
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine
-from g4ir.engine.drafting import Draft, Tally, drafted_stream, find_draft
 from g4ir.engine.engine import Engine
+from g4ir.engine.scheduler import Request, Scheduler, SchedulerConfig
 from g4ir.engine.session import Session
-from g4ir.engine.slots import Job, Slots, SlotSettings
+from g4ir.engine.speculative import AcceptanceStats, SpeculativeConfig, drafted_stream, find_draft
 from g4ir.errors import G4Error, InputError, SpecError, WeightsError
 from g4ir.model.draft import DRAFT, NEXT_HIDDEN, TOKEN, check_pair
 from g4ir.model.tensors import media_tensors, numel, text_tensors
@@ -261,7 +261,7 @@ def test_text_is_that_of_single_steps(built: Build, name: str) -> None:
     engine = built(copying(name))
     given = prompts_of(copying(name))
     for options in ({}, {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 5}):
-        tally = Tally()
+        tally = AcceptanceStats()
         want = engine.generate(given, 40, stop_ids=(), **options)
         got = engine.generate(given, 40, stop_ids=(), draft="mtp", tally=tally, **options)
         assert got == want
@@ -271,7 +271,7 @@ def test_text_is_that_of_single_steps(built: Build, name: str) -> None:
 @pytest.mark.parametrize("name", FEW)
 def test_a_copy_is_right_now_and_then(built: Build, name: str) -> None:
     """It would never be, had it the keys of another layer kind or the state of another place."""
-    tally = Tally()
+    tally = AcceptanceStats()
     engine = built(copying(name))
     engine.generate(prompts_of(copying(name)), 48, stop_ids=(), draft="mtp", tally=tally)
     assert sum(tally.accepted.values()) > 0
@@ -304,7 +304,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_text_under_options(built: Build, option: str) -> None:
     name, options = OPTIONS[option]
     engine, given = built(copying(name), **options), prompts_of(copying(name))
-    tally = Tally()
+    tally = AcceptanceStats()
     want = engine.generate(given, 30, stop_ids=())
     assert engine.generate(given, 30, stop_ids=(), draft="mtp", tally=tally) == want
     assert sum(tally.accepted.values()) > 0
@@ -327,7 +327,7 @@ def test_a_network_of_the_drafter(
         session.prefill(tokens, torch.tensor(LENGTHS))
         found.append(drafted(session, 7))
     assert found[0] == found[1] and all(found[0])
-    given, tally = prompts_of(pair), Tally()
+    given, tally = prompts_of(pair), AcceptanceStats()
     want = plain.generate(given, 30, stop_ids=())
     assert engine.generate(given, 30, stop_ids=(), draft="mtp", tally=tally) == want
     assert sum(tally.accepted.values()) > 0
@@ -349,18 +349,18 @@ def test_rows_of_slots(built: Build, name: str) -> None:
     """Answers that begin and end at different times, whose prompts are computed elsewhere."""
     engine, pair = built(copying(name)), copying(name)
     jobs = [
-        Job(tuple(pair.oracle.tokens[i % 2, : 4 + 3 * i].tolist()), 6 + 5 * i, RowSampling(**s))
+        Request(tuple(pair.oracle.tokens[i % 2, : 4 + 3 * i].tolist()), 6 + 5 * i, RowSampling(**s))
         for i, s in enumerate(({}, {"temperature": 0.8, "seed": 4}, {}, {"frequency_penalty": 0.7}))
     ]
     jobs = [replace(j, sampling=replace(j.sampling, ignore_eos=True)) for j in jobs]
-    want = texts_of(Slots(engine), jobs)
-    settings = SlotSettings(draft=find_draft(engine, "mtp"), draft_rows=3)
-    slots = Slots(engine, settings)
+    want = texts_of(Scheduler(engine), jobs)
+    settings = SchedulerConfig(draft=find_draft(engine, "mtp"), draft_rows=3)
+    slots = Scheduler(engine, settings)
     assert texts_of(slots, jobs) == want
     assert sum(slots.totals.tally.accepted.values()) > 0
 
 
-def texts_of(slots: Slots, jobs: list[Job]) -> list[list[int]]:
+def texts_of(slots: Scheduler, jobs: list[Request]) -> list[list[int]]:
     tickets = [slots.submit(job) for job in jobs]
     while slots.busy:
         slots.step()
@@ -376,7 +376,7 @@ def test_pictures_and_sounds(tmp_path: Path, name: str) -> None:
     assert ids.image is not None and ids.audio is not None
     given = [2, 9, ids.image, 14, 7, ids.audio, 21]
     media = {"images": [png(tmp_path / "a.png")], "audio": [wav(tmp_path / "a.wav")]}
-    want, tally = engine.generate(given, 8, stop_ids=(), **media), Tally()
+    want, tally = engine.generate(given, 8, stop_ids=(), **media), AcceptanceStats()
     assert engine.generate(given, 8, stop_ids=(), draft="mtp", tally=tally, **media) == want
     assert tally.drafted
 
@@ -631,11 +631,11 @@ def test_rounds_on_the_device(built: Build, looped: Any) -> None:
     drawn = {"temperature": 0.9, "top_k": 40, "seed": 5}
     cases = [(24, (), {}), (23, stops, {}), (24, (), drawn), (1, (), {}), (2, (), {})]
     want = [engine.generate(given, n, stop_ids=s, **o) for n, s, o in cases]
-    plain = [Tally() for _ in cases]
+    plain = [AcceptanceStats() for _ in cases]
     for (n, s, o), w, tally in zip(cases, want, plain, strict=True):
         assert engine.generate(given, n, stop_ids=s, draft="mtp", tally=tally, **o) == w
     recorded = looped(engine)
-    tallies = [Tally() for _ in cases]
+    tallies = [AcceptanceStats() for _ in cases]
     for (n, s, o), w, tally in zip(cases, want, tallies, strict=True):
         assert engine.generate(given, n, stop_ids=s, draft="mtp", tally=tally, **o) == w
         assert tally.tokens == sum(map(len, w)) - len(w)
@@ -651,12 +651,12 @@ def test_a_session_goes_on_behind_rounds(built: Build, looped: Any) -> None:
     recorded = looped(engine)
     session, texts = engine.session(1), [[*prompt]]
     logits, sampler = session.prefill([prompt]), Sampler(Sampling())
-    draft = Draft("mtp", 3)
-    stream = drafted_stream(session, logits, texts, 12, sampler, (), draft, Tally())
+    draft = SpeculativeConfig("mtp", 3)
+    stream = drafted_stream(session, logits, texts, 12, sampler, (), draft, AcceptanceStats())
     got = [token for made in stream for token in made[0]]
     assert recorded and got == want[:12] and session.length.tolist() == [len(prompt) + 11]
     assert session.drafted({0: got[-1]}, {0: 3})[0]
     rest = drafted_stream(
-        session, session.decode([got[-1]]), texts, 18, sampler, (), draft, Tally()
+        session, session.decode([got[-1]]), texts, 18, sampler, (), draft, AcceptanceStats()
     )
     assert [token for made in rest for token in made[0]] == want[12:]

@@ -16,22 +16,22 @@ from hypothesis import strategies as st
 
 import g4ir
 from g4ir.backends.row_sampling import RowSampling
-from g4ir.engine.drafting import (
+from g4ir.engine.engine import Engine
+from g4ir.engine.scheduler import Event, Request, Scheduler, SchedulerConfig
+from g4ir.engine.session import Session
+from g4ir.engine.speculative import (
     COST,
     FIRST_PAUSE,
     LEAST_MATCH,
     LONGEST_PAUSE,
     MOST_MATCH,
-    Draft,
-    Lookup,
+    AcceptanceStats,
+    NgramProposer,
     Pace,
-    Tally,
+    SpeculativeConfig,
     accepted,
     find_draft,
 )
-from g4ir.engine.engine import Engine
-from g4ir.engine.session import Session
-from g4ir.engine.slots import Event, Job, Slots, SlotSettings
 from g4ir.errors import InputError
 from g4ir.passes import run_passes
 from tests.contract.flows import FLOWS
@@ -228,14 +228,14 @@ def test_the_same_seed_gives_the_same_text(
     want = engine.generate(given, 40, stop_ids=(), **how)
     drafts = mixed([[*p, *w] for p, w in zip(given, want, strict=True)], 4, 0.7, 1)
 
-    def propose(text: Lookup, count: int) -> list[int]:
+    def propose(text: NgramProposer, count: int) -> list[int]:
         ids = text._ids[: text._count].tolist()
         row = 0 if ids[: len(given[0])] == given[0] else 1
         return list(drafts(row, len(ids))[:count])
 
-    monkeypatch.setattr(Lookup, "propose", propose)
+    monkeypatch.setattr(NgramProposer, "propose", propose)
     monkeypatch.setattr(Pace, "count", lambda _: 4)
-    tally, seen = Tally(), list[tuple[int, int]]()
+    tally, seen = AcceptanceStats(), list[tuple[int, int]]()
     options = {"stop_ids": (), "draft": "ngram", "tally": tally, **how}
     got = engine.generate(given, 40, on_token=lambda row, t: seen.append((row, t)), **options)
     assert got == want
@@ -253,11 +253,11 @@ def test_stop_ids_end_a_row_within_a_round(made: Make, monkeypatch: pytest.Monke
     want = engine.generate(given, 30, stop_ids=stops)
     whole = [[*p, *w] for p, w in zip(given, plain, strict=True)]
 
-    def propose(text: Lookup, count: int) -> list[int]:
+    def propose(text: NgramProposer, count: int) -> list[int]:
         row = 0 if text._ids[0] == given[0][0] else 1
         return whole[row][text._count : text._count + count]
 
-    monkeypatch.setattr(Lookup, "propose", propose)
+    monkeypatch.setattr(NgramProposer, "propose", propose)
     assert engine.generate(given, 30, stop_ids=stops, draft="ngram") == want
     assert engine.generate(given, 30, stop_ids=(), draft="ngram", draft_tokens=5) == plain
 
@@ -266,7 +266,7 @@ def test_rows_as_slots(made: Make) -> None:
     """Penalties, seeds, masks and ends are by row; drafts are off while many rows decode."""
     engine, every = made("tiny-moe"), prompts(7, 12, 18, 9, 25)
     jobs = [
-        Job(
+        Request(
             tuple(p * 2),
             40,
             RowSampling(
@@ -282,8 +282,8 @@ def test_rows_as_slots(made: Make) -> None:
         for i, p in enumerate(every)
     ]
 
-    def texts(settings: SlotSettings) -> tuple[list[list[int]], Slots]:
-        slots = Slots(engine, settings)
+    def texts(settings: SchedulerConfig) -> tuple[list[list[int]], Scheduler]:
+        slots = Scheduler(engine, settings)
         tickets = [slots.submit(job) for job in jobs]
         events = list[Event]()
         while slots.busy:
@@ -296,11 +296,11 @@ def test_rows_as_slots(made: Make) -> None:
         assert len(logprobs) == len(tickets[0].answers[0].tokens)
         return [t.answers[0].tokens for t in tickets], slots
 
-    want, _ = texts(SlotSettings())
-    got, slots = texts(SlotSettings(draft=Draft("ngram", 4), draft_rows=3))
+    want, _ = texts(SchedulerConfig())
+    got, slots = texts(SchedulerConfig(draft=SpeculativeConfig("ngram", 4), draft_rows=3))
     tally = slots.totals.tally
     assert got == want and tally.tokens > tally.rounds > 0
-    off, slots = texts(SlotSettings(draft=Draft("ngram", 4), draft_rows=1))
+    off, slots = texts(SchedulerConfig(draft=SpeculativeConfig("ngram", 4), draft_rows=1))
     assert off == want and slots.totals.tally.rounds < tally.rounds
 
 
@@ -426,7 +426,7 @@ words = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 @given(words, st.integers(1, 12), st.integers(0, 59))
 def test_lookup_finds_the_longest_match(ids: list[int], count: int, cut: int) -> None:
     """As a search through every earlier place does; pieces make no difference."""
-    text = Lookup(ids[:cut])
+    text = NgramProposer(ids[:cut])
     text.extend(ids[cut:])
     matches = []
     for end in range(len(ids) - 1):
@@ -438,7 +438,7 @@ def test_lookup_finds_the_longest_match(ids: list[int], count: int, cut: int) ->
     behind = ids[end + 1 :]
     want = [behind[i % len(behind)] for i in range(count)] if size >= LEAST_MATCH else []
     assert text.propose(count) == want
-    assert Lookup(ids).propose(count) == want
+    assert NgramProposer(ids).propose(count) == want
 
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=80))
@@ -467,10 +467,10 @@ def test_pace_of_drafts_that_are_always_wrong_or_right() -> None:
 
 
 def test_tally() -> None:
-    tally = Tally()
+    tally = AcceptanceStats()
     for drafted, tokens in ((4, 5), (4, 1), (2, 2), (0, 1)):
         tally.add(drafted, tokens)
     want = {"rounds": 4, "tokens_per_round": 2.25, "accepted": [0.6667, 0.3333, 0.5, 0.5]}
     assert tally.to_dict() == want
-    assert Tally().to_dict() == {"rounds": 0, "tokens_per_round": None, "accepted": []}
+    assert AcceptanceStats().to_dict() == {"rounds": 0, "tokens_per_round": None, "accepted": []}
     assert np.isfinite(tally.tokens)

@@ -16,7 +16,7 @@ from g4ir.check.passes import verify_each_pass
 from g4ir.engine.build import build
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
-from g4ir.engine.responder import Failure, Responder, Result
+from g4ir.engine.offline import Failure, OfflineEngine, Result
 from g4ir.errors import CheckError, WeightsError
 from g4ir.ir.distance import row_errors
 from g4ir.spec.record import load_spec
@@ -254,7 +254,7 @@ def test_no_pass_is_blamed(narrow: Engine) -> None:
         verify_each_pass(narrow)
 
 
-def answered(responder: Responder) -> Result | Failure:
+def answered(responder: OfflineEngine) -> Result | Failure:
     (answer,) = responder.answer_lines(
         io.BytesIO(b'{"tokens": [2, 5, 7], "max_new_tokens": 2}'), "x"
     )
@@ -262,7 +262,7 @@ def answered(responder: Responder) -> Result | Failure:
 
 
 def test_others_are_answered(narrow: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    responder = Responder(narrow)
+    responder = OfflineEngine(narrow)
     failed = answered(responder)
     assert isinstance(failed, Failure) and ADVICE in failed.error
     monkeypatch.setattr(responder.session, "finite", lambda logits: logits.nan_to_num())
@@ -274,7 +274,7 @@ def test_nan_does_not_stay_in_caches(engines: Any, monkeypatch: pytest.MonkeyPat
     make every sum over it NaN."""
     engine = engines("reference", "tiny-ple")
     run, prompt = engine.runtime.run, list(range(20, 60))
-    want, responder = engine.generate([2, 5, 7], 4), Responder(engine, {"max_new_tokens": 4})
+    want, responder = engine.generate([2, 5, 7], 4), OfflineEngine(engine, {"max_new_tokens": 4})
 
     def broken(phase: str, feeds: Any, state: Any, *rest: Any) -> Any:
         made = run(phase, feeds, state, *rest)

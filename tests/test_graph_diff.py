@@ -13,7 +13,7 @@ from g4ir.ir.graph import Graph
 from g4ir.ir.text import parse_graph
 from g4ir.model.text import build_graph
 from g4ir.passes import PASSES, run_passes
-from g4ir.plan.settings import for_gpu
+from g4ir.plan.resolve import for_gpu
 from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir
 

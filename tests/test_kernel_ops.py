@@ -46,7 +46,7 @@ from g4ir.backends.torch_compile.step_model import read_constants
 from g4ir.backends.torch_compile.target import Target
 from g4ir.errors import LowerError
 from g4ir.ir.graph import Program
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 from g4ir.weights.pack import split_program
 from tests.configs import VARIANTS, spec_called
 from tests.runner import built_program

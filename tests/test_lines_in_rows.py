@@ -18,8 +18,8 @@ import torch
 
 import g4ir
 from g4ir.engine.engine import Engine
+from g4ir.engine.offline import AHEAD, Failure, OfflineEngine, Result
 from g4ir.engine.read_ahead import ReadAhead
-from g4ir.engine.responder import AHEAD, Failure, Responder, Result
 from tests.engines import some_tokens
 from tests.media_tools import media_engine, png
 
@@ -68,7 +68,7 @@ def stream(lines: list[Any]) -> io.BytesIO:
 
 
 def answers(engine: Engine, lines: list[Any], **flags: Any) -> list[Result | Failure]:
-    return [*Responder(engine, flags).answer_lines(stream(lines), "x")]
+    return [*OfflineEngine(engine, flags).answer_lines(stream(lines), "x")]
 
 
 # --- the same answers -----------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_settings_that_rows_have(engine: Engine, single: Engine) -> None:
 
 
 def test_one_request_with_settings_of_rows(engine: Engine) -> None:
-    responder, seen = Responder(engine), list[int]()
+    responder, seen = OfflineEngine(engine), list[int]()
     asked = responder.request({"tokens": tokens(9), "logit_bias": {"5": 1e6}}, "x")
     assert responder.answer(asked, seen.append).tokens == (5,) * 64 == tuple(seen)
 
@@ -226,10 +226,10 @@ def test_few_lines_are_read_ahead(engine: Engine) -> None:
     """No more than rows are there for, and a few; also where the first takes longest."""
     short = [{"tokens": tokens(3, i), "max_new_tokens": 2} for i in range(40)]
     lines = Counted(stream(short).getvalue())
-    for done, _ in enumerate(Responder(engine).answer_lines(lines, "x")):
+    for done, _ in enumerate(OfflineEngine(engine).answer_lines(lines, "x")):
         assert lines.count - done <= ROWS + AHEAD + 2
     lines = Counted(stream([{"tokens": [2], "max_new_tokens": 150}, *short]).getvalue())
-    responder = Responder(engine)
+    responder = OfflineEngine(engine)
     found = responder.answer_lines(lines, "x")
     next(found)
     assert lines.count > ROWS + AHEAD  # they are answered, and wait for the first
@@ -237,7 +237,7 @@ def test_few_lines_are_read_ahead(engine: Engine) -> None:
 
 
 def test_lines_that_nobody_wants_to_the_end(engine: Engine) -> None:
-    responder = Responder(engine)
+    responder = OfflineEngine(engine)
     found = responder.answer_lines(stream([{"tokens": [2], "max_new_tokens": 100}] * 5), "x")
     next(found)
     found.close()
@@ -251,7 +251,7 @@ def test_answers_before_the_next_line(engine: Engine) -> None:
     end, start = os.pipe()
     before = {*threading.enumerate()}
     with os.fdopen(end, "rb") as read, os.fdopen(start, "wb") as write:
-        found = Responder(engine).answer_lines(read, "x")
+        found = OfflineEngine(engine).answer_lines(read, "x")
         for i in range(3):
             write.write(json.dumps({"tokens": [2, 5, i], "max_new_tokens": 3}).encode() + b"\n")
             write.flush()

@@ -36,7 +36,7 @@ from g4ir.ir.interpret import run_node
 from g4ir.media.sound import Sound
 from g4ir.ops import Sample
 from g4ir.ops.types import Type, parse_type
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec, load_spec
 from g4ir.spec.shrink import shrink

@@ -22,7 +22,7 @@ from g4ir.cli import run
 from g4ir.engine.engine import Engine
 from g4ir.engine.jsonl import FIELDS
 from g4ir.engine.load import load_engine
-from g4ir.engine.responder import BOS_ADDED, MEDIA_SETTINGS, Responder
+from g4ir.engine.offline import BOS_ADDED, MEDIA_SETTINGS, OfflineEngine
 from g4ir.errors import InputError
 from g4ir.media.images import prepare_image, read_image
 from g4ir.media.prompt import (
@@ -677,7 +677,7 @@ def test_soft_tokens_are_never_reused(loaded: Engine, files: Path) -> None:
     """Equal ids of other media; what is before the first of them is."""
     image = loaded.spec.tokens.image
     png(files / "e.png", seed=5)  # as many soft tokens as a.png
-    responder = Responder(loaded, {"max_new_tokens": 1})
+    responder = OfflineEngine(loaded, {"max_new_tokens": 1})
     asked: list[tuple[list[int], list[str], int]] = [
         ([2, 5, 6], [], 0),
         ([2, 5, 6, image, 7], ["a.png"], 3),

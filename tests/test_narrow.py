@@ -1,8 +1,8 @@
 """Caches in fewer bits than the model's dtype: the rows, the graphs, sessions, plans, refusals.
 
 What an engine computes with them is held against transformers whose caches round K and V the same
-way (g4ir/check/rounded.py): in fp32 both give the same logits, but where a number lies so near the
-middle of two that they take different ones.
+way (check/rounding_baseline.py): in fp32 both give the same logits, but where a number lies so near
+the middle of two that they take different ones.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from g4ir.errors import InputError, VerifyError
 from g4ir.ir.distance import BUDGETS, HELD, budget_of
 from g4ir.ir.graph import Builder, Value, infer
 from g4ir.model.text import build_graph
-from g4ir.ops import OPS, narrow
-from g4ir.ops.narrow import (
+from g4ir.ops import OPS, kv_quant
+from g4ir.ops.kv_quant import (
     GROUP,
     NARROW,
     as_held,
@@ -43,7 +43,7 @@ from g4ir.ops.types import Type
 from g4ir.passes import run_passes
 from g4ir.plan.formats import kv_bytes
 from g4ir.plan.plan import PLANNED, make_plan
-from g4ir.plan.settings import KV_DTYPES, KV_NAMES
+from g4ir.plan.resolve import KV_DTYPES, KV_NAMES
 from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir as cli
 from tests.oracle import relative
@@ -334,7 +334,7 @@ def test_a_wrong_rounding_is_found(
 ) -> None:
     """Scales of the neighbouring head, or a range that ends too soon, in the engine alone."""
     engine = build(tmp_path / "engine", kv_dtype=kv)
-    right = narrow.coded
+    right = kv_quant.coded
 
     def shifted(x: torch.Tensor) -> torch.Tensor:
         made, width = right(x), x.shape[-1]
@@ -344,9 +344,9 @@ def test_a_wrong_rounding_is_found(
         made = right(x) if to == "i8" else x.clamp(-448, 448).to(torch.float8_e4m3fn)
         return numbers(made, x.dtype)
 
-    monkeypatch.setattr("g4ir.check.rounded.rounded", kept)
+    monkeypatch.setattr("g4ir.check.rounding_baseline.rounded", kept)
     assert verify_engine(engine, "hf", IDS).ok
-    monkeypatch.setattr(narrow, "coded", shifted)
+    monkeypatch.setattr(kv_quant, "coded", shifted)
     monkeypatch.setitem(NARROW, "f8e4m3", 1.0)  # type: ignore[arg-type]
     assert not verify_engine(engine, "hf", IDS).ok
 

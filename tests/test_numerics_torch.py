@@ -30,11 +30,11 @@ from g4ir.ir.interpret import interpret
 from g4ir.ir.text import print_graph
 from g4ir.model.tensors import dead_tensors
 from g4ir.ops import OPS
-from g4ir.ops.narrow import as_held, comparable
+from g4ir.ops.kv_quant import as_held, comparable
 from g4ir.ops.types import Type
 from g4ir.passes import PASSES
+from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import capacity, kv_bytes, weight_sizes
-from g4ir.plan.limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.parts import FULL, SLIDING, Moe
 from g4ir.spec.record import Spec, check_spec

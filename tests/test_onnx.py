@@ -38,7 +38,7 @@ from g4ir.ir.graph import Node
 from g4ir.ir.interpret import run_node
 from g4ir.ops.types import FLOATS, Type
 from g4ir.passes import PASSES
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec, check_spec, load_spec
 from g4ir.weights.pack import split_program

@@ -28,7 +28,7 @@ from g4ir.ops import OPS, Sample
 from g4ir.ops.attention import slot_positions, visible
 from g4ir.ops.base import as_tuple, op
 from g4ir.ops.budgets import MOVES
-from g4ir.ops.narrow import comparable
+from g4ir.ops.kv_quant import comparable
 from g4ir.ops.rope import inverse_frequencies, rotate_half
 from g4ir.ops.types import FLOATS, Type, dtype_name, torch_dtype
 from g4ir.spec.record import load_spec

@@ -32,7 +32,7 @@ from g4ir.parallel.table import FIRST, check_ranks, part_of
 from g4ir.parallel.unroll import split_name, unroll
 from g4ir.passes import run_passes, run_program
 from g4ir.plan.plan import PLANNED, make_plan
-from g4ir.plan.settings import for_gpu
+from g4ir.plan.resolve import for_gpu
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import from_codes, quantised
 from g4ir.spec.record import Spec, load_spec

@@ -19,7 +19,7 @@ from g4ir.ir.graph import Graph, Program, Value, verify
 from g4ir.ir.interpret import empty_state, interpret
 from g4ir.ir.text import parse_graph, print_graph
 from g4ir.model.text import build_graph, build_program
-from g4ir.ops.narrow import NARROW
+from g4ir.ops.kv_quant import NARROW
 from g4ir.ops.quant import ACTIVATIONS
 from g4ir.parallel.shard import shard_program
 from g4ir.passes import (
@@ -33,7 +33,7 @@ from g4ir.passes import (
     run_program,
 )
 from g4ir.passes.match import Note
-from g4ir.plan.settings import for_gpu
+from g4ir.plan.resolve import for_gpu
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.parts import FULL, SLIDING, Layer, Moe

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g4ir.backends.caches import Caches
+from g4ir.backends.kv_cache import Caches
 from g4ir.cli import main
 from g4ir.engine.build import prepare
 from g4ir.errors import InputError, PlanError
@@ -27,10 +27,10 @@ from g4ir.model.tensors import numel, text_tensors
 from g4ir.model.text import build_graph, build_program
 from g4ir.ops.types import Type
 from g4ir.passes import run_passes, run_program
+from g4ir.plan.engine_limits import Limits
 from g4ir.plan.fit import _group_limits, device_memory, require_fit
 from g4ir.plan.formats import kv_bytes, weight_sizes
 from g4ir.plan.gpus import GPUS, SIZE_RULE, find_gpu
-from g4ir.plan.limits import Limits
 from g4ir.plan.memory import Needs, Size, live_sizes
 from g4ir.plan.options import BuildOptions, Resolved
 from g4ir.plan.plan import (

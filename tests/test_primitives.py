@@ -16,7 +16,7 @@ from g4ir.backends.primitives.network import EXPERTS, Network, turn
 from g4ir.ir.graph import Program, split_prologue
 from g4ir.ir.interpret import interpret
 from g4ir.ops import OPS
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 from tests.configs import spec_called
 from tests.eager_emitter import EagerEmitter
 from tests.engines import BUDGET

@@ -51,7 +51,7 @@ from g4ir.ops.quant import (
 from g4ir.ops.types import Type
 from g4ir.passes import run_program
 from g4ir.plan.cost import decode_costs, total
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 from g4ir.plan.memory import bytes_beside_attention
 from g4ir.plan.options import BuildOptions
 from g4ir.quant.recipe import Recipe, Rule, built_in, find_recipe

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from g4ir.backends.torch_compile import cuda_graph
-from g4ir.backends.torch_compile.cuda_graph import CHUNKS, OrLaunched, Place, Repeated, recorded_at
+from g4ir.backends.torch_compile.cuda_graph import (
+    CHUNKS,
+    CaptureArena,
+    OrLaunched,
+    Repeated,
+    recorded_at,
+)
 from g4ir.backends.torch_compile.schedule import any_length
 from g4ir.backends.torch_compile.target import Target
 from g4ir.engine.engine import Engine
@@ -172,7 +178,7 @@ def test_recordings_of_a_place_share_its_stream_and_memory(
         ("graph_pool_handle", lambda: "pool"),
     ):
         monkeypatch.setattr(cuda_graph.torch.cuda, name, value)
-    place = Place("a chunk")
+    place = CaptureArena("a chunk")
     place.launch(lambda: seen.append("work"))
     waits, (_, side), work, after = seen
     assert waits == ("waits", side, main) and after == ("waits", main, side) and work == "work"

@@ -15,7 +15,7 @@ from g4ir.bench import measure, roof
 from g4ir.bench.peers import peer_model
 from g4ir.bench.report import run_bench
 from g4ir.bench.workload import Workload
-from g4ir.check import room
+from g4ir.check import memory_check
 from g4ir.check.logits import verify_engine
 from g4ir.check.peers import EnginePeer, HfPeer
 from g4ir.check.reference import reference_engine
@@ -242,7 +242,7 @@ def test_wrong_logits_fail_without_layers(built: Callable[..., Engine]) -> None:
 def test_without_room_the_other_mode_is_the_measure(
     built: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "device_memory", lambda device: 1 << 20)
+    monkeypatch.setattr(memory_check, "device_memory", lambda device: 1 << 20)
     engine = built("tiny-dense", "bfloat16", 0)
     report = verify_engine(engine, "hf")
     assert report.ok, report.text()
@@ -259,9 +259,9 @@ def test_without_room_the_other_mode_is_the_measure(
 def test_room_follows_from_tokens_and_logits() -> None:
     """E2B in bf16: 10 GB of weights and a thousand tokens fit 24 GB beside a peer."""
     spec = load_spec("e2b")
-    few, many = (room.wide_bytes(spec, n, 50) for n in (1100, 8192))
+    few, many = (memory_check.wide_bytes(spec, n, 50) for n in (1100, 8192))
     assert few < 2 << 30 < many
-    assert room.wide_bytes(spec, 1100, 1100) > few + 8 * 3 * 1000 * spec.text.vocab_size
+    assert memory_check.wide_bytes(spec, 1100, 1100) > few + 8 * 3 * 1000 * spec.text.vocab_size
 
 
 # ---- bench ---------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ import pytest
 
 import g4ir
 from g4ir.backends.row_sampling import RowSampling
+from g4ir.engine.async_engine import AsyncEngine, AsyncEngineConfig, Stream
 from g4ir.engine.engine import Engine
-from g4ir.engine.service import Service, ServiceSettings, Stream
-from g4ir.engine.slots import CANCELLED, FAILED, LENGTH, Event, Job
+from g4ir.engine.scheduler import CANCELLED, FAILED, LENGTH, Event, Request
 from g4ir.errors import BusyError, EngineError, InputError
 from tests.engines import some_tokens
 
@@ -31,13 +31,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def service(engine: Engine) -> Iterator[Service]:
-    with Service(engine) as s:
+def service(engine: Engine) -> Iterator[AsyncEngine]:
+    with AsyncEngine(engine) as s:
         yield s
 
 
-def job(count: int = 5, new: int = 6, seed: int = 0, **given: Any) -> Job:
-    return Job(tuple(some_tokens(1, count, seed)[0].tolist()), new, FREE, **given)
+def job(count: int = 5, new: int = 6, seed: int = 0, **given: Any) -> Request:
+    return Request(tuple(some_tokens(1, count, seed)[0].tolist()), new, FREE, **given)
 
 
 def text(stream: Stream) -> list[int]:
@@ -54,7 +54,7 @@ def eventually(holds: Any) -> None:
 class Gate:
     """Holds steps back until it is opened."""
 
-    def __init__(self, service: Service, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, service: AsyncEngine, patch: pytest.MonkeyPatch) -> None:
         self.open, step = threading.Event(), service.slots.step
 
         def held() -> Any:
@@ -64,7 +64,7 @@ class Gate:
         patch.setattr(service.slots, "step", held)
 
 
-def test_many_threads_ask(service: Service, engine: Engine) -> None:
+def test_many_threads_ask(service: AsyncEngine, engine: Engine) -> None:
     jobs = [job(3 + i % 7, 5 + i % 4, i) for i in range(16)]
     want = [engine.generate([*j.tokens], j.max_new_tokens, stop_ids=()) for j in jobs]
     got: dict[int, list[int]] = {}
@@ -80,12 +80,12 @@ def test_many_threads_ask(service: Service, engine: Engine) -> None:
     assert not service.waiting and not service.active and service.totals.ended == {LENGTH: 16}
 
 
-def test_several_answers_end_one_by_one(service: Service) -> None:
+def test_several_answers_end_one_by_one(service: AsyncEngine) -> None:
     events = [*service.submit(job(new=4, n=3))]
     assert sorted(e.index for e in events if e.finish) == [0, 1, 2] and len(events) == 12
 
 
-def test_a_callback_sees_the_events(service: Service) -> None:
+def test_a_callback_sees_the_events(service: AsyncEngine) -> None:
     seen, ended = list[Event](), threading.Event()
 
     def told(event: Event) -> None:
@@ -98,7 +98,7 @@ def test_a_callback_sees_the_events(service: Service) -> None:
     assert ended.wait(WAIT) and len(seen) == 6 and stream.unread == 0
 
 
-def test_a_callback_that_fails_ends_its_request_alone(service: Service, engine: Engine) -> None:
+def test_a_callback_that_fails_ends_its_request_alone(service: AsyncEngine, engine: Engine) -> None:
     def told(event: Event) -> None:
         raise KeyError("x")
 
@@ -108,15 +108,15 @@ def test_a_callback_that_fails_ends_its_request_alone(service: Service, engine: 
     assert (broken.ticket.state, broken.reason) == (CANCELLED, "reader failed")
 
 
-def test_a_wrong_job_is_refused_where_it_is_asked(service: Service) -> None:
+def test_a_wrong_job_is_refused_where_it_is_asked(service: AsyncEngine) -> None:
     with pytest.raises(InputError, match="prompt is empty"):
-        service.submit(Job(()))
+        service.submit(Request(()))
     assert not service.waiting and service.alive
 
 
-def test_a_full_queue(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue(service: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests beyond it are refused; later ones are taken."""
-    monkeypatch.setattr(service, "settings", ServiceSettings(waiting=3))
+    monkeypatch.setattr(service, "settings", AsyncEngineConfig(waiting=3))
     gate = Gate(service, monkeypatch)
     streams = [service.submit(job(seed=i)) for i in range(3)]
     with pytest.raises(BusyError, match=r"^3 requests of 15 prompt tokens wait already, of 3 and"):
@@ -127,9 +127,9 @@ def test_a_full_queue(service: Service, monkeypatch: pytest.MonkeyPatch) -> None
     assert len(text(service.submit(job()))) == 6
 
 
-def test_a_queue_full_of_tokens(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_queue_full_of_tokens(service: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """One may always wait, however long it is."""
-    monkeypatch.setattr(service, "settings", ServiceSettings(waiting_tokens=20))
+    monkeypatch.setattr(service, "settings", AsyncEngineConfig(waiting_tokens=20))
     gate = Gate(service, monkeypatch)
     long = service.submit(job(30))
     with pytest.raises(BusyError, match="30 prompt tokens wait"):
@@ -138,7 +138,7 @@ def test_a_queue_full_of_tokens(service: Service, monkeypatch: pytest.MonkeyPatc
     assert len(text(long)) == 6
 
 
-def test_cancelling_frees_the_row(service: Service) -> None:
+def test_cancelling_frees_the_row(service: AsyncEngine) -> None:
     stream = service.submit(job(new=300))
     assert stream.get(WAIT) is not None
     stream.cancel()
@@ -150,10 +150,10 @@ def test_cancelling_frees_the_row(service: Service) -> None:
 
 
 def test_a_slow_reader_slows_nobody(
-    service: Service, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    service: AsyncEngine, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its row waits, with no more than so many events; when it reads again it gets every token."""
-    monkeypatch.setattr(service, "settings", ServiceSettings(unread=5))
+    monkeypatch.setattr(service, "settings", AsyncEngineConfig(unread=5))
     slow = service.submit(job(new=60))
     eventually(lambda: slow.ticket.paused)
     quick = service.submit(job(seed=1, new=40))
@@ -162,9 +162,9 @@ def test_a_slow_reader_slows_nobody(
     assert text(slow) == engine.generate([*job().tokens], 60, stop_ids=())
 
 
-def test_a_reader_that_never_reads(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_never_reads(service: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its row is free after a while; what came before can be read."""
-    monkeypatch.setattr(service, "settings", ServiceSettings(unread=4, slow_s=0.1))
+    monkeypatch.setattr(service, "settings", AsyncEngineConfig(unread=4, slow_s=0.1))
     stream = service.submit(job(new=300))
     eventually(lambda: stream.ticket.done)
     events = [*stream]
@@ -174,7 +174,7 @@ def test_a_reader_that_never_reads(service: Service, monkeypatch: pytest.MonkeyP
 
 def test_drain(engine: Engine) -> None:
     """What runs and waits is answered, nothing more is taken."""
-    with Service(engine) as service:
+    with AsyncEngine(engine) as service:
         streams = [service.submit(job(seed=i, new=20)) for i in range(7)]
         done: list[bool] = []
         thread = threading.Thread(target=lambda: done.append(service.drain(WAIT)))
@@ -187,7 +187,7 @@ def test_drain(engine: Engine) -> None:
 
 
 def test_drain_takes_too_long(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Service(engine) as service:
+    with AsyncEngine(engine) as service:
         gate = Gate(service, monkeypatch)
         stream = service.submit(job())
         assert not service.drain(0.01)
@@ -197,7 +197,7 @@ def test_drain_takes_too_long(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
 
 def test_close_cancels(engine: Engine) -> None:
     before = threading.active_count()
-    service = Service(engine)
+    service = AsyncEngine(engine)
     streams = [service.submit(job(seed=i, new=300)) for i in range(6)]
     assert streams[0].get(WAIT)
     service.close()
@@ -209,7 +209,7 @@ def test_close_cancels(engine: Engine) -> None:
     service.close()  # once more does nothing
 
 
-def test_a_step_that_fails(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails(service: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its requests fail, the next ones are answered; failures in a row are counted."""
     with monkeypatch.context() as patch:
 
@@ -226,7 +226,7 @@ def test_a_step_that_fails(service: Service, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_thread_that_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits is told, and so is who asks later."""
-    with Service(engine) as service:
+    with AsyncEngine(engine) as service:
         gate = Gate(service, monkeypatch)
         streams = [service.submit(job(seed=i)) for i in range(2)]
 
@@ -243,7 +243,7 @@ def test_a_thread_that_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
             service.submit(job())
 
 
-def test_waiting_for_an_event(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_an_event(service: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(service, monkeypatch)
     stream = service.submit(job(new=1))
     with pytest.raises(TimeoutError, match="no event within"):
@@ -255,4 +255,4 @@ def test_waiting_for_an_event(service: Service, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("name", ["waiting", "waiting_tokens", "unread", "slow_s"])
 def test_settings_that_are_wrong(name: str) -> None:
     with pytest.raises(InputError, match=f"{name} -1: expected"):
-        ServiceSettings(**{name: -1})
+        AsyncEngineConfig(**{name: -1})

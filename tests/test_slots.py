@@ -19,21 +19,21 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import g4ir
 from g4ir.backends.row_sampling import RowSampling
-from g4ir.engine import staging
+from g4ir.engine import prefill
+from g4ir.engine.batch import checked_buckets, powers
 from g4ir.engine.engine import Engine
-from g4ir.engine.prefixes import KEY_BYTES, Prefixes, prompt_keys, shared
-from g4ir.engine.rows import checked_buckets, powers
-from g4ir.engine.slots import (
+from g4ir.engine.prefix_cache import KEY_BYTES, PrefixCache, prompt_keys, shared
+from g4ir.engine.scheduler import (
     CANCELLED,
     FAILED,
     FINISHED,
     LENGTH,
     STOP,
     Event,
-    Job,
-    Slots,
-    SlotSettings,
-    Ticket,
+    Request,
+    RequestHandle,
+    Scheduler,
+    SchedulerConfig,
 )
 from g4ir.errors import CheckError, InputError
 from g4ir.media.soft import Soft
@@ -86,7 +86,7 @@ def prompt(count: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(some_tokens(1, count, seed)[0].tolist())
 
 
-def finished(slots: Slots) -> list[Event]:
+def finished(slots: Scheduler) -> list[Event]:
     """All events until nothing is left to do."""
     out: list[Event] = []
     while slots.busy:
@@ -94,28 +94,28 @@ def finished(slots: Slots) -> list[Event]:
     return out
 
 
-def texts(slots: Slots, jobs: Sequence[Job]) -> list[list[int]]:
+def texts(slots: Scheduler, jobs: Sequence[Request]) -> list[list[int]]:
     tickets = [slots.submit(job) for job in jobs]
     finished(slots)
     assert all(t.state == FINISHED for t in tickets)
     return [t.answers[0].tokens for t in tickets]
 
 
-def alone(engine: Engine, job: Job) -> list[int]:
+def alone(engine: Engine, job: Request) -> list[int]:
     """By slots of its own, that know nothing."""
-    (text,) = texts(Slots(engine), [job])
+    (text,) = texts(Scheduler(engine), [job])
     return text
 
 
-def random_jobs(count: int, seed: int) -> list[Job]:
+def random_jobs(count: int, seed: int) -> list[Request]:
     """Prompts around windows and chunks, greedy and drawn, with penalties."""
-    rng, out = random.Random(seed), list[Job]()
+    rng, out = random.Random(seed), list[Request]()
     for i in range(count):
         drawn = {"temperature": 1.0, "seed": i, "top_k": rng.choice((None, 5, 40))}
         more = {"presence_penalty": 0.5, "repetition_penalty": 1.2, "min_p": 0.05}
         given = {**(drawn if i % 3 else {}), **(more if i % 4 == 1 else {})}
         tokens = prompt(rng.choice((1, 2, 7, 8, 9, 15, 16, 17, 33, 50)), i)
-        out.append(Job(tokens, rng.randint(1, 20), RowSampling(ignore_eos=True, **given)))
+        out.append(Request(tokens, rng.randint(1, 20), RowSampling(ignore_eos=True, **given)))
     return out
 
 
@@ -127,9 +127,9 @@ def test_greedy_texts_are_those_of_generate(made: Any, variant: str, full: bool)
     """Eight at a time, and by the engine one by one."""
     engine, rng = made(variant), random.Random(1)
     count = (50 if full else 24) if variant == "tiny-ple" else 16
-    jobs = [Job(prompt(rng.randint(1, 60), i), rng.randint(1, 16), FREE) for i in range(count)]
+    jobs = [Request(prompt(rng.randint(1, 60), i), rng.randint(1, 16), FREE) for i in range(count)]
     want = [engine.generate([*j.tokens], j.max_new_tokens, stop_ids=()) for j in jobs]
-    slots = Slots(engine, SlotSettings(chunks=6))
+    slots = Scheduler(engine, SchedulerConfig(chunks=6))
     assert texts(slots, jobs) == want
     assert max(slots.totals.steps) == ROWS == max(slots.totals.step_s)
     assert slots.totals.generated == sum(map(len, want))
@@ -141,34 +141,34 @@ def test_greedy_texts_are_those_of_generate(made: Any, variant: str, full: bool)
 def test_caches_of_other_forms(tmp_path: Path, caches: dict[str, str]) -> None:
     """Rows in fewer bits, and one cache in the place of K and V."""
     with built(tmp_path / "engine", "tiny-moe", max_batch=3, **caches) as engine:
-        jobs = [Job(prompt(n, n), 9, FREE) for n in (20, 7, 33, 12)]
+        jobs = [Request(prompt(n, n), 9, FREE) for n in (20, 7, 33, 12)]
         jobs += [replace(jobs[0], marks=(9,)), replace(jobs[0], tokens=(*jobs[0].tokens[:9], 4, 5))]
         want = [engine.generate([*j.tokens], 9, stop_ids=()) for j in jobs]
-        slots = Slots(engine, SlotSettings(patience=0))
+        slots = Scheduler(engine, SchedulerConfig(patience=0))
         assert texts(slots, jobs) == want and slots.totals.restored == 1 and slots.rows.moved
 
 
 def test_plain_draws_are_those_of_generate(engine: Engine) -> None:
     given = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
-    jobs = [Job(prompt(5 + i, i), 12, replace(FREE, seed=i, **given)) for i in range(6)]
+    jobs = [Request(prompt(5 + i, i), 12, replace(FREE, seed=i, **given)) for i in range(6)]
     texts_of = enumerate(jobs)
     want = [engine.generate([*j.tokens], 12, stop_ids=(), seed=i, **given) for i, j in texts_of]
-    assert texts(Slots(engine), jobs) == want
+    assert texts(Scheduler(engine), jobs) == want
 
 
 def test_seeds_and_penalties_alone_and_in_company(engine: Engine, full: bool) -> None:
     jobs = random_jobs(20 if full else 12, 2)
     want = [alone(engine, job) for job in jobs]
-    assert texts(Slots(engine), jobs) == want
-    assert texts(Slots(engine, SlotSettings(patience=0)), jobs) == want
-    slots = Slots(engine, SlotSettings(buckets=(3, ROWS), chunks=3, chunk_tokens=5))
+    assert texts(Scheduler(engine), jobs) == want
+    assert texts(Scheduler(engine, SchedulerConfig(patience=0)), jobs) == want
+    slots = Scheduler(engine, SchedulerConfig(buckets=(3, ROWS), chunks=3, chunk_tokens=5))
     assert texts(slots, jobs) == want and slots.rows.sessions.keys() <= {3, ROWS}
 
 
 def test_cancelled_rows_change_no_other(engine: Engine, full: bool) -> None:
     jobs, rng = random_jobs(24 if full else 14, 3), random.Random(5)
     want = [alone(engine, job) for job in jobs]
-    slots = Slots(engine, SlotSettings(patience=1))
+    slots = Scheduler(engine, SchedulerConfig(patience=1))
     tickets = [slots.submit(job) for job in jobs]
     while slots.busy:
         slots.step()
@@ -185,13 +185,13 @@ class Machine(RuleBasedStateMachine):
     """Admission, cancelling and steps in any order; texts are those of single runs."""
 
     engine: Engine
-    wanted: dict[Job, list[int]] = {}
-    jobs: list[Job] = []
+    wanted: dict[Request, list[int]] = {}
+    jobs: list[Request] = []
 
     def __init__(self) -> None:
         super().__init__()
-        self.slots = Slots(self.engine, SlotSettings(patience=1, prefix_bytes=100_000))
-        self.tickets: list[Ticket] = []
+        self.slots = Scheduler(self.engine, SchedulerConfig(patience=1, prefix_bytes=100_000))
+        self.tickets: list[RequestHandle] = []
         self.events: list[Event] = []
 
     @rule(which=st.integers(0, 11), priority=st.integers(0, 1), mark=st.booleans())
@@ -257,10 +257,10 @@ def test_any_order_of_admission_steps_and_cancelling(engine: Engine, full: bool)
 def test_several_answers_to_one_prompt(engine: Engine) -> None:
     """The prompt is computed once; answer i has the seed + i."""
     s, tokens = replace(FREE, temperature=1.5, seed=7), prompt(21)
-    want = [alone(engine, Job(tokens, 9, replace(s, seed=7 + i))) for i in range(3)]
-    slots = Slots(engine)
-    other = slots.submit(Job(prompt(5, 1), 15, FREE))
-    ticket = slots.submit(Job(tokens, 9, s, n=3))
+    want = [alone(engine, Request(tokens, 9, replace(s, seed=7 + i))) for i in range(3)]
+    slots = Scheduler(engine)
+    other = slots.submit(Request(prompt(5, 1), 15, FREE))
+    ticket = slots.submit(Request(tokens, 9, s, n=3))
     events = finished(slots)
     assert [a.tokens for a in ticket.answers] == want and ticket.counts.generated == 27
     assert slots.totals.computed == 21 + 5
@@ -270,9 +270,9 @@ def test_several_answers_to_one_prompt(engine: Engine) -> None:
 
 def test_an_answer_that_is_stopped_frees_its_row(engine: Engine) -> None:
     s, tokens = replace(FREE, temperature=1.5, seed=7), prompt(21)
-    want = [alone(engine, Job(tokens, 9, replace(s, seed=7 + i))) for i in range(3)]
-    slots = Slots(engine, SlotSettings(patience=1))
-    ticket = slots.submit(Job(tokens, 9, s, n=3))
+    want = [alone(engine, Request(tokens, 9, replace(s, seed=7 + i))) for i in range(3)]
+    slots = Scheduler(engine, SchedulerConfig(patience=1))
+    ticket = slots.submit(Request(tokens, 9, s, n=3))
     while len(ticket.answers[1].tokens) < 4:
         slots.step()
     ticket.stop(1)
@@ -286,9 +286,9 @@ def test_an_answer_that_is_stopped_frees_its_row(engine: Engine) -> None:
 
 
 def test_priority_comes_before_order(engine: Engine) -> None:
-    slots = Slots(engine)
+    slots = Scheduler(engine)
     tickets = [
-        slots.submit(Job(prompt(4, i), 2, FREE, priority=p)) for i, p in enumerate((0, 2, 1, 2))
+        slots.submit(Request(prompt(4, i), 2, FREE, priority=p)) for i, p in enumerate((0, 2, 1, 2))
     ]
     begun = dict.fromkeys(e.ticket for e in finished(slots))
     assert [*begun] == [tickets[1], tickets[3], tickets[2], tickets[0]]
@@ -302,24 +302,24 @@ def test_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = replace(FREE, stop=frozenset({text[at]}))
 
     def end(s: RowSampling, count: int = 12) -> Event:
-        slots = Slots(engine)
-        slots.submit(Job(tokens, count, s))
+        slots = Scheduler(engine)
+        slots.submit(Request(tokens, count, s))
         return finished(slots)[-1]
 
     assert (end(mine).finish, end(mine).token) == (STOP, text[at])
     assert end(FREE, 3).finish == LENGTH and end(FREE, 1).token == text[0]
     monkeypatch.setattr(Engine, "stop_ids", lambda self: (text[at],))
     assert end(RowSampling()).finish == STOP and end(FREE).finish == LENGTH
-    later = Slots(engine)
-    ticket = later.submit(Job(tokens, 12, RowSampling(min_tokens=at + 2)))
+    later = Scheduler(engine)
+    ticket = later.submit(Request(tokens, 12, RowSampling(min_tokens=at + 2)))
     finished(later)
     assert len(ticket.answers[0].tokens) >= at + 2
     assert text[at] not in ticket.answers[0].tokens[: at + 1]
 
 
 def test_counts_and_times(engine: Engine) -> None:
-    slots = Slots(engine)
-    tickets = [slots.submit(Job(prompt(30, i), 5, FREE)) for i in range(3)]
+    slots = Scheduler(engine)
+    tickets = [slots.submit(Request(prompt(30, i), 5, FREE)) for i in range(3)]
     finished(slots)
     for t in tickets:
         c = t.counts
@@ -330,10 +330,10 @@ def test_counts_and_times(engine: Engine) -> None:
 
 def test_rows_decode_while_a_prompt_is_read(engine: Engine) -> None:
     """One chunk between two tokens of the others."""
-    slots = Slots(engine)
-    slots.submit(Job(prompt(3), 40, FREE))
+    slots = Scheduler(engine)
+    slots.submit(Request(prompt(3), 40, FREE))
     slots.step()
-    late = slots.submit(Job(prompt(5 * CHUNK, 1), 2, FREE))
+    late = slots.submit(Request(prompt(5 * CHUNK, 1), 2, FREE))
     for _ in range(4):
         assert [e.token is not None for e in slots.step()] == [True]
         assert late.state == "prefilling"
@@ -341,18 +341,18 @@ def test_rows_decode_while_a_prompt_is_read(engine: Engine) -> None:
 
 
 def test_smaller_pieces_while_rows_decode(engine: Engine) -> None:
-    slots = Slots(engine, SlotSettings(chunk_tokens=4))
-    slots.submit(Job(prompt(3), 30, FREE))
+    slots = Scheduler(engine, SchedulerConfig(chunk_tokens=4))
+    slots.submit(Request(prompt(3), 30, FREE))
     slots.step()
-    slots.submit(Job(prompt(17, 1), 2, FREE))
+    slots.submit(Request(prompt(17, 1), 2, FREE))
     before = slots.totals.chunks
     slots.step()
     assert (slots.totals.chunks - before, slots.totals.computed) == (1, 3 + 4)
 
 
 def test_a_job_fills_the_context(engine: Engine) -> None:
-    slots = Slots(engine)
-    jobs = [Job(prompt(MAX_SEQ - 9, i), 10, FREE) for i in range(2)]
+    slots = Scheduler(engine)
+    jobs = [Request(prompt(MAX_SEQ - 9, i), 10, FREE) for i in range(2)]
     assert texts(slots, jobs) == [engine.generate([*j.tokens], 10, stop_ids=()) for j in jobs]
 
 
@@ -361,11 +361,11 @@ def test_a_job_fills_the_context(engine: Engine) -> None:
 
 def test_the_smallest_bucket_is_used(engine: Engine) -> None:
     """Upwards at once, downwards after a while."""
-    slots = Slots(engine, SlotSettings(patience=3))
-    slots.submit(Job(prompt(3), 40, FREE))
+    slots = Scheduler(engine, SchedulerConfig(patience=3))
+    slots.submit(Request(prompt(3), 40, FREE))
     slots.step()
     assert len(slots.rows.held) == 1
-    short = [slots.submit(Job(prompt(3, i), 4, FREE)) for i in (1, 2)]
+    short = [slots.submit(Request(prompt(3, i), 4, FREE)) for i in (1, 2)]
     sizes = []
     while slots.busy:
         slots.step()
@@ -414,9 +414,9 @@ def test_a_row_of_nan_fails_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     """And leaves nothing for who comes after it in its row."""
-    jobs = [Job(prompt(n, n), 12, FREE) for n in (5, 13, 24)]
+    jobs = [Request(prompt(n, n), 12, FREE) for n in (5, 13, 24)]
     want = [alone(engine, job) for job in jobs]
-    slots = Slots(engine)
+    slots = Scheduler(engine)
     with monkeypatch.context() as patch:
         poisoned(engine, patch, phase, 13 if phase == "prefill" else 13 + 8)
         tickets = [slots.submit(job) for job in jobs]
@@ -435,8 +435,8 @@ def test_an_exception_fails_the_requests_of_its_step(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     """Those that wait are answered."""
-    jobs = [Job(prompt(20, i), 6, FREE) for i in range(ROWS + 2)]
-    want, run, slots = [alone(engine, job) for job in jobs], engine.runtime.run, Slots(engine)
+    jobs = [Request(prompt(20, i), 6, FREE) for i in range(ROWS + 2)]
+    want, run, slots = [alone(engine, job) for job in jobs], engine.runtime.run, Scheduler(engine)
     tickets = [slots.submit(job) for job in jobs]
     for _ in range(7):
         slots.step()
@@ -480,16 +480,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("given, says", REFUSED, ids=[says for _, says in REFUSED])
 def test_a_wrong_job_takes_no_row(engine: Engine, given: dict[str, Any], says: str) -> None:
-    slots = Slots(engine)
+    slots = Scheduler(engine)
     with pytest.raises(InputError, match=says):
-        slots.submit(Job(**{"tokens": (2, 5, 7), "max_new_tokens": 4, **given}))
+        slots.submit(Request(**{"tokens": (2, 5, 7), "max_new_tokens": 4, **given}))
     assert not slots.busy
 
 
 @pytest.mark.parametrize("name", ["chunks", "chunk_tokens", "patience", "prefix_bytes"])
 def test_settings_that_are_wrong(name: str) -> None:
     with pytest.raises(InputError, match=f"{name} -1: expected at least"):
-        SlotSettings(**{name: -1})
+        SchedulerConfig(**{name: -1})
 
 
 # --- prefixes -----------------------------------------------------------------------------------
@@ -498,11 +498,11 @@ def test_settings_that_are_wrong(name: str) -> None:
 def test_marks_are_where_other_prompts_begin(engine: Engine) -> None:
     """A conversation: the answer is read again, what was before it is not; another with the same
     beginning starts at its end."""
-    system, turn, slots = prompt(20), prompt(17, 1), Slots(engine)
-    first = Job((*system, *turn, 5), 6, FREE, marks=(20, 37))
+    system, turn, slots = prompt(20), prompt(17, 1), Scheduler(engine)
+    first = Request((*system, *turn, 5), 6, FREE, marks=(20, 37))
     (answer,) = texts(slots, [first])
-    second = Job((*system, *turn, *answer[:4], *prompt(9, 2)), 6, FREE, marks=(20, 41))
-    other = Job((*system, *prompt(11, 3)), 6, FREE)
+    second = Request((*system, *turn, *answer[:4], *prompt(9, 2)), 6, FREE, marks=(20, 41))
+    other = Request((*system, *prompt(11, 3)), 6, FREE)
     computed = []
     for job, cached in ((second, 37), (other, 20), (second, 41)):
         before = slots.totals.computed
@@ -520,9 +520,9 @@ def test_marks_are_where_other_prompts_begin(engine: Engine) -> None:
 def test_what_the_staging_row_still_holds(engine: Engine) -> None:
     """Without any mark: a prompt that goes on, and the same prompt again; one that parts earlier
     finds that rings have written over what it needs."""
-    tokens, slots, seen = prompt(30), Slots(engine), []
+    tokens, slots, seen = prompt(30), Scheduler(engine), []
     for job in (tokens, (*tokens, 9, 9), (*tokens, 9, 9), (*tokens[:20], 4), tokens[:25]):
-        ticket = slots.submit(Job(job, 4, FREE))
+        ticket = slots.submit(Request(job, 4, FREE))
         finished(slots)
         assert ticket.answers[0].tokens == alone(engine, ticket.job)
         seen.append(ticket.counts.cached)
@@ -530,16 +530,16 @@ def test_what_the_staging_row_still_holds(engine: Engine) -> None:
 
 
 def test_prompts_that_are_kept_apart(engine: Engine) -> None:
-    tokens, slots, seen = prompt(30), Slots(engine), []
+    tokens, slots, seen = prompt(30), Scheduler(engine), []
     for given in ({}, {"salt": "a"}, {"salt": "a"}, {"reuse": False}, {"reuse": False}, {}, {}):
-        ticket = slots.submit(Job(tokens, 2, FREE, marks=(12,), **given))
+        ticket = slots.submit(Request(tokens, 2, FREE, marks=(12,), **given))
         finished(slots)
         seen.append(ticket.counts.cached)
     assert seen == [0, 0, 29, 0, 0, 12, 29] and len(slots.prefixes) == 2
 
 
 def test_a_cancelled_prompt_leaves_what_it_computed(engine: Engine) -> None:
-    slots, job = Slots(engine), Job(prompt(60), 3, FREE)
+    slots, job = Scheduler(engine), Request(prompt(60), 3, FREE)
     ticket = slots.submit(job)
     slots.step()
     slots.step()
@@ -556,34 +556,34 @@ def test_memory_of_prefixes_is_bounded(engine: Engine) -> None:
     session = engine.session()
     session.append(torch.tensor([prompt(10)]))
     size = session.held_bytes() + 10 * KEY_BYTES
-    kept = Prefixes(2 * size)
+    kept = PrefixCache(2 * size)
     a, b, c = ((*prompt(9, 1), i) for i in range(3))
     assert kept.keep("", a, session) and kept.keep("", b, session)
     assert kept.longest("", (*a, 1))[0] == 10
     assert kept.keep("", c, session) and kept.nbytes == 2 * size
     assert [kept.longest("", (*k, 1))[0] for k in (a, b, c)] == [10, 0, 10]
     assert kept.longest("x", (*a, 1)) == (0, None) == kept.longest("", a)
-    assert not Prefixes(size - 1).keep("", a, session)
-    slots = Slots(engine, SlotSettings(prefix_bytes=3 * size))
+    assert not PrefixCache(size - 1).keep("", a, session)
+    slots = Scheduler(engine, SchedulerConfig(prefix_bytes=3 * size))
     for i in range(9):
-        slots.submit(Job(prompt(30, i), 1, FREE, marks=(8, 10)))
+        slots.submit(Request(prompt(30, i), 1, FREE, marks=(8, 10)))
     finished(slots)
     assert slots.prefixes.nbytes <= 3 * size and 1 <= len(slots.prefixes) <= 3
 
 
 def test_the_default_of_the_prefix_cache(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few long prompts whatever is free, but half of that at most; more where there is more."""
-    one = Slots(engine, SlotSettings(prefix_bytes=0)).staging.prompt_bytes
+    one = Scheduler(engine, SchedulerConfig(prefix_bytes=0)).staging.prompt_bytes
     rows = 2 * engine.limits.max_batch * engine.session().nbytes()
-    monkeypatch.setattr(staging, "LEAST_BYTES", 1)
+    monkeypatch.setattr(prefill, "LEAST_BYTES", 1)
     free = {rows + 10 * one: 4 * one, rows + 4 * one: 2 * one, rows + 100 * one: 25 * one, 0: 1}
     for room, most in free.items():
-        monkeypatch.setattr(staging, "free_on", lambda device, room=room: room)
-        slots = Slots(engine)
+        monkeypatch.setattr(prefill, "free_on", lambda device, room=room: room)
+        slots = Scheduler(engine)
         assert slots.prefixes.most_bytes == most
         assert slots.staging.capacity().startswith("prefix cache: ")
     assert "too small for a prompt of" in slots.staging.capacity()
-    slots.submit(Job(prompt(30), 1, FREE, marks=(8, 10)))
+    slots.submit(Request(prompt(30), 1, FREE, marks=(8, 10)))
     finished(slots)
     assert slots.prefixes.too_large == 2 and not len(slots.prefixes)
 
@@ -596,14 +596,14 @@ def test_two_conversations_in_turns_on_large_caches(tmp_path: Path) -> None:
     options: dict[str, Any] = {"backend": "reference", "random_weights": 0, "prefill_chunk": 64}
     spec = g4ir.load_spec(tmp_path / "wide.yaml")
     with g4ir.build(spec, tmp_path / "e", max_seq=8192, max_batch=1, **options) as e:
-        alone, both = Slots(e), Slots(e)
+        alone, both = Scheduler(e), Scheduler(e)
         assert both.staging.prompt_bytes > 256 << 20
 
-        def cached(slots: Slots, seeds: Sequence[int]) -> dict[int, list[int]]:
+        def cached(slots: Scheduler, seeds: Sequence[int]) -> dict[int, list[int]]:
             found: dict[int, list[int]] = {seed: [] for seed in seeds}
             for length in (70, 110, 150):
                 for seed in seeds:
-                    job = Job(prompt(length, seed), 1, FREE, marks=(length - 5,))
+                    job = Request(prompt(length, seed), 1, FREE, marks=(length - 5,))
                     ticket = slots.submit(job)
                     finished(slots)
                     found[seed].append(ticket.counts.cached)
@@ -638,12 +638,12 @@ def picture(engine: Engine, seed: int, count: int = 12) -> Soft:
     return Soft("image", (torch.randn(count, engine.spec.text.hidden_size, generator=g),))
 
 
-def shown(*soft: Soft, words: int = 5, seed: int = 0) -> Job:
+def shown(*soft: Soft, words: int = 5, seed: int = 0) -> Request:
     """Words, and before each run of them a picture."""
     tokens: list[int] = [2, 7]
     for i, s in enumerate(soft):
         tokens += [500] * s.count + [*prompt(words, 10 * seed + i)]
-    return Job(tuple(t if t != 501 else 3 for t in tokens), 5, FREE, soft)
+    return Request(tuple(t if t != 501 else 3 for t in tokens), 5, FREE, soft)
 
 
 def test_pictures_in_rows(unified: Engine) -> None:
@@ -652,16 +652,16 @@ def test_pictures_in_rows(unified: Engine) -> None:
     jobs = [
         shown(soft[0]),
         shown(soft[1], soft[2]),
-        Job(prompt(30), 5, FREE),
+        Request(prompt(30), 5, FREE),
         shown(soft[3], soft[0]),
     ]
     want = [_generated(unified, job) for job in jobs]
     for given in ({}, {"chunk_tokens": 5}):
-        slots = Slots(unified, SlotSettings(**given))
+        slots = Scheduler(unified, SchedulerConfig(**given))
         assert texts(slots, jobs) == want
 
 
-def _generated(engine: Engine, job: Job) -> list[int]:
+def _generated(engine: Engine, job: Request) -> list[int]:
     session, out = engine.session(), list[int]()
     logits = session.append(torch.tensor([job.tokens]), soft=job.soft)
     for _ in range(job.max_new_tokens):
@@ -674,7 +674,7 @@ def _generated(engine: Engine, job: Job) -> list[int]:
 def test_equal_ids_of_other_pictures(unified: Engine) -> None:
     """Nothing behind the first difference is taken from another picture; what is equal is."""
     a, b = picture(unified, 1), picture(unified, 2)
-    slots, seen = Slots(unified), list[int]()
+    slots, seen = Scheduler(unified), list[int]()
     for soft in ((a, b), (a, a), (a, b), (b, b)):
         base = shown(*soft)
         job = replace(base, marks=(2, 19, 20, 25))  # the third and fourth lie in a picture
@@ -697,12 +697,12 @@ def test_equal_ids_of_other_pictures(unified: Engine) -> None:
 def test_pictures_and_placeholders_that_differ(unified: Engine, soft: int, says: str) -> None:
     job = replace(shown(picture(unified, 0)), soft=tuple(picture(unified, i) for i in range(soft)))
     with pytest.raises(InputError, match=says):
-        Slots(unified).submit(job)
+        Scheduler(unified).submit(job)
 
 
 def test_a_picture_that_fits_no_chunk(unified: Engine) -> None:
     with pytest.raises(InputError, match="must be in one chunk"):
-        Slots(unified).submit(shown(picture(unified, 0, 71)))
+        Scheduler(unified).submit(shown(picture(unified, 0, 71)))
 
 
 # --- nothing grows ------------------------------------------------------------------------------
@@ -710,12 +710,12 @@ def test_a_picture_that_fits_no_chunk(unified: Engine) -> None:
 
 def test_a_thousand_short_requests(engine: Engine, full: bool) -> None:
     """Memory, threads, sessions and rows are what they were after the first."""
-    slots = Slots(engine, SlotSettings(prefix_bytes=50_000))
+    slots = Scheduler(engine, SchedulerConfig(prefix_bytes=50_000))
     rng = random.Random(0)
 
     def some(count: int) -> None:
         for i in range(count):
-            job = Job(prompt(rng.randint(1, 6), i % 50), rng.randint(1, 4), FREE, marks=(1,))
+            job = Request(prompt(rng.randint(1, 6), i % 50), rng.randint(1, 4), FREE, marks=(1,))
             slots.submit(job)
             slots.step()
         finished(slots)

@@ -27,7 +27,7 @@ from g4ir.ops.base import Sample, op
 from g4ir.ops.budgets import MOVES, UNIT, Budget
 from g4ir.ops.types import Type
 from g4ir.passes import PASSES
-from g4ir.plan.settings import for_gpu
+from g4ir.plan.resolve import for_gpu
 from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import Checkpoint
 from tests import cli_tools as cli

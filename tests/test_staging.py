@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import g4ir
 from g4ir.engine.engine import Engine
-from g4ir.engine.staging import StagedPrompt, Staging
+from g4ir.engine.prefill import Prefiller, PrefillInput
 from g4ir.errors import InputError
 
 CHUNK = 8
@@ -35,7 +35,7 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a, b, rtol=0, atol=1e-4)
 
 
-def computed(staging: Staging, prompt: StagedPrompt, size: int) -> tuple[list[int], torch.Tensor]:
+def computed(staging: Prefiller, prompt: PrefillInput, size: int) -> tuple[list[int], torch.Tensor]:
     """How far each chunk went, and the logits."""
     held = []
     for logits in staging.chunks(prompt, lambda start: start + size):
@@ -50,8 +50,8 @@ def computed(staging: Staging, prompt: StagedPrompt, size: int) -> tuple[list[in
 def test_any_size_of_chunks(engine: Engine, size: int, count: int, marks: set[int]) -> None:
     """The logits are those of the whole prompt; no chunk is longer than asked for, nor than what
     the engine was built for, and none goes over a mark."""
-    staging, tokens = Staging(engine), TOKENS[:count]
-    held, logits = computed(staging, StagedPrompt(tokens, marks=tuple(marks)), size)
+    staging, tokens = Prefiller(engine), TOKENS[:count]
+    held, logits = computed(staging, PrefillInput(tokens, marks=tuple(marks)), size)
     assert close(logits, wanted(engine, tokens))
     assert held[-1] == count and {m for m in marks if m < count} <= {*held}
     assert all(b - a <= min(max(size, 1), CHUNK) for a, b in zip([0, *held], held, strict=False))
@@ -59,7 +59,7 @@ def test_any_size_of_chunks(engine: Engine, size: int, count: int, marks: set[in
 
 
 def test_a_prompt_that_is_left_and_asked_for_again(engine: Engine) -> None:
-    staging, prompt = Staging(engine), StagedPrompt(TOKENS)
+    staging, prompt = Prefiller(engine), PrefillInput(TOKENS)
     chunks = staging.chunks(prompt, lambda start: start + CHUNK)
     assert [next(chunks), next(chunks)] == [None, None] and staging.held == 2 * CHUNK
     chunks.close()
@@ -69,7 +69,7 @@ def test_a_prompt_that_is_left_and_asked_for_again(engine: Engine) -> None:
 
 
 def test_what_a_broken_step_left_is_not_used(engine: Engine) -> None:
-    staging, prompt = Staging(engine), StagedPrompt(TOKENS)
+    staging, prompt = Prefiller(engine), PrefillInput(TOKENS)
     computed(staging, prompt, CHUNK)
     staging.forget()
     assert staging.held == 0
@@ -78,8 +78,8 @@ def test_what_a_broken_step_left_is_not_used(engine: Engine) -> None:
 
 
 def test_a_prompt_that_is_refused_harms_no_other(engine: Engine) -> None:
-    staging = Staging(engine)
+    staging = Prefiller(engine)
     with pytest.raises(InputError, match="max-seq"):
-        computed(staging, StagedPrompt(TOKENS + TOKENS), 100)
-    _, logits = computed(staging, StagedPrompt(TOKENS), 100)
+        computed(staging, PrefillInput(TOKENS + TOKENS), 100)
+    _, logits = computed(staging, PrefillInput(TOKENS), 100)
     assert close(logits, wanted(engine, TOKENS))

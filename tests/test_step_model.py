@@ -36,7 +36,7 @@ from g4ir.ops.types import Type
 from g4ir.parallel.shard import shard
 from g4ir.passes import run_passes
 from g4ir.plan.cost import graph_costs
-from g4ir.plan.settings import for_gpu
+from g4ir.plan.resolve import for_gpu
 from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir, refused
 
@@ -108,8 +108,8 @@ def test_an_independent_count(name: str, rows: int) -> None:
 
 
 def test_the_table_of_the_docs() -> None:
-    """As docs/hopper.md has it: per cent of the roof at 1 to 64 rows, and at 1 to 32."""
-    text = (Path(__file__).parents[1] / "docs" / "hopper.md").read_text()
+    """As docs/cuda.md has it: per cent of the roof at 1 to 64 rows, and at 1 to 32."""
+    text = (Path(__file__).parents[1] / "docs" / "cuda.md").read_text()
     for name in ("31b", "12b", "26b-a4b", "e4b", "e2b"):
         for early in (True, False):
             many = (1, 8, 32, 64)[: 3 + early]

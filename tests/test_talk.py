@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 import g4ir
 from g4ir.chat import Event, Reader, make_prompt
-from g4ir.chat.control import CHANNEL, CHANNEL_END, TURN_END
+from g4ir.chat.special_tokens import CHANNEL, CHANNEL_END, TURN_END
+from g4ir.engine.conversation import INTERRUPTED, NOT_RUN, ChatSession
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
+from g4ir.engine.offline import OfflineEngine
 from g4ir.engine.prompts import Defaults
-from g4ir.engine.responder import Responder
-from g4ir.engine.talk import INTERRUPTED, NOT_RUN, Talk
 from g4ir.errors import InputError
 from g4ir.serve.prompts import Prompts
 from tests.media_tools import png
@@ -37,12 +37,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def talk(engine: Engine) -> Iterator[Talk]:
-    with Talk(engine) as made:
+def talk(engine: Engine) -> Iterator[ChatSession]:
+    with ChatSession(engine) as made:
         yield made
 
 
-def stopping(talk: Talk, after: int) -> Callable[[Event], None]:
+def stopping(talk: ChatSession, after: int) -> Callable[[Event], None]:
     """Sees pieces, and stops the answer with one of them."""
     seen = 0
 
@@ -65,7 +65,7 @@ def test_a_turn_computes_what_is_new(
 ) -> None:
     """All before the generation prompt is known, also where a thought is dropped from history."""
     dictate(monkeypatch.setattr, [answer] * 3)
-    with Talk(engine) as talk:
+    with ChatSession(engine) as talk:
         talk.template = type(talk.template).built_in(form)
         talk.choose({"max_new_tokens": 40})
         talk.set_system("be short")
@@ -80,20 +80,20 @@ def test_a_turn_computes_what_is_new(
 
 def test_what_is_known_changes_no_answer(engine: Engine, tmp_path: Path) -> None:
     """A conversation that goes on says what one says that was loaded."""
-    with Talk(engine) as talk:
+    with ChatSession(engine) as talk:
         talk.choose({"max_new_tokens": 12, "temperature": 0})
         talk.say("hello")
         talk.save(tmp_path / "a.json")
         went_on = talk.say("and now?")
         assert went_on.counts.cached
-    with Talk(engine) as other:
+    with ChatSession(engine) as other:
         other.choose({"max_new_tokens": 12, "temperature": 0})
         other.load(tmp_path / "a.json")
         again = other.say("and now?")
         assert not again.counts.cached and again.message == went_on.message
 
 
-def test_a_full_context(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_context(talk: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
     dictate(monkeypatch.setattr, [["w1_" * 100]])
     turn = talk.say("x" * (ROOM - 100))
     assert turn.finish_reason == "length" and turn.full and talk.held == ROOM + 1
@@ -111,8 +111,8 @@ def test_defaults_of_the_checkpoint_hold_in_every_way(
     """generation_config.json: in chat, JSON lines and the server alike; a request goes before."""
     values = {"temperature": 0.5, "min_p": 0.05, "repetition_penalty": 1.1}
     monkeypatch.setattr(Engine, "defaults", lambda self: Defaults(**values))
-    served, lines = Prompts(engine), Responder(engine)
-    with Talk(engine) as talk:
+    served, lines = Prompts(engine), OfflineEngine(engine)
+    with ChatSession(engine) as talk:
         for given in ({}, {"repetition_penalty": 1.0}, {"min_p": 0.5}, {"temperature": 0.0}):
             found = [
                 talk._sampling(given),
@@ -128,7 +128,7 @@ def test_defaults_of_the_checkpoint_hold_in_every_way(
 
 @pytest.mark.parametrize("most", [3, 12, 24])
 def test_a_call_that_is_cut_is_told_and_not_kept(
-    talk: Talk, monkeypatch: pytest.MonkeyPatch, most: int
+    talk: ChatSession, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     dictate(monkeypatch.setattr, [["hi ", *CALLING], WORDS])
     talk.set_tools(TOOLS)
@@ -142,7 +142,7 @@ def test_a_call_that_is_cut_is_told_and_not_kept(
 
 
 def test_a_message_can_be_taken_back_or_answered_again(
-    talk: Talk, monkeypatch: pytest.MonkeyPatch
+    talk: ChatSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dictate(monkeypatch.setattr, [WORDS, CALLING, THINKING])
     talk.set_tools(TOOLS)
@@ -163,7 +163,7 @@ def test_a_message_can_be_taken_back_or_answered_again(
 # --- ends -------------------------------------------------------------------------------------
 
 
-def test_a_stopped_answer_stays(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_answer_stays(talk: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
     dictate(monkeypatch.setattr, [["w1_" * 300], WORDS], pause_s=0.002)
     turn = talk.say("hello", stopping(talk, 3))
     assert turn.finish_reason == INTERRUPTED and 3 <= turn.counts.generated < 300
@@ -173,14 +173,14 @@ def test_a_stopped_answer_stays(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> 
     assert known.cached > 0 and talk.messages[-1]["content"] == "w1_ w2_"
 
 
-def test_a_stopped_thought_stays(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_thought_stays(talk: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
     dictate(monkeypatch.setattr, [[CHANNEL, "thought\n" + "w1_" * 300], WORDS], pause_s=0.002)
     turn = talk.say("hello", stopping(talk, 3))
     assert turn.message["reasoning_content"].startswith("w1_") and not turn.content
     assert talk.say("hello").finish_reason == "stop"
 
 
-def test_an_answer_that_was_stopped_before_it_began(talk: Talk, tmp_path: Path) -> None:
+def test_an_answer_that_was_stopped_before_it_began(talk: ChatSession, tmp_path: Path) -> None:
     """What was sent is taken back, files too."""
     png(tmp_path / "a.png")
     talk.attach("image", tmp_path / "a.png")
@@ -200,7 +200,7 @@ def test_an_answer_that_was_stopped_before_it_began(talk: Talk, tmp_path: Path) 
     assert not talk.attached and len(talk.messages) == 2
 
 
-def test_a_reader_that_fails_ends_the_answer(talk: Talk) -> None:
+def test_a_reader_that_fails_ends_the_answer(talk: ChatSession) -> None:
     def told(event: Event) -> None:
         raise BrokenPipeError
 
@@ -215,7 +215,9 @@ def test_a_reader_that_fails_ends_the_answer(talk: Talk) -> None:
 
 
 @pytest.mark.parametrize("budget", [0, 11])
-def test_a_budget_of_thoughts(talk: Talk, monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
+def test_a_budget_of_thoughts(
+    talk: ChatSession, monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
     dictate(monkeypatch.setattr, [[CHANNEL, "thought\n" + "w1_" * 50]])
     talk.thinking.on, talk.thinking.budget = True, budget
     talk.choose({"max_new_tokens": 20})
@@ -228,7 +230,7 @@ def test_a_budget_of_thoughts(talk: Talk, monkeypatch: pytest.MonkeyPatch, budge
 # --- calls ------------------------------------------------------------------------------------
 
 
-def test_calls_and_their_answers(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_and_their_answers(talk: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
     dictate(monkeypatch.setattr, [CALLING[:-1] + CALLING, WORDS])
     talk.set_tools(TOOLS)
     turn = talk.say("rain?")
@@ -247,7 +249,7 @@ def test_calls_and_their_answers(talk: Talk, monkeypatch: pytest.MonkeyPatch) ->
     assert make_prompt(talk.messages, TOOLS).text.count("degrees") == 2
 
 
-def test_calls_of_a_stopped_answer(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_a_stopped_answer(talk: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
     dictate(monkeypatch.setattr, [[*CALLING[:-1], "w1_" * 300], WORDS], pause_s=0.002)
     talk.set_tools(TOOLS)
     turn = talk.say("rain?", stopping(talk, 1))
@@ -272,7 +274,7 @@ ACTS = st.lists(
 @given(acts=ACTS)
 def test_every_conversation_renders(engine: Engine, tmp_path: Path, acts: Any) -> None:
     """Whatever the model says and wherever it is stopped: what was said is a conversation."""
-    with pytest.MonkeyPatch.context() as patch, Talk(engine) as talk:
+    with pytest.MonkeyPatch.context() as patch, ChatSession(engine) as talk:
         talk.set_tools(TOOLS)
         talk.choose({"max_new_tokens": 12})
         dictate(patch.setattr, [texts for act, texts in acts if act in ("say", "stop")])
@@ -297,7 +299,7 @@ def test_every_conversation_renders(engine: Engine, tmp_path: Path, acts: Any) -
 # --- settings, and what is refused ------------------------------------------------------------
 
 
-def test_settings(talk: Talk) -> None:
+def test_settings(talk: ChatSession) -> None:
     for name, value in [("temperature", "0.5"), ("top_k", "3"), ("seed", "-1"), ("min_p", "0.1")]:
         talk.set(name, value)
     talk.set("presence_penalty", "1")
@@ -321,7 +323,7 @@ def test_settings(talk: Talk) -> None:
         ("repetition_penalty", "0", "repetition_penalty 0"),
     ],
 )
-def test_wrong_settings(talk: Talk, name: str, value: str, said: str) -> None:
+def test_wrong_settings(talk: ChatSession, name: str, value: str, said: str) -> None:
     talk.set("top_p", "0.5")
     with pytest.raises(InputError) as e:
         talk.set(name, value)
@@ -333,13 +335,13 @@ def test_an_engine_without_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(type(engine), "tokenizer", lambda self: tokenizer())
     with pytest.raises(InputError, match="has no turns of a chat"):
-        Talk(engine)
+        ChatSession(engine)
 
 
 # --- media and files --------------------------------------------------------------------------
 
 
-def test_media_of_a_message(talk: Talk, tmp_path: Path) -> None:
+def test_media_of_a_message(talk: ChatSession, tmp_path: Path) -> None:
     """A file is read once, when it is named; pictures stand before the text, sounds behind it."""
     place = tmp_path / "a picture.png"
     png(place)
@@ -394,7 +396,7 @@ CALLED = {
         ),
     ],
 )
-def test_wrong_files(talk: Talk, tmp_path: Path, text: str, said: str) -> None:
+def test_wrong_files(talk: ChatSession, tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "wrong.json"
     path.write_text(text)
     talk.set_system("stays")
@@ -404,7 +406,7 @@ def test_wrong_files(talk: Talk, tmp_path: Path, text: str, said: str) -> None:
     assert talk.system == "stays" and talk.tools is None
 
 
-def test_a_file_with_an_open_call(talk: Talk, tmp_path: Path) -> None:
+def test_a_file_with_an_open_call(talk: ChatSession, tmp_path: Path) -> None:
     path = tmp_path / "talk.json"
     path.write_text(json.dumps([USER, CALLED]))
     talk.load(path)
@@ -414,7 +416,7 @@ def test_a_file_with_an_open_call(talk: Talk, tmp_path: Path) -> None:
     assert talk.reply().counts.generated == 2
 
 
-def test_a_file_that_cannot_be_written(talk: Talk, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written(talk: ChatSession, tmp_path: Path) -> None:
     talk.messages = [{"role": "user", "content": "\udcff"}]
     with pytest.raises(InputError, match="half a character"):
         talk.save(tmp_path / "a.json")
@@ -433,7 +435,7 @@ def test_generate_takes_what_users_say(engine: Engine, tmp_path: Path) -> None:
     assert said == engine.generate(messages, 6, chat=True) and len(said) == 6
     both = engine.generate(["hello", messages, [*messages, CALLED_OFF, *messages]], 6, chat=True)
     assert both[:2] == [said, said] and len(both) == 3
-    with Talk(engine) as talk:
+    with ChatSession(engine) as talk:
         talk.choose({"max_new_tokens": 6})
         prompt = make_prompt(messages, None, talk.template)
         answer = Reader(prompt_tail=prompt.tail).feed(talk.vocabulary.detokenizer.decode(said))
@@ -451,7 +453,7 @@ CALLED_OFF = {"role": "assistant", "content": "hi"}
 
 def test_generate_ends_with_the_turn(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chat ends where the model ends its turn, whatever generation_config says."""
-    with Talk(engine) as talk:
+    with ChatSession(engine) as talk:
         ends = talk.vocabulary.ends
         assert ids(talk.vocabulary, [])[0] in ends and TURN_END in talk.vocabulary.controls
     seen: list[set[int]] = []

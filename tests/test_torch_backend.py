@@ -44,7 +44,7 @@ from g4ir.ir.graph import Graph, Program
 from g4ir.ir.text import parse_graph, print_graph
 from g4ir.ops import OPS
 from g4ir.ops.types import torch_dtype
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.places import claimed
 from g4ir.ui.progress import no_progress

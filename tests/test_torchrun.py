@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file
 
 import g4ir
-from g4ir.chat.stream import Detokenizer
+from g4ir.chat.detokenizer import Detokenizer
 from g4ir.cli import main
 from g4ir.engine.artefact import open_artefact
 from g4ir.engine.load import _check_gpu

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from g4ir.errors import MissingError
 from g4ir.ir.graph import Program
 from g4ir.model.draft import DRAFT
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 from g4ir.quant.rewrite import simplified
 from g4ir.ui.progress import Progress
 

@@ -25,7 +25,7 @@ from g4ir.errors import EngineError, LowerError
 from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.names import layer_of
 from g4ir.model.draft import DRAFT
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 from g4ir.weights import tensorfile
 
 from ..primitives.emitter import SHARED, Operand

@@ -14,13 +14,13 @@ from g4ir.errors import EngineError
 from g4ir.ir.graph import Program, Value
 from g4ir.model.draft import DRAFT
 from g4ir.ops.types import Type, torch_dtype
+from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import context_slots
-from g4ir.plan.limits import Limits
 from g4ir.ui.progress import Progress
 from g4ir.weights.pack import ParamSource
 
 from ..base import Tensors, Watch
-from ..caches import Parts
+from ..kv_cache import CacheViews
 from ..primitives.graph import network_graph
 from ..primitives.network import (
     BLOCK_IDS,
@@ -50,7 +50,7 @@ PRODUCTS_OF_CODES = {
 SEVERITY = 4
 
 
-class OnnxCaches(Parts):
+class OnnxCaches(CacheViews):
     """The network's caches, zeroed, and how far rings are turned. Caches that cannot be written in
     place have a second buffer, and the two change places after every step."""
 

@@ -29,7 +29,7 @@ from g4ir.ir.graph import Graph, Node, Value
 from g4ir.model.decoder import VERIFY
 from g4ir.ops.base import as_tuple
 from g4ir.ops.types import Type
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 
 from .emitter import Emitter, Operand
 

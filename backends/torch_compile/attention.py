@@ -14,8 +14,8 @@ from g4ir.ir.graph import Node
 from g4ir.model.decoder import TOKENS
 from g4ir.ops.attention import last_seen, slot_positions, split_chunk, visible
 from g4ir.ops.base import wide
+from g4ir.ops.kv_quant import numbers
 from g4ir.ops.latent import PARTS
-from g4ir.ops.narrow import numbers
 from g4ir.ops.rope import inverse_frequencies, rotated_pairs
 from g4ir.ops.types import torch_dtype
 

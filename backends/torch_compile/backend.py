@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Program, split_prologue
+from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import DTYPES
-from g4ir.plan.limits import Limits
 from g4ir.plan.memory import bytes_beside_attention
 from g4ir.quant.rewrite import simplified
 from g4ir.ui.progress import Progress
@@ -87,7 +87,7 @@ class TorchBackend(Backend):
         """Compile the kernels of a decode step apart from its programs; none for other GPUs."""
         if not target.gpu:
             return {CHAINS: (None,) * len(steps), END: (None,)}
-        from .chain import compile_chains, compile_end
+        from .kernel_graph import compile_chains, compile_end
 
         folder = task.folder / "programs"
         chains = compile_chains(steps, target, task.limits, folder, task.progress)

@@ -46,7 +46,7 @@ from g4ir.ui.places import (
 from g4ir.weights.checkpoint import sha256
 from g4ir.weights.tensorfile import open_regular
 
-from ..process import python
+from ..subprocesses import python
 from .cuda_toolkit import find_toolkit, toolkit_found
 from .target import Target, cpu_flags
 

@@ -51,7 +51,7 @@ class Captured(Generic[T]):
         return self._made
 
 
-class Place:
+class CaptureArena:
     """A stream beside the current one, on which work is done, and memory of its own, in which it is
     recorded: recordings of one place share that, so only one of them may run at a time, and what
     one made is gone when another runs."""
@@ -100,8 +100,8 @@ class Repeated(Generic[T]):
         self,
         step: Callable[[dict[str, torch.Tensor]], T],
         feeds: dict[str, torch.Tensor],
-        place: Place,
-        record: Callable[[Callable[[], None], Place], Callable[[], None]],
+        place: CaptureArena,
+        record: Callable[[Callable[[], None], CaptureArena], Callable[[], None]],
     ) -> None:
         self._made: T
         self._feeds = {name: t.clone() for name, t in feeds.items()}
@@ -134,7 +134,7 @@ class OrLaunched:
         self.record: Callable[..., Callable[[], None]] | None = record
         self.what = what
 
-    def __call__(self, work: Callable[[], None], *where: Place) -> Callable[[], None]:
+    def __call__(self, work: Callable[[], None], *where: CaptureArena) -> Callable[[], None]:
         if self.record is not None:
             try:
                 return self.record(work, *where)
@@ -149,11 +149,11 @@ def recorded(work: Callable[[], None]) -> Callable[[], None]:
 
     Raises EngineError with the reason where it cannot be recorded.
     """
-    place = Place()
+    place = CaptureArena()
     place.launch(work)
     return place.record(work)
 
 
-def recorded_at(work: Callable[[], None], place: Place) -> Callable[[], None]:
-    """Record work that was done at a place, as `Place.record` does."""
+def recorded_at(work: Callable[[], None], place: CaptureArena) -> Callable[[], None]:
+    """Record work that was done at a place, as `CaptureArena.record` does."""
     return place.record(work)

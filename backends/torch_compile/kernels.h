@@ -27,7 +27,7 @@ int g4ir_linear_coded(const void *codes, int form, const void *scales, int scale
 void g4ir_decode(const void *codes, int form, const void *scales, int scales_dtype, void *y,
                  int dtype, int64_t n, int64_t k, int64_t groups, int threads);
 
-/* What rows of a cache may be held in beside dtypes (g4ir/ops/narrow.py). */
+/* What rows of a cache may be held in beside dtypes (g4ir/ops/kv_quant.py). */
 enum { ROWS_INT8 = F16 + 1, ROWS_FP8 };
 
 /* out[batch, queries, heads, d] = softmax(q k^T * scale) v, of what g4ir/ops/attention.py says that

@@ -6,7 +6,7 @@ from typing import Any
 
 from g4ir.ir.graph import Builder, Program, bind
 from g4ir.ir.text import print_graph
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 
 from .kernels.base import CANDIDATES
 from .segment import Step, graph_steps

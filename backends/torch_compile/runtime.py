@@ -20,21 +20,21 @@ from g4ir.model.draft import DRAFT
 from g4ir.ops import OPS
 from g4ir.ops.base import as_tuple
 from g4ir.parallel.group import Group
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 from g4ir.ui.places import unpacking
 from g4ir.ui.progress import Progress
 from g4ir.weights.pack import ParamSource, StoredParams
 from g4ir.weights.tensorfile import ALIGNED, read_pages
 
 from ..base import Tensors, Watch
-from ..caches import Caches
+from ..kv_cache import Caches
 from . import pyops
 from .cuda_graph import (
     CHUNK,
     CHUNKS,
+    CaptureArena,
     Captured,
     OrLaunched,
-    Place,
     Repeated,
     recorded,
     recorded_at,
@@ -81,7 +81,7 @@ class TorchRuntime:
     """A loaded engine of the torch backend."""
 
     #: makes the place where a session's chunks are recorded
-    place = Place
+    place = CaptureArena
 
     def __init__(
         self,
@@ -393,8 +393,8 @@ def _end_of_step(file: str | None, folder: Path, limits: Limits) -> Callable[...
     driver takes it, which is said where it does not, or torch's kernels."""
     if file is None:
         return end_by_torch
-    from .chain import LoadedChain, chained, end_text, read_chain
     from .cuda_driver import CudaDriver
+    from .kernel_graph import LoadedChain, chained, end_text, read_chain
 
     try:
         made = read_chain(folder / file, end_text(limits.max_batch))
@@ -414,8 +414,8 @@ def _chained(
     """Return a decode step with chains in the place of its programs where there are such, and a
     kernel in the place of a message and its norm where ranks can meet; the plan itself, with a
     warning, where the driver does not take them."""
-    from .chain import chained, followers, load_chains
     from .cuda_driver import CudaDriver
+    from .kernel_graph import chained, followers, load_chains
 
     try:
         chains = load_chains(steps, files, folder, CudaDriver(), "cuda")

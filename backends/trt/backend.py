@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Graph, Node, Program
 from g4ir.parallel.shard import ranks_of
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 from g4ir.plan.plan import reserve
 from g4ir.spec.reader import Count, Line, Range, Shaped
 from g4ir.ui.progress import Progress

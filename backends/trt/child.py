@@ -21,13 +21,13 @@ from g4ir import errors
 from g4ir.errors import G4Error, LowerError
 from g4ir.ir.graph import Program
 from g4ir.ir.text import parse_graph
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 from g4ir.ui.files import write_file
 from g4ir.ui.progress import Progress
 from g4ir.weights.pack import StoredParams, rank_files
 
 from ..base import Task
-from ..process import python
+from ..subprocesses import python
 from .files import keep_log
 from .host import Host
 

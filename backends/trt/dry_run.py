@@ -41,8 +41,8 @@ from g4ir.parallel.lockstep import exchanged
 from g4ir.parallel.shard import shard_program
 from g4ir.parallel.share import Share
 from g4ir.parallel.table import can_share
+from g4ir.plan.engine_limits import Limits
 from g4ir.plan.fit import device_memory
-from g4ir.plan.limits import Limits
 from g4ir.quant.recipe import Recipe
 from g4ir.quant.rewrite import quantised, weights_of
 from g4ir.spec.record import Spec

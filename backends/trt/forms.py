@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from g4ir.ir.graph import Graph, Node
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 
 from ..base import Setting
 from ..primitives import attention, moe, vision

@@ -54,7 +54,7 @@ from g4ir.ir.graph import Graph
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.ops.types import Type
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 
 from ..primitives.network import FULL, ROWS, SLOTS, full_slots, is_ring, network_inputs
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from g4ir.ir.graph import Graph, Node
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 
 from ..primitives import attention as shared
 from ..primitives.emitter import Emitter, Operand

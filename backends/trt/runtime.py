@@ -17,11 +17,11 @@ from g4ir.ir.graph import Program
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.ops.types import torch_dtype
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 from g4ir.weights.pack import ParamSource
 
 from ..base import Tensors, Watch
-from ..caches import Parts
+from ..kv_cache import CacheViews
 from ..primitives.network import (
     BLOCK_IDS,
     NO_BLOCK,
@@ -59,7 +59,7 @@ def step_slots(tokens: int, max_seq: int) -> int:
 
 
 @dataclass
-class TrtState(Parts):
+class TrtState(CacheViews):
     """The caches of one session in the layouts of the engine, [B, heads, slots, head_dim]."""
 
     held: dict[str, torch.Tensor]

@@ -12,7 +12,7 @@ from typing import Any
 
 from g4ir.ir.graph import Graph, Node
 from g4ir.parallel.shard import collectives
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 
 from ..primitives.network import FULL
 from ..torch_compile.step_model import NCCL, message_us, read_constants

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from g4ir.chat.control import TURN
+from g4ir.chat.special_tokens import TURN
+from g4ir.engine.batch import Batch, checked_buckets
 from g4ir.engine.engine import TOKENIZER, Engine
-from g4ir.engine.rows import Rows, checked_buckets
-from g4ir.engine.staging import StagedPrompt, Staging
+from g4ir.engine.prefill import Prefiller, PrefillInput
 
 from .config import Options
 
@@ -38,8 +38,8 @@ class Runner:
 
     def __init__(self, engine: Engine, rows: int, options: Options) -> None:
         self.engine = engine
-        self.rows: Rows[Request] = Rows(engine, checked_buckets(None, rows), options.patience)
-        self.staging = Staging(engine, options.prefix_bytes)
+        self.rows: Batch[Request] = Batch(engine, checked_buckets(None, rows), options.patience)
+        self.staging = Prefiller(engine, options.prefix_bytes)
         self.requests: dict[str, Request] = {}
         self._turn = _turn_id(engine)
         #: whose prompt is in staging, and its chunks
@@ -92,7 +92,7 @@ class Runner:
             return self._prompt[1]
         self._leave()
         size = self.engine.limits.prefill_chunk
-        prompt = StagedPrompt(request.tokens, marks=self._marks(request), reuse=request.reuse)
+        prompt = PrefillInput(request.tokens, marks=self._marks(request), reuse=request.reuse)
         chunks = self.staging.chunks(prompt, lambda start: start + size)
         self._prompt = request, chunks
         return chunks

@@ -115,12 +115,12 @@ def test_settings_alone_and_in_company(llm: LLM, runner: Any) -> None:
 def test_penalties_are_those_of_the_engine(llm: LLM, engine: Engine, runner: Any) -> None:
     """The penalties of vLLM's sampler and of ours mean the same."""
     from g4ir.backends.row_sampling import RowSampling
-    from g4ir.engine.slots import Job, Slots
+    from g4ir.engine.scheduler import Request, Scheduler
 
     for given in SETTINGS[3:5]:
-        slots, tokens = Slots(engine), prompt(20, 5)
+        slots, tokens = Scheduler(engine), prompt(20, 5)
         asked = {k: v for k, v in given.items() if k != "temperature"}
-        ticket = slots.submit(Job(tuple(tokens), 12, RowSampling(ignore_eos=True, **asked)))
+        ticket = slots.submit(Request(tuple(tokens), 12, RowSampling(ignore_eos=True, **asked)))
         while slots.busy:
             slots.step()
         assert said(llm, [tokens], SamplingParams(**FREE | given)) == [ticket.answers[0].tokens]

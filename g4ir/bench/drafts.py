@@ -16,8 +16,8 @@ from itertools import pairwise
 import torch
 
 from g4ir.backends.sampling import Sampler, Sampling
-from g4ir.engine.drafting import Draft, Tally, drafted_stream
 from g4ir.engine.engine import Engine
+from g4ir.engine.speculative import AcceptanceStats, SpeculativeConfig, drafted_stream
 from g4ir.spec.reader import Line
 
 from .measure import TAKE, Request, over, speeds
@@ -44,11 +44,11 @@ class Writer:
     """Rows of an engine that write on after a prompt, with drafts and without."""
 
     engine: Engine
-    draft: Draft
+    draft: SpeculativeConfig
     w: Workload
     prompt: torch.Tensor
     texts: dict[str, list[list[int]]] = field(default_factory=dict)
-    tally: Tally = field(default_factory=Tally)
+    tally: AcceptanceStats = field(default_factory=AcceptanceStats)
 
     def __post_init__(self) -> None:
         self.session = self.engine.session(self.w.batch)
@@ -85,7 +85,7 @@ class Writer:
 
     def _drafted(self, logits: torch.Tensor) -> Iterator[Sequence[Sequence[int]]]:
         rows = self.prompt.tolist()
-        self.tally = Tally()
+        self.tally = AcceptanceStats()
         for made in drafted_stream(
             self.session,
             logits,

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from g4ir.check.logits import find_anchor, rounding_error
+from g4ir.check.memory_check import float64_refusal
 from g4ir.check.peers import EnginePeer, HfPeer
 from g4ir.check.reference import reference_engine
-from g4ir.check.room import float64_refusal
-from g4ir.check.rounded import asked
-from g4ir.engine.drafting import NONE, find_draft
+from g4ir.check.rounding_baseline import asked
 from g4ir.engine.engine import Engine
+from g4ir.engine.speculative import NONE, find_draft
 from g4ir.errors import InputError
 from g4ir.ir.distance import ROUNDED, widened
 from g4ir.ops.types import torch_dtype

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from g4ir.chat.prompt import text_ids
 from g4ir.check.tokens import check_no_media, random_ids
 from g4ir.errors import InputError
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,9 @@ from typing import Any
 
 from g4ir.errors import InputError
 
-from .control import (
+from .messages import ASSISTANT, SYSTEM, USER, Conversation, Message, without_thoughts
+from .messages import TOOL as TOOL_ROLE
+from .special_tokens import (
     BOS,
     CALL,
     CALL_END,
@@ -29,8 +31,6 @@ from .control import (
     TURN,
     TURN_END,
 )
-from .messages import ASSISTANT, SYSTEM, USER, Conversation, Message, without_thoughts
-from .messages import TOOL as TOOL_ROLE
 
 SMALL, LARGE = "small", "large"
 FORMS = (SMALL, LARGE)

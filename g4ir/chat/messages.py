@@ -13,7 +13,7 @@ from typing import Any
 
 from g4ir.errors import InputError
 
-from .control import CHANNEL, CHANNEL_END
+from .special_tokens import CHANNEL, CHANNEL_END
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 ROLES = {

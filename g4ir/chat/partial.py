@@ -12,8 +12,8 @@ import json
 import re
 from dataclasses import dataclass
 
-from .control import QUOTE
-from .marked import MARK, MARKS, spelled
+from .lexer import MARK, MARKS, spelled
+from .special_tokens import QUOTE
 from .values import (
     CLOSERS,
     MOST_DEPTH,

@@ -17,9 +17,18 @@ from typing import Any
 
 from g4ir.errors import InputError
 
-from .control import CONTROLS, ENDS, MODEL, PLACEHOLDERS, RESPONSE_END, TURN, TURN_END, UNKNOWN
+from .detokenizer import Detokenizer
 from .messages import Conversation, Medium, map_texts
-from .stream import Detokenizer
+from .special_tokens import (
+    CONTROLS,
+    ENDS,
+    MODEL,
+    PLACEHOLDERS,
+    RESPONSE_END,
+    TURN,
+    TURN_END,
+    UNKNOWN,
+)
 
 #: characters that are tokenised in some ten milliseconds
 CHEAP = 1 << 16

@@ -23,7 +23,10 @@ from typing import Any
 
 from g4ir.errors import InputError
 
-from .control import (
+from .lexer import END_MARKS, MARK, MARKS, Lexer, spelled, whole
+from .partial import PartialArguments
+from .prompt import Piece
+from .special_tokens import (
     CALL,
     CALL_END,
     CHANNEL,
@@ -33,9 +36,6 @@ from .control import (
     THOUGHT,
     TURN,
 )
-from .marked import END_MARKS, MARK, MARKS, Lexer, spelled, whole
-from .partial import PartialArguments
-from .prompt import Piece
 from .tools import lower, read_tools
 from .values import CLOSERS, Schema, Schemas, begins_head, head_name, read_call
 

@@ -18,7 +18,6 @@ from g4ir.errors import G4Error, InputError, MissingError
 from g4ir.weights.tensorfile import parse_json
 
 from . import builtin
-from .control import BOS, CHANNEL_END, RESPONSE, TURN_END
 from .messages import (
     ASSISTANT,
     TOOL,
@@ -31,6 +30,7 @@ from .messages import (
     read_messages,
 )
 from .prompt import Prompt, guard
+from .special_tokens import BOS, CHANNEL_END, RESPONSE, TURN_END
 from .tools import lower, read_tools
 
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"

@@ -6,9 +6,9 @@ from itertools import chain
 
 from g4ir.errors import InputError
 
-from .control import CHANNEL, CHANNEL_END
+from .detokenizer import REPLACEMENT, TextStream
 from .prompt import Piece, Vocabulary
-from .stream import REPLACEMENT, TextStream
+from .special_tokens import CHANNEL, CHANNEL_END
 
 
 class TokenStream:

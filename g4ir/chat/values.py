@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from .control import QUOTE
-from .marked import MARKS, spelled, whole
+from .lexer import MARKS, spelled, whole
+from .special_tokens import QUOTE
 
 _QUOTE = MARKS[QUOTE]
 _SURROGATES = "\ud800-\udfff"

@@ -45,12 +45,12 @@ from g4ir.ops.types import ITEMSIZE
 from g4ir.ui.progress import Progress, no_progress
 
 from .media import check_media
+from .memory_check import float64_refusal
 from .peers import FINAL, EnginePeer, HfPeer, Peer, Rows, find_peer
 from .quality import find_quality, nll
 from .reference import reference_engine
 from .report import SATURATED, Greedy, LayerError, Position, Report, Saturation, engine_name
-from .room import float64_refusal
-from .rounded import coarse
+from .rounding_baseline import coarse
 from .tokens import (
     EVERY_LOGITS,
     chunks_of,

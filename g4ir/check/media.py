@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from g4ir.backends.base import Tensors
-from g4ir.engine.encode import sound_settings
 from g4ir.engine.engine import Engine
+from g4ir.engine.multimodal import sound_settings
 from g4ir.ir.distance import BUDGETS, Anchor, Budget, Errors, row_errors, widened
 from g4ir.ir.graph import Graph, Program
 from g4ir.ir.interpret import interpret

@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.backends import find_backend
 from g4ir.engine.engine import Engine
-from g4ir.engine.lead import run_watched, watch_held
-from g4ir.engine.watched import See, slots_of
+from g4ir.engine.leader import run_watched, watch_held
+from g4ir.engine.trace import See, slots_of
 from g4ir.errors import CheckError
 from g4ir.ir.flatten import inner_nodes
 from g4ir.ir.graph import Graph, Node, Program, Value, bind
@@ -43,7 +43,7 @@ from g4ir.model.decoder import BLOCKS, HIDDEN, VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.model.text import TEXT_GRAPHS, build_program
 from g4ir.model.towers import build_towers, is_tower
-from g4ir.ops.narrow import comparable
+from g4ir.ops.kv_quant import comparable
 from g4ir.ops.types import Type, torch_dtype
 from g4ir.parallel.shard import shard_program
 from g4ir.parallel.share import Share

@@ -29,12 +29,12 @@ from g4ir.weights.hub import snapshot_of
 from g4ir.weights.origin import Directory, find_origin
 from g4ir.weights.random import RandomCheckpoint
 
+from .float64 import other_attention, wide_model
 from .hf import cache_argument, hf_model, refusals_of_transformers, rows_kept
 from .reference import reference_engine, wide_engine
-from .rounded import divisor, round_activations, rounding_caches
+from .rounding_baseline import divisor, round_activations, rounding_caches
 from .tokens import positions_of, split_steps
 from .watch import Place, watched
-from .wide import other_attention, wide_model
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from g4ir.backends.reference import ReferenceRuntime, text_graphs
 from g4ir.engine.engine import Engine
-from g4ir.engine.lead import interpreted
+from g4ir.engine.leader import interpreted
 from g4ir.weights.pack import DEFAULT_PLACEMENT, MadeParams, Packing, make_packing, open_table
 
 

@@ -13,7 +13,7 @@ from g4ir.engine.session import Session
 from g4ir.ir.distance import Budget, Errors, row_errors
 from g4ir.ir.names import layer_of
 from g4ir.ops.finite import advice
-from g4ir.ops.narrow import comparable
+from g4ir.ops.kv_quant import comparable
 
 from .reference import reference_engine
 from .tokens import chunks_of

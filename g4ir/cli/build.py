@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import EngineError, G4Error, InputError, check_all
 from g4ir.ops.finite import TOO_LARGE
-from g4ir.plan.settings import KV_NAMES
+from g4ir.plan.resolve import KV_NAMES
 from g4ir.spec.record import Spec
 from g4ir.ui import console
 from g4ir.ui.units import size_text

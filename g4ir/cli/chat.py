@@ -37,7 +37,7 @@ from .talking import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from g4ir.engine.talk import Talk, Turn
+    from g4ir.engine.conversation import ChatSession, Turn
 
 PROMPT, MORE = ">>> ", "... "
 #: lines that are remembered for the next time
@@ -80,7 +80,7 @@ def _chat(args: argparse.Namespace) -> int:
             engine.close()
 
 
-def _talk(talk: Talk, args: argparse.Namespace, terminal: bool) -> int:
+def _talk(talk: ChatSession, args: argparse.Namespace, terminal: bool) -> int:
     repl = Repl(talk, terminal, args.json)
     repl.screen.hides_thoughts = args.hide_thoughts
     for kind, path in args.media:
@@ -186,7 +186,7 @@ def history() -> Iterator[None]:
 class Repl:
     """Takes messages, commands and answers of tools, one after the other."""
 
-    def __init__(self, talk: Talk, terminal: bool, json: bool = False) -> None:
+    def __init__(self, talk: ChatSession, terminal: bool, json: bool = False) -> None:
         self.talk, self.terminal, self.json = talk, terminal, json
         self.screen = Screen(terminal)
         #: whether something was refused
@@ -314,7 +314,7 @@ class Repl:
     def set(self, text: str) -> None:
         """Change a setting; without a value show it, without a name all."""
         name, _, value = text.partition(" ")
-        from g4ir.engine.talk import SETTINGS
+        from g4ir.engine.conversation import SETTINGS
 
         if value.strip():
             self.talk.set(name, value.strip())

@@ -1,4 +1,4 @@
-"""Flags of drafting (engine/drafting.py), and how its rounds are told."""
+"""Flags of drafting (engine/speculative.py), and how its rounds are told."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from g4ir.errors import InputError
 
 if TYPE_CHECKING:
-    from g4ir.engine.drafting import Tally
+    from g4ir.engine.speculative import AcceptanceStats
 
     from .common import Parser
 
@@ -40,7 +40,7 @@ def add_draft(p: Parser, rows: str | None = None) -> None:
 def check_draft(args: argparse.Namespace) -> None:
     """Raise InputError for flags of drafts that are wrong, or would do nothing, whatever the
     engine."""
-    from g4ir.engine.drafting import DRAFTS, NONE
+    from g4ir.engine.speculative import DRAFTS, NONE
 
     if args.draft not in DRAFTS:
         raise InputError(f"--draft {args.draft}: expected one of {', '.join(DRAFTS)}")
@@ -55,17 +55,17 @@ def check_draft(args: argparse.Namespace) -> None:
 
 def given_draft(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of slots that the flags say; slots refuse what an engine cannot do."""
-    from g4ir.engine.drafting import NO_DRAFT, Draft
+    from g4ir.engine.speculative import NO_DRAFT, SpeculativeConfig
 
     off = args.draft_tokens == 0
     rows = getattr(args, "draft_rows", None)
     return {
-        "draft": NO_DRAFT if off else Draft(args.draft, args.draft_tokens or 0),
+        "draft": NO_DRAFT if off else SpeculativeConfig(args.draft, args.draft_tokens or 0),
         **({} if rows is None else {"draft_rows": rows}),
     }
 
 
-def tally_text(tally: Tally | None) -> str:
+def tally_text(tally: AcceptanceStats | None) -> str:
     """Return how many tokens came of a round, and how many of 100 drafted ones were accepted, by
     place; nothing where nothing was drafted."""
     if not tally or not tally.rounds:

@@ -13,7 +13,7 @@ from g4ir.ir.names import layer_of
 from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.passes.latent_kv import FORMS, PLAIN
 from g4ir.passes.plan_cache import slack_of
-from g4ir.plan.settings import (
+from g4ir.plan.resolve import (
     find_activations,
     find_divisor,
     find_draft_tokens,
@@ -21,7 +21,7 @@ from g4ir.plan.settings import (
     find_latent,
     for_gpu,
 )
-from g4ir.plan.settings import pass_options as pass_arguments
+from g4ir.plan.resolve import pass_options as pass_arguments
 from g4ir.spec.record import Spec
 from g4ir.ui.units import parse_count
 

@@ -30,7 +30,7 @@ def _own(args: argparse.Namespace) -> int:
 
 
 def _followed(group: Group) -> int:
-    from g4ir.engine.follow import follow
+    from g4ir.engine.worker import follow
 
     follow(group)
     return 0

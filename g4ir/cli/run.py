@@ -30,7 +30,7 @@ from .drafting import add_draft, check_draft, given_draft, tally_text
 from .talking import add_files, add_sampling, add_talk, answer_once, check_talk, check_turns
 
 if TYPE_CHECKING:
-    from g4ir.engine.responder import Failure, Request, Responder, Result
+    from g4ir.engine.offline import Failure, OfflineEngine, OfflineRequest, Result
 
     from .common import Parser
 
@@ -131,13 +131,13 @@ def add_verify(verbs: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from g4ir.engine.responder import Responder, check_flags
-    from g4ir.engine.slots import SlotSettings
+    from g4ir.engine.offline import OfflineEngine, check_flags
+    from g4ir.engine.scheduler import SchedulerConfig
 
     _check_media(args)
     _check_chat(args)
     _check_draft(args)
-    slots = SlotSettings(**given_draft(args))
+    slots = SchedulerConfig(**given_draft(args))
     flags = {k: getattr(args, k) for k in FLAGS}
     flags |= {"seed": args.seed, "stop": token_ids(args.stop, "--stop")}
     check_flags(flags)
@@ -149,7 +149,7 @@ def _run(args: argparse.Namespace) -> int:
                 progress.stop()
                 answer_once(engine, args, _settled(args), flags["stop"])
                 return 0
-            responder = Responder(engine, flags, slots)
+            responder = OfflineEngine(engine, flags, slots)
             if asked is not None:
                 where, fields = asked
                 _answer_one(responder, responder.request(fields, where, args.media), args, progress)
@@ -188,7 +188,7 @@ def _check_draft(args: argparse.Namespace) -> None:
 
 def _settled(args: argparse.Namespace) -> list[tuple[str, str, dict[str, Any]]]:
     """Return kind, path and settings of each file."""
-    from g4ir.engine.responder import MEDIA_SETTINGS
+    from g4ir.engine.offline import MEDIA_SETTINGS
 
     out = []
     for kind, path in args.media:
@@ -199,7 +199,10 @@ def _settled(args: argparse.Namespace) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def _answer_one(
-    responder: Responder, request: Request, args: argparse.Namespace, progress: console.Progress
+    responder: OfflineEngine,
+    request: OfflineRequest,
+    args: argparse.Namespace,
+    progress: console.Progress,
 ) -> None:
     if args.json:
         progress.stop()
@@ -248,9 +251,11 @@ def _log_and_emit(result: Result | Failure) -> Result | Failure:
     return result
 
 
-def _stream(responder: Responder, request: Request, progress: console.Progress) -> Result:
+def _stream(
+    responder: OfflineEngine, request: OfflineRequest, progress: console.Progress
+) -> Result:
     """Print each piece when it is known: text, or ids where there is no tokenizer."""
-    from g4ir.chat.stream import TextStream
+    from g4ir.chat.detokenizer import TextStream
 
     text = TextStream(responder.codec.detokenizer) if responder.codec else None
     begun, count = time.perf_counter(), 0

@@ -99,26 +99,26 @@ def _prefix_bytes(text: str | None) -> int | None:
 def _serve(args: argparse.Namespace) -> int:
     try:
         from g4ir.serve.app import Server
-        from g4ir.serve.fetch import Sources
-        from g4ir.serve.gate import Gate, is_loopback, known_hosts, read_keys
+        from g4ir.serve.auth import Auth, is_loopback, known_hosts, read_keys
+        from g4ir.serve.media_fetch import Sources
         from g4ir.serve.server import Address, check_engine, serve
     except ImportError as e:
         if (e.name or "").startswith("g4ir"):
             raise
         raise MissingError(f"serving needs {e.name}: pip install 'g4ir[serve]'") from e
-    from g4ir.engine.service import ServiceSettings
-    from g4ir.engine.slots import SlotSettings
+    from g4ir.engine.async_engine import AsyncEngineConfig
+    from g4ir.engine.scheduler import SchedulerConfig
 
     check_draft(args)
     if args.max_body < 1:
         raise InputError(f"--max-body {args.max_body}: expected at least 1 MiB")
     keys = read_keys(args.api_key_file) if args.api_key_file else ()
     hosts = known_hosts(args.host, args.allow_host)
-    gate = Gate(keys, hosts, args.max_body << 20)
+    gate = Auth(keys, hosts, args.max_body << 20)
     name = args.served_name or Path(args.engine).resolve().name
     sources = Sources.named(args.media_hosts, args.media_dir, args.max_body << 20)
-    waiting = ServiceSettings(waiting=args.queue)
-    slots = SlotSettings(
+    waiting = AsyncEngineConfig(waiting=args.queue)
+    slots = SchedulerConfig(
         chunk_tokens=args.chunk_tokens,
         prefix_bytes=_prefix_bytes(args.prefix_memory),
         **given_draft(args),

@@ -22,8 +22,8 @@ from .drafting import given_draft, tally_text
 
 if TYPE_CHECKING:
     from g4ir.chat import Event
+    from g4ir.engine.conversation import ChatSession, Turn
     from g4ir.engine.engine import Engine
-    from g4ir.engine.talk import Talk, Turn
 
     from .common import Parser
 
@@ -87,7 +87,7 @@ def check_turns(path: str) -> None:
     """Raise for an engine that cannot chat, before its weights are loaded: EngineError without a
     tokenizer, InputError if the tokenizer has no turns."""
     from g4ir.chat import Vocabulary
-    from g4ir.chat.turns import check_chats
+    from g4ir.chat.prompt_builder import check_chats
     from g4ir.engine.engine import TOKENIZER, read_tokenizer
 
     folder = Path(path)
@@ -101,13 +101,13 @@ def check_turns(path: str) -> None:
         )
 
 
-def begun(engine: Engine, args: argparse.Namespace) -> Talk:
+def begun(engine: Engine, args: argparse.Namespace) -> ChatSession:
     """Return a conversation with what the flags say; who asked for it closes it."""
-    from g4ir.engine.slots import SlotSettings
-    from g4ir.engine.talk import Talk
+    from g4ir.engine.conversation import ChatSession
+    from g4ir.engine.scheduler import SchedulerConfig
 
-    slots = SlotSettings(**given_draft(args))
-    talk = Talk(engine, slots)
+    slots = SchedulerConfig(**given_draft(args))
+    talk = ChatSession(engine, slots)
     try:
         if talk.template.note:
             console.say(f"note: {talk.template.note}")
@@ -122,7 +122,7 @@ def begun(engine: Engine, args: argparse.Namespace) -> Talk:
     return talk
 
 
-def declare(talk: Talk, path: str) -> None:
+def declare(talk: ChatSession, path: str) -> None:
     """Declare the tools of a file, and say what of their schemas is lost."""
     from g4ir.chat.messages import decoded
 

@@ -71,7 +71,7 @@ def _program(args: argparse.Namespace, rows: int) -> Program:
     from g4ir.model.text import build_program
     from g4ir.passes import run_program
     from g4ir.passes.latent_kv import FORMS
-    from g4ir.plan.settings import for_gpu
+    from g4ir.plan.resolve import for_gpu
     from g4ir.quant.recipe import find_recipe
     from g4ir.quant.rewrite import quantised
     from g4ir.weights.pack import split_program

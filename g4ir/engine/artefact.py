@@ -40,9 +40,9 @@ from g4ir.passes.match import OFF
 from g4ir.passes.narrow_kv import DTYPES as KV_FORMS
 from g4ir.passes.quantize_activations import FORMS as ACTIVATION_FORMS
 from g4ir.passes.scale_residual import DIVISORS
+from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import DTYPES
-from g4ir.plan.limits import Limits
-from g4ir.plan.settings import DEVICES, KV_NAMES, MOST_DRAFTED, find_divisor, find_placement
+from g4ir.plan.resolve import DEVICES, KV_NAMES, MOST_DRAFTED, find_divisor, find_placement
 from g4ir.quant.recipe import Recipe
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.parts import Index

@@ -29,15 +29,15 @@ from g4ir.model.media import Media, find_media
 from g4ir.model.names import checkpoint_name
 from g4ir.model.text import has_blocks
 from g4ir.ops.finite import TOO_LARGE
-from g4ir.ops.narrow import NARROW
+from g4ir.ops.kv_quant import NARROW
 from g4ir.ops.types import TORCH_NAMES, torch_dtype
 from g4ir.passes import Dump
 from g4ir.passes.match import OFF
+from g4ir.plan.engine_limits import Limits
 from g4ir.plan.fit import device_memory, fitting_placement, require_fit
 from g4ir.plan.formats import cache_bytes
-from g4ir.plan.limits import Limits
 from g4ir.plan.options import BuildOptions, Resolved, options_text
-from g4ir.plan.settings import (
+from g4ir.plan.resolve import (
     DEFAULT,
     KV_NAMES,
     find_activations,

@@ -9,7 +9,7 @@ from g4ir.errors import InputError
 from g4ir.model.draft import shipped_drafter
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.options import BuildOptions
-from g4ir.plan.settings import DEFAULT, NO_DRAFTER, drafter_spec
+from g4ir.plan.resolve import DEFAULT, NO_DRAFTER, drafter_spec
 from g4ir.spec.record import SUFFIXES, Spec
 from g4ir.weights.checkpoint import Checkpoint, WeightSource
 from g4ir.weights.hub import need_snapshot, snapshot_of

@@ -16,18 +16,18 @@ import numpy as np
 
 from g4ir.backends.sampling import Sampler, Sampling
 from g4ir.chat.prompt import text_ids
-from g4ir.chat.turns import Turns
+from g4ir.chat.prompt_builder import PromptBuilder
 from g4ir.errors import CheckError, EngineError, InputError, MissingError
 from g4ir.media.prompt import NO_TIMES, check_given, place_rows, times_left_out
 from g4ir.media.soft import Soft
 from g4ir.model.media import listed
 from g4ir.weights.checkpoint import GENERATION
 
-from .drafting import NONE, Draft, Tally, drafted_stream, find_draft
-from .encode import encode
+from .multimodal import encode
 from .parts import EngineParts
 from .prompts import Defaults, checked_ids, checked_prompt, read_defaults
 from .session import Session
+from .speculative import NONE, AcceptanceStats, SpeculativeConfig, drafted_stream, find_draft
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ class Engine(EngineParts):
         return Session(self, batch)
 
     def encode(self, kind: str, item: Any, **options: Any) -> Soft:
-        """Return the soft tokens of one image, video or sound (see encode.py)."""
+        """Return the soft tokens of one image, video or sound (see multimodal.py)."""
         return encode(self, kind, item, **options)
 
     def defaults(self) -> Defaults:
@@ -102,7 +102,7 @@ class Engine(EngineParts):
         chat: bool = False,
         draft: str = NONE,
         draft_tokens: int | None = None,
-        tally: Tally | None = None,
+        tally: AcceptanceStats | None = None,
     ) -> Any:
         """Return new token ids for one prompt (list of ints -> list of ints) or for several (list
         of lists -> list of lists, up to max_batch of different lengths). Tensors, arrays of
@@ -119,16 +119,17 @@ class Engine(EngineParts):
         are a list of such: the checkpoint's template makes tokens of them, and the turn's ends are
         stop ids too. What comes back is all of the answer, which `chat.Reader` takes apart.
 
-        `draft` says where drafts come from (drafting.py): none, ngram, the text itself, or mtp, the
-        drafter that the engine was built with; at most `draft_tokens` at a time (default: what the
-        engine was built for). The tokens are those of single steps: in float32 always, in 16 bits
-        unless two logits are as good as equal, since products of several rows may round otherwise.
+        `draft` says where drafts come from (speculative.py): none, ngram, the text itself, or mtp,
+        the drafter that the engine was built with; at most `draft_tokens` at a time (default: what
+        the engine was built for). The tokens are those of single steps: in float32 always, in 16
+        bits unless two logits are as good as equal, since products of several rows may round
+        otherwise.
         `tally` counts what was drafted.
         """
         drafts = find_draft(self, draft, draft_tokens)
         media = listed(self.media, self.spec, images=images, videos=videos, audio=audio)
         if chat:
-            turns = Turns.open(self.path, self.tokenizer(), self.spec.chat)
+            turns = PromptBuilder.open(self.path, self.tokenizer(), self.spec.chat)
             prompt = turns.prompts(prompt, [kind for kind, _ in media])
             stop_ids = {*self.stop_ids(), *turns.ends} if stop_ids is None else stop_ids
         prompts, single = _prompts(prompt)
@@ -136,7 +137,15 @@ class Engine(EngineParts):
         told = (lambda row, token: on_token(token)) if single and on_token else on_token
         sampling = Sampling(temperature, top_k, top_p, seed, self.suppressed())
         stop = set(self.stop_ids() if stop_ids is None else stop_ids)
-        ask = _Ask(prompts, max_new_tokens, Sampler(sampling), stop, soft, drafts, tally or Tally())
+        ask = _Ask(
+            prompts,
+            max_new_tokens,
+            Sampler(sampling),
+            stop,
+            soft,
+            drafts,
+            tally or AcceptanceStats(),
+        )
         out = _generate(self, ask, told)
         return out[0] if single else out
 
@@ -273,8 +282,8 @@ class _Ask:
     sampler: Sampler
     stop: set[int]
     soft: Sequence[Soft]
-    draft: Draft
-    tally: Tally
+    draft: SpeculativeConfig
+    tally: AcceptanceStats
 
     def rounds(self, session: Session, logits: torch.Tensor) -> Iterator[dict[int, list[int]]]:
         """Yield the new tokens of each row that has any, step by step."""

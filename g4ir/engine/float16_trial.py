@@ -18,7 +18,7 @@ from g4ir.ir.graph import Program
 from g4ir.ir.names import layer_of
 from g4ir.model.text import build_graph
 from g4ir.ops.finite import TOO_LARGE, advice
-from g4ir.ops.narrow import comparable
+from g4ir.ops.kv_quant import comparable
 from g4ir.passes.scale_residual import DIVISORS, divided_values
 from g4ir.quant.rewrite import quantised
 from g4ir.weights.checkpoint import Checkpoint

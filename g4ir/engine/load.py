@@ -17,7 +17,7 @@ from g4ir.model.text import PLE_PARAM
 from g4ir.ops.types import torch_dtype
 from g4ir.parallel.group import Group, current
 from g4ir.parallel.share import Share
-from g4ir.plan.settings import find_placement
+from g4ir.plan.resolve import find_placement
 from g4ir.quant.rewrite import held_recipe
 from g4ir.ui.progress import Progress, no_progress, prefixed
 from g4ir.weights import pack as packings
@@ -37,7 +37,7 @@ from .artefact import (
 )
 from .digests import has_digest
 from .engine import Engine, Refusing
-from .lead import lead
+from .leader import lead
 from .trust import require_trust
 
 
@@ -60,7 +60,7 @@ def load_engine(
     recorded graph each.
     trust=True runs native code of an engine that this user did not build here (trust.py).
     An engine of several ranks is loaded by the first of the processes that torchrun started, once
-    it has joined its group; the others follow (follow.py).
+    it has joined its group; the others follow (worker.py).
     Raises EngineError naming the file, or another machine, and the fix; TrustError for such code.
     """
     group = current()

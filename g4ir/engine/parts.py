@@ -16,7 +16,7 @@ from g4ir.ir.interpret import interpret
 from g4ir.model.media import Media
 from g4ir.model.text import build_program
 from g4ir.parallel.share import Share
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 from g4ir.quant.recipe import Recipe
 from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import Spec

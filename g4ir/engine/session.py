@@ -16,8 +16,8 @@ from g4ir.model.draft import DRAFT, NEXT_HIDDEN, TOKEN
 from g4ir.model.media import check_list, check_taken, listed, placeholders
 from g4ir.ops.finite import not_finite, require_finite
 
-from .encode import encode
-from .hidden import Hidden
+from .hidden_state import Hidden
+from .multimodal import encode
 from .parts import EngineParts
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 
 from .base import Sample, Traffic, op, require, wide
 from .budgets import MOVES, Budget
-from .narrow import as_read, numbers
+from .kv_quant import as_read, numbers
 from .types import ITEMSIZE, Type
 
 
@@ -95,7 +95,7 @@ class attention:
     probabilities and output are rounded to q's dtype, softmax is fp32 (rule 15). The mask
     comes from positions. A query without a visible key yields a finite value nobody reads.
 
-    Caches and chunk may be rows in fewer bits (see narrow.py), which are read as what they say,
+    Caches and chunk may be rows in fewer bits (see kv_quant.py), which are read as what they say,
     rounded to q's dtype. The chunk is as the caches are, so that it does not matter how tokens
     are cut into chunks.
 

@@ -18,7 +18,7 @@ from typing import Any
 from .attention import attention, attention_workspace, slot_positions, split_chunk
 from .base import Sample, op, require, wide
 from .budgets import MOVES, Budget
-from .narrow import as_read, held_width, numbers
+from .kv_quant import as_read, held_width, numbers
 from .norm import reciprocal_rms
 from .rope import rope, rope_table, rotated_pairs
 from .types import FLOATS, Type

@@ -6,8 +6,8 @@ from typing import Any
 
 from .base import Sample, op, require
 from .budgets import Budget
+from .kv_quant import as_read
 from .latent import PARTS
-from .narrow import as_read
 from .types import Type
 
 #: caches of K and V, or one of the forms of one projection (see ops/latent.py)

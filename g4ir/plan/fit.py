@@ -27,8 +27,8 @@ from g4ir.quant.rewrite import quantised
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import DEFAULT_PLACEMENT, as_it_is, split_program
 
+from .engine_limits import Limits
 from .formats import DTYPES
-from .limits import Limits
 from .memory import Needs
 from .options import Resolved
 from .plan import MOST_ROWS, Footprint, Row, largest, reserve

@@ -15,7 +15,7 @@ from g4ir.errors import InputError
 from g4ir.ir.graph import Program
 from g4ir.model.names import HEAD, PLE_TABLE, TOKEN_TABLE, checkpoint_name
 from g4ir.model.tensors import numel, text_tensors, tower_tensors
-from g4ir.ops.narrow import narrow_width
+from g4ir.ops.kv_quant import narrow_width
 from g4ir.ops.types import ITEMSIZE, Type
 from g4ir.quant.recipe import Recipe, find_recipe
 from g4ir.quant.rewrite import weights_of

@@ -16,8 +16,8 @@ from g4ir.passes import PASSES, Options
 from g4ir.quant.recipe import Recipe
 from g4ir.spec.record import Spec
 
+from .engine_limits import Limits
 from .gpus import gpu_names
-from .limits import Limits
 
 
 def option(default: Any, help: str, **flag: Any) -> Any:

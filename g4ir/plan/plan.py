@@ -60,7 +60,7 @@ from .media import MediaPart, media_plan
 from .memory import Needs
 from .options import BuildOptions
 from .ranks import COUNTS, Ranks, StepModel, plan_ranks
-from .settings import (
+from .resolve import (
     KV_NAMES,
     NO_DRAFTER,
     drafter_spec,

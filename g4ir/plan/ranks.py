@@ -20,7 +20,7 @@ from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
 
 from .formats import capacity
-from .settings import for_gpu
+from .resolve import for_gpu
 
 #: numbers of ranks that are compared
 COUNTS = (1, 2, 4, 8)

@@ -10,8 +10,8 @@ from typing import Any
 
 from g4ir.chat import Event as Said
 from g4ir.chat.reader import ARGUMENTS
-from g4ir.engine.answers import Answer, as_call, is_call
-from g4ir.engine.drafting import Tally
+from g4ir.engine.output import Answer, as_call, is_call
+from g4ir.engine.speculative import AcceptanceStats
 
 from .prompts import Asked
 
@@ -128,7 +128,7 @@ def usage_of(
     prompt: int,
     cached: int,
     answers: Iterable[Answer],
-    tallies: Iterable[Tally] = (),
+    tallies: Iterable[AcceptanceStats] = (),
     media: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Return how many tokens a request took, those of its `media` by kind; with `tallies` also how
@@ -150,7 +150,7 @@ def usage_of(
     }
 
 
-def _drafts(tallies: Sequence[Tally]) -> dict[str, int]:
+def _drafts(tallies: Sequence[AcceptanceStats]) -> dict[str, int]:
     """Return how many drafted tokens were right, and wrong; nothing where none are drafted."""
     if not tallies:
         return {}

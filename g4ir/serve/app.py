@@ -22,15 +22,21 @@ from starlette.types import Receive, Scope, Send
 
 from g4ir import __version__
 from g4ir.chat import Event as Said
-from g4ir.engine.answers import Answer
+from g4ir.engine.async_engine import BY_SLOWNESS, AsyncEngine, AsyncEngineConfig, Stream
 from g4ir.engine.engine import Engine
-from g4ir.engine.service import BY_SLOWNESS, Service, ServiceSettings, Stream
-from g4ir.engine.slots import CANCELLED, FAILED, Event, SlotSettings
+from g4ir.engine.output import Answer
+from g4ir.engine.scheduler import CANCELLED, FAILED, Event, SchedulerConfig
 from g4ir.errors import BusyError
 from g4ir.media.soft import counts
 
 from .answers import Form, usage_of
-from .bodies import (
+from .auth import Auth
+from .http_errors import Refused, ending, later, refusal
+from .media_fetch import Sources
+from .metrics import Metrics
+from .page import read_assets
+from .prompts import Asked, Prompts
+from .request_schema import (
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
@@ -40,12 +46,6 @@ from .bodies import (
     parsed,
     read_fields,
 )
-from .fetch import Sources
-from .gate import Gate
-from .metrics import Metrics
-from .page import read_assets
-from .prompts import Asked, Prompts
-from .refusals import Refused, ending, later, refusal
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +63,9 @@ class Server:
     """Holds all that paths share. Until `start` gives it an engine it says that it is loading."""
 
     name: str
-    gate: Gate = field(default_factory=Gate)
-    settings: ServiceSettings = field(default_factory=ServiceSettings)
-    slots: SlotSettings = field(default_factory=SlotSettings)
+    gate: Auth = field(default_factory=Auth)
+    settings: AsyncEngineConfig = field(default_factory=AsyncEngineConfig)
+    slots: SchedulerConfig = field(default_factory=SchedulerConfig)
     sources: Sources = field(default_factory=Sources)
     #: whether there is a page at /
     page: bool = True
@@ -73,20 +73,20 @@ class Server:
     def __post_init__(self) -> None:
         self.metrics, self.created = Metrics(), int(time.time())
         self.prompts: Prompts | None = None
-        self.service: Service | None = None
+        self.service: AsyncEngine | None = None
         #: whether no more requests are taken
         self.draining = False
         #: requests that have not been answered to the end
         self.open = 0
         self._large = asyncio.Semaphore(1)
 
-    def start(self, engine: Engine) -> Service:
+    def start(self, engine: Engine) -> AsyncEngine:
         """Answer with an engine from now on."""
         prompts = Prompts(engine, self.sources)
         prompts.vocabulary.longest  # noqa: B018  # an engine without a tokenizer is refused here
         prompts.grammars.prepare()
         self.prompts = prompts
-        self.service = self.metrics.service = Service(engine, self.settings, self.slots)
+        self.service = self.metrics.service = AsyncEngine(engine, self.settings, self.slots)
         return self.service
 
     def app(self) -> Starlette:
@@ -194,7 +194,7 @@ class Server:
             message = f"model: there is no {name[:80]!r} here; this server has {self.name!r}"
             raise Refused(404, message, param="model", code="model_not_found")
 
-    def _ready(self) -> tuple[Prompts, Service]:
+    def _ready(self) -> tuple[Prompts, AsyncEngine]:
         if self.draining:
             raise ending()
         if self.prompts is None or self.service is None:
@@ -282,7 +282,7 @@ class Running:
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
-    def submit(self, service: Service) -> None:
+    def submit(self, service: AsyncEngine) -> None:
         """Put its jobs into the queue: all of them, or none."""
         try:
             for i, job in enumerate(self.asked.jobs):

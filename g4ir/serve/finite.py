@@ -8,7 +8,7 @@ from typing import Any
 from g4ir.chat.messages import shown
 from g4ir.chat.tools import target
 
-from .refusals import bad
+from .http_errors import bad
 
 MOST_ROUNDS = 64
 

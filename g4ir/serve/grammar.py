@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from g4ir.chat import Vocabulary
-from g4ir.chat.control import CALL, CALL_END, CHANNEL, CHANNEL_END, CONTROLS
+from g4ir.chat.special_tokens import CALL, CALL_END, CHANNEL, CHANNEL_END, CONTROLS
 from g4ir.errors import InputError, MissingError
 
-from .bodies import CHOICE, GRAMMAR, JSON, REGEX, Constraint
-from .calls import Called, grammar_of, texts_of
 from .finite import check_finite
-from .refusals import Refused, bad
+from .http_errors import Refused, bad
+from .request_schema import CHOICE, GRAMMAR, JSON, REGEX, Constraint
+from .tool_grammar import Called, grammar_of, texts_of
 
 #: characters of a schema or a regular expression, of a grammar that is given, and of one made here
 LARGEST, MOST_GBNF, MOST_GRAMMAR = 1 << 16, 1 << 14, 1 << 20

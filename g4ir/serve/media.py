@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from g4ir.chat.messages import Medium
-from g4ir.engine.attached import held
 from g4ir.engine.engine import Engine
-from g4ir.engine.responder import MEDIA_SETTINGS
+from g4ir.engine.media_inputs import held
+from g4ir.engine.offline import MEDIA_SETTINGS
 from g4ir.errors import InputError
 
-from .fetch import Fetching, Sources
-from .refusals import bad, missing
+from .http_errors import bad, missing
+from .media_fetch import Fetching, Sources
 
 #: media of one request
 MOST_MEDIA = 32

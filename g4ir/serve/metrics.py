@@ -8,8 +8,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from g4ir.engine.service import Service
-from g4ir.engine.slots import Counts
+from g4ir.engine.async_engine import AsyncEngine
+from g4ir.engine.scheduler import Counts
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -22,7 +22,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.service: Service | None = None
+        self.service: AsyncEngine | None = None
         held: Any = {"registry": self.registry}
         timed = held | {"buckets": SECONDS}
         self.first = Histogram("g4ir_time_to_first_token_seconds", "From submission.", **timed)

@@ -12,24 +12,24 @@ from typing import Any
 from g4ir.backends.row_sampling import Allowed, RowSampling
 from g4ir.chat import Budget, Prompt, Reader, Template, Vocabulary, check_length, make_prompt
 from g4ir.chat.tokens import spelled
-from g4ir.engine.answers import Answer
-from g4ir.engine.attached import soft_of
-from g4ir.engine.codec import Codec
+from g4ir.engine.conversation import Bounded
 from g4ir.engine.engine import TOKENIZER, Engine
+from g4ir.engine.media_inputs import soft_of
+from g4ir.engine.output import Answer
 from g4ir.engine.prompts import checked_ids, row_sampling
-from g4ir.engine.slots import SEEDS, Job
-from g4ir.engine.talk import Bounded
+from g4ir.engine.scheduler import SEEDS, Request
+from g4ir.engine.tokenizer import Codec
 from g4ir.errors import EngineError, InputError
 from g4ir.media.prompt import expansion
 from g4ir.media.sound import REFUSE
 from g4ir.model.media import AUDIO, IMAGE, VIDEO
 
-from .bodies import EFFORTS, as_input, chosen, constraint_of
-from .calls import called
-from .fetch import Sources
 from .grammar import Grammars
+from .http_errors import Refused, bad, missing
 from .media import read_bytes, setting
-from .refusals import Refused, bad, missing
+from .media_fetch import Sources
+from .request_schema import EFFORTS, as_input, chosen, constraint_of
+from .tool_grammar import called
 
 #: settings of rows that have the names of fields
 SAME = (
@@ -43,7 +43,7 @@ class Asked:
     """A checked request: jobs that wait to be submitted, and what answers are read with."""
 
     fields: Mapping[str, Any]
-    jobs: tuple[Job, ...]
+    jobs: tuple[Request, ...]
     #: of a chat; None: the text is taken as it is
     prompt: Prompt | None = None
     tools: Any = None
@@ -224,7 +224,7 @@ class Prompts:
         name: str,
         top: int | None,
         salt: str,
-    ) -> Job:
+    ) -> Request:
         room = self.engine.limits.max_seq
         asked = fields.get("max_completion_tokens", fields.get("max_tokens"))
         count = max(room + 1 - len(tokens), 1) if asked is None else asked
@@ -241,7 +241,7 @@ class Prompts:
         sampling = self._sampling(fields, top)
         salt += f"\0{fields['cache_salt']}" if "cache_salt" in fields else ""
         reuse, n = fields.get("cache_prompt", True), fields.get("n", 1)
-        return Job(tuple(tokens), count, sampling, n=n, reuse=reuse, salt=salt)
+        return Request(tuple(tokens), count, sampling, n=n, reuse=reuse, salt=salt)
 
     def _sampling(self, fields: Mapping[str, Any], top: int | None) -> RowSampling:
         """Return the settings of rows: what the checkpoint says where the request does not."""

@@ -138,8 +138,8 @@ def programs(
     from g4ir.backends.torch_compile.segment import Segment
     from g4ir.model.text import build_program
     from g4ir.passes import run_program
-    from g4ir.plan.limits import Limits
-    from g4ir.plan.settings import find_activations, pass_options
+    from g4ir.plan.engine_limits import Limits
+    from g4ir.plan.resolve import find_activations, pass_options
     from g4ir.quant.recipe import find_recipe
     from g4ir.quant.rewrite import quantised
     from g4ir.spec.record import load_spec

@@ -33,7 +33,7 @@ from g4ir.ir.interpret import interpret
 from g4ir.ops import OPS
 from g4ir.ops.attention import slot_positions, visible
 from g4ir.ops.base import as_tuple
-from g4ir.ops.narrow import held_width
+from g4ir.ops.kv_quant import held_width
 from g4ir.ops.types import parse_type, torch_dtype
 
 Tensor = torch.Tensor

@@ -28,8 +28,8 @@ from g4ir.ops.quant import FORM_OF, FORMS
 from g4ir.ops.types import torch_dtype
 from g4ir.parallel.shard import shard
 from g4ir.passes import run_passes
-from g4ir.plan.limits import Limits
-from g4ir.plan.settings import for_gpu
+from g4ir.plan.engine_limits import Limits
+from g4ir.plan.resolve import for_gpu
 from g4ir.weights.pack import split_program
 from tests.configs import spec_called
 from tests.runner import built_program

@@ -15,12 +15,12 @@ import torch
 
 import g4ir
 from g4ir.backends.row_sampling import RowSampling
-from g4ir.chat.control import CONTROLS
+from g4ir.chat.special_tokens import CONTROLS
+from g4ir.engine.async_engine import AsyncEngineConfig
 from g4ir.engine.engine import Engine
-from g4ir.engine.service import ServiceSettings
-from g4ir.engine.slots import SlotSettings
+from g4ir.engine.scheduler import SchedulerConfig
 from g4ir.serve.app import Server
-from g4ir.serve.gate import Gate
+from g4ir.serve.auth import Auth
 from g4ir.serve.server import Address, Process
 from tests.engines import add_file
 
@@ -136,13 +136,13 @@ class Script:
 @contextlib.contextmanager
 def running(
     loader: Callable[[], Engine],
-    gate: Gate | None = None,
-    slots: SlotSettings | None = None,
+    gate: Auth | None = None,
+    slots: SchedulerConfig | None = None,
     **settings: Any,
 ) -> Iterator[Running]:
     """A context with a server at a free port."""
-    gate = gate or Gate(hosts=("localhost",))
-    server = Server(NAME, gate, ServiceSettings(**settings), slots or SlotSettings())
+    gate = gate or Auth(hosts=("localhost",))
+    server = Server(NAME, gate, AsyncEngineConfig(**settings), slots or SchedulerConfig())
     said: list[str] = []
     process = Process(server, Address(port=0), said.append, loader)
     thread = threading.Thread(target=process.run)

@@ -12,8 +12,8 @@ from PIL import Image
 
 from g4ir.engine.load import load_engine
 from g4ir.serve import app
-from g4ir.serve.gate import Gate
-from g4ir.serve.refusals import later
+from g4ir.serve.auth import Auth
+from g4ir.serve.http_errors import later
 from tests.serve.chromium import SHIFT, Page, chromium, find_chromium
 from tests.serve.running import Running, eventually, running
 from tests.serve.test_media import data, sound
@@ -226,7 +226,7 @@ def test_where_nothing_can_be_kept(
 
 def test_the_key(tab: Page, engine_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked for, asked with, and kept as long as the tab; nobody knocks while it is wrong."""
-    gate = Gate((b"open-sesame",), ("localhost",))
+    gate = Auth((b"open-sesame",), ("localhost",))
     with running(lambda: load_engine(engine_folder), gate) as r:
         tab.leave()
         tab.look(900, 760)

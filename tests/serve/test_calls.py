@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from g4ir.chat import Reader, TokenStream, Vocabulary
-from g4ir.serve.bodies import JSON, Constraint
-from g4ir.serve.calls import FORMATS, MOST_COUNTED, called
 from g4ir.serve.grammar import Grammars, HeldMask, LazyMask, Mask
-from g4ir.serve.refusals import Refused
+from g4ir.serve.http_errors import Refused
+from g4ir.serve.request_schema import JSON, Constraint
+from g4ir.serve.tool_grammar import FORMATS, MOST_COUNTED, called
 from tests.serve.running import Running, chat_tokenizer
 from tests.serve.test_client import SCHEMA, ask, formed, joined
 
@@ -388,7 +388,7 @@ def test_schemas_that_are_too_large() -> None:
 
 def test_a_tokenizer_without_calls() -> None:
     with pytest.raises(Refused) as e:
-        from g4ir.serve.calls import grammar_of
+        from g4ir.serve.tool_grammar import grammar_of
 
         grammar_of(called([tool("f", {})], None, False), {"<|tool_call>": 1})
     assert e.value.status == 400 and "<tool_call|>" in e.value.message

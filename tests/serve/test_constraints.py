@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from g4ir.serve import grammar
-from g4ir.serve.bodies import CHOICE, CONSTRAINTS, GRAMMAR, JSON, REGEX, Constraint
-from g4ir.serve.refusals import Refused
+from g4ir.serve.http_errors import Refused
+from g4ir.serve.request_schema import CHOICE, CONSTRAINTS, GRAMMAR, JSON, REGEX, Constraint
 from tests.serve.running import NAME, Running
 from tests.serve.test_calls import ENDS, free, grammars, names, tool, vocabulary, walk
 from tests.serve.test_client import HI, ask, joined

@@ -21,9 +21,9 @@ import pytest
 from g4ir.chat.messages import Medium
 from g4ir.engine.load import load_engine
 from g4ir.errors import InputError
-from g4ir.serve import fetch
-from g4ir.serve.fetch import Fetching, Sources, is_public
+from g4ir.serve import media_fetch
 from g4ir.serve.media import setting
+from g4ir.serve.media_fetch import Fetching, Sources, is_public
 from tests.serve.running import NAME, Running, chat_engine, eventually, running
 
 SECONDS = 0.6
@@ -305,7 +305,7 @@ def test_addresses_that_are_not_asked(
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("it was asked")
 
-    monkeypatch.setattr(fetch.socket, "create_connection", never)
+    monkeypatch.setattr(media_fetch.socket, "create_connection", never)
     url = url.replace("HOST", f"{site[0]}:{site[1]}").replace("PORT", str(site[1]))
     with pytest.raises(InputError) as e:
         Fetching(sources(site)).read(url, "messages[0]")
@@ -331,11 +331,11 @@ def test_a_name_must_lead_to_public_addresses(
         return made
 
     named = Sources(frozenset([("pics.example", None)]))
-    monkeypatch.setattr(fetch.socket, "create_connection", connected)
-    monkeypatch.setattr(fetch.socket, "getaddrinfo", resolved("10.0.0.1", "8.8.8.8"))
+    monkeypatch.setattr(media_fetch.socket, "create_connection", connected)
+    monkeypatch.setattr(media_fetch.socket, "getaddrinfo", resolved("10.0.0.1", "8.8.8.8"))
     assert Fetching(named).read("http://pics.example/picture", "a") == picture()
     assert asked == [("8.8.8.8", 80)]
-    monkeypatch.setattr(fetch.socket, "getaddrinfo", resolved("10.0.0.1", "::1"))
+    monkeypatch.setattr(media_fetch.socket, "getaddrinfo", resolved("10.0.0.1", "::1"))
     with pytest.raises(InputError, match="no public address"):
         Fetching(named).read("http://pics.example/picture", "a")
     assert len(asked) == 1

@@ -10,7 +10,7 @@ import pytest
 
 from g4ir.engine.load import load_engine
 from g4ir.serve.app import Server
-from g4ir.serve.gate import Gate
+from g4ir.serve.auth import Auth
 from g4ir.serve.page import ASSETS, HEADERS, read_assets
 from tests.serve.running import Running, running
 
@@ -49,7 +49,7 @@ def test_assets(served: Running, path: str) -> None:
 
 
 def test_who_has_no_key_sees_the_page_alone(engine_folder: Any) -> None:
-    gate = Gate((b"k",), ("localhost",))
+    gate = Auth((b"k",), ("localhost",))
     with running(lambda: load_engine(engine_folder), gate) as r, r.client() as client:
         assert client.get("/").status_code == 200
         assert client.get("/v1/models").status_code == 401

@@ -20,14 +20,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from g4ir.chat import prompt
-from g4ir.engine import codec
+from g4ir.engine import tokenizer as engine_tokenizer
 from g4ir.engine.load import load_engine
 from g4ir.errors import CheckError, MissingError
-from g4ir.serve import bodies
-from g4ir.serve.bodies import CHAT, COMPLETIONS, parsed, read_fields
+from g4ir.serve import request_schema
+from g4ir.serve.auth import Auth
 from g4ir.serve.foreign_fields import refused_fields
-from g4ir.serve.gate import Gate
-from g4ir.serve.refusals import Refused, refusal
+from g4ir.serve.http_errors import Refused, refusal
+from g4ir.serve.request_schema import CHAT, COMPLETIONS, parsed, read_fields
 from tests.serve.running import MAX_SEQ, NAME, Running, chat_tokenizer, eventually, running
 
 CASES = yaml.safe_load((Path(__file__).parent / "requests.yaml").read_text())
@@ -39,7 +39,7 @@ JSON = {"Content-Type": "application/json"}
 @pytest.fixture(scope="module")
 def keyed(engine_folder: Path) -> Iterator[Running]:
     """A server with a key and small limits."""
-    gate = Gate((b"another", KEY), ("localhost",), max_body=4096)
+    gate = Auth((b"another", KEY), ("localhost",), max_body=4096)
     with running(lambda: load_engine(engine_folder), gate) as r:
         eventually(lambda: r.server.service)
         yield r
@@ -189,7 +189,7 @@ def test_fields_of_the_other_path(served: Running) -> None:
 def test_an_unknown_field_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "_LOGGED", set())
+    monkeypatch.setattr(request_schema, "_LOGGED", set())
     for _ in range(2):
         read_fields({**BASE, "temprature": 2, "store": True, "n": 1}, CHAT)
     assert [r.args for r in caplog.records] == [("'temprature'",)]
@@ -325,7 +325,7 @@ def test_a_text_that_cannot_fit_is_not_tokenised(
         seen.extend(map(len, texts))
         return made(tokenizer, texts, special)
 
-    for module in (prompt, codec):
+    for module in (prompt, engine_tokenizer):
         monkeypatch.setattr(module, "text_ids", counted)
     with served.client() as client:
         for body in TOO_LONG[path]:

@@ -29,9 +29,9 @@ from g4ir.engine.session import Session
 from g4ir.errors import EngineError, InputError
 from g4ir.serve import server
 from g4ir.serve.app import Server
-from g4ir.serve.bodies import JSON, Constraint
-from g4ir.serve.gate import known_hosts, read_keys
-from g4ir.serve.refusals import refusal
+from g4ir.serve.auth import known_hosts, read_keys
+from g4ir.serve.http_errors import refusal
+from g4ir.serve.request_schema import JSON, Constraint
 from g4ir.serve.server import Address, Process
 from tests.cli_tools import refused
 from tests.engines import add_file

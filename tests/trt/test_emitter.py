@@ -27,7 +27,7 @@ from g4ir.ir.graph import Graph, Node, Value, infer
 from g4ir.ir.interpret import interpret
 from g4ir.ops import OPS, Sample
 from g4ir.ops.types import Type, parse_type
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import check_spec, load_spec
 from tests.configs import SMALL, VARIANTS, spec_called

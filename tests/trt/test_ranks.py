@@ -30,7 +30,7 @@ from g4ir.errors import EngineError, InputError, MissingError
 from g4ir.ir.graph import Builder
 from g4ir.ops.types import parse_type, torch_dtype
 from g4ir.parallel.group import Group
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress

@@ -56,7 +56,7 @@ from g4ir.errors import (
     PlanError,
 )
 from g4ir.ir.graph import Graph
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.plan.plan import reserve
 from g4ir.spec.record import load_spec

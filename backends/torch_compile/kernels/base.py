@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from g4ir.ir.graph import RESULT, Graph, Node, Value
-from g4ir.ops.narrow import narrow_width
+from g4ir.ops.kv_quant import narrow_width
 from g4ir.ops.quant import FORM_OF, PACKED
 from g4ir.ops.types import Type
 

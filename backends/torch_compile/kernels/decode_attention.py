@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from g4ir.ir.graph import Graph, Node
-from g4ir.ops.narrow import GROUP
+from g4ir.ops.kv_quant import GROUP
 
 from ..target import Target
 from .base import Choice, Kernel, Shape, attention_shape, given_zeros, is_row, masking, size

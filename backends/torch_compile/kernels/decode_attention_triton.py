@@ -31,9 +31,9 @@ import triton.language as tl
 from torch.library import triton_op
 
 from g4ir.ops.attention import attention, slot_positions
+from g4ir.ops.kv_quant import GROUP as CODES
+from g4ir.ops.kv_quant import numbers, numbers_in
 from g4ir.ops.latent import keys_values_of_value
-from g4ir.ops.narrow import GROUP as CODES
-from g4ir.ops.narrow import numbers, numbers_in
 
 from .base import SHARE_KEYS, SHARES
 from .launch import begin, blocks, fetch_row, power_of_2, ready, rounded, start, takes, tanh
@@ -698,7 +698,7 @@ def decode_attention(
     """Compute `attention` of the newest token of each row over its cache, [B,1,nq,d]
 
     q [B,1,nq,d]; end i64[B] tokens in the cache, the query's among them: its position is end - 1;
-    k, v [C,B,n,d], any strides but the last, or rows in fewer bits (g4ir/ops/narrow.py), whose d is
+    k, v [C,B,n,d], any strides but the last, or rows in fewer bits (ops/kv_quant.py), whose d is
     a multiple of 32 where they are codes; arrivals i64[B,n], 0 before and after. A row without
     tokens yields 0. splits: programs for each row and key head, each of at least block_n keys.
     """

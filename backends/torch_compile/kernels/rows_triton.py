@@ -1,7 +1,7 @@
 """The end of a step that chooses its own tokens: what each row goes on with, in one kernel.
 
 By torch it would be ten kernels of a few numbers each, of which every one waits for the one in
-front. The kernel is part of an engine as a chain (chain.py), so that loading compiles nothing.
+front. The kernel is part of an engine (kernel_graph.py), so that loading compiles nothing.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from typing import Any
 from g4ir.errors import LowerError, MissingError
 from g4ir.ir.graph import Node
 from g4ir.ops.types import Type
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 
 from ...primitives import attention as plain
 from ...primitives.emitter import Operand

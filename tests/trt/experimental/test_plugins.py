@@ -37,7 +37,7 @@ from g4ir.ir.interpret import run_node
 from g4ir.ops.base import as_tuple
 from g4ir.ops.moe import experts
 from g4ir.ops.types import Type, dtype_name, torch_dtype
-from g4ir.plan.limits import Limits
+from g4ir.plan.engine_limits import Limits
 from g4ir.spec.record import load_spec
 from tests.configs import spec_called
 from tests.engines import BUDGET

@@ -1,7 +1,7 @@
 """One prompt after another, computed chunk by chunk in a session of one row.
 
-    staging = Staging(engine)
-    for logits in staging.chunks(StagedPrompt((2, 5, 7)), lambda start: start + 128):
+    staging = Prefiller(engine)
+    for logits in staging.chunks(PrefillInput((2, 5, 7)), lambda start: start + 128):
         ...                                   # None, and logits [1, vocab] with the last chunk
     rows.put(staging.session, [holder])
 
@@ -24,7 +24,7 @@ from g4ir.ui.memory import free_on
 from g4ir.ui.units import size_text
 
 from .parts import EngineParts
-from .prefixes import KEY_BYTES, Keys, Prefixes, prompt_keys, shared
+from .prefix_cache import KEY_BYTES, Keys, PrefixCache, prompt_keys, shared
 from .session import Session
 
 #: bounds of the default size of the prefix cache, and how many prompts of LONG tokens it holds at
@@ -35,7 +35,7 @@ PARTED = 64
 
 
 @dataclass(frozen=True)
-class StagedPrompt:
+class PrefillInput:
     """A prompt: all that is computed before the first token is drawn.
 
     `soft` stand for the placeholders, as in `Session.append`. `marks` are numbers of tokens after
@@ -54,7 +54,7 @@ class StagedPrompt:
 Until = Callable[[int], int]
 
 
-class Staging:
+class Prefiller:
     """A session of one row, what it holds, and beginnings of prompts that are remembered."""
 
     def __init__(self, engine: EngineParts, prefix_bytes: int | None = None) -> None:
@@ -67,7 +67,7 @@ class Staging:
         self._session: Session | None = None
         #: what the session was given, as far as it is known and may be used again
         self._given: tuple[str, Keys] = ("", ())
-        self.prefixes = Prefixes(self._default_bytes() if prefix_bytes is None else prefix_bytes)
+        self.prefixes = PrefixCache(self._default_bytes() if prefix_bytes is None else prefix_bytes)
 
     def _default_bytes(self) -> int:
         """Return the size of the prefix cache: a quarter of what is free once all rows have their
@@ -107,12 +107,12 @@ class Staging:
         """Number of tokens of the prompt at hand that are computed or known."""
         return int(self._session.length[0]) if self._session else 0
 
-    def keys(self, prompt: StagedPrompt) -> Keys:
+    def keys(self, prompt: PrefillInput) -> Keys:
         """Return what a prompt is known by."""
         return prompt_keys(prompt.tokens, prompt.soft, self.holders)
 
     def chunks(
-        self, prompt: StagedPrompt, until: Until, keys: Keys | None = None
+        self, prompt: PrefillInput, until: Until, keys: Keys | None = None
     ) -> Generator[torch.Tensor | None, None, None]:
         """Begin a prompt with what is known of it, and return an iterator that computes a chunk for
         each value: None, and logits with the last. A chunk ends where `until` says, or sooner; in a
@@ -128,7 +128,7 @@ class Staging:
         return self._computed(prompt, until, keys, marks)
 
     def _computed(
-        self, prompt: StagedPrompt, until: Until, keys: Keys, marks: set[int]
+        self, prompt: PrefillInput, until: Until, keys: Keys, marks: set[int]
     ) -> Generator[torch.Tensor | None, None, None]:
         """Yield as `chunks` does."""
         soft, start = _SoftRows(prompt, self.holders), self.known
@@ -142,20 +142,20 @@ class Staging:
                     self.prefixes.keep(prompt.salt, keys[:start], self.session)
                 yield logits
 
-    def _stop(self, prompt: StagedPrompt, stop: int, end: int) -> int:
+    def _stop(self, prompt: PrefillInput, stop: int, end: int) -> int:
         """Return where the next part of a prompt ends: never in a medium."""
         while stop < end and self._cuts_medium(prompt, stop):
             stop += 1
         return stop
 
-    def _begin(self, prompt: StagedPrompt, keys: Keys) -> int:
+    def _begin(self, prompt: PrefillInput, keys: Keys) -> int:
         """Hold as much of a prompt as is known, but its last token. Return where it parts from the
         one before, if that is worth a mark: where two prompts part, a third is likely to."""
         self.known, parted = self._found(prompt, keys)
         self._given = (prompt.salt, keys if prompt.reuse else ())
         return parted
 
-    def _found(self, prompt: StagedPrompt, keys: Keys) -> tuple[int, int]:
+    def _found(self, prompt: PrefillInput, keys: Keys) -> tuple[int, int]:
         """Restore what is known of a prompt; return how much that is, and where it parts."""
         salt, held = self._given
         if not prompt.reuse:
@@ -176,7 +176,7 @@ class Staging:
             self.restored += 1
         return length, here if here >= length + PARTED else 0
 
-    def _cuts_medium(self, prompt: StagedPrompt, at: int) -> bool:
+    def _cuts_medium(self, prompt: PrefillInput, at: int) -> bool:
         """Whether soft tokens stand on both sides of a place: a cut might be in a picture."""
         ids = self.holders.values()
         return bool(prompt.soft) and prompt.tokens[at - 1] in ids and prompt.tokens[at] in ids
@@ -194,7 +194,7 @@ class Staging:
 class _SoftRows:
     """The soft tokens of a prompt, of which each part of it takes some."""
 
-    def __init__(self, prompt: StagedPrompt, holders: Mapping[str, int]) -> None:
+    def __init__(self, prompt: PrefillInput, holders: Mapping[str, int]) -> None:
         self.tokens, self.holders = prompt.tokens, holders
         self.rows = {
             kind: torch.cat([p for s in prompt.soft if s.kind == kind for p in s.pieces])

@@ -15,7 +15,7 @@ from g4ir.errors import InputError
 from g4ir.media.sound import CUT, REFUSE
 
 from .foreign_fields import HARMLESS, refused_fields
-from .refusals import Refused, bad, missing
+from .http_errors import Refused, bad, missing
 
 log = logging.getLogger(__name__)
 #: unknown fields that were logged

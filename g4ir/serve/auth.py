@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from g4ir.errors import InputError
 
-from .refusals import Refused
+from .http_errors import Refused
 
 #: names by which a server on this machine is asked
 LOCAL = ("localhost",)
@@ -23,7 +23,7 @@ GUARDED = ("/v1/", "/metrics", "/tokenize", "/detokenize")
 
 
 @dataclass(frozen=True)
-class Gate:
+class Auth:
     """`hosts` None: any name of the host will do; `keys` empty: no key is asked for."""
 
     keys: tuple[bytes, ...] = ()

@@ -53,7 +53,7 @@ def shared(a: Keys, b: Keys) -> int:
     return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
 
 
-class Prefixes:
+class PrefixCache:
     """Snapshots of one-row sessions, at most so many bytes of them: what was not used for longest
     is dropped first. What is kept under a salt is found under the same salt only."""
 

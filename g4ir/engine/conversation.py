@@ -1,13 +1,13 @@
 """A conversation with an engine: what was said, with which tools and settings, and the next answer.
 
-    with Talk(engine) as talk:
+    with ChatSession(engine) as talk:
         talk.attach("image", "photo.png")
         turn = talk.say("What is this?", told)          # told(event) sees each piece as it comes
         while talk.open_calls:
             talk.answer_call('{"degrees": 7}')
         turn = talk.reply(told)
 
-Each answer is a request to slots (slots.py), which remember beginnings of prompts: the next one
+Each answer is a request to slots (scheduler.py), which remember beginnings of prompts: the next one
 computes what is new. Who talks has all of the engine's room; nothing is dropped to make more.
 """
 
@@ -34,21 +34,21 @@ from g4ir.chat.messages import (
     decoded,
     read_messages,
 )
+from g4ir.chat.prompt_builder import PromptBuilder
 from g4ir.chat.tools import lower, read_tools
-from g4ir.chat.turns import Turns
 from g4ir.errors import InputError
 from g4ir.media.prompt import expansion
 from g4ir.media.soft import Soft
 from g4ir.model.media import AUDIO, check_there
 from g4ir.ui.files import write_file
 
-from .answers import Answer
-from .attached import read_own
-from .drafting import Tally
+from .async_engine import AsyncEngine, AsyncEngineConfig, Stream
 from .engine import Engine
+from .media_inputs import read_own
+from .output import Answer
 from .prompts import row_sampling
-from .service import Service, ServiceSettings, Stream
-from .slots import CANCELLED, SEEDS, Counts, Job, SlotSettings
+from .scheduler import CANCELLED, SEEDS, Counts, Request, SchedulerConfig
+from .speculative import AcceptanceStats
 
 #: why an answer ended that `stop` ended
 INTERRUPTED = "interrupted"
@@ -81,7 +81,7 @@ class Turn:
     #: whether it ended because the engine holds no more
     full: bool = False
     #: of its rounds, where tokens were drafted
-    tally: Tally = field(default_factory=Tally)
+    tally: AcceptanceStats = field(default_factory=AcceptanceStats)
 
     @property
     def nothing(self) -> bool:
@@ -134,12 +134,12 @@ class Thinking:
     budget: int | None = None
 
 
-class Talk:
+class ChatSession:
     """One conversation. One thread at a time; `stop` from any, and from a handler of signals."""
 
-    def __init__(self, engine: Engine, slots: SlotSettings | None = None) -> None:
+    def __init__(self, engine: Engine, slots: SchedulerConfig | None = None) -> None:
         self.engine = engine
-        turns = Turns.open(engine.path, engine.tokenizer(), engine.spec.chat)
+        turns = PromptBuilder.open(engine.path, engine.tokenizer(), engine.spec.chat)
         self.template, self.vocabulary = turns.template, turns.vocabulary
         self.defaults = engine.defaults()
         self.messages: list[dict[str, Any]] = []
@@ -155,10 +155,10 @@ class Talk:
         self._soft: dict[int, tuple[Any, Soft]] = {}
         self._stream: Stream | None = None
         self._stopped = False
-        settings = ServiceSettings(slow_s=math.inf)  # who talks reads as slowly as they like
-        self._service = Service(engine, settings, slots)
+        settings = AsyncEngineConfig(slow_s=math.inf)  # who talks reads as slowly as they like
+        self._service = AsyncEngine(engine, settings, slots)
 
-    def __enter__(self) -> Talk:
+    def __enter__(self) -> ChatSession:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -366,7 +366,7 @@ class Talk:
         full = reason == "length" and self.held > self.engine.limits.max_seq
         return Turn(message, reason, counts, answer.reasoning, full, stream.ticket.tally)
 
-    def _job(self) -> tuple[Job, Prompt]:
+    def _job(self) -> tuple[Request, Prompt]:
         """Return the request of the next answer."""
         prompt = make_prompt(
             self.messages, self.tools, self.template, enable_thinking=self.thinking.on
@@ -384,7 +384,7 @@ class Talk:
         count = min(int(self.settings.get("max_new_tokens", left)), left)
         marks = self.vocabulary.marks(tokens, self.system is not None)
         sampling = self._sampling(self.settings, prompt)
-        return Job(tuple(tokens), count, sampling, tuple(soft), marks=marks), prompt
+        return Request(tuple(tokens), count, sampling, tuple(soft), marks=marks), prompt
 
     def _read(self, medium: Medium) -> Soft:
         """Return the soft tokens of a part; it is read once."""

@@ -55,7 +55,7 @@ def as_read(t: Type, dtype: str) -> Type:
 
 @op
 class narrow_row:
-    """x as a cache of fewer bits holds it: `bf16`, `f8e4m3`, or `i8` with scales (see narrow.py)
+    """x as a cache of fewer bits holds it: `bf16`, `f8e4m3`, or `i8` with scales (see kv_quant.py)
 
     Of float64 it makes the same numbers, floats in float64: this rounding is what is meant.
     """

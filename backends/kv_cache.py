@@ -15,14 +15,14 @@ from g4ir.plan.formats import cache_types, capacity, context_slots
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class CacheSnapshot:
     """A copy of the parts of caches that `context` tokens use."""
 
     context: int
     tensors: Mapping[str, torch.Tensor]
 
 
-class Parts:
+class CacheViews:
     """Copies parts of caches, in whatever form a backend has them."""
 
     def views(self, context: int) -> Mapping[str, torch.Tensor]:
@@ -40,16 +40,16 @@ class Parts:
         for name, t in source.row(start, context).items():
             mine[name].copy_(t)
 
-    def kept(self, context: int) -> Kept:
-        return Kept(context, {name: t.clone() for name, t in self.views(context).items()})
+    def kept(self, context: int) -> CacheSnapshot:
+        return CacheSnapshot(context, {name: t.clone() for name, t in self.views(context).items()})
 
-    def put(self, kept: Kept) -> None:
+    def put(self, kept: CacheSnapshot) -> None:
         views = self.views(kept.context)
         for name, t in kept.tensors.items():
             views[name].copy_(t)
 
 
-class Caches(Parts):
+class Caches(CacheViews):
     """Zeroed caches, slot-major; `views` cuts full-length ones to the slots in use."""
 
     def __init__(self, program: Program, batch: int, max_seq: int, device: str) -> None:

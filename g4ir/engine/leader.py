@@ -1,7 +1,7 @@
 """Runs an engine of several ranks: what the first asks of its runtime, the others do too.
 
 Sessions, slots and whatever chooses tokens are on the first rank alone, as for one. Its runtime
-tells each call to the others (follow.py) before it makes it: which graph, over which caches, with
+tells each call to the others (worker.py) before it makes it: which graph, over which caches, with
 which rows. So they stay together whatever is asked, and draw nothing. Tables and towers, too, are
 used on the first alone: rows come with the call.
 """
@@ -25,7 +25,7 @@ from g4ir.parallel.group import Group
 from g4ir.ui.console import put_off
 
 from .parts import EngineParts
-from .watched import See, shown, watch_slots
+from .trace import See, shown, watch_slots
 
 #: the call by which a rank opens its part of an engine; others are called as what they call is
 LOAD = "load"

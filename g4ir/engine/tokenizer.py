@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from g4ir.chat.detokenizer import Detokenizer
 from g4ir.chat.prompt import check_length, longest_token, text_ids
-from g4ir.chat.stream import Detokenizer
 from g4ir.errors import InputError
 from g4ir.weights.tensorfile import parse_json
 

@@ -1,15 +1,15 @@
 """Requests of different lengths, admitted at any time, over the rows of one engine.
 
-    slots = Slots(engine)
-    ticket = slots.submit(Job((2, 5, 7), max_new_tokens=8))
+    slots = Scheduler(engine)
+    ticket = slots.submit(Request((2, 5, 7), max_new_tokens=8))
     while slots.busy:
         for event in slots.step():
             ...
 
 A step drops what was cancelled, decodes all active rows, and takes one chunk of one prompt. A
 prompt is computed in a session of one row of its own (`staging`), so that it does not cost a chunk
-of every row, and copied into its row when it is through. One thread at a time; `Ticket.cancel` from
-any.
+of every row, and copied into its row when it is through. One thread at a time;
+`RequestHandle.cancel` from any.
 """
 
 from __future__ import annotations
@@ -27,13 +27,21 @@ from g4ir.errors import InputError, RankError
 from g4ir.media.soft import Soft
 from g4ir.ops.finite import not_finite
 
-from .drafting import NO_DRAFT, Draft, RowDrafts, Tally, accepted, find_draft, propose
+from .batch import Batch, checked_buckets
 from .engine import Engine
-from .prefixes import Keys, Prefixes
+from .prefill import Prefiller, PrefillInput
+from .prefix_cache import Keys, PrefixCache
 from .prompts import checked_ids, checked_prompt
-from .rows import Rows, checked_buckets
 from .session import check_prompt
-from .staging import StagedPrompt, Staging
+from .speculative import (
+    NO_DRAFT,
+    AcceptanceStats,
+    RowDrafts,
+    SpeculativeConfig,
+    accepted,
+    find_draft,
+    propose,
+)
 
 #: states of a ticket
 QUEUED, PREFILLING, DECODING = "queued", "prefilling", "decoding"
@@ -46,11 +54,11 @@ Drawn = Choice | Exception | None
 
 
 @dataclass(frozen=True)
-class Job:
+class Request:
     """A request: `n` answers to one prompt, each of at most `max_new_tokens`.
 
     Of two jobs that wait, that of the higher `priority` comes first. `soft`, `marks`, `reuse` and
-    `salt`: see StagedPrompt.
+    `salt`: see PrefillInput.
     """
 
     tokens: tuple[int, ...]
@@ -64,12 +72,12 @@ class Job:
     salt: str = ""
 
     @property
-    def prompt(self) -> StagedPrompt:
-        return StagedPrompt(self.tokens, self.soft, self.marks, self.reuse, self.salt)
+    def prompt(self) -> PrefillInput:
+        return PrefillInput(self.tokens, self.soft, self.marks, self.reuse, self.salt)
 
 
 @dataclass(frozen=True)
-class SlotSettings:
+class SchedulerConfig:
     """`buckets`: numbers of rows that sessions are made for (default 1, 2, 4, ... max_batch).
     `chunks` of prompts, of at most `chunk_tokens` (default: what the engine was built for), are
     computed between two steps while rows decode. A smaller bucket is taken after `patience` steps
@@ -84,7 +92,7 @@ class SlotSettings:
     chunk_tokens: int | None = None
     patience: int = 16
     prefix_bytes: int | None = None
-    draft: Draft = NO_DRAFT
+    draft: SpeculativeConfig = NO_DRAFT
     draft_rows: int = 2
 
     def __post_init__(self) -> None:
@@ -95,10 +103,10 @@ class SlotSettings:
                 raise InputError(f"{name} {value}: expected at least {number}")
 
 
-def found_settings(engine: Engine, given: SlotSettings | None) -> SlotSettings:
+def found_settings(engine: Engine, given: SchedulerConfig | None) -> SchedulerConfig:
     """Return settings with as many drafted tokens as the engine verifies where none are said;
     InputError where it cannot draft so."""
-    settings = given or SlotSettings()
+    settings = given or SchedulerConfig()
     draft = settings.draft
     return replace(settings, draft=find_draft(engine, draft.source, draft.tokens or None))
 
@@ -121,7 +129,7 @@ class Answer:
     """One of a ticket's answers. `row` is -1 while it has none; `finish` says how it ended."""
 
     index: int
-    ticket: Ticket
+    ticket: RequestHandle
     sampler: RowSampler
     row: int = -1
     finish: str | None = None
@@ -135,18 +143,20 @@ class Answer:
         return self.sampler.generated
 
 
-class Ticket:
+class RequestHandle:
     """A submitted job. While it is `paused` its rows wait, and the others go on."""
 
-    def __init__(self, job: Job, number: int, keys: Keys, samplers: Sequence[RowSampler]) -> None:
+    def __init__(
+        self, job: Request, number: int, keys: Keys, samplers: Sequence[RowSampler]
+    ) -> None:
         self.job, self.number, self.keys = job, number, keys
         self.answers = tuple(Answer(i, self, s) for i, s in enumerate(samplers))
         self.state = QUEUED
-        self.counts, self.tally = Counts(len(job.tokens)), Tally()
+        self.counts, self.tally = Counts(len(job.tokens)), AcceptanceStats()
         self.cancelled = self.paused = False
         self._begun = time.perf_counter()
 
-    def __lt__(self, other: Ticket) -> bool:
+    def __lt__(self, other: RequestHandle) -> bool:
         return (-self.job.priority, self.number) < (-other.job.priority, other.number)
 
     def cancel(self) -> None:
@@ -176,7 +186,7 @@ class Ticket:
 class Event:
     """A token of an answer, its end, or both: `finish` is STOP, LENGTH, CANCELLED or FAILED."""
 
-    ticket: Ticket
+    ticket: RequestHandle
     index: int
     token: int | None = None
     logprobs: Logprobs | None = None
@@ -200,28 +210,28 @@ class Totals:
     restored: int = 0
     #: seconds that a request keeps its rows, times their number: the mean, the latest count most
     row_s: float = 0.0
-    tally: Tally = field(default_factory=Tally)
+    tally: AcceptanceStats = field(default_factory=AcceptanceStats)
 
 
-class Slots:
+class Scheduler:
     """The rows of an engine, and who waits for one."""
 
-    def __init__(self, engine: Engine, settings: SlotSettings | None = None) -> None:
+    def __init__(self, engine: Engine, settings: SchedulerConfig | None = None) -> None:
         self.engine, self.settings = engine, found_settings(engine, settings)
         self.most = engine.limits.max_batch
         sizes = checked_buckets(self.settings.buckets, self.most)
-        self.rows: Rows[Answer] = Rows(engine, sizes, self.settings.patience)
-        self.staging = Staging(engine, self.settings.prefix_bytes)
+        self.rows: Batch[Answer] = Batch(engine, sizes, self.settings.patience)
+        self.staging = Prefiller(engine, self.settings.prefix_bytes)
         self.totals = Totals()
         self._never, self._eos = engine.suppressed(), frozenset(engine.stop_ids())
-        self._queue: list[Ticket] = []
+        self._queue: list[RequestHandle] = []
         self._number = 0
         #: whose prompt is being computed, and the chunks that are left of it
-        self._prompt: tuple[Ticket, Generator[torch.Tensor | None, None, None]] | None = None
+        self._prompt: tuple[RequestHandle, Generator[torch.Tensor | None, None, None]] | None = None
 
     # --- asking -------------------------------------------------------------------------------
 
-    def check(self, job: Job) -> None:
+    def check(self, job: Request) -> None:
         """Raise InputError for what no row could answer. From any thread."""
         vocab, room, s = self.engine.spec.text.vocab_size, self.engine.limits.max_seq, job.sampling
         checked_prompt([*job.tokens], job.max_new_tokens, vocab, room, "prompt")
@@ -236,24 +246,24 @@ class Slots:
             if not 0 <= mark <= len(job.tokens):
                 raise InputError(f"mark {mark}: the prompt has {len(job.tokens)} tokens")
 
-    def ticket(self, job: Job) -> Ticket:
+    def ticket(self, job: Request) -> RequestHandle:
         """Check a job, and return a ticket that `admit` takes. From any thread."""
         self.check(job)
         keys = self.staging.keys(job.prompt)
-        return Ticket(job, 0, keys, [self._sampler(job, i) for i in range(job.n)])
+        return RequestHandle(job, 0, keys, [self._sampler(job, i) for i in range(job.n)])
 
-    def submit(self, job: Job) -> Ticket:
+    def submit(self, job: Request) -> RequestHandle:
         """Check a job and put it in the queue."""
         return self.admit(self.ticket(job))
 
-    def admit(self, ticket: Ticket) -> Ticket:
+    def admit(self, ticket: RequestHandle) -> RequestHandle:
         """Put a ticket in the queue."""
         self._number += 1
         ticket.number = self._number
         heapq.heappush(self._queue, ticket)
         return ticket
 
-    def _sampler(self, job: Job, index: int) -> RowSampler:
+    def _sampler(self, job: Request, index: int) -> RowSampler:
         """Return how an answer draws: each with a seed of its own."""
         s = job.sampling
         seed = None if s.seed is None else (s.seed + index) % SEEDS
@@ -262,7 +272,7 @@ class Slots:
         return RowSampler(replace(s, seed=seed, suppress=never), job.tokens, stops)
 
     @property
-    def prefixes(self) -> Prefixes:
+    def prefixes(self) -> PrefixCache:
         """All that is remembered of prompts."""
         return self.staging.prefixes
 
@@ -399,7 +409,7 @@ class Slots:
         self.rows.drop(answer)
         return self._ended(answer, STOP if stops else LENGTH, choice)
 
-    def _not_finite(self, ticket: Ticket, answer: Answer) -> Exception:
+    def _not_finite(self, ticket: RequestHandle, answer: Answer) -> Exception:
         held = ticket.counts.prompt + len(answer.tokens)
         what = f"{self.engine.path}: logits after {held} tokens"
         return not_finite(what, self.engine.dtype)
@@ -422,14 +432,16 @@ class Slots:
         token, logprobs = (choice.token, choice.logprobs) if choice else (None, None)
         return Event(ticket, answer.index, token, logprobs, finish, error)
 
-    def _count_time(self, ticket: Ticket) -> None:
+    def _count_time(self, ticket: RequestHandle) -> None:
         """Count how long a request that was answered kept its rows."""
         c = ticket.counts
         if ticket.state == FINISHED and c.total_s is not None and c.queued_s is not None:
             took = (c.total_s - c.queued_s) * ticket.job.n
             self.totals.row_s += (took - self.totals.row_s) * (0.2 if self.totals.row_s else 1)
 
-    def _end(self, ticket: Ticket, finish: str, error: Exception | None = None) -> list[Event]:
+    def _end(
+        self, ticket: RequestHandle, finish: str, error: Exception | None = None
+    ) -> list[Event]:
         """End all answers of a ticket that have not."""
         left = [a for a in ticket.answers if not a.finish]
         for answer in left:
@@ -464,14 +476,14 @@ class Slots:
             self.staging.forget()
             return self._end(ticket, FAILED, e)
 
-    def _take_prompt(self) -> Ticket:
+    def _take_prompt(self) -> RequestHandle:
         """Return whose prompt it is, and let go of it; staging holds what it does."""
         assert self._prompt
         (ticket, chunks), self._prompt = self._prompt, None
         chunks.close()
         return ticket
 
-    def _chunks(self, ticket: Ticket) -> Generator[torch.Tensor | None, None, None]:
+    def _chunks(self, ticket: RequestHandle) -> Generator[torch.Tensor | None, None, None]:
         """Compute a prompt in staging, and count what is known and what is computed of it."""
         totals, restored, held = self.totals, self.staging.restored, -1
         for logits in self.staging.chunks(ticket.job.prompt, self._until, ticket.keys):
@@ -488,7 +500,7 @@ class Slots:
         size = self.settings.chunk_tokens if self.active else None
         return start + (size or self.engine.limits.prefill_chunk)
 
-    def _placed(self, ticket: Ticket, logits: torch.Tensor) -> list[Event]:
+    def _placed(self, ticket: RequestHandle, logits: torch.Tensor) -> list[Event]:
         """Draw the first token of each answer, and give those that go on a row."""
         ticket.state = DECODING
         events: list[Event] = []

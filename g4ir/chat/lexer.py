@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from .control import CONTROLS, ENDS
+from .special_tokens import CONTROLS, ENDS
 
 #: control string -> its character
 MARKS = {text: chr(0xD800 + i) for i, text in enumerate(CONTROLS)}

@@ -8,7 +8,7 @@ placeholders do not mean equal media, so those are always computed.
 JSON lines are read one by one and answered in order, as they come, and so are files of images,
 videos and sounds, so that a long list of requests needs the memory of few: what is wrong in a
 request is its own error, and others are answered. Where the engine has several rows, as many lines
-are answered at a time, by slots (slots.py).
+are answered at a time, by slots (scheduler.py).
 
 Each setting comes from the first that names it: the request, the flags, the checkpoint's
 generation_config.json, the default (greedy). Stop ids add up: those of the request or the flags
@@ -42,13 +42,13 @@ from g4ir.model.media import (
     placeholders,
 )
 
-from .codec import Codec
-from .drafting import Tally, drafted_stream
 from .jsonl import FIELDS, checked_fields, named, parse_line, read_lines
 from .prompts import checked_ids, checked_prompt
 from .read_ahead import Line, ReadAhead
+from .scheduler import Event, Request, RequestHandle, Scheduler, SchedulerConfig, found_settings
 from .session import Session
-from .slots import Event, Job, Slots, SlotSettings, Ticket, found_settings
+from .speculative import AcceptanceStats, drafted_stream
+from .tokenizer import Codec
 
 if TYPE_CHECKING:
     import torch
@@ -112,7 +112,7 @@ class Unread:
 
 
 @dataclass(frozen=True)
-class Request:
+class OfflineRequest:
     """A checked request. A row ends with one of `stop`, or after `max_new_tokens`. While there
     are media `unread`, its tokens lack what those add."""
 
@@ -164,7 +164,7 @@ class Result:
     seed: int | None = None  # of the draws, where there were any
     logprobs: tuple[Logprobs, ...] | None = None  # where they were asked for
     queued_s: float | None = None  # part of first_token_s, where rows were shared
-    tally: Tally = field(default_factory=Tally)  # of its rounds, where tokens were drafted
+    tally: AcceptanceStats = field(default_factory=AcceptanceStats)  # where tokens were drafted
 
     def output(self) -> dict[str, Any]:
         """Return what stdout gets: id if there is one, tokens, text if a tokenizer is there, and
@@ -240,14 +240,14 @@ def _row_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 # --- answering --------------------------------------------------------------------------------
 
 
-class Responder:
+class OfflineEngine:
     """Checks requests against an engine, and answers them in one row of it."""
 
     def __init__(
         self,
         engine: Engine,
         flags: Mapping[str, Any] | None = None,
-        slots: SlotSettings | None = None,
+        slots: SchedulerConfig | None = None,
     ) -> None:
         """Take settings `flags`, named as in FIELDS, for requests that do not give their own;
         tokens are drafted as `slots` says, where one row is in use too."""
@@ -265,13 +265,13 @@ class Responder:
         return self.engine.session(1)
 
     @cached_property
-    def slots(self) -> Slots:
+    def slots(self) -> Scheduler:
         """The rows of lines that are answered beside others."""
-        return Slots(self.engine, self.settings)
+        return Scheduler(self.engine, self.settings)
 
     def request(
         self, fields: Mapping[str, Any], where: str, media: Sequence[tuple[str, str]] = ()
-    ) -> Request:
+    ) -> OfflineRequest:
         """Return a checked request out of fields as in FIELDS, with (kind, path) of more media;
         InputError begins with `where`. The media are read by `answer`."""
         flagged = [(k, p, f"--{k}") for k, p in media]
@@ -294,7 +294,7 @@ class Responder:
             check_there(kind, path)
         return Medium(kind, path, {} if value is None else {keyword: value}, where)
 
-    def _request(self, fields: Mapping[str, Any], where: str, tokens: list[int]) -> Request:
+    def _request(self, fields: Mapping[str, Any], where: str, tokens: list[int]) -> OfflineRequest:
         vocab, room = self.engine.spec.text.vocab_size, self.engine.limits.max_seq
         count = self._setting(fields, "max_new_tokens")
         if count is None:
@@ -303,7 +303,7 @@ class Responder:
         checked_prompt(tokens, count, vocab, room, f"{where}: prompt")
         with named(where):
             sampling = self._sampling(fields)
-        return Request(
+        return OfflineRequest(
             fields.get("id"),
             tuple(tokens),
             count,
@@ -351,7 +351,7 @@ class Responder:
                 fields["prompt"], given, self.engine.media.kinds, special, codec.spell, bos
             )
 
-    def _read(self, unread: Unread) -> Request:
+    def _read(self, unread: Unread) -> OfflineRequest:
         """Return the request with its media encoded, and a placeholder for each soft token."""
         fields, where, soft = unread.fields, unread.where, list[Soft]()
         for m in unread.media:
@@ -384,7 +384,7 @@ class Responder:
         checked_ids([token for token, _ in more.get("logit_bias", ())], vocab, "logit_bias")
         return RowSampling(**{**vars(found), **more})
 
-    def answer(self, request: Request, told: Told = lambda token: None) -> Result:
+    def answer(self, request: OfflineRequest, told: Told = lambda token: None) -> Result:
         """Generate; `told(token)` sees each token as it is drawn. InputError, or MissingError, for
         media that cannot be read; CheckError where logits are NaN or infinite. It answers others
         then."""
@@ -396,14 +396,14 @@ class Responder:
             self.session.clear()
             raise
 
-    def _answer(self, request: Request, told: Told) -> Result:
+    def _answer(self, request: OfflineRequest, told: Told) -> Result:
         begun = time.perf_counter()
         if request.unread:
             request = self._read(request.unread)
         encode_s = time.perf_counter() - begun
         cached, logits = self._prefill(request)
         sampling = _seeded(request.sampling)
-        tally, out, first = Tally(), list[int](), 0.0
+        tally, out, first = AcceptanceStats(), list[int](), 0.0
         for token in self._drawn(logits, request, Sampler(sampling), tally):
             first = first or time.perf_counter() - begun
             out.append(token)
@@ -427,7 +427,11 @@ class Responder:
         )
 
     def _drawn(
-        self, logits: torch.Tensor, request: Request, sampler: Sampler, tally: Tally
+        self,
+        logits: torch.Tensor,
+        request: OfflineRequest,
+        sampler: Sampler,
+        tally: AcceptanceStats,
     ) -> Iterator[int]:
         """Yield the tokens of an answer, from logits after its prompt."""
         ask = request.max_new_tokens, sampler, request.stop
@@ -451,10 +455,10 @@ class Responder:
             except RankError:
                 raise
             except G4Error as e:
-                assert isinstance(asked, Request)
+                assert isinstance(asked, OfflineRequest)
                 yield Failure(asked.id, str(e), line[0])
 
-    def _asked(self, line: Line, source: str) -> Request | Failure:
+    def _asked(self, line: Line, source: str) -> OfflineRequest | Failure:
         """Return the request of a line, or what is wrong with it."""
         number, text = line
         where, name = f"{source}:{number}", None
@@ -496,10 +500,10 @@ class Responder:
         try:
             return asked if isinstance(asked, Failure) else self._submit(asked, line[0], source)
         except G4Error as e:
-            assert isinstance(asked, Request)
+            assert isinstance(asked, OfflineRequest)
             return Failure(asked.id, str(e), line[0])
 
-    def _submit(self, request: Request, line: int | None = None, source: str = "") -> _Begun:
+    def _submit(self, request: OfflineRequest, line: int | None = None, source: str = "") -> _Begun:
         """Read the media of a request, and put it in the queue. What slots refuse is told with the
         line."""
         begun = time.perf_counter()
@@ -508,14 +512,14 @@ class Responder:
         request = replace(request, sampling=_seeded(request.sampling))
         encode_s = time.perf_counter() - begun
         sampling = _in_row(request.sampling, request.stop)
-        job = Job(request.tokens, request.max_new_tokens, sampling, request.soft)
+        job = Request(request.tokens, request.max_new_tokens, sampling, request.soft)
         # What was encoded is the job's now, and not kept beside the answer.
         kept = replace(request, tokens=(), soft=())
         with nullcontext() if line is None else named(f"{source}:{line}"):
             ticket = self.slots.submit(job)
         return _Begun(kept, ticket, encode_s, counts(request.soft), line)
 
-    def _answer_in_slots(self, request: Request, told: Told) -> Result:
+    def _answer_in_slots(self, request: OfflineRequest, told: Told) -> Result:
         """Answer one request alone."""
         one = self._submit(request)
         while not one.done:
@@ -565,7 +569,7 @@ class Responder:
 
     # --- in one row -----------------------------------------------------------------------------
 
-    def _prefill(self, request: Request) -> tuple[int, torch.Tensor]:
+    def _prefill(self, request: OfflineRequest) -> tuple[int, torch.Tensor]:
         """Return (tokens that the row held already, logits after the prompt)."""
         import torch
 
@@ -603,8 +607,8 @@ class Responder:
 class _Begun:
     """A request in slots, and what has come of it."""
 
-    request: Request
-    ticket: Ticket
+    request: OfflineRequest
+    ticket: RequestHandle
     encode_s: float
     soft_tokens: Mapping[str, int]
     line: int | None

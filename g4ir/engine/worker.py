@@ -1,4 +1,4 @@
-"""Follows the first rank of an engine: makes the calls that it tells (lead.py), until it ends."""
+"""Follows the first rank of an engine: makes the calls that it tells (leader.py), until it ends."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from g4ir.parallel.group import Group
 from g4ir.ui.progress import no_progress
 
 from .artefact import open_artefact
-from .lead import LOAD, beside, opened
+from .leader import LOAD, beside, opened
 from .load import open_runtime
-from .watched import shown, watch_slots
+from .trace import shown, watch_slots
 
 if TYPE_CHECKING:
     import torch

@@ -33,8 +33,8 @@ from g4ir.ir.text import parse_graph
 from g4ir.ops.base import nothing
 from g4ir.ops.reduce_norm import NORM_OF
 from g4ir.ops.types import Type, parse_type, torch_dtype
+from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import capacity, context_slots
-from g4ir.plan.limits import Limits
 from g4ir.spec.reader import Length, Range, Shaped, Where, build, tree_of
 from g4ir.weights.tensorfile import map_file, parse_json, read_header, view, write_tensors
 

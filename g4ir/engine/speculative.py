@@ -6,8 +6,8 @@ too. So k + 1 tokens at most, and one at least, come of a round, and they are th
 steps would have chosen. What was wrongly drafted is taken back: a length that is set, since rings
 have room for it (passes/plan_cache.py).
 
-Drafts come from the row's own text (`Lookup`): what followed the last place that ends like it. Or
-they come from a drafter, a small model that goes on from the state of the large one.
+Drafts come from the row's own text (`NgramProposer`): what followed the last place that ends like
+it. Or they come from a drafter, a small model that goes on from the state of the large one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Choose = Callable[[torch.Tensor, Collection[int]], Mapping[int, T]]
 
 
 @dataclass(frozen=True)
-class Draft:
+class SpeculativeConfig:
     """Where drafts come from, and how many tokens a round drafts at most."""
 
     source: str = NONE
@@ -54,10 +54,10 @@ class Draft:
         return self.source != NONE
 
 
-NO_DRAFT = Draft()
+NO_DRAFT = SpeculativeConfig()
 
 
-def find_draft(engine: EngineParts, source: str, tokens: int | None = None) -> Draft:
+def find_draft(engine: EngineParts, source: str, tokens: int | None = None) -> SpeculativeConfig:
     """Return what was asked for; InputError where the engine cannot do it, with the way to build
     one that can."""
     if source not in DRAFTS:
@@ -81,13 +81,13 @@ def find_draft(engine: EngineParts, source: str, tokens: int | None = None) -> D
             f"draft-tokens {tokens}: expected 1 to {most}, which this engine was built for; build "
             f"it again with --draft-tokens {max(tokens, 1)} for more"
         )
-    return Draft(source, tokens or most)
+    return SpeculativeConfig(source, tokens or most)
 
 
 # --- drafts -----------------------------------------------------------------------------------
 
 
-class Lookup:
+class NgramProposer:
     """A row's text, and what followed earlier where it ended as it does now."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -156,9 +156,9 @@ class Pace:
 class RowDrafts:
     """Drafts for one row: its pace, and its text where they come from that."""
 
-    def __init__(self, draft: Draft, prompt: Sequence[int]) -> None:
+    def __init__(self, draft: SpeculativeConfig, prompt: Sequence[int]) -> None:
         self.pace = Pace(draft.tokens)
-        self.text = Lookup(prompt) if draft.source == NGRAM else None
+        self.text = NgramProposer(prompt) if draft.source == NGRAM else None
         self._followed = 0
 
     def count(self, room: int) -> int:
@@ -191,7 +191,7 @@ def propose(
 
 
 @dataclass
-class Tally:
+class AcceptanceStats:
     """Counts of rounds: `rounds` of a row, those that drafted too; tokens that came of them; how
     often a token was drafted, and accepted, at each place of a draft."""
 
@@ -274,8 +274,8 @@ def drafted_stream(
     count: int,
     sampler: Sampler,
     stops: Collection[int],
-    draft: Draft,
-    tally: Tally,
+    draft: SpeculativeConfig,
+    tally: AcceptanceStats,
 ) -> Iterator[dict[int, list[int]]]:
     """Yield after each round the new tokens of each row, as `Session.stream` does one by one: up to
     `count` a row, the last of which may be one of `stops`. `prompts` are what the rows hold."""
@@ -313,7 +313,7 @@ def _looped(
     sampler: Sampler,
     stops: Collection[int],
     drafters: Mapping[int, RowDrafts],
-    tally: Tally,
+    tally: AcceptanceStats,
 ) -> Iterator[dict[int, list[int]]]:
     """Yield rounds that the device runs by itself, up to `room` tokens a row. Rows draft equally
     many: as many as the one that has the most of them right."""

@@ -42,7 +42,7 @@ def checked_buckets(buckets: Sequence[int] | None, most: int) -> tuple[int, ...]
     return sizes
 
 
-class Rows(Generic[T]):
+class Batch(Generic[T]):
     """Sessions by bucket, and who holds which row of the one that is in use."""
 
     def __init__(self, engine: EngineParts, sizes: Sequence[int], patience: int) -> None:

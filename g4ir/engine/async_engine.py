@@ -1,7 +1,7 @@
-"""Slots for many threads: one thread owns the engine's rows, others ask and read.
+"""Scheduler for many threads: one thread owns the engine's rows, others ask and read.
 
-    with Service(engine) as service:
-        stream = service.submit(Job((2, 5, 7)))     # BusyError where too much waits
+    with AsyncEngine(engine) as service:
+        stream = service.submit(Request((2, 5, 7)))     # BusyError where too much waits
         for event in stream:
             ...
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from g4ir.errors import BusyError, EngineError, InputError
 
 from .engine import Engine
-from .slots import FAILED, Event, Job, Slots, SlotSettings, Ticket, Totals
+from .scheduler import FAILED, Event, Request, RequestHandle, Scheduler, SchedulerConfig, Totals
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
-class ServiceSettings:
+class AsyncEngineConfig:
     """At most `waiting` requests of together `waiting_tokens` prompt tokens have no row yet. A
     stream holds `unread` events, then its rows pause; after `slow_s` seconds it is cancelled."""
 
@@ -57,7 +57,7 @@ class Stream:
     cancelled, if it was.
     """
 
-    def __init__(self, service: Service, ticket: Ticket) -> None:
+    def __init__(self, service: AsyncEngine, ticket: RequestHandle) -> None:
         self.ticket = ticket
         self.reason: str | None = None
         self._service = service
@@ -116,30 +116,30 @@ class Stream:
 Told = Callable[[Event], None]
 
 
-class Service:
+class AsyncEngine:
     """A thread that runs slots, and a bounded queue before it. A context that closes it."""
 
     def __init__(
         self,
         engine: Engine,
-        settings: ServiceSettings | None = None,
-        slots: SlotSettings | None = None,
+        settings: AsyncEngineConfig | None = None,
+        slots: SchedulerConfig | None = None,
     ) -> None:
-        self.engine, self.settings = engine, settings or ServiceSettings()
-        self.slots = Slots(engine, slots)
+        self.engine, self.settings = engine, settings or AsyncEngineConfig()
+        self.slots = Scheduler(engine, slots)
         self.rejected = 0
         #: steps that failed one after another
         self.failures = 0
         #: what ended the thread, if anything did
         self.error: BaseException | None = None
-        self._inbox: deque[Ticket] = deque()
-        self._streams: dict[Ticket, tuple[Stream, Told | None]] = {}
+        self._inbox: deque[RequestHandle] = deque()
+        self._streams: dict[RequestHandle, tuple[Stream, Told | None]] = {}
         self._lock = threading.Condition()
         self._draining = self._closing = False
         self._thread = threading.Thread(target=self._run, name="g4ir-slots", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Service:
+    def __enter__(self) -> AsyncEngine:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -147,7 +147,7 @@ class Service:
 
     # --- for other threads --------------------------------------------------------------------
 
-    def submit(self, job: Job, told: Told | None = None) -> Stream:
+    def submit(self, job: Request, told: Told | None = None) -> Stream:
         """Check a job, put it in the queue and return its stream; with `told`, that sees the events
         instead, in the service's thread. InputError for what no row could answer; BusyError where
         too much waits, while draining and after closing."""
@@ -214,7 +214,7 @@ class Service:
             self.rejected += 1
             raise BusyError("the service is ending and takes no more requests; ask another one")
 
-    def _check_room(self, job: Job) -> None:
+    def _check_room(self, job: Request) -> None:
         """Raise BusyError where the queue is full. One request may always wait, however long."""
         waiting = [t for t in self._streams if not t.started]
         tokens = sum(t.counts.prompt for t in waiting)

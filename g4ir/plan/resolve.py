@@ -22,7 +22,7 @@ from .formats import DTYPES
 from .latent import choose_form
 
 DEVICES = ("cpu", "cuda")
-#: what caches may hold, as a user says it -> dtype of their rows (ops/narrow.py)
+#: what caches may hold, as a user says it -> dtype of their rows (ops/kv_quant.py)
 KV_DTYPES = {"bfloat16": "bf16", "float8": "f8e4m3", "int8": "i8"}
 #: a round costs about what its weights cost to read; of more tokens, products cost more than that
 MOST_DRAFTED = 32

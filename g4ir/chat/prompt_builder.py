@@ -23,19 +23,19 @@ def check_chats(vocabulary: Vocabulary, folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Turns:
+class PromptBuilder:
     """A template, and the tokenizer of what it writes."""
 
     template: Template
     vocabulary: Vocabulary
 
     @staticmethod
-    def open(folder: Path, tokenizer: Any, form: str) -> Turns:
+    def open(folder: Path, tokenizer: Any, form: str) -> PromptBuilder:
         """Read the template of a folder, or take the built-in one of this form. InputError where
         the tokenizer has no turns of a chat."""
         vocabulary = Vocabulary(tokenizer)
         check_chats(vocabulary, folder)
-        return Turns(Template.open(folder, form), vocabulary)
+        return PromptBuilder(Template.open(folder, form), vocabulary)
 
     @property
     def ends(self) -> frozenset[int]:

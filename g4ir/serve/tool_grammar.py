@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
-from g4ir.chat.control import CALL, CALL_END, QUOTE
 from g4ir.chat.messages import kind_of, shown
+from g4ir.chat.special_tokens import CALL, CALL_END, QUOTE
 from g4ir.chat.tools import MOST_SCHEMAS, NOTES, TYPES, check_schema, target
 from g4ir.chat.values import is_bare_key
 
-from .refusals import Refused, missing
+from .http_errors import Refused, missing
 
 #: keywords that say nothing about a value, beside those of chat.tools
 SILENT = NOTES | {"description", "default", "readOnly", "writeOnly", "discriminator"}
