@@ -21,14 +21,16 @@ import asyncio
 import contextlib
 import json
 import math
+import multiprocessing
 import random
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -145,29 +147,29 @@ def report(took: float, requests: list[Asked], steps: dict[str, float]) -> str:
 # --- what holds up a stream -----------------------------------------------------------------
 
 
-@dataclass
-class Tail:
-    """Times at which pieces of streams came, one stream after the other, in a thread."""
-
-    client: httpx.Client
-    tokens: int
-    times: list[list[float]] = field(default_factory=list)
-    over: bool = False
-
-    def read(self) -> None:
-        body = {"prompt": [LOW] * 4, "max_tokens": self.tokens, "ignore_eos": True, "stream": True}
-        while not self.over:
-            self.times.append([])
-            with self.client.stream("POST", "/v1/completions", json=body) as response:
+def tail(url: str, tokens: int, ended: Event, sent: Connection) -> None:
+    """Read one stream after the other until `ended`, and send when its pieces came: in a process of
+    its own, so that gaps are the server's and not those of the load."""
+    body = {"prompt": [LOW] * 4, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    times: list[float | None] = []
+    with httpx.Client(base_url=url, timeout=600) as client:
+        while not ended.is_set():
+            times.append(None)  # the time between two streams is no gap
+            with client.stream("POST", "/v1/completions", json=body) as response:
                 for line in response.iter_lines():
-                    self.times[-1] += [time.perf_counter()] * line.startswith("data: {")
-                    if self.over:
+                    if line.startswith("data: {"):
+                        times.append(time.monotonic())
+                        if len(times) == 4:
+                            sent.send("begun")
+                    if ended.is_set():
                         break
+    sent.send(times)
 
-    def gap(self, begun: float, ended: float) -> float:
-        """Return the longest time without a piece that overlaps a span."""
-        spans = [s for times in self.times for s in pairwise(times)]
-        return max((b - a for a, b in spans if b >= begun and a <= ended), default=0.0)
+
+def longest_gap(times: list[float | None], begun: float, ended: float) -> float:
+    """Return the longest time without a piece that overlaps a span."""
+    spans = [(a, b) for a, b in pairwise(times) if a is not None and b is not None]
+    return max((b - a for a, b in spans if b >= begun and a <= ended), default=0.0)
 
 
 def large_bodies(size: int) -> dict[str, tuple[str, bytes]]:
@@ -190,25 +192,28 @@ def large_bodies(size: int) -> dict[str, tuple[str, bytes]]:
 
 def beside(args: argparse.Namespace) -> str:
     """Return a table: the longest gap of a stream beside each kind of load."""
+    spawn = multiprocessing.get_context("spawn")
+    ended, (times, sent) = spawn.Event(), spawn.Pipe(duplex=False)
     with httpx.Client(base_url=args.url, timeout=600) as client:
         room = client.get("/v1/models").json()["data"][0]["max_model_len"]
-        tail = Tail(client, min(room - 8, 4096))
-        thread = threading.Thread(target=tail.read)
-        thread.start()
-        table = [["load", "answer", "s", "longest gap ms"]]
+        reader = spawn.Process(target=tail, args=(args.url, min(room - 8, 4096), ended, sent))
+        reader.start()
+        sent.close()  # the other end tells of a reader that failed
+        table, rows = [["load", "answer", "s", "longest gap ms"]], []
         try:
-            while not tail.times or len(tail.times[0]) < 3:
-                time.sleep(0.01)
+            times.recv()
             for name, act in loads(client, args):
-                begun = time.perf_counter()
+                begun = time.monotonic()
                 answer = act()
-                ended = time.perf_counter()
+                rows.append((name, answer, begun, time.monotonic()))
                 time.sleep(0.5)
-                gap = 1e3 * tail.gap(begun, ended)
-                table.append([name, answer, f"{ended - begun:.2f}", f"{gap:.0f}"])
         finally:
-            tail.over = True
-            thread.join()
+            ended.set()
+        found = times.recv()
+        reader.join()
+    for name, answer, begun, over in rows:
+        gap = 1e3 * longest_gap(found, begun, over)
+        table.append([name, answer, f"{over - begun:.2f}", f"{gap:.0f}"])
     peak = f"\nmost memory of the server: {peak_mib(args.pid)} MiB" if args.pid else ""
     return aligned(table, indent=0) + peak
 

@@ -124,7 +124,7 @@ def _serve(args: argparse.Namespace) -> int:
         **given_draft(args),
     )
     server = Server(name, gate, waiting, slots, sources, page=not args.no_page)
-    check_engine(args.engine)
+    check_engine(args.engine, args.trust)
     if not (keys or is_loopback(args.host)):
         console.say(f"warning: {args.host} is open to others, and no --api-key-file is given")
 

@@ -133,15 +133,22 @@ def open_runtime(
 ) -> Runtime:
     """Return what runs a checked engine's graphs on params of its rank."""
     m = found.manifest
-    backend = _backend_of(found)
+    backend = check_runnable(found, trust)
     kept = read_compiled(found, backend.record)
-    _check_machine(found, backend)
     _check_gpu(found, group)
-    if backend.native and not trust:
-        require_trust(found)
     params, told = _open_params(found), prefixed(progress, "load")
     task = Task(found.packing.program, m.limits, m.device, found.path, params, told, group)
     return backend.load(task, kept, cuda_graph)
+
+
+def check_runnable(found: Artefact, trust: bool = False) -> Backend:
+    """Return the backend of an engine that this machine can run and this user trusts; else raise
+    EngineError, or TrustError."""
+    backend = _backend_of(found)
+    _check_machine(found, backend)
+    if backend.native and not trust:
+        require_trust(found)
+    return backend
 
 
 def _group_of(found: Artefact) -> Group | None:

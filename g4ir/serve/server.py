@@ -16,8 +16,9 @@ from typing import Any
 
 import uvicorn
 
-from g4ir.engine.artefact import read_manifest, require_readable
+from g4ir.engine.artefact import open_artefact, require_readable
 from g4ir.engine.engine import Engine
+from g4ir.engine.load import check_runnable
 from g4ir.errors import InputError, RankError
 
 from .app import Server
@@ -178,12 +179,13 @@ class Process(uvicorn.Server):
             self.should_exit = True
 
 
-def check_engine(path: str | Path) -> None:
-    """Raise EngineError for a folder that is no engine, or one that cannot be served, in a moment
-    and before anybody is told that a server listens."""
-    path = Path(path)
-    require_readable(read_manifest(path))
-    require_tokenizer(path)
+def check_engine(path: str | Path, trust: bool = False) -> None:
+    """Raise for an engine that cannot be served, before anybody is told that a server listens: all
+    that loading checks, but for the digests of weight files."""
+    found = open_artefact(Path(path))
+    require_readable(found.manifest)
+    check_runnable(found, trust)
+    require_tokenizer(found.path)
 
 
 def serve(

@@ -26,7 +26,7 @@ from starlette.requests import ClientDisconnect, Request
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
 from g4ir.engine.session import Session
-from g4ir.errors import EngineError, InputError
+from g4ir.errors import EngineError, InputError, TrustError
 from g4ir.serve import server
 from g4ir.serve.app import Server
 from g4ir.serve.auth import known_hosts, read_keys
@@ -354,6 +354,23 @@ def test_what_is_no_engine_is_refused_before_anybody_is_told(tmp_path: Path) -> 
     for folder in (tmp_path, tmp_path / "none"):
         said = refused("serve", folder, "--port", "0")
         assert "listening" not in said and str(folder) in said
+
+
+def test_an_engine_that_is_not_trusted_is_refused_before_anybody_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`serve` said that it listened, and then why it did not load the engine."""
+    import g4ir
+    from g4ir.serve.server import check_engine
+
+    folder = tmp_path / "engine"
+    g4ir.build("tiny-dense", folder, backend="reference", random_weights=0, max_seq=64).close()
+    add_file(folder, "tokenizer.json", chat_tokenizer().to_str())
+    monkeypatch.setattr("g4ir.backends.reference.ReferenceBackend.native", True)
+    monkeypatch.setattr("g4ir.engine.trust.find_decision", lambda digest: None)
+    with pytest.raises(TrustError, match="--trust"):
+        check_engine(folder)
+    check_engine(folder, trust=True)
 
 
 def test_an_engine_without_a_tokenizer(engine_folder: Path, tmp_path: Path) -> None:
