@@ -1,6 +1,6 @@
 """HTTP over a service: the paths and fields that clients of OpenAI's protocol use.
 
-    body --bodies--> fields --prompts--> jobs --engine.service--> events --answers--> JSON, SSE
+    body --request_schema--> fields --prompts--> requests --async_engine--> events --answers--> SSE
 
 `app` has the paths, `gate` who may ask, `server` the process. What a request can be refused for is
 checked before its first byte is answered.
