@@ -378,7 +378,7 @@ def test_the_example_of_the_chat_prints_what_is_shown(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == shown
 
 
-# --- docs/speculative-decoding.md -------------------------------------------------------------------------
+# --- docs/speculative-decoding.md -----------------------------------------------------------------
 
 
 def test_the_example_of_drafting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

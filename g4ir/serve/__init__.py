@@ -2,6 +2,6 @@
 
     body --request_schema--> fields --prompts--> requests --async_engine--> events --answers--> SSE
 
-`app` has the paths, `gate` who may ask, `server` the process. What a request can be refused for is
+`app` has the paths, `auth` who may ask, `server` the process. What a request can be refused for is
 checked before its first byte is answered.
 """
