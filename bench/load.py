@@ -289,7 +289,7 @@ def main() -> None:
         text = report(took, requests, steps)
     print(text)
     if args.save:
-        save("load", text)
+        save("load-beside" if args.beside else "load", text)
 
 
 if __name__ == "__main__":
