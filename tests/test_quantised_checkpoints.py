@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,27 @@ CASES = {
 }
 
 
+@contextmanager
+def packed_zero_points() -> Iterator[None]:
+    """compressed-tensors 0.20 packs weights on the meta device and leaves zero points unpacked, so
+    that transformers 5.24 refuses the packed ones of a checkpoint: here they are packed too."""
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+
+    compress = PackedQuantizationCompressor.compress
+
+    def packed(state: dict[str, torch.Tensor], scheme: Any) -> dict[str, torch.Tensor]:
+        on_meta, found = state["weight"].is_meta, compress(state, scheme)
+        point = found.get("weight_zero_point")
+        if on_meta and point is not None and point.shape[0] == state["weight"].shape[0]:
+            rows = -(-point.shape[0] * scheme.weights.num_bits // 32)
+            found["weight_zero_point"] = point.new_empty(rows, *point.shape[1:], dtype=torch.int32)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PackedQuantizationCompressor, "compress", packed)
+        yield
+
+
 def theirs(folder: Path, oracle: Oracle) -> torch.Tensor:
     """The logits of transformers on a checkpoint."""
     pytest.importorskip("accelerate")
@@ -128,9 +150,10 @@ def theirs(folder: Path, oracle: Oracle) -> torch.Tensor:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model, told = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=F32, attn_implementation="eager", output_loading_info=True
-    )
+    with packed_zero_points():
+        model, told = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=F32, attn_implementation="eager", output_loading_info=True
+        )
     assert not told["missing_keys"] and not told["mismatched_keys"], told
     with torch.no_grad():
         made: torch.Tensor = model(oracle.tokens[:1, :40], use_cache=False).logits

@@ -77,7 +77,7 @@ def made(name: str, requirement: str) -> Path:
 
 def tried(python: Path, tests: list[str]) -> tuple[bool, str]:
     """Run the tests; return whether all passed, and the counts. Failures go to stderr."""
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:xdist", *tests]
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:xdist", "--show-capture=no", *tests]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         print(done.stdout[-6000:], done.stderr[-2000:], sep="\n", file=sys.stderr)

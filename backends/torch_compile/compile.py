@@ -608,7 +608,7 @@ def check_program(path: Path, text: str) -> None:
 
 def first_node(text: str) -> str:
     """Return the node that names a segment in a message."""
-    return text.splitlines()[-3].strip()
+    return (text.splitlines()[-3:] or [text])[0].strip()
 
 
 def _any_size() -> Any:
