@@ -37,18 +37,13 @@ ChunkWatch = Callable[[Place, str, "torch.Tensor"], None]
 Step = Callable[["Session"], object]
 
 
-def _idle() -> None:
-    """Before a run there is nothing to do."""
-
-
 @dataclass(frozen=True)
 class Watched:
-    """A runtime whose values are shown to `watch`, for rows of one length; `begin` is called before
-    each run, and the phases of `hidden` show nothing."""
+    """A runtime that shows its values to `watch` (sequences of one length); phases of `hidden` show
+    nothing."""
 
     runtime: Runtime
     watch: ChunkWatch
-    begin: Callable[[], object] = _idle
     hidden: tuple[str, ...] = ()
 
     def new_state(self, batch: int) -> Any:
@@ -61,7 +56,6 @@ class Watched:
             return self.runtime.run(phase, feeds, state, context, logits)
         start, end = (int(feeds["positions"][0, i]) for i in (0, -1))
         watch = partial(self.watch, Place(phase, start, end))
-        self.begin()
         return self.runtime.run(phase, feeds, state, context, logits, watch)
 
 

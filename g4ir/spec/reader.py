@@ -122,21 +122,6 @@ class Shaped:
         return {"pattern": f"^{self.form}$"}
 
 
-@dataclass(frozen=True)
-class LeftOut:
-    """A key, `T | None` in Python, that is left out where it has no value: it is never null."""
-
-    def broken(self, value: Any) -> str | None:
-        """Return what is wrong: null alone is."""
-        return "must not be null; leave it out" if value is None else None
-
-    def schema(self) -> dict[str, Any]:
-        return {}  # see schema_of
-
-
-LEFT_OUT = LeftOut()
-
-
 class Line(str):
     """Text on one line that may be long, such as a path or a list of processor flags."""
 
@@ -662,8 +647,7 @@ def schema_of(hint: Any, partial: bool, defs: dict[str, Any]) -> dict[str, Any]:
         return {}
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        base = get_args(args[0])[0] if LEFT_OUT in args[1:] else args[0]
-        out = schema_of(base, partial, defs)
+        out = schema_of(args[0], partial, defs)
         for rule in args[1:]:
             out |= rule.schema()
         return out
