@@ -17,8 +17,9 @@ from g4ir.bench import measure, roof
 from g4ir.bench.workload import Workload, draw_tokens
 from g4ir.check.logits import verify_engine
 from g4ir.check.media import HEAD, STEPS, check_media, smallest_items
-from g4ir.check.passes import BACKEND, verify_each_pass
+from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine, wide_engine
+from g4ir.check.stages import BACKEND
 from g4ir.check.tokens import random_ids, random_tokens
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError

@@ -19,7 +19,7 @@ from g4ir.check import memory_check
 from g4ir.check.logits import verify_engine
 from g4ir.check.peers import EnginePeer, HfPeer
 from g4ir.check.reference import reference_engine
-from g4ir.check.report import Report
+from g4ir.check.report import VerifyReport
 from g4ir.check.tokens import random_tokens
 from g4ir.engine.engine import Engine
 from g4ir.ir import distance
@@ -72,7 +72,7 @@ def changed(engine: Engine, edits: Mapping[str, Change]) -> Engine:
 # ---- right engines -------------------------------------------------------------------------------
 
 
-def sound(engine: Engine, against: str) -> Report:
+def sound(engine: Engine, against: str) -> VerifyReport:
     report = verify_engine(engine, against)
     assert report.ok, report.text()
     assert report.budget.rounding and report.budget.rounding.anchor == "float64"
@@ -172,7 +172,7 @@ WRONG: dict[str, tuple[str, Change, float]] = {
 }
 
 
-def over_budget(report: Report, layer: str) -> float:
+def over_budget(report: VerifyReport, layer: str) -> float:
     """How many times its budget a layer adds."""
     found = next(e for e in report.local if e.layer == layer)
     median, worst = found.ratios

@@ -20,7 +20,7 @@ from g4ir.check import peers
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine
-from g4ir.check.report import LEVELS, Position, Report, Saturation, _row, curve
+from g4ir.check.report import LEVELS, Position, Saturation, VerifyReport, _row, curve
 from g4ir.check.tokens import random_tokens
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError, SpecError
@@ -425,7 +425,7 @@ def test_row_errors() -> None:
 
 
 def test_ok_needs_every_position_and_the_greedy_tokens(engines: Any) -> None:
-    report: Report = verify_engine(engines("reference", "tiny-moe"))
+    report: VerifyReport = verify_engine(engines("reference", "tiny-moe"))
     assert not replace(report, greedy=replace(report.greedy, differs=4)).ok
     worse = replace(report.positions[3], ok=False)
     assert not replace(report, positions=(*report.positions[:3], worse)).ok

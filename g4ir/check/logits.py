@@ -49,7 +49,7 @@ from .memory_check import float64_refusal
 from .peers import FINAL, EnginePeer, HfPeer, Peer, Rows, find_peer
 from .quality import find_quality, nll
 from .reference import reference_engine
-from .report import SATURATED, Greedy, LayerError, Position, Report, Saturation, engine_name
+from .report import SATURATED, Greedy, LayerError, Position, Saturation, VerifyReport, engine_name
 from .rounding_baseline import coarse
 from .tokens import (
     EVERY_LOGITS,
@@ -80,7 +80,7 @@ def verify_engine(
     tokens: Sequence[int] | None = None,
     checkpoint: str | Path | None = None,
     progress: Progress = no_progress,
-) -> Report:
+) -> VerifyReport:
     """Compare an engine with `reference` (the interpreter on the engine's own weights) or with
     `hf` (transformers on the checkpoint: the argument, else the one that the engine refers to,
     else the local hub cache; random weights are written to a temporary one).
@@ -123,7 +123,7 @@ def _compare(
     against: str,
     checkpoint: str | Path | None,
     progress: Progress,
-) -> Report:
+) -> VerifyReport:
     own = EnginePeer(engine)
     rounded = engine.dtype in ROUNDED
     ends = [*accumulate(chunks_of(turns, engine.limits.prefill_chunk), initial=-1)][1:]
@@ -163,7 +163,7 @@ def _compare(
     text, room = engine.spec.text, engine.limits.max_seq
     greedy = _compare_greedy(own, peer, ids, room, text.readable_ids, budget)
     likelihoods = nll(got, ids, where), nll(want, ids, where)
-    return Report(
+    return VerifyReport(
         engine_name(engine),
         against,
         budget,

@@ -81,7 +81,7 @@ class Saturation:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """A report of what was compared, and how far apart it was."""
 
     engine: str
