@@ -19,7 +19,7 @@ from g4ir.bench import measure, roof
 from g4ir.bench.agreement import Agreement, compare_runners, pair_budget, void_roles
 from g4ir.bench.calls import calls_per_step
 from g4ir.bench.compare import MAIN, compare_reports, compare_text
-from g4ir.bench.measure import Request, interleave, latencies, speeds
+from g4ir.bench.measure import RequestTiming, interleave, latencies, speeds
 from g4ir.bench.peers import MODES, HfRunner, peer_model
 from g4ir.bench.report import check_engines, check_options, folder_names, run_bench
 from g4ir.bench.runners import EngineRunner, pieces, prepare, reference_runner
@@ -33,7 +33,7 @@ from g4ir.check.watch import Watched, watching
 from g4ir.cli.common import strict
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
-from g4ir.ir.distance import Budget
+from g4ir.ir.distance import Tolerance
 from g4ir.ir.flatten import flatten
 from g4ir.plan.cost import graph_costs, total
 from tests.cli_tools import PROMPT, built, g4ir, refused, text_checkpoint
@@ -131,7 +131,7 @@ def test_a_value_and_its_spread_as_text() -> None:
 
 def test_rates_and_latencies_of_a_request() -> None:
     w = Workload(input_len=8, output_len=3, batch=2)
-    r = Request(0.5, (0.1, 0.3))
+    r = RequestTiming(0.5, (0.1, 0.3))
     assert r.e2e == pytest.approx(0.9)
     assert r.tpot == pytest.approx((0.9 - 0.5) / 2)
     found = {k: s.value for k, s in speeds(w, [[r], [r]]).items()}
@@ -159,7 +159,7 @@ def test_runners_take_turns() -> None:
 
 def test_the_share_of_a_roof_goes_by_the_rates_of_its_round() -> None:
     rates = [roof.Rates(100, 50, 1), roof.Rates(200, 50, 1)]
-    rounds = [[Request(1.0, (0.2,))], [Request(1.0, (0.1,))]]
+    rounds = [[RequestTiming(1.0, (0.2,))], [RequestTiming(1.0, (0.1,))]]
     share = measure.shares(rounds, rates, lambda r: r.itl, lambda r: 10 / r.bandwidth)
     assert share == Stat(pytest.approx(10 / 150 / 0.15), pytest.approx(abs(0.5 - 10 / 150 / 0.15)))
 
@@ -329,28 +329,28 @@ class Script:
         return torch.tensor([next(self.left)])
 
 
-def compared(base: list[list[float]], other: list[list[float]], budget: Budget) -> Agreement:
+def compared(base: list[list[float]], other: list[list[float]], budget: Tolerance) -> Agreement:
     w = Workload(1, len(base))
     pair: Any = Script("a", base), Script("b", other)
     return compare_runners(w, torch.zeros(1, w.fed), pair[0], [(pair[1], budget)])[0]
 
 
 def test_choices_are_compared() -> None:
-    wide = Budget(relative=0.1)
+    wide = Tolerance(relative=0.1)
     same = compared([[1, 0, 0], [0, 2, 0]], [[1, 0, 0], [0, 2, 0]], wide)
     assert (same.count, same.equal, same.close, same.ok) == (2, 2, 0, True)
     close = compared([[1.0, 0.99, 0]], [[0.99, 1.0, 0]], wide)
     assert (close.equal, close.close, close.ok) == (0, 1, True)
-    far = compared([[1.0, 0.5, 0]], [[0.5, 1.0, 0]], Budget(cosine=0.1))
+    far = compared([[1.0, 0.5, 0]], [[0.5, 1.0, 0]], Tolerance(cosine=0.1))
     assert far.ok, "within the gap that such a budget allows"
-    wrong = compared([[1.0, 0, 0]], [[0, 1.0, 0]], Budget(cosine=-2.0))
+    wrong = compared([[1.0, 0, 0]], [[0, 1.0, 0]], Tolerance(cosine=-2.0))
     assert (wrong.equal, wrong.close) == (0, 1)
     one_bad = compared([[1, 0], [1, 0]], [[1, 0], [0.5, 0]], wide)
     assert not one_bad.ok and one_bad.equal == 2
 
 
 def test_what_is_not_a_number_disagrees() -> None:
-    nan = compared([[1.0, 0.0]], [[math.nan, 0.0]], Budget(cosine=0.9))
+    nan = compared([[1.0, 0.0]], [[math.nan, 0.0]], Tolerance(cosine=0.9))
     assert not nan.ok and math.isnan(nan.cosine)
 
 

@@ -31,7 +31,7 @@ from .calls import calls_per_step, kernels_per_step
 from .drafts import Writer, repeated
 from .measure import (
     TAKE,
-    Request,
+    RequestTiming,
     interleave,
     latencies,
     over,
@@ -85,7 +85,7 @@ class Timings:
 
     per_round: int
     rates: list[Rates]
-    requests: dict[str, list[list[Request]]]
+    requests: dict[str, list[list[RequestTiming]]]
 
 
 def run_bench(
@@ -269,7 +269,7 @@ def _measure(
         job.progress(f"round {next(numbers)} of {rounds}")
         return meter.measure()
 
-    turns: dict[str, Callable[[], list[Request]]] = {
+    turns: dict[str, Callable[[], list[RequestTiming]]] = {
         c.runner.role: partial(turn, c.runner, w, tokens, count) for c in contestants
     }
     if writer:

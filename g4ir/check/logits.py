@@ -33,9 +33,9 @@ from g4ir.errors import InputError
 from g4ir.ir.distance import (
     ROUNDED,
     Anchor,
-    Budget,
     Errors,
     LocalError,
+    Tolerance,
     budget_of,
     row_errors,
     widened,
@@ -147,7 +147,7 @@ def _compare(
         if anchor and refusal:
             anchor = replace(anchor, rows=want)
         if anchor:
-            budget = Budget(rounding=anchor.rounding(want, engine.dtype))
+            budget = Tolerance(rounding=anchor.rounding(want, engine.dtype))
             errors, again = anchor.errors(got, want), anchor.errors(rounds, want)
         if isinstance(peer, HfPeer) and not refusal:
             progress("each layer in float64 on the engine's own inputs")
@@ -195,7 +195,7 @@ def _in_rounds(
     return torch.cat((got[: len(got) - len(rows)], rows))
 
 
-def _positions(where: Sequence[int], errors: Errors, budget: Budget) -> tuple[Position, ...]:
+def _positions(where: Sequence[int], errors: Errors, budget: Tolerance) -> tuple[Position, ...]:
     parts = [errors.absolute, errors.relative, errors.cosine, budget.holds(errors)]
     parts += [errors.distance] * (budget.rounding is not None)
     return tuple(Position(*row) for row in zip(where, *(t.tolist() for t in parts), strict=True))
@@ -275,7 +275,7 @@ def rounding_error(engine: Engine, ids: torch.Tensor, turns: Sequence[int], ever
 
 
 def _compare_greedy(
-    own: Peer, peer: Peer, ids: torch.Tensor, room: int, readable: int, budget: Budget
+    own: Peer, peer: Peer, ids: torch.Tensor, room: int, readable: int, budget: Tolerance
 ) -> Greedy:
     prompt = ids[: max(1, room - GREEDY + 1)]
     count = min(GREEDY, room - len(prompt) + 1)
@@ -287,7 +287,7 @@ def _compare_greedy(
     return Greedy(count, equal, equal)
 
 
-def _is_close(logits: torch.Tensor, budget: Budget) -> bool:
+def _is_close(logits: torch.Tensor, budget: Tolerance) -> bool:
     """Whether the two best logits lie within the budget, so that either may win."""
     best = logits.topk(2).values
     return bool(best[0] - best[1] <= budget.gap * logits.pow(2).mean().sqrt())
@@ -297,7 +297,7 @@ def _is_close(logits: torch.Tensor, budget: Budget) -> bool:
 
 
 def _first(
-    engine: Engine, peer: Peer, ids: torch.Tensor, turns: Sequence[int], budget: Budget
+    engine: Engine, peer: Peer, ids: torch.Tensor, turns: Sequence[int], budget: Tolerance
 ) -> str:
     """Describe the first value inside that is out of budget, in the peer's order."""
     if isinstance(peer, EnginePeer):

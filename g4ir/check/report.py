@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from g4ir.engine.engine import Engine
-from g4ir.ir.distance import GROUP, Budget, LocalError, local_text, median_of, worst_of
+from g4ir.ir.distance import GROUP, LocalError, Tolerance, local_text, median_of, worst_of
 
 from .media import MediaReport
 from .quality import Quality
@@ -86,7 +86,7 @@ class VerifyReport:
 
     engine: str
     against: str
-    budget: Budget
+    budget: Tolerance
     turns: tuple[int, ...]
     positions: tuple[Position, ...] = field(repr=False)
     greedy: Greedy

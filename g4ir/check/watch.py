@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from g4ir.backends.base import Runtime, Tensors
 from g4ir.engine.engine import Engine
 from g4ir.engine.session import Session
-from g4ir.ir.distance import Budget, Errors, row_errors
+from g4ir.ir.distance import Errors, Tolerance, row_errors
 from g4ir.ir.names import layer_of
 from g4ir.ops.finite import advice
 from g4ir.ops.kv_quant import comparable
@@ -60,7 +60,7 @@ class Watched:
 
 
 def first_difference(
-    engine: Engine, peer: Engine, ids: torch.Tensor, turns: Sequence[int], budget: Budget
+    engine: Engine, peer: Engine, ids: torch.Tensor, turns: Sequence[int], budget: Tolerance
 ) -> str | None:
     """Run both chunk by chunk; name the first value that both make and that is out of budget."""
 
@@ -74,7 +74,7 @@ def first_difference(
 
 
 def first_value(
-    engine: Engine, peer: Engine, steps: Iterable[Step], budget: Budget
+    engine: Engine, peer: Engine, steps: Iterable[Step], budget: Tolerance
 ) -> tuple[Place, str] | None:
     """Take both through the steps, one row without padding; return where the first value lies that
     both make and that is out of budget, and what is to be said of it."""

@@ -18,7 +18,7 @@ from g4ir.ops.types import ITEMSIZE
 from g4ir.spec.record import Spec
 
 from .blocks import Block, PleParts
-from .count import Counts
+from .count import ParameterCounts
 from .drafting import ACCEPTANCE, Gain
 from .formats import WeightSizes, nominal
 from .media import MediaPart
@@ -178,7 +178,7 @@ class Plan:
     ple_placement: str | None  # None: no per-layer embeddings
     prefill_chunk: int
     skip: tuple[str, ...]
-    counts: Counts
+    counts: ParameterCounts
     ple: PleParts
     blocks: tuple[Block, ...]  # per kind of layer
     layers: tuple[Block, ...]
@@ -223,7 +223,7 @@ class Plan:
         }
 
 
-def _parameters(spec: Spec, n: Counts) -> dict[str, int]:
+def _parameters(spec: Spec, n: ParameterCounts) -> dict[str, int]:
     towers = tower_tensors(spec)
     moe = spec.text.moe
     return {

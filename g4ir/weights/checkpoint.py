@@ -30,7 +30,7 @@ from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec
 from g4ir.weights import tensorfile
 from g4ir.weights.coded import CodedWeight, MadeWeight, forms_of, split_part
-from g4ir.weights.formats import Coded, Files, read_coded
+from g4ir.weights.formats import Files, QuantisedTensors, read_coded
 from g4ir.weights.formats.base import CODED
 from g4ir.weights.layouts import ADAPTER, COMPUTED, MLX_EXPERTS, by_plain_name, plain_name
 from g4ir.weights.tensorfile import Entry, Header, open_regular, parse_json, quoted
@@ -84,7 +84,7 @@ class WeightSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Problem:
+class Mismatch:
     """One mismatch of checkpoint and spec; `fix` is a key of FIXES."""
 
     file: str
@@ -472,7 +472,7 @@ def _is_text(spec: Spec, prefix: str, name: str) -> bool:
     return inside and _tower(spec, name) is None
 
 
-def _coded(live: Found, found: Coded, dtype: str) -> dict[str, CodedWeight | MadeWeight]:
+def _coded(live: Found, found: QuantisedTensors, dtype: str) -> dict[str, CodedWeight | MadeWeight]:
     """Return the weights in codes by bare name; WeightsError for one that may not be used."""
     kept: dict[str, CodedWeight | MadeWeight] = {}
     for name, (_, entry) in live.items():
@@ -507,14 +507,14 @@ def _stored(spec: Spec, towers: Tensors, names: Found) -> Iterator[tuple[str, st
 
 def _classify(
     spec: Spec, prefix: str, names: Found, towers: Tensors
-) -> tuple[Found, dict[str, str], list[Problem]]:
+) -> tuple[Found, dict[str, str], list[Mismatch]]:
     """Sort the stored tensors into live (by bare name), ignored (name -> why) and unknown."""
     of_towers = dict(_stored(spec, towers, names))
     valid, dead = text_tensors(spec).keys() - {HEAD}, dead_tensors(spec)
     head = next((name for name in _heads(spec) if name in names), None)
     live: Found = {} if head is None else {HEAD: names[head]}
     ignored = {head: f"tied to {TOKEN_TABLE}"} if head and spec.text.tie_word_embeddings else {}
-    problems: list[Problem] = []
+    problems: list[Mismatch] = []
     for name, found in names.items():
         bare = name.removeprefix(prefix) if name.startswith(prefix) else None
         tower = _tower(spec, name)
@@ -535,20 +535,20 @@ def _classify(
 
 def _unknown(
     spec: Spec, prefix: str, name: str, found: tuple[Header, Entry], hint: bool
-) -> Problem:
+) -> Mismatch:
     header, entry = found
     if ADAPTER.search(name):
         text = "part of an adapter that is not merged"
-        return Problem(header.path.name, entry.name, text, "adapter")
+        return Mismatch(header.path.name, entry.name, text, "adapter")
     if MLX_EXPERTS in name:
-        return Problem(header.path.name, entry.name, "experts in MLX's layout", "mlx")
+        return Mismatch(header.path.name, entry.name, "experts in MLX's layout", "mlx")
     bare = name.removeprefix(prefix)
     kind = _kind_of(spec, bare) if bare.endswith("self_attn.v_proj.weight") else None
     if kind:
         text = f"unknown: expected no v_proj ({kind}.k_eq_v is true), found {_shape(entry)}"
-        return Problem(header.path.name, entry.name, text, "k_eq_v")
+        return Mismatch(header.path.name, entry.name, text, "k_eq_v")
     near = _nearest(bare, list(text_tensors(spec)), prefix) if hint else ""
-    return Problem(header.path.name, entry.name, f"not in the spec{near}", "spec")
+    return Mismatch(header.path.name, entry.name, f"not in the spec{near}", "spec")
 
 
 def _kind_of(spec: Spec, bare: str) -> str | None:
@@ -559,39 +559,39 @@ def _kind_of(spec: Spec, bare: str) -> str | None:
 
 
 def _missing(
-    spec: Spec, directory: Path, unknown: list[Problem], absent: list[str], towers: Tensors
-) -> Iterator[Problem]:
+    spec: Spec, directory: Path, unknown: list[Mismatch], absent: list[str], towers: Tensors
+) -> Iterator[Mismatch]:
     shapes = text_tensors(spec) | towers
     strays = [p.tensor for p in unknown[:200]]
     for name in absent:
         text = f"missing: expected shape {list(shapes[name])}"
         if name.endswith("self_attn.v_proj.weight") and name not in towers:
-            yield Problem(
+            yield Mismatch(
                 directory.name, name, f"{text} ({_kind_of(spec, name)}.k_eq_v is false)", "k_eq_v"
             )
         elif name == HEAD:
-            yield Problem(directory.name, name, f"{text} (tie_word_embeddings is false)", "tie")
+            yield Mismatch(directory.name, name, f"{text} (tie_word_embeddings is false)", "tie")
         elif name in towers:
             fix = "drafter" if name.startswith(DRAFTER) else "media"
-            yield Problem(directory.name, name, text, fix)
+            yield Mismatch(directory.name, name, text, fix)
         else:
             hint = _nearest(name, strays, "") if len(absent) <= SHOWN else ""
-            yield Problem(directory.name, name, text + hint, "spec")
+            yield Mismatch(directory.name, name, text + hint, "spec")
 
 
-def _mismatches(spec: Spec, live: Found, towers: Tensors) -> Iterator[Problem]:
+def _mismatches(spec: Spec, live: Found, towers: Tensors) -> Iterator[Mismatch]:
     shapes = text_tensors(spec) | towers
     shapes.setdefault(HEAD, shapes[TOKEN_TABLE])
     for name, (header, entry) in live.items():
         dtypes = WHOLE if name == ORDER else tensorfile.FLOATS
         if entry.dtype not in dtypes and (entry.dtype != CODED or dtypes == WHOLE):
             text = f"expected dtype {' or '.join(dtypes)}, found {entry.dtype}"
-            yield Problem(header.path.name, entry.name, text, "dtype")
+            yield Mismatch(header.path.name, entry.name, text, "dtype")
         elif entry.shape != tuple(shapes[name]):
             text = f"expected shape {list(shapes[name])}, found {_shape(entry)}"
             moved = len(entry.shape) > 2 and sorted(entry.shape) == sorted(shapes[name])
             text += " (channels last, as MLX stores convolutions)" if moved else ""
-            yield Problem(header.path.name, entry.name, text, "mlx" if moved else "spec")
+            yield Mismatch(header.path.name, entry.name, text, "mlx" if moved else "spec")
         elif name == HEAD and spec.text.tie_word_embeddings and TOKEN_TABLE in live:
             yield from _tied_dtype(header, entry, live[TOKEN_TABLE][1])
 
@@ -612,13 +612,13 @@ def _check_order(stored: Files, order: tuple[Header, Entry] | None) -> None:
         )
 
 
-def _tied_dtype(header: Header, head: Entry, embed: Entry) -> Iterator[Problem]:
+def _tied_dtype(header: Header, head: Entry, embed: Entry) -> Iterator[Mismatch]:
     if CODED in (head.dtype, embed.dtype):
         text = f"stored although it is tied to {TOKEN_TABLE}, and codes are not compared"
-        yield Problem(header.path.name, head.name, text, "head")
+        yield Mismatch(header.path.name, head.name, text, "head")
     elif head.dtype != embed.dtype:
         text = f"tied to {TOKEN_TABLE}: expected dtype {embed.dtype}, found {head.dtype}"
-        yield Problem(header.path.name, head.name, text, "tie")
+        yield Mismatch(header.path.name, head.name, text, "tie")
 
 
 def _shape(entry: Entry) -> str:
@@ -635,7 +635,7 @@ def _nearest(name: str, candidates: list[str], prefix: str) -> str:
     return f"; nearest: {', '.join(quoted(prefix + c) for c in close)}" if close else ""
 
 
-def report(place: Path, spec: Spec, problems: list[Problem]) -> str:
+def report(place: Path, spec: Spec, problems: list[Mismatch]) -> str:
     """Return the message of an error that lists the first problems, and what mends them."""
     lines = [f"  {p.file}: {quoted(p.tensor)}: {p.text}" for p in problems[:SHOWN]]
     more = len(problems) - SHOWN
