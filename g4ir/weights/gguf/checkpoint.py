@@ -21,9 +21,10 @@ from g4ir.ops.finite import cast
 from g4ir.ops.types import TORCH_NAMES
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec
-from g4ir.weights.checkpoint import Checkpoint, Mismatch, absent_value, report
+from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.coded import CodedWeight, MadeWeight
 from g4ir.weights.formats.base import Files
+from g4ir.weights.match import Mismatch, absent_value, report
 from g4ir.weights.tensorfile import DOWNLOAD, FLOATS, quoted
 
 from .blocks import CODED, DENSE, by_pieces

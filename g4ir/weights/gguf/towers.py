@@ -17,9 +17,10 @@ from g4ir.model.media import AUDIO, KINDS, PICTURES
 from g4ir.model.names import checkpoint_name
 from g4ir.model.tensors import CLIP_BOUNDS, Shape, media_tensors
 from g4ir.spec.record import Spec
-from g4ir.weights.checkpoint import Checkpoint, Mismatch, absent_value, report
+from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.coded import MadeWeight
 from g4ir.weights.formats.base import Files
+from g4ir.weights.match import Mismatch, absent_value, report
 from g4ir.weights.tensorfile import FLOATS, quoted
 
 from .checkpoint import READ, Blocks
