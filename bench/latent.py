@@ -35,7 +35,7 @@ from g4ir.ops.rope import rotated_pairs
 from g4ir.ops.types import torch_dtype
 from g4ir.passes import run_program
 from g4ir.passes.latent_kv import FORMS
-from g4ir.plan.latent import Measured, read_table, write_table
+from g4ir.plan.latent import LatentMeasurement, read_table, write_table
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.table import aligned
 from g4ir.weights.random import RandomCheckpoint
@@ -296,11 +296,11 @@ def keep_table(spec: Spec, rows: list[dict[str, Any]]) -> None:
     full, heads = spec.text.full, spec.text.num_attention_heads
     rotated = 2 * rotated_pairs(full.rope.kind, full.head_dim, full.rope.rotary_fraction)
     shape = (full.head_dim, rotated, heads // full.num_key_value_heads)
-    new = [Measured("cpu", r["dtype"], *shape, r["context"], r["fastest"]) for r in rows]
+    new = [LatentMeasurement("cpu", r["dtype"], *shape, r["context"], r["fastest"]) for r in rows]
     write_table([*new, *(r for r in read_table() if key(r) not in set(map(key, new)))])
 
 
-def key(r: Measured) -> tuple[Any, ...]:
+def key(r: LatentMeasurement) -> tuple[Any, ...]:
     """Return the facts that a row is about."""
     return (r.device, r.dtype, r.head_dim, r.rotated, r.group, r.context)
 

@@ -21,7 +21,7 @@ import torch
 from common import save, seconds
 
 import g4ir
-from g4ir.bench.measure import TAKE, Request, interleave, over, speeds, timed_request, turn
+from g4ir.bench.measure import TAKE, RequestTiming, interleave, over, speeds, timed_request, turn
 from g4ir.bench.roof import Meter, middle
 from g4ir.bench.runners import EngineRunner
 from g4ir.bench.stats import median
@@ -126,7 +126,7 @@ def rows(path: str, file: Path, args: argparse.Namespace) -> list[list[str]]:
     ]
 
 
-def _decode_s(rounds: list[list[Request]]) -> float:
+def _decode_s(rounds: list[list[RequestTiming]]) -> float:
     return median([x for many in rounds for request in many for x in request.itl])
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from g4ir.backends.sampling import Sampling
-from g4ir.bench.breakdown import kernels_per_step
+from g4ir.bench.calls import kernels_per_step
 from g4ir.bench.roof import Rates, synchronize
 from g4ir.bench.runners import EngineRunner, Runner, reference_runner
 from g4ir.bench.stats import percentile

@@ -73,7 +73,7 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.memory import free_memory
-from g4ir.ui.places import private
+from g4ir.ui.paths import private
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # the tests know how the bindings' signatures are read

@@ -10,6 +10,8 @@ Importing the package is cheap: torch is loaded with the first name that needs i
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 from g4ir.ui.threads import configure_openmp
@@ -43,6 +45,27 @@ _EXPORTS = {
 
 __all__ = ["__version__", *_EXPORTS]
 
+
+def _check_one_tree() -> None:
+    """Raise ImportError if the mapped folders are those of another checkout: in a second clone,
+    `python -m g4ir` finds g4ir/ in the current folder, but an editable install maps passes/,
+    backends/ and specs/ to the first."""
+    package = Path(__file__).resolve().parent
+    for folder in ("passes", "backends", "specs"):
+        found = importlib.util.find_spec(f"g4ir.{folder}")
+        if found is None or found.origin is None:
+            where = "not installed"
+        elif (tree := Path(found.origin).resolve().parents[1]) in (package, package.parent):
+            continue
+        else:
+            where = f"in {tree}"
+        raise ImportError(
+            f"g4ir is in {package.parent}, but g4ir.{folder} is {where}; "
+            f"run `pip install -e .` in the checkout that you mean to use"
+        )
+
+
+_check_one_tree()
 
 # Before the first name below loads torch.
 configure_openmp()

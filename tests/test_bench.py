@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
-import io
 import json
 import math
 import sys
@@ -13,21 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 import torch
 
-from g4ir.bench import breakdown, measure, roof
+from g4ir.bench import measure, roof
 from g4ir.bench.agreement import Agreement, compare_runners, pair_budget, void_roles
+from g4ir.bench.calls import calls_per_step
 from g4ir.bench.compare import MAIN, compare_reports, compare_text
-from g4ir.bench.measure import Request, interleave, latencies, speeds
+from g4ir.bench.measure import RequestTiming, interleave, latencies, speeds
 from g4ir.bench.peers import MODES, HfRunner, peer_model
 from g4ir.bench.report import check_engines, check_options, folder_names, run_bench
 from g4ir.bench.runners import EngineRunner, pieces, prepare, reference_runner
-from g4ir.bench.schema import VERSION, Report, json_schema, plain, read_report, report_of
+from g4ir.bench.schema import VERSION, BenchReport, plain, read_report, report_of
 from g4ir.bench.stats import FLOOR, STATISTICS, Stat, around, percentile, stat
-from g4ir.bench.text import COLUMNS, _shown, csv_text, metrics, text
+from g4ir.bench.text import _shown, text
 from g4ir.bench.work import chunk_costs, find_work, request_chunks
 from g4ir.bench.workload import Workload, draw_tokens, plan_workload
 from g4ir.check.reference import reference_engine
@@ -35,10 +33,9 @@ from g4ir.check.watch import Watched, watching
 from g4ir.cli.common import strict
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
-from g4ir.ir.distance import Budget
+from g4ir.ir.distance import Tolerance
 from g4ir.ir.flatten import flatten
-from g4ir.plan.cost import Cost, NodeCost, Roof, graph_costs, total
-from g4ir.spec.record import load_spec
+from g4ir.plan.cost import graph_costs, total
 from tests.cli_tools import PROMPT, built, g4ir, refused, text_checkpoint
 from tests.engines import CHUNK, MAX_SEQ
 
@@ -66,19 +63,17 @@ def ple(engines: Any) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def report(moe: Engine) -> Report:
+def report(moe: Engine) -> BenchReport:
     """Of one engine against the interpreter, as its reader gets it."""
     return as_read(run_bench([moe], SMALL, rounds=3, warmup=1, load_s=[0.5]))
 
 
-def written(made: Report) -> dict[str, Any]:
-    """What a file of it holds, which the schema allows."""
-    values = json.loads(json.dumps(strict(plain(made)), allow_nan=False))
-    jsonschema.validate(values, json_schema())
-    return values
+def written(made: BenchReport) -> dict[str, Any]:
+    """What a file of it holds."""
+    return json.loads(json.dumps(strict(plain(made)), allow_nan=False))
 
 
-def as_read(made: Report) -> Report:
+def as_read(made: BenchReport) -> BenchReport:
     return report_of(written(made))
 
 
@@ -136,7 +131,7 @@ def test_a_value_and_its_spread_as_text() -> None:
 
 def test_rates_and_latencies_of_a_request() -> None:
     w = Workload(input_len=8, output_len=3, batch=2)
-    r = Request(0.5, (0.1, 0.3))
+    r = RequestTiming(0.5, (0.1, 0.3))
     assert r.e2e == pytest.approx(0.9)
     assert r.tpot == pytest.approx((0.9 - 0.5) / 2)
     found = {k: s.value for k, s in speeds(w, [[r], [r]]).items()}
@@ -164,7 +159,7 @@ def test_runners_take_turns() -> None:
 
 def test_the_share_of_a_roof_goes_by_the_rates_of_its_round() -> None:
     rates = [roof.Rates(100, 50, 1), roof.Rates(200, 50, 1)]
-    rounds = [[Request(1.0, (0.2,))], [Request(1.0, (0.1,))]]
+    rounds = [[RequestTiming(1.0, (0.2,))], [RequestTiming(1.0, (0.1,))]]
     share = measure.shares(rounds, rates, lambda r: r.itl, lambda r: 10 / r.bandwidth)
     assert share == Stat(pytest.approx(10 / 150 / 0.15), pytest.approx(abs(0.5 - 10 / 150 / 0.15)))
 
@@ -334,28 +329,28 @@ class Script:
         return torch.tensor([next(self.left)])
 
 
-def compared(base: list[list[float]], other: list[list[float]], budget: Budget) -> Agreement:
+def compared(base: list[list[float]], other: list[list[float]], budget: Tolerance) -> Agreement:
     w = Workload(1, len(base))
     pair: Any = Script("a", base), Script("b", other)
     return compare_runners(w, torch.zeros(1, w.fed), pair[0], [(pair[1], budget)])[0]
 
 
 def test_choices_are_compared() -> None:
-    wide = Budget(relative=0.1)
+    wide = Tolerance(relative=0.1)
     same = compared([[1, 0, 0], [0, 2, 0]], [[1, 0, 0], [0, 2, 0]], wide)
     assert (same.count, same.equal, same.close, same.ok) == (2, 2, 0, True)
     close = compared([[1.0, 0.99, 0]], [[0.99, 1.0, 0]], wide)
     assert (close.equal, close.close, close.ok) == (0, 1, True)
-    far = compared([[1.0, 0.5, 0]], [[0.5, 1.0, 0]], Budget(cosine=0.1))
+    far = compared([[1.0, 0.5, 0]], [[0.5, 1.0, 0]], Tolerance(cosine=0.1))
     assert far.ok, "within the gap that such a budget allows"
-    wrong = compared([[1.0, 0, 0]], [[0, 1.0, 0]], Budget(cosine=-2.0))
+    wrong = compared([[1.0, 0, 0]], [[0, 1.0, 0]], Tolerance(cosine=-2.0))
     assert (wrong.equal, wrong.close) == (0, 1)
     one_bad = compared([[1, 0], [1, 0]], [[1, 0], [0.5, 0]], wide)
     assert not one_bad.ok and one_bad.equal == 2
 
 
 def test_what_is_not_a_number_disagrees() -> None:
-    nan = compared([[1.0, 0.0]], [[math.nan, 0.0]], Budget(cosine=0.9))
+    nan = compared([[1.0, 0.0]], [[math.nan, 0.0]], Tolerance(cosine=0.9))
     assert not nan.ok and math.isnan(nan.cosine)
 
 
@@ -448,42 +443,6 @@ def test_experts_are_counted(moe: Engine) -> None:
     assert total(work.decode[0][1]) == total(expert)
 
 
-# ---- the breakdown ------------------------------------------------------------------------------
-
-
-def test_measured_programs_are_split_by_their_least_times() -> None:
-    def node(name: str, kind: str, nbytes: int, flops: int = 0) -> NodeCost:
-        return NodeCost(name, "linear", kind, Cost(flops=flops, weight_bytes=nbytes))
-
-    costs = [
-        node("L0.attn.o", "attention", 10),
-        node("L0.mlp.down", "mlp", 30),
-        node("L1.mlp.down", "mlp", 5, flops=100),
-        node("head.out", "head", 7),
-    ]
-    times = {"L0.out": 4.0, "L1.out": 2.0, "logits": 1.0, breakdown.OUTSIDE: 0.5}
-    kinds, measured = breakdown.by_kind(times, costs, Roof(1.0, 1.0))
-    assert not measured
-    assert kinds == {"attention": 1.0, "mlp": 5.0, "head": 1.0, breakdown.OUTSIDE: 0.5}
-
-
-def test_a_network_of_all_layers_is_one_program() -> None:
-    costs = [
-        NodeCost(name, "linear", kind, Cost(weight_bytes=nbytes))
-        for name, kind, nbytes in (
-            ("L0.attn.o", "attention", 10),
-            ("L1.mlp.down", "mlp", 30),
-            ("head.out", "head", 20),
-        )
-    ]
-    times = {"logits": 6.0, breakdown.OUTSIDE: 0.5}
-    parts = breakdown.by_part(times, load_spec("tiny-dense"))
-    assert parts == {breakdown.WHOLE: 6.0, breakdown.OUTSIDE: 0.5}
-    kinds, measured = breakdown.by_kind(times, costs, Roof(1.0, 1.0))
-    assert not measured
-    assert kinds == {"attention": 1.0, "mlp": 3.0, "head": 2.0, breakdown.OUTSIDE: 0.5}
-
-
 @pytest.mark.parametrize(
     ("paths", "names"),
     [
@@ -497,54 +456,18 @@ def test_engines_are_named_by_folder(paths: list[str], names: list[str]) -> None
     assert folder_names([Path(p) for p in paths]) == names
 
 
-def test_measured_nodes_need_no_split() -> None:
-    costs = [NodeCost("L0.attn.o", "linear", "attention", Cost())]
-    kinds, measured = breakdown.by_kind({"L0.attn.o": 2.0, "L0.x": 1.0}, costs, Roof(1.0, 1.0))
-    assert measured and kinds == {"attention": 2.0, "other": 1.0}
-
-
-def test_a_node_of_several_kinds_is_split_by_its_least_times() -> None:
-    parts = {"mlp": Cost(weight_bytes=10), "experts": Cost(weight_bytes=30)}
-    costs = [NodeCost("L0.mlp.down", "moe_mlp", "experts", Cost(weight_bytes=40), parts)]
-    kinds, measured = breakdown.by_kind({"L0.mlp.down": 2.0}, costs, Roof(1.0, 1.0))
-    assert measured and kinds == {"mlp": 0.5, "experts": 1.5}
-
-
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-@pytest.mark.parametrize("name", ["tiny-moe", "tiny-ple"])
-def test_parts_and_kinds_add_up(engines: Any, backend: str, name: str) -> None:
-    engine = engines(backend, name)
-    tokens = draw_tokens(SMALL, engine)
-    costs = graph_costs(engine.program.graphs["decode"], C=30)
-    b = breakdown.breakdown(engine, SMALL, tokens, costs, Roof(1e9, 1e9))
-    for parts in (b.parts_ms, b.kinds_ms):
-        assert sum(parts.values()) == pytest.approx(b.whole_ms)
-    assert b.kinds == ("measured" if backend == "reference" else "estimated from the cost model")
-    kinds = {layer.kind for layer in engine.spec.layers()}
-    assert kinds <= {word for part in b.parts_ms for word in part.split()}
-    assert {"head", "session"} <= b.parts_ms.keys()
-    assert {"attention", "mlp", "head"} <= b.kinds_ms.keys()
-
-
 def test_calls_are_counted(engines: Any) -> None:
-    torch_calls = breakdown.calls_per_step(engines("torch", "tiny-moe"))
+    torch_calls = calls_per_step(engines("torch", "tiny-moe"))
     plan = engines("torch", "tiny-moe").runtime.plans["decode", True]
     assert sum(torch_calls.values()) == len(plan)
     graph = engines("reference", "tiny-moe").program.graphs["decode"]
-    assert breakdown.calls_per_step(engines("reference", "tiny-moe")) == {"nodes": len(graph.nodes)}
+    assert calls_per_step(engines("reference", "tiny-moe")) == {"nodes": len(graph.nodes)}
 
 
 # ---- the report ---------------------------------------------------------------------------------
 
 
-def test_the_schema_is_one() -> None:
-    jsonschema.Draft202012Validator.check_schema(json_schema())
-    assert json.loads(g4ir("bench", "--schema").out) == json_schema()
-    left_out = json_schema()["$defs"]["Run"]["properties"]["mbu"]
-    assert left_out == {"$ref": "#/$defs/Stat"}, "never null"
-
-
-def test_keys_of_vllm_are_what_its_formulas_say(report: Report) -> None:
+def test_keys_of_vllm_are_what_its_formulas_say(report: BenchReport) -> None:
     run, w = report.runs[0], report.workload
     ttft, itl = np.array(run.samples_ms.ttft), np.array(run.samples_ms.itl)
     assert ttft.shape == (3, w.requests_per_round)
@@ -564,7 +487,7 @@ def test_keys_of_vllm_are_what_its_formulas_say(report: Report) -> None:
     assert report.total_token_throughput == pytest.approx(everything / seconds)
 
 
-def test_shares_follow_from_samples_and_roof(report: Report) -> None:
+def test_shares_follow_from_samples_and_roof(report: BenchReport) -> None:
     run, rates = report.runs[0], report.roof.samples
     assert run.work
     bandwidth = max(np.median([r[k] for r in rates]) for k in ("read", "copy"))
@@ -579,7 +502,7 @@ def test_shares_follow_from_samples_and_roof(report: Report) -> None:
     assert report.roof_ratio["decode"] == pytest.approx(work.floor_ms / step / 1e3)
 
 
-def test_a_report_says_what_ran(report: Report, moe: Engine) -> None:
+def test_a_report_says_what_ran(report: BenchReport, moe: Engine) -> None:
     run, env = report.runs[0], report.env
     assert run.engine and run.engine.manifest == moe.manifest["digest"]
     assert run.setup_s["load"] == 0.5 and (run.setup_s["first_request"] or 0) > 0
@@ -590,21 +513,13 @@ def test_a_report_says_what_ran(report: Report, moe: Engine) -> None:
     assert report.agreement[0].base == "reference" and report.peer is None
 
 
-def test_the_text_shows_agreement_before_any_speed(report: Report) -> None:
+def test_the_text_shows_agreement_before_any_speed(report: BenchReport) -> None:
     lines = text(report).splitlines()
     outputs = next(i for i, x in enumerate(lines) if x.startswith("outputs"))
     speed = next(i for i, x in enumerate(lines) if "TTFT" in x)
     assert "same token 5 of 5" in lines[outputs] and outputs < speed
-    for word in ("MBU", "MFU", "of the roof", "tokens/s a user", "experts  2.0 of 8", "peak"):
+    for word in ("MBU", "MFU", "of the roofline", "tokens/s a user", "experts  2.0 of 8", "peak"):
         assert any(word in x for x in lines), word
-
-
-def test_csv_has_a_row_for_each_metric(report: Report) -> None:
-    rows = list(csv.DictReader(io.StringIO(csv_text(report))))
-    assert tuple(rows[0]) == COLUMNS
-    assert len(rows) == 3 + sum(len(list(metrics(r))) for r in report.runs)
-    one = next(r for r in rows if r["metric"] == "itl_p99")
-    assert float(one["value"]) == report.p99_itl_ms and one["unit"] == "ms"
 
 
 def saved(folder: Path, values: dict[str, Any], name: str = "r.json") -> Path:
@@ -613,11 +528,11 @@ def saved(folder: Path, values: dict[str, Any], name: str = "r.json") -> Path:
     return path
 
 
-def test_a_report_is_read_back(report: Report, tmp_path: Path) -> None:
+def test_a_report_is_read_back(report: BenchReport, tmp_path: Path) -> None:
     assert read_report(saved(tmp_path, written(report))) == report
 
 
-def test_another_schema_version_is_refused(report: Report, tmp_path: Path) -> None:
+def test_another_schema_version_is_refused(report: BenchReport, tmp_path: Path) -> None:
     path = saved(tmp_path, {**written(report), "schema": VERSION + 6})
     message = refused("bench-compare", path, path)
     assert str(path) in message and f"version {VERSION + 6}, expected {VERSION}" in message
@@ -631,21 +546,21 @@ def test_what_is_no_report_is_refused(content: str, tmp_path: Path) -> None:
 
 
 def test_reports_that_lack_or_change_something_are_refused(
-    report: Report, tmp_path: Path, full: bool
+    report: BenchReport, tmp_path: Path, full: bool
 ) -> None:
-    """Every value taken away or replaced, in the short run in two of the ways: refused exactly
-    where the schema does not allow it."""
-    values, validator = written(report), jsonschema.Draft202012Validator(json_schema())
+    """Every value removed or replaced, in the short run in two of the ways: refused with one error
+    or read as what a report may hold."""
+    values = written(report)
     refusals, ways = 0, ["gone", "text", [1], {"a": 1}, -1, None, True]
     for i, path in enumerate(paths(values)):
         for value in ways if full else (ways[i % 7], ways[(i + 3) % 7]):
             bad = changed(values, path, value)
-            if validator.is_valid(bad):
-                report_of(bad)
-                continue
-            refusals += 1
-            with pytest.raises(InputError):
-                report_of(bad)
+            try:
+                made = report_of(bad)
+            except InputError:
+                refusals += 1
+            else:
+                assert report_of(written(made)) == made
     assert refusals > (500 if full else 150)
     with pytest.raises(InputError, match="runs: must have at least 1 items, has 0"):
         report_of(changed(values, ("runs",), []))
@@ -677,20 +592,20 @@ def paths(value: Any, depth: int = 5) -> Iterator[tuple[Any, ...]]:
 # ---- two reports --------------------------------------------------------------------------------
 
 
-def slower(report: Report, factor: float) -> Report:
+def slower(report: BenchReport, factor: float) -> BenchReport:
     run = report.runs[0]
-    itl = {k: replace(s, value=s.value * factor) for k, s in run.stats.itl_ms.items()}
-    return replace(report, runs=(replace(run, stats=replace(run.stats, itl_ms=itl)),))
+    itl = {k: replace(s, value=s.value * factor) for k, s in run.stats["itl_ms"].items()}
+    return replace(report, runs=(replace(run, stats={**run.stats, "itl_ms": itl}),))
 
 
-def test_a_report_equals_itself(report: Report) -> None:
+def test_a_report_equals_itself(report: BenchReport) -> None:
     same = compare_reports(report, report)
     assert same.differ == 0 and not same.notes
     assert {r.metric for r in same.rows} == MAIN
     assert all(r.ratio == 1 for r in same.rows if r.a.value)
 
 
-def test_differences_beyond_the_spreads_are_marked(report: Report, tmp_path: Path) -> None:
+def test_differences_beyond_the_spreads_are_marked(report: BenchReport, tmp_path: Path) -> None:
     other = slower(report, 100.0)
     found = compare_reports(report, other, every=True)
     marked = {r.metric for r in found.rows if r.differs}
@@ -705,7 +620,7 @@ def test_differences_beyond_the_spreads_are_marked(report: Report, tmp_path: Pat
     assert b"<svg" in (tmp_path / "ab.svg").read_bytes()
 
 
-def test_what_makes_two_reports_incomparable_is_said(report: Report) -> None:
+def test_what_makes_two_reports_incomparable_is_said(report: BenchReport) -> None:
     run = report.runs[0]
     assert run.engine
     odd = replace(run, void=True, engine=replace(run.engine, manifest="0" * 64))
@@ -725,17 +640,13 @@ def test_what_makes_two_reports_incomparable_is_said(report: Report) -> None:
 
 
 def test_bench_writes_all_its_files(moe: Engine, tmp_path: Path) -> None:
-    files = {
-        flag: tmp_path / f"r.{end}"
-        for flag, end in (("--json", "json"), ("--csv", "csv"), ("--plot", "png"))
-    }
+    files = {flag: tmp_path / f"r.{end}" for flag, end in (("--json", "json"), ("--plot", "png"))}
     words = [w for pair in files.items() for w in pair]
     outcome = g4ir("bench", moe.path, *FLAGS, "--context", "9", *words)
     assert outcome.code == 0, outcome.err
     made = read_report(files["--json"])
     assert made.workload.context == 9
     assert text(made).splitlines() == outcome.out.splitlines()
-    assert files["--csv"].read_text() == csv_text(made)
     assert files["--plot"].read_bytes().startswith(b"\x89PNG")
 
 
@@ -758,7 +669,6 @@ def test_two_engines_and_a_peer_in_one_run(engines: Any, moe: Engine, tmp_path: 
     )
     assert outcome.code == 0, outcome.err
     made = json.loads(outcome.out)
-    jsonschema.validate(made, json_schema())
     assert [r["role"] for r in made["runs"]] == ["engine", "engine-b", "hf", "hf-static"]
     names = folder_names([moe.path, reference.path])
     assert [r.get("name") for r in made["runs"]] == [*names, None, None]
@@ -808,7 +718,6 @@ def test_rows_share_a_batch(ple: Engine, engines: Any) -> None:
         (("x", "--warmup", "-1"), "--warmup -1"),
         (("x", "--plot", "x.gif"), "ends in .png or .svg"),
         (("x", "--json", "/no/such/r.json"), "--json /no/such/r.json: no such directory"),
-        (("x", "--csv", "/no/such/r.csv"), "--csv"),
     ],
 )
 def test_bad_requests(words: tuple[str, ...], named: str) -> None:

@@ -22,7 +22,7 @@ from g4ir.errors import InputError, WeightsError
 from g4ir.model.tensors import dead_tensors, text_tensors
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.files import write_file
-from g4ir.ui.places import hub_cache
+from g4ir.ui.paths import hub_cache
 from g4ir.weights import tensorfile
 from g4ir.weights.checkpoint import Checkpoint, WeightSource, sha256
 from g4ir.weights.hub import hub_snapshot

@@ -11,7 +11,7 @@ import pytest
 
 from g4ir.engine import digests
 from g4ir.engine.digests import has_digest, remembered_digest
-from g4ir.ui.places import state_root
+from g4ir.ui.paths import state_root
 
 CONTENT = bytes(range(256)) * 4
 

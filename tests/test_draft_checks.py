@@ -12,7 +12,9 @@ import torch
 
 import g4ir
 from g4ir.check.logits import ROUNDS_ALONE, verify_engine
-from g4ir.check.passes import BACKEND, _chunks, _rounds, verify_each_pass
+from g4ir.check.passes import verify_each_pass
+from g4ir.check.stages import BACKEND
+from g4ir.check.steps import chunks_of_tokens, rounds_of
 from g4ir.engine.engine import Engine
 from g4ir.model.decoder import VERIFY
 from tests import cli_tools
@@ -93,13 +95,14 @@ def test_each_pass_is_seen_in_rounds(engine: Engine) -> None:
 
 def test_rounds_end_with_wrong_tokens() -> None:
     ids = torch.arange(20, 41)
-    chunks = [*_chunks(ids, 8, 16)]
-    rounds = [c for c in _rounds(chunks, MOST + 1, 48) if c.phase == VERIFY]
+    chunks = [*chunks_of_tokens(ids, 8, 16)]
+    rounds = [c for c in rounds_of(chunks, MOST + 1, 48) if c.phase == VERIFY]
     assert [c.at for c in rounds] == [17, 19] and [c.valid for c in rounds] == [5, 4]
     for c in rounds:
         right = ids[c.at : c.at + 2]
-        assert c.tokens[0, :2].equal(right) and c.tokens[0, 2] != c.at + 22
-    assert [c.valid for c in _rounds(chunks, 33, 23) if c.judged] == [6, 3]
+        tokens = c.inputs["tokens"][0]
+        assert tokens[:2].equal(right) and tokens[2] != c.at + 22
+    assert [c.valid for c in rounds_of(chunks, 33, 23) if c.phase == VERIFY] == [6, 3]
 
 
 def test_rings_of_less_slack_are_named(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ from g4ir.model.text import build_graph
 from g4ir.passes import run_passes
 from g4ir.plan.cost import Cost, Roof, graph_costs, total
 from g4ir.plan.drafting import ACCEPTANCE, Gain, gains, gains_text, tokens_per_round
-from g4ir.plan.plan import PLANNED, Drafts, make_plan
+from g4ir.plan.plan import PLANNED, make_plan
+from g4ir.plan.records import Drafts
 from g4ir.spec.record import load_spec
 from tests.cli_tools import built, g4ir, refused
 

@@ -33,7 +33,7 @@ from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec, check_spec, diff_specs, load_spec
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.gguf import blocks as block_forms
-from g4ir.weights.gguf.blocks import CODED, DENSE, Coded
+from g4ir.weights.gguf.blocks import CODED, DENSE, BlockFormat
 from g4ir.weights.gguf.checkpoint import open_gguf
 from g4ir.weights.gguf.container import read_container
 from g4ir.weights.gguf.metadata import SPEC_ONLY, read_spec
@@ -283,7 +283,7 @@ def test_linked_codes_in_another_form(tmp_path: Path, monkeypatch: pytest.Monkey
     now, as_bytes = CODED["Q6_K"], OPS["as_bytes"].reference
     codes, scales = (lambda b, i=i: as_bytes(now.codes(b), now.scales(b))[i] for i in range(2))
     with monkeypatch.context() as patch:
-        patch.setitem(CODED, "Q6_K", Coded(Scheme("int8", 16, "f32"), codes, scales))
+        patch.setitem(CODED, "Q6_K", BlockFormat(Scheme("int8", 16, "f32"), codes, scales))
         built(tmp_path, widened("tiny-dense"), all_of("Q6_K"), link_weights=True)
         g4ir.load_engine(tmp_path / "engine")
     with pytest.raises(G4Error, match=r"takes codes in other forms than .*g4ir build --spec "):

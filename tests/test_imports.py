@@ -66,7 +66,7 @@ BANNED_NAMES = {
 }
 ALLOWED = {
     "g4ir.parallel.group": {"os.environ"},  # where torchrun says which rank a process is
-    "g4ir.ui.places": {"os.environ"},  # where the user's caches and decisions lie is said there
+    "g4ir.ui.paths": {"os.environ"},  # where the user's caches and decisions lie is said there
     "g4ir.ui.threads": {"os.environ"},  # OpenMP reads its settings there
 }
 

@@ -27,7 +27,7 @@ from g4ir.ops import OPS
 from g4ir.ops.types import Type, torch_dtype
 from g4ir.passes import PASSES
 from g4ir.passes.latent_kv import FORMS, latent_kv
-from g4ir.plan.latent import TABLE, Measured, choose_form, read_table, write_table
+from g4ir.plan.latent import TABLE, LatentMeasurement, choose_form, read_table, write_table
 from g4ir.spec.parts import FULL, SLIDING, Rope
 from g4ir.spec.record import Spec, check_spec, load_spec
 from g4ir.spec.shrink import shrink
@@ -499,7 +499,7 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 # --- the table of measurements ----------------------------------------------------------------
 
-ROW = Measured("cpu", "bf16", 512, 128, 8, 8192, "raw")
+ROW = LatentMeasurement("cpu", "bf16", 512, 128, 8, 8192, "raw")
 
 
 def test_the_shipped_table_is_one() -> None:

@@ -20,8 +20,8 @@ from g4ir.model.media import KINDS, find_media
 from g4ir.model.names import checkpoint_name
 from g4ir.model.sounds import MelSettings
 from g4ir.model.towers import build_vision
+from g4ir.plan.footprint import reserve
 from g4ir.plan.options import BuildOptions
-from g4ir.plan.plan import reserve
 from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint

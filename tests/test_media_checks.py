@@ -17,12 +17,13 @@ from g4ir.bench import measure, roof
 from g4ir.bench.workload import Workload, draw_tokens
 from g4ir.check.logits import verify_engine
 from g4ir.check.media import HEAD, STEPS, check_media, smallest_items
-from g4ir.check.passes import BACKEND, verify_each_pass
+from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine, wide_engine
+from g4ir.check.stages import BACKEND
 from g4ir.check.tokens import random_ids, random_tokens
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
-from g4ir.ir.distance import BUDGETS, Budget
+from g4ir.ir.distance import BUDGETS, Tolerance
 from g4ir.ir.graph import Graph, rebuild
 from tests import cli_tools as cli
 
@@ -181,7 +182,7 @@ def test_16_bit(tmp_path: Path) -> None:
     )
     media = check_media(engine)
     assert media.ok and media.prompt and not media.not_run
-    assert {t.budget for t in (*media.towers, media.prompt)} == {Budget(cosine=0.999)}
+    assert {t.budget for t in (*media.towers, media.prompt)} == {Tolerance(cosine=0.999)}
 
 
 @pytest.mark.parametrize("max_seq, soft", [(64, {"audio": 48}), (32, None)])
@@ -306,7 +307,7 @@ def test_rounding_is_measured_where_the_budget_is_missed(
 ) -> None:
     """Against float64, in towers and in the prompt."""
     engine = built["tiny-unified"]
-    monkeypatch.setitem(BUDGETS, ("f32", "reference"), Budget(relative=1e-9))
+    monkeypatch.setitem(BUDGETS, ("f32", "reference"), Tolerance(relative=1e-9))
     run, encode = engine.runtime.run, engine.runtime.encode
     monkeypatch.setattr(engine.runtime, "encode", lambda *given: encode(*given) * (1 + off))
 

@@ -92,6 +92,19 @@ def test_no_module_is_loaded_under_a_second_name() -> None:
     assert not {"passes", "backends", "specs"} & set(python(code).split())
 
 
+def test_two_checkouts_do_not_mix(tmp_path: Path) -> None:
+    """A clone that is not installed would take passes/ of the installed checkout."""
+    for name in ("g4ir", *MAPPED):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "g4ir", "specs", "list"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: g4ir is in {tmp_path}, but g4ir.passes is in {ROOT}; "
+        f"run `pip install -e .` in the checkout that you mean to use"
+    )
+
+
 def test_help_does_not_import_torch() -> None:
     code = (
         "import sys\n"

@@ -19,7 +19,7 @@ from g4ir.check import memory_check
 from g4ir.check.logits import verify_engine
 from g4ir.check.peers import EnginePeer, HfPeer
 from g4ir.check.reference import reference_engine
-from g4ir.check.report import Report
+from g4ir.check.report import VerifyReport
 from g4ir.check.tokens import random_tokens
 from g4ir.engine.engine import Engine
 from g4ir.ir import distance
@@ -72,7 +72,7 @@ def changed(engine: Engine, edits: Mapping[str, Change]) -> Engine:
 # ---- right engines -------------------------------------------------------------------------------
 
 
-def sound(engine: Engine, against: str) -> Report:
+def sound(engine: Engine, against: str) -> VerifyReport:
     report = verify_engine(engine, against)
     assert report.ok, report.text()
     assert report.budget.rounding and report.budget.rounding.anchor == "float64"
@@ -172,7 +172,7 @@ WRONG: dict[str, tuple[str, Change, float]] = {
 }
 
 
-def over_budget(report: Report, layer: str) -> float:
+def over_budget(report: VerifyReport, layer: str) -> float:
     """How many times its budget a layer adds."""
     found = next(e for e in report.local if e.layer == layer)
     median, worst = found.ratios
@@ -312,7 +312,7 @@ def test_distances_and_limits() -> None:
     anchor = Anchor("float64", rows, [rows * 1.03])
     found = anchor.rounding(rows * torch.tensor([[1.01], [1.05]]), "bf16")
     assert (found.median, found.worst) == (pytest.approx(0.03), pytest.approx(0.05))
-    budget = distance.Budget(rounding=found)
+    budget = distance.Tolerance(rounding=found)
     good = anchor.errors(rows * 1.05, rows)
     assert budget.all_hold(good) and good.distance.tolist() == pytest.approx([0.05, 0.05])
     assert not budget.all_hold(anchor.errors(rows * 1.1, rows)), "the median"
@@ -334,7 +334,7 @@ def test_rows_of_something_else_do_not_hold() -> None:
     size[:6] = 0.45
     found = Anchor("float64", rows, []).rounding(rows + size * noise, "bf16")
     assert found.far == pytest.approx(6 / 500) and 0.4 < found.worst < 0.6
-    anchor, budget = Anchor("float64", rows, []), distance.Budget(rounding=found)
+    anchor, budget = Anchor("float64", rows, []), distance.Tolerance(rounding=found)
     right = anchor.errors(rows + size.flip(0) * noise.flip(0), rows)
     assert budget.all_hold(right)
     for wrong in (rows.roll(1, 0), rows * 0, -rows):

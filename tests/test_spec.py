@@ -374,16 +374,17 @@ def test_extends_a_file_beside_it(tmp_path: Path) -> None:
 def test_check_spec_guards_specs_built_in_python() -> None:
     spec = load_spec("tiny-ple")
     text = spec.text
+    width = "text.hidden_size"
     wrong: list[tuple[Any, str]] = [
         (replace(spec, dtype="bfloat16"), "dtype: must be bf16"),
-        (replace(spec, text=replace(text, hidden_size=0)), "text.hidden_size"),
-        (replace(spec, text=replace(text, hidden_size=6.5)), "text.hidden_size: must be int"),
-        (replace(spec, text=replace(text, hidden_size=True)), "text.hidden_size: must be int"),
+        (replace(spec, text=replace(text, hidden_size=0)), width),
+        (replace(spec, text=replace(text, hidden_size=6.5)), f"{width}: expected an integer"),
+        (replace(spec, text=replace(text, hidden_size=True)), f"{width}: expected an integer"),
         (replace(spec, text=replace(text, rms_norm_eps=float("nan"))), "text.rms_norm_eps"),
         (replace(spec, text=replace(text, pattern=("globl",))), "text.pattern"),
         (replace(spec, text=replace(text, num_kv_shared_layers=8)), "text.num_kv_shared_layers"),
         (replace(spec, vision=UnifiedVision(8, 8)), "vision: a gemma4 spec has no UnifiedVision"),
-        (replace(spec, tokens=None), "tokens: must be Tokens"),
+        (replace(spec, tokens=None), "tokens: expected a mapping"),
     ]
     for bad, part in wrong:
         with pytest.raises(SpecError, match=part):

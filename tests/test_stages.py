@@ -15,9 +15,11 @@ import g4ir
 from g4ir import passes as pipeline
 from g4ir.check import pass_report
 from g4ir.check.params import StageWeights, plain_params
-from g4ir.check.pass_report import Comparison, StagesReport, joint_budget, local_errors
-from g4ir.check.passes import BACKEND, STORED, Run, Shown, _chunks, _stages, verify_each_pass
+from g4ir.check.pass_report import StageComparison, StagesReport, joint_budget, local_errors
+from g4ir.check.passes import Shown, verify_each_pass
 from g4ir.check.reference import reference_engine
+from g4ir.check.stages import BACKEND, STORED, StageRun, stages_of
+from g4ir.check.steps import chunks_of_tokens
 from g4ir.engine.engine import Engine
 from g4ir.errors import CheckError, EngineError, WeightsError
 from g4ir.ir.graph import Graph, Node, Value, rebuild
@@ -148,12 +150,12 @@ def test_tokens(ple: Engine) -> None:
     assert report.chunks == (5, 9, 3, 1, 1, 1, 1) and report.tokens == 21
     assert verify_each_pass(ple, tokens=[5, 6, 7]).chunks == (1, 1, 1)
     ids = torch.arange(40)
-    chunks = [*_chunks(ids, 8, 8)]
+    chunks = [*chunks_of_tokens(ids, 8, 8)]
     assert [c.valid for c in chunks] == [6, 6, 6, 6, 6, 3, 3] + [1] * 4
-    assert all(c.tokens.shape[1] == c.valid + 2 <= 8 for c in chunks[:7])
-    assert torch.cat([c.tokens[0, : c.valid] for c in chunks]).equal(ids)
+    assert all(c.inputs["tokens"].shape[1] == c.valid + 2 <= 8 for c in chunks[:7])
+    assert torch.cat([c.inputs["tokens"][0, : c.valid] for c in chunks]).equal(ids)
     assert [c.at for c in chunks] == [sum(c.valid for c in chunks[:i]) for i in range(11)]
-    assert {c.phase for c in _chunks(ids, 8, 1)} == {"decode"}
+    assert {c.phase for c in chunks_of_tokens(ids, 8, 1)} == {"decode"}
 
 
 def test_small_limits(tmp_path: Path) -> None:
@@ -617,13 +619,16 @@ def test_wrong_cache_of_a_backend(ple: Engine, monkeypatch: pytest.MonkeyPatch) 
     assert culprit.first.value == "L1.v.next"
 
 
-def shown(engine: Engine, after: str = PASSES[-1]) -> tuple[Shown, Comparison]:
+def shown(engine: Engine, after: str = PASSES[-1]) -> tuple[Shown, StageComparison]:
     """The first chunk of an engine as it is after a pass, of which a backend has shown all up to
     layer 1."""
-    stages = _stages(engine, StageWeights(plain_params(engine), "cpu"))
+    stages = stages_of(engine, StageWeights(plain_params(engine), "cpu"))
     stage = next(s for s in stages if s.name == after)
-    chunk, comparison = next(_chunks(torch.arange(20), 8, 16)), Comparison(BACKEND, engine.dtype)
-    trace, recording = Run(stage, 20, "cpu").trace(chunk), stage.recordings["prefill"]
+    chunk, comparison = (
+        next(chunks_of_tokens(torch.arange(20), 8, 16)),
+        StageComparison(BACKEND, engine.dtype),
+    )
+    trace, recording = StageRun(stage, 20, "cpu").trace(chunk), stage.recordings["prefill"]
     given = {v.name for v in recording.graphs[1].inputs} | {"L1.out", "L2.in"}
     return Shown(recording, chunk, trace, comparison, given), comparison
 

@@ -46,7 +46,7 @@ from g4ir.ops import OPS
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.engine_limits import Limits
 from g4ir.spec.record import Spec, load_spec
-from g4ir.ui.places import claimed
+from g4ir.ui.paths import claimed
 from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import split_program
 from tests.configs import RANDOM, SMALL, spec_called

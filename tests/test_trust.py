@@ -28,7 +28,7 @@ from g4ir.errors import (
     TrustError,
     WeightsError,
 )
-from g4ir.ui import places
+from g4ir.ui import paths
 from tests.engines import resigned
 
 #: a library that writes a file as soon as it is loaded
@@ -215,19 +215,19 @@ def test_signing_looks_at_the_engine_first(copied: Path, tmp_path: Path) -> None
 
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "g4ir" / "programs"
-    places.private(folder)
+    paths.private(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     for place, mode in ((folder, 0o770), (folder, 0o707), (folder.parent, 0o777)):
         place.chmod(mode)
         with pytest.raises(TrustError, match=f"`chmod go-w {place}`"):
-            places.check_private(folder)
+            paths.check_private(folder)
         place.chmod(0o700)
-    places.check_private(folder)
+    paths.check_private(folder)
     tmp_path.chmod(0o777)  # in which the folder itself could be exchanged
     with pytest.raises(TrustError, match=f"`chmod go-w {tmp_path}`"):
-        places.check_private(folder)
+        paths.check_private(folder)
     tmp_path.chmod(0o1777)  # but not where only the owner of an entry may
-    places.check_private(folder)
+    paths.check_private(folder)
 
 
 def test_a_folder_of_another_user_is_refused(
@@ -235,9 +235,9 @@ def test_a_folder_of_another_user_is_refused(
 ) -> None:
     folder = tmp_path / "g4ir"
     folder.mkdir()
-    monkeypatch.setattr(places.os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(paths.os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(TrustError, match="belongs to another user"):
-        places.check_private(folder)
+        paths.check_private(folder)
 
 
 def test_a_planted_program_is_not_taken_from_the_cache(
@@ -276,11 +276,11 @@ def test_the_compiler_keeps_its_files_in_a_private_folder(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/guessed")
-    places.keep_inductor_private("/tmp/guessed")
+    paths.keep_inductor_private("/tmp/guessed")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "g4ir" / "inductor")
     assert stat.S_IMODE((tmp_path / "g4ir" / "inductor").stat().st_mode) == 0o700
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/of/the/user")
-    places.keep_inductor_private("/tmp/guessed")
+    paths.keep_inductor_private("/tmp/guessed")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/of/the/user"
 
 
@@ -378,7 +378,7 @@ def test_no_room_to_unpack_is_one_error(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(places.tempfile, "tempdir", str(tmp_path / "missing"))
+    monkeypatch.setattr(paths.tempfile, "tempdir", str(tmp_path / "missing"))
     assert main(["run", str(copied), "--tokens", "2,5", "--trust"]) == 3
     said = capsys.readouterr().err
     assert "no folder to unpack" in said and "missing" in said and "XDG_CACHE_HOME" in said
@@ -391,7 +391,7 @@ def test_any_umask_makes_private_folders(tmp_path: Path, home: Path) -> None:
     """With 002, as many systems have it, a folder made as usual could be written by a group."""
     before = os.umask(0o002)
     try:
-        made = places.private(places.state_root() / "engines")
+        made = paths.private(paths.state_root() / "engines")
     finally:
         os.umask(before)
     for folder in (made, made.parent, made.parent.parent):
@@ -402,7 +402,7 @@ def test_an_exposed_state_folder_fails_no_build(
     tmp_path: Path, home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The engine is there; what cannot be kept is said, with the command that mends it."""
-    folder = places.private(places.state_root())
+    folder = paths.private(paths.state_root())
     folder.chmod(0o775)
     engine = g4ir.build(
         "tiny-dense", tmp_path / "e", random_weights=0, backend="reference", max_seq=32
@@ -417,12 +417,12 @@ def test_unpacking_takes_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     seen: list[str] = []
 
     def unpack() -> None:
-        with places.unpacking() as mine:
+        with paths.unpacking() as mine:
             seen.append(os.environ["TMPDIR"])
             assert seen[-1] == str(mine.path)
         mine.close()
 
-    with places.unpacking() as first:
+    with paths.unpacking() as first:
         other = threading.Thread(target=unpack)
         other.start()
         other.join(0.2)
@@ -436,14 +436,14 @@ def test_unpacking_takes_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_folders_of_killed_processes_go(tmp_path: Path) -> None:
     """Those that a process holds stay, however old they are."""
-    held = places.Unpacked(tmp_path / "unpacked")
-    left = tmp_path / "unpacked" / f"{places.PREFIX}left"
-    new = tmp_path / "unpacked" / f"{places.PREFIX}new"
+    held = paths.PrivateFolder(tmp_path / "unpacked")
+    left = tmp_path / "unpacked" / f"{paths.PREFIX}left"
+    new = tmp_path / "unpacked" / f"{paths.PREFIX}new"
     for folder in (left, new):
         (folder / "data").mkdir(parents=True)
     for folder in (left, held.path):
         os.utime(folder, (0, 0))
-    places.Unpacked(tmp_path / "unpacked").close()
+    paths.PrivateFolder(tmp_path / "unpacked").close()
     assert held.path.is_dir() and new.is_dir() and not left.exists()
     held.close()
 
@@ -453,16 +453,16 @@ def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(places.Path, "home", no_home)
+    monkeypatch.setattr(paths.Path, "home", no_home)
     with pytest.raises(MissingError, match="set XDG_CACHE_HOME"):
-        places.cache_root()
+        paths.cache_root()
 
 
 def test_the_compiler_does_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    places.keep_inductor_private("/tmp/torchinductor_user")
+    paths.keep_inductor_private("/tmp/torchinductor_user")
     found = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     assert found.is_dir() and stat.S_IMODE(found.stat().st_mode) == 0o700
 

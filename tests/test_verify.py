@@ -20,11 +20,11 @@ from g4ir.check import peers
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine
-from g4ir.check.report import LEVELS, Position, Report, Saturation, _row, curve
+from g4ir.check.report import LEVELS, Position, Saturation, VerifyReport, _row, curve
 from g4ir.check.tokens import random_tokens
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError, SpecError
-from g4ir.ir.distance import BUDGETS, Budget, row_errors
+from g4ir.ir.distance import BUDGETS, Tolerance, row_errors
 from g4ir.spec.record import load_spec
 from tests.configs import spec_called
 from tests.engines import MAX_SEQ, random_checkpoint, some_tokens
@@ -271,12 +271,12 @@ def test_rounding_is_measured_where_the_budget_is_missed(
     engines: Any, monkeypatch: pytest.MonkeyPatch, against: str
 ) -> None:
     """Against float64 on this very model; four times as much is allowed."""
-    monkeypatch.setitem(BUDGETS, ("f32", against), Budget(relative=1e-9))
+    monkeypatch.setitem(BUDGETS, ("f32", against), Tolerance(relative=1e-9))
     engine = engines("torch", "tiny-ple")
     report = verify_engine(engine, against, checkpoint=engines.checkpoint("tiny-ple"))
     ids = random_tokens(engine, 96)
     rounding = compare.rounding_error(engine, ids, report.turns, engine.all_logits)
-    assert 1e-7 < rounding < 1e-4 and report.budget == Budget(relative=4 * rounding)
+    assert 1e-7 < rounding < 1e-4 and report.budget == Tolerance(relative=4 * rounding)
 
 
 # --- the report -------------------------------------------------------------------------------
@@ -377,7 +377,7 @@ def test_no_softcap_no_alarm(tmp_path: Path) -> None:
     assert verify_engine(engine).saturation is None
 
 
-def greedy_report(engines: Any, budget: Budget, tokens: list[int]) -> Any:
+def greedy_report(engines: Any, budget: Tolerance, tokens: list[int]) -> Any:
     class Fixed:
         def greedy(self, prompt: torch.Tensor, count: int, readable: int) -> Any:
             logits = torch.zeros(count, 512)
@@ -394,11 +394,11 @@ def greedy_report(engines: Any, budget: Budget, tokens: list[int]) -> Any:
 def test_close_calls_may_go_either_way(engines: Any) -> None:
     """The two best of the peer's logits are 1e-3 apart, 16 times their rms of 0.0625 is 1."""
     tokens = [1, 1, 1, 2] + [7] * 20
-    strict = greedy_report(engines, Budget(relative=1e-3), tokens)
+    strict = greedy_report(engines, Tolerance(relative=1e-3), tokens)
     assert (strict.equal, strict.differs) == (3, 3)
-    wide = greedy_report(engines, Budget(relative=1e-1), tokens)
+    wide = greedy_report(engines, Tolerance(relative=1e-1), tokens)
     assert (wide.equal, wide.differs) == (3, None)
-    assert greedy_report(engines, Budget(cosine=0.999), [1] * 30).equal == 16
+    assert greedy_report(engines, Tolerance(cosine=0.999), [1] * 30).equal == 16
 
 
 def test_the_worst_position_of_each_measure() -> None:
@@ -420,12 +420,12 @@ def test_row_errors() -> None:
     assert errors.relative.tolist() == pytest.approx([0.1 / 12.5**0.5, 0, 0], abs=1e-6)
     assert errors.cosine[1:].tolist() == [1.0, 1.0] and 0.999 < errors.cosine[0] < 1
     wrong = row_errors(torch.tensor([[float("nan"), 1.0]]), want[:1])
-    for budget in (Budget(relative=1e9), Budget(cosine=-2.0)):
+    for budget in (Tolerance(relative=1e9), Tolerance(cosine=-2.0)):
         assert not budget.holds(wrong).any()
 
 
 def test_ok_needs_every_position_and_the_greedy_tokens(engines: Any) -> None:
-    report: Report = verify_engine(engines("reference", "tiny-moe"))
+    report: VerifyReport = verify_engine(engines("reference", "tiny-moe"))
     assert not replace(report, greedy=replace(report.greedy, differs=4)).ok
     worse = replace(report.positions[3], ok=False)
     assert not replace(report, positions=(*report.positions[:3], worse)).ok

@@ -35,7 +35,7 @@ from typing import Any
 from g4ir.errors import EngineError, G4Error, LowerError, MissingError, TrustError
 from g4ir.ir.text import parse_graph
 from g4ir.ui.files import write_file
-from g4ir.ui.places import (
+from g4ir.ui.paths import (
     cache_root,
     check_private,
     claimed,

@@ -21,7 +21,7 @@ from g4ir.ops import OPS
 from g4ir.ops.base import as_tuple
 from g4ir.parallel.group import Group
 from g4ir.plan.engine_limits import Limits
-from g4ir.ui.places import unpacking
+from g4ir.ui.paths import unpacking
 from g4ir.ui.progress import Progress
 from g4ir.weights.pack import ParamSource, StoredParams
 from g4ir.weights.tensorfile import ALIGNED, read_pages

@@ -12,7 +12,7 @@ from g4ir.errors import EngineError
 from g4ir.ir.graph import Graph, Node, Program
 from g4ir.parallel.shard import ranks_of
 from g4ir.plan.engine_limits import Limits
-from g4ir.plan.plan import reserve
+from g4ir.plan.footprint import reserve
 from g4ir.spec.reader import Count, Line, Range, Shaped
 from g4ir.ui.progress import Progress
 from g4ir.weights.pack import StoredParams

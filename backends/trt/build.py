@@ -22,7 +22,7 @@ from g4ir.ir.names import layer_of
 from g4ir.parallel.shard import ranks_of
 from g4ir.plan.engine_limits import Limits
 from g4ir.ui.files import new_version, write_file
-from g4ir.ui.places import check_private, private
+from g4ir.ui.paths import check_private, private
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import ParamSource

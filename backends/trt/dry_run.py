@@ -24,7 +24,7 @@ from g4ir.errors import CheckError, InputError, LowerError
 from g4ir.ir.distance import (
     ROUNDED,
     Anchor,
-    Budget,
+    Tolerance,
     rounding_room,
     row_errors,
     worst_of,
@@ -351,7 +351,7 @@ def rounds_alike(got: Tensor, want: Tensor, wide: Tensor, dtype: str) -> bool:
     """Whether logits in 16 bits are as near to float64 as the reference's (g4ir/ir/distance.py).
     Fused kernels keep more digits than it: the two need not be near each other."""
     anchor = Anchor("float64", wide, ())
-    budget = Budget(rounding=anchor.rounding(want, dtype))
+    budget = Tolerance(rounding=anchor.rounding(want, dtype))
     return budget.all_hold(anchor.errors(got, want))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.parallel.group import Group
 from g4ir.plan.fit import device_memory
-from g4ir.ui.places import cache_root
+from g4ir.ui.paths import cache_root
 
 from . import probe
 from .ranks import communicator_of

@@ -15,7 +15,7 @@ from g4ir.errors import PlanError
 from g4ir.ir.graph import Graph
 from g4ir.model.draft import DRAFT
 from g4ir.parallel.shard import ranks_of
-from g4ir.plan.plan import reserve
+from g4ir.plan.footprint import reserve
 from g4ir.ui.files import write_file
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from g4ir.ir.distance import BUDGETS, Anchor, Budget, Errors, median_of, row_errors, worst_of
+from g4ir.ir.distance import BUDGETS, Anchor, Errors, Tolerance, median_of, row_errors, worst_of
 from g4ir.spec.reader import Line
 
 from .runners import Runner, pieces
@@ -64,7 +64,7 @@ def _number(x: Number) -> float:
     return math.nan if x is None else x
 
 
-def pair_budget(dtypes: Sequence[str], against: str) -> Budget:
+def pair_budget(dtypes: Sequence[str], against: str) -> Tolerance:
     """Return the wider budget where the two differ in dtype."""
     found = [BUDGETS[dtype, against] for dtype in dtypes]
     return next((b for b in found if b.cosine is not None), found[0])
@@ -72,14 +72,14 @@ def pair_budget(dtypes: Sequence[str], against: str) -> Budget:
 
 def anchored(
     w: Workload, tokens: torch.Tensor, base: Runner, anchor: Anchor, dtype: str
-) -> tuple[Anchor, Budget]:
+) -> tuple[Anchor, Tolerance]:
     """Return the anchor, its rows the base's own where there is no float64, and the budget that the
     base's rounding gives; rows [rows of the batch * steps, vocab]."""
     base.rewind()
     steps = [base.step(piece).float().cpu() for piece in pieces(w, tokens)]
     want = torch.stack(steps, 1).flatten(0, 1)
     found = replace(anchor, rows=want) if anchor.reason else anchor
-    return found, Budget(rounding=found.rounding(want, dtype))
+    return found, Tolerance(rounding=found.rounding(want, dtype))
 
 
 #: of a step: errors of its rows, choices that are equal and that are close
@@ -90,7 +90,7 @@ def compare_runners(
     w: Workload,
     tokens: torch.Tensor,
     base: Runner,
-    others: Sequence[tuple[Runner, Budget]],
+    others: Sequence[tuple[Runner, Tolerance]],
     anchor: Anchor | None = None,
 ) -> list[Agreement]:
     """Compare runners side by side over one request, so that no logits are kept. `anchor`: what the
@@ -110,7 +110,7 @@ def compare_runners(
     return [_judged(r.role, base.role, budget, found) for (r, budget), found in pairs]
 
 
-def _judged(role: str, base: str, budget: Budget, steps: Sequence[Compared]) -> Agreement:
+def _judged(role: str, base: str, budget: Tolerance, steps: Sequence[Compared]) -> Agreement:
     """Judge all the choices together."""
     columns = zip(*(vars(errors).values() for errors, _, _ in steps), strict=True)
     errors = Errors(*map(torch.cat, columns))
@@ -130,7 +130,7 @@ def _judged(role: str, base: str, budget: Budget, steps: Sequence[Compared]) -> 
     )
 
 
-def _choices(got: torch.Tensor, want: torch.Tensor, budget: Budget) -> tuple[int, int]:
+def _choices(got: torch.Tensor, want: torch.Tensor, budget: Tolerance) -> tuple[int, int]:
     """Count the rows that choose the same token, and those that choose another that is as good."""
     mine, theirs = got.argmax(-1, keepdim=True), want.argmax(-1, keepdim=True)
     gap = (want.gather(1, theirs) - want.gather(1, mine))[:, 0]

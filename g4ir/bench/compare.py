@@ -1,4 +1,4 @@
-"""Two reports side by side: what differs by more than both spreads explain."""
+"""Two reports side by side: the metrics that differ by more than both spreads."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from g4ir.ui.table import aligned
 
-from .schema import Report, Run
+from .schema import BenchReport, RunReport
 from .stats import Number, Stat
-from .text import metrics
 
 #: part of the workload or the machine that numbers depend on
 WORKLOAD = ("input_len", "output_len", "batch", "context", "seed", "text")
@@ -34,9 +33,8 @@ MAIN = frozenset(
 
 
 @dataclass(frozen=True)
-class Row:
-    """A metric of a run that both have; `differs` where the values lie further apart than the sum
-    of their spreads."""
+class MetricPair:
+    """A metric in both reports; `differs` if the distance exceeds the sum of the spreads."""
 
     role: str
     metric: str
@@ -49,36 +47,51 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """The other differences, the rows, and how many of the rows differ."""
+class ReportComparison:
+    """Differences of workload and machine, the metrics, and how many of them differ."""
 
     notes: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[MetricPair, ...]
     differ: int
 
 
-def compare_reports(a: Report, b: Report, every: bool = False) -> Comparison:
-    """Compare the runs that both have, side by side."""
+def metrics(run: RunReport) -> Iterator[tuple[str, str, Stat]]:
+    """Yield (name, unit, stat) of every metric of a run."""
+    for key, stats in run.stats.items():
+        for name, stat in stats.items():
+            yield f"{key.removesuffix('_ms')}_{name}", "ms", stat
+    for name, stat in run.tokens_per_s.items():
+        yield f"{name}_throughput", "requests/s" if name == "request" else "tokens/s", stat
+    ratios = {f"roof_ratio_{phase}": stat for phase, stat in (run.roof_ratio or {}).items()}
+    for name, share in {"mbu": run.mbu, "mfu": run.mfu, **ratios}.items():
+        if share:
+            yield name, "share", share
+
+
+def compare_reports(a: BenchReport, b: BenchReport, every: bool = False) -> ReportComparison:
+    """Compare the runs that are in both reports."""
     rows = tuple(
         row for one, two in _pairs(a, b) for row in _rows(one, two) if every or row.metric in MAIN
     )
-    return Comparison(tuple(_notes(a, b)), rows, sum(r.differs for r in rows))
+    return ReportComparison(tuple(_notes(a, b)), rows, sum(r.differs for r in rows))
 
 
-def _pairs(a: Report, b: Report) -> list[tuple[Run, Run]]:
+def _pairs(a: BenchReport, b: BenchReport) -> list[tuple[RunReport, RunReport]]:
     others = {r.role: r for r in b.runs}
     return [(r, others[r.role]) for r in a.runs if r.role in others]
 
 
-def _rows(a: Run, b: Run) -> Iterator[Row]:
+def _rows(a: RunReport, b: RunReport) -> Iterator[MetricPair]:
     others = {name: stat for name, _, stat in metrics(b)}
     for name, unit, one in metrics(a):
         if two := others.get(name):
             ratio = two.value / one.value if one.value else None
-            yield Row(a.role, name, unit, one, two, ratio, one.differs(two), a.void or b.void)
+            yield MetricPair(
+                a.role, name, unit, one, two, ratio, one.differs(two), a.void or b.void
+            )
 
 
-def _notes(a: Report, b: Report) -> Iterator[str]:
+def _notes(a: BenchReport, b: BenchReport) -> Iterator[str]:
     if a.model_id != b.model_id:
         yield f"A is {a.model_id}, B is {b.model_id}"
     sides = [
@@ -97,7 +110,7 @@ def _notes(a: Report, b: Report) -> Iterator[str]:
             yield f"{pair[0].role}: another engine (manifest {one} and {two})"
 
 
-def compare_text(found: Comparison) -> str:
+def compare_text(found: ReportComparison) -> str:
     """Return a table with a mark at every difference."""
     lines = [["", "A", "B", "B / A", ""]]
     for r in found.rows:

@@ -20,7 +20,7 @@ from g4ir.engine.engine import Engine
 from g4ir.engine.speculative import AcceptanceStats, SpeculativeConfig, drafted_stream
 from g4ir.spec.reader import Line
 
-from .measure import TAKE, Request, over, speeds
+from .measure import TAKE, RequestTiming, over, speeds
 from .schema import DraftFacts
 from .workload import Workload
 
@@ -53,7 +53,7 @@ class Writer:
     def __post_init__(self) -> None:
         self.session = self.engine.session(self.w.batch)
 
-    def turns(self, count: int) -> dict[str, Callable[[], list[Request]]]:
+    def turns(self, count: int) -> dict[str, Callable[[], list[RequestTiming]]]:
         """Return what a round of a benchmark runs."""
         return {
             PLAIN: lambda: [self._timed(PLAIN, self._plain) for _ in range(count)],
@@ -62,7 +62,7 @@ class Writer:
 
     def _timed(
         self, role: str, write: Callable[[torch.Tensor], Iterator[Sequence[Sequence[int]]]]
-    ) -> Request:
+    ) -> RequestTiming:
         """Time a text of `output_len` tokens a row: the prompt, then all of the rest."""
         self.session.reset()
         marks, texts = [time.perf_counter()], [list[int]() for _ in self.prompt]
@@ -74,7 +74,7 @@ class Writer:
                 marks.append(time.perf_counter())
         self.texts[role] = texts
         first, *rest = (b - a for a, b in pairwise([*marks, time.perf_counter()]))
-        return Request(first, tuple(rest))
+        return RequestTiming(first, tuple(rest))
 
     def _sampler(self) -> Sampler:
         return Sampler(Sampling(suppress=self.engine.suppressed()))
@@ -98,7 +98,7 @@ class Writer:
         ):
             yield [made.get(row, []) for row in range(len(rows))]
 
-    def facts(self, requests: dict[str, list[list[Request]]]) -> DraftFacts:
+    def facts(self, requests: dict[str, list[list[RequestTiming]]]) -> DraftFacts:
         """Return what a report keeps."""
         plain, drafted = requests[PLAIN], requests[DRAFTED]
         told = self.tally

@@ -23,7 +23,7 @@ MOST_REQUESTS = 20
 
 
 @dataclass(frozen=True)
-class Request:
+class RequestTiming:
     """Seconds to the first token, and between each token and the one before it."""
 
     ttft: float
@@ -39,10 +39,10 @@ class Request:
         return (self.e2e - self.ttft) / len(self.itl)
 
 
-Rounds = Sequence[Sequence[Request]]
+Rounds = Sequence[Sequence[RequestTiming]]
 
 
-def timed_request(runner: Runner, w: Workload, tokens: torch.Tensor) -> Request:
+def timed_request(runner: Runner, w: Workload, tokens: torch.Tensor) -> RequestTiming:
     """Time a request. Each step ends with the chosen tokens on the host; going back to the depth is
     not timed."""
     runner.rewind()
@@ -51,10 +51,10 @@ def timed_request(runner: Runner, w: Workload, tokens: torch.Tensor) -> Request:
         runner.step(piece).argmax(-1).tolist()
         marks.append(time.perf_counter())
     first, *rest = (b - a for a, b in pairwise(marks))
-    return Request(first, tuple(rest))
+    return RequestTiming(first, tuple(rest))
 
 
-def turn(runner: Runner, w: Workload, tokens: torch.Tensor, count: int) -> list[Request]:
+def turn(runner: Runner, w: Workload, tokens: torch.Tensor, count: int) -> list[RequestTiming]:
     """Run a runner's share of a round, without the garbage of the one before."""
     gc.collect()
     return [timed_request(runner, w, tokens) for _ in range(count)]
@@ -78,7 +78,7 @@ def interleave(
     return each, results
 
 
-Take = Callable[[Request], Sequence[float]]
+Take = Callable[[RequestTiming], Sequence[float]]
 #: latency -> its samples in a request
 TAKE: dict[str, Take] = {
     "ttft": lambda r: (r.ttft,),
@@ -102,7 +102,7 @@ def speeds(w: Workload, rounds: Rounds) -> dict[str, Stat]:
     Decode is tokens over the time of decode steps; prefill is never part of it.
     """
 
-    def rate(tokens: int, seconds: Callable[[Request], float]) -> Stat:
+    def rate(tokens: int, seconds: Callable[[RequestTiming], float]) -> Stat:
         by_round = [tokens / mean([seconds(r) for r in many]) for many in rounds]
         return around(tokens / mean([seconds(r) for r in _all(rounds)]), by_round)
 
@@ -131,9 +131,9 @@ def over(a: Rounds, b: Rounds, take: Take) -> Stat:
     return around(_median(_all(a), take) / _median(_all(b), take), by_round)
 
 
-def _median(many: Sequence[Request], take: Take) -> float:
+def _median(many: Sequence[RequestTiming], take: Take) -> float:
     return median([x for r in many for x in take(r)])
 
 
-def _all(rounds: Rounds) -> list[Request]:
+def _all(rounds: Rounds) -> list[RequestTiming]:
     return [r for many in rounds for r in many]

@@ -27,11 +27,11 @@ from g4ir.ui.progress import Progress, no_progress
 
 from . import schema
 from .agreement import Agreement, anchored, compare_runners, pair_budget, void_roles
-from .breakdown import breakdown, calls_per_step, kernels_per_step
+from .calls import calls_per_step, kernels_per_step
 from .drafts import Writer, repeated
 from .measure import (
     TAKE,
-    Request,
+    RequestTiming,
     interleave,
     latencies,
     over,
@@ -44,7 +44,7 @@ from .measure import (
 from .peers import HfRunner, check_compiler, check_peers, peer_model
 from .roof import Meter, Rates, middle
 from .runners import EngineRunner, Runner, pieces, prepare, reference_runner
-from .schema import Report, Run, Speedup
+from .schema import BenchReport, RunReport, Speedup
 from .stats import Number, around, median
 from .system import environment, peak_memory, reset_peak
 from .work import find_work
@@ -59,7 +59,7 @@ SAME_WORK = (
 
 
 @dataclass(frozen=True)
-class Job:
+class Bench:
     """The things that are run, and who is told of it."""
 
     w: Workload
@@ -80,12 +80,12 @@ class Contestant:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Timings:
     """The rounds: the machine's rates, and each runner's requests."""
 
     per_round: int
     rates: list[Rates]
-    requests: dict[str, list[list[Request]]]
+    requests: dict[str, list[list[RequestTiming]]]
 
 
 def run_bench(
@@ -100,7 +100,7 @@ def run_bench(
     progress: Progress = no_progress,
     draft: str = NONE,
     draft_tokens: int | None = None,
-) -> Report:
+) -> BenchReport:
     """Measure one engine, or two of the same variant, beside peers of transformers (keys of
     peers.MODES); return the report.
 
@@ -118,7 +118,7 @@ def run_bench(
     first = engines[0]
     drafts = find_draft(first, draft, draft_tokens)
     names = dict(zip(ENGINE_ROLES, folder_names([e.path for e in engines])))
-    job = Job(w, draw_tokens(w, first), progress, names)
+    job = Bench(w, draw_tokens(w, first), progress, names)
     loads = [*load_s, *[None] * len(engines)]
     contestants = [
         _contestant(job, role, partial(EngineRunner, e, w.batch, role), e.device, load, e)
@@ -178,7 +178,7 @@ def folder_names(paths: Sequence[Path]) -> list[Line]:
 
 
 def _contestant(
-    job: Job,
+    job: Bench,
     role: str,
     make: Callable[[], Runner],
     device: str,
@@ -198,7 +198,7 @@ def _contestant(
 
 
 def _peer_contestants(
-    job: Job, engine: Engine, peers: Sequence[str], checkpoint: str | None
+    job: Bench, engine: Engine, peers: Sequence[str], checkpoint: str | None
 ) -> list[Contestant]:
     if not peers:
         return []
@@ -210,7 +210,7 @@ def _peer_contestants(
     return [_contestant(job, name, make, engine.device, loaded) for name, make in makers.items()]
 
 
-def _agreements(job: Job, contestants: Sequence[Contestant]) -> list[Agreement]:
+def _agreements(job: Bench, contestants: Sequence[Contestant]) -> list[Agreement]:
     """Compare everybody with the first peer, or with the interpreter where there is none."""
     w, tokens = job.w, job.tokens
     engines = [c.engine for c in contestants if c.engine]
@@ -249,12 +249,12 @@ def _turns(w: Workload) -> list[int]:
 
 
 def _measure(
-    job: Job,
+    job: Bench,
     contestants: Sequence[Contestant],
     rounds: int,
     warmup: int,
     writer: Writer | None = None,
-) -> Measured:
+) -> Timings:
     w, tokens, first = job.w, job.tokens, contestants[0]
     assert first.engine
     meter = Meter(first.engine.device, torch_dtype(first.engine.dtype))
@@ -269,7 +269,7 @@ def _measure(
         job.progress(f"round {next(numbers)} of {rounds}")
         return meter.measure()
 
-    turns: dict[str, Callable[[], list[Request]]] = {
+    turns: dict[str, Callable[[], list[RequestTiming]]] = {
         c.runner.role: partial(turn, c.runner, w, tokens, count) for c in contestants
     }
     if writer:
@@ -277,15 +277,15 @@ def _measure(
             write()  # what is compiled or recorded at first is not timed
         turns |= extra
     rates, requests = interleave(rounds, before, turns)
-    return Measured(count, rates, requests)
+    return Timings(count, rates, requests)
 
 
 # ---- the report -------------------------------------------------------------------------------
 
 
-def _run(job: Job, c: Contestant, measured: Measured, void: bool) -> Run:
+def _run(job: Bench, c: Contestant, measured: Timings, void: bool) -> RunReport:
     rounds = measured.requests[c.runner.role]
-    run = Run(
+    run = RunReport(
         c.runner.role,
         on_one_line(c.runner.label),
         void,
@@ -293,20 +293,19 @@ def _run(job: Job, c: Contestant, measured: Measured, void: bool) -> Run:
             tuple(tuple(r.ttft * 1e3 for r in many) for many in rounds),
             tuple(tuple([x * 1e3 for x in r.itl] for r in many) for many in rounds),
         ),
-        schema.Latencies(**latencies(rounds)),
+        latencies(rounds),
         speeds(job.w, rounds),
         c.setup_s,
         c.peak,
     )
     if c.engine is None:
         return run
-    job.progress(f"taking {c.runner.role} apart")
     assert isinstance(c.runner, EngineRunner)
     return replace(run, **_engine_part(job, c.engine, c.runner, measured))
 
 
 def _engine_part(
-    job: Job, engine: Engine, runner: EngineRunner, measured: Measured
+    job: Bench, engine: Engine, runner: EngineRunner, measured: Timings
 ) -> dict[str, Any]:
     """Return the keys that only an engine knows of itself: its work, share of the roof, parts."""
     rates, rounds = measured.rates, measured.requests[runner.role]
@@ -320,19 +319,18 @@ def _engine_part(
         "work": work.facts(roof),
         "mbu": steps(lambda r: nbytes / r.bandwidth),
         "mfu": first_token(lambda r: flops / r.matmul),
-        "roof_ratio": schema.Phases(
-            first_token(lambda r: work.prefill_floor(r.roof())),
-            steps(lambda r: work.decode_floor(r.roof())),
-        ),
+        "roof_ratio": {
+            "prefill": first_token(lambda r: work.prefill_floor(r.roof())),
+            "decode": steps(lambda r: work.decode_floor(r.roof())),
+        },
         "calls_per_step": {**calls_per_step(engine), **_kernels(job, engine, runner)},
-        "breakdown": breakdown(engine, job.w, job.tokens, work.decode[0][1], roof),
         "cache_bytes": runner.session.nbytes(),
         "bytes_per_token": nbytes // job.w.batch,
         "param_bytes": sum(v.type.nbytes() for v in engine.program.params().values()),
     }
 
 
-def _kernels(job: Job, engine: Engine, runner: EngineRunner) -> dict[str, float]:
+def _kernels(job: Bench, engine: Engine, runner: EngineRunner) -> dict[str, float]:
     if engine.device != "cuda":
         return {}
     runner.rewind()
@@ -364,18 +362,18 @@ def _engine_facts(engine: Engine) -> schema.EngineFacts:
 
 
 def _report(
-    job: Job,
+    job: Bench,
     engine: Engine,
-    measured: Measured,
+    measured: Timings,
     agreements: Sequence[Agreement],
-    runs: Sequence[Run],
+    runs: Sequence[RunReport],
     warmup: int,
-) -> Report:
+) -> BenchReport:
     own, w, rounds = runs[0], job.w, len(measured.rates)
     assert own.mbu and own.mfu and own.roof_ratio
     peers = [r for r in runs if not r.engine]
     asked = {**asdict(w), "text": w.text and on_one_line(w.text)}
-    return Report(
+    return BenchReport(
         schema.KIND,
         schema.VERSION,
         date=time.strftime("%Y%m%d-%H%M%S"),
@@ -384,17 +382,17 @@ def _report(
         num_prompts=rounds * measured.per_round * w.batch,
         max_concurrency=w.batch,
         **_vllm_keys(own),
-        workload=schema.Asked(
+        workload=schema.WorkloadFacts(
             **asked, rounds=rounds, requests_per_round=measured.per_round, warmup=warmup
         ),
         env=environment(engine.device),
         roof=_roof_stats(measured.rates, engine.dtype),
         mbu=own.mbu.value,
         mfu=own.mfu.value,
-        roof_ratio={k: s.value for k, s in vars(own.roof_ratio).items()},
+        roof_ratio={k: s.value for k, s in own.roof_ratio.items()},
         outputs_agree=all(a.ok for a in agreements),
         agreement=tuple(agreements),
-        peer=min(peers, key=lambda r: r.stats.itl_ms["p50"].value).role if peers else None,
+        peer=min(peers, key=lambda r: r.stats["itl_ms"]["p50"].value).role if peers else None,
         speedup={r.role: _speedup(own, r, measured) for r in runs[1:]},
         runs=tuple(runs),
         notes=tuple(map(on_one_line, _notes(engine, w))),
@@ -402,7 +400,7 @@ def _report(
     )
 
 
-def _vllm_keys(run: Run) -> dict[str, Number]:
+def _vllm_keys(run: RunReport) -> dict[str, Number]:
     """Return keys as vLLM's benchmark names them; nothing where the outputs disagree."""
     speed = run.tokens_per_s
     found = {
@@ -411,7 +409,7 @@ def _vllm_keys(run: Run) -> dict[str, Number]:
         "total_token_throughput": speed["total"].value,
     }
     for key in schema.LATENCIES:
-        stats: schema.Stats = getattr(run.stats, f"{key}_ms")
+        stats = run.stats[f"{key}_ms"]
         for name, statistic in schema.VLLM_STATISTICS.items():
             found[f"{name}_{key}_ms"] = stats[statistic].value
     return {k: None if run.void else v for k, v in found.items()}
@@ -425,7 +423,7 @@ def _roof_stats(rates: Sequence[Rates], dtype: str) -> schema.RoofStats:
     return schema.RoofStats(read, copy, matmul, dtype, samples)
 
 
-def _speedup(own: Run, other: Run, measured: Measured) -> Speedup | None:
+def _speedup(own: RunReport, other: RunReport, measured: Timings) -> Speedup | None:
     """Return the median time of the other over our own, by round and over all; null where either is
     void."""
     if own.void or other.void:

@@ -1,4 +1,4 @@
-"""The form of a report: records, from which its reading, its check and its JSON Schema follow.
+"""Records of a report; `plain` writes one as JSON values, `read_report` reads and checks it.
 
 Keys in vLLM's names (request_throughput, mean_ttft_ms, ...) are about the first engine and are
 null where its outputs disagree with what it was compared with. `runs` holds every runner with its
@@ -10,57 +10,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any
 
 from g4ir.errors import InputError, SpecError
-from g4ir.spec.reader import (
-    LEFT_OUT,
-    Length,
-    Line,
-    OneOf,
-    Range,
-    Where,
-    build,
-    hints_of,
-    json_object,
-    schema_defs,
-    tree_of,
-)
+from g4ir.spec.reader import Length, Line, OneOf, Range, Where, build, json_object, tree_of
 
 from .agreement import Agreement
 from .stats import Amount, Number, Stat
 
 #: counts up when a key changes its meaning or goes away
-VERSION = 1
+VERSION = 2
 KIND = "g4ir bench"
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 VLLM_STATISTICS = {"mean": "mean", "median": "p50", "p99": "p99"}
-
-
-@dataclass(frozen=True)
-class Has:
-    """A mapping that may hold anything beside these keys."""
-
-    keys: tuple[str, ...]
-
-    def broken(self, value: dict[str, Any]) -> str | None:
-        """Return the key that is missing, or None."""
-        missing = [key for key in self.keys if key not in value]
-        return f"must have the key {missing[0]}" if missing else None
-
-    def schema(self) -> dict[str, Any]:
-        return {"required": list(self.keys)}
-
-
-T = TypeVar("T")
-#: what only engines know of themselves
-Own = Annotated[T | None, LEFT_OUT]
 Stats = dict[str, Stat]
 Samples = tuple[tuple[Any, ...], ...]
 
 
 @dataclass(frozen=True)
-class Asked:
+class WorkloadFacts:
     """input_len: tokens of a prompt; output_len: choices per row, exactly; batch: rows; context:
     tokens held before the prompt; seed: of the tokens; text: the file that they come from; warmup:
     requests of each runner before the rounds."""
@@ -78,7 +46,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class RoofStats:
-    """The rates of this machine in the process that measured; one sample for each round."""
+    """This machine's rates in the measuring process; one sample per round."""
 
     read_bytes_per_s: Stat
     copy_bytes_per_s: Stat
@@ -89,8 +57,8 @@ class RoofStats:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """The engine that ran; `manifest` is the digest of its manifest, `quant` the name of the recipe
-    of a quantised one, `activations` the form that its rows are rounded to."""
+    """The engine that ran. manifest: digest of its manifest; quant: name of its quantisation
+    config; activations: format to which activations are quantised."""
 
     manifest: str
     dtype: str
@@ -99,13 +67,13 @@ class EngineFacts:
     weights: str
     skipped_passes: tuple[str, ...]
     limits: dict[str, Any]
-    quant: Own[Line] = None
-    activations: Own[Line] = None
+    quant: Line | None = None
+    activations: Line | None = None
 
 
 @dataclass(frozen=True)
 class PhaseWork:
-    """FLOPs and bytes of a prompt or a step, and the least time at the measured roof."""
+    """FLOPs and bytes of a prompt or a step, and the least time at the measured roofline."""
 
     flops: Amount
     weight_bytes: Amount
@@ -117,29 +85,11 @@ class PhaseWork:
 
 @dataclass(frozen=True)
 class WorkFacts:
-    """A prompt, a step on average, and how many experts were touched."""
+    """A prompt, an average decode step, and the number of experts used."""
 
     prefill: PhaseWork
     decode: PhaseWork
     experts: dict[str, Any] | None
-
-
-@dataclass(frozen=True)
-class Phases:
-    """A share of the roof by phase."""
-
-    prefill: Stat
-    decode: Stat
-
-
-@dataclass(frozen=True)
-class Breakdown:
-    """A decode step taken apart; `kinds` says whether they are measured."""
-
-    parts_ms: dict[str, float]
-    kinds_ms: dict[str, float]
-    kinds: str
-    whole_ms: float
 
 
 @dataclass(frozen=True)
@@ -151,41 +101,30 @@ class RawSamples:
 
 
 @dataclass(frozen=True)
-class Latencies:
-    """Every statistic of each latency."""
-
-    ttft_ms: Stats
-    itl_ms: Stats
-    tpot_ms: Stats
-    e2el_ms: Stats
-
-
-@dataclass(frozen=True)
-class Run:
-    """A runner: an engine, or a peer, which has no keys from `name` on. name: its folder;
-    void: its outputs agree with nobody's; mbu: bytes of a decode step / p50 ITL / measured
-    bandwidth, weights in codes as codes and scales; mfu: FLOPs of a prompt / p50 TTFT / measured
-    matmul rate."""
+class RunReport:
+    """One runner. stats: latency -> statistic; void: its outputs agree with no other runner. Null
+    for a baseline from `name` on. name: the engine's folder; mbu: bytes of a decode step / p50 ITL
+    / measured bandwidth, quantised weights as stored; mfu: FLOPs of a prompt / p50 TTFT / measured
+    matmul rate; roof_ratio: by phase, least time at the measured roofline / p50."""
 
     role: str
     label: Line
     void: bool
     samples_ms: RawSamples
-    stats: Latencies
+    stats: dict[str, Stats]
     tokens_per_s: Stats
     setup_s: dict[str, Number]
     peak_memory: dict[str, int]
-    name: Own[Line] = None
-    engine: Own[EngineFacts] = None
-    work: Own[WorkFacts] = None
-    mbu: Own[Stat] = None
-    mfu: Own[Stat] = None
-    roof_ratio: Own[Phases] = None
-    calls_per_step: Own[dict[str, float]] = None
-    breakdown: Own[Breakdown] = None
-    cache_bytes: Own[Amount] = None
-    param_bytes: Own[Amount] = None
-    bytes_per_token: Own[Amount] = None
+    name: Line | None = None
+    engine: EngineFacts | None = None
+    work: WorkFacts | None = None
+    mbu: Stat | None = None
+    mfu: Stat | None = None
+    roof_ratio: Stats | None = None
+    calls_per_step: dict[str, float] | None = None
+    cache_bytes: Amount | None = None
+    param_bytes: Amount | None = None
+    bytes_per_token: Amount | None = None
 
 
 @dataclass(frozen=True)
@@ -218,9 +157,9 @@ class DraftFacts:
 
 
 @dataclass(frozen=True)
-class Report:
-    """A run of g4ir bench. peer: the fastest one in decode; speedup: of the first engine over each
-    other runner, null where void."""
+class BenchReport:
+    """One run of g4ir bench. peer: the baseline with the fastest decode; speedup: of the first
+    engine over each other runner, null if void."""
 
     kind: Annotated[str, OneOf((KIND,))]
     schema: Annotated[int, Range(VERSION, VERSION)]
@@ -244,8 +183,8 @@ class Report:
     mean_e2el_ms: Number
     median_e2el_ms: Number
     p99_e2el_ms: Number
-    workload: Asked
-    env: Annotated[dict[str, Any], Has(("torch", "g4ir", "commit", "cores"))]
+    workload: WorkloadFacts
+    env: dict[str, Any]
     roof: RoofStats
     mbu: Number
     mfu: Number
@@ -254,30 +193,15 @@ class Report:
     agreement: Annotated[tuple[Agreement, ...], Length(1)]
     peer: str | None
     speedup: dict[str, Speedup | None]
-    runs: Annotated[tuple[Run, ...], Length(1)]
+    runs: Annotated[tuple[RunReport, ...], Length(1)]
     notes: tuple[Line, ...]
-    drafts: Own[DraftFacts] = None
-
-
-def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema (2020-12) of a report, generated from the records."""
-    defs: dict[str, Any] = {}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "report of g4ir bench",
-        "$ref": f"#/$defs/{schema_defs(Report, False, defs)}",
-        "$defs": defs,
-    }
+    drafts: DraftFacts | None = None
 
 
 def plain(value: Any) -> Any:
     """Return a record as JSON values."""
     if is_dataclass(value):
-        hints = hints_of(type(value))  # type: ignore[arg-type]
-        pairs = ((f.name, getattr(value, f.name)) for f in fields(value))
-        return {
-            k: plain(v) for k, v in pairs if v is not None or LEFT_OUT not in get_args(hints[k])
-        }
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -285,9 +209,8 @@ def plain(value: Any) -> Any:
     return value
 
 
-def read_report(file: str | Path) -> Report:
-    """Return a report of this version; InputError names the file, what was found and what is
-    expected."""
+def read_report(file: str | Path) -> BenchReport:
+    """Read a report of this version; InputError names the file and what was found and expected."""
     try:
         report = json_object(Path(file).read_bytes())
     except ValueError as e:
@@ -302,11 +225,11 @@ def read_report(file: str | Path) -> Report:
     return report_of(report, str(file))
 
 
-def report_of(values: Any, file: str = "report") -> Report:
-    """Return the report that JSON values are; InputError names the key where they are none."""
+def report_of(values: Any, file: str = "report") -> BenchReport:
+    """Convert JSON values to a report; InputError names the key that is missing or wrong."""
     where = Where(file, 0)
     try:
-        made: Report = build(Report, tree_of(values, where, exact=True))
+        made: BenchReport = build(BenchReport, tree_of(values, where, exact=True))
     except SpecError as e:
         raise InputError(f"{e} (is it a report of g4ir bench?)") from None
     return made

@@ -1,26 +1,24 @@
-"""A report for people, and as CSV."""
+"""A report as text."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from g4ir.ui.table import aligned
 from g4ir.ui.units import scale, size_text
 
-from .schema import DraftFacts, Report, Run, Speedup
+from .schema import BenchReport, DraftFacts, RunReport, Speedup
 from .stats import Stat
 
 ENGINE = "engine"
-#: label, where a run has it, unit, factor; a line is left out where no run has it
+#: label, path in a run, unit, factor; a line that no run has is left out
 ROWS = (
     ("prefill TTFT p50", "stats.ttft_ms.p50", " ms", 1.0),
     ("         p99", "stats.ttft_ms.p99", " ms", 1.0),
     ("         tokens/s", "tokens_per_s.prefill", "", 1.0),
     ("         MFU", "mfu", " %", 100.0),
-    ("         of the roof", "roof_ratio.prefill", " %", 100.0),
+    ("         of the roofline", "roof_ratio.prefill", " %", 100.0),
     ("decode  ITL p50", "stats.itl_ms.p50", " ms", 1.0),
     ("         p90", "stats.itl_ms.p90", " ms", 1.0),
     ("         p99", "stats.itl_ms.p99", " ms", 1.0),
@@ -28,16 +26,15 @@ ROWS = (
     ("         tokens/s a user", "tokens_per_s.decode_per_user", "", 1.0),
     ("         tokens/s total", "tokens_per_s.decode", "", 1.0),
     ("         MBU", "mbu", " %", 100.0),
-    ("         of the roof", "roof_ratio.decode", " %", 100.0),
+    ("         of the roofline", "roof_ratio.decode", " %", 100.0),
     ("request  TPOT mean", "stats.tpot_ms.mean", " ms", 1.0),
     ("         E2E p50", "stats.e2el_ms.p50", " ms", 1.0),
     ("         output tokens/s", "tokens_per_s.output", "", 1.0),
 )
 
 
-def text(report: Report) -> str:
-    """Return environment, roof, agreement, a table of the runs side by side, and the engines' own
-    facts."""
+def text(report: BenchReport) -> str:
+    """Return environment, roofline, agreement, the runs side by side, and each run's details."""
     lines = [*_head(report), "", _table(report.runs)]
     names = {r.role: r.name or r.role for r in report.runs}
     for role, s in report.speedup.items():
@@ -50,7 +47,7 @@ def text(report: Report) -> str:
 
 
 def _drafts(d: DraftFacts) -> Iterator[str]:
-    """Yield what drafting gains, beside the same engine without."""
+    """Yield the gain of speculative decoding over the same engine without."""
     plain, drafted = d.decode_per_s.values()
     right = " ".join(f"{100 * share:.0f}" for share in d.accepted)
     yield (
@@ -64,11 +61,11 @@ def _drafts(d: DraftFacts) -> Iterator[str]:
     yield f"{'':26}prompt: {d.prompt}; {d.same_tokens} of {d.all_tokens} tokens are the same"
 
 
-def _head(r: Report) -> Iterator[str]:
+def _head(r: BenchReport) -> Iterator[str]:
     w, roof = r.workload, r.roof
     yield machine(r.env)
     yield (
-        f"roof     read {_rate(roof.read_bytes_per_s, 'B/s')}, copy "
+        f"roofline read {_rate(roof.read_bytes_per_s, 'B/s')}, copy "
         f"{_rate(roof.copy_bytes_per_s, 'B/s')}, matmul {roof.matmul_dtype} "
         f"{_rate(roof.matmul_flops_per_s, 'FLOP/s')}, in this process"
     )
@@ -85,7 +82,7 @@ def _head(r: Report) -> Iterator[str]:
 
 
 def machine(env: dict[str, Any]) -> str:
-    """Return the line of an environment."""
+    """Return the environment as one line."""
     gpu = f"{env['gpu']}, " if "gpu" in env else ""
     clock = f", {env['cpu_mhz']} MHz" if env.get("cpu_mhz") else ""
     return (
@@ -99,7 +96,7 @@ def _rate(stat: Stat, unit: str) -> str:
     return f"{stat.value / size:.1f} ± {stat.spread / size:.1f} {prefix}{unit}"
 
 
-def _table(runs: Sequence[Run]) -> str:
+def _table(runs: Sequence[RunReport]) -> str:
     lines = [["", *(r.name or r.role for r in runs)]]
     for label, path, unit, factor in ROWS:
         found = [_at(run, path) for run in runs]
@@ -109,14 +106,14 @@ def _table(runs: Sequence[Run]) -> str:
     return aligned(lines, indent=0).rstrip("\n")
 
 
-def _at(run: Run, path: str) -> Stat | None:
+def _at(run: RunReport, path: str) -> Stat | None:
     value: Any = run
     for key in path.split("."):
         value = value.get(key) if isinstance(value, dict) else getattr(value, key, None)
     return value if isinstance(value, Stat) else None
 
 
-def _cell(run: Run, stat: Stat | None, unit: str, factor: float) -> str:
+def _cell(run: RunReport, stat: Stat | None, unit: str, factor: float) -> str:
     if stat is None:
         return "-"
     return f"{'VOID ' if run.void else ''}{_shown(stat, factor)}{unit}"
@@ -129,7 +126,6 @@ def _shown(stat: Stat, factor: float = 1.0) -> str:
 
 
 def _short(x: float) -> str:
-    """Return a number as text of about three digits."""
     return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.3g}"
 
 
@@ -139,8 +135,7 @@ def _speedup(s: Speedup | None) -> str:
     return f"prefill x{_shown(s.prefill)}, decode x{_shown(s.decode)}, e2e x{_shown(s.e2e)}"
 
 
-def _details(run: Run) -> Iterator[str]:
-    """Yield the lines that stand below the table for one run."""
+def _details(run: RunReport) -> Iterator[str]:
     yield f"{run.role}: {run.label}"
     if run.engine:
         yield from _engine_details(run)
@@ -152,22 +147,22 @@ def _details(run: Run) -> Iterator[str]:
     yield f"  peak     {memory}"
 
 
-def _engine_details(run: Run) -> Iterator[str]:
-    e, work, b = run.engine, run.work, run.breakdown
-    assert e and work and b and run.calls_per_step
+def _engine_details(run: RunReport) -> Iterator[str]:
+    e, work = run.engine, run.work
+    assert e and work and run.calls_per_step
     skipped = f", without {', '.join(e.skipped_passes)}" if e.skipped_passes else ""
     yield (
         f"  engine   {e.dtype}, {e.weights} weights, manifest {e.manifest[:12]}{skipped}; "
-        f"params {size_text(run.param_bytes or 0)}, caches {size_text(run.cache_bytes or 0)}"
+        f"params {size_text(run.param_bytes or 0)}, KV cache {size_text(run.cache_bytes or 0)}"
     )
     for phase, c in (("prefill", work.prefill), ("decode", work.decode)):
         yield (
             f"  {phase:8} {c.flops / 1e9:.4g} GFLOP, weights {size_text(c.weight_bytes)}, "
-            f"caches {size_text(c.state_bytes)}: at least {_short(c.floor_ms)} ms ({c.bound})"
+            f"KV cache {size_text(c.state_bytes)}: at least {_short(c.floor_ms)} ms ({c.bound})"
         )
-    held = f", weights in codes of {e.quant}" if e.quant else ""
-    held += f", rows rounded to {e.activations}" if e.activations else ""
-    yield f"  token    {size_text(run.bytes_per_token or 0)} of weights and caches are read{held}"
+    held = f", weights quantised to {e.quant}" if e.quant else ""
+    held += f", activations quantised to {e.activations}" if e.activations else ""
+    yield f"  token    {size_text(run.bytes_per_token or 0)} of weights and KV cache are read{held}"
     if x := work.experts:
         yield (
             f"  experts  {x['decode_distinct']:.1f} of {x['experts']} a layer in a decode step, "
@@ -175,58 +170,3 @@ def _engine_details(run: Run) -> Iterator[str]:
         )
     calls = ", ".join(f"{v:g} {k.replace('_', ' ')}" for k, v in run.calls_per_step.items())
     yield f"  calls    {calls} in a decode step"
-    yield f"  parts    {_split(b.parts_ms)}"
-    yield f"  kinds    {_split(b.kinds_ms)} ({b.kinds})"
-
-
-def _split(parts: dict[str, float]) -> str:
-    whole = sum(parts.values()) or 1.0
-    return ", ".join(f"{name} {100 * ms / whole:.0f} %" for name, ms in parts.items())
-
-
-# ---- CSV --------------------------------------------------------------------------------------
-
-ASKED = ("batch", "input_len", "output_len", "context")
-COLUMNS = ("date", "model_id", "role", "metric", "value", "spread", "unit", "void", *ASKED)
-
-
-def csv_text(report: Report) -> str:
-    """Return one row for each measured thing."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    asked = [getattr(report.workload, k) for k in ASKED]
-    for role, void, name, unit, s in _measured(report):
-        cells = [role, name, s.value, s.spread, unit, str(void).lower()]
-        writer.writerow([report.date, report.model_id, *cells, *asked])
-    return out.getvalue()
-
-
-def _measured(report: Report) -> Iterator[tuple[str, bool, str, str, Stat]]:
-    """Return (role, void, name, unit, stat) of the runs, then of the roof."""
-    for run in report.runs:
-        for metric in metrics(run):
-            yield run.role, run.void, *metric
-    for name, stat in vars(report.roof).items():
-        if isinstance(stat, Stat):
-            yield "roof", False, name, name.split("_", 1)[1], stat
-    if d := report.drafts:
-        for role, stat in d.decode_per_s.items():
-            yield role, False, "decode_throughput", "tokens/s", stat
-        yield "drafted", False, "decode_speedup", "times", d.speedup
-        yield "drafted", False, "e2e_speedup", "times", d.speedup_e2e
-
-
-def metrics(run: Run) -> Iterator[tuple[str, str, Stat]]:
-    """Return (name, unit, stat) of every measured thing of a run."""
-    for key, stats in vars(run.stats).items():
-        for name, stat in stats.items():
-            yield f"{key.removesuffix('_ms')}_{name}", "ms", stat
-    for name, stat in run.tokens_per_s.items():
-        yield f"{name}_throughput", "requests/s" if name == "request" else "tokens/s", stat
-    shares = {"mbu": run.mbu, "mfu": run.mfu}
-    for phase, stat in vars(run.roof_ratio).items() if run.roof_ratio else ():
-        shares[f"roof_ratio_{phase}"] = stat
-    for name, share in shares.items():
-        if share:
-            yield name, "share", share

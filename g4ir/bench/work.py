@@ -30,7 +30,7 @@ DECODE_STEPS = 16
 
 
 @dataclass(frozen=True)
-class Chunk:
+class GraphRun:
     """One run of a graph: `new` tokens a row on rows that hold `held`; `distinct` is the mean
     number of experts that a layer's tokens chose, where it was counted."""
 
@@ -45,8 +45,8 @@ class Chunk:
 class Work:
     """The chunks of a prompt, and decode steps that stand for all of them, with their costs."""
 
-    prefill: tuple[tuple[Chunk, list[NodeCost]], ...]
-    decode: tuple[tuple[Chunk, list[NodeCost]], ...]
+    prefill: tuple[tuple[GraphRun, list[NodeCost]], ...]
+    decode: tuple[tuple[GraphRun, list[NodeCost]], ...]
     experts: dict[str, Any] | None
 
     def prefill_cost(self) -> Cost:
@@ -79,14 +79,14 @@ class Work:
         )
 
 
-def request_chunks(w: Workload, size: int) -> Iterator[Chunk]:
+def request_chunks(w: Workload, size: int) -> Iterator[GraphRun]:
     """Yield the runs of a request in an engine whose chunks have `size` tokens."""
     end = w.context + w.input_len
     for at in range(w.context, end, size):
         new = min(size, end - at)
-        yield Chunk("decode" if new == 1 else "prefill", new, at, at + new == end)
+        yield GraphRun("decode" if new == 1 else "prefill", new, at, at + new == end)
     for at in range(end, w.fed):
-        yield Chunk("decode", 1, at, True)
+        yield GraphRun("decode", 1, at, True)
 
 
 def find_work(engine: Engine, w: Workload, tokens: torch.Tensor) -> Work:
@@ -100,14 +100,14 @@ def find_work(engine: Engine, w: Workload, tokens: torch.Tensor) -> Work:
     steps = chunks[prompts:]
     some = [steps[i * len(steps) // n] for n in (min(DECODE_STEPS, len(steps)),) for i in range(n)]
 
-    def priced(many: Sequence[Chunk]) -> tuple[tuple[Chunk, list[NodeCost]], ...]:
+    def priced(many: Sequence[GraphRun]) -> tuple[tuple[GraphRun, list[NodeCost]], ...]:
         return tuple((c, chunk_costs(engine, c, w.batch)) for c in many)
 
     experts = _described(engine, chunks[:prompts], steps) if routed else None
     return Work(priced(chunks[:prompts]), priced(some), experts)
 
 
-def chunk_costs(engine: Engine, c: Chunk, batch: int) -> list[NodeCost]:
+def chunk_costs(engine: Engine, c: GraphRun, batch: int) -> list[NodeCost]:
     """Return the costs of the nodes that a run of a chunk needs."""
     g = engine.program.graphs[c.phase]
     costs = graph_costs(g, B=batch, S=c.new, C=c.held, experts=c.distinct)
@@ -131,7 +131,9 @@ def _state_nodes(g: Graph) -> set[str]:
 # ---- experts ----------------------------------------------------------------------------------
 
 
-def _counted(engine: Engine, w: Workload, tokens: torch.Tensor, chunks: list[Chunk]) -> list[Chunk]:
+def _counted(
+    engine: Engine, w: Workload, tokens: torch.Tensor, chunks: list[GraphRun]
+) -> list[GraphRun]:
     """Return the chunks with their `distinct`. Fused ops are opened: each router is a node."""
     engine = replace(engine, program=engine.program.map(flatten))
     routers = {n.outputs[1].name for g in engine.program.graphs.values() for n in g.find("router")}
@@ -149,7 +151,7 @@ def _counted(engine: Engine, w: Workload, tokens: torch.Tensor, chunks: list[Chu
     return [_with_count(engine, c, counts[p]) for c, p in zip(chunks, places, strict=True)]
 
 
-def _with_count(engine: Engine, c: Chunk, counts: dict[str, int]) -> Chunk:
+def _with_count(engine: Engine, c: GraphRun, counts: dict[str, int]) -> GraphRun:
     """Return the chunk with the experts counted in the layers that it runs."""
     g = engine.program.graphs[c.phase]
     live = {n.outputs[0].name for n in g.nodes} if c.logits else _state_nodes(g)
@@ -157,7 +159,7 @@ def _with_count(engine: Engine, c: Chunk, counts: dict[str, int]) -> Chunk:
     return replace(c, distinct=mean(ran)) if ran else c
 
 
-def _described(engine: Engine, prompts: list[Chunk], steps: list[Chunk]) -> dict[str, Any]:
+def _described(engine: Engine, prompts: list[GraphRun], steps: list[GraphRun]) -> dict[str, Any]:
     """Return how many experts there are, and how many were touched in a layer, on average."""
     moe = engine.spec.text.moe
     assert moe

@@ -33,9 +33,9 @@ from g4ir.errors import InputError
 from g4ir.ir.distance import (
     ROUNDED,
     Anchor,
-    Budget,
     Errors,
     LocalError,
+    Tolerance,
     budget_of,
     row_errors,
     widened,
@@ -49,7 +49,7 @@ from .memory_check import float64_refusal
 from .peers import FINAL, EnginePeer, HfPeer, Peer, Rows, find_peer
 from .quality import find_quality, nll
 from .reference import reference_engine
-from .report import SATURATED, Greedy, LayerError, Position, Report, Saturation, engine_name
+from .report import SATURATED, Greedy, LayerError, Position, Saturation, VerifyReport, engine_name
 from .rounding_baseline import coarse
 from .tokens import (
     EVERY_LOGITS,
@@ -80,7 +80,7 @@ def verify_engine(
     tokens: Sequence[int] | None = None,
     checkpoint: str | Path | None = None,
     progress: Progress = no_progress,
-) -> Report:
+) -> VerifyReport:
     """Compare an engine with `reference` (the interpreter on the engine's own weights) or with
     `hf` (transformers on the checkpoint: the argument, else the one that the engine refers to,
     else the local hub cache; random weights are written to a temporary one).
@@ -123,7 +123,7 @@ def _compare(
     against: str,
     checkpoint: str | Path | None,
     progress: Progress,
-) -> Report:
+) -> VerifyReport:
     own = EnginePeer(engine)
     rounded = engine.dtype in ROUNDED
     ends = [*accumulate(chunks_of(turns, engine.limits.prefill_chunk), initial=-1)][1:]
@@ -147,7 +147,7 @@ def _compare(
         if anchor and refusal:
             anchor = replace(anchor, rows=want)
         if anchor:
-            budget = Budget(rounding=anchor.rounding(want, engine.dtype))
+            budget = Tolerance(rounding=anchor.rounding(want, engine.dtype))
             errors, again = anchor.errors(got, want), anchor.errors(rounds, want)
         if isinstance(peer, HfPeer) and not refusal:
             progress("each layer in float64 on the engine's own inputs")
@@ -163,7 +163,7 @@ def _compare(
     text, room = engine.spec.text, engine.limits.max_seq
     greedy = _compare_greedy(own, peer, ids, room, text.readable_ids, budget)
     likelihoods = nll(got, ids, where), nll(want, ids, where)
-    return Report(
+    return VerifyReport(
         engine_name(engine),
         against,
         budget,
@@ -195,7 +195,7 @@ def _in_rounds(
     return torch.cat((got[: len(got) - len(rows)], rows))
 
 
-def _positions(where: Sequence[int], errors: Errors, budget: Budget) -> tuple[Position, ...]:
+def _positions(where: Sequence[int], errors: Errors, budget: Tolerance) -> tuple[Position, ...]:
     parts = [errors.absolute, errors.relative, errors.cosine, budget.holds(errors)]
     parts += [errors.distance] * (budget.rounding is not None)
     return tuple(Position(*row) for row in zip(where, *(t.tolist() for t in parts), strict=True))
@@ -275,7 +275,7 @@ def rounding_error(engine: Engine, ids: torch.Tensor, turns: Sequence[int], ever
 
 
 def _compare_greedy(
-    own: Peer, peer: Peer, ids: torch.Tensor, room: int, readable: int, budget: Budget
+    own: Peer, peer: Peer, ids: torch.Tensor, room: int, readable: int, budget: Tolerance
 ) -> Greedy:
     prompt = ids[: max(1, room - GREEDY + 1)]
     count = min(GREEDY, room - len(prompt) + 1)
@@ -287,7 +287,7 @@ def _compare_greedy(
     return Greedy(count, equal, equal)
 
 
-def _is_close(logits: torch.Tensor, budget: Budget) -> bool:
+def _is_close(logits: torch.Tensor, budget: Tolerance) -> bool:
     """Whether the two best logits lie within the budget, so that either may win."""
     best = logits.topk(2).values
     return bool(best[0] - best[1] <= budget.gap * logits.pow(2).mean().sqrt())
@@ -297,7 +297,7 @@ def _is_close(logits: torch.Tensor, budget: Budget) -> bool:
 
 
 def _first(
-    engine: Engine, peer: Peer, ids: torch.Tensor, turns: Sequence[int], budget: Budget
+    engine: Engine, peer: Peer, ids: torch.Tensor, turns: Sequence[int], budget: Tolerance
 ) -> str:
     """Describe the first value inside that is out of budget, in the peer's order."""
     if isinstance(peer, EnginePeer):

@@ -19,7 +19,7 @@ import torch
 from g4ir.backends.base import Tensors
 from g4ir.engine.engine import Engine
 from g4ir.engine.multimodal import sound_settings
-from g4ir.ir.distance import BUDGETS, Anchor, Budget, Errors, row_errors, widened
+from g4ir.ir.distance import BUDGETS, Anchor, Errors, Tolerance, row_errors, widened
 from g4ir.ir.graph import Graph, Program
 from g4ir.ir.interpret import interpret
 from g4ir.ir.wide import in_float64
@@ -138,7 +138,7 @@ class TowerReport:
     size: int
     relative: float
     cosine: float
-    budget: Budget
+    budget: Tolerance
     ok: bool
 
     def text(self) -> str:
@@ -158,7 +158,7 @@ class PromptReport:
     phases: tuple[str, ...]
     relative: float
     cosine: float
-    budget: Budget
+    budget: Tolerance
     ok: bool
     phase: str | None = None
     first_difference: str | None = None
@@ -244,7 +244,7 @@ def _worst(errors: Errors) -> tuple[float, float]:
 
 def _judged(
     dtype: str, got: Tensor, want: Tensor, exact: Callable[[], Tensor]
-) -> tuple[Budget, Errors]:
+) -> tuple[Tolerance, Errors]:
     """Return the fixed budget; where it is missed, the budget that the interpreter's own rounding
     allows, measured against `exact`, the same rows in float64."""
     budget, errors = BUDGETS[dtype, "reference"], row_errors(got, want)
@@ -253,7 +253,7 @@ def _judged(
     if budget.relative is not None:
         return widened(budget, float(row_errors(want, exact()).relative.max())), errors
     anchor = Anchor("float64", exact(), [])
-    return Budget(rounding=anchor.rounding(want, dtype)), anchor.errors(got, want)
+    return Tolerance(rounding=anchor.rounding(want, dtype)), anchor.errors(got, want)
 
 
 # ---- towers -----------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def _params(engine: Engine, graph: Graph) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True, eq=False)
-class Prompt:
+class MediaPrompt:
     """Tokens i64[1, T] with placeholders for `soft`, i64[n, 1] of single steps after them, and how
     many tokens a chunk takes."""
 
@@ -311,7 +311,7 @@ class Prompt:
         return [first, *(lambda session, t=t: session.decode(t) for t in self.after)]
 
 
-def _prompt(engine: Engine, softs: Sequence[Soft]) -> Prompt | None:
+def _prompt(engine: Engine, softs: Sequence[Soft]) -> MediaPrompt | None:
     """Return a text with the media that there is room for, or None without media."""
     limits, kept = engine.limits, list[Soft]()
     room = limits.max_seq - HEAD - STEPS
@@ -329,14 +329,14 @@ def _prompt(engine: Engine, softs: Sequence[Soft]) -> Prompt | None:
         parts += [_placeholders(engine, soft), text[at : at + BETWEEN]]
     # A session cuts chunks as long as they may be: this one would end in the first medium.
     chunk = min(limits.prefill_chunk, max(s.count for s in kept) + MORE)
-    return Prompt(torch.cat(parts)[None], tuple(kept), text[-STEPS:, None], chunk)
+    return MediaPrompt(torch.cat(parts)[None], tuple(kept), text[-STEPS:, None], chunk)
 
 
 def _placeholders(engine: Engine, soft: Soft) -> Tensor:
     return torch.full((soft.count,), placeholders(engine.spec.tokens)[soft.kind])
 
 
-def _prompt_report(engine: Engine, reference: Engine, p: Prompt) -> PromptReport:
+def _prompt_report(engine: Engine, reference: Engine, p: MediaPrompt) -> PromptReport:
     engine, reference = (_in_chunks(e, p.chunk) for e in (engine, reference))
     tokens = p.tokens.shape[1]
     every = engine.all_logits and tokens * engine.spec.text.vocab_size <= EVERY_LOGITS
@@ -368,14 +368,14 @@ def _in_chunks(engine: Engine, chunk: int) -> Engine:
     return replace(engine, limits=replace(engine.limits, prefill_chunk=chunk))
 
 
-def _logits(engine: Engine, p: Prompt, every: bool) -> Tensor:
+def _logits(engine: Engine, p: MediaPrompt, every: bool) -> Tensor:
     """Return logits f32[N, vocab] of each token of the prompt or of its last, then of each step."""
     session = engine.session()
     return torch.cat([step(session) for step in p.steps(every)])  # type: ignore[misc]
 
 
 def _first(
-    engine: Engine, reference: Engine, p: Prompt, budget: Budget
+    engine: Engine, reference: Engine, p: MediaPrompt, budget: Tolerance
 ) -> tuple[Place | None, str]:
     found = first_value(engine, reference, p.steps(), budget)
     return found or (None, "none inside; the logits differ")

@@ -18,7 +18,7 @@ from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.drafter import random_weights
 from g4ir.weights.origin import find_origin
 from g4ir.weights.pack import MadeParams, Packing
-from g4ir.weights.unpack import Unpacked
+from g4ir.weights.unpack import UnpackedWeights
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ def plain_params(engine: Engine, checkpoint: str | Path | None = None) -> Plain:
     if engine.ranks == 1:
         return whole
     held = [engine.unpacked(rank) for rank in range(engine.ranks)]
-    return RankParams(engine.share, whole, held if isinstance(whole, Unpacked) else ())
+    return RankParams(engine.share, whole, held if isinstance(whole, UnpackedWeights) else ())
 
 
 def _whole_params(engine: Engine, checkpoint: str | Path | None) -> Plain:
@@ -68,7 +68,7 @@ class RankParams:
 
     share: Share
     whole: Plain
-    held: Sequence[Unpacked]
+    held: Sequence[UnpackedWeights]
 
     def __call__(self, v: Value) -> torch.Tensor:
         """Return the tensor of a param, of a rank's own or of the model's."""
@@ -86,10 +86,10 @@ class RankParams:
         return made
 
 
-def unpacked(plain: Plain) -> Unpacked | None:
+def unpacked(plain: Plain) -> UnpackedWeights | None:
     """Return what undoes the packing, where params come from that."""
     whole = plain.whole if isinstance(plain, RankParams) else plain
-    return whole if isinstance(whole, Unpacked) else None
+    return whole if isinstance(whole, UnpackedWeights) else None
 
 
 def _named(source: WeightSource) -> Plain:

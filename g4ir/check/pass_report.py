@@ -195,7 +195,7 @@ class Made:
 
 
 @dataclass
-class Comparison:
+class StageComparison:
     """Holds errors against budgets; keeps the worst of each op and the first out of budget."""
 
     name: str

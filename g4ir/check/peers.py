@@ -26,7 +26,7 @@ from g4ir.ui.units import size_text
 from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.formats import is_coded
 from g4ir.weights.hub import snapshot_of
-from g4ir.weights.origin import Directory, find_origin
+from g4ir.weights.origin import CheckpointDirectory, find_origin
 from g4ir.weights.random import RandomCheckpoint
 
 from .float64 import other_attention, wide_model
@@ -282,7 +282,11 @@ def _model(engine: Engine, checkpoint: str | Path | None, progress: Progress) ->
         agreed_spec(engine.spec, origin, bool(engine.media.kinds))
         progress(f"transformers loads {origin.path}")
         merged = engine.manifest["weights"]["kind"] == "merged"
-        plain = isinstance(origin, Directory) and not is_coded(origin.stated) and origin.published()
+        plain = (
+            isinstance(origin, CheckpointDirectory)
+            and not is_coded(origin.stated)
+            and origin.published()
+        )
         if plain and not merged:
             model = _load_hf(origin.path, engine.dtype)
             _requantise(model, engine)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from g4ir.engine.engine import Engine
-from g4ir.ir.distance import GROUP, Budget, LocalError, local_text, median_of, worst_of
+from g4ir.ir.distance import GROUP, LocalError, Tolerance, local_text, median_of, worst_of
 
 from .media import MediaReport
 from .quality import Quality
@@ -81,12 +81,12 @@ class Saturation:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """A report of what was compared, and how far apart it was."""
 
     engine: str
     against: str
-    budget: Budget
+    budget: Tolerance
     turns: tuple[int, ...]
     positions: tuple[Position, ...] = field(repr=False)
     greedy: Greedy

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from g4ir.backends.base import Runtime, Tensors
 from g4ir.engine.engine import Engine
 from g4ir.engine.session import Session
-from g4ir.ir.distance import Budget, Errors, row_errors
+from g4ir.ir.distance import Errors, Tolerance, row_errors
 from g4ir.ir.names import layer_of
 from g4ir.ops.finite import advice
 from g4ir.ops.kv_quant import comparable
@@ -37,18 +37,13 @@ ChunkWatch = Callable[[Place, str, "torch.Tensor"], None]
 Step = Callable[["Session"], object]
 
 
-def _idle() -> None:
-    """Before a run there is nothing to do."""
-
-
 @dataclass(frozen=True)
 class Watched:
-    """A runtime whose values are shown to `watch`, for rows of one length; `begin` is called before
-    each run, and the phases of `hidden` show nothing."""
+    """A runtime that shows its values to `watch` (sequences of one length); phases of `hidden` show
+    nothing."""
 
     runtime: Runtime
     watch: ChunkWatch
-    begin: Callable[[], object] = _idle
     hidden: tuple[str, ...] = ()
 
     def new_state(self, batch: int) -> Any:
@@ -61,12 +56,11 @@ class Watched:
             return self.runtime.run(phase, feeds, state, context, logits)
         start, end = (int(feeds["positions"][0, i]) for i in (0, -1))
         watch = partial(self.watch, Place(phase, start, end))
-        self.begin()
         return self.runtime.run(phase, feeds, state, context, logits, watch)
 
 
 def first_difference(
-    engine: Engine, peer: Engine, ids: torch.Tensor, turns: Sequence[int], budget: Budget
+    engine: Engine, peer: Engine, ids: torch.Tensor, turns: Sequence[int], budget: Tolerance
 ) -> str | None:
     """Run both chunk by chunk; name the first value that both make and that is out of budget."""
 
@@ -80,7 +74,7 @@ def first_difference(
 
 
 def first_value(
-    engine: Engine, peer: Engine, steps: Iterable[Step], budget: Budget
+    engine: Engine, peer: Engine, steps: Iterable[Step], budget: Tolerance
 ) -> tuple[Place, str] | None:
     """Take both through the steps, one row without padding; return where the first value lies that
     both make and that is out of budget, and what is to be said of it."""

@@ -15,7 +15,7 @@ from .common import add_load, add_verb, emit, load, strict
 from .drafting import add_draft, check_draft, given_draft
 
 if TYPE_CHECKING:
-    from g4ir.bench.schema import Report
+    from g4ir.bench.schema import BenchReport
     from g4ir.bench.workload import Workload
     from g4ir.engine.engine import Engine
 
@@ -78,11 +78,9 @@ def add_bench(verbs: Any) -> None:
         metavar="FILE",
         help="write the report to FILE; `-`: to stdout",
     )
-    p.add_argument("--csv", metavar="FILE", help="write the results as CSV, one row per metric")
     p.add_argument("--plot", metavar="FILE", help="plot the results, .png or .svg")
     add_draft(p)
     add_load(p)
-    p.add_argument("--schema", action="store_true", help="print the JSON Schema of reports")
 
 
 def add_bench_compare(verbs: Any) -> None:
@@ -97,11 +95,6 @@ def add_bench_compare(verbs: Any) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from g4ir.bench.schema import json_schema
-
-    if args.schema:
-        emit(json_schema(), indent=1)
-        return 0
     _check_arguments(args)
     report = _measured(args, _planned(args))
     _write(args, report)
@@ -109,12 +102,11 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
-    """Check what would be a pity to find out after the measurement."""
+    """Check the arguments before anything is loaded or measured."""
     if not 1 <= len(args.engines) <= 2:
         raise InputError(f"bench takes one engine or two, not {len(args.engines)}")
-    for flag, file in (("--json", args.json), ("--csv", args.csv)):
-        if file and file != STDOUT and not Path(file).absolute().parent.is_dir():
-            raise InputError(f"{flag} {file}: no such directory")
+    if args.json not in (None, STDOUT) and not Path(args.json).absolute().parent.is_dir():
+        raise InputError(f"--json {args.json}: no such directory")
     if args.text and not Path(args.text).is_file():
         raise InputError(f"--text {args.text}: no such file")
     if args.plot:
@@ -146,7 +138,7 @@ def _planned(args: argparse.Namespace) -> Workload:
     )
 
 
-def _measured(args: argparse.Namespace, workload: Workload) -> Report:
+def _measured(args: argparse.Namespace, workload: Workload) -> BenchReport:
     from g4ir.bench.report import run_bench
 
     draft = given_draft(args)["draft"]
@@ -175,29 +167,28 @@ def _measured(args: argparse.Namespace, workload: Workload) -> Report:
                 engine.close()
 
 
-def _write(args: argparse.Namespace, report: Report) -> None:
-    from g4ir.bench import text
+def _write(args: argparse.Namespace, report: BenchReport) -> None:
+    from g4ir.bench.plot import plot_bench
     from g4ir.bench.schema import plain
+    from g4ir.bench.text import text
     from g4ir.ui.files import write_file
-    from g4ir.ui.plots import plot_bench
 
     values = strict(plain(report))
     if args.json == STDOUT:
         emit(values)
     else:
-        print(text.text(report))
+        print(text(report))
     if args.json and args.json != STDOUT:
         write_file(Path(args.json), [(json.dumps(values, indent=1) + "\n").encode()])
-    if args.csv:
-        write_file(Path(args.csv), [text.csv_text(report).encode()])
     if args.plot:
-        plot_bench(args.plot, {"": values})
+        plot_bench(args.plot, {"": report})
 
 
 def _compare(args: argparse.Namespace) -> int:
     from g4ir.bench.compare import compare_reports, compare_text
+    from g4ir.bench.plot import plot_bench
     from g4ir.bench.schema import plain, read_report
-    from g4ir.ui.plots import check_plot, plot_bench
+    from g4ir.ui.plots import check_plot
 
     if args.plot:
         check_plot(args.plot)
@@ -205,5 +196,5 @@ def _compare(args: argparse.Namespace) -> int:
     result = compare_reports(a, b, args.all)
     emit(plain(result)) if args.json else print(compare_text(result))
     if args.plot:
-        plot_bench(args.plot, {"A": plain(a), "B": plain(b)})
+        plot_bench(args.plot, {"A": a, "B": b})
     return 1 if args.check and result.differ else 0

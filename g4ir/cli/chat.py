@@ -14,7 +14,7 @@ from g4ir.errors import G4Error, InputError
 from g4ir.model.media import AUDIO, IMAGE, VIDEO, check_there
 from g4ir.spec.reader import did_you_mean
 from g4ir.ui import console
-from g4ir.ui.places import cache_root, private
+from g4ir.ui.paths import cache_root, private
 
 from .common import ENGINE_HELP, add_load, add_verb, emit, load_to_generate
 from .drafting import add_draft, check_draft

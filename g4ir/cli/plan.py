@@ -17,7 +17,7 @@ from .common import GPU_HELP, PASS_OPTIONS, add_options, add_source, add_verb, e
 
 if TYPE_CHECKING:
     from g4ir.plan.gpus import Gpu
-    from g4ir.plan.plan import Plan
+    from g4ir.plan.records import Plan
 
 ALL = "all"
 
@@ -112,7 +112,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.plot:
         _plot(plans, args.plot)
     if args.json:
-        from g4ir.plan.plan import SCHEMA
+        from g4ir.plan.records import SCHEMA
 
         one = plans[0].to_dict()
         emit(one if len(plans) == 1 else {"schema": SCHEMA, "plans": [p.to_dict() for p in plans]})
@@ -125,7 +125,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _images(args: argparse.Namespace) -> int:
     from g4ir.model.images import image_plan_text, parse_budgets, parse_sizes, plan_image
-    from g4ir.plan.plan import SCHEMA
+    from g4ir.plan.records import SCHEMA
 
     if args.image is None:
         raise InputError("--budget is of images: give their sizes with --image WxH")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from g4ir.errors import TrustError
 from g4ir.ui.files import write_file
-from g4ir.ui.places import check_private, private, state_root
+from g4ir.ui.paths import check_private, private, state_root
 from g4ir.weights.checkpoint import sha256
 
 #: bytes from which on a file is worth remembering: some hundredths of a second

@@ -21,7 +21,7 @@ from g4ir.quant.recipe import Recipe
 from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import Spec
 from g4ir.weights.pack import params_of_rank
-from g4ir.weights.unpack import Unpacked
+from g4ir.weights.unpack import UnpackedWeights
 
 if TYPE_CHECKING:
     import torch
@@ -76,12 +76,12 @@ class EngineParts:
             weight = self.share.joined(plain[name], lambda rank, v: self.unpacked(rank).weight(v))
             return weight.cpu()
 
-    def unpacked(self, rank: int = 0) -> Unpacked:
+    def unpacked(self, rank: int = 0) -> UnpackedWeights:
         """Return a rank's params of the model, as far as they follow from what it holds."""
         held = self.runtime.source
         if rank:
             held = params_of_rank(held, self.path, rank)
-        return Unpacked(held, self.program.params(), self.prologue, self.path)
+        return UnpackedWeights(held, self.program.params(), self.prologue, self.path)
 
     def check_process(self) -> None:
         """Raise InputError in a forked child: the runtime would wait for threads of the parent."""

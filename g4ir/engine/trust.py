@@ -30,7 +30,7 @@ from g4ir.backends import find_backend
 from g4ir.errors import InputError, MissingError, TrustError
 from g4ir.ops.types import TORCH_NAMES
 from g4ir.ui.files import write_file
-from g4ir.ui.places import check_private, private, state_root
+from g4ir.ui.paths import check_private, private, state_root
 from g4ir.ui.units import size_text
 from g4ir.weights.tensorfile import open_regular
 

@@ -76,7 +76,7 @@ class Rounding:
 
 
 @dataclass(frozen=True)
-class Budget:
+class Tolerance:
     """The difference that a row of logits may have: its largest difference relative to the peer
     row's rms, the cosine of the two rows, or the distance that the peer's own rounding allows."""
 
@@ -102,12 +102,14 @@ class Budget:
         return bool(self.holds(errors).all()) and self.typical(errors)
 
     @property
-    def inside(self) -> Budget:
+    def inside(self) -> Tolerance:
         """The budget of values inside, beside those of a peer of the same dtype."""
         if self.rounding is None:
             return self
         away = TYPICAL * max(self.rounding.median, self.rounding.unit)
-        return Budget(cosine=max(1 - away * away / 2, BUDGETS["bf16", "reference"].cosine or 0.0))
+        return Tolerance(
+            cosine=max(1 - away * away / 2, BUDGETS["bf16", "reference"].cosine or 0.0)
+        )
 
     @property
     def gap(self) -> float:
@@ -130,12 +132,12 @@ class Budget:
 #: fp32: rounding only, and room for how far transformers' own modes lie apart. A cosine for 16
 #: bits is what is asked of values inside, and of two engines in two dtypes.
 BUDGETS = {
-    ("f32", "reference"): Budget(relative=1e-4),
-    ("f32", "hf"): Budget(relative=4e-4),
-    ("bf16", "reference"): Budget(cosine=0.999),
-    ("bf16", "hf"): Budget(cosine=0.999),
-    ("f16", "reference"): Budget(cosine=0.999),
-    ("f16", "hf"): Budget(cosine=0.999),
+    ("f32", "reference"): Tolerance(relative=1e-4),
+    ("f32", "hf"): Tolerance(relative=4e-4),
+    ("bf16", "reference"): Tolerance(cosine=0.999),
+    ("bf16", "hf"): Tolerance(cosine=0.999),
+    ("f16", "reference"): Tolerance(cosine=0.999),
+    ("f16", "hf"): Tolerance(cosine=0.999),
 }
 #: dtype of narrowed caches, or form of rounded rows -> relative error where the model computes in
 #: fp32. A number next to the middle between two of the coarse grid falls to either side, by the
@@ -144,12 +146,12 @@ BUDGETS = {
 HELD = {"bf16": 2.0**-7, "i8": 2.0**-5, "f8e4m3": 2.0**-4, "int8": 2.0**-5, "fp8": 2.0**-4}
 
 
-def budget_of(dtype: str, against: str, *coarse: str) -> Budget:
+def budget_of(dtype: str, against: str, *coarse: str) -> Tolerance:
     """Return the budget of an engine of a dtype that was asked to round to coarse grids, if any."""
     found = BUDGETS[dtype, against]
     if found.relative is None or not coarse:
         return found
-    return Budget(relative=max(found.relative, *(HELD[grid] for grid in coarse)))
+    return Tolerance(relative=max(found.relative, *(HELD[grid] for grid in coarse)))
 
 
 @dataclass(frozen=True)
@@ -215,10 +217,10 @@ def rounding_room(rounding: float) -> float:
     return 4 * rounding
 
 
-def widened(budget: Budget, rounding: float) -> Budget:
+def widened(budget: Tolerance, rounding: float) -> Tolerance:
     """Return a budget with room for the rounding error."""
     assert budget.relative is not None
-    return Budget(relative=max(budget.relative, rounding_room(rounding)))
+    return Tolerance(relative=max(budget.relative, rounding_room(rounding)))
 
 
 # ---- each layer alone -------------------------------------------------------------------------

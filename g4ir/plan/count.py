@@ -1,4 +1,4 @@
-"""Counts elements of a variant by part."""
+"""ParameterCounts elements of a variant by part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from g4ir.spec.record import Spec
 
 
 @dataclass(frozen=True)
-class Counts:
+class ParameterCounts:
     """Elements of one variant by part. 0-d clip bounds are counted apart (`*_scalars`)."""
 
     embed: int  # token table, also the head where it is tied
@@ -74,7 +74,7 @@ class Counts:
         return self.layers + self.ple_other - self.layer_scalars + used + (self.head or self.embed)
 
 
-def counts(spec: Spec) -> Counts:
+def counts(spec: Spec) -> ParameterCounts:
     """Count parameters of a variant, to the unit, from the tensor tables."""
     live, dead, towers = text_tensors(spec), dead_tensors(spec), tower_tensors(spec)
     by_part: dict[str, Tensors] = {}
@@ -84,7 +84,7 @@ def counts(spec: Spec) -> Counts:
         by_part.setdefault(_tower_part(spec, name, shape), {})[name] = shape
     scalars = sum(name.endswith(".layer_scalar") for name in live)
     moe = spec.text.moe
-    return Counts(
+    return ParameterCounts(
         **{part: numel(by_part.get(part, {})) for part in PARTS},
         dead=numel(dead),
         dead_tensors=len(dead),
@@ -97,7 +97,7 @@ def counts(spec: Spec) -> Counts:
 
 PARTS = tuple(
     f.name
-    for f in fields(Counts)
+    for f in fields(ParameterCounts)
     if f.name
     not in ("dead", "dead_tensors", "live_tensors", "layer_scalars", "top_k", "num_experts")
 )

@@ -28,10 +28,11 @@ from g4ir.ui.units import size_text
 from g4ir.weights.pack import DEFAULT_PLACEMENT, as_it_is, split_program
 
 from .engine_limits import Limits
+from .footprint import MOST_ROWS, Footprint, Setup, largest, reserve
 from .formats import DTYPES
 from .memory import Needs
 from .options import Resolved
-from .plan import MOST_ROWS, Footprint, Row, largest, reserve
+from .records import MemoryUse
 
 CGROUPS = Path("/sys/fs/cgroup")
 CHUNKS = (512, 256, 128, 64)
@@ -81,7 +82,7 @@ class _Build:
     table: Callable[[str], int]
     least_chunk: int = 1  # what the largest image needs whose tokens see each other
 
-    def row(self) -> Row:
+    def row(self) -> MemoryUse:
         limits = self.limits
         return self.made.row(limits.max_seq, limits.max_batch, limits.prefill_chunk)
 
@@ -92,8 +93,8 @@ class _Build:
     def resident(self) -> int:
         """Return bytes of weights in the device's memory; on the CPU that is the host's."""
         made = self.made
-        placed = ("device", "host") if made.device == "cpu" else ("device",)
-        table = self.table(made.dtype) if made.ple_placement in placed else 0
+        placed = ("device", "host") if made.setup.device == "cpu" else ("device",)
+        table = self.table(made.setup.dtype) if made.ple_placement in placed else 0
         return made.params + table
 
     def with_limits(self, **changes: int) -> _Build:
@@ -104,25 +105,14 @@ class _Build:
     def without_media(self) -> _Build:
         graphs = self.made.needs.graphs
         text = Needs(tuple(g for g in graphs if not is_tower(g.name) and g.name != BLOCKS))
-        return replace(self, made=_changed(self.made, needs=text), least_chunk=1)
+        return replace(self, made=replace(self.made, needs=text, plain=text), least_chunk=1)
 
     def with_dtype(self, dtype: str) -> _Build:
-        return replace(self, made=_changed(self.made, dtype=dtype, needs=self.remake(dtype)))
+        needs, setup = self.remake(dtype), replace(self.made.setup, dtype=dtype)
+        return replace(self, made=replace(self.made, setup=setup, needs=needs, plain=needs))
 
     def with_placement(self, placement: str) -> _Build:
-        return replace(self, made=_changed(self.made, ple_placement=placement))
-
-
-def _changed(
-    made: Footprint,
-    needs: Needs | None = None,
-    dtype: str | None = None,
-    ple_placement: str | None = None,
-) -> Footprint:
-    """Return a footprint with other settings, which takes over no computed sizes."""
-    needs = needs or made.needs
-    placement = ple_placement or made.ple_placement
-    return Footprint(made.spec, dtype or made.dtype, made.device, placement, needs, needs)
+        return replace(self, made=replace(self.made, ple_placement=placement))
 
 
 def require_fit(
@@ -168,7 +158,7 @@ def fitting_placement(program: Program, r: Resolved, memory: int, more: int = 0)
 def _build(program: Program, r: Resolved, remake: Callable[[str], Needs]) -> _Build:
     least = max(r.media.grids, default=1) if BLOCKS in program.graphs else 1
     needs = _needs(program, slack_of(r.options))
-    made = Footprint(r.spec, r.dtype, r.device, r.ple_placement, needs, needs)
+    made = Footprint(Setup(r.spec, r.dtype, r.device), r.ple_placement, needs, needs)
     return _Build(made, r.limits, remake, partial(_table_bytes, program, r.dtype), least)
 
 
@@ -188,7 +178,7 @@ def _needs(program: Program, drafted: int) -> Needs:
 
 
 def _message(build: _Build, memory: int, room: int, more: int, scratch: int) -> str:
-    row, limits, made = build.row(), build.limits, build.made
+    row, limits, setup = build.row(), build.limits, build.made.setup
     parts = {
         "weights": build.resident(),
         "caches": row.built + more,
@@ -199,8 +189,8 @@ def _message(build: _Build, memory: int, room: int, more: int, scratch: int) -> 
     total = sum(parts.values())
     shares = ", ".join(f"{k} {size_text(v)}" for k, v in parts.items())
     return (
-        f"{made.spec.name} at --max-batch {limits.max_batch} --max-seq {limits.max_seq} in "
-        f"{TORCH_NAMES[made.dtype]} needs {size_text(total)} on {made.device} ({shares}), which "
+        f"{setup.spec.name} at --max-batch {limits.max_batch} --max-seq {limits.max_seq} in "
+        f"{TORCH_NAMES[setup.dtype]} needs {size_text(total)} on {setup.device} ({shares}), which "
         f"has {size_text(memory)}: {size_text(total - memory)} ({total - memory} bytes) short; "
         f"{_advice(build, room)}"
     )
@@ -216,7 +206,7 @@ def _advice(build: _Build, room: int) -> str:
     place = f" --ple-placement {placement}" if (placement := smallest.made.ple_placement) else ""
     return (
         f"all of these together fit: --max-batch 1 --max-seq {seq} --prefill-chunk "
-        f"{smallest.limits.prefill_chunk} --dtype {TORCH_NAMES[smallest.made.dtype]}{place}"
+        f"{smallest.limits.prefill_chunk} --dtype {TORCH_NAMES[smallest.made.setup.dtype]}{place}"
     )
 
 
@@ -225,7 +215,7 @@ def _smallest(build: _Build) -> _Build:
     chunk = min(build.limits.prefill_chunk, CHUNKS[-1])
     build = build.with_limits(max_batch=1, prefill_chunk=chunk)
     build = build.with_placement("mmap") if build.made.ple_placement else build
-    return build.with_dtype(min(build.made.dtype, "bf16", key=lambda d: ITEMSIZE[d]))
+    return build.with_dtype(min(build.made.setup.dtype, "bf16", key=lambda d: ITEMSIZE[d]))
 
 
 def _alternatives(build: _Build, room: int) -> Iterator[tuple[str, Any]]:
@@ -243,7 +233,7 @@ def _alternatives(build: _Build, room: int) -> Iterator[tuple[str, Any]]:
     if chunk := next((c for c in chunks if fits(prefill_chunk=c)), 0):
         yield "--prefill-chunk", chunk
     for dtype in DTYPES:
-        smaller = ITEMSIZE[dtype] < ITEMSIZE[build.made.dtype]
+        smaller = ITEMSIZE[dtype] < ITEMSIZE[build.made.setup.dtype]
         if smaller and build.with_dtype(dtype).need() <= room:
             yield "--dtype", TORCH_NAMES[dtype]
             break

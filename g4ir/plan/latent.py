@@ -31,7 +31,7 @@ _HEADER = """\
 
 
 @dataclass(frozen=True)
-class Measured:
+class LatentMeasurement:
     """The fastest form of one layer at one context."""
 
     device: str  # cpu, cuda
@@ -47,7 +47,7 @@ class Measured:
 class Table:
     """The file."""
 
-    measured: tuple[Measured, ...]
+    measured: tuple[LatentMeasurement, ...]
 
 
 def choose_form(spec: Spec, device: str, dtype: str, max_seq: int) -> str:
@@ -68,10 +68,10 @@ def _shape(kind: AttentionKind, heads: int) -> tuple[int, int, int]:
     return kind.head_dim, 2 * pairs, heads // kind.num_key_value_heads
 
 
-def _nearest(table: Iterable[Measured], key: tuple[object, ...], context: int) -> str:
+def _nearest(table: Iterable[LatentMeasurement], key: tuple[object, ...], context: int) -> str:
     """Return the form of a key (device, dtype, head_dim, rotated, group) nearest a context."""
 
-    def away(row: Measured) -> float:
+    def away(row: LatentMeasurement) -> float:
         return abs(log2(row.context / context))
 
     rows = [r for r in table if (r.device, r.dtype, r.head_dim, r.rotated, r.group) == key]
@@ -80,7 +80,7 @@ def _nearest(table: Iterable[Measured], key: tuple[object, ...], context: int) -
 
 
 @cache
-def read_table(path: Path = TABLE) -> tuple[Measured, ...]:
+def read_table(path: Path = TABLE) -> tuple[LatentMeasurement, ...]:
     """Read the measurements of a file. Raises SpecError where it is not such a table."""
     try:
         table: Table = build(Table, read_tree(path))
@@ -89,7 +89,7 @@ def read_table(path: Path = TABLE) -> tuple[Measured, ...]:
     return table.measured
 
 
-def write_table(rows: Iterable[Measured], path: Path = TABLE) -> None:
+def write_table(rows: Iterable[LatentMeasurement], path: Path = TABLE) -> None:
     """Replace the table; rows in order of their keys."""
     import yaml
 

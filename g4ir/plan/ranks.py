@@ -1,40 +1,23 @@
-"""Plans a model on several ranks: the bytes that each has, what they say to each other, and how
-long a step is expected to take."""
+"""Plans one of several ranks: bytes, collectives, and predicted decode steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from g4ir.errors import InputError
-from g4ir.ir.graph import Graph, Program, split_prologue
-from g4ir.model.draft import build_draft
-from g4ir.model.text import build_graph
-from g4ir.parallel.shard import collectives, shard
-from g4ir.parallel.table import can_share, check_ranks
-from g4ir.passes import run_passes
-from g4ir.quant.recipe import Recipe
-from g4ir.quant.rewrite import quantised
-from g4ir.spec.record import Spec
+from g4ir.ir.graph import Graph
+from g4ir.parallel.shard import collectives
+from g4ir.parallel.table import can_share
 
-from .formats import capacity
-from .resolve import for_gpu
+from .footprint import Measurement, Setup, param_bytes
+from .records import MemoryUse, RankRow, Ranks, RankStep
 
 #: numbers of ranks that are compared
 COUNTS = (1, 2, 4, 8)
 #: a token of one row
 ONE = {"B": 1, "S": 1, "M": 1}
-
-
-@dataclass(frozen=True)
-class RankRow:
-    """Bytes of the caches of a rank at one context and batch."""
-
-    ctx: int
-    batch: int
-    cache: int
 
 
 @dataclass(frozen=True)
@@ -46,105 +29,31 @@ class StepModel:
     us: Callable[[Graph, int, int], Mapping[str, tuple[float, float]]]
 
 
-@dataclass(frozen=True)
-class RankStep:
-    """A decode step on so many ranks: the least and the most microseconds by how they exchange."""
-
-    ranks: int
-    ctx: int
-    batch: int
-    us: Mapping[str, tuple[float, float]]
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """One rank of `count`, all of which are alike: bytes of its weights, without the tables that
-    are only gathered from, and of its drafter's; messages of a decode step, and the bytes that a
-    rank gives for a row; on a GPU predicted steps, on other numbers of ranks too."""
-
-    count: int
-    weights: int
-    drafter: int
-    rows: tuple[RankRow, ...]
-    messages: int
-    message_bytes: int
-    gpu: str | None = None
-    steps: tuple[RankStep, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
-
-
-def plan_ranks(
-    spec: Spec,
-    count: int,
-    dtype: str,
-    shape: Sequence[tuple[int, int]],
-    skip: Sequence[str],
-    options: Mapping[str, Mapping[str, Any]],
-    recipe: Recipe | None = None,
-    ep: bool = False,
-    model: StepModel | None = None,
-    drafter: Spec | None = None,
-) -> Ranks:
-    """Return what each of `count` ranks needs at every (context, batch) of `shape`, by the graph
-    that it runs. InputError where they cannot share the model."""
-    check_ranks(spec, count, ep)
-
-    plain = Program({"decode": build_graph(spec, "decode", dtype=dtype)})
-    held = quantised(plain, spec, recipe, dtype).graphs["decode"]
-
-    def of(ranks: int, g: Graph = held) -> Graph:
-        return shard(g, spec, ranks, ep and ranks > 1)
-
-    def passed(own: Graph, gpu_rows: int = 0) -> Graph:
-        return run_passes(own, skip=skip, options={**options, **for_gpu(gpu_rows)})
-
-    whole = of(count)
-    g = split_prologue(passed(whole))[1]
-    draft = (passed(of(count, build_draft(spec, drafter, dtype))),) if drafter else ()
+def plan_ranks(rank: Measurement, rows: Sequence[MemoryUse], model: StepModel | None) -> Ranks:
+    """Return what one rank needs at every context and batch of `rows`, from its measurement."""
+    setup, g = rank.footprint.setup, rank.decode.graph
     sent = [v.type.bind(ONE).nbytes() for n in collectives(g) for v in n.inputs]
     return Ranks(
-        count,
-        sum(v.type.nbytes() for v in g.params),
-        sum(v.type.nbytes() for d in draft for v in split_prologue(d)[1].params),
-        tuple(RankRow(ctx, batch, _cache(g, ctx, batch)) for ctx, batch in shape),
-        len(list(collectives(g))),
-        sum(sent),
-        model.gpu if model else None,
-        tuple(_steps(_compared(spec, {count: whole}, of, ep), passed, shape, model))
-        if model
-        else (),
+        count=setup.ranks,
+        weights=param_bytes([g]),
+        drafter=rank.footprint.drafter_bytes,
+        rows=tuple(RankRow(r.ctx, r.batch, r.built) for r in rows),
+        messages=len(list(collectives(g))),
+        message_bytes=sum(sent),
+        gpu=model.gpu if model else None,
+        steps=tuple(_steps(setup, rows, model)) if model else (),
     )
 
 
-def _compared(
-    spec: Spec, made: Mapping[int, Graph], of: Callable[[int], Graph], ep: bool
-) -> dict[int, Graph]:
-    """Return the graph of each number of ranks that can share the model, as far as it is known how
-    long they exchange."""
-    found = {n: g for n, g in made.items() if n <= COUNTS[-1]}
-    for ranks in COUNTS:
-        if ranks not in found and can_share(spec, ranks, ep):
-            with suppress(InputError):  # groups of a recipe that so many would cut
-                found[ranks] = of(ranks)
-    return dict(sorted(found.items()))
-
-
-def _steps(
-    graphs: Mapping[int, Graph],
-    passed: Callable[[Graph, int], Graph],
-    shape: Sequence[tuple[int, int]],
-    model: StepModel,
-) -> Iterator[RankStep]:
-    """Predict each number of ranks by the passes for steps of so many rows on a GPU."""
-    for ranks, own in graphs.items():
-        by_rows = {batch: passed(own, batch) for batch in {b for _, b in shape}}
-        for ctx, batch in shape:
-            yield RankStep(ranks, ctx, batch, model.us(by_rows[batch], ctx, batch))
-
-
-def _cache(g: Graph, ctx: int, batch: int) -> int:
-    dims = {"B": batch, "C": capacity(ctx)}
-    return sum(v.type.bind(dims).nbytes() for v in g.state)
+def _steps(setup: Setup, rows: Sequence[MemoryUse], model: StepModel) -> Iterator[RankStep]:
+    """Predict decode steps for each number of ranks that can share the model."""
+    batches = {r.batch for r in rows}
+    own = {setup.ranks} if setup.ranks <= COUNTS[-1] else set()
+    for ranks in sorted({*COUNTS, *own}):
+        if ranks not in own and not can_share(setup.spec, ranks, setup.ep):
+            continue
+        one = replace(setup, ranks=ranks, ep=setup.ep and ranks > 1)
+        with suppress(InputError):  # the ranks would cut groups of quantised weights
+            graphs = {b: replace(one, gpu_rows=b).step_graph("decode") for b in batches}
+            for r in rows:
+                yield RankStep(ranks, r.ctx, r.batch, model.us(graphs[r.batch], r.ctx, r.batch))

@@ -13,8 +13,7 @@ from .drafting import gains_text
 from .gpus import SIZE_RULE
 
 if TYPE_CHECKING:
-    from .plan import Fit, Most, Plan
-    from .ranks import Ranks, RankStep
+    from .records import Fit, Largest, Plan, Ranks, RankStep
 
 
 def plan_text(plan: Plan, nominal: bool = False) -> str:
@@ -235,12 +234,12 @@ def _of_ranks(f: Fit) -> str:
     return "" if f.ranks == 1 else f"each of {f.ranks} ranks, on its own "
 
 
-def _fit_line(f: Fit, most: Most, batches: Sequence[Most]) -> list[str]:
+def _fit_line(f: Fit, most: Largest, batches: Sequence[Largest]) -> list[str]:
     contexts = [rounded_count(n) for n in (most.naive, most.planned, most.built)]
     return [f.weights, size_text(f.weight_bytes), *contexts, "", *(_rows_most(m) for m in batches)]
 
 
-def _rows_most(most: Most) -> str:
+def _rows_most(most: Largest) -> str:
     return str(most.built) if most.built else "-"
 
 

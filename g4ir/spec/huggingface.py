@@ -1,15 +1,12 @@
-"""Translates Hugging Face config.json <-> fields of a Spec, from raw JSON, without transformers.
+"""Reads a Hugging Face config.json as fields of a Spec, from raw JSON, without transformers.
 
 Never through a config object: transformers 5.15 and later move `global_head_dim` and
-`num_global_key_value_heads` into `per_layer_config` when they load a file. Defaults of missing
-keys are those of transformers 5.17 (`models/gemma4/configuration_gemma4.py` and
-`models/gemma4_unified/configuration_gemma4_unified.py`).
+`num_global_key_value_heads` into `per_layer_config` when they load a file.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +24,24 @@ from g4ir.spec.reader import (
     tree_of,
 )
 
+from .huggingface_tables import (
+    AUDIO_MEDIA,
+    BASE_GEOMETRY,
+    BY_MODEL,
+    CENTROIDS,
+    HF_KINDS,
+    HF_NAMES,
+    HOUSEKEEPING,
+    KINDS,
+    MEDIA,
+    MODEL_TYPES,
+    NEUTRAL,
+    NOTHING,
+    PART_DEFAULTS,
+    PART_TYPES,
+    ROPE_DEFAULTS,
+    TEXT_DEFAULTS,
+)
 from .parts import (
     ASSISTANT,
     DTYPE_ALIASES,
@@ -35,7 +50,6 @@ from .parts import (
     SLIDING,
     TOWERS,
     AttentionKind,
-    Audio,
     Centroids,
     Drafter,
     Layers,
@@ -56,143 +70,6 @@ MAX_BYTES = 4 * 2**20
 REQUIRED: Any = object()
 
 log = logging.getLogger(__name__)
-
-# config model_type -> (model_type of the spec, whether the file is a composite with towers)
-MODEL_TYPES = {
-    "gemma4": ("gemma4", True),
-    "gemma4_text": ("gemma4", False),
-    "gemma4_unified": ("gemma4_unified", True),
-    "gemma4_unified_text": ("gemma4_unified", False),
-    "gemma4_assistant": ("gemma4_assistant", True),
-    "gemma4_unified_assistant": ("gemma4_unified_assistant", True),
-}
-ARCHITECTURES = {
-    ("gemma4", True): "Gemma4ForConditionalGeneration",
-    ("gemma4", False): "Gemma4ForCausalLM",
-    ("gemma4_unified", True): "Gemma4UnifiedForConditionalGeneration",
-    ("gemma4_unified", False): "Gemma4UnifiedForCausalLM",
-    ("gemma4_assistant", True): "Gemma4AssistantForCausalLM",
-    ("gemma4_unified_assistant", True): "Gemma4UnifiedAssistantForCausalLM",
-}
-KINDS = {"sliding_attention": SLIDING, "full_attention": FULL}
-HF_KINDS = {kind: name for name, kind in KINDS.items()}
-
-# Keys that change no value of the forward pass: bookkeeping, training, and generation settings
-# that transformers itself drops when it loads a config.
-_HOUSEKEEPING = """
-    _name_or_path name_or_path _commit_hash architectures transformers_version auto_map
-    initializer_range use_cache attention_dropout id2label label2id num_labels problem_type
-    output_attentions output_hidden_states return_dict return_dict_in_generate output_scores
-    _attn_implementation _attn_implementation_autoset attn_implementation cache_implementation
-    _experts_implementation experts_implementation finetuning_task task_specific_params
-    tokenizer_class torchscript use_bfloat16 tf_legacy_loss prefix sep_token_id
-    decoder_start_token_id forced_bos_token_id forced_eos_token_id suppress_tokens
-    begin_suppress_tokens bad_words_ids max_length min_length max_new_tokens do_sample
-    early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
-    repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
-    num_return_sequences exponential_decay_length_penalty remove_invalid_values
-    unsloth_fixed unsloth_version
-"""
-HOUSEKEEPING = frozenset(_HOUSEKEEPING.split())
-# Keys that are known, and legal only with a value that means "nothing".
-NEUTRAL = (
-    "is_encoder_decoder",
-    "is_decoder",
-    "add_cross_attention",
-    "cross_attention_hidden_size",
-    "chunk_size_feed_forward",
-    "pruned_heads",
-    "tie_encoder_decoder",
-    "quantization_config",  # of a part; that of the whole is read with the weights
-    "attention_bias",
-    "attn_logit_softcapping",
-)
-NOTHING: tuple[Any, ...] = (None, False, 0, 0.0, {}, [], "")
-
-TEXT_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 262144,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_attention_heads": 8,
-    "rms_norm_eps": 1e-6,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "num_kv_shared_layers": 0,
-    "use_double_wide_mlp": False,
-    "final_logit_softcapping": None,
-}
-BY_MODEL: dict[str, dict[str, Any]] = {
-    "gemma4": {
-        "max_position_embeddings": 131072,
-        "sliding_window": 512,
-        "use_bidirectional_attention": None,
-    },
-    "gemma4_unified": {
-        "max_position_embeddings": 262144,
-        "sliding_window": 1024,
-        "use_bidirectional_attention": "vision",
-    },
-}
-ROPE_DEFAULTS: dict[str, dict[str, Any]] = {
-    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-}
-# HF defaults of the fields that the dataclass itself leaves without one
-PART_DEFAULTS: dict[type, dict[str, Any]] = {
-    Vision: {
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 12,
-        "head_dim": 64,
-        "patch_size": 16,
-        "pooling_kernel_size": 3,
-        "position_embedding_size": 10240,
-    },
-    Audio: {
-        "hidden_size": 1024,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 8,
-        "output_proj_dims": 1536,
-    },
-    UnifiedVision: {"mm_embed_dim": 3840, "mm_posemb_size": 1120},
-    UnifiedAudio: {"audio_embed_dim": 640},
-}
-PART_TYPES: dict[type, str] = {
-    Vision: "gemma4_vision",
-    Audio: "gemma4_audio",
-    UnifiedVision: "gemma4_unified_vision",
-    UnifiedAudio: "gemma4_unified_audio",
-}
-# field of Tokens -> its key in a composite config, older spellings after it, and the default
-MEDIA: dict[str, tuple[tuple[str, ...], int]] = {
-    "image": (("image_token_id",), 258880),
-    "video": (("video_token_id",), 258884),
-    "audio": (("audio_token_id",), 258881),
-    "boi": (("boi_token_id",), 255999),
-    "eoi": (("eoi_token_id",), 258882),
-    "boa": (("boa_token_id",), 256000),
-    "eoa": (("eoa_token_index", "eoa_token_id"), 258883),
-}
-AUDIO_MEDIA = ("audio", "boa", "eoa")
-
-# field of Centroids -> its key and default
-CENTROIDS = {"count": ("num_centroids", 2048), "top_k": ("centroid_intermediate_top_k", 32)}
-
-# key path of the spec -> key of the text config, for messages about rules that join fields
-HF_NAMES = {
-    "text.sliding.head_dim": "head_dim",
-    "text.sliding.num_key_value_heads": "num_key_value_heads",
-    "text.sliding.window": "sliding_window",
-    "text.full.head_dim": "global_head_dim",
-    "text.full.num_key_value_heads": "num_global_key_value_heads",
-    "text.moe.top_k_experts": "top_k_experts",
-    "text.sliding.rope.rotary_fraction": "rope_parameters.sliding_attention",
-    "text.full.rope.rotary_fraction": "rope_parameters.full_attention",
-    "drafter.centroids.count": "num_centroids",
-    "drafter.centroids.top_k": "centroid_intermediate_top_k",
-}
-
 
 # --- reading ----------------------------------------------------------------------------------
 
@@ -453,9 +330,6 @@ def _attention(
     return sliding, AttentionKind(**base | overrides[FULL], rope=ropes[FULL], k_eq_v=tied)
 
 
-BASE_GEOMETRY = {"head_dim": 256, "num_key_value_heads": 4}
-
-
 def _global_geometry(keys: Keys, tied: bool) -> dict[str, int]:
     """Return overrides of full layers. KV heads of their own count only with attention_k_eq_v."""
     hints = hints_of(AttentionKind)
@@ -649,131 +523,3 @@ PART_READERS = {
     UnifiedVision: _unified_vision_extras,
     UnifiedAudio: _unified_audio_extras,
 }
-
-
-# --- writing ----------------------------------------------------------------------------------
-
-
-def config_of(spec: Variant) -> dict[str, Any]:
-    """Return the config of a spec: see `Spec.to_hf`. Without towers and media ids it is the config
-    of the text tower alone."""
-    for path, why in _inexpressible(spec):
-        raise SpecError(f"spec {spec.name}: {path}: a Hugging Face config cannot say {why}")
-    media = {keys[0]: getattr(spec.tokens, name) for name, (keys, _) in MEDIA.items()}
-    composite = bool(
-        spec.vision or spec.audio or spec.drafter or any(v is not None for v in media.values())
-    )
-    dtype = {short: long for long, short in DTYPE_ALIASES}[spec.dtype]
-    head = {"architectures": [ARCHITECTURES[spec.model_type, composite]], "dtype": dtype}
-    text = _text_to_hf(spec, dtype)
-    if not composite:
-        return head | text
-    if spec.drafter:
-        return {
-            **head,
-            "model_type": spec.model_type,
-            "tie_word_embeddings": spec.text.tie_word_embeddings,
-            **_drafter_to_hf(spec.drafter),
-            "text_config": text,
-        }
-    return {
-        **head,
-        "model_type": spec.model_type,
-        "tie_word_embeddings": spec.text.tie_word_embeddings,
-        "eos_token_id": list(spec.tokens.eos),
-        **media,
-        "text_config": text,
-        "vision_config": _part_to_hf(spec.vision, dtype),
-        "audio_config": _part_to_hf(spec.audio, dtype),
-    }
-
-
-def _drafter_to_hf(drafter: Drafter) -> dict[str, Any]:
-    found = drafter.centroids
-    return {
-        "backbone_hidden_size": drafter.backbone_hidden_size,
-        "use_ordered_embeddings": found is not None,
-        **{key: getattr(found, f) if found else d for f, (key, d) in CENTROIDS.items()},
-    }
-
-
-def _inexpressible(spec: Variant) -> Iterator[tuple[str, str]]:
-    text, kinds = spec.text, spec.text.layer_types
-    if text.sliding.k_eq_v and SLIDING in kinds:
-        yield "text.sliding.k_eq_v", "that sliding layers have K=V; set it to false"
-    if spec.drafter and spec.drafter.position != "next":
-        yield "drafter.position", "where a drafted token stands; leave it out"
-    if text.attn_logit_softcapping is not None:
-        yield "text.attn_logit_softcapping", "that attention is softcapped; leave it out"
-    if text.moe and text.moe.layers not in (None, tuple(range(len(kinds)))):
-        yield "text.moe.layers", "that only some layers have experts; leave it out"
-    if spec.model_type.startswith("gemma4_unified"):
-        for name in ("moe", "ple"):
-            if getattr(text, name) is not None:
-                yield f"text.{name}", f"that gemma4_unified has {name}; use model_type gemma4"
-
-
-def _text_to_hf(spec: Variant, dtype: str) -> dict[str, Any]:
-    text, tokens, base = spec.text, spec.tokens, spec.model_type.removesuffix(ASSISTANT)
-    plain = [*TEXT_DEFAULTS, "max_position_embeddings", "use_bidirectional_attention"]
-    return {
-        "model_type": f"{base}_text",
-        "dtype": dtype,
-        **{name: getattr(text, name) for name in plain},
-        "num_hidden_layers": text.num_hidden_layers,
-        "layer_types": [HF_KINDS[kind] for kind in text.layer_types],
-        **_geometry_to_hf(text),
-        "rope_parameters": {HF_KINDS[k]: _rope_to_hf(getattr(text, k).rope) for k in HF_KINDS},
-        "attention_bias": False,
-        "tie_word_embeddings": text.tie_word_embeddings,
-        "bos_token_id": tokens.bos,
-        "eos_token_id": tokens.eos[0] if len(tokens.eos) == 1 else list(tokens.eos),
-        "pad_token_id": tokens.pad,
-        **(_blocks_to_hf(text, bool(spec.drafter)) if base == "gemma4" else {}),
-    }
-
-
-def _geometry_to_hf(text: Text) -> dict[str, Any]:
-    """Return the older keys where they can say it; per_layer_config where full layers have KV heads
-    of their own without K=V."""
-    sliding, full = text.sliding, text.full
-    out: dict[str, Any] = {
-        "head_dim": sliding.head_dim,
-        "num_key_value_heads": sliding.num_key_value_heads,
-        "sliding_window": sliding.window,
-        "attention_k_eq_v": full.k_eq_v,
-    }
-    if full.k_eq_v or full.num_key_value_heads == sliding.num_key_value_heads:
-        heads = full.num_key_value_heads if full.k_eq_v else None
-        return out | {"global_head_dim": full.head_dim, "num_global_key_value_heads": heads}
-    own = {name: getattr(full, name) for name in BASE_GEOMETRY}
-    layers = {str(i): own for i, kind in enumerate(text.layer_types) if kind == FULL}
-    return out | {"per_layer_config": layers}
-
-
-def _rope_to_hf(rope: Rope) -> dict[str, Any]:
-    out: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
-    out |= {"partial_rotary_factor": rope.rotary_fraction} if rope.kind == "proportional" else {}
-    return out if rope.factor is None else out | {"factor": rope.factor}
-
-
-def _blocks_to_hf(text: Text, drafts: bool) -> dict[str, Any]:
-    moe, ple = text.moe, text.ple
-    return {
-        "enable_moe_block": moe is not None,
-        "num_experts": moe.num_experts if moe else None,
-        "top_k_experts": moe.top_k_experts if moe else None,
-        "moe_intermediate_size": moe.intermediate_size if moe else None,
-        "hidden_size_per_layer_input": ple.dim if ple else 0,
-        "vocab_size_per_layer_input": ple.vocab_size if ple else 0 if drafts else text.vocab_size,
-    }
-
-
-def _part_to_hf(part: Any, dtype: str) -> dict[str, Any] | None:
-    if part is None:
-        return None
-    out = {f.name: getattr(part, f.name) for f in fields(part)}
-    out = {k: list(v) if isinstance(v, tuple) else v for k, v in out.items()}
-    if isinstance(part, Vision):
-        out["rope_parameters"] = {"rope_type": "default", "rope_theta": out.pop("rope_theta")}
-    return {"model_type": PART_TYPES[type(part)], "dtype": dtype, **out}

@@ -10,14 +10,16 @@ import hashlib
 import importlib.util
 import json
 import logging
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from g4ir.errors import SpecError
-from g4ir.spec.huggingface import config_of, read_config
+from g4ir.spec.huggingface import read_config
+from g4ir.spec.huggingface_write import config_of
+from g4ir.spec.json_schema import schema_defs
 from g4ir.spec.reader import (
     Map,
     Scalar,
@@ -31,8 +33,8 @@ from g4ir.spec.reader import (
     join,
     merge,
     read_tree,
-    schema_defs,
-    violations,
+    shown,
+    tree_of,
 )
 
 from .parts import CHAT_FORMS, TOWERS, Variant, slug
@@ -114,9 +116,19 @@ def check_spec(spec: Spec) -> Spec:
 
     For specs built in Python; `load_spec` and `Spec.from_hf` have checked theirs.
     """
-    for path, message, *_ in list(violations(spec, Spec)) or problems(spec):
-        raise SpecError(f"spec {spec.name}: {path}: {message}")
+    where = Where(f"spec {spec.name}", 0)
+    hints = hints_of(Spec) | {name: _tower_hint(spec, name) for name in ("vision", "audio")}
+    read = build(Spec, tree_of(asdict(spec), where, exact=True), hints=hints)
+    for path, found, expected in diff_specs(spec, read):
+        raise fail(where, path, f"must be {expected}, found {shown(str(found))}")
+    for path, message, *_ in problems(spec):
+        raise fail(where, path, message)
     return spec
+
+
+def _tower_hint(spec: Spec, name: str) -> Any:
+    classes = [towers[name] for towers in TOWERS.values() if name in towers]
+    return next((c for c in classes if isinstance(getattr(spec, name), c)), classes[0]) | None
 
 
 # --- files ------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""The terminal and the user's folders: progress, sizes as text, plots, places."""
+"""The terminal and the user's folders: progress, sizes as text, plots, paths."""

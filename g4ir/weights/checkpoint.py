@@ -6,12 +6,10 @@ file, so that peak memory follows what is in use. Only safetensors are read here
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,19 +18,15 @@ from g4ir.errors import InputError, WeightsError
 from g4ir.model.names import FINAL_NORM, HEAD, ORDER, TOKEN_TABLE
 from g4ir.model.tensors import (
     CLIP_BOUNDS,
-    DRAFTER,
-    Tensors,
-    dead_tensors,
     media_tensors,
-    text_tensors,
 )
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec
 from g4ir.weights import tensorfile
 from g4ir.weights.coded import CodedWeight, MadeWeight, forms_of, split_part
-from g4ir.weights.formats import Coded, Files, read_coded
-from g4ir.weights.formats.base import CODED
-from g4ir.weights.layouts import ADAPTER, COMPUTED, MLX_EXPERTS, by_plain_name, plain_name
+from g4ir.weights.formats import Files, QuantisedTensors, read_coded
+from g4ir.weights.layouts import by_plain_name
+from g4ir.weights.match import FIXES, SHOWN, Found, TensorMatch, find_prefix, is_text, report
 from g4ir.weights.tensorfile import Entry, Header, open_regular, parse_json, quoted
 
 if TYPE_CHECKING:
@@ -42,8 +36,6 @@ SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "co
 GENERATION = "generation_config.json"
 GGUF = ".gguf"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-SHOWN = 5  # problems listed in one message
-WHOLE = ("I64", "I32")  # dtypes of token ids
 TIED_CHUNKS, TIED_BYTES = 256, 1 << 18  # what is compared of a tied head: at most 64 MiB
 INDEX_LIMIT = 100_000_000  # bytes
 
@@ -83,34 +75,6 @@ class WeightSource(Protocol):
         """End all reads; tensors handed out stay valid."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One mismatch of checkpoint and spec; `fix` is a key of FIXES."""
-
-    file: str
-    tensor: str
-    text: str
-    fix: str
-
-
-FIXES = {
-    "spec": "build with the spec of this checkpoint (its config.json), or complete the download",
-    "adapter": "save the model with its adapter merged (PEFT: merge_and_unload), or the adapter "
-    "alone and give it as --adapter DIR",
-    "mlx": "take the checkpoint that MLX converted, or a compressed-tensors or GGUF file of it",
-    "k_eq_v": "set k_eq_v of that attention kind as the checkpoint's config.json says",
-    "dtype": "save the checkpoint in BF16, F16 or F32 (dequantise it first)",
-    "drafter": "complete the download, or take the config.json that belongs to the drafter",
-    "media": "complete the download, or leave the towers out (--media none)",
-    "gguf": "take a file that llama.cpp's converter made of this variant, or the file's own spec",
-    "mmproj": "take the mmproj file that llama.cpp's converter made of this variant, or name the "
-    "kinds of media that it has (--media)",
-    "type": "take a file in BF16, F16, Q8_0, Q6_K or Q4_0, or requantise it with llama-quantize",
-    "tie": "set tie_word_embeddings to what the checkpoint's config.json says",
-    "head": "leave the head out of the file, or set tie_word_embeddings to false",
-}
-
-
 @dataclass
 class Checkpoint:
     """An open checkpoint directory that fits its spec. Names carry no prefix."""
@@ -141,26 +105,20 @@ class Checkpoint:
         headers = read_headers(directory)
         stored_names = ((name, (h, e)) for h in headers for name, e in h.entries.items())
         names = by_plain_name(directory, stored_names)
-        prefix = _find_prefix(directory, spec, names)
-        towers = media_tensors(spec, media)
-        stored = Files(directory, names, partial(_is_text, spec, prefix))
+        prefix = find_prefix(directory, spec, names)
+        stored = Files(directory, names, partial(is_text, spec, prefix))
         found = read_coded(directory / CONFIG, stored)
-        live, ignored, problems = _classify(spec, prefix, dict(found.names), towers)
-        absent = [name for name in (*text_tensors(spec), *towers) if name not in live]
-        defaults = {name: d for name in absent if (d := absent_value(name)) is not None}
-        problems += _missing(
-            spec, directory, problems, [n for n in absent if n not in defaults], towers
-        )
-        problems += _mismatches(spec, live, towers)
+        match = TensorMatch(spec, directory, prefix, media_tensors(spec, media), dict(found.names))
+        live = match.live
         tied = live.pop(HEAD, None) if spec.text.tie_word_embeddings else None
-        if problems:
-            raise WeightsError(report(directory, spec, problems))
+        if match.mismatches:
+            raise WeightsError(report(directory, spec, match.mismatches))
         _check_order(stored, live.get(ORDER))
         coded = _coded(live, found, dtype)
         plain = {name: entry for name, entry in live.items() if name not in coded}
-        ignored |= found.ignored
+        ignored = match.ignored | dict(found.ignored)
         stated = directory / CONFIG if coded else None
-        return cls(directory, plain, headers, ignored, defaults, stored, coded, tied, stated)
+        return cls(directory, plain, headers, ignored, match.defaults, stored, coded, tied, stated)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -433,46 +391,10 @@ def _side_file(directory: Path, name: str) -> bytes:
     return raw
 
 
-# ---- names, shapes, dtypes ------------------------------------------------------------------
-
-Found = dict[str, tuple[Header, Entry]]
+# ---- tensors ----------------------------------------------------------------------------------
 
 
-def _heads(spec: Spec) -> list[str]:
-    """Return the names that an untied head may have."""
-    return [*dict.fromkeys(map(plain_name, spec.prefixes.head))]
-
-
-def _find_prefix(directory: Path, spec: Spec, names: Mapping[str, tuple[Header, Entry]]) -> str:
-    """Return the accepted prefix of this checkpoint's text tower: most hits win."""
-    valid = text_tensors(spec).keys() - {HEAD}
-    prefixes = dict.fromkeys(map(plain_name, spec.prefixes.text))
-    hits = {p: sum(p + name in names for name in valid) for p in prefixes}
-    best = max(hits, key=lambda p: hits[p])
-    if not hits[best]:
-        accepted = ", ".join(f"{p}{TOKEN_TABLE}" for p in hits)
-        raise WeightsError(
-            f"{directory}: no text tensor of spec {spec.name} under any accepted prefix "
-            f"(expected {accepted}; found {', '.join(map(quoted, sorted(names)[:3])) or 'none'}); "
-            f"fix: {FIXES['spec']}"
-        )
-    return best
-
-
-def _tower(spec: Spec, name: str) -> str | None:
-    """Return the part of the model, other than text, that a tensor belongs to."""
-    parts = asdict(spec.prefixes)
-    others = (part for part in parts if part not in ("text", "head", DRAFTER))
-    return next((part for part in others if name.startswith(parts[part])), None)
-
-
-def _is_text(spec: Spec, prefix: str, name: str) -> bool:
-    """Whether a stored name is of the text model."""
-    inside = name.startswith((prefix, *(h.removesuffix(".weight") for h in _heads(spec))))
-    return inside and _tower(spec, name) is None
-
-
-def _coded(live: Found, found: Coded, dtype: str) -> dict[str, CodedWeight | MadeWeight]:
+def _coded(live: Found, found: QuantisedTensors, dtype: str) -> dict[str, CodedWeight | MadeWeight]:
     """Return the weights in codes by bare name; WeightsError for one that may not be used."""
     kept: dict[str, CodedWeight | MadeWeight] = {}
     for name, (_, entry) in live.items():
@@ -484,116 +406,6 @@ def _coded(live: Found, found: Coded, dtype: str) -> dict[str, CodedWeight | Mad
         if weight:
             kept[name] = weight
     return kept
-
-
-def absent_value(name: str) -> float | None:
-    """Return the reference's value for a tensor that a checkpoint lacks, or None."""
-    if name.endswith(".layer_scalar"):
-        return 1.0
-    if name.endswith(CLIP_BOUNDS):
-        return math.inf if name.endswith("_max") else -math.inf
-    return None
-
-
-def _stored(spec: Spec, towers: Tensors, names: Found) -> Iterator[tuple[str, str]]:
-    """Yield (name in the files, `PART.NAME`) of tensors found outside the text model."""
-    for bare in towers:
-        part, _, rest = bare.partition(".")
-        places = [place + rest for place in getattr(spec.prefixes, part)]
-        stored = next((name for name in places if name in names), None)
-        if stored is not None:
-            yield stored, bare
-
-
-def _classify(
-    spec: Spec, prefix: str, names: Found, towers: Tensors
-) -> tuple[Found, dict[str, str], list[Problem]]:
-    """Sort the stored tensors into live (by bare name), ignored (name -> why) and unknown."""
-    of_towers = dict(_stored(spec, towers, names))
-    valid, dead = text_tensors(spec).keys() - {HEAD}, dead_tensors(spec)
-    head = next((name for name in _heads(spec) if name in names), None)
-    live: Found = {} if head is None else {HEAD: names[head]}
-    ignored = {head: f"tied to {TOKEN_TABLE}"} if head and spec.text.tie_word_embeddings else {}
-    problems: list[Problem] = []
-    for name, found in names.items():
-        bare = name.removeprefix(prefix) if name.startswith(prefix) else None
-        tower = _tower(spec, name)
-        if bare in valid:
-            live[bare] = found
-        elif name in of_towers:
-            live[of_towers[name]] = found
-        elif bare in dead:
-            ignored[name] = "K or V of a layer that reads another layer's K and V"
-        elif tower:
-            ignored[name] = f"part of {tower}, which this engine leaves out"
-        elif COMPUTED.search(name):
-            ignored[name] = "a buffer that follows from the spec"
-        elif name != head:
-            problems.append(_unknown(spec, prefix, name, found, hint=len(problems) < SHOWN))
-    return live, ignored, problems
-
-
-def _unknown(
-    spec: Spec, prefix: str, name: str, found: tuple[Header, Entry], hint: bool
-) -> Problem:
-    header, entry = found
-    if ADAPTER.search(name):
-        text = "part of an adapter that is not merged"
-        return Problem(header.path.name, entry.name, text, "adapter")
-    if MLX_EXPERTS in name:
-        return Problem(header.path.name, entry.name, "experts in MLX's layout", "mlx")
-    bare = name.removeprefix(prefix)
-    kind = _kind_of(spec, bare) if bare.endswith("self_attn.v_proj.weight") else None
-    if kind:
-        text = f"unknown: expected no v_proj ({kind}.k_eq_v is true), found {_shape(entry)}"
-        return Problem(header.path.name, entry.name, text, "k_eq_v")
-    near = _nearest(bare, list(text_tensors(spec)), prefix) if hint else ""
-    return Problem(header.path.name, entry.name, f"not in the spec{near}", "spec")
-
-
-def _kind_of(spec: Spec, bare: str) -> str | None:
-    """Return the attention kind of the layer in `bare`, if that layer exists."""
-    match = re.match(r"layers\.(\d{1,6})\.", bare)
-    layers = spec.layers()
-    return layers[int(match[1])].kind if match and int(match[1]) < len(layers) else None
-
-
-def _missing(
-    spec: Spec, directory: Path, unknown: list[Problem], absent: list[str], towers: Tensors
-) -> Iterator[Problem]:
-    shapes = text_tensors(spec) | towers
-    strays = [p.tensor for p in unknown[:200]]
-    for name in absent:
-        text = f"missing: expected shape {list(shapes[name])}"
-        if name.endswith("self_attn.v_proj.weight") and name not in towers:
-            yield Problem(
-                directory.name, name, f"{text} ({_kind_of(spec, name)}.k_eq_v is false)", "k_eq_v"
-            )
-        elif name == HEAD:
-            yield Problem(directory.name, name, f"{text} (tie_word_embeddings is false)", "tie")
-        elif name in towers:
-            fix = "drafter" if name.startswith(DRAFTER) else "media"
-            yield Problem(directory.name, name, text, fix)
-        else:
-            hint = _nearest(name, strays, "") if len(absent) <= SHOWN else ""
-            yield Problem(directory.name, name, text + hint, "spec")
-
-
-def _mismatches(spec: Spec, live: Found, towers: Tensors) -> Iterator[Problem]:
-    shapes = text_tensors(spec) | towers
-    shapes.setdefault(HEAD, shapes[TOKEN_TABLE])
-    for name, (header, entry) in live.items():
-        dtypes = WHOLE if name == ORDER else tensorfile.FLOATS
-        if entry.dtype not in dtypes and (entry.dtype != CODED or dtypes == WHOLE):
-            text = f"expected dtype {' or '.join(dtypes)}, found {entry.dtype}"
-            yield Problem(header.path.name, entry.name, text, "dtype")
-        elif entry.shape != tuple(shapes[name]):
-            text = f"expected shape {list(shapes[name])}, found {_shape(entry)}"
-            moved = len(entry.shape) > 2 and sorted(entry.shape) == sorted(shapes[name])
-            text += " (channels last, as MLX stores convolutions)" if moved else ""
-            yield Problem(header.path.name, entry.name, text, "mlx" if moved else "spec")
-        elif name == HEAD and spec.text.tie_word_embeddings and TOKEN_TABLE in live:
-            yield from _tied_dtype(header, entry, live[TOKEN_TABLE][1])
 
 
 def _check_order(stored: Files, order: tuple[Header, Entry] | None) -> None:
@@ -610,42 +422,6 @@ def _check_order(stored: Files, order: tuple[Header, Entry] | None) -> None:
             f"{header.path}: tensor {quoted(entry.name)}: expected every token from 0 to "
             f"{len(found) - 1} once, and {int(wrong[0])} is not; fix: {FIXES['drafter']}"
         )
-
-
-def _tied_dtype(header: Header, head: Entry, embed: Entry) -> Iterator[Problem]:
-    if CODED in (head.dtype, embed.dtype):
-        text = f"stored although it is tied to {TOKEN_TABLE}, and codes are not compared"
-        yield Problem(header.path.name, head.name, text, "head")
-    elif head.dtype != embed.dtype:
-        text = f"tied to {TOKEN_TABLE}: expected dtype {embed.dtype}, found {head.dtype}"
-        yield Problem(header.path.name, head.name, text, "tie")
-
-
-def _shape(entry: Entry) -> str:
-    return quoted(f"{entry.dtype} {list(entry.shape)}")
-
-
-def _nearest(name: str, candidates: list[str], prefix: str) -> str:
-    """Return '; nearest: ...' of candidates of the same layer (all are too many to rank)."""
-    if len(name) > 200:
-        return ""
-    same = [c for c in candidates if re.findall(r"\d+", c)[:1] == re.findall(r"\d+", name)[:1]]
-    pool = [c for c in (same or candidates) if len(c) <= 200][:200]
-    close = difflib.get_close_matches(name, pool, n=2, cutoff=0.5)
-    return f"; nearest: {', '.join(quoted(prefix + c) for c in close)}" if close else ""
-
-
-def report(place: Path, spec: Spec, problems: list[Problem]) -> str:
-    """Return the message of an error that lists the first problems, and what mends them."""
-    lines = [f"  {p.file}: {quoted(p.tensor)}: {p.text}" for p in problems[:SHOWN]]
-    more = len(problems) - SHOWN
-    lines += [f"  and {more} more"] * (more > 0)
-    fixes = dict.fromkeys(FIXES[p.fix] for p in problems[:SHOWN])
-    return (
-        f"{place}: the weights do not fit spec {spec.name} ({len(problems)} tensors):\n"
-        + "\n".join(lines)
-        + f"\nfix: {'; or '.join(fixes)}"
-    )
 
 
 # ---- how sounds are framed --------------------------------------------------------------------

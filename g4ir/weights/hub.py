@@ -10,7 +10,7 @@ from g4ir.errors import InputError
 from g4ir.model.tensors import text_tensors, tower_tensors
 from g4ir.ops.types import ITEMSIZE
 from g4ir.spec.record import Spec
-from g4ir.ui.places import hub_cache
+from g4ir.ui.paths import hub_cache
 from g4ir.ui.units import size_text
 
 from .tensorfile import quoted

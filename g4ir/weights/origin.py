@@ -81,7 +81,7 @@ def find_origin(path: Path | str) -> Origin:
         return GgufFile(path)
     if path.suffix == GGUF and not path.is_dir():
         raise InputError(f"--checkpoint {path}: no such file")
-    return Directory(in_cache_folder(path))
+    return CheckpointDirectory(in_cache_folder(path))
 
 
 def existing_origin(path: Path | str, mmproj: Path | str | None = None) -> Origin:
@@ -104,7 +104,7 @@ def existing_origin(path: Path | str, mmproj: Path | str | None = None) -> Origi
 
 
 @dataclass(frozen=True)
-class Directory:
+class CheckpointDirectory:
     """A Hugging Face checkpoint."""
 
     path: Path
@@ -161,7 +161,7 @@ class GgufFile:
 
     path: Path
     towers: Path | None = None
-    spec_only: ClassVar[tuple[str, ...]] = (*Directory.spec_only, *SPEC_ONLY)
+    spec_only: ClassVar[tuple[str, ...]] = (*CheckpointDirectory.spec_only, *SPEC_ONLY)
     says_towers: ClassVar[bool] = False
 
     @cached_property

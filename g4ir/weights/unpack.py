@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Unpacked:
+class UnpackedWeights:
     """The inputs of a prologue from its results: `concat` is undone by slices, without a copy."""
 
     held: ParamSource

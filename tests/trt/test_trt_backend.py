@@ -57,8 +57,8 @@ from g4ir.errors import (
 )
 from g4ir.ir.graph import Graph
 from g4ir.plan.engine_limits import Limits
+from g4ir.plan.footprint import reserve
 from g4ir.plan.options import BuildOptions
-from g4ir.plan.plan import reserve
 from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import StoredParams

@@ -25,7 +25,7 @@ PIECE = 1 << 18
 
 
 @dataclass(frozen=True)
-class Coded:
+class BlockFormat:
     """A type that is codes times scales: codes in the form of ops/quant.py, scales [n, groups]."""
 
     scheme: Scheme
@@ -113,32 +113,32 @@ def _with_minimum(q: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 #: type -> how it becomes codes and scales
 CODED = {
-    "Q8_0": Coded(Scheme("int8", 32, "f16"), lambda b: _i8(b[:, 2:]), lambda b: _half(b, 0)),
-    "Q4_0": Coded(
+    "Q8_0": BlockFormat(Scheme("int8", 32, "f16"), lambda b: _i8(b[:, 2:]), lambda b: _half(b, 0)),
+    "Q4_0": BlockFormat(
         Scheme("int4", 32, "f16"),
         lambda b: packed(_signed(_nibbles(b[:, 2:], 16), 8)),
         lambda b: _half(b, 0),
     ),
-    "Q5_0": Coded(
+    "Q5_0": BlockFormat(
         Scheme("int8", 32, "f16"),
         lambda b: _signed(_nibbles(b[:, 6:], 16) | _fifth(b[:, 2:6]), 16),
         lambda b: _half(b, 0),
     ),
-    "Q4_K": Coded(
+    "Q4_K": BlockFormat(
         Scheme("uint4", 256, "f16"),
         lambda b: _k_block(_nibbles(b[:, 16:], 32), b, "uint4"),
         lambda b: _half(b, 0, 2),
     ),
-    "Q5_K": Coded(
+    "Q5_K": BlockFormat(
         Scheme("uint5", 256, "f16"),
         lambda b: _k_block(_nibbles(b[:, 48:], 32) | _bits(b[:, 16:48], 32), b, "uint5"),
         lambda b: _half(b, 0, 2),
     ),
-    "Q6_K": Coded(Scheme("int6", 256, "f16"), _q6_k, lambda b: _half(b, 208)),
-    "IQ4_NL": Coded(
+    "Q6_K": BlockFormat(Scheme("int6", 256, "f16"), _q6_k, lambda b: _half(b, 208)),
+    "IQ4_NL": BlockFormat(
         Scheme("int8", 32, "f16"), lambda b: _iq4(_nibbles(b[:, 2:], 16)), lambda b: _half(b, 0)
     ),
-    "IQ4_XS": Coded(
+    "IQ4_XS": BlockFormat(
         Scheme("int8", 32, "f32"), lambda b: _iq4(_nibbles(b[:, 8:], 16)), _iq4_xs_scales
     ),
 }

@@ -21,9 +21,10 @@ from g4ir.ops.finite import cast
 from g4ir.ops.types import TORCH_NAMES
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec
-from g4ir.weights.checkpoint import Checkpoint, Problem, absent_value, report
+from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.coded import CodedWeight, MadeWeight
 from g4ir.weights.formats.base import Files
+from g4ir.weights.match import Mismatch, absent_value, report
 from g4ir.weights.tensorfile import DOWNLOAD, FLOATS, quoted
 
 from .blocks import CODED, DENSE, by_pieces
@@ -86,7 +87,7 @@ def _log_numbers(file: Container, weights: list[Tensors], dtype: str) -> None:
 
 def _sorted(
     file: Container, spec: Spec
-) -> tuple[dict[str, Tensors], dict[str, str], list[Problem]]:
+) -> tuple[dict[str, Tensors], dict[str, str], list[Mismatch]]:
     """Sort the tensors into live (by the checkpoint's name), ignored (name -> why), and unknown."""
     known, dead = known_names(spec.text.num_hidden_layers), dead_tensors(spec)
     valid = text_tensors(spec)
@@ -102,11 +103,11 @@ def _sorted(
         elif name.startswith(TOWERS):
             ignored[name] = "part of a tower, which this engine leaves out"
         elif name != ROPE:
-            problems.append(Problem(file.path.name, name, "not in the spec", "gguf"))
+            problems.append(Mismatch(file.path.name, name, "not in the spec", "gguf"))
     for names in places.values():
         if len(names) != len({half_of(n) for n in names}):
             text = f"the same weight as {quoted(names[0])}"
-            problems.append(Problem(file.path.name, names[1], text, "gguf"))
+            problems.append(Mismatch(file.path.name, names[1], text, "gguf"))
     live = {
         bare: tuple(tensors[n] for n in sorted(names, key=half_of))
         for bare, names in places.items()
@@ -114,7 +115,7 @@ def _sorted(
     return live, ignored, problems
 
 
-def _unfused(file: Container, spec: Spec) -> tuple[dict[str, Tensor], list[Problem]]:
+def _unfused(file: Container, spec: Spec) -> tuple[dict[str, Tensor], list[Mismatch]]:
     """Return the tensors, a fused one as the matrices whose rows it holds."""
     known = known_names(spec.text.num_hidden_layers)
     live, dead = text_tensors(spec), dead_tensors(spec)
@@ -130,10 +131,10 @@ def _unfused(file: Container, spec: Spec) -> tuple[dict[str, Tensor], list[Probl
         elif len(tensor.shape) != 2 or tensor.shape[0] != sum(parts.values()):
             rows = " and ".join(f"{rows} of {part}" for part, rows in parts.items())
             text = f"expected the rows of several matrices, {rows}, found {list(tensor.shape)}"
-            problems.append(Problem(file.path.name, name, text, "gguf"))
+            problems.append(Mismatch(file.path.name, name, text, "gguf"))
         elif twice := next((part for part in parts if part in file.tensors), None):
             text = f"holds rows of {quoted(twice)}, which is there too"
-            problems.append(Problem(file.path.name, name, text, "gguf"))
+            problems.append(Mismatch(file.path.name, name, text, "gguf"))
         else:
             starts = accumulate(parts.values(), initial=0)
             out |= {
@@ -143,28 +144,28 @@ def _unfused(file: Container, spec: Spec) -> tuple[dict[str, Tensor], list[Probl
     return out, problems
 
 
-def _missing(file: Container, spec: Spec, absent: list[str]) -> Iterator[Problem]:
+def _missing(file: Container, spec: Spec, absent: list[str]) -> Iterator[Mismatch]:
     shapes, names = text_tensors(spec), known_names(spec.text.num_hidden_layers)
     stored = {bare: name for name, bare in reversed(names.items())}
     for bare in absent:
         text = f"missing: expected shape {list(shapes[bare])}"
-        yield Problem(file.path.name, stored[bare], text, "tie" if bare == HEAD else "gguf")
+        yield Mismatch(file.path.name, stored[bare], text, "tie" if bare == HEAD else "gguf")
 
 
-def _mismatches(tensors: Tensors, shape: Shape) -> Iterator[Problem]:
+def _mismatches(tensors: Tensors, shape: Shape) -> Iterator[Mismatch]:
     """Yield what is wrong with the tensors of one weight."""
     file, name = tensors[0].header.path.name, tensors[0].entry.name
     refused = [t for t in tensors if t.stored.name not in READ]
     if refused:
         text = f"type {refused[0].stored} is not read; {', '.join(READ)} are"
-        yield Problem(file, refused[0].entry.name, text, "type")
+        yield Mismatch(file, refused[0].entry.name, text, "type")
     elif len(shape) == 1 and not _is_plain(tensors):
         text = f"expected {' or '.join(FLOATS)}, found {tensors[0].stored}"
-        yield Problem(file, name, text, "type")
+        yield Mismatch(file, name, text, "type")
     elif _stacked(tensors) != shape:
         found = " and ".join(f"{t.stored} {list(t.shape)}" for t in tensors)
         text = f"expected shape {list(shape)}, found {quoted(found)}"
-        yield Problem(file, name, text, "gguf")
+        yield Mismatch(file, name, text, "gguf")
 
 
 def _stacked(tensors: Tensors) -> Shape | None:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from g4ir.errors import WeightsError
 from g4ir.weights.tensorfile import DOWNLOAD, Entry, Header, identity, open_regular, quoted
 
-from .types import TYPES, Stored
+from .types import TYPES, GgufType
 
 #: what mends a value: the file was read whole, so another download has it too
 CONVERT = "fix: take a file that a current llama.cpp converts from the checkpoint"
@@ -70,7 +70,7 @@ class Tensor:
     """One tensor: its type, its shape with the dims that lie together last, and its bytes, as an
     entry of rows of bytes where the type has blocks, in the file of `header`."""
 
-    stored: Stored
+    stored: GgufType
     shape: tuple[int, ...]
     entry: Entry
     header: Header
@@ -85,7 +85,7 @@ class Tensor:
 
 
 #: a tensor before the header of its file is known
-Placed = tuple[Stored, tuple[int, ...], Entry]
+Placed = tuple[GgufType, tuple[int, ...], Entry]
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +223,7 @@ class _Reader:
         for _ in range(keys):
             key = self._name("a key", MOST_KEY, values)
             values[key] = self._value(key, self._number(U32, f"type of {quoted(key)}"))
-        infos: dict[str, tuple[Stored, tuple[int, ...], int]] = {}
+        infos: dict[str, tuple[GgufType, tuple[int, ...], int]] = {}
         for _ in range(tensors):
             name = self._name("a tensor", MOST_NAME, infos)
             infos[name] = self._info(name)
@@ -365,7 +365,7 @@ class _Reader:
 
     # ---- tensors --------------------------------------------------------------------------------
 
-    def _info(self, name: str) -> tuple[Stored, tuple[int, ...], int]:
+    def _info(self, name: str) -> tuple[GgufType, tuple[int, ...], int]:
         what = f"tensor {quoted(name)}"
         count = self._number(U32, f"{what}: count of dims")
         if not 1 <= count <= MOST_DIMS:
@@ -382,7 +382,7 @@ class _Reader:
         return stored, dims[::-1], self._number(U64, f"{what}: offset")
 
     def _placed(
-        self, infos: Mapping[str, tuple[Stored, tuple[int, ...], int]], alignment: int
+        self, infos: Mapping[str, tuple[GgufType, tuple[int, ...], int]], alignment: int
     ) -> Iterator[Placed]:
         """Yield tensors with their places in the file; they may not overlap."""
         data = -(-self.at // alignment) * alignment
@@ -405,7 +405,7 @@ class _Reader:
                 self._fail(f"tensors {quoted(one)} and {quoted(two)} overlap at byte {start}")
 
 
-def _entry(name: str, stored: Stored, shape: tuple[int, ...], start: int, end: int) -> Entry:
+def _entry(name: str, stored: GgufType, shape: tuple[int, ...], start: int, end: int) -> Entry:
     """Return the bytes of a tensor: numbers as they are, blocks as rows of bytes."""
     if stored.dtype:
         return Entry(name, stored.dtype, shape, start, end)

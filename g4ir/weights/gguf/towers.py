@@ -17,9 +17,10 @@ from g4ir.model.media import AUDIO, KINDS, PICTURES
 from g4ir.model.names import checkpoint_name
 from g4ir.model.tensors import CLIP_BOUNDS, Shape, media_tensors
 from g4ir.spec.record import Spec
-from g4ir.weights.checkpoint import Checkpoint, Problem, absent_value, report
+from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.coded import MadeWeight
 from g4ir.weights.formats.base import Files
+from g4ir.weights.match import Mismatch, absent_value, report
 from g4ir.weights.tensorfile import FLOATS, quoted
 
 from .checkpoint import READ, Blocks
@@ -175,9 +176,9 @@ def with_towers(
     possible = media_tensors(spec, KINDS).keys()
     unknown = [name for n, name in stored.items() if possible.isdisjoint(known.get(n, ()))]
     unknown += [CLAMPS] if clamps and shapes.keys().isdisjoint(clamps) else []
-    problems = [Problem(file.path.name, name, "not in the spec", "mmproj") for name in unknown]
+    problems = [Mismatch(file.path.name, name, "not in the spec", "mmproj") for name in unknown]
     problems += [
-        Problem(file.path.name, bare, f"missing: expected shape {list(shapes[bare])}", "mmproj")
+        Mismatch(file.path.name, bare, f"missing: expected shape {list(shapes[bare])}", "mmproj")
         for bare in absent
         if bare not in defaults
     ]
@@ -353,14 +354,14 @@ def _as_published(t: torch.Tensor, bare: str, shape: Shape) -> torch.Tensor:
     return t.reshape(shape)
 
 
-def _mismatch(file: Container, t: Tensor, bare: str, shape: Shape) -> Iterator[Problem]:
+def _mismatch(file: Container, t: Tensor, bare: str, shape: Shape) -> Iterator[Mismatch]:
     """Yield what is wrong with a tensor."""
     name, wanted = t.entry.name, _stored_shape(bare, shape)
     if t.stored.name not in READ or (len(wanted) == 1 and t.stored.dtype not in FLOATS):
-        yield Problem(file.path.name, name, f"type {t.stored} is not read here", "type")
+        yield Mismatch(file.path.name, name, f"type {t.stored} is not read here", "type")
     elif t.shape != wanted:
         text = f"expected shape {list(wanted)}, found {quoted(list(t.shape))}"
-        yield Problem(file.path.name, name, text, "mmproj")
+        yield Mismatch(file.path.name, name, text, "mmproj")
 
 
 def _weight(files: Files, t: Tensor, bare: str, shape: Shape, dtype: str) -> MadeWeight:

@@ -1,8 +1,8 @@
-"""Knows where things of the user lie beside engines: caches, decisions, downloads. The environment
-is read here alone (https://specifications.freedesktop.org/basedir-spec).
+"""Paths of the user beside engines: caches, trust decisions, downloads. Only this module reads the
+environment (https://specifications.freedesktop.org/basedir-spec).
 
-Files there are believed, and programs there are run: a folder that others own or may write to is
-refused.
+Files there are trusted and programs there are run, so a folder that other users own or may write to
+is refused.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_root() -> Path:
-    """Return where compiled programs are kept between builds: losing it costs time alone."""
+    """Return the cache of compiled programs; losing it costs only time."""
     return _base("XDG_CACHE_HOME", ".cache") / "g4ir"
 
 
 def state_root() -> Path:
-    """Return where decisions are kept: which engines this user built or trusts, and digests of what
-    lies in the cache."""
+    """Return the folder of trust decisions: engines that this user built or trusts, and digests of
+    the cache's files."""
     return _base("XDG_STATE_HOME", ".local/state") / "g4ir"
 
 
 def hub_cache() -> Path:
-    """Return where Hugging Face tools keep downloads: HF_HUB_CACHE, HF_HOME/hub, XDG or ~/.cache.
+    """Return the Hugging Face hub cache: HF_HUB_CACHE, HF_HOME/hub, XDG or ~/.cache.
 
     (https://huggingface.co/docs/huggingface_hub/package_reference/environment_variables)
     """
@@ -47,9 +47,8 @@ def hub_cache() -> Path:
 
 
 def keep_inductor_private(default: str) -> Path:
-    """Have torch's compiler keep its files in a folder of the user's own, unless one was given;
-    returns the folder. Its default is a folder for temporary files whose name anybody can guess and
-    make first."""
+    """Set TORCHINDUCTOR_CACHE_DIR to a private folder unless the user set it; return the folder.
+    The default is a temporary folder of a guessable name, which another user can make first."""
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR", default)
     if given != default:
         return Path(given)
@@ -63,19 +62,19 @@ def keep_inductor_private(default: str) -> Path:
     return folder
 
 
-#: folders that go when the process ends
+#: removed when the process ends
 _until_the_end: list[tempfile.TemporaryDirectory[str]] = []
-#: what folders of temporary files are called
+#: of the names of temporary folders
 PREFIX = "g4ir-"
-#: seconds after which a folder that no process holds was left behind by one that was killed
+#: seconds after which an unlocked folder is one of a killed process
 ABANDONED_S = 60.0
-#: held while TMPDIR, which the whole process has once, is another
+#: held while TMPDIR, one for the whole process, is replaced
 _ELSEWHERE = threading.Lock()
 
 
-class Unpacked:
-    """A private folder for what libraries unpack. It goes with `close`, at the latest when the
-    process ends; one of a process that was killed goes when the next is made."""
+class PrivateFolder:
+    """A private temporary folder for libraries. `close`, or the end of the process, removes it; the
+    next one that is made removes those of killed processes."""
 
     def __init__(self, root: Path) -> None:
         self._new = [p for p in (root, *root.parents) if not p.exists()]
@@ -99,10 +98,10 @@ class Unpacked:
 
 
 @contextmanager
-def unpacking() -> Iterator[Unpacked]:
-    """A context in which libraries that ask for a temporary folder get one that is this user's
-    alone; who asked for it closes it. Raises MissingError where there is no room for one."""
-    folder = Unpacked(cache_root() / "unpacked")
+def unpacking() -> Iterator[PrivateFolder]:
+    """A context in which TMPDIR is a private folder, which the caller closes. Raises MissingError
+    if none can be made."""
+    folder = PrivateFolder(cache_root() / "unpacked")
     with _ELSEWHERE:
         before = os.environ.get("TMPDIR")
         os.environ["TMPDIR"] = str(folder.path)
@@ -117,7 +116,7 @@ def unpacking() -> Iterator[Unpacked]:
 
 
 def _sweep(root: Path) -> None:
-    """Remove folders of processes that were killed: nobody holds them, nor makes them just now."""
+    """Remove unlocked folders, which killed processes left."""
     for left in root.glob(f"{PREFIX}*"):
         with suppress(OSError):
             handle = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -130,15 +129,15 @@ def _sweep(root: Path) -> None:
 
 
 def _private_temporary(root: Path) -> tempfile.TemporaryDirectory[str]:
-    """Make a folder in the user's cache, or among temporary files where there is no cache."""
+    """Make a folder in the user's cache, else among temporary files."""
     reasons = []
-    for place in (root, None):
+    for path in (root, None):
         try:
-            if place:
-                private(place)
-            return tempfile.TemporaryDirectory(prefix=PREFIX, dir=place, ignore_cleanup_errors=True)
+            if path:
+                private(path)
+            return tempfile.TemporaryDirectory(prefix=PREFIX, dir=path, ignore_cleanup_errors=True)
         except OSError as e:
-            reasons.append(f"{e.filename or place}: {e.strerror}")
+            reasons.append(f"{e.filename or path}: {e.strerror}")
         except TrustError as e:
             reasons.append(str(e))
     raise MissingError(
@@ -149,8 +148,8 @@ def _private_temporary(root: Path) -> tempfile.TemporaryDirectory[str]:
 
 @contextmanager
 def claimed(name: str, wait: bool) -> Iterator[bool]:
-    """A context that says whether no other process is in it under the same name, and then keeps
-    others out; `wait` for them instead. Where files cannot be locked nobody is kept out."""
+    """A lock between processes by name: yields whether it was taken; `wait`: block until it is.
+    Without file locks it always yields True."""
     try:
         file = os.open(private(state_root() / "claims") / name, os.O_RDWR | os.O_CREAT, 0o600)
     except (OSError, TrustError):
@@ -170,36 +169,36 @@ def claimed(name: str, wait: bool) -> Iterator[bool]:
 
 
 def private(folder: Path) -> Path:
-    """Return the folder; make what is missing of it and above it for this user alone, whatever the
-    umask. TrustError where others could change what lies in it, OSError where it cannot be made."""
+    """Return the folder; make it and missing parents with mode 0700. TrustError if other users
+    could change its files, OSError if it cannot be made."""
     missing = [p for p in (folder, *folder.parents) if not p.exists()]
-    for place in reversed(missing):
-        place.mkdir(mode=0o700, exist_ok=True)
+    for path in reversed(missing):
+        path.mkdir(mode=0o700, exist_ok=True)
     check_private(folder)
     return folder
 
 
 def check_private(folder: Path) -> None:
-    """Raise TrustError, with the command that mends it, where others could change what lies in a
-    folder: another user owns it or may write to it, or may exchange one above it."""
+    """Raise TrustError, with the command that fixes it, if another user owns the folder, may write
+    to it, or may replace one above it."""
     folder = folder.resolve()
     root = next((p for p in folder.parents if p.name == "g4ir"), folder)
-    for place in (folder, *folder.parents):
-        status, ours = place.stat(), place.is_relative_to(root)
+    for path in (folder, *folder.parents):
+        status, ours = path.stat(), path.is_relative_to(root)
         owners = {os.geteuid()} if ours else {os.geteuid(), 0}
         # Above our own folders a group may be the user's own, and in a sticky folder such as /tmp
         # nobody renames what is not theirs.
         writable = status.st_mode & (OTHERS if ours else stat.S_IWOTH)
         if status.st_uid not in owners:
-            raise _exposed(place, "belongs to another user", f"chown {os.geteuid()}")
+            raise _exposed(path, "belongs to another user", f"chown {os.geteuid()}")
         if writable and (ours or not status.st_mode & stat.S_ISVTX):
-            raise _exposed(place, "can be written by other users", "chmod go-w")
+            raise _exposed(path, "can be written by other users", "chmod go-w")
 
 
-def _exposed(place: Path, what: str, mend: str) -> TrustError:
+def _exposed(path: Path, what: str, mend: str) -> TrustError:
     return TrustError(
-        f"{place} {what}, so what lies in it cannot be believed: "
-        f"`{mend} {shlex.quote(str(place))}`, and remove what you do not know in it (or give "
+        f"{path} {what}, so what lies in it cannot be believed: "
+        f"`{mend} {shlex.quote(str(path))}`, and remove what you do not know in it (or give "
         f"XDG_CACHE_HOME and XDG_STATE_HOME folders of your own)"
     )
 

@@ -1,0 +1,222 @@
+"""The stages of a pipeline: the graphs after each pass with their params, and their runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from g4ir.backends import find_backend
+from g4ir.engine.engine import Engine
+from g4ir.ir.graph import Graph, Node, Program, Value, bind
+from g4ir.ir.interpret import empty_state, interpret, run_node
+from g4ir.model.decoder import VERIFY
+from g4ir.model.draft import DRAFT
+from g4ir.model.text import TEXT_GRAPHS, build_program
+from g4ir.model.towers import is_tower
+from g4ir.ops.types import Type
+from g4ir.parallel.shard import shard_program
+from g4ir.parallel.share import Share
+from g4ir.parallel.unroll import unroll
+from g4ir.passes import run_program
+from g4ir.quant.rewrite import from_codes, quantised
+from g4ir.weights.pack import Packing, own_params, split_program
+
+from .params import StageWeights, unpacked
+from .steps import Step
+
+if TYPE_CHECKING:
+    import torch
+
+#: the embedding of a step that has none
+NO_EMBEDDING = Graph("nothing", (), (), (), (), ())
+BACKEND, STORED, MODEL, SHARD = "backend", "stored graphs", "model", "shard"
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The graphs of one phase: embedding, then text; or nothing, then a tower.
+
+    `nodes` has the maker of every value, in order; `types` these and the inputs; `kept` the values
+    that become the KV cache.
+    """
+
+    graphs: tuple[Graph, Graph]
+    params: tuple[Mapping[str, Any], Mapping[str, Any]]
+    prologue: Graph
+
+    @cached_property
+    def nodes(self) -> dict[str, Node]:
+        return {k: n for g in self.graphs for k, n in g.producers().items()}
+
+    @cached_property
+    def place(self) -> dict[int, int]:
+        return {id(n): i for i, n in enumerate(n for g in self.graphs for n in g.nodes)}
+
+    @cached_property
+    def types(self) -> dict[str, Type]:
+        inputs = {v.name: v.type for g in self.graphs for v in g.inputs}
+        return inputs | {v.name: v.type for n in self.nodes.values() for v in n.outputs}
+
+    @cached_property
+    def kept(self) -> set[str]:
+        return {v.name for v in self.graphs[1].next.values()}
+
+    def cone(self, name: str, given: Container[str]) -> tuple[Node, ...]:
+        """Return the nodes between a value and values that are given, in order."""
+        found: dict[int, Node] = {}
+        queue = [name]
+        while queue:
+            n = self.nodes.get(queue.pop())
+            if n and id(n) not in found:
+                found[id(n)] = n
+                queue += [v.name for v in n.inputs if v.name not in given]
+        return tuple(sorted(found.values(), key=lambda n: self.place[id(n)]))
+
+    def makers(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
+        """Return the nodes, after those that make their params."""
+        made = self.prologue.producers()
+        early = {v.name: made[v.name] for n in nodes for v in n.inputs if v.name in made}
+        return (*early.values(), *nodes)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The graphs after a pass, and their params by graph."""
+
+    name: str
+    packing: Packing
+    params: Mapping[str, Mapping[str, Any]]
+
+    @cached_property
+    def recordings(self) -> dict[str, Recording]:
+        graphs = self.packing.program.graphs
+        embed = (graphs["embed"], self.params["embed"])
+        # Values of both graphs have one type by name.
+        judged = (bind(embed[0], S="M"), embed[1])
+        recordings = {}
+        for name in self.params.keys() - {"embed"}:
+            rows = judged if name == VERIFY else embed
+            first, given = (NO_EMBEDDING, {}) if is_tower(name) or name == DRAFT else rows
+            own = (given, self.params[name])
+            recordings[name] = Recording((first, graphs[name]), own, self.packing.prologue)
+        return recordings
+
+    def caches(self, slots: int, device: str) -> dict[str, torch.Tensor]:
+        """Return empty KV caches for one sequence."""
+        state = tuple(self.packing.program.state().values())
+        empty = empty_state(Graph("caches", (), (), state, (), ()), {"B": 1, "C": slots})
+        return {name: t.to(device) for name, t in empty.items()}
+
+
+def stages_of(
+    engine: Engine, weights: StageWeights, graphs: Sequence[str] = TEXT_GRAPHS
+) -> Iterator[Stage]:
+    """Yield the model as written, sharded, and after each pass; then the engine's own graphs if
+    they differ (an engine of an older version). Only `graphs` can be run."""
+    m = engine.manifest
+    stored = functools.partial(find_backend(m["backend"]).stored, device=m["device"])
+    plain = _written(engine)
+    held = unpacked(weights.plain) is not None
+    if held:
+        plain = plain.map(from_codes)
+    after: dict[str, dict[str, Graph]] = {MODEL: dict(plain.graphs)}
+    if engine.ranks > 1:
+        if engine.recipe and not engine.recipe.held:
+            after.clear()  # each rank made codes of its part, with scales of their own
+        plain = shard_program(plain, engine.spec, engine.ranks, bool(m["ep"]))
+        after[SHARD] = dict(plain.graphs)
+
+    def keep(name: str, g: Graph) -> None:
+        after.setdefault(name, {})[g.name] = g
+
+    run_program(
+        plain,
+        skip=m["skipped_passes"],
+        dump=keep,
+        options=m["options"],
+    )
+    packing = None
+    for name, made in after.items():
+        packing = split_program(stored(Program(made)))
+        yield _stage(engine, name, packing, weights, graphs)
+    prologue = from_codes(engine.prologue) if held else engine.prologue
+    own = Packing(engine.program, prologue)
+    if packing != own:
+        yield _stage(engine, STORED, own, weights, graphs)
+
+
+def _written(engine: Engine) -> Program:
+    """Return the model as written, with the engine's quantisation."""
+    verifies = VERIFY in engine.program.graphs
+    plain = build_program(
+        *(engine.spec, engine.all_logits, engine.dtype, engine.media, verifies, engine.drafter)
+    )
+    return quantised(plain, engine.spec, engine.recipe, engine.dtype)
+
+
+def _stage(
+    engine: Engine, name: str, packing: Packing, weights: StageWeights, graphs: Sequence[str]
+) -> Stage:
+    if engine.ranks > 1 and name != MODEL:
+        packing = _side_by_side(packing, engine.share)
+    params: dict[str, Mapping[str, Any]] = {"embed": engine.tables}
+    for graph in graphs:
+        params[graph] = weights.params(packing, packing.program.graphs[graph])
+    return Stage(name, packing, params)
+
+
+def _side_by_side(packing: Packing, share: Share) -> Packing:
+    """Return the ranks' programs as one, side by side."""
+    own = own_params(packing, share)
+    cut = {v.name for v in packing.prologue.params if share.cuts(v.name)}
+    program = packing.program.map(lambda g: unroll(g, own, share.ranks) if g.state else g)
+    return Packing(program, unroll(packing.prologue, cut, share.ranks))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Every value of a stage in one step, and its KV cache before it."""
+
+    values: Mapping[str, torch.Tensor]
+    state: Mapping[str, torch.Tensor]
+
+    def in_float64(self, recording: Recording, cone: Iterable[Node], name: str) -> torch.Tensor:
+        """Recompute `name` in float64 through the nodes of the cone."""
+        known = {**recording.params[0], **recording.params[1], **self.state, **self.values}
+        own: dict[str, Any] = {}
+        for n in cone:
+            inputs = [own[v.name] if v.name in own else _double(known[v.name]) for v in n.inputs]
+            made = [_double(t) for t in run_node(n, inputs)]
+            own |= {v.name: t for v, t in zip(n.outputs, made, strict=True)}
+        out: torch.Tensor = own[name]
+        return out
+
+
+def _double(t: Any) -> Any:
+    import torch
+
+    return t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+
+
+class StageRun:
+    """A stage on its own, step after step."""
+
+    def __init__(self, stage: Stage, slots: int, device: str) -> None:
+        self.stage, self.device = stage, device
+        self.state = stage.caches(slots, device)
+
+    def trace(self, step: Step) -> Trace:
+        values, before = step.feeds(self.device), self.state
+        recording = self.stage.recordings[step.phase]
+
+        def keep(v: Value, t: torch.Tensor) -> None:
+            values[v.name] = t.to(self.device)
+
+        for graph, params in zip(recording.graphs, recording.params, strict=True):
+            state = {v.name: self.state[v.name] for v in graph.state}
+            _, after = interpret(graph, dict(values), params, state, keep)
+            self.state = {**self.state, **after}
+        return Trace(values, before)

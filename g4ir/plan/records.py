@@ -1,0 +1,247 @@
+"""Records of a plan; `Plan.to_dict` is the JSON of `g4ir plan --json`. Sizes are bytes, counts
+elements.
+
+Three totals of the KV cache everywhere. `naive`: every layer that owns K and V keeps both for the
+whole context, as most calculators count. `planned`: sliding-window layers keep their window, layers
+that share K and V have none. `built`: what this engine allocates, with the latent KV cache of K=V
+layers and a quantised KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from g4ir.model.tensors import numel, tower_tensors
+from g4ir.ops.types import ITEMSIZE
+from g4ir.spec.record import Spec
+
+from .blocks import Block, PleParts
+from .count import ParameterCounts
+from .drafting import ACCEPTANCE, Gain
+from .formats import WeightSizes, nominal
+from .media import MediaPart
+
+#: version of the JSON layout; another number has other keys
+SCHEMA = 1
+TOTALS = ("naive", "planned", "built")
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """Bytes of the weights in one format: the decoder's parts, and by where they lie."""
+
+    sizes: WeightSizes
+    device: int
+    host: int
+    mapped: int
+    towers: int  # on the device, if the engine takes media
+    nominal: int  # the usual estimate: bytes x the quoted count
+
+    def to_dict(self) -> dict[str, Any]:
+        places = {k: v for k, v in vars(self).items() if k != "sizes"}
+        return {**vars(self.sizes), "total": self.sizes.total, **places}
+
+
+@dataclass(frozen=True)
+class CacheRates:
+    """KV cache bytes of one sequence, at a context not below the window: window + per_token *
+    context."""
+
+    naive_per_token: int
+    per_token: int
+    window: int
+    built_per_token: int
+    built_window: int
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes at one context and batch: the three KV cache totals, activations, workspace."""
+
+    ctx: int
+    batch: int
+    naive: int
+    planned: int
+    built: int
+    activations: int
+    workspace: int
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """Bytes needed on a device at one context and batch, with each KV cache total."""
+
+    ctx: int
+    batch: int
+    naive: int
+    planned: int
+    built: int
+    fits: bool  # as built
+    spare: int  # as built; negative: bytes short
+    decode_floor_s: float | None  # roofline time of a decode step; None: speed not known
+    cards: int | None = None  # with --tp: the fewest ranks that fit, each on such a device
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest batch at a context, or the largest context at a batch (`at`); 0: nothing fits."""
+
+    at: int
+    naive: int
+    planned: int
+    built: int
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One device with weights in one format; with --tp, of one of `ranks` ranks."""
+
+    device: str
+    memory: int
+    reserve: int
+    weights: str  # format
+    weight_bytes: int
+    cells: tuple[DeviceUse, ...]
+    max_context: tuple[Largest, ...]  # by batch
+    max_batch: tuple[Largest, ...]  # by context
+    ranks: int = 1
+    ple_placement: str | None = None  # as a build for this device has it
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Cost and gain of speculative decoding, by batch."""
+
+    tokens: int  # maximum draft tokens per verification step
+    slack_bytes: int  # of a sequence's ring caches, for rejected tokens
+    context: int
+    weights: str
+    device: str | None  # None: costs are bytes
+    tables: tuple[tuple[int, tuple[Gain, ...]], ...]
+    drafter: str | None = None  # None: drafts cost nothing (n-gram proposer)
+    drafter_bytes: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        tables = [{"batch": b, "rounds": [g.to_dict() for g in found]} for b, found in self.tables]
+        return {**vars(self), "acceptance": list(ACCEPTANCE), "tables": tables}
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """KV cache bytes of a rank at one context and batch."""
+
+    ctx: int
+    batch: int
+    cache: int
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """A predicted decode step: the least and the most microseconds per way to all-reduce."""
+
+    ranks: int
+    ctx: int
+    batch: int
+    us: Mapping[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One of `count` equal ranks. weights: bytes, without tables that are only gathered from;
+    drafter: bytes of the draft model's; messages, message_bytes: collectives of a decode step, and
+    what a rank sends in them per sequence; steps: predicted on `gpu`, for other counts too."""
+
+    count: int
+    weights: int
+    drafter: int
+    rows: tuple[RankRow, ...]
+    messages: int
+    message_bytes: int
+    gpu: str | None = None
+    steps: tuple[RankStep, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory and speed of a variant, by `make_plan`."""
+
+    spec: Spec
+    dtype: str  # of activations, unquantised weights and, unless quantised, the KV cache
+    device: str
+    latent: str  # latent KV cache of K=V layers: off, value or raw
+    kv_dtype: str | None  # of a quantised KV cache
+    ple_placement: str | None  # None: no per-layer embeddings
+    prefill_chunk: int
+    skip: tuple[str, ...]
+    counts: ParameterCounts
+    ple: PleParts
+    blocks: tuple[Block, ...]  # per kind of layer
+    layers: tuple[Block, ...]
+    weights: tuple[WeightBytes, ...]  # per format
+    cache: CacheRates
+    rows: tuple[MemoryUse, ...]
+    fits: tuple[Fit, ...]
+    kinds: tuple[str, ...]  # modalities included in rows and fits
+    media: tuple[MediaPart, ...]
+    drafts: Drafts | None = None
+    ranks: Ranks | None = None  # None: one rank
+
+    def weights_as(self, form: str) -> WeightBytes:
+        return next(w for w in self.weights if w.sizes.format == form)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return {
+            "schema": SCHEMA,
+            "variant": self.spec.name,
+            "hub": self.spec.hub,
+            "spec_digest": self.spec.digest(),
+            "dtype": self.dtype,
+            "device": self.device,
+            "latent": self.latent,
+            "kv_dtype": self.kv_dtype,
+            "ple_placement": self.ple_placement,
+            "prefill_chunk": self.prefill_chunk,
+            "skipped_passes": list(self.skip),
+            "max_context": self.spec.text.max_position_embeddings,
+            "parameters": _parameters(self.spec, self.counts),
+            "ple_parameters": {**asdict(self.ple), "total": self.ple.total},
+            "blocks": [b.to_dict() for b in self.blocks],
+            "layers": [b.to_dict() for b in self.layers],
+            "weights": [w.to_dict() for w in self.weights],
+            "cache": asdict(self.cache),
+            "rows": [asdict(r) for r in self.rows],
+            "fits": [asdict(f) for f in self.fits],
+            "drafts": self.drafts and self.drafts.to_dict(),
+            "ranks": self.ranks and self.ranks.to_dict(),
+            "media": {"kinds": list(self.kinds), "parts": [p.to_dict() for p in self.media]},
+        }
+
+
+def _parameters(spec: Spec, n: ParameterCounts) -> dict[str, int]:
+    towers = tower_tensors(spec)
+    moe = spec.text.moe
+    return {
+        "published": n.hub_parameters,
+        "published_elements": n.hub,
+        "published_tensors": n.hub_tensors,
+        "published_bytes": n.hub * ITEMSIZE[spec.dtype],
+        "loaded": n.loaded,
+        "text": n.text,
+        "active": n.active,
+        "active_body": n.active - (n.head or n.embed),
+        "nominal": nominal(n.hub_parameters),
+        "one_expert": 3 * moe.intermediate_size * spec.text.hidden_size if moe else 0,
+        **asdict(n),
+        "vision_position_table": _elements(towers, ".position_embedding_table"),
+        "vision_buffers": _elements(towers, ".std_bias", ".std_scale"),
+    }
+
+
+def _elements(tensors: dict[str, tuple[int, ...]], *endings: str) -> int:
+    return numel({k: v for k, v in tensors.items() if k.endswith(endings)})

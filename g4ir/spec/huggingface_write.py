@@ -1,0 +1,145 @@
+"""Writes a Spec as a Hugging Face config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from g4ir.errors import SpecError
+
+from .huggingface_tables import (
+    ARCHITECTURES,
+    BASE_GEOMETRY,
+    CENTROIDS,
+    HF_KINDS,
+    MEDIA,
+    PART_TYPES,
+    TEXT_DEFAULTS,
+)
+from .parts import ASSISTANT, DTYPE_ALIASES, FULL, SLIDING, Drafter, Rope, Text, Variant, Vision
+
+
+def config_of(spec: Variant) -> dict[str, Any]:
+    """Return the config of a spec: see `Spec.to_hf`. Without towers and media ids it is the config
+    of the text tower alone."""
+    for path, why in _inexpressible(spec):
+        raise SpecError(f"spec {spec.name}: {path}: a Hugging Face config cannot say {why}")
+    media = {keys[0]: getattr(spec.tokens, name) for name, (keys, _) in MEDIA.items()}
+    composite = bool(
+        spec.vision or spec.audio or spec.drafter or any(v is not None for v in media.values())
+    )
+    dtype = {short: long for long, short in DTYPE_ALIASES}[spec.dtype]
+    head = {"architectures": [ARCHITECTURES[spec.model_type, composite]], "dtype": dtype}
+    text = _text_to_hf(spec, dtype)
+    if not composite:
+        return head | text
+    if spec.drafter:
+        return {
+            **head,
+            "model_type": spec.model_type,
+            "tie_word_embeddings": spec.text.tie_word_embeddings,
+            **_drafter_to_hf(spec.drafter),
+            "text_config": text,
+        }
+    return {
+        **head,
+        "model_type": spec.model_type,
+        "tie_word_embeddings": spec.text.tie_word_embeddings,
+        "eos_token_id": list(spec.tokens.eos),
+        **media,
+        "text_config": text,
+        "vision_config": _part_to_hf(spec.vision, dtype),
+        "audio_config": _part_to_hf(spec.audio, dtype),
+    }
+
+
+def _drafter_to_hf(drafter: Drafter) -> dict[str, Any]:
+    found = drafter.centroids
+    return {
+        "backbone_hidden_size": drafter.backbone_hidden_size,
+        "use_ordered_embeddings": found is not None,
+        **{key: getattr(found, f) if found else d for f, (key, d) in CENTROIDS.items()},
+    }
+
+
+def _inexpressible(spec: Variant) -> Iterator[tuple[str, str]]:
+    text, kinds = spec.text, spec.text.layer_types
+    if text.sliding.k_eq_v and SLIDING in kinds:
+        yield "text.sliding.k_eq_v", "that sliding layers have K=V; set it to false"
+    if spec.drafter and spec.drafter.position != "next":
+        yield "drafter.position", "where a drafted token stands; leave it out"
+    if text.attn_logit_softcapping is not None:
+        yield "text.attn_logit_softcapping", "that attention is softcapped; leave it out"
+    if text.moe and text.moe.layers not in (None, tuple(range(len(kinds)))):
+        yield "text.moe.layers", "that only some layers have experts; leave it out"
+    if spec.model_type.startswith("gemma4_unified"):
+        for name in ("moe", "ple"):
+            if getattr(text, name) is not None:
+                yield f"text.{name}", f"that gemma4_unified has {name}; use model_type gemma4"
+
+
+def _text_to_hf(spec: Variant, dtype: str) -> dict[str, Any]:
+    text, tokens, base = spec.text, spec.tokens, spec.model_type.removesuffix(ASSISTANT)
+    plain = [*TEXT_DEFAULTS, "max_position_embeddings", "use_bidirectional_attention"]
+    return {
+        "model_type": f"{base}_text",
+        "dtype": dtype,
+        **{name: getattr(text, name) for name in plain},
+        "num_hidden_layers": text.num_hidden_layers,
+        "layer_types": [HF_KINDS[kind] for kind in text.layer_types],
+        **_geometry_to_hf(text),
+        "rope_parameters": {HF_KINDS[k]: _rope_to_hf(getattr(text, k).rope) for k in HF_KINDS},
+        "attention_bias": False,
+        "tie_word_embeddings": text.tie_word_embeddings,
+        "bos_token_id": tokens.bos,
+        "eos_token_id": tokens.eos[0] if len(tokens.eos) == 1 else list(tokens.eos),
+        "pad_token_id": tokens.pad,
+        **(_blocks_to_hf(text, bool(spec.drafter)) if base == "gemma4" else {}),
+    }
+
+
+def _geometry_to_hf(text: Text) -> dict[str, Any]:
+    """Return the older keys where they can say it; per_layer_config where full layers have KV heads
+    of their own without K=V."""
+    sliding, full = text.sliding, text.full
+    out: dict[str, Any] = {
+        "head_dim": sliding.head_dim,
+        "num_key_value_heads": sliding.num_key_value_heads,
+        "sliding_window": sliding.window,
+        "attention_k_eq_v": full.k_eq_v,
+    }
+    if full.k_eq_v or full.num_key_value_heads == sliding.num_key_value_heads:
+        heads = full.num_key_value_heads if full.k_eq_v else None
+        return out | {"global_head_dim": full.head_dim, "num_global_key_value_heads": heads}
+    own = {name: getattr(full, name) for name in BASE_GEOMETRY}
+    layers = {str(i): own for i, kind in enumerate(text.layer_types) if kind == FULL}
+    return out | {"per_layer_config": layers}
+
+
+def _rope_to_hf(rope: Rope) -> dict[str, Any]:
+    out: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
+    out |= {"partial_rotary_factor": rope.rotary_fraction} if rope.kind == "proportional" else {}
+    return out if rope.factor is None else out | {"factor": rope.factor}
+
+
+def _blocks_to_hf(text: Text, drafts: bool) -> dict[str, Any]:
+    moe, ple = text.moe, text.ple
+    return {
+        "enable_moe_block": moe is not None,
+        "num_experts": moe.num_experts if moe else None,
+        "top_k_experts": moe.top_k_experts if moe else None,
+        "moe_intermediate_size": moe.intermediate_size if moe else None,
+        "hidden_size_per_layer_input": ple.dim if ple else 0,
+        "vocab_size_per_layer_input": ple.vocab_size if ple else 0 if drafts else text.vocab_size,
+    }
+
+
+def _part_to_hf(part: Any, dtype: str) -> dict[str, Any] | None:
+    if part is None:
+        return None
+    out = {f.name: getattr(part, f.name) for f in fields(part)}
+    out = {k: list(v) if isinstance(v, tuple) else v for k, v in out.items()}
+    if isinstance(part, Vision):
+        out["rope_parameters"] = {"rope_type": "default", "rope_theta": out.pop("rope_theta")}
+    return {"model_type": PART_TYPES[type(part)], "dtype": dtype, **out}

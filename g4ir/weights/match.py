@@ -1,0 +1,268 @@
+"""Matches the tensors of a checkpoint with its spec: names, shapes and dtypes, before any data is
+read."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from g4ir.errors import WeightsError
+from g4ir.model.names import HEAD, ORDER, TOKEN_TABLE
+from g4ir.model.tensors import CLIP_BOUNDS, DRAFTER, Tensors, dead_tensors, text_tensors
+from g4ir.spec.record import Spec
+
+from . import tensorfile
+from .formats.base import CODED
+from .layouts import ADAPTER, COMPUTED, MLX_EXPERTS, plain_name
+from .tensorfile import Entry, Header, quoted
+
+SHOWN = 5  # mismatches listed in one message
+WHOLE = ("I64", "I32")  # dtypes of token ids
+V_PROJ = "self_attn.v_proj.weight"
+
+#: stored tensors by name
+Found = dict[str, tuple[Header, Entry]]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """One mismatch of checkpoint and spec; `fix` is a key of FIXES."""
+
+    file: str
+    tensor: str
+    text: str
+    fix: str
+
+
+FIXES = {
+    "spec": "build with the spec of this checkpoint (its config.json), or complete the download",
+    "adapter": "save the model with its adapter merged (PEFT: merge_and_unload), or the adapter "
+    "alone and give it as --adapter DIR",
+    "mlx": "take the checkpoint that MLX converted, or a compressed-tensors or GGUF file of it",
+    "k_eq_v": "set k_eq_v of that attention kind as the checkpoint's config.json says",
+    "dtype": "save the checkpoint in BF16, F16 or F32 (dequantise it first)",
+    "drafter": "complete the download, or take the config.json that belongs to the drafter",
+    "media": "complete the download, or leave the towers out (--media none)",
+    "gguf": "take a file that llama.cpp's converter made of this variant, or the file's own spec",
+    "mmproj": "take the mmproj file that llama.cpp's converter made of this variant, or name the "
+    "kinds of media that it has (--media)",
+    "type": "take a file in BF16, F16, Q8_0, Q6_K or Q4_0, or requantise it with llama-quantize",
+    "tie": "set tie_word_embeddings to what the checkpoint's config.json says",
+    "head": "leave the head out of the file, or set tie_word_embeddings to false",
+}
+
+
+def head_names(spec: Spec) -> list[str]:
+    """Return the names of an untied head."""
+    return [*dict.fromkeys(map(plain_name, spec.prefixes.head))]
+
+
+def find_prefix(directory: Path, spec: Spec, names: Mapping[str, tuple[Header, Entry]]) -> str:
+    """Return the prefix of this checkpoint's text tower: the one with most hits."""
+    valid = text_tensors(spec).keys() - {HEAD}
+    prefixes = dict.fromkeys(map(plain_name, spec.prefixes.text))
+    hits = {p: sum(p + name in names for name in valid) for p in prefixes}
+    best = max(hits, key=lambda p: hits[p])
+    if not hits[best]:
+        accepted = ", ".join(f"{p}{TOKEN_TABLE}" for p in hits)
+        raise WeightsError(
+            f"{directory}: no text tensor of spec {spec.name} under any accepted prefix "
+            f"(expected {accepted}; found {', '.join(map(quoted, sorted(names)[:3])) or 'none'}); "
+            f"fix: {FIXES['spec']}"
+        )
+    return best
+
+
+def tower_of(spec: Spec, name: str) -> str | None:
+    """Return the tower that a tensor belongs to; None for text."""
+    parts = asdict(spec.prefixes)
+    others = (part for part in parts if part not in ("text", "head", DRAFTER))
+    return next((part for part in others if name.startswith(parts[part])), None)
+
+
+def is_text(spec: Spec, prefix: str, name: str) -> bool:
+    inside = name.startswith((prefix, *(h.removesuffix(".weight") for h in head_names(spec))))
+    return inside and tower_of(spec, name) is None
+
+
+def absent_value(name: str) -> float | None:
+    """Return the reference's default of a tensor that a checkpoint may lack, or None."""
+    if name.endswith(".layer_scalar"):
+        return 1.0
+    if name.endswith(CLIP_BOUNDS):
+        return math.inf if name.endswith("_max") else -math.inf
+    return None
+
+
+@dataclass
+class TensorMatch:
+    """Matches stored tensors with a spec in one walk: those that the spec needs (`live`, by bare
+    name), those that are not used (`ignored`, stored name -> why), defaults of absent ones, and
+    every mismatch: unknown tensors, missing ones, wrong shapes and dtypes."""
+
+    spec: Spec
+    directory: Path
+    prefix: str
+    towers: Tensors
+    names: Found
+    live: Found = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
+    defaults: dict[str, float] = field(default_factory=dict)
+    mismatches: list[Mismatch] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        wrong: list[Mismatch] = []
+        for name, found in self.names.items():
+            role = self._role(name)
+            if role is None:
+                self.mismatches.append(self._unknown(name, *found))
+            elif role in self.shapes:
+                self.live[role] = found
+                wrong += self._check(role, *found)
+            else:
+                self.ignored[name] = role
+        if self.tied and self.head:
+            self.ignored[self.head] = f"tied to {TOKEN_TABLE}"
+            if TOKEN_TABLE in self.live and all(w.tensor != self.head for w in wrong):
+                wrong += _tied_dtype(*self.live[HEAD], self.live[TOKEN_TABLE][1])
+        self.mismatches += [*self._missing(), *wrong]
+
+    @property
+    def tied(self) -> bool:
+        return self.spec.text.tie_word_embeddings
+
+    @cached_property
+    def shapes(self) -> Tensors:
+        shapes = text_tensors(self.spec) | self.towers
+        return {HEAD: shapes[TOKEN_TABLE]} | shapes
+
+    @cached_property
+    def stored_towers(self) -> dict[str, str]:
+        """Stored name -> `PART.NAME` of the tensors of towers."""
+        found = {}
+        for bare in self.towers:
+            part, _, rest = bare.partition(".")
+            names = (prefix + rest for prefix in getattr(self.spec.prefixes, part))
+            stored = next((name for name in names if name in self.names), None)
+            if stored is not None:
+                found[stored] = bare
+        return found
+
+    @cached_property
+    def head(self) -> str | None:
+        return next((name for name in head_names(self.spec) if name in self.names), None)
+
+    @cached_property
+    def dead(self) -> Tensors:
+        return dead_tensors(self.spec)
+
+    def _role(self, name: str) -> str | None:
+        """Return the bare name of a tensor that the spec needs, or why it is ignored; None for an
+        unknown one."""
+        bare = name.removeprefix(self.prefix) if name.startswith(self.prefix) else None
+        if bare in self.shapes and bare not in self.towers and bare != HEAD:
+            return bare
+        if name in self.stored_towers:
+            return self.stored_towers[name]
+        if bare in self.dead:
+            return "K or V of a layer that reads another layer's K and V"
+        if tower := tower_of(self.spec, name):
+            return f"part of {tower}, which this engine leaves out"
+        if COMPUTED.search(name):
+            return "a buffer that follows from the spec"
+        return HEAD if name == self.head else None
+
+    def _unknown(self, name: str, header: Header, entry: Entry) -> Mismatch:
+        def mismatch(text: str, fix: str) -> Mismatch:
+            return Mismatch(header.path.name, entry.name, text, fix)
+
+        if ADAPTER.search(name):
+            return mismatch("part of an adapter that is not merged", "adapter")
+        if MLX_EXPERTS in name:
+            return mismatch("experts in MLX's layout", "mlx")
+        bare = name.removeprefix(self.prefix)
+        kind = _kind_of(self.spec, bare) if bare.endswith(V_PROJ) else None
+        if kind:
+            text = f"unknown: expected no v_proj ({kind}.k_eq_v is true), found {_shape(entry)}"
+            return mismatch(text, "k_eq_v")
+        hint = len(self.mismatches) < SHOWN
+        near = _nearest(bare, list(text_tensors(self.spec)), self.prefix) if hint else ""
+        return mismatch(f"not in the spec{near}", "spec")
+
+    def _check(self, name: str, header: Header, entry: Entry) -> Iterator[Mismatch]:
+        shape = self.shapes[name]
+        dtypes = WHOLE if name == ORDER else tensorfile.FLOATS
+        if entry.dtype not in dtypes and (entry.dtype != CODED or dtypes == WHOLE):
+            text = f"expected dtype {' or '.join(dtypes)}, found {entry.dtype}"
+            yield Mismatch(header.path.name, entry.name, text, "dtype")
+        elif entry.shape != tuple(shape):
+            text = f"expected shape {list(shape)}, found {_shape(entry)}"
+            moved = len(entry.shape) > 2 and sorted(entry.shape) == sorted(shape)
+            text += " (channels last, as MLX stores convolutions)" if moved else ""
+            yield Mismatch(header.path.name, entry.name, text, "mlx" if moved else "spec")
+
+    def _missing(self) -> Iterator[Mismatch]:
+        wanted = [*text_tensors(self.spec), *self.towers]
+        absent = [name for name in wanted if name not in self.live]
+        self.defaults = {n: d for n in absent if (d := absent_value(n)) is not None}
+        absent = [name for name in absent if name not in self.defaults]
+        strays = [m.tensor for m in self.mismatches[:200]]
+        for name in absent:
+            text, fix = f"missing: expected shape {list(self.shapes[name])}", "spec"
+            if name in self.towers:
+                fix = "drafter" if name.startswith(DRAFTER) else "media"
+            elif name.endswith(V_PROJ):
+                text, fix = f"{text} ({_kind_of(self.spec, name)}.k_eq_v is false)", "k_eq_v"
+            elif name == HEAD:
+                text, fix = f"{text} (tie_word_embeddings is false)", "tie"
+            elif len(absent) <= SHOWN:
+                text += _nearest(name, strays, "")
+            yield Mismatch(self.directory.name, name, text, fix)
+
+
+def _kind_of(spec: Spec, bare: str) -> str | None:
+    """Return the attention kind of the layer in `bare`, if that layer exists."""
+    match = re.match(r"layers\.(\d{1,6})\.", bare)
+    layers = spec.layers()
+    return layers[int(match[1])].kind if match and int(match[1]) < len(layers) else None
+
+
+def _tied_dtype(header: Header, head: Entry, embed: Entry) -> Iterator[Mismatch]:
+    if CODED in (head.dtype, embed.dtype):
+        text = f"stored although it is tied to {TOKEN_TABLE}, and codes are not compared"
+        yield Mismatch(header.path.name, head.name, text, "head")
+    elif head.dtype != embed.dtype:
+        text = f"tied to {TOKEN_TABLE}: expected dtype {embed.dtype}, found {head.dtype}"
+        yield Mismatch(header.path.name, head.name, text, "tie")
+
+
+def _shape(entry: Entry) -> str:
+    return quoted(f"{entry.dtype} {list(entry.shape)}")
+
+
+def _nearest(name: str, candidates: list[str], prefix: str) -> str:
+    """Return '; nearest: ...' of candidates of the same layer (all are too many to rank)."""
+    if len(name) > 200:
+        return ""
+    same = [c for c in candidates if re.findall(r"\d+", c)[:1] == re.findall(r"\d+", name)[:1]]
+    pool = [c for c in (same or candidates) if len(c) <= 200][:200]
+    close = difflib.get_close_matches(name, pool, n=2, cutoff=0.5)
+    return f"; nearest: {', '.join(quoted(prefix + c) for c in close)}" if close else ""
+
+
+def report(place: Path, spec: Spec, mismatches: list[Mismatch]) -> str:
+    """Return an error message with the first mismatches and their fixes."""
+    lines = [f"  {p.file}: {quoted(p.tensor)}: {p.text}" for p in mismatches[:SHOWN]]
+    more = len(mismatches) - SHOWN
+    lines += [f"  and {more} more"] * (more > 0)
+    fixes = dict.fromkeys(FIXES[p.fix] for p in mismatches[:SHOWN])
+    return (
+        f"{place}: the weights do not fit spec {spec.name} ({len(mismatches)} tensors):\n"
+        + "\n".join(lines)
+        + f"\nfix: {'; or '.join(fixes)}"
+    )
