@@ -182,8 +182,6 @@ class dense:
 
     budget = Budget(1, 0, "one product, rounded once")
 
-    infer = staticmethod(dequantize.infer)
-
     @staticmethod
     def expand(b: Any, codes: Any, scales: Any, *, to: str) -> Any:
         return b.emit("dequantize", codes, scales, to=to)
