@@ -172,7 +172,7 @@ def _milliseconds(seconds: Mapping[str, float]) -> dict[str, float]:
 
 def calls_per_step(engine: Engine) -> dict[str, int]:
     """Count the calls of a decode step: compiled programs and views, or the interpreter's nodes."""
-    if engine.manifest["backend"] != "torch":
+    if engine.facts.backend != "torch":
         return {"nodes": len(engine.program.graphs["decode"].nodes)}
     steps = phase_steps(engine.program, engine.limits)["decode"]
     programs = sum(isinstance(s, Segment) for s in steps)

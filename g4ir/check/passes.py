@@ -122,7 +122,7 @@ def verify_each_pass(
             break
         old = new
     else:
-        progress(f"{engine.manifest['backend']} backend")
+        progress(f"{engine.facts.backend} backend")
         reports.append(_backend(engine, old, series))
     sizes = tuple(c.valid for c in chunks)
     unknown = tuple(i.tower for i in items if i not in known)
@@ -431,8 +431,8 @@ def _stages(
     """Yield the model as it is written, of several ranks as they share it, then after each pass;
     then the engine's own graphs, should they be others (an engine of an older version). Only
     `graphs` can be run."""
-    m = engine.manifest
-    stored = functools.partial(find_backend(m["backend"]).stored, device=m["device"])
+    m = engine.facts
+    stored = functools.partial(find_backend(m.backend).stored, device=m.device)
     plain = _written(engine)
     held = unpacked(weights.plain) is not None
     if held:
@@ -441,7 +441,7 @@ def _stages(
     if engine.ranks > 1:
         if engine.recipe and not engine.recipe.held:
             after.clear()  # each rank made codes of its part, with scales of their own
-        plain = shard_program(plain, engine.spec, engine.ranks, bool(m["ep"]))
+        plain = shard_program(plain, engine.spec, engine.ranks, m.ep)
         after[SHARD] = dict(plain.graphs)
 
     def keep(name: str, g: Graph) -> None:
@@ -449,9 +449,9 @@ def _stages(
 
     run_program(
         plain,
-        skip=m["skipped_passes"],
+        skip=m.skipped_passes,
         dump=keep,
-        options=m["options"],
+        options=m.options,
     )
     packing = None
     for name, made in after.items():

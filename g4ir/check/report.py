@@ -249,4 +249,4 @@ def _greedy_text(g: Greedy) -> str:
 
 def engine_name(engine: Engine) -> str:
     """Return the head of a report."""
-    return f"{engine.spec.name} ({engine.manifest['backend']}, {engine.device}, {engine.dtype})"
+    return f"{engine.spec.name} ({engine.facts.backend}, {engine.device}, {engine.dtype})"

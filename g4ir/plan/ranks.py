@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from g4ir.errors import InputError
@@ -14,13 +14,12 @@ from g4ir.model.draft import build_draft
 from g4ir.model.text import build_graph
 from g4ir.parallel.shard import collectives, shard
 from g4ir.parallel.table import can_share, check_ranks
-from g4ir.passes import run_passes
+from g4ir.passes import PassOptions, run_passes
 from g4ir.quant.recipe import Recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
 
 from .formats import capacity
-from .resolve import for_gpu
 
 #: numbers of ranks that are compared
 COUNTS = (1, 2, 4, 8)
@@ -82,7 +81,7 @@ def plan_ranks(
     dtype: str,
     shape: Sequence[tuple[int, int]],
     skip: Sequence[str],
-    options: Mapping[str, Mapping[str, Any]],
+    options: PassOptions,
     recipe: Recipe | None = None,
     ep: bool = False,
     model: StepModel | None = None,
@@ -99,7 +98,7 @@ def plan_ranks(
         return shard(g, spec, ranks, ep and ranks > 1)
 
     def passed(own: Graph, gpu_rows: int = 0) -> Graph:
-        return run_passes(own, skip=skip, options={**options, **for_gpu(gpu_rows)})
+        return run_passes(own, skip=skip, options=replace(options, gpu_rows=gpu_rows))
 
     whole = of(count)
     g = split_prologue(passed(whole))[1]
