@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Node, Value
-from g4ir.ops.quant import ACTIVATIONS
+from g4ir.ops.codecs import ACTIVATIONS
 
 from .match import OFF, Note, ignore, maker
 

@@ -25,7 +25,7 @@ from g4ir.errors import InputError
 from g4ir.ir.graph import Graph
 from g4ir.model.text import build_program
 from g4ir.ops import OPS
-from g4ir.ops.quant import ACTIVATIONS, FORMS, dequantized, fake_quantized
+from g4ir.ops.codecs import ACTIVATIONS, FORMS, dequantized, fake_quantized
 from g4ir.passes import PassOptions, run_passes
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.plan.resolve import pass_options

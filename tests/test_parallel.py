@@ -22,7 +22,7 @@ from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.model.draft import DRAFT, shipped_drafter
 from g4ir.model.media import find_media
 from g4ir.model.text import build_graph, build_program, has_blocks
-from g4ir.ops.quant import dequantized
+from g4ir.ops.codecs import dequantized
 from g4ir.ops.reduce_norm import NORM_OF
 from g4ir.ops.types import Type
 from g4ir.parallel.lockstep import lockstep, rank_params

@@ -21,8 +21,8 @@ from g4ir.ir.graph import Graph, Program, Value, verify
 from g4ir.ir.interpret import empty_state, interpret
 from g4ir.ir.text import parse_graph, print_graph
 from g4ir.model.text import build_graph, build_program
+from g4ir.ops.codecs import ACTIVATIONS
 from g4ir.ops.kv_quant import NARROW
-from g4ir.ops.quant import ACTIVATIONS
 from g4ir.parallel.shard import shard_program
 from g4ir.passes import (
     CHANGES_STATE,

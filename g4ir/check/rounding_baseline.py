@@ -12,9 +12,9 @@ from g4ir.ir.names import layer_of
 from g4ir.model.names import HEAD, TOKEN_TABLE, checkpoint_name
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS
+from g4ir.ops.codecs import fake_quantized
 from g4ir.ops.kv_quant import numbers
 from g4ir.ops.latent import keys_values_of_value
-from g4ir.ops.quant import fake_quantized
 from g4ir.ops.rope import rotated_pairs
 from g4ir.passes.match import OFF
 from g4ir.passes.narrow_kv import NarrowOptions

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from g4ir.errors import InputError
 from g4ir.model.draft import check_pair, shipped_drafter
-from g4ir.ops.quant import ACTIVATIONS
+from g4ir.ops.codecs import ACTIVATIONS
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES, dtype_name
 from g4ir.passes import PassOptions
 from g4ir.passes.latent_kv import FORMS, LatentOptions

@@ -15,8 +15,8 @@ from g4ir.ir.interpret import interpret
 from g4ir.model.media import Media
 from g4ir.model.names import SCALES, checkpoint_name
 from g4ir.model.text import build_program
+from g4ir.ops.codecs import on_grid
 from g4ir.ops.finite import cast
-from g4ir.ops.quant import on_grid
 from g4ir.ops.types import TORCH_NAMES, dtype_name, torch_dtype
 from g4ir.parallel.shard import shard_program
 from g4ir.parallel.share import Share

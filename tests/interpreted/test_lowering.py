@@ -24,7 +24,7 @@ from g4ir.ir.text import parse_graph
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS
 from g4ir.ops.base import as_tuple
-from g4ir.ops.quant import FORM_OF, FORMS
+from g4ir.ops.codecs import FORM_OF, FORMS
 from g4ir.ops.types import torch_dtype
 from g4ir.parallel.shard import shard
 from g4ir.passes import PassOptions, run_passes
