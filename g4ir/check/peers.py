@@ -15,7 +15,6 @@ from g4ir.engine.build import agreed_spec
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import open_weights
 from g4ir.errors import InputError, MissingError
-from g4ir.ir.distance import LocalError, local_errors
 from g4ir.model.names import HEAD, checkpoint_name
 from g4ir.model.tensors import text_tensors
 from g4ir.ops.types import ITEMSIZE, torch_dtype
@@ -31,6 +30,7 @@ from g4ir.weights.random import RandomCheckpoint
 
 from .float64 import other_attention, wide_model
 from .hf import cache_argument, hf_model, refusals_of_transformers, rows_kept
+from .layer_errors import LocalError, local_errors
 from .reference import reference_engine, wide_engine
 from .rounding_baseline import divisor, round_activations, rounding_caches
 from .tokens import positions_of, split_steps

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from g4ir.engine.engine import Engine
-from g4ir.ir.distance import GROUP, Budget, LocalError, local_text, median_of, worst_of
+from g4ir.ir.distance import GROUP, Budget, median_of, worst_of
 
+from .layer_errors import LocalError, local_text
 from .media import MediaReport
 from .quality import Quality
 

@@ -44,9 +44,9 @@ class quantize:
 
     Scales are rounded to the dtype `scale` before codes are. int8 and fp8 divide a group's largest
     magnitude by the largest code; integers of int6 are then the least that hold their numbers;
-    int4 finds the scale whose numbers are the weight's, where there
-    is one (weights trained on that grid), else one of small square error (codecs.py: `int4_scales`);
-    of forms with minima both are of small square error, and then become integers.
+    int4 finds the scale whose numbers are the weight's, if there is one (weights trained on that
+    grid), else one of small square error (codecs.py: `int4_scales`); of forms with minima both are
+    of small square error, and then become integers.
     """
 
     budget = MOVES
