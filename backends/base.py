@@ -171,7 +171,7 @@ class Backend(ABC):
     kv_reason: str = ""
     #: whether its steps on a GPU are chains of kernels, which the fewer of them the shorter wait
     chains: bool = False
-    #: whether it can round the rows of products (ops/quant.py: fake_quantize)
+    #: whether it can round the rows of products (ops/codecs.py: fake_quantize)
     rounds_activations: bool = True
     #: whether it verifies as it prefills: no more tokens than a chunk has
     verifies_in_chunks: bool = False

@@ -33,8 +33,8 @@ from g4ir.model.text import build_program
 from g4ir.ops import OPS
 from g4ir.ops.rope import rotated_pairs
 from g4ir.ops.types import torch_dtype
-from g4ir.passes import run_program
-from g4ir.passes.latent_kv import FORMS
+from g4ir.passes import PassOptions, run_program
+from g4ir.passes.latent_kv import FORMS, LatentOptions
 from g4ir.plan.latent import LatentMeasurement, read_table, write_table
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.table import aligned
@@ -245,7 +245,7 @@ def _logits(spec: Spec, dtype: str, form: str, tokens: torch.Tensor) -> torch.Te
     """Return [T, vocab] by the interpreter, in chunks; weights are those of bf16 in every dtype."""
     declared, kind = "f32" if dtype == "f64" else dtype, torch_dtype(dtype)
     plain = build_program(spec, all_logits=True, dtype=declared)
-    graphs = run_program(plain, options={"latent_kv": {"form": form}}).graphs
+    graphs = run_program(plain, options=PassOptions((LatentOptions(form),))).graphs
     source = RandomCheckpoint(spec, 0, torch.bfloat16)
     names = {v.name for g in graphs.values() for v in g.params}
     params = {n: source.tensor(checkpoint_name(n)).to(kind) for n in names}

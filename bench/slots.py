@@ -166,7 +166,7 @@ def main() -> None:
     beside = gaps(bench, active) if active else [["one row: nothing runs beside a prompt"]]
     took, size = bench.copies()
     facts = [
-        f"{engine.spec.name}, {engine.manifest['backend']} on {engine.device}, {engine.dtype}; "
+        f"{engine.spec.name}, {engine.facts.backend} on {engine.device}, {engine.dtype}; "
         f"context {args.context}, {args.new} new tokens",
         f"a prompt of {late} tokens in chunks of "
         f"{args.chunk_tokens or engine.limits.prefill_chunk}; a copy of a row of {args.context} "

@@ -245,7 +245,7 @@ def main() -> None:
     bench, floor = Bench(engine, args.rounds), read_floor(engine)
     print(engine, machine(environment(engine.device)), sep="\n", flush=True)
     parts = [
-        f"{engine.spec.name}, {engine.manifest['backend']} on {engine.device}, {engine.dtype}, "
+        f"{engine.spec.name}, {engine.facts.backend} on {engine.device}, {engine.dtype}, "
         f"{engine.draft_tokens} drafted tokens; reading the weights once: {floor * 1e3:.1f} ms"
     ]
     curves = {context: bench.curve(context) for context in args.context}

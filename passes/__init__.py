@@ -1,13 +1,16 @@
 """Runs the passes in order and verifies in between.
 
 Each is a file of this folder with
-  a function of the same name, `Graph -> Graph`, whose second argument `note(value, reason)` hears
+  a function of the same name, `Graph -> Graph`; its second argument `note(value, reason)` receives
              what it did and why it left a candidate alone; `g4ir show --why PASS` prints that
-  left       whether a node should not be there afterwards; a pass that stops matching is an error
   AFTER      the pass that it follows, with the reason; None: it is the first
-  CHANGES_STATE  given and true where it may change what the caches look like
-  CHANGES_MEANING  given and true where it may round what the graph before it does not, or change
-             values that keep their names
+  OPTIONS    if it has options: their defaults, a frozen dataclass that checks its fields; the
+             function's third argument. The CLI, `plan`, the manifest and `verify` read it
+  GPU_ROWS   if it is only for decode steps that are one kernel graph on a GPU: the most sequences
+             of such a step
+  CHANGES_STATE  true if it may change the types of the caches
+  CHANGES_MEANING  true if it may round what the graph before it does not, or change values that
+             keep their names
 
 Packing comes before the choice of rows, so that prefill and decode share weights; what follows the
 caches' last form joins whole blocks of nodes into one op each.
@@ -18,19 +21,22 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from g4ir.errors import G4Error, InputError, PassError
 from g4ir.ir.graph import Graph, Program, verify
 
-from .match import Note
-
+#: sees a pass and a graph
 Dump = Callable[[str, Graph], None]
+#: sees a pass, a value, and what the pass did there or why it left it
+PassNote = Callable[[str, str, str], None]
+Record = TypeVar("Record")
 
-#: pass -> its own keyword arguments
-Options = Mapping[str, Mapping[str, Any]]
+#: files that passes share
+SHARED = ("join", "match")
 
 
 def _ordered(modules: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
@@ -53,12 +59,12 @@ def _ordered(modules: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
     return {name: modules[name] for name in names}
 
 
-#: pass -> its module, in the order of the pipeline: every file of this folder but `match`
+#: pass -> its module, in the order of the pipeline
 _BY_NAME = _ordered(
     {
         m.name: importlib.import_module(f"{__name__}.{m.name}")
         for m in pkgutil.iter_modules(__path__)
-        if m.name != "match"
+        if m.name not in SHARED
     }
 )
 PASSES = tuple(_BY_NAME)
@@ -68,11 +74,54 @@ CHANGES_STATE, CHANGES_MEANING = (
 )
 
 
-def find_pass(name: str) -> Callable[[Graph, Note], Graph]:
+def _with(attribute: str) -> dict[str, Any]:
+    """Return pass -> its attribute, of the passes that have it."""
+    return {n: vars(m)[attribute] for n, m in _BY_NAME.items() if attribute in vars(m)}
+
+
+#: pass -> its options by default
+OPTIONS: Mapping[str, Any] = _with("OPTIONS")
+#: pass that is only for kernel graphs of a GPU -> the most sequences of a step
+GPU_ROWS: Mapping[str, int] = _with("GPU_ROWS")
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """The options of a pipeline and what it is for."""
+
+    #: one record at most for each pass (its OPTIONS); other passes have their defaults
+    records: tuple[Any, ...] = ()
+    #: sequences of a decode step that is one kernel graph on a GPU; 0: steps are no such graph
+    gpu_rows: int = 0
+
+    def of(self, kind: type[Record]) -> Record:
+        """Return the options of this type."""
+        return next((r for r in self.records if isinstance(r, kind)), None) or kind()
+
+    def changed(self, record: Any) -> PassOptions:
+        """Return the same with another record of one pass."""
+        others = (r for r in self.records if type(r) is not type(record))
+        return replace(self, records=(*others, record))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every option by pass, and `gpu_rows`."""
+        own = {name: asdict(self.of(type(default))) for name, default in OPTIONS.items()}
+        return {**own, "gpu_rows": self.gpu_rows}
+
+
+PLAIN = PassOptions()
+
+
+def pipeline(gpu_rows: int = 0) -> tuple[str, ...]:
+    """Return the passes of a target in order: `gpu_rows` as in PassOptions."""
+    return tuple(p for p in PASSES if p not in GPU_ROWS or 0 < gpu_rows <= GPU_ROWS[p])
+
+
+def find_pass(name: str) -> Callable[..., Graph]:
     """Return the function of a pass; InputError lists the names."""
     if name not in PASSES:
         raise InputError(f"unknown pass {name!r}; one of {', '.join(PASSES)}")
-    function: Callable[[Graph, Note], Graph] = getattr(_BY_NAME[name], name)
+    function: Callable[..., Graph] = getattr(_BY_NAME[name], name)
     return function
 
 
@@ -81,24 +130,22 @@ def run_passes(
     skip: Iterable[str] = (),
     until: str | None = None,
     dump: Dump | None = None,
-    note: Callable[[str, str, str], None] | None = None,
-    options: Options | None = None,
+    note: PassNote | None = None,
+    options: PassOptions = PLAIN,
 ) -> Graph:
-    """Run the pipeline without the passes in `skip`, up to and including `until`.
+    """Run the target's pipeline without the passes in `skip`, up to and including `until`.
 
-    `dump(pass, graph)` sees the graph after each pass, `note(pass, value, reason)` what each
-    did; `options` gives a pass its own arguments, such as {"latent_kv": {"form": "raw"}}.
+    `dump(pass, graph)` sees the graph after each pass, `note(pass, value, reason)` what each did.
     Raises PassError with the passes that ran before.
     """
     skip = set(skip)
-    options = options or {}
-    for name in (*skip, *options, *([until] if until else [])):
+    for name in (*skip, *([until] if until else [])):
         find_pass(name)
     verify(g)
     done: list[str] = []
-    for name in PASSES:
+    for name in pipeline(options.gpu_rows):
         if name not in skip:
-            g = _run_one(g, name, done, note, options.get(name, {}))
+            g = _run_one(g, name, done, note, options)
             done.append(name)
             if dump:
                 dump(name, g)
@@ -111,7 +158,7 @@ def run_program(
     p: Program,
     skip: Iterable[str] = (),
     dump: Dump | None = None,
-    options: Options | None = None,
+    options: PassOptions = PLAIN,
 ) -> Program:
     """Apply `run_passes` to every graph; the caches they share must still agree."""
     p = p.map(lambda g: run_passes(g, skip=skip, dump=dump, options=options))
@@ -121,21 +168,19 @@ def run_program(
 
 
 def _run_one(
-    g: Graph,
-    name: str,
-    done: Sequence[str],
-    note: Callable[[str, str, str], None] | None,
-    options: Mapping[str, Any],
+    g: Graph, name: str, done: Sequence[str], note: PassNote | None, options: PassOptions
 ) -> Graph:
     def tell(value: str, reason: str) -> None:
         if note:
             note(name, value, reason)
 
+    run = find_pass(name)
+    if name in OPTIONS:
+        run = partial(run, options=options.of(type(OPTIONS[name])))
     try:
-        out = partial(find_pass(name), **options)(g, tell)
+        out = run(g, tell)
         verify(out)
         _keeps_interface(g, out, name)
-        _leaves(out, name, options)
     except G4Error as e:
         after = f" (after {', '.join(done)})" if done else ""
         raise PassError(f"pass {name} on graph {g.name}{after}: {e}") from e
@@ -148,11 +193,3 @@ def _keeps_interface(before: Graph, after: Graph, name: str) -> None:
         raise PassError("the pass changed the graph's inputs or outputs")
     if name not in CHANGES_STATE and before.state != after.state:
         raise PassError("the pass changed the state and is not declared to")
-
-
-def _leaves(g: Graph, name: str, options: Mapping[str, Any]) -> None:
-    """Raise where a fusion quietly stopped matching: an error, not a slow engine."""
-    left = [n for n in g.nodes if _BY_NAME[name].left(g, n, **options)]
-    if left:
-        found = f"{left[0].outputs[0]} = {left[0].op}"
-        raise PassError(f"left {found}, which it should have taken; --skip {name} leaves it out")

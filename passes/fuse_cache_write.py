@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from g4ir.ir.graph import RESULT, Attr, Builder, Graph, Node, Value, splice_all
+from g4ir.ir.graph import Attr, Builder, Graph, Node, Value, splice_all
 
-from .match import Left, Note, after, ignore, made_by, maker, only_user
+from .match import Left, Note, ignore, made_by, maker, only_user
 
 AFTER = "fuse_dual_norm"  # it takes whatever form the caches have
 
@@ -162,38 +162,3 @@ def _user(g: Graph, v: Value, op: str) -> Node:
     if user["x"] != v:
         raise Left(f"{v} goes elsewhere than into {op}")
     return user
-
-
-# --- what it must leave to nobody --------------------------------------------------------------
-
-#: ops between a packed projection of one token and the caches
-_TO_CACHES = (
-    *("heads", "norm_rope", "rms_norm", "latent_row", "inverse_rms"),
-    *("narrow_row", "cache_write"),
-)
-
-
-def left(g: Graph, n: Node) -> bool:
-    """Whether a node splits one token's q, k and v, of which k and v go into the caches of an
-    attention, and nowhere else."""
-    if n.op != "split" or n["x"].type.shape[1:2] != (1,):
-        return False
-    users = g.users()
-    q = [u for v in n.outputs[:1] for u in users.get(v.name, [])]
-    q += [u for m in q for v in m.outputs for u in users.get(v.name, [])]
-    k, found = after(g, n.outputs[1:2]), after(g, n.outputs[1:])
-    writes = [m for m in found if m.op == "cache_write"]
-    return (
-        bool(writes)
-        and [m.op for m in q] == ["heads", "norm_rope"]
-        and (len(n.outputs) == 2 or "rms_norm" not in {m.op for m in k})
-        and all(m.op in _TO_CACHES for m in found)
-        and len({w["new"] for w in writes}) == len(writes)
-        and len({m.attrs["eps"] for m in (*q, *found) if "eps" in m.attrs}) == 1
-        and all(users[w["cache"].name] == [w] for w in writes)
-        and any(
-            {w.out for w in writes} == {*u.caches, *u.chunk}
-            for u in users.get(writes[0].out.name, [])
-            if u != RESULT and u.definition.held
-        )
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from g4ir.ir.graph import Builder, Graph, Node, splice_all
 
-from .match import Left, Note, ignore, maker
+from .match import Left, Note, ignore
 
 AFTER = "fuse_moe"  # it takes what fuse_norm_residual made
 
@@ -55,23 +55,3 @@ def _match(g: Graph, n: Node) -> tuple[Node, Node]:
         if g.users()[v.name] != [user] or user.inputs.count(v) > 1:
             raise Left(f"{v} has another user")
     return one, both
-
-
-# --- what it must leave to nobody --------------------------------------------------------------
-
-
-def left(g: Graph, n: Node) -> bool:
-    """Whether a node is a residual's norm of the sum of two norms."""
-    both = maker(g, n, "x", "norm_residual") if n.op == "norm_residual" else None
-    one = maker(g, both, "residual", "rms_norm") if both else None
-    return bool(
-        both
-        and one
-        and len(one.inputs) == 2
-        and len(both.inputs) == 3
-        and len(both.outputs) == 1
-        and n.attrs["eps"] == both.attrs["eps"] == one.attrs["eps"]
-        and [g.users()[v.name] for v in (one.out, both.out)] == [[both], [n]]
-        and both.out != n["residual"]
-        and one.out != both["x"]
-    )

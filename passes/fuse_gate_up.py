@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from g4ir.ir.graph import Builder, Graph, Node, splice_all
 
-from .match import Note, base, held_as, ignore, is_free_projection, maker, makers, stacked
+from .match import Note, base, held_as, ignore, makers, stacked
 
 AFTER = "fuse_qkv"  # it packs weights too
 
@@ -52,20 +52,3 @@ def _packed(g: Graph, gate: Node, up: Node, act: Node) -> list[Node]:
     y = b.emit("linear", gate["x"], w, name=f"{scope}.gate_up")
     b.emit("glu_packed", y, name=act.out.name, **act.attrs)
     return b.nodes
-
-
-# --- what it must leave to nobody --------------------------------------------------------------
-
-
-def left(g: Graph, n: Node) -> bool:
-    """Whether a node is a gate whose two halves are products of one input."""
-    if n.op != "glu":
-        return False
-    gate, up = maker(g, n, "gate", "linear"), maker(g, n, "up", "linear")
-    return bool(
-        gate
-        and up
-        and gate["x"] == up["x"]
-        and held_as(g, gate["w"]) == held_as(g, up["w"])
-        and all(is_free_projection(g, m, "glu") for m in (gate, up))
-    )

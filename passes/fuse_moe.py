@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from g4ir.ir.graph import Builder, Graph, Node, Value, splice_all
 
-from .match import Left, Note, ignore, maker, normed, only_user
+from .match import Left, Note, ignore, normed, only_user
 
 AFTER = "fuse_glu"  # it takes the fused MLP
 
@@ -82,22 +82,3 @@ def _match(g: Graph, glu: Node, routed: list[Node]) -> _Match:
     if normed(g, router["x"]) != normed(g, experts["x"]):
         raise Left(f"{router.outputs[0]} is of another residual")
     return _Match(glu, down, router, experts)
-
-
-# --- what it must leave to nobody --------------------------------------------------------------
-
-
-def left(g: Graph, n: Node) -> bool:
-    """Whether a node is routed experts with a packed MLP on the same residual beside them."""
-    router = maker(g, n, "weights", "router") if n.op == "experts" else None
-    if router is None or any(g.users().get(v.name) != [n] for v in router.outputs):
-        return False
-    routed = {normed(g, m["x"]) for m in (n, router)}
-    return any(
-        len(m.inputs) == 2
-        and m.attrs["act"] == n.attrs["act"]
-        and {normed(g, m["x"])} == routed
-        and [(u.op, [v.type for v in u.outputs]) for u in g.users()[m.out.name]]
-        == [("linear", [n.out.type])]
-        for m in g.find("linear_glu")
-    )

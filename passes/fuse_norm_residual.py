@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from g4ir.ir.graph import Builder, Graph, Node, Value, splice_all
 
-from .match import Note, ignore, maker
+from .match import Note, ignore
 
 AFTER = "fuse_norm_rope"  # the norms of Q and K are no norms of a residual
 
@@ -100,13 +100,3 @@ def _is_post(n: Node) -> bool:
 def _feeds_add(norm: Node, users: Mapping[str, list[Node]]) -> bool:
     """Whether a norm is the post-norm of its own residual add."""
     return [u.op for u in users.get(norm.out.name, [])] == ["add"]
-
-
-# --- what it must leave to nobody --------------------------------------------------------------
-
-
-def left(g: Graph, n: Node) -> bool:
-    """Whether a node is a residual add of a weighted norm."""
-    branch = n.op == "add" and n["a"] != n["b"]
-    norm = maker(g, n, "b", "rms_norm") if branch else None
-    return bool(norm and len(norm.inputs) == 2 and len(g.users()[norm.out.name]) == 1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from g4ir.ir.graph import Builder, Graph, Node, splice_all
 
-from .match import Note, base, held_as, ignore, is_free_projection, maker, makers, stacked
+from .match import Note, base, held_as, ignore, makers, stacked
 
 AFTER = "share_rope_tables"  # the last of what layers repeat is gone
 
@@ -49,21 +49,3 @@ def join(names: list[str]) -> str:
     """`L0.attn.wq`, `L0.attn.wk` -> `L0.attn.wqk`"""
     first = names[0]
     return first + "".join(n[-1] for n in names[1:])
-
-
-# --- what it must leave to nobody --------------------------------------------------------------
-
-
-def left(g: Graph, n: Node) -> bool:
-    """Whether a node is a projection beside another of the same input."""
-    source = maker(g, n, "x", "linear") if n.op == "heads" else None
-    if source is None or not is_free_projection(g, source, "heads"):
-        return False
-    return any(
-        m.op == "linear"
-        and m is not source
-        and m["x"] == source["x"]
-        and held_as(g, m["w"]) == held_as(g, source["w"])
-        and is_free_projection(g, m, "heads")
-        for m in g.nodes
-    )

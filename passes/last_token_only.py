@@ -130,19 +130,3 @@ def _read_written(g: Graph, n: Node, end: Value | None) -> Node:
 
 def _renamed(n: Node, name: str, value: Value) -> Node:
     return replace(n, outputs=tuple(value if v.name == name else v for v in n.outputs))
-
-
-# --- what it must leave to nobody --------------------------------------------------------------
-
-
-def left(g: Graph, n: Node) -> bool:
-    """Whether a node is the last row of a result that is made row by row, and for it alone."""
-    if n.op != "last_row" or n.out not in g.outputs:
-        return False
-    made = g.producers().get(n["x"].name)
-    return (
-        made is not None
-        and bool(made.definition.rows)
-        and len(made.outputs) == 1
-        and (g.users()[made.out.name] == [n])
-    )

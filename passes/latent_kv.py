@@ -12,7 +12,7 @@ K and V die where nothing else reads them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from g4ir.errors import InputError
@@ -22,7 +22,7 @@ from g4ir.ops.attention import split_chunk
 from g4ir.ops.latent import PARTS
 from g4ir.ops.rope import rotated_pairs
 
-from .match import Left, Note, ignore, maker
+from .match import Left, Note, ignore
 
 AFTER = "last_token_only"  # its readers are those that are left
 CHANGES_STATE = True
@@ -32,17 +32,29 @@ PLAIN = "off"
 FORMS = (PLAIN, *PARTS)
 
 
-def latent_kv(
-    g: Graph, note: Note = ignore, form: str = PLAIN, keep: Collection[int] = ()
-) -> Graph:
-    """Make one cache for each layer where K = V. InputError where the form is not in FORMS."""
-    if form not in FORMS:
-        raise InputError(f"latent_kv: form {form!r}: expected one of {', '.join(FORMS)}")
+@dataclass(frozen=True)
+class LatentOptions:
+    """The form of the caches, one of FORMS, and layers that keep K and V."""
+
+    form: str = PLAIN
+    keep: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise InputError(f"latent_kv: form {self.form!r}: expected one of {', '.join(FORMS)}")
+
+
+OPTIONS = LatentOptions()
+
+
+def latent_kv(g: Graph, note: Note = ignore, options: LatentOptions = OPTIONS) -> Graph:
+    """Make one cache for each layer where K = V."""
+    form = options.form
     edits: list[tuple[list[Node], list[Node]]] = []
     written: dict[str, list[Node]] = {}
     for pair in _pairs(g):
         try:
-            if layer_of(pair.k) in keep:
+            if layer_of(pair.k) in options.keep:
                 raise Left("a drafter reads it as K and V")
             found = _match(g, pair)
             _check_form(found, form)
@@ -220,40 +232,3 @@ def _with_states(g: Graph, written: dict[str, list[Node]]) -> Graph:
     for name, v in g.next.items():
         after |= {w["cache"].name: w.out for w in written[name]} if name in written else {name: v}
     return drop_dead(replace(g, state=tuple(state), next=after))
-
-
-# --- what it must leave to nobody --------------------------------------------------------------
-
-
-def left(g: Graph, n: Node, form: str = PLAIN, keep: Collection[int] = ()) -> bool:
-    """Whether a node caches V of a K = V projection that one cache of this form could hold."""
-    if n.op == "cache_write" and layer_of(n["cache"].name) in keep:
-        return False
-    v = maker(g, n, "new", "rms_norm") if n.op == "cache_write" and form != PLAIN else None
-    if v is None or len(v.inputs) != 1 or not _read_by_attention(g, n):
-        return False
-    return any(
-        k is not None
-        and k.inputs[:1] == v.inputs
-        and k.attrs == v.attrs
-        and _read_by_attention(g, m)
-        and _rotated_at_its_slot(g, m, k, form)
-        for m in g.find("cache_write")
-        for k in [maker(g, m, "new", "norm_rope")]
-    )
-
-
-def _read_by_attention(g: Graph, write: Node) -> bool:
-    """Whether attention reads a cache and its write, and nothing else does."""
-    users = g.users()
-    readers = {n.op for v in (write["cache"], write.out) for n in users[v.name]}
-    return "attention" in readers and readers <= {"attention", "cache_write", RESULT.op}
-
-
-def _rotated_at_its_slot(g: Graph, write: Node, k: Node, form: str) -> bool:
-    """Whether a table of the positions of the write rotates K; for `value` in part only."""
-    table, start = maker(g, k, "cos", "rope_table"), maker(g, write, "start", "row_start")
-    if table is None or start is None or table.inputs != start.inputs:
-        return False
-    part = table.attrs["kind"] == "proportional" and table.attrs["fraction"] != 1
-    return form == "raw" or part

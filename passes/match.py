@@ -1,4 +1,4 @@
-"""Functions that walk a graph, for what a pass takes and for what it may not leave."""
+"""Functions that walk a graph, shared by passes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from g4ir.ir.graph import Builder, Graph, Node, Value
 #: sees a value's name, and what a pass did there or why it left it
 Note = Callable[[str, str], None]
 
-
-#: the option of a pass that rounds, where it is to leave everything
+#: the option of a pass that rounds, to leave everything
 OFF = "off"
+#: as GPU_ROWS: any number of sequences in a step
+ANY_ROWS = 1 << 30
 
 
 class Left(Exception):

@@ -9,7 +9,7 @@ Caches of the form `raw` are left: what they hold is bounded by no norm.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Node, Value, rebuild
@@ -26,10 +26,23 @@ CHANGES_MEANING = True
 DTYPES = (OFF, *NARROW)
 
 
-def narrow_kv(g: Graph, note: Note = ignore, to: str = OFF) -> Graph:
-    """Hold caches in a dtype of fewer bits. InputError for another dtype."""
-    if to not in DTYPES:
-        raise InputError(f"narrow_kv: to {to!r}: expected one of {', '.join(DTYPES)}")
+@dataclass(frozen=True)
+class NarrowOptions:
+    """The dtype of the caches, one of DTYPES."""
+
+    to: str = OFF
+
+    def __post_init__(self) -> None:
+        if self.to not in DTYPES:
+            raise InputError(f"narrow_kv: to {self.to!r}: expected one of {', '.join(DTYPES)}")
+
+
+OPTIONS = NarrowOptions()
+
+
+def narrow_kv(g: Graph, note: Note = ignore, options: NarrowOptions = OPTIONS) -> Graph:
+    """Hold caches in a dtype of fewer bits."""
+    to = options.to
     writes = [n for n in g.find("cache_write") if _is_wide(n["cache"], to)]
     raw = _raw(g)
     for n in (n for n in writes if n["cache"] in raw or n.out in raw):
@@ -86,16 +99,3 @@ def _reading(n: Node, rows: dict[str, Node]) -> Node:
     fresh = tuple(rows[v.name].out if v.name in rows else v for v in chunk)
     ids = () if block_ids is None else (block_ids,)
     return replace(n, inputs=(*n.inputs[: len(n.inputs) - len(n.chunk)], *fresh, *ids))
-
-
-# --- what it must leave to nobody --------------------------------------------------------------
-
-
-def left(g: Graph, n: Node, to: str = OFF) -> bool:
-    """Whether a node writes a cache of more bits than `to`, of which attention reads K and V."""
-    return (
-        n.op == "cache_write"
-        and to != OFF
-        and ITEMSIZE[n["new"].type.dtype] > ITEMSIZE[to]
-        and not _raw(g) & {n["cache"], n.out}
-    )

@@ -10,9 +10,7 @@ after the others sees: what they overwrote is outside of its window.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from g4ir.errors import InputError, PassError
 from g4ir.ir.graph import Graph, Node, Value, drop_dead, rebuild
@@ -23,18 +21,29 @@ AFTER = "fuse_norm_residual"  # it needs nothing of these
 CHANGES_STATE = True
 
 
-def slack_of(options: Mapping[str, Mapping[str, Any]]) -> int:
-    """Return the slack that is among the arguments of passes."""
-    return int(options.get("plan_cache", {}).get("slack", 0))
+#: draft tokens verified in one step: beyond about 32 the step becomes compute-bound
+MOST_SLACK = 32
 
 
-def plan_cache(g: Graph, note: Note = ignore, slack: int = 0) -> Graph:
-    """Make caches hold what attention can see, each once. InputError for a slack below 0."""
-    if slack < 0:
-        raise InputError(f"plan_cache: slack {slack}: expected 0 or more slots")
+@dataclass(frozen=True)
+class RingOptions:
+    """Slots of a ring beyond its window: tokens that can be taken back, those of a draft."""
+
+    slack: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.slack <= MOST_SLACK:
+            raise InputError(f"plan_cache: slack {self.slack}: expected 0 to {MOST_SLACK} slots")
+
+
+OPTIONS = RingOptions()
+
+
+def plan_cache(g: Graph, note: Note = ignore, options: RingOptions = OPTIONS) -> Graph:
+    """Make caches hold what attention can see, each once."""
     g = _alias(g, note)
     windows = _windows(g)
-    state = tuple(_resized(v, windows[v.name], slack, note) for v in g.state)
+    state = tuple(_resized(v, windows[v.name], options.slack, note) for v in g.state)
     return rebuild(replace(g, state=state))
 
 
@@ -84,22 +93,7 @@ def _resized(v: Value, windows: set[int], slack: int, note: Note) -> Value:
         note(v.name, f"left: it has {v.type.shape[0]} slots already")
         return v
     if not window:
-        note(v.name, "linear: its readers see all the past")
+        note(v.name, "left: its readers see all the past")
         return v
     note(v.name, f"ring of {window + slack} slots")
     return Value(v.name, v.type.with_shape(window + slack, *v.type.shape[1:]))
-
-
-# --- what it must leave to nobody --------------------------------------------------------------
-
-
-def left(g: Graph, n: Node, slack: int = 0) -> bool:
-    """Whether a node sees a window of a full-length cache, or repeats another's cache write."""
-    if n.op == "cache_write":
-        return any(m.inputs[1:] == n.inputs[1:] and m is not n for m in g.find("cache_write"))
-    caches = (*g.state, *g.next.values())
-    return (
-        n.op == "attention"
-        and bool(n.attrs["window"])
-        and any(v in caches and v.type.shape[0] == "C" for v in n.caches)
-    )

@@ -7,11 +7,11 @@ as they are; "off" leaves everything.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Node, Value
-from g4ir.ops.quant import ACTIVATIONS
+from g4ir.ops.codecs import ACTIVATIONS
 
 from .match import OFF, Note, ignore, maker
 
@@ -21,10 +21,26 @@ CHANGES_MEANING = True
 FORMS = (OFF, *ACTIVATIONS)
 
 
-def quantize_activations(g: Graph, note: Note = ignore, to: str = OFF) -> Graph:
-    """Round what products with weights in codes take. InputError for an unknown form."""
-    if to not in FORMS:
-        raise InputError(f"quantize_activations: to {to!r}: expected one of {', '.join(FORMS)}")
+@dataclass(frozen=True)
+class ActivationOptions:
+    """The format of the activations, one of FORMS."""
+
+    to: str = OFF
+
+    def __post_init__(self) -> None:
+        if self.to not in FORMS:
+            known = ", ".join(FORMS)
+            raise InputError(f"quantize_activations: to {self.to!r}: expected one of {known}")
+
+
+OPTIONS = ActivationOptions()
+
+
+def quantize_activations(
+    g: Graph, note: Note = ignore, options: ActivationOptions = OPTIONS
+) -> Graph:
+    """Quantise the activations of products with quantised weights."""
+    to = options.to
     if to == OFF:
         return g
     b = Builder(g.name)
@@ -50,11 +66,3 @@ def _takes_codes(g: Graph, n: Node) -> bool:
         and maker(g, n, "w", "dequantize") is not None
         and maker(g, n, "x", "fake_quantize") is None
     )
-
-
-# --- what it must leave to nobody --------------------------------------------------------------
-
-
-def left(g: Graph, n: Node, to: str = OFF) -> bool:
-    """Whether a node multiplies a weight in codes with a row that should be rounded."""
-    return to != OFF and _takes_codes(g, n)

@@ -13,7 +13,7 @@ Only what becomes subnormal is rounded: in float16 values below 2^-14, by 2^-25 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from g4ir.errors import InputError, PassError
 from g4ir.ir.graph import Builder, Graph, Node, Value
@@ -30,12 +30,24 @@ START = "embeds"
 WEIGHTS = {"linear": "w", "experts": "down"}
 
 
-def scale_residual(g: Graph, note: Note = ignore, divisor: int = 1) -> Graph:
-    """Divide the residual stream. InputError for a divisor that is not in DIVISORS."""
-    if divisor not in DIVISORS:
-        known = ", ".join(map(str, DIVISORS))
-        raise InputError(f"scale_residual: divisor {divisor}: expected one of {known}")
-    return g if divisor == 1 else _Scaling(g, 1 / divisor, note).graph()
+@dataclass(frozen=True)
+class ScaleOptions:
+    """The divisor of the residual stream, one of DIVISORS."""
+
+    divisor: int = 1
+
+    def __post_init__(self) -> None:
+        if self.divisor not in DIVISORS:
+            known = ", ".join(map(str, DIVISORS))
+            raise InputError(f"scale_residual: divisor {self.divisor}: expected one of {known}")
+
+
+OPTIONS = ScaleOptions()
+
+
+def scale_residual(g: Graph, note: Note = ignore, options: ScaleOptions = OPTIONS) -> Graph:
+    """Divide the residual stream."""
+    return g if options.divisor == 1 else _Scaling(g, 1 / options.divisor, note).graph()
 
 
 def divided_values(g: Graph) -> set[str]:
@@ -135,11 +147,3 @@ class _Scaling:
 
 def _starts(g: Graph, n: Node) -> bool:
     return n.op == "add" and n["a"] in g.inputs and n["a"].name == START
-
-
-# --- what it must leave to nobody --------------------------------------------------------------
-
-
-def left(g: Graph, n: Node, divisor: int = 1) -> bool:
-    """Whether a node adds to the stream before it is divided."""
-    return divisor != 1 and _starts(g, n)

@@ -37,13 +37,3 @@ def _named(n: Node, index: int) -> Node:
         for part, v in zip(("cos", "sin"), n.outputs, strict=True)
     )
     return replace(n, outputs=outputs)
-
-
-# --- what it must leave to nobody --------------------------------------------------------------
-
-
-def left(g: Graph, n: Node) -> bool:
-    """Whether a node is a table that another repeats."""
-    return n.op == "rope_table" and any(
-        m is not n and m.op == n.op and m.inputs == n.inputs and m.attrs == n.attrs for m in g.nodes
-    )

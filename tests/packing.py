@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from g4ir.ops.quant import packed
+from g4ir.ops.codecs import packed
 from tests.oracle import Oracle, save_checkpoint
 
 Tensors = dict[str, torch.Tensor]

@@ -20,9 +20,10 @@ from g4ir.engine.load import load_engine
 from g4ir.ir.graph import Program, Value, split_prologue
 from g4ir.ir.interpret import empty_state, interpret
 from g4ir.model.text import build_program
-from g4ir.passes import run_program
+from g4ir.passes import PassOptions, run_program
+from g4ir.passes.latent_kv import LatentOptions
+from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.plan.options import BuildOptions
-from g4ir.plan.resolve import for_gpu
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
@@ -90,8 +91,7 @@ def built_program(
     """The graphs after the passes, kept for the next test."""
     key = (spec, all_logits, skip, dtype, latent_kv, quant, gpu_rows, narrow_kv)
     if key not in _PROGRAMS:
-        options = {"latent_kv": {"form": latent_kv}, "narrow_kv": {"to": narrow_kv}}
-        options |= for_gpu(gpu_rows)
+        options = PassOptions((LatentOptions(latent_kv), NarrowOptions(narrow_kv)), gpu_rows)
         plain = build_program(spec, all_logits, dtype)
         plain = quantised(plain, spec, find_recipe(quant or None), dtype or spec.dtype)
         _PROGRAMS[key] = run_program(plain, skip=skip, options=options)

@@ -25,8 +25,9 @@ from g4ir.errors import InputError
 from g4ir.ir.graph import Graph
 from g4ir.model.text import build_program
 from g4ir.ops import OPS
-from g4ir.ops.quant import ACTIVATIONS, FORMS, dequantized, fake_quantized
-from g4ir.passes import run_passes
+from g4ir.ops.codecs import ACTIVATIONS, FORMS, dequantized, fake_quantized
+from g4ir.passes import PassOptions, run_passes
+from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.plan.resolve import pass_options
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
@@ -118,7 +119,7 @@ def test_without_codes_nothing_is_rounded() -> None:
     g = build_program(load_spec("tiny-ple")).graphs["prefill"]
     assert run_passes(g, options=pass_options("off", "off", "int8")) == run_passes(g)
     with pytest.raises(Exception, match="quantize_activations: to 'int4': expected one of off, in"):
-        run_passes(g, options={"quantize_activations": {"to": "int4"}})
+        run_passes(g, options=PassOptions((ActivationOptions("int4"),)))
 
 
 # --- engines -----------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ def test_what_the_engine_says(tmp_path: Path) -> None:
     assert cli(*words, "--out", out).code == 0
     assert "= fake_quantize" in cli("show", out).out
     found = open_artefact(out)
-    assert found.manifest.options.quantize_activations.to == "int8"
+    assert found.manifest.options.of(ActivationOptions).to == "int8"
     assert "--quant-activations int8 " in rebuild(out, found.manifest, found.spec)
     words = ("show", "--variant", "tiny-ple", "--quant", "int8", "--quant-activations", "fp8")
     assert "= fake_quantize(%pre.norm) {form='fp8'}" in cli(*words).out

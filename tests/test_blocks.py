@@ -24,7 +24,8 @@ from g4ir.model.text import PHASES, build_graph
 from g4ir.ops import OPS
 from g4ir.ops.attention import last_seen, slot_positions, visible
 from g4ir.ops.types import Type
-from g4ir.passes import PASSES, run_passes, run_program
+from g4ir.passes import PASSES, PassOptions, run_passes, run_program
+from g4ir.passes.latent_kv import LatentOptions
 from g4ir.plan.engine_limits import Limits
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec, check_spec, load_spec
@@ -232,7 +233,7 @@ CASES = [
 def test_passes_agree_on_the_state(name: str, form: str, all_logits: bool) -> None:
     """The graphs share caches and params; every layer that reads blocks has a window."""
     spec = SPECS[name]()
-    p = run_program(program(spec, all_logits), options={"latent_kv": {"form": form}})
+    p = run_program(program(spec, all_logits), options=PassOptions((LatentOptions(form),)))
     plain, blocks = p.graphs["prefill"], p.graphs[BLOCKS]
     assert [n.op for n in plain.nodes] == [n.op for n in blocks.nodes]
     assert plain.state == blocks.state and plain.params == blocks.params
@@ -258,7 +259,7 @@ RESULTS = [
 def test_passes_keep_the_result(name: str, form: str, skip: tuple[str, ...]) -> None:
     """Two chunks with blocks, in fp64, from empty caches: as the graph before the passes."""
     g = build_graph(SPECS[name](), BLOCKS)
-    out = run_passes(g, skip=skip, options={"latent_kv": {"form": form}})
+    out = run_passes(g, skip=skip, options=PassOptions((LatentOptions(form),)))
     want, causal = two_chunks(g), two_chunks(g, blocks=False)
     for ours, plain in zip(two_chunks(out), want, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-9)
@@ -302,7 +303,7 @@ def draw(t: Type, random: torch.Generator, name: str) -> torch.Tensor:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_network_with_blocks(form: str, skip: tuple[str, ...]) -> None:
     """The graph of a chunk, primitive by primitive, over rings and over full-length caches."""
-    options = {"latent_kv": {"form": form}}
+    options = PassOptions((LatentOptions(form),))
     g = run_passes(build_graph(SPECS["tied"](), BLOCKS), skip=skip, options=options)
     net_graph, limits = network_graph(Program({"prefill": g})), Limits(2, 32, 11)
     random = torch.Generator().manual_seed(5)

@@ -42,9 +42,8 @@ from g4ir.errors import EngineError
 from g4ir.ir.graph import bind, split_prologue
 from g4ir.model.text import build_graph
 from g4ir.parallel.shard import shard
-from g4ir.passes import run_passes
+from g4ir.passes import PassOptions, run_passes
 from g4ir.plan.engine_limits import Limits
-from g4ir.plan.resolve import for_gpu
 from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import split_program
 from tests.configs import VARIANTS, spec_called
@@ -426,7 +425,7 @@ def test_steps_without_a_driver_run_by_their_programs(
 def steps_of_ranks(name: str, ranks: int, rows: int = 1) -> list[Step]:
     spec = spec_called(name)
     own = shard(build_graph(spec, "decode", dtype="bf16"), spec, ranks)
-    g = split_prologue(run_passes(own, options=for_gpu(rows)))[1]
+    g = split_prologue(run_passes(own, options=PassOptions(gpu_rows=rows)))[1]
     return graph_steps(bind(g, B=rows))
 
 

@@ -42,10 +42,9 @@ from g4ir.engine.session import Session
 from g4ir.ir.text import parse_graph
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS
-from g4ir.passes import PASSES, run_passes
+from g4ir.passes import PASSES, pipeline, run_passes
 from g4ir.plan.gpus import GPUS, SIZE_RULE
 from g4ir.plan.options import BuildOptions
-from g4ir.plan.resolve import for_gpu
 from g4ir.spec.record import load_spec, spec_names
 from g4ir.ui import console
 from tests.cli_tools import (
@@ -345,7 +344,7 @@ def test_dump_ir(tmp_path: Path) -> None:
     folder, words = tmp_path / "ir", ("--variant", "tiny-ple", "--random-weights", "0")
     ok(*BUILD, *words, "--dump-ir", folder, "--dry-run")
     phases = ("decode", "embed", "prefill")
-    expected = {f"{i:02}-{p}.{x}.g4ir" for i, p in enumerate(PASSES, 1) for x in phases}
+    expected = {f"{i:02}-{p}.{x}.g4ir" for i, p in enumerate(pipeline(), 1) for x in phases}
     assert {p.name for p in folder.iterdir()} == expected
     shown = ok("show", "--variant", "tiny-ple", "--after", "plan_cache")
     (graph,) = folder.glob("*-plan_cache.decode.g4ir")
@@ -976,8 +975,7 @@ def test_latent_form_is_built_shown_and_kept(tmp_path: Path) -> None:
     kept = {"latent_kv": {"form": "raw", "keep": []}, "narrow_kv": {"to": "off"}}
     kept |= {"quantize_activations": {"to": "off"}, "plan_cache": {"slack": 0}}
     kept |= {"scale_residual": {"divisor": 1}}
-    kept |= for_gpu(0)
-    assert manifest["options"] == kept
+    assert manifest["options"] == {**kept, "gpu_rows": 0}
     assert "attention_latent(" in ok("show", out) and "attention_latent(" in ok(
         "show", out, "--after", "latent_kv"
     )

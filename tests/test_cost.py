@@ -29,7 +29,8 @@ from g4ir.ops import OPS
 from g4ir.ops.attention import slot_positions, visible, visible_pairs
 from g4ir.ops.moe import distinct_experts
 from g4ir.ops.types import torch_dtype
-from g4ir.passes import PASSES, run_passes
+from g4ir.passes import PASSES, PassOptions, run_passes
+from g4ir.passes.latent_kv import LatentOptions
 from g4ir.plan.cost import (
     KINDS,
     Cost,
@@ -250,7 +251,7 @@ def test_fusion_keeps_the_products(
 def test_a_fused_op_costs_its_parts(name: str, phase: str, form: str) -> None:
     """By kind: the FLOPs, weights and caches of the ops that it is made of, and less activations:
     those between its parts stay where they are."""
-    plain, options = build_graph(load_spec(name), phase), {"latent_kv": {"form": form}}
+    plain, options = build_graph(load_spec(name), phase), PassOptions((LatentOptions(form),))
     g = run_passes(plain, options=options)
     step, moe = {"B": 3, "S": 20, "C": 2000, "weights": "int4"}, name == "26b-a4b"
     found, parts = (by_kind(graph_costs(x, **step)) for x in (g, flatten(g)))
@@ -519,7 +520,7 @@ def test_cache_reads_at_128k(name: str, gb: float) -> None:
 def test_cache_reads_at_128k_from_one_tensor(name: str, gb: float) -> None:
     """V and the rotated dims of K, 5/8 of the bytes on K=V layers."""
     plain = build_graph(load_spec(name), "decode")
-    g = run_passes(plain, options={"latent_kv": {"form": "value"}})
+    g = run_passes(plain, options=PassOptions((LatentOptions("value"),)))
     assert by_kind(decode_costs(g, 131072))["kv"].state_bytes / 1e9 == printed(gb)
 
 

@@ -33,7 +33,7 @@ from g4ir.ir.graph import Builder, Graph, Program
 from g4ir.ir.interpret import empty_state, interpret
 from g4ir.ir.text import parse_graph, print_graph
 from g4ir.model.text import build_program
-from g4ir.ops import OPS, Op
+from g4ir.ops import OPS, Op, completed
 from g4ir.ops.types import Type
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import weights_of
@@ -439,7 +439,7 @@ def _link_inside(folder: Path) -> None:
 @pytest.fixture
 def softcap_op(monkeypatch: pytest.MonkeyPatch) -> Op:
     """The example's op, in the table while the test runs."""
-    made = module("op", "g4ir.ops.linear_softcap").linear_softcap
+    made = completed(module("op", "g4ir.ops.linear_softcap").linear_softcap)
     monkeypatch.setitem(OPS, made.name, made)
     return made
 

@@ -13,7 +13,8 @@ from g4ir.engine.build import Prepared, prepare
 from g4ir.ir.text import parse_graph as parse
 from g4ir.model.decoder import VERIFY
 from g4ir.model.text import build_graph
-from g4ir.passes import run_passes
+from g4ir.passes import PassOptions, run_passes
+from g4ir.passes.plan_cache import RingOptions
 from g4ir.plan.cost import Cost, Roof, graph_costs, total
 from g4ir.plan.drafting import ACCEPTANCE, Gain, gains, gains_text, tokens_per_round
 from g4ir.plan.plan import PLANNED, make_plan
@@ -26,7 +27,7 @@ EXPERTS = {2: 1.35, 3: 1.68, 4: 1.99, 5: 2.27, 9: 3.26}
 
 
 def moved(name: str, phase: str, tokens: int, context: int = 1) -> Cost:
-    g = run_passes(build_graph(load_spec(name), phase), options={"plan_cache": {"slack": 8}})
+    g = run_passes(build_graph(load_spec(name), phase), options=PassOptions((RingOptions(8),)))
     return total(graph_costs(g, S=tokens, C=context))
 
 

@@ -33,7 +33,8 @@ from g4ir.engine.speculative import (
     find_draft,
 )
 from g4ir.errors import InputError
-from g4ir.passes import run_passes
+from g4ir.passes import PassOptions, run_passes
+from g4ir.passes.plan_cache import RingOptions
 from tests.contract.flows import FLOWS
 from tests.engines import agrees, some_tokens
 
@@ -193,7 +194,7 @@ def test_rings_of_less_slack_are_not_enough(made: Make) -> None:
     for overwrite what the next token sees."""
     engine, given = made("tiny-dense", draft_tokens=3), prompts(19)
     want = [engine.generate(p, 40, stop_ids=()) for p in given]
-    lies = replace(engine, manifest={"options": {"plan_cache": {"slack": 4}}})
+    lies = replace(engine, facts=replace(engine.facts, options=PassOptions((RingOptions(4),))))
 
     def text(k: int) -> list[list[int]]:
         session, first = begun(lies, given)
@@ -207,7 +208,7 @@ def test_rings_of_less_slack_are_not_enough(made: Make) -> None:
 @pytest.mark.parametrize("slack", [0, 1, 5])
 def test_rings_have_the_slack_that_is_asked_for(slack: int) -> None:
     g = g4ir.build_graph(g4ir.load_spec("tiny-ple"), "verify")
-    state = run_passes(g, options={"plan_cache": {"slack": slack}}).state
+    state = run_passes(g, options=PassOptions((RingOptions(slack),))).state
     assert {v.type.shape[0] for v in state} == {"C", 8 + slack}
 
 

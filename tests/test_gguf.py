@@ -28,7 +28,7 @@ from g4ir.errors import G4Error, InputError, WeightsError
 from g4ir.model.names import HEAD, PLE_TABLE, TOKEN_TABLE
 from g4ir.model.tensors import text_tensors
 from g4ir.ops import OPS
-from g4ir.ops.quant import FORMS, dequantized
+from g4ir.ops.codecs import FORMS, dequantized
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec, check_spec, diff_specs, load_spec
 from g4ir.weights.checkpoint import Checkpoint

@@ -12,8 +12,7 @@ from g4ir.ir.diff import Change, diff_graphs, diff_text
 from g4ir.ir.graph import Graph
 from g4ir.ir.text import parse_graph
 from g4ir.model.text import build_graph
-from g4ir.passes import PASSES, run_passes
-from g4ir.plan.resolve import for_gpu
+from g4ir.passes import GPU_ROWS, PASSES, run_passes
 from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir
 
@@ -177,7 +176,7 @@ WHY = {
     "share_rope_tables": ["%L6.attn.cos: shared as %rope0.cos"],
     "fuse_qkv": ["%L6.attn.q: left: the only projection of its input"],
     "fuse_gate_up": ["%L6.mlp.act: packed", "%L6.ple.act: left: %L6.ple is no projection"],
-    "fuse_norm_rope": ["%L6.attn.q.rope: fused"],
+    "fuse_norm_rope": ["%L6.attn.q.rope: fused with %L6.attn.q.norm"],
     "fuse_norm_residual": [
         "%L6.mid: fused with 1 pre-norms",
         "%L6.ffn.out: fused with 0 pre-norms",
@@ -194,7 +193,7 @@ def test_why_of_a_layer(name: str) -> None:
     assert g4ir("show", *words).out.splitlines() == WHY[name]
 
 
-@pytest.mark.parametrize("name", [p for p in PASSES if p not in (*ASKED, *for_gpu(0))])
+@pytest.mark.parametrize("name", [p for p in PASSES if p not in (*ASKED, *GPU_ROWS)])
 @pytest.mark.parametrize("variant", ["e2b", "26b-a4b"])
 def test_every_layer_is_told(variant: str, name: str) -> None:
     """Each pass says of each layer what it did, or why not."""

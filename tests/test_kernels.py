@@ -21,9 +21,9 @@ from g4ir.backends.torch_compile import pyops, runtime, scratch
 from g4ir.backends.torch_compile.target import Target, cpu_flags
 from g4ir.ops import OPS
 from g4ir.ops.attention import slot_positions, visible
+from g4ir.ops.codecs import BLOCK_PARTS, FORMS, dequantized, folded
 from g4ir.ops.kv_quant import coded, numbers
 from g4ir.ops.moe import experts as experts_op
-from g4ir.ops.quant import BLOCK_PARTS, FORMS, dequantized, folded
 from g4ir.ops.types import ITEMSIZE, torch_dtype
 
 BUDGET = {torch.float32: 1e-5, torch.bfloat16: 2**-8}  # of the largest result: one rounding

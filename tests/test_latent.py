@@ -26,7 +26,7 @@ from g4ir.ir.graph import Builder, Graph, Value
 from g4ir.ops import OPS
 from g4ir.ops.types import Type, torch_dtype
 from g4ir.passes import PASSES
-from g4ir.passes.latent_kv import FORMS, latent_kv
+from g4ir.passes.latent_kv import FORMS, LatentOptions, latent_kv
 from g4ir.plan.latent import TABLE, LatentMeasurement, choose_form, read_table, write_table
 from g4ir.spec.parts import FULL, SLIDING, Rope
 from g4ir.spec.record import Spec, check_spec, load_spec
@@ -225,7 +225,7 @@ def _with_attrs(g: Graph, changed: dict[str, Any]) -> Graph:
 
 def test_an_unknown_form_is_refused() -> None:
     with pytest.raises(InputError, match="form 'half': expected one of off, value, raw"):
-        latent_kv(built_program(every_kind()).graphs["decode"], form="half")
+        latent_kv(built_program(every_kind()).graphs["decode"], LatentOptions("half"))
 
 
 # --- the op -----------------------------------------------------------------------------------

@@ -40,7 +40,9 @@ from g4ir.ops.kv_quant import (
     numbers,
 )
 from g4ir.ops.types import Type
-from g4ir.passes import run_passes
+from g4ir.passes import PassOptions, run_passes
+from g4ir.passes.latent_kv import LatentOptions
+from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.plan.formats import kv_bytes
 from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.plan.resolve import KV_DTYPES, KV_NAMES
@@ -412,7 +414,7 @@ def test_gpu_kernels_of_narrowed_rows(phase: str) -> None:
     plain = build_graph(replace(spec, text=text), phase, dtype="bf16")
     for to in ("off", "f8e4m3", "i8"):
         for form in FORMS:
-            options = {"narrow_kv": {"to": to}, "latent_kv": {"form": form}}
+            options = PassOptions((NarrowOptions(to), LatentOptions(form)))
             s = schedule(run_passes(plain, options=options), Target("cuda", "h100", 1))
             readers = [n for n in s.graph.nodes if n.definition.held]
             assert readers
@@ -420,7 +422,9 @@ def test_gpu_kernels_of_narrowed_rows(phase: str) -> None:
                 assert (s.find(n) is not None) == (to == "off" or not n.chunk)
     odd = replace(text, sliding=replace(text.sliding, head_dim=80))
     tiny = build_graph(replace(spec, text=odd), "decode", dtype="bf16")
-    s = schedule(run_passes(tiny, options={"narrow_kv": {"to": "i8"}}), Target("cuda", "h100", 1))
+    s = schedule(
+        run_passes(tiny, options=PassOptions((NarrowOptions("i8"),))), Target("cuda", "h100", 1)
+    )
     of = {int(n["q"].type.shape[-1]): s.find(n) for n in s.graph.nodes if n.definition.held}
     assert {d: choice is not None for d, choice in of.items()} == {80: False, 512: True}
 

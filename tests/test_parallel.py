@@ -22,7 +22,7 @@ from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.model.draft import DRAFT, shipped_drafter
 from g4ir.model.media import find_media
 from g4ir.model.text import build_graph, build_program, has_blocks
-from g4ir.ops.quant import dequantized
+from g4ir.ops.codecs import dequantized
 from g4ir.ops.reduce_norm import NORM_OF
 from g4ir.ops.types import Type
 from g4ir.parallel.lockstep import lockstep, rank_params
@@ -30,9 +30,11 @@ from g4ir.parallel.shard import collectives, shard, shard_program
 from g4ir.parallel.share import Share
 from g4ir.parallel.table import FIRST, check_ranks, part_of
 from g4ir.parallel.unroll import split_name, unroll
-from g4ir.passes import run_passes, run_program
+from g4ir.passes import PassOptions, run_passes, run_program
+from g4ir.passes.latent_kv import LatentOptions
+from g4ir.passes.plan_cache import RingOptions
+from g4ir.passes.scale_residual import ScaleOptions
 from g4ir.plan.plan import PLANNED, make_plan
-from g4ir.plan.resolve import for_gpu
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import from_codes, quantised
 from g4ir.spec.record import Spec, load_spec
@@ -54,7 +56,7 @@ CHUNKS = (
 PICTURES = torch.tensor([[-1, 0, 0, 0, -1, -1, -1, -1, -1], [-1, -1, -1, 1, 1, 1, 1, -1, -1]])
 SLOTS = 40
 #: room in rings for what is verified
-SLACK = {"plan_cache": {"slack": 2}}
+SLACK = PassOptions((RingOptions(2),))
 
 
 def shareable(spec: Spec, ranks: int, ep: bool = False) -> bool:
@@ -225,7 +227,7 @@ def test_ranks_agree_with_one(
 @pytest.mark.parametrize("form", ["value", "raw"])
 def test_latent_caches_of_ranks(name: str, ranks: int, form: str) -> None:
     """The pass makes them of a rank's key heads."""
-    options = {**SLACK, "latent_kv": {"form": form}}
+    options = SLACK.changed(LatentOptions(form))
     p = run_program(sharded(name, ranks), options=options)
     assert any(p.graphs["decode"].find("attention_latent"))
     got = together(p, name, ranks, torch.float64)
@@ -235,8 +237,8 @@ def test_latent_caches_of_ranks(name: str, ranks: int, form: str) -> None:
 @pytest.mark.parametrize("name", ["tiny-moe", "tiny-ple"])
 def test_a_scaled_residual_of_ranks(name: str) -> None:
     """A sum over ranks adds parts that are divided already; its norm is fused with it as before."""
-    for gpu in ({}, for_gpu(1)):
-        options = {**SLACK, **gpu, "scale_residual": {"divisor": 16}}
+    for gpu in (PassOptions(), PassOptions(gpu_rows=1)):
+        options = replace(SLACK, gpu_rows=gpu.gpu_rows).changed(ScaleOptions(16))
         p = run_program(sharded(name, 2), options=options)
         g, plain = (x.graphs["decode"] for x in (p, run_program(sharded(name, 2), options=gpu)))
         assert [n.op for n in collectives(g)] == [n.op for n in collectives(plain)]
@@ -259,7 +261,7 @@ def fused_sums(g: Graph) -> list[Node]:
 def test_norms_make_their_sums(name: str, ranks: int, ep: bool) -> None:
     """As a GPU's steps have them: as many messages as before, all of layers fused, those of a layer
     with experts too; every rank has the same logits, those of one. One rank has no sums."""
-    dtype, gpu = torch.float64, {**SLACK, **for_gpu(1)}
+    dtype, gpu = torch.float64, replace(SLACK, gpu_rows=1)
     own = sharded(name, ranks, ep)
     p = run_program(own, options=gpu)
     g = p.graphs["decode"]
@@ -281,7 +283,7 @@ def test_sums_with_their_norms_round_as_apart(name: str) -> None:
     """Bit for bit in bf16, in lockstep and as one graph of all ranks."""
     spec, ranks, dtype = spec_of(name), 2, torch.bfloat16
     own = shard(build_graph(spec, "decode", dtype="bf16"), spec, ranks)
-    fused = run_passes(own, options={"fuse_all_reduce": {"on": True}})
+    fused = run_passes(own, options=PassOptions(gpu_rows=32))
     apart = run_passes(own)
     assert fused_sums(fused) and with_messages(fused).nodes != fused.nodes
     given = {n: t.to(dtype) for n, t in weights(name, torch.float32).items()}

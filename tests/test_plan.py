@@ -26,7 +26,8 @@ from g4ir.model.media import Media
 from g4ir.model.tensors import numel, text_tensors
 from g4ir.model.text import build_graph, build_program
 from g4ir.ops.types import Type
-from g4ir.passes import run_passes, run_program
+from g4ir.passes import PassOptions, run_passes, run_program
+from g4ir.passes.latent_kv import LatentOptions
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.fit import _group_limits, device_memory, require_fit
 from g4ir.plan.footprint import RESERVE_BYTES, reserve
@@ -337,7 +338,7 @@ def test_shrunk_engines_allocate_what_was_planned(name: str, form: str, tmp_path
 def test_plans_see_the_whole_program(name: str, form: str) -> None:
     """A plan looks at the prefill graph alone; params and caches are those of all graphs."""
     spec = spec_called(name)
-    program = run_program(build_program(spec), options={"latent_kv": {"form": form}})
+    program = run_program(build_program(spec), options=PassOptions((LatentOptions(form),)))
     mains = split_program(program).program
     plan = make_plan(spec, replace(PLANNED, latent_kv=form, device="cpu"), ctx=100, batch=2)
     weights = plan.weights_as(spec.dtype)
@@ -736,7 +737,7 @@ def check(name: str, memory: int, **changes: Any) -> None:
     program = program_of(name, given["dtype"], form)
     if given["device"] == "cpu":  # with the prologue and without
         program = split_program(program).program
-    options = {"latent_kv": {"form": form}}
+    options = PassOptions((LatentOptions(form),))
     r = Resolved(
         spec,
         limits=limits,
@@ -756,7 +757,7 @@ def check(name: str, memory: int, **changes: Any) -> None:
 @cache
 def program_of(name: str, dtype: str, form: str) -> Program:
     built = build_program(spec_called(name), dtype=dtype)
-    return run_program(built, options={"latent_kv": {"form": form}})
+    return run_program(built, options=PassOptions((LatentOptions(form),)))
 
 
 FLAGS = {

@@ -35,7 +35,7 @@ from g4ir.ir.interpret import interpret
 from g4ir.model.names import HEAD, checkpoint_name
 from g4ir.model.text import build_program
 from g4ir.ops import OPS, quant
-from g4ir.ops.quant import (
+from g4ir.ops.codecs import (
     BLOCK_PARTS,
     FORM_OF,
     FORMS,

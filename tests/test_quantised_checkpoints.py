@@ -18,7 +18,7 @@ from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
 from g4ir.errors import EngineError, InputError, WeightsError
 from g4ir.model.names import checkpoint_name
-from g4ir.ops.quant import unpacked
+from g4ir.ops.codecs import unpacked
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import load_spec
 from g4ir.weights.checkpoint import Checkpoint

@@ -16,6 +16,7 @@ from g4ir.bench.peers import peer_model
 from g4ir.bench.report import run_bench
 from g4ir.bench.workload import Workload
 from g4ir.check import memory_check
+from g4ir.check.layer_errors import LAYER_TYPICAL, LAYER_WORST
 from g4ir.check.logits import verify_engine
 from g4ir.check.peers import EnginePeer, HfPeer
 from g4ir.check.reference import reference_engine
@@ -23,7 +24,7 @@ from g4ir.check.report import VerifyReport
 from g4ir.check.tokens import random_tokens
 from g4ir.engine.engine import Engine
 from g4ir.ir import distance
-from g4ir.ir.distance import LAYER_TYPICAL, LAYER_WORST, Anchor, row_errors
+from g4ir.ir.distance import Anchor, row_errors
 from g4ir.ir.graph import Graph
 from g4ir.ir.wide import WideProducts
 from g4ir.spec.record import load_spec

@@ -28,13 +28,14 @@ from g4ir.ops import OPS
 from g4ir.ops.base import Sample, op
 from g4ir.ops.budgets import MOVES, UNIT, Budget
 from g4ir.ops.types import Type
-from g4ir.passes import PASSES
-from g4ir.plan.resolve import for_gpu
 from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import Checkpoint
 from tests import cli_tools as cli
 from tests.configs import spec_called
 from tests.engines import random_checkpoint
+
+#: those that an engine of a CPU runs
+PASSES = pipeline.pipeline()
 
 Breaker = Callable[[Graph], Graph]
 
@@ -67,11 +68,13 @@ def sound(engine: Engine) -> StagesReport:
     report = verify_each_pass(engine)
     assert report.ok and report.culprit is None, report.text()
     skipped = engine.manifest["skipped_passes"]
-    assert [s.name for s in report.stages] == [p for p in PASSES if p not in skipped] + [BACKEND]
+    assert [s.name for s in report.stages] == [p for p in pipeline() if p not in skipped] + [
+        BACKEND
+    ]
     assert all(s.excused == 0 for s in report.stages)
     still = {s.name for s in report.stages if not s.values}
     routed = {"fuse_moe", "fuse_dual_norm"}
-    asked = {"scale_residual", "latent_kv", "narrow_kv", "quantize_activations", *for_gpu(0)}
+    asked = {"scale_residual", "latent_kv", "narrow_kv", "quantize_activations"}
     assert still <= {"last_token_only", "fuse_cache_write", *asked, *routed}
     assert still & routed == (set() if engine.spec.text.moe else routed)
     assert ("fuse_cache_write" in still) == ("fuse_qkv" in skipped), "it needs packed projections"
@@ -457,8 +460,9 @@ def test_broken_pass_is_named(ple: Engine, monkeypatch: pytest.MonkeyPatch, faul
     name, breaker, value, made_by = BROKEN[fault]
     break_pass(monkeypatch, name, breaker)
     before = PASSES[: PASSES.index(name)] if fault in IN_THE_WHOLE_PIPELINE else ()
-    skip = {"skipped_passes": [p for p in PASSES if p != name and p not in before]}
-    report = verify_each_pass(replace(ple, manifest={**ple.manifest, **skip}))
+    skip = tuple(p for p in PASSES if p != name and p not in before)
+    facts = replace(ple.facts, skipped_passes=skip)
+    report = verify_each_pass(replace(ple, facts=facts))
     assert not report.ok and report.culprit
     assert [s.name for s in report.stages] == [*before, name]
     assert [s.ok for s in report.stages] == [True] * len(before) + [False]

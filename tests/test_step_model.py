@@ -34,9 +34,8 @@ from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.moe import busiest
 from g4ir.ops.types import Type
 from g4ir.parallel.shard import shard
-from g4ir.passes import run_passes
+from g4ir.passes import PassOptions, run_passes
 from g4ir.plan.cost import graph_costs
-from g4ir.plan.resolve import for_gpu
 from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir, refused
 
@@ -44,7 +43,7 @@ from tests.cli_tools import g4ir, refused
 @cache
 def scheduled(name: str, rows: int, fused: bool = True) -> Schedule:
     plain = build_graph(load_spec(name), "decode", dtype="bf16")
-    g = run_passes(plain, options=for_gpu(rows * fused))
+    g = run_passes(plain, options=PassOptions(gpu_rows=rows * fused))
     return schedule(split_prologue(g)[1], Target("cuda", "h200", rows))
 
 
@@ -211,7 +210,9 @@ def of_ranks(
 ) -> Prediction:
     spec = load_spec(name)
     own = shard(build_graph(spec, "decode", dtype="bf16"), spec, ranks, ep)
-    g = run_passes(own, skip=() if fused else ("fuse_all_reduce",), options=for_gpu(rows))
+    g = run_passes(
+        own, skip=() if fused else ("fuse_all_reduce",), options=PassOptions(gpu_rows=rows)
+    )
     costs = graph_costs(g, B=rows, S=1, C=1023)
     s = schedule(split_prologue(g)[1], Target("cuda", "h200", rows))
     return predict(s, {c.node: c.cost.needed_bytes for c in costs}, 1024, way=way)

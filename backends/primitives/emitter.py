@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from g4ir.ir.graph import Value
-from g4ir.ops.quant import PACKED
+from g4ir.ops.codecs import PACKED
 from g4ir.ops.types import FLOATS, Dim, Type
 
 UNARY = ("neg", "exp", "log", "tanh", "sqrt", "erf", "not")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from g4ir.ir.graph import Builder, Graph, Node
-from g4ir.ops.quant import COMPLEMENT, PACKED, unpacked
+from g4ir.ops.codecs import COMPLEMENT, PACKED, unpacked
 
 from .emitter import Emitter, Operand
 from .network import Network

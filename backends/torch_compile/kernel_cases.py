@@ -15,8 +15,8 @@ from g4ir.ir.graph import Graph, Node, Program, Value, bind
 from g4ir.ir.interpret import interpret
 from g4ir.ir.text import print_graph
 from g4ir.ops import OPS
+from g4ir.ops.codecs import FORM_OF, FORMS, PACKED
 from g4ir.ops.kv_quant import held_width
-from g4ir.ops.quant import FORM_OF, FORMS, PACKED
 from g4ir.ops.types import FLOATS, torch_dtype
 from g4ir.plan.cost import graph_costs
 

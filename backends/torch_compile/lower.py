@@ -11,8 +11,8 @@ from g4ir.ir.graph import Node, Value
 from g4ir.model.decoder import TOKENS, VERIFY
 from g4ir.ops.attention import slot_positions
 from g4ir.ops.base import as_tuple, wide
+from g4ir.ops.codecs import dequantized, fake_quantized, quantized
 from g4ir.ops.moe import own_index
-from g4ir.ops.quant import dequantized, fake_quantized, quantized
 from g4ir.ops.types import Type, torch_dtype
 
 from . import pyops

@@ -21,9 +21,9 @@ from torch.nn import functional
 
 from g4ir.ops.attention import attention
 from g4ir.ops.base import wide
+from g4ir.ops.codecs import dequantized, fake_quantized, numbers_in
 from g4ir.ops.mlp import activate
 from g4ir.ops.moe import own_index
-from g4ir.ops.quant import dequantized, fake_quantized, numbers_in
 
 from .scratch import empty_f32
 from .target import cpu_flags

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,6 +42,7 @@ from g4ir.parallel.lockstep import exchanged
 from g4ir.parallel.shard import shard_program
 from g4ir.parallel.share import Share
 from g4ir.parallel.table import can_share
+from g4ir.passes.latent_kv import LatentOptions
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.fit import device_memory
 from g4ir.quant.recipe import Recipe
@@ -237,11 +239,11 @@ def in_small(p: Prepared, dtype: str) -> tuple[Packing, list[ParamSource]]:
         spec = with_all_experts(spec)
     media = find_media(spec, kinds, seconds=(1.0,) if AUDIO in kinds else None)
     drafter = shrink_drafter(p.drafter, spec) if p.drafter else None
-    keep = {"latent_kv": {**p.options["latent_kv"], "keep": layers_read(spec, drafter)}}
+    latent = replace(p.options.of(LatentOptions), keep=layers_read(spec, drafter))
     ranks = small_ranks(p, spec, drafter)
     shares = [Share(spec, rank, ranks, p.ep and ranks > 1) for rank in range(ranks)]
     packing = make_packing(
-        *(spec, p.all_logits, dtype, media, p.skip, {**p.options, **keep}),
+        *(spec, p.all_logits, dtype, media, p.skip, p.options.changed(latent)),
         _fitting(p.recipe, dtype, shares[0]),
         partial(p.backend.stored, device=p.device),
         drafter=drafter,

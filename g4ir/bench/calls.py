@@ -14,7 +14,7 @@ from g4ir.engine.engine import Engine
 
 def calls_per_step(engine: Engine) -> dict[str, int]:
     """Count compiled regions and the eager ops between them; nodes if the backend is not torch."""
-    if engine.manifest["backend"] != "torch":
+    if engine.facts.backend != "torch":
         return {"nodes": len(engine.program.graphs["decode"].nodes)}
     steps = phase_steps(engine.program, engine.limits)["decode"]
     regions = sum(isinstance(s, Segment) for s in steps)

@@ -133,7 +133,7 @@ def check_compiler(names: Sequence[str], device: str) -> None:
 
 def peer_model(engine: Engine, checkpoint: str | Path | None = None) -> Any:
     """Return the transformers text model on an engine's weights, in its dtype and on its device."""
-    seed = engine.manifest["weights"].get("seed")
+    seed = engine.facts.seed
     dtype = torch_dtype(engine.dtype)
     source: WeightSource
     if seed is not None and checkpoint is None:

@@ -347,14 +347,14 @@ def _kernels(job: Bench, engine: Engine, runner: EngineRunner) -> dict[str, floa
 
 
 def _engine_facts(engine: Engine) -> schema.EngineFacts:
-    m = engine.manifest
+    m = engine.facts
     return schema.EngineFacts(
-        m["digest"],
+        m.digest,
         engine.dtype,
-        m["backend"],
+        m.backend,
         engine.device,
-        m["weights"]["kind"],
-        tuple(m["skipped_passes"]),
+        m.weights.kind,
+        m.skipped_passes,
         asdict(engine.limits),
         Line(engine.recipe.name) if engine.recipe else None,
         Line(form) if (form := asked(engine, "quantize_activations")) != OFF else None,
@@ -377,7 +377,7 @@ def _report(
         schema.KIND,
         schema.VERSION,
         date=time.strftime("%Y%m%d-%H%M%S"),
-        backend=f"g4ir-{engine.manifest['backend']}",
+        backend=f"g4ir-{engine.facts.backend}",
         model_id=engine.spec.name,
         num_prompts=rounds * measured.per_round * w.batch,
         max_concurrency=w.batch,
@@ -434,7 +434,7 @@ def _speedup(own: RunReport, other: RunReport, measured: Timings) -> Speedup | N
 
 def _notes(engine: Engine, w: Workload) -> list[str]:
     notes = [SAME_WORK]
-    if engine.manifest["weights"].get("seed") is not None:
+    if engine.facts.seed is not None:
         notes.append(
             "random weights: routing is near uniform and text means nothing; speed of dense parts "
             "does not depend on it"

@@ -35,8 +35,8 @@ class EngineRunner:
 
     def __init__(self, engine: Engine, batch: int, role: str = "engine") -> None:
         self.role, self.engine = role, engine
-        m = engine.manifest
-        self.label = f"{engine.path} ({engine.spec.name}, {m['backend']}, {engine.device})"
+        backend = engine.facts.backend
+        self.label = f"{engine.path} ({engine.spec.name}, {backend}, {engine.device})"
         self.session = engine.session(batch)
         self._kept = self.session.snapshot()
 

@@ -34,7 +34,6 @@ from g4ir.ir.distance import (
     ROUNDED,
     Anchor,
     Errors,
-    LocalError,
     Tolerance,
     budget_of,
     row_errors,
@@ -44,6 +43,7 @@ from g4ir.model.tensors import text_tensors
 from g4ir.ops.types import ITEMSIZE
 from g4ir.ui.progress import Progress, no_progress
 
+from .layer_errors import LocalError
 from .media import check_media
 from .memory_check import float64_refusal
 from .peers import FINAL, EnginePeer, HfPeer, Peer, Rows, find_peer

@@ -55,7 +55,7 @@ def original_weights(engine: Engine, checkpoint: str | Path | None) -> WeightSou
     held = engine.runtime.source
     if isinstance(held, MadeParams):
         return held.source
-    seed = engine.manifest["weights"].get("seed")
+    seed = engine.facts.seed
     if seed is None:
         return None
     return random_weights(engine.spec, engine.drafter, seed, torch_dtype(engine.dtype))

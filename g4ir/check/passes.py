@@ -103,7 +103,7 @@ def verify_each_pass(
             break
         old = new
     else:
-        progress(f"{engine.manifest['backend']} backend")
+        progress(f"{engine.facts.backend} backend")
         reports.append(_backend(engine, old, series))
     sizes = tuple(c.valid for c in chunks)
     unknown = tuple(i.tower for i in items if i not in known)

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from g4ir.engine.artefact import linked_path
+from g4ir.engine.artefact import LinkedWeights, MergedWeights
 from g4ir.engine.build import agreed_spec
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import open_weights
 from g4ir.errors import InputError, MissingError
-from g4ir.ir.distance import LocalError, local_errors
 from g4ir.model.names import HEAD, checkpoint_name
 from g4ir.model.tensors import text_tensors
 from g4ir.ops.types import ITEMSIZE, torch_dtype
@@ -31,6 +30,7 @@ from g4ir.weights.random import RandomCheckpoint
 
 from .float64 import other_attention, wide_model
 from .hf import cache_argument, hf_model, refusals_of_transformers, rows_kept
+from .layer_errors import LocalError, local_errors
 from .reference import reference_engine, wide_engine
 from .rounding_baseline import divisor, round_activations, rounding_caches
 from .tokens import positions_of, split_steps
@@ -271,7 +271,7 @@ def need_transformers(asked: str) -> None:
 
 def _model(engine: Engine, checkpoint: str | Path | None, progress: Progress) -> Any:
     """Return the transformers model with the weights that the engine should compute with."""
-    seed, dtype = engine.manifest["weights"].get("seed"), torch_dtype(engine.dtype)
+    seed, dtype = engine.facts.seed, torch_dtype(engine.dtype)
     source: WeightSource
     if checkpoint is None and seed is not None:
         size = _check_room(engine)
@@ -281,7 +281,7 @@ def _model(engine: Engine, checkpoint: str | Path | None, progress: Progress) ->
         origin = find_origin(known_checkpoint(engine, checkpoint, "verify --against hf"))
         agreed_spec(engine.spec, origin, bool(engine.media.kinds))
         progress(f"transformers loads {origin.path}")
-        merged = engine.manifest["weights"]["kind"] == "merged"
+        merged = isinstance(engine.facts.weights, MergedWeights)
         plain = (
             isinstance(origin, CheckpointDirectory)
             and not is_coded(origin.stated)
@@ -349,8 +349,8 @@ def _requantise(model: Any, engine: Engine) -> None:
 def known_checkpoint(engine: Engine, given: str | Path | None, asked: str) -> Path:
     """The given checkpoint, or the one that the engine refers to, or that of the local hub cache.
     InputError, which says what asked for it, where there is none."""
-    kept = engine.manifest["weights"]
-    linked = linked_path(kept["directory"], kept["files"]) if "directory" in kept else None
+    kept = engine.facts.weights
+    linked = kept.path if isinstance(kept, LinkedWeights) else None
     found = given or linked or snapshot_of(engine.spec)
     if not found:
         raise InputError(

@@ -23,10 +23,13 @@ def wide_engine(engine: Engine) -> Engine:
 
 def plain_packing(engine: Engine) -> Packing:
     """Return the text graphs of an engine of weights as they were, and what makes their params."""
-    m = engine.manifest
-    skip, options = m["skipped_passes"], m["options"]
     made = make_packing(
-        *(engine.spec, engine.all_logits, engine.dtype, engine.media, skip, options),
+        spec=engine.spec,
+        all_logits=engine.all_logits,
+        dtype=engine.dtype,
+        media=engine.media,
+        skip=engine.facts.skipped_passes,
+        options=engine.facts.options,
         drafter=engine.drafter,
     )
     return Packing(text_graphs(made.program), made.prologue)

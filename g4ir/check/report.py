@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from g4ir.engine.engine import Engine
-from g4ir.ir.distance import GROUP, LocalError, Tolerance, local_text, median_of, worst_of
+from g4ir.ir.distance import GROUP, Tolerance, median_of, worst_of
 
+from .layer_errors import LocalError, local_text
 from .media import MediaReport
 from .quality import Quality
 
@@ -249,4 +250,4 @@ def _greedy_text(g: Greedy) -> str:
 
 def engine_name(engine: Engine) -> str:
     """Return the head of a report."""
-    return f"{engine.spec.name} ({engine.manifest['backend']}, {engine.device}, {engine.dtype})"
+    return f"{engine.spec.name} ({engine.facts.backend}, {engine.device}, {engine.dtype})"

@@ -12,11 +12,14 @@ from g4ir.ir.names import layer_of
 from g4ir.model.names import HEAD, TOKEN_TABLE, checkpoint_name
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS
+from g4ir.ops.codecs import fake_quantized
 from g4ir.ops.kv_quant import numbers
 from g4ir.ops.latent import keys_values_of_value
-from g4ir.ops.quant import fake_quantized
 from g4ir.ops.rope import rotated_pairs
 from g4ir.passes.match import OFF
+from g4ir.passes.narrow_kv import NarrowOptions
+from g4ir.passes.quantize_activations import ActivationOptions
+from g4ir.passes.scale_residual import ScaleOptions
 from g4ir.quant.rewrite import weights_of
 
 if TYPE_CHECKING:
@@ -24,18 +27,19 @@ if TYPE_CHECKING:
 
 
 def asked(engine: Engine, name: str) -> str:
-    """Return what a pass that rounds was asked to round to, or OFF."""
-    if name in engine.manifest["skipped_passes"]:
-        return OFF
-    to: str = engine.manifest["options"].get(name, {}).get("to", OFF)
-    return to
+    """Return the dtype or format that a pass was asked to round to, or OFF."""
+    options = engine.facts.options
+    found = {
+        "narrow_kv": options.of(NarrowOptions).to,
+        "quantize_activations": options.of(ActivationOptions).to,
+    }
+    return OFF if name in engine.facts.skipped_passes else found[name]
 
 
 def divisor(engine: Engine) -> int:
     """Return what the residual stream of an engine is divided by."""
-    if "scale_residual" in engine.manifest["skipped_passes"]:
-        return 1
-    return int(engine.manifest["options"].get("scale_residual", {}).get("divisor", 1))
+    skipped = "scale_residual" in engine.facts.skipped_passes
+    return 1 if skipped else engine.facts.options.of(ScaleOptions).divisor
 
 
 def coarse(engine: Engine) -> tuple[str, ...]:

@@ -116,8 +116,8 @@ def stages_of(
 ) -> Iterator[Stage]:
     """Yield the model as written, sharded, and after each pass; then the engine's own graphs if
     they differ (an engine of an older version). Only `graphs` can be run."""
-    m = engine.manifest
-    stored = functools.partial(find_backend(m["backend"]).stored, device=m["device"])
+    m = engine.facts
+    stored = functools.partial(find_backend(m.backend).stored, device=m.device)
     plain = _written(engine)
     held = unpacked(weights.plain) is not None
     if held:
@@ -126,7 +126,7 @@ def stages_of(
     if engine.ranks > 1:
         if engine.recipe and not engine.recipe.held:
             after.clear()  # each rank made codes of its part, with scales of their own
-        plain = shard_program(plain, engine.spec, engine.ranks, bool(m["ep"]))
+        plain = shard_program(plain, engine.spec, engine.ranks, m.ep)
         after[SHARD] = dict(plain.graphs)
 
     def keep(name: str, g: Graph) -> None:
@@ -134,9 +134,9 @@ def stages_of(
 
     run_program(
         plain,
-        skip=m["skipped_passes"],
+        skip=m.skipped_passes,
         dump=keep,
-        options=m["options"],
+        options=m.options,
     )
     packing = None
     for name, made in after.items():

@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import EngineError, G4Error, InputError, check_all
 from g4ir.ops.finite import TOO_LARGE
+from g4ir.passes.latent_kv import LatentOptions
+from g4ir.passes.narrow_kv import NarrowOptions
+from g4ir.passes.quantize_activations import ActivationOptions
+from g4ir.passes.scale_residual import ScaleOptions
 from g4ir.plan.resolve import KV_NAMES
 from g4ir.spec.record import Spec
 from g4ir.ui import console
@@ -201,19 +205,19 @@ def _plan(p: Prepared, out: Path) -> dict[str, Any]:
         "backend": p.backend.name,
         "device": p.device,
         "dtype": p.dtype,
-        "residual_scale": p.options["scale_residual"]["divisor"],
+        "residual_scale": p.options.of(ScaleOptions).divisor,
         "ranks": p.ranks,
         "ep": p.ep,
         **asdict(p.limits),
         "all_logits": p.all_logits,
         "skipped_passes": list(p.skip),
-        "latent_kv": p.options["latent_kv"]["form"],
-        "kv_dtype": KV_NAMES.get(p.options["narrow_kv"]["to"]),
+        "latent_kv": p.options.of(LatentOptions).form,
+        "kv_dtype": KV_NAMES.get(p.options.of(NarrowOptions).to),
         "ple_placement": p.ple_placement,
         "settings": dict(p.settings),
         "media": p.media.to_dict(),
         "quant": p.recipe.name if p.recipe else None,
-        "quant_activations": p.options["quantize_activations"]["to"],
+        "quant_activations": p.options.of(ActivationOptions).to,
         "weights": p.weights.kind if p.weights else "absent",
         "param_bytes": p.param_bytes(),
         "cache_bytes": p.cache_bytes(),

@@ -6,20 +6,20 @@ import argparse
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from g4ir.errors import InputError
 from g4ir.ir.names import layer_of
 from g4ir.model.decoder import BLOCKS, VERIFY
+from g4ir.passes import GPU_ROWS, PassOptions
 from g4ir.passes.latent_kv import FORMS, PLAIN
-from g4ir.passes.plan_cache import slack_of
+from g4ir.passes.plan_cache import RingOptions
 from g4ir.plan.resolve import (
     find_activations,
     find_divisor,
     find_draft_tokens,
     find_kv_dtype,
     find_latent,
-    for_gpu,
 )
 from g4ir.plan.resolve import pass_options as pass_arguments
 from g4ir.spec.record import Spec
@@ -164,7 +164,7 @@ def spec_of(args: argparse.Namespace) -> Spec:
     return spec
 
 
-def pass_options(args: argparse.Namespace) -> dict[str, Any]:
+def pass_options(args: argparse.Namespace) -> PassOptions:
     """Return the passes' own arguments: the engine's, or those given."""
     if args.latent_kv is not None and args.latent_kv not in FORMS:
         raise InputError(f"--latent-kv {args.latent_kv!r}: expected one of {', '.join(FORMS)}")
@@ -175,14 +175,14 @@ def pass_options(args: argparse.Namespace) -> dict[str, Any]:
         activations = find_activations(args.quant_activations)
         drafted, rows = drafted_tokens(args), _gpu_rows(args)
         divisor = find_divisor(1 if args.residual_scale is None else args.residual_scale)
-        return dict(pass_arguments(form, kv, activations, drafted, gpu_rows=rows, divisor=divisor))
-    return dict(stored(args).manifest.pass_options)
+        return pass_arguments(form, kv, activations, drafted, gpu_rows=rows, divisor=divisor)
+    return stored(args).manifest.options
 
 
 def _gpu_rows(args: argparse.Namespace) -> int:
     """Return the rows of a step as a GPU runs it, where its kernels are shown or a pass for them; 0
     otherwise."""
-    if not (args.kernels or args.timeline or {args.why, args.after} & for_gpu(1).keys()):
+    if not (args.kernels or args.timeline or {args.why, args.after} & GPU_ROWS.keys()):
         return 0
     return parse_count(args.batch, "--batch") if args.batch else 1
 
@@ -191,7 +191,7 @@ def drafted_tokens(args: argparse.Namespace) -> int:
     """Return how many tokens are drafted at a time: the engine's, or those given; of a graph that
     verifies some where nothing is said."""
     if args.engine is not None:
-        return slack_of(stored(args).manifest.pass_options)
+        return stored(args).manifest.options.of(RingOptions).slack
     given, verifies = args.draft_tokens, args.phase == VERIFY
     if given is None:
         return DRAFTED * verifies

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from g4ir.errors import InputError
 from g4ir.ir.diff import diff_graphs, diff_text
@@ -16,9 +16,10 @@ from .specs import any_spec
 
 if TYPE_CHECKING:
     from g4ir.ir.graph import Graph
+    from g4ir.passes import PassOptions
 
 #: what a stage of the pipeline is made from: the plain graph, passes left out, their options
-Start = tuple["Graph", set[str], dict[str, Any]]
+Start = tuple["Graph", set[str], "PassOptions"]
 
 
 def show_diff(args: argparse.Namespace, start: Start) -> int:

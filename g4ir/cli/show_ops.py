@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 from typing import Any
 
 from g4ir.ops import OPS, Op
@@ -47,7 +46,7 @@ def _facts(o: Op) -> dict[str, Any]:
 def _operands(o: Op) -> list[str]:
     """Return `x`, `w`, `*rest`, in order; `?` after those that may be left out."""
     found = []
-    for p in inspect.signature(o.infer).parameters.values():
+    for p in o.parameters:
         if p.kind is p.VAR_POSITIONAL:
             found.append(f"*{p.name}")
         elif p.kind is not p.KEYWORD_ONLY:

@@ -69,9 +69,8 @@ def _tune(args: argparse.Namespace) -> int:
 
 def _program(args: argparse.Namespace, rows: int) -> Program:
     from g4ir.model.text import build_program
-    from g4ir.passes import run_program
-    from g4ir.passes.latent_kv import FORMS
-    from g4ir.plan.resolve import for_gpu
+    from g4ir.passes import PassOptions, run_program
+    from g4ir.passes.latent_kv import FORMS, LatentOptions
     from g4ir.quant.recipe import find_recipe
     from g4ir.quant.rewrite import quantised
     from g4ir.weights.pack import split_program
@@ -81,7 +80,7 @@ def _program(args: argparse.Namespace, rows: int) -> Program:
         raise InputError("tune: give --variant or --spec")
     if args.latent_kv not in FORMS:
         raise InputError(f"--latent-kv {args.latent_kv}: expected one of {', '.join(FORMS)}")
-    options = {"latent_kv": {"form": args.latent_kv}, **for_gpu(rows)}
+    options = PassOptions((LatentOptions(args.latent_kv),), gpu_rows=rows)
     plain = build_program(spec, args.all_logits, "bf16")
     plain = quantised(plain, spec, find_recipe(args.quant), "bf16")
     return split_program(run_program(plain, skip=args.skip, options=options)).program

@@ -23,29 +23,29 @@ import os
 import shlex
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, make_dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
 from g4ir.backends import find_backend
-from g4ir.errors import EngineError, G4Error, SpecError
+from g4ir.errors import EngineError, G4Error, InputError, SpecError
 from g4ir.model.draft import check_pair, layers_read
 from g4ir.model.media import Media, build_words, check_media
 from g4ir.ops.types import TORCH_NAMES
 from g4ir.parallel.table import check_ranks
-from g4ir.passes import Options, find_pass
-from g4ir.passes.latent_kv import FORMS
+from g4ir.passes import OPTIONS, PassOptions, find_pass
+from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.match import OFF
-from g4ir.passes.narrow_kv import DTYPES as KV_FORMS
-from g4ir.passes.quantize_activations import FORMS as ACTIVATION_FORMS
-from g4ir.passes.scale_residual import DIVISORS
+from g4ir.passes.narrow_kv import NarrowOptions
+from g4ir.passes.plan_cache import RingOptions
+from g4ir.passes.quantize_activations import ActivationOptions
+from g4ir.passes.scale_residual import ScaleOptions
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import DTYPES
-from g4ir.plan.resolve import DEVICES, KV_NAMES, MOST_DRAFTED, find_divisor, find_placement
+from g4ir.plan.resolve import DEVICES, KV_NAMES, find_placement
 from g4ir.quant.recipe import Recipe
 from g4ir.quant.rewrite import weights_of
-from g4ir.spec.parts import Index
 from g4ir.spec.reader import (
     Line,
     OneOf,
@@ -67,7 +67,7 @@ from g4ir.weights.origin import OF_DIRECTORY
 
 from .digests import has_digest
 
-FORMAT = 15
+FORMAT = 16
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 SPEC, DRAFTER = "spec.yaml", "drafter.yaml"
 #: what an unfinished directory is called beside its final name
@@ -153,53 +153,6 @@ WEIGHTS: dict[str, type] = {
 
 
 @dataclass(frozen=True)
-class LatentOptions:
-    form: Annotated[str, OneOf(FORMS)]
-    keep: tuple[Index, ...] = ()
-
-
-@dataclass(frozen=True)
-class NarrowOptions:
-    to: Annotated[str, OneOf(KV_FORMS)] = OFF
-
-
-@dataclass(frozen=True)
-class ActivationOptions:
-    to: Annotated[str, OneOf(ACTIVATION_FORMS)] = OFF
-
-
-@dataclass(frozen=True)
-class RingOptions:
-    slack: Annotated[int, Range(0, MOST_DRAFTED)] = 0
-
-
-@dataclass(frozen=True)
-class ScaleOptions:
-    divisor: Annotated[int, Range(min(DIVISORS), max(DIVISORS))] = 1
-
-
-@dataclass(frozen=True)
-class ChainOptions:
-    on: bool = False
-
-
-@dataclass(frozen=True)
-class PassOptions:
-    """Arguments of the passes that have any."""
-
-    latent_kv: LatentOptions
-    narrow_kv: NarrowOptions = NarrowOptions()
-    quantize_activations: ActivationOptions = ActivationOptions()
-    plan_cache: RingOptions = RingOptions()
-    scale_residual: ScaleOptions = ScaleOptions()
-    fuse_norm_linear: ChainOptions = ChainOptions()
-    fuse_norm_moe: ChainOptions = ChainOptions()
-    fuse_attention: ChainOptions = ChainOptions()
-    fuse_glu_linear: ChainOptions = ChainOptions()
-    fuse_all_reduce: ChainOptions = ChainOptions()
-
-
-@dataclass(frozen=True)
 class Versions:
     torch: str
     python: str
@@ -264,9 +217,19 @@ class Manifest:
     notes: Notes
     files: dict[FileName, StoredFile]
 
+    @property
+    def seed(self) -> int | None:
+        """The seed of random weights."""
+        found: int | None = getattr(self.weights, "seed", None)
+        return found
+
+    @property
+    def adapters(self) -> tuple[MergedAdapter, ...]:
+        return self.weights.adapters if isinstance(self.weights, MergedWeights) else ()
+
     def to_dict(self) -> dict[str, Any]:
         """Return the values of the file, its digest left out."""
-        return {"format": FORMAT, **asdict(self)}
+        return {"format": FORMAT, **asdict(self), "options": self.options.to_dict()}
 
     def text(self) -> str:
         """Return the file: JSON with a digest of its own content as the last key."""
@@ -276,11 +239,6 @@ class Manifest:
     def digest(self) -> str:
         """Digest of all values: it stands for every byte of the engine."""
         return _digest(self.to_dict())
-
-    @property
-    def pass_options(self) -> Options:
-        """Options as `run_passes` takes them."""
-        return asdict(self.options)
 
 
 @dataclass(frozen=True)
@@ -426,9 +384,26 @@ def _manifest_of(values: dict[str, Any], where: Where) -> Manifest:
     if not isinstance(compiled, dict):
         raise fail(where, "compiled", "expected a mapping")
     hints = {**hints_of(Manifest), "weights": WEIGHTS[kind], "compiled": _Untouched}
+    hints |= {"options": _OptionsFile}
     node = tree_of({**given, "compiled": {}}, where)
-    read: Manifest = build(Manifest, node, hints=hints)
-    return Manifest(**{**vars(read), "compiled": compiled})
+    try:
+        read: Manifest = build(Manifest, node, hints=hints)
+    except InputError as e:  # of a record that checks itself
+        raise fail(where, "options", str(e)) from None
+    found = vars(read.options)
+    options = PassOptions(tuple(found[name] for name in OPTIONS), found["gpu_rows"])
+    return Manifest(**{**vars(read), "compiled": compiled, "options": options})
+
+
+#: the pass options as they are in the file: a record of each pass by its name, and `gpu_rows`
+_OptionsFile = make_dataclass(
+    "_OptionsFile",
+    [
+        *((name, type(default)) for name, default in OPTIONS.items()),
+        ("gpu_rows", Annotated[int, Range(0, 1 << 20)]),
+    ],
+    frozen=True,
+)
 
 
 @dataclass(frozen=True)
@@ -532,7 +507,6 @@ def _check_spec(path: Path, m: Manifest, spec: Spec) -> None:
         raise fail(where, "notes.grid.exact", f"expected at most groups, {grid.groups}")
     try:
         check_ranks(spec, m.ranks, m.ep)
-        find_divisor(m.options.scale_residual.divisor)
         if find_placement(m.ple_placement, spec, m.device) != m.ple_placement:
             raise fail(where, "ple_placement", "is missing")
         check_media(m.media, spec, MOST_SIZES)
@@ -557,11 +531,11 @@ def _read_drafter(path: Path, m: Manifest, spec: Spec) -> Spec | None:
         )
     if drafter:
         check_pair(spec, drafter)
-    if m.options.latent_kv.keep != layers_read(spec, drafter):
+    if m.options.of(LatentOptions).keep != layers_read(spec, drafter):
         raise fail(
             Where(str(path / MANIFEST), 0), "options.latent_kv.keep", "is not as drafted from"
         )
-    if drafter and not m.options.plan_cache.slack:
+    if drafter and not m.options.of(RingOptions).slack:
         raise fail(Where(str(path / MANIFEST), 0), "options.plan_cache.slack", "is missing")
     return drafter
 
@@ -570,7 +544,7 @@ def _made_again(path: Path, m: Manifest, spec: Spec, drafter: Spec | None) -> pa
     """Make the graphs of spec and options; EngineError where the stored text is another."""
     layout = partial(find_backend(m.backend).stored, device=m.device)
     packing = packings.make_packing(
-        *(spec, m.all_logits, m.dtype, m.media, m.skipped_passes, m.pass_options, m.quant, layout),
+        *(spec, m.all_logits, m.dtype, m.media, m.skipped_passes, m.options, m.quant, layout),
         drafter=drafter,
         ranks=m.ranks,
         ep=m.ep,
@@ -614,7 +588,7 @@ def _stored_params(
 
 
 def _activation_words(m: Manifest) -> list[str]:
-    form = m.options.quantize_activations.to
+    form = m.options.of(ActivationOptions).to
     return ["--quant-activations", form] if form != OFF else []
 
 
@@ -642,25 +616,22 @@ def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
     words += ["--ep"] if m.ep else []
     words += ["--all-logits"] if m.all_logits else []
     words += [w for name in m.skipped_passes for w in ("--skip", name)]
-    words += ["--latent-kv", m.options.latent_kv.form]
-    words += ["--kv-dtype", KV_NAMES[kv]] if (kv := m.options.narrow_kv.to) != OFF else []
+    words += ["--latent-kv", m.options.of(LatentOptions).form]
+    words += ["--kv-dtype", KV_NAMES[kv]] if (kv := m.options.of(NarrowOptions).to) != OFF else []
     words += _activation_words(m)
-    words += ["--residual-scale", n] if (n := m.options.scale_residual.divisor) != 1 else []
-    words += ["--draft-tokens", k] if (k := m.options.plan_cache.slack) else []
-    seed = getattr(m.weights, "seed", None)
-    words += ["--drafter", "DRAFTER" if seed is None else path / DRAFTER] * (
-        m.drafter_digest is not None
-    )
+    words += ["--residual-scale", n] if (n := m.options.of(ScaleOptions).divisor) != 1 else []
+    words += ["--draft-tokens", k] if (k := m.options.of(RingOptions).slack) else []
+    if m.drafter_digest is not None:
+        words += ["--drafter", "DRAFTER" if m.seed is None else path / DRAFTER]
     words += ["--ple-placement", m.ple_placement] if m.ple_placement else []
     words += [w for k, v in m.settings.items() for w in ("--set", f"{k}={v}")]
     words += build_words(m.media, spec)
     words += ["--quant", m.quant.name] if m.quant and not m.quant.held else []
-    if seed is not None:
-        words += ["--random-weights", seed]
+    if m.seed is not None:
+        words += ["--random-weights", m.seed]
     elif isinstance(m.weights, LinkedWeights):
         words += ["--link-weights", "--checkpoint", m.weights.path]
     else:
         words += ["--checkpoint", "DIR"]
-    adapters = getattr(m.weights, "adapters", ())
-    words += [w for a in adapters for w in ("--adapter", f"{a.path}={a.scale:g}")]
+    words += [w for a in m.adapters for w in ("--adapter", f"{a.path}={a.scale:g}")]
     return f"build it again: {shlex.join(map(str, words))} --out NEW"

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from g4ir import __version__
@@ -33,6 +34,8 @@ from g4ir.ops.kv_quant import NARROW
 from g4ir.ops.types import TORCH_NAMES, torch_dtype
 from g4ir.passes import Dump
 from g4ir.passes.match import OFF
+from g4ir.passes.narrow_kv import NarrowOptions
+from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.fit import device_memory, fitting_placement, require_fit
 from g4ir.plan.formats import cache_bytes
@@ -47,7 +50,6 @@ from g4ir.plan.resolve import (
     find_kv_dtype,
     find_latent,
     find_placement,
-    for_gpu,
     pass_options,
 )
 from g4ir.quant.recipe import Recipe, find_recipe
@@ -77,21 +79,14 @@ from .artefact import (
     MANIFEST,
     SPEC,
     WEIGHT_FILES,
-    ActivationOptions,
-    ChainOptions,
     Grid,
-    LatentOptions,
     LinkedWeights,
     Manifest,
     MergedAdapter,
     MergedWeights,
-    NarrowOptions,
     Notes,
     PackedWeights,
-    PassOptions,
     RandomWeights,
-    RingOptions,
-    ScaleOptions,
     StoredFile,
     Versions,
     graph_texts,
@@ -279,7 +274,7 @@ def _recipe(r: Resolved, opened: Checkpoint | None, origin: Origin | None) -> Re
 def _check_range(r: Resolved, source: WeightSource) -> None:
     """Warn of the layer whose K may be farthest beyond the range of a narrowed cache: behind a norm
     of weight w no number of d is larger than sqrt(d) * max |w|. Such numbers saturate."""
-    most = NARROW.get(r.options["narrow_kv"]["to"])
+    most = NARROW.get(r.options.of(NarrowOptions).to)
     if most is None:
         return
     names = [f"L{x.index}.attn.norm_k" for x in r.spec.layers() if x.donor is None]
@@ -368,7 +363,7 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
         grid = _pack(p, folder, progress) if packed else None
         if tries:
             progress("trying float16 on a text")
-            try_float16(p, folder, _params_of(p, folder))
+            try_float16(p, folder, _params_of(p, folder), _manifest(p))
         elif untried:
             log.warning("%s, and no text was tried: %s", TOO_LARGE, untried)
         start = time.perf_counter()
@@ -386,7 +381,7 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
             _write_text(folder / DRAFTER, p.drafter.to_yaml())
         for name, raw in p.side_files.items():
             write_file(folder / name, [raw])
-        manifest = _manifest(p, folder, compiled, grid)
+        manifest = _manifest(p, compiled, grid, _stored_files(folder))
         require_readable(manifest)
         _write_text(folder / MANIFEST, manifest.text())
     return Written(seconds, record_built(manifest, out), grid)
@@ -408,10 +403,22 @@ def _params_of(p: Prepared, folder: Path) -> packings.ParamSource:
     return packings.StoredParams.open(files) if files else made
 
 
-def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any], grid: Grid | None) -> Manifest:
+def _stored_files(folder: Path) -> dict[str, StoredFile]:
+    files = sorted(f for f in folder.rglob("*") if f.is_file())
+    return {
+        f.relative_to(folder).as_posix(): StoredFile(_digest(f), f.stat().st_size) for f in files
+    }
+
+
+def _manifest(
+    p: Prepared,
+    compiled: Mapping[str, Any] = MappingProxyType({}),
+    grid: Grid | None = None,
+    files: Mapping[str, StoredFile] = MappingProxyType({}),
+) -> Manifest:
+    """Return the manifest; what is known before compiling with `p` alone."""
     import torch
 
-    files = sorted(f for f in folder.rglob("*") if f.is_file())
     return Manifest(
         g4ir=__version__,
         variant=p.spec.name,
@@ -426,31 +433,21 @@ def _manifest(p: Prepared, folder: Path, compiled: dict[str, Any], grid: Grid | 
         limits=p.limits,
         all_logits=p.all_logits,
         skipped_passes=p.skip,
-        options=PassOptions(
-            LatentOptions(**p.options["latent_kv"]),
-            NarrowOptions(**p.options["narrow_kv"]),
-            ActivationOptions(**p.options["quantize_activations"]),
-            RingOptions(**p.options["plan_cache"]),
-            ScaleOptions(**p.options["scale_residual"]),
-            *(ChainOptions(**p.options[name]) for name in for_gpu(0)),
-        ),
+        options=p.options,
         settings=dict(p.settings),
         ple_placement=p.ple_placement,
         media=p.media,
         quant=p.recipe,
         graphs=tuple(p.packing.program.graphs),
         weights=p.weights,
-        compiled=compiled,
+        compiled=dict(compiled),
         versions=Versions(torch.__version__, platform.python_version()),
         notes=Notes(
             {on_one_line(k): Line(v) for k, v in p.source.ignored.items()},
             {Line(k): f"{v:g}" for k, v in p.source.defaults.items()},
             grid,
         ),
-        files={
-            f.relative_to(folder).as_posix(): StoredFile(_digest(f), f.stat().st_size)
-            for f in files
-        },
+        files=dict(files),
     )
 
 
@@ -597,7 +594,7 @@ def _draft_tokens(backend: Backend, given: int | None, limits: Limits, drafter: 
 
 def _check_activations(r: Resolved) -> None:
     """Raise InputError where rows are to be rounded and no weight is in codes."""
-    form = r.options["quantize_activations"]["to"]
+    form = r.options.of(ActivationOptions).to
     if form != OFF and r.recipe is None:
         raise InputError(
             f"--quant-activations {form}: no weight is in codes, and only products with such "

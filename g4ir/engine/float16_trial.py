@@ -19,12 +19,13 @@ from g4ir.ir.names import layer_of
 from g4ir.model.text import build_graph
 from g4ir.ops.finite import TOO_LARGE, advice
 from g4ir.ops.kv_quant import comparable
-from g4ir.passes.scale_residual import DIVISORS, divided_values
+from g4ir.passes.scale_residual import DIVISORS, ScaleOptions, divided_values
 from g4ir.quant.rewrite import quantised
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.drafter import WithDrafter
 from g4ir.weights.pack import ParamSource, open_table
 
+from .artefact import Manifest
 from .engine import TOKENIZER, Engine, read_tokenizer
 
 TEXT = (
@@ -51,14 +52,14 @@ def why_untried(p: Prepared) -> str | None:
     return None if TOKENIZER in p.side_files else "the checkpoint has no tokenizer.json"
 
 
-def try_float16(p: Prepared, folder: Path, params: ParamSource) -> None:
-    """Interpret the text graphs on a few dozen tokens of text. WeightsError names the first value
-    that is NaN or infinite, and a residual scale that would do; a peak near the end of the range is
-    logged as a warning."""
+def try_float16(p: Prepared, folder: Path, params: ParamSource, facts: Manifest) -> None:
+    """Interpret the text graphs on a few dozen tokens of text; `facts` is the manifest without
+    files. WeightsError names the first value that is NaN or infinite, and a residual scale that
+    would do; a peak near the end of the range is logged as a warning."""
     try:
-        peaks = _prefill(p, folder, params, _Trial)
+        peaks = _prefill(p, folder, params, facts, _Trial)
     except WeightsError as e:
-        found = _scale_for(p, _prefill(p, folder, params, _Wide))
+        found = _scale_for(p, _prefill(p, folder, params, facts, _Wide))
         raise WeightsError(f"{e}{found}") from None
     name, peak = max(peaks.items(), key=lambda x: x[1])
     if peak > NEAR * MOST:
@@ -70,15 +71,24 @@ def try_float16(p: Prepared, folder: Path, params: ParamSource) -> None:
 
 
 def _prefill(
-    p: Prepared, folder: Path, params: ParamSource, runs: type[_Trial]
+    p: Prepared, folder: Path, params: ParamSource, facts: Manifest, runs: type[_Trial]
 ) -> dict[str, float]:
     """Return the largest magnitude of each value."""
     runtime = runs(text_graphs(p.packing.program), p.limits, "cpu", params)
     program, runtime.peaks = runtime.program, {}
-    facts = {"backend": p.backend.name, "ranks": 1, "ep": False, "options": p.options}
     tables = {v.name: open_table(params, v, "mmap", "cpu") for v in program.graphs["embed"].params}
-    fixed = (p.spec, p.limits, p.all_logits, "cpu", p.dtype)
-    engine = Engine(folder, facts, *fixed, program, runtime, tables)
+    engine = Engine(
+        path=folder,
+        facts=facts,
+        spec=p.spec,
+        limits=p.limits,
+        all_logits=p.all_logits,
+        device="cpu",
+        dtype=p.dtype,
+        program=program,
+        runtime=runtime,
+        tables=tables,
+    )
     engine.session().prefill(_tokens(p))
     return runtime.peaks
 
@@ -88,7 +98,7 @@ def _scale_for(p: Prepared, peaks: dict[str, float]) -> str:
     in float64, below half of the range; "" if other values leave the range too."""
     plain = Program({"prefill": build_graph(p.spec, "prefill", dtype=p.dtype)})
     graph = quantised(plain, p.spec, p.recipe, p.dtype).graphs["prefill"]
-    divided, now = divided_values(graph), p.options["scale_residual"]["divisor"]
+    divided, now = divided_values(graph), p.options.of(ScaleOptions).divisor
     inside: dict[bool, float] = {}
     for name, peak in peaks.items():
         key = name.removesuffix(".last") in divided

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from functools import partial
 from importlib.util import find_spec
@@ -107,20 +106,20 @@ def described(path: Path) -> Engine:
 def _engine(found: Artefact, runtime: Runtime, tables: dict[str, Any]) -> Engine:
     m = found.manifest
     return Engine(
-        found.path,
-        json.loads(m.text()),
-        found.spec,
-        m.limits,
-        m.all_logits,
-        m.device,
-        m.dtype,
-        found.packing.program,
-        runtime,
-        tables,
-        m.media,
-        m.quant,
-        found.packing.prologue,
-        found.drafter,
+        path=found.path,
+        facts=m,
+        spec=found.spec,
+        limits=m.limits,
+        all_logits=m.all_logits,
+        device=m.device,
+        dtype=m.dtype,
+        program=found.packing.program,
+        runtime=runtime,
+        tables=tables,
+        media=m.media,
+        recipe=m.quant,
+        prologue=found.packing.prologue,
+        drafter=found.drafter,
     )
 
 
@@ -286,9 +285,9 @@ def open_weights(engine: Engine, origin: Origin, kinds: Iterable[str]) -> Checkp
     where one of them is not there any more."""
     source = origin.open(engine.spec, kinds, engine.dtype)
     adapters = []
-    for kept in engine.manifest["weights"].get("adapters", ()):
-        adapter = Adapter(Path(kept["path"]), kept["scale"])
-        if not adapter.path.is_dir() or not has_digest(adapter.weights, kept["sha256"]):
+    for kept in engine.facts.adapters:
+        adapter = Adapter(Path(kept.path), kept.scale)
+        if not adapter.path.is_dir() or not has_digest(adapter.weights, kept.sha256):
             raise EngineError(
                 f"{adapter.path} is missing or is not the adapter that {engine.path} was built "
                 f"with; restore it"

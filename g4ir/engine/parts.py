@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,12 +17,15 @@ from g4ir.ir.interpret import interpret
 from g4ir.model.media import Media
 from g4ir.model.text import build_program
 from g4ir.parallel.share import Share
+from g4ir.passes.plan_cache import RingOptions
 from g4ir.plan.engine_limits import Limits
 from g4ir.quant.recipe import Recipe
 from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import Spec
 from g4ir.weights.pack import params_of_rank
 from g4ir.weights.unpack import UnpackedWeights
+
+from .artefact import Manifest
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +40,8 @@ class EngineParts:
     process that loaded them."""
 
     path: Path
-    manifest: dict[str, Any]
+    #: manifest.json, typed
+    facts: Manifest
     spec: Spec
     limits: Limits
     all_logits: bool
@@ -55,12 +60,18 @@ class EngineParts:
     _process: int = field(default_factory=os.getpid, init=False)
 
     def __repr__(self) -> str:
-        backend = self.manifest.get("backend")
+        backend = self.facts.backend
         sizes = ", ".join(f"{k} {v}" for k, v in asdict(self.limits).items())
         return (
             f"<Engine {str(self.path)!r}: {self.spec.name}, {backend} on {self.device}, "
             f"{self.dtype}, {sizes}>"
         )
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The values of manifest.json."""
+        values: dict[str, Any] = json.loads(self.facts.text())
+        return values
 
     def param(self, name: str) -> torch.Tensor:
         """Return a weight of the model as the engine computes with it, on the host and in its
@@ -94,12 +105,12 @@ class EngineParts:
     @property
     def ranks(self) -> int:
         """How many processes run it together, each on weights of its own."""
-        return int(self.manifest["ranks"])
+        return self.facts.ranks
 
     @property
     def share(self) -> Share:
         """The weights that the first of its ranks has."""
-        return Share(self.spec, 0, self.ranks, bool(self.manifest["ep"]))
+        return Share(self.spec, 0, self.ranks, self.facts.ep)
 
     @property
     def rings(self) -> tuple[tuple[int, int], ...]:
@@ -116,7 +127,7 @@ class EngineParts:
     @property
     def draft_tokens(self) -> int:
         """How many drafted tokens a step verifies at most; 0: it was not built for that."""
-        return int(self.manifest["options"]["plan_cache"]["slack"])
+        return self.facts.options.of(RingOptions).slack
 
     @property
     def embeds_on_device(self) -> bool:

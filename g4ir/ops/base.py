@@ -2,8 +2,10 @@
 
 An op class gives
   infer(*types, **attrs)      types in -> types out, or ValueError that names both
-  reference(*tensors, **attrs)  torch; the definition (or `expand` for a fused op)
-  expand(b, *values, **attrs)   the fused op in simpler ops
+  reference(*tensors, **attrs)  torch; the definition
+or, for a fused op,
+  expand(b, *values, **attrs)   the op in simpler ops; `infer` follows from it (ops/__init__.py),
+                              so it only checks what the simpler ops would accept
   flops(ins, outs, **attrs)     multiply and add count as two; default: one per output element
   traffic(ins, outs, **attrs)   bytes read of each input and written to each result, as two
                                 tuples; default: every operand once
@@ -30,6 +32,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 from .budgets import Budget
@@ -61,7 +64,7 @@ class Op:
 
     name: str
     doc: str
-    infer: Callable[..., Any]
+    infer: Callable[..., Any] | None  # None until ops/__init__.py derives it from `expand`
     reference: Callable[..., Any] | None
     expand: Callable[..., Any] | None
     flops: Callable[..., int] | None  # None: those of the expansion; the same for `traffic`
@@ -75,8 +78,13 @@ class Op:
     kind: str | None
     workspace: Callable[..., int] | None
     samples: tuple[Sample, ...]
-    operands: tuple[str, ...]
+    parameters: tuple[inspect.Parameter, ...]
     attrs: Mapping[str, str]
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the inputs in order, without a variadic one."""
+        return tuple(p.name for p in self.parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
     def infer_types(self, types: tuple[Type, ...], attrs: Mapping[str, Any]) -> tuple[Type, ...]:
         """Run `infer`, always for a tuple; ValueError where an attribute is not of its kind."""
@@ -84,6 +92,7 @@ class Op:
             kind = self.attrs.get(name)
             fits = kind is not None and _KINDS[kind](value)
             require(fits, f"attribute {name}={value!r}: expected {kind or self._expected()}")
+        assert self.infer
         return as_tuple(self.infer(*types, **attrs))
 
     def updated(
@@ -111,20 +120,14 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _attributes(infer: Callable[..., Any]) -> dict[str, str]:
-    """Return keyword of `infer` -> its annotation, a key of `_KINDS`."""
-    parameters = inspect.signature(infer).parameters.values()
+def _attributes(op: str, parameters: Sequence[inspect.Parameter]) -> dict[str, str]:
+    """Return keyword-only parameter -> its annotation, a key of `_KINDS`."""
     kinds = {p.name: str(p.annotation) for p in parameters if p.kind is p.KEYWORD_ONLY}
     unknown = {k for k in kinds.values() if k not in _KINDS}
-    if unknown:
-        raise TypeError(f"{infer.__qualname__}: attribute of kind {', '.join(sorted(unknown))}")
+    if unknown or any(p.kind is p.VAR_KEYWORD for p in parameters):
+        found = ", ".join(sorted(unknown)) or "**"
+        raise TypeError(f"op {op}: attribute of kind {found}; one of {', '.join(_KINDS)}")
     return kinds
-
-
-def _operands(infer: Callable[..., Any]) -> tuple[str, ...]:
-    """Return names of the inputs in order, those that are given one by one."""
-    parameters = inspect.signature(infer).parameters.values()
-    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
@@ -153,21 +156,24 @@ def op(cls: type) -> Op:
         value = parts.get(name, default)
         return value.__func__ if isinstance(value, staticmethod) else value
 
-    if not cls.__doc__ or part("infer") is None:
-        raise TypeError(f"op {cls.__name__} needs a docstring and infer")
-    if (part("reference") is None) == (part("expand") is None):
+    infer, expand = part("infer"), part("expand")
+    if not cls.__doc__ or not (infer or expand):
+        raise TypeError(f"op {cls.__name__} needs a docstring, and infer or expand")
+    if (part("reference") is None) == (expand is None):
         raise TypeError(f"op {cls.__name__} needs exactly one of reference and expand")
     if not parts.get("samples") or not isinstance(parts.get("budget"), Budget):
         raise TypeError(f"op {cls.__name__} needs samples and a budget")
     if parts.get("kind") not in (None, *KINDS):
         raise TypeError(f"op {cls.__name__}: kind {parts['kind']!r}: one of {', '.join(KINDS)}")
-    counted = part("expand") is None or bool(parts.keys() & {"flops", "traffic"})
+    counted = expand is None or bool(parts.keys() & {"flops", "traffic"})
+    # Behind the builder, `expand` has the parameters that `infer` would have.
+    parameters = tuple(inspect.signature(infer or expand).parameters.values())[infer is None :]
     return Op(
         name=cls.__name__,
         doc=cls.__doc__,
-        infer=part("infer"),
+        infer=infer,
         reference=part("reference"),
-        expand=part("expand"),
+        expand=expand,
         flops=part("flops", _default_flops) if counted else None,
         traffic=part("traffic", every_operand) if counted else None,
         rows=parts.get("rows", ()),
@@ -179,8 +185,8 @@ def op(cls: type) -> Op:
         kind=parts.get("kind"),
         workspace=part("workspace"),
         samples=tuple(parts["samples"]),
-        operands=_operands(part("infer")),
-        attrs=_attributes(part("infer")),
+        parameters=parameters,
+        attrs=_attributes(cls.__name__, parameters),
     )
 
 

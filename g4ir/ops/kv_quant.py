@@ -14,7 +14,7 @@ from typing import Any
 
 from .base import Sample, op, require
 from .budgets import Budget
-from .quant import quantized
+from .codecs import quantized
 from .types import FLOATS, ITEMSIZE, Type, torch_dtype
 
 #: dtype of a cache -> largest finite number; of codes none, as scales follow the numbers

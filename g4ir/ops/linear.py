@@ -73,13 +73,6 @@ class linear_clipped:
     rows = (0,)
 
     @staticmethod
-    def infer(x: Type, w: Type, *bounds: Type) -> Type:
-        fits = len(bounds) == 4 and all(t == x.with_shape() for t in bounds)
-        require(fits, f"linear_clipped: bounds {', '.join(map(str, bounds))} of {x}")
-        out: Type = linear.infer(x, w)
-        return out
-
-    @staticmethod
     def expand(b: Any, x: Any, w: Any, in_min: Any, in_max: Any, out_min: Any, out_max: Any) -> Any:
         y = b.emit("linear", b.emit("clip", x, in_min, in_max), w)
         return b.emit("clip", y, out_min, out_max)

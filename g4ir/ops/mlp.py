@@ -7,7 +7,6 @@ from typing import Any
 
 from .base import Sample, op, require
 from .budgets import POINTWISE, Budget
-from .linear import linear
 from .types import Type
 
 ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu", "relu")
@@ -78,15 +77,10 @@ class glu_packed:
     rows = (0,)
 
     @staticmethod
-    def infer(x: Type, *, act: str) -> Type:
-        size = x.shape[-1]
-        require(isinstance(size, int) and size % 2 == 0, f"glu_packed: {x} has no two halves")
-        require(act in ACTIVATIONS, f"glu_packed: unknown activation {act!r}")
-        return x.with_shape(*x.shape[:-1], int(size) // 2)
-
-    @staticmethod
     def expand(b: Any, x: Any, *, act: str) -> Any:
-        half = x.type.shape[-1] // 2
+        size = x.type.shape[-1]
+        require(isinstance(size, int) and size % 2 == 0, f"{x.type} has no two halves")
+        half = size // 2
         gate, up = b.emit_all("split", x, sizes=(half, half))
         return b.emit("glu", gate, up, act=act)
 
@@ -109,15 +103,9 @@ class linear_glu:
     rows = (0, 2)
 
     @staticmethod
-    def infer(x: Type, w: Type, up: Type | None = None, *, act: str) -> Type:
-        y = linear.infer(x, w)
-        out: Type = glu_packed.infer(y, act=act) if up is None else glu.infer(y, up, act=act)
-        return out
-
-    @staticmethod
-    def expand(b: Any, x: Any, w: Any, *up: Any, act: str) -> Any:
+    def expand(b: Any, x: Any, w: Any, up: Any = None, *, act: str) -> Any:
         y = b.emit("linear", x, w)
-        return b.emit("glu", y, *up, act=act) if up else b.emit("glu_packed", y, act=act)
+        return b.emit("glu", y, up, act=act) if up else b.emit("glu_packed", y, act=act)
 
     samples = [
         Sample(("f32[2,3,16]", "f32[24,16]"), {"act": "gelu_pytorch_tanh"}),

@@ -8,9 +8,7 @@ from typing import Any
 
 from .base import Sample, Traffic, every_operand, op, require, wide
 from .budgets import Budget
-from .linear import linear
-from .mlp import activate, linear_glu
-from .norm import norm_residual
+from .mlp import activate
 from .types import ITEMSIZE, Type
 
 
@@ -144,7 +142,7 @@ class experts:
         fits = weights.shape == index.shape and weights.shape[:-1] == x.shape[:-1]
         fits = fits and index.dtype == "i64"
         require(fits, f"experts: weights {weights} and index {index} do not fit {x}")
-        _require_part("experts", gate_up, first, total)
+        _require_part(gate_up, first, total)
         return x
 
     @staticmethod
@@ -230,15 +228,15 @@ class experts:
     ]
 
 
-def _require_part(op: str, gate_up: Type, first: Type | None, total: int) -> None:
+def _require_part(gate_up: Type, first: Type | None, total: int) -> None:
     held = gate_up.shape[0]
     if first is None:
-        require(total == 0, f"{op}: {total} experts in all need an operand first; {gate_up}")
+        require(total == 0, f"experts: {total} in all need an operand first; {gate_up}")
         return
     fits = (first.dtype, first.shape) == ("i64", (1,))
-    require(fits, f"{op}: first {first} is not i64[1]; gate_up {gate_up}")
+    require(fits, f"experts: first {first} is not i64[1]; gate_up {gate_up}")
     fits = isinstance(held, int) and held <= total
-    require(fits, f"{op}: gate_up {gate_up} is no part of {total} experts; first {first}")
+    require(fits, f"experts: gate_up {gate_up} is no part of {total} experts; first {first}")
 
 
 @op
@@ -256,36 +254,6 @@ class moe_mlp:
     rows = (0, 1, 2)
 
     @staticmethod
-    def infer(
-        x_dense: Type,
-        x_moe: Type,
-        x_router: Type,
-        router_scale: Type,
-        router_proj: Type,
-        per_expert: Type,
-        w_dense: Type,
-        w_dense_down: Type,
-        gate_up: Type,
-        down: Type,
-        first: Type | None = None,
-        *,
-        act: str,
-        top_k: int,
-        root: float,
-    ) -> tuple[Type, Type]:
-        dense = linear.infer(linear_glu.infer(x_dense, w_dense, act=act), w_dense_down)
-        routed = router.infer(
-            x_router, router_scale, router_proj, per_expert, top_k=top_k, root=root
-        )
-        moe = experts.infer(x_moe, *routed, gate_up, down, act=act)
-        total = int(router_proj.shape[0])
-        fits = first is not None or gate_up.shape[0] == total
-        require(fits, f"moe_mlp: router_proj {router_proj} does not fit gate_up {gate_up}")
-        _require_part("moe_mlp", gate_up, first, total if first else 0)
-        require(dense == moe, f"moe_mlp: dense {dense} and moe {moe} differ")
-        return dense, moe
-
-    @staticmethod
     def expand(
         b: Any,
         x_dense: Any,
@@ -298,18 +266,26 @@ class moe_mlp:
         w_dense_down: Any,
         gate_up: Any,
         down: Any,
-        *first: Any,
+        first: Any = None,
+        *,
         act: str,
         top_k: int,
         root: float,
     ) -> tuple[Any, Any]:
+        total, held = router_proj.type.shape[0], gate_up.type.shape[:1]
+        fits = first is not None or held == (total,)
+        require(fits, f"router_proj {router_proj.type} does not fit gate_up {gate_up.type}")
         y = b.emit("linear_glu", x_dense, w_dense, act=act)
         dense = b.emit("linear", y, w_dense_down)
         weights, index = b.emit_all(
             "router", x_router, router_scale, router_proj, per_expert, top_k=top_k, root=root
         )
-        part = {"total": router_proj.type.shape[0]} if first else {}
-        moe = b.emit("experts", x_moe, weights, index, gate_up, down, *first, act=act, **part)
+        chosen = (x_moe, weights, index, gate_up, down)
+        if first is None:
+            moe = b.emit("experts", *chosen, act=act)
+        else:
+            moe = b.emit("experts", *chosen, first, act=act, total=total)
+        require(dense.type == moe.type, f"dense {dense.type} and moe {moe.type} differ")
         return dense, moe
 
     samples = [
@@ -369,33 +345,6 @@ class norm_moe_mlp:
     kind = "experts"
 
     @staticmethod
-    def infer(
-        x: Type,
-        residual: Type,
-        w_post: Type,
-        router_scale: Type,
-        router_proj: Type,
-        per_expert: Type,
-        w_dense: Type,
-        w_dense_down: Type,
-        gate_up: Type,
-        down: Type,
-        *rest: Type,
-        eps: float,
-        scaled: bool,
-        weighted: tuple[bool, ...],
-        act: str,
-        top_k: int,
-        root: float,
-    ) -> tuple[Type, Type, Type]:
-        require(len(weighted) == 3, f"norm_moe_mlp: {len(weighted)} pre-norms, expected 3")
-        norm: dict[str, Any] = {"eps": eps, "scaled": scaled, "weighted": weighted}
-        h, x1, x2, x3 = norm_residual.infer(x, residual, w_post, *rest, **norm)
-        weights = (router_scale, router_proj, per_expert, w_dense, w_dense_down, gate_up, down)
-        dense, moe = moe_mlp.infer(x1, x2, x3, *weights, act=act, top_k=top_k, root=root)
-        return dense, moe, h
-
-    @staticmethod
     def expand(
         b: Any,
         x: Any,
@@ -416,6 +365,7 @@ class norm_moe_mlp:
         top_k: int,
         root: float,
     ) -> tuple[Any, Any, Any]:
+        require(len(weighted) == 3, f"{len(weighted)} pre-norms, expected 3")
         norm: dict[str, Any] = {"eps": eps, "scaled": scaled, "weighted": weighted}
         h, *rows = b.emit_all("norm_residual", x, residual, w_post, *rest, **norm)
         weights = (router_scale, router_proj, per_expert, w_dense, w_dense_down, gate_up, down)

@@ -62,26 +62,6 @@ class norm_residual:
     rows = (0, 1)
 
     @staticmethod
-    def infer(
-        x: Type,
-        residual: Type,
-        w_post: Type,
-        *rest: Type,
-        eps: float,
-        scaled: bool,
-        weighted: tuple[bool, ...],
-    ) -> tuple[Type, ...]:
-        require(x == residual, f"norm_residual: {x} and residual {residual} differ")
-        want = int(scaled) + sum(weighted)
-        require(len(rest) == want, f"norm_residual: {len(rest)} extra inputs, expected {want}")
-        for w in (w_post, *rest[int(scaled) :]):
-            fits = w.shape == x.shape[-1:] and w.dtype == x.dtype
-            require(fits, f"norm_residual: weight {w} does not fit {x}")
-        for w in rest[: int(scaled)]:
-            require(w == Type(x.dtype, (1,)), f"norm_residual: scalar {w} does not fit {x}")
-        return (x,) * (1 + len(weighted))
-
-    @staticmethod
     def expand(
         b: Any,
         x: Any,
@@ -92,8 +72,12 @@ class norm_residual:
         scaled: bool,
         weighted: tuple[bool, ...],
     ) -> tuple[Any, ...]:
+        want = int(scaled) + sum(weighted)
+        require(len(rest) == want, f"{len(rest)} inputs after w_post, expected {want}")
         h = b.emit("add", residual, b.emit("rms_norm", x, w_post, eps=eps))
         if scaled:
+            scalar = rest[0].type
+            require(scalar.shape == (1,), f"scalar {scalar} is not one value for {x.type}")
             h = b.emit("mul", h, rest[0])
         weights = iter(rest[int(scaled) :])
         norms = [
@@ -130,27 +114,6 @@ class dual_norm_residual:
     budget = Budget(3, 24, "as rms_norm, then as norm_residual twice")
     kind = "other"
     rows = (0, 2, 5)
-
-    @staticmethod
-    def infer(
-        a: Type,
-        w_a: Type,
-        b: Type,
-        w_b: Type,
-        w_sum: Type,
-        residual: Type,
-        *rest: Type,
-        eps: float,
-        scaled: bool,
-        weighted: tuple[bool, ...],
-    ) -> tuple[Type, ...]:
-        for x, w in ((a, w_a), (b, w_b)):
-            rms_norm.infer(x, w, eps=eps)
-            require(x == residual, f"dual_norm_residual: {x} and residual {residual} differ")
-        out: tuple[Type, ...] = norm_residual.infer(
-            a, residual, w_sum, *rest, eps=eps, scaled=scaled, weighted=weighted
-        )
-        return out
 
     @staticmethod
     def expand(

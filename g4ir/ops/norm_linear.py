@@ -6,10 +6,6 @@ from typing import Any
 
 from .base import Sample, op, require
 from .budgets import Budget
-from .linear import linear
-from .mlp import linear_glu
-from .norm import dual_norm_residual, norm_residual
-from .types import Type
 
 
 def _cut(
@@ -20,19 +16,10 @@ def _cut(
     return rest[:end], rest[end:]
 
 
-def _product(x: Type, w: Type, up: tuple[Type, ...], act: str) -> Type:
-    """Return the type of the product of a norm's last result."""
-    y: Type = linear_glu.infer(x, w, *up, act=act) if act else linear.infer(x, w)
-    return y
-
-
-def _check(op: str, weighted: tuple[bool, ...], up: tuple[Type, ...], act: str) -> None:
-    require(len(weighted) <= 1, f"{op}: {len(weighted)} pre-norms before one product")
-    require(len(up) <= bool(act), f"{op}: {len(up)} inputs behind those of the norm")
-
-
 def _multiplied(b: Any, made: tuple[Any, ...], w: Any, up: tuple[Any, ...], act: str) -> Any:
-    """Emit the product behind a norm's results."""
+    """Emit the product of a norm's last result."""
+    require(len(made) <= 2, f"{len(made) - 1} pre-norms, but one product")
+    require(len(up) <= bool(act), f"{len(up)} inputs after those of the norm")
     if act:
         return b.emit("linear_glu", made[-1], w, *up, act=act)
     return b.emit("linear", made[-1], w)
@@ -47,24 +34,6 @@ class norm_linear:
     """
 
     budget = Budget(5, 256, "as norm_residual, then as linear_glu")
-
-    @staticmethod
-    def infer(
-        x: Type,
-        residual: Type,
-        w_post: Type,
-        w: Type,
-        *rest: Type,
-        eps: float,
-        scaled: bool,
-        weighted: tuple[bool, ...],
-        act: str,
-    ) -> tuple[Type, Type]:
-        more, up = _cut(rest, scaled, weighted)
-        _check("norm_linear", weighted, up, act)
-        norm: dict[str, Any] = {"eps": eps, "scaled": scaled, "weighted": weighted}
-        h = norm_residual.infer(x, residual, w_post, *more, **norm)[0]
-        return _product(h, w, up, act), h
 
     @staticmethod
     def expand(
@@ -108,27 +77,6 @@ class dual_norm_linear:
     """
 
     budget = Budget(6, 256, "as dual_norm_residual, then as linear_glu")
-
-    @staticmethod
-    def infer(
-        a: Type,
-        w_a: Type,
-        b: Type,
-        w_b: Type,
-        w_sum: Type,
-        residual: Type,
-        w: Type,
-        *rest: Type,
-        eps: float,
-        scaled: bool,
-        weighted: tuple[bool, ...],
-        act: str,
-    ) -> tuple[Type, Type]:
-        more, up = _cut(rest, scaled, weighted)
-        _check("dual_norm_linear", weighted, up, act)
-        norm: dict[str, Any] = {"eps": eps, "scaled": scaled, "weighted": weighted}
-        h = dual_norm_residual.infer(a, w_a, b, w_b, w_sum, residual, *more, **norm)[0]
-        return _product(h, w, up, act), h
 
     @staticmethod
     def expand(
@@ -176,29 +124,23 @@ class norm_glu_linear:
     budget = Budget(6, 256, "as norm_linear, then as linear")
 
     @staticmethod
-    def infer(
-        x: Type,
-        residual: Type,
-        w_post: Type,
-        w: Type,
-        w_out: Type,
-        *rest: Type,
+    def expand(
+        b: Any,
+        x: Any,
+        residual: Any,
+        w_post: Any,
+        w: Any,
+        w_out: Any,
+        *rest: Any,
         eps: float,
         scaled: bool,
         weighted: tuple[bool, ...],
         act: str,
-    ) -> tuple[Type, Type]:
-        gated = bool(act) and len(_cut(rest, scaled, weighted)[1]) == 1
-        require(gated, "norm_glu_linear: no activation, or no up behind the inputs of the norm")
-        given: dict[str, Any] = {"eps": eps, "scaled": scaled, "weighted": weighted, "act": act}
-        made, h = norm_linear.infer(x, residual, w_post, w, *rest, **given)
-        return linear.infer(made, w_out), h
-
-    @staticmethod
-    def expand(
-        b: Any, x: Any, residual: Any, w_post: Any, w: Any, w_out: Any, *rest: Any, **attrs: Any
     ) -> tuple[Any, Any]:
-        made, h = b.emit_all("norm_linear", x, residual, w_post, w, *rest, **attrs)
+        gated = act and _cut(rest, scaled, weighted)[1]
+        require(bool(gated), "no activation, or no up after the inputs of the norm")
+        norm: dict[str, Any] = {"eps": eps, "scaled": scaled, "weighted": weighted}
+        made, h = b.emit_all("norm_linear", x, residual, w_post, w, *rest, **norm, act=act)
         return b.emit("linear", made, w_out), h
 
     samples = [

@@ -6,23 +6,10 @@ from typing import Any
 
 from .base import Sample, op, require
 from .budgets import Budget
-from .kv_quant import as_read
 from .latent import PARTS
-from .types import Type
 
 #: caches of K and V, or one of the forms of one projection (see ops/latent.py)
 FORMS = ("plain", *PARTS)
-
-
-def _row_types(b: Any, n: int, d: int, dtype: str, form: str, pairs: int) -> tuple[Type, ...]:
-    """Return the types of what a token writes to each cache."""
-    wide = "f64" if dtype == "f64" else "f32"
-    rows = {
-        "plain": ((dtype, d), (dtype, d)),
-        "value": ((dtype, d + 2 * pairs),),
-        "raw": ((dtype, d), (wide, 1)),
-    }
-    return tuple(Type(t, (b, 1, n, width)) for t, width in rows[form])
 
 
 def _held_as(b: Any, cache: Any, row: Any) -> Any:
@@ -61,46 +48,6 @@ class qkv_write:
     updates = ((1, 7), (2, 8))
 
     @staticmethod
-    def infer(
-        qkv: Type,
-        norm_q: Type,
-        norm_k: Type,
-        cos: Type,
-        sin: Type,
-        start: Type,
-        lengths: Type,
-        *caches: Type,
-        heads: int,
-        kv_heads: int,
-        values: bool,
-        form: str,
-        pairs: int,
-        eps: float,
-    ) -> tuple[Type, ...]:
-        require(eps > 0, f"qkv_write: eps {eps} is not positive")
-        require(heads > 0 and kv_heads > 0, f"qkv_write: {heads} heads, {kv_heads} of keys")
-        require(form in FORMS, f"qkv_write: form {form!r}: one of {', '.join(FORMS)}")
-        tied = form == "plain" or not values
-        require(tied, f"qkv_write: form {form} has K and V of one projection")
-        d = norm_q.shape[-1]
-        fits = isinstance(d, int) and norm_q == norm_k == Type(qkv.dtype, (d,))
-        require(fits, f"qkv_write: norms {norm_q}, {norm_k} of {qkv}")
-        d = int(d)
-        fits = 0 <= 2 * pairs <= d and (d % 2 == 0 if form == "value" else pairs == 0)
-        require(fits, f"qkv_write: {pairs} rotated pairs in {d} dims of form {form}")
-        (b, s), width = qkv.shape[:2], (heads + kv_heads * (1 + values)) * d
-        require(qkv.shape == (b, s, width), f"qkv_write: {qkv} is not [B, S, {width}]")
-        require(cos == sin == Type(qkv.dtype, (b, s, d)), f"qkv_write: {qkv}, tables {cos}, {sin}")
-        require(start == lengths == Type("i64", (b,)), f"qkv_write: {start}, {lengths} of {qkv}")
-        rows = _row_types(b, kv_heads, d, qkv.dtype, form, pairs)
-        require(len(caches) == len(rows), f"qkv_write: {len(caches)} caches of form {form}")
-        for cache, row in zip(caches, rows, strict=True):
-            read = cache if form == "raw" else as_read(cache, qkv.dtype)
-            fits = read == Type(row.dtype, (*cache.shape[:1], b, *row.shape[2:]))
-            require(fits, f"qkv_write: cache {cache} of form {form} does not fit {row}")
-        return Type(qkv.dtype, (b, s, heads, d)), *caches
-
-    @staticmethod
     def expand(
         b: Any,
         qkv: Any,
@@ -118,7 +65,13 @@ class qkv_write:
         pairs: int,
         eps: float,
     ) -> tuple[Any, ...]:
-        d = norm_q.type.shape[0]
+        require(form in FORMS, f"form {form!r}: one of {', '.join(FORMS)}")
+        require(form == "plain" or not values, f"form {form} has K and V of one projection")
+        require(form == "value" or pairs == 0, f"form {form} has no rotated pairs apart")
+        norms = (norm_q.type, norm_k.type)
+        require(norms[0] == norms[1] and norms[0].rank == 1, f"norms {norms[0]}, {norms[1]}")
+        d = norms[0].shape[0]
+        require(isinstance(d, int), f"norms {norms[0]} of a named dim")
         sizes = (heads * d, *(kv_heads * d,) * (1 + values))
         q, *kv = b.emit_all("split", qkv, sizes=sizes)
         q = b.emit("norm_rope", b.emit("heads", q, n=heads), norm_q, cos, sin, eps=eps)
@@ -133,8 +86,11 @@ class qkv_write:
             ]
         if form == "value":
             rows = [b.emit("latent_row", *rows[::-1], pairs=pairs)]
-        held = [(c, _held_as(b, c, row)) for c, row in zip(caches, rows, strict=True)]
-        return q, *(b.emit("cache_write", cache, row, start, lengths) for cache, row in held)
+        require(len(caches) == len(rows), f"{len(caches)} caches, form {form} has {len(rows)}")
+        if form != "raw":
+            rows = [_held_as(b, c, row) for c, row in zip(caches, rows, strict=True)]
+        pairs_of = zip(caches, rows, strict=True)
+        return q, *(b.emit("cache_write", cache, row, start, lengths) for cache, row in pairs_of)
 
     samples = [
         Sample(("f32[2,1,64]", *_OTHERS, *["f32[4,2,2,8]"] * 2), _PLAIN, _AT),

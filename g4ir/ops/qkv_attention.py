@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .attention import attention
 from .base import Sample, op
 from .budgets import Budget
-from .qkv import qkv_write
-from .rope import norm_rope
-from .types import Type
 
 
 def _plain(heads: int, kv_heads: int, values: bool, eps: float) -> dict[str, Any]:
@@ -40,33 +36,6 @@ class qkv_attention:
     @staticmethod
     def held(**_: Any) -> tuple[int, int]:
         return 9, 11
-
-    @staticmethod
-    def infer(
-        qkv: Type,
-        norm_q: Type,
-        norm_k: Type,
-        cos: Type,
-        sin: Type,
-        start: Type,
-        lengths: Type,
-        positions: Type,
-        written: Type,
-        cache_k: Type,
-        cache_v: Type,
-        *,
-        heads: int,
-        kv_heads: int,
-        values: bool,
-        eps: float,
-        window: int,
-        scale: float,
-        softcap: float,
-    ) -> tuple[Type, Type, Type]:
-        given = (qkv, norm_q, norm_k, cos, sin, start, lengths)
-        q, k, v = qkv_write.infer(*given, cache_k, cache_v, **_plain(heads, kv_heads, values, eps))
-        masking = _masking(window, scale, softcap)
-        return attention.infer(q, positions, written, k, v, **masking), k, v
 
     @staticmethod
     def expand(
@@ -133,27 +102,6 @@ class q_attention:
     @staticmethod
     def held(**_: Any) -> tuple[int, int]:
         return 6, 8
-
-    @staticmethod
-    def infer(
-        x: Type,
-        norm_q: Type,
-        cos: Type,
-        sin: Type,
-        positions: Type,
-        written: Type,
-        cache_k: Type,
-        cache_v: Type,
-        *,
-        eps: float,
-        window: int,
-        scale: float,
-        softcap: float,
-    ) -> Type:
-        q = norm_rope.infer(x, norm_q, cos, sin, eps=eps)
-        masking = _masking(window, scale, softcap)
-        out: Type = attention.infer(q, positions, written, cache_k, cache_v, **masking)
-        return out
 
     @staticmethod
     def expand(

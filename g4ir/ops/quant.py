@@ -1,92 +1,31 @@
-"""Weights held in fewer bits: codes, and a scale for each row or each group of a row.
-
-One definition serves every format: w = round(code * scale), rounded once to the model's dtype.
-Codes are `i8` [.., K], `f8e4m3` [.., K], or 4 bits, two in a byte: `u8` [.., K/2] with the even
-element in the low half, each as code + 8. Scales are [.., G]: each serves K/G codes in a row.
-
-Codes of `int6` are products: of a number of 6 bits and one of 8, an integer, that 16 codes share.
-128 of them lie in 104 bytes, `i64` [.., K/128 * 13], as in each half of a block of GGUF's Q6_K: 64
-bytes with the low 4 bits of number + 32, 0-63 in the low halves and 64-127 in the high ones; 32
-bytes with the upper 2 bits, those of 0-31 lowest, then 32-63, 64-95 and 96-127; the 8 integers.
-
-`uint4` and `uint5` have minima: w = round(code * scale - integer * minimum). A code is a product
-here too, of a number from 0 on and an integer of 6 bits; 32 codes share that one and the integer of
-their minimum. Scales are pairs, [.., 2G]: a scale and a minimum. 256 codes lie together in 140
-bytes, `i32` [.., K/256 * 35], or in 172, `i16` [.., K/256 * 86]; they are what a block of GGUF's
-Q4_K or Q5_K holds: 128 bytes with the low 4 bits, as of `int4`; of uint5 32 bytes with bit 4, that
-of number 64 a + 2 i + p in bit 2 a + p of byte i; 12 bytes with the integers (see `in_six_bits`).
-"""
+"""Ops on quantised weights and activations. Formats and their codecs are in codecs.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from .base import Sample, Traffic, nothing, op, require, wide
 from .budgets import MOVES, Budget
-from .types import FLOATS, ITEMSIZE, Type, dtype_name, torch_dtype
-
-#: elements that `quantize` looks at together: few enough to stay in a core's cache
-PIECE = 1 << 18
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a number is held: dtype of the codes, codes in `elements` of it, the largest code, codes
-    that a group is a multiple of, and its scales: one, or two where the second is a minimum."""
-
-    codes: str
-    packed: int
-    largest: float
-    elements: int = 1
-    share: int = 1
-    scales: int = 1
-
-    def held(self, numbers: int) -> int:
-        """Return the elements that hold so many numbers."""
-        return numbers // self.packed * self.elements
-
-    def numbers(self, held: int) -> int:
-        """Return the numbers that so many elements hold; 0 where they are no whole ones."""
-        return 0 if held % self.elements else held // self.elements * self.packed
-
-
-#: of `int6`: codes that lie together, their bytes by part, codes that share an integer, the largest
-#: number and integer
-TOGETHER, PARTS, SHARE = 128, (64, 32, 8), 16
-NUMBER, INTEGER = 31, 127
-#: of forms with minima: codes that lie together, codes that share integers, the largest integer,
-#: and bytes by part: low bits, upper bits where there are some, integers
-BLOCK, EIGHTH, MOST = 256, 32, 63
-BLOCK_PARTS = {"uint4": (128, 0, 12), "uint5": (128, 32, 12)}
-FORMS = {
-    "int8": Form("i8", 1, 127),
-    "int6": Form("i64", TOGETHER, NUMBER * INTEGER, sum(PARTS) // 8, SHARE),
-    "uint5": Form("i16", BLOCK, 31, sum(BLOCK_PARTS["uint5"]) // 2, EIGHTH, 2),
-    "int4": Form("u8", 2, 8),
-    "uint4": Form("i32", BLOCK, 15, sum(BLOCK_PARTS["uint4"]) // 4, EIGHTH, 2),
-    "fp8": Form("f8e4m3", 1, 448),
-}
-#: dtype of codes -> form
-FORM_OF = {f.codes: name for name, f in FORMS.items()}
-#: dtype of codes of one byte -> codes in it
-PACKED = {f.codes: f.packed for f in FORMS.values() if f.elements == 1}
-#: form that rows of a model may be rounded to -> numbers of a row that share a scale, 0: all
-ACTIVATIONS = {"int8": 32, "fp8": 0}
-#: of two codes in a byte, between code + 8 and two's complement
-COMPLEMENT = 0x88
+from .codecs import (
+    ACTIVATIONS,
+    FORM_OF,
+    FORMS,
+    PACKED,
+    PIECE,
+    SHARE,
+    by_columns,
+    by_rows,
+    dequantized,
+    fake_quantized,
+    quantized,
+    unfolded,
+)
+from .types import FLOATS, ITEMSIZE, Type, torch_dtype
 
 
 def _values(codes: Type) -> int:
     """Return the numbers of a row of codes."""
     return FORMS[FORM_OF[codes.dtype]].numbers(int(codes.shape[-1]))
-
-
-def numbers_in(codes: Any) -> int:
-    """Return the numbers of a row of a tensor of codes."""
-    form = FORM_OF[dtype_name(codes.dtype)]
-    return FORMS[form].numbers(codes.shape[-1])
 
 
 def _require_fit(name: str, codes: Type, scales: Type) -> None:
@@ -105,9 +44,9 @@ class quantize:
 
     Scales are rounded to the dtype `scale` before codes are. int8 and fp8 divide a group's largest
     magnitude by the largest code; integers of int6 are then the least that hold their numbers;
-    int4 finds the scale whose numbers are the weight's, where there
-    is one (weights trained on that grid), else one of small square error (quant.py: `int4_scales`);
-    of forms with minima both are of small square error, and then become integers.
+    int4 finds the scale whose numbers are the weight's, if there is one (weights trained on that
+    grid), else one of small square error (codecs.py: `int4_scales`); of forms with minima both are
+    of small square error, and then become integers.
     """
 
     budget = MOVES
@@ -181,8 +120,6 @@ class dense:
     """dequantize(codes, scales), once at build: for products that take no codes"""
 
     budget = Budget(1, 0, "one product, rounded once")
-
-    infer = staticmethod(dequantize.infer)
 
     @staticmethod
     def expand(b: Any, codes: Any, scales: Any, *, to: str) -> Any:
@@ -354,347 +291,3 @@ class fake_quantize:
         return fake_quantized(x, form)
 
     samples = [Sample(("f32[2,3,80]",), {"form": form}) for form in ACTIVATIONS]
-
-
-# --- codes to numbers --------------------------------------------------------------------------
-
-
-def dequantized(codes: Any, scales: Any, dtype: Any) -> Any:
-    """Return the numbers of codes in a dtype; float64 where scales are."""
-    import torch
-
-    factor = wide(scales)
-    form = FORM_OF.get(dtype_name(codes.dtype), "")
-    if form in BLOCK_PARTS:
-        w = _above_minima(codes, factor)
-    else:
-        opened = {"int4": unpacked, "int6": products}.get(form)
-        w = _shared((opened(codes) if opened else codes).to(factor.dtype), factor)
-    return w if w.dtype == torch.float64 else w.to(dtype)
-
-
-def _shared(numbers: Any, factors: Any) -> Any:
-    """Return numbers [.., K] times the factors [.., G] that groups of them share."""
-    return (numbers.unflatten(-1, (factors.shape[-1], -1)) * factors[..., None]).flatten(-2)
-
-
-def _above_minima(codes: Any, pairs: Any) -> Any:
-    """Return the numbers of codes with scales and minima in pairs, before they are rounded."""
-    import torch
-
-    numbers, integers, least = from_blocks(codes)
-    scales, minima = pairs.unflatten(-1, (-1, 2)).unbind(-1)
-    w = _shared(_shared(numbers.to(torch.int16), integers).to(pairs.dtype), scales)
-    below = _shared(least.to(pairs.dtype), minima)
-    return (w.unflatten(-1, (-1, EIGHTH)) - below[..., None]).flatten(-2)
-
-
-def fake_quantized(x: Any, form: str) -> Any:
-    """Compute the op `fake_quantize`."""
-    import torch
-
-    width = x.shape[-1]
-    group = ACTIVATIONS[form] or width
-    whole = torch.nn.functional.pad(x, (0, -width % group)) if width % group else x
-    codes, scales = quantized(whole, form, group, "f32")
-    return dequantized(codes, scales, x.dtype)[..., :width]
-
-
-def packed(codes: Any) -> Any:
-    """Return 4-bit codes [.., K], -8 to 7, two in a byte: u8 [.., K/2]."""
-    import torch
-
-    even, odd = (codes + 8).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
-    return even | odd << 4
-
-
-def unpacked(codes: Any) -> Any:
-    """Return the 4-bit codes of bytes u8 [.., K/2]: i8 [.., K], -8 to 7."""
-    import torch
-
-    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int8) - 8
-
-
-def folded(numbers: Any, integers: Any) -> Any:
-    """Return codes of int6: of numbers [.., K], -32 to 31, and the integers [.., K/16] that they
-    share."""
-    import torch
-
-    parts = (numbers + 32).to(torch.uint8).unflatten(-1, (-1, 4, TOGETHER // 4))
-    low, high = parts & 15, parts >> 4
-    low = (low[..., :2, :] | low[..., 2:, :] << 4).flatten(-2)
-    by = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
-    high = (high << by).sum(-2, dtype=torch.uint8)
-    shared = integers.to(torch.int8).view(torch.uint8).unflatten(-1, (-1, PARTS[2]))
-    return torch.cat((low, high, shared), -1).flatten(-2).view(torch.int64)
-
-
-def unfolded(codes: Any) -> tuple[Any, Any]:
-    """Return what `folded` was given, as i8."""
-    import torch
-
-    low, high, shared = codes.view(torch.uint8).unflatten(-1, (-1, sum(PARTS))).split(PARTS, -1)
-    low = torch.cat((low & 15, low >> 4), -1)
-    high = torch.cat([(high >> by & 3) << 4 for by in range(0, 8, 2)], -1)
-    numbers = ((low | high).to(torch.int8) - 32).flatten(-2)
-    return numbers, shared.view(torch.int8).flatten(-2)
-
-
-def products(codes: Any) -> Any:
-    """Return the codes of int6 as integers: i16 [.., K]."""
-    import torch
-
-    numbers, integers = unfolded(codes)
-    return _shared(numbers.to(torch.int16), integers)
-
-
-def in_six_bits(integers: Any, least: Any) -> Any:
-    """Return integers of 6 bits and those of minima, [.., 8 B] each, in 12 bytes for 8 of both: the
-    first four of each, with the upper bits of the others above them; the lower bits of those."""
-    import torch
-
-    pairs = [t.to(torch.uint8).unflatten(-1, (-1, 2, 4)).unbind(-2) for t in (integers, least)]
-    first = [low | high >> 4 << 6 for low, high in pairs]
-    last = pairs[0][1] & 15 | (pairs[1][1] & 15) << 4
-    return torch.cat((*first, last), -1).flatten(-2)
-
-
-def to_blocks(numbers: Any, integers: Any, form: str) -> Any:
-    """Return codes of a form with minima: of numbers [.., K], 0 to 15 or 31, and the bytes
-    [.., K/256 * 12] that `in_six_bits` makes."""
-    import torch
-
-    parts = numbers.to(torch.uint8).unflatten(-1, (-1, 4, EIGHTH, 2))
-    even, odd = (parts & 15).unbind(-1)
-    made = [(even | odd << 4).flatten(-2)]
-    if BLOCK_PARTS[form][1]:
-        by = torch.arange(8, dtype=torch.uint8, device=numbers.device).view(4, 1, 2)
-        made.append((parts >> 4 << by).sum((-3, -1), dtype=torch.uint8))
-    made.append(integers.unflatten(-1, (-1, BLOCK_PARTS[form][2])))
-    return torch.cat(made, -1).flatten(-2).view(torch_dtype(FORMS[form].codes))
-
-
-def from_blocks(codes: Any) -> tuple[Any, Any, Any]:
-    """Return u8 numbers [.., K], integers [.., K/32] and those of minima of codes with minima."""
-    import torch
-
-    sizes = BLOCK_PARTS[FORM_OF[dtype_name(codes.dtype)]]
-    low, high, six = codes.view(torch.uint8).unflatten(-1, (-1, sum(sizes))).split(sizes, -1)
-    numbers = torch.stack((low & 15, low >> 4), -1).flatten(-2)
-    if sizes[1]:
-        by = torch.arange(8, dtype=torch.uint8, device=numbers.device).view(4, 1, 2)
-        numbers = numbers | ((high[..., None, :, None] >> by & 1) << 4).flatten(-3)
-    *first, last = six.unflatten(-1, (3, 4)).unbind(-2)
-    integers, least = (
-        torch.cat((low & 63, high | low >> 6 << 4), -1).flatten(-2)
-        for low, high in zip(first, (last & 15, last >> 4), strict=True)
-    )
-    return numbers.flatten(-2), integers, least
-
-
-def by_columns(x: Any) -> Any:
-    """Return codes or scales [.., N, K] as [.., K, N]; see the op `columns`."""
-    import torch
-
-    if x.dtype != torch.uint8:
-        return x.mT.contiguous()
-    return packed(unpacked(x).mT) ^ COMPLEMENT
-
-
-def by_rows(x: Any) -> Any:
-    """Return what `by_columns` was given."""
-    import torch
-
-    return packed(unpacked(x ^ COMPLEMENT).mT) if x.dtype == torch.uint8 else x.mT
-
-
-# --- numbers to codes --------------------------------------------------------------------------
-
-
-def quantized(w: Any, form: str, group: int, scale: str) -> tuple[Any, Any]:
-    """Return codes and scales of rows [.., K]. float64 stays float64, but for codes in integers."""
-    import torch
-
-    x = wide(w).unflatten(-1, (-1, group))
-    dtype = torch_dtype(scale)
-    if form in BLOCK_PARTS:
-        return _with_minima(x, form, torch.float64 if w.dtype == torch.float64 else dtype, dtype)
-    find = int4_scales if form == "int4" else _largest
-    scales = find(x, dtype, FORMS[form].largest)
-    y = x / scales[..., None]
-    kept = scales if w.dtype == torch.float64 else scales.to(dtype)
-    codes = _CODES[form](y).flatten(-2)
-    return (codes.to(w.dtype) if form == "fp8" and w.dtype == torch.float64 else codes), kept
-
-
-def _fp8(y: Any) -> Any:
-    import torch
-
-    return y.clamp(-448, 448).to(torch.float8_e4m3fn)
-
-
-def _int8(y: Any) -> Any:
-    import torch
-
-    return y.round().clamp(-127, 127).to(torch.int8)
-
-
-def _int6(y: Any) -> Any:
-    """Return codes of groups y [n, G, g]: those of a row as of one group."""
-    shared = y.flatten(-2).unflatten(-1, (-1, SHARE))
-    integers = (shared.abs().amax(-1) / NUMBER).ceil().clamp(1, INTEGER)
-    numbers = (shared / integers[..., None]).round().clamp(-NUMBER - 1, NUMBER)
-    return folded(numbers.flatten(-2), integers)[:, None]
-
-
-_CODES: dict[str, Callable[[Any], Any]] = {
-    "int8": _int8,
-    "int6": _int6,
-    "int4": lambda y: packed(y.round().clamp(-8, 7).flatten(-2)).unflatten(-1, (y.shape[-2], -1)),
-    "fp8": _fp8,
-}
-
-
-def _with_minima(x: Any, form: str, kept: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return codes of groups x [n, G, g], and their scales and minima as `dtype` has them."""
-    import torch
-
-    parts, most = x.unflatten(-1, (-1, EIGHTH)), FORMS[form].largest
-    wanted = _above_least(parts, most)
-    pairs = [_rounded(t.amax(-1) / MOST, dtype) for t in wanted]
-    integers = [
-        (t / p[..., None]).round().clamp(0, MOST) for t, p in zip(wanted, pairs, strict=True)
-    ]
-    step, least = (i * p[..., None] for i, p in zip(integers, pairs, strict=True))
-    numbers = _numbers_above(parts, step, least, most)
-    six = in_six_bits(*(i.flatten(1) for i in integers))
-    return to_blocks(numbers.flatten(1), six, form), torch.stack(pairs, -1).flatten(1).to(kept)
-
-
-def _numbers_above(x: Any, step: Any, least: Any, most: float) -> Any:
-    """Return the numbers 0 to `most` for which number * step - least is nearest to x [.., 32]."""
-    whole = step.where(step > 0, 1.0)
-    return ((x + least[..., None]) / whole[..., None]).round().clamp(0, most)
-
-
-def _above_least(x: Any, most: float) -> tuple[Any, Any]:
-    """Return a scale and a minimum [..] for the numbers of x [.., 32]: those that just hold them,
-    bettered by least squares with the numbers held fixed, a few times."""
-    least = (-x.amin(-1)).clamp(min=0)
-    step = (x.amax(-1) + least).clamp(min=0) / most
-    for _ in range(3):
-        q = _numbers_above(x, step, least, most)
-        mean, mean_x, dot, square = q.mean(-1), x.mean(-1), (q * x).mean(-1), (q * q).mean(-1)
-        spread = square - mean * mean
-        slope = (dot - mean * mean_x) / spread.where(spread > 0, 1.0)
-        least = slope * mean - mean_x
-        through = dot / square.where(square > 0, 1.0)  # where the best minimum has the other sign
-        step = slope.where(least > 0, through).clamp(min=0)
-        least = least.clamp(min=0)
-    return step, least
-
-
-def _rounded(scales: Any, dtype: Any) -> Any:
-    """Return scales as `dtype` holds them; 1 where that is zero, so that its codes are."""
-    made = scales.to(dtype).to(scales.dtype)
-    return made.where(made != 0, 1.0)
-
-
-def _largest(x: Any, dtype: Any, largest: float) -> Any:
-    return _rounded(x.abs().amax(-1) / largest, dtype)
-
-
-#: on the grid of weights trained for 4 bits, a group's extremum has one of these codes
-_EXTREMES = (-8, 7, -7, 6, -6, 5, -5, 4, -4, 3, -3, 2, -2, 1, -1)
-#: elsewhere the extremum is divided by these first
-_STARTS = (-8.0, -7.0, 7.4)
-#: numbers of a group that are looked at first
-_FIRST = 3
-#: how far a number of the grid and what bf16 makes of it and of its scale lie apart at most
-_NEAR = 2.0**-6
-
-
-def on_grid(w: Any, codes: Any, scales: Any) -> int:
-    """Return how many groups of a weight are what their codes and scales mean in bf16, bit for bit:
-    nearly all of one that was trained for 4 bits, and hardly any of another."""
-    import torch
-
-    rows = max(1, PIECE // w.shape[-1])
-    parts = (t.reshape(-1, t.shape[-1]).split(rows) for t in (w, codes, scales))
-    found = 0
-    for x, q, s in zip(*parts, strict=True):
-        same = dequantized(q, s, torch.bfloat16).to(x.dtype) == x
-        found += int(same.unflatten(-1, (s.shape[-1], -1)).all(-1).sum())
-    return found
-
-
-def int4_scales(x: Any, dtype: Any, largest: float) -> Any:
-    """Return one scale [n, G] for each group of x [n, G, g].
-
-    Where bf16(code * scale) of some scale are the numbers of a group, bit for bit, that scale;
-    elsewhere the best of a few, each bettered by least squares with its codes held fixed.
-    """
-    import torch
-
-    extreme = x.gather(-1, x.abs().argmax(-1, keepdim=True)).squeeze(-1)
-    scales = _fitted(x, extreme, dtype)
-    on, found = grid_scales(x, extreme, dtype)
-    return torch.where(on, found, scales)
-
-
-def grid_scales(x: Any, extreme: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return whether each group of x [n, G, g] lies on a 4-bit grid, and its scale there."""
-    import torch
-
-    groups, ends = x.flatten(0, 1), extreme.flatten()
-    on, found = ends == 0, torch.ones_like(ends)
-    tried = ends[:, None] / torch.tensor(_EXTREMES).to(ends)
-    # Few groups that are off it come near in their first numbers: the rest need no look.
-    first = groups[:, :_FIRST].t()[..., None]
-    near = (_on_grid_of(tried, first) - first).abs_() <= first.abs() * _NEAR
-    group, nth = near.all(0).nonzero().unbind(-1)
-    for d in _neighbours(tried[group, nth], dtype):
-        good = _matches(groups[group], d) & ~on[group]
-        # Of several candidates that fit, the first: the lowest of a group.
-        best = torch.full_like(ends, len(_EXTREMES)).long()
-        best.scatter_reduce_(0, group[good], nth[good], "amin")
-        good &= best[group] == nth
-        found[group[good]], on[group[good]] = d[good], True
-    return on.view_as(extreme), found.view_as(extreme)
-
-
-def _on_grid_of(d: Any, w: Any) -> Any:
-    return (w / d).round_().clamp_(-8, 7).mul_(d)
-
-
-def _matches(w: Any, d: Any) -> Any:
-    """Return whether the numbers of each row of w [n, k] are bf16(code * d) for its d [n]."""
-    import torch
-
-    return (_on_grid_of(d[:, None], w).to(torch.bfloat16).to(w.dtype) == w).all(-1) & (d != 0)
-
-
-def _neighbours(d: Any, dtype: Any) -> list[Any]:
-    """Return numbers as a dtype holds them, then those above and below each."""
-    import torch
-
-    ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    near = d.to(dtype).view(ints)
-    return [n.view(dtype).to(d.dtype) for n in (near, near + 1, near - 1)]
-
-
-def _fitted(x: Any, extreme: Any, dtype: Any) -> Any:
-    import torch
-
-    best = error = None
-    for start in _STARTS:
-        d = _rounded(extreme / start, dtype)
-        for _ in range(2):
-            q = (x / d[..., None]).round_().clamp_(-8, 7)
-            dot, square = (x * q).sum(-1), (q * q).sum(-1)
-            d = _rounded(torch.where(square > 0, dot / square.clamp(min=1), d), dtype)
-        q = (x / d[..., None]).round_().clamp_(-8, 7)
-        e = (q.mul_(d[..., None]).sub_(x)).square_().sum(-1)
-        best = d if best is None else torch.where(e < error, d, best)
-        error = e if error is None else torch.minimum(e, error)
-    return best

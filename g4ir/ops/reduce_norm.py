@@ -9,9 +9,6 @@ from typing import Any
 
 from .base import Sample, op
 from .budgets import Budget
-from .collective import all_reduce
-from .norm import dual_norm_residual, norm_residual
-from .types import Type
 
 #: a norm -> the op that makes the sums that it takes too, and the inputs that are summed
 WITH_SUMS = {
@@ -39,27 +36,20 @@ class all_reduce_norm_residual:
     fold = False
 
     @staticmethod
-    def infer(
-        x: Type,
-        residual: Type,
-        w_post: Type,
-        *rest: Type,
+    def expand(
+        b: Any,
+        x: Any,
+        residual: Any,
+        w_post: Any,
+        *rest: Any,
         eps: float,
         scaled: bool,
         weighted: tuple[bool, ...],
         ranks: int,
-    ) -> tuple[Type, ...]:
-        (total,) = all_reduce.infer(x, ranks=ranks)
-        out: tuple[Type, ...] = norm_residual.infer(
-            total, residual, w_post, *rest, eps=eps, scaled=scaled, weighted=weighted
-        )
-        return out
-
-    @staticmethod
-    def expand(b: Any, x: Any, *given: Any, ranks: int, **norm: Any) -> tuple[Any, ...]:
-        (total,) = b.emit_all("all_reduce", x, ranks=ranks)
-        made: tuple[Any, ...] = b.emit_all("norm_residual", total, *given, **norm)
-        return made
+    ) -> Any:
+        total = b.emit("all_reduce", x, ranks=ranks)
+        norm: dict[str, Any] = {"eps": eps, "scaled": scaled, "weighted": weighted}
+        return b.emit_all("norm_residual", total, residual, w_post, *rest, **norm)
 
     samples = [
         Sample(
@@ -87,33 +77,24 @@ class all_reduce_dual_norm_residual:
     fold = False
 
     @staticmethod
-    def infer(
-        a: Type,
-        w_a: Type,
-        b: Type,
-        w_b: Type,
-        w_sum: Type,
-        residual: Type,
-        *rest: Type,
+    def expand(
+        make: Any,
+        a: Any,
+        w_a: Any,
+        b: Any,
+        w_b: Any,
+        w_sum: Any,
+        residual: Any,
+        *rest: Any,
         eps: float,
         scaled: bool,
         weighted: tuple[bool, ...],
         ranks: int,
-    ) -> tuple[Type, ...]:
-        one, two = all_reduce.infer(a, b, ranks=ranks)
-        given = (one, w_a, two, w_b, w_sum, residual, *rest)
-        out: tuple[Type, ...] = dual_norm_residual.infer(
-            *given, eps=eps, scaled=scaled, weighted=weighted
-        )
-        return out
-
-    @staticmethod
-    def expand(
-        make: Any, a: Any, w_a: Any, b: Any, *given: Any, ranks: int, **norm: Any
-    ) -> tuple[Any, ...]:
+    ) -> Any:
         one, two = make.emit_all("all_reduce", a, b, ranks=ranks)
-        made: tuple[Any, ...] = make.emit_all("dual_norm_residual", one, w_a, two, *given, **norm)
-        return made
+        norm: dict[str, Any] = {"eps": eps, "scaled": scaled, "weighted": weighted}
+        given = (one, w_a, two, w_b, w_sum, residual, *rest)
+        return make.emit_all("dual_norm_residual", *given, **norm)
 
     samples = [
         Sample(

@@ -139,15 +139,6 @@ class norm_rope:
     rows = (0, 2, 3)
 
     @staticmethod
-    def infer(x: Type, w: Type, cos: Type, sin: Type, *, eps: float) -> Type:
-        fits = w.shape == x.shape[-1:] and w.dtype == x.dtype
-        require(fits, f"norm_rope: weight {w} does not fit {x}")
-        want = x.with_shape(*x.shape[:2], x.shape[-1])
-        fits = x.rank == 4 and cos == sin == want
-        require(fits, f"norm_rope: tables {cos}, {sin} do not fit {x}")
-        return x
-
-    @staticmethod
     def expand(b: Any, x: Any, w: Any, cos: Any, sin: Any, *, eps: float) -> Any:
         return b.emit("rope", b.emit("rms_norm", x, w, eps=eps), cos, sin)
 

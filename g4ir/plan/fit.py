@@ -22,7 +22,7 @@ from g4ir.model.text import PLE_PARAM, build_graph
 from g4ir.model.towers import build_towers, is_tower
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES
 from g4ir.passes import run_passes
-from g4ir.passes.plan_cache import slack_of
+from g4ir.passes.plan_cache import RingOptions
 from g4ir.quant.rewrite import quantised
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import DEFAULT_PLACEMENT, as_it_is, split_program
@@ -138,7 +138,7 @@ def require_fit(
         )
         held = quantised(graphs, r.spec, r.recipe, dtype)
         made = held.map(lambda g: run_passes(g, skip=r.skip, options=r.options))
-        return _needs(stored(made), slack_of(r.options))
+        return _needs(stored(made), r.options.of(RingOptions).slack)
 
     build = _build(program, r, remake)
     room = memory - reserve(memory) - more - scratch
@@ -149,7 +149,7 @@ def require_fit(
 def fitting_placement(program: Program, r: Resolved, memory: int, more: int = 0) -> str:
     """Return where the table of per-layer embeddings lies by default: on the device if all fits
     there, else in its file. Arguments as those of `require_fit`."""
-    needs = _needs(program, slack_of(r.options))
+    needs = _needs(program, r.options.of(RingOptions).slack)
     build = _build(program, replace(r, ple_placement="device"), lambda _: needs)
     fits = build.need() <= memory - reserve(memory) - more
     return "device" if fits else DEFAULT_PLACEMENT
@@ -157,7 +157,7 @@ def fitting_placement(program: Program, r: Resolved, memory: int, more: int = 0)
 
 def _build(program: Program, r: Resolved, remake: Callable[[str], Needs]) -> _Build:
     least = max(r.media.grids, default=1) if BLOCKS in program.graphs else 1
-    needs = _needs(program, slack_of(r.options))
+    needs = _needs(program, r.options.of(RingOptions).slack)
     made = Footprint(Setup(r.spec, r.dtype, r.device), r.ple_placement, needs, needs)
     return _Build(made, r.limits, remake, partial(_table_bytes, program, r.dtype), least)
 

@@ -12,7 +12,7 @@ from textwrap import fill
 from typing import Any
 
 from g4ir.model.media import Media
-from g4ir.passes import PASSES, Options
+from g4ir.passes import PASSES, PassOptions
 from g4ir.quant.recipe import Recipe
 from g4ir.spec.record import Spec
 
@@ -188,7 +188,7 @@ class Resolved:
     limits: Limits
     all_logits: bool
     skip: tuple[str, ...]
-    options: Options
+    options: PassOptions
     ple_placement: str | None
     media: Media
     recipe: Recipe | None

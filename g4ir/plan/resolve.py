@@ -7,13 +7,15 @@ from pathlib import Path
 
 from g4ir.errors import InputError
 from g4ir.model.draft import check_pair, shipped_drafter
-from g4ir.ops.quant import ACTIVATIONS
-from g4ir.ops.reduce_norm import MOST_ROWS
+from g4ir.ops.codecs import ACTIVATIONS
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES, dtype_name
-from g4ir.passes import Options
-from g4ir.passes.latent_kv import FORMS
+from g4ir.passes import PassOptions
+from g4ir.passes.latent_kv import FORMS, LatentOptions
 from g4ir.passes.match import OFF
-from g4ir.passes.scale_residual import DIVISORS
+from g4ir.passes.narrow_kv import NarrowOptions
+from g4ir.passes.plan_cache import MOST_SLACK, RingOptions
+from g4ir.passes.quantize_activations import ActivationOptions
+from g4ir.passes.scale_residual import DIVISORS, ScaleOptions
 from g4ir.spec.record import SUFFIXES, Spec, load_spec
 from g4ir.weights.checkpoint import CONFIG, GGUF
 from g4ir.weights.pack import DEFAULT_PLACEMENT, PLACEMENTS
@@ -24,8 +26,8 @@ from .latent import choose_form
 DEVICES = ("cpu", "cuda")
 #: what caches may hold, as a user says it -> dtype of their rows (ops/kv_quant.py)
 KV_DTYPES = {"bfloat16": "bf16", "float8": "f8e4m3", "int8": "i8"}
-#: a round costs about what its weights cost to read; of more tokens, products cost more than that
-MOST_DRAFTED = 32
+#: draft tokens of a verification step at most
+MOST_DRAFTED = MOST_SLACK
 #: what a drafter drafts unless told: further ones are seldom right
 DRAFTED = 4
 #: words for the drafter that belongs to the variant, and for none
@@ -110,19 +112,6 @@ def _given_drafter(path: Path) -> Spec:
     return Spec.from_hf(path / CONFIG)
 
 
-def for_gpu(rows: int) -> Options:
-    """Return the arguments of passes for steps that are a chain of kernels on a GPU, of so many
-    rows; 0: for all others."""
-    most = {
-        "fuse_norm_linear": 1,
-        "fuse_norm_moe": 1,
-        "fuse_attention": rows,
-        "fuse_glu_linear": 1,
-        "fuse_all_reduce": MOST_ROWS,
-    }
-    return {name: {"on": 0 < rows <= n} for name, n in most.items()}
-
-
 def pass_options(
     latent: str,
     kv: str,
@@ -131,19 +120,19 @@ def pass_options(
     keep: Sequence[int] = (),
     gpu_rows: int = 0,
     divisor: int = 1,
-) -> Options:
-    """Return the passes' own arguments: the form of K=V caches, what caches are narrowed to, what
-    rows are rounded to, how many tokens rings can lose again, the layers that `keep` K and V, the
-    rows of steps that are a chain of kernels on a GPU, 0 elsewhere, and the divisor of the residual
-    stream."""
-    return {
-        "scale_residual": {"divisor": divisor},
-        "plan_cache": {"slack": drafted},
-        "latent_kv": {"form": latent, "keep": tuple(keep)},
-        "narrow_kv": {"to": kv},
-        "quantize_activations": {"to": activations},
-        **for_gpu(gpu_rows),
-    }
+) -> PassOptions:
+    """Return the options of the passes: the form of K=V caches and the layers that `keep` K and V,
+    the dtype of the KV cache, the format of activations, the draft tokens that a ring can take
+    back, the sequences of a step that is one kernel graph on a GPU (0: none), and the divisor of
+    the residual stream."""
+    records = (
+        ScaleOptions(divisor),
+        RingOptions(drafted),
+        LatentOptions(latent, tuple(keep)),
+        NarrowOptions(kv),
+        ActivationOptions(activations),
+    )
+    return PassOptions(records, gpu_rows)
 
 
 def find_latent(

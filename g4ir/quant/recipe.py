@@ -26,7 +26,7 @@ from typing import Annotated
 
 from g4ir.errors import InputError
 from g4ir.ops import OPS
-from g4ir.ops.quant import FORMS
+from g4ir.ops.codecs import FORMS
 from g4ir.ops.types import Type
 from g4ir.spec.reader import Index, Length, OneOf, Shaped, build, fail, parse_tree, read_tree
 
@@ -40,7 +40,7 @@ MOST_NAMES = 10_000
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a weight is held: a form (ops/quant.py), how many numbers share a scale (0: a row), and
+    """How a weight is held: a form (ops/codecs.py), how many numbers share a scale (0: a row), and
     the scales' dtype (None: the engine's)."""
 
     form: str

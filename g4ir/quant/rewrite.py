@@ -14,7 +14,7 @@ from functools import lru_cache
 from g4ir.ir.graph import Builder, Graph, Node, Program, Value
 from g4ir.model.names import CODES, SCALES, checkpoint_name
 from g4ir.model.text import build_graph
-from g4ir.ops.quant import FORM_OF, FORMS
+from g4ir.ops.codecs import FORM_OF, FORMS
 from g4ir.ops.types import Type
 from g4ir.spec.record import Spec
 

@@ -59,7 +59,7 @@ class WeightSource(Protocol):
     @property
     def forms(self) -> Mapping[str, Scheme]:
         """Weights in codes already -> how. `X.codes` and `X.scales` of such a weight X are tensors
-        (ops/quant.py says their layout); X itself is what they mean, in f32."""
+        (ops/codecs.py says their layout); X itself is what they mean, in f32."""
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return the tensor of a name (without the checkpoint's prefix); do not write to it."""

@@ -1,5 +1,5 @@
 """A weight that a file holds in codes already, as its reader hands it on: for each format the codes
-and scales of ops/quant.py, and the names by which a source answers for them."""
+and scales of ops/codecs.py, and the names by which a source answers for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from g4ir.errors import WeightsError
 from g4ir.model.names import CODES, SCALES
-from g4ir.ops.quant import dequantized
+from g4ir.ops.codecs import dequantized
 from g4ir.ops.types import torch_dtype
 from g4ir.quant.recipe import Scheme
 

@@ -15,13 +15,13 @@ from g4ir.ir.interpret import interpret
 from g4ir.model.media import Media
 from g4ir.model.names import SCALES, checkpoint_name
 from g4ir.model.text import build_program
+from g4ir.ops.codecs import on_grid
 from g4ir.ops.finite import cast
-from g4ir.ops.quant import on_grid
 from g4ir.ops.types import TORCH_NAMES, dtype_name, torch_dtype
 from g4ir.parallel.shard import shard_program
 from g4ir.parallel.share import Share
-from g4ir.passes import Dump, Options, run_program
-from g4ir.passes.plan_cache import slack_of
+from g4ir.passes import Dump, PassOptions, run_program
+from g4ir.passes.plan_cache import RingOptions
 from g4ir.quant.recipe import Recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
@@ -89,7 +89,7 @@ def make_packing(
     dtype: str,
     media: Media,
     skip: Iterable[str],
-    options: Options,
+    options: PassOptions,
     recipe: Recipe | None = None,
     stored: Callable[[Program], Program] = as_it_is,
     dump: Dump | None = None,
@@ -100,7 +100,8 @@ def make_packing(
     """Return the graphs of an engine and what makes their params: all that follows from its specs
     and options; of several `ranks` those of one, which with `ep` has some of the experts.
     `stored` is the backend's (Backend.stored)."""
-    made = build_program(spec, all_logits, dtype, media, slack_of(options) > 0, drafter)
+    verifies = options.of(RingOptions).slack > 0
+    made = build_program(spec, all_logits, dtype, media, verifies, drafter)
     plain = shard_program(quantised(made, spec, recipe, dtype), spec, ranks, ep)
     return split_program(stored(run_program(plain, skip=skip, dump=dump, options=options)))
 

@@ -16,7 +16,7 @@ from g4ir.errors import EngineError
 from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ir.interpret import run_node
 from g4ir.model.names import CODES, SCALES
-from g4ir.ops.quant import by_rows
+from g4ir.ops.codecs import by_rows
 
 from .pack import MadeParams, ParamSource
 

@@ -24,12 +24,11 @@ from g4ir.ir.text import parse_graph
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS
 from g4ir.ops.base import as_tuple
-from g4ir.ops.quant import FORM_OF, FORMS
+from g4ir.ops.codecs import FORM_OF, FORMS
 from g4ir.ops.types import torch_dtype
 from g4ir.parallel.shard import shard
-from g4ir.passes import run_passes
+from g4ir.passes import PassOptions, run_passes
 from g4ir.plan.engine_limits import Limits
-from g4ir.plan.resolve import for_gpu
 from g4ir.weights.pack import split_program
 from tests.configs import spec_called
 from tests.runner import built_program
@@ -169,7 +168,7 @@ def of_two_ranks(name: str) -> Graph:
     """A decode step of one of two ranks, for one row."""
     spec = spec_called(name)
     own = shard(build_graph(spec, "decode", dtype="bf16"), spec, 2)
-    return bind(split_prologue(run_passes(own, options=for_gpu(1)))[1], B=1)
+    return bind(split_prologue(run_passes(own, options=PassOptions(gpu_rows=1)))[1], B=1)
 
 
 def test_every_kernel_is_used() -> None:

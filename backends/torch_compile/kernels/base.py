@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from g4ir.ir.graph import RESULT, Graph, Node, Value
+from g4ir.ops.codecs import FORM_OF, PACKED
 from g4ir.ops.kv_quant import narrow_width
-from g4ir.ops.quant import FORM_OF, PACKED
 from g4ir.ops.types import Type
 
 from ..target import Target

@@ -1,4 +1,4 @@
-"""Weights as kernels read them: in a float dtype, or in codes with scales (g4ir/ops/quant.py).
+"""Weights as kernels read them: in a float dtype, or in codes with scales (g4ir/ops/codecs.py).
 
 FORM is empty for a float dtype, else the form of the codes. GROUP is how many codes share a scale;
 0: those of a row, whose scale is applied to the row's sum. Products with one row of x keep code *
@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from g4ir.ops.quant import FORM_OF, FORMS, PACKED, dequantized
+from g4ir.ops.codecs import FORM_OF, FORMS, PACKED, dequantized
 from g4ir.ops.types import torch_dtype
 
 from .launch import fetch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from g4ir.ir.graph import RESULT, Graph, Node
-from g4ir.ops.quant import FORMS
+from g4ir.ops.codecs import FORMS
 
 from ..target import Target
 from .base import Choice, Kernel, Sample, Shape, both_in_codes, codes_of, is_skinny, size

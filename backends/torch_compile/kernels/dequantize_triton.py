@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch.library import triton_op
 
-from g4ir.ops.quant import dequantized
+from g4ir.ops.codecs import dequantized
 from g4ir.ops.types import torch_dtype
 
 from .codes_triton import bits_of_16, columns, form_of, row_scaled, rows_of, scales_of, weight_tile

@@ -1,7 +1,7 @@
 """compressed-tensors: `config_groups` say which modules are in codes and how; scales multiply.
 
 Layouts as in the library of that name: `weight_packed` i32 [N, K*b/32] holds codes + 2^(b-1), low
-bits first, so that the bytes of 4-bit rows are those of ops/quant.py; int8 and e4m3 lie as they
+bits first, so that the bytes of 4-bit rows are those of ops/codecs.py; int8 and e4m3 lie as they
 are. Activations are not rounded.
 """
 
@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 from g4ir.errors import WeightsError
-from g4ir.ops.quant import unpacked
+from g4ir.ops.codecs import unpacked
 from g4ir.spec.reader import Length, Line, Node, OneOf, Range, build
 from g4ir.weights.coded import CodedWeight
 from g4ir.weights.tensorfile import quoted

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from g4ir.ops.quant import dequantized, packed, to_blocks
+from g4ir.ops.codecs import dequantized, packed, to_blocks
 from g4ir.quant.recipe import Scheme
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A type that is codes times scales: codes in the form of ops/quant.py, scales [n, groups]."""
+    """A type that is codes times scales: codes in the form of ops/codecs.py, scales [n, groups]."""
 
     scheme: Scheme
     codes: Part

@@ -1,0 +1,113 @@
+"""Joins: a node and its only reader become one op. A pass lists its joins as rows; one runner.
+
+    reader(.., producer(..), ..)  ->  joined(..)
+
+The joined node has the reader's results, then the producer's other results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from g4ir.ir.graph import Attr, Builder, Graph, Node, Value, splice_all
+
+from .match import Left, Note, after
+
+
+def _allowed(g: Graph, producer: Node, reader: Node) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Join:
+    """A row: which two ops become which one."""
+
+    reader: str
+    #: operands of the reader that are results of the producer, from its result `first` on
+    operands: tuple[str, ...]
+    producer: str
+    joined: str
+    first: int = 0
+    #: the value may have other readers: it stays a result
+    shared: bool = False
+    #: only for one token of each sequence
+    one_token: bool = False
+    #: reason to leave the two apart, or ""
+    refuses: Callable[[Graph, Node, Node], str] = _allowed
+    #: inputs of the joined node; None: the reader's, the producer's in place of the operands
+    inputs: Callable[[Node, Node], Sequence[Value]] | None = None
+    #: attributes of the joined node that the two lack, and those of the producer that it lacks
+    attrs: Mapping[str, Attr] = field(default_factory=dict)
+    drops: tuple[str, ...] = ()
+
+    def taken(self, n: Node) -> tuple[Value, ...]:
+        """Return the reader's operands that the producer makes."""
+        return tuple(n[operand] for operand in self.operands)
+
+    def takes(self, n: Node, producer: Node) -> bool:
+        """Whether the row is about these two nodes."""
+        made = producer.outputs[self.first :][: len(self.operands)]
+        return (n.op, producer.op) == (self.reader, self.producer) and made == self.taken(n)
+
+    def check(self, g: Graph, n: Node, producer: Node) -> None:
+        """Raise Left with the reason to leave the two apart."""
+        taken = self.taken(n)
+        if self.one_token and (taken[0].type.rank < 3 or taken[0].type.shape[1] != 1):
+            raise Left(f"{taken[0]} is of several tokens")
+        if reason := self.refuses(g, producer, n):
+            raise Left(reason)
+        for v in taken:
+            alone = self.shared or g.users()[v.name] == [n]
+            if not alone or n.inputs.count(v) > 1:
+                raise Left(f"{v} has another user")
+        if len(producer.outputs) > len(taken) or self.shared:
+            later = {v for m in after(g, producer.outputs) for v in m.outputs}
+            if later.intersection(n.inputs):
+                raise Left(f"{n.outputs[0]} reads what is made of {producer.outputs[0]}")
+
+    def node(self, n: Node, producer: Node) -> Node:
+        """Return the joined node."""
+        taken = () if self.shared else self.taken(n)
+        results = (*n.outputs, *(v for v in producer.outputs if v not in taken))
+        own = {k: v for k, v in producer.attrs.items() if k not in self.drops}
+        inputs = self.inputs(producer, n) if self.inputs else self._in_place(producer, n)
+        b = Builder()
+        names = [v.name for v in results]
+        b.emit_all(self.joined, *inputs, name=names, **{**self.attrs, **own, **n.attrs})
+        return b.nodes[0]
+
+    def _in_place(self, producer: Node, n: Node) -> Sequence[Value]:
+        """Return the reader's inputs with the producer's in place of what it makes: all in place of
+        one operand, one each in place of several."""
+        taken = self.taken(n)
+        parts = [producer.inputs] if len(taken) == 1 else [(v,) for v in producer.inputs]
+        made = dict(zip(taken, parts, strict=True))
+        return [x for v in n.inputs for x in made.get(v, (v,))]
+
+
+def join(g: Graph, rows: Sequence[Join], note: Note) -> Graph:
+    """Join every reader with its producer if a row takes them."""
+    edits: list[tuple[list[Node], list[Node]]] = []
+    for n in g.find(*dict.fromkeys(row.reader for row in rows)):
+        try:
+            row, producer = _match(g, n, rows)
+        except Left as reason:
+            note(n.outputs[0].name, f"left: {reason}")
+            continue
+        edits.append(([producer, n], [row.node(n, producer)]))
+        note(n.outputs[0].name, f"fused with {producer.outputs[0]}")
+    return splice_all(g, edits)
+
+
+def _match(g: Graph, n: Node, rows: Sequence[Join]) -> tuple[Join, Node]:
+    own = [row for row in rows if row.reader == n.op]
+    v = own[0].taken(n)[0]
+    producer = g.producers().get(v.name)
+    row = next((row for row in own if producer and row.takes(n, producer)), None)
+    if row is None or producer is None:
+        ops = " or ".join(dict.fromkeys(row.producer for row in own))
+        what = " and ".join(map(str, own[0].taken(n)))
+        raise Left(f"{what} {'are' if ' and ' in what else 'is'} not made by {ops}")
+    row.check(g, n, producer)
+    return row, producer
