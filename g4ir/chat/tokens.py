@@ -46,10 +46,10 @@ def _pieces(text: str) -> list[Piece]:
     return [Piece(text)] if text else []
 
 
-class Budget:
+class ReasoningBudget:
     """Ends thoughts that take more than `limit` tokens, counted over the whole answer.
 
-        budget = Budget(vocabulary, 512, inside=reader.thinking)
+        budget = ReasoningBudget(vocabulary, 512, inside=reader.thinking)
         token = budget.forced()                 # what must come next, or None: the model is free
         budget.push(token)                      # what came next
 

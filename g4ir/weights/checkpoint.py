@@ -30,7 +30,7 @@ from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec
 from g4ir.weights import tensorfile
 from g4ir.weights.coded import CodedWeight, MadeWeight, forms_of, split_part
-from g4ir.weights.formats import Coded, Files, read_coded
+from g4ir.weights.formats import Files, QuantisedTensors, read_coded
 from g4ir.weights.formats.base import CODED
 from g4ir.weights.layouts import ADAPTER, COMPUTED, MLX_EXPERTS, by_plain_name, plain_name
 from g4ir.weights.tensorfile import Entry, Header, open_regular, parse_json, quoted
@@ -472,7 +472,7 @@ def _is_text(spec: Spec, prefix: str, name: str) -> bool:
     return inside and _tower(spec, name) is None
 
 
-def _coded(live: Found, found: Coded, dtype: str) -> dict[str, CodedWeight | MadeWeight]:
+def _coded(live: Found, found: QuantisedTensors, dtype: str) -> dict[str, CodedWeight | MadeWeight]:
     """Return the weights in codes by bare name; WeightsError for one that may not be used."""
     kept: dict[str, CodedWeight | MadeWeight] = {}
     for name, (_, entry) in live.items():

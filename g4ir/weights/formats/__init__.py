@@ -12,12 +12,12 @@ from g4ir.spec.reader import Where, tree_of
 from g4ir.weights.tensorfile import DOWNLOAD, open_regular, parse_json, quoted
 
 from . import compressed_tensors, fp8, mlx, mobile
-from .base import KEY, Coded, Files, nothing_coded
+from .base import KEY, Files, QuantisedTensors, nothing_coded
 
 #: most bytes of a config.json
 LIMIT = 4 << 20
 #: quant_method -> its reader: the config's tree and the files -> what is in codes
-METHODS: Mapping[str, Callable[[Any, Files], Coded]] = {
+METHODS: Mapping[str, Callable[[Any, Files], QuantisedTensors]] = {
     "compressed-tensors": compressed_tensors.read,
     "fp8": fp8.read,
     "gemma": mobile.read,
@@ -38,7 +38,7 @@ def _values(config: Path) -> dict[str, Any]:
     return parse_json(config, raw)
 
 
-def read_coded(config: Path, files: Files) -> Coded:
+def read_coded(config: Path, files: Files) -> QuantisedTensors:
     """Return what a checkpoint holds in codes, by the `quantization_config` of its config.json.
 
     Raises SpecError for a key that is not understood, WeightsError for a method that is not read

@@ -85,7 +85,7 @@ class Files:
 
 
 @dataclass(frozen=True)
-class Coded:
+class QuantisedTensors:
     """A checkpoint's tensors with one entry in the place of codes and scales: `weights` by that
     entry. `ignored` tensors -> why."""
 
@@ -94,9 +94,9 @@ class Coded:
     ignored: Mapping[str, str]
 
 
-def nothing_coded(files: Files) -> Coded:
+def nothing_coded(files: Files) -> QuantisedTensors:
     """Return the tensors as they are."""
-    return Coded(files.names, {}, {})
+    return QuantisedTensors(files.names, {}, {})
 
 
 @dataclass
@@ -131,14 +131,14 @@ class Modules:
         name = module if STACKED.fullmatch(module) else f"{module}.weight"
         self.weights[name] = found, weight
 
-    def done(self) -> Coded:
+    def done(self) -> QuantisedTensors:
         """Return all tensors, experts stacked."""
         entries = dict(self.plain)
         weights: dict[Entry, CodedWeight | MadeWeight] = {}
         for name, ((header, entry), weight) in stacked(self.weights).items():
             stand_in = replace(entry, dtype=CODED, shape=weight.shape)
             entries[name], weights[stand_in] = (header, stand_in), weight
-        return Coded(entries, weights, self.ignored)
+        return QuantisedTensors(entries, weights, self.ignored)
 
 
 def wrong(found: Found, what: str, fix: str = tensorfile.DOWNLOAD) -> WeightsError:
@@ -164,7 +164,7 @@ def require(found: Found, dtypes: Iterable[str], shape: tuple[int, ...] | None =
 
 
 @dataclass(frozen=True)
-class Grid:
+class ScaleBlocks:
     """Scales of blocks of a weight [.., N, K]: each of `rows` x `columns` numbers, those at the end
     may be cut; of all of it where both are 0."""
 
@@ -209,7 +209,7 @@ class _Scales:
     files: Files
     found: Found
     shape: tuple[int, ...]
-    grid: Grid
+    grid: ScaleBlocks
 
     @property
     def flat(self) -> bool:
@@ -244,7 +244,7 @@ def coded_weight(
     shape: tuple[int, ...],
     codes: Found,
     scales: Found,
-    grid: Grid,
+    grid: ScaleBlocks,
     convert: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
     dtype: str | None = "",
 ) -> CodedWeight:

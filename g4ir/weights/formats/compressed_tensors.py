@@ -22,11 +22,11 @@ from g4ir.weights.tensorfile import quoted
 from .base import (
     FIX,
     KEY,
-    Coded,
     Files,
     Found,
-    Grid,
     Modules,
+    QuantisedTensors,
+    ScaleBlocks,
     as_it_is,
     coded_weight,
     e4m3,
@@ -96,20 +96,20 @@ class Numbers:
     observer_kwargs: Any = None
 
     @property
-    def grid(self) -> Grid | None:
+    def grid(self) -> ScaleBlocks | None:
         """Where scales lie; None for a strategy that is not read."""
         group, rest = self.group_size or 0, {None: "tensor", -1: "channel"}
         found = {
-            "tensor": Grid(0, 0),
-            "channel": Grid(1, 0),
-            "group": Grid(1, group) if group > 0 else None,
-            "block": Grid(*self.block_structure) if self.block_structure else None,
+            "tensor": ScaleBlocks(0, 0),
+            "channel": ScaleBlocks(1, 0),
+            "group": ScaleBlocks(1, group) if group > 0 else None,
+            "block": ScaleBlocks(*self.block_structure) if self.block_structure else None,
         }
         return found.get(self.strategy or rest.get(self.group_size, "group"))
 
 
 @dataclass(frozen=True)
-class Group:
+class ModuleGroup:
     """Modules that are held alike: `targets` are their names, `re:` patterns, or classes."""
 
     targets: Annotated[tuple[_Word, ...], Length(1, 10_000)]
@@ -120,11 +120,11 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Config:
+class CompressedTensorsConfig:
     """The whole of `quantization_config`."""
 
     quant_method: str
-    config_groups: dict[_Word, Group]
+    config_groups: dict[_Word, ModuleGroup]
     format: str = "dense"
     quantization_status: str | None = None
     ignore: Annotated[tuple[_Word, ...], Length(0, 100_000)] | None = None
@@ -139,12 +139,12 @@ class Config:
     use_optimized_inference: Any = None
 
 
-def read(tree: Node, files: Files) -> Coded:
+def read(tree: Node, files: Files) -> QuantisedTensors:
     """Return what is in codes; SpecError or WeightsError for what is not understood."""
-    config: Config = build(Config, tree, KEY)
+    config: CompressedTensorsConfig = build(CompressedTensorsConfig, tree, KEY)
     where = str(tree.where)
     _check(config, where)
-    modules, choice = Modules(files, SUFFIXES), Choice(config, where)
+    modules, choice = Modules(files, SUFFIXES), ModuleChoice(config, where)
     for module, parts in modules.parts.items():
         _take(modules, module, parts, choice)
     groups = config.config_groups.values()
@@ -155,7 +155,7 @@ def read(tree: Node, files: Files) -> Coded:
     return modules.done()
 
 
-def _check(config: Config, where: str) -> None:
+def _check(config: CompressedTensorsConfig, where: str) -> None:
     """Raise WeightsError for what is not read: formats, kinds of numbers, other transformations."""
     others = {
         "sparsity_config": (config.sparsity_config or {}).get("format", "dense") != "dense"
@@ -172,7 +172,7 @@ def _check(config: Config, where: str) -> None:
         _check_group(f"{where}: {KEY}.config_groups.{name}", config, group)
 
 
-def _check_group(where: str, config: Config, group: Group) -> None:
+def _check_group(where: str, config: CompressedTensorsConfig, group: ModuleGroup) -> None:
     form, numbers = group.format or config.format, group.weights
     if numbers is None:
         raise _unread(where, "weights", None)
@@ -194,10 +194,10 @@ def _unread(where: str, key: str, value: Any) -> WeightsError:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ModuleChoice:
     """Which modules a config puts in codes, and how."""
 
-    config: Config
+    config: CompressedTensorsConfig
     where: str
 
     @cached_property
@@ -205,7 +205,7 @@ class Choice:
         return Names.of(self.config.ignore or (), self.where)
 
     @cached_property
-    def _groups(self) -> list[tuple[Group, Names]]:
+    def _groups(self) -> list[tuple[ModuleGroup, Names]]:
         groups = self.config.config_groups.values()
         return [(g, Names.of(g.targets, self.where)) for g in groups]
 
@@ -213,7 +213,7 @@ class Choice:
         """Whether `ignore` names a module."""
         return self._ignored.hold(module, kind)
 
-    def group(self, module: str, kind: str) -> Group | None:
+    def group(self, module: str, kind: str) -> ModuleGroup | None:
         """Return the first group with a target that names a module."""
         return next((g for g, names in self._groups if names.hold(module, kind)), None)
 
@@ -226,7 +226,7 @@ def _kind(module: str, parts: Mapping[str, Found]) -> str:
     return "Embedding" if module.endswith(TABLES) else "Linear"
 
 
-def _take(modules: Modules, module: str, parts: dict[str, Found], choice: Choice) -> None:
+def _take(modules: Modules, module: str, parts: dict[str, Found], choice: ModuleChoice) -> None:
     """Sort the tensors of one module into weights in codes, plain ones and ignored ones."""
     for suffix in ACTIVATIONS:
         if found := parts.pop(suffix, None):
@@ -277,7 +277,9 @@ def _weight(files: Files, parts: Mapping[str, Found], numbers: Numbers, form: st
     return coded_weight(files, name, codes[1].shape, codes, scales, grid, check)
 
 
-def _packed(files: Files, parts: Mapping[str, Found], numbers: Numbers, grid: Grid) -> CodedWeight:
+def _packed(
+    files: Files, parts: Mapping[str, Found], numbers: Numbers, grid: ScaleBlocks
+) -> CodedWeight:
     """Return a weight of 4 or 8 bits in words of 32; with zero points its codes are int8."""
     codes, bits = parts[WORDS], numbers.num_bits
     require(codes, ["I32"])
@@ -315,7 +317,7 @@ def _int8(words: torch.Tensor) -> torch.Tensor:
 _FROM_WORDS: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = {4: _bytes, 8: _int8}
 
 
-def _with_zeros(files: Files, w: CodedWeight, zeros: Found, grid: Grid) -> CodedWeight:
+def _with_zeros(files: Files, w: CodedWeight, zeros: Found, grid: ScaleBlocks) -> CodedWeight:
     """Return a weight of 4 bits with its zero points taken off: int8 codes q - z. They are packed
     along the output axis: i32 [N/8, G]."""
     n, groups = grid.shape(w.shape)[-2:]

@@ -13,12 +13,12 @@ from .base import (
     FIX,
     KEY,
     STACKED,
-    Coded,
     Files,
     Found,
-    Grid,
     Modules,
     NameList,
+    QuantisedTensors,
+    ScaleBlocks,
     coded_weight,
     e4m3,
     require,
@@ -39,7 +39,7 @@ _Side = Annotated[int, Range(1, 1 << 16)]
 
 
 @dataclass(frozen=True)
-class Config:
+class Fp8Config:
     """The whole of `quantization_config`."""
 
     quant_method: str
@@ -53,9 +53,9 @@ class Config:
     dequantize: Any = None
 
 
-def read(tree: Node, files: Files) -> Coded:
+def read(tree: Node, files: Files) -> QuantisedTensors:
     """Return what is in codes; SpecError or WeightsError for what is not understood."""
-    config: Config = build(Config, tree, KEY)
+    config: Fp8Config = build(Fp8Config, tree, KEY)
     modules = Modules(files, SUFFIXES)
     for module, parts in modules.parts.items():
         _take(modules, module, parts, config, str(tree.where))
@@ -64,7 +64,7 @@ def read(tree: Node, files: Files) -> Coded:
 
 
 def _take(
-    modules: Modules, module: str, parts: dict[str, Found], config: Config, where: str
+    modules: Modules, module: str, parts: dict[str, Found], config: Fp8Config, where: str
 ) -> None:
     """Sort the tensors of one module into weights in codes and plain ones."""
     if found := parts.pop(ACTIVATION, None):
@@ -84,7 +84,7 @@ def _take(
     if excluded(module, names, where):
         raise wrong(weight, "is in codes, but modules_to_not_convert names its module", FIX)
     require(weight, ["F8_E4M3"])
-    grid = Grid(*(config.weight_block_size or (0, 0)))
+    grid = ScaleBlocks(*(config.weight_block_size or (0, 0)))
     shape = weight[1].shape
     modules.add(
         module,

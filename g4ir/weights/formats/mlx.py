@@ -18,7 +18,7 @@ from g4ir.weights.coded import MadeWeight
 from g4ir.weights.layouts import plain_name
 from g4ir.weights.tensorfile import FLOATS, quoted
 
-from .base import CODED, PIECE, Coded, Files, Found, require, wrong
+from .base import CODED, PIECE, Files, Found, QuantisedTensors, require, wrong
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ def is_mlx(values: Any) -> bool:
     return isinstance(values, dict) and values.keys() >= NEEDED and "quant_method" not in values
 
 
-def read(config: Path, values: Mapping[str, Any], files: Files) -> Coded:
+def read(config: Path, values: Mapping[str, Any], files: Files) -> QuantisedTensors:
     """Return what is quantised; WeightsError names the module and what is not read of it."""
     mode = values.get("mode", "affine")
     if mode != "affine":
@@ -62,7 +62,7 @@ def read(config: Path, values: Mapping[str, Any], files: Files) -> Coded:
             "their scales and biases; --quant quantises them again",
             *(config.parent, len(weights)),
         )
-    return Coded(names, weights, {})
+    return QuantisedTensors(names, weights, {})
 
 
 def _weight(

@@ -18,12 +18,12 @@ from g4ir.weights.coded import CodedWeight
 from .base import (
     FIX,
     KEY,
-    Coded,
     Files,
     Found,
-    Grid,
     Modules,
     NameList,
+    QuantisedTensors,
+    ScaleBlocks,
     as_it_is,
     coded_weight,
     require,
@@ -53,7 +53,7 @@ class Own:
 
 
 @dataclass(frozen=True)
-class Config:
+class MobileConfig:
     """The whole of `quantization_config`."""
 
     quant_method: str
@@ -70,9 +70,9 @@ class Config:
         return self.num_bits
 
 
-def read(tree: Node, files: Files) -> Coded:
+def read(tree: Node, files: Files) -> QuantisedTensors:
     """Return what is in codes; SpecError or WeightsError for what is not understood."""
-    config: Config = build(Config, tree, KEY)
+    config: MobileConfig = build(MobileConfig, tree, KEY)
     modules = Modules(files, SUFFIXES)
     for module, parts in modules.parts.items():
         _take(modules, module, parts, config, str(tree.where))
@@ -80,7 +80,7 @@ def read(tree: Node, files: Files) -> Coded:
 
 
 def _take(
-    modules: Modules, module: str, parts: dict[str, Found], config: Config, where: str
+    modules: Modules, module: str, parts: dict[str, Found], config: MobileConfig, where: str
 ) -> None:
     """Sort the tensors of one module into weights in codes, plain ones and ignored ones."""
     for suffix in CACHES:
@@ -116,7 +116,7 @@ def _grid_fault(modules: Modules, ranges: list[Found]) -> str:
     return fault
 
 
-def _form(config: Config, module: str, where: str) -> Form:
+def _form(config: MobileConfig, module: str, where: str) -> Packing:
     """Return how the codes of a module lie."""
     bits = config.bits(module, where)
     if bits not in FORMS:
@@ -126,11 +126,11 @@ def _form(config: Config, module: str, where: str) -> Form:
     return FORMS[bits]
 
 
-def _weight(files: Files, form: Form, codes: Found, scales: Found, table: bool) -> CodedWeight:
+def _weight(files: Files, form: Packing, codes: Found, scales: Found, table: bool) -> CodedWeight:
     """Return a weight in codes; its scales have the engine's dtype."""
     require(codes, [form.dtype])
     shape = (*codes[1].shape[:-1], codes[1].shape[-1] * form.packed) if codes[1].shape else ()
-    grid = Grid(1, _columns(scales, shape) if table else 0)
+    grid = ScaleBlocks(1, _columns(scales, shape) if table else 0)
     return coded_weight(files, form.name, shape, codes, scales, grid, form.convert, None)
 
 
@@ -159,7 +159,7 @@ def _from_2_bits(t: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Form:
+class Packing:
     """How codes lie in a file: dtype, codes in an element; the canonical form and the way to it."""
 
     dtype: str
@@ -168,8 +168,8 @@ class Form:
     convert: Callable[[torch.Tensor], torch.Tensor]
 
 
-FORMS: Mapping[int, Form] = {
-    2: Form("U8", 4, "int4", _from_2_bits),
-    4: Form("U8", 2, "int4", as_it_is),
-    8: Form("I8", 1, "int8", as_it_is),
+FORMS: Mapping[int, Packing] = {
+    2: Packing("U8", 4, "int4", _from_2_bits),
+    4: Packing("U8", 2, "int4", as_it_is),
+    8: Packing("I8", 1, "int8", as_it_is),
 }
