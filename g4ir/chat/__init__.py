@@ -1,4 +1,4 @@
-"""Conversations made into prompts, and what a model writes into thoughts, content and calls.
+"""Prompts from conversations; reasoning, content and tool calls from output.
 
     messages, tools --messages, tools--> Conversation      decoded, checked; schemas lowered
     Conversation --template--> marked text --prompt--> Prompt --Vocabulary--> ids

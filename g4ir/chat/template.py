@@ -45,7 +45,7 @@ from .tools import lower, read_tools
 
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 BUILT_IN = "built-in"
-#: `large` closes an empty thought in the generation prompt if thinking is off
+#: `large` closes an empty reasoning channel in the generation prompt if thinking is off
 SMALL, LARGE = "small", "large"
 FORMS = (SMALL, LARGE)
 #: options of the built-in template
@@ -159,8 +159,8 @@ def _default() -> str:
 
 
 def _form_of(template: Template) -> str:
-    """Return which of the two forms a template has: whether it closes a thought that thinking off
-    leaves empty. One that refuses the question is taken for small."""
+    """Return which of the two forms a template has: whether it closes the reasoning channel that
+    thinking off leaves empty. One that refuses the question is taken for small."""
     question = Conversation((Message("user", "?"),))
     try:
         text = template.write(question, {"enable_thinking": False})
@@ -219,8 +219,8 @@ def _folded(conversation: Conversation) -> Conversation:
 def _as_given(message: Message) -> dict[str, Any]:
     """Return a message as templates take it: the OpenAI form with decoded arguments."""
     out: dict[str, Any] = {"role": message.role, "content": _content(message)}
-    if message.thought:
-        out["reasoning"] = out["reasoning_content"] = message.thought
+    if message.reasoning:
+        out["reasoning"] = out["reasoning_content"] = message.reasoning
     if message.calls:
         out["tool_calls"] = [
             {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
