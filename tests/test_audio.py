@@ -495,7 +495,7 @@ def test_bits_of_a_wider_container_are_its_upper_ones(
 
 def test_chunks_of_all_kinds_and_unknown_sizes_are_read(tmp_path: Path) -> None:
     data = (noise(900) * 9_000).astype("<i2").tobytes()
-    want = np.frombuffer(data, "<i2")[:, None]
+    want = np.frombuffer(data, "<i2")[:, None] / np.float32(1 << 15)
     list_chunk = b"LIST" + struct.pack("<I", 3) + b"abc\0"  # odd size, hence a byte of padding
     files = {
         "chunk before": wav_bytes(data, before=list_chunk),
@@ -515,22 +515,19 @@ GOOD = (noise(400) * 9_000).astype("<i2").tobytes()
 NAN = np.array([0.0, np.nan] * 400, "<f4").tobytes()
 BAD_FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "the file is empty"),
-    "head": (wav_bytes(GOOD)[:7], "a RIFF file without the mark WAVE"),
-    "avi": (b"RIFF\0\0\0\0AVI \0\0\0\0", "a RIFF file without the mark WAVE"),
+    "head": (wav_bytes(GOOD)[:7], "corrupt, or an unsupported format: Format not recognised"),
+    "avi": (b"RIFF\0\0\0\0AVI \0\0\0\0", "corrupt, or an unsupported format: Format not rec"),
     "no chunk": (wav_bytes(GOOD)[:12], "truncated: .*no data chunk"),
     "no data": (wav_bytes(GOOD)[:36], "truncated: .*no data chunk"),
     "half": (wav_bytes(GOOD)[:500], "truncated: 800 bytes of samples announced, 456 there"),
     "half of 64 bits": (large(GOOD, 800)[:500], "truncated: 800 bytes of samples announced, 420"),
-    "short format": (wav_bytes(GOOD, fmt=b"\1\0\1\0"), "corrupt: the format chunk has 4 bytes"),
-    "channels": (wav_bytes(GOOD, channels=0, block=2), "corrupt: 0 channels"),
+    "short format": (wav_bytes(GOOD, fmt=b"\1\0\1\0"), "corrupt, .* Short 'fmt ' chunk"),
+    "channels": (wav_bytes(GOOD, channels=0, block=2), "corrupt, .* Channel count is zero"),
     "many": (wav_bytes(GOOD, channels=MAX_CHANNELS + 1), "65 channels, at most 64"),
-    "block": (wav_bytes(GOOD, block=3), "corrupt: 1 channels of 16 bits in 3 bytes"),
-    "bits": (wav_bytes(GOOD, bits=13), "13 bits a sample; PCM has"),
-    "rate": (wav_bytes(GOOD, rate=0), "sample rate 0"),
+    "rate": (wav_bytes(GOOD, rate=0), "corrupt, or an unsupported format"),
     "wild rate": (wav_bytes(GOOD, rate=2**30), "sample rate 1073741824"),
     "no samples": (wav_bytes(b""), "no samples"),
-    "order": (b"RIFF\0\0\0\0WAVEdata\2\0\0\0ab", "samples come before the format"),
-    "odd": (wav_bytes(GOOD[:-1]), "799 bytes of samples are no whole number of blocks"),
+    "order": (b"RIFF\0\0\0\0WAVEdata\2\0\0\0ab", "corrupt, .* No 'data' chunk"),
     "png": (b"\x89PNG\r\n\x1a\n" + GOOD, "no sound file"),
     "text": (b"hello", "no sound file"),
     "aac": (b"\xff\xf1\x50\x80" + GOOD, "no sound file"),
@@ -581,48 +578,13 @@ def test_damaged_files_give_one_clear_error_or_sound(
 # --- other formats ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("data", [b"fLaC" + GOOD, b"OggS" + GOOD, wav_bytes(GOOD, tag=7, bits=8)])
-def test_other_formats_name_the_extra(
+@pytest.mark.parametrize("data", [b"fLaC" + GOOD, b"OggS" + GOOD, wav_bytes(GOOD)])
+def test_without_soundfile_the_error_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
     monkeypatch.setitem(sys.modules, "soundfile", None)  # as if it were not installed
     with pytest.raises(MissingError, match=r"needs soundfile: pip install 'g4ir\[mm\]'"):
         read_sound(saved(tmp_path, data, "a.flac"))
-
-
-class FakeSoundFile:
-    """Stands in for soundfile.SoundFile: ten samples, of which `there` can be read."""
-
-    frames, channels, samplerate, there = 10, 2, 8_000, 10
-
-    def __init__(self, file: Any) -> None:
-        if file.read(5) == b"fLaC!":
-            raise RuntimeError("Format not recognised.")
-
-    def __enter__(self) -> FakeSoundFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def read(self, frames: int, dtype: str, always_2d: bool) -> np.ndarray:
-        assert dtype == "float32" and always_2d and frames == self.frames
-        return np.ones((self.there, self.channels), np.float32)
-
-
-def test_soundfile_is_asked_and_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = types.SimpleNamespace(SoundFile=FakeSoundFile)
-    monkeypatch.setitem(sys.modules, "soundfile", fake)
-    path = saved(tmp_path, b"fLaC....", "a.flac")
-    sound = read_sound(path)
-    assert sound.samples.shape == (10, 2) and sound.rate == 8_000 and sound.name == str(path)
-    with pytest.raises(InputError, match="10 samples of 2 channels, more than 19 values"):
-        read_sound(path, DecodeLimits(max_values=19))
-    monkeypatch.setattr(FakeSoundFile, "there", 9)
-    with pytest.raises(InputError, match="truncated: 10 samples announced, 9 there"):
-        read_sound(path)
-    with pytest.raises(InputError, match=r"corrupt, .* Format not recognised"):
-        read_sound(saved(tmp_path, b"fLaC!...", "b.flac"))
 
 
 FORMATS = ("WAV", "RF64", "W64", "FLAC", "OGG", "AIFF", "CAF", "AU", "MP3")
@@ -653,8 +615,9 @@ def test_a_flac_that_went_through_a_pipe(tmp_path: Path) -> None:
     data[22:42] = bytes(20)
     path = saved(tmp_path, bytes(data))
     np.testing.assert_array_equal(read_sound(path).samples, whole)
-    with pytest.raises(InputError, match="more than 3999 values"):
-        read_sound(path, DecodeLimits(max_values=3_999))
+    for content in (bytes(data), encoded("FLAC")):  # of unknown and of known length
+        with pytest.raises(InputError, match="more than 3999 values"):
+            read_sound(saved(tmp_path, content), DecodeLimits(max_values=3_999))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # soundfile's seeks
@@ -670,10 +633,10 @@ def test_damaged_files_of_every_format(tmp_path: Path, kind: str) -> None:
             assert str(e).startswith(f"{path}: ")
 
 
-@pytest.mark.parametrize("kind", ["WAV", "RF64", "W64", "AIFF", "AU"])
+@pytest.mark.parametrize("kind", ["WAV", "RF64", "W64", "AIFF", "AU", "MP3"])
 def test_files_that_are_cut_off_are_called_truncated(tmp_path: Path, kind: str) -> None:
     data = encoded(kind)
-    for end in (len(data) // 2, len(data) - 40):
+    for end in (len(data) // 2, len(data) - (400 if kind == "MP3" else 40)):
         with pytest.raises(InputError, match="truncated"):
             read_sound(saved(tmp_path, data[:end], "cut"))
 
@@ -687,5 +650,5 @@ def test_real_files_of_other_formats(tmp_path: Path, kind: str, error: float) ->
     sound = read_sound(path)
     assert sound.rate == 22_050 and sound.samples.shape == samples.shape
     assert np.abs(sound.samples - samples).mean() < error
-    with pytest.raises(InputError, match=r"corrupt, or not a kind|truncated"):
+    with pytest.raises(InputError, match=r"corrupt, or an unsupported format|truncated"):
         read_sound(saved(tmp_path, path.read_bytes()[:60], "cut"))

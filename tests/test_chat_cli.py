@@ -104,7 +104,7 @@ def test_quotes_that_do_not_end() -> None:
 
 def shown(events: Sequence[Event], terminal: bool, hidden: bool = False) -> str:
     screen, out = Screen(terminal), io.StringIO()
-    screen.hides_thoughts = hidden
+    screen.hides_reasoning = hidden
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", out)
         for event in events:
@@ -171,7 +171,8 @@ WRONG: tuple[tuple[str | bytes, str], ...] = (
     ("/tools none.json", "none.json: No such file"),
     ("/tools WRONG", "wrong.json: is no JSON"),
     ("/think hard", "/think 'hard': on, off, or a number"),
-    ("/thoughts", "show or hide"),
+    ("/reasoning", "show or hide"),
+    ("/thoughts", "/reasoning '': show or hide"),
     ("/set warmth", "setting 'warmth': one of"),
     ("/stats loud", "/stats 'loud': on, short, off"),
     ("/undo", "there is no message yet"),

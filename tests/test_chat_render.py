@@ -18,7 +18,7 @@ from g4ir.chat import Prompt, Template, Vocabulary, encode, make_prompt, render,
 from g4ir.chat.messages import read_messages
 from g4ir.chat.special_tokens import CONTROLS
 from g4ir.chat.tools import lower, read_tools
-from g4ir.errors import InputError, MissingError
+from g4ir.errors import InputError
 
 CASES = json.loads((Path(__file__).parent / "chat/render.json").read_text())
 EMPTY = "<|channel>thought\n<channel|>"
@@ -183,11 +183,11 @@ def test_files_that_are_no_templates(tmp_path: Path) -> None:
         Template.open(tmp_path / "nothing")
 
 
-def test_jinja2_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "g4ir.chat.sandbox", None)
-    with pytest.raises(MissingError, match=r"pip install 'g4ir\[chat\]'"):
-        render(HI, None, own())
-    assert render(HI)  # the built-in form needs none
+def test_the_built_in_template_refuses_unknown_options() -> None:
+    with pytest.raises(InputError, match="no option 'thinking'; it has enable_thinking, preserve"):
+        render(HI, thinking=True)
+    with pytest.raises(InputError, match=r"own\.jinja: an option of the template is not JSON"):
+        render(HI, None, own(), extra=object())
 
 
 def test_importing_the_room_is_cheap() -> None:
@@ -235,7 +235,6 @@ HOSTILE = {
     "doubles by %": double("'aaaa'", "'%s%s' % (x, x)"),
     "doubles by format": double("'aaaa'", "'{0}{0}'.format(x)"),
     "reaches by format": "{{ '{0.x.y}'.format(messages) }}",
-    "wide date": "{{ strftime_now('%1000000000d') }}",
     "power": "{{ (2 ** 62) ** 62 ** 62 }}",
     "squares": double("9 ** 9", "x * x"),
     "looks inside": "{{ ''.__class__.__mro__ }}",
@@ -251,12 +250,29 @@ HOSTILE = {
 def test_hostile_templates_are_the_callers_error(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.5)
+    monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.2)
     monkeypatch.setattr(sandbox, "MOST_TEXT", 1 << 18)
-    monkeypatch.setattr(sandbox, "MOST_MADE", 1 << 22)
     with pytest.raises(InputError, match=r"own\.jinja.*template") as refused:
         render(HI, None, own(HOSTILE[name]))
     assert len(str(refused.value)) < 600
+    assert render(HI, None, own()).endswith("<|turn>model\n")
+
+
+def test_an_interrupted_rendering_is_not_the_next_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    box = sandbox.Sandbox()
+    assert box.render("{{ x }}", "a", {"x": 1}) == "1"
+    process = box._process
+    assert process is not None and process.stdout is not None
+
+    def interrupted() -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process.stdout, "readline", interrupted, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        box.render("{{ x }}", "a", {"x": 2})
+    assert process.poll() is not None
+    assert box.render("{{ x }}", "a", {"x": 3}) == "3"
+    box.close()
 
 
 def test_templates_have_what_peers_give_them() -> None:
@@ -544,7 +560,7 @@ def test_one_form_of_every_message() -> None:
             {"role": "assistant", "content": None, "refusal": "No.", "reasoning": "r"},
         ]
     )
-    assert first.role == "system" and (second.content, second.thought) == ("No.", "r")
+    assert first.role == "system" and (second.content, second.reasoning) == ("No.", "r")
 
 
 def tool(**function: Any) -> dict[str, Any]:

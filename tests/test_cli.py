@@ -59,7 +59,20 @@ from tests.cli_tools import (
 )
 from tests.engines import stored_manifest
 
-VERBS = ("specs", "show", "plan", "build", "run", "verify", "serve", "bench", "bench-compare")
+VERBS = (
+    "specs",
+    "show",
+    "cost",
+    "kernels",
+    "inspect",
+    "plan",
+    "build",
+    "run",
+    "verify",
+    "serve",
+    "bench",
+    "bench-compare",
+)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +126,9 @@ def test_help(verb: tuple[str, ...]) -> None:
         ((), ["first steps:", "g4ir build --variant", "g4ir run engines/", "docs/guide.md"]),
         (("build",), ["\nrequired:\n", "auto (default)", *PASSES, *GPUS, SIZE_RULE]),
         (("plan",), ["--ctx", "--skip", *GPUS, SIZE_RULE]),
-        (("show",), ["with --cost, --kernels or --timeline:", *GPUS]),
+        (("show",), ["with --timeline:", *GPUS]),
+        *(((v,), ["--batch", "--context", "--gpu", *GPUS]) for v in ("cost", "kernels")),
+        (("inspect",), ["an engine directory"]),
         (("tune",), ["default decode", "--batch", "--skip"]),
         (("verify",), ["the default", "an engine directory"]),
         *(((v,), ["an engine directory"]) for v in ("run", "chat", "serve", "bench", "sign")),
@@ -1014,6 +1029,24 @@ def test_json_lines_that_fail_alone(checkpoint: Path, tmp_path: Path) -> None:
     assert "Traceback" not in outcome.err
 
 
+# --- former flags ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "former, verb",
+    [
+        ("show --variant tiny-moe --cost --gpu h100", "cost --variant tiny-moe --gpu h100"),
+        ("--trace show --kernels --variant tiny-moe", "kernels --variant tiny-moe"),
+    ],
+)
+def test_former_flags_of_show_are_aliases(former: str, verb: str) -> None:
+    assert ok(*former.split()) == ok(*verb.split())
+
+
+def test_provenance_is_an_alias_of_inspect(engine: Path) -> None:
+    assert ok("show", engine, "--provenance", "--json") == ok("inspect", engine, "--json")
+
+
 # --- show --ops ---------------------------------------------------------------------------------
 
 
@@ -1030,7 +1063,7 @@ def test_show_ops_knows_every_op() -> None:
     assert all(o["budget"]["reason"] and o["meaning"] for o in found.values())
     for words, said in (
         (("--variant", "e2b"), "--variant"),
-        (("--cost", "--layer", "0"), "--layer, --cost"),
+        (("--timeline", "--layer", "0"), "--layer, --timeline"),
         (("--phase", "decode", "--all-logits"), "--all-logits, --phase"),
         (("engine", "--batch", "2"), "the engine, --batch"),
     ):

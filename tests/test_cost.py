@@ -756,11 +756,11 @@ def test_any_text_is_a_size_or_an_error(text: str) -> None:
         assert str(e).startswith(("--gpu ", "GPU ", "unknown GPU "))
 
 
-# --- show --cost ------------------------------------------------------------------------------
+# --- cost --------------------------------------------------------------------------------
 
 
 def shown(*words: str | Path) -> dict[str, Any]:
-    outcome = g4ir("show", "--cost", "--json", *words)
+    outcome = g4ir("cost", "--json", *words)
     assert outcome.code == 0, outcome.err
     report: dict[str, Any] = json.loads(outcome.out)
     return report
@@ -778,7 +778,7 @@ def test_show_cost_says_what_the_model_says() -> None:
         assert row["floor_s"] == f.kinds[kind].seconds
     assert (report["batch"], report["new_tokens"], report["context"]) == (4, 1, 8192)
     assert "nodes" not in report and "prompt" not in report
-    text = g4ir("show", "--cost", *words, "--gpu", "h100").out
+    text = g4ir("cost", *words, "--gpu", "h100").out
     assert "3.35 TB/s, 989 TFLOP/s" in text and "memory" in text and "total" in text
 
 
@@ -804,7 +804,7 @@ def test_show_cost_of_a_prompt() -> None:
     assert report["prompt"]["flops"] == sum(c.flops for c in chunks)
     assert report["prompt"]["floor_s"] == pytest.approx(sum(floor(c, roof).seconds for c in chunks))
     assert (report["new_tokens"], report["context"]) == (512, 2000)
-    assert "whole prompt of 2000 tokens in 4 chunks" in g4ir("show", "--cost", *words).out
+    assert "whole prompt of 2000 tokens in 4 chunks" in g4ir("cost", *words).out
 
 
 @pytest.mark.parametrize("words", [("--layer", "3"), ("--nodes",), ("--layer", "3", "--nodes")])
@@ -814,7 +814,7 @@ def test_show_cost_node_by_node(words: tuple[str, ...]) -> None:
     names = [n["node"] for n in report["nodes"]]
     assert "L3.mlp.down" in names and "L3.attn.out" in names
     assert all(n.startswith("L3.") for n in names) == ("--layer" in words)
-    text = g4ir("show", "--cost", "--variant", "26b-a4b", *words).out
+    text = g4ir("cost", "--variant", "26b-a4b", *words).out
     assert "L3.mlp.down" in text and "time" not in text, "no time without a roof"
 
 
@@ -831,12 +831,12 @@ def test_show_cost_at_any_stage_and_of_an_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["--variant 31b --cost --gpu h100", "--variant e2b --kernels", "--ops"]
+    "words", ["cost --variant 31b --gpu h100", "kernels --variant e2b", "show --ops"]
 )
-def test_show_needs_no_torch(words: str) -> None:
+def test_verbs_that_print_need_no_torch(words: str) -> None:
     code = (
         "import sys; from g4ir.cli import main\n"
-        f"assert main({['show', *words.split()]}) == 0\n"
+        f"assert main({words.split()}) == 0\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

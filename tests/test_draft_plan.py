@@ -175,13 +175,13 @@ def test_show_prints_the_graph(engine: Path) -> None:
 
 
 def test_show_prints_what_it_gains(engine: Path) -> None:
-    told = json.loads(g4ir("show", engine, "--phase", "verify", "--cost", "--json").out)
+    told = json.loads(g4ir("cost", engine, "--phase", "verify", "--json").out)
     assert told["new_tokens"] == 4 and [r["drafted"] for r in told["drafts"]["rounds"]] == [1, 2, 3]
     assert told["drafts"]["rounds"][2]["cost"] > told["drafts"]["rounds"][0]["cost"] > 1
-    text = g4ir("show", engine, "--phase", "verify", "--cost", "--gpu", "h100-80gb").out
+    text = g4ir("cost", engine, "--phase", "verify", "--gpu", "h100-80gb").out
     assert "speed-up by share of drafts that are right, each by itself, by time" in text
-    assert "speed-up" not in g4ir("show", engine, "--phase", "verify", "--cost", "--layer", "1").out
-    assert "drafts" not in json.loads(g4ir("show", engine, "--cost", "--json").out)
+    assert "speed-up" not in g4ir("cost", engine, "--phase", "verify", "--layer", "1").out
+    assert "drafts" not in json.loads(g4ir("cost", engine, "--json").out)
 
 
 @pytest.mark.parametrize(

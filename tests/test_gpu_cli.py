@@ -22,7 +22,7 @@ from g4ir.spec.record import load_spec
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert main(["show", "--variant", "26b-a4b", "--kernels", "--json", *words]) == 0
+    assert main(["kernels", "--variant", "26b-a4b", "--json", *words]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
@@ -84,12 +84,12 @@ def test_kernels_of_weights_in_codes(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_kernels_as_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "--variant", "e2b", "--kernels"]) == 0
+    assert main(["kernels", "--variant", "e2b"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("decode on h200, up to 1 rows: ")
     assert any("q_attention" in x and x.endswith("estimated") for x in lines)
     assert lines[1].startswith("weights and caches to move at 1K: ")
-    assert main(["show", "--variant", "e2b", "--kernels", "--context", "4K"]) == 0
+    assert main(["kernels", "--variant", "e2b", "--context", "4K"]) == 0
     assert "to move at 4K: " in capsys.readouterr().out
 
 
@@ -98,13 +98,13 @@ def test_kernels_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--gpu", "rtx4090"], "h100 and h200"),
         (["--gpu", "24GiB"], "h100 and h200"),
-        (["--cost"], "--cost or --kernels"),
-        (["--nodes"], "--nodes needs --cost"),
+        (["--timeline"], "unrecognized arguments: --timeline"),
+        (["--nodes"], "unrecognized arguments: --nodes"),
         (["--batch", "0"], "--batch"),
     ],
 )
 def test_bad_kernels(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
-    assert main(["show", "--variant", "e2b", "--kernels", *words]) == 2
+    assert main(["kernels", "--variant", "e2b", *words]) == 2
     assert said in capsys.readouterr().err
 
 

@@ -351,7 +351,7 @@ def test_what_an_engine_of_codes_knows(tmp_path: Path) -> None:
     assert " quantize" not in prologue and "L0.attn.wq.codes" in prologue
     path = str(tmp_path / "e")
     assert "%L0.attn.wo.codes" in command("show", path).out
-    assert command("show", path, "--cost").code == 0
+    assert command("cost", path).code == 0
     assert command("verify", path, "--each-pass").code == 0
 
 

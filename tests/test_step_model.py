@@ -299,7 +299,7 @@ def test_the_command(tmp_path: Path) -> None:
     ("words", "said"),
     [
         ("--phase prefill", "--timeline is of decode, not of prefill"),
-        ("--kernels", "give --kernels or --timeline, not both"),
+        ("--why fuse_qkv", "give --timeline or --why, not both"),
         ("--gpu a100-80gb", "the kernels are for h100 and h200"),
         ("--plot x.pdf", "expected a name that ends in .png or .svg"),
         ("--constants none.yaml", "none.yaml: cannot be read"),

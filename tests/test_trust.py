@@ -69,12 +69,12 @@ def test_a_planted_library_is_not_run(copied: Path, tmp_path: Path) -> None:
     mark = tmp_path / "pwned"
     library(copied / "programs" / "kernels.so", mark)
     resigned(copied, lambda m: None)
-    with pytest.raises(TrustError, match=r"native code.*--provenance.*--trust.*g4ir trust"):
+    with pytest.raises(TrustError, match=r"native code.*g4ir inspect.*--trust.*g4ir trust"):
         load_engine(copied)
     assert main(["run", str(copied), "--tokens", "2,5"]) == 2
     assert main(["verify", str(copied)]) == 2
     assert main(["bench", str(copied), "--input-len", "4"]) == 2
-    assert main(["show", str(copied), "--provenance"]) == 0
+    assert main(["inspect", str(copied)]) == 0
     assert main(["show", str(copied), "--phase", "decode"]) == 0
     assert not mark.exists()
     with pytest.raises(G4Error):  # it has no kernels
@@ -145,7 +145,7 @@ def test_signed_engines(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["trust", "--key", str(public)]) == 0
     assert load_engine(copied)
     capsys.readouterr()
-    assert main(["show", str(copied), "--provenance"]) == 0
+    assert main(["inspect", str(copied)]) == 0
     (key,) = trust.trusted_keys()
     assert f"key {key}, trusted" in capsys.readouterr().out
     # Not one byte of what is signed may change, nor of the signature.

@@ -43,10 +43,10 @@ from g4ir.ui.paths import (
     private,
     state_root,
 )
+from g4ir.ui.subprocesses import python
 from g4ir.weights.checkpoint import sha256
 from g4ir.weights.tensorfile import open_regular
 
-from ..subprocesses import python
 from .cuda_toolkit import find_toolkit, toolkit_found
 from .target import Target, cpu_flags
 

@@ -1,4 +1,4 @@
-"""The kernel that each node of a step becomes: what `g4ir show --kernels` prints; no torch."""
+"""The kernel that each node of a step becomes: what `g4ir kernels ` prints; no torch."""
 
 from __future__ import annotations
 

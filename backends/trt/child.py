@@ -24,10 +24,10 @@ from g4ir.ir.text import parse_graph
 from g4ir.plan.engine_limits import Limits
 from g4ir.ui.files import write_file
 from g4ir.ui.progress import Progress
+from g4ir.ui.subprocesses import python
 from g4ir.weights.pack import StoredParams, rank_files
 
 from ..base import Task
-from ..subprocesses import python
 from .files import keep_log
 from .host import Host
 

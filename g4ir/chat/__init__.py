@@ -1,4 +1,4 @@
-"""Conversations made into prompts, and what a model writes into thoughts, content and calls.
+"""Prompts from conversations; reasoning, content and tool calls from output.
 
     messages, tools --messages, tools--> Conversation      decoded, checked; schemas lowered
     Conversation --template--> marked text --prompt--> Prompt --Vocabulary--> ids
@@ -21,7 +21,10 @@ from .prompt import (
 )
 from .reader import Answer, Event, Reader, call_id
 from .template import Template, make_prompt, render
-from .tokens import Budget, TokenStream
+from .tokens import ReasoningBudget, TokenStream
+
+#: former name of ReasoningBudget, for one release
+Budget = ReasoningBudget
 
 __all__ = [
     "Answer",
@@ -30,6 +33,7 @@ __all__ = [
     "Piece",
     "Prompt",
     "Reader",
+    "ReasoningBudget",
     "Template",
     "TokenStream",
     "Vocabulary",

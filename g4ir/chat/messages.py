@@ -1,7 +1,7 @@
-"""Reads messages of the OpenAI form into one frozen normal form, the same for every template.
+"""Parses OpenAI messages into frozen records, the same for every template.
 
-Arguments are decoded, parts and roles have one name each, media are collected, and earlier thoughts
-are taken out of the model's texts. Every error begins with the place, `messages[2].content`.
+Arguments are decoded, parts and roles normalised, media collected, and earlier reasoning removed
+from assistant texts. Every error begins with its location, `messages[2].content`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MOST_DEPTH = 64
 
 @dataclass(frozen=True)
 class Medium:
-    """A picture, sound or film as it came: whoever asked for it opens the part."""
+    """An image, audio or video part as received; the caller decodes it."""
 
     kind: str
     part: Any
@@ -71,12 +71,12 @@ Content = str | tuple[str | Medium, ...] | None
 
 @dataclass(frozen=True)
 class Message:
-    """One message. `call_id` and `name` are a tool's, `thought`, `calls` and `responses` the
+    """One message. `call_id` and `name` are a tool's, `reasoning`, `calls` and `responses` the
     model's."""
 
     role: str
     content: Content = None
-    thought: str = ""
+    reasoning: str = ""
     calls: tuple[Call, ...] = ()
     responses: tuple[Response, ...] = ()
     call_id: str | None = None
@@ -157,11 +157,12 @@ def _message(given: Any, where: str) -> Message:
         return Message(role, content)
     if content is None:
         content = _optional(given, "refusal", where)
-    thought = _optional(given, "reasoning", where) or _optional(given, "reasoning_content", where)
+    reasoning = _optional(given, "reasoning", where)
+    reasoning = reasoning or _optional(given, "reasoning_content", where)
     return Message(
         role,
-        _each_text(content, without_thoughts),
-        thought or "",
+        _each_text(content, without_reasoning),
+        reasoning or "",
         tuple(_call(c, at) for c, at in _listed(given, "tool_calls", where)),
         tuple(_response(r, at) for r, at in _listed(given, "tool_responses", where)),
     )
@@ -303,8 +304,8 @@ def shown(value: Any) -> str:
 # --- texts ------------------------------------------------------------------------------------
 
 
-def without_thoughts(text: str) -> str:
-    """Return the model's own earlier text without its thoughts; one that never closes ends it."""
+def without_reasoning(text: str) -> str:
+    """Return an assistant text without its reasoning channels; an unclosed one runs to the end."""
     return "".join(part.partition(CHANNEL)[0] for part in text.split(CHANNEL_END))
 
 

@@ -102,7 +102,7 @@ class Prompt:
 
     @property
     def head(self) -> str:
-        """The text that the model's turn has so far, behind its thought."""
+        """The text that the model's turn has so far, after its reasoning."""
         before, last = [Piece(""), *self.pieces()][-2:]
         text = "" if last.control else last.text
         return text.removeprefix(MODEL) if before.text == TURN else text

@@ -1,4 +1,4 @@
-"""Reads what a model writes: thoughts, content and calls, in pieces of any size.
+"""Parses model output into reasoning, content and tool calls, in pieces of any size.
 
     reader = Reader(tools, prompt.tail, stop=["\\n\\n"])
     for text in stream:
@@ -104,7 +104,7 @@ class Reader:
     """Reads one answer.
 
     `tools` are the declared ones, by which arguments get their types; `prompt_tail` is the end of
-    the prompt, which may lie inside of a thought; `stop` are strings that end the content. With
+    the prompt, which may be inside reasoning; `stop` are strings that end the content. With
     `calls` False there are no calls: what stands in their place is content. `thinking` False: the
     word `thought` at the beginning is a word.
     """
@@ -128,7 +128,7 @@ class Reader:
         self._state, self._held, self._opener = START, "", CALL
         self._body = _Body()
         self._retries = 0
-        self._bare_thoughts = thinking is not False
+        self._unmarked_reasoning = thinking is not False
         self._said: list[Event] = []
         self._new: list[Event] = []
         self._read: list[dict[str, Any]] = []
@@ -143,7 +143,7 @@ class Reader:
 
     @property
     def thinking(self) -> bool:
-        """Whether a thought is open."""
+        """Whether reasoning is open."""
         return self._state in (OPENING, THINKING)
 
     def feed(self, text: str) -> list[Event]:
@@ -248,14 +248,14 @@ class Reader:
         return end
 
     def _name(self, run: str) -> None:
-        """A thought may be named before it begins, and the name may be all of an opener that is
+        """Reasoning may be named before it begins, and the name may be all of an opener that is
         left."""
         opened = self._state == OPENING
-        if (opened or self._bare_thoughts) and THOUGHT.startswith(run):
+        if (opened or self._unmarked_reasoning) and THOUGHT.startswith(run):
             self._held = run
             if run == THOUGHT:
                 self._state, self._held = THINKING, ""
-        elif (opened or self._bare_thoughts) and run.startswith(THOUGHT):
+        elif (opened or self._unmarked_reasoning) and run.startswith(THOUGHT):
             self._state = THINKING
             self._think(run[len(THOUGHT) :])
         elif opened:
@@ -266,7 +266,7 @@ class Reader:
             self._say("content", run)
 
     def _think(self, run: str) -> None:
-        """One newline before the end of a thought is not part of it."""
+        """One newline before the end of reasoning is not part of it."""
         if run.endswith("\n"):
             self._held, run = "\n", run[:-1]
         self._say("thought", run)
@@ -301,11 +301,11 @@ class Reader:
             self._close(mark)
 
     def _close(self, mark: str = _CALL) -> None:
-        """End what a control token ends: a thought, or the place behind a call."""
+        """End what a control token ends: reasoning, or the state after a call."""
         if self._state in (OPENING, THINKING):
             if mark == _CALL_END:
                 return
-            # The newline before the end, or a name alone, is no part of the thought.
+            # The newline before the end, or a name alone, is no part of the reasoning.
             if self._state == OPENING and self._held != _NAME:
                 self._release()
         elif self._state == BEHIND:

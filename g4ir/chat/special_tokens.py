@@ -25,6 +25,6 @@ CONTROLS = (
 #: those behind which a model's turn is over
 ENDS = (TURN_END, EOS, RESPONSE)
 
-#: how a thought begins, behind CHANNEL, and a model's turn, behind TURN
+#: how reasoning begins, behind CHANNEL, and a model's turn, behind TURN
 THOUGHT = "thought\n"
 MODEL = "model\n"

@@ -1,6 +1,6 @@
-"""Chat templates: a checkpoint's own, or the built-in form of the variant.
+"""Chat templates: a checkpoint's own, or `default.jinja` in the form of the variant.
 
-template = Template.open("checkpoint")        # its chat_template.jinja, else the built-in form
+template = Template.open("checkpoint")        # its chat_template.jinja, else the built-in one
 text     = render(messages, tools, template, enable_thinking=True)
 prompt   = make_prompt(messages, tools, template)     # checked, and safe to be tokenised
 """
@@ -10,14 +10,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from g4ir.errors import G4Error, InputError, MissingError
+from g4ir.errors import InputError
 from g4ir.weights.tensorfile import parse_json
 
-from . import builtin
 from .messages import (
     ASSISTANT,
     TOOL,
@@ -30,41 +29,57 @@ from .messages import (
     read_messages,
 )
 from .prompt import Prompt, guard
-from .special_tokens import BOS, CHANNEL_END, RESPONSE, TURN_END
+from .sandbox import TemplateError
+from .sandbox import render as render_source
+from .special_tokens import (
+    BOS,
+    CHANNEL,
+    CHANNEL_END,
+    MODEL,
+    RESPONSE,
+    THOUGHT,
+    TURN,
+    TURN_END,
+)
 from .tools import lower, read_tools
 
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 BUILT_IN = "built-in"
+#: `large` closes an empty reasoning channel in the generation prompt if thinking is off
+SMALL, LARGE = "small", "large"
+FORMS = (SMALL, LARGE)
+#: options of the built-in template
+OPTIONS = ("enable_thinking", "preserve_thinking", "add_generation_prompt")
 #: bytes of a template; published ones have 20 thousand
 LARGEST = 1 << 20
 
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template. `form` small or large, `origin` the file it is from or `built-in`, `sha256`
-    of a file's template, `note` what a user should be told."""
+    """A chat template. `form` small or large, `origin` its file or `built-in`, `sha256` of a file's
+    template, `note` a message for the user."""
 
     form: str
-    origin: str = BUILT_IN
-    source: str | None = field(default=None, repr=False)
+    origin: str
+    source: str = field(repr=False)
     sha256: str | None = None
     note: str | None = None
-    #: strings of tokens that the tokenizer's config names
-    tokens: tuple[tuple[str, str], ...] = (("bos_token", BOS),)
+    #: variables beside the conversation and its options
+    variables: tuple[tuple[str, Any], ...] = (("bos_token", BOS),)
 
     @staticmethod
     def built_in(form: str, note: str | None = None) -> Template:
         """Return the built-in template; InputError for another form than small and large."""
-        if form not in builtin.FORMS:
-            known = ", ".join(builtin.FORMS)
+        if form not in FORMS:
+            known = ", ".join(FORMS)
             raise InputError(f"chat form {form!r}: must be one of {known}, or a Template")
-        return Template(form, note=note)
+        variables = (("bos_token", BOS), ("empty_thought", form == LARGE))
+        return Template(form, BUILT_IN, _default(), note=note, variables=variables)
 
     @staticmethod
-    def open(folder: str | Path, otherwise: str = builtin.SMALL) -> Template:
+    def open(folder: str | Path, otherwise: str = SMALL) -> Template:
         """Read the template of a checkpoint or an engine; the built-in form `otherwise`, with a
-        note, where it has none. InputError for one that is no template, MissingError without
-        jinja2."""
+        note, if it has none. InputError for one that is no template."""
         folder = Path(folder)
         if not folder.is_dir():
             raise InputError(f"{folder}: no such directory, so no chat template")
@@ -81,13 +96,13 @@ class Template:
         digest = hashlib.sha256(source.encode()).hexdigest()
         tokens = {"bos_token": BOS} | {k: v for k, v in _token_strings(config).items() if v}
         made = Template(otherwise, str(path), source, digest, None, (*tokens.items(),))
-        return Template(_form_of(made), made.origin, source, digest, None, made.tokens)
+        return replace(made, form=_form_of(made))
 
     @cached_property
     def folds(self) -> bool:
         """Whether answers of tools are written as `tool_responses` of the message that called: a
         template older than the role `tool` knows them there alone."""
-        if self.source is None:
+        if self.origin == BUILT_IN:
             return False
         call, answer = Call("f", {}, "1"), Message(TOOL, "answer", call_id="1", name="f")
         asked = Conversation((Message("user", "?"), Message(ASSISTANT, calls=(call,)), answer))
@@ -106,61 +121,54 @@ class Template:
         return {"template": self.origin, "sha256": self.sha256, "form": self.form}
 
     def write(self, conversation: Conversation, options: Mapping[str, Any]) -> str:
-        """Return what the template makes of a conversation. InputError for what it refuses."""
-        if self.source is None:
-            text = builtin.written(conversation, self.form, options)
-        else:
-            written = _folded(conversation) if self.folds else conversation
-            text = self._text(written.messages, {"tools": [*written.tools] or None, **options})
+        """Return the prompt of a conversation. InputError if the template refuses it."""
+        unknown = options.keys() - set(OPTIONS) if self.origin == BUILT_IN else ()
+        if unknown:
+            known = ", ".join(OPTIONS)
+            raise InputError(
+                f"the built-in template has no option {min(unknown)!r}; it has {known}"
+            )
+        written = _folded(conversation) if self.folds else conversation
+        text = self._text(written.messages, {"tools": [*written.tools] or None, **options})
         if not options.get("add_generation_prompt", True) or not text.endswith(f"{TURN_END}\n"):
             return text
-        # Behind an answer of a tool and a text, published templates open no turn.
-        return text + builtin.new_turn(self.form, bool(options.get("enable_thinking")))
+        # After a tool's answer and a text, published templates open no turn.
+        closes = self.form == LARGE and not options.get("enable_thinking")
+        return text + TURN + MODEL + (CHANNEL + THOUGHT + CHANNEL_END if closes else "")
 
     def _text(self, messages: tuple[Message, ...], options: Mapping[str, Any]) -> str:
-        render = _jinja()
         variables = {
-            **dict(self.tokens),
+            **dict(self.variables),
             "messages": [_as_given(m) for m in messages],
             "tools": None,
             "add_generation_prompt": True,
             **options,
         }
         try:
-            return str(render(self.source, self.origin, variables))
-        except RecursionError:
-            raise InputError(f"{self.origin}: the template calls itself without end") from None
-        except MemoryError:
-            raise InputError(f"{self.origin}: the template needs too much memory") from None
-        except G4Error:
-            raise
-        except Exception as e:  # a template raises whatever its expressions do
-            line = getattr(e, "lineno", None)
-            at = f"{self.origin}, line {line}" if line else self.origin
-            raise InputError(
-                f"{at}: the template refuses this conversation: {str(e)[:400] or type(e).__name__}"
-            ) from e
+            return render_source(self.source, self.origin, variables)
+        except TemplateError as e:
+            at = f"{self.origin}, line {e.line}" if e.line else self.origin
+            raise InputError(f"{at}: the template refuses this conversation: {e}") from e
+        except (TypeError, ValueError) as e:
+            raise InputError(f"{self.origin}: an option of the template is not JSON: {e}") from e
 
 
-def _jinja() -> Any:
-    try:
-        from .sandbox import render
-    except ImportError as e:
-        raise MissingError("templates of checkpoints need jinja2: pip install 'g4ir[chat]'") from e
-    return render
+@cache
+def _default() -> str:
+    return Path(__file__).with_name("default.jinja").read_text(encoding="utf-8")
 
 
 def _form_of(template: Template) -> str:
-    """Return which of the two forms a template has: whether it closes a thought that thinking off
-    leaves empty. One that refuses the question is taken for small."""
+    """Return which of the two forms a template has: whether it closes the reasoning channel that
+    thinking off leaves empty. One that refuses the question is taken for small."""
     question = Conversation((Message("user", "?"),))
     try:
         text = template.write(question, {"enable_thinking": False})
     except InputError as e:
         if "line " in str(e).partition(": ")[0]:  # a mistake of the file, in each conversation
             raise
-        return builtin.SMALL
-    return builtin.LARGE if text.rstrip().endswith(CHANNEL_END) else builtin.SMALL
+        return SMALL
+    return LARGE if text.rstrip().endswith(CHANNEL_END) else SMALL
 
 
 def _read(path: Path) -> str:
@@ -211,8 +219,8 @@ def _folded(conversation: Conversation) -> Conversation:
 def _as_given(message: Message) -> dict[str, Any]:
     """Return a message as templates take it: the OpenAI form with decoded arguments."""
     out: dict[str, Any] = {"role": message.role, "content": _content(message)}
-    if message.thought:
-        out["reasoning"] = out["reasoning_content"] = message.thought
+    if message.reasoning:
+        out["reasoning"] = out["reasoning_content"] = message.reasoning
     if message.calls:
         out["tool_calls"] = [
             {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
@@ -288,6 +296,6 @@ def _prompt(
     options: Mapping[str, Any],
     said: tuple[str, ...] = (),
 ) -> Prompt:
-    marked, options, mark = guard(conversation, options, template.source or "")
+    marked, options, mark = guard(conversation, options, template.source)
     text = template.write(marked, options)
     return Prompt(text, mark, conversation.media, said)

@@ -1,4 +1,4 @@
-"""From the ids of an answer to what a reader takes, and an end to thoughts that are too long."""
+"""Token ids of an answer to pieces for the reader, and the limit on reasoning tokens."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def _pieces(text: str) -> list[Piece]:
     return [Piece(text)] if text else []
 
 
-class Budget:
-    """Ends thoughts that take more than `limit` tokens, counted over the whole answer.
+class ReasoningBudget:
+    """Ends reasoning over `limit` tokens, counted over the whole answer.
 
-        budget = Budget(vocabulary, 512, inside=reader.thinking)
+        budget = ReasoningBudget(vocabulary, 512, inside=reader.thinking)
         token = budget.forced()                 # what must come next, or None: the model is free
         budget.push(token)                      # what came next
 
@@ -80,7 +80,7 @@ class Budget:
             return None
         if self._last is not None and self._inside(self._last) and self.used < self.limit + 4:
             return None  # a character has four bytes at most
-        # A thought that has just begun or ends with a newline needs none.
+        # Reasoning that has just begun or ends with a newline needs none.
         begun = self._last not in (None, self._open, self._newline)
         return self._newline if begun and self._newline is not None else self._close
 
@@ -91,5 +91,5 @@ class Budget:
 
 def _id(vocabulary: Vocabulary, text: str) -> int:
     if text not in vocabulary.controls:
-        raise InputError(f"the tokenizer has no {text}: thoughts have no end to be forced")
+        raise InputError(f"the tokenizer has no {text}: reasoning cannot be ended by force")
     return vocabulary.controls[text]

@@ -21,6 +21,9 @@ from .bench import add_bench, add_bench_compare
 from .build import add_build
 from .chat import add_chat
 from .common import Parser
+from .cost import add_cost
+from .inspect import add_inspect
+from .kernels import add_kernels
 from .plan import add_plan
 from .ranks import run_command
 from .run import add_run, add_verify
@@ -30,6 +33,9 @@ from .specs import add_specs
 from .trust import add_sign, add_trust
 from .tune import add_tune
 
+#: flags of `show` that are verbs now, and stay as aliases for one release
+FORMER_FLAGS = {"--cost": "cost", "--kernels": "kernels", "--provenance": "inspect"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. `--help` and `--version` raise SystemExit(0)."""
@@ -37,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.tolerant_output()
     try:
         with console.logs(), console.endings(), console.output():
-            args = _parser().parse_args(words, argparse.Namespace(json=False))
+            args = _parser().parse_args(_renamed(words), argparse.Namespace(json=False))
             code: int = run_command(args)
             sys.stdout.flush()
             return code
@@ -46,6 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if launched():
             console.leave(code)
         return code
+
+
+def _renamed(words: list[str]) -> list[str]:
+    """Return `show --cost ...` as `cost ...`, and the other former flags likewise."""
+    flag = next((w for w in words if w in FORMER_FLAGS), None)
+    at = next((i for i, w in enumerate(words) if not w.startswith("-")), None)
+    if flag is None or at is None or words[at] != "show":
+        return words
+    rest = [w for w in words[at + 1 :] if w != flag]
+    return [*words[:at], FORMER_FLAGS[flag], *rest]
 
 
 def _parser() -> Parser:
@@ -65,6 +81,9 @@ def _parser() -> Parser:
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     add_specs(verbs)
     add_show(verbs)
+    add_cost(verbs)
+    add_kernels(verbs)
+    add_inspect(verbs)
     add_plan(verbs)
     add_build(verbs)
     add_run(verbs)

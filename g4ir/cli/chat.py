@@ -52,7 +52,9 @@ def add_chat(verbs: Any) -> None:
     p.add_argument("engine", metavar="ENGINE", help=ENGINE_HELP)
     add_talk(p)
     add_files(p, "{kind} file of the first message (repeat)")
-    p.add_argument("--hide-thoughts", action="store_true", help="hide the reasoning")
+    p.add_argument(
+        "--hide-reasoning", "--hide-thoughts", action="store_true", help="hide the reasoning"
+    )
     add_sampling(p, "maximum number of generated tokens per answer (default: what fits)")
     add_draft(p)
     add_load(p)
@@ -82,7 +84,7 @@ def _chat(args: argparse.Namespace) -> int:
 
 def _talk(talk: ChatSession, args: argparse.Namespace, terminal: bool) -> int:
     repl = Repl(talk, terminal, args.json)
-    repl.screen.hides_thoughts = args.hide_thoughts
+    repl.screen.hides_reasoning = args.hide_reasoning
     for kind, path in args.media:
         repl.attach(kind, path)
     if not terminal:
@@ -240,6 +242,7 @@ class Repl:
         name, _, rest = text.partition(" ")
         name, _, below = name.partition("\n")
         rest = f"{below}{rest}".strip()
+        name = FORMER_COMMANDS.get(name, name)
         if name not in COMMANDS:
             raise InputError(
                 f"no command {name}; /help lists them, and a message that begins with / has a "
@@ -299,11 +302,11 @@ class Repl:
         self.talk.thinking.on = text != "off"
         self.talk.thinking.budget = int(text) if text.isdigit() else None
 
-    def thoughts(self, text: str) -> None:
-        """Show thoughts, or hide them."""
+    def reasoning(self, text: str) -> None:
+        """Show or hide the reasoning."""
         if text not in ("show", "hide"):
-            raise InputError(f"/thoughts {text!r}: show or hide")
-        self.screen.hides_thoughts = text == "hide"
+            raise InputError(f"/reasoning {text!r}: show or hide")
+        self.screen.hides_reasoning = text == "hide"
 
     def stats(self, text: str) -> None:
         """Choose what is shown after an answer."""
@@ -410,34 +413,36 @@ Act = Callable[[Repl, str], None]
 
 
 def _medium(kind: str) -> tuple[Act, str, str]:
-    return lambda repl, path: repl.attach(kind, path), "PATH", f"put {kind} into the next message"
+    return lambda repl, path: repl.attach(kind, path), "PATH", f"attach {kind} to the next message"
 
 
-#: command -> what it does, what stands behind it, and help
+#: former name of a command, for one release -> its name
+FORMER_COMMANDS = {"/thoughts": "/reasoning"}
+#: command -> its method, its usage and its help
 COMMANDS: dict[str, tuple[Act, str, str]] = {
     "/system": (
         Repl.system,
         "TEXT",
-        "what the model is told before all else; no TEXT: nothing",
+        "system prompt; without TEXT: none",
     ),
     "/image": _medium(IMAGE),
     "/audio": _medium(AUDIO),
     "/video": _medium(VIDEO),
-    "/tools": (Repl.tools, "FILE|off", "tools that the model may call, as JSON in OpenAI's form"),
-    "/think": (Repl.think, "on|off|N", "whether it thinks, for at most N tokens"),
-    "/thoughts": (Repl.thoughts, "show|hide", "whether its thoughts are shown"),
+    "/tools": (Repl.tools, "FILE|off", "tool definitions (JSON, OpenAI format)"),
+    "/think": (Repl.think, "on|off|N", "reasoning on or off; at most N reasoning tokens"),
+    "/reasoning": (Repl.reasoning, "show|hide", "show or hide the reasoning"),
     "/set": (
         Repl.set,
         "[NAME [VALUE]]",
-        "a sampling setting; VALUE default: the checkpoint's; without VALUE: show it",
+        "set a sampling parameter; VALUE default: the checkpoint's; without VALUE: show it",
     ),
     "/stats": (Repl.stats, "on|short|off", "statistics after an answer"),
-    "/retry": (Repl.retry, "", "answer the last message again"),
-    "/undo": (Repl.undo, "", "take the last message and its answer back"),
-    "/show": (Repl.show, "", "what holds now, and how much of the context is taken"),
-    "/clear": (Repl.clear, "", "forget what was said; system, tools and settings stay"),
+    "/retry": (Repl.retry, "", "regenerate the last answer"),
+    "/undo": (Repl.undo, "", "remove the last message and its answer"),
+    "/show": (Repl.show, "", "current settings and context usage"),
+    "/clear": (Repl.clear, "", "clear the conversation; keep system prompt, tools and settings"),
     "/save": (Repl.save, "FILE", "write messages and tools as JSON"),
-    "/load": (Repl.load, "FILE", "go on with such a file"),
-    "/help": (Repl.help, "", "this list"),
+    "/load": (Repl.load, "FILE", "load a saved conversation"),
+    "/help": (Repl.help, "", "list the commands"),
     "/bye": (Repl.bye, "", "leave"),
 }

@@ -215,8 +215,8 @@ def add_trust_once(parser: Parser) -> None:
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="run native code of an engine built elsewhere or by another user (see `g4ir show\n"
-        "ENGINE --provenance`; `g4ir trust ENGINE` makes it permanent)",
+        help="run native code of an engine built elsewhere or by another user (see `g4ir\n"
+        "inspect ENGINE`; `g4ir trust ENGINE` makes it permanent)",
     )
     add_rank_timeout(parser)
 

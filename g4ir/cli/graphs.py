@@ -1,4 +1,4 @@
-"""Finds the graph that a command line asks for: of a variant, a spec file, or an engine."""
+"""The graph that a command line names: of a variant, a spec file, or an engine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 from g4ir.errors import InputError
 from g4ir.ir.names import layer_of
 from g4ir.model.decoder import BLOCKS, VERIFY
+from g4ir.model.draft import DRAFT
+from g4ir.model.text import TEXT_GRAPHS
+from g4ir.model.towers import PARTS
 from g4ir.passes import GPU_ROWS, PassOptions
 from g4ir.passes.latent_kv import FORMS, PLAIN
 from g4ir.passes.plan_cache import RingOptions
@@ -25,17 +28,108 @@ from g4ir.plan.resolve import pass_options as pass_arguments
 from g4ir.spec.record import Spec
 from g4ir.ui.units import parse_count
 
-from .common import given_spec
+from .common import (
+    ENGINE_HELP,
+    GPU_HELP,
+    PASS_OPTIONS,
+    Group,
+    Parser,
+    add_options,
+    add_source,
+    given_spec,
+)
 
 if TYPE_CHECKING:
     from g4ir.engine.artefact import Artefact
     from g4ir.ir.graph import Graph, Program
     from g4ir.model.media import Media
 
+#: the text model's graphs, and the towers by their part
+PHASES = (*TEXT_GRAPHS, VERIFY, DRAFT, "embed", BLOCKS, *PARTS)
+#: options that the artefact decides
+OF_ENGINE = (
+    "variant",
+    "spec",
+    "all_logits",
+    "quant",
+    "quant_activations",
+    "kv_dtype",
+    "latent_kv",
+    "draft_tokens",
+    "residual_scale",
+    "tp",
+    "ep",
+)
 #: what the towers of each part are for
 OF_PART = {"vision": "image", "audio": "audio"}
 #: tokens drafted at a time, where a graph that verifies is shown and nothing is said
 DRAFTED = 4
+
+
+def add_graph(p: Parser) -> None:
+    """Add the arguments that name a graph and its place in the pipeline."""
+    p.add_argument("engine", metavar="ENGINE", nargs="?", help=ENGINE_HELP)
+    add_source(p)
+    add_options(p, (*PASS_OPTIONS, "quant", "quant_activations", "kv_dtype", "draft_tokens"))
+    add_options(p, ("residual_scale",))
+    p.set_defaults(stored=None, draft_tokens=None, residual_scale=None)
+    p.set_defaults(why=None, gpu_kernels=False)
+    p.add_argument("--phase", choices=PHASES, help="graph of the engine (default decode)")
+    p.add_argument("--after", metavar="PASS", help="stop after this pass; `none`: before the first")
+    p.add_argument(
+        "--latent-kv",
+        metavar="FORM",
+        help="latent KV cache of layers with K=V: off (default), value or raw",
+    )
+    p.add_argument(
+        "--tp",
+        metavar="N",
+        type=int,
+        help="graph of one rank at tensor-parallel size N",
+    )
+    add_options(p, ("ep",))
+
+
+def add_layer(p: Parser) -> None:
+    p.add_argument("--layer", metavar="I", type=int, help="only the nodes of layer I")
+
+
+def add_step(p: Group) -> None:
+    """Add the sizes of a step and the GPU that runs it."""
+    p.add_argument("--batch", metavar="N", help="batch size (default 1)")
+    p.add_argument(
+        "--context",
+        metavar="N",
+        help="tokens in the KV cache after the step, such as 32K\n"
+        "(default: decode 1K, prefill the chunk size)",
+    )
+    p.add_argument("--gpu", metavar="NAME", help=GPU_HELP)
+
+
+def check_graph(args: argparse.Namespace) -> None:
+    """Fill in the default phase; InputError for options that an engine has already."""
+    if args.engine is not None and any(getattr(args, name) for name in OF_ENGINE):
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in OF_ENGINE)
+        raise InputError(f"an engine has its own spec: leave out {flags}")
+    args.phase = args.phase or "decode"
+
+
+def chosen_graph(args: argparse.Namespace) -> Graph:
+    """Return an engine's graph as it runs; for a spec, or with `--after`, a stage of the
+    pipeline."""
+    from g4ir.passes import find_pass, run_passes
+
+    if args.after is None and args.engine is not None:
+        if args.skip:
+            raise InputError("--skip needs --after or --why: an engine's graph is what was built")
+        return found_graph(stored(args).packing.program, args.phase, spec_of(args))
+    graph, skip = given_graph(args)
+    if args.after == "none":
+        return graph
+    if args.after in skip:
+        find_pass(args.after)
+        raise InputError(f"--after {args.after}: the pass is skipped")
+    return run_passes(graph, skip=skip, until=args.after, options=pass_options(args))
 
 
 def plain_graph(
@@ -49,9 +143,9 @@ def plain_graph(
     """Return a graph before all passes; a tower in the largest size of `media`, or in the variant's
     own; a step of the drafter, or of the one that is shipped for the variant. Raises InputError
     where the variant has none."""
-    from g4ir.model.draft import DRAFT, build_draft, shipped_drafter
+    from g4ir.model.draft import build_draft, shipped_drafter
     from g4ir.model.text import build_graph
-    from g4ir.model.towers import PARTS, build_towers, default_tower
+    from g4ir.model.towers import build_towers, default_tower
 
     if phase == DRAFT:
         return build_draft(spec, drafter or shipped_drafter(spec), dtype)
@@ -107,8 +201,6 @@ def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
 
 def _rank_graph(args: argparse.Namespace, graph: Graph, spec: Spec) -> Graph:
     """Return the graph of one rank of `--tp`; InputError for one that ranks do not share."""
-    from g4ir.model.draft import DRAFT
-    from g4ir.model.text import TEXT_GRAPHS
     from g4ir.parallel.shard import shard
 
     phases = (*TEXT_GRAPHS, VERIFY, BLOCKS, DRAFT)
@@ -128,8 +220,6 @@ def ranks_of(args: argparse.Namespace) -> int | None:
 
 def found_graph(program: Program, phase: str, spec: Spec) -> Graph:
     """Return a graph of an engine; of several sizes of a tower the largest."""
-    from g4ir.model.towers import PARTS
-
     if phase in program.graphs:
         return program.graphs[phase]
     sizes = [g for name, g in program.graphs.items() if name.startswith(f"{phase}_")]
@@ -180,11 +270,10 @@ def pass_options(args: argparse.Namespace) -> PassOptions:
 
 
 def _gpu_rows(args: argparse.Namespace) -> int:
-    """Return the rows of a step as a GPU runs it, where its kernels are shown or a pass for them; 0
-    otherwise."""
-    if not (args.kernels or args.timeline or {args.why, args.after} & GPU_ROWS.keys()):
+    """Return the batch size on a GPU if its kernels or a pass for them are shown; else 0."""
+    if not (args.gpu_kernels or {args.why, args.after} & GPU_ROWS.keys()):
         return 0
-    return parse_count(args.batch, "--batch") if args.batch else 1
+    return parse_count(batch, "--batch") if (batch := vars(args).get("batch")) else 1
 
 
 def drafted_tokens(args: argparse.Namespace) -> int:

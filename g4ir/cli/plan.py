@@ -169,7 +169,7 @@ def _made(spec: Spec, args: argparse.Namespace, gpus: list[Gpu], several: bool) 
     from g4ir.model.media import offered
     from g4ir.plan.plan import make_plan
 
-    from .show_kernels import CARDS, step_model
+    from .kernels import CARDS, step_model
 
     longest = spec.text.max_position_embeddings
     ctx = parse_counts(args.ctx, "--ctx") if args.ctx else None

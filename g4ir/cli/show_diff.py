@@ -25,8 +25,8 @@ Start = tuple["Graph", set[str], "PassOptions"]
 def show_diff(args: argparse.Namespace, start: Start) -> int:
     """Print a diff. A pass is there to change something: exit 0. Two variants: exit 1 where they
     differ, as `specs diff` and diff(1)."""
-    if args.why or args.cost:
-        raise InputError("give --diff or --against, or --why, or --cost")
+    if args.why:
+        raise InputError("give --diff or --against, or --why")
     a, b = _stages(args, start) if args.against is None else _variants(args, start)
     if args.layer is not None and not any(_has_layer(g, args.layer) for g in (a, b)):
         raise no_layer(a, args.layer)

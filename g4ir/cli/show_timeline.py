@@ -12,7 +12,7 @@ from g4ir.ui.table import Line, aligned
 from g4ir.ui.units import count_text, si
 
 from .common import emit
-from .show_kernels import scheduled
+from .kernels import scheduled
 
 if TYPE_CHECKING:
     from g4ir.backends.torch_compile.step_model import Launch, Prediction

@@ -150,19 +150,19 @@ def stopped_by_interrupts(stop: Callable[[], None]) -> Iterator[None]:
 
 
 class Screen:
-    """Shows answers while they come: on a terminal thoughts dimmed, elsewhere content and calls
+    """Shows answers while they come: on a terminal reasoning dimmed, elsewhere content and calls
     alone. Calls are lines of JSON."""
 
     def __init__(self, terminal: bool) -> None:
         self.terminal = terminal
-        self.hides_thoughts = False
+        self.hides_reasoning = False
         self._kind = ""
         self._at_start = True
 
     def __call__(self, event: Event) -> None:
         """Show a piece of an answer."""
         if event.kind == "thought":
-            self._thought(event.text)
+            self._reasoning(event.text)
         elif event.kind == "call":
             self._change("call")
             arguments = event.text if event.arguments is None else event.arguments
@@ -172,12 +172,12 @@ class Screen:
             self._change("content")
             self._print(event.text)
 
-    def _thought(self, text: str) -> None:
+    def _reasoning(self, text: str) -> None:
         if not self.terminal:
             return
         new = self._kind != "thought"
         self._change("thought")
-        if not self.hides_thoughts:
+        if not self.hides_reasoning:
             self._print(text)
         elif new:
             self._print("(thinking)")

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from g4ir.backends.row_sampling import Allowed, RowSampling
-from g4ir.chat import Budget, Prompt, Reader, make_prompt
 from g4ir.chat import Event as Said
+from g4ir.chat import Prompt, Reader, ReasoningBudget, make_prompt
 from g4ir.chat.messages import (
     Conversation,
     Medium,
@@ -401,7 +401,7 @@ class ChatSession:
         given["stop"] = self.vocabulary.ends | self.stop_ids
         if prompt and self.thinking.budget is not None:
             inside = Reader(prompt_tail=prompt.tail).thinking
-            budget = Budget(self.vocabulary, self.thinking.budget, inside)
+            budget = ReasoningBudget(self.vocabulary, self.thinking.budget, inside)
             given["allowed"] = Bounded(budget, self.engine.spec.text.vocab_size)
         return row_sampling(self.defaults, given)
 
@@ -411,11 +411,13 @@ class Bounded:
     """Logits mask that ends thoughts after their budget, counted in each answer; `inner` is the
     mask of all other tokens (see row_sampling.py)."""
 
-    budget: Budget
+    budget: ReasoningBudget
     size: int
     inner: Allowed | None = None
     #: by identity of the list: an answer, its budget, and how many tokens that has counted
-    _rows: dict[int, tuple[Sequence[int], Budget, int]] = field(default_factory=dict, init=False)
+    _rows: dict[int, tuple[Sequence[int], ReasoningBudget, int]] = field(
+        default_factory=dict, init=False
+    )
 
     def mask(self, generated: Sequence[int]) -> Any:
         """Return which tokens may follow; None: all."""

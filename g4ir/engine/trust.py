@@ -71,7 +71,7 @@ def require_trust(found: Artefact) -> None:
     path = shlex.quote(str(found.path))
     raise TrustError(
         f"{found.path}: its compiled programs are native code, which can do all that you can, this "
-        f"user did not build it on this machine, and {said}. `g4ir show {path} --provenance` "
+        f"user did not build it on this machine, and {said}. `g4ir inspect {path}` "
         f"says what it is; if you know who made it, give --trust (Python: trust=True), or "
         f"`g4ir trust {path}` once"
     )

@@ -6,8 +6,7 @@
 
 Two kinds of features, told apart by the spec: log-mel frames for the tower of `gemma4`, and raw
 frames of samples for `gemma4_unified`. From decoded samples onwards the arithmetic is ours (numpy)
-and equal to the feature extractors of transformers 5.17; only the decoding of formats other than
-plain WAV is a library's.
+and equal to the feature extractors of transformers 5.17; files are decoded by soundfile.
 
 Sample rates. The reference's extractors take 16 kHz and do not resample; its `load_audio` does,
 with whichever of three libraries is installed, so it has no single answer. We take the one with a
@@ -18,11 +17,12 @@ there, channels are averaged first.
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import math
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -235,10 +235,10 @@ class DecodeLimits:
 
 
 def read_sound(path: str | Path, limits: DecodeLimits | None = None) -> Sound:
-    """Read the samples of a sound file: plain WAV by ourselves, other formats through soundfile.
+    """Decode an audio file by soundfile: WAV, FLAC, OGG, MP3, AIFF, AU, CAF and Wave64, as float32.
 
-    InputError, naming the file, for one that is missing, empty, no sound, corrupt, truncated,
-    without samples or above the limits; MissingError where soundfile is needed and not installed.
+    InputError, naming the file, if it is missing, empty, not audio, corrupt, truncated, without
+    samples or above the limits; MissingError if soundfile is not installed.
     """
     path, limits = Path(path), limits or DecodeLimits()
     try:
@@ -256,125 +256,79 @@ def _read(file: BinaryIO, path: Path, size: int, limits: DecodeLimits) -> Sound:
     if size > limits.max_bytes:
         raise InputError(f"{path}: {size} bytes, at most {limits.max_bytes}; send it in parts")
     head = file.read(12)
-    if head[:4] in WAVES:
-        if len(head) < 12 or head[8:] != b"WAVE":
-            raise InputError(f"{path}: a RIFF file without the mark WAVE; it holds no plain sound")
-        wav = _wav(file, path, size)
-        if wav.decoder is not None:
-            return _decode_wav(file, path, wav, limits)
+    if not head.startswith(MAGIC) and not _is_mpeg(head):
+        raise InputError(
+            f"{path}: no sound file (it begins with {head[:4]!r}); send WAV, FLAC, OGG or MP3"
+        )
+    if head[:4] in WAVES and head[8:] == b"WAVE":
+        file = io.BytesIO(_plain_wav(head + file.read(), path))
     elif is_cut(file, size):
         raise InputError(f"{path}: truncated: its header announces more than the file has")
     file.seek(0)
-    return _read_other(file, path, head, limits)
+    return _decode(file, path, limits)
 
 
-# --- WAV --------------------------------------------------------------------------------------
-
-WAVES = (b"RIFF", b"RF64", b"BW64")  # the latter two have sizes of 64 bits
-PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
-
-
-def _pcm24(data: bytes) -> NDArray[Any]:
-    """Three bytes a sample -> int32 with the same full scale."""
-    out = np.zeros((len(data) // 3, 4), np.uint8)
-    out[:, 1:] = np.frombuffer(data, np.uint8).reshape(-1, 3)
-    return out.view("<i4")[:, 0]
+#: first bytes of formats that soundfile may know
+MAGIC = (
+    *(b"RIFF", b"RF64", b"BW64", b"RIFX", b"riff", b"fLaC", b"OggS"),
+    *(b"FORM", b"caff", b".snd", b"ID3"),
+)
+WAVES = (b"RIFF", b"RF64", b"BW64")  # the latter two have 64-bit sizes in a chunk `ds64`
+UNKNOWN_SIZE = (1 << 32) - 1  # libsndfile reads to the end of the file
+UNKNOWN_FRAMES = 1 << 62  # or more: the number of samples of a FLAC that went through a pipe
 
 
-#: (format tag, bits) -> bytes to samples
-WAV_DECODERS: dict[tuple[int, int], Callable[[bytes], NDArray[Any]]] = {
-    (PCM, 8): lambda data: np.frombuffer(data, np.uint8),
-    (PCM, 16): lambda data: np.frombuffer(data, "<i2"),
-    (PCM, 24): _pcm24,
-    (PCM, 32): lambda data: np.frombuffer(data, "<i4"),
-    (FLOAT, 32): lambda data: np.frombuffer(data, "<f4"),
-    (FLOAT, 64): lambda data: np.frombuffer(data, "<f8"),
-}
+def _plain_wav(data: bytes, path: Path) -> bytes:
+    """Return a WAV file with a header that libsndfile understands.
 
-
-@dataclass(frozen=True)
-class _Wav:
-    """The chunks of a WAV file; `start` and `size` are the bytes of its samples."""
-
-    tag: int
-    channels: int
-    rate: int
-    block: int  # bytes of one sample of every channel
-    bits: int
-    start: int = 0
-    size: int = 0
-
-    @property
-    def decoder(self) -> Callable[[bytes], NDArray[Any]] | None:
-        return WAV_DECODERS.get((self.tag, self.bits))
-
-
-def _wav(file: BinaryIO, path: Path, total: int) -> _Wav:
-    """Read the chunks up to the samples, which are checked against the file's size."""
-    file.seek(4)
-    (riff,) = struct.unpack("<I", file.read(4))
-    found, large, at = None, 0, 12
-    while at + 8 <= total:
-        file.seek(at)
-        mark, size = struct.unpack("<4sI", file.read(8))
+    libsndfile shortens truncated files silently, takes a size of 0 (a recorder that could not seek
+    back) literally and does not know BW64. So the size of the samples is checked here, an unknown
+    one becomes UNKNOWN_SIZE, and 64-bit headers become plain ones.
+    """
+    riff, large, at = int.from_bytes(data[4:8], "little"), 0, 12
+    while at + 8 <= len(data):
+        mark, size = struct.unpack_from("<4sI", data, at)
         at += 8
-        if mark == b"ds64":  # sizes of the file and of its samples
-            (large,) = struct.unpack("<8xq", file.read(16).ljust(16, b"\0"))
-        if mark == b"fmt ":
-            found = _wav_format(file.read(min(size, 40)), path)
         if mark == b"data":
-            size = large if large > 0 and size == 0xFFFFFFFF else size
-            if is_unknown(size) or (size == 0 and riff + 8 != total):
-                size = None
-            return _wav_data(found, path, at, size, total - at)
-        at += size + size % 2  # chunks begin at even places
-    raise InputError(f"{path}: truncated: the WAV file ends before its samples (no data chunk)")
-
-
-def _wav_format(data: bytes, path: Path) -> _Wav:
-    if len(data) < 16:
-        raise InputError(f"{path}: corrupt: the format chunk has {len(data)} bytes, at least 16")
-    tag, channels, rate, _, block, bits = struct.unpack_from("<HHIIHH", data)
-    if tag == EXTENSIBLE and len(data) >= 26:
-        (tag,) = struct.unpack_from("<H", data, 24)
-    if tag == PCM and channels and bits <= block // channels * 8 < bits + 8:
-        bits = block // channels * 8  # 20 bits are the upper ones of 24
-    wav = _Wav(tag, channels, rate, block, bits)
-    if channels == 0 or (wav.decoder is not None and block != channels * bits // 8):
-        raise InputError(f"{path}: corrupt: {channels} channels of {bits} bits in {block} bytes")
-    if wav.decoder is None and tag in (PCM, FLOAT):
-        raise InputError(f"{path}: {bits} bits a sample; PCM has 8, 16, 24 or 32, floats 32 or 64")
-    if channels > MAX_CHANNELS:
-        raise InputError(f"{path}: {channels} channels, at most {MAX_CHANNELS}")
-    _check_rate(rate, str(path))
-    return wav
-
-
-def _wav_data(found: _Wav | None, path: Path, at: int, size: int | None, left: int) -> _Wav:
-    """`size` None: to the end of the file."""
-    if found is None:
-        raise InputError(f"{path}: corrupt: samples come before the format chunk")
-    if size is None:
-        size = left - left % max(found.block, 1)
-    if size > left:
+            break
+        if mark == b"ds64":  # sizes of the file and of its samples
+            large = int.from_bytes(data[at + 8 : at + 16], "little")
+        at += size + size % 2  # chunks begin at even offsets
+    else:
+        raise InputError(f"{path}: truncated: the WAV file ends before its samples (no data chunk)")
+    size = large if large and size == UNKNOWN_SIZE else size
+    left = len(data) - at
+    if is_unknown(size) or (size == 0 and riff + 8 != len(data)):
+        size = UNKNOWN_SIZE
+    elif size > left:
         raise InputError(f"{path}: truncated: {size} bytes of samples announced, {left} there")
-    return replace(found, start=at, size=size)
+    return b"RIFF" + data[4 : at - 4] + struct.pack("<I", size) + data[at:]
 
 
-def _decode_wav(file: BinaryIO, path: Path, wav: _Wav, limits: DecodeLimits) -> Sound:
-    if wav.size == 0:
+def _decode(file: BinaryIO, path: Path, limits: DecodeLimits) -> Sound:
+    """Decode a file whose header is checked against the limits first."""
+    soundfile = _soundfile(path)
+    try:
+        with soundfile.SoundFile(file) as source:
+            frames, channels, rate = source.frames, source.channels, source.samplerate
+            known = frames < UNKNOWN_FRAMES
+            if channels > MAX_CHANNELS:
+                raise InputError(f"{path}: {channels} channels, at most {MAX_CHANNELS}")
+            if known:
+                _check_values(path, frames, channels, limits)
+            most = frames if known else limits.max_values // channels + 1
+            source.seekable = lambda: False  # it would look for the end of a FLAC that has none
+            samples = source.read(most, dtype="float32", always_2d=True)
+    except soundfile.LibsndfileError as e:
+        raise InputError(f"{path}: corrupt, or an unsupported format: {e.error_string}") from e
+    except (RuntimeError, TypeError, ValueError) as e:
+        raise InputError(f"{path}: corrupt, or an unsupported format: {e}") from e
+    if not len(samples):
         raise InputError(f"{path}: no samples")
-    if wav.size % wav.block:
-        raise InputError(
-            f"{path}: corrupt: {wav.size} bytes of samples are no whole number of "
-            f"blocks of {wav.block}"
-        )
-    _check_values(path, wav.size // wav.block, wav.channels, limits)
-    file.seek(wav.start)
-    data = file.read(wav.size)
-    if len(data) != wav.size or wav.decoder is None:  # the file shrank while it was read
-        raise InputError(f"{path}: truncated: {wav.size} bytes of samples, {len(data)} read")
-    return Sound(wav.decoder(data).reshape(-1, wav.channels), wav.rate, str(path))
+    if known and len(samples) < frames:
+        raise InputError(f"{path}: truncated: {frames} samples announced, {len(samples)} there")
+    _check_values(path, len(samples), channels, limits)
+    return Sound(samples, int(rate), str(path))
 
 
 def _check_values(path: Path, frames: int, channels: int, limits: DecodeLimits) -> None:
@@ -383,39 +337,6 @@ def _check_values(path: Path, frames: int, channels: int, limits: DecodeLimits) 
             f"{path}: {frames} samples of {channels} channels, more than "
             f"{limits.max_values} values; send it in parts"
         )
-
-
-# --- other formats ----------------------------------------------------------------------------
-
-#: first bytes of formats that soundfile may know
-MAGIC = (b"RIFF", b"RIFX", b"riff", b"fLaC", b"OggS", b"FORM", b"caff", b".snd", b"ID3")
-UNKNOWN_FRAMES = 1 << 62  # or more: the number of samples of a FLAC that went through a pipe
-
-
-def _read_other(file: BinaryIO, path: Path, head: bytes, limits: DecodeLimits) -> Sound:
-    """Read through soundfile; its header is checked against the limits before it decodes."""
-    if not head.startswith(MAGIC) and not _is_mpeg(head):
-        raise InputError(
-            f"{path}: no sound file (it begins with {head[:4]!r}); send WAV, FLAC, OGG or MP3"
-        )
-    soundfile = _soundfile(path)
-    try:
-        with soundfile.SoundFile(file) as source:
-            frames, channels, rate = source.frames, source.channels, source.samplerate
-            known = frames < UNKNOWN_FRAMES
-            if known:
-                _check_values(path, frames, channels, limits)
-            most = frames if known else limits.max_values // channels + 1
-            source.seekable = lambda: False  # it would look for the end of a FLAC that has none
-            samples = source.read(most, dtype="float32", always_2d=True)
-    except (RuntimeError, TypeError, ValueError) as e:  # soundfile's own are RuntimeErrors
-        raise InputError(f"{path}: corrupt, or not a kind that soundfile reads: {e}") from e
-    if not len(samples):
-        raise InputError(f"{path}: no samples")
-    if known and len(samples) < frames:
-        raise InputError(f"{path}: truncated: {frames} samples announced, {len(samples)} there")
-    _check_values(path, len(samples), channels, limits)
-    return Sound(samples, int(rate), str(path))
 
 
 def _is_mpeg(head: bytes) -> bool:
@@ -429,6 +350,4 @@ def _soundfile(path: Path) -> Any:
     try:
         return importlib.import_module("soundfile")
     except (ImportError, OSError) as e:  # OSError: its C library is not there
-        raise MissingError(
-            f"{path}: sound other than plain WAV needs soundfile: pip install 'g4ir[mm]'"
-        ) from e
+        raise MissingError(f"{path}: audio needs soundfile: pip install 'g4ir[mm]'") from e

@@ -19,7 +19,7 @@ from g4ir.model.tensors import numel, text_tensors
 from g4ir.model.text import build_graph
 from g4ir.model.towers import build_towers, is_tower
 from g4ir.parallel.shard import shard_program
-from g4ir.passes import PASSES, Options, run_passes
+from g4ir.passes import PASSES, PassOptions, run_passes
 from g4ir.passes.latent_kv import PLAIN
 from g4ir.passes.match import OFF
 from g4ir.quant.recipe import Recipe
@@ -60,7 +60,7 @@ class Setup:
     gpu_rows: int = 0
 
     @property
-    def options(self) -> Options:
+    def options(self) -> PassOptions:
         keep = layers_read(self.spec, self.drafter)
         return pass_options(
             self.latent, self.kv, drafted=self.drafted, keep=keep, gpu_rows=self.gpu_rows

@@ -66,15 +66,16 @@ class Scheme:
         return math.lcm(self.group or 1, FORMS[self.form].packed)
 
 
-#: what rules may name. Weights trained for 4 bits have scales in bf16; int6 is GGUF's Q6_K,
-#: uint5 its Q5_K, and uint4 its Q4_K
-SCHEMES = {
+#: formats that a quantisation config names; weights trained for 4 bits have scales in bf16
+QUANTISED = {
     "int8": Scheme("int8", 0, None),
-    "int6": Scheme("int6", 256, "f16"),
-    "uint5": Scheme("uint5", 256, "f16"),
     "int4": Scheme("int4", 32, "bf16"),
-    "uint4": Scheme("uint4", 256, "f16"),
     "fp8": Scheme("fp8", 0, None),
+}
+#: and those of GGUF files alone: Q6_K, Q5_K and Q4_K
+SCHEMES = {
+    **QUANTISED,
+    **{form: Scheme(form, 256, "f16") for form in ("int6", "uint5", "uint4")},
 }
 _Pattern = Annotated[str, Shaped(r"[A-Za-z0-9_.*?]{1,100}", "L*.mlp.w_*")]
 _Form = Annotated[str, OneOf(tuple(SCHEMES))]
@@ -112,11 +113,6 @@ class Rule:
         for scheme in schemes:
             if scheme.fits(t):
                 return scheme
-        if self.first.group % (share := FORMS[self.form].share):
-            raise InputError(
-                f"{name}: rows of {t.shape[-1]} in groups of {self.first.group} of {self.form}, of "
-                f"which {share} numbers share an integer; give a multiple of {share}"
-            )
         raise InputError(
             f"{name}: rows of {t.shape[-1]} do not divide into the groups of {self.first.least} of "
             f"{self.form}; leave it out, or add `otherwise: int8`"
@@ -181,4 +177,10 @@ def find_recipe(given: str | Path | None) -> Recipe | None:
     tree = read_tree(Path(name))
     if "name" in tree.entries:
         raise fail(tree.keys["name"], "name", "is the file's own; leave it out")
-    return Recipe(build(Recipe, tree).rules, Path(name).name)
+    recipe = Recipe(build(Recipe, tree).rules, Path(name).name)
+    named = {form for rule in recipe.rules for form in (rule.form, rule.otherwise) if form}
+    if unknown := named - QUANTISED.keys():
+        raise InputError(
+            f"{name}: form {min(unknown)} comes from GGUF files alone; give {', '.join(QUANTISED)}"
+        )
+    return recipe

@@ -13,14 +13,14 @@ from g4ir.chat.reader import ARGUMENTS
 from g4ir.engine.output import Answer, as_call, is_call
 from g4ir.engine.speculative import AcceptanceStats
 
-from .prompts import Asked
+from .prompts import PreparedRequest
 
 
 @dataclass
-class Form:
+class ResponseFormat:
     """The words of one answer to a request: chats and completions differ in them."""
 
-    asked: Asked
+    asked: PreparedRequest
     model: str
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))

@@ -29,13 +29,13 @@ from g4ir.engine.scheduler import CANCELLED, FAILED, Event, SchedulerConfig
 from g4ir.errors import BusyError
 from g4ir.media.soft import counts
 
-from .answers import Form, usage_of
+from .answers import ResponseFormat, usage_of
 from .auth import Auth
 from .http_errors import Refused, ending, later, refusal
 from .media_fetch import Sources
 from .metrics import Metrics
 from .page import read_assets
-from .prompts import Asked, Prompts
+from .prompts import PreparedRequest, Prompts
 from .request_schema import (
     CHAT,
     COMPLETIONS,
@@ -250,7 +250,7 @@ class Server:
         prompts, service = self._ready()
         body = await self.gate.body(request)
 
-        def prepared() -> Asked:
+        def prepared() -> PreparedRequest:
             fields = read_fields(parsed(body), table)
             self._check_model(fields.get("model"))
             make = prompts.chat if table is CHAT else prompts.completions
@@ -272,10 +272,10 @@ class Server:
 class Running:
     """A request that is being answered."""
 
-    def __init__(self, server: Server, asked: Asked, request: Request) -> None:
+    def __init__(self, server: Server, asked: PreparedRequest, request: Request) -> None:
         assert server.prompts
         self.server, self.asked, self.request = server, asked, request
-        self.form = Form(asked, server.name)
+        self.form = ResponseFormat(asked, server.name)
         count = asked.n * len(asked.jobs)
         self.answers = [asked.answer(server.prompts.vocabulary, i) for i in range(count)]
         self.streams: list[Stream] = []

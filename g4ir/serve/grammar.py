@@ -55,8 +55,8 @@ class Grammars:
                 self._tables  # noqa: B018
 
     def text(self, c: Constraint, thinking: bool, inside: bool, head: str = "") -> HeldMask:
-        """Return the mask of an answer whose text is constrained. `thinking`: it may begin with a
-        thought; `inside`: it begins in one; `head`: what the prompt has of the text already.
+        """Return the mask of an answer whose text is constrained. `thinking`: it may begin with
+        reasoning; `inside`: it begins in it; `head`: what the prompt has of the text already.
         Refused if llguidance cannot follow the constraint, or the head is no beginning of it."""
         held = self._held(self._grammar(c), c.field, thinking and not head, inside)
         if head and not held.matcher.consume_tokens(self._tables.tokenize_str(head)):
@@ -124,10 +124,10 @@ class Grammars:
     def _held(self, grammar: str, field: str, thinking: bool, inside: bool) -> HeldMask:
         controls = self.vocabulary.controls
         channel = controls.get(CHANNEL), controls.get(CHANNEL_END)
-        thought = np.full(-(-self.size // 32), -1, np.int32)
+        reasoning = np.full(-(-self.size // 32), -1, np.int32)
         for i in {*controls.values(), *self.ends} - {channel[1]}:
-            _set(thought, i, False)
-        return HeldMask(self._matcher(grammar, field), field, channel, thought, thinking, inside)
+            _set(reasoning, i, False)
+        return HeldMask(self._matcher(grammar, field), field, channel, reasoning, thinking, inside)
 
     def _matcher(self, grammar: str, field: str) -> Any:
         """Return what follows a grammar; refused if it is none, or one that llguidance gives up
@@ -193,10 +193,10 @@ class Mask:
 
 @dataclass
 class HeldMask(Mask):
-    """Holds a whole answer behind its thought, in which all text may stand."""
+    """Constrains a whole answer after its reasoning, which is free text."""
 
     channel: tuple[int | None, int | None]
-    thought: Any
+    reasoning: Any
     thinking: bool
     inside: bool
 
@@ -215,7 +215,7 @@ class HeldMask(Mask):
 
     def _words(self, row: _Row) -> Any:
         if row.inside:
-            return self.thought
+            return self.reasoning
         words = super()._words(row)
         if self.thinking and not row.begun and self.channel[0] is not None:
             _set(words, self.channel[0], True)

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.backends.row_sampling import Allowed, RowSampling
-from g4ir.chat import Budget, Prompt, Reader, Template, Vocabulary, check_length, make_prompt
+from g4ir.chat import (
+    Prompt,
+    Reader,
+    ReasoningBudget,
+    Template,
+    Vocabulary,
+    check_length,
+    make_prompt,
+)
 from g4ir.chat.tokens import spelled
 from g4ir.engine.conversation import Bounded
 from g4ir.engine.engine import TOKENIZER, Engine
@@ -39,7 +47,7 @@ SAME = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class PreparedRequest:
     """A checked request: jobs that wait to be submitted, and what answers are read with."""
 
     fields: Mapping[str, Any]
@@ -118,7 +126,7 @@ class Prompts:
         ends = {*self.engine.stop_ids(), *self.vocabulary.ends} - {*self.engine.suppressed()}
         return Grammars(self.vocabulary, self.engine.spec.text.vocab_size, sorted(ends))
 
-    def chat(self, fields: Mapping[str, Any], salt: str = "") -> Asked:
+    def chat(self, fields: Mapping[str, Any], salt: str = "") -> PreparedRequest:
         """Return the job of a conversation. Refused, or InputError, for what is wrong with it."""
         if not self.vocabulary.chats:
             raise missing("messages", "the tokenizer of this model has no turns of a chat")
@@ -154,7 +162,7 @@ class Prompts:
         thinking = options.get("enable_thinking")
         sampling = self._held(made.sampling, fields, prompt, thinking is True)
         job = replace(made, soft=tuple(soft), marks=marks, sampling=sampling)
-        return Asked(fields, (job,), prompt, tools, thinking)
+        return PreparedRequest(fields, (job,), prompt, tools, thinking)
 
     def _held(
         self, sampling: RowSampling, fields: Mapping[str, Any], prompt: Prompt, thinking: bool
@@ -175,11 +183,11 @@ class Prompts:
         elif choice.names is not None or any(f.held for f in functions):
             allowed = self.grammars.some_calls(functions)
         if (limit := fields.get("thinking_token_budget")) is not None:
-            budget = Budget(self.vocabulary, limit, inside)
+            budget = ReasoningBudget(self.vocabulary, limit, inside)
             allowed = Bounded(budget, self.engine.spec.text.vocab_size, allowed)
         return replace(sampling, allowed=allowed) if allowed else sampling
 
-    def completions(self, fields: Mapping[str, Any], salt: str = "") -> Asked:
+    def completions(self, fields: Mapping[str, Any], salt: str = "") -> PreparedRequest:
         """Return one job for each prompt."""
         top, constraint = fields.get("logprobs"), constraint_of(fields)
         ids = [self._ids(p, fields) for p in fields["prompt"]]
@@ -187,7 +195,7 @@ class Prompts:
         if constraint:
             allowed = self.grammars.text(constraint, thinking=False, inside=False)
             jobs = [replace(j, sampling=replace(j.sampling, allowed=allowed)) for j in jobs]
-        return Asked(fields, tuple(jobs))
+        return PreparedRequest(fields, tuple(jobs))
 
     def tokens(self, fields: Mapping[str, Any]) -> list[int]:
         """Return the ids of a prompt, or of a conversation as it would be answered."""

@@ -199,7 +199,7 @@ def _stream_options(value: Any, name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ToolChoice:
     """Which calls an answer may have (auto), must have (required) or cannot have (none), of the
     functions `names`, or of all where that is None; at most one of them unless `many`."""
 
@@ -208,12 +208,12 @@ class Choice:
     many: bool = True
 
 
-def _choice(value: Any, name: str) -> Choice:
+def _choice(value: Any, name: str) -> ToolChoice:
     if value in ("auto", "none", "required"):
-        return Choice(str(value))
+        return ToolChoice(str(value))
     form = value.get("type", "function") if isinstance(value, dict) else None
     if form == "function":
-        return Choice("required", frozenset([_name(value, name)]), many=False)
+        return ToolChoice("required", frozenset([_name(value, name)]), many=False)
     if form != "allowed_tools":
         words = "auto, none, required, a named function or allowed_tools"
         raise bad(name, f"must be {words}, found {shown(value)}")
@@ -221,7 +221,7 @@ def _choice(value: Any, name: str) -> Choice:
     mode = one_of("auto", "required")(held.get("mode"), f"{name}.allowed_tools.mode")
     where = f"{name}.allowed_tools.tools"
     tools = listed(MOST_TOOLS, 1)(held.get("tools"), where)
-    return Choice(mode, frozenset(_name(t, f"{where}[{i}]") for i, t in enumerate(tools)))
+    return ToolChoice(mode, frozenset(_name(t, f"{where}[{i}]") for i, t in enumerate(tools)))
 
 
 def _name(value: Any, where: str) -> str:
@@ -511,10 +511,10 @@ def _check_choice(fields: Mapping[str, Any]) -> None:
             raise bad(name, f"cannot be together with {what}, which has its own end")
 
 
-def chosen(fields: Mapping[str, Any]) -> Choice:
+def chosen(fields: Mapping[str, Any]) -> ToolChoice:
     """Return which calls a request allows."""
-    given: Choice | None = fields.get("tool_choice")
-    choice = given or Choice("auto" if fields.get("tools") else "none")
+    given: ToolChoice | None = fields.get("tool_choice")
+    choice = given or ToolChoice("auto" if fields.get("tools") else "none")
     many = choice.many and fields.get("parallel_tool_calls") is not False
     return replace(choice, many=many)
 

@@ -62,7 +62,7 @@ class Address:
             raise InputError(f"drain_s {self.drain_s}: expected 0 or more seconds")
 
 
-class Process(uvicorn.Server):
+class ServerProcess(uvicorn.Server):
     """Uvicorn's server, which at a signal takes no more requests, ends those it has, and returns;
     a second signal cancels them."""
 
@@ -194,7 +194,7 @@ def serve(
     """Answer requests until a signal comes; raises what loading or listening fails with. Returns
     whether the engine is still being loaded: then a library works in a thread that nobody can end,
     and the process should end without waiting for it."""
-    process = Process(server, address, told, loader)
+    process = ServerProcess(server, address, told, loader)
     try:
         process.run()
     finally:

@@ -21,7 +21,7 @@ from g4ir.engine.engine import Engine
 from g4ir.engine.scheduler import SchedulerConfig
 from g4ir.serve.app import Server
 from g4ir.serve.auth import Auth
-from g4ir.serve.server import Address, Process
+from g4ir.serve.server import Address, ServerProcess
 from tests.engines import add_file
 
 NAME = "tiny"
@@ -83,7 +83,7 @@ class Running:
     """A server that runs in a thread."""
 
     server: Server
-    process: Process
+    process: ServerProcess
     url: str
 
     @property
@@ -144,7 +144,7 @@ def running(
     gate = gate or Auth(hosts=("localhost",))
     server = Server(NAME, gate, AsyncEngineConfig(**settings), slots or SchedulerConfig())
     said: list[str] = []
-    process = Process(server, Address(port=0), said.append, loader)
+    process = ServerProcess(server, Address(port=0), said.append, loader)
     thread = threading.Thread(target=process.run)
     thread.start()
     eventually(lambda: process.started or process.should_exit)

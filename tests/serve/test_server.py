@@ -32,7 +32,7 @@ from g4ir.serve.app import Server
 from g4ir.serve.auth import known_hosts, read_keys
 from g4ir.serve.http_errors import refusal
 from g4ir.serve.request_schema import JSON, Constraint
-from g4ir.serve.server import Address, Process
+from g4ir.serve.server import Address, ServerProcess
 from tests.cli_tools import refused
 from tests.engines import add_file
 from tests.serve.running import NAME, WAIT, Running, chat_tokenizer, eventually, running
@@ -345,7 +345,7 @@ def test_an_engine_that_cannot_be_loaded() -> None:
     def loader() -> Engine:
         raise EngineError("no such engine")
 
-    process = Process(Server(NAME), Address(port=0), lambda line: None, loader)
+    process = ServerProcess(Server(NAME), Address(port=0), lambda line: None, loader)
     process.load(loader)
     assert process.should_exit and isinstance(process.error, EngineError)
 

@@ -1,4 +1,4 @@
-"""`g4ir show --cost`: FLOPs, bytes and the time floor of a graph, by kind or node by node."""
+"""`g4ir cost`: FLOPs, bytes and roofline time of a graph, by kind of op or node by node."""
 
 from __future__ import annotations
 
@@ -30,14 +30,24 @@ from g4ir.plan.gpus import find_gpu
 from g4ir.ui.table import aligned
 from g4ir.ui.units import parse_count, si
 
-from .common import emit
-from .graphs import drafted_tokens, in_layer, no_layer
+from .common import Parser, add_verb, emit
+from .graphs import (
+    add_graph,
+    add_layer,
+    add_step,
+    check_graph,
+    chosen_graph,
+    drafted_tokens,
+    in_layer,
+    no_layer,
+    spec_of,
+)
 
 if TYPE_CHECKING:
     from g4ir.ir.graph import Graph
     from g4ir.spec.record import Spec
 
-#: of a chunk, and of a row's context in decode, where nothing is given
+#: default chunk size, and default context of a decode step
 TOKENS = 1024
 RATES = {"bandwidth": "--bandwidth", "flop_rate": "--flop-rate"}
 NOTE = (
@@ -46,11 +56,45 @@ NOTE = (
 )
 
 
-def show_cost(
-    args: argparse.Namespace, graph: Graph, spec: Spec, single: Graph | None = None
-) -> int:
-    """Print the cost of one step of a graph; in prefill also that of the whole prompt, and of a
-    step that verifies what it gains beside the graph of `single` steps."""
+#: phase -> options that say nothing about it
+MEANINGLESS: dict[str, tuple[str, ...]] = {
+    "decode": ("chunk",),
+    "verify": ("chunk",),
+    "draft": ("chunk",),
+    "embed": ("context",),
+    "vision": ("chunk", "context", "batch"),
+    "audio": ("chunk", "context", "batch"),
+}
+
+
+def add_cost(verbs: Any) -> None:
+    p = add_verb(verbs, "cost", _cost, "FLOPs, bytes and roofline time of a step")
+    add_graph(p)
+    add_layer(p)
+    add_step(p)
+    add_chunk(p)
+    p.add_argument(
+        "--bandwidth", metavar="X", type=float, help="memory bandwidth of the roofline, bytes/s"
+    )
+    p.add_argument("--flop-rate", metavar="X", type=float, help="peak rate of the roofline, FLOP/s")
+    p.add_argument(
+        "--weights",
+        metavar="FORMAT",
+        help="weight format: f32, bf16, f16, fp8, int8 or int4 (default: the graph's)",
+    )
+    p.add_argument("--nodes", action="store_true", help="list every node with a cost")
+
+
+def add_chunk(p: Parser) -> None:
+    p.add_argument("--chunk", metavar="N", help="prefill chunk size (default 1K)")
+
+
+def _cost(args: argparse.Namespace) -> int:
+    """Print the cost of one step of a graph; for prefill also of the whole prompt, for a
+    verification step also the expected speed-up of speculative decoding."""
+    check_graph(args)
+    graph, spec = chosen_graph(args), spec_of(args)
+    single = _single_steps(args)
     step, weights = step_of(args, spec), args.weights
     roof = _roof(args)
     if weights is not None:
@@ -89,6 +133,14 @@ def show_cost(
     return 0
 
 
+def _single_steps(args: argparse.Namespace) -> Graph | None:
+    """Return the decode graph at the same stage as a verification graph; None for other graphs."""
+    if args.phase != VERIFY:
+        return None
+    same = {"phase": "decode", "draft_tokens": drafted_tokens(args)}
+    return chosen_graph(argparse.Namespace(**{**vars(args), **same}))
+
+
 def _gains(
     single: Graph, graph: Graph, step: Step, weights: str | None, roof: Roof | None
 ) -> Sequence[Gain]:
@@ -104,6 +156,9 @@ def _gains(
 
 def step_of(args: argparse.Namespace, spec: Spec) -> Step:
     """Return the step that the options describe, within the limits of the model."""
+    for name in MEANINGLESS.get(args.phase, ()):
+        if vars(args).get(name) is not None:
+            raise InputError(f"--{name} means nothing in phase {args.phase}")
     batch, chunk, context = (_count(args, name) for name in ("batch", "chunk", "context"))
     longest = spec.text.max_position_embeddings
     single = args.phase in ("decode", VERIFY, DRAFT)
@@ -123,7 +178,7 @@ def step_of(args: argparse.Namespace, spec: Spec) -> Step:
 
 
 def _count(args: argparse.Namespace, name: str) -> int | None:
-    text = getattr(args, name)
+    text = vars(args).get(name)
     return None if text is None else parse_count(text, f"--{name}")
 
 

@@ -1,4 +1,4 @@
-"""`g4ir show --kernels`: which kernel each node becomes on a GPU, and with which settings."""
+"""`g4ir kernels`: the GPU kernel of each node, and its settings."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from g4ir.plan.ranks import StepModel
 from g4ir.ui.table import aligned
 from g4ir.ui.units import count_text, parse_count, si
 
-from .common import emit
-from .show_cost import step_of
+from .common import add_verb, emit
+from .cost import add_chunk, step_of
+from .graphs import add_graph, add_step, check_graph, chosen_graph, spec_of
 
 if TYPE_CHECKING:
     from g4ir.backends.torch_compile.kernel_table import Row
@@ -29,9 +30,19 @@ GPU = "h200"
 CARDS = ("h100", "h200")
 
 
-def show_kernels(args: argparse.Namespace, graph: Graph, spec: Spec) -> int:
-    """Print the kernels of a graph for a GPU and a largest batch, and the bytes of weights and
-    caches that a step moves: of codes and scales where a weight is held so."""
+def add_kernels(verbs: Any) -> None:
+    p = add_verb(verbs, "kernels", _kernels, "GPU kernels of a step, their settings and bytes")
+    add_graph(p)
+    add_step(p)
+    add_chunk(p)
+    p.set_defaults(gpu_kernels=True)
+
+
+def _kernels(args: argparse.Namespace) -> int:
+    """Print the kernels of a graph for a GPU and a maximum batch size, and the bytes of weights and
+    caches that a step moves: codes and scales of quantised weights."""
+    check_graph(args)
+    graph, spec = chosen_graph(args), spec_of(args)
     from g4ir.backends.torch_compile.kernel_table import kernel_rows
 
     s, step, moved = scheduled(args, graph, spec)

@@ -1,0 +1,15 @@
+"""Python subprocesses."""
+
+from __future__ import annotations
+
+import sys
+
+
+def python(module: str, call: str) -> list[str]:
+    """Return the command line of a process that calls a function of a module: `serve(3)`.
+
+    Modules are found on this process's path: `python -m` would look in the current directory first,
+    which may hold files of strangers.
+    """
+    code = f"import sys; sys.path[:] = {sys.path!r}; import {module} as module; module.{call}"
+    return [sys.executable, "-c", code]
