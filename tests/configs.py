@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -162,8 +162,13 @@ def _features(text: Text) -> set[tuple[str, bool]]:
     return {(feature, bool(has(text))) for feature, has in FEATURES.items()}
 
 
-#: random specs that have, and are without, every feature between them
-FEW = tuple(RANDOM[i] for i in covering([_features(random_spec(s).text) for s in RANDOM_SEEDS]))
+def fewest_of(seeds: Sequence[int]) -> tuple[str, ...]:
+    """Return random specs that have, and are without, every feature that differs among them."""
+    kept = covering([_features(random_spec(seed).text) for seed in seeds])
+    return tuple(f"random-{seeds[i]}" for i in kept)
+
+
+FEW = fewest_of(RANDOM_SEEDS)
 
 
 def few(names: Iterable[str]) -> list[Any]:
