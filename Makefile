@@ -18,7 +18,7 @@ PYTEST      = $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist load
 export PYTHONDONTWRITEBYTECODE =
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test units test-full test-vllm test-versions cuda-programs coverage mutants lint lines bench clean distclean
+.PHONY: setup demo test units check near test-full test-vllm test-versions cuda-programs coverage mutants lint lines bench clean distclean
 
 setup: $(READY)
 
@@ -86,13 +86,24 @@ $(VLLM_ENV)/.ready: pyproject.toml g4ir-vllm/pyproject.toml g4ir-vllm/requiremen
 test-versions: $(READY)
 	$(BIN)/python tools/versions.py $(VERSIONS_ARGS)
 
-# Types are checked on one core while the first tests run.
+# Types are checked on one core while the first tests run. Tests of GPU kernels and TensorRT run if
+# their paths have changed since BASE: see tests/selection.py.
+BASE        = auto
+
 test: $(READY)
 	@$(MAKE) --no-print-directory -j2 lint units
 	@$(MAKE) --no-print-directory lines
 
 units: $(READY)
-	$(PYTEST)
+	$(PYTEST) --changed-since $(BASE)
+
+# While editing: lint and the tests nearest to what has changed since BASE, in at most 90 s.
+check: $(READY)
+	@$(MAKE) --no-print-directory -j2 lint near
+
+near: $(READY)
+	@files=$$($(BIN)/python -m tests.selection --changed-since $(BASE)) || exit; \
+	    if [ -n "$$files" ]; then $(PYTEST) $$files; else echo "no tests near the changes"; fi
 
 test-full: lint
 	$(PYTEST) --full

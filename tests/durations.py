@@ -1,4 +1,5 @@
-"""How long each test file takes, as a run with `--rewrite-durations` measured it.
+"""CPU seconds of each test file, processes that it starts included, as a run with
+`--rewrite-durations` measured them. (Wall time depends on what else the machine does.)
 
 Files of few tests that take long are begun first: begun last, one of them would run alone at the
 end.
@@ -7,8 +8,11 @@ end.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,24 +24,45 @@ def file_of(nodeid: str) -> str:
     return nodeid.partition("::")[0]
 
 
+def known_seconds() -> dict[str, float]:
+    seconds: dict[str, float] = json.loads(FILE.read_text())
+    return seconds
+
+
 def longest_first(items: list[pytest.Item]) -> None:
     """Sort by file; one that was never measured comes last."""
-    seconds = json.loads(FILE.read_text())
+    seconds = known_seconds()
     items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 0))
 
 
 class Durations:
-    """Adds up what all workers report, and keeps it. Files that did not run keep their seconds."""
+    """Pytest plugin of the main process and its workers: a worker attaches to each report the CPU
+    time since its last one; the main process adds them up. Files that did not run keep theirs."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
+        self.last = cpu_seconds()
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[file_of(report.nodeid)] += report.duration
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Iterator[Any]:
+        report = yield
+        now = cpu_seconds()
+        report.cpu_seconds, self.last = now - self.last, now
+        return report
 
-    def pytest_sessionfinish(self) -> None:
-        known = json.loads(FILE.read_text()) if FILE.exists() else {}
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seconds[file_of(report.nodeid)] += report.cpu_seconds
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workerinput"):
+            return
+        known = known_seconds() if FILE.exists() else {}
         known |= {file: round(seconds) for file, seconds in self.seconds.items()}
         kept = {file: n for file, n in known.items() if n and (ROOT / file).exists()}
         ordered = dict(sorted(kept.items(), key=lambda pair: (-pair[1], pair[0])))
         FILE.write_text(json.dumps(ordered, indent=1) + "\n")
+
+
+def cpu_seconds() -> float:
+    """Of this process and of the children that it has waited for."""
+    return sum(os.times()[:4])

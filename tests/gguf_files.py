@@ -146,6 +146,11 @@ UNIFIED = {
 }
 
 
+@cache
+def _tower_names() -> gguf.TensorNameMap:
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
+
+
 def stored_tower_name(bare: str) -> str:
     """The name that llama.cpp's converter gives a tensor of a tower."""
     name = bare.replace("pos_embedding", "pos.weight")
@@ -159,7 +164,7 @@ def stored_tower_name(bare: str) -> str:
     place = {"vision": "model.vision_tower.", "audio": "conformer."}.get(part)
     base = f"{place}{rest}".rstrip(".") if place else f"model.{base}"
     base = base.replace("model.vision_tower.encoder.", "vision_model.model.")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
+    names = _tower_names()
     found = names.get_name(f"{base}.{end}") or names.get_name(base)
     assert found, f"{bare} has no name"
     return found if end.startswith("std_") else f"{found}.{end}"

@@ -31,6 +31,7 @@ from g4ir.plan.latent import TABLE, LatentMeasurement, choose_form, read_table, 
 from g4ir.spec.parts import FULL, SLIDING, Rope
 from g4ir.spec.record import Spec, check_spec, load_spec
 from g4ir.spec.shrink import shrink
+from tests import parity
 from tests.configs import NAMES, SMALL, few, spec_called
 from tests.oracle import (
     Oracle,
@@ -41,9 +42,9 @@ from tests.oracle import (
     random_tokens,
     relative,
 )
+from tests.parity import CHUNKS, Subject, agrees, by_row, interpreted, prefill_then_decode
 from tests.runner import DTYPES, Session, build_engine, built_program, open_session, with_chunk
 from tests.test_bf16 import COSINE
-from tests.test_numerics import CHUNKS, agrees, by_row, cut, padded, prefill_then_decode
 
 LATENT = ("value", "raw")
 
@@ -153,11 +154,8 @@ def test_every_position(name: str, form: str, chunk: str) -> None:
 
 @pytest.mark.parametrize(("name", "form"), SHORT)
 def test_the_last_token_alone(name: str, form: str) -> None:
-    oracle = find_oracle(find(name))
-    session, n = open_session(oracle, 2, 9, latent_kv=form), oracle.prompt
-    got = [session.prefill(oracle.tokens[:, :n])]
-    got += [session.decode(column) for column in oracle.tokens[:, n : n + 3].unbind(1)]
-    agrees(torch.stack(got, 1), oracle.logits[:, n - 1 : n + 3], oracle)
+    s = interpreted(find_oracle(find(name)), all_logits=False, latent_kv=form)
+    parity.last_tokens(s, 9, steps=3)
 
 
 ALONE = tuple(p for p in PASSES if p != "latent_kv")
@@ -168,26 +166,7 @@ ALONE = tuple(p for p in PASSES if p != "latent_kv")
 @pytest.mark.parametrize(("name", "form"), SHORT)
 def test_ragged_rows(name: str, form: str, skip: tuple[str, ...]) -> None:
     oracle = find_oracle(find(name))
-    ragged_rows_agree(
-        oracle, open_session(oracle, 3, oracle.window + 1, False, skip, latent_kv=form), 3
-    )
-
-
-def ragged_rows_agree(oracle: Oracle, session: Any, rows: int) -> None:
-    """Rows that end in different chunks, an empty row, a second turn, then decoding."""
-    w = oracle.window
-    tokens = random_tokens(oracle.spec, rows, 5 * w, seed=9)
-    first = cut(tokens, [3 * w + 1, w + 3, 0][:rows])
-    second = cut(tokens.flip(1), [3, 2 * w, w + 4][:rows])
-    held = [row[:0] for row in first]
-    for turn in (first, second):
-        got = session.prefill(*padded(turn))
-        held = [torch.cat(pair) for pair in zip(held, turn, strict=True)]
-        live = [i for i, row in enumerate(turn) if len(row)]
-        agrees(got[live], by_row(oracle, [held[i] for i in live]), oracle)
-    step = tokens[:, -1]
-    want = by_row(oracle, [torch.cat((row, t[None])) for row, t in zip(held, step, strict=True)])
-    agrees(session.decode(step), want, oracle)
+    parity.ragged_rows(interpreted(oracle, 3, all_logits=False, skip=skip, latent_kv=form))
 
 
 @pytest.mark.parametrize("name", few(n for n in SMALL if (n, "value") in CASES))
@@ -384,26 +363,21 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[En
 @pytest.mark.parametrize("chunk", ["1", "W-1", "W+1", "prime", "all"])
 def test_compiled_logits(engine: Engine, chunk: str) -> None:
     """A prompt in chunks, then every token that follows it, past three windows."""
-    oracle = find_oracle(every_kind())
-    n, rows = oracle.prompt, min(engine.limits.max_batch, len(oracle.tokens))
-    tokens = oracle.tokens[:rows]
-    session = with_chunk(engine, CHUNKS[chunk](oracle.window, n)).session(rows)
     if engine.all_logits:
-        agrees(prefill_then_decode(session, tokens, n), oracle.logits[:rows], oracle)
-    got = torch.stack([_again(session, tokens[:, :n]), *map(session.decode, tokens[:, n:].t())], 1)
-    agrees(got, oracle.logits[:rows, n - 1 :], oracle)
+        parity.prefill_in_chunks(subject(engine), chunk)
+    parity.last_tokens(subject(engine), chunk)
 
 
-def _again(session: Any, tokens: torch.Tensor) -> torch.Tensor:
-    session.reset()
-    out: torch.Tensor = session.prefill(tokens)
-    return out
+def subject(engine: Engine) -> Subject:
+    return Subject(
+        find_oracle(every_kind()),
+        engine.limits.max_batch,
+        lambda rows, chunk: with_chunk(engine, chunk).session(rows),
+    )
 
 
 def test_compiled_ragged_rows(engine: Engine) -> None:
-    oracle = find_oracle(every_kind())
-    rows = engine.limits.max_batch
-    ragged_rows_agree(oracle, with_chunk(engine, oracle.window + 1).session(rows), rows)
+    parity.ragged_rows(subject(engine))
 
 
 def test_truncate_and_reset(engine: Engine) -> None:

@@ -21,6 +21,7 @@ from g4ir.model.text import build_program
 from g4ir.ops.attention import visible
 from g4ir.passes import PASSES
 from g4ir.spec.record import Spec, load_spec
+from tests import parity
 from tests.configs import (
     FEATURES,
     FEW,
@@ -34,42 +35,17 @@ from tests.configs import (
 from tests.oracle import (
     Oracle,
     find_oracle,
-    first_difference,
-    random_tokens,
     relative,
 )
+from tests.parity import CHUNKS, agrees, interpreted, prefill_then_decode
 from tests.runner import Session, built_program, open_session
 
-#: chunk sizes by window and prompt length
-CHUNKS: dict[str, Callable[[int, int], int]] = {
-    "1": lambda w, n: 1,
-    "W-1": lambda w, n: w - 1,
-    "W": lambda w, n: w,
-    "W+1": lambda w, n: w + 1,
-    "2W": lambda w, n: 2 * w,
-    "prime": lambda w, n: 11,
-    "all": lambda w, n: n,
-}
 MORE_SEEDS = range(len(RANDOM_SEEDS), 10 * len(RANDOM_SEEDS))
-#: greedy tokens, and those of the short run
-GREEDY, FEWER = 64, 24
+FEWER = 24  # greedy tokens of the short run
 
 
 def oracle_of(name: str) -> Oracle:
     return find_oracle(spec_called(name))
-
-
-def agrees(got: torch.Tensor, want: torch.Tensor, oracle: Oracle) -> None:
-    """Every row of logits within the budget."""
-    error = relative(got, want).max().item()
-    assert error <= oracle.budget, f"{error:.2e} of rms, budget {oracle.budget:.2e}"
-
-
-def prefill_then_decode(session: Session, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
-    """Logits at every position: `prompt` tokens prefilled, the rest decoded."""
-    outs = [session.prefill(tokens[:, :prompt], all_logits=True)]
-    outs += [session.decode(column)[:, None] for column in tokens[:, prompt:].unbind(1)]
-    return torch.cat(outs, 1)
 
 
 # --- every position ---------------------------------------------------------------------------
@@ -79,22 +55,12 @@ def prefill_then_decode(session: Session, tokens: torch.Tensor, prompt: int) -> 
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("name", few(NAMES))
 def test_prefill_in_chunks(name: str, chunk: str) -> None:
-    oracle = oracle_of(name)
-    size = CHUNKS[chunk](oracle.window, oracle.prompt)
-    tokens = oracle.tokens[:, : oracle.prompt + 2]
-    got = prefill_then_decode(open_session(oracle, 2, size, True), tokens, oracle.prompt)
-    agrees(got, oracle.logits[:, : tokens.shape[1]], oracle)
+    parity.prefill_in_chunks(interpreted(oracle_of(name)), chunk)
 
 
 @pytest.mark.parametrize("name", few(NAMES))
 def test_decode_past_three_windows(name: str) -> None:
-    oracle = oracle_of(name)
-    assert oracle.tokens.shape[1] > 3 * oracle.window
-    agrees(
-        prefill_then_decode(open_session(oracle, 2, 8, True), oracle.tokens, 3),
-        oracle.logits,
-        oracle,
-    )
+    parity.decode_past_three_windows(interpreted(oracle_of(name)))
 
 
 @pytest.mark.full
@@ -126,55 +92,15 @@ def test_oracle_is_strict(name: str) -> None:
 @pytest.mark.parametrize("size", [5, 9, 64])
 @pytest.mark.parametrize("name", few(NAMES))
 def test_last_token_graphs(name: str, size: int) -> None:
-    oracle = oracle_of(name)
-    session, n = open_session(oracle, 2, size), oracle.prompt
-    got = [session.prefill(oracle.tokens[:, :n])]
-    got += [session.decode(column) for column in oracle.tokens[:, n : n + 3].unbind(1)]
-    agrees(torch.stack(got, 1), oracle.logits[:, n - 1 : n + 3], oracle)
+    parity.last_tokens(interpreted(oracle_of(name), all_logits=False), size, steps=3)
 
 
 # --- ragged rows ------------------------------------------------------------------------------
 
 
-def by_row(oracle: Oracle, rows: list[torch.Tensor]) -> torch.Tensor:
-    """The reference's last logits of each row, run alone."""
-    return torch.stack([oracle.run(row[None])[0, -1] for row in rows])
-
-
-def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded tokens and lengths; the padding is a token of its own."""
-    lengths = torch.tensor([len(row) for row in rows])
-    out = torch.full((len(rows), int(lengths.max())), 7)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = row
-    return out, lengths
-
-
-def cut(tokens: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
-    return [row[:n] for row, n in zip(tokens, lengths, strict=True)]
-
-
 @pytest.mark.parametrize("name", few(NAMES))
 def test_ragged_rows_equal_single_rows(name: str) -> None:
-    """Rows that end in different chunks, an empty row, a second turn, then decoding."""
-    oracle = oracle_of(name)
-    w = oracle.window
-    tokens = random_tokens(oracle.spec, 5, 5 * w, seed=9)
-    session = open_session(oracle, 5, w + 1)
-    first = cut(tokens, [0, 1, w + 3, 2 * w + 2, 3 * w + 1])
-    got = session.prefill(*padded(first))
-    agrees(got[1:], by_row(oracle, first[1:]), oracle)
-
-    second = cut(tokens.flip(1), [w + 4, 2 * w, 0, 1, 3])
-    got = session.prefill(*padded(second))
-    held = [torch.cat(pair) for pair in zip(first, second, strict=True)]
-    rows = [0, 1, 3, 4]
-    agrees(got[rows], by_row(oracle, [held[i] for i in rows]), oracle)
-    assert session.length.tolist() == [len(row) for row in held]
-
-    step = tokens[:, -1]
-    want = by_row(oracle, [torch.cat((row, t[None])) for row, t in zip(held, step, strict=True)])
-    agrees(session.decode(step), want, oracle)
+    parity.ragged_rows(interpreted(oracle_of(name), 5, all_logits=False))
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -196,15 +122,8 @@ def test_empty_row_is_untouched(name: str) -> None:
 
 @pytest.mark.parametrize("name", few(NAMES))
 def test_greedy_text_is_identical(name: str, full: bool) -> None:
-    oracle, count = oracle_of(name), GREEDY if full else FEWER
-    prompt = oracle.tokens[:, :6]
-    want, logits = oracle.greedy(prompt, count)
-    session = open_session(oracle, 2, 4)
-    out = [session.prefill(prompt).argmax(-1)]
-    while len(out) < count:
-        out.append(session.decode(out[-1]).argmax(-1))
-    for got, text, seen in zip(torch.stack(out, 1), want, logits, strict=True):
-        assert first_difference(got, text, seen, oracle.budget) is None
+    s = interpreted(oracle_of(name), all_logits=False)
+    parity.greedy_text(s, parity.GREEDY if full else FEWER)
 
 
 # --- KV sharing -------------------------------------------------------------------------------

@@ -8,10 +8,8 @@ torch's compiler (tests/uncompiled.py). `--full` compiles it too, and runs every
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,110 +34,27 @@ from g4ir.passes import PASSES
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import capacity, kv_bytes, weight_sizes
 from g4ir.plan.options import BuildOptions
-from g4ir.spec.parts import FULL, SLIDING, Moe
 from g4ir.spec.record import Spec, check_spec
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.pack import split_program
 from g4ir.weights.write import write_checkpoint
-from tests import engines
+from tests import engines, parity
 from tests.configs import FEATURES, NAMES, SMALL, few, spec_called
 from tests.oracle import (
-    Oracle,
     close_calls,
     cosine,
-    find_bf16_oracle,
     find_oracle,
-    first_difference,
-    random_tokens,
     save_checkpoint,
 )
-from tests.runner import build_engine, built_program, with_chunk
-from tests.test_numerics import CHUNKS, agrees, by_row, cut, padded, prefill_then_decode
-from tests.uncompiled import uncompiled
+from tests.parity import CHUNK, MAX_SEQ, ROWS, Built, Case, agrees, built, prefill_then_decode
+from tests.runner import built_program
 
-MAX_SEQ = engines.MAX_SEQ
-CHUNK = 64
-GREEDY = 64
 COSINE = 0.999
-ROWS = 5  # of an engine for several rows
 PLANS = ("plan_cache", "last_token_only")
 FUSIONS = tuple(p for p in PASSES if p not in PLANS)
 
 
 # --- engines ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Case:
-    """One engine. Equal limits let engines share compiled programs."""
-
-    name: str
-    rows: int = ROWS
-    all_logits: bool = True
-    skip: tuple[str, ...] = ()
-    bf16: bool = False
-    latent_kv: str = "off"
-    chunk: int = CHUNK
-    compiled: bool = True
-
-    def __str__(self) -> str:
-        parts = [self.name, f"{self.rows}-rows", "all" if self.all_logits else "last"]
-        parts += [] if self.compiled else ["uncompiled"]
-        return "-".join(
-            [*parts, *(f"no-{p}" for p in self.skip)]
-            if self.skip != PASSES
-            else [*parts, "no-pass"]
-        )
-
-    @property
-    def spec(self) -> Spec:
-        return OWN[self.name]() if self.name in OWN else spec_called(self.name)
-
-    @property
-    def oracle(self) -> Oracle:
-        return (find_bf16_oracle if self.bf16 else find_oracle)(self.spec)
-
-
-@dataclass(frozen=True)
-class Built:
-    """A case's engine and what it is compared with."""
-
-    case: Case
-    engine: Engine
-    oracle: Oracle
-
-    @property
-    def rows(self) -> int:
-        """Rows of `oracle.tokens` that the engine takes."""
-        return min(self.case.rows, len(self.oracle.tokens))
-
-    @property
-    def tokens(self) -> torch.Tensor:
-        return self.oracle.tokens[: self.rows]
-
-    def session(self, chunk: int = CHUNK, rows: int | None = None) -> Any:
-        most = min(chunk, self.case.chunk)
-        return with_chunk(self.engine, most).session(rows or self.rows)
-
-
-def leftover() -> Spec:
-    """Four layers with every feature that the tiny specs have not, and a head of its own."""
-    base = spec_called("26b-a4b-small")
-    text = replace(
-        base.text,
-        num_hidden_layers=4,
-        pattern=(SLIDING, SLIDING, SLIDING, FULL),
-        sliding=replace(base.text.sliding, window=4, k_eq_v=True),
-        full=replace(base.text.full, rope=replace(base.text.full.rope, factor=4.0)),
-        moe=Moe(num_experts=6, top_k_experts=1, intermediate_size=24, layers=(3,)),
-        attn_logit_softcapping=20.0,
-        tie_word_embeddings=False,
-    )
-    return check_spec(replace(base, name="leftover", text=text))
-
-
-#: specs that only this file has
-OWN = {"leftover": leftover}
 
 
 def full(*cases: Case) -> list[Any]:
@@ -169,41 +84,20 @@ SKIPPED = (*((p,) for p in PASSES), PLANS, FUSIONS, PASSES)
 @pytest.fixture(
     scope="module",
     params=[
-        *short(*SHORT["every token"]),
+        *short(*SHORT["every token"], *SHORT["last token"]),
         *full(replace(shared("tiny-ple"), all_logits=True)),
-        *full(Case("leftover"), *map(Case, NAMES)),
-    ],
-)
-def every(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Built]:
-    """An engine that returns the logits of every token."""
-    yield from built(request.param, tmp_path_factory)
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        *short(*SHORT["last token"]),
         *full(replace(shared("tiny-moe"), all_logits=False)),
+        *full(Case("leftover"), *map(Case, NAMES)),
         *full(*(Case(n, ROWS, False) for n in NAMES)),
         *full(*(Case(n, 1, False) for n in (*SMALL, "combined"))),
-    ],
-)
-def last(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Built]:
-    """An engine that works out each row's last token only."""
-    yield from built(request.param, tmp_path_factory)
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
         *full(Case("leftover", 1, False, PASSES), Case("leftover", ROWS, False, PLANS)),
         *full(*(Case("combined", ROWS, False, skip) for skip in SKIPPED)),
         *full(*(Case("random-18", 1, False, skip) for skip in (PLANS, FUSIONS))),
     ],
 )
-def fewer(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Built]:
-    """An engine without some of the passes."""
-    yield from built(request.param, tmp_path_factory)
+def subject(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Built]:
+    """Engines with the logits of every token or of the last, some without passes."""
+    yield from built(request.param, tmp_path_factory, "torch")
 
 
 @pytest.fixture(
@@ -216,28 +110,7 @@ def fewer(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Bui
 )
 def half(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Built]:
     """An engine in bf16."""
-    yield from built(request.param, tmp_path_factory)
-
-
-def built(case: Case, tmp_path_factory: Any) -> Iterator[Built]:
-    """Builds the engine for the tests of one parameter, then removes it."""
-    oracle, folder = case.oracle, tmp_path_factory.mktemp("engine")
-    with nullcontext() if case.compiled else uncompiled():
-        engine = build_engine(
-            oracle,
-            folder,
-            backend="torch",
-            max_batch=case.rows,
-            max_seq=MAX_SEQ,
-            prefill_chunk=case.chunk,
-            all_logits=case.all_logits,
-            skip=case.skip,
-            latent_kv=case.latent_kv,
-        )
-    assert engine.dtype == ("bf16" if case.bf16 else "f32")
-    yield Built(case, engine, oracle)
-    engine.close()
-    shutil.rmtree(folder)
+    yield from built(request.param, tmp_path_factory, "torch")
 
 
 def test_short_cases_have_every_feature() -> None:
@@ -250,88 +123,24 @@ def test_short_cases_have_every_feature() -> None:
 # --- fp32 -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_prefill_in_chunks(every: Built, chunk: str) -> None:
-    oracle, tokens = every.oracle, every.tokens[:, : every.oracle.prompt + 2]
-    session = every.session(CHUNKS[chunk](oracle.window, oracle.prompt))
-    got = prefill_then_decode(session, tokens, oracle.prompt)
-    agrees(got, oracle.logits[: every.rows, : tokens.shape[1]], oracle)
-
-
-def test_decode_past_three_windows(every: Built) -> None:
-    got = prefill_then_decode(every.session(), every.tokens, 3)
-    agrees(got, every.oracle.logits[: every.rows], every.oracle)
-
-
 @pytest.mark.parametrize("chunk", ["W-1", "W+1", "prime", "all"])
-def test_last_token(last: Built, chunk: str) -> None:
-    last_tokens_agree(last, CHUNKS[chunk](last.oracle.window, last.oracle.prompt))
+def test_a_prompt_and_its_text(subject: Built, chunk: str) -> None:
+    if subject.engine.all_logits:
+        parity.prefill_in_chunks(subject, chunk)
+    parity.last_tokens(subject, chunk)
 
 
-@pytest.mark.parametrize("chunk", ["W+1", "prime", "all"])
-def test_fewer_passes(fewer: Built, chunk: str) -> None:
-    last_tokens_agree(fewer, CHUNKS[chunk](fewer.oracle.window, fewer.oracle.prompt))
+def test_ragged_rows(subject: Built) -> None:
+    parity.ragged_rows(subject)
 
 
-def last_tokens_agree(b: Built, chunk: int) -> None:
-    """A prompt, then every token that follows it, past three windows."""
-    session, n = b.session(chunk), b.oracle.prompt
-    got = [session.prefill(b.tokens[:, :n])]
-    got += [session.decode(column) for column in b.tokens[:, n:].unbind(1)]
-    agrees(torch.stack(got, 1), b.oracle.logits[: b.rows, n - 1 :], b.oracle)
+def test_greedy_text(subject: Built) -> None:
+    parity.greedy_text(subject)
 
 
-def test_ragged_rows_equal_single_rows(every: Built) -> None:
-    ragged_rows_agree(every)
-
-
-def test_ragged_rows_of_a_last_token_engine(last: Built) -> None:
-    ragged_rows_agree(last)
-
-
-def test_ragged_rows_with_fewer_passes(fewer: Built) -> None:
-    ragged_rows_agree(fewer)
-
-
-def ragged_rows_agree(b: Built) -> None:
-    """Rows that end in different chunks, an empty row, a second turn, then decoding."""
-    oracle, w, rows = b.oracle, b.oracle.window, b.case.rows
-    tokens = random_tokens(oracle.spec, rows, 5 * w, seed=9)
-    session = b.session(w + 1, rows)
-    first = cut(tokens, [3 * w + 1, 0, w + 3, 1, 2 * w + 2][:rows])
-    second = cut(tokens.flip(1), [3, 2 * w, 0, 1, w + 4][:rows])
-    held = [row[:0] for row in first]
-    for turn in (first, second):
-        got = session.prefill(*padded(turn))
-        held = [torch.cat(pair) for pair in zip(held, turn, strict=True)]
-        live = [i for i, row in enumerate(turn) if len(row)]
-        agrees(got[live], by_row(oracle, [held[i] for i in live]), oracle)
-        assert not got[[i for i in range(rows) if i not in live]].any()
-        assert session.length.tolist() == [len(row) for row in held]
-    step = tokens[:, -1]
-    want = by_row(oracle, [torch.cat((row, t[None])) for row, t in zip(held, step, strict=True)])
-    agrees(session.decode(step), want, oracle)
-
-
-def test_greedy_text_is_identical(every: Built) -> None:
-    greedy_text_agrees(every)
-
-
-def test_greedy_text_of_a_last_token_engine(last: Built) -> None:
-    greedy_text_agrees(last)
-
-
-def greedy_text_agrees(b: Built) -> None:
-    prompt = b.tokens[:, :6]
-    want, logits = b.oracle.greedy(prompt, GREEDY)
-    got = with_chunk(b.engine, 4).generate(prompt.tolist(), GREEDY, stop_ids=())
-    for ours, text, seen in zip(got, want, logits, strict=True):
-        assert first_difference(torch.tensor(ours), text, seen, b.oracle.budget) is None
-
-
-def test_allocated_caches_are_the_planned_ones(every: Built) -> None:
-    for rows in (1, every.case.rows):
-        caches_are_planned(every.engine, rows)
+def test_allocated_caches_are_the_planned_ones(subject: Built) -> None:
+    for rows in {1, subject.batch}:
+        caches_are_planned(subject.engine, rows)
 
 
 # --- bf16 -------------------------------------------------------------------------------------
@@ -340,9 +149,9 @@ def test_allocated_caches_are_the_planned_ones(every: Built) -> None:
 @pytest.mark.parametrize("chunk", ["W-1", "all"])
 def test_bf16(half: Built, chunk: str) -> None:
     """Every position of a prompt in chunks and of the tokens decoded after it."""
-    oracle, want = half.oracle, half.oracle.logits[: half.rows]
-    session = half.session(CHUNKS[chunk](oracle.window, oracle.prompt))
-    got = prefill_then_decode(session, half.tokens, oracle.prompt)
+    assert half.engine.dtype == "bf16"
+    oracle, want = half.oracle, half.logits
+    got = prefill_then_decode(half.session(chunk), half.tokens, oracle.prompt)
     assert cosine(got, want).min() > COSINE
     clear = ~close_calls(want.float(), oracle.self_difference)
     assert clear.float().mean() > 0.4, "the top-1 comparison is nearly empty"

@@ -43,6 +43,7 @@ from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec, check_spec, load_spec
 from g4ir.weights.pack import split_program
 from g4ir.weights.tensorfile import read_header
+from tests import parity
 from tests.configs import NAMES, VARIANTS, spec_called
 from tests.engines import some_tokens
 from tests.network_session import as_declared, as_stored, cache_inputs, in_range, tokens_held
@@ -51,29 +52,17 @@ from tests.oracle import (
     Oracle,
     cast,
     cosine,
-    find_oracle,
     hf_model,
     random_tokens,
     randomize,
     relative,
 )
-from tests.runner import build_engine, built_program
-from tests.test_numerics import CHUNKS, agrees, prefill_then_decode
-from tests.test_numerics_torch import (
-    Built,
-    Case,
-    greedy_text_agrees,
-    last_tokens_agree,
-    ragged_rows_agree,
-)
+from tests.parity import MAX_SEQ, ROWS, Built, Case, built, prefill_then_decode
+from tests.runner import built_program
 from tests.test_ops import IN_NETWORKS, node, sample, tensors
 
 TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
 SHORT = ("e2b-small", "26b-a4b-small", "combined", "tiny-dense")
-MAX_SEQ = 128
-CHUNK = 64
-ROWS = 5
-GREEDY = 64
 #: f16 against transformers in f16, which round after every op and sum in another order: the cosine
 #: of each row, and the difference relative to the rms of 95 % of the rows. A row whose last expert
 #: is another one, chosen by rounding, differs by more
@@ -83,25 +72,6 @@ OP_BUDGET = {"f32": 2e-6, "f16": 4e-3}
 
 
 # --- engines ----------------------------------------------------------------------------------
-
-
-def built(case: Case, tmp_path_factory: Any, oracle: Oracle | None = None, **options: Any) -> Any:
-    """Builds the engine for the tests of one parameter, then removes it."""
-    oracle, folder = oracle or case.oracle, tmp_path_factory.mktemp("engine")
-    engine = build_engine(
-        oracle,
-        folder,
-        backend="onnx",
-        max_batch=case.rows,
-        max_seq=MAX_SEQ,
-        prefill_chunk=CHUNK,
-        all_logits=case.all_logits,
-        skip=case.skip,
-        **options,
-    )
-    yield Built(case, engine, oracle)
-    engine.close()
-    shutil.rmtree(folder)
 
 
 def cases(*short: Case, full: tuple[Case, ...] = ()) -> list[Any]:
@@ -115,67 +85,41 @@ def full_only(short: str, names: tuple[str, ...]) -> list[Any]:
     return [n if n == short else pytest.param(n, marks=pytest.mark.full) for n in names]
 
 
-@pytest.fixture(
-    scope="module", params=cases(*map(Case, SHORT), full=(*map(Case, (*NAMES, *TINY, "leftover")),))
-)
-def every(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Built]:
-    """An engine that returns the logits of every token."""
-    yield from built(request.param, tmp_path_factory)
-
-
-LAST = tuple(Case(name, ROWS, False) for name in ("e2b-small", "combined", "tiny-ple", "leftover"))
+LAST = tuple(Case(name, ROWS, False) for name in ("tiny-ple", "leftover"))
 
 
 @pytest.fixture(
     scope="module",
     params=cases(
+        *map(Case, SHORT),
         *LAST,
         Case("combined", ROWS, False, PASSES),
         Case("31b-small", ROWS, False, ("plan_cache", "last_token_only")),
         full=(
+            *map(Case, (*NAMES, *TINY, "leftover")),
             *(Case(n, ROWS, False) for n in (*NAMES, *TINY)),
             *(Case("combined", ROWS, False, (p,)) for p in PASSES),
         ),
     ),
 )
-def last(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Built]:
-    """An engine that works out each row's last token only, some without passes."""
-    yield from built(request.param, tmp_path_factory)
+def subject(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Built]:
+    """Engines with the logits of every token or of the last, some without passes."""
+    yield from built(request.param, tmp_path_factory, "onnx")
 
 
 # --- fp32 against transformers ----------------------------------------------------------------
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_prefill_in_chunks(every: Built, chunk: str) -> None:
-    oracle, tokens = every.oracle, every.tokens[:, : every.oracle.prompt + 2]
-    session = every.session(min(CHUNK, CHUNKS[chunk](oracle.window, oracle.prompt)))
-    got = prefill_then_decode(session, tokens, oracle.prompt)
-    agrees(got, oracle.logits[: every.rows, : tokens.shape[1]], oracle)
-
-
-def test_decode_past_three_windows(every: Built) -> None:
-    got = prefill_then_decode(every.session(), every.tokens, 3)
-    agrees(got, every.oracle.logits[: every.rows], every.oracle)
-
-
-def test_ragged_rows_equal_single_rows(every: Built) -> None:
-    ragged_rows_agree(every)
-
-
-def test_greedy_text_is_identical(every: Built) -> None:
-    greedy_text_agrees(every)
-
-
-@pytest.mark.covering
 @pytest.mark.parametrize("chunk", ["W-1", "W+1", "prime", "all"])
-def test_last_token(last: Built, chunk: str) -> None:
-    last_tokens_agree(last, min(CHUNK, CHUNKS[chunk](last.oracle.window, last.oracle.prompt)))
+def test_a_prompt_and_its_text(subject: Built, chunk: str) -> None:
+    if subject.engine.all_logits:
+        parity.prefill_in_chunks(subject, chunk)
+    parity.last_tokens(subject, chunk)
 
 
-def test_ragged_rows_of_a_last_token_engine(last: Built) -> None:
-    ragged_rows_agree(last)
+def test_ragged_rows(subject: Built) -> None:
+    parity.ragged_rows(subject)
 
 
 OPTIONS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -199,11 +143,17 @@ PAIRED = ("value rows", "raw rows, no rings", "all experts")
 def test_options(option: str, tmp_path_factory: Any) -> None:
     name, given = OPTIONS[option]
     options = dict(given)
-    case = Case(name, ROWS, options.pop("all_logits", True), options.pop("skip", ()))
-    for b in built(case, tmp_path_factory, **options):
-        last_tokens_agree(b, 7)
-        last_tokens_agree(b, b.oracle.prompt)
-        ragged_rows_agree(b)
+    case = Case(
+        name,
+        ROWS,
+        options.pop("all_logits", True),
+        options.pop("skip", ()),
+        latent_kv=options.pop("latent_kv", "off"),
+    )
+    for b in built(case, tmp_path_factory, "onnx", **options):
+        parity.last_tokens(b, 7)
+        parity.last_tokens(b, "all")
+        parity.ragged_rows(b)
 
 
 # --- fp16 -------------------------------------------------------------------------------------
@@ -226,38 +176,13 @@ HALF = ("e2b-small", "26b-a4b-small")
 )
 def test_f16(name: str, tmp_path_factory: Any) -> None:
     oracle = f16_oracle(spec_called(name))
-    for b in built(Case(name), tmp_path_factory, oracle, dtype="float16"):
+    for b in built(Case(name), tmp_path_factory, "onnx", oracle, dtype="float16"):
         assert b.engine.dtype == "f16"
-        for chunk in (b.oracle.window - 1, b.oracle.prompt):
+        for chunk in ("W-1", "all"):
             got = prefill_then_decode(b.session(chunk), b.tokens, oracle.prompt)
-            want = oracle.logits[: b.rows].float()
+            want = b.logits.float()
             assert cosine(got, want).min() > F16_COSINE
             assert relative(got, want).flatten().quantile(F16_ROWS) < F16_RELATIVE
-
-
-# --- against other backends -------------------------------------------------------------------
-
-
-def greedy(engine: Engine, prompts: torch.Tensor) -> Any:
-    return engine.generate(prompts.tolist(), GREEDY, stop_ids=())
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", SHORT)
-def test_greedy_text_of_the_torch_backend(tmp_path: Path, name: str) -> None:
-    oracle = find_oracle(spec_called(name))
-    found = []
-    for backend_name in ("onnx", "torch"):
-        engine = build_engine(
-            oracle,
-            tmp_path / backend_name,
-            backend=backend_name,
-            max_batch=2,
-            max_seq=MAX_SEQ,
-            prefill_chunk=16,
-        )
-        found.append(greedy(engine, oracle.tokens[:, :9]))
-    assert found[0] == found[1]
 
 
 # --- sessions ---------------------------------------------------------------------------------

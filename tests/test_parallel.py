@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import count, islice, product
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -38,7 +39,7 @@ from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import from_codes, quantised
 from g4ir.spec.record import Spec, load_spec
-from tests.configs import VARIANTS, random_spec
+from tests.configs import VARIANTS, fewest_of, random_spec
 
 TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
 RANKS = (2, 4)
@@ -72,7 +73,10 @@ def drawn() -> Iterator[int]:
     return (seed for seed in count() if shareable(random_spec(seed), 2))
 
 
-RANDOM = tuple(f"random-{seed}" for seed in islice(drawn(), 20))
+SEEDS = tuple(islice(drawn(), 20))
+RANDOM = tuple(f"random-{seed}" for seed in SEEDS)
+#: those left to `--full`: others have every feature between them
+SPARE = {*RANDOM} - {*fewest_of(SEEDS)}
 
 
 @cache
@@ -198,6 +202,11 @@ CASES = [
 ]
 
 
+def marked(case: tuple[str, int, bool], *marks: pytest.MarkDecorator) -> Any:
+    spare = (pytest.mark.full,) if case[0] in SPARE else ()
+    return pytest.param(*case, marks=(*marks, *spare))
+
+
 def test_the_cases_cover_both_numbers_of_ranks() -> None:
     assert {r for _, r, _ in CASES} == set(RANKS) and len(RANDOM) == 20
     assert {(n, r, False) for n in TINY for r in RANKS} <= set(CASES)
@@ -207,7 +216,7 @@ def test_the_cases_cover_both_numbers_of_ranks() -> None:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("name, ranks, ep", CASES)
+@pytest.mark.parametrize("name, ranks, ep", map(marked, CASES))
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-4), (torch.float64, 1e-12)])
 def test_ranks_agree_with_one(
     name: str, ranks: int, ep: bool, dtype: torch.dtype, most: float
@@ -246,18 +255,18 @@ def test_a_scaled_residual_of_ranks(name: str) -> None:
         assert distance(got[0], alone(name, torch.float64)) < 1e-12
 
 
+#: cases of every run
+ALWAYS = (("tiny-moe", 2, False), ("tiny-dense", 4, False))
+
+
 def fused_sums(g: Graph) -> list[Node]:
     return [*g.find(*NORM_OF)]
 
 
 @pytest.mark.parametrize(
     "name, ranks, ep",
-    [
-        c if c in (("tiny-moe", 2, False), ("tiny-dense", 4, False))
-        else pytest.param(*c, marks=pytest.mark.covering)
-        for c in CASES
-    ],
-)  # fmt: skip
+    [marked(c, *[pytest.mark.covering] * (c not in ALWAYS)) for c in CASES],
+)
 def test_norms_make_their_sums(name: str, ranks: int, ep: bool) -> None:
     """As a GPU's steps have them: as many messages as before, all of layers fused, those of a layer
     with experts too; every rank has the same logits, those of one. One rank has no sums."""

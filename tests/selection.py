@@ -1,0 +1,234 @@
+"""Tests chosen by what has changed in the repository.
+
+`pytest --changed-since REV` (`make test`) leaves out the conditional tests of selection.yaml whose
+paths are the same as in REV. `python -m tests.selection` (`make check`) prints the test files
+nearest to the changes, as many as fit into a budget of CPU seconds.
+
+Changes are those of the working tree, untracked files included, since REV. REV `auto` is the merge
+base with the main branch. On the main branch itself it is where the branch was before its last
+landing: its own reflog, else the last tag, else the first parent. If there is none of these (no
+git, a shallow clone), everything counts as changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.durations import known_seconds
+
+ROOT = Path(__file__).parents[1]
+FILE = Path(__file__).with_suffix(".yaml")
+#: package of a top-level folder that the package mapping moves
+MAPPED = {"passes": "g4ir.passes", "backends": "g4ir.backends", "specs": "g4ir.specs"}
+TRUNKS = ("origin/HEAD", "origin/main", "main")
+BUDGET_S = 90
+
+
+# --- what has changed -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A git working tree; every answer is None if git cannot tell."""
+
+    root: Path
+
+    def git(self, *args: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(self.root), *args], capture_output=True, text=True
+            )
+        except OSError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    def base(self, wanted: str = "auto") -> str | None:
+        """Return the commit that `wanted` means."""
+        if wanted != "auto":
+            return self.git("rev-parse", "--verify", "-q", f"{wanted}^{{commit}}")
+        head = self.git("rev-parse", "HEAD")
+        tag = self.git("describe", "--tags", "--abbrev=0", "HEAD^")
+        for candidate in (*TRUNKS, "@{1}", tag, "HEAD^"):
+            base = candidate and self.git("merge-base", candidate, "HEAD")
+            if base and base != head:
+                return base
+        return None
+
+    def changed(self, base: str | None) -> frozenset[str] | None:
+        """Return the paths that differ from `base` in the working tree."""
+        top = self.git("rev-parse", "--show-toplevel")
+        if base is None or top is None or Path(top).resolve() != self.root.resolve():
+            return None
+        tracked = self.git("diff", "--name-only", "--no-renames", base)
+        untracked = self.git("ls-files", "--others", "--exclude-standard")
+        if tracked is None or untracked is None:
+            return None
+        return frozenset((*tracked.splitlines(), *untracked.splitlines()))
+
+
+# --- conditional tests ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Table:
+    """selection.yaml."""
+
+    conditional: Mapping[str, Mapping[str, Sequence[str]]]
+    everything: Sequence[str]
+    data: Mapping[str, Sequence[str]]
+
+    def unchanged(self, changed: Iterable[str] | None) -> dict[str, Sequence[str]]:
+        """Return the groups of tests that need not run, and their patterns."""
+        if changed is None or any(matches(path, self.everything) for path in changed):
+            return {}
+        return {
+            name: group["tests"]
+            for name, group in self.conditional.items()
+            if not any(matches(path, (*group["tests"], *group["paths"])) for path in changed)
+        }
+
+
+def read_table() -> Table:
+    return Table(**yaml.safe_load(FILE.read_text()))
+
+
+def matches(path: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(path, pattern) for pattern in patterns)
+
+
+class LeaveOut:
+    """Pytest plugin: does not collect the conditional tests whose paths are unchanged."""
+
+    def __init__(self, since: str) -> None:
+        repository = Repository(ROOT)
+        self.base = repository.base(since)
+        if self.base is None and since != "auto":
+            raise SystemExit(f"--changed-since {since}: git knows no such commit here")
+        self.groups = read_table().unchanged(repository.changed(self.base))
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        path = collection_path.relative_to(ROOT).as_posix()
+        patterns = [p for tests in self.groups.values() for p in tests]
+        return True if collection_path.is_file() and matches(path, patterns) else None
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self.groups:
+            names = ", ".join(self.groups)
+            terminalreporter.write_line(
+                f"left out, unchanged since {str(self.base)[:8]}: tests of {names} "
+                "(make test-full runs all)"
+            )
+
+
+# --- tests near a change ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ImportGraph:
+    """What the files of the test suite import."""
+
+    root: Path
+
+    @cached_property
+    def imported(self) -> dict[str, frozenset[str]]:
+        """Python file of tests/ -> modules it imports; names of modules and of what is in them."""
+        files = (self.root / "tests").rglob("*.py")
+        return {p.relative_to(self.root).as_posix(): frozenset(imports(p)) for p in files}
+
+    def of(self, changed: Iterable[str], table: Table) -> dict[str, int]:
+        """Test file -> distance: 0 if changed or of the module's name, 1 if it imports the
+        module, 2 if a helper of the tests does."""
+        found: dict[str, int] = {}
+
+        def add(file: str, distance: int) -> None:
+            if is_test(file) and file in self.imported:
+                found[file] = min(distance, found.get(file, distance))
+
+        for path in changed:
+            add(path, 0)
+            for pattern, tests in table.data.items():
+                if fnmatchcase(path, pattern):
+                    for file in tests:
+                        add(file, 0)
+            if not path.endswith(".py") or is_test(path):
+                continue
+            near = self.importers({path})
+            for file in near:
+                named = Path(file).stem == f"test_{Path(path).stem}"
+                add(file, 0 if named else 1)
+            for file in self.importers({f for f in near if not is_test(f)}):
+                add(file, 2)
+        return found
+
+    def importers(self, paths: set[str]) -> set[str]:
+        names = {module_name(path) for path in paths}
+        return {file for file, modules in self.imported.items() if modules & names}
+
+
+def is_test(path: str) -> bool:
+    """Those of interpreted kernels run in a process of tests/test_interpreted.py."""
+    own_process = Path(path).parent.name == "interpreted"
+    return path.startswith("tests/") and Path(path).name.startswith("test_") and not own_process
+
+
+def module_name(path: str) -> str:
+    """`passes/fuse_qkv.py` -> `g4ir.passes.fuse_qkv`."""
+    first, *rest = Path(path).with_suffix("").parts
+    return ".".join(p for p in (MAPPED.get(first, first), *rest) if p != "__init__")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yield the modules that a file imports, and each `module.name` of a `from` import."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def fitting(distances: Mapping[str, int], seconds: Mapping[str, float], budget: float) -> list[str]:
+    """Return the nearest test files, the quick ones of a distance first, within a budget."""
+    kept, spent = [], 0.0
+    for file in sorted(distances, key=lambda f: (distances[f], seconds.get(f, 1), f)):
+        spent += seconds.get(file, 1)
+        if spent <= budget:
+            kept.append(file)
+    return kept
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the test files near the changes; on stderr, what is left to `make test`."""
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--changed-since", default="auto", metavar="REV")
+    p.add_argument("--budget", type=float, default=BUDGET_S, metavar="S", help="CPU seconds")
+    args = p.parse_args(words)
+    repository = Repository(ROOT)
+    base = repository.base(args.changed_since)
+    changed = repository.changed(base)
+    if changed is None:
+        print("no base to compare with: git diff fails here; run make test", file=sys.stderr)
+        return 1
+    distances = ImportGraph(ROOT).of(changed, read_table())
+    kept = fitting(distances, known_seconds(), args.budget)
+    left = sorted(distances.keys() - set(kept))
+    print(f"{len(changed)} files changed since {str(base)[:8]}", file=sys.stderr)
+    if left:
+        print(f"left to make test: {' '.join(left)}", file=sys.stderr)
+    print(*kept, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

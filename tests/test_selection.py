@@ -1,0 +1,215 @@
+"""Which tests `make test` leaves out, and which `make check` runs."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import selection
+from tests.selection import ImportGraph, LeaveOut, Repository, Table, fitting, matches, read_table
+
+ROOT = Path(__file__).parents[1]
+Git = Callable[..., str]
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Repository:
+    """On main, with three commits: a.py, b.py, c.py."""
+    root = tmp_path / "repository"
+    root.mkdir()
+    git(root, "init", "-q", "-b", "main")
+    for name in ("a.py", "b.py", "c.py"):
+        commit(root, name)
+    return Repository(root)
+
+
+def git(root: Path, *args: str) -> str:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    done = subprocess.run(
+        ["git", "-C", str(root), *identity, *args], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def commit(root: Path, name: str) -> str:
+    (root / name).write_text(name)
+    git(root, "add", name)
+    git(root, "commit", "-q", "-m", name)
+    return git(root, "rev-parse", "HEAD")
+
+
+def clone(repository: Repository, *options: str) -> Repository:
+    root = repository.root.with_name("clone")
+    git(repository.root, "clone", "-q", *options, repository.root.as_uri(), str(root))
+    return Repository(root)
+
+
+def since(repository: Repository, wanted: str = "auto") -> set[str] | None:
+    changed = repository.changed(repository.base(wanted))
+    return None if changed is None else {*changed}
+
+
+# --- what has changed ---------------------------------------------------------------------------
+
+
+def test_a_branch_is_compared_with_its_merge_base(repository: Repository) -> None:
+    """Committed, staged, edited, deleted and new files of the branch; none of main's."""
+    root = repository.root
+    git(root, "checkout", "-q", "-b", "branch")
+    commit(root, "committed.py")
+    git(root, "checkout", "-q", "main")
+    commit(root, "landed.py")
+    git(root, "checkout", "-q", "branch")
+    (root / "staged.py").write_text("")
+    git(root, "add", "staged.py")
+    (root / "a.py").write_text("edited")
+    (root / "b.py").unlink()
+    (root / ".gitignore").write_text("*.log\n")
+    (root / "ignored.log").write_text("")
+    assert since(repository) == {"committed.py", "staged.py", "a.py", "b.py", ".gitignore"}
+
+
+def test_main_is_compared_with_where_it_was_before_its_last_landing(
+    repository: Repository,
+) -> None:
+    root = repository.root
+    git(root, "checkout", "-q", "-b", "branch")
+    for name in ("d.py", "e.py"):
+        commit(root, name)
+    git(root, "checkout", "-q", "main")
+    git(root, "merge", "-q", "--ff-only", "branch")
+    git(root, "branch", "-q", "-D", "branch")
+    assert since(repository) == {"d.py", "e.py"}
+
+
+def test_a_clone_is_compared_with_the_last_tag_else_the_first_parent(
+    repository: Repository,
+) -> None:
+    ours = clone(repository)
+    assert since(ours) == {"c.py"}
+    git(ours.root, "tag", "v1", "HEAD~2")
+    assert since(ours) == {"b.py", "c.py"}
+
+
+def test_commits_not_pushed_are_compared_with_the_remote(repository: Repository) -> None:
+    ours = clone(repository)
+    for name in ("d.py", "e.py"):
+        commit(ours.root, name)
+    assert since(ours) == {"d.py", "e.py"}
+    assert since(ours, "HEAD~3") == {"c.py", "d.py", "e.py"}
+
+
+def test_without_a_base_everything_counts_as_changed(
+    repository: Repository, tmp_path: Path
+) -> None:
+    assert since(clone(repository, "--depth", "1")) is None
+    assert since(Repository(tmp_path)) is None  # no repository
+    inside = repository.root / "unpacked"
+    inside.mkdir()
+    assert since(Repository(inside)) is None  # another project's repository
+    assert since(repository, "no-such-commit") is None
+
+
+# --- conditional tests --------------------------------------------------------------------------
+
+
+def test_conditional_tests_run_if_a_path_or_a_test_of_theirs_changes() -> None:
+    table = read_table()
+    both = {*table.conditional}
+    for changed, left in (
+        ({"README.md", "g4ir/serve/app.py"}, both),
+        ({"backends/trt/emitter.py"}, both - {"TensorRT"}),
+        ({"tests/trt/test_emitter.py"}, both - {"TensorRT"}),
+        ({"backends/torch_compile/kernels/base.py"}, both - {"GPU kernels"}),
+        ({"tests/interpreted/test_head.py"}, both - {"GPU kernels"}),
+        ({"g4ir/ops/norm.py"}, set()),
+        ({"pyproject.toml"}, set()),
+        (None, set()),
+        (set(), both),
+    ):
+        assert {*table.unchanged(changed)} == left, changed
+
+
+def test_every_pattern_of_the_table_matches_a_file() -> None:
+    """A file that was renamed takes its tests with it."""
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"],
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+    files = listed or [p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*")]
+    table = read_table()
+    groups = [p for g in table.conditional.values() for p in (*g["tests"], *g["paths"])]
+    tests = [t for many in table.data.values() for t in many]
+    patterns = [*groups, *table.everything, *table.data, *tests]
+    assert not [p for p in patterns if not any(matches(file, [p]) for file in files)]
+
+
+def test_conditional_tests_are_not_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Repository, "changed", lambda self, base: frozenset({"README.md"}))
+    plugin = LeaveOut("auto")
+    assert plugin.pytest_ignore_collect(ROOT / "tests/trt/test_emitter.py")
+    assert plugin.pytest_ignore_collect(ROOT / "tests/test_interpreted.py")
+    assert plugin.pytest_ignore_collect(ROOT / "tests/test_spec.py") is None
+    assert plugin.pytest_ignore_collect(ROOT / "tests/trt") is None
+    monkeypatch.setattr(Repository, "changed", lambda self, base: None)
+    assert LeaveOut("auto").pytest_ignore_collect(ROOT / "tests/trt/test_emitter.py") is None
+    with pytest.raises(SystemExit, match="--changed-since nowhere: git knows no such commit"):
+        LeaveOut("nowhere")
+
+
+# --- tests near a change ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> ImportGraph:
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    for name, text in {
+        "test_norm.py": "import torch",
+        "test_engine.py": "from g4ir.ops.norm import rms_norm\nfrom g4ir.backends import base",
+        "helper.py": "from g4ir.ops import norm",
+        "test_far.py": "from tests.helper import build",
+        "test_other.py": "from g4ir.ops import linear",
+    }.items():
+        (tests / name).write_text(text)
+    return ImportGraph(tmp_path)
+
+
+def test_the_nearest_tests_come_first(files: ImportGraph) -> None:
+    table = Table({}, (), {"specs/*.yaml": ["tests/test_other.py"]})
+    assert files.of({"g4ir/ops/norm.py"}, table) == {
+        "tests/test_engine.py": 1,
+        "tests/test_far.py": 2,
+    }
+    assert files.of({"backends/base.py"}, table) == {"tests/test_engine.py": 1}
+    assert files.of({"tests/helper.py"}, table) == {"tests/test_far.py": 1}
+    assert files.of({"tests/test_norm.py"}, table) == {"tests/test_norm.py": 0}
+    assert files.of({"specs/new.yaml"}, table) == {"tests/test_other.py": 0}
+    assert files.of({"README.md", "tests/test_gone.py"}, table) == {}
+
+
+def test_as_many_as_the_budget_holds() -> None:
+    distances = {"slow": 0, "quick": 0, "near": 1, "far": 2}
+    seconds = {"slow": 50, "quick": 2, "near": 30}
+    assert fitting(distances, seconds, 100) == ["quick", "slow", "near", "far"]
+    assert fitting(distances, seconds, 60) == ["quick", "slow"]
+
+
+def test_make_check_prints_files_that_exist(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = frozenset({"passes/fuse_qkv.py", "specs/tiny-moe.yaml"})
+    monkeypatch.setattr(Repository, "base", lambda self, wanted: "0123456789")
+    monkeypatch.setattr(Repository, "changed", lambda self, base: changed)
+    assert selection.main([]) == 0
+    out, err = capsys.readouterr()
+    assert {"tests/test_passes.py", "tests/test_spec.py"} <= {*out.split()}
+    assert all((ROOT / file).exists() for file in out.split())
+    assert err.startswith("2 files changed since 01234567")
+    monkeypatch.setattr(Repository, "changed", lambda self, base: None)
+    assert selection.main([]) == 1
+    assert "run make test" in capsys.readouterr().err
