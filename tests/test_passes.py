@@ -209,7 +209,6 @@ def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str)
         "fuse_norm_linear": form != GPU,
         "fuse_norm_moe": form != GPU or not routed,
         "fuse_attention": form != GPU,
-        "fuse_glu_linear": form != GPU or SPECS[spec]().text.ple is None,
         "fuse_all_reduce": True,  # one rank has no sums
     }
     for name, before, after in zip(PASSES, stages, stages[1:], strict=False):
@@ -486,7 +485,6 @@ FIRST_LEFT = {
     "fuse_norm_linear": "%L0.mlp.act = linear_glu",
     "fuse_norm_moe": "%L1.mlp.down = moe_mlp",
     "fuse_attention": "%L0.attn.out = attention",
-    "fuse_glu_linear": "%L0.ple.proj = linear",
     "fuse_all_reduce": "%L0.mid = norm_residual",
     "scale_residual": "%L0.mid = add",
 }

@@ -195,7 +195,6 @@ class PassOptions:
     fuse_norm_linear: ChainOptions = ChainOptions()
     fuse_norm_moe: ChainOptions = ChainOptions()
     fuse_attention: ChainOptions = ChainOptions()
-    fuse_glu_linear: ChainOptions = ChainOptions()
     fuse_all_reduce: ChainOptions = ChainOptions()
 
 

@@ -117,7 +117,6 @@ def for_gpu(rows: int) -> Options:
         "fuse_norm_linear": 1,
         "fuse_norm_moe": 1,
         "fuse_attention": rows,
-        "fuse_glu_linear": 1,
         "fuse_all_reduce": MOST_ROWS,
     }
     return {name: {"on": 0 < rows <= n} for name, n in most.items()}
