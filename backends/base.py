@@ -169,8 +169,6 @@ class Backend(ABC):
     #: dtypes that its caches may be narrowed to (ops/kv_quant.py), and why there are no others
     kv_dtypes: tuple[str, ...] = tuple(NARROW)
     kv_reason: str = ""
-    #: whether its steps on a GPU are chains of kernels, which the fewer of them the shorter wait
-    chains: bool = False
     #: whether it can round the rows of products (ops/codecs.py: fake_quantize)
     rounds_activations: bool = True
     #: whether it verifies as it prefills: no more tokens than a chunk has
@@ -184,6 +182,11 @@ class Backend(ABC):
         """Return checks of the environment for a build for so many ranks, cheapest to meet first;
         each raises MissingError. A dry run makes none of them."""
         return ()
+
+    def fused_rows(self, rows: int, device: str, settings: Mapping[str, str]) -> int:
+        """Return the maximum batch size for which the passes fuse a decode step's kernels; 0: they
+        do not."""
+        return 0
 
     def stored(self, program: Program, device: str) -> Program:
         """Return optimised graphs whose weights lie as its products take them on a device: those in

@@ -326,7 +326,6 @@ def test_every_op_has_a_kind() -> None:
         "linear_glu",
         "norm_linear",
         "dual_norm_linear",
-        "norm_glu_linear",
         "scale",
         "softcap",
         "last_row",

@@ -278,7 +278,7 @@ def test_rules_are_numbered_in_order() -> None:
 
 @pytest.mark.parametrize("folder", ["g4ir", "passes", "backends"])
 def test_cited_rules_exist(folder: str) -> None:
-    sources = [p for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".c", ".yaml")]
+    sources = [p for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".c", ".h", ".yaml")]
     cited = {path: rules for path in sources if (rules := cited_rules(path.read_text()))}
     assert cited or folder == "passes"
     wrong = {path.name: rules - {*numbered_rules()} for path, rules in cited.items()}

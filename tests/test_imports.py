@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from g4ir.backends.experimental import EXPERIMENTS
+
 ROOT = Path(__file__).parents[1]
 
 #: the folders of the package, each with one meaning (its docstring); a module imports its own room
@@ -170,11 +172,22 @@ def test_no_module_imports_itself_through_others() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
 
 
-def test_experiments_are_known_in_one_place() -> None:
-    """What no device has run is reached through the settings that ask for it."""
-    folder = "g4ir.backends.trt.experimental"
-    users = {m for m, names in graph().items() if any(inside(name, folder) for name in names)}
-    assert {m for m in users if not inside(m, folder)} == {"g4ir.backends.trt.forms"}
+def test_experiments_are_imported_one_way() -> None:
+    """The core loads an experiment by its name, in experiment(); no module of it is imported."""
+    door, asked = "g4ir.backends.experimental", set[str]()
+    for module, names in graph().items():
+        if not inside(module, door):
+            assert not {n for n in names if inside(n, door)} - {door}, module
+            calls = (n for n in ast.walk(ast.parse(MODULES[module].read_text())))
+            asked |= {
+                ast.literal_eval(n.args[0])
+                for n in calls
+                if isinstance(n, ast.Call) and ast.unparse(n.func) == "experiment"
+            }
+    assert asked == EXPERIMENTS.keys()
+    assert all(f"{door}.{name}" in MODULES for name in EXPERIMENTS)
+    readme = (ROOT / "backends/experimental/README.md").read_text()
+    assert all(f"`{name}`" in readme for name in EXPERIMENTS)
 
 
 def test_the_recorder_imports_itself_alone() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("tests/interpreted", "tests/trt/experimental/interpreted")
+FOLDERS = ("tests/interpreted", "tests/experimental/interpreted")
 
 
 def test_under_the_interpreter(full: bool) -> None:

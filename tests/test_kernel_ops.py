@@ -20,6 +20,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from g4ir.backends.experimental.end_of_step import end_step
 from g4ir.backends.torch_compile.compile import _TRACE as TRACE
 from g4ir.backends.torch_compile.compile import INDUCTOR, exported
 from g4ir.backends.torch_compile.kernel_cases import (
@@ -39,10 +40,8 @@ from g4ir.backends.torch_compile.kernels.resources import (
     _compiled,
     resources,
 )
-from g4ir.backends.torch_compile.kernels.rows_triton import end_step
 from g4ir.backends.torch_compile.programs import choice_texts, phase_steps
 from g4ir.backends.torch_compile.segment import Segment
-from g4ir.backends.torch_compile.step_model import read_constants
 from g4ir.backends.torch_compile.target import Target
 from g4ir.errors import LowerError
 from g4ir.ir.graph import Program
@@ -121,7 +120,6 @@ def test_ops_keep_the_rules() -> None:
     expected = {
         "moe_gate_up",
         *("decode_attention", "qkv_attention", "q_attention", "norm_linear", "norm_router"),
-        "norm_glu_linear",
         "skinny_linear_parts",
         "moe_gate_up_sorted",
         "moe_sort",
@@ -131,7 +129,6 @@ def test_ops_keep_the_rules() -> None:
     assert {(name, False) for name in expected} <= names
     takers = {
         *("skinny_linear", "norm_linear", "skinny_linear_parts", "moe_gate_up", "moe_down"),
-        "norm_glu_linear",
     }
     assert {(name, True) for name in ("dequantize", *takers)} <= names
 
@@ -375,30 +372,6 @@ def test_kernels_fit_hopper(name: str) -> None:
     # However few bits a weight has, it is read in whole lines.
     products = [r for r in found if r.kernel in ("_skinny", "_gate_up", "_down", "_dequantize")]
     assert products and all(r.wide_loads for r in products)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "e2b",
-        *(
-            pytest.param(name + quant, marks=pytest.mark.full)
-            for name in ("e2b", "e4b")
-            for quant in ("", "+int8", "+int4", "+fp8")
-            if name + quant != "e2b"
-        ),
-    ],
-)
-def test_programs_that_wait_for_others_have_room_beside_them(name: str) -> None:
-    """A whole grid lies on the multiprocessors at once."""
-    cases = [c for c in real_cases((name,), (1,)) if c.choice.name == "norm_glu_linear"]
-    (launch,) = (launch for case in cases for launch in launches_of_case(case))
-    (found,) = compiled(iter(cases))
-    check([found])
-    each = 32 * found.warps * -(-found.registers // 8) * 8
-    together = min(65536 // each, 64 // found.warps, SHARED_BYTES // found.shared_bytes)
-    processors = read_constants().gpus["h100"].processors
-    assert launch[1][0] <= together * processors
 
 
 @pytest.mark.parametrize("held", ["i8", "f8e4m3"])

@@ -228,7 +228,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def _library(path: Path, *flags: str) -> Path:
-    source = Path(compiler.__file__).parent / "kernels.c"
+    source = compiler.CPU_KERNELS / "kernels.c"
     subprocess.run(
         [
             "g++",

@@ -382,7 +382,6 @@ EXPANSIONS = {
         ["norm_residual", "linear_glu"],
     ],
     "dual_norm_linear": [["dual_norm_residual", "linear"], ["dual_norm_residual", "linear_glu"]],
-    "norm_glu_linear": [["norm_linear", "linear"]] * 2,
     "norm_moe_mlp": [["norm_residual", "moe_mlp"]],
     "qkv_attention": [["qkv_write", "attention"]] * 2,
     "q_attention": [["norm_rope", "attention"]],

@@ -224,7 +224,6 @@ def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str)
         "fuse_norm_linear": False,
         "fuse_norm_moe": not routed,
         "fuse_attention": False,
-        "fuse_glu_linear": SPECS[spec]().text.ple is None,
         "fuse_all_reduce": True,  # one rank has no sums
     }
     ran = pipeline(options(form).gpu_rows)

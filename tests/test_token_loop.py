@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from g4ir.backends.experimental.end_of_step import end_step
+from g4ir.backends.experimental.step_model import read_constants
 from g4ir.backends.sampling import Sampler, Sampling
 from g4ir.backends.torch_compile import cuda_graph, host_table
 from g4ir.backends.torch_compile.host_table import HostTable
 from g4ir.backends.torch_compile.kernels import KERNELS
 from g4ir.backends.torch_compile.kernels.launch import recorded
-from g4ir.backends.torch_compile.kernels.rows_triton import end_step
-from g4ir.backends.torch_compile.step_model import read_constants
 from g4ir.backends.torch_compile.token_loop import TokenLoop
 from g4ir.engine.engine import Engine
 from g4ir.engine.parts import embed_rows

@@ -17,7 +17,8 @@ from g4ir.plan.memory import bytes_beside_attention
 from g4ir.quant.rewrite import simplified
 from g4ir.ui.progress import Progress
 
-from ..base import Backend, Task
+from ..base import Backend, Setting, Task
+from ..experimental import experiment
 from . import compile as compiler
 from .kernel_table import unmeasured
 from .programs import CHAINS, END, KERNELS_FILE, choice_texts, phase_steps, phases
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
 
 
+#: the setting of a decode step on a GPU, and its choices
+DECODE_STEP, PLAIN, FUSED, EARLY = "decode_step", "plain", "fused", "early"
 #: what a program's file is called, and a chain's
 PROGRAM, CHAIN = re.compile(r"[0-9a-f]{24}\.pt2"), re.compile(r"[0-9a-f]{24}\.chain")
 #: programs that are compiled at a time
@@ -46,9 +49,20 @@ class TorchBackend(Backend):
     devices = ("cpu", "cuda")
     dtypes = DTYPES
     native = True
-    chains = True
     shares = True
     record = Programs
+    settings = {
+        DECODE_STEP: Setting(
+            (PLAIN, FUSED, EARLY),
+            PLAIN,
+            "of a decode step on a GPU: one kernel per op; or, experiments, fewer fused kernels; "
+            "and fused kernels that begin before the one in front has ended (programmatic "
+            "dependent launch)",
+        )
+    }
+
+    def fused_rows(self, rows: int, device: str, settings: Mapping[str, str]) -> int:
+        return rows if device == "cuda" and settings.get(DECODE_STEP, PLAIN) != PLAIN else 0
 
     def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
         return compiler.toolchain(device, ", or build with --device cpu")
@@ -79,19 +93,16 @@ class TorchBackend(Backend):
             phase: tuple(files[s.text] if isinstance(s, Segment) else None for s in many)
             for phase, many in steps.items()
         }
-        chains = self._chains(steps["decode"], target, task) if has_chains(device) else {}
+        early = target.gpu and settings[DECODE_STEP] == EARLY
+        chains = self._kernel_graph(steps["decode"], target, task) if early else {}
         return kept | {op: (files[text],) for op, text in chooses.items()} | chains
 
     @staticmethod
-    def _chains(steps: Sequence[Step], target: Target, task: Task) -> dict[str, Any]:
-        """Compile the kernels of a decode step apart from its programs; none for other GPUs."""
-        if not target.gpu:
-            return {CHAINS: (None,) * len(steps), END: (None,)}
-        from .kernel_graph import compile_chains, compile_end
-
-        folder = task.folder / "programs"
-        chains = compile_chains(steps, target, task.limits, folder, task.progress)
-        return {CHAINS: chains, END: (compile_end(task.limits.max_batch, folder),)}
+    def _kernel_graph(steps: Sequence[Step], target: Target, task: Task) -> dict[str, Any]:
+        """Compile the kernels of a decode step apart from its compiled regions."""
+        graph, folder = experiment("kernel_graph"), task.folder / "programs"
+        chains = graph.compile_chains(steps, target, task.limits, folder, task.progress)
+        return {CHAINS: chains, END: (graph.compile_end(task.limits.max_batch, folder),)}
 
     def scratch_bytes(
         self, program: Program, limits: Limits, device: str, settings: Mapping[str, str]
@@ -153,9 +164,9 @@ def _check_programs(
     }
     if device == "cuda":
         texts |= {op: [text] for op, text in choice_texts(program, limits).items()}
-    if has_chains(device):
+    if device == "cuda" and CHAINS in kept:
         possible = chain_texts(steps["decode"])
-        texts[CHAINS] = [t if f else None for t, f in zip_longest(possible, kept.get(CHAINS, ()))]
+        texts[CHAINS] = [t if f else None for t, f in zip_longest(possible, kept[CHAINS])]
         texts[END] = [END if any(kept.get(END, ())) else None]
     if kept.keys() != texts.keys():
         raise EngineError(
@@ -176,11 +187,6 @@ def _check_programs(
             raise EngineError(f"{folder}: no program {file!r}; build the engine again")
         if pattern is PROGRAM:  # chains' files say what they were made of when they are read
             compiler.check_program(folder / file, text)
-
-
-def has_chains(device: str) -> bool:
-    """Whether engines for a device have chains beside the programs of a decode step."""
-    return device == "cuda"
 
 
 BACKEND = TorchBackend()

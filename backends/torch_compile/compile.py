@@ -66,8 +66,8 @@ SOURCES = (
 #: and those that it follows from on a GPU with kernels
 GPU_SOURCES = ("tunings.py", "tunings.yaml", "kernels/*.py")
 #: what the CPU kernels are made of, and how
+CPU_KERNELS = Path(__file__).with_name("cpu")
 KERNEL_SOURCES = ("kernels.c", "calls.c", "team.c")
-KERNEL_HEADERS = ("kernels.h", "team.h")
 KERNEL_FLAGS = (
     "-O3",
     "-march=native",
@@ -445,8 +445,8 @@ def compile_kernels(path: Path) -> None:
     import torch
 
     digest = hashlib.sha256("\0".join([torch.__version__, machine("cpu"), *KERNEL_FLAGS]).encode())
-    for name in (*KERNEL_SOURCES, *KERNEL_HEADERS):
-        digest.update((Path(__file__).parent / name).read_bytes())
+    for file in sorted(CPU_KERNELS.glob("*.[ch]")):
+        digest.update(file.read_bytes())
     kept = path.with_name(f"{digest.hexdigest()[:24]}{path.suffix}")
     with claimed(kept.name, wait=True):
         if not _from_cache(kept.name, kept.parent):
@@ -459,8 +459,7 @@ def _compile_kernels(path: Path) -> None:
     import torch
     from torch._inductor import cpp_builder
 
-    here = Path(__file__).resolve().parent
-    sources = [word for name in KERNEL_SOURCES for word in ("-x", "c", str(here / name))]
+    sources = [word for name in KERNEL_SOURCES for word in ("-x", "c", str(CPU_KERNELS / name))]
     libraries = ["-x", "none", f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu"]
     command = [cpp_builder.get_cpp_compiler(), *KERNEL_FLAGS, *sources, *libraries]
     done = subprocess.run([*command, "-o", str(path)], capture_output=True, text=True)

@@ -1,10 +1,10 @@
 """Ops that a compiled CPU program calls for: large products, routed experts, and attention of the
 vision tower.
 
-Products of a few rows go through kernels.c, which for one row runs at the speed at which memory
-delivers the weight; the library's products do not reach that. Programs call it directly (calls.c).
-More rows, and other dtypes, are called back for here, which costs some 10 us: they go through the
-library, those of 16 bits in fp32 where the CPU has no instructions for them.
+Products of a few rows go through the C kernels of cpu/, which for one row run at the speed at which
+memory delivers the weight; the library's products do not. Compiled regions call them directly
+(cpu/calls.c). More rows, and other dtypes, call back into Python, which costs some 10 us: they go
+through the library, those of 16 bits in fp32 where the CPU has no instructions for them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NATIVE = {
 }
 
 
-#: name -> function of kernels.h, of the engine that was loaded last
+#: name -> function of cpu/kernels.h, of the engine that was loaded last
 _kernels: dict[str, Callable[..., int]] = {}
 #: dtype of x, of results and of scales, and dtype of codes -> their numbers there
 DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
@@ -98,7 +98,7 @@ def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def linear_coded(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return x [..., k] @ w[n, k]^T for w = codes * scales; sums are fp32, rounded once. A few rows
     are multiplied with the exact weight (those in bf16 as integers, where the CPU has instructions
-    for these: see kernels.c), more with w rounded to x's dtype."""
+    for these: see cpu/float.h), more with w rounded to x's dtype."""
     if not _has_kernel(x.dtype, codes, scales, x.numel() // x.shape[-1], x.shape[-1]):
         return _decoded_linear(x, codes, scales)
     return _coded(x, codes, scales, False)

@@ -27,6 +27,7 @@ from g4ir.weights.pack import ParamSource, StoredParams
 from g4ir.weights.tensorfile import ALIGNED, read_pages
 
 from ..base import Tensors, Watch
+from ..experimental import experiment
 from ..kv_cache import Caches
 from . import pyops
 from .cuda_graph import (
@@ -47,7 +48,7 @@ from .target import find_target
 from .token_loop import Choose, Embed, TokenLoop, end_by_torch
 
 log = logging.getLogger(__name__)
-BY_PROGRAMS = "decode steps run by their programs, which is slower: %s"
+BY_PROGRAMS = "decode steps run by their compiled regions, which is slower: %s"
 
 #: stands for an operand that is bound when its step runs
 NOTHING = torch.empty(0)
@@ -129,15 +130,14 @@ class TorchRuntime:
             for logits, chosen in ((True, many), (False, state_steps(many))):
                 plan = [bound[id(s)] for s in chosen]
                 self.plans[phase, logits] = _freeing(plan, keep)
-        self.end_step = _end_of_step(
-            files.get(END, (None,))[0] if self.record else None, folder, limits
-        )
+        self.end_step: Callable[..., Any] = end_by_torch
         #: phase -> its steps where they are recorded, if these are others
         self.recorded_plans: dict[str, list[Bound]] = {}
-        if self.record and any(files.get(CHAINS, ())):
-            plan = self.plans["decode", True]
-            self.recorded_plans["decode"] = _chained(
-                plan, steps["decode"], files[CHAINS], folder, group
+        if self.record and CHAINS in files:
+            graph = experiment("kernel_graph")
+            self.end_step = graph.load_end(files[END][0], folder, limits)
+            self.recorded_plans["decode"] = graph.load_step(
+                self.plans["decode", True], steps["decode"], files[CHAINS], folder, group
             )
 
     def _load_params(
@@ -386,83 +386,6 @@ def _load_program(path: Path, device: str) -> Call:
         raise EngineError(f"{path} cannot be loaded: {_reason(e)}") from e
     call: Call = loader.run
     return call
-
-
-def _end_of_step(file: str | None, folder: Path, limits: Limits) -> Callable[..., Any]:
-    """Return the end of a step that chooses its own tokens: a chain where there is one and the
-    driver takes it, which is said where it does not, or torch's kernels."""
-    if file is None:
-        return end_by_torch
-    from .cuda_driver import CudaDriver
-    from .kernel_graph import LoadedChain, chained, end_text, read_chain
-
-    try:
-        made = read_chain(folder / file, end_text(limits.max_batch))
-        return chained(LoadedChain(*made, CudaDriver(), "cuda"), False, end_by_torch)
-    except EngineError as e:
-        log.warning(BY_PROGRAMS, e)
-        return end_by_torch
-
-
-def _chained(
-    plan: Sequence[Bound],
-    steps: Sequence[Step],
-    files: Sequence[str | None],
-    folder: Path,
-    group: Group | None = None,
-) -> list[Bound]:
-    """Return a decode step with chains in the place of its programs where there are such, and a
-    kernel in the place of a message and its norm where ranks can meet; the plan itself, with a
-    warning, where the driver does not take them."""
-    from .cuda_driver import CudaDriver
-    from .kernel_graph import chained, followers, load_chains
-
-    try:
-        chains = load_chains(steps, files, folder, CudaDriver(), "cuda")
-    except EngineError as e:
-        log.warning(BY_PROGRAMS, e)
-        chains = {}
-    messages = {i for i, s in enumerate(steps) if files[i] and isinstance(s, Glue)}
-    peers = _peers(group, bool(chains)) if group and messages else None
-    if peers is None:
-        chains = {i: c for i, c in chains.items() if i not in messages}
-        messages = set()
-    norms = {i + 1 for i in messages}
-    early = followers(steps, {*chains} - norms, norms)
-    out: list[Bound] = []
-    for i, b in enumerate(plan):
-        if i in messages:
-            assert peers is not None
-            b = _joined(b, plan[i + 1], peers)
-        if i not in norms:
-            out.append(
-                replace(b, call=chained(chains[i], i in early, b.call)) if i in chains else b
-            )
-    return out
-
-
-def _peers(group: Group, able: bool) -> torch.Tensor | None:
-    """Return where the ranks of a group meet, the same for all of them; None where not all can."""
-    from .kernels.all_reduce_triton import buffer_bytes
-
-    return group.peers(buffer_bytes(group.ranks), able)
-
-
-def _joined(message: Bound, norm: Bound, peers: torch.Tensor) -> Bound:
-    """Return a message and the norm of its sums as one step: it is given what the norm is, parts in
-    the place of sums, and where ranks meet."""
-    parts = dict(zip(message.outputs, (name for _, name in message.slots), strict=True))
-    sums = [i for i, name in norm.slots if name in parts]
-
-    def call(operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        *given, _ = operands
-        for i, total in zip(sums, message.call([given[i] for i in sums]), strict=True):
-            given[i] = total
-        return norm.call(given)
-
-    slots = tuple((i, parts.get(name, name)) for i, name in norm.slots)
-    last = tuple(sorted({*message.last, *norm.last} - {*message.outputs}))
-    return Bound(call, (*norm.operands, peers), slots, norm.outputs, last)
 
 
 def _load_kernels(path: Path) -> None:

@@ -46,7 +46,7 @@ REMEDIES: Mapping[str, str] = {
     WRAPPER: "--set attention=plain, in which TensorRT finds no attention",
     "experts": "--set experts=all, whose products are plain ones",
     "attention": "--set attention=plain, whose attention is products and the plainest layers",
-    "norm_residual": "--set norms=layers, which needs no plugin for norms",
+    "norm_residual": "--set norms=layers, which needs no plugin",
     "plugin": "--set attention=explicit --set experts=all --set norms=layers, which need none",
     "memory": "a smaller --prefill-chunk, --max-batch or --max-seq, or --set weights=streamed",
     "attn": "--set attention=plain, whose attention is products and the plainest layers",
@@ -83,11 +83,10 @@ def write_network(
     TensorRT said."""
     log = log or logger(api.trt)
     builder = api.trt.Builder(log)
-    settings, notes = resolved(settings, [graph], limits, shared)
+    settings = resolved(settings)
     network = new_network(builder, api.network_flags("plugin" in settings.values()), log)
     source = params.tensor if params else None
     emitter = TrtEmitter(api.trt, network, source, shared, log.said)
-    emitter.notes.extend(notes)
     lowerings = chosen_lowerings(settings)
     with all_taken(log, f"the network of {graph.name}"):
         Network(emitter, graph, limits, lowerings, settings["experts"]).emit()

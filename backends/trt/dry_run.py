@@ -56,6 +56,7 @@ from g4ir.weights.drafter import WithDrafter
 from g4ir.weights.pack import MadeParams, Packing, ParamSource, make_packing
 from g4ir.weights.random import RandomCheckpoint
 
+from ..experimental import experiment
 from ..primitives.graph import MEDIA, network_graph, tower_graphs
 from ..primitives.network import BLOCK_IDS, NO_BLOCK
 from ..reference import ReferenceRuntime, WideRuntime
@@ -76,7 +77,6 @@ from .recorder import (
 )
 from .recorder import sizes as network_sizes
 from .runtime import TrtRuntime, deserialize, refit, stream_weights
-from .step_model import decode_step
 
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
@@ -184,7 +184,7 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
         "outputs": {n: str(t) for n, t in io.outputs.items() if n not in io.aliased},
         "caches": {"in_place": len(io.aliased)},
         "scratch_bytes": max([scratch, *(size for _, size in checked.values())]),
-        **decode_step(written, p.limits, written.settings["experts"]),
+        **experiment("trt_step").decode_step(written, p.limits, written.settings["experts"]),
         "shared_bytes": max(w.emitter.shared_used for w in (written, *beside.values())),
         "conditionals": kinds["IConditionLayer"],
         "builder": str(build.estimate([*networks(program).values()])),

@@ -1,25 +1,24 @@
-"""The settings of a build and what each choice stands for; the only place that knows of
-experimental/."""
+"""The settings of a build and the lowerings that each choice selects."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
-from g4ir.ir.graph import Graph, Node
-from g4ir.plan.engine_limits import Limits
+from g4ir.ir.graph import Node
 
 from ..base import Setting
+from ..experimental import experiment
 from ..primitives import attention, moe, vision
 from ..primitives.emitter import Operand
 from ..primitives.lowerings import LOWERINGS as SHARED
-from ..primitives.network import Lowering, Network, written_nodes
-from .experimental import plugins
-from .experimental.reference import meaning
-from .experimental.trial import shared_memory, takes_norms
+from ..primitives.network import Lowering, Network
 from .lowerings import all_gather, all_reduce, attend, attend_patches, in_blocks, plain_softmax
 
-#: form of attention -> op -> lowering, in the place of the shared one
+#: the choice of a setting that asks for the experiment's kernels
+PLUGIN = "plugin"
+#: form of attention in layers -> op -> lowering, replacing the shared one
 ATTENTION: Mapping[str, Mapping[str, Lowering]] = {
     "explicit": {
         "attention": partial(attention.attention, form=in_blocks),
@@ -39,17 +38,7 @@ ATTENTION: Mapping[str, Mapping[str, Lowering]] = {
         "attention_latent": partial(attention.attention_latent, form=attend),
         "encoder_attention": partial(vision.encoder_attention, form=attend_patches),
     },
-    "plugin": {op: partial(lowering, form=in_blocks) for op, lowering in plugins.ATTENTION.items()},
 }
-#: form of experts -> lowering. One serves single tokens and chunks: what would choose between two
-#: is a conditional
-EXPERTS: Mapping[str, Lowering] = {
-    "gather": moe.experts,
-    "all": moe.experts,
-    "plugin": plugins.experts,
-}
-#: form of the norms between two blocks -> op -> lowering, in the place of its expansion
-NORMS: Mapping[str, Mapping[str, Lowering]] = {"layers": {}, "plugin": plugins.BLOCK_ENDS}
 #: op that ranks do together -> lowering
 AMONG_RANKS: Mapping[str, Lowering] = {"all_reduce": all_reduce, "all_gather": all_gather}
 #: how weights lie in an engine -> builder flags. Equal weights are what an engine is given again:
@@ -61,26 +50,28 @@ WEIGHTS: Mapping[str, tuple[str, ...]] = {
 }
 #: where an engine runs -> level
 HARDWARE: Mapping[str, str] = {"exact": "NONE", "same-capability": "SAME_COMPUTE_CAPABILITY"}
+#: setting -> the layers that `auto` means
+AUTO, LAYERS = "auto", {"experts": "all", "norms": "layers"}
 
 SETTINGS: Mapping[str, Setting] = {
     "attention": Setting(
-        tuple(ATTENTION),
+        (*ATTENTION, PLUGIN),
         "explicit",
         "products and a softmax; these with the softmax in plain layers; TensorRT's own attention "
-        "layer, in towers too; or, over full-length caches, kernels of this project that are made "
-        "for decode steps",
+        "layer, in towers too; or, an experiment, Triton kernels for decode steps over full-length "
+        "caches",
     ),
     "experts": Setting(
-        ("auto", *EXPERTS),
-        "auto",
-        "kernels of this project, which sort tokens by expert, where triton can compile them "
-        "(auto, plugin), weights of the chosen experts gathered, or all experts multiplied",
+        (AUTO, "gather", "all", PLUGIN),
+        AUTO,
+        "all experts multiplied (auto, all), weights of the chosen experts gathered, or, an "
+        "experiment, Triton kernels that sort tokens by expert",
     ),
     "norms": Setting(
-        ("auto", *NORMS),
-        "auto",
-        "between two blocks: one kernel of this project for norm, sum and the next norm, where "
-        "triton can compile it (auto, plugin), or layers of their own",
+        (AUTO, "layers", PLUGIN),
+        AUTO,
+        "between two blocks: layers (auto, layers), or, an experiment, one Triton kernel for norm, "
+        "sum and the next norm",
     ),
     "weights": Setting(
         tuple(WEIGHTS),
@@ -98,14 +89,23 @@ SETTINGS: Mapping[str, Setting] = {
 
 def lowerings(form: str = "explicit", norms: str = "layers") -> Mapping[str, Lowering]:
     """Return the lowering of each op, with attention and norms in one of these forms."""
-    if form not in ATTENTION:
-        raise ValueError(f"attention {form!r}: one of {', '.join(ATTENTION)}")
-    return {**SHARED, "experts": experts, **AMONG_RANKS, **ATTENTION[form], **NORMS[norms]}
+    if form not in SETTINGS["attention"].choices:
+        raise ValueError(f"attention {form!r}: one of {', '.join(SETTINGS['attention'].choices)}")
+    ends = plugins().BLOCK_ENDS if norms == PLUGIN else {}
+    return {**SHARED, "experts": experts, **AMONG_RANKS, **_attention(form), **ends}
+
+
+def _attention(form: str) -> Mapping[str, Lowering]:
+    if form != PLUGIN:
+        return ATTENTION[form]
+    made = plugins().ATTENTION
+    return {op: partial(lowering, form=in_blocks) for op, lowering in made.items()}
 
 
 def experts(net: Network, n: Node, *operands: Operand) -> Operand:
     """Lower experts in the form that the network was asked for."""
-    made: Operand = EXPERTS[net.experts](net, n, *operands)
+    lowering = plugins().experts if net.experts == PLUGIN else moe.experts
+    made: Operand = lowering(net, n, *operands)
     return made
 
 
@@ -114,42 +114,16 @@ def chosen_lowerings(settings: Mapping[str, str]) -> Mapping[str, Lowering]:
     return lowerings(settings["attention"], settings["norms"])
 
 
-#: setting -> form in layers, and what the kernels of nodes would make
-AUTO: Mapping[str, tuple[str, Callable[[Sequence[Node], Limits], list[plugins.Made]]]] = {
-    "experts": ("all", plugins.expert_plans),
-    "norms": ("layers", plugins.norm_plans),
-}
+def resolved(settings: Mapping[str, str]) -> dict[str, str]:
+    """Replace `auto` by the layers that it means."""
+    return {k: LAYERS[k] if v == AUTO else v for k, v in settings.items()}
 
 
-def resolved(
-    settings: Mapping[str, str], graphs: Iterable[Graph], limits: Limits, shared: int
-) -> tuple[dict[str, str], list[str]]:
-    """Replace `auto`: kernels if all those of the graphs can be compiled and fit `shared` bytes,
-    else layers. Return the settings and a note on each kind of kernels that is not used."""
-    made, notes = dict(settings), list[str]()
-    lowered = lowerings(settings["attention"])
-    nodes = [n for g in graphs for n in written_nodes(g.nodes, lowered)]
-    for name in (n for n in AUTO if settings[n] == "auto"):
-        layers, plans_of = AUTO[name]
-        plans = plans_of(nodes, limits)
-        reasons = (plugins.missing(own, value, shared) for value, own in plans)
-        reason = next(filter(None, reasons), "")
-        made[name] = layers if reason or not plans else "plugin"
-        notes += [f"{name}: {layers}, since {reason}"] if reason else []
-    return made, notes
+def plugins() -> Any:
+    """Import the plugins, which need torch and, when a kernel is compiled, triton."""
+    return experiment("trt_plugins")
 
 
-__all__ = [
-    "ATTENTION",
-    "EXPERTS",
-    "HARDWARE",
-    "NORMS",
-    "SETTINGS",
-    "WEIGHTS",
-    "chosen_lowerings",
-    "lowerings",
-    "meaning",
-    "resolved",
-    "shared_memory",
-    "takes_norms",
-]
+def meaning(plugin: str, attributes: Mapping[str, Any], *tensors: Any) -> Any:
+    """Compute a plugin in torch, for the recorder."""
+    return plugins().meaning(plugin, attributes, *tensors)

@@ -26,7 +26,7 @@ from . import build, trial
 from .build import Written
 from .dry_run import check_sizes, emulator
 from .files import ENGINE, LOG, files, keep_log, networks
-from .forms import resolved, shared_memory, takes_norms
+from .forms import PLUGIN, plugins, resolved
 from .host import Host
 from .log import logger
 from .probe import Api
@@ -99,27 +99,14 @@ class Make:
 
     def _choose(self) -> None:
         """Choose forms, by trial builds."""
-        graph, graphs, asked = self.graphs[ENGINE], self.graphs.values(), self.settings
+        graph, self.settings = self.graphs[ENGINE], resolved(self.settings)
         mixed = any(True for _ in graph.find("experts"))
-        chosen, _ = resolved(asked, graphs, self.task.limits, self.shared)
-        if (mixed and chosen["experts"] == "plugin") or asked["attention"] == "plugin":
+        if (mixed and self.settings["experts"] == PLUGIN) or self.settings["attention"] == PLUGIN:
             self.task.progress("trial build of a plugin")
-            self.shared = shared_memory(self.api, self.task.device, self.log)
+            self.shared = plugins().shared_memory(self.api, self.task.device, self.log)
             self._note(f"plugins use up to {self.shared} bytes of shared memory")
-        self.settings, notes = resolved(asked, graphs, self.task.limits, self.shared)
-        for note in notes:
-            self._note(note)
-        if asked["norms"] == "auto" and self.settings["norms"] == "plugin":
-            self._try_norms()
         form = self.settings["attention"]
         self._use_form(trial.attention_form(graph, form, self._build_alone, self.task.progress))
-
-    def _try_norms(self) -> None:
-        """Take layers for norms if their kernel does not run in a trial."""
-        self.task.progress("trial build of norms")
-        if not takes_norms(self.api, self.task.device, self.log):
-            self._note("norms: layers, since TensorRT does not take their kernel")
-            self.settings["norms"] = "layers"
 
     def _build_alone(self, g: Graph, form: str) -> None:
         """Build a plan that is thrown away. Kernels that are timed for it are those of the whole

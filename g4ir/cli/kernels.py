@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from g4ir.backends.experimental import experiment
 from g4ir.errors import InputError
 from g4ir.plan.cost import Step, graph_costs
 from g4ir.plan.gpus import Gpu, find_gpu
@@ -93,16 +94,16 @@ def _placed(g: Graph, gpu: str, rows: int, step: Step) -> tuple[Schedule, dict[s
 def step_model(gpus: Sequence[Gpu]) -> StepModel | None:
     """Return what predicts the steps of ranks, on the first of these that kernels are for, on the
     default card if none is given; None if the kernels are for none of them."""
-    from g4ir.backends.torch_compile.step_model import WAYS, predict
-
     names = (_short(gpu.name) for gpu in gpus)
     gpu = next((name for name in names if name in CARDS), None if gpus else GPU)
     if gpu is None:
         return None
 
+    model = experiment("step_model")
+
     def us(g: Graph, context: int, rows: int) -> dict[str, tuple[float, float]]:
         s, moved = _placed(g, gpu, rows, Step(rows, 1, context - 1))
-        return {way: predict(s, moved, context, way=way).us for way in WAYS}
+        return {way: model.predict(s, moved, context, way=way).us for way in model.WAYS}
 
     return StepModel(gpu, us)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from g4ir.backends.experimental import experiment
 from g4ir.errors import InputError
 from g4ir.ui.table import Line, aligned
 from g4ir.ui.units import count_text, si
@@ -15,7 +16,6 @@ from .common import emit
 from .kernels import scheduled
 
 if TYPE_CHECKING:
-    from g4ir.backends.torch_compile.step_model import Launch, Prediction
     from g4ir.ir.graph import Graph
     from g4ir.spec.record import Spec
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 def show_timeline(args: argparse.Namespace, graph: Graph, spec: Spec) -> int:
     """Print the kernels of a decode step with their predicted times, and the share of the roof;
     draw them where a file is named."""
-    from g4ir.backends.torch_compile.step_model import NCCL, TABLE, WAYS, predict
     from g4ir.ui.plots import check_plot, plot_launches
 
     if graph.name != "decode":
@@ -31,9 +30,10 @@ def show_timeline(args: argparse.Namespace, graph: Graph, spec: Spec) -> int:
     if args.plot:
         check_plot(args.plot)
     s, step, moved = scheduled(args, graph, spec)
-    path = Path(args.constants) if args.constants else TABLE
-    ways = {way: predict(s, moved, step.C + step.S, path, way) for way in WAYS}
-    found = ways[WAYS[0]]
+    model = experiment("step_model")
+    path = Path(args.constants) if args.constants else model.TABLE
+    ways = {way: model.predict(s, moved, step.C + step.S, path, way) for way in model.WAYS}
+    found = ways[model.WAYS[0]]
     if args.plot:
         kinds = [(x.kernel, sum(x.us) / 2) for x in found.launches]
         plot_launches(args.plot, kinds, found.roof_us, f"{spec.name}, {found.gpu}")
@@ -48,14 +48,14 @@ def show_timeline(args: argparse.Namespace, graph: Graph, spec: Spec) -> int:
     print(f"{spec.name} decode on {on}, {rows} of {count_text(step.C + step.S)} tokens")
     print(_summary(found, step.B))
     if args.tp is not None:
-        fast, slow = ways[NCCL].us
+        fast, slow = ways[model.NCCL].us
         print(f"messages by one-shot kernels; by NCCL {fast / 1e3:.2f} to {slow / 1e3:.2f} ms")
     head = ["kernel", "launches", "bytes", "us each", "us", "of the step"]
     print(aligned([head, *_lines(found)]), end="")
     return 0
 
 
-def _summary(p: Prediction, rows: int) -> str:
+def _summary(p: Any, rows: int) -> str:
     """Return a line on launches and time, and one on the roof."""
     (fast, slow), (low, high) = p.us, p.share
     rates = f"{rows * 1e6 / slow:.0f} to {rows * 1e6 / fast:.0f} tokens/s"
@@ -66,18 +66,18 @@ def _summary(p: Prediction, rows: int) -> str:
     )
 
 
-def _us(p: Prediction) -> list[float]:
+def _us(p: Any) -> list[float]:
     return [round(t, 1) for t in p.us]
 
 
-def _lines(p: Prediction) -> list[Line]:
+def _lines(p: Any) -> list[Line]:
     """List kernels of one name, those that take longest first; times between both bounds."""
-    groups: dict[str, list[Launch]] = {}
+    groups: dict[str, list[Any]] = {}
     for x in p.launches:
         groups.setdefault(x.kernel, []).append(x)
     whole = sum(p.us)
 
-    def line(name: str, found: Sequence[Launch]) -> Line:
+    def line(name: str, found: Sequence[Any]) -> Line:
         us, nbytes = _middle(found), sum(x.nbytes for x in found)
         moved = si(nbytes, "B") if nbytes else ""
         share = f"{200 * us / whole:.0f} %"
@@ -87,11 +87,11 @@ def _lines(p: Prediction) -> list[Line]:
     return [line(name, found) for name, found in ordered]
 
 
-def _middle(found: Sequence[Launch]) -> float:
+def _middle(found: Sequence[Any]) -> float:
     return sum(sum(x.us) for x in found) / 2
 
 
-def _plain(p: Prediction, variant: str, rows: int, context: int) -> dict[str, Any]:
+def _plain(p: Any, variant: str, rows: int, context: int) -> dict[str, Any]:
     launches = [
         {"kernel": x.kernel, "node": x.node, "bytes": x.nbytes, "us": [round(t, 3) for t in x.us]}
         for x in p.launches

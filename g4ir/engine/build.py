@@ -197,7 +197,7 @@ def _resolved(
             _activations(backend, o.quant_activations),
             _draft_tokens(backend, o.draft_tokens, limits, drafter),
             layers_read(spec, drafter),
-            limits.max_batch if backend.chains and device == "cuda" else 0,
+            backend.fused_rows(limits.max_batch, device, o.settings or {}),
             find_divisor(o.residual_scale),
         ),
         find_placement(o.ple_placement, spec, device),

@@ -46,7 +46,7 @@ ACCESSES = (
 )
 WRITES = ("create_masked_store", "create_atomic_rmw", "create_atomic_cas")
 #: kernels whose programs wait for those before them in the grid, which a GPU begins first
-IN_ORDER = ("_norm_glu_linear", "_qkv_decode")
+IN_ORDER = ("_qkv_decode",)
 Index = tuple[int, ...]
 Program = Callable[[], None]
 

@@ -9,7 +9,8 @@ import triton.language as tl
 
 from g4ir.backends.torch_compile.kernels import decode_attention_triton as module
 from g4ir.backends.torch_compile.kernels.base import attention_sample
-from g4ir.backends.torch_compile.kernels.decode_attention_triton import _cos_sin, _span, tree
+from g4ir.backends.torch_compile.kernels.decode_attention_triton import _span, tree
+from g4ir.backends.torch_compile.kernels.decode_latent_triton import _cos_sin
 from g4ir.backends.torch_compile.kernels.launch import by_default, recorded, start
 
 from .samples import Try, kernel_called

@@ -14,7 +14,6 @@ from triton.runtime.errors import InterpreterError
 from g4ir.backends.torch_compile.kernels import (
     KERNELS,
     moe_triton,
-    norm_glu_linear_triton,
     norms_triton,
     qkv_attention_triton,
 )
@@ -22,7 +21,7 @@ from g4ir.backends.torch_compile.kernels import decode_attention_triton as modul
 from g4ir.backends.torch_compile.kernels.base import Kernel, Sample
 from g4ir.backends.torch_compile.kernels.decode_attention_triton import decode_attention, tree
 from g4ir.backends.torch_compile.kernels.launch import begin, ready, start
-from g4ir.backends.torch_compile.kernels.moe_triton import moe_sort
+from g4ir.backends.torch_compile.kernels.moe_order_triton import moe_sort
 from g4ir.ops.attention import attention
 
 from .orders import LIVE, ORDERS, interleaved, overlapping, poisoned
@@ -82,13 +81,6 @@ def _begin_and_ready(AHEAD):
 def _left_as_it_is(words, keep):
     """`_left` of words that are there, whatever they are."""
     return tl.load(words, mask=keep, other=1) | 1
-
-
-@triton.jit
-def _looks_once(words, i, live):
-    """`_handed_over` without the loop."""
-    found = tl.load(words + i, mask=live, other=0)
-    return (found & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -211,13 +203,6 @@ def test_kernels_wait_for_those_in_front(kernel: Kernel) -> None:
             None,
         ),
         (
-            "norm_glu_linear",
-            norm_glu_linear_triton,
-            {"ready": _does_not_wait},
-            InterpreterError,
-            NO_WAIT,
-        ),
-        (
             "norm_router",
             moe_triton,
             {"ready_and_begin": _begin_and_ready},
@@ -228,7 +213,6 @@ def test_kernels_wait_for_those_in_front(kernel: Kernel) -> None:
     ids=[
         "no wait",
         "a wait behind what it is for",
-        "no wait of either kind of program",
         "what the kernel before the one in front left, which does not wait for that one",
     ],
 )
@@ -250,26 +234,11 @@ def test_a_missing_wait_is_found(
             behind_another(kernel, sample, seed)
 
 
-@pytest.mark.parametrize(
-    ("name", "place", "part", "broken", "sample"),
-    [
-        ("norm_glu_linear", norm_glu_linear_triton, "_handed_over", _looks_once, 0),
-        ("q_attention", qkv_attention_triton, "_left", _left_as_it_is, 2),
-    ],
-    ids=["a row", "shares of attention"],
-)
-def test_numbers_that_are_not_waited_for_are_found(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    place: ModuleType,
-    part: str,
-    broken: object,
-    sample: int,
-) -> None:
-    """What is handed over, and read before all of it is there."""
-    kernel = kernel_called(name)
-    one = Try(kernel, kernel.samples[sample], "f32")
-    monkeypatch.setattr(place, part, broken)
+def test_partial_results_that_are_not_waited_for_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial results of split-KV attention, read before all of them are there."""
+    kernel = kernel_called("q_attention")
+    one = Try(kernel, kernel.samples[2], "f32")
+    monkeypatch.setattr(qkv_attention_triton, "_left", _left_as_it_is)
     one.check(one.run())
     with pytest.raises(AssertionError):
         for seed in range(8):
@@ -287,7 +256,7 @@ def is_wrong(seed: int) -> bool:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", ["qkv_attention", "norm_linear", "norm_glu_linear", "norm_router"])
+@pytest.mark.parametrize("name", ["qkv_attention", "norm_linear", "norm_router"])
 def test_what_each_program_makes_for_itself(order: str, name: str) -> None:
     """Rows, and queries; the newest key by one program, which others do not wait for."""
     kernel = kernel_called(name)

@@ -19,7 +19,7 @@ from g4ir.backends.primitives.lowerings import OUTSIDE
 from g4ir.backends.primitives.network import TURNED, stored_type
 from g4ir.backends.trt import lowerings as lowered
 from g4ir.backends.trt.emitter import TrtEmitter
-from g4ir.backends.trt.forms import ATTENTION, EXPERTS, lowerings
+from g4ir.backends.trt.forms import ATTENTION, SETTINGS, lowerings
 from g4ir.backends.trt.recorder import check, execute, recorder, volumes
 from g4ir.backends.trt.recorder.layers import IAttention, IConstantLayer, ISoftMaxLayer
 from g4ir.errors import LowerError
@@ -447,9 +447,9 @@ def every_form(name: str) -> Iterator[tuple[str, dict[str, str]]]:
     """All options that concern a spec."""
     text = spec_called(name).text
     tied = text.full.k_eq_v or text.sliding.k_eq_v
-    for attention, version in product(FORMS, ("11.4.0", VERSION)):
+    for attention, version in product(ATTENTION, ("11.4.0", VERSION)):
         for latent in ("off", "value", "raw") if tied else ("off",):
-            for experts in EXPERTS if text.moe else ("all",):
+            for experts in SETTINGS["experts"].choices[1:] if text.moe else ("all",):
                 yield (
                     name,
                     {
@@ -461,8 +461,6 @@ def every_form(name: str) -> Iterator[tuple[str, dict[str, str]]]:
                 )
 
 
-#: those of plugins are tested in experimental/
-FORMS = [a for a in ATTENTION if a != "plugin"]
 EVERY = [
     form
     for name in (*SMALL, "combined", "tiny-ple", "tiny-moe", "random-1", "random-4")
@@ -643,7 +641,7 @@ QUICK = (("e2b", "explicit"), ("12b", "fused"), ("26b-a4b", "explicit"))
 
 @pytest.mark.parametrize(
     ("name", "attention"),
-    [pytest.param(*form, marks=() if form in QUICK else full) for form in product(VARIANTS, FORMS)],
+    [pytest.param(*x, marks=() if x in QUICK else full) for x in product(VARIANTS, ATTENTION)],
 )
 def test_full_size(name: str, attention: str) -> None:
     """The released variants without weights: quick, the same number of layers for every layer of

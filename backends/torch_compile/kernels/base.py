@@ -310,7 +310,6 @@ def _shares(n: Node, use: Use) -> int:
 ZEROS: Mapping[str, Callable[[Node, Use], int]] = {
     **dict.fromkeys(("attention", "attention_latent"), lambda n, use: kv_heads(n)),
     **dict.fromkeys(("qkv_attention", "q_attention"), _shares),
-    "norm_glu_linear": lambda n, use: size(n["w"].type, 0),
 }
 
 

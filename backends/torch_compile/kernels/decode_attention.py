@@ -39,7 +39,7 @@ def _latent(
     run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, w: Any, *held: Any
 ) -> Any:
     from ..attention import frequencies
-    from .decode_attention_triton import decode_attention_latent
+    from .decode_latent_triton import decode_attention_latent
 
     options = {"form": n.word("form"), **masking(n), **choice.use}
     zeros, freqs = given_zeros(run, n, choice, n["q"], q), frequencies(n, q.device)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 SUMS = {
     "norm_residual": (0,),
     "norm_linear": (0,),
-    "norm_glu_linear": (0,),
     "norm_moe_mlp": (0,),
     "dual_norm_residual": (0, 2),
 }

@@ -89,7 +89,8 @@ def _experts(n: Node, choice: Choice, rows: Any, scores: Any, given: tuple[Any, 
 
 def _sorted(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
     """Return the results of `_by_row`, with each expert in use read once for all rows."""
-    from .moe_triton import moe_down_sorted, moe_gate_up_sorted, moe_sort
+    from .moe_order_triton import moe_sort
+    from .moe_sorted_triton import moe_down_sorted, moe_gate_up_sorted
 
     x_dense, x, per_expert, w_dense, w_dense_down, gate_up, down = *given[:2], *given[5:10]
     act, top_k, use = n.word("act"), n.whole("top_k"), choice.uses

@@ -15,9 +15,9 @@ from g4ir.parallel.shard import collectives
 from g4ir.plan.engine_limits import Limits
 
 from ..primitives.network import FULL
-from ..torch_compile.step_model import NCCL, message_us, read_constants
-from .build import Written, weight_bytes
-from .recorder import traffic
+from ..trt.build import Written, weight_bytes
+from ..trt.recorder import traffic
+from .step_model import NCCL, message_us, read_constants
 
 GPU = "h100"
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -33,21 +34,26 @@ from g4ir.ir.text import parse_graph
 from g4ir.ops.base import nothing
 from g4ir.ops.reduce_norm import NORM_OF
 from g4ir.ops.types import Type, parse_type, torch_dtype
+from g4ir.parallel.group import Group
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import capacity, context_slots
 from g4ir.spec.reader import Length, Range, Shaped, Where, build, tree_of
 from g4ir.weights.tensorfile import map_file, parse_json, read_header, view, write_tensors
 
-from .compile import first_node
-from .kernels.all_reduce_triton import meeting_at
-from .kernels.launch import Launch, ahead, recorded
-from .kernels.resources import Assembled, assemble, signature
-from .kernels.rows_triton import end_step
-from .lower import SegmentModule
-from .schedule import schedule
-from .segment import Glue, Step, chain_texts
-from .target import Target
-from .token_loop import STOPS
+from ..torch_compile.compile import first_node
+from ..torch_compile.kernels.all_reduce_triton import buffer_bytes, meeting_at
+from ..torch_compile.kernels.launch import Launch, ahead, recorded
+from ..torch_compile.kernels.resources import Assembled, assemble, signature
+from ..torch_compile.lower import SegmentModule
+from ..torch_compile.runtime import BY_PROGRAMS, Bound
+from ..torch_compile.schedule import schedule
+from ..torch_compile.segment import Glue, Step, chain_texts
+from ..torch_compile.target import Target
+from ..torch_compile.token_loop import STOPS, end_by_torch
+from .cuda_driver import CudaDriver
+from .end_of_step import end_step
+
+log = logging.getLogger(__name__)
 
 #: where a tensor begins, in bytes: kernels read so much at a time
 ALIGNED = 16
@@ -151,7 +157,7 @@ def recorded_chain(
 def recorded_end(
     batch: int, how: Callable[[Launch], Assembled] = assemble
 ) -> tuple[Chain, list[bytes]]:
-    """Return the end of a step (kernels/rows_triton.py) as a chain with its assembled kernel."""
+    """Return the end of a step (end_of_step.py) as a chain with its assembled kernel."""
     whole = Type("i64", (batch,))
     types = [Type("f32", (batch,)), *[whole] * 4, Type("f32", (batch,)), Type("i64", (STOPS,))]
     given = _stand_ins(types)
@@ -457,3 +463,69 @@ def chained(loaded: LoadedChain, early: bool, program: Callable[..., Any]) -> Ca
         return program(operands)
 
     return call
+
+
+def load_end(file: str | None, folder: Path, limits: Limits) -> Callable[..., Any]:
+    """Return the end of a step that chooses its own tokens: a chain where there is one and the
+    driver takes it, which is said where it does not, or torch's kernels."""
+    if file is None:
+        return end_by_torch
+    try:
+        made = read_chain(folder / file, end_text(limits.max_batch))
+        return chained(LoadedChain(*made, CudaDriver(), "cuda"), False, end_by_torch)
+    except EngineError as e:
+        log.warning(BY_PROGRAMS, e)
+        return end_by_torch
+
+
+def load_step(
+    plan: Sequence[Bound],
+    steps: Sequence[Step],
+    files: Sequence[str | None],
+    folder: Path,
+    group: Group | None = None,
+) -> list[Bound]:
+    """Return a decode step with chains in the place of its programs where there are such, and a
+    kernel in the place of a message and its norm where ranks can meet; the plan itself, with a
+    warning, where the driver does not take them."""
+    try:
+        chains = load_chains(steps, files, folder, CudaDriver(), "cuda")
+    except EngineError as e:
+        log.warning(BY_PROGRAMS, e)
+        chains = {}
+    messages = {i for i, s in enumerate(steps) if files[i] and isinstance(s, Glue)}
+    peers = None
+    if group and messages:
+        peers = group.peers(buffer_bytes(group.ranks), bool(chains))
+    if peers is None:
+        chains = {i: c for i, c in chains.items() if i not in messages}
+        messages = set()
+    norms = {i + 1 for i in messages}
+    early = followers(steps, {*chains} - norms, norms)
+    out: list[Bound] = []
+    for i, b in enumerate(plan):
+        if i in messages:
+            assert peers is not None
+            b = _joined(b, plan[i + 1], peers)
+        if i not in norms:
+            out.append(
+                replace(b, call=chained(chains[i], i in early, b.call)) if i in chains else b
+            )
+    return out
+
+
+def _joined(message: Bound, norm: Bound, peers: torch.Tensor) -> Bound:
+    """Return a message and the norm of its sums as one step: it is given what the norm is, parts in
+    the place of sums, and where ranks meet."""
+    parts = dict(zip(message.outputs, (name for _, name in message.slots), strict=True))
+    sums = [i for i, name in norm.slots if name in parts]
+
+    def call(operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        *given, _ = operands
+        for i, total in zip(sums, message.call([given[i] for i in sums]), strict=True):
+            given[i] = total
+        return norm.call(given)
+
+    slots = tuple((i, parts.get(name, name)) for i, name in norm.slots)
+    last = tuple(sorted({*message.last, *norm.last} - {*message.outputs}))
+    return Bound(call, (*norm.operands, peers), slots, norm.outputs, last)

@@ -11,15 +11,15 @@ import torch
 from g4ir.errors import G4Error
 from g4ir.ops.types import Type, torch_dtype
 
-from ..emitter import TrtEmitter
-from ..interface import Interface
-from ..log import all_taken, logger, new_network
-from ..probe import MOST_SHARED_BYTES, Api
-from ..recorder import SHARED_BYTES
-from ..runtime import TrtTower, deserialize
-from .plugins import Decode, add_plugin, norm_plan, result_types
+from ...trt.emitter import TrtEmitter
+from ...trt.interface import Interface
+from ...trt.log import all_taken, logger, new_network
+from ...trt.probe import MOST_SHARED_BYTES, Api
+from ...trt.recorder import SHARED_BYTES
+from ...trt.runtime import TrtTower, deserialize
+from .plugins import Decode, add_plugin, result_types
 from .reference import run as meaning
-from .table import NORMS, PLUGINS, Plan
+from .table import PLUGINS, Plan
 
 Feeds = dict[str, torch.Tensor]
 
@@ -36,12 +36,6 @@ def shared_memory(api: Api, device: str, log: Any = None) -> int:
     # What a share without keys has is not written.
     plan = replace(plan, constants={**plan.constants, "SPLITS": 1})
     return MOST_SHARED_BYTES if _works(api, plan, _example(plan), device, log) else SHARED_BYTES
-
-
-def takes_norms(api: Api, device: str, log: Any = None) -> bool:
-    """Whether a network of one kernel of norms is built, runs, and is right."""
-    plan = norm_plan(NORMS["norm_residual_norm"], Type("bf16", (1, 3, 1536)), 1e-6)
-    return _works(api, plan, _rows(plan), device, log)
 
 
 def _works(api: Api, plan: Plan, feeds: Feeds, device: str, log: Any) -> bool:
@@ -77,14 +71,6 @@ def _runs(api: Api, plan: Plan, feeds: Feeds, device: str, log: Any) -> bool:
     found = tower.run_all({n: t.to(device) for n, t in feeds.items()})
     wanted = meaning(plan, *feeds.values())
     return all(_close(a.cpu(), b) for a, b in zip(found.values(), wanted, strict=True))
-
-
-def _rows(plan: Plan) -> Feeds:
-    """Return inputs of a kernel of norms for three tokens."""
-    d, g = plan.constants["D"], torch.Generator().manual_seed(0)
-    shapes = {n: (d,) if n.startswith("w") else (1, 3, d) for n in PLUGINS[plan.plugin].inputs}
-    dtype = torch_dtype(plan.dtype)
-    return {n: torch.randn(s, generator=g).to(dtype) for n, s in shapes.items()}
 
 
 def _example(plan: Plan) -> Feeds:

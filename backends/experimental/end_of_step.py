@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import begin, power_of_2, ready, start_untraced
+from ..torch_compile.kernels.launch import begin, power_of_2, ready, start_untraced
 
 
 @triton.jit

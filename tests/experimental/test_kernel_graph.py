@@ -15,12 +15,9 @@ import pytest
 import torch
 import triton
 
-from g4ir.backends.torch_compile import kernel_graph as module
-from g4ir.backends.torch_compile import runtime
-from g4ir.backends.torch_compile.backend import _check_programs
-from g4ir.backends.torch_compile.compile import marker
-from g4ir.backends.torch_compile.cuda_driver import EARLY, Attribute, Config, CudaDriver
-from g4ir.backends.torch_compile.kernel_graph import (
+from g4ir.backends.experimental import kernel_graph as module
+from g4ir.backends.experimental.cuda_driver import EARLY, Attribute, Config, CudaDriver
+from g4ir.backends.experimental.kernel_graph import (
     Chain,
     LoadedChain,
     _digest,
@@ -32,6 +29,9 @@ from g4ir.backends.torch_compile.kernel_graph import (
     recorded_chain,
     write_chain,
 )
+from g4ir.backends.torch_compile import runtime
+from g4ir.backends.torch_compile.backend import DECODE_STEP, TorchBackend, _check_programs
+from g4ir.backends.torch_compile.compile import marker
 from g4ir.backends.torch_compile.kernels.all_reduce_triton import buffer_bytes
 from g4ir.backends.torch_compile.kernels.launch import Launch
 from g4ir.backends.torch_compile.kernels.resources import Assembled, _compiled, resources
@@ -271,9 +271,29 @@ def test_an_engine_names_its_chains(tmp_path: Path) -> None:
             check({layer: name})
     with pytest.raises(EngineError, match="not one for each segment"):
         check({}, len(many) - 1)
-    with pytest.raises(
-        EngineError, match=r"programs of prefill, .* decode chains, end of a step expected"
-    ):
+    with pytest.raises(EngineError, match="decode chains, end of a step expected"):
+        _check_programs(program, LIMITS, "cuda", tmp_path, kept | {CHAINS: ()})
+
+
+def test_a_plain_step_is_complete(tmp_path: Path) -> None:
+    """By default no graph has an op that only fused passes make, each node is a kernel of its own
+    or the compiler's, and an engine without a kernel graph loads all its programs."""
+    spec, made = spec_called("26b-a4b-small"), {}
+    for choice in ("plain", "fused", "early"):
+        rows = TorchBackend().fused_rows(1, "cuda", {DECODE_STEP: choice})
+        made[choice] = built_program(spec, dtype="bf16", gpu_rows=rows).graphs["decode"]
+    assert TorchBackend().settings[DECODE_STEP].default == "plain"
+    assert TorchBackend().fused_rows(1, "cpu", {DECODE_STEP: "early"}) == 0
+    fused = {"qkv_attention", "q_attention", "norm_linear", "norm_router", "dual_norm_linear"}
+    assert not {n.op for n in made["plain"].nodes} & fused
+    assert {n.op for n in made["fused"].nodes} & fused and made["fused"] == made["early"]
+    program = split_program(built_program(spec, dtype="bf16")).program
+    (tmp_path / f"{0:024x}.pt2").write_bytes(b"")
+    kept: dict[str, Any] = {
+        phase: tuple("a" if isinstance(s, Segment) else None for s in many)
+        for phase, many in phase_steps(program, LIMITS).items()
+    } | dict.fromkeys(choice_texts(program, LIMITS), ("a",))
+    with pytest.raises(EngineError, match="no program 'a'"):  # its names are all that is expected
         _check_programs(program, LIMITS, "cuda", tmp_path, kept)
 
 
@@ -375,7 +395,7 @@ def test_steps_whose_chains_cannot_be_recorded(
     monkeypatch.setattr(runtime, "recorded", record)
     failing, work = False, list[int]().clear
     assert engine._recorded(work) == work and not engine.recorded_plans
-    assert "by their programs, which is slower: no such edges" in caplog.text
+    assert "by their compiled regions, which is slower: no such edges" in caplog.text
     failing = True
     with pytest.raises(EngineError, match="no such edges"):
         engine._recorded(work)
@@ -409,13 +429,13 @@ def test_steps_without_a_driver_run_by_their_programs(
     write_chain(tmp_path / "a.chain", text, chain, cubins)
     files = ["a.chain" if s.text == text else None for s in steps]
     plan = [runtime.Bound(lambda operands: (), (), (), ()) for _ in steps]
-    driver = "g4ir.backends.torch_compile.cuda_driver.CudaDriver"
+    driver = "g4ir.backends.experimental.kernel_graph.CudaDriver"
     monkeypatch.setattr(driver, lambda: CudaDriver(Library()))
-    assert [a is b for a, b in zip(runtime._chained(plan, steps, files, tmp_path), plan)] == [
+    assert [a is b for a, b in zip(module.load_step(plan, steps, files, tmp_path), plan)] == [
         f is None for f in files
     ]
     monkeypatch.setattr(driver, lambda: CudaDriver(Library(209)))
-    assert runtime._chained(plan, steps, files, tmp_path) == plan
+    assert module.load_step(plan, steps, files, tmp_path) == plan
     assert "no binary for this GPU" in caplog.text
 
 
@@ -514,10 +534,10 @@ def test_steps_in_which_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         write_chain(tmp_path / f"{_digest(text)}.chain", text, *made)
     files = [f"{_digest(found[i])}.chain" if i in found else None for i in range(len(steps))]
     plan = [runtime._bind(s, lambda operands: (), {}, {}) for s in steps]
-    driver, peers = "g4ir.backends.torch_compile.cuda_driver.CudaDriver", torch.zeros(3)
+    driver, peers = "g4ir.backends.experimental.kernel_graph.CudaDriver", torch.zeros(3)
     monkeypatch.setattr(driver, lambda: CudaDriver(Library()))
     for group in (Meeting(peers), Meeting(None)):
-        made_plan = runtime._chained(plan, steps, files, tmp_path, group)  # type: ignore[arg-type]
+        made_plan = module.load_step(plan, steps, files, tmp_path, group)  # type: ignore[arg-type]
         assert group.asked == [(buffer_bytes(2), True)]
         assert len(made_plan) == len(plan) - len(found) * (group.found is not None)
         joined = [b for b in made_plan if any(t is peers for t in b.operands)]
@@ -527,7 +547,7 @@ def test_steps_in_which_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert b.outputs == steps[i + 1].outputs
     monkeypatch.setattr(driver, lambda: CudaDriver(Library(209)))
     group = Meeting(None)
-    assert runtime._chained(plan, steps, files, tmp_path, group) == plan  # type: ignore[arg-type]
+    assert module.load_step(plan, steps, files, tmp_path, group) == plan  # type: ignore[arg-type]
     assert group.asked == [(buffer_bytes(2), False)]
 
 
@@ -541,7 +561,7 @@ def test_a_joined_step_of_other_sizes_goes_by_its_parts() -> None:
         ("mid",),
         ("h", "o"),
     )
-    made = runtime._joined(message, norm, torch.zeros(3))
+    made = module._joined(message, norm, torch.zeros(3))
     env = {"o.part": torch.tensor([3.0]), "h": torch.tensor([10.0])}
     made.run(env)
     assert env.keys() == {"mid"} and env["mid"] == 17

@@ -8,7 +8,7 @@ last, in fp32 and in the order of rank. Nothing is added by atomics: equal input
 Whoever times a plugin may do so with indices that mean nothing, so each one is put into its range
 before anything is read by it.
 
-The products are those of `torch_compile/kernels/moe_triton.py`, with their error budgets.
+The products are those of `torch_compile/kernels/moe_sorted_triton.py`, with their error budgets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...torch_compile.kernels.moe_triton import _sum_slots, _tile_glu, _tile_linear
+from ...torch_compile.kernels.moe_sorted_triton import _sum_slots, _tile_glu, _tile_linear
 
 #: out[row] = sum over the slots of weight * part: its parameters are in a plugin's order already
 moe_combine = _sum_slots

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.trt.experimental.plugins import (
+from g4ir.backends.experimental.trt_plugins.plugins import (
     Decode,
     Experts,
     kernel_of,
@@ -24,13 +24,13 @@ from g4ir.backends.trt.experimental.plugins import (
     result_types,
     tightened,
 )
-from g4ir.backends.trt.experimental.reference import run as meaning
-from g4ir.backends.trt.experimental.table import NORMS, PLUGINS, Plan
+from g4ir.backends.experimental.trt_plugins.reference import run as meaning
+from g4ir.backends.experimental.trt_plugins.table import NORMS, PLUGINS, Plan
 from g4ir.backends.trt.recorder import SHARED_BYTES
 from g4ir.backends.trt.recorder.plugin import ShapeExpr, plugin_module
 from g4ir.ops.moe import experts
 from g4ir.ops.types import Type, dtype_name, torch_dtype
-from tests.trt.experimental.plugin_bindings import grid_of
+from tests.experimental.plugin_bindings import grid_of
 
 pytestmark = pytest.mark.covering
 

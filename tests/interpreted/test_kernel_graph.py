@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.torch_compile import kernel_graph as module
-from g4ir.backends.torch_compile.kernel_graph import (
+from g4ir.backends.experimental import kernel_graph as module
+from g4ir.backends.experimental.kernel_graph import (
     LoadedChain,
     chained,
     end_text,

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from g4ir.backends.trt.experimental.table import PLUGINS, Plan, Shapes, Whole
+from g4ir.backends.experimental.trt_plugins.table import PLUGINS, Plan, Shapes, Whole
 from tests.recorder.bindings import WHEELS, find_wheel
 
 Described = tuple[Any, tuple[int, ...]]

@@ -28,8 +28,8 @@ from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.reduce_norm import NORM_OF
 from g4ir.spec.reader import Count, Length, build, read_tree
 
-from .kernel_table import OTHER
-from .kernels.base import SHARE_KEYS, SHARES, ZEROS, Choice, Schedule, added_together
+from ..torch_compile.kernel_table import OTHER
+from ..torch_compile.kernels.base import SHARE_KEYS, SHARES, ZEROS, Choice, Schedule, added_together
 
 TABLE = Path(__file__).with_suffix(".yaml")
 #: what is counted as one row of the table beside kernels of ours
@@ -357,15 +357,12 @@ class _Model:
             own = self._sum(own, self._zeros(n, use))
             return _Work(kernel, name, nbytes, own, True, idle=idle, late=part.late)
         rate, ahead = self.card.copy * part.share, nbytes * part.asks
-        rests = "block_out" in use or ("programs" in use and "n" in shape)
+        rests = "programs" in use and "n" in shape
         if "n" in shape and "block_n" in use:
             tiles = -(-shape["n"] // use["block_n"]) * use.get("split", 1)
-            tiles += -(-shape.get("out", 0) // use.get("block_out", 1))
             blocks = min(tiles, use.get("programs", tiles))
             rate = min(rate, blocks * self.c.block_rate[use.get("block_m", 1) > 1])
             ahead = nbytes * self._asked(shape, use, tiles, blocks)
-        if "block_out" in use:
-            own = self._sum(own, self.c.last_sum, self.c.handed_on)
         return _Work(kernel, name, nbytes, own, True, rate, ahead, rests, part.late)
 
     def _zeros(self, n: Node, use: Mapping[str, int]) -> Pair:
@@ -382,8 +379,6 @@ class _Model:
         """Return the share of a product's weight that its blocks ask for before they wait."""
         if "programs" in use:
             return min(1.0, blocks * (use["stages"] - 1) / tiles)
-        if "block_out" in use:
-            return 1.0  # each has one tile
         there = min(blocks, self.c.early.blocks * self.card.processors) / blocks
         chunk = -(-shape["k"] // use.get("split", 1))
         return there * min(1.0, use["stages"] * use["block_k"] / chunk)

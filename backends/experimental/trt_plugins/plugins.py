@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import GenericAlias
@@ -33,9 +33,9 @@ from ...primitives.moe import own_choices
 from ...primitives.network import SLOTS, Lowering, Network, is_ring
 from ...torch_compile.kernels.assembly import require_triton
 from ...torch_compile.tunings import find_tuning
-from ..emitter import TrtEmitter
-from ..probe import data_type
-from ..recorder import SHARED_BYTES
+from ...trt.emitter import TrtEmitter
+from ...trt.probe import data_type
+from ...trt.recorder import SHARED_BYTES
 from .ptx import WITHOUT, Kernel, compile_kernel
 from .table import NORMS, PLUGINS, Named, Plan, Plugin, Shapes
 
@@ -154,20 +154,6 @@ def compiled(plan: Plan) -> Kernel:
         return _compiled(plan.text())
     except (LowerError, MissingError) as e:
         raise type(e)(f"{e}; or build without plugins: {WITHOUT}") from e
-
-
-#: a value, and the plans of the kernels that make it
-Made = tuple[str, Sequence[Plan]]
-
-
-def missing(plans: Iterable[Plan], layer: str, shared: int) -> str:
-    """Return why one of these kernels cannot be had, in words; empty if all of them can."""
-    try:
-        for plan in plans:
-            fitted(plan, layer, shared)
-    except (LowerError, MissingError) as reason:
-        return str(reason).partition(": ")[0]
-    return ""
 
 
 def kernel_of(plugin: Plugin) -> Any:
@@ -327,11 +313,6 @@ def experts_of(n: Node, limits: Limits) -> Experts:
     )
 
 
-def expert_plans(nodes: Iterable[Node], limits: Limits) -> list[Made]:
-    """Return the values that experts make."""
-    return [(str(n.out), experts_of(n, limits).plans()) for n in nodes if n.op == "experts"]
-
-
 # --- norms ------------------------------------------------------------------------------------
 
 _BY_FORM = {form: name for name, form in NORMS.items()}
@@ -349,12 +330,6 @@ def norm_plan_of(n: Node) -> Plan | None:
     form = n.op, bool(n.attrs["scaled"]), tuple(map(bool, n.wholes("weighted")))
     x = n.inputs[0].type
     return norm_plan(form, x, n.number("eps")) if form in _BY_FORM and x.rank == 3 else None
-
-
-def norm_plans(nodes: Iterable[Node], limits: Limits) -> list[Made]:
-    """Return the values that such ends make."""
-    found = ((str(n.outputs[0]), norm_plan_of(n)) for n in nodes if n.op in BLOCK_ENDS)
-    return [(value, (plan,)) for value, plan in found if plan]
 
 
 def norm_plan(form: tuple[str, bool, tuple[bool, ...]], x: Type, eps: float) -> Plan:

@@ -1,0 +1,422 @@
+/* Attention of a few queries over a KV cache (g4ir/ops/attention.py). */
+
+/* Keys that are taken together, a multiple of the rows that a product takes; their values wait in a
+ * core's own cache meanwhile. A thread has so many at least. */
+#define KEYS 96
+#define KEYS_LEAST 48
+/* The score of what a query does not see. */
+#define UNSEEN -3e38f
+
+typedef float eight __attribute__((vector_size(32)));
+typedef float any_eight __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t whole_eight __attribute__((vector_size(32)));
+_Static_assert(sizeof(sums) == sizeof(eight), "scores of a key are one vector");
+
+typedef struct {
+    const void *q, *kept[2]; /* keys and values */
+    const int64_t *positions, *written;
+    void *out;
+    int dtype, held; /* of queries and the result; of rows */
+    int64_t batch, queries, heads, kv_heads, d, slots, width, window;
+    float scale;
+    /* The same of all: */
+    int64_t parts, group, rows; /* of the keys; heads and queries that share keys */
+    int64_t wide;               /* numbers of a row as it is taken */
+    int as_held;                /* whether that is as it is held, else in fp32 */
+    float *partial;
+    uint32_t *made; /* parts of each head of K and V that are computed */
+} attention;
+
+/* Keys or values that lie evenly. */
+typedef struct {
+    const char *at;
+    int64_t stride, count; /* numbers from one to the next */
+} row_run;
+
+/* A thread's own. */
+typedef struct {
+    char *q;
+    float *made;   /* rows in fp32 */
+    sums *scores;  /* of the keys taken, by groups of rows */
+    uint32_t *two; /* the same of pairs of keys, in bf16 */
+} room;
+
+/* By parts: sums of values [rows, wide], then the most and the total of each row. */
+static inline int64_t partial_size(const attention *a) {
+    return a->rows * a->wide + 2 * ((a->rows + TOGETHER - 1) / TOGETHER * TOGETHER);
+}
+
+static inline int64_t held_bytes(const attention *a) {
+    return a->held == F32 ? 4 : a->held > F16 ? 1 : 2;
+}
+
+/* The first position that a row of the batch reads of its cache, and how many. */
+static int64_t span(const attention *a, int64_t b, int64_t *count) {
+    const int64_t *at = a->positions + b * a->queries;
+    int64_t first = at[0], last = at[0];
+    for (int64_t s = 1; s < a->queries; s++) {
+        first = least(first, at[s]);
+        last = -least(-last, -at[s]);
+    }
+    int64_t oldest = a->written[b] - a->slots, end = least(last + 1, a->written[b]);
+    first = a->window ? first - a->window + 1 : 0;
+    first = -least(-first, -oldest);
+    first = first < 0 ? 0 : first;
+    *count = end > first ? end - first : 0;
+    return first;
+}
+
+/* Keys (0) or values (1) of a head from the i-th on that are read. */
+static row_run run_of(const attention *a, int value, int64_t b, int64_t h, int64_t first,
+                      int64_t count, int64_t i) {
+    int64_t slot = (first + i) % a->slots, row = (slot * a->batch + b) * a->kv_heads + h;
+    const char *rows = a->kept[value];
+    return (row_run){rows + row * a->width * held_bytes(a), a->batch * a->kv_heads * a->width,
+                     least(count - i, a->slots - slot)};
+}
+
+static inline float widen_fp8(uint8_t c) {
+    float f = widen_half((uint16_t)((c & 0x80) << 8 | (c & 0x7f) << 7)) * 0x1p8f;
+    return (c & 0x7f) == 0x7f ? NAN : f;
+}
+
+/* What a row says, as g4ir/ops/kv_quant.py has it. */
+static void widen_row(const char *row, int held, float *to, int64_t d) {
+    if (held == ROWS_INT8)
+        for (int64_t j = 0; j < d; j++) to[j] = (int8_t)row[j] * load(row + d, j / 32, BF16);
+    else if (held == ROWS_FP8)
+        for (int64_t j = 0; j < d; j++) to[j] = widen_fp8(row[j]);
+    else if (held == F16)
+        for (int64_t j = 0; j < d; j++) to[j] = load(row, j, F16);
+    else
+        for (int64_t j = 0; j < d; j++) to[j] = load(row, j, held);
+}
+
+/* Rows of fp32, padded with nothing to what is read at a time. */
+static row_run widened(const attention *a, row_run from, float *to) {
+    for (int64_t i = 0; i < from.count; i++) {
+        const char *row = from.at + i * from.stride * held_bytes(a);
+        float *made = to + i * a->wide;
+        widen_row(row, a->held, made, a->d);
+        for (int64_t j = a->d; j < a->wide; j++) made[j] = 0;
+    }
+    return (row_run){(const char *)to, a->wide, from.count};
+}
+
+static int64_t query_bytes(const attention *a) {
+    return a->wide * (a->as_held && a->dtype == BF16 ? (int64_t)sizeof(bf16_row) : 4);
+}
+
+/* The queries of a head, in the form in which a product takes them. */
+static void formed_queries(const attention *a, int64_t b, int64_t h, char *to) {
+    int64_t size = a->dtype == F32 ? 4 : 2;
+    for (int64_t r = 0; r < a->rows; r++, to += query_bytes(a)) {
+        int64_t row = (b * a->queries + r / a->group) * a->heads + h * a->group + r % a->group;
+        const char *q = (const char *)a->q + row * a->d * size;
+        if (!a->as_held) {
+            for (int64_t j = 0; j < a->d; j++) ((float *)to)[j] = load(q, j, a->dtype);
+            for (int64_t j = a->d; j < a->wide; j++) ((float *)to)[j] = 0;
+        } else if (a->dtype == BF16 && EMULATED)
+            in_pairs(q, BF16, to, a->d);
+        else
+            memcpy(to, q, a->d * size);
+    }
+}
+
+/* Scores of keys with up to TOGETHER rows; the values of these keys are read ahead. */
+static void score_keys(const attention *a, row_run keys, row_run values, const char *q, int64_t here,
+                       sums *out) {
+    int two = a->as_held && a->dtype == BF16;
+    int64_t size = two ? 2 : 4, line = LINE / size;
+    product p = {.w = (const uint8_t *)keys.at, .bytes = 256 * size, .stride = keys.stride, .x = q,
+                 .apart = query_bytes(a), .beside = 1, .k = a->wide};
+    const dots *of = (two ? dot_bf16s : dot_f32s) + here;
+    for (int64_t o = 0; o < keys.count;) {
+        int64_t outs = o + of->outs <= keys.count ? of->outs : 1;
+        for (int64_t i = o; i < o + outs; i++)
+            for (int64_t j = 0; j < a->wide; j += line)
+                __builtin_prefetch(values.at + (i * values.stride + j) * size, 0, 2);
+        (outs > 1 ? of->several : of->one)(&p, o, 0, out + o);
+        o += outs;
+    }
+}
+
+/* Marks what rows do not see of keys whose positions begin with `first`. */
+static void mark_unseen(const attention *a, int64_t b, int64_t first, int64_t keys, int64_t r,
+                        int64_t here, sums *scores) {
+    for (int64_t q = 0; q < here; q++) {
+        int64_t last = a->positions[b * a->queries + (r + q) / a->group];
+        int64_t from = a->window ? last - a->window + 1 : 0;
+        for (int64_t t = 0; t < least(keys, from - first); t++) scores[t][q] = UNSEEN;
+        for (int64_t t = -least(0, first - last - 1); t < keys; t++) scores[t][q] = UNSEEN;
+    }
+}
+
+static inline eight chosen(whole_eight which, eight yes, eight no) {
+    return (eight)((which & (whole_eight)yes) | (~which & (whole_eight)no));
+}
+
+/* 2^y for y <= 0; NaN stays NaN. */
+static inline eight power(eight y) {
+    eight none = {0};
+    y = chosen(y < -126.0f, none - 126.0f, y);
+    whole_eight whole = __builtin_convertvector(y - 0.5f, whole_eight);
+    eight x = y - __builtin_convertvector(whole, eight);
+    eight z = none + 0.00015403530f;
+    z = z * x + 0.0013333558f;
+    z = z * x + 0.0096181291f;
+    z = z * x + 0.055504109f;
+    z = z * x + 0.24022651f;
+    z = z * x + 0.69314718f;
+    z = z * x + 1.0f;
+    return z * (eight)((whole + 127) << 23);
+}
+
+/* Scores of keys become weights: powers of their distance from the most of a row so far. Returns
+ * whether that grew, and by which factors what was summed before shrinks. */
+static int weigh(any_eight *scores, int64_t count, float scale, any_eight *most, any_eight *total,
+                 eight *factor) {
+    eight top = *most, sum = {0};
+    for (int64_t t = 0; t < count; t++) {
+        eight s = scores[t];
+        scores[t] = s = chosen(s <= UNSEEN, s, s * scale);
+        top = chosen(s > top, s, top);
+    }
+    for (int64_t t = 0; t < count; t++) {
+        eight s = scores[t];
+        scores[t] = s = chosen(s <= UNSEEN, s - s, power(s - top));
+        sum += s;
+    }
+    *factor = power(*most - top);
+    whole_eight grown = top > *most;
+    int64_t any[4];
+    memcpy(any, &grown, sizeof any);
+    *total = *total * *factor + sum;
+    *most = top;
+    return (any[0] | any[1] | any[2] | any[3]) != 0;
+}
+
+/* Values are added to sums that stay in registers, as many as a CPU has. */
+#ifdef __AVX512F__
+#define ADDED 8
+#else
+#define ADDED 4
+#endif
+#define VALUES_AT(TYPE, T) ((const TYPE *)v.at + (T) * v.stride + c + u * PAIR)
+#define ADD(NAME, TYPE, WEIGHT, STEP, MORE)                                                     \
+    ALWAYS add_##NAME(const int rows, const int pairs, row_run v, const WEIGHT *weights,        \
+                      float *out, int64_t wide, int64_t *from) {                                \
+        int64_t c = *from;                                                                      \
+        for (; c + pairs * PAIR <= wide; c += pairs * PAIR) {                                   \
+            pair sum[ADDED][4];                                                                 \
+            UNROLLED for (int q = 0; q < rows; q++)                                             \
+                UNROLLED for (int u = 0; u < pairs; u++)                                        \
+                    sum[q][u] = pair_f32(out + q * wide + c + u * PAIR);                        \
+            for (int64_t t = 0; t < v.count; t += STEP)                                         \
+                UNROLLED for (int u = 0; u < pairs; u++) MORE(TYPE)                             \
+            UNROLLED for (int q = 0; q < rows; q++)                                             \
+                UNROLLED for (int u = 0; u < pairs; u++)                                        \
+                    memcpy(out + q * wide + c + u * PAIR, &sum[q][u], sizeof(pair));            \
+        }                                                                                       \
+        *from = c;                                                                              \
+    }                                                                                           \
+    ADD_ROWS(NAME, WEIGHT, 1, 4)                                                                \
+    ADD_ROWS(NAME, WEIGHT, 2, 2)                                                                \
+    ADD_ROWS(NAME, WEIGHT, 3, 1)                                                                \
+    ADD_ROWS(NAME, WEIGHT, 4, 1)                                                                \
+    MORE_ROWS(NAME, WEIGHT)
+#define ADD_ROWS(NAME, WEIGHT, ROWS, PAIRS)                                                     \
+    static void add_##NAME##_##ROWS(row_run v, const WEIGHT *weights, float *out,               \
+                                    int64_t wide) {                                             \
+        int64_t from = 0;                                                                       \
+        add_##NAME(ROWS, PAIRS, v, weights, out, wide, &from);                                  \
+        if (PAIRS > 1) add_##NAME(ROWS, 1, v, weights, out, wide, &from);                       \
+    }
+#ifdef __AVX512F__
+#define MORE_ROWS(NAME, WEIGHT)                                                                 \
+    ADD_ROWS(NAME, WEIGHT, 5, 1)                                                                \
+    ADD_ROWS(NAME, WEIGHT, 6, 1)                                                                \
+    ADD_ROWS(NAME, WEIGHT, 7, 1)                                                                \
+    ADD_ROWS(NAME, WEIGHT, 8, 1)                                                                \
+    static void (*const add_##NAME##s[])(row_run, const WEIGHT *, float *, int64_t) = {         \
+        NULL, add_##NAME##_1, add_##NAME##_2, add_##NAME##_3, add_##NAME##_4, add_##NAME##_5,   \
+        add_##NAME##_6, add_##NAME##_7, add_##NAME##_8};
+#else
+#define MORE_ROWS(NAME, WEIGHT)                                                                 \
+    static void (*const add_##NAME##s[])(row_run, const WEIGHT *, float *, int64_t) = {         \
+        NULL, add_##NAME##_1, add_##NAME##_2, add_##NAME##_3, add_##NAME##_4};
+#endif
+
+#define ADD_ONE(TYPE)                                                                           \
+    {                                                                                           \
+        pair x = PAIR_OF_##TYPE(VALUES_AT(TYPE, t));                                            \
+        UNROLLED for (int q = 0; q < rows; q++) {                                               \
+            sum[q][u].first += x.first * weights[t * TOGETHER + q];                             \
+            sum[q][u].second += x.second * weights[t * TOGETHER + q];                           \
+        }                                                                                       \
+    }
+#define PAIR_OF_float pair_f32
+#define PAIR_OF_bf16 pair_bf16
+ADD(f32, float, float, 1, ADD_ONE)
+
+#ifdef __AVX512BF16__
+/* Two keys at once; where the second is missing, it weighs nothing. */
+#define ADD_TWO(TYPE)                                                                           \
+    {                                                                                           \
+        words a = *(const any_words *)VALUES_AT(TYPE, t);                                       \
+        words b = *(const any_words *)VALUES_AT(TYPE, t + 1 < v.count ? t + 1 : t);             \
+        __m512bh even = (__m512bh)((a & 0xffffu) | (b << 16));                                  \
+        __m512bh odd = (__m512bh)((a >> 16) | (b & 0xffff0000u));                               \
+        UNROLLED for (int q = 0; q < rows; q++) {                                               \
+            __m512bh w = (__m512bh)_mm512_set1_epi32(weights[t / 2 * TOGETHER + q]);            \
+            sum[q][u].first = (vector)_mm512_dpbf16_ps((__m512)sum[q][u].first, even, w);       \
+            sum[q][u].second = (vector)_mm512_dpbf16_ps((__m512)sum[q][u].second, odd, w);      \
+        }                                                                                       \
+    }
+ADD(bf16, bf16, uint32_t, 2, ADD_TWO)
+
+static void in_twos(const sums *weights, int64_t count, uint32_t *to) {
+    for (int64_t t = 0; t < count; t += 2)
+        for (int q = 0; q < TOGETHER; q++) {
+            uint32_t second = t + 1 < count ? narrow(weights[t + 1][q]) : 0;
+            to[t / 2 * TOGETHER + q] = narrow(weights[t][q]) | second << 16;
+        }
+}
+#else
+ADD(bf16, bf16, float, 1, ADD_ONE)
+#endif
+
+/* out += weights * values of up to TOGETHER rows. */
+static void add_values(const attention *a, row_run values, const sums *weights, room *own,
+                       int64_t here, float *out) {
+    const float *plain = weights[0];
+    int two = a->as_held && a->dtype == BF16;
+#ifdef __AVX512BF16__
+    const uint32_t *pairs = own->two;
+    if (two) in_twos(weights, values.count, own->two);
+#else
+    const float *pairs = plain;
+#endif
+    for (int64_t r = 0; r < here; r += ADDED) {
+        int64_t some = least(ADDED, here - r);
+        if (two)
+            add_bf16s[some](values, pairs + r, out + r * a->wide, a->wide);
+        else
+            add_f32s[some](values, plain + r, out + r * a->wide, a->wide);
+    }
+}
+
+static void attend_keys(const attention *a, int64_t b, int64_t h, int64_t from, int64_t end,
+                        int64_t first, int64_t count, room *own, float *out) {
+    int64_t groups = (a->rows + TOGETHER - 1) / TOGETHER;
+    float *most = out + a->rows * a->wide, *total = most + groups * TOGETHER;
+    for (int64_t i = 0; i < a->rows * a->wide; i++) out[i] = 0;
+    for (int64_t g = 0; g < groups * TOGETHER; g++) most[g] = UNSEEN, total[g] = 0;
+    for (int64_t i = from, taken; i < end; i += taken) {
+        row_run keys = run_of(a, 0, b, h, first, count, i);
+        row_run values = run_of(a, 1, b, h, first, count, i);
+        keys.count = values.count = taken = least(keys.count, least(KEYS, end - i));
+        if (!a->as_held) keys = widened(a, keys, own->made);
+        for (int64_t g = 0; g < groups; g++) {
+            int64_t r = g * TOGETHER, here = least(TOGETHER, a->rows - r);
+            sums *scores = own->scores + g * KEYS;
+            eight factor;
+            score_keys(a, keys, values, own->q + r * query_bytes(a), here, scores);
+            mark_unseen(a, b, first + i, taken, r, here, scores);
+            if (!weigh((any_eight *)scores, taken, a->scale, (any_eight *)(most + r),
+                       (any_eight *)(total + r), &factor))
+                continue;
+            for (int64_t q = 0; q < here; q++)
+                for (int64_t c = 0; c < a->wide; c++) out[(r + q) * a->wide + c] *= factor[q];
+        }
+        if (!a->as_held) values = widened(a, values, own->made);
+        for (int64_t r = 0; r < a->rows; r += TOGETHER)
+            add_values(a, values, own->scores + r / TOGETHER * KEYS, own,
+                       least(TOGETHER, a->rows - r), out + r * a->wide);
+    }
+}
+
+static void attend_part(const attention *a, int64_t unit, room *own) {
+    int64_t head = unit / a->parts, part = unit % a->parts, count;
+    int64_t b = head / a->kv_heads, h = head % a->kv_heads, first = span(a, b, &count);
+    formed_queries(a, b, h, own->q);
+    attend_keys(a, b, h, count * part / a->parts, count * (part + 1) / a->parts, first, count, own,
+                a->partial + unit * partial_size(a));
+}
+
+/* Adds the parts of one row of queries. */
+static void join_parts(const attention *a, int64_t at) {
+    int64_t b = at / a->heads / a->queries, s = at / a->heads % a->queries, head = at % a->heads;
+    int64_t r = s * a->group + head % a->group, size = partial_size(a);
+    const float *part = a->partial + (b * a->kv_heads + head / a->group) * a->parts * size;
+    int64_t most = a->rows * a->wide + r, total = most + (size - a->rows * a->wide) / 2;
+    float top = UNSEEN, sum = 0, factors[a->parts];
+    for (int64_t i = 0; i < a->parts; i++)
+        if (part[i * size + most] > top) top = part[i * size + most];
+    for (int64_t i = 0; i < a->parts; i++) {
+        eight y = {part[i * size + most] - top};
+        factors[i] = power(y)[0];
+        sum += part[i * size + total] * factors[i];
+    }
+    int paired = a->as_held && a->dtype == BF16;
+    for (int64_t c = 0; c < a->d; c++) {
+        int64_t from = r * a->wide + c;
+        if (paired) from += c % 2 * (PAIR / 2) + c % PAIR / 2 - c % PAIR;
+        float value = 0;
+        for (int64_t i = 0; i < a->parts; i++) value += part[i * size + from] * factors[i];
+        store(a->out, at * a->d + c, sum == 0 ? 0 : value / sum, a->dtype);
+    }
+}
+
+static int make_room(const attention *a, room *own) {
+    int64_t groups = (a->rows + TOGETHER - 1) / TOGETHER, lines = LINE - 1;
+    int64_t q = (a->rows * query_bytes(a) + lines) / LINE * LINE;
+    int64_t made = a->as_held ? 0 : KEYS * a->wide * sizeof(float);
+    char *at = aligned_alloc(LINE, q + made + (groups * KEYS + KEYS / 2) * sizeof(sums));
+    if (!at) return 1;
+    own->q = at;
+    own->made = (float *)(at + q);
+    own->scores = (sums *)(at + q + made);
+    own->two = (uint32_t *)(own->scores + groups * KEYS);
+    memset(own->scores, 0, groups * KEYS * sizeof(sums));
+    return 0;
+}
+
+/* Who computes the last part of a head's keys adds the parts. */
+static int attend_units(void *context, units *left) {
+    attention *a = context;
+    room own;
+    if (make_room(a, &own)) return 1;
+    for (int64_t i; (i = take_unit(left)) >= 0;) {
+        int64_t head = i / a->parts, b = head / a->kv_heads, h = head % a->kv_heads;
+        attend_part(a, i, &own);
+        if (__atomic_add_fetch(a->made + head, 1, __ATOMIC_ACQ_REL) < a->parts) continue;
+        for (int64_t s = 0; s < a->queries; s++)
+            for (int64_t g = 0; g < a->group; g++)
+                join_parts(a, (b * a->queries + s) * a->heads + h * a->group + g);
+    }
+    free(own.q);
+    return 0;
+}
+
+int g4ir_attend(const void *q, const int64_t *positions, const int64_t *written, const void *k,
+                const void *v, void *out, int dtype, int held, int64_t batch, int64_t queries,
+                int64_t heads, int64_t kv_heads, int64_t d, int64_t slots, int64_t width,
+                int64_t window, double scale, int threads) {
+    attention a = {.q = q, .kept = {k, v}, .positions = positions, .written = written,
+                   .out = out, .dtype = dtype, .held = held, .batch = batch,
+                   .queries = queries, .heads = heads, .kv_heads = kv_heads, .d = d,
+                   .slots = slots, .width = width, .window = window, .scale = scale * 1.4426950408889634,
+                   .group = heads / kv_heads, .rows = queries * heads / kv_heads,
+                   .wide = (d + PAIR - 1) / PAIR * PAIR, .as_held = held == dtype && d % PAIR == 0};
+    int64_t shared = batch * kv_heads, units;
+    a.parts = least((threads + shared - 1) / shared, slots / KEYS_LEAST + 1);
+    units = shared * a.parts;
+    int64_t partial = (units * partial_size(&a) + 15) / 16 * LINE;
+    a.partial = aligned_alloc(LINE, partial + (shared * sizeof *a.made + LINE - 1) / LINE * LINE);
+    if (!a.partial) return 1;
+    a.made = memset((char *)a.partial + partial, 0, shared * sizeof *a.made);
+    int failed = run_region(attend_units, &a, units, threads);
+    free(a.partial);
+    return failed;
+}

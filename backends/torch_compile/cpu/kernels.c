@@ -1,0 +1,15 @@
+/* The CPU kernels (kernels.h), one file per family. They are one translation unit: attention and
+ * quantised products inline the loops of product.h. */
+#include "product.h"
+
+#include "float.h"
+
+#include "quantised.h"
+
+#include "integer.h"
+
+#include "integer_avx512.h"
+
+#include "quantised_calls.h"
+
+#include "attention.h"
