@@ -1018,7 +1018,12 @@ def test_json_lines_that_fail_alone(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_show_ops_knows_every_op() -> None:
-    """The printed table is in tests/golden/ops.txt."""
+    printed = {x.split()[0]: x for x in g4ir("show", "--ops").out.splitlines()[1:]}
+    assert printed.keys() == OPS.keys()
+    for o in OPS.values():
+        meaning = " ".join(o.doc.split("\n\n")[0].split())
+        assert printed[o.name].endswith(meaning) and (o.kind or "by name") in printed[o.name]
+        assert ("expansion" in printed[o.name]) == (o.expand is not None)
     found = {o["op"]: o for o in json.loads(g4ir("show", "--ops", "--json").out)}
     assert found.keys() == OPS.keys()
     attention = found["attention"]
