@@ -17,9 +17,10 @@ import torch
 import yaml
 
 from g4ir.errors import InputError, PassError
-from g4ir.ir.graph import Graph, Program, Value, verify
+from g4ir.ir.graph import Graph, Program, Value
 from g4ir.ir.interpret import empty_state, interpret
 from g4ir.ir.text import parse_graph, print_graph
+from g4ir.ir.verify import verify
 from g4ir.model.text import build_graph, build_program
 from g4ir.ops.codecs import ACTIVATIONS
 from g4ir.ops.kv_quant import NARROW

@@ -37,8 +37,9 @@ from g4ir.engine.leader import run_watched, watch_held
 from g4ir.engine.trace import See, slots_of
 from g4ir.errors import CheckError
 from g4ir.ir.flatten import inner_nodes
-from g4ir.ir.graph import Graph, Node, Program, Value, bind
+from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.interpret import empty_state, interpret, run_node
+from g4ir.ir.rewrite import bind
 from g4ir.model.decoder import BLOCKS, HIDDEN, VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.model.text import TEXT_GRAPHS, build_program

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from g4ir.errors import InputError
-from g4ir.ir.graph import Graph, Program, split_prologue
+from g4ir.ir.graph import Graph, Program
+from g4ir.ir.rewrite import split_prologue
 from g4ir.model.draft import build_draft
 from g4ir.model.text import build_graph
 from g4ir.parallel.shard import collectives, shard
