@@ -468,7 +468,12 @@ def _written(engine: Engine) -> Program:
     """Return the model as it is written, its weights as the engine's recipe says."""
     verifies = VERIFY in engine.program.graphs
     plain = build_program(
-        *(engine.spec, engine.all_logits, engine.dtype, engine.media, verifies, engine.drafter)
+        spec=engine.spec,
+        all_logits=engine.all_logits,
+        dtype=engine.dtype,
+        media=engine.media,
+        verifies=verifies,
+        drafter=engine.drafter,
     )
     return quantised(plain, engine.spec, engine.recipe, engine.dtype)
 
