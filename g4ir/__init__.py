@@ -28,7 +28,7 @@ _EXPORTS = {
     "build_program": "model.text",
     "parse_graph": "ir.text",
     "print_graph": "ir.text",
-    "verify": "ir.graph",
+    "verify": "ir.verify",
     "Graph": "ir.graph",
     "Program": "ir.graph",
     "run_passes": "passes",

@@ -27,7 +27,8 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from g4ir.errors import G4Error, InputError, PassError
-from g4ir.ir.graph import Graph, Program, verify
+from g4ir.ir.graph import Graph, Program
+from g4ir.ir.verify import verify
 
 #: sees a pass and a graph
 Dump = Callable[[str, Graph], None]

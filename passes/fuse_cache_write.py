@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from g4ir.ir.graph import Attr, Builder, Graph, Node, Value, splice_all
+from g4ir.ir.graph import Attr, Builder, Graph, Node, Value
+from g4ir.ir.rewrite import splice_all
 
 from .match import Left, Note, ignore, made_by, maker, only_user
 

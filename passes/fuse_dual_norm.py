@@ -6,7 +6,8 @@ what `fuse_norm_residual` made of the sum's own norm.
 
 from __future__ import annotations
 
-from g4ir.ir.graph import Builder, Graph, Node, splice_all
+from g4ir.ir.graph import Builder, Graph, Node
+from g4ir.ir.rewrite import splice_all
 
 from .match import Left, Note, ignore
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from g4ir.ir.graph import Builder, Graph, Node, splice_all
+from g4ir.ir.graph import Builder, Graph, Node
+from g4ir.ir.rewrite import splice_all
 
 from .match import Note, base, held_as, ignore, makers, stacked
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from g4ir.ir.graph import Builder, Graph, Node, Value, splice_all
+from g4ir.ir.graph import Builder, Graph, Node, Value
+from g4ir.ir.rewrite import splice_all
 
 from .match import Left, Note, ignore, normed, only_user
 

@@ -5,7 +5,8 @@ K=V layers pack Q and K; a layer that reads another's keys and values has Q only
 
 from __future__ import annotations
 
-from g4ir.ir.graph import Builder, Graph, Node, splice_all
+from g4ir.ir.graph import Builder, Graph, Node
+from g4ir.ir.rewrite import splice_all
 
 from .match import Note, base, held_as, ignore, makers, stacked
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from g4ir.ir.graph import Attr, Builder, Graph, Node, Value, splice_all
+from g4ir.ir.graph import Attr, Builder, Graph, Node, Value
+from g4ir.ir.rewrite import splice_all
 
 from .match import Left, Note, after
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from g4ir.ir.graph import Builder, Graph, Node, Value, drop_dead, order, rebuild
+from g4ir.ir.graph import Builder, Graph, Node, Value
+from g4ir.ir.rewrite import drop_dead, order, rebuild
 
 from .match import Note, ignore
 

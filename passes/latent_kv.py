@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from g4ir.errors import InputError
-from g4ir.ir.graph import RESULT, Attr, Builder, Graph, Node, Value, drop_dead, splice_all
+from g4ir.ir.graph import RESULT, Attr, Builder, Graph, Node, Value
 from g4ir.ir.names import layer_of
+from g4ir.ir.rewrite import drop_dead, splice_all
 from g4ir.ops.attention import split_chunk
 from g4ir.ops.latent import PARTS
 from g4ir.ops.rope import rotated_pairs

@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from g4ir.errors import InputError
-from g4ir.ir.graph import Builder, Graph, Node, Value, rebuild
+from g4ir.ir.graph import Builder, Graph, Node, Value
+from g4ir.ir.rewrite import rebuild
 from g4ir.ops.attention import split_chunk
 from g4ir.ops.kv_quant import NARROW, as_held
 from g4ir.ops.types import ITEMSIZE

@@ -13,7 +13,8 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from g4ir.errors import InputError, PassError
-from g4ir.ir.graph import Graph, Node, Value, drop_dead, rebuild
+from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.rewrite import drop_dead, rebuild
 
 from .match import Note, ignore
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from g4ir.ir.graph import Graph, Node, Value, rebuild
+from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.rewrite import rebuild
 
 from .match import Note, ignore
 

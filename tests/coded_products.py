@@ -12,8 +12,9 @@ from g4ir.backends.torch_compile import pyops
 from g4ir.backends.torch_compile.lower import SegmentModule
 from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.target import Target
-from g4ir.ir.graph import Builder, split_prologue
+from g4ir.ir.graph import Builder
 from g4ir.ir.interpret import interpret
+from g4ir.ir.rewrite import split_prologue
 from g4ir.ops.types import Type
 
 Kernel = Callable[..., torch.Tensor]

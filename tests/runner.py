@@ -17,8 +17,9 @@ from g4ir.engine.artefact import PackedWeights
 from g4ir.engine.build import prepare, write_engine
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
-from g4ir.ir.graph import Program, Value, split_prologue
+from g4ir.ir.graph import Program, Value
 from g4ir.ir.interpret import empty_state, interpret
+from g4ir.ir.rewrite import split_prologue
 from g4ir.model.text import build_program
 from g4ir.passes import PassOptions, run_program
 from g4ir.passes.latent_kv import LatentOptions

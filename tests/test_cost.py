@@ -22,8 +22,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from g4ir.errors import InputError
 from g4ir.ir.flatten import flatten
-from g4ir.ir.graph import Graph, Value, split_prologue
+from g4ir.ir.graph import Graph, Value
 from g4ir.ir.interpret import interpret
+from g4ir.ir.rewrite import split_prologue
 from g4ir.model.text import PHASES, build_graph
 from g4ir.ops import OPS
 from g4ir.ops.attention import slot_positions, visible, visible_pairs

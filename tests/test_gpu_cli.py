@@ -15,7 +15,7 @@ from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.target import Target
 from g4ir.cli import main
 from g4ir.errors import MissingError, check_all
-from g4ir.ir.graph import split_prologue
+from g4ir.ir.rewrite import split_prologue
 from g4ir.model.text import build_program
 from g4ir.passes import run_program
 from g4ir.spec.record import load_spec

@@ -196,7 +196,7 @@ def test_why_of_a_layer(name: str) -> None:
 @pytest.mark.parametrize("name", [p for p in PASSES if p not in (*ASKED, *GPU_ROWS)])
 @pytest.mark.parametrize("variant", ["e2b", "26b-a4b"])
 def test_every_layer_is_told(variant: str, name: str) -> None:
-    """Each pass says of each layer what it did, or why not."""
+    """A pass that is about layers says of each what it did, or why not."""
     graph = build_graph(load_spec(variant), "prefill")
     told: dict[str, list[str]] = {}
     run_passes(
@@ -207,5 +207,7 @@ def test_every_layer_is_told(variant: str, name: str) -> None:
         ),
     )
     layers = load_spec(variant).text.num_hidden_layers
-    assert {f"L{i}" for i in range(layers)} <= told.keys()
+    every = {f"L{i}" for i in range(layers)}
+    assert every & told.keys() in (every, set())
+    assert told
     assert all(len(reason) > 4 for reasons in told.values() for reason in reasons)

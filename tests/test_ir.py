@@ -9,23 +9,11 @@ import pytest
 import torch
 
 from g4ir.errors import InputError, VerifyError
-from g4ir.ir.graph import (
-    RESULT,
-    Builder,
-    Graph,
-    Node,
-    Program,
-    Value,
-    bind,
-    drop_dead,
-    order,
-    rebuild,
-    splice,
-    split_prologue,
-    verify,
-)
+from g4ir.ir.graph import RESULT, Builder, Graph, Node, Program, Value
 from g4ir.ir.interpret import interpret
+from g4ir.ir.rewrite import bind, drop_dead, order, rebuild, splice, split_prologue
 from g4ir.ir.text import parse_graph
+from g4ir.ir.verify import verify
 from g4ir.model.text import build_graph, build_program
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES, Type, dtype_name, parse_type, torch_dtype
 from g4ir.passes import run_passes

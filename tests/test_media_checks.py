@@ -24,7 +24,8 @@ from g4ir.check.tokens import random_ids, random_tokens
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir.distance import BUDGETS, Tolerance
-from g4ir.ir.graph import Graph, rebuild
+from g4ir.ir.graph import Graph
+from g4ir.ir.rewrite import rebuild
 from tests import cli_tools as cli
 
 LIMITS: Mapping[str, Any] = {"backend": "reference", "max_seq": 136, "prefill_chunk": 70}

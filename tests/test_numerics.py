@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.ir.graph import Graph, Node, Program, rebuild
+from g4ir.ir.graph import Graph, Node, Program
 from g4ir.ir.interpret import run_node
+from g4ir.ir.rewrite import rebuild
 from g4ir.model.text import build_program
 from g4ir.ops.attention import visible
 from g4ir.passes import PASSES

@@ -16,9 +16,11 @@ import torch
 from g4ir.cli import main
 from g4ir.errors import InputError
 from g4ir.ir.flatten import with_messages
-from g4ir.ir.graph import Builder, Graph, Node, Program, Value, split_prologue, verify
+from g4ir.ir.graph import Builder, Graph, Node, Program, Value
 from g4ir.ir.interpret import empty_state, interpret, run_node
+from g4ir.ir.rewrite import split_prologue
 from g4ir.ir.text import parse_graph
+from g4ir.ir.verify import verify
 from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.model.draft import DRAFT, shipped_drafter
 from g4ir.model.media import find_media

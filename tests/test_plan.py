@@ -21,7 +21,8 @@ from g4ir.backends.kv_cache import Caches
 from g4ir.cli import main
 from g4ir.engine.build import prepare
 from g4ir.errors import InputError, PlanError
-from g4ir.ir.graph import Builder, Graph, Program, split_prologue
+from g4ir.ir.graph import Builder, Graph, Program
+from g4ir.ir.rewrite import split_prologue
 from g4ir.model.media import Media
 from g4ir.model.tensors import numel, text_tensors
 from g4ir.model.text import build_graph, build_program

@@ -13,8 +13,9 @@ import torch
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.primitives.lowerings import LOWERINGS, OUTSIDE, missing
 from g4ir.backends.primitives.network import EXPERTS, Network, turn
-from g4ir.ir.graph import Program, split_prologue
+from g4ir.ir.graph import Program
 from g4ir.ir.interpret import interpret
+from g4ir.ir.rewrite import split_prologue
 from g4ir.ops import OPS
 from g4ir.plan.engine_limits import Limits
 from tests.configs import spec_called

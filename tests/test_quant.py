@@ -30,8 +30,9 @@ from g4ir.check.passes import verify_each_pass
 from g4ir.check.quality import divergences, measured
 from g4ir.engine.build import prepare, write_engine
 from g4ir.errors import G4Error, WeightsError
-from g4ir.ir.graph import Builder, Program, split_prologue
+from g4ir.ir.graph import Builder, Program
 from g4ir.ir.interpret import interpret
+from g4ir.ir.rewrite import split_prologue
 from g4ir.model.names import HEAD, checkpoint_name
 from g4ir.model.text import build_program
 from g4ir.ops import OPS, quant

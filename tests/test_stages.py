@@ -22,7 +22,8 @@ from g4ir.check.stages import BACKEND, STORED, StageRun, stages_of
 from g4ir.check.steps import chunks_of_tokens
 from g4ir.engine.engine import Engine
 from g4ir.errors import CheckError, EngineError, WeightsError
-from g4ir.ir.graph import Graph, Node, Value, rebuild
+from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.rewrite import rebuild
 from g4ir.model.names import checkpoint_name
 from g4ir.ops import OPS
 from g4ir.ops.base import Sample, op

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from g4ir.errors import ParseError, VerifyError
-from g4ir.ir.graph import Graph, split_prologue
+from g4ir.ir.graph import Graph
+from g4ir.ir.rewrite import split_prologue
 from g4ir.ir.text import parse_graph, print_graph
 from g4ir.model.text import PHASES, build_graph
 from g4ir.passes import PASSES, run_passes

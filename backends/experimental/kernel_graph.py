@@ -29,7 +29,8 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from g4ir.errors import EngineError, G4Error, LowerError
-from g4ir.ir.graph import Node, bind
+from g4ir.ir.graph import Node
+from g4ir.ir.rewrite import bind
 from g4ir.ir.text import parse_graph
 from g4ir.ops.base import nothing
 from g4ir.ops.reduce_norm import NORM_OF

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from g4ir.ir.graph import Builder, Graph, Node, Program, Value, drop_dead, order, rebuild, verify
+from g4ir.ir.graph import Builder, Graph, Node, Program, Value
+from g4ir.ir.rewrite import drop_dead, order, rebuild
+from g4ir.ir.verify import verify
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.ops.types import Type

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import EngineError
-from g4ir.ir.graph import Program, split_prologue
+from g4ir.ir.graph import Program
+from g4ir.ir.rewrite import split_prologue
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import DTYPES
 from g4ir.plan.memory import bytes_beside_attention

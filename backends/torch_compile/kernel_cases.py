@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from g4ir.ir.graph import Graph, Node, Program, Value, bind
+from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.interpret import interpret
+from g4ir.ir.rewrite import bind
 from g4ir.ir.text import print_graph
 from g4ir.ops import OPS
 from g4ir.ops.codecs import FORM_OF, FORMS, PACKED

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from g4ir.ir.graph import Builder, Program, bind
+from g4ir.ir.graph import Builder, Program
+from g4ir.ir.rewrite import bind
 from g4ir.ir.text import print_graph
 from g4ir.plan.engine_limits import Limits
 

@@ -243,9 +243,14 @@ def in_small(p: Prepared, dtype: str) -> tuple[Packing, list[ParamSource]]:
     ranks = small_ranks(p, spec, drafter)
     shares = [Share(spec, rank, ranks, p.ep and ranks > 1) for rank in range(ranks)]
     packing = make_packing(
-        *(spec, p.all_logits, dtype, media, p.skip, p.options.changed(latent)),
-        _fitting(p.recipe, dtype, shares[0]),
-        partial(p.backend.stored, device=p.device),
+        spec=spec,
+        all_logits=p.all_logits,
+        dtype=dtype,
+        media=media,
+        skip=p.skip,
+        options=p.options.changed(latent),
+        recipe=_fitting(p.recipe, dtype, shares[0]),
+        stored=partial(p.backend.stored, device=p.device),
         drafter=drafter,
         ranks=ranks,
         ep=shares[0].ep,

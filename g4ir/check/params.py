@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from g4ir.engine.load import open_weights
-from g4ir.ir.graph import Graph, Value, drop_dead
+from g4ir.ir.graph import Graph, Value
 from g4ir.ir.interpret import interpret
+from g4ir.ir.rewrite import drop_dead
 from g4ir.model.names import checkpoint_name
 from g4ir.ops.types import torch_dtype
 from g4ir.parallel.share import Share

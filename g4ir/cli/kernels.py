@@ -84,7 +84,7 @@ def _placed(g: Graph, gpu: str, rows: int, step: Step) -> tuple[Schedule, dict[s
     """Return the kernels of a graph for up to `rows` rows, and what it moves in a step."""
     from g4ir.backends.torch_compile.schedule import schedule
     from g4ir.backends.torch_compile.target import Target
-    from g4ir.ir.graph import split_prologue
+    from g4ir.ir.rewrite import split_prologue
 
     costs = graph_costs(g, B=step.B, S=step.S, C=step.C)
     moved = {c.node: c.cost.needed_bytes for c in costs}

@@ -544,7 +544,14 @@ def _made_again(path: Path, m: Manifest, spec: Spec, drafter: Spec | None) -> pa
     """Make the graphs of spec and options; EngineError where the stored text is another."""
     layout = partial(find_backend(m.backend).stored, device=m.device)
     packing = packings.make_packing(
-        *(spec, m.all_logits, m.dtype, m.media, m.skipped_passes, m.options, m.quant, layout),
+        spec=spec,
+        all_logits=m.all_logits,
+        dtype=m.dtype,
+        media=m.media,
+        skip=m.skipped_passes,
+        options=m.options,
+        recipe=m.quant,
+        stored=layout,
         drafter=drafter,
         ranks=m.ranks,
         ep=m.ep,

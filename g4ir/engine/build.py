@@ -142,7 +142,14 @@ def prepare(
     _check_activations(resolved)
     stored = partial(backend.stored, device=device)
     packing = make_packing(
-        *(r.spec, r.all_logits, r.dtype, r.media, r.skip, r.options, r.recipe, stored),
+        spec=r.spec,
+        all_logits=r.all_logits,
+        dtype=r.dtype,
+        media=r.media,
+        skip=r.skip,
+        options=r.options,
+        recipe=r.recipe,
+        stored=stored,
         dump=dump,
         drafter=r.drafter,
         ranks=r.ranks,
@@ -184,28 +191,29 @@ def _resolved(
     limits = _widened(_limits(spec, o), spec, media)
     kv = _kv_dtype(backend, o.kv_dtype, dtype)
     form = find_latent(o.latent_kv, spec, device, dtype, limits.max_seq, kv)
+    options = pass_options(
+        form,
+        kv,
+        activations=_activations(backend, o.quant_activations),
+        drafted=_draft_tokens(backend, o.draft_tokens, limits, drafter),
+        keep=layers_read(spec, drafter),
+        gpu_rows=backend.fused_rows(limits.max_batch, device, o.settings or {}),
+        divisor=find_divisor(o.residual_scale),
+    )
     return Resolved(
-        spec,
-        device,
-        dtype,
-        limits,
-        o.all_logits,
-        tuple(o.skip),
-        pass_options(
-            form,
-            kv,
-            _activations(backend, o.quant_activations),
-            _draft_tokens(backend, o.draft_tokens, limits, drafter),
-            layers_read(spec, drafter),
-            backend.fused_rows(limits.max_batch, device, o.settings or {}),
-            find_divisor(o.residual_scale),
-        ),
-        find_placement(o.ple_placement, spec, device),
-        media,
-        find_recipe(o.quant),
-        drafter,
-        _ranks(backend, o.tp),
-        o.ep,
+        spec=spec,
+        device=device,
+        dtype=dtype,
+        limits=limits,
+        all_logits=o.all_logits,
+        skip=tuple(o.skip),
+        options=options,
+        ple_placement=find_placement(o.ple_placement, spec, device),
+        media=media,
+        recipe=find_recipe(o.quant),
+        drafter=drafter,
+        ranks=_ranks(backend, o.tp),
+        ep=o.ep,
     )
 
 
@@ -512,7 +520,9 @@ def _adapters(o: BuildOptions, origin: Origin | None) -> tuple[Adapter, ...]:
     if beside and folder not in [a.path for a in adapters]:
         log.warning(
             "%s: holds a LoRA adapter (%s), which is not merged; give --adapter %s to merge it",
-            *(folder, beside, folder),
+            folder,
+            beside,
+            folder,
         )
     return adapters
 

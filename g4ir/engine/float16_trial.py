@@ -66,7 +66,11 @@ def try_float16(p: Prepared, folder: Path, params: ParamSource, facts: Manifest)
         log.warning(
             "float16: %%%s reaches %.0f on a text of %d tokens, and %s; other texts may exceed it: "
             "build with --dtype bfloat16%s",
-            *(name, peak, MOST_TOKENS, TOO_LARGE, _scale_for(p, peaks)),
+            name,
+            peak,
+            MOST_TOKENS,
+            TOO_LARGE,
+            _scale_for(p, peaks),
         )
 
 

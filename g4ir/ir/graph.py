@@ -1,4 +1,4 @@
-"""The graph: a small SSA IR, its builder, its verifier and the two rewrite primitives.
+"""The graph: a small SSA IR and its builder.
 
 A graph is a straight line of nodes. Tensors are positional, metadata is keyword. The name of a
 value is its identity and stays the same under passes. Caches are `state`: read as values, and
@@ -9,7 +9,7 @@ alone belongs to the weight prologue, which runs once at build.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from g4ir.errors import VerifyError
@@ -50,8 +50,7 @@ class Node:
 
     @cached_property
     def inferred(self) -> tuple[Type, ...]:
-        """Types of the results by the op's `infer`; VerifyError names the node. They follow from
-        the node alone, which many passes leave as it is."""
+        """Types of the results by the op's `infer`; VerifyError names the node."""
         return infer(self.op, self.inputs, self.attrs, self.result_names())
 
     def result_names(self) -> str:
@@ -131,7 +130,7 @@ class Graph:
     next: Mapping[str, Value] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return one line per value and node, ending in a newline."""
+        """Return one line per value and node."""
         lines = [f"graph {self.name} {{"]
         for kind, values in (("input", self.inputs), ("param", self.params), ("state", self.state)):
             lines += [f"  {kind} {v}: {v.type}" for v in values]
@@ -270,15 +269,9 @@ class Builder:
         ]
 
     def graph(self, *outputs: Value) -> Graph:
-        return Graph(
-            self.name,
-            tuple(self.inputs),
-            tuple(self.params.values()),
-            tuple(self.state.values()),
-            tuple(self.nodes),
-            outputs,
-            dict(self.next),
-        )
+        params, state = tuple(self.params.values()), tuple(self.state.values())
+        nodes = tuple(self.nodes)
+        return Graph(self.name, tuple(self.inputs), params, state, nodes, outputs, dict(self.next))
 
 
 #: results of `infer`, which follow from its key alone; layers of a model repeat them
@@ -304,195 +297,3 @@ def infer(
     except (ValueError, TypeError, LookupError, ArithmeticError) as e:
         given = ", ".join(f"{v}: {v.type}" for v in inputs)
         raise VerifyError(f"{where}: {op}({given}): {e}") from e
-
-
-def verify(g: Graph) -> None:
-    """Check a graph: every name defined once and before its use, with the declared type; every
-    op known and its results as inferred; next states of their state's type.
-
-    Raises VerifyError with the graph, the node and both types.
-    """
-    known: dict[str, Value] = {}
-    for v in g.sources():
-        _define(g, known, v)
-    for n in g.nodes:
-        for v in n.inputs:
-            if known.get(v.name) is not v:
-                _use(g, known, v, f"input of {n.op}")
-        _check_types(g, n)
-        for v in n.outputs:
-            _define(g, known, v)
-    for v in g.outputs:
-        _use(g, known, v, "output")
-    states = {v.name: v for v in g.state}
-    for name, v in g.next.items():
-        _use(g, known, v, f"next of {name}")
-        if name not in states:
-            raise VerifyError(f"graph {g.name}: next of %{name}, which is no state")
-        if states[name].type != v.type:
-            raise VerifyError(
-                f"graph {g.name}: next of %{name} is {v.type}, the state {states[name].type}"
-            )
-
-
-def _check_types(g: Graph, n: Node) -> None:
-    try:
-        types = n.inferred
-    except VerifyError as e:
-        raise VerifyError(f"graph {g.name}: {e}") from e
-    declared = tuple(v.type for v in n.outputs)
-    if types != declared:
-        raise VerifyError(
-            f"graph {g.name}: {n.result_names()} = {n.op}: declared {_list(declared)}, "
-            f"inferred {_list(types)}"
-        )
-
-
-def _list(types: Iterable[Type]) -> str:
-    return ", ".join(map(str, types))
-
-
-def _define(g: Graph, known: dict[str, Value], v: Value) -> None:
-    if v.name in known:
-        raise VerifyError(f"graph {g.name}: %{v.name} is defined twice")
-    known[v.name] = v
-
-
-def _use(g: Graph, known: Mapping[str, Value], v: Value, what: str) -> None:
-    if v.name not in known:
-        raise VerifyError(f"graph {g.name}: {what} %{v.name} is not defined before its use")
-    if known[v.name].type != v.type:
-        raise VerifyError(
-            f"graph {g.name}: {what} %{v.name} is used as {v.type}, defined as {known[v.name].type}"
-        )
-
-
-def splice(g: Graph, old: Sequence[Node], new: Sequence[Node]) -> Graph:
-    """Replace `old` by `new`, which defines the same values where others use them.
-
-    The new nodes stand where the last of the old ones stood, or later where they need a value
-    defined after it; order is restored by `order`.
-    """
-    return splice_all(g, [(old, new)])
-
-
-def splice_all(g: Graph, edits: Sequence[tuple[Sequence[Node], Sequence[Node]]]) -> Graph:
-    """`splice` every (old, new); no node is in two of them. One ordering serves them all."""
-    place = {id(n): i for i, n in enumerate(g.nodes)}
-    gone = {id(n) for old, _ in edits for n in old}
-    made: dict[int, list[Node]] = {}
-    for old, new in edits:
-        made.setdefault(max(place[id(n)] for n in old), []).extend(new)
-    nodes: list[Node] = []
-    for i, n in enumerate(g.nodes):
-        nodes += [n] if id(n) not in gone else []
-        nodes += made.get(i, [])
-    return order(replace(g, nodes=tuple(nodes))) if edits else g
-
-
-def order(g: Graph) -> Graph:
-    """Order topologically and stably: nodes keep their place unless an input comes later.
-
-    Raises VerifyError where a node needs its own result.
-    """
-    maker = {v.name: i for i, n in enumerate(g.nodes) for v in n.outputs}
-    done, begun = set[int](), set[int]()
-    out: list[Node] = []
-    for root in range(len(g.nodes)):
-        stack = [root]
-        while stack:
-            i = stack[-1]
-            needs = (
-                []
-                if i in done
-                else [
-                    maker[v.name]
-                    for v in g.nodes[i].inputs
-                    if v.name in maker and maker[v.name] not in done
-                ]
-            )
-            if needs:
-                if i in begun:
-                    raise VerifyError(f"graph {g.name}: cycle at {g.nodes[i].outputs[0]}")
-                begun.add(i)
-                stack.extend(reversed(needs))
-                continue
-            stack.pop()
-            if i not in done:
-                done.add(i)
-                out.append(g.nodes[i])
-    return replace(g, nodes=tuple(out))
-
-
-def rebuild(g: Graph, rename: Mapping[str, Value] | None = None) -> Graph:
-    """Infer all types again from the sources, after replacing uses as `rename` says."""
-    now = {v.name: v for v in g.sources()}
-    rename = dict(rename or {})
-
-    def look(v: Value) -> Value:
-        v = rename.get(v.name, v)
-        return now.get(v.name, v)
-
-    nodes = []
-    for n in g.nodes:
-        inputs = tuple(look(v) for v in n.inputs)
-        types = infer(n.op, inputs, n.attrs, f"graph {g.name}: {n.outputs[0]}")
-        outputs = tuple(Value(v.name, t) for v, t in zip(n.outputs, types, strict=True))
-        now.update({v.name: v for v in outputs})
-        nodes.append(replace(n, inputs=inputs, outputs=outputs))
-    return replace(
-        g,
-        nodes=tuple(nodes),
-        outputs=tuple(look(v) for v in g.outputs),
-        next={k: look(v) for k, v in g.next.items()},
-    )
-
-
-def drop_dead(g: Graph) -> Graph:
-    """Remove nodes, params and states that no result needs."""
-    live = {v.name for v in g.results()}
-    nodes: list[Node] = []
-    for n in reversed(g.nodes):
-        if any(v.name in live for v in n.outputs):
-            nodes.append(n)
-            live.update(v.name for v in n.inputs)
-    return replace(
-        g,
-        nodes=tuple(reversed(nodes)),
-        params=tuple(v for v in g.params if v.name in live),
-        state=tuple(v for v in g.state if v.name in live or v.name in g.next),
-    )
-
-
-def bind(g: Graph, **dims: int | str) -> Graph:
-    """Replace named dims by ints, or by other names, and infer the types again."""
-
-    def b(v: Value) -> Value:
-        return Value(v.name, v.type.bind(dims))
-
-    bound = replace(
-        g,
-        inputs=tuple(map(b, g.inputs)),
-        params=tuple(map(b, g.params)),
-        state=tuple(map(b, g.state)),
-    )
-    return rebuild(bound)
-
-
-def split_prologue(g: Graph) -> tuple[Graph, Graph]:
-    """(prologue, main): nodes that depend on params alone, and the rest, which takes their
-    results as params. Checked and run like any other graph."""
-    params = {v.name: v for v in g.params}
-    fixed = dict(params)
-    early: list[Node] = []
-    for n in g.nodes:
-        if n.definition.fold and n.inputs and all(v.name in fixed for v in n.inputs):
-            early.append(n)
-            fixed.update({v.name: v for v in n.outputs})
-    ids = {id(n) for n in early}
-    late = tuple(n for n in g.nodes if id(n) not in ids)
-    read = {v.name for n in late for v in n.inputs} | {v.name for v in g.results()}
-    packed = tuple(v for n in early for v in n.outputs if v.name in read)
-    main = replace(g, nodes=late, params=tuple(v for v in g.params if v.name in read) + packed)
-    prologue = Graph(f"{g.name}.prologue", (), g.params, (), tuple(early), packed)
-    return drop_dead(prologue), main

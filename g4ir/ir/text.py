@@ -19,7 +19,8 @@ from functools import lru_cache
 from g4ir.errors import ParseError
 from g4ir.ops.types import parse_type
 
-from .graph import Attr, Graph, Node, Value, verify
+from .graph import Attr, Graph, Node, Value
+from .verify import verify
 
 _NAME = r"%([A-Za-z0-9_./]+)"
 _SOURCE = re.compile(rf"(input|param|state) {_NAME}: (\S+)")

@@ -14,7 +14,9 @@ from dataclasses import replace
 
 from g4ir.errors import InputError
 from g4ir.ir.flatten import with_messages
-from g4ir.ir.graph import Builder, Graph, Node, Program, Value, drop_dead, order, rebuild, verify
+from g4ir.ir.graph import Builder, Graph, Node, Program, Value
+from g4ir.ir.rewrite import drop_dead, order, rebuild
+from g4ir.ir.verify import verify
 from g4ir.model.names import CODES
 from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.types import Type

@@ -21,7 +21,8 @@ from typing import Any
 
 from g4ir.errors import InputError
 from g4ir.ir.flatten import inner_nodes
-from g4ir.ir.graph import Graph, Node, Value, split_prologue
+from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.rewrite import split_prologue
 from g4ir.model.names import kind_of_name
 from g4ir.ops.base import KINDS, nothing
 from g4ir.ops.types import ITEMSIZE, Type

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.errors import PlanError
-from g4ir.ir.graph import Program, bind, split_prologue
+from g4ir.ir.graph import Program
+from g4ir.ir.rewrite import bind, split_prologue
 from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.model.text import PLE_PARAM, build_graph
 from g4ir.model.towers import build_towers, is_tower

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
-from g4ir.ir.graph import Graph, Program, bind, split_prologue
+from g4ir.ir.graph import Graph, Program
+from g4ir.ir.rewrite import bind, split_prologue
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT, build_draft, layers_read
 from g4ir.model.media import Media

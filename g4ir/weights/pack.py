@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from g4ir.errors import EngineError, VerifyError, WeightsError
-from g4ir.ir.graph import Graph, Node, Program, Value, drop_dead, split_prologue
+from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.interpret import interpret
+from g4ir.ir.rewrite import drop_dead, split_prologue
 from g4ir.model.media import Media
 from g4ir.model.names import SCALES, checkpoint_name
 from g4ir.model.text import build_program

@@ -39,7 +39,7 @@ from g4ir.backends.torch_compile.programs import CHAINS, END, choice_texts, phas
 from g4ir.backends.torch_compile.segment import Glue, Segment, Step, chain_texts, graph_steps
 from g4ir.backends.torch_compile.target import Target
 from g4ir.errors import EngineError
-from g4ir.ir.graph import bind, split_prologue
+from g4ir.ir.rewrite import bind, split_prologue
 from g4ir.model.text import build_graph
 from g4ir.parallel.shard import shard
 from g4ir.passes import PassOptions, run_passes

@@ -27,8 +27,9 @@ from g4ir.backends.torch_compile.kernels.base import Schedule, added_together
 from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.target import Target
 from g4ir.errors import InputError, SpecError
-from g4ir.ir.graph import Builder, split_prologue
+from g4ir.ir.graph import Builder
 from g4ir.ir.names import layer_of
+from g4ir.ir.rewrite import split_prologue
 from g4ir.model.text import build_graph
 from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.moe import busiest

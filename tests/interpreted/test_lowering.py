@@ -18,8 +18,9 @@ from g4ir.backends.torch_compile.programs import choice_texts
 from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.segment import Glue, graph_steps
 from g4ir.backends.torch_compile.target import Target
-from g4ir.ir.graph import Graph, Node, Program, bind, split_prologue
+from g4ir.ir.graph import Graph, Node, Program
 from g4ir.ir.interpret import interpret
+from g4ir.ir.rewrite import bind, split_prologue
 from g4ir.ir.text import parse_graph
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS

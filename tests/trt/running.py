@@ -14,7 +14,8 @@ from g4ir.backends.trt.dry_run import emulator
 from g4ir.backends.trt.emitter import TrtEmitter
 from g4ir.backends.trt.forms import lowerings
 from g4ir.backends.trt.recorder import check, execute
-from g4ir.ir.graph import Graph, Program, split_prologue
+from g4ir.ir.graph import Graph, Program
+from g4ir.ir.rewrite import split_prologue
 from g4ir.plan.engine_limits import Limits
 from tests.network_session import Feeds, NetworkSession, embed_with
 from tests.oracle import Oracle
