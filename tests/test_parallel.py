@@ -218,7 +218,7 @@ def test_the_cases_cover_both_numbers_of_ranks() -> None:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("name, ranks, ep", map(marked, CASES))
+@pytest.mark.parametrize("name, ranks, ep", [*map(marked, CASES)])
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-4), (torch.float64, 1e-12)])
 def test_ranks_agree_with_one(
     name: str, ranks: int, ep: bool, dtype: torch.dtype, most: float

@@ -6,13 +6,16 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
 import torch
+import yaml
 from gguf import GGMLQuantizationType, quants
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,7 +66,7 @@ from g4ir.weights.pack import split_program
 from g4ir.weights.tensorfile import read_header
 from tests.cli_tools import g4ir as command
 from tests.coded_products import asked_of
-from tests.configs import NAMES, few, fewest, spec_called, widened
+from tests.configs import NAMES, fewest, spec_called, widened
 from tests.engines import random_checkpoint
 from tests.oracle import Oracle, find_oracle, relative
 from tests.runner import Session, built_program
@@ -363,14 +366,46 @@ def test_an_engine_that_holds_codes_needs_no_weight() -> None:
 LIMITS = {"max_seq": 64, "prefill_chunk": 16}
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("recipe", built_in())
-@pytest.mark.parametrize("name", TINY)
-def test_an_engine_against_transformers(tmp_path: Path, name: str, recipe: str) -> None:
-    engine = g4ir.build(
-        name, tmp_path / "e", backend="reference", random_weights=3, quant=recipe, **LIMITS
-    )
-    assert verify_engine(engine, against="hf").ok
+MATRIX = yaml.safe_load(Path(__file__).with_name("quant_matrix.yaml").read_text())
+
+
+def cases_of_the_matrix() -> Iterator[Any]:
+    """Each scheme on each backend; variants in turn, the others of a pair with `--full`."""
+    pairs = product(MATRIX["backends"].items(), MATRIX["schemes"].items())
+    for turn, ((backend, how), (scheme, row)) in enumerate(pairs):
+        names = row.get("variants", MATRIX["variants"])
+        for i, name in enumerate(names):
+            spare = "full" in how or i != turn % len(names)
+            marks = [pytest.mark.full] * spare
+            case = f"{backend}-{scheme}-{name}"
+            yield pytest.param(backend, scheme, name, marks=marks, id=case)
+
+
+@pytest.mark.parametrize("backend, scheme, name", [*cases_of_the_matrix()])
+def test_engines_against_transformers(tmp_path: Path, backend: str, scheme: str, name: str) -> None:
+    """They compute what transformers does with what the codes mean; their files hold codes and
+    scales, of a table that is the head as well both by rows and by columns in a network, and no
+    more than was planned."""
+    wide = name.startswith("wide ")
+    spec = widened(name.removeprefix("wide ")) if wide else load_spec(name)
+    recipe: Any = scheme
+    if rules := MATRIX["schemes"][scheme].get("rules"):
+        recipe = tmp_path / "r.yaml"
+        recipe.write_text(yaml.safe_dump({"rules": rules}))
+    checkpoint = random_checkpoint(tmp_path / "c", spec, seed=3)
+    options = BuildOptions(checkpoint, backend=backend, quant=recipe, dtype="float32", **LIMITS)
+    prepared = prepare(spec, options)
+    write_engine(prepared, tmp_path / "e", no_progress)
+    engine = g4ir.load_engine(tmp_path / "e")
+    assert verify_engine(engine, against="hf", checkpoint=checkpoint).ok
+    files = (tmp_path / "e").glob("*.safetensors")
+    written = sum(e.nbytes for f in files for e in read_header(f).entries.values())
+    assert written == prepared.param_bytes()
+    if backend == "onnx" and not rules:
+        assert written == held_bytes(engine.spec, scheme)
+    if scheme == "minima":
+        held = {v.type.dtype for v in engine.program.params().values()}
+        assert {"i32", "i16"} <= held or backend == "onnx"
 
 
 def test_a_wrong_code_fails(tmp_path: Path) -> None:
@@ -549,24 +584,6 @@ def test_a_build_tells_how_4_bits_fit(tmp_path: Path, exact: bool) -> None:
 # --- ONNX --------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("recipe", built_in())
-@pytest.mark.parametrize("name", few(TINY))
-def test_a_network_of_codes(tmp_path: Path, name: str, recipe: str) -> None:
-    """It computes what transformers does with what the codes mean; its files hold codes and scales,
-    of a table that is the head as well both by rows and by columns, and no more than was planned.
-    """
-    checkpoint = random_checkpoint(tmp_path / "c", name, seed=3)
-    options = BuildOptions(checkpoint, backend="onnx", quant=recipe, dtype="float32", **LIMITS)
-    prepared = prepare(load_spec(name), options)
-    write_engine(prepared, tmp_path / "e", no_progress)
-    engine = g4ir.load_engine(tmp_path / "e")
-    assert verify_engine(engine, against="hf", checkpoint=checkpoint).ok
-    files = (tmp_path / "e").glob("*.safetensors")
-    written = sum(e.nbytes for f in files for e in read_header(f).entries.values())
-    assert written == prepared.param_bytes() == held_bytes(engine.spec, recipe)
-
-
 def held_bytes(spec: Spec, recipe: str) -> int:
     """Codes and scales of an fp32 engine, and its other params."""
     weights, schemes = weights_of(spec), recipe_called(recipe).schemes(weights_of(spec))
@@ -638,14 +655,6 @@ def test_by_columns_and_back(rows: int, size: int, dtype: str) -> None:
     assert torch.equal(quant.by_rows(quant.by_columns(x)), x)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("recipe", built_in())
-@pytest.mark.parametrize("name", TINY)
-def test_the_torch_backend(tmp_path: Path, name: str, recipe: str) -> None:
-    engine = g4ir.build(name, tmp_path / "e", random_weights=3, quant=recipe, **LIMITS)
-    assert verify_engine(engine, against="hf").ok
-
-
 def test_a_rule_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "gates.yaml"
     file.write_text("rules:\n- tensors: [L*.mlp.w_gate]\n  form: int4\n")
@@ -668,19 +677,16 @@ def test_a_rule_of_ones_own(tmp_path: Path) -> None:
     assert verify_engine(g4ir.load_engine(tmp_path / "e"), against="reference").ok
 
 
-def test_groups_and_scales_of_ones_own(tmp_path: Path) -> None:
-    file = tmp_path / "r.yaml"
-    rule = "- tensors: [L*.mlp.{}]\n  form: {}\n  group: {}\n  scale: {}\n"
-    rules = [rule.format("w_up", "int8", 32, "f16"), rule.format("w_down", "int4", 0, "f32")]
-    file.write_text(f"rules:\n{''.join(rules)}")
-    engine = g4ir.build(
-        "tiny-dense", tmp_path / "e", backend="reference", random_weights=0, quant=file, **LIMITS
+def test_groups_and_scales_of_ones_own() -> None:
+    rules = MATRIX["schemes"]["own groups"]["rules"]
+    recipe = Recipe(
+        tuple(Rule(tuple(r["tensors"]), r["form"], None, r["group"], r["scale"]) for r in rules),
+        "r",
     )
-    params = engine.program.params()
+    params = quantised_program(load_spec("tiny-dense"), recipe).map(from_codes).params()
     rows, columns = params["L0.mlp.w_up.codes"].type.shape
     assert params["L0.mlp.w_up.scales"].type == Type("f16", (rows, int(columns) // 32))
     assert params["L0.mlp.w_down.scales"].type == Type("f32", (columns, 1))
-    assert verify_engine(engine, against="hf").ok
 
 
 @pytest.mark.parametrize("form", ["int6", *BLOCK_PARTS])

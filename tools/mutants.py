@@ -2,11 +2,12 @@
 
     make mutants                      # coverage by test first, then 200 mutants, two at a time
     python tools/mutants.py --count 20 --seed 3
+    python tools/mutants.py g4ir/plan/cost.py --tests tests/test_cost.py  # needs no coverage
 
-Mutants are drawn at random, with a seed, from all places of the product where a comparison, a sum,
-a condition or a number can be another one; samples of ops and kernels, which tests alone read, are
-none. Each is written into a copy of the tree, where the tests run that execute its line, those of
-small files first, to the first failure.
+Mutants are drawn at random, with a seed, from all places of the product, or of the modules named,
+where a comparison, a sum, a condition or a number can be another one; samples of ops and kernels,
+which tests alone read, are none. Each is written into a copy of the tree, where the tests run that
+execute its line, those of small files first, to the first failure; with --tests, those named.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from queue import Queue
+from typing import TYPE_CHECKING
 
-import coverage
+if TYPE_CHECKING:
+    import coverage
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("g4ir", "passes", "backends")
@@ -134,9 +137,12 @@ def changed(tree: ast.Module, index: int | None = None) -> Iterator[tuple[int, i
         count += 1
 
 
-def mutants() -> list[Mutant]:
-    """Return every mutant of the product."""
-    files = sorted(p for room in PRODUCT for p in (ROOT / room).rglob("*.py"))
+def mutants(modules: Iterable[str] = PRODUCT) -> list[Mutant]:
+    """Return every mutant of these files and folders."""
+    paths = [ROOT / module for module in modules]
+    if missing := [str(p) for p in paths if not p.exists()]:
+        raise SystemExit(f"no such file or folder: {', '.join(missing)}")
+    files = sorted({p for path in paths for p in (path.rglob("*.py") if path.is_dir() else [path])})
     return [
         Mutant(str(path.relative_to(ROOT)), *place)
         for path in files
@@ -176,7 +182,7 @@ def failed(
     `TOO_LONG` where it is over."""
     cache = tree / ".failed"
     shutil.rmtree(cache, ignore_errors=True)
-    stop = [] if limit_s is None else ["-x"]
+    stop = ["-p", "no:xdist"] if limit_s is None else ["-p", "no:xdist", "-x"]
     try:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-o", f"cache_dir={cache}", *stop, *tests],
@@ -231,6 +237,14 @@ def copied(folder: Path) -> Path:
     return folder
 
 
+def read_coverage(path: str) -> coverage.CoverageData:
+    import coverage
+
+    data = coverage.CoverageData(path)
+    data.read()
+    return data
+
+
 def told(mutant: Mutant, why: str) -> None:
     print(f"{mutant.file}:{mutant.line}: {mutant.what}: {why}", flush=True)
 
@@ -238,20 +252,22 @@ def told(mutant: Mutant, why: str) -> None:
 def main(words: list[str]) -> int:
     """Print each mutant that survives, and the share that is caught."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    p.add_argument("modules", nargs="*", default=PRODUCT, help="files and folders to change")
+    p.add_argument("--tests", nargs="+", help="tests for each mutant; else those that execute it")
     p.add_argument("--count", type=int, default=200)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--jobs", type=int, default=2)
     p.add_argument("--data", default=str(ROOT / "build/coverage"))
     args = p.parse_args(words)
-    data = coverage.CoverageData(args.data)
-    data.read()
-    drawn = random.Random(args.seed).sample(mutants(), args.count)
+    data = None if args.tests else read_coverage(args.data)
+    places = mutants(args.modules)
+    drawn = random.Random(args.seed).sample(places, min(args.count, len(places)))
     trees: Queue[Path] = Queue()
     for i in range(args.jobs):
         trees.put(copied(ROOT / f"build/mutants{i}"))
 
     def tried(mutant: Mutant) -> tuple[Mutant, list[str]]:
-        tests = tests_of(data, mutant)
+        tests = args.tests or tests_of(data, mutant)
         tree = trees.get()
         names = noticed(tree, mutant, tests) if tests else []
         trees.put(tree)
@@ -272,7 +288,7 @@ def main(words: list[str]) -> int:
     for mutant, names in found:
         if names and not set(names) - wrong:
             told(mutant, f"survives; {names[0]} fails without it")
-    print(f"{caught} of {args.count} caught: {caught / args.count:.1%}")
+    print(f"{caught} of {len(drawn)} caught: {caught / len(drawn):.1%}")
     return 0
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from g4ir.backends import find_backend
 from g4ir.engine.engine import Engine
 from g4ir.ir.graph import Graph, Node, Program, Value
-from g4ir.ir.rewrite import bind
 from g4ir.ir.interpret import empty_state, interpret, run_node
+from g4ir.ir.rewrite import bind
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.model.text import TEXT_GRAPHS, build_program
