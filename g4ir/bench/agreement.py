@@ -21,7 +21,7 @@ class Agreement:
     """`role` against `base` over `count` choices (rows times output_len).
 
     cosine and relative are the worst of all; `equal` choices are the same, `close` ones differ
-    where the base's two candidates lie within the budget of each other.
+    where the base's two candidates lie within the tolerance of each other.
     """
 
     role: str

@@ -62,7 +62,7 @@ class Watched:
 def first_difference(
     engine: Engine, peer: Engine, ids: torch.Tensor, turns: Sequence[int], budget: Tolerance
 ) -> str | None:
-    """Run both chunk by chunk; name the first value that both make and that is out of budget."""
+    """Run both chunk by chunk; name the first value that both make and that is out of tolerance."""
 
     def feed(piece: torch.Tensor, session: Session) -> object:
         return session.prefill(piece[None])
@@ -77,7 +77,7 @@ def first_value(
     engine: Engine, peer: Engine, steps: Iterable[Step], budget: Tolerance
 ) -> tuple[Place, str] | None:
     """Take both through the steps, one row without padding; return where the first value lies that
-    both make and that is out of budget, and what is to be said of it."""
+    both make and that is out of tolerance, and what is to be said of it."""
     made: dict[tuple[Place, str], torch.Tensor] = {}
     found: list[tuple[Place, str]] = []
 
