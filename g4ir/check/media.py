@@ -32,7 +32,7 @@ from g4ir.ui.progress import Progress, no_progress
 
 from .reference import reference_engine, wide_engine
 from .tokens import EVERY_LOGITS, SEED, random_ids
-from .watch import Place, Step, first_value
+from .watch import ChunkPosition, Step, first_value
 
 if TYPE_CHECKING:
     from g4ir.engine.session import Session
@@ -378,7 +378,7 @@ def _logits(engine: Engine, p: MediaPrompt, every: bool) -> Tensor:
 
 def _first(
     engine: Engine, reference: Engine, p: MediaPrompt, budget: Tolerance
-) -> tuple[Place | None, str]:
+) -> tuple[ChunkPosition | None, str]:
     found = first_value(engine, reference, p.steps(), budget)
     return found or (None, "none inside; the logits differ")
 
