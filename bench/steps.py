@@ -16,7 +16,7 @@ import torch
 from g4ir.backends.sampling import Sampling
 from g4ir.bench.calls import kernels_per_step
 from g4ir.bench.roof import Rates, synchronize
-from g4ir.bench.runners import EngineRunner, Runner, reference_runner
+from g4ir.bench.runners import BenchRunner, EngineRunner, reference_runner
 from g4ir.bench.stats import percentile
 from g4ir.engine.engine import Engine
 from g4ir.plan.cost import Step, decode_costs, graph_costs, total
@@ -163,7 +163,7 @@ def agreement_cell(engine: Engine, batch: int) -> dict[str, Any]:
     return {**found, "ok": found["cosine"] > LEAST[engine.device]}
 
 
-def agreement(ours: Runner, theirs: Runner, tokens: torch.Tensor) -> dict[str, Any]:
+def agreement(ours: BenchRunner, theirs: BenchRunner, tokens: torch.Tensor) -> dict[str, Any]:
     """Compare logits behind a prompt and of steps behind it, which follow the other's choice."""
     cosine, same = 1.0, 0
     for _ in range(AGREED_STEPS + 1):

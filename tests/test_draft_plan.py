@@ -133,7 +133,7 @@ def test_plan_counts_a_drafter(name: str, tmp_path: Path) -> None:
     extra = [a.cost - b.cost for a, b in pairs]
     assert extra == pytest.approx([extra[0] * k for k in (1, 2, 3, 4)]) and extra[0] > 0
     words = ("plan", "--variant", name, "--drafter")
-    assert f"drafts by {name}-assistant: " in g4ir(*words, "default").out
+    assert f"draft model {name}-assistant: " in g4ir(*words, "default").out
     assert "no directory with config.json" in refused(*words, str(tmp_path / "none"))
 
 
@@ -145,10 +145,10 @@ def param_bytes(p: Prepared) -> int:
 def test_plan_prints_what_drafting_gains() -> None:
     words = ("plan", "--variant", "tiny-moe", "--ctx", "64", "--draft-tokens", "2")
     told = g4ir(*words, "--gpu", "h100-80gb").out
-    assert "drafting 2 tokens at most: " in told and "at the rates of h100-80gb" in told
+    assert "up to 2 draft tokens: " in told and "at the rates of h100-80gb" in told
     found = json.loads(g4ir(*words, "--json").out)["drafts"]
     assert found["tokens"] == 2 and found["device"] is None
-    assert "drafting" not in g4ir(*words[:5]).out
+    assert "speculative" not in g4ir(*words[:5]).out
     assert "draft-tokens 33: expected 0 (no drafting) to 32" in refused(
         *words[:5], "--draft-tokens", "33"
     )

@@ -286,9 +286,7 @@ def test_bytes_of_a_spec_by_hand(kv: str) -> None:
     assert latent.cache.built_per_token == 10 * 4 * (512 + 128) * more
     plain = make_plan(spec, replace(PLANNED, latent_kv="off"), ctx=32768)
     assert plain.rows[0].built == plan.rows[0].planned and plain.to_dict()["kv_dtype"] is None
-    assert (
-        f"as built: latent form off, {kv}" in cli("plan", "--variant", "31b", "--kv-dtype", kv).out
-    )
+    assert f"as built: latent KV off, {kv}" in cli("plan", "--variant", "31b", "--kv-dtype", kv).out
 
 
 def test_a_decode_step_moves_fewer_bytes() -> None:

@@ -555,11 +555,11 @@ def _axis(g: Graph, name: str, axis: int) -> int:
 
 @pytest.mark.parametrize("heads, keys, ranks", [(8, 1, 4), (8, 2, 4), (16, 8, 4), (32, 4, 8)])
 def test_query_heads_meet_their_own_key_heads(heads: int, keys: int, ranks: int) -> None:
-    from g4ir.parallel.table import Part
+    from g4ir.parallel.table import AxisShard
 
     for rank in range(ranks):
-        ((first, size),) = Part("wq", 0, heads).ranges(heads, rank, ranks)
-        ((k, n),) = Part("wk", 0, keys).ranges(keys, rank, ranks)
+        ((first, size),) = AxisShard("wq", 0, heads).ranges(heads, rank, ranks)
+        ((k, n),) = AxisShard("wk", 0, keys).ranges(keys, rank, ranks)
         group = size // n
         assert all(k + i // group == (first + i) // (heads // keys) for i in range(size))
 

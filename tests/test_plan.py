@@ -672,8 +672,8 @@ def test_sweeps() -> None:
     ]
     assert [r["ctx"] for r in e4b["rows"]] == [4096, 131072] * 2  # as far as it goes
     text = ok("--variant", "12b", "--ctx", "4K,128K", "--batch", "1,8", "--gpu", "80GB")
-    assert "K and V, 8 rows" in text
-    assert "largest context of 8 rows" in text
+    assert "KV cache, batch 8" in text
+    assert "maximum context at batch 8" in text
 
 
 @pytest.mark.parametrize("variants", ["12b", "e4b,12b"])

@@ -112,8 +112,8 @@ def test_the_report_states_the_budget(built: Callable[..., Engine]) -> None:
     assert rounding and 0.005 < rounding.median < rounding.worst < 1 and rounding.reason is None
     assert 0.005 < report.median_distance <= rounding.median_limit
     text = report.text()
-    assert "2 and 4 times the peer's distance to float64" in text
-    assert f"the peer's {rounding.median:.2e} and {rounding.worst:.2e}" in text
+    assert "2 and 4 times the reference's distance to float64" in text
+    assert f"the reference's {rounding.median:.2e} and {rounding.worst:.2e}" in text
     assert "one layer" in text and all(len(x) <= 100 for x in text.splitlines())
     kept = report.to_dict()
     assert kept["budget"]["rounding"]["median"] == rounding.median

@@ -34,7 +34,7 @@ from g4ir.engine.artefact import open_artefact
 from g4ir.engine.load import _check_gpu
 from g4ir.errors import EngineError, InputError, MissingError
 from g4ir.model.draft import shipped_drafter
-from g4ir.parallel.group import Launch, Process, join, launched
+from g4ir.parallel.group import RankLaunch, RankProcess, join, launched
 from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.pack import StoredParams, rank_files
@@ -417,7 +417,7 @@ def set_launch(patch: pytest.MonkeyPatch, rank: str, ranks: str) -> None:
         patch.setenv(name, value)
 
 
-LAUNCHES = {("0", "2"): Launch(0, 2, 0), ("0", "1"): None, ("", ""): None, ("a", "2"): None}
+LAUNCHES = {("0", "2"): RankLaunch(0, 2, 0), ("0", "1"): None, ("", ""): None, ("a", "2"): None}
 
 
 @pytest.mark.parametrize("said", LAUNCHES)
@@ -451,11 +451,11 @@ def test_an_end_is_known_of_processes_here_alone() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     here = socket.gethostname()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert Process(1, here, child.pid).ended  # nobody has asked for its code yet
+    assert RankProcess(1, here, child.pid).ended  # nobody has asked for its code yet
     child.wait()
-    assert Process(1, here, child.pid).ended
-    assert not Process(1, here, os.getpid()).ended
-    assert not Process(1, "elsewhere", child.pid).ended
+    assert RankProcess(1, here, child.pid).ended
+    assert not RankProcess(1, here, os.getpid()).ended
+    assert not RankProcess(1, "elsewhere", child.pid).ended
 
 
 @pytest.mark.full

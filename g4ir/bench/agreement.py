@@ -11,7 +11,7 @@ import torch
 from g4ir.ir.distance import BUDGETS, Anchor, Errors, Tolerance, median_of, row_errors, worst_of
 from g4ir.spec.reader import Line
 
-from .runners import Runner, pieces
+from .runners import BenchRunner, pieces
 from .stats import Amount, Number
 from .workload import Workload
 
@@ -21,7 +21,7 @@ class Agreement:
     """`role` against `base` over `count` choices (rows times output_len).
 
     cosine and relative are the worst of all; `equal` choices are the same, `close` ones differ
-    where the base's two candidates lie within the budget of each other.
+    where the base's two candidates lie within the tolerance of each other.
     """
 
     role: str
@@ -71,7 +71,7 @@ def pair_budget(dtypes: Sequence[str], against: str) -> Tolerance:
 
 
 def anchored(
-    w: Workload, tokens: torch.Tensor, base: Runner, anchor: Anchor, dtype: str
+    w: Workload, tokens: torch.Tensor, base: BenchRunner, anchor: Anchor, dtype: str
 ) -> tuple[Anchor, Tolerance]:
     """Return the anchor, its rows the base's own where there is no float64, and the budget that the
     base's rounding gives; rows [rows of the batch * steps, vocab]."""
@@ -89,8 +89,8 @@ Compared = tuple[Errors, int, int]
 def compare_runners(
     w: Workload,
     tokens: torch.Tensor,
-    base: Runner,
-    others: Sequence[tuple[Runner, Tolerance]],
+    base: BenchRunner,
+    others: Sequence[tuple[BenchRunner, Tolerance]],
     anchor: Anchor | None = None,
 ) -> list[Agreement]:
     """Compare runners side by side over one request, so that no logits are kept. `anchor`: what the

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .roof import Rates, middle
-from .runners import Runner, pieces
+from .runners import BenchRunner, pieces
 from .stats import Stat, around, mean, median, stats
 from .workload import Workload
 
@@ -42,7 +42,7 @@ class RequestTiming:
 Rounds = Sequence[Sequence[RequestTiming]]
 
 
-def timed_request(runner: Runner, w: Workload, tokens: torch.Tensor) -> RequestTiming:
+def timed_request(runner: BenchRunner, w: Workload, tokens: torch.Tensor) -> RequestTiming:
     """Time a request. Each step ends with the chosen tokens on the host; going back to the depth is
     not timed."""
     runner.rewind()
@@ -54,7 +54,7 @@ def timed_request(runner: Runner, w: Workload, tokens: torch.Tensor) -> RequestT
     return RequestTiming(first, tuple(rest))
 
 
-def turn(runner: Runner, w: Workload, tokens: torch.Tensor, count: int) -> list[RequestTiming]:
+def turn(runner: BenchRunner, w: Workload, tokens: torch.Tensor, count: int) -> list[RequestTiming]:
     """Run a runner's share of a round, without the garbage of the one before."""
     gc.collect()
     return [timed_request(runner, w, tokens) for _ in range(count)]

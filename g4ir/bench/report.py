@@ -43,7 +43,7 @@ from .measure import (
 )
 from .peers import HfRunner, check_compiler, check_peers, peer_model
 from .roof import Meter, Rates, middle
-from .runners import EngineRunner, Runner, pieces, prepare, reference_runner
+from .runners import BenchRunner, EngineRunner, pieces, prepare, reference_runner
 from .schema import BenchReport, RunReport, Speedup
 from .stats import Number, around, median
 from .system import environment, peak_memory, reset_peak
@@ -73,7 +73,7 @@ class Bench:
 class Contestant:
     """A runner and what is known of it besides its requests."""
 
-    runner: Runner
+    runner: BenchRunner
     engine: Engine | None
     setup_s: dict[str, Number]
     peak: dict[str, int]
@@ -180,7 +180,7 @@ def folder_names(paths: Sequence[Path]) -> list[Line]:
 def _contestant(
     job: Bench,
     role: str,
-    make: Callable[[], Runner],
+    make: Callable[[], BenchRunner],
     device: str,
     load_s: Number,
     engine: Engine | None = None,
@@ -215,7 +215,7 @@ def _agreements(job: Bench, contestants: Sequence[Contestant]) -> list[Agreement
     w, tokens = job.w, job.tokens
     engines = [c.engine for c in contestants if c.engine]
     peers = [c.runner for c in contestants if isinstance(c.runner, HfRunner)]
-    base: Runner = peers[0] if peers else reference_runner(engines[0], w.batch)
+    base: BenchRunner = peers[0] if peers else reference_runner(engines[0], w.batch)
     if not peers:
         prepare(base, w, tokens)
     against, dtype = "hf" if peers else "reference", engines[0].dtype

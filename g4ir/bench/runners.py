@@ -13,7 +13,7 @@ from g4ir.engine.engine import Engine
 from .workload import Workload
 
 
-class Runner(Protocol):
+class BenchRunner(Protocol):
     """Rows that take tokens. `role` names it in a report, `label` says what it is."""
 
     role: str
@@ -53,7 +53,7 @@ class EngineRunner:
         return self.session.append(tokens)
 
 
-def prepare(runner: Runner, w: Workload, tokens: torch.Tensor) -> None:
+def prepare(runner: BenchRunner, w: Workload, tokens: torch.Tensor) -> None:
     """Bring every row to its depth."""
     runner.hold(tokens[:, : w.context])
 

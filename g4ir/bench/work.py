@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from g4ir.check.reference import reference_engine
-from g4ir.check.watch import Place, watching
+from g4ir.check.watch import ChunkPosition, watching
 from g4ir.engine.engine import Engine
 from g4ir.ir.flatten import flatten
 from g4ir.ir.graph import Graph
@@ -137,9 +137,9 @@ def _counted(
     """Return the chunks with their `distinct`. Fused ops are opened: each router is a node."""
     engine = replace(engine, program=engine.program.map(flatten))
     routers = {n.outputs[1].name for g in engine.program.graphs.values() for n in g.find("router")}
-    counts: defaultdict[Place, dict[str, int]] = defaultdict(dict)
+    counts: defaultdict[ChunkPosition, dict[str, int]] = defaultdict(dict)
 
-    def see(place: Place, name: str, t: torch.Tensor) -> None:
+    def see(place: ChunkPosition, name: str, t: torch.Tensor) -> None:
         if name in routers:
             counts[place][name] = int(t.unique().numel())
 
@@ -147,7 +147,7 @@ def _counted(
     prepare(runner, w, tokens)
     for piece in pieces(w, tokens):
         runner.step(piece)
-    places = [Place(c.phase, c.held, c.held + c.new - 1) for c in chunks]
+    places = [ChunkPosition(c.phase, c.held, c.held + c.new - 1) for c in chunks]
     return [_with_count(engine, c, counts[p]) for c, p in zip(chunks, places, strict=True)]
 
 

@@ -1,11 +1,11 @@
 """Compares an engine with a peer: the interpreter on the same weights, or transformers.
 
 Both are given the same tokens in several turns and single steps; logits are compared at every
-position that yields them, then 16 greedy tokens. Where fp32 logits are out of budget, the
+position that yields them, then 16 greedy tokens. Where fp32 logits are out of tolerance, the
 rounding error of the interpreter on this very model is measured (against float64) and four times
-that is allowed. In 16 bits the peer's own rounding is the budget (see ir/distance.py); against
+that is allowed. In 16 bits the reference's own rounding is the budget (see ir/distance.py); against
 transformers each layer is also computed in float64 on what the engine gave it, which shows a
-fault that is smaller than all rounding before it. Where something is out of budget, the values
+fault that is smaller than all rounding before it. Where something is out of tolerance, the values
 inside are compared in the order in which they are made, and the first that differs is named.
 
 Where an engine verifies drafted tokens, the single steps are made in such rounds too, and held to
@@ -288,7 +288,7 @@ def _compare_greedy(
 
 
 def _is_close(logits: torch.Tensor, budget: Tolerance) -> bool:
-    """Whether the two best logits lie within the budget, so that either may win."""
+    """Whether the two best logits lie within the tolerance, so that either may win."""
     best = logits.topk(2).values
     return bool(best[0] - best[1] <= budget.gap * logits.pow(2).mean().sqrt())
 
@@ -299,7 +299,7 @@ def _is_close(logits: torch.Tensor, budget: Tolerance) -> bool:
 def _first(
     engine: Engine, peer: Peer, ids: torch.Tensor, turns: Sequence[int], budget: Tolerance
 ) -> str:
-    """Describe the first value inside that is out of budget, in the peer's order."""
+    """Describe the first value inside that is out of tolerance, in the reference's order."""
     if isinstance(peer, EnginePeer):
         return first_difference(engine, peer.engine, ids, turns, budget) or (
             "none inside; the logits differ"

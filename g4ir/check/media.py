@@ -32,7 +32,7 @@ from g4ir.ui.progress import Progress, no_progress
 
 from .reference import reference_engine, wide_engine
 from .tokens import EVERY_LOGITS, SEED, random_ids
-from .watch import Place, Step, first_value
+from .watch import ChunkPosition, Step, first_value
 
 if TYPE_CHECKING:
     from g4ir.engine.session import Session
@@ -149,7 +149,7 @@ class TowerReport:
 @dataclass(frozen=True)
 class PromptReport:
     """A prompt of so many tokens in chunks of at most `chunk`, `soft` of them by kind, and single
-    steps: the graphs that ran it, the worst row of logits, and where that is out of budget the
+    steps: the graphs that ran it, the worst row of logits, and where that is out of tolerance the
     first graph that differs and the first value in it."""
 
     tokens: int
@@ -170,7 +170,9 @@ class PromptReport:
             f"  {'':12} {soft}, chunks of {self.chunk}, through {', '.join(self.phases)}",
         ]
         if not self.ok:
-            lines.append(f"  {'':12} first out of budget in {self.phase}: {self.first_difference}")
+            lines.append(
+                f"  {'':12} first out of tolerance in {self.phase}: {self.first_difference}"
+            )
         return "\n".join(lines)
 
 
@@ -196,7 +198,7 @@ class MediaReport:
 
     @property
     def failed(self) -> str | None:
-        """The first graph that is out of budget."""
+        """The first graph that is out of tolerance."""
         tower = next((t.tower for t in self.towers if not t.ok), None)
         return tower or (self.prompt.phase if self.prompt else None)
 
@@ -376,7 +378,7 @@ def _logits(engine: Engine, p: MediaPrompt, every: bool) -> Tensor:
 
 def _first(
     engine: Engine, reference: Engine, p: MediaPrompt, budget: Tolerance
-) -> tuple[Place | None, str]:
+) -> tuple[ChunkPosition | None, str]:
     found = first_value(engine, reference, p.steps(), budget)
     return found or (None, "none inside; the logits differ")
 

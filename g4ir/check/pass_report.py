@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: values compared at once, in float64
 BLOCK = 1 << 24
-#: what a value out of budget may still differ by: this many times its own rounding, measured
+#: what a value out of tolerance may still differ by: this many times its own rounding, measured
 #: against float64 on the same inputs. Two computations are off by one such error each; rounding
 #: is a matter of luck, and where it is amplified (softmax over large scores) the luck varies.
 MEASURED = 4.0
@@ -45,7 +45,7 @@ class OpError:
 
 @dataclass(frozen=True)
 class Difference:
-    """A value out of budget: the nodes that made it in the earlier stage and those that make it
+    """A value out of tolerance: the nodes that made it in the earlier stage and those that make it
     now, from values that both stages have."""
 
     value: str
@@ -61,7 +61,7 @@ class Difference:
         """Describe what moved, how far, and the nodes that make it in either stage."""
         lines = [
             f"%{self.value} ({self.ops}), in {self.phase} at token {self.at}: error "
-            f"{self.error:.1e}, budget {self.budget:.1e}",
+            f"{self.error:.1e}, tolerance {self.budget:.1e}",
             *(f"  - {line}" for line in self.before),
             *(f"  + {line}" for line in self.after),
         ]
@@ -196,7 +196,7 @@ class Made:
 
 @dataclass
 class StageComparison:
-    """Holds errors against budgets; keeps the worst of each op and the first out of budget."""
+    """Holds errors against budgets; keeps the worst of each op and the first out of tolerance."""
 
     name: str
     dtype: str
@@ -214,8 +214,8 @@ class StageComparison:
         close: Callable[[], torch.Tensor | None] = lambda: None,
     ) -> None:
         """Compare a value; `wide` without its rounding and `close`, bool[B, S], rows that a router
-        could have sent elsewhere, are asked for where it is out of budget. Raises CheckError where
-        what is wanted is NaN or infinite, which is no fault of the stage."""
+        could have sent elsewhere, are computed if it is out of tolerance. Raises CheckError if the
+        expected value is NaN or infinite, which is not a fault of the stage."""
         what = f"%{made.value.name}, in {made.phase} at token {made.at}, before {self.name}"
         require_finite(want, what, self.dtype)
         budget = joint_budget((n.op for n in made.cone), self.dtype)

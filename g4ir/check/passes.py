@@ -45,7 +45,7 @@ from .params import Plain, StageWeights, plain_params, unpacked
 from .pass_report import CLOSE_EXPERTS, Made, StageComparison, StageReport, StagesReport
 from .report import engine_name
 from .stages import BACKEND, Recording, Stage, StageRun, Trace, stages_of
-from .steps import STEPS, Series, Step, chunks_of_tokens, series_of
+from .steps import STEPS, GraphStep, Series, chunks_of_tokens, series_of
 from .tokens import given_tokens, random_tokens
 from .watch import first_not_finite
 
@@ -179,7 +179,7 @@ class ForcedChoices:
         self.old, self.new, self.comparison, self.device = old, new, comparison, device
         self.state = state
 
-    def follow(self, step: Step, trace: Trace) -> None:
+    def follow(self, step: GraphStep, trace: Trace) -> None:
         """Compare the new stage's values of a step with the old one's."""
         self.step, self.trace = step, trace
         self.was, self.now = self.old.recordings[step.phase], self.new.recordings[step.phase]
@@ -287,7 +287,7 @@ def _backend(engine: Engine, stage: Stage, series: Sequence[Series]) -> StageRep
 
 
 def _show(
-    engine: Engine, run: StageRun, state: Any, step: Step, comparison: StageComparison
+    engine: Engine, run: StageRun, state: Any, step: GraphStep, comparison: StageComparison
 ) -> None:
     """Compare one chunk, and the caches after it; or a tower's soft tokens."""
     trace, recording = run.trace(step), run.stage.recordings[step.phase]
@@ -308,7 +308,7 @@ class Shown:
     """Compares a runtime's values of one step, and replaces them by the interpreter's."""
 
     recording: Recording
-    step: Step
+    step: GraphStep
     trace: Trace
     comparison: StageComparison
     names: set[str]

@@ -34,7 +34,7 @@ from .layer_errors import LocalError, local_errors
 from .reference import reference_engine, wide_engine
 from .rounding_baseline import divisor, round_activations, rounding_caches
 from .tokens import positions_of, split_steps
-from .watch import Place, watched
+from .watch import ChunkPosition, watched
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +91,7 @@ class EnginePeer:
     ) -> torch.Tensor:
         import torch
 
-        def keep(place: Place, name: str, t: torch.Tensor) -> None:
+        def keep(place: ChunkPosition, name: str, t: torch.Tensor) -> None:
             if layers is not None and (name == FINAL or LAYER_OUT.fullmatch(name)):
                 # After the last layer whose K and V are read later, a chunk goes on with its end.
                 rows, first = t[0].float().cpu(), place.end + 1 - t.shape[1]

@@ -40,7 +40,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Greedy:
-    """Greedy tokens; `differs`: the first that differs without a close call of the peer, or
+    """Greedy tokens; `differs`: the first that differs without a close call of the reference, or
     None."""
 
     count: int
@@ -62,7 +62,7 @@ class LayerError:
 
 @dataclass(frozen=True)
 class Saturation:
-    """Shares of rows, of the engine and of the peer, at the softcap."""
+    """Shares of rows, of the engine and of the reference, at the softcap."""
 
     cap: float
     engine: float
@@ -75,9 +75,9 @@ class Saturation:
 
     def text(self) -> str:
         return (
-            f"  ALARM: {self.engine:.0%} of the engine's rows and {self.peer:.0%} of the peer's "
-            f"are at the softcap\n  (a logit beyond {SATURATED:.0%} of {self.cap:g}; up to "
-            f"{SATURATED_ROWS:.0%} is normal): there, agreement says little"
+            f"  ALARM: {self.engine:.0%} of the engine's rows and {self.peer:.0%} of the "
+            f"reference's are at the softcap\n  (a logit beyond {SATURATED:.0%} of {self.cap:g}; "
+            f"up to {SATURATED_ROWS:.0%} is normal): there, agreement says little"
         )
 
 
@@ -106,21 +106,21 @@ class VerifyReport:
 
     @property
     def text_ok(self) -> bool:
-        """Whether every position is within the budget, their median and each layer too, and the
+        """Whether every position is within the tolerance, their median and each layer too, and the
         greedy tokens are the same."""
         whole = self.typical and all(e.ok for e in self.local)
         return whole and self.plain_ok and all(p.ok for p in self.rounds)
 
     @property
     def plain_ok(self) -> bool:
-        """Whether every position is within the budget that no round made, and the greedy tokens are
-        the same."""
+        """Whether every position but those of verification steps is within the tolerance, and the
+        greedy tokens are the same."""
         return all(p.ok for p in self.positions) and self.greedy.differs is None
 
     @property
     def typical(self) -> bool:
-        """Whether the positions as a whole are within the budget, where rounding is measured: all
-        of them, and those of single tokens and of rounds alone, whose graphs are others."""
+        """Whether the positions as a whole are within a measured tolerance: all of them, and those
+        of single tokens and of verification steps alone, whose graphs are others."""
         rounding = self.budget.rounding
         if rounding is None:
             return True
@@ -157,14 +157,14 @@ class VerifyReport:
             f"{self.engine} against {self.against}, {count} tokens in {_turns(self.turns)}",
             f"  {'logits':10}{'worst':>12}{'position':>10}",
             *(_row(self.positions, *row) for row in _ROWS),
-            f"  {'positions':10}{fine:>12} of {len(self.positions)} within the budget: "
+            f"  {'positions':10}{fine:>12} of {len(self.positions)} within the tolerance: "
             f"{self.budget}",
             *self._round_lines(),
             *self._rounding_lines(),
             f"  {'greedy':10}{_greedy_text(self.greedy):>12}",
         ]
         if self.nll:
-            lines.append("  {:10}{:>12.6f} and {:.6f} of the peer".format("NLL", *self.nll))
+            lines.append("  {:10}{:>12.6f} and {:.6f} of the reference".format("NLL", *self.nll))
         lines += self.quality.lines() if self.quality else []
         if self.layers:
             lines.append(f"  {'layers':10}{curve([e.relative for e in self.layers])}")
@@ -172,7 +172,7 @@ class VerifyReport:
         if self.saturation and self.saturation.alarm:
             lines.append(self.saturation.text())
         if self.first_difference:
-            lines.append(f"  first value out of budget: {self.first_difference}")
+            lines.append(f"  first value out of tolerance: {self.first_difference}")
         return "\n".join([*lines, "ok" if self.ok else "FAILED"])
 
     def _round_lines(self) -> Iterator[str]:
@@ -182,23 +182,23 @@ class VerifyReport:
             yield f"  {'rounds':10}{fine:>12} of {len(self.rounds)} within it, verified as drafts"
 
     def _rounding_lines(self) -> Iterator[str]:
-        """Yield the engine's distances beside the peer's, and each layer alone."""
+        """Yield the engine's distances beside the reference's, and each layer alone."""
         rounding = self.budget.rounding
         if rounding is None:
             return
         worst = worst_of([p.distance for p in self.positions if p.distance is not None])
         yield (
             f"  {'distance':10}{self.median_distance:>12.2e} in the median, worst {worst:.2e}; the "
-            f"peer's {rounding.median:.2e} and {rounding.worst:.2e}"
+            f"reference's {rounding.median:.2e} and {rounding.worst:.2e}"
         )
         if not self.typical:
-            yield f"  {'':10}the positions as a whole are out of budget"
+            yield f"  {'':10}the positions as a whole are out of tolerance"
         if rounding.reason:
             yield f"  {'':10}{rounding.reason}"
         if self.local:
             yield f"  {'one layer':10}{local_text(self.local)}"
         if bad := [e.layer for e in self.local if not e.ok]:
-            yield f"  {'':10}out of budget: {', '.join(bad)}"
+            yield f"  {'':10}out of tolerance: {', '.join(bad)}"
 
 
 def _row(positions: Sequence[Position], label: str, key: str, sign: int) -> str:

@@ -26,7 +26,7 @@ from g4ir.quant.rewrite import from_codes, quantised
 from g4ir.weights.pack import Packing, own_params, split_program
 
 from .params import StageWeights, unpacked
-from .steps import Step
+from .steps import GraphStep
 
 if TYPE_CHECKING:
     import torch
@@ -209,7 +209,7 @@ class StageRun:
         self.stage, self.device = stage, device
         self.state = stage.caches(slots, device)
 
-    def trace(self, step: Step) -> Trace:
+    def trace(self, step: GraphStep) -> Trace:
         values, before = step.feeds(self.device), self.state
         recording = self.stage.recordings[step.phase]
 

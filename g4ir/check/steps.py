@@ -29,7 +29,7 @@ PADDING = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class GraphStep:
     """One run of graph `phase`, after `at` tokens. end: tokens in the KV cache afterwards; padded:
     the dim, a name or of axis 1 a size, of which the first `valid` entries are no padding."""
 
@@ -54,7 +54,7 @@ class Step:
 
 
 #: steps over the same KV cache
-Series = Sequence[Step]
+Series = Sequence[GraphStep]
 
 
 def text_step(
@@ -63,7 +63,7 @@ def text_step(
     valid: int,
     block_ids: torch.Tensor | None = None,
     verify: bool = False,
-) -> Step:
+) -> GraphStep:
     """Make the step of tokens i64[1, S], of which the first `valid` count. With `block_ids`,
     i64[1, S], blocks of them attend to each other both ways; `verify`: as draft tokens."""
     import torch
@@ -79,23 +79,25 @@ def text_step(
         inputs["block_ids"], phase = block_ids, BLOCKS
     if verify:
         phase = VERIFY
-    return Step(phase, at, at + valid, inputs, valid, "M" if verify else "S")
+    return GraphStep(phase, at, at + valid, inputs, valid, "M" if verify else "S")
 
 
-def tower_step(item: Item) -> Step:
-    return Step(item.tower, 0, 1, item.feeds, item.rows, item.size)
+def tower_step(item: Item) -> GraphStep:
+    return GraphStep(item.tower, 0, 1, item.feeds, item.rows, item.size)
 
 
-def draft_step(at: int, row: torch.Tensor, hidden: torch.Tensor) -> Step:
+def draft_step(at: int, row: torch.Tensor, hidden: torch.Tensor) -> GraphStep:
     """Make a step of the draft model after `at` tokens, from embedding and state, [1,1,hidden]."""
     import torch
 
     position = torch.tensor([[at]])
     inputs = {"positions": position, "last": position - 1, "written": position[0]}
-    return Step(DRAFT, at, at, {**inputs, "embeds": row, HIDDEN: hidden})
+    return GraphStep(DRAFT, at, at, {**inputs, "embeds": row, HIDDEN: hidden})
 
 
-def series_of(engine: Engine, chunks: Sequence[Step], items: Sequence[Item]) -> Iterator[Series]:
+def series_of(
+    engine: Engine, chunks: Sequence[GraphStep], items: Sequence[Item]
+) -> Iterator[Series]:
     """Yield the text with a step of the draft model, then as the engine has them the text in
     verification steps, with blocks, and each tower."""
     yield [*chunks, *_drafted(engine, chunks[-1].end)]
@@ -107,7 +109,7 @@ def series_of(engine: Engine, chunks: Sequence[Step], items: Sequence[Item]) -> 
         yield [tower_step(item)]
 
 
-def _drafted(engine: Engine, at: int) -> Iterator[Step]:
+def _drafted(engine: Engine, at: int) -> Iterator[GraphStep]:
     import torch
 
     if engine.drafter:
@@ -116,7 +118,7 @@ def _drafted(engine: Engine, at: int) -> Iterator[Step]:
         yield draft_step(at, *rows.to(torch_dtype(engine.dtype)))
 
 
-def rounds_of(chunks: Sequence[Step], width: int, room: int) -> Iterator[Step]:
+def rounds_of(chunks: Sequence[GraphStep], width: int, room: int) -> Iterator[GraphStep]:
     """Yield the chunks before the single steps at the end, then these in two verification steps of
     up to `width` tokens, which end with wrong ones; the second has padding too."""
     import torch
@@ -132,7 +134,7 @@ def rounds_of(chunks: Sequence[Step], width: int, room: int) -> Iterator[Step]:
         yield text_step(at, given, max(1, given.shape[1] - padding), verify=True)
 
 
-def _blocked(chunks: Sequence[Step]) -> Iterator[Step]:
+def _blocked(chunks: Sequence[GraphStep]) -> Iterator[GraphStep]:
     """Yield the longer chunks, each with a block of all but its first token."""
     import torch
 
@@ -145,7 +147,7 @@ def _blocked(chunks: Sequence[Step]) -> Iterator[Step]:
             at += c.valid
 
 
-def chunks_of_tokens(ids: torch.Tensor, window: int, limit: int) -> Iterator[Step]:
+def chunks_of_tokens(ids: torch.Tensor, window: int, limit: int) -> Iterator[GraphStep]:
     """Yield a chunk, one a little longer than the window, a short one, single steps; each cut where
     an engine would cut it."""
     import torch

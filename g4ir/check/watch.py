@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Place:
+class ChunkPosition:
     """A chunk of a session: the graph that runs it, the index of its first and last token."""
 
     phase: str
@@ -32,7 +32,7 @@ class Place:
 
 
 #: sees a chunk, the name of a value in it and the value
-ChunkWatch = Callable[[Place, str, "torch.Tensor"], None]
+ChunkWatch = Callable[[ChunkPosition, str, "torch.Tensor"], None]
 #: what a session is asked for
 Step = Callable[["Session"], object]
 
@@ -55,14 +55,14 @@ class Watched:
         if phase in self.hidden:
             return self.runtime.run(phase, feeds, state, context, logits)
         start, end = (int(feeds["positions"][0, i]) for i in (0, -1))
-        watch = partial(self.watch, Place(phase, start, end))
+        watch = partial(self.watch, ChunkPosition(phase, start, end))
         return self.runtime.run(phase, feeds, state, context, logits, watch)
 
 
 def first_difference(
     engine: Engine, peer: Engine, ids: torch.Tensor, turns: Sequence[int], budget: Tolerance
 ) -> str | None:
-    """Run both chunk by chunk; name the first value that both make and that is out of budget."""
+    """Run both chunk by chunk; name the first value that both make and that is out of tolerance."""
 
     def feed(piece: torch.Tensor, session: Session) -> object:
         return session.prefill(piece[None])
@@ -75,17 +75,17 @@ def first_difference(
 
 def first_value(
     engine: Engine, peer: Engine, steps: Iterable[Step], budget: Tolerance
-) -> tuple[Place, str] | None:
+) -> tuple[ChunkPosition, str] | None:
     """Take both through the steps, one row without padding; return where the first value lies that
-    both make and that is out of budget, and what is to be said of it."""
-    made: dict[tuple[Place, str], torch.Tensor] = {}
-    found: list[tuple[Place, str]] = []
+    both make and that is out of tolerance, and what is to be said of it."""
+    made: dict[tuple[ChunkPosition, str], torch.Tensor] = {}
+    found: list[tuple[ChunkPosition, str]] = []
 
-    def keep(place: Place, name: str, value: torch.Tensor) -> None:
+    def keep(place: ChunkPosition, name: str, value: torch.Tensor) -> None:
         # A copy: the next chunk of the step may be made in the same memory.
         made[place, name] = value.clone()
 
-    def compare(place: Place, name: str, want: torch.Tensor) -> None:
+    def compare(place: ChunkPosition, name: str, want: torch.Tensor) -> None:
         got = made.get((place, name))
         # Of rows in 8 bits one step apart is no fault: those who read them show what it is worth.
         if found or got is None or not want.is_floating_point() or want.element_size() == 1:
@@ -110,7 +110,7 @@ def first_not_finite(engine: Engine, ids: torch.Tensor, turns: Sequence[int]) ->
     graphs."""
     found: list[str] = []
 
-    def look(place: Place, name: str, value: torch.Tensor) -> None:
+    def look(place: ChunkPosition, name: str, value: torch.Tensor) -> None:
         if not found and not bool(comparable(value).isfinite().all()):
             found.append(f"{_placed(name, place)}: NaN or infinite; {advice(engine.dtype)}")
 
@@ -135,14 +135,14 @@ def watching(engine: Engine, watch: ChunkWatch, **more: Any) -> Engine:
     return replace(engine, runtime=Watched(engine.runtime, watch, **more))  # type: ignore[arg-type]
 
 
-def _described(name: str, place: Place, errors: Errors) -> str:
+def _described(name: str, place: ChunkPosition, errors: Errors) -> str:
     return (
         f"{_placed(name, place)}: relative error {float(errors.relative.max()):.1e}, cosine "
         f"{float(errors.cosine.min()):.6f}"
     )
 
 
-def _placed(name: str, place: Place) -> str:
+def _placed(name: str, place: ChunkPosition) -> str:
     layer = layer_of(name)
     where = "outside the layers" if layer is None else f"layer {layer}"
     return f"%{name} ({where}) in the chunk at token {place.start}"

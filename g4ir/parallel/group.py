@@ -53,7 +53,7 @@ Look = Callable[[int, "torch.Tensor"], None]
 
 
 @dataclass(frozen=True)
-class Launch:
+class RankLaunch:
     """A process of several: its rank, how many there are, and its number on this machine."""
 
     rank: int
@@ -61,16 +61,16 @@ class Launch:
     local: int
 
 
-def launched() -> Launch | None:
+def launched() -> RankLaunch | None:
     """Return what torchrun says of this process; None where it started none, or one alone."""
     said = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
     if not all(text.isdecimal() for text in said[:2]) or int(said[1]) < 2:
         return None
-    return Launch(int(said[0]), int(said[1]), int(said[2] or said[0]))
+    return RankLaunch(int(said[0]), int(said[1]), int(said[2] or said[0]))
 
 
 @dataclass(frozen=True)
-class Process:
+class RankProcess:
     """Where a rank runs."""
 
     rank: int
@@ -98,7 +98,7 @@ class Process:
 class Group:
     """All ranks, this one among them. One thread at a time, and the same calls on every rank."""
 
-    def __init__(self, launch: Launch, timeout_s: float, on_gpus: bool) -> None:
+    def __init__(self, launch: RankLaunch, timeout_s: float, on_gpus: bool) -> None:
         import torch.distributed as dist
 
         self.rank, self.ranks, self.timeout_s = launch.rank, launch.ranks, timeout_s
@@ -112,12 +112,12 @@ class Group:
         self._calls = dist.new_group(backend="gloo", timeout=FOREVER)
         #: by which code that is not torch's exchanges, once it was asked for
         self._nccl: Any = None
-        self._processes: tuple[Process, ...] = ()
+        self._processes: tuple[RankProcess, ...] = ()
         #: where ranks meet, with this rank's buffer and what keeps those of others in reach
         self._peers: tuple[torch.Tensor, Any, Any] | None = None
         mine = [socket.gethostname(), os.getpid()]
         said = self.gathered(mine)
-        self._processes = tuple(Process(i, *who) for i, who in enumerate(said))
+        self._processes = tuple(RankProcess(i, *who) for i, who in enumerate(said))
 
     # --- sums of a step -----------------------------------------------------------------------
 
@@ -316,7 +316,7 @@ class Group:
         except RuntimeError as e:
             raise self._failed(self._why(str(e))) from e
 
-    def _others(self) -> list[Process]:
+    def _others(self) -> list[RankProcess]:
         return [p for p in self._processes if p.rank != self.rank]
 
     def _gone(self) -> str | None:
@@ -400,7 +400,7 @@ def join(timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
         group.close()
 
 
-def _connect(launch: Launch, timeout_s: float) -> bool:
+def _connect(launch: RankLaunch, timeout_s: float) -> bool:
     """Make torch's default group: gloo, and NCCL for what lies on a GPU of this rank's own. Return
     whether it has one."""
     import torch

@@ -22,7 +22,7 @@ from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.types import Type
 from g4ir.spec.record import Spec
 
-from .table import FIRST, HEAD, TABLE, Part, check_ranks, key_heads, part_of
+from .table import FIRST, HEAD, TABLE, AxisShard, check_ranks, key_heads, part_of
 
 #: values that are sums of what every rank has; of a drafter those of attention, the rest is whole
 _SUMS = re.compile(r"(draft\.)?L\d+\.attn\.o|L\d+\.(mlp\.down|moe\.out)")
@@ -110,7 +110,7 @@ def _check_groups(n: Node, spec: Spec, ranks: int, ep: bool) -> None:
     )
 
 
-def _divides(n: Node, part: Part, ranks: int) -> bool:
+def _divides(n: Node, part: AxisShard, ranks: int) -> bool:
     """Whether a rank's codes and scales are those of its part of a weight."""
     if not all(part.divides(int(v.type.shape[part.axis]), ranks) for v in n.inputs):
         return False

@@ -9,7 +9,7 @@ from typing import Any
 from g4ir.ir.graph import Value
 from g4ir.spec.record import Spec
 
-from .table import FIRST, Part, first_expert, part_of
+from .table import FIRST, AxisShard, first_expert, part_of
 
 
 @dataclass(frozen=True)
@@ -52,5 +52,5 @@ class Share:
         parts = [read(rank, own) for rank in range(self.ranks)]
         return part.joined(parts, int(v.type.shape[part.axis]))
 
-    def _part(self, param: str) -> Part | None:
+    def _part(self, param: str) -> AxisShard | None:
         return part_of(self.spec, param, self.ep) if self.ranks > 1 else None

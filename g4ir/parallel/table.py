@@ -46,7 +46,7 @@ _DRAFT_WEIGHT = re.compile(r"draft\.L\d+\.(attn\.w[qo])")
 
 
 @dataclass(frozen=True)
-class Part:
+class AxisShard:
     """A rank's part of `source` along `axis`, which is `blocks` blocks of `units` units each: of
     every block as many units as there are for each rank, but at least one. An axis of 1 is that of
     a row's own scale, which every rank has."""
@@ -107,7 +107,7 @@ class Part:
         return made
 
 
-def part_of(spec: Spec, param: str, ep: bool = False) -> Part | None:
+def part_of(spec: Spec, param: str, ep: bool = False) -> AxisShard | None:
     """Return what a rank has of a param of a sharded graph, or of its codes or scales; None: all of
     it."""
     for suffix in (CODES, SCALES):
@@ -116,14 +116,14 @@ def part_of(spec: Spec, param: str, ep: bool = False) -> Part | None:
             return part and replace(part, source=f"{part.source}{suffix}")
     if param == HEAD:
         source = TABLE if spec.text.tie_word_embeddings else HEAD
-        return Part(source, 0, spec.text.vocab_size)
+        return AxisShard(source, 0, spec.text.vocab_size)
     if match := _DRAFT_WEIGHT.fullmatch(param):  # shared evenly, as the heads of the model are
-        return Part(param, DRAFT_CUTS[match[1]], spec.text.num_attention_heads)
+        return AxisShard(param, DRAFT_CUTS[match[1]], spec.text.num_attention_heads)
     match, cuts = _WEIGHT.fullmatch(param), CUTS | EXPERT_CUTS if ep else CUTS
     if not match or match[2] not in cuts:
         return None
     axis, by = cuts[match[2]]
-    return Part(param, axis, *_units(spec, spec.layers()[int(match[1])], by))
+    return AxisShard(param, axis, *_units(spec, spec.layers()[int(match[1])], by))
 
 
 def _units(spec: Spec, layer: Layer, by: str) -> tuple[int, int]:

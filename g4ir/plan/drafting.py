@@ -73,7 +73,7 @@ def gains(
 def gains_text(found: Sequence[Gain], indent: int = 2) -> str:
     """Return a table: drafted tokens down, acceptance across."""
     lines: list[Line] = [
-        ["drafted", "cost of a round", *(f"{100 * a:.0f} %" for a in ACCEPTANCE), "pays from"]
+        ["draft tokens", "cost, steps", *(f"{100 * a:.0f} %" for a in ACCEPTANCE), "pays from"]
     ]
     for g in found:
         pays = "never" if g.pays_from is None else f"{100 * g.pays_from:.0f} %"

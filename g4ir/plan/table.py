@@ -1,4 +1,4 @@
-"""Prints plans as tables for people."""
+"""Plans as text."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ def plan_text(plan: Plan, nominal: bool = False) -> str:
 
 
 def _ranks(plan: Plan) -> list[str]:
-    """List what one of several ranks has, and what they exchange in a step."""
+    """Describe one of several ranks, and the collectives of a decode step."""
     r = plan.ranks
     if r is None:
         return []
-    drafter = f" and {size_text(r.drafter)} of the drafter's" if r.drafter else ""
+    drafter = f" and {size_text(r.drafter)} of the draft model's" if r.drafter else ""
     head = (
-        f"each of {r.count} ranks: {size_text(r.weights)} of weights{drafter}, beside tables that "
-        f"are only gathered from\n"
-        f"{r.messages} messages in a decode step, {size_text(r.message_bytes)} for a row\n"
+        f"each of {r.count} ranks: {size_text(r.weights)} of weights{drafter}, without tables "
+        f"that are only gathered from\n"
+        f"{r.messages} collectives in a decode step, {size_text(r.message_bytes)} per sequence\n"
     )
     lines: list[Line] = [["context", *(count_text(row.ctx) for row in r.rows)]]
-    lines.append(["rows", *(str(row.batch) for row in r.rows)])
-    lines.append(["K and V of a rank", *(size_text(row.cache) for row in r.rows)])
+    lines.append(["batch", *(str(row.batch) for row in r.rows)])
+    lines.append(["KV cache of a rank", *(size_text(row.cache) for row in r.rows)])
     return [head + aligned(lines), *_steps(r)]
 
 
 def _steps(r: Ranks) -> list[str]:
-    """List predicted steps, if any: rows are numbers of ranks."""
+    """List predicted decode steps by number of ranks."""
     if not r.steps:
         return []
-    head = f"predicted decode steps on {r.gpu}, ms with messages by one-shot kernels (by NCCL)\n"
+    head = f"predicted decode steps on {r.gpu}, ms with one-shot collectives (with NCCL)\n"
     tables = (_step_table([s for s in r.steps if s.batch == b]) for b in _batches(r))
     return [head + "".join(tables)]
 
@@ -68,7 +68,7 @@ def _step_table(steps: Sequence[RankStep]) -> str:
     for ranks in dict.fromkeys(s.ranks for s in steps):
         cells = [_step_text(s) for s in steps if s.ranks == ranks]
         lines.append(["1 rank" if ranks == 1 else f"{ranks} ranks", *cells])
-    return f"  {_rows(steps[0].batch)}\n{aligned(lines, indent=4)}"
+    return f"  batch {steps[0].batch}\n{aligned(lines, indent=4)}"
 
 
 def _step_text(s: RankStep) -> str:
@@ -81,28 +81,28 @@ def _batches(r: Ranks) -> list[int]:
 
 
 def _drafts(plan: Plan) -> list[str]:
-    """List what drafting costs, and by how much it is expected to be faster."""
+    """Describe the cost and the expected gain of speculative decoding."""
     d = plan.drafts
     if d is None:
         return []
     weights = size_text(d.drafter_bytes)
-    of = f"drafts by {d.drafter}: {weights} of weights, a step for each token\n"
-    by = f"at the rates of {d.device}" if d.device else "by bytes of weights and caches"
+    of = f"draft model {d.drafter}: {weights} of weights, one step per draft token\n"
+    by = f"at the rates of {d.device}" if d.device else "by bytes of weights and KV cache"
     head = (
-        f"drafting {d.tokens} tokens at most: {size_text(d.slack_bytes)} of slack in a row's rings "
-        f"are counted in above\n{of if d.drafter else ''}speed-up by share of drafts that are "
-        f"right, each by itself; {count_text(d.context)} tokens,\nweights {d.weights}, {by}\n"
+        f"speculative decoding, up to {d.tokens} draft tokens: {size_text(d.slack_bytes)} of ring "
+        f"cache slack per sequence, included above\n{of if d.drafter else ''}speed-up by "
+        f"acceptance rate; {count_text(d.context)} tokens, weights {d.weights}, {by}\n"
     )
-    tables = (f"  {_rows(batch)}\n{gains_text(found, indent=4)}" for batch, found in d.tables)
+    tables = (f"  batch {batch}\n{gains_text(found, indent=4)}" for batch, found in d.tables)
     return [head + "".join(tables)]
 
 
 def _media(plan: Plan) -> list[str]:
-    """List towers of pictures and sound: what a size costs before the prompt."""
+    """List the towers: the cost of each size before the prompt."""
     if not plan.media:
         return []
     counted = ", ".join(plan.kinds)
-    about = f"counted in above: {counted}" if counted else "not counted in above (see --media)"
+    about = f"included above: {counted}" if counted else "not included above (see --media)"
     lines: list[Line] = [["", "soft tokens", "input rows", "GFLOP"]]
     for part in plan.media:
         size = size_text(part.params * ITEMSIZE[plan.dtype])
@@ -120,9 +120,9 @@ def _title(plan: Plan) -> str:
         f"{plan.spec.name}: {text.num_hidden_layers} layers",
         f"up to {count_text(text.max_position_embeddings)} tokens",
         plan.dtype,
-        f"latent form {plan.latent}",
-        *([f"caches in {plan.kv_dtype}"] if plan.kv_dtype else []),
-        f"prompts in chunks of {plan.prefill_chunk}",
+        f"latent KV {plan.latent}",
+        *([f"KV cache {plan.kv_dtype}"] if plan.kv_dtype else []),
+        f"prefill chunk {plan.prefill_chunk}",
     ]
     if plan.ple_placement:
         places = dict.fromkeys(str(f.ple_placement) for f in plan.fits) or [plan.ple_placement]
@@ -131,7 +131,7 @@ def _title(plan: Plan) -> str:
 
 
 def _units(plan: Plan) -> str:
-    """Return the line on GB and GiB of a plan with devices, whose memory may be given in either."""
+    """Explain GB and GiB in a plan with devices, whose memory may be given in either."""
     return f"{SIZE_RULE}\n" if plan.fits else ""
 
 
@@ -196,25 +196,21 @@ def _caches(plan: Plan, batch: int) -> str:
     lines: list[Line] = [["context", *(count_text(r.ctx) for r in rows)]]
     for key in ("naive", "planned", "built", "activations", "workspace"):
         lines.append([_name(plan, key), *(size_text(getattr(r, key)) for r in rows)])
-    return f"K and V, {_rows(batch)}\n{aligned(lines)}"
+    return f"KV cache, batch {batch}\n{aligned(lines)}"
 
 
 def _name(plan: Plan, key: str) -> str:
     if key != "built":
         return NAMES.get(key, key)
-    return f"as built: latent form {plan.latent}" + (f", {plan.kv_dtype}" if plan.kv_dtype else "")
-
-
-def _rows(batch: int) -> str:
-    return "1 row" if batch == 1 else f"{batch} rows"
+    return f"as built: latent KV {plan.latent}" + (f", {plan.kv_dtype}" if plan.kv_dtype else "")
 
 
 def _fit(plan: Plan) -> str:
-    """Describe one device: the largest context and batch for each format of the weights."""
+    """Describe one device: the maximum context and batch by weight format."""
     first = plan.fits[0]
     out = [
         f"{_of_ranks(first)}{first.device}: {size_text(first.memory)}, of which "
-        f"{size_text(first.reserve)} are kept free\n"
+        f"{size_text(first.reserve)} are reserved\n"
     ]
     contexts = [m.at for m in first.max_batch]
     for i, most in enumerate(first.max_context):
@@ -222,8 +218,8 @@ def _fit(plan: Plan) -> str:
         lines += [_fit_line(f, f.max_context[i], f.max_batch if i == 0 else ()) for f in plan.fits]
         if i:
             lines = [line[:5] for line in lines]
-        head = f"  largest context of {_rows(most.at)}"
-        out.append(head + ("; at the right the largest batch as built\n" if i == 0 else "\n"))
+        head = f"  maximum context at batch {most.at}"
+        out.append(head + ("; at the right the maximum batch as built\n" if i == 0 else "\n"))
         out.append(aligned(lines, indent=4))
     out += [_needed(plan, most.at) for most in first.max_context]
     out += _floors(plan)
@@ -244,7 +240,7 @@ def _rows_most(most: Largest) -> str:
 
 
 def _needed(plan: Plan, batch: int) -> str:
-    """List what each context takes; where it does not fit, what is short."""
+    """List the bytes of each context, or how many are short."""
     cells = {f.weights: [c for c in f.cells if c.batch == batch] for f in plan.fits}
     first = plan.fits[0]
     room = first.memory - first.reserve
@@ -258,7 +254,7 @@ def _needed(plan: Plan, batch: int) -> str:
         cards = {form: [str(c.cards or "-") for c in many] for form, many in cells.items()}
         lines += [[f"{form}, cards needed", *many] for form, many in cards.items()]
     where = "on each rank " if first.ranks > 1 else ""
-    return f"  needed {where}by {_rows(batch)}\n{aligned(lines, indent=4)}"
+    return f"  needed {where}at batch {batch}\n{aligned(lines, indent=4)}"
 
 
 def _need(size: int, room: int) -> str:
@@ -266,7 +262,7 @@ def _need(size: int, room: int) -> str:
 
 
 def _floors(plan: Plan) -> list[str]:
-    """List time floors where the device's speed is known."""
+    """List roofline times if the device's speed is known."""
     if plan.fits[0].cells[0].decode_floor_s is None:
         return []
     batch = plan.rows[0].batch
@@ -277,14 +273,14 @@ def _floors(plan: Plan) -> list[str]:
         for form, many in cells.items()
     ]
     return [
-        f"  least time of a decode step of {_rows(batch)}, at the data sheet's rates"
-        f"{', on a rank, without messages' if plan.ranks else ''}\n",
+        f"  roofline time of a decode step at batch {batch}, data sheet rates"
+        f"{', on a rank, without collectives' if plan.ranks else ''}\n",
         aligned(lines, indent=4),
     ]
 
 
 def _devices(plan: Plan) -> str:
-    """Describe several devices: a line each."""
+    """Describe several devices, one line each."""
     batch = plan.fits[0].max_context[0].at
     forms = list(dict.fromkeys(f.weights for f in plan.fits))
     lines: list[Line] = [
@@ -302,7 +298,7 @@ def _devices(plan: Plan) -> str:
         most = [f.max_context[0] for f in mine]
         first = (most[0].naive, most[0].planned, *(m.built for m in most))
         lines.append([name, size_text(mine[0].memory), *map(rounded_count, first)])
-    return f"{_each(plan.fits[0])}largest context of {_rows(batch)} by weights\n{aligned(lines)}"
+    return f"{_each(plan.fits[0])}maximum context at batch {batch} by weights\n{aligned(lines)}"
 
 
 def _each(f: Fit) -> str:
@@ -313,7 +309,7 @@ def _each(f: Fit) -> str:
 
 
 def comparison_text(plans: Sequence[Plan], nominal: bool = False) -> str:
-    """Return a line for each variant, then what fits each device."""
+    """Return one line per variant, then what fits each device."""
     parts = [
         _totals(plans, nominal),
         *(_cache_table(plans, batch) for batch in sorted({r.batch for r in plans[0].rows})),
@@ -345,7 +341,7 @@ def _cache_table(plans: Sequence[Plan], batch: int) -> str:
             form = f"{p.latent}, {p.kv_dtype}" if p.kv_dtype else p.latent
             label = f"as built ({form})" if key == "built" else key
             lines.append([f"{p.spec.name if key == 'naive' else '':<8} {label}", *sizes])
-    return f"K and V, {_rows(batch)}\n{aligned(lines)}"
+    return f"KV cache, batch {batch}\n{aligned(lines)}"
 
 
 def _matrix(plans: Sequence[Plan]) -> str:
@@ -363,7 +359,7 @@ def _matrix(plans: Sequence[Plan]) -> str:
         lines.append([name, size_text(memory), *cells])
         if plans[0].ranks:
             lines.append(["  cards needed", "", *("/".join(_cards_of(p, name)) for p in plans)])
-    head = f"{_each(first[0])}largest context of {_rows(batch)} as built, weights {forms}"
+    head = f"{_each(first[0])}maximum context at batch {batch} as built, weights {forms}"
     longest = count_text(max(c.ctx for c in first[0].cells))
     needed = f"; cards needed for {longest}" if plans[0].ranks else ""
     return f"{head}{needed}\n{aligned(lines)}"

@@ -357,7 +357,7 @@ def test_planned_steps_are_predicted() -> None:
     assert us[4] == {way: pytest.approx(of_ranks("26b-a4b", 4, way).us) for way in WAYS}
     assert us[1]["nccl"] == us[1]["one-shot"] == pytest.approx(predicted("26b-a4b").us)
     text = g4ir(*words, "--ep", "--gpu", "h100-80gb").out
-    assert "predicted decode steps on h100, ms with messages by one-shot kernels (by NCCL)" in text
+    assert "predicted decode steps on h100, ms with one-shot collectives (with NCCL)" in text
     few = json.loads(
         g4ir("plan", "--variant", "tiny-moe", "--tp", "4", "--ctx", "64", "--json").out
     )

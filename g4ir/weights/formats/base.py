@@ -164,7 +164,7 @@ def require(found: Found, dtypes: Iterable[str], shape: tuple[int, ...] | None =
 
 
 @dataclass(frozen=True)
-class ScaleGrid:
+class ScaleBlocks:
     """Scales of blocks of a weight [.., N, K]: each of `rows` x `columns` numbers, those at the end
     may be cut; of all of it where both are 0."""
 
@@ -209,7 +209,7 @@ class _Scales:
     files: Files
     found: Found
     shape: tuple[int, ...]
-    grid: ScaleGrid
+    grid: ScaleBlocks
 
     @property
     def flat(self) -> bool:
@@ -244,7 +244,7 @@ def coded_weight(
     shape: tuple[int, ...],
     codes: Found,
     scales: Found,
-    grid: ScaleGrid,
+    grid: ScaleBlocks,
     convert: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
     dtype: str | None = "",
 ) -> CodedWeight:

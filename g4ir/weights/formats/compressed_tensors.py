@@ -26,7 +26,7 @@ from .base import (
     Found,
     Modules,
     QuantisedTensors,
-    ScaleGrid,
+    ScaleBlocks,
     as_it_is,
     coded_weight,
     e4m3,
@@ -96,20 +96,20 @@ class Numbers:
     observer_kwargs: Any = None
 
     @property
-    def grid(self) -> ScaleGrid | None:
+    def grid(self) -> ScaleBlocks | None:
         """Where scales lie; None for a strategy that is not read."""
         group, rest = self.group_size or 0, {None: "tensor", -1: "channel"}
         found = {
-            "tensor": ScaleGrid(0, 0),
-            "channel": ScaleGrid(1, 0),
-            "group": ScaleGrid(1, group) if group > 0 else None,
-            "block": ScaleGrid(*self.block_structure) if self.block_structure else None,
+            "tensor": ScaleBlocks(0, 0),
+            "channel": ScaleBlocks(1, 0),
+            "group": ScaleBlocks(1, group) if group > 0 else None,
+            "block": ScaleBlocks(*self.block_structure) if self.block_structure else None,
         }
         return found.get(self.strategy or rest.get(self.group_size, "group"))
 
 
 @dataclass(frozen=True)
-class ConfigGroup:
+class ModuleGroup:
     """Modules that are held alike: `targets` are their names, `re:` patterns, or classes."""
 
     targets: Annotated[tuple[_Word, ...], Length(1, 10_000)]
@@ -124,7 +124,7 @@ class CompressedTensorsConfig:
     """The whole of `quantization_config`."""
 
     quant_method: str
-    config_groups: dict[_Word, ConfigGroup]
+    config_groups: dict[_Word, ModuleGroup]
     format: str = "dense"
     quantization_status: str | None = None
     ignore: Annotated[tuple[_Word, ...], Length(0, 100_000)] | None = None
@@ -144,7 +144,7 @@ def read(tree: Node, files: Files) -> QuantisedTensors:
     config: CompressedTensorsConfig = build(CompressedTensorsConfig, tree, KEY)
     where = str(tree.where)
     _check(config, where)
-    modules, choice = Modules(files, SUFFIXES), ModuleFormats(config, where)
+    modules, choice = Modules(files, SUFFIXES), ModuleChoice(config, where)
     for module, parts in modules.parts.items():
         _take(modules, module, parts, choice)
     groups = config.config_groups.values()
@@ -172,7 +172,7 @@ def _check(config: CompressedTensorsConfig, where: str) -> None:
         _check_group(f"{where}: {KEY}.config_groups.{name}", config, group)
 
 
-def _check_group(where: str, config: CompressedTensorsConfig, group: ConfigGroup) -> None:
+def _check_group(where: str, config: CompressedTensorsConfig, group: ModuleGroup) -> None:
     form, numbers = group.format or config.format, group.weights
     if numbers is None:
         raise _unread(where, "weights", None)
@@ -194,7 +194,7 @@ def _unread(where: str, key: str, value: Any) -> WeightsError:
 
 
 @dataclass(frozen=True)
-class ModuleFormats:
+class ModuleChoice:
     """Which modules a config puts in codes, and how."""
 
     config: CompressedTensorsConfig
@@ -205,7 +205,7 @@ class ModuleFormats:
         return Names.of(self.config.ignore or (), self.where)
 
     @cached_property
-    def _groups(self) -> list[tuple[ConfigGroup, Names]]:
+    def _groups(self) -> list[tuple[ModuleGroup, Names]]:
         groups = self.config.config_groups.values()
         return [(g, Names.of(g.targets, self.where)) for g in groups]
 
@@ -213,7 +213,7 @@ class ModuleFormats:
         """Whether `ignore` names a module."""
         return self._ignored.hold(module, kind)
 
-    def group(self, module: str, kind: str) -> ConfigGroup | None:
+    def group(self, module: str, kind: str) -> ModuleGroup | None:
         """Return the first group with a target that names a module."""
         return next((g for g, names in self._groups if names.hold(module, kind)), None)
 
@@ -226,7 +226,7 @@ def _kind(module: str, parts: Mapping[str, Found]) -> str:
     return "Embedding" if module.endswith(TABLES) else "Linear"
 
 
-def _take(modules: Modules, module: str, parts: dict[str, Found], choice: ModuleFormats) -> None:
+def _take(modules: Modules, module: str, parts: dict[str, Found], choice: ModuleChoice) -> None:
     """Sort the tensors of one module into weights in codes, plain ones and ignored ones."""
     for suffix in ACTIVATIONS:
         if found := parts.pop(suffix, None):
@@ -278,7 +278,7 @@ def _weight(files: Files, parts: Mapping[str, Found], numbers: Numbers, form: st
 
 
 def _packed(
-    files: Files, parts: Mapping[str, Found], numbers: Numbers, grid: ScaleGrid
+    files: Files, parts: Mapping[str, Found], numbers: Numbers, grid: ScaleBlocks
 ) -> CodedWeight:
     """Return a weight of 4 or 8 bits in words of 32; with zero points its codes are int8."""
     codes, bits = parts[WORDS], numbers.num_bits
@@ -317,7 +317,7 @@ def _int8(words: torch.Tensor) -> torch.Tensor:
 _FROM_WORDS: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = {4: _bytes, 8: _int8}
 
 
-def _with_zeros(files: Files, w: CodedWeight, zeros: Found, grid: ScaleGrid) -> CodedWeight:
+def _with_zeros(files: Files, w: CodedWeight, zeros: Found, grid: ScaleBlocks) -> CodedWeight:
     """Return a weight of 4 bits with its zero points taken off: int8 codes q - z. They are packed
     along the output axis: i32 [N/8, G]."""
     n, groups = grid.shape(w.shape)[-2:]

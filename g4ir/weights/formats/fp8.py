@@ -18,7 +18,7 @@ from .base import (
     Modules,
     NameList,
     QuantisedTensors,
-    ScaleGrid,
+    ScaleBlocks,
     coded_weight,
     e4m3,
     require,
@@ -84,7 +84,7 @@ def _take(
     if excluded(module, names, where):
         raise wrong(weight, "is in codes, but modules_to_not_convert names its module", FIX)
     require(weight, ["F8_E4M3"])
-    grid = ScaleGrid(*(config.weight_block_size or (0, 0)))
+    grid = ScaleBlocks(*(config.weight_block_size or (0, 0)))
     shape = weight[1].shape
     modules.add(
         module,

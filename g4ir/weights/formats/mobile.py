@@ -23,7 +23,7 @@ from .base import (
     Modules,
     NameList,
     QuantisedTensors,
-    ScaleGrid,
+    ScaleBlocks,
     as_it_is,
     coded_weight,
     require,
@@ -132,7 +132,7 @@ def _weight(
     """Return a weight in codes; its scales have the engine's dtype."""
     require(codes, [form.dtype])
     shape = (*codes[1].shape[:-1], codes[1].shape[-1] * form.packed) if codes[1].shape else ()
-    grid = ScaleGrid(1, _columns(scales, shape) if table else 0)
+    grid = ScaleBlocks(1, _columns(scales, shape) if table else 0)
     return coded_weight(files, form.name, shape, codes, scales, grid, form.convert, None)
 
 
