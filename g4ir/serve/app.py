@@ -296,7 +296,7 @@ class Running:
         settings, since = self.server.settings, time.monotonic()
         last: dict[int, float] = {}
 
-        def told(event: Event) -> None:
+        def forward(event: Event) -> None:
             nonlocal since
             now = time.monotonic()
             if event.token is not None:
@@ -309,7 +309,7 @@ class Running:
                     stream.cancel(BY_SLOWNESS)
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (first + event.index, event))
 
-        return told
+        return forward
 
     def end(self) -> None:
         """Free its rows, and count it."""

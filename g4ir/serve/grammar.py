@@ -119,7 +119,7 @@ class Grammars:
         """Refuse a text that llguidance would take for a control token."""
         controls = self.vocabulary.controls
         if found := next((c for t in texts for c in controls if c in t), None):
-            raise bad(field, f"{found} in a text that is given cannot be held to")
+            raise bad(field, f"{found} in a literal text is not supported")
 
     def _held(self, grammar: str, field: str, thinking: bool, inside: bool) -> HeldMask:
         controls = self.vocabulary.controls
@@ -141,7 +141,7 @@ class Grammars:
         matcher = library.LLMatcher(tables, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()  # on trial
         if error := matcher.get_error():
-            raise bad(field, f"cannot be held to: {_said(error)}")
+            raise bad(field, f"is not supported: {_said(error)}")
         return matcher
 
 
@@ -187,7 +187,7 @@ class Mask:
         words = np.frombuffer(row.matcher.compute_bitmask(), np.int32).copy()
         if error := row.matcher.get_error():  # it would allow the end alone
             after = f"after {len(row.generated)} tokens"
-            raise InputError(f"{self.named}: cannot be held to {after}: {_said(error)}")
+            raise InputError(f"{self.named}: the grammar fails {after}: {_said(error)}")
         return words
 
 

@@ -64,8 +64,8 @@ def ending() -> Refused:
 def refusal(
     error: BaseException, fields: Mapping[str, Any], hidden: str = "", wait_s: float = RETRY_S
 ) -> Refused:
-    """Return what a client is told of an error: a fault of ours has only a number that the log has
-    too. `hidden`, the path of the engine, is left out."""
+    """Map an exception to an HTTP error. Internal errors expose only an id that is also logged.
+    `hidden`, the path of the engine, is left out."""
     if isinstance(error, Refused):
         return error
     text = str(error).replace(hidden, "the engine") if hidden else str(error)
