@@ -109,7 +109,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
-    """Check what would be a pity to find out after the measurement."""
+    """Refuse bad arguments before anything is measured."""
     if not 1 <= len(args.engines) <= 2:
         raise InputError(f"bench takes one engine or two, not {len(args.engines)}")
     for flag, file in (("--json", args.json), ("--csv", args.csv)):

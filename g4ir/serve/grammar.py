@@ -65,7 +65,6 @@ class Grammars:
         return held
 
     def _grammar(self, c: Constraint) -> str:
-        """Return a constraint as llguidance's grammar."""
         if c.kind == JSON:
             return str(_llguidance().LLMatcher.grammar_from_json_schema(self._schema(c)))
         texts = c.value if c.kind == CHOICE else [c.value]
@@ -242,7 +241,7 @@ class LazyMask(Mask):
 
 
 def _said(error: str) -> str:
-    """Return what an error of llguidance says, without its dump of the parser's state."""
+    """Return llguidance's error message without its dump of the parser state."""
     return " ".join(re.split("<state>|<backtrace>|; consider", error)[0].split())[:300]
 
 

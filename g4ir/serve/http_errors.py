@@ -88,6 +88,6 @@ def refusal(
 
 
 def _named(error: BaseException) -> str:
-    """Return an exception's name, with its message if that holds no text of a request."""
+    """Return an exception's name, with its message unless that quotes the request."""
     name, known = type(error).__name__, isinstance(error, _WITHOUT_TEXT)
     return str(error) if isinstance(error, G4Error) else f"{name}: {error}" if known else name

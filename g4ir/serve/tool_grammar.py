@@ -264,7 +264,6 @@ class _Schema:
         return self.rules.rule(" | ".join(found) + null)
 
     def _check(self, node: Mapping[str, Any], where: str) -> None:
-        """Refuse unsupported keywords."""
         self.rules.count += 1
         if self.rules.count > MOST_SCHEMAS:
             raise refused(where, "the schemas of all tools are too large for one grammar")
@@ -293,7 +292,6 @@ class _Schema:
         return node, refs
 
     def _union(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
-        """Return any of several forms."""
         name = "anyOf" if "anyOf" in node else "oneOf"
         where = f"{where}.{name}"
         beside = node.keys() - SILENT - {name, "nullable", "type"}
@@ -308,7 +306,6 @@ class _Schema:
         return " | ".join(self.value(f, f"{where}[{i}]", refs) for i, f in enumerate(forms))
 
     def _listed(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
-        """Return one of the values that are listed."""
         name = "const" if "const" in node else "enum"
         kinds = _kinds(node, inferred=False)
         limits = {k for kind in kinds or OF_KIND for k in OF_KIND.get(kind, ())}
@@ -440,7 +437,7 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _merged(node: Mapping[str, Any], part: Any, where: str) -> dict[str, Any]:
-    """Return a schema that is two at once, where their keywords do not meet."""
+    """Return the intersection of two schemas whose keywords do not meet."""
     if not isinstance(part, Mapping):
         if part is True:
             return dict(node)
@@ -461,7 +458,7 @@ def _merged(node: Mapping[str, Any], part: Any, where: str) -> dict[str, Any]:
 
 
 def _apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether no value has both of two forms, as far as their types and listed values tell."""
+    """Whether no value matches both of two schemas, judged by types and listed values."""
     left, right = _values(a), _values(b)
     if left is not None and right is not None:
         return not any(_same(x, y) for x in left for y in right)
@@ -489,7 +486,6 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _counts(node: Mapping[str, Any], low: str, high: str, where: str) -> tuple[int, int | None]:
-    """Return the least and the largest count of a schema."""
     for key in {low, high} & node.keys():
         value = node[key]
         if not _is(value, "integer") or not 0 <= value <= MOST_COUNTED:
@@ -504,7 +500,6 @@ def _counts(node: Mapping[str, Any], low: str, high: str, where: str) -> tuple[i
 
 
 def _range(node: Mapping[str, Any], where: str) -> tuple[int | float, int | float]:
-    """Return the least and the largest number."""
     for key in LIMITS:
         if key in node and not _is(node[key], "number"):
             raise refused(f"{where}.{key}", f"must be a number, found {kind_of(node[key])}")
@@ -528,7 +523,7 @@ def _beside(edge: float, side: float) -> float:
 
 
 def _pattern(given: Any, where: str) -> tuple[str, bool]:
-    """Return a regular expression of whole texts, and whether the empty one is among them."""
+    """Return a regular expression of whole strings, and whether it matches the empty one."""
     import llguidance
 
     if not isinstance(given, str) or len(given) > MOST_COUNTED:
