@@ -528,9 +528,9 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "wild rate": (wav_bytes(GOOD, rate=2**30), "sample rate 1073741824"),
     "no samples": (wav_bytes(b""), "no samples"),
     "order": (b"RIFF\0\0\0\0WAVEdata\2\0\0\0ab", "corrupt, .* No 'data' chunk"),
-    "png": (b"\x89PNG\r\n\x1a\n" + GOOD, "no sound file"),
-    "text": (b"hello", "no sound file"),
-    "aac": (b"\xff\xf1\x50\x80" + GOOD, "no sound file"),
+    "png": (b"\x89PNG\r\n\x1a\n" + GOOD, "not an audio file"),
+    "text": (b"hello", "not an audio file"),
+    "aac": (b"\xff\xf1\x50\x80" + GOOD, "not an audio file"),
     "nan": (wav_bytes(NAN, tag=3, bits=32), "sample 1 is nan"),
 }
 
@@ -545,7 +545,7 @@ def test_bad_files_are_refused(tmp_path: Path, data: bytes, message: str) -> Non
 
 def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none.wav", tmp_path):
-        with pytest.raises(InputError, match="no such sound file"):
+        with pytest.raises(InputError, match="no such audio file"):
             read_sound(path)
 
 

@@ -31,11 +31,11 @@ from g4ir.errors import InputError, MissingError
 from g4ir.media.images import (
     FORMATS,
     ImageLimits,
-    Picture,
+    PreparedImage,
     pixels_of,
     prepare_image,
     read_image,
-    stack_pictures,
+    stack_images,
 )
 from g4ir.media.sound import read_sound
 from g4ir.media.videos import (
@@ -93,7 +93,7 @@ def smooth(height: int, width: int, seed: int = 0) -> np.ndarray:
     return np.clip(np.stack(waves, -1), 0, 255).astype(np.uint8)
 
 
-def same_as(picture: Picture, wanted: Any) -> None:
+def same_as(picture: PreparedImage, wanted: Any) -> None:
     """Equal to the bit: values, positions with their padding, counts."""
     assert picture.patches.dtype == np.float32 and picture.positions.dtype == np.int64
     assert np.array_equal(picture.patches, np.asarray(wanted["pixel_values"])[0])
@@ -234,11 +234,11 @@ def test_views_of_pixels_are_taken_as_they_look() -> None:
 
 def test_images_are_stacked() -> None:
     pictures = [prepare_image(noise(*s, 3), cut(TOWER, 70)) for s in ((40, 80), (99, 20))]
-    patches, positions = stack_pictures(pictures)
+    patches, positions = stack_images(pictures)
     assert patches.shape == (2, 630, 768) and positions.shape == (2, 630, 2)
     for wrong in ([], [pictures[0], prepare_image(noise(9, 9, 3), cut(TOWER, 140))]):
         with pytest.raises(InputError, match="same budget"):
-            stack_pictures(wrong)
+            stack_images(wrong)
 
 
 BAD_PIXELS: dict[str, tuple[Any, str]] = {

@@ -18,7 +18,7 @@ import torch
 
 import g4ir
 from g4ir.engine.engine import Engine
-from g4ir.media.images import Picture, prepare_image, stack_pictures
+from g4ir.media.images import PreparedImage, prepare_image, stack_images
 from g4ir.media.sound import Clip, Sound, prepare_sound, stack_clips
 from g4ir.media.videos import Footage, Video, prepare_video, video_settings
 from g4ir.model.images import image_settings
@@ -94,7 +94,7 @@ def trios(tmp_path_factory: pytest.TempPathFactory, full: bool) -> Any:
 # --- what is sent -----------------------------------------------------------------------------
 
 
-def image(spec: Spec, width: int, height: int, seed: int) -> Picture:
+def image(spec: Spec, width: int, height: int, seed: int) -> PreparedImage:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return prepare_image(pixels, image_settings(spec))
 
@@ -172,7 +172,7 @@ def inputs_of(model: Any, media: dict[str, list[Any]]) -> dict[str, torch.Tensor
     """The reference's arguments."""
     out: dict[str, Any] = {}
     if media["image"]:
-        out["pixel_values"], out["image_position_ids"] = stack_pictures(media["image"])
+        out["pixel_values"], out["image_position_ids"] = stack_images(media["image"])
     if media["video"]:
         out |= video_inputs(model, media["video"])
     if media["audio"]:

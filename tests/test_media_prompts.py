@@ -586,7 +586,7 @@ def test_generate_a_batch(loaded: Engine, files: Path) -> None:
         ({"images": "a.png"}, "images: expected a list, found str"),
         ({"videos": noise(2, 4, 4, 3)}, "videos: expected a list, found ndarray"),
         ({"audio": ["d.wav", "none.wav"]}, "audio: the prompt has 1 placeholders .* 2 media; put"),
-        ({"audio": ["none.wav"]}, "none.wav: no such sound file"),
+        ({"audio": ["none.wav"]}, "none.wav: no such audio file"),
     ],
 )
 def test_generate_refuses(loaded: Engine, files: Path, media: Any, words: str) -> None:

@@ -89,7 +89,7 @@ class TextStream:
         return self._wrong() + self._byte(last, byte)
 
     def _wrong(self) -> str:
-        """Give up the character that is not complete: U+FFFD, if there is one."""
+        """Emit the incomplete character as U+FFFD, if there is one."""
         if not self._bytes:
             return ""
         self._ids = self._ids[: -len(self._bytes)]

@@ -378,7 +378,6 @@ def check_pairs(conversation: Conversation) -> None:
 
 
 def _called(answer: Message, open_calls: list[Call], where: str) -> Call:
-    """Return the call that a tool's message answers."""
     if not open_calls:
         raise InputError(
             f"{where}: a tool's message must follow the assistant's message whose call it answers; "

@@ -152,7 +152,6 @@ class PartialArguments:
             self._raw.append(quote)
 
     def _key(self) -> None:
-        """Take the key that has ended."""
         try:
             key = read_key("".join(self._raw))
         except Unreadable:
@@ -172,7 +171,6 @@ class PartialArguments:
         return top.comma() if top.opener == "[" else ""
 
     def _value(self, terminator: str) -> None:
-        """Take the value that has ended before a terminator."""
         try:
             value = read_value("".join(self._raw), self._schema, self._last)
         except Unreadable:

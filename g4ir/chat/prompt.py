@@ -1,4 +1,4 @@
-"""A rendered prompt in which contents are told from what the template wrote, and its token ids.
+"""A rendered prompt, in which user content never becomes a control token, and its token ids.
 
 Templates put contents between control tokens as they are, so a user who types `<turn|>` would end
 the turn. Before rendering every `<` of a content gets a mark behind it, a character that the

@@ -180,7 +180,6 @@ class Reader:
     # --- the machine --------------------------------------------------------------------------
 
     def _begin(self, tail: str) -> None:
-        """Start where the prompt ends."""
         marked = Lexer().feed(tail)
         at = marked.rfind(_CHANNEL)
         if at >= 0 and not MARK.search(marked, at + 1):
@@ -272,7 +271,7 @@ class Reader:
         self._say("thought", run)
 
     def _behind(self, run: str) -> int:
-        """Behind a call that is not closed, another one may begin; return how far was read."""
+        """After an unclosed call another may begin; return how much was read."""
         text = run.lstrip()
         near = len(run) - len(text) <= LONGEST_GAP
         if near and _WORD.startswith(text):
@@ -395,7 +394,7 @@ class Reader:
             self._state = BAD
 
     def _end_call(self, text: str, arguments: dict[str, Any] | None) -> None:
-        """Give out the rest of a call of which `text` is all of the JSON."""
+        """Emit the rest of a call; `text` is all of its JSON."""
         self._emit("content", self._stops.rest())
         if self._sent:
             self._send(text[self._sent :])
@@ -405,7 +404,6 @@ class Reader:
         self._state = BEHIND
 
     def _send(self, piece: str) -> None:
-        """Give out a piece of a call's arguments."""
         if piece:
             self._emit("content", self._stops.rest())
             name = None if self._sent else self._body.name
@@ -571,7 +569,7 @@ class Stops:
 
 
 def _borders(text: str) -> list[int]:
-    """Return for each head of a text how long its longest proper head is that is its end too."""
+    """Return the length of the longest border of each prefix (KMP failure function)."""
     out, known = [0] * len(text), 0
     for i in range(1, len(text)):
         while known and text[i] != text[known]:

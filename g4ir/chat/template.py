@@ -209,8 +209,8 @@ def _folded(conversation: Conversation) -> Conversation:
     for i, message in enumerate(conversation.messages):
         if message.calls and not message.responses:
             answers = conversation.answers(i)
-            told = tuple(Response(message.answered_by(a), a.text) for a in answers)
-            message = replace(message, responses=told)
+            responses = tuple(Response(message.answered_by(a), a.text) for a in answers)
+            message = replace(message, responses=responses)
         if message.role != TOOL:
             out.append(message)
     return Conversation(tuple(out), conversation.tools)

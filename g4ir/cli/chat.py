@@ -225,7 +225,7 @@ class Repl:
         emit({"error": text}) if self.json else console.say(f"error: {text}")
 
     def _tell(self, text: str) -> None:
-        """Say something that is no answer of the model."""
+        """Print a message that is not an answer of the model."""
         print(text, file=sys.stdout if self.terminal else sys.stderr, flush=True)
 
     def _take(self, text: str) -> None:

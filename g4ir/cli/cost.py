@@ -144,7 +144,7 @@ def _single_steps(args: argparse.Namespace) -> Graph | None:
 def _gains(
     single: Graph, graph: Graph, step: Step, weights: str | None, roof: Roof | None
 ) -> Sequence[Gain]:
-    """Return what drafting gains, beside single steps at the same context."""
+    """Return the speed-up of speculative decoding over single steps at the same context."""
     held = step.C + step.S
 
     def cost(tokens: int) -> Cost:
@@ -183,7 +183,7 @@ def _count(args: argparse.Namespace, name: str) -> int | None:
 
 
 def _roof(args: argparse.Namespace) -> Roof | None:
-    """Return the roof of a card, with what was given instead; None where nothing was given."""
+    """Return the roofline of a GPU with the given rates; None if none was given."""
     for name in RATES:
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
@@ -232,7 +232,6 @@ def _row(cost: Cost, roof: Roof | None) -> dict[str, Any]:
 
 
 def _lines(report: dict[str, Any], found: Sequence[Gain] = ()) -> Iterable[str]:
-    """Yield the report as tables."""
     roof = report["roof"]
     part = "" if report["layer"] is None else f" layer {report['layer']}"
     new = f"{report['new_tokens']} new of {report['context']} tokens a row"
@@ -271,7 +270,7 @@ COLUMNS = (
 
 
 def _table(title: str, rows: dict[str, dict[str, Any]], roof: Any) -> list[str]:
-    """Return one row per entry; with a roof also its time, its bound and its share of the times."""
+    """Return one row per entry; with a roofline also time, bound and share of the total."""
     times = sum(r["floor_s"] for name, r in rows.items() if name != "total") if roof else 0
     head = [title, *(c for c, _, _ in COLUMNS), *(["time", "bound", "share"] if roof else [])]
     body = [head]

@@ -168,7 +168,6 @@ def _check_part(spec: Spec, part: str) -> None:
 
 
 def _of_part(media: Media, part: str) -> Media:
-    """Return the sizes of one part's towers."""
     if part == "vision":
         return replace(media, lengths=())
     return replace(media, budgets=(), frame=None)

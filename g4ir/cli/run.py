@@ -163,7 +163,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check_chat(args: argparse.Namespace) -> None:
-    """Raise InputError for flags of a chat that would do nothing, or are wrong."""
+    """Refuse chat flags that are wrong or have no effect."""
     if args.chat:
         check_turns(args.engine)
     if args.bos is False and (args.chat or args.tokens is not None):
@@ -180,7 +180,7 @@ def _check_chat(args: argparse.Namespace) -> None:
 
 
 def _check_draft(args: argparse.Namespace) -> None:
-    """Raise InputError for flags of drafts that would do nothing."""
+    """Refuse flags of speculative decoding that have no effect."""
     check_draft(args)
     if args.draft_rows is not None and not args.input_jsonl:
         raise InputError("--draft-rows is for --input-jsonl, which is not given")
@@ -213,7 +213,7 @@ def _answer_one(
 
 
 def _check_media(args: argparse.Namespace) -> None:
-    """Raise InputError for flags of media that would do nothing, and files that are not there."""
+    """Refuse media flags without effect, and missing files."""
     from g4ir.engine.jsonl import named
 
     kinds = {kind for kind, _ in args.media}
@@ -254,7 +254,7 @@ def _log_and_emit(result: Result | Failure) -> Result | Failure:
 def _stream(
     responder: OfflineEngine, request: OfflineRequest, progress: console.Progress
 ) -> Result:
-    """Print each piece when it is known: text, or ids where there is no tokenizer."""
+    """Print each piece as it comes: text, or ids without a tokenizer."""
     from g4ir.chat.detokenizer import TextStream
 
     text = TextStream(responder.codec.detokenizer) if responder.codec else None
@@ -316,7 +316,7 @@ def verified(
 
 
 def _reported(args: argparse.Namespace, engine: str, check: Callable[..., Any], trust: bool) -> int:
-    """Load, check, print; exit 1 where the check failed."""
+    """Load, verify and print; exit 1 if the verification failed."""
     with console.Progress() as progress:
         loaded = load(engine, progress, trust=trust, threads=vars(args).get("threads"))
         try:

@@ -121,7 +121,6 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _show_why(args: argparse.Namespace) -> int:
-    """Print what a pass says about each candidate."""
     from g4ir.passes import find_pass, run_passes
 
     if args.after is not None:

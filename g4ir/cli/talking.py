@@ -183,7 +183,7 @@ class Screen:
             self._print("(thinking)")
 
     def _change(self, kind: str) -> None:
-        """Begin pieces of another kind on a line of their own."""
+        """Begin output of another kind on a new line."""
         if kind == self._kind:
             return
         self._line()
@@ -192,14 +192,13 @@ class Screen:
             print(DIM, end="")
 
     def _line(self) -> None:
-        """End what was shown, and its line."""
         if self._kind == "thought":
             print(PLAIN, end="")
         if not self._at_start:
             self._print("\n")
 
     def _print(self, text: str) -> None:
-        """Print text; a terminal takes no orders from a model."""
+        """Print text without terminal escape sequences."""
         if self.terminal:
             text = "".join(map(_harmless, text))
         print(text, end="", flush=True)

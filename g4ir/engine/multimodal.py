@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from g4ir.errors import InputError
-from g4ir.media.images import Picture, pixels_of, prepare_image, read_image
+from g4ir.media.images import PreparedImage, pixels_of, prepare_image, read_image
 from g4ir.media.soft import Soft
 from g4ir.media.sound import CUT, Clip, Sound, prepare_sound, read_sound
 from g4ir.media.videos import Footage, Video, prepare_video, read_footage, video_settings
@@ -64,7 +64,7 @@ def _image(engine: EngineParts, item: Any, budget: int | None) -> Soft:
     settings = _settings(engine, budget)
     if isinstance(item, str | Path):
         item = prepare_image(read_image(item), settings, str(item))
-    if not isinstance(item, Picture):
+    if not isinstance(item, PreparedImage):
         item = prepare_image(pixels_of(item), settings)
     return Soft(IMAGE, (_seen(engine, item.patches, item.positions, item.soft_tokens),))
 

@@ -1,8 +1,8 @@
 """Images: a file or an array of pixels -> the patches that the image path of a variant takes.
 
     pixels = read_image("photo.jpg")                             # uint8 [H, W, 3]
-    picture = prepare_image(pixels, image_settings(spec, 280))   # patches, positions, soft_tokens
-    patches, positions = stack_pictures([picture, other])
+    image = prepare_image(pixels, image_settings(spec, 280))   # patches, positions, soft_tokens
+    patches, positions = stack_images([image, other])
 
 From pixels onwards the arithmetic is equal to the bit to the image processors of transformers 5.17
 on a CPU. Their resize works on uint8 throughout, so it rounds and clamps after either direction;
@@ -42,7 +42,7 @@ NO_PATCH = -1  # position of padding
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
+class PreparedImage:
     """One image as a variant takes it. Rows from `soft_tokens` on (merged patches) or from the
     number of patches on are padding: zeros at position (-1, -1)."""
 
@@ -62,7 +62,9 @@ class ImageLimits:
 # --- pixels -----------------------------------------------------------------------------------
 
 
-def prepare_image(pixels: NDArray[Any], settings: ImageSettings, name: str = "image") -> Picture:
+def prepare_image(
+    pixels: NDArray[Any], settings: ImageSettings, name: str = "image"
+) -> PreparedImage:
     """Return the patches of uint8 pixels [H, W, 3].
 
     InputError, naming the image, for another type or shape, and for sizes as in `fit_image`.
@@ -74,7 +76,7 @@ def prepare_image(pixels: NDArray[Any], settings: ImageSettings, name: str = "im
     values = patchify(resize(pixels[None], grid), settings.cell)[0] * np.float32(1 / 255)
     positions = positions_of(grid, settings)
     fill = settings.rows - len(positions)
-    return Picture(
+    return PreparedImage(
         np.pad(values, ((0, fill), (0, 0))),
         np.pad(positions, ((0, fill), (0, 0)), constant_values=NO_PATCH),
         grid.soft_tokens,
@@ -134,12 +136,12 @@ def positions_of(grid: Grid, settings: ImageSettings) -> I64:
     return np.stack([x, y], axis=-1).reshape(-1, 2)
 
 
-def stack_pictures(pictures: Sequence[Picture]) -> tuple[F32, I64]:
-    """Stack pictures into f32 [B, P, D] and i64 [B, P, 2]."""
-    if not pictures or len({p.patches.shape for p in pictures}) > 1:
+def stack_images(images: Sequence[PreparedImage]) -> tuple[F32, I64]:
+    """Stack images into f32 [B, P, D] and i64 [B, P, 2]."""
+    if not images or len({p.patches.shape for p in images}) > 1:
         raise InputError("a batch of images needs images, all with the same budget")
-    patches = np.stack([p.patches for p in pictures])
-    return patches, np.stack([p.positions for p in pictures])
+    patches = np.stack([p.patches for p in images])
+    return patches, np.stack([p.positions for p in images])
 
 
 # --- files ------------------------------------------------------------------------------------

@@ -198,7 +198,6 @@ def mark(
 
 
 def _markers(kind: str, text: str, media: int, holder: Callable[[], str]) -> int:
-    """Count the markers of a kind that stand for media, less those that the text spells out."""
     found = sum(m[2] == kind and not m[1] for m in _MARKER.finditer(text))
     room = media - text.count(holder()) if found and media else media
     if found and found < room:
@@ -228,6 +227,5 @@ def expand_text(text: str, softs: Sequence[Soft], tokens: Tokens, spell: Spell) 
 
 
 def _with_marks(holder: str, kind: str, tokens: Tokens, spell: Spell) -> str:
-    """Return a pattern of a placeholder and the marks around it."""
     begin, end = ("" if m is None else f"(?:{re.escape(spell(m))})?" for m in marks(kind, tokens))
     return f"{begin}{re.escape(holder)}{end}"

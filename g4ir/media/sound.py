@@ -1,10 +1,10 @@
-"""Sound: a file or an array of samples -> the features that the audio path of a variant takes.
+"""Audio: a file or an array of samples -> the features that the audio path of a variant takes.
 
     sound = read_sound("speech.wav")                    # or Sound(array, rate)
     clip = prepare_sound(sound, audio_settings(spec))   # features, mask, soft_tokens
     features, mask = stack_clips([clip, other])         # as the reference pads a batch
 
-Two kinds of features, told apart by the spec: log-mel frames for the tower of `gemma4`, and raw
+Two kinds of features, by the spec: log-mel frames for the tower of `gemma4`, and raw
 frames of samples for `gemma4_unified`. From decoded samples onwards the arithmetic is ours (numpy)
 and equal to the feature extractors of transformers 5.17; files are decoded by soundfile.
 
@@ -118,7 +118,7 @@ def stack_clips(clips: Sequence[Clip]) -> tuple[F32, Mask]:
     """
     longest = max((len(clip.mask) for clip in clips), default=0)
     if not clips or len({clip.features.shape[1] for clip in clips}) > 1:
-        raise InputError("a batch of sounds needs clips, all with the same settings")
+        raise InputError("a batch of audio needs clips, all with the same settings")
     fill = [longest - len(clip.mask) for clip in clips]
     features = [np.pad(c.features, ((0, n), (0, 0))) for c, n in zip(clips, fill)]
     return np.stack(features), np.stack([np.pad(c.mask, (0, n)) for c, n in zip(clips, fill)])
@@ -243,7 +243,7 @@ def read_sound(path: str | Path, limits: DecodeLimits | None = None) -> Sound:
     path, limits = Path(path), limits or DecodeLimits()
     try:
         if not path.is_file():
-            raise InputError(f"{path}: no such sound file")
+            raise InputError(f"{path}: no such audio file")
         with path.open("rb") as file:
             return _read(file, path, path.stat().st_size, limits)
     except OSError as e:
@@ -258,7 +258,7 @@ def _read(file: BinaryIO, path: Path, size: int, limits: DecodeLimits) -> Sound:
     head = file.read(12)
     if not head.startswith(MAGIC) and not _is_mpeg(head):
         raise InputError(
-            f"{path}: no sound file (it begins with {head[:4]!r}); send WAV, FLAC, OGG or MP3"
+            f"{path}: not an audio file (it begins with {head[:4]!r}); send WAV, FLAC, OGG or MP3"
         )
     if head[:4] in WAVES and head[8:] == b"WAVE":
         file = io.BytesIO(_plain_wav(head + file.read(), path))

@@ -356,7 +356,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with path.open("rb") as file, _container(av, file) as container:
             if not container.streams.video:
-                raise InputError(f"{path}: has no picture; send sound as audio")
+                raise InputError(f"{path}: has no video stream; send it as audio")
             if container.streams.video[0].codec_context is None:
                 raise InputError(f"{path}: corrupt, or of a codec without a decoder; send H.264")
             yield container

@@ -151,7 +151,7 @@ def usage_of(
 
 
 def _drafts(tallies: Sequence[AcceptanceStats]) -> dict[str, int]:
-    """Return how many drafted tokens were right, and wrong; nothing where none are drafted."""
+    """Return the counts of accepted and rejected draft tokens; {} without speculative decoding."""
     if not tallies:
         return {}
     right = sum(t.accepted.total() for t in tallies)

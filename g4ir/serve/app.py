@@ -116,7 +116,7 @@ class Server:
         return Starlette(routes=routes, exception_handlers={HTTPException: self._unknown})
 
     def _route(self, handler: Handler) -> Handler:
-        """Return a handler that checks who asks, and answers errors as JSON."""
+        """Return a handler that authenticates and reports errors as JSON."""
 
         async def handle(request: Request) -> Response:
             self.open += 1
@@ -141,7 +141,6 @@ class Server:
         return _json(said.body(), said.status, said.headers)
 
     async def _unknown(self, request: Request, error: Exception) -> Response:
-        """Answer paths and methods that there are not."""
         assert isinstance(error, HTTPException)
         words = {404: self._no_path(request.url.path), 405: "this path has no such method"}
         headers = error.headers or {}
@@ -153,7 +152,7 @@ class Server:
             return self._refused(e, request)
 
     def _no_path(self, path: str) -> str:
-        """Return what to tell of a path that there is not, with the one that was meant."""
+        """Return the message for an unknown path, with the nearest known one."""
         known = (f"/v1{path}".rstrip("/"), *get_close_matches(path, self._paths, 1, 0.8))
         meant = next((p for p in known if p in self._paths), None)
         return f"no such path; did you mean {meant}?" if meant else "no such path"
@@ -292,11 +291,11 @@ class Running:
             raise
 
     def _told(self, first: int) -> Callable[[Event], None]:
-        """Return what hands events to the loop; a reader that lags too far behind is cancelled."""
+        """Return a callback that forwards events to the event loop and cancels slow clients."""
         settings, since = self.server.settings, time.monotonic()
         last: dict[int, float] = {}
 
-        def told(event: Event) -> None:
+        def forward(event: Event) -> None:
             nonlocal since
             now = time.monotonic()
             if event.token is not None:
@@ -309,7 +308,7 @@ class Running:
                     stream.cancel(BY_SLOWNESS)
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (first + event.index, event))
 
-        return told
+        return forward
 
     def end(self) -> None:
         """Free its rows, and count it."""
@@ -407,7 +406,7 @@ class Streamed(StreamingResponse):
 
 
 def _text(value: Any) -> str:
-    """Return JSON in ASCII: a text of a model may have half a character escaped."""
+    """Return ASCII JSON: model output may contain lone surrogates, escaped."""
     return json.dumps(value, allow_nan=False)
 
 

@@ -88,7 +88,6 @@ class Auth:
 
 
 def _name(host: str) -> str:
-    """Return the name of a Host header without its port."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.rpartition(":")[0].lower() if ":" in host else host.lower()

@@ -32,7 +32,7 @@ def check_finite(schema: Mapping[str, Any], field: str) -> None:
 
 
 def _parts(schema: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-    """Return the schemas that a value can meet, by identity."""
+    """Return all schemas that a value can meet, by identity."""
     found: dict[int, Mapping[str, Any]] = {}
     waiting: list[Any] = [schema]
     while waiting:

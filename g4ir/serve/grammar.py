@@ -65,7 +65,6 @@ class Grammars:
         return held
 
     def _grammar(self, c: Constraint) -> str:
-        """Return a constraint as llguidance's grammar."""
         if c.kind == JSON:
             return str(_llguidance().LLMatcher.grammar_from_json_schema(self._schema(c)))
         texts = c.value if c.kind == CHOICE else [c.value]
@@ -119,7 +118,7 @@ class Grammars:
         """Refuse a text that llguidance would take for a control token."""
         controls = self.vocabulary.controls
         if found := next((c for t in texts for c in controls if c in t), None):
-            raise bad(field, f"{found} in a text that is given cannot be held to")
+            raise bad(field, f"{found} in a literal text is not supported")
 
     def _held(self, grammar: str, field: str, thinking: bool, inside: bool) -> HeldMask:
         controls = self.vocabulary.controls
@@ -141,7 +140,7 @@ class Grammars:
         matcher = library.LLMatcher(tables, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()  # on trial
         if error := matcher.get_error():
-            raise bad(field, f"cannot be held to: {_said(error)}")
+            raise bad(field, f"is not supported: {_said(error)}")
         return matcher
 
 
@@ -187,7 +186,7 @@ class Mask:
         words = np.frombuffer(row.matcher.compute_bitmask(), np.int32).copy()
         if error := row.matcher.get_error():  # it would allow the end alone
             after = f"after {len(row.generated)} tokens"
-            raise InputError(f"{self.named}: cannot be held to {after}: {_said(error)}")
+            raise InputError(f"{self.named}: the grammar fails {after}: {_said(error)}")
         return words
 
 
@@ -242,7 +241,7 @@ class LazyMask(Mask):
 
 
 def _said(error: str) -> str:
-    """Return what an error of llguidance says, without its dump of the parser's state."""
+    """Return llguidance's error message without its dump of the parser state."""
     return " ".join(re.split("<state>|<backtrace>|; consider", error)[0].split())[:300]
 
 

@@ -64,8 +64,8 @@ def ending() -> Refused:
 def refusal(
     error: BaseException, fields: Mapping[str, Any], hidden: str = "", wait_s: float = RETRY_S
 ) -> Refused:
-    """Return what a client is told of an error: a fault of ours has only a number that the log has
-    too. `hidden`, the path of the engine, is left out."""
+    """Map an exception to an HTTP error. Internal errors expose only an id that is also logged.
+    `hidden`, the path of the engine, is left out."""
     if isinstance(error, Refused):
         return error
     text = str(error).replace(hidden, "the engine") if hidden else str(error)
@@ -88,6 +88,6 @@ def refusal(
 
 
 def _named(error: BaseException) -> str:
-    """Return an exception's name, with its message if that holds no text of a request."""
+    """Return an exception's name, with its message unless that quotes the request."""
     name, known = type(error).__name__, isinstance(error, _WITHOUT_TEXT)
     return str(error) if isinstance(error, G4Error) else f"{name}: {error}" if known else name

@@ -53,7 +53,6 @@ class Sources:
 
 
 def _host(text: str) -> tuple[str, int | None]:
-    """Return the name and the port of a host."""
     try:
         found = urlsplit(f"//{text if text.count(':') < 2 or '[' in text else f'[{text}]'}")
         name, port = found.hostname, found.port

@@ -252,7 +252,7 @@ class Prompts:
         return Request(tuple(tokens), count, sampling, n=n, reuse=reuse, salt=salt)
 
     def _sampling(self, fields: Mapping[str, Any], top: int | None) -> RowSampling:
-        """Return the settings of rows: what the checkpoint says where the request does not."""
+        """Return the sampling parameters: of the request, else of the checkpoint."""
         given = {k: fields[k] for k in ("temperature", "top_k", *SAME) if k in fields}
         if "seed" in fields:
             given["seed"] = fields["seed"] % SEEDS
@@ -263,7 +263,7 @@ class Prompts:
 
 
 def _head(fields: Mapping[str, Any], prompt: Prompt) -> str:
-    """Return the text that is to be continued, with the blanks at its end that templates drop."""
+    """Return the text to continue, with the trailing blanks that templates drop."""
     message = fields["messages"][-1]
     content = message.get("content") or message["refusal"]
     last = content if isinstance(content, str) else content[-1]

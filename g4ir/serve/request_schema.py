@@ -88,7 +88,7 @@ def _no_number(word: str) -> NoReturn:
 
 
 def _check_depth(body: Any) -> None:
-    """Refuse values that lie too deep, and numbers that are none: 1e999 is read as infinite."""
+    """Refuse values that are nested too deeply, and infinite numbers (1e999)."""
     level = [body]
     for _ in range(MOST_DEPTH):
         if any(isinstance(v, float) and not math.isfinite(v) for v in level):
@@ -266,7 +266,6 @@ def constrained(form: str) -> Read:
 
 
 def _schema(value: Any, name: str) -> dict[str, Any]:
-    """Return a schema, which may be given as JSON text."""
     if isinstance(value, str):
         try:
             value = parsed(value.encode())
@@ -280,7 +279,6 @@ def _schema(value: Any, name: str) -> dict[str, Any]:
 
 
 def _format(value: Any, name: str) -> Constraint | None:
-    """Return the constraint of a response_format; None: any text."""
     form = one_of("text", "json_object", "json_schema")(kind(dict)(value, name).get("type"), name)
     schema = value.get("schema")  # llama-server and others have it here
     if form == "text":
@@ -329,7 +327,7 @@ def constraint_of(fields: Mapping[str, Any]) -> Constraint | None:
 
 
 def _options(value: Any, name: str) -> dict[str, Any]:
-    """Return options of the template; what the server itself gives it cannot be one."""
+    """Return the chat template options; those that the server sets itself are refused."""
     own = {"messages", "tools", "add_generation_prompt"}
     given = kind(dict)(value, name)
     if wrong := next((k for k in given if k in own or not k.isidentifier()), None):
@@ -342,7 +340,7 @@ def _options(value: Any, name: str) -> dict[str, Any]:
 
 
 def _unsupported(*neutral: Any, way: str = "leave it out") -> Read:
-    """Take only neutral values, as if they were not given."""
+    """Accept neutral values alone, which are ignored."""
 
     def read(value: Any, name: str) -> None:
         if not any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
@@ -352,7 +350,7 @@ def _unsupported(*neutral: Any, way: str = "leave it out") -> Read:
 
 
 def _messages(value: Any, name: str) -> list[Any]:
-    """Return messages, of which none asks in another server's way to be continued."""
+    """Return the messages; another server's way to continue one is refused."""
     found: list[Any] = listed(MOST_MESSAGES, 1)(value, name)
     for i, message in enumerate(found):
         for key in ("prefix", "partial"):  # of DeepSeek and Mistral, of Kimi and Qwen
@@ -410,7 +408,6 @@ CHAT: Mapping[str, Read] = {
 
 
 def _prompts(value: Any, name: str) -> tuple[Any, ...]:
-    """Return prompts, each a text or a list of ids."""
     if isinstance(value, str):
         return (value,)
     kind(list)(value, name)
@@ -479,7 +476,6 @@ def read_fields(body: Mapping[str, Any], table: Mapping[str, Read]) -> dict[str,
 
 
 def _log_unknown(names: Iterable[str]) -> None:
-    """Log each unknown field once."""
     for name in sorted({shown(name) for name in names} - _LOGGED):
         if len(_LOGGED) < MOST_LOGGED:
             _LOGGED.add(name)
@@ -487,13 +483,13 @@ def _log_unknown(names: Iterable[str]) -> None:
 
 
 def _unsaid(name: str, value: Any) -> bool:
-    """Whether a client means by a value that the field is not given."""
+    """Whether a client means by this value that the field is absent."""
     words = {"max_tokens": -1, "max_completion_tokens": -1, "stop": ""}
     return name in words and type(value) is type(words[name]) and value == words[name]
 
 
 def _check_choice(fields: Mapping[str, Any]) -> None:
-    """Refuse calls of what is not declared, and what cannot be together with a grammar."""
+    """Refuse undeclared functions, and tool choices that exclude a grammar."""
     choice, tools = chosen(fields), fields.get("tools") or ()
     declared = {_name(t, "tools") for t in tools} if choice.names else set()
     if wrong := sorted((choice.names or frozenset()) - declared):

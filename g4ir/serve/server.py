@@ -70,10 +70,10 @@ class ServerProcess(uvicorn.Server):
         self,
         server: Server,
         address: Address,
-        told: Callable[[str], None],
+        log: Callable[[str], None],
         loader: Callable[[], Engine],
     ) -> None:
-        self.server, self.address, self.told = server, address, told
+        self.server, self.address, self.log = server, address, log
         #: begins once the port is this server's
         self.loading = threading.Thread(target=self.load, args=(loader,), daemon=True)
         config = uvicorn.Config(
@@ -102,7 +102,7 @@ class ServerProcess(uvicorn.Server):
             where = f"{self.address.host} port {self.address.port}"
             raise InputError(f"cannot listen at {where}: is the port taken?") from None
         if self.started:
-            self.told(f"listening at {self.url}")
+            self.log(f"listening at {self.url}")
             self.loading.start()
 
     async def on_tick(self, counter: int) -> bool:
@@ -172,15 +172,15 @@ class ServerProcess(uvicorn.Server):
                 engine.close()
                 return
             service = self.server.start(engine)
-            self.told(service.slots.staging.capacity())
-            self.told("ready")
+            self.log(service.slots.staging.capacity())
+            self.log("ready")
         except BaseException as e:
             self.error = e
             self.should_exit = True
 
 
 def check_engine(path: str | Path, trust: bool = False) -> None:
-    """Raise for an engine that cannot be served, before anybody is told that a server listens: all
+    """Raise for an engine that cannot be served, before the server reports that it listens: all
     that loading checks, but for the digests of weight files."""
     found = open_artefact(Path(path))
     require_readable(found.manifest)
@@ -189,12 +189,12 @@ def check_engine(path: str | Path, trust: bool = False) -> None:
 
 
 def serve(
-    server: Server, address: Address, loader: Callable[[], Engine], told: Callable[[str], None]
+    server: Server, address: Address, loader: Callable[[], Engine], log: Callable[[str], None]
 ) -> bool:
     """Answer requests until a signal comes; raises what loading or listening fails with. Returns
     whether the engine is still being loaded: then a library works in a thread that nobody can end,
     and the process should end without waiting for it."""
-    process = ServerProcess(server, address, told, loader)
+    process = ServerProcess(server, address, log, loader)
     try:
         process.run()
     finally:

@@ -1,9 +1,8 @@
-"""A grammar of calls as the model writes them, from the schemas of declared functions.
+"""Grammar of tool calls in the model's native format, from the JSON Schemas of the functions.
 
-It is text in llguidance's form of Lark. Keys are bare, strings stand between the ids of their
-delimiter, and there is no white space, so that what is drawn has one form. A value is held to all
-of its schema: a keyword that the grammar cannot hold to is refused by name. Of keys that nothing is
-said of none is written.
+The grammar is Lark text for llguidance. Keys are bare, strings are enclosed in the delimiter token,
+and there is no white space, so that a value has one spelling. The whole schema constrains a value:
+an unsupported keyword is refused by name. Undeclared keys are never generated.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ OF_KIND: Mapping[str, tuple[str, ...]] = {
 }
 OF_ANY = frozenset(k for keywords in OF_KIND.values() for k in keywords)
 FORMS = ("anyOf", "oneOf", "allOf", "$ref", "enum", "const", "type", "nullable")
-#: the largest count of a schema that is held to: of characters, and of items
+#: the largest minLength, maxLength, minItems and maxItems
 MOST_COUNTED = 1 << 14
 #: whole numbers have at most 18 digits, and so has what stands before and behind a point
 MOST_NUMBER = 10**18 - 1
@@ -70,8 +69,8 @@ _ODD = re.compile(r"\\[bBAZzkpP0-9]|\(\?(?!:)|(?<!\\)(?<!\[)[\^$]")
 
 @dataclass(frozen=True)
 class Called:
-    """A function that may be called; `held` to its schema, or to the form of a call alone. Only a
-    `strict` one is refused for a schema that cannot be held to."""
+    """A callable function: `held` constrains its arguments to the schema, otherwise to the call
+    syntax alone. Only a `strict` one is refused for an unsupported schema."""
 
     name: str
     schema: Mapping[str, Any]
@@ -119,8 +118,8 @@ def grammar_of(
 
 
 def _form(rules: _Rules, function: Called) -> str:
-    """Return the form of a call; if it is not strict, a schema that cannot be held to is left
-    out."""
+    """Return the rule of a call; an unsupported schema of a function that is not strict is
+    ignored: only the call syntax is constrained."""
     before = dict(rules.names)
     try:
         return _Schema(rules, function.schema).call(function)
@@ -182,7 +181,7 @@ class _Rules:
         """Return a text that is given. Where only one text can follow, llguidance takes a control
         token for what is its spelling: such a text is refused."""
         if found := next((c for c in self.marks if c in text), None):
-            raise refused("tools", f"{found} in the text {shown(text)} cannot be held to")
+            raise refused("tools", f"{found} in the text {shown(text)} is not supported")
         return json.dumps(text, ensure_ascii=False)
 
     def key(self, name: str) -> str:
@@ -265,13 +264,12 @@ class _Schema:
         return self.rules.rule(" | ".join(found) + null)
 
     def _check(self, node: Mapping[str, Any], where: str) -> None:
-        """Refuse keywords that are not held to."""
         self.rules.count += 1
         if self.rules.count > MOST_SCHEMAS:
-            raise refused(where, "the schemas of all tools are too many to be held to")
+            raise refused(where, "the schemas of all tools are too large for one grammar")
         for key in node:
             if not (key in SILENT or key in OF_ANY or key in FORMS or key.startswith("x-")):
-                raise refused(f"{where}.{key}", "this keyword cannot be held to; leave it out")
+                raise refused(f"{where}.{key}", "this keyword is not supported; leave it out")
 
     # --- references and unions ----------------------------------------------------------------
 
@@ -294,12 +292,11 @@ class _Schema:
         return node, refs
 
     def _union(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
-        """Return any of several forms."""
         name = "anyOf" if "anyOf" in node else "oneOf"
         where = f"{where}.{name}"
         beside = node.keys() - SILENT - {name, "nullable", "type"}
         if beside or not node[name]:
-            raise refused(where, f"cannot be held to beside {min(beside, default='nothing')}")
+            raise refused(where, f"is not supported beside {min(beside, default='nothing')}")
         outer = {k: v for k, v in node.items() if k == "type"}
         forms = [_merged(outer, form, where) for form in node[name]]
         if name == "oneOf":
@@ -309,12 +306,11 @@ class _Schema:
         return " | ".join(self.value(f, f"{where}[{i}]", refs) for i, f in enumerate(forms))
 
     def _listed(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
-        """Return one of the values that are listed."""
         name = "const" if "const" in node else "enum"
         kinds = _kinds(node, inferred=False)
         limits = {k for kind in kinds or OF_KIND for k in OF_KIND.get(kind, ())}
         if beside := min(node.keys() & (limits | {"const", "enum"}) - {name}, default=None):
-            raise refused(f"{where}.{beside}", f"cannot be held to beside {name}")
+            raise refused(f"{where}.{beside}", f"is not supported beside {name}")
         values = [node[name]] if name == "const" else node[name]
         fit = [v for v in values if not kinds or any(_is(v, k) for k in kinds)]
         if not fit:
@@ -331,7 +327,7 @@ class _Schema:
         empty = not least
         if (form := node.get("format")) is not None:
             if form not in FORMATS:
-                raise refused(f"{where}.format", f"{shown(form)} cannot be held to; leave it out")
+                raise refused(f"{where}.format", f"{shown(form)} is not supported; leave it out")
             held.append(f"/{FORMATS[form]}/")
             empty = False
         if (pattern := node.get("pattern")) is not None:
@@ -360,7 +356,7 @@ class _Schema:
         if not node.keys() & {*LIMITS}:
             return self.rules.terminal(_NUMBER)
         if "multipleOf" in node:
-            raise refused(f"{where}.multipleOf", "cannot be held to for numbers; leave it out")
+            raise refused(f"{where}.multipleOf", "is not supported for numbers; leave it out")
         low, high = _range(node, where)
         if low > high:
             raise refused(where, "its limits leave no number")
@@ -377,7 +373,7 @@ class _Schema:
         least, most = _counts(node, "minItems", "maxItems", where)
         items = node.get("items", True)
         if isinstance(items, list):
-            raise refused(f"{where}.items", "a list of schemas cannot be held to; give one")
+            raise refused(f"{where}.items", "a list of schemas is not supported; give one")
         item = "" if most == 0 else self.value(items, f"{where}.items", refs)
         return self.rules.array(item, least, most)
 
@@ -441,14 +437,14 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _merged(node: Mapping[str, Any], part: Any, where: str) -> dict[str, Any]:
-    """Return a schema that is two at once, where their keywords do not meet."""
+    """Return the intersection of two schemas whose keywords do not meet."""
     if not isinstance(part, Mapping):
         if part is True:
             return dict(node)
         raise refused(where, "allows nothing")
     said = node.keys() - SILENT
     if "additionalProperties" in {*node, *part} and said & part.keys() & {"properties"}:
-        raise refused(f"{where}.additionalProperties", "cannot be held to beside other properties")
+        raise refused(f"{where}.additionalProperties", "is not supported beside other properties")
     out = {**part, **node}
     for key in said & part.keys():
         a, b = node[key], part[key]
@@ -462,7 +458,7 @@ def _merged(node: Mapping[str, Any], part: Any, where: str) -> dict[str, Any]:
 
 
 def _apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether no value has both of two forms, as far as their types and listed values tell."""
+    """Whether no value matches both of two schemas, judged by types and listed values."""
     left, right = _values(a), _values(b)
     if left is not None and right is not None:
         return not any(_same(x, y) for x in left for y in right)
@@ -490,7 +486,6 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _counts(node: Mapping[str, Any], low: str, high: str, where: str) -> tuple[int, int | None]:
-    """Return the least and the largest count of a schema."""
     for key in {low, high} & node.keys():
         value = node[key]
         if not _is(value, "integer") or not 0 <= value <= MOST_COUNTED:
@@ -505,7 +500,6 @@ def _counts(node: Mapping[str, Any], low: str, high: str, where: str) -> tuple[i
 
 
 def _range(node: Mapping[str, Any], where: str) -> tuple[int | float, int | float]:
-    """Return the least and the largest number."""
     for key in LIMITS:
         if key in node and not _is(node[key], "number"):
             raise refused(f"{where}.{key}", f"must be a number, found {kind_of(node[key])}")
@@ -529,7 +523,7 @@ def _beside(edge: float, side: float) -> float:
 
 
 def _pattern(given: Any, where: str) -> tuple[str, bool]:
-    """Return a regular expression of whole texts, and whether the empty one is among them."""
+    """Return a regular expression of whole strings, and whether it matches the empty one."""
     import llguidance
 
     if not isinstance(given, str) or len(given) > MOST_COUNTED:
@@ -537,7 +531,7 @@ def _pattern(given: Any, where: str) -> tuple[str, bool]:
     inner = given.removeprefix("^")
     closed = inner.endswith("$") and not inner.endswith("\\$")
     inner = inner[:-1] if closed else inner
-    why = "this regular expression cannot be held to; leave it out"
+    why = "this regular expression is not supported; leave it out"
     anchored = inner != given
     if _ODD.search(inner) or (anchored and _has_branches(inner)):
         raise refused(where, why)

@@ -285,7 +285,7 @@ def test_names_of_the_allowed_functions() -> None:
     assert isinstance(held(), HeldMask)
 
 
-# --- what cannot be held to -------------------------------------------------------------------
+# --- unsupported schemas -----------------------------------------------------------------------
 
 S = {"type": "string"}
 REFUSED: Mapping[str, Any] = {

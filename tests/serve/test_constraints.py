@@ -242,7 +242,7 @@ def test_a_grammar_that_is_given_up(
     body = {"json_schema": optional(300)}
     given = {"extra_body": body, "max_tokens": 20, "logit_bias": opened(served)}
     with pytest.raises(
-        openai.APIError, match=r"json_schema: cannot be held to after \d+ tokens"
+        openai.APIError, match=r"json_schema: the grammar fails after \d+ tokens"
     ) as e:
         [*ask(client, **given, stream=True)] if stream else ask(client, **given)
     assert e.value.param == "json_schema"

@@ -117,7 +117,6 @@ def _grid_fault(modules: Modules, ranges: list[Found]) -> str:
 
 
 def _form(config: MobileConfig, module: str, where: str) -> MobileFormat:
-    """Return how the codes of a module lie."""
     bits = config.bits(module, where)
     if bits not in FORMS:
         raise WeightsError(
