@@ -126,9 +126,9 @@ def test_specs(tmp_path: Path, name: str) -> None:
     assert found.name == "a" and found.dtype == "bf16"
 
 
-#: metadata of other converters that says the same
 #: heads of K and V by layer, in tiny-ple
 HEADS = [2, 2, 2, 1] * 2
+#: metadata of other converters that says the same
 OTHER_KEYS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "heads of full layers": lambda v: v.update(
         {"gemma4.attention.head_count_kv": 2, "gemma4.attention.global_head_count_kv": 1}
