@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import yaml
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from hypothesis import given
 from hypothesis import strategies as st
@@ -125,6 +126,8 @@ def test_specs(tmp_path: Path, name: str) -> None:
     assert found.name == "a" and found.dtype == "bf16"
 
 
+#: heads of K and V by layer, in tiny-ple
+HEADS = [2, 2, 2, 1] * 2
 #: metadata of other converters that says the same
 OTHER_KEYS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "heads of full layers": lambda v: v.update(
@@ -670,118 +673,31 @@ def test_side_files(model: Path, tmp_path: Path) -> None:
 
 # --- what is refused ------------------------------------------------------------------------------
 
-#: heads of K and V by layer, in tiny-ple
-HEADS = [2, 2, 2, 1] * 2
-#: change of the metadata -> the key that is named, and what is said of it
-WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "architecture": (lambda v: v.update({"general.architecture": "llama"}), "found 'llama'"),
-    "towers": (lambda v: v.update({"general.architecture": "clip"}), "found its towers alone"),
-    "split": (
-        lambda v: v.update({"split.count": 3}),
-        "split.count: one of 3 files of a model; fix: give them the names",
-    ),
-    "adapter": (
-        lambda v: v.update({"general.type": "adapter"}),
-        "general.type: 'adapter': a LoRA adapter and no model; give the model's file, and",
-    ),
-    "unknown": (lambda v: v.update({"gemma4.rope.scaling.factor": 8.0}), "may change the forward"),
-    "missing": (lambda v: v.pop("gemma4.embedding_length"), "embedding_length: is missing"),
-    "no number": (lambda v: v.update({"gemma4.context_length": "x"}), "expected a number"),
-    "no integer": (lambda v: v.update({"gemma4.block_count": 8.5}), "expected an integer"),
-    "range": (lambda v: v.update({"gemma4.embedding_length": 0}), "hidden_size"),
-    "beyond float32": (
-        lambda v: v.update({"gemma4.rope.freq_base": np.float64(1e300)}),
-        "rope_theta",
-    ),
-    "layers": (lambda v: v.update({"gemma4.block_count": 9}), "expected an array of 9 bools"),
-    "many layers": (lambda v: v.update({"gemma4.block_count": 2**31}), "an array of 2147483648"),
-    "last layer": (
-        lambda v: v.update({"gemma4.attention.sliding_window_pattern": [False] * 7 + [True]}),
-        "the last layer must be a full one",
-    ),
-    "heads": (
-        lambda v: v.update({"gemma4.attention.head_count_kv": [1, 2] * 4}),
-        "layers of one kind must be alike",
-    ),
-    "heads of some": (
-        lambda v: v.update({"gemma4.attention.head_count_kv": [2, 2]}),
-        "expected 8 values of type int",
-    ),
-    "widths": (
-        lambda v: v.update({"gemma4.feed_forward_length": [96] * 4 + [100] * 4}),
-        "100 where K and V are shared, expected 96 or 192",
-    ),
-    "shared": (
-        lambda v: v.update({"gemma4.attention.shared_kv_layers": 8}),
-        "shared_kv_layers: 8 of 8 layers",
-    ),
-    "values": (lambda v: v.update({"gemma4.attention.value_length": 32}), "expected 64, as key"),
-    "rotated": (
-        lambda v: v.update({"gemma4.rope.dimension_count": 32}),
-        "gemma4.rope.dimension_count: 32 dims of a full layer's head are rotated, and by tensor "
-        "rope_freqs.weight 16",
-    ),
-    "share rotated": (
-        lambda v: v.update({"gemma4.rope.partial_rotary_factor": 0.5}),
-        "gemma4.rope.partial_rotary_factor: 32 dims of a full layer's head are rotated, and by",
-    ),
-    "no share": (
-        lambda v: v.update({"gemma4.rope.partial_rotary_factor": float("inf")}),
-        "gemma4.rope.partial_rotary_factor: expected a share from 0 to 1, found inf",
-    ),
-    "base of sliding layers": (
-        lambda v: v.update({"gemma4.rope.local.freq_base": 20000.0}),
-        "gemma4.rope.freq_base_swa: 10000.0, and gemma4.rope.local.freq_base is 20000.0",
-    ),
-    "heads of full layers": (
-        lambda v: v.update(
-            {"gemma4.attention.head_count_kv": HEADS, "gemma4.attention.global_head_count_kv": 7}
-        ),
-        "gemma4.attention.global_head_count_kv: 7, and gemma4.attention.head_count_kv of the full "
-        "layers is 1",
-    ),
-    "size of a head": (
-        lambda v: v.update({"gemma4.attention.key_length": 32}),
-        "gemma4.attention.key_length: 32, and tensor blk.3.attn_q_norm.weight has 64",
-    ),
-    "vocabulary": (lambda v: v.update({"gemma4.vocab_size": 511}), "token_embd.weight has 512"),
-    "token ids": (lambda v: v.update({"tokenizer.ggml.bos_token_id": "x"}), "expected a token id"),
-    "tokens twice": (
-        lambda v: v["tokenizer.ggml.tokens"].__setitem__(9, "<eos>"),
-        "expected texts, each once, found '<eos>'",
-    ),
-    "tokens": (lambda v: v["tokenizer.ggml.tokens"].append("x"), "expected 1 to 512 tokens"),
-    "token types": (lambda v: v["tokenizer.ggml.token_type"].pop(), "expected 512 items"),
-    "merges": (lambda v: v["tokenizer.ggml.merges"].append("ab zz"), "is not two tokens that are"),
-    "no merges": (lambda v: v.pop("tokenizer.ggml.merges"), "merges: expected an array"),
-    "tokenizer": (
-        lambda v: v.update({"tokenizer.ggml.model": "gpt2"}),
-        "expected llama or gemma4, found 'gpt2'; fix: this is the tokenizer of another family",
-    ),
-    "no scores": (
-        lambda v: (
-            v.update({"tokenizer.ggml.model": "llama"}),
-            v.pop("tokenizer.ggml.merges"),
-            v.pop("tokenizer.ggml.scores"),
-        ),
-        "tokenizer.ggml.scores: expected an array, found none; fix: take a file that",
-    ),
-    "template": (lambda v: v.update({"tokenizer.chat_template": 3}), "expected a text"),
-    "sampling": (lambda v: v.update({"general.sampling.top_k": "x"}), "top_k: expected a number"),
-    "suppressed": (
-        lambda v: v.update({"tokenizer.ggml.suppress_tokens": ["x"]}),
-        "suppress_tokens",
-    ),
-}
+#: by name: a change of the metadata, and what the error says
+WRONG = yaml.safe_load(Path(__file__).with_name("gguf_refused.yaml").read_text())
+
+
+def changed(v: dict[str, Any], case: Mapping[str, Any]) -> None:
+    """Change metadata as a case of gguf_refused.yaml says."""
+    for key, value in case.get("set", {}).items():
+        v[key] = np.float64(value) if isinstance(value, float) and value > 1e38 else value
+    for key in case.get("drop", ()):
+        del v[key]
+    for key, value in case.get("append", {}).items():
+        v[key].append(value)
+    for key in case.get("cut", ()):
+        v[key].pop()
+    for key, (at, value) in case.get("item", {}).items():
+        v[key][at] = value
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_refused_metadata(tmp_path: Path, name: str) -> None:
-    change, text = WRONG[name]
-    file = bare_file(tmp_path / "a.gguf", load_spec("tiny-ple"), change)
+    case = WRONG[name]
+    file = bare_file(tmp_path / "a.gguf", load_spec("tiny-ple"), lambda v: changed(v, case))
     with pytest.raises(G4Error) as error:
         g4ir.build(None, tmp_path / "e", backend="reference", checkpoint=file)
-    assert text in str(error.value) and str(file) in str(error.value), error.value
+    assert case["says"] in str(error.value) and str(file) in str(error.value), error.value
     assert not (tmp_path / "e").exists()
 
 
