@@ -4,7 +4,7 @@
 #
 #     docker build -t g4ir .
 #     docker run --gpus all --ipc host -v "$PWD/results:/results" g4ir \
-#         python bench/gpu.py --out /results/gpu
+#         python -m pytest -n 1 bench/gpu --out /results/gpu
 FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 
 RUN apt-get update \
@@ -19,4 +19,4 @@ RUN pip install --no-cache-dir tensorrt-cu13==11.4.0.106
 
 WORKDIR /g4ir
 COPY . .
-RUN pip install --no-cache-dir --no-build-isolation -e '.[hf,mm]' pytest
+RUN pip install --no-cache-dir --no-build-isolation -e '.[hf,mm]' pytest pytest-xdist

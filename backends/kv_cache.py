@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from g4ir.ir.graph import Program
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.formats import cache_types, capacity, context_slots
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +22,26 @@ class CacheSnapshot:
 
     context: int
     tensors: Mapping[str, torch.Tensor]
+
+
+class CaptureCache:
+    """What was captured over a session's caches: CUDA graphs, loops of them, and their memory.
+
+    It lives as long as the session.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[type, Hashable], Any] = {}
+
+    def get(self, kind: type[T], key: Hashable, make: Callable[[], T]) -> T:
+        """Return the object of this class and key; `make` makes it the first time."""
+        if (kind, key) not in self._made:
+            self._made[kind, key] = make()
+        found: T = self._made[kind, key]
+        return found
+
+    def keys(self, kind: type) -> set[Hashable]:
+        return {key for made, key in self._made if made is kind}
 
 
 class CacheViews:
@@ -61,8 +83,7 @@ class Caches(CacheViews):
             for name, t in self.types.items()
         }
         self._views: dict[int, Mapping[str, torch.Tensor]] = {}
-        #: recorded steps over these tensors; they live as long as the session
-        self.captured: dict[Any, Any] = {}
+        self.captured = CaptureCache()
 
     def views(self, context: int) -> Mapping[str, torch.Tensor]:
         """Return the caches for a step after which rows hold at most `context` tokens."""

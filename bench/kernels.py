@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from common import save
-from gpu import programs
+from gpu.cases import programs
 
 from g4ir.backends.torch_compile.kernel_cases import all_cases, launches_of_case
 from g4ir.backends.torch_compile.kernels.resources import SHARED_BYTES, resources

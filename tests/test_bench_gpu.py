@@ -1,60 +1,58 @@
-"""The script that measures on a GPU: its stages as far as a CPU goes."""
+"""Measurements on a GPU (bench/gpu): as far as a CPU goes."""
 
 from __future__ import annotations
 
-import argparse
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from bench.gpu import test_preflight as preflight
+from bench.gpu.cases import case_name, programs
+from bench.gpu.conftest import Measure, read_results
+from bench.gpu.engines import copy_folder, take_carried
+from g4ir.backends.experimental.step_model import read_constants
 from g4ir.backends.torch_compile import compile as compiler
 from g4ir.backends.torch_compile.kernel_cases import all_cases
-from g4ir.backends.torch_compile.step_model import read_constants
 from g4ir.backends.torch_compile.target import Target
 from g4ir.bench import roof
-from tests.small_bench import small_bench
 
-BENCH = Path(__file__).parents[1] / "bench"
-
-
-@pytest.fixture(scope="module")
-def gpu() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCH))
-        import gpu
-
-        yield gpu
+ROOT = Path(__file__).parents[1]
 
 
-def test_a_preflight_writes_constants(gpu: ModuleType, tmp_path: Path) -> None:
-    """The faster of read and copy, and the gaps; nothing where one of them is not known."""
-    cells = {
+def run(out: Path, *words: str, at: Path = ROOT / "bench" / "gpu") -> tuple[int, str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(at)]
+    done = subprocess.run(
+        [*command, "--out", str(out), *words], capture_output=True, text=True, cwd=ROOT
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_preflight_writes_constants(tmp_path: Path) -> None:
+    """The faster of read and copy, and the gaps; nothing if one of them is not known."""
+    found = {
         "gap": {"us_best": 1.85, "us_p50": 2.05, "ok": True},
         "early gap": {"us_best": 0.8, "us_p50": 1.1, "ok": True},
         "rates": {"read": 4.2e12, "copy": 4.0e12, "matmul": 7e14},
     }
     path = tmp_path / "made.yaml"
-    gpu.write_constants(cells, "h200", path)
+    preflight.write_constants(found, "h200", path)
     made = read_constants(path)
     assert made.gpus["h200"].copy == 4.2e6 and made.gap == pytest.approx((1.0, 1.2))
     assert made.early.gap == pytest.approx((0.3, 0.6))
     other = tmp_path / "other.yaml"
-    gpu.write_constants({**cells, "gap": {"failed": "x"}}, "h100", other)
-    gpu.write_constants({**cells, "early gap": {**cells["gap"], "ok": False}}, "h100", other)
-    gpu.write_constants(cells, "sm_100", other)
+    preflight.write_constants({**found, "gap": {"failed": "x"}}, "h100", other)
+    preflight.write_constants({**found, "early gap": {**found["gap"], "ok": False}}, "h100", other)
+    preflight.write_constants(found, "sm_100", other)
     assert not other.exists()
 
 
-def test_kernels_are_started_as_an_engine_starts_them(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_started_as_an_engine_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel for Hopper, its one operand, and whether it may begin early."""
     told = list[Any]()
 
@@ -66,10 +64,10 @@ def test_kernels_are_started_as_an_engine_starts_them(
         def start(self, *words: Any) -> None:
             told.append(words)
 
-    monkeypatch.setattr(gpu, "CudaDriver", Driver)
+    monkeypatch.setattr(preflight, "CudaDriver", Driver)
     counted = torch.zeros(1, dtype=torch.int32)
     for early in (False, True):
-        gpu.starter(counted, early)()
+        preflight.starter(counted, early)()
     (elf, name), first, _, second = told
     assert elf == b"\x7fELF" and name == "_count"
     function, grid, threads, shared, values, _ = first
@@ -78,112 +76,184 @@ def test_kernels_are_started_as_an_engine_starts_them(
     assert (first[-1], second[-1]) == (False, True)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_options_refused(tmp_path: Path) -> None:
+    for options, said in (
         (["--variants", "e3b"], "--variants e3b: "),
         (["--carry", "/nowhere"], "--carry /nowhere: there is no such folder"),
-        (["--only", "sped"], "no stage sped: there are preflight, "),
-        (["--run", "decode"], "no stage decode: there are preflight, "),
-    ],
-)
-def test_options_refused(
-    gpu: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    said: str,
-) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "0")  # which a dry run sets
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(tmp_path), "--dry-run", *options])
-    try:
-        code = gpu.main()
-    except SystemExit as e:
-        code = e.code
-    assert code == 2 and said in capsys.readouterr().err
+    ):
+        code, text = run(tmp_path, *options, "--collect-only")
+        assert code and said in text
 
 
-def test_the_most_useful_comes_first(gpu: ModuleType) -> None:
-    """Each stage once, and engines before what runs them, wherever a budget ends."""
-    args = argparse.Namespace(variants=["a", "b", "c", "d"], tune=True)
-    names = [s.name for s in gpu.stages(args)]
-    assert len(set(names)) == len(names) and {n.split("-")[0] for n in names} == {*gpu.KINDS}
-    assert names[:4] == ["preflight", "kernels-a-b1", "build-a+b+c-b1", "decode-a-b1"]
-    for i, stage in enumerate(gpu.stages(args)):
-        if stage.kind in ("decode", "peers"):
-            made = [s.args for s in gpu.stages(args)[:i] if s.kind == "build"]
-            fitting = [a for a in made if a["rows"] == stage.args["rows"]]
-            assert any(stage.args["variant"] in a["variants"].split(",") for a in fitting)
+def test_the_most_useful_comes_first(tmp_path: Path) -> None:
+    """Whatever the budget: engines before what runs them, one row before more."""
+    _, text = run(tmp_path, "--collect-only", "--variants", "e2b,e4b,31b,12b", "--dry-run")
+    names = [line.split("/")[-1] for line in text.splitlines() if "::" in line]
+    files = [n.split("::")[0].removeprefix("test_").removesuffix(".py") for n in names]
+    assert list(dict.fromkeys(files)) == [
+        *("preflight", "kernels", "decode", "sanitizer", "peers", "trt")
+    ]
+    rows = [int(n.rpartition("-")[2].rstrip("]")) for n in names if "_decode[" in n]
+    assert rows == [1, 1, 1, 8, 8, 8, 32, 32, 32, 1, 8, 32]
+    built = next(i for i, n in enumerate(names) if "engines_are_built" in n)
+    assert built < next(i for i, n in enumerate(names) if "_decode[" in n)
 
 
-def test_a_dry_run_in_one_process(
-    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All but kernels, which are interpreted in processes of their own."""
-    from stages import common_parser, run_here
-
-    small_bench(monkeypatch)
-    monkeypatch.setattr(gpu, "ROWS", (1,))
-    parser = common_parser("")
-    given = {"variants": ["tiny-moe"], "tune": False}
-    args = argparse.Namespace(
-        **vars(parser.parse_args(["--out", str(tmp_path), "--dry-run"])) | given
-    )
-    found: dict[str, dict[str, Any]] = {}
-    script = gpu.Script(BENCH / "gpu.py", gpu.KINDS, gpu.stages, gpu.about)
-    names = ("preflight", "build-tiny-moe-b1", "decode-tiny-moe-b1", "peers-tiny-moe-b1", "predict")
-    by_name = {s.name: s for s in gpu.stages(args)}
-    for name in names:
-        run_here(script, by_name[name], args)
-        body = json.loads((tmp_path / f"{name}.json").read_text())
-        assert body["state"] == "done" and "torch" in body["about"]
-        found[name] = body["cells"]
-    assert all(cell["us_best"] > 0 for n, cell in found["preflight"].items() if "gap" in n)
+def test_a_dry_run_in_part(tmp_path: Path) -> None:
+    """What is measured and kept of one tiny variant with one row."""
+    some = "test_preflight or (1 and (built or _decode or transformers or predictions))"
+    code, text = run(tmp_path, "--dry-run", "--variants", "tiny-moe", "-k", some)
+    assert code == 0, text
+    found = read_results(tmp_path / "results.jsonl")
+    gaps = {n: v for n, v in found["test_preflight.py::test_preflight"].items() if "gap" in n}
+    assert len(gaps) == 2 and all(v["us_best"] > 0 for v in gaps.values())
     assert (tmp_path / "step_model-h200.yaml").exists()
-    assert (tmp_path / "engines" / "tiny-moe-b1").is_dir()
-    assert {*found[names[2]]} == {"load", "decode c32", "agreement", "prefill 24"}
-    assert found[names[2]]["agreement"]["cosine"] > 0.9999
-    assert found[names[3]]["hf-static c32"]["cosine"] > 0.9999
-    (predicted,) = found["predict"].values()
+    assert (tmp_path / "engines" / "tiny-moe-b1-plain").is_dir()
+    decode = found["test_decode.py::test_decode[tiny-moe-plain-1]"]
+    assert {*decode} == {"decode c32", "agreement", "prefill 24"}
+    assert decode["agreement"]["cosine"] > 0.9999
+    peers = found["test_peers.py::test_transformers[tiny-moe-1]"]
+    assert peers["hf-static c32"]["cosine"] > 0.9999
+    (predicted,) = found["test_preflight.py::test_predictions[tiny-moe-1]"].values()
     assert 0 < predicted["roof_us"] < predicted["us"]["fast"] < predicted["us"]["slow"]
+    assert "prefill 24" in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.full
 def test_a_dry_run(tmp_path: Path) -> None:
-    """The command as it is given, every stage."""
-    command = [sys.executable, str(BENCH / "gpu.py"), "--out", str(tmp_path), "--dry-run"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    whole = json.loads((tmp_path / "report.json").read_text())
-    assert done.returncode == 0, done.stdout
-    assert {b["state"] for b in whole.values()} == {"done"}
-    refused = {n: c for b in whole.values() for n, c in b["cells"].items() if "refused" in c}
-    assert not refused
+    """The command as it is given, every test."""
+    code, text = run(tmp_path, "--dry-run", "-n", "1")
+    assert code == 0, text
 
 
-def test_programs_are_carried(
-    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+#: tests that go wrong in every way, beside the conftest of bench/gpu
+TESTS = """
+import os, signal, time
+import pytest
+from g4ir.errors import InputError
+
+class DRY:
+    variants, choices = ("tiny-moe",), ("plain",)
+
+CARD = DRY
+
+def refuse(): raise InputError("no room")
+def fail(): raise ValueError("odd")
+def crash(): os.kill(os.getpid(), signal.SIGSEGV)
+def right(): return {"us": 1, "time": time.time()}
+
+def test_in_part(measure):
+    assert measure("a", refuse) == measure.found["a"] and "b" not in measure.found
+    assert "odd" in measure("b", fail)["failed"]
+    measure("c", right)
+
+def test_wrong(measure):
+    measure("a", lambda: {"ok": False})
+
+def test_crash(measure):
+    measure("a", right)
+    measure("b", crash)
+
+@pytest.mark.limit(0.3)
+def test_hang(measure):
+    measure("a", lambda: time.sleep(600))
+
+def test_right(measure):
+    measure("a", right)
+    measure("b", refuse)
+"""
+
+
+def test_one_measurement_does_not_cost_the_others(tmp_path: Path) -> None:
+    """A crash or a hang costs its test; what is kept is not measured again."""
+    at, out = tmp_path / "tests", tmp_path / "out"
+    at.mkdir()
+    shutil.copy(ROOT / "bench" / "gpu" / "conftest.py", at)
+    (at / "test_preflight.py").write_text(TESTS)
+    code, text = run(out, "-n", "1", at=at)
+    assert code == 1 and "worker 'gw0' crashed" in text, text
+    found = read_results(out / "results.jsonl")
+    found = {name.partition("::")[2]: values for name, values in found.items()}
+    part = found["test_in_part"]
+    assert part["a"]["refused"] == "no room" and "failed" in part["b"] and part["c"]["us"] == 1
+    assert "begun" in found["test_crash"]["b"] and "begun" in found["test_hang"]["a"]
+    assert "time.sleep(600)" in TESTS and "test_preflight.py" in (out / "hung.txt").read_text()
+    assert found["test_right"]["a"]["us"] == 1 and "refused" in found["test_right"]["b"]
+    code, text = run(out, "-n", "1", at=at)
+    again = read_results(out / "results.jsonl").values()
+    assert code == 1 and "crashed" not in text and [*again] == [*found.values()]
+    code, text = run(out, "--budget", "0", "--again", at=at)
+    assert code == 0 and "5 skipped" in text and not (out / "results.jsonl").exists()
+
+
+def test_a_folder_is_copied_as_it_grows(tmp_path: Path) -> None:
+    """Newer files replace older ones; files that are being written are left out."""
+    import os
+
+    source, target = tmp_path / "a", tmp_path / "b"
+    (source / "inner").mkdir(parents=True)
+    for name, text in (("one", "1"), ("inner/two", "2"), (".one.12ab", "half")):
+        (source / name).write_text(text)
+    copy_folder(source, target)
+    os.utime(target / "one", (0, 0))
+    (source / "one").write_text("new")
+    (target / "inner" / "two").write_text("kept")
+    copy_folder(source, target)
+    found = {str(p.relative_to(target)): p.read_text() for p in target.rglob("*") if p.is_file()}
+    assert found == {"one": "new", "inner/two": "kept"}
+
+
+def test_a_lost_device_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever error is raised: launchers of kernels raise errors of their own."""
+
+    def failing(e: Exception) -> Any:
+        def make() -> dict[str, Any]:
+            raise e
+
+        return make
+
+    ended = list[int]()
+    monkeypatch.setattr("os._exit", ended.append)
+    measure = Measure(tmp_path / "results.jsonl", "test", 60.0)
+    measure("a", failing(torch.AcceleratorError("illegal memory access")))
+    assert ended.pop() == 1
+    measure("b", failing(torch.OutOfMemoryError("full")))
+    measure("c", failing(RuntimeError("launch failed")))
+    assert not ended
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", failing(RuntimeError("illegal access")))
+    measure("d", failing(RuntimeError("launch failed")))
+    assert ended == [1]
+    found = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[-1])
+    assert (found["test"], found["name"]) == ("test", "d")
+    assert {n: next(iter(v)) for n, v in measure.found.items()} == {
+        "a": "failed",
+        "b": "refused",
+        "c": "failed",
+        "d": "failed",
+    }
+
+
+def test_programs_are_carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are taken as if they had been compiled here."""
     for name in ("CACHE", "STATE"):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
     program = tmp_path / "carried" / "engines" / "e2b-b1" / "programs" / f"{'0' * 24}.pt2"
     program.parent.mkdir(parents=True)
     program.write_bytes(b"compiled")
-    gpu.take_carried(tmp_path / "carried")
+    take_carried(tmp_path / "carried")
     (out := tmp_path / "out").mkdir()
     assert compiler._from_cache(program.name, out)
     assert (out / program.name).read_bytes() == b"compiled"
-    gpu.take_carried(None)
+    take_carried(None)
 
 
-def test_cells_keep_their_names_beside_others(gpu: ModuleType) -> None:
-    """A cell is named by what it is, and each has a name of its own."""
+def test_cases_keep_their_names_beside_others() -> None:
+    """A case is named by what it is, and each has a name of its own."""
     targets = [Target("cpu", "h200", n) for n in (1, 3)]
 
     def names(*variants: str) -> list[str]:
-        cases = all_cases(gpu.programs(list(variants), 1), targets, 48, 16)
-        return [gpu.cell_name(c) for c in cases]
+        return [case_name(c) for c in all_cases(programs(list(variants), 1), targets, 48, 16)]
 
     alone, beside = names("tiny-moe"), names("tiny-dense", "tiny-moe")
     assert len(set(beside)) == len(beside) and set(alone) < set(beside)

@@ -237,31 +237,26 @@ class TorchRuntime:
         """Run a full chunk, whose recording belongs to the session's caches; those with logits and
         those without are recorded apart, in one place."""
         assert self.record_chunk
-        kind = "chunk", logits
-        if "chunks" not in state.captured:
-            state.captured["chunks"] = self.place(CHUNK)
-        if kind not in state.captured:
-            views, plan = state.views(self.limits.max_seq), self.plans["prefill", logits]
+        record, captured = self.record_chunk, state.captured
+        views, plan = state.views(self.limits.max_seq), self.plans["prefill", logits]
 
-            def step(given: Tensors) -> Tensors | None:
-                env = self._run_plan(plan, given, views)
-                return self._results("prefill", env) if logits else None
+        def step(given: Tensors) -> Tensors | None:
+            env = self._run_plan(plan, given, views)
+            return self._results("prefill", env) if logits else None
 
-            state.captured[kind] = Repeated(
-                step, feeds, state.captured["chunks"], self.record_chunk
-            )
-        made: Tensors | None = state.captured[kind].run(feeds)
-        return made
+        def make() -> Repeated[Tensors | None]:
+            arena = captured.get(CaptureArena, CHUNK, lambda: self.place(CHUNK))
+            return Repeated(step, feeds, arena, record)
+
+        return captured.get(Repeated, logits, make).run(feeds)
 
     def _replay(self, feeds: dict[str, torch.Tensor], state: Caches, views: Tensors) -> Tensors:
         """Replay a step in one launch; the graph belongs to the session's caches and to this many
         slots of them."""
         assert self.record
-        key = ("logits", id(views))
-        if key not in state.captured:
-            state.captured[key] = Captured(self._step("decode", views), feeds, self.record)
-        results: Tensors = state.captured[key].replay(feeds)
-        return results
+        step, record = self._step("decode", views), self.record
+        captured = state.captured.get(Captured, id(views), lambda: Captured(step, feeds, record))
+        return captured.replay(feeds)
 
     def token_loop(
         self, embed: Embed, state: Caches, batch: int, sampling: Sampling, stops: Sequence[int]
@@ -270,19 +265,17 @@ class TorchRuntime:
         caches is in use. It belongs to the session's caches."""
         if self.record is None or not self.any_length:
             return None
-        choose = self._chooser(sampling)
-        key = (replace(sampling, seed=None), tuple(stops))
-        if key not in state.captured:
-            run = self._step("decode", state.views(self.limits.max_seq))
+        record = self.record
+        run = self._step("decode", state.views(self.limits.max_seq))
 
-            def step(feeds: dict[str, torch.Tensor]) -> torch.Tensor:
-                return run(feeds)["logits"]
+        def step(feeds: dict[str, torch.Tensor]) -> torch.Tensor:
+            return run(feeds)["logits"]
 
-            state.captured[key] = TokenLoop(
-                embed, step, choose, batch, stops, self.device, self.record, self.end_step
-            )
-        loop: TokenLoop = state.captured[key]
-        return loop
+        def make() -> TokenLoop:
+            choose = self._chooser(sampling)
+            return TokenLoop(embed, step, choose, batch, stops, self.device, record, self.end_step)
+
+        return state.captured.get(TokenLoop, (replace(sampling, seed=None), tuple(stops)), make)
 
     def round_loop(
         self, embed: Embed, state: Caches, sampling: Sampling, stops: Sequence[int], last: bool
@@ -291,10 +284,10 @@ class TorchRuntime:
         without a drafter. It belongs to the session's caches."""
         if self.record is None or not self.any_length or DRAFT not in self.program.graphs:
             return None
-        key = ("rounds", replace(sampling, seed=None), tuple(stops))
-        if key not in state.captured:
-            views = state.views(self.limits.max_seq)
-            state.captured[key] = RoundLoop(
+        views, record = state.views(self.limits.max_seq), self.record
+
+        def make() -> RoundLoop:
+            return RoundLoop(
                 embed,
                 self._step(DRAFT, views),
                 self._step(VERIFY, views),
@@ -302,10 +295,10 @@ class TorchRuntime:
                 stops,
                 last,
                 self.device,
-                self.record,
+                record,
             )
-        loop: RoundLoop = state.captured[key]
-        return loop
+
+        return state.captured.get(RoundLoop, (replace(sampling, seed=None), tuple(stops)), make)
 
     def _chooser(self, s: Sampling) -> Choose:
         """Return how tokens are chosen: greedy, or a draw from few candidates by a compiled

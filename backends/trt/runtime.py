@@ -21,7 +21,7 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.weights.pack import ParamSource
 
 from ..base import Tensors, Watch
-from ..kv_cache import CacheViews
+from ..kv_cache import CacheViews, CaptureCache
 from ..primitives.network import (
     BLOCK_IDS,
     NO_BLOCK,
@@ -68,8 +68,7 @@ class TrtState(CacheViews):
     #: i64[B]: how far the rings of each row are turned
     turned: torch.Tensor
     max_seq: int
-    #: recorded steps over these tensors; they live as long as the session
-    captured: dict[Any, Any] = field(default_factory=dict)
+    captured: CaptureCache = field(default_factory=CaptureCache)
 
     @classmethod
     def allocate(cls, io: Interface, batch: int, limits: Limits, device: str) -> TrtState:
@@ -308,8 +307,9 @@ class TrtSteps(Runner):
         them, and to a number of tokens. A context of its own, which nothing else changes, is what
         TensorRT asks of a context that was recorded."""
         assert self.record
-        key = profile, slots, feeds["positions"].shape[1]
-        if key not in state.captured:
+        record = self.record
+
+        def make() -> Captured[Feeds]:
             context, made = self._context(profile), self._outputs(feeds)
             self.apart.append(context)
             self._connect()
@@ -318,9 +318,10 @@ class TrtSteps(Runner):
                 self._step(context, given, state, slots, made)
                 return made
 
-            state.captured[key] = Captured(step, feeds, self.record)
-        replayed: Feeds = state.captured[key].replay(feeds)
-        return replayed
+            return Captured(step, feeds, record)
+
+        key = profile, slots, feeds["positions"].shape[1]
+        return state.captured.get(Captured, key, make).replay(feeds)
 
     def _outputs(self, feeds: Feeds) -> Feeds:
         """Return where a step writes what it makes."""

@@ -266,9 +266,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--quant-activations", metavar="Q", help="int8 or fp8")
     parser.add_argument("--jobs", type=int, default=2, help="programs at a time")
     parser.add_argument("--gpu", choices=GPUS, default=GPUS[0])
-    parser.add_argument(
-        "--to-carry", action="store_true", help="for `pytest bench/gpu --carry OUT`"
-    )
+    parser.add_argument("--to-carry", action="store_true", help="for --carry of bench/gpu")
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args(args)
     environment = on_the_idle_gpu(given.out, given.to_carry)

@@ -25,7 +25,7 @@ import yaml
 from g4ir.backends import find_backend
 from g4ir.backends.base import Task
 from g4ir.backends.primitives.graph import network_graph
-from g4ir.backends.torch_compile.cuda_graph import OrLaunched
+from g4ir.backends.torch_compile.cuda_graph import Captured, OrLaunched
 from g4ir.backends.trt import build as builder
 from g4ir.backends.trt import dry_run as dry
 from g4ir.backends.trt import interface as interfaces
@@ -191,7 +191,7 @@ def test_recorded_steps(trt: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     s = engine.session(2)
     got = [s.prefill(t[:, :250])] + [s.decode(t[:, i]) for i in range(250, 260)]
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    sizes = {key[1:] for key in s.state.captured}
+    sizes = {key[1:] for key in s.state.captured.keys(Captured)}
     assert sizes == {(256, 1), (650, 1)}
     assert len(made) == 2
 

@@ -43,6 +43,8 @@ class Scale:
     #: tokens of a row and new ones, as kernels are compared
     tokens: int
     new: int
+    #: choices of the setting decode_step that the backend has
+    choices: tuple[str, ...] = ("plain",)
 
 
 def timed(f: Callable[[], Any]) -> float:

@@ -1,0 +1,425 @@
+"""The first contact with the real TensorRT: what does it refuse, what is wrong, how fast is it?
+
+Tests are in the order of what stops all others. `test_names` compares every call of the backend, as
+the recorder wrote it down, with the signatures and enums of the installed module. `test_tiny`
+builds an engine of each form that the backend has, compares it with the reference, and times it;
+`test_attention` builds each kind of attention of a variant alone, at full width, in each form;
+`test_cut` builds one repeat of a variant's layers at full width, with each way to keep weights;
+`test_full` builds the variants. Logs and tables of builds are copied to DIR, plans are not; the
+cache of timed kernels is, and --carry takes it back. In a dry run the recorder stands for TensorRT.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import EnumMeta
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+
+import g4ir
+from bench.gpu.engines import copy_folder
+from bench.gpu.steps import Scale, decode_cell, prefill_cell, step_times, stepper
+from g4ir.backends.primitives.graph import network_graph
+from g4ir.backends.trt import build as building
+from g4ir.backends.trt import dry_run, trial
+from g4ir.backends.trt.files import ENGINE, files
+from g4ir.backends.trt.forms import SETTINGS, WEIGHTS, plugins
+from g4ir.backends.trt.host import Host
+from g4ir.backends.trt.log import logger
+from g4ir.backends.trt.probe import COMPARED, FEATURES, require_tensorrt
+from g4ir.backends.trt.recorder import Call
+from g4ir.bench.roof import Meter
+from g4ir.bench.stats import percentile
+from g4ir.check.logits import verify_engine
+from g4ir.engine.build import prepare
+from g4ir.engine.engine import Engine
+from g4ir.engine.load import load_engine
+from g4ir.errors import MissingError
+from g4ir.ir.graph import Graph
+from g4ir.plan.engine_limits import Limits
+from g4ir.plan.options import BuildOptions
+from g4ir.spec.record import Spec, load_spec
+from g4ir.ui.files import write_file
+from g4ir.ui.memory import free_memory
+from g4ir.ui.places import private
+
+CARD = Scale(
+    device="cuda",
+    backend="trt",
+    dtype="bfloat16",
+    gpu="",
+    variants=("e2b", "26b-a4b", "31b"),
+    contexts=(128, 1024, 8192),
+    prompts=(1024, 8192),
+    chunk=1024,
+    warmup=10,
+    steps=64,
+    tokens=0,
+    new=0,
+)
+DRY = replace(
+    CARD,
+    device="cpu",
+    dtype="float32",
+    variants=("tiny-moe",),
+    contexts=(16, 32),
+    prompts=(24,),
+    chunk=16,
+    warmup=1,
+    steps=2,
+)
+#: folder of DIR for the cache of timed kernels; files of engines that are kept have fewer bytes
+TIMINGS, SMALL = "timings", 4 << 20
+#: variants whose networks together ask for all that the backend uses
+ASKING = ("tiny-dense", "tiny-moe", "tiny-ple", "tiny-media")
+#: values of settings that together are all of them
+ASKED: tuple[dict[str, str], ...] = (
+    {},
+    {"attention": "plain", "experts": "all", "norms": "layers", "weights": "refit"},
+    {"attention": "fused", "experts": "gather", "weights": "streamed"},
+    {"attention": "plugin", "experts": "plugin", "norms": "plugin", "hardware": "same-capability"},
+)
+CALLS = [(v, s) for v in ASKING for s in (ASKED if v == "tiny-moe" else ASKED[:1])]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A tiny engine: its variant, dtype and settings, and other options of its build."""
+
+    variant: str
+    dtype: str = "bfloat16"
+    settings: Mapping[str, str] | None = None
+    options: Mapping[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        given = {**(self.settings or {}), **(self.options or {})}
+        return " ".join((self.variant, self.dtype, *(f"{k}={v}" for k, v in given.items())))
+
+
+def _choices(setting: str) -> Iterator[dict[str, str]]:
+    """Yield the choices of a setting but its default."""
+    s = SETTINGS[setting]
+    return ({setting: choice} for choice in s.choices if choice != s.default)
+
+
+FORMS = (
+    Form("tiny-dense"),
+    Form("tiny-dense", "float32"),
+    Form("tiny-dense", "float16"),
+    *(Form("tiny-dense", settings=s) for s in _choices("attention")),
+    *(Form("tiny-moe", settings=s) for n in ("experts", "norms") for s in _choices(n)),
+    *(Form("tiny-moe", options={"latent_kv": form}) for form in ("value", "raw")),
+    Form("tiny-ple"),
+    Form("tiny-dense", options={"quant": "int8"}),
+    *(Form("tiny-dense", settings=s) for n in ("weights", "hardware") for s in _choices(n)),
+    *(Form(v, options={"media": "all"}) for v in ("tiny-media", "tiny-unified")),
+    Form("tiny-ple", options={"drafter": "default"}),
+)
+
+
+@pytest.fixture(scope="module")
+def host(out: Path, carry: Path | None, pytestconfig: pytest.Config) -> Iterator[Host]:
+    """The machine's TensorRT; in a dry run `--backend trt` means the recorder."""
+    with pytest.MonkeyPatch.context() as patch:
+        host = Host()
+        if pytestconfig.option.dry_run:
+            from tests.trt.emulated import emulated, use
+
+            backend = emulated(out)
+            use(patch, backend)
+            host = backend.host
+        if carry:
+            copy_folder(carry / TIMINGS, private(host.timings()))
+        yield host
+
+
+# --- what there is ----------------------------------------------------------------------------
+
+
+@pytest.mark.limit(120)
+def test_machine(measure: Any, scale: Scale, host: Host, out: Path) -> None:
+    for name in ("tensorrt", "triton"):
+        measure(name, partial(module, name))
+    measure("features", partial(features, host))
+    measure("room", partial(room, scale, out))
+
+
+def module(name: str) -> dict[str, Any]:
+    try:
+        found = importlib.import_module(name)
+    except (ImportError, OSError) as e:
+        raise MissingError(f"{name}: {e}") from e
+    return {"version": found.__version__, "file": found.__file__}
+
+
+def features(host: Host) -> dict[str, Any]:
+    """Describe the installed TensorRT. MissingError if it lacks what every build needs."""
+    api = host.tensorrt()
+    host.check_gpu()
+    return {"tensorrt": api.version, "gpu": host.gpu(), **{f: api.has(f) for f in FEATURES}}
+
+
+def room(scale: Scale, out: Path) -> dict[str, Any]:
+    device = torch.cuda.mem_get_info()[0] if scale.device == "cuda" else 0
+    free = {"device": device, "host": free_memory(), "disk": shutil.disk_usage(out).free}
+    return {f"{name}_gb": size >> 30 for name, size in free.items()}
+
+
+# --- names and signatures ---------------------------------------------------------------------
+
+
+@pytest.mark.limit(300)
+def test_names(measure: Any, host: Host, pytestconfig: pytest.Config) -> None:
+    version, problems, values = compared_api(pytestconfig.option.dry_run)
+    for variant, settings in CALLS:
+        name = " ".join((variant, *settings.values()))
+        measure(name, partial(calls, variant, settings, version, problems))
+    measure("enums", partial(enums, version, values))
+
+
+def compared_api(
+    dry: bool,
+) -> tuple[str, Callable[[Call], Iterable[str]], Callable[[str], Mapping[str, int]]]:
+    """Return the recorder's version nearest to the installed TensorRT; a function that lists the
+    problems of a call; and one that lists the values of an enum."""
+    if not dry:
+        from tests.recorder.bindings import read_api
+
+        found = read_api("tensorrt")
+        older = require_tensorrt().version.startswith("10.")
+        return COMPARED[not older], found.problems, found.values
+    trt = dry_run.emulator().trt
+
+    def problems(call: Call) -> Iterator[str]:
+        if not hasattr(getattr(trt, call.owner, None), call.member):
+            yield f"{call.owner}.{call.member}: there is no such member"
+
+    return COMPARED[-1], problems, lambda enum: _values(getattr(trt, enum))
+
+
+def calls(
+    variant: str,
+    settings: Mapping[str, str],
+    version: str,
+    problems: Callable[[Call], Iterable[str]],
+) -> dict[str, Any]:
+    """Have the recorder build, load and run the variant in small, and check each call."""
+    api = dry_run.emulator(version)
+    options = BuildOptions(backend="trt", settings=dict(settings), random_weights=0)
+    dry_run.check_small(api, prepare(load_spec(variant), options, dry=True), "f32")
+    made = api.trt.calls
+    wrong = list(dict.fromkeys(p for c in made for p in problems(c)))
+    return {"calls": len(made), "problems": wrong, "ok": not wrong}
+
+
+def enums(version: str, values: Callable[[str], Mapping[str, int]]) -> dict[str, Any]:
+    """List members of enums that are missing, or have another value than the recorder's."""
+    trt, wrong = dry_run.emulator(version).trt, []
+    names = [n for n in dir(trt) if isinstance(getattr(trt, n), EnumMeta)]
+    for name in names:
+        own, real = _values(getattr(trt, name)), values(name)
+        differ = (k for k, v in own.items() if real.get(k) != v)
+        wrong += [f"{name}.{k} is {real.get(k)}, not {own[k]}" for k in differ]
+    return {"enums": len(names), "problems": wrong, "ok": not wrong}
+
+
+def _values(enum: Any) -> dict[str, int]:
+    return {m.name: int(m) for m in enum}
+
+
+# --- small builds -----------------------------------------------------------------------------
+
+
+@pytest.mark.limit(300)
+def test_shared_memory(measure: Any, scale: Scale, host: Host) -> None:
+    """Do kernels of plugins get more than 48 KiB of shared memory?"""
+    measure("bytes", lambda: {"n": plugins().shared_memory(host.tensorrt(), scale.device)})
+
+
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
+def test_tiny(measure: Any, scale: Scale, host: Host, out: Path, form: Form) -> None:
+    measure("engine", partial(tiny, out, scale, host, form))
+
+
+def tiny(out: Path, scale: Scale, host: Host, form: Form) -> dict[str, Any]:
+    limits = {"max_batch": 2, "max_seq": 64, "prefill_chunk": 16, "media": "none"}
+    options = {**limits, "settings": form.settings, **(form.options or {})}
+    path = out / "work" / re.sub(r"[^\w.-]+", "-", form.name)
+    made = opened(out, scale, host, load_spec(form.variant), path, form.dtype, **options)
+    try:
+        times, _ = step_times(stepper(made, 1, 32), scale)
+        return {"step_ms": percentile(times, 50), **about(made, out), **compared(made)}
+    finally:
+        made.close()
+
+
+def opened(
+    out: Path, scale: Scale, host: Host, spec: Spec, path: Path, dtype: str, **options: Any
+) -> Engine:
+    """Return an engine, built if it is missing; its small files are kept in --out, also those of a
+    build that was refused."""
+    if path.exists():
+        return load_engine(path)
+    try:
+        how: dict[str, Any] = {"backend": "trt", "device": scale.device, "random_weights": 0}
+        return g4ir.build(spec, path, dtype=dtype, progress=print, **how, **options)
+    finally:
+        kept = [(log, log.name) for log in path.parent.glob(f"{path.name}*.log")]
+        kept += [(file, f"{path.name}/{file.name}") for file in path.glob("*")]
+        for file, name in kept:
+            if file.is_file() and file.stat().st_size < SMALL:
+                copy = out / "engines" / name
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                write_file(copy, [file.read_bytes()])
+        if host.timings().exists():
+            copy_folder(host.timings(), out / TIMINGS)
+
+
+def about(engine: Engine, out: Path) -> dict[str, Any]:
+    """Return what TensorRT made of an engine's network, and whether its steps are recorded."""
+    compiled, record = engine.manifest["compiled"], engine.runtime.record
+    found = {
+        "layers": compiled["layers"],
+        "plan_mb": (engine.path / compiled["plan"]).stat().st_size >> 20,
+        "scratch_mb": compiled["scratch_bytes"]["engine"] >> 20,
+        "recorded": record is not None and record.record is not None,
+        "notes": "; ".join(compiled["notes"]),
+    }
+    if engine.device == "cpu":
+        return found
+    trt = require_tensorrt().trt
+    inspector = engine.runtime.engine.create_engine_inspector()
+    layers = json.loads(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
+    (out / "engines" / engine.path.name / "layers.json").write_text(json.dumps(layers, indent=1))
+    return {**found, "fused_layers": len(layers["Layers"])}
+
+
+def compared(engine: Engine) -> dict[str, Any]:
+    """Compare an engine with the reference on its own weights."""
+    report = verify_engine(engine)
+    worst = max(p.relative for p in report.positions)
+    return {"ok": report.ok, "worst": worst, "difference": report.first_difference or ""}
+
+
+@pytest.mark.limit(300)
+def test_attention(measure: Any, scale: Scale, host: Host, variant: str) -> None:
+    """Each kind of attention alone, for several lengths, in each form."""
+    for length in scale.contexts:
+        options = BuildOptions(
+            backend="trt",
+            random_weights=0,
+            max_seq=length,
+            prefill_chunk=min(length, scale.chunk),
+            media="none",
+        )
+        prepared = prepare(load_spec(variant), options, dry=True)
+        for g in trial.attention_graphs(network_graph(prepared.packing.program)):
+            for form in SETTINGS["attention"].choices:
+                settings = {**prepared.settings, "attention": form}
+                make = partial(alone, host, scale, g, prepared.limits, settings)
+                measure(f"{g.outputs[0].name} max_seq={length} {form}", make)
+
+
+def alone(
+    host: Host, scale: Scale, g: Graph, limits: Limits, settings: Mapping[str, str]
+) -> dict[str, Any]:
+    api, begun = host.tensorrt(), time.monotonic()
+    with TemporaryDirectory() as folder:
+        log, plan = logger(api.trt, Path(folder) / "trt.log"), Path(folder) / "plan"
+        w = building.write_network(api, g, limits, None, settings, log)
+        config = building.configure(api, w, settings, host.memory(scale.device))
+        timing = building.timing_file(host.timings(), host.machine(scale.device))
+        building.build_plan(api, w, config, timing, plan, print)
+        return {
+            "layers": w.network.num_layers,
+            "build_s": time.monotonic() - begun,
+            "plan_kb": plan.stat().st_size >> 10,
+        }
+
+
+# --- at full width ----------------------------------------------------------------------------
+
+#: one repeat of the layers, with each way to keep weights; and what may be faster than the default
+CUT = (
+    *({"weights": w} for w in WEIGHTS),
+    {"hardware": "same-capability"},
+    {"norms": "plugin"},
+    {"experts": "plugin"},
+)
+
+
+@pytest.mark.limit(1800)
+@pytest.mark.parametrize("settings", CUT, ids=lambda s: " ".join(s.values()))
+def test_cut(
+    measure: Any, scale: Scale, host: Host, out: Path, variant: str, settings: dict[str, str]
+) -> None:
+    spec = load_spec(variant)
+    if spec.text.num_kv_shared_layers:
+        pytest.skip("one repeat of its layers is no model: they share the keys of others")
+    text = replace(spec.text, num_hidden_layers=len(spec.text.pattern))
+    spec = replace(spec, name=f"{spec.name}-cut", text=text)
+    measure_engine(measure, scale, host, out, spec, settings)
+
+
+@pytest.mark.limit(5400)
+def test_full(measure: Any, scale: Scale, host: Host, out: Path, variant: str) -> None:
+    measure_engine(measure, scale, host, out, load_spec(variant), {})
+
+
+def measure_engine(
+    measure: Any, scale: Scale, host: Host, out: Path, spec: Spec, settings: Mapping[str, str]
+) -> None:
+    """Build an engine, time its steps and prompts, and compare it with the reference."""
+    path = out / "work" / "-".join((spec.name, *settings.values()))
+    limits = {"max_seq": max(scale.contexts) + 2 * scale.steps, "prefill_chunk": scale.chunk}
+    if "trtexec" in measure.found:  # the last measurement: the plan is gone
+        return
+    how = {**limits, "media": "none", "settings": settings}
+
+    def built() -> dict[str, Any]:
+        engine = opened(out, scale, host, spec, path, scale.dtype, **how)
+        try:
+            return about(engine, out)
+        finally:
+            engine.close()
+
+    if "layers" not in measure("engine", built):
+        return
+    engine = load_engine(path)
+    rates = Meter(scale.device, torch.bfloat16).measure()
+    for c in scale.contexts:
+        measure(f"decode c{c}", partial(decode_cell, engine, scale, 1, c, rates))
+    for n in scale.prompts:
+        measure(f"prefill {n}", partial(prefill_cell, engine, n, rates))
+    measure("compared", partial(compared, engine))
+    engine.close()
+    measure("trtexec", partial(trtexec, path, out / "engines" / path.name))
+    shutil.rmtree(path)  # as large as the weights, twice
+
+
+def trtexec(path: Path, out: Path) -> dict[str, Any]:
+    """Have NVIDIA's own tool time the plan's decode steps, layer by layer."""
+    if shutil.which("trtexec") is None:
+        raise MissingError("no trtexec here: it comes with TensorRT's archive or container")
+    out.mkdir(parents=True, exist_ok=True)
+    words = [f"--loadEngine={path / files(ENGINE)[0]}", "--useProfile=0", "--useCudaGraph"]
+    words += [
+        f"--exportLayerInfo={out / 'layers_0.json'}",
+        f"--exportProfile={out / 'profile_0.json'}",
+    ]
+    done = subprocess.run(["trtexec", *words], capture_output=True, text=True, errors="replace")
+    return {"ok": done.returncode == 0, "said": (done.stdout + done.stderr)[-1000:]}
