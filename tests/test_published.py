@@ -15,7 +15,8 @@ import yaml
 from g4ir.ir.graph import Graph
 from g4ir.model.text import build_graph
 from g4ir.ops.moe import distinct_experts
-from g4ir.passes import run_passes
+from g4ir.passes import PassOptions, run_passes
+from g4ir.passes.latent_kv import LatentOptions
 from g4ir.plan.cost import (
     NodeCost,
     Roof,
@@ -222,7 +223,7 @@ def test_the_floor_of_a_step(name: str) -> None:
 def test_cache_reads_at_128k(form: str) -> None:
     for name, gb in TABLES["cache_reads"][form].items():
         plain = build_graph(load_spec(name), "decode")
-        g = run_passes(plain, options={"latent_kv": {"form": form}})
+        g = run_passes(plain, options=PassOptions((LatentOptions(form),)))
         assert by_kind(decode_costs(g, 131072))["kv"].state_bytes / 1e9 == printed(gb), name
 
 

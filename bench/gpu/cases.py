@@ -23,8 +23,8 @@ from g4ir.backends.torch_compile.segment import canonical
 from g4ir.ir.graph import Program
 from g4ir.ir.text import print_graph
 from g4ir.model.text import build_program
-from g4ir.passes import run_program
-from g4ir.plan.resolve import for_gpu
+from g4ir.passes import PassOptions, run_program
+from g4ir.passes.latent_kv import LatentOptions
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import load_spec
@@ -41,7 +41,7 @@ def programs(variants: list[str], rows: int) -> Iterator[Program]:
         graphs = quantised(graphs, spec, find_recipe(quant or None), "bf16")
         latent = spec.text.full.k_eq_v and not quant
         for form in ("off", "value", "raw") if latent else ("off",):
-            done = run_program(graphs, options={"latent_kv": {"form": form}, **for_gpu(rows)})
+            done = run_program(graphs, options=PassOptions((LatentOptions(form),), rows))
             yield split_program(done).program
 
 

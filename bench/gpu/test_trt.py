@@ -53,7 +53,7 @@ from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.files import write_file
 from g4ir.ui.memory import free_memory
-from g4ir.ui.places import private
+from g4ir.ui.paths import private
 
 CARD = Scale(
     device="cuda",
