@@ -172,7 +172,7 @@ class Process(uvicorn.Server):
                 engine.close()
                 return
             service = self.server.start(engine)
-            self.told(service.slots.staging.capacity())
+            self.told(service.scheduler.prefiller.capacity())
             self.told("ready")
         except BaseException as e:
             self.error = e
