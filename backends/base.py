@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,12 +20,12 @@ from g4ir.ui.progress import Progress
 from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.pack import Packing, ParamSource, own_params
 
-from .sampling import Sampling
-
 if TYPE_CHECKING:
     import torch
 
 Tensors = Mapping[str, "torch.Tensor"]
+#: token ids -> the feeds of a text graph
+Embed = Callable[["torch.Tensor"], "dict[str, torch.Tensor]"]
 #: sees values by name as a graph makes them
 Watch = Callable[[str, "torch.Tensor"], None]
 
@@ -50,6 +50,15 @@ def checked_settings(backend: Backend, given: Mapping[str, str]) -> dict[str, st
             choices = ", ".join(known[name].choices)
             raise InputError(f"--set {name}={value}: one of {choices} ({known[name].help})")
     return {name: given.get(name, s.default) for name, s in known.items()}
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    """How a step on the device chooses tokens: the ways that its sequences need (sampling.WAYS),
+    and ids that none of them may get."""
+
+    ways: tuple[str, ...]
+    suppress: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,27 +118,15 @@ class Runtime(Protocol):
     def encode(self, tower: str, feeds: Tensors) -> torch.Tensor:
         """Return the soft tokens [1, N, hidden] that a tower's graph makes of its inputs."""
 
-    def token_loop(
-        self,
-        embed: Callable[[torch.Tensor], dict[str, torch.Tensor]],
-        state: Any,
-        batch: int,
-        sampling: Sampling,
-        stops: Sequence[int],
-    ) -> Any:
-        """Return a loop that chooses tokens on the device (torch_compile/token_loop.py), or
+    def token_loop(self, embed: Embed, state: Any, batch: int, choice: DeviceChoice) -> Any:
+        """Return decode steps that choose tokens on the device (torch_compile/token_loop.py), or
         None."""
 
     def round_loop(
-        self,
-        embed: Callable[[torch.Tensor], dict[str, torch.Tensor]],
-        state: Any,
-        sampling: Sampling,
-        stops: Sequence[int],
-        last: bool,
+        self, embed: Embed, state: Any, batch: int, choice: DeviceChoice, last: bool
     ) -> Any:
-        """Return a loop that drafts and verifies on the device (torch_compile/round_loop.py), or
-        None."""
+        """Return verification steps that draft and choose on the device
+        (torch_compile/round_loop.py), or None."""
 
     def resident(self, param: str) -> torch.Tensor | None:
         """Return a param that the runtime holds whole, for others to read."""

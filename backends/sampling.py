@@ -1,29 +1,83 @@
-"""Sampling: from logits to the next token."""
+"""Sampling: from logits to the next token, by the settings of each sequence.
+
+A sequence's logits go through, in this order: log-probabilities are read, which are raw; biases,
+suppressed tokens and the logits mask; penalties; temperature; min_p; top_k; top_p; the draw.
+
+The random number of a draw is a function of the sequence's seed and of the token's index in its
+answer (`uniform`). So a text depends neither on what is decoded beside it, nor on speculative
+decoding, nor on whether the host or the device chooses.
+"""
 
 from __future__ import annotations
 
+import math
+import secrets
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
 
 from g4ir.errors import InputError
 
 if TYPE_CHECKING:
     import torch
 
-#: of a choice by top_p alone, the host sorts so many first: they nearly always hold enough
+#: seeds are below; a request without one gets a random one
+SEEDS = 1 << 63
+#: largest top_k for which a step reads that many candidates and sorts nothing else
+CANDIDATES = 64
+#: for top_p alone, the host sorts this many logits first: they nearly always hold enough
 FEW = 1024
+#: limit of what settings add to a logit or multiply it by, so that float32 holds the result
+MOST = 1e9
+#: ways to choose: the largest logit; a draw from the CANDIDATES largest, from all in the order of
+#: their ids, and from all sorted
+GREEDY, TOP, WHOLE, SORTED = "greedy", "top", "whole", "sorted"
+WAYS = (GREEDY, TOP, WHOLE, SORTED)
+#: columns of a `draws` tensor
+TEMPERATURE, TOP_K, TOP_P, WAY = range(4)
+#: top_p that keeps every token, whatever the rounding of the sum
+ALL = 2.0
+
+
+class LogitsMask(Protocol):
+    """Returns before each draw which tokens may follow; a grammar for example."""
+
+    def mask(self, generated: Sequence[int]) -> Any:
+        """Return booleans [vocab], or int32 words with a bit for each token, the lowest bit first;
+        as torch or numpy. None: every token may follow."""
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """temperature 0 is greedy. `suppress` are token ids that are never chosen."""
+class SamplingParams:
+    """Sampling settings of one sequence. temperature 0 is greedy; `suppress` are token ids that are
+    never chosen.
+
+    presence_penalty is subtracted from the logits of generated tokens, frequency_penalty once for
+    each occurrence; repetition_penalty divides positive logits of tokens of the prompt and of
+    generated ones, and multiplies negative ones. min_p: the least probability of a token that can
+    be drawn, as a share of the largest. logit_bias: (token, what is added). `allowed` is a logits
+    mask. The sequence ends with one of `stop`, and with the checkpoint's own stop ids unless
+    `ignore_eos`; none of them is chosen before `min_tokens` are generated. logprobs: how many of
+    the most probable tokens are reported with each.
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
     seed: int | None = None
     suppress: tuple[int, ...] = ()
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed: LogitsMask | None = field(default=None, compare=False)
+    stop: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature <= sys.float_info.max:
@@ -32,64 +86,317 @@ class Sampling:
             raise InputError(f"top_k {self.top_k}: expected at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise InputError(f"top_p {self.top_p}: expected a share in (0, 1]")
-        if self.seed is not None and not 0 <= self.seed < 1 << 63:
+        if self.seed is not None and not 0 <= self.seed < SEEDS:
             raise InputError(f"seed {self.seed}: expected 0 to 2^63 - 1")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise InputError(f"min_p {self.min_p}: expected a share in [0, 1]")
+        added = {name: getattr(self, name) for name in ("presence_penalty", "frequency_penalty")}
+        added |= {f"logit_bias of token {token}": bias for token, bias in self.logit_bias}
+        for name, value in added.items():
+            if not -MOST <= value <= MOST:
+                raise InputError(f"{name}: {_shown(value)}: expected -{MOST:g} to {MOST:g}")
+        if not 1 / MOST <= self.repetition_penalty <= MOST:
+            value = _shown(self.repetition_penalty)
+            raise InputError(f"repetition_penalty {value}: expected {1 / MOST:g} to {MOST:g}")
+        for name in ("min_tokens", "logprobs"):
+            if (getattr(self, name) or 0) < 0:
+                raise InputError(f"{name} {getattr(self, name)}: expected 0 or more")
+
+    @property
+    def penalises(self) -> bool:
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        return penalties != (0, 0, 1)
+
+    @property
+    def changes(self) -> bool:
+        """Whether more than `suppress` and `min_tokens` changes which logit is the largest."""
+        return self.penalises or bool(self.logit_bias) or self.allowed is not None
+
+    @property
+    def way(self) -> str:
+        """Which of WAYS chooses."""
+        if self.temperature == 0:
+            return GREEDY
+        if self.top_k is not None and self.top_k <= CANDIDATES:
+            return TOP
+        return WHOLE if self.top_k is None and self.top_p is None else SORTED
+
+    @property
+    def draw(self) -> tuple[float, float, float, float]:
+        """Its row of a `draws` tensor."""
+        top_k = math.inf if self.top_k is None else self.top_k
+        return (self.temperature or 1.0, top_k, self.top_p or ALL, WAYS.index(self.way))
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Raw log-probabilities: of the chosen token, and (token, log-probability) of the most
+    probable ones, the most probable first."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    token: int
+    logprobs: Logprobs | None = None
+
+
+#: a token; an exception of the sequence's own settings; None: logits that are NaN or infinite
+Drawn = Choice | Exception | None
+
+
+# --- random numbers ---------------------------------------------------------------------------
+
+_WORD = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def uniform(seed: int, index: int) -> float:
+    """Return the random number in [0, 1) of a sequence's token `index`: SplitMix64, twice."""
+    return (_mixed(_mixed(seed) + index) >> 11) * 2.0**-53
+
+
+def _mixed(x: int) -> int:
+    x = (x + 1) * _GOLDEN & _WORD
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _WORD
+    return x ^ x >> 31
+
+
+def random_seed() -> int:
+    """Return a seed for a request that has none; short enough to be typed again."""
+    return secrets.randbits(32)
+
+
+# --- a sequence -------------------------------------------------------------------------------
 
 
 class Sampler:
-    """Draws tokens; two samplers of the same seed draw the same. Each draw of a row uses up one
-    random number, so that a device that is given the numbers draws the same as the host."""
+    """Keeps what a sequence has generated, and shapes its logits. `stops` end it."""
 
-    def __init__(self, settings: Sampling) -> None:
+    def __init__(
+        self, params: SamplingParams, prompt: Sequence[int] = (), stops: Collection[int] = ()
+    ) -> None:
+        self.params, self.prompt, self.stops = params, prompt, frozenset(stops)
+        self.seed = random_seed() if params.seed is None else params.seed
+        self.generated: list[int] = []
+        self._never = frozenset(params.suppress)
+        self._greedy = params.temperature == 0 and not params.changes
+        self._history: _History | None = None
+        #: whether nothing but `suppress`, temperature, top_k and top_p has a say, so that a device
+        #: can choose
+        plain = not params.changes and params.logprobs is None and not params.min_p
+        self.plain = plain and params.min_tokens == 0
+
+    def uniform(self, ahead: int = 0) -> float:
+        """Return the random number of the next token, or of one that is `ahead` of it."""
+        return uniform(self.seed, len(self.generated) + ahead)
+
+    def takes(self, largest: int) -> bool:
+        """Whether the token of the largest logit is the choice, so that nothing need be copied."""
+        if not self._greedy or largest in self._never:
+            return False
+        return not (self._is_short and largest in self.stops)
+
+    @property
+    def _is_short(self) -> bool:
+        return len(self.generated) < self.params.min_tokens
+
+    def shaped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits [vocab] as they are drawn from, float32; the given ones are not changed.
+        InputError if none may be chosen."""
         import torch
 
-        self.settings = settings
-        self.generator = torch.Generator()
-        if settings.seed is not None:
-            self.generator.manual_seed(settings.seed)
-        else:
-            self.generator.seed()
+        if self.plain and self._suppressed is None:
+            return logits.float()
+        s, row = self.params, logits.to(torch.float32, copy=True)
+        if self._biased is not None:
+            row.index_add_(0, self._biased.to(row.device), self._biases.to(row.device))
+        for ids in (self._suppressed, self._stopping if self._is_short else None):
+            if ids is not None:
+                row[ids.to(row.device)] = -math.inf
+        allowed = s.allowed.mask(self.generated) if s.allowed else None
+        if allowed is not None:
+            row.masked_fill_(~bits(allowed, len(row)).to(row.device), -math.inf)
+        if s.penalises:
+            self._penalise(row)
+        if float(row.amax()) == -math.inf:
+            raise InputError(
+                f"after {len(self.generated)} tokens none may be chosen: the mask allows none but "
+                f"those that are suppressed or would end it before min_tokens {s.min_tokens}"
+            )
+        if s.min_p and s.temperature > 0:
+            weights = weights_of(row[None], s.temperature)[0]
+            row.masked_fill_(weights < s.min_p, -math.inf)
+        return row
 
-    def uniforms(self, rows: int) -> torch.Tensor:
-        """Return the next random numbers, float64 [rows] in [0, 1)."""
+    @cached_property
+    def _biased(self) -> torch.Tensor | None:
+        return _index([token for token, _ in self.params.logit_bias])
+
+    @cached_property
+    def _biases(self) -> torch.Tensor:
         import torch
 
-        return torch.rand(rows, dtype=torch.float64, generator=self.generator)
+        return torch.tensor([bias for _, bias in self.params.logit_bias], dtype=torch.float32)
 
-    def next(self, logits: torch.Tensor) -> torch.Tensor:
-        """Choose tokens, [B, vocab] -> int64 [B], chosen where the logits lie. Greedy takes the
-        lowest of equal maxima."""
-        greedy = self.settings.temperature == 0
-        return self.pick(logits, None if greedy else self.uniforms(len(logits)))
+    @cached_property
+    def _suppressed(self) -> torch.Tensor | None:
+        return _index(self.params.suppress)
 
-    def pick(self, logits: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:
-        """Choose tokens as `next`, with a random number for each row; None: greedily."""
+    @cached_property
+    def _stopping(self) -> torch.Tensor | None:
+        return _index(sorted(self.stops))
+
+    def _penalise(self, row: torch.Tensor) -> None:
+        if self._history is None:
+            self._history = _History(row, self.prompt)
+        self._history.follow(self.generated)
+        s, h = self.params, self._history
+        factor = s.repetition_penalty
+        if factor != 1:
+            row.copy_((row / factor).where(row > 0, row * factor).where(h.seen, row))
+        row -= s.frequency_penalty * h.counts + s.presence_penalty * (h.counts > 0)
+
+
+class _History:
+    """Which tokens a sequence has seen, and how often it generated each; where its logits are."""
+
+    def __init__(self, row: torch.Tensor, prompt: Sequence[int]) -> None:
         import torch
 
-        s = self.settings
-        logits = logits.float()
-        if s.suppress:
-            never = torch.tensor(s.suppress, device=logits.device)
-            logits = logits.index_fill(-1, never, float("-inf"))
-        if uniforms is None:
-            return logits.argmax(-1)
-        return choose(logits, uniforms.to(logits.device), s)
+        self.counts = torch.zeros_like(row)
+        self.seen = torch.zeros_like(row, dtype=torch.bool)
+        self.seen[torch.tensor(prompt, dtype=torch.int64, device=row.device)] = True
+        self.followed = 0
+
+    def follow(self, generated: Sequence[int]) -> None:
+        for token in generated[self.followed :]:
+            self.counts[token] += 1
+            self.seen[token] = True
+        self.followed = len(generated)
 
 
-def choose(logits: torch.Tensor, uniforms: torch.Tensor, s: Sampling) -> torch.Tensor:
-    """Choose a token for each row of float32 [B, vocab], int64 [B], with its random number in [0,
-    1). Nothing is looked at by the host where the logits lie on a device."""
+def sample(logits: torch.Tensor, samplers: Mapping[int, Sampler]) -> dict[int, Drawn]:
+    """Choose a token for some rows of logits [B, vocab], as each alone would, and append it to what
+    its sampler has generated."""
+    import torch
+
+    # A sum is finite if all of its terms are; one transfer from a device for both.
+    sums = logits.sum(-1, dtype=torch.float32)
+    best, sums = torch.stack((logits.argmax(-1).double(), sums.double())).tolist()
+    out: dict[int, Drawn] = {}
+    tokens: dict[int, int] = {}
+    shaped: dict[int, torch.Tensor] = {}
+    for i, sampler in samplers.items():
+        out[i] = None
+        if not math.isfinite(sums[i]):
+            continue
+        if sampler.takes(int(best[i])):
+            tokens[i] = int(best[i])
+            continue
+        try:
+            shaped[i] = sampler.shaped(logits[i])
+        except Exception as e:  # the mask is the caller's
+            out[i] = e
+    if shaped:
+        tokens |= _drawn(shaped, samplers)
+    for i, token in tokens.items():
+        sampler = samplers[i]
+        count = sampler.params.logprobs
+        read = None if count is None else read_logprobs(logits[i], token, count)
+        sampler.generated.append(token)
+        out[i] = Choice(token, read)
+    return out
+
+
+def _drawn(shaped: Mapping[int, torch.Tensor], samplers: Mapping[int, Sampler]) -> dict[int, int]:
+    """Return the tokens of sequences by their shaped logits [vocab]. Rows of GREEDY and of TOP are
+    chosen together; others alone, since the sum of a long row may round differently in a batch."""
+    import torch
+
+    groups: dict[Any, list[int]] = {}
+    for i in shaped:
+        way = samplers[i].params.way
+        groups.setdefault(way if way in (GREEDY, TOP) else i, []).append(i)
+    out: dict[int, int] = {}
+    for rows in groups.values():
+        uniforms = torch.tensor([samplers[i].uniform() for i in rows], dtype=torch.float64)
+        draws = torch.tensor([samplers[i].params.draw for i in rows], dtype=torch.float64)
+        logits = torch.stack([shaped[i] for i in rows])
+        given = uniforms.to(logits.device), draws.to(logits.device)
+        found = choose(logits, *given, samplers[rows[0]].params.way)
+        out |= zip(rows, found.tolist(), strict=True)
+    return out
+
+
+def read_logprobs(logits: torch.Tensor, token: int, count: int) -> Logprobs:
+    """Return log-probabilities of raw logits [vocab]: the token's and the `count` largest."""
+    import torch
+
+    row = logits.float()
+    whole = row.double().logsumexp(-1)
+    values, index = largest(row[None], min(count, len(row)))
+    read = (torch.cat((row[token][None], values[0])).double() - whole).tolist()
+    return Logprobs(read[0], tuple(zip(index[0].tolist(), read[1:], strict=True)))
+
+
+def bits(mask: Any, vocab: int) -> torch.Tensor:
+    """Return bool [vocab] of what `LogitsMask.mask` returns; InputError for anything else."""
+    import torch
+
+    t = torch.as_tensor(mask)
+    words = -(-vocab // 32)
+    if t.dtype == torch.bool and t.shape == (vocab,):
+        return t
+    if t.dtype == torch.int32 and t.dim() == 1 and len(t) >= words:
+        each = t[:words, None] >> torch.arange(32, dtype=torch.int32, device=t.device)
+        return (each & 1).bool().reshape(-1)[:vocab]
+    raise InputError(
+        f"mask: found {str(t.dtype).removeprefix('torch.')} {list(t.shape)}; expected bool "
+        f"[{vocab}], or int32 [{words}] with a bit for each token"
+    )
+
+
+def _shown(value: float) -> str:
+    return str(value)[:20]
+
+
+def _index(ids: Sequence[int]) -> torch.Tensor | None:
+    import torch
+
+    return torch.tensor(ids, dtype=torch.int64) if ids else None
+
+
+# --- a batch ----------------------------------------------------------------------------------
+
+
+def choose(
+    logits: torch.Tensor, uniforms: torch.Tensor, draws: torch.Tensor, way: str
+) -> torch.Tensor:
+    """Choose a token for each row of float32 [B, vocab], int64 [B], in one of WAYS; `uniforms` are
+    random numbers f64[B] and `draws` settings f64[B, 4]. Greedy takes the lowest of equal maxima.
+    Nothing is read by the host if the logits are on a device."""
     vocab = logits.shape[-1]
-    if s.top_k is not None:
-        return draw(*largest(logits, min(s.top_k, vocab)), uniforms, s)
-    if s.top_p is None:  # no need to know which are the largest
-        return draw(logits, None, uniforms, s)
-    if not logits.is_cuda and vocab > FEW:
-        whole = weights_of(logits, s).sum(-1, keepdim=True)
-        values, index = largest(logits, FEW)
-        if bool((weights_of(values, s).sum(-1, keepdim=True) >= s.top_p * whole).all()):
-            return draw(values, index, uniforms, s, whole)
-    return draw(*largest(logits, vocab), uniforms, s)
+    if way == GREEDY:
+        return logits.argmax(-1)
+    if way == TOP:
+        return draw(*largest(logits, min(CANDIDATES, vocab)), uniforms, draws)
+    if way == WHOLE:
+        return draw(logits, None, uniforms, draws)
+    if logits.is_cuda or vocab <= FEW:
+        return draw(*largest(logits, vocab), uniforms, draws)
+    if bool((draws[:, TOP_K] < vocab).any()):
+        return draw(*largest(logits, int(draws[:, TOP_K].clamp(max=vocab).max())), uniforms, draws)
+    temperature = draws[:, TEMPERATURE, None]
+    whole = weights_of(logits, temperature).sum(-1, keepdim=True)
+    values, index = largest(logits, FEW)
+    few = weights_of(values, temperature).sum(-1, keepdim=True)
+    if bool((few >= draws[:, TOP_P, None] * whole).all()):
+        return draw(values, index, uniforms, draws, whole)
+    return draw(*largest(logits, vocab), uniforms, draws)
 
 
 def largest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,23 +427,27 @@ def draw(
     values: torch.Tensor,
     index: torch.Tensor | None,
     uniforms: torch.Tensor,
-    s: Sampling,
+    draws: torch.Tensor,
     whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Draw one of the candidates of each row, int64 [B]: the first at which the sum of
     probabilities exceeds the row's random number in [0, 1).
 
-    values [B, k] are logits, at least one of them finite; index int64 [B, k] their ids (default:
-    their places). top_p wants them in descending order. The probabilities are those of the k
-    candidates alone; `whole` [B, 1] counts more of them for top_p (see `weights_of`).
+    values [B, k] are logits, at least one of them finite, in descending order; index int64 [B, k]
+    their ids. Without `index` they are in the order of their ids, and all are candidates: top_k
+    and top_p of `draws` f64[B, 4] are left out. The probabilities are those of the k candidates
+    alone; `whole` [B, 1] counts more of them for top_p (see `weights_of`).
     """
     import torch
 
-    weights = weights_of(values, s)
+    weights = weights_of(values, draws[:, TEMPERATURE, None])
+    if index is not None:
+        places = torch.arange(values.shape[-1], device=values.device)
+        weights = weights.where(places < draws[:, TOP_K, None], 0.0)
     edges = weights.cumsum(-1)
-    if s.top_p is not None:
+    if index is not None:
         whole = edges[:, -1:] if whole is None else whole
-        edges = weights.where(edges - weights < s.top_p * whole, 0.0).cumsum(-1)
+        edges = weights.where(edges - weights < draws[:, TOP_P, None] * whole, 0.0).cumsum(-1)
     # A number next to 1 may round to the last edge: it means the last token that can be drawn.
     end = edges[:, -1:]
     wanted = (uniforms[:, None] * end).minimum(torch.nextafter(end, torch.zeros_like(end)))
@@ -145,8 +456,8 @@ def draw(
     return at[:, 0] if index is None else index.gather(-1, at)[:, 0]
 
 
-def weights_of(values: torch.Tensor, s: Sampling) -> torch.Tensor:
+def weights_of(values: torch.Tensor, temperature: Any) -> torch.Tensor:
     """Return probabilities in float64 up to a factor, which is the same for all that begin with, or
-    contain, the largest."""
+    contain, the largest. `temperature`: a number, or f64[B, 1]."""
     # The largest becomes 0 before the division, so that no temperature overflows.
-    return ((values - values.amax(-1, keepdim=True)).double() / float(s.temperature)).exp()
+    return ((values - values.amax(-1, keepdim=True)).double() / temperature).exp()

@@ -18,36 +18,54 @@ import argparse
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from common import medians, save, seconds
 
 import g4ir
-from g4ir.backends.sampling import Sampler, Sampling
+from g4ir.backends.sampling import SamplingParams, sample
 from g4ir.bench.roof import Meter
 from g4ir.bench.stats import median
 from g4ir.bench.system import environment
 from g4ir.bench.text import machine
+from g4ir.engine import scheduler as scheduling
 from g4ir.engine.engine import Engine
+from g4ir.engine.requests import Request
+from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.engine.session import Session
-from g4ir.engine.speculative import MTP, NGRAM, AcceptanceStats, SpeculativeConfig, drafted_stream
+from g4ir.engine.speculative import (
+    MTP,
+    NGRAM,
+    NO_DRAFT,
+    AcceptanceStats,
+    SpeculativeConfig,
+)
 from g4ir.model.draft import DRAFT
 from g4ir.ops.types import torch_dtype
 from g4ir.ui.table import aligned
 
 
-class Scripted(Sampler):
-    """Chooses greedily, and then says the script's next token: `script(i)` of the i-th choice."""
+@contextmanager
+def scripted(script: Callable[[int], int]) -> Any:
+    """A context in which a token is chosen as ever, and then replaced by the script's:
+    `script(i)` for the i-th choice."""
+    count = 0
 
-    def __init__(self, script: Callable[[int], int]) -> None:
-        super().__init__(Sampling())
-        self.script, self.count = script, 0
+    def choose(logits: torch.Tensor, samplers: Any) -> Any:
+        nonlocal count
+        made = sample(logits, samplers)
+        for row, sampler in samplers.items():
+            sampler.generated[-1] = script(count)
+            made[row] = scheduling.Choice(sampler.generated[-1])
+            count += 1
+        return made
 
-    def pick(self, logits: torch.Tensor, uniforms: torch.Tensor | None) -> torch.Tensor:
-        super().pick(logits, uniforms)
-        self.count += 1
-        return torch.tensor([self.script(self.count - 1)])
+    with patch.object(scheduling, "sample", choose):
+        yield
 
 
 @dataclass
@@ -64,7 +82,7 @@ class Agreeing:
     counts: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        drafted = self.session.drafted
+        drafted = self.session.draft
 
         def watched(*args: object) -> dict[int, list[int]]:
             made = drafted(*args)  # type: ignore[arg-type]
@@ -72,7 +90,7 @@ class Agreeing:
             self.counts.append(len(self.waiting))
             return made
 
-        self.session.drafted = watched  # type: ignore[method-assign]
+        self.session.draft = watched  # type: ignore[method-assign]
 
     def __call__(self, _: int) -> int:
         if self.waiting and self.rng.random() < self.right:
@@ -101,20 +119,19 @@ class Bench:
     def curve(self, context: int) -> dict[str, float]:
         """Return median seconds of `step`, `draft` and verifications by number of tokens."""
         session, tokens = self.engine.session(1), self.ids(context, 1)
-        session.append([tokens])
-        sampler = Sampler(Sampling())
+        session.prefill([tokens])
 
         def step() -> float:
-            took = seconds(lambda: sampler.next(session.advance([5])))
+            took = seconds(lambda: session.verify([[5]])[:, 0].argmax(-1).tolist())
             session.truncate(context)
             return took
 
         def verified(count: int) -> float:
             def run() -> None:
-                logits = session.judged({0: tokens[:count]})
+                logits = session.verify([tokens[:count]])
                 for place in range(count):
-                    sampler.pick(logits[:, place], None)
-                session.keep({0: 1})
+                    logits[:, place].argmax(-1).tolist()
+                session.truncate(context + 1)
 
             took = seconds(run)
             session.truncate(context)
@@ -125,27 +142,40 @@ class Bench:
         if not self.engine.drafter:
             return medians(self.rounds, **runs)
         # First of all, while the state is known that a drafter goes on from.
-        drafts = medians(
-            self.rounds, draft=lambda: seconds(lambda: session.drafted({0: 7}, {0: 1}))
-        )
+        drafts = medians(self.rounds, draft=lambda: seconds(lambda: session.draft({0: 7}, {0: 1})))
         return drafts | medians(self.rounds, **runs)
 
-    def begun(self, prompt: Sequence[int]) -> tuple[Session, torch.Tensor]:
-        session = self.engine.session(1)
-        return session, session.append([[*prompt]])
+    def answered(
+        self,
+        prompt: Sequence[int],
+        new: int,
+        draft: SpeculativeConfig,
+        script: Callable[[Session], Callable[[int], int]],
+        tally: AcceptanceStats,
+    ) -> float:
+        """Return tokens/s of a scripted answer."""
+        config = SchedulerConfig(prefix_bytes=0, draft=draft)
+        scheduler = Scheduler(self.engine, config)
+        params = SamplingParams(ignore_eos=True)
+        handle = scheduler.submit(Request(tuple(prompt), new, params, reuse=False))
+        with scripted(script(scheduler.prefiller.session)):
+            while not handle.counts.generated:
+                scheduler.step()
+            took = seconds(lambda: [*scheduler.run(handle)])
+        tally.join(handle.tally)
+        scheduler.close()
+        return new / took
 
     def plain(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
         """Return tokens/s of an answer without drafts."""
-        session, logits = self.begun(prompt)
-        stream = session.stream(logits, len(answer), Scripted(answer.__getitem__), ())
-        return len(answer) / seconds(lambda: [*stream])
+        script = answer.__getitem__
+        tally = AcceptanceStats()
+        return self.answered(prompt, len(answer), NO_DRAFT, lambda _: script, tally)
 
     def edited(self, prompt: Sequence[int], answer: Sequence[int], tally: AcceptanceStats) -> float:
-        """Return tokens/s with drafts that are looked up."""
-        session, logits = self.begun(prompt)
-        draft, sampler = SpeculativeConfig(NGRAM, self.most - 1), Scripted(answer.__getitem__)
-        stream = drafted_stream(session, logits, [prompt], len(answer), sampler, (), draft, tally)
-        return len(answer) / seconds(lambda: [*stream])
+        """Return tokens/s with n-gram drafts."""
+        draft, script = SpeculativeConfig(NGRAM, self.most - 1), answer.__getitem__
+        return self.answered(prompt, len(answer), draft, lambda _: script, tally)
 
     def drafted(
         self,
@@ -155,14 +185,17 @@ class Bench:
         tally: AcceptanceStats,
         counts: list[int],
     ) -> float:
-        """Return tokens/s with a drafter's drafts; `counts` are how many each round had."""
-        session, logits = self.begun(prompt)
-        script = Agreeing(session, right, self.high)
-        draft, sampler = SpeculativeConfig(MTP, self.most - 1), Scripted(script)
-        stream = drafted_stream(session, logits, [prompt], new, sampler, (), draft, tally)
-        took = seconds(lambda: [*stream])
-        counts += script.counts
-        return new / took
+        """Return tokens/s with a draft model; `counts` are how many tokens each round drafted."""
+        made: list[Agreeing] = []
+
+        def script(session: Session) -> Callable[[int], int]:
+            made.append(Agreeing(session, right, self.high))
+            return made[0]
+
+        draft = SpeculativeConfig(MTP, self.most - 1)
+        rate = self.answered(prompt, new, draft, script, tally)
+        counts += made[0].counts
+        return rate
 
 
 def with_changes(text: Sequence[int], every: int, high: int) -> list[int]:

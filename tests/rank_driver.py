@@ -19,7 +19,8 @@ from g4ir.backends.reference import ReferenceRuntime
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
-from g4ir.engine.scheduler import Request, Scheduler
+from g4ir.engine.requests import Request
+from g4ir.engine.scheduler import Scheduler
 from g4ir.ir.graph import Node, Value
 from g4ir.ops.types import Type, dtype_name
 from g4ir.parallel.group import FRAME, GATHERED, Group
@@ -75,7 +76,7 @@ def logits(engine: Engine) -> dict[str, torch.Tensor]:
     kept = session.snapshot()
     rows.append(session.decode(torch.tensor([1, 2])))
     session.restore(kept)
-    session.clear([1])
+    session.reset([1], zero=True)
     session.copy_row(session, 0, 1)
     rows.append(session.decode(torch.tensor([3, 3])))
     weights = (n for n in PARAMS if n.startswith("L0.mlp") or engine.spec.text.moe)
@@ -85,20 +86,20 @@ def logits(engine: Engine) -> dict[str, torch.Tensor]:
 def answers(engine: Engine) -> dict[str, Any]:
     """Tokens that are chosen in all ways, and what the engine says of itself."""
     slots = Scheduler(engine)
-    tickets = [slots.submit(Request(tuple(p), 6)) for p in (*PROMPTS, PROMPTS[0])]
+    handles = [slots.submit(Request(tuple(p), 6)) for p in (*PROMPTS, PROMPTS[0])]
     while slots.busy:
         slots.step()
     said = {
         "greedy": engine.generate(PROMPTS, 8),
         "drawn": engine.generate(PROMPTS, 8, temperature=0.9, top_p=0.95, seed=11),
-        "rows": [t.answers[0].tokens for t in tickets],
+        "rows": [t.answers[0].tokens for t in handles],
         "cache": engine.session(1).nbytes(),
         "checked": [check(engine).ok if engine.ranks > 1 else True for check in CHECKS],
     }
     if engine.drafter:
         session = engine.session(2)
         session.prefill(torch.tensor([PROMPTS[1]] * 2))
-        said["drafts"] = [*session.drafted({0: 5, 1: 6}, {0: 3, 1: 2}).values()]
+        said["drafts"] = [*session.draft({0: 5, 1: 6}, {0: 3, 1: 2}).values()]
         said["mtp"] = engine.generate(PROMPTS, 8, draft="mtp")
     if engine.media.kinds:
         tokens, picture = engine.spec.tokens, torch.arange(48 * 72 * 3).view(48, 72, 3) % 251
@@ -123,7 +124,7 @@ def prefill(engine: Engine, out: Path) -> None:
     session = engine.session(1)
     while True:
         session.reset()
-        for _ in session.append_steps(torch.full((1, 60), 7)):
+        for _ in session.prefill_steps(torch.full((1, 60), 7)):
             print(BEGUN, flush=True)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from g4ir.backends.row_sampling import Allowed
+from g4ir.backends.sampling import LogitsMask
 from g4ir.chat import Vocabulary
 from g4ir.chat.special_tokens import CALL, CALL_END, CHANNEL, CHANNEL_END, TURN_END
 from g4ir.cli import main
@@ -45,7 +45,7 @@ class Dictated:
     tokens: Sequence[int]
     size: int
     pause_s: float
-    rule: Allowed | None
+    rule: LogitsMask | None
 
     def mask(self, generated: Sequence[int]) -> Any:
         time.sleep(self.pause_s)

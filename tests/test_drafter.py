@@ -13,15 +13,15 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.backends.row_sampling import RowSampling
-from g4ir.backends.sampling import Sampler, Sampling
+from g4ir.backends.sampling import SamplingParams
 from g4ir.backends.trt.recorder import recording
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine
 from g4ir.engine.engine import Engine
-from g4ir.engine.scheduler import Request, Scheduler, SchedulerConfig
+from g4ir.engine.requests import Request
+from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.engine.session import Session
-from g4ir.engine.speculative import AcceptanceStats, SpeculativeConfig, drafted_stream, find_draft
+from g4ir.engine.speculative import AcceptanceStats, SpeculativeConfig, find_draft
 from g4ir.errors import G4Error, InputError, SpecError, WeightsError
 from g4ir.model.draft import DRAFT, NEXT_HIDDEN, TOKEN, check_pair
 from g4ir.model.tensors import media_tensors, numel, text_tensors
@@ -195,7 +195,7 @@ def ours(engine: Engine, session: Session, newest: list[int]) -> list[list[Step]
 
     runtime.run = watched  # type: ignore[method-assign]
     rows = range(session.batch)
-    drafted = session.drafted(dict(enumerate(newest)), dict.fromkeys(rows, STEPS))
+    drafted = session.draft(dict(enumerate(newest)), dict.fromkeys(rows, STEPS))
     runtime.run = run  # type: ignore[method-assign]
     out = [[_step(engine, values, row) for values in seen] for row in rows]
     assert drafted == {row: [s.token for s in out[row]] for row in rows}
@@ -349,22 +349,24 @@ def test_rows_of_slots(built: Build, name: str) -> None:
     """Answers that begin and end at different times, whose prompts are computed elsewhere."""
     engine, pair = built(copying(name)), copying(name)
     jobs = [
-        Request(tuple(pair.oracle.tokens[i % 2, : 4 + 3 * i].tolist()), 6 + 5 * i, RowSampling(**s))
+        Request(
+            tuple(pair.oracle.tokens[i % 2, : 4 + 3 * i].tolist()), 6 + 5 * i, SamplingParams(**s)
+        )
         for i, s in enumerate(({}, {"temperature": 0.8, "seed": 4}, {}, {"frequency_penalty": 0.7}))
     ]
     jobs = [replace(j, sampling=replace(j.sampling, ignore_eos=True)) for j in jobs]
     want = texts_of(Scheduler(engine), jobs)
     settings = SchedulerConfig(draft=find_draft(engine, "mtp"), draft_rows=3)
-    slots = Scheduler(engine, settings)
-    assert texts_of(slots, jobs) == want
-    assert sum(slots.totals.tally.accepted.values()) > 0
+    scheduler = Scheduler(engine, settings)
+    assert texts_of(scheduler, jobs) == want
+    assert sum(scheduler.totals.tally.accepted.values()) > 0
 
 
-def texts_of(slots: Scheduler, jobs: list[Request]) -> list[list[int]]:
-    tickets = [slots.submit(job) for job in jobs]
-    while slots.busy:
-        slots.step()
-    return [ticket.answers[0].tokens for ticket in tickets]
+def texts_of(scheduler: Scheduler, jobs: list[Request]) -> list[list[int]]:
+    handles = [scheduler.submit(job) for job in jobs]
+    while scheduler.busy:
+        scheduler.step()
+    return [handle.answers[0].tokens for handle in handles]
 
 
 @pytest.mark.parametrize("name", ["tiny-media", "tiny-unified"])
@@ -386,7 +388,7 @@ def test_pictures_and_sounds(tmp_path: Path, name: str) -> None:
 
 def drafted(session: Session, token: int) -> list[list[int]]:
     rows = range(session.batch)
-    found = session.drafted(dict.fromkeys(rows, token), dict.fromkeys(rows, 3))
+    found = session.draft(dict.fromkeys(rows, token), dict.fromkeys(rows, 3))
     return [found[row] for row in rows]
 
 
@@ -417,8 +419,8 @@ def test_the_state_follows_the_row(built: Build) -> None:
 
 def drafted_after(session: Session, tokens: torch.Tensor) -> list[list[int]]:
     """Drafts behind tokens 20 to 22, of which the last was verified and taken back."""
-    session.judged({row: tokens[row, 20:24].tolist() for row in range(2)})
-    session.keep({0: 3, 1: 3})
+    session.verify(tokens[:, 20:24])
+    session.truncate(23)
     want = drafted(session, 7)
     session.truncate(20)
     session.prefill(tokens[:, 20:23])
@@ -643,20 +645,24 @@ def test_rounds_on_the_device(built: Build, looped: Any) -> None:
     assert 1 <= len(recorded) <= 3 * (MOST + 1)
 
 
-def test_a_session_goes_on_behind_rounds(built: Build, looped: Any) -> None:
-    """With drafts by the state that the device left."""
+def test_rounds_of_changing_batches(built: Build, looped: Any) -> None:
+    """A request joins and another ends: rounds go on from the states that the device left."""
     pair = copying("12b")
-    engine, prompt = built(pair, backend="torch"), prompts_of(pair)[1]
-    want = engine.generate(prompt, 30, stop_ids=())
+    engine, given = built(pair, backend="torch"), prompts_of(pair)[:2]
+    want = [engine.generate(p, 30, stop_ids=()) for p in given]
     recorded = looped(engine)
-    session, texts = engine.session(1), [[*prompt]]
-    logits, sampler = session.prefill([prompt]), Sampler(Sampling())
     draft = SpeculativeConfig("mtp", 3)
-    stream = drafted_stream(session, logits, texts, 12, sampler, (), draft, AcceptanceStats())
-    got = [token for made in stream for token in made[0]]
-    assert recorded and got == want[:12] and session.length.tolist() == [len(prompt) + 11]
-    assert session.drafted({0: got[-1]}, {0: 3})[0]
-    rest = drafted_stream(
-        session, session.decode([got[-1]]), texts, 18, sampler, (), draft, AcceptanceStats()
-    )
-    assert [token for made in rest for token in made[0]] == want[12:]
+    scheduler = Scheduler(engine, SchedulerConfig(draft=draft, draft_rows=1, patience=0))
+    params = SamplingParams(ignore_eos=True)
+    first = scheduler.submit(Request(tuple(given[0]), 30, params))
+    while len(first.answers[0].tokens) < 6:
+        scheduler.step()
+    second = scheduler.submit(Request(tuple(given[1]), 30, params))
+    finished(scheduler)
+    assert recorded and [h.answers[0].tokens for h in (first, second)] == want
+    assert sum(second.tally.accepted.values()) > 0
+
+
+def finished(scheduler: Scheduler) -> None:
+    while scheduler.busy:
+        scheduler.step()

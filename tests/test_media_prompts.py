@@ -677,14 +677,14 @@ def test_soft_tokens_are_never_reused(loaded: Engine, files: Path) -> None:
     """Equal ids of other media; what is before the first of them is."""
     image = loaded.spec.tokens.image
     png(files / "e.png", seed=5)  # as many soft tokens as a.png
-    responder = OfflineEngine(loaded, {"max_new_tokens": 1})
+    offline = OfflineEngine(loaded, {"max_new_tokens": 1})
     asked: list[tuple[list[int], list[str], int]] = [
         ([2, 5, 6], [], 0),
         ([2, 5, 6, image, 7], ["a.png"], 3),
         *(([2, 5, 6, image, 7], [name], 0) for name in ("e.png", "e.png", "a.png")),
     ]
     for ids, images, cached in asked:
-        got = responder.answer(responder.request({"tokens": ids, "images": images}, "x"))
+        got = offline.answer(offline.request({"tokens": ids, "images": images}, "x"))
         assert list(got.tokens) == loaded.generate(ids, 1, images=images)
         assert got.cached_tokens == cached
 

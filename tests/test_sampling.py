@@ -11,7 +11,16 @@ import torch
 
 import g4ir
 from g4ir.backends import sampling
-from g4ir.backends.sampling import Sampler, Sampling, choose, draw, largest
+from g4ir.backends.sampling import (
+    Choice,
+    Sampler,
+    SamplingParams,
+    choose,
+    draw,
+    largest,
+    sample,
+    uniform,
+)
 from g4ir.engine.engine import Engine
 from g4ir.engine.prompts import Defaults, read_defaults
 from tests.engines import random_checkpoint
@@ -25,10 +34,38 @@ def engine(engines: Any) -> Engine:
     return engines("reference", "tiny-ple")
 
 
+def chosen(logits: torch.Tensor, uniforms: torch.Tensor, **settings: Any) -> torch.Tensor:
+    """The token of each row [B, vocab], all with the same settings."""
+    params = SamplingParams(**settings)
+    draws = torch.tensor([params.draw], dtype=torch.float64).expand(len(logits), -1)
+    return choose(logits.float(), uniforms, draws, params.way)
+
+
+def numbers(count: int, seed: int = 3) -> torch.Tensor:
+    """The random numbers of a sequence's first tokens."""
+    return torch.tensor([uniform(seed, i) for i in range(count)], dtype=torch.float64)
+
+
 def counts(**settings: Any) -> torch.Tensor:
     """How often each token of LOGITS is drawn in DRAWS draws."""
-    sampler = Sampler(Sampling(seed=3, **settings))
-    return torch.bincount(sampler.next(LOGITS.expand(DRAWS, -1)), minlength=len(LOGITS))
+    found = chosen(LOGITS.expand(DRAWS, -1), numbers(DRAWS), **settings)
+    return torch.bincount(found, minlength=len(LOGITS))
+
+
+def test_random_numbers_are_uniform() -> None:
+    """Of one seed, of neighbouring seeds, and of both together; a function of seed and index."""
+    for found in (
+        numbers(DRAWS, 0),
+        torch.tensor([uniform(seed, 0) for seed in range(DRAWS)]),
+        torch.tensor([uniform(i, i) for i in range(DRAWS)]),
+    ):
+        assert found.min() >= 0 and found.max() < 1
+        bins = torch.histc(found, 20, 0, 1)
+        fits(bins, torch.full((20,), 1 / 20))
+    a, b = numbers(DRAWS, 7), numbers(DRAWS, 8)
+    assert abs(torch.corrcoef(torch.stack((a, b)))[0, 1]) < 0.03
+    assert abs(torch.corrcoef(torch.stack((a[1:], a[:-1])))[0, 1]) < 0.03
+    assert uniform((1 << 63) - 1, 5) == uniform((1 << 63) - 1, 5) != uniform(0, 5)
 
 
 def fits(found: torch.Tensor, p: torch.Tensor) -> None:
@@ -48,16 +85,21 @@ def only(p: torch.Tensor, keep: list[int]) -> torch.Tensor:
 # --- greedy -----------------------------------------------------------------------------------
 
 
+def greedy(logits: torch.Tensor, **settings: Any) -> list[int]:
+    rows = {i: Sampler(SamplingParams(**settings)) for i in range(len(logits))}
+    return [c.token for c in sample(logits, rows).values() if isinstance(c, Choice)]
+
+
 def test_greedy_takes_the_lowest_of_equal_maxima() -> None:
     logits = torch.tensor([[0.0, 5.0, 1.0, 5.0], [2.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 1.0]])
-    assert Sampler(Sampling()).next(logits).tolist() == [1, 0, 3]
-    assert Sampler(Sampling()).next(logits.bfloat16()).tolist() == [1, 0, 3]
-    assert Sampler(Sampling()).next(torch.zeros(2, 262_144)).tolist() == [0, 0]
+    assert greedy(logits) == [1, 0, 3]
+    assert greedy(logits.bfloat16()) == [1, 0, 3]
+    assert greedy(torch.zeros(2, 262_144)) == [0, 0]
 
 
 def test_greedy_leaves_the_logits_alone() -> None:
     logits = torch.tensor([[0.0, 5.0, 1.0]])
-    assert Sampler(Sampling(suppress=(1,))).next(logits).tolist() == [2]
+    assert greedy(logits, suppress=(1,)) == [2]
     assert logits.tolist() == [[0.0, 5.0, 1.0]]
 
 
@@ -110,11 +152,13 @@ def test_top_p_follows_the_temperature() -> None:
 
 
 def test_same_seed_same_draws() -> None:
-    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
 
     def draws(seed: int | None) -> list[int]:
-        sampler = Sampler(Sampling(temperature=1.0, seed=seed))
-        return [t for _ in range(20) for t in sampler.next(logits).tolist()]
+        sampler = Sampler(SamplingParams(temperature=1.0, seed=seed))
+        for _ in range(40):
+            sample(logits, {0: sampler})
+        return sampler.generated
 
     assert draws(7) == draws(7) != draws(8)
     assert draws(None) != draws(None)
@@ -122,9 +166,10 @@ def test_same_seed_same_draws() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 1}])
 def test_suppressed_tokens_are_never_chosen(settings: dict[str, Any]) -> None:
-    sampler = Sampler(Sampling(suppress=(1, 4), seed=0, **settings))
-    found = sampler.next(LOGITS.expand(1000, -1)).unique().tolist()
-    assert 2 in found and not {1, 4} & set(found)
+    rows = {i: Sampler(SamplingParams(suppress=(1, 4), seed=i, **settings)) for i in range(1000)}
+    sample(LOGITS.expand(1000, -1), rows)
+    found = {row.generated[0] for row in rows.values()}
+    assert 2 in found and not {1, 4} & found
 
 
 @pytest.mark.parametrize("k", [1, 7, 64, 300])
@@ -153,39 +198,38 @@ def test_short_cuts_draw_the_same(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     """As everything sorted, which is what a device does for top_p."""
-    s = Sampling(temperature=1.5, **settings)
+    settings = {"temperature": 1.5, **settings}
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(40, 3000, generator=random) * 3
     uniforms = torch.rand(40, dtype=torch.float64, generator=random)
-    got = choose(logits, uniforms, s)
+    got = chosen(logits, uniforms, **settings)
     order = logits.sort(dim=-1, descending=True, stable=True)
-    k = s.top_k or 3000
-    if settings:
-        want = draw(order.values[:, :k], order.indices[:, :k], uniforms, s)
+    if len(settings) > 1:
+        draws = torch.tensor([SamplingParams(**settings).draw], dtype=torch.float64)
+        want = draw(order.values, order.indices, uniforms, draws.expand(40, -1))
     else:  # tokens lie side by side in [0, 1) in the order of their ids
         edges = (logits.double() / 1.5).softmax(-1).cumsum(-1)
         want = (edges <= uniforms[:, None]).sum(-1)
     assert torch.equal(got, want)
     monkeypatch.setattr(sampling, "FEW", 3000)  # no short cut
-    assert torch.equal(choose(logits, uniforms, s), got)
+    assert torch.equal(chosen(logits, uniforms, **settings), got)
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 3}])
 def test_random_numbers_next_to_the_ends(settings: dict[str, Any]) -> None:
     """The last token that can be drawn, not one that cannot."""
     logits = torch.tensor([[0.0, 5.0, 4.0, -torch.inf], [-torch.inf, 5.0, 4.0, -torch.inf]])
-    s = Sampling(temperature=1.0, **settings)
     for number, allowed in ((0.0, {0, 1}), (1 - 2**-53, {0, 2})):
         uniforms = torch.full((2,), number, dtype=torch.float64)
-        assert set(choose(logits, uniforms, s).tolist()) <= allowed
+        assert set(chosen(logits, uniforms, temperature=1.0, **settings).tolist()) <= allowed
 
 
 def test_what_is_no_number_draws_a_token() -> None:
     """Which token does not matter: the step is refused. It has to be one that exists."""
     logits = torch.full((1, 9), torch.nan)
     for settings in ({}, {"top_k": 3}, {"top_p": 0.5}):
-        chosen = choose(logits, torch.tensor([0.5]).double(), Sampling(1.0, **settings))
-        assert 0 <= int(chosen) < 9
+        found = chosen(logits, torch.tensor([0.5]).double(), temperature=1.0, **settings)
+        assert 0 <= int(found) < 9
 
 
 # --- generation_config.json -------------------------------------------------------------------

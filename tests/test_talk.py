@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import g4ir
 from g4ir.chat import Event, Reader, make_prompt
 from g4ir.chat.special_tokens import CHANNEL, CHANNEL_END, TURN_END
 from g4ir.engine.conversation import INTERRUPTED, NOT_RUN, ChatSession
@@ -20,6 +19,8 @@ from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
 from g4ir.engine.offline import OfflineEngine
 from g4ir.engine.prompts import Defaults
+from g4ir.engine.requests import Request
+from g4ir.engine.scheduler import Scheduler
 from g4ir.errors import InputError
 from g4ir.serve.prompts import Prompts
 from tests.media_tools import png
@@ -184,14 +185,14 @@ def test_an_answer_that_was_stopped_before_it_began(talk: ChatSession, tmp_path:
     """What was sent is taken back, files too."""
     png(tmp_path / "a.png")
     talk.attach("image", tmp_path / "a.png")
-    submit = talk._service.submit
+    submit = talk._scheduler.submit
 
     def stopped(*given: Any) -> Any:
         talk.stop()
         return submit(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(talk._service, "submit", stopped)
+        patch.setattr(talk._scheduler, "submit", stopped)
         turn = talk.say("hello")
     assert turn.finish_reason == INTERRUPTED and not turn.counts.generated
     assert not talk.messages and len(talk.attached) == 1
@@ -457,9 +458,13 @@ def test_generate_ends_with_the_turn(engine: Engine, monkeypatch: pytest.MonkeyP
         ends = talk.vocabulary.ends
         assert ids(talk.vocabulary, [])[0] in ends and TURN_END in talk.vocabulary.controls
     seen: list[set[int]] = []
-    module = g4ir.engine.engine
-    made = module._generate
-    monkeypatch.setattr(module, "_generate", lambda *a: seen.append(a[1].stop) or made(*a))
+    submit = Scheduler.submit
+
+    def noted(self: Scheduler, request: Request) -> Any:
+        seen.append({*request.sampling.stop})
+        return submit(self, request)
+
+    monkeypatch.setattr(Scheduler, "submit", noted)
     engine.generate("hello", 2, chat=True)
     engine.generate("hello", 2, chat=True, stop_ids=[7])
     assert seen == [{*engine.stop_ids(), *ends}, {7}]

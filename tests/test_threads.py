@@ -11,10 +11,11 @@ import pytest
 
 from g4ir.backends.torch_compile import scratch
 from g4ir.engine.engine import Engine
-from g4ir.engine.session import Session
+from g4ir.engine.scheduler import Scheduler
+from g4ir.engine.speculative import NO_DRAFT
 
 
-def test_no_session_is_lent_twice(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_scheduler_is_lent_twice(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though both threads look for it at the same time."""
     engine = engines("reference", "tiny-ple")
 
@@ -25,15 +26,16 @@ def test_no_session_is_lent_twice(engines: Any, monkeypatch: pytest.MonkeyPatch)
             return vars(self)["kept"]
 
         @_idle.setter
-        def _idle(self, session: Any) -> None:
-            vars(self)["kept"] = session
+        def _idle(self, scheduler: Any) -> None:
+            vars(self)["kept"] = scheduler
 
-    def lend(_: int) -> Session:
-        with engine.lent_session(1) as session:
+    def lend(_: int) -> Scheduler:
+        with engine.lent_scheduler(1, NO_DRAFT) as scheduler:
             both.wait()
-            return session
+            return scheduler
 
-    monkeypatch.setitem(vars(engine), "kept", engine.session(1))
+    with engine.lent_scheduler(1, NO_DRAFT) as kept:
+        monkeypatch.setitem(vars(engine), "kept", kept)
     monkeypatch.setattr(engine, "__class__", Slow)
     both = threading.Barrier(2, timeout=20)
     with ThreadPoolExecutor(2) as pool:

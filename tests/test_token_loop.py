@@ -13,15 +13,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from g4ir.backends.experimental.end_of_step import end_step
 from g4ir.backends.experimental.step_model import read_constants
-from g4ir.backends.sampling import Sampler, Sampling
+from g4ir.backends.sampling import SamplingParams
 from g4ir.backends.torch_compile import cuda_graph, host_table
 from g4ir.backends.torch_compile.host_table import HostTable
 from g4ir.backends.torch_compile.kernels import KERNELS
 from g4ir.backends.torch_compile.kernels.launch import recorded
 from g4ir.backends.torch_compile.token_loop import TokenLoop
+from g4ir.engine.async_engine import AsyncEngine
 from g4ir.engine.engine import Engine
 from g4ir.engine.parts import embed_rows
-from g4ir.errors import CheckError, EngineError, InputError
+from g4ir.engine.requests import Request
+from g4ir.engine.scheduler import Scheduler, SchedulerConfig
+from g4ir.errors import CheckError, EngineError
 from tests.configs import spec_called
 from tests.engines import some_tokens
 from tests.runner import built_program
@@ -83,10 +86,10 @@ def test_tables_that_the_device_reads_in_host_memory(
 def test_logits_that_are_not_finite(
     engine: Engine, looped: Loops, monkeypatch: pytest.MonkeyPatch, odd: float
 ) -> None:
-    """Seen with the tokens that were chosen from them; the session holds what was started."""
+    """Found with the tokens that were chosen from them, and none of these is handed out."""
     looped()
-    session = engine.session(1)
-    logits = session.prefill(torch.tensor([PROMPTS[0]]))
+    want, seen = engine.generate(PROMPTS[0], 20, stop_ids=()), list[int]()
+    monkeypatch.setattr(engine, "_idle", None)
     whole, steps = engine.runtime._step, []
 
     def broken(phase: str, views: Any) -> Callable[[Any], Any]:
@@ -100,21 +103,46 @@ def test_logits_that_are_not_finite(
         return step
 
     monkeypatch.setattr(engine.runtime, "_step", broken)
-    seen = session.stream(logits, 20, Sampler(Sampling()), ())
-    assert [next(seen) for _ in range(3)]
-    with pytest.raises(CheckError, match=r"logits after \[1\d\] tokens: NaN or infinite"):
-        next(seen)
-    assert len(steps) <= 1 + 4 and int(session.length) == 11 + len(steps) - 1
+    with pytest.raises(CheckError, match=r"logits after 1\d tokens: NaN or infinite"):
+        engine.generate(PROMPTS[0], 20, stop_ids=(), on_token=seen.append)
+    assert seen == want[:3] and len(steps) <= 1 + 4
 
 
-def test_no_room(engine: Engine, looped: Loops) -> None:
+def test_served_requests_take_the_recorded_step(engine: Engine, looped: Loops) -> None:
+    """Whatever joins, is cancelled or ends: a step is recorded once for each batch size and set of
+    ways to choose, and texts are those of the host."""
+    params = [
+        SamplingParams(ignore_eos=True),
+        SamplingParams(0.8, 20, 0.9, seed=3, ignore_eos=True),
+        SamplingParams(ignore_eos=True, logprobs=1),
+    ]
+    asked = [Request(tuple(p), 12, s, reuse=False) for p in PROMPTS for s in params]
+    want = []
+    for request in asked:
+        scheduler = Scheduler(engine)
+        handle = scheduler.submit(request)
+        want.append([e.token for e in scheduler.run(handle)])
     looped()
-    session = engine.session(1)
-    room = engine.limits.max_seq
-    logits = session.prefill(some_tokens(1, room - 2))
-    with pytest.raises(InputError, match=f"--max-seq {room}"):
-        list(session.stream(logits, 9, Sampler(Sampling()), ()))
-    assert int(session.length) == room - 2
+    with AsyncEngine(engine, config=SchedulerConfig(patience=0)) as service:
+        streams = [service.submit(request) for request in asked]
+        assert [[e.token for e in stream] for stream in streams] == want
+    assert 1 <= looped() <= 3 * engine.limits.max_batch
+
+
+def test_the_host_reads_a_step_behind(
+    engine: Engine, looped: Loops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step has been started when tokens are handed out, and none beyond the last."""
+    looped()
+    started, ahead = [], []
+    advance = TokenLoop.advance
+    monkeypatch.setattr(
+        TokenLoop, "advance", lambda self, *a: (started.append(1), advance(self, *a))[1]
+    )
+    text = engine.generate(
+        PROMPTS[0], 8, stop_ids=(), on_token=lambda _: ahead.append(len(started))
+    )
+    assert len(text) == 8 and ahead == [0, 2, 3, 4, 5, 6, 7, 7]
 
 
 def test_a_step_that_cannot_be_recorded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,22 +208,27 @@ def test_steps_run_on_where_one_cannot_be_recorded(caplog: pytest.LogCaptureFixt
 
 
 def test_rows_at_rest_have_nothing_to_attend_to() -> None:
-    """They are at position 0 with no token; where they stopped is kept."""
+    """They are at position 0 with no token, and keep theirs."""
     seen: list[tuple[list[int], list[int]]] = []
 
     def step(feeds: dict[str, torch.Tensor]) -> torch.Tensor:
         seen.append((feeds["positions"][:, 0].tolist(), feeds["lengths"].tolist()))
         return torch.zeros(2, 1, 4)
 
-    def choose(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    def choose(logits: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return torch.tensor([3, len(seen)])
 
-    loop = TokenLoop(lambda tokens: {}, step, choose, 2, [3], "cpu", lambda work: work)
-    loop.start(torch.tensor([1, 1]), torch.tensor([7, 5]), torch.tensor([True, True]))
-    read = list(loop.run(2, None))
-    assert seen == [([7, 5], [1, 1]), ([0, 6], [0, 1])]
-    assert read == [([3, 1], [False, True], True), ([3, 2], [False, True], True)]
-    assert loop.lengths.tolist() == [8, 7]
+    loop = TokenLoop(lambda tokens: {}, step, choose, 2, "cpu", lambda work: work)
+    loop.start(torch.tensor([1, 1]), torch.tensor([7, 5]), torch.tensor([False, True]))
+    for _ in range(2):
+        loop.advance()
+        loop.fetch()
+    assert seen == [([0, 5], [0, 1]), ([0, 6], [0, 1])]
+    assert [loop.read() for _ in range(loop.unread)] == [
+        ([1, 1], [True, True]),
+        ([1, 2], [True, True]),
+    ]
+    assert loop.lengths.tolist() == [7, 7]
 
 
 class Work(TorchDispatchMode):
@@ -217,8 +250,8 @@ def test_kernels_around_the_graph() -> None:
     loop = TokenLoop(
         lambda tokens: embed_rows(g, tables, tokens),
         lambda feeds: logits,
-        lambda logits, uniforms: chosen,
-        *(1, [3], "cpu", lambda work: work, end_step),
+        lambda logits, uniforms, draws: chosen,
+        *(1, "cpu", lambda work: work, end_step),
     )
     with recorded() as launches, Work() as work:
         loop._once()

@@ -1,14 +1,14 @@
-"""Rounds of drafting on the device: on a GPU one graph launch each, whatever comes of them.
+"""Rounds of speculative decoding on the device: on a GPU one graph launch each.
 
-A round drafts k tokens, verifies them with the newest one, chooses what follows each, keeps what
-was right, and notes it all: which rows go on, from which token and state. It reads and writes
-tensors of the loop alone, so that one recorded round for each k serves every length. The host reads
-the tokens of a round, and says how many the next one drafts.
+A round drafts k tokens, verifies them with the newest one, chooses the token after each, keeps the
+accepted ones, and notes which rows go on, from which token and hidden state. It reads and writes
+tensors of the loop alone, so one recorded round for each k serves every length. The host reads the
+tokens of a round and sets how many the next one drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,19 +25,18 @@ Run = Callable[[Tensors], Tensors]
 
 @dataclass(frozen=True)
 class Round:
-    """The tokens that came of a round for each row, those that go on, and whether all logits were
-    finite so far."""
+    """The tokens that a round gave each row, and for each whether all of its logits were finite."""
 
     tokens: list[list[int]]
-    running: list[bool]
-    finite: bool
+    finite: list[bool]
 
 
 class RoundLoop:
     """Rounds over tensors of their own. Not safe for use from several threads at once.
 
-    `record` makes of a round what replays it: a CUDA graph, or the round itself. `last`: a drafted
-    token stands where the newest key does, not at its own place.
+    `record` makes of a round what replays it: a CUDA graph, or the round itself. `last`: draft
+    tokens have the position of the newest key, not their own. Rows end at their limits alone: what
+    a round appends behind a stop token is dropped with its sequence.
     """
 
     def __init__(
@@ -46,13 +45,11 @@ class RoundLoop:
         draft: Run,
         verify: Run,
         choose: Choose,
-        stops: Sequence[int],
         last: bool,
         device: str,
         record: Callable[[Callable[[], None]], Callable[[], None]],
     ) -> None:
         self.embed, self.draft, self.verify, self.choose = embed, draft, verify, choose
-        self.stops = torch.tensor(list(stops), dtype=torch.int64, device=device)
         self._last, self._device, self._record = int(last), device, record
         self._replays: dict[int, Callable[[], None]] = {}
         self._made: dict[int, torch.Tensor] = {}
@@ -66,12 +63,13 @@ class RoundLoop:
         limits: torch.Tensor,
         active: torch.Tensor,
         hidden: torch.Tensor,
+        draws: torch.Tensor,
         uniforms: torch.Tensor | None,
     ) -> None:
-        """Set what each row begins with. tokens i64[B]: the newest, which no cache holds yet;
-        lengths: how many a row holds, and `limits`, how many it may hold; active bool[B]; hidden
-        [B,1,H], the state that the newest token was chosen from; uniforms f64[N,B], the numbers
-        that the next N tokens are drawn by, or None."""
+        """Set the rows. tokens i64[B]: the newest, which no cache holds yet; lengths: how many a
+        row holds, and `limits`, how many it may hold; active bool[B]; hidden [B,1,H], the state
+        that the newest token was chosen from; draws f64[B,4], the settings of the draws; uniforms
+        f64[N,B], the random numbers of the next N tokens, or None."""
         batch = len(tokens)
         given = {
             "tokens": tokens,
@@ -79,6 +77,7 @@ class RoundLoop:
             "limits": limits,
             "active": active.long(),
             "hidden": hidden,
+            "draws": draws,
             "uniforms": torch.zeros(1, batch).double() if uniforms is None else uniforms,
             "made": torch.zeros(batch, dtype=torch.int64),
             "flaws": torch.zeros(batch),
@@ -109,8 +108,8 @@ class RoundLoop:
                 self._own[name].copy_(t)
         self._replays[count]()
         made = self._made[count].tolist()
-        tokens = [row[: row[-3]] for row in made]
-        return Round(tokens, [row[-2] > 0 for row in made], not any(row[-1] for row in made))
+        tokens = [row[: row[-2]] for row in made]
+        return Round(tokens, [not row[-1] for row in made])
 
     def _once(self, count: int) -> None:
         """Run one round, in place. A row at rest takes no token; it is at position 0, so that its
@@ -127,11 +126,11 @@ class RoundLoop:
         flaws = found["logits"].sum(2, dtype=torch.float32) * 0
         own["flaws"] += flaws.where(there, 0.0).sum(1)
         chosen = self._chosen(found["logits"])
-        right = (chosen[:, :-1] == tokens[:, 1:]) & self._goes_on(chosen[:, :-1]) & there[:, 1:]
+        right = (chosen[:, :-1] == tokens[:, 1:]) & there[:, 1:]
         hit = right.long().cumprod(1).sum(1)
         taken = (hit + 1) * active
         self._keep(chosen, found[HIDDEN], hit, taken)
-        ends = torch.stack((taken, active, own["flaws"].isnan().long()), 1)
+        ends = torch.stack((taken, own["flaws"].isnan().long()), 1)
         self._note(count, torch.cat((chosen, ends), 1))
 
     def _drafted(self, count: int, held: torch.Tensor) -> torch.Tensor:
@@ -154,11 +153,9 @@ class RoundLoop:
         for place in range(logits.shape[1]):
             index = (at + place).clamp(max=len(numbers) - 1)
             number = numbers.gather(0, index[None])[0]
-            out.append(self.choose(logits[:, place : place + 1].contiguous(), number))
+            one = logits[:, place : place + 1].contiguous()
+            out.append(self.choose(one, number, self._own["draws"]))
         return torch.stack(out, 1)
-
-    def _goes_on(self, tokens: torch.Tensor) -> torch.Tensor:
-        return (tokens[..., None] != self.stops).all(-1)
 
     def _keep(
         self, chosen: torch.Tensor, hidden: torch.Tensor, hit: torch.Tensor, taken: torch.Tensor
@@ -171,7 +168,7 @@ class RoundLoop:
         own["hidden"].copy_(state.where(runs[:, None, None], own["hidden"]))
         own["lengths"] += taken
         own["made"] += taken
-        own["active"] *= self._goes_on(own["tokens"]) & (own["lengths"] < own["limits"])
+        own["active"] *= own["lengths"] < own["limits"]
 
     def _note(self, count: int, made: torch.Tensor) -> None:
         if count not in self._made or self._made[count].shape != made.shape:

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from g4ir.backends.sampling import Sampling, draw
-from g4ir.backends.sampling import choose as choose_token
+from g4ir.backends import sampling
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Program
 from g4ir.ir.interpret import run_node
@@ -26,7 +25,7 @@ from g4ir.ui.progress import Progress
 from g4ir.weights.pack import ParamSource, StoredParams
 from g4ir.weights.tensorfile import ALIGNED, read_pages
 
-from ..base import Tensors, Watch
+from ..base import DeviceChoice, Tensors, Watch
 from ..experimental import experiment
 from ..kv_cache import Caches
 from . import pyops
@@ -259,9 +258,9 @@ class TorchRuntime:
         return captured.replay(feeds)
 
     def token_loop(
-        self, embed: Embed, state: Caches, batch: int, sampling: Sampling, stops: Sequence[int]
+        self, embed: Embed, state: Caches, batch: int, choice: DeviceChoice
     ) -> TokenLoop | None:
-        """Return steps that choose their own tokens; None where a step depends on how much of the
+        """Return steps that choose their own tokens; None if a step depends on how much of the
         caches is in use. It belongs to the session's caches."""
         if self.record is None or not self.any_length:
             return None
@@ -272,16 +271,16 @@ class TorchRuntime:
             return run(feeds)["logits"]
 
         def make() -> TokenLoop:
-            choose = self._chooser(sampling)
-            return TokenLoop(embed, step, choose, batch, stops, self.device, record, self.end_step)
+            choose = self._chooser(choice)
+            return TokenLoop(embed, step, choose, batch, self.device, record, self.end_step)
 
-        return state.captured.get(TokenLoop, (replace(sampling, seed=None), tuple(stops)), make)
+        return state.captured.get(TokenLoop, choice, make)
 
     def round_loop(
-        self, embed: Embed, state: Caches, sampling: Sampling, stops: Sequence[int], last: bool
+        self, embed: Embed, state: Caches, batch: int, choice: DeviceChoice, last: bool
     ) -> RoundLoop | None:
-        """Return rounds that draft, verify and choose by themselves; None as `token_loop`, or
-        without a drafter. It belongs to the session's caches."""
+        """Return verification steps that draft and choose by themselves; None as `token_loop`, or
+        without a draft model. It belongs to the session's caches."""
         if self.record is None or not self.any_length or DRAFT not in self.program.graphs:
             return None
         views, record = state.views(self.limits.max_seq), self.record
@@ -291,36 +290,46 @@ class TorchRuntime:
                 embed,
                 self._step(DRAFT, views),
                 self._step(VERIFY, views),
-                self._chooser(sampling),
-                stops,
+                self._chooser(choice),
                 last,
                 self.device,
                 record,
             )
 
-        return state.captured.get(RoundLoop, (replace(sampling, seed=None), tuple(stops)), make)
+        return state.captured.get(RoundLoop, choice, make)
 
-    def _chooser(self, s: Sampling) -> Choose:
-        """Return how tokens are chosen: greedy, or a draw from few candidates by a compiled
-        program. Nothing here may come from the host once the step is recorded."""
-        never = torch.tensor(s.suppress, dtype=torch.int64, device=self.device)
+    def _chooser(self, choice: DeviceChoice) -> Choose:
+        """Return how a step chooses tokens. Nothing here may come from the host once the step is
+        recorded."""
+        never = torch.tensor(choice.suppress, dtype=torch.int64, device=self.device)
+        ways = {way: self._way(way) for way in choice.ways}
 
-        def allowed(logits: torch.Tensor) -> torch.Tensor:
-            return logits.index_fill(-1, never, float("-inf")) if s.suppress else logits
+        def choose(
+            logits: torch.Tensor, uniforms: torch.Tensor, draws: torch.Tensor
+        ) -> torch.Tensor:
+            allowed = logits.index_fill(-1, never, float("-inf")) if choice.suppress else logits
+            tokens: torch.Tensor | None = None
+            for way, find in ways.items():
+                found = find(allowed, uniforms, draws)
+                mine = draws[:, sampling.WAY] == sampling.WAYS.index(way)
+                tokens = found if tokens is None else torch.where(mine, found, tokens)
+            assert tokens is not None
+            return tokens
 
-        if s.temperature == 0:
-            choose = self._choosing("greedy")
-            return lambda logits, _: choose([allowed(logits)])[0]
-        count = s.top_k
-        if count is None or count > CANDIDATES:
-            return lambda logits, uniforms: choose_token(allowed(logits)[:, 0].float(), uniforms, s)
-        find = self._choosing("candidates")
+        return choose
 
-        def drawn(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-            values, index = find([allowed(logits)])
-            return draw(values[:, :count], index[:, :count], uniforms, s)
-
-        return drawn
+    def _way(self, way: str) -> Choose:
+        """Return one of the sampler's WAYS: the largest logit and the largest candidates are found
+        by compiled ops."""
+        if way == sampling.GREEDY:
+            greedy = self._choosing("greedy")
+            return lambda logits, uniforms, draws: greedy([logits])[0]
+        if way == sampling.TOP:
+            candidates = self._choosing("candidates")
+            return lambda logits, *rest: sampling.draw(*candidates([logits]), *rest)
+        return lambda logits, uniforms, draws: sampling.choose(
+            logits[:, 0].float(), uniforms, draws, way
+        )
 
     def _choosing(self, op: str) -> Call:
         """Return the compiled program of an op that chooses, or its reference."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from g4ir.backends.sampling import Sampling
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Program
 from g4ir.model.decoder import VERIFY
@@ -422,14 +421,7 @@ class TrtRuntime(TrtSteps):
                 self.towers[tower] = TrtTower(self.api, engine, self.log, io, self.device)
             return self.towers[tower].run(feeds)
 
-    def token_loop(
-        self,
-        embed: Callable[[torch.Tensor], Feeds],
-        state: TrtState,
-        batch: int,
-        sampling: Sampling,
-        stops: Sequence[int],
-    ) -> None:
+    def token_loop(self, *_: Any) -> None:
         """Return None: the host chooses."""
 
     def round_loop(self, *_: Any) -> None:

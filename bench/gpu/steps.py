@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from g4ir.backends.sampling import Sampling
+from g4ir.backends.base import DeviceChoice
+from g4ir.backends.sampling import GREEDY
 from g4ir.bench.calls import kernels_per_step
 from g4ir.bench.roof import Rates, synchronize
 from g4ir.bench.runners import BenchRunner, EngineRunner, reference_runner
@@ -97,7 +98,7 @@ def stepper(engine: Engine, batch: int, context: int) -> Callable[[], Any]:
         if name.endswith(".rms"):
             t.abs_()
     first, lengths = torch.full((batch,), 5), torch.full((batch,), context - 1)
-    loop = engine.runtime.token_loop(engine.embed, session.state, batch, Sampling(), ())
+    loop = engine.runtime.token_loop(engine.embed, session.state, batch, DeviceChoice((GREEDY,)))
     if loop is None:
         session.length.copy_(lengths)
         return partial(session.decode, first)

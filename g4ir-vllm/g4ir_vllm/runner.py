@@ -17,6 +17,7 @@ from g4ir.chat.special_tokens import TURN
 from g4ir.engine.batch import Batch, checked_buckets
 from g4ir.engine.engine import TOKENIZER, Engine
 from g4ir.engine.prefill import Prefiller, PrefillInput
+from g4ir.engine.session import padded
 
 from .config import Options
 
@@ -25,12 +26,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Request:
-    """A request that has a row, or a prompt that is not through: `row` is -1."""
+    """A request that has a slot, or a prompt that is not through: `slot` is -1."""
 
     name: str
     tokens: tuple[int, ...]
     reuse: bool = True
-    row: int = -1
+    slot: int = -1
 
 
 class Runner:
@@ -38,11 +39,11 @@ class Runner:
 
     def __init__(self, engine: Engine, rows: int, options: Options) -> None:
         self.engine = engine
-        self.rows: Batch[Request] = Batch(engine, checked_buckets(None, rows), options.patience)
-        self.staging = Prefiller(engine, options.prefix_bytes)
+        self.batch: Batch[Request] = Batch(engine, checked_buckets(None, rows), options.patience)
+        self.prefiller = Prefiller(engine, options.prefix_bytes)
         self.requests: dict[str, Request] = {}
         self._turn = _turn_id(engine)
-        #: whose prompt is in staging, and its chunks
+        #: the request in prefill, and its chunks
         self._prompt: tuple[Request, Generator[torch.Tensor | None, None, None]] | None = None
         #: requests whose logits were NaN or infinite; their rows are written over with zeros
         self.spoiled: set[str] = set()
@@ -58,16 +59,19 @@ class Runner:
             return
         if self._prompt and self._prompt[0] is request:
             self._leave()
-        self.rows.drop(request, clear=name in self.spoiled)
+        self.batch.drop(request, zero=name in self.spoiled)
         self.spoiled.discard(name)
 
     def decode(self, tokens: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Append a token to the row of each; return logits [vocab] of each."""
         if not tokens:
             return {}
-        self.rows.settle(coming=sum(r.row < 0 for r in self.requests.values()))
-        rows = {name: self.requests[name].row for name in tokens}
-        logits = self.rows.advance({rows[name]: token for name, token in tokens.items()})
+        coming = sum(r.slot < 0 for r in self.requests.values())
+        if self.batch.shrinks(coming):
+            self.batch.shrink(coming)
+        rows = {name: self.requests[name].slot for name in tokens}
+        newest = {rows[name]: [token] for name, token in tokens.items()}
+        logits = self.batch.session.verify(*padded(newest, self.batch.session.batch))[:, 0]
         found = {name: logits[row] for name, row in rows.items()}
         for name, row in found.items():
             self._looked_at(name, row)
@@ -79,7 +83,7 @@ class Runner:
         request, size = self.requests[name], self.engine.limits.prefill_chunk
         chunks, through = self._chunks(request), until >= len(request.tokens)
         # What is known of the prompt counts as computed: the scheduler knows nothing of it.
-        while through or self.staging.held + size <= until:
+        while through or self.prefiller.held + size <= until:
             logits = next(chunks)
             if logits is not None:
                 self._leave()
@@ -93,16 +97,16 @@ class Runner:
         self._leave()
         size = self.engine.limits.prefill_chunk
         prompt = PrefillInput(request.tokens, marks=self._marks(request), reuse=request.reuse)
-        chunks = self.staging.chunks(prompt, lambda start: start + size)
+        chunks = self.prefiller.chunks(prompt, lambda start: start + size)
         self._prompt = request, chunks
         return chunks
 
     def _placed(self, request: Request, logits: torch.Tensor) -> torch.Tensor:
         """Give a prompt that is through a row, and return a copy of its logits."""
         found = logits.clone()
-        self.rows.put(self.staging.session, [request])
+        self.batch.put(self.prefiller.session, [request])
         if not self._looked_at(request.name, found):
-            self.staging.session.clear()
+            self.prefiller.session.reset(zero=True)
         return found
 
     def _looked_at(self, name: str, logits: torch.Tensor) -> bool:
@@ -114,7 +118,7 @@ class Runner:
         return finite
 
     def _leave(self) -> None:
-        """Let go of the prompt in staging, which keeps what it holds."""
+        """Leave the prompt in prefill; the prefiller keeps what it has computed."""
         if self._prompt:
             self._prompt[1].close()
             self._prompt = None
@@ -128,8 +132,8 @@ class Runner:
     def close(self) -> None:
         """Let go of all caches."""
         self._leave()
-        self.rows.forget()
-        self.staging.close()
+        self.batch.forget()
+        self.prefiller.close()
 
 
 def _turn_id(engine: Engine) -> int | None:

@@ -114,16 +114,17 @@ def test_settings_alone_and_in_company(llm: LLM, runner: Any) -> None:
 
 def test_penalties_are_those_of_the_engine(llm: LLM, engine: Engine, runner: Any) -> None:
     """The penalties of vLLM's sampler and of ours mean the same."""
-    from g4ir.backends.row_sampling import RowSampling
-    from g4ir.engine.scheduler import Request, Scheduler
+    from g4ir.backends.sampling import SamplingParams as Ours
+    from g4ir.engine.requests import Request
+    from g4ir.engine.scheduler import Scheduler
 
     for given in SETTINGS[3:5]:
-        slots, tokens = Scheduler(engine), prompt(20, 5)
+        scheduler, tokens = Scheduler(engine), prompt(20, 5)
         asked = {k: v for k, v in given.items() if k != "temperature"}
-        ticket = slots.submit(Request(tuple(tokens), 12, RowSampling(ignore_eos=True, **asked)))
-        while slots.busy:
-            slots.step()
-        assert said(llm, [tokens], SamplingParams(**FREE | given)) == [ticket.answers[0].tokens]
+        handle = scheduler.submit(Request(tuple(tokens), 12, Ours(ignore_eos=True, **asked)))
+        while scheduler.busy:
+            scheduler.step()
+        assert said(llm, [tokens], SamplingParams(**FREE | given)) == [handle.answers[0].tokens]
 
 
 def test_what_is_known_of_a_prompt_is_not_computed_again(
@@ -132,14 +133,14 @@ def test_what_is_known_of_a_prompt_is_not_computed_again(
     first, params = prompt(5 * CHUNK, 40), SamplingParams(temperature=0, **FREE)
     second = [*first, *prompt(9, 41)]
     computed: list[int] = []
-    step = type(runner.staging.session)._step
+    step = type(runner.prefiller.session)._step
 
     def counted(self: Any, given: Any, piece: Any, wanted: bool) -> Any:
-        if self is runner.staging._session:
+        if self is runner.prefiller._session:
             computed.append(int(piece.count[0]))
         return step(self, given, piece, wanted)
 
-    monkeypatch.setattr(type(runner.staging.session), "_step", counted)
+    monkeypatch.setattr(type(runner.prefiller.session), "_step", counted)
     for tokens, most in ((first, len(first)), (second, 9), (second, 1)):
         computed.clear()
         assert said(llm, [tokens], params) == [engine.generate(tokens, 12, stop_ids=())]
@@ -168,7 +169,7 @@ def test_a_prompt_is_computed_between_steps_of_others(
             texts[output.request_id] = list(output.outputs[0].token_ids)
             if output.request_id == "short" and "long" not in texts:
                 grown.append(len(texts["short"]) - before)
-                held.append(runner.staging.held)
+                held.append(runner.prefiller.held)
     assert len(grown) >= 8 and set(grown[1:]) == {1}
     assert all(0 <= b - a <= 2 * CHUNK for a, b in itertools.pairwise(held))
     assert texts["short"] == engine.generate(short, 40, stop_ids=())

@@ -1,4 +1,4 @@
-"""Drafting beside single steps: the same engine writes the same text both ways, in turn.
+"""Speculative decoding against single steps: one engine generates the same text both ways, in turn.
 
 Elsewhere in a benchmark the tokens are given, and here they are the engine's own, the likeliest
 ones: how many drafts are right depends on what is written. The prompt repeats a piece of itself,
@@ -9,15 +9,17 @@ tokens than single steps do, that is told: in 16 bits products of several rows m
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 
-from g4ir.backends.sampling import Sampler, Sampling
+from g4ir.backends.sampling import SamplingParams
 from g4ir.engine.engine import Engine
-from g4ir.engine.speculative import AcceptanceStats, SpeculativeConfig, drafted_stream
+from g4ir.engine.requests import Request as Prompt
+from g4ir.engine.scheduler import Scheduler, SchedulerConfig
+from g4ir.engine.speculative import NO_DRAFT, AcceptanceStats, SpeculativeConfig
 from g4ir.spec.reader import Line
 
 from .measure import TAKE, RequestTiming, over, speeds
@@ -51,52 +53,41 @@ class Writer:
     tally: AcceptanceStats = field(default_factory=AcceptanceStats)
 
     def __post_init__(self) -> None:
-        self.session = self.engine.session(self.w.batch)
+        self.schedulers = {
+            role: Scheduler(self.engine, self._config(draft))
+            for role, draft in ((PLAIN, NO_DRAFT), (DRAFTED, self.draft))
+        }
+
+    def _config(self, draft: SpeculativeConfig) -> SchedulerConfig:
+        sizes = tuple(sorted({self.w.batch, self.engine.limits.max_batch}))
+        return SchedulerConfig(sizes, None, prefix_bytes=0, draft=draft, draft_rows=self.w.batch)
 
     def turns(self, count: int) -> dict[str, Callable[[], list[RequestTiming]]]:
         """Return what a round of a benchmark runs."""
         return {
-            PLAIN: lambda: [self._timed(PLAIN, self._plain) for _ in range(count)],
-            DRAFTED: lambda: [self._timed(DRAFTED, self._drafted) for _ in range(count)],
+            role: lambda role=role: [self._timed(role) for _ in range(count)]  # type: ignore[misc]
+            for role in self.schedulers
         }
 
-    def _timed(
-        self, role: str, write: Callable[[torch.Tensor], Iterator[Sequence[Sequence[int]]]]
-    ) -> RequestTiming:
-        """Time a text of `output_len` tokens a row: the prompt, then all of the rest."""
-        self.session.reset()
-        marks, texts = [time.perf_counter()], [list[int]() for _ in self.prompt]
-        logits = self.session.append(self.prompt)
-        for made in write(logits):
-            for text, new in zip(texts, made, strict=True):
-                text += new
-            if len(marks) == 1:
+    def _timed(self, role: str) -> RequestTiming:
+        """Time a text of `output_len` tokens a row: the prompts, then all of the rest."""
+        scheduler, params = self.schedulers[role], SamplingParams(ignore_eos=True)
+        marks = [time.perf_counter()]
+        handles = [
+            scheduler.submit(Prompt(tuple(row), self.w.output_len, params, reuse=False))
+            for row in self.prompt.tolist()
+        ]
+        while scheduler.busy:
+            scheduler.step()
+            if len(marks) == 1 and all(h.counts.generated for h in handles):
                 marks.append(time.perf_counter())
-        self.texts[role] = texts
+        self.texts[role] = [h.answers[0].tokens for h in handles]
+        if role == DRAFTED:
+            self.tally = AcceptanceStats()
+            for handle in handles:
+                self.tally.join(handle.tally)
         first, *rest = (b - a for a, b in pairwise([*marks, time.perf_counter()]))
         return RequestTiming(first, tuple(rest))
-
-    def _sampler(self) -> Sampler:
-        return Sampler(Sampling(suppress=self.engine.suppressed()))
-
-    def _plain(self, logits: torch.Tensor) -> Iterator[Sequence[Sequence[int]]]:
-        for tokens, _ in self.session.stream(logits, self.w.output_len, self._sampler(), ()):
-            yield [[token] for token in tokens]
-
-    def _drafted(self, logits: torch.Tensor) -> Iterator[Sequence[Sequence[int]]]:
-        rows = self.prompt.tolist()
-        self.tally = AcceptanceStats()
-        for made in drafted_stream(
-            self.session,
-            logits,
-            rows,
-            self.w.output_len,
-            self._sampler(),
-            (),
-            self.draft,
-            self.tally,
-        ):
-            yield [made.get(row, []) for row in range(len(rows))]
 
     def facts(self, requests: dict[str, list[list[RequestTiming]]]) -> DraftFacts:
         """Return what a report keeps."""

@@ -50,7 +50,9 @@ class EngineRunner:
         self.session.restore(self._kept)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.session.append(tokens)
+        *_, logits = self.session.prefill_steps(tokens)
+        assert logits is not None
+        return logits
 
 
 def prepare(runner: BenchRunner, w: Workload, tokens: torch.Tensor) -> None:

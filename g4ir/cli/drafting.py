@@ -54,7 +54,7 @@ def check_draft(args: argparse.Namespace) -> None:
 
 
 def given_draft(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of slots that the flags say; slots refuse what an engine cannot do."""
+    """Return fields of SchedulerConfig; the scheduler checks them against an engine."""
     from g4ir.engine.speculative import NO_DRAFT, SpeculativeConfig
 
     off = args.draft_tokens == 0

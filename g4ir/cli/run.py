@@ -137,7 +137,7 @@ def _run(args: argparse.Namespace) -> int:
     _check_media(args)
     _check_chat(args)
     _check_draft(args)
-    slots = SchedulerConfig(**given_draft(args))
+    config = SchedulerConfig(**given_draft(args))
     flags = {k: getattr(args, k) for k in FLAGS}
     flags |= {"seed": args.seed, "stop": token_ids(args.stop, "--stop")}
     check_flags(flags)
@@ -149,14 +149,14 @@ def _run(args: argparse.Namespace) -> int:
                 progress.stop()
                 answer_once(engine, args, _settled(args), flags["stop"])
                 return 0
-            responder = OfflineEngine(engine, flags, slots)
+            offline = OfflineEngine(engine, flags, config)
             if asked is not None:
                 where, fields = asked
-                _answer_one(responder, responder.request(fields, where, args.media), args, progress)
+                _answer_one(offline, offline.request(fields, where, args.media), args, progress)
                 return 0
             progress.stop()
             source = "stdin" if args.input_jsonl == "-" else args.input_jsonl
-            answers = map(_log_and_emit, responder.answer_lines(lines, source))
+            answers = map(_log_and_emit, offline.answer_lines(lines, source))
             return 1 if sum(a.failed for a in answers) else 0
         finally:
             engine.close()
@@ -199,17 +199,17 @@ def _settled(args: argparse.Namespace) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def _answer_one(
-    responder: OfflineEngine,
+    offline: OfflineEngine,
     request: OfflineRequest,
     args: argparse.Namespace,
     progress: console.Progress,
 ) -> None:
     if args.json:
         progress.stop()
-        _log_and_emit(responder.answer(request))
+        _log_and_emit(offline.answer(request))
         return
     progress("reading the prompt")
-    _tell_summary(_stream(responder, request, progress), args.seed)
+    _tell_summary(_stream(offline, request, progress), args.seed)
 
 
 def _check_media(args: argparse.Namespace) -> None:
@@ -251,13 +251,11 @@ def _log_and_emit(result: Result | Failure) -> Result | Failure:
     return result
 
 
-def _stream(
-    responder: OfflineEngine, request: OfflineRequest, progress: console.Progress
-) -> Result:
+def _stream(offline: OfflineEngine, request: OfflineRequest, progress: console.Progress) -> Result:
     """Print each piece as it comes: text, or ids without a tokenizer."""
     from g4ir.chat.detokenizer import TextStream
 
-    text = TextStream(responder.codec.detokenizer) if responder.codec else None
+    text = TextStream(offline.codec.detokenizer) if offline.codec else None
     begun, count = time.perf_counter(), 0
 
     def told(token: int) -> None:
@@ -267,7 +265,7 @@ def _stream(
         count += 1
 
     try:
-        result = responder.answer(request, told)
+        result = offline.answer(request, told)
     except (KeyboardInterrupt, console.Ended):
         print(text.rest() if text else "", flush=True)
         console.say(f"{count} new tokens in {time.perf_counter() - begun:.3f} s")

@@ -118,12 +118,12 @@ def _serve(args: argparse.Namespace) -> int:
     name = args.served_name or Path(args.engine).resolve().name
     sources = Sources.named(args.media_hosts, args.media_dir, args.max_body << 20)
     waiting = AsyncEngineConfig(waiting=args.queue)
-    slots = SchedulerConfig(
+    config = SchedulerConfig(
         chunk_tokens=args.chunk_tokens,
         prefix_bytes=_prefix_bytes(args.prefix_memory),
         **given_draft(args),
     )
-    server = Server(name, gate, waiting, slots, sources, page=not args.no_page)
+    server = Server(name, gate, waiting, config, sources, page=not args.no_page)
     check_engine(args.engine, args.trust)
     if not (keys or is_loopback(args.host)):
         console.say(f"warning: {args.host} is open to others, and no --api-key-file is given")

@@ -106,8 +106,8 @@ def begun(engine: Engine, args: argparse.Namespace) -> ChatSession:
     from g4ir.engine.conversation import ChatSession
     from g4ir.engine.scheduler import SchedulerConfig
 
-    slots = SchedulerConfig(**given_draft(args))
-    talk = ChatSession(engine, slots)
+    config = SchedulerConfig(**given_draft(args))
+    talk = ChatSession(engine, config)
     try:
         if talk.template.note:
             console.say(f"note: {talk.template.note}")

@@ -1,12 +1,12 @@
-"""Scheduler for many threads: one thread owns the engine's rows, others ask and read.
+"""The scheduler for many threads: one thread runs it, others submit requests and read events.
 
     with AsyncEngine(engine) as service:
-        stream = service.submit(Request((2, 5, 7)))     # BusyError where too much waits
+        stream = service.submit(Request((2, 5, 7)))     # BusyError if the queue is full
         for event in stream:
             ...
 
-Nobody waits for a reader: one that is slow has its own rows paused, and is cancelled where that
-takes too long. What readers have not taken is bounded.
+A slow reader delays nobody: its own slots are paused, and it is cancelled after a time. The number
+of unread events is bounded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from g4ir.errors import BusyError, EngineError, InputError
 
 from .engine import Engine
-from .scheduler import FAILED, Event, Request, RequestHandle, Scheduler, SchedulerConfig, Totals
+from .requests import FAILED, Event, Request, RequestHandle, Totals
+from .scheduler import Scheduler, SchedulerConfig
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +35,8 @@ LOOK_S = 0.05
 
 @dataclass(frozen=True)
 class AsyncEngineConfig:
-    """At most `waiting` requests of together `waiting_tokens` prompt tokens have no row yet. A
-    stream holds `unread` events, then its rows pause; after `slow_s` seconds it is cancelled."""
+    """At most `waiting` requests of together `waiting_tokens` prompt tokens have no slot yet. A
+    stream holds `unread` events, then its slots pause; after `slow_s` seconds it is cancelled."""
 
     waiting: int = 64
     waiting_tokens: int = 1 << 20
@@ -57,14 +58,14 @@ class Stream:
     cancelled, if it was.
     """
 
-    def __init__(self, service: AsyncEngine, ticket: RequestHandle) -> None:
-        self.ticket = ticket
+    def __init__(self, service: AsyncEngine, handle: RequestHandle) -> None:
+        self.handle = handle
         self.reason: str | None = None
         self._service = service
         self._events: deque[Event] = deque()
         self._some = threading.Condition()
         #: answers that have not ended
-        self._open = {a.index for a in ticket.answers}
+        self._open = {a.index for a in handle.answers}
         #: since when its reader has been too slow
         self._full_since: float | None = None
 
@@ -79,19 +80,19 @@ class Stream:
                 raise TimeoutError(f"no event within {timeout} seconds")
             event = self._events.popleft() if self._events else None
             few = len(self._events) <= self._service.settings.unread // 2
-        if few and self.ticket.paused:
+        if few and self.handle.paused:
             self._service._wake()
         return event
 
     def cancel(self, reason: str = BY_READER) -> None:
-        """Free its rows before the next step."""
+        """Free its slots before the next step."""
         self.reason = self.reason or reason
-        self.ticket.cancel()
+        self.handle.cancel()
         self._service._wake()
 
     def stop(self, index: int) -> None:
-        """Free the row of one answer before the next step; the others go on."""
-        self.ticket.stop(index)
+        """Free the slot of one answer before the next step; the others go on."""
+        self.handle.stop(index)
         self._service._wake()
 
     def _put(self, event: Event) -> None:
@@ -117,16 +118,16 @@ Told = Callable[[Event], None]
 
 
 class AsyncEngine:
-    """A thread that runs slots, and a bounded queue before it. A context that closes it."""
+    """A thread that runs a scheduler, and a bounded queue before it. A context that closes it."""
 
     def __init__(
         self,
         engine: Engine,
         settings: AsyncEngineConfig | None = None,
-        slots: SchedulerConfig | None = None,
+        config: SchedulerConfig | None = None,
     ) -> None:
         self.engine, self.settings = engine, settings or AsyncEngineConfig()
-        self.slots = Scheduler(engine, slots)
+        self.scheduler = Scheduler(engine, config)
         self.rejected = 0
         #: steps that failed one after another
         self.failures = 0
@@ -136,7 +137,7 @@ class AsyncEngine:
         self._streams: dict[RequestHandle, tuple[Stream, Told | None]] = {}
         self._lock = threading.Condition()
         self._draining = self._closing = False
-        self._thread = threading.Thread(target=self._run, name="g4ir-slots", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="g4ir-scheduler", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> AsyncEngine:
@@ -147,17 +148,17 @@ class AsyncEngine:
 
     # --- for other threads --------------------------------------------------------------------
 
-    def submit(self, job: Request, told: Told | None = None) -> Stream:
-        """Check a job, put it in the queue and return its stream; with `told`, that sees the events
-        instead, in the service's thread. InputError for what no row could answer; BusyError where
-        too much waits, while draining and after closing."""
-        ticket = self.slots.ticket(job)
+    def submit(self, request: Request, told: Told | None = None) -> Stream:
+        """Check a request, put it in the queue and return its stream; `told` is called with the
+        events instead, in the service's thread. InputError for a request that no slot could answer;
+        BusyError if the queue is full, while draining and after closing."""
+        handle = self.scheduler.handle(request)
         with self._lock:
             self._check_open()
-            self._check_room(job)
-            stream = Stream(self, ticket)
-            self._streams[ticket] = stream, told
-            self._inbox.append(ticket)
+            self._check_room(request)
+            stream = Stream(self, handle)
+            self._streams[handle] = stream, told
+            self._inbox.append(handle)
             self._lock.notify_all()
         return stream
 
@@ -168,22 +169,22 @@ class AsyncEngine:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that have no row yet."""
+        """Number of requests that have no slot yet."""
         with self._lock:
             return sum(not t.started for t in self._streams)
 
     def wait_s(self) -> float:
-        """Return about how many seconds pass until those who wait now have rows."""
-        return self.waiting * self.totals.row_s / self.slots.most
+        """Return about how many seconds pass until those who wait now have slots."""
+        return self.waiting * self.totals.row_s / self.scheduler.max_batch
 
     @property
     def active(self) -> int:
-        """Number of rows that decode."""
-        return self.slots.active
+        """Number of sequences that decode."""
+        return self.scheduler.active
 
     @property
     def totals(self) -> Totals:
-        return self.slots.totals
+        return self.scheduler.totals
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no more requests, and wait until all have ended; whether they did in time."""
@@ -194,13 +195,13 @@ class AsyncEngine:
         return ended and self.error is None
 
     def close(self, timeout: float | None = None) -> None:
-        """Cancel what runs, end the thread, and free the rows. TimeoutError where a step takes
+        """Cancel what runs, end the thread, and free the caches. TimeoutError where a step takes
         longer than so many seconds."""
         with self._lock:
             self._draining = self._closing = True
             for stream, _ in self._streams.values():
                 stream.reason = stream.reason or BY_CLOSE
-                stream.ticket.cancel()
+                stream.handle.cancel()
             self._lock.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
@@ -214,12 +215,12 @@ class AsyncEngine:
             self.rejected += 1
             raise BusyError("the service is ending and takes no more requests; ask another one")
 
-    def _check_room(self, job: Request) -> None:
+    def _check_room(self, request: Request) -> None:
         """Raise BusyError where the queue is full. One request may always wait, however long."""
         waiting = [t for t in self._streams if not t.started]
         tokens = sum(t.counts.prompt for t in waiting)
         s = self.settings
-        full = len(waiting) >= s.waiting or tokens + len(job.tokens) > s.waiting_tokens
+        full = len(waiting) >= s.waiting or tokens + len(request.tokens) > s.waiting_tokens
         if waiting and full:
             self.rejected += 1
             raise BusyError(
@@ -237,46 +238,46 @@ class AsyncEngine:
         try:
             while self._wait():
                 self._look_at_readers()
-                events = self.slots.step()
+                events = self.scheduler.step()
                 self._count_failures(events)
                 for event in events:
                     self._deliver(event)
         except BaseException as e:
             self.error = e
-            log.exception("the thread of the slots ended")
+            log.exception("the scheduler's thread ended")
         finally:
             self._end_all()
             with suppress(Exception):
-                self.slots.close()
+                self.scheduler.close()
 
     def _wait(self) -> bool:
         """Admit what came, and wait until there is something to do; False where all is over."""
         while True:
             with self._lock:
                 while self._inbox:
-                    self.slots.admit(self._inbox.popleft())
-                if self.slots.busy and not self.slots.stalled:
+                    self.scheduler.admit(self._inbox.popleft())
+                if self.scheduler.busy and not self.scheduler.stalled:
                     return True
-                if self._closing and not self.slots.busy:
+                if self._closing and not self.scheduler.busy:
                     return False
-                self._lock.wait(LOOK_S if self.slots.busy else None)
+                self._lock.wait(LOOK_S if self.scheduler.busy else None)
             self._look_at_readers()
 
     def _look_at_readers(self) -> None:
-        """Pause the rows of who does not read, and let go on who does again."""
+        """Pause requests that are not read, and resume them once they are."""
         now = time.monotonic()
         with self._lock:
             readers = [*self._streams.values()]
         for stream, told in readers:
-            unread, ticket = stream.unread, stream.ticket
+            unread, handle = stream.unread, stream.handle
             if told is None and unread >= self.settings.unread:
-                ticket.paused = True
+                handle.paused = True
                 since = stream._full_since = stream._full_since or now
-                if now - since >= self.settings.slow_s and not ticket.cancelled:
+                if now - since >= self.settings.slow_s and not handle.cancelled:
                     stream.reason = stream.reason or BY_SLOWNESS
-                    ticket.cancel()
+                    handle.cancel()
             elif unread <= self.settings.unread // 2:
-                ticket.paused, stream._full_since = False, None
+                handle.paused, stream._full_since = False, None
 
     def _count_failures(self, events: list[Event]) -> None:
         broken = any(e.finish == FAILED for e in events)
@@ -285,16 +286,16 @@ class AsyncEngine:
 
     def _deliver(self, event: Event) -> None:
         """Hand an event to its reader. One that raises an exception is cancelled."""
-        stream, told = self._streams[event.ticket]
+        stream, told = self._streams[event.handle]
         try:
             (told or stream._put)(event)
         except Exception:
             log.exception("a reader of events failed; its request is cancelled")
             stream.reason = stream.reason or BY_FAULT
-            event.ticket.cancel()
+            event.handle.cancel()
         if stream._end(event):
             with self._lock:
-                del self._streams[event.ticket]
+                del self._streams[event.handle]
                 self._lock.notify_all()
 
     def _end_all(self) -> None:
@@ -305,7 +306,7 @@ class AsyncEngine:
         error = EngineError(f"{self.engine.path}: the service ended: {self.error or 'closed'}")
         for stream, told in left:
             for index in sorted(stream._open):
-                event = Event(stream.ticket, index, finish=FAILED, error=error)
+                event = Event(stream.handle, index, finish=FAILED, error=error)
                 with suppress(Exception):
                     (told or stream._put)(event)
                 stream._end(event)

@@ -1,9 +1,9 @@
-"""The rows that decode together, in a session of the smallest bucket that holds them.
+"""The sequences that decode together, in a session of the smallest bucket that holds them.
 
 Every row of a session is computed in every step, whether it is active or not, and a step of one row
 costs less than one of eight. So there is a session for each bucket (1, 2, 4, ... rows), made when
-it is first needed, and rows are copied from one to the other: upwards when one more has to fit,
-downwards when a smaller one would have done for a number of steps.
+it is first needed. Sequences are copied to a larger one when one more has to fit, and to a smaller
+one after `patience` steps in which it would have been enough.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .session import Session
 
 
 class Placed(Protocol):
-    """A holder of a row; -1: it has none."""
+    """Has a slot, the number of a row; -1: none."""
 
-    row: int
+    slot: int
 
 
 T = TypeVar("T", bound=Placed)
@@ -43,15 +43,15 @@ def checked_buckets(buckets: Sequence[int] | None, most: int) -> tuple[int, ...]
 
 
 class Batch(Generic[T]):
-    """Sessions by bucket, and who holds which row of the one that is in use."""
+    """Sessions by bucket, and the holder of each slot of the one in use."""
 
     def __init__(self, engine: EngineParts, sizes: Sequence[int], patience: int) -> None:
         self.engine, self.sizes, self.patience = engine, sizes, patience
         self.sessions: dict[int, Session] = {}
         self.held: list[T | None] = []
-        #: steps since a smaller bucket would have done
+        #: steps since a smaller bucket would have been enough
         self._spare = 0
-        #: copies of rows between buckets
+        #: copies of sequences between buckets
         self.moved = 0
 
     @property
@@ -63,35 +63,53 @@ class Batch(Generic[T]):
         """The session in use."""
         return self.sessions[len(self.held)]
 
-    def put(self, source: Session, holders: Sequence[T]) -> None:
-        """Give each a row, which holds what the one row of `source` holds."""
+    def put(self, source: Session, holders: Sequence[T], coming: int = 0) -> None:
+        """Give each a slot and a copy of the one row of `source`; `coming` more are expected."""
         count = len(self.holders)
-        size = self._fitting(count + len(holders))
-        if not count or size > len(self.held):
-            self._move(size)
+        if not count or count + len(holders) > len(self.held):
+            self._move(self._fitting(count + len(holders) + coming))
         for holder in holders:
-            row = self.held.index(None)
-            self.session.copy_row(source, 0, row)
-            self.held[row], holder.row = holder, row
+            slot = self.held.index(None)
+            self.session.copy_row(source, 0, slot)
+            self.held[slot], holder.slot = holder, slot
 
-    def drop(self, holder: T, clear: bool = False) -> None:
-        """Take a row away; `clear` it where it may hold NaN."""
-        if holder.row >= 0:
-            (self.session.clear if clear else self.session.reset)([holder.row])
-            self.held[holder.row] = None
-            holder.row = -1
+    def adopt(self, session: Session, holder: T) -> bool:
+        """Take over a session of one row for the only holder, so that nothing is copied; whether it
+        can."""
+        if self.holders or 1 not in self.sizes or 1 in self.sessions:
+            return False
+        self.sessions[1], self.held, holder.slot = session, [holder], 0
+        return True
 
-    def settle(self, coming: int = 0) -> None:
-        """Move down, where a smaller bucket has long been enough for who is there and who comes."""
+    def release(self) -> Session | None:
+        """Hand over the session of one row, if there is one and no slot is taken."""
+        if self.holders:
+            return None
+        self.held = []
+        return self.sessions.pop(1, None)
+
+    def drop(self, holder: T, zero: bool = False) -> None:
+        """Free its slot; with `zero` write over a row that may hold NaN."""
+        if holder.slot >= 0:
+            self.session.reset([holder.slot], zero)
+            self.held[holder.slot] = None
+            holder.slot = -1
+
+    def shrinks(self, coming: int = 0) -> bool:
+        """Count a step; whether a smaller bucket has long been enough for who is there and who is
+        expected."""
         size = self._fitting(len(self.holders) + coming)
         self._spare = self._spare + 1 if size < len(self.held) else 0
-        if self._spare > self.patience:
-            self._move(size)
+        return self._spare > self.patience
+
+    def shrink(self, coming: int = 0) -> None:
+        """Move to the smallest bucket that is enough."""
+        self._move(self._fitting(len(self.holders) + coming))
 
     def forget(self) -> None:
-        """Drop all rows, and the sessions too: what a broken step left in them is not known."""
+        """Drop all sequences, and the sessions too: a failed step leaves them undefined."""
         for holder in self.holders:
-            holder.row = -1
+            holder.slot = -1
         self.held = []
         self.sessions.clear()
 
@@ -99,18 +117,18 @@ class Batch(Generic[T]):
         return next(size for size in self.sizes if size >= count)
 
     def _move(self, size: int) -> None:
-        """Go on in a session of another size, or in the same one."""
+        """Continue in the session of this size."""
         self._spare = 0
         if size == len(self.held):
             return
         if size not in self.sessions:
             self.sessions[size] = Session(self.engine, size)
         target, holders = self.sessions[size], self.holders
-        for row, holder in enumerate(holders):
-            target.copy_row(self.session, holder.row, row)
+        for slot, holder in enumerate(holders):
+            target.copy_row(self.session, holder.slot, slot)
         if self.held:
             self.session.reset()
         self.moved += len(holders)
         self.held = [*holders, *[None] * (size - len(holders))]
-        for row, holder in enumerate(holders):
-            holder.row = row
+        for slot, holder in enumerate(holders):
+            holder.slot = slot

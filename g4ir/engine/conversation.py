@@ -7,14 +7,13 @@
             talk.answer_call('{"degrees": 7}')
         turn = talk.reply(told)
 
-Each answer is a request to slots (scheduler.py), which remember beginnings of prompts: the next one
-computes what is new. Who talks has all of the engine's room; nothing is dropped to make more.
+Each answer is a request to a scheduler with a prefix cache, so only the new part of the next prompt
+is computed. A conversation may fill the engine's --max-seq; nothing is dropped to make room.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from g4ir.backends.row_sampling import Allowed, RowSampling
+from g4ir.backends.sampling import SEEDS, LogitsMask, SamplingParams
 from g4ir.chat import Event as Said
 from g4ir.chat import Prompt, Reader, ReasoningBudget, make_prompt
 from g4ir.chat.messages import (
@@ -36,18 +35,18 @@ from g4ir.chat.messages import (
 )
 from g4ir.chat.prompt_builder import PromptBuilder
 from g4ir.chat.tools import lower, read_tools
-from g4ir.errors import InputError
+from g4ir.errors import InputError, RankError
 from g4ir.media.prompt import expansion
 from g4ir.media.soft import Soft
 from g4ir.model.media import AUDIO, check_there
 from g4ir.ui.files import write_file
 
-from .async_engine import AsyncEngine, AsyncEngineConfig, Stream
 from .engine import Engine
 from .media_inputs import read_own
 from .output import Answer
-from .prompts import row_sampling
-from .scheduler import CANCELLED, SEEDS, Counts, Request, SchedulerConfig
+from .prompts import sampling_params
+from .requests import CANCELLED, Counts, Request, RequestHandle
+from .scheduler import Scheduler, SchedulerConfig
 from .speculative import AcceptanceStats
 
 #: why an answer ended that `stop` ended
@@ -137,7 +136,7 @@ class Thinking:
 class ChatSession:
     """One conversation. One thread at a time; `stop` from any, and from a handler of signals."""
 
-    def __init__(self, engine: Engine, slots: SchedulerConfig | None = None) -> None:
+    def __init__(self, engine: Engine, config: SchedulerConfig | None = None) -> None:
         self.engine = engine
         turns = PromptBuilder.open(engine.path, engine.tokenizer(), engine.spec.chat)
         self.template, self.vocabulary = turns.template, turns.vocabulary
@@ -153,10 +152,11 @@ class ChatSession:
         #: tokens that the conversation had at the end of the last answer
         self.held = 0
         self._soft: dict[int, tuple[Any, Soft]] = {}
-        self._stream: Stream | None = None
+        self._handle: RequestHandle | None = None
         self._stopped = False
-        settings = AsyncEngineConfig(slow_s=math.inf)  # who talks reads as slowly as they like
-        self._service = AsyncEngine(engine, settings, slots)
+        self._scheduler = Scheduler(engine, config)
+        #: whether a message would be answered
+        self.alive = True
 
     def __enter__(self) -> ChatSession:
         return self
@@ -165,13 +165,9 @@ class ChatSession:
         self.close()
 
     def close(self) -> None:
-        """End the thread, and free the rows."""
-        self._service.close()
-
-    @property
-    def alive(self) -> bool:
-        """Whether a message would be answered."""
-        return self._service.alive
+        """Free the caches."""
+        self.alive = False
+        self._scheduler.close()
 
     # --- what is talked about -----------------------------------------------------------------
 
@@ -330,33 +326,39 @@ class ChatSession:
         """Return the answer to the messages as they are, which then are followed by it; `told` sees
         its pieces. InputError where they are too long, or cannot be answered."""
         self._stopped = False
-        job, prompt = self._job()
+        request, prompt = self._request()
         reader = Reader(self.tools, prompt.tail, calls=bool(self.tools), thinking=self.thinking.on)
         answer = Answer(self.vocabulary, reader)
-        self._stream = stream = self._service.submit(job)
+        self._handle = handle = self._scheduler.submit(request)
         if self._stopped:
-            stream.ticket.cancel()
+            handle.cancel()
         cancelled = False
         try:
-            for event in stream:
+            for event in self._scheduler.run(handle):
                 cancelled = event.finish == CANCELLED
                 for said in answer.take(event):
                     told(said)
+        except RankError:
+            self.alive = False
+            raise
+        except BaseException as e:
+            if not isinstance(e, Exception):  # it may have interrupted a step
+                self._scheduler.close()
+            raise
         finally:
-            self._stream = None
-            if not stream.ticket.done:
-                stream.cancel()
-        return self._taken(answer, stream, cancelled)
+            self._handle = None
+        return self._taken(answer, handle, cancelled)
 
     def stop(self) -> None:
-        """Have the answer that is being made end where it is."""
+        """End the answer that is being generated where it is. From any thread, and from a handler
+        of signals."""
         self._stopped = True
-        if self._stream:  # no lock is taken, which a handler of signals might hold already
-            self._stream.ticket.cancel()
+        if handle := self._handle:
+            handle.cancel()
 
-    def _taken(self, answer: Answer, stream: Stream, cancelled: bool) -> Turn:
+    def _taken(self, answer: Answer, handle: RequestHandle, cancelled: bool) -> Turn:
         """Add an answer to the conversation, in a form that the next prompt can have."""
-        counts, message = stream.ticket.counts, answer.message()
+        counts, message = handle.counts, answer.message()
         self.held = counts.prompt + counts.generated
         if counts.generated or not cancelled:
             self.messages.append(answer.history(message))
@@ -364,9 +366,9 @@ class ChatSession:
             self.leave_calls()
         reason = INTERRUPTED if cancelled else answer.finish or ""
         full = reason == "length" and self.held > self.engine.limits.max_seq
-        return Turn(message, reason, counts, answer.reasoning, full, stream.ticket.tally)
+        return Turn(message, reason, counts, answer.reasoning, full, handle.tally)
 
-    def _job(self) -> tuple[Request, Prompt]:
+    def _request(self) -> tuple[Request, Prompt]:
         """Return the request of the next answer."""
         prompt = make_prompt(
             self.messages, self.tools, self.template, enable_thinking=self.thinking.on
@@ -394,7 +396,7 @@ class ChatSession:
 
     def _sampling(
         self, settings: Mapping[str, int | float], prompt: Prompt | None = None
-    ) -> RowSampling:
+    ) -> SamplingParams:
         given: dict[str, Any] = {k: v for k, v in settings.items() if k != "max_new_tokens"}
         if "seed" in given:
             given["seed"] %= SEEDS
@@ -403,17 +405,17 @@ class ChatSession:
             inside = Reader(prompt_tail=prompt.tail).thinking
             budget = ReasoningBudget(self.vocabulary, self.thinking.budget, inside)
             given["allowed"] = Bounded(budget, self.engine.spec.text.vocab_size)
-        return row_sampling(self.defaults, given)
+        return sampling_params(self.defaults, given)
 
 
 @dataclass
 class Bounded:
     """Logits mask that ends thoughts after their budget, counted in each answer; `inner` is the
-    mask of all other tokens (see row_sampling.py)."""
+    mask of all other tokens (see sampling.py)."""
 
     budget: ReasoningBudget
     size: int
-    inner: Allowed | None = None
+    inner: LogitsMask | None = None
     #: by identity of the list: an answer, its budget, and how many tokens that has counted
     _rows: dict[int, tuple[Sequence[int], ReasoningBudget, int]] = field(
         default_factory=dict, init=False

@@ -1,4 +1,4 @@
-"""An engine: opens sessions, and makes tokens from prompts."""
+"""A loaded engine: opens sessions, and generates from prompts."""
 
 from __future__ import annotations
 
@@ -7,30 +7,28 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from g4ir.backends.sampling import Sampler, Sampling
+from g4ir.backends.sampling import SEEDS, SamplingParams, random_seed
 from g4ir.chat.prompt import text_ids
 from g4ir.chat.prompt_builder import PromptBuilder
-from g4ir.errors import CheckError, EngineError, InputError, MissingError
+from g4ir.errors import EngineError, InputError, MissingError
 from g4ir.media.prompt import NO_TIMES, check_given, place_rows, times_left_out
 from g4ir.media.soft import Soft
-from g4ir.model.media import listed
-from g4ir.weights.checkpoint import GENERATION
+from g4ir.model.media import listed, placeholders
 
 from .multimodal import encode
 from .parts import EngineParts
-from .prompts import Defaults, checked_ids, checked_prompt, read_defaults
+from .prompts import checked_ids, checked_prompt
+from .requests import Request
+from .scheduler import Scheduler, SchedulerConfig
 from .session import Session
-from .speculative import NONE, AcceptanceStats, SpeculativeConfig, drafted_stream, find_draft
-
-if TYPE_CHECKING:
-    import torch
+from .speculative import NONE, AcceptanceStats, SpeculativeConfig, find_draft
 
 TOKENIZER = "tokenizer.json"
 
@@ -41,8 +39,8 @@ log = logging.getLogger(__name__)
 class Engine(EngineParts):
     """A loaded engine directory; a context that closes it."""
 
-    #: of the last `generate`: its caches, and what was recorded over them, serve the next one
-    _idle: Session | None = field(default=None, init=False)
+    #: of the last `generate`: its caches, and steps recorded over them, serve the next one
+    _idle: Scheduler | None = field(default=None, init=False)
     #: held while that one is taken
     _lending: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -60,21 +58,6 @@ class Engine(EngineParts):
     def encode(self, kind: str, item: Any, **options: Any) -> Soft:
         """Return the soft tokens of one image, video or sound (see multimodal.py)."""
         return encode(self, kind, item, **options)
-
-    def defaults(self) -> Defaults:
-        """Read the checkpoint's generation_config.json."""
-        return read_defaults(self.path / GENERATION, self.spec.text.vocab_size)
-
-    def stop_ids(self) -> tuple[int, ...]:
-        """Return token ids that end a row: generation_config's, else the spec's."""
-        stop = self.defaults().stop
-        return self.spec.tokens.eos if stop is None else stop
-
-    def suppressed(self) -> tuple[int, ...]:
-        """Return ids never generated (matters for greedy decoding too): the checkpoint's, and those
-        that a smaller per-layer table has no row for, which no step could read."""
-        text = self.spec.text
-        return (*self.defaults().suppress, *range(text.readable_ids, text.vocab_size))
 
     def tokenizer(self) -> Any:
         """Return the checkpoint's own tokenizer (library `tokenizers`)."""
@@ -106,25 +89,25 @@ class Engine(EngineParts):
     ) -> Any:
         """Return new token ids for one prompt (list of ints -> list of ints) or for several (list
         of lists -> list of lists, up to max_batch of different lengths). Tensors, arrays of
-        integers and tuples do too.
+        integers and tuples are accepted too.
 
-        A row ends with its stop id, which is part of the result, or after max_new_tokens.
-        `on_token(token)` sees each token of a single prompt, `on_token(row, token)` of several.
+        An answer ends with its stop id, which is part of the result, or after max_new_tokens.
+        `on_token(token)` is called with each token of a single prompt, `on_token(row, token)` of
+        several. Prompt i draws with the seed + i.
 
         images, videos, audio: lists of what `encode` takes. They belong to the placeholders of
         their kind in order, row by row: one placeholder for each medium, or one for each soft
         token (media/prompt.py).
 
-        With `chat` a prompt is what a user says, or a list of messages (OpenAI's form), and several
-        are a list of such: the checkpoint's template makes tokens of them, and the turn's ends are
-        stop ids too. What comes back is all of the answer, which `chat.Reader` takes apart.
+        With `chat` a prompt is a user message, or a list of messages (OpenAI's format), and several
+        are a list of such: the checkpoint's template renders them, and the ends of the turn are
+        stop ids too. The result is the whole answer, which `chat.Reader` parses.
 
-        `draft` says where drafts come from (speculative.py): none, ngram, the text itself, or mtp,
-        the drafter that the engine was built with; at most `draft_tokens` at a time (default: what
-        the engine was built for). The tokens are those of single steps: in float32 always, in 16
-        bits unless two logits are as good as equal, since products of several rows may round
-        otherwise.
-        `tally` counts what was drafted.
+        `draft`: source of draft tokens (speculative.py): none, ngram (the text itself), or mtp (the
+        engine's draft model); at most `draft_tokens` at a time (default: what the engine was built
+        for). The tokens are those of single steps: in float32 always, in 16 bits unless two logits
+        are nearly equal, since products of several rows may round differently. `tally` counts
+        draft tokens.
         """
         drafts = find_draft(self, draft, draft_tokens)
         media = listed(self.media, self.spec, images=images, videos=videos, audio=audio)
@@ -134,36 +117,30 @@ class Engine(EngineParts):
             stop_ids = {*self.stop_ids(), *turns.ends} if stop_ids is None else stop_ids
         prompts, single = _prompts(prompt)
         prompts, soft = _with_media(self, prompts, media)
+        stop = frozenset(self.stop_ids() if stop_ids is None else stop_ids)
+        params = SamplingParams(temperature, top_k, top_p, seed, stop=stop, ignore_eos=True)
+        requests = _requests(self, prompts, soft, max_new_tokens, params)
         told = (lambda row, token: on_token(token)) if single and on_token else on_token
-        sampling = Sampling(temperature, top_k, top_p, seed, self.suppressed())
-        stop = set(self.stop_ids() if stop_ids is None else stop_ids)
-        ask = _Ask(
-            prompts,
-            max_new_tokens,
-            Sampler(sampling),
-            stop,
-            soft,
-            drafts,
-            tally or AcceptanceStats(),
-        )
-        out = _generate(self, ask, told)
+        out = _drained(self, requests, drafts, told, tally)
         return out[0] if single else out
 
     @contextmanager
-    def lent_session(self, batch: int) -> Iterator[Session]:
-        """A context with an empty session, which the engine then keeps in place of its old one."""
+    def lent_scheduler(self, slots: int, draft: SpeculativeConfig) -> Iterator[Scheduler]:
+        """A context with an idle scheduler of so many slots, which the engine then keeps."""
         with self._lending:  # no two threads get the same one
-            session, self._idle = self._idle, None
-        if session is None or session.batch != batch:
-            session = self.session(batch)
-        session.reset()
-        try:
-            yield session
-        except CheckError:  # NaN in a cache would be NaN in what is computed over it later
-            session.clear()
-            raise
-        finally:
-            self._idle = session
+            scheduler, self._idle = self._idle, None
+        config = SchedulerConfig(
+            buckets=tuple(sorted({slots, self.limits.max_batch})),
+            chunks=None,
+            prefix_bytes=0,
+            draft=draft,
+            draft_rows=slots,
+        )
+        kept = scheduler and (scheduler.config, scheduler.suppress)
+        if scheduler is None or kept != (config, self.suppressed()):
+            scheduler = Scheduler(self, config)
+        yield scheduler  # after an exception it is not idle
+        self._idle = scheduler
 
     def close(self) -> None:
         """Free what the runtime holds."""
@@ -273,55 +250,59 @@ def _plain_encoder(engine: Engine) -> Callable[[str], list[int]] | None:
     return lambda text: text_ids(tokenizer(), [text])[0]
 
 
-@dataclass(frozen=True)
-class _Ask:
-    """Prompts and settings of `generate`, read."""
-
-    prompts: list[list[int]]
-    count: int
-    sampler: Sampler
-    stop: set[int]
-    soft: Sequence[Soft]
-    draft: SpeculativeConfig
-    tally: AcceptanceStats
-
-    def rounds(self, session: Session, logits: torch.Tensor) -> Iterator[dict[int, list[int]]]:
-        """Yield the new tokens of each row that has any, step by step."""
-        if self.draft:
-            yield from drafted_stream(
-                session,
-                logits,
-                self.prompts,
-                self.count,
-                self.sampler,
-                self.stop,
-                self.draft,
-                self.tally,
-            )
-            return
-        running = [True] * len(self.prompts)
-        for tokens, going in session.stream(logits, self.count, self.sampler, self.stop):
-            yield {row: [token] for row, token in enumerate(tokens) if running[row]}
-            running = going
-
-
-def _generate(
-    engine: Engine, ask: _Ask, on_token: Callable[[int, int], None] | None
-) -> list[list[int]]:
-    import torch
-
-    vocab, room, prompts = engine.spec.text.vocab_size, engine.limits.max_seq, ask.prompts
-    for i, p in enumerate(prompts):
-        checked_prompt(p, ask.count, vocab, room, f"prompt {i}")
-    lengths = torch.tensor([len(p) for p in prompts])
-    padded = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
-    for row, p in zip(padded, prompts, strict=True):
-        row[: len(p)] = torch.tensor(p)
-    out: list[list[int]] = [[] for _ in prompts]
-    with engine.lent_session(len(prompts)) as session:
-        for made in ask.rounds(session, session.append(padded, lengths, ask.soft)):
-            for row, token in ((row, t) for row, tokens in made.items() for t in tokens):
-                out[row].append(token)
-                if on_token:
-                    on_token(row, token)
+def _requests(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    soft: Sequence[Soft],
+    count: int,
+    params: SamplingParams,
+) -> list[Request]:
+    """Return a checked request for each prompt, with its media and a seed of its own."""
+    limits, vocab = engine.limits, engine.spec.text.vocab_size
+    if not 1 <= len(prompts) <= limits.max_batch:
+        raise InputError(
+            f"batch {len(prompts)}: this engine was built for 1 to {limits.max_batch} rows"
+        )
+    seed = random_seed() if params.seed is None else params.seed
+    rest, out = [*soft], list[Request]()
+    for i, prompt in enumerate(prompts):
+        checked_prompt(prompt, count, vocab, limits.max_seq, f"prompt {i}")
+        own = _own_soft(engine, prompt, rest) if i + 1 < len(prompts) else tuple(rest)
+        sampling = replace(params, seed=(seed + i) % SEEDS)
+        out.append(Request(tuple(prompt), count, sampling, own, reuse=False))
     return out
+
+
+def _own_soft(engine: Engine, prompt: Sequence[int], rest: list[Soft]) -> tuple[Soft, ...]:
+    """Take from `rest` the soft tokens of a prompt's placeholders: those of each kind in order."""
+    holders = placeholders(engine.spec.tokens, engine.media.kinds)
+    left = {kind: prompt.count(holder) for kind, holder in holders.items()}
+    out: list[Soft] = []
+    for soft in [*rest]:
+        if left.get(soft.kind, 0) > 0:
+            left[soft.kind] -= soft.count
+            rest.remove(soft)
+            out.append(soft)
+    return tuple(out)
+
+
+def _drained(
+    engine: Engine,
+    requests: Sequence[Request],
+    draft: SpeculativeConfig,
+    on_token: Callable[[int, int], None] | None,
+    tally: AcceptanceStats | None,
+) -> list[list[int]]:
+    """Return the tokens of each request, once all have ended; raises the first failure."""
+    with engine.lent_scheduler(len(requests), draft) as scheduler:
+        handles = {scheduler.submit(request): row for row, request in enumerate(requests)}
+        while scheduler.busy:
+            for event in scheduler.step():
+                if event.error:
+                    raise event.error
+                if event.token is not None and on_token:
+                    on_token(handles[event.handle], event.token)
+    for handle in handles:
+        if tally is not None:
+            tally.join(handle.tally)
+    return [handle.answers[0].tokens for handle in handles]

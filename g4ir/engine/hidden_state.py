@@ -1,5 +1,4 @@
-"""The states that a session's rows stand at: what their next tokens are chosen from, and what a
-drafter goes on from."""
+"""Last hidden state of each row of a session, the draft model's input."""
 
 from __future__ import annotations
 
@@ -23,8 +22,10 @@ class Hidden:
         return (self._at == length) & (length > 0)
 
     def take(self, made: torch.Tensor | None, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Take in the states of a step, [batch,S,hidden] of every token or [batch,1,hidden] of the
-        last; None: it made none. Rows that got no token keep theirs."""
+        """Keep the states of a step, [batch,S,hidden] of every token or [batch,1,hidden] of the
+        last; None: the step returned none. Rows without a new token keep theirs."""
+        if made is None and self.rows is None:
+            return
         self._several = None
         new = after > before
         self._at = torch.where(new, -1, self._at)

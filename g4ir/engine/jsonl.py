@@ -1,11 +1,15 @@
-"""Reads JSON lines one by one, each a request or its own error."""
+"""Reads JSON lines one by one, each a request or its own error; from a pipe one line ahead."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import UnsupportedOperation
 from itertools import count
+from queue import Empty, Full, Queue
+from threading import Thread
 from typing import Any, BinaryIO
 
 from g4ir.errors import InputError
@@ -15,6 +19,9 @@ from g4ir.ui.units import size_text
 
 #: bytes of one JSON line (eight times a full prompt of the longest context), and of all of them
 LINE_BYTES, INPUT_BYTES = 1 << 24, 1 << 36
+Line = tuple[int, bytes]
+#: seconds between two looks at whether anybody still wants lines
+LOOK_S = 1.0
 
 
 def _whole(value: Any) -> bool:
@@ -71,7 +78,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def read_lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+def read_lines(stream: BinaryIO) -> Iterator[Line]:
     """Yield (number, bytes) of every line that is not blank, as soon as it is there. One of more
     than LINE_BYTES, or beyond INPUT_BYTES, is the last; `parse_line` refuses it."""
     total = 0
@@ -127,3 +134,67 @@ def named(where: str) -> Iterator[None]:
         yield
     except InputError as e:
         raise InputError(f"{where}: {e}") from None
+
+
+# --- ahead ------------------------------------------------------------------------------------
+
+
+class ReadAhead:
+    """Numbered lines as `read_lines` has them, of which the next can be asked for without waiting.
+
+    A file always has its next line. What may make its reader wait is read by a thread, one line
+    ahead, which ends with the input, or with the process where that never comes.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.ended = False
+        self._lines: Iterator[Line] | None = None
+        self._coming: Queue[Line | Exception | None] = Queue(1)
+        if stream.seekable():
+            self._lines = read_lines(stream)
+        else:
+            Thread(target=self._read, args=(_own(stream),), daemon=True).start()
+
+    def next(self, wait: bool) -> Line | None:
+        """Return the next line; None where there is none: at the end, and without `wait` also while
+        none has come."""
+        if self.ended:
+            return None
+        try:
+            found = next(self._lines, None) if self._lines else self._coming.get(wait)
+        except Empty:
+            return None
+        if isinstance(found, Exception):
+            self.ended = True
+            raise found
+        self.ended = found is None
+        return found
+
+    def close(self) -> None:
+        """Want no more lines."""
+        self.ended = True
+
+    def _read(self, stream: BinaryIO) -> None:
+        try:
+            for line in read_lines(stream):
+                self._hand(line)
+                if self.ended:
+                    return
+            self._hand(None)
+        except Exception as e:
+            self._hand(e)
+
+    def _hand(self, item: Line | Exception | None) -> None:
+        while not self.ended:
+            with suppress(Full):
+                self._coming.put(item, timeout=LOOK_S)
+                return
+
+
+def _own(stream: BinaryIO) -> BinaryIO:
+    """Return a stream of the same file that nobody else has: where the process ends while a thread
+    reads, Python would wait for the lock of one that it closes itself."""
+    try:
+        return os.fdopen(os.dup(stream.fileno()), "rb")
+    except UnsupportedOperation:  # not of a file
+        return stream

@@ -1,14 +1,8 @@
-"""Answers requests: what to generate comes from flags or JSON lines.
+"""Offline inference: requests from flags or JSON lines, through the scheduler.
 
-`answer` has one row of the engine in use. Tokens of a prompt that the row still holds from before
-are not computed again (`cached_tokens`): a conversation sent whole each turn costs its new part
-only, as far as the rings of sliding layers allow, and up to its first soft token: equal
-placeholders do not mean equal media, so those are always computed.
-
-JSON lines are read one by one and answered in order, as they come, and so are files of images,
-videos and sounds, so that a long list of requests needs the memory of few: what is wrong in a
-request is its own error, and others are answered. Where the engine has several rows, as many lines
-are answered at a time, by slots (scheduler.py).
+JSON lines are read one by one and answered in order, as many at a time as the engine has slots, and
+so are files of images, videos and audio; a long list of requests needs the memory of few. An
+invalid request yields its own error, and the others are answered.
 
 Each setting comes from the first that names it: the request, the flags, the checkpoint's
 generation_config.json, the default (greedy). Stop ids add up: those of the request or the flags
@@ -17,18 +11,15 @@ and those of the checkpoint.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar
 
-from g4ir.backends.row_sampling import Logprobs, RowSampling
-from g4ir.backends.sampling import Sampler, Sampling
-from g4ir.errors import CheckError, G4Error, InputError, RankError
+from g4ir.backends.sampling import Logprobs, SamplingParams, random_seed
+from g4ir.errors import G4Error, InputError
 from g4ir.media import prompt as prompts
 from g4ir.media.soft import Soft, counts
 from g4ir.model.media import (
@@ -39,20 +30,16 @@ from g4ir.model.media import (
     check_budget,
     check_taken,
     check_there,
-    placeholders,
 )
 
-from .jsonl import FIELDS, checked_fields, named, parse_line, read_lines
+from .jsonl import FIELDS, Line, ReadAhead, checked_fields, named, parse_line
 from .prompts import checked_ids, checked_prompt
-from .read_ahead import Line, ReadAhead
-from .scheduler import Event, Request, RequestHandle, Scheduler, SchedulerConfig, found_settings
-from .session import Session
-from .speculative import AcceptanceStats, drafted_stream
+from .requests import Event, Request, RequestHandle
+from .scheduler import Scheduler, SchedulerConfig
+from .speculative import AcceptanceStats
 from .tokenizer import Codec
 
 if TYPE_CHECKING:
-    import torch
-
     from .engine import Engine
 
 MAX_NEW_TOKENS = 64
@@ -74,8 +61,12 @@ MEDIA_SETTINGS = {
     VIDEO: ("frames", "frames"),
     AUDIO: ("audio_too_long", "too_long"),
 }
-#: settings that a row of slots has, beside those of all
-ROW_FIELDS = (
+#: sampling settings of a request or a flag
+SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "seed",
     "min_p",
     "presence_penalty",
     "frequency_penalty",
@@ -84,12 +75,10 @@ ROW_FIELDS = (
     "min_tokens",
     "logprobs",
 )
-#: lines that are begun beyond those that rows are there for, so that none waits for a line
+#: requests admitted beyond the batch size, so that a free slot never waits for input
 AHEAD = 2
-#: answers that may wait for that of an earlier line, for each row
+#: answers that may wait for that of an earlier line, for each slot
 HELD_BACK = 64
-#: stands in what a row holds for a soft token: no prompt shares it
-_SOFT = -1
 
 
 @dataclass(frozen=True)
@@ -113,13 +102,13 @@ class Unread:
 
 @dataclass(frozen=True)
 class OfflineRequest:
-    """A checked request. A row ends with one of `stop`, or after `max_new_tokens`. While there
-    are media `unread`, its tokens lack what those add."""
+    """A checked request. Its answer ends with one of `stop`, or after `max_new_tokens`. While media
+    are `unread`, its tokens lack their soft tokens."""
 
     id: int | str | None
     tokens: tuple[int, ...]
     max_new_tokens: int
-    sampling: Sampling
+    sampling: SamplingParams
     stop: frozenset[int]
     soft: tuple[Soft, ...] = ()
     notes: tuple[str, ...] = ()
@@ -163,7 +152,7 @@ class Result:
     notes: tuple[str, ...] = ()
     seed: int | None = None  # of the draws, where there were any
     logprobs: tuple[Logprobs, ...] | None = None  # where they were asked for
-    queued_s: float | None = None  # part of first_token_s, where rows were shared
+    queued_s: float | None = None  # part of first_token_s
     tally: AcceptanceStats = field(default_factory=AcceptanceStats)  # where tokens were drafted
 
     def output(self) -> dict[str, Any]:
@@ -214,60 +203,42 @@ class Result:
 
 def check_flags(flags: Mapping[str, Any]) -> None:
     """Raise InputError for settings that no engine takes."""
-    _sampling_of(Sampling(), flags)
+    _sampling(flags)
     count = flags.get("max_new_tokens")
     if count is not None and count < 1:
         raise InputError(f"max_new_tokens {count}: expected at least 1")
 
 
-def _sampling_of(base: Sampling, given: Mapping[str, Any]) -> Sampling:
-    """Return `base` with what is given of temperature, top_k, top_p and seed."""
-    names = ("temperature", "top_k", "top_p", "seed")
-    found = {k: given[k] for k in names if given.get(k) is not None}
+def _sampling(given: Mapping[str, Any], suppress: tuple[int, ...] = ()) -> SamplingParams:
+    """Return the sampling settings of a request's fields."""
+    found = {k: given[k] for k in SAMPLING if given.get(k) is not None}
     if found.get("top_k") == 0:  # no limit, as in generation_config.json
         found["top_k"] = None
-    return replace(base, **found)
-
-
-def _row_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is given of the settings that RowSampling adds, as it has them."""
-    found = {k: given[k] for k in ROW_FIELDS if given.get(k) is not None}
     if "logit_bias" in found:
         found["logit_bias"] = tuple((int(k), v) for k, v in found["logit_bias"].items())
-    return found
+    return SamplingParams(**found, suppress=suppress)
 
 
 # --- answering --------------------------------------------------------------------------------
 
 
 class OfflineEngine:
-    """Checks requests against an engine, and answers them in one row of it."""
+    """Checks requests against an engine, and answers them through a scheduler."""
 
     def __init__(
         self,
         engine: Engine,
         flags: Mapping[str, Any] | None = None,
-        slots: SchedulerConfig | None = None,
+        config: SchedulerConfig | None = None,
     ) -> None:
-        """Take settings `flags`, named as in FIELDS, for requests that do not give their own;
-        tokens are drafted as `slots` says, where one row is in use too."""
-        self.engine, self.settings = engine, found_settings(engine, slots)
+        """Take settings `flags`, named as in FIELDS, for requests that do not give their own."""
+        self.engine = engine
+        self.scheduler = Scheduler(engine, replace(config or SchedulerConfig(), chunks=None))
         self.flags = {k: v for k, v in (flags or {}).items() if v is not None}
         self.codec = Codec(engine) if (engine.path / "tokenizer.json").is_file() else None
         self.defaults, self.never = engine.defaults(), engine.suppressed()
-        self._held: list[int] = []
         self._sampling({})  # a wrong flag is no request's fault
         checked_ids(self.flags.get("stop", []), engine.spec.text.vocab_size, "stop")
-
-    @cached_property
-    def session(self) -> Session:
-        """The row of `answer`."""
-        return self.engine.session(1)
-
-    @cached_property
-    def slots(self) -> Scheduler:
-        """The rows of lines that are answered beside others."""
-        return Scheduler(self.engine, self.settings)
 
     def request(
         self, fields: Mapping[str, Any], where: str, media: Sequence[tuple[str, str]] = ()
@@ -375,105 +346,29 @@ class OfflineEngine:
     def _setting(self, fields: Mapping[str, Any], name: str) -> Any:
         return fields.get(name, self.flags.get(name))
 
-    def _sampling(self, fields: Mapping[str, Any]) -> Sampling:
-        given = {**self.defaults.sampling, **self.flags, **fields}
-        found, more = _sampling_of(Sampling(suppress=self.never), given), _row_fields(given)
-        if not more:
-            return found
-        vocab = self.engine.spec.text.vocab_size
-        checked_ids([token for token, _ in more.get("logit_bias", ())], vocab, "logit_bias")
-        return RowSampling(**{**vars(found), **more})
+    def _sampling(self, fields: Mapping[str, Any]) -> SamplingParams:
+        found = _sampling({**self.defaults.sampling, **self.flags, **fields}, self.never)
+        biased = [token for token, _ in found.logit_bias]
+        checked_ids(biased, self.engine.spec.text.vocab_size, "logit_bias")
+        return found
 
     def answer(self, request: OfflineRequest, told: Told = lambda token: None) -> Result:
-        """Generate; `told(token)` sees each token as it is drawn. InputError, or MissingError, for
-        media that cannot be read; CheckError where logits are NaN or infinite. It answers others
-        then."""
-        if isinstance(request.sampling, RowSampling):
-            return self._answer_in_slots(request, told)
-        try:
-            return self._answer(request, told)
-        except CheckError:  # NaN in a cache would be NaN in what is computed over it later
-            self.session.clear()
-            raise
-
-    def _answer(self, request: OfflineRequest, told: Told) -> Result:
-        begun = time.perf_counter()
-        if request.unread:
-            request = self._read(request.unread)
-        encode_s = time.perf_counter() - begun
-        cached, logits = self._prefill(request)
-        sampling = _seeded(request.sampling)
-        tally, out, first = AcceptanceStats(), list[int](), 0.0
-        for token in self._drawn(logits, request, Sampler(sampling), tally):
-            first = first or time.perf_counter() - begun
-            out.append(token)
-            told(token)
-        self._held += self._remembered(out[:-1])
-        total = time.perf_counter() - begun
-        return Result(
-            request.id,
-            tuple(out),
-            self.codec.decode(out) if self.codec else None,
-            "stop" if out[-1] in request.stop else "length",
-            len(request.tokens),
-            cached,
-            first,
-            total,
-            counts(request.soft),
-            encode_s,
-            request.notes,
-            sampling.seed,
-            tally=tally,
-        )
-
-    def _drawn(
-        self,
-        logits: torch.Tensor,
-        request: OfflineRequest,
-        sampler: Sampler,
-        tally: AcceptanceStats,
-    ) -> Iterator[int]:
-        """Yield the tokens of an answer, from logits after its prompt."""
-        ask = request.max_new_tokens, sampler, request.stop
-        if draft := self.settings.draft:
-            for made in drafted_stream(self.session, logits, [request.tokens], *ask, draft, tally):
-                yield from made[0]
-            return
-        for (token,), _ in self.session.stream(logits, *ask):
-            yield token
+        """Generate one answer, which shares no prefix with others; `told(token)` is called with
+        each token. InputError, or MissingError, for media that cannot be read; CheckError if logits
+        are NaN or infinite. Others can be answered then."""
+        one = self._submit(request, reuse=False)
+        for event in self.scheduler.run(one.handle):
+            _note([event], [one])
+            if event.token is not None:
+                told(event.token)
+        if one.error:
+            raise one.error
+        return self._told(one)
 
     def answer_lines(self, stream: BinaryIO, source: str) -> Iterator[Result | Failure]:
-        """Yield an answer to every JSON line, or what is wrong with it alone, in order. A request
-        without an id has the number of its line, and None where that cannot be read."""
-        if self.engine.limits.max_batch > 1:
-            yield from self._answer_in_rows(stream, source)
-            return
-        for line in read_lines(stream):
-            asked = self._asked(line, source)
-            try:
-                yield asked if isinstance(asked, Failure) else self.answer(asked)
-            except RankError:
-                raise
-            except G4Error as e:
-                assert isinstance(asked, OfflineRequest)
-                yield Failure(asked.id, str(e), line[0])
-
-    def _asked(self, line: Line, source: str) -> OfflineRequest | Failure:
-        """Return the request of a line, or what is wrong with it."""
-        number, text = line
-        where, name = f"{source}:{number}", None
-        try:
-            given = {"id": number, **parse_line(text, where)}
-            name = given["id"] if FIELDS["id"][0](given["id"]) else None
-            return self.request(checked_fields(given, where), where)
-        except G4Error as e:
-            return Failure(name, str(e), number)
-
-    # --- in rows --------------------------------------------------------------------------------
-
-    def _answer_in_rows(self, stream: BinaryIO, source: str) -> Iterator[Result | Failure]:
-        """Answer as many lines at a time as there are rows. No line is waited for while there is
-        something to compute, or to tell."""
+        """Yield an answer to every JSON line, or its error, in order. A request without an id has
+        the number of its line, and None if that cannot be read. No line is waited for while there
+        is something to compute, or to return."""
         most, begun = self.engine.limits.max_batch, deque[_Begun | Failure]()
         with closing(ReadAhead(stream)) as lines:
             try:
@@ -488,11 +383,22 @@ class OfflineEngine:
                     if line is not None:
                         begun.append(self._begin(line, source))
                     elif begun:
-                        _note(self.slots.step(), begun)
+                        _note(self.scheduler.step(), begun)
             finally:
                 for b in begun:
                     if isinstance(b, _Begun):
-                        b.ticket.cancel()
+                        b.handle.cancel()
+
+    def _asked(self, line: Line, source: str) -> OfflineRequest | Failure:
+        """Return the request of a line, or its error."""
+        number, text = line
+        where, name = f"{source}:{number}", None
+        try:
+            given = {"id": number, **parse_line(text, where)}
+            name = given["id"] if FIELDS["id"][0](given["id"]) else None
+            return self.request(checked_fields(given, where), where)
+        except G4Error as e:
+            return Failure(name, str(e), number)
 
     def _begin(self, line: Line, source: str) -> _Begun | Failure:
         """Put the request of a line in the queue."""
@@ -503,34 +409,26 @@ class OfflineEngine:
             assert isinstance(asked, OfflineRequest)
             return Failure(asked.id, str(e), line[0])
 
-    def _submit(self, request: OfflineRequest, line: int | None = None, source: str = "") -> _Begun:
-        """Read the media of a request, and put it in the queue. What slots refuse is told with the
-        line."""
+    def _submit(
+        self,
+        request: OfflineRequest,
+        line: int | None = None,
+        source: str = "",
+        reuse: bool = True,
+    ) -> _Begun:
+        """Read the media of a request, and put it in the queue. Errors name the line."""
         begun = time.perf_counter()
         if request.unread:
             request = self._read(request.unread)
         request = replace(request, sampling=_seeded(request.sampling))
         encode_s = time.perf_counter() - begun
-        sampling = _in_row(request.sampling, request.stop)
-        job = Request(request.tokens, request.max_new_tokens, sampling, request.soft)
-        # What was encoded is the job's now, and not kept beside the answer.
+        sampling = replace(request.sampling, stop=request.stop, ignore_eos=True)
+        asked = Request(request.tokens, request.max_new_tokens, sampling, request.soft, reuse=reuse)
+        # The soft tokens belong to the scheduler's request now.
         kept = replace(request, tokens=(), soft=())
         with nullcontext() if line is None else named(f"{source}:{line}"):
-            ticket = self.slots.submit(job)
-        return _Begun(kept, ticket, encode_s, counts(request.soft), line)
-
-    def _answer_in_slots(self, request: OfflineRequest, told: Told) -> Result:
-        """Answer one request alone."""
-        one = self._submit(request)
-        while not one.done:
-            events = self.slots.step()
-            _note(events, [one])
-            for event in events:
-                if event.token is not None:
-                    told(event.token)
-        if one.error:
-            raise one.error
-        return self._told(one)
+            handle = self.scheduler.submit(asked)
+        return _Begun(kept, handle, encode_s, counts(request.soft), line)
 
     def _result(self, begun: _Begun | Failure) -> Result | Failure | None:
         """Return the answer to a line, None while it is not ready. What is no error of a request
@@ -547,8 +445,8 @@ class OfflineEngine:
 
     def _told(self, b: _Begun) -> Result:
         """Return the answer to a request that has ended."""
-        c, request = b.ticket.counts, b.request
-        out = b.ticket.answers[0].tokens
+        c, request = b.handle.counts, b.request
+        out = b.handle.answers[0].tokens
         return Result(
             request.id,
             tuple(out),
@@ -564,51 +462,16 @@ class OfflineEngine:
             request.sampling.seed,
             tuple(b.logprobs) if b.logprobs else None,
             c.queued_s,
-            b.ticket.tally,
+            b.handle.tally,
         )
-
-    # --- in one row -----------------------------------------------------------------------------
-
-    def _prefill(self, request: OfflineRequest) -> tuple[int, torch.Tensor]:
-        """Return (tokens that the row held already, logits after the prompt)."""
-        import torch
-
-        tokens = request.tokens
-        kept = self._keep(tokens)
-        self._held = []  # unknown until the prefill is through
-        logits = self.session.append(torch.tensor([tokens[kept:]]), soft=request.soft)
-        self._held = self._remembered(tokens)
-        return kept, logits
-
-    def _remembered(self, tokens: Sequence[int]) -> list[int]:
-        """Return tokens that a later prompt may share: placeholders are none."""
-        holders = {*placeholders(self.engine.spec.tokens, self.engine.media.kinds).values()}
-        return [_SOFT if t in holders else t for t in tokens]
-
-    def _keep(self, tokens: tuple[int, ...]) -> int:
-        """Cut the row to what it shares with a prompt, the last token left to compute.
-
-        That ends before the first soft token that the row holds (`_remembered`), so that none is
-        reused and no block is cut.
-        """
-        pairs = zip(self._held, tokens[:-1])
-        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        if shared is None:
-            shared = min(len(self._held), len(tokens) - 1)
-        try:
-            self.session.truncate(shared)
-        except InputError:  # a ring has overwritten what the next token would see
-            shared = 0
-            self.session.reset()
-        return shared
 
 
 @dataclass
 class _Begun:
-    """A request in slots, and what has come of it."""
+    """A submitted request, and what has come of it."""
 
     request: OfflineRequest
-    ticket: RequestHandle
+    handle: RequestHandle
     encode_s: float
     soft_tokens: Mapping[str, int]
     line: int | None
@@ -622,26 +485,20 @@ class _Begun:
 
 
 def _note(events: Sequence[Event], begun: Iterable[_Begun | Failure]) -> None:
-    """Take what a step brought to the requests that it is of."""
+    """Add the events of a step to their requests."""
     if not any(e.finish or e.logprobs for e in events):
         return
-    by_ticket = {b.ticket: b for b in begun if isinstance(b, _Begun)}
+    by_handle = {b.handle: b for b in begun if isinstance(b, _Begun)}
     for event in events:
-        b = by_ticket.get(event.ticket)
+        b = by_handle.get(event.handle)
         if b is None:  # of lines that nobody wanted to the end
             continue
         b.logprobs += [event.logprobs] if event.logprobs else []
         b.finish, b.error = event.finish or b.finish, event.error or b.error
 
 
-def _in_row(s: Sampling, stop: frozenset[int]) -> RowSampling:
-    """Return the settings of a row; `stop` has the checkpoint's own ids."""
-    row = s if isinstance(s, RowSampling) else RowSampling(**vars(s))
-    return replace(row, stop=stop, ignore_eos=True)
-
-
-def _seeded(s: Sampling) -> Sampling:
-    """Return the settings with a seed where tokens are drawn, so that it can be told."""
+def _seeded(s: SamplingParams) -> SamplingParams:
+    """Return the settings with a seed if tokens are drawn, so that it can be reported."""
     if s.temperature == 0:
         return replace(s, seed=None)
-    return s if s.seed is not None else replace(s, seed=secrets.randbits(32))
+    return s if s.seed is not None else replace(s, seed=random_seed())

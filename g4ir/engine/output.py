@@ -11,7 +11,7 @@ from g4ir.chat import Reader, TokenStream, Vocabulary, call_id
 from g4ir.chat.reader import Stops
 from g4ir.errors import EngineError
 
-from .scheduler import CANCELLED, FAILED, LENGTH, STOP, Event
+from .requests import CANCELLED, FAILED, LENGTH, STOP, Event
 
 #: what is said of a probability of nought, which JSON has no number for
 LEAST = -9999.0

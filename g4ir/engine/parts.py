@@ -22,10 +22,13 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.quant.recipe import Recipe
 from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import Spec
+from g4ir.weights.checkpoint import GENERATION
 from g4ir.weights.pack import params_of_rank
 from g4ir.weights.unpack import UnpackedWeights
 
 from .artefact import Manifest
+
+from .prompts import Defaults, read_defaults
 
 if TYPE_CHECKING:
     import torch
@@ -128,6 +131,27 @@ class EngineParts:
     def draft_tokens(self) -> int:
         """How many drafted tokens a step verifies at most; 0: it was not built for that."""
         return self.facts.options.of(RingOptions).slack
+
+    def defaults(self) -> Defaults:
+        """Read the checkpoint's generation_config.json."""
+        return read_defaults(self.path / GENERATION, self.spec.text.vocab_size)
+
+    def stop_ids(self) -> tuple[int, ...]:
+        """Return token ids that end an answer: generation_config's, else the spec's."""
+        stop = self.defaults().stop
+        return self.spec.tokens.eos if stop is None else stop
+
+    def suppressed(self) -> tuple[int, ...]:
+        """Return ids never generated (matters for greedy decoding too): the checkpoint's, and those
+        that a smaller per-layer table has no row for, which no step could read."""
+        text = self.spec.text
+        return (*self.defaults().suppress, *range(text.readable_ids, text.vocab_size))
+
+    @property
+    def chooses_on_device(self) -> bool:
+        """Whether a step that chooses its own token could also look it up."""
+        text = self.spec.text
+        return text.readable_ids == text.vocab_size and self.embeds_on_device
 
     @property
     def embeds_on_device(self) -> bool:

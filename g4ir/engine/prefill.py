@@ -1,12 +1,11 @@
-"""One prompt after another, computed chunk by chunk in a session of one row.
+"""Chunked prefill of one prompt after another, in a session of one row, with a prefix cache.
 
-    staging = Prefiller(engine)
-    for logits in staging.chunks(PrefillInput((2, 5, 7)), lambda start: start + 128):
+    prefiller = Prefiller(engine)
+    for logits in prefiller.chunks(PrefillInput((2, 5, 7)), lambda start: start + 128):
         ...                                   # None, and logits [1, vocab] with the last chunk
-    rows.put(staging.session, [holder])
+    batch.put(prefiller.session, [holder])
 
-So a prompt does not cost a chunk of every row, and others decode between two of its chunks. What
-was computed of earlier prompts, and is the beginning of this one too, is not computed again.
+So a prompt does not cost a chunk of every row, and sequences decode between two of its chunks.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ PARTED = 64
 class PrefillInput:
     """A prompt: all that is computed before the first token is drawn.
 
-    `soft` stand for the placeholders, as in `Session.append`. `marks` are numbers of tokens after
+    `soft` stand for the placeholders, as in `Session.prefill`. `marks` are numbers of tokens after
     which what was computed is remembered for other prompts that begin in the same way and have the
     same `salt`; without `reuse` nothing is remembered and nothing remembered is used.
     """
@@ -82,7 +81,7 @@ class Prefiller:
         """Bytes in the prefix cache of a prompt of LONG tokens, or of as many as the engine
         holds."""
         tokens = min(LONG, self.engine.limits.max_seq)
-        return self.session.held_bytes(tokens) + KEY_BYTES * tokens
+        return self.session.nbytes(tokens) + KEY_BYTES * tokens
 
     def capacity(self) -> str:
         """Return in words how many prompts the prefix cache holds."""
@@ -136,7 +135,7 @@ class Prefiller:
             end = min((m for m in marks if m > start), default=len(keys))
             stop = self._stop(prompt, min(max(until(start), start + 1), end), end)
             tokens, last = torch.tensor([prompt.tokens[start:stop]]), stop == len(keys)
-            for logits in self.session.append_steps(tokens, None, soft.between(start, stop), last):
+            for logits in self.session.prefill_steps(tokens, None, soft.between(start, stop), last):
                 start = self.held
                 if start in marks and prompt.reuse:
                     self.prefixes.keep(prompt.salt, keys[:start], self.session)
@@ -181,8 +180,12 @@ class Prefiller:
         ids = self.holders.values()
         return bool(prompt.soft) and prompt.tokens[at - 1] in ids and prompt.tokens[at] in ids
 
+    def lend(self, session: Session | None) -> None:
+        """Take a session to work in, if there is none."""
+        self._session = self._session or session
+
     def forget(self) -> None:
-        """Drop the session: what a broken step left in it is not known."""
+        """Drop the session: a failed step leaves it undefined, or it has a new owner."""
         self._session, self._given = None, ("", ())
 
     def close(self) -> None:

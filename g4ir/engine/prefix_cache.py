@@ -72,7 +72,7 @@ class PrefixCache:
         if name in self._kept:
             self._kept.move_to_end(name)
             return True
-        size = session.held_bytes() + KEY_BYTES * len(keys)
+        size = session.nbytes(int(session.length.max())) + KEY_BYTES * len(keys)
         if size > self.most_bytes:
             self.too_large += 1
             return False

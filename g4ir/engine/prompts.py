@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from g4ir.backends.row_sampling import RowSampling
+from g4ir.backends.sampling import SamplingParams
 from g4ir.errors import InputError, WeightsError
 from g4ir.weights.tensorfile import parse_json, quoted
 
@@ -93,7 +93,7 @@ class Defaults:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The settings that it has, as RowSampling names them."""
+        """The settings that it has, as SamplingParams names them."""
         found = {name: getattr(self, name) for name, _, _ in SETTINGS.values()}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -119,7 +119,7 @@ def read_defaults(path: Path, vocab: int, raw: bytes | None = None) -> Defaults:
         if values.get(key) not in (None, neutral) and draws >= drawn:
             found[name] = values[key]
     try:
-        RowSampling(**found)
+        SamplingParams(**found)
     except (InputError, TypeError) as e:
         raise WeightsError(f"{path}: {e}; fix: correct the file, or remove it") from e
     unused = tuple(filter(partial(_left_out, values), values))
@@ -133,12 +133,12 @@ def _left_out(values: Mapping[str, Any], key: str) -> bool:
     return not known and value not in (None, False, [], {}, _NEUTRAL.get(key))
 
 
-def row_sampling(defaults: Defaults, given: Mapping[str, Any]) -> RowSampling:
-    """Return the settings of a row: what the checkpoint says where `given` has nothing. A top_k of
-    0 or less is no limit."""
+def sampling_params(defaults: Defaults, given: Mapping[str, Any]) -> SamplingParams:
+    """Return the settings of a sequence: the checkpoint's if `given` has none. A top_k of 0 or less
+    is no limit."""
     found = {**defaults.sampling, **given}
     top_k = found.get("top_k") or 0
-    return RowSampling(**{**found, "top_k": top_k if top_k > 0 else None})
+    return SamplingParams(**{**found, "top_k": top_k if top_k > 0 else None})
 
 
 def _ids(path: Path, values: dict[str, Any], key: str, vocab: int) -> tuple[int, ...] | None:

@@ -1,8 +1,8 @@
-"""A session: takes tokens, returns logits, and keeps caches in between."""
+"""A session: tokens in, logits out, and the KV cache of a batch in between."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -14,15 +14,12 @@ from g4ir.media.merge import Piece, Prompt, check_softs, merged
 from g4ir.model.decoder import BLOCKS, HIDDEN, VERIFY
 from g4ir.model.draft import DRAFT, NEXT_HIDDEN, TOKEN
 from g4ir.model.media import check_list, check_taken, listed, placeholders
-from g4ir.ops.finite import not_finite, require_finite
 
 from .hidden_state import Hidden
 from .multimodal import encode
 from .parts import EngineParts
 
 if TYPE_CHECKING:
-    from g4ir.backends.sampling import Sampler
-    from g4ir.backends.torch_compile.round_loop import Round
     from g4ir.media.soft import Soft
 
 
@@ -52,10 +49,8 @@ class Session:
         self.length = torch.zeros(batch, dtype=torch.int64)
         #: most tokens that each row ever held since it was last empty (what rings have seen)
         self._written = torch.zeros(batch, dtype=torch.int64)
-        #: what each row held before the tokens that may be taken back
-        self._before = self.length
-        #: where the engine has a drafter: what it goes on from
-        self._hidden = Hidden(batch)
+        #: of an engine with a draft model: its input
+        self.hidden = Hidden(batch)
 
     def __repr__(self) -> str:
         return f"<Session of {self.engine!r}: {self.length.tolist()} tokens held>"
@@ -93,43 +88,38 @@ class Session:
         prompt = self._prompt(tokens, lengths, soft, images=images, videos=videos, audio=audio)
         return self._append_all(prompt) if all_logits else _on_host(self._append(prompt))
 
-    def append(self, tokens: Any, lengths: Any = None, soft: Sequence[Soft] = ()) -> torch.Tensor:
-        """Prefill, and leave the logits [B, vocab] on the engine's device, in the dtype that they
-        are made in. They are the session's own: the next step may write over them."""
-        return self._append(self._prompt(tokens, lengths, soft))
-
-    def append_steps(
+    def prefill_steps(
         self, tokens: Any, lengths: Any = None, soft: Sequence[Soft] = (), wanted: bool = True
     ) -> Iterator[torch.Tensor | None]:
-        """Append as `append` does, a chunk whenever one more value is asked for: None, until a row
-        has ended; then logits, if they are `wanted`. What is wrong is raised now. Nothing else may
-        be appended before the last chunk, but the others may be left away."""
+        """Prefill, a chunk for each value of the iterator: None, until a row has ended; then the
+        logits [B, vocab], if they are `wanted`, on the engine's device and in the dtype that they
+        are computed in. They are the session's own: the next step may write over them.
+
+        InputError as `prefill`, at once. Nothing else may be appended before the last chunk, but
+        the iterator may be left early.
+        """
         return self._appended(self._prompt(tokens, lengths, soft), wanted)
 
-    def advance(self, next_tokens: Any, active: Any = None) -> torch.Tensor:
-        """Decode, and leave the logits on the device, as `append` does."""
+    def decode(self, next_tokens: Any, active: Any = None) -> torch.Tensor:
+        """Append one token a row, int64 [batch]; return float32 [batch, vocab]. Rows where `active`
+        (bool [batch]) is False are left untouched and yield zeros. A placeholder has the rows of
+        the padding token."""
         tokens = _tensor(next_tokens, "decode: tokens")
         if tokens.shape != (self.batch,):
             raise InputError(f"decode: expected [{self.batch}] tokens, found {list(tokens.shape)}")
         lengths = None if active is None else self._checked_active(active)
-        return self._append(Prompt(*self._checked(tokens[:, None], lengths)))
+        return _on_host(self._append(Prompt(*self._checked(tokens[:, None], lengths))))
 
     def verify(self, tokens: Any, lengths: Any = None) -> torch.Tensor:
-        """Append tokens that may be taken back, int64 [batch, S], of which row b's first lengths[b]
-        are valid (default: all); at most one more than the engine's --draft-tokens. Return float32
-        [batch, S, vocab], what follows each (zeros behind a row's last). `truncate` then keeps as
-        many of them as are right. InputError as `prefill`, and where the engine has no such step.
+        """Append a token to each row, and draft tokens behind it: int64 [batch, S], of which row
+        b's first lengths[b] are valid (default: all); S at most one more than the engine's
+        --draft-tokens. Return the logits after each, [batch, S, vocab], on the engine's device as
+        in `prefill_steps`; those behind a row's last are undefined. `truncate` then drops rejected
+        tokens. InputError as `prefill`, and for an engine without a verification step.
         """
         tokens, lengths = self._checked(tokens, lengths)
-        logits = _on_host(self.judge(tokens, lengths))
-        behind = torch.arange(tokens.shape[1]) >= lengths[:, None]
-        return logits.masked_fill(behind[..., None], 0.0)
-
-    def judge(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Verify, and leave the logits on the engine's device, as `append` does; those behind a
-        row's last mean nothing. Tokens are right-padded with 0."""
-        most, width = self.engine.draft_tokens + 1, tokens.shape[1]
-        if most == 1:
+        width, most = tokens.shape[1], self.engine.draft_tokens + 1
+        if width > 1 and most == 1:
             raise InputError(
                 f"{self.engine.path}: it verifies no drafted tokens; build the engine again with "
                 f"--draft-tokens K"
@@ -137,50 +127,45 @@ class Session:
         if width > most:
             built = f"an engine of --draft-tokens {most - 1}"
             raise InputError(f"verify: {width} tokens; {built} takes {most} at most")
-        device = self.engine.device
-        positions = self.length[:, None] + torch.arange(width)
+        positions = self.length[:, None]
+        if width > 1:
+            positions = positions + torch.arange(width)
         feeds = self.engine.embed(tokens)
-        feeds |= {"positions": positions.to(device), "lengths": lengths.to(device)}
-        logits = self._run(VERIFY, feeds, lengths)
+        feeds |= {"positions": positions, "lengths": lengths}
+        if self.engine.device != "cpu":
+            feeds = {name: t.to(self.engine.device) for name, t in feeds.items()}
+        logits = self._run(VERIFY if width > 1 else "decode", feeds, lengths)
         assert logits is not None
         return logits
 
-    def judged(self, tokens: Mapping[int, Sequence[int]]) -> torch.Tensor:
-        """Append tokens to some rows, and leave what follows each, [batch, S, vocab], on the
-        device; `keep` then says how many of them were right."""
-        rows, lengths = _in_rows(tokens, self.batch)
-        self._check_ids(rows)
-        self._check_room(lengths)
-        self._before = self.length
-        if rows.shape[1] > 1:
-            return self.judge(rows, lengths)
-        return self.advance(rows[:, 0], None if len(tokens) == self.batch else lengths > 0)[:, None]
-
-    def keep(self, counts: Mapping[int, int]) -> None:
-        """Keep the first tokens of those that `judged` appended last: so many of each row."""
-        kept = self.length.clone()
-        for row, count in counts.items():
-            kept[row] = self._before[row] + count
-        self.truncate(kept)
-
-    def drafted(self, newest: Mapping[int, int], counts: Mapping[int, int]) -> dict[int, list[int]]:
-        """Return for each row what the engine's drafter guesses to follow its newest token, which
-        the caches do not hold yet: at most so many tokens, and none where the state that this token
-        was chosen from is not known, as after `truncate`."""
-        known = self._hidden.is_of(self.length)
+    def draft(self, newest: Mapping[int, int], counts: Mapping[int, int]) -> dict[int, list[int]]:
+        """Return draft tokens of the engine's draft model for each row, to follow its newest token,
+        which the caches do not hold yet: at most so many, and none if the hidden state that this
+        token was chosen from is not known, as after `truncate`."""
+        known = self.hidden.is_of(self.length)
         counts = {row: count if known[row] else 0 for row, count in counts.items()}
-        steps: list[list[int]] = []
         tokens = torch.zeros(self.batch, dtype=torch.int64)
         tokens[[*newest]] = torch.tensor([*newest.values()])
-        for found in self._draft_steps(tokens, max(counts.values(), default=0)):
-            steps.append(found)
+        steps = [*self._draft_steps(tokens, max(counts.values(), default=0))]
         made = {row: [step[row] for step in steps[:count]] for row, count in counts.items()}
         ids = self.engine.spec.text.readable_ids
         return {row: list(takewhile(lambda t: t < ids, found)) for row, found in made.items()}
 
+    def extend(self, counts: Any, hidden: torch.Tensor | None = None, most: Any = None) -> None:
+        """Take over tokens that a loop on the device has appended: so many to each row, int64
+        [batch]; `most` of them were written, rejected ones included (default: `counts`). `hidden`
+        are the states of the new last tokens."""
+        written = self.length + (counts if most is None else most)
+        self.length = self.length + counts
+        self._written = torch.maximum(self._written, written)
+        if hidden is None:
+            self.hidden.forget()
+        else:
+            self.hidden.stand(hidden, self.length)
+
     def _draft_steps(self, tokens: torch.Tensor, count: int) -> Iterator[list[int]]:
         """Yield the next token of each row, by the drafter, `count` times."""
-        engine, hidden = self.engine, self._hidden.rows
+        engine, hidden = self.engine, self.hidden.rows
         assert engine.drafter and engine.drafter.drafter
         last = (self.length - 1).clamp(min=0)
         stands = self.length if engine.drafter.drafter.position == "next" else last
@@ -212,14 +197,8 @@ class Session:
         _check_softs(engine, softs)
         return softs
 
-    def decode(self, next_tokens: Any, active: Any = None) -> torch.Tensor:
-        """Append one token a row, int64 [batch]; return float32 [batch, vocab]. Rows where `active`
-        (bool [batch]) is False are left untouched and yield zeros. A placeholder has the rows of
-        the padding token."""
-        return _on_host(self.advance(next_tokens, active))
-
     def _append(self, prompt: Prompt) -> torch.Tensor:
-        """Return logits as `append` does."""
+        """Return the logits [B, vocab] of each row's last token, on the device."""
         found: torch.Tensor | None = None
         for step in self._appended(prompt):
             found = step
@@ -260,128 +239,6 @@ class Session:
             ends = (piece.count > 0) & (piece.start + piece.count == prompt.lengths)
             yield piece, ends, self._step(prompt, piece, every or (last and bool(ends.any())))
 
-    def stream(
-        self, logits: torch.Tensor, count: int, sampler: Sampler, stops: Collection[int]
-    ) -> Iterator[tuple[list[int], list[bool]]]:
-        """Choose up to `count` tokens for each row and append all but the last, from logits
-        [batch, vocab] after what the rows hold. Yields the tokens of each step and which rows go
-        on: a row ends with one of `stops`, and what is yielded for it later means nothing.
-
-        CheckError where logits are NaN or infinite. Where the device chooses, that is seen when
-        the tokens are, and a step more may have been made by then.
-        """
-        stop = torch.tensor(sorted(stops), dtype=torch.int64)
-        tokens = self._chosen(sampler, logits)
-        active = ~torch.isin(tokens, stop)
-        yield tokens.tolist(), active.tolist()
-        if count < 2 or not active.any():
-            return
-        loop = self._loop(sampler, stop.tolist())
-        if loop is not None:
-            yield from self._looped(loop, tokens, active, count - 1, sampler)
-            return
-        for _ in range(count - 1):
-            logits = self.advance(tokens, None if active.all() else active)
-            tokens = self._chosen(sampler, logits)
-            active &= ~torch.isin(tokens, stop)
-            yield tokens.tolist(), active.tolist()
-            if not active.any():
-                return
-
-    def _chosen(self, sampler: Sampler, logits: torch.Tensor) -> torch.Tensor:
-        """Return the next token of each row, int64 [B] on the host; from a device they come with
-        the word that the logits are finite, so that it is waited for once."""
-        if not logits.is_cuda:
-            return sampler.next(self.finite(logits))
-        tokens = sampler.next(logits)
-        *chosen, finite = torch.cat((tokens, logits.isfinite().all()[None])).tolist()
-        if not finite:
-            self.finite(logits)
-        return torch.tensor(chosen)
-
-    def finite(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits; CheckError where any is NaN or infinite."""
-        return require_finite(logits, self._what(), self.engine.dtype)
-
-    def _what(self) -> str:
-        return f"{self.engine.path}: logits after {self.length.tolist()} tokens"
-
-    def _loop(self, sampler: Sampler, stops: list[int]) -> Any:
-        """Return decoding on the device, if the runtime has it and every table lies there too."""
-        text = self.engine.spec.text
-        if not self.engine.embeds_on_device or text.readable_ids < text.vocab_size:
-            return None
-        return self.engine.runtime.token_loop(
-            self.engine.embed, self.state, self.batch, sampler.settings, stops
-        )
-
-    def _looped(
-        self, loop: Any, tokens: torch.Tensor, active: torch.Tensor, steps: int, sampler: Sampler
-    ) -> Iterator[tuple[list[int], list[bool]]]:
-        self._check_ids(tokens.where(active, 0)[:, None])
-        self._check_room(active * steps)
-        drawing = sampler.settings.temperature > 0
-        uniforms = (lambda: sampler.uniforms(self.batch)) if drawing else None
-        loop.start(tokens, self.length, active)
-        try:
-            for chosen, running, finite in loop.run(steps, uniforms):
-                if not finite:
-                    self.length = loop.lengths.cpu()  # which the message names
-                    raise not_finite(self._what(), self.engine.dtype)
-                yield chosen, running
-        finally:
-            self._hidden.forget()
-            self.length = loop.lengths.cpu().clone()
-            self._written = torch.maximum(self._written, self.length)
-
-    def round_loop(self, sampler: Sampler, stops: Collection[int]) -> Any:
-        """Return rounds of drafting on the device, if the runtime has them, every table lies there
-        too, and each row's state is known."""
-        text, drafter = self.engine.spec.text, self.engine.drafter
-        here = self.engine.embeds_on_device and text.readable_ids == text.vocab_size
-        if not here or not drafter or not drafter.drafter:
-            return None
-        if not bool(self._hidden.is_of(self.length).all()):
-            return None
-        last = drafter.drafter.position == "last"
-        loop = self.engine.runtime.round_loop
-        return loop(self.engine.embed, self.state, sampler.settings, sorted(stops), last)
-
-    def rounds(
-        self,
-        loop: Any,
-        tokens: torch.Tensor,
-        active: torch.Tensor,
-        room: int,
-        uniforms: torch.Tensor | None,
-        count: Callable[[], int],
-    ) -> Iterator[Round]:
-        """Yield rounds on the device until no row runs: of rows that are `active` bool[B], whose
-        newest `tokens` i64[B] the caches do not hold yet, and which may take `room` tokens more.
-        `count` says how many the next round drafts."""
-        self._check_ids(tokens.where(active, 0)[:, None])
-        self._check_room(active * room)
-        limits = self.length + room
-        loop.start(tokens, self.length, limits, active, self._hidden.rows, uniforms)
-        before, going = self.length, bool(active.any())
-        try:
-            while going:
-                drafted = count()
-                made = loop.run(drafted)
-                if not made.finite:
-                    self.length = loop.lengths.cpu()  # which the message names
-                    raise not_finite(self._what(), self.engine.dtype)
-                going = any(made.running)
-                kept = torch.tensor([len(t) for t in made.tokens])
-                fed = (limits - before).clamp(max=drafted + 1) * (kept > 0)
-                self._written = torch.maximum(self._written, before + fed)
-                before = before + kept
-                yield made
-        finally:
-            self.length = loop.lengths.cpu().clone()
-            self._written = torch.maximum(self._written, self.length)
-            self._hidden.stand(loop.hidden.clone(), self.length)
-
     def truncate(self, n: Any) -> None:
         """Keep the first n tokens (an int or int64 [batch]) of each row. Cut within a picture that
         is seen both ways, what is kept of it has seen what is dropped.
@@ -410,22 +267,18 @@ class Session:
                 )
         self.length = keep
         self._written = torch.where(keep == 0, keep, self._written)
-        self._hidden.cut(keep)
+        self.hidden.cut(keep)
 
-    def reset(self, rows: Any = None) -> None:
-        """Empty the given rows (ints), or all."""
+    def reset(self, rows: Any = None, zero: bool = False) -> None:
+        """Empty the given rows (ints), or all. `zero` also writes zeros over their caches: NaN
+        there, in a slot that no query sees, is NaN in its sum all the same."""
         index = torch.arange(self.batch) if rows is None else self._rows(rows, "reset")
+        if zero:
+            for row in index.tolist():
+                self.state.clear(row, self.engine.limits.max_seq)
         self.length[index] = 0
         self._written[index] = 0
-        self._hidden.forget(index)
-
-    def clear(self, rows: Any = None) -> None:
-        """Empty the given rows, or all, and write zeros over what their caches hold: NaN there, in
-        a slot that no query sees, is NaN in its sum all the same."""
-        index = torch.arange(self.batch) if rows is None else self._rows(rows, "clear")
-        for row in index.tolist():
-            self.state.clear(row, self.engine.limits.max_seq)
-        self.reset(index)
+        self.hidden.forget(index)
 
     def copy_row(self, source: Session, start: int, row: int) -> None:
         """Hold in a row what row `start` of a session of the same engine holds, this one or another
@@ -438,7 +291,7 @@ class Session:
         if held and (source is not self or start != row):
             self.state.copy(source.state, start, row, held)
         self.length[row], self._written[row] = held, source._written[start]
-        self._hidden.copy_row(source._hidden, start, row)
+        self.hidden.copy_row(source.hidden, start, row)
 
     def _rows(self, rows: Any, what: str) -> torch.Tensor:
         """Return int64 [n] of row numbers."""
@@ -452,7 +305,7 @@ class Session:
         which copies nothing, it also brings back what rings have overwritten since."""
         held = int(self.length.max())
         caches = self.state.kept(held) if held else None
-        return Snapshot(self.length.clone(), self._written.clone(), caches, self._hidden.copy())
+        return Snapshot(self.length.clone(), self._written.clone(), caches, self.hidden.copy())
 
     def restore(self, kept: Snapshot) -> None:
         """Hold again what the snapshot holds."""
@@ -463,17 +316,13 @@ class Session:
         if kept.caches:
             self.state.put(kept.caches)
         self.length, self._written = kept.length.clone(), kept.written.clone()
-        self._hidden = kept.hidden.copy()
+        self.hidden = kept.hidden.copy()
 
-    def held_bytes(self, held: int | None = None) -> int:
-        """Return the bytes of a snapshot, now or of rows of `held` tokens."""
-        held = int(self.length.max()) if held is None else held
+    def nbytes(self, held: int | None = None) -> int:
+        """Return the bytes of the caches, or of a snapshot of rows of `held` tokens."""
+        if held is None:
+            return int(self.state.nbytes())
         return sum(t.nbytes for t in self.state.views(held).values()) if held else 0
-
-    def nbytes(self) -> int:
-        """Return the bytes of the caches."""
-        size: int = self.state.nbytes()
-        return size
 
     def _checked_active(self, active: Any) -> torch.Tensor:
         mask = _tensor(active, "decode: active")
@@ -542,7 +391,7 @@ class Session:
         """Append `count` tokens to each row by a graph; return its logits, if they are wanted."""
         after = self.length + count
         made = self.engine.runtime.run(phase, feeds, self.state, int(after.max()), wanted)
-        self._hidden.take(made.get(HIDDEN) if made else None, self.length, after)
+        self.hidden.take(made.get(HIDDEN) if made else None, self.length, after)
         self.length = after
         self._written = torch.maximum(self._written, after)
         return made["logits"] if made else None
@@ -576,15 +425,14 @@ def _check_ids(tokens: torch.Tensor, media: Mapping[str, int], vocab: int) -> No
         )
 
 
-def _in_rows(tokens: Mapping[int, Sequence[int]], batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens of some of `batch` rows, right-padded with 0, and how many each has."""
+def padded(tokens: Mapping[int, Sequence[int]], batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens by row as int64 [batch, S], right-padded with 0, and how many each row has."""
     width = max(map(len, tokens.values()))
-    out = torch.zeros(batch, width, dtype=torch.int64)
-    lengths = torch.zeros(batch, dtype=torch.int64)
+    rows, lengths = [[0] * width for _ in range(batch)], [0] * batch
     for row, ids in tokens.items():
-        out[row, : len(ids)] = torch.tensor(ids)
+        rows[row][: len(ids)] = ids
         lengths[row] = len(ids)
-    return out, lengths
+    return torch.tensor(rows), torch.tensor(lengths)
 
 
 def _tensor(value: Any, what: str) -> torch.Tensor:

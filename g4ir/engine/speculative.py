@@ -1,21 +1,21 @@
-"""More than one token per step: some are drafted, and one step verifies all of them.
+"""Speculative decoding: draft tokens, and one step that verifies all of them.
 
-A round feeds the row's newest token and k drafted ones. The logits after each are chosen from as
-ever, with the row's own random numbers; as long as a choice is the draft, the next logits are right
-too. So k + 1 tokens at most, and one at least, come of a round, and they are those that single
-steps would have chosen. What was wrongly drafted is taken back: a length that is set, since rings
-have room for it (passes/plan_cache.py).
+A verification step feeds a sequence's newest token and k draft tokens. A token is chosen after each
+as ever, with the sequence's own random numbers; as long as the choice is the draft token, the next
+logits are valid too. So a step yields 1 to k + 1 tokens, those that single steps would have chosen.
+Rejected tokens are dropped by setting a length; sliding-window caches have room for them
+(passes/plan_cache.py).
 
-Drafts come from the row's own text (`NgramProposer`): what followed the last place that ends like
-it. Or they come from a drafter, a small model that goes on from the state of the large one.
+Draft tokens come from the sequence's own text (`NgramProposer`): what followed the last place that
+ends like it; or from a draft model, which continues from the hidden state of the large one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,9 +24,6 @@ from g4ir.errors import InputError
 
 from .parts import EngineParts
 from .session import Session
-
-if TYPE_CHECKING:
-    from g4ir.backends.sampling import Sampler
 
 NONE, NGRAM, MTP = "none", "ngram", "mtp"
 #: where drafts come from
@@ -154,10 +151,12 @@ class Pace:
 
 
 class RowDrafts:
-    """Drafts for one row: its pace, and its text where they come from that."""
+    """Draft tokens of one sequence: their pace and counts, and its text if they come from that."""
 
-    def __init__(self, draft: SpeculativeConfig, prompt: Sequence[int]) -> None:
-        self.pace = Pace(draft.tokens)
+    def __init__(
+        self, draft: SpeculativeConfig, prompt: Sequence[int], tallies: Sequence[AcceptanceStats]
+    ) -> None:
+        self.source, self.pace, self._tallies = draft.source, Pace(draft.tokens), tallies
         self.text = NgramProposer(prompt) if draft.source == NGRAM else None
         self._followed = 0
 
@@ -165,8 +164,14 @@ class RowDrafts:
         """Return how many tokens to draft, at most `room`."""
         return max(0, min(self.pace.count(), room))
 
+    def told(self, drafted: int, tokens: int) -> None:
+        """Count a round that drafted so many tokens and yielded so many."""
+        self.pace.told(drafted, tokens - 1)
+        for tally in self._tallies:
+            tally.add(drafted, tokens)
+
     def propose(self, generated: Sequence[int], count: int) -> list[int]:
-        """Return up to `count` tokens to follow the generated ones, from the row's text."""
+        """Return up to `count` tokens to follow the generated ones, from the sequence's text."""
         assert self.text
         self.text.extend(generated[self._followed :])
         self._followed = len(generated)
@@ -184,7 +189,7 @@ def propose(
     counts = {row: drafters[row].count(rooms[row]) for row in texts}
     if all(drafters[row].text for row in texts):
         return {row: drafters[row].propose(text, counts[row]) for row, text in texts.items()}
-    return session.drafted({row: text[-1] for row, text in texts.items()}, counts)
+    return session.draft({row: text[-1] for row, text in texts.items()}, counts)
 
 
 # --- rounds -----------------------------------------------------------------------------------
@@ -206,6 +211,13 @@ class AcceptanceStats:
         self.tokens += tokens
         self.drafted.update(range(drafted))
         self.accepted.update(range(min(drafted, tokens - 1)))
+
+    def join(self, other: AcceptanceStats) -> None:
+        """Add the counts of another."""
+        self.rounds += other.rounds
+        self.tokens += other.tokens
+        self.drafted.update(other.drafted)
+        self.accepted.update(other.accepted)
 
     def to_dict(self) -> dict[str, object]:
         """Return tokens per round, and the share that was accepted of those drafted, by place."""
@@ -242,99 +254,3 @@ def accepted(
 
 def _at(drafts: Sequence[int], place: int) -> int | None:
     return drafts[place] if place < len(drafts) else None
-
-
-class Numbered:
-    """Chooses as a Sampler does that is asked for a token of every row at a time, whichever token
-    of its row each is: the random number of a row's i-th token is the same."""
-
-    def __init__(self, sampler: Sampler, batch: int) -> None:
-        self.sampler, self.counts = sampler, [0] * batch
-        self._numbers: list[torch.Tensor] = []
-
-    def choose(self, logits: torch.Tensor, rows: Collection[int]) -> dict[int, int]:
-        """Return the next token of some rows of logits [B, vocab]."""
-        tokens = self.sampler.pick(logits, self._uniforms()).tolist()
-        for row in rows:
-            self.counts[row] += 1
-        return {row: tokens[row] for row in rows}
-
-    def _uniforms(self) -> torch.Tensor | None:
-        if self.sampler.settings.temperature == 0:
-            return None
-        while len(self._numbers) <= max(self.counts):
-            self._numbers.append(self.sampler.uniforms(len(self.counts)))
-        return torch.stack([self._numbers[i][row] for row, i in enumerate(self.counts)])
-
-
-def drafted_stream(
-    session: Session,
-    logits: torch.Tensor,
-    prompts: Sequence[Sequence[int]],
-    count: int,
-    sampler: Sampler,
-    stops: Collection[int],
-    draft: SpeculativeConfig,
-    tally: AcceptanceStats,
-) -> Iterator[dict[int, list[int]]]:
-    """Yield after each round the new tokens of each row, as `Session.stream` does one by one: up to
-    `count` a row, the last of which may be one of `stops`. `prompts` are what the rows hold."""
-
-    def goes_on(_: int, token: int, drafted: int | None) -> bool:
-        return token == drafted and token not in stops
-
-    numbered = Numbered(sampler, session.batch)
-    first = numbered.choose(session.finite(logits), range(session.batch))
-    texts = {row: [token] for row, token in first.items()}
-    yield {row: [*text] for row, text in texts.items()}
-    drafters = {row: RowDrafts(draft, prompts[row]) for row in texts}
-    loop = session.round_loop(sampler, stops) if draft.source == MTP else None
-    if loop is not None:
-        yield from _looped(session, loop, first, count - 1, sampler, stops, drafters, tally)
-        return
-    while texts := {r: t for r, t in texts.items() if t[-1] not in stops and len(t) < count}:
-        rooms = {row: count - len(text) - 1 for row, text in texts.items()}
-        drafts = propose(session, drafters, texts, rooms)
-        found = session.judged({row: [texts[row][-1], *d] for row, d in drafts.items()})
-        made = accepted(session.finite(found), drafts, numbered.choose, goes_on)
-        session.keep({row: len(tokens) for row, tokens in made.items()})
-        for row, tokens in made.items():
-            tally.add(len(drafts[row]), len(tokens))
-            drafters[row].pace.told(len(drafts[row]), len(tokens) - 1)
-            texts[row] += tokens
-        yield made
-
-
-def _looped(
-    session: Session,
-    loop: Any,
-    first: Mapping[int, int],
-    room: int,
-    sampler: Sampler,
-    stops: Collection[int],
-    drafters: Mapping[int, RowDrafts],
-    tally: AcceptanceStats,
-) -> Iterator[dict[int, list[int]]]:
-    """Yield rounds that the device runs by itself, up to `room` tokens a row. Rows draft equally
-    many: as many as the one that has the most of them right."""
-    tokens = torch.tensor([first[row] for row in range(session.batch)])
-    active = ~torch.isin(tokens, torch.tensor(sorted(stops), dtype=torch.int64))
-    if room < 1 or not active.any():
-        return
-    running = {row for row in drafters if active[row]}
-    counts: list[int] = []
-
-    def count() -> int:
-        counts.append(max(drafters[row].count(room) for row in running))
-        return counts[-1]
-
-    drawing = sampler.settings.temperature > 0
-    numbers = [sampler.uniforms(session.batch) for _ in range(room)] if drawing else []
-    uniforms = torch.stack(numbers) if numbers else None
-    for made in session.rounds(loop, tokens, active, room, uniforms, count):
-        found = {row: made.tokens[row] for row in running}
-        for row, new in found.items():
-            tally.add(counts[-1], len(new))
-            drafters[row].pace.told(counts[-1], len(new) - 1)
-        running = {row for row in running if made.running[row]}
-        yield found

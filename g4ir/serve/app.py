@@ -25,7 +25,8 @@ from g4ir.chat import Event as Said
 from g4ir.engine.async_engine import BY_SLOWNESS, AsyncEngine, AsyncEngineConfig, Stream
 from g4ir.engine.engine import Engine
 from g4ir.engine.output import Answer
-from g4ir.engine.scheduler import CANCELLED, FAILED, Event, SchedulerConfig
+from g4ir.engine.requests import CANCELLED, FAILED, Event
+from g4ir.engine.scheduler import SchedulerConfig
 from g4ir.errors import BusyError
 from g4ir.media.soft import counts
 
@@ -65,7 +66,7 @@ class Server:
     name: str
     gate: Auth = field(default_factory=Auth)
     settings: AsyncEngineConfig = field(default_factory=AsyncEngineConfig)
-    slots: SchedulerConfig = field(default_factory=SchedulerConfig)
+    scheduler_config: SchedulerConfig = field(default_factory=SchedulerConfig)
     sources: Sources = field(default_factory=Sources)
     #: whether there is a page at /
     page: bool = True
@@ -86,7 +87,9 @@ class Server:
         prompts.vocabulary.longest  # noqa: B018  # an engine without a tokenizer is refused here
         prompts.grammars.prepare()
         self.prompts = prompts
-        self.service = self.metrics.service = AsyncEngine(engine, self.settings, self.slots)
+        self.service = self.metrics.service = AsyncEngine(
+            engine, self.settings, self.scheduler_config
+        )
         return self.service
 
     def app(self) -> Starlette:
@@ -313,12 +316,12 @@ class Running:
     def end(self) -> None:
         """Free its rows, and count it."""
         if self.streams and not all(a.over for a in self.answers):
-            failed = any(s.ticket.state == FAILED for s in self.streams)
+            failed = any(s.handle.state == FAILED for s in self.streams)
             self.server.metrics.cancelled.inc(not failed)
         for stream in self.streams:
-            if not stream.ticket.done:
+            if not stream.handle.done:
                 stream.cancel()
-            self.server.metrics.took(stream.ticket.counts)
+            self.server.metrics.took(stream.handle.counts)
         self.streams = []
 
     async def _events(self) -> AsyncIterator[tuple[Answer, Event] | None]:
@@ -349,9 +352,9 @@ class Running:
         return new
 
     def _usage(self) -> dict[str, Any]:
-        made = [s.ticket.counts for s in self.streams]
+        made = [s.handle.counts for s in self.streams]
         prompt, cached = sum(c.prompt for c in made), sum(c.cached for c in made)
-        tallies = [s.ticket.tally for s in self.streams if self.server.slots.draft]
+        tallies = [s.handle.tally for s in self.streams if self.server.scheduler_config.draft]
         media = counts([soft for job in self.asked.jobs for soft in job.soft])
         return usage_of(prompt, cached, self.answers, tallies, media)
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from g4ir.engine.async_engine import AsyncEngine
-from g4ir.engine.scheduler import Counts
+from g4ir.engine.requests import Counts
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -74,7 +74,7 @@ class _Totals:
             return
         totals = service.totals
         tally = totals.tally
-        yield GaugeMetricFamily("g4ir_rows", "Rows of the engine.", service.slots.most)
+        yield GaugeMetricFamily("g4ir_rows", "Rows of the engine.", service.scheduler.max_batch)
         gauges = {"running": service.active, "waiting": service.waiting}
         for name, value in gauges.items():
             words = f"Requests that are {name}." if name == "waiting" else "Rows that decode."
@@ -85,7 +85,7 @@ class _Totals:
             "checkpoint_hits": ("Times that a prompt's head was restored.", totals.restored),
             "prefix_cache_too_large": (
                 "Prompts not kept: larger than the prefix cache.",
-                service.slots.prefixes.too_large,
+                service.scheduler.prefixes.too_large,
             ),
             "prefill_tokens": ("Tokens of prompts that were computed.", totals.computed),
             "prefill_seconds": ("Seconds of computing prompts.", totals.chunk_s),

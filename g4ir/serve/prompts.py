@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from g4ir.backends.row_sampling import Allowed, RowSampling
+from g4ir.backends.sampling import LogitsMask, SamplingParams
 from g4ir.chat import (
     Prompt,
     Reader,
@@ -24,8 +24,9 @@ from g4ir.engine.conversation import Bounded
 from g4ir.engine.engine import TOKENIZER, Engine
 from g4ir.engine.media_inputs import soft_of
 from g4ir.engine.output import Answer
-from g4ir.engine.prompts import checked_ids, row_sampling
-from g4ir.engine.scheduler import SEEDS, Request
+from g4ir.engine.prompts import checked_ids, sampling_params
+from g4ir.engine.requests import Request
+from g4ir.engine.scheduler import SEEDS
 from g4ir.engine.tokenizer import Codec
 from g4ir.errors import EngineError, InputError
 from g4ir.media.prompt import expansion
@@ -165,15 +166,15 @@ class Prompts:
         return PreparedRequest(fields, (job,), prompt, tools, thinking)
 
     def _held(
-        self, sampling: RowSampling, fields: Mapping[str, Any], prompt: Prompt, thinking: bool
-    ) -> RowSampling:
+        self, sampling: SamplingParams, fields: Mapping[str, Any], prompt: Prompt, thinking: bool
+    ) -> SamplingParams:
         """Return settings that hold an answer to what a request says of its calls and its form."""
         choice, constraint = chosen(fields), constraint_of(fields)
         tools, forced = fields.get("tools") or (), choice.mode == "required"
         functions = called(tools, choice.names, strict=not forced) if choice.mode != "none" else []
         inside = Reader(prompt_tail=prompt.tail).thinking
         head = _head(fields, prompt) if fields.get("continue_final_message") else ""
-        allowed: Allowed | None = None
+        allowed: LogitsMask | None = None
         if functions and (forced or constraint) and not (head and constraint):
             allowed = self.grammars.calls(
                 functions, thinking, inside, many=choice.many, content=constraint
@@ -251,7 +252,7 @@ class Prompts:
         reuse, n = fields.get("cache_prompt", True), fields.get("n", 1)
         return Request(tuple(tokens), count, sampling, n=n, reuse=reuse, salt=salt)
 
-    def _sampling(self, fields: Mapping[str, Any], top: int | None) -> RowSampling:
+    def _sampling(self, fields: Mapping[str, Any], top: int | None) -> SamplingParams:
         """Return the sampling parameters: of the request, else of the checkpoint."""
         given = {k: fields[k] for k in ("temperature", "top_k", *SAME) if k in fields}
         if "seed" in fields:
@@ -259,7 +260,7 @@ class Prompts:
         stop = fields.get("stop_token_ids", frozenset())
         if constraint_of(fields) or ("messages" in fields and not fields.get("ignore_eos")):
             stop |= self.vocabulary.ends
-        return row_sampling(self.defaults, {**given, "stop": stop, "logprobs": top})
+        return sampling_params(self.defaults, {**given, "stop": stop, "logprobs": top})
 
 
 def _head(fields: Mapping[str, Any], prompt: Prompt) -> str:

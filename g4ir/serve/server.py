@@ -172,7 +172,7 @@ class ServerProcess(uvicorn.Server):
                 engine.close()
                 return
             service = self.server.start(engine)
-            self.log(service.slots.staging.capacity())
+            self.log(service.scheduler.prefiller.capacity())
             self.log("ready")
         except BaseException as e:
             self.error = e

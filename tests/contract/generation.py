@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.sampling import Sampler, Sampling
+from g4ir.backends.sampling import SamplingParams
 from g4ir.engine.engine import Engine
+from g4ir.engine.requests import CANCELLED, FINISHED, Request
+from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.errors import CheckError, InputError
 from tests.engines import CHUNK, MAX_SEQ, some_tokens
 
@@ -131,51 +133,57 @@ def test_generate_up_to_max_seq(engine: Engine) -> None:
 
 
 @pytest.mark.usefixtures("chooser")
-def test_sessions_that_stream_in_turn(any_engine: Engine) -> None:
-    """They go on from where they are; each has its own step."""
-    sampler = Sampler(Sampling())
-    sessions = [any_engine.session(1), any_engine.session(1)]
-    logits = [s.prefill(torch.tensor([p])) for s, p in zip(sessions, PROMPTS)]
-    out: list[list[int]] = [[], []]
-    for count in (3, 1, 5):
-        for i, s in enumerate(sessions):
-            made = [t for (t,), _ in s.stream(logits[i], count, sampler, ())]
-            out[i] += made
-            logits[i] = s.decode(torch.tensor(made[-1:]))
-    assert [any_engine.generate(p, 9, stop_ids=()) for p in PROMPTS[:2]] == out
-    assert [int(s.length) for s in sessions] == [11 + 9, 3 + 9]
+def test_a_request_that_joins_and_one_that_is_cancelled(engine: Engine) -> None:
+    """Neither changes the text of another, whoever chooses; tokens come as they are read."""
+    want = [engine.generate(p, 20, stop_ids=()) for p in PROMPTS]
+    scheduler = Scheduler(engine, SchedulerConfig(patience=0))
+    asked = [Request(tuple(p), 20, SamplingParams(ignore_eos=True)) for p in PROMPTS]
+    handles, seen = [scheduler.submit(asked[0])], dict[Any, list[int]]()
+    while scheduler.busy:
+        for event in scheduler.step():
+            if event.token is not None:
+                seen.setdefault(event.handle, []).append(event.token)
+        count = len(seen.get(handles[0], ()))
+        if count == 5 and len(handles) == 1:
+            handles += [scheduler.submit(request) for request in asked[1:]]
+        if len(handles) == 3 and len(seen.get(handles[2], ())) == 4:
+            handles[-1].cancel()
+    assert [h.state for h in handles] == [FINISHED, FINISHED, CANCELLED]
+    got = [seen[h] for h in handles]
+    assert got == [h.answers[0].tokens for h in handles]
+    assert got == [want[0], want[1], want[2][: len(got[2])]] and 4 <= len(got[2]) < 20
 
 
 @pytest.mark.usefixtures("chooser")
-def test_a_stream_that_is_left_early(any_engine: Engine) -> None:
-    """The session holds what was started, and can be cut back to what was read."""
-    session = any_engine.session(1)
-    logits = session.prefill(torch.tensor([PROMPTS[1]]))
-    stream = session.stream(logits, 30, Sampler(Sampling()), ())
-    tokens = [next(stream)[0][0] for _ in range(3)]
-    stream.close()
-    assert 3 + 2 <= int(session.length) <= 3 + 4
-    session.truncate(3 + 2)
-    step = session.decode(torch.tensor([tokens[2]]))
-    assert step.argmax() == any_engine.generate(PROMPTS[1], 4, stop_ids=())[3]
+def test_settings_in_one_batch(engine: Engine) -> None:
+    """Greedy and each way to draw at a time, and one that needs the host: as each alone."""
+    params = [SamplingParams(ignore_eos=True, **s) for s in SETTINGS]
+    params.append(SamplingParams(ignore_eos=True, repetition_penalty=1.5))
+    asked = [Request(tuple(PROMPTS[i % 3]), 12, s, reuse=False) for i, s in enumerate(params)]
+
+    def texts(scheduler: Scheduler, requests: list[Request]) -> list[list[int]]:
+        handles = [scheduler.submit(request) for request in requests]
+        while scheduler.busy:
+            scheduler.step()
+        return [h.answers[0].tokens for h in handles]
+
+    alone = [texts(Scheduler(engine), [request])[0] for request in asked]
+    assert texts(Scheduler(engine), asked) == alone
 
 
-# --- the session that `generate` keeps ----------------------------------------------------------
+# --- the scheduler that `generate` keeps --------------------------------------------------------
 
 
 def test_generate_uses_its_caches_again(engine: Engine) -> None:
     """What a longer text left in them changes nothing; another number of rows has its own."""
     prompt, other = [2, 5, 7], some_tokens(1, 3 * CHUNK, seed=5)[0].tolist()
     first = engine.generate(prompt, 6, stop_ids=())
-    with engine.lent_session(1) as session:
-        kept = session
+    kept = engine._idle
     engine.generate(other, 9, stop_ids=())
     assert engine.generate(prompt, 6, stop_ids=()) == first
-    with engine.lent_session(1) as session:
-        assert session is kept and not session.length.any()
+    assert engine._idle is kept and not kept.active
     assert engine.generate([prompt, other], 6, stop_ids=())[0] == first
-    with engine.lent_session(2) as session:
-        assert session is not kept
+    assert engine._idle is not kept
 
 
 def test_generate_within_generate(engine: Engine) -> None:
@@ -209,5 +217,5 @@ def test_logits_that_are_not_finite(engine: Engine, monkeypatch: pytest.MonkeyPa
         return made
 
     monkeypatch.setattr(engine.runtime, "run", broken)
-    with pytest.raises(CheckError, match=r"logits after \[12\] tokens: NaN or infinite"):
+    with pytest.raises(CheckError, match=r"logits after 12 tokens: NaN or infinite"):
         engine.generate(PROMPTS[0], 3, stop_ids=())

@@ -348,7 +348,7 @@ def test_all_logits_not_built(last: Engine) -> None:
 # --- logits that stay where they are ------------------------------------------------------------
 
 
-def test_append_and_advance_hand_out_what_the_runtime_made(
+def test_steps_hand_out_what_the_runtime_made(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same numbers as those of prefill and decode, which are copies for the caller to keep."""
@@ -363,13 +363,15 @@ def test_append_and_advance_hand_out_what_the_runtime_made(
     tokens = some_tokens(2, CHUNK + 3)
     own, plain = engine.session(2), engine.session(2)
     for step in (tokens, tokens[:, :1]):
-        held, copy = own.append(step), plain.prefill(step)
+        held, copy = [*own.prefill_steps(step)][-1], plain.prefill(step)
+        assert held is not None
         assert torch.equal(held, copy)
         assert copy.data_ptr() != made[-1]["logits"].data_ptr() and copy.dtype == torch.float32
     assert held.data_ptr() == made[-2]["logits"].data_ptr()  # nothing is copied
-    active = torch.tensor([True, False])
-    held, copy = own.advance(tokens[:, 0], active), plain.decode(tokens[:, 0], active)
-    assert torch.equal(held, copy) and not copy[1].any() and copy[0].any()
+    lengths, active = torch.tensor([1, 0]), torch.tensor([True, False])
+    held, copy = own.verify(tokens[:, :1], lengths), plain.decode(tokens[:, 0], active)
+    assert held.data_ptr() == made[-2]["logits"].data_ptr()
+    assert torch.equal(held[0, 0], copy[0]) and not copy[1].any() and copy[0].any()
 
 
 # --- what a session remembers -------------------------------------------------------------------
@@ -452,7 +454,7 @@ def test_a_row_is_cleared(engine: Engine, fresh: Any) -> None:
     session.prefill(tokens)
     for t in session.state.row(1, MAX_SEQ).values():
         t.fill_(torch.nan if t.is_floating_point() else 0)
-    session.clear([1])
+    session.reset([1], zero=True)
     assert session.length.tolist() == [30, 0]
     session.prefill(tokens[:, :9], [0, 9])
     got = session.decode(torch.stack((tokens[0, 0], tokens[1, 9])))
@@ -465,7 +467,7 @@ def test_rows_that_cannot_be_copied(engine: Engine) -> None:
     for act, says in (
         (lambda: session.copy_row(session, 0, 2), "copy to rows \\[2\\]: the session has 2 rows"),
         (lambda: session.copy_row(session, -1, 0), "copy from rows \\[-1\\]"),
-        (lambda: session.clear([5]), "clear rows \\[5\\]"),
+        (lambda: session.reset([5], zero=True), "reset rows \\[5\\]"),
     ):
         with pytest.raises(InputError, match=says):
             act()
@@ -474,15 +476,15 @@ def test_rows_that_cannot_be_copied(engine: Engine) -> None:
 def test_a_prompt_chunk_by_chunk(engine: Engine, fresh: Any) -> None:
     """Other sessions run in between; what is left away is not held."""
     tokens, session = some_tokens(1, 3 * CHUNK + 1), engine.session(1)
-    steps = session.append_steps(tokens)
+    steps = session.prefill_steps(tokens)
     for held in (CHUNK, 2 * CHUNK, 3 * CHUNK):
         assert next(steps) is None and session.length.tolist() == [held]
         engine.session(1).prefill(tokens[:, :4])
     (last,) = steps
     agrees(last[0].float(), fresh(tokens[0]))
     session.reset()
-    assert [x is None for x in session.append_steps(tokens[:, : CHUNK + 1], wanted=False)] == [
+    assert [x is None for x in session.prefill_steps(tokens[:, : CHUNK + 1], wanted=False)] == [
         True
     ] * 2
     with pytest.raises(InputError, match="outside the vocabulary"):
-        session.append_steps([[2, 5, 10**6]])
+        session.prefill_steps([[2, 5, 10**6]])

@@ -14,7 +14,7 @@ import httpx
 import torch
 
 import g4ir
-from g4ir.backends.row_sampling import RowSampling
+from g4ir.backends.sampling import SamplingParams
 from g4ir.chat.special_tokens import CONTROLS
 from g4ir.engine.async_engine import AsyncEngineConfig
 from g4ir.engine.engine import Engine
@@ -87,16 +87,16 @@ class Running:
     url: str
 
     @property
-    def slots(self) -> Any:
+    def scheduler(self) -> Any:
         assert self.server.service
-        return self.server.service.slots
+        return self.server.service.scheduler
 
     def client(self, **given: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=WAIT, **given)
 
     @property
     def busy(self) -> int:
-        return self.slots.active + self.server.open
+        return self.scheduler.active + self.server.open
 
     def ids(self, text: str) -> list[int]:
         assert self.server.prompts
@@ -112,7 +112,7 @@ class Running:
         script = [i for part in ids for i in (part if isinstance(part, list) else [part])]
         made = prompts._sampling
 
-        def dictated(*given: Any) -> RowSampling:
+        def dictated(*given: Any) -> SamplingParams:
             return replace(made(*given), allowed=Script(script, 512))
 
         patch.setattr(prompts, "_sampling", dictated)
@@ -137,12 +137,12 @@ class Script:
 def running(
     loader: Callable[[], Engine],
     gate: Auth | None = None,
-    slots: SchedulerConfig | None = None,
+    config: SchedulerConfig | None = None,
     **settings: Any,
 ) -> Iterator[Running]:
     """A context with a server at a free port."""
     gate = gate or Auth(hosts=("localhost",))
-    server = Server(NAME, gate, AsyncEngineConfig(**settings), slots or SchedulerConfig())
+    server = Server(NAME, gate, AsyncEngineConfig(**settings), config or SchedulerConfig())
     said: list[str] = []
     process = ServerProcess(server, Address(port=0), said.append, loader)
     thread = threading.Thread(target=process.run)

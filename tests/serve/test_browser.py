@@ -132,7 +132,7 @@ def test_an_answer_comes_in_pieces_and_can_be_stopped(
     assert page.run("document.querySelector('.assistant').getAttribute('aria-busy')") == "true"
     page.press("Escape")
     page.until("document.querySelector('.speed')?.textContent.includes('stopped')")
-    eventually(lambda: not served.slots.active)
+    eventually(lambda: not served.scheduler.active)
     assert page.run("stop.hidden && !send.hidden && !state.abort")
     # The part that was said belongs to the conversation.
     served.dictate(monkeypatch, "ok", END)

@@ -76,13 +76,13 @@ def test_while_the_engine_is_loading(engine_folder: Path) -> None:
 
 
 def test_a_full_queue(narrow: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, step = threading.Event(), narrow.slots.step
+    gate, step = threading.Event(), narrow.scheduler.step
 
     def held() -> Any:
         assert gate.wait(WAIT)
         return step()
 
-    monkeypatch.setattr(narrow.slots, "step", held)
+    monkeypatch.setattr(narrow.scheduler, "step", held)
     codes: list[int] = []
 
     def one() -> None:
@@ -108,14 +108,14 @@ def test_a_full_queue(narrow: Running, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_several_prompts_are_all_taken_or_none(
     narrow: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, step = threading.Event(), narrow.slots.step
-    monkeypatch.setattr(narrow.slots, "step", lambda: gate.wait(WAIT) and step())
+    gate, step = threading.Event(), narrow.scheduler.step
+    monkeypatch.setattr(narrow.scheduler, "step", lambda: gate.wait(WAIT) and step())
     with narrow.client() as client:
         got = client.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 400})
         assert got.status_code == 429
         gate.set()
         service = narrow.server.service
-        eventually(lambda: service and not service.waiting and not narrow.slots.busy)
+        eventually(lambda: service and not service.waiting and not narrow.scheduler.busy)
 
 
 def test_counts(served: Running) -> None:
@@ -192,12 +192,12 @@ def test_more_connections_than_fit(served: Running, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_wait_is_told_from_the_rate(narrow: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    service, gate, step = narrow.server.service, threading.Event(), narrow.slots.step
+    service, gate, step = narrow.server.service, threading.Event(), narrow.scheduler.step
     assert service
     with narrow.client() as client:
         client.post(CHAT, json=SHORT)
         assert 0 < service.totals.row_s < WAIT
-        monkeypatch.setattr(narrow.slots, "step", lambda: gate.wait(WAIT) and step())
+        monkeypatch.setattr(narrow.scheduler, "step", lambda: gate.wait(WAIT) and step())
         waiting = threading.Thread(target=lambda: narrow.client().post(CHAT, json=SHORT))
         waiting.start()
         eventually(lambda: service.waiting == 1)
@@ -458,13 +458,13 @@ def test_a_row_that_hit_its_stop_string_is_free(
     """The others go on: they are not cancelled, and say what they would have said."""
     texts: dict[bool, list[str]] = {}
     rows: list[int] = []
-    judged = Session.judged
+    verify = Session.verify
 
-    def seen(self: Session, given: Any) -> Any:
-        rows.append(len(given))
-        return judged(self, given)
+    def seen(self: Session, tokens: Any, lengths: Any) -> Any:
+        rows.append(int((lengths > 0).sum()))
+        return verify(self, tokens, lengths)
 
-    monkeypatch.setattr(Session, "judged", seen)
+    monkeypatch.setattr(Session, "verify", seen)
     body = LONG | {"n": 3, "seed": 5, "temperature": 1.5, "max_tokens": 120}
     cancelled = served.server.service and served.server.service.totals.ended["cancelled"]
     with served.client() as client:
@@ -482,7 +482,7 @@ def test_a_row_that_hit_its_stop_string_is_free(
     assert texts[False] == [t.partition(stop)[0] for t in whole]
     assert ends == ["stop" if stop in t else "length" for t in whole]
     assert rows[0] == 3 and min(rows) < 3
-    eventually(lambda: not served.slots.active)
+    eventually(lambda: not served.scheduler.active)
     service = served.server.service
     assert service and service.totals.ended["cancelled"] == cancelled
 
@@ -513,7 +513,7 @@ def test_many_at_once(narrow: Running, full: bool) -> None:
     assert {*codes} == {200, 429} and codes.count(429) > count // 2
     with narrow.client() as client:
         assert client.post(CHAT, json=SHORT).status_code == 200
-    eventually(lambda: not narrow.slots.busy and not narrow.server.open)
+    eventually(lambda: not narrow.scheduler.busy and not narrow.server.open)
 
 
 def test_a_client_that_leaves_before_the_first_piece(narrow: Running) -> None:
@@ -549,7 +549,7 @@ def test_a_row_that_fails(
     def broken(*_: Any) -> Any:
         raise RuntimeError("secret words")
 
-    monkeypatch.setattr(Session, "judged", broken)
+    monkeypatch.setattr(Session, "verify", broken)
     with pytest.raises(openai.APIError) as e:
         [*ask(client, stream=True)] if stream else ask(client)
     assert "secret" not in str(e.value) and "its log has it as" in str(e.value)

@@ -1,5 +1,4 @@
-"""Sampling by row: plain settings draw what one sampler for all draws; the others are compared with
-their formulas in numpy."""
+"""Sampling settings of each sequence, in any batch, against their formulas in numpy."""
 
 from __future__ import annotations
 
@@ -14,16 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g4ir.backends import row_sampling
-from g4ir.backends.row_sampling import (
+from g4ir.backends.sampling import (
     Choice,
-    RowSampler,
-    RowSampling,
+    Sampler,
+    SamplingParams,
     bits,
-    choose_rows,
     read_logprobs,
+    sample,
 )
-from g4ir.backends.sampling import Sampler, Sampling
 from g4ir.errors import InputError
 
 VOCAB = 50
@@ -44,7 +41,7 @@ def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB) -> torch.Tensor:
 
 
 def numpy_shaped(
-    row: np.ndarray, s: RowSampling, prompt: Sequence[int], done: Sequence[int]
+    row: np.ndarray, s: SamplingParams, prompt: Sequence[int], done: Sequence[int]
 ) -> Any:
     """Biases and penalties as they are defined, in float64."""
     out = row.astype(np.float64)
@@ -64,15 +61,15 @@ def numpy_shaped(
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, 5000])
-def test_plain_rows_draw_as_a_sampler_of_their_own(vocab: int) -> None:
-    """All in one call, in which rows of equal settings are drawn together; 20 steps."""
-    rows = {2 * i: RowSampler(RowSampling(**given), [3]) for i, given in enumerate(PLAIN)}
-    alone = [Sampler(Sampling(**given)) for given in PLAIN]
+def test_plain_settings_draw_as_alone(vocab: int) -> None:
+    """All in one call, in which equal ways to choose are drawn together; 20 steps."""
+    rows = {2 * i: Sampler(SamplingParams(**given), [3]) for i, given in enumerate(PLAIN)}
+    alone = [Sampler(SamplingParams(**given), [3]) for given in PLAIN]
     for step in range(20):
         logits = logits_of(step, 2 * len(PLAIN), vocab)
-        want = [int(s.next(logits[2 * i : 2 * i + 1])) for i, s in enumerate(alone)]
-        got = choose_rows(logits, rows)
-        assert [got[2 * i] for i in range(len(PLAIN))] == [Choice(t) for t in want]
+        want = [sample(logits[2 * i : 2 * i + 1], {0: s})[0] for i, s in enumerate(alone)]
+        got = sample(logits, rows)
+        assert [got[2 * i] for i in range(len(PLAIN))] == want
     assert all(len(r.generated) == 20 for r in rows.values())
 
 
@@ -80,22 +77,22 @@ def test_greedy_rows_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Any:
         raise AssertionError("a copy")
 
-    monkeypatch.setattr(RowSampler, "shaped", refuse)
+    monkeypatch.setattr(Sampler, "shaped", refuse)
     logits = logits_of(0, 3)
-    rows = {i: RowSampler(RowSampling(suppress=(int(logits[i].argmin()),)), []) for i in range(3)}
-    found = choose_rows(logits, rows)
+    rows = {i: Sampler(SamplingParams(suppress=(int(logits[i].argmin()),)), []) for i in range(3)}
+    found = sample(logits, rows)
     assert found == {i: Choice(int(logits[i].argmax())) for i in range(3)}
 
 
 def test_a_row_is_the_same_beside_others() -> None:
     """Whatever they ask for."""
     given = {"temperature": 0.9, "top_p": 0.9, "seed": 3, "frequency_penalty": 0.4}
-    alone = RowSampler(RowSampling(**given), [1, 2])
-    rows = {0: RowSampler(RowSampling(**given), [1, 2])}
-    rows |= {i + 1: RowSampler(RowSampling(**p), [7]) for i, p in enumerate(PLAIN)}
+    alone = Sampler(SamplingParams(**given), [1, 2])
+    rows = {0: Sampler(SamplingParams(**given), [1, 2])}
+    rows |= {i + 1: Sampler(SamplingParams(**p), [7]) for i, p in enumerate(PLAIN)}
     for step in range(15):
         logits = logits_of(step, 1 + len(PLAIN))
-        assert choose_rows(logits[:1], {0: alone})[0] == choose_rows(logits, rows)[0]
+        assert sample(logits[:1], {0: alone})[0] == sample(logits, rows)[0]
 
 
 # --- biases, penalties, min_p -------------------------------------------------------------------
@@ -120,14 +117,14 @@ def test_penalties_are_their_formulas(
     repetition: float,
     bias: dict[int, float],
 ) -> None:
-    s = RowSampling(
+    s = SamplingParams(
         presence_penalty=presence,
         frequency_penalty=frequency,
         repetition_penalty=repetition,
         logit_bias=tuple(bias.items()),
         suppress=(VOCAB - 1,),
     )
-    logits, sampler = logits_of(seed)[0], RowSampler(s, prompt)
+    logits, sampler = logits_of(seed)[0], Sampler(s, prompt)
     for token in done:  # counted one by one, as a row does
         sampler.shaped(logits)
         sampler.generated.append(token)
@@ -139,9 +136,9 @@ def test_penalties_are_their_formulas(
 @pytest.mark.parametrize("min_p", [0.02, 0.3, 1.0])
 def test_min_p_keeps_a_share_of_the_largest(temperature: float, min_p: float) -> None:
     logits = logits_of(4)[0]
-    s = RowSampling(temperature=temperature, min_p=min_p)
+    s = SamplingParams(temperature=temperature, min_p=min_p)
     p = np.exp(logits.numpy().astype(np.float64) / temperature)
-    kept = np.isfinite(RowSampler(s, []).shaped(logits).numpy())
+    kept = np.isfinite(Sampler(s, []).shaped(logits).numpy())
     assert (kept == (p / p.sum() >= min_p * (p / p.sum()).max())).all() and kept.any()
 
 
@@ -150,15 +147,15 @@ def test_min_p_comes_before_top_k_and_top_p() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.1, 0.1]]))
     found = set()
     for seed in range(40):
-        s = RowSampling(temperature=1.0, min_p=0.5, top_p=0.6, seed=seed)
-        found.add(choose_rows(logits, {0: RowSampler(s, [])})[0].token)
+        s = SamplingParams(temperature=1.0, min_p=0.5, top_p=0.6, seed=seed)
+        found.add(sample(logits, {0: Sampler(s, [])})[0].token)
     assert found == {0}  # 0.5 of 0.8 is more than 0.6; of all it would be less
 
 
 def test_greedy_ignores_the_filters_of_draws() -> None:
     logits = logits_of(1)
-    s = RowSampling(temperature=0.0, min_p=0.9, top_k=3, top_p=0.1)
-    assert choose_rows(logits, {0: RowSampler(s, [])})[0] == Choice(int(logits.argmax()))
+    s = SamplingParams(temperature=0.0, min_p=0.9, top_k=3, top_p=0.1)
+    assert sample(logits, {0: Sampler(s, [])})[0] == Choice(int(logits.argmax()))
 
 
 # --- what may be chosen -------------------------------------------------------------------------
@@ -189,13 +186,13 @@ def packed(allowed: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("drawn", [{}, {"temperature": 1.0, "seed": 1}])
 def test_a_mask_is_asked_before_each_token(form: Any, drawn: dict[str, Any]) -> None:
     wanted, logits = [7, 31, 32, 49, 0], logits_of(2, 2)
-    rows = {0: RowSampler(RowSampling(allowed=Grammar(wanted, form), **drawn), [])}
-    rows[1] = RowSampler(RowSampling(), [])
+    rows = {0: Sampler(SamplingParams(allowed=Grammar(wanted, form), **drawn), [])}
+    rows[1] = Sampler(SamplingParams(), [])
     for _ in wanted:
-        choose_rows(logits, rows)
+        sample(logits, rows)
     assert rows[0].generated == wanted
     assert rows[1].generated == [int(logits[1].argmax())] * len(wanted)
-    assert isinstance(choose_rows(logits, rows)[0], Choice)  # the mask says nothing any more
+    assert isinstance(sample(logits, rows)[0], Choice)  # the mask says nothing any more
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=100))
@@ -226,12 +223,12 @@ def test_what_a_mask_does_is_its_own_rows_affair() -> None:
             return np.zeros(VOCAB, dtype=bool)
 
     logits = logits_of(3, 3)
-    found = choose_rows(
+    found = sample(
         logits,
         {
-            0: RowSampler(RowSampling(allowed=Broken()), []),
-            1: RowSampler(RowSampling(allowed=Closed()), []),
-            2: RowSampler(RowSampling(), []),
+            0: Sampler(SamplingParams(allowed=Broken()), []),
+            1: Sampler(SamplingParams(allowed=Closed()), []),
+            2: Sampler(SamplingParams(), []),
         },
     )
     assert isinstance(found[0], KeyError) and isinstance(found[2], Choice)
@@ -240,16 +237,16 @@ def test_what_a_mask_does_is_its_own_rows_affair() -> None:
 
 def test_stops_wait_for_min_tokens() -> None:
     logits = torch.tensor([[0.0, 5.0, 4.0, 1.0]])
-    row = RowSampler(RowSampling(min_tokens=2), [], stops=(1,))
+    row = Sampler(SamplingParams(min_tokens=2), [], stops=(1,))
     for _ in range(3):
-        choose_rows(logits, {0: row})
+        sample(logits, {0: row})
     assert row.generated == [2, 2, 1]
 
 
 def test_rows_that_are_not_finite() -> None:
     logits = logits_of(5, 3)
     logits[0, 3], logits[2, 4] = math.nan, math.inf
-    found = choose_rows(logits, {i: RowSampler(RowSampling(), []) for i in range(3)})
+    found = sample(logits, {i: Sampler(SamplingParams(), []) for i in range(3)})
     assert found[0] is None and found[2] is None and isinstance(found[1], Choice)
 
 
@@ -259,8 +256,8 @@ def test_rows_that_are_not_finite() -> None:
 def test_logprobs_are_of_the_raw_distribution() -> None:
     """Whatever is drawn from."""
     logits = logits_of(6)
-    s = RowSampling(temperature=2.0, seed=1, logit_bias=((3, 50.0),), logprobs=4, top_k=2)
-    found = choose_rows(logits, {0: RowSampler(s, [1])})[0]
+    s = SamplingParams(temperature=2.0, seed=1, logit_bias=((3, 50.0),), logprobs=4, top_k=2)
+    found = sample(logits, {0: Sampler(s, [1])})[0]
     row = logits[0].numpy().astype(np.float64)
     want = row - np.log(np.exp(row).sum())
     assert found.token == 3
@@ -298,12 +295,4 @@ def test_logprobs_of_equal_logits_and_of_few() -> None:
 )
 def test_settings_that_are_wrong(given: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
-        RowSampling(**given)
-
-
-def test_a_row_alone_is_not_summed_beside_others() -> None:
-    """How torch adds up a long row depends on how many there are."""
-    s = RowSampling(temperature=1.0, top_p=0.9)
-    assert row_sampling._group(0, s) != row_sampling._group(1, s)
-    s = RowSampling(temperature=1.0, top_k=9)
-    assert row_sampling._group(0, s) == row_sampling._group(1, s)
+        SamplingParams(**given)

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 import g4ir
-from g4ir.backends.row_sampling import RowSampling
+from g4ir.backends.sampling import SamplingParams
 from g4ir.engine.async_engine import AsyncEngine, AsyncEngineConfig, Stream
 from g4ir.engine.engine import Engine
-from g4ir.engine.scheduler import CANCELLED, FAILED, LENGTH, Event, Request
+from g4ir.engine.requests import CANCELLED, FAILED, LENGTH, Event, Request
 from g4ir.errors import BusyError, EngineError, InputError
 from tests.engines import some_tokens
 
-FREE = RowSampling(ignore_eos=True)
+FREE = SamplingParams(ignore_eos=True)
 WAIT = 30.0
 
 
@@ -55,13 +55,13 @@ class Gate:
     """Holds steps back until it is opened."""
 
     def __init__(self, service: AsyncEngine, patch: pytest.MonkeyPatch) -> None:
-        self.open, step = threading.Event(), service.slots.step
+        self.open, step = threading.Event(), service.scheduler.step
 
         def held() -> Any:
             assert self.open.wait(WAIT)
             return step()
 
-        patch.setattr(service.slots, "step", held)
+        patch.setattr(service.scheduler, "step", held)
 
 
 def test_many_threads_ask(service: AsyncEngine, engine: Engine) -> None:
@@ -89,7 +89,7 @@ def test_a_callback_sees_the_events(service: AsyncEngine) -> None:
     seen, ended = list[Event](), threading.Event()
 
     def told(event: Event) -> None:
-        assert threading.current_thread().name == "g4ir-slots"
+        assert threading.current_thread().name == "g4ir-scheduler"
         seen.append(event)
         if event.finish:
             ended.set()
@@ -104,8 +104,8 @@ def test_a_callback_that_fails_ends_its_request_alone(service: AsyncEngine, engi
 
     broken, fine = service.submit(job(new=200), told), service.submit(job(seed=1))
     assert text(fine) == engine.generate([*job(seed=1).tokens], 6, stop_ids=())
-    eventually(lambda: broken.ticket.done)
-    assert (broken.ticket.state, broken.reason) == (CANCELLED, "reader failed")
+    eventually(lambda: broken.handle.done)
+    assert (broken.handle.state, broken.reason) == (CANCELLED, "reader failed")
 
 
 def test_a_wrong_job_is_refused_where_it_is_asked(service: AsyncEngine) -> None:
@@ -145,7 +145,7 @@ def test_cancelling_frees_the_row(service: AsyncEngine) -> None:
     events = [*stream]
     assert events[-1].finish == CANCELLED and stream.reason == "cancelled"
     eventually(lambda: not service.active)
-    assert stream.ticket.counts.generated < 300
+    assert stream.handle.counts.generated < 300
     stream.cancel()  # nothing is left to do
 
 
@@ -155,7 +155,7 @@ def test_a_slow_reader_slows_nobody(
     """Its row waits, with no more than so many events; when it reads again it gets every token."""
     monkeypatch.setattr(service, "settings", AsyncEngineConfig(unread=5))
     slow = service.submit(job(new=60))
-    eventually(lambda: slow.ticket.paused)
+    eventually(lambda: slow.handle.paused)
     quick = service.submit(job(seed=1, new=40))
     assert len(text(quick)) == 40
     assert 5 <= slow.unread <= 6 and service.active == 1
@@ -166,7 +166,7 @@ def test_a_reader_that_never_reads(service: AsyncEngine, monkeypatch: pytest.Mon
     """Its row is free after a while; what came before can be read."""
     monkeypatch.setattr(service, "settings", AsyncEngineConfig(unread=4, slow_s=0.1))
     stream = service.submit(job(new=300))
-    eventually(lambda: stream.ticket.done)
+    eventually(lambda: stream.handle.done)
     events = [*stream]
     assert events[-1].finish == CANCELLED and stream.reason == "not read"
     assert 4 <= len(events) <= 6 and not service.active
@@ -233,7 +233,7 @@ def test_a_thread_that_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
         def broken() -> Any:
             raise MemoryError("gone")
 
-        monkeypatch.setattr(service.slots, "step", broken)
+        monkeypatch.setattr(service.scheduler, "step", broken)
         gate.open.set()
         for stream in streams:
             last = [*stream][-1]

@@ -1,12 +1,14 @@
-"""Rows as slots: tokens/s of 1, 2, 4, 8 active rows, and what a prompt beside them costs.
+"""The scheduler: its overhead a step, tokens/s by batch size, and the cost of a prompt meanwhile.
 
-    python bench/slots.py ENGINE [--active 1,2,4,8] [--context 256] [--new 48] [--late 1024]
+    python bench/scheduler.py ENGINE [--active 1,2,4,8] [--context 256] [--new 48] [--late 1024]
                           [--chunk-tokens N] [--rounds 3] [--save]
 
-The same requests (random tokens, greedy, all of one length) are answered in rows and one by one, in
-rounds A-B-A-B; prompts are computed before the clock starts. Then, while rows decode, a prompt of
---late tokens comes: what its chunks add to the time between two tokens. Last, what a copy of a row
-costs, which is done once for a request and when a bucket changes.
+Overhead: a step of the scheduler, greedy, over a `Session.decode` and its argmax on the same batch,
+in turns; and tokens/s of `Engine.generate` for one prompt. Then the same requests (random tokens,
+greedy, all of one length) are answered in one batch and one by one, in rounds A-B-A-B; prompts are
+computed before the clock starts. Then, while sequences decode, a prompt of --late tokens comes: its
+chunks add to the time between two tokens. Last, the cost of a copy of a sequence, which is done
+once for a request and when the batch size changes. --overhead: nothing but the first.
 """
 
 from __future__ import annotations
@@ -20,17 +22,18 @@ import torch
 from common import save, seconds
 
 import g4ir
-from g4ir.backends.row_sampling import RowSampling
+from g4ir.backends.sampling import SamplingParams
 from g4ir.bench.stats import Stat, median, stat
 from g4ir.bench.system import environment
 from g4ir.bench.text import machine
 from g4ir.engine.engine import Engine
-from g4ir.engine.scheduler import PREFILLING, QUEUED, Request, Scheduler, SchedulerConfig
+from g4ir.engine.requests import PREFILLING, QUEUED, Request
+from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.model.media import placeholders
 from g4ir.ui.table import aligned
 from g4ir.ui.units import size_text
 
-GREEDY = RowSampling(ignore_eos=True)
+GREEDY = SamplingParams(ignore_eos=True)
 #: steps before the clock starts
 WARM = 4
 
@@ -38,12 +41,12 @@ WARM = 4
 @dataclass(frozen=True)
 class Bench:
     engine: Engine
-    slots: Scheduler
+    scheduler: Scheduler
     context: int
     new: int
     late: int
 
-    def job(self, seed: int, tokens: int, new: int) -> Request:
+    def request(self, seed: int, tokens: int, new: int) -> Request:
         g = torch.Generator().manual_seed(seed)
         high = self.engine.spec.text.readable_ids
         ids = torch.randint(3, high, (tokens,), generator=g).tolist()
@@ -54,33 +57,52 @@ class Bench:
     def started(self, count: int, new: int) -> None:
         """Have so many rows decode, past the first steps."""
         for i in range(count):
-            self.slots.submit(
-                self.job(i, self.context, new + WARM + count * self._chunks(self.context))
+            self.scheduler.submit(
+                self.request(i, self.context, new + WARM + count * self._chunks(self.context))
             )
-        while self.slots.active < count or self.slots.waiting:
-            self.slots.step()
+        while self.scheduler.active < count or self.scheduler.waiting:
+            self.scheduler.step()
         for _ in range(WARM):
-            self.slots.step()
+            self.scheduler.step()
 
     def _chunks(self, tokens: int) -> int:
         """Count the steps that a prompt may take, and one."""
-        size = self.slots.settings.chunk_tokens or self.engine.limits.prefill_chunk
+        size = self.scheduler.config.chunk_tokens or self.engine.limits.prefill_chunk
         return -(-tokens // size) + 1
 
     def ended(self) -> None:
         """Take all rows away."""
-        for answer in self.slots.rows.holders:
-            answer.ticket.cancel()
-        while self.slots.busy:
-            self.slots.step()
+        for answer in self.scheduler.batch.holders:
+            answer.handle.cancel()
+        while self.scheduler.busy:
+            self.scheduler.step()
 
     def steps(self, active: int) -> list[float]:
         """Return seconds of steps in which so many rows decode."""
         self.started(active, self.new)
-        times = [seconds(self.slots.step) for _ in range(self.new - 1)]
-        assert self.slots.active == active
+        times = [seconds(self.scheduler.step) for _ in range(self.new - 1)]
+        assert self.scheduler.active == active
         self.ended()
         return times
+
+    def bare_steps(self, active: int) -> list[float]:
+        """Return seconds of steps of a session, each with its argmax on the host."""
+        session = self.engine.session(active)
+        tokens = [self.request(i, self.context, 1).tokens for i in range(active)]
+        newest = session.prefill(torch.tensor(tokens)).argmax(-1)
+        times = []
+        for i in range(WARM + self.new):
+            begun = time.perf_counter()
+            newest = session.decode(newest).argmax(-1)
+            newest.tolist()
+            if i >= WARM:
+                times.append(time.perf_counter() - begun)
+        return times
+
+    def generated(self) -> float:
+        """Return tokens/s of `generate`, its prompt included."""
+        prompt = [*self.request(0, self.context, 1).tokens]
+        return self.new / seconds(lambda: self.engine.generate(prompt, self.new, stop_ids=()))
 
     def one_by_one(self, count: int) -> list[float]:
         """Return seconds of steps of the same requests, one after another."""
@@ -89,25 +111,38 @@ class Bench:
     def beside_a_prompt(self, active: int) -> list[float]:
         """Return seconds of steps, each with a chunk of another prompt."""
         self.started(active, self.new + self._chunks(self.late))
-        ticket = self.slots.submit(self.job(99, self.late, 1))
+        handle = self.scheduler.submit(self.request(99, self.late, 1))
         times = []
-        while ticket.state in (QUEUED, PREFILLING):
-            times.append(seconds(self.slots.step))
+        while handle.state in (QUEUED, PREFILLING):
+            times.append(seconds(self.scheduler.step))
         self.ended()
         return times
 
     def copies(self) -> tuple[float, int]:
         """Return seconds of a copy of a row of `context` tokens, and its bytes."""
-        source, target = self.engine.session(1), self.engine.session(self.slots.most)
-        source.append(torch.tensor([self.job(0, self.context, 1).tokens]))
-        target.copy_row(source, 0, self.slots.most - 1)
+        source, target = self.engine.session(1), self.engine.session(self.scheduler.max_batch)
+        source.prefill(torch.tensor([self.request(0, self.context, 1).tokens]))
+        target.copy_row(source, 0, self.scheduler.max_batch - 1)
 
         def copy() -> None:
-            target.copy_row(source, 0, self.slots.most - 1)
+            target.copy_row(source, 0, self.scheduler.max_batch - 1)
             if self.engine.device == "cuda":
                 torch.cuda.synchronize()
 
-        return median([seconds(copy) for _ in range(9)]), source.held_bytes()
+        return median([seconds(copy) for _ in range(9)]), source.nbytes(self.context)
+
+
+def overhead(bench: Bench, sizes: list[int], rounds: int) -> list[list[str]]:
+    """Return a table of ms a step: of the scheduler, of a bare session, and their difference."""
+    lines = [["sequences", "scheduler ms", "session ms", "overhead ms"]]
+    for active in sizes:
+        ours, bare = list[float](), list[float]()
+        for _ in range(rounds):
+            bare += bench.bare_steps(active)
+            ours += bench.steps(active)
+        a, b = median(ours) * 1e3, median(bare) * 1e3
+        lines.append([str(active), f"{a:.3f}", f"{b:.3f}", f"{a - b:.3f}"])
+    return lines
 
 
 def measured(bench: Bench, sizes: list[int], rounds: int) -> Iterator[list[str]]:
@@ -149,20 +184,28 @@ def main() -> None:
     parser.add_argument("--late", type=int, default=1024, help="tokens of the prompt beside rows")
     parser.add_argument("--chunk-tokens", type=int, help="of it between two steps")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--overhead", action="store_true", help="measure nothing else")
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     begun = time.perf_counter()
     engine = g4ir.load_engine(args.engine)
-    slots = Scheduler(engine, SchedulerConfig(chunk_tokens=args.chunk_tokens))
+    scheduler = Scheduler(engine, SchedulerConfig(chunk_tokens=args.chunk_tokens))
     late = min(args.late, engine.limits.max_seq)
-    bench = Bench(engine, slots, args.context, args.new, late)
-    sizes = [n for n in args.active if n <= slots.most]
+    bench = Bench(engine, scheduler, args.context, args.new, late)
+    sizes = [n for n in args.active if n <= scheduler.max_batch]
     print(engine, machine(environment(engine.device)), sep="\n", flush=True)
-    table = [["active rows", "tokens/s", "one by one", "gain"]]
+    bench.generated()
+    rate = median([bench.generated() for _ in range(args.rounds)])
+    cost = aligned(overhead(bench, sizes, args.rounds), indent=0)
+    print(cost, f"generate, one prompt: {rate:.1f} tokens/s", sep="\n", flush=True)
+    if args.overhead:
+        engine.close()
+        return
+    table = [["sequences", "tokens/s", "one by one", "gain"]]
     for line in measured(bench, sizes, args.rounds):
         table.append(line)
         print(*line, flush=True)
-    active = max([n for n in sizes if n < slots.most], default=0)
+    active = max([n for n in sizes if n < scheduler.max_batch], default=0)
     beside = gaps(bench, active) if active else [["one row: nothing runs beside a prompt"]]
     took, size = bench.copies()
     facts = [
@@ -172,10 +215,12 @@ def main() -> None:
         f"{args.chunk_tokens or engine.limits.prefill_chunk}; a copy of a row of {args.context} "
         f"tokens: {size_text(size)}, {took * 1e3:.2f} ms",
     ]
-    text = "\n".join([facts[0], "", aligned(table, indent=0), facts[1], "", aligned(beside, 0)])
+    text = "\n".join(
+        [facts[0], "", cost, "", aligned(table, indent=0), facts[1], "", aligned(beside, 0)]
+    )
     print(f"\n{text}\n{time.perf_counter() - begun:.0f} s")
     if args.save:
-        save("slots", text, engine.device)
+        save("scheduler", text, engine.device)
     engine.close()
 
 

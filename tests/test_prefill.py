@@ -20,7 +20,7 @@ TOKENS = tuple(range(2, 42))
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    folder = tmp_path_factory.mktemp("staging") / "engine"
+    folder = tmp_path_factory.mktemp("prefiller") / "engine"
     limits = {"max_seq": 64, "prefill_chunk": CHUNK, "max_batch": 2}
     with g4ir.build("tiny-ple", folder, backend="reference", random_weights=0, **limits) as e:
         yield e
@@ -35,11 +35,13 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a, b, rtol=0, atol=1e-4)
 
 
-def computed(staging: Prefiller, prompt: PrefillInput, size: int) -> tuple[list[int], torch.Tensor]:
+def computed(
+    prefiller: Prefiller, prompt: PrefillInput, size: int
+) -> tuple[list[int], torch.Tensor]:
     """How far each chunk went, and the logits."""
     held = []
-    for logits in staging.chunks(prompt, lambda start: start + size):
-        held.append(staging.held)
+    for logits in prefiller.chunks(prompt, lambda start: start + size):
+        held.append(prefiller.held)
         if logits is not None:
             return held, logits.float()
     raise AssertionError("no logits")
@@ -50,36 +52,36 @@ def computed(staging: Prefiller, prompt: PrefillInput, size: int) -> tuple[list[
 def test_any_size_of_chunks(engine: Engine, size: int, count: int, marks: set[int]) -> None:
     """The logits are those of the whole prompt; no chunk is longer than asked for, nor than what
     the engine was built for, and none goes over a mark."""
-    staging, tokens = Prefiller(engine), TOKENS[:count]
-    held, logits = computed(staging, PrefillInput(tokens, marks=tuple(marks)), size)
+    prefiller, tokens = Prefiller(engine), TOKENS[:count]
+    held, logits = computed(prefiller, PrefillInput(tokens, marks=tuple(marks)), size)
     assert close(logits, wanted(engine, tokens))
     assert held[-1] == count and {m for m in marks if m < count} <= {*held}
     assert all(b - a <= min(max(size, 1), CHUNK) for a, b in zip([0, *held], held, strict=False))
-    assert len(staging.prefixes) == sum(m < count for m in marks)
+    assert len(prefiller.prefixes) == sum(m < count for m in marks)
 
 
 def test_a_prompt_that_is_left_and_asked_for_again(engine: Engine) -> None:
-    staging, prompt = Prefiller(engine), PrefillInput(TOKENS)
-    chunks = staging.chunks(prompt, lambda start: start + CHUNK)
-    assert [next(chunks), next(chunks)] == [None, None] and staging.held == 2 * CHUNK
+    prefiller, prompt = Prefiller(engine), PrefillInput(TOKENS)
+    chunks = prefiller.chunks(prompt, lambda start: start + CHUNK)
+    assert [next(chunks), next(chunks)] == [None, None] and prefiller.held == 2 * CHUNK
     chunks.close()
-    held, logits = computed(staging, prompt, 100)
-    assert staging.known == 2 * CHUNK and held[0] == 3 * CHUNK
+    held, logits = computed(prefiller, prompt, 100)
+    assert prefiller.known == 2 * CHUNK and held[0] == 3 * CHUNK
     assert close(logits, wanted(engine, TOKENS))
 
 
 def test_what_a_broken_step_left_is_not_used(engine: Engine) -> None:
-    staging, prompt = Prefiller(engine), PrefillInput(TOKENS)
-    computed(staging, prompt, CHUNK)
-    staging.forget()
-    assert staging.held == 0
-    _, logits = computed(staging, prompt, CHUNK)
-    assert staging.known == 0 and close(logits, wanted(engine, TOKENS))
+    prefiller, prompt = Prefiller(engine), PrefillInput(TOKENS)
+    computed(prefiller, prompt, CHUNK)
+    prefiller.forget()
+    assert prefiller.held == 0
+    _, logits = computed(prefiller, prompt, CHUNK)
+    assert prefiller.known == 0 and close(logits, wanted(engine, TOKENS))
 
 
 def test_a_prompt_that_is_refused_harms_no_other(engine: Engine) -> None:
-    staging = Prefiller(engine)
+    prefiller = Prefiller(engine)
     with pytest.raises(InputError, match="max-seq"):
-        computed(staging, PrefillInput(TOKENS + TOKENS), 100)
-    _, logits = computed(staging, PrefillInput(TOKENS), 100)
+        computed(prefiller, PrefillInput(TOKENS + TOKENS), 100)
+    _, logits = computed(prefiller, PrefillInput(TOKENS), 100)
     assert close(logits, wanted(engine, TOKENS))

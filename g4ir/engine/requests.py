@@ -1,0 +1,163 @@
+"""Requests to the scheduler, the state of their answers, and the events of a step."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from g4ir.backends.sampling import Logprobs, Sampler, SamplingParams
+from g4ir.media.soft import Soft
+
+from .prefill import PrefillInput
+from .prefix_cache import Keys
+from .speculative import AcceptanceStats, RowDrafts
+
+#: states of a request
+QUEUED, PREFILLING, DECODING = "queued", "prefilling", "decoding"
+#: states in which it ends; an answer ends with the last two, or with STOP or LENGTH
+FINISHED, CANCELLED, FAILED = "finished", "cancelled", "failed"
+STOP, LENGTH = "stop", "length"
+
+
+@dataclass(frozen=True)
+class Request:
+    """`n` answers to one prompt, each of at most `max_new_tokens`.
+
+    A queued request of a higher `priority` is prefilled first. `soft`, `marks`, `reuse` and `salt`:
+    see PrefillInput.
+    """
+
+    tokens: tuple[int, ...]
+    max_new_tokens: int = 64
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    soft: tuple[Soft, ...] = ()
+    n: int = 1
+    priority: int = 0
+    marks: tuple[int, ...] = ()
+    reuse: bool = True
+    salt: str = ""
+
+    @property
+    def prompt(self) -> PrefillInput:
+        return PrefillInput(self.tokens, self.soft, self.marks, self.reuse, self.salt)
+
+
+@dataclass
+class Counts:
+    """Tokens of a prompt and of its answers, and times in seconds since it was submitted; None: not
+    yet."""
+
+    prompt: int
+    cached: int = 0
+    generated: int = 0
+    queued_s: float | None = None
+    first_token_s: float | None = None
+    total_s: float | None = None
+
+
+@dataclass(eq=False)
+class SequenceState:
+    """One of a request's answers. `slot` is -1 while it has none; `finish`: why it ended."""
+
+    index: int
+    handle: RequestHandle
+    sampler: Sampler
+    slot: int = -1
+    finish: str | None = None
+    #: tokens that its reader was given
+    emitted: int = 0
+    #: whether its reader wants no more of it
+    enough: bool = False
+    #: from its first draft on
+    drafter: RowDrafts | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.sampler.generated
+
+    @property
+    def room(self) -> int:
+        """Number of tokens that it may still get."""
+        return self.handle.request.max_new_tokens - len(self.tokens)
+
+    @property
+    def unwanted(self) -> bool:
+        return self.enough or self.handle.cancelled
+
+    @property
+    def over(self) -> bool:
+        """Whether its newest token is its last."""
+        return self.room < 1 or self.tokens[-1] in self.sampler.stops
+
+
+class RequestHandle:
+    """A submitted request. While it is `paused` its slots wait, and the others go on."""
+
+    def __init__(
+        self, request: Request, number: int, keys: Keys, samplers: Sequence[Sampler]
+    ) -> None:
+        self.request, self.number, self.keys = request, number, keys
+        self.answers = tuple(SequenceState(i, self, s) for i, s in enumerate(samplers))
+        self.state = QUEUED
+        self.counts, self.tally = Counts(len(request.tokens)), AcceptanceStats()
+        self.cancelled = self.paused = False
+        self._begun = time.perf_counter()
+
+    def __lt__(self, other: RequestHandle) -> bool:
+        mine, theirs = self.request.priority, other.request.priority
+        return (-mine, self.number) < (-theirs, other.number)
+
+    def cancel(self) -> None:
+        """End it before the next step. May be called from any thread, at any time."""
+        self.cancelled = True
+
+    def stop(self, index: int) -> None:
+        """End one answer before the next step, as if the model had ended it; the others go on. May
+        be called from any thread, at any time."""
+        self.answers[index].enough = True
+
+    @property
+    def done(self) -> bool:
+        return self.state in (FINISHED, CANCELLED, FAILED)
+
+    @property
+    def started(self) -> bool:
+        """Whether its prefill has begun, or never will."""
+        return self.state != QUEUED
+
+    def age(self) -> float:
+        """Return seconds since it was submitted."""
+        return time.perf_counter() - self._begun
+
+
+@dataclass(frozen=True)
+class Event:
+    """A token of an answer, its end, or both: `finish` is STOP, LENGTH, CANCELLED or FAILED."""
+
+    handle: RequestHandle
+    index: int
+    token: int | None = None
+    logprobs: Logprobs | None = None
+    finish: str | None = None
+    error: Exception | None = None
+
+
+@dataclass
+class Totals:
+    """Counts since the beginning: `steps` by number of sequences that decoded, their seconds by
+    bucket; `ended` by why an answer ended."""
+
+    computed: int = 0
+    cached: int = 0
+    generated: int = 0
+    chunks: int = 0
+    chunk_s: float = 0.0
+    steps: Counter[int] = field(default_factory=Counter)
+    step_s: dict[int, float] = field(default_factory=dict)
+    ended: Counter[str] = field(default_factory=Counter)
+    restored: int = 0
+    #: seconds that a request keeps its slots, times their number: a moving average
+    row_s: float = 0.0
+    tally: AcceptanceStats = field(default_factory=AcceptanceStats)
