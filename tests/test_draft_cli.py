@@ -148,8 +148,8 @@ def test_what_is_told_of_rounds() -> None:
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[Running]:
-    slots = SchedulerConfig(draft=SpeculativeConfig("ngram"))
-    with running(lambda: load_engine(folder), slots=slots) as r:
+    config = SchedulerConfig(draft=SpeculativeConfig("ngram"))
+    with running(lambda: load_engine(folder), config=config) as r:
         eventually(lambda: r.server.service)
         yield r
 
@@ -231,7 +231,7 @@ def test_an_engine_that_verifies_nothing(plain: Path, verb: str) -> None:
     assert "verifies no drafted tokens; build the engine again with --draft-tokens K" in message
 
 
-def test_slots_know_what_an_engine_can_do(folder: Path) -> None:
+def test_a_scheduler_knows_what_an_engine_can_do(folder: Path) -> None:
     engine = load_engine(folder)
     made: Callable[..., Any] = OfflineEngine
     offline = made(engine, {}, SchedulerConfig(draft=SpeculativeConfig("ngram")))

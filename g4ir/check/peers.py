@@ -118,7 +118,8 @@ class EnginePeer:
         while at < len(tokens):
             right = tokens[at : at + (most + 1) // 2]
             given = torch.cat((right, wrong))[: min(most, self.engine.limits.max_seq - at)]
-            rows.append(session.verify(given[None])[0, : len(right)].float().cpu())
+            found = session.verify(given[None])[0, : len(right)]
+            rows.append(found.to("cpu", torch.float32, copy=True))
             at += len(right)
             session.truncate([at])
         return torch.cat(rows)
