@@ -175,7 +175,6 @@ class VerifyReport:
         return "\n".join([*lines, "ok" if self.ok else "FAILED"])
 
     def _round_lines(self) -> Iterator[str]:
-        """Yield how many of the steps hold where they are verified in rounds."""
         if self.rounds:
             fine = sum(p.ok for p in self.rounds)
             yield f"  {'rounds':10}{fine:>12} of {len(self.rounds)} within it, verified as drafts"
