@@ -156,7 +156,7 @@ class VerifyReport:
             f"{self.engine} against {self.against}, {count} tokens in {_turns(self.turns)}",
             f"  {'logits':10}{'worst':>12}{'position':>10}",
             *(_row(self.positions, *row) for row in _ROWS),
-            f"  {'positions':10}{fine:>12} of {len(self.positions)} within the tolerance: "
+            f"  {'positions':10}{fine:>12} of {len(self.positions)} within tolerance: "
             f"{self.budget}",
             *self._round_lines(),
             *self._rounding_lines(),
