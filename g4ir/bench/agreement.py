@@ -111,7 +111,6 @@ def compare_runners(
 
 
 def _judged(role: str, base: str, budget: Tolerance, steps: Sequence[Compared]) -> Agreement:
-    """Judge all the choices together."""
     columns = zip(*(vars(errors).values() for errors, _, _ in steps), strict=True)
     errors = Errors(*map(torch.cat, columns))
     equal, close = sum(s[1] for s in steps), sum(s[2] for s in steps)
@@ -131,7 +130,6 @@ def _judged(role: str, base: str, budget: Tolerance, steps: Sequence[Compared]) 
 
 
 def _choices(got: torch.Tensor, want: torch.Tensor, budget: Tolerance) -> tuple[int, int]:
-    """Count the rows that choose the same token, and those that choose another that is as good."""
     mine, theirs = got.argmax(-1, keepdim=True), want.argmax(-1, keepdim=True)
     gap = (want.gather(1, theirs) - want.gather(1, mine))[:, 0]
     same = (mine == theirs)[:, 0]

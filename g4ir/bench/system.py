@@ -65,7 +65,6 @@ def _cpu() -> dict[str, Any]:
 
 
 def _gpu() -> dict[str, Any]:
-    """Describe the current device; what nvidia-smi does not say is left out."""
     found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     command = [
         "nvidia-smi",

@@ -152,7 +152,6 @@ def _counted(
 
 
 def _with_count(engine: Engine, c: GraphRun, counts: dict[str, int]) -> GraphRun:
-    """Return the chunk with the experts counted in the layers that it runs."""
     g = engine.program.graphs[c.phase]
     live = {n.outputs[0].name for n in g.nodes} if c.logits else _state_nodes(g)
     ran = [counts[n.outputs[1].name] for n in g.find("router") if n.outputs[0].name in live]

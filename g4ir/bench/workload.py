@@ -93,7 +93,6 @@ def draw_tokens(w: Workload, engine: Engine) -> torch.Tensor:
 
 
 def _text_tokens(w: Workload, file: str, engine: Engine) -> torch.Tensor:
-    """Return tokens of a text; each row continues where the one before ended."""
     import torch
 
     try:

@@ -45,7 +45,7 @@ def local_text(errors: Sequence[LocalError]) -> str:
         e = max(errors, key=lambda e: math.inf if math.isnan(e.ratios[i]) else e.ratios[i])
         far.append(f"{e.ratios[i]:.2f} ({e.layer})")
     return (
-        f"median {far[0]} and worst row {far[1]} times the reference's; up to "
+        f"median {far[0]} and worst row {far[1]} x the reference's; up to "
         f"{LAYER_TYPICAL:g} and {LAYER_WORST:g}"
     )
 

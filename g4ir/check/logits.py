@@ -233,12 +233,10 @@ def find_anchor(
 
 
 def _only(rows: Rows, at: Sequence[int]) -> Rows:
-    """The rows of some tokens."""
     return {name: {i: t for i, t in held.items() if i in set(at)} for name, held in rows.items()}
 
 
 def _layer_errors(count: int, mine: Rows, theirs: Rows) -> tuple[LayerError, ...]:
-    """Return the errors of each layer, at the tokens that both sides show."""
     import torch
 
     out = []
@@ -288,7 +286,6 @@ def _compare_greedy(
 
 
 def _is_close(logits: torch.Tensor, budget: Tolerance) -> bool:
-    """Whether the two best logits lie within the tolerance, so that either may win."""
     best = logits.topk(2).values
     return bool(best[0] - best[1] <= budget.gap * logits.pow(2).mean().sqrt())
 

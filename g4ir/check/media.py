@@ -83,7 +83,6 @@ def _rng() -> np.random.Generator:
 
 
 def _sound(engine: Engine) -> Sound:
-    """Noise of part of the shortest length."""
     settings = sound_settings(engine)
     rate = settings.sampling_rate
     wanted = min(max(1, int(SHARE * min(engine.media.lengths))), LONGEST)
@@ -121,7 +120,6 @@ class _Seen:
 
 
 def _shape(tower: Graph) -> list[int]:
-    """Return the shape of a tower's result: [1, N, hidden]."""
     return [int(d) for d in tower.outputs[0].type.shape]
 
 
@@ -262,7 +260,6 @@ def _judged(
 
 
 def _tower(engine: Engine, item: Item) -> tuple[TowerReport, Soft]:
-    """Return the comparison, and the interpreter's soft tokens."""
     graph = engine.program.graphs[item.tower]
     params = _params(engine, graph)
     outputs, _ = interpret(graph, item.feeds, params, {})
@@ -371,7 +368,6 @@ def _in_chunks(engine: Engine, chunk: int) -> Engine:
 
 
 def _logits(engine: Engine, p: MediaPrompt, every: bool) -> Tensor:
-    """Return logits f32[N, vocab] of each token of the prompt or of its last, then of each step."""
     session = engine.session()
     return torch.cat([step(session) for step in p.steps(every)])  # type: ignore[misc]
 
@@ -384,13 +380,10 @@ def _first(
 
 
 def _media_phase(phases: Sequence[str]) -> str:
-    """Return the name of the graph for media where it ran, else that of plain prefill."""
     return BLOCKS if BLOCKS in phases else "prefill"
 
 
 class _Phases:
-    """A runtime that keeps which graphs ran."""
-
     def __init__(self, runtime: Any) -> None:
         self.runtime, self.new_state = runtime, runtime.new_state
         self.ran: list[str] = []

@@ -86,7 +86,6 @@ def find_quality(
 
 
 def _why_not(engine: Engine, source: WeightSource, taken: int) -> str | None:
-    """Return why the weights as they were cannot be run; None where they can."""
     if source.forms:
         return "the checkpoint holds codes, and not what they were made of"
     params = plain_packing(engine).program.params().values()

@@ -157,7 +157,7 @@ class VerifyReport:
             f"{self.engine} against {self.against}, {count} tokens in {_turns(self.turns)}",
             f"  {'logits':10}{'worst':>12}{'position':>10}",
             *(_row(self.positions, *row) for row in _ROWS),
-            f"  {'positions':10}{fine:>12} of {len(self.positions)} within the tolerance: "
+            f"  {'positions':10}{fine:>12} of {len(self.positions)} within tolerance: "
             f"{self.budget}",
             *self._round_lines(),
             *self._rounding_lines(),
@@ -176,7 +176,6 @@ class VerifyReport:
         return "\n".join([*lines, "ok" if self.ok else "FAILED"])
 
     def _round_lines(self) -> Iterator[str]:
-        """Yield how many of the steps hold where they are verified in rounds."""
         if self.rounds:
             fine = sum(p.ok for p in self.rounds)
             yield f"  {'rounds':10}{fine:>12} of {len(self.rounds)} within it, verified as drafts"

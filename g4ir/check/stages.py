@@ -150,7 +150,6 @@ def stages_of(
 
 
 def _written(engine: Engine) -> Program:
-    """Return the model as written, with the engine's quantisation."""
     verifies = VERIFY in engine.program.graphs
     plain = build_program(
         *(engine.spec, engine.all_logits, engine.dtype, engine.media, verifies, engine.drafter)

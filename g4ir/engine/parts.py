@@ -27,7 +27,6 @@ from g4ir.weights.pack import params_of_rank
 from g4ir.weights.unpack import UnpackedWeights
 
 from .artefact import Manifest
-
 from .prompts import Defaults, read_defaults
 
 if TYPE_CHECKING:

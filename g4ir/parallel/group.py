@@ -320,7 +320,6 @@ class Group:
         return [p for p in self._processes if p.rank != self.rank]
 
     def _gone(self) -> str | None:
-        """Return which other ranks are known to have ended, in words."""
         gone = [str(p) for p in self._others() if p.ended]
         said = f"{' and '.join(gone)} ended; see what it said, and start all ranks again"
         return said if gone else None

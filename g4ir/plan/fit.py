@@ -212,7 +212,6 @@ def _advice(build: _Build, room: int) -> str:
 
 
 def _smallest(build: _Build) -> _Build:
-    """Return the build with one row of the same length, all other settings at their smallest."""
     chunk = min(build.limits.prefill_chunk, CHUNKS[-1])
     build = build.with_limits(max_batch=1, prefill_chunk=chunk)
     build = build.with_placement("mmap") if build.made.ple_placement else build

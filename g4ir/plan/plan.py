@@ -308,7 +308,6 @@ def _sized(memory: int) -> Gpu:
 
 
 def _positive(name: str, given: int | Sequence[int], most: int | None = None) -> tuple[int, ...]:
-    """Check whole numbers from 1; return each once and in order."""
     values = _many(given)
     for v in values:
         if type(v) is not int or v < 1 or (most and v > most):

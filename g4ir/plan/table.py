@@ -37,7 +37,6 @@ def plan_text(plan: Plan, nominal: bool = False) -> str:
 
 
 def _ranks(plan: Plan) -> list[str]:
-    """Describe one of several ranks, and the collectives of a decode step."""
     r = plan.ranks
     if r is None:
         return []
@@ -81,7 +80,6 @@ def _batches(r: Ranks) -> list[int]:
 
 
 def _drafts(plan: Plan) -> list[str]:
-    """Describe the cost and the expected gain of speculative decoding."""
     d = plan.drafts
     if d is None:
         return []
@@ -98,7 +96,6 @@ def _drafts(plan: Plan) -> list[str]:
 
 
 def _media(plan: Plan) -> list[str]:
-    """List the towers: the cost of each size before the prompt."""
     if not plan.media:
         return []
     counted = ", ".join(plan.kinds)
@@ -262,7 +259,6 @@ def _need(size: int, room: int) -> str:
 
 
 def _floors(plan: Plan) -> list[str]:
-    """List roofline times if the device's speed is known."""
     if plan.fits[0].cells[0].decode_floor_s is None:
         return []
     batch = plan.rows[0].batch
@@ -280,7 +276,6 @@ def _floors(plan: Plan) -> list[str]:
 
 
 def _devices(plan: Plan) -> str:
-    """Describe several devices, one line each."""
     batch = plan.fits[0].max_context[0].at
     forms = list(dict.fromkeys(f.weights for f in plan.fits))
     lines: list[Line] = [
@@ -345,7 +340,6 @@ def _cache_table(plans: Sequence[Plan], batch: int) -> str:
 
 
 def _matrix(plans: Sequence[Plan]) -> str:
-    """Lay out a matrix: devices down, variants across."""
     first = plans[0].fits
     batch = first[0].max_context[0].at
     forms = "/".join(dict.fromkeys(f.weights for f in first))

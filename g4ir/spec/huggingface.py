@@ -247,7 +247,6 @@ def _drafter(keys: Keys) -> Drafter:
 
 
 def _text_only(keys: Keys, model_type: str) -> dict[str, Any]:
-    """Return fields of Variant from a config of the text tower alone."""
     tied = keys.take("tie_word_embeddings", bool, True)
     text = replace(_text(keys, model_type), tie_word_embeddings=tied)
     return {"text": text, "tokens": _tokens(keys, keys), "dtype": _dtype(keys) or "f32"}
@@ -293,7 +292,6 @@ def _text(keys: Keys, model_type: str) -> Text:
 
 
 def _layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
-    """Return kinds of all layers; every sixth is full by default."""
     given = keys.take("layer_types", tuple[str, ...] | None, None)
     if given is None:
         return tuple(SLIDING if (i + 1) % 6 else FULL for i in range(layers))
@@ -446,7 +444,6 @@ def _not_unified(keys: Keys, model_type: str, key: str, what: str) -> None:
 
 
 def _tokens(text: Keys, top: Keys) -> Tokens:
-    """Return bos, eos and pad; the whole model's values count before those of text_config."""
     defaults = {"bos": 2, "eos": 1, "pad": 0}
     out: dict[str, Any] = {}
     for name, default in defaults.items():
@@ -473,7 +470,6 @@ def _media(keys: Keys, vocab: int, have: dict[str, bool]) -> dict[str, Any]:
 
 
 def _part(keys: Keys, name: str, cls: type) -> Any:
-    """Return the dataclass of `vision_config` or `audio_config`, or None without one."""
     part = keys.section(f"{name}_config")
     if part is None:
         return None

@@ -64,7 +64,6 @@ class Range:
 
 
 def _finite(limits: dict[str, float]) -> dict[str, Any]:
-    """Keep the keys that limit something."""
     return {name: n for name, n in limits.items() if n < math.inf}
 
 

@@ -95,7 +95,6 @@ class Spec(Variant):
 
 
 def _pruned(value: Any) -> Any:
-    """Return a dataclass as a dict without the fields that equal their default."""
     if isinstance(value, tuple):
         return [_pruned(v) for v in value]
     if not is_dataclass(value):

@@ -236,8 +236,7 @@ def _target(spec: Spec, adapter: Adapter, module: str, found: Found) -> tuple[st
 
 
 def _factors(parts: Mapping[str, Found], embedding: bool, shape: Shape) -> tuple[Found, Found]:
-    """Return A [r, K] and B [N, r] of a weight [N, K], of a table [K, N]; WeightsError unless they
-    fit."""
+    """Return A [r, K] and B [N, r] of a weight [N, K], of a table [K, N]; WeightsError if not."""
     first = next(iter(parts.values()))
     if parts.keys() != {"A", "B"}:
         raise wrong(first, f"is there without its {'A' if 'B' in parts else 'B'}")
@@ -279,7 +278,6 @@ Part = Callable[["torch.Tensor | None"], "torch.Tensor"]
 
 
 def _reader(model: Checkpoint, weights: Mapping[str, CodedWeight | MadeWeight], bare: str) -> Part:
-    """Return a function that reads a weight, or rows of it, as it is before an adapter."""
     made = weights.get(bare)
     if isinstance(made, MadeWeight):
         return made.numbers

@@ -45,8 +45,7 @@ class WeightSource(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the embedding table (norms of a checkpoint may be wider); of the final norm
-        where the table is in codes."""
+        """Dtype of the embedding table; of the final norm if the table is quantised."""
 
     @property
     def ignored(self) -> Mapping[str, str]:
@@ -65,8 +64,7 @@ class WeightSource(Protocol):
         """Return the tensor of a name (without the checkpoint's prefix); do not write to it."""
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows `ids` (any shape, int) of a 2-D tensor: shape [*ids.shape, columns]. Of codes
-        no other rows are converted."""
+        """Return rows `ids` (any shape, int) of a 2-D tensor: shape [*ids.shape, columns]."""
 
     def release(self, name: str) -> None:
         """Give a tensor's memory back: the caller is done with it for now."""
@@ -164,10 +162,6 @@ class Checkpoint:
             self.coded[weight].release()
         elif name in self.entries:
             self.stored.release([self.entries[name]])
-
-    def sha256(self, file: Path) -> str:
-        """Return the digest of one weight file, streamed."""
-        return sha256(file)
 
     def close(self) -> None:
         """Forget the mappings; each is unmapped when the last tensor on it is gone."""
@@ -299,7 +293,6 @@ def _shard_path(directory: Path, index: Path, name: str) -> Path:
 
 
 def _read_shard(path: Path, want: set[str]) -> Header:
-    """Read the header of a shard, which must hold exactly the tensors that the index puts there."""
     header = tensorfile.read_header(path)
     extra, missing = sorted(header.entries.keys() - want), sorted(want - header.entries.keys())
     if extra or missing:
@@ -365,7 +358,6 @@ def read_side_files(directory: Path) -> dict[str, bytes]:
 
 
 def _check_present(directory: Path, name: str) -> bool:
-    """Whether there is such a file; WeightsError where it lies elsewhere."""
     path = directory / name
     if not (path.exists() or path.is_symlink()):
         return False
@@ -395,7 +387,6 @@ def _side_file(directory: Path, name: str) -> bytes:
 
 
 def _coded(live: Found, found: QuantisedTensors, dtype: str) -> dict[str, CodedWeight | MadeWeight]:
-    """Return the weights in codes by bare name; WeightsError for one that may not be used."""
     kept: dict[str, CodedWeight | MadeWeight] = {}
     for name, (_, entry) in live.items():
         weight = found.weights.get(entry)

@@ -74,8 +74,7 @@ def forms_of(weights: Mapping[str, CodedWeight | MadeWeight]) -> dict[str, Schem
 
 
 def checked_scales(scales: torch.Tensor, where: str) -> torch.Tensor:
-    """Return scales; WeightsError, which says where they lie, for one that is not positive and
-    finite."""
+    """Return scales; WeightsError naming `where` unless all are positive and finite."""
     good = (scales.float() > 0) & scales.isfinite()
     if not bool(good.all()):
         value = float(scales[~good].flatten()[0])

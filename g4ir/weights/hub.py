@@ -24,7 +24,6 @@ def hub_snapshot(hub_id: str, revision: str = "main") -> Path | None:
 
 
 def _snapshot(repo: Path, revision: str = "main") -> Path | None:
-    """Return the downloaded snapshot in the folder that the cache has for a model, or None."""
     reference = repo / "refs" / revision
     if not reference.is_file():
         return None
@@ -61,8 +60,7 @@ INSTEAD = {"--checkpoint": " or --random-weights SEED", "--drafter": ""}
 
 
 def need_snapshot(spec: Spec, option: str = "--checkpoint") -> Path:
-    """Return the downloaded snapshot of a spec's weights; InputError, with the command that
-    downloads it and its size, if there is none."""
+    """Return the snapshot of a spec's weights; InputError with the download command if absent."""
     found = snapshot_of(spec)
     if found is not None:
         return found

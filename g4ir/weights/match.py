@@ -126,15 +126,11 @@ class TensorMatch:
                 wrong += self._check(role, *found)
             else:
                 self.ignored[name] = role
-        if self.tied and self.head:
+        if self.spec.text.tie_word_embeddings and self.head:
             self.ignored[self.head] = f"tied to {TOKEN_TABLE}"
             if TOKEN_TABLE in self.live and all(w.tensor != self.head for w in wrong):
                 wrong += _tied_dtype(*self.live[HEAD], self.live[TOKEN_TABLE][1])
         self.mismatches += [*self._missing(), *wrong]
-
-    @property
-    def tied(self) -> bool:
-        return self.spec.text.tie_word_embeddings
 
     @cached_property
     def shapes(self) -> Tensors:
@@ -162,8 +158,7 @@ class TensorMatch:
         return dead_tensors(self.spec)
 
     def _role(self, name: str) -> str | None:
-        """Return the bare name of a tensor that the spec needs, or why it is ignored; None for an
-        unknown one."""
+        """Return the bare name of a needed tensor, or why it is ignored; None if unknown."""
         bare = name.removeprefix(self.prefix) if name.startswith(self.prefix) else None
         if bare in self.shapes and bare not in self.towers and bare != HEAD:
             return bare
@@ -226,7 +221,6 @@ class TensorMatch:
 
 
 def _kind_of(spec: Spec, bare: str) -> str | None:
-    """Return the attention kind of the layer in `bare`, if that layer exists."""
     match = re.match(r"layers\.(\d{1,6})\.", bare)
     layers = spec.layers()
     return layers[int(match[1])].kind if match and int(match[1]) < len(layers) else None

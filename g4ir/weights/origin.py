@@ -156,8 +156,7 @@ class CheckpointDirectory:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file: a text model, its tokenizer and its chat template; its towers may lie in one of
-    their own."""
+    """A GGUF file: text model, tokenizer, chat template; `towers`: a file of its towers."""
 
     path: Path
     towers: Path | None = None

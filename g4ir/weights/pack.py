@@ -49,8 +49,7 @@ class Packing:
     prologue: Graph
 
     def recipe(self, param: str) -> Graph:
-        """Return the part of the prologue that makes one param, and those that the same tensors
-        are made into; no nodes for a plain tensor."""
+        """Return the part of the prologue that makes one param; empty for a stored tensor."""
         v = self.program.params()[param]
         if v.name not in self.prologue.producers():
             return Graph("prologue", (), (v,), (), (), (v,))
@@ -98,9 +97,8 @@ def make_packing(
     ranks: int = 1,
     ep: bool = False,
 ) -> Packing:
-    """Return the graphs of an engine and what makes their params: all that follows from its specs
-    and options; of several `ranks` those of one, which with `ep` has some of the experts.
-    `stored` is the backend's (Backend.stored)."""
+    """Return the graphs of an engine and the prologue of their params; of one of several `ranks`,
+    which with `ep` has some of the experts. `stored`: Backend.stored."""
     verifies = options.of(RingOptions).slack > 0
     made = build_program(spec, all_logits, dtype, media, verifies, drafter)
     plain = shard_program(quantised(made, spec, recipe, dtype), spec, ranks, ep)
@@ -221,13 +219,11 @@ class StoredParams:
         return cls(tuple(tensorfile.read_header(f) for f in files))
 
     def apart(self) -> StoredParams:
-        """Return the same params on mappings of their own: what is written into a tensor of one is
-        not in those of the other."""
+        """Return the same params on separate mappings, so that writes are not shared."""
         return StoredParams(self.headers)
 
     def check(self, program: Program) -> None:
-        """Raise EngineError unless these are the program's params, each once, of its shape and
-        dtype: compiled programs do not look at what they are given."""
+        """Raise EngineError unless these are the program's params, of its shapes and dtypes."""
         found: dict[str, tuple[tensorfile.Header, tensorfile.Entry]] = {}
         wanted = program.params()
         for header in self.headers:
@@ -372,7 +368,6 @@ def _taking_turns(source: ParamSource, sizes: Mapping[str, int], progress: Any) 
 
 
 def _stored_as(v: Value) -> tuple[str, tuple[int, ...]]:
-    """Return dtype code and shape of a param in a file."""
     return tensorfile.CODES[TORCH_NAMES[v.type.dtype]], tuple(int(d) for d in v.type.shape)
 
 

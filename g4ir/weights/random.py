@@ -164,7 +164,6 @@ def _place(values: torch.Tensor, centre: float, scale: float) -> torch.Tensor:
 
 
 def _mix(x: torch.Tensor, second: torch.Tensor | int, scratch: torch.Tensor) -> torch.Tensor:
-    """Mix in place: two rounds on offset ^ first key; leaves a signed 24-bit integer."""
     _xorshift(x, 16, scratch).mul_(M1).add_(second)
     return _xorshift(x, 15, scratch).mul_(M2).bitwise_right_shift_(8)
 
@@ -185,7 +184,6 @@ def _block_keys(seed: int, name: str, block: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _finish(x: torch.Tensor) -> torch.Tensor:
-    """Apply the lowbias32 finaliser in place."""
     scratch = torch.empty_like(x)
     _xorshift(x, 16, scratch).mul_(M1)
     _xorshift(x, 15, scratch).mul_(M2)

@@ -216,7 +216,6 @@ def _entry(path: Path, name: str, fields: Any, data: int) -> Entry:
 
 
 def _check_layout(path: Path, entries: list[Entry], data: int, size: int) -> None:
-    """Check that the tensors, in file order, cover the data exactly: no overlap, gap or rest."""
     at, before = data, "the header"
     for entry in entries:
         if entry.start != at:

@@ -53,8 +53,7 @@ class UnpackedWeights:
         )
 
     def weight(self, v: Value) -> torch.Tensor:
-        """Return a weight of the model as the engine computes with it: of a quantised one what its
-        codes and scales mean."""
+        """Return a weight as the engine computes with it: dequantised if it is quantised."""
         parts = self._parts(v)
         if not parts:
             return self(v)
@@ -87,15 +86,13 @@ class UnpackedWeights:
         return None
 
     def _dense(self, v: Value, codes: Value) -> torch.Tensor:
-        """Slice a weight from what codes and scales were made into at build."""
         for n in self.prologue.find("dense"):
             if cut := self._cut(n, codes):
                 return cut(self(n.out))
         raise EngineError(f"{self.path} holds nothing that was made of %{v.name}")
 
     def _cut(self, n: Node, codes: Value) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Return what takes a weight's part of what a node makes of its codes; None where it is
-        made of others."""
+        """Return a function that slices a weight out of a packed one; None if it is elsewhere."""
         joined = self.prologue.producers().get(n["codes"].name)
         if n["codes"] == codes:
             return lambda t: t

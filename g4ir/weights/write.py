@@ -99,7 +99,6 @@ def _code(key: str, code: str) -> str:
 
 
 def _first_place(spec: Spec, bare: str) -> str:
-    """Return where the hub's files keep `PART.NAME`."""
     part, _, rest = bare.partition(".")
     place: str = getattr(spec.prefixes, part)[0]
     return place + rest

@@ -204,8 +204,6 @@ class ScaleBlocks:
 
 @dataclass(frozen=True)
 class _Scales:
-    """Stored scales of a weight of `shape`, on a grid."""
-
     files: Files
     found: Found
     shape: tuple[int, ...]
@@ -248,8 +246,7 @@ def coded_weight(
     convert: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
     dtype: str | None = "",
 ) -> CodedWeight:
-    """Return the weight [.., N, K] of two stored tensors; `convert` makes its codes canonical. The
-    scales' dtype in the engine is `dtype`, else the file's."""
+    """Make a weight [.., N, K] of stored codes and scales, these in `dtype`, else the file's."""
     if len(shape) < 2 or not all(shape):
         raise wrong(codes, f"expected a matrix, found {shown(codes)}")
     group = grid.group(shape)
@@ -313,7 +310,6 @@ def stacked(weights: Weights) -> Weights:
 
 
 def _stack(parts: list[tuple[Found, CodedWeight]], each: int) -> tuple[Found, CodedWeight]:
-    """Return weights [N, K] as one [E, each N, K]; they must be alike."""
     found, first = parts[0]
     for other, weight in parts:
         if (weight.scheme, weight.shape) != (first.scheme, first.shape):

@@ -219,7 +219,6 @@ class ModuleChoice:
 
 
 def _kind(module: str, parts: Mapping[str, Found]) -> str:
-    """Return the class of a module; none for what is no matrix."""
     plain = parts.get(WEIGHT)
     if SCALE not in parts and plain and len(plain[1].shape) != 2:
         return ""
@@ -227,7 +226,6 @@ def _kind(module: str, parts: Mapping[str, Found]) -> str:
 
 
 def _take(modules: Modules, module: str, parts: dict[str, Found], choice: ModuleChoice) -> None:
-    """Sort the tensors of one module into weights in codes, plain ones and ignored ones."""
     for suffix in ACTIVATIONS:
         if found := parts.pop(suffix, None):
             modules.ignored[found[1].name] = NOT_ROUNDED
@@ -250,8 +248,7 @@ def _take(modules: Modules, module: str, parts: dict[str, Found], choice: Module
 
 
 def _weight(files: Files, parts: Mapping[str, Found], numbers: Numbers, form: str) -> CodedWeight:
-    """Return the weight of one module; WeightsError for tensors that do not belong to its format,
-    are missing, or have another shape."""
+    """Return a module's weight; WeightsError if tensors are missing or of a wrong shape."""
     own = {PACKED: (WORDS, SHAPE)}.get(form, (WEIGHT,))
     known = (*own, SCALE, *([] if numbers.symmetric else [ZERO]))
     for suffix, found in parts.items():
@@ -318,8 +315,7 @@ _FROM_WORDS: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = {4: _bytes, 
 
 
 def _with_zeros(files: Files, w: CodedWeight, zeros: Found, grid: ScaleBlocks) -> CodedWeight:
-    """Return a weight of 4 bits with its zero points taken off: int8 codes q - z. They are packed
-    along the output axis: i32 [N/8, G]."""
+    """Apply zero points, packed along the output axis as i32 [N/8, G]: int8 codes q - z."""
     n, groups = grid.shape(w.shape)[-2:]
     if len(w.shape) != 2:
         raise wrong(zeros, "zero points of stacked experts are not read", OTHERWISE)

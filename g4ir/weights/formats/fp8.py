@@ -66,7 +66,6 @@ def read(tree: Node, files: Files) -> QuantisedTensors:
 def _take(
     modules: Modules, module: str, parts: dict[str, Found], config: Fp8Config, where: str
 ) -> None:
-    """Sort the tensors of one module into weights in codes and plain ones."""
     if found := parts.pop(ACTIVATION, None):
         modules.ignored[found[1].name] = "a scale of activations, which are not rounded"
     if STACKED.fullmatch(module) and module in modules.plain:

@@ -82,7 +82,6 @@ def read(tree: Node, files: Files) -> QuantisedTensors:
 def _take(
     modules: Modules, module: str, parts: dict[str, Found], config: MobileConfig, where: str
 ) -> None:
-    """Sort the tensors of one module into weights in codes, plain ones and ignored ones."""
     for suffix in CACHES:
         if found := parts.pop(suffix, None):
             modules.ignored[found[1].name] = "a scale of caches, which are not rounded"
@@ -128,7 +127,6 @@ def _form(config: MobileConfig, module: str, where: str) -> MobileFormat:
 def _weight(
     files: Files, form: MobileFormat, codes: Found, scales: Found, table: bool
 ) -> CodedWeight:
-    """Return a weight in codes; its scales have the engine's dtype."""
     require(codes, [form.dtype])
     shape = (*codes[1].shape[:-1], codes[1].shape[-1] * form.packed) if codes[1].shape else ()
     grid = ScaleBlocks(1, _columns(scales, shape) if table else 0)
@@ -136,7 +134,6 @@ def _weight(
 
 
 def _columns(scales: Found, shape: tuple[int, ...]) -> int:
-    """Return the columns of a table that share a scale."""
     groups = scales[1].shape[-1] if len(scales[1].shape) == 2 else 0
     if not groups or not shape or shape[-1] % groups:
         raise wrong(scales, f"its scales do not divide rows of {shape[-1] if shape else 0}")

@@ -46,8 +46,7 @@ def _is_slow(pattern: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def compiled(pattern: str, where: str) -> re.Pattern[str]:
-    """Return a pattern of `where`; WeightsError for one that is no regular expression, or a slow
-    one."""
+    """Compile a pattern; WeightsError if it is no regular expression or a slow one."""
     if _is_slow(pattern):
         raise WeightsError(
             f"{where}: pattern {quoted(pattern)} may take for ever; write a simpler one"
@@ -83,6 +82,5 @@ class Names:
 
 
 def excluded(module: str, names: Iterable[str], where: str) -> bool:
-    """Whether a list of modules that are not converted names one: as transformers reads it, by a
-    pattern of the begin of its name, or by its end."""
+    """Whether a module is excluded: by a pattern of its beginning, or by its end."""
     return any(compiled(n, where).match(module) or module.endswith(n) for n in names)

@@ -61,7 +61,6 @@ def _nibbles(b: torch.Tensor, each: int) -> torch.Tensor:
 
 
 def _bits(b: torch.Tensor, each: int) -> torch.Tensor:
-    """Return bit 0 of `each` bytes, then bit 1, up to bit 7, each as 16."""
     return (_shifted(b, range(8), each) & 1) << 4
 
 

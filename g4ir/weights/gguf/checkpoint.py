@@ -70,7 +70,6 @@ def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
 
 
 def _log_numbers(file: Container, weights: list[Tensors], dtype: str) -> None:
-    """Warn of weights that are larger in the engine than in the file."""
     kinds = Counter(t.stored.name for w in weights for t in w if t.stored.name in DENSE)
     if kinds:
         shown = ", ".join(f"{n} of {kind}" for kind, n in sorted(kinds.items()))
@@ -153,7 +152,6 @@ def _missing(file: Container, spec: Spec, absent: list[str]) -> Iterator[Mismatc
 
 
 def _mismatches(tensors: Tensors, shape: Shape) -> Iterator[Mismatch]:
-    """Yield what is wrong with the tensors of one weight."""
     file, name = tensors[0].header.path.name, tensors[0].entry.name
     refused = [t for t in tensors if t.stored.name not in READ]
     if refused:
@@ -231,7 +229,6 @@ class Blocks:
         return self._converted(t, lambda b: cast(numbers(b), dtype, name), rows)
 
     def _converted(self, t: Tensor, convert: Part, rows: torch.Tensor | None) -> torch.Tensor:
-        """Return what `convert` makes of the blocks of a tensor, or of rows of it."""
         raw = self._raw(t, rows)
         blocks = raw.reshape(-1, t.stored.nbytes)
         made = by_pieces(blocks, convert)

@@ -203,8 +203,6 @@ def _mapped(path: Path, descriptor: int) -> mmap.mmap:
 
 @dataclass
 class _Reader:
-    """A place in the file, and what lies there."""
-
     path: Path
     data: mmap.mmap
     at: int = 0
@@ -258,7 +256,6 @@ class _Reader:
         raise WeightsError(f"{self.path}: {what}; {DOWNLOAD}")
 
     def _need(self, count: int, what: str) -> None:
-        """Raise WeightsError unless so many bytes follow."""
         if count > self.size - self.at:
             self._fail(f"{what}: {count} bytes at {self.at} are beyond the end, {self.size}")
 
@@ -384,7 +381,6 @@ class _Reader:
     def _placed(
         self, infos: Mapping[str, tuple[GgufType, tuple[int, ...], int]], alignment: int
     ) -> Iterator[Placed]:
-        """Yield tensors with their places in the file; they may not overlap."""
         data = -(-self.at // alignment) * alignment
         ends = []
         for name, (stored, shape, offset) in infos.items():

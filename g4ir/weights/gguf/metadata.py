@@ -59,8 +59,6 @@ def read_spec(file: Container) -> Spec:
 
 
 class _Keys:
-    """The keys of the architecture; remembers which were read."""
-
     def __init__(self, file: Container) -> None:
         self.file, self.seen = file, set[str]()
 
@@ -288,7 +286,6 @@ def _kv_heads(keys: _Keys, sliding: list[bool]) -> list[int]:
 
 
 def _head_dim(keys: _Keys, name: str, layers: list[int]) -> int:
-    """Return the head's size of the layers of a kind, which their norms of Q have too."""
     norms = (f"blk.{i}.attn_q_norm.weight" for i in layers)
     norm = next((n for n in norms if n in keys.file.tensors), None)
     size = keys.file.tensors[norm].shape[-1] if norm else DEFAULTS[name]

@@ -86,7 +86,6 @@ def _number(file: Container, key: str) -> Any:
 
 
 def _id(file: Container, name: str) -> int | None:
-    """Return a token id; None where the file has none."""
     key = f"{PREFIX}{name}"
     found = file.values.get(key)
     if found is not None and type(found) is not int:
@@ -148,7 +147,6 @@ FIXED_MODEL: Mapping[str, Any] = {
 
 
 def _tokenizer(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
-    """Return a tokenizer.json."""
     model = file.values[f"{PREFIX}model"]
     if model not in MODELS:
         raise file.wrong(
@@ -190,7 +188,6 @@ def _kinds(file: Container, ids: Mapping[str, int]) -> list[Any]:
 
 
 def _unknown(file: Container, ids: Mapping[str, int]) -> str | None:
-    """Return the text of the token for what has none."""
     given = _id(file, "unknown_token_id")
     named = (text for text, i in ids.items() if i == given)
     return next(named, UNKNOWN if UNKNOWN in ids else None)

@@ -328,7 +328,6 @@ _PIXELS = (
 
 
 def _stored_shape(bare: str, shape: Shape) -> Shape:
-    """Return the shape that a tensor of a checkpoint has in the file."""
     if bare.endswith(CLIP_BOUNDS):
         return (1,)
     if bare.endswith("patch_embedder.input_proj.weight"):
@@ -340,7 +339,6 @@ def _stored_shape(bare: str, shape: Shape) -> Shape:
 
 
 def _as_published(t: torch.Tensor, bare: str, shape: Shape) -> torch.Tensor:
-    """Return a tensor of the file as a checkpoint has it."""
     import torch
 
     if bare.endswith(_PIXELS):
@@ -355,7 +353,6 @@ def _as_published(t: torch.Tensor, bare: str, shape: Shape) -> torch.Tensor:
 
 
 def _mismatch(file: Container, t: Tensor, bare: str, shape: Shape) -> Iterator[Mismatch]:
-    """Yield what is wrong with a tensor."""
     name, wanted = t.entry.name, _stored_shape(bare, shape)
     if t.stored.name not in READ or (len(wanted) == 1 and t.stored.dtype not in FLOATS):
         yield Mismatch(file.path.name, name, f"type {t.stored} is not read here", "type")
