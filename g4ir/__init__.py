@@ -37,7 +37,7 @@ _EXPORTS = {
     "Engine": "engine.engine",
     "Session": "engine.session",
     "join": "parallel.group",
-    "follow": "engine.follow",
+    "follow": "engine.worker",
     "G4Error": "errors",
 }
 
