@@ -13,6 +13,7 @@ from g4ir.ir.graph import Program
 from g4ir.ops.kv_quant import NARROW
 from g4ir.parallel.group import Group
 from g4ir.parallel.share import Share
+from g4ir.passes import Acted
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import cache_bytes
 from g4ir.plan.options import Resolved
@@ -230,6 +231,8 @@ class Prepared(Resolved):
     backend: Backend
     settings: Mapping[str, str]
     packing: Packing
+    #: how often each pass acted
+    acted: Acted
     source: WeightSource
     #: one of artefact.WEIGHTS; None in a dry run without any
     weights: Any

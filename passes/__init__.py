@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -113,6 +114,26 @@ class PassOptions:
 PLAIN = PassOptions()
 
 
+class Acted:
+    """How often each pass acted, by graph: notes that do not begin with `left: ` count."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, Counter[str]] = {}
+
+    def note(self, graph: str) -> PassNote:
+        counts = self.counts.setdefault(graph, Counter())
+
+        def note(name: str, value: str, reason: str) -> None:
+            counts[name] += not reason.startswith("left: ")
+
+        return note
+
+    def text(self, graph: str) -> str:
+        """Return `fuse_qkv 15, fuse_gate_up 35`, in the order of the pipeline."""
+        counts = self.counts[graph]
+        return ", ".join(f"{name} {counts[name]}" for name in PASSES if counts[name])
+
+
 def pipeline(gpu_rows: int = 0) -> tuple[str, ...]:
     """Return the passes of a target in order: `gpu_rows` as in PassOptions."""
     return tuple(p for p in PASSES if p not in GPU_ROWS or 0 < gpu_rows <= GPU_ROWS[p])
@@ -160,9 +181,16 @@ def run_program(
     skip: Iterable[str] = (),
     dump: Dump | None = None,
     options: PassOptions = PLAIN,
+    acted: Acted | None = None,
 ) -> Program:
-    """Apply `run_passes` to every graph; the caches they share must still agree."""
-    p = p.map(lambda g: run_passes(g, skip=skip, dump=dump, options=options))
+    """Apply `run_passes` to every graph, and count in `acted`; the caches they share must still
+    agree."""
+
+    def one(g: Graph) -> Graph:
+        note = acted.note(g.name) if acted else None
+        return run_passes(g, skip=skip, dump=dump, note=note, options=options)
+
+    p = p.map(one)
     p.state()
     p.params()
     return p

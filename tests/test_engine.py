@@ -591,3 +591,19 @@ def test_a_build_tells_how_far_its_weights_are(tmp_path: Path) -> None:
     )
     shares = [int(n) for n in re.findall(r"weights (\d+) %", "\n".join(told))]
     assert shares == sorted(set(shares)) and shares[-1] == 100 and len(shares) > 2
+
+
+def test_a_build_reports_how_often_each_pass_acted(tmp_path: Path) -> None:
+    told: list[str] = []
+    with g4ir.build(
+        "tiny-dense",
+        tmp_path / "engine",
+        random_weights=0,
+        backend="reference",
+        max_seq=32,
+        prefill_chunk=8,
+        progress=told.append,
+    ):
+        pass
+    (decode,) = [line for line in told if line.startswith("passes of decode: ")]
+    assert "share_rope_tables 6, fuse_qkv 6, fuse_gate_up 6, fuse_norm_rope 12" in decode

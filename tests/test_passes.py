@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -31,6 +30,7 @@ from g4ir.passes import (
     OPTIONS,
     PASSES,
     SHARED,
+    Acted,
     PassOptions,
     _ordered,
     find_pass,
@@ -211,11 +211,8 @@ def coded(spec: str) -> Program:
 def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str) -> None:
     """A pass that says that it acted changed the graph, and no other did."""
     stages = [(coded if form in ACTIVATIONS else program)(spec).graphs[phase]]
-    acted = set[str]()
-
-    def note(name: str, value: str, reason: str) -> None:
-        acted.update({name} if not reason.startswith("left: ") else ())
-
+    found = Acted()
+    note = found.note(phase)
     run_passes(stages[0], dump=lambda _, g: stages.append(g), note=note, options=options(form))
     ran = pipeline(options(form).gpu_rows)
     for name, before, after in zip(ran, stages[:-1], stages[1:], strict=True):
@@ -223,7 +220,7 @@ def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str)
         assert before.state == after.state or name in CHANGES_STATE
         run = function(name, options(form))
         assert run(after, lambda *_: None) == after
-        assert (after != before) == (name in acted), f"{name} on {phase}"
+        assert (after != before) == bool(found.counts[phase][name]), f"{name} on {phase}"
 
 
 # Chunks as (padded length, valid tokens of each row): longer than the window of 8, ragged, rows of
@@ -495,12 +492,9 @@ KINDS: dict[str, tuple[Callable[[str], Program], tuple[str, ...], PassOptions]] 
 
 def acted(g: Graph, options: PassOptions) -> dict[str, int]:
     """Pass -> how often it acted, of those that did."""
-    counts: Counter[str] = Counter()
-
-    def note(name: str, value: str, reason: str) -> None:
-        counts[name] += not reason.startswith("left: ")
-
-    run_passes(g, note=note, options=options)
+    found = Acted()
+    run_passes(g, note=found.note(g.name), options=options)
+    counts = found.counts[g.name]
     return {name: counts[name] for name in PASSES if counts[name]}
 
 

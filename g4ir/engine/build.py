@@ -32,7 +32,7 @@ from g4ir.model.text import has_blocks
 from g4ir.ops.finite import TOO_LARGE
 from g4ir.ops.kv_quant import NARROW
 from g4ir.ops.types import TORCH_NAMES, torch_dtype
-from g4ir.passes import Dump
+from g4ir.passes import Acted, Dump
 from g4ir.passes.match import OFF
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.quantize_activations import ActivationOptions
@@ -140,7 +140,7 @@ def prepare(
         checkpoint = with_adapters(checkpoint, agreed, adapters)
     r = resolved = replace(resolved, recipe=_recipe(resolved, checkpoint, origin))
     _check_activations(resolved)
-    stored = partial(backend.stored, device=device)
+    stored, acted = partial(backend.stored, device=device), Acted()
     packing = make_packing(
         spec=r.spec,
         all_logits=r.all_logits,
@@ -151,6 +151,7 @@ def prepare(
         recipe=r.recipe,
         stored=stored,
         dump=dump,
+        acted=acted,
         drafter=r.drafter,
         ranks=r.ranks,
         ep=r.ep,
@@ -167,6 +168,7 @@ def prepare(
         backend=backend,
         settings=settings,
         packing=packing,
+        acted=acted,
         source=source,
         weights=weights,
         side_files=side,
@@ -364,6 +366,8 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
     not say."""
     check_absent(out)
     check_space(p, out)
+    for graph in ("prefill", "decode"):
+        progress(f"passes of {graph}: {p.acted.text(graph) or 'none acted'}")
     with _new_directory(out) as folder:
         untried = why_untried(p)
         tries = p.dtype == "f16" and untried is None

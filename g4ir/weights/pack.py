@@ -21,7 +21,7 @@ from g4ir.ops.finite import cast
 from g4ir.ops.types import TORCH_NAMES, dtype_name, torch_dtype
 from g4ir.parallel.shard import shard_program
 from g4ir.parallel.share import Share
-from g4ir.passes import Dump, PassOptions, run_program
+from g4ir.passes import Acted, Dump, PassOptions, run_program
 from g4ir.passes.plan_cache import RingOptions
 from g4ir.quant.recipe import Recipe
 from g4ir.quant.rewrite import quantised
@@ -96,13 +96,16 @@ def make_packing(
     drafter: Spec | None = None,
     ranks: int = 1,
     ep: bool = False,
+    acted: Acted | None = None,
 ) -> Packing:
     """Return the graphs of an engine and the prologue of their params; of one of several `ranks`,
-    which with `ep` has some of the experts. `stored`: Backend.stored."""
+    which with `ep` has some of the experts. `stored`: Backend.stored; `acted` counts what the
+    passes did."""
     verifies = options.of(RingOptions).slack > 0
     made = build_program(spec, all_logits, dtype, media, verifies, drafter)
     plain = shard_program(quantised(made, spec, recipe, dtype), spec, ranks, ep)
-    return split_program(stored(run_program(plain, skip=skip, dump=dump, options=options)))
+    made = run_program(plain, skip=skip, dump=dump, options=options, acted=acted)
+    return split_program(stored(made))
 
 
 class ParamSource(Protocol):
