@@ -134,7 +134,6 @@ def _weight(files: Files, form: Packing, codes: Found, scales: Found, table: boo
 
 
 def _columns(scales: Found, shape: tuple[int, ...]) -> int:
-    """Return the columns of a table that share a scale."""
     groups = scales[1].shape[-1] if len(scales[1].shape) == 2 else 0
     if not groups or not shape or shape[-1] % groups:
         raise wrong(scales, f"its scales do not divide rows of {shape[-1] if shape else 0}")
