@@ -54,6 +54,7 @@ LONG = (
     "verify ",
     "bench engine ",
     "bench-compare ",
+    "inspect engine",
     "show engine",
     "plan --variant e2b --media ",
 )
@@ -164,7 +165,10 @@ def inputs_of_examples() -> None:
 
 def slow(e: Example) -> bool:
     """What the reference backend would not print, or what needs transformers."""
-    return e.line.startswith(("verify ", "show ", "plan ", "bench")) or e.file == "tensorrt.md"
+    return (
+        e.line.startswith(("verify ", "show ", "inspect ", "plan ", "bench"))
+        or e.file == "tensorrt.md"
+    )
 
 
 @pytest.mark.parametrize("file", ["README.md", "guide.md", "speculative-decoding.md"])

@@ -715,7 +715,7 @@ def test_devices_and_pipes_are_no_files(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/dev/zero")
     for path in (Path("/dev/zero"), tmp_path / "pipe", tmp_path / "link"):
         for read in (read_image, read_video, read_sound):
-            with pytest.raises(InputError, match=r"no such (image|video|sound) file"):
+            with pytest.raises(InputError, match=r"no such (image|video|audio) file"):
                 read(path)
 
 

@@ -30,10 +30,9 @@ from g4ir.plan.gpus import find_gpu
 from g4ir.ui.table import aligned
 from g4ir.ui.units import parse_count, si
 
-from .common import Parser, add_verb, emit
+from .common import add_verb, emit
 from .graphs import (
     add_graph,
-    add_layer,
     add_step,
     check_graph,
     chosen_graph,
@@ -70,9 +69,8 @@ MEANINGLESS: dict[str, tuple[str, ...]] = {
 def add_cost(verbs: Any) -> None:
     p = add_verb(verbs, "cost", _cost, "FLOPs, bytes and roofline time of a step")
     add_graph(p)
-    add_layer(p)
+    p.add_argument("--layer", metavar="I", type=int, help="only the nodes of layer I")
     add_step(p)
-    add_chunk(p)
     p.add_argument(
         "--bandwidth", metavar="X", type=float, help="memory bandwidth of the roofline, bytes/s"
     )
@@ -83,10 +81,6 @@ def add_cost(verbs: Any) -> None:
         help="weight format: f32, bf16, f16, fp8, int8 or int4 (default: the graph's)",
     )
     p.add_argument("--nodes", action="store_true", help="list every node with a cost")
-
-
-def add_chunk(p: Parser) -> None:
-    p.add_argument("--chunk", metavar="N", help="prefill chunk size (default 1K)")
 
 
 def _cost(args: argparse.Namespace) -> int:

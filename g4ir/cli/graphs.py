@@ -72,8 +72,8 @@ def add_graph(p: Parser) -> None:
     add_source(p)
     add_options(p, (*PASS_OPTIONS, "quant", "quant_activations", "kv_dtype", "draft_tokens"))
     add_options(p, ("residual_scale",))
-    p.set_defaults(stored=None, draft_tokens=None, residual_scale=None)
-    p.set_defaults(why=None, gpu_kernels=False)
+    p.set_defaults(stored=None, draft_tokens=None, residual_scale=None, why=None)
+    p.set_defaults(gpu_kernels=False)
     p.add_argument("--phase", choices=PHASES, help="graph of the engine (default decode)")
     p.add_argument("--after", metavar="PASS", help="stop after this pass; `none`: before the first")
     p.add_argument(
@@ -90,10 +90,6 @@ def add_graph(p: Parser) -> None:
     add_options(p, ("ep",))
 
 
-def add_layer(p: Parser) -> None:
-    p.add_argument("--layer", metavar="I", type=int, help="only the nodes of layer I")
-
-
 def add_step(p: Group) -> None:
     """Add the sizes of a step and the GPU that runs it."""
     p.add_argument("--batch", metavar="N", help="batch size (default 1)")
@@ -103,6 +99,7 @@ def add_step(p: Group) -> None:
         help="tokens in the KV cache after the step, such as 32K\n"
         "(default: decode 1K, prefill the chunk size)",
     )
+    p.add_argument("--chunk", metavar="N", help="prefill chunk size (default 1K)")
     p.add_argument("--gpu", metavar="NAME", help=GPU_HELP)
 
 

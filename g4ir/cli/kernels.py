@@ -16,7 +16,7 @@ from g4ir.ui.table import aligned
 from g4ir.ui.units import count_text, parse_count, si
 
 from .common import add_verb, emit
-from .cost import add_chunk, step_of
+from .cost import step_of
 from .graphs import add_graph, add_step, check_graph, chosen_graph, spec_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ def add_kernels(verbs: Any) -> None:
     p = add_verb(verbs, "kernels", _kernels, "GPU kernels of a step, their settings and bytes")
     add_graph(p)
     add_step(p)
-    add_chunk(p)
     p.set_defaults(gpu_kernels=True)
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
 from g4ir.ui import console
+from g4ir.ui.table import aligned
+from g4ir.ui.units import size_text
 
 from .common import add_verb, emit
 from .graphs import (
     add_graph,
-    add_layer,
     add_step,
     check_graph,
     chosen_graph,
@@ -27,9 +29,11 @@ if TYPE_CHECKING:
     from g4ir.ir.graph import Graph
 
 #: options of `--timeline` alone
-TIMELINE_OPTIONS = ("batch", "context", "gpu", "plot", "constants")
+TIMELINE_OPTIONS = ("batch", "context", "chunk", "gpu", "plot", "constants")
 #: what goes with `--ops`; the rest chooses a graph, or something else to show
 WITH_OPS = ("ops", "json", "trace", "command")
+#: one token of one row
+ONE = {"B": 1, "S": 1, "M": 1, "C": 1}
 #: at most one of these
 VIEWS = ("timeline", "why", "collectives")
 
@@ -37,7 +41,7 @@ VIEWS = ("timeline", "why", "collectives")
 def add_show(verbs: Any) -> None:
     p = add_verb(verbs, "show", _show, "printed IR at any point of the pipeline")
     add_graph(p)
-    add_layer(p)
+    p.add_argument("--layer", metavar="I", type=int, help="only the nodes of layer I")
     p.add_argument("--why", metavar="PASS", help="explain why a pass did or did not match")
     p.add_argument(
         "--diff",
@@ -112,9 +116,7 @@ def _show(args: argparse.Namespace) -> int:
 
         return show_timeline(args, graph, spec_of(args))
     if args.collectives:
-        from .show_collectives import show_collectives
-
-        return show_collectives(args, graph)
+        return _show_collectives(args, graph)
     text = str(graph) if args.layer is None else _layer_text(graph, args.layer)
     emit({"graph": graph.name, "text": text}) if args.json else print(text, end="")
     return 0
@@ -146,17 +148,41 @@ def _show_why(args: argparse.Namespace) -> int:
     return 0
 
 
+def _show_collectives(args: argparse.Namespace, graph: Graph) -> int:
+    """Print the collectives of a graph, equal ones together, and the bytes that a rank sends for
+    one token of one sequence."""
+    from g4ir.parallel.shard import collectives
+
+    found = Counter((n.op, tuple(v.type.bind(ONE) for v in n.inputs)) for n in collectives(graph))
+    rows: list[dict[str, Any]] = [
+        {
+            "op": op,
+            "messages": count,
+            "tensors": [str(t) for t in types],
+            "bytes": sum(t.nbytes() for t in types),
+        }
+        for (op, types), count in found.items()
+    ]
+    total, ranks = sum(found.values()), ranks_of(args)
+    if args.json:
+        emit({"phase": graph.name, "ranks": ranks, "messages": total, "rows": rows})
+        return 0
+    print(f"{graph.name} on {ranks} ranks: {total} messages a step")
+    table = [
+        (r["op"], str(r["messages"]), " ".join(r["tensors"]), size_text(r["bytes"])) for r in rows
+    ]
+    print(aligned([("op", "messages", "tensors of a rank", "each"), *table]), end="")
+    return 0
+
+
 def _show_ops(args: argparse.Namespace) -> int:
     from .show_ops import show_ops
 
-    def meant(value: object) -> bool:
-        return value is not None and value is not False and value != []
-
-    def flag(name: str) -> str:
-        return "the engine" if name == "engine" else f"--{name.replace('_', '-')}"
-
-    if given := [flag(n) for n, value in vars(args).items() if n not in WITH_OPS and meant(value)]:
-        raise InputError(f"--ops shows the ops of every graph: leave out {', '.join(given)}")
+    given = [n for n, v in vars(args).items() if v not in (None, []) and v is not False]
+    others = [n for n in given if n not in WITH_OPS]
+    if others:
+        flags = ["the engine" if n == "engine" else f"--{n.replace('_', '-')}" for n in others]
+        raise InputError(f"--ops shows the ops of every graph: leave out {', '.join(flags)}")
     return show_ops(args)
 
 

@@ -73,10 +73,7 @@ QUANTISED = {
     "fp8": Scheme("fp8", 0, None),
 }
 #: and those of GGUF files alone: Q6_K, Q5_K and Q4_K
-SCHEMES = {
-    **QUANTISED,
-    **{form: Scheme(form, 256, "f16") for form in ("int6", "uint5", "uint4")},
-}
+SCHEMES = QUANTISED | {form: Scheme(form, 256, "f16") for form in ("int6", "uint5", "uint4")}
 _Pattern = Annotated[str, Shaped(r"[A-Za-z0-9_.*?]{1,100}", "L*.mlp.w_*")]
 _Form = Annotated[str, OneOf(tuple(SCHEMES))]
 #: scales in what the engine computes in
