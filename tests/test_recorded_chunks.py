@@ -13,8 +13,8 @@ from g4ir.backends.torch_compile import cuda_graph
 from g4ir.backends.torch_compile.cuda_graph import (
     CHUNKS,
     CaptureArena,
-    OrLaunched,
-    Repeated,
+    LazyCapture,
+    WithFallback,
     recorded_at,
 )
 from g4ir.backends.torch_compile.schedule import any_length
@@ -60,7 +60,7 @@ def over(engine: Engine, patch: pytest.MonkeyPatch, fails: bool = False) -> list
         return places[-1]
 
     patch.setattr(engine.runtime, "place", place, raising=False)
-    patch.setattr(engine.runtime, "record_chunk", OrLaunched(recorded_at, CHUNKS))
+    patch.setattr(engine.runtime, "record_chunk", WithFallback(recorded_at, CHUNKS))
     return places
 
 
@@ -132,7 +132,7 @@ def test_what_is_recorded_is_not_run_twice() -> None:
         return torch.mul(feeds["x"], 2, out=doubled)
 
     given = {"x": torch.ones(2)}
-    chunk = Repeated(step, given, place, recorded_at)  # type: ignore[arg-type]
+    chunk = LazyCapture(step, given, place, recorded_at)  # type: ignore[arg-type]
     for i in range(4):
         assert torch.equal(chunk.run({"x": torch.full((2,), float(i))}), torch.full((2,), 2.0 * i))
     assert total.tolist() == [6, 6] and given["x"].tolist() == [1, 1]

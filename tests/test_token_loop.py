@@ -196,7 +196,7 @@ def test_steps_run_on_where_one_cannot_be_recorded(caplog: pytest.LogCaptureFixt
         raise EngineError("not permitted when stream is capturing")
 
     done: list[int] = []
-    record = cuda_graph.OrLaunched(refuse)
+    record = cuda_graph.WithFallback(refuse)
     with caplog.at_level("WARNING"):
         for i in range(2):
             play = record(partial(done.append, i))

@@ -21,9 +21,9 @@ MOST = {
     "g4ir/weights/gguf": 1958,
     "g4ir/plan": 3431,
     "backends": 20778,
-    # Beside what a reader needs: an emulator of TensorRT, and plugins that no device has run.
+    # Beside what a reader needs: an emulator of TensorRT, and what no device has run.
     "backends/trt/recorder": 3320,
-    "backends/trt/experimental": 1470,
+    "backends/experimental": 1470,
     "g4ir/media": 1742,
     "g4ir/engine": 7489,
     "g4ir/chat": 3536,

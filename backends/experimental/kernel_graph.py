@@ -1,13 +1,13 @@
-"""A segment as a chain of kernels: recorded when an engine is built, started by the driver alone.
+"""Kernel graphs with programmatic dependent launch (PDL): recorded at build, run by the driver.
 
-A segment of a decode step of which all work is done by kernels of ours is here a list of starts:
-which kernel, how many programs, and for each operand a number or a place in a tensor. A file of it
-is a safetensors file: the assembled kernels are its tensors, the list is its metadata, so that
-loading it compiles nothing and runs nothing. The kernels have the form that may begin before the
-ones in front have ended (kernels/launch.py), which a program of the compiler's cannot ask for.
+A segment of a decode step that consists of our kernels alone becomes a list of launches: which
+kernel, its grid, and for each operand a number or an address within a tensor. Its file is a
+safetensors file: the assembled kernels are the tensors, the list is the metadata, so loading
+compiles nothing and runs nothing. The kernels are the variants that may begin before the ones in
+front have ended (kernels/launch.py), which kernels of the compiler cannot.
 
-A chain belongs to one number of rows and of slots. Segments with any other work remain programs;
-between a program and a chain nothing overlaps.
+A kernel graph is for one batch size and one number of cache slots. Segments with any other work
+remain compiled regions; between a region and a kernel graph nothing overlaps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ..torch_compile.kernels.all_reduce_triton import buffer_bytes, meeting_at
 from ..torch_compile.kernels.launch import Launch, ahead, recorded
 from ..torch_compile.kernels.resources import Assembled, assemble, signature
 from ..torch_compile.lower import SegmentModule
-from ..torch_compile.runtime import BY_PROGRAMS, Bound
+from ..torch_compile.runtime import BY_PROGRAMS, BoundStep
 from ..torch_compile.schedule import schedule
 from ..torch_compile.segment import Glue, Step, chain_texts
 from ..torch_compile.target import Target
@@ -168,7 +168,7 @@ def recorded_end(
 
 
 def end_text(batch: int) -> str:
-    """Return what the file of `recorded_end` says that it was made of."""
+    """Return the text that the file of `recorded_end` is checked against."""
     return f"the end of a step\nof {batch} rows\n\n"
 
 
@@ -359,7 +359,7 @@ def room(size: int, device: str) -> torch.Tensor:
 
 
 def _reader(operand: str) -> Callable[[Sequence[int]], Any]:
-    """Return what makes of the tensors' addresses the value of an operand."""
+    """Return a function that computes an operand's value from the tensors' addresses."""
     tensor, offset, kind, number = _parts(operand)
     if tensor:
         i, n = int(tensor), int(offset)
@@ -467,8 +467,8 @@ def chained(loaded: LoadedChain, early: bool, program: Callable[..., Any]) -> Ca
 
 
 def load_end(file: str | None, folder: Path, limits: Limits) -> Callable[..., Any]:
-    """Return the end of a step that chooses its own tokens: a chain where there is one and the
-    driver takes it, which is said where it does not, or torch's kernels."""
+    """Return the end of a step that chooses its own tokens: a kernel graph, or torch's kernels,
+    with a warning if the driver refuses it."""
     if file is None:
         return end_by_torch
     try:
@@ -480,15 +480,15 @@ def load_end(file: str | None, folder: Path, limits: Limits) -> Callable[..., An
 
 
 def load_step(
-    plan: Sequence[Bound],
+    plan: Sequence[BoundStep],
     steps: Sequence[Step],
     files: Sequence[str | None],
     folder: Path,
     group: Group | None = None,
-) -> list[Bound]:
-    """Return a decode step with chains in the place of its programs where there are such, and a
-    kernel in the place of a message and its norm where ranks can meet; the plan itself, with a
-    warning, where the driver does not take them."""
+) -> list[BoundStep]:
+    """Return a decode step whose compiled regions are replaced by kernel graphs, and whose
+    all-reduces with a norm are one kernel if ranks share memory; the plan itself, with a warning,
+    if the driver refuses the kernels."""
     try:
         chains = load_chains(steps, files, folder, CudaDriver(), "cuda")
     except EngineError as e:
@@ -503,7 +503,7 @@ def load_step(
         messages = set()
     norms = {i + 1 for i in messages}
     early = followers(steps, {*chains} - norms, norms)
-    out: list[Bound] = []
+    out: list[BoundStep] = []
     for i, b in enumerate(plan):
         if i in messages:
             assert peers is not None
@@ -515,9 +515,9 @@ def load_step(
     return out
 
 
-def _joined(message: Bound, norm: Bound, peers: torch.Tensor) -> Bound:
-    """Return a message and the norm of its sums as one step: it is given what the norm is, parts in
-    the place of sums, and where ranks meet."""
+def _joined(message: BoundStep, norm: BoundStep, peers: torch.Tensor) -> BoundStep:
+    """Return an all-reduce and its norm as one step: its operands are the norm's, with each rank's
+    partial sums instead of the sums, and the shared memory of the ranks."""
     parts = dict(zip(message.outputs, (name for _, name in message.slots), strict=True))
     sums = [i for i, name in norm.slots if name in parts]
 
@@ -529,4 +529,4 @@ def _joined(message: Bound, norm: Bound, peers: torch.Tensor) -> Bound:
 
     slots = tuple((i, parts.get(name, name)) for i, name in norm.slots)
     last = tuple(sorted({*message.last, *norm.last} - {*message.outputs}))
-    return Bound(call, (*norm.operands, peers), slots, norm.outputs, last)
+    return BoundStep(call, (*norm.operands, peers), slots, norm.outputs, last)

@@ -1,11 +1,11 @@
-"""How long a recorded decode step is expected to take on a GPU that is not at hand.
+"""Predicts the time of a decode step on a GPU from bytes and launches.
 
-A step is a chain of kernels of which each needs the one before. So each costs its bytes, and what
-no bytes hide: the gap until it begins, the way of its first load, its last sum. Within the layers a
-kernel begins before the one in front has ended, and asks for its first weights while that one adds
-up; so does one behind an attention, which leaves memory idle most of its time. Everything that is
-not counted from the schedule is in step_model.yaml, as an optimistic and a pessimistic number, and
-so is the prediction. It needs no torch.
+Each kernel of a step needs the one before. So it costs its bytes, and latencies that no bytes hide:
+the gap before it starts, its first load, its last reduction. Within the layers a kernel starts
+before the one in front has ended and prefetches its first weights while that one reduces; so does
+one after an attention, which leaves memory idle most of its time. All constants are in
+step_model.yaml, each as an optimistic and a pessimistic number, and so is the prediction. Needs no
+torch.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class CaptureArena:
         return graph.replay
 
 
-class Repeated(Generic[T]):
+class LazyCapture(Generic[T]):
     """A step of fixed sizes that may not be done twice, since it writes over what it reads: it is
     launched the first time, recorded the second, and replayed from then on.
 
@@ -126,7 +126,7 @@ class Repeated(Generic[T]):
         self._made = self._step(self._feeds)
 
 
-class OrLaunched:
+class WithFallback:
     """Records work, until some cannot be recorded: from then on all of it runs launch by launch,
     which is said once, of `what`. A fault of the work itself shows when it runs."""
 

@@ -34,8 +34,8 @@ from .cuda_graph import (
     CHUNKS,
     CaptureArena,
     Captured,
-    OrLaunched,
-    Repeated,
+    LazyCapture,
+    WithFallback,
     recorded,
     recorded_at,
 )
@@ -55,7 +55,7 @@ Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Bound:
+class BoundStep:
     """A step with its params in place: `slots` says which operand comes from which value, `last`
     which values no later step reads. All sessions share it."""
 
@@ -99,11 +99,11 @@ class TorchRuntime:
         self.group = group
         records, target = device == "cuda" and cuda_graph, find_target(device, limits.max_batch)
         #: makes of a decode step what replays it; None: steps run launch by launch
-        self.record = OrLaunched(self._recorded) if records else None
+        self.record = WithFallback(self._recorded) if records else None
         self.any_length = any_length(program.graphs["decode"], target)
         #: the same for full chunks of prompts, where a recorded one serves every length
         records &= any_length(program.graphs["prefill"], target)
-        self.record_chunk = OrLaunched(recorded_at, CHUNKS) if records else None
+        self.record_chunk = WithFallback(recorded_at, CHUNKS) if records else None
         steps = phase_steps(program, limits)
         programs = {name: many for name, many in files.items() if name not in (CHAINS, END)}
         names = dict.fromkeys(f for many in programs.values() for f in many if f)
@@ -117,7 +117,7 @@ class TorchRuntime:
             op: calls[files[op][0] or ""] for op in ("greedy", "candidates") if op in files
         }
         self.weights = self._load_params(steps, params, progress)
-        self.plans: dict[tuple[str, bool], list[Bound]] = {}
+        self.plans: dict[tuple[str, bool], list[BoundStep]] = {}
         for phase, many in steps.items():
             alias = {v.name: n for n, v in program.graphs[phase].next.items()}
             bound = {
@@ -131,7 +131,7 @@ class TorchRuntime:
                 self.plans[phase, logits] = _freeing(plan, keep)
         self.end_step: Callable[..., Any] = end_by_torch
         #: phase -> its steps where they are recorded, if these are others
-        self.recorded_plans: dict[str, list[Bound]] = {}
+        self.recorded_plans: dict[str, list[BoundStep]] = {}
         if self.record and CHAINS in files:
             graph = experiment("kernel_graph")
             self.end_step = graph.load_end(files[END][0], folder, limits)
@@ -196,7 +196,7 @@ class TorchRuntime:
         return self._run_plan(self.plans[tower, True], feeds, {})["soft"]
 
     def _run_plan(
-        self, plan: Sequence[Bound], feeds: Tensors, views: Tensors, watch: Watch | None = None
+        self, plan: Sequence[BoundStep], feeds: Tensors, views: Tensors, watch: Watch | None = None
     ) -> dict[str, torch.Tensor]:
         env = {**feeds, **views}
         for step in plan:
@@ -243,11 +243,11 @@ class TorchRuntime:
             env = self._run_plan(plan, given, views)
             return self._results("prefill", env) if logits else None
 
-        def make() -> Repeated[Tensors | None]:
+        def make() -> LazyCapture[Tensors | None]:
             arena = captured.get(CaptureArena, CHUNK, lambda: self.place(CHUNK))
-            return Repeated(step, feeds, arena, record)
+            return LazyCapture(step, feeds, arena, record)
 
-        return captured.get(Repeated, logits, make).run(feeds)
+        return captured.get(LazyCapture, logits, make).run(feeds)
 
     def _replay(self, feeds: dict[str, torch.Tensor], state: Caches, views: Tensors) -> Tensors:
         """Replay a step in one launch; the graph belongs to the session's caches and to this many
@@ -407,10 +407,10 @@ def _reason(error: Exception) -> str:
     return text
 
 
-def _freeing(plan: Sequence[Bound], keep: set[str]) -> list[Bound]:
+def _freeing(plan: Sequence[BoundStep], keep: set[str]) -> list[BoundStep]:
     """Return each step with the values that die there; caches and `keep` live on."""
     made = {name for b in plan for name in b.outputs} - keep
-    out: list[Bound] = []
+    out: list[BoundStep] = []
     for b in reversed(plan):
         touched = {*(name for _, name in b.slots), *b.outputs} & made
         out.append(replace(b, last=tuple(sorted(touched))))
@@ -424,7 +424,7 @@ def _bind(
     weights: Mapping[str, torch.Tensor],
     alias: Mapping[str, str],
     group: Group | None = None,
-) -> Bound:
+) -> BoundStep:
     """Bind a step; `alias` maps a written cache's value to the cache, written in place."""
     if isinstance(s, Glue):
         return _bind_glue(s, alias, group)
@@ -432,14 +432,14 @@ def _bind(
     names = [*s.inputs, *s.params, *s.state]
     operands = tuple(weights.get(n, NOTHING) for n in names)
     slots = tuple((i, alias.get(n, n)) for i, n in enumerate(names) if n not in weights)
-    return Bound(call, operands, slots, s.outputs)
+    return BoundStep(call, operands, slots, s.outputs)
 
 
-def _bind_glue(s: Glue, alias: Mapping[str, str], group: Group | None) -> Bound:
+def _bind_glue(s: Glue, alias: Mapping[str, str], group: Group | None) -> BoundStep:
     run = group.run_node if group else run_node
 
     def call(operands: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return run(s.node, operands)
 
     slots = tuple((i, alias.get(n, n)) for i, n in enumerate(s.inputs))
-    return Bound(call, (NOTHING,) * len(slots), slots, s.outputs)
+    return BoundStep(call, (NOTHING,) * len(slots), slots, s.outputs)

@@ -32,7 +32,7 @@ from ..primitives.network import (
     full_slots,
     turn,
 )
-from ..torch_compile.cuda_graph import Captured, OrLaunched, Record
+from ..torch_compile.cuda_graph import Captured, Record, WithFallback
 from .interface import MOST_VERIFIED, Interface, phase_of
 from .probe import DTYPES, Api, data_type
 
@@ -246,7 +246,7 @@ class TrtSteps(Runner):
         super().__init__(api, engine, log, io, device)
         self.limits = limits
         #: makes of a step what replays it; None: steps run launch by launch
-        self.record = OrLaunched(record) if record and not is_streaming(engine) else None
+        self.record = WithFallback(record) if record and not is_streaming(engine) else None
         #: of recorded steps, which points into it
         self.scratch = self._scratch(*(p for p in io.profiles if phase_of(p) in RECORDED))
         self.slots = torch.arange(full_slots(limits), device=device)

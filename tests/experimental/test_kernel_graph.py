@@ -428,7 +428,7 @@ def test_steps_without_a_driver_run_by_their_programs(
     text, chain, cubins = a_chain()
     write_chain(tmp_path / "a.chain", text, chain, cubins)
     files = ["a.chain" if s.text == text else None for s in steps]
-    plan = [runtime.Bound(lambda operands: (), (), (), ()) for _ in steps]
+    plan = [runtime.BoundStep(lambda operands: (), (), (), ()) for _ in steps]
     driver = "g4ir.backends.experimental.kernel_graph.CudaDriver"
     monkeypatch.setattr(driver, lambda: CudaDriver(Library()))
     assert [a is b for a, b in zip(module.load_step(plan, steps, files, tmp_path), plan)] == [
@@ -553,8 +553,8 @@ def test_steps_in_which_ranks_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_joined_step_of_other_sizes_goes_by_its_parts() -> None:
     """The message through the group, then the norm's program."""
-    message = runtime.Bound(lambda xs: [2 * xs[0]], (), ((0, "o.part"),), ("o",), ("o.part",))
-    norm = runtime.Bound(
+    message = runtime.BoundStep(lambda xs: [2 * xs[0]], (), ((0, "o.part"),), ("o",), ("o.part",))
+    norm = runtime.BoundStep(
         lambda xs: [xs[0] + xs[1] + xs[2]],
         (runtime.NOTHING, runtime.NOTHING, torch.ones(1)),
         ((0, "o"), (1, "h")),

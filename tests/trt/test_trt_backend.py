@@ -25,7 +25,7 @@ import yaml
 from g4ir.backends import find_backend
 from g4ir.backends.base import Task
 from g4ir.backends.primitives.graph import network_graph
-from g4ir.backends.torch_compile.cuda_graph import Captured, OrLaunched
+from g4ir.backends.torch_compile.cuda_graph import Captured, WithFallback
 from g4ir.backends.trt import build as builder
 from g4ir.backends.trt import dry_run as dry
 from g4ir.backends.trt import interface as interfaces
@@ -209,7 +209,7 @@ def test_steps_that_cannot_be_recorded(
     assert made.record is None
     plain, s, t = engine.session(2), engine.session(2), tokens(2, 5)
     expected = [plain.decode(t[:, i]) for i in range(4)]
-    made.record = OrLaunched(recording(api.trt))
+    made.record = WithFallback(recording(api.trt))
     with caplog.at_level("WARNING"):
         got = [s.decode(t[:, i]) for i in range(4)]
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
