@@ -30,7 +30,7 @@ from g4ir.ops import OPS
 from g4ir.ops.attention import slot_positions, visible, visible_pairs
 from g4ir.ops.moe import distinct_experts
 from g4ir.ops.types import torch_dtype
-from g4ir.passes import PASSES, PassOptions, run_passes
+from g4ir.passes import PASSES, PassOptions, pipeline, run_passes
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.plan.cost import (
     KINDS,
@@ -304,7 +304,7 @@ def test_every_stage_of_every_graph_has_a_cost(name: str, phase: str, all_logits
     g = build_graph(load_spec(name), phase, all_logits)
     stages = [g]
     run_passes(g, dump=lambda _, after: stages.append(after))
-    assert len(stages) == len(PASSES) + 1
+    assert len(stages) == len(pipeline()) + 1
     for stage in stages:
         costs = graph_costs(stage, B=2, S=3, C=4)
         sums = by_kind(costs)

@@ -154,7 +154,8 @@ class BuildOptions:
     )
     settings: Mapping[str, str] | None = option(
         None,
-        "backend setting: experts (onnx); attention, experts, norms, weights, hardware\n(trt); "
+        "backend setting: decode_step (torch); experts (onnx); attention, experts, norms,\n"
+        "weights, hardware (trt); "
         "an unknown value lists the legal ones",
         name="--set",
         metavar="NAME=VALUE",

@@ -122,7 +122,7 @@ FLOWS = {
         {
             "kernels are chosen by measuring": (
                 {"settings": {"experts": "all"}},
-                SETTING.format("torch"),
+                SETTING.format("torch").replace("none", "decode_step"),
             ),
             "no GPU here": (
                 {"device": "cuda"},
