@@ -187,7 +187,7 @@ def test_show_prints_what_it_gains(engine: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--phase verify --cost --chunk 4", "--chunk means nothing in phase verify"),
+        ("--phase verify --cost --chunk 4", "--prefill-chunk means nothing in phase verify"),
         ("--phase verify --draft-tokens 0", "shows a step over 1 drafted token or more"),
         ("--ops --draft-tokens 2", "leave out --draft-tokens"),
         ("--phase verify --draft-tokens 40", "draft-tokens 40: expected 0 (no drafting) to 32"),

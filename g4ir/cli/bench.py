@@ -102,7 +102,6 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
-    """Refuse bad arguments before anything is measured."""
     if not 1 <= len(args.engines) <= 2:
         raise InputError(f"bench takes one engine or two, not {len(args.engines)}")
     if args.json not in (None, STDOUT) and not Path(args.json).absolute().parent.is_dir():

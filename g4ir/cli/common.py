@@ -132,6 +132,10 @@ def add_source(parser: Group) -> None:
     parser.add_argument("--spec", metavar="F", help="spec file (YAML)")
 
 
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def add_options(parser: Group, names: Iterable[str], required: Iterable[str] = ()) -> None:
     """Add the flags of these fields of BuildOptions, in this order."""
     known = {f.name: f for f in fields(BuildOptions)}
@@ -142,7 +146,7 @@ def add_options(parser: Group, names: Iterable[str], required: Iterable[str] = (
             how["required"] = True
         if how.get("action") == "append":
             how |= {"default": [], "help": f"{how['help']} (repeat)"}
-        parser.add_argument(how.pop("name", f"--{name.replace('_', '-')}"), **how)
+        parser.add_argument(how.pop("name", flag_of(name)), **how)
 
 
 def given_options(args: argparse.Namespace) -> BuildOptions:

@@ -30,7 +30,7 @@ from g4ir.plan.gpus import find_gpu
 from g4ir.ui.table import aligned
 from g4ir.ui.units import parse_count, si
 
-from .common import add_verb, emit
+from .common import add_verb, emit, flag_of
 from .graphs import (
     add_graph,
     add_step,
@@ -57,12 +57,12 @@ NOTE = (
 
 #: phase -> options that say nothing about it
 MEANINGLESS: dict[str, tuple[str, ...]] = {
-    "decode": ("chunk",),
-    "verify": ("chunk",),
-    "draft": ("chunk",),
+    "decode": ("prefill_chunk",),
+    "verify": ("prefill_chunk",),
+    "draft": ("prefill_chunk",),
     "embed": ("context",),
-    "vision": ("chunk", "context", "batch"),
-    "audio": ("chunk", "context", "batch"),
+    "vision": ("prefill_chunk", "context", "batch"),
+    "audio": ("prefill_chunk", "context", "batch"),
 }
 
 
@@ -152,8 +152,8 @@ def step_of(args: argparse.Namespace, spec: Spec) -> Step:
     """Return the step that the options describe, within the limits of the model."""
     for name in MEANINGLESS.get(args.phase, ()):
         if vars(args).get(name) is not None:
-            raise InputError(f"--{name} means nothing in phase {args.phase}")
-    batch, chunk, context = (_count(args, name) for name in ("batch", "chunk", "context"))
+            raise InputError(f"{flag_of(name)} means nothing in phase {args.phase}")
+    batch, chunk, context = (_count(args, name) for name in ("batch", "prefill_chunk", "context"))
     longest = spec.text.max_position_embeddings
     single = args.phase in ("decode", VERIFY, DRAFT)
     new = 1 if single else chunk or min(TOKENS, context or longest)
@@ -161,10 +161,10 @@ def step_of(args: argparse.Namespace, spec: Spec) -> Step:
         new = drafted_tokens(args) + 1
     held = context or (min(TOKENS, longest) if single else new)
     if held > longest:
-        given = "context" if context else "chunk"
-        raise InputError(f"--{given} {held}: {spec.name} has {longest} positions")
+        given = "context" if context else "prefill_chunk"
+        raise InputError(f"{flag_of(given)} {held}: {spec.name} has {longest} positions")
     if new > held:
-        what = f"--draft-tokens {new - 1} and one" if single else f"--chunk {new}"
+        what = f"--draft-tokens {new - 1} and one" if single else f"--prefill-chunk {new}"
         raise InputError(f"{what} is more than --context {held}")
     if args.phase == DRAFT:  # the newest token is not in the caches
         return Step(batch or 1, 1, held)
@@ -173,7 +173,7 @@ def step_of(args: argparse.Namespace, spec: Spec) -> Step:
 
 def _count(args: argparse.Namespace, name: str) -> int | None:
     text = vars(args).get(name)
-    return None if text is None else parse_count(text, f"--{name}")
+    return None if text is None else parse_count(text, flag_of(name))
 
 
 def _roof(args: argparse.Namespace) -> Roof | None:
@@ -205,7 +205,6 @@ def _of_layer(costs: Sequence[NodeCost], graph: Graph, layer: int) -> list[NodeC
 
 
 def _dtype(graph: Graph) -> str:
-    """Return the dtype of most weights."""
     return Counter(v.type.dtype for v in graph.params).most_common(1)[0][0]
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
 
+from .common import flag_of
+
 if TYPE_CHECKING:
     from g4ir.engine.speculative import AcceptanceStats
 
@@ -49,7 +51,7 @@ def check_draft(args: argparse.Namespace) -> None:
     for name in ("draft_tokens", "draft_rows"):
         value = getattr(args, name, None)
         if value is not None and (name, value) != ("draft_tokens", 0):
-            flag = f"--{name.replace('_', '-')}"
+            flag = flag_of(name)
             raise InputError(f"{flag} {value}: nothing is drafted; give --draft too")
 
 

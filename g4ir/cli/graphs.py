@@ -36,6 +36,7 @@ from .common import (
     Parser,
     add_options,
     add_source,
+    flag_of,
     given_spec,
 )
 
@@ -99,14 +100,14 @@ def add_step(p: Group) -> None:
         help="tokens in the KV cache after the step, such as 32K\n"
         "(default: decode 1K, prefill the chunk size)",
     )
-    p.add_argument("--chunk", metavar="N", help="prefill chunk size (default 1K)")
+    p.add_argument("--prefill-chunk", "--chunk", metavar="N", help="prefill chunk (default 1K)")
     p.add_argument("--gpu", metavar="NAME", help=GPU_HELP)
 
 
 def check_graph(args: argparse.Namespace) -> None:
     """Fill in the default phase; InputError for options that an engine has already."""
     if args.engine is not None and any(getattr(args, name) for name in OF_ENGINE):
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in OF_ENGINE)
+        flags = ", ".join(map(flag_of, OF_ENGINE))
         raise InputError(f"an engine has its own spec: leave out {flags}")
     args.phase = args.phase or "decode"
 

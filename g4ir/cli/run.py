@@ -22,6 +22,7 @@ from .common import (
     add_trust_once,
     add_verb,
     emit,
+    flag_of,
     load,
     load_to_generate,
     token_ids,
@@ -163,7 +164,6 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check_chat(args: argparse.Namespace) -> None:
-    """Refuse chat flags that are wrong or have no effect."""
     if args.chat:
         check_turns(args.engine)
     if args.bos is False and (args.chat or args.tokens is not None):
@@ -176,18 +176,16 @@ def _check_chat(args: argparse.Namespace) -> None:
     for name in ("system", "tools", "think", "think_budget"):
         given = getattr(args, name)
         if given is not None and given is not False:  # a budget of 0 is given
-            raise InputError(f"--{name.replace('_', '-')} is for --chat, which is not given")
+            raise InputError(f"{flag_of(name)} is for --chat, which is not given")
 
 
 def _check_draft(args: argparse.Namespace) -> None:
-    """Refuse flags of speculative decoding that have no effect."""
     check_draft(args)
     if args.draft_rows is not None and not args.input_jsonl:
         raise InputError("--draft-rows is for --input-jsonl, which is not given")
 
 
 def _settled(args: argparse.Namespace) -> list[tuple[str, str, dict[str, Any]]]:
-    """Return kind, path and settings of each file."""
     from g4ir.engine.offline import MEDIA_SETTINGS
 
     out = []
@@ -213,7 +211,6 @@ def _answer_one(
 
 
 def _check_media(args: argparse.Namespace) -> None:
-    """Refuse media flags without effect, and missing files."""
     from g4ir.engine.jsonl import named
 
     kinds = {kind for kind, _ in args.media}
@@ -224,7 +221,7 @@ def _check_media(args: argparse.Namespace) -> None:
         )
     for setting, kind in SETTING_KINDS.items():
         if getattr(args, setting) is not None and not args.input_jsonl and kind not in kinds:
-            raise InputError(f"--{setting.replace('_', '-')} is for --{kind}, which is not given")
+            raise InputError(f"{flag_of(setting)} is for --{kind}, which is not given")
     for kind, path in args.media:
         with named(f"--{kind}"):
             check_there(kind, path)

@@ -11,7 +11,7 @@ from g4ir.ui import console
 from g4ir.ui.table import aligned
 from g4ir.ui.units import size_text
 
-from .common import add_verb, emit
+from .common import add_verb, emit, flag_of
 from .graphs import (
     add_graph,
     add_step,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from g4ir.ir.graph import Graph
 
 #: options of `--timeline` alone
-TIMELINE_OPTIONS = ("batch", "context", "chunk", "gpu", "plot", "constants")
+TIMELINE_OPTIONS = ("batch", "context", "prefill_chunk", "gpu", "plot", "constants")
 #: what goes with `--ops`; the rest chooses a graph, or something else to show
 WITH_OPS = ("ops", "json", "trace", "command")
 #: one token of one row
@@ -50,7 +50,8 @@ def add_show(verbs: Any) -> None:
         "with old->new inside",
     )
     p.add_argument(
-        "--against",
+        *("--compare", "--against"),
+        dest="against",
         metavar="B",
         help="diff against the same graph of another variant (a name, a YAML file, a checkpoint\n"
         "or its config.json); exit 1 if they differ",
@@ -82,17 +83,16 @@ def add_show(verbs: Any) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise InputError for options that exclude or need each other."""
     views = [v for v in VIEWS if getattr(args, v)]
     for name in TIMELINE_OPTIONS:
         if getattr(args, name) is not None and not args.timeline:
             verbs = "" if name in ("plot", "constants") else ", or the verb cost or kernels"
-            raise InputError(f"--{name} needs --timeline{verbs}")
+            raise InputError(f"{flag_of(name)} needs --timeline{verbs}")
     if args.collectives and ranks_of(args) is None:
         raise InputError("--collectives needs --tp N: a single rank has no collectives")
     if args.against and ranks_of(args) is not None:
         raise InputError(
-            "--against compares one rank alone: leave out --tp, or give an engine of one rank"
+            "--compare compares one rank alone: leave out --tp, or give an engine of one rank"
         )
     if len(views) > 1:
         raise InputError(f"give --{views[0]} or --{views[1]}, not both")

@@ -1,4 +1,4 @@
-"""`g4ir show --diff` and `--against`: what a pass changes, and what two variants differ in."""
+"""`g4ir show --diff` and `--compare`: what a pass changes, and what two variants differ in."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def show_diff(args: argparse.Namespace, start: Start) -> int:
     """Print a diff. A pass is there to change something: exit 0. Two variants: exit 1 where they
     differ, as `specs diff` and diff(1)."""
     if args.why:
-        raise InputError("give --diff or --against, or --why")
+        raise InputError("give --diff or --compare, or --why")
     a, b = _stages(args, start) if args.against is None else _variants(args, start)
     if args.layer is not None and not any(_has_layer(g, args.layer) for g in (a, b)):
         raise no_layer(a, args.layer)
@@ -38,12 +38,11 @@ def show_diff(args: argparse.Namespace, start: Start) -> int:
 
 
 def _stages(args: argparse.Namespace, start: Start) -> tuple[Graph, Graph]:
-    """Return the graphs before and after a pass."""
     from g4ir.passes import find_pass, run_passes
 
     if args.after in (None, "none"):
         raise InputError(
-            "--diff: give --after PASS for what a pass changes, or --against B for two variants"
+            "--diff: give --after PASS for what a pass changes, or --compare B for two variants"
         )
     find_pass(args.after)
     graph, skip, options = start
@@ -57,7 +56,6 @@ def _stages(args: argparse.Namespace, start: Start) -> tuple[Graph, Graph]:
 
 
 def _variants(args: argparse.Namespace, start: Start) -> tuple[Graph, Graph]:
-    """Return the same stage of two variants, in the first one's dtype."""
     from g4ir.passes import run_passes
 
     graph, skip, options = start

@@ -304,7 +304,7 @@ def test_the_command(tmp_path: Path) -> None:
         ("--gpu a100-80gb", "the kernels are for h100 and h200"),
         ("--plot x.pdf", "expected a name that ends in .png or .svg"),
         ("--constants none.yaml", "none.yaml: cannot be read"),
-        ("--chunk 4", "--chunk"),
+        ("--chunk 4", "--prefill-chunk"),
     ],
 )
 def test_the_command_refuses(words: str, said: str) -> None:
