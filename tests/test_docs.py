@@ -670,7 +670,7 @@ def test_the_steps_of_an_op_and_a_pass_end_green(tmp_path: Path) -> None:
     pytest_in(tmp_path, "tests/test_passes.py", "tests/test_golden.py", "--rewrite-golden")
     golden = (tmp_path / "tests/passes/fuse_softcap.g4ir").read_text()
     assert "%logits = linear_softcap(%x, %w)" in golden
-    pytest_in(tmp_path, *(f"tests/test_{name}.py" for name in AFFECTED))
+    pytest_in(tmp_path, *(f"tests/{name}" for name in AFFECTED))
 
 
 def read_spec(folder: Path, text: str) -> Spec:
