@@ -522,10 +522,10 @@ def test_a_terminal_remembers(at_terminal: Callable[..., Terminal], tmp_path: Pa
 def test_the_examples_of_the_guide(
     piped: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is typed in docs/talking.md is taken; every command is there."""
+    """What is typed in docs/chat.md is taken; every command is there."""
     monkeypatch.chdir(tmp_path)
     png(tmp_path / "photo.png")
-    text = (ROOT / "docs" / "talking.md").read_text()
+    text = (ROOT / "docs" / "chat.md").read_text()
     (tools,) = re.findall(r"^```json\n(.*?)^```$", text, re.M | re.S)
     Path("weather.json").write_text(tools)
     (session,) = re.findall(r"^```text\n(.*?)^```$", text, re.M | re.S)
@@ -538,8 +538,8 @@ def test_the_examples_of_the_guide(
 
 def test_the_python_example_of_the_guide(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent)
-    text = (ROOT / "docs" / "talking.md").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    text = (ROOT / "docs" / "chat.md").read_text()
+    code, _ = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
     names: dict[str, Any] = {}
     exec(code, names)
     assert len(names["tokens"]) <= 16 and names["answer"].content == names["turn"].content
@@ -549,7 +549,7 @@ def test_commands_of_the_shell_in_the_guide(folder: Path) -> None:
     """Each is one of the command line."""
     from g4ir.cli import _parser
 
-    text = (ROOT / "docs" / "talking.md").read_text()
+    text = (ROOT / "docs" / "chat.md").read_text()
     (block,) = re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S)
     lines = [shlex.split(x.partition("|")[2] or x) for x in block.splitlines()]
     assert len(lines) >= 4

@@ -136,7 +136,14 @@ def test_dots_stand_for_lines_or_for_a_part_of_one() -> None:
 
 def test_no_example_is_forgotten() -> None:
     assert len(SHORT) >= 11 and len(BUILT) >= 12
-    assert {e.file for e in ALL} >= {"README.md", "guide.md", "cuda.md", "tensorrt.md"}
+    assert {e.file for e in ALL} >= {
+        "README.md",
+        "guide.md",
+        "quantization.md",
+        "media.md",
+        "cuda.md",
+        "tensorrt.md",
+    }
 
 
 @pytest.mark.parametrize("example", SHORT, ids=str)
@@ -171,7 +178,7 @@ def slow(e: Example) -> bool:
     )
 
 
-@pytest.mark.parametrize("file", ["README.md", "guide.md", "speculative-decoding.md"])
+@pytest.mark.parametrize("file", ["README.md", "guide.md", "media.md", "speculative-decoding.md"])
 def test_runs_on_the_reference_backend(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,27 +215,26 @@ def run_python(text: str, file: str) -> tuple[dict[str, Any], str]:
     return names, out.getvalue()
 
 
-def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the reference backend, which compiles nothing."""
     monkeypatch.chdir(tmp_path)
     inputs_of_examples()
     limits = {"max_seq": 512, "prefill_chunk": 128, "audio_seconds": [5.0]}
     g4ir.build("tiny-media", "media", random_weights=0, backend="reference", **limits).close()
     (text,) = blocks("guide.md", "python")
-    names, _ = run_python(
-        text.replace("random_weights=0", 'random_weights=0, backend="reference"'), "guide.md"
-    )
+    quick = text.replace("random_weights=0", 'random_weights=0, backend="reference"')
+    names, printed = run_python(quick, "guide.md")
+    assert len(names["tokens"]) == 16 and "length" in printed
+    (text,) = blocks("media.md", "python")
+    names, _ = run_python(text, "media.md")
     assert len(names["tokens"]) == 8 and names["soft"].kind == "audio"
 
 
 @pytest.mark.full
-def test_the_python_example_runs_as_it_stands(
+def test_the_guide_s_python_example_runs_as_it_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    inputs_of_examples()
-    (built,) = [e for e in examples("guide.md") if e.line.endswith("--out media")]
-    check(built)
     (text,) = blocks("guide.md", "python")
     run_python(text, "guide.md")
 
@@ -368,9 +374,8 @@ def test_benchmarks_are_cut_out_of_the_summaries() -> None:
         assert any(matches(text, f"...\n{block}...\n") for text in RESULTS.values()), block
 
 
-def test_the_files_of_the_readme_s_table_of_variants() -> None:
-    """Each variant is in a row of the table of what runs where."""
-    table = section("README.md", "What runs where")
+def test_every_variant_is_in_the_table_of_what_was_run() -> None:
+    table = FILES["status.md"].read_text().partition("\n## ")[0]
     named = set(re.findall(r"`([\w-]+)(?:\*)?`", "".join(re.findall(r"^\| `.*?\|", table, re.M))))
     assert {n if not n.startswith("tiny-") else "tiny-" for n in g4ir.spec_names()} == named
 
@@ -379,7 +384,7 @@ def test_the_files_of_the_readme_s_table_of_variants() -> None:
 
 
 def test_the_example_of_the_chat_prints_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,), (shown,) = blocks("chat.md", "python"), blocks("chat.md", "")
+    (*_, code), (shown,) = blocks("chat.md", "python"), blocks("chat.md", "")
     exec(code, {})
     assert capsys.readouterr().out == shown
 
@@ -696,15 +701,15 @@ def test_the_example_of_a_variant(tmp_path: Path) -> None:
 
 
 def test_the_guide_s_example_of_a_variant(tmp_path: Path) -> None:
-    text, _ = blocks("guide.md", "yaml")
+    (text,) = blocks("guide.md", "yaml")
     spec = read_spec(tmp_path, text)
     base = load_spec("26b-a4b")
     assert spec.text.num_hidden_layers == 12 and spec.text.sliding.window == 512
     assert spec.text.moe == base.text.moe and spec.hub is None
 
 
-def test_the_guide_s_example_of_a_recipe(tmp_path: Path) -> None:
-    _, text = blocks("guide.md", "yaml")
+def test_the_example_of_a_recipe(tmp_path: Path) -> None:
+    (text,) = blocks("quantization.md", "yaml")
     (tmp_path / "own.yaml").write_text(text)
     recipe = find_recipe(tmp_path / "own.yaml")
     schemes = recipe and recipe.schemes(weights_of(load_spec("26b-a4b")))

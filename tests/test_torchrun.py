@@ -461,7 +461,7 @@ def test_an_end_is_known_of_processes_here_alone() -> None:
 @pytest.mark.full
 def test_the_example_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What torchrun prints there is what it prints."""
-    text = (ROOT / "docs" / "guide.md").read_text()
+    text = (ROOT / "docs" / "parallel.md").read_text()
     found = re.search(r"^\$ torchrun (.*)\n(.*)$", text, re.M)
     assert found
     monkeypatch.chdir(tmp_path)
