@@ -1,28 +1,23 @@
-"""A product behind the norm that makes its rows, as one op; and with the product behind it."""
+"""A norm and the product that takes its row, as one op."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .base import Sample, op, require
+from .base import cases, op, require
 from .budgets import Budget
+from .norm import NORM
 
 
-def _cut(
-    rest: tuple[Any, ...], scaled: bool, weighted: tuple[bool, ...]
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return what `norm_residual` takes behind w_post, and the rest: up, or nothing."""
-    end = scaled + sum(weighted)
-    return rest[:end], rest[end:]
-
-
-def _multiplied(b: Any, made: tuple[Any, ...], w: Any, up: tuple[Any, ...], act: str) -> Any:
-    """Emit the product of a norm's last result."""
+def _expand(b: Any, op: str, given: tuple[Any, ...], at: int, act: str, norm: Any) -> Any:
+    """Emit the norm, and the product of its last result with operand `at`."""
+    end = at + 1 + norm["scaled"] + sum(norm["weighted"])
+    up = given[end:]
+    made = b.emit_all(op, *given[:at], *given[at + 1 : end], **norm)
     require(len(made) <= 2, f"{len(made) - 1} pre-norms, but one product")
     require(len(up) <= bool(act), f"{len(up)} inputs after those of the norm")
-    if act:
-        return b.emit("linear_glu", made[-1], w, *up, act=act)
-    return b.emit("linear", made[-1], w)
+    product = ("linear_glu", {"act": act}) if act else ("linear", {})
+    return b.emit(product[0], made[-1], given[at], *up, **product[1]), made[0]
 
 
 @op
@@ -34,39 +29,20 @@ class norm_linear:
     """
 
     budget = Budget(5, 256, "as norm_residual, then as linear_glu")
+    operands = "x residual w_post w *rest"
+    attrs = NORM | {"act": "str"}
 
     @staticmethod
-    def expand(
-        b: Any,
-        x: Any,
-        residual: Any,
-        w_post: Any,
-        w: Any,
-        *rest: Any,
-        eps: float,
-        scaled: bool,
-        weighted: tuple[bool, ...],
-        act: str,
-    ) -> tuple[Any, Any]:
-        more, up = _cut(rest, scaled, weighted)
-        norm: dict[str, Any] = {"eps": eps, "scaled": scaled, "weighted": weighted}
-        made = b.emit_all("norm_residual", x, residual, w_post, *more, **norm)
-        return _multiplied(b, made, w, up, act), made[0]
+    def expand(b: Any, *given: Any, act: str, **norm: Any) -> tuple[Any, Any]:
+        return _expand(b, "norm_residual", given, 3, act, norm)
 
-    samples = [
-        Sample(
-            ("f32[2,3,16]",) * 2 + ("f32[16]", "f32[24,16]", "f32[1]", "f32[16]"),
-            {"eps": 1e-6, "scaled": True, "weighted": (True,), "act": ""},
-        ),
-        Sample(
-            ("f32[2,3,16]",) * 2 + ("f32[16]", "f32[24,16]", "f32[16]"),
-            {"eps": 1e-6, "scaled": False, "weighted": (True,), "act": "silu"},
-        ),
-        Sample(
-            ("f32[2,3,16]",) * 2 + ("f32[16]", "f32[8,16]", "f32[2,3,8]"),
-            {"eps": 1e-6, "scaled": False, "weighted": (), "act": "gelu_pytorch_tanh"},
-        ),
-    ]
+    samples = cases(
+        "2*f32[2,3,16] f32[16] f32[24,16] f32[1] f32[16] {scaled=True, weighted=(True,), act=''}",
+        "2*f32[2,3,16] f32[16] f32[24,16] f32[16] {scaled=False, weighted=(True,), act='silu'}",
+        "2*f32[2,3,16] f32[16] f32[8,16] f32[2,3,8] {scaled=False, weighted=(), "
+        "act='gelu_pytorch_tanh'}",
+        eps=1e-06,
+    )
 
 
 @op
@@ -77,37 +53,17 @@ class dual_norm_linear:
     """
 
     budget = Budget(6, 256, "as dual_norm_residual, then as linear_glu")
+    operands = "a w_a b w_b w_sum residual w *rest"
+    attrs = NORM | {"act": "str"}
 
     @staticmethod
-    def expand(
-        make: Any,
-        a: Any,
-        w_a: Any,
-        b: Any,
-        w_b: Any,
-        w_sum: Any,
-        residual: Any,
-        w: Any,
-        *rest: Any,
-        eps: float,
-        scaled: bool,
-        weighted: tuple[bool, ...],
-        act: str,
-    ) -> tuple[Any, Any]:
-        more, up = _cut(rest, scaled, weighted)
-        norm: dict[str, Any] = {"eps": eps, "scaled": scaled, "weighted": weighted}
-        given = (a, w_a, b, w_b, w_sum, residual, *more)
-        made = make.emit_all("dual_norm_residual", *given, **norm)
-        return _multiplied(make, made, w, up, act), made[0]
+    def expand(b: Any, *given: Any, act: str, **norm: Any) -> tuple[Any, Any]:
+        return _expand(b, "dual_norm_residual", given, 6, act, norm)
 
-    samples = [
-        Sample(
-            ("f32[2,3,16]", "f32[16]") * 2
-            + ("f32[16]", "f32[2,3,16]", "f32[24,16]", "f32[1]", "f32[16]"),
-            {"eps": 1e-6, "scaled": True, "weighted": (True,), "act": ""},
-        ),
-        Sample(
-            ("f32[2,3,16]", "f32[16]") * 2 + ("f32[16]", "f32[2,3,16]", "f32[24,16]"),
-            {"eps": 1e-6, "scaled": False, "weighted": (), "act": "silu"},
-        ),
-    ]
+    samples = cases(
+        "f32[2,3,16] f32[16] f32[2,3,16] 2*f32[16] f32[2,3,16] f32[24,16] f32[1] f32[16] "
+        "{scaled=True, weighted=(True,), act=''}",
+        "f32[2,3,16] f32[16] f32[2,3,16] 2*f32[16] f32[2,3,16] f32[24,16] {scaled=False, "
+        "weighted=(), act='silu'}",
+        eps=1e-06,
+    )

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Sample, op
+from .base import cases, op
 from .budgets import Budget
+from .norm import NORM
 
 #: a norm -> the op that makes the sums that it takes too, and the inputs that are summed
 WITH_SUMS = {
@@ -35,32 +36,20 @@ class all_reduce_norm_residual:
     rows = (0, 1)
     fold = False
 
-    @staticmethod
-    def expand(
-        b: Any,
-        x: Any,
-        residual: Any,
-        w_post: Any,
-        *rest: Any,
-        eps: float,
-        scaled: bool,
-        weighted: tuple[bool, ...],
-        ranks: int,
-    ) -> Any:
-        total = b.emit("all_reduce", x, ranks=ranks)
-        norm: dict[str, Any] = {"eps": eps, "scaled": scaled, "weighted": weighted}
-        return b.emit_all("norm_residual", total, residual, w_post, *rest, **norm)
+    operands = "x residual w_post *rest"
+    attrs = NORM | {"ranks": "int"}
 
-    samples = [
-        Sample(
-            ("f32[2,3,16]",) * 2 + ("f32[16]", "f32[1]", "f32[16]"),
-            {"eps": 1e-6, "scaled": True, "weighted": (True,), "ranks": 1},
-        ),
-        Sample(
-            ("f32[2,3,16]",) * 2 + ("f32[16]",) * 3,
-            {"eps": 1e-6, "scaled": False, "weighted": (True, True, False), "ranks": 1},
-        ),
-    ]
+    @staticmethod
+    def expand(b: Any, x: Any, *given: Any, ranks: int, **norm: Any) -> Any:
+        total = b.emit("all_reduce", x, ranks=ranks)
+        return b.emit_all("norm_residual", total, *given, **norm)
+
+    samples = cases(
+        "2*f32[2,3,16] f32[16] f32[1] f32[16] {scaled=True, weighted=(True,)}",
+        "2*f32[2,3,16] 3*f32[16] {scaled=False, weighted=(True, True, False)}",
+        eps=1e-06,
+        ranks=1,
+    )
 
 
 @op
@@ -76,29 +65,19 @@ class all_reduce_dual_norm_residual:
     rows = (0, 2, 5)
     fold = False
 
-    @staticmethod
-    def expand(
-        make: Any,
-        a: Any,
-        w_a: Any,
-        b: Any,
-        w_b: Any,
-        w_sum: Any,
-        residual: Any,
-        *rest: Any,
-        eps: float,
-        scaled: bool,
-        weighted: tuple[bool, ...],
-        ranks: int,
-    ) -> Any:
-        one, two = make.emit_all("all_reduce", a, b, ranks=ranks)
-        norm: dict[str, Any] = {"eps": eps, "scaled": scaled, "weighted": weighted}
-        given = (one, w_a, two, w_b, w_sum, residual, *rest)
-        return make.emit_all("dual_norm_residual", *given, **norm)
+    operands = "a w_a b w_b w_sum residual *rest"
+    attrs = NORM | {"ranks": "int"}
 
-    samples = [
-        Sample(
-            ("f32[2,3,16]", "f32[16]") * 2 + ("f32[16]", "f32[2,3,16]", "f32[1]", "f32[16]"),
-            {"eps": 1e-6, "scaled": True, "weighted": (True,), "ranks": 1},
-        ),
-    ]
+    @staticmethod
+    def expand(make: Any, *given: Any, ranks: int, **norm: Any) -> Any:
+        a, w_a, b, *rest = given
+        one, two = make.emit_all("all_reduce", a, b, ranks=ranks)
+        return make.emit_all("dual_norm_residual", one, w_a, two, *rest, **norm)
+
+    samples = cases(
+        "f32[2,3,16] f32[16] f32[2,3,16] 2*f32[16] f32[2,3,16] f32[1] f32[16]",
+        eps=1e-06,
+        scaled=True,
+        weighted=(True,),
+        ranks=1,
+    )

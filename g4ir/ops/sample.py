@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Sample, op, require
+from .base import cases, op, require
 from .budgets import MOVES
-from .types import Type
+from .types import Type, Types
 
 
 def _check(name: str, logits: Type) -> None:
@@ -31,10 +31,10 @@ class greedy:
         return logits[:, 0].argmax(-1)
 
     @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...]) -> int:
+    def flops(ins: Types, outs: Types) -> int:
         return ins[0].numel()
 
-    samples = [Sample(("f32[3,1,33]",))]
+    samples = cases("f32[3,1,33]")
 
 
 @op
@@ -60,7 +60,7 @@ class candidates:
         return wide[:, :k], index[:, :k]
 
     @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+    def flops(ins: Types, outs: Types, **_: Any) -> int:
         return ins[0].numel()
 
-    samples = [Sample(("f32[3,1,33]",), {"k": 5})]
+    samples = cases("f32[3,1,33]", k=5)
