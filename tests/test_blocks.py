@@ -99,11 +99,6 @@ def test_attention_weighs_by_the_mask() -> None:
             assert torch.equal(changed[row, :n], mask[row, :n, SLOTS_HELD + t])
 
 
-def test_no_block_is_causal() -> None:
-    assert torch.equal(attend(ids=torch.full((2, 8), -1)), attend(ids=None))
-    assert not torch.equal(attend(), attend(ids=None))
-
-
 # --- lowerings --------------------------------------------------------------------------------
 
 #: samples with block ids
@@ -162,18 +157,6 @@ def test_primitives(case: tuple[str, int]) -> None:
     net.node(n)
     got = net.env[n.out.name].handle
     torch.testing.assert_close(got, run_node(n, given)[0], rtol=1e-5, atol=1e-5)
-
-
-def test_mask_ids_in_primitives() -> None:
-    n = node("mask_ids", (Type("i64", (2, 4)),), {"ids": (5, 7), "pad": 3})
-    tokens = torch.tensor([[5, 1, 7, 3], [0, 5, 5, 2]])
-    e = EagerEmitter({"x0": tokens}, {}.__getitem__)
-    net = Network(e, None, Limits(2, 64, 8), LOWERINGS)  # type: ignore[arg-type]
-    net.env["x0"] = e.input("x0", n.inputs[0].type)
-    net.node(n)
-    want = [[3, 1, 3, 3], [0, 3, 3, 2]]
-    assert net.env[n.out.name].handle.tolist() == want
-    assert run_node(n, [tokens])[0].tolist() == want
 
 
 def test_kernels_are_not_chosen() -> None:

@@ -7,7 +7,6 @@ kind of it, in both forms.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,18 +19,15 @@ import g4ir
 from g4ir.backends.torch_compile.lower import SegmentModule
 from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.target import Target
-from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, SpecError
-from g4ir.ir.graph import Builder, Graph, Value
+from g4ir.ir.graph import Builder, Value
 from g4ir.ops import OPS
 from g4ir.ops.types import Type, torch_dtype
-from g4ir.passes import PASSES
 from g4ir.passes.latent_kv import FORMS, LatentOptions, latent_kv
 from g4ir.plan.latent import TABLE, LatentMeasurement, choose_form, read_table, write_table
 from g4ir.spec.parts import FULL, SLIDING, Rope
 from g4ir.spec.record import Spec, check_spec, load_spec
 from g4ir.spec.shrink import shrink
-from tests import parity
 from tests.configs import NAMES, SMALL, few, spec_called
 from tests.oracle import (
     Oracle,
@@ -40,10 +36,9 @@ from tests.oracle import (
     find_bf16_oracle,
     find_oracle,
     random_tokens,
-    relative,
 )
-from tests.parity import CHUNKS, Subject, agrees, by_row, interpreted, prefill_then_decode
-from tests.runner import DTYPES, Session, build_engine, built_program, open_session, with_chunk
+from tests.parity import prefill_then_decode
+from tests.runner import DTYPES, Session, built_program, open_session
 from tests.test_bf16 import COSINE
 
 LATENT = ("value", "raw")
@@ -138,37 +133,6 @@ def test_raw_is_bit_equal_in_bf16(name: str, chunk: int) -> None:
     assert torch.equal(logits(name, torch.bfloat16, "raw", chunk), want)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize(
-    "chunk", ["W-1", "all", *(pytest.param(c, marks=pytest.mark.full) for c in ("1", "W+1"))]
-)
-@pytest.mark.parametrize(("name", "form"), SHORT)
-def test_every_position(name: str, form: str, chunk: str) -> None:
-    """fp32 against transformers and against the plain caches."""
-    oracle = find_oracle(find(name))
-    size = CHUNKS[chunk](oracle.window, oracle.prompt)
-    got = logits(name, torch.float32, form, size)
-    agrees(got, oracle.logits, oracle)
-    agrees(got, logits(name, torch.float32, "off", size), oracle)
-
-
-@pytest.mark.parametrize(("name", "form"), SHORT)
-def test_the_last_token_alone(name: str, form: str) -> None:
-    s = interpreted(find_oracle(find(name)), all_logits=False, latent_kv=form)
-    parity.last_tokens(s, 9, steps=3)
-
-
-ALONE = tuple(p for p in PASSES if p != "latent_kv")
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("skip", [(), ALONE], ids=["all passes", "alone"])
-@pytest.mark.parametrize(("name", "form"), SHORT)
-def test_ragged_rows(name: str, form: str, skip: tuple[str, ...]) -> None:
-    oracle = find_oracle(find(name))
-    parity.ragged_rows(interpreted(oracle, 3, all_logits=False, skip=skip, latent_kv=form))
-
-
 @pytest.mark.parametrize("name", few(n for n in SMALL if (n, "value") in CASES))
 def test_value_in_bf16(name: str) -> None:
     """As near to transformers in bf16 as the plain caches have to be."""
@@ -178,28 +142,6 @@ def test_value_in_bf16(name: str) -> None:
     assert cosine(got, oracle.logits).min() > COSINE
     clear = ~close_calls(oracle.logits.float(), oracle.self_difference)
     assert torch.equal(got.argmax(-1)[clear], oracle.logits.argmax(-1)[clear])
-
-
-def test_another_weight_shows() -> None:
-    """Keys are made with the norm's weight of the layer that owns them, and rotated where they
-    lie: with another weight, theta or fraction nothing agrees."""
-    oracle = find_oracle(every_kind())
-    program = built_program(oracle.spec, True, latent_kv="raw")
-    for changed in ({"theta": 10.0}, {"fraction": 0.75}, {"factor": 3.0}):
-        wrong = program.map(lambda g, c=changed: _with_attrs(g, c))  # type: ignore[misc]
-        session = Session(wrong, oracle.tensors, 2, 64, 128, True)
-        got = session.prefill(oracle.tokens, all_logits=True)
-        assert relative(got, oracle.logits).max() > 30 * oracle.budget
-
-
-def _with_attrs(g: Graph, changed: dict[str, Any]) -> Graph:
-    return replace(
-        g,
-        nodes=tuple(
-            replace(n, attrs={**n.attrs, **changed}) if n.op == "attention_latent" else n
-            for n in g.nodes
-        ),
-    )
 
 
 def test_an_unknown_form_is_refused() -> None:
@@ -333,71 +275,6 @@ def test_lowerings(form: str, b: int, s: int, n: int, fresh: bool, kind: str) ->
 
 
 # --- compiled engines -------------------------------------------------------------------------
-
-ROWS = 3
-#: the short run compiles `raw` in tests/test_numerics_torch.py
-ENGINES = [
-    pytest.param(c, id="-".join(map(str, c)), marks=pytest.mark.full)
-    for c in itertools.product(LATENT, (1, ROWS), (False, True))
-]
-
-
-@pytest.fixture(scope="module", params=ENGINES)
-def engine(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Engine]:
-    form, rows, all_logits = request.param
-    oracle = find_oracle(every_kind())
-    built = build_engine(
-        oracle,
-        tmp_path_factory.mktemp("latent"),
-        backend="torch",
-        max_batch=rows,
-        max_seq=128,
-        prefill_chunk=64,
-        all_logits=all_logits,
-        latent_kv=form,
-    )
-    yield built
-    built.close()
-
-
-@pytest.mark.parametrize("chunk", ["1", "W-1", "W+1", "prime", "all"])
-def test_compiled_logits(engine: Engine, chunk: str) -> None:
-    """A prompt in chunks, then every token that follows it, past three windows."""
-    if engine.all_logits:
-        parity.prefill_in_chunks(subject(engine), chunk)
-    parity.last_tokens(subject(engine), chunk)
-
-
-def subject(engine: Engine) -> Subject:
-    return Subject(
-        find_oracle(every_kind()),
-        engine.limits.max_batch,
-        lambda rows, chunk: with_chunk(engine, chunk).session(rows),
-    )
-
-
-def test_compiled_ragged_rows(engine: Engine) -> None:
-    parity.ragged_rows(subject(engine))
-
-
-def test_truncate_and_reset(engine: Engine) -> None:
-    """What a row no longer holds is not seen; a ring refuses what it has lost, as a plain one."""
-    oracle = find_oracle(every_kind())
-    window, tokens = oracle.window, oracle.tokens[:1]
-    assert engine.rings == ((window, window),)
-    session = engine.session(1)
-    session.prefill(tokens[:, :12])
-    with pytest.raises(InputError, match=f"ring of {window} slots"):
-        session.truncate(10)
-    session.truncate(12)
-    agrees(session.prefill(tokens[:, 12:20]), oracle.logits[:1, 19], oracle)
-    session.reset()
-    session.prefill(tokens[:, : window - 1])
-    session.truncate(2)
-    got = session.prefill(tokens[:, 9:14])
-    agrees(got, by_row(oracle, [torch.cat((tokens[0, :2], tokens[0, 9:14]))]), oracle)
-    session.reset(0)
-    agrees(session.prefill(tokens[:, :1]), oracle.logits[:1, 0], oracle)
 
 
 # --- bytes ------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,10 +11,7 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.bench import measure, roof
 from g4ir.bench.peers import peer_model
-from g4ir.bench.report import run_bench
-from g4ir.bench.workload import Workload
 from g4ir.check import memory_check
 from g4ir.check.layer_errors import LAYER_TYPICAL, LAYER_WORST
 from g4ir.check.logits import verify_engine
@@ -266,43 +263,6 @@ def test_room_follows_from_tokens_and_logits() -> None:
 
 
 # ---- bench ---------------------------------------------------------------------------------------
-
-WORK = Workload(input_len=20, output_len=12, context=0)
-
-
-def agreement(engine: Engine, peers: list[str]) -> dict[str, Any]:
-    report = run_bench([engine], WORK, peers=peers, rounds=2, warmup=0)
-    assert report.runs[0].void != report.outputs_agree
-    return asdict(report.agreement[0])
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roof, "BUFFER_BYTES", 1 << 16)
-    monkeypatch.setattr(roof, "SIDES", {"cpu": (16, 32)})
-    monkeypatch.setattr(measure, "ROUND_S", 0.0)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("peers", [["hf"], []])
-def test_bench_numbers_of_a_right_engine_hold(
-    built: Callable[..., Engine], quick: None, peers: list[str]
-) -> None:
-    found = agreement(built("tiny-moe", "bfloat16", 0), peers)
-    assert found["ok"] and "float64" in found["budget"]
-    assert 0 < found["base_median"] <= found["base_worst"]
-    assert found["distance_median"] <= found["distance_worst"]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["tiny-moe", pytest.param("tiny-dense", marks=pytest.mark.full)])
-def test_bench_numbers_of_a_wrong_engine_are_void(
-    built: Callable[..., Engine], quick: None, name: str
-) -> None:
-    param, change, _ = WRONG["swapped half"]
-    found = agreement(changed(built(name, "bfloat16", 0), {param: change}), ["hf"])
-    assert not found["ok"]
-    print(f"{name}: {found['distance_median'] / found['base_median'] / distance.TYPICAL:.2f}")
 
 
 # ---- the measure itself --------------------------------------------------------------------------
