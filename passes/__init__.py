@@ -1,8 +1,9 @@
 """Runs the passes in order and verifies in between.
 
 Each is a file of this folder with
-  a function of the same name, `Graph -> Graph`; its second argument `note(value, reason)` receives
-             what it did and why it left a candidate alone; `g4ir show --why PASS` prints that
+  a function of the same name, `Graph -> Graph`; its argument `note(value, reason)` receives what it
+             did and why it left a candidate alone, which `g4ir show --why PASS` prints;
+             or JOINS, rows of join.py's table
   AFTER      the pass that it follows, with the reason; None: it is the first
   OPTIONS    if it has options: their defaults, a frozen dataclass that checks its fields; the
              function's third argument. The CLI, `plan`, the manifest and `verify` read it
@@ -30,6 +31,9 @@ from typing import Any, TypeVar
 from g4ir.errors import G4Error, InputError, PassError
 from g4ir.ir.graph import Graph, Program
 from g4ir.ir.verify import verify
+
+from .join import join
+from .match import Note, ignore
 
 #: sees a pass and a graph
 Dump = Callable[[str, Graph], None]
@@ -143,7 +147,12 @@ def find_pass(name: str) -> Callable[..., Graph]:
     """Return the function of a pass; InputError lists the names."""
     if name not in PASSES:
         raise InputError(f"unknown pass {name!r}; one of {', '.join(PASSES)}")
-    function: Callable[..., Graph] = getattr(_BY_NAME[name], name)
+    module = _BY_NAME[name]
+
+    def joined(g: Graph, note: Note = ignore) -> Graph:
+        return join(g, module.JOINS, note)
+
+    function: Callable[..., Graph] = getattr(module, name, joined)
     return function
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from g4ir.ir.graph import Graph, Node
 
-from .join import Join, join
-from .match import Note, ignore
+from .join import Join
 
 AFTER = "fuse_gate_up"  # heads are cut from packed products by now
 
@@ -23,8 +22,3 @@ JOINS = (
         refuses=_refuses,
     ),
 )
-
-
-def fuse_norm_rope(g: Graph, note: Note = ignore) -> Graph:
-    """Fuse the per-head norm of Q or K and its rotation into one op."""
-    return join(g, JOINS, note)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from g4ir.errors import InputError
-from g4ir.ir.graph import Builder, Graph, Node, Value
+from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ir.rewrite import rebuild
 from g4ir.ops.attention import split_chunk
 from g4ir.ops.kv_quant import NARROW, as_held
@@ -55,7 +55,7 @@ def narrow_kv(g: Graph, note: Note = ignore, options: NarrowOptions = OPTIONS) -
     if not held:
         return g
     rows = {n["new"].name: _row(n["new"], to) for n in writes}
-    states = {v.name: _as_held(v, to) for v in held}
+    states = {v.name: Value(v.name, as_held(v.type, to)) for v in held}
     for v in states.values():
         note(v.name, f"held as {v.type.dtype}")
     nodes: list[Node] = []
@@ -79,14 +79,8 @@ def _is_wide(cache: Value, to: str) -> bool:
     return to != OFF and ITEMSIZE[cache.type.dtype] > ITEMSIZE[to]
 
 
-def _as_held(v: Value, to: str) -> Value:
-    return Value(v.name, as_held(v.type, to))
-
-
 def _row(v: Value, to: str) -> Node:
-    b = Builder()
-    b.emit("narrow_row", v, to=to, name=f"{v.name}.row")
-    return b.nodes[0]
+    return Node("narrow_row", (v,), (Value(f"{v.name}.row", as_held(v.type, to)),), {"to": to})
 
 
 def _reading(n: Node, rows: dict[str, Node]) -> Node:
