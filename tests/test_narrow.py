@@ -19,15 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import g4ir
-from g4ir.backends.torch_compile.lower import SegmentModule
 from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.target import Target
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, VerifyError
-from g4ir.ir.distance import BUDGETS, HELD, budget_of
-from g4ir.ir.graph import Builder, Value, infer
+from g4ir.ir.distance import HELD
+from g4ir.ir.graph import Builder, infer
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS, kv_quant
 from g4ir.ops.kv_quant import (
@@ -287,12 +286,10 @@ def test_bytes_of_a_spec_by_hand(kv: str) -> None:
 IDS = range(3, 31)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_verify(case: tuple[str, str, str], tmp_path: Path) -> None:
+def test_verify(engine: Engine) -> None:
     """Transformers with caches of the same rows gives the same logits, far below what is allowed;
     and every pass keeps what the one before it computes."""
-    spec, kv, form = case
-    engine, to = build(tmp_path / "engine", spec, kv_dtype=kv, latent_kv=form), KV_DTYPES[kv]
+    to = engine.manifest["options"]["narrow_kv"]["to"]
     report = verify_engine(engine, "hf", IDS)
     assert report.ok and max(p.relative for p in report.positions) < HELD[to] / 10
     stages = verify_each_pass(engine, IDS)
@@ -322,40 +319,7 @@ def test_a_wrong_rounding_is_found(
     assert not verify_engine(engine, "hf", IDS).ok
 
 
-def test_budgets() -> None:
-    """A budget of its own where fp32 is compared; 16 bits measure their rounding as ever."""
-    assert budget_of("f32", "hf") is BUDGETS["f32", "hf"]
-    assert budget_of("bf16", "hf", "i8") is BUDGETS["bf16", "hf"]
-    assert [budget_of("f32", "hf", to).relative for to in ("f8e4m3", "i8")] == [2**-4, 2**-5]
-
-
 # --- the torch backend ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("to", ["f8e4m3", "i8"])
-@pytest.mark.parametrize("case", range(len(OPS["attention"].samples)))
-def test_lowered_attention(case: int, to: str) -> None:
-    """Each path of the lowering over narrowed rows, against the op."""
-    s = OPS["attention"].samples[case]
-    if s.types()[3].dtype != "f32":
-        return
-    g = torch.Generator().manual_seed(case)
-    given, values = [], []
-    for i, t in enumerate(s.types()):
-        shape = [int(d) for d in t.shape]
-        x = (
-            torch.randint(*s.ints[i], shape, generator=g)
-            if i in s.ints
-            else torch.randn(shape, generator=g)
-        )
-        held = 2 < i < 7
-        given.append(row(x, to) if held else x)
-        values.append(Value(f"x{i}", as_held(t, to) if held else t))
-    b = Builder("segment")
-    out = b.emit("attention", *values, name="y", **s.attrs)
-    graph = replace(b.graph(out), inputs=tuple(values))
-    (got,) = SegmentModule(schedule(graph, Target("cpu")))(*given)
-    torch.testing.assert_close(got, reference("attention", *given, **s.attrs))
 
 
 @pytest.mark.full

@@ -24,7 +24,6 @@ from g4ir.ir import distance
 from g4ir.ir.distance import Anchor, row_errors
 from g4ir.ir.graph import Graph
 from g4ir.ir.wide import WideProducts
-from g4ir.spec.record import load_spec
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 NAMES = ("tiny-dense", "tiny-moe", "tiny-ple", "tiny-unified")
@@ -90,17 +89,6 @@ def test_right_engines_of_every_kind(
     built: Callable[..., Engine], name: str, dtype: str, seed: int, against: str
 ) -> None:
     sound(built(name, dtype, seed), against)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("against", ["hf", "reference"])
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-ple"])
-def test_right_compiled_engines(
-    built: Callable[..., Engine], name: str, seed: int, against: str
-) -> None:
-    """Which round less than transformers does, and at other places."""
-    sound(built(name, "bfloat16", seed, "torch"), against)
 
 
 def test_the_report_states_the_budget(built: Callable[..., Engine]) -> None:
@@ -252,14 +240,6 @@ def test_without_room_the_other_mode_is_the_measure(
     # The interpreter's other mode makes the same roundings: of a right engine it says nothing.
     plain = verify_engine(engine, "reference")
     assert plain.ok and plain.budget.cosine and plain.budget.rounding is None
-
-
-def test_room_follows_from_tokens_and_logits() -> None:
-    """E2B in bf16: 10 GB of weights and a thousand tokens fit 24 GB beside a peer."""
-    spec = load_spec("e2b")
-    few, many = (memory_check.wide_bytes(spec, n, 50) for n in (1100, 8192))
-    assert few < 2 << 30 < many
-    assert memory_check.wide_bytes(spec, 1100, 1100) > few + 8 * 3 * 1000 * spec.text.vocab_size
 
 
 # ---- bench ---------------------------------------------------------------------------------------
