@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from g4ir.errors import InputError
 from g4ir.ir.graph import RESULT, Builder, Graph, Node, Value
 from g4ir.ir.names import layer_of
 from g4ir.ir.rewrite import drop_dead, splice_all
@@ -22,7 +21,7 @@ from g4ir.ops.attention import split_chunk
 from g4ir.ops.latent import PARTS
 from g4ir.ops.rope import rotated_pairs
 
-from .match import Left, Note, ignore
+from .match import Left, Note, ignore, require_one_of
 
 AFTER = "last_token_only"  # its readers are those that are left
 CHANGES_STATE = True
@@ -40,8 +39,7 @@ class LatentOptions:
     keep: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise InputError(f"latent_kv: form {self.form!r}: expected one of {', '.join(FORMS)}")
+        require_one_of("latent_kv: form", self.form, FORMS)
 
 
 OPTIONS = LatentOptions()

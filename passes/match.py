@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Node, Value
 from g4ir.ir.rewrite import splice_all
 
@@ -15,6 +16,12 @@ Note = Callable[[str, str], None]
 OFF = "off"
 #: as GPU_ROWS: any number of sequences in a step
 ANY_ROWS = 1 << 30
+
+
+def require_one_of(option: str, value: object, known: Sequence[object]) -> None:
+    """Raise InputError for a pass's option with another value: `pass: option` names it."""
+    if value not in known:
+        raise InputError(f"{option} {value!r}: expected one of {', '.join(map(str, known))}")
 
 
 class Left(Exception):

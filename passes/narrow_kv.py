@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from g4ir.errors import InputError
 from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ir.rewrite import rebuild
 from g4ir.ops.attention import split_chunk
 from g4ir.ops.kv_quant import NARROW, as_held
 from g4ir.ops.types import ITEMSIZE
 
-from .match import OFF, Note, ignore
+from .match import OFF, Note, ignore, require_one_of
 
 AFTER = "latent_kv"  # what caches hold is decided
 CHANGES_STATE = True
@@ -34,8 +33,7 @@ class NarrowOptions:
     to: str = OFF
 
     def __post_init__(self) -> None:
-        if self.to not in DTYPES:
-            raise InputError(f"narrow_kv: to {self.to!r}: expected one of {', '.join(DTYPES)}")
+        require_one_of("narrow_kv: to", self.to, DTYPES)
 
 
 OPTIONS = NarrowOptions()

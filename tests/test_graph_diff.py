@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -116,14 +115,6 @@ def test_diff_of_a_pass(name: str) -> None:
         assert "~ state %L0.k: bf16[C->512,B,1,256]" in lines
         assert "- state %L15.k: bf16[C,B,1,256]" in lines
     assert len(lines) < 500
-
-
-def test_diff_of_a_layer_as_json() -> None:
-    words = ("--variant", "tiny-ple", "--after", "fuse_gate_up", "--diff", "--layer", "3", "--json")
-    rows = json.loads(g4ir("show", *words).out)
-    assert {r["layer"] for r in rows} == {3} and len(rows) == 6
-    assert {k for r in rows for k in r} == {"layer", "before", "after"}
-    assert rows[0]["after"] is None and rows[-1]["before"] is None
 
 
 def test_diff_of_an_engines_pass(tmp_path: Path) -> None:

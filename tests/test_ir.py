@@ -108,13 +108,6 @@ def test_the_builder_infers_types_and_names_what_it_is_not_told() -> None:
     assert [n.op for n in g.find("split", "linear")] == ["linear", "split"]
 
 
-def test_params_and_caches_are_declared_once() -> None:
-    b = Builder()
-    assert b.param("w", X) is b.param("w", X)
-    assert b.cache("k", X) is b.cache("k", X)
-    assert len(b.graph().sources()) == 2
-
-
 def test_the_builder_names_the_node_it_could_not_type() -> None:
     b = Builder()
     x, w = b.input("x", Type("f32", (2, 8))), b.param("w", Type("f32", (4, 9)))
@@ -323,16 +316,6 @@ def test_a_weight_read_by_both_parts_stays_in_both() -> None:
     ours, _ = interpret(main, values, {**values, **made}, {})
     want, _ = interpret(g, values, values, {})
     assert all(torch.equal(ours[k], want[k]) for k in want)
-
-
-def test_the_prologue_stops_at_an_op_that_does_not_fold() -> None:
-    b = Builder()
-    table = b.param("table", Type("f32", (8, 4)))
-    ids = b.param("ids", Type("i64", (3,)))
-    rows = b.emit("embedding", table, ids, scale=1.0, name="rows")
-    g = b.graph(b.emit("rms_norm", rows, eps=1e-6, name="y"))
-    prologue, main = split_prologue(g)
-    assert not prologue.nodes and main == g
 
 
 # --- interpreter ------------------------------------------------------------------------------

@@ -128,42 +128,6 @@ def test_infer_wants_fewer_bits() -> None:
             infer("narrow_row", (value,), {"to": to}, "y")
 
 
-def attention_types(q: str, cache: str, fresh: str) -> tuple[Type, ...]:
-    def rows(dtype: str, *lead: int) -> Type:
-        return (
-            as_held(Type("f32", (*lead, 2, 40)), dtype)
-            if dtype in NARROW
-            else Type(dtype, (*lead, 2, 40))
-        )
-
-    ints = (Type("i64", (2, 3)), Type("i64", (2,)))
-    return Type(q, (2, 3, 4, 40)), *ints, *[rows(cache, 9, 2)] * 2, *[rows(fresh, 2, 3)] * 2
-
-
-@pytest.mark.parametrize(
-    ("q", "cache", "fresh", "fits"),
-    [
-        ("f32", "f8e4m3", "f8e4m3", True),
-        ("bf16", "i8", "i8", True),
-        ("f32", "bf16", "bf16", True),
-        ("f32", "f8e4m3", "f32", False),
-        ("f32", "f32", "f8e4m3", False),
-        ("f32", "i8", "f8e4m3", False),
-        ("bf16", "f32", "f32", False),
-        ("f16", "bf16", "bf16", False),
-    ],
-)
-def test_a_chunk_is_held_as_its_cache(q: str, cache: str, fresh: str, fits: bool) -> None:
-    op = OPS["attention"]
-    attrs = {"window": 4, "scale": 1.0, "softcap": 0.0}
-    types = attention_types(q, cache, fresh)
-    if fits:
-        assert op.infer_types(types, attrs) == (types[0],)
-        return
-    with pytest.raises(ValueError, match="attention"):
-        op.infer_types(types, attrs)
-
-
 # --- engines ----------------------------------------------------------------------------------
 
 #: windows of 8 and shared caches; experts; K = V

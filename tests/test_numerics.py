@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from g4ir.ir.graph import Graph, Node, Program
 from g4ir.ir.rewrite import rebuild
 from g4ir.model.text import build_program
 from g4ir.ops.attention import visible
-from g4ir.spec.record import Spec, load_spec
 from tests import parity
 from tests.configs import (
     FEATURES,
@@ -155,37 +153,6 @@ def with_attrs(op: str, **changed: Callable[[Any], Any]) -> Change:
     return lambda g: replace(g, nodes=tuple(map(one, g.nodes)))
 
 
-def values_of_normed_keys(g: Graph) -> Graph:
-    """V from K after its norm, where V is the raw K."""
-    normed = {f"{n.inputs[0].name}": n for n in g.nodes if n.outputs[0].name.endswith(".k.norm")}
-
-    def one(n: Node) -> Node:
-        if n.outputs[0].name.endswith(".v.norm") and n.inputs[0].name in normed:
-            return replace(n, inputs=(normed[n.inputs[0].name].out,))
-        return n
-
-    return rebuild(replace(g, nodes=tuple(map(one, g.nodes))))
-
-
-def first_donor(g: Graph) -> Graph:
-    """Layer 10 and on read layer 0's keys, not the last sliding owner's."""
-    made = {v.name: v for n in g.nodes for v in n.outputs}
-
-    def one(n: Node) -> Node:
-        layer = n.outputs[0].name.partition(".")[0].removeprefix("L")
-        if n.op not in ("cache_write", "attention") or int(layer) < 10:
-            return n
-        return replace(
-            n,
-            inputs=tuple(
-                made[v.name.replace("L8.attn", "L0.attn")] if v.name.startswith("L8.attn") else v
-                for v in n.inputs
-            ),
-        )
-
-    return replace(g, nodes=tuple(map(one, g.nodes)))
-
-
 #: what is dropped -> (a spec that has it, the change)
 ABLATIONS: dict[str, tuple[str, Change]] = {
     "V norm": ("e2b-small", without(".v.norm")),
@@ -210,8 +177,6 @@ ABLATIONS: dict[str, tuple[str, Change]] = {
     "attention scale": ("31b-small", with_attrs("attention", scale=lambda s: 0.5)),
     "partial rotation": ("31b-small", with_attrs("rope_table", kind=lambda k: "default")),
     "theta by kind": ("31b-small", with_attrs("rope_table", theta=lambda t: 1e4)),
-    "raw K as V": ("31b-small", values_of_normed_keys),
-    "last owner as donor": ("e2b-small", first_donor),
     "final norm": ("31b-small", without("final.norm")),
     "final softcap": ("31b-small", with_attrs("softcap", cap=lambda c: 1e6)),
     "attention softcap": ("CAPPED", with_attrs("attention", softcap=lambda c: 0.0)),
@@ -282,46 +247,3 @@ def test_window_truth_table(window: int) -> None:
 
 
 # --- a variant nobody shipped -------------------------------------------------------------------
-
-NEW_VARIANT = """\
-schema: 1
-model_type: gemma4
-dtype: f32
-text:
-  vocab_size: 300
-  hidden_size: 72
-  intermediate_size: 56
-  num_hidden_layers: 12
-  num_attention_heads: 6
-  pattern: [sliding, sliding, sliding, full]
-  num_kv_shared_layers: 3
-  use_double_wide_mlp: true
-  sliding:
-    head_dim: 24
-    num_key_value_heads: 2
-    window: 5
-    rope: {kind: default, theta: 5000.0}
-  full:
-    head_dim: 40
-    num_key_value_heads: 3
-    k_eq_v: true
-    rope: {kind: proportional, theta: 200000.0, rotary_fraction: 0.5, factor: 2.0}
-  ple: {dim: 10, vocab_size: 300}
-  moe: {num_experts: 5, top_k_experts: 3, intermediate_size: 20, layers: [0, 2, 3, 7, 9, 11]}
-  max_position_embeddings: 256
-  rms_norm_eps: 1.0e-5
-  final_logit_softcapping: 20.0
-  attn_logit_softcapping: 15.0
-  tie_word_embeddings: false
-tokens: {bos: 2, eos: [1], pad: 0}
-"""
-
-
-@pytest.mark.parametrize("size", [1, 4, 5, 7, 64])
-def test_new_variant_is_one_yaml_file(tmp_path: Path, size: int) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text(NEW_VARIANT)
-    spec: Spec = load_spec(file)
-    oracle = find_oracle(spec)
-    session = open_session(oracle, 2, size, True)
-    agrees(prefill_then_decode(session, oracle.tokens, oracle.prompt), oracle.logits, oracle)

@@ -411,15 +411,6 @@ def test_glu_rounds_the_activation(act: str) -> None:
 # --- experts ----------------------------------------------------------------------------------
 
 
-def test_an_expert_met_twice_counts_twice() -> None:
-    x, index = rand(1, 1, 16, dtype=F64), torch.tensor([[[3, 3]]])
-    gate_up, down = rand(4, 24, 16, dtype=F64, seed=1), rand(4, 16, 12, dtype=F64, seed=2)
-    ones = torch.ones(1, 1, 2, dtype=F64)
-    two = run("experts", x, ones, index, gate_up, down, act="relu")
-    one = run("experts", x, 2 * ones[..., :1], index[..., :1], gate_up, down, act="relu")
-    torch.testing.assert_close(two, one)
-
-
 # --- rows -------------------------------------------------------------------------------------
 
 
@@ -427,10 +418,6 @@ def test_last_row_takes_the_last_valid_token() -> None:
     x = torch.arange(24.0).view(3, 4, 2)
     got = run("last_row", x, torch.tensor([4, 1, 0]))
     assert got.tolist() == [[[6, 7]], [[8, 9]], [[16, 17]]]
-
-
-def test_row_start_is_the_first_position() -> None:
-    assert run("row_start", torch.tensor([[5, 6], [0, 1]])).tolist() == [5, 0]
 
 
 # --- the cache --------------------------------------------------------------------------------
@@ -443,10 +430,6 @@ def test_the_window_s_truth_table(window: int) -> None:
     mask = visible(positions.t(), positions, window)[0]
     for q, k in itertools.product(range(6), range(6)):
         assert mask[q, k].item() == (k <= q and (not window or k > q - window))
-
-
-def test_empty_slots_are_seen_by_nobody() -> None:
-    assert not visible(torch.tensor([[-1], [-3]]), torch.tensor([[0], [9]])[:1], 0).any()
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.integers(1, 12))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from g4ir.cli import main
 from g4ir.errors import SpecError
-from g4ir.spec.parts import FULL, SLIDING, Moe, Ple, UnifiedVision, Vision
+from g4ir.spec.parts import FULL, SLIDING, UnifiedVision, Vision
 from g4ir.spec.record import (
     Spec,
     check_spec,
@@ -40,11 +40,6 @@ def anonymous(spec: Spec) -> Spec:
 
 
 # --- shipped files --------------------------------------------------------------------------------
-
-
-def test_names() -> None:
-    assert set(spec_names()) >= {*RELEASED, *TINY}
-    assert spec_names() == tuple(sorted(spec_names()))
 
 
 @pytest.mark.parametrize("name", spec_names())
@@ -88,34 +83,6 @@ def test_json_schema_refuses(change: dict[str, Any]) -> None:
     validator = jsonschema.Draft202012Validator(json_schema())
     validator.validate(good)
     assert not validator.is_valid(good | change)
-
-
-def test_digest_follows_every_field() -> None:
-    spec = load_spec("tiny-moe")
-    changed = [
-        replace(spec, dtype="bf16"),
-        replace(spec, text=replace(spec.text, rms_norm_eps=1e-5)),
-        replace(spec, text=replace(spec.text, sliding=replace(spec.text.sliding, window=9))),
-        replace(spec, tokens=replace(spec.tokens, eos=(1, 3))),
-    ]
-    assert len({s.digest() for s in [spec, *changed]}) == 5
-    assert load_spec("tiny-moe").digest() == spec.digest()
-
-
-def test_tiny_specs_cover_the_structure() -> None:
-    dense, moe, ple = (load_spec(name) for name in TINY)
-    for spec in (dense, moe, ple):
-        assert (spec.hub, spec.text.sliding.window, spec.text.max_position_embeddings) == (
-            None,
-            8,
-            1024,
-        )
-        assert spec.text.sliding.head_dim != spec.text.full.head_dim
-    assert dense.text.full.k_eq_v and dense.text.moe is None and dense.text.ple is None
-    assert moe.text.moe == Moe(8, 2, 48)
-    assert ple.text.ple == Ple(16, 512) and not ple.text.full.k_eq_v
-    assert [layer.donor for layer in ple.layers()] == [None] * 4 + [2, 2, 2, 3]
-    assert [layer.intermediate_size for layer in ple.layers()] == [96] * 4 + [192] * 4
 
 
 def test_the_form_of_the_chat_is_data(tmp_path: Path) -> None:
@@ -235,19 +202,7 @@ def test_the_shown_pattern_gives_the_layers(pattern: list[str], layers: int) -> 
     ("command", "warnings"),
     [
         (("specs", "validate", "{}"), 1),
-        (
-            (
-                "build",
-                "--spec",
-                "{}",
-                "--backend",
-                "reference",
-                "--random-weights",
-                "0",
-                "--dry-run",
-            ),
-            1,
-        ),
+        (("build", "--backend", "reference", "--random-weights=0", "--dry-run", "--spec", "{}"), 1),
         (("plan", "--spec", "{}"), 0),
         (("show", "--spec", "{}"), 0),
         (("specs", "show", "{}"), 0),

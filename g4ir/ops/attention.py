@@ -85,6 +85,21 @@ def attention_workspace(
     return joined + made + mask + scores
 
 
+def attend(q: Any, keys: Any, values: Any, seen: Any, scale: float, softcap: float = 0.0) -> Any:
+    """Return attention [B,S,nq,d] of q over keys and values [B,T,n,d]; `seen` broadcasts to the
+    scores, bool [B,n,nq/n,S,T]."""
+    b, s, heads, d = q.shape
+    n = keys.shape[2]
+    grouped = q.view(b, s, n, heads // n, d).permute(0, 2, 3, 1, 4)
+    scores = grouped @ keys.permute(0, 2, 3, 1)[:, :, None] * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    weights = wide(scores).softmax(-1).to(q.dtype)
+    out = weights @ values.permute(0, 2, 1, 3)[:, :, None]
+    return out.permute(0, 3, 1, 2, 4).reshape(b, s, heads, d)
+
+
 @op
 class attention:
     """softmax(cap(q k^T * scale) + mask) v over the cache, then the fresh chunk where given
@@ -157,16 +172,8 @@ class attention:
         last = None if block_ids is None else last_seen(positions, block_ids)
         mask = visible(key_pos, positions, window, last)
         keys, values = (numbers(rows, q.dtype) for rows in (keys, values))
-        b, s, heads, d = q.shape
-        n = keys.shape[2]
-        grouped = q.view(b, s, n, heads // n, d).permute(0, 2, 3, 1, 4)
-        scores = grouped @ keys.permute(1, 2, 3, 0)[:, :, None] * scale
-        if softcap:
-            scores = torch.tanh(scores / softcap) * softcap
-        scores = scores.masked_fill(~mask[:, None, None], torch.finfo(scores.dtype).min)
-        weights = wide(scores).softmax(-1).to(q.dtype)
-        out = weights @ values.permute(1, 2, 0, 3)[:, :, None]
-        return out.permute(0, 3, 1, 2, 4).reshape(b, s, heads, d)
+        keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+        return attend(q, keys, values, mask[:, None, None], scale, softcap)
 
     @staticmethod
     def flops(ins: Types, outs: Types, *, window: int, **_: Any) -> int:

@@ -36,7 +36,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache, partial
 from inspect import Parameter
 from typing import Any, TypeVar
@@ -105,22 +105,22 @@ class Op:
 
     name: str
     doc: str
-    infer: Callable[..., Any] | None  # None until ops/__init__.py derives it from `expand`
-    reference: Callable[..., Any] | None
-    expand: Callable[..., Any] | None
-    flops: Callable[..., int] | None  # None: those of the expansion; the same for `traffic`
-    traffic: Callable[..., Traffic] | None
-    rows: tuple[int, ...]
-    updates: tuple[tuple[int, int], ...]
-    held: Callable[..., tuple[int, int]] | None
-    glue: bool
-    fold: bool
     budget: Budget
-    kind: str | None
-    workspace: Callable[..., int] | None
     samples: tuple[Sample, ...]
     parameters: tuple[Parameter, ...]
     attrs: Mapping[str, str]
+    infer: Callable[..., Any] | None = None  # None until ops/__init__.py derives it from `expand`
+    reference: Callable[..., Any] | None = None
+    expand: Callable[..., Any] | None = None
+    flops: Callable[..., int] | None = None  # None: those of the expansion; the same for `traffic`
+    traffic: Callable[..., Traffic] | None = None
+    workspace: Callable[..., int] | None = None
+    rows: tuple[int, ...] = ()
+    updates: tuple[tuple[int, int], ...] = ()
+    held: Callable[..., tuple[int, int]] | None = None
+    glue: bool = False
+    fold: bool = True
+    kind: str | None = None
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
@@ -224,46 +224,27 @@ def gathered(ins: Types, outs: Types, **attrs: Any) -> Traffic:
 
 def op(cls: type) -> Op:
     """Check an op class and turn it into its record."""
-    parts = vars(cls)
-
-    def part(name: str, default: Any = None) -> Any:
-        value = parts.get(name, default)
-        return value.__func__ if isinstance(value, staticmethod) else value
-
-    infer, expand = part("infer"), part("expand")
+    parts = {k: v.__func__ if isinstance(v, staticmethod) else v for k, v in vars(cls).items()}
+    infer, expand = parts.get("infer"), parts.get("expand")
     if not cls.__doc__ or not (infer or expand):
         raise TypeError(f"op {cls.__name__} needs a docstring, and infer or expand")
-    if (part("reference") is None) == (expand is None):
+    if (parts.get("reference") is None) == (expand is None):
         raise TypeError(f"op {cls.__name__} needs exactly one of reference and expand")
     if not parts.get("samples") or not isinstance(parts.get("budget"), Budget):
         raise TypeError(f"op {cls.__name__} needs samples and a budget")
     if parts.get("kind") not in (None, *KINDS):
         raise TypeError(f"op {cls.__name__}: kind {parts['kind']!r}: one of {', '.join(KINDS)}")
-    held = part("held")
-    counted = expand is None or bool(parts.keys() & {"flops", "traffic"})
+    made: dict[str, Any] = {f.name: parts[f.name] for f in fields(Op) if f.name in parts}
+    if expand is None or parts.keys() & {"flops", "traffic"}:
+        made = {"flops": per_result(1), "traffic": every_operand, **made}
+    if isinstance(held := made.get("held"), tuple):
+        made["held"] = lambda **_: held
     # After the builder, `expand` has the parameters that `infer` would have.
     function = infer or partial(expand, None)
     parameters = tuple(_parameters(cls.__name__, function, parts))
-    return Op(
-        name=cls.__name__,
-        doc=cls.__doc__,
-        infer=infer,
-        reference=part("reference"),
-        expand=expand,
-        flops=part("flops", per_result(1)) if counted else None,
-        traffic=part("traffic", every_operand) if counted else None,
-        rows=parts.get("rows", ()),
-        updates=parts.get("updates", ()),
-        held=(lambda **_: held) if isinstance(held, tuple) else held,
-        glue=parts.get("glue", False),
-        fold=parts.get("fold", True),
-        budget=parts["budget"],
-        kind=parts.get("kind"),
-        workspace=part("workspace"),
-        samples=tuple(parts["samples"]),
-        parameters=parameters,
-        attrs={p.name: str(p.annotation) for p in parameters if p.kind is p.KEYWORD_ONLY},
-    )
+    attrs = {p.name: str(p.annotation) for p in parameters if p.kind is p.KEYWORD_ONLY}
+    made |= {"samples": tuple(parts["samples"]), "parameters": parameters, "attrs": attrs}
+    return Op(name=cls.__name__, doc=cls.__doc__, **made)
 
 
 def require(condition: object, message: str) -> None:

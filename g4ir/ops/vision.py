@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .attention import attend
 from .base import cases, op, per_result, require, wide
 from .budgets import MOVES, Budget
 from .rope import inverse_frequencies, rotate_half
@@ -170,15 +171,7 @@ class encoder_attention:
 
     @staticmethod
     def reference(q: Any, k: Any, v: Any, valid: Any, *, scale: float) -> Any:
-        b, p, heads, d = q.shape
-        n = k.shape[2]
-        grouped = q.view(b, p, n, heads // n, d).permute(0, 2, 3, 1, 4)
-        scores = grouped @ k.permute(0, 2, 3, 1)[:, :, None] * scale
-        seen = valid[:, None, None, None]
-        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
-        weights = wide(scores).softmax(-1).to(q.dtype)
-        out = weights @ v.permute(0, 2, 1, 3)[:, :, None]
-        return out.permute(0, 3, 1, 2, 4).reshape(b, p, heads, d)
+        return attend(q, k, v, valid[:, None, None, None], scale)
 
     @staticmethod
     def flops(ins: Types, outs: Types, **_: Any) -> int:

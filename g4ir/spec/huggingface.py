@@ -137,8 +137,8 @@ def read_config(source: str | Path | dict[str, Any], name: str | None = None) ->
     keys.done()
     spec = Variant(name=slug(name or found), model_type=model_type, **parts)
     for path, message, _ in problems(spec):
-        key = hf.HF_NAMES.get(path)
-        raise fail(where, f"{path} ({key})" if key else path, message)
+        theirs = hf.HF_NAMES.get(path)
+        raise fail(where, f"{path} ({theirs})" if theirs else path, message)
     return canonical(spec)
 
 
