@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from g4ir.cli import main
 from g4ir.errors import SpecError
-from g4ir.spec.parts import FULL, SLIDING, UnifiedVision, Vision
+from g4ir.spec.parts import FULL, SLIDING, UnifiedVision
 from g4ir.spec.record import (
     Spec,
     check_spec,
@@ -345,80 +346,6 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
     return load_spec("tiny-moe").to_hf() | changes
 
 
-def test_global_kv_heads_count_only_with_k_eq_v() -> None:
-    config = tiny_config(attention_k_eq_v=False)
-    assert config["num_global_key_value_heads"] == 1
-    full = Spec.from_hf(config).text.full
-    assert (full.num_key_value_heads, full.k_eq_v) == (2, False)
-
-
-def test_older_spellings() -> None:
-    config = tiny_config(torch_dtype="bfloat16", num_experts_per_tok=3)
-    del config["dtype"], config["top_k_experts"]
-    spec = Spec.from_hf(config)
-    assert spec.dtype == "bf16" and spec.text.moe and spec.text.moe.top_k_experts == 3
-    assert Spec.from_hf(tiny_config(global_head_dim=None)).text.full.head_dim == 32
-    homogeneous = tiny_config(per_layer_config={})
-    assert Spec.from_hf(homogeneous).text.full.head_dim == 32
-
-
-def test_rope_spellings(caplog: Any) -> None:
-    rope = tiny_config()["rope_parameters"]
-    rope["full_attention"] = {"type": "proportional", "rope_theta": 1e6, "factor": 4.0}
-    spec = Spec.from_hf(tiny_config(rope_parameters=rope))
-    assert (spec.text.full.rope.rotary_fraction, spec.text.full.rope.factor) == (1.0, 4.0)
-    rope["full_attention"] = {"rope_type": "default", "rope_theta": 1e6, "factor": 4.0}
-    with caplog.at_level(logging.WARNING):
-        assert Spec.from_hf(tiny_config(rope_parameters=rope)).text.full.rope.factor is None
-    assert "ignores" in caplog.text
-    default = Spec.from_hf(tiny_config(rope_parameters=None)).text
-    assert (default.sliding.rope.theta, default.full.rope.rotary_fraction) == (1e4, 0.25)
-
-
-def test_last_sliding_layer_of_a_config(caplog: Any) -> None:
-    kinds = ["sliding_attention"] * 6
-    with caplog.at_level(logging.WARNING):
-        spec = Spec.from_hf(tiny_config(layer_types=kinds))
-    assert spec.text.layer_types == (SLIDING,) * 5 + (FULL,) and "full one" in caplog.text
-
-
-def test_per_layer_config_of_a_forced_last_layer() -> None:
-    config = tiny_config(
-        layer_types=["sliding_attention"] * 6,
-        per_layer_config={"5": {"head_dim": 64, "num_key_value_heads": 1}},
-    )
-    assert Spec.from_hf(config).text.full.head_dim == 64
-
-
-def test_eos_and_media_ids() -> None:
-    config = hub_config("12b")
-    assert Spec.from_hf(config).tokens.eos == (1,)
-    config["eos_token_id"] = [1, 106, 50]
-    assert Spec.from_hf(config).tokens.eos == (1, 106, 50)
-    config["image_token_id"] = None
-    assert Spec.from_hf(config).tokens.image is None
-    text_only = tiny_config(eos_token_id=None, pad_token_id=None)
-    assert Spec.from_hf(text_only).tokens.eos == () and Spec.from_hf(text_only).tokens.pad is None
-
-
-def test_composite_without_towers_drops_media_ids_outside_the_vocabulary() -> None:
-    config = {"model_type": "gemma4", "text_config": load_spec("tiny-moe").to_hf()}
-    config["text_config"].pop("architectures")
-    spec = Spec.from_hf(config)
-    assert spec.tokens.image is None and spec.vision is None
-    config["vision_config"] = {}
-    with pytest.raises(SpecError, match=r"tokens\.image: 258880 is outside the vocabulary"):
-        Spec.from_hf(config)
-
-
-def test_soft_tokens_of_either_place() -> None:
-    config = hub_config("e2b")
-    del config["vision_config"]["default_output_length"]
-    config["vision_soft_tokens_per_image"] = 140
-    vision = Spec.from_hf(config).vision
-    assert isinstance(vision, Vision) and vision.default_output_length == 140
-
-
 def nested(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     *parents, last = path.split("/")
     part = config
@@ -429,6 +356,81 @@ def nested(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     else:
         part[last] = value
     return config
+
+
+#: rope of full layers, changed
+ROPE = "rope_parameters/full_attention"
+#: config of, keys changed (... leaves one out), what the spec then says
+SPELLINGS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    # KV heads of their own count only with K=V
+    ("tiny-moe", {"attention_k_eq_v": False}, {"text.full.num_key_value_heads": 2}),
+    ("tiny-moe", {"dtype": ..., "torch_dtype": "bfloat16"}, {"dtype": "bf16"}),
+    (
+        "tiny-moe",
+        {"top_k_experts": ..., "num_experts_per_tok": 3},
+        {"text.moe.top_k_experts": 3},
+    ),
+    ("tiny-moe", {"global_head_dim": None}, {"text.full.head_dim": 32}),
+    ("tiny-moe", {"per_layer_config": {}}, {"text.full.head_dim": 32}),
+    (
+        "tiny-moe",
+        {ROPE: {"type": "proportional", "rope_theta": 1e6, "factor": 4.0}},
+        {"text.full.rope.rotary_fraction": 1.0, "text.full.rope.factor": 4.0},
+    ),
+    ("tiny-moe", {"rope_parameters": None}, {"text.sliding.rope.theta": 1e4}),
+    # the last layer is a full one, and has the geometry of one
+    (
+        "tiny-moe",
+        {
+            "layer_types": ["sliding_attention"] * 6,
+            "per_layer_config": {"5": {"head_dim": 64, "num_key_value_heads": 1}},
+        },
+        {"text.full.head_dim": 64, "text.pattern": [SLIDING] * 5 + [FULL]},
+    ),
+    ("tiny-moe", {"eos_token_id": None, "pad_token_id": None}, {"tokens.eos": []}),
+    ("12b", {"eos_token_id": [1, 106, 50]}, {"tokens.eos": [1, 106, 50]}),
+    ("12b", {"image_token_id": None}, {"tokens.image": None}),
+    (
+        "e2b",
+        {"vision_config/default_output_length": ..., "vision_soft_tokens_per_image": 140},
+        {"vision.default_output_length": 140},
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "said"), SPELLINGS)
+def test_spellings(name: str, changes: dict[str, Any], said: dict[str, Any]) -> None:
+    config = hub_config(name) if name in RELEASED else tiny_config()
+    for path, value in changes.items():
+        nested(config, path, value)
+    found = dict(flat(Spec.from_hf(config).to_dict()))
+    assert {key: found[key] for key in said} == said
+
+
+def flat(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def test_a_factor_that_changes_nothing_warns(caplog: Any) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e6, "factor": 4.0}
+    with caplog.at_level(logging.WARNING):
+        config = nested(tiny_config(), ROPE, rope)
+        assert Spec.from_hf(config).text.full.rope.factor is None
+    assert "ignores" in caplog.text
+
+
+def test_composite_without_towers_drops_media_ids_outside_the_vocabulary() -> None:
+    config = {"model_type": "gemma4", "text_config": load_spec("tiny-moe").to_hf()}
+    config["text_config"].pop("architectures")
+    spec = Spec.from_hf(config)
+    assert spec.tokens.image is None and spec.vision is None
+    config["vision_config"] = {}
+    with pytest.raises(SpecError, match=r"tokens\.image: 258880 is outside the vocabulary"):
+        Spec.from_hf(config)
 
 
 @pytest.mark.parametrize(

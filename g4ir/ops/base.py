@@ -224,7 +224,9 @@ def gathered(ins: Types, outs: Types, **attrs: Any) -> Traffic:
 
 def op(cls: type) -> Op:
     """Check an op class and turn it into its record."""
-    parts = {k: v.__func__ if isinstance(v, staticmethod) else v for k, v in vars(cls).items()}
+    parts: dict[str, Any] = {
+        k: v.__func__ if isinstance(v, staticmethod) else v for k, v in vars(cls).items()
+    }
     infer, expand = parts.get("infer"), parts.get("expand")
     if not cls.__doc__ or not (infer or expand):
         raise TypeError(f"op {cls.__name__} needs a docstring, and infer or expand")
@@ -240,7 +242,7 @@ def op(cls: type) -> Op:
     if isinstance(held := made.get("held"), tuple):
         made["held"] = lambda **_: held
     # After the builder, `expand` has the parameters that `infer` would have.
-    function = infer or partial(expand, None)
+    function = infer or partial(parts["expand"], None)
     parameters = tuple(_parameters(cls.__name__, function, parts))
     attrs = {p.name: str(p.annotation) for p in parameters if p.kind is p.KEYWORD_ONLY}
     made |= {"samples": tuple(parts["samples"]), "parameters": parameters, "attrs": attrs}
