@@ -202,6 +202,7 @@ def coded(spec: str) -> Program:
     return quantised(program(spec), SPECS[spec](), find_recipe("int8"), SPECS[spec]().dtype)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("form", ["off", *LATENT, "i8", "int8", SCALED, GPU])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("spec", SPECS)

@@ -386,19 +386,15 @@ def _moe(keys: Keys, model_type: str) -> Moe | None:
 
 
 def _ple(keys: Keys, model_type: str) -> Ple | None:
-    default = 256 if model_type == "gemma4" else 0
-    dim = keys.take("hidden_size_per_layer_input", int | None, default)
-    vocab = keys.take("vocab_size_per_layer_input", int | None, 262144)
+    names, hints = ("hidden_size_per_layer_input", "vocab_size_per_layer_input"), hints_of(Ple)
+    defaults = (256 if model_type == "gemma4" else 0, 262144)
+    dim, vocab = (keys.take(n, int | None, d) for n, d in zip(names, defaults, strict=True))
     if not dim:
         return None
-    _not_unified(keys, model_type, "hidden_size_per_layer_input", "per-layer embeddings")
-    hints = hints_of(Ple)
-    for key, hint in (
-        ("hidden_size_per_layer_input", "dim"),
-        ("vocab_size_per_layer_input", "vocab_size"),
-    ):
-        keys.take(key, hints[hint], 1)  # now in range as well
-    return Ple(dim, vocab)
+    _not_unified(keys, model_type, names[0], "per-layer embeddings")
+    return Ple(
+        keys.take(names[0], hints["dim"], dim), keys.take(names[1], hints["vocab_size"], vocab)
+    )
 
 
 def _not_unified(keys: Keys, model_type: str, key: str, what: str) -> None:

@@ -75,7 +75,6 @@ class OneOf:
     aliases: tuple[tuple[str, str], ...] = ()
 
     def broken(self, value: str) -> str | None:
-        """Return what is wrong with the word, or None."""
         if value in self.words or value in dict(self.aliases):
             return None
         return f"must be {' or '.join(self.words)}{did_you_mean(value, self.words)}"
@@ -95,7 +94,6 @@ class Length:
     hi: float = math.inf
 
     def broken(self, value: tuple[Any, ...]) -> str | None:
-        """Return what is wrong with the list, or None."""
         if self.lo <= len(value) <= self.hi:
             return None
         most = f"{self.lo} to {self.hi}" if self.hi < math.inf else f"at least {self.lo}"
@@ -114,7 +112,6 @@ class Shaped:
     like: str
 
     def broken(self, value: str) -> str | None:
-        """Return what is wrong with the text, or None."""
         return None if re.fullmatch(self.form, value) else f"must look like {self.like}"
 
     def schema(self) -> dict[str, Any]:
