@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.primitives.lowerings import LOWERINGS
-from g4ir.backends.primitives.network import SLOTS, TURNED, Network, stored_type
+from g4ir.backends.primitives.network import TURNED, Network, stored_type
 from g4ir.backends.torch_compile.kernels.base import reads_blocks
 from g4ir.backends.torch_compile.lower import SegmentModule
 from g4ir.backends.torch_compile.schedule import schedule
@@ -250,39 +249,6 @@ def draw(t: Type, random: torch.Generator, name: str) -> torch.Tensor:
     g = random if name in ("embeds", "ple_rows") else seeded
     x = torch.randn(shape, generator=g, dtype=torch.float64)
     return x * shape[-1] ** -0.5 if len(shape) > 1 and "embeds" not in name else 1 + 0.1 * x
-
-
-@pytest.mark.parametrize("skip", [(), ("plan_cache",)])
-@pytest.mark.parametrize("form", FORMS)
-def test_a_network_with_blocks(form: str, skip: tuple[str, ...]) -> None:
-    """The graph of a chunk, primitive by primitive, over rings and over full-length caches."""
-    options = PassOptions((LatentOptions(form),))
-    g = run_passes(build_graph(SPECS["tied"](), BLOCKS), skip=skip, options=options)
-    net_graph, limits = network_graph(Program({"prefill": g})), Limits(2, 32, 11)
-    random = torch.Generator().manual_seed(5)
-    params = {v.name: draw(v.type, random, v.name).float() for v in g.params}
-    ids = torch.tensor([[-1, 0, 0, 0, 0, -1, 1, 1, 1, 1, 1], [2] * 10 + [-1]])
-    feeds = {
-        **{
-            v.name: torch.randn(
-                [int(d) for d in v.type.bind({"B": 2, "S": 11}).shape], generator=random
-            )
-            for v in g.inputs
-            if v.type.dtype != "i64"
-        },
-        "positions": torch.arange(11).repeat(2, 1),
-        "lengths": torch.tensor([11, 10]),
-        "block_ids": ids,
-    }
-    want, _ = interpret(g, feeds, params, empty_state(g, {"B": 2, "C": 32}))
-    held = {
-        v.name: torch.zeros([int(d) for d in stored_type(v.type, limits).bind({"B": 2}).shape])
-        for v in g.state
-    }
-    others = {SLOTS: torch.arange(16), TURNED: torch.zeros(2, dtype=torch.int64)}
-    e = EagerEmitter({**feeds, **held, **others}, params.__getitem__)
-    Network(e, net_graph, limits, LOWERINGS).emit()
-    torch.testing.assert_close(e.outputs["logits"], want["logits"], rtol=1e-4, atol=1e-4)
 
 
 def test_graphs_with_media() -> None:
