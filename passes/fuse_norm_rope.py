@@ -14,11 +14,5 @@ def _refuses(g: Graph, norm: Node, rope: Node) -> str:
 
 
 JOINS = (
-    Join(
-        reader="rope",
-        operands=("x",),
-        producer="rms_norm",
-        joined="norm_rope",
-        refuses=_refuses,
-    ),
+    Join(reader="rope", operands=("x",), producer="rms_norm", joined="norm_rope", refuses=_refuses),
 )

@@ -179,10 +179,7 @@ BROKEN: dict[str, tuple[Callable[[], Graph], str]] = {
         lambda: _with_node(chain(), 1, attrs={"eps": float("nan")}),
         "eps=nan: expected float",
     ),
-    "output": (
-        lambda: replace(chain(), outputs=(Value("y", X),)),
-        "output %y is not defined",
-    ),
+    "output": (lambda: replace(chain(), outputs=(Value("y", X),)), "output %y is not defined"),
     "next undefined": (
         lambda: replace(cached(), next={"k": Value("z", X)}),
         "next of k %z is not defined",

@@ -21,13 +21,7 @@ from g4ir.spec.parts import FULL, SLIDING, Rope
 from g4ir.spec.record import Spec, check_spec, load_spec
 from g4ir.spec.shrink import shrink
 from tests.configs import NAMES, SMALL, few, fewest, spec_called
-from tests.oracle import (
-    Oracle,
-    close_calls,
-    cosine,
-    find_bf16_oracle,
-    find_oracle,
-)
+from tests.oracle import Oracle, close_calls, cosine, find_bf16_oracle, find_oracle
 from tests.parity import prefill_then_decode
 from tests.runner import DTYPES, Session, built_program, open_session
 from tests.test_bf16 import COSINE

@@ -29,15 +29,7 @@ from g4ir.ir.distance import HELD
 from g4ir.ir.graph import Builder, infer
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS, kv_quant
-from g4ir.ops.kv_quant import (
-    GROUP,
-    NARROW,
-    as_held,
-    as_read,
-    held_width,
-    narrow_width,
-    numbers,
-)
+from g4ir.ops.kv_quant import GROUP, NARROW, as_held, as_read, held_width, narrow_width, numbers
 from g4ir.ops.types import Type
 from g4ir.passes import PassOptions, run_passes
 from g4ir.passes.latent_kv import LatentOptions

@@ -19,21 +19,8 @@ from g4ir.ir.rewrite import rebuild
 from g4ir.model.text import build_program
 from g4ir.ops.attention import visible
 from tests import parity
-from tests.configs import (
-    FEATURES,
-    FEW,
-    NAMES,
-    RANDOM_SEEDS,
-    SMALL,
-    few,
-    random_spec,
-    spec_called,
-)
-from tests.oracle import (
-    Oracle,
-    find_oracle,
-    relative,
-)
+from tests.configs import FEATURES, FEW, NAMES, RANDOM_SEEDS, SMALL, few, random_spec, spec_called
+from tests.oracle import Oracle, find_oracle, relative
 from tests.parity import CHUNKS, agrees, interpreted, prefill_then_decode
 from tests.runner import Session, built_program, open_session
 

@@ -17,15 +17,7 @@ from g4ir.model.text import build_graph
 from g4ir.ops.moe import distinct_experts
 from g4ir.passes import PassOptions, run_passes
 from g4ir.passes.latent_kv import LatentOptions
-from g4ir.plan.cost import (
-    NodeCost,
-    Roof,
-    by_kind,
-    decode_costs,
-    floors,
-    prefill_costs,
-    total,
-)
+from g4ir.plan.cost import NodeCost, Roof, by_kind, decode_costs, floors, prefill_costs, total
 from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir

@@ -365,11 +365,7 @@ SPELLINGS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     # KV heads of their own count only with K=V
     ("tiny-moe", {"attention_k_eq_v": False}, {"text.full.num_key_value_heads": 2}),
     ("tiny-moe", {"dtype": ..., "torch_dtype": "bfloat16"}, {"dtype": "bf16"}),
-    (
-        "tiny-moe",
-        {"top_k_experts": ..., "num_experts_per_tok": 3},
-        {"text.moe.top_k_experts": 3},
-    ),
+    ("tiny-moe", {"top_k_experts": ..., "num_experts_per_tok": 3}, {"text.moe.top_k_experts": 3}),
     ("tiny-moe", {"global_head_dim": None}, {"text.full.head_dim": 32}),
     ("tiny-moe", {"per_layer_config": {}}, {"text.full.head_dim": 32}),
     (

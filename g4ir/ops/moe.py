@@ -25,11 +25,7 @@ class router:
     normalised; root = hidden_size^-0.5 is a Python float and stays unrounded.
     """
 
-    budget = Budget(
-        8,
-        256,
-        "scores of up to 8 are rounded, and a weight moves by what they move",
-    )
+    budget = Budget(8, 256, "scores of up to 8 are rounded, and a weight moves by what they move")
     kind = "experts"
     rows = (0,)
 

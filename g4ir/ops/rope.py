@@ -10,13 +10,7 @@ from .types import Type, torch, torch_dtype
 
 #: attributes of a rotation: how pairs are chosen, the base, the fraction of pairs, the divisor of
 #: frequencies, the dtype of the table
-ROTATION = {
-    "kind": "str",
-    "theta": "float",
-    "fraction": "float",
-    "factor": "float",
-    "dtype": "str",
-}
+ROTATION = {"kind": "str", "theta": "float", "fraction": "float", "factor": "float", "dtype": "str"}
 
 
 def rotated_pairs(kind: str, dim: int, fraction: float) -> int:

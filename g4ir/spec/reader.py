@@ -317,9 +317,7 @@ def build(cls: type, node: Node, path: str = "", hints: Hints | None = None) -> 
     missing = [name for name, f in by_name.items() if required(f) and name not in node.entries]
     if missing:
         raise fail(node.where, join(path, missing[0]), "is missing; add it")
-    return cls(
-        **{k: convert(v, hints[k], join(path, k)) for k, v in node.entries.items()},
-    )
+    return cls(**{k: convert(v, hints[k], join(path, k)) for k, v in node.entries.items()})
 
 
 def required(f: Field[Any]) -> bool:
