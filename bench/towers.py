@@ -26,9 +26,9 @@ from g4ir.bench.measure import interleave
 from g4ir.bench.stats import around, median
 from g4ir.media.images import prepare_image
 from g4ir.media.sound import Sound, prepare_sound
+from g4ir.model.audio import audio_settings
 from g4ir.model.images import image_settings
 from g4ir.model.media import KINDS
-from g4ir.model.sounds import audio_settings
 from g4ir.ops.types import TORCH_NAMES, torch_dtype
 from g4ir.spec.parts import FULL, SLIDING
 from g4ir.spec.record import Spec, load_spec

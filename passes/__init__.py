@@ -1,16 +1,17 @@
 """Runs the passes in order and verifies in between.
 
 Each is a file of this folder with
-  a function of the same name, `Graph -> Graph`; its second argument `note(value, reason)` receives
-             what it did and why it left a candidate alone; `g4ir show --why PASS` prints that
-  AFTER      the pass that it follows, with the reason; None: it is the first
-  OPTIONS    if it has options: their defaults, a frozen dataclass that checks its fields; the
-             function's third argument. The CLI, `plan`, the manifest and `verify` read it
-  GPU_ROWS   if it is only for decode steps that are one kernel graph on a GPU: the most sequences
-             of such a step
-  CHANGES_STATE  true if it may change the types of the caches
-  CHANGES_MEANING  true if it may round what the graph before it does not, or change values that
-             keep their names
+  a function of the same name, `Graph -> Graph`, whose argument `note(value, reason)` receives what
+      it did and why it left a candidate alone (`g4ir show --why PASS` prints that);
+      or JOINS, rows of join.py's table
+  AFTER  the pass that it follows, with the reason; None: it is the first
+and, if it applies,
+  OPTIONS  default options, a frozen dataclass that checks its fields: the function's third
+      argument. The CLI, `plan`, the manifest and `verify` read it
+  GPU_ROWS  the most sequences of a step, for passes of decode steps that are one kernel graph on a
+      GPU
+  CHANGES_STATE  true: it may change the types of the caches
+  CHANGES_MEANING  true: it may round, or change values that keep their names
 
 Packing comes before the choice of rows, so that prefill and decode share weights; what follows the
 caches' last form joins whole blocks of nodes into one op each.
@@ -30,6 +31,9 @@ from typing import Any, TypeVar
 from g4ir.errors import G4Error, InputError, PassError
 from g4ir.ir.graph import Graph, Program
 from g4ir.ir.verify import verify
+
+from .join import join
+from .match import Note, ignore
 
 #: sees a pass and a graph
 Dump = Callable[[str, Graph], None]
@@ -70,10 +74,6 @@ _BY_NAME = _ordered(
     }
 )
 PASSES = tuple(_BY_NAME)
-CHANGES_STATE, CHANGES_MEANING = (
-    frozenset(n for n, m in _BY_NAME.items() if getattr(m, what, False))
-    for what in ("CHANGES_STATE", "CHANGES_MEANING")
-)
 
 
 def _with(attribute: str) -> dict[str, Any]:
@@ -81,6 +81,8 @@ def _with(attribute: str) -> dict[str, Any]:
     return {n: vars(m)[attribute] for n, m in _BY_NAME.items() if attribute in vars(m)}
 
 
+CHANGES_STATE = frozenset(_with("CHANGES_STATE"))
+CHANGES_MEANING = frozenset(_with("CHANGES_MEANING"))
 #: pass -> its options by default
 OPTIONS: Mapping[str, Any] = _with("OPTIONS")
 #: pass that is only for kernel graphs of a GPU -> the most sequences of a step
@@ -143,7 +145,12 @@ def find_pass(name: str) -> Callable[..., Graph]:
     """Return the function of a pass; InputError lists the names."""
     if name not in PASSES:
         raise InputError(f"unknown pass {name!r}; one of {', '.join(PASSES)}")
-    function: Callable[..., Graph] = getattr(_BY_NAME[name], name)
+    module = _BY_NAME[name]
+
+    def joined(g: Graph, note: Note = ignore) -> Graph:
+        return join(g, module.JOINS, note)
+
+    function: Callable[..., Graph] = getattr(module, name, joined)
     return function
 
 

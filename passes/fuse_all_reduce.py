@@ -12,8 +12,7 @@ from __future__ import annotations
 from g4ir.ir.graph import Graph, Node
 from g4ir.ops.reduce_norm import MOST_ROWS, WITH_SUMS
 
-from .join import Join, join
-from .match import Note, ignore
+from .join import Join
 
 AFTER = "fuse_cache_write"  # the norms of a layer are what they will be
 GPU_ROWS = MOST_ROWS
@@ -35,8 +34,3 @@ JOINS = tuple(
     )
     for norm, (joined, operands) in WITH_SUMS.items()
 )
-
-
-def fuse_all_reduce(g: Graph, note: Note = ignore) -> Graph:
-    """Fuse a sum over ranks with the norm that alone takes it."""
-    return join(g, JOINS, note)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from g4ir.ir.graph import Graph, Node, Value
 
-from .join import Join, join
-from .match import ANY_ROWS, Note, ignore
+from .join import Join
+from .match import ANY_ROWS
 
 AFTER = "fuse_norm_moe"  # it takes what writes the caches
 GPU_ROWS = ANY_ROWS
@@ -51,8 +51,3 @@ JOINS = (
         refuses=_refuses,
     ),
 )
-
-
-def fuse_attention(g: Graph, note: Note = ignore) -> Graph:
-    """Fuse an attention and what makes its queries, and its newest keys and values, into one op."""
-    return join(g, JOINS, note)

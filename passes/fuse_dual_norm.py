@@ -6,42 +6,21 @@ what `fuse_norm_residual` made of the sum's own norm.
 
 from __future__ import annotations
 
-from g4ir.ir.graph import Builder, Graph, Node
-from g4ir.ir.rewrite import splice_all
+from functools import partial
 
-from .match import Left, Note, ignore
+from g4ir.ir.graph import Graph, Node
+
+from .match import Edit, Left, Note, edit_each, ignore
 
 AFTER = "fuse_moe"  # it takes what fuse_norm_residual made
 
 
 def fuse_dual_norm(g: Graph, note: Note = ignore) -> Graph:
     """Fuse two post-norms, their sum and the norms after it into one op."""
-    edits: list[tuple[list[Node], list[Node]]] = []
-    for n in g.find("norm_residual"):
-        try:
-            one, both = _match(g, n)
-        except Left as reason:
-            note(n.outputs[0].name, f"left: {reason}")
-            continue
-        b = Builder()
-        b.emit_all(
-            "dual_norm_residual",
-            *one.inputs,
-            both["x"],
-            both["w_post"],
-            n["w_post"],
-            n["residual"],
-            *n.inputs[3:],
-            **n.attrs,
-            name=[v.name for v in n.outputs],
-        )
-        edits.append(([one, both, n], b.nodes))
-        note(n.outputs[0].name, f"fused with the norms of {one['x']} and {both['x']}")
-    return splice_all(g, edits)
+    return edit_each(g, g.find("norm_residual"), partial(_edit, g), note)
 
 
-def _match(g: Graph, n: Node) -> tuple[Node, Node]:
-    """Return the norm of the first branch, and the sum with that of the second."""
+def _edit(g: Graph, n: Node) -> Edit:
     both = g.producers().get(n["x"].name)
     plain = both is not None and both.op == "norm_residual" and len(both.inputs) == 3
     one = g.producers().get(both["residual"].name) if both is not None and plain else None
@@ -55,4 +34,6 @@ def _match(g: Graph, n: Node) -> tuple[Node, Node]:
             raise Left(f"{v} has a pre-norm of its own")
         if g.users()[v.name] != [user] or user.inputs.count(v) > 1:
             raise Left(f"{v} has another user")
-    return one, both
+    sums = (both["x"], both["w_post"], n["w_post"], n["residual"])
+    made = Node("dual_norm_residual", (*one.inputs, *sums, *n.inputs[3:]), n.outputs, n.attrs)
+    return Edit([one, both, n], [made], f"fused with the norms of {one['x']} and {both['x']}")

@@ -7,10 +7,7 @@ embedding.
 
 from __future__ import annotations
 
-from g4ir.ir.graph import Graph
-
-from .join import Join, join
-from .match import Note, ignore
+from .join import Join
 
 AFTER = "quantize_activations"  # products have their last operands
 
@@ -18,8 +15,3 @@ JOINS = (
     Join(reader="glu", operands=("gate",), producer="linear", joined="linear_glu"),
     Join(reader="glu_packed", operands=("x",), producer="linear", joined="linear_glu"),
 )
-
-
-def fuse_glu(g: Graph, note: Note = ignore) -> Graph:
-    """Fuse a gated activation and the product before it into one op."""
-    return join(g, JOINS, note)

@@ -6,12 +6,9 @@ waits for the other, and a backend can run both in the same grids.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from g4ir.ir.graph import Graph, Node, Value
 
-from g4ir.ir.graph import Builder, Graph, Node, Value
-from g4ir.ir.rewrite import splice_all
-
-from .match import Left, Note, ignore, normed, only_user
+from .match import Edit, Left, Note, edit_each, ignore, normed, only_user
 
 AFTER = "fuse_glu"  # it takes the fused MLP
 
@@ -21,53 +18,22 @@ def fuse_moe(g: Graph, note: Note = ignore) -> Graph:
     beside: dict[Value, list[Node]] = {}
     for n in g.find("experts"):
         beside.setdefault(normed(g, n["x"]), []).append(n)
-    edits: list[tuple[list[Node], list[Node]]] = []
-    for glu in g.find("linear_glu"):
+
+    def edit(glu: Node) -> Edit:
         routed = beside.get(normed(g, glu["x"]), [])
-        try:
-            match = _match(g, glu, routed)
-        except Left as reason:
-            note(glu.out.name, f"left: {reason}")
-            continue
-        routed.remove(match.experts)
-        edits.append((match.nodes(), match.fused()))
-        note(glu.out.name, f"fused with {match.experts.out}")
+        if not routed:
+            raise Left("no experts beside it")
+        found = _edit(g, glu, routed[0])
+        del routed[0]
+        return found
+
+    out = edit_each(g, g.find("linear_glu"), edit, note)
     for n in (n for many in beside.values() for n in many):
         note(n.out.name, "left: no gated MLP beside it")
-    return splice_all(g, edits)
+    return out
 
 
-@dataclass(frozen=True)
-class _Match:
-    glu: Node
-    down: Node
-    router: Node
-    experts: Node
-
-    def nodes(self) -> list[Node]:
-        return [self.glu, self.down, self.router, self.experts]
-
-    def fused(self) -> list[Node]:
-        b, own = Builder(), self.experts
-        b.emit_all(
-            "moe_mlp",
-            self.glu["x"],
-            own["x"],
-            *self.router.inputs,
-            self.glu["w"],
-            self.down["w"],
-            *own.inputs[3:],
-            **self.glu.attrs,
-            **self.router.attrs,
-            name=[self.down.out.name, own.out.name],
-        )
-        return b.nodes
-
-
-def _match(g: Graph, glu: Node, routed: list[Node]) -> _Match:
-    if not routed:
-        raise Left("no experts beside it")
-    experts = routed[0]
+def _edit(g: Graph, glu: Node, experts: Node) -> Edit:
     if len(glu.inputs) > 2:
         raise Left("its gate and up are not packed")
     if glu.attrs["act"] != experts.attrs["act"]:
@@ -82,4 +48,7 @@ def _match(g: Graph, glu: Node, routed: list[Node]) -> _Match:
         only_user(g, v, "experts")
     if normed(g, router["x"]) != normed(g, experts["x"]):
         raise Left(f"{router.outputs[0]} is of another residual")
-    return _Match(glu, down, router, experts)
+    weights = (*router.inputs, glu["w"], down["w"], *experts.inputs[3:])
+    results, attrs = (down.out, experts.out), {**glu.attrs, **router.attrs}
+    made = Node("moe_mlp", (glu["x"], experts["x"], *weights), results, attrs)
+    return Edit([glu, down, router, experts], [made], f"fused with {experts.out}")

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from g4ir.ir.graph import Graph, Node, Value
 
-from .join import Join, join
-from .match import Note, ignore
+from .join import Join
 
 AFTER = "fuse_all_reduce"  # products have their activations, sums over ranks their norms
 GPU_ROWS = 1
@@ -54,8 +53,3 @@ JOINS = tuple(
     for norm, (joined, _) in FUSED.items()
     for first in (1, 0)
 )
-
-
-def fuse_norm_linear(g: Graph, note: Note = ignore) -> Graph:
-    """Fuse a residual, its norm and the one product of that norm into one op."""
-    return join(g, JOINS, note)

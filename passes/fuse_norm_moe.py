@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from g4ir.ir.graph import Graph, Node, Value
 
-from .join import Join, join
-from .match import Note, ignore
+from .join import Join
 
 AFTER = "fuse_norm_linear"  # products have what is theirs
 GPU_ROWS = 1
@@ -38,8 +37,3 @@ JOINS = (
         inputs=_inputs,
     ),
 )
-
-
-def fuse_norm_moe(g: Graph, note: Note = ignore) -> Graph:
-    """Fuse a residual, its three norms, and the experts that take them into one op."""
-    return join(g, JOINS, note)

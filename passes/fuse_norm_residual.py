@@ -6,98 +6,56 @@ The three norms of one residual in a layer with experts share their rsqrt.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 
-from g4ir.ir.graph import Builder, Graph, Node, Value
-from g4ir.ir.rewrite import splice_all
+from g4ir.ir.graph import Graph, Node
 
-from .match import Note, ignore
+from .match import Edit, Left, Note, edit_each, ignore
 
 AFTER = "fuse_norm_rope"  # the norms of Q and K are no norms of a residual
 
 
 def fuse_norm_residual(g: Graph, note: Note = ignore) -> Graph:
     """Fuse post-norm, residual add, layer scalar and the following pre-norms into one op."""
-    producers, users = g.producers(), g.users()
-    edits: list[tuple[list[Node], list[Node]]] = []
-    for add in g.find("add"):
-        match = _match(add, producers, users, note)
-        if match:
-            edits.append((match.nodes(), match.fused()))
-            note(add.out.name, f"fused with {len(match.pre)} pre-norms")
-    return splice_all(g, edits)
+    return edit_each(g, g.find("add"), partial(_edit, g), note)
 
 
-@dataclass(frozen=True)
-class _Match:
-    add: Node
-    post: Node
-    scalar: Node | None
-    pre: tuple[Node, ...]
-
-    @property
-    def residual(self) -> Value:
-        return next(v for v in self.add.inputs if v != self.post.out)
-
-    @property
-    def result(self) -> Value:
-        return (self.scalar or self.add).out
-
-    def nodes(self) -> list[Node]:
-        return [self.post, self.add, *([self.scalar] if self.scalar else []), *self.pre]
-
-    def fused(self) -> list[Node]:
-        b = Builder()
-        extra = [self.scalar["w"]] if self.scalar else []
-        extra += [n["w"] for n in self.pre if len(n.inputs) > 1]
-        b.emit_all(
-            "norm_residual",
-            self.post["x"],
-            self.residual,
-            self.post["w"],
-            *extra,
-            eps=self.post.attrs["eps"],
-            scaled=self.scalar is not None,
-            weighted=tuple(len(n.inputs) > 1 for n in self.pre),
-            name=[self.result.name, *(n.out.name for n in self.pre)],
-        )
-        return b.nodes
-
-
-def _match(
-    add: Node, producers: Mapping[str, Node], users: Mapping[str, list[Node]], note: Note
-) -> _Match | None:
-    name = add.out.name
-    # The second input is the branch; where both are norms, the first stays the residual.
-    post = next(
-        (p for v in reversed(add.inputs) if (p := producers.get(v.name)) and _is_post(p)), None
+def _edit(g: Graph, add: Node) -> Edit:
+    post = _post_norm(g, add)
+    (residual,) = (v for v in add.inputs if v != post.out)
+    scalar = [n for n in g.users().get(add.out.name, []) if _is_scalar(g, n, add)]
+    h = (*scalar, add)[0].out
+    pre = [n for n in g.users().get(h.name, []) if _is_pre_norm(g, n, post) and n["x"] == h]
+    weighted = tuple(len(n.inputs) > 1 for n in pre)
+    weights = [v for n in (*scalar, *pre) for v in n.inputs[1:]]
+    made = Node(
+        "norm_residual",
+        (post["x"], residual, post["w"], *weights),
+        (h, *(n.out for n in pre)),
+        {"eps": post.attrs["eps"], "scaled": bool(scalar), "weighted": weighted},
     )
+    return Edit([post, add, *scalar, *pre], [made], f"fused with {len(pre)} pre-norms")
+
+
+def _post_norm(g: Graph, add: Node) -> Node:
+    # The second input is the branch; if both are norms, the first stays the residual.
+    makers = (g.producers().get(v.name) for v in reversed(add.inputs))
+    post = next((n for n in makers if n and n.op == "rms_norm" and len(n.inputs) == 2), None)
     if post is None:
-        note(name, "left: adds no weighted norm")
-        return None
-    if len(users[post.out.name]) > 1 or add["a"] == add["b"]:
-        note(name, f"left: {post.out} has another user")
-        return None
-    after = users.get(name, [])
-    scaled = [n.op for n in after] == ["mul"] and after[0]["x"] == add.out
-    scalar = after[0] if scaled and after[0]["w"].type.shape == (1,) else None
-    result = (scalar or add).out
-    pre = tuple(
-        n
-        for n in users.get(result.name, [])
-        if n.op == "rms_norm"
-        and n["x"] == result
-        and n.attrs == post.attrs
-        and not _feeds_add(n, users)
-    )
-    return _Match(add, post, scalar, pre)
+        raise Left("adds no weighted norm")
+    if len(g.users()[post.out.name]) > 1 or add["a"] == add["b"]:
+        raise Left(f"{post.out} has another user")
+    return post
 
 
-def _is_post(n: Node) -> bool:
-    return n.op == "rms_norm" and len(n.inputs) == 2
+def _is_scalar(g: Graph, n: Node, add: Node) -> bool:
+    """Whether a node multiplies the sum, which nothing else reads, by one value."""
+    alone = g.users()[add.out.name] == [n] and n.op == "mul" and n["x"] == add.out
+    return alone and n["w"].type.shape == (1,)
 
 
-def _feeds_add(norm: Node, users: Mapping[str, list[Node]]) -> bool:
-    """Whether a norm is the post-norm of its own residual add."""
-    return [u.op for u in users.get(norm.out.name, [])] == ["add"]
+def _is_pre_norm(g: Graph, n: Node, post: Node) -> bool:
+    """Whether a node is a norm as the post-norm is, but not that of its own residual add."""
+    if n.op != "rms_norm" or n.attrs != post.attrs:
+        return False
+    return [u.op for u in g.users().get(n.out.name, [])] != ["add"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from g4ir.ir.graph import Graph, Node
 
-from .join import Join, join
-from .match import Note, ignore
+from .join import Join
 
 AFTER = "fuse_gate_up"  # heads are cut from packed products by now
 
@@ -15,16 +14,5 @@ def _refuses(g: Graph, norm: Node, rope: Node) -> str:
 
 
 JOINS = (
-    Join(
-        reader="rope",
-        operands=("x",),
-        producer="rms_norm",
-        joined="norm_rope",
-        refuses=_refuses,
-    ),
+    Join(reader="rope", operands=("x",), producer="rms_norm", joined="norm_rope", refuses=_refuses),
 )
-
-
-def fuse_norm_rope(g: Graph, note: Note = ignore) -> Graph:
-    """Fuse the per-head norm of Q or K and its rotation into one op."""
-    return join(g, JOINS, note)

@@ -10,14 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from g4ir.ir.graph import Attr, Builder, Graph, Node, Value
-from g4ir.ir.rewrite import splice_all
+from g4ir.ir.graph import Attr, Graph, Node, Value
 
-from .match import Left, Note, after
-
-
-def _allowed(g: Graph, producer: Node, reader: Node) -> str:
-    return ""
+from .match import Edit, Left, Note, after, edit_each
 
 
 @dataclass(frozen=True)
@@ -35,7 +30,7 @@ class Join:
     #: only for one token of each sequence
     one_token: bool = False
     #: reason to leave the two apart, or ""
-    refuses: Callable[[Graph, Node, Node], str] = _allowed
+    refuses: Callable[[Graph, Node, Node], str] = lambda g, producer, reader: ""
     #: inputs of the joined node; None: the reader's, the producer's in place of the operands
     inputs: Callable[[Node, Node], Sequence[Value]] | None = None
     #: attributes of the joined node that the two lack, and those of the producer that it lacks
@@ -49,7 +44,7 @@ class Join:
     def takes(self, n: Node, producer: Node) -> bool:
         """Whether the row is about these two nodes."""
         made = producer.outputs[self.first :][: len(self.operands)]
-        return (n.op, producer.op) == (self.reader, self.producer) and made == self.taken(n)
+        return producer.op == self.producer and made == self.taken(n)
 
     def check(self, g: Graph, n: Node, producer: Node) -> None:
         """Raise Left with the reason to leave the two apart."""
@@ -69,14 +64,11 @@ class Join:
 
     def node(self, n: Node, producer: Node) -> Node:
         """Return the joined node."""
-        taken = () if self.shared else self.taken(n)
-        results = (*n.outputs, *(v for v in producer.outputs if v not in taken))
+        kept = () if self.shared else self.taken(n)
+        results = (*n.outputs, *(v for v in producer.outputs if v not in kept))
         own = {k: v for k, v in producer.attrs.items() if k not in self.drops}
         inputs = self.inputs(producer, n) if self.inputs else self._in_place(producer, n)
-        b = Builder()
-        names = [v.name for v in results]
-        b.emit_all(self.joined, *inputs, name=names, **{**self.attrs, **own, **n.attrs})
-        return b.nodes[0]
+        return Node(self.joined, tuple(inputs), results, {**self.attrs, **own, **n.attrs})
 
     def _in_place(self, producer: Node, n: Node) -> Sequence[Value]:
         """Return the reader's inputs with the producer's in place of what it makes: all in place of
@@ -89,26 +81,17 @@ class Join:
 
 def join(g: Graph, rows: Sequence[Join], note: Note) -> Graph:
     """Join every reader with its producer if a row takes them."""
-    edits: list[tuple[list[Node], list[Node]]] = []
-    for n in g.find(*dict.fromkeys(row.reader for row in rows)):
-        try:
-            row, producer = _match(g, n, rows)
-        except Left as reason:
-            note(n.outputs[0].name, f"left: {reason}")
-            continue
-        edits.append(([producer, n], [row.node(n, producer)]))
-        note(n.outputs[0].name, f"fused with {producer.outputs[0]}")
-    return splice_all(g, edits)
 
+    def edit(n: Node) -> Edit:
+        own = [row for row in rows if row.reader == n.op]
+        taken = own[0].taken(n)
+        producer = g.producers().get(taken[0].name)
+        row = next((row for row in own if producer and row.takes(n, producer)), None)
+        if row is None or producer is None:
+            ops = " or ".join(dict.fromkeys(row.producer for row in own))
+            are = "is" if len(taken) == 1 else "are"
+            raise Left(f"{' and '.join(map(str, taken))} {are} not made by {ops}")
+        row.check(g, n, producer)
+        return Edit([producer, n], [row.node(n, producer)], f"fused with {producer.outputs[0]}")
 
-def _match(g: Graph, n: Node, rows: Sequence[Join]) -> tuple[Join, Node]:
-    own = [row for row in rows if row.reader == n.op]
-    v = own[0].taken(n)[0]
-    producer = g.producers().get(v.name)
-    row = next((row for row in own if producer and row.takes(n, producer)), None)
-    if row is None or producer is None:
-        ops = " or ".join(dict.fromkeys(row.producer for row in own))
-        what = " and ".join(map(str, own[0].taken(n)))
-        raise Left(f"{what} {'are' if ' and ' in what else 'is'} not made by {ops}")
-    row.check(g, n, producer)
-    return row, producer
+    return edit_each(g, g.find(*(row.reader for row in rows)), edit, note)

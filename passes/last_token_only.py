@@ -8,13 +8,12 @@ nothing follows a row's last token in its block.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from g4ir.ir.graph import Builder, Graph, Node, Value
 from g4ir.ir.rewrite import drop_dead, order, rebuild
 
-from .match import Note, ignore
+from .match import Note, after, ignore
 
 AFTER = "plan_cache"  # rows are chosen when weights are packed, for prefill and decode alike
 
@@ -26,7 +25,10 @@ def last_token_only(g: Graph, note: Note = ignore) -> Graph:
         note(g.outputs[0].name, "left: every row is asked for")
         return g
     region = _region(g, sink)
-    _tell_left(g, region, note)
+    for n in (n for n in g.find("attention") if n.out.name not in region):
+        write = next((m for m in after(g, n.outputs) if m.op == "cache_write"), None)
+        why = f"for {write.out}" if write else "by others than the last row's"
+        note(n.out.name, f"left: every row is read, {why}")
     if sink["x"].name not in region:
         note(sink.out.name, f"left: {sink['x']} has another user")
         return g
@@ -40,41 +42,17 @@ def _region(g: Graph, sink: Node) -> set[str]:
         reads = {v: users.get(v.name, []) for v in n.outputs}
         if not any(reads.values()) or not n.definition.rows:
             continue
-        if all(_last_only(v, read, sink, region) for v, read in reads.items()):
+        if all(_last_only(v, u, sink, region) for v, read in reads.items() for u in read):
             region.update(v.name for v in n.outputs)
     return region
 
 
-def _tell_left(g: Graph, region: set[str], note: Note) -> None:
-    """Note why the layers before the tail keep every row."""
-    users = g.users()
-    for n in g.find("attention"):
-        if n.out.name not in region:
-            write = _first_write(n, users)
-            why = f"for {write.out}" if write else "by others than the last row's"
-            note(n.out.name, f"left: every row is read, {why}")
-
-
-def _first_write(n: Node, users: Mapping[str, list[Node]]) -> Node | None:
-    """Return the nearest cache write that a node's result goes into."""
-    queue, seen = [n], {id(n)}
-    for node in queue:
-        if node.op == "cache_write":
-            return node
-        after = [u for v in node.outputs for u in users.get(v.name, []) if id(u) not in seen]
-        seen.update(map(id, after))
-        queue += after
-    return None
-
-
-def _last_only(v: Value, users: list[Node], sink: Node, region: set[str]) -> bool:
-    def fine(n: Node) -> bool:
-        if n is sink:
-            return True
-        at = {i for i, x in enumerate(n.inputs) if x == v}
-        return bool(n.outputs) and n.outputs[0].name in region and at <= set(n.definition.rows)
-
-    return all(fine(n) for n in users)
+def _last_only(v: Value, user: Node, sink: Node, region: set[str]) -> bool:
+    if user is sink:
+        return True
+    at = {i for i, x in enumerate(user.inputs) if x == v}
+    inside = bool(user.outputs) and user.outputs[0].name in region
+    return inside and at <= {*user.definition.rows}
 
 
 def _narrow(g: Graph, sink: Node, region: set[str], note: Note) -> Graph:
@@ -104,8 +82,8 @@ def _narrow(g: Graph, sink: Node, region: set[str], note: Note) -> Graph:
                 n = _read_written(g, n, end)
         nodes += [*b.nodes, n]
         b.nodes.clear()
-    result = Value(sink.out.name, sink["x"].type)
-    nodes = [_renamed(n, sink["x"].name, result) for n in nodes]
+    result = {sink["x"].name: Value(sink.out.name, sink["x"].type)}
+    nodes = [replace(n, outputs=tuple(result.get(v.name, v) for v in n.outputs)) for n in nodes]
     return drop_dead(rebuild(order(replace(g, nodes=tuple(nodes)))))
 
 
@@ -127,7 +105,3 @@ def _read_written(g: Graph, n: Node, end: Value | None) -> Node:
     q, positions = n.inputs[:2]
     caches = tuple(g.next[v.name] for v in n.caches)
     return replace(n, inputs=(q, positions, end, *caches))
-
-
-def _renamed(n: Node, name: str, value: Value) -> Node:
-    return replace(n, outputs=tuple(value if v.name == name else v for v in n.outputs))

@@ -12,18 +12,16 @@ K and V die where nothing else reads them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from g4ir.errors import InputError
-from g4ir.ir.graph import RESULT, Attr, Builder, Graph, Node, Value
+from g4ir.ir.graph import RESULT, Builder, Graph, Node, Value
 from g4ir.ir.names import layer_of
 from g4ir.ir.rewrite import drop_dead, splice_all
 from g4ir.ops.attention import split_chunk
 from g4ir.ops.latent import PARTS
 from g4ir.ops.rope import rotated_pairs
 
-from .match import Left, Note, ignore
+from .match import Left, Note, ignore, require_one_of
 
 AFTER = "last_token_only"  # its readers are those that are left
 CHANGES_STATE = True
@@ -41,8 +39,7 @@ class LatentOptions:
     keep: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise InputError(f"latent_kv: form {self.form!r}: expected one of {', '.join(FORMS)}")
+        require_one_of("latent_kv: form", self.form, FORMS)
 
 
 OPTIONS = LatentOptions()
@@ -50,107 +47,70 @@ OPTIONS = LatentOptions()
 
 def latent_kv(g: Graph, note: Note = ignore, options: LatentOptions = OPTIONS) -> Graph:
     """Make one cache for each layer where K = V."""
-    form = options.form
     edits: list[tuple[list[Node], list[Node]]] = []
     written: dict[str, list[Node]] = {}
-    for pair in _pairs(g):
+    for (k, v), readers in _pairs(g).items():
         try:
-            if layer_of(pair.k) in options.keep:
+            if layer_of(k) in options.keep:
                 raise Left("a drafter reads it as K and V")
-            found = _match(g, pair)
-            _check_form(found, form)
+            found = _match(g, k, v, readers)
+            _check_form(found, options.form)
         except Left as reason:
-            note(pair.k, f"left: {reason}")
+            note(k, f"left: {reason}")
             continue
-        new = found.writes(form)
+        new = found.writes(options.form)
         writes = [n for n in new if n.op == "cache_write"]
         edits.append(([found.write_k, found.write_v], new))
-        edits += [([n], [found.read(n, form, writes)]) for n in pair.readers]
-        written |= {pair.k: writes, pair.v: []}
-        note(pair.k, f"kept with %{pair.v} as {' and '.join(str(w['cache']) for w in writes)}")
+        edits += [([n], [found.read(n, options.form, writes)]) for n in readers]
+        written |= {k: writes, v: []}
+        note(k, f"kept with %{v} as {' and '.join(str(w['cache']) for w in writes)}")
     return _with_states(splice_all(g, edits), written) if edits else g
 
 
 @dataclass(frozen=True)
-class _Pair:
-    """Names of two states that attentions read as K and V."""
-
-    k: str
-    v: str
-    readers: tuple[Node, ...]
-
-
-@dataclass(frozen=True)
-class _Key:
-    """The parts that K is made of."""
-
-    raw: Value
-    weight: Value
-    eps: Attr
-    tables: tuple[Value, ...]
-
-
-@dataclass(frozen=True)
 class _Match:
-    """A pair whose tensors come from one projection."""
+    """Two states whose tensors come from one projection, and the parts that K is made of."""
 
-    pair: _Pair
     write_k: Node
     write_v: Node
-    key: _Key
+    norm: Node  # of K, fused with its rotation or not
     table: Node
-
-    @property
-    def dim(self) -> int:
-        dim = self.table.attrs["dim"]
-        assert isinstance(dim, int)
-        return dim
 
     @property
     def rotated(self) -> int:
         """Rotated pairs of dims."""
-        kind, fraction = self.table.attrs["kind"], self.table.attrs["fraction"]
-        assert isinstance(kind, str) and isinstance(fraction, int | float)
-        return rotated_pairs(kind, self.dim, fraction)
+        t = self.table
+        return rotated_pairs(t.word("kind"), t.whole("dim"), t.number("fraction"))
 
     def writes(self, form: str) -> list[Node]:
         """Return the nodes that make the chunk's rows and write them."""
-        b, scope = Builder(), self.pair.k[: self.pair.k.rfind(".") + 1]
+        b, k = Builder(), self.write_k["cache"]
+        scope = k.name[: k.name.rfind(".") + 1]
         if form == "value":
-            v, k = self.write_v["new"], self.write_k["new"]
-            rows = [b.emit("latent_row", v, k, pairs=self.rotated, name=f"{scope}latent.new")]
+            kv = self.write_v["new"], self.write_k["new"]
+            rows = [b.emit("latent_row", *kv, pairs=self.rotated, name=f"{scope}latent.new")]
         else:
-            raw, eps = self.key.raw, self.key.eps
+            raw, eps = self.norm["x"], self.norm.attrs["eps"]
             rows = [raw, b.emit("inverse_rms", raw, eps=eps, name=f"{scope}rms.new")]
-        slots = self.write_k["cache"].type.shape[0]
         for part, row in zip(PARTS[form], rows, strict=True):
             batch, _, *rest = row.type.shape
-            state = Value(f"{scope}{part}", row.type.with_shape(slots, batch, *rest))
+            state = Value(f"{scope}{part}", row.type.with_shape(k.type.shape[0], batch, *rest))
             b.emit("cache_write", state, row, *self.write_k.inputs[2:], name=f"{state.name}.next")
         return b.nodes
 
     def read(self, n: Node, form: str, writes: list[Node]) -> Node:
         """Return a reader over the new caches, before or after their write as before."""
-        b, rotation = Builder(), {k: v for k, v in self.table.attrs.items() if k != "dim"}
+        rotation = {k: v for k, v in self.table.attrs.items() if k != "dim"}
         after = n.caches[0] == self.write_k.out
         fresh, block_ids = split_chunk(n.chunk, 2)
         held = [w.out if after else w["cache"] for w in writes]
         held += [w["new"] for w in writes] if fresh else []
         held += [] if block_ids is None else [block_ids]
-        b.emit(
-            "attention_latent",
-            *n.inputs[:3],
-            self.key.weight,
-            *held,
-            form=form,
-            **n.attrs,
-            **rotation,
-            name=n.out.name,
-        )
-        return b.nodes[0]
+        inputs = (*n.inputs[:3], self.norm["w"], *held)
+        return Node("attention_latent", inputs, n.outputs, {"form": form, **n.attrs, **rotation})
 
 
-def _pairs(g: Graph) -> list[_Pair]:
+def _pairs(g: Graph) -> dict[tuple[str, str], list[Node]]:
     """Return the states that attentions read together, in order of their first reader."""
     origin = {v.name: v.name for v in g.state} | {v.name: name for name, v in g.next.items()}
     found: dict[tuple[str, str], list[Node]] = {}
@@ -158,57 +118,58 @@ def _pairs(g: Graph) -> list[_Pair]:
         k, v = (origin.get(x.name) for x in n.caches)
         if k is not None and v is not None:
             found.setdefault((k, v), []).append(n)
-    return [_Pair(k, v, tuple(readers)) for (k, v), readers in found.items()]
+    return found
 
 
-def _match(g: Graph, pair: _Pair) -> _Match:
+def _match(g: Graph, k: str, v: str, readers: list[Node]) -> _Match:
     made = g.producers()
-    write_k, write_v = (_write(g, state, made) for state in (pair.k, pair.v))
-    key, v = _key(write_k["new"], made), made.get(write_v["new"].name)
-    if key is None or v is None or v.op != "rms_norm" or v.inputs != (key.raw,):
+    write_k, write_v = (_write(g, state) for state in (k, v))
+    norm, tables = _key(g, write_k["new"])
+    value = made.get(write_v["new"].name)
+    if not norm or not value or value.op != "rms_norm" or value.inputs != (norm["x"],):
         raise Left("K and V do not come from one projection")
-    if v.attrs["eps"] != key.eps:
+    if value.attrs["eps"] != norm.attrs["eps"]:
         raise Left("the norms of K and V differ in eps")
-    table = made.get(key.tables[0].name)
-    if table is None or table.op != "rope_table" or table.outputs != key.tables:
+    table = made.get(tables[0].name)
+    if table is None or table.op != "rope_table" or table.outputs != tables:
         raise Left("K is rotated by a table that is not made here")
     start = made.get(write_k["start"].name)
     starts = start is not None and start.op == "row_start" and start.inputs == table.inputs
     if not starts or write_k.inputs[2:] != write_v.inputs[2:]:
         raise Left("K and V are not written at the positions of the rotation")
-    match = _Match(pair, write_k, write_v, key, table)
-    _check_readers(g, match)
+    match = _Match(write_k, write_v, norm, table)
+    _check_readers(g, match, readers)
     return match
 
 
-def _write(g: Graph, state: str, made: Mapping[str, Node]) -> Node:
-    write = made.get(g.next[state].name) if state in g.next else None
+def _write(g: Graph, state: str) -> Node:
+    write = g.producers().get(g.next[state].name) if state in g.next else None
     if write is None or write.op != "cache_write" or write["cache"].name != state:
         raise Left(f"%{state} is not written here")
     return write
 
 
-def _key(k: Value, made: Mapping[str, Node]) -> _Key | None:
-    """Return the parts of K = rope(rms_norm(raw, weight), cos, sin), fused or not."""
-    n = made.get(k.name)
+def _key(g: Graph, k: Value) -> tuple[Node | None, tuple[Value, ...]]:
+    """Return the norm and the tables of K = rope(rms_norm(raw, weight), cos, sin), fused or not."""
+    n = g.producers().get(k.name)
     if n is not None and n.op == "norm_rope":
-        return _Key(n["x"], n["w"], n.attrs["eps"], n.inputs[2:])
-    norm = made.get(n["x"].name) if n is not None and n.op == "rope" else None
+        return n, n.inputs[2:]
+    norm = g.producers().get(n["x"].name) if n is not None and n.op == "rope" else None
     if n is None or norm is None or norm.op != "rms_norm" or len(norm.inputs) != 2:
-        return None
-    return _Key(norm["x"], norm["w"], norm.attrs["eps"], n.inputs[1:])
+        return None, ()
+    return norm, n.inputs[1:]
 
 
-def _check_readers(g: Graph, m: _Match) -> None:
+def _check_readers(g: Graph, m: _Match, readers: list[Node]) -> None:
     """Check that the two caches are read together, and by these attentions alone."""
     users, writes = g.users(), (m.write_k, m.write_v)
-    known = [*writes, *m.pair.readers, RESULT]
+    known = [*writes, *readers, RESULT]
     for w in writes:
         others = [n for v in (w["cache"], w.out) for n in users.get(v.name, []) if n not in known]
         if others or w["cache"] in g.results() or w.out in g.outputs:
             raise Left(f"{w['cache']} has another reader")
     fresh = tuple(w["new"] for w in writes)
-    for n in m.pair.readers:
+    for n in readers:
         together = [(w["cache"], w.out).index(v) for w, v in zip(writes, n.caches)]
         chunk, _ = split_chunk(n.chunk, 2)
         if len(set(together)) > 1 or chunk not in ((), fresh):
@@ -220,7 +181,7 @@ def _check_readers(g: Graph, m: _Match) -> None:
 def _check_form(m: _Match, form: str) -> None:
     if form == PLAIN:
         raise Left("the form `off` keeps K and V")
-    if form == "value" and 2 * m.rotated == m.dim:
+    if form == "value" and 2 * m.rotated == m.table.attrs["dim"]:
         raise Left("every dim of K is rotated, so that V says nothing of them")
 
 

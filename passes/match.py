@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
+from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Node, Value
+from g4ir.ir.rewrite import splice_all
 
 #: sees a value's name, and what a pass did there or why it left it
 Note = Callable[[str, str], None]
@@ -15,12 +18,41 @@ OFF = "off"
 ANY_ROWS = 1 << 30
 
 
+def require_one_of(option: str, value: object, known: Sequence[object]) -> None:
+    """Raise InputError for a pass's option with another value: `pass: option` names it."""
+    if value not in known:
+        raise InputError(f"{option} {value!r}: expected one of {', '.join(map(str, known))}")
+
+
 class Left(Exception):
     """The reason why a pass leaves nodes as they are."""
 
 
 def ignore(value: str, reason: str) -> None:
     """Take no note: for callers that do not ask."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Nodes, those that replace them, and what is noted of it."""
+
+    old: Sequence[Node]
+    new: Sequence[Node]
+    note: str
+
+
+def edit_each(g: Graph, nodes: Iterable[Node], edit: Callable[[Node], Edit], note: Note) -> Graph:
+    """Make the edit at each node, or note the reason of a Left."""
+    edits = []
+    for n in nodes:
+        try:
+            found = edit(n)
+        except Left as reason:
+            note(n.outputs[0].name, f"left: {reason}")
+            continue
+        edits.append((found.old, found.new))
+        note(n.outputs[0].name, found.note)
+    return splice_all(g, edits)
 
 
 def maker(g: Graph, n: Node, operand: str, op: str) -> Node | None:
@@ -46,22 +78,15 @@ def only_user(g: Graph, v: Value, op: str, reason: str = "has another user") -> 
 
 
 def after(g: Graph, values: Iterable[Value]) -> list[Node]:
-    """Return the nodes that follow from values, up to cache writes."""
+    """Return the nodes that follow from values, up to cache writes, the nearest first."""
     found: dict[int, Node] = {}
     queue = [u for v in values for u in g.users().get(v.name, [])]
-    while queue:
-        n = queue.pop()
+    for n in queue:
         if id(n) not in found:
             found[id(n)] = n
-            after = n.outputs if n.op != "cache_write" else ()
-            queue += [u for v in after for u in g.users().get(v.name, [])]
+            results = n.outputs if n.op != "cache_write" else ()
+            queue += [u for v in results for u in g.users().get(v.name, [])]
     return list(found.values())
-
-
-def is_free_projection(g: Graph, n: Node, user: str) -> bool:
-    """Whether it is a product with a weight, read by one node of that op and nothing else."""
-    users = [u.op for u in g.users().get(n.out.name, [])]
-    return held_as(g, n["w"]) is not None and users == [user]
 
 
 def normed(g: Graph, v: Value) -> Value:

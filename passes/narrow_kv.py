@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from g4ir.errors import InputError
-from g4ir.ir.graph import Builder, Graph, Node, Value
+from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ir.rewrite import rebuild
 from g4ir.ops.attention import split_chunk
 from g4ir.ops.kv_quant import NARROW, as_held
 from g4ir.ops.types import ITEMSIZE
 
-from .match import OFF, Note, ignore
+from .match import OFF, Note, ignore, require_one_of
 
 AFTER = "latent_kv"  # what caches hold is decided
 CHANGES_STATE = True
@@ -34,8 +33,7 @@ class NarrowOptions:
     to: str = OFF
 
     def __post_init__(self) -> None:
-        if self.to not in DTYPES:
-            raise InputError(f"narrow_kv: to {self.to!r}: expected one of {', '.join(DTYPES)}")
+        require_one_of("narrow_kv: to", self.to, DTYPES)
 
 
 OPTIONS = NarrowOptions()
@@ -55,7 +53,7 @@ def narrow_kv(g: Graph, note: Note = ignore, options: NarrowOptions = OPTIONS) -
     if not held:
         return g
     rows = {n["new"].name: _row(n["new"], to) for n in writes}
-    states = {v.name: _as_held(v, to) for v in held}
+    states = {v.name: Value(v.name, as_held(v.type, to)) for v in held}
     for v in states.values():
         note(v.name, f"held as {v.type.dtype}")
     nodes: list[Node] = []
@@ -79,14 +77,8 @@ def _is_wide(cache: Value, to: str) -> bool:
     return to != OFF and ITEMSIZE[cache.type.dtype] > ITEMSIZE[to]
 
 
-def _as_held(v: Value, to: str) -> Value:
-    return Value(v.name, as_held(v.type, to))
-
-
 def _row(v: Value, to: str) -> Node:
-    b = Builder()
-    b.emit("narrow_row", v, to=to, name=f"{v.name}.row")
-    return b.nodes[0]
+    return Node("narrow_row", (v,), (Value(f"{v.name}.row", as_held(v.type, to)),), {"to": to})
 
 
 def _reading(n: Node, rows: dict[str, Node]) -> Node:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Node, Value
 from g4ir.ops.codecs import ACTIVATIONS
 
-from .match import OFF, Note, ignore, maker
+from .match import OFF, Note, ignore, maker, require_one_of
 
 AFTER = "narrow_kv"  # products are packed, and no part of another op yet
 CHANGES_MEANING = True
@@ -28,9 +27,7 @@ class ActivationOptions:
     to: str = OFF
 
     def __post_init__(self) -> None:
-        if self.to not in FORMS:
-            known = ", ".join(FORMS)
-            raise InputError(f"quantize_activations: to {self.to!r}: expected one of {known}")
+        require_one_of("quantize_activations: to", self.to, FORMS)
 
 
 OPTIONS = ActivationOptions()

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from g4ir.errors import InputError, PassError
+from g4ir.errors import PassError
 from g4ir.ir.graph import Builder, Graph, Node, Value
 
-from .match import Note, ignore
+from .match import Note, ignore, require_one_of
 
 AFTER = None  # stages of `verify --each-pass` begin with values within the range
 CHANGES_MEANING = True  # divided values keep their names
@@ -37,9 +37,7 @@ class ScaleOptions:
     divisor: int = 1
 
     def __post_init__(self) -> None:
-        if self.divisor not in DIVISORS:
-            known = ", ".join(map(str, DIVISORS))
-            raise InputError(f"scale_residual: divisor {self.divisor}: expected one of {known}")
+        require_one_of("scale_residual: divisor", self.divisor, DIVISORS)
 
 
 OPTIONS = ScaleOptions()

@@ -42,7 +42,7 @@ from g4ir.media.sound import (
     stack_clips,
     to_mono,
 )
-from g4ir.model.sounds import MelSettings, RawSettings, audio_settings
+from g4ir.model.audio import MelSettings, RawSettings, audio_settings
 from g4ir.spec.record import load_spec
 from tests.media_tools import damaged
 

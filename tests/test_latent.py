@@ -6,44 +6,24 @@ kind of it, in both forms.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import g4ir
-from g4ir.backends.torch_compile.lower import SegmentModule
-from g4ir.backends.torch_compile.schedule import schedule
-from g4ir.backends.torch_compile.target import Target
-from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, SpecError
-from g4ir.ir.graph import Builder, Graph, Value
-from g4ir.ops import OPS
-from g4ir.ops.types import Type, torch_dtype
-from g4ir.passes import PASSES
 from g4ir.passes.latent_kv import FORMS, LatentOptions, latent_kv
 from g4ir.plan.latent import TABLE, LatentMeasurement, choose_form, read_table, write_table
 from g4ir.spec.parts import FULL, SLIDING, Rope
 from g4ir.spec.record import Spec, check_spec, load_spec
 from g4ir.spec.shrink import shrink
-from tests import parity
-from tests.configs import NAMES, SMALL, few, spec_called
-from tests.oracle import (
-    Oracle,
-    close_calls,
-    cosine,
-    find_bf16_oracle,
-    find_oracle,
-    random_tokens,
-    relative,
-)
-from tests.parity import CHUNKS, Subject, agrees, by_row, interpreted, prefill_then_decode
-from tests.runner import DTYPES, Session, build_engine, built_program, open_session, with_chunk
+from tests.configs import NAMES, SMALL, few, fewest, spec_called
+from tests.oracle import Oracle, close_calls, cosine, find_bf16_oracle, find_oracle
+from tests.parity import prefill_then_decode
+from tests.runner import DTYPES, Session, built_program, open_session
 from tests.test_bf16 import COSINE
 
 LATENT = ("value", "raw")
@@ -81,13 +61,6 @@ ALL = ("every-kind", *NAMES)
 CASES = [(n, f) for n in ALL for f in LATENT if has_latent(n, f)]
 SPARE = {p.values[0] for p in few(ALL) if p.marks} - {"31b-small"}
 SHORT = [pytest.param(*c, marks=[pytest.mark.full] * (c[0] in SPARE)) for c in CASES]
-
-
-@pytest.mark.parametrize("name", few(ALL))
-def test_the_cases_are_those_of_the_pass(name: str) -> None:
-    for form in LATENT:
-        graph = built_program(find(name), latent_kv=form).graphs["decode"]
-        assert any(graph.find("attention_latent")) == has_latent(name, form)
 
 
 def test_the_cases_have_every_kind() -> None:
@@ -138,38 +111,7 @@ def test_raw_is_bit_equal_in_bf16(name: str, chunk: int) -> None:
     assert torch.equal(logits(name, torch.bfloat16, "raw", chunk), want)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize(
-    "chunk", ["W-1", "all", *(pytest.param(c, marks=pytest.mark.full) for c in ("1", "W+1"))]
-)
-@pytest.mark.parametrize(("name", "form"), SHORT)
-def test_every_position(name: str, form: str, chunk: str) -> None:
-    """fp32 against transformers and against the plain caches."""
-    oracle = find_oracle(find(name))
-    size = CHUNKS[chunk](oracle.window, oracle.prompt)
-    got = logits(name, torch.float32, form, size)
-    agrees(got, oracle.logits, oracle)
-    agrees(got, logits(name, torch.float32, "off", size), oracle)
-
-
-@pytest.mark.parametrize(("name", "form"), SHORT)
-def test_the_last_token_alone(name: str, form: str) -> None:
-    s = interpreted(find_oracle(find(name)), all_logits=False, latent_kv=form)
-    parity.last_tokens(s, 9, steps=3)
-
-
-ALONE = tuple(p for p in PASSES if p != "latent_kv")
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("skip", [(), ALONE], ids=["all passes", "alone"])
-@pytest.mark.parametrize(("name", "form"), SHORT)
-def test_ragged_rows(name: str, form: str, skip: tuple[str, ...]) -> None:
-    oracle = find_oracle(find(name))
-    parity.ragged_rows(interpreted(oracle, 3, all_logits=False, skip=skip, latent_kv=form))
-
-
-@pytest.mark.parametrize("name", few(n for n in SMALL if (n, "value") in CASES))
+@pytest.mark.parametrize("name", fewest(n for n in (*SMALL, "combined") if (n, "value") in CASES))
 def test_value_in_bf16(name: str) -> None:
     """As near to transformers in bf16 as the plain caches have to be."""
     oracle = find_bf16_oracle(find(name))
@@ -180,224 +122,9 @@ def test_value_in_bf16(name: str) -> None:
     assert torch.equal(got.argmax(-1)[clear], oracle.logits.argmax(-1)[clear])
 
 
-def test_another_weight_shows() -> None:
-    """Keys are made with the norm's weight of the layer that owns them, and rotated where they
-    lie: with another weight, theta or fraction nothing agrees."""
-    oracle = find_oracle(every_kind())
-    program = built_program(oracle.spec, True, latent_kv="raw")
-    for changed in ({"theta": 10.0}, {"fraction": 0.75}, {"factor": 3.0}):
-        wrong = program.map(lambda g, c=changed: _with_attrs(g, c))  # type: ignore[misc]
-        session = Session(wrong, oracle.tensors, 2, 64, 128, True)
-        got = session.prefill(oracle.tokens, all_logits=True)
-        assert relative(got, oracle.logits).max() > 30 * oracle.budget
-
-
-def _with_attrs(g: Graph, changed: dict[str, Any]) -> Graph:
-    return replace(
-        g,
-        nodes=tuple(
-            replace(n, attrs={**n.attrs, **changed}) if n.op == "attention_latent" else n
-            for n in g.nodes
-        ),
-    )
-
-
 def test_an_unknown_form_is_refused() -> None:
     with pytest.raises(InputError, match="form 'half': expected one of off, value, raw"):
         latent_kv(built_program(every_kind()).graphs["decode"], LatentOptions("half"))
-
-
-# --- the op -----------------------------------------------------------------------------------
-
-D, PAIRS, THETA = 16, {"proportional": 2, "default": 8}, 100.0
-NORM = {"eps": 1e-6}
-
-
-def held_rows(form: str, kind: str, raw: torch.Tensor, w: torch.Tensor, at: torch.Tensor) -> Any:
-    """(rows of the form, K and V) of a projection [B,S,n,d] at positions [B,S], by the ops."""
-    ref = {
-        n: OPS[n].reference for n in ("rms_norm", "rope_table", "rope", "latent_row", "inverse_rms")
-    }
-    dtype = {v: k for k, v in DTYPE_NAMES.items()}[raw.dtype]
-    cos, sin = ref["rope_table"](
-        at, kind=kind, theta=THETA, dim=D, fraction=0.25, factor=1.0, dtype=dtype
-    )
-    k = ref["rope"](ref["rms_norm"](raw, w, **NORM), cos, sin)
-    v = ref["rms_norm"](raw, **NORM)
-    if form == "value":
-        return [ref["latent_row"](v, k, pairs=PAIRS[kind])], (k, v)
-    return [raw, ref["inverse_rms"](raw, **NORM)], (k, v)
-
-
-DTYPE_NAMES = {n: torch_dtype(n) for n in ("f32", "bf16", "f16")}
-
-
-def operands(
-    form: str, kind: str, dtype: torch.dtype, b: int, s: int, n: int, fresh: bool, slots: int
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Inputs of `attention_latent` and of `attention` that say the same: a ring of `slots` with
-    a history of different lengths, then a chunk that is in it or beside it."""
-    g = torch.Generator().manual_seed(s + 10 * n)
-    held = torch.tensor([slots + 4, 3, slots][:b])
-    w = (1 + 0.3 * torch.randn(D, generator=g)).to(dtype)
-    total = int(held.max()) + s
-    raw = torch.randn(b, total, n, D, generator=g).to(dtype)
-    every = torch.arange(total).expand(b, -1)
-    rows, kv = held_rows(form, kind, raw, w, every)
-    written = held if fresh else held + s
-
-    def cached(x: torch.Tensor) -> torch.Tensor:
-        empty = torch.zeros(slots, b, *x.shape[2:], dtype=x.dtype)
-        write = OPS["cache_write"].reference
-        assert write
-        out: torch.Tensor = write(empty, x, torch.zeros(b, dtype=torch.int64), written)
-        return out
-
-    positions = held[:, None] + torch.arange(s)
-    pick = positions[:, :, None, None]
-
-    def chunk(x: torch.Tensor) -> torch.Tensor:
-        return x.gather(1, pick.expand(b, s, *x.shape[2:]))
-
-    q = torch.randn(b, s, 2 * n, D, generator=g).to(dtype)
-    lead = [q, positions, written]
-    return (
-        [*lead, w, *map(cached, rows), *(map(chunk, rows) if fresh else ())],
-        [*lead, *map(cached, kv), *(map(chunk, kv) if fresh else ())],
-    )
-
-
-SHAPES = [*itertools.product((1, 3), (1, 5), (1, 2), (False, True), ("proportional", "default"))]
-
-
-def latent_attrs(form: str, kind: str, dtype: str, window: int, softcap: float) -> dict[str, Any]:
-    return {
-        "form": form,
-        "window": window,
-        "scale": 1.0,
-        "softcap": softcap,
-        "kind": kind,
-        "theta": THETA,
-        "fraction": 0.25,
-        "factor": 1.0,
-        "dtype": dtype,
-    }
-
-
-@pytest.mark.parametrize(("b", "s", "n", "fresh", "kind"), SHAPES)
-@pytest.mark.parametrize("form", LATENT)
-def test_the_op_is_attention_over_the_same_keys(
-    form: str, b: int, s: int, n: int, fresh: bool, kind: str
-) -> None:
-    """Bit for bit where the form is raw; the value form differs by the rounding of V in bf16, and
-    in fp32 by the last bit."""
-    reference = OPS["attention_latent"].reference
-    plain = OPS["attention"].reference
-    assert reference and plain
-    for dtype, name in ((torch.float32, "f32"), (torch.bfloat16, "bf16")):
-        for window, cap in ((0, 0.0), (4, 20.0)):
-            latent, kv = operands(form, kind, dtype, b, s, n, fresh, 9)
-            got = reference(*latent, **latent_attrs(form, kind, name, window, cap))
-            want = plain(*kv, window=window, scale=1.0, softcap=cap)
-            if form == "raw":
-                assert torch.equal(got, want)
-            else:
-                tolerance = 1e-5 if dtype == torch.float32 else 6e-2
-                torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
-
-
-#: of the rms: the lowerings fold factors into other roundings than the op states
-BUDGETS = {"f32": 1e-5, "bf16": 6e-2, "f16": 1e-2}
-
-
-@pytest.mark.parametrize(("b", "s", "n", "fresh", "kind"), SHAPES)
-@pytest.mark.parametrize("form", LATENT)
-def test_lowerings(form: str, b: int, s: int, n: int, fresh: bool, kind: str) -> None:
-    """Each path of the torch backend, as eager torch, against the op."""
-    reference = OPS["attention_latent"].reference
-    assert reference
-    for (name, dtype), window in itertools.product(DTYPE_NAMES.items(), (0, 4)):
-        tensors, _ = operands(form, kind, dtype, b, s, n, fresh, 9)
-        attrs = latent_attrs(form, kind, name, window, 0.0)
-        builder = Builder("segment")
-        short = {v: k for k, v in {**DTYPE_NAMES, "i64": torch.int64}.items()}
-        values = [
-            Value(f"x{i}", Type(short[t.dtype], tuple(t.shape))) for i, t in enumerate(tensors)
-        ]
-        out = builder.emit("attention_latent", *values, name="y", **attrs)
-        graph = replace(builder.graph(out), inputs=tuple(values))
-        (got,) = SegmentModule(schedule(graph, Target("cpu")))(*tensors)
-        want = reference(*tensors, **attrs)
-        error = (got.double() - want.double()).abs().max() / want.double().pow(2).mean().sqrt()
-        assert error <= BUDGETS[name], f"{name}, window {window}: {error:.1e}"
-
-
-# --- compiled engines -------------------------------------------------------------------------
-
-ROWS = 3
-#: the short run compiles `raw` in tests/test_numerics_torch.py
-ENGINES = [
-    pytest.param(c, id="-".join(map(str, c)), marks=pytest.mark.full)
-    for c in itertools.product(LATENT, (1, ROWS), (False, True))
-]
-
-
-@pytest.fixture(scope="module", params=ENGINES)
-def engine(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Engine]:
-    form, rows, all_logits = request.param
-    oracle = find_oracle(every_kind())
-    built = build_engine(
-        oracle,
-        tmp_path_factory.mktemp("latent"),
-        backend="torch",
-        max_batch=rows,
-        max_seq=128,
-        prefill_chunk=64,
-        all_logits=all_logits,
-        latent_kv=form,
-    )
-    yield built
-    built.close()
-
-
-@pytest.mark.parametrize("chunk", ["1", "W-1", "W+1", "prime", "all"])
-def test_compiled_logits(engine: Engine, chunk: str) -> None:
-    """A prompt in chunks, then every token that follows it, past three windows."""
-    if engine.all_logits:
-        parity.prefill_in_chunks(subject(engine), chunk)
-    parity.last_tokens(subject(engine), chunk)
-
-
-def subject(engine: Engine) -> Subject:
-    return Subject(
-        find_oracle(every_kind()),
-        engine.limits.max_batch,
-        lambda rows, chunk: with_chunk(engine, chunk).session(rows),
-    )
-
-
-def test_compiled_ragged_rows(engine: Engine) -> None:
-    parity.ragged_rows(subject(engine))
-
-
-def test_truncate_and_reset(engine: Engine) -> None:
-    """What a row no longer holds is not seen; a ring refuses what it has lost, as a plain one."""
-    oracle = find_oracle(every_kind())
-    window, tokens = oracle.window, oracle.tokens[:1]
-    assert engine.rings == ((window, window),)
-    session = engine.session(1)
-    session.prefill(tokens[:, :12])
-    with pytest.raises(InputError, match=f"ring of {window} slots"):
-        session.truncate(10)
-    session.truncate(12)
-    agrees(session.prefill(tokens[:, 12:20]), oracle.logits[:1, 19], oracle)
-    session.reset()
-    session.prefill(tokens[:, : window - 1])
-    session.truncate(2)
-    got = session.prefill(tokens[:, 9:14])
-    agrees(got, by_row(oracle, [torch.cat((tokens[0, :2], tokens[0, 9:14]))]), oracle)
-    session.reset(0)
-    agrees(session.prefill(tokens[:, :1]), oracle.logits[:1, 0], oracle)
 
 
 # --- bytes ------------------------------------------------------------------------------------
@@ -410,8 +137,7 @@ def wide_heads() -> Spec:
     return check_spec(replace(base, name="wide-heads", text=text))
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize(("dtype", "rows"), [("f32", 3), ("bf16", 1)])
 def test_bytes(tmp_path: Path, dtype: str, rows: int) -> None:
     """5/8 of the plain caches on layers with K = V, or at most 0.502; elsewhere the same."""
     held: dict[str, dict[bool, int]] = {}
@@ -440,35 +166,6 @@ def test_bytes(tmp_path: Path, dtype: str, rows: int) -> None:
     assert held["value"][True] * 8 == plain[True] * 5
     assert plain[True] / 2 < held["raw"][True] <= 0.502 * plain[True]
     assert all(held[form][False] == plain[False] for form in LATENT)
-
-
-# --- long sequences ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-@pytest.mark.parametrize("form", LATENT)
-def test_a_long_sequence_is_as_accurate(dtype: str, form: str) -> None:
-    """Against float64: no further away than the plain caches, up to the noise of rounding."""
-    spec = load_spec("tiny-dense")
-    want = long_logits(spec, "f64", "off")
-    errors = {f: _error(long_logits(spec, dtype, f), want) for f in ("off", form)}
-    assert errors[form] <= 1.2 * errors["off"], errors
-
-
-@cache
-def long_logits(spec: Spec, dtype: str, form: str) -> torch.Tensor:
-    """Logits of every 16th of 700 tokens, in chunks."""
-    oracle = find_oracle(spec)
-    tensors = {k: t.to(torch.bfloat16) for k, t in oracle.tensors.items()}
-    kind = torch_dtype(dtype)
-    program = built_program(spec, True, (), DTYPES[kind], form)
-    session = Session(program, {k: t.to(kind) for k, t in tensors.items()}, 1, 128, 768, True)
-    return session.prefill(random_tokens(spec, 1, 700), all_logits=True)[:, ::16]
-
-
-def _error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Root mean square, relative."""
-    return float(((got.double() - want).pow(2).mean() / want.pow(2).mean()).sqrt())
 
 
 # --- the table of measurements ----------------------------------------------------------------

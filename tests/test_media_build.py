@@ -16,9 +16,9 @@ from g4ir.engine.build import prepare
 from g4ir.errors import InputError, PlanError, SpecError
 from g4ir.ir.interpret import interpret
 from g4ir.media.sound import Sound
+from g4ir.model.audio import MelSettings
 from g4ir.model.media import KINDS, find_media
 from g4ir.model.names import checkpoint_name
-from g4ir.model.sounds import MelSettings
 from g4ir.model.towers import build_vision
 from g4ir.plan.footprint import reserve
 from g4ir.plan.options import BuildOptions

@@ -21,9 +21,9 @@ from g4ir.engine.engine import Engine
 from g4ir.media.images import PreparedImage, prepare_image, stack_images
 from g4ir.media.sound import Clip, Sound, prepare_sound, stack_clips
 from g4ir.media.videos import Footage, Video, prepare_video, video_settings
+from g4ir.model.audio import audio_settings
 from g4ir.model.images import image_settings
 from g4ir.model.media import KINDS, offered
-from g4ir.model.sounds import audio_settings
 from g4ir.spec.parts import UnifiedAudio
 from g4ir.spec.record import Spec, load_spec
 from g4ir.spec.shrink import WINDOW, shrink

@@ -37,9 +37,9 @@ from g4ir.media.prompt import (
 from g4ir.media.soft import Soft, counts
 from g4ir.media.sound import Sound, prepare_sound
 from g4ir.media.videos import Video, prepare_video, read_video, video_settings
+from g4ir.model.audio import audio_settings
 from g4ir.model.images import image_settings
 from g4ir.model.media import KINDS, LISTS, Media, check_budget, check_taken
-from g4ir.model.sounds import audio_settings
 from g4ir.spec.parts import Tokens
 from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir as command

@@ -27,10 +27,10 @@ from g4ir.ir.interpret import run_node
 from g4ir.media.images import prepare_image
 from g4ir.media.sound import Clip, Sound, prepare_sound
 from g4ir.media.videos import Video, prepare_video, video_settings
+from g4ir.model.audio import audio_settings
 from g4ir.model.images import BUDGETS, image_settings
 from g4ir.model.media import KINDS, find_media
 from g4ir.model.names import checkpoint_name
-from g4ir.model.sounds import audio_settings
 from g4ir.model.towers import build_towers
 from g4ir.ops import OPS
 from g4ir.ops.types import torch_dtype

@@ -22,9 +22,9 @@ from g4ir.media.images import PreparedImage, pixels_of, prepare_image, read_imag
 from g4ir.media.soft import Soft
 from g4ir.media.sound import CUT, Clip, Sound, prepare_sound, read_sound
 from g4ir.media.videos import Footage, Video, prepare_video, read_footage, video_settings
+from g4ir.model.audio import AudioSettings, MelSettings, audio_settings
 from g4ir.model.images import ImageSettings, image_settings
 from g4ir.model.media import AUDIO, IMAGE, VIDEO, check_budget, check_taken
-from g4ir.model.sounds import AudioSettings, MelSettings, audio_settings
 from g4ir.model.towers import STRIDE, audio_name, vision_name
 from g4ir.spec.parts import UnifiedAudio
 from g4ir.weights.checkpoint import read_extractor

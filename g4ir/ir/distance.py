@@ -134,10 +134,7 @@ class Tolerance:
 BUDGETS = {
     ("f32", "reference"): Tolerance(relative=1e-4),
     ("f32", "hf"): Tolerance(relative=4e-4),
-    ("bf16", "reference"): Tolerance(cosine=0.999),
-    ("bf16", "hf"): Tolerance(cosine=0.999),
-    ("f16", "reference"): Tolerance(cosine=0.999),
-    ("f16", "hf"): Tolerance(cosine=0.999),
+    **{(d, against): Tolerance(cosine=0.999) for d in ROUNDED for against in ("reference", "hf")},
 }
 #: dtype of narrowed caches, or form of rounded rows -> relative error where the model computes in
 #: fp32. A number next to the middle between two of the coarse grid falls to either side, by the

@@ -7,7 +7,7 @@ from typing import Any
 
 from g4ir.errors import InputError
 from g4ir.ops.base import as_tuple
-from g4ir.ops.types import FLOATS, torch_dtype
+from g4ir.ops.types import FLOATS, torch, torch_dtype
 
 from .graph import Graph, Node, Value
 
@@ -70,10 +70,7 @@ def run_node(n: Node, tensors: list[Any]) -> tuple[Any, ...]:
 
 
 def empty_state(g: Graph, dims: Mapping[str, int], dtype: Any = None) -> dict[str, Any]:
-    """Return zeroed caches; `dims` binds their named dims. `dtype` stands for every dtype of
-    floats."""
-    import torch
-
+    """Return zeroed caches; `dims` binds their named dims, `dtype` replaces floating dtypes."""
     out = {}
     for v in g.state:
         t = v.type.bind(dims)

@@ -41,29 +41,21 @@ def order(g: Graph) -> Graph:
     maker = {v.name: i for i, n in enumerate(g.nodes) for v in n.outputs}
     done, begun = set[int](), set[int]()
     out: list[Node] = []
-    for root in range(len(g.nodes)):
-        stack = [root]
-        while stack:
-            i = stack[-1]
-            needs = (
-                []
-                if i in done
-                else [
-                    maker[v.name]
-                    for v in g.nodes[i].inputs
-                    if v.name in maker and maker[v.name] not in done
-                ]
-            )
-            if needs:
-                if i in begun:
-                    raise VerifyError(f"graph {g.name}: cycle at {g.nodes[i].outputs[0]}")
-                begun.add(i)
-                stack.extend(reversed(needs))
-                continue
-            stack.pop()
-            if i not in done:
-                done.add(i)
-                out.append(g.nodes[i])
+    stack = [*range(len(g.nodes))][::-1]
+    while stack:
+        i = stack[-1]
+        made = {maker[v.name]: None for v in g.nodes[i].inputs if v.name in maker}
+        needs = [j for j in made if j not in done] if i not in done else []
+        if needs and i in begun:
+            raise VerifyError(f"graph {g.name}: cycle at {g.nodes[i].outputs[0]}")
+        if needs:
+            begun.add(i)
+            stack += needs[::-1]
+            continue
+        stack.pop()
+        if i not in done:
+            done.add(i)
+            out.append(g.nodes[i])
     return replace(g, nodes=tuple(out))
 
 

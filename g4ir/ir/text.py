@@ -12,11 +12,10 @@ graph decode {
 
 from __future__ import annotations
 
-import ast
 import re
-from functools import lru_cache
 
 from g4ir.errors import ParseError
+from g4ir.ops.base import parse_attrs
 from g4ir.ops.types import parse_type
 
 from .graph import Attr, Graph, Node, Value
@@ -75,7 +74,7 @@ class _Reader:
 
     def attrs(self, text: str) -> dict[str, Attr]:
         try:
-            return dict(_attributes(text))
+            return dict(parse_attrs(text))
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as e:
             raise self.fail(f"expected attributes such as eps=1e-06, found {text!r}: {e}") from e
 
@@ -87,17 +86,6 @@ class _Reader:
             raise self.fail(f"{len(names)} results but {len(type_texts)} types")
         outputs = tuple(self.define(n, t) for n, t in zip(names, type_texts, strict=True))
         return Node(op, inputs, outputs, self.attrs(attrs) if attrs else {})
-
-
-@lru_cache(maxsize=4096)  # layers repeat each other's attributes
-def _attributes(text: str) -> tuple[tuple[str, Attr], ...]:
-    call = ast.parse(f"f({text})", mode="eval").body
-    if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
-        raise ValueError("not a list of keywords")
-    attrs = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-    if len(attrs) < len(call.keywords):
-        raise ValueError("an attribute is given twice")
-    return tuple(attrs.items())
 
 
 def parse_graph(text: str) -> Graph:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from g4ir.model.sounds import AudioSettings, MelSettings, RawSettings, round_up
+from g4ir.model.audio import AudioSettings, MelSettings, RawSettings, round_up
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]

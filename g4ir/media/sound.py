@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from g4ir.errors import InputError, MissingError
-from g4ir.model.sounds import RATES, AudioSettings
+from g4ir.model.audio import RATES, AudioSettings
 
 from .containers import is_cut, is_unknown
 from .mel import F32, F64, Mask, find_features, frozen

@@ -172,33 +172,23 @@ def plan_image(spec: Spec, width: int, height: int, budget: int | None = None) -
 
 def image_plan_text(plans: Sequence[ImagePlan]) -> str:
     """Return a line per image."""
-    head = (
-        "variant",
-        "image",
-        "budget",
-        "resized",
-        "patch",
-        "patches",
-        "padded",
-        "soft tokens",
-        "prefill tokens",
-    )
-    return aligned([head, *map(_line, plans)])
+    rows = [_columns(p) for p in plans]
+    return aligned([tuple(rows[0]), *(tuple(row.values()) for row in rows)])
 
 
-def _line(p: ImagePlan) -> Sequence[str]:
+def _columns(p: ImagePlan) -> dict[str, str]:
     s, g = p.settings, p.grid
-    return (
-        p.variant,
-        f"{p.width}x{p.height}",
-        str(s.budget),
-        f"{g.width}x{g.height}",
-        f"{s.patch_size}x{s.patch_size}",
-        f"{g.columns}x{g.rows} = {g.patches}",
-        str(s.max_patches),
-        str(g.soft_tokens),
-        str(p.prefill_tokens),
-    )
+    return {
+        "variant": p.variant,
+        "image": f"{p.width}x{p.height}",
+        "budget": str(s.budget),
+        "resized": f"{g.width}x{g.height}",
+        "patch": f"{s.patch_size}x{s.patch_size}",
+        "patches": f"{g.columns}x{g.rows} = {g.patches}",
+        "padded": str(s.max_patches),
+        "soft tokens": str(g.soft_tokens),
+        "prefill tokens": str(p.prefill_tokens),
+    }
 
 
 def parse_sizes(text: str, what: str) -> list[tuple[int, int]]:

@@ -19,8 +19,8 @@ from g4ir.errors import InputError
 from g4ir.spec.parts import Tokens
 from g4ir.spec.record import Spec
 
+from .audio import AudioSettings, audio_settings
 from .images import BUDGETS, FRAME_BUDGET, image_settings
-from .sounds import AudioSettings, audio_settings
 
 IMAGE, VIDEO, AUDIO = KINDS = ("image", "video", "audio")
 #: kinds that go through the vision tower, and whose soft tokens form blocks (rule 19)

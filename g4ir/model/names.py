@@ -28,19 +28,22 @@ _TOP = {
     "final.w": FINAL_NORM,
     "head.w": HEAD,
 }
-_LAYER = {
+_PROJECTIONS = {
+    **{f"attn.w{x}": f"self_attn.{x}_proj" for x in "qkvo"},
+    **{f"mlp.w_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
+}
+#: norms that layers of the text model and of the vision tower have
+_NORMS = {
     "norm_in": "input_layernorm.weight",
-    "attn.wq": "self_attn.q_proj.weight",
-    "attn.wk": "self_attn.k_proj.weight",
-    "attn.wv": "self_attn.v_proj.weight",
-    "attn.wo": "self_attn.o_proj.weight",
     "attn.norm_q": "self_attn.q_norm.weight",
     "attn.norm_k": "self_attn.k_norm.weight",
     "norm_attn": "post_attention_layernorm.weight",
     "norm_mlp": "pre_feedforward_layernorm.weight",
-    "mlp.w_gate": "mlp.gate_proj.weight",
-    "mlp.w_up": "mlp.up_proj.weight",
-    "mlp.w_down": "mlp.down_proj.weight",
+    "norm_ffn": "post_feedforward_layernorm.weight",
+}
+_LAYER = {
+    **{name: f"{theirs}.weight" for name, theirs in _PROJECTIONS.items()},
+    **_NORMS,
     "norm_mlp_post": "post_feedforward_layernorm_1.weight",
     "norm_moe": "pre_feedforward_layernorm_2.weight",
     "norm_moe_post": "post_feedforward_layernorm_2.weight",
@@ -49,7 +52,6 @@ _LAYER = {
     "moe.expert_scale": "router.per_expert_scale",
     "moe.gate_up": "experts.gate_up_proj",
     "moe.down": "experts.down_proj",
-    "norm_ffn": "post_feedforward_layernorm.weight",
     "ple.w_gate": "per_layer_input_gate.weight",
     "ple.w_proj": "per_layer_projection.weight",
     "norm_ple": "post_per_layer_input_norm.weight",
@@ -93,16 +95,9 @@ _DRAFTER = {
 }
 _LAYERS = {"vision": "vision.encoder.layers", "audio": "audio.layers", "draft": "draft.layers"}
 _TOWER_LAYER = {
-    "vision.norm_in": "input_layernorm.weight",
-    "vision.norm_attn": "post_attention_layernorm.weight",
-    "vision.norm_mlp": "pre_feedforward_layernorm.weight",
-    "vision.norm_ffn": "post_feedforward_layernorm.weight",
-    "vision.attn.norm_q": "self_attn.q_norm.weight",
-    "vision.attn.norm_k": "self_attn.k_norm.weight",
-    "audio.ff1.norm_in": "feed_forward1.pre_layer_norm.weight",
-    "audio.ff1.norm_post": "feed_forward1.post_layer_norm.weight",
-    "audio.ff2.norm_in": "feed_forward2.pre_layer_norm.weight",
-    "audio.ff2.norm_post": "feed_forward2.post_layer_norm.weight",
+    **{f"vision.{name}": theirs for name, theirs in _NORMS.items()},
+    **{f"audio.ff{i}.norm_in": f"feed_forward{i}.pre_layer_norm.weight" for i in (1, 2)},
+    **{f"audio.ff{i}.norm_post": f"feed_forward{i}.post_layer_norm.weight" for i in (1, 2)},
     "audio.norm_attn_in": "norm_pre_attn.weight",
     "audio.norm_attn": "norm_post_attn.weight",
     "audio.norm_out": "norm_out.weight",
@@ -114,30 +109,15 @@ _TOWER_LAYER = {
 }
 #: linears that may be clipped: `.linear.weight` follows, or the name of a bound
 _CLIPPABLE = {
-    "vision.attn.wq": "self_attn.q_proj",
-    "vision.attn.wk": "self_attn.k_proj",
-    "vision.attn.wv": "self_attn.v_proj",
-    "vision.attn.wo": "self_attn.o_proj",
-    "vision.mlp.w_gate": "mlp.gate_proj",
-    "vision.mlp.w_up": "mlp.up_proj",
-    "vision.mlp.w_down": "mlp.down_proj",
-    "audio.ff1.w_up": "feed_forward1.ffw_layer_1",
-    "audio.ff1.w_down": "feed_forward1.ffw_layer_2",
-    "audio.ff2.w_up": "feed_forward2.ffw_layer_1",
-    "audio.ff2.w_down": "feed_forward2.ffw_layer_2",
-    "audio.attn.wq": "self_attn.q_proj",
-    "audio.attn.wk": "self_attn.k_proj",
-    "audio.attn.wv": "self_attn.v_proj",
+    **{f"vision.{name}": theirs for name, theirs in _PROJECTIONS.items()},
+    **{f"audio.attn.w{x}": f"self_attn.{x}_proj" for x in "qkv"},
+    **{f"audio.ff{i}.w_up": f"feed_forward{i}.ffw_layer_1" for i in (1, 2)},
+    **{f"audio.ff{i}.w_down": f"feed_forward{i}.ffw_layer_2" for i in (1, 2)},
     "audio.attn.wo": "self_attn.post",
     "audio.conv.w_start": "lconv1d.linear_start",
     "audio.conv.w_end": "lconv1d.linear_end",
 }
-_BOUNDS = {
-    "in_min": "input_min",
-    "in_max": "input_max",
-    "out_min": "output_min",
-    "out_max": "output_max",
-}
+_BOUNDS = {f"{side}_{end}": f"{side}put_{end}" for side in ("in", "out") for end in ("min", "max")}
 
 
 def checkpoint_name(param: str) -> str:

@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .base import Sample, Traffic, op, require, wide
+from .base import Traffic, cases, free, op, require, wide
 from .budgets import MOVES, Budget
 from .kv_quant import as_read, numbers
-from .types import ITEMSIZE, Type
+from .types import ITEMSIZE, Type, Types, torch
+
+#: attributes of an attention: tokens that a query sees, 0: all; factor of the scores and their cap
+MASKING = {"window": "int", "scale": "float", "softcap": "float"}
 
 
 def slot_positions(written: Any, slots: int) -> Any:
     """Return [slots, B]: the newest p = slot (mod slots) with p < written; < 0 where empty."""
-    import torch
-
     j = torch.arange(slots, device=written.device)[:, None]
     return written - 1 - torch.remainder(written - 1 - j, slots)
 
@@ -29,8 +30,6 @@ def last_seen(positions: Any, block_ids: Any) -> Any:
     """Return i64[B, S]: the last position that each query sees, which is that of the last token of
     its block, or its own in none (rule 19). block_ids i64[B, S]: equal in a block, else -1.
     """
-    import torch
-
     same = (block_ids[:, :, None] == block_ids[:, None]) & (block_ids >= 0)[:, :, None]
     ends = torch.where(same, positions[:, None], -1).amax(-1)
     return torch.maximum(positions, ends)
@@ -86,6 +85,21 @@ def attention_workspace(
     return joined + made + mask + scores
 
 
+def attend(q: Any, keys: Any, values: Any, seen: Any, scale: float, softcap: float = 0.0) -> Any:
+    """Return attention [B,S,nq,d] of q over keys and values [B,T,n,d]; `seen` broadcasts to the
+    scores, bool [B,n,nq/n,S,T]."""
+    b, s, heads, d = q.shape
+    n = keys.shape[2]
+    grouped = q.view(b, s, n, heads // n, d).permute(0, 2, 3, 1, 4)
+    scores = grouped @ keys.permute(0, 2, 3, 1)[:, :, None] * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    weights = wide(scores).softmax(-1).to(q.dtype)
+    out = weights @ values.permute(0, 2, 1, 3)[:, :, None]
+    return out.permute(0, 3, 1, 2, 4).reshape(b, s, heads, d)
+
+
 @op
 class attention:
     """softmax(cap(q k^T * scale) + mask) v over the cache, then the fresh chunk where given
@@ -112,23 +126,15 @@ class attention:
     )
     kind = "kv"
     rows = (0, 1)
-
-    @staticmethod
-    def held(**_: Any) -> tuple[int, int]:
-        return 3, 5
+    operands = "q positions written cache_k cache_v *chunk"
+    attrs = MASKING
+    held = (3, 5)
 
     @staticmethod
     def infer(
-        q: Type,
-        positions: Type,
-        written: Type,
-        cache_k: Type,
-        cache_v: Type,
-        *chunk: Type,
-        window: int,
-        scale: float,
-        softcap: float,
+        q: Type, positions: Type, written: Type, *held: Type, window: int, softcap: float, **_: Any
     ) -> Type:
+        cache_k, cache_v, *chunk = held
         require(q.rank == cache_k.rank == 4, f"attention: q {q}, cache {cache_k}: expected rank 4")
         require(window >= 0 and softcap >= 0, f"attention: window {window}, softcap {softcap}")
         b, s, heads, d = q.shape
@@ -151,19 +157,9 @@ class attention:
         return q
 
     @staticmethod
-    def reference(
-        q: Any,
-        positions: Any,
-        written: Any,
-        cache_k: Any,
-        cache_v: Any,
-        *chunk: Any,
-        window: int,
-        scale: float,
-        softcap: float,
-    ) -> Any:
-        import torch
-
+    def reference(q: Any, positions: Any, written: Any, *held: Any, **masking: Any) -> Any:
+        window, scale, softcap = (masking[name] for name in MASKING)
+        cache_k, cache_v, *chunk = held
         fresh, block_ids = split_chunk(chunk, 2)
         key_pos = slot_positions(written, cache_k.shape[0])
         keys, values = cache_k, cache_v
@@ -176,19 +172,11 @@ class attention:
         last = None if block_ids is None else last_seen(positions, block_ids)
         mask = visible(key_pos, positions, window, last)
         keys, values = (numbers(rows, q.dtype) for rows in (keys, values))
-        b, s, heads, d = q.shape
-        n = keys.shape[2]
-        grouped = q.view(b, s, n, heads // n, d).permute(0, 2, 3, 1, 4)
-        scores = grouped @ keys.permute(1, 2, 3, 0)[:, :, None] * scale
-        if softcap:
-            scores = torch.tanh(scores / softcap) * softcap
-        scores = scores.masked_fill(~mask[:, None, None], torch.finfo(scores.dtype).min)
-        weights = wide(scores).softmax(-1).to(q.dtype)
-        out = weights @ values.permute(1, 2, 0, 3)[:, :, None]
-        return out.permute(0, 3, 1, 2, 4).reshape(b, s, heads, d)
+        keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+        return attend(q, keys, values, mask[:, None, None], scale, softcap)
 
     @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], *, window: int, **_: Any) -> int:
+    def flops(ins: Types, outs: Types, *, window: int, **_: Any) -> int:
         """Count two products over the keys that each query sees, without those ahead of it in a
         block: how long blocks are is not known here."""
         b, s, heads, d = (int(n) for n in ins[0].shape)
@@ -196,64 +184,22 @@ class attention:
         return 4 * b * heads * d * visible_pairs(s, keys, window)
 
     @staticmethod
-    def workspace(
-        ins: tuple[Type, ...], outs: tuple[Type, ...], *, softcap: float, **_: Any
-    ) -> int:
+    def workspace(ins: Types, outs: Types, *, softcap: float, **_: Any) -> int:
         return attention_workspace(ins[0], ins[3:], 2, softcap)
 
-    samples = [
-        Sample(
-            (
-                "f32[2,5,4,8]",
-                "i64[2,5]",
-                "i64[2]",
-                "f32[7,2,2,8]",
-                "f32[7,2,2,8]",
-                "f32[2,5,2,8]",
-                "f32[2,5,2,8]",
-            ),
-            {"window": 4, "scale": 1.0, "softcap": 0.0},
-            {1: (9, 14), 2: (9, 10)},
-        ),
-        Sample(
-            (
-                "f32[2,5,4,8]",
-                "i64[2,5]",
-                "i64[2]",
-                "f32[7,2,2,8]",
-                "f32[7,2,2,8]",
-                "f32[2,5,2,8]",
-                "f32[2,5,2,8]",
-                "i64[2,5]",
-            ),
-            {"window": 4, "scale": 1.0, "softcap": 0.0},
-            {1: (9, 14), 2: (9, 10), 7: (-1, 2)},
-        ),
-        Sample(
-            ("f32[2,1,4,8]", "i64[2,1]", "i64[2]", "f32[16,2,1,8]", "f32[16,2,1,8]"),
-            {"window": 0, "scale": 1.0, "softcap": 20.0},
-            {1: (6, 7), 2: (7, 8)},
-        ),
-        Sample(
-            ("f32[1,1,4,8]", "i64[1,1]", "i64[1]", "f32[8,1,2,8]", "f32[8,1,2,8]"),
-            {"window": 8, "scale": 1.0, "softcap": 0.0},
-            {1: (29, 30), 2: (30, 31)},
-        ),
-        *(
-            Sample(
-                (
-                    "f32[2,5,4,8]",
-                    "i64[2,5]",
-                    "i64[2]",
-                    *[f"{held}[7,2,2,{width}]"] * 2,
-                    *[f"{held}[2,5,2,{width}]"] * 2,
-                ),
-                {"window": 4, "scale": 1.0, "softcap": 0.0},
-                {1: (9, 14), 2: (9, 10), **dict.fromkeys(range(3, 7), (1, 64))},
-            )
-            for held, width in (("f8e4m3", 8), ("i8", 10))
-        ),
-    ]
+    samples = cases(
+        "f32[2,5,4,8] i64[2,5]@9:14 i64[2]@9:10 2*f32[7,2,2,8] 2*f32[2,5,2,8] {window=4, "
+        "softcap=0.0}",
+        "f32[2,5,4,8] i64[2,5]@9:14 i64[2]@9:10 2*f32[7,2,2,8] 2*f32[2,5,2,8] i64[2,5]@-1:2 "
+        "{window=4, softcap=0.0}",
+        "f32[2,1,4,8] i64[2,1]@6:7 i64[2]@7:8 2*f32[16,2,1,8] {window=0, softcap=20.0}",
+        "f32[1,1,4,8] i64[1,1]@29:30 i64[1]@30:31 2*f32[8,1,2,8] {window=8, softcap=0.0}",
+        "f32[2,5,4,8] i64[2,5]@9:14 i64[2]@9:10 2*f8e4m3[7,2,2,8]@1:64 2*f8e4m3[2,5,2,8]@1:64 "
+        "{window=4, softcap=0.0}",
+        "f32[2,5,4,8] i64[2,5]@9:14 i64[2]@9:10 2*i8[7,2,2,10]@1:64 2*i8[2,5,2,10]@1:64 "
+        "{window=4, softcap=0.0}",
+        scale=1.0,
+    )
 
 
 @op
@@ -280,27 +226,23 @@ class cache_write:
 
     @staticmethod
     def reference(cache: Any, new: Any, start: Any, lengths: Any) -> Any:
-        import torch
-
         source = slot_positions(start + lengths, cache.shape[0]) - start
         index = source.clamp(min=0, max=new.shape[1] - 1)
         picked = new[torch.arange(new.shape[0], device=new.device), index]
         return torch.where((source >= 0)[:, :, None, None], picked, cache)
 
-    flops = staticmethod(lambda ins, outs: 0)
+    flops = free
 
     @staticmethod
-    def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...]) -> Traffic:
+    def traffic(ins: Types, outs: Types) -> Traffic:
         """Count the new tokens, read and written once; of more than there are slots, the last."""
         new = ins[1]
         rows = min(int(new.shape[1]), int(outs[0].shape[0]))
         moved = new.nbytes() // int(new.shape[1]) * rows
         return (0, moved, *(t.nbytes() for t in ins[2:])), (moved,)
 
-    samples = [
-        Sample(("f32[4,2,2,8]", "f32[2,6,2,8]", "i64[2]", "i64[2]"), ints={2: (3, 9), 3: (0, 7)}),
-        Sample(("f32[4,2,2,8]", "f32[2,1,2,8]", "i64[2]", "i64[2]"), ints={2: (3, 9), 3: (0, 2)}),
-        Sample(
-            ("f8e4m3[4,2,2,8]", "f8e4m3[2,6,2,8]", "i64[2]", "i64[2]"), ints={2: (3, 9), 3: (0, 7)}
-        ),
-    ]
+    samples = cases(
+        "f32[4,2,2,8] f32[2,6,2,8] i64[2]@3:9 i64[2]@0:7",
+        "f32[4,2,2,8] f32[2,1,2,8] i64[2]@3:9 i64[2]@0:2",
+        "f8e4m3[4,2,2,8] f8e4m3[2,6,2,8] i64[2]@3:9 i64[2]@0:7",
+    )

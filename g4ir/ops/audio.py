@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .base import Sample, op, require, wide
+from .base import cases, op, per_result, require, wide
 from .budgets import MOVES, POINTWISE, Budget
-from .types import Dim, Type
+from .types import Dim, Type, Types, torch
 
 
 def _half(size: Dim) -> int:
@@ -36,7 +36,7 @@ class mask_rows:
     def reference(x: Any, mask: Any) -> Any:
         return x.masked_fill(~mask.view(*mask.shape, *(1,) * (x.dim() - 2)), 0)
 
-    samples = [Sample(("f32[2,5,8]", "bool[2,5]")), Sample(("f32[2,5,3,4]", "bool[2,5]"))]
+    samples = cases("f32[2,5,8] bool[2,5]", "f32[2,5,3,4] bool[2,5]")
 
 
 @op
@@ -58,16 +58,14 @@ class conv_halve:
 
     @staticmethod
     def reference(x: Any, w: Any) -> Any:
-        import torch
-
         y = torch.nn.functional.conv2d(x.permute(0, 3, 1, 2), w, stride=2, padding=1)
         return y.permute(0, 2, 3, 1).contiguous()
 
     @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...]) -> int:
+    def flops(ins: Types, outs: Types) -> int:
         return 2 * outs[0].numel() * 9 * int(ins[1].shape[1])
 
-    samples = [Sample(("f32[1,7,6,2]", "f32[4,2,3,3]")), Sample(("f32[2,4,5,3]", "f32[2,3,3,3]"))]
+    samples = cases("f32[1,7,6,2] f32[4,2,3,3]", "f32[2,4,5,3] f32[2,3,3,3]")
 
 
 @op
@@ -86,7 +84,7 @@ class halve_mask:
     def reference(mask: Any) -> Any:
         return mask[:, ::2].contiguous()
 
-    samples = [Sample(("bool[2,7]",)), Sample(("bool[1,4]",))]
+    samples = cases("bool[2,7]", "bool[1,4]")
 
 
 @op
@@ -104,15 +102,11 @@ class sigmoid_glu:
 
     @staticmethod
     def reference(x: Any) -> Any:
-        import torch
-
         return torch.nn.functional.glu(x, -1)
 
-    @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...]) -> int:
-        return 4 * outs[0].numel()
+    flops = per_result(4)
 
-    samples = [Sample(("f32[2,5,8]",))]
+    samples = cases("f32[2,5,8]")
 
 
 @op
@@ -132,16 +126,14 @@ class causal_conv:
 
     @staticmethod
     def reference(x: Any, w: Any) -> Any:
-        import torch
-
         padded = torch.nn.functional.pad(x.transpose(1, 2), (w.shape[-1] - 1, 0))
         return torch.nn.functional.conv1d(padded, w, groups=w.shape[0]).transpose(1, 2).contiguous()
 
     @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...]) -> int:
+    def flops(ins: Types, outs: Types) -> int:
         return 2 * outs[0].numel() * int(ins[1].shape[2])
 
-    samples = [Sample(("f32[2,7,6]", "f32[6,1,5]")), Sample(("f32[1,2,6]", "f32[6,1,5]"))]
+    samples = cases("f32[2,7,6] f32[6,1,5]", "f32[1,2,6] f32[6,1,5]")
 
 
 @op
@@ -164,8 +156,6 @@ class relative_keys:
 
     @staticmethod
     def reference(w: Any, *, count: int) -> Any:
-        import torch
-
         scales = w.shape[1] // 2
         step = math.log(10000.0) / max(scales - 1, 1)
         inverse = torch.exp(torch.arange(scales, device=w.device) * -step)
@@ -174,16 +164,14 @@ class relative_keys:
         return torch.nn.functional.linear(table, w)
 
     @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+    def flops(ins: Types, outs: Types, **_: Any) -> int:
         return 2 * outs[0].numel() * int(ins[0].shape[1])
 
-    samples = [Sample(("f32[8,16]",), {"count": 5})]
+    samples = cases("f32[8,16]", count=5)
 
 
 def blocks_of(x: Any, chunk: int) -> Any:
     """[B,T,n,d] -> [B, blocks, chunk, n, d], zeros behind the last frame."""
-    import torch
-
     b, t, n, d = x.shape
     padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -t % chunk))
     return padded.view(b, -1, chunk, n, d)
@@ -192,8 +180,6 @@ def blocks_of(x: Any, chunk: int) -> Any:
 def contexts_of(x: Any, chunk: int, past: int, future: int) -> Any:
     """[B,T,...] -> [B, blocks, past + chunk + future, ...]: what the queries of a block may see,
     zeros (False) where there is no frame."""
-    import torch
-
     t = x.shape[1]
     blocks, width = -(-t // chunk), past + chunk + future
     # Padding of whole frames, whatever follows them.
@@ -205,11 +191,13 @@ def contexts_of(x: Any, chunk: int, past: int, future: int) -> Any:
 
 def shifted(scores: Any, width: int) -> Any:
     """[..., chunk, R] -> [..., chunk, width]: entry r of row i goes to column i + r."""
-    import torch
-
     chunk, r = scores.shape[-2:]
     padded = torch.nn.functional.pad(scores, (0, width + 1 - r))
     return padded.flatten(-2)[..., : chunk * width].unflatten(-1, (chunk, width))
+
+
+#: attributes of `chunked_attention`
+CHUNKS = {"chunk": "int", "left": "int", "right": "int", "cap": "float", "invalid": "float"}
 
 
 @op
@@ -226,21 +214,13 @@ class chunked_attention:
     budget = Budget(1, 512, "all in fp32, rounded once; sums reordered")
     kind = "kv"
 
+    operands = "q k v relative dim_scale mask"
+    attrs = CHUNKS
+
     @staticmethod
-    def infer(
-        q: Type,
-        k: Type,
-        v: Type,
-        relative: Type,
-        dim_scale: Type,
-        mask: Type,
-        *,
-        chunk: int,
-        left: int,
-        right: int,
-        cap: float,
-        invalid: float,
-    ) -> Type:
+    def infer(*given: Type, **attrs: Any) -> Type:
+        q, k, v, relative, dim_scale, mask = given
+        chunk, left, right, cap, _ = (attrs[name] for name in CHUNKS)
         require(q.rank == 4 and q == k == v, f"chunked_attention: q {q}, k {k}, v {v} differ")
         b, t, n, d = q.shape
         fits = isinstance(n, int) and isinstance(d, int)
@@ -252,22 +232,9 @@ class chunked_attention:
         return q
 
     @staticmethod
-    def reference(
-        q: Any,
-        k: Any,
-        v: Any,
-        relative: Any,
-        dim_scale: Any,
-        mask: Any,
-        *,
-        chunk: int,
-        left: int,
-        right: int,
-        cap: float,
-        invalid: float,
-    ) -> Any:
-        import torch
-
+    def reference(*given: Any, **attrs: Any) -> Any:
+        q, k, v, relative, dim_scale, mask = given
+        chunk, left, right, cap, invalid = (attrs[name] for name in CHUNKS)
         b, t, n, d = q.shape
         past = left - 1
         soft = torch.nn.functional.softplus(dim_scale)
@@ -286,35 +253,21 @@ class chunked_attention:
         return out.permute(0, 2, 3, 1, 4).reshape(b, -1, n, d)[:, :t].to(q.dtype).contiguous()
 
     @staticmethod
-    def flops(
-        ins: tuple[Type, ...],
-        outs: tuple[Type, ...],
-        *,
-        chunk: int,
-        left: int,
-        right: int,
-        **_: Any,
-    ) -> int:
+    def flops(ins: Types, outs: Types, *, chunk: int, left: int, right: int, **_: Any) -> int:
         """Count keys of the context twice, and of the distances once."""
         seen = left - 1 + chunk + right
         return outs[0].numel() * (4 * seen + 2 * int(ins[3].shape[0]))
 
-    samples = [
-        Sample(
-            ("f32[1,11,2,8]",) * 3 + ("f32[5,16]", "f32[8]", "bool[1,11]"),
-            {"chunk": 4, "left": 5, "right": 0, "cap": 50.0, "invalid": -1e9},
-        ),
-        Sample(
-            ("f32[2,3,2,8]",) * 3 + ("f32[5,16]", "f32[8]", "bool[2,3]"),
-            {"chunk": 4, "left": 3, "right": 2, "cap": 5.0, "invalid": -1e9},
-        ),
-    ]
+    samples = cases(
+        "3*f32[1,11,2,8] f32[5,16] f32[8] bool[1,11] {left=5, right=0, cap=50.0}",
+        "3*f32[2,3,2,8] f32[5,16] f32[8] bool[2,3] {left=3, right=2, cap=5.0}",
+        chunk=4,
+        invalid=-1000000000.0,
+    )
 
 
 def _near(chunk: int, past: int, future: int, device: Any) -> Any:
     """Return bool [chunk, past + chunk + future]: keys in the window of each query of a block."""
-    import torch
-
     query = torch.arange(chunk, device=device)[:, None] + past
     distance = query - torch.arange(past + chunk + future, device=device)
     return ((distance >= 0) & (distance < past)) | ((distance < 0) & (-distance < future))

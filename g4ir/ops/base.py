@@ -1,42 +1,48 @@
 """Defines an op: one class that holds everything the program knows about it.
 
-An op class gives
-  infer(*types, **attrs)      types in -> types out, or ValueError that names both
+  infer(*types, **attrs)        types in -> types out, or ValueError that names both
   reference(*tensors, **attrs)  torch; the definition
 or, for a fused op,
-  expand(b, *values, **attrs)   the op in simpler ops; `infer` follows from it (ops/__init__.py),
-                              so it only checks what the simpler ops would accept
+  expand(b, *values, **attrs)   the op in simpler ops; `infer` follows from it, so it only checks
+                                what the simpler ops would accept
+The parameters of `infer` or `expand` are the op's operands, then, keyword-only with their types as
+annotations, its attributes. A long signature may leave these to
+  operands   "x w bias? *rest", if the function takes `*given`
+  attrs      attribute -> its type, if the function takes `**attrs`
+Costs, of types whose dims are all ints:
   flops(ins, outs, **attrs)     multiply and add count as two; default: one per output element
-  traffic(ins, outs, **attrs)   bytes read of each input and written to each result, as two
-                                tuples; default: every operand once
+  traffic(ins, outs, **attrs)   bytes read of each input and written to each result; default:
+                                every operand once
+  workspace(ins, outs, **attrs) bytes allocated besides the results; default: none
+A cache comes with as many slots as hold a token, so its size says what an op can read of it
+(plan/cost.py). A fused op with neither flops nor traffic costs what its expansion costs, without
+the values in between.
   rows       inputs whose row [b, s] alone decides row [b, s] of every output
   updates    (result, input) pairs: the result is the new contents of that cache
-  held(**attrs)  where the caches lie among the inputs that attention reads, first and last + 1; the
-             chunk that is not in them yet follows, and its block ids
-  glue       a view, a gather or an exchange of ranks, which backends run between compiled programs
+  held       (first, last + 1) of the caches among an attention's inputs, or a function of the
+             attributes; the chunk that is not in them yet follows, and its block ids
+  glue       a view, a gather or a collective, which backends run between compiled regions
   fold       may run in the weight prologue
-  budget     how far two right computations of it may lie apart, and why (budgets.py)
+  budget     how far two right computations of it may differ, and why (budgets.py)
   kind       the part of the model that it belongs to wherever it occurs, one of KINDS; others by
              the name of their first result
-  workspace(ins, outs, **attrs)  bytes that it allocates beside its results; default: none
-  samples    inputs and attrs from which tests are generated
-
-`flops`, `traffic` and `workspace` see types whose dims are all ints. A cache comes with as many
-slots as hold a token at that point, so its size says what an op can read of it (plan/cost.py). A
-fused op with neither costs what its expansion costs, without the values in between.
+  samples    inputs and attributes from which tests are generated (`cases`)
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, fields
+from functools import cached_property, lru_cache, partial
+from inspect import Parameter
 from typing import Any, TypeVar
 
 from .budgets import Budget
-from .types import Type, parse_type
+from .types import Types, parse_type
 
 #: parts of the model. attention: the projections; kv: attention itself and the cache writes;
 #: other: norms, residuals
@@ -54,8 +60,43 @@ class Sample:
     attrs: Mapping[str, Any] = field(default_factory=dict)
     ints: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
-    def types(self) -> tuple[Type, ...]:
+    def types(self) -> Types:
         return tuple(parse_type(t) for t in self.inputs)
+
+
+_OPERAND = re.compile(r"(?:(\d+)\*)?([^@]+)(?:@(-?\d+):(-?\d+))?")
+
+
+def cases(*texts: str, **attrs: Any) -> list[Sample]:
+    """Return a sample for each text: `2*f32[2,8] i64[2]@3:9 {eps=1e-06}` are two operands, integers
+    from 3 to 8, and an attribute of its own; `attrs` are those of all."""
+    return [_case(text, attrs) for text in texts]
+
+
+def _case(text: str, attrs: Mapping[str, Any]) -> Sample:
+    words, _, own = text.removesuffix("}").partition("{")
+    inputs: list[str] = []
+    ints: dict[int, tuple[int, int]] = {}
+    for word in words.split():
+        found = _OPERAND.fullmatch(word)
+        assert found
+        for _ in range(int(found[1] or 1)):
+            if found[3]:
+                ints[len(inputs)] = int(found[3]), int(found[4])
+            inputs.append(found[2])
+    return Sample(tuple(inputs), {**attrs, **dict(parse_attrs(own))}, ints)
+
+
+@lru_cache(maxsize=4096)  # layers of a printed graph repeat each other's attributes
+def parse_attrs(text: str) -> tuple[tuple[str, Any], ...]:
+    """`eps=1e-06, form='raw'` -> names and values; ValueError or SyntaxError otherwise."""
+    call = ast.parse(f"f({text})", mode="eval").body
+    if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
+        raise ValueError("not a list of keywords")
+    attrs = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    if len(attrs) < len(call.keywords):
+        raise ValueError("an attribute is given twice")
+    return tuple(attrs.items())
 
 
 @dataclass(frozen=True)
@@ -64,34 +105,35 @@ class Op:
 
     name: str
     doc: str
-    infer: Callable[..., Any] | None  # None until ops/__init__.py derives it from `expand`
-    reference: Callable[..., Any] | None
-    expand: Callable[..., Any] | None
-    flops: Callable[..., int] | None  # None: those of the expansion; the same for `traffic`
-    traffic: Callable[..., Traffic] | None
-    rows: tuple[int, ...]
-    updates: tuple[tuple[int, int], ...]
-    held: Callable[..., tuple[int, int]] | None
-    glue: bool
-    fold: bool
     budget: Budget
-    kind: str | None
-    workspace: Callable[..., int] | None
     samples: tuple[Sample, ...]
-    parameters: tuple[inspect.Parameter, ...]
+    parameters: tuple[Parameter, ...]
     attrs: Mapping[str, str]
+    infer: Callable[..., Any] | None = None  # None until ops/__init__.py derives it from `expand`
+    reference: Callable[..., Any] | None = None
+    expand: Callable[..., Any] | None = None
+    flops: Callable[..., int] | None = None  # None: those of the expansion; the same for `traffic`
+    traffic: Callable[..., Traffic] | None = None
+    workspace: Callable[..., int] | None = None
+    rows: tuple[int, ...] = ()
+    updates: tuple[tuple[int, int], ...] = ()
+    held: Callable[..., tuple[int, int]] | None = None
+    glue: bool = False
+    fold: bool = True
+    kind: str | None = None
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
         """Names of the inputs in order, without a variadic one."""
         return tuple(p.name for p in self.parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
-    def infer_types(self, types: tuple[Type, ...], attrs: Mapping[str, Any]) -> tuple[Type, ...]:
+    def infer_types(self, types: Types, attrs: Mapping[str, Any]) -> Types:
         """Run `infer`, always for a tuple; ValueError where an attribute is not of its kind."""
         for name, value in attrs.items():
             kind = self.attrs.get(name)
             fits = kind is not None and _KINDS[kind](value)
             require(fits, f"attribute {name}={value!r}: expected {kind or self._expected()}")
+        self._require_count(len(types))
         assert self.infer
         return as_tuple(self.infer(*types, **attrs))
 
@@ -100,6 +142,13 @@ class Op:
     ) -> tuple[tuple[Operand, Operand], ...]:
         """Return (old, new) contents of each cache that a node with these operands writes."""
         return tuple((inputs[i], outputs[o]) for o, i in self.updates if o < len(outputs))
+
+    def _require_count(self, count: int) -> None:
+        tensors = [p for p in self.parameters if p.kind is not p.KEYWORD_ONLY]
+        least = sum(p.name in self.operands and p.default is p.empty for p in tensors)
+        most = len(self.operands) if len(self.operands) == len(tensors) else count
+        names = ", ".join(p.name for p in tensors)
+        require(least <= count <= most, f"{count} inputs, expected {names}")
 
     def _expected(self) -> str:
         return f"one of {', '.join(self.attrs)}" if self.attrs else "none"
@@ -120,77 +169,87 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _attributes(op: str, parameters: Sequence[inspect.Parameter]) -> dict[str, str]:
-    """Return keyword-only parameter -> its annotation, a key of `_KINDS`."""
-    kinds = {p.name: str(p.annotation) for p in parameters if p.kind is p.KEYWORD_ONLY}
-    unknown = {k for k in kinds.values() if k not in _KINDS}
-    if unknown or any(p.kind is p.VAR_KEYWORD for p in parameters):
-        found = ", ".join(sorted(unknown)) or "**"
-        raise TypeError(f"op {op}: attribute of kind {found}; one of {', '.join(_KINDS)}")
-    return kinds
+def _parameters(op: str, function: Callable[..., Any], cls: Mapping[str, Any]) -> list[Parameter]:
+    """Return operands, then attributes: those of the signature, or those that the class lists."""
+    found = list(inspect.signature(function).parameters.values())
+    if "operands" in cls:
+        found = [p for p in found if p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
+        found[:0] = map(_operand, cls["operands"].split())
+    if "attrs" in cls:
+        own = cls["attrs"].items()
+        found = [p for p in found if p.kind is not p.VAR_KEYWORD and p.name not in cls["attrs"]]
+        found += [Parameter(k, Parameter.KEYWORD_ONLY, annotation=kind) for k, kind in own]
+    kinds_of = {str(p.annotation) for p in found if p.kind is p.KEYWORD_ONLY}
+    unknown = kinds_of - _KINDS.keys()
+    if unknown or any(p.kind is p.VAR_KEYWORD for p in found):
+        what = ", ".join(sorted(unknown)) or "**"
+        raise TypeError(f"op {op}: attribute of kind {what}; one of {', '.join(_KINDS)}")
+    return found
+
+
+def _operand(word: str) -> Parameter:
+    """Return the parameter of `x`, `x?` or `*xs`."""
+    if word.startswith("*"):
+        return Parameter(word[1:], Parameter.VAR_POSITIONAL)
+    default = None if word.endswith("?") else Parameter.empty
+    return Parameter(word.rstrip("?"), Parameter.POSITIONAL_OR_KEYWORD, default=default)
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _default_flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **attrs: Any) -> int:
-    return sum(t.numel() for t in outs)
+def per_result(count: int) -> Callable[..., int]:
+    """Return the FLOPs of an op with so many for each element of its results."""
+    return lambda ins, outs, **attrs: count * sum(t.numel() for t in outs)
 
 
-def every_operand(ins: tuple[Type, ...], outs: tuple[Type, ...], **attrs: Any) -> Traffic:
+free = per_result(0)
+
+
+def every_operand(ins: Types, outs: Types, **attrs: Any) -> Traffic:
     """Return the traffic of an op that reads and writes each operand once."""
     return tuple(t.nbytes() for t in ins), tuple(t.nbytes() for t in outs)
 
 
-def nothing(ins: tuple[Type, ...], outs: tuple[Type, ...], **attrs: Any) -> Traffic:
+def nothing(ins: Types, outs: Types, **attrs: Any) -> Traffic:
     """Return the traffic of a view."""
     return (0,) * len(ins), (0,) * len(outs)
 
 
+def gathered(ins: Types, outs: Types, **attrs: Any) -> Traffic:
+    """Return the traffic of an op that reads only those rows of its first input that it returns."""
+    return (outs[0].nbytes(), ins[1].nbytes()), (outs[0].nbytes(),)
+
+
 def op(cls: type) -> Op:
     """Check an op class and turn it into its record."""
-    parts = vars(cls)
-
-    def part(name: str, default: Any = None) -> Any:
-        value = parts.get(name, default)
-        return value.__func__ if isinstance(value, staticmethod) else value
-
-    infer, expand = part("infer"), part("expand")
+    parts: dict[str, Any] = {
+        k: v.__func__ if isinstance(v, staticmethod) else v for k, v in vars(cls).items()
+    }
+    infer, expand = parts.get("infer"), parts.get("expand")
     if not cls.__doc__ or not (infer or expand):
         raise TypeError(f"op {cls.__name__} needs a docstring, and infer or expand")
-    if (part("reference") is None) == (expand is None):
+    if (parts.get("reference") is None) == (expand is None):
         raise TypeError(f"op {cls.__name__} needs exactly one of reference and expand")
     if not parts.get("samples") or not isinstance(parts.get("budget"), Budget):
         raise TypeError(f"op {cls.__name__} needs samples and a budget")
     if parts.get("kind") not in (None, *KINDS):
         raise TypeError(f"op {cls.__name__}: kind {parts['kind']!r}: one of {', '.join(KINDS)}")
-    counted = expand is None or bool(parts.keys() & {"flops", "traffic"})
-    # Behind the builder, `expand` has the parameters that `infer` would have.
-    parameters = tuple(inspect.signature(infer or expand).parameters.values())[infer is None :]
-    return Op(
-        name=cls.__name__,
-        doc=cls.__doc__,
-        infer=infer,
-        reference=part("reference"),
-        expand=expand,
-        flops=part("flops", _default_flops) if counted else None,
-        traffic=part("traffic", every_operand) if counted else None,
-        rows=parts.get("rows", ()),
-        updates=parts.get("updates", ()),
-        held=part("held"),
-        glue=parts.get("glue", False),
-        fold=parts.get("fold", True),
-        budget=parts["budget"],
-        kind=parts.get("kind"),
-        workspace=part("workspace"),
-        samples=tuple(parts["samples"]),
-        parameters=parameters,
-        attrs=_attributes(cls.__name__, parameters),
-    )
+    made: dict[str, Any] = {f.name: parts[f.name] for f in fields(Op) if f.name in parts}
+    if expand is None or parts.keys() & {"flops", "traffic"}:
+        made = {"flops": per_result(1), "traffic": every_operand, **made}
+    if isinstance(held := made.get("held"), tuple):
+        made["held"] = lambda **_: held
+    # After the builder, `expand` has the parameters that `infer` would have.
+    function = infer or partial(parts["expand"], None)
+    parameters = tuple(_parameters(cls.__name__, function, parts))
+    attrs = {p.name: str(p.annotation) for p in parameters if p.kind is p.KEYWORD_ONLY}
+    made |= {"samples": tuple(parts["samples"]), "parameters": parameters, "attrs": attrs}
+    return Op(name=cls.__name__, doc=cls.__doc__, **made)
 
 
-def require(condition: bool, message: str) -> None:
+def require(condition: object, message: str) -> None:
     """Raise ValueError(message) unless the condition holds; the verifier adds the node."""
     if not condition:
         raise ValueError(message)

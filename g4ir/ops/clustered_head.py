@@ -1,13 +1,14 @@
 """A head over clusters of tokens, all of one size: the tokens of the best clusters alone have
-logits (transformers 5.17, `models/gemma4_assistant`: ordered embeddings)."""
+logits (transformers 5.17, `models/gemma4_assistant`: ordered embeddings); and ops that choose the
+next token, as far as that needs no random number."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .base import Sample, Traffic, op, require
+from .base import Traffic, cases, free, gathered, op, require
 from .budgets import MOVES, PRODUCT
-from .types import Type
+from .types import Type, Types, torch
 
 
 @op
@@ -29,8 +30,8 @@ class by_cluster:
     def reference(table: Any, order: Any, *, count: int) -> Any:
         return table[order].unflatten(0, (count, -1))
 
-    flops = staticmethod(lambda ins, outs, **_: 0)
-    samples = [Sample(("f32[12,8]", "i64[12]"), {"count": 3}, {1: (0, 12)})]
+    flops = free
+    samples = cases("f32[12,8] i64[12]@0:12", count=3)
 
 
 @op
@@ -60,30 +61,26 @@ class cluster_head:
 
     @staticmethod
     def reference(x: Any, heads: Any, rows: Any, order: Any, *, top_k: int) -> tuple[Any, Any]:
-        import torch
-
         best = torch.nn.functional.linear(x, heads).topk(top_k, -1).indices
         picked = rows[best].flatten(-3, -2)
         logits = torch.matmul(x.unsqueeze(-2), picked.transpose(-1, -2)).squeeze(-2)
         return logits, order.view(len(rows), -1)[best].flatten(-2)
 
     @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+    def flops(ins: Types, outs: Types, **_: Any) -> int:
         return 2 * ins[0].numel() * int(ins[1].shape[0]) + 2 * outs[0].numel() * int(
             ins[0].shape[-1]
         )
 
     @staticmethod
-    def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> Traffic:
+    def traffic(ins: Types, outs: Types, **_: Any) -> Traffic:
         """Count the rows and the tokens of the chosen clusters."""
         x, heads, rows, _order = ins
         read = outs[1].numel() * int(x.shape[-1]) * rows.nbytes() // rows.numel()
         made = tuple(t.nbytes() for t in outs)
         return (x.nbytes(), heads.nbytes(), read, outs[1].nbytes()), made
 
-    samples = [
-        Sample(("f32[2,1,8]", "f32[5,8]", "f32[5,3,8]", "i64[15]"), {"top_k": 2}, {3: (0, 15)})
-    ]
+    samples = cases("f32[2,1,8] f32[5,8] f32[5,3,8] i64[15]@0:15", top_k=2)
 
 
 @op
@@ -103,11 +100,65 @@ class pick_id:
     def reference(ids: Any, at: Any) -> Any:
         return ids[:, 0].gather(1, at[:, None])[:, 0]
 
-    flops = staticmethod(lambda ins, outs, **_: 0)
+    flops = free
+
+    traffic = gathered
+
+    samples = cases("i64[3,1,7]@0:99 i64[3]@0:7")
+
+
+def _require_logits(name: str, logits: Type) -> None:
+    fits = logits.rank == 3 and logits.shape[1] == 1 and isinstance(logits.shape[2], int)
+    require(fits, f"{name}: logits {logits} are not [B, 1, vocab]")
+
+
+@op
+class greedy:
+    """The token of the largest logit of each row, the lowest of equal ones; i64[B]"""
+
+    budget = MOVES
+    kind = "head"
 
     @staticmethod
-    def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> Traffic:
-        """Count what is picked."""
-        return (outs[0].nbytes(), ins[1].nbytes()), (outs[0].nbytes(),)
+    def infer(logits: Type) -> Type:
+        _require_logits("greedy", logits)
+        return Type("i64", logits.shape[:1])
 
-    samples = [Sample(("i64[3,1,7]", "i64[3]"), {}, {0: (0, 99), 1: (0, 7)})]
+    @staticmethod
+    def reference(logits: Any) -> Any:
+        return logits[:, 0].argmax(-1)
+
+    @staticmethod
+    def flops(ins: Types, outs: Types) -> int:
+        return ins[0].numel()
+
+    samples = cases("f32[3,1,33]")
+
+
+@op
+class candidates:
+    """The k largest logits of each row in descending order, equal ones by lower token first, and
+    their tokens; f32[B,k], i64[B,k]"""
+
+    budget = MOVES
+    kind = "head"
+
+    @staticmethod
+    def infer(logits: Type, *, k: int) -> tuple[Type, Type]:
+        _require_logits("candidates", logits)
+        vocab = logits.shape[2]
+        require(isinstance(vocab, int) and 0 < k <= vocab, f"candidates: {k} of {logits}")
+        shape = (logits.shape[0], k)
+        return Type("f64" if logits.dtype == "f64" else "f32", shape), Type("i64", shape)
+
+    @staticmethod
+    def reference(logits: Any, *, k: int) -> tuple[Any, Any]:
+        values, index = logits[:, 0].sort(dim=-1, descending=True, stable=True)
+        wide = values if values.element_size() == 8 else values.float()
+        return wide[:, :k], index[:, :k]
+
+    @staticmethod
+    def flops(ins: Types, outs: Types, **_: Any) -> int:
+        return ins[0].numel()
+
+    samples = cases("f32[3,1,33]", k=5)

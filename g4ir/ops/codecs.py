@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .base import wide
-from .types import dtype_name, torch_dtype
+from .types import dtype_name, torch, torch_dtype
 
 #: elements that `quantize` looks at together: few enough to stay in a core's cache
 PIECE = 1 << 18
@@ -88,8 +88,6 @@ def numbers_in(codes: Any) -> int:
 
 def dequantized(codes: Any, scales: Any, dtype: Any) -> Any:
     """Return the numbers of codes in a dtype; float64 where scales are."""
-    import torch
-
     factor = wide(scales)
     form = FORM_OF.get(dtype_name(codes.dtype), "")
     if form in BLOCK_PARTS:
@@ -107,8 +105,6 @@ def _shared(numbers: Any, factors: Any) -> Any:
 
 def _above_minima(codes: Any, pairs: Any) -> Any:
     """Return the numbers of codes with scales and minima in pairs, before they are rounded."""
-    import torch
-
     numbers, integers, least = from_blocks(codes)
     scales, minima = pairs.unflatten(-1, (-1, 2)).unbind(-1)
     w = _shared(_shared(numbers.to(torch.int16), integers).to(pairs.dtype), scales)
@@ -118,8 +114,6 @@ def _above_minima(codes: Any, pairs: Any) -> Any:
 
 def fake_quantized(x: Any, form: str) -> Any:
     """Compute the op `fake_quantize`."""
-    import torch
-
     width = x.shape[-1]
     group = ACTIVATIONS[form] or width
     whole = torch.nn.functional.pad(x, (0, -width % group)) if width % group else x
@@ -129,24 +123,18 @@ def fake_quantized(x: Any, form: str) -> Any:
 
 def packed(codes: Any) -> Any:
     """Return 4-bit codes [.., K], -8 to 7, two in a byte: u8 [.., K/2]."""
-    import torch
-
     even, odd = (codes + 8).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
     return even | odd << 4
 
 
 def unpacked(codes: Any) -> Any:
     """Return the 4-bit codes of bytes u8 [.., K/2]: i8 [.., K], -8 to 7."""
-    import torch
-
     return torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int8) - 8
 
 
 def folded(numbers: Any, integers: Any) -> Any:
     """Return codes of int6: of numbers [.., K], -32 to 31, and the integers [.., K/16] that they
     share."""
-    import torch
-
     parts = (numbers + 32).to(torch.uint8).unflatten(-1, (-1, 4, TOGETHER // 4))
     low, high = parts & 15, parts >> 4
     low = (low[..., :2, :] | low[..., 2:, :] << 4).flatten(-2)
@@ -158,8 +146,6 @@ def folded(numbers: Any, integers: Any) -> Any:
 
 def unfolded(codes: Any) -> tuple[Any, Any]:
     """Return what `folded` was given, as i8."""
-    import torch
-
     low, high, shared = codes.view(torch.uint8).unflatten(-1, (-1, sum(PARTS))).split(PARTS, -1)
     low = torch.cat((low & 15, low >> 4), -1)
     high = torch.cat([(high >> by & 3) << 4 for by in range(0, 8, 2)], -1)
@@ -169,8 +155,6 @@ def unfolded(codes: Any) -> tuple[Any, Any]:
 
 def products(codes: Any) -> Any:
     """Return the codes of int6 as integers: i16 [.., K]."""
-    import torch
-
     numbers, integers = unfolded(codes)
     return _shared(numbers.to(torch.int16), integers)
 
@@ -178,8 +162,6 @@ def products(codes: Any) -> Any:
 def in_six_bits(integers: Any, least: Any) -> Any:
     """Return integers of 6 bits and those of minima, [.., 8 B] each, in 12 bytes for 8 of both: the
     first four of each, with the upper bits of the others above them; the lower bits of those."""
-    import torch
-
     pairs = [t.to(torch.uint8).unflatten(-1, (-1, 2, 4)).unbind(-2) for t in (integers, least)]
     first = [low | high >> 4 << 6 for low, high in pairs]
     last = pairs[0][1] & 15 | (pairs[1][1] & 15) << 4
@@ -189,8 +171,6 @@ def in_six_bits(integers: Any, least: Any) -> Any:
 def to_blocks(numbers: Any, integers: Any, form: str) -> Any:
     """Return codes of a form with minima: of numbers [.., K], 0 to 15 or 31, and the bytes
     [.., K/256 * 12] that `in_six_bits` makes."""
-    import torch
-
     parts = numbers.to(torch.uint8).unflatten(-1, (-1, 4, EIGHTH, 2))
     even, odd = (parts & 15).unbind(-1)
     made = [(even | odd << 4).flatten(-2)]
@@ -203,8 +183,6 @@ def to_blocks(numbers: Any, integers: Any, form: str) -> Any:
 
 def from_blocks(codes: Any) -> tuple[Any, Any, Any]:
     """Return u8 numbers [.., K], integers [.., K/32] and those of minima of codes with minima."""
-    import torch
-
     sizes = BLOCK_PARTS[FORM_OF[dtype_name(codes.dtype)]]
     low, high, six = codes.view(torch.uint8).unflatten(-1, (-1, sum(sizes))).split(sizes, -1)
     numbers = torch.stack((low & 15, low >> 4), -1).flatten(-2)
@@ -221,8 +199,6 @@ def from_blocks(codes: Any) -> tuple[Any, Any, Any]:
 
 def by_columns(x: Any) -> Any:
     """Return codes or scales [.., N, K] as [.., K, N]; see the op `columns`."""
-    import torch
-
     if x.dtype != torch.uint8:
         return x.mT.contiguous()
     return packed(unpacked(x).mT) ^ COMPLEMENT
@@ -230,8 +206,6 @@ def by_columns(x: Any) -> Any:
 
 def by_rows(x: Any) -> Any:
     """Return what `by_columns` was given."""
-    import torch
-
     return packed(unpacked(x ^ COMPLEMENT).mT) if x.dtype == torch.uint8 else x.mT
 
 
@@ -240,8 +214,6 @@ def by_rows(x: Any) -> Any:
 
 def quantized(w: Any, form: str, group: int, scale: str) -> tuple[Any, Any]:
     """Return codes and scales of rows [.., K]. float64 stays float64, but for codes in integers."""
-    import torch
-
     x = wide(w).unflatten(-1, (-1, group))
     dtype = torch_dtype(scale)
     if form in BLOCK_PARTS:
@@ -255,14 +227,10 @@ def quantized(w: Any, form: str, group: int, scale: str) -> tuple[Any, Any]:
 
 
 def _fp8(y: Any) -> Any:
-    import torch
-
     return y.clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
 def _int8(y: Any) -> Any:
-    import torch
-
     return y.round().clamp(-127, 127).to(torch.int8)
 
 
@@ -284,8 +252,6 @@ _CODES: dict[str, Callable[[Any], Any]] = {
 
 def _with_minima(x: Any, form: str, kept: Any, dtype: Any) -> tuple[Any, Any]:
     """Return codes of groups x [n, G, g], and their scales and minima as `dtype` has them."""
-    import torch
-
     parts, most = x.unflatten(-1, (-1, EIGHTH)), FORMS[form].largest
     wanted = _above_least(parts, most)
     pairs = [_rounded(t.amax(-1) / MOST, dtype) for t in wanted]
@@ -344,8 +310,6 @@ _NEAR = 2.0**-6
 def on_grid(w: Any, codes: Any, scales: Any) -> int:
     """Return how many groups of a weight are what their codes and scales mean in bf16, bit for bit:
     nearly all of one that was trained for 4 bits, and hardly any of another."""
-    import torch
-
     rows = max(1, PIECE // w.shape[-1])
     parts = (t.reshape(-1, t.shape[-1]).split(rows) for t in (w, codes, scales))
     found = 0
@@ -361,8 +325,6 @@ def int4_scales(x: Any, dtype: Any, largest: float) -> Any:
     Where bf16(code * scale) of some scale are the numbers of a group, bit for bit, that scale;
     elsewhere the best of a few, each bettered by least squares with its codes held fixed.
     """
-    import torch
-
     extreme = x.gather(-1, x.abs().argmax(-1, keepdim=True)).squeeze(-1)
     scales = _fitted(x, extreme, dtype)
     on, found = grid_scales(x, extreme, dtype)
@@ -371,8 +333,6 @@ def int4_scales(x: Any, dtype: Any, largest: float) -> Any:
 
 def grid_scales(x: Any, extreme: Any, dtype: Any) -> tuple[Any, Any]:
     """Return whether each group of x [n, G, g] lies on a 4-bit grid, and its scale there."""
-    import torch
-
     groups, ends = x.flatten(0, 1), extreme.flatten()
     on, found = ends == 0, torch.ones_like(ends)
     tried = ends[:, None] / torch.tensor(_EXTREMES).to(ends)
@@ -396,23 +356,17 @@ def _on_grid_of(d: Any, w: Any) -> Any:
 
 def _matches(w: Any, d: Any) -> Any:
     """Return whether the numbers of each row of w [n, k] are bf16(code * d) for its d [n]."""
-    import torch
-
     return (_on_grid_of(d[:, None], w).to(torch.bfloat16).to(w.dtype) == w).all(-1) & (d != 0)
 
 
 def _neighbours(d: Any, dtype: Any) -> list[Any]:
     """Return numbers as a dtype holds them, then those above and below each."""
-    import torch
-
     ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     near = d.to(dtype).view(ints)
     return [n.view(dtype).to(d.dtype) for n in (near, near + 1, near - 1)]
 
 
 def _fitted(x: Any, extreme: Any, dtype: Any) -> Any:
-    import torch
-
     best = error = None
     for start in _STARTS:
         d = _rounded(extreme / start, dtype)

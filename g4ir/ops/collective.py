@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Sample, op, require
+from .base import cases, free, op, require
 from .budgets import MOVES, Budget
-from .types import Type
+from .types import Type, Types
 
 #: ops that need what other ranks have
 COLLECTIVES = ("all_reduce", "all_gather")
@@ -33,7 +33,7 @@ class all_reduce:
     fold = False
 
     @staticmethod
-    def infer(*xs: Type, ranks: int) -> tuple[Type, ...]:
+    def infer(*xs: Type, ranks: int) -> Types:
         given = ", ".join(map(str, xs))
         require(ranks > 0, f"all_reduce: {ranks} ranks; {given}")
         require(all(x.dtype == xs[0].dtype for x in xs), f"all_reduce: {given} differ in dtype")
@@ -44,13 +44,10 @@ class all_reduce:
         return _alone("all_reduce", b, xs, ranks)
 
     @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], *, ranks: int) -> int:
+    def flops(ins: Types, outs: Types, *, ranks: int) -> int:
         return ranks * sum(t.numel() for t in outs)
 
-    samples = [
-        Sample(("f32[2,3,8]",), {"ranks": 1}),
-        Sample(("f32[2,3,8]", "f32[2,3,5]"), {"ranks": 1}),
-    ]
+    samples = cases("f32[2,3,8]", "f32[2,3,8] f32[2,3,5]", ranks=1)
 
 
 @op
@@ -73,5 +70,5 @@ class all_gather:
     def expand(b: Any, x: Any, *, ranks: int) -> Any:
         return _alone("all_gather", b, (x,), ranks)
 
-    flops = staticmethod(lambda ins, outs, **_: 0)
-    samples = [Sample(("f32[2,3,8]",), {"ranks": 1})]
+    flops = free
+    samples = cases("f32[2,3,8]", ranks=1)

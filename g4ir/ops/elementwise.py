@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Sample, Traffic, op, require
+from .base import cases, free, gathered, op, require
 from .budgets import MOVES, Budget
-from .types import FLOATS, Type, torch_dtype
+from .types import FLOATS, Type, torch, torch_dtype
 
 
 @op
@@ -26,7 +26,7 @@ class add:
     def reference(a: Any, b: Any) -> Any:
         return a + b
 
-    samples = [Sample(("f32[2,3,8]", "f32[2,3,8]"))]
+    samples = cases("2*f32[2,3,8]")
 
 
 @op
@@ -47,7 +47,7 @@ class mul:
     def reference(x: Any, w: Any) -> Any:
         return x * w
 
-    samples = [Sample(("f32[2,3,8]", "f32[1]")), Sample(("f32[2,3,8]", "f32[8]"))]
+    samples = cases("f32[2,3,8] f32[1]", "f32[2,3,8] f32[8]")
 
 
 @op
@@ -65,7 +65,7 @@ class scale:
     def reference(x: Any, *, value: float) -> Any:
         return x * value
 
-    samples = [Sample(("f32[2,3,8]",), {"value": 0.7071067811865476})]
+    samples = cases("f32[2,3,8]", value=0.7071067811865476)
 
 
 @op
@@ -82,11 +82,9 @@ class softcap:
 
     @staticmethod
     def reference(x: Any, *, cap: float) -> Any:
-        import torch
-
         return torch.tanh(x / cap) * cap
 
-    samples = [Sample(("f32[2,3,8]",), {"cap": 30.0})]
+    samples = cases("f32[2,3,8]", cap=30.0)
 
 
 @op
@@ -106,7 +104,7 @@ class clip:
     def reference(x: Any, low: Any, high: Any) -> Any:
         return x.clamp(low, high)
 
-    samples = [Sample(("f32[2,3,8]", "f32[]", "f32[]"))]
+    samples = cases("f32[2,3,8] 2*f32[]")
 
 
 @op
@@ -124,12 +122,10 @@ class limit:
 
     @staticmethod
     def reference(x: Any, *, most: float) -> Any:
-        import torch
-
         bound = min(most, torch.finfo(x.dtype).max)
         return x.clamp(-bound, bound)
 
-    samples = [Sample(("f32[2,3,8]",), {"most": 0.5})]
+    samples = cases("f32[2,3,8]", most=0.5)
 
 
 @op
@@ -149,8 +145,8 @@ class cast:
     def reference(x: Any, *, dtype: str) -> Any:
         return x.to(torch_dtype(dtype))
 
-    flops = staticmethod(lambda ins, outs, **_: 0)
-    samples = [Sample(("f32[2,3,8]",), {"dtype": "f64"})]
+    flops = free
+    samples = cases("f32[2,3,8]", dtype="f64")
 
 
 @op
@@ -168,19 +164,14 @@ class last_row:
 
     @staticmethod
     def reference(x: Any, lengths: Any) -> Any:
-        import torch
-
         row = torch.arange(x.shape[0], device=x.device)
         return x[row, (lengths - 1).clamp(min=0)].unsqueeze(1)
 
-    flops = staticmethod(lambda ins, outs, **_: 0)
+    flops = free
 
-    @staticmethod
-    def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> Traffic:
-        """Count the rows of x that are chosen."""
-        return (outs[0].nbytes(), ins[1].nbytes()), (outs[0].nbytes(),)
+    traffic = gathered
 
-    samples = [Sample(("f32[2,5,8]", "i64[2]"), ints={1: (0, 6)})]
+    samples = cases("f32[2,5,8] i64[2]@0:6")
 
 
 @op
@@ -198,18 +189,13 @@ class pick_rows:
 
     @staticmethod
     def reference(x: Any, rows: Any) -> Any:
-        import torch
-
         return x[torch.arange(x.shape[0], device=x.device)[:, None], rows]
 
-    flops = staticmethod(lambda ins, outs, **_: 0)
+    flops = free
 
-    @staticmethod
-    def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> Traffic:
-        """Count the rows of x that are chosen."""
-        return (outs[0].nbytes(), ins[1].nbytes()), (outs[0].nbytes(),)
+    traffic = gathered
 
-    samples = [Sample(("f32[2,5,8]", "i64[2,3]"), ints={1: (0, 5)})]
+    samples = cases("f32[2,5,8] i64[2,3]@0:5")
 
 
 @op
@@ -228,5 +214,5 @@ class row_start:
     def reference(positions: Any) -> Any:
         return positions[:, 0].contiguous()
 
-    flops = staticmethod(lambda ins, outs: 0)
-    samples = [Sample(("i64[2,5]",), ints={0: (0, 9)})]
+    flops = free
+    samples = cases("i64[2,5]@0:9")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Sample, Traffic, nothing, op, require
+from .base import cases, free, gathered, nothing, op, require
 from .budgets import MOVES, Budget
-from .types import Type
+from .types import Type, Types, torch
 
 
 @op
@@ -25,17 +25,11 @@ class embedding:
 
     @staticmethod
     def reference(table: Any, ids: Any, *, scale: float) -> Any:
-        import torch
-
         return table[ids] * torch.tensor(scale).to(table.dtype)
 
-    @staticmethod
-    def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> Traffic:
-        """Count the rows of the table that are asked for."""
-        rows = outs[0].nbytes()
-        return (rows, ins[1].nbytes()), (rows,)
+    traffic = gathered
 
-    samples = [Sample(("f32[11,8]", "i64[2,3]"), {"scale": 39.191835884530846}, {1: (0, 11)})]
+    samples = cases("f32[11,8] i64[2,3]@0:11", scale=39.191835884530846)
 
 
 @op
@@ -58,10 +52,7 @@ class mask_ids:
             tokens = tokens.masked_fill(tokens == i, pad)
         return tokens
 
-    samples = [
-        Sample(("i64[2,7]",), {"ids": (3, 5), "pad": 0}, {0: (0, 7)}),
-        Sample(("i64[2,3]",), {"ids": (), "pad": 0}, {0: (0, 7)}),
-    ]
+    samples = cases("i64[2,7]@0:7 {ids=(3, 5)}", "i64[2,3]@0:7 {ids=()}", pad=0)
 
 
 @op
@@ -72,7 +63,7 @@ class unstack_layers:
     glue = True
 
     @staticmethod
-    def infer(x: Type) -> tuple[Type, ...]:
+    def infer(x: Type) -> Types:
         require(isinstance(x.shape[0], int), f"unstack_layers: {x} has no layer count")
         return (x.with_shape(*x.shape[1:]),) * int(x.shape[0])
 
@@ -80,9 +71,9 @@ class unstack_layers:
     def reference(x: Any) -> Any:
         return tuple(x.unbind(0))
 
-    flops = staticmethod(lambda ins, outs, **_: 0)
-    traffic = staticmethod(nothing)
-    samples = [Sample(("f32[3,2,5,4]",))]
+    flops = free
+    traffic = nothing
+    samples = cases("f32[3,2,5,4]")
 
 
 @op
@@ -101,5 +92,5 @@ class stack_layers:
     def reference(x: Any) -> Any:
         return x.permute(2, 0, 1, 3).contiguous()
 
-    flops = staticmethod(lambda ins, outs, **_: 0)
-    samples = [Sample(("f32[2,5,3,4]",))]
+    flops = free
+    samples = cases("f32[2,5,3,4]")

@@ -3,14 +3,9 @@ large."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from g4ir.errors import CheckError, WeightsError
 
-from .types import TORCH_NAMES, torch_dtype
-
-if TYPE_CHECKING:
-    import torch
+from .types import TORCH_NAMES, torch, torch_dtype
 
 TOO_LARGE = "float16 holds numbers up to 65504"
 
@@ -25,8 +20,6 @@ def advice(dtype: str) -> str:
 def require_finite(value: torch.Tensor, what: str, dtype: str) -> torch.Tensor:
     """Return the value; CheckError where a number in it is NaN or infinite. A finite sum has finite
     terms alone, and is found in a tenth of the time; of an infinite one, each term is looked at."""
-    import torch
-
     wide = value.dtype if value.element_size() > 4 else torch.float32
     if bool(value.sum(dtype=wide).isfinite()) or bool(value.isfinite().all()):
         return value

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .base import Sample, op, require
+from .base import Sample, free, op, require
 from .budgets import Budget
 from .codecs import quantized
-from .types import FLOATS, ITEMSIZE, Type, torch_dtype
+from .types import FLOATS, ITEMSIZE, Type, torch, torch_dtype
 
 #: dtype of a cache -> largest finite number; of codes none, as scales follow the numbers
 NARROW: Mapping[str, float | None] = {"bf16": 3.3895313892515355e38, "f8e4m3": 448.0, "i8": None}
@@ -73,8 +73,6 @@ class narrow_row:
 
     @staticmethod
     def reference(x: Any, *, to: str) -> Any:
-        import torch
-
         most = NARROW[to]
         if most is None:
             return coded(x)
@@ -82,14 +80,12 @@ class narrow_row:
         made = x.clamp(-most, most).to(torch_dtype(to))
         return made.double() if x.dtype == torch.float64 else made
 
-    flops = staticmethod(lambda ins, outs, **_: 0)
+    flops = free
     samples = [Sample(("f32[2,3,2,40]",), {"to": to}) for to in ("f8e4m3", "i8")]
 
 
 def coded(x: Any) -> Any:
     """Return rows [.., d] as codes and the bytes of their scales, i8 [.., d + 2 ceil(d / 32)]."""
-    import torch
-
     width = x.shape[-1]
     padded = torch.nn.functional.pad(x, (0, -width % GROUP))
     codes, scales = quantized(padded, "int8", GROUP, "bf16")
@@ -101,8 +97,6 @@ def coded(x: Any) -> Any:
 def numbers(rows: Any, dtype: Any = None) -> Any:
     """Return the numbers of rows [.., d] as a cache holds them, in a torch dtype, fp32 by default;
     products of code and scale are exact in fp32 and rounded once."""
-    import torch
-
     dtype = dtype or torch.float32
     if rows.dtype != torch.int8:
         return rows.to(dtype)
@@ -117,6 +111,4 @@ def numbers(rows: Any, dtype: Any = None) -> Any:
 
 def comparable(value: Any) -> Any:
     """Return a tensor that can be compared: what rows in 8 bits say in fp32, others as they are."""
-    import torch
-
     return numbers(value) if value.dtype in (torch.int8, torch.float8_e4m3fn) else value

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .attention import attention, attention_workspace, slot_positions, split_chunk
-from .base import Sample, op, require, wide
+from .attention import MASKING, attention, attention_workspace, slot_positions, split_chunk
+from .base import cases, free, op, require, wide
 from .budgets import MOVES, Budget
 from .kv_quant import as_read, held_width, numbers
 from .norm import reciprocal_rms
-from .rope import rope, rope_table, rotated_pairs
-from .types import FLOATS, Type
+from .rope import ROTATION, rope, rope_table, rotated_pairs
+from .types import FLOATS, Type, Types, torch
 
 #: form -> its tensors in the order in which `attention_latent` takes them
 PARTS = {"value": ("latent",), "raw": ("raw", "rms")}
@@ -49,10 +49,10 @@ class inverse_rms:
         return reciprocal_rms(wide(x), eps)
 
     @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+    def flops(ins: Types, outs: Types, **_: Any) -> int:
         return 2 * ins[0].numel()
 
-    samples = [Sample(("f32[2,3,4,8]",), {"eps": 1e-6}), Sample(("f32[2,3,33]",), {"eps": 1e-6})]
+    samples = cases("f32[2,3,4,8]", "f32[2,3,33]", eps=1e-06)
 
 
 @op
@@ -76,23 +76,16 @@ class latent_row:
 
     @staticmethod
     def reference(v: Any, k: Any, *, pairs: int) -> Any:
-        import torch
-
         half = k.shape[-1] // 2
         return torch.cat((v, k[..., :pairs], k[..., half : half + pairs]), -1)
 
-    flops = staticmethod(lambda ins, outs, **_: 0)
-    samples = [
-        Sample(("f32[2,3,2,8]", "f32[2,3,2,8]"), {"pairs": 1}),
-        Sample(("f32[2,3,2,8]", "f32[2,3,2,8]"), {"pairs": 0}),
-    ]
+    flops = free
+    samples = cases("2*f32[2,3,2,8] {pairs=1}", "2*f32[2,3,2,8] {pairs=0}")
 
 
 def keys_values_of_value(row: Any, w: Any) -> tuple[Any, Any]:
     """Return K and V [..., d] of rows [..., d + 2p] in the `value` form; K's unrotated dims are V *
     w, rounded once."""
-    import torch
-
     d = w.shape[0]
     half, pairs = d // 2, (row.shape[-1] - d) // 2
     v, low, high = row.split([d, pairs, pairs], -1)
@@ -101,29 +94,12 @@ def keys_values_of_value(row: Any, w: Any) -> tuple[Any, Any]:
 
 
 def keys_values_of_raw(
-    raw: Any,
-    rms: Any,
-    w: Any,
-    positions: Any,
-    *,
-    kind: str,
-    theta: float,
-    fraction: float,
-    factor: float,
-    dtype: str,
+    raw: Any, rms: Any, w: Any, positions: Any, **rotation: Any
 ) -> tuple[Any, Any]:
     """Make K and V [X,Y,n,d] of a projection [X,Y,n,d] and its rms^-1 [X,Y,n,1] at `positions`
-    i64[X,Y], with the roundings of `rms_norm`, `rope_table` (of this dtype) and `rope`."""
+    i64[X,Y], with the roundings of `rms_norm`, `rope_table` (its attributes but dim) and `rope`."""
     h = wide(raw) * rms
-    cos, sin = rope_table.reference(
-        positions,
-        kind=kind,
-        theta=theta,
-        dim=w.shape[0],
-        fraction=fraction,
-        factor=factor,
-        dtype=dtype,
-    )
+    cos, sin = rope_table.reference(positions, dim=w.shape[0], **rotation)
     k = rope.reference((h * wide(w)).to(raw.dtype), cos, sin)
     return k.to(raw.dtype), h.to(raw.dtype)
 
@@ -139,13 +115,11 @@ def keys_values(
     return keys_values_of_raw(raw, rms, w, positions, **rotation)
 
 
-def _as_keys(
-    form: str, given: Sequence[Type], d: int, kind: str, fraction: float, dtype: str
-) -> list[Type]:
+def _as_keys(form: str, given: Sequence[Type], d: int, pairs: int, dtype: str) -> list[Type]:
     """Return the types of the keys in the cache and, where given, in the chunk."""
     held = [as_read(t, dtype) if form == "value" else t for t in given]
     require(len({t.dtype for t in given[:: len(PARTS[form])]}) < 2, f"attention_latent: {given}")
-    pairs, parts = rotated_pairs(kind, d, fraction), len(PARTS[form])
+    parts = len(PARTS[form])
     widths = {"value": (d + 2 * pairs,), "raw": (d, 1)}[form]
     fits = len(held) in (parts, 2 * parts)
     require(fits, f"attention_latent: form {form} has {parts} caches, found {len(held)} tensors")
@@ -157,6 +131,11 @@ def _as_keys(
     return [t.with_shape(*t.shape[:3], d) for t in held[::parts]]
 
 
+def _parted(attrs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the attributes of `attention` and those of `rope_table` without dim."""
+    return {k: attrs[k] for k in MASKING}, {k: attrs[k] for k in ROTATION}
+
+
 def _split(form: str, held: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the caches with the chunk's rows, and the block ids where there are any."""
     parts = len(PARTS[form])
@@ -164,25 +143,13 @@ def _split(form: str, held: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, 
     return (*held[:parts], *rows), () if block_ids is None else (block_ids,)
 
 
-#: of the samples below: q, places, ends and a norm's weight; attrs; rows that are held and new
-_QUERY = ("f32[2,5,4,8]", "i64[2,5]", "i64[2]", "f32[8]")
-_VALUE: dict[str, Any] = {
-    "form": "value",
-    "window": 4,
-    "scale": 1.0,
-    "softcap": 0.0,
-    "kind": "proportional",
-    "theta": 1e4,
-    "fraction": 0.5,
-    "factor": 1.0,
-    "dtype": "f32",
-}
-_RAW = {**_VALUE, "form": "raw", "kind": "default", "fraction": 1.0, "factor": 2.0}
-_ROWS = {
-    "value": ("f32[7,2,2,12]", "f32[2,5,2,12]"),
-    "raw": ("f32[7,2,2,8]", "f32[7,2,2,1]", "f32[2,5,2,8]", "f32[2,5,2,1]"),
-}
-_AT = {1: (9, 14), 2: (9, 10)}
+#: of the samples: queries, their positions, tokens in the cache and the weight of K's norm
+_QUERY = "f32[2,5,4,8] i64[2,5]@9:14 i64[2]@9:10 f32[8]"
+_VALUE = (
+    "form='value', window=4, softcap=0.0, kind='proportional', theta=1e4, fraction=0.5, factor=1.0"
+)
+_RAW = "form='raw', window=4, softcap=0.0, kind='default', theta=1e4, fraction=1.0, factor=2.0"
+_RAW_ROWS = "f32[7,2,2,8] f32[7,2,2,1] f32[2,5,2,8] f32[2,5,2,1]"
 
 
 @op
@@ -206,50 +173,30 @@ class attention_latent:
     def held(*, form: str, **_: Any) -> tuple[int, int]:
         return 4, 4 + len(PARTS[form])
 
+    operands = "q positions written w *held"
+    attrs = MASKING | ROTATION | {"form": "str"}
+
     @staticmethod
     def infer(
-        q: Type,
-        positions: Type,
-        written: Type,
-        w: Type,
-        *held: Type,
-        form: str,
-        window: int,
-        scale: float,
-        softcap: float,
-        kind: str,
-        theta: float,
-        fraction: float,
-        factor: float,
-        dtype: str,
+        q: Type, positions: Type, written: Type, w: Type, *held: Type, form: str, **attrs: Any
     ) -> Type:
         require(form in PARTS, f"attention_latent: form {form!r}: one of {', '.join(PARTS)}")
         fits = q.rank == 4 and isinstance(q.shape[-1], int) and w == Type(q.dtype, q.shape[-1:])
         require(fits, f"attention_latent: weight {w} does not fit q {q}")
         d = int(q.shape[-1])
-        rope_table.infer(
-            positions, kind=kind, theta=theta, dim=d, fraction=fraction, factor=factor, dtype=dtype
-        )
+        masking, rotation = _parted(attrs)
+        rope_table.infer(positions, dim=d, **rotation)
         rows, block_ids = _split(form, held)
-        keys = [t for t in _as_keys(form, rows, d, kind, fraction, q.dtype) for _ in "kv"]
-        attention.infer(
-            q, positions, written, *keys, *block_ids, window=window, scale=scale, softcap=softcap
-        )
+        pairs = rotated_pairs(rotation["kind"], d, rotation["fraction"])
+        keys = [t for t in _as_keys(form, rows, d, pairs, q.dtype) for _ in "kv"]
+        attention.infer(q, positions, written, *keys, *block_ids, **masking)
         return q
 
     @staticmethod
     def reference(
-        q: Any,
-        positions: Any,
-        written: Any,
-        w: Any,
-        *held: Any,
-        form: str,
-        window: int,
-        scale: float,
-        softcap: float,
-        **rotation: Any,
+        q: Any, positions: Any, written: Any, w: Any, *held: Any, form: str, **attrs: Any
     ) -> Any:
+        masking, rotation = _parted(attrs)
         parts = len(PARTS[form])
         rows, block_ids = _split(form, held)
         key_pos = slot_positions(written, held[0].shape[0])
@@ -258,62 +205,37 @@ class attention_latent:
         both = [*keys_values(form, rows[:parts], w, key_pos, **rotation)]
         if len(rows) > parts:
             both += keys_values(form, rows[parts:], w, positions, **rotation)
-        return attention.reference(
-            q, positions, written, *both, *block_ids, window=window, scale=scale, softcap=softcap
-        )
+        return attention.reference(q, positions, written, *both, *block_ids, **masking)
 
     @staticmethod
-    def flops(
-        ins: tuple[Type, ...],
-        outs: tuple[Type, ...],
-        *,
-        form: str,
-        window: int,
-        scale: float,
-        softcap: float,
-        **_: Any,
-    ) -> int:
+    def flops(ins: Types, outs: Types, *, form: str, **attrs: Any) -> int:
         """Count FLOPs as `attention` does; a key of the `value` form is d + 2p long. `raw`: also 5
         for each element of K and V that is made again."""
         q, parts = ins[0], len(PARTS[form])
         held = _split(form, ins[4:])[0]
         d = int(q.shape[-1])
         rows = [x.with_shape(*x.shape[:-1], d) for x in held[::parts] for _ in "kv"]
-        count = attention.flops(
-            (*ins[:3], *rows), outs, window=window, scale=scale, softcap=softcap
-        )
+        count: int = attention.flops((*ins[:3], *rows), outs, **attrs)
         if form == "value":
             return count * (d + held_width(held[0])) // (2 * d)
         return count + 5 * sum(x.numel() for x in held[::parts])
 
     @staticmethod
-    def workspace(
-        ins: tuple[Type, ...], outs: tuple[Type, ...], *, form: str, softcap: float, **_: Any
-    ) -> int:
+    def workspace(ins: Types, outs: Types, *, form: str, softcap: float, **_: Any) -> int:
         raw = form == "raw"
         return attention_workspace(ins[0], ins[4:], len(PARTS[form]), softcap, raw)
 
-    samples = [
-        Sample((*_QUERY, *_ROWS["value"]), _VALUE, _AT),
-        Sample((*_QUERY, *_ROWS["raw"]), _RAW, _AT),
-        Sample((*_QUERY, *_ROWS["value"], "i64[2,5]"), _VALUE, _AT | {6: (-1, 2)}),
-        Sample((*_QUERY, *_ROWS["raw"], "i64[2,5]"), _RAW, _AT | {8: (-1, 2)}),
-        Sample(
-            ("f32[2,1,4,8]", "i64[2,1]", "i64[2]", "f32[8]", "f32[16,2,1,10]"),
-            {**_VALUE, "window": 0, "softcap": 20.0, "theta": 1e6, "fraction": 0.25},
-            {1: (6, 7), 2: (7, 8)},
-        ),
-        Sample(
-            ("f32[1,1,4,8]", "i64[1,1]", "i64[1]", "f32[8]", "f32[8,1,2,8]", "f32[8,1,2,1]"),
-            {**_VALUE, "form": "raw", "window": 8, "theta": 1e6},
-            {1: (29, 30), 2: (30, 31)},
-        ),
-        *(
-            Sample(
-                (*_QUERY, f"{held}[7,2,2,{width}]", f"{held}[2,5,2,{width}]"),
-                _VALUE,
-                _AT | {4: (1, 64), 5: (1, 64)},
-            )
-            for held, width in (("f8e4m3", 12), ("i8", 14))
-        ),
-    ]
+    samples = cases(
+        f"{_QUERY} f32[7,2,2,12] f32[2,5,2,12] {{{_VALUE}}}",
+        f"{_QUERY} {_RAW_ROWS} {{{_RAW}}}",
+        f"{_QUERY} f32[7,2,2,12] f32[2,5,2,12] i64[2,5]@-1:2 {{{_VALUE}}}",
+        f"{_QUERY} {_RAW_ROWS} i64[2,5]@-1:2 {{{_RAW}}}",
+        "f32[2,1,4,8] i64[2,1]@6:7 i64[2]@7:8 f32[8] f32[16,2,1,10] {form='value', window=0,"
+        " softcap=20.0, kind='proportional', theta=1e6, fraction=0.25, factor=1.0}",
+        "f32[1,1,4,8] i64[1,1]@29:30 i64[1]@30:31 f32[8] f32[8,1,2,8] f32[8,1,2,1] {form='raw',"
+        " window=8, softcap=0.0, kind='proportional', theta=1e6, fraction=0.5, factor=1.0}",
+        f"{_QUERY} f8e4m3[7,2,2,12]@1:64 f8e4m3[2,5,2,12]@1:64 {{{_VALUE}}}",
+        f"{_QUERY} i8[7,2,2,14]@1:64 i8[2,5,2,14]@1:64 {{{_VALUE}}}",
+        scale=1.0,
+        dtype="f32",
+    )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Sample, nothing, op, require
+from .base import cases, free, nothing, op, require
 from .budgets import MOVES, PRODUCT, Budget
-from .types import Dim, Type
+from .types import Dim, Type, Types, torch
 
 
 @op
@@ -24,15 +24,13 @@ class linear:
 
     @staticmethod
     def reference(x: Any, w: Any) -> Any:
-        import torch
-
         return torch.nn.functional.linear(x, w)
 
     @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...]) -> int:
+    def flops(ins: Types, outs: Types) -> int:
         return 2 * outs[0].numel() * int(ins[1].shape[1])
 
-    samples = [Sample(("f32[2,3,16]", "f32[24,16]")), Sample(("f32[1,1,33]", "f32[7,33]"))]
+    samples = cases("f32[2,3,16] f32[24,16]", "f32[1,1,33] f32[7,33]")
 
 
 @op
@@ -50,15 +48,13 @@ class linear_bias:
 
     @staticmethod
     def reference(x: Any, w: Any, b: Any) -> Any:
-        import torch
-
         return torch.nn.functional.linear(x, w, b)
 
     @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...]) -> int:
+    def flops(ins: Types, outs: Types) -> int:
         return outs[0].numel() * (2 * int(ins[1].shape[1]) + 1)
 
-    samples = [Sample(("f32[2,3,16]", "f32[24,16]", "f32[24]"))]
+    samples = cases("f32[2,3,16] f32[24,16] f32[24]")
 
 
 @op
@@ -77,7 +73,7 @@ class linear_clipped:
         y = b.emit("linear", b.emit("clip", x, in_min, in_max), w)
         return b.emit("clip", y, out_min, out_max)
 
-    samples = [Sample(("f32[2,3,16]", "f32[24,16]", *("f32[]",) * 4))]
+    samples = cases("f32[2,3,16] f32[24,16] 4*f32[]")
 
 
 @op
@@ -104,12 +100,10 @@ class concat:
 
     @staticmethod
     def reference(*xs: Any, axis: int) -> Any:
-        import torch
-
         return torch.cat(xs, axis)
 
-    flops = staticmethod(lambda ins, outs, **_: 0)
-    samples = [Sample(("f32[4,8]", "f32[2,8]", "f32[3,8]"), {"axis": 0})]
+    flops = free
+    samples = cases("f32[4,8] f32[2,8] f32[3,8]", axis=0)
 
 
 @op
@@ -120,7 +114,7 @@ class split:
     rows = (0,)
 
     @staticmethod
-    def infer(x: Type, *, sizes: tuple[int, ...]) -> tuple[Type, ...]:
+    def infer(x: Type, *, sizes: tuple[int, ...]) -> Types:
         fits = sum(sizes) == x.shape[-1] and all(n > 0 for n in sizes)
         require(fits, f"split: sizes {sizes} do not add up to {x}")
         return tuple(x.with_shape(*x.shape[:-1], n) for n in sizes)
@@ -129,9 +123,9 @@ class split:
     def reference(x: Any, *, sizes: tuple[int, ...]) -> Any:
         return tuple(x.split(list(sizes), -1))
 
-    flops = staticmethod(lambda ins, outs, **_: 0)
-    traffic = staticmethod(nothing)
-    samples = [Sample(("f32[2,3,12]",), {"sizes": (6, 4, 2)})]
+    flops = free
+    traffic = nothing
+    samples = cases("f32[2,3,12]", sizes=(6, 4, 2))
 
 
 @op
@@ -152,9 +146,9 @@ class heads:
     def reference(x: Any, *, n: int) -> Any:
         return x.unflatten(-1, (n, -1))
 
-    flops = staticmethod(lambda ins, outs, **_: 0)
-    traffic = staticmethod(nothing)
-    samples = [Sample(("f32[2,3,12]",), {"n": 4})]
+    flops = free
+    traffic = nothing
+    samples = cases("f32[2,3,12]", n=4)
 
 
 @op
@@ -173,9 +167,9 @@ class merge_heads:
     def reference(x: Any) -> Any:
         return x.flatten(-2)
 
-    flops = staticmethod(lambda ins, outs, **_: 0)
-    traffic = staticmethod(nothing)
-    samples = [Sample(("f32[2,3,4,8]",))]
+    flops = free
+    traffic = nothing
+    samples = cases("f32[2,3,4,8]")
 
 
 def _ints(dims: tuple[Dim, ...]) -> tuple[int, ...]:

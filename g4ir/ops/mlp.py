@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .base import Sample, op, require
+from .base import Sample, cases, op, per_result, require
 from .budgets import POINTWISE, Budget
-from .types import Type
+from .types import Type, torch
 
 ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu", "relu")
 
 
 def activate(x: Any, act: str) -> Any:
     """Apply the activation by its Hugging Face name."""
-    from torch.nn import functional as f
-
+    f = torch.nn.functional
     if act == "gelu_pytorch_tanh":
         return f.gelu(x, approximate="tanh")
     others: dict[str, Callable[[Any], Any]] = {"gelu": f.gelu, "silu": f.silu, "relu": f.relu}
@@ -38,9 +37,7 @@ class activation:
     def reference(x: Any, *, act: str) -> Any:
         return activate(x, act)
 
-    @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
-        return 8 * outs[0].numel()
+    flops = per_result(8)
 
     samples = [Sample(("f32[2,3,16]",), {"act": a}) for a in ACTIVATIONS]
 
@@ -62,9 +59,7 @@ class glu:
     def reference(gate: Any, up: Any, *, act: str) -> Any:
         return activate(gate, act) * up
 
-    @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
-        return 8 * outs[0].numel()
+    flops = per_result(8)
 
     samples = [Sample(("f32[2,3,16]",) * 2, {"act": a}) for a in ACTIVATIONS]
 
@@ -84,11 +79,9 @@ class glu_packed:
         gate, up = b.emit_all("split", x, sizes=(half, half))
         return b.emit("glu", gate, up, act=act)
 
-    @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
-        return 8 * outs[0].numel()
+    flops = per_result(8)
 
-    samples = [Sample(("f32[2,3,32]",), {"act": "gelu_pytorch_tanh"})]
+    samples = cases("f32[2,3,32]", act="gelu_pytorch_tanh")
 
 
 @op
@@ -107,7 +100,7 @@ class linear_glu:
         y = b.emit("linear", x, w)
         return b.emit("glu", y, up, act=act) if up else b.emit("glu_packed", y, act=act)
 
-    samples = [
-        Sample(("f32[2,3,16]", "f32[24,16]"), {"act": "gelu_pytorch_tanh"}),
-        Sample(("f32[2,3,16]", "f32[8,16]", "f32[2,3,8]"), {"act": "silu"}),
-    ]
+    samples = cases(
+        "f32[2,3,16] f32[24,16] {act='gelu_pytorch_tanh'}",
+        "f32[2,3,16] f32[8,16] f32[2,3,8] {act='silu'}",
+    )

@@ -6,10 +6,14 @@ from functools import cache
 from math import comb
 from typing import Any
 
-from .base import Sample, Traffic, every_operand, op, require, wide
+from .base import Traffic, cases, every_operand, op, require, wide
 from .budgets import Budget
 from .mlp import activate
-from .types import ITEMSIZE, Type
+from .norm import NORM
+from .types import ITEMSIZE, Type, Types, torch
+
+#: attributes of the dense MLP and the experts
+ROUTING = {"act": "str", "top_k": "int", "root": "float"}
 
 
 @op
@@ -21,11 +25,7 @@ class router:
     normalised; root = hidden_size^-0.5 is a Python float and stays unrounded.
     """
 
-    budget = Budget(
-        8,
-        256,
-        "scores of up to 8 are rounded, and a weight moves by what they move",
-    )
+    budget = Budget(8, 256, "scores of up to 8 are rounded, and a weight moves by what they move")
     kind = "experts"
     rows = (0,)
 
@@ -49,8 +49,6 @@ class router:
     def reference(
         x: Any, scale: Any, proj: Any, per_expert: Any, *, top_k: int, root: float
     ) -> tuple[Any, Any]:
-        import torch
-
         scores = torch.nn.functional.linear(x * scale * root, proj)
         probabilities = wide(scores).softmax(-1)
         weights, index = torch.topk(probabilities, top_k, -1)
@@ -58,13 +56,14 @@ class router:
         return weights * per_expert[index], index
 
     @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+    def flops(ins: Types, outs: Types, **_: Any) -> int:
         return 2 * ins[0].numel() * int(ins[2].shape[0])
 
-    samples = [
-        Sample(("f32[2,3,16]", "f32[16]", "f32[8,16]", "f32[8]"), {"top_k": 2, "root": 0.25}),
-        Sample(("f32[1,1,16]", "f32[16]", "f32[6,16]", "f32[6]"), {"top_k": 6, "root": 0.25}),
-    ]
+    samples = cases(
+        "f32[2,3,16] f32[16] f32[8,16] f32[8] {top_k=2}",
+        "f32[1,1,16] f32[16] f32[6,16] f32[6] {top_k=6}",
+        root=0.25,
+    )
 
 
 def distinct_experts(count: int, top_k: int, tokens: int) -> float:
@@ -97,8 +96,6 @@ def busiest(total: int, held: int, chosen: int) -> float:
 def own_index(index: Any, first: Any, count: int) -> Any:
     """Return each choice's place among the `count` experts from `first` on; `count`: it is none of
     them."""
-    import torch
-
     place = index - first
     return torch.where((place >= 0) & (place < count), place, count)
 
@@ -117,18 +114,11 @@ class experts:
     kind = "experts"
     rows = (0, 1, 2)
 
+    operands = "x weights index gate_up down first?"
+
     @staticmethod
-    def infer(
-        x: Type,
-        weights: Type,
-        index: Type,
-        gate_up: Type,
-        down: Type,
-        first: Type | None = None,
-        *,
-        act: str,
-        total: int = 0,
-    ) -> Type:
+    def infer(*given: Type, act: str, total: int = 0) -> Type:
+        x, weights, index, gate_up, down, *first = given
         require(gate_up.rank == 3, f"experts: gate_up {gate_up} is not [E, 2I, D]; x {x}")
         experts, double, hidden = gate_up.shape
         require(hidden == x.shape[-1], f"experts: gate_up {gate_up} does not fit {x}")
@@ -146,19 +136,8 @@ class experts:
         return x
 
     @staticmethod
-    def reference(
-        x: Any,
-        weights: Any,
-        index: Any,
-        gate_up: Any,
-        down: Any,
-        first: Any = None,
-        *,
-        act: str,
-        total: int = 0,
-    ) -> Any:
-        import torch
-
+    def reference(*given: Any, act: str, total: int = 0) -> Any:
+        x, weights, index, gate_up, down, first = (*given, None)[:6]
         count = len(gate_up)
         own = index if first is None else own_index(index, first, count)
         tokens, slots = x.flatten(0, -2), own.flatten(0, -2)
@@ -171,18 +150,13 @@ class experts:
         return out.sum(1).to(x.dtype).view_as(x)
 
     @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+    def flops(ins: Types, outs: Types, **_: Any) -> int:
         double, hidden = ins[3].shape[1:]
         return 3 * ins[2].numel() * int(double) * int(hidden)
 
     @staticmethod
     def traffic(
-        ins: tuple[Type, ...],
-        outs: tuple[Type, ...],
-        *,
-        distinct: float | None = None,
-        total: int = 0,
-        **_: Any,
+        ins: Types, outs: Types, *, distinct: float | None = None, total: int = 0, **_: Any
     ) -> Traffic:
         """Count the weights of the experts that some token chose: `distinct` of them where they
         were counted, else `distinct_experts`, an upper bound for routers that have favourites. Of a
@@ -198,7 +172,7 @@ class experts:
         return (*reads[:3], *weights, *reads[5:]), writes
 
     @staticmethod
-    def workspace(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+    def workspace(ins: Types, outs: Types, **_: Any) -> int:
         """Count the rows gathered, gate and up, their product, the result; it and its weighted form
         in fp32."""
         x, _weights, index, gate_up = ins[:4]
@@ -206,37 +180,23 @@ class experts:
         width = ITEMSIZE[x.dtype]
         return index.numel() * (2 * hidden * width + double * 3 // 2 * width + 2 * hidden * 4)
 
-    samples = [
-        Sample(
-            ("f32[2,3,16]", "f32[2,3,2]", "i64[2,3,2]", "f32[8,24,16]", "f32[8,16,12]"),
-            {"act": "gelu_pytorch_tanh"},
-            {2: (0, 8)},
-        ),
-        Sample(
-            ("f32[1,1,16]", "f32[1,1,2]", "i64[1,1,2]", "f32[4,24,16]", "f32[4,16,12]"),
-            {"act": "silu"},
-            {2: (1, 2)},
-        ),
-        Sample(
-            (
-                *("f32[2,3,16]", "f32[2,3,2]", "i64[2,3,2]", "f32[3,24,16]", "f32[3,16,12]"),
-                "i64[1]",
-            ),
-            {"act": "silu", "total": 8},
-            {2: (0, 8), 5: (3, 4)},
-        ),
-    ]
+    samples = cases(
+        "f32[2,3,16] f32[2,3,2] i64[2,3,2]@0:8 f32[8,24,16] f32[8,16,12] {act='gelu_pytorch_tanh'}",
+        "f32[1,1,16] f32[1,1,2] i64[1,1,2]@1:2 f32[4,24,16] f32[4,16,12] {act='silu'}",
+        "f32[2,3,16] f32[2,3,2] i64[2,3,2]@0:8 f32[3,24,16] f32[3,16,12] i64[1]@3:4 "
+        "{act='silu', total=8}",
+    )
 
 
-def _require_part(gate_up: Type, first: Type | None, total: int) -> None:
+def _require_part(gate_up: Type, first: list[Type], total: int) -> None:
     held = gate_up.shape[0]
-    if first is None:
+    if not first:
         require(total == 0, f"experts: {total} in all need an operand first; {gate_up}")
         return
-    fits = (first.dtype, first.shape) == ("i64", (1,))
-    require(fits, f"experts: first {first} is not i64[1]; gate_up {gate_up}")
+    fits = first == [Type("i64", (1,))]
+    require(fits, f"experts: first {first[0]} is not i64[1]; gate_up {gate_up}")
     fits = isinstance(held, int) and held <= total
-    require(fits, f"experts: gate_up {gate_up} is no part of {total} experts; first {first}")
+    require(fits, f"experts: gate_up {gate_up} is no part of {total} experts; first {first[0]}")
 
 
 @op
@@ -253,34 +213,21 @@ class moe_mlp:
     kind = "experts"
     rows = (0, 1, 2)
 
+    operands = (
+        "x_dense x_moe x_router router_scale router_proj per_expert w_dense w_dense_down"
+        " gate_up down first?"
+    )
+    attrs = ROUTING
+
     @staticmethod
-    def expand(
-        b: Any,
-        x_dense: Any,
-        x_moe: Any,
-        x_router: Any,
-        router_scale: Any,
-        router_proj: Any,
-        per_expert: Any,
-        w_dense: Any,
-        w_dense_down: Any,
-        gate_up: Any,
-        down: Any,
-        first: Any = None,
-        *,
-        act: str,
-        top_k: int,
-        root: float,
-    ) -> tuple[Any, Any]:
-        total, held = router_proj.type.shape[0], gate_up.type.shape[:1]
+    def expand(b: Any, *given: Any, act: str, **routing: Any) -> tuple[Any, Any]:
+        x_dense, x_moe, *router, w_dense, w_dense_down, gate_up, down, first = (*given, None)[:11]
+        total, held = router[2].type.shape[0], gate_up.type.shape[:1]
         fits = first is not None or held == (total,)
-        require(fits, f"router_proj {router_proj.type} does not fit gate_up {gate_up.type}")
+        require(fits, f"router_proj {router[2].type} does not fit gate_up {gate_up.type}")
         y = b.emit("linear_glu", x_dense, w_dense, act=act)
         dense = b.emit("linear", y, w_dense_down)
-        weights, index = b.emit_all(
-            "router", x_router, router_scale, router_proj, per_expert, top_k=top_k, root=root
-        )
-        chosen = (x_moe, weights, index, gate_up, down)
+        chosen = (x_moe, *b.emit_all("router", *router, **routing), gate_up, down)
         if first is None:
             moe = b.emit("experts", *chosen, act=act)
         else:
@@ -288,49 +235,15 @@ class moe_mlp:
         require(dense.type == moe.type, f"dense {dense.type} and moe {moe.type} differ")
         return dense, moe
 
-    samples = [
-        Sample(
-            ("f32[2,3,16]",) * 3
-            + (
-                "f32[16]",
-                "f32[8,16]",
-                "f32[8]",
-                "f32[40,16]",
-                "f32[16,20]",
-                "f32[8,24,16]",
-                "f32[8,16,12]",
-            ),
-            {"act": "gelu_pytorch_tanh", "top_k": 2, "root": 0.25},
-        ),
-        Sample(
-            ("f32[1,1,16]",) * 3
-            + (
-                "f32[16]",
-                "f32[4,16]",
-                "f32[4]",
-                "f32[24,16]",
-                "f32[16,12]",
-                "f32[4,24,16]",
-                "f32[4,16,12]",
-            ),
-            {"act": "silu", "top_k": 4, "root": 0.25},
-        ),
-        Sample(
-            ("f32[2,3,16]",) * 3
-            + (
-                "f32[16]",
-                "f32[8,16]",
-                "f32[8]",
-                "f32[40,16]",
-                "f32[16,20]",
-                "f32[4,24,16]",
-                "f32[4,16,12]",
-                "i64[1]",
-            ),
-            {"act": "gelu_pytorch_tanh", "top_k": 3, "root": 0.25},
-            {10: (4, 5)},
-        ),
-    ]
+    samples = cases(
+        "3*f32[2,3,16] f32[16] f32[8,16] f32[8] f32[40,16] f32[16,20] f32[8,24,16] "
+        "f32[8,16,12] {act='gelu_pytorch_tanh', top_k=2}",
+        "3*f32[1,1,16] f32[16] f32[4,16] f32[4] f32[24,16] f32[16,12] f32[4,24,16] "
+        "f32[4,16,12] {act='silu', top_k=4}",
+        "3*f32[2,3,16] f32[16] f32[8,16] f32[8] f32[40,16] f32[16,20] f32[4,24,16] "
+        "f32[4,16,12] i64[1]@4:5 {act='gelu_pytorch_tanh', top_k=3}",
+        root=0.25,
+    )
 
 
 @op
@@ -344,49 +257,27 @@ class norm_moe_mlp:
     budget = Budget(11, 576, "as norm_residual, then as moe_mlp")
     kind = "experts"
 
+    operands = (
+        "x residual w_post router_scale router_proj per_expert w_dense w_dense_down gate_up down"
+        " *rest"
+    )
+    attrs = NORM | ROUTING
+
     @staticmethod
-    def expand(
-        b: Any,
-        x: Any,
-        residual: Any,
-        w_post: Any,
-        router_scale: Any,
-        router_proj: Any,
-        per_expert: Any,
-        w_dense: Any,
-        w_dense_down: Any,
-        gate_up: Any,
-        down: Any,
-        *rest: Any,
-        eps: float,
-        scaled: bool,
-        weighted: tuple[bool, ...],
-        act: str,
-        top_k: int,
-        root: float,
-    ) -> tuple[Any, Any, Any]:
-        require(len(weighted) == 3, f"{len(weighted)} pre-norms, expected 3")
-        norm: dict[str, Any] = {"eps": eps, "scaled": scaled, "weighted": weighted}
-        h, *rows = b.emit_all("norm_residual", x, residual, w_post, *rest, **norm)
-        weights = (router_scale, router_proj, per_expert, w_dense, w_dense_down, gate_up, down)
-        dense, moe = b.emit_all("moe_mlp", *rows, *weights, act=act, top_k=top_k, root=root)
+    def expand(b: Any, *given: Any, **attrs: Any) -> tuple[Any, Any, Any]:
+        norm, routing = ({k: attrs[k] for k in kinds} for kinds in (NORM, ROUTING))
+        require(len(norm["weighted"]) == 3, f"{len(norm['weighted'])} pre-norms, expected 3")
+        h, *rows = b.emit_all("norm_residual", *given[:3], *given[10:], **norm)
+        dense, moe = b.emit_all("moe_mlp", *rows, *given[3:10], **routing)
         return dense, moe, h
 
-    samples = [
-        Sample(
-            ("f32[2,3,16]",) * 2
-            + (
-                *("f32[16]", "f32[16]", "f32[8,16]", "f32[8]"),
-                *("f32[40,16]", "f32[16,20]", "f32[8,24,16]", "f32[8,16,12]"),
-                *("f32[1]", "f32[16]", "f32[16]"),
-            ),
-            {
-                "eps": 1e-6,
-                "scaled": True,
-                "weighted": (True, True, False),
-                "act": "gelu_pytorch_tanh",
-                "top_k": 2,
-                "root": 0.25,
-            },
-        ),
-    ]
+    samples = cases(
+        "2*f32[2,3,16] 2*f32[16] f32[8,16] f32[8] f32[40,16] f32[16,20] f32[8,24,16] "
+        "f32[8,16,12] f32[1] 2*f32[16]",
+        eps=1e-06,
+        scaled=True,
+        weighted=(True, True, False),
+        act="gelu_pytorch_tanh",
+        top_k=2,
+        root=0.25,
+    )

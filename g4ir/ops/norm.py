@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Sample, op, require, wide
+from .base import cases, op, per_result, require, wide
 from .budgets import Budget
-from .types import Type
+from .types import Type, Types, torch
+
+#: attributes of a norm at the end of a block: a layer scalar follows; the pre-norms that follow,
+#: and whether each has a weight
+NORM = {"eps": "float", "scaled": "bool", "weighted": "tuple[bool, ...]"}
 
 
 def reciprocal_rms(h: Any, eps: float) -> Any:
@@ -38,14 +42,9 @@ class rms_norm:
             h = h * wide(w)
         return h.to(x.dtype)
 
-    @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
-        return 4 * outs[0].numel()
+    flops = per_result(4)
 
-    samples = [
-        Sample(("f32[2,3,33]", "f32[33]"), {"eps": 1e-6}),
-        Sample(("f32[2,3,4,8]",), {"eps": 1e-6}),
-    ]
+    samples = cases("f32[2,3,33] f32[33]", "f32[2,3,4,8]", eps=1e-06)
 
 
 @op
@@ -60,46 +59,40 @@ class norm_residual:
     budget = Budget(2, 16, "norm, sum, scalar and the next norm, each rounded")
     kind = "other"
     rows = (0, 1)
+    operands = "x residual w_post *rest"
+    attrs = NORM
 
     @staticmethod
     def expand(
-        b: Any,
-        x: Any,
-        residual: Any,
-        w_post: Any,
-        *rest: Any,
-        eps: float,
-        scaled: bool,
-        weighted: tuple[bool, ...],
+        b: Any, x: Any, residual: Any, w_post: Any, *rest: Any, eps: float, **norm: Any
     ) -> tuple[Any, ...]:
-        want = int(scaled) + sum(weighted)
+        scaled, weighted = norm["scaled"], norm["weighted"]
+        want = scaled + sum(weighted)
         require(len(rest) == want, f"{len(rest)} inputs after w_post, expected {want}")
         h = b.emit("add", residual, b.emit("rms_norm", x, w_post, eps=eps))
         if scaled:
             scalar = rest[0].type
             require(scalar.shape == (1,), f"scalar {scalar} is not one value for {x.type}")
             h = b.emit("mul", h, rest[0])
-        weights = iter(rest[int(scaled) :])
+        weights = iter(rest[scaled:])
         norms = [
             b.emit("rms_norm", h, *([next(weights)] if has else []), eps=eps) for has in weighted
         ]
         return (h, *norms)
 
     @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+    def flops(ins: Types, outs: Types, **_: Any) -> int:
         return 4 * sum(t.numel() for t in outs) + 2 * outs[0].numel()
 
-    samples = [
-        Sample(
-            ("f32[2,3,16]",) * 2 + ("f32[16]", "f32[1]", "f32[16]"),
-            {"eps": 1e-6, "scaled": True, "weighted": (True,)},
-        ),
-        Sample(
-            ("f32[2,3,16]",) * 2 + ("f32[16]",) * 3,
-            {"eps": 1e-6, "scaled": False, "weighted": (True, True, False)},
-        ),
-        Sample(("f32[2,3,16]",) * 2 + ("f32[16]",), {"eps": 1e-6, "scaled": False, "weighted": ()}),
-    ]
+    samples = cases(
+        "2*f32[2,3,16] f32[16] f32[1] f32[16] {scaled=True, weighted=(True,)}",
+        "2*f32[2,3,16] 3*f32[16] {scaled=False, weighted=(True, True, False)}",
+        "2*f32[2,3,16] f32[16] {scaled=False, weighted=()}",
+        eps=1e-06,
+    )
+
+
+_BRANCHES = "f32[2,3,16] f32[16] f32[2,3,16] 2*f32[16] f32[2,3,16]"
 
 
 @op
@@ -114,48 +107,22 @@ class dual_norm_residual:
     budget = Budget(3, 24, "as rms_norm, then as norm_residual twice")
     kind = "other"
     rows = (0, 2, 5)
+    operands = "a w_a b w_b w_sum residual *rest"
+    attrs = NORM
 
     @staticmethod
-    def expand(
-        make: Any,
-        a: Any,
-        w_a: Any,
-        b: Any,
-        w_b: Any,
-        w_sum: Any,
-        residual: Any,
-        *rest: Any,
-        eps: float,
-        scaled: bool,
-        weighted: tuple[bool, ...],
-    ) -> Any:
+    def expand(make: Any, *given: Any, eps: float, **norm: Any) -> Any:
+        a, w_a, b, w_b, w_sum, residual, *rest = given
         one = make.emit("rms_norm", a, w_a, eps=eps)
         both = make.emit("norm_residual", b, one, w_b, eps=eps, scaled=False, weighted=())
-        return make.emit_all(
-            "norm_residual",
-            both,
-            residual,
-            w_sum,
-            *rest,
-            eps=eps,
-            scaled=scaled,
-            weighted=weighted,
-        )
+        return make.emit_all("norm_residual", both, residual, w_sum, *rest, eps=eps, **norm)
 
-    samples = [
-        Sample(
-            ("f32[2,3,16]", "f32[16]") * 2 + ("f32[16]", "f32[2,3,16]", "f32[1]", "f32[16]"),
-            {"eps": 1e-6, "scaled": True, "weighted": (True,)},
-        ),
-        Sample(
-            ("f32[2,3,16]", "f32[16]") * 2 + ("f32[16]", "f32[2,3,16]", "f32[16]"),
-            {"eps": 1e-6, "scaled": False, "weighted": (False, True)},
-        ),
-        Sample(
-            ("f32[2,3,16]", "f32[16]") * 2 + ("f32[16]", "f32[2,3,16]"),
-            {"eps": 1e-6, "scaled": False, "weighted": ()},
-        ),
-    ]
+    samples = cases(
+        f"{_BRANCHES} f32[1] f32[16] {{scaled=True, weighted=(True,)}}",
+        f"{_BRANCHES} f32[16] {{scaled=False, weighted=(False, True)}}",
+        f"{_BRANCHES} {{scaled=False, weighted=()}}",
+        eps=1e-06,
+    )
 
 
 @op
@@ -174,15 +141,8 @@ class layer_norm:
 
     @staticmethod
     def reference(x: Any, w: Any, b: Any = None, *, eps: float) -> Any:
-        import torch
-
         return torch.nn.functional.layer_norm(x, w.shape, w, b, eps)
 
-    @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
-        return 8 * outs[0].numel()
+    flops = per_result(8)
 
-    samples = [
-        Sample(("f32[2,3,8]", "f32[8]"), {"eps": 1e-6}),
-        Sample(("f32[2,3,8]", "f32[8]", "f32[8]"), {"eps": 1e-5}),
-    ]
+    samples = cases("f32[2,3,8] f32[8] {eps=1e-06}", "f32[2,3,8] 2*f32[8] {eps=1e-05}")

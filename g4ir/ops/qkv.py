@@ -1,10 +1,11 @@
-"""The op behind a packed projection: norms, rotation, and the update of the caches."""
+"""Ops after a packed projection: norms, rotation, the KV cache's update, and attention."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .base import Sample, op, require
+from .attention import MASKING
+from .base import cases, op, require
 from .budgets import Budget
 from .latent import PARTS
 
@@ -18,17 +19,8 @@ def _held_as(b: Any, cache: Any, row: Any) -> Any:
     return row if row.type.dtype == to else b.emit("narrow_row", row, to=to)
 
 
-#: of the samples below: norms' weights, rope tables, starts and lengths; attrs
-_OTHERS = ("f32[8]", "f32[8]", "f32[2,1,8]", "f32[2,1,8]", "i64[2]", "i64[2]")
-_PLAIN: dict[str, Any] = {
-    "heads": 4,
-    "kv_heads": 2,
-    "values": True,
-    "form": "plain",
-    "pairs": 0,
-    "eps": 1e-6,
-}
-_AT = {5: (3, 9), 6: (0, 2)}
+#: of the samples: weights of norms, rope tables, starts and lengths
+_OTHERS = "2*f32[8] 2*f32[2,1,8] i64[2]@3:9 i64[2]@0:2"
 
 
 @op
@@ -47,17 +39,12 @@ class qkv_write:
     kind = "kv"
     updates = ((1, 7), (2, 8))
 
+    operands = "qkv norm_q norm_k cos sin start lengths *caches"
+
     @staticmethod
     def expand(
         b: Any,
-        qkv: Any,
-        norm_q: Any,
-        norm_k: Any,
-        cos: Any,
-        sin: Any,
-        start: Any,
-        lengths: Any,
-        *caches: Any,
+        *given: Any,
         heads: int,
         kv_heads: int,
         values: bool,
@@ -65,6 +52,7 @@ class qkv_write:
         pairs: int,
         eps: float,
     ) -> tuple[Any, ...]:
+        qkv, norm_q, norm_k, cos, sin, start, lengths, *caches = given
         require(form in FORMS, f"form {form!r}: one of {', '.join(FORMS)}")
         require(form == "plain" or not values, f"form {form} has K and V of one projection")
         require(form == "value" or pairs == 0, f"form {form} has no rotated pairs apart")
@@ -92,25 +80,78 @@ class qkv_write:
         pairs_of = zip(caches, rows, strict=True)
         return q, *(b.emit("cache_write", cache, row, start, lengths) for cache, row in pairs_of)
 
-    samples = [
-        Sample(("f32[2,1,64]", *_OTHERS, *["f32[4,2,2,8]"] * 2), _PLAIN, _AT),
-        Sample(
-            ("f32[2,1,40]", *_OTHERS, *["f32[9,2,1,8]"] * 2),
-            {**_PLAIN, "kv_heads": 1, "values": False},
-            _AT,
-        ),
-        Sample(
-            ("f32[2,1,48]", *_OTHERS, "f32[9,2,2,12]"),
-            {**_PLAIN, "values": False, "form": "value", "pairs": 2},
-            _AT,
-        ),
-        Sample(
-            ("f32[2,1,48]", *_OTHERS, "f32[9,2,2,8]", "f32[9,2,2,1]"),
-            {**_PLAIN, "values": False, "form": "raw"},
-            _AT,
-        ),
-        *(
-            Sample(("f32[2,1,64]", *_OTHERS, *[f"{held}[4,2,2,{width}]"] * 2), _PLAIN, _AT)
-            for held, width in (("f8e4m3", 8), ("i8", 10))
-        ),
-    ]
+    samples = cases(
+        f"f32[2,1,64] {_OTHERS} 2*f32[4,2,2,8] {{kv_heads=2, values=True, form='plain', pairs=0}}",
+        f"f32[2,1,40] {_OTHERS} 2*f32[9,2,1,8] {{kv_heads=1, values=False, form='plain', pairs=0}}",
+        f"f32[2,1,48] {_OTHERS} f32[9,2,2,12] {{kv_heads=2, values=False, form='value', pairs=2}}",
+        f"f32[2,1,48] {_OTHERS} f32[9,2,2,8] f32[9,2,2,1]"
+        " {kv_heads=2, values=False, form='raw', pairs=0}",
+        f"f32[2,1,64] {_OTHERS} 2*f8e4m3[4,2,2,8]"
+        " {kv_heads=2, values=True, form='plain', pairs=0}",
+        f"f32[2,1,64] {_OTHERS} 2*i8[4,2,2,10] {{kv_heads=2, values=True, form='plain', pairs=0}}",
+        heads=4,
+        eps=1e-6,
+    )
+
+
+@op
+class qkv_attention:
+    """q, caches = qkv_write(qkv, ..) of form `plain`; attention(q, .., caches), then the caches
+
+    positions i64[B,S] of the queries, written i64[B] tokens in the caches after the write.
+    """
+
+    budget = Budget(5, 512, "as qkv_write, then as attention over what was written")
+    kind = "kv"
+    updates = ((1, 9), (2, 10))
+    held = (9, 11)
+
+    operands = "qkv norm_q norm_k cos sin start lengths positions written cache_k cache_v"
+    attrs = MASKING | {"heads": "int", "kv_heads": "int", "values": "bool", "eps": "float"}
+
+    @staticmethod
+    def expand(b: Any, *given: Any, **attrs: Any) -> tuple[Any, Any, Any]:
+        positions, written, cache_k, cache_v = given[7:]
+        masking = {name: attrs.pop(name) for name in MASKING}
+        caches = (cache_k, cache_v)
+        q, k, v = b.emit_all("qkv_write", *given[:7], *caches, form="plain", pairs=0, **attrs)
+        return b.emit("attention", q, positions, written, k, v, **masking), k, v
+
+    samples = cases(
+        "f32[2,1,64] 2*f32[8] 2*f32[2,1,8] i64[2]@3:4 i64[2]@1:2 i64[2,1]@3:4 i64[2]@4:5 "
+        "2*f32[9,2,2,8] {kv_heads=2, values=True, window=0}",
+        "f32[2,1,40] 2*f32[8] 2*f32[2,1,8] i64[2]@3:4 i64[2]@1:2 i64[2,1]@3:4 i64[2]@4:5 "
+        "2*f32[3,2,1,8] {kv_heads=1, values=False, window=3}",
+        heads=4,
+        eps=1e-06,
+        scale=0.3,
+        softcap=0.0,
+    )
+
+
+@op
+class q_attention:
+    """attention(norm_rope(x, norm_q, cos, sin), ..) over caches that another layer has written
+
+    positions i64[B,S] of the queries, written i64[B] tokens in the caches.
+    """
+
+    budget = Budget(5, 512, "as norm_rope, then as attention")
+    kind = "kv"
+    held = (6, 8)
+
+    operands = "x norm_q cos sin positions written cache_k cache_v"
+    attrs = MASKING | {"eps": "float"}
+
+    @staticmethod
+    def expand(b: Any, *given: Any, eps: float, **masking: Any) -> Any:
+        q = b.emit("norm_rope", *given[:4], eps=eps)
+        return b.emit("attention", q, *given[4:], **masking)
+
+    samples = cases(
+        "f32[2,1,4,8] f32[8] 2*f32[2,1,8] i64[2,1]@6:7 i64[2]@7:8 2*f32[9,2,2,8]",
+        eps=1e-06,
+        window=0,
+        scale=0.3,
+        softcap=0.0,
+    )

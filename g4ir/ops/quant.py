@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Sample, Traffic, nothing, op, require, wide
+from .base import Sample, Traffic, cases, free, nothing, op, require, wide
 from .budgets import MOVES, Budget
 from .codecs import (
     ACTIVATIONS,
@@ -20,7 +20,7 @@ from .codecs import (
     quantized,
     unfolded,
 )
-from .types import FLOATS, ITEMSIZE, Type, torch_dtype
+from .types import FLOATS, ITEMSIZE, Type, Types, torch, torch_dtype
 
 
 def _values(codes: Type) -> int:
@@ -66,23 +66,21 @@ class quantize:
 
     @staticmethod
     def reference(w: Any, *, form: str, group: int, scale: str) -> tuple[Any, Any]:
-        import torch
-
         rows = w.reshape(-1, w.shape[-1])
         pieces = rows.split(max(1, PIECE // w.shape[-1]))
         made = [quantized(x, form, group or w.shape[-1], scale) for x in pieces]
         codes, scales = (torch.cat(parts) for parts in zip(*made, strict=True))
         return codes.view(*w.shape[:-1], -1), scales.view(*w.shape[:-1], -1)
 
-    flops = staticmethod(lambda ins, outs, **_: 0)
-    samples = [
-        Sample(("f32[6,64]",), {"form": "int8", "group": 0, "scale": "f32"}),
-        Sample(("f32[2,3,64]",), {"form": "int4", "group": 32, "scale": "bf16"}),
-        Sample(("f32[3,256]",), {"form": "int6", "group": 128, "scale": "f32"}),
-        Sample(("f32[3,512]",), {"form": "uint4", "group": 256, "scale": "f32"}),
-        Sample(("f32[2,256]",), {"form": "uint5", "group": 128, "scale": "f16"}),
-        Sample(("f32[4,48]",), {"form": "fp8", "group": 0, "scale": "f32"}),
-    ]
+    flops = free
+    samples = cases(
+        "f32[6,64] {form='int8', group=0, scale='f32'}",
+        "f32[2,3,64] {form='int4', group=32, scale='bf16'}",
+        "f32[3,256] {form='int6', group=128, scale='f32'}",
+        "f32[3,512] {form='uint4', group=256, scale='f32'}",
+        "f32[2,256] {form='uint5', group=128, scale='f16'}",
+        "f32[4,48] {form='fp8', group=0, scale='f32'}",
+    )
 
 
 @op
@@ -103,16 +101,17 @@ class dequantize:
         return dequantized(codes, scales, torch_dtype(to))
 
     # It belongs to the product that takes it (plan/cost.py).
-    flops = staticmethod(lambda ins, outs, **_: 0)
-    traffic = staticmethod(nothing)
-    samples = [
-        Sample(("i8[6,64]", "f32[6,1]"), {"to": "f32"}, {0: (-127, 128)}),
-        Sample(("u8[2,3,16]", "f32[2,3,1]"), {"to": "f32"}, {0: (0, 256)}),
-        Sample(("i64[3,26]", "f32[3,2]"), {"to": "f32"}, {0: (-(2**62), 2**62)}),
-        Sample(("i32[3,70]", "f32[3,4]"), {"to": "f32"}, {0: (-(2**31), 2**31)}),
-        Sample(("i16[2,86]", "f16[2,4]"), {"to": "f32"}, {0: (-(2**15), 2**15)}),
-        Sample(("f8e4m3[4,48]", "f32[4,2]"), {"to": "f32"}),
-    ]
+    flops = free
+    traffic = nothing
+    samples = cases(
+        "i8[6,64]@-127:128 f32[6,1]",
+        "u8[2,3,16]@0:256 f32[2,3,1]",
+        "i64[3,26]@-4611686018427387904:4611686018427387904 f32[3,2]",
+        "i32[3,70]@-2147483648:2147483648 f32[3,4]",
+        "i16[2,86]@-32768:32768 f16[2,4]",
+        "f8e4m3[4,48] f32[4,2]",
+        to="f32",
+    )
 
 
 @op
@@ -125,7 +124,7 @@ class dense:
     def expand(b: Any, codes: Any, scales: Any, *, to: str) -> Any:
         return b.emit("dequantize", codes, scales, to=to)
 
-    samples = [Sample(("i8[6,64]", "f32[6,1]"), {"to": "f32"}, {0: (-127, 128)})]
+    samples = cases("i8[6,64]@-127:128 f32[6,1]", to="f32")
 
 
 @op
@@ -149,8 +148,8 @@ class as_bytes:
         factor = wide(scales)[..., None]
         return numbers, (integers.unflatten(-1, (scales.shape[-1], -1)) * factor).flatten(-2)
 
-    flops = staticmethod(lambda ins, outs, **_: 0)
-    samples = [Sample(("i64[2,3,26]", "f32[2,3,2]"), {}, {0: (-(2**62), 2**62)})]
+    flops = free
+    samples = cases("i64[2,3,26]@-4611686018427387904:4611686018427387904 f32[2,3,2]")
 
 
 @op
@@ -175,12 +174,8 @@ class columns:
     def reference(x: Any) -> Any:
         return by_columns(x)
 
-    flops = staticmethod(lambda ins, outs, **_: 0)
-    samples = [
-        Sample(("i8[3,6,64]",), {}, {0: (-127, 128)}),
-        Sample(("u8[6,32]",), {}, {0: (0, 256)}),
-        Sample(("f32[6,2]",)),
-    ]
+    flops = free
+    samples = cases("i8[3,6,64]@-127:128", "u8[6,32]@0:256", "f32[6,2]")
 
 
 @op
@@ -204,13 +199,14 @@ class dequantize_columns:
     def reference(codes: Any, scales: Any, *, to: str) -> Any:
         return dequantized(by_rows(codes), scales.mT, torch_dtype(to))
 
-    flops = staticmethod(lambda ins, outs, **_: 0)
-    traffic = staticmethod(nothing)
-    samples = [
-        Sample(("i8[64,6]", "f32[1,6]"), {"to": "f32"}, {0: (-127, 128)}),
-        Sample(("u8[2,32,3]", "f32[2,2,6]"), {"to": "f32"}, {0: (0, 256)}),
-        Sample(("f8e4m3[48,4]", "f32[1,4]"), {"to": "f32"}),
-    ]
+    flops = free
+    traffic = nothing
+    samples = cases(
+        "i8[64,6]@-127:128 f32[1,6]",
+        "u8[2,32,3]@0:256 f32[2,2,6]",
+        "f8e4m3[48,4] f32[1,4]",
+        to="f32",
+    )
 
 
 @op
@@ -230,40 +226,23 @@ class embedding_quantized:
 
     @staticmethod
     def reference(codes: Any, scales: Any, ids: Any, *, scale: float, to: str) -> Any:
-        import torch
-
         rows = dequantized(codes[ids], scales[ids], torch_dtype(to))
         return rows * torch.tensor(scale).to(rows.dtype)
 
     @staticmethod
-    def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> Traffic:
+    def traffic(ins: Types, outs: Types, **_: Any) -> Traffic:
         """Count the rows of the tables that are asked for."""
         codes, scales, ids = ins
         per_row = (int(t.shape[1]) * ITEMSIZE[t.dtype] for t in (codes, scales))
         return (*(n * ids.numel() for n in per_row), ids.nbytes()), (outs[0].nbytes(),)
 
-    samples = [
-        Sample(
-            ("i8[11,64]", "f32[11,1]", "i64[2,3]"),
-            {"scale": 39.191835884530846, "to": "f32"},
-            {0: (-127, 128), 2: (0, 11)},
-        ),
-        Sample(
-            ("u8[11,32]", "f32[11,2]", "i64[2,3]"),
-            {"scale": 16.0, "to": "f32"},
-            {0: (0, 256), 2: (0, 11)},
-        ),
-        Sample(
-            ("i64[11,13]", "f32[11,1]", "i64[2,3]"),
-            {"scale": 16.0, "to": "f32"},
-            {0: (-(2**62), 2**62), 2: (0, 11)},
-        ),
-        Sample(
-            ("i16[11,86]", "f32[11,2]", "i64[2,3]"),
-            {"scale": 16.0, "to": "f32"},
-            {0: (-(2**15), 2**15), 2: (0, 11)},
-        ),
-    ]
+    samples = cases(
+        "i8[11,64]@-127:128 f32[11,1] i64[2,3]@0:11 {scale=39.191835884530846}",
+        "u8[11,32]@0:256 f32[11,2] i64[2,3]@0:11 {scale=16.0}",
+        "i64[11,13]@-4611686018427387904:4611686018427387904 f32[11,1] i64[2,3]@0:11 {scale=16.0}",
+        "i16[11,86]@-32768:32768 f32[11,2] i64[2,3]@0:11 {scale=16.0}",
+        to="f32",
+    )
 
 
 @op

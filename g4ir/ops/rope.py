@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Sample, op, require
+from .base import cases, op, per_result, require
 from .budgets import Budget
-from .types import Type, torch_dtype
+from .types import Type, torch, torch_dtype
+
+#: attributes of a rotation: how pairs are chosen, the base, the fraction of pairs, the divisor of
+#: frequencies, the dtype of the table
+ROTATION = {"kind": "str", "theta": "float", "fraction": "float", "factor": "float", "dtype": "str"}
 
 
 def rotated_pairs(kind: str, dim: int, fraction: float) -> int:
@@ -18,8 +22,6 @@ def rotated_pairs(kind: str, dim: int, fraction: float) -> int:
 def inverse_frequencies(kind: str, theta: float, dim: int, fraction: float, factor: float) -> Any:
     """Return fp32 [dim / 2]: theta^(-2j/dim) / factor; zero for the pairs that are not rotated
     (rule 14)."""
-    import torch
-
     j = torch.arange(0, dim, 2, dtype=torch.int64).float()
     frequencies = 1.0 / (theta ** (j / dim))
     frequencies[rotated_pairs(kind, dim, fraction) :] = 0.0
@@ -34,17 +36,11 @@ class rope_table:
     kind = "other"
     rows = (0,)
 
+    attrs = ROTATION | {"dim": "int"}
+
     @staticmethod
-    def infer(
-        positions: Type,
-        *,
-        kind: str,
-        theta: float,
-        dim: int,
-        fraction: float,
-        factor: float,
-        dtype: str,
-    ) -> tuple[Type, Type]:
+    def infer(positions: Type, *, dim: int, **rotation: Any) -> tuple[Type, Type]:
+        kind, theta, _, factor, dtype = (rotation[name] for name in ROTATION)
         require(positions.dtype == "i64" and positions.rank == 2, f"rope_table: {positions}")
         require(kind in ("default", "proportional"), f"rope_table: unknown kind {kind!r}")
         require(dim > 0 and dim % 2 == 0, f"rope_table: dim {dim} is not made of pairs")
@@ -53,54 +49,21 @@ class rope_table:
         return table, table
 
     @staticmethod
-    def reference(
-        positions: Any,
-        *,
-        kind: str,
-        theta: float,
-        dim: int,
-        fraction: float,
-        factor: float,
-        dtype: str,
-    ) -> tuple[Any, Any]:
-        import torch
-
+    def reference(positions: Any, *, dim: int, **rotation: Any) -> tuple[Any, Any]:
+        kind, theta, fraction, factor, dtype = (rotation[name] for name in ROTATION)
         table = inverse_frequencies(kind, theta, dim, fraction, factor).to(positions.device)
         angles = positions.float()[..., None] * table
         angles = torch.cat((angles, angles), -1)
         return angles.cos().to(torch_dtype(dtype)), angles.sin().to(torch_dtype(dtype))
 
-    samples = [
-        Sample(
-            ("i64[2,5]",),
-            {
-                "kind": "default",
-                "theta": 10000.0,
-                "dim": 8,
-                "fraction": 1.0,
-                "factor": 1.0,
-                "dtype": "f32",
-            },
-            {0: (0, 4000)},
-        ),
-        Sample(
-            ("i64[2,5]",),
-            {
-                "kind": "proportional",
-                "theta": 1e6,
-                "dim": 32,
-                "fraction": 0.25,
-                "factor": 2.0,
-                "dtype": "f32",
-            },
-            {0: (0, 4000)},
-        ),
-    ]
+    samples = cases(
+        "i64[2,5]@0:4000 {kind='default', theta=10000.0, dim=8, fraction=1.0, factor=1.0}",
+        "i64[2,5]@0:4000 {kind='proportional', theta=1000000.0, dim=32, fraction=0.25, factor=2.0}",
+        dtype="f32",
+    )
 
 
 def rotate_half(x: Any) -> Any:
-    import torch
-
     low, high = x.chunk(2, -1)
     return torch.cat((-high, low), -1)
 
@@ -123,11 +86,9 @@ class rope:
     def reference(x: Any, cos: Any, sin: Any) -> Any:
         return x * cos.unsqueeze(2) + rotate_half(x) * sin.unsqueeze(2)
 
-    @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...]) -> int:
-        return 3 * outs[0].numel()
+    flops = per_result(3)
 
-    samples = [Sample(("f32[2,3,4,8]", "f32[2,3,8]", "f32[2,3,8]"))]
+    samples = cases("f32[2,3,4,8] 2*f32[2,3,8]")
 
 
 @op
@@ -142,8 +103,6 @@ class norm_rope:
     def expand(b: Any, x: Any, w: Any, cos: Any, sin: Any, *, eps: float) -> Any:
         return b.emit("rope", b.emit("rms_norm", x, w, eps=eps), cos, sin)
 
-    @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
-        return 7 * outs[0].numel()
+    flops = per_result(7)
 
-    samples = [Sample(("f32[2,3,4,8]", "f32[8]", "f32[2,3,8]", "f32[2,3,8]"), {"eps": 1e-6})]
+    samples = cases("f32[2,3,4,8] f32[8] 2*f32[2,3,8]", eps=1e-06)

@@ -6,36 +6,40 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch as torch
+else:
+
+    class _Torch:
+        """torch, imported at its first use: graphs are read, planned and printed without it."""
+
+        def __getattr__(self, name: str) -> Any:
+            import torch
+
+            return getattr(torch, name)
+
+    torch = _Torch()
 
 Dim = int | str
 
-#: bytes per element; torch names are the long forms
-ITEMSIZE = {
-    "f64": 8,
-    "f32": 4,
-    "bf16": 2,
-    "f16": 2,
-    "f8e4m3": 1,
-    "i64": 8,
-    "i32": 4,
-    "i16": 2,
-    "i8": 1,
-    "u8": 1,
-    "bool": 1,
+#: IR name -> torch name, bytes per element
+_DTYPES = {
+    "f64": ("float64", 8),
+    "f32": ("float32", 4),
+    "bf16": ("bfloat16", 2),
+    "f16": ("float16", 2),
+    "f8e4m3": ("float8_e4m3fn", 1),
+    "i64": ("int64", 8),
+    "i32": ("int32", 4),
+    "i16": ("int16", 2),
+    "i8": ("int8", 1),
+    "u8": ("uint8", 1),
+    "bool": ("bool", 1),
 }
-TORCH_NAMES = {
-    "f64": "float64",
-    "f32": "float32",
-    "bf16": "bfloat16",
-    "f16": "float16",
-    "f8e4m3": "float8_e4m3fn",
-    "i64": "int64",
-    "i32": "int32",
-    "i16": "int16",
-    "i8": "int8",
-    "u8": "uint8",
-    "bool": "bool",
-}
+TORCH_NAMES = {name: long for name, (long, _) in _DTYPES.items()}
+ITEMSIZE = {name: size for name, (_, size) in _DTYPES.items()}
 FLOATS = frozenset({"f64", "f32", "bf16", "f16", "f8e4m3"})
 
 
@@ -79,6 +83,8 @@ class Type:
         return self.numel() * ITEMSIZE[self.dtype]
 
 
+Types = tuple[Type, ...]
+
 _DIM = r"(?:[0-9]+|[A-Za-z_][A-Za-z0-9_]*)"
 _TYPE = re.compile(rf"([a-z0-9]+)\[((?:{_DIM}(?:,{_DIM})*)?)\]")
 
@@ -93,11 +99,10 @@ def parse_type(text: str) -> Type:
     return Type(match[1], tuple(int(d) if d.isdigit() else d for d in dims))
 
 
-def torch_dtype(name: str):  # type: ignore[no-untyped-def]
+def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of an IR dtype name."""
-    import torch
-
-    return getattr(torch, TORCH_NAMES[name])
+    found: torch.dtype = getattr(torch, TORCH_NAMES[name])
+    return found
 
 
 def dtype_name(dtype: object) -> str:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Sample, op, require, wide
+from .attention import attend
+from .base import cases, op, per_result, require, wide
 from .budgets import MOVES, Budget
 from .rope import inverse_frequencies, rotate_half
-from .types import FLOATS, ITEMSIZE, Type, torch_dtype
+from .types import FLOATS, ITEMSIZE, Type, Types, torch, torch_dtype
 
 
 def _positions(x: Type, positions: Type, name: str) -> None:
@@ -34,7 +35,7 @@ class centre_pixels:
     def reference(x: Any, *, dtype: str) -> Any:
         return (2 * (wide(x) - 0.5)).to(torch_dtype(dtype))
 
-    samples = [Sample(("f32[1,5,12]",), {"dtype": "f64"})]
+    samples = cases("f32[1,5,12]", dtype="f64")
 
 
 @op
@@ -54,7 +55,7 @@ class valid_patches:
     def reference(positions: Any) -> Any:
         return (positions != -1).any(-1)
 
-    samples = [Sample(("i64[1,7,2]",), ints={0: (-1, 3)})]
+    samples = cases("i64[1,7,2]@-1:3")
 
 
 @op
@@ -83,15 +84,12 @@ class axial_embedding:
         return (x + y).masked_fill((positions == -1).all(-1)[..., None], 0)
 
     @staticmethod
-    def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> Any:
+    def traffic(ins: Types, outs: Types, **_: Any) -> Any:
         """Count the rows of the tables that are asked for."""
         rows = outs[0].nbytes()
         return (2 * rows, ins[1].nbytes()), (rows,)
 
-    samples = [
-        Sample(("f32[2,9,8]", "i64[1,7,2]"), {"axis": 0}, {1: (-1, 9)}),
-        Sample(("f32[9,2,8]", "i64[1,7,2]"), {"axis": 1}, {1: (0, 9)}),
-    ]
+    samples = cases("f32[2,9,8] i64[1,7,2]@-1:9 {axis=0}", "f32[9,2,8] i64[1,7,2]@0:9 {axis=1}")
 
 
 @op
@@ -115,14 +113,12 @@ class axial_rope_table:
 
     @staticmethod
     def reference(positions: Any, *, theta: float, dim: int, dtype: str) -> tuple[Any, Any]:
-        import torch
-
         table = inverse_frequencies("default", theta, dim // 2, 1.0, 1.0).to(positions.device)
         x, y = (positions[..., i].float()[..., None] * table for i in (0, 1))
         angles = torch.cat((x, x, y, y), -1)
         return angles.cos().to(torch_dtype(dtype)), angles.sin().to(torch_dtype(dtype))
 
-    samples = [Sample(("i64[1,5,2]",), {"theta": 100.0, "dim": 8, "dtype": "f32"}, {0: (-1, 60)})]
+    samples = cases("i64[1,5,2]@-1:60", theta=100.0, dim=8, dtype="f32")
 
 
 @op
@@ -143,16 +139,12 @@ class axial_rope:
 
     @staticmethod
     def reference(x: Any, cos: Any, sin: Any) -> Any:
-        import torch
-
         turned = torch.cat([rotate_half(half) for half in x.chunk(2, -1)], -1)
         return x * cos.unsqueeze(2) + turned * sin.unsqueeze(2)
 
-    @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...]) -> int:
-        return 3 * outs[0].numel()
+    flops = per_result(3)
 
-    samples = [Sample(("f32[1,3,4,8]", "f32[1,3,8]", "f32[1,3,8]"))]
+    samples = cases("f32[1,3,4,8] 2*f32[1,3,8]")
 
 
 @op
@@ -179,27 +171,16 @@ class encoder_attention:
 
     @staticmethod
     def reference(q: Any, k: Any, v: Any, valid: Any, *, scale: float) -> Any:
-        import torch
-
-        b, p, heads, d = q.shape
-        n = k.shape[2]
-        grouped = q.view(b, p, n, heads // n, d).permute(0, 2, 3, 1, 4)
-        scores = grouped @ k.permute(0, 2, 3, 1)[:, :, None] * scale
-        seen = valid[:, None, None, None]
-        scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
-        weights = wide(scores).softmax(-1).to(q.dtype)
-        out = weights @ v.permute(0, 2, 1, 3)[:, :, None]
-        return out.permute(0, 3, 1, 2, 4).reshape(b, p, heads, d)
+        return attend(q, k, v, valid[:, None, None, None], scale)
 
     @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+    def flops(ins: Types, outs: Types, **_: Any) -> int:
         """Count two products over all keys."""
         return 4 * outs[0].numel() * int(ins[1].shape[1])
 
-    samples = [
-        Sample(("f32[1,6,4,8]", "f32[1,6,4,8]", "f32[1,6,4,8]", "bool[1,6]"), {"scale": 1.0}),
-        Sample(("f32[2,6,4,8]", "f32[2,6,2,8]", "f32[2,6,2,8]", "bool[2,6]"), {"scale": 0.5}),
-    ]
+    samples = cases(
+        "3*f32[1,6,4,8] bool[1,6] {scale=1.0}", "f32[2,6,4,8] 2*f32[2,6,2,8] bool[2,6] {scale=0.5}"
+    )
 
 
 @op
@@ -225,8 +206,6 @@ class pool_patches:
 
     @staticmethod
     def reference(x: Any, positions: Any, *, k: int, root: float) -> Any:
-        import torch
-
         at = positions.clamp(min=0)
         width = at[..., 0].amax(-1, keepdim=True) + 1
         square = at[..., 0] // k + width // k * (at[..., 1] // k)
@@ -236,20 +215,19 @@ class pool_patches:
         return wide((weights @ wide(x)).to(x.dtype)) * root
 
     @staticmethod
-    def flops(ins: tuple[Type, ...], outs: tuple[Type, ...], **_: Any) -> int:
+    def flops(ins: Types, outs: Types, **_: Any) -> int:
         """Count the sum over the patches."""
         return ins[0].numel()
 
     @staticmethod
-    def workspace(ins: tuple[Type, ...], outs: tuple[Type, ...], *, k: int, **_: Any) -> int:
+    def workspace(ins: Types, outs: Types, *, k: int, **_: Any) -> int:
         """Count the share of every patch in every square, and the patches in fp32."""
         _batch, patches, width = map(int, ins[0].shape)
         return ITEMSIZE["f32"] * patches * (patches // k**2 + width)
 
-    samples = [
-        Sample(("f32[1,16,8]", "i64[1,16,2]"), {"k": 2, "root": 2.0}, {1: (-1, 4)}),
-        Sample(("f32[2,9,8]", "i64[2,9,2]"), {"k": 3, "root": 1.0}, {1: (0, 3)}),
-    ]
+    samples = cases(
+        "f32[1,16,8] i64[1,16,2]@-1:4 {k=2, root=2.0}", "f32[2,9,8] i64[2,9,2]@0:3 {k=3, root=1.0}"
+    )
 
 
 @op
@@ -269,4 +247,4 @@ class standardize:
     def reference(x: Any, bias: Any, scale: Any) -> Any:
         return (wide(x) - wide(bias)) * wide(scale)
 
-    samples = [Sample(("f32[1,3,8]", "f32[8]", "f32[8]"))]
+    samples = cases("f32[1,3,8] 2*f32[8]")

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from g4ir.ir.graph import Graph
+from g4ir.model.audio import audio_settings
 from g4ir.model.images import BUDGETS, image_settings
 from g4ir.model.media import AUDIO, IMAGE, PART_SECONDS, SECONDS, VIDEO, offered
-from g4ir.model.sounds import audio_settings
 from g4ir.model.tensors import SIGHT, numel, part_tensors
 from g4ir.model.towers import STRIDE, build_audio, build_vision
 from g4ir.plan.cost import graph_costs, total

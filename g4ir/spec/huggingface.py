@@ -20,28 +20,12 @@ from g4ir.spec.reader import (
     hints_of,
     join,
     json_object,
+    read_bytes,
     shown,
     tree_of,
 )
 
-from .huggingface_tables import (
-    AUDIO_MEDIA,
-    BASE_GEOMETRY,
-    BY_MODEL,
-    CENTROIDS,
-    HF_KINDS,
-    HF_NAMES,
-    HOUSEKEEPING,
-    KINDS,
-    MEDIA,
-    MODEL_TYPES,
-    NEUTRAL,
-    NOTHING,
-    PART_DEFAULTS,
-    PART_TYPES,
-    ROPE_DEFAULTS,
-    TEXT_DEFAULTS,
-)
+from . import huggingface_tables as hf
 from .parts import (
     ASSISTANT,
     DTYPE_ALIASES,
@@ -83,7 +67,7 @@ class Keys:
         self.values: dict[Any, Any] = values
         self.path = path
         self.where = where
-        self.seen: set[str] = set(HOUSEKEEPING)
+        self.seen: set[str] = set(hf.HOUSEKEEPING)
 
     def raw(self, key: str, default: Any = None) -> Any:
         """Return the unconverted value."""
@@ -120,11 +104,11 @@ class Keys:
 
     def done(self) -> None:
         """Raise SpecError for the first key that nothing has read."""
-        for key in (k for k in NEUTRAL if k not in self.seen):
-            self.only(key, NOTHING, "it changes the forward pass; use a checkpoint without it")
+        for key in (k for k in hf.NEUTRAL if k not in self.seen):
+            self.only(key, hf.NOTHING, "it changes the forward pass; use a checkpoint without it")
         for key in self.values:
             if key not in self.seen:
-                near = did_you_mean(str(key), self.seen - HOUSEKEEPING)
+                near = did_you_mean(str(key), self.seen - hf.HOUSEKEEPING)
                 raise self.fail(
                     str(key),
                     f"unknown key, which may change the forward pass{near}; remove it from the "
@@ -142,19 +126,19 @@ def read_config(source: str | Path | dict[str, Any], name: str | None = None) ->
     for key in ("quantization_config", "quantization"):
         keys.raw(key)  # how weights are stored: weights/formats
     given = keys.take("model_type", str)
-    if given not in MODEL_TYPES:
-        near = did_you_mean(given, MODEL_TYPES)
+    if given not in hf.MODEL_TYPES:
+        near = did_you_mean(given, hf.MODEL_TYPES)
         raise keys.fail(
-            "model_type", f"{shown(given)} is not one of {', '.join(MODEL_TYPES)}{near}"
+            "model_type", f"{shown(given)} is not one of {', '.join(hf.MODEL_TYPES)}{near}"
         )
-    model_type, composite = MODEL_TYPES[given]
+    model_type, composite = hf.MODEL_TYPES[given]
     read = _assistant if model_type.endswith(ASSISTANT) else _composite if composite else _text_only
     parts = read(keys, model_type)
     keys.done()
     spec = Variant(name=slug(name or found), model_type=model_type, **parts)
     for path, message, _ in problems(spec):
-        hf = HF_NAMES.get(path)
-        raise fail(where, f"{path} ({hf})" if hf else path, message)
+        theirs = hf.HF_NAMES.get(path)
+        raise fail(where, f"{path} ({theirs})" if theirs else path, message)
     return canonical(spec)
 
 
@@ -164,38 +148,34 @@ def _read(source: str | Path | dict[str, Any]) -> tuple[Any, Where, str]:
         return source, Where("config", 0), "from-hf"
     path = Path(source)
     file = path / "config.json" if path.is_dir() else path
-    return _parse(_bytes(file), file), Where(str(file), 0), file.absolute().parent.name
+    return _parse(file), Where(str(file), 0), file.absolute().parent.name
 
 
-def _bytes(file: Path) -> bytes:
-    try:
-        with file.open("rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as err:  # ValueError: a NUL in the name
-        reason = err.strerror if isinstance(err, OSError) else str(err)
-        raise SpecError(
-            f"{file}: cannot be read ({reason}); give a checkpoint directory with config.json"
-        ) from None
+def _parse(file: Path) -> Any:
+    data = read_bytes(file, MAX_BYTES, "give a checkpoint directory with config.json")
     if len(data) > MAX_BYTES:
         raise SpecError(f"{file}: larger than {MAX_BYTES} bytes; a config.json is small")
-    return data
-
-
-def _parse(data: bytes, file: Path) -> Any:
     try:
         return json_object(data)
     except ValueError as err:
         raise SpecError(f"{file}: {err}; fix it") from None
 
 
+def _text_section(keys: Keys, base: str) -> tuple[Keys, Text, str]:
+    """Return text_config, what it says, and the dtype of the whole."""
+    section = keys.section("text_config") or Keys({}, "text_config", keys.where)
+    section.only("model_type", (f"{base}_text", None), f"expected {base}_text")
+    tied = keys.take("tie_word_embeddings", bool, True)
+    if section.take("tie_word_embeddings", bool, tied) != tied:
+        log.warning("%s: tie_word_embeddings of the whole model counts: %s", keys.where, tied)
+    dtypes = [_dtype(keys), _dtype(section), "f32"]
+    text = replace(_text(section, base), tie_word_embeddings=tied)
+    return section, text, next(d for d in dtypes if d is not None)
+
+
 def _composite(keys: Keys, model_type: str) -> dict[str, Any]:
     """Return fields of Variant from a config with text_config and towers."""
-    text_keys = keys.section("text_config") or Keys({}, "text_config", keys.where)
-    text_keys.only("model_type", (f"{model_type}_text", None), f"expected {model_type}_text")
-    tied = keys.take("tie_word_embeddings", bool, True)
-    if text_keys.take("tie_word_embeddings", bool, tied) != tied:
-        log.warning("%s: tie_word_embeddings of the whole model counts: %s", keys.where, tied)
-    text = replace(_text(text_keys, model_type), tie_word_embeddings=tied)
+    section, text, dtype = _text_section(keys, model_type)
     soft = keys.take("vision_soft_tokens_per_image", int | None, None)
     vision, audio = (_part(keys, name, TOWERS[model_type][name]) for name in ("vision", "audio"))
     if soft is not None and isinstance(vision, Vision):
@@ -208,40 +188,27 @@ def _composite(keys: Keys, model_type: str) -> dict[str, Any]:
                 f"{vision.default_output_length}; keep one",
             )
     have = {"vision": vision is not None, "audio": audio is not None}
-    tokens = replace(_tokens(text_keys, keys), **_media(keys, text.vocab_size, have))
-    dtypes = [_dtype(keys), _dtype(text_keys), "f32"]
-    dtype = next(d for d in dtypes if d is not None)
-    text_keys.done()
+    tokens = replace(_tokens(section, keys), **_media(keys, text.vocab_size, have))
+    section.done()
     return {"text": text, "tokens": tokens, "vision": vision, "audio": audio, "dtype": dtype}
 
 
 def _assistant(keys: Keys, model_type: str) -> dict[str, Any]:
     """Return fields of Variant from the config of a drafter; ids of media say nothing here."""
-    base = model_type.removesuffix(ASSISTANT)
-    text_keys = keys.section("text_config") or Keys({}, "text_config", keys.where)
-    text_keys.only("model_type", (f"{base}_text", None), f"expected {base}_text")
-    tied = keys.take("tie_word_embeddings", bool, True)
-    text_keys.raw("tie_word_embeddings")
-    text = replace(_text(text_keys, base), tie_word_embeddings=tied)
+    section, text, dtype = _text_section(keys, model_type.removesuffix(ASSISTANT))
     if not text.num_kv_shared_layers:  # as the reference fills it in
         text = replace(text, num_kv_shared_layers=text.num_hidden_layers)
-    keys.seen.update(name for names, _ in MEDIA.values() for name in names)
-    dtypes = [_dtype(keys), _dtype(text_keys), "f32"]
-    parts = {
-        "text": text,
-        "tokens": _tokens(text_keys, keys),
-        "dtype": next(d for d in dtypes if d is not None),
-        "drafter": _drafter(keys),
-    }
-    text_keys.done()
-    return parts
+    keys.seen.update(name for names, _ in hf.MEDIA.values() for name in names)
+    tokens, drafter = _tokens(section, keys), _drafter(keys)
+    section.done()
+    return {"text": text, "tokens": tokens, "dtype": dtype, "drafter": drafter}
 
 
 def _drafter(keys: Keys) -> Drafter:
     """Return what the reference calls ordered embeddings as centroids."""
     hints, size = hints_of(Centroids), hints_of(Drafter)["backbone_hidden_size"]
     backbone = keys.take("backbone_hidden_size", size, 1536)
-    found = {f: keys.take(key, hints[f], d) for f, (key, d) in CENTROIDS.items()}
+    found = {f: keys.take(key, hints[f], d) for f, (key, d) in hf.CENTROIDS.items()}
     ordered = keys.take("use_ordered_embeddings", bool, False)
     return Drafter(backbone, Centroids(**found) if ordered else None)
 
@@ -259,14 +226,14 @@ def _dtype(keys: Keys) -> str | None:
         return None
     word = dict(DTYPE_ALIASES).get(word.removeprefix("torch."), word)
     if word not in DTYPES:
-        names = ", ".join(hf for hf, _ in DTYPE_ALIASES)
+        names = ", ".join(name for name, _ in DTYPE_ALIASES)
         raise keys.fail("dtype", f"{shown(word)} is not one of {names}")
     return word
 
 
 def _text(keys: Keys, model_type: str) -> Text:
     hints = hints_of(Text)
-    defaults = TEXT_DEFAULTS | BY_MODEL[model_type]
+    defaults = hf.TEXT_DEFAULTS | hf.BY_MODEL[model_type]
     layers = keys.take("num_hidden_layers", Layers, 30)
     bidirectional = keys.take(
         "use_bidirectional_attention", str | None, defaults["use_bidirectional_attention"]
@@ -278,7 +245,7 @@ def _text(keys: Keys, model_type: str) -> Text:
         )
     kinds = _layer_types(keys, layers)
     sliding, full = _attention(keys, kinds, defaults["sliding_window"])
-    plain = [*TEXT_DEFAULTS, "max_position_embeddings"]
+    plain = [*hf.TEXT_DEFAULTS, "max_position_embeddings"]
     return Text(
         num_hidden_layers=layers,
         pattern=kinds,
@@ -295,16 +262,14 @@ def _layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
     given = keys.take("layer_types", tuple[str, ...] | None, None)
     if given is None:
         return tuple(SLIDING if (i + 1) % 6 else FULL for i in range(layers))
-    keys.seen |= {
-        "sliding_window_pattern",
-        "_sliding_window_pattern",
-    }  # what layer_types spells out
+    # what layer_types spells out
+    keys.seen |= {"sliding_window_pattern", "_sliding_window_pattern"}
     if len(given) != layers:
         raise keys.fail("layer_types", f"has {len(given)} entries for num_hidden_layers {layers}")
-    wrong = [kind for kind in given if kind not in KINDS]
+    wrong = [kind for kind in given if kind not in hf.KINDS]
     if wrong:
-        raise keys.fail("layer_types", f"{shown(wrong[0])} is not one of {', '.join(KINDS)}")
-    return tuple(KINDS[kind] for kind in given)
+        raise keys.fail("layer_types", f"{shown(wrong[0])} is not one of {', '.join(hf.KINDS)}")
+    return tuple(hf.KINDS[kind] for kind in given)
 
 
 def _attention(
@@ -313,7 +278,7 @@ def _attention(
     """Return the geometry of sliding and full layers, from older keys or per_layer_config."""
     hints = hints_of(AttentionKind)
     tied = keys.take("attention_k_eq_v", bool, False)
-    base = {name: keys.take(name, hints[name], d) for name, d in BASE_GEOMETRY.items()}
+    base = {name: keys.take(name, hints[name], d) for name, d in hf.BASE_GEOMETRY.items()}
     overrides = _per_layer(keys, kinds)
     if overrides is None:
         overrides = {SLIDING: {}, FULL: _global_geometry(keys, tied)}
@@ -363,7 +328,7 @@ def _overrides(section: Keys, key: Any) -> dict[str, int]:
     hints = hints_of(AttentionKind)
     layer = Keys(section.values[key], join(section.path, str(key)), section.where)
     layer.only("skip", ([], None), "no layer part can be left out")
-    out = {n: layer.take(n, hints[n]) for n in BASE_GEOMETRY if n in layer.values}
+    out = {n: layer.take(n, hints[n]) for n in hf.BASE_GEOMETRY if n in layer.values}
     layer.done()
     return out
 
@@ -371,13 +336,13 @@ def _overrides(section: Keys, key: Any) -> dict[str, int]:
 def _ropes(keys: Keys, used: set[str]) -> dict[str, Rope]:
     section = keys.section("rope_parameters")
     if section is None:
-        section = Keys({HF_KINDS[k]: v for k, v in ROPE_DEFAULTS.items()}, "", keys.where)
+        section = Keys({hf.HF_KINDS[k]: v for k, v in hf.ROPE_DEFAULTS.items()}, "", keys.where)
     out = {}
-    for kind, name in HF_KINDS.items():
+    for kind, name in hf.HF_KINDS.items():
         part = section.section(name)
         if part is None and kind in used:
             raise section.fail(name, "is missing; add rope_type and rope_theta")
-        out[kind] = _rope(part or Keys(ROPE_DEFAULTS[kind], name, keys.where))
+        out[kind] = _rope(part or Keys(hf.ROPE_DEFAULTS[kind], name, keys.where))
     section.done()
     return out
 
@@ -421,19 +386,15 @@ def _moe(keys: Keys, model_type: str) -> Moe | None:
 
 
 def _ple(keys: Keys, model_type: str) -> Ple | None:
-    default = 256 if model_type == "gemma4" else 0
-    dim = keys.take("hidden_size_per_layer_input", int | None, default)
-    vocab = keys.take("vocab_size_per_layer_input", int | None, 262144)
+    names, hints = ("hidden_size_per_layer_input", "vocab_size_per_layer_input"), hints_of(Ple)
+    defaults = (256 if model_type == "gemma4" else 0, 262144)
+    dim, vocab = (keys.take(n, int | None, d) for n, d in zip(names, defaults, strict=True))
     if not dim:
         return None
-    _not_unified(keys, model_type, "hidden_size_per_layer_input", "per-layer embeddings")
-    hints = hints_of(Ple)
-    for key, hint in (
-        ("hidden_size_per_layer_input", "dim"),
-        ("vocab_size_per_layer_input", "vocab_size"),
-    ):
-        keys.take(key, hints[hint], 1)  # now in range as well
-    return Ple(dim, vocab)
+    _not_unified(keys, model_type, names[0], "per-layer embeddings")
+    return Ple(
+        keys.take(names[0], hints["dim"], dim), keys.take(names[1], hints["vocab_size"], vocab)
+    )
 
 
 def _not_unified(keys: Keys, model_type: str, key: str, what: str) -> None:
@@ -462,9 +423,9 @@ def _media(keys: Keys, vocab: int, have: dict[str, bool]) -> dict[str, Any]:
     """Return ids of soft tokens. Where there is no tower, an id outside a small vocabulary is
     dropped: transformers writes its defaults into every composite config."""
     out: dict[str, Any] = {}
-    for name, (names, default) in MEDIA.items():
+    for name, (names, default) in hf.MEDIA.items():
         value = keys.same(names, hints_of(Tokens)[name], default)
-        tower = have["audio" if name in AUDIO_MEDIA else "vision"]
+        tower = have["audio" if name in hf.AUDIO_MEDIA else "vision"]
         out[name] = value if tower or value is None or value < vocab else None
     return out
 
@@ -473,13 +434,13 @@ def _part(keys: Keys, name: str, cls: type) -> Any:
     part = keys.section(f"{name}_config")
     if part is None:
         return None
-    part.only("model_type", (PART_TYPES[cls], None), f"expected {PART_TYPES[cls]}")
+    part.only("model_type", (hf.PART_TYPES[cls], None), f"expected {hf.PART_TYPES[cls]}")
     special = PART_READERS.get(cls, lambda part: {})(part)
     part.seen |= {"dtype", "torch_dtype", "tie_word_embeddings"}
     hints = hints_of(cls)
     out = {}
     for f in fields(cls):
-        default = PART_DEFAULTS[cls].get(f.name, f.default)
+        default = hf.PART_DEFAULTS[cls].get(f.name, f.default)
         out[f.name] = (
             special[f.name] if f.name in special else part.take(f.name, hints[f.name], default)
         )
@@ -494,7 +455,7 @@ def _vision_extras(part: Keys) -> dict[str, Any]:
         raise rope.fail("rope_type", f"{shown(kind)} is not supported; default or axial")
     theta = rope.take("rope_theta", hints_of(Vision)["rope_theta"], 100.0)
     rope.done()
-    dim = part.values.get("head_dim", PART_DEFAULTS[Vision]["head_dim"])
+    dim = part.values.get("head_dim", hf.PART_DEFAULTS[Vision]["head_dim"])
     part.only("global_head_dim", (dim, None), f"expected head_dim {shown(str(dim))}")
     part.only("per_layer_config", ({}, None), "the vision layers are alike")
     return {"rope_theta": theta}
@@ -510,7 +471,7 @@ def _unified_vision_extras(part: Keys) -> dict[str, Any]:
 
 def _unified_audio_extras(part: Keys) -> dict[str, Any]:
     names = ("audio_embed_dim", "audio_samples_per_token", "hidden_size", "output_proj_dims")
-    default = PART_DEFAULTS[UnifiedAudio]["audio_embed_dim"]
+    default = hf.PART_DEFAULTS[UnifiedAudio]["audio_embed_dim"]
     return {"audio_embed_dim": part.same(names, hints_of(UnifiedAudio)["audio_embed_dim"], default)}
 
 

@@ -8,15 +8,7 @@ from typing import Any
 
 from g4ir.errors import SpecError
 
-from .huggingface_tables import (
-    ARCHITECTURES,
-    BASE_GEOMETRY,
-    CENTROIDS,
-    HF_KINDS,
-    MEDIA,
-    PART_TYPES,
-    TEXT_DEFAULTS,
-)
+from . import huggingface_tables as hf
 from .parts import ASSISTANT, DTYPE_ALIASES, FULL, SLIDING, Drafter, Rope, Text, Variant, Vision
 
 
@@ -25,27 +17,24 @@ def config_of(spec: Variant) -> dict[str, Any]:
     of the text tower alone."""
     for path, why in _inexpressible(spec):
         raise SpecError(f"spec {spec.name}: {path}: a Hugging Face config cannot say {why}")
-    media = {keys[0]: getattr(spec.tokens, name) for name, (keys, _) in MEDIA.items()}
+    media = {keys[0]: getattr(spec.tokens, name) for name, (keys, _) in hf.MEDIA.items()}
     composite = bool(
         spec.vision or spec.audio or spec.drafter or any(v is not None for v in media.values())
     )
     dtype = {short: long for long, short in DTYPE_ALIASES}[spec.dtype]
-    head = {"architectures": [ARCHITECTURES[spec.model_type, composite]], "dtype": dtype}
+    head: dict[str, Any] = {
+        "architectures": [hf.ARCHITECTURES[spec.model_type, composite]],
+        "dtype": dtype,
+    }
     text = _text_to_hf(spec, dtype)
     if not composite:
         return head | text
+    head["model_type"] = spec.model_type
+    head["tie_word_embeddings"] = spec.text.tie_word_embeddings
     if spec.drafter:
-        return {
-            **head,
-            "model_type": spec.model_type,
-            "tie_word_embeddings": spec.text.tie_word_embeddings,
-            **_drafter_to_hf(spec.drafter),
-            "text_config": text,
-        }
+        return {**head, **_drafter_to_hf(spec.drafter), "text_config": text}
     return {
         **head,
-        "model_type": spec.model_type,
-        "tie_word_embeddings": spec.text.tie_word_embeddings,
         "eos_token_id": list(spec.tokens.eos),
         **media,
         "text_config": text,
@@ -59,7 +48,7 @@ def _drafter_to_hf(drafter: Drafter) -> dict[str, Any]:
     return {
         "backbone_hidden_size": drafter.backbone_hidden_size,
         "use_ordered_embeddings": found is not None,
-        **{key: getattr(found, f) if found else d for f, (key, d) in CENTROIDS.items()},
+        **{key: getattr(found, f) if found else d for f, (key, d) in hf.CENTROIDS.items()},
     }
 
 
@@ -81,15 +70,17 @@ def _inexpressible(spec: Variant) -> Iterator[tuple[str, str]]:
 
 def _text_to_hf(spec: Variant, dtype: str) -> dict[str, Any]:
     text, tokens, base = spec.text, spec.tokens, spec.model_type.removesuffix(ASSISTANT)
-    plain = [*TEXT_DEFAULTS, "max_position_embeddings", "use_bidirectional_attention"]
+    plain = [*hf.TEXT_DEFAULTS, "max_position_embeddings", "use_bidirectional_attention"]
     return {
         "model_type": f"{base}_text",
         "dtype": dtype,
         **{name: getattr(text, name) for name in plain},
         "num_hidden_layers": text.num_hidden_layers,
-        "layer_types": [HF_KINDS[kind] for kind in text.layer_types],
+        "layer_types": [hf.HF_KINDS[kind] for kind in text.layer_types],
         **_geometry_to_hf(text),
-        "rope_parameters": {HF_KINDS[k]: _rope_to_hf(getattr(text, k).rope) for k in HF_KINDS},
+        "rope_parameters": {
+            hf.HF_KINDS[k]: _rope_to_hf(getattr(text, k).rope) for k in hf.HF_KINDS
+        },
         "attention_bias": False,
         "tie_word_embeddings": text.tie_word_embeddings,
         "bos_token_id": tokens.bos,
@@ -112,7 +103,7 @@ def _geometry_to_hf(text: Text) -> dict[str, Any]:
     if full.k_eq_v or full.num_key_value_heads == sliding.num_key_value_heads:
         heads = full.num_key_value_heads if full.k_eq_v else None
         return out | {"global_head_dim": full.head_dim, "num_global_key_value_heads": heads}
-    own = {name: getattr(full, name) for name in BASE_GEOMETRY}
+    own = {name: getattr(full, name) for name in hf.BASE_GEOMETRY}
     layers = {str(i): own for i, kind in enumerate(text.layer_types) if kind == FULL}
     return out | {"per_layer_config": layers}
 
@@ -142,4 +133,4 @@ def _part_to_hf(part: Any, dtype: str) -> dict[str, Any] | None:
     out = {k: list(v) if isinstance(v, tuple) else v for k, v in out.items()}
     if isinstance(part, Vision):
         out["rope_parameters"] = {"rope_type": "default", "rope_theta": out.pop("rope_theta")}
-    return {"model_type": PART_TYPES[type(part)], "dtype": dtype, **out}
+    return {"model_type": hf.PART_TYPES[type(part)], "dtype": dtype, **out}

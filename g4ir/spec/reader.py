@@ -15,7 +15,7 @@ import re
 import types
 import typing
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -75,7 +75,6 @@ class OneOf:
     aliases: tuple[tuple[str, str], ...] = ()
 
     def broken(self, value: str) -> str | None:
-        """Return what is wrong with the word, or None."""
         if value in self.words or value in dict(self.aliases):
             return None
         return f"must be {' or '.join(self.words)}{did_you_mean(value, self.words)}"
@@ -95,7 +94,6 @@ class Length:
     hi: float = math.inf
 
     def broken(self, value: tuple[Any, ...]) -> str | None:
-        """Return what is wrong with the list, or None."""
         if self.lo <= len(value) <= self.hi:
             return None
         most = f"{self.lo} to {self.hi}" if self.hi < math.inf else f"at least {self.lo}"
@@ -114,7 +112,6 @@ class Shaped:
     like: str
 
     def broken(self, value: str) -> str | None:
-        """Return what is wrong with the text, or None."""
         return None if re.fullmatch(self.form, value) else f"must look like {self.like}"
 
     def schema(self) -> dict[str, Any]:
@@ -202,17 +199,17 @@ def did_you_mean(word: str, valid: Iterable[str]) -> str:
 
 def read_tree(path: Path) -> Map:
     """Read the mapping in a YAML file. SpecError if it cannot be read or is not plain YAML."""
-    return parse_tree(_read_bytes(path), str(path))
+    return parse_tree(read_bytes(path, MAX_BYTES, "give a YAML file"), str(path))
 
 
-def _read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path, most: int, advice: str) -> bytes:
+    """Return at most one byte more than `most` of a file; SpecError if it cannot be read."""
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+            return file.read(most + 1)
     except (OSError, ValueError) as err:  # ValueError: a NUL in the name
         reason = err.strerror if isinstance(err, OSError) else str(err)
-        raise SpecError(f"{path}: cannot be read ({reason}); give a YAML file") from None
-    return data
+        raise SpecError(f"{path}: cannot be read ({reason}); {advice}") from None
 
 
 def parse_tree(data: bytes, file: str) -> Map:
@@ -222,7 +219,8 @@ def parse_tree(data: bytes, file: str) -> Map:
         raise fail(start, "", f"larger than {MAX_BYTES} bytes; a spec is a short YAML file")
     try:
         text = data.decode("utf-8-sig")
-        root = _Composer(file).run(yaml.parse(text, Loader=yaml.SafeLoader))
+        _check_events(yaml.parse(text, Loader=yaml.SafeLoader), file)
+        composed = yaml.compose(text, Loader=yaml.SafeLoader)
     except UnicodeDecodeError as err:
         raise fail(start, "", f"is not UTF-8 text (byte {err.start}); give YAML") from None
     except yaml.MarkedYAMLError as err:
@@ -234,87 +232,51 @@ def parse_tree(data: bytes, file: str) -> Map:
         raise fail(start, "", f"is not valid YAML ({reason}); fix it") from None
     except (ValueError, OverflowError) as err:  # PyYAML on an escape outside Unicode
         raise fail(start, "", f"is not valid YAML ({err}); fix it") from None
+    root = None if composed is None else _tree(composed, file)
     if not isinstance(root, Map):
         raise fail(start, "", "must be a mapping of keys; begin with `schema: 1`")
     return root
 
 
-class _Composer:
-    """Builds the tree from parser events with an explicit stack, so depth costs no recursion."""
-
-    def __init__(self, file: str) -> None:
-        self.file = file
-        self.nodes = 0
-        self.open: list[tuple[Where, list[Node] | None, Map | None, list[Scalar]]] = []
-        self.root: Node | None = None
-
-    def run(self, events: Iterator[Any]) -> Node | None:
-        for event in events:
-            self._step(event, Where(self.file, event.start_mark.line + 1))
-        return self.root
-
-    def _step(self, event: Any, where: Where) -> None:
-        self._refuse(event, where)
-        match event:
-            case yaml.ScalarEvent():
-                self._add(Scalar(event.value, event.style is None, where))
-            case yaml.SequenceStartEvent():
-                self._push(where, [], None)
-            case yaml.MappingStartEvent():
-                self._push(where, None, Map({}, {}, where))
-            case yaml.SequenceEndEvent():
-                start, items, _, _ = self.open.pop()
-                self._add(Seq(tuple(items or ()), start))
-            case yaml.MappingEndEvent():
-                _, _, mapping, _ = self.open.pop()
-                assert mapping is not None
-                self._add(mapping)
-
-    def _refuse(self, event: Any, where: Where) -> None:
-        self.nodes += 1
-        if self.nodes > MAX_NODES:
+def _check_events(events: Iterable[Any], file: str) -> None:
+    """Refuse what is not plain YAML, or too much of it, before a tree is built."""
+    depth = documents = 0
+    for count, event in enumerate(events, 1):
+        where = Where(file, event.start_mark.line + 1)
+        if count > MAX_NODES:
             raise fail(where, "", f"has more than {MAX_NODES} values; a spec is short")
-        if isinstance(event, yaml.DocumentStartEvent) and self.root is not None:
+        documents += isinstance(event, yaml.DocumentStartEvent)
+        if documents > 1:
             raise fail(where, "", "has a second document; keep one spec per file")
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise fail(where, "", "uses an anchor or alias; write the value out, or use `extends`")
-        tag = getattr(event, "tag", None)
-        if tag:
+        if tag := getattr(event, "tag", None):
             raise fail(where, "", f"has the tag {shown(tag)}; leave tags out")
-
-    def _push(self, where: Where, items: list[Node] | None, mapping: Map | None) -> None:
-        if len(self.open) >= MAX_DEPTH:
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
             raise fail(where, "", f"is nested deeper than {MAX_DEPTH} levels")
-        if self._wants_key():
-            raise fail(where, "", "a key must be a plain word")
-        self.open.append((where, items, mapping, []))
 
-    def _wants_key(self) -> bool:
-        return bool(self.open) and self.open[-1][2] is not None and not self.open[-1][3]
 
-    def _add(self, node: Node) -> None:
-        if not self.open:
-            self.root = node
-            return
-        _, items, mapping, pending = self.open[-1]
-        if items is not None:
-            items.append(node)
-        elif mapping is not None and pending:
-            key = pending.pop()
-            mapping.entries[key.text] = node
-        elif mapping is not None and isinstance(node, Scalar):
-            self._add_key(mapping, node)
-            pending.append(node)
-
-    def _add_key(self, mapping: Map, key: Scalar) -> None:
-        if key.text == "<<" and key.plain:
-            raise fail(key.where, "", "uses a merge key `<<`; use `extends` instead")
-        if key.text in mapping.keys:
-            first = mapping.keys[key.text].line
-            raise fail(
-                key.where, join("", key.text), f"is given twice (first on line {first}); keep one"
-            )
-        mapping.keys[key.text] = key.where
+def _tree(node: yaml.Node, file: str) -> Node:
+    where = Where(file, node.start_mark.line + 1)
+    if isinstance(node, yaml.ScalarNode):
+        return Scalar(node.value, node.style is None, where)
+    if isinstance(node, yaml.SequenceNode):
+        return Seq(tuple(_tree(item, file) for item in node.value), where)
+    out = Map({}, {}, where)
+    for key, value in node.value:
+        name = _tree(key, file)
+        if not isinstance(name, Scalar):
+            raise fail(name.where, "", "a key must be a plain word")
+        if name.text == "<<" and name.plain:
+            raise fail(name.where, "", "uses a merge key `<<`; use `extends` instead")
+        if name.text in out.keys:
+            said = f"is given twice (first on line {out.keys[name.text].line}); keep one"
+            raise fail(name.where, join("", name.text), said)
+        out.keys[name.text] = name.where
+        out.entries[name.text] = _tree(value, file)
+    return out
 
 
 def merge(base: Map, over: Map) -> Map:
@@ -355,9 +317,7 @@ def build(cls: type, node: Node, path: str = "", hints: Hints | None = None) -> 
     missing = [name for name, f in by_name.items() if required(f) and name not in node.entries]
     if missing:
         raise fail(node.where, join(path, missing[0]), "is missing; add it")
-    return cls(
-        **{k: convert(v, hints[k], join(path, k)) for k, v in node.entries.items()},
-    )
+    return cls(**{k: convert(v, hints[k], join(path, k)) for k, v in node.entries.items()})
 
 
 def required(f: Field[Any]) -> bool:
@@ -477,24 +437,20 @@ def _to_bool(node: Scalar) -> bool | None:
     return word in TRUES
 
 
-def _to_str(node: Scalar) -> str | None:
-    return _text(node, 200)
+def _to_text(most: int) -> Callable[[Scalar], str | None]:
+    def read(node: Scalar) -> str | None:
+        fits = node.word and len(node.text) <= most and node.text.isprintable()
+        return node.text if fits else None
 
-
-def _to_line(node: Scalar) -> str | None:
-    return _text(node, MAX_LINE)
-
-
-def _text(node: Scalar, most: int) -> str | None:
-    return node.text if node.word and len(node.text) <= most and node.text.isprintable() else None
+    return read
 
 
 LEAVES: dict[type, tuple[str, Callable[[Scalar], Any]]] = {
     int: ("an integer", _to_int),
     float: ("a finite number", _to_float),
     bool: ("true or false", _to_bool),
-    str: ("a word", _to_str),
-    Line: ("a line of text", _to_line),
+    str: ("a word", _to_text(200)),
+    Line: ("a line of text", _to_text(MAX_LINE)),
 }
 
 

@@ -10,17 +10,20 @@ import hashlib
 import importlib.util
 import json
 import logging
+import re
+import types
+import typing
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
 
 from g4ir.errors import SpecError
 from g4ir.spec.huggingface import read_config
 from g4ir.spec.huggingface_write import config_of
-from g4ir.spec.json_schema import schema_defs
 from g4ir.spec.reader import (
+    Line,
     Map,
     Scalar,
     Where,
@@ -33,6 +36,7 @@ from g4ir.spec.reader import (
     join,
     merge,
     read_tree,
+    required,
     shown,
     tree_of,
 )
@@ -282,10 +286,69 @@ def _flat(value: dict[str, Any], path: str = "") -> dict[str, Any]:
     return out
 
 
+# --- JSON Schema -----------------------------------------------------------------------------
+
+_FIELD_DOC = re.compile(r"^ {4}(\w+): (.+)$", re.MULTILINE)
+_JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", Line: "string"}
+
+
+def _schema_defs(cls: type, partial: bool, defs: dict[str, Any]) -> str:
+    """Add the JSON Schema of a dataclass and its parts to `defs`; return its name there.
+
+    `partial` drops the required keys: a file with `extends` gives only what differs.
+    """
+    name = cls.__name__ + ("Patch" if partial else "")
+    if name not in defs:
+        defs[name] = {}  # keeps a recursive type from looping
+        hints, docs = hints_of(cls), _field_docs(cls)
+        defs[name] = {
+            "type": "object",
+            "description": " ".join((cls.__doc__ or "").split("\n\n")[0].split()),
+            "additionalProperties": False,
+            "properties": {
+                f.name: _schema_of(hints[f.name], partial, defs) | docs.get(f.name, {})
+                for f in fields(cls)
+            },
+            "required": [] if partial else [f.name for f in fields(cls) if required(f)],
+        }
+    return name
+
+
+def _field_docs(cls: type) -> dict[str, dict[str, str]]:
+    """Return field -> its description, from the lines `field: text` of the docstrings of a
+    dataclass and its bases."""
+    docs = (c.__doc__ or "" for c in reversed(cls.__mro__) if is_dataclass(c))
+    lines = (match for doc in docs for match in _FIELD_DOC.findall(doc))
+    return {name: {"description": text} for name, text in lines}
+
+
+def _schema_of(hint: Any, partial: bool, defs: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON Schema of one annotation."""
+    if hint is Any:
+        return {}
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        out = _schema_of(args[0], partial, defs)
+        for rule in args[1:]:
+            out |= rule.schema()
+        return out
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [_schema_of(a, partial, defs) for a in args]}
+    if origin is tuple:
+        return {"type": "array", "items": _schema_of(args[0], partial, defs)}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _schema_of(args[1], partial, defs)}
+    if hint is type(None):
+        return {"type": "null"}
+    if is_dataclass(hint):
+        return {"$ref": f"#/$defs/{_schema_defs(typing.cast(type, hint), partial, defs)}"}
+    return {"type": _JSON_TYPES[hint]}
+
+
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (2020-12) of a spec file, for editors, made from dataclasses."""
     defs: dict[str, Any] = {}
-    whole, patch = (schema_defs(Spec, partial, defs) for partial in (False, True))
+    whole, patch = (_schema_defs(Spec, partial, defs) for partial in (False, True))
     for name in (whole, patch):
         head = {"schema": {"const": SCHEMA, "description": "version of the file format"}}
         defs[name]["properties"] = head | defs[name]["properties"]

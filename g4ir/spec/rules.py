@@ -35,6 +35,11 @@ class Problem(NamedTuple):
     others: tuple[str, ...] = ()
 
 
+def _no_divisor(path: str, found: int, whole: str, size: int, *others: str) -> Problem:
+    message = f"{found} does not divide {whole} {size}; use a divisor"
+    return Problem(path, message, (whole, *others))
+
+
 def problems(spec: Variant) -> Iterator[Problem]:
     """Yield every broken rule of a spec; fields are assumed to be in range."""
     if spec.model_type.endswith(ASSISTANT) != (spec.drafter is not None):
@@ -87,28 +92,19 @@ def _drafter_problems(spec: Variant) -> Iterator[Problem]:
         yield Problem("text.use_double_wide_mlp", "a drafter's MLPs are alike; leave it out")
     centroids = spec.drafter.centroids if spec.drafter else None
     if centroids and text.vocab_size % centroids.count:
-        yield Problem(
-            "drafter.centroids.count",
-            f"{centroids.count} does not divide text.vocab_size {text.vocab_size}; use a divisor",
-            ("text.vocab_size",),
-        )
+        vocab = ("text.vocab_size", text.vocab_size)
+        yield _no_divisor("drafter.centroids.count", centroids.count, *vocab)
     if centroids and centroids.top_k > centroids.count:
-        yield Problem(
-            "drafter.centroids.top_k",
-            f"{centroids.top_k} of {centroids.count} clusters; at most count",
-            ("drafter.centroids.count",),
-        )
+        message = f"{centroids.top_k} of {centroids.count} clusters; at most count"
+        yield Problem("drafter.centroids.top_k", message, ("drafter.centroids.count",))
 
 
 def _kind_problems(text: Text, name: str) -> Iterator[Problem]:
     kind: AttentionKind = getattr(text, name)
     path, heads, kv = f"text.{name}", text.num_attention_heads, kind.num_key_value_heads
     if name in text.layer_types and heads % kv:
-        yield Problem(
-            f"{path}.num_key_value_heads",
-            f"{kv} does not divide text.num_attention_heads {heads}; use a divisor",
-            ("text.num_attention_heads", "text.pattern"),
-        )
+        whole = ("text.num_attention_heads", heads, "text.pattern")
+        yield _no_divisor(f"{path}.num_key_value_heads", kv, *whole)
     if kind.head_dim % 2:
         yield Problem(
             f"{path}.head_dim", f"{kind.head_dim} is odd, rotary needs pairs; use an even number"
@@ -124,18 +120,11 @@ def _kind_problems(text: Text, name: str) -> Iterator[Problem]:
 
 def _rope_problems(kind: AttentionKind, path: str) -> Iterator[Problem]:
     rope = kind.rope
+    idle, kind_path = "has no effect on kind default; use kind proportional", (f"{path}.kind",)
     if rope.kind == "default" and rope.rotary_fraction != 1.0:
-        yield Problem(
-            f"{path}.rotary_fraction",
-            f"{rope.rotary_fraction:g} has no effect on kind default; use kind proportional",
-            (f"{path}.kind",),
-        )
+        yield Problem(f"{path}.rotary_fraction", f"{rope.rotary_fraction:g} {idle}", kind_path)
     if rope.kind == "default" and rope.factor is not None:
-        yield Problem(
-            f"{path}.factor",
-            "has no effect on kind default; use kind proportional",
-            (f"{path}.kind",),
-        )
+        yield Problem(f"{path}.factor", idle, kind_path)
     if rope.kind == "proportional" and rope.pairs(kind.head_dim) < 1:
         yield Problem(
             f"{path}.rotary_fraction",
@@ -149,20 +138,14 @@ def _feed_forward_problems(text: Text) -> Iterator[Problem]:
     if moe is None:
         return
     if moe.top_k_experts > moe.num_experts:
-        yield Problem(
-            "text.moe.top_k_experts",
-            f"{moe.top_k_experts} of {moe.num_experts} experts; at most num_experts",
-            ("text.moe.num_experts",),
-        )
+        message = f"{moe.top_k_experts} of {moe.num_experts} experts; at most num_experts"
+        yield Problem("text.moe.top_k_experts", message, ("text.moe.num_experts",))
     if moe.layers is None:
         return
     outside = [i for i in moe.layers if i >= text.num_hidden_layers]
     if outside:
-        yield Problem(
-            "text.moe.layers",
-            f"{outside[0]} is not a layer; 0..{text.num_hidden_layers - 1}",
-            ("text.num_hidden_layers",),
-        )
+        message = f"{outside[0]} is not a layer; 0..{text.num_hidden_layers - 1}"
+        yield Problem("text.moe.layers", message, ("text.num_hidden_layers",))
     if not moe.layers or list(moe.layers) != sorted(set(moe.layers)):
         yield Problem(
             "text.moe.layers", "must be rising, without repeats, not empty; or leave moe out"
@@ -174,54 +157,33 @@ def _token_problems(spec: Variant) -> Iterator[Problem]:
     for f in fields(Tokens):
         value = getattr(spec.tokens, f.name)
         ids = value if isinstance(value, tuple) else () if value is None else (value,)
-        for i in ids:
-            if i >= vocab:
-                yield Problem(
-                    f"tokens.{f.name}",
-                    f"{i} is outside the vocabulary; 0..{vocab - 1}",
-                    ("text.vocab_size",),
-                )
+        for i in (i for i in ids if i >= vocab):
+            message = f"{i} is outside the vocabulary; 0..{vocab - 1}"
+            yield Problem(f"tokens.{f.name}", message, ("text.vocab_size",))
 
 
 def _tower_problems(spec: Variant) -> Iterator[Problem]:
     for name in ("vision", "audio"):
         part = getattr(spec, name)
         if part is not None and not isinstance(part, TOWERS.get(spec.model_type, {}).get(name, ())):
-            found = type(part).__name__
-            yield Problem(
-                name,
-                f"a {spec.model_type} spec has no {found}; use the keys of its model_type",
-                ("model_type",),
-            )
+            found = f"a {spec.model_type} spec has no {type(part).__name__}"
+            yield Problem(name, f"{found}; use the keys of its model_type", ("model_type",))
     if isinstance(spec.vision, Vision):
         yield from _vision_problems(spec.vision)
-    if (
-        isinstance(spec.vision, UnifiedVision)
-        and spec.vision.output_proj_dims != spec.vision.mm_embed_dim
-    ):
-        yield Problem(
-            "vision.output_proj_dims",
-            f"{spec.vision.output_proj_dims} is not vision.mm_embed_dim "
-            f"{spec.vision.mm_embed_dim}; make them equal",
-            ("vision.mm_embed_dim",),
-        )
+    if isinstance(spec.vision, UnifiedVision):
+        out, width = spec.vision.output_proj_dims, spec.vision.mm_embed_dim
+        if out != width:
+            message = f"{out} is not vision.mm_embed_dim {width}; make them equal"
+            yield Problem("vision.output_proj_dims", message, ("vision.mm_embed_dim",))
     if isinstance(spec.audio, Audio) and spec.audio.hidden_size % spec.audio.num_attention_heads:
-        yield Problem(
-            "audio.num_attention_heads",
-            f"{spec.audio.num_attention_heads} does not divide audio.hidden_size "
-            f"{spec.audio.hidden_size}; use a divisor",
-            ("audio.hidden_size",),
-        )
+        whole = ("audio.hidden_size", spec.audio.hidden_size)
+        yield _no_divisor("audio.num_attention_heads", spec.audio.num_attention_heads, *whole)
 
 
 def _vision_problems(vision: Vision) -> Iterator[Problem]:
     if vision.num_attention_heads % vision.num_key_value_heads:
-        yield Problem(
-            "vision.num_key_value_heads",
-            f"{vision.num_key_value_heads} does not divide vision.num_attention_heads "
-            f"{vision.num_attention_heads}; use a divisor",
-            ("vision.num_attention_heads",),
-        )
+        whole = ("vision.num_attention_heads", vision.num_attention_heads)
+        yield _no_divisor("vision.num_key_value_heads", vision.num_key_value_heads, *whole)
     if vision.head_dim % 4:
         yield Problem(
             "vision.head_dim",

@@ -1,4 +1,4 @@
-"""Finds how a variant frames sound: lengths, rates and soft tokens, without a sample."""
+"""Audio framing of a variant: lengths, rates and soft tokens, without a sample."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MelSettings:
     halvings: int = 2  # strided convolutions between frames and soft tokens (rule 33)
 
     def __post_init__(self) -> None:
-        """Raise InputError for numbers that no sound could be framed with."""
+        """Raise InputError for numbers that no audio could be framed with."""
         for name, right, rule in _MEL_RULES:
             if not right(self):
                 raise InputError(f"audio settings: {name} {getattr(self, name)!r}: {rule}")
@@ -115,7 +115,7 @@ class RawSettings:
     max_tokens: int | None = None  # the reference has no limit of its own here
 
     def __post_init__(self) -> None:
-        """Raise InputError for numbers that no sound could be framed with."""
+        """Raise InputError for numbers that no audio could be framed with."""
         if self.frame < 1 or not RATES[0] <= self.sampling_rate <= RATES[1]:
             raise InputError(
                 f"audio settings: {self}: a frame needs a sample and the rate "
@@ -147,7 +147,7 @@ def audio_settings(spec: Spec, extractor: Mapping[str, Any] | None = None) -> Au
 
     `extractor` is what a checkpoint says of its feature extractor: `feature_extractor` of
     processor_config.json, or preprocessor_config.json. Settings that it leaves out are as in the
-    reference. InputError for a variant without sound and for numbers that do not fit the spec.
+    reference. InputError for a variant without audio and for numbers that do not fit the spec.
     """
     config = dict(extractor or {})
     if isinstance(spec.audio, Audio):
