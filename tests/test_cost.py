@@ -40,10 +40,8 @@ from g4ir.plan.cost import (
     by_kind,
     decode_costs,
     floor,
-    floors,
     graph_costs,
     prefill_chunks,
-    prefill_costs,
     total,
 )
 from g4ir.plan.count import counts
@@ -166,12 +164,12 @@ def test_visible_pairs_against_the_mask(queries: int, held: int, window: int, af
 def test_a_prompt_costs_the_same_in_any_chunks(name: str, tokens: int, chunk: int) -> None:
     """Where every row is asked for: FLOPs are exact, so they add up. Weights are read again."""
     g = graph(name, "prefill", True)
-    whole, parts = prefill_costs(g, tokens), prefill_costs(g, tokens, chunk)
-    assert [c.cost.flops for c in parts] == [c.cost.flops for c in whole]
-    assert total(parts).weight_bytes >= total(whole).weight_bytes
-    assert sum(prefill_chunks(g, tokens, chunk), Cost()) == total(parts)
+    (whole,), parts = prefill_chunks(g, tokens), prefill_chunks(g, tokens, chunk)
+    together = sum(parts, Cost())
+    assert together.flops == whole.flops and together.weight_bytes >= whole.weight_bytes
+    assert whole == total(graph_costs(g, S=tokens))
     last = graph_costs(g, S=(tokens - 1) % chunk + 1, C=(tokens - 1) // chunk * chunk)
-    assert total(last) == prefill_chunks(g, tokens, chunk)[-1]
+    assert total(last) == parts[-1]
 
 
 @pytest.mark.parametrize("name", ["e2b", "12b", "31b"])
@@ -393,10 +391,10 @@ def test_counted_experts_take_the_place_of_expected_ones() -> None:
 def test_a_chunk_of_1k_reads_every_expert() -> None:
     """26B: 45.6 GB, which takes longer than the FLOPs of the chunk at 4.3 TB/s and 790 TFLOP/s.
     With `last_token_only` the last layer runs on one row and reads 8 of its experts."""
-    costs = prefill_costs(graph("26b-a4b", "prefill", skip=("last_token_only",)), 1024)
+    costs = graph_costs(graph("26b-a4b", "prefill", skip=("last_token_only",)), S=1024)
     experts = by_kind(costs)["experts"].weight_bytes
     assert experts / 1e9 == pytest.approx(45.6, rel=0.01)
-    assert floors(costs, Roof(4.3e12, 790e12)).total.bound == "memory"
+    assert floor(total(costs), Roof(4.3e12, 790e12)).bound == "memory"
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -426,9 +424,9 @@ def test_a_floor_is_the_longer_of_bytes_and_flops() -> None:
     assert (slow.memory_s, slow.compute_s, slow.seconds, slow.bound) == (3, 5, 5, "compute")
     assert floor(Cost(flops=20, weight_bytes=300), roof).bound == "memory"
     costs = [NodeCost("a", "linear", "mlp", Cost(50, 0)), NodeCost("b", "x", "kv", Cost(0, 0, 500))]
-    f = floors(costs, roof)
-    assert list(f.kinds) == ["kv", "mlp"] and f.total.seconds == 5
-    assert sum(k.seconds for k in f.kinds.values()) == 10, "one overlaps the other in the total"
+    kinds = {kind: floor(cost, roof).seconds for kind, cost in by_kind(costs).items()}
+    assert kinds == {"kv": 5, "mlp": 5}
+    assert floor(total(costs), roof).seconds == 5, "one overlaps the other"
 
 
 @pytest.mark.parametrize("rates", [(0, 1), (1, 0), (-1, 1), (1, math.nan), (math.inf, 1)])
@@ -458,7 +456,7 @@ def test_bad_sizes_are_refused(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(("tokens", "chunk"), [(0, 1), (-1, 1), (5, 0), (5, -2)])
 def test_bad_chunks_are_refused(tokens: int, chunk: int) -> None:
     with pytest.raises(InputError, match="expected a positive integer"):
-        prefill_costs(graph("tiny-moe", "prefill"), tokens, chunk)
+        prefill_chunks(graph("tiny-moe", "prefill"), tokens, chunk)
     with pytest.raises(InputError, match="context=0"):
         decode_costs(graph("tiny-moe"), 0)
 
@@ -595,12 +593,12 @@ def test_show_cost_says_what_the_model_says() -> None:
     words = ("--variant", "e2b", "--context", "8K", "--batch", "4", "--weights", "fp8")
     report = shown(*words, "--gpu", "h100-80gb")
     costs = decode_costs(graph("e2b"), 8192, B=4, weights="fp8")
-    f = floors(costs, GPUS["h100-80gb"].roof)
+    whole, roof = floor(total(costs), GPUS["h100-80gb"].roof), GPUS["h100-80gb"].roof
     assert report["total"]["flops"] == total(costs).flops
-    assert report["total"]["floor_s"] == f.total.seconds and report["total"]["bound"] == "memory"
-    assert list(report["kinds"]) == list(f.kinds)
-    for kind, row in report["kinds"].items():
-        assert row["floor_s"] == f.kinds[kind].seconds
+    assert report["total"]["floor_s"] == whole.seconds and report["total"]["bound"] == "memory"
+    assert [(kind, row["floor_s"]) for kind, row in report["kinds"].items()] == [
+        (kind, floor(cost, roof).seconds) for kind, cost in by_kind(costs).items()
+    ]
     assert (report["batch"], report["new_tokens"], report["context"]) == (4, 1, 8192)
     assert "nodes" not in report and "prompt" not in report
     text = g4ir("cost", *words, "--gpu", "h100").out

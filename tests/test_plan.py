@@ -430,7 +430,7 @@ def test_the_table_outside_the_device_leaves_room() -> None:
 
 
 def test_time_floors_are_those_of_the_cost_model() -> None:
-    from g4ir.plan.cost import decode_costs, floors
+    from g4ir.plan.cost import decode_costs, floor, total
 
     spec, gpu = load_spec("26b-a4b"), find_gpu("h200-141gb")
     plan = make_plan(spec, ctx=(4096, 8192), batch=(1, 8), memory=gpu)
@@ -438,7 +438,7 @@ def test_time_floors_are_those_of_the_cost_model() -> None:
     for f in plan.fits:
         for c in f.cells:
             costs = decode_costs(graph, c.ctx, B=c.batch, weights=f.weights)
-            assert c.decode_floor_s == pytest.approx(floors(costs, gpu.roof).total.seconds)
+            assert c.decode_floor_s == pytest.approx(floor(total(costs), gpu.roof).seconds)
     sized = make_plan(spec, memory=gpu.memory_bytes).fits[0]
     assert {c.decode_floor_s for c in sized.cells} == {None}
 

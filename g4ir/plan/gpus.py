@@ -42,31 +42,31 @@ class Gpu:
         return Roof(self.bytes_per_s, self.bf16_flops_per_s, self.name)
 
 
-def _card(name: str, memory: int, tb_per_s: float, tflops: float, source: str) -> Gpu:
-    return Gpu(name, memory, tb_per_s * TERA, tflops * TERA, source)
-
-
+#: name, bytes, TB/s, TFLOP/s, source
 _CARDS = (
-    _card("h100-80gb", 81559 * MIB, 3.35, 989.4, "H100 data sheet (SXM5), driver"),
-    _card("h100-pcie-80gb", 81559 * MIB, 2.0, 756.5, "H100 data sheet (PCIe), driver"),
-    _card("h100-nvl-94gb", 94 * GB, 3.9, 835.5, "H100 data sheet (NVL), as sold"),
-    _card("h200-141gb", 143771 * MIB, 4.8, 989.4, "H200 data sheet (SXM5), driver"),
-    _card("b200-180gb", 183359 * MIB, 8.0, 2250.0, "HGX B200 data sheet, driver"),
-    _card("a100-40gb", 40960 * MIB, 1.555, 312.0, "A100 data sheet (SXM4), driver"),
-    _card("a100-80gb", 81920 * MIB, 2.039, 312.0, "A100 data sheet (SXM4), driver"),
-    _card("a6000-48gb", 49140 * MIB, 0.768, 154.8, "RTX A6000 data sheet (Ampere), driver"),
-    _card("l40s-48gb", 46068 * MIB, 0.864, 362.05, "L40S data sheet, driver"),
-    _card("rtx5090-32gb", 32607 * MIB, 1.792, 209.5, "RTX Blackwell white paper, driver"),
-    _card("rtx4090-24gb", 24564 * MIB, 1.008, 165.2, "Ada white paper, driver"),
-    _card("l4-24gb", 23034 * MIB, 0.3, 121.0, "L4 data sheet, driver"),
-    _card("rtx5080-16gb", 16303 * MIB, 0.96, 112.6, "RTX Blackwell white paper, driver"),
-    _card("rtx4080-16gb", 16376 * MIB, 0.7168, 97.5, "Ada white paper, driver"),
-    _card("t4-16gb", 15360 * MIB, 0.32, 65.0, "T4 data sheet (float16; no bf16 units), driver"),
-    _card("rtx4070ti-12gb", 12282 * MIB, 0.5042, 80.2, "Ada white paper, driver"),
-    _card("rtx4070-12gb", 12282 * MIB, 0.5042, 58.3, "Ada white paper, driver"),
-    _card("rtx4060-8gb", 8188 * MIB, 0.272, 30.2, "Ada white paper, driver"),
+    ("h100-80gb", 81559 * MIB, 3.35, 989.4, "H100 data sheet (SXM5), driver"),
+    ("h100-pcie-80gb", 81559 * MIB, 2.0, 756.5, "H100 data sheet (PCIe), driver"),
+    ("h100-nvl-94gb", 94 * GB, 3.9, 835.5, "H100 data sheet (NVL), as sold"),
+    ("h200-141gb", 143771 * MIB, 4.8, 989.4, "H200 data sheet (SXM5), driver"),
+    ("b200-180gb", 183359 * MIB, 8.0, 2250.0, "HGX B200 data sheet, driver"),
+    ("a100-40gb", 40960 * MIB, 1.555, 312.0, "A100 data sheet (SXM4), driver"),
+    ("a100-80gb", 81920 * MIB, 2.039, 312.0, "A100 data sheet (SXM4), driver"),
+    ("a6000-48gb", 49140 * MIB, 0.768, 154.8, "RTX A6000 data sheet (Ampere), driver"),
+    ("l40s-48gb", 46068 * MIB, 0.864, 362.05, "L40S data sheet, driver"),
+    ("rtx5090-32gb", 32607 * MIB, 1.792, 209.5, "RTX Blackwell white paper, driver"),
+    ("rtx4090-24gb", 24564 * MIB, 1.008, 165.2, "Ada white paper, driver"),
+    ("l4-24gb", 23034 * MIB, 0.3, 121.0, "L4 data sheet, driver"),
+    ("rtx5080-16gb", 16303 * MIB, 0.96, 112.6, "RTX Blackwell white paper, driver"),
+    ("rtx4080-16gb", 16376 * MIB, 0.7168, 97.5, "Ada white paper, driver"),
+    ("t4-16gb", 15360 * MIB, 0.32, 65.0, "T4 data sheet (float16; no bf16 units), driver"),
+    ("rtx4070ti-12gb", 12282 * MIB, 0.5042, 80.2, "Ada white paper, driver"),
+    ("rtx4070-12gb", 12282 * MIB, 0.5042, 58.3, "Ada white paper, driver"),
+    ("rtx4060-8gb", 8188 * MIB, 0.272, 30.2, "Ada white paper, driver"),
 )
-GPUS: dict[str, Gpu] = {g.name: g for g in _CARDS}
+GPUS = {
+    name: Gpu(name, memory, rate * TERA, flops * TERA, source)
+    for name, memory, rate, flops, source in _CARDS
+}
 
 #: decimal and binary units; the letters may be in any case, the B may be left out
 UNITS = {"": 1} | {
@@ -112,14 +112,8 @@ def _matches(text: str) -> list[Gpu]:
     plain = {name.replace("-", ""): g for name, g in GPUS.items()}
     if want in plain:
         return [plain[want]]
-    return [g for name, g in GPUS.items() if want in _short_names(name)]
-
-
-def _short_names(name: str) -> set[str]:
-    """rtx4090-24gb -> rtx4090, 4090"""
-    short = name.rpartition("-")[0].replace("-", "")
-    bare = short.removeprefix("rtx")
-    return {short} if bare == short else {short, bare}
+    short = {name: name.rpartition("-")[0].replace("-", "") for name in GPUS}
+    return [GPUS[name] for name, s in short.items() if want in (s, s.removeprefix("rtx"))]
 
 
 def parse_bytes(text: str, what: str) -> int:

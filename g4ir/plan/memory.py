@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -44,11 +44,8 @@ class Size:
     terms: tuple[tuple[tuple[str, ...], int], ...]
 
     @staticmethod
-    def of(types: Iterable[Type]) -> Size:
-        terms: Counter[tuple[str, ...]] = Counter()
-        for t in types:
-            terms[_names(t)] += _bytes_per_product(t)
-        return Size(tuple(sorted(terms.items())))
+    def of(terms: Mapping[tuple[str, ...], int]) -> Size:
+        return Size(tuple(sorted((names, n) for names, n in terms.items() if n)))
 
     def at(self, dims: Dims) -> int:
         return sum(n * math.prod(dims[name] for name in names) for names, n in self.terms)
@@ -59,12 +56,12 @@ class Size:
         return all(n <= most.get(names, 0) for names, n in self.terms)
 
 
-def _names(t: Type) -> tuple[str, ...]:
-    return tuple(sorted(d for d in t.shape if isinstance(d, str)))
-
-
-def _bytes_per_product(t: Type) -> int:
-    return math.prod(d for d in t.shape if isinstance(d, int)) * ITEMSIZE[t.dtype]
+def _terms(types: Iterable[Type]) -> Counter[tuple[str, ...]]:
+    terms: Counter[tuple[str, ...]] = Counter()
+    for t in types:
+        names = tuple(sorted(d for d in t.shape if isinstance(d, str)))
+        terms[names] += math.prod(d for d in t.shape if isinstance(d, int)) * ITEMSIZE[t.dtype]
+    return terms
 
 
 # --- activations -------------------------------------------------------------------------------
@@ -88,10 +85,10 @@ def live_sizes(g: Graph) -> frozenset[Size]:
     live, sizes = Counter(_terms(v.type for v in g.inputs)), set[Size]()
     for i, n in enumerate(g.nodes):
         live.update(_terms(v.type for v in n.outputs if root.get(v.name) == v.name))
-        sizes.add(_snapshot(live))
+        sizes.add(Size.of(live))
         live.subtract(_terms(types[name] for name in ends.get(i, ())))
     live.update(_terms(Type("f32", v.type.shape) for v in g.outputs))
-    return _largest({*sizes, _snapshot(live)})
+    return _largest({*sizes, Size.of(live)})
 
 
 def _largest(sizes: Iterable[Size]) -> frozenset[Size]:
@@ -114,14 +111,6 @@ def _storage(g: Graph) -> dict[str, str]:
             elif not view and v.name not in caches:
                 root[v.name] = v.name
     return root
-
-
-def _terms(types: Iterable[Type]) -> Counter[tuple[str, ...]]:
-    return Counter(dict(Size.of(types).terms))
-
-
-def _snapshot(live: Counter[tuple[str, ...]]) -> Size:
-    return Size(tuple(sorted((names, n) for names, n in live.items() if n)))
 
 
 # --- workspace ---------------------------------------------------------------------------------
@@ -178,9 +167,14 @@ class Needs:
         return max((_workspace(n, dims) for n in self._costly), default=0)
 
     @cached_property
+    def params(self) -> int:
+        """Bytes of all packed weights but tables that are only gathered from."""
+        return param_bytes(self.graphs)
+
+    @cached_property
     def _state(self) -> Size:
         unique: dict[str, Value] = {v.name: v for g in self.graphs for v in g.state}
-        return Size.of(v.type for v in unique.values())
+        return Size.of(_terms(v.type for v in unique.values()))
 
     @cached_property
     def _live(self) -> frozenset[Size]:
@@ -193,6 +187,12 @@ class Needs:
     @cached_property
     def _flat(self) -> tuple[Graph, ...]:
         return tuple(map(flatten, self.graphs))
+
+
+def param_bytes(graphs: Iterable[Graph], chosen: Callable[[str], bool] = bool) -> int:
+    """Return the bytes of the params of graphs, or of those of a chosen name."""
+    params = {v.name: v.type for g in graphs if chosen(g.name) for v in g.params}
+    return sum(t.nbytes() for t in params.values())
 
 
 def _dims(batch: int, context: int, chunk: int) -> Dims:
