@@ -147,7 +147,9 @@ class Footprint:
         each = known.nominal if known else sizes.total / numel(text_tensors(spec))
         towers = numel(tower_tensors(spec)) * ITEMSIZE[dtype]
         quoted = int(nominal(counts(spec).hub_parameters) * each)
-        return WeightBytes(sizes, *places.values(), towers, quoted)
+        return WeightBytes(
+            sizes, places["device"], places["host"], places["mmap"], towers, nominal=quoted
+        )
 
     def resident(self, form: str) -> int:
         """Return bytes of weights in the device's memory; on the CPU that is the host's."""

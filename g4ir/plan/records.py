@@ -10,7 +10,7 @@ layers and a quantised KV cache.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 from g4ir.model.tensors import numel, tower_tensors
@@ -210,9 +210,9 @@ def _without(record: Any, *names: str) -> dict[str, Any]:
 def _json(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_json(v) for v in value]
-    if hasattr(value, "to_dict"):
+    if isinstance(value, WeightBytes | Block | Drafts):
         return value.to_dict()
-    return asdict(value) if hasattr(value, "__dataclass_fields__") else value
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _parameters(spec: Spec, n: ParameterCounts) -> dict[str, int]:
