@@ -22,9 +22,16 @@ from g4ir.model.tensors import Shape, dead_tensors, media_tensors, text_tensors
 from g4ir.spec.record import Spec
 
 from .checkpoint import PICKLES, Checkpoint
-from .coded import CodedWeight, MadeWeight
-from .formats.base import Files, Found, shown, wrong
-from .layouts import by_plain_name, plain_name
+from .formats.base import (
+    CodedWeight,
+    Files,
+    Found,
+    MadeWeight,
+    by_plain_name,
+    plain_name,
+    shown,
+    wrong,
+)
 from .tensorfile import DOWNLOAD, FLOATS, open_regular, parse_json, quoted, read_header
 
 if TYPE_CHECKING:

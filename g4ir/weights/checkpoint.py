@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from g4ir.errors import InputError, WeightsError
-from g4ir.model.names import FINAL_NORM, HEAD, ORDER, TOKEN_TABLE
+from g4ir.model.names import CODES, FINAL_NORM, HEAD, ORDER, SCALES, TOKEN_TABLE
 from g4ir.model.tensors import (
     CLIP_BOUNDS,
     media_tensors,
@@ -23,9 +23,8 @@ from g4ir.model.tensors import (
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec
 from g4ir.weights import tensorfile
-from g4ir.weights.coded import CodedWeight, MadeWeight, forms_of, split_part
 from g4ir.weights.formats import Files, QuantisedTensors, read_coded
-from g4ir.weights.layouts import by_plain_name
+from g4ir.weights.formats.base import CodedWeight, MadeWeight, by_plain_name
 from g4ir.weights.match import FIXES, SHOWN, Found, TensorMatch, find_prefix, is_text, report
 from g4ir.weights.tensorfile import Entry, Header, open_regular, parse_json, quoted
 
@@ -125,7 +124,8 @@ class Checkpoint:
 
     @property
     def forms(self) -> Mapping[str, Scheme]:
-        return forms_of(self.coded)
+        coded = self.coded.items()
+        return {name: w.scheme for name, w in coded if isinstance(w, CodedWeight)}
 
     @property
     def files(self) -> tuple[tuple[Path, int], ...]:
@@ -139,14 +139,14 @@ class Checkpoint:
         if name in self.defaults:
             shape = () if name.endswith(CLIP_BOUNDS) else (1,)
             return torch.full(shape, self.defaults[name], dtype=self.dtype)
-        weight, suffix = split_part(name)
+        weight, suffix = _split_part(name)
         if weight in self.coded:
             return self.coded[weight].part(suffix)
         return self.stored.tensor(self._entry(name))
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
         """Gather rows from the mapped file: only their pages are read."""
-        weight, suffix = split_part(name)
+        weight, suffix = _split_part(name)
         if weight in self.coded:
             check_rows(weight, self.coded[weight].shape, ids)
             made = self.coded[weight].part(suffix, ids.reshape(-1).cpu())
@@ -157,7 +157,7 @@ class Checkpoint:
         return flat.view(*ids.shape, entry.shape[1])
 
     def release(self, name: str) -> None:
-        weight, _ = split_part(name)
+        weight, _ = _split_part(name)
         if weight in self.coded:
             self.coded[weight].release()
         elif name in self.entries:
@@ -188,6 +188,12 @@ class Checkpoint:
                 )
         tensorfile.drop_pages(two, e2)
         self._tied = None
+
+
+def _split_part(name: str) -> tuple[str, str]:
+    """Split the name of a weight's codes or scales: (weight, suffix); no suffix for a weight."""
+    suffix = next((s for s in (CODES, SCALES) if name.endswith(s)), "")
+    return name.removesuffix(suffix), suffix
 
 
 def sha256(file: Path) -> str:

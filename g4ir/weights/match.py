@@ -17,13 +17,19 @@ from g4ir.model.tensors import CLIP_BOUNDS, DRAFTER, Tensors, dead_tensors, text
 from g4ir.spec.record import Spec
 
 from . import tensorfile
-from .formats.base import CODED
-from .layouts import ADAPTER, COMPUTED, MLX_EXPERTS, plain_name
+from .formats.base import CODED, plain_name
 from .tensorfile import Entry, Header, quoted
 
 SHOWN = 5  # mismatches listed in one message
 WHOLE = ("I64", "I32")  # dtypes of token ids
 V_PROJ = "self_attn.v_proj.weight"
+#: buffers that follow from the spec
+COMPUTED = re.compile(r"(?:^|\.)(?:rotary_emb\w*\.\w*inv_freq|embed_scale|inv_timescales)$")
+#: tensors of an adapter that was not merged
+ADAPTER = re.compile(r"\.(?:base_layer|lora_\w+|modules_to_save)\.|\.lora_magnitude_vector")
+
+#: experts as MLX stores them, gate and up apart
+MLX_EXPERTS = ".switch_glu."
 
 #: stored tensors by name
 Found = dict[str, tuple[Header, Entry]]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +28,7 @@ from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
 
 from . import tensorfile
+from .formats.base import Files
 
 if TYPE_CHECKING:
     import torch
@@ -210,16 +211,20 @@ class MadeParams:
         self.source.close()
 
 
-@dataclass
+@dataclass(frozen=True)
 class StoredParams:
     """Params packed into safetensors files of an engine directory."""
 
     headers: tuple[tensorfile.Header, ...]
-    _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
+
+    @cached_property
+    def files(self) -> Files:
+        names = {name: (h, e) for h in self.headers for name, e in h.entries.items()}
+        return Files(self.headers[0].path.parent, names)
 
     @classmethod
     def open(cls, files: list[Path]) -> StoredParams:
-        return cls(tuple(tensorfile.read_header(f) for f in files))
+        return cls(tuple(map(tensorfile.read_header, files)))
 
     def apart(self) -> StoredParams:
         """Return the same params on separate mappings, so that writes are not shared."""
@@ -227,40 +232,31 @@ class StoredParams:
 
     def check(self, program: Program) -> None:
         """Raise EngineError unless these are the program's params, of its shapes and dtypes."""
-        found: dict[str, tuple[tensorfile.Header, tensorfile.Entry]] = {}
-        wanted = program.params()
+        found, wanted = self.files.names, program.params()
         for header in self.headers:
-            for name, entry in header.entries.items():
-                if name in found or name not in wanted:
+            for name in header.entries:
+                if name not in wanted or found[name][0] is not header:
                     raise _wrong(header.path, name, "is no param of the graphs, or is there twice")
-                found[name] = header, entry
         for name, v in wanted.items():
             if name not in found:
-                raise _wrong(self.headers[0].path.parent, name, "is missing")
+                raise _wrong(self.files.directory, name, "is missing")
             header, entry = found[name]
             if (entry.dtype, entry.shape) != _stored_as(v):
                 shown = f"{entry.dtype} {list(entry.shape)}"
                 raise _wrong(header.path, name, f"expected {v.type}, found {shown}")
 
-    def _find(self, param: str) -> tuple[mmap.mmap, tensorfile.Entry]:
-        header = next(h for h in self.headers if param in h.entries)
-        if header.path not in self._maps:
-            self._maps[header.path] = tensorfile.map_file(header)
-        return self._maps[header.path], header.entries[param]
-
     def tensor(self, param: str) -> torch.Tensor:
-        return tensorfile.view(*self._find(param))
+        return self.files.tensor(self.files.names[param])
 
     def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:
-        mapped, entry = self._find(param)
-        rows = tensorfile.view_rows(mapped, entry, ids.reshape(-1).cpu())
-        return rows.view(*ids.shape, entry.shape[1])
+        rows = self.files.rows(self.files.names[param], ids.reshape(-1).cpu())
+        return rows.view(*ids.shape, rows.shape[1])
 
     def release(self, param: str) -> None:
-        tensorfile.drop_pages(*self._find(param))
+        self.files.release([self.files.names[param]])
 
     def close(self) -> None:
-        self._maps.clear()
+        self.files.close()
 
 
 class RowTable:

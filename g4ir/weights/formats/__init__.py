@@ -12,7 +12,7 @@ from g4ir.spec.reader import Where, tree_of
 from g4ir.weights.tensorfile import DOWNLOAD, open_regular, parse_json, quoted
 
 from . import compressed_tensors, fp8, mlx, mobile
-from .base import KEY, Files, QuantisedTensors, nothing_coded
+from .base import KEY, Files, QuantisedTensors
 
 #: most bytes of a config.json
 LIMIT = 4 << 20
@@ -52,7 +52,7 @@ def read_coded(config: Path, files: Files) -> QuantisedTensors:
             raise WeightsError(f"{config}: {mlx.KEY}: {quoted(stated)} is not read; {mlx.OTHER}")
         return mlx.read(config, stated, files)
     if values is None:
-        return nothing_coded(files)
+        return QuantisedTensors(files.names, {}, {})
     method = str(values.get("quant_method")) if isinstance(values, dict) else None
     if method is None or method not in METHODS:
         raise WeightsError(

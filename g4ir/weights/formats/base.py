@@ -1,5 +1,5 @@
-"""The part that all formats share: the tensors of a checkpoint's files by name, scales of blocks as
-scales of rows, experts that are stored one by one."""
+"""The part that all formats share: names of tensors as transformers has them, quantised weights,
+stored tensors by name, scales of blocks as scales of rows, experts that are stored one by one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from g4ir.errors import WeightsError
+from g4ir.model.names import CODES, SCALES
+from g4ir.ops.codecs import dequantized
+from g4ir.ops.types import torch_dtype
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.reader import Length
 from g4ir.weights import tensorfile
-from g4ir.weights.coded import CodedWeight, MadeWeight, checked_scales
 from g4ir.weights.tensorfile import Entry, Header, quoted
 
 from .patterns import MOST_NAME
@@ -32,7 +34,7 @@ NameList = Annotated[tuple[Annotated[str, Length(1, 500)], ...], Length(0, 2000)
 #: dtype of an entry that stands for codes and scales
 CODED = "codes"
 #: dtypes of scales in files -> in the IR; powers of two become f32
-SCALES = {"BF16": "bf16", "F16": "f16", "F32": "f32", "F8_E8M0": "f32"}
+FILE_SCALES = {"BF16": "bf16", "F16": "f16", "F32": "f32", "F8_E8M0": "f32"}
 #: numbers that share a scale at least, where blocks do not divide rows
 LEAST_GROUP = 16
 #: elements that are looked at together
@@ -40,6 +42,93 @@ PIECE = 1 << 24
 MODULES = ("gate_proj", "up_proj", "down_proj")
 _EXPERT = re.compile(rf"(.*\.experts)\.(\d{{1,5}})\.({'|'.join(MODULES)})\.weight")
 STACKED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
+
+
+# ---- names that other tools give a tensor -----------------------------------------------------
+
+T = TypeVar("T")
+#: part of a name -> what stands there in transformers' names
+RENAMED = tuple(
+    (re.compile(pattern), to)
+    for pattern, to in (
+        (r"(?:^|(?<=\.))_orig_mod\.", ""),  # torch.compile, of the model or of a part of it
+        (r"^(?:module|base_model\.model)\.", ""),  # DistributedDataParallel, PEFT
+        (r"^(?:model\.)?language_model\.model\.", "language_model."),  # MLX
+        (r"^(?:model\.)?(?:language_model\.)?lm_head\.", "lm_head."),  # MLX, older transformers
+    )
+)
+
+
+def plain_name(name: str) -> str:
+    """Return the name, or prefix of names, that transformers gives the same tensor."""
+    before = ""
+    while before != name:  # one tool may wrap what another has wrapped
+        before = name
+        for pattern, to in RENAMED:
+            name = pattern.sub(to, name)
+    return name
+
+
+def by_plain_name(place: object, names: Iterable[tuple[str, T]]) -> Mapping[str, T]:
+    """Return tensors by their plain names; WeightsError for two of one name."""
+    out: dict[str, T] = {}
+    stored: dict[str, str] = {}
+    for name, found in names:
+        plain = plain_name(name)
+        if plain in out:
+            raise WeightsError(
+                f"{place}: {quoted(stored[plain])} and {quoted(name)} are the same tensor; "
+                f"{tensorfile.DOWNLOAD}"
+            )
+        out[plain], stored[plain] = found, name
+    return out
+
+
+# ---- weights ------------------------------------------------------------------------------
+
+#: rows -> codes or scales of these rows of a table, in canonical form; None: of the whole weight
+Part = Callable[["torch.Tensor | None"], "torch.Tensor"]
+
+
+@dataclass(frozen=True, eq=False)
+class CodedWeight:
+    """A weight of `shape` in a scheme. `rows` i64[n] are of a table, [rows, columns]; `release`
+    gives back the pages of what was read; `fault`: why it may not be used."""
+
+    scheme: Scheme
+    shape: tuple[int, ...]
+    codes: Part
+    scales: Part
+    release: Callable[[], None] = lambda: None
+    fault: str = ""
+    #: dtype of the engine, which scales have where the scheme says none
+    dtype: str = "f32"
+
+    def part(self, suffix: str, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Return codes or scales, by the suffix of their name; f32 numbers where it has none."""
+        if suffix:
+            return {CODES: self.codes, SCALES: self.scales}[suffix](rows)
+        import torch
+
+        scales = self.scales(rows).to(torch_dtype(self.scheme.scale or self.dtype))
+        return dequantized(self.codes(rows), scales, torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class MadeWeight:
+    """A weight of `shape` that a file holds in a form with no codes times scales: `numbers` makes
+    it, or rows of it, as CodedWeight's parts are made."""
+
+    shape: tuple[int, ...]
+    numbers: Part
+    release: Callable[[], None] = lambda: None
+
+    def part(self, suffix: str, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the numbers; a weight of this kind has no suffix."""
+        return self.numbers(rows)
+
+
+# ---- stored tensors ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -92,11 +181,6 @@ class QuantisedTensors:
     names: Mapping[str, Found]
     weights: Mapping[Entry, CodedWeight | MadeWeight]
     ignored: Mapping[str, str]
-
-
-def nothing_coded(files: Files) -> QuantisedTensors:
-    """Return the tensors as they are."""
-    return QuantisedTensors(files.names, {}, {})
 
 
 @dataclass
@@ -217,15 +301,22 @@ class _Scales:
     def check(self) -> None:
         """Raise WeightsError unless they have a dtype and the shape of scales."""
         shape = self.found[1].shape if self.flat else self.grid.shape(self.shape)
-        require(self.found, SCALES, shape)
+        require(self.found, FILE_SCALES, shape)
 
     def read(self, ids: torch.Tensor | None) -> torch.Tensor:
         """Return scales of rows, or of rows `ids`; WeightsError for one that is no scale."""
-        header, entry = self.found
+        entry = self.found[1]
         one_by_one = self.grid.block(self.shape)[0] == 1 and not self.flat
         stored = self.files.rows(self.found, ids) if one_by_one else self.files.tensor(self.found)
         stored = stored.float() if entry.dtype == "F8_E8M0" else stored
-        checked_scales(stored, f"{header.path}: tensor {quoted(entry.name)}")
+        good = (stored.float() > 0) & stored.isfinite()
+        if not bool(good.all()):
+            value = float(stored[~good].flatten()[0])
+            raise wrong(
+                self.found,
+                f"a scale is {value:g}, expected positive and finite numbers",
+                "fix: download the file again",
+            )
         if one_by_one:
             return self.grid.spread(stored, (len(stored), *self.shape[1:]), None)
         return self.grid.spread(stored, self.shape, ids)
@@ -254,7 +345,7 @@ def coded_weight(
         raise wrong(codes, f"blocks of {grid.columns} columns do not divide rows of {shape[-1]}")
     stored = _Scales(files, scales, shape, grid)
     stored.check()
-    kept = SCALES[scales[1].dtype] if dtype == "" else dtype
+    kept = FILE_SCALES[scales[1].dtype] if dtype == "" else dtype
     return CodedWeight(
         Scheme(form, 0 if group == shape[-1] else group, kept),
         shape,

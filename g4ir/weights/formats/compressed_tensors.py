@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from g4ir.errors import WeightsError
 from g4ir.ops.codecs import unpacked
 from g4ir.spec.reader import Length, Line, Node, OneOf, Range, build
-from g4ir.weights.coded import CodedWeight
 from g4ir.weights.tensorfile import quoted
 
 from .base import (
     FIX,
     KEY,
+    CodedWeight,
     Files,
     Found,
     Modules,

@@ -14,11 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import WeightsError
-from g4ir.weights.coded import MadeWeight
-from g4ir.weights.layouts import plain_name
 from g4ir.weights.tensorfile import FLOATS, quoted
 
-from .base import CODED, PIECE, Files, Found, QuantisedTensors, require, wrong
+from .base import (
+    CODED,
+    PIECE,
+    Files,
+    Found,
+    MadeWeight,
+    QuantisedTensors,
+    plain_name,
+    require,
+    wrong,
+)
 
 if TYPE_CHECKING:
     import torch

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from g4ir.errors import WeightsError
 from g4ir.spec.reader import Length, Node, Range, build
-from g4ir.weights.coded import CodedWeight
 
 from .base import (
     FIX,
     KEY,
+    CodedWeight,
     Files,
     Found,
     Modules,

@@ -22,14 +22,13 @@ from g4ir.ops.types import TORCH_NAMES
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import Checkpoint
-from g4ir.weights.coded import CodedWeight, MadeWeight
-from g4ir.weights.formats.base import Files
+from g4ir.weights.formats.base import CodedWeight, Files, MadeWeight
 from g4ir.weights.match import Mismatch, absent_value, report
 from g4ir.weights.tensorfile import DOWNLOAD, FLOATS, quoted
 
 from .blocks import CODED, DENSE, by_pieces
 from .container import Container, Tensor
-from .names import ROPE, TOWERS, fused_parts, half_of, known_names
+from .tables import HALVES, ROPE, TOWERS, fused_parts, known_names
 
 if TYPE_CHECKING:
     import torch
@@ -103,14 +102,16 @@ def _sorted(
             ignored[name] = "part of a tower, which this engine leaves out"
         elif name != ROPE:
             problems.append(Mismatch(file.path.name, name, "not in the spec", "gguf"))
+
+    def second(name: str) -> bool:
+        return name.endswith(HALVES[1])
+
     for names in places.values():
-        if len(names) != len({half_of(n) for n in names}):
+        if len(names) != len({second(n) for n in names}):
             text = f"the same weight as {quoted(names[0])}"
             problems.append(Mismatch(file.path.name, names[1], text, "gguf"))
-    live = {
-        bare: tuple(tensors[n] for n in sorted(names, key=half_of))
-        for bare, names in places.items()
-    }
+        names.sort(key=second)
+    live = {bare: tuple(tensors[n] for n in names) for bare, names in places.items()}
     return live, ignored, problems
 
 

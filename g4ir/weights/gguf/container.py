@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from g4ir.errors import WeightsError
 from g4ir.weights.tensorfile import DOWNLOAD, Entry, Header, identity, open_regular, quoted
 
-from .types import TYPES, GgufType
+from .tables import TYPES, GgufType
 
 #: what mends a value: the file was read whole, so another download has it too
 CONVERT = "fix: take a file that a current llama.cpp converts from the checkpoint"

@@ -16,7 +16,7 @@ from g4ir.spec.record import Spec
 from g4ir.weights.tensorfile import quoted
 
 from .container import ARCHITECTURE, Array, Container, shortest
-from .names import ROPE
+from .tables import ROPE
 from .tokenizer import token_ids, vocabulary
 
 log = logging.getLogger(__name__)
@@ -65,6 +65,10 @@ class _Keys:
     def fail(self, key: str, what: str) -> SpecError:
         return SpecError(f"{self.file.path}: {key}: {what}")
 
+    def wrong(self, name: str, what: str) -> SpecError:
+        """Return the error of a key of the architecture."""
+        return self.fail(f"{ARCHITECTURE}.{name}", what)
+
     def get(self, name: str) -> Any:
         key = f"{ARCHITECTURE}.{name}"
         self.seen.add(key)
@@ -76,15 +80,15 @@ class _Keys:
 
     def contradiction(self, name: str, found: object, where: str, other: object) -> SpecError:
         """Return the error of a key that says other than a key or tensor of the file."""
-        return self.fail(
-            f"{ARCHITECTURE}.{name}",
+        return self.wrong(
+            name,
             f"{quoted(found)}, and {where} {quoted(other)}; take another conversion of the model",
         )
 
     def need(self, name: str) -> Any:
         found = self.get(name)
         if found is None:
-            raise self.fail(f"{ARCHITECTURE}.{name}", "is missing; take a newer conversion")
+            raise self.wrong(name, "is missing; take a newer conversion")
         return found
 
     def number(self, name: str, default: Any = None) -> Any:
@@ -92,14 +96,14 @@ class _Keys:
         found = self.need(name) if default is None else self.get(name)
         found = default if found is None else found
         if type(found) not in (int, float):
-            raise self.fail(f"{ARCHITECTURE}.{name}", f"expected a number, found {quoted(found)}")
+            raise self.wrong(name, f"expected a number, found {quoted(found)}")
         return shortest(found)
 
     def integer(self, name: str, default: int | None = None) -> int:
         """Return an int; its range is for the spec's reader to check."""
         found = self.number(name, default)
         if type(found) is not int:
-            raise self.fail(f"{ARCHITECTURE}.{name}", f"expected an integer, found {found}")
+            raise self.wrong(name, f"expected an integer, found {found}")
         return found
 
     def by_layer(self, name: str, layers: int, kind: type = int) -> list[Any]:
@@ -109,8 +113,8 @@ class _Keys:
         fits = alike or found.count == layers
         values = [found] * layers if alike else self.file.items(f"{ARCHITECTURE}.{name}") * fits
         if not fits or any(type(v) is not kind for v in values):
-            raise self.fail(
-                f"{ARCHITECTURE}.{name}",
+            raise self.wrong(
+                name,
                 f"expected {layers} values of type {kind.__name__}, one for each layer",
             )
         return values
@@ -119,9 +123,7 @@ class _Keys:
         """Return the value that all layers of a kind share."""
         if len(set(values)) != 1:
             shown = sorted(set(values))[:8]
-            raise self.fail(
-                f"{ARCHITECTURE}.{name}", f"layers of one kind must be alike, found {shown}"
-            )
+            raise self.wrong(name, f"layers of one kind must be alike, found {shown}")
         return values[0]
 
     def check_architecture(self) -> None:
@@ -177,8 +179,8 @@ def _config(keys: _Keys) -> dict[str, Any]:
     }
     stated = keys.get("vocab_size")
     if stated not in (None, config["vocab_size"]):
-        raise keys.fail(
-            f"{ARCHITECTURE}.vocab_size",
+        raise keys.wrong(
+            "vocab_size",
             f"{quoted(stated)}, and token_embd.weight has {config['vocab_size']} rows",
         )
     return config
@@ -188,12 +190,10 @@ def _pattern(keys: _Keys, layers: int) -> list[bool]:
     name = "attention.sliding_window_pattern"
     found = keys.need(name)
     if not isinstance(found, Array) or found.count != layers:
-        raise keys.fail(
-            f"{ARCHITECTURE}.{name}", f"expected an array of {layers} bools, one for each layer"
-        )
+        raise keys.wrong(name, f"expected an array of {layers} bools, one for each layer")
     sliding = keys.by_layer(name, layers, bool)
     if not layers or sliding[-1]:
-        raise keys.fail(f"{ARCHITECTURE}.{name}", "the last layer must be a full one, false")
+        raise keys.wrong(name, "the last layer must be a full one, false")
     return sliding
 
 
@@ -210,13 +210,11 @@ def _feed_forward(keys: _Keys, layers: int) -> dict[str, Any]:
     sizes, shared = keys.by_layer(name, layers), keys.integer("attention.shared_kv_layers", 0)
     own = layers - shared
     if not 0 < own <= layers:
-        raise keys.fail(
-            f"{ARCHITECTURE}.attention.shared_kv_layers", f"{shared} of {layers} layers"
-        )
+        raise keys.wrong("attention.shared_kv_layers", f"{shared} of {layers} layers")
     width, wide = keys.one(name, sizes[:own]), keys.one(name, sizes[own:] or sizes[:1])
     if wide not in (width, 2 * width):
-        raise keys.fail(
-            f"{ARCHITECTURE}.{name}",
+        raise keys.wrong(
+            name,
             f"{wide} where K and V are shared, expected {width} or {2 * width}",
         )
     double = shared > 0 and wide == 2 * width
@@ -254,7 +252,7 @@ def _attention(keys: _Keys, sliding: list[bool]) -> dict[str, Any]:
         for other in (f"attention.value_length{end}", f"rope.dimension_count{end}"):
             partial = other == COUNT
             if keys.integer(other, dim) != dim and not partial:
-                raise keys.fail(f"{ARCHITECTURE}.{other}", f"expected {dim}, as key_length{end} is")
+                raise keys.wrong(other, f"expected {dim}, as key_length{end} is")
         theta = keys.number(f"rope.freq_base{end}")
         ropes[name] = {"rope_type": "default", "rope_theta": theta}
     ropes["full_attention"] |= {
@@ -316,8 +314,8 @@ def _rotated(keys: _Keys, pairs: int) -> float:
     share, dims = keys.number("rope.partial_rotary_factor", 0), keys.integer(COUNT, 2 * pairs)
     if share:
         if not 0 < share <= 1:
-            name = f"{ARCHITECTURE}.rope.partial_rotary_factor"
-            raise keys.fail(name, f"expected a share from 0 to 1, found {share}")
+            expected = f"expected a share from 0 to 1, found {share}"
+            raise keys.wrong("rope.partial_rotary_factor", expected)
         said[f"{ARCHITECTURE}.rope.partial_rotary_factor"] = 2 * int(share * pairs)
     if dims != 2 * pairs:
         said[f"{ARCHITECTURE}.{COUNT}"] = dims

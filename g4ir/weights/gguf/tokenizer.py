@@ -13,6 +13,7 @@ from g4ir.errors import WeightsError
 from g4ir.weights.tensorfile import quoted
 
 from .container import CONVERT, Array, Container, shortest
+from .tables import TABLES
 
 #: values of `tokenizer.ggml.model`: byte-pair merges, and SentencePiece, whose merges may be given
 #: by scores alone
@@ -111,41 +112,6 @@ def vocabulary(file: Container) -> dict[str, int]:
     return ids
 
 
-def _replace(old: str, new: str) -> dict[str, Any]:
-    return {"type": "Replace", "pattern": {"String": old}, "content": new}
-
-
-#: what a tokenizer.json says of every file: characters are merged, those that have no token become
-#: bytes, and spaces are U+2581
-FIXED: Mapping[str, Any] = {
-    "version": "1.0",
-    "truncation": None,
-    "padding": None,
-    "normalizer": _replace(" ", SPACE),
-    "pre_tokenizer": {
-        "type": "Split",
-        "pattern": {"String": " "},
-        "behavior": "MergedWithPrevious",
-        "invert": False,
-    },
-    "post_processor": None,
-    "decoder": {
-        "type": "Sequence",
-        "decoders": [_replace(SPACE, " "), {"type": "ByteFallback"}, {"type": "Fuse"}],
-    },
-}
-#: and of its merges
-FIXED_MODEL: Mapping[str, Any] = {
-    "type": "BPE",
-    "dropout": None,
-    "continuing_subword_prefix": None,
-    "end_of_word_suffix": None,
-    "fuse_unk": True,
-    "byte_fallback": True,
-    "ignore_merges": False,
-}
-
-
 def _tokenizer(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
     model = file.values[f"{PREFIX}model"]
     if model not in MODELS:
@@ -167,7 +133,8 @@ def _tokenizer(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
         for (text, i), kind in zip(ids.items(), kinds, strict=True)
         if kind in (CONTROL, USER_DEFINED) or text in ENDS
     ]
-    return {**FIXED, "added_tokens": added, "model": {**FIXED_MODEL, **own}}
+    model = {**TABLES["tokenizer_model"], **own}
+    return {**TABLES["tokenizer"], "added_tokens": added, "model": model}
 
 
 def _added(i: int, text: str, kind: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ tensors lie otherwise there than in a checkpoint; they are put back when they ar
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import isqrt
@@ -18,130 +19,23 @@ from g4ir.model.names import checkpoint_name
 from g4ir.model.tensors import CLIP_BOUNDS, Shape, media_tensors
 from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import Checkpoint
-from g4ir.weights.coded import MadeWeight
-from g4ir.weights.formats.base import Files
+from g4ir.weights.formats.base import Files, MadeWeight
 from g4ir.weights.match import Mismatch, absent_value, report
 from g4ir.weights.tensorfile import FLOATS, quoted
 
 from .checkpoint import READ, Blocks
 from .container import ARCHITECTURE, Array, Container, Tensor, shortest
-from .names import TOWERS
+from .tables import TABLES, TOWERS
 
 if TYPE_CHECKING:
     import torch
 
 #: model type -> projectors of pictures and of sound
 PROJECTORS = {"gemma4": ("gemma4v", "gemma4a"), "gemma4_unified": ("gemma4uv", "gemma4ua")}
-_TOP = {
-    "v.patch_embd.weight": ("vision.w_patch", "patches.w_patch"),
-    "v.patch_embd.bias": ("patches.b_patch",),
-    "v.position_embd.weight": ("vision.places", "patches.places"),
-    "v.std_bias": ("vision.std_bias",),
-    "v.std_scale": ("vision.std_scale",),
-    "mm.input_projection.weight": ("vision.embed",),
-    "a.conv1d.0.weight": ("audio.conv0.w",),
-    "a.conv1d.0.norm.weight": ("audio.conv0.norm",),
-    "a.conv1d.1.weight": ("audio.conv1.w",),
-    "a.conv1d.1.norm.weight": ("audio.conv1.norm",),
-    "a.input_projection.weight": ("audio.w_in",),
-    "a.pre_encode.out.weight": ("audio.w_out",),
-    "a.pre_encode.out.bias": ("audio.b_out",),
-    "mm.a.input_projection.weight": ("audio.embed",),
-    **{
-        f"v.patch_norm.{i}.{part}": (f"patches.norm_{name}.{part}",)
-        for i, name in ((1, "patch"), (2, "embed"), (3, "place"))
-        for part in ("weight", "bias")
-    },
-}
 #: bound of a clipped linear -> its param's
 _BOUNDS = {bound: bound.replace("put_", "_") for bound in CLIP_BOUNDS}
-#: tower -> prefix of its layers, names without weights, and linears, whose inputs and outputs may
-#: be clipped
-_LAYERS: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
-    "vision": (
-        "v.blk",
-        {
-            "ln1.weight": "norm_in",
-            "attn_post_norm.weight": "norm_attn",
-            "ln2.weight": "norm_mlp",
-            "ffn_post_norm.weight": "norm_ffn",
-            "attn_q_norm.weight": "attn.norm_q",
-            "attn_k_norm.weight": "attn.norm_k",
-        },
-        {
-            "attn_q": "attn.wq",
-            "attn_k": "attn.wk",
-            "attn_v": "attn.wv",
-            "attn_out": "attn.wo",
-            "ffn_gate": "mlp.w_gate",
-            "ffn_up": "mlp.w_up",
-            "ffn_down": "mlp.w_down",
-        },
-    ),
-    "audio": (
-        "a.blk",
-        {
-            "ffn_norm.weight": "ff1.norm_in",
-            "ffn_post_norm.weight": "ff1.norm_post",
-            "ffn_norm_1.weight": "ff2.norm_in",
-            "ffn_post_norm_1.weight": "ff2.norm_post",
-            "attn_pre_norm.weight": "norm_attn_in",
-            "attn_post_norm.weight": "norm_attn",
-            "ln2.weight": "norm_out",
-            "attn_k_rel.weight": "attn.w_relative",
-            "per_dim_scale.weight": "attn.dim_scale",
-            "conv_norm.weight": "conv.norm_in",
-            "conv_dw.weight": "conv.w_time",
-            "norm_conv.weight": "conv.norm",
-        },
-        {
-            "ffn_up": "ff1.w_up",
-            "ffn_down": "ff1.w_down",
-            "ffn_up_1": "ff2.w_up",
-            "ffn_down_1": "ff2.w_down",
-            "attn_q": "attn.wq",
-            "attn_k": "attn.wk",
-            "attn_v": "attn.wv",
-            "attn_out": "attn.wo",
-            "conv_pw1": "conv.w_start",
-            "conv_pw2": "conv.w_end",
-        },
-    ),
-}
-
-#: names of an audio tower in files that have the first of these -> llama.cpp's
-_OTHER_AUDIO = {
-    (_OTHER := "mm.a.fc.weight"): "a.pre_encode.out.weight",
-    "mm.a.fc.bias": "a.pre_encode.out.bias",
-    "a.pre_encode.out.weight": "a.input_projection.weight",
-}
-_OTHER_AUDIO_LAYER = {
-    "ln1.weight": "attn_pre_norm.weight",
-    "ln2.weight": "attn_post_norm.weight",
-    "layer_pre_norm.weight": "ln2.weight",
-    "linear_pos.weight": "attn_k_rel.weight",
-}
 #: the bounds of all clipped linears of the vision tower once more, then four of the projector
 CLAMPS = "v.clamp_data"
-#: what a text model's file says of its towers: `gemma4.PART.KEY` -> the field of the spec
-_SAID: dict[str, dict[str, str]] = {
-    "vision": {
-        "block_count": "num_hidden_layers",
-        "embedding_length": "hidden_size",
-        "feed_forward_length": "intermediate_size",
-        "attention.head_count": "num_attention_heads",
-        "attention.layer_norm_epsilon": "rms_norm_eps",
-        "patch_size": "patch_size",
-        "projector.scale_factor": "pooling_kernel_size",
-    },
-    "audio": {
-        "block_count": "num_hidden_layers",
-        "embedding_length": "hidden_size",
-        "attention.head_count": "num_attention_heads",
-        "attention.layer_norm_epsilon": "rms_norm_eps",
-        "conv_kernel_size": "conv_kernel_size",
-    },
-}
 
 
 def holds_towers(file: Container) -> bool:
@@ -176,17 +70,12 @@ def with_towers(
     possible = media_tensors(spec, KINDS).keys()
     unknown = [name for n, name in stored.items() if possible.isdisjoint(known.get(n, ()))]
     unknown += [CLAMPS] if clamps and shapes.keys().isdisjoint(clamps) else []
-    problems = [Mismatch(file.path.name, name, "not in the spec", "mmproj") for name in unknown]
-    problems += [
-        Mismatch(file.path.name, bare, f"missing: expected shape {list(shapes[bare])}", "mmproj")
-        for bare in absent
-        if bare not in defaults
-    ]
-    problems += [
-        problem
-        for bare, name in places.items()
-        for problem in _mismatch(file, file.tensors[name], bare, shapes[bare])
-    ]
+    missing = {bare: f"missing: expected shape {[*shapes[bare]]}" for bare in absent}
+    texts = dict.fromkeys(unknown, "not in the spec")
+    texts |= {bare: text for bare, text in missing.items() if bare not in defaults}
+    problems = [Mismatch(file.path.name, name, text, "mmproj") for name, text in texts.items()]
+    for bare, name in places.items():
+        problems += _mismatch(file, file.tensors[name], bare, shapes[bare])
     if problems:
         raise WeightsError(report(file.path, spec, problems))
     files = Files(file.path.parent, {})
@@ -207,13 +96,14 @@ def with_towers(
 def _stored_names(file: Container, own: bool) -> dict[str, str]:
     """Return llama.cpp's name -> name in the file of the tensors of towers; `own`: beside the text
     model's."""
-    other = _OTHER in file.tensors
+    top, layer = TABLES["other_audio"], TABLES["other_audio_layer"]
+    other = next(iter(top)) in file.tensors
 
     def named(name: str) -> str:
-        prefix, end = name[: len("a.blk.")], name.partition("a.blk.")[2].partition(".")
-        if not other or prefix != "a.blk.":
-            return _OTHER_AUDIO.get(name, name) if other else name
-        return f"{prefix}{end[0]}.{_OTHER_AUDIO_LAYER.get(end[2], end[2])}"
+        match = re.fullmatch(r"(a\.blk\.[^.]*\.)(.*)", name)
+        if not other or match is None:
+            return top.get(name, name) if other else name
+        return match[1] + layer.get(match[2], match[2])
 
     out: dict[str, str] = {}
     for name in (n for n in file.tensors if n != CLAMPS and (not own or n.startswith(TOWERS))):
@@ -228,11 +118,10 @@ def _clamps(file: Container, spec: Spec) -> dict[str, float]:
     tensor = file.tensors.get(CLAMPS)
     if tensor is None:
         return {}
-    prefix, _, linears = _LAYERS["vision"]
     names = [
-        (f"{prefix}.{i}.{name}.{bound}", checkpoint_name(f"vision.L{i}.{param}.{own}"))
+        (f"v.blk.{i}.{name}.{bound}", checkpoint_name(f"vision.L{i}.{param}.{own}"))
         for i in range(getattr(spec.vision, "num_hidden_layers", 0))
-        for name, param in linears.items()
+        for name, param in TABLES["tower_layers"]["vision"]["linears"].items()
         for bound, own in _BOUNDS.items()
     ]
     count = len(names) + len(_BOUNDS)
@@ -248,16 +137,16 @@ def _clamps(file: Container, spec: Spec) -> dict[str, float]:
 
 def _known(spec: Spec) -> dict[str, tuple[str, ...]]:
     """Return name in a file -> names in a checkpoint, of which a spec has one."""
-    known = {name: tuple(map(checkpoint_name, params)) for name, params in _TOP.items()}
-    for tower, (prefix, plain, linears) in _LAYERS.items():
-        ends = dict(plain)
-        for name, param in linears.items():
+    known = {name: tuple(map(checkpoint_name, ps)) for name, ps in TABLES["towers"].items()}
+    for tower, table in TABLES["tower_layers"].items():
+        ends = dict(table["plain"])
+        for name, param in table["linears"].items():
             ends[f"{name}.weight"] = param
             ends |= {f"{name}.{bound}": f"{param}.{own}" for bound, own in _BOUNDS.items()}
-        count = getattr(getattr(spec, tower), "num_hidden_layers", 0)
-        for i in range(count):
+        for i in range(getattr(getattr(spec, tower), "num_hidden_layers", 0)):
             for end, param in ends.items():
-                known[f"{prefix}.{i}.{end}"] = (checkpoint_name(f"{tower}.L{i}.{param}"),)
+                name = f"{table['prefix']}.{i}.{end}"
+                known[name] = (checkpoint_name(f"{tower}.L{i}.{param}"),)
     return known
 
 
@@ -293,7 +182,7 @@ def _check_own_metadata(file: Container, spec: Spec, kinds: set[str]) -> None:
         tower, prefix = getattr(spec, part), f"{ARCHITECTURE}.{part}."
         if not kinds.intersection(served):
             continue
-        said = {key: getattr(tower, field, None) for key, field in _SAID[part].items()}
+        said = {key: getattr(tower, field, None) for key, field in TABLES["said"][part].items()}
         said |= {"num_channels": 3} if part == "vision" else {}
         said |= {"feed_forward_length": 4 * tower.hidden_size} if part == "audio" else {}
         for key, found in file.values.items():
