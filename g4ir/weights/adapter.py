@@ -32,7 +32,7 @@ from .formats.base import (
     shown,
     wrong,
 )
-from .tensorfile import DOWNLOAD, FLOATS, open_regular, parse_json, quoted, read_header
+from .tensorfile import DOWNLOAD, FLOATS, parse_json, quoted, read_header, read_limited
 
 if TYPE_CHECKING:
     import torch
@@ -90,11 +90,7 @@ class Adapter:
     def config(self) -> dict[str, Any]:
         """The config; WeightsError for what is not a plain LoRA."""
         file = self.path / CONFIG
-        with open_regular(file) as stream:
-            raw = stream.read(LIMIT + 1)
-        if len(raw) > LIMIT:
-            raise WeightsError(f"{file}: larger than {LIMIT} bytes; {DOWNLOAD}")
-        values = parse_json(file, raw)
+        values = parse_json(file, read_limited(file, LIMIT))
         other = {k: v for k, v in values.items() if k not in _READ | _OF_TRAINING and v}
         for key, allowed in (
             ("peft_type", ("LORA",)),

@@ -26,7 +26,7 @@ from g4ir.weights import tensorfile
 from g4ir.weights.formats import Files, QuantisedTensors, read_coded
 from g4ir.weights.formats.base import CodedWeight, MadeWeight, by_plain_name
 from g4ir.weights.match import FIXES, SHOWN, Found, TensorMatch, find_prefix, is_text, report
-from g4ir.weights.tensorfile import Entry, Header, open_regular, parse_json, quoted
+from g4ir.weights.tensorfile import Entry, Header, open_regular, parse_json, quoted, read_limited
 
 if TYPE_CHECKING:
     import torch
@@ -271,11 +271,8 @@ def _no_weights(directory: Path) -> str:
 
 def _read_index(directory: Path, index: Path) -> dict[str, set[str]]:
     """Return file name -> tensors that the index puts there, in the index's order."""
-    path = _inside(directory, INDEX, index)
-    if path.stat().st_size > INDEX_LIMIT:
-        raise WeightsError(f"{index}: larger than {INDEX_LIMIT} bytes; fix: download it again")
-    with open_regular(path) as file:
-        weight_map = parse_json(index, file.read()).get("weight_map")
+    raw = read_limited(_inside(directory, INDEX, index), INDEX_LIMIT)
+    weight_map = parse_json(index, raw).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(f"{index}: weight_map must map tensor names to files; fix: download it")
     shards: dict[str, set[str]] = {}
@@ -372,11 +369,8 @@ def _check_present(directory: Path, name: str) -> bool:
 
 
 def _side_file(directory: Path, name: str) -> bytes:
-    path, most = directory / name, SIDE_FILES[name]
-    with open_regular(path) as file:
-        raw = file.read(most + 1)
-    if len(raw) > most:
-        raise WeightsError(f"{path}: larger than {most} bytes; {tensorfile.DOWNLOAD}")
+    path = directory / name
+    raw = read_limited(path, SIDE_FILES[name])
     if name.endswith(".json"):
         parse_json(path, raw)
     else:

@@ -32,31 +32,16 @@ if TYPE_CHECKING:
 HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
 MAX_DIMS = 64
 MAX_BYTES = 1 << 62
-# Every dtype of the format, in bits per element; the model itself accepts only FLOATS.
-BITS = {
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E5M2FNUZ": 8,
-    "F8_E4M3FNUZ": 8,
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "U16": 16,
-    "I16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "U32": 32,
-    "I32": 32,
-    "F32": 32,
-    "U64": 64,
-    "I64": 64,
-    "F64": 64,
-    "C64": 64,
+# Every dtype of the format by bits per element; the model itself accepts only FLOATS.
+_DTYPES = {
+    4: ("F4",),
+    6: ("F6_E2M3", "F6_E3M2"),
+    8: ("F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E5M2FNUZ", "F8_E4M3FNUZ", "BOOL", "U8", "I8"),
+    16: ("U16", "I16", "F16", "BF16"),
+    32: ("U32", "I32", "F32"),
+    64: ("U64", "I64", "F64", "C64"),
 }
+BITS = {name: bits for bits, names in _DTYPES.items() for name in names}
 TORCH = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -143,6 +128,15 @@ def open_regular(path: Path) -> IO[bytes]:
     return open(path, "rb")
 
 
+def read_limited(path: Path, most: int) -> bytes:
+    """Read an ordinary file of at most so many bytes."""
+    with open_regular(path) as file:
+        raw = file.read(most + 1)
+    if len(raw) > most:
+        raise WeightsError(f"{path}: larger than {most} bytes; {DOWNLOAD}")
+    return raw
+
+
 def parse_json(path: Path, raw: bytes) -> dict[str, Any]:
     """Return the JSON object in `raw`; WeightsError on double keys, other values and bad UTF-8."""
     try:
@@ -181,12 +175,9 @@ def _metadata(path: Path, value: Any) -> dict[str, str]:
     return value
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_BYTES
-
-
 def _is_ints(value: Any, most: int) -> bool:
-    return isinstance(value, list) and len(value) <= most and all(map(_is_int, value))
+    fits = isinstance(value, list) and len(value) <= most
+    return fits and all(type(n) is int and 0 <= n <= MAX_BYTES for n in value)
 
 
 def _entry(path: Path, name: str, fields: Any, data: int) -> Entry:

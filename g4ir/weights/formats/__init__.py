@@ -9,7 +9,7 @@ from typing import Any
 
 from g4ir.errors import WeightsError
 from g4ir.spec.reader import Where, tree_of
-from g4ir.weights.tensorfile import DOWNLOAD, open_regular, parse_json, quoted
+from g4ir.weights.tensorfile import parse_json, quoted, read_limited
 
 from . import compressed_tensors, fp8, mlx, mobile
 from .base import KEY, Files, QuantisedTensors
@@ -31,11 +31,7 @@ def is_coded(config: Path) -> bool:
 
 
 def _values(config: Path) -> dict[str, Any]:
-    with open_regular(config) as file:
-        raw = file.read(LIMIT + 1)
-    if len(raw) > LIMIT:
-        raise WeightsError(f"{config}: larger than {LIMIT} bytes; {DOWNLOAD}")
-    return parse_json(config, raw)
+    return parse_json(config, read_limited(config, LIMIT))
 
 
 def read_coded(config: Path, files: Files) -> QuantisedTensors:

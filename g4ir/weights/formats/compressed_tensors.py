@@ -38,20 +38,14 @@ from .patterns import Names
 if TYPE_CHECKING:
     import torch
 
-PACKED, INTEGER, FLOAT, NAIVE, MIXED = (
-    "pack-quantized",
-    "int-quantized",
-    "float-quantized",
-    "naive-quantized",
-    "mixed-precision",
-)
+PACKED = "pack-quantized"
 #: (format, type) -> bits that are read
 READ = {
     (PACKED, "int"): (4, 8),
-    (INTEGER, "int"): (8,),
-    (NAIVE, "int"): (8,),
-    (FLOAT, "float"): (8,),
-    (NAIVE, "float"): (8,),
+    ("int-quantized", "int"): (8,),
+    ("naive-quantized", "int"): (8,),
+    ("float-quantized", "float"): (8,),
+    ("naive-quantized", "float"): (8,),
 }
 OTHERWISE = "fix: take a pack-quantized or float-quantized file, or the bf16 weights with --quant"
 #: tensors of a module in codes
@@ -59,13 +53,8 @@ WEIGHT, WORDS, SCALE, SHAPE = ".weight", ".weight_packed", ".weight_scale", ".we
 ZERO, INDEX = ".weight_zero_point", ".weight_g_idx"
 #: of activations and caches, which are not rounded
 ACTIVATIONS = (
-    ".input_scale",
-    ".input_zero_point",
-    ".output_scale",
-    ".output_zero_point",
-    ".q_scale",
-    ".k_scale",
-    ".v_scale",
+    *(f".{io}_{part}" for io in ("input", "output") for part in ("scale", "zero_point")),
+    *(f".{of}_scale" for of in "qkv"),
 )
 SUFFIXES = (WORDS, WEIGHT, SCALE, SHAPE, ZERO, INDEX, *ACTIVATIONS)
 #: modules that are no Linear, by the end of their name
@@ -157,10 +146,10 @@ def read(tree: Node, files: Files) -> QuantisedTensors:
 
 def _check(config: CompressedTensorsConfig, where: str) -> None:
     """Raise WeightsError for what is not read: formats, kinds of numbers, other transformations."""
+    sparsity = config.sparsity_config or {}
+    dense = isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense"
     others = {
-        "sparsity_config": (config.sparsity_config or {}).get("format", "dense") != "dense"
-        if isinstance(config.sparsity_config or {}, dict)
-        else True,
+        "sparsity_config": not dense,
         "moe_sparsity_config": bool(config.moe_sparsity_config),
         "transform_config": bool(config.transform_config),
         "quantization_status": config.quantization_status not in (None, "compressed", "frozen"),
@@ -177,16 +166,16 @@ def _check_group(where: str, config: CompressedTensorsConfig, group: ModuleGroup
     if numbers is None:
         raise _unread(where, "weights", None)
     bits = READ.get((form, numbers.type))
-    if bits is None:
-        raise _unread(where, "format", form)
-    if numbers.num_bits not in bits:
-        raise _unread(where, "num_bits", numbers.num_bits)
-    if numbers.grid is None:
-        raise _unread(where, "strategy", numbers.strategy)
-    if numbers.actorder in ("group", "dynamic", True):
-        raise _unread(where, "actorder", numbers.actorder)
-    if not numbers.symmetric and (form, numbers.num_bits) != (PACKED, 4):
-        raise _unread(where, "symmetric", False)
+    symmetric = numbers.symmetric or (form, numbers.num_bits) == (PACKED, 4)
+    for key, value, is_read in (
+        ("format", form, bits is not None),
+        ("num_bits", numbers.num_bits, numbers.num_bits in (bits or ())),
+        ("strategy", numbers.strategy, numbers.grid is not None),
+        ("actorder", numbers.actorder, numbers.actorder not in ("group", "dynamic", True)),
+        ("symmetric", False, symmetric),
+    ):
+        if not is_read:
+            raise _unread(where, key, value)
 
 
 def _unread(where: str, key: str, value: Any) -> WeightsError:
@@ -201,17 +190,13 @@ class ModuleChoice:
     where: str
 
     @cached_property
-    def _ignored(self) -> Names:
+    def ignored(self) -> Names:
         return Names.of(self.config.ignore or (), self.where)
 
     @cached_property
     def _groups(self) -> list[tuple[ModuleGroup, Names]]:
         groups = self.config.config_groups.values()
         return [(g, Names.of(g.targets, self.where)) for g in groups]
-
-    def ignored(self, module: str, kind: str) -> bool:
-        """Whether `ignore` names a module."""
-        return self._ignored.hold(module, kind)
 
     def group(self, module: str, kind: str) -> ModuleGroup | None:
         """Return the first group with a target that names a module."""
@@ -232,7 +217,7 @@ def _take(modules: Modules, module: str, parts: dict[str, Found], choice: Module
     if not parts:
         return
     kind = _kind(module, parts)
-    group, ignored = choice.group(module, kind), choice.ignored(module, kind)
+    group, ignored = choice.group(module, kind), choice.ignored.hold(module, kind)
     held, found = SCALE in parts or WORDS in parts, modules.named(parts)
     if held and ignored:
         raise wrong(found, "is in codes, but `ignore` names its module", FIX)
