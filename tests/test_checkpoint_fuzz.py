@@ -6,7 +6,6 @@ How many examples are drawn, and how long one may take, is set by the hypothesis
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +15,12 @@ from hypothesis import strategies as st
 
 from g4ir.errors import G4Error
 from g4ir.model.tensors import text_tensors
-from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.checkpoint import INDEX, SINGLE, Checkpoint
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
+from tests.configs import two_layers
 
-
-def small() -> Spec:
-    """Two layers of width 8, one of them without K/V of its own: a file of a few KiB."""
-    base = load_spec("tiny-ple")
-    kind = replace(base.text.full, head_dim=8, num_key_value_heads=1)
-    text = replace(
-        base.text,
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        pattern=("full",),
-        full=kind,
-        num_kv_shared_layers=1,
-        ple=replace(base.text.ple, dim=4, vocab_size=16),
-    )
-    return replace(base, name="small", text=text)
-
-
-SPEC = small()
+SPEC = two_layers(8, 16)
 
 
 @pytest.fixture(scope="module")
@@ -188,26 +167,12 @@ def test_any_json_as_header(single: Path, value: Any) -> None:
     survives(single)
 
 
+SHARD = "model-00001-of-00002"
+NAMES = [SHARD, f"../{SHARD}", f"./{SHARD}", "/dev/zero", "x" * 5000, "\0", "\ud800"]
 FILES = st.one_of(
     TEXT,
-    st.sampled_from(
-        [
-            "model-00001-of-00002.safetensors",
-            "../config.json",
-            "config.json",
-            INDEX,
-            SINGLE,
-            "../model-00001-of-00002.safetensors",
-            "/dev/zero",
-            "/dev/zero.safetensors",
-            ".",
-            "",
-            "./model-00001-of-00002.safetensors",
-            "x" * 5000 + ".safetensors",
-            "\0.safetensors",
-            "\ud800.safetensors",
-        ]
-    ),
+    st.sampled_from(["config.json", "../config.json", INDEX, SINGLE, "/dev/zero", ".", ""]),
+    st.sampled_from([f"{name}.safetensors" for name in NAMES]),
     JSON,
 )
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
-from tests.gguf_files import all_of, write_gguf, write_mmproj, write_value
+from tests.gguf_files import all_of, finish, values_of, write_gguf, write_mmproj, write_values
 
 
 def standardised() -> Spec:
@@ -154,50 +155,35 @@ def whole_file(
     towers = gguf.GGUFReader(write_mmproj(path.with_suffix(".towers"), spec, towers_of(spec)))
     vision, audio = spec.vision, spec.audio
     assert vision and audio
-    values: dict[str, Any] = {
-        key: field.contents()
-        for key, field in text.fields.items()
-        if not key.startswith(("GGUF.", "general.architecture"))
-    }
-    values |= {
+    values = values_of(text) | {
         "tokenizer.ggml.model": "llama",
-        "gemma4.vision.block_count": vision.num_hidden_layers,
-        "gemma4.vision.embedding_length": vision.hidden_size,
-        "gemma4.vision.attention.head_count": vision.num_attention_heads,
         "gemma4.vision.feed_forward_length": vision.intermediate_size,
         "gemma4.vision.patch_size": vision.patch_size,
         "gemma4.vision.num_channels": 3,
         "gemma4.vision.projector.scale_factor": vision.pooling_kernel_size,
-        "gemma4.vision.attention.layer_norm_epsilon": 1e-6,
-        "gemma4.audio.block_count": audio.num_hidden_layers,
-        "gemma4.audio.embedding_length": audio.hidden_size,
         "gemma4.audio.feed_forward_length": 4 * audio.hidden_size,
-        "gemma4.audio.attention.head_count": audio.num_attention_heads,
-        "gemma4.audio.attention.layer_norm_epsilon": 1e-6,
         "gemma4.audio.conv_kernel_size": audio.conv_kernel_size,
     }
+    for part, tower in (("vision", vision), ("audio", audio)):
+        values |= {
+            f"gemma4.{part}.block_count": tower.num_hidden_layers,
+            f"gemma4.{part}.embedding_length": tower.hidden_size,
+            f"gemma4.{part}.attention.head_count": tower.num_attention_heads,
+            f"gemma4.{part}.attention.layer_norm_epsilon": 1e-6,
+        }
     change(values)
     writer = gguf.GGUFWriter(path, "gemma4")
-    for key, value in values.items():
-        write_value(writer, key, value)
+    write_values(writer, values)
     tensors = {t.name: t.data for t in text.tensors}
     tensors |= {ollama_name(t.name): t.data for t in towers.tensors}
     if vision.use_clipped_linears:
-        names = [
-            f"v.blk.{i}.{n}.{b}"
-            for i in range(vision.num_hidden_layers)
-            for n in LINEARS
-            for b in BOUNDS
-        ]
-        bounds = [float(tensors[name][0]) for name in names]
+        parts = product(range(vision.num_hidden_layers), LINEARS, BOUNDS)
+        bounds = [float(tensors[f"v.blk.{i}.{n}.{b}"][0]) for i, n, b in parts]
         tensors["v.clamp_data"] = np.array([*bounds, *[0.0] * 4], np.float32)
     edit(tensors)
     for name, data in tensors.items():
         writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.F32)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -206,16 +192,19 @@ def clipped() -> Spec:
     return replace(spec, vision=replace(spec.vision, use_clipped_linears=True))  # type: ignore[type-var]
 
 
+#: the packed bounds of clipped linears alone
+PACKED: dict[str, Any] = {
+    "edit": lambda tensors: [
+        tensors.pop(n) for n in [*tensors] if n.startswith("v.") and n.endswith(BOUNDS)
+    ]
+}
+
+
 @pytest.mark.parametrize("own_bounds", [True, False])
 def test_one_file_of_text_and_towers(tmp_path: Path, own_bounds: bool) -> None:
     spec = clipped()
 
-    def edit(tensors: dict[str, Any]) -> None:
-        for name in [n for n in tensors if n.startswith("v.") and n.endswith(BOUNDS)]:
-            if not own_bounds:  # the packed ones alone
-                del tensors[name]
-
-    file = whole_file(tmp_path / "a.gguf", spec, edit=edit)
+    file = whole_file(tmp_path / "a.gguf", spec, **({} if own_bounds else PACKED))
     origin = find_origin(file)
     assert origin.spec().text == spec.text and "tokenizer.json" in origin.side_files()
     found = origin.open(spec, KINDS, "f32")
@@ -274,15 +263,7 @@ def test_bounds_of_linears_that_are_not_clipped(tmp_path: Path) -> None:
     assert spec.vision
     plain = replace(spec, vision=replace(spec.vision, use_clipped_linears=False))
     for bounds in (True, False):
-        file = whole_file(
-            tmp_path / f"{bounds}.gguf",
-            spec,
-            edit=lambda tensors, own=bounds: (
-                [tensors.pop(n) for n in [*tensors] if n.startswith("v.") and n.endswith(BOUNDS)]
-                if not own
-                else None
-            ),
-        )
+        file = whole_file(tmp_path / f"{bounds}.gguf", spec, **({} if bounds else PACKED))
         name = "v.blk.0.attn_q.input_min" if bounds else "v.clamp_data"
         with pytest.raises(G4Error, match=rf"'{name}': not in the spec"):
             find_origin(file).open(plain, KINDS, "f32")
