@@ -37,9 +37,8 @@ from g4ir.weights.gguf import blocks as block_forms
 from g4ir.weights.gguf.blocks import CODED, DENSE, BlockFormat
 from g4ir.weights.gguf.checkpoint import open_gguf
 from g4ir.weights.gguf.container import read_container
-from g4ir.weights.gguf.metadata import SPEC_ONLY, read_spec
+from g4ir.weights.gguf.metadata import SPEC_ONLY, read_spec, side_files
 from g4ir.weights.gguf.tables import TYPES
-from g4ir.weights.gguf.tokenizer import side_files
 from g4ir.weights.origin import find_origin
 from g4ir.weights.random import RandomCheckpoint
 from tests.cli_tools import g4ir as command

@@ -70,7 +70,6 @@ class NodeCost:
     parts: Mapping[str, Cost] = field(default_factory=dict)
 
     def kinds(self) -> Mapping[str, Cost]:
-        """Return the cost by kind."""
         return self.parts or {self.kind: self.cost}
 
 
@@ -179,7 +178,6 @@ class _Meter:
         return n.op, kind_of(n), self.roles.signature(n), tuple(n.attrs.items())
 
     def nodes(self, step: Step) -> list[NodeCost]:
-        """Return each node's cost."""
         parts = {key: self._parts(group[0], step) for key, group in self.groups.items()}
         whole = {key: sum(kinds.values(), Cost()) for key, kinds in parts.items()}
         return [
@@ -199,7 +197,6 @@ class _Meter:
         return sum(parts, Cost())
 
     def _parts(self, n: Node, step: Step) -> dict[str, Cost]:
-        """Return the cost of one node at one step, by kind."""
         step = step if self.chunked else Step(step.B, 1, step.C)
         nodes = inner_nodes(n)
         bill = _Bill(step, self.roles, _owners(n, nodes))

@@ -94,7 +94,6 @@ class ParameterCounts:
 
     @property
     def hub_tensors(self) -> int:
-        """Tensors in the published files."""
         return self.live_tensors + self.dead_tensors
 
     @property
@@ -160,7 +159,6 @@ class Block:
     dead: int  # K and V that only published files hold
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields and the sums."""
         beside = self.mlp + self.router
         return vars(self) | {
             "layers": list(self.layers),

@@ -65,7 +65,6 @@ def _group_limits(root: Path, membership: Path) -> Iterator[int]:
 
 
 def _read(path: Path) -> str:
-    """Return the text; empty where there is no such file, as on other systems."""
     try:
         return path.read_text()
     except OSError:
@@ -222,7 +221,6 @@ def _smallest(build: _Build) -> _Build:
 
 
 def _alternatives(build: _Build, room: int) -> Iterator[tuple[str, Any]]:
-    """Yield (option, value): each alone makes the build fit."""
     limits = build.limits
 
     def fits(**changes: int) -> bool:

@@ -127,14 +127,12 @@ class Footprint:
 
     @cached_property
     def weights(self) -> dict[str, WeightBytes]:
-        """Bytes by format, for every format that a plan may ask for."""
         forms: list[str | Recipe] = [*dict.fromkeys(("f32", "bf16", self.setup.dtype, *INTEGERS))]
         found = map(self._weights, [*forms, *([self.setup.recipe] if self.setup.recipe else [])])
         return {w.sizes.format: w for w in found}
 
     @property
     def form(self) -> str:
-        """The format of its weights."""
         return self.setup.recipe.name if self.setup.recipe else self.setup.dtype
 
     def _weights(self, form: str | Recipe) -> WeightBytes:
@@ -161,12 +159,10 @@ class Footprint:
 
     @cached_property
     def tower_bytes(self) -> int:
-        """Bytes of the packed weights of the towers that the engine has."""
         return param_bytes(self.needs.graphs, is_tower)
 
     @cached_property
     def drafter_bytes(self) -> int:
-        """Bytes of the packed weights of the drafter."""
         return param_bytes(self.needs.graphs, lambda name: name == DRAFT)
 
     @cached_property
@@ -175,7 +171,6 @@ class Footprint:
         return kv_bytes(spec, 1, 1, self.setup.dtype).per_token
 
     def row(self, ctx: int, batch: int, chunk: int) -> MemoryUse:
-        """Return the bytes at one context and batch, with `chunk` tokens to a prefill call."""
         key = (ctx, batch, chunk)
         if key not in self._rows:
             self._rows[key] = MemoryUse(

@@ -34,7 +34,6 @@ class Gpu:
 
     @property
     def roof(self) -> Roof:
-        """The roof of the card; InputError where only the size is known."""
         if self.bytes_per_s is None or self.bf16_flops_per_s is None:
             raise InputError(
                 f"GPU {self.name}: a size says nothing of speed: name a card or give its rates"

@@ -51,7 +51,6 @@ class Size:
         return sum(n * math.prod(dims[name] for name in names) for names, n in self.terms)
 
     def within(self, other: Size) -> bool:
-        """Whether this is never more than `other`, term by term."""
         most = dict(other.terms)
         return all(n <= most.get(names, 0) for names, n in self.terms)
 
@@ -117,7 +116,6 @@ def _storage(g: Graph) -> dict[str, str]:
 
 
 def _workspace(n: Node, dims: Dims) -> int:
-    """Return the bytes that a node allocates beside its results."""
     size = n.definition.workspace
     ins, outs = (tuple(v.type.bind(dims) for v in vs) for vs in (n.inputs, n.outputs))
     return size(ins, outs, **n.attrs) if size else 0
@@ -133,7 +131,6 @@ def bytes_beside_attention(g: Graph, batch: int, context: int, chunk: int) -> in
 
 
 def _distinct(g: Graph) -> list[Node]:
-    """Return one of each kind of node that has workspace."""
     found: dict[Any, Node] = {}
     for n in g.nodes:
         if n.definition.workspace:
@@ -155,7 +152,6 @@ class Needs:
     graphs: tuple[Graph, ...]
 
     def cache(self, batch: int, context: int) -> int:
-        """Return the bytes of the caches of a session; what `Caches` allocates."""
         return self._state.at({"B": batch, "C": capacity(context)})
 
     def activations(self, batch: int, context: int, chunk: int) -> int:

@@ -124,7 +124,6 @@ def make_plan(
 
 
 def _resolved(spec: Spec, options: BuildOptions, longest: int) -> Resolved:
-    """Resolve the options of a plan whose longest context is `longest`."""
     dtype, device = find_dtype(options.dtype or spec.dtype), options.device or "cuda"
     kv = find_kv_dtype(options.kv_dtype, dtype)
     latent = find_latent(options.latent_kv, spec, device, dtype, longest, kv)
@@ -196,7 +195,6 @@ class _DevicePlanner:
         return own if fits else own.placed(DEFAULT_PLACEMENT)
 
     def fit(self, gpu: Gpu, form: str) -> Fit:
-        """Plan one device with weights in one format."""
         own = self.placed(self.rank, [gpu])
         room, longest = _room(gpu), own.setup.spec.text.max_position_embeddings
 

@@ -47,7 +47,6 @@ def plan_ranks(rank: Footprint, rows: Sequence[MemoryUse], model: StepModel | No
 
 
 def _steps(setup: Resolved, rows: Sequence[MemoryUse], model: StepModel) -> Iterator[RankStep]:
-    """Predict decode steps for each number of ranks that can share the model."""
     batches = {r.batch for r in rows}
     own = {setup.ranks} if setup.ranks <= COUNTS[-1] else set()
     for ranks in sorted({*COUNTS, *own}):

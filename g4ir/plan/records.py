@@ -188,7 +188,6 @@ class Plan:
         return next(w for w in self.weights if w.sizes.format == form)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
         renamed = ("spec", "counts", "kinds", "skip", "ple", "media")
         return {k: _json(v) for k, v in _without(self, *renamed).items()} | {
             "schema": SCHEMA,

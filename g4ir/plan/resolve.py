@@ -36,7 +36,6 @@ KV_NAMES = {short: name for name, short in KV_DTYPES.items()}
 
 
 def _one_of(option: str, given: object, known: Iterable[object]) -> None:
-    """Raise InputError for an unknown choice."""
     if given not in known:
         shown = repr(given) if isinstance(given, str) else given
         raise InputError(f"{option} {shown}: expected one of {', '.join(map(str, known))}")

@@ -144,7 +144,6 @@ def _ranks(plan: Plan) -> str:
 
 
 def _steps(plan: Plan) -> str:
-    """List predicted decode steps by number of ranks."""
     if plan.ranks is None or not plan.ranks.steps:
         return ""
     steps = plan.ranks.steps
@@ -202,7 +201,6 @@ def _media(plan: Plan) -> str:
 
 
 def _fit(plan: Plan) -> str:
-    """Describe one device: the maximum context and batch by weight format."""
     if not plan.fits:
         return ""
     first = plan.fits[0]
@@ -246,7 +244,6 @@ def _by_format(
 
 
 def _needed(plan: Plan, batch: int) -> str:
-    """List the bytes of each context, or how many are short."""
     first = plan.fits[0]
     room = first.memory - first.reserve
 
@@ -333,5 +330,4 @@ def _matrix(plans: Sequence[Plan]) -> str:
 
 
 def _cards(fit: Fit) -> str:
-    """Return the fewest cards that fit the longest context."""
     return str(max(fit.cells, key=lambda c: (c.ctx, -c.batch)).cards or "-")

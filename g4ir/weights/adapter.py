@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,10 @@ _INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 MERGE = (
     "fix: merge the adapter with PEFT (merge_and_unload, save_pretrained) and give that checkpoint"
 )
+
+
+#: A and B of a module
+Parts = Mapping[str, Found]
 
 
 @dataclass(frozen=True)
@@ -106,20 +110,18 @@ class Adapter:
 
     @property
     def base(self) -> str:
-        """The model that it belongs to, as far as it says."""
         said = (self.path / CONFIG).is_file() and self.config.get("base_model_name_or_path")
         return str(said or "an unnamed model")
 
     @property
     def weights(self) -> Path:
-        """Its file of weights; WeightsError where there is none that is read."""
         file = self.path / WEIGHTS
         if not file.is_file():
             pickles = [p.name for p in self.path.iterdir() if p.name.endswith(PICKLES)]
-            found = (
-                f"found only {pickles[0]}: pickles are never opened" if pickles else "found none"
+            found = f"only {pickles[0]}: pickles are never opened" if pickles else "none"
+            raise WeightsError(
+                f"{self.path}: expected {WEIGHTS}, found {found}; fix: save it again"
             )
-            raise WeightsError(f"{self.path}: expected {WEIGHTS}, {found}; fix: save it again")
         return file
 
     def scale(self, module: str, rank: int) -> float:
@@ -186,17 +188,12 @@ def _merged(model: Checkpoint, spec: Spec, adapter: Adapter) -> Checkpoint:
             )
         low = _Low(files, *_factors(parts, embedding, shape), embedding)
         scale = adapter.scale(module, low.rank)
-        weights[bare] = MadeWeight(
-            shape, _sum_of(_reader(model, weights, bare), low, scale), _release_of(model, bare)
-        )
+        weights[bare] = _merged_weight(model, weights.get(bare), bare, shape, low, scale)
     entries = {name: at for name, at in model.entries.items() if name not in weights}
     return replace(model, entries=entries, coded=weights, ignored=ignored)
 
 
-Modules = Mapping[tuple[str, bool], Mapping[str, Found]]
-
-
-def _modules(file: Path, names: Mapping[str, Found]) -> Modules:
+def _modules(file: Path, names: Mapping[str, Found]) -> Mapping[tuple[str, bool], Parts]:
     """Return the A and B of each module, and whether it is an embedding's."""
     out: dict[tuple[str, bool], dict[str, Found]] = {}
     for name, found in names.items():
@@ -238,7 +235,7 @@ def _target(spec: Spec, adapter: Adapter, module: str, found: Found) -> tuple[st
     )
 
 
-def _factors(parts: Mapping[str, Found], embedding: bool, shape: Shape) -> tuple[Found, Found]:
+def _factors(parts: Parts, embedding: bool, shape: Shape) -> tuple[Found, Found]:
     """Return A [r, K] and B [N, r] of a weight [N, K], of a table [K, N]; WeightsError if not."""
     first = next(iter(parts.values()))
     if parts.keys() != {"A", "B"}:
@@ -277,19 +274,19 @@ class _Low:
         return (left if rows is None else left.index_select(0, rows)) @ right
 
 
-Part = Callable[["torch.Tensor | None"], "torch.Tensor"]
+def _merged_weight(
+    model: Checkpoint,
+    made: CodedWeight | MadeWeight | None,
+    bare: str,
+    shape: Shape,
+    low: _Low,
+    scale: float,
+) -> MadeWeight:
+    def numbers(rows: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(made, MadeWeight):
+            own = made.numbers(rows)
+        else:
+            own = model.stored.rows(model.entries[bare], rows)
+        return own.float() + scale * low.product(rows)
 
-
-def _reader(model: Checkpoint, weights: Mapping[str, CodedWeight | MadeWeight], bare: str) -> Part:
-    made = weights.get(bare)
-    if isinstance(made, MadeWeight):
-        return made.numbers
-    return lambda rows: model.stored.rows(model.entries[bare], rows)
-
-
-def _release_of(model: Checkpoint, bare: str) -> Callable[[], None]:
-    return lambda: model.release(bare)
-
-
-def _sum_of(read: Part, low: _Low, scale: float) -> Part:
-    return lambda rows: read(rows).float() + scale * low.product(rows)
+    return MadeWeight(shape, numbers, partial(model.release, bare))

@@ -129,11 +129,9 @@ class Checkpoint:
 
     @property
     def files(self) -> tuple[tuple[Path, int], ...]:
-        """Path and size in bytes of every weight file."""
         return tuple((header.path, header.size) for header in self.headers)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a read-only view of the mapped file; a default is a new tensor of one element."""
         import torch
 
         if name in self.defaults:
@@ -145,7 +143,6 @@ class Checkpoint:
         return self.stored.tensor(self._entry(name))
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-        """Gather rows from the mapped file: only their pages are read."""
         weight, suffix = _split_part(name)
         if weight in self.coded:
             check_rows(weight, self.coded[weight].shape, ids)
@@ -164,7 +161,6 @@ class Checkpoint:
             self.stored.release([self.entries[name]])
 
     def close(self) -> None:
-        """Forget the mappings; each is unmapped when the last tensor on it is gone."""
         self.stored.close()
 
     def _entry(self, name: str) -> tuple[Header, Entry]:
@@ -270,7 +266,6 @@ def _no_weights(directory: Path) -> str:
 
 
 def _read_index(directory: Path, index: Path) -> dict[str, set[str]]:
-    """Return file name -> tensors that the index puts there, in the index's order."""
     raw = read_limited(_inside(directory, INDEX, index), INDEX_LIMIT)
     weight_map = parse_json(index, raw).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

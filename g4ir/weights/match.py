@@ -145,7 +145,6 @@ class TensorMatch:
 
     @cached_property
     def stored_towers(self) -> dict[str, str]:
-        """Stored name -> `PART.NAME` of the tensors of towers."""
         found = {}
         for bare in self.towers:
             part, _, rest = bare.partition(".")

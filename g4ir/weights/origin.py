@@ -23,11 +23,9 @@ from .checkpoint import (
     read_side_files,
 )
 from .formats.base import plain_name
-from .gguf.checkpoint import open_gguf
+from .gguf.checkpoint import holds_towers, open_gguf, with_towers
 from .gguf.container import Container, read_container
-from .gguf.metadata import SPEC_ONLY, read_spec
-from .gguf.tokenizer import side_files
-from .gguf.towers import holds_towers, with_towers
+from .gguf.metadata import SPEC_ONLY, read_spec, side_files
 from .hub import in_cache_folder
 
 log = logging.getLogger(__name__)
@@ -58,11 +56,9 @@ class Origin:
         raise NotImplementedError
 
     def side_files(self) -> dict[str, bytes]:
-        """Return by name the files that an engine keeps beside its weights."""
         raise NotImplementedError
 
     def extractor(self) -> Mapping[str, Any] | None:
-        """Return how it frames sounds, where it says that."""
         return None
 
     def kinds(self, asked: str | Sequence[str], spec: Spec) -> str | Sequence[str]:
@@ -173,7 +169,6 @@ class GgufFile(Origin):
 
     @cached_property
     def whole(self) -> bool:
-        """Whether the text model's file holds its towers."""
         return holds_towers(self.container)
 
     def kinds(self, asked: str | Sequence[str], spec: Spec) -> str | Sequence[str]:

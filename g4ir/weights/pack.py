@@ -115,8 +115,7 @@ class ParamSource(Protocol):
     def tensor(self, param: str) -> torch.Tensor:
         """Return the whole param, in the engine's dtype; may be a read-only mapping."""
 
-    def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows of a table: [*ids.shape, columns]."""
+    def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor: ...
 
     def release(self, param: str) -> None:
         """Hint that `tensor`'s pages are not needed any more."""
@@ -162,7 +161,6 @@ class MadeParams:
                 self.grids[n["w"].name] = on_grid(made[n["w"].name], codes, scales), scales.numel()
 
     def _require_finite(self, recipe: Graph) -> None:
-        """Raise WeightsError for scales that are not: what they were made of is not either."""
         for name, t in self._made.items():
             if name.endswith(SCALES) and not bool(t.isfinite().all()):
                 names = ", ".join(checkpoint_name(v.name) for v in recipe.params)
@@ -182,7 +180,6 @@ class MadeParams:
         return made.view(*ids.shape, -1)
 
     def given(self, v: Value) -> torch.Tensor:
-        """Return a tensor of the checkpoint, in the dtype of the param that it is."""
         return self._given(v, self.source.tensor)
 
     def _given(self, v: Value, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
@@ -227,11 +224,9 @@ class StoredParams:
         return cls(tuple(map(tensorfile.read_header, files)))
 
     def apart(self) -> StoredParams:
-        """Return the same params on separate mappings, so that writes are not shared."""
         return StoredParams(self.headers)
 
     def check(self, program: Program) -> None:
-        """Raise EngineError unless these are the program's params, of its shapes and dtypes."""
         found, wanted = self.files.names, program.params()
         for header in self.headers:
             for name in header.entries:

@@ -158,7 +158,6 @@ def _scale(name: str, shape: Shape) -> tuple[float, float]:
 
 
 def _place(values: torch.Tensor, centre: float, scale: float) -> torch.Tensor:
-    """Compute values * scale + centre in place, rounded to float32 after each."""
     values.mul_(scale)
     return values.add_(centre) if centre else values
 

@@ -222,7 +222,6 @@ def _check_layout(path: Path, entries: list[Entry], data: int, size: int) -> Non
 
 
 def _check_library(path: Path) -> None:
-    """Raise unless the library that others read such files with takes it too."""
     try:
         with safe_open(path, framework="numpy"):
             pass

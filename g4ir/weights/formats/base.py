@@ -124,7 +124,6 @@ class MadeWeight:
     release: Callable[[], None] = lambda: None
 
     def part(self, suffix: str, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the numbers; a weight of this kind has no suffix."""
         return self.numbers(rows)
 
 
@@ -143,7 +142,6 @@ class Files:
     _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
 
     def map(self, header: Header) -> mmap.mmap:
-        """Return the mapping of a file; WeightsError once they are closed."""
         if self.closed:
             raise WeightsError(f"{self.directory}: the checkpoint is closed; fix: open it again")
         if header.path not in self._maps:
@@ -151,7 +149,6 @@ class Files:
         return self._maps[header.path]
 
     def tensor(self, found: Found) -> torch.Tensor:
-        """Return a view of a stored tensor."""
         return tensorfile.view(self.map(found[0]), found[1])
 
     def rows(self, found: Found, ids: torch.Tensor | None) -> torch.Tensor:
@@ -162,13 +159,11 @@ class Files:
         return made.view(len(ids), *found[1].shape[1:])
 
     def release(self, found: Iterable[Found]) -> None:
-        """Give back the pages of stored tensors."""
         for header, entry in found:
             if header.path in self._maps:
                 tensorfile.drop_pages(self._maps[header.path], entry)
 
     def close(self) -> None:
-        """Forget the mappings; each is unmapped when the last tensor on it is gone."""
         self._maps.clear()
         self.closed = True
 
@@ -216,7 +211,6 @@ class Modules:
         self.weights[name] = found, weight
 
     def done(self) -> QuantisedTensors:
-        """Return all tensors, experts stacked."""
         entries = dict(self.plain)
         weights: dict[Entry, CodedWeight | MadeWeight] = {}
         for name, ((header, entry), weight) in stacked(self.weights).items():
@@ -256,13 +250,11 @@ class ScaleBlocks:
     columns: int
 
     def shape(self, weight: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the scales of a weight."""
         n, k = weight[-2:]
         rows, columns = self.block(weight)
         return (*weight[:-2], -(-n // rows), -(-k // columns))
 
     def block(self, weight: tuple[int, ...]) -> tuple[int, int]:
-        """Return rows and columns of a block of a weight."""
         return min(self.rows or weight[-2], weight[-2]), min(self.columns or weight[-1], weight[-1])
 
     def group(self, weight: tuple[int, ...]) -> int:
@@ -299,12 +291,10 @@ class _Scales:
         return math.prod(self.grid.shape(self.shape)) == 1 and self.found[1].shape in ((), (1,))
 
     def check(self) -> None:
-        """Raise WeightsError unless they have a dtype and the shape of scales."""
         shape = self.found[1].shape if self.flat else self.grid.shape(self.shape)
         require(self.found, FILE_SCALES, shape)
 
     def read(self, ids: torch.Tensor | None) -> torch.Tensor:
-        """Return scales of rows, or of rows `ids`; WeightsError for one that is no scale."""
         entry = self.found[1]
         one_by_one = self.grid.block(self.shape)[0] == 1 and not self.flat
         stored = self.files.rows(self.found, ids) if one_by_one else self.files.tensor(self.found)

@@ -145,7 +145,6 @@ def read(tree: Node, files: Files) -> QuantisedTensors:
 
 
 def _check(config: CompressedTensorsConfig, where: str) -> None:
-    """Raise WeightsError for what is not read: formats, kinds of numbers, other transformations."""
     sparsity = config.sparsity_config or {}
     dense = isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense"
     others = {
@@ -199,7 +198,6 @@ class ModuleChoice:
         return [(g, Names.of(g.targets, self.where)) for g in groups]
 
     def group(self, module: str, kind: str) -> ModuleGroup | None:
-        """Return the first group with a target that names a module."""
         return next((g for g, names in self._groups if names.hold(module, kind)), None)
 
 
@@ -233,7 +231,6 @@ def _take(modules: Modules, module: str, parts: dict[str, Found], choice: Module
 
 
 def _weight(files: Files, parts: Mapping[str, Found], numbers: Numbers, form: str) -> CodedWeight:
-    """Return a module's weight; WeightsError if tensors are missing or of a wrong shape."""
     own = {PACKED: (WORDS, SHAPE)}.get(form, (WEIGHT,))
     known = (*own, SCALE, *([] if numbers.symmetric else [ZERO]))
     for suffix, found in parts.items():

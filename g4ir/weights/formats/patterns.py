@@ -76,7 +76,6 @@ class Names:
         return cls(frozenset(names), tuple(compiled(p, where) for p in found))
 
     def hold(self, module: str, kind: str) -> bool:
-        """Whether a module of a class is among them."""
         known = module in self.exact or kind in self.exact
         return known or any(p.match(module) for p in self.patterns)
 

@@ -33,7 +33,6 @@ class BlockFormat:
     scales: Part
 
     def numbers(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return f32[n, numbers]."""
         import torch
 
         made: torch.Tensor = dequantized(self.codes(blocks), self.scales(blocks), torch.float32)
@@ -102,7 +101,6 @@ def _iq4_xs_scales(b: torch.Tensor) -> torch.Tensor:
 
 
 def _k_block(numbers: torch.Tensor, b: torch.Tensor, form: str) -> torch.Tensor:
-    """Return codes with minima; their integers stay as they lie."""
     return to_blocks(numbers, b[:, 4:16], form)
 
 

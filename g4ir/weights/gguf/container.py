@@ -98,7 +98,6 @@ class Container:
         return split[1] if split else self.path.stem
 
     def items(self, key: str) -> list[Any]:
-        """Return the items of an array; WeightsError where the key holds none."""
         found = self.values.get(key)
         if not isinstance(found, Array):
             raise self.wrong(key, "expected an array", found)
@@ -106,14 +105,12 @@ class Container:
             return list(_Reader(self.path, data).items(quoted(key), found))
 
     def floats(self, tensor: Tensor) -> list[float]:
-        """Return the numbers of a small tensor in F32."""
         with open_regular(tensor.header.path) as file:
             file.seek(tensor.entry.start)
             raw = file.read(tensor.entry.nbytes)
         return [value for (value,) in NUMBERS[6].iter_unpack(raw)]
 
     def wrong(self, key: str, expected: str, found: object, fix: str = CONVERT) -> WeightsError:
-        """Return the error that names a key of the file."""
         shown = "none" if found is None else quoted(found)
         return WeightsError(f"{self.path}: {key}: {expected}, found {shown}; {fix}")
 
@@ -150,7 +147,6 @@ def _read_file(path: Path) -> Container:
 
 
 def _joined(part: Container, count: Any) -> Container:
-    """Return the split model that a file is a part of: `NAME-00001-of-00003.gguf` and so on."""
     split = SPLIT.fullmatch(part.path.name)
     if not split or int(split[2]) != count:
         raise WeightsError(
@@ -318,7 +314,6 @@ class _Reader:
         self.at = at
 
     def items(self, what: str, array: Array) -> Iterator[Any]:
-        """Yield the items of an array."""
         self.at = array.start
         if array.kind != STRING:
             form = NUMBERS[array.kind]
@@ -339,7 +334,6 @@ class _Reader:
     # ---- tensors --------------------------------------------------------------------------------
 
     def _info(self, what: str) -> tuple[GgufType, tuple[int, ...], int]:
-        """Return type, shape and offset of a tensor."""
         count = self._number(U32, f"{what}: count of dims")
         if not 1 <= count <= MOST_DIMS:
             self._fail(f"{what}: {count} dims, expected 1 to {MOST_DIMS}")
@@ -357,7 +351,6 @@ class _Reader:
     def _placed(
         self, infos: Mapping[str, tuple[GgufType, tuple[int, ...], int]], alignment: int
     ) -> dict[str, Entry]:
-        """Return the bytes of tensors: numbers as they are, blocks as rows of bytes."""
         data = -(-self.at // alignment) * alignment
         room = max(0, self.size - data)
         entries: dict[str, Entry] = {}
