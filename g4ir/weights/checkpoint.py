@@ -16,10 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from g4ir.errors import InputError, WeightsError
 from g4ir.model.names import CODES, FINAL_NORM, HEAD, ORDER, SCALES, TOKEN_TABLE
-from g4ir.model.tensors import (
-    CLIP_BOUNDS,
-    media_tensors,
-)
+from g4ir.model.tensors import CLIP_BOUNDS, media_tensors
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec
 from g4ir.weights import tensorfile
@@ -242,7 +239,7 @@ def _read_headers(directory: Path) -> tuple[Header, ...]:
             f"{directory}: both {SINGLE} and {INDEX}, which does not name it; "
             "fix: remove the one that is left over"
         )
-    paths = {file: _shard_path(directory, index, file) for file in sorted(shards)}
+    paths = {file: _inside(directory, file, index) for file in sorted(shards)}
     return tuple(_read_shard(path, shards[file]) for file, path in paths.items())
 
 
@@ -271,23 +268,19 @@ def _read_index(directory: Path, index: Path) -> dict[str, set[str]]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(f"{index}: weight_map must map tensor names to files; fix: download it")
     shards: dict[str, set[str]] = {}
-    for name, file_name in weight_map.items():
-        if not isinstance(file_name, str):
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
             raise WeightsError(
-                f"{index}: weight_map {quoted(name)}: expected a file name, "
-                f"found {quoted(file_name)}; fix: download the index again"
+                f"{index}: weight_map {quoted(name)}: expected a file name, found {quoted(file)}; "
+                "fix: download the index again"
             )
-        shards.setdefault(file_name, set()).add(name)
+        if not file.endswith(".safetensors"):
+            raise WeightsError(
+                f"{index}: weight_map names {quoted(file)}, expected only .safetensors files; "
+                "fix: save the checkpoint with safe_serialization=True"
+            )
+        shards.setdefault(file, set()).add(name)
     return shards
-
-
-def _shard_path(directory: Path, index: Path, name: str) -> Path:
-    if not name.endswith(".safetensors"):
-        raise WeightsError(
-            f"{index}: weight_map names {quoted(name)}, expected only .safetensors files; "
-            "fix: save the checkpoint with safe_serialization=True"
-        )
-    return _inside(directory, name, index)
 
 
 def _read_shard(path: Path, want: set[str]) -> Header:
@@ -368,13 +361,10 @@ def _side_file(directory: Path, name: str) -> bytes:
     raw = read_limited(path, SIDE_FILES[name])
     if name.endswith(".json"):
         parse_json(path, raw)
-    else:
-        try:
-            raw.decode()
-        except UnicodeDecodeError as e:
-            raise WeightsError(
-                f"{path}: not UTF-8 at byte {e.start}; {tensorfile.DOWNLOAD}"
-            ) from None
+    try:
+        raw.decode()
+    except UnicodeDecodeError as e:
+        raise WeightsError(f"{path}: not UTF-8 at byte {e.start}; {tensorfile.DOWNLOAD}") from None
     return raw
 
 
@@ -382,15 +372,12 @@ def _side_file(directory: Path, name: str) -> bytes:
 
 
 def _coded(live: Found, found: QuantisedTensors, dtype: str) -> dict[str, CodedWeight | MadeWeight]:
-    kept: dict[str, CodedWeight | MadeWeight] = {}
-    for name, (_, entry) in live.items():
-        weight = found.weights.get(entry)
+    kept = {name: found.weights[e] for name, (_, e) in live.items() if e in found.weights}
+    for name, weight in kept.items():
         if isinstance(weight, CodedWeight):
             if weight.fault:
                 raise WeightsError(weight.fault)
-            weight = replace(weight, dtype=dtype)
-        if weight:
-            kept[name] = weight
+            kept[name] = replace(weight, dtype=dtype)
     return kept
 
 
@@ -418,10 +405,10 @@ EXTRACTORS = {"processor_config.json": "feature_extractor", "preprocessor_config
 
 def read_extractor(folder: Path | None) -> Mapping[str, Any] | None:
     """Read the feature extractor of sounds from files of a checkpoint or engine, or None."""
-    for name, key in EXTRACTORS.items() if folder else ():
-        if folder and (folder / name).is_file():
-            whole = parse_json(folder / name, (folder / name).read_bytes())
-            found = whole.get(key) if key else whole
-            if isinstance(found, dict):
-                return found
+    files = {folder / name: key for name, key in EXTRACTORS.items()} if folder else {}
+    for file, key in files.items():
+        whole = parse_json(file, file.read_bytes()) if file.is_file() else {}
+        found = whole.get(key) if key else whole
+        if found and isinstance(found, dict):
+            return found
     return None

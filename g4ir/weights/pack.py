@@ -140,25 +140,20 @@ class MadeParams:
         if param not in self._made:
             self._made.clear()
             recipe = self.packing.recipe(param)
-            given = {v.name: self.given(v) for v in recipe.params}
-            seen: dict[str, torch.Tensor] = {}
+            seen = {v.name: self.given(v) for v in recipe.params}
 
             def keep(v: Value, t: torch.Tensor) -> None:
                 seen[v.name] = t
 
             watch = None if self.grids is None else keep
-            self._made.update(interpret(recipe, {}, given, {}, watch)[0])
+            self._made.update(interpret(recipe, {}, dict(seen), {}, watch)[0])
             self._require_finite(recipe)
-            self._count_grids(recipe, {**given, **seen})
+            grids = {} if self.grids is None else self.grids
+            for n in recipe.find("quantize") if watch else ():
+                if n.word("form") == "int4":
+                    w, codes, scales = (seen[v.name] for v in (n["w"], *n.outputs))
+                    grids[n["w"].name] = on_grid(w, codes, scales), scales.numel()
         return self._made.pop(param)
-
-    def _count_grids(self, recipe: Graph, made: Mapping[str, torch.Tensor]) -> None:
-        if self.grids is None:
-            return
-        for n in recipe.find("quantize"):
-            if n.word("form") == "int4":
-                codes, scales = (made[v.name] for v in n.outputs)
-                self.grids[n["w"].name] = on_grid(made[n["w"].name], codes, scales), scales.numel()
 
     def _require_finite(self, recipe: Graph) -> None:
         for name, t in self._made.items():
@@ -332,14 +327,11 @@ def write_params(
         if shards[-1] and sum(x.type.nbytes() for x in shards[-1]) + v.type.nbytes() > shard_bytes:
             shards.append([])
         shards[-1].append(v)
-    files = []
     take = _taking_turns(source, {v.name: v.type.nbytes() for v in params}, progress)
-    for i, shard in enumerate(shards):
-        table = {v.name: _stored_as(v) for v in shard}
-        path = folder / f"{stem}-{i:05d}.safetensors"
-        tensorfile.write_tensors(path, table, take)
-        files.append(path)
-    return files
+    files = {folder / f"{stem}-{i:05d}.safetensors": shard for i, shard in enumerate(shards)}
+    for path, shard in files.items():
+        tensorfile.write_tensors(path, {v.name: _stored_as(v) for v in shard}, take)
+    return [*files]
 
 
 def _taking_turns(source: ParamSource, sizes: Mapping[str, int], progress: Any) -> Any:

@@ -100,8 +100,7 @@ class UnpackedWeights:
 
 
 def _slice(join: Node, v: Value, joined: torch.Tensor) -> torch.Tensor:
-    axis = join.attrs["axis"]
-    assert isinstance(axis, int)
+    axis = join.whole("axis")
     sizes = [int(x.type.shape[axis]) for x in join.inputs]
     return joined.split(sizes, axis)[join.inputs.index(v)]
 

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -376,13 +377,10 @@ def stacked(weights: Weights) -> Weights:
             out[name] = weight
     for prefix, found in layers.items():
         count = 1 + max(e for e, _ in found)
-        for e in range(count):
-            for module in MODULES:
-                if (e, module) not in found:
-                    first = next(iter(found.values()))[0]
-                    raise wrong(
-                        first, f"{prefix}.{e}.{module} is not in codes, but other experts are"
-                    )
+        for e, module in product(range(count), MODULES):
+            if (e, module) not in found:
+                first = next(iter(found.values()))[0]
+                raise wrong(first, f"{prefix}.{e}.{module} is not in codes, but other experts are")
         out[f"{prefix}.gate_up_proj"] = _stack(
             [found[e, m] for e in range(count) for m in MODULES[:2]], 2
         )
