@@ -32,7 +32,8 @@ from .formats.base import (
     shown,
     wrong,
 )
-from .tensorfile import DOWNLOAD, FLOATS, parse_json, quoted, read_header, read_limited
+from .match import tower_names
+from .tensorfile import FLOATS, broken, parse_json, quoted, read_header, read_limited
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +53,16 @@ _OF_TRAINING = {
     *("loftq_config", "eva_config", "corda_config", "runtime_config", "megatron_config"),
     *("megatron_core", "ensure_weight_tying", "qalora_group_size"),
 }
-#: values of `init_lora_weights` that leave the model's own weights as they are
-_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+#: values of keys that are read; of `init_lora_weights` those that leave the model's weights alone
+_ALLOWED: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": (None, "none"),
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
+}
+TIED = (
+    "the table of tokens is the head too (tie_word_embeddings is true), and an adapter changes one "
+    "of them"
+)
 MERGE = (
     "fix: merge the adapter with PEFT (merge_and_unload, save_pretrained) and give that checkpoint"
 )
@@ -96,12 +105,8 @@ class Adapter:
         file = self.path / CONFIG
         values = parse_json(file, read_limited(file, LIMIT))
         other = {k: v for k, v in values.items() if k not in _READ | _OF_TRAINING and v}
-        for key, allowed in (
-            ("peft_type", ("LORA",)),
-            ("bias", (None, "none")),
-            ("init_lora_weights", _INITS),
-        ):
-            if not any(values.get(key) is v or values.get(key) == v for v in allowed):
+        for key, allowed in _ALLOWED.items():
+            if values.get(key) not in allowed:
                 other[key] = values.get(key)
         if other:
             key, value = next(iter(other.items()))
@@ -128,10 +133,8 @@ class Adapter:
         """Return the factor of B @ A of a module; WeightsError for another rank than it says."""
         said = self._number("r", "rank_pattern", module)
         if said != rank:
-            raise WeightsError(
-                f"{self.path / CONFIG}: r: {said:g} for {module}, and its tensors have {rank}; "
-                f"{DOWNLOAD}"
-            )
+            what = f"r: {said:g} for {module}, and its tensors have {rank}"
+            raise broken(self.path / CONFIG, what)
         alpha = self._number("lora_alpha", "alpha_pattern", module)
         return self.factor * alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
@@ -146,10 +149,8 @@ class Adapter:
         ends = (v for name, v in names.items() if f".{module}".endswith(f".{name}"))
         value: Any = next(ends, self.config.get(key))
         if type(value) not in (int, float) or not 0 < value < 1 << 31:
-            raise WeightsError(
-                f"{self.path / CONFIG}: {key}: expected a number above 0, found {quoted(value)}; "
-                f"{DOWNLOAD}"
-            )
+            what = f"{key}: expected a number above 0, found {quoted(value)}"
+            raise broken(self.path / CONFIG, what)
         return float(value)
 
 
@@ -202,7 +203,7 @@ def _modules(file: Path, names: Mapping[str, Found]) -> Mapping[tuple[str, bool]
             raise wrong(found, "no A or B of a plain LoRA", MERGE)
         out.setdefault((match[1], bool(match[2])), {})[match[3]] = found
     if not out:
-        raise WeightsError(f"{file}: has no tensor; {DOWNLOAD}")
+        raise broken(file, "has no tensor")
     return out
 
 
@@ -213,19 +214,13 @@ def _target(spec: Spec, adapter: Adapter, module: str, found: Found) -> tuple[st
     for prefix in dict.fromkeys(map(plain_name, (*spec.prefixes.text, ""))):
         bare = name.removeprefix(prefix) if name.startswith(prefix) else ""
         if bare in (TOKEN_TABLE, HEAD) and spec.text.tie_word_embeddings:
-            raise wrong(
-                found,
-                "the table of tokens is the head too (tie_word_embeddings is true), and an adapter "
-                "changes one of them",
-                MERGE,
-            )
+            raise wrong(found, TIED, MERGE)
         if bare in dead:
             return bare, dead[bare], "K or V of a layer that reads another layer's K and V"
         if bare in text:
             return bare, text[bare], ""
     for bare, shape in towers.items():
-        part, _, rest = bare.partition(".")
-        if name in [place + rest for place in getattr(spec.prefixes, part)]:
+        if name in tower_names(spec, bare):
             return bare, shape, ""
     more = " (a layer with K=V has none: its K is V too)" if name.endswith("v_proj.weight") else ""
     raise wrong(

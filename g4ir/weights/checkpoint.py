@@ -364,7 +364,7 @@ def _side_file(directory: Path, name: str) -> bytes:
     try:
         raw.decode()
     except UnicodeDecodeError as e:
-        raise WeightsError(f"{path}: not UTF-8 at byte {e.start}; {tensorfile.DOWNLOAD}") from None
+        raise tensorfile.broken(path, f"not UTF-8 at byte {e.start}") from None
     return raw
 
 

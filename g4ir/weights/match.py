@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 from g4ir.errors import WeightsError
@@ -84,6 +85,12 @@ def find_prefix(directory: Path, spec: Spec, names: Mapping[str, tuple[Header, E
     return best
 
 
+def tower_names(spec: Spec, bare: str) -> list[str]:
+    """Return the names that a tower's tensor `PART.NAME` may have in a checkpoint."""
+    part, _, rest = bare.partition(".")
+    return [prefix + rest for prefix in getattr(spec.prefixes, part)]
+
+
 def tower_of(spec: Spec, name: str) -> str | None:
     """Return the tower that a tensor belongs to; None for text."""
     parts = asdict(spec.prefixes)
@@ -145,22 +152,19 @@ class TensorMatch:
 
     @cached_property
     def stored_towers(self) -> dict[str, str]:
-        found = {}
+        found: dict[str, str] = {}
         for bare in self.towers:
-            part, _, rest = bare.partition(".")
-            names = (prefix + rest for prefix in getattr(self.spec.prefixes, part))
-            stored = next((name for name in names if name in self.names), None)
-            if stored is not None:
-                found[stored] = bare
+            stored = (name for name in tower_names(self.spec, bare) if name in self.names)
+            found |= dict.fromkeys(islice(stored, 1), bare)
         return found
-
-    @cached_property
-    def head(self) -> str | None:
-        return next((name for name in head_names(self.spec) if name in self.names), None)
 
     @cached_property
     def dead(self) -> Tensors:
         return dead_tensors(self.spec)
+
+    @cached_property
+    def head(self) -> str | None:
+        return next((name for name in head_names(self.spec) if name in self.names), None)
 
     def _role(self, name: str) -> str | None:
         """Return the bare name of a needed tensor, or why it is ignored; None if unknown."""
@@ -178,21 +182,19 @@ class TensorMatch:
         return HEAD if name == self.head else None
 
     def _unknown(self, name: str, header: Header, entry: Entry) -> Mismatch:
-        def mismatch(text: str, fix: str) -> Mismatch:
-            return Mismatch(header.path.name, entry.name, text, fix)
-
-        if ADAPTER.search(name):
-            return mismatch("part of an adapter that is not merged", "adapter")
-        if MLX_EXPERTS in name:
-            return mismatch("experts in MLX's layout", "mlx")
         bare = name.removeprefix(self.prefix)
-        kind = _kind_of(self.spec, bare) if bare.endswith(V_PROJ) else None
-        if kind:
+        if ADAPTER.search(name):
+            text, fix = "part of an adapter that is not merged", "adapter"
+        elif MLX_EXPERTS in name:
+            text, fix = "experts in MLX's layout", "mlx"
+        elif kind := _kind_of(self.spec, bare) if bare.endswith(V_PROJ) else None:
             text = f"unknown: expected no v_proj ({kind}.k_eq_v is true), found {_shape(entry)}"
-            return mismatch(text, "k_eq_v")
-        hint = len(self.mismatches) < SHOWN
-        near = _nearest(bare, list(text_tensors(self.spec)), self.prefix) if hint else ""
-        return mismatch(f"not in the spec{near}", "spec")
+            fix = "k_eq_v"
+        else:
+            hint = len(self.mismatches) < SHOWN
+            near = _nearest(bare, list(text_tensors(self.spec)), self.prefix) if hint else ""
+            text, fix = f"not in the spec{near}", "spec"
+        return Mismatch(header.path.name, entry.name, text, fix)
 
     def _check(self, name: str, header: Header, entry: Entry) -> Iterator[Mismatch]:
         shape = self.shapes[name]

@@ -16,6 +16,7 @@ import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -99,6 +100,11 @@ def quoted(text: object, limit: int = 120) -> str:
     return shown if len(shown) <= limit else shown[:limit] + "..."
 
 
+def broken(path: Path, what: str) -> WeightsError:
+    """Return the error of a file that another download mends."""
+    return WeightsError(f"{path}: {what}; {DOWNLOAD}")
+
+
 def read_header(path: Path) -> Header:
     """Read and check the header of one file; reads no tensor data.
 
@@ -109,9 +115,7 @@ def read_header(path: Path) -> Header:
             status = os.fstat(file.fileno())
             raw = _header_bytes(path, file, status.st_size)
     except OSError as error:
-        raise WeightsError(
-            f"{path}: cannot be read ({error.strerror or error}); {DOWNLOAD}"
-        ) from None
+        raise broken(path, f"cannot be read ({error.strerror or error})") from None
     table = parse_json(path, raw)
     metadata = _metadata(path, table.pop("__metadata__", {}))
     data = LENGTH_BYTES + len(raw)
@@ -133,7 +137,7 @@ def read_limited(path: Path, most: int) -> bytes:
     with open_regular(path) as file:
         raw = file.read(most + 1)
     if len(raw) > most:
-        raise WeightsError(f"{path}: larger than {most} bytes; {DOWNLOAD}")
+        raise broken(path, f"larger than {most} bytes")
     return raw
 
 
@@ -142,36 +146,30 @@ def parse_json(path: Path, raw: bytes) -> dict[str, Any]:
     try:
         return json_object(raw)
     except ValueError as error:
-        raise WeightsError(f"{path}: {error}; {DOWNLOAD}") from None
+        raise broken(path, str(error)) from None
 
 
 def _header_bytes(path: Path, file: IO[bytes], size: int) -> bytes:
     if size < LENGTH_BYTES:
-        raise WeightsError(
-            f"{path}: expected at least {LENGTH_BYTES} bytes, found {size}; {DOWNLOAD}"
-        )
+        raise broken(path, f"expected at least {LENGTH_BYTES} bytes, found {size}")
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     limit = min(HEADER_LIMIT, size - LENGTH_BYTES)
     if not 2 <= length <= limit:
-        raise WeightsError(
-            f"{path}: header length must be 2 to {limit}, found {length} "
-            f"(truncated, or not a safetensors file); {DOWNLOAD}"
-        )
+        what = f"header length must be 2 to {limit}, found {length}"
+        raise broken(path, f"{what} (truncated, or not a safetensors file)")
     raw = file.read(length)
     if raw[:1] != b"{" or len(raw) != length:
-        raise WeightsError(f"{path}: the header must start with '{{'; {DOWNLOAD}")
+        raise broken(path, "the header must start with '{'")
     return raw
 
 
 def _metadata(path: Path, value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
-        raise WeightsError(f"{path}: __metadata__ must map strings to strings; {DOWNLOAD}")
+        raise broken(path, "__metadata__ must map strings to strings")
     for key, text in value.items():
         if not isinstance(text, str):
-            raise WeightsError(
-                f"{path}: __metadata__ {quoted(key)} must be a string, found {quoted(text)}; "
-                f"{DOWNLOAD}"
-            )
+            what = f"__metadata__ {quoted(key)} must be a string, found {quoted(text)}"
+            raise broken(path, what)
     return value
 
 
@@ -184,10 +182,8 @@ def _entry(path: Path, name: str, fields: Any, data: int) -> Entry:
     """Check one tensor's fields on their own; `data` is where the file's data begins."""
 
     def wrong(key: str, expected: str, found: object) -> WeightsError:
-        return WeightsError(
-            f"{path}: tensor {quoted(name)}: {key} must be {expected}, "
-            f"found {quoted(found)}; {DOWNLOAD}"
-        )
+        what = f"tensor {quoted(name)}: {key} must be {expected}, found {quoted(found)}"
+        return broken(path, what)
 
     keys = ("dtype", "shape", "data_offsets")
     if not isinstance(fields, dict) or set(fields) != set(keys):
@@ -211,14 +207,12 @@ def _check_layout(path: Path, entries: list[Entry], data: int, size: int) -> Non
     for entry in entries:
         if entry.start != at:
             kind = "overlaps" if entry.start < at else "leaves a gap after"
-            raise WeightsError(
-                f"{path}: tensor {quoted(entry.name)} {kind} {before}: expected data offset "
-                f"{at - data}, found {entry.start - data}; {DOWNLOAD}"
-            )
+            offsets = f"expected data offset {at - data}, found {entry.start - data}"
+            raise broken(path, f"tensor {quoted(entry.name)} {kind} {before}: {offsets}")
         at, before = entry.end, quoted(entry.name)
     if at != size:
         state = "truncated" if size < at else "has bytes after the last tensor"
-        raise WeightsError(f"{path}: file {state}: expected {at} bytes, found {size}; {DOWNLOAD}")
+        raise broken(path, f"file {state}: expected {at} bytes, found {size}")
 
 
 def _check_library(path: Path) -> None:
@@ -226,9 +220,7 @@ def _check_library(path: Path) -> None:
         with safe_open(path, framework="numpy"):
             pass
     except (SafetensorError, OSError) as error:
-        raise WeightsError(
-            f"{path}: safetensors refuses it: {quoted(str(error))}; {DOWNLOAD}"
-        ) from None
+        raise broken(path, f"safetensors refuses it: {quoted(str(error))}") from None
 
 
 def identity(status: os.stat_result) -> tuple[int, ...]:
@@ -306,10 +298,9 @@ def read_pages(tensor: torch.Tensor) -> None:
 
 
 @cache
-def _madvise() -> Callable[[int, int, int], int]:
-    found = ctypes.CDLL(None).madvise
-    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    function: Callable[[int, int, int], int] = found
+def _madvise() -> Any:
+    function: Any = ctypes.CDLL(None).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return function
 
 
@@ -328,12 +319,10 @@ def write_tensors(
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     sizes = {name: prod(shape) * BITS[code] // 8 for name, (code, shape) in table.items()}
     names = sorted(table, key=lambda name: sizes[name] % ALIGNED > 0)
-    at = 0
-    for name in names:
+    offsets = pairwise(accumulate((sizes[name] for name in names), initial=0))
+    for name, span in zip(names, offsets, strict=True):
         code, shape = table[name]
-        offsets = [at, at + sizes[name]]
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": offsets}
-        at += sizes[name]
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": list(span)}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-(LENGTH_BYTES + len(raw)) % ALIGNED)
     length = len(raw).to_bytes(LENGTH_BYTES, "little")

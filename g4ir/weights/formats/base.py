@@ -70,17 +70,15 @@ def plain_name(name: str) -> str:
     return name
 
 
-def by_plain_name(place: object, names: Iterable[tuple[str, T]]) -> Mapping[str, T]:
+def by_plain_name(place: Path, names: Iterable[tuple[str, T]]) -> Mapping[str, T]:
     """Return tensors by their plain names; WeightsError for two of one name."""
     out: dict[str, T] = {}
     stored: dict[str, str] = {}
     for name, found in names:
         plain = plain_name(name)
         if plain in out:
-            raise WeightsError(
-                f"{place}: {quoted(stored[plain])} and {quoted(name)} are the same tensor; "
-                f"{tensorfile.DOWNLOAD}"
-            )
+            what = f"{quoted(stored[plain])} and {quoted(name)} are the same tensor"
+            raise tensorfile.broken(place, what)
         out[plain], stored[plain] = found, name
     return out
 

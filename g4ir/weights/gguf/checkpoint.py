@@ -28,7 +28,7 @@ from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.formats.base import CodedWeight, Files, MadeWeight
 from g4ir.weights.match import Mismatch, absent_value, report
-from g4ir.weights.tensorfile import DOWNLOAD, FLOATS, quoted
+from g4ir.weights.tensorfile import FLOATS, broken, quoted
 
 from .blocks import CODED, DENSE, by_pieces
 from .container import ARCHITECTURE, Array, Container, Tensor, shortest
@@ -235,10 +235,8 @@ class Blocks:
         blocks = raw.reshape(-1, t.stored.nbytes)
         made = by_pieces(blocks, convert)
         if made.is_floating_point() and not bool(made.isfinite().all()):
-            raise WeightsError(
-                f"{t.header.path}: tensor {quoted(t.entry.name)}: a scale is NaN or infinite; "
-                f"{DOWNLOAD}"
-            )
+            what = f"tensor {quoted(t.entry.name)}: a scale is NaN or infinite"
+            raise broken(t.header.path, what)
         each = raw.shape[-1] // t.stored.nbytes
         return made.reshape(*raw.shape[:-1], each * made.shape[-1])
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from g4ir.errors import WeightsError
-from g4ir.weights.tensorfile import DOWNLOAD, Entry, Header, identity, open_regular, quoted
+from g4ir.weights.tensorfile import DOWNLOAD, Entry, Header, broken, identity, open_regular, quoted
 
 from .tables import TYPES, GgufType
 
@@ -137,13 +137,12 @@ def _read_file(path: Path) -> Container:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
             if status.st_size < len(MAGIC):
-                raise WeightsError(f"{path}: {status.st_size} bytes are no GGUF file; {DOWNLOAD}")
+                raise broken(path, f"{status.st_size} bytes are no GGUF file")
             header = Header(path, status.st_size, identity(status), {}, {})
             with _mapped(path, file.fileno()) as data:
                 return _Reader(path, data).read(header)
     except OSError as error:
-        reason = error.strerror or error
-        raise WeightsError(f"{path}: cannot be read ({reason}); {DOWNLOAD}") from None
+        raise broken(path, f"cannot be read ({error.strerror or error})") from None
 
 
 def _joined(part: Container, count: Any) -> Container:
@@ -168,7 +167,7 @@ def _joined(part: Container, count: Any) -> Container:
                 raise own.wrong(key, f"expected {value}", own.values.get(key), DOWNLOAD)
         if twice := next((name for name in own.tensors if name in tensors), None):
             other = tensors[twice].header.path.name
-            raise WeightsError(f"{own.path}: tensor {quoted(twice)} is in {other} too; {DOWNLOAD}")
+            raise broken(own.path, f"tensor {quoted(twice)} is in {other} too")
         tensors |= own.tensors
     total = parts[0].values.get("split.tensors.count", len(tensors))
     if total != len(tensors):
@@ -235,7 +234,7 @@ class _Reader:
     # ---- pieces ---------------------------------------------------------------------------------
 
     def _fail(self, what: str) -> NoReturn:
-        raise WeightsError(f"{self.path}: {what}; {DOWNLOAD}")
+        raise broken(self.path, what)
 
     def _need(self, count: int, what: str) -> None:
         if count > self.size - self.at:

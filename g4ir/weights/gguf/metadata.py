@@ -37,6 +37,8 @@ DEFAULTS = {
 COUNT = "rope.dimension_count"
 #: other names of keys
 OTHER_NAMES = {"rope.freq_base_swa": "rope.local.freq_base"}
+#: fields of a config that one without experts lacks
+OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
 #: keys of towers in the same file, which towers.py reads
 OF_TOWERS = ("vision.", "audio.")
 #: frequencies of what is not rotated are divided by this
@@ -82,10 +84,8 @@ class _Keys:
         return other if found is None else found
 
     def contradiction(self, name: str, found: object, where: str, other: object) -> SpecError:
-        return self.wrong(
-            name,
-            f"{quoted(found)}, and {where} {quoted(other)}; take another conversion of the model",
-        )
+        fix = "take another conversion of the model"
+        return self.wrong(name, f"{quoted(found)}, and {where} {quoted(other)}; {fix}")
 
     def need(self, name: str) -> Any:
         found = self.get(name)
@@ -113,10 +113,8 @@ class _Keys:
         fits = alike or found.count == layers
         values = [found] * layers if alike else self.file.items(f"{ARCHITECTURE}.{name}") * fits
         if not fits or any(type(v) is not kind for v in values):
-            raise self.wrong(
-                name,
-                f"expected {layers} values of type {kind.__name__}, one for each layer",
-            )
+            expected = f"expected {layers} values of type {kind.__name__}, one for each layer"
+            raise self.wrong(name, expected)
         return values
 
     def one(self, name: str, values: list[int]) -> int:
@@ -124,6 +122,9 @@ class _Keys:
             shown = sorted(set(values))[:8]
             raise self.wrong(name, f"layers of one kind must be alike, found {shown}")
         return values[0]
+
+    def of_all(self, name: str, layers: int) -> int:
+        return self.one(name, self.by_layer(name, layers))
 
     def check_architecture(self) -> None:
         found = self.file.values.get("general.architecture")
@@ -162,9 +163,7 @@ def _config(keys: _Keys) -> dict[str, Any]:
         "hidden_size": keys.integer("embedding_length"),
         "num_hidden_layers": layers,
         "layer_types": [KINDS[SLIDING if s else FULL][1] for s in sliding],
-        "num_attention_heads": keys.one(
-            "attention.head_count", keys.by_layer("attention.head_count", layers)
-        ),
+        "num_attention_heads": keys.of_all("attention.head_count", layers),
         "max_position_embeddings": keys.integer("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "final_logit_softcapping": keys.number("final_logit_softcapping", 0) or None,
@@ -172,16 +171,20 @@ def _config(keys: _Keys) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in tensors,
         **_feed_forward(keys, layers),
         **_attention(keys, sliding),
-        **_experts(keys),
-        **_per_layer_inputs(keys),
+        "num_experts": keys.integer("expert_count", 0),
+        "top_k_experts": keys.integer("expert_used_count", 0),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", 0),
+        "hidden_size_per_layer_input": keys.integer("embedding_length_per_layer_input", 0),
         **token_ids(keys.file, vocabulary(keys.file)),
     }
-    stated = keys.get("vocab_size")
-    if stated not in (None, config["vocab_size"]):
-        raise keys.wrong(
-            "vocab_size",
-            f"{quoted(stated)}, and token_embd.weight has {config['vocab_size']} rows",
-        )
+    config["enable_moe_block"] = config["num_experts"] > 0
+    if not config["num_experts"]:
+        config = {k: v for k, v in config.items() if k not in OF_EXPERTS}
+    if config["hidden_size_per_layer_input"]:
+        config["vocab_size_per_layer_input"] = _rows(keys, "per_layer_token_embd.weight")
+    stated, rows = keys.get("vocab_size"), config["vocab_size"]
+    if stated not in (None, rows):
+        raise keys.wrong("vocab_size", f"{quoted(stated)}, and token_embd.weight has {rows} rows")
     return config
 
 
@@ -212,16 +215,11 @@ def _feed_forward(keys: _Keys, layers: int) -> dict[str, Any]:
         raise keys.wrong("attention.shared_kv_layers", f"{shared} of {layers} layers")
     width, wide = keys.one(name, sizes[:own]), keys.one(name, sizes[own:] or sizes[:1])
     if wide not in (width, 2 * width):
-        raise keys.wrong(
-            name,
-            f"{wide} where K and V are shared, expected {width} or {2 * width}",
-        )
+        expected = f"expected {width} or {2 * width}"
+        raise keys.wrong(name, f"{wide} where K and V are shared, {expected}")
     double = shared > 0 and wide == 2 * width
-    return {
-        "intermediate_size": width,
-        "num_kv_shared_layers": shared,
-        "use_double_wide_mlp": double,
-    }
+    sizes_of = {"intermediate_size": width, "num_kv_shared_layers": shared}
+    return {**sizes_of, "use_double_wide_mlp": double}
 
 
 def _window(keys: _Keys) -> int:
@@ -242,15 +240,11 @@ def _attention(keys: _Keys, sliding: list[bool]) -> dict[str, Any]:
     for kind, (end, name) in KINDS.items():
         layers = [i for i, s in enumerate(sliding) if s == (kind == SLIDING)]
         dim = _head_dim(keys, f"attention.key_length{end}", layers)
-        kinds[kind] = {
-            "head_dim": dim,
-            "num_key_value_heads": keys.one(
-                "attention.head_count_kv", [heads[i] for i in layers] or heads[:1]
-            ),
-        }
+        own = [heads[i] for i in layers] or heads[:1]
+        count = keys.one("attention.head_count_kv", own)
+        kinds[kind] = {"head_dim": dim, "num_key_value_heads": count}
         for other in (f"attention.value_length{end}", f"rope.dimension_count{end}"):
-            partial = other == COUNT
-            if keys.integer(other, dim) != dim and not partial:
+            if keys.integer(other, dim) != dim and other != COUNT:
                 raise keys.wrong(other, f"expected {dim}, as key_length{end} is")
         theta = keys.number(f"rope.freq_base{end}")
         ropes[name] = {"rope_type": "default", "rope_theta": theta}
@@ -297,8 +291,7 @@ def _shares_values(keys: _Keys, sliding: list[bool], full: dict[str, int]) -> bo
     names = [f"blk.{i}.attn" for i, s in enumerate(sliding) if not s]
     own = [n for n in names if f"{n}_k.weight" in tensors]
     if fused := [tensors[f"{n}_qkv.weight"] for n in names if f"{n}_qkv.weight" in tensors]:
-        name = "attention.head_count"
-        heads = keys.one(name, keys.by_layer(name, len(sliding)))
+        heads = keys.of_all("attention.head_count", len(sliding))
         return fused[0].shape[0] == (heads + full["num_key_value_heads"]) * full["head_dim"]
     return bool(own) and all(f"{n}_v.weight" not in tensors for n in own)
 
@@ -322,9 +315,8 @@ def _rotated(keys: _Keys, pairs: int) -> float:
     (name, count), *others = said.items()
     for other, its in others:
         if its != count:
-            raise keys.fail(
-                other, f"{its} dims of a full layer's head are rotated, and by {name} {count}"
-            )
+            what = f"{its} dims of a full layer's head are rotated, and by {name} {count}"
+            raise keys.fail(other, what)
     return count / (2 * pairs)
 
 
@@ -341,26 +333,6 @@ def _rotated_by_tensor(keys: _Keys, pairs: int) -> int:
             f"tensor {ROPE}", "expected ones, then 1e30: another scaling of frequencies is not read"
         )
     return count
-
-
-def _experts(keys: _Keys) -> dict[str, Any]:
-    count = keys.integer("expert_count", 0)
-    names = {
-        "top_k_experts": "expert_used_count",
-        "moe_intermediate_size": "expert_feed_forward_length",
-    }
-    found = {field: keys.integer(name, 0) for field, name in names.items()}
-    if not count:
-        return {"enable_moe_block": False}
-    return {"enable_moe_block": True, "num_experts": count, **found}
-
-
-def _per_layer_inputs(keys: _Keys) -> dict[str, Any]:
-    dim = keys.integer("embedding_length_per_layer_input", 0)
-    out = {"hidden_size_per_layer_input": dim}
-    if dim:
-        out["vocab_size_per_layer_input"] = _rows(keys, "per_layer_token_embd.weight")
-    return out
 
 
 # ---- tokenizer ----------------------------------------------------------------------------------
