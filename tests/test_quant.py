@@ -29,7 +29,6 @@ from g4ir.backends.primitives.weights import by_columns
 from g4ir.backends.torch_compile import pyops
 from g4ir.backends.torch_compile.segment import graph_steps
 from g4ir.check.logits import verify_engine
-from g4ir.check.passes import verify_each_pass
 from g4ir.check.quality import divergences, measured
 from g4ir.engine.build import prepare, write_engine
 from g4ir.errors import G4Error, WeightsError
@@ -419,7 +418,6 @@ def test_packed_linked_and_random_weights(tmp_path: Path, backend: str) -> None:
             assert torch.equal(mine, made), (way, weight)
     assert all(torch.equal(s, seen[0]) for s in seen)
     assert verify_engine(engine, against="hf", checkpoint=checkpoint).ok
-    assert backend == "onnx" or verify_each_pass(engine, [*range(5, 17)]).ok
 
 
 def random_weight(name: str) -> torch.Tensor:

@@ -215,8 +215,6 @@ OTHERS = {
     "int4": Blocks(
         compressed("pack-quantized", **with_group(16)), packed_weight(4, 16, BF16), 1, 16
     ),
-        compressed("pack-quantized", **with_group(16)), packed_weight(4, 16, BF16), 1, 16
-    ),
     "int8": Blocks(compressed("int-quantized", **rows(8)), int8_weight, 1, 0),
     "fp8": Blocks(compressed("naive-quantized", **rows(8, "float")), e4m3_weight(1, 0), 1, 0),
     "fp8 of tensors": Blocks(
