@@ -169,19 +169,6 @@ def test_no_pass_no_planning() -> None:
 # --- weight formats -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_formats_add_up(name: str) -> None:
-    spec = spec_called(name)
-    elements = numel(text_tensors(spec))
-    for form, each in {"f32": 4, "bf16": 2, "f16": 2}.items():
-        assert weight_sizes(spec, form).total == each * elements
-    sizes = weight_sizes(spec, "int8")
-    assert elements < sizes.total < 1.3 * elements + 4 * 70 * len(text_tensors(spec))
-    tied = spec.text.tie_word_embeddings
-    assert (sizes.head == 0) is tied
-    assert sizes.tables == (0 if tied else sizes.token_table)
-
-
 def test_integer_formats_to_the_byte() -> None:
     """A dense block by hand: scales of rows in the engine's dtype, of groups of 32 in bf16,
     vectors as they are."""
