@@ -11,7 +11,7 @@ from g4ir.errors import WeightsError
 from g4ir.spec.reader import Where, tree_of
 from g4ir.weights.tensorfile import parse_json, quoted, read_limited
 
-from . import compressed_tensors, fp8, mlx, mobile
+from . import compressed_tensors, huggingface, mlx
 from .base import KEY, Files, QuantisedTensors
 
 #: most bytes of a config.json
@@ -19,8 +19,8 @@ LIMIT = 4 << 20
 #: quant_method -> its reader: the config's tree and the files -> what is in codes
 METHODS: Mapping[str, Callable[[Any, Files], QuantisedTensors]] = {
     "compressed-tensors": compressed_tensors.read,
-    "fp8": fp8.read,
-    "gemma": mobile.read,
+    "fp8": huggingface.read_fp8,
+    "gemma": huggingface.read_mobile,
 }
 
 
