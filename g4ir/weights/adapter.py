@@ -182,10 +182,9 @@ def _merged(model: Checkpoint, spec: Spec, adapter: Adapter) -> Checkpoint:
             ignored |= {plain: why for plain, at in names.items() if at in parts.values()}
             continue
         if isinstance(model.coded.get(bare), CodedWeight):
+            what = f"{bare} is quantised in {model.directory}, and an adapter needs its numbers"
             raise wrong(
-                found,
-                f"{bare} is quantised in {model.directory}, and an adapter needs its numbers",
-                "fix: give the bf16 weights that it was quantised from, and --quant",
+                found, what, "fix: give the bf16 weights that it was quantised from, and --quant"
             )
         low = _Low(files, *_factors(parts, embedding, shape), embedding)
         scale = adapter.scale(module, low.rank)
@@ -240,12 +239,9 @@ def _factors(parts: Parts, embedding: bool, shape: Shape) -> tuple[Found, Found]
     rank = a[1].shape[0] if a[1].shape else 0
     for part, want in ((a, (rank, inner)), (b, (outer, rank))):
         if part[1].shape != want or part[1].dtype not in FLOATS or not rank:
-            raise wrong(
-                part,
-                f"expected {' or '.join(FLOATS)} {list(want)} for a weight {list(shape)}, found "
-                f"{shown(part)}",
-                "fix: give an adapter of this model",
-            )
+            expected = f"expected {' or '.join(FLOATS)} {list(want)} for a weight {list(shape)}"
+            fix = "fix: give an adapter of this model"
+            raise wrong(part, f"{expected}, found {shown(part)}", fix)
     return a, b
 
 

@@ -191,9 +191,8 @@ class Modules:
     def __post_init__(self) -> None:
         for name, found in self.files.names.items():
             if len(name) > MOST_NAME:
-                raise wrong(
-                    found, f"a name of {len(name)} characters, at most {MOST_NAME} are read"
-                )
+                what = f"a name of {len(name)} characters, at most {MOST_NAME} are read"
+                raise wrong(found, what)
             suffix = next((s for s in self.suffixes if name.endswith(s)), None)
             if suffix is None:
                 self.plain[name] = found
@@ -260,7 +259,9 @@ class ScaleBlocks:
         """Return the numbers of a row that share a scale, such that they divide rows and blocks."""
         return math.gcd(self.block(weight)[1], weight[-1])
 
-    def spread(self, scales: torch.Tensor, weight: tuple[int, ...], ids: torch.Tensor | None):  # type: ignore[no-untyped-def]
+    def spread(
+        self, scales: torch.Tensor, weight: tuple[int, ...], ids: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return scales of blocks as scales of rows [.., N, G]; of rows `ids` alone where given."""
         import torch
 
@@ -300,15 +301,11 @@ class _Scales:
         stored = stored.float() if entry.dtype == "F8_E8M0" else stored
         good = (stored.float() > 0) & stored.isfinite()
         if not bool(good.all()):
-            value = float(stored[~good].flatten()[0])
-            raise wrong(
-                self.found,
-                f"a scale is {value:g}, expected positive and finite numbers",
-                "fix: download the file again",
-            )
-        if one_by_one:
-            return self.grid.spread(stored, (len(stored), *self.shape[1:]), None)
-        return self.grid.spread(stored, self.shape, ids)
+            what = f"a scale is {float(stored[~good].flatten()[0]):g}"
+            fix = "fix: download the file again"
+            raise wrong(self.found, f"{what}, expected positive and finite numbers", fix)
+        shape = (len(stored), *self.shape[1:]) if one_by_one else self.shape
+        return self.grid.spread(stored, shape, None if one_by_one else ids)
 
 
 def as_it_is(t: torch.Tensor) -> torch.Tensor:
@@ -390,11 +387,8 @@ def _stack(parts: list[tuple[Found, CodedWeight]], each: int) -> tuple[Found, Co
     found, first = parts[0]
     for other, weight in parts:
         if (weight.scheme, weight.shape) != (first.scheme, first.shape):
-            raise wrong(
-                other,
-                f"expected {list(first.shape)} in {first.scheme}, as of expert 0, found "
-                f"{list(weight.shape)} in {weight.scheme}",
-            )
+            expected = f"expected {list(first.shape)} in {first.scheme}, as of expert 0"
+            raise wrong(other, f"{expected}, found {list(weight.shape)} in {weight.scheme}")
     n, k = first.shape
 
     def join(read: Callable[[CodedWeight], torch.Tensor]) -> torch.Tensor:

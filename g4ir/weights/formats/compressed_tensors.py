@@ -233,18 +233,13 @@ def _take(modules: Modules, module: str, parts: dict[str, Found], choice: Module
 def _weight(files: Files, parts: Mapping[str, Found], numbers: Numbers, form: str) -> CodedWeight:
     own = {PACKED: (WORDS, SHAPE)}.get(form, (WEIGHT,))
     known = (*own, SCALE, *([] if numbers.symmetric else [ZERO]))
-    for suffix, found in parts.items():
-        if suffix == INDEX:
-            raise wrong(
-                found, "columns in another order (actorder with g_idx) are not read", OTHERWISE
-            )
-        if suffix not in known:
-            raise wrong(found, f"does not belong to {form}, symmetric {numbers.symmetric}", FIX)
-    for suffix in known:
-        if suffix not in parts:
-            raise wrong(
-                next(f for s in SUFFIXES if (f := parts.get(s))), f"its module has no {suffix[1:]}"
-            )
+    if found := parts.get(INDEX):
+        raise wrong(found, "columns in another order (actorder with g_idx) are not read", OTHERWISE)
+    if other := next((found for suffix, found in parts.items() if suffix not in known), None):
+        raise wrong(other, f"does not belong to {form}, symmetric {numbers.symmetric}", FIX)
+    if missing := next((suffix for suffix in known if suffix not in parts), None):
+        first = next(parts[s] for s in SUFFIXES if s in parts)
+        raise wrong(first, f"its module has no {missing[1:]}")
     codes, scales, grid = parts[own[0]], parts[SCALE], numbers.grid
     assert grid
     if form == PACKED:

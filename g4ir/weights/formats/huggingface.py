@@ -93,12 +93,9 @@ def _take_fp8(
         raise wrong(weight, "is in codes, but modules_to_not_convert names its module", FIX)
     require(weight, ["F8_E4M3"])
     grid = ScaleBlocks(*(config.weight_block_size or (0, 0)))
-    shape = weight[1].shape
-    modules.add(
-        module,
-        weight,
-        coded_weight(modules.files, "fp8", shape, weight, scales, grid, e4m3(weight)),
-    )
+    shape, check = weight[1].shape, e4m3(weight)
+    made = coded_weight(modules.files, "fp8", shape, weight, scales, grid, check)
+    modules.add(module, weight, made)
 
 
 # ---- the mobile form --------------------------------------------------------------------------

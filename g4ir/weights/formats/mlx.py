@@ -79,12 +79,8 @@ def _weight(
     codes, scales, biases = parts
     bits, group = stated.get("bits"), stated.get("group_size")
     if bits not in READ or type(group) is not int or not 0 < group <= 1 << 16:
-        raise wrong(
-            codes,
-            f"{quoted(bits)} bits in groups of {quoted(group)} ({config.name}: {KEY}), and "
-            f"{', '.join(map(str, READ))} bits are read",
-            OTHER,
-        )
+        what = f"{quoted(bits)} bits in groups of {quoted(group)} ({config.name}: {KEY})"
+        raise wrong(codes, f"{what}, and {', '.join(map(str, READ))} bits are read", OTHER)
     rows, groups = scales[1].shape if len(scales[1].shape) == 2 else (0, 0)
     require(codes, ("U32",), (rows, groups * group * bits // 32))
     require(scales, FLOATS, (rows, groups))

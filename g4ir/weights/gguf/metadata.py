@@ -39,7 +39,7 @@ COUNT = "rope.dimension_count"
 OTHER_NAMES = {"rope.freq_base_swa": "rope.local.freq_base"}
 #: fields of a config that one without experts lacks
 OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
-#: keys of towers in the same file, which towers.py reads
+#: keys of towers in the same file, which checkpoint.py reads
 OF_TOWERS = ("vision.", "audio.")
 #: frequencies of what is not rotated are divided by this
 UNROTATED = 1e30
