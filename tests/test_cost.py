@@ -51,6 +51,7 @@ from g4ir.plan.gpus import GPUS, find_gpu, parse_bytes
 from g4ir.spec.record import load_spec
 from tests.cli_tools import built, g4ir
 
+CASES = yaml.safe_load(Path(__file__).with_name("plan_cases.yaml").read_text())
 TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
 #: ops whose FLOPs are those of matrix products alone, as the counter sees them
 PRODUCTS = ("linear", "router", "experts")
@@ -404,19 +405,7 @@ def test_a_roof_is_positive(rates: tuple[float, float]) -> None:
         Roof(*rates)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"B": 0}, "B=0"),
-        ({"B": -3}, "B=-3"),
-        ({"C": -1}, "C=-1"),
-        ({"S": 0}, "S=0"),
-        ({"B": 1.5}, "B=1.5"),
-        ({"experts": 0}, "experts=0"),
-        ({"experts": math.nan}, "experts=nan"),
-        ({"weights": "q4"}, "'q4': one of f32, bf16"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), CASES["steps"])
 def test_bad_sizes_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         graph_costs(graph("tiny-moe"), **options)
@@ -449,8 +438,7 @@ def test_the_cards() -> None:
         assert gpu.roof.name == name and 10 < gpu.roof.flops_per_s / gpu.roof.bytes_per_s < 500
 
 
-#: names of cards, sizes and what is refused
-TEXTS = yaml.safe_load(Path(__file__).with_name("gpu_names.yaml").read_text())
+TEXTS = CASES["gpus"]
 
 
 @pytest.mark.parametrize(("text", "name"), [*((n, n) for n in GPUS), *TEXTS["cards"].items()])

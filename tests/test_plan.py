@@ -7,7 +7,6 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cache, partial
 from itertools import product
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +33,7 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.plan.fit import _group_limits, device_memory, require_fit
 from g4ir.plan.footprint import RESERVE_BYTES, reserve
 from g4ir.plan.formats import kv_bytes, weight_sizes
-from g4ir.plan.gpus import GPUS, SIZE_RULE, find_gpu
+from g4ir.plan.gpus import GPUS, SIZE_RULE, find_gpu, parse_bytes
 from g4ir.plan.memory import Needs, live_sizes
 from g4ir.plan.options import BuildOptions, Resolved
 from g4ir.plan.plan import PLANNED, cache_lines, make_plan
@@ -46,6 +46,7 @@ from g4ir.weights.pack import split_program
 from tests.cli_tools import g4ir, refused
 from tests.configs import NAMES, SMALL, spec_called
 
+CASES = yaml.safe_load(Path(__file__).with_name("plan_cases.yaml").read_text())
 VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
 GIB, GB = 2**30, 10**9
 FORMS = ("off", "value", "raw")
@@ -442,21 +443,10 @@ def advised(message: str) -> list[dict[str, Any]]:
     return found
 
 
-TABLE, ALL = {"ple_placement"}, {*FLAGS.values()}
-REFUSED: dict[str, tuple[str, int, dict[str, Any], set[str]]] = {
-    "rows": ("31b", 80 * GB, {"max_batch": 12}, {"max_seq", "max_batch"}),
-    "length": ("12b", 34 * GB, {"max_seq": 262144}, {"max_seq", "prefill_chunk"}),
-    "dtype": ("e2b", 8 * GIB, {"dtype": "f32", "ple_placement": "host"}, {"dtype"}),
-    "table": ("e2b", 9 * GIB, {"ple_placement": "device"}, {"ple_placement"}),
-    "table on a cpu": ("e2b", 9 * GIB, {"ple_placement": "host", "device": "cpu"}, TABLE),
-    "all of it": ("e2b", 6 * GIB, {"dtype": "f32", "ple_placement": "device", "max_batch": 8}, ALL),
-    "latent": ("31b", 80 * GB, {"max_seq": 262144, "latent": "raw", "max_batch": 2}, {"max_seq"}),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", CASES["refused"])
 def test_a_build_that_does_not_fit_is_refused_with_what_fits(case: str) -> None:
-    name, memory, options, expected = REFUSED[case]
+    name, size, options, expected = CASES["refused"][case]
+    memory = parse_bytes(size, case)
     with pytest.raises(PlanError) as refusal:
         check(name, memory, **options)
     message = str(refusal.value)
@@ -465,7 +455,7 @@ def test_a_build_that_does_not_fit_is_refused_with_what_fits(case: str) -> None:
     short = re.search(r"\(([0-9]+) bytes\) short", message)
     assert short
     settings = advised(message)
-    assert {k for s in settings for k in s} == expected
+    assert {k for s in settings for k in s} == {*expected}
     for setting in settings:
         check(name, memory, **{**options, **setting})
     # the number short is exact: so much more memory, and what is reserved of it, is enough
@@ -579,42 +569,22 @@ def test_a_spec_file_and_its_limit(tmp_path: Path) -> None:
     assert plan["hub"] is None
 
 
-OPTIONS: dict[str, tuple[list[str], Callable[[dict[str, Any]], Any], Any]] = {
-    "dtype": (["--dtype", "float32"], lambda p: p["dtype"], "f32"),
-    "ple-placement": (["--ple-placement", "host"], lambda p: p["ple_placement"], "host"),
-    "device": (["--device", "cpu"], lambda p: p["device"], "cpu"),
-    "chunk": (["--prefill-chunk", "1K"], lambda p: p["prefill_chunk"], 1024),
-    "skip": (["--skip", "plan_cache"], lambda p: p["skipped_passes"], ["plan_cache"]),
-    "latent": (["--latent-kv", "raw"], lambda p: p["latent"], "raw"),
-    "size": (["--gpu", "24GiB"], lambda p: p["fits"][0]["memory"], 24 * GIB),
-    "all logits": (["--all-logits"], lambda p: p["rows"][0]["activations"] > GIB, True),
-}
-
-
-@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("case", CASES["options"])
 def test_options(case: str) -> None:
-    words, value, expected = OPTIONS[case]
-    assert value(json.loads(ok("--variant", "e2b", *words, "--json"))) == expected
+    words, key, expected = CASES["options"][case]
+    assert json.loads(ok("--variant", "e2b", *words.split(), "--json"))[key] == expected
+
+
+def test_sizes_of_devices_and_all_logits() -> None:
+    plan = json.loads(ok("--variant", "e2b", "--gpu", "24GiB", "--all-logits", "--json"))
+    assert plan["fits"][0]["memory"] == 24 * GIB and plan["rows"][0]["activations"] > GIB
 
 
 def test_each_of_several_variants_takes_what_it_has_a_use_for() -> None:
     assert g4ir("plan", "--variant", "e2b,31b", "--ple-placement", "host").code == 0
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"ctx": []}, "ctx: expected at least one number"),
-        ({"ctx": 0}, "ctx 0: expected"),
-        ({"ctx": 1.5}, "ctx 1.5: expected a whole number"),
-        ({"ctx": True}, "ctx True: expected"),
-        ({"batch": -1}, "batch -1: expected"),
-        ({"memory": 0}, "memory 0: expected"),
-        ({"memory": [-5]}, "memory -5: expected"),
-        ({"prefill_chunk": 0}, "prefill-chunk 0"),
-        ({"device": "tpu"}, "device 'tpu': expected"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), CASES["arguments"])
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         sizes = {k: options[k] for k in ("ctx", "batch", "memory") if k in options}
