@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import g4ir
 from g4ir.check.logits import verify_engine
@@ -33,6 +34,13 @@ from tests.gguf_files import all_of, finish, values_of, write_gguf, write_mmproj
 def standardised() -> Spec:
     spec = load_spec("tiny-media")
     return replace(spec, vision=replace(spec.vision, standardize=True))  # type: ignore[type-var]
+
+
+CASES = yaml.safe_load(Path(__file__).with_name("gguf_refused.yaml").read_text())
+
+
+def changed(case: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
+    return lambda values: values.update(case.get("set", {}))
 
 
 SPECS: dict[str, Callable[[], Spec]] = {
@@ -133,10 +141,6 @@ LINEARS = ("attn_q", "attn_k", "attn_v", "attn_out", "ffn_gate", "ffn_up", "ffn_
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
 
-def of(key: str, value: Any) -> dict[str, Any]:
-    return {"change": lambda values: values.update({key: value})}
-
-
 def ollama_name(name: str) -> str:
     if name.startswith("a.blk."):
         *layer, own, end = name.split(".")
@@ -233,31 +237,6 @@ def test_commands_of_one_file(tmp_path: Path) -> None:
     assert engine.media.kinds == KINDS and verify_engine(engine).ok
 
 
-WRONG_WHOLE: dict[str, tuple[dict[str, Any], str]] = {
-    "another size": (
-        of("gemma4.vision.block_count", 9),
-        "gemma4.vision.block_count: expected 2, found 9; give the variant of this file",
-    ),
-    "unknown": (of("gemma4.audio.dilation", 2), "gemma4.audio.dilation: no such key, found 2"),
-    "bounds that differ": (
-        {"edit": lambda tensors: tensors["v.clamp_data"].__setitem__(0, 7.5)},
-        "v.blk.0.attn_q.input_min: expected 7.5, found ",
-    ),
-    "bounds of others": (
-        {"edit": lambda tensors: tensors.update({"v.clamp_data": np.zeros(8, np.float32)})},
-        "v.clamp_data: expected 'F32 [60]', found 'F32 [8]'",
-    ),
-    "missing": (
-        {"edit": lambda tensors: tensors.pop("mm.a.input_projection.weight")},
-        "missing: expected shape",
-    ),
-    "not in the spec": (
-        {"edit": lambda tensors: tensors.update({"v.blk.0.out_scale": np.ones(1, np.float32)})},
-        "'v.blk.0.out_scale': not in the spec",
-    ),
-}
-
-
 def test_bounds_of_linears_that_are_not_clipped(tmp_path: Path) -> None:
     spec = clipped()
     assert spec.vision
@@ -269,37 +248,34 @@ def test_bounds_of_linears_that_are_not_clipped(tmp_path: Path) -> None:
             find_origin(file).open(plain, KINDS, "f32")
 
 
-@pytest.mark.parametrize("case", WRONG_WHOLE)
-def test_refused_in_one_file(case: str, tmp_path: Path) -> None:
-    options, words = WRONG_WHOLE[case]
-    file = whole_file(tmp_path / "a.gguf", clipped(), **options)
+@pytest.mark.parametrize("name", CASES["whole"])
+def test_refused_in_one_file(name: str, tmp_path: Path) -> None:
+    case = CASES["whole"][name]
+
+    def edit(tensors: dict[str, Any]) -> None:
+        for left in case.get("left_out", ()):
+            del tensors[left]
+        for tensor, value in case.get("first", {}).items():
+            tensors[tensor][0] = value
+        made = case.get("tensors", {}).items()
+        tensors.update({tensor: np.array(values, np.float32) for tensor, values in made})
+
+    file = whole_file(tmp_path / "a.gguf", clipped(), changed(case), edit)
     with pytest.raises(G4Error) as e:
         find_origin(file).open(clipped(), KINDS, "f32")
-    assert words in str(e.value) and "a.gguf" in str(e.value), e.value
+    assert case["says"] in str(e.value) and "a.gguf" in str(e.value), e.value
 
 
 # --- refusals ----------------------------------------------------------------------------------
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no towers": (of("general.architecture", "gemma4"), "general.architecture: expected 'clip'"),
-    "another projector": (
-        of("clip.vision.projector_type", "gemma3"),
-        "clip.vision.projector_type: expected 'gemma4v', found 'gemma3'; give the mmproj file",
-    ),
-    "heads": (of("clip.audio.attention.head_count", 7), "clip.audio.attention.head_count: expect"),
-    "other pixels": (of("clip.vision.image_mean", [0.5] * 3), "clip.vision.image_mean: expected"),
-    "pixels in words": (of("clip.vision.image_std", "one"), "clip.vision.image_std: expected"),
-    "missing": ({"left_out": ["v.blk.1.attn_q.weight"]}, "missing: expected shape [32, 32]"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(opened: Any, case: str, tmp_path: Path) -> None:
-    options, words = REFUSED[case]
+@pytest.mark.parametrize("name", CASES["towers"])
+def test_refused(opened: Any, name: str, tmp_path: Path) -> None:
+    case = CASES["towers"][name]
+    given = {"change": changed(case), "left_out": case.get("left_out", ())}
     with pytest.raises(G4Error) as e:
-        opened(tmp_path, load_spec("tiny-media"), **options)
-    assert words in str(e.value) and "towers.gguf" in str(e.value)
+        opened(tmp_path, load_spec("tiny-media"), **given)
+    assert case["says"] in str(e.value) and "towers.gguf" in str(e.value)
     assert "\n" not in str(e.value) or "fix: take the mmproj file" in str(e.value)
 
 
