@@ -24,7 +24,7 @@ from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.files import write_file
 from g4ir.ui.paths import hub_cache
 from g4ir.weights import tensorfile
-from g4ir.weights.checkpoint import Checkpoint, WeightSource, sha256
+from g4ir.weights.checkpoint import Checkpoint, sha256
 from g4ir.weights.hub import hub_snapshot
 from g4ir.weights.origin import find_origin
 from g4ir.weights.random import RandomCheckpoint
@@ -80,23 +80,6 @@ def untied(spec: Spec) -> Spec:
 # ---- accepted -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-ple"])
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("prefix", ["model.language_model.", "model."])
-def test_reads_back_what_was_written(tmp_path: Path, name: str, shards: int, prefix: str) -> None:
-    spec = load_spec(name)
-    random: WeightSource = source(spec)
-    path = write_checkpoint(
-        tmp_path / "ckpt", spec, random, shards=shards, prefix=prefix, config=False
-    )
-    (path / "config.json").write_text("{}")
-    opened: WeightSource = Checkpoint.open(path, spec)
-    assert opened.dtype is torch.bfloat16
-    assert not opened.ignored and not opened.defaults
-    for tensor in text_tensors(spec):
-        assert torch.equal(opened.tensor(tensor), random.tensor(tensor)), tensor
-
-
 def test_pages_of_a_tensor_are_given_back(
     tmp_path: Path, dense: Spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,24 +92,6 @@ def test_pages_of_a_tensor_are_given_back(
     opened.release(name)
     opened.release("no such tensor")
     assert [n.removeprefix(PREFIX) for n in given] in ([name], [f"model.{name}"])
-
-
-def test_data_that_is_not_aligned(tmp_path: Path) -> None:
-    """The format allows it: an element size need not divide where a tensor begins."""
-    header = {
-        "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
-        "b": {"dtype": "F32", "shape": [3], "data_offsets": [1, 13]},
-    }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    want = torch.tensor([1.5, -2.25, 3e-9])
-    raw = len(text).to_bytes(8, "little") + text + b"\x07" + want.numpy().tobytes()
-    (tmp_path / "odd.safetensors").write_bytes(raw)
-    found = read_header(tmp_path / "odd.safetensors")
-    mapped = tensorfile.map_file(found)
-    made = tensorfile.view(mapped, found.entries["b"])
-    assert torch.equal(made, want) and made.data_ptr() % made.element_size() == 0
-    assert tensorfile.view(mapped, found.entries["a"]).tolist() == [7]
 
 
 def test_writing_into_a_mapped_tensor_changes_no_file(tmp_path: Path) -> None:
