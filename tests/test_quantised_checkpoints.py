@@ -17,7 +17,7 @@ import g4ir
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
-from g4ir.errors import EngineError, InputError, WeightsError
+from g4ir.errors import EngineError, InputError
 from g4ir.model.names import checkpoint_name
 from g4ir.ops.codecs import unpacked
 from g4ir.quant.rewrite import weights_of
@@ -300,20 +300,6 @@ def test_experts_and_blocks(case: str, tmp_path: Path) -> None:
         assert torch.equal(engine.param(name), want), name
     got, want = logits(engine, oracle), dense.run(oracle.tokens[:1, :40])
     assert relative(got, want).max().item() < oracle.budget
-
-
-def test_experts_with_grids_of_their_own(tmp_path: Path) -> None:
-    oracle = find_oracle(load_spec("tiny-moe"))
-    moe_checkpoint(OTHERS["mobile"], oracle, tmp_path / "c")
-
-    def change(tensors: Tensors) -> None:
-        for name in [n for n in tensors if ".experts." in n and n.endswith(".weight")]:
-            module = name.removesuffix(".weight")
-            tensors[f"{module}.input_activation_scale"] = torch.tensor(0.5)
-
-    rewrite(tmp_path / "c", change)
-    with pytest.raises(WeightsError, match=r"experts\.0\..*activations are rounded to a grid"):
-        Checkpoint.open(tmp_path / "c", oracle.spec)
 
 
 def test_what_an_engine_of_codes_knows(tmp_path: Path) -> None:

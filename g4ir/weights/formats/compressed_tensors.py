@@ -25,6 +25,7 @@ from .base import (
     Files,
     Found,
     Modules,
+    Names,
     QuantisedTensors,
     ScaleBlocks,
     as_it_is,
@@ -33,7 +34,6 @@ from .base import (
     require,
     wrong,
 )
-from .patterns import Names
 
 if TYPE_CHECKING:
     import torch

@@ -32,11 +32,12 @@ from .base import (
     ScaleBlocks,
     as_it_is,
     coded_weight,
+    compiled,
     e4m3,
+    excluded,
     require,
     wrong,
 )
-from .patterns import compiled, excluded
 
 if TYPE_CHECKING:
     import torch

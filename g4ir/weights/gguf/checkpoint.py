@@ -418,9 +418,8 @@ def _contradiction(
     found: object,
     fix: str = "give the mmproj file of this variant",
 ) -> WeightsError:
-    shown = "none" if found is None else quoted(found)
     wanted = "no such key" if expected is None else f"expected {quoted(expected)}"
-    return WeightsError(f"{file.path}: {key}: {wanted}, found {shown}; {fix}")
+    return file.wrong(key, wanted, found, fix)
 
 
 # ---- how tensors lie --------------------------------------------------------------------------
