@@ -211,3 +211,21 @@ def spec_called(name: str) -> Spec:
     if name.endswith("-small"):
         return shrink(load_spec(name.removesuffix("-small")))
     return load_spec(name)
+
+
+def two_layers(width: int, vocab: int) -> Spec:
+    """Two layers, one of them without K and V of its own: files of few KiB."""
+    base = load_spec("tiny-ple")
+    text = replace(
+        base.text,
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=width,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        pattern=("full",),
+        full=replace(base.text.full, head_dim=width, num_key_value_heads=1),
+        num_kv_shared_layers=1,
+        ple=replace(base.text.ple, dim=width // 2, vocab_size=vocab),  # type: ignore[type-var]
+    )
+    return check_spec(replace(base, name="small", text=text))

@@ -24,27 +24,12 @@ from g4ir.spec.record import Spec
 
 #: name and shape of a tensor -> its type in the file
 Kind = Callable[[str, tuple[int, ...]], str]
-#: types that the package quantises
-QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 #: types of which it takes blocks apart only -> where their float16 lie
-BLOCKS = {
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-    "IQ4_NL": (0,),
-    "IQ4_XS": (0,),
-}
+BLOCKS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
 DRAWN = {**BLOCKS, "Q8_0": (0,), "Q4_0": (0,)}
 #: how large the numbers of such a block are at d = 1
-SIZES = {
-    "Q8_0": 73.0,
-    "Q4_0": 4.6,
-    "Q4_K": 300.0,
-    "Q5_K": 600.0,
-    "Q6_K": 1300.0,
-    "IQ4_NL": 65.0,
-    "IQ4_XS": 1200.0,
-}
+SIZES = {"Q8_0": 73.0, "Q4_0": 4.6, "Q4_K": 300.0, "Q5_K": 600.0, "Q6_K": 1300.0}
+SIZES |= {"IQ4_NL": 65.0, "IQ4_XS": 1200.0}
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
@@ -118,8 +103,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, "gemma4")
     values = metadata(spec)
     change(values)
-    for key, value in values.items():
-        write_value(writer, key, value)
+    write_values(writer, values)
     meant = {}
     for i, bare in enumerate(text_tensors(spec)):
         data, dense = stored(tensors[bare], kind(bare, tuple(tensors[bare].shape)), i)
@@ -129,10 +113,7 @@ def write_gguf(
             to = GGMLQuantizationType[kind(bare, tuple(tensors[bare].shape))]
             writer.add_tensor(name, data, raw_dtype=to)
     writer.add_tensor("rope_freqs.weight", _frequencies(spec))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return meant
 
 
@@ -208,8 +189,7 @@ def write_mmproj(
     }
     change(values)
     writer = gguf.GGUFWriter(path, "clip")
-    for key, value in values.items():
-        write_value(writer, key, value)
+    write_values(writer, values)
     for i, (bare, t) in enumerate(tensors.items()):
         name, made = stored_tower_name(bare), _as_converted(bare, t).contiguous()
         if name not in left_out:
@@ -217,10 +197,7 @@ def write_mmproj(
             to = kind if fits else "F32"
             data, _ = stored(made, to, i)
             writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[to])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -233,8 +210,7 @@ def _frequencies(spec: Spec) -> Any:
 def write_random(path: Path, spec: Spec, kind: Kind) -> None:
     """Write a model of any size, one tensor at a time: blocks are random, other numbers normal."""
     writer = gguf.GGUFWriter(path, "gemma4")
-    for key, value in metadata(spec).items():
-        write_value(writer, key, value)
+    write_values(writer, metadata(spec))
     kinds = {bare: kind(bare, shape) for bare, shape in text_tensors(spec).items()}
     for bare, shape in text_tensors(spec).items():
         to = GGMLQuantizationType[kinds[bare]]
@@ -261,10 +237,24 @@ def _drawn(kind: str, shape: tuple[int, ...], seed: int) -> Any:
     return numbers.view(torch.uint8).numpy() if kind == "BF16" else numbers.float().numpy()
 
 
-def write_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def write_values(writer: gguf.GGUFWriter, values: Mapping[str, Any]) -> None:
     kinds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
     kinds[np.float64] = "float64"
-    getattr(writer, f"add_{kinds[type(value)]}")(key, value)
+    for key, value in values.items():
+        getattr(writer, f"add_{kinds[type(value)]}")(key, value)
+
+
+def values_of(reader: gguf.GGUFReader) -> dict[str, Any]:
+    """The metadata of a file as `write_values` takes it."""
+    own = ("GGUF.", "general.architecture")
+    return {k: v.contents() for k, v in reader.fields.items() if not k.startswith(own)}
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def metadata(spec: Spec) -> dict[str, Any]:
@@ -278,19 +268,15 @@ def metadata(spec: Spec) -> dict[str, Any]:
         "attention.head_count": text.num_attention_heads,
         "attention.head_count_kv": _alike([x.attention.num_key_value_heads for x in layers]),
         "attention.layer_norm_rms_epsilon": text.rms_norm_eps,
-        "attention.key_length": text.full.head_dim,
-        "attention.value_length": text.full.head_dim,
-        "attention.key_length_swa": text.sliding.head_dim,
-        "attention.value_length_swa": text.sliding.head_dim,
         "attention.sliding_window": text.sliding.window,
         "attention.sliding_window_pattern": [x.kind == SLIDING for x in layers],
         "attention.shared_kv_layers": text.num_kv_shared_layers,
         "embedding_length_per_layer_input": text.ple.dim if text.ple else 0,
         "rope.freq_base": text.full.rope.theta,
         "rope.freq_base_swa": text.sliding.rope.theta,
-        "rope.dimension_count": text.full.head_dim,
-        "rope.dimension_count_swa": text.sliding.head_dim,
     }
+    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        out |= {key: text.full.head_dim, f"{key}_swa": text.sliding.head_dim}
     if text.final_logit_softcapping:
         out["final_logit_softcapping"] = text.final_logit_softcapping
     if text.moe:

@@ -158,10 +158,7 @@ def mobile_weight(bits: Callable[[str], int]) -> Pack:
         codes = (w / scale).round().clamp(-top, top - 1)
         stored = {2: four_in_a_byte, 4: packed, 8: lambda t: t.to(torch.int8)}[b](codes)
         if module.endswith(TABLES):
-            return {
-                f"{module}.embedding_quantized": stored,
-                f"{module}.embedding_scale": scale,
-            }
+            return {f"{module}.embedding_quantized": stored, f"{module}.embedding_scale": scale}
         ranges = ("input_activation_scale", "output_activation_scale")
         return {
             f"{module}.weight": stored,

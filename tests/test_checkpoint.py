@@ -24,7 +24,7 @@ from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.files import write_file
 from g4ir.ui.paths import hub_cache
 from g4ir.weights import tensorfile
-from g4ir.weights.checkpoint import Checkpoint, WeightSource, sha256
+from g4ir.weights.checkpoint import Checkpoint, sha256
 from g4ir.weights.hub import hub_snapshot
 from g4ir.weights.origin import find_origin
 from g4ir.weights.random import RandomCheckpoint
@@ -80,23 +80,6 @@ def untied(spec: Spec) -> Spec:
 # ---- accepted -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-ple"])
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("prefix", ["model.language_model.", "model."])
-def test_reads_back_what_was_written(tmp_path: Path, name: str, shards: int, prefix: str) -> None:
-    spec = load_spec(name)
-    random: WeightSource = source(spec)
-    path = write_checkpoint(
-        tmp_path / "ckpt", spec, random, shards=shards, prefix=prefix, config=False
-    )
-    (path / "config.json").write_text("{}")
-    opened: WeightSource = Checkpoint.open(path, spec)
-    assert opened.dtype is torch.bfloat16
-    assert not opened.ignored and not opened.defaults
-    for tensor in text_tensors(spec):
-        assert torch.equal(opened.tensor(tensor), random.tensor(tensor)), tensor
-
-
 def test_pages_of_a_tensor_are_given_back(
     tmp_path: Path, dense: Spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,43 +94,12 @@ def test_pages_of_a_tensor_are_given_back(
     assert [n.removeprefix(PREFIX) for n in given] in ([name], [f"model.{name}"])
 
 
-def test_data_that_is_not_aligned(tmp_path: Path) -> None:
-    """The format allows it: an element size need not divide where a tensor begins."""
-    header = {
-        "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
-        "b": {"dtype": "F32", "shape": [3], "data_offsets": [1, 13]},
-    }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    want = torch.tensor([1.5, -2.25, 3e-9])
-    raw = len(text).to_bytes(8, "little") + text + b"\x07" + want.numpy().tobytes()
-    (tmp_path / "odd.safetensors").write_bytes(raw)
-    found = read_header(tmp_path / "odd.safetensors")
-    mapped = tensorfile.map_file(found)
-    made = tensorfile.view(mapped, found.entries["b"])
-    assert torch.equal(made, want) and made.data_ptr() % made.element_size() == 0
-    assert tensorfile.view(mapped, found.entries["a"]).tolist() == [7]
-
-
 def test_writing_into_a_mapped_tensor_changes_no_file(tmp_path: Path) -> None:
     save_file({"a": torch.ones(5000)}, tmp_path / "x")
     found = read_header(tmp_path / "x")
     made = tensorfile.view(tensorfile.map_file(found), found.entries["a"])
     made.mul_(3)
     assert made.sum() == 15_000 and load_file(tmp_path / "x")["a"].sum() == 5000
-
-
-def test_written_files_are_what_the_safetensors_library_reads(tmp_path: Path, dense: Spec) -> None:
-    path = write_checkpoint(tmp_path / "ckpt", dense, source(dense), config=False)
-    loaded = load_file(path / "model.safetensors")
-    assert loaded.keys() == {PREFIX + name for name in text_tensors(dense)}
-    assert torch.equal(loaded[Q0], source(dense).tensor(Q0.removeprefix(PREFIX)))
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_writer_includes_the_config(tmp_path: Path, dense: Spec) -> None:
-    path = write_checkpoint(tmp_path / "ckpt", dense, source(dense))
-    assert Spec.from_hf(path / "config.json").text == dense.text
 
 
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-ple"])
@@ -183,22 +135,26 @@ def test_writer_refuses_an_existing_directory_and_leaves_nothing_on_failure(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_float_dtypes(tmp_path: Path, dense: Spec, dtype: torch.dtype) -> None:
-    path = save(tmp_path / "c", dense, lambda t: t.update({k: v.to(dtype) for k, v in t.items()}))
-    opened = Checkpoint.open(path, dense)
-    assert opened.dtype is dtype and opened.tensor("norm.weight").dtype is dtype
+    """Of all tensors; a norm may be wider."""
 
+    def edit(tensors: Tensors) -> None:
+        wide = {PREFIX + "norm.weight": torch.float32}
+        tensors.update({k: v.to(wide.get(k, dtype)) for k, v in tensors.items()})
 
-def test_norms_may_be_wider(tmp_path: Path, dense: Spec) -> None:
-    name = PREFIX + "norm.weight"
-    path = save(tmp_path / "c", dense, lambda t: t.update({name: t[name].float()}))
-    opened = Checkpoint.open(path, dense)
-    assert opened.dtype is torch.bfloat16
+    opened = Checkpoint.open(save(tmp_path / "c", dense, edit), dense)
+    assert opened.dtype is dtype and opened.tensor("layers.0.layer_scalar").dtype is dtype
     assert opened.tensor("norm.weight").dtype is torch.float32
 
 
 def test_unaligned_data_is_read(tmp_path: Path, dense: Spec) -> None:
+    """And the order of names in the header is free."""
+
+    def turn(header: dict[str, Any]) -> None:
+        for name in reversed([*header]):
+            header[name] = header.pop(name)
+
     path = save(tmp_path / "c", dense)
-    edit_header(path / "model.safetensors", lambda header: None, pad=b" ")
+    edit_header(path / "model.safetensors", turn, pad=b" ")
     opened = Checkpoint.open(path, dense)
     want = source(dense).tensor("layers.1.mlp.up_proj.weight")
     assert torch.equal(opened.tensor("layers.1.mlp.up_proj.weight"), want)
@@ -236,21 +192,6 @@ def test_missing_layer_scalar_is_one(tmp_path: Path, dense: Spec) -> None:
     opened = Checkpoint.open(path, dense)
     assert opened.defaults == {"layers.2.layer_scalar": 1.0}
     assert torch.equal(opened.tensor("layers.2.layer_scalar"), torch.ones(1).bfloat16())
-
-
-def test_tied_head_may_be_stored(tmp_path: Path, dense: Spec) -> None:
-    embed = PREFIX + "embed_tokens.weight"
-    path = save(tmp_path / "c", dense, lambda t: t.update({"lm_head.weight": t[embed].clone()}))
-    opened = Checkpoint.open(path, dense)
-    assert "tied" in opened.ignored["lm_head.weight"]
-    assert torch.equal(opened.tensor("embed_tokens.weight"), source(dense).tensor(embed[21:]))
-
-
-def test_untied_head(tmp_path: Path, dense: Spec) -> None:
-    spec = untied(dense)
-    path = save(tmp_path / "c", spec)
-    opened = Checkpoint.open(path, spec)
-    assert torch.equal(opened.tensor("lm_head.weight"), source(spec).tensor("lm_head.weight"))
 
 
 # ---- reading --------------------------------------------------------------------------------
@@ -392,11 +333,7 @@ def test_a_head_under_another_name(tmp_path: Path, dense: Spec, head: str) -> No
     """Of its own; tied and equal; tied and different."""
     made = source(dense).tensor("embed_tokens.weight")
     own = untied(dense)
-    folder = save(
-        tmp_path / "own",
-        own,
-        lambda t: t.update({head: t.pop("lm_head.weight")}),
-    )
+    folder = save(tmp_path / "own", own, lambda t: t.update({head: t.pop("lm_head.weight")}))
     want = source(own).tensor("lm_head.weight")
     assert torch.equal(Checkpoint.open(folder, own).tensor("lm_head.weight"), want)
     folder = save(tmp_path / "tied", dense, lambda t: t.update({head: made.clone()}))
@@ -404,8 +341,10 @@ def test_a_head_under_another_name(tmp_path: Path, dense: Spec, head: str) -> No
     assert torch.equal(opened.tensor("embed_tokens.weight"), made)
     assert [*opened.ignored.values()] == ["tied to embed_tokens.weight"]
     folder = save(tmp_path / "other", dense, lambda t: t.update({head: made + 1}))
-    with pytest.raises(WeightsError, match=rf"{head}' differs from the embedding it is tied to"):
-        Checkpoint.open(folder, dense).tensor("embed_tokens.weight")
+    opened = Checkpoint.open(folder, dense)
+    for read in (opened.tensor, lambda name: opened.rows(name, torch.tensor([0]))):
+        with pytest.raises(WeightsError, match=rf"{head}' differs from the embedding it is tied"):
+            read("embed_tokens.weight")
 
 
 @pytest.mark.parametrize("name", BUFFERS)
@@ -567,29 +506,11 @@ def test_a_folder_of_gguf_files(tmp_path: Path) -> None:
         find_origin(tmp_path).spec()
 
 
-# ---- names, shapes, dtypes refused ----------------------------------------------------------
-
-
-def test_tied_head_with_other_values(tmp_path: Path, dense: Spec) -> None:
-    def edit(tensors: Tensors) -> None:
-        head = tensors[PREFIX + "embed_tokens.weight"].clone()
-        head[300, 7] += 1
-        tensors["lm_head.weight"] = head
-
-    opened = Checkpoint.open(save(tmp_path / "c", dense, edit), dense)
-    for read in (opened.tensor, lambda name: opened.rows(name, torch.tensor([0]))):
-        with pytest.raises(WeightsError, match=r"lm_head.weight' differs.*fix:"):
-            read("embed_tokens.weight")
-
-
 # ---- directories refused --------------------------------------------------------------------
 
 
-def test_no_directory(tmp_path: Path, dense: Spec) -> None:
-    refuse(tmp_path / "none", dense, "none", "no such")
-
-
 def test_a_pipe_is_refused_without_waiting(tmp_path: Path, dense: Spec) -> None:
+    refuse(tmp_path / "none", dense, "none", "no such")
     os.mkfifo(tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     refuse(tmp_path, dense, "ordinary file")
@@ -655,10 +576,6 @@ def edit_header(file: Path, edit: Callable[[dict[str, Any]], Any], pad: bytes = 
     with_header(file, text, data)
 
 
-A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-B = {"dtype": "F32", "shape": [1, 1], "data_offsets": [8, 12]}
-
-
 def test_header_limit(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     with open(file, "wb") as out:
@@ -677,21 +594,10 @@ def test_names_are_shown_as_printable_ascii(tmp_path: Path, dense: Spec) -> None
     assert message.isascii() and len(message) < 1000
 
 
-def test_order_in_the_header_is_free(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    with_header(file, json.dumps({"b": B, "a": A}).encode() + b"   ", bytes(12))
-    assert [e.nbytes for e in read_header(file).entries.values()] == [4, 8]
-
-
-def test_empty_tensor(tmp_path: Path) -> None:
-    file = tmp_path / "a.safetensors"
-    write_tensors(file, {"e": ("F32", (0, 3))}, lambda name: torch.empty(0, 3))
-    assert read_header(file).entries["e"].shape == (0, 3)
-
-
 def test_tensors_begin_at_a_cache_line(tmp_path: Path) -> None:
     """Those of whole lines, whatever the others are."""
     table = {"a": ("F32", (3,)), "b": ("BF16", (32,)), "c": ("U8", (1,)), "d": ("F32", (2, 16))}
+    table["e"] = ("F32", (0, 3))
     made = {n: torch.arange(math.prod(s)).to(DTYPES[d]).view(s) for n, (d, s) in table.items()}
     write_tensors(tmp_path / "x", table, lambda name: made[name])
     entries = read_header(tmp_path / "x").entries

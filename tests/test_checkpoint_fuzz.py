@@ -5,14 +5,18 @@ How many examples are drawn, and how long one may take, is set by the hypothesis
 
 from __future__ import annotations
 
+import copy
 import json
-from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from g4ir.errors import G4Error
 from g4ir.model.tensors import text_tensors
@@ -20,28 +24,12 @@ from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.checkpoint import INDEX, SINGLE, Checkpoint
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
+from tests.configs import two_layers
+from tests.oracle import find_oracle
+from tests.packing import Tensors
+from tests.test_quantised_checkpoints import CASES
 
-
-def small() -> Spec:
-    """Two layers of width 8, one of them without K/V of its own: a file of a few KiB."""
-    base = load_spec("tiny-ple")
-    kind = replace(base.text.full, head_dim=8, num_key_value_heads=1)
-    text = replace(
-        base.text,
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        pattern=("full",),
-        full=kind,
-        num_kv_shared_layers=1,
-        ple=replace(base.text.ple, dim=4, vocab_size=16),
-    )
-    return replace(base, name="small", text=text)
-
-
-SPEC = small()
+SPEC = two_layers(8, 16)
 
 
 @pytest.fixture(scope="module")
@@ -188,26 +176,12 @@ def test_any_json_as_header(single: Path, value: Any) -> None:
     survives(single)
 
 
+SHARD = "model-00001-of-00002"
+NAMES = [SHARD, f"../{SHARD}", f"./{SHARD}", "/dev/zero", "x" * 5000, "\0", "\ud800"]
 FILES = st.one_of(
     TEXT,
-    st.sampled_from(
-        [
-            "model-00001-of-00002.safetensors",
-            "../config.json",
-            "config.json",
-            INDEX,
-            SINGLE,
-            "../model-00001-of-00002.safetensors",
-            "/dev/zero",
-            "/dev/zero.safetensors",
-            ".",
-            "",
-            "./model-00001-of-00002.safetensors",
-            "x" * 5000 + ".safetensors",
-            "\0.safetensors",
-            "\ud800.safetensors",
-        ]
-    ),
+    st.sampled_from(["config.json", "../config.json", INDEX, SINGLE, "/dev/zero", ".", ""]),
+    st.sampled_from([f"{name}.safetensors" for name in NAMES]),
     JSON,
 )
 
@@ -238,3 +212,93 @@ def test_the_unchanged_checkpoints_open(single: Path, sharded: Path) -> None:
     for path, name in ((single, SINGLE), (sharded, INDEX)):
         (path / name).write_bytes(original(path, name))
         Checkpoint.open(path, SPEC).close()
+
+
+# ---- quantised weights ----------------------------------------------------------------------
+
+WORDS = ("group", "channel", "block", "tensor", "int", "float", "pack-quantized", "re:.*", "Linear")
+VALUES = st.one_of(JSON, st.integers(-3, 300), st.sampled_from((1 << 40, *WORDS)))
+DTYPES = (torch.int32, torch.uint8, torch.int8, torch.bfloat16, torch.float32, torch.int64)
+
+
+@cache
+def base(case: str) -> tuple[dict[str, Any], Tensors, Spec]:
+    folder = CASES[case].write(find_oracle(load_spec("tiny-ple")), Path(mkdtemp()) / "c")
+    config = json.loads((folder / "config.json").read_text())
+    return config, load_file(folder / "model.safetensors"), Spec.from_hf(folder)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of all values inside one."""
+    if not isinstance(value, dict | list):
+        return [path]
+    keys = value.items() if isinstance(value, dict) else enumerate(value)
+    return [path, *(p for k, v in keys for p in places(v, (*path, k)))]
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """A copy with another value at a path."""
+    if not path:
+        return new
+    value = copy.copy(value)
+    value[path[0]] = replaced(value[path[0]], path[1:], new)
+    return value
+
+
+def quantised_survives(folder: Path, config: Any, tensors: Tensors, spec: Spec) -> None:
+    """Open and read all that is in codes; only an error of ours, in printable text, may come."""
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
+    try:
+        opened = Checkpoint.open(folder, spec)
+        for name, scheme in opened.forms.items():
+            codes, scales = (opened.tensor(name + part) for part in (".codes", ".scales"))
+            assert codes.shape[:-1] == scales.shape[:-1] and bool(scales.isfinite().all()), scheme
+            assert opened.tensor(name).shape[:-1] == codes.shape[:-1]
+            ids = torch.tensor([1, 0])
+            assert torch.equal(opened.rows(name, ids), opened.tensor(name)[ids])
+    except G4Error as error:
+        message = str(error)
+        assert message.replace("\n", "").isprintable() and len(message) < 3000
+
+
+CASE = st.sampled_from(sorted(CASES))
+
+
+@given(CASE, st.data())
+def test_quantisation_configs(
+    tmp_path_factory: pytest.TempPathFactory, case: str, data: st.DataObject
+) -> None:
+    config, tensors, spec = base(case)
+    quant = config["quantization_config"]
+    for _ in range(data.draw(st.integers(1, 3))):
+        quant = replaced(quant, data.draw(st.sampled_from(places(quant))), data.draw(VALUES))
+        if not isinstance(quant, dict):
+            break
+    quantised_survives(
+        tmp_path_factory.mktemp("c"), config | {"quantization_config": quant}, tensors, spec
+    )
+
+
+@given(CASE, st.data())
+def test_quantised_tensors(
+    tmp_path_factory: pytest.TempPathFactory, case: str, data: st.DataObject
+) -> None:
+    config, tensors, spec = base(case)
+    tensors = dict(tensors)
+    parts = [n for n in tensors if "norm" not in n]
+    for _ in range(data.draw(st.integers(1, 3))):
+        name = data.draw(st.sampled_from(parts))
+        kind = data.draw(st.sampled_from(("drop", "zeros", "ones", "rows", "renamed", "dtype")))
+        t = tensors.pop(name, torch.zeros(1))
+        if kind == "renamed":
+            tensors[data.draw(st.sampled_from(parts))] = t
+        elif kind == "dtype":
+            tensors[name] = t.to(data.draw(st.sampled_from(DTYPES)))
+        elif kind == "rows":
+            tensors[name] = t[:1] if t.dim() else t
+        elif kind != "drop":
+            shape = data.draw(st.lists(st.sampled_from((0, 1, 2, 16, 64, 128)), max_size=3))
+            fill = torch.zeros if kind == "zeros" else torch.ones
+            tensors[name] = fill(shape, dtype=data.draw(st.sampled_from(DTYPES)))
+    quantised_survives(tmp_path_factory.mktemp("c"), config, tensors, spec)

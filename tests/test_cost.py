@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
@@ -40,21 +41,17 @@ from g4ir.plan.cost import (
     by_kind,
     decode_costs,
     floor,
-    floors,
     graph_costs,
     prefill_chunks,
-    prefill_costs,
     total,
 )
 from g4ir.plan.count import counts
 from g4ir.plan.formats import FORMATS, kv_bytes
 from g4ir.plan.gpus import GPUS, find_gpu, parse_bytes
 from g4ir.spec.record import load_spec
-from tests.cli_tools import (
-    built,
-    g4ir,
-)
+from tests.cli_tools import built, g4ir
 
+CASES = yaml.safe_load(Path(__file__).with_name("plan_cases.yaml").read_text())
 TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
 #: ops whose FLOPs are those of matrix products alone, as the counter sees them
 PRODUCTS = ("linear", "router", "experts")
@@ -117,11 +114,8 @@ def test_products_are_what_torch_counts(name: str, phase: str, skip: tuple[str, 
         elif c.op != "attention":
             assert seen[c.node] == 0, c
     kinds = {c.kind for c in costs if c.op in PRODUCTS}
-    assert kinds == set(KINDS[:6]) - {"kv"} - {
-        kind
-        for kind, absent in (("experts", name != "tiny-moe"), ("ple", name != "tiny-ple"))
-        if absent
-    }
+    own = {"tiny-moe": {"experts"}, "tiny-ple": {"ple"}}.get(name, set())
+    assert kinds == set(KINDS[:6]) - {"kv"} - ({"experts", "ple"} - own)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -166,16 +160,16 @@ def test_visible_pairs_against_the_mask(queries: int, held: int, window: int, af
 def test_a_prompt_costs_the_same_in_any_chunks(name: str, tokens: int, chunk: int) -> None:
     """Where every row is asked for: FLOPs are exact, so they add up. Weights are read again."""
     g = graph(name, "prefill", True)
-    whole, parts = prefill_costs(g, tokens), prefill_costs(g, tokens, chunk)
-    assert [c.cost.flops for c in parts] == [c.cost.flops for c in whole]
-    assert total(parts).weight_bytes >= total(whole).weight_bytes
-    assert sum(prefill_chunks(g, tokens, chunk), Cost()) == total(parts)
+    (whole,), parts = prefill_chunks(g, tokens), prefill_chunks(g, tokens, chunk)
+    together = sum(parts, Cost())
+    assert together.flops == whole.flops and together.weight_bytes >= whole.weight_bytes
+    assert whole == total(graph_costs(g, S=tokens))
     last = graph_costs(g, S=(tokens - 1) % chunk + 1, C=(tokens - 1) // chunk * chunk)
-    assert total(last) == prefill_chunks(g, tokens, chunk)[-1]
+    assert total(last) == parts[-1]
 
 
-@pytest.mark.parametrize("name", ["e2b", "12b", "31b"])
-@pytest.mark.parametrize("context", [1, 700, 1024, 5000, 131072])
+@pytest.mark.parametrize("name", ["e2b", "12b"])
+@pytest.mark.parametrize("context", [1, 1024, 131072])
 def test_a_step_reads_each_cache_as_often_as_layers_share_it(name: str, context: int) -> None:
     """Rings up to their window, full layers to the context; the new rows are written once."""
     spec = load_spec(name)
@@ -313,39 +307,17 @@ def test_every_stage_of_every_graph_has_a_cost(name: str, phase: str, all_logits
         assert set(sums) <= ({"embed"} if phase == "embed" else set(KINDS) - {"embed"})
 
 
+NO_KIND = """
+activation as_bytes causal_conv columns concat dense dequantize dequantize_columns dual_norm_linear
+fake_quantize glu glu_packed heads last_row linear linear_bias linear_clipped linear_glu merge_heads
+norm_linear pick_rows quantize scale sigmoid_glu softcap split stack_layers unstack_layers
+"""
+
+
 def test_every_op_has_a_kind() -> None:
     """Ops whose kind goes by the name of their result are those that serve several parts."""
     by_op = {name for name, op in OPS.items() if op.kind}
-    assert OPS.keys() - by_op == {
-        "linear",
-        "concat",
-        "split",
-        "heads",
-        "merge_heads",
-        "glu",
-        "glu_packed",
-        "linear_glu",
-        "norm_linear",
-        "dual_norm_linear",
-        "scale",
-        "softcap",
-        "last_row",
-        "pick_rows",
-        "stack_layers",
-        "unstack_layers",
-        "linear_bias",
-        "linear_clipped",
-        "activation",
-        "sigmoid_glu",
-        "causal_conv",
-        "quantize",
-        "dequantize",
-        "fake_quantize",
-        "dequantize_columns",
-        "dense",
-        "columns",
-        "as_bytes",
-    }
+    assert OPS.keys() - by_op == set(NO_KIND.split())
     named = [c for v in TINY for c in graph_costs(graph(v)) if c.op in OPS.keys() - by_op]
     assert all(c.kind != "other" for c in named)
 
@@ -393,21 +365,17 @@ def test_counted_experts_take_the_place_of_expected_ones() -> None:
 def test_a_chunk_of_1k_reads_every_expert() -> None:
     """26B: 45.6 GB, which takes longer than the FLOPs of the chunk at 4.3 TB/s and 790 TFLOP/s.
     With `last_token_only` the last layer runs on one row and reads 8 of its experts."""
-    costs = prefill_costs(graph("26b-a4b", "prefill", skip=("last_token_only",)), 1024)
+    costs = graph_costs(graph("26b-a4b", "prefill", skip=("last_token_only",)), S=1024)
     experts = by_kind(costs)["experts"].weight_bytes
     assert experts / 1e9 == pytest.approx(45.6, rel=0.01)
-    assert floors(costs, Roof(4.3e12, 790e12)).total.bound == "memory"
+    assert floor(total(costs), Roof(4.3e12, 790e12)).bound == "memory"
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_format_sets_the_bytes_of_weights_alone(form: str) -> None:
     g, f = graph("tiny-moe"), FORMATS[form]
     plain, cost = total(graph_costs(g, C=5)), total(graph_costs(g, C=5, weights=form))
-    assert (cost.flops, cost.state_bytes, cost.other_bytes) == (
-        plain.flops,
-        plain.state_bytes,
-        plain.other_bytes,
-    )
+    assert replace(cost, weight_bytes=0) == replace(plain, weight_bytes=0)
     elements = {"matrix": 0.0, "table": 0.0, "vector": 0.0}
     _, main = split_prologue(g)
     for v in main.params:
@@ -426,9 +394,9 @@ def test_a_floor_is_the_longer_of_bytes_and_flops() -> None:
     assert (slow.memory_s, slow.compute_s, slow.seconds, slow.bound) == (3, 5, 5, "compute")
     assert floor(Cost(flops=20, weight_bytes=300), roof).bound == "memory"
     costs = [NodeCost("a", "linear", "mlp", Cost(50, 0)), NodeCost("b", "x", "kv", Cost(0, 0, 500))]
-    f = floors(costs, roof)
-    assert list(f.kinds) == ["kv", "mlp"] and f.total.seconds == 5
-    assert sum(k.seconds for k in f.kinds.values()) == 10, "one overlaps the other in the total"
+    kinds = {kind: floor(cost, roof).seconds for kind, cost in by_kind(costs).items()}
+    assert kinds == {"kv": 5, "mlp": 5}
+    assert floor(total(costs), roof).seconds == 5, "one overlaps the other"
 
 
 @pytest.mark.parametrize("rates", [(0, 1), (1, 0), (-1, 1), (1, math.nan), (math.inf, 1)])
@@ -437,19 +405,7 @@ def test_a_roof_is_positive(rates: tuple[float, float]) -> None:
         Roof(*rates)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"B": 0}, "B=0"),
-        ({"B": -3}, "B=-3"),
-        ({"C": -1}, "C=-1"),
-        ({"S": 0}, "S=0"),
-        ({"B": 1.5}, "B=1.5"),
-        ({"experts": 0}, "experts=0"),
-        ({"experts": math.nan}, "experts=nan"),
-        ({"weights": "q4"}, "'q4': one of f32, bf16"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), CASES["steps"])
 def test_bad_sizes_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         graph_costs(graph("tiny-moe"), **options)
@@ -458,7 +414,7 @@ def test_bad_sizes_are_refused(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(("tokens", "chunk"), [(0, 1), (-1, 1), (5, 0), (5, -2)])
 def test_bad_chunks_are_refused(tokens: int, chunk: int) -> None:
     with pytest.raises(InputError, match="expected a positive integer"):
-        prefill_costs(graph("tiny-moe", "prefill"), tokens, chunk)
+        prefill_chunks(graph("tiny-moe", "prefill"), tokens, chunk)
     with pytest.raises(InputError, match="context=0"):
         decode_costs(graph("tiny-moe"), 0)
 
@@ -466,27 +422,15 @@ def test_bad_chunks_are_refused(tokens: int, chunk: int) -> None:
 # --- GPUs -------------------------------------------------------------------------------------
 
 
+CARDS = """
+a100 a6000 b200 h100 h100-nvl h100-pcie h200 l4 l40s rtx4060 rtx4070 rtx4070ti rtx4080 rtx4090
+rtx5080 rtx5090 t4
+"""
+
+
 def test_the_cards() -> None:
     stems = {name.rpartition("-")[0] for name in GPUS}
-    assert stems == {
-        "h100",
-        "h100-pcie",
-        "h100-nvl",
-        "h200",
-        "b200",
-        "a100",
-        "a6000",
-        "l40s",
-        "rtx5090",
-        "rtx4090",
-        "l4",
-        "rtx5080",
-        "rtx4080",
-        "t4",
-        "rtx4070ti",
-        "rtx4070",
-        "rtx4060",
-    }
+    assert stems == set(CARDS.split())
     for name, gpu in GPUS.items():
         sold = int(re.fullmatch(r".*-(\d+)gb", name)[1])  # type: ignore[index]
         assert gpu.name == name and gpu.source
@@ -494,41 +438,15 @@ def test_the_cards() -> None:
         assert gpu.roof.name == name and 10 < gpu.roof.flops_per_s / gpu.roof.bytes_per_s < 500
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [(n, n) for n in GPUS]
-    + [
-        ("H100", "h100-80gb"),
-        (" h200 ", "h200-141gb"),
-        ("RTX 4090", "rtx4090-24gb"),
-        ("rtx_4070_ti", "rtx4070ti-12gb"),
-        ("4070", "rtx4070-12gb"),
-        ("T4", "t4-16gb"),
-        ("5080", "rtx5080-16gb"),
-        ("A6000", "a6000-48gb"),
-        ("H100 80GB", "h100-80gb"),
-        ("h100-NVL", "h100-nvl-94gb"),
-    ],
-)
+TEXTS = CASES["gpus"]
+
+
+@pytest.mark.parametrize(("text", "name"), [*((n, n) for n in GPUS), *TEXTS["cards"].items()])
 def test_a_card_by_name(text: str, name: str) -> None:
     assert find_gpu(text) is GPUS[name]
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("24GiB", 24 * 2**30),
-        ("80e9", 80 * 10**9),
-        ("80GB", 80 * 10**9),
-        ("85520809984", 85520809984),
-        ("1.5 TB", 15 * 10**11),
-        ("0.5MiB", 2**19),
-        ("7b", 7),
-        ("16g", 16 * 10**9),
-        ("3 ki", 3072),
-        ("1e+9B", 10**9),
-    ],
-)
+@pytest.mark.parametrize(("text", "size"), TEXTS["sizes"].items())
 def test_a_device_by_size(text: str, size: int) -> None:
     gpu = find_gpu(text)
     assert (gpu.memory_bytes, gpu.bytes_per_s) == (size, None)
@@ -536,33 +454,14 @@ def test_a_device_by_size(text: str, size: int) -> None:
         _ = gpu.roof
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("h300", "unknown GPU 'h300': one of h100-80gb"),
-        ("", "or a size such as 24GiB"),
-        ("a100", "a100-40gb or a100-80gb"),
-        ("nan", "unknown GPU"),
-        ("0", "between 1 byte"),
-        ("0GB", "between 1 byte"),
-        ("-4GiB", "expected bytes above 0"),
-        ("1e999", "between 1 byte"),
-        ("1e99999999999", "expected bytes above 0"),
-        ("24 parsecs", "expected bytes above 0"),
-        ("1.0000001kB", "no whole number"),
-        ("9" * 5000, "expected bytes above 0"),
-        ("24GiB\n5", "expected bytes above 0"),
-    ],
-)
+LONG = {"9" * 5000: "expected bytes above 0"}
+
+
+@pytest.mark.parametrize(("text", "message"), [*TEXTS["refused"].items(), *LONG.items()])
 def test_bad_gpus(text: str, message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)) as e:
         find_gpu(text)
     assert len(str(e.value)) < 400
-
-
-@given(st.integers(1, 10**15), st.sampled_from(["", "B", "b", " B"]))
-def test_sizes_round_trip(size: int, suffix: str) -> None:
-    assert parse_bytes(f"{size}{suffix}", "size") == size
 
 
 @given(st.integers(1, 900), st.sampled_from("kmgt"), st.booleans(), st.booleans(), st.booleans())
@@ -595,12 +494,12 @@ def test_show_cost_says_what_the_model_says() -> None:
     words = ("--variant", "e2b", "--context", "8K", "--batch", "4", "--weights", "fp8")
     report = shown(*words, "--gpu", "h100-80gb")
     costs = decode_costs(graph("e2b"), 8192, B=4, weights="fp8")
-    f = floors(costs, GPUS["h100-80gb"].roof)
+    whole, roof = floor(total(costs), GPUS["h100-80gb"].roof), GPUS["h100-80gb"].roof
     assert report["total"]["flops"] == total(costs).flops
-    assert report["total"]["floor_s"] == f.total.seconds and report["total"]["bound"] == "memory"
-    assert list(report["kinds"]) == list(f.kinds)
-    for kind, row in report["kinds"].items():
-        assert row["floor_s"] == f.kinds[kind].seconds
+    assert report["total"]["floor_s"] == whole.seconds and report["total"]["bound"] == "memory"
+    assert [(kind, row["floor_s"]) for kind, row in report["kinds"].items()] == [
+        (kind, floor(cost, roof).seconds) for kind, cost in by_kind(costs).items()
+    ]
     assert (report["batch"], report["new_tokens"], report["context"]) == (4, 1, 8192)
     assert "nodes" not in report and "prompt" not in report
     text = g4ir("cost", *words, "--gpu", "h100").out
@@ -608,20 +507,8 @@ def test_show_cost_says_what_the_model_says() -> None:
 
 
 def test_show_cost_of_a_prompt() -> None:
-    words = (
-        "--variant",
-        "e2b",
-        "--phase",
-        "prefill",
-        "--chunk",
-        "512",
-        "--context",
-        "2000",
-        "--bandwidth",
-        "3e12",
-        "--flop-rate",
-        "8e14",
-    )
+    words = ["--variant", "e2b", "--phase", "prefill", "--chunk", "512", "--context", "2000"]
+    words += ["--bandwidth", "3e12", "--flop-rate", "8e14"]
     report = shown(*words)
     chunks = prefill_chunks(graph("e2b", "prefill"), 2000, 512)
     roof = Roof(3e12, 8e14)

@@ -31,28 +31,29 @@ from g4ir.model.tensors import text_tensors
 from g4ir.ops import OPS
 from g4ir.ops.codecs import FORMS, dequantized
 from g4ir.quant.recipe import Scheme
-from g4ir.spec.record import Spec, check_spec, diff_specs, load_spec
+from g4ir.spec.record import Spec, diff_specs, load_spec
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.gguf import blocks as block_forms
 from g4ir.weights.gguf.blocks import CODED, DENSE, BlockFormat
 from g4ir.weights.gguf.checkpoint import open_gguf
 from g4ir.weights.gguf.container import read_container
-from g4ir.weights.gguf.metadata import SPEC_ONLY, read_spec
-from g4ir.weights.gguf.tokenizer import side_files
-from g4ir.weights.gguf.types import TYPES
+from g4ir.weights.gguf.metadata import SPEC_ONLY, read_spec, side_files
+from g4ir.weights.gguf.tables import TYPES
 from g4ir.weights.origin import find_origin
 from g4ir.weights.random import RandomCheckpoint
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
-from tests.configs import NAMES, spec_called, widened
+from tests.configs import NAMES, spec_called, two_layers, widened
 from tests.gguf_files import (
     BLOCKS,
     TEMPLATE,
     Kind,
     all_of,
+    finish,
+    values_of,
     vocabulary,
     write_gguf,
-    write_value,
+    write_values,
 )
 from tests.oracle import Oracle, cosine, expressible, find_oracle, relative
 
@@ -118,53 +119,39 @@ def bare_file(
     return path
 
 
+def assert_says(file: Path, spec: Spec) -> Spec:
+    """Return the spec of a file, which must be `spec` in all that files say."""
+    found = read_spec(read_container(file))
+    assert not [row for row in diff_specs(spec, found) if not row[0].startswith(UNSAID)]
+    return found
+
+
 @pytest.mark.parametrize("name", [n for n in (*TINY, *NAMES) if says(spec_called(n))])
 def test_specs(tmp_path: Path, name: str) -> None:
     spec = spec_called(name)
-    found = read_spec(read_container(bare_file(tmp_path / "a.gguf", spec)))
-    assert not [row for row in diff_specs(spec, found) if not row[0].startswith(UNSAID)]
+    found = assert_says(bare_file(tmp_path / "a.gguf", spec), spec)
     assert found.name == "a" and found.dtype == "bf16"
 
 
-#: heads of K and V by layer, in tiny-ple
-HEADS = [2, 2, 2, 1] * 2
-#: metadata of other converters that says the same
-OTHER_KEYS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "heads of full layers": lambda v: v.update(
-        {"gemma4.attention.head_count_kv": 2, "gemma4.attention.global_head_count_kv": 1}
-    ),
-    "heads twice": lambda v: v.update(
-        {"gemma4.attention.head_count_kv": HEADS, "gemma4.attention.global_head_count_kv": 1}
-    ),
-    "dims that are rotated": lambda v: v.update(
-        {"gemma4.rope.partial_rotary_factor": 0.25, "gemma4.rope.dimension_count": 16}
-    ),
-    "local base": lambda v: v.update(
-        {"gemma4.rope.local.freq_base": v.pop("gemma4.rope.freq_base_swa")}
-    ),
-    "both bases": lambda v: v.update({"gemma4.rope.local.freq_base": 10000.0}),
-    "sizes of tensors": lambda v: [v.pop(f"gemma4.attention.key_length{e}") for e in ("", "_swa")],
-    "towers": lambda v: v.update({"gemma4.vision.block_count": 2, "gemma4.audio.block_count": 2}),
-}
+#: changes of the metadata (see `changed`): what other converters write and says the same, and what
+#: is refused, of tensors too
+CASES = yaml.safe_load(Path(__file__).with_name("gguf_refused.yaml").read_text())
+OTHER_KEYS, WRONG, TENSORS = CASES["same"], CASES["metadata"], CASES["tensors"]
 
 
 @pytest.mark.parametrize("case", OTHER_KEYS)
 def test_other_keys(tmp_path: Path, case: str) -> None:
     spec = load_spec("tiny-ple")
-    file = bare_file(tmp_path / "a.gguf", spec, OTHER_KEYS[case])
-    found = read_spec(read_container(file))
-    assert not [row for row in diff_specs(spec, found) if not row[0].startswith(UNSAID)]
+    file = bare_file(tmp_path / "a.gguf", spec, lambda v: changed(v, OTHER_KEYS[case]))
+    found = assert_says(file, spec)
     if case.startswith("dims"):  # the tensor of frequencies may be left out then
         bare = rewritten(file, tmp_path / "b.gguf", without("rope_freqs"))
         assert read_spec(read_container(bare)).text == found.text
 
 
 def test_a_window_that_is_not_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = bare_file(
-        tmp_path / "a.gguf",
-        load_spec("tiny-ple"),
-        lambda v: v.pop("gemma4.attention.sliding_window"),
-    )
+    key = "gemma4.attention.sliding_window"
+    file = bare_file(tmp_path / "a.gguf", load_spec("tiny-ple"), lambda v: v.pop(key))
     assert read_spec(read_container(file)).text.sliding.window == 512
     assert "gemma4.attention.sliding_window is missing: 512 is taken" in caplog.text
 
@@ -216,15 +203,8 @@ def test_transformers_with_the_dequantised_weights(tmp_path: Path, name: str, ki
     spec = widened(name) if kind in BLOCKS or kind in DENSE else load_spec(name)
     engine, peer, meant = built(tmp_path, spec, all_of(kind, "Q8_0"))
     assert relative(logits(engine, peer), peer.logits).max() <= peer.budget
-    for param, name in {"L0.attn.wq": "layers.0.self_attn.q_proj.weight"}.items():
-        assert torch.equal(engine.param(param), meant[name])
+    assert torch.equal(engine.param("L0.attn.wq"), meant["layers.0.self_attn.q_proj.weight"])
     assert engine.manifest["quant"] or kind not in CODED
-
-
-def test_a_file_in_float32_is_the_model(tmp_path: Path) -> None:
-    oracle = find_oracle(load_spec("tiny-ple"))
-    engine, _, _ = built(tmp_path, oracle.spec, all_of("F32"))
-    assert relative(logits(engine, oracle), oracle.logits).max() <= oracle.budget
 
 
 def mixed(name: str, shape: tuple[int, ...]) -> str:
@@ -240,7 +220,7 @@ def mixed(name: str, shape: tuple[int, ...]) -> str:
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("torch", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.full] * (n == "tiny-dense")) for n in TINY]
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n != "tiny-moe")) for n in TINY]
 )
 def test_mixed_types(tmp_path: Path, name: str, backend: str) -> None:
     engine, peer, _ = built(tmp_path, widened(name), mixed, backend)
@@ -274,7 +254,8 @@ def test_k_blocks(tmp_path: Path, kind: str, backend: str) -> None:
     numbers = meant[TOKEN_TABLE].numel()
     assert table == numbers * HELD[kind][backend == "onnx"]
     assert verify_engine(engine).ok
-    assert verify_each_pass(engine, checkpoint=tmp_path / "model.gguf").ok
+    if (kind, backend) == ("Q6_K", "reference"):
+        assert verify_each_pass(engine, checkpoint=tmp_path / "model.gguf").ok
 
 
 def packed_tensors(engine: Path) -> list[tuple[str, torch.Tensor]]:
@@ -291,11 +272,6 @@ def test_linked_codes_in_another_form(tmp_path: Path, monkeypatch: pytest.Monkey
         g4ir.load_engine(tmp_path / "engine")
     with pytest.raises(G4Error, match=r"takes codes in other forms than .*g4ir build --spec "):
         g4ir.load_engine(tmp_path / "engine")
-
-
-def test_each_pass(tmp_path: Path) -> None:
-    engine, _, _ = built(tmp_path, load_spec("tiny-moe"), all_of("Q4_0"))
-    assert verify_each_pass(engine, checkpoint=tmp_path / "model.gguf").ok
 
 
 def test_an_engine_that_refers_to_its_file(tmp_path: Path) -> None:
@@ -351,17 +327,11 @@ def rewritten(
     files of `each` tensors."""
     reader = gguf.GGUFReader(path)
     writer = gguf.GGUFWriter(to, "gemma4", split_max_tensors=each)
-    for key, value in reader.fields.items():
-        if not key.startswith(("GGUF.", "general.architecture")):
-            content = value.contents()
-            write_value(writer, key, content)
+    write_values(writer, values_of(reader))
     for t in reader.tensors:
         for name, (data, kind) in edit(t.name, t).items():
             writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return to
 
 
@@ -419,9 +389,7 @@ def test_fused_tensors_and_other_names(tmp_path: Path, name: str, kind: str) -> 
         return {own: (t.data, t.tensor_type)}
 
     fused = rewritten(file, tmp_path / "b.gguf", fuse)
-    assert not [
-        r for r in diff_specs(read_spec(read_container(fused)), spec) if not r[0].startswith(UNSAID)
-    ]
+    assert_says(fused, spec)
     got, want = opened(fused, spec), opened(file, spec)
     assert got.forms == want.forms
     for tensor in text_tensors(spec):
@@ -485,7 +453,6 @@ def test_commands(model: Path, tmp_path: Path) -> None:
     assert command("build", "--checkpoint", model, *words, "--out", out).code == 0
     shown = command("show", out)
     assert shown.code == 0 and "dequantize" in shown.out
-    assert command("verify", out, "--against", "reference").code == 0
     assert command("verify", out, "--against", "hf", "--checkpoint", model).code == 0
     ran = command("run", out, "--prompt", "to ab", "--max-new-tokens", "3", "--json")
     assert ran.code == 0, ran.err
@@ -501,18 +468,8 @@ def test_a_variant_that_differs(model: Path, tmp_path: Path) -> None:
     words = ("build", "--backend", "reference", "--checkpoint", model, "--out", tmp_path / "e")
     message = refused(*words, "--variant", "tiny-dense")
     assert "text.num_hidden_layers: spec 6, checkpoint 8" in message and model.name in message
-    assert command(*words, "--variant", "tiny-ple").code == 0
-
-
-def test_media(model: Path, tmp_path: Path) -> None:
-    words = ("build", "--backend", "reference", "--checkpoint", model, "--out", tmp_path / "e")
     assert "mmproj" in refused(*words, "--media", "image")
-    assert command(*words, "--media", "none").code == 0
-
-
-def test_codes_are_not_quantised_again(model: Path, tmp_path: Path) -> None:
-    words = ("build", "--backend", "reference", "--checkpoint", model, "--out", tmp_path / "e")
-    assert "is quantised already" in refused(*words, "--quant", "int8")
+    assert command(*words, "--variant", "tiny-ple", "--media", "none").code == 0
 
 
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
@@ -547,20 +504,8 @@ def tokenizers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[A
     return Tokenizer.from_str(raw), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-PIECES = (
-    "<eos>",
-    "<bos>",
-    "<turn|>",
-    "<|channel>",
-    "  ",
-    "\n\n",
-    "to",
-    "into",
-    " a",
-    "é",
-    "界",
-    "€",
-)
+PIECES = ["<eos>", "<bos>", "<turn|>", "<|channel>", "to", "into", "é", "界", "€"]
+PIECES += ["  ", "\n\n", " a"]
 
 
 @given(text=st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=4))).map("".join))
@@ -594,6 +539,13 @@ MERGED: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
+def rank_merges(values: dict[str, Any]) -> None:
+    """Give the first merges the best scores."""
+    at = {text: i for i, text in enumerate(values["tokenizer.ggml.tokens"])}
+    for i, merge in enumerate(values["tokenizer.ggml.merges"]):
+        values["tokenizer.ggml.scores"][at["".join(merge.split(" "))]] = float(-i)
+
+
 @pytest.fixture(scope="module", params=MERGED)
 def typed(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A file's tokenizer whose last tokens have the types above, and its ids by text."""
@@ -603,12 +555,10 @@ def typed(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         words, kinds = (values[f"tokenizer.ggml.{k}"] for k in ("tokens", "token_type"))
         new = [text for texts in TYPED.values() for text in texts if text not in words]
         words[-len(new) :] = new
-        at = {text: i for i, text in enumerate(words)}
         for kind, texts in TYPED.items():
             for text in texts:
-                kinds[at[text]] = kind
-        for i, merge in enumerate(values["tokenizer.ggml.merges"]):  # those first have the best
-            values["tokenizer.ggml.scores"][at["".join(merge.split(" "))]] = float(-i)
+                kinds[words.index(text)] = kind
+        rank_merges(values)
         MERGED[request.param](values)
 
     path = tmp_path_factory.mktemp("typed") / "a.gguf"
@@ -638,11 +588,9 @@ def test_merges_by_score(tmp_path: Path) -> None:
     for name in ("merges", "scores"):
 
         def change(values: dict[str, Any], name: str = name) -> None:
-            tokens = values["tokenizer.ggml.tokens"]
-            tokens[-4:] = ["<bo", "s>", "<0x4", "1>"]  # halves of a control token and of a byte
-            at = {text: i for i, text in enumerate(tokens)}
-            for i, merge in enumerate(values["tokenizer.ggml.merges"]):
-                values["tokenizer.ggml.scores"][at["".join(merge.split(" "))]] = float(-i)
+            halves = ["<bo", "s>", "<0x4", "1>"]  # of a control token and of a byte
+            values["tokenizer.ggml.tokens"][-4:] = halves
+            rank_merges(values)
             MERGED[name](values)
 
         path = bare_file(tmp_path / f"{name}.gguf", load_spec("tiny-ple"), change)
@@ -673,9 +621,6 @@ def test_side_files(model: Path, tmp_path: Path) -> None:
 
 # --- what is refused ------------------------------------------------------------------------------
 
-#: by name: a change of the metadata, and what the error says
-WRONG = yaml.safe_load(Path(__file__).with_name("gguf_refused.yaml").read_text())
-
 
 def changed(v: dict[str, Any], case: Mapping[str, Any]) -> None:
     """Change metadata as a case of gguf_refused.yaml says."""
@@ -683,6 +628,8 @@ def changed(v: dict[str, Any], case: Mapping[str, Any]) -> None:
         v[key] = np.float64(value) if isinstance(value, float) and value > 1e38 else value
     for key in case.get("drop", ()):
         del v[key]
+    for key, to in case.get("rename", {}).items():
+        v[to] = v.pop(key)
     for key, value in case.get("append", {}).items():
         v[key].append(value)
     for key in case.get("cut", ()):
@@ -727,50 +674,33 @@ def added(name: str) -> Callable[[str, Any], dict[str, Any]]:
     return edit
 
 
-#: change of the tensors -> what is said
-TENSORS: dict[str, tuple[Callable[[str, Any], dict[str, Any]], str]] = {
-    "missing": (without("blk.1.attn_q.weight"), "'blk.1.attn_q.weight': missing: expected shape"),
-    "unknown": (added("blk.0.attn_bias"), "'blk.0.attn_bias': not in the spec"),
-    "a layer more": (added("blk.8.attn_q.weight"), "'blk.8.attn_q.weight': not in the spec"),
-    "shape": (added("blk.0.ffn_gate_exps.weight"), "not in the spec"),
-    "type": (retyped("blk.0.ffn_up.weight", "MXFP4"), "type MXFP4 is not read; BF16, F16, F32"),
-    "vector": (retyped("blk.0.attn_norm", "Q8_0"), "expected BF16 or F16 or F32, found Q8_0"),
-    "integers": (retyped("blk.0.ffn_up.weight", "I32"), "type I32 is not read"),
-    "table": (without("token_embd"), "tensor token_embd.weight: expected a matrix"),
-    "rope": (without("rope_freqs"), "tensor rope_freqs.weight: expected F32 [32], found none"),
-    "rope type": (retyped("rope_freqs", "F16"), "expected F32 [32], found 'F16 [32]'"),
-    "fused": (
-        added("blk.0.attn_qkv.weight"),
-        "'blk.0.attn_qkv.weight': expected the rows of several matrices, ",
-    ),
-    "fused and apart": (
-        lambda name, t: (
-            as_it_is(name, t)
-            | (
-                {"blk.0.attn_qkv.weight": (np.concatenate([t.data] * 2), t.tensor_type)}
-                if name == "blk.0.attn_q.weight"
-                else {}
-            )
-        ),
-        "'blk.0.attn_qkv.weight': holds rows of 'blk.0.attn_q.weight', which is there too",
-    ),
-    "twice": (
-        lambda name, t: dict.fromkeys(
-            (name, name.replace("post_attention_norm", "attn_post_norm")), (t.data, t.tensor_type)
-        ),
-        "'blk.0.attn_post_norm.weight': the same weight as 'blk.0.post_attention_norm.weight'",
-    ),
-    "rope values": (retyped("rope_freqs", "F32"), "expected ones, then 1e30"),
+def same_name(name: str, t: Any) -> dict[str, Any]:
+    other = name.replace("post_attention_norm", "attn_post_norm")
+    return dict.fromkeys((name, other), (t.data, t.tensor_type))
+
+
+def fused_too(name: str, t: Any) -> dict[str, Any]:
+    """The file with a fused tensor beside its parts."""
+    fused = {"blk.0.attn_qkv.weight": (np.concatenate([t.data] * 2), t.tensor_type)}
+    return as_it_is(name, t) | (fused if name == "blk.0.attn_q.weight" else {})
+
+
+#: how a case changes tensors: a function of its words, and what is done without any
+TENSOR_EDITS: dict[str, Callable[..., Any]] = {
+    "without": without,
+    "added": added,
+    "retyped": retyped,
 }
+WHOLE = {"same_name": same_name, "fused_too": fused_too}
 
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_refused_tensors(model: Path, tmp_path: Path, name: str) -> None:
-    edit, text = TENSORS[name]
-    file = rewritten(model, tmp_path / "a.gguf", edit)
+    way, *words = TENSORS[name]["edit"]
+    file = rewritten(model, tmp_path / "a.gguf", WHOLE.get(way) or TENSOR_EDITS[way](*words))
     with pytest.raises(G4Error) as error:
         g4ir.build(None, tmp_path / "e", backend="reference", checkpoint=file)
-    assert text in str(error.value) and "a.gguf" in str(error.value), error.value
+    assert TENSORS[name]["says"] in str(error.value) and "a.gguf" in str(error.value), error.value
 
 
 @pytest.mark.parametrize(("kind", "at"), [("Q8_0", 34), ("Q4_K", 0), ("Q5_K", 176 + 2)])
@@ -882,43 +812,33 @@ def test_refused_containers(tmp_path: Path, name: str) -> None:
     assert message.isascii() and message.isprintable()
 
 
+#: value of a key -> its type and bytes
+VALUES: dict[str, tuple[int, bytes, Any]] = {
+    "u8": (0, b"\xff", 255),
+    "i8": (1, b"\xff", -1),
+    "u16": (2, b"\xff\xff", 65535),
+    "i16": (3, b"\xff\xff", -1),
+    "i32": (5, b"\xff" * 4, -1),
+    "f32": (6, np.float32(0.1).tobytes(), float(np.float32(0.1))),
+    "bool": (7, b"\x01", True),
+    "text": (8, text("é"), "é"),
+    "u64": (10, u64(2**63), 2**63),
+    "i64": (11, b"\xff" * 8, -1),
+    "f64": (12, np.float64(0.1).tobytes(), 0.1),
+    "bools": (9, u32(7) + u64(2) + b"\x01\x00", [True, False]),
+    "texts": (9, u32(8) + u64(2) + text("a") + text(""), ["a", ""]),
+    "none": (9, u32(8) + u64(0), []),
+}
+
+
 def test_values(tmp_path: Path) -> None:
     """Every type of a value, version 2, and data with gaps."""
-    keys = [
-        key("u8", 0, b"\xff"),
-        key("i8", 1, b"\xff"),
-        key("u16", 2, b"\xff\xff"),
-        key("i16", 3, b"\xff\xff"),
-        key("i32", 5, b"\xff" * 4),
-        key("f32", 6, np.float32(0.1).tobytes()),
-        key("bool", 7, b"\x01"),
-        key("text", 8, text("é")),
-        key("u64", 10, u64(2**63)),
-        key("i64", 11, b"\xff" * 8),
-        key("f64", 12, np.float64(0.1).tobytes()),
-        key("bools", 9, u32(7) + u64(2) + b"\x01\x00"),
-        key("texts", 9, u32(8) + u64(2) + text("a") + text("")),
-        key("none", 9, u32(8) + u64(0)),
-    ]
+    keys = (key(name, kind, data) for name, (kind, data, _) in VALUES.items())
     placed = (tensor("b", (8,), offset=64), tensor("a", (2, 3), 1))
     (tmp_path / "a.gguf").write_bytes(raw(*keys, tensors=placed, version=2))
     found = read_container(tmp_path / "a.gguf")
-    plain = {k: v for k, v in found.values.items() if k not in ("bools", "texts", "none")}
-    assert plain == {
-        "u8": 255,
-        "i8": -1,
-        "u16": 65535,
-        "i16": -1,
-        "i32": -1,
-        "f32": float(np.float32(0.1)),
-        "bool": True,
-        "text": "é",
-        "u64": 2**63,
-        "i64": -1,
-        "f64": 0.1,
-    }
-    assert (found.items("bools"), found.items("texts")) == ([True, False], ["a", ""])
-    assert found.items("none") == []
+    for name, (kind, _, value) in VALUES.items():
+        assert (found.items(name) if kind == 9 else found.values[name]) == value
     assert found.tensors["a"].shape == (3, 2)
     assert found.tensors["b"].entry.start - found.tensors["a"].entry.start == 64
 
@@ -926,30 +846,11 @@ def test_values(tmp_path: Path) -> None:
 # --- fuzz ----------------------------------------------------------------------------------------
 
 
-def small() -> Spec:
-    """Two layers of width 32, one of them without K and V of its own: a file of few KiB."""
-    base = load_spec("tiny-ple")
-    kind = replace(base.text.full, head_dim=32, num_key_value_heads=1)
-    text = replace(
-        base.text,
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        pattern=("full",),
-        full=kind,
-        num_kv_shared_layers=1,
-        ple=replace(base.text.ple, dim=16, vocab_size=300),
-    )
-    return check_spec(replace(base, name="small", text=text))
-
-
 @pytest.fixture(scope="module")
 def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file beside its original."""
     path = tmp_path_factory.mktemp("fuzz") / "a.gguf"
-    bare_file(path, small(), kind="Q8_0")
+    bare_file(path, two_layers(32, 300), kind="Q8_0")
     path.with_suffix(".original").write_bytes(path.read_bytes())
     return path
 
@@ -1019,14 +920,7 @@ def by_llama_cpp(path: Path, tokens: torch.Tensor) -> torch.Tensor:
     """Logits of every token, with caches in fp32."""
     import llama_cpp
 
-    model = llama_cpp.Llama(
-        str(path),
-        n_ctx=256,
-        logits_all=True,
-        verbose=False,
-        type_k=0,
-        type_v=0,
-        flash_attn=False,
-    )
+    options = {"n_ctx": 256, "logits_all": True, "verbose": False, "flash_attn": False}
+    model = llama_cpp.Llama(str(path), type_k=0, type_v=0, **options)
     model.eval(tokens.tolist())
     return torch.from_numpy(np.array(model.scores[: len(tokens)]))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import g4ir
 from g4ir.check.logits import verify_engine
@@ -26,12 +28,19 @@ from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
-from tests.gguf_files import all_of, write_gguf, write_mmproj, write_value
+from tests.gguf_files import all_of, finish, values_of, write_gguf, write_mmproj, write_values
 
 
 def standardised() -> Spec:
     spec = load_spec("tiny-media")
     return replace(spec, vision=replace(spec.vision, standardize=True))  # type: ignore[type-var]
+
+
+CASES = yaml.safe_load(Path(__file__).with_name("gguf_refused.yaml").read_text())
+
+
+def changed(case: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
+    return lambda values: values.update(case.get("set", {}))
 
 
 SPECS: dict[str, Callable[[], Spec]] = {
@@ -132,10 +141,6 @@ LINEARS = ("attn_q", "attn_k", "attn_v", "attn_out", "ffn_gate", "ffn_up", "ffn_
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
 
-def of(key: str, value: Any) -> dict[str, Any]:
-    return {"change": lambda values: values.update({key: value})}
-
-
 def ollama_name(name: str) -> str:
     if name.startswith("a.blk."):
         *layer, own, end = name.split(".")
@@ -154,50 +159,35 @@ def whole_file(
     towers = gguf.GGUFReader(write_mmproj(path.with_suffix(".towers"), spec, towers_of(spec)))
     vision, audio = spec.vision, spec.audio
     assert vision and audio
-    values: dict[str, Any] = {
-        key: field.contents()
-        for key, field in text.fields.items()
-        if not key.startswith(("GGUF.", "general.architecture"))
-    }
-    values |= {
+    values = values_of(text) | {
         "tokenizer.ggml.model": "llama",
-        "gemma4.vision.block_count": vision.num_hidden_layers,
-        "gemma4.vision.embedding_length": vision.hidden_size,
-        "gemma4.vision.attention.head_count": vision.num_attention_heads,
         "gemma4.vision.feed_forward_length": vision.intermediate_size,
         "gemma4.vision.patch_size": vision.patch_size,
         "gemma4.vision.num_channels": 3,
         "gemma4.vision.projector.scale_factor": vision.pooling_kernel_size,
-        "gemma4.vision.attention.layer_norm_epsilon": 1e-6,
-        "gemma4.audio.block_count": audio.num_hidden_layers,
-        "gemma4.audio.embedding_length": audio.hidden_size,
         "gemma4.audio.feed_forward_length": 4 * audio.hidden_size,
-        "gemma4.audio.attention.head_count": audio.num_attention_heads,
-        "gemma4.audio.attention.layer_norm_epsilon": 1e-6,
         "gemma4.audio.conv_kernel_size": audio.conv_kernel_size,
     }
+    for part, tower in (("vision", vision), ("audio", audio)):
+        values |= {
+            f"gemma4.{part}.block_count": tower.num_hidden_layers,
+            f"gemma4.{part}.embedding_length": tower.hidden_size,
+            f"gemma4.{part}.attention.head_count": tower.num_attention_heads,
+            f"gemma4.{part}.attention.layer_norm_epsilon": 1e-6,
+        }
     change(values)
     writer = gguf.GGUFWriter(path, "gemma4")
-    for key, value in values.items():
-        write_value(writer, key, value)
+    write_values(writer, values)
     tensors = {t.name: t.data for t in text.tensors}
     tensors |= {ollama_name(t.name): t.data for t in towers.tensors}
     if vision.use_clipped_linears:
-        names = [
-            f"v.blk.{i}.{n}.{b}"
-            for i in range(vision.num_hidden_layers)
-            for n in LINEARS
-            for b in BOUNDS
-        ]
-        bounds = [float(tensors[name][0]) for name in names]
+        parts = product(range(vision.num_hidden_layers), LINEARS, BOUNDS)
+        bounds = [float(tensors[f"v.blk.{i}.{n}.{b}"][0]) for i, n, b in parts]
         tensors["v.clamp_data"] = np.array([*bounds, *[0.0] * 4], np.float32)
     edit(tensors)
     for name, data in tensors.items():
         writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.F32)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -206,16 +196,19 @@ def clipped() -> Spec:
     return replace(spec, vision=replace(spec.vision, use_clipped_linears=True))  # type: ignore[type-var]
 
 
+#: the packed bounds of clipped linears alone
+PACKED: dict[str, Any] = {
+    "edit": lambda tensors: [
+        tensors.pop(n) for n in [*tensors] if n.startswith("v.") and n.endswith(BOUNDS)
+    ]
+}
+
+
 @pytest.mark.parametrize("own_bounds", [True, False])
 def test_one_file_of_text_and_towers(tmp_path: Path, own_bounds: bool) -> None:
     spec = clipped()
 
-    def edit(tensors: dict[str, Any]) -> None:
-        for name in [n for n in tensors if n.startswith("v.") and n.endswith(BOUNDS)]:
-            if not own_bounds:  # the packed ones alone
-                del tensors[name]
-
-    file = whole_file(tmp_path / "a.gguf", spec, edit=edit)
+    file = whole_file(tmp_path / "a.gguf", spec, **({} if own_bounds else PACKED))
     origin = find_origin(file)
     assert origin.spec().text == spec.text and "tokenizer.json" in origin.side_files()
     found = origin.open(spec, KINDS, "f32")
@@ -244,81 +237,45 @@ def test_commands_of_one_file(tmp_path: Path) -> None:
     assert engine.media.kinds == KINDS and verify_engine(engine).ok
 
 
-WRONG_WHOLE: dict[str, tuple[dict[str, Any], str]] = {
-    "another size": (
-        of("gemma4.vision.block_count", 9),
-        "gemma4.vision.block_count: expected 2, found 9; give the variant of this file",
-    ),
-    "unknown": (of("gemma4.audio.dilation", 2), "gemma4.audio.dilation: no such key, found 2"),
-    "bounds that differ": (
-        {"edit": lambda tensors: tensors["v.clamp_data"].__setitem__(0, 7.5)},
-        "v.blk.0.attn_q.input_min: expected 7.5, found ",
-    ),
-    "bounds of others": (
-        {"edit": lambda tensors: tensors.update({"v.clamp_data": np.zeros(8, np.float32)})},
-        "v.clamp_data: expected 'F32 [60]', found 'F32 [8]'",
-    ),
-    "missing": (
-        {"edit": lambda tensors: tensors.pop("mm.a.input_projection.weight")},
-        "missing: expected shape",
-    ),
-    "not in the spec": (
-        {"edit": lambda tensors: tensors.update({"v.blk.0.out_scale": np.ones(1, np.float32)})},
-        "'v.blk.0.out_scale': not in the spec",
-    ),
-}
-
-
 def test_bounds_of_linears_that_are_not_clipped(tmp_path: Path) -> None:
     spec = clipped()
     assert spec.vision
     plain = replace(spec, vision=replace(spec.vision, use_clipped_linears=False))
     for bounds in (True, False):
-        file = whole_file(
-            tmp_path / f"{bounds}.gguf",
-            spec,
-            edit=lambda tensors, own=bounds: (
-                [tensors.pop(n) for n in [*tensors] if n.startswith("v.") and n.endswith(BOUNDS)]
-                if not own
-                else None
-            ),
-        )
+        file = whole_file(tmp_path / f"{bounds}.gguf", spec, **({} if bounds else PACKED))
         name = "v.blk.0.attn_q.input_min" if bounds else "v.clamp_data"
         with pytest.raises(G4Error, match=rf"'{name}': not in the spec"):
             find_origin(file).open(plain, KINDS, "f32")
 
 
-@pytest.mark.parametrize("case", WRONG_WHOLE)
-def test_refused_in_one_file(case: str, tmp_path: Path) -> None:
-    options, words = WRONG_WHOLE[case]
-    file = whole_file(tmp_path / "a.gguf", clipped(), **options)
+@pytest.mark.parametrize("name", CASES["whole"])
+def test_refused_in_one_file(name: str, tmp_path: Path) -> None:
+    case = CASES["whole"][name]
+
+    def edit(tensors: dict[str, Any]) -> None:
+        for left in case.get("left_out", ()):
+            del tensors[left]
+        for tensor, value in case.get("first", {}).items():
+            tensors[tensor][0] = value
+        made = case.get("tensors", {}).items()
+        tensors.update({tensor: np.array(values, np.float32) for tensor, values in made})
+
+    file = whole_file(tmp_path / "a.gguf", clipped(), changed(case), edit)
     with pytest.raises(G4Error) as e:
         find_origin(file).open(clipped(), KINDS, "f32")
-    assert words in str(e.value) and "a.gguf" in str(e.value), e.value
+    assert case["says"] in str(e.value) and "a.gguf" in str(e.value), e.value
 
 
 # --- refusals ----------------------------------------------------------------------------------
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no towers": (of("general.architecture", "gemma4"), "general.architecture: expected 'clip'"),
-    "another projector": (
-        of("clip.vision.projector_type", "gemma3"),
-        "clip.vision.projector_type: expected 'gemma4v', found 'gemma3'; give the mmproj file",
-    ),
-    "heads": (of("clip.audio.attention.head_count", 7), "clip.audio.attention.head_count: expect"),
-    "other pixels": (of("clip.vision.image_mean", [0.5] * 3), "clip.vision.image_mean: expected"),
-    "pixels in words": (of("clip.vision.image_std", "one"), "clip.vision.image_std: expected"),
-    "missing": ({"left_out": ["v.blk.1.attn_q.weight"]}, "missing: expected shape [32, 32]"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(opened: Any, case: str, tmp_path: Path) -> None:
-    options, words = REFUSED[case]
+@pytest.mark.parametrize("name", CASES["towers"])
+def test_refused(opened: Any, name: str, tmp_path: Path) -> None:
+    case = CASES["towers"][name]
+    given = {"change": changed(case), "left_out": case.get("left_out", ())}
     with pytest.raises(G4Error) as e:
-        opened(tmp_path, load_spec("tiny-media"), **options)
-    assert words in str(e.value) and "towers.gguf" in str(e.value)
+        opened(tmp_path, load_spec("tiny-media"), **given)
+    assert case["says"] in str(e.value) and "towers.gguf" in str(e.value)
     assert "\n" not in str(e.value) or "fix: take the mmproj file" in str(e.value)
 
 

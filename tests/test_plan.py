@@ -7,13 +7,14 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,34 +22,31 @@ from g4ir.backends.kv_cache import Caches
 from g4ir.cli import main
 from g4ir.engine.build import prepare
 from g4ir.errors import InputError, PlanError
-from g4ir.ir.graph import Builder, Graph, Program
+from g4ir.ir.graph import Graph, Program
 from g4ir.ir.rewrite import split_prologue
 from g4ir.model.media import Media
 from g4ir.model.tensors import numel, text_tensors
 from g4ir.model.text import build_graph, build_program
-from g4ir.ops.types import Type
 from g4ir.passes import PassOptions, run_passes, run_program
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.fit import _group_limits, device_memory, require_fit
 from g4ir.plan.footprint import RESERVE_BYTES, reserve
 from g4ir.plan.formats import kv_bytes, weight_sizes
-from g4ir.plan.gpus import GPUS, SIZE_RULE, find_gpu
-from g4ir.plan.memory import Needs, Size, live_sizes
+from g4ir.plan.gpus import SIZE_RULE, find_gpu, parse_bytes
+from g4ir.plan.memory import Needs, live_sizes
 from g4ir.plan.options import BuildOptions, Resolved
 from g4ir.plan.plan import PLANNED, cache_lines, make_plan
-from g4ir.plan.records import SCHEMA, TOTALS, Plan
+from g4ir.plan.records import SCHEMA, TOTALS
 from g4ir.plan.table import comparison_text, plan_text
 from g4ir.spec.record import load_spec
 from g4ir.spec.shrink import shrink
 from g4ir.ui.units import count_text, parse_counts, rounded_count, size_text
 from g4ir.weights.pack import split_program
-from tests.cli_tools import (
-    g4ir,
-    refused,
-)
+from tests.cli_tools import g4ir, refused
 from tests.configs import NAMES, SMALL, spec_called
 
+CASES = yaml.safe_load(Path(__file__).with_name("plan_cases.yaml").read_text())
 VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
 GIB, GB = 2**30, 10**9
 FORMS = ("off", "value", "raw")
@@ -125,16 +123,6 @@ def test_plain_cache_formula(name: str) -> None:
     assert (found.naive, found.planned, found.built) == (kv.naive, kv.planned, kv.planned)
 
 
-@pytest.mark.parametrize("ctx", [512, 20_000])
-def test_full_size_caches(ctx: int) -> None:
-    """e2b as it is, allocated."""
-    spec = load_spec("e2b")
-    program = run_program(build_program(spec))
-    for batch in (1, 2):
-        found = make_plan(spec, ctx=ctx, batch=batch).rows[0]
-        assert Caches(program, batch, ctx, "cpu").nbytes() == found.built == found.planned
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_towers_are_counted_as_they_are_packed(variant: str) -> None:
     """What an engine that takes media needs more is what its towers hold."""
@@ -156,16 +144,8 @@ def test_towers_are_counted_as_they_are_packed(variant: str) -> None:
 @pytest.mark.parametrize("placement", ["device", "host", "mmap"])
 def test_full_size_weights(dtype: str, placement: str) -> None:
     spec = load_spec("e2b")
-    prepared = prepare(
-        spec,
-        BuildOptions(
-            random_weights=0,
-            backend="reference",
-            dtype=dtype,
-            ple_placement=placement,
-            media="none",
-        ),
-    )
+    given = {"dtype": dtype, "ple_placement": placement, "media": "none"}
+    prepared = prepare(spec, BuildOptions(random_weights=0, backend="reference", **given))
     plan = make_plan(spec, replace(PLANNED, dtype=dtype, ple_placement=placement))
     found = plan.weights_as(prepared.dtype)
     table = prepared.packing.program.params()["ple.table"].type.nbytes()
@@ -190,22 +170,6 @@ def test_no_pass_no_planning() -> None:
 # --- weight formats -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_formats_add_up(name: str) -> None:
-    spec = spec_called(name)
-    elements = numel(text_tensors(spec))
-    assert [weight_sizes(spec, f).total for f in ("f32", "bf16", "f16")] == [
-        4 * elements,
-        2 * elements,
-        2 * elements,
-    ]
-    sizes = weight_sizes(spec, "int8")
-    assert elements < sizes.total < 1.3 * elements + 4 * 70 * len(text_tensors(spec))
-    tied = spec.text.tie_word_embeddings
-    assert (sizes.head == 0) is tied
-    assert sizes.tables == (0 if tied else sizes.token_table)
-
-
 def test_integer_formats_to_the_byte() -> None:
     """A dense block by hand: scales of rows in the engine's dtype, of groups of 32 in bf16,
     vectors as they are."""
@@ -219,19 +183,6 @@ def test_integer_formats_to_the_byte() -> None:
     assert int8.layers == vectors + sum(r * (c + 4) for r, c in matrices)
     assert all(c % 32 == 0 for _, c in matrices)
     assert int4.layers == vectors + sum(r * c // 32 * 18 for r, c in matrices)
-
-
-def test_routers_keep_their_dtype() -> None:
-    spec = load_spec("26b-a4b")
-    bf16 = weight_sizes(spec, "bf16")
-    shapes = text_tensors(spec)
-    kept = numel({k: s for k, s in shapes.items() if len(s) < 2 or ".router." in k})
-    matrices = {k: s for k, s in shapes.items() if len(s) > 1 and ".router." not in k}
-    rows = sum(math.prod(s[:-1]) for s in matrices.values())
-    int8 = weight_sizes(spec, "int8")
-    assert int8.total == 2 * kept + numel(matrices) + 2 * rows
-    assert int8.total / bf16.total == pytest.approx(0.5, rel=2e-3)
-    assert weight_sizes(spec, "int4").layers / bf16.layers == pytest.approx(4.5 / 16, rel=2e-3)
 
 
 def test_unknown_format() -> None:
@@ -277,19 +228,6 @@ def test_activations_by_definition(name: str, phase: str) -> None:
         main = split_prologue(g)[1]
         for dims in ({"B": 1, "S": 64, "C": 512}, {"B": 5, "S": 7, "C": 256}):
             assert max(s.at(dims) for s in live_sizes(main)) == by_definition(main, dims)
-
-
-def test_activations_of_a_few_nodes() -> None:
-    b = Builder("prefill")
-    x = b.input("x", Type("f32", ("B", "S", 8)))
-    y = b.emit("scale", x, value=2.0, name="y")
-    z = b.emit("scale", y, value=2.0, name="z")
-    h = b.emit("heads", z, n=2, name="h")  # a view
-    m = b.emit("merge_heads", h, name="m")
-    g = b.graph(b.emit("add", m, x, name="out"))
-    row = 4 * 8
-    # x with y and z; x with z and out; at the end out twice
-    assert live_sizes(g) == {Size(((("B", "S"), 3 * row),))}
 
 
 def test_workspace_of_attention() -> None:
@@ -373,32 +311,9 @@ def test_the_largest_fits_and_one_more_does_not(
     check_largest(name, memory, ctx, batch, latent_kv=latent, prefill_chunk=chunk, device=device)
 
 
-@pytest.mark.parametrize(
-    "name, size, ctx, batch, latent",
-    [
-        ("e2b", 8, 32768, 4, "off"),
-        ("12b", 24, 4096, 1, "value"),
-        ("31b", 80, 32768, 1, "raw"),
-    ],
-)
-def test_the_largest_of_a_released_variant(
-    name: str, size: int, ctx: int, batch: int, latent: str
-) -> None:
-    check_largest(name, size * GIB, ctx, batch, latent_kv=latent)
-
-
-def test_more_memory_never_fits_less() -> None:
-    """Over the known cards, from small to large; and smaller weights leave more room."""
-    cards = sorted(GPUS.values(), key=lambda g: g.memory_bytes)
-    plan = make_plan(load_spec("31b"), memory=cards, ctx=[4096, 32768])
-    for form in ("bf16", "int8", "int4"):
-        fits = [f for f in plan.fits if f.weights == form]
-        assert [f.device for f in fits] == [g.name for g in cards]
-        for most in ([f.max_context[0].built for f in fits], [f.max_batch[1].built for f in fits]):
-            assert most == sorted(most)
-    for i in range(0, len(plan.fits), 3):
-        of_card = [f.max_context[0].built for f in plan.fits[i : i + 3]]
-        assert of_card == sorted(of_card)
+def test_the_largest_of_a_released_variant() -> None:
+    check_largest("e2b", 8 * GIB, 32768, 4, latent_kv="off")
+    check_largest("31b", 80 * GIB, 32768, 1, latent_kv="raw")
 
 
 def test_an_80_gb_card_and_the_largest_variant() -> None:
@@ -414,23 +329,20 @@ def test_an_80_gb_card_and_the_largest_variant() -> None:
 
 def test_the_table_outside_the_device_leaves_room() -> None:
     spec, size = load_spec("e2b"), 8 * GIB
-    most = {
-        (device, place): make_plan(
-            spec, replace(PLANNED, device=device, ple_placement=place), memory=size
-        )
-        .fits[0]
-        .max_context[0]
-        .built
-        for device in ("cuda", "cpu")
-        for place in ("device", "host", "mmap")
-    }
+
+    def largest(device: str, place: str) -> int:
+        options = replace(PLANNED, device=device, ple_placement=place)
+        return make_plan(spec, options, memory=size).fits[0].max_context[0].built
+
+    places = product(("cuda", "cpu"), ("device", "host", "mmap"))
+    most = {(device, place): largest(device, place) for device, place in places}
     assert most["cuda", "device"] == 0 < most["cuda", "host"] == most["cuda", "mmap"]
     # the host's memory is the CPU's own
     assert most["cpu", "device"] == most["cpu", "host"] == 0 < most["cpu", "mmap"]
 
 
 def test_time_floors_are_those_of_the_cost_model() -> None:
-    from g4ir.plan.cost import decode_costs, floors
+    from g4ir.plan.cost import decode_costs, floor, total
 
     spec, gpu = load_spec("26b-a4b"), find_gpu("h200-141gb")
     plan = make_plan(spec, ctx=(4096, 8192), batch=(1, 8), memory=gpu)
@@ -438,30 +350,21 @@ def test_time_floors_are_those_of_the_cost_model() -> None:
     for f in plan.fits:
         for c in f.cells:
             costs = decode_costs(graph, c.ctx, B=c.batch, weights=f.weights)
-            assert c.decode_floor_s == pytest.approx(floors(costs, gpu.roof).total.seconds)
+            assert c.decode_floor_s == pytest.approx(floor(total(costs), gpu.roof).seconds)
     sized = make_plan(spec, memory=gpu.memory_bytes).fits[0]
     assert {c.decode_floor_s for c in sized.cells} == {None}
 
 
-@pytest.mark.parametrize(
-    "device, memory, place",
-    [
-        ("cuda", 80 * GB, "device"),
-        ("cuda", 9 * GIB, "mmap"),
-        ("cpu", 80 * GB, "mmap"),
-    ],
-)
+WHERE = [("cuda", 80 * GB, "device"), ("cuda", 9 * GIB, "mmap"), ("cpu", 80 * GB, "mmap")]
+
+
+@pytest.mark.parametrize("device, memory, place", WHERE)
 def test_where_the_table_lies_by_default(device: str, memory: int, place: str) -> None:
     """A plan and a build say the same, and its bytes are counted there."""
     spec = load_spec("e2b")
     plan = make_plan(spec, replace(PLANNED, device=device), ctx=8192, memory=memory)
-    built = prepare(
-        spec,
-        BuildOptions(
-            random_weights=0, backend="reference", device=device, memory=memory, media="none"
-        ),
-        dry=True,
-    )
+    given = {"device": device, "memory": memory, "media": "none"}
+    built = prepare(spec, BuildOptions(random_weights=0, backend="reference", **given), dry=True)
     assert plan.ple_placement == built.ple_placement == place
     found = plan.weights_as("bf16")
     assert {"device": found.device, "mmap": found.mapped}[place] >= found.sizes.ple_table
@@ -475,10 +378,8 @@ def test_one_placement_serves_every_row_of_a_plan() -> None:
     assert [make_plan(spec, ctx=4096, memory=m).ple_placement for m in sizes] == ["device", "mmap"]
     assert make_plan(spec, ctx=4096, memory=sizes).ple_placement == "mmap"
     assert make_plan(spec).ple_placement == "device"
-    assert (
-        make_plan(spec, replace(PLANNED, ple_placement="device"), memory=9 * GIB).ple_placement
-        == "device"
-    )
+    given = replace(PLANNED, ple_placement="device")
+    assert make_plan(spec, given, memory=9 * GIB).ple_placement == "device"
 
 
 # --- refusing a build ---------------------------------------------------------------------------
@@ -487,36 +388,17 @@ def test_one_placement_serves_every_row_of_a_plan() -> None:
 def check(name: str, memory: int, **changes: Any) -> None:
     """require_fit for an engine by these settings."""
     spec = spec_called(name)
-    given = {
-        "max_batch": 1,
-        "max_seq": 8192,
-        "prefill_chunk": 1024,
-        "dtype": "bf16",
-        "device": "cuda",
-        "ple_placement": None,
-        "latent": "off",
-    } | changes
-    form = given.pop("latent")
-    limits = Limits(*(given.pop(k) for k in ("max_batch", "max_seq", "prefill_chunk")))
-    media = given.pop("media", Media())
+    given = {"dtype": "bf16", "device": "cuda", "ple_placement": None, "latent": "off"} | changes
+    form, media = given.pop("latent"), given.pop("media", Media())
+    sizes = {f.name for f in fields(Limits)} & given.keys()
+    limits = Limits(**{k: given.pop(k) for k in sizes})
     program = program_of(name, given["dtype"], form)
     if given["device"] == "cpu":  # with the prologue and without
         program = split_program(program).program
     options = PassOptions((LatentOptions(form),))
-    r = Resolved(
-        spec,
-        limits=limits,
-        all_logits=False,
-        skip=(),
-        options=options,
-        media=media,
-        recipe=None,
-        drafter=None,
-        ranks=1,
-        ep=False,
-        **given,
-    )
-    require_fit(program, r, memory)
+    plain = {"all_logits": False, "skip": (), "recipe": None, "drafter": None}
+    own = {"limits": limits, "options": options, "media": media, "ranks": 1, "ep": False}
+    require_fit(program, Resolved(spec, **plain, **own, **given), memory)
 
 
 @cache
@@ -547,30 +429,10 @@ def advised(message: str) -> list[dict[str, Any]]:
     return found
 
 
-REFUSED: dict[str, tuple[str, int, dict[str, Any], set[str]]] = {
-    "rows": ("31b", 80 * GB, {"max_batch": 12}, {"max_seq", "max_batch"}),
-    "length": ("12b", 34 * GB, {"max_seq": 262144}, {"max_seq", "prefill_chunk"}),
-    "dtype": ("e2b", 8 * GIB, {"dtype": "f32", "ple_placement": "host"}, {"dtype"}),
-    "table": ("e2b", 9 * GIB, {"ple_placement": "device"}, {"ple_placement"}),
-    "table on a cpu": (
-        "e2b",
-        9 * GIB,
-        {"ple_placement": "host", "device": "cpu"},
-        {"ple_placement"},
-    ),
-    "all of it": (
-        "e2b",
-        6 * GIB,
-        {"dtype": "f32", "ple_placement": "device", "max_batch": 8},
-        {"max_seq", "max_batch", "prefill_chunk", "dtype", "ple_placement"},
-    ),
-    "latent": ("31b", 80 * GB, {"max_seq": 262144, "latent": "raw", "max_batch": 2}, {"max_seq"}),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", CASES["refused"])
 def test_a_build_that_does_not_fit_is_refused_with_what_fits(case: str) -> None:
-    name, memory, options, expected = REFUSED[case]
+    name, size, options, expected = CASES["refused"][case]
+    memory = parse_bytes(size, case)
     with pytest.raises(PlanError) as refusal:
         check(name, memory, **options)
     message = str(refusal.value)
@@ -579,7 +441,7 @@ def test_a_build_that_does_not_fit_is_refused_with_what_fits(case: str) -> None:
     short = re.search(r"\(([0-9]+) bytes\) short", message)
     assert short
     settings = advised(message)
-    assert {k for s in settings for k in s} == expected
+    assert {k for s in settings for k in s} == {*expected}
     for setting in settings:
         check(name, memory, **{**options, **setting})
     # the number short is exact: so much more memory, and what is reserved of it, is enough
@@ -693,46 +555,22 @@ def test_a_spec_file_and_its_limit(tmp_path: Path) -> None:
     assert plan["hub"] is None
 
 
-OPTIONS: dict[str, tuple[list[str], Callable[[dict[str, Any]], Any], Any]] = {
-    "dtype": (["--dtype", "float32"], lambda p: p["dtype"], "f32"),
-    "ple-placement": (["--ple-placement", "host"], lambda p: p["ple_placement"], "host"),
-    "device": (["--device", "cpu"], lambda p: p["device"], "cpu"),
-    "chunk": (["--prefill-chunk", "1K"], lambda p: p["prefill_chunk"], 1024),
-    "skip": (["--skip", "plan_cache"], lambda p: p["skipped_passes"], ["plan_cache"]),
-    "latent": (["--latent-kv", "raw"], lambda p: p["latent"], "raw"),
-    "size": (["--gpu", "24GiB"], lambda p: p["fits"][0]["memory"], 24 * GIB),
-    "all logits": (
-        ["--all-logits", "--ctx", "4K"],
-        lambda p: p["rows"][0]["activations"] > GIB,
-        True,
-    ),
-}
-
-
-@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("case", CASES["options"])
 def test_options(case: str) -> None:
-    words, value, expected = OPTIONS[case]
-    assert value(json.loads(ok("--variant", "e2b", *words, "--json"))) == expected
+    words, key, expected = CASES["options"][case]
+    assert json.loads(ok("--variant", "e2b", *words.split(), "--json"))[key] == expected
+
+
+def test_sizes_of_devices_and_all_logits() -> None:
+    plan = json.loads(ok("--variant", "e2b", "--gpu", "24GiB", "--all-logits", "--json"))
+    assert plan["fits"][0]["memory"] == 24 * GIB and plan["rows"][0]["activations"] > GIB
 
 
 def test_each_of_several_variants_takes_what_it_has_a_use_for() -> None:
     assert g4ir("plan", "--variant", "e2b,31b", "--ple-placement", "host").code == 0
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"ctx": []}, "ctx: expected at least one number"),
-        ({"ctx": 0}, "ctx 0: expected"),
-        ({"ctx": 1.5}, "ctx 1.5: expected a whole number"),
-        ({"ctx": True}, "ctx True: expected"),
-        ({"batch": -1}, "batch -1: expected"),
-        ({"memory": 0}, "memory 0: expected"),
-        ({"memory": [-5]}, "memory -5: expected"),
-        ({"prefill_chunk": 0}, "prefill-chunk 0"),
-        ({"device": "tpu"}, "device 'tpu': expected"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), CASES["arguments"])
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         sizes = {k: options[k] for k in ("ctx", "batch", "memory") if k in options}
@@ -766,11 +604,8 @@ def test_plotted_lines_are_the_rows(name: str, latent: str) -> None:
     for r in plan.rows:
         at = lines.contexts.index(r.ctx)
         built = lines.totals.get("built", lines.totals["planned"])
-        assert (lines.totals["naive"][at], lines.totals["planned"][at], built[at]) == (
-            r.naive,
-            r.planned,
-            r.built,
-        )
+        found = lines.totals["naive"][at], lines.totals["planned"][at], built[at]
+        assert found == (r.naive, r.planned, r.built)
     k_eq_v = plan.spec.text.full.k_eq_v
     assert ("built" in lines.totals) is (k_eq_v and latent != "off")
 
@@ -838,28 +673,11 @@ def test_help_is_quick() -> None:
 
 def test_counts_and_sizes() -> None:
     assert parse_counts("4096,4_096,4K, 1m", "--ctx") == [4096, 4096, 4096, 1 << 20]
-    assert [count_text(n) for n in (1, 1000, 4096, 5000, 262_144, 1 << 20)] == [
-        "1",
-        "1000",
-        "4K",
-        "5000",
-        "256K",
-        "1M",
-    ]
+    counts = {1: "1", 1000: "1000", 4096: "4K", 5000: "5000", 262_144: "256K", 1 << 20: "1M"}
+    assert {n: count_text(n) for n in counts} == counts
     assert [rounded_count(n) for n in (0, 1, 9999, 93_440)] == ["-", "1", "9999", "91K"]
-    assert [size_text(n) for n in (0, 3000, 512 << 20, 22_313_697_280, 220 << 30)] == [
-        "0.00 KiB",
-        "2.93 KiB",
-        "0.50 GiB",
-        "20.8 GiB",
-        "220 GiB",
-    ]
-
-
-def test_str_of_a_plan() -> None:
-    plan: Plan = make_plan(load_spec("tiny-moe"), memory=GIB)
-    assert plan_text(plan).startswith("tiny-moe: ")
-    assert plan.fits[0].max_context[0].built == plan.spec.text.max_position_embeddings
+    sizes = {0: "0.00 KiB", 3000: "2.93 KiB", 512 << 20: "0.50 GiB", 220 << 30: "220 GiB"}
+    assert {n: size_text(n) for n in sizes} == sizes
 
 
 # --- several ranks ----------------------------------------------------------------------------
@@ -877,14 +695,8 @@ def test_what_fits_is_of_a_rank(name: str, options: dict[str, Any]) -> None:
     )
     short = prepare(spec, replace(asked, memory=1 << 20), dry=True).short
     counts = re.search(r"weights (\S+ \w+), caches (\S+ \w+), ", short)
-    plan = make_plan(
-        spec,
-        replace(asked, ple_placement="device" if spec.text.ple else None),
-        ctx=512,
-        memory=1 << 20,
-        tp=2,
-        ep=asked.ep,
-    )
+    asked = replace(asked, ple_placement="device" if spec.text.ple else None)
+    plan = make_plan(spec, asked, ctx=512, memory=1 << 20, tp=2, ep=asked.ep)
     assert plan.ranks and counts
     rank, fit = plan.ranks, plan.fits[0]
     assert fit.ranks == 2

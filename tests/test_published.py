@@ -17,7 +17,15 @@ from g4ir.model.text import build_graph
 from g4ir.ops.moe import distinct_experts
 from g4ir.passes import PassOptions, run_passes
 from g4ir.passes.latent_kv import LatentOptions
-from g4ir.plan.cost import NodeCost, Roof, by_kind, decode_costs, floors, prefill_costs, total
+from g4ir.plan.cost import (
+    NodeCost,
+    Roof,
+    by_kind,
+    decode_costs,
+    floor,
+    graph_costs,
+    total,
+)
 from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir
@@ -164,7 +172,7 @@ def graph(name: str, phase: str = "decode", skip: tuple[str, ...] = ()) -> Graph
 
 def body(name: str, tokens: int) -> list[NodeCost]:
     """Every row through every layer, without the head: what the table counts."""
-    costs = prefill_costs(graph(name, "prefill", ("last_token_only",)), tokens)
+    costs = graph_costs(graph(name, "prefill", ("last_token_only",)), S=tokens)
     return [c for c in costs if c.kind != "head"]
 
 
@@ -188,8 +196,8 @@ def test_the_floor_of_a_step(name: str) -> None:
     for weights, expected in TABLES["floors"][name].items():
         costs = decode_costs(graph(name), 1024, weights=weights)
         for rate, ms in zip((4.3e12, 3.35e12), expected, strict=True):
-            f = floors(costs, Roof(rate, FLOP_RATE))
-            assert f.total.bound == "memory" and f.total.seconds * 1e3 == printed(ms, 2)
+            f = floor(total(costs), Roof(rate, FLOP_RATE))
+            assert f.bound == "memory" and f.seconds * 1e3 == printed(ms, 2)
 
 
 @pytest.mark.parametrize("form", TABLES["cache_reads"])
@@ -234,7 +242,7 @@ def test_prefill_without_the_layers_that_share(name: str) -> None:
         kept = total(c for c in costs if layer_of(c) <= own).flops
         assert kept / FLOP_RATE * 1e3 == printed(ms, digits(ms))
         assert total(costs).flops / kept == pytest.approx(all_ms / ms, rel=0.02)
-        ours = total(prefill_costs(graph(name, "prefill"), tokens)).flops
+        ours = total(graph_costs(graph(name, "prefill"), S=tokens)).flops
         assert kept / 1.4 < ours < kept
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ import g4ir
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
-from g4ir.errors import EngineError, InputError, WeightsError
+from g4ir.errors import EngineError, InputError
 from g4ir.model.names import checkpoint_name
 from g4ir.ops.codecs import unpacked
 from g4ir.quant.rewrite import weights_of
@@ -42,24 +43,19 @@ from tests.packing import (
     zeroed_weight,
 )
 
-F32 = torch.float32
+F32, BF16 = torch.float32, torch.bfloat16
 LIMITS: dict[str, Any] = {"max_seq": 64, "prefill_chunk": 16, "all_logits": True, "dtype": "f32"}
 
 
 def fp8_config(rows: int, columns: int) -> dict[str, Any]:
-    return {
-        "quant_method": "fp8",
-        "weight_block_size": [rows, columns],
-        "modules_to_not_convert": ["lm_head"],
-    }
+    shape = {"weight_block_size": [rows, columns]}
+    return {"quant_method": "fp8", **shape, "modules_to_not_convert": ["lm_head"]}
 
 
 MOBILE_BITS = {r"lm_head": 8, r"embed_tokens": 4, r"mlp\.down_proj": 8, r"self_attn\.o_proj": 2}
 
 
 def mobile_bits(module: str) -> int:
-    import re
-
     return next((b for p, b in MOBILE_BITS.items() if re.search(p, module)), 4)
 
 
@@ -93,27 +89,21 @@ def with_group(group: int, bits: int = 4, **more: Any) -> dict[str, Any]:
     return {"num_bits": bits, "type": "int", "strategy": "group", "group_size": group, **more}
 
 
+def rows(bits: int, kind: str = "int") -> dict[str, Any]:
+    return {"num_bits": bits, "type": kind, "strategy": "channel"}
+
+
+FLOAT = {"num_bits": 8, "type": "float"}
 CASES = {
     "int4 in groups": Case(compressed("pack-quantized", **with_group(16)), packed_weight(4, 16)),
-    "int4 in rows": Case(
-        compressed("pack-quantized", num_bits=4, type="int", strategy="channel"),
-        packed_weight(4, 0, torch.bfloat16),
-    ),
+    "int4 in rows": Case(compressed("pack-quantized", **rows(4)), packed_weight(4, 0, BF16)),
     "int4 with zero points": Case(
         compressed("pack-quantized", **with_group(16, symmetric=False)), zeroed_weight(16)
     ),
-    "int8 in words": Case(
-        compressed("pack-quantized", num_bits=8, type="int", strategy="channel"),
-        packed_weight(8, 0),
-    ),
-    "fp8 in rows": Case(
-        compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
-        e4m3_weight(1, 0),
-    ),
+    "int8 in words": Case(compressed("pack-quantized", **rows(8)), packed_weight(8, 0)),
+    "fp8 in rows": Case(compressed("float-quantized", **rows(8, "float")), e4m3_weight(1, 0)),
     "fp8 in blocks": Case(
-        compressed(
-            "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[16, 16]
-        ),
+        compressed("float-quantized", **FLOAT, strategy="block", block_structure=[16, 16]),
         e4m3_weight(16, 16),
     ),
     "HF fp8": Case(fp8_config(16, 16), e4m3_weight(16, 16, "weight_scale_inv")),
@@ -169,21 +159,22 @@ def logits(engine: Engine, oracle: Oracle) -> torch.Tensor:
     return engine.session().prefill(oracle.tokens[:1, :40], all_logits=True)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_transformers_on_the_same_files(case: str, tmp_path: Path) -> None:
-    oracle = find_oracle(load_spec("tiny-ple"))
-    folder = CASES[case].write(oracle, tmp_path / "c")
-    got, want = logits(built(folder, tmp_path / "e"), oracle), theirs(folder, oracle)
-    assert relative(got, want).max().item() < oracle.budget
+FULL = pytest.mark.full
+#: every case on one model; on another, and some on the torch backend, with --full
+FILES = [pytest.param(c, "tiny-ple", "reference", id=c) for c in CASES]
+FILES += [pytest.param(c, "tiny-dense", "reference", marks=FULL) for c in CASES]
+TORCH = ("int4 in groups", "fp8 in rows", "mobile")
+FILES += [pytest.param(c, "tiny-ple", "torch", marks=FULL) for c in TORCH]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", CASES)
-def test_transformers_on_another_model(case: str, tmp_path: Path) -> None:
-    oracle = find_oracle(load_spec("tiny-dense"))
+@pytest.mark.parametrize(("case", "model", "backend"), FILES)
+def test_transformers_on_the_same_files(
+    case: str, model: str, backend: str, tmp_path: Path
+) -> None:
+    oracle = find_oracle(load_spec(model))
     folder = CASES[case].write(oracle, tmp_path / "c")
-    got, want = logits(built(folder, tmp_path / "e"), oracle), theirs(folder, oracle)
-    assert relative(got, want).max().item() < oracle.budget
+    got = logits(built(folder, tmp_path / "e", backend=backend), oracle)
+    assert relative(got, theirs(folder, oracle)).max().item() < oracle.budget
 
 
 # ---- what transformers does not read ----------------------------------------------------------
@@ -219,35 +210,29 @@ def one_scale(name: str, shape: tuple[int, ...]) -> Pack:
     return pack
 
 
-FLOAT = {"num_bits": 8, "type": "float"}
+HF = "weight_scale_inv"
 OTHERS = {
     "int4": Blocks(
-        compressed("pack-quantized", **with_group(16)), packed_weight(4, 16, torch.bfloat16), 1, 16
+        compressed("pack-quantized", **with_group(16)), packed_weight(4, 16, BF16), 1, 16
     ),
-    "int8": Blocks(
-        compressed("int-quantized", num_bits=8, type="int", strategy="channel"), int8_weight, 1, 0
-    ),
-    "fp8": Blocks(
-        compressed("naive-quantized", **FLOAT, strategy="channel"), e4m3_weight(1, 0), 1, 0
-    ),
+    "int8": Blocks(compressed("int-quantized", **rows(8)), int8_weight, 1, 0),
+    "fp8": Blocks(compressed("naive-quantized", **rows(8, "float")), e4m3_weight(1, 0), 1, 0),
     "fp8 of tensors": Blocks(
         compressed("float-quantized", **FLOAT, strategy="tensor"),
         one_scale("weight_scale", (1,)),
         0,
         0,
     ),
-    "HF fp8, blocks that are cut": Blocks(
-        fp8_config(64, 32), e4m3_weight(64, 32, "weight_scale_inv"), 64, 32
-    ),
+    "HF fp8, blocks that are cut": Blocks(fp8_config(64, 32), e4m3_weight(64, 32, HF), 64, 32),
     "HF fp8, stacked": Blocks(
-        fp8_config(64, 32), e4m3_weight(64, 32, "weight_scale_inv"), 64, 32, stacked="_scale_inv"
+        fp8_config(64, 32), e4m3_weight(64, 32, HF), 64, 32, stacked="_scale_inv"
     ),
     "HF fp8, powers of two": Blocks(
         fp8_config(32, 32) | {"scale_fmt": "ue8m0"}, e8m0_weight, 32, 32
     ),
     "HF fp8 of tensors": Blocks(
         {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},
-        one_scale("weight_scale_inv", ()),
+        one_scale(HF, ()),
         0,
         0,
     ),
@@ -317,20 +302,6 @@ def test_experts_and_blocks(case: str, tmp_path: Path) -> None:
     assert relative(got, want).max().item() < oracle.budget
 
 
-def test_experts_with_grids_of_their_own(tmp_path: Path) -> None:
-    oracle = find_oracle(load_spec("tiny-moe"))
-    moe_checkpoint(OTHERS["mobile"], oracle, tmp_path / "c")
-
-    def change(tensors: Tensors) -> None:
-        for name in [n for n in tensors if ".experts." in n and n.endswith(".weight")]:
-            module = name.removesuffix(".weight")
-            tensors[f"{module}.input_activation_scale"] = torch.tensor(0.5)
-
-    rewrite(tmp_path / "c", change)
-    with pytest.raises(WeightsError, match=r"experts\.0\..*activations are rounded to a grid"):
-        Checkpoint.open(tmp_path / "c", oracle.spec)
-
-
 def test_what_an_engine_of_codes_knows(tmp_path: Path) -> None:
     """All that makes graphs again does: verify, pass by pass too, links, show and cost."""
     oracle = find_oracle(load_spec("tiny-moe"))
@@ -353,16 +324,6 @@ def test_what_an_engine_of_codes_knows(tmp_path: Path) -> None:
     assert "%L0.attn.wo.codes" in command("show", path).out
     assert command("cost", path).code == 0
     assert command("verify", path, "--each-pass").code == 0
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", ("int4 in groups", "fp8 in rows", "mobile"))
-def test_the_torch_backend(case: str, tmp_path: Path) -> None:
-    oracle = find_oracle(load_spec("tiny-ple"))
-    folder = CASES[case].write(oracle, tmp_path / "c")
-    engine = built(folder, tmp_path / "e", backend="torch")
-    got, want = logits(engine, oracle), theirs(folder, oracle)
-    assert relative(got, want).max().item() < oracle.budget
 
 
 def test_the_mobile_form_in_bf16(tmp_path: Path) -> None:

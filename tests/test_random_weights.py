@@ -67,6 +67,7 @@ def test_values_follow_the_definition(index: int) -> None:
 @pytest.mark.parametrize("shape", [(1000, 777), (3, BLOCK + 5), (5, 1), (1, 3 * BLOCK)])
 def test_rows_equal_the_full_tensor(shape: tuple[int, int], dtype: torch.dtype) -> None:
     full = random_tensor(1, NAME, shape, dtype)
+    assert torch.equal(full, random_tensor(1, NAME, shape, torch.float32).to(dtype))
     ids = torch.tensor([[0, shape[0] - 1], [shape[0] // 2, 0]])
     assert torch.equal(random_rows(1, NAME, shape, ids, dtype), full[ids])
 
@@ -80,20 +81,6 @@ def test_cuda_makes_the_same_bits(dtype: torch.dtype) -> None:
         ids = torch.tensor([999, 0, 338])
         rows = random_rows(1, name, (1000, 777), ids, dtype, "cuda")
         assert torch.equal(there.cpu(), here) and torch.equal(rows.cpu(), here[ids])
-
-
-def test_narrow_dtypes_round_the_float32_value() -> None:
-    wide = random_tensor(1, NAME, (64, 64), torch.float32)
-    assert torch.equal(random_tensor(1, NAME, (64, 64), torch.bfloat16), wide.bfloat16())
-
-
-def test_rows_of_a_huge_table_beyond_32_bits() -> None:
-    """Rows of a table of 2^48 elements, which could never be made whole, differ from each other."""
-    shape = (1 << 32, 1 << 16)
-    ids = torch.tensor([0, 1, 1 << 16, 1 << 20, (1 << 32) - 1])
-    rows = random_rows(3, NAME, shape, ids, torch.float32)
-    assert torch.corrcoef(rows).fill_diagonal_(0).abs().max() < 0.03
-    assert torch.equal(random_rows(3, NAME, shape, ids[3:4], torch.float32)[0], rows[3])
 
 
 def test_too_large_is_an_error() -> None:
@@ -137,14 +124,10 @@ def test_uniform_over_the_whole_range() -> None:
     ("name", "shape", "centre", "half"),
     [
         ("layers.0.layer_scalar", (1,), 0.95, 0.05),
-        ("layers.0.input_layernorm.weight", (4096,), 1.0, 0.3),
         ("layers.0.self_attn.q_norm.weight", (4096,), 1 / 64, 0.3 / 64),
         ("layers.0.post_feedforward_layernorm_2.weight", (4096,), 0.3, 0.1),
-        ("layers.0.post_per_layer_input_norm.weight", (4096,), 0.3, 0.1),
-        ("per_layer_projection_norm.weight", (4096,), 1.0, 0.3),
         ("norm.weight", (4096,), 4.0, 1.2),
         ("layers.0.router.scale", (4096,), 1.0, 0.3),
-        ("layers.0.router.per_expert_scale", (4096,), 1.0, 0.3),
         ("layers.0.router.proj.weight", (8, 512), 0.0, 3**0.5),
         ("embed_tokens_per_layer.weight", (8, 512), 0.0, 3**0.5 / 16),
         ("embed_tokens.weight", (8, 512), 0.0, 0.25 * (3 / 512) ** 0.5),
@@ -167,19 +150,9 @@ def test_every_distribution_row_is_used() -> None:
     assert used == set(range(len(DISTRIBUTIONS)))
 
 
-@pytest.mark.parametrize("name", ["tiny-media", "tiny-unified"])
-def test_towers_are_filled_too(name: str) -> None:
-    spec = load_spec(name)
-    source = RandomCheckpoint(spec, seed=4, dtype=torch.float32)
-    bounds = {"min": -1, "max": 1}
-    for tensor, shape in media_tensors(spec, KINDS).items():
-        values = source.tensor(tensor)
-        assert values.shape == shape and values.isfinite().all()
-        if not shape:
-            assert values.sign() == bounds[tensor[-3:]], "a range that holds 0"
-
-
-@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-ple"])
+@pytest.mark.parametrize(
+    "name", ["tiny-dense", "tiny-moe", "tiny-ple", "tiny-media", "tiny-unified"]
+)
 def test_random_checkpoint_fills_every_tensor(name: str) -> None:
     spec = load_spec(name)
     source = RandomCheckpoint(spec, seed=4, dtype=torch.float32)
@@ -187,6 +160,11 @@ def test_random_checkpoint_fills_every_tensor(name: str) -> None:
         values = source.tensor(tensor)
         assert values.shape == shape and values.isfinite().all()
         assert values.unique().numel() > values.numel() // 2, tensor
+    bounds = {"min": -1, "max": 1}
+    for tensor, shape in media_tensors(spec, KINDS).items():
+        values = source.tensor(tensor)
+        assert values.shape == shape and values.isfinite().all()
+        assert shape or values.sign() == bounds[tensor[-3:]], "a range that holds 0"
     ids = torch.tensor([5, 1])
     table = source.tensor("embed_tokens.weight")
     assert torch.equal(source.rows("embed_tokens.weight", ids), table[ids])

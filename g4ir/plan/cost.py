@@ -15,8 +15,9 @@ build.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import add
 from typing import Any
 
 from g4ir.errors import InputError
@@ -27,7 +28,7 @@ from g4ir.model.names import kind_of_name
 from g4ir.ops.base import KINDS, nothing
 from g4ir.ops.types import ITEMSIZE, Type
 
-from .formats import Format, find_format
+from .formats import find_format
 
 # --- sums -------------------------------------------------------------------------------------
 
@@ -42,16 +43,10 @@ class Cost:
     other_bytes: int = 0  # activations, as if each passed through memory between two nodes
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.flops + other.flops,
-            self.weight_bytes + other.weight_bytes,
-            self.state_bytes + other.state_bytes,
-            self.other_bytes + other.other_bytes,
-        )
+        return Cost(*map(add, vars(self).values(), vars(other).values()))
 
     def __mul__(self, times: int) -> Cost:
-        parts = (self.flops, self.weight_bytes, self.state_bytes, self.other_bytes)
-        return Cost(*(n * times for n in parts))
+        return Cost(*(n * times for n in vars(self).values()))
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +70,6 @@ class NodeCost:
     parts: Mapping[str, Cost] = field(default_factory=dict)
 
     def kinds(self) -> Mapping[str, Cost]:
-        """Return the cost by kind."""
         return self.parts or {self.kind: self.cost}
 
 
@@ -92,25 +86,10 @@ def by_kind(costs: Iterable[NodeCost]) -> dict[str, Cost]:
     return {kind: cost for kind, cost in table.items() if cost != Cost()}
 
 
-# --- what a node is part of -------------------------------------------------------------------
-
-
 def kind_of(n: Node) -> str:
     """Return one of KINDS: that of a fused op's heaviest part. Passes keep the names of values, so
     a product keeps its kind."""
     return n.definition.kind or kind_of_name(n.outputs[0].name) or "other"
-
-
-# --- weight formats ---------------------------------------------------------------------------
-
-
-def stored_size(t: Type, kind: str, form: Format | None) -> float:
-    """Return bytes per element of a param for a node of this kind; its dtype's without a format."""
-    if form is None:
-        return ITEMSIZE[t.dtype]
-    if t.rank < 2:
-        return form.vector
-    return form.table if kind in ("head", "embed") else form.matrix
 
 
 # --- steps ------------------------------------------------------------------------------------
@@ -125,8 +104,8 @@ class Step:
     C: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("B", 1), ("S", 1), ("C", 0)):
-            value = getattr(self, name)
+        for name, value in vars(self).items():
+            least = int(name != "C")
             if not isinstance(value, int) or value < least:
                 raise InputError(f"{name}={value!r}: expected an integer of at least {least}")
 
@@ -148,51 +127,26 @@ def graph_costs(
 
     Raises InputError for sizes out of range and an unknown format.
     """
-    return _Meter(g, experts, weights).nodes([Step(B, S, C)])
+    return _Meter(g, experts, weights).nodes(Step(B, S, C))
 
 
-def decode_costs(
-    g: Graph, context: int, *, B: int = 1, experts: float | None = None, weights: str | None = None
-) -> list[NodeCost]:
-    """Cost one decode step at which each row attends to `context` tokens, its own among them."""
+def decode_costs(g: Graph, context: int, **options: Any) -> list[NodeCost]:
+    """Cost one decode step at which each row attends to `context` tokens, its own among them;
+    options of `graph_costs`."""
     _positive("context", context)
-    return _Meter(g, experts, weights).nodes([Step(B, 1, context - 1)])
-
-
-def prefill_costs(
-    g: Graph,
-    tokens: int,
-    chunk: int | None = None,
-    *,
-    B: int = 1,
-    experts: float | None = None,
-    weights: str | None = None,
-) -> list[NodeCost]:
-    """Cost a prompt of `tokens` tokens per row from empty caches, in chunks (default: in one),
-    summed over the chunks node by node."""
-    return _Meter(g, experts, weights).nodes(_chunks(tokens, chunk, B))
+    return graph_costs(g, C=context - 1, **options)
 
 
 def prefill_chunks(
-    g: Graph,
-    tokens: int,
-    chunk: int | None = None,
-    *,
-    B: int = 1,
-    experts: float | None = None,
-    weights: str | None = None,
+    g: Graph, tokens: int, chunk: int | None = None, *, B: int = 1, weights: str | None = None
 ) -> list[Cost]:
-    """Cost a prompt as `prefill_costs` does, chunk by chunk. Chunks run one after the other, so the
-    floor of a prompt is the sum of their floors."""
-    meter = _Meter(g, experts, weights)
-    return [meter.total(step) for step in _chunks(tokens, chunk, B)]
-
-
-def _chunks(tokens: int, chunk: int | None, B: int) -> list[Step]:
+    """Cost a prompt of `tokens` tokens per row from empty caches, chunk by chunk (default: one).
+    Chunks run one after the other, so the floor of a prompt is the sum of their floors."""
     _positive("tokens", tokens)
     size = tokens if chunk is None else chunk
     _positive("chunk", size)
-    return [Step(B, min(size, tokens - at), at) for at in range(0, tokens, size)]
+    meter = _Meter(g, None, weights)
+    return [meter.total(Step(B, min(size, tokens - at), at)) for at in range(0, tokens, size)]
 
 
 def _positive(name: str, value: int) -> None:
@@ -223,12 +177,8 @@ class _Meter:
     def _key(self, n: Node) -> Any:
         return n.op, kind_of(n), self.roles.signature(n), tuple(n.attrs.items())
 
-    def nodes(self, steps: Sequence[Step]) -> list[NodeCost]:
-        """Return each node's cost, summed over the steps."""
-        parts = {
-            key: _summed(self._parts(group[0], step) for step in steps)
-            for key, group in self.groups.items()
-        }
+    def nodes(self, step: Step) -> list[NodeCost]:
+        parts = {key: self._parts(group[0], step) for key, group in self.groups.items()}
         whole = {key: sum(kinds.values(), Cost()) for key, kinds in parts.items()}
         return [
             NodeCost(
@@ -242,20 +192,20 @@ class _Meter:
         ]
 
     def total(self, step: Step) -> Cost:
-        parts = (
-            sum(self._parts(group[0], step).values(), Cost()) * len(group)
-            for group in self.groups.values()
-        )
+        groups = self.groups.values()
+        parts = (c * len(group) for group in groups for c in self._parts(group[0], step).values())
         return sum(parts, Cost())
 
     def _parts(self, n: Node, step: Step) -> dict[str, Cost]:
-        """Return the cost of one node at one step, by kind."""
         step = step if self.chunked else Step(step.B, 1, step.C)
         nodes = inner_nodes(n)
         bill = _Bill(step, self.roles, _owners(n, nodes))
         for v in (*n.inputs, *n.outputs):
             bill.left[v.name] += self.roles.bound(v, step).nbytes()
-        parts = _summed({kind_of(m): self._cost(m, bill)} for m in nodes)
+        parts: dict[str, Cost] = {}
+        for m in nodes:
+            kind = kind_of(m)
+            parts[kind] = parts.get(kind, Cost()) + self._cost(m, bill)
         return {kind: cost for kind, cost in parts.items() if cost != Cost()}
 
     def _cost(self, n: Node, bill: _Bill) -> Cost:
@@ -278,15 +228,11 @@ class _Meter:
 
     def _stored(self, n: Node, t: Type, size: int) -> int:
         """Return the bytes of a param in the weight format, for `size` in its own dtype."""
-        return round(size * stored_size(t, kind_of(n), self.format) / ITEMSIZE[t.dtype])
-
-
-def _summed(many: Iterable[Mapping[str, Cost]]) -> dict[str, Cost]:
-    table: dict[str, Cost] = {}
-    for parts in many:
-        for kind, cost in parts.items():
-            table[kind] = table.get(kind, Cost()) + cost
-    return table
+        if self.format is None:
+            return size
+        table = kind_of(n) in ("head", "embed")
+        each = self.format.table if table else self.format.matrix
+        return round(size * (each if t.rank > 1 else self.format.vector) / ITEMSIZE[t.dtype])
 
 
 def _owners(n: Node, nodes: Iterable[Node]) -> dict[str, Value]:
@@ -397,22 +343,6 @@ class Floor:
         return "memory" if self.memory_s >= self.compute_s else "compute"
 
 
-@dataclass(frozen=True)
-class Floors:
-    """The floors of a graph: of all its nodes together, and of each kind by itself.
-
-    The kinds may add up to more than the total: one part's bytes can overlap another's FLOPs.
-    """
-
-    total: Floor
-    kinds: Mapping[str, Floor]
-
-
 def floor(cost: Cost, roof: Roof) -> Floor:
     """Return the least time for a cost; activations are left out, as they stay on the chip."""
     return Floor(cost.needed_bytes / roof.bytes_per_s, cost.flops / roof.flops_per_s)
-
-
-def floors(costs: Sequence[NodeCost], roof: Roof) -> Floors:
-    """Return the time floors of a step under a roof."""
-    return Floors(floor(total(costs), roof), {k: floor(c, roof) for k, c in by_kind(costs).items()})

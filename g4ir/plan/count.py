@@ -1,44 +1,74 @@
-"""ParameterCounts elements of a variant by part."""
+"""Counts parameters of a variant by part, and per decoder layer, as it runs and as published."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
 
 from g4ir.model.names import HEAD, PLE_TABLE, TOKEN_TABLE
 from g4ir.model.tensors import (
     Shape,
     Tensors,
     dead_tensors,
+    layer_tensors,
     numel,
     text_tensors,
     tower_tensors,
 )
+from g4ir.spec.parts import Layer
 from g4ir.spec.record import Spec
+
+#: tensors outside the layers -> their part
+TOP_PARTS = {
+    TOKEN_TABLE: "embed",
+    PLE_TABLE: "ple_table",
+    "norm.weight": "final_norm",
+    HEAD: "head",
+}
+#: part of a layer -> how its tensor names begin
+LAYER_PARTS = {
+    "attention": "self_attn.",
+    "mlp": "mlp.",
+    "router": "router.",
+    "experts": "experts.",
+    "ple": "per_layer_",
+}
+#: part of the per-layer embeddings -> how its tensor names end
+PLE_PARTS = {
+    "table": PLE_TABLE,
+    "model_proj": "per_layer_model_projection.weight",
+    "proj_norm": "per_layer_projection_norm.weight",
+    "gates": ".per_layer_input_gate.weight",
+    "projections": ".per_layer_projection.weight",
+    "post_norms": ".post_per_layer_input_norm.weight",
+}
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
     """Elements of one variant by part. 0-d clip bounds are counted apart (`*_scalars`)."""
 
-    embed: int  # token table, also the head where it is tied
-    head: int  # 0 where it is tied
-    ple_table: int
-    ple_other: int  # projections, gates and norms of the per-layer embeddings
-    layers: int  # decoder layers without experts and per-layer embeddings
-    experts: int
-    final_norm: int
-    vision: int
-    vision_scalars: int
-    audio: int
-    audio_scalars: int
-    embed_vision: int
-    embed_audio: int
-    dead: int  # K and V of shared layers, in published files only
-    dead_tensors: int
-    live_tensors: int
-    layer_scalars: int  # within `layers`
-    top_k: int
-    num_experts: int
+    embed: int = 0  # token table, also the head where it is tied
+    head: int = 0  # 0 where it is tied
+    ple_table: int = 0
+    ple_other: int = 0  # projections, gates and norms of the per-layer embeddings
+    layers: int = 0  # decoder layers without experts and per-layer embeddings
+    experts: int = 0
+    final_norm: int = 0
+    vision: int = 0
+    vision_scalars: int = 0
+    audio: int = 0
+    audio_scalars: int = 0
+    embed_vision: int = 0
+    embed_audio: int = 0
+    dead: int = 0  # K and V of shared layers, in published files only
+    dead_tensors: int = 0
+    live_tensors: int = 0
+    layer_scalars: int = 0  # within `layers`
+    top_k: int = 0
+    num_experts: int = 0
 
     @property
     def text(self) -> int:
@@ -64,7 +94,6 @@ class ParameterCounts:
 
     @property
     def hub_tensors(self) -> int:
-        """Tensors in the published files."""
         return self.live_tensors + self.dead_tensors
 
     @property
@@ -77,30 +106,21 @@ class ParameterCounts:
 def counts(spec: Spec) -> ParameterCounts:
     """Count parameters of a variant, to the unit, from the tensor tables."""
     live, dead, towers = text_tensors(spec), dead_tensors(spec), tower_tensors(spec)
-    by_part: dict[str, Tensors] = {}
+    parts: Counter[str] = Counter()
     for name, shape in live.items():
-        by_part.setdefault(_text_part(name), {})[name] = shape
+        parts[_text_part(name)] += math.prod(shape)
     for name, shape in towers.items():
-        by_part.setdefault(_tower_part(spec, name, shape), {})[name] = shape
-    scalars = sum(name.endswith(".layer_scalar") for name in live)
+        parts[_tower_part(spec, name, shape)] += math.prod(shape)
     moe = spec.text.moe
     return ParameterCounts(
-        **{part: numel(by_part.get(part, {})) for part in PARTS},
+        **parts,
         dead=numel(dead),
         dead_tensors=len(dead),
         live_tensors=len(live) + len(towers),
-        layer_scalars=scalars,
+        layer_scalars=sum(name.endswith(".layer_scalar") for name in live),
         top_k=moe.top_k_experts if moe else 0,
         num_experts=moe.num_experts if moe else 0,
     )
-
-
-PARTS = tuple(
-    f.name
-    for f in fields(ParameterCounts)
-    if f.name
-    not in ("dead", "dead_tensors", "live_tensors", "layer_scalars", "top_k", "num_experts")
-)
 
 
 def _text_part(name: str) -> str:
@@ -111,14 +131,6 @@ def _text_part(name: str) -> str:
     return "experts" if ".experts." in name else "layers"
 
 
-TOP_PARTS = {
-    TOKEN_TABLE: "embed",
-    PLE_TABLE: "ple_table",
-    "norm.weight": "final_norm",
-    HEAD: "head",
-}
-
-
 def _tower_part(spec: Spec, name: str, shape: Shape) -> str:
     if name.startswith(spec.prefixes.embed_audio[0]):
         return "embed_audio"
@@ -126,3 +138,84 @@ def _tower_part(spec: Spec, name: str, shape: Shape) -> str:
         return "embed_vision"
     tower = "audio" if name.startswith(spec.prefixes.audio[0]) else "vision"
     return tower if shape else f"{tower}_scalars"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Matrix parameters of one layer, or of each of the layers that are alike. Those of per-layer
+    embeddings are apart (`ple`), so `total` is the block as block tables usually give it."""
+
+    layers: tuple[int, ...]
+    kind: str  # sliding or full
+    donor: int | None  # the layer whose K and V it reads; it has no K and V weights of its own
+    intermediate_size: int  # of the dense MLP
+    attention: int
+    mlp: int  # the dense one
+    router: int
+    experts: int
+    experts_active: int  # those that one token uses
+    ple: int  # gate and projection of the per-layer embedding
+    vectors: int  # norm weights, scalars, per-expert scales
+    dead: int  # K and V that only published files hold
+
+    def to_dict(self) -> dict[str, Any]:
+        beside = self.mlp + self.router
+        return vars(self) | {
+            "layers": list(self.layers),
+            "ffn": beside + self.experts,
+            "ffn_active": beside + self.experts_active,
+            "total": self.total,
+            "active": self.active,
+            "published": self.total + self.dead,
+        }
+
+    @property
+    def total(self) -> int:
+        return self.attention + self.mlp + self.router + self.experts
+
+    @property
+    def active(self) -> int:
+        return self.total - self.experts + self.experts_active
+
+
+def layer_blocks(spec: Spec) -> tuple[Block, ...]:
+    """Return one block for every layer, in order."""
+    dead = dead_tensors(spec)
+    return tuple(_block(spec, layer, dead) for layer in spec.layers())
+
+
+def _block(spec: Spec, layer: Layer, dead: Tensors) -> Block:
+    live, moe = layer_tensors(spec, layer), spec.text.moe
+    parts = {part: _matrices(live, prefix) for part, prefix in LAYER_PARTS.items()}
+    return Block(
+        (layer.index,),
+        layer.kind,
+        layer.donor,
+        layer.intermediate_size,
+        **parts,
+        experts_active=parts["experts"] * moe.top_k_experts // moe.num_experts if moe else 0,
+        vectors=numel(live) - _matrices(live),
+        dead=_matrices(dead, f"layers.{layer.index}."),
+    )
+
+
+def _matrices(tensors: Tensors, prefix: str = "") -> int:
+    return numel({k: v for k, v in tensors.items() if len(v) > 1 and k.startswith(prefix)})
+
+
+def distinct_blocks(layers: tuple[Block, ...]) -> tuple[Block, ...]:
+    """Join the blocks of layers that are alike."""
+    groups: dict[Block, list[int]] = {}
+    for b in layers:
+        groups.setdefault(replace(b, layers=()), []).extend(b.layers)
+    return tuple(replace(key, layers=tuple(found)) for key, found in groups.items())
+
+
+def ple_parts(spec: Spec) -> dict[str, int]:
+    """Count the parameters of the per-layer embeddings over all layers; zeros if there are none."""
+    tensors = text_tensors(spec).items()
+    parts = {
+        part: numel({k: v for k, v in tensors if k.endswith(ending)})
+        for part, ending in PLE_PARTS.items()
+    }
+    return {**parts, "total": sum(parts.values())}

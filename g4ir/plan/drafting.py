@@ -1,10 +1,9 @@
-"""How much drafting is expected to gain, by the cost of graphs (plan/cost.py).
+"""Expected speed-up of speculative decoding, from the cost of graphs (plan/cost.py).
 
-A round drafts k tokens and verifies them with the one before in one step of k + 1 tokens. Where
-each is accepted with probability a, whatever came before it, 1 + a + .. + a^k tokens come of a
-round. So drafting is faster by that number over what the step costs, in steps of one token. Both
-costs are floors under a roof; without one they are bytes of weights and caches. A drafter costs its
-step k times; prompt lookup is taken to cost nothing, as it nearly does.
+A verification step takes k draft tokens and the one before. If each is accepted with probability a,
+independently, it yields 1 + a + .. + a^k tokens; the speed-up is that number over the step's cost
+in steps of one token. Costs are roofline times, or without a roofline bytes of weights and caches.
+A draft model costs its step k times; n-gram drafts are taken as free.
 """
 
 from __future__ import annotations
@@ -17,37 +16,33 @@ from g4ir.ui.table import Line, aligned
 
 from .cost import Cost, Roof, floor
 
-#: shares of drafted tokens that are right
+#: acceptance rates of a table
 ACCEPTANCE = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-#: numbers of drafted tokens that a table has, up to the most
+#: draft tokens of a table's rows, up to the maximum
 DRAFTED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 def tokens_per_round(acceptance: float, drafted: int) -> float:
-    """Return the expected number of tokens of a round."""
+    """Return the expected tokens of a verification step."""
     return sum(acceptance**i for i in range(drafted + 1))
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The expected gain of drafting so many tokens a round. `cost` is that of a round in steps
-    of one token."""
+    """The expected gain of `drafted` tokens per step, which cost `cost` steps of one token."""
 
     drafted: int
     cost: float
 
     def speedup(self, acceptance: float) -> float:
-        """Return how much faster tokens come."""
         return tokens_per_round(acceptance, self.drafted) / self.cost
 
     @property
     def pays_from(self) -> float | None:
-        """The acceptance from which on it is faster than single steps, to a hundredth; None where
-        it never is."""
+        """The least acceptance rate that gains, to a hundredth; None if none does."""
         return next((a / 100 for a in range(101) if self.speedup(a / 100) > 1), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
         return {
             "drafted": self.drafted,
             "cost": round(self.cost, 4),
@@ -59,8 +54,8 @@ class Gain:
 def gains(
     cost: Callable[[int], Cost], most: int, roof: Roof | None, draft: Cost | None = None
 ) -> tuple[Gain, ...]:
-    """Return the gains of up to `most` drafted tokens; `cost` is that of a step of so many tokens a
-    row, `draft` that of a drafter's step."""
+    """Return the gains of up to `most` draft tokens; cost: of a step by its tokens per sequence;
+    draft: of a draft model's step."""
 
     def size(found: Cost) -> float:
         return floor(found, roof).seconds if roof else float(found.needed_bytes)

@@ -25,15 +25,15 @@ from g4ir.ops.types import ITEMSIZE, TORCH_NAMES
 from g4ir.passes import run_passes
 from g4ir.passes.plan_cache import RingOptions
 from g4ir.quant.rewrite import quantised
+from g4ir.spec.record import Spec
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import DEFAULT_PLACEMENT, as_it_is, split_program
 
 from .engine_limits import Limits
-from .footprint import MOST_ROWS, Footprint, Setup, largest, reserve
+from .footprint import MOST_ROWS, largest, reserve
 from .formats import DTYPES
 from .memory import Needs
 from .options import Resolved
-from .records import MemoryUse
 
 CGROUPS = Path("/sys/fs/cgroup")
 CHUNKS = (512, 256, 128, 64)
@@ -65,7 +65,6 @@ def _group_limits(root: Path, membership: Path) -> Iterator[int]:
 
 
 def _read(path: Path) -> str:
-    """Return the text; empty where there is no such file, as on other systems."""
     try:
         return path.read_text()
     except OSError:
@@ -76,27 +75,31 @@ def _read(path: Path) -> str:
 class _Build:
     """The settings that decide the memory that a build needs."""
 
-    made: Footprint
+    spec: Spec
+    device: str
+    dtype: str
+    placement: str | None
     limits: Limits
+    needs: Needs
     remake: Callable[[str], Needs]
     #: dtype -> bytes of the table of per-layer embeddings
     table: Callable[[str], int]
     least_chunk: int = 1  # what the largest image needs whose tokens see each other
 
-    def row(self) -> MemoryUse:
-        limits = self.limits
-        return self.made.row(limits.max_seq, limits.max_batch, limits.prefill_chunk)
+    def parts(self) -> dict[str, int]:
+        """Return bytes in the device's memory; on the CPU that is the host's."""
+        limits, needs = self.limits, self.needs
+        placed = ("device", "host") if self.device == "cpu" else ("device",)
+        sizes = (limits.max_batch, limits.max_seq, limits.prefill_chunk)
+        return {
+            "weights": needs.params + (self.table(self.dtype) if self.placement in placed else 0),
+            "caches": needs.cache(*sizes[:2]),
+            "activations": needs.activations(*sizes),
+            "workspace": needs.workspace(*sizes),
+        }
 
     def need(self) -> int:
-        row = self.row()
-        return self.resident() + row.built + row.activations + row.workspace
-
-    def resident(self) -> int:
-        """Return bytes of weights in the device's memory; on the CPU that is the host's."""
-        made = self.made
-        placed = ("device", "host") if made.setup.device == "cpu" else ("device",)
-        table = self.table(made.setup.dtype) if made.ple_placement in placed else 0
-        return made.params + table
+        return sum(self.parts().values())
 
     def with_limits(self, **changes: int) -> _Build:
         limits = replace(self.limits, **changes)
@@ -104,16 +107,12 @@ class _Build:
         return replace(self, limits=replace(limits, prefill_chunk=chunk))
 
     def without_media(self) -> _Build:
-        graphs = self.made.needs.graphs
+        graphs = self.needs.graphs
         text = Needs(tuple(g for g in graphs if not is_tower(g.name) and g.name != BLOCKS))
-        return replace(self, made=replace(self.made, needs=text, plain=text), least_chunk=1)
+        return replace(self, needs=text, least_chunk=1)
 
     def with_dtype(self, dtype: str) -> _Build:
-        needs, setup = self.remake(dtype), replace(self.made.setup, dtype=dtype)
-        return replace(self, made=replace(self.made, setup=setup, needs=needs, plain=needs))
-
-    def with_placement(self, placement: str) -> _Build:
-        return replace(self, made=replace(self.made, ple_placement=placement))
+        return replace(self, dtype=dtype, needs=self.remake(dtype))
 
 
 def require_fit(
@@ -150,17 +149,24 @@ def require_fit(
 def fitting_placement(program: Program, r: Resolved, memory: int, more: int = 0) -> str:
     """Return where the table of per-layer embeddings lies by default: on the device if all fits
     there, else in its file. Arguments as those of `require_fit`."""
-    needs = _needs(program, r.options.of(RingOptions).slack)
-    build = _build(program, replace(r, ple_placement="device"), lambda _: needs)
+    build = _build(program, replace(r, ple_placement="device"))
     fits = build.need() <= memory - reserve(memory) - more
     return "device" if fits else DEFAULT_PLACEMENT
 
 
-def _build(program: Program, r: Resolved, remake: Callable[[str], Needs]) -> _Build:
-    least = max(r.media.grids, default=1) if BLOCKS in program.graphs else 1
+def _build(program: Program, r: Resolved, remake: Callable[[str], Needs] | None = None) -> _Build:
     needs = _needs(program, r.options.of(RingOptions).slack)
-    made = Footprint(Setup(r.spec, r.dtype, r.device), r.ple_placement, needs, needs)
-    return _Build(made, r.limits, remake, partial(_table_bytes, program, r.dtype), least)
+    return _Build(
+        spec=r.spec,
+        device=r.device,
+        dtype=r.dtype,
+        placement=r.ple_placement,
+        limits=r.limits,
+        needs=needs,
+        remake=remake or (lambda _: needs),
+        table=partial(_table_bytes, program, r.dtype),
+        least_chunk=max(r.media.grids, default=1) if BLOCKS in program.graphs else 1,
+    )
 
 
 def _table_bytes(program: Program, own: str, dtype: str) -> int:
@@ -179,19 +185,15 @@ def _needs(program: Program, drafted: int) -> Needs:
 
 
 def _message(build: _Build, memory: int, room: int, more: int, scratch: int) -> str:
-    row, limits, setup = build.row(), build.limits, build.made.setup
-    parts = {
-        "weights": build.resident(),
-        "caches": row.built + more,
-        "activations": row.activations,
-        "workspace": row.workspace + scratch,
-        "reserve": memory - room - more - scratch,
-    }
+    parts, limits = build.parts(), build.limits
+    parts["caches"] += more
+    parts["workspace"] += scratch
+    parts["reserve"] = memory - room - more - scratch
     total = sum(parts.values())
     shares = ", ".join(f"{k} {size_text(v)}" for k, v in parts.items())
     return (
-        f"{setup.spec.name} at --max-batch {limits.max_batch} --max-seq {limits.max_seq} in "
-        f"{TORCH_NAMES[setup.dtype]} needs {size_text(total)} on {setup.device} ({shares}), which "
+        f"{build.spec.name} at --max-batch {limits.max_batch} --max-seq {limits.max_seq} in "
+        f"{TORCH_NAMES[build.dtype]} needs {size_text(total)} on {build.device} ({shares}), which "
         f"has {size_text(memory)}: {size_text(total - memory)} ({total - memory} bytes) short; "
         f"{_advice(build, room)}"
     )
@@ -204,22 +206,21 @@ def _advice(build: _Build, room: int) -> str:
     seq = largest(lambda n: smallest.with_limits(max_seq=n).need() <= room, build.limits.max_seq)
     if not seq:
         return "nothing of it fits: take a smaller variant or a device with more memory"
-    place = f" --ple-placement {placement}" if (placement := smallest.made.ple_placement) else ""
+    place = f" --ple-placement {placement}" if (placement := smallest.placement) else ""
     return (
         f"all of these together fit: --max-batch 1 --max-seq {seq} --prefill-chunk "
-        f"{smallest.limits.prefill_chunk} --dtype {TORCH_NAMES[smallest.made.setup.dtype]}{place}"
+        f"{smallest.limits.prefill_chunk} --dtype {TORCH_NAMES[smallest.dtype]}{place}"
     )
 
 
 def _smallest(build: _Build) -> _Build:
     chunk = min(build.limits.prefill_chunk, CHUNKS[-1])
     build = build.with_limits(max_batch=1, prefill_chunk=chunk)
-    build = build.with_placement("mmap") if build.made.ple_placement else build
-    return build.with_dtype(min(build.made.setup.dtype, "bf16", key=lambda d: ITEMSIZE[d]))
+    build = replace(build, placement=build.placement and "mmap")
+    return build.with_dtype(min(build.dtype, "bf16", key=lambda d: ITEMSIZE[d]))
 
 
 def _alternatives(build: _Build, room: int) -> Iterator[tuple[str, Any]]:
-    """Yield (option, value): each alone makes the build fit."""
     limits = build.limits
 
     def fits(**changes: int) -> bool:
@@ -233,13 +234,13 @@ def _alternatives(build: _Build, room: int) -> Iterator[tuple[str, Any]]:
     if chunk := next((c for c in chunks if fits(prefill_chunk=c)), 0):
         yield "--prefill-chunk", chunk
     for dtype in DTYPES:
-        smaller = ITEMSIZE[dtype] < ITEMSIZE[build.made.setup.dtype]
+        smaller = ITEMSIZE[dtype] < ITEMSIZE[build.dtype]
         if smaller and build.with_dtype(dtype).need() <= room:
             yield "--dtype", TORCH_NAMES[dtype]
             break
-    if build.made.towers and build.without_media().need() <= room:
+    if any(is_tower(g.name) for g in build.needs.graphs) and build.without_media().need() <= room:
         yield "--media", "none"
-    for place in ("host", "mmap") if build.made.ple_placement else ():
-        if build.with_placement(place).need() <= room:
+    for place in ("host", "mmap") if build.placement else ():
+        if replace(build, placement=place).need() <= room:
             yield "--ple-placement", place
             break

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from g4ir.errors import InputError
 from g4ir.ir.graph import Program
 from g4ir.model.names import HEAD, PLE_TABLE, TOKEN_TABLE, checkpoint_name
-from g4ir.model.tensors import numel, text_tensors, tower_tensors
+from g4ir.model.tensors import text_tensors
 from g4ir.ops.kv_quant import narrow_width
 from g4ir.ops.types import ITEMSIZE, Type
 from g4ir.quant.recipe import Recipe, find_recipe
@@ -23,9 +23,6 @@ from g4ir.spec.record import Spec
 
 #: what engines compute in, the most common first
 DTYPES = ("bf16", "f16", "f32")
-#: bytes of a scale; elements of a group of int4, and its bytes
-SCALE, GROUP = 2, 32
-GROUP_BYTES = GROUP // 2 + SCALE
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ FORMATS = {
     **{d: Format(n, n, n, n) for d, n in ITEMSIZE.items() if d in DTYPES},
     "fp8": Format(1, 1, nominal=1),
     "int8": Format(1, 1, nominal=1),
-    "int4": Format(GROUP_BYTES / GROUP, 1, nominal=0.5),
+    "int4": Format(0.5 + 2 / 32, 1, nominal=0.5),  # a scale of 2 bytes for 32
 }
 #: narrow formats that a plan shows beside the engine's dtype
 INTEGERS = ("int8", "int4")
@@ -92,11 +89,6 @@ def weight_sizes(spec: Spec, form: str | Recipe, dtype: str | None = None) -> We
             sizes[checkpoint_name(name)] = scheme.nbytes(weights[name], own)
     tables = [sizes.pop(name, 0) for name in (TOKEN_TABLE, HEAD, PLE_TABLE)]
     return WeightSizes(recipe.name if recipe else own, sum(sizes.values()), *tables)
-
-
-def tower_bytes(spec: Spec, dtype: str | None = None) -> int:
-    """Return the bytes of what lies outside the decoder: towers and the projections from them."""
-    return numel(tower_tensors(spec)) * ITEMSIZE[dtype or spec.dtype]
 
 
 def nominal(parameters: int) -> int:
@@ -148,14 +140,13 @@ def kv_bytes(spec: Spec, ctx: int, batch: int = 1, dtype: str | None = None) -> 
     rows held in `dtype` (default: the spec's)."""
     kind = dtype or spec.dtype
     full = window = held = per_token = 0
-    for layer in spec.layers():
-        if layer.donor is not None:
-            continue
-        heads, slots = layer.attention.num_key_value_heads, layer.attention.window
-        row = narrow_width(layer.attention.head_dim, kind) * ITEMSIZE[kind]
-        slot = 2 * batch * heads * row  # K and V
+    for a in (layer.attention for layer in spec.layers() if layer.donor is None):
+        row = narrow_width(a.head_dim, kind) * ITEMSIZE[kind]
+        slot = 2 * batch * a.num_key_value_heads * row  # K and V
         per_token += slot
-        full += slot if slots is None else 0
-        window += 0 if slots is None else slot * slots
-        held += 0 if slots is None else slot * min(slots, ctx)
+        if a.window is None:
+            full += slot
+        else:
+            window += slot * a.window
+            held += slot * min(a.window, ctx)
     return KvBytes(per_token, full, window, per_token * ctx, held + full * ctx)

@@ -12,13 +12,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from decimal import Decimal
+from pathlib import Path
 from textwrap import fill
+
+import yaml
 
 from g4ir.errors import InputError
 
 from .cost import Roof
 
-GB, MIB = 10**9, 2**20
 TERA = 10**12
 
 
@@ -34,39 +36,12 @@ class Gpu:
 
     @property
     def roof(self) -> Roof:
-        """The roof of the card; InputError where only the size is known."""
         if self.bytes_per_s is None or self.bf16_flops_per_s is None:
             raise InputError(
                 f"GPU {self.name}: a size says nothing of speed: name a card or give its rates"
             )
         return Roof(self.bytes_per_s, self.bf16_flops_per_s, self.name)
 
-
-def _card(name: str, memory: int, tb_per_s: float, tflops: float, source: str) -> Gpu:
-    return Gpu(name, memory, tb_per_s * TERA, tflops * TERA, source)
-
-
-_CARDS = (
-    _card("h100-80gb", 81559 * MIB, 3.35, 989.4, "H100 data sheet (SXM5), driver"),
-    _card("h100-pcie-80gb", 81559 * MIB, 2.0, 756.5, "H100 data sheet (PCIe), driver"),
-    _card("h100-nvl-94gb", 94 * GB, 3.9, 835.5, "H100 data sheet (NVL), as sold"),
-    _card("h200-141gb", 143771 * MIB, 4.8, 989.4, "H200 data sheet (SXM5), driver"),
-    _card("b200-180gb", 183359 * MIB, 8.0, 2250.0, "HGX B200 data sheet, driver"),
-    _card("a100-40gb", 40960 * MIB, 1.555, 312.0, "A100 data sheet (SXM4), driver"),
-    _card("a100-80gb", 81920 * MIB, 2.039, 312.0, "A100 data sheet (SXM4), driver"),
-    _card("a6000-48gb", 49140 * MIB, 0.768, 154.8, "RTX A6000 data sheet (Ampere), driver"),
-    _card("l40s-48gb", 46068 * MIB, 0.864, 362.05, "L40S data sheet, driver"),
-    _card("rtx5090-32gb", 32607 * MIB, 1.792, 209.5, "RTX Blackwell white paper, driver"),
-    _card("rtx4090-24gb", 24564 * MIB, 1.008, 165.2, "Ada white paper, driver"),
-    _card("l4-24gb", 23034 * MIB, 0.3, 121.0, "L4 data sheet, driver"),
-    _card("rtx5080-16gb", 16303 * MIB, 0.96, 112.6, "RTX Blackwell white paper, driver"),
-    _card("rtx4080-16gb", 16376 * MIB, 0.7168, 97.5, "Ada white paper, driver"),
-    _card("t4-16gb", 15360 * MIB, 0.32, 65.0, "T4 data sheet (float16; no bf16 units), driver"),
-    _card("rtx4070ti-12gb", 12282 * MIB, 0.5042, 80.2, "Ada white paper, driver"),
-    _card("rtx4070-12gb", 12282 * MIB, 0.5042, 58.3, "Ada white paper, driver"),
-    _card("rtx4060-8gb", 8188 * MIB, 0.272, 30.2, "Ada white paper, driver"),
-)
-GPUS: dict[str, Gpu] = {g.name: g for g in _CARDS}
 
 #: decimal and binary units; the letters may be in any case, the B may be left out
 UNITS = {"": 1} | {
@@ -80,6 +55,36 @@ SIZE_RULE = "GB is 10^9 bytes, GiB 2^30; a card sold as 16 GB has about 16 GiB"
 MOST_BYTES = 10**18
 
 _SIZE = re.compile(r"([0-9]{1,40}(?:\.[0-9]{0,40})?(?:e\+?[0-9]{1,3})?)\s*([kmgt]i?)?b?")
+
+
+def parse_bytes(text: str, what: str) -> int:
+    """`24GiB`, `80GB`, `80e9`, `1.5 TB`, `85899345920` -> bytes; GB is 10^9, GiB 2^30.
+
+    Raises InputError that names `what`: no size, not positive, or not a whole number of bytes.
+    """
+    match = _SIZE.fullmatch(text.strip().lower())
+    if not match:
+        raise InputError(
+            f"{what} {text[:40]!r}: expected bytes above 0, such as 24GiB, 80GB or 80e9"
+        )
+    value = Decimal(match[1]) * UNITS[f"{match[2]}b" if match[2] else ""]
+    if not 0 < value <= MOST_BYTES:
+        raise InputError(f"{what} {text[:40]!r}: expected between 1 byte and 1e18")
+    if value != int(value):
+        raise InputError(f"{what} {text[:40]!r}: that is no whole number of bytes")
+    return int(value)
+
+
+def _known() -> dict[str, Gpu]:
+    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+    rows = yaml.safe_load(text).items()
+    return {
+        name: Gpu(name, parse_bytes(memory, name), rate * TERA, flops * TERA, source)
+        for name, (memory, rate, flops, source) in rows
+    }
+
+
+GPUS = _known()
 
 
 def gpu_names() -> str:
@@ -112,29 +117,5 @@ def _matches(text: str) -> list[Gpu]:
     plain = {name.replace("-", ""): g for name, g in GPUS.items()}
     if want in plain:
         return [plain[want]]
-    return [g for name, g in GPUS.items() if want in _short_names(name)]
-
-
-def _short_names(name: str) -> set[str]:
-    """rtx4090-24gb -> rtx4090, 4090"""
-    short = name.rpartition("-")[0].replace("-", "")
-    bare = short.removeprefix("rtx")
-    return {short} if bare == short else {short, bare}
-
-
-def parse_bytes(text: str, what: str) -> int:
-    """`24GiB`, `80GB`, `80e9`, `1.5 TB`, `85899345920` -> bytes; GB is 10^9, GiB 2^30.
-
-    Raises InputError that names `what`: no size, not positive, or not a whole number of bytes.
-    """
-    match = _SIZE.fullmatch(text.strip().lower())
-    if not match:
-        raise InputError(
-            f"{what} {text[:40]!r}: expected bytes above 0, such as 24GiB, 80GB or 80e9"
-        )
-    value = Decimal(match[1]) * UNITS[f"{match[2]}b" if match[2] else ""]
-    if not 0 < value <= MOST_BYTES:
-        raise InputError(f"{what} {text[:40]!r}: expected between 1 byte and 1e18")
-    if value != int(value):
-        raise InputError(f"{what} {text[:40]!r}: that is no whole number of bytes")
-    return int(value)
+    short = {name: name.rpartition("-")[0].replace("-", "") for name in GPUS}
+    return [GPUS[name] for name, s in short.items() if want in (s, s.removeprefix("rtx"))]

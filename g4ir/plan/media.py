@@ -7,10 +7,9 @@ FLOPs are those of a tower's graph, padding included: its size is fixed. Needs n
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from g4ir.ir.graph import Graph
 from g4ir.model.audio import audio_settings
@@ -35,39 +34,38 @@ class MediaSize:
 
 @dataclass(frozen=True)
 class MediaPart:
-    """The towers of pictures, or of sound."""
+    """The towers of one modality: `vision` or `audio`."""
 
-    name: str  # images and frames, or sound
+    name: str
     params: int
     sizes: tuple[MediaSize, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def media_plan(spec: Spec) -> tuple[MediaPart, ...]:
     """Return every part of a variant; none for one that takes text alone."""
-    can, parts = offered(spec), []
+    can, params = offered(spec), {True: 0, False: 0}
+    for part, tensors in part_tensors(spec).items():
+        params[part in SIGHT] += numel(tensors)
+    parts = []
     if IMAGE in can or VIDEO in can:
-        parts.append(MediaPart("vision", _params(spec, True), tuple(_pictures(spec))))
+        parts.append(MediaPart("vision", params[True], tuple(_images(spec))))
     if AUDIO in can:
-        parts.append(MediaPart("audio", _params(spec, False), tuple(_sounds(spec))))
+        parts.append(MediaPart("audio", params[False], tuple(_sounds(spec))))
     return tuple(parts)
 
 
-def _params(spec: Spec, sight: bool) -> int:
-    parts = part_tensors(spec).items()
-    return sum(numel(t) for part, t in parts if (part in SIGHT) == sight)
+def _images(spec: Spec) -> Iterator[MediaSize]:
+    for budget in sorted({*BUDGETS, image_settings(spec).budget}):
+        flops = _flops(spec, "vision", partial(build_vision, soft=budget, dtype=spec.dtype))
+        yield MediaSize(str(budget), budget, image_settings(spec, budget).rows, flops)
 
 
-def _pictures(spec: Spec) -> list[MediaSize]:
-    own = image_settings(spec).budget
-    return [_picture(spec, n) for n in sorted({*BUDGETS, own})]
-
-
-def _picture(spec: Spec, budget: int) -> MediaSize:
-    flops = _flops(spec, "vision", lambda s: build_vision(s, budget, s.dtype))
-    return MediaSize(str(budget), budget, image_settings(spec, budget).rows, flops)
+def _sounds(spec: Spec) -> Iterator[MediaSize]:
+    settings, tower = audio_settings(spec), isinstance(spec.audio, Audio)
+    for seconds in SECONDS if tower else PART_SECONDS:
+        soft = settings.soft_tokens(round(seconds * settings.sampling_rate))
+        flops = _flops(spec, "audio", partial(build_audio, soft=soft, dtype=spec.dtype))
+        yield MediaSize(f"{seconds:g} s", soft, soft * STRIDE if tower else soft, flops)
 
 
 def _flops(spec: Spec, part: str, build: Callable[[Spec], Graph]) -> int:
@@ -81,14 +79,3 @@ def _flops(spec: Spec, part: str, build: Callable[[Spec], Graph]) -> int:
         return total(graph_costs(build(replace(spec, **{part: tower})))).flops
 
     return count(1) + (layers - 1) * (count(2) - count(1))
-
-
-def _sounds(spec: Spec) -> list[MediaSize]:
-    settings = audio_settings(spec)
-    sizes = []
-    for seconds in SECONDS if isinstance(spec.audio, Audio) else PART_SECONDS:
-        soft = settings.soft_tokens(round(seconds * settings.sampling_rate))
-        flops = _flops(spec, "audio", partial(build_audio, soft=soft, dtype=spec.dtype))
-        rows = soft * STRIDE if isinstance(spec.audio, Audio) else soft
-        sizes.append(MediaSize(f"{seconds:g} s", soft, rows, flops))
-    return sizes

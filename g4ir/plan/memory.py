@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -44,27 +44,23 @@ class Size:
     terms: tuple[tuple[tuple[str, ...], int], ...]
 
     @staticmethod
-    def of(types: Iterable[Type]) -> Size:
-        terms: Counter[tuple[str, ...]] = Counter()
-        for t in types:
-            terms[_names(t)] += _bytes_per_product(t)
-        return Size(tuple(sorted(terms.items())))
+    def of(terms: Mapping[tuple[str, ...], int]) -> Size:
+        return Size(tuple(sorted((names, n) for names, n in terms.items() if n)))
 
     def at(self, dims: Dims) -> int:
         return sum(n * math.prod(dims[name] for name in names) for names, n in self.terms)
 
     def within(self, other: Size) -> bool:
-        """Whether this is never more than `other`, term by term."""
         most = dict(other.terms)
         return all(n <= most.get(names, 0) for names, n in self.terms)
 
 
-def _names(t: Type) -> tuple[str, ...]:
-    return tuple(sorted(d for d in t.shape if isinstance(d, str)))
-
-
-def _bytes_per_product(t: Type) -> int:
-    return math.prod(d for d in t.shape if isinstance(d, int)) * ITEMSIZE[t.dtype]
+def _terms(types: Iterable[Type]) -> Counter[tuple[str, ...]]:
+    terms: Counter[tuple[str, ...]] = Counter()
+    for t in types:
+        names = tuple(sorted(d for d in t.shape if isinstance(d, str)))
+        terms[names] += math.prod(d for d in t.shape if isinstance(d, int)) * ITEMSIZE[t.dtype]
+    return terms
 
 
 # --- activations -------------------------------------------------------------------------------
@@ -88,10 +84,10 @@ def live_sizes(g: Graph) -> frozenset[Size]:
     live, sizes = Counter(_terms(v.type for v in g.inputs)), set[Size]()
     for i, n in enumerate(g.nodes):
         live.update(_terms(v.type for v in n.outputs if root.get(v.name) == v.name))
-        sizes.add(_snapshot(live))
+        sizes.add(Size.of(live))
         live.subtract(_terms(types[name] for name in ends.get(i, ())))
     live.update(_terms(Type("f32", v.type.shape) for v in g.outputs))
-    return _largest({*sizes, _snapshot(live)})
+    return _largest({*sizes, Size.of(live)})
 
 
 def _largest(sizes: Iterable[Size]) -> frozenset[Size]:
@@ -116,19 +112,10 @@ def _storage(g: Graph) -> dict[str, str]:
     return root
 
 
-def _terms(types: Iterable[Type]) -> Counter[tuple[str, ...]]:
-    return Counter(dict(Size.of(types).terms))
-
-
-def _snapshot(live: Counter[tuple[str, ...]]) -> Size:
-    return Size(tuple(sorted((names, n) for names, n in live.items() if n)))
-
-
 # --- workspace ---------------------------------------------------------------------------------
 
 
 def _workspace(n: Node, dims: Dims) -> int:
-    """Return the bytes that a node allocates beside its results."""
     size = n.definition.workspace
     ins, outs = (tuple(v.type.bind(dims) for v in vs) for vs in (n.inputs, n.outputs))
     return size(ins, outs, **n.attrs) if size else 0
@@ -144,7 +131,6 @@ def bytes_beside_attention(g: Graph, batch: int, context: int, chunk: int) -> in
 
 
 def _distinct(g: Graph) -> list[Node]:
-    """Return one of each kind of node that has workspace."""
     found: dict[Any, Node] = {}
     for n in g.nodes:
         if n.definition.workspace:
@@ -166,7 +152,6 @@ class Needs:
     graphs: tuple[Graph, ...]
 
     def cache(self, batch: int, context: int) -> int:
-        """Return the bytes of the caches of a session; what `Caches` allocates."""
         return self._state.at({"B": batch, "C": capacity(context)})
 
     def activations(self, batch: int, context: int, chunk: int) -> int:
@@ -178,9 +163,14 @@ class Needs:
         return max((_workspace(n, dims) for n in self._costly), default=0)
 
     @cached_property
+    def params(self) -> int:
+        """Bytes of all packed weights but tables that are only gathered from."""
+        return param_bytes(self.graphs)
+
+    @cached_property
     def _state(self) -> Size:
         unique: dict[str, Value] = {v.name: v for g in self.graphs for v in g.state}
-        return Size.of(v.type for v in unique.values())
+        return Size.of(_terms(v.type for v in unique.values()))
 
     @cached_property
     def _live(self) -> frozenset[Size]:
@@ -193,6 +183,12 @@ class Needs:
     @cached_property
     def _flat(self) -> tuple[Graph, ...]:
         return tuple(map(flatten, self.graphs))
+
+
+def param_bytes(graphs: Iterable[Graph], chosen: Callable[[str], bool] = bool) -> int:
+    """Return the bytes of the params of graphs, or of those of a chosen name."""
+    params = {v.name: v.type for g in graphs if chosen(g.name) for v in g.params}
+    return sum(t.nbytes() for t in params.values())
 
 
 def _dims(batch: int, context: int, chunk: int) -> Dims:

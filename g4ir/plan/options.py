@@ -1,4 +1,4 @@
-"""Everything that a build may be told: the name, default and help of each option.
+"""Options of a build: name, type, default and flag of each; help is in options.yaml.
 
 Each is a flag of `g4ir build` and an argument of `g4ir.build`; those that decide memory are flags
 of `g4ir plan` too."""
@@ -11,6 +11,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+import yaml
+
 from g4ir.model.media import Media
 from g4ir.passes import PASSES, PassOptions
 from g4ir.quant.recipe import Recipe
@@ -19,157 +21,55 @@ from g4ir.spec.record import Spec
 from .engine_limits import Limits
 from .gpus import gpu_names
 
+_HELP: dict[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+_FILLED = {"limits": Limits(), "passes": fill(", ".join(PASSES), 76), "gpus": gpu_names()}
 
-def option(default: Any, help: str, **flag: Any) -> Any:
-    """Return a field with its help; `flag` holds what argparse needs beside it (cli/common.py)."""
-    return field(default=default, metadata={"help": help, "flag": flag})
+
+def option(name: str, default: Any, metavar: str | None = None, /, **flag: Any) -> Any:
+    """Return a field with its help; `flag` holds what else argparse needs (cli/common.py)."""
+    flag |= {"metavar": metavar} if metavar else {"action": "store_true"}
+    metadata = {"help": _HELP[name].format(**_FILLED), "flag": flag}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class BuildOptions:
     """The options of a build as they were given."""
 
-    checkpoint: str | Path | None = option(
-        None,
-        "Hugging Face checkpoint directory or GGUF file (default: the local hub cache)",
-        metavar="DIR|FILE",
-    )
-    mmproj: str | Path | None = option(
-        None, "GGUF file of the vision and audio towers, for a GGUF checkpoint", metavar="FILE"
-    )
+    checkpoint: str | Path | None = option("checkpoint", None, "DIR|FILE")
+    mmproj: str | Path | None = option("mmproj", None, "FILE")
     adapter: str | Path | Iterable[str | Path] = option(
-        (),
-        "merge a LoRA adapter (PEFT directory) into the checkpoint's weights, scaled by\nSCALE "
-        "(default 1)",
-        action="append",
-        metavar="DIR[=SCALE]",
+        "adapter", (), "DIR[=SCALE]", action="append"
     )
-    random_weights: int | None = option(
-        None, "random weights from this seed, without a checkpoint", type=int, metavar="SEED"
-    )
-    backend: str = option("torch", "backend: reference, torch, onnx or trt", metavar="B")
-    device: str | None = option(None, "device: cpu or cuda (default: by backend)", metavar="D")
-    dtype: str | None = option(
-        None, "model dtype: float32, bfloat16 or float16 (default: the spec's)", metavar="T"
-    )
-    residual_scale: int = option(
-        1,
-        "divide the residual stream by 2, 4, 8 or 16, which keeps it in the range of\nfloat16 "
-        "(default 1: not); results stay the same",
-        type=int,
-        metavar="N",
-    )
-    quant: str | Path | None = option(
-        None,
-        "weight quantisation: int8, int4, fp8, or a quantisation config FILE.yaml\n(default none)",
-        metavar="Q",
-    )
-    quant_activations: str | None = option(
-        None,
-        "quantise activations before matmuls with quantised weights: int8 (groups of\n32) or fp8 "
-        "(default none)",
-        metavar="Q",
-    )
-    kv_dtype: str | None = option(
-        None,
-        "KV cache dtype: bfloat16, float8 or int8 (groups of 32)\n(default: the model dtype)",
-        metavar="T",
-    )
-    max_batch: int = option(
-        Limits.max_batch, f"maximum batch size (default {Limits.max_batch})", type=int, metavar="N"
-    )
-    max_seq: int | None = option(
-        None,
-        "maximum sequence length, prompt + generated\n"
-        f"(default {Limits.max_seq}, or the model's limit)",
-        metavar="N",
-    )
-    prefill_chunk: int = option(
-        Limits.prefill_chunk,
-        f"chunk size of chunked prefill, in tokens (default {Limits.prefill_chunk})",
-        metavar="N",
-    )
-    all_logits: bool = option(
-        False, "let prefill return the logits of every position", action="store_true"
-    )
-    drafter: str | Path | None = option(
-        None,
-        "draft model (MTP): its checkpoint, its spec FILE.yaml (random weights), or\n`default`: "
-        "the variant's own (default none)",
-        metavar="DIR|default",
-    )
-    draft_tokens: int | None = option(
-        None,
-        "maximum draft tokens per verification step (default 0: no speculative\ndecoding; "
-        "4 with a draft model)",
-        type=int,
-        metavar="K",
-    )
-    tp: int = option(
-        1,
-        "tensor-parallel size: one process per rank, launched by\n"
-        "torchrun --nproc-per-node N (default 1)",
-        type=int,
-        metavar="N",
-    )
-    ep: bool = option(
-        False,
-        "with --tp: expert parallelism (whole experts on each rank)",
-        action="store_true",
-    )
-    skip: Iterable[str] = option(
-        (),
-        "disable a pass:\n" + fill(", ".join(PASSES), 76),
-        action="append",
-        metavar="PASS",
-    )
-    latent_kv: str = option(
-        "auto",
-        "latent KV cache of layers with K=V: off, value, raw, or auto (default): by\nthe GPU "
-        "and the context length",
-        metavar="FORM",
-    )
-    ple_placement: str | None = option(
-        None,
-        "memory of the per-layer embedding table: device, host or mmap\n"
-        "(default: on cuda the device if it fits, else mmap)",
-        metavar="P",
-    )
-    media: str | Iterable[str] = option(
-        "all",
-        "modalities: all of the variant (default), none, or some of image,video,audio",
-        metavar="KINDS",
-    )
+    random_weights: int | None = option("random_weights", None, "SEED", type=int)
+    backend: str = option("backend", "torch", "B")
+    device: str | None = option("device", None, "D")
+    dtype: str | None = option("dtype", None, "T")
+    residual_scale: int = option("residual_scale", 1, "N", type=int)
+    quant: str | Path | None = option("quant", None, "Q")
+    quant_activations: str | None = option("quant_activations", None, "Q")
+    kv_dtype: str | None = option("kv_dtype", None, "T")
+    max_batch: int = option("max_batch", Limits.max_batch, "N", type=int)
+    max_seq: int | None = option("max_seq", None, "N")
+    prefill_chunk: int = option("prefill_chunk", Limits.prefill_chunk, "N")
+    all_logits: bool = option("all_logits", False)
+    drafter: str | Path | None = option("drafter", None, "DIR|default")
+    draft_tokens: int | None = option("draft_tokens", None, "K", type=int)
+    tp: int = option("tp", 1, "N", type=int)
+    ep: bool = option("ep", False)
+    skip: Iterable[str] = option("skip", (), "PASS", action="append")
+    latent_kv: str = option("latent_kv", "auto", "FORM")
+    ple_placement: str | None = option("ple_placement", None, "P")
+    media: str | Iterable[str] = option("media", "all", "KINDS")
     image_budgets: Sequence[int] | None = option(
-        None,
-        "maximum soft tokens per image: 70, 140, 280, 560 or 1120; the first is the\n"
-        "default of requests (default: the variant's own)",
-        name="--image-budget",
-        metavar="N,..",
+        "image_budgets", None, "N,..", name="--image-budget"
     )
-    audio_seconds: Sequence[float] | None = option(
-        None,
-        "audio lengths to compile; audio is padded to the next longer one\n(default 5,10,20,30)",
-        metavar="N,..",
-    )
+    audio_seconds: Sequence[float] | None = option("audio_seconds", None, "N,..")
     settings: Mapping[str, str] | None = option(
-        None,
-        "backend setting: decode_step (torch); experts (onnx); attention, experts, norms,\n"
-        "weights, hardware (trt); "
-        "an unknown value lists the legal ones",
-        name="--set",
-        metavar="NAME=VALUE",
-        action="append",
+        "settings", None, "NAME=VALUE", name="--set", action="append"
     )
-    memory: int | None = option(
-        None,
-        "memory limit: a size such as 24GiB, or a GPU's (default: all of the device):\n"
-        + gpu_names(),
-        metavar="GPU|BYTES",
-    )
-    link_weights: bool = option(
-        False, "reference the checkpoint's files instead of copying them", action="store_true"
-    )
+    memory: int | None = option("memory", None, "GPU|BYTES")
+    link_weights: bool = option("link_weights", False)
 
 
 def options_text() -> str:

@@ -13,34 +13,27 @@ from functools import partial
 from typing import Any
 
 from g4ir.errors import InputError
+from g4ir.model.draft import layers_read
 from g4ir.model.media import find_media
 from g4ir.parallel.table import can_share, check_ranks
-from g4ir.passes.latent_kv import PLAIN
+from g4ir.passes.latent_kv import LatentOptions
+from g4ir.passes.narrow_kv import NarrowOptions
+from g4ir.passes.plan_cache import RingOptions
 from g4ir.quant.recipe import find_recipe
 from g4ir.spec.record import Spec
 from g4ir.ui.plots import CacheLines
 from g4ir.ui.units import count_text
 from g4ir.weights.pack import DEFAULT_PLACEMENT
 
-from .blocks import blocks, layer_blocks, ple_parts
 from .cost import Cost, floor
-from .count import counts
-from .drafting import Gain, gains
-from .footprint import (
-    MOST_ROWS,
-    Footprint,
-    Measurement,
-    Setup,
-    StepCosts,
-    largest,
-    measure,
-    param_bytes,
-    reserve,
-)
+from .count import counts, distinct_blocks, layer_blocks, ple_parts
+from .drafting import gains
+from .engine_limits import Limits
+from .footprint import MOST_ROWS, Footprint, StepCosts, largest, measure, reserve
 from .formats import INTEGERS, capacity, kv_bytes
 from .gpus import Gpu
 from .media import media_plan
-from .options import BuildOptions
+from .options import BuildOptions, Resolved
 from .ranks import COUNTS, StepModel, plan_ranks
 from .records import TOTALS, CacheRates, DeviceUse, Drafts, Fit, Largest, MemoryUse, Plan
 from .resolve import (
@@ -52,6 +45,7 @@ from .resolve import (
     find_kv_dtype,
     find_latent,
     find_placement,
+    pass_options,
 )
 
 CONTEXTS = (4096, 32768, 131072, 262144)
@@ -86,51 +80,50 @@ def make_plan(
     contexts = _contexts(spec, ctx)
     batches = _positive("batch", batch, MOST_ROWS)
     (chunk,) = _positive("prefill-chunk", options.prefill_chunk)
-    setup = _setup(spec, options, max(contexts))
+    setup = _resolved(spec, options, max(contexts))
     if tp != 1 or ep:
         check_ranks(spec, tp, ep)
     gpus = [m if isinstance(m, Gpu) else _sized(m) for m in _many(memory)]
     placement = find_placement(options.ple_placement, spec, setup.device)
-    shape = tuple((c, b) for b in batches for c in contexts)
     counted = _by_ranks(setup, placement, tp, ep, compare=bool(gpus))
-    one = counted[1]
-    free = options.ple_placement is None and placement == "device"
-    planner = _DevicePlanner(counted, tp, tp != 1 or ep, shape, chunk, free)
-    made = replace(
-        one.footprint, ple_placement=planner.placed(counted[tp].footprint, gpus).ple_placement
+    planner = _DevicePlanner(
+        counted,
+        rank=counted[tp],
+        shared=tp != 1 or ep,
+        shape=tuple((c, b) for b in batches for c in contexts),
+        chunk=chunk,
+        free=options.ple_placement is None and placement == "device",
     )
-    rows = planner.rows(made)
+    made = counted[1].placed(planner.placed(planner.rank, gpus).setup.ple_placement)
+    rows, layers = planner.rows(made), layer_blocks(spec)
     formats = (setup.recipe.name,) if setup.recipe else (setup.dtype, *INTEGERS)
-    of_rank = planner.rows(counted[tp].footprint)
-    ranks = plan_ranks(counted[tp], of_rank, steps) if planner.shared else None
     return Plan(
         spec=spec,
         dtype=setup.dtype,
         device=setup.device,
-        latent=setup.latent,
-        kv_dtype=KV_NAMES.get(setup.kv),
-        ple_placement=made.ple_placement,
+        latent=setup.options.of(LatentOptions).form,
+        kv_dtype=KV_NAMES.get(setup.options.of(NarrowOptions).to),
+        ple_placement=made.setup.ple_placement,
         prefill_chunk=chunk,
         skip=setup.skip,
         counts=counts(spec),
         ple=ple_parts(spec),
-        blocks=blocks(spec),
-        layers=layer_blocks(spec),
+        blocks=distinct_blocks(layers),
+        layers=layers,
         weights=tuple(made.weights.values()),
         cache=_rates(made),
         rows=rows,
-        fits=tuple(planner.fit(gpu, f) for gpu in gpus for f in formats),
+        fits=tuple(planner.fit(gpu, form) for gpu in gpus for form in formats),
         kinds=setup.media.kinds,
         media=media_plan(spec),
-        drafts=_drafts(replace(one, footprint=made), setup.drafted, rows, gpus)
-        if setup.drafted
+        drafts=_drafts(made, rows, gpus),
+        ranks=plan_ranks(planner.rank, planner.rows(planner.rank), steps)
+        if planner.shared
         else None,
-        ranks=ranks,
     )
 
 
-def _setup(spec: Spec, options: BuildOptions, longest: int) -> Setup:
-    """Resolve the options of a plan whose longest context is `longest`."""
+def _resolved(spec: Spec, options: BuildOptions, longest: int) -> Resolved:
     dtype, device = find_dtype(options.dtype or spec.dtype), options.device or "cuda"
     kv = find_kv_dtype(options.kv_dtype, dtype)
     latent = find_latent(options.latent_kv, spec, device, dtype, longest, kv)
@@ -138,40 +131,42 @@ def _setup(spec: Spec, options: BuildOptions, longest: int) -> Setup:
     media, recipe = find_media(spec, kinds), find_recipe(options.quant)
     drafter = None if options.drafter in NO_DRAFTER else drafter_spec(spec, options.drafter)
     most = spec.text.max_position_embeddings
-    return Setup(
+    drafted = find_draft_tokens(options.draft_tokens, most, drafter is not None)
+    return Resolved(
         spec=spec,
-        dtype=dtype,
         device=device,
-        latent=latent,
-        kv=kv,
+        dtype=dtype,
+        limits=Limits(),
         all_logits=options.all_logits,
         skip=tuple(options.skip),
+        options=pass_options(latent, kv, drafted=drafted, keep=layers_read(spec, drafter)),
+        ple_placement=DEFAULT_PLACEMENT if spec.text.ple else None,
         media=media,
         recipe=recipe,
-        drafted=find_draft_tokens(options.draft_tokens, most, drafter is not None),
         drafter=drafter,
+        ranks=1,
+        ep=False,
     )
 
 
 def _by_ranks(
-    setup: Setup, placement: str | None, tp: int, ep: bool, compare: bool
-) -> dict[int, Measurement]:
+    setup: Resolved, placement: str | None, tp: int, ep: bool, compare: bool
+) -> dict[int, Footprint]:
     """Measure one rank of `tp` and, to compare, of each other count that can share the model."""
-    one = measure(setup).placed(placement)
-    counted = {1: one}
+    counted = {1: measure(setup).placed(placement)}
     if tp == 1 and not ep:
         return counted
     others = [n for n in COUNTS if n > 1 and can_share(setup.spec, n, ep)] if compare else []
-    whole = param_bytes([one.decode.graph])
+    whole = counted[1].decode.param_bytes
     for n in {tp, *others} - {1}:
         found = measure(replace(setup, ranks=n, ep=ep)).placed(placement)
         try:
-            share = param_bytes([found.decode.graph]) / whole
+            share = found.decode.param_bytes / whole
         except InputError:  # the ranks would cut groups of quantised weights
             if n == tp:
                 raise
             continue
-        counted[n] = replace(found, footprint=replace(found.footprint, share=share))
+        counted[n] = replace(found, share=share)
     return counted
 
 
@@ -183,8 +178,8 @@ class _DevicePlanner:
     """Plans devices for an engine, measured by number of ranks; `free`: the per-layer embedding
     table may leave the device."""
 
-    counted: dict[int, Measurement]
-    tp: int
+    counted: dict[int, Footprint]
+    rank: Footprint
     shared: bool
     shape: tuple[tuple[int, int], ...]
     chunk: int
@@ -195,16 +190,13 @@ class _DevicePlanner:
 
     def placed(self, own: Footprint, gpus: Sequence[Gpu]) -> Footprint:
         """Place the per-layer embedding table on the devices if every row then fits."""
-        rooms = [_room(gpu) for gpu in gpus]
         needs = [own.need(r, own.form, "built") for r in self.rows(own)] if self.free else []
-        fits = all(need <= room for need in needs for room in rooms)
-        return own if fits else replace(own, ple_placement=DEFAULT_PLACEMENT)
+        fits = all(need <= _room(gpu) for need in needs for gpu in gpus)
+        return own if fits else own.placed(DEFAULT_PLACEMENT)
 
     def fit(self, gpu: Gpu, form: str) -> Fit:
-        """Plan one device with weights in one format."""
-        own = self.placed(self.counted[self.tp].footprint, [gpu])
-        room, rows = _room(gpu), self.rows(own)
-        longest = own.setup.spec.text.max_position_embeddings
+        own = self.placed(self.rank, [gpu])
+        room, longest = _room(gpu), own.setup.spec.text.max_position_embeddings
 
         def fits(ctx: int, batch: int, kind: str) -> bool:
             return own.need(own.row(ctx, batch, self.chunk), form, kind) <= room
@@ -212,36 +204,31 @@ class _DevicePlanner:
         def most(at: int, limit: int, fit: Callable[..., bool]) -> Largest:
             return Largest(at, *(largest(partial(fit, kind=kind), limit) for kind in TOTALS))
 
+        contexts, batches = (sorted({*sizes}) for sizes in zip(*self.shape, strict=True))
         return Fit(
             device=gpu.name,
             memory=gpu.memory_bytes,
             reserve=reserve(gpu.memory_bytes),
             weights=form,
             weight_bytes=own.resident(form),
-            cells=tuple(self._cell(own, gpu, form, r) for r in rows),
-            max_context=tuple(
-                most(b, longest, partial(fits, batch=b)) for b in sorted({r.batch for r in rows})
-            ),
-            max_batch=tuple(
-                most(c, MOST_ROWS, partial(fits, c)) for c in sorted({r.ctx for r in rows})
-            ),
+            cells=tuple(self._cell(own, gpu, form, r) for r in self.rows(own)),
+            max_context=tuple(most(b, longest, partial(fits, batch=b)) for b in batches),
+            max_batch=tuple(most(c, MOST_ROWS, partial(fits, c)) for c in contexts),
             ranks=own.setup.ranks,
-            ple_placement=own.ple_placement,
+            ple_placement=own.setup.ple_placement,
         )
 
     def _cell(self, own: Footprint, gpu: Gpu, form: str, row: MemoryUse) -> DeviceUse:
-        naive, planned, built = (own.need(row, form, kind) for kind in TOTALS)
+        totals = {kind: own.need(row, form, kind) for kind in TOTALS}
         seconds = None
         if gpu.bytes_per_s is not None:
-            costs = self.counted[self.tp].decode
-            seconds = floor(costs.at(row.ctx, row.batch, form, own.setup.dtype), gpu.roof).seconds
-        spare = _room(gpu) - built
+            cost = own.decode.at(row.ctx, row.batch, form, own.setup.dtype)
+            seconds = floor(cost, gpu.roof).seconds
+        spare = _room(gpu) - totals["built"]
         return DeviceUse(
             ctx=row.ctx,
             batch=row.batch,
-            naive=naive,
-            planned=planned,
-            built=built,
+            **totals,
             fits=spare >= 0,
             spare=spare,
             decode_floor_s=seconds,
@@ -251,7 +238,7 @@ class _DevicePlanner:
     def _cards(self, gpu: Gpu, form: str, row: MemoryUse) -> int | None:
         """Return the fewest ranks, each on such a device, that fit; None if none do."""
         for ranks in sorted(self.counted):
-            own = self.placed(self.counted[ranks].footprint, [gpu])
+            own = self.placed(self.counted[ranks], [gpu])
             if own.need(own.row(row.ctx, row.batch, self.chunk), form, "built") <= _room(gpu):
                 return ranks
         return None
@@ -261,23 +248,23 @@ def _room(gpu: Gpu) -> int:
     return gpu.memory_bytes - reserve(gpu.memory_bytes)
 
 
-def _drafts(
-    one: Measurement, drafted: int, rows: Sequence[MemoryUse], gpus: Sequence[Gpu]
-) -> Drafts:
+def _drafts(made: Footprint, rows: Sequence[MemoryUse], gpus: Sequence[Gpu]) -> Drafts | None:
     """Plan speculative decoding at the shortest context, on the first card of known speed."""
-    made = one.footprint
+    drafted, drafter = made.setup.options.of(RingOptions).slack, made.setup.drafter
+    if not drafted:
+        return None
     card = next((gpu for gpu in gpus if gpu.bytes_per_s is not None), None)
     ctx = min(r.ctx for r in rows)
 
-    def table(batch: int) -> tuple[Gain, ...]:
+    def table(batch: int) -> Any:
         def at(costs: StepCosts, tokens: int = 1) -> Cost:
             return costs.at(ctx, batch, made.form, made.setup.dtype, tokens)
 
         return gains(
-            lambda tokens: at(one.verify if tokens > 1 else one.decode, tokens),
+            lambda tokens: at(made.verify if tokens > 1 else made.decode, tokens),
             min(drafted, ctx - 1) or 1,
             card.roof if card else None,
-            at(one.draft) if one.draft else None,
+            at(made.draft) if made.draft else None,
         )
 
     rings = [v.type for v in made.needs.graphs[0].state if isinstance(v.type.shape[0], int)]
@@ -288,7 +275,7 @@ def _drafts(
         weights=made.form,
         device=card.name if card else None,
         tables=tuple((b, table(b)) for b in sorted({r.batch for r in rows})),
-        drafter=made.setup.drafter.name if made.setup.drafter else None,
+        drafter=drafter.name if drafter else None,
         drafter_bytes=made.drafter_bytes,
     )
 
@@ -350,11 +337,14 @@ def cache_lines(plan: Plan) -> CacheLines:
     """Return KV cache bytes of one sequence from 1K tokens to the model's limit, for a plot;
     `built` only if it differs from `planned`."""
     longest, rates = plan.spec.text.max_position_embeddings, plan.cache
+
+    def sizes(window: int, per_token: int) -> list[int]:
+        return [window + per_token * capacity(c) for c in contexts]
+
     powers = (1 << n for n in range(10, longest.bit_length()))
     contexts = sorted({*(c for c in powers if c <= longest), longest})
     totals = {"naive": [rates.naive_per_token * c for c in contexts]}
-    totals["planned"] = [rates.window + rates.per_token * capacity(c) for c in contexts]
-    if plan.latent != PLAIN or plan.kv_dtype:
-        built = [rates.built_window + rates.built_per_token * capacity(c) for c in contexts]
-        totals |= {"built": built} if built != totals["planned"] else {}
+    totals["planned"] = sizes(rates.window, rates.per_token)
+    built = sizes(rates.built_window, rates.built_per_token)
+    totals |= {"built": built} if built != totals["planned"] else {}
     return CacheLines(plan.spec.name, contexts, totals)

@@ -11,7 +11,8 @@ from g4ir.ir.graph import Graph
 from g4ir.parallel.shard import collectives
 from g4ir.parallel.table import can_share
 
-from .footprint import Measurement, Setup, param_bytes
+from .footprint import Footprint, step_graph
+from .options import Resolved
 from .records import MemoryUse, RankRow, Ranks, RankStep
 
 #: numbers of ranks that are compared
@@ -29,14 +30,14 @@ class StepModel:
     us: Callable[[Graph, int, int], Mapping[str, tuple[float, float]]]
 
 
-def plan_ranks(rank: Measurement, rows: Sequence[MemoryUse], model: StepModel | None) -> Ranks:
+def plan_ranks(rank: Footprint, rows: Sequence[MemoryUse], model: StepModel | None) -> Ranks:
     """Return what one rank needs at every context and batch of `rows`, from its measurement."""
-    setup, g = rank.footprint.setup, rank.decode.graph
+    setup, g = rank.setup, rank.decode.graph
     sent = [v.type.bind(ONE).nbytes() for n in collectives(g) for v in n.inputs]
     return Ranks(
         count=setup.ranks,
-        weights=param_bytes([g]),
-        drafter=rank.footprint.drafter_bytes,
+        weights=rank.decode.param_bytes,
+        drafter=rank.drafter_bytes,
         rows=tuple(RankRow(r.ctx, r.batch, r.built) for r in rows),
         messages=len(list(collectives(g))),
         message_bytes=sum(sent),
@@ -45,8 +46,7 @@ def plan_ranks(rank: Measurement, rows: Sequence[MemoryUse], model: StepModel | 
     )
 
 
-def _steps(setup: Setup, rows: Sequence[MemoryUse], model: StepModel) -> Iterator[RankStep]:
-    """Predict decode steps for each number of ranks that can share the model."""
+def _steps(setup: Resolved, rows: Sequence[MemoryUse], model: StepModel) -> Iterator[RankStep]:
     batches = {r.batch for r in rows}
     own = {setup.ranks} if setup.ranks <= COUNTS[-1] else set()
     for ranks in sorted({*COUNTS, *own}):
@@ -54,6 +54,7 @@ def _steps(setup: Setup, rows: Sequence[MemoryUse], model: StepModel) -> Iterato
             continue
         one = replace(setup, ranks=ranks, ep=setup.ep and ranks > 1)
         with suppress(InputError):  # the ranks would cut groups of quantised weights
-            graphs = {b: replace(one, gpu_rows=b).step_graph("decode") for b in batches}
+            options = {b: replace(one.options, gpu_rows=b) for b in batches}
+            graphs = {b: step_graph(replace(one, options=o), "decode") for b, o in options.items()}
             for r in rows:
                 yield RankStep(ranks, r.ctx, r.batch, model.us(graphs[r.batch], r.ctx, r.batch))

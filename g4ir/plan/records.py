@@ -10,15 +10,14 @@ layers and a quantised KV cache.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 from g4ir.model.tensors import numel, tower_tensors
 from g4ir.ops.types import ITEMSIZE
 from g4ir.spec.record import Spec
 
-from .blocks import Block, PleParts
-from .count import ParameterCounts
+from .count import Block, ParameterCounts
 from .drafting import ACCEPTANCE, Gain
 from .formats import WeightSizes, nominal
 from .media import MediaPart
@@ -40,8 +39,7 @@ class WeightBytes:
     nominal: int  # the usual estimate: bytes x the quoted count
 
     def to_dict(self) -> dict[str, Any]:
-        places = {k: v for k, v in vars(self).items() if k != "sizes"}
-        return {**vars(self.sizes), "total": self.sizes.total, **places}
+        return {**vars(self.sizes), "total": self.sizes.total, **_without(self, "sizes")}
 
 
 @dataclass(frozen=True)
@@ -149,21 +147,16 @@ class RankStep:
 
 @dataclass(frozen=True)
 class Ranks:
-    """One of `count` equal ranks. weights: bytes, without tables that are only gathered from;
-    drafter: bytes of the draft model's; messages, message_bytes: collectives of a decode step, and
-    what a rank sends in them per sequence; steps: predicted on `gpu`, for other counts too."""
+    """One of `count` equal ranks."""
 
     count: int
-    weights: int
-    drafter: int
+    weights: int  # without tables that are only gathered from
+    drafter: int  # of the draft model's weights
     rows: tuple[RankRow, ...]
-    messages: int
-    message_bytes: int
+    messages: int  # collectives of a decode step
+    message_bytes: int  # what a rank sends in them per sequence
     gpu: str | None = None
-    steps: tuple[RankStep, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    steps: tuple[RankStep, ...] = ()  # predicted on `gpu`, for other counts too
 
 
 @dataclass(frozen=True)
@@ -179,7 +172,7 @@ class Plan:
     prefill_chunk: int
     skip: tuple[str, ...]
     counts: ParameterCounts
-    ple: PleParts
+    ple: Mapping[str, int]
     blocks: tuple[Block, ...]  # per kind of layer
     layers: tuple[Block, ...]
     weights: tuple[WeightBytes, ...]  # per format
@@ -195,37 +188,38 @@ class Plan:
         return next(w for w in self.weights if w.sizes.format == form)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {
+        renamed = ("spec", "counts", "kinds", "skip", "ple", "media")
+        return {k: _json(v) for k, v in _without(self, *renamed).items()} | {
             "schema": SCHEMA,
             "variant": self.spec.name,
             "hub": self.spec.hub,
             "spec_digest": self.spec.digest(),
-            "dtype": self.dtype,
-            "device": self.device,
-            "latent": self.latent,
-            "kv_dtype": self.kv_dtype,
-            "ple_placement": self.ple_placement,
-            "prefill_chunk": self.prefill_chunk,
             "skipped_passes": list(self.skip),
             "max_context": self.spec.text.max_position_embeddings,
             "parameters": _parameters(self.spec, self.counts),
-            "ple_parameters": {**asdict(self.ple), "total": self.ple.total},
-            "blocks": [b.to_dict() for b in self.blocks],
-            "layers": [b.to_dict() for b in self.layers],
-            "weights": [w.to_dict() for w in self.weights],
-            "cache": asdict(self.cache),
-            "rows": [asdict(r) for r in self.rows],
-            "fits": [asdict(f) for f in self.fits],
-            "drafts": self.drafts and self.drafts.to_dict(),
-            "ranks": self.ranks and self.ranks.to_dict(),
-            "media": {"kinds": list(self.kinds), "parts": [p.to_dict() for p in self.media]},
+            "ple_parameters": dict(self.ple),
+            "media": {"kinds": list(self.kinds), "parts": _json(self.media)},
         }
 
 
+def _without(record: Any, *names: str) -> dict[str, Any]:
+    return {k: v for k, v in vars(record).items() if k not in names}
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_json(v) for v in value]
+    if isinstance(value, WeightBytes | Block | Drafts):
+        return value.to_dict()
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
 def _parameters(spec: Spec, n: ParameterCounts) -> dict[str, int]:
-    towers = tower_tensors(spec)
-    moe = spec.text.moe
+    towers, moe = tower_tensors(spec), spec.text.moe
+
+    def elements(*endings: str) -> int:
+        return numel({k: v for k, v in towers.items() if k.endswith(endings)})
+
     return {
         "published": n.hub_parameters,
         "published_elements": n.hub,
@@ -238,10 +232,6 @@ def _parameters(spec: Spec, n: ParameterCounts) -> dict[str, int]:
         "nominal": nominal(n.hub_parameters),
         "one_expert": 3 * moe.intermediate_size * spec.text.hidden_size if moe else 0,
         **asdict(n),
-        "vision_position_table": _elements(towers, ".position_embedding_table"),
-        "vision_buffers": _elements(towers, ".std_bias", ".std_scale"),
+        "vision_position_table": elements(".position_embedding_table"),
+        "vision_buffers": elements(".std_bias", ".std_scale"),
     }
-
-
-def _elements(tensors: dict[str, tuple[int, ...]], *endings: str) -> int:
-    return numel({k: v for k, v in tensors.items() if k.endswith(endings)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from g4ir.errors import InputError
@@ -35,6 +35,12 @@ DEFAULT, NO_DRAFTER = "default", (None, "none")
 KV_NAMES = {short: name for name, short in KV_DTYPES.items()}
 
 
+def _one_of(option: str, given: object, known: Iterable[object]) -> None:
+    if given not in known:
+        shown = repr(given) if isinstance(given, str) else given
+        raise InputError(f"{option} {shown}: expected one of {', '.join(map(str, known))}")
+
+
 def find_dtype(name: str) -> str:
     """`float32`, `f32` -> f32; InputError for what no engine computes in."""
     try:
@@ -47,12 +53,10 @@ def find_dtype(name: str) -> str:
 
 
 def find_kv_dtype(given: str | None, dtype: str) -> str:
-    """Return what the caches of an engine of this dtype are narrowed to, or OFF; InputError for
-    what would save nothing."""
+    """Return the dtype of a quantised KV cache, or OFF; InputError for one that saves nothing."""
     if given is None:
         return OFF
-    if given not in KV_DTYPES:
-        raise InputError(f"kv-dtype {given!r}: expected one of {', '.join(KV_DTYPES)}")
+    _one_of("kv-dtype", given, KV_DTYPES)
     to = KV_DTYPES[given]
     if to != dtype and ITEMSIZE[to] >= ITEMSIZE[dtype]:
         raise InputError(
@@ -63,24 +67,21 @@ def find_kv_dtype(given: str | None, dtype: str) -> str:
 
 
 def find_activations(given: str | None) -> str:
-    """Return what rows are rounded to before products with weights in codes, or OFF."""
-    if given is not None and given not in ACTIVATIONS:
-        expected = ", ".join(ACTIVATIONS)
-        raise InputError(f"quant-activations {given!r}: expected one of {expected}")
+    """Return the format of activations before products with quantised weights, or OFF."""
+    if given is not None:
+        _one_of("quant-activations", given, ACTIVATIONS)
     return given or OFF
 
 
 def find_divisor(given: int) -> int:
     """Return the divisor of the residual stream; InputError if the pass has no such."""
-    if given not in DIVISORS:
-        expected = ", ".join(map(str, DIVISORS))
-        raise InputError(f"--residual-scale {given}: expected one of {expected}")
+    _one_of("--residual-scale", given, DIVISORS)
     return given
 
 
 def find_draft_tokens(given: int | None, max_seq: int, drafter: bool = False) -> int:
-    """Return how many tokens are drafted at a time at most: with a drafter 4 unless told, else 0.
-    InputError for what no round takes, or for none with a drafter."""
+    """Return the maximum draft tokens of a verification step: by default 4 with a draft model,
+    else 0. InputError for more than a step takes, or 0 with a draft model."""
     most = min(MOST_DRAFTED, max_seq - 1)
     if given is None:
         return min(DRAFTED, most) if drafter else 0
@@ -92,8 +93,8 @@ def find_draft_tokens(given: int | None, max_seq: int, drafter: bool = False) ->
 
 
 def drafter_spec(model: Spec, given: str | Path | None) -> Spec:
-    """Return the spec of a drafter: of `default`, of FILE.yaml or of a checkpoint's directory.
-    InputError or SpecError where there is none such, or it drafts for another model."""
+    """Return the spec of a draft model: `default`, FILE.yaml or a checkpoint's directory.
+    InputError or SpecError if there is none, or it is of another model."""
     found = shipped_drafter(model) if given == DEFAULT else _given_drafter(Path(str(given)))
     check_pair(model, found)
     return found
@@ -121,29 +122,22 @@ def pass_options(
     gpu_rows: int = 0,
     divisor: int = 1,
 ) -> PassOptions:
-    """Return the options of the passes: the form of K=V caches and the layers that `keep` K and V,
-    the dtype of the KV cache, the format of activations, the draft tokens that a ring can take
-    back, the sequences of a step that is one kernel graph on a GPU (0: none), and the divisor of
-    the residual stream."""
-    records = (
-        ScaleOptions(divisor),
-        RingOptions(drafted),
-        LatentOptions(latent, tuple(keep)),
-        NarrowOptions(kv),
-        ActivationOptions(activations),
-    )
-    return PassOptions(records, gpu_rows)
+    """Return the options of the passes. keep: layers whose cache is K and V, not latent; drafted:
+    rejected tokens that a ring cache has room for; gpu_rows: batch size of a step that is one
+    kernel graph on a GPU (0: none)."""
+    layout = LatentOptions(latent, tuple(keep)), NarrowOptions(kv)
+    others = ScaleOptions(divisor), RingOptions(drafted), ActivationOptions(activations)
+    return PassOptions((*others, *layout), gpu_rows)
 
 
 def find_latent(
     given: str, spec: Spec, device: str, dtype: str, max_seq: int, kv: str = OFF
 ) -> str:
-    """Return the form of the K=V caches as asked, or for `auto` as measured. What `raw` holds is
-    bounded by no norm: in a cache that is narrowed, `auto` takes `value` in its place."""
+    """Return the layout of the K=V caches, for `auto` as measured. `raw` holds values before their
+    norm, which a quantised cache has no range for: there `auto` takes `value`."""
     if device not in DEVICES:
         raise InputError(f"device {device!r}: expected {' or '.join(DEVICES)}")
-    if given not in ("auto", *FORMS):
-        raise InputError(f"latent-kv {given!r}: expected one of auto, {', '.join(FORMS)}")
+    _one_of("latent-kv", given, ("auto", *FORMS))
     form = choose_form(spec, device, dtype, max_seq) if given == "auto" else given
     if form != "raw" or kv == OFF:
         return form
@@ -156,10 +150,10 @@ def find_latent(
 
 
 def find_placement(given: str | None, spec: Spec, device: str) -> str | None:
-    """Return where the table of per-layer embeddings lies; None where there is none. Nothing given:
-    on CUDA the device, if it has room for it."""
-    if given is not None and given not in PLACEMENTS:
-        raise InputError(f"ple-placement {given!r}: expected one of {', '.join(PLACEMENTS)}")
+    """Return the memory of the per-layer embedding table; None if there is none. Default: on CUDA
+    the device, if it has room for it."""
+    if given is not None:
+        _one_of("ple-placement", given, PLACEMENTS)
     if spec.text.ple is None:
         if given is not None:
             raise InputError(f"ple-placement {given}: this spec has no per-layer embeddings")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,18 @@ from g4ir.model.tensors import Shape, dead_tensors, media_tensors, text_tensors
 from g4ir.spec.record import Spec
 
 from .checkpoint import PICKLES, Checkpoint
-from .coded import CodedWeight, MadeWeight
-from .formats.base import Files, Found, shown, wrong
-from .layouts import by_plain_name, plain_name
-from .tensorfile import DOWNLOAD, FLOATS, open_regular, parse_json, quoted, read_header
+from .formats.base import (
+    CodedWeight,
+    Files,
+    Found,
+    MadeWeight,
+    by_plain_name,
+    plain_name,
+    shown,
+    wrong,
+)
+from .match import tower_names
+from .tensorfile import FLOATS, broken, parse_json, quoted, read_header, read_limited
 
 if TYPE_CHECKING:
     import torch
@@ -45,11 +53,23 @@ _OF_TRAINING = {
     *("loftq_config", "eva_config", "corda_config", "runtime_config", "megatron_config"),
     *("megatron_core", "ensure_weight_tying", "qalora_group_size"),
 }
-#: values of `init_lora_weights` that leave the model's own weights as they are
-_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+#: values of keys that are read; of `init_lora_weights` those that leave the model's weights alone
+_ALLOWED: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": (None, "none"),
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
+}
+TIED = (
+    "the table of tokens is the head too (tie_word_embeddings is true), and an adapter changes one "
+    "of them"
+)
 MERGE = (
     "fix: merge the adapter with PEFT (merge_and_unload, save_pretrained) and give that checkpoint"
 )
+
+
+#: A and B of a module
+Parts = Mapping[str, Found]
 
 
 @dataclass(frozen=True)
@@ -83,18 +103,10 @@ class Adapter:
     def config(self) -> dict[str, Any]:
         """The config; WeightsError for what is not a plain LoRA."""
         file = self.path / CONFIG
-        with open_regular(file) as stream:
-            raw = stream.read(LIMIT + 1)
-        if len(raw) > LIMIT:
-            raise WeightsError(f"{file}: larger than {LIMIT} bytes; {DOWNLOAD}")
-        values = parse_json(file, raw)
+        values = parse_json(file, read_limited(file, LIMIT))
         other = {k: v for k, v in values.items() if k not in _READ | _OF_TRAINING and v}
-        for key, allowed in (
-            ("peft_type", ("LORA",)),
-            ("bias", (None, "none")),
-            ("init_lora_weights", _INITS),
-        ):
-            if not any(values.get(key) is v or values.get(key) == v for v in allowed):
+        for key, allowed in _ALLOWED.items():
+            if values.get(key) not in allowed:
                 other[key] = values.get(key)
         if other:
             key, value = next(iter(other.items()))
@@ -103,30 +115,26 @@ class Adapter:
 
     @property
     def base(self) -> str:
-        """The model that it belongs to, as far as it says."""
         said = (self.path / CONFIG).is_file() and self.config.get("base_model_name_or_path")
         return str(said or "an unnamed model")
 
     @property
     def weights(self) -> Path:
-        """Its file of weights; WeightsError where there is none that is read."""
         file = self.path / WEIGHTS
         if not file.is_file():
             pickles = [p.name for p in self.path.iterdir() if p.name.endswith(PICKLES)]
-            found = (
-                f"found only {pickles[0]}: pickles are never opened" if pickles else "found none"
+            found = f"only {pickles[0]}: pickles are never opened" if pickles else "none"
+            raise WeightsError(
+                f"{self.path}: expected {WEIGHTS}, found {found}; fix: save it again"
             )
-            raise WeightsError(f"{self.path}: expected {WEIGHTS}, {found}; fix: save it again")
         return file
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor of B @ A of a module; WeightsError for another rank than it says."""
         said = self._number("r", "rank_pattern", module)
         if said != rank:
-            raise WeightsError(
-                f"{self.path / CONFIG}: r: {said:g} for {module}, and its tensors have {rank}; "
-                f"{DOWNLOAD}"
-            )
+            what = f"r: {said:g} for {module}, and its tensors have {rank}"
+            raise broken(self.path / CONFIG, what)
         alpha = self._number("lora_alpha", "alpha_pattern", module)
         return self.factor * alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
@@ -141,10 +149,8 @@ class Adapter:
         ends = (v for name, v in names.items() if f".{module}".endswith(f".{name}"))
         value: Any = next(ends, self.config.get(key))
         if type(value) not in (int, float) or not 0 < value < 1 << 31:
-            raise WeightsError(
-                f"{self.path / CONFIG}: {key}: expected a number above 0, found {quoted(value)}; "
-                f"{DOWNLOAD}"
-            )
+            what = f"{key}: expected a number above 0, found {quoted(value)}"
+            raise broken(self.path / CONFIG, what)
         return float(value)
 
 
@@ -176,24 +182,18 @@ def _merged(model: Checkpoint, spec: Spec, adapter: Adapter) -> Checkpoint:
             ignored |= {plain: why for plain, at in names.items() if at in parts.values()}
             continue
         if isinstance(model.coded.get(bare), CodedWeight):
+            what = f"{bare} is quantised in {model.directory}, and an adapter needs its numbers"
             raise wrong(
-                found,
-                f"{bare} is quantised in {model.directory}, and an adapter needs its numbers",
-                "fix: give the bf16 weights that it was quantised from, and --quant",
+                found, what, "fix: give the bf16 weights that it was quantised from, and --quant"
             )
         low = _Low(files, *_factors(parts, embedding, shape), embedding)
         scale = adapter.scale(module, low.rank)
-        weights[bare] = MadeWeight(
-            shape, _sum_of(_reader(model, weights, bare), low, scale), _release_of(model, bare)
-        )
+        weights[bare] = _merged_weight(model, weights.get(bare), bare, shape, low, scale)
     entries = {name: at for name, at in model.entries.items() if name not in weights}
     return replace(model, entries=entries, coded=weights, ignored=ignored)
 
 
-Modules = Mapping[tuple[str, bool], Mapping[str, Found]]
-
-
-def _modules(file: Path, names: Mapping[str, Found]) -> Modules:
+def _modules(file: Path, names: Mapping[str, Found]) -> Mapping[tuple[str, bool], Parts]:
     """Return the A and B of each module, and whether it is an embedding's."""
     out: dict[tuple[str, bool], dict[str, Found]] = {}
     for name, found in names.items():
@@ -202,7 +202,7 @@ def _modules(file: Path, names: Mapping[str, Found]) -> Modules:
             raise wrong(found, "no A or B of a plain LoRA", MERGE)
         out.setdefault((match[1], bool(match[2])), {})[match[3]] = found
     if not out:
-        raise WeightsError(f"{file}: has no tensor; {DOWNLOAD}")
+        raise broken(file, "has no tensor")
     return out
 
 
@@ -213,19 +213,13 @@ def _target(spec: Spec, adapter: Adapter, module: str, found: Found) -> tuple[st
     for prefix in dict.fromkeys(map(plain_name, (*spec.prefixes.text, ""))):
         bare = name.removeprefix(prefix) if name.startswith(prefix) else ""
         if bare in (TOKEN_TABLE, HEAD) and spec.text.tie_word_embeddings:
-            raise wrong(
-                found,
-                "the table of tokens is the head too (tie_word_embeddings is true), and an adapter "
-                "changes one of them",
-                MERGE,
-            )
+            raise wrong(found, TIED, MERGE)
         if bare in dead:
             return bare, dead[bare], "K or V of a layer that reads another layer's K and V"
         if bare in text:
             return bare, text[bare], ""
     for bare, shape in towers.items():
-        part, _, rest = bare.partition(".")
-        if name in [place + rest for place in getattr(spec.prefixes, part)]:
+        if name in tower_names(spec, bare):
             return bare, shape, ""
     more = " (a layer with K=V has none: its K is V too)" if name.endswith("v_proj.weight") else ""
     raise wrong(
@@ -235,7 +229,7 @@ def _target(spec: Spec, adapter: Adapter, module: str, found: Found) -> tuple[st
     )
 
 
-def _factors(parts: Mapping[str, Found], embedding: bool, shape: Shape) -> tuple[Found, Found]:
+def _factors(parts: Parts, embedding: bool, shape: Shape) -> tuple[Found, Found]:
     """Return A [r, K] and B [N, r] of a weight [N, K], of a table [K, N]; WeightsError if not."""
     first = next(iter(parts.values()))
     if parts.keys() != {"A", "B"}:
@@ -245,12 +239,9 @@ def _factors(parts: Mapping[str, Found], embedding: bool, shape: Shape) -> tuple
     rank = a[1].shape[0] if a[1].shape else 0
     for part, want in ((a, (rank, inner)), (b, (outer, rank))):
         if part[1].shape != want or part[1].dtype not in FLOATS or not rank:
-            raise wrong(
-                part,
-                f"expected {' or '.join(FLOATS)} {list(want)} for a weight {list(shape)}, found "
-                f"{shown(part)}",
-                "fix: give an adapter of this model",
-            )
+            expected = f"expected {' or '.join(FLOATS)} {list(want)} for a weight {list(shape)}"
+            fix = "fix: give an adapter of this model"
+            raise wrong(part, f"{expected}, found {shown(part)}", fix)
     return a, b
 
 
@@ -274,19 +265,19 @@ class _Low:
         return (left if rows is None else left.index_select(0, rows)) @ right
 
 
-Part = Callable[["torch.Tensor | None"], "torch.Tensor"]
+def _merged_weight(
+    model: Checkpoint,
+    made: CodedWeight | MadeWeight | None,
+    bare: str,
+    shape: Shape,
+    low: _Low,
+    scale: float,
+) -> MadeWeight:
+    def numbers(rows: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(made, MadeWeight):
+            own = made.numbers(rows)
+        else:
+            own = model.stored.rows(model.entries[bare], rows)
+        return own.float() + scale * low.product(rows)
 
-
-def _reader(model: Checkpoint, weights: Mapping[str, CodedWeight | MadeWeight], bare: str) -> Part:
-    made = weights.get(bare)
-    if isinstance(made, MadeWeight):
-        return made.numbers
-    return lambda rows: model.stored.rows(model.entries[bare], rows)
-
-
-def _release_of(model: Checkpoint, bare: str) -> Callable[[], None]:
-    return lambda: model.release(bare)
-
-
-def _sum_of(read: Part, low: _Low, scale: float) -> Part:
-    return lambda rows: read(rows).float() + scale * low.product(rows)
+    return MadeWeight(shape, numbers, partial(model.release, bare))

@@ -15,19 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from g4ir.errors import InputError, WeightsError
-from g4ir.model.names import FINAL_NORM, HEAD, ORDER, TOKEN_TABLE
-from g4ir.model.tensors import (
-    CLIP_BOUNDS,
-    media_tensors,
-)
+from g4ir.model.names import CODES, FINAL_NORM, HEAD, ORDER, SCALES, TOKEN_TABLE
+from g4ir.model.tensors import CLIP_BOUNDS, media_tensors
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec
 from g4ir.weights import tensorfile
-from g4ir.weights.coded import CodedWeight, MadeWeight, forms_of, split_part
 from g4ir.weights.formats import Files, QuantisedTensors, read_coded
-from g4ir.weights.layouts import by_plain_name
+from g4ir.weights.formats.base import CodedWeight, MadeWeight, by_plain_name
 from g4ir.weights.match import FIXES, SHOWN, Found, TensorMatch, find_prefix, is_text, report
-from g4ir.weights.tensorfile import Entry, Header, open_regular, parse_json, quoted
+from g4ir.weights.tensorfile import Entry, Header, open_regular, parse_json, quoted, read_limited
 
 if TYPE_CHECKING:
     import torch
@@ -125,28 +121,26 @@ class Checkpoint:
 
     @property
     def forms(self) -> Mapping[str, Scheme]:
-        return forms_of(self.coded)
+        coded = self.coded.items()
+        return {name: w.scheme for name, w in coded if isinstance(w, CodedWeight)}
 
     @property
     def files(self) -> tuple[tuple[Path, int], ...]:
-        """Path and size in bytes of every weight file."""
         return tuple((header.path, header.size) for header in self.headers)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a read-only view of the mapped file; a default is a new tensor of one element."""
         import torch
 
         if name in self.defaults:
             shape = () if name.endswith(CLIP_BOUNDS) else (1,)
             return torch.full(shape, self.defaults[name], dtype=self.dtype)
-        weight, suffix = split_part(name)
+        weight, suffix = _split_part(name)
         if weight in self.coded:
             return self.coded[weight].part(suffix)
         return self.stored.tensor(self._entry(name))
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-        """Gather rows from the mapped file: only their pages are read."""
-        weight, suffix = split_part(name)
+        weight, suffix = _split_part(name)
         if weight in self.coded:
             check_rows(weight, self.coded[weight].shape, ids)
             made = self.coded[weight].part(suffix, ids.reshape(-1).cpu())
@@ -157,14 +151,13 @@ class Checkpoint:
         return flat.view(*ids.shape, entry.shape[1])
 
     def release(self, name: str) -> None:
-        weight, _ = split_part(name)
+        weight, _ = _split_part(name)
         if weight in self.coded:
             self.coded[weight].release()
         elif name in self.entries:
             self.stored.release([self.entries[name]])
 
     def close(self) -> None:
-        """Forget the mappings; each is unmapped when the last tensor on it is gone."""
         self.stored.close()
 
     def _entry(self, name: str) -> tuple[Header, Entry]:
@@ -188,6 +181,12 @@ class Checkpoint:
                 )
         tensorfile.drop_pages(two, e2)
         self._tied = None
+
+
+def _split_part(name: str) -> tuple[str, str]:
+    """Split the name of a weight's codes or scales: (weight, suffix); no suffix for a weight."""
+    suffix = next((s for s in (CODES, SCALES) if name.endswith(s)), "")
+    return name.removesuffix(suffix), suffix
 
 
 def sha256(file: Path) -> str:
@@ -240,7 +239,7 @@ def _read_headers(directory: Path) -> tuple[Header, ...]:
             f"{directory}: both {SINGLE} and {INDEX}, which does not name it; "
             "fix: remove the one that is left over"
         )
-    paths = {file: _shard_path(directory, index, file) for file in sorted(shards)}
+    paths = {file: _inside(directory, file, index) for file in sorted(shards)}
     return tuple(_read_shard(path, shards[file]) for file, path in paths.items())
 
 
@@ -264,32 +263,24 @@ def _no_weights(directory: Path) -> str:
 
 
 def _read_index(directory: Path, index: Path) -> dict[str, set[str]]:
-    """Return file name -> tensors that the index puts there, in the index's order."""
-    path = _inside(directory, INDEX, index)
-    if path.stat().st_size > INDEX_LIMIT:
-        raise WeightsError(f"{index}: larger than {INDEX_LIMIT} bytes; fix: download it again")
-    with open_regular(path) as file:
-        weight_map = parse_json(index, file.read()).get("weight_map")
+    raw = read_limited(_inside(directory, INDEX, index), INDEX_LIMIT)
+    weight_map = parse_json(index, raw).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(f"{index}: weight_map must map tensor names to files; fix: download it")
     shards: dict[str, set[str]] = {}
-    for name, file_name in weight_map.items():
-        if not isinstance(file_name, str):
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
             raise WeightsError(
-                f"{index}: weight_map {quoted(name)}: expected a file name, "
-                f"found {quoted(file_name)}; fix: download the index again"
+                f"{index}: weight_map {quoted(name)}: expected a file name, found {quoted(file)}; "
+                "fix: download the index again"
             )
-        shards.setdefault(file_name, set()).add(name)
+        if not file.endswith(".safetensors"):
+            raise WeightsError(
+                f"{index}: weight_map names {quoted(file)}, expected only .safetensors files; "
+                "fix: save the checkpoint with safe_serialization=True"
+            )
+        shards.setdefault(file, set()).add(name)
     return shards
-
-
-def _shard_path(directory: Path, index: Path, name: str) -> Path:
-    if not name.endswith(".safetensors"):
-        raise WeightsError(
-            f"{index}: weight_map names {quoted(name)}, expected only .safetensors files; "
-            "fix: save the checkpoint with safe_serialization=True"
-        )
-    return _inside(directory, name, index)
 
 
 def _read_shard(path: Path, want: set[str]) -> Header:
@@ -366,20 +357,14 @@ def _check_present(directory: Path, name: str) -> bool:
 
 
 def _side_file(directory: Path, name: str) -> bytes:
-    path, most = directory / name, SIDE_FILES[name]
-    with open_regular(path) as file:
-        raw = file.read(most + 1)
-    if len(raw) > most:
-        raise WeightsError(f"{path}: larger than {most} bytes; {tensorfile.DOWNLOAD}")
+    path = directory / name
+    raw = read_limited(path, SIDE_FILES[name])
     if name.endswith(".json"):
         parse_json(path, raw)
-    else:
-        try:
-            raw.decode()
-        except UnicodeDecodeError as e:
-            raise WeightsError(
-                f"{path}: not UTF-8 at byte {e.start}; {tensorfile.DOWNLOAD}"
-            ) from None
+    try:
+        raw.decode()
+    except UnicodeDecodeError as e:
+        raise tensorfile.broken(path, f"not UTF-8 at byte {e.start}") from None
     return raw
 
 
@@ -387,15 +372,12 @@ def _side_file(directory: Path, name: str) -> bytes:
 
 
 def _coded(live: Found, found: QuantisedTensors, dtype: str) -> dict[str, CodedWeight | MadeWeight]:
-    kept: dict[str, CodedWeight | MadeWeight] = {}
-    for name, (_, entry) in live.items():
-        weight = found.weights.get(entry)
+    kept = {name: found.weights[e] for name, (_, e) in live.items() if e in found.weights}
+    for name, weight in kept.items():
         if isinstance(weight, CodedWeight):
             if weight.fault:
                 raise WeightsError(weight.fault)
-            weight = replace(weight, dtype=dtype)
-        if weight:
-            kept[name] = weight
+            kept[name] = replace(weight, dtype=dtype)
     return kept
 
 
@@ -423,10 +405,10 @@ EXTRACTORS = {"processor_config.json": "feature_extractor", "preprocessor_config
 
 def read_extractor(folder: Path | None) -> Mapping[str, Any] | None:
     """Read the feature extractor of sounds from files of a checkpoint or engine, or None."""
-    for name, key in EXTRACTORS.items() if folder else ():
-        if folder and (folder / name).is_file():
-            whole = parse_json(folder / name, (folder / name).read_bytes())
-            found = whole.get(key) if key else whole
-            if isinstance(found, dict):
-                return found
+    files = {folder / name: key for name, key in EXTRACTORS.items()} if folder else {}
+    for file, key in files.items():
+        whole = parse_json(file, file.read_bytes()) if file.is_file() else {}
+        found = whole.get(key) if key else whole
+        if found and isinstance(found, dict):
+            return found
     return None

@@ -44,25 +44,20 @@ class WithDrafter:
         return self.model.forms
 
     def tensor(self, name: str) -> torch.Tensor:
-        source, name = self._find(name)
-        return source.tensor(name)
+        return self._of(name).tensor(name.removeprefix(OF_DRAFTER))
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-        source, name = self._find(name)
-        return source.rows(name, ids)
+        return self._of(name).rows(name.removeprefix(OF_DRAFTER), ids)
 
     def release(self, name: str) -> None:
-        source, name = self._find(name)
-        source.release(name)
+        self._of(name).release(name.removeprefix(OF_DRAFTER))
 
     def close(self) -> None:
         self.model.close()
         self.drafter.close()
 
-    def _find(self, name: str) -> tuple[WeightSource, str]:
-        if name.startswith(OF_DRAFTER):
-            return self.drafter, name.removeprefix(OF_DRAFTER)
-        return self.model, name
+    def _of(self, name: str) -> WeightSource:
+        return self.drafter if name.startswith(OF_DRAFTER) else self.model
 
 
 def _scoped(values: Mapping[str, T]) -> dict[str, T]:

@@ -55,16 +55,12 @@ def snapshot_of(spec: Spec) -> Path | None:
     return hub_snapshot(spec.hub) if spec.hub else None
 
 
-#: option that names a checkpoint -> what can be given beside it
-INSTEAD = {"--checkpoint": " or --random-weights SEED", "--drafter": ""}
-
-
 def need_snapshot(spec: Spec, option: str = "--checkpoint") -> Path:
     """Return the snapshot of a spec's weights; InputError with the download command if absent."""
     found = snapshot_of(spec)
     if found is not None:
         return found
-    given = f"{option} DIR{INSTEAD[option]}"
+    given = f"{option} DIR" + " or --random-weights SEED" * (option == "--checkpoint")
     if spec.hub is None:
         raise InputError(f"variant {spec.name} has no hub id: give {given}")
     tensors = [*text_tensors(spec).values(), *tower_tensors(spec).values()]

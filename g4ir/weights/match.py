@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 from g4ir.errors import WeightsError
@@ -17,13 +18,19 @@ from g4ir.model.tensors import CLIP_BOUNDS, DRAFTER, Tensors, dead_tensors, text
 from g4ir.spec.record import Spec
 
 from . import tensorfile
-from .formats.base import CODED
-from .layouts import ADAPTER, COMPUTED, MLX_EXPERTS, plain_name
+from .formats.base import CODED, plain_name
 from .tensorfile import Entry, Header, quoted
 
 SHOWN = 5  # mismatches listed in one message
 WHOLE = ("I64", "I32")  # dtypes of token ids
 V_PROJ = "self_attn.v_proj.weight"
+#: buffers that follow from the spec
+COMPUTED = re.compile(r"(?:^|\.)(?:rotary_emb\w*\.\w*inv_freq|embed_scale|inv_timescales)$")
+#: tensors of an adapter that was not merged
+ADAPTER = re.compile(r"\.(?:base_layer|lora_\w+|modules_to_save)\.|\.lora_magnitude_vector")
+
+#: experts as MLX stores them, gate and up apart
+MLX_EXPERTS = ".switch_glu."
 
 #: stored tensors by name
 Found = dict[str, tuple[Header, Entry]]
@@ -76,6 +83,12 @@ def find_prefix(directory: Path, spec: Spec, names: Mapping[str, tuple[Header, E
             f"fix: {FIXES['spec']}"
         )
     return best
+
+
+def tower_names(spec: Spec, bare: str) -> list[str]:
+    """Return the names that a tower's tensor `PART.NAME` may have in a checkpoint."""
+    part, _, rest = bare.partition(".")
+    return [prefix + rest for prefix in getattr(spec.prefixes, part)]
 
 
 def tower_of(spec: Spec, name: str) -> str | None:
@@ -139,23 +152,19 @@ class TensorMatch:
 
     @cached_property
     def stored_towers(self) -> dict[str, str]:
-        """Stored name -> `PART.NAME` of the tensors of towers."""
-        found = {}
+        found: dict[str, str] = {}
         for bare in self.towers:
-            part, _, rest = bare.partition(".")
-            names = (prefix + rest for prefix in getattr(self.spec.prefixes, part))
-            stored = next((name for name in names if name in self.names), None)
-            if stored is not None:
-                found[stored] = bare
+            stored = (name for name in tower_names(self.spec, bare) if name in self.names)
+            found |= dict.fromkeys(islice(stored, 1), bare)
         return found
-
-    @cached_property
-    def head(self) -> str | None:
-        return next((name for name in head_names(self.spec) if name in self.names), None)
 
     @cached_property
     def dead(self) -> Tensors:
         return dead_tensors(self.spec)
+
+    @cached_property
+    def head(self) -> str | None:
+        return next((name for name in head_names(self.spec) if name in self.names), None)
 
     def _role(self, name: str) -> str | None:
         """Return the bare name of a needed tensor, or why it is ignored; None if unknown."""
@@ -173,21 +182,19 @@ class TensorMatch:
         return HEAD if name == self.head else None
 
     def _unknown(self, name: str, header: Header, entry: Entry) -> Mismatch:
-        def mismatch(text: str, fix: str) -> Mismatch:
-            return Mismatch(header.path.name, entry.name, text, fix)
-
-        if ADAPTER.search(name):
-            return mismatch("part of an adapter that is not merged", "adapter")
-        if MLX_EXPERTS in name:
-            return mismatch("experts in MLX's layout", "mlx")
         bare = name.removeprefix(self.prefix)
-        kind = _kind_of(self.spec, bare) if bare.endswith(V_PROJ) else None
-        if kind:
+        if ADAPTER.search(name):
+            text, fix = "part of an adapter that is not merged", "adapter"
+        elif MLX_EXPERTS in name:
+            text, fix = "experts in MLX's layout", "mlx"
+        elif kind := _kind_of(self.spec, bare) if bare.endswith(V_PROJ) else None:
             text = f"unknown: expected no v_proj ({kind}.k_eq_v is true), found {_shape(entry)}"
-            return mismatch(text, "k_eq_v")
-        hint = len(self.mismatches) < SHOWN
-        near = _nearest(bare, list(text_tensors(self.spec)), self.prefix) if hint else ""
-        return mismatch(f"not in the spec{near}", "spec")
+            fix = "k_eq_v"
+        else:
+            hint = len(self.mismatches) < SHOWN
+            near = _nearest(bare, list(text_tensors(self.spec)), self.prefix) if hint else ""
+            text, fix = f"not in the spec{near}", "spec"
+        return Mismatch(header.path.name, entry.name, text, fix)
 
     def _check(self, name: str, header: Header, entry: Entry) -> Iterator[Mismatch]:
         shape = self.shapes[name]

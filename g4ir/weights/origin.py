@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from g4ir.errors import InputError
 from g4ir.spec.record import Spec
@@ -22,13 +22,11 @@ from .checkpoint import (
     read_headers,
     read_side_files,
 )
-from .gguf.checkpoint import open_gguf
+from .formats.base import plain_name
+from .gguf.checkpoint import holds_towers, open_gguf, with_towers
 from .gguf.container import Container, read_container
-from .gguf.metadata import SPEC_ONLY, read_spec
-from .gguf.tokenizer import side_files
-from .gguf.towers import holds_towers, with_towers
+from .gguf.metadata import SPEC_ONLY, read_spec, side_files
 from .hub import in_cache_folder
-from .layouts import plain_name
 
 log = logging.getLogger(__name__)
 
@@ -38,36 +36,38 @@ MMPROJ = "mmproj"
 OF_DIRECTORY = (".safetensors", ".json")
 
 
-class Origin(Protocol):
-    """A checkpoint, and what it says of itself."""
+@dataclass(frozen=True)
+class Origin:
+    """A checkpoint at a path, and what it says of itself."""
 
+    path: Path
     #: fields that it cannot say: where only these differ, the spec is right
-    spec_only: ClassVar[tuple[str, ...]]
+    spec_only: ClassVar[tuple[str, ...]] = ()
     #: whether its spec has its towers
-    says_towers: ClassVar[bool]
-
-    @property
-    def path(self) -> Path:
-        """The directory or file."""
+    says_towers: ClassVar[bool] = False
 
     @property
     def stated(self) -> Path:
         """The file that says its spec."""
+        return self.path
 
     def spec(self) -> Spec:
         """Return its spec; SpecError or WeightsError names the file and what is wrong there."""
+        raise NotImplementedError
 
     def side_files(self) -> dict[str, bytes]:
-        """Return by name the files that an engine keeps beside its weights."""
+        raise NotImplementedError
 
     def extractor(self) -> Mapping[str, Any] | None:
-        """Return how it frames sounds, where it says that."""
+        return None
 
     def kinds(self, asked: str | Sequence[str], spec: Spec) -> str | Sequence[str]:
         """Return the kinds of media of a build; InputError for one that it has no tower of."""
+        return asked
 
     def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
         """Open its weights, for an engine of this dtype; WeightsError where they do not fit."""
+        raise NotImplementedError
 
 
 def find_origin(path: Path | str) -> Origin:
@@ -104,16 +104,15 @@ def existing_origin(path: Path | str, mmproj: Path | str | None = None) -> Origi
 
 
 @dataclass(frozen=True)
-class CheckpointDirectory:
+class CheckpointDirectory(Origin):
     """A Hugging Face checkpoint."""
 
-    path: Path
-    spec_only: ClassVar[tuple[str, ...]] = (
+    spec_only = (
         "text.moe.layers",
         "text.attn_logit_softcapping",
         "text.sliding.k_eq_v",
     )
-    says_towers: ClassVar[bool] = True
+    says_towers = True
 
     @property
     def stated(self) -> Path:
@@ -147,29 +146,20 @@ class CheckpointDirectory:
     def extractor(self) -> Mapping[str, Any] | None:
         return read_extractor(self.path)
 
-    def kinds(self, asked: str | Sequence[str], spec: Spec) -> str | Sequence[str]:
-        return asked
-
     def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
         return Checkpoint.open(self.path, spec, kinds, dtype)
 
 
 @dataclass(frozen=True)
-class GgufFile:
+class GgufFile(Origin):
     """A GGUF file: text model, tokenizer, chat template; `towers`: a file of its towers."""
 
-    path: Path
     towers: Path | None = None
-    spec_only: ClassVar[tuple[str, ...]] = (*CheckpointDirectory.spec_only, *SPEC_ONLY)
-    says_towers: ClassVar[bool] = False
+    spec_only = (*CheckpointDirectory.spec_only, *SPEC_ONLY)
 
     @cached_property
     def container(self) -> Container:
         return read_container(self.path)
-
-    @property
-    def stated(self) -> Path:
-        return self.path
 
     def spec(self) -> Spec:
         return read_spec(self.container)
@@ -177,12 +167,8 @@ class GgufFile:
     def side_files(self) -> dict[str, bytes]:
         return side_files(self.container)
 
-    def extractor(self) -> Mapping[str, Any] | None:
-        return None
-
     @cached_property
     def whole(self) -> bool:
-        """Whether the text model's file holds its towers."""
         return holds_towers(self.container)
 
     def kinds(self, asked: str | Sequence[str], spec: Spec) -> str | Sequence[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +28,7 @@ from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
 
 from . import tensorfile
+from .formats.base import Files
 
 if TYPE_CHECKING:
     import torch
@@ -114,8 +115,7 @@ class ParamSource(Protocol):
     def tensor(self, param: str) -> torch.Tensor:
         """Return the whole param, in the engine's dtype; may be a read-only mapping."""
 
-    def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows of a table: [*ids.shape, columns]."""
+    def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor: ...
 
     def release(self, param: str) -> None:
         """Hint that `tensor`'s pages are not needed any more."""
@@ -140,28 +140,22 @@ class MadeParams:
         if param not in self._made:
             self._made.clear()
             recipe = self.packing.recipe(param)
-            given = {v.name: self.given(v) for v in recipe.params}
-            seen: dict[str, torch.Tensor] = {}
+            seen = {v.name: self.given(v) for v in recipe.params}
 
             def keep(v: Value, t: torch.Tensor) -> None:
                 seen[v.name] = t
 
             watch = None if self.grids is None else keep
-            self._made.update(interpret(recipe, {}, given, {}, watch)[0])
+            self._made.update(interpret(recipe, {}, dict(seen), {}, watch)[0])
             self._require_finite(recipe)
-            self._count_grids(recipe, {**given, **seen})
+            grids = {} if self.grids is None else self.grids
+            for n in recipe.find("quantize") if watch else ():
+                if n.word("form") == "int4":
+                    w, codes, scales = (seen[v.name] for v in (n["w"], *n.outputs))
+                    grids[n["w"].name] = on_grid(w, codes, scales), scales.numel()
         return self._made.pop(param)
 
-    def _count_grids(self, recipe: Graph, made: Mapping[str, torch.Tensor]) -> None:
-        if self.grids is None:
-            return
-        for n in recipe.find("quantize"):
-            if n.word("form") == "int4":
-                codes, scales = (made[v.name] for v in n.outputs)
-                self.grids[n["w"].name] = on_grid(made[n["w"].name], codes, scales), scales.numel()
-
     def _require_finite(self, recipe: Graph) -> None:
-        """Raise WeightsError for scales that are not: what they were made of is not either."""
         for name, t in self._made.items():
             if name.endswith(SCALES) and not bool(t.isfinite().all()):
                 names = ", ".join(checkpoint_name(v.name) for v in recipe.params)
@@ -181,7 +175,6 @@ class MadeParams:
         return made.view(*ids.shape, -1)
 
     def given(self, v: Value) -> torch.Tensor:
-        """Return a tensor of the checkpoint, in the dtype of the param that it is."""
         return self._given(v, self.source.tensor)
 
     def _given(self, v: Value, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
@@ -210,57 +203,50 @@ class MadeParams:
         self.source.close()
 
 
-@dataclass
+@dataclass(frozen=True)
 class StoredParams:
     """Params packed into safetensors files of an engine directory."""
 
     headers: tuple[tensorfile.Header, ...]
-    _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
+
+    @cached_property
+    def files(self) -> Files:
+        names = {name: (h, e) for h in self.headers for name, e in h.entries.items()}
+        return Files(self.headers[0].path.parent, names)
 
     @classmethod
     def open(cls, files: list[Path]) -> StoredParams:
-        return cls(tuple(tensorfile.read_header(f) for f in files))
+        return cls(tuple(map(tensorfile.read_header, files)))
 
     def apart(self) -> StoredParams:
-        """Return the same params on separate mappings, so that writes are not shared."""
         return StoredParams(self.headers)
 
     def check(self, program: Program) -> None:
-        """Raise EngineError unless these are the program's params, of its shapes and dtypes."""
-        found: dict[str, tuple[tensorfile.Header, tensorfile.Entry]] = {}
-        wanted = program.params()
+        found, wanted = self.files.names, program.params()
         for header in self.headers:
-            for name, entry in header.entries.items():
-                if name in found or name not in wanted:
+            for name in header.entries:
+                if name not in wanted or found[name][0] is not header:
                     raise _wrong(header.path, name, "is no param of the graphs, or is there twice")
-                found[name] = header, entry
         for name, v in wanted.items():
             if name not in found:
-                raise _wrong(self.headers[0].path.parent, name, "is missing")
+                raise _wrong(self.files.directory, name, "is missing")
             header, entry = found[name]
             if (entry.dtype, entry.shape) != _stored_as(v):
                 shown = f"{entry.dtype} {list(entry.shape)}"
                 raise _wrong(header.path, name, f"expected {v.type}, found {shown}")
 
-    def _find(self, param: str) -> tuple[mmap.mmap, tensorfile.Entry]:
-        header = next(h for h in self.headers if param in h.entries)
-        if header.path not in self._maps:
-            self._maps[header.path] = tensorfile.map_file(header)
-        return self._maps[header.path], header.entries[param]
-
     def tensor(self, param: str) -> torch.Tensor:
-        return tensorfile.view(*self._find(param))
+        return self.files.tensor(self.files.names[param])
 
     def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:
-        mapped, entry = self._find(param)
-        rows = tensorfile.view_rows(mapped, entry, ids.reshape(-1).cpu())
-        return rows.view(*ids.shape, entry.shape[1])
+        rows = self.files.rows(self.files.names[param], ids.reshape(-1).cpu())
+        return rows.view(*ids.shape, rows.shape[1])
 
     def release(self, param: str) -> None:
-        tensorfile.drop_pages(*self._find(param))
+        self.files.release([self.files.names[param]])
 
     def close(self) -> None:
-        self._maps.clear()
+        self.files.close()
 
 
 class RowTable:
@@ -341,14 +327,11 @@ def write_params(
         if shards[-1] and sum(x.type.nbytes() for x in shards[-1]) + v.type.nbytes() > shard_bytes:
             shards.append([])
         shards[-1].append(v)
-    files = []
     take = _taking_turns(source, {v.name: v.type.nbytes() for v in params}, progress)
-    for i, shard in enumerate(shards):
-        table = {v.name: _stored_as(v) for v in shard}
-        path = folder / f"{stem}-{i:05d}.safetensors"
-        tensorfile.write_tensors(path, table, take)
-        files.append(path)
-    return files
+    files = {folder / f"{stem}-{i:05d}.safetensors": shard for i, shard in enumerate(shards)}
+    for path, shard in files.items():
+        tensorfile.write_tensors(path, {v.name: _stored_as(v) for v in shard}, take)
+    return [*files]
 
 
 def _taking_turns(source: ParamSource, sizes: Mapping[str, int], progress: Any) -> Any:

@@ -91,14 +91,14 @@ def random_tensor(
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """Make the whole tensor [*shape], block by block in one pass over the memory."""
-    count = _count(name, shape)
+    centre, scale = _scale(name, shape)
+    count = prod(shape)
     out = torch.empty(count, dtype=dtype, device=device)
     offsets = torch.arange(min(count, BLOCK), dtype=torch.int32, device=device)
     bits, scratch = torch.empty_like(offsets), torch.empty_like(offsets)
     floats = torch.empty(offsets.shape, dtype=torch.float32, device=device)
     blocks = torch.arange(-(-count // BLOCK), dtype=torch.int32)
     keys = zip(*(key.tolist() for key in _block_keys(seed, name, blocks)))
-    centre, scale = _scale(name, shape)
     for piece, (first, second) in zip(out.split(BLOCK), keys):
         n = piece.numel()
         x = torch.bitwise_xor(offsets[:n], first, out=bits[:n])
@@ -116,12 +116,11 @@ def random_rows(
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """Make rows `row_ids` (any shape) of the 2-D tensor: [*row_ids.shape, columns], bit for bit."""
-    _count(name, shape)
+    centre, scale = _scale(name, shape)
     check_rows(name, shape, row_ids)
     columns = shape[1]
     ids = row_ids.reshape(-1).to(device=device, dtype=torch.int64)
     out = torch.empty((ids.numel(), columns), dtype=dtype, device=device)
-    centre, scale = _scale(name, shape)
     step = max(1, 4 * BLOCK // max(columns, 1))
     for part, rows in zip(out.split(step), ids.split(step)):
         x = _row_bits(seed, name, rows, columns)
@@ -144,21 +143,16 @@ def _row_bits(seed: int, name: str, rows: torch.Tensor, columns: int) -> torch.T
     return _mix(x, keys[1].gather(1, which), torch.empty_like(x))
 
 
-def _count(name: str, shape: Shape) -> int:
-    count = prod(shape)
-    if count > LIMIT:
-        raise InputError(f"random tensor {name}: {count} elements, at most {LIMIT}")
-    return count
-
-
 def _scale(name: str, shape: Shape) -> tuple[float, float]:
-    """Return centre and scale per unit of the 24-bit integer, as float32 values."""
+    """Return centre and scale per unit of the 24-bit integer, as float32 values. InputError for a
+    tensor of too many elements."""
+    if prod(shape) > LIMIT:
+        raise InputError(f"random tensor {name}: {prod(shape)} elements, at most {LIMIT}")
     centre, spread = torch.tensor(distribution(name, shape), dtype=torch.float32).tolist()
     return centre, spread / 2**23
 
 
 def _place(values: torch.Tensor, centre: float, scale: float) -> torch.Tensor:
-    """Compute values * scale + centre in place, rounded to float32 after each."""
     values.mul_(scale)
     return values.add_(centre) if centre else values
 
@@ -203,14 +197,12 @@ class RandomCheckpoint:
     forms: Mapping[str, Scheme] = field(default_factory=lambda: MappingProxyType({}))
 
     def tensor(self, name: str) -> torch.Tensor:
-        if name == ORDER:
-            made = random_tensor(self.seed, name, self._shape(name), torch.float32, self.device)
-            return made.argsort(stable=True)
-        return random_tensor(self.seed, name, self._shape(name), self.dtype, self.device)
+        dtype = torch.float32 if name == ORDER else self.dtype
+        made = random_tensor(self.seed, name, self._shape(name), dtype, self.device)
+        return made.argsort(stable=True) if name == ORDER else made
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-        shape = self._shape(name)
-        return random_rows(self.seed, name, shape, ids, self.dtype, self.device)
+        return random_rows(self.seed, name, self._shape(name), ids, self.dtype, self.device)
 
     def release(self, name: str) -> None:
         """Do nothing: nothing is held."""

@@ -16,6 +16,7 @@ import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -32,31 +33,16 @@ if TYPE_CHECKING:
 HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
 MAX_DIMS = 64
 MAX_BYTES = 1 << 62
-# Every dtype of the format, in bits per element; the model itself accepts only FLOATS.
-BITS = {
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E5M2FNUZ": 8,
-    "F8_E4M3FNUZ": 8,
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "U16": 16,
-    "I16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "U32": 32,
-    "I32": 32,
-    "F32": 32,
-    "U64": 64,
-    "I64": 64,
-    "F64": 64,
-    "C64": 64,
+# Every dtype of the format by bits per element; the model itself accepts only FLOATS.
+_DTYPES = {
+    4: ("F4",),
+    6: ("F6_E2M3", "F6_E3M2"),
+    8: ("F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E5M2FNUZ", "F8_E4M3FNUZ", "BOOL", "U8", "I8"),
+    16: ("U16", "I16", "F16", "BF16"),
+    32: ("U32", "I32", "F32"),
+    64: ("U64", "I64", "F64", "C64"),
 }
+BITS = {name: bits for bits, names in _DTYPES.items() for name in names}
 TORCH = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -114,6 +100,11 @@ def quoted(text: object, limit: int = 120) -> str:
     return shown if len(shown) <= limit else shown[:limit] + "..."
 
 
+def broken(path: Path, what: str) -> WeightsError:
+    """Return the error of a file that another download mends."""
+    return WeightsError(f"{path}: {what}; {DOWNLOAD}")
+
+
 def read_header(path: Path) -> Header:
     """Read and check the header of one file; reads no tensor data.
 
@@ -124,9 +115,7 @@ def read_header(path: Path) -> Header:
             status = os.fstat(file.fileno())
             raw = _header_bytes(path, file, status.st_size)
     except OSError as error:
-        raise WeightsError(
-            f"{path}: cannot be read ({error.strerror or error}); {DOWNLOAD}"
-        ) from None
+        raise broken(path, f"cannot be read ({error.strerror or error})") from None
     table = parse_json(path, raw)
     metadata = _metadata(path, table.pop("__metadata__", {}))
     data = LENGTH_BYTES + len(raw)
@@ -143,60 +132,58 @@ def open_regular(path: Path) -> IO[bytes]:
     return open(path, "rb")
 
 
+def read_limited(path: Path, most: int) -> bytes:
+    """Read an ordinary file of at most so many bytes."""
+    with open_regular(path) as file:
+        raw = file.read(most + 1)
+    if len(raw) > most:
+        raise broken(path, f"larger than {most} bytes")
+    return raw
+
+
 def parse_json(path: Path, raw: bytes) -> dict[str, Any]:
     """Return the JSON object in `raw`; WeightsError on double keys, other values and bad UTF-8."""
     try:
         return json_object(raw)
     except ValueError as error:
-        raise WeightsError(f"{path}: {error}; {DOWNLOAD}") from None
+        raise broken(path, str(error)) from None
 
 
 def _header_bytes(path: Path, file: IO[bytes], size: int) -> bytes:
     if size < LENGTH_BYTES:
-        raise WeightsError(
-            f"{path}: expected at least {LENGTH_BYTES} bytes, found {size}; {DOWNLOAD}"
-        )
+        raise broken(path, f"expected at least {LENGTH_BYTES} bytes, found {size}")
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     limit = min(HEADER_LIMIT, size - LENGTH_BYTES)
     if not 2 <= length <= limit:
-        raise WeightsError(
-            f"{path}: header length must be 2 to {limit}, found {length} "
-            f"(truncated, or not a safetensors file); {DOWNLOAD}"
-        )
+        what = f"header length must be 2 to {limit}, found {length}"
+        raise broken(path, f"{what} (truncated, or not a safetensors file)")
     raw = file.read(length)
     if raw[:1] != b"{" or len(raw) != length:
-        raise WeightsError(f"{path}: the header must start with '{{'; {DOWNLOAD}")
+        raise broken(path, "the header must start with '{'")
     return raw
 
 
 def _metadata(path: Path, value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
-        raise WeightsError(f"{path}: __metadata__ must map strings to strings; {DOWNLOAD}")
+        raise broken(path, "__metadata__ must map strings to strings")
     for key, text in value.items():
         if not isinstance(text, str):
-            raise WeightsError(
-                f"{path}: __metadata__ {quoted(key)} must be a string, found {quoted(text)}; "
-                f"{DOWNLOAD}"
-            )
+            what = f"__metadata__ {quoted(key)} must be a string, found {quoted(text)}"
+            raise broken(path, what)
     return value
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_BYTES
-
-
 def _is_ints(value: Any, most: int) -> bool:
-    return isinstance(value, list) and len(value) <= most and all(map(_is_int, value))
+    fits = isinstance(value, list) and len(value) <= most
+    return fits and all(type(n) is int and 0 <= n <= MAX_BYTES for n in value)
 
 
 def _entry(path: Path, name: str, fields: Any, data: int) -> Entry:
     """Check one tensor's fields on their own; `data` is where the file's data begins."""
 
     def wrong(key: str, expected: str, found: object) -> WeightsError:
-        return WeightsError(
-            f"{path}: tensor {quoted(name)}: {key} must be {expected}, "
-            f"found {quoted(found)}; {DOWNLOAD}"
-        )
+        what = f"tensor {quoted(name)}: {key} must be {expected}, found {quoted(found)}"
+        return broken(path, what)
 
     keys = ("dtype", "shape", "data_offsets")
     if not isinstance(fields, dict) or set(fields) != set(keys):
@@ -220,25 +207,20 @@ def _check_layout(path: Path, entries: list[Entry], data: int, size: int) -> Non
     for entry in entries:
         if entry.start != at:
             kind = "overlaps" if entry.start < at else "leaves a gap after"
-            raise WeightsError(
-                f"{path}: tensor {quoted(entry.name)} {kind} {before}: expected data offset "
-                f"{at - data}, found {entry.start - data}; {DOWNLOAD}"
-            )
+            offsets = f"expected data offset {at - data}, found {entry.start - data}"
+            raise broken(path, f"tensor {quoted(entry.name)} {kind} {before}: {offsets}")
         at, before = entry.end, quoted(entry.name)
     if at != size:
         state = "truncated" if size < at else "has bytes after the last tensor"
-        raise WeightsError(f"{path}: file {state}: expected {at} bytes, found {size}; {DOWNLOAD}")
+        raise broken(path, f"file {state}: expected {at} bytes, found {size}")
 
 
 def _check_library(path: Path) -> None:
-    """Raise unless the library that others read such files with takes it too."""
     try:
         with safe_open(path, framework="numpy"):
             pass
     except (SafetensorError, OSError) as error:
-        raise WeightsError(
-            f"{path}: safetensors refuses it: {quoted(str(error))}; {DOWNLOAD}"
-        ) from None
+        raise broken(path, f"safetensors refuses it: {quoted(str(error))}") from None
 
 
 def identity(status: os.stat_result) -> tuple[int, ...]:
@@ -316,10 +298,9 @@ def read_pages(tensor: torch.Tensor) -> None:
 
 
 @cache
-def _madvise() -> Callable[[int, int, int], int]:
-    found = ctypes.CDLL(None).madvise
-    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    function: Callable[[int, int, int], int] = found
+def _madvise() -> Any:
+    function: Any = ctypes.CDLL(None).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return function
 
 
@@ -338,12 +319,10 @@ def write_tensors(
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     sizes = {name: prod(shape) * BITS[code] // 8 for name, (code, shape) in table.items()}
     names = sorted(table, key=lambda name: sizes[name] % ALIGNED > 0)
-    at = 0
-    for name in names:
+    offsets = pairwise(accumulate((sizes[name] for name in names), initial=0))
+    for name, span in zip(names, offsets, strict=True):
         code, shape = table[name]
-        offsets = [at, at + sizes[name]]
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": offsets}
-        at += sizes[name]
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": list(span)}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-(LENGTH_BYTES + len(raw)) % ALIGNED)
     length = len(raw).to_bytes(LENGTH_BYTES, "little")

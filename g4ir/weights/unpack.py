@@ -34,7 +34,6 @@ class UnpackedWeights:
     path: Path
 
     def holds(self, v: Value) -> bool:
-        """Whether the tensor of a param follows from what is held."""
         after = (n for n in self.prologue.find(*UNDONE) if v in n.inputs)
         return v.name in self.params or any(self.holds(n.out) for n in after)
 
@@ -65,7 +64,6 @@ class UnpackedWeights:
         return dense
 
     def _parts(self, v: Value) -> tuple[Value, ...]:
-        """Return codes and scales of a weight: made of it, or params; none where it has none."""
         made = (x for n in self.prologue.nodes for x in n.outputs)
         known = dict(self.params) | {x.name: x for x in (*self.prologue.params, *made)}
         names = (f"{v.name}{CODES}", f"{v.name}{SCALES}")
@@ -102,8 +100,7 @@ class UnpackedWeights:
 
 
 def _slice(join: Node, v: Value, joined: torch.Tensor) -> torch.Tensor:
-    axis = join.attrs["axis"]
-    assert isinstance(axis, int)
+    axis = join.whole("axis")
     sizes = [int(x.type.shape[axis]) for x in join.inputs]
     return joined.split(sizes, axis)[join.inputs.index(v)]
 

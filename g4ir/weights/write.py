@@ -16,6 +16,7 @@ from g4ir.ui.files import new_folder, write_file
 
 from . import tensorfile
 from .checkpoint import CONFIG, INDEX, SINGLE, WeightSource
+from .match import tower_names
 from .random import random_tensor
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def _write_weights(
     extra = dead_tensors(spec) if dead else {}
     shapes = {**text_tensors(spec), **extra}
     bare = {(name if name == HEAD else prefix + name): name for name in shapes}
-    bare |= {_first_place(spec, name): name for name in towers}
+    bare |= {tower_names(spec, name)[0]: name for name in towers}
     shapes |= towers
 
     def tensor(name: str) -> torch.Tensor:
@@ -82,30 +83,16 @@ def _write_weights(
         return made if key == ORDER else made.to(source.dtype)
 
     names = list(bare)
-    files = [SINGLE] if shards == 1 else _shard_names(shards)
+    files = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
+    files = [SINGLE] if shards == 1 else files
     where = {name: files[i * len(files) // len(names)] for i, name in enumerate(names)}
     for file in files:
-        table = {
-            n: (_code(bare[n], code), tuple(shapes[bare[n]])) for n in names if where[n] == file
-        }
+        own = {n: bare[n] for n in names if where[n] == file}
+        table = {n: ("I64" if k == ORDER else code, tuple(shapes[k])) for n, k in own.items()}
         tensorfile.write_tensors(work / file, table, tensor, {"format": "pt"})
     if shards > 1:
         total = sum((work / file).stat().st_size for file in files)
         _write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-
-
-def _code(key: str, code: str) -> str:
-    return "I64" if key == ORDER else code
-
-
-def _first_place(spec: Spec, bare: str) -> str:
-    part, _, rest = bare.partition(".")
-    place: str = getattr(spec.prefixes, part)[0]
-    return place + rest
-
-
-def _shard_names(shards: int) -> list[str]:
-    return [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -9,18 +9,18 @@ from typing import Any
 
 from g4ir.errors import WeightsError
 from g4ir.spec.reader import Where, tree_of
-from g4ir.weights.tensorfile import DOWNLOAD, open_regular, parse_json, quoted
+from g4ir.weights.tensorfile import parse_json, quoted, read_limited
 
-from . import compressed_tensors, fp8, mlx, mobile
-from .base import KEY, Files, QuantisedTensors, nothing_coded
+from . import compressed_tensors, huggingface, mlx
+from .base import KEY, Files, QuantisedTensors
 
 #: most bytes of a config.json
 LIMIT = 4 << 20
 #: quant_method -> its reader: the config's tree and the files -> what is in codes
 METHODS: Mapping[str, Callable[[Any, Files], QuantisedTensors]] = {
     "compressed-tensors": compressed_tensors.read,
-    "fp8": fp8.read,
-    "gemma": mobile.read,
+    "fp8": huggingface.read_fp8,
+    "gemma": huggingface.read_mobile,
 }
 
 
@@ -31,11 +31,7 @@ def is_coded(config: Path) -> bool:
 
 
 def _values(config: Path) -> dict[str, Any]:
-    with open_regular(config) as file:
-        raw = file.read(LIMIT + 1)
-    if len(raw) > LIMIT:
-        raise WeightsError(f"{config}: larger than {LIMIT} bytes; {DOWNLOAD}")
-    return parse_json(config, raw)
+    return parse_json(config, read_limited(config, LIMIT))
 
 
 def read_coded(config: Path, files: Files) -> QuantisedTensors:
@@ -52,7 +48,7 @@ def read_coded(config: Path, files: Files) -> QuantisedTensors:
             raise WeightsError(f"{config}: {mlx.KEY}: {quoted(stated)} is not read; {mlx.OTHER}")
         return mlx.read(config, stated, files)
     if values is None:
-        return nothing_coded(files)
+        return QuantisedTensors(files.names, {}, {})
     method = str(values.get("quant_method")) if isinstance(values, dict) else None
     if method is None or method not in METHODS:
         raise WeightsError(

@@ -1,5 +1,5 @@
-"""The part that all formats share: the tensors of a checkpoint's files by name, scales of blocks as
-scales of rows, experts that are stored one by one."""
+"""The part that all formats share: names of tensors as transformers has them, quantised weights,
+stored tensors by name, scales of blocks as scales of rows, experts that are stored one by one."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from g4ir.errors import WeightsError
+from g4ir.model.names import CODES, SCALES
+from g4ir.ops.codecs import dequantized
+from g4ir.ops.types import torch_dtype
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.reader import Length
 from g4ir.weights import tensorfile
-from g4ir.weights.coded import CodedWeight, MadeWeight, checked_scales
 from g4ir.weights.tensorfile import Entry, Header, quoted
-
-from .patterns import MOST_NAME
 
 if TYPE_CHECKING:
     import mmap
@@ -32,7 +34,7 @@ NameList = Annotated[tuple[Annotated[str, Length(1, 500)], ...], Length(0, 2000)
 #: dtype of an entry that stands for codes and scales
 CODED = "codes"
 #: dtypes of scales in files -> in the IR; powers of two become f32
-SCALES = {"BF16": "bf16", "F16": "f16", "F32": "f32", "F8_E8M0": "f32"}
+FILE_SCALES = {"BF16": "bf16", "F16": "f16", "F32": "f32", "F8_E8M0": "f32"}
 #: numbers that share a scale at least, where blocks do not divide rows
 LEAST_GROUP = 16
 #: elements that are looked at together
@@ -40,6 +42,90 @@ PIECE = 1 << 24
 MODULES = ("gate_proj", "up_proj", "down_proj")
 _EXPERT = re.compile(rf"(.*\.experts)\.(\d{{1,5}})\.({'|'.join(MODULES)})\.weight")
 STACKED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
+
+
+# ---- names that other tools give a tensor -----------------------------------------------------
+
+T = TypeVar("T")
+#: part of a name -> what stands there in transformers' names
+RENAMED = tuple(
+    (re.compile(pattern), to)
+    for pattern, to in (
+        (r"(?:^|(?<=\.))_orig_mod\.", ""),  # torch.compile, of the model or of a part of it
+        (r"^(?:module|base_model\.model)\.", ""),  # DistributedDataParallel, PEFT
+        (r"^(?:model\.)?language_model\.model\.", "language_model."),  # MLX
+        (r"^(?:model\.)?(?:language_model\.)?lm_head\.", "lm_head."),  # MLX, older transformers
+    )
+)
+
+
+def plain_name(name: str) -> str:
+    """Return the name, or prefix of names, that transformers gives the same tensor."""
+    before = ""
+    while before != name:  # one tool may wrap what another has wrapped
+        before = name
+        for pattern, to in RENAMED:
+            name = pattern.sub(to, name)
+    return name
+
+
+def by_plain_name(place: Path, names: Iterable[tuple[str, T]]) -> Mapping[str, T]:
+    """Return tensors by their plain names; WeightsError for two of one name."""
+    out: dict[str, T] = {}
+    stored: dict[str, str] = {}
+    for name, found in names:
+        plain = plain_name(name)
+        if plain in out:
+            what = f"{quoted(stored[plain])} and {quoted(name)} are the same tensor"
+            raise tensorfile.broken(place, what)
+        out[plain], stored[plain] = found, name
+    return out
+
+
+# ---- weights ------------------------------------------------------------------------------
+
+#: rows -> codes or scales of these rows of a table, in canonical form; None: of the whole weight
+Part = Callable[["torch.Tensor | None"], "torch.Tensor"]
+
+
+@dataclass(frozen=True, eq=False)
+class CodedWeight:
+    """A weight of `shape` in a scheme. `rows` i64[n] are of a table, [rows, columns]; `release`
+    gives back the pages of what was read; `fault`: why it may not be used."""
+
+    scheme: Scheme
+    shape: tuple[int, ...]
+    codes: Part
+    scales: Part
+    release: Callable[[], None] = lambda: None
+    fault: str = ""
+    #: dtype of the engine, which scales have where the scheme says none
+    dtype: str = "f32"
+
+    def part(self, suffix: str, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Return codes or scales, by the suffix of their name; f32 numbers where it has none."""
+        if suffix:
+            return {CODES: self.codes, SCALES: self.scales}[suffix](rows)
+        import torch
+
+        scales = self.scales(rows).to(torch_dtype(self.scheme.scale or self.dtype))
+        return dequantized(self.codes(rows), scales, torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class MadeWeight:
+    """A weight of `shape` that a file holds in a form with no codes times scales: `numbers` makes
+    it, or rows of it, as CodedWeight's parts are made."""
+
+    shape: tuple[int, ...]
+    numbers: Part
+    release: Callable[[], None] = lambda: None
+
+    def part(self, suffix: str, rows: torch.Tensor | None = None) -> torch.Tensor:
+        return self.numbers(rows)
+
+
+# ---- stored tensors ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -54,7 +140,6 @@ class Files:
     _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
 
     def map(self, header: Header) -> mmap.mmap:
-        """Return the mapping of a file; WeightsError once they are closed."""
         if self.closed:
             raise WeightsError(f"{self.directory}: the checkpoint is closed; fix: open it again")
         if header.path not in self._maps:
@@ -62,7 +147,6 @@ class Files:
         return self._maps[header.path]
 
     def tensor(self, found: Found) -> torch.Tensor:
-        """Return a view of a stored tensor."""
         return tensorfile.view(self.map(found[0]), found[1])
 
     def rows(self, found: Found, ids: torch.Tensor | None) -> torch.Tensor:
@@ -73,13 +157,11 @@ class Files:
         return made.view(len(ids), *found[1].shape[1:])
 
     def release(self, found: Iterable[Found]) -> None:
-        """Give back the pages of stored tensors."""
         for header, entry in found:
             if header.path in self._maps:
                 tensorfile.drop_pages(self._maps[header.path], entry)
 
     def close(self) -> None:
-        """Forget the mappings; each is unmapped when the last tensor on it is gone."""
         self._maps.clear()
         self.closed = True
 
@@ -92,11 +174,6 @@ class QuantisedTensors:
     names: Mapping[str, Found]
     weights: Mapping[Entry, CodedWeight | MadeWeight]
     ignored: Mapping[str, str]
-
-
-def nothing_coded(files: Files) -> QuantisedTensors:
-    """Return the tensors as they are."""
-    return QuantisedTensors(files.names, {}, {})
 
 
 @dataclass
@@ -113,9 +190,8 @@ class Modules:
     def __post_init__(self) -> None:
         for name, found in self.files.names.items():
             if len(name) > MOST_NAME:
-                raise wrong(
-                    found, f"a name of {len(name)} characters, at most {MOST_NAME} are read"
-                )
+                what = f"a name of {len(name)} characters, at most {MOST_NAME} are read"
+                raise wrong(found, what)
             suffix = next((s for s in self.suffixes if name.endswith(s)), None)
             if suffix is None:
                 self.plain[name] = found
@@ -132,7 +208,6 @@ class Modules:
         self.weights[name] = found, weight
 
     def done(self) -> QuantisedTensors:
-        """Return all tensors, experts stacked."""
         entries = dict(self.plain)
         weights: dict[Entry, CodedWeight | MadeWeight] = {}
         for name, ((header, entry), weight) in stacked(self.weights).items():
@@ -172,20 +247,20 @@ class ScaleBlocks:
     columns: int
 
     def shape(self, weight: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the scales of a weight."""
         n, k = weight[-2:]
         rows, columns = self.block(weight)
         return (*weight[:-2], -(-n // rows), -(-k // columns))
 
     def block(self, weight: tuple[int, ...]) -> tuple[int, int]:
-        """Return rows and columns of a block of a weight."""
         return min(self.rows or weight[-2], weight[-2]), min(self.columns or weight[-1], weight[-1])
 
     def group(self, weight: tuple[int, ...]) -> int:
         """Return the numbers of a row that share a scale, such that they divide rows and blocks."""
         return math.gcd(self.block(weight)[1], weight[-1])
 
-    def spread(self, scales: torch.Tensor, weight: tuple[int, ...], ids: torch.Tensor | None):  # type: ignore[no-untyped-def]
+    def spread(
+        self, scales: torch.Tensor, weight: tuple[int, ...], ids: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return scales of blocks as scales of rows [.., N, G]; of rows `ids` alone where given."""
         import torch
 
@@ -215,20 +290,21 @@ class _Scales:
         return math.prod(self.grid.shape(self.shape)) == 1 and self.found[1].shape in ((), (1,))
 
     def check(self) -> None:
-        """Raise WeightsError unless they have a dtype and the shape of scales."""
         shape = self.found[1].shape if self.flat else self.grid.shape(self.shape)
-        require(self.found, SCALES, shape)
+        require(self.found, FILE_SCALES, shape)
 
     def read(self, ids: torch.Tensor | None) -> torch.Tensor:
-        """Return scales of rows, or of rows `ids`; WeightsError for one that is no scale."""
-        header, entry = self.found
+        entry = self.found[1]
         one_by_one = self.grid.block(self.shape)[0] == 1 and not self.flat
         stored = self.files.rows(self.found, ids) if one_by_one else self.files.tensor(self.found)
         stored = stored.float() if entry.dtype == "F8_E8M0" else stored
-        checked_scales(stored, f"{header.path}: tensor {quoted(entry.name)}")
-        if one_by_one:
-            return self.grid.spread(stored, (len(stored), *self.shape[1:]), None)
-        return self.grid.spread(stored, self.shape, ids)
+        good = (stored.float() > 0) & stored.isfinite()
+        if not bool(good.all()):
+            what = f"a scale is {float(stored[~good].flatten()[0]):g}"
+            fix = "fix: download the file again"
+            raise wrong(self.found, f"{what}, expected positive and finite numbers", fix)
+        shape = (len(stored), *self.shape[1:]) if one_by_one else self.shape
+        return self.grid.spread(stored, shape, None if one_by_one else ids)
 
 
 def as_it_is(t: torch.Tensor) -> torch.Tensor:
@@ -254,7 +330,7 @@ def coded_weight(
         raise wrong(codes, f"blocks of {grid.columns} columns do not divide rows of {shape[-1]}")
     stored = _Scales(files, scales, shape, grid)
     stored.check()
-    kept = SCALES[scales[1].dtype] if dtype == "" else dtype
+    kept = FILE_SCALES[scales[1].dtype] if dtype == "" else dtype
     return CodedWeight(
         Scheme(form, 0 if group == shape[-1] else group, kept),
         shape,
@@ -295,13 +371,10 @@ def stacked(weights: Weights) -> Weights:
             out[name] = weight
     for prefix, found in layers.items():
         count = 1 + max(e for e, _ in found)
-        for e in range(count):
-            for module in MODULES:
-                if (e, module) not in found:
-                    first = next(iter(found.values()))[0]
-                    raise wrong(
-                        first, f"{prefix}.{e}.{module} is not in codes, but other experts are"
-                    )
+        for e, module in product(range(count), MODULES):
+            if (e, module) not in found:
+                first = next(iter(found.values()))[0]
+                raise wrong(first, f"{prefix}.{e}.{module} is not in codes, but other experts are")
         out[f"{prefix}.gate_up_proj"] = _stack(
             [found[e, m] for e in range(count) for m in MODULES[:2]], 2
         )
@@ -313,11 +386,8 @@ def _stack(parts: list[tuple[Found, CodedWeight]], each: int) -> tuple[Found, Co
     found, first = parts[0]
     for other, weight in parts:
         if (weight.scheme, weight.shape) != (first.scheme, first.shape):
-            raise wrong(
-                other,
-                f"expected {list(first.shape)} in {first.scheme}, as of expert 0, found "
-                f"{list(weight.shape)} in {weight.scheme}",
-            )
+            expected = f"expected {list(first.shape)} in {first.scheme}, as of expert 0"
+            raise wrong(other, f"{expected}, found {list(weight.shape)} in {weight.scheme}")
     n, k = first.shape
 
     def join(read: Callable[[CodedWeight], torch.Tensor]) -> torch.Tensor:
@@ -338,3 +408,79 @@ def _stack(parts: list[tuple[Found, CodedWeight]], each: int) -> tuple[Found, Co
         release,
         next((w.fault for _, w in parts if w.fault), ""),
     )
+
+
+# ---- patterns of strangers: regular expressions that cannot run for ever ------------------------
+
+#: characters of a pattern and of a tensor's name; patterns of a list
+MOST_LENGTH, MOST_NAME, MOST_PATTERNS = 400, 200, 1000
+#: repetitions, each of which may multiply the cost by the length of a name; ways to take
+#: alternatives and optional parts, fewer by a factor for each repetition
+MOST_REPEATS, MOST_WAYS, FEWER = 3, 4096, 8
+#: an escaped character, or a class of characters
+_ONE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]", re.DOTALL)
+#: what begins a group; comments and the flag x, in which others read another pattern, are not taken
+_GROUP, _COMMENT = re.compile(r"\(\?"), re.compile(r"\(\?(#|[a-zA-Z-]*x)")
+#: a repeated group, whose cost may double with each character
+_NESTED, _REPEATS = re.compile(r"\)[*+{]"), re.compile(r"[*+{]")
+_INNER = re.compile(r"\(([^()]*)\)")
+
+
+def _ways(plain: str) -> int:
+    """Return how many ways there are, at most, to take alternatives and optional parts."""
+    plain = _GROUP.sub("(", plain)
+    ways: int = 1 << plain.count("?")
+    while inner := _INNER.search(plain):
+        ways *= inner[1].count("|") + 1
+        plain = plain[: inner.start()] + plain[inner.end() :]
+    return ways * (plain.count("|") + 1)
+
+
+def _is_slow(pattern: str) -> bool:
+    if len(pattern) > MOST_LENGTH or _COMMENT.search(pattern):
+        return True
+    plain = _ONE.sub("x", pattern)
+    repeats = len(_REPEATS.findall(plain))
+    many = repeats > MOST_REPEATS or _ways(plain) * FEWER**repeats > MOST_WAYS
+    return many or _NESTED.search(plain) is not None
+
+
+@lru_cache(maxsize=4096)
+def compiled(pattern: str, where: str) -> re.Pattern[str]:
+    """Compile a pattern; WeightsError if it is no regular expression or a slow one."""
+    if _is_slow(pattern):
+        raise WeightsError(
+            f"{where}: pattern {quoted(pattern)} may take for ever; write a simpler one"
+        )
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as e:
+        raise WeightsError(f"{where}: pattern {quoted(pattern)}: {e}; correct it") from None
+
+
+@dataclass(frozen=True)
+class Names:
+    """Modules by name or class, and by patterns, which are marked `re:`."""
+
+    exact: frozenset[str]
+    patterns: tuple[re.Pattern[str], ...]
+
+    @classmethod
+    def of(cls, names: Iterable[str], where: str) -> Names:
+        """Return a list of `where`; WeightsError for a pattern that is not taken."""
+        names = tuple(names)
+        found = [n.removeprefix("re:") for n in names if n.startswith("re:")]
+        if len(found) > MOST_PATTERNS:
+            raise WeightsError(
+                f"{where}: {len(found)} patterns, at most {MOST_PATTERNS}; name modules"
+            )
+        return cls(frozenset(names), tuple(compiled(p, where) for p in found))
+
+    def hold(self, module: str, kind: str) -> bool:
+        known = module in self.exact or kind in self.exact
+        return known or any(p.match(module) for p in self.patterns)
+
+
+def excluded(module: str, names: Iterable[str], where: str) -> bool:
+    """Whether a module is excluded: by a pattern of its beginning, or by its end."""
+    return any(compiled(n, where).match(module) or module.endswith(n) for n in names)

@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 from g4ir.errors import WeightsError
 from g4ir.ops.codecs import unpacked
 from g4ir.spec.reader import Length, Line, Node, OneOf, Range, build
-from g4ir.weights.coded import CodedWeight
 from g4ir.weights.tensorfile import quoted
 
 from .base import (
     FIX,
     KEY,
+    CodedWeight,
     Files,
     Found,
     Modules,
+    Names,
     QuantisedTensors,
     ScaleBlocks,
     as_it_is,
@@ -33,25 +34,18 @@ from .base import (
     require,
     wrong,
 )
-from .patterns import Names
 
 if TYPE_CHECKING:
     import torch
 
-PACKED, INTEGER, FLOAT, NAIVE, MIXED = (
-    "pack-quantized",
-    "int-quantized",
-    "float-quantized",
-    "naive-quantized",
-    "mixed-precision",
-)
+PACKED = "pack-quantized"
 #: (format, type) -> bits that are read
 READ = {
     (PACKED, "int"): (4, 8),
-    (INTEGER, "int"): (8,),
-    (NAIVE, "int"): (8,),
-    (FLOAT, "float"): (8,),
-    (NAIVE, "float"): (8,),
+    ("int-quantized", "int"): (8,),
+    ("naive-quantized", "int"): (8,),
+    ("float-quantized", "float"): (8,),
+    ("naive-quantized", "float"): (8,),
 }
 OTHERWISE = "fix: take a pack-quantized or float-quantized file, or the bf16 weights with --quant"
 #: tensors of a module in codes
@@ -59,13 +53,8 @@ WEIGHT, WORDS, SCALE, SHAPE = ".weight", ".weight_packed", ".weight_scale", ".we
 ZERO, INDEX = ".weight_zero_point", ".weight_g_idx"
 #: of activations and caches, which are not rounded
 ACTIVATIONS = (
-    ".input_scale",
-    ".input_zero_point",
-    ".output_scale",
-    ".output_zero_point",
-    ".q_scale",
-    ".k_scale",
-    ".v_scale",
+    *(f".{io}_{part}" for io in ("input", "output") for part in ("scale", "zero_point")),
+    *(f".{of}_scale" for of in "qkv"),
 )
 SUFFIXES = (WORDS, WEIGHT, SCALE, SHAPE, ZERO, INDEX, *ACTIVATIONS)
 #: modules that are no Linear, by the end of their name
@@ -156,11 +145,10 @@ def read(tree: Node, files: Files) -> QuantisedTensors:
 
 
 def _check(config: CompressedTensorsConfig, where: str) -> None:
-    """Raise WeightsError for what is not read: formats, kinds of numbers, other transformations."""
+    sparsity = config.sparsity_config or {}
+    dense = isinstance(sparsity, dict) and sparsity.get("format", "dense") == "dense"
     others = {
-        "sparsity_config": (config.sparsity_config or {}).get("format", "dense") != "dense"
-        if isinstance(config.sparsity_config or {}, dict)
-        else True,
+        "sparsity_config": not dense,
         "moe_sparsity_config": bool(config.moe_sparsity_config),
         "transform_config": bool(config.transform_config),
         "quantization_status": config.quantization_status not in (None, "compressed", "frozen"),
@@ -177,16 +165,16 @@ def _check_group(where: str, config: CompressedTensorsConfig, group: ModuleGroup
     if numbers is None:
         raise _unread(where, "weights", None)
     bits = READ.get((form, numbers.type))
-    if bits is None:
-        raise _unread(where, "format", form)
-    if numbers.num_bits not in bits:
-        raise _unread(where, "num_bits", numbers.num_bits)
-    if numbers.grid is None:
-        raise _unread(where, "strategy", numbers.strategy)
-    if numbers.actorder in ("group", "dynamic", True):
-        raise _unread(where, "actorder", numbers.actorder)
-    if not numbers.symmetric and (form, numbers.num_bits) != (PACKED, 4):
-        raise _unread(where, "symmetric", False)
+    symmetric = numbers.symmetric or (form, numbers.num_bits) == (PACKED, 4)
+    for key, value, is_read in (
+        ("format", form, bits is not None),
+        ("num_bits", numbers.num_bits, numbers.num_bits in (bits or ())),
+        ("strategy", numbers.strategy, numbers.grid is not None),
+        ("actorder", numbers.actorder, numbers.actorder not in ("group", "dynamic", True)),
+        ("symmetric", False, symmetric),
+    ):
+        if not is_read:
+            raise _unread(where, key, value)
 
 
 def _unread(where: str, key: str, value: Any) -> WeightsError:
@@ -201,7 +189,7 @@ class ModuleChoice:
     where: str
 
     @cached_property
-    def _ignored(self) -> Names:
+    def ignored(self) -> Names:
         return Names.of(self.config.ignore or (), self.where)
 
     @cached_property
@@ -209,12 +197,7 @@ class ModuleChoice:
         groups = self.config.config_groups.values()
         return [(g, Names.of(g.targets, self.where)) for g in groups]
 
-    def ignored(self, module: str, kind: str) -> bool:
-        """Whether `ignore` names a module."""
-        return self._ignored.hold(module, kind)
-
     def group(self, module: str, kind: str) -> ModuleGroup | None:
-        """Return the first group with a target that names a module."""
         return next((g for g, names in self._groups if names.hold(module, kind)), None)
 
 
@@ -232,7 +215,7 @@ def _take(modules: Modules, module: str, parts: dict[str, Found], choice: Module
     if not parts:
         return
     kind = _kind(module, parts)
-    group, ignored = choice.group(module, kind), choice.ignored(module, kind)
+    group, ignored = choice.group(module, kind), choice.ignored.hold(module, kind)
     held, found = SCALE in parts or WORDS in parts, modules.named(parts)
     if held and ignored:
         raise wrong(found, "is in codes, but `ignore` names its module", FIX)
@@ -248,21 +231,15 @@ def _take(modules: Modules, module: str, parts: dict[str, Found], choice: Module
 
 
 def _weight(files: Files, parts: Mapping[str, Found], numbers: Numbers, form: str) -> CodedWeight:
-    """Return a module's weight; WeightsError if tensors are missing or of a wrong shape."""
     own = {PACKED: (WORDS, SHAPE)}.get(form, (WEIGHT,))
     known = (*own, SCALE, *([] if numbers.symmetric else [ZERO]))
-    for suffix, found in parts.items():
-        if suffix == INDEX:
-            raise wrong(
-                found, "columns in another order (actorder with g_idx) are not read", OTHERWISE
-            )
-        if suffix not in known:
-            raise wrong(found, f"does not belong to {form}, symmetric {numbers.symmetric}", FIX)
-    for suffix in known:
-        if suffix not in parts:
-            raise wrong(
-                next(f for s in SUFFIXES if (f := parts.get(s))), f"its module has no {suffix[1:]}"
-            )
+    if found := parts.get(INDEX):
+        raise wrong(found, "columns in another order (actorder with g_idx) are not read", OTHERWISE)
+    if other := next((found for suffix, found in parts.items() if suffix not in known), None):
+        raise wrong(other, f"does not belong to {form}, symmetric {numbers.symmetric}", FIX)
+    if missing := next((suffix for suffix in known if suffix not in parts), None):
+        first = next(parts[s] for s in SUFFIXES if s in parts)
+        raise wrong(first, f"its module has no {missing[1:]}")
     codes, scales, grid = parts[own[0]], parts[SCALE], numbers.grid
     assert grid
     if form == PACKED:

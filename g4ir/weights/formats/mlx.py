@@ -14,11 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import WeightsError
-from g4ir.weights.coded import MadeWeight
-from g4ir.weights.layouts import plain_name
 from g4ir.weights.tensorfile import FLOATS, quoted
 
-from .base import CODED, PIECE, Files, Found, QuantisedTensors, require, wrong
+from .base import (
+    CODED,
+    PIECE,
+    Files,
+    Found,
+    MadeWeight,
+    QuantisedTensors,
+    plain_name,
+    require,
+    wrong,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -71,12 +79,8 @@ def _weight(
     codes, scales, biases = parts
     bits, group = stated.get("bits"), stated.get("group_size")
     if bits not in READ or type(group) is not int or not 0 < group <= 1 << 16:
-        raise wrong(
-            codes,
-            f"{quoted(bits)} bits in groups of {quoted(group)} ({config.name}: {KEY}), and "
-            f"{', '.join(map(str, READ))} bits are read",
-            OTHER,
-        )
+        what = f"{quoted(bits)} bits in groups of {quoted(group)} ({config.name}: {KEY})"
+        raise wrong(codes, f"{what}, and {', '.join(map(str, READ))} bits are read", OTHER)
     rows, groups = scales[1].shape if len(scales[1].shape) == 2 else (0, 0)
     require(codes, ("U32",), (rows, groups * group * bits // 32))
     require(scales, FLOATS, (rows, groups))

@@ -33,7 +33,6 @@ class BlockFormat:
     scales: Part
 
     def numbers(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return f32[n, numbers]."""
         import torch
 
         made: torch.Tensor = dequantized(self.codes(blocks), self.scales(blocks), torch.float32)
@@ -61,6 +60,7 @@ def _nibbles(b: torch.Tensor, each: int) -> torch.Tensor:
 
 
 def _bits(b: torch.Tensor, each: int) -> torch.Tensor:
+    """Return the fifth bits of numbers, each as 16; `each` 1: those of a little-endian u32."""
     return (_shifted(b, range(8), each) & 1) << 4
 
 
@@ -101,11 +101,6 @@ def _iq4_xs_scales(b: torch.Tensor) -> torch.Tensor:
     return _half(b, 0).float() * _signed(_nibbles(b[:, 4:8], 1) | high, 32)
 
 
-def _k_block(numbers: torch.Tensor, b: torch.Tensor, form: str) -> torch.Tensor:
-    """Return codes with minima; their integers stay as they lie."""
-    return to_blocks(numbers, b[:, 4:16], form)
-
-
 def _with_minimum(q: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return q * _half(b, 0).float() + _half(b, 2).float()
 
@@ -120,17 +115,17 @@ CODED = {
     ),
     "Q5_0": BlockFormat(
         Scheme("int8", 32, "f16"),
-        lambda b: _signed(_nibbles(b[:, 6:], 16) | _fifth(b[:, 2:6]), 16),
+        lambda b: _signed(_nibbles(b[:, 6:], 16) | _bits(b[:, 2:6], 1), 16),
         lambda b: _half(b, 0),
     ),
     "Q4_K": BlockFormat(
         Scheme("uint4", 256, "f16"),
-        lambda b: _k_block(_nibbles(b[:, 16:], 32), b, "uint4"),
+        lambda b: to_blocks(_nibbles(b[:, 16:], 32), b[:, 4:16], "uint4"),
         lambda b: _half(b, 0, 2),
     ),
     "Q5_K": BlockFormat(
         Scheme("uint5", 256, "f16"),
-        lambda b: _k_block(_nibbles(b[:, 48:], 32) | _bits(b[:, 16:48], 32), b, "uint5"),
+        lambda b: to_blocks(_nibbles(b[:, 48:], 32) | _bits(b[:, 16:48], 32), b[:, 4:16], "uint5"),
         lambda b: _half(b, 0, 2),
     ),
     "Q6_K": BlockFormat(Scheme("int6", 256, "f16"), _q6_k, lambda b: _half(b, 208)),
@@ -144,13 +139,8 @@ CODED = {
 #: type -> its numbers, where they are not codes times scales
 DENSE: dict[str, Part] = {
     "Q4_1": lambda b: _with_minimum(_nibbles(b[:, 4:], 16), b),
-    "Q5_1": lambda b: _with_minimum(_nibbles(b[:, 8:], 16) | _fifth(b[:, 4:8]), b),
+    "Q5_1": lambda b: _with_minimum(_nibbles(b[:, 8:], 16) | _bits(b[:, 4:8], 1), b),
 }
-
-
-def _fifth(b: torch.Tensor) -> torch.Tensor:
-    """Return the fifth bits of 32 numbers, each as 16: those of a little-endian u32."""
-    return _bits(b, 1)
 
 
 def by_pieces(blocks: torch.Tensor, convert: Part) -> torch.Tensor:

@@ -13,16 +13,17 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
 from g4ir.errors import WeightsError
-from g4ir.weights.tensorfile import DOWNLOAD, Entry, Header, identity, open_regular, quoted
+from g4ir.weights.tensorfile import DOWNLOAD, Entry, Header, broken, identity, open_regular, quoted
 
-from .types import TYPES, GgufType
+from .tables import TYPES, GgufType
 
 #: what mends a value: the file was read whole, so another download has it too
 CONVERT = "fix: take a file that a current llama.cpp converts from the checkpoint"
@@ -40,18 +41,11 @@ MOST_ALIGNMENT = 1 << 16
 LEAST_KEY, LEAST_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 8 + 4 + 8
 #: type of a value -> how it lies in the file
 NUMBERS = {
-    0: struct.Struct("<B"),
-    1: struct.Struct("<b"),
-    2: struct.Struct("<H"),
-    3: struct.Struct("<h"),
-    4: struct.Struct("<I"),
-    5: struct.Struct("<i"),
-    6: struct.Struct("<f"),
-    7: struct.Struct("<B"),
-    10: struct.Struct("<Q"),
-    11: struct.Struct("<q"),
-    12: struct.Struct("<d"),
+    kind: struct.Struct(f"<{code}")
+    for kind, code in zip((*range(8), 10, 11, 12), "BbHhIifBQqd", strict=True)
 }
+#: the largest number of float32
+MOST_FLOAT = float.fromhex("0x1.fffffep127")
 U32, U64 = NUMBERS[4], NUMBERS[10]
 BOOL, STRING, ARRAY = 7, 8, 9
 
@@ -84,10 +78,6 @@ class Tensor:
         return Tensor(self.stored, (count, *self.shape[1:]), entry, self.header)
 
 
-#: a tensor before the header of its file is known
-Placed = tuple[GgufType, tuple[int, ...], Entry]
-
-
 @dataclass(frozen=True, eq=False)
 class Container:
     """A checked file, or the files of a split model: values by key, tensors by name. The first of
@@ -108,22 +98,19 @@ class Container:
         return split[1] if split else self.path.stem
 
     def items(self, key: str) -> list[Any]:
-        """Return the items of an array; WeightsError where the key holds none."""
         found = self.values.get(key)
         if not isinstance(found, Array):
             raise self.wrong(key, "expected an array", found)
         with open_regular(self.path) as file, _mapped(self.path, file.fileno()) as data:
-            return list(_Reader(self.path, data).items(key, found))
+            return list(_Reader(self.path, data).items(quoted(key), found))
 
     def floats(self, tensor: Tensor) -> list[float]:
-        """Return the numbers of a small tensor in F32."""
         with open_regular(tensor.header.path) as file:
             file.seek(tensor.entry.start)
             raw = file.read(tensor.entry.nbytes)
         return [value for (value,) in NUMBERS[6].iter_unpack(raw)]
 
     def wrong(self, key: str, expected: str, found: object, fix: str = CONVERT) -> WeightsError:
-        """Return the error that names a key of the file."""
         shown = "none" if found is None else quoted(found)
         return WeightsError(f"{self.path}: {key}: {expected}, found {shown}; {fix}")
 
@@ -150,20 +137,15 @@ def _read_file(path: Path) -> Container:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
             if status.st_size < len(MAGIC):
-                raise WeightsError(f"{path}: {status.st_size} bytes are no GGUF file; {DOWNLOAD}")
+                raise broken(path, f"{status.st_size} bytes are no GGUF file")
+            header = Header(path, status.st_size, identity(status), {}, {})
             with _mapped(path, file.fileno()) as data:
-                values, placed = _Reader(path, data).read()
+                return _Reader(path, data).read(header)
     except OSError as error:
-        reason = error.strerror or error
-        raise WeightsError(f"{path}: cannot be read ({reason}); {DOWNLOAD}") from None
-    entries = {entry.name: entry for _, _, entry in placed}
-    header = Header(path, status.st_size, identity(status), entries, {})
-    tensors = {e.name: Tensor(stored, shape, e, header) for stored, shape, e in placed}
-    return Container((header,), values, tensors)
+        raise broken(path, f"cannot be read ({error.strerror or error})") from None
 
 
 def _joined(part: Container, count: Any) -> Container:
-    """Return the split model that a file is a part of: `NAME-00001-of-00003.gguf` and so on."""
     split = SPLIT.fullmatch(part.path.name)
     if not split or int(split[2]) != count:
         raise WeightsError(
@@ -185,7 +167,7 @@ def _joined(part: Container, count: Any) -> Container:
                 raise own.wrong(key, f"expected {value}", own.values.get(key), DOWNLOAD)
         if twice := next((name for name in own.tensors if name in tensors), None):
             other = tensors[twice].header.path.name
-            raise WeightsError(f"{own.path}: tensor {quoted(twice)} is in {other} too; {DOWNLOAD}")
+            raise broken(own.path, f"tensor {quoted(twice)} is in {other} too")
         tensors |= own.tensors
     total = parts[0].values.get("split.tensors.count", len(tensors))
     if total != len(tensors):
@@ -206,26 +188,25 @@ class _Reader:
     path: Path
     data: mmap.mmap
     at: int = 0
-    size: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.size = len(self.data)
+    @cached_property
+    def size(self) -> int:
+        return len(self.data)
 
-    # ---- the whole ------------------------------------------------------------------------------
-
-    def read(self) -> tuple[dict[str, Any], list[Placed]]:
+    def read(self, header: Header) -> Container:
         self._check_version()
-        tensors = self._count("count of tensors", MOST_TENSORS, LEAST_TENSOR)
-        keys = self._count("count of keys", MOST_KEYS, LEAST_KEY)
+        count = self._count("count of tensors", MOST_TENSORS, LEAST_TENSOR)
         values: dict[str, Any] = {}
-        for _ in range(keys):
+        for _ in range(self._count("count of keys", MOST_KEYS, LEAST_KEY)):
             key = self._name("a key", MOST_KEY, values)
-            values[key] = self._value(key, self._number(U32, f"type of {quoted(key)}"))
+            values[key] = self._value(quoted(key), self._number(U32, f"type of {quoted(key)}"))
         infos: dict[str, tuple[GgufType, tuple[int, ...], int]] = {}
-        for _ in range(tensors):
+        for _ in range(count):
             name = self._name("a tensor", MOST_NAME, infos)
-            infos[name] = self._info(name)
-        return values, [*self._placed(infos, self._alignment(values))]
+            infos[name] = self._info(f"tensor {quoted(name)}")
+        entries = self._placed(infos, self._alignment(values))
+        tensors = {name: Tensor(*infos[name][:2], e, header) for name, e in entries.items()}
+        return Container((header,), values, tensors)
 
     def _check_version(self) -> None:
         magic = self.data[: len(MAGIC)]
@@ -253,7 +234,7 @@ class _Reader:
     # ---- pieces ---------------------------------------------------------------------------------
 
     def _fail(self, what: str) -> NoReturn:
-        raise WeightsError(f"{self.path}: {what}; {DOWNLOAD}")
+        raise broken(self.path, what)
 
     def _need(self, count: int, what: str) -> None:
         if count > self.size - self.at:
@@ -273,18 +254,14 @@ class _Reader:
         self._need(count * least, what)
         return count
 
-    def _bytes(self, what: str, most: int) -> bytes:
+    def _text(self, what: str, most: int) -> str:
         length = self._number(U64, what)
         if length > most:
             self._fail(f"{what}: {length} bytes of text, expected at most {most}")
         self._need(length, what)
         self.at += length
-        return self.data[self.at - length : self.at]
-
-    def _text(self, what: str, most: int) -> str:
-        raw = self._bytes(what, most)
         try:
-            return raw.decode()
+            return self.data[self.at - length : self.at].decode()
         except UnicodeDecodeError as error:
             self._fail(f"{what}: not UTF-8 at byte {error.start}")
 
@@ -298,8 +275,7 @@ class _Reader:
 
     # ---- values ---------------------------------------------------------------------------------
 
-    def _value(self, key: str, kind: int) -> Any:
-        what = quoted(key)
+    def _value(self, what: str, kind: int) -> Any:
         if kind == ARRAY:
             return self._array(what)
         if kind == STRING:
@@ -325,32 +301,26 @@ class _Reader:
         return found
 
     def _skip_strings(self, what: str, count: int) -> None:
-        """Go past texts: there are hundreds of thousands."""
+        """Skip strings without reading them: there are hundreds of thousands."""
         unpack, data, at, last = U64.unpack_from, self.data, self.at, self.size - U64.size
         for _ in range(count):
             if at > last:
+                at = self.size + 1
                 break
             at += U64.size + unpack(data, at)[0]
-        else:
-            if at <= self.size:
-                self.at = at
-                return
-        self._fail(f"{what}: a text of the array is beyond the end of the file, {self.size}")
+        if at > self.size:
+            self._fail(f"{what}: a text of the array is beyond the end of the file, {self.size}")
+        self.at = at
 
-    def items(self, key: str, array: Array) -> Iterator[Any]:
-        """Yield the items of an array."""
-        if array.kind == STRING:
-            yield from self._texts(quoted(key), array)
-            return
-        form = NUMBERS[array.kind]
+    def items(self, what: str, array: Array) -> Iterator[Any]:
         self.at = array.start
-        self._need(array.count * form.size, quoted(key))
-        raw = self.data[self.at : self.at + array.count * form.size]
-        read: Callable[[Any], Any] = bool if array.kind == BOOL else lambda x: x
-        yield from (read(value) for (value,) in form.iter_unpack(raw))
-
-    def _texts(self, what: str, array: Array) -> Iterator[str]:
-        """Yield the texts of an array that was gone past before."""
+        if array.kind != STRING:
+            form = NUMBERS[array.kind]
+            self._need(array.count * form.size, what)
+            raw = self.data[self.at : self.at + array.count * form.size]
+            numbers = (value for (value,) in form.iter_unpack(raw))
+            yield from map(bool, numbers) if array.kind == BOOL else numbers
+            return
         unpack, data, at = U64.unpack_from, self.data, array.start
         for i in range(array.count):
             try:
@@ -362,8 +332,7 @@ class _Reader:
 
     # ---- tensors --------------------------------------------------------------------------------
 
-    def _info(self, name: str) -> tuple[GgufType, tuple[int, ...], int]:
-        what = f"tensor {quoted(name)}"
+    def _info(self, what: str) -> tuple[GgufType, tuple[int, ...], int]:
         count = self._number(U32, f"{what}: count of dims")
         if not 1 <= count <= MOST_DIMS:
             self._fail(f"{what}: {count} dims, expected 1 to {MOST_DIMS}")
@@ -380,33 +349,28 @@ class _Reader:
 
     def _placed(
         self, infos: Mapping[str, tuple[GgufType, tuple[int, ...], int]], alignment: int
-    ) -> Iterator[Placed]:
+    ) -> dict[str, Entry]:
         data = -(-self.at // alignment) * alignment
-        ends = []
+        room = max(0, self.size - data)
+        entries: dict[str, Entry] = {}
         for name, (stored, shape, offset) in infos.items():
             nbytes = math.prod(shape) // stored.block * stored.nbytes
             if offset % alignment:
                 self._fail(f"tensor {quoted(name)}: offset {offset} is not aligned to {alignment}")
             if offset + nbytes > self.size - data:
-                room = max(0, self.size - data)
                 self._fail(
                     f"tensor {quoted(name)}: {nbytes} bytes at {offset} are beyond the end of the "
                     f"data, {room} (truncated?)"
                 )
+            if not stored.dtype:
+                shape = (*shape[:-1], shape[-1] // stored.block * stored.nbytes)
             start = data + offset
-            ends.append((start, start + nbytes, name))
-            yield stored, shape, _entry(name, stored, shape, start, start + nbytes)
-        for (_, end, one), (start, _, two) in pairwise(sorted(ends)):
-            if start < end:
-                self._fail(f"tensors {quoted(one)} and {quoted(two)} overlap at byte {start}")
-
-
-def _entry(name: str, stored: GgufType, shape: tuple[int, ...], start: int, end: int) -> Entry:
-    """Return the bytes of a tensor: numbers as they are, blocks as rows of bytes."""
-    if stored.dtype:
-        return Entry(name, stored.dtype, shape, start, end)
-    width = shape[-1] // stored.block * stored.nbytes
-    return Entry(name, "U8", (*shape[:-1], width), start, end)
+            entries[name] = Entry(name, stored.dtype or "U8", shape, start, start + nbytes)
+        for one, two in pairwise(sorted(entries.values(), key=lambda e: (e.start, e.end, e.name))):
+            if two.start < one.end:
+                names = f"{quoted(one.name)} and {quoted(two.name)}"
+                self._fail(f"tensors {names} overlap at byte {two.start}")
+        return entries
 
 
 def shortest(value: Any) -> Any:
@@ -415,12 +379,9 @@ def shortest(value: Any) -> Any:
     if not isinstance(value, float) or not math.isfinite(value):
         return value
     near = (float(f"{value:.{digits}g}") for digits in range(6, 10))
-    return next((x for x in near if _single(x) == value), value)
+    return next((x for x in near if abs(x) <= MOST_FLOAT and _single(x) == value), value)
 
 
 def _single(value: float) -> float:
-    try:
-        (single,) = NUMBERS[6].unpack(NUMBERS[6].pack(value))
-    except OverflowError:
-        return math.inf
+    (single,) = NUMBERS[6].unpack(NUMBERS[6].pack(value))
     return float(single)

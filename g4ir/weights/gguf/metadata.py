@@ -1,4 +1,6 @@
-"""Makes the spec of a GGUF file from its metadata, by way of a Hugging Face config.
+"""Makes of a GGUF file's metadata its spec, by way of a Hugging Face config, and the files that an
+engine keeps beside its weights: tokenizer.json as transformers builds Gemma's
+(models/gemma/tokenization_gemma.py), the chat template, the defaults of generation.
 
 Keys are those of llama.cpp's converter for the architecture `gemma4`. What no key says follows from
 tensors: the sizes of the tables, a head of its own, K=V, and how much of a head is rotated.
@@ -6,18 +8,20 @@ tensors: the sizes of the tables, a head of its own, K=V, and how much of a head
 
 from __future__ import annotations
 
+import json
 import logging
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from g4ir.errors import SpecError
+from g4ir.errors import SpecError, WeightsError
 from g4ir.spec.parts import FULL, SLIDING
 from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import Spec
 from g4ir.weights.tensorfile import quoted
 
-from .container import ARCHITECTURE, Array, Container, shortest
-from .names import ROPE
-from .tokenizer import token_ids, vocabulary
+from .container import ARCHITECTURE, CONVERT, Array, Container, shortest
+from .tables import ROPE, TABLES
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +37,9 @@ DEFAULTS = {
 COUNT = "rope.dimension_count"
 #: other names of keys
 OTHER_NAMES = {"rope.freq_base_swa": "rope.local.freq_base"}
-#: keys of towers in the same file, which towers.py reads
+#: fields of a config that one without experts lacks
+OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
+#: keys of towers in the same file, which checkpoint.py reads
 OF_TOWERS = ("vision.", "audio.")
 #: frequencies of what is not rotated are divided by this
 UNROTATED = 1e30
@@ -65,6 +71,9 @@ class _Keys:
     def fail(self, key: str, what: str) -> SpecError:
         return SpecError(f"{self.file.path}: {key}: {what}")
 
+    def wrong(self, name: str, what: str) -> SpecError:
+        return self.fail(f"{ARCHITECTURE}.{name}", what)
+
     def get(self, name: str) -> Any:
         key = f"{ARCHITECTURE}.{name}"
         self.seen.add(key)
@@ -75,31 +84,26 @@ class _Keys:
         return other if found is None else found
 
     def contradiction(self, name: str, found: object, where: str, other: object) -> SpecError:
-        """Return the error of a key that says other than a key or tensor of the file."""
-        return self.fail(
-            f"{ARCHITECTURE}.{name}",
-            f"{quoted(found)}, and {where} {quoted(other)}; take another conversion of the model",
-        )
+        fix = "take another conversion of the model"
+        return self.wrong(name, f"{quoted(found)}, and {where} {quoted(other)}; {fix}")
 
     def need(self, name: str) -> Any:
         found = self.get(name)
         if found is None:
-            raise self.fail(f"{ARCHITECTURE}.{name}", "is missing; take a newer conversion")
+            raise self.wrong(name, "is missing; take a newer conversion")
         return found
 
     def number(self, name: str, default: Any = None) -> Any:
-        """Return a number; its range is for the spec's reader to check."""
         found = self.need(name) if default is None else self.get(name)
         found = default if found is None else found
         if type(found) not in (int, float):
-            raise self.fail(f"{ARCHITECTURE}.{name}", f"expected a number, found {quoted(found)}")
+            raise self.wrong(name, f"expected a number, found {quoted(found)}")
         return shortest(found)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Return an int; its range is for the spec's reader to check."""
         found = self.number(name, default)
         if type(found) is not int:
-            raise self.fail(f"{ARCHITECTURE}.{name}", f"expected an integer, found {found}")
+            raise self.wrong(name, f"expected an integer, found {found}")
         return found
 
     def by_layer(self, name: str, layers: int, kind: type = int) -> list[Any]:
@@ -109,20 +113,18 @@ class _Keys:
         fits = alike or found.count == layers
         values = [found] * layers if alike else self.file.items(f"{ARCHITECTURE}.{name}") * fits
         if not fits or any(type(v) is not kind for v in values):
-            raise self.fail(
-                f"{ARCHITECTURE}.{name}",
-                f"expected {layers} values of type {kind.__name__}, one for each layer",
-            )
+            expected = f"expected {layers} values of type {kind.__name__}, one for each layer"
+            raise self.wrong(name, expected)
         return values
 
     def one(self, name: str, values: list[int]) -> int:
-        """Return the value that all layers of a kind share."""
         if len(set(values)) != 1:
             shown = sorted(set(values))[:8]
-            raise self.fail(
-                f"{ARCHITECTURE}.{name}", f"layers of one kind must be alike, found {shown}"
-            )
+            raise self.wrong(name, f"layers of one kind must be alike, found {shown}")
         return values[0]
+
+    def of_all(self, name: str, layers: int) -> int:
+        return self.one(name, self.by_layer(name, layers))
 
     def check_architecture(self) -> None:
         found = self.file.values.get("general.architecture")
@@ -161,9 +163,7 @@ def _config(keys: _Keys) -> dict[str, Any]:
         "hidden_size": keys.integer("embedding_length"),
         "num_hidden_layers": layers,
         "layer_types": [KINDS[SLIDING if s else FULL][1] for s in sliding],
-        "num_attention_heads": keys.one(
-            "attention.head_count", keys.by_layer("attention.head_count", layers)
-        ),
+        "num_attention_heads": keys.of_all("attention.head_count", layers),
         "max_position_embeddings": keys.integer("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "final_logit_softcapping": keys.number("final_logit_softcapping", 0) or None,
@@ -171,16 +171,20 @@ def _config(keys: _Keys) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in tensors,
         **_feed_forward(keys, layers),
         **_attention(keys, sliding),
-        **_experts(keys),
-        **_per_layer_inputs(keys),
+        "num_experts": keys.integer("expert_count", 0),
+        "top_k_experts": keys.integer("expert_used_count", 0),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", 0),
+        "hidden_size_per_layer_input": keys.integer("embedding_length_per_layer_input", 0),
         **token_ids(keys.file, vocabulary(keys.file)),
     }
-    stated = keys.get("vocab_size")
-    if stated not in (None, config["vocab_size"]):
-        raise keys.fail(
-            f"{ARCHITECTURE}.vocab_size",
-            f"{quoted(stated)}, and token_embd.weight has {config['vocab_size']} rows",
-        )
+    config["enable_moe_block"] = config["num_experts"] > 0
+    if not config["num_experts"]:
+        config = {k: v for k, v in config.items() if k not in OF_EXPERTS}
+    if config["hidden_size_per_layer_input"]:
+        config["vocab_size_per_layer_input"] = _rows(keys, "per_layer_token_embd.weight")
+    stated, rows = keys.get("vocab_size"), config["vocab_size"]
+    if stated not in (None, rows):
+        raise keys.wrong("vocab_size", f"{quoted(stated)}, and token_embd.weight has {rows} rows")
     return config
 
 
@@ -188,12 +192,10 @@ def _pattern(keys: _Keys, layers: int) -> list[bool]:
     name = "attention.sliding_window_pattern"
     found = keys.need(name)
     if not isinstance(found, Array) or found.count != layers:
-        raise keys.fail(
-            f"{ARCHITECTURE}.{name}", f"expected an array of {layers} bools, one for each layer"
-        )
+        raise keys.wrong(name, f"expected an array of {layers} bools, one for each layer")
     sliding = keys.by_layer(name, layers, bool)
     if not layers or sliding[-1]:
-        raise keys.fail(f"{ARCHITECTURE}.{name}", "the last layer must be a full one, false")
+        raise keys.wrong(name, "the last layer must be a full one, false")
     return sliding
 
 
@@ -210,21 +212,14 @@ def _feed_forward(keys: _Keys, layers: int) -> dict[str, Any]:
     sizes, shared = keys.by_layer(name, layers), keys.integer("attention.shared_kv_layers", 0)
     own = layers - shared
     if not 0 < own <= layers:
-        raise keys.fail(
-            f"{ARCHITECTURE}.attention.shared_kv_layers", f"{shared} of {layers} layers"
-        )
+        raise keys.wrong("attention.shared_kv_layers", f"{shared} of {layers} layers")
     width, wide = keys.one(name, sizes[:own]), keys.one(name, sizes[own:] or sizes[:1])
     if wide not in (width, 2 * width):
-        raise keys.fail(
-            f"{ARCHITECTURE}.{name}",
-            f"{wide} where K and V are shared, expected {width} or {2 * width}",
-        )
+        expected = f"expected {width} or {2 * width}"
+        raise keys.wrong(name, f"{wide} where K and V are shared, {expected}")
     double = shared > 0 and wide == 2 * width
-    return {
-        "intermediate_size": width,
-        "num_kv_shared_layers": shared,
-        "use_double_wide_mlp": double,
-    }
+    sizes_of = {"intermediate_size": width, "num_kv_shared_layers": shared}
+    return {**sizes_of, "use_double_wide_mlp": double}
 
 
 def _window(keys: _Keys) -> int:
@@ -245,16 +240,12 @@ def _attention(keys: _Keys, sliding: list[bool]) -> dict[str, Any]:
     for kind, (end, name) in KINDS.items():
         layers = [i for i, s in enumerate(sliding) if s == (kind == SLIDING)]
         dim = _head_dim(keys, f"attention.key_length{end}", layers)
-        kinds[kind] = {
-            "head_dim": dim,
-            "num_key_value_heads": keys.one(
-                "attention.head_count_kv", [heads[i] for i in layers] or heads[:1]
-            ),
-        }
+        own = [heads[i] for i in layers] or heads[:1]
+        count = keys.one("attention.head_count_kv", own)
+        kinds[kind] = {"head_dim": dim, "num_key_value_heads": count}
         for other in (f"attention.value_length{end}", f"rope.dimension_count{end}"):
-            partial = other == COUNT
-            if keys.integer(other, dim) != dim and not partial:
-                raise keys.fail(f"{ARCHITECTURE}.{other}", f"expected {dim}, as key_length{end} is")
+            if keys.integer(other, dim) != dim and other != COUNT:
+                raise keys.wrong(other, f"expected {dim}, as key_length{end} is")
         theta = keys.number(f"rope.freq_base{end}")
         ropes[name] = {"rope_type": "default", "rope_theta": theta}
     ropes["full_attention"] |= {
@@ -271,7 +262,6 @@ def _attention(keys: _Keys, sliding: list[bool]) -> dict[str, Any]:
 
 
 def _kv_heads(keys: _Keys, sliding: list[bool]) -> list[int]:
-    """Return the K and V heads of each layer; a key may say those of full layers apart."""
     heads = keys.by_layer("attention.head_count_kv", len(sliding))
     name = "attention.global_head_count_kv"
     full = keys.integer(name, 0)
@@ -301,8 +291,7 @@ def _shares_values(keys: _Keys, sliding: list[bool], full: dict[str, int]) -> bo
     names = [f"blk.{i}.attn" for i, s in enumerate(sliding) if not s]
     own = [n for n in names if f"{n}_k.weight" in tensors]
     if fused := [tensors[f"{n}_qkv.weight"] for n in names if f"{n}_qkv.weight" in tensors]:
-        name = "attention.head_count"
-        heads = keys.one(name, keys.by_layer(name, len(sliding)))
+        heads = keys.of_all("attention.head_count", len(sliding))
         return fused[0].shape[0] == (heads + full["num_key_value_heads"]) * full["head_dim"]
     return bool(own) and all(f"{n}_v.weight" not in tensors for n in own)
 
@@ -316,8 +305,8 @@ def _rotated(keys: _Keys, pairs: int) -> float:
     share, dims = keys.number("rope.partial_rotary_factor", 0), keys.integer(COUNT, 2 * pairs)
     if share:
         if not 0 < share <= 1:
-            name = f"{ARCHITECTURE}.rope.partial_rotary_factor"
-            raise keys.fail(name, f"expected a share from 0 to 1, found {share}")
+            expected = f"expected a share from 0 to 1, found {share}"
+            raise keys.wrong("rope.partial_rotary_factor", expected)
         said[f"{ARCHITECTURE}.rope.partial_rotary_factor"] = 2 * int(share * pairs)
     if dims != 2 * pairs:
         said[f"{ARCHITECTURE}.{COUNT}"] = dims
@@ -326,9 +315,8 @@ def _rotated(keys: _Keys, pairs: int) -> float:
     (name, count), *others = said.items()
     for other, its in others:
         if its != count:
-            raise keys.fail(
-                other, f"{its} dims of a full layer's head are rotated, and by {name} {count}"
-            )
+            what = f"{its} dims of a full layer's head are rotated, and by {name} {count}"
+            raise keys.fail(other, what)
     return count / (2 * pairs)
 
 
@@ -347,21 +335,179 @@ def _rotated_by_tensor(keys: _Keys, pairs: int) -> int:
     return count
 
 
-def _experts(keys: _Keys) -> dict[str, Any]:
-    count = keys.integer("expert_count", 0)
-    names = {
-        "top_k_experts": "expert_used_count",
-        "moe_intermediate_size": "expert_feed_forward_length",
-    }
-    found = {field: keys.integer(name, 0) for field, name in names.items()}
-    if not count:
-        return {"enable_moe_block": False}
-    return {"enable_moe_block": True, "num_experts": count, **found}
+# ---- tokenizer ----------------------------------------------------------------------------------
+
+#: values of `tokenizer.ggml.model`: byte-pair merges, and SentencePiece, whose merges may be given
+#: by scores alone
+MODELS = SCORED, _ = ("llama", "gemma4")
+PREFIX = "tokenizer.ggml."
+#: token types of added tokens, which are matched before any merge
+CONTROL, USER_DEFINED = 3, 4
+#: token types that merges make: normal and user-defined ones, and not control tokens or bytes
+JOINED = (1, USER_DEFINED)
+#: a USER_DEFINED token of this shape is a control token of the chat format; all others are text
+MARK = re.compile(r"<\|[^|<>\s]+\|?>|<[^|<>\s]+\|>")
+#: tokens that end a text or a turn; not every converter says that they are special
+ENDS = ("<eos>", "<turn|>", "<|tool_response>")
+UNKNOWN = "<unk>"
+#: what a space is within a token; of merges, what a space within a piece is
+SPACE, MERGED_SPACE = "\u2581", "\u0120"
+#: key of the file -> key of generation_config.json
+SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+}
 
 
-def _per_layer_inputs(keys: _Keys) -> dict[str, Any]:
-    dim = keys.integer("embedding_length_per_layer_input", 0)
-    out = {"hidden_size_per_layer_input": dim}
-    if dim:
-        out["vocab_size_per_layer_input"] = _rows(keys, "per_layer_token_embd.weight")
+def token_ids(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
+    """Return the ids of special tokens as a config has them, with those of the texts that end a
+    turn; those that the file does not name are left out."""
+    keys = {"bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id"}
+    found = {name: _id(file, key) for name, key in keys.items()}
+    ends = [_id(file, key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
+    named = [ids.get(text) for text in ENDS]
+    eos = sorted({i for i in (*ends, *named) if i is not None})
+    return {k: v for k, v in found.items() if v is not None} | (
+        {"eos_token_id": eos} if eos else {}
+    )
+
+
+def side_files(file: Container) -> dict[str, bytes]:
+    """Return the files by name. WeightsError names file, key and item."""
+    ids = vocabulary(file)
+    out = {"generation_config.json": _json(_generation(file, ids))}
+    if (template := file.values.get("tokenizer.chat_template")) is not None:
+        if not isinstance(template, str):
+            raise file.wrong("tokenizer.chat_template", "expected a text", template)
+        out["chat_template.jinja"] = template.encode()
+    if file.values.get(f"{PREFIX}model") not in (None, "none", "no_vocab"):
+        out["tokenizer.json"] = _json(_tokenizer(file, ids))
+        add = file.values.get(f"{PREFIX}add_bos_token", True)
+        out["tokenizer_config.json"] = _json({"add_bos_token": add is True})
     return out
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode()
+
+
+def _generation(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
+    out: dict[str, Any] = token_ids(file, ids)
+    drawn = {to: _number(file, k) for k, to in SAMPLING.items() if k in file.values}
+    out |= {"do_sample": True, **drawn} if drawn else {}
+    if isinstance(file.values.get(f"{PREFIX}suppress_tokens"), Array):
+        out["suppress_tokens"] = file.items(f"{PREFIX}suppress_tokens")
+    return out
+
+
+def _number(file: Container, key: str) -> Any:
+    found = file.values[key]
+    if type(found) not in (int, float):
+        raise file.wrong(key, "expected a number", found)
+    return shortest(found)
+
+
+def _id(file: Container, name: str) -> int | None:
+    key = f"{PREFIX}{name}"
+    found = file.values.get(key)
+    if found is not None and type(found) is not int:
+        raise file.wrong(key, "expected a token id", found)
+    return found
+
+
+def vocabulary(file: Container) -> dict[str, int]:
+    """Return text -> id of all tokens; none in a file without a vocabulary."""
+    key = f"{PREFIX}tokens"
+    if key not in file.values:
+        return {}
+    tokens = file.items(key)
+    if not all(isinstance(t, str) for t in tokens):
+        raise file.wrong(key, "expected texts", tokens[0])
+    known = {*tokens}
+    # llama.cpp's converter writes the spaces of user-defined tokens as they are in a text.
+    texts = [t if (s := t.replace(" ", SPACE)) in known else s for t in tokens]
+    ids = {text: i for i, text in enumerate(texts)}
+    if len(ids) != len(tokens):
+        twice = next(t for i, t in enumerate(texts) if ids[t] != i)
+        raise file.wrong(key, "expected texts, each once", twice)
+    return ids
+
+
+def _tokenizer(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
+    model = file.values[f"{PREFIX}model"]
+    if model not in MODELS:
+        raise file.wrong(
+            f"{PREFIX}model",
+            f"expected {' or '.join(MODELS)}",
+            model,
+            "fix: this is the tokenizer of another family; take a conversion of a Gemma 4 model",
+        )
+    rows = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0
+    if not 0 < len(ids) <= rows:
+        raise file.wrong(f"{PREFIX}tokens", f"expected 1 to {rows} tokens", len(ids))
+    kinds = _kinds(file, ids)
+    scored = model == SCORED and f"{PREFIX}merges" not in file.values
+    merges = _merges_by_score(file, ids, kinds) if scored else list(_merges(file, ids))
+    own = {"unk_token": _unknown(file, ids), "vocab": ids, "merges": merges}
+    added = [
+        _added(i, text, kind)
+        for (text, i), kind in zip(ids.items(), kinds, strict=True)
+        if kind in (CONTROL, USER_DEFINED) or text in ENDS
+    ]
+    model = {**TABLES["tokenizer_model"], **own}
+    return {**TABLES["tokenizer"], "added_tokens": added, "model": model}
+
+
+def _added(i: int, text: str, kind: int) -> dict[str, Any]:
+    """Return an added token; decoding skips only `special` ones. Spaces are matched as the
+    normalizer leaves them."""
+    special = kind == CONTROL or text in ENDS or MARK.fullmatch(text) is not None
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    return {"id": i, "content": text, **flags, "normalized": SPACE in text, "special": special}
+
+
+def _kinds(file: Container, ids: Mapping[str, int]) -> list[Any]:
+    key = f"{PREFIX}token_type"
+    kinds = file.items(key) if key in file.values else [1] * len(ids)
+    if len(kinds) != len(ids):
+        raise file.wrong(key, f"expected {len(ids)} items, one for each token", len(kinds))
+    return kinds
+
+
+def _unknown(file: Container, ids: Mapping[str, int]) -> str | None:
+    given = _id(file, "unknown_token_id")
+    named = (text for text, i in ids.items() if i == given)
+    return next(named, UNKNOWN if UNKNOWN in ids else None)
+
+
+def _merges_by_score(
+    file: Container, ids: Mapping[str, int], kinds: list[Any]
+) -> list[tuple[str, str]]:
+    """Return SentencePiece's merges: every split of a token into two tokens, in descending order
+    of the token's score; those of user-defined tokens come before all others."""
+    key = f"{PREFIX}scores"
+    scores = file.items(key)
+    if len(scores) != len(ids) or not all(type(score) is float for score in scores):
+        raise file.wrong(key, f"expected {len(ids)} numbers, one for each token", len(scores))
+
+    def rank(text: str) -> tuple[bool, float, int, int]:
+        i = ids[text]
+        defined = kinds[i] == USER_DEFINED
+        return not defined, 0.0 if defined else -scores[i], -len(text), i
+
+    joined = sorted((t for t, i in ids.items() if kinds[i] in JOINED), key=rank)
+    halves = ((t[:at], t[at:]) for t in joined for at in range(len(t) - 1, 0, -1))
+    return [pair for pair in halves if pair[0] in ids and pair[1] in ids]
+
+
+def _merges(file: Container, ids: Mapping[str, int]) -> Iterator[list[str]]:
+    for i, merge in enumerate(file.items(f"{PREFIX}merges")):
+        pair = merge.split(" ") if isinstance(merge, str) else []
+        pair = [p if p in ids else p.replace(MERGED_SPACE, SPACE) for p in pair]
+        if len(pair) != 2 or any(p not in ids for p in (*pair, "".join(pair))):
+            raise WeightsError(
+                f"{file.path}: {PREFIX}merges: item {i}, {quoted(merge)}, is not two tokens that "
+                f"are a third together; {CONVERT}"
+            )
+        yield pair

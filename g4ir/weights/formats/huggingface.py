@@ -1,23 +1,29 @@
-"""The mobile form (`quant_method` gemma): 2, 4 or 8 bits for each module, a scale for each row.
+"""Formats that transformers itself writes.
 
-Codes lie along K, low bits first, as code + 2^(b-1) in bytes; 8 bits as they are. The scales are
-rounded to the engine's dtype before they are multiplied. Inputs and outputs of modules may have a
-grid of their own (`input_activation_scale`), which is not followed.
+fp8: e4m3 codes, a scale for each block or one for all of a weight. `weight_scale_inv` is
+multiplied, in spite of its name.
+
+The mobile form (`quant_method` gemma): 2, 4 or 8 bits for each module, a scale for each row. Codes
+lie along K, low bits first, as code + 2^(b-1) in bytes; 8 bits as they are. Scales are rounded to
+the engine's dtype before they are multiplied. A grid of a module's inputs and outputs
+(`input_activation_scale`) is not followed.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from g4ir.errors import WeightsError
-from g4ir.spec.reader import Length, Node, Range, build
-from g4ir.weights.coded import CodedWeight
+from g4ir.spec.reader import Length, Node, OneOf, Range, build
 
 from .base import (
     FIX,
     KEY,
+    STACKED,
+    CodedWeight,
     Files,
     Found,
     Modules,
@@ -26,19 +32,80 @@ from .base import (
     ScaleBlocks,
     as_it_is,
     coded_weight,
+    compiled,
+    e4m3,
+    excluded,
     require,
     wrong,
 )
-from .patterns import compiled, excluded
 
 if TYPE_CHECKING:
     import torch
 
-WEIGHT, SCALE = ".weight", ".weight_scale"
+log = logging.getLogger(__name__)
+WEIGHT = ".weight"
+INVERSE, STACKED_SCALE, ACTIVATION = ".weight_scale_inv", "_scale_inv", ".activation_scale"
+_Side = Annotated[int, Range(1, 1 << 16)]
+
+
+@dataclass(frozen=True)
+class Fp8Config:
+    """The whole of `quantization_config`."""
+
+    quant_method: str
+    activation_scheme: Annotated[str, OneOf(("dynamic", "static"))] = "dynamic"
+    weight_block_size: Annotated[tuple[_Side, ...], Length(2, 2)] | None = (128, 128)
+    modules_to_not_convert: NameList | None = None
+    modules_to_convert: NameList | None = None
+    ignored_layers: NameList | None = None
+    scale_fmt: Annotated[str, OneOf(("float", "ue8m0"))] = "float"
+    fmt: Annotated[str, OneOf(("e4m3",))] = "e4m3"
+    dequantize: Any = None
+
+
+def read_fp8(tree: Node, files: Files) -> QuantisedTensors:
+    """Return what is in codes; SpecError or WeightsError for what is not understood."""
+    config: Fp8Config = build(Fp8Config, tree, KEY)
+    modules = Modules(files, (INVERSE, STACKED_SCALE, ACTIVATION, WEIGHT))
+    for module, parts in modules.parts.items():
+        _take_fp8(modules, module, parts, config, str(tree.where))
+    log.warning("%s: activations are not rounded, as weights are", tree.where)
+    return modules.done()
+
+
+def _take_fp8(
+    modules: Modules, module: str, parts: dict[str, Found], config: Fp8Config, where: str
+) -> None:
+    if found := parts.pop(ACTIVATION, None):
+        modules.ignored[found[1].name] = "a scale of activations, which are not rounded"
+    if STACKED.fullmatch(module) and module in modules.plain:
+        parts[WEIGHT] = modules.plain.pop(module)
+    scales = parts.get(INVERSE) or parts.get(STACKED_SCALE)
+    weight = parts.get(WEIGHT)
+    if scales is None:
+        if weight and weight[1].dtype == "F8_E4M3":
+            raise wrong(weight, "its module has no weight_scale_inv")
+        modules.plain |= {f[1].name: f for f in parts.values()}
+        return
+    if weight is None:
+        raise wrong(scales, "its module has no weight")
+    names = config.modules_to_not_convert or config.ignored_layers or ()
+    if excluded(module, names, where):
+        raise wrong(weight, "is in codes, but modules_to_not_convert names its module", FIX)
+    require(weight, ["F8_E4M3"])
+    grid = ScaleBlocks(*(config.weight_block_size or (0, 0)))
+    shape, check = weight[1].shape, e4m3(weight)
+    made = coded_weight(modules.files, "fp8", shape, weight, scales, grid, check)
+    modules.add(module, weight, made)
+
+
+# ---- the mobile form --------------------------------------------------------------------------
+
+SCALE = ".weight_scale"
 TABLE, TABLE_SCALE = ".embedding_quantized", ".embedding_scale"
 RANGES = (".input_activation_scale", ".output_activation_scale")
 CACHES = (".k_cache_scale", ".v_cache_scale")
-SUFFIXES = (SCALE, TABLE, TABLE_SCALE, *RANGES, *CACHES, WEIGHT)
+MOBILE = (SCALE, TABLE, TABLE_SCALE, *RANGES, *CACHES, WEIGHT)
 ROUNDED = "activations are rounded to a grid of their own, which engines do not do"
 OTHERWISE = "fix: take the weights in bf16, trained for 4 bits, with --quant int4"
 
@@ -70,16 +137,16 @@ class MobileConfig:
         return self.num_bits
 
 
-def read(tree: Node, files: Files) -> QuantisedTensors:
+def read_mobile(tree: Node, files: Files) -> QuantisedTensors:
     """Return what is in codes; SpecError or WeightsError for what is not understood."""
     config: MobileConfig = build(MobileConfig, tree, KEY)
-    modules = Modules(files, SUFFIXES)
+    modules = Modules(files, MOBILE)
     for module, parts in modules.parts.items():
-        _take(modules, module, parts, config, str(tree.where))
+        _take_mobile(modules, module, parts, config, str(tree.where))
     return modules.done()
 
 
-def _take(
+def _take_mobile(
     modules: Modules, module: str, parts: dict[str, Found], config: MobileConfig, where: str
 ) -> None:
     for suffix in CACHES:
