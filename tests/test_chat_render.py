@@ -560,7 +560,7 @@ def test_one_form_of_every_message() -> None:
             {"role": "assistant", "content": None, "refusal": "No.", "reasoning": "r"},
         ]
     )
-    assert first.role == "system" and (second.content, second.reasoning) == ("No.", "r")
+    assert first["role"] == "system" and (second["content"], second["reasoning"]) == ("No.", "r")
 
 
 def tool(**function: Any) -> dict[str, Any]:

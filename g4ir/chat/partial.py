@@ -1,6 +1,8 @@
-"""The JSON of a call's arguments while the call is being generated, as far as it is final.
+"""The arguments of a call while they are generated: where they end, and their JSON so far.
 
-It follows the native syntax as `values.strict` reads it, so that strings are streamed while they
+They end at the brace that closes the first one, strings left out; each character is looked at once.
+
+The JSON follows the syntax as `values.read_call` reads it, so that strings are streamed while they
 are open. Held back is what another reading of the call could change: the end of a string that may
 never be closed, and values whose type shows at their end. Syntax beside the format ends the stream;
 the rest then comes with the whole call.
@@ -12,8 +14,16 @@ import json
 import re
 from dataclasses import dataclass
 
-from .lexer import MARK, MARKS, spelled
-from .special_tokens import QUOTE
+from .special_tokens import (
+    CALL,
+    CALL_END,
+    CHANNEL,
+    END_MARKS,
+    MARK,
+    MARKS,
+    QUOTE,
+    spelled,
+)
 from .values import (
     CLOSERS,
     MOST_DEPTH,
@@ -27,10 +37,16 @@ from .values import (
     takes_text,
 )
 
-_QUOTE = MARKS[QUOTE]
+_CALL, _CALL_END, _QUOTE = MARKS[CALL], MARKS[CALL_END], MARKS[QUOTE]
+#: what a call cannot have outside of strings
+_BREAKS = frozenset({_CALL, _CALL_END, MARKS[CHANNEL], *END_MARKS})
+_OUTSIDE = re.compile(rf"[{{}}()\[\],:=\"]|{MARK.pattern}")
+_IN_STRING = re.compile(rf'["\\]|{MARK.pattern}')
 #: what a string may end with that is not its own if it is never closed, and how much is held back
 _TAIL, LONGEST_TAIL = re.compile(r"[\s)}]*\Z"), 256
 _CLOSERS = {**CLOSERS, "[": "]"}
+#: characters of final text from which arguments are streamed; a shorter call may still be none
+FEWEST_STREAMED = 32
 
 #: where the next token belongs: a key, a value, an open string, or after a value
 KEY, VALUE, TEXT, AFTER, DEAF = range(5)
@@ -50,82 +66,145 @@ class _Open:
         return ", " if self.count > 1 else ""
 
 
-class PartialArguments:
-    """The arguments of one call behind their first brace, by the tokens of `reader._Body`.
+class CallBody:
+    """The arguments of one call, which has begun with `head`. `plain`: a control token of calls
+    ends it even inside of a string."""
 
-    `said`: characters of strings that are final; `taken`: characters of the call that all of the
-    final JSON stands for.
-    """
-
-    def __init__(self, opener: str, schema: Schema) -> None:
-        self.said = self.taken = self._seen = 0
+    def __init__(self, head: str, name: str, schema: Schema, plain: bool) -> None:
+        self.name, self._parts, self._plain = name, [head], plain
+        self._opener, self._last = head[-1], CLOSERS[head[-1]]
+        self._depth, self._fresh = 1, True
+        self._quote = ""  # what closes the string that is open
+        self._skip = self._closed = False
+        self._said = 0  # characters of strings that are final
+        self._taken = self._seen = len(head)  # characters that the JSON stands for, and all
         self._made, self._given = list[str](), 0
-        self._open: list[_Open] = []
-        self._raw: list[str] = []  # of a key or value that has not ended
+        self._open = list[_Open]()
+        self._raw = list[str]()  # of a key or value that has not ended
         self._held, self._frozen = "", list[str]()  # of an open string
         self._keys = {*properties(schema)}
         self._next = _keys_behind_commas(self._keys)
-        self._last = CLOSERS[opener]
-        self._schema = schema  # of the value that comes next
-        self._place = VALUE
-        self._push(opener)
+        self._schema, self._place = schema, VALUE  # of what comes next
+        self._push(self._opener)
 
-    def take(self) -> str:
-        """Return the JSON that became final since the last time."""
-        new, self._given = self._made[self._given :], len(self._made)
-        return "".join(new)
+    @property
+    def streams(self) -> bool:
+        """Whether enough text is final for the JSON to be given out."""
+        return self._said >= FEWEST_STREAMED
+
+    @property
+    def streamed(self) -> int:
+        """How many characters of the call can only be read as they were streamed."""
+        return self._taken if self.streams else 0
+
+    @property
+    def raw(self) -> str:
+        """The call as it was written."""
+        return "".join(self._parts)
 
     @property
     def json(self) -> str:
         """All of the JSON that is final."""
         return "".join(self._made)
 
-    def cut(self) -> None:
-        """Make the text of an open string final."""
-        text, self._held, self._frozen = self._held + "".join(self._frozen), "", []
-        self._say(text)
+    def as_written(self, body: str) -> str:
+        """Return the final JSON, and what follows it in a body as it was written."""
+        return self.json + spelled(body[self._taken :])
 
-    def cut_off(self) -> bool:
-        """End where the call was cut, within a string that may be a bare word or JSON; return
-        whether the JSON has all of the text so far, but the head of a key, word or number."""
+    def new_json(self) -> str:
+        """Return the JSON that became final since the last time."""
+        new, self._given = self._made[self._given :], len(self._made)
+        return "".join(new)
+
+    def cut_off(self) -> str | None:
+        """End where the call was cut, within a string that may be a bare word or JSON. Return the
+        JSON if it has all of the text so far, but the head of a key, word or number."""
         raw = "".join(self._raw).lstrip()
         if self._place == TEXT:
-            self.cut()
+            self._cut()
         elif self._place == VALUE and raw.startswith('"'):
             self._emit(self._comma() + spelled(raw))
         elif self._place == VALUE and raw and _QUOTE not in raw and is_text(self._schema):
             self._emit(f'{self._comma()}"')
             self._say(raw)
-        return self._place != DEAF
+        return None if self._place == DEAF else self.json
 
-    # --- tokens ---------------------------------------------------------------------------------
+    # --- where it ends --------------------------------------------------------------------------
 
-    def text(self, text: str) -> None:
+    def scan(self, text: str, at: int) -> tuple[int, bool, str]:
+        """Take a text. Return how far, whether the arguments end there, and where they were broken
+        off by a control token: "outside" of strings or in a "string"."""
+        end, done, broken = self._scan(text, at)
+        self._parts.append(text[at:end])
+        return end, done, broken
+
+    def _scan(self, text: str, at: int) -> tuple[int, bool, str]:
+        while at < len(text):
+            if self._skip:  # behind a backslash
+                self._text(text[at])
+                self._skip, at = False, at + 1
+                continue
+            found = (_IN_STRING if self._quote else _OUTSIDE).search(text, at)
+            between = text[at : found.start() if found else len(text)]
+            self._text(between)
+            if between and not between.isspace():
+                self._fresh = self._closed = False
+            if found is None:
+                break
+            at = found.end()
+            if self._quote:
+                if self._in_string(found[0]):
+                    return found.start(), False, "string"
+            elif found[0] in _BREAKS:
+                return found.start(), False, "outside"
+            elif self._outside(found[0]):
+                return at, True, ""
+        return len(text), False, ""
+
+    def _in_string(self, found: str) -> bool:
+        """Take a token in a string; return whether it shows that the string was never closed."""
+        if (self._plain and found in (_CALL, _CALL_END)) or (self._closed and found == _CALL):
+            return True
+        if closes := found == self._quote:
+            self._quote = ""
+        elif found == "\\" and self._quote == '"':
+            self._skip = True
+        elif found not in '"\\':
+            self._closed = found == _CALL_END
+        if closes and self._place == TEXT:
+            self._cut()
+            self._seen += len(found)
+            self._emit('"')
+            self._place = AFTER
+            return False
+        self._text(found)
+        if closes and self._place == VALUE:
+            self._value("")
+        return False
+
+    def _outside(self, found: str) -> bool:
+        """Take a token outside of strings; return whether the first brace is closed."""
+        if found == _QUOTE or (found == '"' and self._fresh):
+            self._quote, self._closed = found, False
+        self._depth += (found == self._opener) - (found == self._last)
+        self._fresh = found in "{[(,:="
+        self._seen += len(found)
+        if self._place != DEAF and self._open:
+            self._structure(found)
+        return self._depth == 0
+
+    # --- its JSON -------------------------------------------------------------------------------
+
+    def _text(self, text: str) -> None:
         """Take text without structure."""
         self._seen += len(text)
         if self._place == TEXT:
             self._string(text)
-        elif self._place != DEAF:
+        elif self._place != DEAF and text:
             self._raw.append(text)
 
-    def inside(self, found: str, closed: bool) -> None:
-        """Take a quote, backslash or control token in a string, which it may have closed."""
-        if closed and self._place == TEXT:
-            self.cut()
-            self._seen += len(found)
-            self._emit('"')
-            self._place = AFTER
-            return
-        self.text(found)
-        if closed and self._place == VALUE:
-            self._value("")
-
-    def outside(self, found: str, opened: bool) -> None:
-        """Take a token outside of strings; `opened`: a quote that begins one."""
-        self._seen += len(found)
-        if self._place == DEAF or not self._open:
-            return
-        if opened:
+    def _structure(self, found: str) -> None:
+        if self._quote:
             self._begin_string(found)
         elif self._place == KEY and found == ":":
             self._key()
@@ -210,7 +289,10 @@ class PartialArguments:
         if opener == "[":
             self._place, self._schema = VALUE, items(self._schema)
 
-    # --- strings --------------------------------------------------------------------------------
+    def _cut(self) -> None:
+        """Make the text of an open string final."""
+        text, self._held, self._frozen = self._held + "".join(self._frozen), "", []
+        self._say(text)
 
     def _string(self, text: str) -> None:
         """Take text of an open string, and make final what no other reading of it could change:
@@ -239,14 +321,14 @@ class PartialArguments:
     def _say(self, text: str) -> None:
         """Make text of a string final; what is held is not part of it."""
         if text:
-            self.said += len(text)
+            self._said += len(text)
             behind = len(self._held) + sum(map(len, self._frozen))
             self._emit(json.dumps(spelled(text), ensure_ascii=False)[1:-1], behind)
 
     def _emit(self, text: str, behind: int = 0) -> None:
         """Make JSON final; the last `behind` characters of the call are not part of it."""
         self._made.append(text)
-        self.taken = self._seen - behind
+        self._taken = self._seen - behind
 
 
 def _tail(text: str) -> int:

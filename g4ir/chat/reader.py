@@ -23,23 +23,27 @@ from typing import Any
 
 from g4ir.errors import InputError
 
-from .lexer import END_MARKS, MARK, MARKS, Lexer, spelled, whole
-from .partial import PartialArguments
+from .partial import CallBody
 from .prompt import Piece
 from .special_tokens import (
     CALL,
     CALL_END,
     CHANNEL,
     CHANNEL_END,
+    END_MARKS,
+    MARK,
+    MARKS,
     MODEL,
-    QUOTE,
     THOUGHT,
     TURN,
+    Lexer,
+    spelled,
+    whole,
 )
 from .tools import lower, read_tools
-from .values import CLOSERS, Schema, Schemas, begins_head, head_name, read_call
+from .values import Schemas, begins_head, head_name, read_call
 
-_CALL, _CALL_END, _QUOTE = MARKS[CALL], MARKS[CALL_END], MARKS[QUOTE]
+_CALL, _CALL_END = MARKS[CALL], MARKS[CALL_END]
 _CHANNEL, _CHANNEL_END = MARKS[CHANNEL], MARKS[CHANNEL_END]
 _NAME = THOUGHT.rstrip("\n")
 #: stop strings of a request, and characters of one
@@ -48,8 +52,6 @@ MOST_STOPS, LONGEST_STOP = 64, 4096
 MOST_RETRIES = 16
 #: characters of the name of a call, with what stands around it; of the space between two calls
 LONGEST_HEAD, LONGEST_GAP = 512, 64
-#: characters of final text from which arguments are streamed; a shorter call may still be none
-FEWEST_STREAMED = 32
 #: kind of the events that are pieces of a call's arguments
 ARGUMENTS = "arguments"
 
@@ -57,10 +59,6 @@ _WORD = "call:"
 _BRACE = re.compile("[{(]")
 #: what ends a call whose last string was never closed
 _ENDS = re.compile(f"[{_CALL}{_CALL_END}{''.join(END_MARKS)}]")
-#: what a call cannot have outside of strings
-_BREAKS = frozenset({_CALL, _CALL_END, _CHANNEL, *END_MARKS})
-_OUTSIDE = re.compile(rf"[{{}}()\[\],:=\"]|{MARK.pattern}")
-_IN_STRING = re.compile(rf'["\\]|{MARK.pattern}')
 
 #: where the machine is
 START, CONTENT, OPENING, THINKING, HEAD, BODY, BEHIND, BAD = range(8)
@@ -126,8 +124,7 @@ class Reader:
         self._calls = calls
         self._lexer = Lexer()
         self._state, self._held, self._opener = START, "", CALL
-        self._body = _Body()
-        self._retries = 0
+        self._retries = self._sent = 0
         self._unmarked_reasoning = thinking is not False
         self._said: list[Event] = []
         self._new: list[Event] = []
@@ -221,7 +218,7 @@ class Reader:
     def _end(self, whole: bool) -> None:
         """Give out what was held back; `whole` is False where the answer was cut."""
         while self._state == BODY and not self._stops.hit:
-            self._run(self._given_back(self._body.take(), whole))
+            self._run(self._given_back(self._body.raw, whole))
         if self._state == HEAD and not whole and self._opener and begins_head(self._held):
             self._held = ""  # a call that was cut before its name was known
         elif self._state == HEAD:
@@ -337,7 +334,7 @@ class Reader:
             self._state = BAD
         elif name is not None:
             schema = self._schemas.get(name, {})
-            self._body.begin(self._held, name, schema, self._retries > MOST_RETRIES)
+            self._body = CallBody(self._held, name, schema, self._retries > MOST_RETRIES)
             self._state, self._held, self._sent = BODY, "", 0
         return stop
 
@@ -355,16 +352,13 @@ class Reader:
     def _in_body(self, text: str, at: int) -> tuple[int, str]:
         """Take the arguments of a call. Return how far, and what must be read again before."""
         end, done, broken = self._body.scan(text, at)
-        self._body.add(text[at:end])
-        if not done and not broken:
-            if self._body.streams:
-                self._send(self._body.partial.take())
-            return end, ""
-        raw = self._body.take()
-        if not broken:
-            self._read_call(raw)
-            return end, ""
-        return end, self._given_back(raw, True, broken == "string")
+        if broken:
+            return end, self._given_back(self._body.raw, True, broken == "string")
+        if done:
+            self._read_call(self._body.raw)
+        elif self._body.streams:
+            self._send(self._body.new_json())
+        return end, ""
 
     def _given_back(self, raw: str, whole: bool, inside: bool = True) -> str:
         """Read a call that has no end of its own. Return what of it is not its own.
@@ -375,8 +369,8 @@ class Reader:
         found = _ENDS.search(raw, self._body.streamed) if inside else None
         body, rest = (raw[: found.start()], raw[found.start() :]) if found else (raw, "")
         if not whole and (not found or read_call(body, self._schemas) is None):
-            partial = self._body.partial
-            self._end_call(partial.json if partial.cut_off() else self._body.as_written(raw), None)
+            cut = self._body.cut_off()
+            self._end_call(self._body.as_written(raw) if cut is None else cut, None)
             return ""
         self._retries += 1
         self._read_call(body)
@@ -384,11 +378,11 @@ class Reader:
 
     def _read_call(self, body: str) -> None:
         read = read_call(body, self._schemas)
-        text = json.dumps(read.arguments, ensure_ascii=False) if read else ""
-        if self._body.streams and not (read and text.startswith(self._body.partial.json)):
+        text = "" if read is None else json.dumps(read, ensure_ascii=False)
+        if self._body.streams and not text.startswith(self._body.json):
             self._end_call(self._body.as_written(body), None)
-        elif read:
-            self._end_call(text, read.arguments)
+        elif text:
+            self._end_call(text, read)
         else:
             self._say("content", self._opener + spelled(body))
             self._state = BAD
@@ -426,97 +420,6 @@ class Reader:
     def _put(self, event: Event) -> None:
         self._new.append(event)
         self._said.append(event)
-
-
-class _Body:
-    """The arguments of a call as they come, and where they end: at the brace that closes the first
-    one, strings left out. Only their end is looked for; each character is looked at once."""
-
-    def begin(self, head: str, name: str, schema: Schema, plain: bool) -> None:
-        """Start behind the first brace. `plain`: a control token of calls ends it even inside of a
-        string."""
-        self._parts, self._plain = [head], plain
-        self.name, self._head = name, len(head)
-        self.partial = PartialArguments(head[-1], schema)
-        self._open, self._close = head[-1], CLOSERS[head[-1]]
-        self._depth, self._fresh = 1, True
-        self._string = ""  # what closes the string that is open
-        self._skip = self._closed = False
-
-    @property
-    def streams(self) -> bool:
-        """Whether enough text is final for the JSON to be given out."""
-        return self.partial.said >= FEWEST_STREAMED
-
-    @property
-    def streamed(self) -> int:
-        """How many characters of the call can only be read as they were streamed."""
-        return self._head + self.partial.taken if self.streams else 0
-
-    def as_written(self, body: str) -> str:
-        """Return the final JSON, and what follows it in a body as it was written."""
-        return self.partial.json + spelled(body[self._head + self.partial.taken :])
-
-    def add(self, text: str) -> None:
-        """Keep a text that was scanned."""
-        self._parts.append(text)
-
-    def take(self) -> str:
-        """Return all of it."""
-        return "".join(self._parts)
-
-    def scan(self, text: str, at: int) -> tuple[int, bool, str]:
-        """Look through a text. Return how far, whether the arguments end there, and where they
-        were broken off by a control token: "outside" of strings or in a "string"."""
-        while at < len(text):
-            if self._skip:  # behind a backslash
-                self.partial.text(text[at])
-                self._skip, at = False, at + 1
-                continue
-            found = (_IN_STRING if self._string else _OUTSIDE).search(text, at)
-            between = text[at : found.start() if found else len(text)]
-            if between:
-                self.partial.text(between)
-            if between and not between.isspace():
-                self._fresh = self._closed = False
-            if found is None:
-                break
-            at = found.end()
-            if self._string:
-                if self._in_string(found[0]):
-                    return found.start(), False, "string"
-                self.partial.inside(found[0], not self._string)
-            elif found[0] in _BREAKS:
-                return found.start(), False, "outside"
-            else:
-                done = self._outside(found[0])
-                self.partial.outside(found[0], bool(self._string))
-                if done:
-                    return at, True, ""
-        return len(text), False, ""
-
-    def _in_string(self, found: str) -> bool:
-        """Go on inside of a string; return whether another call shows that it was never closed."""
-        if found == self._string:
-            self._string = ""
-        elif found == "\\" and self._string == '"':
-            self._skip = True
-        elif found == _CALL and (self._closed or self._plain):
-            return True
-        elif found == _CALL_END:
-            self._closed = True
-            return self._plain
-        elif found not in '"\\':
-            self._closed = False
-        return False
-
-    def _outside(self, found: str) -> bool:
-        """Go on outside of strings; return whether the first brace is closed."""
-        if found == _QUOTE or (found == '"' and self._fresh):
-            self._string, self._closed = found, False
-        self._depth += (found == self._open) - (found == self._close)
-        self._fresh = found in "{[(,:="
-        return self._depth == 0
 
 
 class Stops:

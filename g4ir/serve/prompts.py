@@ -19,7 +19,7 @@ from g4ir.chat import (
     check_length,
     make_prompt,
 )
-from g4ir.chat.tokens import spelled
+from g4ir.chat.prompt import spelled
 from g4ir.engine.conversation import Bounded
 from g4ir.engine.engine import TOKENIZER, Engine
 from g4ir.engine.media_inputs import soft_of
