@@ -1,4 +1,4 @@
-"""Media from elsewhere: http from hosts that were named, and files below one folder.
+"""Media of requests: data URLs, http from hosts that were named, and files below one folder.
 
 A request says what is fetched, so that nothing may be reached through a server that whoever started
 it did not mean: a name must lead to public addresses, the connection goes to the very address that
@@ -16,14 +16,24 @@ import ssl
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from g4ir.chat.messages import Medium
+from g4ir.engine.engine import Engine
+from g4ir.engine.media_inputs import held
+from g4ir.engine.offline import MEDIA_SETTINGS
 from g4ir.errors import InputError
 
+from .http_errors import bad, missing
+
+#: media of one request
+MOST_MEDIA = 32
+#: detail of an image_url -> which of the engine's image budgets; "auto": the default one
+DETAILS = {"low": 0, "high": -1, "original": -1}
 PORTS = {"http": 80, "https": 443}
 #: characters of an address
 LONGEST_URL = 8192
@@ -228,3 +238,33 @@ def is_public(address: str) -> bool:
         if any(ip in network for network in _CARRIERS):
             return False
     return ip.is_global and not ip.is_multicast
+
+
+def read_bytes(
+    engine: Engine, media: Sequence[Medium], sources: Sources
+) -> list[tuple[Medium, bytes]]:
+    """Return media with their bytes, in their order. Refused are kinds that the engine does not
+    take, and what is neither a data URL nor one of the sources'."""
+    if len(media) > MOST_MEDIA:
+        raise InputError(f"messages: have {len(media)} media, at most {MOST_MEDIA} are read")
+    for medium in media:
+        if medium.kind not in engine.media.kinds:
+            raise missing("messages", f"this engine takes no {medium.kind} ({medium.place})")
+    fetching, out = Fetching(sources), []
+    for medium in media:
+        part = held(medium)
+        raw = part.data()
+        out.append((medium, fetching.read(part.text, part.where) if raw is None else raw))
+    return out
+
+
+def setting(engine: Engine, medium: Medium, given: Any) -> dict[str, Any]:
+    """Return how `Engine.encode` reads a medium: as the request says (`given`), or an image as its
+    own `detail` does."""
+    outer = medium.part.get("image_url")
+    detail = outer.get("detail") if isinstance(outer, dict) else None
+    if detail not in (None, "auto", *DETAILS):
+        raise bad(f"{medium.place}.image_url.detail", f"must be auto, {', '.join(DETAILS)}")
+    if given is None and detail in DETAILS:
+        given = engine.media.budgets[DETAILS[detail]]
+    return {} if given is None else {MEDIA_SETTINGS[medium.kind][1]: given}

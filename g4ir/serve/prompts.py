@@ -35,8 +35,7 @@ from g4ir.model.media import AUDIO, IMAGE, VIDEO
 
 from .grammar import Grammars
 from .http_errors import Refused, bad, missing
-from .media import read_bytes, setting
-from .media_fetch import Sources
+from .media_fetch import Sources, read_bytes, setting
 from .request_schema import EFFORTS, as_input, chosen, constraint_of
 from .tool_grammar import called
 

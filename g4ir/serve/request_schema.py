@@ -6,15 +6,17 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from g4ir.chat.messages import MOST_DEPTH, kind_of, shown
 from g4ir.errors import InputError
 from g4ir.media.sound import CUT, REFUSE
 
-from .foreign_fields import HARMLESS, refused_fields
 from .http_errors import Refused, bad, missing
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ LEAST_TOP_P = 1e-6
 MOST_STOP_TEXT = 4096
 #: of a whole body: objects and lists, strings, and values
 MOST_HELD, MOST_STRINGS, MOST_VALUES = 1 << 16, 1 << 18, 1 << 21
+DEEP = f"the body lies deeper than {MOST_DEPTH} levels"
 #: efforts -> whether the model thinks
 EFFORTS = {
     **dict.fromkeys(("none", "minimal"), False),
@@ -46,7 +49,7 @@ def parsed(raw: bytes) -> dict[str, Any]:
     try:
         body = json.loads(raw.decode(), parse_constant=_no_number)
     except RecursionError:
-        raise _deep() from None
+        raise Refused(400, DEEP) from None
     except ValueError as e:
         raise Refused(400, f"the body is no JSON: {str(e)[:120]}") from None
     if not isinstance(body, dict):
@@ -55,16 +58,20 @@ def parsed(raw: bytes) -> dict[str, Any]:
     return body
 
 
+def _no_number(word: str) -> Any:
+    raise ValueError(f"{word} is no number")
+
+
 def _check_counts(raw: bytes) -> None:
     """Refuse a body of more values than a request needs before they are made: `json.loads` holds
     the interpreter's lock, and takes a second for a million lists. Bytes inside strings do not
     count; they are only taken out if all bytes together are too many."""
-    if all(n <= most for n, most in _counts(raw)):
+    if _counts(raw):
         return
     plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     if plain.count(b'"') <= 2 * MOST_STRINGS:
         plain = b"".join(plain.split(b'"')[::2])
-    if any(n > most for n, most in _counts(plain)):
+    if not _counts(plain):
         raise Refused(
             400,
             f"the body has more than {MOST_HELD} objects and lists, {MOST_STRINGS} strings or "
@@ -72,19 +79,11 @@ def _check_counts(raw: bytes) -> None:
         )
 
 
-def _counts(raw: bytes) -> Iterator[tuple[int, int]]:
-    """Yield how many bytes stand for values of a kind, and how many there may be."""
-    yield raw.count(b"[") + raw.count(b"{"), MOST_HELD
-    yield raw.count(b'"'), 2 * MOST_STRINGS
-    yield raw.count(b","), MOST_VALUES
-
-
-def _deep() -> Refused:
-    return Refused(400, f"the body lies deeper than {MOST_DEPTH} levels")
-
-
-def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number")
+def _counts(raw: bytes) -> bool:
+    """Whether the bytes that stand for values are few enough."""
+    held, strings = raw.count(b"[") + raw.count(b"{"), raw.count(b'"')
+    few = held <= MOST_HELD and strings <= 2 * MOST_STRINGS
+    return few and raw.count(b",") <= MOST_VALUES
 
 
 def _check_depth(body: Any) -> None:
@@ -97,7 +96,7 @@ def _check_depth(body: Any) -> None:
         level = [x for v in held for x in v if type(x) in (dict, list, float)]
         if not level:
             return
-    raise _deep()
+    raise Refused(400, DEEP)
 
 
 # --- kinds of fields --------------------------------------------------------------------------
@@ -110,7 +109,7 @@ def number(low: float, high: float, whole: bool = False) -> Read:
         kinds = int if whole else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds):
             what = "a whole number" if whole else "a number"
-            raise bad(name, f"must be {what}, found {_found(value)}")
+            raise bad(name, f"must be {what}, found {kind_of(value)} ({shown(value)})")
         if not low <= value <= high:
             raise bad(name, f"must be {low} to {high}, found {shown(value)}")
         return value
@@ -134,14 +133,10 @@ def kind(form: type) -> Read:
 
     def read(value: Any, name: str) -> Any:
         if not isinstance(value, form):
-            raise bad(name, f"must be {words[form]}, found {_found(value)}")
+            raise bad(name, f"must be {words[form]}, found {kind_of(value)} ({shown(value)})")
         return value
 
     return read
-
-
-def _found(value: Any) -> str:
-    return f"{kind_of(value)} ({shown(value)})"
 
 
 def listed(most: int, least: int = 0) -> Read:
@@ -255,25 +250,24 @@ def constrained(form: str) -> Read:
         if value == "":
             return None
         if form == JSON:
-            return Constraint(name, form, _schema(value, name))
-        if form == CHOICE:
+            value = _schema(value, name)
+        elif form == CHOICE:
             if not all(isinstance(c, str) and c for c in listed(MOST_CHOICES, 1)(value, name)):
                 raise bad(name, "must be a list of texts that are not empty")
-            return Constraint(name, form, value)
-        return Constraint(name, form, kind(str)(value, name))
+        else:
+            kind(str)(value, name)
+        return Constraint(name, form, value)
 
     return read
 
 
 def _schema(value: Any, name: str) -> dict[str, Any]:
-    if isinstance(value, str):
-        try:
-            value = parsed(value.encode())
-        except (Refused, UnicodeError) as e:
-            why = (
-                e.message.replace("the body", "the text") if isinstance(e, Refused) else "no UTF-8"
-            )
-            raise bad(name, why) from None
+    try:
+        value = parsed(value.encode()) if isinstance(value, str) else value
+    except Refused as e:
+        raise bad(name, e.message.replace("the body", "the text")) from None
+    except UnicodeError:
+        raise bad(name, "no UTF-8") from None
     found: dict[str, Any] = kind(dict)(value, name)
     return found
 
@@ -344,7 +338,7 @@ def _unsupported(*neutral: Any, way: str = "leave it out") -> Read:
 
     def read(value: Any, name: str) -> None:
         if not any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
-            raise missing(name, f"{_found(value)} is not supported: {way}")
+            raise missing(name, f"{kind_of(value)} ({shown(value)}) is not supported: {way}")
 
     return read
 
@@ -360,6 +354,14 @@ def _messages(value: Any, name: str) -> list[Any]:
     return found
 
 
+_FOREIGN = yaml.safe_load(Path(__file__).with_name("foreign_fields.yaml").read_text())
+#: field of another server -> its neutral values, and the way out
+REFUSED: Mapping[str, tuple[list[Any], str]] = {
+    name: (neutral, group["way"])
+    for group in _FOREIGN["refused"]
+    for name, neutral in group["neutral"].items()
+}
+HARMLESS = frozenset(_FOREIGN["harmless"])
 _COUNT = whole(1, (1 << 31) - 1)
 COMMON: Mapping[str, Read] = {
     "model": kind(str),
@@ -384,7 +386,7 @@ COMMON: Mapping[str, Read] = {
     "cache_salt": kind(str),
     "cache_prompt": kind(bool),
     **CONSTRAINTS,
-    **{name: _unsupported(*neutral, way=way) for name, neutral, way in refused_fields()},
+    **{name: _unsupported(*neutral, way=way) for name, (neutral, way) in REFUSED.items()},
 }
 CHAT: Mapping[str, Read] = {
     **COMMON,
@@ -419,36 +421,32 @@ def _prompts(value: Any, name: str) -> tuple[Any, ...]:
     return tuple(listed(MOST_PROMPTS, 1)(value, name))
 
 
+_OF_CHATS = _unsupported([], False, "none", {}, way="it is a field of /v1/chat/completions")
 COMPLETIONS: Mapping[str, Read] = {
+    **dict.fromkeys(CHAT.keys() - {"messages"}, _OF_CHATS),
     **COMMON,
     "prompt": _prompts,
     "add_special_tokens": kind(bool),
     "logprobs": whole(0, MOST_TOP),
     "best_of": _COUNT,
 }
-_OF_CHATS = _unsupported([], False, "none", {}, way="it is a field of /v1/chat/completions")
-COMPLETIONS = {**dict.fromkeys(CHAT.keys() - {"messages"}, _OF_CHATS), **COMPLETIONS}
 
 #: of /tokenize, which takes a prompt or a conversation, and of /detokenize
 TOKENIZE: Mapping[str, Read] = {
-    "model": kind(str),
-    "chat_template": COMMON["chat_template"],
+    **{name: COMMON[name] for name in ("model", "chat_template")},
     "prompt": kind(str),
     "add_special_tokens": kind(bool),
     "return_token_strs": _unsupported(False),
 }
+_OF_PROMPTS = (
+    *("messages", "tools", "tool_choice", "chat_template_kwargs", "image_budget", "frames"),
+    *("audio_too_long", "reasoning_effort", "add_generation_prompt", "continue_final_message"),
+)
 TOKENIZE_CHAT: Mapping[str, Read] = {
-    "model": kind(str),
-    "chat_template": COMMON["chat_template"],
-    **{k: CHAT[k] for k in ("messages", "tools", "tool_choice", "chat_template_kwargs")},
-    **{k: CHAT[k] for k in ("image_budget", "frames", "audio_too_long", "reasoning_effort")},
-    **{k: CHAT[k] for k in ("add_generation_prompt", "continue_final_message")},
-    "add_special_tokens": _unsupported(False),
-    "return_token_strs": _unsupported(False),
+    **{k: v for k, v in TOKENIZE.items() if k != "prompt"},
+    **{name: CHAT[name] for name in (*_OF_PROMPTS, "add_special_tokens")},
 }
 DETOKENIZE: Mapping[str, Read] = {"model": kind(str), "tokens": listed(MOST_TOKENS)}
-
-
 #: fields of which a path takes one
 CONTENTS = ("messages", "prompt", "tokens")
 
@@ -476,10 +474,9 @@ def read_fields(body: Mapping[str, Any], table: Mapping[str, Read]) -> dict[str,
 
 
 def _log_unknown(names: Iterable[str]) -> None:
-    for name in sorted({shown(name) for name in names} - _LOGGED):
-        if len(_LOGGED) < MOST_LOGGED:
-            _LOGGED.add(name)
-            log.warning("ignored a request field that is not known: %s", name)
+    for name in sorted({shown(name) for name in names} - _LOGGED)[: MOST_LOGGED - len(_LOGGED)]:
+        _LOGGED.add(name)
+        log.warning("ignored a request field that is not known: %s", name)
 
 
 def _unsaid(name: str, value: Any) -> bool:

@@ -113,16 +113,9 @@ def counted(kind: str, low: str, high: str) -> st.SearchStrategy[dict[str, Any]]
 LEAVES = st.one_of(
     st.sampled_from(["string", "integer", "number", "boolean", "null"]).map(lambda t: {"type": t}),
     counted("string", "minLength", "maxLength"),
-    st.sampled_from(["^[a-c]{2,3}$", "^(x|yy)$", "[0-9x]", "^a", "^b/c", r"^\d+(\.\w)?$"]).map(
-        lambda p: {"type": "string", "pattern": p}
-    ),
     st.sampled_from([*FORMATS]).map(lambda f: {"type": "string", "format": f}),
     limited("integer", "minimum", "maximum"),
-    limited("number", "exclusiveMinimum", "maximum"),
-    limited("number", "minimum", "exclusiveMaximum"),
-    limited("integer", "minimum", "exclusiveMaximum").map(
-        lambda s: s | {"exclusiveMaximum": s["exclusiveMaximum"] + 40, "multipleOf": 7}
-    ),
+    limited("number", "minimum", "maximum"),
     st.lists(VALUES, min_size=1, max_size=4).map(lambda v: {"enum": v}),
     VALUES.map(lambda v: {"const": v}),
     st.lists(st.recursive(VALUES, lambda v: st.lists(v, max_size=2)), max_size=2).map(
@@ -297,19 +290,16 @@ REFUSED: Mapping[str, Any] = {
     "if": {"if": S},
     "nonsense": {"nonsense": 1},
     "format": {"type": "string", "format": "regex"},
-    "pattern": {"type": "string", "pattern": "(?=a)b"},
-    "pattern ": {"type": "string", "pattern": "^a|b$"},
-    "pattern  ": {"type": "string", "pattern": "(a"},
-    "pattern   ": {"type": "string", "pattern": 5},
+    "pattern": {"type": "string", "pattern": "a+"},
     "minLength": {"type": "string", "minLength": -1},
     "maxLength": {"type": "string", "minLength": 3, "maxLength": 2},
     "maxItems": {"type": "array", "maxItems": MOST_COUNTED + 1},
-    "multipleOf": {"type": "number", "multipleOf": 0.1},
-    "multipleOf ": {"type": "integer", "multipleOf": 0},
+    "multipleOf": {"type": "integer", "multipleOf": 2},
     "minimum": {"type": "integer", "minimum": "1"},
-    "exclusiveMinimum": {"type": "integer", "exclusiveMinimum": True},
+    "exclusiveMinimum": {"type": "integer", "exclusiveMinimum": 1},
+    "exclusiveMaximum": {"type": "integer", "exclusiveMaximum": 1},
     "limits": {"type": "integer", "minimum": 3, "maximum": 2},
-    "limits ": {"type": "number", "minimum": 3, "exclusiveMaximum": 3},
+    "limits ": {"type": "number", "minimum": 3, "maximum": 2.5},
     "items": {"type": "array", "items": [S]},
     "enum": {"type": "integer", "enum": ["a"]},
     "maxLength ": {"enum": ["a"], "maxLength": 3},
@@ -324,7 +314,6 @@ REFUSED: Mapping[str, Any] = {
     "allows nothing": {"anyOf": [False]},
     "<turn|>": {"enum": ["a", "b<turn|>"]},
     '<|"|>': {"properties": {'<|"|>': S}},
-    "<|turn>": {"type": "string", "pattern": r"^<\|turn>$"},
 }
 
 
@@ -350,12 +339,8 @@ def test_keywords_of_functions_that_are_not_strict(keyword: str) -> None:
 
 
 ONE_OF = [
-    [S, {"type": "integer"}],
-    [{"const": 1}, {"enum": [2, True]}],
-    [
-        {"type": "object", "properties": {"k": {"const": v}, "v": t}, "required": ["k", "v"]}
-        for v, t in (("a", S), ("b", {"type": "number"}))
-    ],
+    [S, {"type": "integer", "maximum": 9}],
+    [{"type": "object", "properties": {"k": S}}, {"type": "array", "items": S}, {"type": "null"}],
 ]
 
 

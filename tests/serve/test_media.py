@@ -22,8 +22,7 @@ from g4ir.chat.messages import Medium
 from g4ir.engine.load import load_engine
 from g4ir.errors import InputError
 from g4ir.serve import media_fetch
-from g4ir.serve.media import setting
-from g4ir.serve.media_fetch import Fetching, Sources, is_public
+from g4ir.serve.media_fetch import Fetching, Sources, is_public, setting
 from tests.serve.running import NAME, Running, chat_engine, eventually, running
 
 SECONDS = 0.6
