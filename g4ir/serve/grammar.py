@@ -67,30 +67,6 @@ class Grammars:
             raise Refused(400, message, param="messages")
         return held
 
-    def _grammar(self, c: Constraint) -> str:
-        if c.kind == JSON:
-            return str(_llguidance().LLMatcher.grammar_from_json_schema(self._schema(c)))
-        texts = c.value if c.kind == CHOICE else [c.value]
-        self._check_texts((re.sub(r"\\(.)", r"\1", t) for t in texts), c.field)
-        if sum(map(len, texts)) > (MOST_GBNF if c.kind == GRAMMAR else LARGEST):
-            raise bad(c.field, "is too long")
-        if c.kind == CHOICE:
-            return "start: " + " | ".join(json.dumps(t, ensure_ascii=False) for t in texts)
-        if c.kind == REGEX:  # the whole text is matched, so outer anchors say nothing
-            whole = re.sub(r"(?<!\\)((?:\\\\)*)\$$", r"\1", c.value.removeprefix("^"))
-            return str(_llguidance().LLMatcher.grammar_from_regex(whole))
-        try:
-            return str(_llguidance().grammar_from("grammar", c.value))
-        except (ValueError, RecursionError) as e:
-            raise bad(c.field, f"is no grammar in Lark or GBNF: {str(e)[:200]}") from None
-
-    def _schema(self, c: Constraint) -> str:
-        check_finite(c.value, c.field)
-        text = json.dumps(self._spaced(c))
-        if len(text) > LARGEST:
-            raise bad(c.field, f"the schema has more than {LARGEST} characters")
-        return text
-
     def calls(
         self,
         functions: Sequence[Called],
@@ -112,10 +88,33 @@ class Grammars:
         text = grammar_of(functions, controls, many=False)
         return LazyMask(self._matcher(text, "tools"), "tools", controls[CALL], controls[CALL_END])
 
-    def _spaced(self, c: Constraint) -> dict[str, Any]:
-        """Return a schema whose JSON has at most one blank, or one new line, between two words."""
+    def _grammar(self, c: Constraint) -> str:
+        library = _llguidance()
+        if c.kind == JSON:
+            return str(library.LLMatcher.grammar_from_json_schema(self._schema(c)))
+        texts = c.value if c.kind == CHOICE else [c.value]
+        self._check_texts((re.sub(r"\\(.)", r"\1", t) for t in texts), c.field)
+        if sum(map(len, texts)) > (MOST_GBNF if c.kind == GRAMMAR else LARGEST):
+            raise bad(c.field, "is too long")
+        if c.kind == CHOICE:
+            return "start: " + " | ".join(json.dumps(t, ensure_ascii=False) for t in texts)
+        if c.kind == REGEX:  # the whole text is matched, so outer anchors say nothing
+            whole = re.sub(r"(?<!\\)((?:\\\\)*)\$$", r"\1", c.value.removeprefix("^"))
+            return str(library.LLMatcher.grammar_from_regex(whole))
+        try:
+            return str(library.grammar_from("grammar", c.value))
+        except (ValueError, RecursionError) as e:
+            raise bad(c.field, f"is no grammar in Lark or GBNF: {str(e)[:200]}") from None
+
+    def _schema(self, c: Constraint) -> str:
+        """Return the text of a schema whose JSON has at most one blank, or one new line, between
+        two words."""
+        check_finite(c.value, c.field)
         self._check_texts(texts_of(c.value), c.field)
-        return {**c.value, "x-guidance": {"whitespace_pattern": "( |\\n {0,24})"}}
+        text = json.dumps({**c.value, "x-guidance": {"whitespace_pattern": "( |\\n {0,24})"}})
+        if len(text) > LARGEST:
+            raise bad(c.field, f"the schema has more than {LARGEST} characters")
+        return text
 
     def _check_texts(self, texts: Iterable[str], field: str) -> None:
         """Refuse a text that llguidance would take for a control token."""
@@ -249,10 +248,8 @@ def _said(error: str) -> str:
 
 
 def _set(words: Any, token: int, value: bool) -> None:
-    at, bit = divmod(token, 32)
-    one = np.uint32(1 << bit)
-    view = words.view(np.uint32)
-    view[at] = view[at] | one if value else view[at] & ~one
+    view, one = words.view(np.uint32), np.uint32(1 << token % 32)
+    view[token // 32] = view[token // 32] | one if value else view[token // 32] & ~one
 
 
 def _llguidance() -> Any:
@@ -269,7 +266,13 @@ def _llguidance() -> Any:
 def check_finite(schema: Mapping[str, Any], field: str) -> None:
     """Refuse a schema if a part of it, which an answer could begin, has no finite value. Parts that
     are known to end are found in rounds, until a round finds none."""
-    parts = _parts(schema)
+    parts: dict[int, Mapping[str, Any]] = {}
+    waiting: list[Any] = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping) and id(part) not in parts:
+            parts[id(part)] = part
+            waiting += _inner(part, schema)
     order, ends = [*parts.values()], set[int]()
     for _ in range(MOST_ROUNDS):
         before = len(ends)
@@ -284,28 +287,16 @@ def check_finite(schema: Mapping[str, Any], field: str) -> None:
         raise bad(field, f"the schema has no value that ends: {shown(named)} leads round to itself")
 
 
-def _parts(schema: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-    """Return all schemas that a value can meet, by identity."""
-    found: dict[int, Mapping[str, Any]] = {}
-    waiting: list[Any] = [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, Mapping) and id(part) not in found:
-            found[id(part)] = part
-            waiting += _inner(part, schema)
-    return found
-
-
 def _listed(part: Mapping[str, Any], *keys: str) -> list[Any]:
     found = [part.get(key) for key in keys]
     return [x for f in found for x in (f if isinstance(f, list) else [])]
 
 
 def _inner(part: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the schemas that the values of a schema meet."""
     yield from _listed(part, "allOf", "anyOf", "oneOf", "prefixItems", "items")
-    yield from (part.get(key) for key in ("items", "additionalProperties"))
-    for key in ("properties", "patternProperties"):
-        held = part.get(key)
+    yield from (part.get("items"), part.get("additionalProperties"))
+    for held in (part.get("properties"), part.get("patternProperties")):
         yield from held.values() if isinstance(held, Mapping) else ()
     if "$ref" in part:
         yield target(root, part["$ref"])
@@ -320,10 +311,8 @@ def _ends(part: Mapping[str, Any], root: Mapping[str, Any], ends: Collection[int
     needed = _listed(part, "allOf")
     if "$ref" in part:
         needed.append(target(root, part["$ref"]))
-    if part.get("type") in ("object", ["object"]):
-        members = part.get("properties")
-        members = members if isinstance(members, Mapping) else {}
-        needed += [members.get(name) for name in _listed(part, "required")]
+    if part.get("type") in ("object", ["object"]) and isinstance(part.get("properties"), Mapping):
+        needed += [part["properties"].get(name) for name in _listed(part, "required")]
     if part.get("type") in ("array", ["array"]) and part.get("minItems"):
         needed += [part.get("items"), *_listed(part, "prefixItems")]
     unions = [u for key in ("anyOf", "oneOf") if (u := _listed(part, key))]

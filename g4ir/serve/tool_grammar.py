@@ -24,12 +24,11 @@ from .http_errors import Refused, missing
 
 #: keywords that say nothing about a value, beside those of chat.tools
 SILENT = NOTES | {"description", "default", "readOnly", "writeOnly", "discriminator"}
-LIMITS = ("minimum", "maximum")
 #: type -> the keywords that say something about its values
 OF_KIND: Mapping[str, tuple[str, ...]] = {
     "string": ("minLength", "maxLength", "format"),
-    "integer": LIMITS,
-    "number": LIMITS,
+    "integer": ("minimum", "maximum"),
+    "number": ("minimum", "maximum"),
     "array": ("items", "minItems", "maxItems"),
     "object": ("properties", "required", "additionalProperties"),
 }
@@ -42,10 +41,11 @@ MOST_NUMBER = 10**18 - 1
 #: how deep a value may lie of which nothing is said
 ANY_DEPTH = 4
 
-_INTEGER = "/-?(0|[1-9][0-9]{0,17})/"
-_NUMBER = r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,2})?/"
-_COMMA = ' "," '
-_KEY = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
+_NUMBERS = {
+    "integer": "/-?(0|[1-9][0-9]{0,17})/",
+    "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,2})?/",
+}
+_COMMA, _KEY = ' "," ', "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 _DAY = (
     "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
     "|02-(0[1-9]|1[0-9]|2[0-8]))"
@@ -106,14 +106,11 @@ def grammar_of(
         raise missing("tools", f"the tokenizer of this model has no {absent}: it makes no calls")
     rules = _Rules({c: f"<[{i}]>" for c, i in controls.items()})
     begin, end = rules.marks[CALL], rules.marks[CALL_END]
-    forms = [_form(rules, f) for f in functions]
-    call = rules.rule(f'{begin} "call:" ({" | ".join(forms)}) {end}')
-    start = f"{call}+" if many else call
-    if content is not None:
-        start += f" | %json {content}"
-    return "\n".join(
-        [f"start: {start}", *(f"{name}: {body}" for body, name in rules.names.items())]
-    )
+    forms = " | ".join(_form(rules, f) for f in functions)
+    call = rules.rule(f'{begin} "call:" ({forms}) {end}')
+    start = (f"{call}+" if many else call) + (f" | %json {content}" if content else "")
+    lines = [f"{name}: {body}" for body, name in rules.names.items()]
+    return "\n".join([f"start: {start}", *lines])
 
 
 def _form(rules: _Rules, function: Called) -> str:
@@ -169,8 +166,7 @@ class _Rules:
 
     def string(self, inner: str) -> str:
         """Return a string with something inside."""
-        quote = self.marks[QUOTE]
-        return self.rule(f"{quote} {inner} {quote}")
+        return self.rule(f"{self.marks[QUOTE]} {inner} {self.marks[QUOTE]}")
 
     def plain(self, text: str) -> str:
         """Return a text that is given. Where only one text can follow, llguidance takes a control
@@ -181,9 +177,7 @@ class _Rules:
 
     def key(self, name: str) -> str:
         """Return what stands before a value: its name, bare where that can be read back."""
-        if is_bare_key(name):
-            return self.plain(f"{name}:")
-        return f'{self.literal(name)} ":"'
+        return self.plain(f"{name}:") if is_bare_key(name) else f'{self.literal(name)} ":"'
 
     def literal(self, value: Any) -> str:
         """Return the one form of a value."""
@@ -198,8 +192,8 @@ class _Rules:
 
     def anything(self, depth: int = ANY_DEPTH) -> str:
         """Return any value, of limited depth."""
-        text = self.string(f"{self.terminal('/(?s:.+)/')}?")
-        plain = f'{text} | {self.terminal(_NUMBER)} | "true" | "false" | "null"'
+        text, number = self.terminal("/(?s:.+)/"), self.terminal(_NUMBERS["number"])
+        plain = f'{self.string(f"{text}?")} | {number} | "true" | "false" | "null"'
         if not depth:
             return self.rule(plain)
         inner = self.anything(depth - 1)
@@ -220,7 +214,7 @@ class _Rules:
 
 
 class _Schema:
-    """The schema of one function. Each method returns the name of a rule."""
+    """The schema of one function. Each method returns the name of a rule; `refs` led to a node."""
 
     def __init__(self, rules: _Rules, root: Mapping[str, Any]) -> None:
         self.rules, self.root = rules, root
@@ -238,12 +232,17 @@ class _Schema:
         return f"{json.dumps(function.name)} {arguments}"
 
     def value(self, given: Any, where: str, refs: tuple[str, ...]) -> str:
-        """Return the values of a schema to which references led."""
+        """Return the values of a schema."""
         given = {} if given is True else given
         if not isinstance(given, Mapping):
             raise refused(where, "allows nothing" if given is False else "must be a schema")
         node, refs = self._flat(given, where, refs)
-        self._check(node, where)
+        self.rules.count += 1
+        if self.rules.count > MOST_SCHEMAS:
+            raise refused(where, "the schemas of all tools are too large for one grammar")
+        known = SILENT | OF_ANY | {*FORMS}
+        if odd := next((k for k in node if k not in known and not k.startswith("x-")), None):
+            raise refused(f"{where}.{odd}", "this keyword is not supported; leave it out")
         if "anyOf" in node or "oneOf" in node:
             found = self._union(node, where, refs)
         elif "const" in node or "enum" in node:
@@ -253,14 +252,6 @@ class _Schema:
         else:
             return self.rules.anything()
         return self.rules.rule(" | ".join(found + ['"null"'] * (node.get("nullable") is True)))
-
-    def _check(self, node: Mapping[str, Any], where: str) -> None:
-        self.rules.count += 1
-        if self.rules.count > MOST_SCHEMAS:
-            raise refused(where, "the schemas of all tools are too large for one grammar")
-        for key in node:
-            if not (key in SILENT or key in OF_ANY or key in FORMS or key.startswith("x-")):
-                raise refused(f"{where}.{key}", "this keyword is not supported; leave it out")
 
     # --- references and unions ----------------------------------------------------------------
 
@@ -291,17 +282,21 @@ class _Schema:
         outer = {k: v for k, v in node.items() if k == "type"}
         forms = [_merged(outer, form, where) for form in node[name]]
         if name == "oneOf":
-            kinds = [_types(self._flat(form, where, refs)[0]) for form in forms]
-            if any(a & b for a, b in combinations(kinds, 2)):
+            flat = [self._flat(form, where, refs)[0] for form in forms]
+            kinds = [
+                {*(_kinds(f) or TYPES), *(["null"] if f.get("nullable") else [])} for f in flat
+            ]
+            if any(a & b or (a | b) >= {"integer", "number"} for a, b in combinations(kinds, 2)):
                 raise refused(where, "two of its forms have the same type; give anyOf")
         return [self.value(f, f"{where}[{i}]", refs) for i, f in enumerate(forms)]
 
     def _listed(self, node: Mapping[str, Any], where: str) -> list[str]:
         name = "const" if "const" in node else "enum"
-        kinds = _kinds(node, inferred=False)
-        limits = {k for kind in kinds or OF_KIND for k in OF_KIND.get(kind, ())}
-        if beside := min(node.keys() & (limits | {"const", "enum"}) - {name}, default=None):
-            raise refused(f"{where}.{beside}", f"is not supported beside {name}")
+        beside = node.keys() - SILENT - {name, "nullable", "type"}
+        if kinds := _kinds(node, inferred=False):  # keywords of other types say nothing
+            beside &= {"const", "enum", *(k for kind in kinds for k in OF_KIND.get(kind, ()))}
+        if beside:
+            raise refused(f"{where}.{min(beside)}", f"is not supported beside {name}")
         values = [node[name]] if name == "const" else node[name]
         fit = [v for v in values if not kinds or any(_is(v, k) for k in kinds)]
         if not fit:
@@ -315,35 +310,32 @@ class _Schema:
         if most == 0:
             return self.rules.string("")
         held = [f"/(?s:.{{{max(least, 1)},{'' if most is None else most}}})/"]
-        empty = not least
         if (form := node.get("format")) is not None:
             if form not in FORMATS:
                 raise refused(f"{where}.format", f"{shown(form)} is not supported; leave it out")
             held.append(f"/{FORMATS[form]}/")
-            empty = False
-        return self.rules.string(self.rules.terminal(*held) + "?" * empty)
+        empty = "" if least or form is not None else "?"
+        return self.rules.string(self.rules.terminal(*held) + empty)
 
-    def _integer(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
-        return self._limited(node, where, "integer", _INTEGER)
-
-    def _number(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
-        return self._limited(node, where, "number", _NUMBER)
-
-    def _limited(self, node: Mapping[str, Any], where: str, kind: str, free: str) -> str:
-        given = {key: node[key] for key in LIMITS if key in node}
+    def _number(
+        self, node: Mapping[str, Any], where: str, refs: tuple[str, ...], kind: str = "number"
+    ) -> str:
+        given = {key: node[key] for key in OF_KIND[kind] if key in node}
         if not given:
-            return self.rules.terminal(free)
+            return self.rules.terminal(_NUMBERS[kind])
         if wrong := next((key for key, v in given.items() if not _is(v, "number")), None):
             raise refused(f"{where}.{wrong}", f"must be a number, found {shown(node[wrong])}")
-        low = max(node.get("minimum", -MOST_NUMBER), -MOST_NUMBER)
-        high = min(node.get("maximum", MOST_NUMBER), MOST_NUMBER)
+        low = max(given.get("minimum", -MOST_NUMBER), -MOST_NUMBER)
+        high = min(given.get("maximum", MOST_NUMBER), MOST_NUMBER)
         if kind == "integer":
             low, high = math.ceil(low), math.floor(high)
         if low > high:
             raise refused(where, "its limits leave no number")
-        return self.rules.rule(
-            "%json " + json.dumps({"type": kind, "minimum": low, "maximum": high})
-        )
+        limits = {"type": kind, "minimum": low, "maximum": high}
+        return self.rules.rule("%json " + json.dumps(limits))
+
+    def _integer(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
+        return self._number(node, where, refs, "integer")
 
     def _boolean(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
         return '"true" | "false"'
@@ -368,23 +360,17 @@ class _Schema:
             known.setdefault(name, more)
         if not known and more is not False:
             return self.rules.mapping(self.value(more, f"{where}.additionalProperties", refs))
-        entries = []
-        for name, inner in known.items():
-            if inner is not False or name in required:
-                value = self.value(inner, f"{where}.properties.{name}", refs)
-                entries.append((f"{self.rules.key(name)} {value}", name in required))
-        return self._members(entries)
-
-    def _members(self, entries: Sequence[tuple[str, bool]]) -> str:
-        """Return an object whose members come in order, each there or, unless required, not. Of
-        what may follow there are two rules: for the first member, and behind one."""
+        # Members come in order, each there or, unless required, not. Of what may follow there are
+        # two rules: for the first member, and behind one.
         first = behind = self.rules.rule('""')
-        for entry, needed in reversed(entries):
-            member = self.rules.rule(entry)
-            first, behind = (
-                self.rules.rule(f"{member} {behind}" + f" | {first}" * (not needed)),
-                self.rules.rule(f'"," {member} {behind}' + f" | {behind}" * (not needed)),
-            )
+        for name, inner in reversed(known.items()):
+            if inner is False and name not in required:
+                continue
+            value = self.value(inner, f"{where}.properties.{name}", refs)
+            member = self.rules.rule(f"{self.rules.key(name)} {value}")
+            left, right = ("", "") if name in required else (f" | {first}", f" | {behind}")
+            first = self.rules.rule(f"{member} {behind}{left}")
+            behind = self.rules.rule(f'"," {member} {behind}{right}')
         return self.rules.rule(f'"{{" {first} "}}"')
 
 
@@ -414,9 +400,9 @@ def _is(value: Any, kind: str) -> bool:
 
 def _merged(node: Mapping[str, Any], part: Any, where: str) -> dict[str, Any]:
     """Return the intersection of two schemas whose keywords do not meet."""
+    if part is True:
+        return dict(node)
     if not isinstance(part, Mapping):
-        if part is True:
-            return dict(node)
         raise refused(where, "allows nothing")
     said = node.keys() - SILENT
     if "additionalProperties" in {*node, *part} and said & part.keys() & {"properties"}:
@@ -433,21 +419,12 @@ def _merged(node: Mapping[str, Any], part: Any, where: str) -> dict[str, Any]:
     return out
 
 
-def _types(node: Mapping[str, Any]) -> set[str]:
-    """Return the types that a schema allows, whole numbers as numbers."""
-    kinds = {"number" if k == "integer" else k for k in _kinds(node) or TYPES}
-    return kinds | ({"null"} if node.get("nullable") else set())
-
-
 def _counts(node: Mapping[str, Any], low: str, high: str, where: str) -> tuple[int, int | None]:
     for key in {low, high} & node.keys():
-        value = node[key]
-        if not _is(value, "integer") or not 0 <= value <= MOST_COUNTED:
-            raise refused(
-                f"{where}.{key}", f"must be a whole number of 0 to {MOST_COUNTED}, found {value!r}"
-            )
-    least = int(node.get(low, 0))
-    most = int(node[high]) if high in node else None
+        if not _is(node[key], "integer") or not 0 <= node[key] <= MOST_COUNTED:
+            what = f"must be a whole number of 0 to {MOST_COUNTED}, found {node[key]!r}"
+            raise refused(f"{where}.{key}", what)
+    least, most = int(node.get(low, 0)), int(node[high]) if high in node else None
     if most is not None and most < least:
         raise refused(f"{where}.{high}", f"is less than {low}")
     return least, most
