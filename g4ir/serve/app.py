@@ -241,7 +241,7 @@ class Server:
         asked = await self._prepared(request, prepared)
         running = Running(self, asked, request)
         await run_in_threadpool(running.submit, service)
-        if asked.stream:
+        if asked.fields.get("stream"):
             return Streamed(running)
         try:
             return _json(await running.whole())
