@@ -58,6 +58,7 @@ LARGE = 1 << 18
 NOT_READ = "the answer was not read in time, and was cancelled"
 Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
+Made = Callable[[Prompts, dict[str, Any]], T]
 
 
 @dataclass
@@ -88,10 +89,9 @@ class Server:
         prompts.vocabulary.longest  # noqa: B018  # an engine without a tokenizer is refused here
         prompts.grammars.prepare()
         self.prompts = prompts
-        self.service = self.metrics.service = AsyncEngine(
-            engine, self.settings, self.scheduler_config
-        )
-        return self.service
+        service = AsyncEngine(engine, self.settings, self.scheduler_config)
+        self.service = self.metrics.service = service
+        return service
 
     def app(self) -> Starlette:
         """Return the application of ASGI."""
@@ -201,9 +201,7 @@ class Server:
             raise later(503, "engine_ended", "the engine has ended; start the server again")
         return self.prompts, self.service
 
-    async def read(
-        self, request: Request, made: Callable[[Prompts, dict[str, Any]], dict[str, Any]]
-    ) -> Response:
+    async def read(self, request: Request, made: Made[dict[str, Any]]) -> Response:
         """Answer what a body is made into: ids, or their text."""
         return _json(await self._prepared(request, made))
 
@@ -220,7 +218,7 @@ class Server:
         self._check_model(fields.get("model"))
         return fields
 
-    async def _prepared(self, request: Request, made: Callable[[Prompts, dict[str, Any]], T]) -> T:
+    async def _prepared(self, request: Request, made: Made[T]) -> T:
         """Return what a thread makes of a body: of large ones one at a time, so that what they
         take in memory and time does not grow with their number."""
         prompts, _ = self._ready()
@@ -285,9 +283,8 @@ class Running:
                 last[event.index] = now
             if self._queue.qsize() < settings.unread:
                 since = now
-            elif now - since > settings.slow_s:
-                for stream in self.streams:
-                    stream.cancel(BY_SLOWNESS)
+            for stream in self.streams if now - since > settings.slow_s else ():
+                stream.cancel(BY_SLOWNESS)
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (first + event.index, event))
 
         return forward
@@ -347,28 +344,27 @@ class Running:
     async def stream(self) -> AsyncIterator[str]:
         """Yield the answer as events of a stream, and an error as the last of them."""
         try:
-            async for text in self._pieces():
-                yield text
+            async for value in self._pieces():
+                yield f"data: {_text(value)}\n\n" if value else ": keepalive\n\n"
+            yield "data: [DONE]\n\n"
         except Exception as e:
             hidden = str(self.server.prompts and self.server.prompts.engine.path)
             said = refusal(e, self.asked.fields, hidden)
             yield f"data: {_text(said.body())}\n\n"
 
-    async def _pieces(self) -> AsyncIterator[str]:
+    async def _pieces(self) -> AsyncIterator[dict[str, Any] | None]:
+        """Yield the chunks, and None where nothing was said for long."""
         for chunk in self.form.first(len(self.answers)):
-            yield f"data: {_text(chunk)}\n\n"
+            yield chunk
         spoke = time.monotonic()
         async for item in self._events():
             chunks = self.form.chunks(item[0], self._take(*item)) if item else []
-            for chunk in chunks:
-                yield f"data: {_text(chunk)}\n\n"
-            if not chunks and time.monotonic() - spoke >= ALIVE_S:
-                yield ": keepalive\n\n"
+            silent = not chunks and time.monotonic() - spoke >= ALIVE_S
+            for chunk in [None] if silent else chunks:
+                yield chunk
                 spoke = time.monotonic()
-            spoke = time.monotonic() if chunks else spoke
         if self.asked.fields.get("stream_options"):
-            yield f"data: {_text(self.form.last(self._usage()))}\n\n"
-        yield "data: [DONE]\n\n"
+            yield self.form.last(self._usage())
 
 
 class Streamed(StreamingResponse):

@@ -84,12 +84,12 @@ class Fetching:
 
     def read(self, url: str, where: str) -> bytes:
         """Return the bytes at an address. InputError where it may not be asked, or fails."""
-        try:
-            found = urlsplit(url) if len(url) <= LONGEST_URL else None
-            port = found.port if found else None
-        except ValueError:
-            found = port = None
-        if found is None or found.scheme not in (*PORTS, "file") or not url.isprintable():
+        found = port = None
+        with contextlib.suppress(ValueError):
+            if len(url) <= LONGEST_URL and url.isprintable():
+                parts = urlsplit(url)
+                found, port = parts, parts.port
+        if found is None or found.scheme not in (*PORTS, "file"):
             raise InputError(
                 f"{where}: must be a data URL in base64, such as data:image/png;base64,..., or an "
                 f"address of http, https or file that this server may read"
@@ -98,8 +98,10 @@ class Fetching:
         self.left -= len(raw)
         return raw
 
-    def _too_large(self, where: str) -> InputError:
-        return InputError(f"{where}: the media have more than {self.sources.most} bytes together")
+    def _check_size(self, size: int, where: str) -> None:
+        if size > self.left:
+            most = f"{self.sources.most} bytes together"
+            raise InputError(f"{where}: the media have more than {most}")
 
     # --- files --------------------------------------------------------------------------------
 
@@ -122,8 +124,7 @@ class Fetching:
                 raw = file.read(self.left + 1)
         except (OSError, RuntimeError):
             raise refused from None
-        if len(raw) > self.left:
-            raise self._too_large(where)
+        self._check_size(len(raw), where)
         return raw
 
     # --- hosts --------------------------------------------------------------------------------
@@ -166,17 +167,14 @@ class Fetching:
                 raise InputError(f"{where}: {name} answered {answer.status}{moved}")
             if answer.getheader("Content-Encoding", "identity") != "identity":
                 raise InputError(f"{where}: {name} answered in an encoding that was not asked for")
-            if (answer.length or 0) > self.left:
-                raise self._too_large(where)
-            parts, size = [], 0
+            self._check_size(answer.length or 0, where)
+            out = bytearray()
             while part := answer.read(_PIECE):
-                parts.append(part)
-                size += len(part)
-                if size > self.left:
-                    raise self._too_large(where)
+                out += part
+                self._check_size(len(out), where)
         if answer.length or time.monotonic() >= self.end:
             raise OSError("the answer was cut")
-        return b"".join(parts)
+        return bytes(out)
 
     @contextlib.contextmanager
     def _connected(
@@ -186,18 +184,16 @@ class Fetching:
         left = self.end - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        plain = socket.create_connection((address, port), left)
-        held = _Held(plain)
+        held = _Held(socket.create_connection((address, port), left))
         timer = threading.Timer(max(self.end - time.monotonic(), 0), held.cut)
         timer.daemon = True
         timer.start()
+        connection = http.client.HTTPConnection(name, port)
         try:
-            connection = http.client.HTTPConnection(name, port)
             if scheme == "https":
                 connection = http.client.HTTPSConnection(name, port)
-                context = ssl.create_default_context()
-                held.socket = context.wrap_socket(
-                    plain, server_hostname=name, do_handshake_on_connect=False
+                held.socket = ssl.create_default_context().wrap_socket(
+                    held.socket, server_hostname=name, do_handshake_on_connect=False
                 )
                 held.socket.do_handshake()
             connection.sock = held.socket
@@ -224,7 +220,6 @@ class _Held:
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close it."""
         with self.lock:
             self.socket.close()
 
@@ -232,12 +227,9 @@ class _Held:
 def is_public(address: str) -> bool:
     """Whether an address is one of the public network."""
     ip = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(ip, ipaddress.IPv6Address):
-        if ip.ipv4_mapped:
-            return is_public(str(ip.ipv4_mapped))
-        if any(ip in network for network in _CARRIERS):
-            return False
-    return ip.is_global and not ip.is_multicast
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped:
+        ip = ip.ipv4_mapped
+    return ip.is_global and not ip.is_multicast and not any(ip in n for n in _CARRIERS)
 
 
 def read_bytes(

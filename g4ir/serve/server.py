@@ -138,10 +138,9 @@ class ServerProcess(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Take the signals that end a server; unlike uvicorn, do not raise them again."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {s: signal.signal(s, self.handle_exit) for s in (signal.SIGINT, signal.SIGTERM)}
+        main = threading.current_thread() is threading.main_thread()
+        taken = (signal.SIGINT, signal.SIGTERM) if main else ()
+        before = {s: signal.signal(s, self.handle_exit) for s in taken}
         try:
             yield
         finally:
