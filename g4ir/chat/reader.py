@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -126,7 +127,7 @@ class Reader:
         self._state, self._held, self._opener = START, "", CALL
         self._retries = self._sent = 0
         self._unmarked_reasoning = thinking is not False
-        self._said: list[Event] = []
+        self._texts = defaultdict[str, list[str]](list)  # by kind, of all that was said
         self._new: list[Event] = []
         self._read: list[dict[str, Any]] = []
         self._over = False
@@ -167,23 +168,20 @@ class Reader:
             reason = "stop"
         if reason == "stop" and self._read:
             reason = "tool_calls"
-        texts = {
-            kind: "".join(e.text for e in self._said if e.kind == kind)
-            for kind in ("thought", "content")
-        }
-        last = tuple(self._new)
-        return Answer(texts["thought"], texts["content"], self._read, reason, last)
+        reasoning, content = self._texts["thought"], self._texts["content"]
+        return Answer("".join(reasoning), "".join(content), self._read, reason, (*self._new,))
 
     # --- the machine --------------------------------------------------------------------------
 
     def _begin(self, tail: str) -> None:
+        """Go to the state in which a prompt ends."""
         marked = Lexer().feed(tail)
         at = marked.rfind(_CHANNEL)
         if at >= 0 and not MARK.search(marked, at + 1):
             self._run(marked[at:])
         elif marked.endswith(_CHANNEL_END):
             self._state = CONTENT
-        self._said.clear()
+        self._texts.clear()
         self._new = []
 
     def _take(self, marked: str) -> list[Event]:
@@ -247,16 +245,12 @@ class Reader:
         """Reasoning may be named before it begins, and the name may be all of an opener that is
         left."""
         opened = self._state == OPENING
-        if (opened or self._unmarked_reasoning) and THOUGHT.startswith(run):
+        named = opened or self._unmarked_reasoning
+        if named and run != THOUGHT and THOUGHT.startswith(run):
             self._held = run
-            if run == THOUGHT:
-                self._state, self._held = THINKING, ""
-        elif (opened or self._unmarked_reasoning) and run.startswith(THOUGHT):
+        elif opened or (named and run.startswith(THOUGHT)):
             self._state = THINKING
-            self._think(run[len(THOUGHT) :])
-        elif opened:
-            self._state = THINKING
-            self._think(run)
+            self._think(run.removeprefix(THOUGHT))
         else:
             self._state = CONTENT
             self._say("content", run)
@@ -394,14 +388,14 @@ class Reader:
             self._send(text[self._sent :])
         name, index = self._body.name, len(self._read)
         self._read.append({"name": name, "arguments": text if arguments is None else arguments})
-        self._put(Event("call", text, name, arguments, index, self._sent > 0))
+        self._new.append(Event("call", text, name, arguments, index, self._sent > 0))
         self._state = BEHIND
 
     def _send(self, piece: str) -> None:
         if piece:
             self._emit("content", self._stops.rest())
             name = None if self._sent else self._body.name
-            self._put(Event(ARGUMENTS, piece, name, None, len(self._read)))
+            self._new.append(Event(ARGUMENTS, piece, name, None, len(self._read)))
             self._sent += len(piece)
 
     # --- events -------------------------------------------------------------------------------
@@ -415,11 +409,8 @@ class Reader:
 
     def _emit(self, kind: str, text: str) -> None:
         if text:
-            self._put(Event(kind, text))
-
-    def _put(self, event: Event) -> None:
-        self._new.append(event)
-        self._said.append(event)
+            self._new.append(Event(kind, text))
+            self._texts[kind].append(text)
 
 
 class Stops:
@@ -435,8 +426,7 @@ class Stops:
         for i, text in enumerate(strings):
             if not isinstance(text, str) or not 0 < len(text) <= LONGEST_STOP:
                 raise InputError(f"stop[{i}]: must be a text of 1 to {LONGEST_STOP} characters")
-        self._strings = strings
-        self._borders = [_borders(text) for text in strings]
+        self._strings = [(text, _borders(text)) for text in strings]
         self._known = [0] * len(strings)
         self._held = ""
         self.hit = False
@@ -447,22 +437,22 @@ class Stops:
             return "" if self.hit else text
         text, start = self._held + text, len(self._held)
         for at in range(start, len(text)):
-            ended = [s for i, s in enumerate(self._strings) if self._more(i, text[at])]
-            if ended:
+            if longest := max(self._ended(i, text[at]) for i in range(len(self._strings))):
                 self.hit, self._held = True, ""
-                return text[: at + 1 - max(map(len, ended))]
+                return text[: at + 1 - longest]
         certain = len(text) - max(self._known)
         self._held = text[certain:]
         return text[:certain]
 
-    def _more(self, i: int, character: str) -> bool:
-        """Take a character for one string; return whether it is complete."""
-        text, known = self._strings[i], self._known[i]
+    def _ended(self, i: int, character: str) -> int:
+        """Take a character for one string; return its length if it is complete."""
+        (text, borders), known = self._strings[i], self._known[i]
         while known and text[known] != character:
-            known = self._borders[i][known - 1]
+            known = borders[known - 1]
         known += text[known] == character
-        self._known[i] = known if known < len(text) else 0
-        return known == len(text)
+        complete = known == len(text)
+        self._known[i] = 0 if complete else known
+        return known * complete
 
     def rest(self) -> str:
         """Return what was held back, where content ends or something else comes between."""
