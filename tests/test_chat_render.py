@@ -158,14 +158,14 @@ def test_a_checkpoint_brings_its_own(tmp_path: Path) -> None:
     assert Template.open(tmp_path).form == "large"
 
 
-@pytest.mark.parametrize("given", ["{{ messages[0].content }}", [{"name": "default"}]])
-def test_the_config_may_hold_the_template(tmp_path: Path, given: Any) -> None:
-    if isinstance(given, list):
-        given = [{"name": "other", "template": "x"}, {**given[0], "template": "D"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
-    template = Template.open(tmp_path)
-    assert template.origin.endswith("tokenizer_config.json") and template.note is None
-    assert render(HI, None, template) == ("Hi" if isinstance(given, str) else "D")
+def test_the_config_may_hold_the_template(tmp_path: Path) -> None:
+    named = [{"name": "other", "template": "x"}, {"name": "default", "template": "D"}]
+    for given_template, text in (("{{ messages[0].content }}", "Hi"), (named, "D")):
+        config = json.dumps({"chat_template": given_template})
+        (tmp_path / "tokenizer_config.json").write_text(config)
+        template = Template.open(tmp_path)
+        assert template.origin.endswith("tokenizer_config.json") and template.note is None
+        assert render(HI, None, template) == text
 
 
 def test_without_a_template_the_built_in_form_is_used_and_said(tmp_path: Path) -> None:
