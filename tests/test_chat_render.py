@@ -27,33 +27,10 @@ TABLES = yaml.safe_load((FOLDER / "render.yaml").read_text())
 EMPTY = "<|channel>thought\n<channel|>"
 HI = [{"role": "user", "content": "Hi"}]
 
-# A template of our own with what published ones do: trimming, thoughts taken out of history, keys
-# sorted, answers behind calls.
-OWN = """
-{%- macro value(v) -%}
-{%- if v is string %}<|"|>{{ v }}<|"|>
-{%- elif v is mapping %}{
-{%- for key, inner in v | dictsort %}{{ key }}:{{ value(inner) }}{{ "," if not loop.last }}
-{%- endfor %}}
-{%- else %}{{ v | tojson }}{% endif -%}
-{%- endmacro -%}
-{{ bos_token }}{% for m in messages if m.role != "tool" -%}
-<|turn>{{ "model" if m.role == "assistant" else m.role }}
-{% for call in m.tool_calls or [] -%}
-<|tool_call>call:{{ call.function.name }}{{ value(call.function.arguments) }}<tool_call|>
-{%- endfor -%}
-{%- if m.tool_calls %}{% for a in messages if a.role == "tool" -%}
-<|tool_response>response:{{ a.name }}{value:{{ value(a.content) }}}<tool_response|>
-{%- endfor %}{% endif -%}
-{%- if m.content is string %}
-{%- for part in m.content.split("<channel|>") %}{{ part.split("<|channel>")[0] | trim }}{% endfor %}
-{%- else %}{% for part in m.content or [] %}
-{{- part.text | trim if part.type == "text" else "<|" ~ part.type ~ "|>" }}{% endfor %}{% endif -%}
-<turn|>
-{% endfor -%}
-{%- if add_generation_prompt %}<|turn>model
-{% endif -%}
-"""
+#: a template with what published ones do: trimming, thoughts taken out of history, keys sorted,
+#: answers behind calls; and one without the role `tool`, answers in the message that called
+OWN, OLDER = ((FOLDER / f"{name}.jinja").read_text() for name in ("own", "older"))
+REFUSING = "{% for m in messages %}{{ raise_exception('role') if m.role == 'tool' }}{% endfor %}"
 
 
 def own(source: str = OWN) -> Template:
@@ -70,30 +47,11 @@ def test_published_prompts(case: dict[str, Any], form: str) -> None:
     assert found == case["text"] + (EMPTY if form == "large" and "large" in case else "")
 
 
-def test_a_turn_that_was_closed_is_followed_by_a_new_one() -> None:
-    """A text beside a call, whose answer ends the prompt."""
-    messages = [
-        *HI,
-        {"role": "assistant", "content": "Wait.", "tool_calls": [call("f", "a")]},
-        {"role": "tool", "tool_call_id": "a", "content": "1"},
-    ]
-    assert render(messages).endswith("Wait.<turn|>\n<|turn>model\n")
-    assert render(messages, form="large").endswith(f"Wait.<turn|>\n<|turn>model\n{EMPTY}")
-    assert render(messages, add_generation_prompt=False).endswith("Wait.<turn|>\n")
-
-
-def test_thoughts_of_earlier_turns_are_kept_on_demand() -> None:
-    messages = [
-        *HI,
-        {"role": "assistant", "reasoning_content": "Why.", "tool_calls": [call("f", "a")]},
-        {"role": "tool", "tool_call_id": "a", "content": "1"},
-        {"role": "assistant", "content": "Yo."},
-        *HI,
-    ]
-    assert "Why." not in render(messages)
-    assert "<|channel>thought\nWhy.\n<channel|><|tool_call>" in render(
-        messages, preserve_thinking=True
-    )
+@pytest.mark.parametrize(("messages", "options", "text"), TABLES["has"])
+def test_parts_of_prompts(messages: Any, options: dict[str, Any], text: str) -> None:
+    found = render(messages, **options)
+    assert text in found and (options.get("preserve_thinking") or "Why." not in found)
+    assert not text.endswith("\n") or found.endswith(text)
 
 
 def call(name: str, id: str | None = None, arguments: Any = "{}") -> dict[str, Any]:
@@ -101,17 +59,9 @@ def call(name: str, id: str | None = None, arguments: Any = "{}") -> dict[str, A
     return out if id is None else out | {"id": id}
 
 
-def test_arguments_come_as_text_or_decoded() -> None:
-    for arguments in ('{"b": 1e3, "A": [null, "x"]}', {"b": 1000.0, "A": [None, "x"]}):
-        messages = [*HI, {"role": "assistant", "tool_calls": [call("f", "a", arguments)]}]
-        assert 'call:f{A:[null,<|"|>x<|"|>],b:1000.0}' in render(messages)
-
-
 def test_texts_beside_each_other_keep_their_spaces() -> None:
     parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "world "}]
-    messages = [{"role": "user", "content": parts}]
-    assert "Helloworld<turn|>" in render(messages)  # what published templates make of it
-    assert "Hello world<turn|>" in make_prompt(messages).text
+    assert "Hello world<turn|>" in make_prompt([{"role": "user", "content": parts}]).text
 
 
 def test_an_answer_is_continued() -> None:
@@ -239,18 +189,6 @@ def test_templates_render_as_transformers_renders_them() -> None:
     for source in TABLES["peers"]:
         ((wanted,), _) = utils.render_jinja_template([HI], chat_template=source)
         assert render(HI, None, own(source)) == wanted, source
-
-
-#: as the first published template did: no role `tool`, answers in the message that called
-OLDER = """{{ bos_token }}{% for m in messages %}<|turn>{{ m.role }}
-{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name }}{}<tool_call|>{% endfor %}
-{%- for r in m.tool_responses or [] -%}
-<|tool_response>response:{{ r.name }}{value:<|"|>{{ r.response }}<|"|>}<tool_response|>
-{%- endfor %}{{ m.content if m.content is string else "" }}
-{%- if not m.tool_responses or m.content %}<turn|>
-{% endif %}{% endfor %}{% if add_generation_prompt %}<|turn>model
-{% endif %}"""
-REFUSING = "{% for m in messages %}{{ raise_exception('role') if m.role == 'tool' }}{% endfor %}"
 
 
 @pytest.mark.parametrize("source", [OLDER, REFUSING + OLDER])
