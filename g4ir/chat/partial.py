@@ -14,37 +14,18 @@ import json
 import re
 from dataclasses import dataclass
 
-from .special_tokens import (
-    CALL,
-    CALL_END,
-    CHANNEL,
-    END_MARKS,
-    MARK,
-    MARKS,
-    QUOTE,
-    spelled,
-)
-from .values import (
-    CLOSERS,
-    MOST_DEPTH,
-    Schema,
-    Unreadable,
-    is_text,
-    items,
-    properties,
-    read_key,
-    read_value,
-    takes_text,
-)
+from . import special_tokens as control
+from . import values
 
-_CALL, _CALL_END, _QUOTE = MARKS[CALL], MARKS[CALL_END], MARKS[QUOTE]
+_CALL, _CALL_END = control.MARKS[control.CALL], control.MARKS[control.CALL_END]
+_QUOTE = control.MARKS[control.QUOTE]
 #: what a call cannot have outside of strings
-_BREAKS = frozenset({_CALL, _CALL_END, MARKS[CHANNEL], *END_MARKS})
-_OUTSIDE = re.compile(rf"[{{}}()\[\],:=\"]|{MARK.pattern}")
-_IN_STRING = re.compile(rf'["\\]|{MARK.pattern}')
+_BREAKS = frozenset({_CALL, _CALL_END, control.MARKS[control.CHANNEL], *control.END_MARKS})
+_OUTSIDE = re.compile(rf"[{{}}()\[\],:=\"]|{control.MARK.pattern}")
+_IN_STRING = re.compile(rf'["\\]|{control.MARK.pattern}')
 #: what a string may end with that is not its own if it is never closed, and how much is held back
 _TAIL, LONGEST_TAIL = re.compile(r"[\s)}]*\Z"), 256
-_CLOSERS = {**CLOSERS, "[": "]"}
+_CLOSERS = {**values.CLOSERS, "[": "]"}
 #: characters of final text from which arguments are streamed; a shorter call may still be none
 FEWEST_STREAMED = 32
 
@@ -57,7 +38,7 @@ class _Open:
     """An object or a list that is open, and how many elements it has."""
 
     opener: str
-    schema: Schema
+    schema: values.Schema
     count: int = 0
 
     def comma(self) -> str:
@@ -70,9 +51,9 @@ class CallBody:
     """The arguments of one call, which has begun with `head`. `plain`: a control token of calls
     ends it even inside of a string."""
 
-    def __init__(self, head: str, name: str, schema: Schema, plain: bool) -> None:
+    def __init__(self, head: str, name: str, schema: values.Schema, plain: bool) -> None:
         self.name, self._parts, self._plain = name, [head], plain
-        self._opener, self._last = head[-1], CLOSERS[head[-1]]
+        self._opener, self._last = head[-1], values.CLOSERS[head[-1]]
         self._depth, self._fresh = 1, True
         self._quote = ""  # what closes the string that is open
         self._skip = self._closed = False
@@ -82,7 +63,7 @@ class CallBody:
         self._open = list[_Open]()
         self._raw = list[str]()  # of a key or value that has not ended
         self._held, self._frozen = "", list[str]()  # of an open string
-        self._keys = {*properties(schema)}
+        self._keys = {*values.properties(schema)}
         self._next = _keys_behind_commas(self._keys)
         self._schema, self._place = schema, VALUE  # of what comes next
         self._push(self._opener)
@@ -109,7 +90,7 @@ class CallBody:
 
     def as_written(self, body: str) -> str:
         """Return the final JSON, and what follows it in a body as it was written."""
-        return self.json + spelled(body[self._taken :])
+        return self.json + control.spelled(body[self._taken :])
 
     def new_json(self) -> str:
         """Return the JSON that became final since the last time."""
@@ -123,8 +104,8 @@ class CallBody:
         if self._place == TEXT:
             self._cut()
         elif self._place == VALUE and raw.startswith('"'):
-            self._emit(self._comma() + spelled(raw))
-        elif self._place == VALUE and raw and _QUOTE not in raw and is_text(self._schema):
+            self._emit(self._comma() + control.spelled(raw))
+        elif self._place == VALUE and raw and _QUOTE not in raw and values.is_text(self._schema):
             self._emit(f'{self._comma()}"')
             self._say(raw)
         return None if self._place == DEAF else self.json
@@ -224,7 +205,7 @@ class CallBody:
     def _begin_string(self, quote: str) -> None:
         if self._pending or self._place not in (KEY, VALUE):
             self._place = DEAF
-        elif self._place == VALUE and quote == _QUOTE and takes_text(self._schema):
+        elif self._place == VALUE and quote == _QUOTE and values.takes_text(self._schema):
             self._emit(self._comma() + '"')
             self._place, self._raw = TEXT, []
         else:
@@ -232,14 +213,14 @@ class CallBody:
 
     def _key(self) -> None:
         try:
-            key = read_key("".join(self._raw))
-        except Unreadable:
+            key = values.read_key("".join(self._raw))
+        except values.Unreadable:
             self._place = DEAF
             return
         top = self._open[-1]
         self._emit(f"{top.comma()}{json.dumps(key, ensure_ascii=False)}: ")
         self._raw, self._place = [], VALUE
-        self._schema = properties(top.schema).get(key, {})
+        self._schema = values.properties(top.schema).get(key, {})
         if len(self._open) == 1 and key in self._keys:
             self._keys.discard(key)
             self._next = _keys_behind_commas(self._keys)
@@ -251,8 +232,8 @@ class CallBody:
 
     def _value(self, terminator: str) -> None:
         try:
-            value = read_value("".join(self._raw), self._schema, self._last)
-        except Unreadable:
+            value = values.read_value("".join(self._raw), self._schema, self._last)
+        except values.Unreadable:
             self._place = DEAF
             return
         text = json.dumps(value, ensure_ascii=False)
@@ -274,12 +255,12 @@ class CallBody:
             self._emit("]" if top.opener == "[" else "}")
             self._place = AFTER
         elif top.opener == "[":
-            self._place, self._schema = VALUE, items(top.schema)
+            self._place, self._schema = VALUE, values.items(top.schema)
         else:
             self._place = KEY
 
     def _push(self, opener: str) -> None:
-        if len(self._open) >= MOST_DEPTH:
+        if len(self._open) >= values.MOST_DEPTH:
             self._place = DEAF
             return
         comma = self._comma() if self._open else ""
@@ -287,7 +268,7 @@ class CallBody:
         self._open.append(_Open(opener, self._schema))
         self._raw, self._place = [], KEY
         if opener == "[":
-            self._place, self._schema = VALUE, items(self._schema)
+            self._place, self._schema = VALUE, values.items(self._schema)
 
     def _cut(self) -> None:
         """Make the text of an open string final."""
@@ -301,7 +282,7 @@ class CallBody:
             self._frozen.append(text)
             return
         text = self._held + text
-        mark, key = MARK.search(text), self._next.search(text) if self._next else None
+        mark, key = control.MARK.search(text), self._next.search(text) if self._next else None
         cut, end = min(_tail(text), self._begun_key(text)), len(text)
         if key:
             cut, end = len(text[: key.start()].rstrip()), key.start()
@@ -323,7 +304,7 @@ class CallBody:
         if text:
             self._said += len(text)
             behind = len(self._held) + sum(map(len, self._frozen))
-            self._emit(json.dumps(spelled(text), ensure_ascii=False)[1:-1], behind)
+            self._emit(json.dumps(control.spelled(text), ensure_ascii=False)[1:-1], behind)
 
     def _emit(self, text: str, behind: int = 0) -> None:
         """Make JSON final; the last `behind` characters of the call are not part of it."""

@@ -24,29 +24,15 @@ from typing import Any
 
 from g4ir.errors import InputError
 
+from . import special_tokens as control
 from .partial import CallBody
 from .prompt import Piece
-from .special_tokens import (
-    CALL,
-    CALL_END,
-    CHANNEL,
-    CHANNEL_END,
-    END_MARKS,
-    MARK,
-    MARKS,
-    MODEL,
-    THOUGHT,
-    TURN,
-    Lexer,
-    spelled,
-    whole,
-)
 from .tools import lower, read_tools
 from .values import Schemas, begins_head, head_name, read_call
 
-_CALL, _CALL_END = MARKS[CALL], MARKS[CALL_END]
-_CHANNEL, _CHANNEL_END = MARKS[CHANNEL], MARKS[CHANNEL_END]
-_NAME = THOUGHT.rstrip("\n")
+_CALL, _CALL_END = control.MARKS[control.CALL], control.MARKS[control.CALL_END]
+_CHANNEL, _CHANNEL_END = control.MARKS[control.CHANNEL], control.MARKS[control.CHANNEL_END]
+_NAME = control.THOUGHT.rstrip("\n")
 #: stop strings of a request, and characters of one
 MOST_STOPS, LONGEST_STOP = 64, 4096
 #: how often an answer is read again behind a call that was none
@@ -59,7 +45,7 @@ ARGUMENTS = "arguments"
 _WORD = "call:"
 _BRACE = re.compile("[{(]")
 #: what ends a call whose last string was never closed
-_ENDS = re.compile(f"[{_CALL}{_CALL_END}{''.join(END_MARKS)}]")
+_ENDS = re.compile(f"[{_CALL}{_CALL_END}{''.join(control.END_MARKS)}]")
 
 #: where the machine is
 START, CONTENT, OPENING, THINKING, HEAD, BODY, BEHIND, BAD = range(8)
@@ -111,7 +97,7 @@ class Reader:
     def __init__(
         self,
         tools: Any = None,
-        prompt_tail: str = TURN + MODEL,
+        prompt_tail: str = control.TURN + control.MODEL,
         stop: str | Sequence[str] | None = (),
         *,
         calls: bool = True,
@@ -123,8 +109,8 @@ class Reader:
         }
         self._stops = Stops(stop)
         self._calls = calls
-        self._lexer = Lexer()
-        self._state, self._held, self._opener = START, "", CALL
+        self._lexer = control.Lexer()
+        self._state, self._held, self._opener = START, "", control.CALL
         self._retries = self._sent = 0
         self._unmarked_reasoning = thinking is not False
         self._texts = defaultdict[str, list[str]](list)  # by kind, of all that was said
@@ -151,7 +137,8 @@ class Reader:
     def feed_tokens(self, pieces: Iterable[Piece]) -> list[Event]:
         """Take pieces of which each says whether it is a control token; text that looks like one is
         text."""
-        marked = [MARKS.get(p.text, "") if p.control else whole(p.text) for p in pieces]
+        marks, whole = control.MARKS, control.whole
+        marked = [marks.get(p.text, "") if p.control else whole(p.text) for p in pieces]
         return self._take(self._lexer.rest() + "".join(marked))
 
     def finish(self, reason: str = "stop") -> Answer:
@@ -175,9 +162,9 @@ class Reader:
 
     def _begin(self, tail: str) -> None:
         """Go to the state in which a prompt ends."""
-        marked = Lexer().feed(tail)
+        marked = control.Lexer().feed(tail)
         at = marked.rfind(_CHANNEL)
-        if at >= 0 and not MARK.search(marked, at + 1):
+        if at >= 0 and not control.MARK.search(marked, at + 1):
             self._run(marked[at:])
         elif marked.endswith(_CHANNEL_END):
             self._state = CONTENT
@@ -203,13 +190,13 @@ class Reader:
                         waiting.append(text[at:])
                         text, at = again, 0
                     continue
-                found = MARK.search(text, at)
+                found = control.MARK.search(text, at)
                 end = found.start() if found else len(text)
                 if end > at:
                     self._over = False
                     at = self._text(text, at, end)
                 elif found:
-                    self._over = found[0] in END_MARKS
+                    self._over = found[0] in control.END_MARKS
                     self._mark(found[0])
                     at += 1
 
@@ -246,11 +233,11 @@ class Reader:
         left."""
         opened = self._state == OPENING
         named = opened or self._unmarked_reasoning
-        if named and run != THOUGHT and THOUGHT.startswith(run):
+        if named and run != control.THOUGHT and control.THOUGHT.startswith(run):
             self._held = run
-        elif opened or (named and run.startswith(THOUGHT)):
+        elif opened or (named and run.startswith(control.THOUGHT)):
             self._state = THINKING
-            self._think(run.removeprefix(THOUGHT))
+            self._think(run.removeprefix(control.THOUGHT))
         else:
             self._state = CONTENT
             self._say("content", run)
@@ -278,16 +265,16 @@ class Reader:
     def _mark(self, mark: str) -> None:
         if self._state == HEAD:
             self._give_up(mark)
-        elif self._state == BAD and mark not in (_CALL, _CHANNEL, *END_MARKS):
-            self._say("content", spelled(mark))
+        elif self._state == BAD and mark not in (_CALL, _CHANNEL, *control.END_MARKS):
+            self._say("content", control.spelled(mark))
             self._state = CONTENT if mark == _CALL_END else BAD
         elif mark == _CHANNEL:
             self._release()
             self._state = OPENING
         elif mark == _CALL and self._calls:
             self._close()
-            self._state, self._opener = HEAD, CALL
-        elif mark in (_CHANNEL_END, _CALL_END, *END_MARKS):
+            self._state, self._opener = HEAD, control.CALL
+        elif mark in (_CHANNEL_END, _CALL_END, *control.END_MARKS):
             self._close(mark)
 
     def _close(self, mark: str = _CALL) -> None:
@@ -339,7 +326,7 @@ class Reader:
             self._say("content", self._opener + held)
         self._state = BAD if held.strip() else CONTENT
         if mark == _CALL:
-            self._state, self._opener = HEAD, CALL
+            self._state, self._opener = HEAD, control.CALL
         elif mark:
             self._mark(mark)
 
@@ -378,7 +365,7 @@ class Reader:
         elif text:
             self._end_call(text, read)
         else:
-            self._say("content", self._opener + spelled(body))
+            self._say("content", self._opener + control.spelled(body))
             self._state = BAD
 
     def _end_call(self, text: str, arguments: dict[str, Any] | None) -> None:

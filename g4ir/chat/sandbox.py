@@ -35,8 +35,8 @@ class Sandbox:
     def render(self, source: str, name: str, variables: Mapping[str, Any]) -> str:
         """Return the text of a template. TemplateError if it raises or exceeds a limit, TypeError
         or ValueError for variables that are not JSON."""
-        request = {"source": source, "name": name, "variables": variables}
-        request |= {"seconds": MOST_SECONDS, "most": MOST_TEXT}
+        limits = {"seconds": MOST_SECONDS, "most": MOST_TEXT}
+        request = {"source": source, "name": name, "variables": variables, **limits}
         line = json.dumps(request, allow_nan=False)
         with self._lock:
             answer = json.loads(self._answer(line))

@@ -83,7 +83,7 @@ class ResponseFormat:
         parts = [part for said in new for part in self._parts(said)]
         out = [self._chunk(a.index, part, self._logprobs(a)) for part in parts]
         if a.over:
-            part = {"delta": {}} if self.chat else {"text": ""}
+            part: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
             rest = self._logprobs(a) if a.logprobs else None
             out.append(self._chunk(a.index, part, rest, a.finish))
         return out

@@ -354,8 +354,8 @@ class Running:
 
     async def _pieces(self) -> AsyncIterator[dict[str, Any] | None]:
         """Yield the chunks, and None where nothing was said for long."""
-        for chunk in self.form.first(len(self.answers)):
-            yield chunk
+        for first in self.form.first(len(self.answers)):
+            yield first
         spoke = time.monotonic()
         async for item in self._events():
             chunks = self.form.chunks(item[0], self._take(*item)) if item else []
