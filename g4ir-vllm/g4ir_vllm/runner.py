@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from g4ir.chat.special_tokens import TURN
+from g4ir.chat import Vocabulary
 from g4ir.engine.batch import Batch, checked_buckets
 from g4ir.engine.engine import TOKENIZER, Engine
 from g4ir.engine.prefill import Prefiller, PrefillInput
@@ -42,9 +42,9 @@ class Runner:
         self.batch: Batch[Request] = Batch(engine, checked_buckets(None, rows), options.patience)
         self.prefiller = Prefiller(engine, options.prefix_bytes)
         self.requests: dict[str, Request] = {}
-        #: the token that begins a turn, where the tokenizer has it
         has = (engine.path / TOKENIZER).is_file()
-        self._turn: int | None = engine.tokenizer().token_to_id(TURN) if has else None
+        words = Vocabulary(engine.tokenizer()) if has else None
+        self._vocabulary = words if words and words.chats else None
         #: the request in prefill, and its chunks
         self._prompt: tuple[Request, Generator[torch.Tensor | None, None, None]] | None = None
         #: requests whose logits were NaN or infinite; their rows are written over with zeros
@@ -56,13 +56,11 @@ class Runner:
 
     def drop(self, name: str) -> None:
         """Free what a request has, if it is known."""
-        request = self.requests.pop(name, None)
-        if request is None:
-            return
-        if self._prompt and self._prompt[0] is request:
-            self._leave()
-        self.batch.drop(request, zero=name in self.spoiled)
-        self.spoiled.discard(name)
+        if request := self.requests.pop(name, None):
+            if self._prompt and self._prompt[0] is request:
+                self._leave()
+            self.batch.drop(request, zero=name in self.spoiled)
+            self.spoiled.discard(name)
 
     def decode(self, tokens: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Append a token to the row of each; return logits [vocab] of each."""
@@ -102,10 +100,7 @@ class Runner:
             return self._prompt[1]
         self._leave()
         size = self.engine.limits.prefill_chunk
-        # where other prompts are likely to go on in another way: behind the first turn of a
-        # conversation, and before that of the answer
-        turns = [i for i, token in enumerate(request.tokens) if token == self._turn]
-        marks = tuple(dict.fromkeys([*turns[1:2] * (len(turns) > 2), *turns[-1:]]))
+        marks = self._vocabulary.marks(request.tokens, True) if self._vocabulary else ()
         prompt = PrefillInput(request.tokens, marks=marks, reuse=request.reuse)
         chunks = self.prefiller.chunks(prompt, lambda start: start + size)
         self._prompt = request, chunks

@@ -146,15 +146,14 @@ class G4irWorker(WorkerBase):
     def _add(self, request: NewRequestData) -> None:
         s = request.sampling_params
         seeded = s.sampling_type == SamplingType.RANDOM_SEED
+        nothing = {"mm_features": [], "block_ids": (), "num_computed_tokens": 0}
         self.states[request.req_id] = CachedRequestState(
             req_id=request.req_id,
             prompt_token_ids=request.prompt_token_ids,
-            mm_features=[],
             sampling_params=s,
             generator=torch.Generator().manual_seed(s.seed) if seeded else None,
-            block_ids=(),
-            num_computed_tokens=0,
             output_token_ids=[],
+            **nothing,
         )
 
     def _free(self, name: str) -> None:

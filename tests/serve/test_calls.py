@@ -22,7 +22,7 @@ from g4ir.serve.http_errors import Refused
 from g4ir.serve.request_schema import JSON, Constraint
 from g4ir.serve.tool_grammar import FORMATS, called, grammar_of
 from tests.serve.running import Running, chat_tokenizer
-from tests.serve.test_client import SCHEMA, ask, formed, joined
+from tests.serve.test_client import SCHEMA, ask, formed, said
 
 SIZE = 512
 ENDS = ("<eos>", "<turn|>", "<|tool_response>")
@@ -376,29 +376,16 @@ def test_forced_calls(client: openai.OpenAI, name: str, stream: bool, thinking: 
     bias = {"logit_bias": {str(i): 10 for i in range(7, 9)}} if thinking else {}
     given |= {**FORCED[name], **bias, "temperature": 1.2, "seed": 4, "stream": stream}
     got = ask(client, **given, extra_body=body)
-    chunks = [*got] if stream else []
-    ended = 0
-    for i in range(3):
-        if stream:
-            found = joined(chunks, i)
-            finish, content, calls = found["finish"], found["content"], made_calls(found["calls"])
-        else:
-            choice = got.choices[i]
-            finish, content = choice.finish_reason, choice.message.content or ""
-            calls = made_calls(choice.message.tool_calls or [])
-        if finish == "length":
-            continue
-        ended += 1
-        assert finish == "tool_calls" and not content and calls
+    chunks = [*got] if stream else got
+    found = [f for i in range(3) if (f := said(chunks, stream, i))["finish"] != "length"]
+    for f in found:
+        calls = [(c.function.name, c.function.arguments) for c in f["calls"]]
+        assert (f["finish"], f["content"]) == ("tool_calls", "") and calls
         assert len(calls) == 1 or name in ("several", "allowed")
         for function, arguments in calls:
             assert function in {"named": "g", "allowed": "f"}.get(name, "fg")
             jsonschema.validate(json.loads(arguments), schemas[function])
-    assert ended
-
-
-def made_calls(calls: Any) -> list[tuple[str, str]]:
-    return [(call.function.name, call.function.arguments) for call in calls]
+    assert found
 
 
 @pytest.mark.parametrize("word", ["{", "<|tool_call>"])
