@@ -33,6 +33,7 @@ from tests.serve.running import chat_engine
 from tests.talking import CALLING, THINKING, TOOLS, dictate
 
 ROOT = Path(__file__).parents[1]
+CASES = yaml.safe_load((ROOT / "tests" / "chat" / "cli.yaml").read_text())
 WORDS = ["w1_ w2_"]
 WAIT = 60.0
 ROOM = 1024
@@ -68,21 +69,7 @@ def messages(text: str) -> list[str]:
     return out
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("", []),
-        ("a\nb", ["a", "b"]),
-        ("a\r\n\nb\n", ["a", "", "b"]),
-        ("a\\\nb\\\n\nc", ["a\nb\n", "c"]),
-        ("a\\", ["a"]),
-        ('"""a"""\nb', ["a", "b"]),
-        ('"""\na\n\nb\\\n"""\nc', ["a\n\nb\\", "c"]),
-        ('  """a\nb""" c\nd', ["  a\nb c", "d"]),
-        ('/system """a\nb"""', ["/system a\nb"]),
-        ('say """a', ['say """a']),
-    ],
-)
+@pytest.mark.parametrize(("text", "found"), CASES["lines"])
 def test_messages_of_lines(text: str, found: list[str]) -> None:
     assert messages(text) == found
 
@@ -160,7 +147,6 @@ def test_lines_are_answered_as_json(piped: Callable[..., Outcome], tmp_path: Pat
     assert "weather" in done.err  # of /show
 
 
-CASES = yaml.safe_load((ROOT / "tests" / "chat" / "cli.yaml").read_text())
 WRONG: list[tuple[str | bytes, str]] = [
     *CASES["wrong"],
     ("x" * (ROOM + 1), "the context is full"),
@@ -194,32 +180,7 @@ def test_one_wrong_line_ends_with_1(piped: Callable[..., Outcome]) -> None:
 def test_each_command(piped: Callable[..., Outcome], tmp_path: Path) -> None:
     png(tmp_path / "a.png")
     (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
-    lines = [
-        '/system """be\nshort"""',
-        f"/image '{tmp_path}/a.png'",
-        "what is this?",
-        f"/tools {tmp_path}/tools.json",
-        "/think on",
-        "/think 5",
-        "/thoughts hide",
-        "/set temperature 0.5",
-        "/set top_k default",
-        "/set",
-        "/set min_p",
-        "/stats off",
-        f"/save {tmp_path}/talk.json",
-        "/show",
-        "/clear",
-        "/tools off",
-        "/think off",
-        f"/load {tmp_path}/talk.json",
-        "/show",
-        "/system",
-        "/help",
-        "/bye",
-        "/bogus",
-    ]
-    done = piped("\n".join(lines))
+    done = piped(CASES["commands"].replace("TMP", str(tmp_path)))
     assert done.code == 0, done.err
     saved = json.loads((tmp_path / "talk.json").read_text())
     assert [m["role"] for m in saved["messages"]] == ["system", "user", "assistant"]

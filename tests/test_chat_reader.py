@@ -276,24 +276,9 @@ def test_bad_stop_strings(stop: Any) -> None:
 # --- properties -------------------------------------------------------------------------------
 
 ATOMS = st.sampled_from(
-    [
-        *CONTROLS,
-        "call:f{",
-        "call:",
-        "}",
-        "{",
-        "a:",
-        ",",
-        '"',
-        "'",
-        "\\",
-        "thought\n",
-        "\n",
-        " ",
-        "x",
-    ]
-    + ["<|tool", "_call>", "<", "|>", "[", "]", "12", "(", ")"]
-    + [f"{CALL}call:f{{", f"text:{QUOTE}", f"{QUOTE},", ",n:", ", text :", "=", "a long text, " * 4]
+    [*CONTROLS, *"}{,\"'\\\n x<[]()=", "call:f{", "call:", "a:", "thought\n", "<|tool", "_call>"]
+    + ["|>", "12", f"{CALL}call:f{{", f"text:{QUOTE}", f"{QUOTE},", ",n:", ", text :"]
+    + ["a long text, " * 4]
 )
 SOUP = st.lists(ATOMS, max_size=24)
 

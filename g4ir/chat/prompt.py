@@ -173,38 +173,25 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-
-    @cached_property
-    def controls(self) -> dict[str, int]:
-        """String -> id of each control token: what the tokenizer calls special, and what means
-        something in a conversation whatever it calls it."""
-        added = self.tokenizer.get_added_tokens_decoder()
-        return {t.content: i for i, t in added.items() if t.special or t.content in CONTROLS}
+        #: ids to text
+        self.detokenizer = Detokenizer(tokenizer)
+        added = tokenizer.get_added_tokens_decoder().items()
+        #: string -> id of each control token: what the tokenizer calls special, and what means
+        #: something in a conversation whatever it calls it; and the other way round
+        self.controls = {t.content: i for i, t in added if t.special or t.content in CONTROLS}
+        self.strings = {i: text for text, i in self.controls.items()}
+        #: ids behind which a model's turn is over
+        self.ends = frozenset(self.controls[text] for text in ENDS if text in self.controls)
 
     @cached_property
     def longest(self) -> int:
         """Number of characters of the longest token."""
         return longest_token(self.tokenizer)
 
-    @cached_property
-    def strings(self) -> dict[int, str]:
-        """Id -> string of each control token."""
-        return {i: text for text, i in self.controls.items()}
-
-    @cached_property
-    def detokenizer(self) -> Detokenizer:
-        """Ids to text."""
-        return Detokenizer(self.tokenizer)
-
     @property
     def chats(self) -> bool:
         """Whether the tokenizer has the turns of a chat."""
         return {TURN, TURN_END} <= self.controls.keys()
-
-    @cached_property
-    def ends(self) -> frozenset[int]:
-        """Ids behind which a model's turn is over."""
-        return frozenset(self.controls[text] for text in ENDS if text in self.controls)
 
     def marks(self, tokens: Sequence[int], system: bool) -> tuple[int, ...]:
         """Return where other prompts are likely to go on in another way: behind the turn of the
@@ -218,15 +205,12 @@ class Vocabulary:
         `media` are what the placeholders stand for, in order: ids, and texts, which are tokenised
         with those around them. Without it placeholders stay one token each.
         """
-        out, text = list[int](), ""
-        expansions = [*media]
-        left = iter(expansions)
+        out, text, left = list[int](), "", iter(media)
         for piece in prompt.pieces(self.controls):
-            if not piece.control:
-                text += piece.text
-                continue
-            parts: Iterable[int | str] = [self.controls[piece.text]]
-            if expansions and piece.text in PLACEHOLDERS.values():
+            parts: Iterable[int | str] = [piece.text]
+            if piece.control:
+                parts = [self.controls[piece.text]]
+            if piece.control and piece.text in PLACEHOLDERS.values():
                 parts = next(left, parts)
             for part in parts:
                 if isinstance(part, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import http.server
 import io
 import os
@@ -156,58 +157,35 @@ class Site(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         name = self.path.partition("?")[0].strip("/")
-        getattr(self, f"_{name}", self._nothing)()
+        if name in ("endless", "slow"):
+            self._drip(name)
+            return
+        status, raw, headers = {
+            "picture": (200, picture(), {}),
+            "moved": (302, b"", {"Location": "/picture"}),
+            "junk": (200, b"no picture", {}),
+            "packed": (200, picture(), {"Content-Encoding": "gzip"}),
+            "large": (200, b"x" * 9000, {}),
+            "cut": (200, b"x", {"Content-Length": "50"}),
+        }.get(name, (404, b"secret words", {}))
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(raw)), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(raw)
 
     def log_message(self, *_: Any) -> None:
         pass
 
-    def _say(self, status: int, raw: bytes, **headers: str) -> None:
-        self.send_response(status)
-        for key, value in {"Content_Length": str(len(raw)), **headers}.items():
-            self.send_header(key.replace("_", "-"), value)
-        self.end_headers()
-        self.wfile.write(raw)
-
-    def _picture(self) -> None:
-        self._say(200, picture())
-
-    def _nothing(self) -> None:
-        self._say(404, b"secret words")
-
-    def _moved(self) -> None:
-        self._say(302, b"", Location="/picture")
-
-    def _junk(self) -> None:
-        self._say(200, b"no picture")
-
-    def _packed(self) -> None:
-        self._say(200, picture(), Content_Encoding="gzip")
-
-    def _large(self) -> None:
-        self._say(200, b"x" * 9000)
-
-    def _endless(self) -> None:
+    def _drip(self, name: str) -> None:
+        """A body without an end, or a head whose pieces each come in time."""
         self.send_response(200)
-        self.end_headers()
-        try:
-            for _ in range(1000):
-                self.wfile.write(b"x" * 100)
-        except OSError:
-            pass
-
-    def _cut(self) -> None:
-        self._say(200, b"x", Content_Length="50")
-
-    def _slow(self) -> None:
-        self.send_response(200)
-        self.flush_headers()
-        try:
-            for _ in range(60):  # each piece comes in time
-                self.wfile.write(b"X-Slow: 1\r\n")
+        self.end_headers() if name == "endless" else self.flush_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(1000 if name == "endless" else 60):
+                self.wfile.write(b"x" * 100 if name == "endless" else b"X-Slow: 1\r\n")
                 self.wfile.flush()
-                time.sleep(0.05)
-        except OSError:
-            pass
+                time.sleep(0.0 if name == "endless" else 0.05)
 
 
 @pytest.fixture(scope="module")

@@ -378,23 +378,19 @@ def test_noise_is_refused_and_the_server_lives(
 
 
 DEEP = 100_000
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        "[" * DEEP,
-        '{"a":' * DEEP + "1" + "}" * DEEP,
-        '{"a":' + "[" * 80 + "]" * 80 + "}",
-        '{"temperature": 1e999}',
-        '{"seed": ' + "9" * 5000 + "}",
-        '{"a": Infinity}',
-        "",
-        "\x00",
-        '"text"',
-    ],
+NONE = ("[" * DEEP, '{"a":' * DEEP + "1" + "}" * DEEP, '{"a":' + "[" * 80 + "]" * 80 + "}")
+NONE += (
+    '{"temperature": 1e999}',
+    '{"seed": ' + "9" * 5000 + "}",
+    '{"a": Infinity}',
+    "",
+    "\0",
+    '"a"',
 )
-def test_bodies_that_are_no_object(raw: str) -> None:
-    with pytest.raises(Refused) as e:
-        parsed(raw.encode())
-    assert e.value.status == 400 and len(e.value.message) < 300
+
+
+def test_bodies_that_are_no_object() -> None:
+    for raw in NONE:
+        with pytest.raises(Refused) as e:
+            parsed(raw.encode())
+        assert e.value.status == 400 and len(e.value.message) < 300
