@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from . import special_tokens as control
@@ -160,7 +161,7 @@ class CallBody:
             return False
         self._text(found)
         if closes and self._place == VALUE:
-            self._value("")
+            self._read(self._value, "")
         return False
 
     def _outside(self, found: str) -> bool:
@@ -171,10 +172,17 @@ class CallBody:
         self._fresh = found in "{[(,:="
         self._seen += len(found)
         if self._place != DEAF and self._open:
-            self._structure(found)
+            self._read(self._structure, found)
         return self._depth == 0
 
     # --- its JSON -------------------------------------------------------------------------------
+
+    def _read(self, take: Callable[[str], None], found: str) -> None:
+        """Take a token; syntax beside the format ends the stream."""
+        try:
+            take(found)
+        except values.Unreadable:
+            self._place = DEAF
 
     def _text(self, text: str) -> None:
         """Take text without structure."""
@@ -196,7 +204,7 @@ class CallBody:
         elif found in '=:"()':
             self._raw.append(found)
         else:
-            self._place = DEAF
+            raise values.Unreadable
 
     @property
     def _pending(self) -> bool:
@@ -204,20 +212,15 @@ class CallBody:
 
     def _begin_string(self, quote: str) -> None:
         if self._pending or self._place not in (KEY, VALUE):
-            self._place = DEAF
-        elif self._place == VALUE and quote == _QUOTE and values.takes_text(self._schema):
+            raise values.Unreadable
+        if self._place == VALUE and quote == _QUOTE and values.takes_text(self._schema):
             self._emit(self._comma() + '"')
             self._place, self._raw = TEXT, []
         else:
             self._raw.append(quote)
 
     def _key(self) -> None:
-        try:
-            key = values.read_key("".join(self._raw))
-        except values.Unreadable:
-            self._place = DEAF
-            return
-        top = self._open[-1]
+        key, top = values.read_key("".join(self._raw)), self._open[-1]
         self._emit(f"{top.comma()}{json.dumps(key, ensure_ascii=False)}: ")
         self._raw, self._place = [], VALUE
         self._schema = values.properties(top.schema).get(key, {})
@@ -231,13 +234,8 @@ class CallBody:
         return top.comma() if top.opener == "[" else ""
 
     def _value(self, terminator: str) -> None:
-        try:
-            value = values.read_value("".join(self._raw), self._schema, self._last)
-        except values.Unreadable:
-            self._place = DEAF
-            return
-        text = json.dumps(value, ensure_ascii=False)
-        self._emit(self._comma() + text, len(terminator))
+        value = values.read_value("".join(self._raw), self._schema, self._last)
+        self._emit(self._comma() + json.dumps(value, ensure_ascii=False), len(terminator))
         self._raw, self._place = [], AFTER
 
     def _end(self, found: str) -> None:
@@ -247,8 +245,7 @@ class CallBody:
         top = self._open[-1]
         empty = self._place == (VALUE if top.opener == "[" else KEY) and found != ","
         if self._pending or not (self._place == AFTER or empty):
-            self._place = DEAF
-            return
+            raise values.Unreadable
         self._raw = []
         if found != ",":
             self._open.pop()
@@ -261,8 +258,7 @@ class CallBody:
 
     def _push(self, opener: str) -> None:
         if len(self._open) >= values.MOST_DEPTH:
-            self._place = DEAF
-            return
+            raise values.Unreadable
         comma = self._comma() if self._open else ""
         self._emit(comma + ("[" if opener == "[" else "{"))
         self._open.append(_Open(opener, self._schema))
