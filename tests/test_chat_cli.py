@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from g4ir.chat import Event
-from g4ir.chat.special_tokens import CHANNEL, CHANNEL_END
 from g4ir.cli.chat import COMMANDS, Piped, whole
 from g4ir.cli.talking import Screen
 from g4ir.errors import InputError
@@ -33,6 +33,7 @@ from tests.serve.running import chat_engine
 from tests.talking import CALLING, THINKING, TOOLS, dictate
 
 ROOT = Path(__file__).parents[1]
+CASES = yaml.safe_load((ROOT / "tests" / "chat" / "cli.yaml").read_text())
 WORDS = ["w1_ w2_"]
 WAIT = 60.0
 ROOM = 1024
@@ -68,21 +69,7 @@ def messages(text: str) -> list[str]:
     return out
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("", []),
-        ("a\nb", ["a", "b"]),
-        ("a\r\n\nb\n", ["a", "", "b"]),
-        ("a\\\nb\\\n\nc", ["a\nb\n", "c"]),
-        ("a\\", ["a"]),
-        ('"""a"""\nb', ["a", "b"]),
-        ('"""\na\n\nb\\\n"""\nc', ["a\n\nb\\", "c"]),
-        ('  """a\nb""" c\nd', ["  a\nb c", "d"]),
-        ('/system """a\nb"""', ["/system a\nb"]),
-        ('say """a', ['say """a']),
-    ],
-)
+@pytest.mark.parametrize(("text", "found"), CASES["lines"])
 def test_messages_of_lines(text: str, found: list[str]) -> None:
     assert messages(text) == found
 
@@ -160,33 +147,11 @@ def test_lines_are_answered_as_json(piped: Callable[..., Outcome], tmp_path: Pat
     assert "weather" in done.err  # of /show
 
 
-WRONG: tuple[tuple[str | bytes, str], ...] = (
-    ("/bogus", "no command /bogus; /help lists them"),
-    ("/imgae a.png", "did you mean /image?"),
-    ("/image", "/image: give the path"),
-    ("/image none.png", "none.png: no such image file"),
-    ("/image ~nobody-there/a.png", "no such user"),
-    ("/video none.mp4", "none.mp4: no such video file"),
-    ("/tools", "/tools: give a FILE"),
-    ("/tools none.json", "none.json: No such file"),
-    ("/tools WRONG", "wrong.json: is no JSON"),
-    ("/think hard", "/think 'hard': on, off, or a number"),
-    ("/reasoning", "show or hide"),
-    ("/thoughts", "/reasoning '': show or hide"),
-    ("/set warmth", "setting 'warmth': one of"),
-    ("/stats loud", "/stats 'loud': on, short, off"),
-    ("/undo", "there is no message yet"),
-    ("/retry", "there is no message yet"),
-    ("/set warmth 3", "setting 'warmth': one of"),
-    ("/set top_p 3", "top_p 3"),
-    ("/save", "/save: give a FILE"),
-    ("/save none/a.json", "No such file"),
-    ("/load", "/load: give a FILE"),
-    ("/load WRONG", "wrong.json: is no JSON"),
-    ("/load ENGINE", "Is a directory"),
+WRONG: list[tuple[str | bytes, str]] = [
+    *CASES["wrong"],
     ("x" * (ROOM + 1), "the context is full"),
     (b"\xff\xfe", "a line is not UTF-8 at byte 0"),
-)
+]
 
 
 def wrong_line(line: str | bytes, folder: Path, tmp_path: Path) -> bytes:
@@ -207,46 +172,15 @@ def test_what_is_wrong_is_one_line(
     assert done.code == 1 and done.out and "Traceback" not in done.err
 
 
-@pytest.mark.parametrize(("line", "said"), [WRONG[0], *WRONG[-2:]], ids=lambda x: str(x)[:20])
-def test_what_is_wrong_ends_with_1(
-    piped: Callable[..., Outcome], folder: Path, tmp_path: Path, line: str | bytes, said: str
-) -> None:
-    """A single wrong line."""
-    done = piped(wrong_line(line, folder, tmp_path) + b"\nhello\n")
-    errors = [x for x in done.err.splitlines() if "error:" in x]
-    assert len(errors) == 1 and said in errors[0], done.err
+def test_one_wrong_line_ends_with_1(piped: Callable[..., Outcome]) -> None:
+    done = piped("/bogus\nhello\n")
     assert done.code == 1 and done.out and "Traceback" not in done.err
 
 
 def test_each_command(piped: Callable[..., Outcome], tmp_path: Path) -> None:
     png(tmp_path / "a.png")
     (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
-    lines = [
-        '/system """be\nshort"""',
-        f"/image '{tmp_path}/a.png'",
-        "what is this?",
-        f"/tools {tmp_path}/tools.json",
-        "/think on",
-        "/think 5",
-        "/thoughts hide",
-        "/set temperature 0.5",
-        "/set top_k default",
-        "/set",
-        "/set min_p",
-        "/stats off",
-        f"/save {tmp_path}/talk.json",
-        "/show",
-        "/clear",
-        "/tools off",
-        "/think off",
-        f"/load {tmp_path}/talk.json",
-        "/show",
-        "/system",
-        "/help",
-        "/bye",
-        "/bogus",
-    ]
-    done = piped("\n".join(lines))
+    done = piped(CASES["commands"].replace("TMP", str(tmp_path)))
     assert done.code == 0, done.err
     saved = json.loads((tmp_path / "talk.json").read_text())
     assert [m["role"] for m in saved["messages"]] == ["system", "user", "assistant"]
@@ -277,18 +211,9 @@ def test_files_and_settings_of_the_command_line(
     assert json.loads(done.out)["prompt_tokens"] > 64 and done.code == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--think-budget", "3"], "--think-budget is for --think"),
-        (["--think", "--think-budget", "-1"], "--think-budget -1: expected 0"),
-        (["--image", "none.png"], "none.png: no such image file"),
-        (["--tools", "none.json"], "none.json: No such file"),
-        (["--top-p", "7"], "top_p 7"),
-    ],
-)
-def test_wrong_flags(folder: Path, words: list[str], said: str) -> None:
-    assert said in refused("chat", folder, *words)
+@pytest.mark.parametrize(("verb", "words", "said"), CASES["flags"], ids=lambda x: str(x)[:30])
+def test_wrong_flags(folder: Path, verb: str, words: list[str], said: str) -> None:
+    assert said in refused(verb, folder, *words)
 
 
 # --- one message ------------------------------------------------------------------------------
@@ -308,22 +233,6 @@ def test_run_chat(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     image = ("--image", tmp_path / "a.png", "--image-budget", "70", "--max-new-tokens", "2")
     seen = json.loads(g4ir(*one, "--json", *image).out)
     assert seen["prompt_tokens"] > 70 and seen["new_tokens"] == 2
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--tokens", "2,5", "--chat"], "--chat is for --prompt"),
-        (["--prompt", "x", "--system", "y"], "--system is for --chat"),
-        (["--prompt", "x", "--think"], "--think is for --chat"),
-        (["--prompt", "x", "--think-budget", "0"], "--think-budget is for --chat"),
-        (["--prompt", "x" * (ROOM + 1), "--chat"], "the context is full"),
-        (["--prompt", "x", "--chat", "--stop", "9999"], "outside the vocabulary"),
-    ],
-    ids=lambda x: str(x)[:30],
-)
-def test_wrong_flags_of_run(folder: Path, words: list[str], said: str) -> None:
-    assert said in refused("run", folder, *words)
 
 
 def test_a_raw_prompt_is_said_to_be_raw(folder: Path, tmp_path: Path) -> None:
@@ -373,6 +282,13 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
+    def ask(self, text: str, *ends: str) -> None:
+        """Type a line at the prompt, and wait for what is printed."""
+        self.until(">>> ")
+        self.type(f"{text}\r")
+        for end in ends:
+            self.until(end)
+
     def interrupt(self) -> None:
         """Press Ctrl-C at a prompt. Python misses one that comes before its readline waits."""
         time.sleep(0.2)
@@ -409,43 +325,27 @@ def test_a_terminal(at_terminal: Callable[..., Terminal], tmp_path: Path) -> Non
     answers = [THINKING, WORDS, long, WORDS, CALLING, WORDS, CALLING, WORDS]
     t = at_terminal(answers, "--tools", tmp_path / "tools.json")
     t.until("Ctrl-D leaves")
-    t.until(">>> ")
-    t.type("hello\r")
-    t.until("\x1b[2mhm\x1b[0m")
+    t.ask("hello", "\x1b[2mhm\x1b[0m")
     assert "hi €\r\n" in t.until("\x1b[2m")
     assert re.search(r"\d tokens/s; \d+ of \d+ in use$", t.until("\x1b[0m"))
-    t.until(">>> ")
-    t.type('"""one\r')
-    t.until("... ")
+    t.ask('"""one', "... ")
     t.type('two"""\r')
     t.until("w1_ w2_\r\n")
     t.until(">>> ")
     t.type("garbage")
     t.interrupt()  # ends the line alone
-    t.until(">>> ")
-    t.type("tell\r")
-    t.until("w1_w1_w1_")
+    t.ask("tell", "w1_w1_w1_")
     t.type("\x03")  # ends the answer alone
     t.until("in use; interrupted")
-    t.until(">>> ")
-    t.type(f"{UP * 4}\r")  # hello
-    t.until("w1_ w2_\r\n")
-    t.until(">>> ")
-    t.type("rain?\r")
-    t.until('{"name": "weather", "arguments": {"city": "oslo"}}')
+    t.ask(f"{UP * 4}", "w1_ w2_\r\n")  # hello
+    t.ask("rain?", '{"name": "weather", "arguments": {"city": "oslo"}}')
     t.until("weather answers> ")
     t.type('{"degrees": 7}\r')
     t.until("w1_ w2_\r\n")
-    t.until(">>> ")
-    t.type("rain?\r")
-    t.until("weather answers> ")
+    t.ask("rain?", "weather answers> ")
     t.interrupt()  # nobody answers the call
-    t.until(">>> ")
-    t.type("well?\r")
-    t.until("w1_ w2_\r\n")
-    t.until(">>> ")
-    t.type(f"/save {tmp_path}/talk.json\r")
-    t.until(">>> ")
+    t.ask("well?", "w1_ w2_\r\n")
+    t.ask(f"/save {tmp_path}/talk.json", ">>> ")
     t.type("\x04")
     assert t.end() == 0
     saved = json.loads((tmp_path / "talk.json").read_text())["messages"]
@@ -462,30 +362,29 @@ def test_a_terminal(at_terminal: Callable[..., Terminal], tmp_path: Path) -> Non
 PASTE = "\x1b[200~{}\x1b[201~"
 
 
-def test_pasted_lines_are_one_message(at_terminal: Callable[..., Terminal], tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir(mode=0o700)
-    t = at_terminal([WORDS, WORDS, THINKING])
-    t.until(">>> ")
-    t.type(PASTE.format("def f():\r    return 1\r\r/bye") + "\r")
-    t.until("w1_ w2_\r\n")
-    t.until(">>> ")
-    t.type("/stats off\r")
-    t.until(">>> ")
-    t.type("again\r")
-    assert "in use" not in t.until("w1_ w2_\r\n") + t.until(">>> ")
-    t.type("/retry\r")
-    assert "in use" not in t.until("hi €\r\n") + t.until(">>> ")
-    t.type(f"/save {tmp_path}/talk.json\r")
-    t.until(">>> ")
-    t.type("/bye\r")
+def test_pasted_lines_are_one_message_and_history_is_kept(
+    at_terminal: Callable[..., Terminal], tmp_path: Path
+) -> None:
+    """What was typed the last time is there; and thoughts can be hidden."""
+    history = tmp_path / "cache" / "g4ir"
+    history.mkdir(mode=0o700, parents=True)
+    (tmp_path / "cache").chmod(0o700)
+    (history / "chat-history").write_text("from before\n")
+    t = at_terminal([THINKING, WORDS, WORDS, THINKING], "--hide-thoughts")
+    t.ask(UP)
+    before = t.until("hi €\r\n")
+    assert "(thinking)" in before and "hm" not in before and "from before" in before
+    t.ask(PASTE.format("def f():\r    return 1\r\r/bye"), "w1_ w2_\r\n")
+    t.ask("/stats off")
+    t.ask("again")
+    assert "in use" not in t.until("w1_ w2_\r\n")
+    t.ask("/retry")
+    assert "in use" not in t.until("hi €\r\n")
+    t.ask(f"/save {tmp_path}/talk.json")
+    t.ask("/bye")
     assert t.end() == 0
-    saved = json.loads((tmp_path / "talk.json").read_text())["messages"]
-    assert [m["content"] for m in saved] == [
-        "def f():\n    return 1\n\n/bye",
-        "w1_ w2_",
-        "again",
-        "hi €",
-    ]
+    saved = [m["content"] for m in json.loads((tmp_path / "talk.json").read_text())["messages"]]
+    assert saved[2:] == ["def f():\n    return 1\n\n/bye", "w1_ w2_", "again", "hi €"]
 
 
 def test_an_engine_that_cannot_chat_is_refused_before_its_weights_are_loaded(
@@ -501,22 +400,6 @@ def test_an_engine_that_cannot_chat_is_refused_before_its_weights_are_loaded(
         file.unlink()
         said = refused(*words)
         assert "no tokenizer.json" in said and "which a chat needs" in said
-
-
-def test_a_terminal_remembers(at_terminal: Callable[..., Terminal], tmp_path: Path) -> None:
-    """What was typed the last time; and thoughts can be hidden."""
-    history = tmp_path / "cache" / "g4ir"
-    history.mkdir(mode=0o700, parents=True)
-    (tmp_path / "cache").chmod(0o700)
-    (history / "chat-history").write_text("from before\n")
-    t = at_terminal([[CHANNEL, "thought\nhm", CHANNEL_END, "hi"]], "--hide-thoughts")
-    t.until(">>> ")
-    t.type(f"{UP}\r")
-    before = t.until("hi\r\n")
-    assert "(thinking)" in before and "hm" not in before and "from before" in before
-    t.until(">>> ")
-    t.type("/bye\r")
-    assert t.end() == 0
 
 
 def test_the_examples_of_the_guide(

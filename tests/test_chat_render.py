@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers
@@ -20,37 +21,16 @@ from g4ir.chat.special_tokens import CONTROLS
 from g4ir.chat.tools import lower, read_tools
 from g4ir.errors import InputError
 
-CASES = json.loads((Path(__file__).parent / "chat/render.json").read_text())
+FOLDER = Path(__file__).parent / "chat"
+CASES = json.loads((FOLDER / "render.json").read_text())
+TABLES = yaml.safe_load((FOLDER / "render.yaml").read_text())
 EMPTY = "<|channel>thought\n<channel|>"
 HI = [{"role": "user", "content": "Hi"}]
 
-# A template of our own with what published ones do: trimming, thoughts taken out of history, keys
-# sorted, answers behind calls.
-OWN = """
-{%- macro value(v) -%}
-{%- if v is string %}<|"|>{{ v }}<|"|>
-{%- elif v is mapping %}{
-{%- for key, inner in v | dictsort %}{{ key }}:{{ value(inner) }}{{ "," if not loop.last }}
-{%- endfor %}}
-{%- else %}{{ v | tojson }}{% endif -%}
-{%- endmacro -%}
-{{ bos_token }}{% for m in messages if m.role != "tool" -%}
-<|turn>{{ "model" if m.role == "assistant" else m.role }}
-{% for call in m.tool_calls or [] -%}
-<|tool_call>call:{{ call.function.name }}{{ value(call.function.arguments) }}<tool_call|>
-{%- endfor -%}
-{%- if m.tool_calls %}{% for a in messages if a.role == "tool" -%}
-<|tool_response>response:{{ a.name }}{value:{{ value(a.content) }}}<tool_response|>
-{%- endfor %}{% endif -%}
-{%- if m.content is string %}
-{%- for part in m.content.split("<channel|>") %}{{ part.split("<|channel>")[0] | trim }}{% endfor %}
-{%- else %}{% for part in m.content or [] %}
-{{- part.text | trim if part.type == "text" else "<|" ~ part.type ~ "|>" }}{% endfor %}{% endif -%}
-<turn|>
-{% endfor -%}
-{%- if add_generation_prompt %}<|turn>model
-{% endif -%}
-"""
+#: a template with what published ones do: trimming, thoughts taken out of history, keys sorted,
+#: answers behind calls; and one without the role `tool`, answers in the message that called
+OWN, OLDER = ((FOLDER / f"{name}.jinja").read_text() for name in ("own", "older"))
+REFUSING = "{% for m in messages %}{{ raise_exception('role') if m.role == 'tool' }}{% endfor %}"
 
 
 def own(source: str = OWN) -> Template:
@@ -67,30 +47,11 @@ def test_published_prompts(case: dict[str, Any], form: str) -> None:
     assert found == case["text"] + (EMPTY if form == "large" and "large" in case else "")
 
 
-def test_a_turn_that_was_closed_is_followed_by_a_new_one() -> None:
-    """A text beside a call, whose answer ends the prompt."""
-    messages = [
-        *HI,
-        {"role": "assistant", "content": "Wait.", "tool_calls": [call("f", "a")]},
-        {"role": "tool", "tool_call_id": "a", "content": "1"},
-    ]
-    assert render(messages).endswith("Wait.<turn|>\n<|turn>model\n")
-    assert render(messages, form="large").endswith(f"Wait.<turn|>\n<|turn>model\n{EMPTY}")
-    assert render(messages, add_generation_prompt=False).endswith("Wait.<turn|>\n")
-
-
-def test_thoughts_of_earlier_turns_are_kept_on_demand() -> None:
-    messages = [
-        *HI,
-        {"role": "assistant", "reasoning_content": "Why.", "tool_calls": [call("f", "a")]},
-        {"role": "tool", "tool_call_id": "a", "content": "1"},
-        {"role": "assistant", "content": "Yo."},
-        *HI,
-    ]
-    assert "Why." not in render(messages)
-    assert "<|channel>thought\nWhy.\n<channel|><|tool_call>" in render(
-        messages, preserve_thinking=True
-    )
+@pytest.mark.parametrize(("messages", "options", "text"), TABLES["has"])
+def test_parts_of_prompts(messages: Any, options: dict[str, Any], text: str) -> None:
+    found = render(messages, **options)
+    assert text in found and (options.get("preserve_thinking") or "Why." not in found)
+    assert not text.endswith("\n") or found.endswith(text)
 
 
 def call(name: str, id: str | None = None, arguments: Any = "{}") -> dict[str, Any]:
@@ -98,17 +59,9 @@ def call(name: str, id: str | None = None, arguments: Any = "{}") -> dict[str, A
     return out if id is None else out | {"id": id}
 
 
-def test_arguments_come_as_text_or_decoded() -> None:
-    for arguments in ('{"b": 1e3, "A": [null, "x"]}', {"b": 1000.0, "A": [None, "x"]}):
-        messages = [*HI, {"role": "assistant", "tool_calls": [call("f", "a", arguments)]}]
-        assert 'call:f{A:[null,<|"|>x<|"|>],b:1000.0}' in render(messages)
-
-
 def test_texts_beside_each_other_keep_their_spaces() -> None:
     parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "world "}]
-    messages = [{"role": "user", "content": parts}]
-    assert "Helloworld<turn|>" in render(messages)  # what published templates make of it
-    assert "Hello world<turn|>" in make_prompt(messages).text
+    assert "Hello world<turn|>" in make_prompt([{"role": "user", "content": parts}]).text
 
 
 def test_an_answer_is_continued() -> None:
@@ -155,14 +108,14 @@ def test_a_checkpoint_brings_its_own(tmp_path: Path) -> None:
     assert Template.open(tmp_path).form == "large"
 
 
-@pytest.mark.parametrize("given", ["{{ messages[0].content }}", [{"name": "default"}]])
-def test_the_config_may_hold_the_template(tmp_path: Path, given: Any) -> None:
-    if isinstance(given, list):
-        given = [{"name": "other", "template": "x"}, {**given[0], "template": "D"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
-    template = Template.open(tmp_path)
-    assert template.origin.endswith("tokenizer_config.json") and template.note is None
-    assert render(HI, None, template) == ("Hi" if isinstance(given, str) else "D")
+def test_the_config_may_hold_the_template(tmp_path: Path) -> None:
+    named = [{"name": "other", "template": "x"}, {"name": "default", "template": "D"}]
+    for given_template, text in (("{{ messages[0].content }}", "Hi"), (named, "D")):
+        config = json.dumps({"chat_template": given_template})
+        (tmp_path / "tokenizer_config.json").write_text(config)
+        template = Template.open(tmp_path)
+        assert template.origin.endswith("tokenizer_config.json") and template.note is None
+        assert render(HI, None, template) == text
 
 
 def test_without_a_template_the_built_in_form_is_used_and_said(tmp_path: Path) -> None:
@@ -196,64 +149,14 @@ def test_importing_the_room_is_cheap() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def double(start: str, again: str, times: int = 50) -> str:
-    return "{% set x = " + start + " %}" + ("{% set x = " + again + " %}") * times + "{{ x }}"
-
-
-NESTED = "{% for i in range(100000) %}{% for j in range(100000) %}"
-HOSTILE = {
-    "loops": NESTED + "{% endfor %}{% endfor %}",
-    "prints": NESTED + "x" * 200 + "{% endfor %}{% endfor %}",
-    "keeps": "{% set a %}" + NESTED + "x" * 200 + "{% endfor %}{% endfor %}{% endset %}",
-    "recurses": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "branches": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}"
-    "{{ m(60) }}",
-    "long range": "{{ range(10**9) | list }}",
-    "repeats": "{{ 'a' * 10**10 }}",
-    "repeats a list": "{{ [0] * 10**9 }}",
-    "doubles by ~": double("'aaaa'", "x ~ x"),
-    "doubles by +": double("'aaaa'", "x + x"),
-    "doubles by join": double("'aaaa'", "[x, x] | join"),
-    "doubles by a method": double("'aaaa'", "x.replace('a', 'aa')"),
-    "doubles by replace": double("'aaaa'", "x | replace('a', 'aa')"),
-    "nests lists": double("['a']", "[x, x]"),
-    "nests pairs": double("(1, 2)", "(x, x)"),
-    "nests objects": double("{'a': 1}", "{'a': x, 'b': x}"),
-    "nests by dict": double("{'a': 1}", "dict(a=x, b=x)"),
-    "prints a namespace": double("namespace(a=1)", "namespace(a=x, b=x)"),
-    "wide filter": "{{ 'a' | center(10**9) }}",
-    "wide method": "{{ 'a'.center(10**9) }}",
-    "wide format": "{{ '{:>1000000000}'.format(1) }}",
-    "wide percent": "{{ '%1000000000d' % 1 }}",
-    "wide star": "{{ '%*d' % (1000000000, 1) }}",
-    "wide digits": "{{ '%.1000000000f' | format(1) }}",
-    "wide key": "{{ '%(a)1000000000d' % {'a': 1} }}",
-    "wide nested": "{{ '{:{}}'.format('x', 1000000000) }}",
-    "wide map": "{{ '{x:1000000000}'.format_map({'x': 3}) }}",
-    "wide just": "{{ 'a'.ljust(10**9) }}",
-    "wide indent": "{{ 'a' | indent(10**9) }}",
-    "doubles by %": double("'aaaa'", "'%s%s' % (x, x)"),
-    "doubles by format": double("'aaaa'", "'{0}{0}'.format(x)"),
-    "reaches by format": "{{ '{0.x.y}'.format(messages) }}",
-    "power": "{{ (2 ** 62) ** 62 ** 62 }}",
-    "squares": double("9 ** 9", "x * x"),
-    "looks inside": "{{ ''.__class__.__mro__ }}",
-    "reads files": "{% include '/etc/passwd' %}",
-    "changes a list": "{{ messages.append(1) }}",
-    "deep": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
-    "raises": "{{ raise_exception('not like this') }}",
-    "not there": "{{ messages[7].content.text }}",
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", TABLES["hostile"])
 def test_hostile_templates_are_the_callers_error(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.2)
     monkeypatch.setattr(sandbox, "MOST_TEXT", 1 << 18)
     with pytest.raises(InputError, match=r"own\.jinja.*template") as refused:
-        render(HI, None, own(HOSTILE[name]))
+        render(HI, None, own(TABLES["hostile"][name]))
     assert len(str(refused.value)) < 600
     assert render(HI, None, own()).endswith("<|turn>model\n")
 
@@ -281,40 +184,11 @@ def test_templates_have_what_peers_give_them() -> None:
     assert render(HI, None, own(source), extra="E") == '01{"k": "<é>"}4E1-2'
 
 
-#: what training templates and tool templates of checkpoints use, beside the published ones
-PEERS = [
-    "{% for m in messages %}{% generation %}{{ m.content }}\n{% endgeneration %}{% endfor %}!",
-    "{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}{%- endgeneration %}\n{{ a }}",
-    "{% for m in messages %}{% generation %}{% if m %}x{% endif %}{% endgeneration %}{% endfor %}",
-    "{{ '%s: %s' % (messages[0].role, 3) }}",
-    "{{ '%(r)s/%(r)-8s/%(n)05.1f%%' % {'r': messages[0].role, 'n': 2.5} }}",
-    "{{ '%s, %r, %x' % (messages, 'a', 255) }}",
-    "{{ '%s=%s' | format('a', 1) }}{{ '%d' % 7 }}",
-    "{{ '{}: {:>5} {k!r}'.format('a', 1, k='x') }}",
-    "{{ '{:,} {:5.2f}'.format(1234567, 2.5) }}",
-    "{{ messages | tojson(indent=2) | indent(4) }}",
-    "{% set sep = joiner(', ') %}{% for i in [1, 2] %}{{ sep() }}{{ i }}{% endfor %}",
-    "{{ 'x'.ljust(4) }}|{{ '7'.zfill(3) }}|{{ 'a b c' | wordcount }}",
-]
-
-
-@pytest.mark.parametrize("source", PEERS)
-def test_templates_render_as_transformers_renders_them(source: str) -> None:
+def test_templates_render_as_transformers_renders_them() -> None:
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
-    ((wanted,), _) = utils.render_jinja_template([HI], chat_template=source)
-    assert render(HI, None, own(source)) == wanted
-
-
-#: as the first published template did: no role `tool`, answers in the message that called
-OLDER = """{{ bos_token }}{% for m in messages %}<|turn>{{ m.role }}
-{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name }}{}<tool_call|>{% endfor %}
-{%- for r in m.tool_responses or [] -%}
-<|tool_response>response:{{ r.name }}{value:<|"|>{{ r.response }}<|"|>}<tool_response|>
-{%- endfor %}{{ m.content if m.content is string else "" }}
-{%- if not m.tool_responses or m.content %}<turn|>
-{% endif %}{% endfor %}{% if add_generation_prompt %}<|turn>model
-{% endif %}"""
-REFUSING = "{% for m in messages %}{{ raise_exception('role') if m.role == 'tool' }}{% endfor %}"
+    for source in TABLES["peers"]:
+        ((wanted,), _) = utils.render_jinja_template([HI], chat_template=source)
+        assert render(HI, None, own(source)) == wanted, source
 
 
 @pytest.mark.parametrize("source", [OLDER, REFUSING + OLDER])
@@ -477,43 +351,19 @@ def test_every_rare_character_at_once() -> None:
 
 # --- bad messages and tools -------------------------------------------------------------------
 
-DEEP = "[" * 100_000 + "]" * 100_000
-BAD: list[tuple[Any, str, str]] = [
-    ({}, "messages", "a list"),
-    ([], "messages", "empty"),
-    ([123], "messages[0]", "must be an object"),
-    ([{}], "messages[0].role", "must be one of"),
-    ([{"role": 123}], "messages[0].role", "123"),
-    ([{"role": "critic", "content": "x"}], "messages[0].role", "critic"),
-    ([{"role": "user"}], "messages[0].content", "is missing"),
-    ([{"role": "user", "content": 5}], "messages[0].content", "a number"),
-    ([{"role": "user", "content": [{"type": "hologram"}]}], "messages[0].content[0].type", "holo"),
-    ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text", "nothing"),
+DEEP = '{"a":' + "[" * 100_000 + "]" * 100_000 + "}"
+ARGUMENTS = "messages[1].tool_calls[0].function.arguments"
+BAD = [
+    *TABLES["bad_messages"],
     ([{"role": "user", "content": "\ud800"}], "messages", "U+D800"),
-    ([*HI, {"role": "tool", "tool_call_id": "c", "content": "y"}], "messages[1]", "must follow"),
-    ([*HI, {"role": "assistant", "tool_calls": [call("f", "a")]}], "messages[1]", "not run"),
-    ([*HI, {"role": "assistant", "tool_calls": [call("f", "a")]}, *HI], "messages[1]", "no answer"),
-    ([*HI, {"role": "assistant", "tool_calls": {}}], "messages[1].tool_calls", "a list"),
-    ([*HI, {"role": "assistant", "tool_calls": [{}]}], "messages[1].tool_calls[0].function", ""),
-    ([*HI, {"role": "tool", "content": {"a": 1}}], "messages[1].content", "JSON text"),
-]
-BAD += [
-    (
-        [*HI, {"role": "assistant", "tool_calls": [call("f", "a", arguments)]}],
-        "messages[1].tool_calls[0].function.arguments",
-        words,
-    )
-    for arguments, words in [
-        ("[1]", "must be a JSON object"),
-        ('{"a": NaN}', "NaN"),
-        ('{"a": 1e999}', "no value"),
-        ('{"a": 1, "a": 2}', "twice"),
-        ("{", "no JSON"),
-        ('{"a":' + DEEP + "}", "deep"),
-        ('{"a": ' + "9" * 5000 + "}", "no JSON"),
-        ({"a": float("nan")}, "nan"),
-        (7, "a number"),
-    ]
+    *(
+        ([*HI, {"role": "assistant", "tool_calls": [call("f", "a", arguments)]}], ARGUMENTS, words)
+        for arguments, words in (
+            (DEEP, "deep"),
+            ('{"a": ' + "9" * 5000 + "}", "no JSON"),
+            ({"a": float("nan")}, "nan"),
+        )
+    ),
 ]
 
 
@@ -526,20 +376,7 @@ def test_bad_messages_are_named(case: tuple[Any, str, str]) -> None:
     assert message.startswith(f"{place}") and words in message and len(message) < 500
 
 
-ANSWERS: list[tuple[list[str | None], list[dict[str, Any]], str | None]] = [
-    (["a", "b"], [{"tool_call_id": "b"}, {"tool_call_id": "a"}], None),
-    (["a", "b"], [{"tool_call_id": "a"}, {"tool_call_id": "a"}], "no call that waits"),
-    (["a", "b"], [{"tool_call_id": "a"}], "no answer"),
-    (["a"], [{"tool_call_id": "x"}], "no call that waits"),
-    (["a", "a"], [], "same id"),
-    ([None], [{}], None),
-    ([None, None], [{}, {}], "give the id"),
-    (["a"], [{}], "give the id"),
-    (["a"], [{"name": "f0"}], None),
-]
-
-
-@pytest.mark.parametrize("case", ANSWERS, ids=str)
+@pytest.mark.parametrize("case", TABLES["pairs"], ids=str)
 def test_calls_and_answers_are_paired(case: Any) -> None:
     ids, answers, words = case
     calls = [call(f"f{i}", id) for i, id in enumerate(ids)]
@@ -560,56 +397,23 @@ def test_one_form_of_every_message() -> None:
             {"role": "assistant", "content": None, "refusal": "No.", "reasoning": "r"},
         ]
     )
-    assert first.role == "system" and (second.content, second.reasoning) == ("No.", "r")
+    assert first["role"] == "system" and (second["content"], second["reasoning"]) == ("No.", "r")
 
 
 def tool(**function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **function}}
 
 
-BAD_TOOLS: list[tuple[Any, str]] = [
-    ([], "tools: must be a list of tools"),
-    ({}, "tools: must be a list of tools"),
-    ([{"type": "x"}], r"tools\[0\].type"),
-    ([{"type": "function", "function": {}}], r"tools\[0\].function.name"),
-    ([tool(name="a b")], "letters"),
-    ([tool(), tool()], r"tools\[1\].function.name: 'f' is declared twice"),
-    ([tool(description=5)], "description: must be text"),
-    ([tool(parameters=[])], "parameters: must be an object"),
-    ([tool(parameters={"type": "string"})], "parameters.type: must be object"),
-    ([tool(parameters={"properties": {"a": {"type": "text"}}})], "properties.a.type"),
-    ([tool(parameters={"properties": {"a": 5}})], "properties.a: must be an object"),
-    ([tool(parameters={"required": "a"})], "required: must be a list"),
-    ([tool(parameters={"properties": {"a": {"minimum": float("inf")}}})], "no value of JSON"),
-]
-
-
-@pytest.mark.parametrize("case", BAD_TOOLS, ids=lambda case: case[1])
+@pytest.mark.parametrize("case", TABLES["bad_tools"], ids=lambda case: case[1])
 def test_bad_tools_are_named(case: tuple[Any, str]) -> None:
     with pytest.raises(InputError, match=case[1]):
         make_prompt(HI, case[0])
 
 
 T = {"type": "string"}
-LOWERED: list[tuple[Any, Any, list[str]]] = [
-    ({"anyOf": [T, {"type": "null"}]}, T | {"nullable": True}, []),
-    ({"type": ["string", "null"]}, T | {"nullable": True}, []),
-    ({"oneOf": [T, {"type": "integer"}]}, {"type": ["string", "integer"]}, []),
-    ({"anyOf": [{"const": "a"}, {"const": "b"}]}, T | {"enum": ["a", "b"]}, []),
-    ({"anyOf": [T | {"enum": ["a"]}, {"type": "integer"}]}, T | {"enum": ["a"]}, ["union"]),
-    ({"$ref": "#/$defs/t"}, T | {"description": "D"}, []),
-    ({"$ref": "#/$defs/no"}, {}, ["$ref"]),
-    ({"$ref": "#/$defs/me"}, {"type": "array", "items": {}}, ["$ref"]),
-    ({"allOf": [{"properties": {"a": T}}]}, {"type": "object", "properties": {"a": T}}, []),
-    ({"const": "x"}, T | {"enum": ["x"]}, []),
-    ({"type": "integer", "enum": [1]}, {"type": "integer"}, ["enum"]),
-    (T | {"pattern": "a", "title": "T", "default": ""}, T, ["pattern", "default"]),
-    ({"items": [T, T]}, {"type": "array", "items": T}, ["list of items"]),
-    (True, {}, []),
-]
 
 
-@pytest.mark.parametrize("case", LOWERED, ids=lambda case: str(case[0]))
+@pytest.mark.parametrize("case", TABLES["lowered"], ids=lambda case: str(case[0]))
 def test_schemas_are_lowered_and_what_is_lost_is_said(case: Any) -> None:
     given, wanted, lost = case
     defs = {"t": T | {"description": "D"}, "me": {"items": {"$ref": "#/$defs/me"}}}

@@ -16,8 +16,7 @@ def register() -> None:
     from transformers import AutoConfig
     from vllm import ModelRegistry
 
-    from .config import ARCHITECTURE, MODEL_TYPE, EngineConfig
-    from .model import EngineModel
+    from .config import ARCHITECTURE, MODEL_TYPE, EngineConfig, EngineModel
 
     AutoConfig.register(MODEL_TYPE, EngineConfig, exist_ok=True)
     if ARCHITECTURE not in ModelRegistry.get_supported_archs():

@@ -1,4 +1,5 @@
-"""The config.json of a prepared folder, and what may be asked for beside vLLM's own flags."""
+"""What vLLM's registries know of a prepared folder: its config.json, the model that never computes,
+and what may be asked for beside vLLM's own flags."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
 MODEL_TYPE = "g4ir"
@@ -35,6 +37,29 @@ class EngineConfig(PretrainedConfig):
         super().__init__(**others)
 
 
+class EngineModel(torch.nn.Module):
+    """The model that vLLM's registry wants to see: of texts, without media, adapters, drafts or
+    pooling. It is never called: the engine computes."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__()
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("the engine computes, not this module")
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        raise NotImplementedError("the engine computes, not this module")
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        raise NotImplementedError("the engine computes, not this module")
+
+
 def engine_folder(model: str, config: EngineConfig) -> Path:
     """Return the folder of the engine of a prepared one."""
     return (Path(model) / config.engine).resolve()
@@ -59,7 +84,6 @@ class Options:
                 known = ", ".join(types)
                 raise ValueError(f"--additional-config: {name!r} is unknown; it takes {known}")
             if type(value) is not types[name] or value < 0:
-                raise ValueError(
-                    f"--additional-config: {name}: expected {types[name].__name__}, found {value!r}"
-                )
+                what = f"expected {types[name].__name__}, found {value!r}"
+                raise ValueError(f"--additional-config: {name}: {what}")
         return cls(**given)

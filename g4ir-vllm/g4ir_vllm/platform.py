@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 REUSE = "reuse"
 #: what vLLM may be asked for and an engine does not do -> whether it is asked for, and what helps
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "LoRA adapters": (
-        lambda c: c.lora_config is not None,
-        "build an engine from the merged checkpoint",
-    ),
+    "LoRA adapters": (lambda c: c.lora_config is not None, "build from the merged checkpoint"),
     "speculative decoding": (
         lambda c: c.speculative_config is not None,
         "leave --speculative-config out",
@@ -38,20 +35,14 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda c: c.kv_transfer_config is not None or c.ec_transfer_config is not None,
         "leave --kv-transfer-config out",
     ),
-    "pooling": (
-        lambda c: c.model_config.runner_type != "generate",
-        "leave --runner out",
-    ),
+    "pooling": (lambda c: c.model_config.runner_type != "generate", "leave --runner out"),
     "embeddings as prompts": (
         lambda c: c.model_config.enable_prompt_embeds,
         "leave --enable-prompt-embeds out",
     ),
 }
 #: the same of one request's SamplingParams -> its value where it is not asked for
-REFUSED_PARAMS: dict[str, Any] = {
-    "prompt_logprobs": None,
-    "thinking_token_budget": None,
-}
+REFUSED_PARAMS: dict[str, Any] = {"prompt_logprobs": None, "thinking_token_budget": None}
 
 
 class G4irPlatform(Platform):
@@ -73,7 +64,6 @@ class G4irPlatform(Platform):
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
-        """The dtypes of engines."""
         return [torch.float32, torch.bfloat16, torch.float16]
 
     def is_cpu(self) -> bool:
@@ -156,8 +146,8 @@ class G4irPlatform(Platform):
 
         for name, absent in REFUSED_PARAMS.items():
             if getattr(params, name, absent) != absent:
-                text = "an engine of g4ir has no such thing; leave it out"
-                raise Refused(f"{name}: {text}", parameter=name)
+                what = f"{name}: an engine of g4ir has no such thing; leave it out"
+                raise Refused(what, parameter=name)
         if processed_inputs.get("cache_salt") and cls.reuse:
             raise Refused(
                 "cache_salt: prompts are not kept apart by it here; start the server with "

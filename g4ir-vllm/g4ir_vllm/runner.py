@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from g4ir.chat.special_tokens import TURN
+from g4ir.chat import Vocabulary
 from g4ir.engine.batch import Batch, checked_buckets
 from g4ir.engine.engine import TOKENIZER, Engine
 from g4ir.engine.prefill import Prefiller, PrefillInput
@@ -42,7 +42,9 @@ class Runner:
         self.batch: Batch[Request] = Batch(engine, checked_buckets(None, rows), options.patience)
         self.prefiller = Prefiller(engine, options.prefix_bytes)
         self.requests: dict[str, Request] = {}
-        self._turn = _turn_id(engine)
+        has = (engine.path / TOKENIZER).is_file()
+        words = Vocabulary(engine.tokenizer()) if has else None
+        self._vocabulary = words if words and words.chats else None
         #: the request in prefill, and its chunks
         self._prompt: tuple[Request, Generator[torch.Tensor | None, None, None]] | None = None
         #: requests whose logits were NaN or infinite; their rows are written over with zeros
@@ -54,13 +56,11 @@ class Runner:
 
     def drop(self, name: str) -> None:
         """Free what a request has, if it is known."""
-        request = self.requests.pop(name, None)
-        if request is None:
-            return
-        if self._prompt and self._prompt[0] is request:
-            self._leave()
-        self.batch.drop(request, zero=name in self.spoiled)
-        self.spoiled.discard(name)
+        if request := self.requests.pop(name, None):
+            if self._prompt and self._prompt[0] is request:
+                self._leave()
+            self.batch.drop(request, zero=name in self.spoiled)
+            self.spoiled.discard(name)
 
     def decode(self, tokens: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Append a token to the row of each; return logits [vocab] of each."""
@@ -87,7 +87,11 @@ class Runner:
             logits = next(chunks)
             if logits is not None:
                 self._leave()
-                return self._placed(request, logits)[0]
+                found = logits.clone()
+                self.batch.put(self.prefiller.session, [request])
+                if not self._looked_at(name, found):
+                    self.prefiller.session.reset(zero=True)
+                return found[0]
         return None
 
     def _chunks(self, request: Request) -> Generator[torch.Tensor | None, None, None]:
@@ -96,18 +100,11 @@ class Runner:
             return self._prompt[1]
         self._leave()
         size = self.engine.limits.prefill_chunk
-        prompt = PrefillInput(request.tokens, marks=self._marks(request), reuse=request.reuse)
+        marks = self._vocabulary.marks(request.tokens, True) if self._vocabulary else ()
+        prompt = PrefillInput(request.tokens, marks=marks, reuse=request.reuse)
         chunks = self.prefiller.chunks(prompt, lambda start: start + size)
         self._prompt = request, chunks
         return chunks
-
-    def _placed(self, request: Request, logits: torch.Tensor) -> torch.Tensor:
-        """Give a prompt that is through a row, and return a copy of its logits."""
-        found = logits.clone()
-        self.batch.put(self.prefiller.session, [request])
-        if not self._looked_at(request.name, found):
-            self.prefiller.session.reset(zero=True)
-        return found
 
     def _looked_at(self, name: str, logits: torch.Tensor) -> bool:
         """Whether logits are finite; where they are not, say so once."""
@@ -123,22 +120,8 @@ class Runner:
             self._prompt[1].close()
             self._prompt = None
 
-    def _marks(self, request: Request) -> tuple[int, ...]:
-        """Return where other prompts are likely to go on in another way: behind the first turn of a
-        conversation, and before that of the answer."""
-        turns = [i for i, token in enumerate(request.tokens) if token == self._turn]
-        return tuple(dict.fromkeys([*turns[1:2] * (len(turns) > 2), *turns[-1:]]))
-
     def close(self) -> None:
         """Let go of all caches."""
         self._leave()
         self.batch.forget()
         self.prefiller.close()
-
-
-def _turn_id(engine: Engine) -> int | None:
-    """Return the token that begins a turn, where the tokenizer has it."""
-    if not (engine.path / TOKENIZER).is_file():
-        return None
-    found: int | None = engine.tokenizer().token_to_id(TURN)
-    return found

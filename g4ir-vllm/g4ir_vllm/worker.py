@@ -19,8 +19,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from g4ir.engine.load import load_engine
 from g4ir.errors import EngineError
 
-from .config import Options, engine_folder
-from .model import EngineModel
+from .config import EngineModel, Options, engine_folder
 from .platform import REUSE, G4irPlatform
 from .runner import Runner
 
@@ -102,9 +101,8 @@ class G4irWorker(WorkerBase):
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """Return one block for each row; its size in bytes is no one's, vLLM reserves nothing."""
-        length, dtype = self.model_config.max_model_len, torch.uint8
-        spec = FullAttentionSpec(block_size=length, num_kv_heads=1, head_size=1, dtype=dtype)
-        return {"rows": spec}
+        sizes = {"block_size": self.model_config.max_model_len, "num_kv_heads": 1, "head_size": 1}
+        return {"rows": FullAttentionSpec(**sizes, dtype=torch.uint8)}
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return [layout.name for layout in KVCacheLayout]
@@ -141,25 +139,21 @@ class G4irWorker(WorkerBase):
             return EMPTY_MODEL_RUNNER_OUTPUT
         logits = self._logits(so)
         self._fill_batch([*logits])
-        if logits:
-            rows = [logits[name].to(self.device, torch.float32) for name in self.batch.req_ids]
-            self._step = so, torch.stack(rows)
-        else:
-            self._step = so, torch.empty(0, self.batch.vocab_size)
+        rows = [logits[name].to(self.device, torch.float32) for name in self.batch.req_ids]
+        self._step = so, torch.stack(rows) if rows else torch.empty(0, self.batch.vocab_size)
         return None
 
     def _add(self, request: NewRequestData) -> None:
         s = request.sampling_params
         seeded = s.sampling_type == SamplingType.RANDOM_SEED
+        nothing = {"mm_features": [], "block_ids": (), "num_computed_tokens": 0}
         self.states[request.req_id] = CachedRequestState(
             req_id=request.req_id,
             prompt_token_ids=request.prompt_token_ids,
-            mm_features=[],
             sampling_params=s,
             generator=torch.Generator().manual_seed(s.seed) if seeded else None,
-            block_ids=(),
-            num_computed_tokens=0,
             output_token_ids=[],
+            **nothing,
         )
 
     def _free(self, name: str) -> None:
@@ -168,17 +162,20 @@ class G4irWorker(WorkerBase):
 
     def _logits(self, so: SchedulerOutput) -> dict[str, torch.Tensor]:
         """Compute; return logits of the requests that are sampled in this step."""
-        begun = self._positions(so)
+        old, requests = so.scheduled_cached_reqs, self.runner.requests
+        # how many tokens of each request the scheduler takes for computed
+        begun = dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
+        begun |= {r.req_id: r.num_computed_tokens for r in so.scheduled_new_reqs}
         decoding = {
             name: self.states[name].output_token_ids[-1]
             for name in begun
-            if name in self.runner.requests and self.runner.requests[name].row >= 0
+            if name in requests and requests[name].slot >= 0
         }
         found = {name: row.clone() for name, row in self.runner.decode(decoding).items()}
         for name, start in begun.items():
             if name in decoding:
                 continue
-            if name not in self.runner.requests:
+            if name not in requests:
                 state = self.states[name]
                 reuse = self.reuse and not state.sampling_params.skip_reading_prefix_cache
                 tokens = [*state.prompt_token_ids, *state.output_token_ids]
@@ -187,12 +184,6 @@ class G4irWorker(WorkerBase):
             if logits is not None:
                 found[name] = logits
         return found
-
-    def _positions(self, so: SchedulerOutput) -> dict[str, int]:
-        """Return how many tokens of each request the scheduler takes for computed."""
-        old = so.scheduled_cached_reqs
-        places = dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
-        return places | {r.req_id: r.num_computed_tokens for r in so.scheduled_new_reqs}
 
     def _fill_batch(self, names: list[str]) -> None:
         """Let vLLM's batch hold the requests that are sampled, and no other."""
@@ -212,7 +203,7 @@ class G4irWorker(WorkerBase):
         sampled, names = [*self.batch.req_ids], [*so.num_scheduled_tokens]
         order = sampled + [name for name in names if name not in self.batch.req_id_to_index]
         tokens: list[list[int]] = [[] for _ in order]
-        logprobs = None
+        logprobs, size, spoiled = None, self.batch.vocab_size, self.runner.spoiled
         if sampled:
             if grammar_output is not None:
                 apply_grammar_bitmask(so, grammar_output, self.batch, logits)
@@ -226,7 +217,7 @@ class G4irWorker(WorkerBase):
             req_id_to_index={name: i for i, name in enumerate(order)},
             sampled_token_ids=tokens,
             logprobs=logprobs,
-            num_nans_in_logits=self._spoiled(sampled) or None,
+            num_nans_in_logits={name: size for name in sampled if name in spoiled} or None,
         )
 
     def _taken(self, index: int, token: list[int]) -> list[int]:
@@ -239,10 +230,6 @@ class G4irWorker(WorkerBase):
         batch.num_tokens_no_spec[index] = end + 1
         self.states[name].output_token_ids.append(token[0])
         return token
-
-    def _spoiled(self, sampled: list[str]) -> dict[str, int]:
-        """Return the requests whose logits are or were NaN."""
-        return {name: self.batch.vocab_size for name in sampled if name in self.runner.spoiled}
 
     def execute_dummy_batch(self) -> None:
         """Do nothing: no other process waits for a step of this one."""

@@ -14,6 +14,7 @@ from vllm import LLM, SamplingParams
 
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
+from g4ir.engine.session import Session
 from g4ir_vllm.prepare import prepare
 
 FREE: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
@@ -43,7 +44,7 @@ def runner(llm: LLM) -> Iterator[Any]:
     found = worker(llm).runner
     yield found
     settled(llm)
-    assert not found.requests and not found.rows.holders and not found.spoiled
+    assert not found.requests and not found.batch.holders and not found.spoiled
     assert not worker(llm).states
 
 
@@ -83,7 +84,7 @@ def test_sixteen_requests_over_four_rows(llm: LLM, engine: Engine, runner: Any) 
     params = [SamplingParams(temperature=0, **FREE | {"max_tokens": 4 + i}) for i in range(16)]
     found = said(llm, prompts, params)
     want = [engine.generate(p, 4 + i, stop_ids=()) for i, p in enumerate(prompts)]
-    assert found == want and runner.rows.moved
+    assert found == want and runner.batch.moved
 
 
 def test_a_stop_id_ends_a_row(llm: LLM, engine: Engine, runner: Any) -> None:
@@ -185,11 +186,11 @@ def test_requests_that_are_aborted(llm: LLM, engine: Engine, runner: Any) -> Non
         names.append(core.add_request(f"r{i}", given, SamplingParams(temperature=0, max_tokens=50)))
     for _ in range(3):
         core.step()
-    assert len(runner.rows.holders) == ROWS - 1 and len(runner.requests) == ROWS
+    assert len(runner.batch.holders) == ROWS - 1 and len(runner.requests) == ROWS
     core.abort_request([f"r{i}" for i in range(5)])
     assert not [*steps(core)]
     settled(llm)
-    assert not runner.requests and not runner.rows.holders
+    assert not runner.requests and not runner.batch.holders
     tokens = prompt(400, 3)
     assert said(llm, [tokens], params) == [engine.generate(tokens, 12, stop_ids=())]
 
@@ -205,7 +206,7 @@ def test_running_requests_that_are_preempted(llm: LLM, engine: Engine, runner: A
     assert core.reset_prefix_cache(reset_running_requests=True)
     core.step()
     again = [r for r in runner.requests.values() if len(r.tokens) > 30]
-    assert again and len(runner.rows.holders) < 3
+    assert again and len(runner.batch.holders) < 3
     texts = {}
     for outputs in steps(core):
         for output in outputs:
@@ -241,20 +242,20 @@ def test_a_row_of_nan_harms_no_other(
     llm: LLM, engine: Engine, runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor whoever gets it next."""
-    advance = type(runner.rows).advance
+    verify = Session.verify
 
-    def spoil(self: Any, tokens: Any) -> torch.Tensor:
-        logits = advance(self, tokens).clone()
-        if len(tokens) == ROWS:
+    def spoil(self: Any, tokens: Any, lengths: Any) -> torch.Tensor:
+        logits = verify(self, tokens, lengths).clone()
+        if int((lengths > 0).sum()) == ROWS:
             logits[0] = float("nan")
-            for t in self.session.state.row(0, engine.limits.max_seq).values():
+            for t in self.state.row(0, engine.limits.max_seq).values():
                 t.fill_(float("nan"))
         return logits
 
     params = SamplingParams(temperature=0, **FREE)
     prompts = [prompt(5 + 20 * i, i) for i in range(ROWS)]
     want = [engine.generate(p, 12, stop_ids=()) for p in prompts]
-    monkeypatch.setattr(type(runner.rows), "advance", spoil)
+    monkeypatch.setattr(Session, "verify", spoil)
     found = said(llm, prompts, params)
     assert sum(a == b for a, b in zip(found, want, strict=True)) == ROWS - 1
     monkeypatch.undo()

@@ -13,6 +13,8 @@ tokenizer and ids. Errors of requests are InputError and begin with their place,
 from .prompt import (
     Piece,
     Prompt,
+    ReasoningBudget,
+    TokenStream,
     Vocabulary,
     check_length,
     encode,
@@ -21,7 +23,6 @@ from .prompt import (
 )
 from .reader import Answer, Event, Reader, call_id
 from .template import Template, make_prompt, render
-from .tokens import ReasoningBudget, TokenStream
 
 #: former name of ReasoningBudget, for one release
 Budget = ReasoningBudget

@@ -18,14 +18,13 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        names = [f"<0x{byte:02X}>" for byte in range(256)]
         #: id of a byte token -> its byte
-        self.bytes: dict[int, int] = {
-            token: byte
-            for byte, name in enumerate(names)
-            if (token := tokenizer.token_to_id(name)) is not None
-            and tokenizer.decode([token]) not in ("", name)
-        }
+        self.bytes: dict[int, int] = {}
+        for byte in range(256):
+            name = f"<0x{byte:02X}>"
+            token = tokenizer.token_to_id(name)
+            if token is not None and tokenizer.decode([token]) not in ("", name):
+                self.bytes[token] = byte
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text without special tokens."""
@@ -69,10 +68,7 @@ class TextStream:
             return ""
         wrong = self._wrong()
         self._ids.append(token)
-        piece = self._piece()
-        if piece.endswith(REPLACEMENT) and not self.codec.spells(token):
-            return wrong  # tokens of a byte-level vocabulary that end within a character
-        return wrong + self._taken(piece)
+        return wrong + self._piece(ends=self.codec.spells(token))
 
     def _byte(self, token: int, byte: int) -> str:
         self._bytes += bytes([byte])
@@ -82,7 +78,7 @@ class TextStream:
             return ""
         if state:
             self._bytes = b""
-            return self._taken(self._piece())
+            return self._piece()
         if len(self._bytes) == 1:
             return self._wrong()
         self._bytes, last = self._bytes[:-1], self._ids.pop()
@@ -96,21 +92,22 @@ class TextStream:
         self._bytes = b""
         return REPLACEMENT
 
-    def _taken(self, piece: str) -> str:
+    def rest(self) -> str:
+        """Return the text held back, at the end or before a token that is no text."""
+        wrong = self._wrong()
+        return (self._piece() if len(self._ids) > self._known else "") + wrong
+
+    def _piece(self, ends: bool = True) -> str:
+        """Return the text behind the last piece. Unless it `ends` a character, tokens of a
+        byte-level vocabulary may end within one."""
+        before = self.codec.text(self._ids[: self._known])
+        piece = self.codec.text(self._ids)[len(before) :]
+        if not ends and piece.endswith(REPLACEMENT):
+            return ""
         if piece:
             self._ids = self._ids[self._known :]
             self._known = len(self._ids)
         return piece
-
-    def rest(self) -> str:
-        """Return the text held back, at the end or before a token that is no text."""
-        wrong = self._wrong()
-        piece = self._piece() if len(self._ids) > self._known else ""
-        return self._taken(piece) + wrong
-
-    def _piece(self) -> str:
-        before = self.codec.text(self._ids[: self._known])
-        return self.codec.text(self._ids)[len(before) :]
 
 
 def _utf8(raw: bytes) -> bool | None:

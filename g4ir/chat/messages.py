@@ -1,14 +1,16 @@
-"""Parses OpenAI messages into frozen records, the same for every template.
+"""Parses OpenAI messages into one form, the same for every template.
 
-Arguments are decoded, parts and roles normalised, media collected, and earlier reasoning removed
-from assistant texts. Every error begins with its location, `messages[2].content`.
+A message becomes a dict as templates take it: arguments decoded, roles normalised, earlier
+reasoning removed from assistant texts. Its content is None, a text, or a list of texts and media.
+Every error begins with its location, `messages[2].content`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby, takewhile
 from typing import Any
 
 from g4ir.errors import InputError
@@ -17,27 +19,20 @@ from .special_tokens import CHANNEL, CHANNEL_END
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 ROLES = {
-    "system": SYSTEM,
-    "developer": SYSTEM,
+    **dict.fromkeys(("system", "developer"), SYSTEM),
     "user": USER,
-    "assistant": ASSISTANT,
-    "model": ASSISTANT,
+    **dict.fromkeys(("assistant", "model"), ASSISTANT),
     "tool": TOOL,
 }
 #: type of a part -> kind of its medium
-MEDIA = {
-    "image": "image",
-    "image_url": "image",
-    "audio": "audio",
-    "input_audio": "audio",
-    "audio_url": "audio",
-    "video": "video",
-    "video_url": "video",
-}
-#: type of a part -> key of its text
-TEXTS = {"text": "text", "refusal": "refusal"}
+MEDIA = {f"{kind}{end}": kind for kind in ("image", "audio", "video") for end in ("", "_url")}
+MEDIA["input_audio"] = "audio"
+#: types of parts that are texts, each under a key of the same name
+TEXTS = ("text", "refusal")
 #: how deep lists and objects may lie in each other
 MOST_DEPTH = 64
+
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -50,81 +45,27 @@ class Medium:
 
 
 @dataclass(frozen=True)
-class Call:
-    """A function that the model called."""
-
-    name: str
-    arguments: dict[str, Any]
-    id: str | None = None
-
-
-@dataclass(frozen=True)
-class Response:
-    """An answer in the native form: a text, or an object that is written with its keys."""
-
-    name: str
-    value: Any
-
-
-Content = str | tuple[str | Medium, ...] | None
-
-
-@dataclass(frozen=True)
-class Message:
-    """One message. `call_id` and `name` are a tool's, `reasoning`, `calls` and `responses` the
-    model's."""
-
-    role: str
-    content: Content = None
-    reasoning: str = ""
-    calls: tuple[Call, ...] = ()
-    responses: tuple[Response, ...] = ()
-    call_id: str | None = None
-    name: str | None = None
-
-    @property
-    def media(self) -> tuple[Medium, ...]:
-        """The media of the content, in order."""
-        parts = self.content if isinstance(self.content, tuple) else ()
-        return tuple(p for p in parts if isinstance(p, Medium))
-
-    @property
-    def text(self) -> str:
-        """The content without its media."""
-        parts = self.content if isinstance(self.content, tuple) else (self.content or "",)
-        return "".join(p for p in parts if isinstance(p, str))
-
-    def answered_by(self, answer: Message) -> str:
-        """Return the name of the function that a tool's message answers; without ids the last."""
-        names = [call.name for call in self.calls if call.id == answer.call_id]
-        return names[-1] if names else answer.name or "unknown"
-
-
-@dataclass(frozen=True)
 class Conversation:
     """Messages, and declared tools as checked by `tools`: all that a template takes."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
 
-    def answers(self, index: int) -> tuple[Message, ...]:
+    def answers(self, index: int) -> list[Message]:
         """Return the tools' messages directly behind a message."""
-        end = index + 1
-        while end < len(self.messages) and self.messages[end].role == TOOL:
-            end += 1
-        return self.messages[index + 1 : end]
+        return [*takewhile(lambda m: m["role"] == TOOL, self.messages[index + 1 :])]
 
     @property
     def media(self) -> tuple[Medium, ...]:
         """The media in the order of their placeholders: answers are written behind the calls, which
         is before the text of the message that called."""
-        out: list[Medium] = []
+        written = list[Message]()
         for i, message in enumerate(self.messages):
-            if message.role != TOOL:
-                behind = self.answers(i) if message.calls and not message.responses else ()
-                out += [medium for answer in behind for medium in answer.media]
-                out += message.media
-        return tuple(out)
+            if message["role"] != TOOL:
+                folded = message.get("tool_calls") and not message.get("tool_responses")
+                written += [*(self.answers(i) if folded else ()), message]
+        contents = [m["content"] for m in written if isinstance(m["content"], list)]
+        return tuple(part for parts in contents for part in parts if isinstance(part, Medium))
 
 
 # --- reading ----------------------------------------------------------------------------------
@@ -144,37 +85,38 @@ def _message(given: Any, where: str) -> Message:
         known = ", ".join(ROLES)
         raise InputError(f"{where}.role: must be one of {known}, found {shown(given.get('role'))}")
     content = _content(given.get("content"), f"{where}.content", role)
+    out = {"role": role, "content": content}
     if role == TOOL:
-        return Message(
-            role,
-            content,
-            call_id=_optional(given, "tool_call_id", where),
-            name=_optional(given, "name", where),
-        )
-    if role != ASSISTANT:
-        if content is None:
-            raise InputError(f"{where}.content: is missing; give a text or a list of parts")
-        return Message(role, content)
+        return out | _texts(given, where, "tool_call_id", "name")
+    if role == ASSISTANT:
+        return out | _of_assistant(given, content, where)
     if content is None:
-        content = _optional(given, "refusal", where)
-    reasoning = _optional(given, "reasoning", where)
-    reasoning = reasoning or _optional(given, "reasoning_content", where)
-    return Message(
-        role,
-        _each_text(content, without_reasoning),
-        reasoning or "",
-        tuple(_call(c, at) for c, at in _listed(given, "tool_calls", where)),
-        tuple(_response(r, at) for r, at in _listed(given, "tool_responses", where)),
-    )
+        raise InputError(f"{where}.content: is missing; give a text or a list of parts")
+    return out
 
 
-def _content(given: Any, where: str, role: str) -> Content:
+def _of_assistant(given: Message, content: Any, where: str) -> Message:
+    if content is None:
+        content = _texts(given, where, "refusal").get("refusal")
+    if isinstance(content, list):
+        content = [without_reasoning(p) if isinstance(p, str) else p for p in content]
+    out = {"content": without_reasoning(content) if isinstance(content, str) else content}
+    said = _texts(given, where, "reasoning", "reasoning_content")
+    if reasoning := said.get("reasoning") or said.get("reasoning_content"):
+        out |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    for key, read in (("tool_calls", _call), ("tool_responses", _response)):
+        if items := [read(item, at) for item, at in _listed(given, key, where)]:
+            out[key] = items
+    return out
+
+
+def _content(given: Any, where: str, role: str) -> Any:
     if given is None or isinstance(given, str):
         return given
     if not isinstance(given, list | tuple):
         cure = "; write it as JSON text" if role == TOOL else ""
         raise InputError(f"{where}: must be text or a list of parts, found {kind_of(given)}{cure}")
-    return tuple(_part(p, f"{where}[{i}]") for i, p in enumerate(given))
+    return [_part(p, f"{where}[{i}]") for i, p in enumerate(given)]
 
 
 def _part(given: Any, where: str) -> str | Medium:
@@ -186,36 +128,32 @@ def _part(given: Any, where: str) -> str | Medium:
     if not isinstance(kind, str) or kind not in TEXTS:
         known = ", ".join((*TEXTS, *MEDIA))
         raise InputError(f"{where}.type: must be one of {known}, found {shown(kind)}")
-    text = given.get(TEXTS[kind])
+    text = given.get(kind)
     if not isinstance(text, str):
-        raise InputError(f"{where}.{TEXTS[kind]}: must be text, found {kind_of(text)}")
+        raise InputError(f"{where}.{kind}: must be text, found {kind_of(text)}")
     return text
 
 
-def _call(given: Any, where: str) -> Call:
+def _call(given: Any, where: str) -> Message:
     given = an_object(given, where)
     if given.get("type", "function") != "function":
         raise InputError(f"{where}.type: must be function, found {shown(given['type'])}")
     function = an_object(given.get("function"), f"{where}.function")
-    name = call_name(function.get("name"), f"{where}.function.name")
-    place = f"{where}.function.arguments"
-    return Call(name, arguments_of(function.get("arguments"), place), _optional(given, "id", where))
+    name, place = function.get("name"), f"{where}.function.arguments"
+    if not isinstance(name, str) or not name.strip() or set(name) & {"{", "\n"}:
+        what = f"must be the name of a function, found {shown(name)}"
+        raise InputError(f"{where}.function.name: {what}")
+    held = {"name": name, "arguments": _arguments(function.get("arguments"), place)}
+    return {"type": "function", "function": held, **_texts(given, where, "id")}
 
 
-def _response(given: Any, where: str) -> Response:
+def _response(given: Any, where: str) -> Message:
     given = an_object(given, where)
     value = json_value(given.get("response"), f"{where}.response")
-    return Response(_optional(given, "name", where) or "unknown", value)
+    return {"name": _texts(given, where, "name").get("name") or "unknown", "response": value}
 
 
-def call_name(given: Any, where: str) -> str:
-    """Return the name of a function; InputError where it cannot stand before a brace."""
-    if not isinstance(given, str) or not given.strip() or set(given) & {"{", "\n"}:
-        raise InputError(f"{where}: must be the name of a function, found {shown(given)}")
-    return given
-
-
-def arguments_of(given: Any, where: str) -> dict[str, Any]:
+def _arguments(given: Any, where: str) -> dict[str, Any]:
     """Return the arguments of a call, which come as JSON text, or decoded by kind clients."""
     if given is None or given == "":
         return {}
@@ -225,20 +163,21 @@ def arguments_of(given: Any, where: str) -> dict[str, Any]:
     return value
 
 
-def _listed(given: dict[str, Any], key: str, where: str) -> Iterable[tuple[Any, str]]:
+def _listed(given: Message, key: str, where: str) -> Iterator[tuple[Any, str]]:
     items = given.get(key)
-    if items is None:
-        return []
-    if not isinstance(items, list | tuple):
+    if items is not None and not isinstance(items, list | tuple):
         raise InputError(f"{where}.{key}: must be a list, found {kind_of(items)}")
-    return [(item, f"{where}.{key}[{i}]") for i, item in enumerate(items)]
+    for i, item in enumerate(items or ()):
+        yield item, f"{where}.{key}[{i}]"
 
 
-def _optional(given: dict[str, Any], key: str, where: str) -> str | None:
-    value = given.get(key)
-    if value is not None and not isinstance(value, str):
-        raise InputError(f"{where}.{key}: must be text, found {kind_of(value)}")
-    return value
+def _texts(given: Message, where: str, *keys: str) -> dict[str, str]:
+    """Return the optional texts that are given."""
+    out = {key: given[key] for key in keys if given.get(key) is not None}
+    for key, value in out.items():
+        if not isinstance(value, str):
+            raise InputError(f"{where}.{key}: must be text, found {kind_of(value)}")
+    return out
 
 
 # --- JSON -------------------------------------------------------------------------------------
@@ -291,9 +230,8 @@ def an_object(given: Any, where: str) -> dict[str, Any]:
 def kind_of(value: Any) -> str:
     """Return what a value of JSON is called."""
     kinds = {dict: "an object", list: "a list", str: "a text", bool: "a boolean"}
-    if value is None:
-        return "nothing"
-    return kinds.get(type(value), "a number" if isinstance(value, int | float) else "no JSON")
+    kinds |= {type(None): "nothing", int: "a number", float: "a number"}
+    return kinds.get(type(value), "no JSON")
 
 
 def shown(value: Any) -> str:
@@ -309,22 +247,10 @@ def without_reasoning(text: str) -> str:
     return "".join(part.partition(CHANNEL)[0] for part in text.split(CHANNEL_END))
 
 
-def _each_text(content: Content, change: Callable[[str], str]) -> Content:
-    if isinstance(content, tuple):
-        return tuple(change(p) if isinstance(p, str) else p for p in content)
-    return None if content is None else change(content)
-
-
 def map_texts(value: Any, change: Callable[[str], str]) -> Any:
     """Return the same with every text changed, keys of objects too; media stay as they are."""
     if isinstance(value, str):
         return change(value)
-    if isinstance(value, Medium):
-        return value
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(
-            value, **{f.name: map_texts(getattr(value, f.name), change) for f in fields(value)}
-        )
     if isinstance(value, dict):
         return {change(k): map_texts(v, change) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -332,23 +258,20 @@ def map_texts(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def joined(messages: Sequence[Message]) -> tuple[Message, ...]:
+def joined(messages: Iterable[Message]) -> tuple[Message, ...]:
     """Return messages in which texts that follow each other are one: a template trims each part by
     itself, which would take the space between two words."""
-    return tuple(replace(m, content=_joined(m.content)) for m in messages)
+    return tuple(m | {"content": _joined(m["content"])} for m in messages)
 
 
-def _joined(content: Content) -> Content:
-    if not isinstance(content, tuple):
+def _joined(content: Any) -> Any:
+    if not isinstance(content, list):
         return content
-    out: list[str | Medium] = []
-    for part in content:
-        if isinstance(part, str) and out and isinstance(out[-1], str):
-            out[-1] += part
-        else:
-            out.append(part)
-    texts = [p for p in out if isinstance(p, str)]
-    return "".join(texts) if len(texts) == len(out) else tuple(out)
+    out = list[Any]()
+    for is_text, run in groupby(content, lambda part: isinstance(part, str)):
+        parts = [*run]
+        out += ["".join(parts)] if is_text else parts
+    return out if any(isinstance(part, Medium) for part in out) else "".join(out)
 
 
 # --- calls and their answers ------------------------------------------------------------------
@@ -363,46 +286,49 @@ def check_pairs(conversation: Conversation) -> None:
     messages = conversation.messages
     if not messages:
         raise InputError("messages: are empty; give at least one")
-    open_calls: list[Call] = []
+    waiting = list[Message]()
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
-        if message.role == TOOL:
-            open_calls.remove(_called(message, open_calls, where))
+        if message["role"] == TOOL:
+            waiting.remove(_called(message, waiting, where))
             continue
-        _check_answered(open_calls, i - 1)
-        ids = [c.id for c in message.calls if c.id is not None]
+        _check_answered(waiting, i - 1)
+        calls = message.get("tool_calls", [])
+        ids = [call["id"] for call in calls if "id" in call]
         if len(set(ids)) < len(ids):
             raise InputError(f"{where}.tool_calls: two calls have the same id")
-        open_calls = [] if message.responses else list(message.calls)
-    _check_answered(open_calls, len(messages) - 1)
+        waiting = [] if message.get("tool_responses") else [*calls]
+    _check_answered(waiting, len(messages) - 1)
 
 
-def _called(answer: Message, open_calls: list[Call], where: str) -> Call:
-    if not open_calls:
+def _called(answer: Message, waiting: list[Message], where: str) -> Message:
+    if not waiting:
         raise InputError(
             f"{where}: a tool's message must follow the assistant's message whose call it answers; "
             f"add that message with its tool_calls, or remove this one"
         )
-    if answer.call_id is not None:
-        found = [c for c in open_calls if c.id == answer.call_id]
+    given, name = answer.get("tool_call_id"), answer.get("name")
+    if given is not None:
+        found = [c for c in waiting if c.get("id") == given]
     else:
         # A template knows such an answer by its name, or by the one call that has no id either.
-        found = [c for c in open_calls if answer.name in ((c.name,) if c.id else (None, c.name))]
-        if len(open_calls) > 1 and any(c.id is None for c in found):
+        named = [(c, c["function"]["name"]) for c in waiting]
+        found = [c for c, own in named if name == own or (name is None and not c.get("id"))]
+        if len(waiting) > 1 and any("id" not in c for c in found):
             found = []
     if len(found) == 1:
         return found[0]
-    ids = ", ".join(shown(c.id) for c in open_calls)
+    ids = ", ".join(shown(c.get("id")) for c in waiting)
     raise InputError(
-        f"{where}.tool_call_id: {shown(answer.call_id)} is no call that waits for an answer "
+        f"{where}.tool_call_id: {shown(given)} is no call that waits for an answer "
         f"({ids}); give the id of the call"
     )
 
 
-def _check_answered(open_calls: list[Call], last: int) -> None:
-    if open_calls:
-        call = open_calls[0]
-        named = f"{call.name!r} ({call.id})" if call.id else repr(call.name)
+def _check_answered(waiting: list[Message], last: int) -> None:
+    if waiting:
+        name, own = waiting[0]["function"]["name"], waiting[0].get("id")
+        named = f"{name!r} ({own})" if own else repr(name)
         raise InputError(
             f"messages[{last}]: the call of {named} has no answer; add a tool message for it, "
             f"which may say that it was not run"

@@ -1,6 +1,8 @@
-"""The JSON of a call's arguments while the call is being generated, as far as it is final.
+"""The arguments of a call while they are generated: where they end, and their JSON so far.
 
-It follows the native syntax as `values.strict` reads it, so that strings are streamed while they
+They end at the brace that closes the first one, strings left out; each character is looked at once.
+
+The JSON follows the syntax as `values.read_call` reads it, so that strings are streamed while they
 are open. Held back is what another reading of the call could change: the end of a string that may
 never be closed, and values whose type shows at their end. Syntax beside the format ends the stream;
 the rest then comes with the whole call.
@@ -10,27 +12,23 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from .lexer import MARK, MARKS, spelled
-from .special_tokens import QUOTE
-from .values import (
-    CLOSERS,
-    MOST_DEPTH,
-    Schema,
-    Unreadable,
-    is_text,
-    items,
-    properties,
-    read_key,
-    read_value,
-    takes_text,
-)
+from . import special_tokens as control
+from . import values
 
-_QUOTE = MARKS[QUOTE]
+_CALL, _CALL_END = control.MARKS[control.CALL], control.MARKS[control.CALL_END]
+_QUOTE = control.MARKS[control.QUOTE]
+#: what a call cannot have outside of strings
+_BREAKS = frozenset({_CALL, _CALL_END, control.MARKS[control.CHANNEL], *control.END_MARKS})
+_OUTSIDE = re.compile(rf"[{{}}()\[\],:=\"]|{control.MARK.pattern}")
+_IN_STRING = re.compile(rf'["\\]|{control.MARK.pattern}')
 #: what a string may end with that is not its own if it is never closed, and how much is held back
 _TAIL, LONGEST_TAIL = re.compile(r"[\s)}]*\Z"), 256
-_CLOSERS = {**CLOSERS, "[": "]"}
+_CLOSERS = {**values.CLOSERS, "[": "]"}
+#: characters of final text from which arguments are streamed; a shorter call may still be none
+FEWEST_STREAMED = 32
 
 #: where the next token belongs: a key, a value, an open string, or after a value
 KEY, VALUE, TEXT, AFTER, DEAF = range(5)
@@ -41,7 +39,7 @@ class _Open:
     """An object or a list that is open, and how many elements it has."""
 
     opener: str
-    schema: Schema
+    schema: values.Schema
     count: int = 0
 
     def comma(self) -> str:
@@ -50,82 +48,152 @@ class _Open:
         return ", " if self.count > 1 else ""
 
 
-class PartialArguments:
-    """The arguments of one call behind their first brace, by the tokens of `reader._Body`.
+class CallBody:
+    """The arguments of one call, which has begun with `head`. `plain`: a control token of calls
+    ends it even inside of a string."""
 
-    `said`: characters of strings that are final; `taken`: characters of the call that all of the
-    final JSON stands for.
-    """
-
-    def __init__(self, opener: str, schema: Schema) -> None:
-        self.said = self.taken = self._seen = 0
+    def __init__(self, head: str, name: str, schema: values.Schema, plain: bool) -> None:
+        self.name, self._parts, self._plain = name, [head], plain
+        self._opener, self._last = head[-1], values.CLOSERS[head[-1]]
+        self._depth, self._fresh = 1, True
+        self._quote = ""  # what closes the string that is open
+        self._skip = self._closed = False
+        self._said = 0  # characters of strings that are final
+        self._taken = self._seen = len(head)  # characters that the JSON stands for, and all
         self._made, self._given = list[str](), 0
-        self._open: list[_Open] = []
-        self._raw: list[str] = []  # of a key or value that has not ended
+        self._open = list[_Open]()
+        self._raw = list[str]()  # of a key or value that has not ended
         self._held, self._frozen = "", list[str]()  # of an open string
-        self._keys = {*properties(schema)}
+        self._keys = {*values.properties(schema)}
         self._next = _keys_behind_commas(self._keys)
-        self._last = CLOSERS[opener]
-        self._schema = schema  # of the value that comes next
-        self._place = VALUE
-        self._push(opener)
+        self._schema, self._place = schema, VALUE  # of what comes next
+        self._push(self._opener)
 
-    def take(self) -> str:
-        """Return the JSON that became final since the last time."""
-        new, self._given = self._made[self._given :], len(self._made)
-        return "".join(new)
+    @property
+    def streams(self) -> bool:
+        """Whether enough text is final for the JSON to be given out."""
+        return self._said >= FEWEST_STREAMED
+
+    @property
+    def streamed(self) -> int:
+        """How many characters of the call can only be read as they were streamed."""
+        return self._taken if self.streams else 0
+
+    @property
+    def raw(self) -> str:
+        """The call as it was written."""
+        return "".join(self._parts)
 
     @property
     def json(self) -> str:
         """All of the JSON that is final."""
         return "".join(self._made)
 
-    def cut(self) -> None:
-        """Make the text of an open string final."""
-        text, self._held, self._frozen = self._held + "".join(self._frozen), "", []
-        self._say(text)
+    def as_written(self, body: str) -> str:
+        """Return the final JSON, and what follows it in a body as it was written."""
+        return self.json + control.spelled(body[self._taken :])
 
-    def cut_off(self) -> bool:
-        """End where the call was cut, within a string that may be a bare word or JSON; return
-        whether the JSON has all of the text so far, but the head of a key, word or number."""
+    def new_json(self) -> str:
+        """Return the JSON that became final since the last time."""
+        new, self._given = self._made[self._given :], len(self._made)
+        return "".join(new)
+
+    def cut_off(self) -> str | None:
+        """End where the call was cut, within a string that may be a bare word or JSON. Return the
+        JSON if it has all of the text so far, but the head of a key, word or number."""
         raw = "".join(self._raw).lstrip()
         if self._place == TEXT:
-            self.cut()
+            self._cut()
         elif self._place == VALUE and raw.startswith('"'):
-            self._emit(self._comma() + spelled(raw))
-        elif self._place == VALUE and raw and _QUOTE not in raw and is_text(self._schema):
+            self._emit(self._comma() + control.spelled(raw))
+        elif self._place == VALUE and raw and _QUOTE not in raw and values.is_text(self._schema):
             self._emit(f'{self._comma()}"')
             self._say(raw)
-        return self._place != DEAF
+        return None if self._place == DEAF else self.json
 
-    # --- tokens ---------------------------------------------------------------------------------
+    # --- where it ends --------------------------------------------------------------------------
 
-    def text(self, text: str) -> None:
+    def scan(self, text: str, at: int) -> tuple[int, bool, str]:
+        """Take a text. Return how far, whether the arguments end there, and where they were broken
+        off by a control token: "outside" of strings or in a "string"."""
+        end, done, broken = self._scan(text, at)
+        self._parts.append(text[at:end])
+        return end, done, broken
+
+    def _scan(self, text: str, at: int) -> tuple[int, bool, str]:
+        while at < len(text):
+            if self._skip:  # behind a backslash
+                self._text(text[at])
+                self._skip, at = False, at + 1
+                continue
+            found = (_IN_STRING if self._quote else _OUTSIDE).search(text, at)
+            between = text[at : found.start() if found else len(text)]
+            self._text(between)
+            if between and not between.isspace():
+                self._fresh = self._closed = False
+            if found is None:
+                break
+            at = found.end()
+            if self._quote:
+                if self._in_string(found[0]):
+                    return found.start(), False, "string"
+            elif found[0] in _BREAKS:
+                return found.start(), False, "outside"
+            elif self._outside(found[0]):
+                return at, True, ""
+        return len(text), False, ""
+
+    def _in_string(self, found: str) -> bool:
+        """Take a token in a string; return whether it shows that the string was never closed."""
+        if (self._plain and found in (_CALL, _CALL_END)) or (self._closed and found == _CALL):
+            return True
+        if closes := found == self._quote:
+            self._quote = ""
+        elif found == "\\" and self._quote == '"':
+            self._skip = True
+        elif found not in '"\\':
+            self._closed = found == _CALL_END
+        if closes and self._place == TEXT:
+            self._cut()
+            self._seen += len(found)
+            self._emit('"')
+            self._place = AFTER
+            return False
+        self._text(found)
+        if closes and self._place == VALUE:
+            self._read(self._value, "")
+        return False
+
+    def _outside(self, found: str) -> bool:
+        """Take a token outside of strings; return whether the first brace is closed."""
+        if found == _QUOTE or (found == '"' and self._fresh):
+            self._quote, self._closed = found, False
+        self._depth += (found == self._opener) - (found == self._last)
+        self._fresh = found in "{[(,:="
+        self._seen += len(found)
+        if self._place != DEAF and self._open:
+            self._read(self._structure, found)
+        return self._depth == 0
+
+    # --- its JSON -------------------------------------------------------------------------------
+
+    def _read(self, take: Callable[[str], None], found: str) -> None:
+        """Take a token; syntax beside the format ends the stream."""
+        try:
+            take(found)
+        except values.Unreadable:
+            self._place = DEAF
+
+    def _text(self, text: str) -> None:
         """Take text without structure."""
         self._seen += len(text)
         if self._place == TEXT:
             self._string(text)
-        elif self._place != DEAF:
+        elif self._place != DEAF and text:
             self._raw.append(text)
 
-    def inside(self, found: str, closed: bool) -> None:
-        """Take a quote, backslash or control token in a string, which it may have closed."""
-        if closed and self._place == TEXT:
-            self.cut()
-            self._seen += len(found)
-            self._emit('"')
-            self._place = AFTER
-            return
-        self.text(found)
-        if closed and self._place == VALUE:
-            self._value("")
-
-    def outside(self, found: str, opened: bool) -> None:
-        """Take a token outside of strings; `opened`: a quote that begins one."""
-        self._seen += len(found)
-        if self._place == DEAF or not self._open:
-            return
-        if opened:
+    def _structure(self, found: str) -> None:
+        if self._quote:
             self._begin_string(found)
         elif self._place == KEY and found == ":":
             self._key()
@@ -136,7 +204,7 @@ class PartialArguments:
         elif found in '=:"()':
             self._raw.append(found)
         else:
-            self._place = DEAF
+            raise values.Unreadable
 
     @property
     def _pending(self) -> bool:
@@ -144,23 +212,18 @@ class PartialArguments:
 
     def _begin_string(self, quote: str) -> None:
         if self._pending or self._place not in (KEY, VALUE):
-            self._place = DEAF
-        elif self._place == VALUE and quote == _QUOTE and takes_text(self._schema):
+            raise values.Unreadable
+        if self._place == VALUE and quote == _QUOTE and values.takes_text(self._schema):
             self._emit(self._comma() + '"')
             self._place, self._raw = TEXT, []
         else:
             self._raw.append(quote)
 
     def _key(self) -> None:
-        try:
-            key = read_key("".join(self._raw))
-        except Unreadable:
-            self._place = DEAF
-            return
-        top = self._open[-1]
+        key, top = values.read_key("".join(self._raw)), self._open[-1]
         self._emit(f"{top.comma()}{json.dumps(key, ensure_ascii=False)}: ")
         self._raw, self._place = [], VALUE
-        self._schema = properties(top.schema).get(key, {})
+        self._schema = values.properties(top.schema).get(key, {})
         if len(self._open) == 1 and key in self._keys:
             self._keys.discard(key)
             self._next = _keys_behind_commas(self._keys)
@@ -171,13 +234,8 @@ class PartialArguments:
         return top.comma() if top.opener == "[" else ""
 
     def _value(self, terminator: str) -> None:
-        try:
-            value = read_value("".join(self._raw), self._schema, self._last)
-        except Unreadable:
-            self._place = DEAF
-            return
-        text = json.dumps(value, ensure_ascii=False)
-        self._emit(self._comma() + text, len(terminator))
+        value = values.read_value("".join(self._raw), self._schema, self._last)
+        self._emit(self._comma() + json.dumps(value, ensure_ascii=False), len(terminator))
         self._raw, self._place = [], AFTER
 
     def _end(self, found: str) -> None:
@@ -187,30 +245,31 @@ class PartialArguments:
         top = self._open[-1]
         empty = self._place == (VALUE if top.opener == "[" else KEY) and found != ","
         if self._pending or not (self._place == AFTER or empty):
-            self._place = DEAF
-            return
+            raise values.Unreadable
         self._raw = []
         if found != ",":
             self._open.pop()
             self._emit("]" if top.opener == "[" else "}")
             self._place = AFTER
         elif top.opener == "[":
-            self._place, self._schema = VALUE, items(top.schema)
+            self._place, self._schema = VALUE, values.items(top.schema)
         else:
             self._place = KEY
 
     def _push(self, opener: str) -> None:
-        if len(self._open) >= MOST_DEPTH:
-            self._place = DEAF
-            return
+        if len(self._open) >= values.MOST_DEPTH:
+            raise values.Unreadable
         comma = self._comma() if self._open else ""
         self._emit(comma + ("[" if opener == "[" else "{"))
         self._open.append(_Open(opener, self._schema))
         self._raw, self._place = [], KEY
         if opener == "[":
-            self._place, self._schema = VALUE, items(self._schema)
+            self._place, self._schema = VALUE, values.items(self._schema)
 
-    # --- strings --------------------------------------------------------------------------------
+    def _cut(self) -> None:
+        """Make the text of an open string final."""
+        text, self._held, self._frozen = self._held + "".join(self._frozen), "", []
+        self._say(text)
 
     def _string(self, text: str) -> None:
         """Take text of an open string, and make final what no other reading of it could change:
@@ -219,7 +278,7 @@ class PartialArguments:
             self._frozen.append(text)
             return
         text = self._held + text
-        mark, key = MARK.search(text), self._next.search(text) if self._next else None
+        mark, key = control.MARK.search(text), self._next.search(text) if self._next else None
         cut, end = min(_tail(text), self._begun_key(text)), len(text)
         if key:
             cut, end = len(text[: key.start()].rstrip()), key.start()
@@ -239,14 +298,14 @@ class PartialArguments:
     def _say(self, text: str) -> None:
         """Make text of a string final; what is held is not part of it."""
         if text:
-            self.said += len(text)
+            self._said += len(text)
             behind = len(self._held) + sum(map(len, self._frozen))
-            self._emit(json.dumps(spelled(text), ensure_ascii=False)[1:-1], behind)
+            self._emit(json.dumps(control.spelled(text), ensure_ascii=False)[1:-1], behind)
 
     def _emit(self, text: str, behind: int = 0) -> None:
         """Make JSON final; the last `behind` characters of the call are not part of it."""
         self._made.append(text)
-        self.taken = self._seen - behind
+        self._taken = self._seen - behind
 
 
 def _tail(text: str) -> int:

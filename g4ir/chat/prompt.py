@@ -13,13 +13,16 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from g4ir.errors import InputError
 
-from .detokenizer import Detokenizer
+from .detokenizer import REPLACEMENT, Detokenizer, TextStream
 from .messages import Conversation, Medium, map_texts
 from .special_tokens import (
+    CHANNEL,
+    CHANNEL_END,
     CONTROLS,
     ENDS,
     MODEL,
@@ -48,6 +51,10 @@ class Piece:
     control: bool = False
 
 
+def _pieces(text: str) -> list[Piece]:
+    return [Piece(text)] if text else []
+
+
 def guard(
     conversation: Conversation, options: Mapping[str, Any], source: str
 ) -> tuple[Conversation, dict[str, Any], str]:
@@ -61,7 +68,8 @@ def guard(
                 seen.update(text[start : start + _BLOCK])
         return text
 
-    map_texts((conversation.messages, conversation.tools, dict(options)), look)
+    given = (conversation.messages, conversation.tools, dict(options))
+    map_texts(given, look)
     if bad := next((c for c in seen if "\ud800" <= c <= "\udfff"), None):
         raise InputError(
             f"messages: a text has half a character (U+{ord(bad):04X}); it is no UTF-8"
@@ -69,13 +77,7 @@ def guard(
     mark = next((chr(c) for c in _MARKS if chr(c) not in seen), None)
     if mark is None:
         raise InputError("messages: the conversation has every rare ideograph; leave one out")
-
-    def marked(text: str) -> str:
-        return text.replace("<", f"<{mark}")
-
-    messages, tools, chosen = map_texts(
-        (conversation.messages, conversation.tools, dict(options)), marked
-    )
+    messages, tools, chosen = map_texts(given, lambda text: text.replace("<", f"<{mark}"))
     return Conversation(messages, tools), chosen, mark
 
 
@@ -110,15 +112,11 @@ class Prompt:
     def pieces(self, controls: Collection[str] = CONTROLS) -> list[Piece]:
         """Return the text in pieces: the template's own control tokens, and all other text."""
         out, start = list[Piece](), 0
-        for at, end in find(self.marked, controls):
-            out += self._plain(start, at)
-            out.append(Piece(self.marked[at:end], True))
-            start = end
-        return [*out, *self._plain(start, len(self.marked))]
-
-    def _plain(self, start: int, end: int) -> list[Piece]:
-        text = self.marked[start:end].replace(self.mark, "")
-        return [Piece(text)] if text else []
+        for at, end in [*find(self.marked, controls), (len(self.marked), None)]:
+            out += _pieces(self.marked[start:at].replace(self.mark, ""))
+            out += [Piece(self.marked[at:end], True)] if end else []
+            start = end or at
+        return out
 
     def cut(self, end: str) -> Prompt:
         """Return the prompt without an end that it has."""
@@ -175,38 +173,25 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-
-    @cached_property
-    def controls(self) -> dict[str, int]:
-        """String -> id of each control token: what the tokenizer calls special, and what means
-        something in a conversation whatever it calls it."""
-        added = self.tokenizer.get_added_tokens_decoder()
-        return {t.content: i for i, t in added.items() if t.special or t.content in CONTROLS}
+        #: ids to text
+        self.detokenizer = Detokenizer(tokenizer)
+        added = tokenizer.get_added_tokens_decoder().items()
+        #: string -> id of each control token: what the tokenizer calls special, and what means
+        #: something in a conversation whatever it calls it; and the other way round
+        self.controls = {t.content: i for i, t in added if t.special or t.content in CONTROLS}
+        self.strings = {i: text for text, i in self.controls.items()}
+        #: ids behind which a model's turn is over
+        self.ends = frozenset(self.controls[text] for text in ENDS if text in self.controls)
 
     @cached_property
     def longest(self) -> int:
         """Number of characters of the longest token."""
         return longest_token(self.tokenizer)
 
-    @cached_property
-    def strings(self) -> dict[int, str]:
-        """Id -> string of each control token."""
-        return {i: text for text, i in self.controls.items()}
-
-    @cached_property
-    def detokenizer(self) -> Detokenizer:
-        """Ids to text."""
-        return Detokenizer(self.tokenizer)
-
     @property
     def chats(self) -> bool:
         """Whether the tokenizer has the turns of a chat."""
         return {TURN, TURN_END} <= self.controls.keys()
-
-    @cached_property
-    def ends(self) -> frozenset[int]:
-        """Ids behind which a model's turn is over."""
-        return frozenset(self.controls[text] for text in ENDS if text in self.controls)
 
     def marks(self, tokens: Sequence[int], system: bool) -> tuple[int, ...]:
         """Return where other prompts are likely to go on in another way: behind the turn of the
@@ -220,15 +205,12 @@ class Vocabulary:
         `media` are what the placeholders stand for, in order: ids, and texts, which are tokenised
         with those around them. Without it placeholders stay one token each.
         """
-        out, text = list[int](), ""
-        expansions = [*media]
-        left = iter(expansions)
+        out, text, left = list[int](), "", iter(media)
         for piece in prompt.pieces(self.controls):
-            if not piece.control:
-                text += piece.text
-                continue
-            parts: Iterable[int | str] = [self.controls[piece.text]]
-            if expansions and piece.text in PLACEHOLDERS.values():
+            parts: Iterable[int | str] = [piece.text]
+            if piece.control:
+                parts = [self.controls[piece.text]]
+            if piece.control and piece.text in PLACEHOLDERS.values():
                 parts = next(left, parts)
             for part in parts:
                 if isinstance(part, str):
@@ -252,3 +234,77 @@ class Vocabulary:
 def encode(prompt: Prompt, tokenizer: Any) -> list[int]:
     """Return the ids of a prompt; see `Vocabulary.encode`."""
     return Vocabulary(tokenizer).encode(prompt)
+
+
+class TokenStream:
+    """Token ids in, pieces out: control tokens as such, other text as soon as it is certain, never
+    part of a character."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self._text = TextStream(vocabulary.detokenizer)
+
+    def push(self, token: int) -> list[Piece]:
+        """Return the pieces that this token completes."""
+        control = self.vocabulary.strings.get(token)
+        if control is None:
+            return _pieces(self._text.push(token))
+        return [*self.rest(), Piece(control, True)]
+
+    def rest(self) -> list[Piece]:
+        """Return the text that was held back, at the end."""
+        return _pieces(self._text.rest())
+
+
+def spelled(vocabulary: Vocabulary, ids: list[int]) -> str:
+    """Return the text of ids with control tokens spelled out."""
+    decode = vocabulary.tokenizer.decode_batch  # releases the interpreter's lock
+    text: str = decode([ids], skip_special_tokens=False)[0]
+    if REPLACEMENT not in text:
+        return text
+    stream = TokenStream(vocabulary)
+    pieces = [*chain.from_iterable(map(stream.push, ids)), *stream.rest()]
+    return "".join(p.text for p in pieces)
+
+
+class ReasoningBudget:
+    """Ends reasoning over `limit` tokens, counted over the whole answer.
+
+        budget = ReasoningBudget(vocabulary, 512, inside=reader.thinking)
+        token = budget.forced()                 # what must come next, or None: the model is free
+        budget.push(token)                      # what came next
+
+    The end is a newline and the token that closes a channel. It waits for whole characters.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, limit: int, inside: bool = False) -> None:
+        if limit < 0:
+            raise InputError(f"thinking budget {limit}: expected 0 or more tokens")
+        self.limit, self.used, self.inside = limit, 0, inside
+        if absent := next(
+            (c for c in (CHANNEL, CHANNEL_END) if c not in vocabulary.controls), None
+        ):
+            raise InputError(f"the tokenizer has no {absent}: reasoning cannot be ended by force")
+        self._open, self._close = (vocabulary.controls[c] for c in (CHANNEL, CHANNEL_END))
+        newline = vocabulary.plain("\n")
+        self._newline = newline[0] if len(newline) == 1 else None
+        self._bytes, self._last = vocabulary.detokenizer.bytes, -1
+
+    def push(self, token: int) -> None:
+        """Take a token of the answer, forced or not."""
+        if token in (self._open, self._close):
+            self.inside = token == self._open
+        elif self.inside:
+            self.used += 1
+        self._last = token
+
+    def forced(self) -> int | None:
+        """Return the token that must come next, or None where the model is free."""
+        if not self.inside or self.used < self.limit:
+            return None
+        cut = self._bytes.get(self._last, 0) >= 0x80  # the last token is part of a character
+        if cut and self.used < self.limit + 4:  # which has four bytes at most
+            return None
+        # Reasoning that has just begun or ends with a newline needs none.
+        begun = self._last not in (-1, self._open, self._newline)
+        return self._newline if begun and self._newline is not None else self._close

@@ -17,50 +17,35 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from g4ir.errors import InputError
 
-from .lexer import END_MARKS, MARK, MARKS, Lexer, spelled, whole
-from .partial import PartialArguments
+from . import special_tokens as control
+from .partial import CallBody
 from .prompt import Piece
-from .special_tokens import (
-    CALL,
-    CALL_END,
-    CHANNEL,
-    CHANNEL_END,
-    MODEL,
-    QUOTE,
-    THOUGHT,
-    TURN,
-)
 from .tools import lower, read_tools
-from .values import CLOSERS, Schema, Schemas, begins_head, head_name, read_call
+from .values import Schemas, begins_head, head_name, read_call
 
-_CALL, _CALL_END, _QUOTE = MARKS[CALL], MARKS[CALL_END], MARKS[QUOTE]
-_CHANNEL, _CHANNEL_END = MARKS[CHANNEL], MARKS[CHANNEL_END]
-_NAME = THOUGHT.rstrip("\n")
+_CALL, _CALL_END = control.MARKS[control.CALL], control.MARKS[control.CALL_END]
+_CHANNEL, _CHANNEL_END = control.MARKS[control.CHANNEL], control.MARKS[control.CHANNEL_END]
+_NAME = control.THOUGHT.rstrip("\n")
 #: stop strings of a request, and characters of one
 MOST_STOPS, LONGEST_STOP = 64, 4096
 #: how often an answer is read again behind a call that was none
 MOST_RETRIES = 16
 #: characters of the name of a call, with what stands around it; of the space between two calls
 LONGEST_HEAD, LONGEST_GAP = 512, 64
-#: characters of final text from which arguments are streamed; a shorter call may still be none
-FEWEST_STREAMED = 32
 #: kind of the events that are pieces of a call's arguments
 ARGUMENTS = "arguments"
 
 _WORD = "call:"
 _BRACE = re.compile("[{(]")
 #: what ends a call whose last string was never closed
-_ENDS = re.compile(f"[{_CALL}{_CALL_END}{''.join(END_MARKS)}]")
-#: what a call cannot have outside of strings
-_BREAKS = frozenset({_CALL, _CALL_END, _CHANNEL, *END_MARKS})
-_OUTSIDE = re.compile(rf"[{{}}()\[\],:=\"]|{MARK.pattern}")
-_IN_STRING = re.compile(rf'["\\]|{MARK.pattern}')
+_ENDS = re.compile(f"[{_CALL}{_CALL_END}{''.join(control.END_MARKS)}]")
 
 #: where the machine is
 START, CONTENT, OPENING, THINKING, HEAD, BODY, BEHIND, BAD = range(8)
@@ -112,7 +97,7 @@ class Reader:
     def __init__(
         self,
         tools: Any = None,
-        prompt_tail: str = TURN + MODEL,
+        prompt_tail: str = control.TURN + control.MODEL,
         stop: str | Sequence[str] | None = (),
         *,
         calls: bool = True,
@@ -124,12 +109,11 @@ class Reader:
         }
         self._stops = Stops(stop)
         self._calls = calls
-        self._lexer = Lexer()
-        self._state, self._held, self._opener = START, "", CALL
-        self._body = _Body()
-        self._retries = 0
+        self._lexer = control.Lexer()
+        self._state, self._held, self._opener = START, "", control.CALL
+        self._retries = self._sent = 0
         self._unmarked_reasoning = thinking is not False
-        self._said: list[Event] = []
+        self._texts = defaultdict[str, list[str]](list)  # by kind, of all that was said
         self._new: list[Event] = []
         self._read: list[dict[str, Any]] = []
         self._over = False
@@ -153,7 +137,8 @@ class Reader:
     def feed_tokens(self, pieces: Iterable[Piece]) -> list[Event]:
         """Take pieces of which each says whether it is a control token; text that looks like one is
         text."""
-        marked = [MARKS.get(p.text, "") if p.control else whole(p.text) for p in pieces]
+        marks, whole = control.MARKS, control.whole
+        marked = [marks.get(p.text, "") if p.control else whole(p.text) for p in pieces]
         return self._take(self._lexer.rest() + "".join(marked))
 
     def finish(self, reason: str = "stop") -> Answer:
@@ -170,23 +155,20 @@ class Reader:
             reason = "stop"
         if reason == "stop" and self._read:
             reason = "tool_calls"
-        texts = {
-            kind: "".join(e.text for e in self._said if e.kind == kind)
-            for kind in ("thought", "content")
-        }
-        last = tuple(self._new)
-        return Answer(texts["thought"], texts["content"], self._read, reason, last)
+        reasoning, content = self._texts["thought"], self._texts["content"]
+        return Answer("".join(reasoning), "".join(content), self._read, reason, (*self._new,))
 
     # --- the machine --------------------------------------------------------------------------
 
     def _begin(self, tail: str) -> None:
-        marked = Lexer().feed(tail)
+        """Go to the state in which a prompt ends."""
+        marked = control.Lexer().feed(tail)
         at = marked.rfind(_CHANNEL)
-        if at >= 0 and not MARK.search(marked, at + 1):
+        if at >= 0 and not control.MARK.search(marked, at + 1):
             self._run(marked[at:])
         elif marked.endswith(_CHANNEL_END):
             self._state = CONTENT
-        self._said.clear()
+        self._texts.clear()
         self._new = []
 
     def _take(self, marked: str) -> list[Event]:
@@ -208,20 +190,20 @@ class Reader:
                         waiting.append(text[at:])
                         text, at = again, 0
                     continue
-                found = MARK.search(text, at)
+                found = control.MARK.search(text, at)
                 end = found.start() if found else len(text)
                 if end > at:
                     self._over = False
                     at = self._text(text, at, end)
                 elif found:
-                    self._over = found[0] in END_MARKS
+                    self._over = found[0] in control.END_MARKS
                     self._mark(found[0])
                     at += 1
 
     def _end(self, whole: bool) -> None:
         """Give out what was held back; `whole` is False where the answer was cut."""
         while self._state == BODY and not self._stops.hit:
-            self._run(self._given_back(self._body.take(), whole))
+            self._run(self._given_back(self._body.raw, whole))
         if self._state == HEAD and not whole and self._opener and begins_head(self._held):
             self._held = ""  # a call that was cut before its name was known
         elif self._state == HEAD:
@@ -250,16 +232,12 @@ class Reader:
         """Reasoning may be named before it begins, and the name may be all of an opener that is
         left."""
         opened = self._state == OPENING
-        if (opened or self._unmarked_reasoning) and THOUGHT.startswith(run):
+        named = opened or self._unmarked_reasoning
+        if named and run != control.THOUGHT and control.THOUGHT.startswith(run):
             self._held = run
-            if run == THOUGHT:
-                self._state, self._held = THINKING, ""
-        elif (opened or self._unmarked_reasoning) and run.startswith(THOUGHT):
+        elif opened or (named and run.startswith(control.THOUGHT)):
             self._state = THINKING
-            self._think(run[len(THOUGHT) :])
-        elif opened:
-            self._state = THINKING
-            self._think(run)
+            self._think(run.removeprefix(control.THOUGHT))
         else:
             self._state = CONTENT
             self._say("content", run)
@@ -287,16 +265,16 @@ class Reader:
     def _mark(self, mark: str) -> None:
         if self._state == HEAD:
             self._give_up(mark)
-        elif self._state == BAD and mark not in (_CALL, _CHANNEL, *END_MARKS):
-            self._say("content", spelled(mark))
+        elif self._state == BAD and mark not in (_CALL, _CHANNEL, *control.END_MARKS):
+            self._say("content", control.spelled(mark))
             self._state = CONTENT if mark == _CALL_END else BAD
         elif mark == _CHANNEL:
             self._release()
             self._state = OPENING
         elif mark == _CALL and self._calls:
             self._close()
-            self._state, self._opener = HEAD, CALL
-        elif mark in (_CHANNEL_END, _CALL_END, *END_MARKS):
+            self._state, self._opener = HEAD, control.CALL
+        elif mark in (_CHANNEL_END, _CALL_END, *control.END_MARKS):
             self._close(mark)
 
     def _close(self, mark: str = _CALL) -> None:
@@ -337,7 +315,7 @@ class Reader:
             self._state = BAD
         elif name is not None:
             schema = self._schemas.get(name, {})
-            self._body.begin(self._held, name, schema, self._retries > MOST_RETRIES)
+            self._body = CallBody(self._held, name, schema, self._retries > MOST_RETRIES)
             self._state, self._held, self._sent = BODY, "", 0
         return stop
 
@@ -348,23 +326,20 @@ class Reader:
             self._say("content", self._opener + held)
         self._state = BAD if held.strip() else CONTENT
         if mark == _CALL:
-            self._state, self._opener = HEAD, CALL
+            self._state, self._opener = HEAD, control.CALL
         elif mark:
             self._mark(mark)
 
     def _in_body(self, text: str, at: int) -> tuple[int, str]:
         """Take the arguments of a call. Return how far, and what must be read again before."""
         end, done, broken = self._body.scan(text, at)
-        self._body.add(text[at:end])
-        if not done and not broken:
-            if self._body.streams:
-                self._send(self._body.partial.take())
-            return end, ""
-        raw = self._body.take()
-        if not broken:
-            self._read_call(raw)
-            return end, ""
-        return end, self._given_back(raw, True, broken == "string")
+        if broken:
+            return end, self._given_back(self._body.raw, True, broken == "string")
+        if done:
+            self._read_call(self._body.raw)
+        elif self._body.streams:
+            self._send(self._body.new_json())
+        return end, ""
 
     def _given_back(self, raw: str, whole: bool, inside: bool = True) -> str:
         """Read a call that has no end of its own. Return what of it is not its own.
@@ -375,8 +350,8 @@ class Reader:
         found = _ENDS.search(raw, self._body.streamed) if inside else None
         body, rest = (raw[: found.start()], raw[found.start() :]) if found else (raw, "")
         if not whole and (not found or read_call(body, self._schemas) is None):
-            partial = self._body.partial
-            self._end_call(partial.json if partial.cut_off() else self._body.as_written(raw), None)
+            cut = self._body.cut_off()
+            self._end_call(self._body.as_written(raw) if cut is None else cut, None)
             return ""
         self._retries += 1
         self._read_call(body)
@@ -384,13 +359,13 @@ class Reader:
 
     def _read_call(self, body: str) -> None:
         read = read_call(body, self._schemas)
-        text = json.dumps(read.arguments, ensure_ascii=False) if read else ""
-        if self._body.streams and not (read and text.startswith(self._body.partial.json)):
+        text = "" if read is None else json.dumps(read, ensure_ascii=False)
+        if self._body.streams and not text.startswith(self._body.json):
             self._end_call(self._body.as_written(body), None)
-        elif read:
-            self._end_call(text, read.arguments)
+        elif text:
+            self._end_call(text, read)
         else:
-            self._say("content", self._opener + spelled(body))
+            self._say("content", self._opener + control.spelled(body))
             self._state = BAD
 
     def _end_call(self, text: str, arguments: dict[str, Any] | None) -> None:
@@ -400,14 +375,14 @@ class Reader:
             self._send(text[self._sent :])
         name, index = self._body.name, len(self._read)
         self._read.append({"name": name, "arguments": text if arguments is None else arguments})
-        self._put(Event("call", text, name, arguments, index, self._sent > 0))
+        self._new.append(Event("call", text, name, arguments, index, self._sent > 0))
         self._state = BEHIND
 
     def _send(self, piece: str) -> None:
         if piece:
             self._emit("content", self._stops.rest())
             name = None if self._sent else self._body.name
-            self._put(Event(ARGUMENTS, piece, name, None, len(self._read)))
+            self._new.append(Event(ARGUMENTS, piece, name, None, len(self._read)))
             self._sent += len(piece)
 
     # --- events -------------------------------------------------------------------------------
@@ -421,102 +396,8 @@ class Reader:
 
     def _emit(self, kind: str, text: str) -> None:
         if text:
-            self._put(Event(kind, text))
-
-    def _put(self, event: Event) -> None:
-        self._new.append(event)
-        self._said.append(event)
-
-
-class _Body:
-    """The arguments of a call as they come, and where they end: at the brace that closes the first
-    one, strings left out. Only their end is looked for; each character is looked at once."""
-
-    def begin(self, head: str, name: str, schema: Schema, plain: bool) -> None:
-        """Start behind the first brace. `plain`: a control token of calls ends it even inside of a
-        string."""
-        self._parts, self._plain = [head], plain
-        self.name, self._head = name, len(head)
-        self.partial = PartialArguments(head[-1], schema)
-        self._open, self._close = head[-1], CLOSERS[head[-1]]
-        self._depth, self._fresh = 1, True
-        self._string = ""  # what closes the string that is open
-        self._skip = self._closed = False
-
-    @property
-    def streams(self) -> bool:
-        """Whether enough text is final for the JSON to be given out."""
-        return self.partial.said >= FEWEST_STREAMED
-
-    @property
-    def streamed(self) -> int:
-        """How many characters of the call can only be read as they were streamed."""
-        return self._head + self.partial.taken if self.streams else 0
-
-    def as_written(self, body: str) -> str:
-        """Return the final JSON, and what follows it in a body as it was written."""
-        return self.partial.json + spelled(body[self._head + self.partial.taken :])
-
-    def add(self, text: str) -> None:
-        """Keep a text that was scanned."""
-        self._parts.append(text)
-
-    def take(self) -> str:
-        """Return all of it."""
-        return "".join(self._parts)
-
-    def scan(self, text: str, at: int) -> tuple[int, bool, str]:
-        """Look through a text. Return how far, whether the arguments end there, and where they
-        were broken off by a control token: "outside" of strings or in a "string"."""
-        while at < len(text):
-            if self._skip:  # behind a backslash
-                self.partial.text(text[at])
-                self._skip, at = False, at + 1
-                continue
-            found = (_IN_STRING if self._string else _OUTSIDE).search(text, at)
-            between = text[at : found.start() if found else len(text)]
-            if between:
-                self.partial.text(between)
-            if between and not between.isspace():
-                self._fresh = self._closed = False
-            if found is None:
-                break
-            at = found.end()
-            if self._string:
-                if self._in_string(found[0]):
-                    return found.start(), False, "string"
-                self.partial.inside(found[0], not self._string)
-            elif found[0] in _BREAKS:
-                return found.start(), False, "outside"
-            else:
-                done = self._outside(found[0])
-                self.partial.outside(found[0], bool(self._string))
-                if done:
-                    return at, True, ""
-        return len(text), False, ""
-
-    def _in_string(self, found: str) -> bool:
-        """Go on inside of a string; return whether another call shows that it was never closed."""
-        if found == self._string:
-            self._string = ""
-        elif found == "\\" and self._string == '"':
-            self._skip = True
-        elif found == _CALL and (self._closed or self._plain):
-            return True
-        elif found == _CALL_END:
-            self._closed = True
-            return self._plain
-        elif found not in '"\\':
-            self._closed = False
-        return False
-
-    def _outside(self, found: str) -> bool:
-        """Go on outside of strings; return whether the first brace is closed."""
-        if found == _QUOTE or (found == '"' and self._fresh):
-            self._string, self._closed = found, False
-        self._depth += (found == self._open) - (found == self._close)
-        self._fresh = found in "{[(,:="
-        return self._depth == 0
+            self._new.append(Event(kind, text))
+            self._texts[kind].append(text)
 
 
 class Stops:
@@ -532,8 +413,7 @@ class Stops:
         for i, text in enumerate(strings):
             if not isinstance(text, str) or not 0 < len(text) <= LONGEST_STOP:
                 raise InputError(f"stop[{i}]: must be a text of 1 to {LONGEST_STOP} characters")
-        self._strings = strings
-        self._borders = [_borders(text) for text in strings]
+        self._strings = [(text, _borders(text)) for text in strings]
         self._known = [0] * len(strings)
         self._held = ""
         self.hit = False
@@ -544,22 +424,22 @@ class Stops:
             return "" if self.hit else text
         text, start = self._held + text, len(self._held)
         for at in range(start, len(text)):
-            ended = [s for i, s in enumerate(self._strings) if self._more(i, text[at])]
-            if ended:
+            if longest := max(self._ended(i, text[at]) for i in range(len(self._strings))):
                 self.hit, self._held = True, ""
-                return text[: at + 1 - max(map(len, ended))]
+                return text[: at + 1 - longest]
         certain = len(text) - max(self._known)
         self._held = text[certain:]
         return text[:certain]
 
-    def _more(self, i: int, character: str) -> bool:
-        """Take a character for one string; return whether it is complete."""
-        text, known = self._strings[i], self._known[i]
+    def _ended(self, i: int, character: str) -> int:
+        """Take a character for one string; return its length if it is complete."""
+        (text, borders), known = self._strings[i], self._known[i]
         while known and text[known] != character:
-            known = self._borders[i][known - 1]
+            known = borders[known - 1]
         known += text[known] == character
-        self._known[i] = known if known < len(text) else 0
-        return known == len(text)
+        complete = known == len(text)
+        self._known[i] = 0 if complete else known
+        return known * complete
 
     def rest(self) -> str:
         """Return what was held back, where content ends or something else comes between."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import signal
 import subprocess
@@ -34,26 +35,24 @@ class Sandbox:
     def render(self, source: str, name: str, variables: Mapping[str, Any]) -> str:
         """Return the text of a template. TemplateError if it raises or exceeds a limit, TypeError
         or ValueError for variables that are not JSON."""
-        request = {"source": source, "name": name, "variables": variables}
         limits = {"seconds": MOST_SECONDS, "most": MOST_TEXT}
-        line = json.dumps({**request, **limits}, allow_nan=False)
+        request = {"source": source, "name": name, "variables": variables, **limits}
+        line = json.dumps(request, allow_nan=False)
         with self._lock:
             answer = json.loads(self._answer(line))
         if "error" in answer:
             raise TemplateError(answer["error"], answer.get("line"))
-        text: str = answer["text"]
-        return text
+        return str(answer["text"])
 
     def _answer(self, request: str) -> str:
         process = self._process = self._process or self._started()
         assert process.stdin and process.stdout
         answer = ""
         try:
-            process.stdin.write(request + "\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        except BrokenPipeError:
-            pass  # its end says why
+            with contextlib.suppress(BrokenPipeError):  # its end says why
+                process.stdin.write(request + "\n")
+                process.stdin.flush()
+                answer = process.stdout.readline()
         finally:  # an interrupt too: the next request must not read this one's answer
             if not answer:
                 self.close()

@@ -8,27 +8,18 @@ prompt   = make_prompt(messages, tools, template)     # checked, and safe to be 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from g4ir.errors import InputError
 from g4ir.weights.tensorfile import parse_json
 
-from .messages import (
-    ASSISTANT,
-    TOOL,
-    Call,
-    Conversation,
-    Message,
-    Response,
-    check_pairs,
-    joined,
-    read_messages,
-)
-from .prompt import Prompt, guard
+from .messages import ASSISTANT, TOOL, Conversation, Message, check_pairs, joined, kind_of
+from .messages import read_messages as read
+from .prompt import Prompt, Vocabulary, guard
 from .sandbox import TemplateError
 from .sandbox import render as render_source
 from .special_tokens import (
@@ -73,8 +64,9 @@ class Template:
         if form not in FORMS:
             known = ", ".join(FORMS)
             raise InputError(f"chat form {form!r}: must be one of {known}, or a Template")
+        source = Path(__file__).with_name("default.jinja").read_text(encoding="utf-8")
         variables = (("bos_token", BOS), ("empty_thought", form == LARGE))
-        return Template(form, BUILT_IN, _default(), note=note, variables=variables)
+        return Template(form, BUILT_IN, source, note=note, variables=variables)
 
     @staticmethod
     def open(folder: str | Path, otherwise: str = SMALL) -> Template:
@@ -83,18 +75,20 @@ class Template:
         folder = Path(folder)
         if not folder.is_dir():
             raise InputError(f"{folder}: no such directory, so no chat template")
-        config = _config(folder / CONFIG)
-        path, source = folder / FILE, None
-        if path.is_file():
+        path = folder / CONFIG
+        config = parse_json(path, path.read_bytes()) if path.is_file() else {}
+        if (folder / FILE).is_file():
+            path = folder / FILE
             source = _read(path)
         elif (given := config.get("chat_template")) is not None:
-            path = folder / CONFIG
             source = _of_config(given, path)
-        if source is None:
+        else:
             note = f"{folder} has no chat template: the built-in form {otherwise!r} is used"
             return Template.built_in(otherwise, note)
+        named = {k: v for k, v in config.items() if k.endswith("_token")}
+        texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
+        tokens = {"bos_token": BOS} | {k: v for k, v in texts.items() if v and isinstance(v, str)}
         digest = hashlib.sha256(source.encode()).hexdigest()
-        tokens = {"bos_token": BOS} | {k: v for k, v in _token_strings(config).items() if v}
         made = Template(otherwise, str(path), source, digest, None, (*tokens.items(),))
         return replace(made, form=_form_of(made))
 
@@ -104,14 +98,16 @@ class Template:
         template older than the role `tool` knows them there alone."""
         if self.origin == BUILT_IN:
             return False
-        call, answer = Call("f", {}, "1"), Message(TOOL, "answer", call_id="1", name="f")
-        asked = Conversation((Message("user", "?"), Message(ASSISTANT, calls=(call,)), answer))
-        return not self._answers(asked) and self._answers(_folded(asked))
+        call = {"type": "function", "function": {"name": "f", "arguments": {}}, "id": "1"}
+        asked = {"role": ASSISTANT, "content": None, "tool_calls": [call]}
+        answer = {"role": TOOL, "content": "answer", "tool_call_id": "1", "name": "f"}
+        messages = ({"role": "user", "content": "?"}, asked, answer)
+        return not self._answers(messages) and self._answers(_folded(Conversation(messages)))
 
-    def _answers(self, asked: Conversation) -> bool:
+    def _answers(self, messages: Sequence[Message]) -> bool:
         """Whether the template writes the answer of a tool behind its call, in the native form."""
         try:
-            text = self._text(asked.messages, {})
+            text = self._text(messages, {})
         except InputError:
             return False
         return RESPONSE in text.partition("call:f")[2].partition("answer")[0]
@@ -128,18 +124,18 @@ class Template:
             raise InputError(
                 f"the built-in template has no option {min(unknown)!r}; it has {known}"
             )
-        written = _folded(conversation) if self.folds else conversation
-        text = self._text(written.messages, {"tools": [*written.tools] or None, **options})
+        messages = _folded(conversation) if self.folds else conversation.messages
+        text = self._text(messages, {"tools": [*conversation.tools] or None, **options})
         if not options.get("add_generation_prompt", True) or not text.endswith(f"{TURN_END}\n"):
             return text
         # After a tool's answer and a text, published templates open no turn.
         closes = self.form == LARGE and not options.get("enable_thinking")
         return text + TURN + MODEL + (CHANNEL + THOUGHT + CHANNEL_END if closes else "")
 
-    def _text(self, messages: tuple[Message, ...], options: Mapping[str, Any]) -> str:
+    def _text(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
         variables = {
             **dict(self.variables),
-            "messages": [_as_given(m) for m in messages],
+            "messages": [m | {"content": _content(m["content"])} for m in messages],
             "tools": None,
             "add_generation_prompt": True,
             **options,
@@ -153,15 +149,10 @@ class Template:
             raise InputError(f"{self.origin}: an option of the template is not JSON: {e}") from e
 
 
-@cache
-def _default() -> str:
-    return Path(__file__).with_name("default.jinja").read_text(encoding="utf-8")
-
-
 def _form_of(template: Template) -> str:
     """Return which of the two forms a template has: whether it closes the reasoning channel that
     thinking off leaves empty. One that refuses the question is taken for small."""
-    question = Conversation((Message("user", "?"),))
+    question = Conversation(({"role": "user", "content": "?"},))
     try:
         text = template.write(question, {"enable_thinking": False})
     except InputError as e:
@@ -182,10 +173,6 @@ def _read(path: Path) -> str:
         raise InputError(f"{path}: not UTF-8 at byte {e.start}") from None
 
 
-def _config(path: Path) -> dict[str, Any]:
-    return parse_json(path, path.read_bytes()) if path.is_file() else {}
-
-
 def _of_config(given: Any, path: Path) -> str:
     """Return the template of a tokenizer's config: a text, or the one called default in a list."""
     if isinstance(given, list):
@@ -196,58 +183,37 @@ def _of_config(given: Any, path: Path) -> str:
     return given
 
 
-def _token_strings(config: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return the tokens that a config names: `bos_token` and others."""
-    found = {k: v for k, v in config.items() if k.endswith("_token")}
-    texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in found.items()}
-    return {k: v for k, v in texts.items() if isinstance(v, str)}
-
-
-def _folded(conversation: Conversation) -> Conversation:
-    """Return a conversation with the answers of tools in the message that called."""
+def _folded(conversation: Conversation) -> list[Message]:
+    """Return messages with the answers of tools in the message that called."""
     out = list[Message]()
     for i, message in enumerate(conversation.messages):
-        if message.calls and not message.responses:
+        calls = message.get("tool_calls", [])
+        if calls and not message.get("tool_responses"):
             answers = conversation.answers(i)
-            responses = tuple(Response(message.answered_by(a), a.text) for a in answers)
-            message = replace(message, responses=responses)
-        if message.role != TOOL:
+            message = message | {"tool_responses": [_response(calls, a) for a in answers]}
+        if message["role"] != TOOL:
             out.append(message)
-    return Conversation(tuple(out), conversation.tools)
+    return out
 
 
-def _as_given(message: Message) -> dict[str, Any]:
-    """Return a message as templates take it: the OpenAI form with decoded arguments."""
-    out: dict[str, Any] = {"role": message.role, "content": _content(message)}
-    if message.reasoning:
-        out["reasoning"] = out["reasoning_content"] = message.reasoning
-    if message.calls:
-        out["tool_calls"] = [
-            {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-            | ({} if c.id is None else {"id": c.id})
-            for c in message.calls
-        ]
-    if message.responses:
-        out["tool_responses"] = [{"name": r.name, "response": r.value} for r in message.responses]
-    named = {"tool_call_id": message.call_id, "name": message.name}
-    return out | {k: v for k, v in named.items() if v is not None}
+def _response(calls: Sequence[Message], answer: Message) -> dict[str, Any]:
+    """Return an answer under the name of the function that it answers; without ids the last."""
+    found = [c for c in calls if c.get("id") == answer.get("tool_call_id")]
+    name = found[-1]["function"]["name"] if found else answer.get("name") or "unknown"
+    content = answer["content"] or ""
+    return {"name": name, "response": "".join(part for part in content if isinstance(part, str))}
 
 
-def _content(message: Message) -> Any:
-    if not isinstance(message.content, tuple):
-        return message.content
+def _content(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
     return [
         {"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind}
-        for part in message.content
+        for part in content
     ]
 
 
 # --- the two ways to a prompt -----------------------------------------------------------------
-
-
-def as_template(form: str | Template) -> Template:
-    """Return the template that a form names."""
-    return form if isinstance(form, Template) else Template.built_in(form)
 
 
 def render(messages: Any, tools: Any = None, form: str | Template = "small", **options: Any) -> str:
@@ -256,8 +222,7 @@ def render(messages: Any, tools: Any = None, form: str | Template = "small", **o
     `options`: enable_thinking, preserve_thinking, add_generation_prompt, and what a checkpoint's
     own template knows beside them. InputError names the message or tool and the fix.
     """
-    conversation = Conversation(read_messages(messages), read_tools(tools))
-    return _prompt(conversation, as_template(form), options).text
+    return _prompt(Conversation(read(messages), read_tools(tools)), form, options).text
 
 
 def make_prompt(
@@ -274,28 +239,69 @@ def make_prompt(
     are lowered, and contents are marked, so that they never become control tokens. `continued`: the
     last message is the head of the answer.
     """
-    checked = Conversation(joined(read_messages(messages)), read_tools(tools))
+    checked = Conversation(joined(read(messages)), read_tools(tools))
     check_pairs(checked)
     lowered, said = lower(checked.tools)
+    last = checked.messages[-1]
     if continued:
-        _check_head(checked.messages[-1])
+        if last["role"] != ASSISTANT or last.get("tool_calls") or not last["content"]:
+            raise InputError(
+                "messages[-1]: to be continued it must be the assistant's, with text only"
+            )
         options["add_generation_prompt"] = False
-    prompt = _prompt(Conversation(checked.messages, lowered), as_template(form), options, said)
+    prompt = replace(_prompt(replace(checked, tools=lowered), form, options), said=said)
     prompt.check_media()
     return prompt.cut(f"{TURN_END}\n") if continued else prompt
 
 
-def _check_head(last: Message) -> None:
-    if last.role != ASSISTANT or last.calls or not last.content:
-        raise InputError("messages[-1]: to be continued it must be the assistant's, with text only")
-
-
-def _prompt(
-    conversation: Conversation,
-    template: Template,
-    options: Mapping[str, Any],
-    said: tuple[str, ...] = (),
-) -> Prompt:
+def _prompt(conversation: Conversation, form: str | Template, options: Mapping[str, Any]) -> Prompt:
+    template = form if isinstance(form, Template) else Template.built_in(form)
     marked, options, mark = guard(conversation, options, template.source)
-    text = template.write(marked, options)
-    return Prompt(text, mark, conversation.media, said)
+    return Prompt(template.write(marked, options), mark, conversation.media)
+
+
+def check_chats(vocabulary: Vocabulary, folder: Path) -> None:
+    """Raise InputError where the tokenizer of a folder has no turns of a chat."""
+    if not vocabulary.chats:
+        raise InputError(
+            f"{folder}: its tokenizer has no turns of a chat: this model was not made for chats"
+        )
+
+
+@dataclass(frozen=True)
+class PromptBuilder:
+    """From what users say to ids: a template, and the tokenizer of what it writes."""
+
+    template: Template
+    vocabulary: Vocabulary
+
+    @staticmethod
+    def open(folder: Path, tokenizer: Any, form: str) -> PromptBuilder:
+        """Read the template of a folder, or take the built-in one of this form. InputError where
+        the tokenizer has no turns of a chat."""
+        vocabulary = Vocabulary(tokenizer)
+        check_chats(vocabulary, folder)
+        return PromptBuilder(Template.open(folder, form), vocabulary)
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Ids behind which the model's turn is over."""
+        return self.vocabulary.ends
+
+    def prompts(self, given: Any, kinds: Sequence[str] = ()) -> list[Any]:
+        """Return the ids of a prompt, or of each of several; one is a text or a list of messages.
+        A single text is of a message that has media of `kinds`, sounds behind it."""
+        if isinstance(given, str):
+            sounds = [{"type": kind} for kind in kinds if kind == "audio"]
+            seen = [{"type": kind} for kind in kinds if kind != "audio"]
+            content = [*seen, {"type": "text", "text": given}, *sounds] if kinds else given
+            return self._ids([{"role": "user", "content": content}])
+        if not isinstance(given, list | tuple) or not given:
+            what = "an empty list" if isinstance(given, list | tuple) else kind_of(given)
+            raise InputError(f"prompt: expected a text or messages, found {what}")
+        if isinstance(given[0], dict):
+            return self._ids(given)
+        return [self.prompts(one) if isinstance(one, str) else self._ids(one) for one in given]
+
+    def _ids(self, messages: Any) -> list[int]:
+        return self.vocabulary.encode(make_prompt(messages, None, self.template))

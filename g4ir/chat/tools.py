@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from g4ir.errors import InputError
@@ -33,10 +33,9 @@ def read_tools(given: Any) -> tuple[dict[str, Any], ...]:
     if given is None:
         return ()
     if not isinstance(given, list | tuple) or not given:
-        raise InputError(
-            f"tools: must be a list of tools, found {kind_of(given) if given else 'none'}; leave "
-            f"it out where there are none"
-        )
+        found = kind_of(given) if given else "none"
+        cure = "leave it out where there are none"
+        raise InputError(f"tools: must be a list of tools, found {found}; {cure}")
     tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(given))
     names = [tool["function"]["name"] for tool in tools]
     for i, name in enumerate(names):
@@ -54,25 +53,18 @@ def _tool(given: Any, where: str) -> dict[str, Any]:
     out = {k: function[k] for k in OF_FUNCTION if function.get(k) is not None}
     name = out.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise InputError(
-            f"{where}.name: must be 1 to 128 letters, digits and _ - ., found {shown(name)}"
-        )
+        what = f"must be 1 to 128 letters, digits and _ - ., found {shown(name)}"
+        raise InputError(f"{where}.name: {what}")
     if not isinstance(out.setdefault("description", ""), str):
         raise InputError(f"{where}.description: must be text, found {kind_of(out['description'])}")
-    for key in ("parameters", "response"):
-        if key in out:
-            an_object(json_value(out[key], f"{where}.{key}"), f"{where}.{key}")
-            check_schema(out[key], f"{where}.{key}")
+    for key in [key for key in ("parameters", "response") if key in out]:
+        an_object(json_value(out[key], f"{where}.{key}"), f"{where}.{key}")
+        check_schema(out[key], f"{where}.{key}")
     if out.get("parameters"):
-        _check_root(out, f"{where}.parameters")
+        out["parameters"] = {"type": "object", **out["parameters"]}
+        if (kind := out["parameters"]["type"]) not in ("object", "OBJECT"):
+            raise InputError(f"{where}.parameters.type: must be object, found {shown(kind)}")
     return {"type": "function", "function": out}
-
-
-def _check_root(function: dict[str, Any], where: str) -> None:
-    root = {"type": "object", **function["parameters"]}
-    if root["type"] != "object" and root["type"] != "OBJECT":
-        raise InputError(f"{where}.type: must be object, found {shown(root['type'])}")
-    function["parameters"] = root
 
 
 def check_schema(schema: Any, where: str) -> None:
@@ -80,8 +72,7 @@ def check_schema(schema: Any, where: str) -> None:
     if isinstance(schema, bool):
         return
     an_object(schema, where)
-    kinds = schema.get("type", [])
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
+    for kind in _list(schema.get("type", [])):
         if not isinstance(kind, str) or kind.lower() not in TYPES:
             raise InputError(f"{where}.type: must be of {', '.join(TYPES)}, found {shown(kind)}")
     required = schema.get("required", [])
@@ -92,8 +83,7 @@ def check_schema(schema: Any, where: str) -> None:
             raise InputError(f"{where}.{key}: must not be {kind_of(schema[key])}")
     for key, inner in schema.get("properties", {}).items():
         check_schema(inner, f"{where}.properties.{key}")
-    items = schema.get("items", [])
-    for inner in items if isinstance(items, list) else [items]:
+    for inner in _list(schema.get("items", [])):
         check_schema(inner, f"{where}.items")
     for key in ("anyOf", "oneOf", "allOf"):
         branches = schema.get(key, [])
@@ -101,6 +91,10 @@ def check_schema(schema: Any, where: str) -> None:
             raise InputError(f"{where}.{key}: must be a list of schemas")
         for i, inner in enumerate(branches):
             check_schema(inner, f"{where}.{key}[{i}]")
+
+
+def _list(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else [given]
 
 
 # --- lowering ---------------------------------------------------------------------------------
@@ -140,40 +134,36 @@ def target(root: Mapping[str, Any], ref: Any) -> Mapping[str, Any] | None:
 
 @dataclass
 class _Lowering:
-    """One schema: `root` is what its references point into."""
+    """One schema: `root` is what its references point into; `refs` are those that led to a node."""
 
     root: Mapping[str, Any]
     said: list[str]
     reading: bool = False
-    count: int = field(default=0)
+    count: int = 0
 
     def schema(self, given: Any, where: str, refs: tuple[str, ...]) -> dict[str, Any]:
-        """Return a schema in the keywords of a declaration. `refs` led here."""
+        """Return a schema in the keywords of a declaration."""
         self.count += 1
         if self.count > MOST_SCHEMAS or where.count(".") > MOST_DEPTH:
             raise InputError(f"tools: the schema of {where[:80]} is too large or too deep")
         if not isinstance(given, Mapping):  # true and false are schemas
             return {}
         node, refs = self._flat(given, where, refs)
-        self._kinds(node)
-        for key in node:
-            if key not in (*KEPT, *NOTES):
-                self._lose(where, key)
+        _normalise(node)
+        self.said += [f"{where}: {key}" for key in node if key not in (*KEPT, *NOTES)]
         out = {k: node[k] for k in KEPT if node.get(k) is not None}
-        self._enum(out, where)
+        if "enum" in out and (out.get("type") not in ("string", "STRING") or not out["enum"]):
+            self.said.append(f"{where}: enum")
+            del out["enum"]
         if isinstance(items := out.get("items"), list):
-            self._lose(where, "a list of items")
+            self.said.append(f"{where}: a list of items")
             out["items"] = items[0] if items else {}
         if "items" in out:
             out["items"] = self.schema(out["items"], f"{where}.items", refs)
         if "properties" in out:
-            out["properties"] = {
-                k: self.schema(v, f"{where}.{k}", refs) for k, v in out["properties"].items()
-            }
+            inner = out["properties"].items()
+            out["properties"] = {k: self.schema(v, f"{where}.{k}", refs) for k, v in inner}
         return out
-
-    def _lose(self, where: str, what: str) -> None:
-        self.said.append(f"{where}: {what}")
 
     def _flat(
         self, given: Mapping[str, Any], where: str, refs: tuple[str, ...]
@@ -184,7 +174,7 @@ class _Lowering:
             if (ref := node.pop("$ref", None)) is not None:
                 found = None if ref in refs else target(self.root, ref)
                 if found is None:
-                    self._lose(where, f"$ref {shown(ref)}")
+                    self.said.append(f"{where}: $ref {shown(ref)}")
                 else:
                     check_schema(found, where)
                     refs = (*refs, ref)
@@ -193,11 +183,7 @@ class _Lowering:
                 for branch in all_of:
                     node = self._merged(node, branch, where)
             elif union := node.pop("anyOf", None) or node.pop("oneOf", None):
-                plain = self._union(union, where)
-                if plain is None and self.reading:
-                    plain, refs = self._common(union, where, refs)
-                elif plain is None:
-                    plain = self._first(union, where)
+                plain, refs = self._union(union, where, refs)
                 node = {**plain, **node}
             else:
                 return node, refs
@@ -205,80 +191,71 @@ class _Lowering:
     def _merged(self, node: dict[str, Any], branch: Any, where: str) -> dict[str, Any]:
         if not isinstance(branch, Mapping):
             return node
-        both = {
-            "properties": {**branch.get("properties", {}), **node.get("properties", {})},
-            "required": [*dict.fromkeys([*node.get("required", []), *branch.get("required", [])])],
-        }
-        refs = [s.get("$ref") for s in (node, branch) if "$ref" in s]
-        if len(refs) > 1:  # the second one waits behind the first
-            self._lose(where, f"$ref {shown(refs[1])}")
+        if "$ref" in node and "$ref" in branch:  # the second one waits behind the first
+            self.said.append(f"{where}: $ref {shown(branch['$ref'])}")
             branch = {k: v for k, v in branch.items() if k != "$ref"}
-        return {**branch, **node, **{k: v for k, v in both.items() if v}}
+        out = {**branch, **node}
+        if properties := {**branch.get("properties", {}), **node.get("properties", {})}:
+            out["properties"] = properties
+        if required := [*node.get("required", []), *branch.get("required", [])]:
+            out["required"] = [*dict.fromkeys(required)]
+        return out
 
-    def _union(self, branches: Sequence[Any], where: str) -> dict[str, Any] | None:
-        """Return a union as one schema, where it can be said so."""
-        known, nullable = _branches(branches)
-        if not known:
-            return nullable
-        if len(known) == 1:
-            return known[0] | nullable
-        if all(isinstance(b.get("const"), str) for b in known):
-            return {"type": "string", "enum": [b["const"] for b in known]} | nullable
-        if all(b.keys() <= {"type", *NOTES} and isinstance(b.get("type"), str) for b in known):
-            return {"type": [*dict.fromkeys(b["type"] for b in known)]} | nullable
-        return None
-
-    def _first(self, branches: Sequence[Any], where: str) -> dict[str, Any]:
-        known, nullable = _branches(branches)
-        self._lose(where, f"{len(known) - 1} of {len(known)} forms of a union")
-        return known[0] | nullable
-
-    def _common(
+    def _union(
         self, branches: Sequence[Any], where: str, refs: tuple[str, ...]
     ) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return a union as one schema: exactly where it can be said, else with a loss."""
+        full = [dict(b) if isinstance(b, Mapping) else {} for b in branches]
+        known = [b for b in full if b.get("type") != "null"]
+        null = {"nullable": True} if len(known) < len(full) else {}
+        if len(known) < 2:
+            return {**(known[0] if known else {}), **null}, refs
+        if all(isinstance(b.get("const"), str) for b in known):
+            return {"type": "string", "enum": [b["const"] for b in known], **null}, refs
+        if all(b.keys() <= {"type", *NOTES} and isinstance(b.get("type"), str) for b in known):
+            return {"type": [*dict.fromkeys(b["type"] for b in known)], **null}, refs
+        if self.reading:
+            return self._common(known, null, where, refs)
+        self.said.append(f"{where}: {len(known) - 1} of {len(known)} forms of a union")
+        return {**known[0], **null}, refs
+
+    def _common(
+        self,
+        known: Sequence[dict[str, Any]],
+        out: dict[str, Any],
+        where: str,
+        refs: tuple[str, ...],
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Return the types of all forms of a union, and the properties in which they agree."""
-        known, out = _branches(branches)
-        kinds, properties, came = dict[str, None](), dict[str, Any](), refs
+        kinds, properties, came = list[Any](), dict[str, Any](), refs
         for branch in known:
             node, led = self._flat(branch, where, refs)
-            self._kinds(node)
-            given = node.get("type", [*TYPES])
-            kinds |= dict.fromkeys(given if isinstance(given, list) else [given])
+            _normalise(node)
+            kinds += _list(node.get("type", [*TYPES]))
             out |= {"nullable": True} if node.get("nullable") else {}
             came = (*came, *(ref for ref in led if ref not in came))
             for key, schema in node.get("properties", {}).items():
                 properties[key] = schema if properties.get(key, schema) == schema else {}
-        return {"type": [*kinds], "properties": properties, **out}, came
-
-    def _kinds(self, node: dict[str, Any]) -> None:
-        """Make a list of types with null nullable, and find a type where none is said."""
-        kinds = node.get("type")
-        if isinstance(kinds, list):
-            rest = [k for k in kinds if k.lower() != "null"]
-            if len(rest) < len(kinds):
-                node["nullable"] = True
-            node["type"] = rest[0] if len(rest) == 1 else rest or "null"
-        elif kinds is None:
-            texts = [*node.get("enum", []), *([node["const"]] if "const" in node else [])]
-            if "properties" in node:
-                node["type"] = "object"
-            elif "items" in node:
-                node["type"] = "array"
-            elif texts and all(isinstance(t, str) for t in texts):
-                node["type"] = "string"
-        if isinstance(node.get("const"), str):
-            node.setdefault("enum", [node["const"]])
-            del node["const"]
-
-    def _enum(self, out: dict[str, Any], where: str) -> None:
-        values = out.get("enum")
-        if values is not None and (out.get("type") not in ("string", "STRING") or not values):
-            self._lose(where, "enum")
-            del out["enum"]
+        return {"type": [*dict.fromkeys(kinds)], "properties": properties, **out}, came
 
 
-def _branches(given: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the forms of a union beside null, and what says that it may be null."""
-    full = [dict(b) if isinstance(b, Mapping) else {} for b in given]
-    known = [b for b in full if b.get("type") != "null"]
-    return known, {"nullable": True} if len(known) < len(full) else {}
+def _normalise(node: dict[str, Any]) -> None:
+    """Make a list of types with null nullable, find a type where none is said, and make a text that
+    is `const` an enum."""
+    kinds = node.get("type")
+    if isinstance(kinds, list):
+        rest = [k for k in kinds if k.lower() != "null"]
+        if len(rest) < len(kinds):
+            node["nullable"] = True
+        node["type"] = rest[0] if len(rest) == 1 else rest or "null"
+    elif kinds is None:
+        texts = [*node.get("enum", []), *([node["const"]] if "const" in node else [])]
+        if "properties" in node:
+            node["type"] = "object"
+        elif "items" in node:
+            node["type"] = "array"
+        elif texts and all(isinstance(t, str) for t in texts):
+            node["type"] = "string"
+    if isinstance(node.get("const"), str):
+        node.setdefault("enum", [node.pop("const")])
+        node.pop("const", None)

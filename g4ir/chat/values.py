@@ -1,21 +1,18 @@
 """Reads the body of a call, `NAME{key:value,...}`, in which strings stand between control tokens.
 
-Bodies are marked texts (see `marked`). What models write beside the format is read where it is
-clear: JSON strings, single quotes, bare words, commas at the end. `drifted` and `repaired` read
-more, by the schema of the function alone.
+Bodies are marked texts (see special_tokens.py). What models write beside the format is read where
+it is clear: JSON strings, single quotes, bare words, commas at the end. By the schema of the
+function alone `_Drifted` and `_repaired` read more.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .lexer import MARKS, spelled, whole
-from .special_tokens import QUOTE
+from .special_tokens import MARKS, QUOTE, spelled, whole
 
 _QUOTE = MARKS[QUOTE]
 _SURROGATES = "\ud800-\udfff"
@@ -32,6 +29,7 @@ _WORDS = {
 }
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _JSON = json.JSONDecoder(strict=False)
+_JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
 _LITERALS: dict[str, Any] = {"true": True, "false": False, "null": None}
 #: as Python writes them: words, but where a schema allows no text
 _PYTHON: dict[str, Any] = {"True": True, "False": False, "None": None}
@@ -57,16 +55,6 @@ class Unreadable(ValueError):
     """A body does not have the form of a call."""
 
 
-@dataclass(frozen=True)
-class Read:
-    """A call as it was read."""
-
-    name: str
-    arguments: dict[str, Any]
-    #: whether a bare word is a text that its schema does not allow
-    odd: bool = False
-
-
 def begins_head(text: str) -> bool:
     """Whether a text is what the head of a call begins with."""
     return _BEGUN.fullmatch(text) is not None
@@ -84,78 +72,63 @@ def is_bare_key(text: str) -> bool:
     return _KEY.fullmatch(text) is not None and text == text.strip()
 
 
-def read_call(body: str, schemas: Schemas) -> Read | None:
-    """Read a body; None where it has no reading.
+def read_call(body: str, schemas: Schemas) -> dict[str, Any] | None:
+    """Return the arguments of a body that ends with its last brace; None where it has no reading.
 
     One with bare words where the schema allows no text is read as written only if the schema gives
     no better reading.
     """
-    written = _tried(strict, body, schemas)
-    if written and not written.odd:
+    head = _HEAD.match(body)
+    if head is None:
+        return None
+    schema = schemas.get(head[1], {})
+    strict = _Values(body, CLOSERS[head[2]])
+    written = _arguments(strict, head.end(), schema)
+    if (written is None or strict.odd) and properties(schema):
+        drifted = _arguments(_Drifted(body, strict.last), head.end(), schema)
+        written = written if drifted is None else drifted
+    if written is not None or not body.rstrip().endswith(strict.last):
         return written
-    return _tried(drifted, body, schemas) or written or _tried(repaired, body, schemas)
-
-
-def _tried(read: Callable[[str, Schemas], Read], body: str, schemas: Schemas) -> Read | None:
     try:
-        return read(body, schemas)
+        return _repaired(body.rstrip()[head.end() : -1], schema)
     except Unreadable:
         return None
 
 
-def strict(body: str, schemas: Schemas) -> Read:
-    """Read a body that ends with its last brace. Raises Unreadable."""
-    head = _HEAD.match(body)
-    if head is None:
-        raise Unreadable
-    return _read(_Values(body, CLOSERS[head[2]]), head, schemas.get(head[1], {}))
+def _arguments(values: _Values, start: int, schema: Schema) -> dict[str, Any] | None:
+    try:
+        found, end = values.object(start, schema, 0)
+    except Unreadable:
+        return None
+    return found if end == len(values.text) else None
 
 
-def drifted(body: str, schemas: Schemas) -> Read:
-    """Read a body of declared keys, with `=` for `:`, without commas or with braces in braces; each
-    value delimited or a literal, and of its declared type. Raises Unreadable."""
-    head = _HEAD.match(body)
-    if head is None or not properties(schema := schemas.get(head[1], {})):
-        raise Unreadable
-    return _read(_Drifted(body, CLOSERS[head[2]]), head, schema)
-
-
-def _read(values: _Values, head: re.Match[str], schema: Schema) -> Read:
-    found, end = values.object(head.end(), schema, 0)
-    if end != len(values.text):
-        raise Unreadable
-    return Read(head[1], found, values.odd)
-
-
-def repaired(body: str, schemas: Schemas) -> Read:
-    """Read a body as far as the schema of its function says what must be meant: a text between
-    quotes of any kind, of which some may be missing, up to the next declared key or the end. Raises
-    Unreadable."""
-    head = _HEAD.match(body)
-    inner = body.rstrip()
-    if head is None or head[1] not in schemas or not inner.endswith(CLOSERS[head[2]]):
-        raise Unreadable
-    schema = schemas[head[1]]
-    keys = "|".join(map(re.escape, sorted(properties(schema), key=len, reverse=True)))
-    text = inner[head.end() : -1]
+def _repaired(text: str, schema: Schema) -> dict[str, Any]:
+    """Read arguments as far as the schema says what must be meant: a text between quotes of any
+    kind, of which some may be missing, up to the next declared key or the end."""
     first: dict[str, re.Match[str]] = {}
-    for found in re.finditer(rf"(?:^|,)\s*({keys})\s*:", text) if keys else ():
-        first.setdefault(found[1], found)
+    if keys := _either(properties(schema)):
+        for found in re.finditer(rf"(?:^|,)\s*({keys})\s*:", text):
+            first.setdefault(found[1], found)
     starts = [*first.values()]
     if not starts or text[: starts[0].start()].strip():
         raise Unreadable
-    out: dict[str, Any] = {}
+    out, at = dict[str, Any](), 0
     ends = [m.start() for m in starts[1:]] + [len(text)]
-    at = 0
     for start, end in zip(starts, ends):
         if start.start() < at:  # it looks like a key, and lies in a value
             continue
-        name, inside = start[1], properties(schema).get(start[1], {})
+        name, inside = start[1], properties(schema)[start[1]]
         value = _alone(text, start.end(), inside)
         if value is None or value[1] not in ends:
             value = (_raw(text[start.end() : end], inside), end)
         out[name], at = value
-    return Read(head[1], out)
+    return out
+
+
+def _either(words: Iterable[str]) -> str:
+    """Return a regular expression of some words, the longest first."""
+    return "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
 
 
 def _alone(text: str, start: int, schema: Schema) -> tuple[Any, int] | None:
@@ -182,16 +155,15 @@ def _raw(text: str, schema: Schema) -> str:
     return spelled(text)
 
 
-def properties(schema: Schema) -> Mapping[str, Schema]:
+def properties(schema: Schema, key: str = "properties") -> Mapping[str, Any]:
     """Return the properties that a schema declares."""
-    found = schema.get("properties")
+    found = schema.get(key)
     return found if isinstance(found, Mapping) else {}
 
 
 def items(schema: Schema) -> Schema:
     """Return the schema of a list's elements."""
-    found = schema.get("items")
-    return found if isinstance(found, Mapping) else {}
+    return properties(schema, "items")
 
 
 def kinds_of(schema: Schema) -> set[str]:
@@ -213,7 +185,7 @@ def takes_text(schema: Schema) -> bool:
 
 
 def read_key(raw: str) -> str:
-    """Read one key as `strict` does. Raises Unreadable."""
+    """Read one key as it is written. Raises Unreadable."""
     values = _Values(f"{raw}:", "}")
     key, end = values.key(values.space(0), {})
     if end <= len(raw):
@@ -222,7 +194,7 @@ def read_key(raw: str) -> str:
 
 
 def read_value(raw: str, schema: Schema, last: str) -> Any:
-    """Read one value as `strict` does, within a call that `last` closes. Raises Unreadable, also
+    """Read one value as it is written, within a call that `last` closes. Raises Unreadable, also
     for one that may have a better reading."""
     values = _Values(f"{raw}{last}", last)
     value, end = values.value(0, schema, 1)
@@ -246,26 +218,21 @@ class _Values:
         close = "}" if depth else self.last
         inside = properties(schema)
         out: dict[str, Any] = {}
-        while True:
-            at = self.space(at)
-            if self.text.startswith(close, at):
-                return out, at + 1
+        while not self.text.startswith(close, at := self.space(at)):
             key, at = self.key(at, inside)
             if key in out and self.once:
                 raise Unreadable
             out[key], at = self.value(at, inside.get(key, {}), depth + 1)
             at = self._comma(at, close)
+        return out, at + 1
 
     def _array(self, at: int, schema: Schema, depth: int) -> tuple[list[Any], int]:
-        inner = items(schema)
         out: list[Any] = []
-        while True:
-            at = self.space(at)
-            if self.text.startswith("]", at):
-                return out, at + 1
-            value, at = self.value(at, inner, depth + 1)
+        while not self.text.startswith("]", at := self.space(at)):
+            value, at = self.value(at, items(schema), depth + 1)
             out.append(value)
             at = self._comma(at, "]")
+        return out, at + 1
 
     def space(self, at: int) -> int:
         found = _SPACE.match(self.text, at)
@@ -299,9 +266,10 @@ class _Values:
         if depth > MOST_DEPTH:
             raise Unreadable
         at = self.space(at)
-        readers: dict[str, Callable[..., tuple[Any, int]]] = {"{": self.object, "[": self._array}
-        if reader := readers.get(self.text[at : at + 1]):
-            return reader(at + 1, schema, depth)
+        if self.text.startswith("{", at):
+            return self.object(at + 1, schema, depth)
+        if self.text.startswith("[", at):
+            return self._array(at + 1, schema, depth)
         if found := _STRING.match(self.text, at):
             return _typed(spelled(found[1]), schema), found.end()
         if self.text.startswith('"', at):
@@ -320,7 +288,8 @@ class _Values:
         return value, found.end()
 
     def _json_string(self, at: int) -> tuple[str, int]:
-        end = string_end(self.text, at + 1)
+        closed = _JSON_STRING.match(self.text, at)
+        end = closed.end() if closed else 0
         try:
             value = _JSON.decode(spelled(self.text[at:end]))
         except ValueError:
@@ -350,8 +319,7 @@ class _Drifted(_Values):
     def key(self, at: int, inside: Mapping[str, Schema]) -> tuple[str, int]:
         if not inside:
             return super().key(at, inside)
-        known = "|".join(map(re.escape, sorted(inside, key=len, reverse=True)))
-        found = re.compile(rf"([{_QUOTE}\"']?)({known})\1\s*[:=]").match(self.text, at)
+        found = re.compile(rf"([{_QUOTE}\"']?)({_either(inside)})\1\s*[:=]").match(self.text, at)
         if found is None:
             raise Unreadable
         return found[2], found.end()
@@ -369,12 +337,6 @@ class _Drifted(_Values):
         if found is None:
             raise Unreadable
         return _bare(found[0], schema), found.end()
-
-
-def string_end(text: str, at: int) -> int:
-    """Return the place behind the quote that closes a JSON string, or 0 where none does."""
-    found = re.compile(r'(?:[^"\\]|\\.)*"', re.S).match(text, at)
-    return found.end() if found else 0
 
 
 def fits(value: Any, schema: Schema) -> bool:
@@ -414,12 +376,10 @@ def _bare(word: str, schema: Schema) -> Any:
     return value
 
 
-def _literal(word: str, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
+def _literal(word: str, more: Mapping[str, Any]) -> Any:
     """Return the number, true or false that a word is; None for null and all others."""
-    if word in _LITERALS:
-        return _LITERALS[word]
-    if word in more:
-        return more[word]
+    if word in (known := {**_LITERALS, **more}):
+        return known[word]
     number = _NUMBER.fullmatch(word)
     if number is None:
         return None

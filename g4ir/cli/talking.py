@@ -87,7 +87,7 @@ def check_turns(path: str) -> None:
     """Raise for an engine that cannot chat, before its weights are loaded: EngineError without a
     tokenizer, InputError if the tokenizer has no turns."""
     from g4ir.chat import Vocabulary
-    from g4ir.chat.prompt_builder import check_chats
+    from g4ir.chat.template import check_chats
     from g4ir.engine.engine import TOKENIZER, read_tokenizer
 
     folder = Path(path)

@@ -33,7 +33,7 @@ from g4ir.chat.messages import (
     decoded,
     read_messages,
 )
-from g4ir.chat.prompt_builder import PromptBuilder
+from g4ir.chat.template import PromptBuilder
 from g4ir.chat.tools import lower, read_tools
 from g4ir.errors import InputError, RankError
 from g4ir.media.prompt import expansion

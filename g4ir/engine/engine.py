@@ -16,7 +16,7 @@ import numpy as np
 
 from g4ir.backends.sampling import SEEDS, SamplingParams, random_seed
 from g4ir.chat.prompt import text_ids
-from g4ir.chat.prompt_builder import PromptBuilder
+from g4ir.chat.template import PromptBuilder
 from g4ir.errors import EngineError, InputError, MissingError
 from g4ir.media.prompt import NO_TIMES, check_given, place_rows, times_left_out
 from g4ir.media.soft import Soft

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,12 +30,11 @@ class ResponseFormat:
         return self.asked.prompt is not None
 
     def _head(self, chunk: bool) -> dict[str, Any]:
-        prefix, name = (
-            ("chatcmpl-", "chat.completion") if self.chat else ("cmpl-", "text_completion")
-        )
+        kinds = ("chatcmpl-", "chat.completion" + ".chunk" * chunk), ("cmpl-", "text_completion")
+        prefix, name = kinds[not self.chat]
         return {
             "id": f"{prefix}{self.id}",
-            "object": f"{name}.chunk" if chunk and self.chat else name,
+            "object": name,
             "created": self.created,
             "model": self.model,
         }
@@ -46,10 +45,8 @@ class ResponseFormat:
         return self._head(False) | {"choices": choices, "usage": usage}
 
     def _choice(self, a: Answer) -> dict[str, Any]:
-        out = {"index": a.index, "finish_reason": a.finish, "logprobs": self._logprobs(a)}
-        if not self.chat:
-            return out | {"text": a.text("content")}
-        return out | {"message": a.message()}
+        said = {"message": a.message()} if self.chat else {"text": a.text("content")}
+        return {"index": a.index, "finish_reason": a.finish, "logprobs": self._logprobs(a)} | said
 
     def _logprobs(self, a: Answer) -> dict[str, Any] | None:
         given = self.asked.fields.get("logprobs")
@@ -83,16 +80,29 @@ class ResponseFormat:
 
     def chunks(self, a: Answer, new: Iterable[Said]) -> list[dict[str, Any]]:
         """Return the chunks of new pieces, and the last one where the answer is over."""
-        out = []
-        part: dict[str, Any]
-        for said in new:
-            for part in map(_in_chat, _deltas(said)) if self.chat else [{"text": said.text}]:
-                out.append(self._chunk(a.index, part, self._logprobs(a)))
+        parts = [part for said in new for part in self._parts(said)]
+        out = [self._chunk(a.index, part, self._logprobs(a)) for part in parts]
         if a.over:
-            part = {"delta": {}} if self.chat else {"text": ""}
+            part: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
             rest = self._logprobs(a) if a.logprobs else None
             out.append(self._chunk(a.index, part, rest, a.finish))
         return out
+
+    def _parts(self, said: Said) -> list[dict[str, Any]]:
+        """Return what chunks have of a piece: a call whole, or its id and name and then pieces of
+        its arguments."""
+        if not self.chat:
+            return [{"text": said.text}]
+        calls: list[dict[str, Any]] = []
+        if is_call(said):
+            calls = [] if said.streamed else [as_call(said, said.text)]
+        elif said.kind == ARGUMENTS:
+            calls = [as_call(said, "")] if said.name is not None else []
+            calls.append({"function": {"arguments": said.text}})
+        else:
+            key = "reasoning_content" if said.kind == "thought" else "content"
+            return [{"delta": {key: said.text}}]
+        return [{"delta": {"tool_calls": [{"index": said.index, **call}]}} for call in calls]
 
     def _chunk(
         self, index: int, part: Mapping[str, Any], logprobs: Any, finish: str | None = None
@@ -106,24 +116,6 @@ class ResponseFormat:
         return self._head(True) | {"choices": [], "usage": usage}
 
 
-def _deltas(said: Said) -> list[dict[str, Any]]:
-    """Return the deltas of a piece: a call whole, or its id and name and then pieces of its
-    arguments."""
-    parts: list[dict[str, Any]] = []
-    if is_call(said):
-        parts = [] if said.streamed else [as_call(said, said.text)]
-    elif said.kind == ARGUMENTS:
-        parts = [as_call(said, "")] if said.name is not None else []
-        parts.append({"function": {"arguments": said.text}})
-    else:
-        return [{"reasoning_content" if said.kind == "thought" else "content": said.text}]
-    return [{"tool_calls": [{"index": said.index, **part}]} for part in parts]
-
-
-def _in_chat(delta: dict[str, Any]) -> dict[str, Any]:
-    return {"delta": delta}
-
-
 def usage_of(
     prompt: int,
     cached: int,
@@ -133,8 +125,13 @@ def usage_of(
 ) -> dict[str, Any]:
     """Return how many tokens a request took, those of its `media` by kind; with `tallies` also how
     many were drafted for it."""
-    made = [*answers]
+    made, told = [*answers], [*tallies]
     new = sum(a.tokens for a in made)
+    drafts = {}
+    if told:
+        right = sum(t.accepted.total() for t in told)
+        wrong = sum(t.drafted.total() for t in told) - right
+        drafts = {"accepted_prediction_tokens": right, "rejected_prediction_tokens": wrong}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
@@ -145,15 +142,6 @@ def usage_of(
         },
         "completion_tokens_details": {
             "reasoning_tokens": sum(a.reasoning for a in made),
-            **_drafts([*tallies]),
+            **drafts,
         },
     }
-
-
-def _drafts(tallies: Sequence[AcceptanceStats]) -> dict[str, int]:
-    """Return the counts of accepted and rejected draft tokens; {} without speculative decoding."""
-    if not tallies:
-        return {}
-    right = sum(t.accepted.total() for t in tallies)
-    drafted = sum(t.drafted.total() for t in tallies)
-    return {"accepted_prediction_tokens": right, "rejected_prediction_tokens": drafted - right}

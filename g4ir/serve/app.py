@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -57,6 +58,7 @@ LARGE = 1 << 18
 NOT_READ = "the answer was not read in time, and was cancelled"
 Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
+Made = Callable[[Prompts, dict[str, Any]], T]
 
 
 @dataclass
@@ -87,10 +89,9 @@ class Server:
         prompts.vocabulary.longest  # noqa: B018  # an engine without a tokenizer is refused here
         prompts.grammars.prepare()
         self.prompts = prompts
-        self.service = self.metrics.service = AsyncEngine(
-            engine, self.settings, self.scheduler_config
-        )
-        return self.service
+        service = AsyncEngine(engine, self.settings, self.scheduler_config)
+        self.service = self.metrics.service = service
+        return service
 
     def app(self) -> Starlette:
         """Return the application of ASGI."""
@@ -99,13 +100,13 @@ class Server:
             "/version": self.version,
             "/metrics": self.numbers,
             "/v1/models": self.models,
-            "/v1/models/{name:path}": self.model,
+            "/v1/models/{name:path}": self.models,
         }
         given = {
-            "/v1/chat/completions": self.chat,
-            "/v1/completions": self.completions,
-            "/tokenize": self.tokenize,
-            "/detokenize": self.detokenize,
+            "/v1/chat/completions": partial(self.answer, table=CHAT),
+            "/v1/completions": partial(self.answer, table=COMPLETIONS),
+            "/tokenize": partial(self.read, made=self._tokenized),
+            "/detokenize": partial(self.read, made=self._detokenized),
         }
         self._paths = [*asked, *given]
         routes = [
@@ -144,21 +145,20 @@ class Server:
         return _json(said.body(), said.status, said.headers)
 
     async def _unknown(self, request: Request, error: Exception) -> Response:
+        """Refuse a path or a method that there is not, with the nearest path."""
         assert isinstance(error, HTTPException)
-        words = {404: self._no_path(request.url.path), 405: "this path has no such method"}
-        headers = error.headers or {}
+        message, path = error.detail, request.url.path
+        if error.status_code == 404:
+            known = (f"/v1{path}".rstrip("/"), *get_close_matches(path, self._paths, 1, 0.8))
+            meant = next((p for p in known if p in self._paths), None)
+            message = f"no such path; did you mean {meant}?" if meant else "no such path"
+        elif error.status_code == 405:
+            message = "this path has no such method"
         try:
             self.gate.check(request)
-            message = words.get(error.status_code, error.detail)
-            raise Refused(error.status_code, message, headers=headers)
+            raise Refused(error.status_code, message, headers=error.headers or {})
         except Refused as e:
             return self._refused(e, request)
-
-    def _no_path(self, path: str) -> str:
-        """Return the message for an unknown path, with the nearest known one."""
-        known = (f"/v1{path}".rstrip("/"), *get_close_matches(path, self._paths, 1, 0.8))
-        meant = next((p for p in known if p in self._paths), None)
-        return f"no such path; did you mean {meant}?" if meant else "no such path"
 
     # --- small paths --------------------------------------------------------------------------
 
@@ -168,20 +168,16 @@ class Server:
         return _json({"status": "ok"})
 
     async def version(self, request: Request) -> Response:
-        """Answer the version of this package."""
         return _json({"version": __version__})
 
     async def numbers(self, request: Request) -> Response:
-        """Answer the counts."""
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
-        """Answer the one model that there is."""
-        return _json({"object": "list", "data": [self._model()]})
-
-    async def model(self, request: Request) -> Response:
-        """Answer the model of a name."""
-        self._check_model(request.path_params["name"].rstrip("/"))
+        """Answer the one model that there is, in a list or by its name."""
+        if (name := request.path_params.get("name")) is None:
+            return _json({"object": "list", "data": [self._model()]})
+        self._check_model(name.rstrip("/"))
         return _json(self._model())
 
     def _model(self) -> dict[str, Any]:
@@ -205,70 +201,50 @@ class Server:
             raise later(503, "engine_ended", "the engine has ended; start the server again")
         return self.prompts, self.service
 
-    async def tokenize(self, request: Request) -> Response:
-        """Answer the ids of a prompt or of a conversation."""
-        prompts, _ = self._ready()
-        body = await self.gate.body(request)
+    async def read(self, request: Request, made: Made[dict[str, Any]]) -> Response:
+        """Answer what a body is made into: ids, or their text."""
+        return _json(await self._prepared(request, made))
 
-        def made() -> dict[str, Any]:
-            given = parsed(body)
-            fields = read_fields(given, TOKENIZE if "prompt" in given else TOKENIZE_CHAT)
-            self._check_model(fields.get("model"))
-            ids = prompts.tokens(fields)
-            most = prompts.engine.limits.max_seq
-            return {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": None}
+    def _tokenized(self, prompts: Prompts, given: dict[str, Any]) -> dict[str, Any]:
+        fields = self._fields(given, TOKENIZE if "prompt" in given else TOKENIZE_CHAT)
+        ids, most = prompts.tokens(fields), prompts.engine.limits.max_seq
+        return {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": None}
 
-        return _json(await self._prepared(body, made))
+    def _detokenized(self, prompts: Prompts, given: dict[str, Any]) -> dict[str, Any]:
+        return {"prompt": prompts.text(self._fields(given, DETOKENIZE)["tokens"])}
 
-    async def detokenize(self, request: Request) -> Response:
-        """Answer the text of ids."""
-        prompts, _ = self._ready()
-        body = await self.gate.body(request)
+    def _fields(self, given: dict[str, Any], table: Mapping[str, Read]) -> dict[str, Any]:
+        fields = read_fields(given, table)
+        self._check_model(fields.get("model"))
+        return fields
 
-        def made() -> dict[str, Any]:
-            fields = read_fields(parsed(body), DETOKENIZE)
-            self._check_model(fields.get("model"))
-            return {"prompt": prompts.text(fields["tokens"])}
-
-        return _json(await self._prepared(body, made))
-
-    async def _prepared(self, body: bytes, made: Callable[[], T]) -> T:
+    async def _prepared(self, request: Request, made: Made[T]) -> T:
         """Return what a thread makes of a body: of large ones one at a time, so that what they
         take in memory and time does not grow with their number."""
+        prompts, _ = self._ready()
+        body = await self.gate.body(request)
         async with self._large if len(body) > LARGE else contextlib.nullcontext():
-            return await run_in_threadpool(made)
+            return await run_in_threadpool(lambda: made(prompts, parsed(body)))
 
     # --- answers ------------------------------------------------------------------------------
 
-    async def chat(self, request: Request) -> Response:
-        """Answer a conversation."""
-        return await self._answer(request, CHAT)
+    async def answer(self, request: Request, table: Mapping[str, Read]) -> Response:
+        """Answer a conversation, or prompts."""
+        _, service = self._ready()
 
-    async def completions(self, request: Request) -> Response:
-        """Answer prompts."""
-        return await self._answer(request, COMPLETIONS)
-
-    async def _answer(self, request: Request, table: Mapping[str, Read]) -> Response:
-        prompts, service = self._ready()
-        body = await self.gate.body(request)
-
-        def prepared() -> PreparedRequest:
-            fields = read_fields(parsed(body), table)
-            self._check_model(fields.get("model"))
+        def prepared(prompts: Prompts, given: dict[str, Any]) -> PreparedRequest:
             make = prompts.chat if table is CHAT else prompts.completions
-            return make(fields, request.state.salt)
+            return make(self._fields(given, table), request.state.salt)
 
-        asked = await self._prepared(body, prepared)
+        asked = await self._prepared(request, prepared)
         running = Running(self, asked, request)
         await run_in_threadpool(running.submit, service)
-        if not asked.stream:
-            try:
-                return _json(await running.whole())
-            finally:
-                running.end()
-        self.open += 1  # until the stream ends
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return Streamed(running, headers)
+        if asked.fields.get("stream"):
+            return Streamed(running)
+        try:
+            return _json(await running.whole())
+        finally:
+            running.end()
 
 
 class Running:
@@ -302,13 +278,13 @@ class Running:
             nonlocal since
             now = time.monotonic()
             if event.token is not None:
-                self.server.metrics.between(now, last.get(event.index))
+                if event.index in last:
+                    self.server.metrics.tokens.observe(now - last[event.index])
                 last[event.index] = now
             if self._queue.qsize() < settings.unread:
                 since = now
-            elif now - since > settings.slow_s:
-                for stream in self.streams:
-                    stream.cancel(BY_SLOWNESS)
+            for stream in self.streams if now - since > settings.slow_s else ():
+                stream.cancel(BY_SLOWNESS)
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (first + event.index, event))
 
         return forward
@@ -368,37 +344,38 @@ class Running:
     async def stream(self) -> AsyncIterator[str]:
         """Yield the answer as events of a stream, and an error as the last of them."""
         try:
-            async for text in self._pieces():
-                yield text
+            async for value in self._pieces():
+                yield f"data: {_text(value)}\n\n" if value else ": keepalive\n\n"
+            yield "data: [DONE]\n\n"
         except Exception as e:
             hidden = str(self.server.prompts and self.server.prompts.engine.path)
             said = refusal(e, self.asked.fields, hidden)
             yield f"data: {_text(said.body())}\n\n"
 
-    async def _pieces(self) -> AsyncIterator[str]:
-        for chunk in self.form.first(len(self.answers)):
-            yield f"data: {_text(chunk)}\n\n"
+    async def _pieces(self) -> AsyncIterator[dict[str, Any] | None]:
+        """Yield the chunks, and None where nothing was said for long."""
+        for first in self.form.first(len(self.answers)):
+            yield first
         spoke = time.monotonic()
         async for item in self._events():
             chunks = self.form.chunks(item[0], self._take(*item)) if item else []
-            for chunk in chunks:
-                yield f"data: {_text(chunk)}\n\n"
-            if not chunks and time.monotonic() - spoke >= ALIVE_S:
-                yield ": keepalive\n\n"
+            silent = not chunks and time.monotonic() - spoke >= ALIVE_S
+            for chunk in [None] if silent else chunks:
+                yield chunk
                 spoke = time.monotonic()
-            spoke = time.monotonic() if chunks else spoke
         if self.asked.fields.get("stream_options"):
-            yield f"data: {_text(self.form.last(self._usage()))}\n\n"
-        yield "data: [DONE]\n\n"
+            yield self.form.last(self._usage())
 
 
 class Streamed(StreamingResponse):
     """An answer in pieces. It frees its rows itself: where the client has gone before the first
     piece, nobody asks for one."""
 
-    def __init__(self, running: Running, headers: Mapping[str, str]) -> None:
+    def __init__(self, running: Running) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(running.stream(), 200, headers, "text/event-stream")
         self.running = running
+        running.server.open += 1  # until the stream ends
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

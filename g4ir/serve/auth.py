@@ -56,7 +56,8 @@ class Auth:
         old = host is None and request.scope["http_version"] == "1.0"
         if self.hosts is None or (old and request.client and is_loopback(request.client.host)):
             return
-        name = _name(host or "")
+        host = (host or "").lower()
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if name not in self.hosts and not is_loopback(name):
             raise Refused(403, "the Host of the request is not this server's", code="wrong_host")
 
@@ -66,8 +67,7 @@ class Auth:
         if kind != "application/json":
             raise Refused(415, "the Content-Type must be application/json")
         size = request.headers.get("content-length", "")
-        if size.isdigit() and int(size) > self.max_body:
-            raise self._too_large()
+        self._check_size(int(size) if size.isdigit() else 0)
         try:
             return await asyncio.wait_for(self._read(request), self.body_s)
         except asyncio.TimeoutError:
@@ -79,18 +79,12 @@ class Auth:
         out = bytearray()
         async for part in request.stream():
             out += part
-            if len(out) > self.max_body:
-                raise self._too_large()
+            self._check_size(len(out))
         return bytes(out)
 
-    def _too_large(self) -> Refused:
-        return Refused(413, f"the body has more than {self.max_body} bytes")
-
-
-def _name(host: str) -> str:
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.rpartition(":")[0].lower() if ":" in host else host.lower()
+    def _check_size(self, size: int) -> None:
+        if size > self.max_body:
+            raise Refused(413, f"the body has more than {self.max_body} bytes")
 
 
 def is_loopback(name: str) -> bool:
@@ -105,10 +99,9 @@ def read_keys(path: str | Path) -> tuple[bytes, ...]:
     """Return the keys of a file, one a line; InputError for none and for what no header holds."""
     path = Path(path)
     try:
-        lines = path.read_text().split("\n")
+        keys = [line.strip() for line in path.read_text().split("\n") if line.strip()]
     except UnicodeDecodeError:
         raise InputError(f"{path}: not UTF-8; write one key a line") from None
-    keys = [line.strip() for line in lines if line.strip()]
     for i, key in enumerate(keys):
         if not (key.isascii() and key.isprintable() and " " not in key):
             raise InputError(f"{path}: key {i + 1} has characters that no header can have")

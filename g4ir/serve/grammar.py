@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from g4ir.chat import Vocabulary
+from g4ir.chat.messages import shown
 from g4ir.chat.special_tokens import CALL, CALL_END, CHANNEL, CHANNEL_END, CONTROLS
+from g4ir.chat.tools import target
 from g4ir.errors import InputError, MissingError
 
-from .finite import check_finite
 from .http_errors import Refused, bad
 from .request_schema import CHOICE, GRAMMAR, JSON, REGEX, Constraint
 from .tool_grammar import Called, grammar_of, texts_of
@@ -26,6 +27,8 @@ from .tool_grammar import Called, grammar_of, texts_of
 LARGEST, MOST_GBNF, MOST_GRAMMAR = 1 << 16, 1 << 14, 1 << 20
 #: llguidance's limits of Earley items: 1,500 optional properties take 6,000 in a row
 MOST_ITEMS, MOST_STEP = 1 << 13, 1 << 20
+#: rounds in which the ends of a schema are looked for
+MOST_ROUNDS = 64
 
 
 class Grammars:
@@ -64,30 +67,6 @@ class Grammars:
             raise Refused(400, message, param="messages")
         return held
 
-    def _grammar(self, c: Constraint) -> str:
-        if c.kind == JSON:
-            return str(_llguidance().LLMatcher.grammar_from_json_schema(self._schema(c)))
-        texts = c.value if c.kind == CHOICE else [c.value]
-        self._check_texts((re.sub(r"\\(.)", r"\1", t) for t in texts), c.field)
-        if sum(map(len, texts)) > (MOST_GBNF if c.kind == GRAMMAR else LARGEST):
-            raise bad(c.field, "is too long")
-        if c.kind == CHOICE:
-            return "start: " + " | ".join(json.dumps(t, ensure_ascii=False) for t in texts)
-        if c.kind == REGEX:  # the whole text is matched, so outer anchors say nothing
-            whole = re.sub(r"(?<!\\)((?:\\\\)*)\$$", r"\1", c.value.removeprefix("^"))
-            return str(_llguidance().LLMatcher.grammar_from_regex(whole))
-        try:
-            return str(_llguidance().grammar_from("grammar", c.value))
-        except (ValueError, RecursionError) as e:
-            raise bad(c.field, f"is no grammar in Lark or GBNF: {str(e)[:200]}") from None
-
-    def _schema(self, c: Constraint) -> str:
-        check_finite(c.value, c.field)
-        text = json.dumps(self._spaced(c))
-        if len(text) > LARGEST:
-            raise bad(c.field, f"the schema has more than {LARGEST} characters")
-        return text
-
     def calls(
         self,
         functions: Sequence[Called],
@@ -109,10 +88,33 @@ class Grammars:
         text = grammar_of(functions, controls, many=False)
         return LazyMask(self._matcher(text, "tools"), "tools", controls[CALL], controls[CALL_END])
 
-    def _spaced(self, c: Constraint) -> dict[str, Any]:
-        """Return a schema whose JSON has at most one blank, or one new line, between two words."""
+    def _grammar(self, c: Constraint) -> str:
+        library = _llguidance()
+        if c.kind == JSON:
+            return str(library.LLMatcher.grammar_from_json_schema(self._schema(c)))
+        texts = c.value if c.kind == CHOICE else [c.value]
+        self._check_texts((re.sub(r"\\(.)", r"\1", t) for t in texts), c.field)
+        if sum(map(len, texts)) > (MOST_GBNF if c.kind == GRAMMAR else LARGEST):
+            raise bad(c.field, "is too long")
+        if c.kind == CHOICE:
+            return "start: " + " | ".join(json.dumps(t, ensure_ascii=False) for t in texts)
+        if c.kind == REGEX:  # the whole text is matched, so outer anchors say nothing
+            whole = re.sub(r"(?<!\\)((?:\\\\)*)\$$", r"\1", c.value.removeprefix("^"))
+            return str(library.LLMatcher.grammar_from_regex(whole))
+        try:
+            return str(library.grammar_from("grammar", c.value))
+        except (ValueError, RecursionError) as e:
+            raise bad(c.field, f"is no grammar in Lark or GBNF: {str(e)[:200]}") from None
+
+    def _schema(self, c: Constraint) -> str:
+        """Return the text of a schema whose JSON has at most one blank, or one new line, between
+        two words."""
+        check_finite(c.value, c.field)
         self._check_texts(texts_of(c.value), c.field)
-        return {**c.value, "x-guidance": {"whitespace_pattern": "( |\\n {0,24})"}}
+        text = json.dumps({**c.value, "x-guidance": {"whitespace_pattern": "( |\\n {0,24})"}})
+        if len(text) > LARGEST:
+            raise bad(c.field, f"the schema has more than {LARGEST} characters")
+        return text
 
     def _check_texts(self, texts: Iterable[str], field: str) -> None:
         """Refuse a text that llguidance would take for a control token."""
@@ -246,10 +248,8 @@ def _said(error: str) -> str:
 
 
 def _set(words: Any, token: int, value: bool) -> None:
-    at, bit = divmod(token, 32)
-    one = np.uint32(1 << bit)
-    view = words.view(np.uint32)
-    view[at] = view[at] | one if value else view[at] & ~one
+    view, one = words.view(np.uint32), np.uint32(1 << token % 32)
+    view[token // 32] = view[token // 32] | one if value else view[token // 32] & ~one
 
 
 def _llguidance() -> Any:
@@ -258,3 +258,62 @@ def _llguidance() -> Any:
     except ImportError as e:
         raise MissingError("forms of answers need llguidance: pip install 'g4ir[serve]'") from e
     return llguidance
+
+
+# --- schemas of which no value ends: references that lead round ---------------------------------
+
+
+def check_finite(schema: Mapping[str, Any], field: str) -> None:
+    """Refuse a schema if a part of it, which an answer could begin, has no finite value. Parts that
+    are known to end are found in rounds, until a round finds none."""
+    parts: dict[int, Mapping[str, Any]] = {}
+    waiting: list[Any] = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping) and id(part) not in parts:
+            parts[id(part)] = part
+            waiting += _inner(part, schema)
+    order, ends = [*parts.values()], set[int]()
+    for _ in range(MOST_ROUNDS):
+        before = len(ends)
+        order.reverse()
+        for part in order:
+            if id(part) not in ends and _ends(part, schema, ends):
+                ends.add(id(part))
+        if len(ends) == before:
+            break
+    if endless := [part for i, part in parts.items() if i not in ends]:
+        named = next((p["$ref"] for p in endless if "$ref" in p), endless[0])
+        raise bad(field, f"the schema has no value that ends: {shown(named)} leads round to itself")
+
+
+def _listed(part: Mapping[str, Any], *keys: str) -> list[Any]:
+    found = [part.get(key) for key in keys]
+    return [x for f in found for x in (f if isinstance(f, list) else [])]
+
+
+def _inner(part: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the schemas that the values of a schema meet."""
+    yield from _listed(part, "allOf", "anyOf", "oneOf", "prefixItems", "items")
+    yield from (part.get("items"), part.get("additionalProperties"))
+    for held in (part.get("properties"), part.get("patternProperties")):
+        yield from held.values() if isinstance(held, Mapping) else ()
+    if "$ref" in part:
+        yield target(root, part["$ref"])
+
+
+def _ends(part: Mapping[str, Any], root: Mapping[str, Any], ends: Collection[int]) -> bool:
+    """Whether a part has a finite value, given the parts that are known to have one."""
+
+    def known(inner: Any) -> bool:
+        return not isinstance(inner, Mapping) or id(inner) in ends
+
+    needed = _listed(part, "allOf")
+    if "$ref" in part:
+        needed.append(target(root, part["$ref"]))
+    if part.get("type") in ("object", ["object"]) and isinstance(part.get("properties"), Mapping):
+        needed += [part["properties"].get(name) for name in _listed(part, "required")]
+    if part.get("type") in ("array", ["array"]) and part.get("minItems"):
+        needed += [part.get("items"), *_listed(part, "prefixItems")]
+    unions = [u for key in ("anyOf", "oneOf") if (u := _listed(part, key))]
+    return all(map(known, needed)) and all(any(map(known, u)) for u in unions)

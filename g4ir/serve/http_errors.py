@@ -77,17 +77,13 @@ def refusal(
         place = _PLACE.match(text)
         param = place[1] if place and place[1] in fields else None
         return Refused(400, text, param=param)
-    number = secrets.token_hex(6)
+    number, named = secrets.token_hex(6), type(error).__name__
     # The message of most exceptions may hold text of a request: the log has where it was raised.
     where = "".join(traceback.format_tb(error.__traceback__))
-    log.error("request failed, error %s: %s\n%s", number, _named(error), where)
+    if isinstance(error, (G4Error, *_WITHOUT_TEXT)):
+        named = f"{named}: {error}"
+    log.error("request failed, error %s: %s\n%s", number, named, where)
     # What the engine itself raises, as for logits that are NaN, a second try meets again.
     headers = {"x-should-retry": "false"} if isinstance(error, G4Error) else {}
     message = f"an error of the server; its log has it as {number}"
     return Refused(500, message, SERVER, headers=headers)
-
-
-def _named(error: BaseException) -> str:
-    """Return an exception's name, with its message unless that quotes the request."""
-    name, known = type(error).__name__, isinstance(error, _WITHOUT_TEXT)
-    return str(error) if isinstance(error, G4Error) else f"{name}: {error}" if known else name

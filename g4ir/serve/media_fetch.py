@@ -1,4 +1,4 @@
-"""Media from elsewhere: http from hosts that were named, and files below one folder.
+"""Media of requests: data URLs, http from hosts that were named, and files below one folder.
 
 A request says what is fetched, so that nothing may be reached through a server that whoever started
 it did not mean: a name must lead to public addresses, the connection goes to the very address that
@@ -16,14 +16,24 @@ import ssl
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from g4ir.chat.messages import Medium
+from g4ir.engine.engine import Engine
+from g4ir.engine.media_inputs import held
+from g4ir.engine.offline import MEDIA_SETTINGS
 from g4ir.errors import InputError
 
+from .http_errors import bad, missing
+
+#: media of one request
+MOST_MEDIA = 32
+#: detail of an image_url -> which of the engine's image budgets; "auto": the default one
+DETAILS = {"low": 0, "high": -1, "original": -1}
 PORTS = {"http": 80, "https": 443}
 #: characters of an address
 LONGEST_URL = 8192
@@ -74,12 +84,12 @@ class Fetching:
 
     def read(self, url: str, where: str) -> bytes:
         """Return the bytes at an address. InputError where it may not be asked, or fails."""
-        try:
-            found = urlsplit(url) if len(url) <= LONGEST_URL else None
-            port = found.port if found else None
-        except ValueError:
-            found = port = None
-        if found is None or found.scheme not in (*PORTS, "file") or not url.isprintable():
+        found = port = None
+        with contextlib.suppress(ValueError):
+            if len(url) <= LONGEST_URL and url.isprintable():
+                parts = urlsplit(url)
+                found, port = parts, parts.port
+        if found is None or found.scheme not in (*PORTS, "file"):
             raise InputError(
                 f"{where}: must be a data URL in base64, such as data:image/png;base64,..., or an "
                 f"address of http, https or file that this server may read"
@@ -88,8 +98,10 @@ class Fetching:
         self.left -= len(raw)
         return raw
 
-    def _too_large(self, where: str) -> InputError:
-        return InputError(f"{where}: the media have more than {self.sources.most} bytes together")
+    def _check_size(self, size: int, where: str) -> None:
+        if size > self.left:
+            most = f"{self.sources.most} bytes together"
+            raise InputError(f"{where}: the media have more than {most}")
 
     # --- files --------------------------------------------------------------------------------
 
@@ -112,8 +124,7 @@ class Fetching:
                 raw = file.read(self.left + 1)
         except (OSError, RuntimeError):
             raise refused from None
-        if len(raw) > self.left:
-            raise self._too_large(where)
+        self._check_size(len(raw), where)
         return raw
 
     # --- hosts --------------------------------------------------------------------------------
@@ -156,17 +167,14 @@ class Fetching:
                 raise InputError(f"{where}: {name} answered {answer.status}{moved}")
             if answer.getheader("Content-Encoding", "identity") != "identity":
                 raise InputError(f"{where}: {name} answered in an encoding that was not asked for")
-            if (answer.length or 0) > self.left:
-                raise self._too_large(where)
-            parts, size = [], 0
+            self._check_size(answer.length or 0, where)
+            out = bytearray()
             while part := answer.read(_PIECE):
-                parts.append(part)
-                size += len(part)
-                if size > self.left:
-                    raise self._too_large(where)
+                out += part
+                self._check_size(len(out), where)
         if answer.length or time.monotonic() >= self.end:
             raise OSError("the answer was cut")
-        return b"".join(parts)
+        return bytes(out)
 
     @contextlib.contextmanager
     def _connected(
@@ -176,18 +184,16 @@ class Fetching:
         left = self.end - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        plain = socket.create_connection((address, port), left)
-        held = _Held(plain)
+        held = _Held(socket.create_connection((address, port), left))
         timer = threading.Timer(max(self.end - time.monotonic(), 0), held.cut)
         timer.daemon = True
         timer.start()
+        connection = http.client.HTTPConnection(name, port)
         try:
-            connection = http.client.HTTPConnection(name, port)
             if scheme == "https":
                 connection = http.client.HTTPSConnection(name, port)
-                context = ssl.create_default_context()
-                held.socket = context.wrap_socket(
-                    plain, server_hostname=name, do_handshake_on_connect=False
+                held.socket = ssl.create_default_context().wrap_socket(
+                    held.socket, server_hostname=name, do_handshake_on_connect=False
                 )
                 held.socket.do_handshake()
             connection.sock = held.socket
@@ -214,7 +220,6 @@ class _Held:
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close it."""
         with self.lock:
             self.socket.close()
 
@@ -222,9 +227,36 @@ class _Held:
 def is_public(address: str) -> bool:
     """Whether an address is one of the public network."""
     ip = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(ip, ipaddress.IPv6Address):
-        if ip.ipv4_mapped:
-            return is_public(str(ip.ipv4_mapped))
-        if any(ip in network for network in _CARRIERS):
-            return False
-    return ip.is_global and not ip.is_multicast
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped:
+        ip = ip.ipv4_mapped
+    return ip.is_global and not ip.is_multicast and not any(ip in n for n in _CARRIERS)
+
+
+def read_bytes(
+    engine: Engine, media: Sequence[Medium], sources: Sources
+) -> list[tuple[Medium, bytes]]:
+    """Return media with their bytes, in their order. Refused are kinds that the engine does not
+    take, and what is neither a data URL nor one of the sources'."""
+    if len(media) > MOST_MEDIA:
+        raise InputError(f"messages: have {len(media)} media, at most {MOST_MEDIA} are read")
+    for medium in media:
+        if medium.kind not in engine.media.kinds:
+            raise missing("messages", f"this engine takes no {medium.kind} ({medium.place})")
+    fetching, out = Fetching(sources), []
+    for medium in media:
+        part = held(medium)
+        raw = part.data()
+        out.append((medium, fetching.read(part.text, part.where) if raw is None else raw))
+    return out
+
+
+def setting(engine: Engine, medium: Medium, given: Any) -> dict[str, Any]:
+    """Return how `Engine.encode` reads a medium: as the request says (`given`), or an image as its
+    own `detail` does."""
+    outer = medium.part.get("image_url")
+    detail = outer.get("detail") if isinstance(outer, dict) else None
+    if detail not in (None, "auto", *DETAILS):
+        raise bad(f"{medium.place}.image_url.detail", f"must be auto, {', '.join(DETAILS)}")
+    if given is None and detail in DETAILS:
+        given = engine.media.budgets[DETAILS[detail]]
+    return {} if given is None else {MEDIA_SETTINGS[medium.kind][1]: given}

@@ -28,25 +28,17 @@ class Metrics:
         self.first = Histogram("g4ir_time_to_first_token_seconds", "From submission.", **timed)
         self.whole = Histogram("g4ir_e2e_request_latency_seconds", "From submission.", **timed)
         self.queued = Histogram("g4ir_request_queue_time_seconds", "Without a row.", **timed)
-        quick = held | {"buckets": BETWEEN}
-        self.tokens = Histogram(
-            "g4ir_inter_token_latency_seconds", "Between two tokens of an answer.", **quick
-        )
-        self.cancelled = Counter(
-            "g4ir_cancelled_requests", "Requests that were cancelled before their end.", **held
-        )
+        name, words = "g4ir_inter_token_latency_seconds", "Between two tokens of an answer."
+        self.tokens = Histogram(name, words, **held, buckets=BETWEEN)
+        words = "Requests that were cancelled before their end."
+        self.cancelled = Counter("g4ir_cancelled_requests", words, **held)
         self.rejected = Counter("g4ir_rejected", "Refused requests.", ["reason"], **held)
         self.prompts = Counter("g4ir_prompt_tokens", "Tokens of prompts.", **held)
-        self.registry.register(_Totals(self))
+        self.registry.register(self)
 
     def text(self) -> bytes:
         """Return all of it."""
         return generate_latest(self.registry)
-
-    def between(self, now: float, before: float | None) -> None:
-        """Count the time between two tokens, of which the first has none before it."""
-        if before is not None:
-            self.tokens.observe(now - before)
 
     def took(self, counts: Counts) -> None:
         """Count a request that ended."""
@@ -56,37 +48,28 @@ class Metrics:
             if seconds is not None:
                 histogram.observe(seconds)
 
-
-class _Totals:
-    """Reads what the slots count by themselves."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self.metrics = metrics
-
     def describe(self) -> list[Metric]:
         """Return nothing: what there is is known when it is asked for."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield each number."""
-        service = self.metrics.service
-        if service is None:
+        """Yield what the scheduler counts by itself."""
+        if (service := self.service) is None:
             return
-        totals = service.totals
-        tally = totals.tally
-        yield GaugeMetricFamily("g4ir_rows", "Rows of the engine.", service.scheduler.max_batch)
-        gauges = {"running": service.active, "waiting": service.waiting}
-        for name, value in gauges.items():
-            words = f"Requests that are {name}." if name == "waiting" else "Rows that decode."
-            yield GaugeMetricFamily(f"g4ir_num_requests_{name}", words, value)
+        totals, tally = service.totals, service.totals.tally
+        gauges = {
+            "rows": ("Rows of the engine.", service.scheduler.max_batch),
+            "num_requests_running": ("Rows that decode.", service.active),
+            "num_requests_waiting": ("Requests that are waiting.", service.waiting),
+        }
+        for name, (words, value) in gauges.items():
+            yield GaugeMetricFamily(f"g4ir_{name}", words, value)
+        large = service.scheduler.prefixes.too_large
         counters: dict[str, tuple[str, float]] = {
             "generation_tokens": ("Tokens generated.", totals.generated),
             "prefix_cache_hits": ("Tokens of prompts that were known.", totals.cached),
             "checkpoint_hits": ("Times that a prompt's head was restored.", totals.restored),
-            "prefix_cache_too_large": (
-                "Prompts not kept: larger than the prefix cache.",
-                service.scheduler.prefixes.too_large,
-            ),
+            "prefix_cache_too_large": ("Prompts not kept: larger than the prefix cache.", large),
             "prefill_tokens": ("Tokens of prompts that were computed.", totals.computed),
             "prefill_seconds": ("Seconds of computing prompts.", totals.chunk_s),
             "draft_rounds": ("Steps of a row that drafts tokens.", tally.rounds),
@@ -94,16 +77,13 @@ class _Totals:
         }
         for name, (words, count) in counters.items():
             yield CounterMetricFamily(f"g4ir_{name}", words, count)
+        right = "Drafted tokens that were right, by place."
         labelled: dict[str, tuple[str, str, dict[Any, float]]] = {
             "slot_steps": ("Steps by rows that decoded.", "active", {**totals.steps}),
             "decode_step_seconds": ("Seconds of steps.", "bucket", {**totals.step_s}),
             "request_success": ("Answers by their end.", "finished_reason", {**totals.ended}),
             "draft_tokens": ("Drafted tokens by place.", "position", {**tally.drafted}),
-            "draft_accepted_tokens": (
-                "Drafted tokens that were right, by place.",
-                "position",
-                {**tally.accepted},
-            ),
+            "draft_accepted_tokens": (right, "position", {**tally.accepted}),
         }
         for name, (words, label, values) in labelled.items():
             family = CounterMetricFamily(f"g4ir_{name}", words, labels=[label])

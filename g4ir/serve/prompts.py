@@ -1,9 +1,10 @@
-"""Makes jobs of requests: prompts, settings of rows, and how their answers are read."""
+"""Makes requests to the engine of the fields of a request: prompts, sampling parameters, masks, and
+how answers are read."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +20,7 @@ from g4ir.chat import (
     check_length,
     make_prompt,
 )
-from g4ir.chat.tokens import spelled
+from g4ir.chat.prompt import spelled
 from g4ir.engine.conversation import Bounded
 from g4ir.engine.engine import TOKENIZER, Engine
 from g4ir.engine.media_inputs import soft_of
@@ -30,13 +31,13 @@ from g4ir.engine.scheduler import SEEDS
 from g4ir.engine.tokenizer import Codec
 from g4ir.errors import EngineError, InputError
 from g4ir.media.prompt import expansion
+from g4ir.media.soft import Soft
 from g4ir.media.sound import REFUSE
 from g4ir.model.media import AUDIO, IMAGE, VIDEO
 
 from .grammar import Grammars
 from .http_errors import Refused, bad, missing
-from .media import read_bytes, setting
-from .media_fetch import Sources
+from .media_fetch import Sources, read_bytes, setting
 from .request_schema import EFFORTS, as_input, chosen, constraint_of
 from .tool_grammar import called
 
@@ -55,30 +56,20 @@ class PreparedRequest:
     jobs: tuple[Request, ...]
     #: of a chat; None: the text is taken as it is
     prompt: Prompt | None = None
-    tools: Any = None
     thinking: bool | None = None
 
     @property
     def n(self) -> int:
         return int(self.fields.get("n", 1))
 
-    @property
-    def stream(self) -> bool:
-        return bool(self.fields.get("stream"))
-
-    def reader(self) -> Reader | None:
-        """Return what reads one answer of a chat."""
-        if self.prompt is None:
-            return None
-        calls = chosen(self.fields).mode != "none"
-        stop = self.fields.get("stop", ())
-        return Reader(self.tools, self.prompt.tail, stop, calls=calls, thinking=self.thinking)
-
     def answer(self, vocabulary: Vocabulary, index: int) -> Answer:
         """Return what takes the events of one answer."""
+        stop, reader = self.fields.get("stop", ()), None
+        if self.prompt is not None:
+            tools, calls = self.fields.get("tools") or None, chosen(self.fields).mode != "none"
+            reader = Reader(tools, self.prompt.tail, stop, calls=calls, thinking=self.thinking)
         single = self.fields.get("parallel_tool_calls") is False
-        stop = self.fields.get("stop", ())
-        return Answer(vocabulary, self.reader(), index=index, stop=stop, single=single)
+        return Answer(vocabulary, reader, index=index, stop=stop, single=single)
 
 
 def require_tokenizer(path: Path) -> None:
@@ -90,14 +81,12 @@ def require_tokenizer(path: Path) -> None:
         )
 
 
-def _texts(messages: Sequence[Any]) -> Iterator[str]:
-    """Yield the texts of messages that were not checked yet."""
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else [content]:
-            text = part.get("text") if isinstance(part, dict) else part
-            if isinstance(text, str):
-                yield text
+def _characters(messages: Sequence[Any]) -> int:
+    """Return how many characters the texts of messages have that were not checked yet."""
+    contents = [m.get("content") for m in messages if isinstance(m, dict)]
+    parts = [part for c in contents for part in (c if isinstance(c, list) else [c])]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 @dataclass
@@ -131,39 +120,40 @@ class Prompts:
         """Return the job of a conversation. Refused, or InputError, for what is wrong with it."""
         if not self.vocabulary.chats:
             raise missing("messages", "the tokenizer of this model has no turns of a chat")
-        tools = fields.get("tools") or None
         options = dict(fields.get("chat_template_kwargs", {}))
         if "reasoning_effort" in fields:
             options.setdefault("enable_thinking", EFFORTS[fields["reasoning_effort"]])
         if "add_generation_prompt" in fields:
             options["add_generation_prompt"] = fields["add_generation_prompt"]
-        self._check_length(sum(map(len, _texts(fields["messages"]))), "messages")
+        self._check_length(_characters(fields["messages"]), "messages")
         prompt = make_prompt(
             fields["messages"],
-            tools if chosen(fields).mode != "none" else None,
+            (fields.get("tools") or None) if chosen(fields).mode != "none" else None,
             self.template,
             continued=fields.get("continue_final_message", False),
             **options,
         )
         self._check_length(len(prompt.text), "messages")
+        soft = self._soft(prompt, fields)
+        expanded = [[*expansion(s, self.engine.spec.tokens)] for s in soft]
+        tokens = self.vocabulary.encode(prompt, expanded)
+        top = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
+        made = self._job(tokens, fields, top, salt)
+        system = fields["messages"][0].get("role") in ("system", "developer")
+        marks, thinking = self.vocabulary.marks(tokens, system), options.get("enable_thinking")
+        sampling = self._held(made.sampling, fields, prompt, thinking is True)
+        job = replace(made, soft=soft, marks=marks, sampling=sampling)
+        return PreparedRequest(fields, (job,), prompt, thinking)
+
+    def _soft(self, prompt: Prompt, fields: Mapping[str, Any]) -> tuple[Soft, ...]:
         items = read_bytes(self.engine, prompt.media, self.sources)
         given = {IMAGE: fields.get("image_budget"), VIDEO: fields.get("frames")}
         given[AUDIO] = fields.get("audio_too_long", REFUSE)
         with self._media:  # one tower at a time
-            soft = [
+            return tuple(
                 soft_of(self.engine, m, raw, **setting(self.engine, m, given[m.kind]))
                 for m, raw in items
-            ]
-        expanded = [[*expansion(s, self.engine.spec.tokens)] for s in soft]
-        tokens = self.vocabulary.encode(prompt, expanded)
-        top = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
-        made = self._job(tokens, fields, "messages", top, salt)
-        system = fields["messages"][0].get("role") in ("system", "developer")
-        marks = self.vocabulary.marks(tokens, system)
-        thinking = options.get("enable_thinking")
-        sampling = self._held(made.sampling, fields, prompt, thinking is True)
-        job = replace(made, soft=tuple(soft), marks=marks, sampling=sampling)
-        return PreparedRequest(fields, (job,), prompt, tools, thinking)
+            )
 
     def _held(
         self, sampling: SamplingParams, fields: Mapping[str, Any], prompt: Prompt, thinking: bool
@@ -192,7 +182,7 @@ class Prompts:
         """Return one job for each prompt."""
         top, constraint = fields.get("logprobs"), constraint_of(fields)
         ids = [self._ids(p, fields) for p in fields["prompt"]]
-        jobs = [self._job(i, fields, "prompt", top, salt) for i in ids]
+        jobs = [self._job(i, fields, top, salt) for i in ids]
         if constraint:
             allowed = self.grammars.text(constraint, thinking=False, inside=False)
             jobs = [replace(j, sampling=replace(j.sampling, allowed=allowed)) for j in jobs]
@@ -227,26 +217,17 @@ class Prompts:
             raise as_input(e, "prompt") from None
 
     def _job(
-        self,
-        tokens: Sequence[int],
-        fields: Mapping[str, Any],
-        name: str,
-        top: int | None,
-        salt: str,
+        self, tokens: Sequence[int], fields: Mapping[str, Any], top: int | None, salt: str
     ) -> Request:
-        room = self.engine.limits.max_seq
+        room, name = self.engine.limits.max_seq, "messages" if "messages" in fields else "prompt"
         asked = fields.get("max_completion_tokens", fields.get("max_tokens"))
         count = max(room + 1 - len(tokens), 1) if asked is None else asked
         if not tokens:
             raise bad(name, "is empty; give at least one token")
         if len(tokens) + count - 1 > room:  # the last token is never written
-            raise Refused(
-                400,
-                f"{name}: the prompt has {len(tokens)} tokens, and {count} new ones are asked for; "
-                f"this engine holds {room} tokens",
-                param=name,
-                code="context_length_exceeded",
-            )
+            what = f"the prompt has {len(tokens)} tokens, and {count} new ones are asked for"
+            message = f"{name}: {what}; this engine holds {room} tokens"
+            raise Refused(400, message, param=name, code="context_length_exceeded")
         sampling = self._sampling(fields, top)
         salt += f"\0{fields['cache_salt']}" if "cache_salt" in fields else ""
         reuse, n = fields.get("cache_prompt", True), fields.get("n", 1)

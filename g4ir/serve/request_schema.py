@@ -1,20 +1,26 @@
 """Reads bodies of requests: tables of fields, each with what it may be. `null` means not given,
-what this server cannot do is refused by name, and unknown fields are ignored and logged once."""
+what this server cannot do is refused by name, and unknown fields are ignored and logged once.
+
+The fields of CHAT, as `read_fields` returns them, are the one request that `prompts` understands;
+bodies of other protocols are translated onto them.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from g4ir.chat.messages import MOST_DEPTH, kind_of, shown
 from g4ir.errors import InputError
 from g4ir.media.sound import CUT, REFUSE
 
-from .foreign_fields import HARMLESS, refused_fields
 from .http_errors import Refused, bad, missing
 
 log = logging.getLogger(__name__)
@@ -26,13 +32,14 @@ MOST_LOGGED = 256
 Read = Callable[[Any, str], Any]
 
 MOST_MESSAGES, MOST_TOOLS, MOST_PROMPTS = 4096, 128, 32
-MOST_STOPS, MOST_BIASES, MOST_STOP_IDS = 16, 1024, 64
-MOST_TOP, MOST_TOKENS = 20, 1 << 20
+MOST_STOPS, MOST_BIASES, MOST_STOP_IDS, MOST_CHOICES = 16, 1024, 64, 1024
+MOST_TOP, MOST_TOKENS, MOST_INT = 20, 1 << 20, (1 << 31) - 1
 LEAST_TOP_P = 1e-6
 #: of a stop text in characters: each piece of an answer is compared with it
 MOST_STOP_TEXT = 4096
 #: of a whole body: objects and lists, strings, and values
 MOST_HELD, MOST_STRINGS, MOST_VALUES = 1 << 16, 1 << 18, 1 << 21
+DEEP = f"the body lies deeper than {MOST_DEPTH} levels"
 #: efforts -> whether the model thinks
 EFFORTS = {
     **dict.fromkeys(("none", "minimal"), False),
@@ -46,7 +53,7 @@ def parsed(raw: bytes) -> dict[str, Any]:
     try:
         body = json.loads(raw.decode(), parse_constant=_no_number)
     except RecursionError:
-        raise _deep() from None
+        raise Refused(400, DEEP) from None
     except ValueError as e:
         raise Refused(400, f"the body is no JSON: {str(e)[:120]}") from None
     if not isinstance(body, dict):
@@ -55,36 +62,29 @@ def parsed(raw: bytes) -> dict[str, Any]:
     return body
 
 
+def _no_number(word: str) -> Any:
+    raise ValueError(f"{word} is no number")
+
+
 def _check_counts(raw: bytes) -> None:
     """Refuse a body of more values than a request needs before they are made: `json.loads` holds
     the interpreter's lock, and takes a second for a million lists. Bytes inside strings do not
     count; they are only taken out if all bytes together are too many."""
-    if all(n <= most for n, most in _counts(raw)):
+    if _counts(raw):
         return
     plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     if plain.count(b'"') <= 2 * MOST_STRINGS:
         plain = b"".join(plain.split(b'"')[::2])
-    if any(n > most for n, most in _counts(plain)):
-        raise Refused(
-            400,
-            f"the body has more than {MOST_HELD} objects and lists, {MOST_STRINGS} strings or "
-            f"{MOST_VALUES} values",
-        )
+    if not _counts(plain):
+        most = f"{MOST_HELD} objects and lists, {MOST_STRINGS} strings or {MOST_VALUES} values"
+        raise Refused(400, f"the body has more than {most}")
 
 
-def _counts(raw: bytes) -> Iterator[tuple[int, int]]:
-    """Yield how many bytes stand for values of a kind, and how many there may be."""
-    yield raw.count(b"[") + raw.count(b"{"), MOST_HELD
-    yield raw.count(b'"'), 2 * MOST_STRINGS
-    yield raw.count(b","), MOST_VALUES
-
-
-def _deep() -> Refused:
-    return Refused(400, f"the body lies deeper than {MOST_DEPTH} levels")
-
-
-def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number")
+def _counts(raw: bytes) -> bool:
+    """Whether the bytes that stand for values are few enough."""
+    held, strings = raw.count(b"[") + raw.count(b"{"), raw.count(b'"')
+    few = held <= MOST_HELD and strings <= 2 * MOST_STRINGS
+    return few and raw.count(b",") <= MOST_VALUES
 
 
 def _check_depth(body: Any) -> None:
@@ -97,59 +97,49 @@ def _check_depth(body: Any) -> None:
         level = [x for v in held for x in v if type(x) in (dict, list, float)]
         if not level:
             return
-    raise _deep()
+    raise Refused(400, DEEP)
 
 
 # --- kinds of fields --------------------------------------------------------------------------
 
 
-def number(low: float, high: float, whole: bool = False) -> Read:
-    """Take numbers of a range; a boolean is none."""
+def kind(form: type | tuple[type, ...], words: str) -> Read:
+    """Take values of one type; a boolean is no number."""
 
     def read(value: Any, name: str) -> Any:
-        kinds = int if whole else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds):
-            what = "a whole number" if whole else "a number"
-            raise bad(name, f"must be {what}, found {_found(value)}")
-        if not low <= value <= high:
+        if not isinstance(value, form) or (isinstance(value, bool) and form is not bool):
+            raise bad(name, f"must be {words}, found {kind_of(value)} ({shown(value)})")
+        return value
+
+    return read
+
+
+TEXT, FLAG = kind(str, "a text"), kind(bool, "true or false")
+OBJECT, LIST = kind(dict, "an object"), kind(list, "a list")
+WHOLE, NUMBER = kind(int, "a whole number"), kind((int, float), "a number")
+
+
+def number(low: float, high: float, form: Read = NUMBER) -> Read:
+    """Take numbers of a range."""
+
+    def read(value: Any, name: str) -> Any:
+        if not low <= form(value, name) <= high:
             raise bad(name, f"must be {low} to {high}, found {shown(value)}")
         return value
 
     return read
 
 
-def whole(low: int, high: int) -> Read:
+def whole(low: int, high: int = MOST_INT) -> Read:
     """Take whole numbers of a range."""
-    return number(low, high, True)
-
-
-def _top_p(value: Any, name: str) -> float:
-    """Take shares of probability; 0 leaves the likeliest token alone, as a tiny share does."""
-    return max(float(number(0, 1)(value, name)), LEAST_TOP_P)
-
-
-def kind(form: type) -> Read:
-    """Take values of one kind."""
-    words = {bool: "true or false", str: "a text", dict: "an object", list: "a list"}
-
-    def read(value: Any, name: str) -> Any:
-        if not isinstance(value, form):
-            raise bad(name, f"must be {words[form]}, found {_found(value)}")
-        return value
-
-    return read
-
-
-def _found(value: Any) -> str:
-    return f"{kind_of(value)} ({shown(value)})"
+    return number(low, high, WHOLE)
 
 
 def listed(most: int, least: int = 0) -> Read:
     """Take lists of bounded length."""
 
     def read(value: Any, name: str) -> Any:
-        kind(list)(value, name)
-        if not least <= len(value) <= most:
+        if not least <= len(LIST(value, name)) <= most:
             raise bad(name, f"must have {least} to {most} entries, found {len(value)}")
         return value
 
@@ -167,6 +157,22 @@ def one_of(*words: str) -> Read:
     return read
 
 
+def _unsupported(*neutral: Any, way: str = "leave it out") -> Read:
+    """Accept neutral values alone, which are ignored."""
+
+    def read(value: Any, name: str) -> None:
+        if not any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
+            what = f"{kind_of(value)} ({shown(value)}) is not supported"
+            raise missing(name, f"{what}: {way}")
+
+    return read
+
+
+def _top_p(value: Any, name: str) -> float:
+    """Take shares of probability; 0 leaves the likeliest token alone, as a tiny share does."""
+    return max(float(number(0, 1)(value, name)), LEAST_TOP_P)
+
+
 def _stop(value: Any, name: str) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else listed(MOST_STOPS)(value, name)
     if not all(isinstance(s, str) and s for s in strings):
@@ -177,25 +183,56 @@ def _stop(value: Any, name: str) -> tuple[str, ...]:
 
 
 def _ids(value: Any, name: str) -> frozenset[int]:
-    read = whole(0, (1 << 31) - 1)
-    return frozenset(read(i, name) for i in listed(MOST_STOP_IDS)(value, name))
+    return frozenset(whole(0)(i, name) for i in listed(MOST_STOP_IDS)(value, name))
 
 
 def _biases(value: Any, name: str) -> tuple[tuple[int, float], ...]:
-    given = kind(dict)(value, name)
+    given = OBJECT(value, name)
     if len(given) > MOST_BIASES:
         raise bad(name, f"must have at most {MOST_BIASES} entries, found {len(given)}")
     wrong = next((k for k in given if not (k.isascii() and k.isdigit() and len(k) < 10)), None)
     if wrong is not None:
         raise bad(name, f"keys must be token ids, found {shown(wrong)}")
-    out = {int(k): number(-100, 100)(v, name) for k, v in given.items()}
-    return tuple(out.items())
+    return (*{int(k): number(-100, 100)(v, name) for k, v in given.items()}.items(),)
 
 
 def _stream_options(value: Any, name: str) -> bool:
     """Return whether usage is asked for."""
-    include = kind(dict)(value, name).get("include_usage")
-    return bool(include is not None and kind(bool)(include, name))
+    include = OBJECT(value, name).get("include_usage")
+    return bool(include is not None and FLAG(include, name))
+
+
+def _options(value: Any, name: str) -> dict[str, Any]:
+    """Return the chat template options; those that the server sets itself are refused."""
+    own, given = {"messages", "tools", "add_generation_prompt"}, OBJECT(value, name)
+    if wrong := next((k for k in given if k in own or not k.isidentifier()), None):
+        raise bad(name, f"{shown(wrong)} is no option of a template")
+    if len(given) > 32:
+        raise bad(name, f"must have at most 32 entries, found {len(given)}")
+    FLAG(given.get("enable_thinking", False), name)
+    return dict(given)
+
+
+def _messages(value: Any, name: str) -> list[Any]:
+    """Return the messages; another server's way to continue one is refused."""
+    found: list[Any] = listed(MOST_MESSAGES, 1)(value, name)
+    for i, message in enumerate(found):
+        for key in ("prefix", "partial"):  # of DeepSeek and Mistral, of Kimi and Qwen
+            if isinstance(message, dict) and message.get(key):
+                place = f"messages[{i}].{key} is not supported: use continue_final_message"
+                raise Refused(400, place, param=name, code="not_supported")
+    return found
+
+
+def _prompts(value: Any, name: str) -> tuple[Any, ...]:
+    if isinstance(value, str):
+        return (value,)
+    kinds = {*map(type, LIST(value, name))}
+    if value and kinds <= {int, bool}:
+        return (value,)
+    if not (kinds <= {str} or kinds <= {list}):
+        raise bad(name, "must be a text, a list of texts, of ids, or of lists of ids")
+    return tuple(listed(MOST_PROMPTS, 1)(value, name))
 
 
 @dataclass(frozen=True)
@@ -217,7 +254,7 @@ def _choice(value: Any, name: str) -> ToolChoice:
     if form != "allowed_tools":
         words = "auto, none, required, a named function or allowed_tools"
         raise bad(name, f"must be {words}, found {shown(value)}")
-    held = kind(dict)(value.get("allowed_tools"), f"{name}.allowed_tools")
+    held = OBJECT(value.get("allowed_tools"), f"{name}.allowed_tools")
     mode = one_of("auto", "required")(held.get("mode"), f"{name}.allowed_tools.mode")
     where = f"{name}.allowed_tools.tools"
     tools = listed(MOST_TOOLS, 1)(held.get("tools"), where)
@@ -234,7 +271,6 @@ def _name(value: Any, where: str) -> str:
 # --- constraints ------------------------------------------------------------------------------
 
 JSON, REGEX, CHOICE, GRAMMAR = "json", "regex", "choice", "grammar"
-MOST_CHOICES = 1024
 
 
 @dataclass(frozen=True)
@@ -254,32 +290,29 @@ def constrained(form: str) -> Read:
     def read(value: Any, name: str) -> Constraint | None:
         if value == "":
             return None
-        if form == JSON:
-            return Constraint(name, form, _schema(value, name))
         if form == CHOICE:
             if not all(isinstance(c, str) and c for c in listed(MOST_CHOICES, 1)(value, name)):
                 raise bad(name, "must be a list of texts that are not empty")
             return Constraint(name, form, value)
-        return Constraint(name, form, kind(str)(value, name))
+        return Constraint(name, form, (_schema if form == JSON else TEXT)(value, name))
 
     return read
 
 
 def _schema(value: Any, name: str) -> dict[str, Any]:
-    if isinstance(value, str):
-        try:
-            value = parsed(value.encode())
-        except (Refused, UnicodeError) as e:
-            why = (
-                e.message.replace("the body", "the text") if isinstance(e, Refused) else "no UTF-8"
-            )
-            raise bad(name, why) from None
-    found: dict[str, Any] = kind(dict)(value, name)
+    try:
+        found: dict[str, Any] = OBJECT(
+            parsed(value.encode()) if isinstance(value, str) else value, name
+        )
+    except UnicodeError:
+        raise bad(name, "no UTF-8") from None
+    except Refused as e:
+        raise e if e.param else bad(name, e.message.replace("the body", "the text")) from None
     return found
 
 
 def _format(value: Any, name: str) -> Constraint | None:
-    form = one_of("text", "json_object", "json_schema")(kind(dict)(value, name).get("type"), name)
+    form = one_of("text", "json_object", "json_schema")(OBJECT(value, name).get("type"), name)
     schema = value.get("schema")  # llama-server and others have it here
     if form == "text":
         return None
@@ -293,7 +326,7 @@ def _format(value: Any, name: str) -> Constraint | None:
 
 def _structured(value: Any, name: str) -> Constraint | None:
     """Return the constraint of vLLM's structured_outputs, which names one kind."""
-    given = {k: v for k, v in kind(dict)(value, name).items() if v is not None and v is not False}
+    given = {k: v for k, v in OBJECT(value, name).items() if v is not None and v is not False}
     given.pop("disable_fallback", None)  # there is no other library to fall back to
     if given.get("json_object") is True:
         given["json_object"] = {"type": "object"}
@@ -326,131 +359,82 @@ def constraint_of(fields: Mapping[str, Any]) -> Constraint | None:
     return found[0] if found else None
 
 
-def _options(value: Any, name: str) -> dict[str, Any]:
-    """Return the chat template options; those that the server sets itself are refused."""
-    own = {"messages", "tools", "add_generation_prompt"}
-    given = kind(dict)(value, name)
-    if wrong := next((k for k in given if k in own or not k.isidentifier()), None):
-        raise bad(name, f"{shown(wrong)} is no option of a template")
-    if len(given) > 32:
-        raise bad(name, f"must have at most 32 entries, found {len(given)}")
-    if "enable_thinking" in given:
-        kind(bool)(given["enable_thinking"], name)
-    return dict(given)
+# --- tables -----------------------------------------------------------------------------------
 
-
-def _unsupported(*neutral: Any, way: str = "leave it out") -> Read:
-    """Accept neutral values alone, which are ignored."""
-
-    def read(value: Any, name: str) -> None:
-        if not any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
-            raise missing(name, f"{_found(value)} is not supported: {way}")
-
-    return read
-
-
-def _messages(value: Any, name: str) -> list[Any]:
-    """Return the messages; another server's way to continue one is refused."""
-    found: list[Any] = listed(MOST_MESSAGES, 1)(value, name)
-    for i, message in enumerate(found):
-        for key in ("prefix", "partial"):  # of DeepSeek and Mistral, of Kimi and Qwen
-            if isinstance(message, dict) and message.get(key):
-                place = f"messages[{i}].{key} is not supported: use continue_final_message"
-                raise Refused(400, place, param=name, code="not_supported")
-    return found
-
-
-_COUNT = whole(1, (1 << 31) - 1)
+_FOREIGN = yaml.safe_load(Path(__file__).with_name("foreign_fields.yaml").read_text())
+#: field of another server -> its neutral values, and the way out
+REFUSED: Mapping[str, tuple[list[Any], str]] = {
+    name: (neutral, group["way"])
+    for group in _FOREIGN["refused"]
+    for name, neutral in group["neutral"].items()
+}
+HARMLESS = frozenset(_FOREIGN["harmless"])
 COMMON: Mapping[str, Read] = {
-    "model": kind(str),
-    "max_tokens": _COUNT,
+    **dict.fromkeys(("model", "cache_salt"), TEXT),
+    **dict.fromkeys(("stream", "ignore_eos", "cache_prompt"), FLAG),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "best_of"), whole(1)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), number(-2, 2)),
+    "repetition_penalty": number(0.01, 100),
     "temperature": number(0, 100),
     "top_p": _top_p,
-    "top_k": whole(-1, (1 << 31) - 1),
+    "top_k": whole(-1),
     "min_p": number(0, 1),
     "n": whole(1, 128),
-    "stream": kind(bool),
+    "seed": whole(-(1 << 63), (1 << 63) - 1),
+    "min_tokens": whole(0),
     "stream_options": _stream_options,
     "stop": _stop,
     "stop_token_ids": _ids,
-    "seed": whole(-(1 << 63), (1 << 63) - 1),
-    "frequency_penalty": number(-2, 2),
-    "presence_penalty": number(-2, 2),
-    "repetition_penalty": number(0.01, 100),
     "logit_bias": _biases,
-    "ignore_eos": kind(bool),
-    "min_tokens": whole(0, (1 << 31) - 1),
-    "max_completion_tokens": _COUNT,
-    "cache_salt": kind(str),
-    "cache_prompt": kind(bool),
     **CONSTRAINTS,
-    **{name: _unsupported(*neutral, way=way) for name, neutral, way in refused_fields()},
+    **{name: _unsupported(*neutral, way=way) for name, (neutral, way) in REFUSED.items()},
 }
 CHAT: Mapping[str, Read] = {
     **COMMON,
     "messages": _messages,
-    "logprobs": kind(bool),
+    "logprobs": FLAG,
     "top_logprobs": whole(0, MOST_TOP),
     "tools": listed(MOST_TOOLS),
     "tool_choice": _choice,
-    "parallel_tool_calls": kind(bool),
+    "parallel_tool_calls": FLAG,
     "reasoning_effort": one_of(*EFFORTS),
     "chat_template_kwargs": _options,
-    "add_generation_prompt": kind(bool),
-    "continue_final_message": kind(bool),
-    "thinking_token_budget": whole(0, (1 << 31) - 1),
-    "image_budget": _COUNT,
-    "frames": _COUNT,
+    "add_generation_prompt": FLAG,
+    "continue_final_message": FLAG,
+    "thinking_token_budget": whole(0),
+    "image_budget": whole(1),
+    "frames": whole(1),
     "audio_too_long": one_of(CUT, REFUSE),
     "add_special_tokens": _unsupported(False),
-    "best_of": _COUNT,
-}
-
-
-def _prompts(value: Any, name: str) -> tuple[Any, ...]:
-    if isinstance(value, str):
-        return (value,)
-    kind(list)(value, name)
-    kinds = {*map(type, value)}
-    if value and kinds <= {int, bool}:
-        return (value,)
-    if not (kinds <= {str} or kinds <= {list}):
-        raise bad(name, "must be a text, a list of texts, of ids, or of lists of ids")
-    return tuple(listed(MOST_PROMPTS, 1)(value, name))
-
-
-COMPLETIONS: Mapping[str, Read] = {
-    **COMMON,
-    "prompt": _prompts,
-    "add_special_tokens": kind(bool),
-    "logprobs": whole(0, MOST_TOP),
-    "best_of": _COUNT,
 }
 _OF_CHATS = _unsupported([], False, "none", {}, way="it is a field of /v1/chat/completions")
-COMPLETIONS = {**dict.fromkeys(CHAT.keys() - {"messages"}, _OF_CHATS), **COMPLETIONS}
-
+COMPLETIONS: Mapping[str, Read] = {
+    **dict.fromkeys(CHAT.keys() - {"messages"}, _OF_CHATS),
+    **COMMON,
+    "prompt": _prompts,
+    "add_special_tokens": FLAG,
+    "logprobs": whole(0, MOST_TOP),
+}
 #: of /tokenize, which takes a prompt or a conversation, and of /detokenize
 TOKENIZE: Mapping[str, Read] = {
-    "model": kind(str),
-    "chat_template": COMMON["chat_template"],
-    "prompt": kind(str),
-    "add_special_tokens": kind(bool),
+    **{name: COMMON[name] for name in ("model", "chat_template")},
+    "prompt": TEXT,
+    "add_special_tokens": FLAG,
     "return_token_strs": _unsupported(False),
 }
+_OF_PROMPTS = (
+    *("messages", "tools", "tool_choice", "chat_template_kwargs", "image_budget", "frames"),
+    *("audio_too_long", "reasoning_effort", "add_generation_prompt", "continue_final_message"),
+)
 TOKENIZE_CHAT: Mapping[str, Read] = {
-    "model": kind(str),
-    "chat_template": COMMON["chat_template"],
-    **{k: CHAT[k] for k in ("messages", "tools", "tool_choice", "chat_template_kwargs")},
-    **{k: CHAT[k] for k in ("image_budget", "frames", "audio_too_long", "reasoning_effort")},
-    **{k: CHAT[k] for k in ("add_generation_prompt", "continue_final_message")},
-    "add_special_tokens": _unsupported(False),
-    "return_token_strs": _unsupported(False),
+    **{k: v for k, v in TOKENIZE.items() if k != "prompt"},
+    **{name: CHAT[name] for name in (*_OF_PROMPTS, "add_special_tokens")},
 }
-DETOKENIZE: Mapping[str, Read] = {"model": kind(str), "tokens": listed(MOST_TOKENS)}
-
-
+DETOKENIZE: Mapping[str, Read] = {"model": TEXT, "tokens": listed(MOST_TOKENS)}
 #: fields of which a path takes one
 CONTENTS = ("messages", "prompt", "tokens")
+#: values by which a client means that the field is absent
+UNSAID = {"max_tokens": -1, "max_completion_tokens": -1, "stop": ""}
 
 
 def read_fields(body: Mapping[str, Any], table: Mapping[str, Read]) -> dict[str, Any]:
@@ -460,7 +444,8 @@ def read_fields(body: Mapping[str, Any], table: Mapping[str, Read]) -> dict[str,
     own = next(name for name in CONTENTS if name in table)
     if other := next((n for n in CONTENTS if n != own and body.get(n) is not None), None):
         raise bad(other, f"is not a field of this path, which takes {own}")
-    given = {k: v for k, v in body.items() if v is not None and not _unsaid(k, v)}
+    absent = {k for k, v in UNSAID.items() if body.get(k) == v and type(body[k]) is type(v)}
+    given = {k: v for k, v in body.items() if v is not None and k not in absent}
     read_in = {k: read(given[k], k) for k, read in table.items() if k in given}
     found = {k: v for k, v in read_in.items() if v is not None}
     if own not in found:
@@ -476,16 +461,9 @@ def read_fields(body: Mapping[str, Any], table: Mapping[str, Read]) -> dict[str,
 
 
 def _log_unknown(names: Iterable[str]) -> None:
-    for name in sorted({shown(name) for name in names} - _LOGGED):
-        if len(_LOGGED) < MOST_LOGGED:
-            _LOGGED.add(name)
-            log.warning("ignored a request field that is not known: %s", name)
-
-
-def _unsaid(name: str, value: Any) -> bool:
-    """Whether a client means by this value that the field is absent."""
-    words = {"max_tokens": -1, "max_completion_tokens": -1, "stop": ""}
-    return name in words and type(value) is type(words[name]) and value == words[name]
+    for name in sorted({shown(name) for name in names} - _LOGGED)[: MOST_LOGGED - len(_LOGGED)]:
+        _LOGGED.add(name)
+        log.warning("ignored a request field that is not known: %s", name)
 
 
 def _check_choice(fields: Mapping[str, Any]) -> None:

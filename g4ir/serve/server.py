@@ -40,10 +40,9 @@ def open_files() -> int:
     """Raise the limit of open files as far as this user may, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
+    if 0 <= soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        return most
-    return MOST_FILES if soft == resource.RLIM_INFINITY else soft
+    return max(most, soft)
 
 
 @dataclass(frozen=True)
@@ -119,8 +118,8 @@ class ServerProcess(uvicorn.Server):
     def _close_idle(self, now: float) -> None:
         """Close connections without a whole head of a request after HEAD_S seconds, and those that
         wait longest if all together are more than the process may open."""
-        connections: set[Any] = {c for c in self.server_state.connections if "cycle" in vars(c)}
-        free = (c for c in connections if c.cycle is None or c.cycle.response_complete)
+        connections: list[Any] = [c for c in self.server_state.connections if "cycle" in vars(c)]
+        free = [c for c in connections if c.cycle is None or c.cycle.response_complete]
         idle = {(c, c.cycle) for c in free}
         self._idle = {at: self._idle.get(at, now) for at in idle}
         oldest = sorted(self._idle.items(), key=lambda item: item[1])
@@ -139,10 +138,9 @@ class ServerProcess(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Take the signals that end a server; unlike uvicorn, do not raise them again."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {s: signal.signal(s, self.handle_exit) for s in (signal.SIGINT, signal.SIGTERM)}
+        main = threading.current_thread() is threading.main_thread()
+        taken = (signal.SIGINT, signal.SIGTERM) if main else ()
+        before = {s: signal.signal(s, self.handle_exit) for s in taken}
         try:
             yield
         finally:

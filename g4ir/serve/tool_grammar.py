@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
-from g4ir.chat.messages import kind_of, shown
+from g4ir.chat.messages import shown
 from g4ir.chat.special_tokens import CALL, CALL_END, QUOTE
 from g4ir.chat.tools import MOST_SCHEMAS, NOTES, TYPES, check_schema, target
 from g4ir.chat.values import is_bare_key
@@ -24,12 +24,11 @@ from .http_errors import Refused, missing
 
 #: keywords that say nothing about a value, beside those of chat.tools
 SILENT = NOTES | {"description", "default", "readOnly", "writeOnly", "discriminator"}
-LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 #: type -> the keywords that say something about its values
 OF_KIND: Mapping[str, tuple[str, ...]] = {
-    "string": ("minLength", "maxLength", "pattern", "format"),
-    "integer": LIMITS,
-    "number": LIMITS,
+    "string": ("minLength", "maxLength", "format"),
+    "integer": ("minimum", "maximum"),
+    "number": ("minimum", "maximum"),
     "array": ("items", "minItems", "maxItems"),
     "object": ("properties", "required", "additionalProperties"),
 }
@@ -42,9 +41,11 @@ MOST_NUMBER = 10**18 - 1
 #: how deep a value may lie of which nothing is said
 ANY_DEPTH = 4
 
-_INTEGER = "/-?(0|[1-9][0-9]{0,17})/"
-_NUMBER = r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,2})?/"
-_KEY = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
+_NUMBERS = {
+    "integer": "/-?(0|[1-9][0-9]{0,17})/",
+    "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,2})?/",
+}
+_COMMA, _KEY = ' "," ', "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 _DAY = (
     "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
     "|02-(0[1-9]|1[0-9]|2[0-8]))"
@@ -63,8 +64,6 @@ FORMATS = {
     r"@[a-z0-9]{1,63}(\.[a-z0-9]{1,63}){1,4}",
     "uri": r"https?:\/\/[a-z0-9]{1,63}(\.[a-z0-9]{1,63}){0,4}(\/[A-Za-z0-9_.~-]{0,99}){0,16}",
 }
-#: what a pattern cannot have: it looks around, repeats what was matched, or is anchored inside
-_ODD = re.compile(r"\\[bBAZzkpP0-9]|\(\?(?!:)|(?<!\\)(?<!\[)[\^$]")
 
 
 @dataclass(frozen=True)
@@ -86,12 +85,11 @@ def called(
     to their schemas, the others are not."""
     out = []
     for i, tool in enumerate(tools):
-        function = tool["function"]
-        if names is None or function["name"] in names:
-            named = function.get("strict") is True
+        name, schema = tool["function"]["name"], tool["function"].get("parameters") or {}
+        if names is None or name in names:
+            own = tool["function"].get("strict") is True
             where = f"tools[{i}].function.parameters"
-            schema = function.get("parameters") or {}
-            out.append(Called(function["name"], schema, where, named or not strict, named))
+            out.append(Called(name, schema, where, own or not strict, own))
     return out
 
 
@@ -108,13 +106,11 @@ def grammar_of(
         raise missing("tools", f"the tokenizer of this model has no {absent}: it makes no calls")
     rules = _Rules({c: f"<[{i}]>" for c, i in controls.items()})
     begin, end = rules.marks[CALL], rules.marks[CALL_END]
-    forms = [_form(rules, f) for f in functions]
-    either = " | ".join(forms)
-    call = rules.rule(f'{begin} "call:" ({either}) {end}')
-    start = f"{call}+" if many else call
-    if content is not None:
-        start += f" | %json {content}"
-    return "\n".join([f"start: {start}", *rules.lines()])
+    forms = " | ".join(_form(rules, f) for f in functions)
+    call = rules.rule(f'{begin} "call:" ({forms}) {end}')
+    start = (f"{call}+" if many else call) + (f" | %json {content}" if content else "")
+    lines = [f"{name}: {body}" for body, name in rules.names.items()]
+    return "\n".join([f"start: {start}", *lines])
 
 
 def _form(rules: _Rules, function: Called) -> str:
@@ -164,18 +160,13 @@ class _Rules:
         """Return the name of a rule; names of terminals are in upper case."""
         return self.names.setdefault(body, f"{prefix}{len(self.names)}")
 
-    def lines(self) -> list[str]:
-        """Return the rules as text."""
-        return [f"{name}: {body}" for body, name in self.names.items()]
-
     def terminal(self, *regexes: str) -> str:
         """Return the name of a terminal that all of some expressions match."""
         return self.rule(" & ".join(regexes), "T")
 
     def string(self, inner: str) -> str:
         """Return a string with something inside."""
-        quote = self.marks[QUOTE]
-        return self.rule(f"{quote} {inner} {quote}")
+        return self.rule(f"{self.marks[QUOTE]} {inner} {self.marks[QUOTE]}")
 
     def plain(self, text: str) -> str:
         """Return a text that is given. Where only one text can follow, llguidance takes a control
@@ -186,9 +177,7 @@ class _Rules:
 
     def key(self, name: str) -> str:
         """Return what stands before a value: its name, bare where that can be read back."""
-        if is_bare_key(name):
-            return self.plain(f"{name}:")
-        return f'{self.literal(name)} ":"'
+        return self.plain(f"{name}:") if is_bare_key(name) else f'{self.literal(name)} ":"'
 
     def literal(self, value: Any) -> str:
         """Return the one form of a value."""
@@ -196,19 +185,15 @@ class _Rules:
             return self.string(self.plain(value) if value else "")
         if isinstance(value, dict):
             parts = [f"{self.key(k)} {self.literal(v)}" for k, v in value.items()]
-            return self._enclosed("{", "}", parts)
+            return self.rule(f'"{{" {_COMMA.join(parts)} "}}"')
         if isinstance(value, list):
-            return self._enclosed("[", "]", [self.literal(v) for v in value])
+            return self.rule(f'"[" {_COMMA.join(map(self.literal, value))} "]"')
         return f'"{json.dumps(value)}"'
-
-    def _enclosed(self, left: str, right: str, parts: Sequence[str]) -> str:
-        inner = ' "," '.join(parts)
-        return self.rule(f'"{left}" {inner} "{right}"')
 
     def anything(self, depth: int = ANY_DEPTH) -> str:
         """Return any value, of limited depth."""
-        text = self.string(f"{self.terminal('/(?s:.+)/')}?")
-        plain = f'{text} | {self.terminal(_NUMBER)} | "true" | "false" | "null"'
+        text, number = self.terminal("/(?s:.+)/"), self.terminal(_NUMBERS["number"])
+        plain = f'{self.string(f"{text}?")} | {number} | "true" | "false" | "null"'
         if not depth:
             return self.rule(plain)
         inner = self.anything(depth - 1)
@@ -229,7 +214,7 @@ class _Rules:
 
 
 class _Schema:
-    """The schema of one function. Each method returns the name of a rule."""
+    """The schema of one function. Each method returns the name of a rule; `refs` led to a node."""
 
     def __init__(self, rules: _Rules, root: Mapping[str, Any]) -> None:
         self.rules, self.root = rules, root
@@ -247,29 +232,26 @@ class _Schema:
         return f"{json.dumps(function.name)} {arguments}"
 
     def value(self, given: Any, where: str, refs: tuple[str, ...]) -> str:
-        """Return the values of a schema to which references led."""
+        """Return the values of a schema."""
         given = {} if given is True else given
         if not isinstance(given, Mapping):
             raise refused(where, "allows nothing" if given is False else "must be a schema")
         node, refs = self._flat(given, where, refs)
-        self._check(node, where)
-        null = ' | "null"' if node.get("nullable") is True else ""
-        for name, form in _FORMS.items():
-            if name in node:
-                return self.rules.rule(form(self, node, where, refs) + null)
-        kinds = _kinds(node)
-        if not kinds:
-            return self.rules.anything()
-        found = [_KINDS[kind](self, node, where, refs) for kind in kinds]
-        return self.rules.rule(" | ".join(found) + null)
-
-    def _check(self, node: Mapping[str, Any], where: str) -> None:
         self.rules.count += 1
         if self.rules.count > MOST_SCHEMAS:
             raise refused(where, "the schemas of all tools are too large for one grammar")
-        for key in node:
-            if not (key in SILENT or key in OF_ANY or key in FORMS or key.startswith("x-")):
-                raise refused(f"{where}.{key}", "this keyword is not supported; leave it out")
+        known = SILENT | OF_ANY | {*FORMS}
+        if odd := next((k for k in node if k not in known and not k.startswith("x-")), None):
+            raise refused(f"{where}.{odd}", "this keyword is not supported; leave it out")
+        if "anyOf" in node or "oneOf" in node:
+            found = self._union(node, where, refs)
+        elif "const" in node or "enum" in node:
+            found = self._listed(node, where)
+        elif kinds := _kinds(node):
+            found = [_KINDS[kind](self, node, where, refs) for kind in kinds]
+        else:
+            return self.rules.anything()
+        return self.rules.rule(" | ".join(found + ['"null"'] * (node.get("nullable") is True)))
 
     # --- references and unions ----------------------------------------------------------------
 
@@ -291,7 +273,7 @@ class _Schema:
                 node = _merged(node, part, where)
         return node, refs
 
-    def _union(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
+    def _union(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> list[str]:
         name = "anyOf" if "anyOf" in node else "oneOf"
         where = f"{where}.{name}"
         beside = node.keys() - SILENT - {name, "nullable", "type"}
@@ -301,21 +283,25 @@ class _Schema:
         forms = [_merged(outer, form, where) for form in node[name]]
         if name == "oneOf":
             flat = [self._flat(form, where, refs)[0] for form in forms]
-            if not all(_apart(a, b) for a, b in combinations(flat, 2)):
-                raise refused(where, "two of its forms may hold at once; give anyOf")
-        return " | ".join(self.value(f, f"{where}[{i}]", refs) for i, f in enumerate(forms))
+            kinds = [
+                {*(_kinds(f) or TYPES), *(["null"] if f.get("nullable") else [])} for f in flat
+            ]
+            if any(a & b or (a | b) >= {"integer", "number"} for a, b in combinations(kinds, 2)):
+                raise refused(where, "two of its forms have the same type; give anyOf")
+        return [self.value(f, f"{where}[{i}]", refs) for i, f in enumerate(forms)]
 
-    def _listed(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
+    def _listed(self, node: Mapping[str, Any], where: str) -> list[str]:
         name = "const" if "const" in node else "enum"
-        kinds = _kinds(node, inferred=False)
-        limits = {k for kind in kinds or OF_KIND for k in OF_KIND.get(kind, ())}
-        if beside := min(node.keys() & (limits | {"const", "enum"}) - {name}, default=None):
-            raise refused(f"{where}.{beside}", f"is not supported beside {name}")
+        beside = node.keys() - SILENT - {name, "nullable", "type"}
+        if kinds := _kinds(node, inferred=False):  # keywords of other types say nothing
+            beside &= {"const", "enum", *(k for kind in kinds for k in OF_KIND.get(kind, ()))}
+        if beside:
+            raise refused(f"{where}.{min(beside)}", f"is not supported beside {name}")
         values = [node[name]] if name == "const" else node[name]
         fit = [v for v in values if not kinds or any(_is(v, k) for k in kinds)]
         if not fit:
             raise refused(f"{where}.{name}", "has no value of its type")
-        return " | ".join(self.rules.literal(v) for v in fit)
+        return [self.rules.literal(v) for v in fit]
 
     # --- types --------------------------------------------------------------------------------
 
@@ -324,44 +310,32 @@ class _Schema:
         if most == 0:
             return self.rules.string("")
         held = [f"/(?s:.{{{max(least, 1)},{'' if most is None else most}}})/"]
-        empty = not least
         if (form := node.get("format")) is not None:
             if form not in FORMATS:
                 raise refused(f"{where}.format", f"{shown(form)} is not supported; leave it out")
             held.append(f"/{FORMATS[form]}/")
-            empty = False
-        if (pattern := node.get("pattern")) is not None:
-            expression, may_be_empty = _pattern(pattern, f"{where}.pattern")
-            self.rules.plain(re.sub(r"\\(.)", r"\1", pattern))
-            held.append(expression)
-            empty = empty and may_be_empty
-        return self.rules.string(self.rules.terminal(*held) + "?" * empty)
+        empty = "" if least or form is not None else "?"
+        return self.rules.string(self.rules.terminal(*held) + empty)
 
-    def _integer(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
-        if not node.keys() & {*LIMITS}:
-            return self.rules.terminal(_INTEGER)
-        low, high = _range(node, where)
-        whole = {"minimum": math.ceil(low), "maximum": math.floor(high)}
-        if "multipleOf" in node:
-            step = node["multipleOf"]
-            if not _is(step, "integer") or not 0 < step <= MOST_NUMBER:
-                raise refused(f"{where}.multipleOf", "must be a whole number above 0")
-            first = -(-whole["minimum"] // step) * step
-            whole |= {"minimum": first, "multipleOf": int(step)}
-        if whole["minimum"] > whole["maximum"]:
-            raise refused(where, "its limits leave no whole number")
-        return self.rules.rule("%json " + json.dumps({"type": "integer", **whole}))
-
-    def _number(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
-        if not node.keys() & {*LIMITS}:
-            return self.rules.terminal(_NUMBER)
-        if "multipleOf" in node:
-            raise refused(f"{where}.multipleOf", "is not supported for numbers; leave it out")
-        low, high = _range(node, where)
+    def _number(
+        self, node: Mapping[str, Any], where: str, refs: tuple[str, ...], kind: str = "number"
+    ) -> str:
+        given = {key: node[key] for key in OF_KIND[kind] if key in node}
+        if not given:
+            return self.rules.terminal(_NUMBERS[kind])
+        if wrong := next((key for key, v in given.items() if not _is(v, "number")), None):
+            raise refused(f"{where}.{wrong}", f"must be a number, found {shown(node[wrong])}")
+        low = max(given.get("minimum", -MOST_NUMBER), -MOST_NUMBER)
+        high = min(given.get("maximum", MOST_NUMBER), MOST_NUMBER)
+        if kind == "integer":
+            low, high = math.ceil(low), math.floor(high)
         if low > high:
             raise refused(where, "its limits leave no number")
-        limits = {"type": "number", "minimum": low, "maximum": high}
+        limits = {"type": kind, "minimum": low, "maximum": high}
         return self.rules.rule("%json " + json.dumps(limits))
+
+    def _integer(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
+        return self._number(node, where, refs, "integer")
 
     def _boolean(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
         return '"true" | "false"'
@@ -386,35 +360,23 @@ class _Schema:
             known.setdefault(name, more)
         if not known and more is not False:
             return self.rules.mapping(self.value(more, f"{where}.additionalProperties", refs))
-        entries = []
-        for name, inner in known.items():
-            if inner is not False or name in required:
-                value = self.value(inner, f"{where}.properties.{name}", refs)
-                entries.append((f"{self.rules.key(name)} {value}", name in required))
-        return self._members(entries)
-
-    def _members(self, entries: Sequence[tuple[str, bool]]) -> str:
-        """Return an object whose members come in order, each there or, unless required, not. Of
-        what may follow there are two rules: for the first member, and behind one."""
+        # Members come in order, each there or, unless required, not. Of what may follow there are
+        # two rules: for the first member, and behind one.
         first = behind = self.rules.rule('""')
-        for entry, needed in reversed(entries):
-            member = self.rules.rule(entry)
-            first, behind = (
-                self.rules.rule(f"{member} {behind}" + f" | {first}" * (not needed)),
-                self.rules.rule(f'"," {member} {behind}' + f" | {behind}" * (not needed)),
-            )
+        for name, inner in reversed(known.items()):
+            if inner is False and name not in required:
+                continue
+            value = self.value(inner, f"{where}.properties.{name}", refs)
+            member = self.rules.rule(f"{self.rules.key(name)} {value}")
+            left, right = ("", "") if name in required else (f" | {first}", f" | {behind}")
+            first = self.rules.rule(f"{member} {behind}{left}")
+            behind = self.rules.rule(f'"," {member} {behind}{right}')
         return self.rules.rule(f'"{{" {first} "}}"')
 
 
-_Form = Callable[[_Schema, Mapping[str, Any], str, tuple[str, ...]], str]
-#: keyword -> what makes its values, whatever else is said; the first of these that is given
-_FORMS: Mapping[str, _Form] = {
-    "anyOf": _Schema._union,
-    "oneOf": _Schema._union,
-    "const": _Schema._listed,
-    "enum": _Schema._listed,
+_KINDS: Mapping[str, Callable[[_Schema, Mapping[str, Any], str, tuple[str, ...]], str]] = {
+    kind: getattr(_Schema, f"_{kind}") for kind in TYPES
 }
-_KINDS: Mapping[str, _Form] = {kind: getattr(_Schema, f"_{kind}") for kind in TYPES}
 
 
 def _kinds(node: Mapping[str, Any], inferred: bool = True) -> list[str]:
@@ -438,9 +400,9 @@ def _is(value: Any, kind: str) -> bool:
 
 def _merged(node: Mapping[str, Any], part: Any, where: str) -> dict[str, Any]:
     """Return the intersection of two schemas whose keywords do not meet."""
+    if part is True:
+        return dict(node)
     if not isinstance(part, Mapping):
-        if part is True:
-            return dict(node)
         raise refused(where, "allows nothing")
     said = node.keys() - SILENT
     if "additionalProperties" in {*node, *part} and said & part.keys() & {"properties"}:
@@ -457,99 +419,12 @@ def _merged(node: Mapping[str, Any], part: Any, where: str) -> dict[str, Any]:
     return out
 
 
-def _apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether no value matches both of two schemas, judged by types and listed values."""
-    left, right = _values(a), _values(b)
-    if left is not None and right is not None:
-        return not any(_same(x, y) for x in left for y in right)
-    kinds = [{("number" if k == "integer" else k) for k in _kinds(n) or TYPES} for n in (a, b)]
-    if not (kinds[0] & kinds[1] or all(n.get("nullable") for n in (a, b))):
-        return True
-    if kinds != [{"object"}] * 2:
-        return False
-    both = {*a.get("required", ())} & {*b.get("required", ())}
-    inner = [n.get("properties", {}) for n in (a, b)]
-    pairs = [(inner[0].get(k), inner[1].get(k)) for k in both]
-    listed = [(x, y) for x, y in pairs if isinstance(x, Mapping) and isinstance(y, Mapping)]
-    return any(None not in (_values(x), _values(y)) and _apart(x, y) for x, y in listed)
-
-
-def _values(node: Mapping[str, Any]) -> list[Any] | None:
-    if "const" in node:
-        return [node["const"]]
-    found: list[Any] | None = node.get("enum")
-    return found
-
-
-def _same(a: Any, b: Any) -> bool:
-    return bool(a == b) and isinstance(a, bool) == isinstance(b, bool)
-
-
 def _counts(node: Mapping[str, Any], low: str, high: str, where: str) -> tuple[int, int | None]:
     for key in {low, high} & node.keys():
-        value = node[key]
-        if not _is(value, "integer") or not 0 <= value <= MOST_COUNTED:
-            raise refused(
-                f"{where}.{key}", f"must be a whole number of 0 to {MOST_COUNTED}, found {value!r}"
-            )
-    least = int(node.get(low, 0))
-    most = int(node[high]) if high in node else None
+        if not _is(node[key], "integer") or not 0 <= node[key] <= MOST_COUNTED:
+            what = f"must be a whole number of 0 to {MOST_COUNTED}, found {node[key]!r}"
+            raise refused(f"{where}.{key}", what)
+    least, most = int(node.get(low, 0)), int(node[high]) if high in node else None
     if most is not None and most < least:
         raise refused(f"{where}.{high}", f"is less than {low}")
     return least, most
-
-
-def _range(node: Mapping[str, Any], where: str) -> tuple[int | float, int | float]:
-    for key in LIMITS:
-        if key in node and not _is(node[key], "number"):
-            raise refused(f"{where}.{key}", f"must be a number, found {kind_of(node[key])}")
-    whole = "integer" in _kinds(node)
-    low = max(node.get("minimum", -MOST_NUMBER), -MOST_NUMBER)
-    high = min(node.get("maximum", MOST_NUMBER), MOST_NUMBER)
-    if "exclusiveMinimum" in node:
-        edge = node["exclusiveMinimum"]
-        low = max(low, math.floor(edge) + 1 if whole else _beside(edge, math.inf))
-    if "exclusiveMaximum" in node:
-        edge = node["exclusiveMaximum"]
-        high = min(high, math.ceil(edge) - 1 if whole else _beside(edge, -math.inf))
-    return low, high
-
-
-def _beside(edge: float, side: float) -> float:
-    """Return a number so near to one that is left out that no other is missed, and so far that no
-    long decimal is read as that one."""
-    near = edge + math.copysign(1e-9, side)
-    return near if abs(edge) < 1e6 else math.nextafter(edge, side)
-
-
-def _pattern(given: Any, where: str) -> tuple[str, bool]:
-    """Return a regular expression of whole strings, and whether it matches the empty one."""
-    import llguidance
-
-    if not isinstance(given, str) or len(given) > MOST_COUNTED:
-        raise refused(where, "must be a text that is not too long")
-    inner = given.removeprefix("^")
-    closed = inner.endswith("$") and not inner.endswith("\\$")
-    inner = inner[:-1] if closed else inner
-    why = "this regular expression is not supported; leave it out"
-    anchored = inner != given
-    if _ODD.search(inner) or (anchored and _has_branches(inner)):
-        raise refused(where, why)
-    try:
-        text = llguidance.regex_to_lark(inner, "dws")
-        empty = re.fullmatch(inner, "") is not None
-    except (ValueError, re.error):
-        raise refused(where, why) from None
-    before = "" if given.startswith("^") else "(?s:.*)"
-    whole = f"/{before}({text}){'' if closed else '(?s:.*)'}/"
-    if llguidance.LLMatcher.validate_grammar(f"start: {whole}", None):
-        raise refused(where, why)
-    return whole, empty
-
-
-def _has_branches(pattern: str) -> bool:
-    """Whether a regular expression has branches outside of groups."""
-    text, before = re.sub(r"\\.|\[[^\]]*\]", "", pattern), ""
-    while text != before:
-        text, before = re.sub(r"\([^()]*\)", "", text), text
-    return "|" in text

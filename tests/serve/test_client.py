@@ -80,6 +80,19 @@ def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
     assert all(c.usage is None for c in chunks[:-1]) and len({c.id for c in chunks}) == 1
 
 
+def said(got: Any, stream: bool, index: int = 0) -> dict[str, Any]:
+    """What one choice says, whole or joined."""
+    if stream:
+        return joined(got, index)
+    choice = got.choices[index]
+    return {
+        "content": choice.message.content or "",
+        "reasoning_content": getattr(choice.message, "reasoning_content", None) or "",
+        "calls": choice.message.tool_calls or [],
+        "finish": choice.finish_reason,
+    }
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_thoughts_content_and_their_count(
     client: openai.OpenAI, served: Served, stream: bool, monkeypatch: pytest.MonkeyPatch
@@ -88,15 +101,11 @@ def test_thoughts_content_and_their_count(
     served.dictate(monkeypatch, *words)
     body = {"chat_template_kwargs": {"enable_thinking": True}}
     got = ask(client, max_tokens=60, stream=stream, extra_body=body)
-    if stream:
-        found = joined(got)
-        assert (found["reasoning_content"], found["content"]) == ("hmm", "héllo")
-        assert found["finish"] == "stop"
-        return
-    message = got.choices[0].message
-    assert (message.model_extra["reasoning_content"], message.content) == ("hmm", "héllo")
-    assert got.choices[0].finish_reason == "stop"
-    assert 0 < got.usage.completion_tokens_details.reasoning_tokens < got.usage.completion_tokens
+    found = {"content": "héllo", "reasoning_content": "hmm", "calls": [], "finish": "stop"}
+    assert said(got, stream) == found
+    if not stream:
+        reasoning = got.usage.completion_tokens_details.reasoning_tokens
+        assert 0 < reasoning < got.usage.completion_tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -109,16 +118,12 @@ def test_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     served.dictate(monkeypatch, *CALL * count, "<|tool_response>")
-    got = ask(client, max_tokens=90, tools=[TOOL], stream=stream)
-    found = joined(got) if stream else {}
-    calls = found["calls"] if stream else got.choices[0].message.tool_calls
-    assert (found["finish"] if stream else got.choices[0].finish_reason) == "tool_calls"
-    assert [(c.function.name, json.loads(c.function.arguments)) for c in calls] == [
-        ("f", {"a": 3})
-    ] * count
-    assert len({c.id for c in calls}) == count
-    assert not stream or [c.index for c in calls] == [*range(count)]
-    assert stream or got.choices[0].message.content is None
+    found = said(ask(client, max_tokens=90, tools=[TOOL], stream=stream), stream)
+    calls = [(c.function.name, json.loads(c.function.arguments)) for c in found["calls"]]
+    assert (found["finish"], found["content"]) == ("tool_calls", "")
+    assert calls == [("f", {"a": 3})] * count
+    assert len({c.id for c in found["calls"]}) == count
+    assert not stream or [c.index for c in found["calls"]] == [*range(count)]
 
 
 LONG = ("call:f{a:", "3", ",text:", '<|"|>', "some words of a text", " and more" * 3, '<|"|>', "}")
@@ -148,14 +153,10 @@ def test_a_call_that_is_cut(
     whole = '{"a": 3, "text": "some words of a text and more and more and more"}'
     for most in (2, 9, 14, 20, 40):
         served.dictate(monkeypatch, "<|tool_call>", *LONG, "<tool_call|>", "<|tool_response>")
-        got = ask(client, max_tokens=most, tools=[TOOL], stream=stream)
-        found = joined(got) if stream else {}
-        message = None if stream else got.choices[0].message
-        calls = found["calls"] if message is None else message.tool_calls or []
-        assert not (found["content"] if message is None else message.content)
-        assert (found["finish"] if message is None else got.choices[0].finish_reason) == "length"
-        assert [c.function.name for c in calls] == ["f"] * (most > 8)
-        assert all(whole.startswith(c.function.arguments) for c in calls)
+        found = said(ask(client, max_tokens=most, tools=[TOOL], stream=stream), stream)
+        assert (found["content"], found["finish"]) == ("", "length")
+        assert [c.function.name for c in found["calls"]] == ["f"] * (most > 8)
+        assert all(whole.startswith(c.function.arguments) for c in found["calls"])
 
 
 def test_one_call_where_no_more_are_asked_for(
@@ -163,7 +164,7 @@ def test_one_call_where_no_more_are_asked_for(
 ) -> None:
     served.dictate(monkeypatch, *CALL * 2, "<|tool_response>")
     got = ask(client, max_tokens=90, tools=[TOOL], parallel_tool_calls=False)
-    assert len(got.choices[0].message.tool_calls) == 1
+    assert len(got.choices[0].message.tool_calls) == 1 and got.choices[0].message.content is None
     assert got.choices[0].finish_reason == "tool_calls"
 
 
@@ -192,8 +193,7 @@ def test_a_stop_string(
 ) -> None:
     served.dictate(monkeypatch, "one two three four")
     got = ask(client, max_tokens=300, stop=["three", "zz"], stream=stream)
-    text = joined(got)["content"] if stream else got.choices[0].message.content
-    assert text == "one two "
+    assert said(got, stream)["content"] == "one two "
     eventually(lambda: not served.busy)
 
 
@@ -291,12 +291,9 @@ def test_a_schema(client: openai.OpenAI, stream: bool) -> None:
     """Random weights say anything, and still it is JSON of the schema."""
     given = {"response_format": formed(SCHEMA), "temperature": 1.5, "n": 3, "max_tokens": 300}
     got = ask(client, **given, seed=3, stream=stream)
-    if stream:
-        chunks = [*got]
-        found = [joined(chunks, i) for i in range(3)]
-        texts = [f["content"] for f in found if f["finish"] == "stop"]
-    else:
-        texts = [c.message.content for c in got.choices if c.finish_reason == "stop"]
+    chunks = [*got] if stream else got
+    found = [said(chunks, stream, i) for i in range(3)]
+    texts = [f["content"] for f in found if f["finish"] == "stop"]
     assert texts
     for text in texts:
         jsonschema.validate(json.loads(text), SCHEMA)

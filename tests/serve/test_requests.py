@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import socket
 import struct
@@ -25,7 +24,6 @@ from g4ir.engine.load import load_engine
 from g4ir.errors import CheckError, MissingError
 from g4ir.serve import request_schema
 from g4ir.serve.auth import Auth
-from g4ir.serve.foreign_fields import refused_fields
 from g4ir.serve.http_errors import Refused, refusal
 from g4ir.serve.request_schema import CHAT, COMPLETIONS, parsed, read_fields
 from tests.serve.running import MAX_SEQ, NAME, Running, chat_tokenizer, eventually, running
@@ -108,75 +106,20 @@ def test_the_numbers_of_a_prompt_that_is_too_long(served: Running) -> None:
         assert client.post("/v1/completions", json=body | {"max_tokens": 1}).status_code == 200
 
 
-def asks(neutral: tuple[Any, ...]) -> Any:
+def asks(neutral: list[Any]) -> Any:
     """A value that asks for something."""
     return next(v for v in (True, False, "on", 3) if v not in neutral)
 
 
-@pytest.mark.parametrize(("name", "neutral", "way"), [*refused_fields()])
-def test_fields_of_other_servers(name: str, neutral: tuple[Any, ...], way: str) -> None:
-    for table, base in ((CHAT, BASE), (COMPLETIONS, {"prompt": "a"})):
-        for value in (None, *neutral):
-            assert read_fields({**base, name: value}, table).keys() == base.keys()
-        with pytest.raises(Refused) as e:
-            read_fields({**base, name: asks(neutral)}, table)
-        assert (e.value.status, e.value.param, e.value.code) == (400, name, "not_supported")
-        assert way in e.value.message
-
-
-#: fields with values that change the answer, and what changes nothing
-REFUSED = {
-    "priority": 3,
-    "truncate_prompt_tokens": 5,
-    "functions": [],
-    "echo": True,
-    "prompt_logprobs": 0,
-    "bad_words": ["a"],
-    "allowed_token_ids": [5],
-    "best_of": 4,
-    "use_beam_search": True,
-    "chat_template": "x",
-    "documents": [{"text": "x"}],
-    "web_search_options": {},
-    "mirostat": 2,
-    "typical_p": 0.9,
-    "suffix": "x",
-    "n_predict": 5,
-    "enable_thinking": True,
-    "format": "json",
-    "verbosity": "low",
-    "stop_regex": "a+",
-}
-HARMLESS = {
-    "store": True,
-    "metadata": {"a": "b"},
-    "user": "u",
-    "service_tier": "auto",
-    "prediction": {"type": "content", "content": "x"},
-    "safety_identifier": "x",
-    "best_of": 1,
-    "mirostat": 0,
-    "typical_p": 1.0,
-    "modalities": ["text"],
-    "suffix": "",
-    "cache_salt": "a",
-    "cache_prompt": False,
-    "structured_outputs": None,
-    "grammar": "",
-    "guided_json": None,
-}
-
-
-@pytest.mark.parametrize("path", ["chat", "completion"])
-def test_what_changes_the_answer_is_refused(served: Running, path: str) -> None:
-    base = {} if path == "chat" else {"prompt": "a", "max_tokens": 2}
-    for name, value in REFUSED.items():
-        got = answer(served, {path: {**base, name: value}})
-        assert got.status_code == 400, name
-        error = got.json()["error"]
-        assert (error["param"], error["code"]) == (name, "not_supported")
-    for name, value in HARMLESS.items():
-        assert answer(served, {path: {**base, name: value}}).status_code == 200, name
+def test_fields_of_other_servers() -> None:
+    for name, (neutral, way) in request_schema.REFUSED.items():
+        for table, base in ((CHAT, BASE), (COMPLETIONS, {"prompt": "a"})):
+            for value in (None, *neutral):
+                assert read_fields({**base, name: value}, table).keys() == base.keys()
+            with pytest.raises(Refused) as e:
+                read_fields({**base, name: asks(neutral)}, table)
+            assert (e.value.status, e.value.param, e.value.code) == (400, name, "not_supported")
+            assert way in e.value.message
 
 
 def test_fields_of_the_other_path(served: Running) -> None:
@@ -218,47 +161,36 @@ def test_whether_a_client_asks_again(error: Exception, status: int, again: str |
     assert "secret" not in found.message
 
 
-@pytest.mark.parametrize("name", [*CHAT])
-def test_null_means_not_given(name: str) -> None:
-    given = {k: v for k, v in BASE.items() if k != name}
-    if name == "messages":
-        with pytest.raises(Refused, match="missing"):
-            read_fields({**given, name: None}, CHAT)
-    else:
-        assert read_fields({**given, name: None}, CHAT).keys() == given.keys()
+def test_null_means_not_given() -> None:
+    for name in CHAT.keys() - {"messages"}:
+        assert read_fields({**BASE, name: None}, CHAT).keys() == BASE.keys() - {name}
+    with pytest.raises(Refused, match="missing"):
+        read_fields({**BASE, "messages": None}, CHAT)
 
 
 # --- who may ask ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", ["", "Bearer", "Bearer wrong", "Basic open-sesame", "Bearer é"])
-def test_a_wrong_key(keyed: Running, given: str, caplog: pytest.LogCaptureFixture) -> None:
-    with keyed.client() as client:
-        for path in ("/v1/models", "/metrics", "/v1/nothing"):
-            got = client.get(path, headers={"Authorization": given.encode()})
-            assert got.status_code == 401, path
-            assert got.json()["error"]["code"] == "invalid_api_key"
-        assert client.get("/health").status_code == 200
+def test_keys(keyed: Running, caplog: pytest.LogCaptureFixture) -> None:
+    for wrong in ("", "Bearer", "Bearer wrong", "Basic open-sesame", "Bearer é"):
+        with keyed.client(headers={"Authorization": wrong.encode()}) as client:
+            for path in ("/v1/models", "/metrics", "/v1/nothing"):
+                got = client.get(path)
+                assert got.status_code == 401, path
+                assert got.json()["error"]["code"] == "invalid_api_key"
+            assert client.get("/health").status_code == 200
     assert "sesame" not in caplog.text
-
-
-def test_a_right_key(keyed: Running) -> None:
     key = {"Authorization": f"Bearer {KEY.decode()}"}
     assert answer(keyed, {"chat": {}}, **key).status_code == 200
     assert answer(keyed, {"get": "/metrics"}, **key).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8000", "", "127.0.0.1.evil.example"]
-)
-def test_a_name_that_is_not_this_server(served: Running, host: str) -> None:
-    for path in ("/health", "/v1/models", "/nothing"):
-        assert answer(served, {"get": path}, Host=host).status_code == 403
-
-
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:80", "[::1]:8000"])
-def test_names_of_this_machine(served: Running, host: str) -> None:
-    assert answer(served, {"get": "/health"}, Host=host).status_code == 200
+def test_names_of_the_host(served: Running) -> None:
+    for host in ("evil.example", "evil.example:8000", "", "127.0.0.1.evil.example"):
+        for path in ("/health", "/v1/models", "/nothing"):
+            assert answer(served, {"get": path}, Host=host).status_code == 403
+    for host in ("localhost", "LOCALHOST:1", "127.0.0.1:80", "[::1]:8000"):
+        assert answer(served, {"get": "/health"}, Host=host).status_code == 200
 
 
 def test_a_body_in_parts_is_measured_too(keyed: Running) -> None:
@@ -314,9 +246,8 @@ TOO_LONG = {
 }
 
 
-@pytest.mark.parametrize("path", TOO_LONG)
 def test_a_text_that_cannot_fit_is_not_tokenised(
-    served: Running, path: str, monkeypatch: pytest.MonkeyPatch
+    served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
     made = prompt.text_ids
@@ -328,7 +259,7 @@ def test_a_text_that_cannot_fit_is_not_tokenised(
     for module in (prompt, engine_tokenizer):
         monkeypatch.setattr(module, "text_ids", counted)
     with served.client() as client:
-        for body in TOO_LONG[path]:
+        for path, body in [(path, body) for path, bodies in TOO_LONG.items() for body in bodies]:
             error = client.post(path, json=body).json()["error"]
             assert error["code"] == "context_length_exceeded", error
             assert f"than {MAX_SEQ} tokens can have" in error["message"]
@@ -364,11 +295,6 @@ def test_a_body_of_too_many_values_is_not_parsed(
 @pytest.mark.parametrize("text", ["[{," * 100_000, '"' * 600_000, "\\" * 300_000 + '"[' * 99_999])
 def test_brackets_inside_a_text_are_text(text: str) -> None:
     assert parsed(json.dumps({"prompt": text}).encode()) == {"prompt": text}
-
-
-def test_a_long_stop_text(served: Running) -> None:
-    got = answer(served, {"chat": {"stop": ["a", "b" * 5000]}})
-    assert got.status_code == 400 and got.json()["error"]["param"] == "stop"
 
 
 def test_tokens_and_their_text(served: Running, keyed: Running) -> None:
@@ -424,7 +350,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.dictionaries(st.sampled_from([*CHAT, *COMPLETIONS, "odd"]), VALUES, max_size=6))
 def test_any_values_are_read_or_refused(body: dict[str, Any]) -> None:
     for table in (CHAT, COMPLETIONS):
@@ -437,7 +363,7 @@ def test_any_values_are_read_or_refused(body: dict[str, Any]) -> None:
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.dictionaries(st.sampled_from([*CHAT, "odd"]), VALUES, max_size=4), st.integers(0, 400))
 def test_noise_is_refused_and_the_server_lives(
@@ -452,39 +378,19 @@ def test_noise_is_refused_and_the_server_lives(
 
 
 DEEP = 100_000
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        "[" * DEEP,
-        '{"a":' * DEEP + "1" + "}" * DEEP,
-        '{"a":' + "[" * 80 + "]" * 80 + "}",
-        '{"temperature": 1e999}',
-        '{"seed": ' + "9" * 5000 + "}",
-        '{"a": Infinity}',
-        "",
-        "\x00",
-        '"text"',
-    ],
+NONE = ("[" * DEEP, '{"a":' * DEEP + "1" + "}" * DEEP, '{"a":' + "[" * 80 + "]" * 80 + "}")
+NONE += (
+    '{"temperature": 1e999}',
+    '{"seed": ' + "9" * 5000 + "}",
+    '{"a": Infinity}',
+    "",
+    "\0",
+    '"a"',
 )
-def test_bodies_that_are_no_object(raw: str) -> None:
-    with pytest.raises(Refused) as e:
-        parsed(raw.encode())
-    assert e.value.status == 400 and len(e.value.message) < 300
 
 
-def test_keys_given_twice_do_no_harm() -> None:
-    assert parsed(b'{"n": 1, "n": 2}') == {"n": 2}
-
-
-def test_a_picture_is_answered(served: Running) -> None:
-    from PIL import Image
-
-    file = io.BytesIO()
-    Image.new("RGB", (96, 48), (200, 30, 30)).save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what"}]
-    got = answer(served, {"chat": {"messages": [{"role": "user", "content": parts}]}})
-    assert got.status_code == 200, got.text
-    assert got.json()["usage"]["prompt_tokens"] > 30
+def test_bodies_that_are_no_object() -> None:
+    for raw in NONE:
+        with pytest.raises(Refused) as e:
+            parsed(raw.encode())
+        assert e.value.status == 400 and len(e.value.message) < 300

@@ -23,6 +23,7 @@ import openai
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
+import g4ir
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
 from g4ir.engine.session import Session
@@ -31,12 +32,11 @@ from g4ir.serve import server
 from g4ir.serve.app import Server
 from g4ir.serve.auth import known_hosts, read_keys
 from g4ir.serve.http_errors import refusal
-from g4ir.serve.request_schema import JSON, Constraint
 from g4ir.serve.server import Address, ServerProcess
-from tests.cli_tools import refused
+from tests.cli_tools import refused, tokenizer
 from tests.engines import add_file
 from tests.serve.running import NAME, WAIT, Running, chat_tokenizer, eventually, running
-from tests.serve.test_client import SCHEMA, ask
+from tests.serve.test_client import ask
 
 CHAT = "/v1/chat/completions"
 LONG = {
@@ -54,6 +54,23 @@ def narrow(engine_folder: Path) -> Iterator[Running]:
     with running(lambda: load_engine(engine_folder), waiting=1) as r:
         eventually(lambda: r.server.service)
         yield r
+
+
+@pytest.fixture
+def gate(narrow: Running, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """What steps of the narrow server wait for."""
+    event, step = threading.Event(), narrow.scheduler.step
+    monkeypatch.setattr(narrow.scheduler, "step", lambda: event.wait(WAIT) and step())
+    return event
+
+
+def connected(r: Running) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(r.url.rpartition(":")[2])), WAIT)
+
+
+def built(folder: Path, variant: str, tokenizer: str | None) -> Path:
+    g4ir.build(variant, folder, backend="reference", random_weights=0, max_seq=64).close()
+    return add_file(folder, "tokenizer.json", tokenizer) if tokenizer else folder
 
 
 def test_while_the_engine_is_loading(engine_folder: Path) -> None:
@@ -75,47 +92,36 @@ def test_while_the_engine_is_loading(engine_folder: Path) -> None:
         assert client.post(CHAT, json=SHORT).status_code == 200
 
 
-def test_a_full_queue(narrow: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, step = threading.Event(), narrow.scheduler.step
-
-    def held() -> Any:
-        assert gate.wait(WAIT)
-        return step()
-
-    monkeypatch.setattr(narrow.scheduler, "step", held)
+def test_a_full_queue(narrow: Running, gate: threading.Event) -> None:
+    """A wait is told from the rate; several prompts are all taken, or none."""
     codes: list[int] = []
-
-    def one() -> None:
-        with narrow.client() as client:
-            codes.append(client.post(CHAT, json=SHORT).status_code)
-
-    waiting = threading.Thread(target=one)
-    waiting.start()
     service = narrow.server.service
     assert service
-    eventually(lambda: service.waiting == 1)
     with narrow.client() as client:
-        for stream in (False, True):
+        several = {"prompt": ["a", "b"], "max_tokens": 400}
+        assert client.post("/v1/completions", json=several).status_code == 429
+        gate.set()
+        eventually(lambda: not service.waiting and not narrow.scheduler.busy)
+        client.post(CHAT, json=SHORT)
+        assert 0 < service.totals.row_s < WAIT
+        gate.clear()
+
+        def one() -> None:
+            with narrow.client() as other:
+                codes.append(other.post(CHAT, json=SHORT).status_code)
+
+        waiting = threading.Thread(target=one)
+        waiting.start()
+        eventually(lambda: service.waiting == 1)
+        for stream, row_s, told in ((False, 0.0, "1"), (True, 30.0, "8"), (True, 1e6, "60")):
+            service.totals.row_s = row_s
             got = client.post(CHAT, json=SHORT | {"stream": stream})
             assert got.status_code == 429 and got.json()["error"]["code"] == "queue_full"
-            assert got.headers["retry-after"] == "1"
+            assert got.headers["retry-after"] == told
         gate.set()
         waiting.join(WAIT)
         assert codes == [200]
-        assert 'g4ir_rejected_total{reason="queue_full"} 2.0' in client.get("/metrics").text
-
-
-def test_several_prompts_are_all_taken_or_none(
-    narrow: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, step = threading.Event(), narrow.scheduler.step
-    monkeypatch.setattr(narrow.scheduler, "step", lambda: gate.wait(WAIT) and step())
-    with narrow.client() as client:
-        got = client.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 400})
-        assert got.status_code == 429
-        gate.set()
-        service = narrow.server.service
-        eventually(lambda: service and not service.waiting and not narrow.scheduler.busy)
+        assert 'g4ir_rejected_total{reason="queue_full"} 4.0' in client.get("/metrics").text
 
 
 def test_counts(served: Running) -> None:
@@ -149,22 +155,12 @@ def test_no_prompt_is_logged(served: Running, caplog: pytest.LogCaptureFixture) 
     assert "xyzzy" not in caplog.text and "mykey" not in caplog.text
 
 
-def test_half_of_a_request(served: Running) -> None:
-    """Who sends nothing more holds up nobody."""
-    port = int(served.url.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port)) as half:
-        half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le")
-        with served.client() as client:
-            assert client.post(CHAT, json=SHORT).status_code == 200
-
-
 def test_a_head_that_never_ends(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of the second request of a connection; one that is used stays open."""
     monkeypatch.setattr(server, "HEAD_S", 1.5)
-    port = int(served.url.rpartition(":")[2])
     whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for first in (b"", whole):
-        with socket.create_connection(("127.0.0.1", port), WAIT) as half:
+        with connected(served) as half:
             if first:
                 half.sendall(first)
                 answer = half.recv(4096)
@@ -179,8 +175,7 @@ def test_a_head_that_never_ends(served: Running, monkeypatch: pytest.MonkeyPatch
 def test_more_connections_than_fit(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that have asked nothing for longest go; others are served."""
     monkeypatch.setattr(served.process, "most_connections", 8)
-    port = int(served.url.rpartition(":")[2])
-    halves = [socket.create_connection(("127.0.0.1", port), WAIT) for _ in range(20)]
+    halves = [connected(served) for _ in range(20)]
     try:
         for half in halves:
             half.sendall(b"GET /health HT")
@@ -191,30 +186,10 @@ def test_more_connections_than_fit(served: Running, monkeypatch: pytest.MonkeyPa
             half.close()
 
 
-def test_a_wait_is_told_from_the_rate(narrow: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    service, gate, step = narrow.server.service, threading.Event(), narrow.scheduler.step
-    assert service
-    with narrow.client() as client:
-        client.post(CHAT, json=SHORT)
-        assert 0 < service.totals.row_s < WAIT
-        monkeypatch.setattr(narrow.scheduler, "step", lambda: gate.wait(WAIT) and step())
-        waiting = threading.Thread(target=lambda: narrow.client().post(CHAT, json=SHORT))
-        waiting.start()
-        eventually(lambda: service.waiting == 1)
-        for row_s, told in ((0.0, "1"), (30.0, "8"), (1e6, "60")):
-            service.totals.row_s = row_s
-            got = client.post(CHAT, json=SHORT)
-            assert (got.status_code, got.headers["retry-after"]) == (429, told)
-        gate.set()
-        waiting.join(WAIT)
-
-
-def test_the_tables_of_grammars_are_made_before_a_request(engine_folder: Path) -> None:
+def test_the_tables_of_grammars_are_made_before_a_request(served: Running) -> None:
     """They hold the interpreter's lock for seconds."""
-    with running(lambda: load_engine(engine_folder)) as r:
-        eventually(lambda: r.server.service)
-        prompts = r.server.prompts
-        assert prompts and "_tables" in vars(prompts.grammars)
+    prompts = served.server.prompts
+    assert prompts and "_tables" in vars(prompts.grammars)
 
 
 @pytest.mark.parametrize(
@@ -234,10 +209,10 @@ def test_tokens_beyond_the_vocabulary(
     """A fine-tune may add some: no answer has them, and no grammar."""
     folder = tmp_path / "more"
     shutil.copytree(engine_folder, folder)
-    tokenizer = chat_tokenizer()
-    tokenizer.add_special_tokens(["<odd|>", "<|image_soft_token>"])
-    tokenizer.add_tokens(["plain_word"])
-    add_file(folder, "tokenizer.json", tokenizer.to_str())
+    made = chat_tokenizer()
+    made.add_special_tokens(["<odd|>", "<|image_soft_token>"])
+    made.add_tokens(["plain_word"])
+    add_file(folder, "tokenizer.json", made.to_str())
     with running(lambda: load_engine(folder)) as r, r.client() as client:
         eventually(lambda: r.server.service)
         assert "3 tokens at or above the vocabulary of 512 are left out" in caplog.text
@@ -256,9 +231,8 @@ def test_tokens_beyond_the_vocabulary(
 def test_a_body_that_never_ends(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     object.__setattr__(served.server.gate, "body_s", 0.2)
     try:
-        port = int(served.url.rpartition(":")[2])
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
-        with socket.create_connection(("127.0.0.1", port), WAIT) as half:
+        with connected(served) as half:
             half.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode())
             assert half.recv(64).startswith(b"HTTP/1.1 408")
     finally:
@@ -282,42 +256,30 @@ def started(folder: Path, *words: str) -> tuple[Any, str]:
 
 
 def test_a_signal_lets_answers_end(engine_folder: Path, tmp_path: Path) -> None:
+    """And a second one ends what is left."""
     keys = tmp_path / "keys"
     keys.write_text("k1\n\nk2\n")
-    process, url = started(engine_folder, "--api-key-file", str(keys), "--served-name", "mine")
+    words = ("--api-key-file", str(keys), "--served-name", "mine", "--drain", "50")
+    process, url = started(engine_folder, *words)
     key = {"Authorization": "Bearer k2"}
+    body = LONG | {"stream": True, "stream_options": {"include_usage": True}}
     with httpx.Client(base_url=url, timeout=WAIT, headers=key) as client:
         assert client.get("/v1/models").json()["data"][0]["id"] == "mine"
-        body = LONG | {"stream": True, "stream_options": {"include_usage": True}}
-        with client.stream("POST", CHAT, json=body) as stream:
-            lines = stream.iter_lines()
-            next(lines)
+        with (
+            client.stream("POST", CHAT, json=body | {"max_tokens": 600}) as longer,
+            client.stream("POST", CHAT, json=body | {"max_tokens": 50}) as shorter,
+        ):
             process.send_signal(signal.SIGTERM)
-            refusing = False
             with httpx.Client(base_url=url, headers=key) as other:
-                end = time.monotonic() + WAIT
-                while not refusing and time.monotonic() < end:
-                    refusing = other.get("/health").status_code == 503
-            got = [line for line in lines if line]
-    assert refusing
+                eventually(lambda: other.get("/health").status_code == 503)
+            got = [line for line in shorter.iter_lines() if line]
+            process.send_signal(signal.SIGTERM)
+            cut = [line for line in longer.iter_lines() if line]
     assert got[-1] == "data: [DONE]"
-    assert json.loads(got[-2][6:])["usage"]["completion_tokens"] == 400
+    assert json.loads(got[-2][6:])["usage"]["completion_tokens"] == 50
+    assert json.loads(cut[-1][6:])["error"]["code"] == "shutting_down"
     assert process.wait(WAIT) == 0
     assert "Traceback" not in process.stderr.read()
-
-
-def test_answers_that_take_too_long_are_ended(engine_folder: Path) -> None:
-    process, url = started(engine_folder, "--drain", "0")
-    with (
-        httpx.Client(base_url=url, timeout=WAIT) as client,
-        client.stream("POST", CHAT, json=LONG | {"stream": True, "max_tokens": 600}) as stream,
-    ):
-        lines = stream.iter_lines()
-        next(lines)
-        process.send_signal(signal.SIGTERM)
-        last = [line for line in lines if line][-1]
-    assert json.loads(last[6:])["error"]["code"] == "shutting_down"
-    assert process.wait(WAIT) == 0
 
 
 LOADING = """
@@ -351,44 +313,26 @@ def test_an_engine_that_cannot_be_loaded() -> None:
 
 
 def test_what_is_no_engine_is_refused_before_anybody_is_told(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "none"):
+    bare = built(tmp_path / "bare", "tiny-ple", None)
+    for folder, words in ((tmp_path, ""), (tmp_path / "none", ""), (bare, "tokenizer.json")):
         said = refused("serve", folder, "--port", "0")
-        assert "listening" not in said and str(folder) in said
+        assert "listening" not in said and str(folder) in said and words in said
 
 
 def test_an_engine_that_is_not_trusted_is_refused_before_anybody_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`serve` said that it listened, and then why it did not load the engine."""
-    import g4ir
-    from g4ir.serve.server import check_engine
-
-    folder = tmp_path / "engine"
-    g4ir.build("tiny-dense", folder, backend="reference", random_weights=0, max_seq=64).close()
-    add_file(folder, "tokenizer.json", chat_tokenizer().to_str())
+    folder = built(tmp_path / "engine", "tiny-dense", chat_tokenizer().to_str())
     monkeypatch.setattr("g4ir.backends.reference.ReferenceBackend.native", True)
     monkeypatch.setattr("g4ir.engine.trust.find_decision", lambda digest: None)
     with pytest.raises(TrustError, match="--trust"):
-        check_engine(folder)
-    check_engine(folder, trust=True)
-
-
-def test_an_engine_without_a_tokenizer(engine_folder: Path, tmp_path: Path) -> None:
-    import g4ir
-
-    folder = tmp_path / "bare"
-    g4ir.build("tiny-ple", folder, backend="reference", random_weights=0, max_seq=64).close()
-    said = refused("serve", folder, "--port", "0")
-    assert "tokenizer.json" in said and "listening" not in said
+        server.check_engine(folder)
+    server.check_engine(folder, trust=True)
 
 
 def test_a_tokenizer_without_turns(tmp_path: Path) -> None:
-    import g4ir
-    from tests.cli_tools import tokenizer
-
-    folder = tmp_path / "raw"
-    g4ir.build("tiny-ple", folder, backend="reference", random_weights=0, max_seq=64).close()
-    add_file(folder, "tokenizer.json", tokenizer().to_str())
+    folder = built(tmp_path / "raw", "tiny-ple", tokenizer().to_str())
     with running(lambda: load_engine(folder)) as r, r.client() as client:
         eventually(lambda: r.server.service)
         got = client.post(CHAT, json=SHORT)
@@ -405,20 +349,17 @@ def test_a_port_that_is_taken(engine_folder: Path) -> None:
         assert f"port {port}" in refused("serve", engine_folder, "--port", str(port))
 
 
-@pytest.mark.parametrize("words", [("--port", "70000"), ("--max-body", "0"), ("--queue", "0")])
-def test_flags_that_are_wrong(engine_folder: Path, words: tuple[str, str]) -> None:
-    assert words[1] in refused("serve", engine_folder, *words)
+def test_flags_that_are_wrong(engine_folder: Path) -> None:
+    for words in (("--port", "70000"), ("--max-body", "0"), ("--queue", "0")):
+        assert words[1] in refused("serve", engine_folder, *words)
 
 
-@pytest.mark.parametrize("text", ["", " \n", "a b\n", "clé\n"])
-def test_files_of_keys_that_are_wrong(tmp_path: Path, text: str) -> None:
+def test_keys_and_hosts(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    path.write_text(text)
-    with pytest.raises(InputError, match="keys"):
-        read_keys(path)
-
-
-def test_which_hosts_are_known() -> None:
+    for text in ("", " \n", "a b\n", "clé\n"):
+        path.write_text(text)
+        with pytest.raises(InputError, match="keys"):
+            read_keys(path)
     assert known_hosts("0.0.0.0") is None
     assert known_hosts("::1", ["Box.Local"]) == ("localhost", "box.local")
 
@@ -555,27 +496,3 @@ def test_a_row_that_fails(
     assert "secret" not in str(e.value) and "its log has it as" in str(e.value)
     monkeypatch.undo()
     assert ask(client).choices
-
-
-def test_a_schema_behind_a_thought(
-    client: openai.OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = served.server.prompts
-    assert prompts
-    mask = prompts.grammars.text(Constraint("f", JSON, SCHEMA), True, False)
-    controls = prompts.vocabulary.controls
-    channel, end = controls["<|channel>"], controls["<channel|>"]
-    brace, z = (prompts.vocabulary.plain(c)[0] for c in "{z")
-
-    def free(tokens: list[int], token: int) -> bool:
-        held = mask.mask(tokens)
-        return held is None or bool(held.view("uint32")[token // 32] >> (token % 32) & 1)
-
-    row: list[int] = []
-    assert free(row, channel) and free(row, brace) and not free(row, z)
-    row.append(channel)
-    assert free(row, z)
-    row += [z, end]
-    assert free(row, brace) and not free(row, z) and not free(row, channel)
-    other: list[int] = [brace]
-    assert not free(other, brace) and not free(other, channel)
