@@ -16,13 +16,19 @@ import pytest
 import torch
 
 from g4ir.bench import measure, roof
-from g4ir.bench.agreement import Agreement, compare_runners, pair_budget, void_roles
-from g4ir.bench.calls import calls_per_step
+from g4ir.bench.agreement import Agreement, compared, pair_budget, void_roles
 from g4ir.bench.compare import MAIN, compare_reports, compare_text
 from g4ir.bench.measure import RequestTiming, interleave, latencies, speeds
-from g4ir.bench.peers import MODES, HfRunner, peer_model
-from g4ir.bench.report import check_engines, check_options, folder_names, run_bench
-from g4ir.bench.runners import EngineRunner, pieces, prepare, reference_runner
+from g4ir.bench.report import check_options, check_specs, folder_names, run_bench
+from g4ir.bench.runners import (
+    MODES,
+    EngineRunner,
+    HfRunner,
+    calls_per_step,
+    peer_model,
+    pieces,
+    reference_runner,
+)
 from g4ir.bench.schema import VERSION, BenchReport, plain, read_report, report_of
 from g4ir.bench.stats import FLOOR, STATISTICS, Stat, around, percentile, stat
 from g4ir.bench.text import _shown, text
@@ -174,10 +180,10 @@ def test_the_roof_is_measured() -> None:
 
 
 def test_lengths_left_open_fit(moe: Engine) -> None:
-    w = plan_workload([moe])
+    w = plan_workload([moe.limits])
     assert w.fed == MAX_SEQ and w.output_len == MAX_SEQ // 4
-    assert plan_workload([moe], input_len=MAX_SEQ - 1).output_len == 2
-    assert plan_workload([moe], context=MAX_SEQ - 2).fed == MAX_SEQ
+    assert plan_workload([moe.limits], input_len=MAX_SEQ - 1).output_len == 2
+    assert plan_workload([moe.limits], context=MAX_SEQ - 2).fed == MAX_SEQ
 
 
 @pytest.mark.parametrize(
@@ -196,7 +202,7 @@ def test_lengths_left_open_fit(moe: Engine) -> None:
 )
 def test_sizes_out_of_range(moe: Engine, sizes: dict[str, int], named: str) -> None:
     with pytest.raises(InputError) as e:
-        plan_workload([moe], **sizes)
+        plan_workload([moe.limits], **sizes)
     assert named in str(e.value)
 
 
@@ -237,7 +243,7 @@ def test_chunks_are_those_of_a_session(ple: Engine, w: Workload) -> None:
     spy: Any = Spy(ple.runtime, lambda *_: None)
     runner = EngineRunner(replace(ple, runtime=spy), 1)
     tokens = draw_tokens(w, ple)
-    prepare(runner, w, tokens)
+    runner.hold(tokens[:, : w.context])
     seen.clear()
     for piece in pieces(w, tokens):
         runner.step(piece)
@@ -266,7 +272,7 @@ def test_a_runner_goes_back_to_its_depth(engines: Any, ple: Engine, mode: str) -
         runner = HfRunner(model, DEEP.fed, mode)
     else:
         runner = runner()
-    prepare(runner, DEEP, tokens)
+    runner.hold(tokens[:, : DEEP.context])
 
     def request() -> torch.Tensor:
         runner.rewind()
@@ -316,41 +322,27 @@ def shifted(engine: Engine) -> Engine:
     return replace(engine, runtime=Shifted(engine))  # type: ignore[arg-type]
 
 
-class Script:
-    """A runner that gives prepared logits."""
-
-    def __init__(self, role: str, rows: list[list[float]]) -> None:
-        self.role, self.rows = role, rows
-
-    def rewind(self) -> None:
-        self.left = iter(self.rows)
-
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([next(self.left)])
-
-
-def compared(base: list[list[float]], other: list[list[float]], budget: Tolerance) -> Agreement:
-    w = Workload(1, len(base))
-    pair: Any = Script("a", base), Script("b", other)
-    return compare_runners(w, torch.zeros(1, w.fed), pair[0], [(pair[1], budget)])[0]
+def agreement(base: list[list[float]], other: list[list[float]], budget: Tolerance) -> Agreement:
+    got, want = torch.tensor(other), torch.tensor(base)
+    return compared("b", got.float(), "a", want.float(), budget)
 
 
 def test_choices_are_compared() -> None:
     wide = Tolerance(relative=0.1)
-    same = compared([[1, 0, 0], [0, 2, 0]], [[1, 0, 0], [0, 2, 0]], wide)
+    same = agreement([[1, 0, 0], [0, 2, 0]], [[1, 0, 0], [0, 2, 0]], wide)
     assert (same.count, same.equal, same.close, same.ok) == (2, 2, 0, True)
-    close = compared([[1.0, 0.99, 0]], [[0.99, 1.0, 0]], wide)
+    close = agreement([[1.0, 0.99, 0]], [[0.99, 1.0, 0]], wide)
     assert (close.equal, close.close, close.ok) == (0, 1, True)
-    far = compared([[1.0, 0.5, 0]], [[0.5, 1.0, 0]], Tolerance(cosine=0.1))
+    far = agreement([[1.0, 0.5, 0]], [[0.5, 1.0, 0]], Tolerance(cosine=0.1))
     assert far.ok, "within the gap that such a budget allows"
-    wrong = compared([[1.0, 0, 0]], [[0, 1.0, 0]], Tolerance(cosine=-2.0))
+    wrong = agreement([[1.0, 0, 0]], [[0, 1.0, 0]], Tolerance(cosine=-2.0))
     assert (wrong.equal, wrong.close) == (0, 1)
-    one_bad = compared([[1, 0], [1, 0]], [[1, 0], [0.5, 0]], wide)
+    one_bad = agreement([[1, 0], [1, 0]], [[1, 0], [0.5, 0]], wide)
     assert not one_bad.ok and one_bad.equal == 2
 
 
 def test_what_is_not_a_number_disagrees() -> None:
-    nan = compared([[1.0, 0.0]], [[math.nan, 0.0]], Tolerance(cosine=0.9))
+    nan = agreement([[1.0, 0.0]], [[math.nan, 0.0]], Tolerance(cosine=0.9))
     assert not nan.ok and math.isnan(nan.cosine)
 
 
@@ -729,7 +721,7 @@ def test_engines_of_two_variants_cannot_agree(
 ) -> None:
     """The manifests say so: the command loads neither."""
     with pytest.raises(InputError, match="their outputs cannot agree"):
-        check_engines([moe, ple], [])
+        check_specs({str(e.path): e.manifest for e in (moe, ple)})
     monkeypatch.setattr("g4ir.cli.bench.load", None)
     assert "their outputs cannot agree" in refused("bench", moe.path, ple.path)
     assert "expected 1 to" in refused("bench", moe.path, "--input-len", "5000")

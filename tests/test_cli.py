@@ -34,7 +34,7 @@ from g4ir.backends import BACKENDS, find_backend
 from g4ir.backends.sampling import SamplingParams
 from g4ir.chat.detokenizer import Detokenizer, TextStream
 from g4ir.cli import _parser
-from g4ir.cli.build import GROUPS
+from g4ir.cli.common import tables
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
 from g4ir.engine.offline import BOS_ADDED, RAW, Failure, OfflineEngine, Result
@@ -147,7 +147,8 @@ def test_help_says(verb: tuple[str, ...], words: list[str]) -> None:
 
 def test_build_groups_every_option() -> None:
     """Help of --set names every setting of every backend."""
-    grouped = [n for names in GROUPS.values() for n in names]
+    groups = tables()["verbs"]["build"]["flags"][1:]
+    grouped = [n for g in groups for e in g["flags"] if "options" in e for n in e["options"]]
     assert sorted(grouped) == sorted(f.name for f in fields(BuildOptions))
     help = {f.name: f.metadata["help"] for f in fields(BuildOptions)}["settings"]
     for name in BACKENDS:

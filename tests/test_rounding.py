@@ -12,8 +12,8 @@ import torch
 
 import g4ir
 from g4ir.bench import measure, roof
-from g4ir.bench.peers import peer_model
 from g4ir.bench.report import run_bench
+from g4ir.bench.runners import peer_model
 from g4ir.bench.workload import Workload
 from g4ir.check import memory_check
 from g4ir.check.layer_errors import LAYER_TYPICAL, LAYER_WORST

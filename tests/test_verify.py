@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.bench.peers import HfRunner
+from g4ir.bench.runners import HfRunner
 from g4ir.check import logits as compare
 from g4ir.check import peers
 from g4ir.check.logits import verify_engine

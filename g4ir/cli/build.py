@@ -19,14 +19,7 @@ from g4ir.spec.record import Spec
 from g4ir.ui import console
 from g4ir.ui.units import size_text
 
-from .common import (
-    add_options,
-    add_source,
-    add_verb,
-    emit,
-    given_options,
-    given_spec,
-)
+from .common import emit, given_options, given_spec
 from .run import verified
 
 if TYPE_CHECKING:
@@ -35,44 +28,8 @@ if TYPE_CHECKING:
     from g4ir.passes import Dump
 
 
-MODEL = "model"
-#: groups of `build --help` -> fields of BuildOptions
-GROUPS: dict[str, tuple[str, ...]] = {
-    "required": ("backend",),
-    MODEL: ("checkpoint", "mmproj", "adapter", "random_weights", "link_weights"),
-    "device": ("device", "dtype", "residual_scale", "memory", "settings", "ple_placement"),
-    "limits": ("max_batch", "max_seq", "prefill_chunk", "all_logits"),
-    "quantisation": ("quant", "quant_activations", "kv_dtype", "latent_kv"),
-    "speculative decoding": ("drafter", "draft_tokens"),
-    "media": ("media", "image_budgets", "audio_seconds"),
-    "several ranks": ("tp", "ep"),
-    "passes": ("skip",),
-}
-
-
-def add_build(verbs: Any) -> None:
-    p = add_verb(verbs, "build", _build, "compile a model into an engine directory")
-    for title, names in GROUPS.items():
-        group = p.add_argument_group(title)
-        if title == MODEL:
-            add_source(group)
-        add_options(group, names, ("backend",))
-    group.add_argument("--dump-ir", metavar="DIR", help="write the graphs after every pass to DIR")
-    last = p.add_argument_group("output")
-    last.add_argument(
-        "--out", metavar="DIR", help="output directory (default: engines/VARIANT-BACKEND)"
-    )
-    last.add_argument(
-        "--verify",
-        action="store_true",
-        help="verify the engine against the reference after the build",
-    )
-    last.add_argument(
-        "--dry-run", action="store_true", help="check everything up to compilation, write nothing"
-    )
-
-
-def _build(args: argparse.Namespace) -> int:
+def build(args: argparse.Namespace) -> int:
+    """Build an engine, or say what a build would make."""
     from g4ir.backends import find_backend
     from g4ir.engine.build import check_absent, prepare, write_engine
 

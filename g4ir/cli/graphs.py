@@ -28,25 +28,13 @@ from g4ir.plan.resolve import pass_options as pass_arguments
 from g4ir.spec.record import Spec
 from g4ir.ui.units import parse_count
 
-from .common import (
-    ENGINE_HELP,
-    GPU_HELP,
-    PASS_OPTIONS,
-    Group,
-    Parser,
-    add_options,
-    add_source,
-    flag_of,
-    given_spec,
-)
+from .common import flag_of, given_spec
 
 if TYPE_CHECKING:
     from g4ir.engine.artefact import Artefact
     from g4ir.ir.graph import Graph, Program
     from g4ir.model.media import Media
 
-#: the text model's graphs, and the towers by their part
-PHASES = (*TEXT_GRAPHS, VERIFY, DRAFT, "embed", BLOCKS, *PARTS)
 #: options that the artefact decides
 OF_ENGINE = (
     "variant",
@@ -65,43 +53,6 @@ OF_ENGINE = (
 OF_PART = {"vision": "image", "audio": "audio"}
 #: tokens drafted at a time, where a graph that verifies is shown and nothing is said
 DRAFTED = 4
-
-
-def add_graph(p: Parser) -> None:
-    """Add the arguments that name a graph and its place in the pipeline."""
-    p.add_argument("engine", metavar="ENGINE", nargs="?", help=ENGINE_HELP)
-    add_source(p)
-    add_options(p, (*PASS_OPTIONS, "quant", "quant_activations", "kv_dtype", "draft_tokens"))
-    add_options(p, ("residual_scale",))
-    p.set_defaults(stored=None, draft_tokens=None, residual_scale=None, why=None)
-    p.set_defaults(gpu_kernels=False)
-    p.add_argument("--phase", choices=PHASES, help="graph of the engine (default decode)")
-    p.add_argument("--after", metavar="PASS", help="stop after this pass; `none`: before the first")
-    p.add_argument(
-        "--latent-kv",
-        metavar="FORM",
-        help="latent KV cache of layers with K=V: off (default), value or raw",
-    )
-    p.add_argument(
-        "--tp",
-        metavar="N",
-        type=int,
-        help="graph of one rank at tensor-parallel size N",
-    )
-    add_options(p, ("ep",))
-
-
-def add_step(p: Group) -> None:
-    """Add the sizes of a step and the GPU that runs it."""
-    p.add_argument("--batch", metavar="N", help="batch size (default 1)")
-    p.add_argument(
-        "--context",
-        metavar="N",
-        help="tokens in the KV cache after the step, such as 32K\n"
-        "(default: decode 1K, prefill the chunk size)",
-    )
-    p.add_argument("--prefill-chunk", "--chunk", metavar="N", help="prefill chunk (default 1K)")
-    p.add_argument("--gpu", metavar="NAME", help=GPU_HELP)
 
 
 def check_graph(args: argparse.Namespace) -> None:

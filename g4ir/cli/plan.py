@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from g4ir.errors import InputError
 from g4ir.plan.count import counts
@@ -13,7 +13,7 @@ from g4ir.spec.record import Spec, load_spec, spec_names
 from g4ir.ui import console
 from g4ir.ui.units import parse_counts
 
-from .common import GPU_HELP, PASS_OPTIONS, add_options, add_source, add_verb, emit, given_options
+from .common import emit, given_options
 
 if TYPE_CHECKING:
     from g4ir.plan.gpus import Gpu
@@ -22,83 +22,8 @@ if TYPE_CHECKING:
 ALL = "all"
 
 
-def add_plan(verbs: Any) -> None:
-    p = add_verb(verbs, "plan", _plan, "memory and speed estimate of a variant")
-    add_source(p)
-    p.add_argument(
-        "--ctx",
-        metavar="N,..",
-        help="context lengths, such as 4K,32K (default: up\nto the model's limit)",
-    )
-    p.add_argument(
-        "--batch", metavar="N,..", default="1", help="batch sizes, such as 1,8 (default 1)"
-    )
-    p.add_argument(
-        "--gpu",
-        metavar="G,..",
-        help=f"all, sizes such as 24GiB, or {GPU_HELP}",
-    )
-    p.add_argument(
-        "--device",
-        choices=("cuda", "cpu"),
-        default="cuda",
-        help="device of the engine (default cuda)",
-    )
-    add_options(
-        p,
-        (
-            "dtype",
-            "quant",
-            "kv_dtype",
-            "prefill_chunk",
-            "drafter",
-            "draft_tokens",
-            "latent_kv",
-            "ple_placement",
-        ),
-    )
-    p.add_argument(
-        "--media",
-        metavar="KINDS",
-        default="none",
-        help="include the towers: all, or some of image,video,audio",
-    )
-    p.add_argument(
-        "--tp",
-        metavar="N",
-        type=int,
-        default=1,
-        help="tensor-parallel size: memory of each rank, and collectives",
-    )
-    add_options(p, ("ep",))
-    p.add_argument(
-        "--nominal",
-        action="store_true",
-        help="also show the usual estimate: bytes x the quoted count",
-    )
-    p.add_argument(
-        "--plot", metavar="FILE", help="plot KV cache size over context length, PNG or SVG"
-    )
-    p.add_argument(
-        "--image",
-        metavar="WxH,..",
-        help="only: resized size, patches and soft tokens of\nimages of these sizes in pixels",
-    )
-    p.add_argument(
-        "--budget",
-        metavar="N,..",
-        help="maximum soft tokens per image: 70, 140,\n"
-        "280, 560 or 1120 (default: the variant's own)",
-    )
-    add_options(p, PASS_OPTIONS)
-    p.description = (
-        "memory and speed estimate of one variant, or a comparison: --variant e2b,31b or `all`\n"
-        "(default: those with published weights). Three KV cache sizes: naive (full context in\n"
-        "every layer), planned (sliding windows, shared layers), as built (and latent KV cache)"
-    )
-
-
-def _plan(args: argparse.Namespace) -> int:
+def plan(args: argparse.Namespace) -> int:
+    """Print what variants need."""
     from g4ir.plan.table import comparison_text, plan_text
     from g4ir.ui.plots import check_plot
 
