@@ -18,35 +18,8 @@ from g4ir.errors import G4Error, InputError
 from g4ir.parallel.group import TIMEOUT_S, join, launched
 from g4ir.ui import console
 
-from . import bench, build, chat, cost, kernels, plan, run, serve, show, specs, trust
-from .common import Command, Parser, add_verb, tables
+from .common import Parser, add_verb, tables
 
-#: verb -> what it does; its flags are in verbs.yaml
-COMMANDS: dict[str, Command] = {
-    "specs": specs.list_specs,
-    "specs list": specs.list_specs,
-    "specs show": specs.show_spec,
-    "specs validate": specs.validate,
-    "specs from-hf": specs.from_hf,
-    "specs to-hf": specs.to_hf,
-    "specs diff": specs.diff,
-    "specs schema": specs.schema,
-    "show": show.show,
-    "cost": cost.cost,
-    "kernels": kernels.kernels,
-    "inspect": trust.inspect,
-    "plan": plan.plan,
-    "build": build.build,
-    "run": run.run,
-    "chat": chat.chat,
-    "verify": run.verify,
-    "serve": serve.serve,
-    "bench": bench.bench,
-    "bench-compare": bench.compare,
-    "tune": kernels.tune,
-    "trust": trust.trust,
-    "sign": trust.sign,
-}
 #: flags of `show` that are verbs now, and stay as aliases for one release
 FORMER_FLAGS = {"--cost": "cost", "--kernels": "kernels", "--provenance": "inspect"}
 
@@ -93,10 +66,10 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"g4ir {__version__}")
     inner = {"": parser.add_subparsers(metavar="VERB", required=True)}
-    for name, command in COMMANDS.items():
-        p = add_verb(inner[name.rpartition(" ")[0]], name, command)
-        if words := tables()["verbs"][name].get("verbs"):
-            inner[name] = p.add_subparsers(metavar=words)
+    for name, table in tables()["verbs"].items():
+        p = add_verb(inner[name.rpartition(" ")[0]], name)
+        if "verbs" in table:
+            inner[name] = p.add_subparsers(metavar=table["verbs"])
     return parser
 
 

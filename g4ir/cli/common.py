@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -39,7 +40,6 @@ WORDS = {"gpus": gpu_names(), "timeout": TIMEOUT_S, "phases": PHASES}
 MOST_THREADS = 1024
 #: a parser, or one of its groups of options
 Group = argparse._ActionsContainer
-Command = Callable[[argparse.Namespace], int]
 #: how argparse words what it does not know
 _NO_CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)")
 _UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)")
@@ -125,15 +125,21 @@ def tables() -> dict[str, Any]:
     return found
 
 
-def add_verb(verbs: Any, name: str, command: Command) -> Parser:
-    """Add a verb with the help and the flags of verbs.yaml."""
+def add_verb(verbs: Any, name: str) -> Parser:
+    """Add a verb with the help and the flags of verbs.yaml; its module is imported when it runs."""
     table = tables()["verbs"][name]
     described = table.get("description", table["help"])
     word = name.rpartition(" ")[2]
     parser: Parser = verbs.add_parser(word, help=table["help"], description=described)
     add_flags(parser, table["flags"], {**WORDS, **table.get("words", {})})
-    parser.set_defaults(command=command, **table.get("defaults", {}))
+    parser.set_defaults(command=partial(_do, table["does"]), **table.get("defaults", {}))
     return parser
+
+
+def _do(function: str, args: argparse.Namespace) -> int:
+    module, _, name = function.partition(".")
+    code: int = getattr(import_module(f".{module}", __package__), name)(args)
+    return code
 
 
 def add_flags(parser: Group, entries: Iterable[Any], words: Mapping[str, Any]) -> None:
