@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import torch
+
 from g4ir.chat.prompt import text_ids
 from g4ir.check.tokens import check_no_media, random_ids
 from g4ir.errors import InputError
@@ -20,8 +22,6 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.spec.reader import Range
 
 if TYPE_CHECKING:
-    import torch
-
     from g4ir.engine.engine import Engine
 
 DEFAULT_INPUT, DEFAULT_OUTPUT = 512, 64
@@ -82,8 +82,6 @@ def draw_tokens(w: Workload, engine: Engine) -> torch.Tensor:
     """Return i64[batch, fed]: the context, the prompt, then the token of each single step."""
     if w.text is None:
         return random_ids(engine, (w.batch, w.fed), w.seed)
-    import torch
-
     try:
         ids = text_ids(engine.tokenizer(), [Path(w.text).read_text(encoding="utf-8")])[0]
     except UnicodeDecodeError as e:

@@ -26,7 +26,8 @@ from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
@@ -62,10 +63,6 @@ from .tokens import (
     wanted_tokens,
 )
 from .watch import first_difference, first_not_finite
-
-if TYPE_CHECKING:
-    import torch
-
 
 AGAINST = ("reference", "hf")
 
@@ -187,8 +184,6 @@ def _in_rounds(
 ) -> torch.Tensor:
     """Return rows of logits `got` with those of the single steps as rounds make them, where the
     engine has such."""
-    import torch
-
     if not own.engine.draft_tokens:
         return got
     rows = own.in_rounds(ids, turns)
@@ -221,8 +216,6 @@ def find_anchor(
     rows of logits one request after the other; where that is refused no rows, and the other mode
     alone. None where the other mode says nothing: the interpreter's makes nearly the same
     roundings."""
-    import torch
-
     if refusal and isinstance(peer, EnginePeer):
         return None
     other = torch.cat([peer.other(ids, turns, every).cpu() for ids in rows])
@@ -237,8 +230,6 @@ def _only(rows: Rows, at: Sequence[int]) -> Rows:
 
 
 def _layer_errors(count: int, mine: Rows, theirs: Rows) -> tuple[LayerError, ...]:
-    import torch
-
     out = []
     for layer in range(count):
         names = [f"L{layer}.out"] + [FINAL] * (layer + 1 == count)

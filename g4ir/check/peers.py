@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import torch
 
 from g4ir.engine.artefact import LinkedWeights, MergedWeights
 from g4ir.engine.build import agreed_spec
@@ -36,14 +38,10 @@ from .rounding_baseline import divisor, round_activations, rounding_caches
 from .tokens import positions_of, split_steps
 from .watch import ChunkPosition, watched
 
-if TYPE_CHECKING:
-    import torch
-
-
 #: value -> index of a token -> the value's row there, f32[hidden]
-Rows = dict[str, dict[int, "torch.Tensor"]]
+Rows = dict[str, dict[int, torch.Tensor]]
 #: logits of a run, and the outputs of its layers
-Shown = tuple["torch.Tensor", "Rows"]
+Shown = tuple[torch.Tensor, "Rows"]
 #: names of what is compared layer by layer
 LAYER_OUT, FINAL = re.compile(r"L\d+\.out"), "final.norm"
 
@@ -89,8 +87,6 @@ class EnginePeer:
         ends: Sequence[int] = (),
         layers: Rows | None = None,
     ) -> torch.Tensor:
-        import torch
-
         def keep(place: ChunkPosition, name: str, t: torch.Tensor) -> None:
             if layers is not None and (name == FINAL or LAYER_OUT.fullmatch(name)):
                 # After the last layer whose K and V are read later, a chunk goes on with its end.
@@ -107,8 +103,6 @@ class EnginePeer:
     def in_rounds(self, tokens: torch.Tensor, turns: Sequence[int]) -> torch.Tensor:
         """Return the logits after each single step at the end of the turns, where these are
         verified in rounds: half of each is right, the rest is wrong and taken back."""
-        import torch
-
         session, most = self.engine.session(), self.engine.draft_tokens + 1
         long, steps = split_steps(turns)
         at, rows = len(tokens) - steps, []
@@ -134,8 +128,6 @@ class EnginePeer:
     def greedy(
         self, prompt: torch.Tensor, count: int, readable: int
     ) -> tuple[list[int], torch.Tensor]:
-        import torch
-
         session = self.engine.session()
         rows = [session.prefill(prompt[None])[:, :readable]]
         while len(rows) < count:
@@ -160,8 +152,6 @@ class HfPeer:
         ends: Sequence[int] = (),
         layers: Rows | None = None,
     ) -> torch.Tensor:
-        import torch
-
         device = self.model.device
         where = torch.tensor(positions_of(turns, every), device=device)
         with torch.no_grad(), _hooked(self.model.get_decoder(), ends, layers):
@@ -211,7 +201,6 @@ class HfPeer:
     def greedy(
         self, prompt: torch.Tensor, count: int, readable: int
     ) -> tuple[list[int], torch.Tensor]:
-        import torch
         from transformers import DynamicCache
 
         cache = self.caches() if self.caches else DynamicCache(config=self.model.config)
@@ -336,8 +325,6 @@ def _load_hf(directory: Path, dtype: str) -> Any:
 
 def _requantise(model: Any, engine: Engine) -> None:
     """Give the model the weights that a quantised engine computes with."""
-    import torch
-
     if engine.recipe is None:
         return
     held = dict(model.get_decoder().named_parameters())

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from g4ir.engine.engine import Engine
 from g4ir.plan.fit import device_memory
@@ -19,9 +20,6 @@ from g4ir.weights.pack import MadeParams
 from .params import original_weights
 from .peers import EnginePeer
 from .reference import plain_engine, plain_packing
-
-if TYPE_CHECKING:
-    import torch
 
 #: rows of logits whose chances are worked out together
 ROWS = 16
@@ -105,8 +103,6 @@ def measured(
     got: torch.Tensor, want: torch.Tensor, ids: torch.Tensor, where: Sequence[int]
 ) -> Quality:
     """Return the quality of logits [N, vocab] after the tokens `where` of `ids`."""
-    import torch
-
     pairs = [*zip(got.split(ROWS), want.split(ROWS), strict=True)]
     divergence = torch.cat([divergences(*pair) for pair in pairs])
     same = torch.cat([a.argmax(-1) == b.argmax(-1) for a, b in pairs])

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from g4ir.engine.engine import Engine
 from g4ir.engine.prompts import checked_ids
 from g4ir.errors import InputError
 from g4ir.model.media import placeholders
-
-if TYPE_CHECKING:
-    import torch
-
 
 SEED = 0
 #: single steps at the end of the given tokens
@@ -23,8 +20,6 @@ EVERY_LOGITS = 1 << 28
 
 def given_tokens(engine: Engine, given: Sequence[int] | None) -> torch.Tensor | None:
     """Return the tokens as i64[T], checked; None stays None."""
-    import torch
-
     if given is None:
         return None
     limit = engine.limits.max_seq
@@ -54,8 +49,6 @@ def random_tokens(engine: Engine, count: int) -> torch.Tensor:
 def random_ids(engine: Engine, shape: Sequence[int], seed: int) -> torch.Tensor:
     """Return i64 of this shape. Every table has a row for each id, and none is a placeholder of
     media, whichever of them an engine of this spec takes."""
-    import torch
-
     top = engine.spec.text.readable_ids
     taken = sorted({i for i in placeholders(engine.spec.tokens).values() if i < top})
     generator = torch.Generator().manual_seed(seed)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from g4ir.backends.base import Runtime, Tensors
 from g4ir.engine.engine import Engine
@@ -18,9 +20,6 @@ from g4ir.ops.kv_quant import comparable
 from .reference import reference_engine
 from .tokens import chunks_of
 
-if TYPE_CHECKING:
-    import torch
-
 
 @dataclass(frozen=True)
 class ChunkPosition:
@@ -32,7 +31,7 @@ class ChunkPosition:
 
 
 #: sees a chunk, the name of a value in it and the value
-ChunkWatch = Callable[[ChunkPosition, str, "torch.Tensor"], None]
+ChunkWatch = Callable[[ChunkPosition, str, torch.Tensor], None]
 #: what a session is asked for
 Step = Callable[["Session"], object]
 
