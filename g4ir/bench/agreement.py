@@ -12,6 +12,7 @@ from g4ir.check.logits import find_anchor, rounding_error
 from g4ir.check.memory_check import float64_refusal
 from g4ir.check.peers import EnginePeer, HfPeer
 from g4ir.check.reference import reference_engine
+from g4ir.check.tokens import Turns
 from g4ir.engine.engine import Engine
 from g4ir.ir.distance import (
     BUDGETS,
@@ -90,12 +91,13 @@ def agreements_of(
     base.hold(tokens[:, : w.context])
     want = logits_of(base, w, tokens)
     against, dtype = "hf" if peers else "reference", first.dtype
-    turns, anchor = [w.context + w.input_len, *[1] * (w.output_len - 1)], None
+    sizes, anchor = [w.context + w.input_len, *[1] * (w.output_len - 1)], None
+    given = [Turns(ids, sizes) for ids in tokens]
     if dtype in ROUNDED:
         own = reference_engine(first, held=True)
         peer = HfPeer(peers[0].model) if peers else EnginePeer(own)
         refusal = float64_refusal(own, w.fed, w.batch * w.output_len, own.device)
-        anchor = find_anchor(peer, list(tokens), turns, False, refusal)
+        anchor = find_anchor(peer, given, refusal)
     if anchor and anchor.reason:
         anchor = replace(anchor, rows=want)
     measured = anchor and Tolerance(rounding=anchor.rounding(want, dtype))
@@ -110,7 +112,7 @@ def agreements_of(
         made = compared(runner.role, got, base.role, want, budget, anchor)
         if not made.ok and budget.relative is not None:
             # As verify does: random weights can make a model in which rounding grows.
-            budget = widened(budget, rounding_error(first, tokens[0], turns, False))
+            budget = widened(budget, rounding_error(first, given[0]))
             made = compared(runner.role, got, base.role, want, budget, anchor)
         found.append(made)
     return found

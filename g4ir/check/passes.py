@@ -48,7 +48,7 @@ from .pass_report import CLOSE_EXPERTS, Made, StageComparison, StageReport, Stag
 from .report import engine_name
 from .stages import BACKEND, Recording, Stage, StageRun, Trace, stages_of
 from .steps import STEPS, GraphStep, Series, chunks_of_tokens, series_of
-from .tokens import given_tokens, random_tokens
+from .tokens import Turns, given_tokens, random_tokens
 from .watch import first_not_finite
 
 # ---- the way through --------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def verify_each_pass(
         try:
             reports.append(_against(old, new, series, engine))
         except CheckError:  # the first value that was compared need not be the first
-            if found := first_not_finite(engine, ids, [c.valid for c in chunks]):
+            if found := first_not_finite(engine, Turns(ids, [c.valid for c in chunks])):
                 raise CheckError(f"{engine_name(engine)}: {found}") from None
             raise
         if not reports[-1].ok:

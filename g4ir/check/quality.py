@@ -20,6 +20,7 @@ from g4ir.weights.pack import MadeParams
 from .params import original_weights
 from .peers import EnginePeer
 from .reference import plain_engine, plain_packing
+from .tokens import Turns
 
 #: rows of logits whose chances are worked out together
 ROWS = 16
@@ -54,10 +55,7 @@ class Quality:
 def find_quality(
     engine: Engine,
     got: torch.Tensor,
-    ids: torch.Tensor,
-    turns: Sequence[int],
-    every: bool,
-    where: Sequence[int],
+    given: Turns,
     checkpoint: str | Path | None,
     taken: int,
     progress: Progress,
@@ -75,9 +73,9 @@ def find_quality(
     try:
         if reason := _why_not(engine, source, taken):
             return Quality(reason=reason)
-        progress(f"{len(ids)} tokens through the weights as they were")
+        progress(f"{len(given.ids)} tokens through the weights as they were")
         peer = EnginePeer(plain_engine(engine, MadeParams(plain_packing(engine), source)))
-        return measured(got, peer.logits(ids, turns, every), ids, where)
+        return measured(got, peer.logits(given), given.ids, given.where)
     finally:
         if checkpoint is not None:
             source.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from g4ir.ops.finite import advice
 from g4ir.ops.kv_quant import comparable
 
 from .reference import reference_engine
-from .tokens import chunks_of
+from .tokens import Turns
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,13 @@ class Watched:
         return self.runtime.run(phase, feeds, state, context, logits, watch)
 
 
-def first_difference(
-    engine: Engine, peer: Engine, ids: torch.Tensor, turns: Sequence[int], budget: Tolerance
-) -> str | None:
+def first_difference(engine: Engine, peer: Engine, given: Turns, budget: Tolerance) -> str | None:
     """Run both chunk by chunk; name the first value that both make and that is out of tolerance."""
 
     def feed(piece: torch.Tensor, session: Session) -> object:
         return session.prefill(piece[None])
 
-    sizes = [*chunks_of(turns, engine.limits.prefill_chunk)]
-    steps = (partial(feed, piece) for piece in ids[: sum(sizes)].split(sizes))
+    steps = (partial(feed, piece) for piece in given.chunks(engine.limits.prefill_chunk))
     found = first_value(engine, peer, steps, budget)
     return found[1] if found else None
 
@@ -104,7 +101,7 @@ def first_value(
     return None
 
 
-def first_not_finite(engine: Engine, ids: torch.Tensor, turns: Sequence[int]) -> str | None:
+def first_not_finite(engine: Engine, given: Turns) -> str | None:
     """Return the first value that is NaN or infinite as the interpreter runs the engine's
     graphs."""
     found: list[str] = []
@@ -114,8 +111,7 @@ def first_not_finite(engine: Engine, ids: torch.Tensor, turns: Sequence[int]) ->
             found.append(f"{_placed(name, place)}: NaN or infinite; {advice(engine.dtype)}")
 
     session = watched(reference_engine(engine), look, deep=True)
-    sizes = [*chunks_of(turns, engine.limits.prefill_chunk)]
-    for piece in ids[: sum(sizes)].split(sizes):
+    for piece in given.chunks(engine.limits.prefill_chunk):
         session.prefill(piece[None])
         if found:
             return found[0]

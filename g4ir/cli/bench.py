@@ -6,18 +6,21 @@ import argparse
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from g4ir.bench.compare import compare_reports, compare_text
+from g4ir.bench.report import check_options, check_specs, run_bench
+from g4ir.bench.schema import BenchReport, plain, read_report
+from g4ir.bench.text import plot_bench, text
+from g4ir.bench.workload import Workload, plan_workload
+from g4ir.engine.artefact import read_manifest
+from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ui import console
+from g4ir.ui.files import write_file
+from g4ir.ui.plots import check_plot
 
 from .common import emit, load, strict
 from .talking import check_draft, given_draft
-
-if TYPE_CHECKING:
-    from g4ir.bench.schema import BenchReport
-    from g4ir.bench.workload import Workload
-    from g4ir.engine.engine import Engine
 
 STDOUT = "-"
 
@@ -38,21 +41,13 @@ def _check_arguments(args: argparse.Namespace) -> None:
     if args.text and not Path(args.text).is_file():
         raise InputError(f"--text {args.text}: no such file")
     if args.plot:
-        from g4ir.ui.plots import check_plot
-
         check_plot(args.plot)
-    from g4ir.bench.report import check_options
-
     check_draft(args)
     check_options(args.peer, args.rounds, args.warmup)
 
 
 def _planned(args: argparse.Namespace) -> Workload:
     """Return the workload that the engines' manifests allow."""
-    from g4ir.bench.report import check_specs
-    from g4ir.bench.workload import plan_workload
-    from g4ir.engine.artefact import read_manifest
-
     manifests = {path: read_manifest(Path(path)) for path in args.engines}
     check_specs({path: vars(m) for path, m in manifests.items()})
     return plan_workload(
@@ -67,8 +62,6 @@ def _planned(args: argparse.Namespace) -> Workload:
 
 
 def _measured(args: argparse.Namespace, workload: Workload) -> BenchReport:
-    from g4ir.bench.report import run_bench
-
     draft = given_draft(args)["draft"]
     engines: list[Engine] = []
     seconds = []
@@ -96,10 +89,6 @@ def _measured(args: argparse.Namespace, workload: Workload) -> BenchReport:
 
 
 def _write(args: argparse.Namespace, report: BenchReport) -> None:
-    from g4ir.bench.schema import plain
-    from g4ir.bench.text import plot_bench, text
-    from g4ir.ui.files import write_file
-
     values = strict(plain(report))
     if args.json == STDOUT:
         emit(values)
@@ -113,11 +102,6 @@ def _write(args: argparse.Namespace, report: BenchReport) -> None:
 
 def compare(args: argparse.Namespace) -> int:
     """Set two reports side by side."""
-    from g4ir.bench.compare import compare_reports, compare_text
-    from g4ir.bench.schema import plain, read_report
-    from g4ir.bench.text import plot_bench
-    from g4ir.ui.plots import check_plot
-
     if args.plot:
         check_plot(args.plot)
     a, b = read_report(args.a), read_report(args.b)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import G4Error, InputError
@@ -27,7 +28,6 @@ from .talking import (
     check_turns,
     declare,
     short_summary,
-    stopped_by_interrupts,
     summary,
 )
 
@@ -239,7 +239,8 @@ class Repl:
 
     def _answer(self, ask: Callable[[Any], Turn]) -> None:
         """Show an answer; Ctrl-C ends it."""
-        with stopped_by_interrupts(self.talk.stop) if self.terminal else nullcontext():
+        stop = {signal.SIGINT: lambda number, frame: self.talk.stop()} if self.terminal else {}
+        with console.handled(stop):
             try:
                 turn = ask((lambda said: None) if self.json else self.screen)
             finally:

@@ -7,9 +7,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.errors import InputError
+from g4ir.ir.graph import Graph
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.model.towers import is_tower
@@ -27,15 +28,12 @@ from g4ir.plan.cost import (
 from g4ir.plan.drafting import ACCEPTANCE, Gain, gains, gains_text
 from g4ir.plan.formats import find_format
 from g4ir.plan.gpus import find_gpu
+from g4ir.spec.record import Spec
 from g4ir.ui.table import aligned
 from g4ir.ui.units import parse_count, si
 
 from .common import emit, flag_of
 from .graphs import check_graph, chosen_graph, drafted_tokens, in_layer, no_layer, spec_of
-
-if TYPE_CHECKING:
-    from g4ir.ir.graph import Graph
-    from g4ir.spec.record import Spec
 
 #: default chunk size, and default context of a decode step
 TOKENS = 1024

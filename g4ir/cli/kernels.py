@@ -9,24 +9,35 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from g4ir.backends.experimental import experiment
+from g4ir.backends.torch_compile import tune as tuning
+from g4ir.backends.torch_compile.compile import toolchain
+from g4ir.backends.torch_compile.kernel_table import Row, kernel_rows
+from g4ir.backends.torch_compile.kernels.base import Schedule
+from g4ir.backends.torch_compile.schedule import schedule
+from g4ir.backends.torch_compile.target import Target, find_target
 from g4ir.errors import InputError, MissingError, check_all
+from g4ir.ir.graph import Graph, Program
+from g4ir.ir.rewrite import split_prologue
+from g4ir.model.text import build_program
+from g4ir.passes import PassOptions, run_program
+from g4ir.passes.latent_kv import FORMS, LatentOptions
 from g4ir.plan.cost import Step, graph_costs
 from g4ir.plan.gpus import Gpu, find_gpu
 from g4ir.plan.ranks import StepModel
+from g4ir.quant.recipe import find_recipe
+from g4ir.quant.rewrite import quantised
+from g4ir.spec.record import Spec
 from g4ir.ui import console
 from g4ir.ui.table import aligned
 from g4ir.ui.units import count_text, parse_count, si
+from g4ir.weights.pack import split_program
 
 from .common import emit, given_spec
 from .cost import step_of
 from .graphs import check_graph, chosen_graph, spec_of
 
 if TYPE_CHECKING:
-    from g4ir.backends.torch_compile.kernel_table import Row
-    from g4ir.backends.torch_compile.kernels.base import Schedule
     from g4ir.backends.torch_compile.tune import Tuned
-    from g4ir.ir.graph import Graph, Program
-    from g4ir.spec.record import Spec
 
 #: the GPU whose settings are shown where none is named
 GPU = "h200"
@@ -39,8 +50,6 @@ def kernels(args: argparse.Namespace) -> int:
     caches that a step moves: codes and scales of quantised weights."""
     check_graph(args)
     graph, spec = chosen_graph(args), spec_of(args)
-    from g4ir.backends.torch_compile.kernel_table import kernel_rows
-
     s, step, moved = scheduled(args, graph, spec)
     target, rows, found = s.target, s.target.rows, kernel_rows(s, moved)
     starts, nbytes = sum(r.starts for r in found), sum(moved.values())
@@ -77,10 +86,6 @@ def scheduled(
 
 def _placed(g: Graph, gpu: str, rows: int, step: Step) -> tuple[Schedule, dict[str, int]]:
     """Return the kernels of a graph for up to `rows` rows, and what it moves in a step."""
-    from g4ir.backends.torch_compile.schedule import schedule
-    from g4ir.backends.torch_compile.target import Target
-    from g4ir.ir.rewrite import split_prologue
-
     costs = graph_costs(g, B=step.B, S=step.S, C=step.C)
     moved = {c.node: c.cost.needed_bytes for c in costs}
     return schedule(split_prologue(g)[1], Target("cuda", gpu, rows)), moved
@@ -139,9 +144,6 @@ def tune(args: argparse.Namespace) -> int:
     program = _program(args, rows)
     import torch
 
-    from g4ir.backends.torch_compile import tune as tuning
-    from g4ir.backends.torch_compile.compile import toolchain
-    from g4ir.backends.torch_compile.target import find_target
     from g4ir.bench.roof import Meter
 
     check_all(*toolchain("cuda"))
@@ -164,13 +166,6 @@ def tune(args: argparse.Namespace) -> int:
 
 
 def _program(args: argparse.Namespace, rows: int) -> Program:
-    from g4ir.model.text import build_program
-    from g4ir.passes import PassOptions, run_program
-    from g4ir.passes.latent_kv import FORMS, LatentOptions
-    from g4ir.quant.recipe import find_recipe
-    from g4ir.quant.rewrite import quantised
-    from g4ir.weights.pack import split_program
-
     spec = given_spec(args)
     if spec is None:
         raise InputError("tune: give --variant or --spec")

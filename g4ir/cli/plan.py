@@ -5,28 +5,27 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from g4ir.errors import InputError
+from g4ir.model.images import image_plan_text, parse_budgets, parse_sizes, plan_image
+from g4ir.model.media import offered
 from g4ir.plan.count import counts
+from g4ir.plan.gpus import GPUS, Gpu, find_gpu
+from g4ir.plan.plan import cache_lines, make_plan
+from g4ir.plan.records import SCHEMA, Plan
+from g4ir.plan.table import comparison_text, plan_text
 from g4ir.spec.record import Spec, load_spec, spec_names
 from g4ir.ui import console
+from g4ir.ui.plots import check_plot, plot_caches
 from g4ir.ui.units import parse_counts
 
 from .common import emit, given_options
-
-if TYPE_CHECKING:
-    from g4ir.plan.gpus import Gpu
-    from g4ir.plan.records import Plan
 
 ALL = "all"
 
 
 def plan(args: argparse.Namespace) -> int:
     """Print what variants need."""
-    from g4ir.plan.table import comparison_text, plan_text
-    from g4ir.ui.plots import check_plot
-
     if args.image is not None or args.budget is not None:
         return _images(args)
     specs = _specs(args)
@@ -37,8 +36,6 @@ def plan(args: argparse.Namespace) -> int:
     if args.plot:
         _plot(plans, args.plot)
     if args.json:
-        from g4ir.plan.records import SCHEMA
-
         one = plans[0].to_dict()
         emit(one if len(plans) == 1 else {"schema": SCHEMA, "plans": [p.to_dict() for p in plans]})
     elif len(plans) == 1:
@@ -49,9 +46,6 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _images(args: argparse.Namespace) -> int:
-    from g4ir.model.images import image_plan_text, parse_budgets, parse_sizes, plan_image
-    from g4ir.plan.records import SCHEMA
-
     if args.image is None:
         raise InputError("--budget is of images: give their sizes with --image WxH")
     sizes = parse_sizes(args.image, "--image")
@@ -81,8 +75,6 @@ def _specs(args: argparse.Namespace) -> list[Spec]:
 
 
 def _gpus(text: str | None) -> list[Gpu]:
-    from g4ir.plan.gpus import GPUS, find_gpu
-
     if text is None:
         return []
     named = GPUS.values() if text == ALL else map(find_gpu, text.split(","))
@@ -91,9 +83,6 @@ def _gpus(text: str | None) -> list[Gpu]:
 
 def _made(spec: Spec, args: argparse.Namespace, gpus: list[Gpu], several: bool) -> Plan:
     """Make the plan of a variant; of several, each takes only what it has a use for."""
-    from g4ir.model.media import offered
-    from g4ir.plan.plan import make_plan
-
     from .kernels import CARDS, step_model
 
     longest = spec.text.max_position_embeddings
@@ -114,8 +103,5 @@ def _made(spec: Spec, args: argparse.Namespace, gpus: list[Gpu], several: bool) 
 
 
 def _plot(plans: list[Plan], path: str) -> None:
-    from g4ir.plan.plan import cache_lines
-    from g4ir.ui.plots import plot_caches
-
     lines = [cache_lines(p) for p in plans]
     plot_caches(path, lines, f"K and V caches, one row, {plans[0].dtype}")

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from g4ir.chat.detokenizer import TextStream
+from g4ir.engine.jsonl import named
 from g4ir.errors import InputError
 from g4ir.model.media import AUDIO, IMAGE, VIDEO, check_there
 from g4ir.ui import console
@@ -108,8 +110,6 @@ def _answer_one(
 
 
 def _check_media(args: argparse.Namespace) -> None:
-    from g4ir.engine.jsonl import named
-
     kinds = {kind for kind, _ in args.media}
     if args.input_jsonl and kinds:
         raise InputError(
@@ -147,8 +147,6 @@ def _log_and_emit(result: Result | Failure) -> Result | Failure:
 
 def _stream(offline: OfflineEngine, request: OfflineRequest, progress: console.Progress) -> Result:
     """Print each piece as it comes: text, or ids without a tokenizer."""
-    from g4ir.chat.detokenizer import TextStream
-
     text = TextStream(offline.codec.detokenizer) if offline.codec else None
     begun, count = time.perf_counter(), 0
 

@@ -8,12 +8,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.backends.experimental import experiment
 from g4ir.errors import InputError
 from g4ir.ir.diff import diff_graphs, diff_text
+from g4ir.ir.graph import Graph, print_node
 from g4ir.ops import OPS, Op
+from g4ir.parallel.shard import collectives
+from g4ir.passes import find_pass, run_passes
 from g4ir.ui import console
 from g4ir.ui.plots import check_plot, plot_launches
 from g4ir.ui.table import Line, aligned
@@ -34,9 +37,6 @@ from .graphs import (
 )
 from .kernels import scheduled
 from .specs import any_spec
-
-if TYPE_CHECKING:
-    from g4ir.ir.graph import Graph
 
 #: options of `--timeline` alone
 TIMELINE_OPTIONS = ("batch", "context", "prefill_chunk", "gpu", "plot", "constants")
@@ -92,8 +92,6 @@ def show(args: argparse.Namespace) -> int:
 
 
 def _show_why(args: argparse.Namespace) -> int:
-    from g4ir.passes import find_pass, run_passes
-
     if args.after is not None:
         raise InputError("give --why or --after, not both")
     find_pass(args.why)
@@ -120,8 +118,6 @@ def _show_why(args: argparse.Namespace) -> int:
 def _show_collectives(args: argparse.Namespace, graph: Graph) -> int:
     """Print the collectives of a graph, equal ones together, and the bytes that a rank sends for
     one token of one sequence."""
-    from g4ir.parallel.shard import collectives
-
     found = Counter((n.op, tuple(v.type.bind(ONE) for v in n.inputs)) for n in collectives(graph))
     rows: list[dict[str, Any]] = [
         {
@@ -161,8 +157,6 @@ def _show_ops(args: argparse.Namespace) -> int:
 
 def _layer_text(graph: Graph, layer: int) -> str:
     """Return the lines of one layer: its nodes and the sources that they read."""
-    from g4ir.ir.graph import print_node
-
     nodes = [n for n in graph.nodes if any(in_layer(v.name, layer) for v in n.outputs)]
     if not nodes:
         raise no_layer(graph, layer)
@@ -195,8 +189,6 @@ def _show_diff(args: argparse.Namespace) -> int:
 
 
 def _stages(args: argparse.Namespace) -> tuple[Graph, Graph]:
-    from g4ir.passes import find_pass, run_passes
-
     if args.after in (None, "none"):
         raise InputError(
             "--diff: give --after PASS for what a pass changes, or --compare B for two variants"
@@ -213,8 +205,6 @@ def _stages(args: argparse.Namespace) -> tuple[Graph, Graph]:
 
 
 def _variants(args: argparse.Namespace) -> tuple[Graph, Graph]:
-    from g4ir.passes import run_passes
-
     (graph, skip), options = given_graph(args), pass_options(args)
     dtype = graph.outputs[0].type.dtype
     all_logits = "logits.all" not in graph.producers()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from g4ir.plan.count import counts
 from g4ir.spec.parts import slug
 from g4ir.spec.record import (
     DRAFTER,
@@ -22,6 +23,7 @@ from g4ir.spec.record import (
 )
 from g4ir.ui import console
 from g4ir.ui.table import aligned
+from g4ir.weights.origin import find_origin
 
 from .common import emit
 
@@ -39,8 +41,6 @@ def list_specs(args: argparse.Namespace) -> int:
 
 
 def _spec_row(name: str) -> dict[str, Any]:
-    from g4ir.plan.count import counts
-
     spec = load_spec(name)
     n = counts(spec)
     return {
@@ -72,8 +72,6 @@ def show_spec(args: argparse.Namespace) -> int:
 
 def validate(args: argparse.Namespace) -> int:
     """Check a spec file."""
-    from g4ir.plan.count import counts
-
     console.spec_warnings()
     spec = load_spec(Path(args.file))
     row = {"name": spec.name, "digest": spec.digest(), "text_parameters": counts(spec).text}
@@ -131,6 +129,4 @@ def _stated_spec(source: str) -> Spec:
     path = Path(source)
     if path.suffix == ".json":
         return Spec.from_hf(source)
-    from g4ir.weights.origin import find_origin
-
     return find_origin(path).spec()

@@ -5,21 +5,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from g4ir.chat import Event, Vocabulary
+from g4ir.chat.messages import decoded
+from g4ir.chat.prompt_builder import check_chats
 from g4ir.errors import EngineError, InputError
 from g4ir.ui import console
 
 from .common import emit, flag_of
 
 if TYPE_CHECKING:
-    from g4ir.chat import Event
     from g4ir.engine.conversation import ChatSession, Turn
     from g4ir.engine.engine import Engine
     from g4ir.engine.speculative import AcceptanceStats
@@ -79,8 +77,6 @@ def tally_text(tally: AcceptanceStats | None) -> str:
 def check_turns(path: str) -> None:
     """Raise for an engine that cannot chat, before its weights are loaded: EngineError without a
     tokenizer, InputError if the tokenizer has no turns."""
-    from g4ir.chat import Vocabulary
-    from g4ir.chat.prompt_builder import check_chats
     from g4ir.engine.engine import TOKENIZER, read_tokenizer
 
     folder = Path(path)
@@ -117,8 +113,6 @@ def begun(engine: Engine, args: argparse.Namespace) -> ChatSession:
 
 def declare(talk: ChatSession, path: str) -> None:
     """Declare the tools of a file, and say what of their schemas is lost."""
-    from g4ir.chat.messages import decoded
-
     try:
         tools = decoded(Path(path).read_bytes().decode(), path)
         for said in talk.set_tools(tools):
@@ -127,19 +121,6 @@ def declare(talk: ChatSession, path: str) -> None:
         raise InputError(f"{path}: not UTF-8 at byte {e.start}") from None
     except InputError as e:
         raise InputError(str(e) if str(e).startswith(path) else f"{path}: {e}") from None
-
-
-@contextmanager
-def stopped_by_interrupts(stop: Callable[[], None]) -> Iterator[None]:
-    """A context in which Ctrl-C calls `stop` in the place of raising."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, lambda number, frame: stop())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class Screen:

@@ -9,6 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from g4ir.engine import trust as decisions
+from g4ir.engine.artefact import open_artefact
+from g4ir.engine.trust import provenance
 from g4ir.errors import InputError
 
 from .common import emit
@@ -16,17 +19,11 @@ from .common import emit
 
 def inspect(args: argparse.Namespace) -> int:
     """Print the origin of an engine."""
-    from g4ir.engine.artefact import open_artefact
-    from g4ir.engine.trust import provenance
-
     return _said(args, provenance(open_artefact(Path(args.engine))), width=14)
 
 
 def trust(args: argparse.Namespace) -> int:
     """Trust an engine or a key, revoke that, or list what is trusted."""
-    from g4ir.engine import trust as decisions
-    from g4ir.engine.artefact import open_artefact
-
     given = [x for x in (args.engine, args.key, args.revoke) if x is not None]
     if len(given) > 1:
         raise InputError("give one of ENGINE, --key, --revoke")
@@ -46,9 +43,7 @@ def trust(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from g4ir.engine import trust
-
-    engines, keys = list(trust.decisions()), trust.trusted_keys()
+    engines, keys = list(decisions.decisions()), decisions.trusted_keys()
     if args.json:
         emit({"engines": [{"digest": d, **asdict(x)} for d, x in engines], "keys": keys})
         return 0
@@ -61,19 +56,16 @@ def _list(args: argparse.Namespace) -> int:
 
 def sign(args: argparse.Namespace) -> int:
     """Sign an engine, or make a key pair."""
-    from g4ir.engine import trust
-    from g4ir.engine.artefact import open_artefact
-
     if args.new_key is not None:
         if args.engine is not None or args.key is not None:
             raise InputError("--new-key makes keys and nothing else: leave out ENGINE and --key")
         files = Path(f"{args.new_key}.pem"), Path(f"{args.new_key}.pub.pem")
-        trust.make_key(*files)
+        decisions.make_key(*files)
         return _said(args, {"private_key": str(files[0]), "public_key": str(files[1])})
     if args.engine is None or args.key is None:
         raise InputError("give ENGINE and --key FILE, or --new-key NAME")
     found = open_artefact(Path(args.engine), check_weights=True)
-    return _said(args, {"signed_with": trust.sign(found, Path(args.key))})
+    return _said(args, {"signed_with": decisions.sign(found, Path(args.key))})
 
 
 def _said(args: argparse.Namespace, values: Mapping[str, Any], width: int = 0) -> int:
