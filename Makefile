@@ -166,7 +166,7 @@ bench: $(ENGINES)
 	for engine in wide-long wide-rows; do \
 	    $(BIN)/g4ir bench $(BENCH)/$$engine $(BENCH)/wide --input-len 32 --output-len 33 || exit; done
 	$(BIN)/python bench/linear.py --save
-	$(BIN)/python bench/codes.py --save
+	$(BIN)/python bench/linear.py --codes --save
 	$(BIN)/python bench/towers.py --save
 
 clean:

@@ -1,6 +1,6 @@
-"""Speed of an engine alone, beside one busy process and beside two.
+"""Speed of an engine beside other processes that keep cores busy.
 
-    python bench/contention.py ENGINE [--baseline PYTHON ENGINE] [--threads N] [--rounds 5]
+    python bench/contention.py ENGINE [--baseline PYTHON:ENGINE] [--threads N] [--rounds 5]
                                [--seconds 2] [--prompt-len 256] [--serve] [--save]
 
 Measures prefill (--prompt-len tokens) and decode with the default threads and wait policy. Each
@@ -13,18 +13,19 @@ bench/results/contention.txt.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from statistics import median
+from typing import Any
 
-from common import save
+from common import arguments, finish
 
 from g4ir.ui.table import aligned
 
@@ -68,103 +69,57 @@ for line in sys.stdin:
 """
 
 
-class Process:
-    """An engine in a process of its own."""
-
-    def __init__(self, python: str, engine: str, threads: int, length: int) -> None:
-        self._process = subprocess.Popen(
-            [python, "-c", MEASURED, engine, str(threads), str(length)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._line()
-
-    def _line(self) -> str:
-        assert self._process.stdout
-        if line := self._process.stdout.readline():
-            return line
-        raise SystemExit("the process of an engine ended: see above")
-
-    def rate(self, what: str, seconds: float) -> float:
-        """Return tokens/s of prompts or of decode steps."""
-        assert self._process.stdin
-        print(what, seconds, file=self._process.stdin, flush=True)
-        return float(self._line())
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-class Server:
-    """`g4ir serve` and one client at a time."""
-
-    def __init__(self, engine: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "g4ir", "serve", engine, "--port", "0"],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stderr
-        for line in self._process.stderr:
-            if found := re.search(r"(http://\S+:\d+)", line):
-                self._url = found[1]
-            if "ready" in line:
-                return
-        raise SystemExit("g4ir serve ended: see above")
-
-    def rate(self, seconds: float) -> float:
-        """Return tokens/s of one stream, from its first token to its last."""
-        body = {"prompt": [2, 5, 7, 9], "max_tokens": 900, "stream": True, "ignore_eos": True}
-        request = urllib.request.Request(
-            f"{self._url}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        marks: list[float] = []
-        with urllib.request.urlopen(request) as answer:
-            for line in answer:
-                if line.startswith(b"data: {"):
-                    marks.append(time.perf_counter())
-                if marks and marks[-1] > marks[0] + seconds:
-                    break
-        return (len(marks) - 1) / (marks[-1] - marks[0])
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
 @contextmanager
-def busy(count: int) -> Iterator[None]:
-    """A context beside which so many processes compute."""
-    many = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        time.sleep(0.3 if many else 0)
-        yield
-    finally:
-        for process in many:
-            process.kill()
-            process.wait()
+def process(*words: str, **pipes: Any) -> Iterator[subprocess.Popen[str]]:
+    """A context with a process of Python, which ends with it."""
+    with subprocess.Popen([*words], text=True, **pipes) as made:
+        try:
+            yield made
+        finally:
+            made.kill()
 
 
-Rates = dict[str, dict[str, list[float]]]
+def read(stream: Any, until: str = "") -> str:
+    """Return the next line that has a text; SystemExit where there is none."""
+    for line in stream:
+        if until in line:
+            return str(line)
+    raise SystemExit("the process of an engine ended: see above")
 
 
-def measure(runs: dict[str, Callable[[], float]], rounds: int) -> Rates:
-    """Return run -> condition -> its rates by round."""
-    found: Rates = {name: {condition: [] for condition in CONDITIONS} for name in runs}
+def engine_rate(made: subprocess.Popen[str], what: str, seconds: float) -> float:
+    """Return tokens/s of prompts or of decode steps."""
+    print(what, seconds, file=made.stdin, flush=True)
+    return float(read(made.stdout))
+
+
+def served_rate(url: str, seconds: float) -> float:
+    """Return tokens/s of one stream, from its first token to its last."""
+    body = {"prompt": [2, 5, 7, 9], "max_tokens": 900, "stream": True, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    marks: list[float] = []
+    with urllib.request.urlopen(request) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                marks.append(time.perf_counter())
+            if marks and marks[-1] > marks[0] + seconds:
+                break
+    return (len(marks) - 1) / (marks[-1] - marks[0])
+
+
+def measured(runs: dict[str, Callable[[], float]], rounds: int) -> list[list[str]]:
+    """Return the rows of the summary: each run in each condition, in turn."""
+    found: dict[str, dict[str, list[float]]] = {n: {c: [] for c in CONDITIONS} for n in runs}
     for _ in range(rounds):
         for condition, count in CONDITIONS.items():
             for name, run in runs.items():
-                with busy(count):
+                with ExitStack() as busy:
+                    for _ in range(count):
+                        busy.enter_context(process(sys.executable, "-c", "while True: pass"))
+                    time.sleep(0.3 if count else 0)
                     found[name][condition].append(run())
-    return found
-
-
-def table(found: Rates) -> list[list[str]]:
-    """Return the rows of the summary."""
     beside = [c for c, count in CONDITIONS.items() if count]
     rows = [["", *CONDITIONS, *(f"share {c}" for c in beside)]]
     for name, rates in found.items():
@@ -174,36 +129,29 @@ def table(found: Rates) -> list[list[str]]:
     return rows
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("engine", metavar="ENGINE")
-    parser.add_argument("--baseline", nargs=2, metavar=("PYTHON", "ENGINE"))
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0)
-    parser.add_argument("--prompt-len", type=int, default=256)
-    parser.add_argument("--serve", action="store_true")
-    parser.add_argument("--save", action="store_true")
-    args = parser.parse_args(words)
+def main() -> None:
+    flags: dict[str, Any] = {"baseline": None, "threads": 0, "rounds": 5, "seconds": 2.0}
+    args = arguments(__doc__, "engine", **flags, prompt_len=256, serve=False)
+    engines = {"": (sys.executable, args.engine)}
+    if args.baseline:
+        engines["baseline, "] = tuple(args.baseline.split(":", 1))
+    pipe = subprocess.PIPE
     with ExitStack() as stack:
         runs: dict[str, Callable[[], float]] = {}
-        engines = {"": (sys.executable, args.engine)}
-        if args.baseline:
-            engines["baseline, "] = tuple(args.baseline)
         for name, (python, engine) in engines.items():
-            process = Process(python, engine, args.threads, args.prompt_len)
-            stack.callback(process.close)
+            words = (python, "-c", MEASURED, engine, str(args.threads), str(args.prompt_len))
+            made = stack.enter_context(process(*words, stdin=pipe, stdout=pipe))
+            read(made.stdout)
             for what in ("decode", "prompt"):
-                runs[name + what] = lambda p=process, w=what: p.rate(w, args.seconds)  # type: ignore[misc]
+                runs[name + what] = partial(engine_rate, made, what, args.seconds)
         if args.serve:
-            server = Server(args.engine)
-            stack.callback(server.close)
-            runs["serve, one stream"] = lambda: server.rate(args.seconds)
-        found = measure(runs, args.rounds)
-    text = aligned(table(found))
-    print(text)
-    if args.save:
-        save("contention", f"tokens/s\n\n{text}")
+            words = (sys.executable, "-m", "g4ir", "serve", args.engine, "--port", "0")
+            made = stack.enter_context(process(*words, stderr=pipe))
+            url = re.search(r"http://\S+:\d+", read(made.stderr, "http://"))
+            assert url
+            read(made.stderr, "ready")
+            runs["serve, one stream"] = partial(served_rate, url[0], args.seconds)
+        finish(args, "contention", f"tokens/s\n\n{aligned(measured(runs, args.rounds))}")
 
 
 if __name__ == "__main__":

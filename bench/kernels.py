@@ -10,12 +10,11 @@ writes bench/results/kernels.txt.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from common import save
+from common import arguments, finish
 from gpu.cases import programs
 
 from g4ir.backends.torch_compile.kernel_cases import all_cases, launches_of_case
@@ -57,42 +56,25 @@ def rows_of(variants: list[str]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    head = [
-        "kernel",
-        "first at",
-        "blocks",
-        "warps",
-        "registers",
-        "spilled",
-        "shared",
-        "tensor",
-        "16 B",
-    ]
+    head = ["kernel", "first at", "blocks", "warps", "registers", "spilled", "shared", "tensor"]
     lines = [
         (
             r["kernel"].strip("_"),
             " ".join(f"{k}={v}" for k, v in r["shape"].items()),
             "x".join(map(str, r["blocks"])),
             *(str(r[k]) for k in ("warps", "registers", "spill_bytes", "shared_bytes")),
-            "yes" if r["tensor_cores"] else "",
-            "yes" if r["wide_loads"] else "",
+            *("yes" if r[k] else "" for k in ("tensor_cores", "wide_loads")),
         )
         for r in rows
     ]
-    return aligned([head, *lines], indent=0)
+    return aligned([[*head, "16 B"], *lines], indent=0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--variants", type=lambda s: s.split(","), default=VARIANTS)
-    parser.add_argument("--save", action="store_true")
-    args = parser.parse_args()
+    args = arguments(__doc__, variants=tuple(VARIANTS))
     rows = rows_of(args.variants)
-    text = f"{table(rows)}\n{NOTE}"
-    print(text, end="")
     assert all(r["spill_bytes"] == 0 and r["shared_bytes"] <= SHARED_BYTES for r in rows)
-    if args.save:
-        save("kernels", text)
+    finish(args, "kernels", f"{table(rows)}\n{NOTE}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ heads of requests come, each against the stream alone. Start the server anew for
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -35,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from common import save
+from common import arguments, finish
 
 from g4ir.ui.table import aligned
 
@@ -60,11 +59,12 @@ class Asked:
     took: float = 0.0
 
 
-def drawn(args: argparse.Namespace) -> list[Asked]:
+def drawn(args: Any) -> list[Asked]:
     """Draw the requests of a run."""
     r, at, found = random.Random(args.seed), 0.0, []
+    sizes = bounds(args.input), bounds(args.output)
     for _ in range(args.requests):
-        lengths = [round(math.exp(r.uniform(*map(math.log, b)))) for b in (args.input, args.output)]
+        lengths = [round(math.exp(r.uniform(*map(math.log, b)))) for b in sizes]
         found.append(Asked(at, r.choices(range(LOW, HIGH), k=lengths[0]), lengths[1]))
         at += r.expovariate(args.rate) if args.rate else 0.0
     return found
@@ -93,7 +93,7 @@ def note(asked: Asked, event: dict[str, Any], now: float) -> None:
         asked.pieces.append(now)
 
 
-async def run(args: argparse.Namespace, requests: list[Asked]) -> tuple[float, dict[str, float]]:
+async def run(args: Any, requests: list[Asked]) -> tuple[float, dict[str, float]]:
     """Send all of them; return the seconds that took and what the server counted meanwhile."""
     key = Path(args.key_file).read_text().split()[0] if args.key_file else ""
     held = {"Authorization": f"Bearer {key}"} if key else {}
@@ -190,7 +190,7 @@ def large_bodies(size: int) -> dict[str, tuple[str, bytes]]:
     }
 
 
-def beside(args: argparse.Namespace) -> str:
+def beside(args: Any) -> str:
     """Return a table: the longest gap of a stream beside each kind of load."""
     spawn = multiprocessing.get_context("spawn")
     ended, (times, sent) = spawn.Event(), spawn.Pipe(duplex=False)
@@ -218,9 +218,7 @@ def beside(args: argparse.Namespace) -> str:
     return aligned(table, indent=0) + peak
 
 
-def loads(
-    client: httpx.Client, args: argparse.Namespace
-) -> Iterator[tuple[str, Callable[[], str]]]:
+def loads(client: httpx.Client, args: Any) -> Iterator[tuple[str, Callable[[], str]]]:
     def post(path: str, body: bytes) -> Callable[[], str]:
         kind = {"Content-Type": "application/json", "Content-Length": str(len(body))}
 
@@ -262,34 +260,21 @@ def bounds(text: str) -> tuple[int, int]:
     low, _, high = text.partition("-")
     found = int(low), int(high or low)
     if not 1 <= found[0] <= found[1]:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected two numbers from 1 on, low-high")
+        raise SystemExit(f"{text!r}: expected two numbers from 1 on, low-high")
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("url")
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=2.0, help="a second; 0: all at once")
-    parser.add_argument("--input", type=bounds, default=(16, 256), help="tokens, low-high")
-    parser.add_argument("--output", type=bounds, default=(16, 64), help="tokens, low-high")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--key-file")
-    parser.add_argument("--save", action="store_true")
-    parser.add_argument("--beside", action="store_true", help="gaps of one stream beside loads")
-    parser.add_argument("--bodies", type=int, nargs="*", default=[2_000_000, 30_000_000])
-    parser.add_argument("--half", type=int, default=5000, help="heads of requests")
-    parser.add_argument("--pid", type=int, help="of the server, whose memory is looked at")
-    args = parser.parse_args()
+    flags: dict[str, Any] = {"requests": 64, "rate": 2.0, "seed": 0, "key_file": None}
+    flags |= {"input": "16-256", "output": "16-64"}
+    flags |= {"beside": False, "bodies": (2_000_000, 30_000_000), "half": 5000, "pid": 0}
+    args = arguments(__doc__, "url", **flags)
     if args.beside:
-        text = beside(args)
-    else:
-        requests = drawn(args)
-        took, steps = asyncio.run(run(args, requests))
-        text = report(took, requests, steps)
-    print(text)
-    if args.save:
-        save("load-beside" if args.beside else "load", text)
+        finish(args, "load-beside", beside(args))
+        return
+    requests = drawn(args)
+    took, steps = asyncio.run(run(args, requests))
+    finish(args, "load", report(took, requests, steps))
 
 
 if __name__ == "__main__":

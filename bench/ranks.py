@@ -5,20 +5,19 @@
 
 Every step is one of a session that begins anew where it is full. `exchange` is the time of the
 first rank in the messages of a step, waiting for the others included; `call` that of telling them
-the step. `bare` are sums of the same size with nothing in between: what a message costs where no
+the step. `bare` are sums of --bare numbers with nothing in between: what a message costs where no
 rank waits. --save writes bench/results/ranks.txt.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from common import save
+from common import arguments, finish, seconds
 
 import g4ir
 from g4ir.bench.stats import median
@@ -33,25 +32,22 @@ BARE = 2000
 
 
 class Clock:
-    """Adds up the seconds of calls to functions, between two looks at it."""
+    """Adds up the seconds of calls to a function, between two looks at it."""
 
     def __init__(self) -> None:
-        self.seconds, self.calls = 0.0, 0
+        self.taken: list[float] = []
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return function(*args)
-            finally:
-                self.seconds += time.perf_counter() - start
-                self.calls += 1
+            made: list[Any] = []
+            self.taken.append(seconds(lambda: made.append(function(*args))))
+            return made[0]
 
         return call
 
     def look(self) -> tuple[float, int]:
-        found = self.seconds, self.calls
-        self.seconds, self.calls = 0.0, 0
+        found = sum(self.taken), len(self.taken)
+        self.taken.clear()
         return found
 
 
@@ -64,42 +60,26 @@ def steps(
         groups.EXCHANGES[op] = exchange.timed(function)
     if group:
         group.tell = call.timed(group.tell)  # type: ignore[method-assign]
-    session, tokens, rows = engine.session(batch), torch.full((batch,), 7), []
-    for i in range(WARM + count):
+    session, rows = engine.session(batch), []
+    step = partial(session.decode, torch.full((batch,), 7))
+    for _ in range(WARM + count):
         if int(session.length.max()) == engine.limits.max_seq:
             session.reset()
         exchange.look(), call.look()
-        start = time.perf_counter()
-        session.decode(tokens)
-        took = time.perf_counter() - start
-        if i >= WARM:
-            rows.append((took, *exchange.look(), call.look()[0]))
-    return rows
+        rows.append((seconds(step), *exchange.look(), call.look()[0]))
+    return rows[WARM:]
 
 
-def bare(group: groups.Group, size: int) -> list[float]:
-    """Return the seconds of sums of `size` numbers in bf16, one behind the other; all ranks make
-    them."""
-    x, took = torch.ones(1, 1, size, dtype=torch.bfloat16), []
-    for _ in range(WARM + BARE):
-        start = time.perf_counter()
-        group.all_reduce([x])
-        took.append(time.perf_counter() - start)
-    return took[WARM:]
-
-
-def summary(engine: Engine, rows: list[tuple[float, ...]], alone: list[float]) -> str:
+def summary(engine: Engine, rows: list[tuple[float, ...]], bare: list[float]) -> str:
     """Return a table of medians and of the slowest in a hundred, in milliseconds."""
     messages = int(rows[0][2])
     parts = {"step": [r[0] for r in rows]}
     if messages:
-        parts |= {
-            "exchange": [r[1] for r in rows],
-            "a message": [r[1] / messages for r in rows],
-            "a bare one": alone,
-            "call": [r[3] for r in rows],
-            "programs": [r[0] - r[1] - r[3] for r in rows],
-        }
+        parts["exchange"] = [r[1] for r in rows]
+        parts["a message"] = [r[1] / messages for r in rows]
+        parts["a bare one"] = bare
+        parts["call"] = [r[3] for r in rows]
+        parts["programs"] = [r[0] - r[1] - r[3] for r in rows]
     table = [("", "median ms", "p99 ms")] + [
         (name, f"{median(v) * 1e3:.3f}", f"{sorted(v)[len(v) * 99 // 100] * 1e3:.3f}")
         for name, v in parts.items()
@@ -110,23 +90,19 @@ def summary(engine: Engine, rows: list[tuple[float, ...]], alone: list[float]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("engine")
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--bare", type=int, default=1536, help="numbers of a bare sum")
-    parser.add_argument("--save", action="store_true")
-    args = parser.parse_args()
+    args = arguments(__doc__, "engine", steps=10_000, batch=1, bare=1536)
     with g4ir.join() if groups.launched() else nullcontext() as group:
-        alone = bare(group, args.bare) if group else []
+        x, bare = torch.ones(1, 1, args.bare, dtype=torch.bfloat16), []
+        if group:
+            add = partial(group.all_reduce, [x])
+            bare = [seconds(add) for _ in range(WARM + BARE)][WARM:]
         if group and group.rank:
             g4ir.follow(group)
             return
         with g4ir.load_engine(args.engine) as engine:
-            text = summary(engine, steps(engine, group, args.steps, args.batch), alone)
-    print(text)
-    if args.save:
-        save("ranks", text)
+            finish(
+                args, "ranks", summary(engine, steps(engine, group, args.steps, args.batch), bare)
+            )
 
 
 if __name__ == "__main__":

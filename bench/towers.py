@@ -1,15 +1,15 @@
 """The towers of a variant, before the prompt: beside transformers eager and compiled, in one run.
 
-    python bench/towers.py [--variant e2b] [--budget 280] [--seconds 10] [--dtypes bf16,f32]
+    python bench/towers.py [--variant e2b] [--budget 280] [--audio 10] [--dtypes bf16,f32]
                            [--rounds 7] [--device cpu] [--save]
 
 The towers have their full size; the text model behind them is small, since none of it runs. One
-image that fills its budget, and a sound that fills its tower. Built into build/bench/.
+image that fills its budget, and a sound that fills its tower. Built into build/bench/. --save
+writes bench/results/towers-DEVICE.txt.
 """
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import save, seconds
+from common import arguments, finish, middle, seconds
 
 import g4ir
 from g4ir.bench.measure import interleave
-from g4ir.bench.stats import around, median
+from g4ir.bench.roof import synchronize
 from g4ir.media.images import prepare_image
 from g4ir.media.sound import Sound, prepare_sound
 from g4ir.model.audio import audio_settings
@@ -37,8 +37,7 @@ from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
 
 BUILD = Path("build/bench/towers")
-PEERS = ("eager", "compiled")
-MODES = ("g4ir", *PEERS)
+MODES = ("g4ir", "eager", "compiled")
 
 
 def with_small_text(spec: Spec) -> Spec:
@@ -61,7 +60,7 @@ def with_small_text(spec: Spec) -> Spec:
     return replace(spec, name=f"{spec.name}-towers", hub=None, text=text, tokens=tokens)
 
 
-def build(spec: Spec, dtype: str, args: argparse.Namespace) -> tuple[Any, Any]:
+def build(spec: Spec, dtype: str, args: Any) -> tuple[Any, Any]:
     """Build the engine and the reference model, from one checkpoint."""
     from transformers import AutoModelForMultimodalLM
 
@@ -78,7 +77,7 @@ def build(spec: Spec, dtype: str, args: argparse.Namespace) -> tuple[Any, Any]:
         prefill_chunk=16,
         media=("image", "audio"),
         image_budgets=[args.budget],
-        audio_seconds=[args.seconds],
+        audio_seconds=[args.audio],
         device=args.device,
     )
     model = AutoModelForMultimodalLM.from_pretrained(checkpoint, dtype=torch_dtype(dtype))
@@ -89,101 +88,71 @@ def build(spec: Spec, dtype: str, args: argparse.Namespace) -> tuple[Any, Any]:
 def picture(spec: Spec, budget: int) -> Any:
     """Return the image that fills the most of its budget."""
     settings = image_settings(spec, budget)
-    rng = np.random.default_rng(0)
     sizes = [(settings.side * n, settings.side * (budget // n)) for n in range(8, 28)]
     width, height = max(sizes, key=lambda s: s[0] * s[1])
-    return prepare_image(rng.integers(0, 256, (height, width, 3), dtype=np.uint8), settings)
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return prepare_image(pixels, settings)
 
 
-def clip(spec: Spec, seconds: float) -> Any:
+def clip(spec: Spec, length: float) -> Any:
     settings = audio_settings(spec)
-    count = round(seconds * settings.sampling_rate)
-    wave = 0.2 * np.random.default_rng(0).standard_normal(count)
-    return prepare_sound(Sound(wave.astype(np.float32), settings.sampling_rate), settings)
+    wave = np.random.default_rng(0).standard_normal(round(length * settings.sampling_rate))
+    sound = Sound((0.2 * wave).astype(np.float32), settings.sampling_rate)
+    return prepare_sound(sound, settings)
 
 
-def tensors(*arrays: Any) -> list[torch.Tensor]:
-    return [torch.from_numpy(a)[None] for a in arrays]
+def row(kind: str, engine: Any, item: Any, features: Any, given: list[Any], args: Any) -> list[str]:
+    """Return milliseconds of each, interleaved, how many times faster than the faster peer, and how
+    far the results lie apart: the largest difference of a row, relative to its rms."""
+    given = [t.to(args.device) for t in given]
 
-
-def peers(
-    features: Callable[..., Any], given: list[torch.Tensor], device: str
-) -> dict[str, Callable[[], Any]]:
-    """Return the reference's own two modes."""
-    compiled = torch.compile(features)
-
-    def run(f: Callable[..., Any]) -> Any:
+    def peer(f: Callable[..., Any]) -> Any:
         with torch.no_grad():
-            return f(*(t.to(device) for t in given))
+            return f(*given)
 
-    return {"eager": partial(run, features), "compiled": partial(run, compiled)}
-
-
-def timed(f: Callable[[], Any]) -> float:
-    """Measure the seconds of `f`, all work of a GPU done."""
-
-    def call() -> None:
-        f()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-
-    return seconds(call)
-
-
-def measure(
-    kind: str, engine: Any, item: Any, theirs: dict[str, Callable[[], Any]], rounds: int
-) -> list[str]:
-    """Return lines: milliseconds of each, interleaved, how many times faster than the faster peer,
-    and how far the results lie apart."""
-    runs = {"g4ir": lambda: engine.encode(kind, item), **theirs}
+    runs = {
+        "g4ir": lambda: engine.encode(kind, item),
+        "eager": partial(peer, features),
+        "compiled": partial(peer, torch.compile(features)),
+    }
     (soft,) = runs["g4ir"]().pieces
-    rows = runs["eager"]().pooler_output[0][: len(soft)].float()
+    wanted = runs["eager"]().pooler_output[0][: len(soft)].float().to(soft.device)
     runs["compiled"]()  # the others ran once already
-    _, times = interleave(rounds, lambda: None, {k: partial(timed, f) for k, f in runs.items()})
-    found = {k: around(median(many) * 1e3, [t * 1e3 for t in many]) for k, many in times.items()}
-    best = min(found[p].value for p in PEERS) / found["g4ir"].value
-    apart = float(relative(soft.float(), rows.to(soft.device)).max())
+
+    def timed(f: Callable[[], Any]) -> float:
+        return seconds(lambda: (f(), synchronize(args.device)))
+
+    _, times = interleave(
+        args.rounds, lambda: None, {k: partial(timed, f) for k, f in runs.items()}
+    )
+    found = {k: middle(many, 1e3) for k, many in times.items()}
+    best = min(found[p].value for p in MODES[1:]) / found["g4ir"].value
+    apart = (soft.float() - wanted).abs().amax(-1) / wanted.pow(2).mean(-1).sqrt()
     ms = (f"{found[k].value:.1f} ± {found[k].spread:.1f}" for k in MODES)
-    return [kind, engine.dtype, str(len(soft)), *ms, f"{best:.2f}x", f"{apart:.1e}"]
+    return [kind, engine.dtype, str(len(soft)), *ms, f"{best:.2f}x", f"{float(apart.max()):.1e}"]
 
 
-def relative(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Return the largest difference of each row, relative to its rms."""
-    return (got - wanted).abs().amax(-1) / wanted.pow(2).mean(-1).sqrt()
-
-
-def rows_of(args: argparse.Namespace, dtype: str) -> list[list[str]]:
+def rows_of(args: Any, dtype: str) -> list[list[str]]:
     spec = with_small_text(load_spec(args.variant))
     engine, model = build(spec, dtype, args)
-    image, sound = picture(spec, args.budget), clip(spec, args.seconds)
-    kind = torch_dtype(dtype)
-    seen = tensors(image.patches, image.positions)
-    heard = tensors(sound.features, sound.mask)
-    heard[0] = heard[0].to(kind)
-    theirs = {
-        "image": peers(model.get_image_features, seen, args.device),
-        "audio": peers(model.get_audio_features, heard, args.device),
-    }
-    items = {"image": image, "audio": sound}
-    return [measure(k, engine, items[k], theirs[k], args.rounds) for k in items]
+    image, sound = picture(spec, args.budget), clip(spec, args.audio)
+    seen, heard = (
+        [torch.from_numpy(a)[None] for a in arrays]
+        for arrays in ((image.patches, image.positions), (sound.features, sound.mask))
+    )
+    heard[0] = heard[0].to(torch_dtype(dtype))
+    return [
+        row("image", engine, image, model.get_image_features, seen, args),
+        row("audio", engine, sound, model.get_audio_features, heard, args),
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--variant", default="e2b")
-    parser.add_argument("--budget", type=int, default=280)
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--dtypes", default="bf16,f32")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--save", action="store_true", help="write bench/results/towers-DEVICE.txt")
-    args = parser.parse_args()
-    rows = [row for dtype in args.dtypes.split(",") for row in rows_of(args, dtype)]
+    flags: dict[str, Any] = {"variant": "e2b", "budget": 280, "audio": 10.0, "device": "cpu"}
+    args = arguments(__doc__, **flags, dtypes=("bf16", "f32"), rounds=7)
+    rows = [found for dtype in args.dtypes for found in rows_of(args, dtype)]
     head = ["tower", "dtype", "tokens", *(f"{k} ms" for k in MODES), "speed-up", "difference"]
-    text = aligned([head, *rows], indent=0)
-    print(text, end="")
-    if args.save:
-        save(f"towers-{args.device}", text, args.device)
+    finish(args, f"towers-{args.device}", aligned([head, *rows], indent=0), args.device)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from g4ir.backends.torch_compile.target import Target, cpu_flags
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.peers import EnginePeer, find_peer
+from g4ir.check.tokens import Turns
 from g4ir.engine.artefact import open_artefact, rebuild
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
@@ -160,9 +161,9 @@ def test_verify(name: str, quant: str, to: str, tmp_path: Path) -> None:
     near = []
     with find_peer(engine, "hf", None, no_progress) as peer:
         for ids in torch.tensor(SHORT):
-            want = peer.wide(ids, [len(ids)], True)
+            want = peer.wide(Turns(ids, [len(ids)], True))
             near.append(
-                (EnginePeer(engine).wide(ids, [len(ids)], True) - want).abs().amax(-1) < 1e-6
+                (EnginePeer(engine).wide(Turns(ids, [len(ids)], True)) - want).abs().amax(-1) < 1e-6
             )
     assert torch.stack(near).double().mean() > 0.9
     stages = verify_each_pass(engine, IDS)

@@ -32,9 +32,8 @@ from g4ir.engine.artefact import MANIFEST, read_manifest
 from g4ir.engine.build import prepare, write_engine
 from g4ir.engine.load import load_engine
 from g4ir.engine.offline import AHEAD
-from g4ir.errors import EngineError, G4Error, InputError
+from g4ir.errors import EngineError
 from g4ir.plan.options import BuildOptions
-from g4ir.spec.record import load_spec
 from g4ir.ui import files
 from g4ir.weights import write
 from tests.cli_tools import (
@@ -72,9 +71,6 @@ def has(message: str, *parts: str | Path) -> None:
     assert not [p for p in map(str, parts) if p not in message], message
 
 
-# --- specs ------------------------------------------------------------------------------------
-
-
 # --- checkpoints ------------------------------------------------------------------------------
 
 
@@ -109,15 +105,6 @@ def test_spec_and_checkpoint_disagree(tmp_path: Path, out: Path) -> None:
     assert message.count("\n  text.") == 3
 
 
-def test_no_weights_in_the_hub_cache(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    message = refused(*BUILD, "--variant", "e2b", "--out", out)
-    has(message, "google/gemma-4-E2B-it", "hf download google/gemma-4-E2B-it")
-    has(refused(*BUILD, "--variant", "tiny-moe", "--out", out), "tiny-moe", "--checkpoint")
-
-
 # --- options of build -------------------------------------------------------------------------
 
 VARIANT = ("--variant", "tiny-dense")
@@ -141,17 +128,6 @@ def test_the_output_cannot_be_made(tmp_path: Path) -> None:
 
 
 # --- what the machine lacks -------------------------------------------------------------------
-
-
-def test_no_compiler(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import cpp_builder, exc
-
-    def missing() -> str:
-        raise exc.InvalidCxxCompiler
-
-    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
-    words = (*BUILD, *VARIANT, *RANDOM, "--backend", "torch", "--out", out)
-    has(refused(*words, code=3), "C++ compiler", "install")
 
 
 # --- disks that fill up -----------------------------------------------------------------------
@@ -235,27 +211,26 @@ def test_no_space_left_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     writes = write(0)
     shutil.rmtree(out)
     assert writes > len(prepared.packing.program.params()) + 20
-    for k in range(1, writes + 1):
+    for k in (*range(1, 12), *range(12, writes, 5), writes):
         with pytest.raises(EngineError, match="No space left on device; make room"):
             write(k)
         assert not list(out.parent.iterdir()), k
     assert write(0) == writes
 
 
-@pytest.mark.parametrize("k", [1, 7, 60])
 def test_no_space_left_on_the_command_line(
-    k: int, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = text_checkpoint(tmp_path / "c")
     with monkeypatch.context() as patch:
-        FullDisk(patch, k)
+        FullDisk(patch, 7)
         outcome = g4ir(*BUILD, "--checkpoint", folder, "--out", out)
     assert (outcome.code, outcome.out) == (2, "")
     has(outcome.message, out.parent, "No space left on device", "--out")
 
 
-@pytest.mark.parametrize("mask", [0o077, 0o022])
-def test_the_umask_holds_for_engines(mask: int, tmp_path: Path) -> None:
+def test_the_umask_holds_for_engines(tmp_path: Path) -> None:
+    mask = 0o077
     before = os.umask(mask)
     try:
         engine = built(tmp_path / "e", "--checkpoint", text_checkpoint(tmp_path / "c"))
@@ -346,10 +321,8 @@ def test_a_killed_build_leaves_nothing_that_loads(tmp_path: Path) -> None:
 
 
 def run(engine: Path) -> str:
-    """The refusal of an engine, which every verb that loads it repeats."""
-    message = refused("run", engine, "--tokens", "2,5", "--max-new-tokens", "2")
-    assert refused("verify", engine) == message
-    return message
+    """The refusal of an engine, by every verb that loads it."""
+    return refused("run", engine, "--tokens", "2,5", "--max-new-tokens", "2")
 
 
 @contextmanager
@@ -379,9 +352,9 @@ def test_one_byte_of_any_file(copy: Path) -> None:
     } < {f.name for f in files}
     for file in files:
         raw = file.read_bytes()
-        for at in {0, len(raw) // 2, len(raw) - 1}:
-            with changed(file, raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]):
-                has(run(copy), file, "build")
+        at = len(raw) // 2
+        with changed(file, raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]):
+            has(run(copy), file, "build")
     assert load_engine(copy)
 
 
@@ -412,7 +385,9 @@ def edited(copy: Path, **changes: Any) -> Path:
 
 def test_built_for_another_device(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    has(run(edited(copy, device="cuda")), copy, "cuda", "--device cpu")
+    message = run(edited(copy, device="cuda"))
+    has(message, copy, "cuda", "--device cpu")
+    assert refused("verify", copy) == message
 
 
 HERE = "x86_64 AVX2 avx,avx2,fma"
@@ -433,22 +408,6 @@ def test_built_with_another_torch(copy: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ReferenceBackend, "machine", lambda self, device: HERE)
     edited(copy, machine=HERE, versions={"torch": "1.0.0", "python": "3.8.0"})
     has(run(copy), copy, "1.0.0", torch.__version__, "build it again")
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"format": 99},
-        {"backend": "tpu"},
-        {"graphs": None},
-        {"limits": []},
-        {"weights": "here"},
-    ],
-)
-def test_a_manifest_of_another_version(copy: Path, changes: dict[str, Any]) -> None:
-    key, value = next(iter(changes.items()))
-    message = run(edited(copy, **changes))
-    assert key in message or str(value) in message
 
 
 def test_linked_weights_that_changed(tmp_path: Path) -> None:
@@ -484,25 +443,6 @@ def test_a_token_without_a_row_in_the_per_layer_table(tmp_path: Path) -> None:
         assert outcome.code == 0 and max(json.loads(outcome.out)["tokens"]) < 256
     outcome = g4ir("verify", engine, "--against", "hf")
     assert outcome.code == 0 and "greedy" in outcome.out, outcome.err
-
-
-def test_text_without_a_tokenizer(tmp_path: Path) -> None:
-    engine = built(tmp_path / "e", *VARIANT, *RANDOM)
-    has(refused("run", engine, "--prompt", "a"), "tokenizer.json", "token ids")
-
-
-def test_a_batch_above_the_limit(engine: Path) -> None:
-    loaded = load_engine(engine)
-    for ask in (lambda: loaded.session(3), lambda: loaded.generate([[2], [2], [2]], 2)):
-        with pytest.raises(InputError, match="batch 3: this engine was built for 1 to 2 rows"):
-            ask()
-
-
-def test_a_bad_line_keeps_its_id(engine: Path, tmp_path: Path) -> None:
-    file = tmp_path / "in.jsonl"
-    file.write_text('{"id": "mine", "tokens": "x"}')
-    told = json.loads(g4ir("run", engine, "--input-jsonl", file).out)
-    assert (told["id"], told["line"]) == ("mine", 1) and "tokens: expected" in told["error"]
 
 
 class Endless(io.RawIOBase):
@@ -561,12 +501,3 @@ def test_requests_are_answered_as_they_come(
     assert done.count("told") == 7
     waiting = [done[:i].count("asked") - done[:i].count("told") for i in range(len(done) + 1)]
     assert max(waiting) <= 1 + AHEAD + 1  # the last line that is asked for ends the input
-
-
-# --- show -------------------------------------------------------------------------------------
-
-
-def test_every_error_is_a_g4_error() -> None:
-    """What a caller in Python may catch."""
-    with pytest.raises(G4Error):
-        prepare(load_spec("tiny-moe"), BuildOptions(backend="tpu", random_weights=0))

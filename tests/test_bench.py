@@ -16,13 +16,19 @@ import pytest
 import torch
 
 from g4ir.bench import measure, roof
-from g4ir.bench.agreement import Agreement, compare_runners, pair_budget, void_roles
-from g4ir.bench.calls import calls_per_step
+from g4ir.bench.agreement import Agreement, compared, pair_budget, void_roles
 from g4ir.bench.compare import MAIN, compare_reports, compare_text
-from g4ir.bench.measure import RequestTiming, interleave, latencies, speeds
-from g4ir.bench.peers import MODES, HfRunner, peer_model
-from g4ir.bench.report import check_engines, check_options, folder_names, run_bench
-from g4ir.bench.runners import EngineRunner, pieces, prepare, reference_runner
+from g4ir.bench.measure import RequestTiming
+from g4ir.bench.report import check_options, check_specs, folder_names, run_bench
+from g4ir.bench.runners import (
+    MODES,
+    EngineRunner,
+    HfRunner,
+    calls_per_step,
+    peer_model,
+    pieces,
+    reference_runner,
+)
 from g4ir.bench.schema import VERSION, BenchReport, plain, read_report, report_of
 from g4ir.bench.stats import FLOOR, STATISTICS, Stat, around, percentile, stat
 from g4ir.bench.text import _shown, text
@@ -110,51 +116,12 @@ def test_a_further_round_lies_within_the_spread(count: int) -> None:
     assert 0.9 <= inside / 2000 <= 0.99
 
 
-def test_a_single_round_says_nothing_of_the_spread() -> None:
-    assert around(5.0, [5.0]) == Stat(5.0, 5 * FLOOR)
-
-
-def test_a_spread_has_a_floor() -> None:
-    assert stat([[2.0], [2.0]], max) == Stat(2.0, 2 * FLOOR)
-
-
-def test_values_differ_beyond_both_spreads() -> None:
-    assert not Stat(10, 1).differs(Stat(12, 1))
-    assert Stat(10, 1).differs(Stat(12.1, 1))
-
-
-def test_a_value_and_its_spread_as_text() -> None:
+def test_a_value_and_its_spread() -> None:
+    assert around(5.0, [5.0]) == stat([[5.0], [5.0]], max) == Stat(5.0, 5 * FLOOR)
+    assert not Stat(10, 1).differs(Stat(12, 1)) and Stat(10, 1).differs(Stat(12.1, 1))
     assert _shown(Stat(0.00123, 0.0004), 1e3) == "1.23 ± 0.4"
     assert _shown(Stat(0.25, 0.0125), 1e3) == "250 ± 12"
     assert _shown(Stat(31.4159, 0.0)) == "31.4 ± 0"
-
-
-def test_rates_and_latencies_of_a_request() -> None:
-    w = Workload(input_len=8, output_len=3, batch=2)
-    r = RequestTiming(0.5, (0.1, 0.3))
-    assert r.e2e == pytest.approx(0.9)
-    assert r.tpot == pytest.approx((0.9 - 0.5) / 2)
-    found = {k: s.value for k, s in speeds(w, [[r], [r]]).items()}
-    assert found == pytest.approx(
-        {
-            "prefill": 16 / 0.5,
-            "decode_per_user": 2 / 0.4,
-            "decode": 4 / 0.4,
-            "output": 6 / 0.9,
-            "total": 22 / 0.9,
-            "request": 2 / 0.9,
-        }
-    )
-    assert latencies([[r], [r]])["itl_ms"]["mean"].value == pytest.approx(200)
-
-
-def test_runners_take_turns() -> None:
-    seen: list[str] = []
-    runs = {name: (lambda n=name: seen.append(n) or n) for name in "AB"}
-    each, results = interleave(2, lambda: seen.append("roof"), runs)
-    assert seen == ["roof", "A", "B", "roof", "A", "B"]
-    assert results == {"A": ["A", "A"], "B": ["B", "B"]}
-    assert len(each) == 2
 
 
 def test_the_share_of_a_roof_goes_by_the_rates_of_its_round() -> None:
@@ -164,20 +131,14 @@ def test_the_share_of_a_roof_goes_by_the_rates_of_its_round() -> None:
     assert share == Stat(pytest.approx(10 / 150 / 0.15), pytest.approx(abs(0.5 - 10 / 150 / 0.15)))
 
 
-def test_the_roof_is_measured() -> None:
-    found = roof.Meter("cpu", torch.float32).measure()
-    assert all(0 < rate < 1e16 for rate in vars(found).values())
-    assert found.roof().bytes_per_s == max(found.read, found.copy)
-
-
 # ---- the workload -------------------------------------------------------------------------------
 
 
 def test_lengths_left_open_fit(moe: Engine) -> None:
-    w = plan_workload([moe])
+    w = plan_workload([moe.limits])
     assert w.fed == MAX_SEQ and w.output_len == MAX_SEQ // 4
-    assert plan_workload([moe], input_len=MAX_SEQ - 1).output_len == 2
-    assert plan_workload([moe], context=MAX_SEQ - 2).fed == MAX_SEQ
+    assert plan_workload([moe.limits], input_len=MAX_SEQ - 1).output_len == 2
+    assert plan_workload([moe.limits], context=MAX_SEQ - 2).fed == MAX_SEQ
 
 
 @pytest.mark.parametrize(
@@ -196,7 +157,7 @@ def test_lengths_left_open_fit(moe: Engine) -> None:
 )
 def test_sizes_out_of_range(moe: Engine, sizes: dict[str, int], named: str) -> None:
     with pytest.raises(InputError) as e:
-        plan_workload([moe], **sizes)
+        plan_workload([moe.limits], **sizes)
     assert named in str(e.value)
 
 
@@ -237,7 +198,7 @@ def test_chunks_are_those_of_a_session(ple: Engine, w: Workload) -> None:
     spy: Any = Spy(ple.runtime, lambda *_: None)
     runner = EngineRunner(replace(ple, runtime=spy), 1)
     tokens = draw_tokens(w, ple)
-    prepare(runner, w, tokens)
+    runner.hold(tokens[:, : w.context])
     seen.clear()
     for piece in pieces(w, tokens):
         runner.step(piece)
@@ -266,7 +227,7 @@ def test_a_runner_goes_back_to_its_depth(engines: Any, ple: Engine, mode: str) -
         runner = HfRunner(model, DEEP.fed, mode)
     else:
         runner = runner()
-    prepare(runner, DEEP, tokens)
+    runner.hold(tokens[:, : DEEP.context])
 
     def request() -> torch.Tensor:
         runner.rewind()
@@ -276,11 +237,6 @@ def test_a_runner_goes_back_to_its_depth(engines: Any, ple: Engine, mode: str) -
     torch.testing.assert_close(first, again, rtol=1e-5, atol=1e-5)
     runner.hold(tokens[:, :0])
     assert float((request()[0] - first[0]).abs().max()) > 0.1, "empty rows see no context"
-
-
-def test_a_snapshot_belongs_to_its_number_of_rows(ple: Engine) -> None:
-    with pytest.raises(InputError, match="a snapshot of 2 rows; the session has 1"):
-        ple.session(1).restore(ple.session(2).snapshot())
 
 
 def test_a_snapshot_keeps_ragged_rows(ple: Engine) -> None:
@@ -316,41 +272,27 @@ def shifted(engine: Engine) -> Engine:
     return replace(engine, runtime=Shifted(engine))  # type: ignore[arg-type]
 
 
-class Script:
-    """A runner that gives prepared logits."""
-
-    def __init__(self, role: str, rows: list[list[float]]) -> None:
-        self.role, self.rows = role, rows
-
-    def rewind(self) -> None:
-        self.left = iter(self.rows)
-
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([next(self.left)])
-
-
-def compared(base: list[list[float]], other: list[list[float]], budget: Tolerance) -> Agreement:
-    w = Workload(1, len(base))
-    pair: Any = Script("a", base), Script("b", other)
-    return compare_runners(w, torch.zeros(1, w.fed), pair[0], [(pair[1], budget)])[0]
+def agreement(base: list[list[float]], other: list[list[float]], budget: Tolerance) -> Agreement:
+    got, want = torch.tensor(other), torch.tensor(base)
+    return compared("b", got.float(), "a", want.float(), budget)
 
 
 def test_choices_are_compared() -> None:
     wide = Tolerance(relative=0.1)
-    same = compared([[1, 0, 0], [0, 2, 0]], [[1, 0, 0], [0, 2, 0]], wide)
+    same = agreement([[1, 0, 0], [0, 2, 0]], [[1, 0, 0], [0, 2, 0]], wide)
     assert (same.count, same.equal, same.close, same.ok) == (2, 2, 0, True)
-    close = compared([[1.0, 0.99, 0]], [[0.99, 1.0, 0]], wide)
+    close = agreement([[1.0, 0.99, 0]], [[0.99, 1.0, 0]], wide)
     assert (close.equal, close.close, close.ok) == (0, 1, True)
-    far = compared([[1.0, 0.5, 0]], [[0.5, 1.0, 0]], Tolerance(cosine=0.1))
+    far = agreement([[1.0, 0.5, 0]], [[0.5, 1.0, 0]], Tolerance(cosine=0.1))
     assert far.ok, "within the gap that such a budget allows"
-    wrong = compared([[1.0, 0, 0]], [[0, 1.0, 0]], Tolerance(cosine=-2.0))
+    wrong = agreement([[1.0, 0, 0]], [[0, 1.0, 0]], Tolerance(cosine=-2.0))
     assert (wrong.equal, wrong.close) == (0, 1)
-    one_bad = compared([[1, 0], [1, 0]], [[1, 0], [0.5, 0]], wide)
+    one_bad = agreement([[1, 0], [1, 0]], [[1, 0], [0.5, 0]], wide)
     assert not one_bad.ok and one_bad.equal == 2
 
 
 def test_what_is_not_a_number_disagrees() -> None:
-    nan = compared([[1.0, 0.0]], [[math.nan, 0.0]], Tolerance(cosine=0.9))
+    nan = agreement([[1.0, 0.0]], [[math.nan, 0.0]], Tolerance(cosine=0.9))
     assert not nan.ok and math.isnan(nan.cosine)
 
 
@@ -528,10 +470,6 @@ def saved(folder: Path, values: dict[str, Any], name: str = "r.json") -> Path:
     return path
 
 
-def test_a_report_is_read_back(report: BenchReport, tmp_path: Path) -> None:
-    assert read_report(saved(tmp_path, written(report))) == report
-
-
 def test_another_schema_version_is_refused(report: BenchReport, tmp_path: Path) -> None:
     path = saved(tmp_path, {**written(report), "schema": VERSION + 6})
     message = refused("bench-compare", path, path)
@@ -551,6 +489,7 @@ def test_reports_that_lack_or_change_something_are_refused(
     """Every value removed or replaced, in the short run in two of the ways: refused with one error
     or read as what a report may hold."""
     values = written(report)
+    assert read_report(saved(tmp_path, values)) == report
     refusals, ways = 0, ["gone", "text", [1], {"a": 1}, -1, None, True]
     for i, path in enumerate(paths(values)):
         for value in ways if full else (ways[i % 7], ways[(i + 3) % 7]):
@@ -598,14 +537,9 @@ def slower(report: BenchReport, factor: float) -> BenchReport:
     return replace(report, runs=(replace(run, stats={**run.stats, "itl_ms": itl}),))
 
 
-def test_a_report_equals_itself(report: BenchReport) -> None:
-    same = compare_reports(report, report)
-    assert same.differ == 0 and not same.notes
-    assert {r.metric for r in same.rows} == MAIN
-    assert all(r.ratio == 1 for r in same.rows if r.a.value)
-
-
 def test_differences_beyond_the_spreads_are_marked(report: BenchReport, tmp_path: Path) -> None:
+    same = compare_reports(report, report)
+    assert same.differ == 0 and not same.notes and {r.metric for r in same.rows} == MAIN
     other = slower(report, 100.0)
     found = compare_reports(report, other, every=True)
     marked = {r.metric for r in found.rows if r.differs}
@@ -681,13 +615,6 @@ def test_two_engines_and_a_peer_in_one_run(engines: Any, moe: Engine, tmp_path: 
     assert made["peer"] in ("hf", "hf-static")
 
 
-def test_a_peer_gets_the_random_weights_of_the_seed(tmp_path: Path) -> None:
-    out = built(tmp_path / "e", "--variant", "tiny-ple", "--random-weights", "5")
-    outcome = g4ir("bench", out, *FLAGS, "--peer", "hf")
-    assert outcome.code == 0, outcome.out
-    assert "random weights" in outcome.out and "e over hf" in outcome.out
-
-
 def test_rows_share_a_batch(ple: Engine, engines: Any) -> None:
     """Three rows at a depth beyond the window, against transformers."""
     w = replace(DEEP, batch=3)
@@ -729,7 +656,7 @@ def test_engines_of_two_variants_cannot_agree(
 ) -> None:
     """The manifests say so: the command loads neither."""
     with pytest.raises(InputError, match="their outputs cannot agree"):
-        check_engines([moe, ple], [])
+        check_specs({str(e.path): e.manifest for e in (moe, ple)})
     monkeypatch.setattr("g4ir.cli.bench.load", None)
     assert "their outputs cannot agree" in refused("bench", moe.path, ple.path)
     assert "expected 1 to" in refused("bench", moe.path, "--input-len", "5000")

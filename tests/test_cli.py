@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from unittest.mock import Mock
 import jsonschema
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
@@ -34,10 +36,10 @@ from g4ir.backends import BACKENDS, find_backend
 from g4ir.backends.sampling import SamplingParams
 from g4ir.chat.detokenizer import Detokenizer, TextStream
 from g4ir.cli import _parser
-from g4ir.cli.build import GROUPS
+from g4ir.cli.common import tables
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
-from g4ir.engine.offline import BOS_ADDED, RAW, Failure, OfflineEngine, Result
+from g4ir.engine.offline import BOS_ADDED, RAW, OfflineEngine
 from g4ir.engine.scheduler import Scheduler
 from g4ir.ir.text import parse_graph
 from g4ir.model.text import build_graph
@@ -45,7 +47,7 @@ from g4ir.ops import OPS
 from g4ir.passes import PASSES, pipeline, run_passes
 from g4ir.plan.gpus import GPUS, SIZE_RULE
 from g4ir.plan.options import BuildOptions
-from g4ir.spec.record import load_spec, spec_names
+from g4ir.spec.record import load_spec
 from g4ir.ui import console
 from tests.cli_tools import (
     BUILD,
@@ -58,21 +60,6 @@ from tests.cli_tools import (
     tokenizer,
 )
 from tests.engines import stored_manifest
-
-VERBS = (
-    "specs",
-    "show",
-    "cost",
-    "kernels",
-    "inspect",
-    "plan",
-    "build",
-    "run",
-    "verify",
-    "serve",
-    "bench",
-    "bench-compare",
-)
 
 
 @pytest.fixture(scope="module")
@@ -110,44 +97,55 @@ def ok(*words: str | Path) -> str:
     return outcome.out
 
 
+# --- transcripts ------------------------------------------------------------------------------
+
+TRANSCRIPTS = yaml.safe_load(Path(__file__).with_name("transcripts.yaml").read_text())
+
+
+@pytest.mark.parametrize("name", TRANSCRIPTS)
+def test_transcript(name: str, engine: Path, text_engine: Path, tmp_path: Path) -> None:
+    """Commands and what they say, in transcripts.yaml."""
+    words = {"engine": engine, "text": text_engine, "here": tmp_path, "gpus": ", ".join(GPUS)}
+
+    def filled(text: str) -> str:
+        for word, value in words.items():
+            text = text.replace(f"{{{word}}}", str(value))
+        return text
+
+    for step in TRANSCRIPTS[name]:
+        for file, text in step.get("files", {}).items():
+            (tmp_path / file).write_text(text)
+        done = g4ir(*shlex.split(filled(step["run"])))
+        assert done.code == step.get("code", 0), done
+        if "saves" in step:
+            (tmp_path / step["saves"]).write_text(done.out)
+        if "out" in step:
+            assert done.out == filled(step["out"])
+        if "same" in step:
+            assert done.out == g4ir(*shlex.split(filled(step["same"]))).out
+        for stream in ("has", "err"):
+            said = done.out if stream == "has" else done.err
+            missing = [x for x in map(filled, step.get(stream, ())) if x not in said]
+            assert not missing, said
+        assert not [x for x in step.get("not", ()) if x in done.out + done.err]
+
+
+@pytest.mark.parametrize("verb", ["", *tables()["verbs"]])
+def test_help(verb: str) -> None:
+    text = ok(*verb.split(), "--help")
+    assert text.startswith(f"usage: {' '.join(['g4ir', *verb.split()])} ")
+    words = {"build": [*PASSES, *GPUS, SIZE_RULE], "plan": [*GPUS, SIZE_RULE]}
+    words |= {v: [*GPUS] for v in ("show", "cost", "kernels")}
+    assert not [w for w in words.get(verb, ()) if w not in text]
+
+
 # --- help -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("verb", [(), *((v,) for v in VERBS), ("specs", "diff")])
-def test_help(verb: tuple[str, ...]) -> None:
-    text = ok(*verb, "--help")
-    assert text.startswith(f"usage: {' '.join(['g4ir', *verb])} ")
-    assert verb or {*VERBS} <= {line.split()[0] for line in text.splitlines() if line.split()}
-
-
-@pytest.mark.parametrize(
-    ("verb", "words"),
-    [
-        ((), ["first steps:", "g4ir build --variant", "g4ir run engines/", "docs/guide.md"]),
-        (("build",), ["\nrequired:\n", "auto (default)", *PASSES, *GPUS, SIZE_RULE]),
-        (("plan",), ["--ctx", "--skip", *GPUS, SIZE_RULE]),
-        (("show",), ["with --timeline:", *GPUS]),
-        *(((v,), ["--batch", "--context", "--gpu", *GPUS]) for v in ("cost", "kernels")),
-        (("inspect",), ["an engine directory"]),
-        (("tune",), ["default decode", "--batch", "--skip"]),
-        (("verify",), ["the default", "an engine directory"]),
-        *(((v,), ["an engine directory"]) for v in ("run", "chat", "serve", "bench", "sign")),
-        (("run",), ["--prompt TEXT         the prompt", "nucleus sampling"]),
-    ],
-    ids=str,
-)
-def test_help_says(verb: tuple[str, ...], words: list[str]) -> None:
-    """Lists are where they are needed, in this order where the words are flags."""
-    text = ok(*verb, "--help")
-    options = text.partition("options:")[2] if verb else text
-    assert [w for w in words if w not in text] == []
-    flags = [options.index(f"\n  {w} ") for w in words if w.startswith("--") and " " not in w]
-    assert flags == sorted(flags)
 
 
 def test_build_groups_every_option() -> None:
     """Help of --set names every setting of every backend."""
-    grouped = [n for names in GROUPS.values() for n in names]
+    groups = tables()["verbs"]["build"]["flags"][1:]
+    grouped = [n for g in groups for e in g["flags"] if "options" in e for n in e["options"]]
     assert sorted(grouped) == sorted(f.name for f in fields(BuildOptions))
     help = {f.name: f.metadata["help"] for f in fields(BuildOptions)}["settings"]
     for name in BACKENDS:
@@ -170,97 +168,11 @@ def test_every_argument_has_help() -> None:
     assert [(verb, a.dest) for verb, a in found if not a.help or len(a.help) < 8] == []
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("plan", "e2b"), "e2b is a variant: give --variant e2b"),
-        (("build", "e2b"), "e2b is a variant: give --variant e2b"),
-        (("build", "--backend", "torch", "e2b"), "e2b is a variant: give --variant e2b"),
-        (("tune", "31b"), "31b is a variant: give --variant 31b"),
-        (("show", "e2b"), "e2b is a variant: give --variant e2b"),
-        (("show", "--phase", "prefill", "my.yaml"), "my.yaml is a spec file: give --spec my.yaml"),
-        (("specs", "show", "31b", "--bogus"), "arguments: --bogus (see"),
-        (("plan", "my.yaml"), "my.yaml is a spec file: give --spec my.yaml"),
-        (("specs", "31b"), "31b is a variant: `g4ir specs show 31b` prints it"),
-        (("e2b",), "e2b is a variant: `g4ir specs show e2b` prints it"),
-        (("run", "e2b", "--tokens", "2"), "build it with g4ir build --variant e2b"),
-        (("bench", "e2b"), "build it with g4ir build --variant e2b"),
-        (("plan", "--variant", "26b"), "did you mean 26b-a4b?"),
-        (("plan", "--variant", "E2B"), "did you mean e2b?"),
-        (("plan", "--variant", "tiny-unifed"), "did you mean tiny-unified?"),
-        (("ver",), "did you mean verify?"),
-    ],
-    ids=str,
-)
-def test_a_misplaced_or_misspelt_variant(words: tuple[str, ...], says: str) -> None:
-    outcome = g4ir(*words)
-    assert outcome.code == 2 and says in outcome.err
-
-
-def test_version() -> None:
-    assert ok("--version") == "g4ir 0.1.0\n"
-
-
-# --- specs ------------------------------------------------------------------------------------
-
-
-def test_specs_list() -> None:
-    lines = ok("specs").splitlines()
-    assert lines[0].split() == [
-        "name",
-        "layers",
-        "hidden",
-        "text",
-        "active",
-        "total",
-        "dtype",
-        "drafter",
-        "hub",
-    ]
-    assert [line.split()[0] for line in lines[1:]] == list(spec_names())
-    assert ok("specs", "list").splitlines() == lines
-    rows = json.loads(ok("specs", "list", "--json"))
-    assert rows == json.loads(ok("specs", "--json", "list"))
-    assert {r["name"]: r["layers"] for r in rows}["e2b"] == 35
-    assert {r["name"]: r["drafter"] for r in rows}["e2b"] == "e2b-assistant"
-
-
-def test_specs_show_reads_back(tmp_path: Path) -> None:
-    file = tmp_path / "copy.yaml"
-    file.write_text(ok("specs", "show", "26b-a4b"))
-    assert ok("specs", "validate", file).startswith(f"{file}: ok: 26b-a4b, 30 layers, 25,2")
-    assert ok("specs", "diff", "26b-a4b", file) == ""
-    assert json.loads(ok("specs", "show", "e2b", "--json")) == load_spec("e2b").to_dict()
-
-
-def test_specs_diff_is_1_where_they_differ() -> None:
-    outcome = g4ir("specs", "diff", "tiny-dense", "tiny-moe")
-    assert outcome.code == 1
-    assert outcome.out.splitlines() == [
-        'name: "tiny-dense" -> "tiny-moe"',
-        "text.moe.num_experts: null -> 8",
-        "text.moe.top_k_experts: null -> 2",
-        "text.moe.intermediate_size: null -> 48",
-    ]
-    rows = json.loads(g4ir("specs", "diff", "tiny-dense", "tiny-moe", "--json").out)
-    assert {"key": "text.moe.top_k_experts", "a": None, "b": 2} in rows
-
-
-def test_specs_to_hf_and_back(tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(ok("specs", "to-hf", "tiny-ple"))
-    spec = tmp_path / "back.yaml"
-    spec.write_text(ok("specs", "from-hf", config, "--name", "tiny-ple"))
-    assert ok("specs", "diff", spec, "tiny-ple") == ""
-    assert ok("specs", "from-hf", tmp_path, "--name", "tiny-ple") == spec.read_text()
-    assert g4ir("specs", "diff", config, "tiny-ple").out.startswith("name: ")
+# --- specs and show ---------------------------------------------------------------------------
 
 
 def test_specs_schema() -> None:
     jsonschema.Draft202012Validator.check_schema(json.loads(ok("specs", "schema")))
-
-
-# --- show -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "embed"])
@@ -280,39 +192,6 @@ def test_show_an_engine(engine: Path) -> None:
     assert json.loads(ok("show", engine, "--json"))["graph"] == "decode"
     after = ok("show", engine, "--after", "plan_cache")
     assert after == ok("show", "--variant", "tiny-ple", "--after", "plan_cache")
-
-
-def test_show_a_spec_file(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("schema: 1\nextends: tiny-dense\ntext: {num_hidden_layers: 2}\n")
-    assert "%L1.out" in ok("show", "--spec", file)
-
-
-def test_show_one_layer() -> None:
-    lines = ok("show", "--variant", "tiny-dense", "--layer", "5").splitlines()
-    assert "param %L5.attn.wqk: f32[320,64]" not in lines  # packed by nodes of its own
-    assert "%L5.attn.wqk = concat(%L5.attn.wq, %L5.attn.wk) {axis=0}: f32[320,64]" in lines
-    assert "state %L5.k: f32[C,B,1,64]" in lines
-    assert lines[-1] == "next %L5.v = %L5.v.next"
-    assert not any(line.startswith("%L3") for line in lines)
-
-
-def test_show_why() -> None:
-    lines = ok("show", "--variant", "tiny-ple", "--why", "fuse_qkv").splitlines()
-    assert lines[0] == "%L0.attn.q: packed with %L0.attn.k, %L0.attn.v"
-    assert lines[4:] == [
-        f"%L{i}.attn.q: left: the only projection of its input" for i in (4, 5, 6, 7)
-    ]
-    words = ("show", "--variant", "tiny-ple", "--why", "fuse_qkv", "--layer", "6", "--json")
-    assert [r["value"] for r in json.loads(ok(*words))] == ["%L6.attn.q"]
-    skipped = ok("show", "--variant", "tiny-ple", "--why", "fuse_qkv", "--skip", "fuse_qkv")
-    assert skipped == "decode: fuse_qkv is skipped\n"
-
-
-def test_show_why_nothing_happened() -> None:
-    outcome = g4ir("show", "--variant", "tiny-ple", "--phase", "embed", "--why", "fuse_qkv")
-    assert (outcome.code, outcome.out) == (0, "")
-    assert outcome.err == "g4ir: fuse_qkv found no candidate in graph embed\n"
 
 
 # --- build ------------------------------------------------------------------------------------
@@ -432,11 +311,6 @@ def test_dry_run_counts_programs(tmp_path: Path) -> None:
     assert 0 < plan["programs"]["compiled"] < plan["programs"]["calls"]
 
 
-def test_build_and_verify(tmp_path: Path) -> None:
-    words = ("--variant", "tiny-dense", "--random-weights", "0", "--verify")
-    assert ok(*BUILD, *words, "--max-seq", "32", "--out", tmp_path / "e").endswith("\nok\n")
-
-
 def test_build_from_a_checkpoint(text_engine: Path, checkpoint: Path, tmp_path: Path) -> None:
     manifest = stored_manifest(text_engine)
     assert manifest["variant"] == "my-tiny"
@@ -475,12 +349,6 @@ def test_run_streams_ids(engine: Path, loaded: Engine) -> None:
     assert "g4ir: 3 prompt tokens, 12 new ones; first after " in outcome.err
     spaced = g4ir("run", engine, "--tokens", "2 5 7", "--max-new-tokens", "12", "--json")
     assert json.loads(spaced.out) == {"tokens": want, "finish_reason": "length"}
-
-
-def test_run_without_a_count_takes_what_fits(engine: Path) -> None:
-    long = ",".join(["5"] * 61)
-    answer = json.loads(ok("run", engine, "--tokens", long, "--json"))
-    assert len(answer["tokens"]) == 4  # 61 + 4 - 1 = 64
 
 
 def test_run_text(text_engine: Path, text_loaded: Engine) -> None:
@@ -555,17 +423,6 @@ def test_a_raw_prompt_begins_with_one_bos(
         bare = offline.request({"prompt": prompt, "bos": False}, "x")
         assert bare.tokens == (2, *ids)[prompt == "ab w3" :] and not bare.notes
     assert OfflineEngine(loaded, {"bos": False}).request({"prompt": "ab"}, "x").tokens[:1] != (2,)
-
-
-def test_no_bos(text_engine: Path) -> None:
-    words = ("run", text_engine, "--prompt", "ab", "--max-new-tokens", "1", "--json")
-    count = [json.loads(g4ir(*words, *more).err)["prompt_tokens"] for more in ((), ("--no-bos",))]
-    assert count == [2, 1]
-    assert "--no-bos is for raw text" in g4ir("run", text_engine, "--tokens", "2", "--no-bos").err
-
-
-def test_a_raw_prompt_at_another_model_is_not_noted(text_loaded: Engine) -> None:
-    assert not OfflineEngine(text_loaded).request({"prompt": "ab w3"}, "x").notes
 
 
 def test_run_draws_by_seed(text_engine: Path) -> None:
@@ -693,12 +550,6 @@ def test_precedence(text_loaded: Engine, case: str) -> None:
     assert got == SamplingParams(**want, suppress=(390,))
 
 
-def test_greedy_is_the_last_resort(loaded: Engine) -> None:
-    assert OfflineEngine(loaded).request({"tokens": [2]}, "x").sampling == SamplingParams()
-    request = OfflineEngine(loaded, {"top_k": 4, "seed": 5}).request({"tokens": [2]}, "x")
-    assert request.sampling == SamplingParams(0.0, 4, None, 5)
-
-
 def test_stop_ids_add_up(loaded: Engine, text_loaded: Engine) -> None:
     assert OfflineEngine(text_loaded).request({"tokens": [2]}, "x").stop == {1, 107}
     assert OfflineEngine(text_loaded, {"stop": [9]}).request({"tokens": [2]}, "x").stop == {
@@ -722,40 +573,6 @@ def test_suppressed_tokens_are_never_drawn(loaded: Engine, tmp_path: Path) -> No
     assert not {*first} & {*answer["tokens"]}
 
 
-@pytest.mark.parametrize("temperature", [1e-320, 1e-6, 1.0, 1e30])
-def test_no_temperature_overflows(loaded: Engine, temperature: float) -> None:
-    drawn = loaded.generate([2, 5, 7], 1, temperature=temperature, seed=0)
-    assert temperature > 1e-5 or drawn == loaded.generate([2, 5, 7], 1)
-
-
-# --- reuse ------------------------------------------------------------------------------------
-
-
-def answers(engine: Engine, prompts: list[list[int]]) -> list[tuple[list[int], int]]:
-    offline = OfflineEngine(engine, {"max_new_tokens": 4})
-    made = list[Result | Failure]()
-    for p in prompts:  # one at a time
-        made += offline.answer_lines(io.BytesIO(json.dumps({"tokens": p}).encode()), "x")
-    return [(list(r.tokens), r.cached_tokens) for r in made if isinstance(r, Result)]
-
-
-def test_a_conversation_is_computed_once(loaded: Engine) -> None:
-    first = list(range(20, 40))  # longer than the window
-    reply = loaded.generate(first, 4)
-    second = [*first, *reply, 9, 10, 11]
-    got = answers(loaded, [first, second, second])
-    assert [tokens for tokens, _ in got] == [reply, *[loaded.generate(second, 4)] * 2]
-    assert got[0][1] == 0
-    assert got[1][1] == len(first) and got[2][1] == len(second) - 1
-
-
-def test_a_shared_prefix_is_kept_within_the_window(loaded: Engine) -> None:
-    got = answers(loaded, [[2, 5, 7], [2, 5, 8], [2, 5, 8], [2], [3, 5]])
-    assert [cached for _, cached in got] == [0, 2, 2, 0, 0]
-    for (tokens, _), prompt in zip(got, [[2, 5, 7], [2, 5, 8], [2, 5, 8], [2], [3, 5]]):
-        assert tokens == loaded.generate(prompt, 4)
-
-
 # --- text -------------------------------------------------------------------------------------
 
 
@@ -764,7 +581,7 @@ EMOJI = [4 + byte for byte in "a😀é😀€".encode()]
 
 
 @given(st.lists(st.integers(0, 511) | st.integers(4, 259) | st.sampled_from(EMOJI), max_size=24))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_streamed_text_is_the_text_of_all_ids(ids: list[int]) -> None:
     stream = TextStream(CODEC)
     pieces = [*map(stream.push, ids), stream.rest()]
@@ -778,34 +595,12 @@ def test_streamed_text_is_the_text_of_all_ids(ids: list[int]) -> None:
         assert raw.decode(errors="replace") in CODEC.decode(ids)
 
 
-@pytest.mark.parametrize("cut", range(1, 17))
-def test_only_the_unfinished_character_of_byte_tokens_is_lost(cut: int) -> None:
-    """Emoji spelled in byte tokens, cut anywhere: complete ones are given as they are complete."""
-    text, ids = "a😀é😀€b", [4 + byte for byte in "a😀é😀€b".encode()][:cut]
-    stream, raw = TextStream(CODEC), text.encode()[:cut]
-    for at, token in enumerate(ids, 1):
-        stream.push(token)
-        held = raw[:at].decode(errors="ignore")
-        assert not stream._bytes or len(held.encode()) + len(stream._bytes) == at
-    assert CODEC.decode(ids) == raw.decode(errors="replace")
-
-
 def test_a_character_is_streamed_whole() -> None:
     stream = TextStream(CODEC)
     euro = [f"<0x{byte:02X}>" for byte in "€".encode()]
     ids = [CODEC.tokenizer.token_to_id(t) for t in ("ab", *euro, *euro, "▁w3", "▁a", *euro)]
     assert [p for p in map(stream.push, ids) if p] == ["ab", "€", "€", " w3", " a", "€"]
     assert stream.rest() == ""
-
-
-# --- verify -----------------------------------------------------------------------------------
-
-
-def test_verify(engine: Path) -> None:
-    words = ("verify", engine, "--tokens", "2,5,7,9,11,13,17,19,23,29,31,37")
-    assert ok(*words).endswith("\nok\n")
-    report = json.loads(ok(*words, "--json"))
-    assert report["ok"] and report["against"] == "reference"
 
 
 def test_a_failed_check_is_exit_1(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -855,14 +650,6 @@ def test_what_is_said_of_an_error(
     assert "Traceback" in g4ir("--trace", "specs", "show", "e2b").err
 
 
-def test_trace_may_stand_anywhere() -> None:
-    for words in (("--trace", "specs", "show", "x"), ("specs", "show", "x", "--trace")):
-        outcome = g4ir(*words)
-        assert outcome.code == 2
-        assert outcome.err.startswith("Traceback")
-        assert outcome.err.splitlines()[-1].startswith("g4ir: error: no spec is called 'x'")
-
-
 def test_warnings_are_lines_of_the_tool(tmp_path: Path) -> None:
     file = tmp_path / "s.yaml"
     file.write_text("schema: 1\nextends: tiny-dense\ntext: {num_hidden_layers: 5}\n")
@@ -910,12 +697,6 @@ def test_a_line_replaces_the_progress_line(
     assert capsys.readouterr().err == "g4ir: three\n"
 
 
-def test_progress_is_silent_about_what_is_quick(capsys: pytest.CaptureFixture[str]) -> None:
-    with console.Progress() as progress:
-        progress("one")
-    assert capsys.readouterr().err == ""
-
-
 def shell(command: str) -> subprocess.CompletedProcess[str]:
     """A shell line in which $G4IR is the tool; pipefail, so that its exit code counts."""
     line = f"set -o pipefail; {command}".replace("$G4IR", f"{sys.executable} -m g4ir.cli")
@@ -959,18 +740,6 @@ def test_a_signal_ends_a_build_that_leaves_nothing(
 
 
 # --- what does not fit ------------------------------------------------------------------------
-
-
-def test_a_build_that_does_not_fit_is_refused_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("g4ir.engine.build.device_memory", lambda device: 600 << 20)
-    monkeypatch.setattr(
-        "g4ir.engine.build.RandomCheckpoint", lambda *_: pytest.fail("weights were asked for")
-    )
-    words = ("--variant", "e2b", "--random-weights", "0", "--out", tmp_path / "e")
-    message = refused(*BUILD, *words)
-    assert "short;" in message and "needs" in message and not list(tmp_path.iterdir())
 
 
 def test_memory_may_be_given_as_a_card_or_in_bytes(tmp_path: Path) -> None:
@@ -1028,24 +797,6 @@ def test_json_lines_that_fail_alone(checkpoint: Path, tmp_path: Path) -> None:
     answers = [json.loads(x) for x in outcome.out.splitlines()]
     assert ["error" in a for a in answers] == [True, False, False, True, False], outcome.out
     assert "Traceback" not in outcome.err
-
-
-# --- former flags ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "former, verb",
-    [
-        ("show --variant tiny-moe --cost --gpu h100", "cost --variant tiny-moe --gpu h100"),
-        ("--trace show --kernels --variant tiny-moe", "kernels --variant tiny-moe"),
-    ],
-)
-def test_former_flags_of_show_are_aliases(former: str, verb: str) -> None:
-    assert ok(*former.split()) == ok(*verb.split())
-
-
-def test_provenance_is_an_alias_of_inspect(engine: Path) -> None:
-    assert ok("show", engine, "--provenance", "--json") == ok("inspect", engine, "--json")
 
 
 # --- show --ops ---------------------------------------------------------------------------------

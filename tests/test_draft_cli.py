@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from g4ir.chat.detokenizer import Detokenizer
-from g4ir.cli.drafting import tally_text
+from g4ir.cli.talking import tally_text
 from g4ir.engine.load import load_engine
 from g4ir.engine.offline import OfflineEngine
 from g4ir.engine.scheduler import SchedulerConfig

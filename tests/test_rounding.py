@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.bench.peers import peer_model
+from g4ir.bench.runners import peer_model
 from g4ir.check import memory_check
 from g4ir.check.layer_errors import LAYER_TYPICAL, LAYER_WORST
 from g4ir.check.logits import verify_engine
 from g4ir.check.peers import EnginePeer, HfPeer
 from g4ir.check.reference import reference_engine
 from g4ir.check.report import VerifyReport
-from g4ir.check.tokens import random_tokens
+from g4ir.check.tokens import Turns, random_tokens
 from g4ir.engine.engine import Engine
 from g4ir.ir import distance
 from g4ir.ir.distance import Anchor, row_errors
@@ -311,7 +311,7 @@ def test_the_wide_interpreter_is_transformers_in_float64(built: Callable[..., En
     engine = built("tiny-ple", "bfloat16", 1)
     ids, turns = random_tokens(engine, 40), [40]
     model = peer_model(engine)
-    want = HfPeer(model).wide(ids, turns, True)
-    got = EnginePeer(engine).wide(ids, [1] * 40, False)
+    want = HfPeer(model).wide(Turns(ids, turns, True))
+    got = EnginePeer(engine).wide(Turns(ids, [1] * 40))
     assert want.dtype == torch.float64
     assert float(row_errors(got, want).distance.max()) < 1e-4

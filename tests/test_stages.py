@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import g4ir
 from g4ir import passes as pipeline
@@ -85,8 +86,7 @@ def sound(engine: Engine) -> StagesReport:
 @pytest.mark.parametrize(
     "dtype, name",
     [
-        *(pytest.param("bfloat16", n, marks=pytest.mark.full) for n in ("tiny-dense", "tiny-moe")),
-        ("bfloat16", "tiny-ple"),
+        pytest.param("bfloat16", "tiny-dense", marks=pytest.mark.full),
         pytest.param("float16", "tiny-moe", marks=pytest.mark.full),
         ("float32", "tiny-ple"),
     ],
@@ -143,34 +143,6 @@ def test_compiled_backend(engines: Any, name: str) -> None:
     report = sound(engines("torch", name))
     assert report.stages[-1].values > 100
     assert 0 < max(w.error for w in report.stages[-1].worst) < 1e-4
-
-
-def test_tokens(ple: Engine) -> None:
-    """A chunk longer than the window after a shorter one, then single steps; chunks are cut to
-    the engine's size, and end in padding."""
-    report = verify_each_pass(ple)
-    assert report.chunks == (5, 9, 3, 1, 1, 1, 1) and report.tokens == 21
-    assert verify_each_pass(ple, tokens=[5, 6, 7]).chunks == (1, 1, 1)
-    ids = torch.arange(40)
-    chunks = [*chunks_of_tokens(ids, 8, 8)]
-    assert [c.valid for c in chunks] == [6, 6, 6, 6, 6, 3, 3] + [1] * 4
-    assert all(c.inputs["tokens"].shape[1] == c.valid + 2 <= 8 for c in chunks[:7])
-    assert torch.cat([c.inputs["tokens"][0, : c.valid] for c in chunks]).equal(ids)
-    assert [c.at for c in chunks] == [sum(c.valid for c in chunks[:i]) for i in range(11)]
-    assert {c.phase for c in chunks_of_tokens(ids, 8, 1)} == {"decode"}
-
-
-def test_small_limits(tmp_path: Path) -> None:
-    """max_seq below the window; chunks of one token."""
-    engine = g4ir.build(
-        "tiny-dense",
-        tmp_path / "e",
-        random_weights=1,
-        backend="reference",
-        max_seq=5,
-        prefill_chunk=1,
-    )
-    assert sound(engine).chunks == (1,) * 5
 
 
 # --- broken passes ----------------------------------------------------------------------------
@@ -293,183 +265,66 @@ def another_op(name: str) -> Callable[[Node], Node]:
     return lambda n: replace(n, op=name) if n.op == "last_row" else n
 
 
-#: what is wrong -> the pass, how it is broken, the first value that moves, and its op
-BROKEN: dict[str, tuple[str, Breaker, str, str]] = {
-    "wrong theta": (
-        "share_rope_tables",
-        nodes(attrs("rope_table", theta=15000.0), "rope0.cos"),
-        "L0.attn.q.rope",
-        "rope",
-    ),
-    "no rope factor": (
-        "share_rope_tables",
-        nodes(attrs("rope_table", factor=1.1), "rope1.cos"),
-        "L3.attn.q.rope",
-        "rope",
-    ),
-    "one layer's table for another's": (
-        "share_rope_tables",
-        nodes(swapped(1, 2), "L2.attn.k.rope"),
-        "L2.attn.k.rope",
-        "rope",
-    ),
-    "weights in another order than the split": (
-        "fuse_qkv",
-        nodes(swapped(1, 2), "L2.attn.wqkv"),
-        "L2.attn.k",
-        "split",
-    ),
-    "swapped split sizes": (
-        "fuse_qkv",
-        nodes(lambda n: replace(n, outputs=(n.outputs[0], *n.outputs[:0:-1])), "L1.attn.q"),
-        "L1.attn.v",
-        "split",
-    ),
-    "swapped halves": (
-        "fuse_gate_up",
-        nodes(swapped(0, 1), "L0.mlp.w_gate_up"),
-        "L0.mlp.act",
-        "glu_packed",
-    ),
-    "swapped halves in a late layer": (
-        "fuse_gate_up",
-        nodes(swapped(0, 1), "L6.mlp.w_gate_up"),
-        "L6.mlp.act",
-        "glu_packed",
-    ),
-    "another activation": (
-        "fuse_gate_up",
-        nodes(attrs(act="silu"), "L5.mlp.act"),
-        "L5.mlp.act",
-        "glu_packed",
-    ),
-    "k's norm for q": (
-        "fuse_norm_rope",
-        nodes(reading("norm_q", "norm_k"), "L1.attn.q.rope"),
-        "L1.attn.q.rope",
-        "norm_rope",
-    ),
-    "wrong eps": (
-        "fuse_norm_rope",
-        nodes(attrs(eps=0.5), "L3.attn.k.rope"),
-        "L3.attn.k.rope",
-        "norm_rope",
-    ),
-    "no layer scalar": ("fuse_norm_residual", nodes(unscaled, "L5.out"), "L5.out", "norm_residual"),
-    "norm weights in each other's place": (
-        "fuse_norm_residual",
-        nodes(swapped(2, 3), "L2.mid"),
-        "L2.mid",
-        "norm_residual",
-    ),
-    "residual and branch in each other's place": (
-        "fuse_norm_residual",
-        nodes(swapped(0, 1), "L7.ffn.out"),
-        "L7.ffn.out",
-        "norm_residual",
-    ),
-    "ring off by one": ("plan_cache", smaller_rings, "L0.attn.out", "attention"),
-    "window off by one": (
-        "plan_cache",
-        nodes(attrs(window=7), "L1.attn.out"),
-        "L1.attn.out",
-        "attention",
-    ),
-    "wider window": (
-        "plan_cache",
-        nodes(attrs(window=9), "L1.attn.out"),
-        "L1.attn.out",
-        "attention",
-    ),
-    "wrong scale": (
-        "plan_cache",
-        nodes(attrs(scale=1.125), "L3.attn.out"),
-        "L3.attn.out",
-        "attention",
-    ),
-    "another layer's cache": (
-        "plan_cache",
-        nodes(reading("L2.", "L1."), "L6.attn.out"),
-        "L6.attn.out",
-        "attention",
-    ),
-    "cache without update": ("plan_cache", without_next, "L1.attn.out", "attention"),
-    "caches crossed": ("plan_cache", crossed_next, "L1.attn.out", "attention"),
-    "row before": ("last_token_only", nodes(another_op("row_before")), "L3.attn.q.heads", "heads"),
-    "padding for the last row": (
-        "last_token_only",
-        nodes(another_op("last_column")),
-        "L3.attn.q.heads",
-        "heads",
-    ),
-    "another activation after the product": (
-        "fuse_glu",
-        nodes(attrs(act="silu"), "L2.mlp.act"),
-        "L2.mlp.act",
-        "linear_glu",
-    ),
-    "another layer's row": (
-        "fuse_glu",
-        nodes(reading("L1.ple", "L2.ple"), "L1.ple.act"),
-        "L1.ple.act",
-        "linear_glu",
-    ),
-    "q's norm for k": (
-        "fuse_cache_write",
-        nodes(reading("norm_k", "norm_q"), "L1.attn.q.rope"),
-        "L1.k.next",
-        "qkv_write",
-    ),
-    "keys and values in each other's cache": (
-        "fuse_cache_write",
-        nodes(only("qkv_write", swapped(7, 8)), "L0.attn.q.rope"),
-        "L0.k.next",
-        "qkv_write",
-    ),
-    "the token before": (
-        "fuse_cache_write",
-        nodes(reading("start", "end"), "L2.attn.q.rope"),
-        "L2.k.next",
-        "qkv_write",
-    ),
+#: what each change of faults.yaml is
+CHANGES: dict[str, Callable[..., Any]] = {
+    "attrs": attrs,
+    "swapped": swapped,
+    "swapped in": lambda op, i, j: only(op, swapped(i, j)),
+    "reading": reading,
+    "op": another_op,
+    "unscaled": lambda: unscaled,
+    "reversed": lambda: lambda n: replace(n, outputs=(n.outputs[0], *n.outputs[:0:-1])),
+}
+GRAPHS: dict[str, Breaker] = {
+    "smaller rings": smaller_rings,
+    "without next": without_next,
+    "crossed next": crossed_next,
 }
 
 
-#: after the passes before them; the others alone, which is faster
-IN_THE_WHOLE_PIPELINE = {
-    "wrong theta",
-    "swapped split sizes",
-    "swapped halves",
-    "no layer scalar",
-    "ring off by one",
-    "row before",
-    "padding for the last row",
-    "another layer's row",
-    "q's norm for k",
-    "keys and values in each other's cache",
-    "the token before",
-}
+@dataclass(frozen=True)
+class Fault:
+    """A pass whose result is changed; the first value that moves, and the op that makes it; whether
+    the passes before it run too, which takes longer."""
+
+    of: str
+    breaker: Breaker
+    moves: str
+    by: str = ""
+    whole: bool = False
 
 
-@pytest.mark.parametrize("fault", BROKEN)
-def test_broken_pass_is_named(ple: Engine, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def faults(name: str) -> Iterator[Any]:
+    listed = yaml.safe_load(Path(__file__).with_name("faults.yaml").read_text())[name]
+    for what, f in listed.items():
+        if f["change"] in GRAPHS:
+            breaker = GRAPHS[f["change"]]
+        else:
+            words = f.get("with", [])
+            named = words.pop() if words and isinstance(words[-1], dict) else {}
+            breaker = nodes(CHANGES[f["change"]](*words, **named), *f.get("at", []))
+        fault = Fault(f["pass"], breaker, f["moves"], f.get("by", ""), f.get("whole", False))
+        yield pytest.param(fault, id=what)
+
+
+@pytest.mark.parametrize("fault", [*faults("bf16")])
+def test_broken_pass_is_named(ple: Engine, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     """In bf16, at the node that is wrong."""
     for wrong in (row_before, last_column):
         monkeypatch.setitem(OPS, wrong.name, wrong)
-    name, breaker, value, made_by = BROKEN[fault]
-    break_pass(monkeypatch, name, breaker)
-    before = PASSES[: PASSES.index(name)] if fault in IN_THE_WHOLE_PIPELINE else ()
-    skip = tuple(p for p in PASSES if p != name and p not in before)
+    break_pass(monkeypatch, fault.of, fault.breaker)
+    before = PASSES[: PASSES.index(fault.of)] if fault.whole else ()
+    skip = tuple(p for p in PASSES if p != fault.of and p not in before)
     facts = replace(ple.facts, skipped_passes=skip)
     report = verify_each_pass(replace(ple, facts=facts))
     assert not report.ok and report.culprit
-    assert [s.name for s in report.stages] == [*before, name]
+    assert [s.name for s in report.stages] == [*before, fault.of]
     assert [s.ok for s in report.stages] == [True] * len(before) + [False]
     first = report.culprit.first
-    assert first and (report.culprit.name, first.value) == (name, value), report.text()
-    assert first.error > first.budget and f" = {made_by}(" in first.after[-1]
-    assert first.after[-1].startswith("%") and f"%{value}" in first.after[-1]
-    assert first.before and f"%{value}" in first.before[-1]
+    assert first and (report.culprit.name, first.value) == (fault.of, fault.moves), report.text()
+    assert first.error > first.budget and f" = {fault.by}(" in first.after[-1]
+    assert first.after[-1].startswith("%") and f"%{fault.moves}" in first.after[-1]
+    assert first.before and f"%{fault.moves}" in first.before[-1]
 
 
 def test_ring_fault_shows_in_decoding_only(ple: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,55 +335,13 @@ def test_ring_fault_shows_in_decoding_only(ple: Engine, monkeypatch: pytest.Monk
     assert (report.culprit.first.phase, report.culprit.first.at) == ("decode", 17)
 
 
-#: the same in fp32, where much less is out of budget, and with experts
-BROKEN_MOE: dict[str, tuple[str, Breaker, str]] = {
-    "experts' norm for the dense MLP's": (
-        "fuse_norm_residual",
-        nodes(swapped(3, 4), "L1.mid"),
-        "L1.mlp.in",
-    ),
-    "scale off by a ten thousandth": (
-        "plan_cache",
-        nodes(attrs(scale=1.0001), "L2.attn.out"),
-        "L2.attn.out",
-    ),
-    "inputs of the MLP and the experts in each other's place": (
-        "fuse_moe",
-        nodes(swapped(0, 1), "L2.mlp.down"),
-        "L2.mlp.down",
-    ),
-    "another residual's router": ("fuse_moe", nodes(swapped(1, 2), "L4.mlp.down"), "L4.moe.out"),
-    "norms of the MLP and the experts in each other's place": (
-        "fuse_dual_norm",
-        nodes(swapped(1, 3), "L0.out"),
-        "L0.out",
-    ),
-    "norm of the sum for that of the experts": (
-        "fuse_dual_norm",
-        nodes(swapped(3, 4), "L5.out"),
-        "L5.out",
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", BROKEN_MOE)
-def test_broken_pass_in_fp32(moe: Engine, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    name, breaker, value = BROKEN_MOE[fault]
-    break_pass(monkeypatch, name, breaker)
+@pytest.mark.parametrize("fault", [*faults("f32, experts")])
+def test_broken_pass_in_fp32(moe: Engine, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+    """Where much less is out of budget; indices of experts are compared too."""
+    break_pass(monkeypatch, fault.of, fault.breaker)
     culprit = verify_each_pass(moe).culprit
-    assert culprit and culprit.name == name and culprit.first
-    assert culprit.first.value == value
-
-
-def test_broken_router(moe: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Indices of experts are compared too."""
-    break_pass(
-        monkeypatch,
-        "fuse_norm_residual",
-        nodes(lambda n: replace(n, attrs={**n.attrs, "root": -0.125}), "L3.moe.weights"),
-    )
-    culprit = verify_each_pass(moe).culprit
-    assert culprit and culprit.first and culprit.first.value == "L3.moe.weights"
+    assert culprit and culprit.name == fault.of and culprit.first
+    assert culprit.first.value == fault.moves
 
 
 def test_changed_type_is_a_fault(ple: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

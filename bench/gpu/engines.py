@@ -1,8 +1,12 @@
-"""Engines of variants with random weights, built by commands of their own."""
+"""Engines of variants with random weights, built by commands of g4ir."""
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -16,11 +20,30 @@ from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.ui.files import write_file
 
-from .scales import engine_path, g4ir_said, named
 from .steps import Scale
 
 #: folder of --out for compiled programs, and seconds between two looks for new ones
 PROGRAMS, COPY_S = "programs", 5.0
+
+
+def engine_path(out: Path, variant: str, rows: int, step: str = "plain") -> Path:
+    return out / "engines" / f"{variant}-b{rows}-{step}"
+
+
+def named(variant: str) -> list[str]:
+    """Return the options of g4ir that name a variant; after a + is its quantisation, as in
+    e2b+int4."""
+    name, _, quant = variant.partition("+")
+    return ["--variant", name, *(["--quant", quant] if quant else [])]
+
+
+def g4ir_said(words: Sequence[str], front: Sequence[str] = ()) -> str:
+    """Return what a command of g4ir prints; InputError with the end of its errors otherwise."""
+    command = [*front, sys.executable, "-m", "g4ir", *words]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        raise InputError(f"{shlex.join(command)}: {done.stderr[-1000:] or done.stdout[-1000:]}")
+    return done.stdout
 
 
 def copy_folder(source: Path, target: Path) -> None:

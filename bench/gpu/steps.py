@@ -1,5 +1,5 @@
-"""An engine's steps and prompts, timed, and its logits beside another's: what the scripts for a GPU
-have in common. All runs on a CPU too."""
+"""The size of a run on a GPU, and of a dry run; an engine's steps and prompts, timed, and its logits
+beside another's. All runs on a CPU too."""
 
 from __future__ import annotations
 
@@ -46,6 +46,39 @@ class Scale:
     new: int
     #: choices of the setting decode_step that the backend has
     choices: tuple[str, ...] = ("plain",)
+
+
+CARD = Scale(
+    device="cuda",
+    backend="torch",
+    dtype="bfloat16",
+    gpu="",
+    variants=("e2b", "26b-a4b", "31b", "e4b"),
+    contexts=(1024, 8192, 32768, 131072),
+    prompts=(1024, 8192),
+    chunk=2048,
+    warmup=10,
+    steps=64,
+    tokens=4096,
+    new=1024,
+    choices=("plain", "fused", "early"),
+)
+DRY = Scale(
+    device="cpu",
+    backend="reference",
+    dtype="float32",
+    gpu="h200",
+    variants=("tiny-ple", "tiny-moe"),
+    contexts=(32,),
+    prompts=(24,),
+    chunk=16,
+    warmup=1,
+    steps=2,
+    tokens=48,
+    new=16,
+)
+#: batch sizes that are measured
+ROWS = (1, 8, 32)
 
 
 def timed(f: Callable[[], Any]) -> float:

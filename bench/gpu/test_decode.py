@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from bench.gpu.engines import build_all, open_engine, take_carried
-from bench.gpu.scales import CARD, DRY, ROWS
-from bench.gpu.steps import Scale, agreement_cell, decode_cell, prefill_cell
+from bench.gpu.steps import CARD, DRY, ROWS, Scale, agreement_cell, decode_cell, prefill_cell
 from g4ir.bench.roof import Meter
 
 __all__ = ["CARD", "DRY"]

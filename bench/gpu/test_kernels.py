@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from bench.gpu.cases import case_name, compile_ahead, one_kernel, programs
-from bench.gpu.scales import CARD, DRY
-from bench.gpu.steps import Scale
+from bench.gpu.steps import CARD, DRY, Scale
 from g4ir.backends.torch_compile.kernel_cases import all_cases
 from g4ir.backends.torch_compile.kernels.interpreter import interpreted
 from g4ir.backends.torch_compile.target import Target, find_target

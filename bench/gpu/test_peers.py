@@ -10,8 +10,16 @@ import pytest
 import torch
 
 from bench.gpu.engines import open_engine
-from bench.gpu.scales import CARD, DRY
-from bench.gpu.steps import AGREED, AGREED_STEPS, Scale, agreement, random_tokens, step_times
+from bench.gpu.steps import (
+    AGREED,
+    AGREED_STEPS,
+    CARD,
+    DRY,
+    Scale,
+    agreement,
+    random_tokens,
+    step_times,
+)
 from g4ir.bench.peers import HfRunner, peer_model
 from g4ir.bench.runners import EngineRunner
 from g4ir.bench.stats import percentile

@@ -22,8 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.gpu.scales import CARD, DRY, ROWS, g4ir_said, named
-from bench.gpu.steps import Scale, timed
+from bench.gpu.engines import g4ir_said, named
+from bench.gpu.steps import CARD, DRY, ROWS, Scale, timed
 from g4ir.backends.experimental.cuda_driver import CudaDriver
 from g4ir.backends.experimental.step_model import measured_text, read_constants
 from g4ir.backends.torch_compile.compile import toolchain

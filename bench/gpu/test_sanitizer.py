@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from bench.gpu.engines import build
-from bench.gpu.scales import CARD, DRY, engine_path, g4ir_said
-from bench.gpu.steps import Scale
+from bench.gpu.engines import build, engine_path, g4ir_said
+from bench.gpu.steps import CARD, DRY, Scale
 from g4ir.errors import MissingError
 
 __all__ = ["CARD", "DRY"]

@@ -8,10 +8,25 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from g4ir.ir.distance import BUDGETS, Anchor, Errors, Tolerance, median_of, row_errors, worst_of
+from g4ir.check.logits import find_anchor, rounding_error
+from g4ir.check.memory_check import float64_refusal
+from g4ir.check.peers import EnginePeer, HfPeer
+from g4ir.check.reference import reference_engine
+from g4ir.check.tokens import Turns
+from g4ir.engine.engine import Engine
+from g4ir.ir.distance import (
+    BUDGETS,
+    ROUNDED,
+    Anchor,
+    Tolerance,
+    median_of,
+    row_errors,
+    widened,
+    worst_of,
+)
 from g4ir.spec.reader import Line
 
-from .runners import BenchRunner, pieces
+from .runners import BenchRunner, HfRunner, pieces, reference_runner
 from .stats import Amount, Number
 from .workload import Workload
 
@@ -21,7 +36,8 @@ class Agreement:
     """`role` against `base` over `count` choices (rows times output_len).
 
     cosine and relative are the worst of all; `equal` choices are the same, `close` ones differ
-    where the base's two candidates lie within the tolerance of each other.
+    where the base's two candidates lie within the tolerance of each other. Distances are those to
+    float64, where rounding is measured.
     """
 
     role: str
@@ -40,28 +56,66 @@ class Agreement:
 
     def text(self) -> str:
         """Return what is compared, how far it lies apart, and the verdict."""
+        # A report has null for what is not a number.
+        cosine, relative, middle, worst, base, base_worst = (
+            math.nan if x is None else x
+            for x in (
+                self.cosine,
+                self.relative,
+                self.distance_median,
+                self.distance_worst,
+                self.base_median,
+                self.base_worst,
+            )
+        )
         close = f", {self.close} close calls" if self.close else ""
-        verdict = "ok" if self.ok else "DISAGREES"
+        apart = (
+            f", distance {middle:.1e} in the median and {worst:.1e} at worst, that of {self.base} "
+            f"{base:.1e} and {base_worst:.1e}"
+        )
         return (
             f"{self.role} against {self.base}: same token {self.equal} of {self.count}{close}, "
-            f"cosine at least {_number(self.cosine):.6f}, relative error at most "
-            f"{_number(self.relative):.1e}{self._distances()}: {verdict} ({self.budget})"
-        )
-
-    def _distances(self) -> str:
-        own = [_number(x) for x in (self.distance_median, self.distance_worst)]
-        base = [_number(x) for x in (self.base_median, self.base_worst)]
-        if math.isnan(base[0]):
-            return ""
-        return (
-            f", distance {own[0]:.1e} in the median and {own[1]:.1e} at worst, that of "
-            f"{self.base} {base[0]:.1e} and {base[1]:.1e}"
+            f"cosine at least {cosine:.6f}, relative error at most {relative:.1e}"
+            f"{'' if math.isnan(base) else apart}: "
+            f"{'ok' if self.ok else 'DISAGREES'} ({self.budget})"
         )
 
 
-def _number(x: Number) -> float:
-    """Return x, or NaN for the null that a report has for it."""
-    return math.nan if x is None else x
+def agreements_of(
+    w: Workload, tokens: torch.Tensor, runners: Sequence[tuple[BenchRunner, Engine | None]]
+) -> list[Agreement]:
+    """Compare everybody with the first peer, or with the interpreter where there is none."""
+    first = next(engine for _, engine in runners if engine)
+    peers = [runner for runner, _ in runners if isinstance(runner, HfRunner)]
+    base: BenchRunner = peers[0] if peers else reference_runner(first, w.batch)
+    base.hold(tokens[:, : w.context])
+    want = logits_of(base, w, tokens)
+    against, dtype = "hf" if peers else "reference", first.dtype
+    sizes, anchor = [w.context + w.input_len, *[1] * (w.output_len - 1)], None
+    given = [Turns(ids, sizes) for ids in tokens]
+    if dtype in ROUNDED:
+        own = reference_engine(first, held=True)
+        peer = HfPeer(peers[0].model) if peers else EnginePeer(own)
+        refusal = float64_refusal(own, w.fed, w.batch * w.output_len, own.device)
+        anchor = find_anchor(peer, given, refusal)
+    if anchor and anchor.reason:
+        anchor = replace(anchor, rows=want)
+    measured = anchor and Tolerance(rounding=anchor.rounding(want, dtype))
+    found = []
+    for runner, engine in runners:
+        if runner is base:
+            continue
+        other = (engine or first).dtype
+        budget = pair_budget([dtype, other], against)
+        budget = measured if measured and other == dtype else budget
+        got = logits_of(runner, w, tokens)
+        made = compared(runner.role, got, base.role, want, budget, anchor)
+        if not made.ok and budget.relative is not None:
+            # As verify does: random weights can make a model in which rounding grows.
+            budget = widened(budget, rounding_error(first, given[0]))
+            made = compared(runner.role, got, base.role, want, budget, anchor)
+        found.append(made)
+    return found
 
 
 def pair_budget(dtypes: Sequence[str], against: str) -> Tolerance:
@@ -70,63 +124,33 @@ def pair_budget(dtypes: Sequence[str], against: str) -> Tolerance:
     return next((b for b in found if b.cosine is not None), found[0])
 
 
-def anchored(
-    w: Workload, tokens: torch.Tensor, base: BenchRunner, anchor: Anchor, dtype: str
-) -> tuple[Anchor, Tolerance]:
-    """Return the anchor, its rows the base's own where there is no float64, and the budget that the
-    base's rounding gives; rows [rows of the batch * steps, vocab]."""
-    base.rewind()
-    steps = [base.step(piece).float().cpu() for piece in pieces(w, tokens)]
-    want = torch.stack(steps, 1).flatten(0, 1)
-    found = replace(anchor, rows=want) if anchor.reason else anchor
-    return found, Tolerance(rounding=found.rounding(want, dtype))
+def logits_of(runner: BenchRunner, w: Workload, tokens: torch.Tensor) -> torch.Tensor:
+    """Return f32[rows of the batch * steps, vocab] of one request."""
+    runner.rewind()
+    steps = [runner.step(piece).float().cpu() for piece in pieces(w, tokens)]
+    return torch.stack(steps, 1).flatten(0, 1)
 
 
-#: of a step: errors of its rows, choices that are equal and that are close
-Compared = tuple[Errors, int, int]
-
-
-def compare_runners(
-    w: Workload,
-    tokens: torch.Tensor,
-    base: BenchRunner,
-    others: Sequence[tuple[BenchRunner, Tolerance]],
+def compared(
+    role: str,
+    got: torch.Tensor,
+    base: str,
+    want: torch.Tensor,
+    budget: Tolerance,
     anchor: Anchor | None = None,
-) -> list[Agreement]:
-    """Compare runners side by side over one request, so that no logits are kept. `anchor`: what the
-    distances of budgets with measured rounding start from, see `anchored`."""
-    for runner in (base, *(r for r, _ in others)):
-        runner.rewind()
-    steps: list[list[Compared]] = [[] for _ in others]
-    for at, piece in enumerate(pieces(w, tokens)):
-        want = base.step(piece).float().cpu()
-        rows = anchor.rows.unflatten(0, (len(want), -1))[:, at] if anchor else want
-        for found, (runner, budget) in zip(steps, others, strict=True):
-            got = runner.step(piece).float().cpu()
-            beside = replace(anchor, rows=rows) if anchor and budget.rounding else None
-            errors = beside.errors(got, want) if beside else row_errors(got, want)
-            found.append((errors, *_choices(got, want, budget)))
-    pairs = zip(others, steps, strict=True)
-    return [_judged(r.role, base.role, budget, found) for (r, budget), found in pairs]
-
-
-def _judged(role: str, base: str, budget: Tolerance, steps: Sequence[Compared]) -> Agreement:
-    columns = zip(*(vars(errors).values() for errors, _, _ in steps), strict=True)
-    errors = Errors(*map(torch.cat, columns))
-    equal, close = sum(s[1] for s in steps), sum(s[2] for s in steps)
-    holds = budget.all_hold(errors) and equal + close == len(errors.cosine)
+) -> Agreement:
+    """Compare rows of logits, and the tokens that they choose. `anchor`: what the distances of a
+    budget with measured rounding start from."""
+    beside = anchor if budget.rounding else None
+    errors = beside.errors(got, want) if beside else row_errors(got, want)
+    equal, close = _choices(got, want, budget)
+    holds = budget.all_hold(errors) and equal + close == len(want)
     worst = float(errors.cosine.min()), float(errors.relative.max())
-    found = Agreement(role, base, len(errors.cosine), *worst, equal, close, holds, Line(budget))
-    if (rounding := budget.rounding) is None:
-        return found
-    distances = errors.distance.tolist()
-    return replace(
-        found,
-        distance_median=median_of(distances),
-        distance_worst=worst_of(distances),
-        base_median=rounding.median,
-        base_worst=rounding.worst,
-    )
+    distances: tuple[float, ...] = ()
+    if rounding := budget.rounding:
+        own = errors.distance.tolist()
+        distances = median_of(own), worst_of(own), rounding.median, rounding.worst
+    return Agreement(role, base, len(want), *worst, equal, close, holds, Line(budget), *distances)
 
 
 def _choices(got: torch.Tensor, want: torch.Tensor, budget: Tolerance) -> tuple[int, int]:

@@ -14,22 +14,11 @@ from .stats import Number, Stat
 WORKLOAD = ("input_len", "output_len", "batch", "context", "seed", "text")
 MACHINE = ("cpu", "gpu", "cores", "torch")
 #: shown, unless all are asked for
-MAIN = frozenset(
-    [
-        "ttft_p50",
-        "itl_p50",
-        "itl_p90",
-        "itl_p99",
-        "tpot_mean",
-        "e2el_p50",
-        "prefill_throughput",
-        "decode_throughput",
-        "mbu",
-        "mfu",
-        "roof_ratio_prefill",
-        "roof_ratio_decode",
-    ]
-)
+MAIN = {
+    *("ttft_p50", "itl_p50", "itl_p90", "itl_p99", "tpot_mean", "e2el_p50"),
+    *("prefill_throughput", "decode_throughput", "mbu", "mfu"),
+    *("roof_ratio_prefill", "roof_ratio_decode"),
+}
 
 
 @dataclass(frozen=True)
@@ -55,43 +44,28 @@ class ReportComparison:
     differ: int
 
 
-def metrics(run: RunReport) -> Iterator[tuple[str, str, Stat]]:
-    """Yield (name, unit, stat) of every metric of a run."""
-    for key, stats in run.stats.items():
-        for name, stat in stats.items():
-            yield f"{key.removesuffix('_ms')}_{name}", "ms", stat
-    for name, stat in run.tokens_per_s.items():
-        yield f"{name}_throughput", "requests/s" if name == "request" else "tokens/s", stat
-    ratios = {f"roof_ratio_{phase}": stat for phase, stat in (run.roof_ratio or {}).items()}
-    for name, share in {"mbu": run.mbu, "mfu": run.mfu, **ratios}.items():
-        if share:
-            yield name, "share", share
-
-
 def compare_reports(a: BenchReport, b: BenchReport, every: bool = False) -> ReportComparison:
     """Compare the runs that are in both reports."""
-    rows = tuple(
-        row for one, two in _pairs(a, b) for row in _rows(one, two) if every or row.metric in MAIN
-    )
-    return ReportComparison(tuple(_notes(a, b)), rows, sum(r.differs for r in rows))
-
-
-def _pairs(a: BenchReport, b: BenchReport) -> list[tuple[RunReport, RunReport]]:
     others = {r.role: r for r in b.runs}
-    return [(r, others[r.role]) for r in a.runs if r.role in others]
+    pairs = [(r, others[r.role]) for r in a.runs if r.role in others]
+    rows = [row for pair in pairs for row in _rows(*pair) if every or row.metric in MAIN]
+    return ReportComparison(tuple(_notes(a, b, pairs)), tuple(rows), sum(r.differs for r in rows))
 
 
 def _rows(a: RunReport, b: RunReport) -> Iterator[MetricPair]:
-    others = {name: stat for name, _, stat in metrics(b)}
-    for name, unit, one in metrics(a):
-        if two := others.get(name):
+    others = b.metrics()
+    for name, (unit, one) in a.metrics().items():
+        if name in others:
+            two = others[name][1]
             ratio = two.value / one.value if one.value else None
             yield MetricPair(
                 a.role, name, unit, one, two, ratio, one.differs(two), a.void or b.void
             )
 
 
-def _notes(a: BenchReport, b: BenchReport) -> Iterator[str]:
+def _notes(
+    a: BenchReport, b: BenchReport, pairs: list[tuple[RunReport, RunReport]]
+) -> Iterator[str]:
     if a.model_id != b.model_id:
         yield f"A is {a.model_id}, B is {b.model_id}"
     sides = [
@@ -104,7 +78,7 @@ def _notes(a: BenchReport, b: BenchReport) -> Iterator[str]:
             yield f"{key}: {one} in A, {sides[1][key]} in B"
     for role in sorted({r.role for r in a.runs} ^ {r.role for r in b.runs}):
         yield f"{role} is in one of them only"
-    for pair in _pairs(a, b):
+    for pair in pairs:
         one, two = (r.engine and r.engine.manifest for r in pair)
         if one != two:
             yield f"{pair[0].role}: another engine (manifest {one} and {two})"
@@ -116,11 +90,8 @@ def compare_text(found: ReportComparison) -> str:
     for r in found.rows:
         mark = "VOID" if r.void else "differs" if r.differs else ""
         ratio = "-" if r.ratio is None else f"{r.ratio:.3f}"
-        lines.append([f"{r.role:10} {r.metric}", _shown(r.a), _shown(r.b), ratio, mark])
+        a, b = (f"{s.value:.4g} ± {s.spread:.2g}" for s in (r.a, r.b))
+        lines.append([f"{r.role:10} {r.metric}", a, b, ratio, mark])
     notes = "".join(f"note: {n}\n" for n in found.notes)
     count = f"{found.differ} of {len(found.rows)} differ by more than their spreads"
     return notes + aligned(lines, indent=0) + count
-
-
-def _shown(stat: Stat) -> str:
-    return f"{stat.value:.4g} ± {stat.spread:.2g}"

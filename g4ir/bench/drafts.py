@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -53,14 +53,12 @@ class Writer:
     tally: AcceptanceStats = field(default_factory=AcceptanceStats)
 
     def __post_init__(self) -> None:
+        sizes = tuple(sorted({self.w.batch, self.engine.limits.max_batch}))
+        config = SchedulerConfig(sizes, None, prefix_bytes=0, draft_rows=self.w.batch)
         self.schedulers = {
-            role: Scheduler(self.engine, self._config(draft))
+            role: Scheduler(self.engine, replace(config, draft=draft))
             for role, draft in ((PLAIN, NO_DRAFT), (DRAFTED, self.draft))
         }
-
-    def _config(self, draft: SpeculativeConfig) -> SchedulerConfig:
-        sizes = tuple(sorted({self.w.batch, self.engine.limits.max_batch}))
-        return SchedulerConfig(sizes, None, prefix_bytes=0, draft=draft, draft_rows=self.w.batch)
 
     def turns(self, count: int) -> dict[str, Callable[[], list[RequestTiming]]]:
         """Return what a round of a benchmark runs."""
@@ -105,10 +103,7 @@ class Writer:
             tuple(accepted),
             same,
             self.w.batch * self.w.output_len,
-            {
-                PLAIN: speeds(self.w, plain)["decode"],
-                DRAFTED: speeds(self.w, drafted)["decode"],
-            },
+            {role: speeds(self.w, requests[role])["decode"] for role in (PLAIN, DRAFTED)},
             over(plain, drafted, TAKE["itl"]),
             over(plain, drafted, TAKE["e2el"]),
         )

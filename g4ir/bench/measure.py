@@ -14,7 +14,7 @@ import torch
 
 from .roof import Rates, middle
 from .runners import BenchRunner, pieces
-from .stats import Stat, around, mean, median, stats
+from .stats import Stat, around, mean, median, stat, stats
 from .workload import Workload
 
 #: a runner's share of a round lasts at least this long, or takes this many requests
@@ -103,8 +103,7 @@ def speeds(w: Workload, rounds: Rounds) -> dict[str, Stat]:
     """
 
     def rate(tokens: int, seconds: Callable[[RequestTiming], float]) -> Stat:
-        by_round = [tokens / mean([seconds(r) for r in many]) for many in rounds]
-        return around(tokens / mean([seconds(r) for r in _all(rounds)]), by_round)
+        return stat(rounds, lambda many: tokens / mean([seconds(r) for r in many]))
 
     steps = w.output_len - 1
     return {

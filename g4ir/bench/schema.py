@@ -8,7 +8,8 @@ raw samples: `samples_ms.ttft[round][request]`, `samples_ms.itl[round][request][
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,30 +18,24 @@ from g4ir.spec.reader import Length, Line, OneOf, Range, Where, build, json_obje
 
 from .agreement import Agreement
 from .stats import Amount, Number, Stat
+from .workload import Workload
 
 #: counts up when a key changes its meaning or goes away
 VERSION = 2
 KIND = "g4ir bench"
-LATENCIES = ("ttft", "tpot", "itl", "e2el")
 VLLM_STATISTICS = {"mean": "mean", "median": "p50", "p99": "p99"}
+Some = Annotated[int, Range(1)]
 Stats = dict[str, Stat]
 Samples = tuple[tuple[Any, ...], ...]
 
 
-@dataclass(frozen=True)
-class WorkloadFacts:
-    """input_len: tokens of a prompt; output_len: choices per row, exactly; batch: rows; context:
-    tokens held before the prompt; seed: of the tokens; text: the file that they come from; warmup:
-    requests of each runner before the rounds."""
+@dataclass(frozen=True, kw_only=True)
+class WorkloadFacts(Workload):
+    """warmup: requests of each runner before the rounds."""
 
-    input_len: Annotated[int, Range(1)]
-    output_len: Annotated[int, Range(2)]
-    batch: Annotated[int, Range(1)]
-    context: Amount
-    seed: Amount
-    text: Line | None
+    text: Line | None = None
     rounds: Annotated[int, Range(2)]
-    requests_per_round: Annotated[int, Range(1)]
+    requests_per_round: Some
     warmup: Amount
 
 
@@ -126,6 +121,20 @@ class RunReport:
     param_bytes: Amount | None = None
     bytes_per_token: Amount | None = None
 
+    def metrics(self) -> dict[str, tuple[str, Stat]]:
+        """Return name -> unit and value."""
+        found = {
+            f"{key.removesuffix('_ms')}_{name}": ("ms", stat)
+            for key, stats in self.stats.items()
+            for name, stat in stats.items()
+        }
+        for name, stat in self.tokens_per_s.items():
+            unit = "requests/s" if name == "request" else "tokens/s"
+            found[f"{name}_throughput"] = unit, stat
+        ratios = {f"roof_ratio_{phase}": stat for phase, stat in (self.roof_ratio or {}).items()}
+        shares = {"mbu": self.mbu, "mfu": self.mfu, **ratios}
+        return found | {name: ("share", stat) for name, stat in shares.items() if stat}
+
 
 @dataclass(frozen=True)
 class Speedup:
@@ -145,7 +154,7 @@ class DraftFacts:
     second of all rows; speedup: time without over time with, of decode and of whole requests."""
 
     source: Line
-    tokens: Annotated[int, Range(1)]
+    tokens: Some
     prompt: Line
     tokens_per_round: Annotated[float, Range(1)]
     accepted: tuple[float, ...]
@@ -200,13 +209,7 @@ class BenchReport:
 
 def plain(value: Any) -> Any:
     """Return a record as JSON values."""
-    if is_dataclass(value):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    return value
+    return json.loads(json.dumps(asdict(value)))
 
 
 def read_report(file: str | Path) -> BenchReport:
@@ -227,9 +230,8 @@ def read_report(file: str | Path) -> BenchReport:
 
 def report_of(values: Any, file: str = "report") -> BenchReport:
     """Convert JSON values to a report; InputError names the key that is missing or wrong."""
-    where = Where(file, 0)
     try:
-        made: BenchReport = build(BenchReport, tree_of(values, where, exact=True))
+        made: BenchReport = build(BenchReport, tree_of(values, Where(file, 0), exact=True))
     except SpecError as e:
         raise InputError(f"{e} (is it a report of g4ir bench?)") from None
     return made

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import fmean as mean
 from statistics import median
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from g4ir.spec.reader import Range
 
@@ -24,6 +24,7 @@ FLOOR = 0.02
 #: Student's t, 97.5 %, for 1, 2, ... degrees of freedom; more are as the last
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 Samples = Sequence[float]
+T = TypeVar("T")
 Amount = Annotated[int, Range(0)]
 #: null where there is none, or where it is no number
 Number = float | None
@@ -60,7 +61,7 @@ STATISTICS: dict[str, Callable[[Samples], float]] = {
 }
 
 
-def stat(rounds: Sequence[Samples], statistic: Callable[[Samples], float]) -> Stat:
+def stat(rounds: Sequence[Sequence[T]], statistic: Callable[[Sequence[T]], float]) -> Stat:
     """Return one statistic of the samples of several rounds."""
     value = statistic([x for samples in rounds for x in samples])
     return around(value, [statistic(samples) for samples in rounds])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import platform
+import resource
 import subprocess
 import time
 from pathlib import Path
@@ -30,10 +31,15 @@ PACKAGES = ("transformers", "triton")
 
 def environment(device: str = "cpu") -> dict[str, Any]:
     """Return CPU or GPU model, clocks where they can be read, threads, versions, commit, date."""
-    versions = {p: v for p in PACKAGES if (v := _version(p))}
+    models, clocks = (_lines("/proc/cpuinfo", key) for key in ("model name", "cpu MHz"))
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     return {
         **(_gpu() if device == "cuda" else {}),
-        **_cpu(),
+        "cpu": models[0] if models else platform.processor(),
+        "cpu_mhz": round(sum(map(float, clocks)) / len(clocks)) if clocks else None,
         "cores": torch.get_num_threads(),
         "isa": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
@@ -46,22 +52,12 @@ def environment(device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _cpu() -> dict[str, Any]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [x.partition(":")[2].strip() for x in lines if x.startswith("model name")]
-    clocks = [float(x.partition(":")[2]) for x in lines if x.startswith("cpu MHz")]
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "cpu_mhz": round(sum(clocks) / len(clocks)) if clocks else None,
-    }
+def _lines(file: str, key: str) -> list[str]:
+    """Return what a file of the system says of a key; nothing where there is none."""
+    with contextlib.suppress(OSError):
+        lines = Path(file).read_text().splitlines()
+        return [line.partition(":")[2].strip() for line in lines if line.startswith(key)]
+    return []
 
 
 def _gpu() -> dict[str, Any]:
@@ -92,9 +88,6 @@ def commit() -> str:
     return "unknown"
 
 
-# ---- memory -----------------------------------------------------------------------------------
-
-
 def reset_peak(device: str) -> None:
     """Start a new peak, where the system lets us."""
     with contextlib.suppress(OSError):
@@ -104,17 +97,9 @@ def reset_peak(device: str) -> None:
 
 
 def peak_memory(device: str) -> dict[str, int]:
-    """Return bytes since `reset_peak`: the process's resident memory and the CUDA allocator's."""
+    """Return bytes since `reset_peak`, or since the process began where the system cannot say: the
+    process's resident memory and the CUDA allocator's."""
+    peak = [int(text.split()[0]) for text in _lines("/proc/self/status", "VmHWM:")]
+    kib = peak[0] if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     cuda = {"cuda_bytes": torch.cuda.max_memory_allocated()} if device == "cuda" else {}
-    return {"rss_bytes": _status("VmHWM"), **cuda}
-
-
-def _status(key: str) -> int:
-    """Return a size of /proc/self/status in bytes; the peak of the run where there is none."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(f"{key}:"):
-                return int(line.split()[1]) * 1024
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"rss_bytes": kib * 1024, **cuda}

@@ -1,44 +1,50 @@
-"""A report as text."""
+"""A report as text and as a plot."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from g4ir.ui.plots import figure
 from g4ir.ui.table import aligned
 from g4ir.ui.units import scale, size_text
 
 from .schema import BenchReport, DraftFacts, RunReport, Speedup
 from .stats import Stat
 
-ENGINE = "engine"
-#: label, path in a run, unit, factor; a line that no run has is left out
+#: label -> metric; a line that no run has is left out
 ROWS = (
-    ("prefill TTFT p50", "stats.ttft_ms.p50", " ms", 1.0),
-    ("         p99", "stats.ttft_ms.p99", " ms", 1.0),
-    ("         tokens/s", "tokens_per_s.prefill", "", 1.0),
-    ("         MFU", "mfu", " %", 100.0),
-    ("         of the roofline", "roof_ratio.prefill", " %", 100.0),
-    ("decode  ITL p50", "stats.itl_ms.p50", " ms", 1.0),
-    ("         p90", "stats.itl_ms.p90", " ms", 1.0),
-    ("         p99", "stats.itl_ms.p99", " ms", 1.0),
-    ("         mean", "stats.itl_ms.mean", " ms", 1.0),
-    ("         tokens/s a user", "tokens_per_s.decode_per_user", "", 1.0),
-    ("         tokens/s total", "tokens_per_s.decode", "", 1.0),
-    ("         MBU", "mbu", " %", 100.0),
-    ("         of the roofline", "roof_ratio.decode", " %", 100.0),
-    ("request  TPOT mean", "stats.tpot_ms.mean", " ms", 1.0),
-    ("         E2E p50", "stats.e2el_ms.p50", " ms", 1.0),
-    ("         output tokens/s", "tokens_per_s.output", "", 1.0),
+    ("prefill TTFT p50", "ttft_p50"),
+    ("         p99", "ttft_p99"),
+    ("         tokens/s", "prefill_throughput"),
+    ("         MFU", "mfu"),
+    ("         of the roofline", "roof_ratio_prefill"),
+    ("decode  ITL p50", "itl_p50"),
+    ("         p90", "itl_p90"),
+    ("         p99", "itl_p99"),
+    ("         mean", "itl_mean"),
+    ("         tokens/s a user", "decode_per_user_throughput"),
+    ("         tokens/s total", "decode_throughput"),
+    ("         MBU", "mbu"),
+    ("         of the roofline", "roof_ratio_decode"),
+    ("request  TPOT mean", "tpot_mean"),
+    ("         E2E p50", "e2el_p50"),
+    ("         output tokens/s", "output_throughput"),
 )
+#: unit of a metric -> what follows its value, and a factor
+UNITS = {"ms": (" ms", 1.0), "share": (" %", 100.0)}
+#: phase -> statistic of a run that is plotted, and its title
+PANELS = {"prefill": ("ttft_ms", "TTFT p50, ms"), "decode": ("itl_ms", "ITL p50, ms")}
 
 
 def text(report: BenchReport) -> str:
     """Return environment, roofline, agreement, the runs side by side, and each run's details."""
     lines = [*_head(report), "", _table(report.runs)]
     names = {r.role: r.name or r.role for r in report.runs}
+    own = next(iter(names.values()))
     for role, s in report.speedup.items():
-        lines.append(f"{f'{names[ENGINE]} over {names[role]}':26}{_speedup(s)}")
+        lines.append(f"{f'{own} over {names[role]}':26}{_speedup(s)}")
     lines += _drafts(report.drafts) if report.drafts else []
     lines.append("")
     for run in report.runs:
@@ -98,25 +104,19 @@ def _rate(stat: Stat, unit: str) -> str:
 
 def _table(runs: Sequence[RunReport]) -> str:
     lines = [["", *(r.name or r.role for r in runs)]]
-    for label, path, unit, factor in ROWS:
-        found = [_at(run, path) for run in runs]
-        if any(found):
-            cells = (_cell(r, s, unit, factor) for r, s in zip(runs, found, strict=True))
+    metrics = [run.metrics() for run in runs]
+    for label, name in ROWS:
+        if any(name in m for m in metrics):
+            cells = (_cell(r, m.get(name)) for r, m in zip(runs, metrics, strict=True))
             lines.append([label, *cells])
     return aligned(lines, indent=0).rstrip("\n")
 
 
-def _at(run: RunReport, path: str) -> Stat | None:
-    value: Any = run
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, dict) else getattr(value, key, None)
-    return value if isinstance(value, Stat) else None
-
-
-def _cell(run: RunReport, stat: Stat | None, unit: str, factor: float) -> str:
-    if stat is None:
+def _cell(run: RunReport, metric: tuple[str, Stat] | None) -> str:
+    if metric is None:
         return "-"
-    return f"{'VOID ' if run.void else ''}{_shown(stat, factor)}{unit}"
+    unit, factor = UNITS.get(metric[0], ("", 1.0))
+    return f"{'VOID ' if run.void else ''}{_shown(metric[1], factor)}{unit}"
 
 
 def _shown(stat: Stat, factor: float = 1.0) -> str:
@@ -170,3 +170,38 @@ def _engine_details(run: RunReport) -> Iterator[str]:
         )
     calls = ", ".join(f"{v:g} {k.replace('_', ' ')}" for k, v in run.calls_per_step.items())
     yield f"  calls    {calls} in a decode step"
+
+
+def plot_bench(path: str | Path, reports: Mapping[str, BenchReport]) -> None:
+    """Plot p50 of TTFT and ITL of every run, with the least time at the measured roofline. Keys of
+    `reports` tell their runs apart; void runs are hatched."""
+    runs = {
+        f"{label} {run.name or run.role}".strip(): run
+        for label, report in reports.items()
+        for run in report.runs
+    }
+    titles = {
+        f"{r.model_id}, {w.batch} x {w.input_len} in, {w.output_len} out, {w.context} in the KV "
+        f"cache"
+        for r in reports.values()
+        for w in [r.workload]
+    }
+    with figure(path, 9, 4.2, columns=2) as axes:
+        for panel, (phase, (key, title)) in zip(axes, PANELS.items(), strict=True):
+            _bars(panel, runs, phase, key)
+            panel.set_title(f"{phase}: {title}")
+        axes[0].figure.suptitle("; ".join(sorted(titles)), fontsize="medium")
+
+
+def _bars(axes: Any, runs: Mapping[str, RunReport], phase: str, key: str) -> None:
+    for i, run in enumerate(runs.values()):
+        stat, hatch = run.stats[key]["p50"], "//" if run.void else None
+        axes.bar(i, stat.value, yerr=stat.spread, color=f"C{i}", capsize=4, hatch=hatch)
+        if run.work:
+            least = getattr(run.work, phase).floor_ms
+            axes.plot([i - 0.4, i + 0.4], [least, least], "k--", label="roofline")
+    ticks = [f"{name}\nVOID" if run.void else name for name, run in runs.items()]
+    axes.set_xticks(range(len(runs)), ticks, fontsize="small")
+    axes.set_ylim(bottom=0)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[:1], labels[:1], fontsize="small")

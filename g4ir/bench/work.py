@@ -20,7 +20,7 @@ from g4ir.ir.flatten import flatten
 from g4ir.ir.graph import Graph
 from g4ir.plan.cost import Cost, NodeCost, Roof, floor, graph_costs, total
 
-from .runners import EngineRunner, pieces, prepare
+from .runners import EngineRunner, pieces
 from .schema import PhaseWork, WorkFacts
 from .stats import mean
 from .workload import Workload
@@ -93,34 +93,45 @@ def find_work(engine: Engine, w: Workload, tokens: torch.Tensor) -> Work:
     """Return the cost of a request. Experts are counted by the interpreter, which runs the same
     tokens once more; an engine without experts is not run."""
     chunks = list(request_chunks(w, engine.limits.prefill_chunk))
-    routed = any(flatten(engine.program.graphs["decode"]).find("router"))
-    if routed:
+    moe = engine.spec.text.moe
+    if moe:
         chunks = _counted(engine, w, tokens, chunks)
-    prompts = len(chunks) - (w.output_len - 1)
-    steps = chunks[prompts:]
-    some = [steps[i * len(steps) // n] for n in (min(DECODE_STEPS, len(steps)),) for i in range(n)]
+    prompts, steps = chunks[: 1 - w.output_len], chunks[1 - w.output_len :]
+    count = min(DECODE_STEPS, len(steps))
+    some = [steps[i * len(steps) // count] for i in range(count)]
+    experts: dict[str, Any] | None = None
+    if moe:
+        prefill, decode = (
+            mean([c.distinct for c in many if c.distinct is not None]) for many in (prompts, steps)
+        )
+        experts = {
+            "source": "counted by the interpreter on the same tokens",
+            "experts": moe.num_experts,
+            "per_token": moe.top_k_experts,
+            "prefill_distinct": prefill,
+            "decode_distinct": decode,
+        }
 
     def priced(many: Sequence[GraphRun]) -> tuple[tuple[GraphRun, list[NodeCost]], ...]:
         return tuple((c, chunk_costs(engine, c, w.batch)) for c in many)
 
-    experts = _described(engine, chunks[:prompts], steps) if routed else None
-    return Work(priced(chunks[:prompts]), priced(some), experts)
+    return Work(priced(prompts), priced(some), experts)
 
 
 def chunk_costs(engine: Engine, c: GraphRun, batch: int) -> list[NodeCost]:
     """Return the costs of the nodes that a run of a chunk needs."""
     g = engine.program.graphs[c.phase]
+    live = _live(g, c)
     costs = graph_costs(g, B=batch, S=c.new, C=c.held, experts=c.distinct)
-    if c.logits:
-        return costs
-    live = _state_nodes(g)
     return [n for n in costs if n.node in live]
 
 
-def _state_nodes(g: Graph) -> set[str]:
-    """Return the first results of the nodes that the caches follow from."""
-    wanted = {v.name for v in g.next.values()}
-    live = set()
+def _live(g: Graph, c: GraphRun) -> set[str]:
+    """Return the first results of the nodes that run: all for logits, else those that the caches
+    follow from."""
+    if c.logits:
+        return {n.outputs[0].name for n in g.nodes}
+    wanted, live = {v.name for v in g.next.values()}, set()
     for n in reversed(g.nodes):
         if any(v.name in wanted for v in n.outputs):
             live.add(n.outputs[0].name)
@@ -128,44 +139,27 @@ def _state_nodes(g: Graph) -> set[str]:
     return live
 
 
-# ---- experts ----------------------------------------------------------------------------------
-
-
 def _counted(
     engine: Engine, w: Workload, tokens: torch.Tensor, chunks: list[GraphRun]
 ) -> list[GraphRun]:
     """Return the chunks with their `distinct`. Fused ops are opened: each router is a node."""
     engine = replace(engine, program=engine.program.map(flatten))
-    routers = {n.outputs[1].name for g in engine.program.graphs.values() for n in g.find("router")}
+    routers = {p: [*g.find("router")] for p, g in engine.program.graphs.items()}
+    names = {n.outputs[1].name for nodes in routers.values() for n in nodes}
     counts: defaultdict[ChunkPosition, dict[str, int]] = defaultdict(dict)
 
     def see(place: ChunkPosition, name: str, t: torch.Tensor) -> None:
-        if name in routers:
+        if name in names:
             counts[place][name] = int(t.unique().numel())
 
     runner = EngineRunner(watching(reference_engine(engine, held=True), see), w.batch)
-    prepare(runner, w, tokens)
+    runner.hold(tokens[:, : w.context])
     for piece in pieces(w, tokens):
         runner.step(piece)
-    places = [ChunkPosition(c.phase, c.held, c.held + c.new - 1) for c in chunks]
-    return [_with_count(engine, c, counts[p]) for c, p in zip(chunks, places, strict=True)]
-
-
-def _with_count(engine: Engine, c: GraphRun, counts: dict[str, int]) -> GraphRun:
-    g = engine.program.graphs[c.phase]
-    live = {n.outputs[0].name for n in g.nodes} if c.logits else _state_nodes(g)
-    ran = [counts[n.outputs[1].name] for n in g.find("router") if n.outputs[0].name in live]
-    return replace(c, distinct=mean(ran)) if ran else c
-
-
-def _described(engine: Engine, prompts: list[GraphRun], steps: list[GraphRun]) -> dict[str, Any]:
-    """Return how many experts there are, and how many were touched in a layer, on average."""
-    moe = engine.spec.text.moe
-    assert moe
-    return {
-        "source": "counted by the interpreter on the same tokens",
-        "experts": moe.num_experts,
-        "per_token": moe.top_k_experts,
-        "prefill_distinct": mean([c.distinct for c in prompts if c.distinct is not None]),
-        "decode_distinct": mean([c.distinct for c in steps if c.distinct is not None]),
-    }
+    found = []
+    for c in chunks:
+        seen = counts[ChunkPosition(c.phase, c.held, c.held + c.new - 1)]
+        live = _live(engine.program.graphs[c.phase], c)
+        ran = [seen[n.outputs[1].name] for n in routers[c.phase] if n.outputs[0].name in live]
+        found.append(replace(c, distinct=mean(ran)) if ran else c)
+    return found

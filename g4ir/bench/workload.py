@@ -10,37 +10,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import torch
 
 from g4ir.chat.prompt import text_ids
 from g4ir.check.tokens import check_no_media, random_ids
 from g4ir.errors import InputError
 from g4ir.plan.engine_limits import Limits
+from g4ir.spec.reader import Range
 
 if TYPE_CHECKING:
-    import torch
-
     from g4ir.engine.engine import Engine
 
 DEFAULT_INPUT, DEFAULT_OUTPUT = 512, 64
 
 
-class Limited(Protocol):
-    """An engine, or its manifest."""
-
-    @property
-    def limits(self) -> Limits: ...
-
-
 @dataclass(frozen=True)
 class Workload:
-    """Lengths are tokens per row; `batch` is the number of rows."""
+    """input_len, output_len: tokens of a prompt, and choices per row, exactly; batch: rows;
+    context: tokens held before the prompt; seed: of the tokens; text: the file they come from."""
 
-    input_len: int
-    output_len: int
-    batch: int = 1
-    context: int = 0
-    seed: int = 0
+    input_len: Annotated[int, Range(1)]
+    output_len: Annotated[int, Range(2)]
+    batch: Annotated[int, Range(1)] = 1
+    context: Annotated[int, Range(0)] = 0
+    seed: Annotated[int, Range(0)] = 0
     text: str | None = None
 
     @property
@@ -50,7 +46,7 @@ class Workload:
 
 
 def plan_workload(
-    engines: Sequence[Limited],
+    limits: Sequence[Limits],
     input_len: int | None = None,
     output_len: int | None = None,
     batch: int = 1,
@@ -58,12 +54,9 @@ def plan_workload(
     seed: int = 0,
     text: str | None = None,
 ) -> Workload:
-    """Return a workload that fits every engine; lengths left open become 512 and 64, or what fits.
-
-    Raises InputError naming the size that is out of range and the limit.
-    """
-    room = min(e.limits.max_seq for e in engines)
-    rows = min(e.limits.max_batch for e in engines)
+    """Return a workload within every engine's limits; lengths left open become 512 and 64, or what
+    fits. InputError names the size that is out of range and the limit."""
+    room, rows = min(x.max_seq for x in limits), min(x.max_batch for x in limits)
     for flag, size, least, most, limit in (
         ("--context", context, 0, room - 2, f"--max-seq {room}"),
         ("--batch", batch, 1, rows, f"--max-batch {rows}"),
@@ -87,21 +80,14 @@ def plan_workload(
 
 def draw_tokens(w: Workload, engine: Engine) -> torch.Tensor:
     """Return i64[batch, fed]: the context, the prompt, then the token of each single step."""
-    if w.text is not None:
-        return _text_tokens(w, w.text, engine)
-    return random_ids(engine, (w.batch, w.fed), w.seed)
-
-
-def _text_tokens(w: Workload, file: str, engine: Engine) -> torch.Tensor:
-    import torch
-
+    if w.text is None:
+        return random_ids(engine, (w.batch, w.fed), w.seed)
     try:
-        with open(file, encoding="utf-8") as f:
-            ids = text_ids(engine.tokenizer(), [f.read()])[0]
+        ids = text_ids(engine.tokenizer(), [Path(w.text).read_text(encoding="utf-8")])[0]
     except UnicodeDecodeError as e:
-        raise InputError(f"bench: --text {file}: not UTF-8 text: {e}") from e
+        raise InputError(f"bench: --text {w.text}: not UTF-8 text: {e}") from e
     wanted = w.batch * w.fed
     if len(ids) < wanted:
-        raise InputError(f"bench: --text {file}: {len(ids)} tokens; {wanted} are needed")
-    check_no_media(engine, ids[:wanted], f"bench: --text {file}")
+        raise InputError(f"bench: --text {w.text}: {len(ids)} tokens; {wanted} are needed")
+    check_no_media(engine, ids[:wanted], f"bench: --text {w.text}")
     return torch.tensor(ids[:wanted]).view(w.batch, w.fed)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from g4ir.errors import InputError
 from g4ir.model.names import HEAD
 from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import WeightSource
-
-if TYPE_CHECKING:
-    import torch
 
 
 @contextmanager
@@ -38,7 +37,6 @@ def hf_model(
 ) -> Any:
     """Return the transformers text model of a spec with the weights of `source`; of weights in
     codes, what they mean."""
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = spec.to_hf()
@@ -71,8 +69,6 @@ def rows_kept(model: Any) -> Any:
     Given an int, 5.24 computes that row alone in layers that share K and V, and raises TypeError
     unless the model has per-layer embeddings: models without them get the row's index.
     """
-    import torch
-
     text = model.config.get_text_config()
     fails = text.num_kv_shared_layers and not text.hidden_size_per_layer_input
     return torch.tensor([-1]) if fails else 1
@@ -80,8 +76,6 @@ def rows_kept(model: Any) -> Any:
 
 def _restore_buffers(model: Any, config: Any) -> None:
     """Restore constants that are no checkpoint tensors: rope frequencies and embedding scales."""
-    import torch
-
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
     for module in model.modules():
         if type(module).__name__.endswith("ScaledWordEmbedding"):

@@ -26,7 +26,8 @@ from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
@@ -51,21 +52,8 @@ from .quality import find_quality, nll
 from .reference import reference_engine
 from .report import SATURATED, Greedy, LayerError, Position, Saturation, VerifyReport, engine_name
 from .rounding_baseline import coarse
-from .tokens import (
-    EVERY_LOGITS,
-    chunks_of,
-    given_tokens,
-    plan_turns,
-    positions_of,
-    random_tokens,
-    split_steps,
-    wanted_tokens,
-)
+from .tokens import Turns, given_tokens, plan_turns, random_tokens, wanted_tokens
 from .watch import first_difference, first_not_finite
-
-if TYPE_CHECKING:
-    import torch
-
 
 AGAINST = ("reference", "hf")
 
@@ -95,17 +83,16 @@ def verify_engine(
     ids = given_tokens(engine, tokens)
     if ids is None:
         ids = random_tokens(engine, wanted_tokens(engine))
-    turns = plan_turns(engine, len(ids))
-    every = engine.all_logits and len(ids) * engine.spec.text.vocab_size <= EVERY_LOGITS
+    given = plan_turns(engine, ids)
     with find_peer(engine, against, checkpoint, progress) as peer:
-        report = _compare(engine, peer, ids, turns, every, against, checkpoint, progress)
+        report = _compare(engine, peer, given, against, checkpoint, progress)
         if not report.ok:
             progress("looking for the first difference")
             odd = any(math.isnan(p.absolute) for p in report.positions)
-            found = (odd and first_not_finite(engine, ids, turns)) or (
+            found = (odd and first_not_finite(engine, given)) or (
                 ROUNDS_ALONE
                 if report.plain_ok and not all(p.ok for p in report.rounds)
-                else _first(engine, peer, ids, turns, report.budget.inside)
+                else _first(engine, peer, given, report.budget.inside)
             )
             report = replace(report, first_difference=found)
         reference = peer.engine if isinstance(peer, EnginePeer) else None
@@ -117,82 +104,63 @@ def verify_engine(
 def _compare(
     engine: Engine,
     peer: Peer,
-    ids: torch.Tensor,
-    turns: list[int],
-    every: bool,
+    given: Turns,
     against: str,
     checkpoint: str | Path | None,
     progress: Progress,
 ) -> VerifyReport:
-    own = EnginePeer(engine)
-    rounded = engine.dtype in ROUNDED
-    ends = [*accumulate(chunks_of(turns, engine.limits.prefill_chunk), initial=-1)][1:]
+    own, rounded, text = EnginePeer(engine), engine.dtype in ROUNDED, engine.spec.text
+    ids, where, count = given.ids, given.where, f"{len(given.ids)} tokens"
+    chunks = given.chunks(engine.limits.prefill_chunk)
+    ends = [n - 1 for n in accumulate(map(len, chunks))]
     shown = range(len(ids)) if rounded else ends
     mine: Rows = {}
     theirs: Rows = {}
-    progress(f"{len(ids)} tokens through the engine")
-    got = own.logits(ids, turns, every, shown, mine)
-    progress(f"{len(ids)} tokens through {against}")
-    want = peer.logits(ids, turns, every, shown, theirs)
-    where = positions_of(turns, every)
-    rounds = _in_rounds(own, ids, turns, got)
+    progress(f"{count} through the engine")
+    got = own.logits(given, shown, mine)
+    progress(f"{count} through {against}")
+    want = peer.logits(given, shown, theirs)
+    steps = given.steps if engine.draft_tokens else 0
+    # Rows of single steps as rounds make them, where the engine has such.
+    rounds = torch.cat((got[: len(got) - steps], own.in_rounds(given))) if steps else got
     errors, again = row_errors(got, want), row_errors(rounds, want)
     budget = budget_of(engine.dtype, against, *coarse(engine))
     local: tuple[LocalError, ...] = ()
     if rounded:
         device = engine.device if against == "reference" else "cpu"
         refusal = float64_refusal(engine, len(ids), len(where), device)
-        progress(f"{len(ids)} tokens through {against} {'again' if refusal else 'in float64'}")
-        anchor = find_anchor(peer, [ids], turns, every, refusal)
-        if anchor and refusal:
-            anchor = replace(anchor, rows=want)
-        if anchor:
+        progress(f"{count} through {against} {'again' if refusal else 'in float64'}")
+        if anchor := find_anchor(peer, [given], refusal):
+            anchor = replace(anchor, rows=want) if refusal else anchor
             budget = Tolerance(rounding=anchor.rounding(want, engine.dtype))
             errors, again = anchor.errors(got, want), anchor.errors(rounds, want)
         if isinstance(peer, HfPeer) and not refusal:
             progress("each layer in float64 on the engine's own inputs")
-            local = peer.local(ids, turns, every, (got, mine), (want, theirs), engine.dtype)
+            local = peer.local(given, (got, mine), (want, theirs), engine.dtype)
     if budget.relative is not None and not all(
         bool(budget.holds(e).all()) for e in (errors, again)
     ):
-        progress(f"{len(ids)} tokens through the reference in float64")
-        budget = widened(budget, rounding_error(engine, ids, turns, every))
-    rows = _positions(where, errors, budget)
-    steps = split_steps(turns)[1] if engine.draft_tokens else 0
+        progress(f"{count} through the reference in float64")
+        budget = widened(budget, rounding_error(engine, given))
     progress("greedy tokens")
-    text, room = engine.spec.text, engine.limits.max_seq
-    greedy = _compare_greedy(own, peer, ids, room, text.readable_ids, budget)
+    greedy = _compare_greedy(own, peer, ids, engine.limits.max_seq, text.readable_ids, budget)
     likelihoods = nll(got, ids, where), nll(want, ids, where)
+    taken = _taken(engine, peer)
     return VerifyReport(
         engine_name(engine),
         against,
         budget,
-        tuple(turns),
-        rows,
+        tuple(given.sizes),
+        _positions(where, errors, budget),
         greedy,
         likelihoods if len(where) > 1 else None,
         None,
-        _layer_errors(engine.spec.text.num_hidden_layers, _only(mine, ends), theirs),
-        _saturation(engine.spec.text.final_logit_softcapping, got, want),
+        _layer_errors(text.num_hidden_layers, _only(mine, ends), theirs),
+        _saturation(text.final_logit_softcapping, got, want),
         local=local,
         rounds=_positions(where, again, budget)[len(where) - steps :],
-        quality=find_quality(
-            engine, got, ids, turns, every, where, checkpoint, _taken(engine, peer), progress
-        ),
+        quality=find_quality(engine, got, given, checkpoint, taken, progress),
     )
-
-
-def _in_rounds(
-    own: EnginePeer, ids: torch.Tensor, turns: Sequence[int], got: torch.Tensor
-) -> torch.Tensor:
-    """Return rows of logits `got` with those of the single steps as rounds make them, where the
-    engine has such."""
-    import torch
-
-    if not own.engine.draft_tokens:
-        return got
-    rows = own.in_rounds(ids, turns)
-    return torch.cat((got[: len(got) - len(rows)], rows))
 
 
 def _positions(where: Sequence[int], errors: Errors, budget: Tolerance) -> tuple[Position, ...]:
@@ -210,25 +178,17 @@ def _taken(engine: Engine, peer: Peer) -> int:
     return held + theirs * (engine.device == "cpu")
 
 
-def find_anchor(
-    peer: Peer,
-    rows: Sequence[torch.Tensor],
-    turns: Sequence[int],
-    every: bool,
-    refusal: str | None,
-) -> Anchor | None:
-    """Return what distances of a batch of tokens i64[T] are measured from: the peer in float64,
+def find_anchor(peer: Peer, rows: Sequence[Turns], refusal: str | None) -> Anchor | None:
+    """Return what distances of a batch are measured from: the peer in float64,
     rows of logits one request after the other; where that is refused no rows, and the other mode
     alone. None where the other mode says nothing: the interpreter's makes nearly the same
     roundings."""
-    import torch
-
     if refusal and isinstance(peer, EnginePeer):
         return None
-    other = torch.cat([peer.other(ids, turns, every).cpu() for ids in rows])
+    other = torch.cat([peer.other(given).cpu() for given in rows])
     if refusal:
         return Anchor("its other mode", other[:0], [other], refusal)
-    wide = torch.cat([peer.wide(ids, turns, every).cpu() for ids in rows])
+    wide = torch.cat([peer.wide(given).cpu() for given in rows])
     return Anchor("float64", wide, [other])
 
 
@@ -237,8 +197,6 @@ def _only(rows: Rows, at: Sequence[int]) -> Rows:
 
 
 def _layer_errors(count: int, mine: Rows, theirs: Rows) -> tuple[LayerError, ...]:
-    import torch
-
     out = []
     for layer in range(count):
         names = [f"L{layer}.out"] + [FINAL] * (layer + 1 == count)
@@ -258,15 +216,15 @@ def _saturation(cap: float | None, got: torch.Tensor, want: torch.Tensor) -> Sat
     return Saturation(cap, *shares)
 
 
-def rounding_error(engine: Engine, ids: torch.Tensor, turns: Sequence[int], every: bool) -> float:
+def rounding_error(engine: Engine, given: Turns) -> float:
     """Return how far rounding alone moves this model's logits (relative to the row's rms): the
     interpreter in fp32 against the interpreter in float64. Random weights can make a model in which
     it grows from layer to layer. Where it was asked to round to a coarse grid, also token by token:
     each mode rounds other numbers to the other side."""
     reference = EnginePeer(reference_engine(engine))
-    wide = reference.wide(ids, turns, every)
+    wide = reference.wide(given)
     modes = [reference.logits, *([reference.other] if coarse(engine) else [])]
-    return max(float(row_errors(mode(ids, turns, every), wide).relative.max()) for mode in modes)
+    return max(float(row_errors(mode(given), wide).relative.max()) for mode in modes)
 
 
 # ---- what the logits say -----------------------------------------------------------------------
@@ -293,16 +251,14 @@ def _is_close(logits: torch.Tensor, budget: Tolerance) -> bool:
 # ---- the first value that differs -------------------------------------------------------------
 
 
-def _first(
-    engine: Engine, peer: Peer, ids: torch.Tensor, turns: Sequence[int], budget: Tolerance
-) -> str:
+def _first(engine: Engine, peer: Peer, given: Turns, budget: Tolerance) -> str:
     """Describe the first value inside that is out of tolerance, in the reference's order."""
     if isinstance(peer, EnginePeer):
-        return first_difference(engine, peer.engine, ids, turns, budget) or (
+        return first_difference(engine, peer.engine, given, budget) or (
             "none inside; the logits differ"
         )
     reference = reference_engine(engine)
-    inside = first_difference(engine, reference, ids, turns, budget)
+    inside = first_difference(engine, reference, given, budget)
     return (
         f"{inside}, against reference"
         if inside

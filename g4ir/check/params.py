@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from g4ir.engine.load import open_weights
 from g4ir.ir.graph import Graph, Value
 from g4ir.ir.interpret import interpret
@@ -22,12 +24,10 @@ from g4ir.weights.pack import MadeParams, Packing
 from g4ir.weights.unpack import UnpackedWeights
 
 if TYPE_CHECKING:
-    import torch
-
     from g4ir.engine.engine import Engine
 
 #: a param of the graph before all passes -> its tensor
-Plain = Callable[[Value], "torch.Tensor"]
+Plain = Callable[[Value], torch.Tensor]
 
 
 def plain_params(engine: Engine, checkpoint: str | Path | None = None) -> Plain:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from g4ir.ir.graph import Node, Value, print_node
 from g4ir.ops import OPS
 from g4ir.ops.finite import require_finite
-
-if TYPE_CHECKING:
-    import torch
 
 #: values compared at once, in float64
 BLOCK = 1 << 24
@@ -148,8 +147,6 @@ def local_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     """[..., n] -> f64[...]: largest difference of each row, relative to the larger of the wanted
     value and its row's rms. Rows of next to no size count relative to the whole. A value that is
     not a number stays so."""
-    import torch
-
     size = want.shape[-1]
     rows = max(1, BLOCK // size)
     ones, twos = (t.detach().reshape(-1, size).split(rows) for t in (got, want))
@@ -162,8 +159,6 @@ def local_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
 def _are_equal(got: torch.Tensor, want: torch.Tensor) -> bool:
     """Return whether they are equal, as most values of right stages are: seen in a tenth of the
     time that their errors take."""
-    import torch
-
     alike = got.dtype == want.dtype and got.device == want.device
     return alike and torch.equal(got, want)
 
@@ -268,8 +263,6 @@ class StageComparison:
 
 def _rows_like(close: torch.Tensor | None, errors: torch.Tensor) -> torch.Tensor:
     """Return bool[B, S] in the shape of errors [B, S, ...]; all False where the rows are others."""
-    import torch
-
     if close is None or close.shape != errors.shape[:2]:
         return torch.zeros_like(errors, dtype=torch.bool)
     return close.cpu().reshape(close.shape + (1,) * (errors.dim() - 2)).expand_as(errors)

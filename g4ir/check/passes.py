@@ -21,7 +21,9 @@ import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from g4ir.engine.engine import Engine
 from g4ir.engine.leader import run_watched, watch_held
@@ -46,12 +48,8 @@ from .pass_report import CLOSE_EXPERTS, Made, StageComparison, StageReport, Stag
 from .report import engine_name
 from .stages import BACKEND, Recording, Stage, StageRun, Trace, stages_of
 from .steps import STEPS, GraphStep, Series, chunks_of_tokens, series_of
-from .tokens import given_tokens, random_tokens
+from .tokens import Turns, given_tokens, random_tokens
 from .watch import first_not_finite
-
-if TYPE_CHECKING:
-    import torch
-
 
 # ---- the way through --------------------------------------------------------------------------
 
@@ -96,7 +94,7 @@ def verify_each_pass(
         try:
             reports.append(_against(old, new, series, engine))
         except CheckError:  # the first value that was compared need not be the first
-            if found := first_not_finite(engine, ids, [c.valid for c in chunks]):
+            if found := first_not_finite(engine, Turns(ids, [c.valid for c in chunks])):
                 raise CheckError(f"{engine_name(engine)}: {found}") from None
             raise
         if not reports[-1].ok:
@@ -397,8 +395,6 @@ def _compare_whole(
 
 def expert_chances(n: Node, inputs: Sequence[Any]) -> torch.Tensor:
     """f32[B, S, experts]: a router node's probabilities of all experts."""
-    import torch
-
     x, scale, proj, per_expert = inputs
     reference = n.definition.reference
     assert reference

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import torch
 
 from g4ir.engine.artefact import LinkedWeights, MergedWeights
 from g4ir.engine.build import agreed_spec
@@ -33,17 +35,13 @@ from .hf import cache_argument, hf_model, refusals_of_transformers, rows_kept
 from .layer_errors import LocalError, local_errors
 from .reference import reference_engine, wide_engine
 from .rounding_baseline import divisor, round_activations, rounding_caches
-from .tokens import positions_of, split_steps
+from .tokens import Turns
 from .watch import ChunkPosition, watched
 
-if TYPE_CHECKING:
-    import torch
-
-
 #: value -> index of a token -> the value's row there, f32[hidden]
-Rows = dict[str, dict[int, "torch.Tensor"]]
+Rows = dict[str, dict[int, torch.Tensor]]
 #: logits of a run, and the outputs of its layers
-Shown = tuple["torch.Tensor", "Rows"]
+Shown = tuple[torch.Tensor, "Rows"]
 #: names of what is compared layer by layer
 LAYER_OUT, FINAL = re.compile(r"L\d+\.out"), "final.norm"
 
@@ -52,20 +50,15 @@ class Peer(Protocol):
     """A model that an engine is compared with, one row at a time."""
 
     def logits(
-        self,
-        tokens: torch.Tensor,
-        turns: Sequence[int],
-        every: bool,
-        ends: Sequence[int] = (),
-        layers: Rows | None = None,
+        self, given: Turns, ends: Sequence[int] = (), layers: Rows | None = None
     ) -> torch.Tensor:
-        """i64[T] -> f32[N, vocab] after every token, or at the end of each turn. The outputs of
-        the layers at the tokens `ends`, the ends of the chunks, go into `layers`."""
+        """Return f32[N, vocab]. The outputs of the layers at the tokens `ends`, the ends of the
+        chunks, go into `layers`."""
 
-    def wide(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
+    def wide(self, given: Turns) -> torch.Tensor:
         """Return `logits` in float64 on the same weights."""
 
-    def other(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
+    def other(self, given: Turns) -> torch.Tensor:
         """Return `logits` in another mode of the peer: the same sums in another order."""
 
     def greedy(
@@ -82,15 +75,8 @@ class EnginePeer:
     engine: Engine
 
     def logits(
-        self,
-        tokens: torch.Tensor,
-        turns: Sequence[int],
-        every: bool,
-        ends: Sequence[int] = (),
-        layers: Rows | None = None,
+        self, given: Turns, ends: Sequence[int] = (), layers: Rows | None = None
     ) -> torch.Tensor:
-        import torch
-
         def keep(place: ChunkPosition, name: str, t: torch.Tensor) -> None:
             if layers is not None and (name == FINAL or LAYER_OUT.fullmatch(name)):
                 # After the last layer whose K and V are read later, a chunk goes on with its end.
@@ -101,41 +87,37 @@ class EnginePeer:
 
         wanted, by = set(ends), divisor(self.engine)
         session = watched(self.engine, keep) if layers is not None else self.engine.session()
-        rows = [session.prefill(t[None], all_logits=every)[0] for t in tokens.split(list(turns))]
-        return torch.cat(rows) if every else torch.stack(rows)
+        turns = given.ids.split([*given.sizes])
+        rows = [session.prefill(t[None], all_logits=given.every)[0] for t in turns]
+        return torch.cat(rows) if given.every else torch.stack(rows)
 
-    def in_rounds(self, tokens: torch.Tensor, turns: Sequence[int]) -> torch.Tensor:
+    def in_rounds(self, given: Turns) -> torch.Tensor:
         """Return the logits after each single step at the end of the turns, where these are
         verified in rounds: half of each is right, the rest is wrong and taken back."""
-        import torch
-
         session, most = self.engine.session(), self.engine.draft_tokens + 1
-        long, steps = split_steps(turns)
-        at, rows = len(tokens) - steps, []
-        for t in tokens[:at].split(long):
+        tokens, at, rows = given.ids, len(given.ids) - given.steps, list[torch.Tensor]()
+        for t in tokens[:at].split([*given.sizes[: len(given.sizes) - given.steps]]):
             session.prefill(t[None])
         wrong = tokens.flip(0).repeat(most)
         while at < len(tokens):
             right = tokens[at : at + (most + 1) // 2]
-            given = torch.cat((right, wrong))[: min(most, self.engine.limits.max_seq - at)]
-            found = session.verify(given[None])[0, : len(right)]
+            draft = torch.cat((right, wrong))[: min(most, self.engine.limits.max_seq - at)]
+            found = session.verify(draft[None])[0, : len(right)]
             rows.append(found.to("cpu", torch.float32, copy=True))
             at += len(right)
             session.truncate([at])
         return torch.cat(rows)
 
-    def wide(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
-        return EnginePeer(wide_engine(self.engine)).logits(tokens, turns, every)
+    def wide(self, given: Turns) -> torch.Tensor:
+        return EnginePeer(wide_engine(self.engine)).logits(given)
 
-    def other(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
+    def other(self, given: Turns) -> torch.Tensor:
         """Return the logits that are made token by token."""
-        return self.logits(tokens, [1] * len(tokens), False)[positions_of(turns, every)]
+        return self.logits(Turns(given.ids, [1] * len(given.ids)))[given.where]
 
     def greedy(
         self, prompt: torch.Tensor, count: int, readable: int
     ) -> tuple[list[int], torch.Tensor]:
-        import torch
-
         session = self.engine.session()
         rows = [session.prefill(prompt[None])[:, :readable]]
         while len(rows) < count:
@@ -153,42 +135,27 @@ class HfPeer:
     caches: Callable[[], Any] | None = None
 
     def logits(
-        self,
-        tokens: torch.Tensor,
-        turns: Sequence[int],
-        every: bool,
-        ends: Sequence[int] = (),
-        layers: Rows | None = None,
+        self, given: Turns, ends: Sequence[int] = (), layers: Rows | None = None
     ) -> torch.Tensor:
-        import torch
-
         device = self.model.device
-        where = torch.tensor(positions_of(turns, every), device=device)
+        where = torch.tensor(given.where, device=device)
         with torch.no_grad(), _hooked(self.model.get_decoder(), ends, layers):
-            ids = tokens[None].to(device)
+            ids = given.ids[None].to(device)
             past = {cache_argument(self.model.forward): self.caches()} if self.caches else {}
             out = self.model(input_ids=ids, use_cache=False, logits_to_keep=where, **past)
         rows: torch.Tensor = out.logits[0]
         return rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows
 
-    def wide(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
+    def wide(self, given: Turns) -> torch.Tensor:
         with wide_model(self.model):
-            return self.logits(tokens, turns, every)
+            return self.logits(given)
 
-    def other(self, tokens: torch.Tensor, turns: Sequence[int], every: bool) -> torch.Tensor:
+    def other(self, given: Turns) -> torch.Tensor:
         """Return logits of the other attention: one product where eager has two, or the reverse."""
         with other_attention(self.model):
-            return self.logits(tokens, turns, every)
+            return self.logits(given)
 
-    def local(
-        self,
-        tokens: torch.Tensor,
-        turns: Sequence[int],
-        every: bool,
-        own: Shown,
-        theirs: Shown,
-        dtype: str,
-    ) -> tuple[LocalError, ...]:
+    def local(self, given: Turns, own: Shown, theirs: Shown, dtype: str) -> tuple[LocalError, ...]:
         """Compare each layer, and the head, in float64 on what the engine gave it, beside the same
         of the peer in 16 bits: what a layer adds of its own, whatever the ones before it added."""
         count = len(self.model.get_decoder().layers)
@@ -200,18 +167,17 @@ class HfPeer:
         sides = []
         for logits, shown in (own, theirs):
             rows = {n: {i: shown[n][i] for i in sorted(at)} for n, at in both.items()}
-            given = {i + 1: rows[n] for i in range(count) if (n := f"L{i}.out") in rows}
+            inputs = {i + 1: rows[n] for i in range(count) if (n := f"L{i}.out") in rows}
             margins: dict[int, torch.Tensor] = {}
             made: Rows = {}
-            with wide_model(self.model, given, margins):
-                head = self.logits(tokens, turns, every, range(len(tokens)), made)
+            with wide_model(self.model, inputs, margins):
+                head = self.logits(given, range(len(given.ids)), made)
             sides.append((logits, rows, head, made, margins))
-        return local_errors(count, positions_of(turns, every), *sides, dtype=dtype)
+        return local_errors(count, given.where, *sides, dtype=dtype)
 
     def greedy(
         self, prompt: torch.Tensor, count: int, readable: int
     ) -> tuple[list[int], torch.Tensor]:
-        import torch
         from transformers import DynamicCache
 
         cache = self.caches() if self.caches else DynamicCache(config=self.model.config)
@@ -336,8 +302,6 @@ def _load_hf(directory: Path, dtype: str) -> Any:
 
 def _requantise(model: Any, engine: Engine) -> None:
     """Give the model the weights that a quantised engine computes with."""
-    import torch
-
     if engine.recipe is None:
         return
     held = dict(model.get_decoder().named_parameters())

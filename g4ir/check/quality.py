@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from g4ir.engine.engine import Engine
 from g4ir.plan.fit import device_memory
@@ -19,9 +20,7 @@ from g4ir.weights.pack import MadeParams
 from .params import original_weights
 from .peers import EnginePeer
 from .reference import plain_engine, plain_packing
-
-if TYPE_CHECKING:
-    import torch
+from .tokens import Turns
 
 #: rows of logits whose chances are worked out together
 ROWS = 16
@@ -56,10 +55,7 @@ class Quality:
 def find_quality(
     engine: Engine,
     got: torch.Tensor,
-    ids: torch.Tensor,
-    turns: Sequence[int],
-    every: bool,
-    where: Sequence[int],
+    given: Turns,
     checkpoint: str | Path | None,
     taken: int,
     progress: Progress,
@@ -77,9 +73,9 @@ def find_quality(
     try:
         if reason := _why_not(engine, source, taken):
             return Quality(reason=reason)
-        progress(f"{len(ids)} tokens through the weights as they were")
+        progress(f"{len(given.ids)} tokens through the weights as they were")
         peer = EnginePeer(plain_engine(engine, MadeParams(plain_packing(engine), source)))
-        return measured(got, peer.logits(ids, turns, every), ids, where)
+        return measured(got, peer.logits(given), given.ids, given.where)
     finally:
         if checkpoint is not None:
             source.close()
@@ -105,8 +101,6 @@ def measured(
     got: torch.Tensor, want: torch.Tensor, ids: torch.Tensor, where: Sequence[int]
 ) -> Quality:
     """Return the quality of logits [N, vocab] after the tokens `where` of `ids`."""
-    import torch
-
     pairs = [*zip(got.split(ROWS), want.split(ROWS), strict=True)]
     divergence = torch.cat([divergences(*pair) for pair in pairs])
     same = torch.cat([a.argmax(-1) == b.argmax(-1) for a, b in pairs])

@@ -4,7 +4,9 @@ hold them, and what products with weights in codes take."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from g4ir.engine.engine import Engine
 from g4ir.ir.graph import Node
@@ -21,9 +23,6 @@ from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.passes.scale_residual import ScaleOptions
 from g4ir.quant.rewrite import weights_of
-
-if TYPE_CHECKING:
-    import torch
 
 
 def asked(engine: Engine, name: str) -> str:

@@ -6,7 +6,9 @@ import functools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from g4ir.backends import find_backend
 from g4ir.engine.engine import Engine
@@ -27,9 +29,6 @@ from g4ir.weights.pack import Packing, own_params, split_program
 
 from .params import StageWeights, unpacked
 from .steps import GraphStep
-
-if TYPE_CHECKING:
-    import torch
 
 #: the embedding of a step that has none
 NO_EMBEDDING = Graph("nothing", (), (), (), (), ())
@@ -196,8 +195,6 @@ class Trace:
 
 
 def _double(t: Any) -> Any:
-    import torch
-
     return t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from g4ir.engine.engine import Engine
 from g4ir.model.decoder import BLOCKS, HIDDEN, VERIFY
@@ -18,9 +19,6 @@ from g4ir.model.draft import DRAFT
 from g4ir.ops.types import Type, torch_dtype
 
 from .media import Item
-
-if TYPE_CHECKING:
-    import torch
 
 #: single steps at the end of the tokens
 STEPS = 4
@@ -66,8 +64,6 @@ def text_step(
 ) -> GraphStep:
     """Make the step of tokens i64[1, S], of which the first `valid` count. With `block_ids`,
     i64[1, S], blocks of them attend to each other both ways; `verify`: as draft tokens."""
-    import torch
-
     count = tokens.shape[1]
     inputs = {
         "tokens": tokens,
@@ -88,8 +84,6 @@ def tower_step(item: Item) -> GraphStep:
 
 def draft_step(at: int, row: torch.Tensor, hidden: torch.Tensor) -> GraphStep:
     """Make a step of the draft model after `at` tokens, from embedding and state, [1,1,hidden]."""
-    import torch
-
     position = torch.tensor([[at]])
     inputs = {"positions": position, "last": position - 1, "written": position[0]}
     return GraphStep(DRAFT, at, at, {**inputs, "embeds": row, HIDDEN: hidden})
@@ -110,8 +104,6 @@ def series_of(
 
 
 def _drafted(engine: Engine, at: int) -> Iterator[GraphStep]:
-    import torch
-
     if engine.drafter:
         shape = (2, 1, 1, engine.spec.text.hidden_size)
         rows = torch.randn(shape, generator=torch.Generator().manual_seed(at))
@@ -121,8 +113,6 @@ def _drafted(engine: Engine, at: int) -> Iterator[GraphStep]:
 def rounds_of(chunks: Sequence[GraphStep], width: int, room: int) -> Iterator[GraphStep]:
     """Yield the chunks before the single steps at the end, then these in two verification steps of
     up to `width` tokens, which end with wrong ones; the second has padding too."""
-    import torch
-
     begun = max((i for i, c in enumerate(chunks, 1) if c.phase != "decode"), default=0)
     yield from chunks[:begun]
     right = torch.cat([c.inputs["tokens"] for c in chunks[begun:]], 1)
@@ -136,8 +126,6 @@ def rounds_of(chunks: Sequence[GraphStep], width: int, room: int) -> Iterator[Gr
 
 def _blocked(chunks: Sequence[GraphStep]) -> Iterator[GraphStep]:
     """Yield the longer chunks, each with a block of all but its first token."""
-    import torch
-
     at = 0
     for c in chunks:
         if c.phase == "prefill":
@@ -150,8 +138,6 @@ def _blocked(chunks: Sequence[GraphStep]) -> Iterator[GraphStep]:
 def chunks_of_tokens(ids: torch.Tensor, window: int, limit: int) -> Iterator[GraphStep]:
     """Yield a chunk, one a little longer than the window, a short one, single steps; each cut where
     an engine would cut it."""
-    import torch
-
     padding = PADDING if limit > 2 * PADDING else 0
     at = 0
     for size in _turns(len(ids), window):

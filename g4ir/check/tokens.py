@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
 
 from g4ir.engine.engine import Engine
 from g4ir.engine.prompts import checked_ids
 from g4ir.errors import InputError
 from g4ir.model.media import placeholders
-
-if TYPE_CHECKING:
-    import torch
-
 
 SEED = 0
 #: single steps at the end of the given tokens
@@ -23,8 +22,6 @@ EVERY_LOGITS = 1 << 28
 
 def given_tokens(engine: Engine, given: Sequence[int] | None) -> torch.Tensor | None:
     """Return the tokens as i64[T], checked; None stays None."""
-    import torch
-
     if given is None:
         return None
     limit = engine.limits.max_seq
@@ -54,8 +51,6 @@ def random_tokens(engine: Engine, count: int) -> torch.Tensor:
 def random_ids(engine: Engine, shape: Sequence[int], seed: int) -> torch.Tensor:
     """Return i64 of this shape. Every table has a row for each id, and none is a placeholder of
     media, whichever of them an engine of this spec takes."""
-    import torch
-
     top = engine.spec.text.readable_ids
     taken = sorted({i for i in placeholders(engine.spec.tokens).values() if i < top})
     generator = torch.Generator().manual_seed(seed)
@@ -74,26 +69,34 @@ def _window(engine: Engine) -> int:
     return max((window for window, _ in engine.rings), default=1)
 
 
-def plan_turns(engine: Engine, count: int) -> list[int]:
-    """Return tokens per turn: a long one, one a little longer than the window, single steps."""
+@dataclass(frozen=True, eq=False)
+class Turns:
+    """Tokens i64[T], given in turns of these `sizes`; logits are compared after `every` token, or
+    at the end of each turn."""
+
+    ids: torch.Tensor
+    sizes: Sequence[int]
+    every: bool = False
+
+    @property
+    def where(self) -> list[int]:
+        """The index of the token after which each row of logits stands."""
+        return [*range(len(self.ids))] if self.every else [n - 1 for n in accumulate(self.sizes)]
+
+    @property
+    def steps(self) -> int:
+        """How many single steps there are at the end."""
+        return len(self.sizes) - max((i for i, n in enumerate(self.sizes, 1) if n > 1), default=0)
+
+    def chunks(self, size: int) -> list[torch.Tensor]:
+        """Return the tokens in the chunks that an engine makes of them."""
+        return [piece for turn in self.ids.split([*self.sizes]) for piece in turn.split(size)]
+
+
+def plan_turns(engine: Engine, ids: torch.Tensor) -> Turns:
+    """Return a long turn, one a little longer than the window, single steps."""
+    count = len(ids)
     steps = min(STEPS, count // 3)
     turn = min(_window(engine) + 1, (count - steps) // 2)
-    return [n for n in (count - steps - turn, turn, *[1] * steps) if n]
-
-
-def split_steps(turns: Sequence[int]) -> tuple[list[int], int]:
-    """Return the turns before the single steps at the end, and how many of these there are."""
-    long = max((i for i, n in enumerate(turns, 1) if n > 1), default=0)
-    return [*turns[:long]], len(turns) - long
-
-
-def positions_of(turns: Sequence[int], every: bool) -> list[int]:
-    """Return the index of the token after which each row of logits stands."""
-    ends = [sum(turns[: i + 1]) - 1 for i in range(len(turns))]
-    return list(range(sum(turns))) if every else ends
-
-
-def chunks_of(turns: Sequence[int], chunk: int) -> Iterator[int]:
-    for n in turns:
-        for start in range(0, n, chunk):
-            yield min(chunk, n - start)
+    every = engine.all_logits and count * engine.spec.text.vocab_size <= EVERY_LOGITS
+    return Turns(ids, [n for n in (count - steps - turn, turn, *[1] * steps) if n], every)

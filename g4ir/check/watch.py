@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from g4ir.backends.base import Runtime, Tensors
 from g4ir.engine.engine import Engine
@@ -16,10 +18,7 @@ from g4ir.ops.finite import advice
 from g4ir.ops.kv_quant import comparable
 
 from .reference import reference_engine
-from .tokens import chunks_of
-
-if TYPE_CHECKING:
-    import torch
+from .tokens import Turns
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class ChunkPosition:
 
 
 #: sees a chunk, the name of a value in it and the value
-ChunkWatch = Callable[[ChunkPosition, str, "torch.Tensor"], None]
+ChunkWatch = Callable[[ChunkPosition, str, torch.Tensor], None]
 #: what a session is asked for
 Step = Callable[["Session"], object]
 
@@ -59,16 +58,13 @@ class Watched:
         return self.runtime.run(phase, feeds, state, context, logits, watch)
 
 
-def first_difference(
-    engine: Engine, peer: Engine, ids: torch.Tensor, turns: Sequence[int], budget: Tolerance
-) -> str | None:
+def first_difference(engine: Engine, peer: Engine, given: Turns, budget: Tolerance) -> str | None:
     """Run both chunk by chunk; name the first value that both make and that is out of tolerance."""
 
     def feed(piece: torch.Tensor, session: Session) -> object:
         return session.prefill(piece[None])
 
-    sizes = [*chunks_of(turns, engine.limits.prefill_chunk)]
-    steps = (partial(feed, piece) for piece in ids[: sum(sizes)].split(sizes))
+    steps = (partial(feed, piece) for piece in given.chunks(engine.limits.prefill_chunk))
     found = first_value(engine, peer, steps, budget)
     return found[1] if found else None
 
@@ -105,7 +101,7 @@ def first_value(
     return None
 
 
-def first_not_finite(engine: Engine, ids: torch.Tensor, turns: Sequence[int]) -> str | None:
+def first_not_finite(engine: Engine, given: Turns) -> str | None:
     """Return the first value that is NaN or infinite as the interpreter runs the engine's
     graphs."""
     found: list[str] = []
@@ -115,8 +111,7 @@ def first_not_finite(engine: Engine, ids: torch.Tensor, turns: Sequence[int]) ->
             found.append(f"{_placed(name, place)}: NaN or infinite; {advice(engine.dtype)}")
 
     session = watched(reference_engine(engine), look, deep=True)
-    sizes = [*chunks_of(turns, engine.limits.prefill_chunk)]
-    for piece in ids[: sum(sizes)].split(sizes):
+    for piece in given.chunks(engine.limits.prefill_chunk):
         session.prefill(piece[None])
         if found:
             return found[0]

@@ -14,24 +14,11 @@ import sys
 from collections.abc import Sequence
 
 from g4ir import __version__
-from g4ir.parallel.group import launched
+from g4ir.errors import G4Error, InputError
+from g4ir.parallel.group import TIMEOUT_S, join, launched
 from g4ir.ui import console
 
-from .bench import add_bench, add_bench_compare
-from .build import add_build
-from .chat import add_chat
-from .common import Parser
-from .cost import add_cost
-from .inspect import add_inspect
-from .kernels import add_kernels
-from .plan import add_plan
-from .ranks import run_command
-from .run import add_run, add_verify
-from .serve import add_serve
-from .show import add_show
-from .specs import add_specs
-from .trust import add_sign, add_trust
-from .tune import add_tune
+from .common import Parser, add_verb, tables
 
 #: flags of `show` that are verbs now, and stay as aliases for one release
 FORMER_FLAGS = {"--cost": "cost", "--kernels": "kernels", "--provenance": "inspect"}
@@ -78,21 +65,32 @@ def _parser() -> Parser:
         "141 the reader of stdout went away",
     )
     parser.add_argument("--version", action="version", version=f"g4ir {__version__}")
-    verbs = parser.add_subparsers(metavar="VERB", required=True)
-    add_specs(verbs)
-    add_show(verbs)
-    add_cost(verbs)
-    add_kernels(verbs)
-    add_inspect(verbs)
-    add_plan(verbs)
-    add_build(verbs)
-    add_run(verbs)
-    add_chat(verbs)
-    add_verify(verbs)
-    add_serve(verbs)
-    add_bench(verbs)
-    add_bench_compare(verbs)
-    add_tune(verbs)
-    add_trust(verbs)
-    add_sign(verbs)
+    inner = {"": parser.add_subparsers(metavar="VERB", required=True)}
+    for name, table in tables()["verbs"].items():
+        p = add_verb(inner[name.rpartition(" ")[0]], name)
+        if "verbs" in table:
+            inner[name] = p.add_subparsers(metavar=table["verbs"])
     return parser
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Run a command. Of the processes that torchrun starts the first does it, and the others
+    follow; the exit code of one that followed to the end is 0."""
+    if launched() is None:
+        return int(args.command(args))
+    if "rank_timeout" not in args:
+        raise InputError("torchrun started several processes, and this verb is for one: call g4ir")
+    timeout_s = args.rank_timeout
+    with join(TIMEOUT_S if timeout_s is None else timeout_s) as group:
+        if group.rank:
+            from g4ir.engine.worker import follow
+
+            follow(group)
+            return 0
+        try:
+            code = int(args.command(args))
+            group.check()
+            return code
+        except (G4Error, console.Ended):
+            group.check()  # the reason of the others, and torchrun ends all where one has died
+            raise

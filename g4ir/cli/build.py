@@ -6,10 +6,15 @@ import argparse
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from g4ir.backends import find_backend
+from g4ir.backends.base import Prepared
+from g4ir.engine.artefact import BUILDING
 from g4ir.errors import EngineError, G4Error, InputError, check_all
+from g4ir.ir.graph import Graph
 from g4ir.ops.finite import TOO_LARGE
+from g4ir.passes import PASSES, Dump
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.quantize_activations import ActivationOptions
@@ -19,61 +24,12 @@ from g4ir.spec.record import Spec
 from g4ir.ui import console
 from g4ir.ui.units import size_text
 
-from .common import (
-    add_options,
-    add_source,
-    add_verb,
-    emit,
-    given_options,
-    given_spec,
-)
+from .common import emit, given_options, given_spec
 from .run import verified
 
-if TYPE_CHECKING:
-    from g4ir.backends.base import Prepared
-    from g4ir.ir.graph import Graph
-    from g4ir.passes import Dump
 
-
-MODEL = "model"
-#: groups of `build --help` -> fields of BuildOptions
-GROUPS: dict[str, tuple[str, ...]] = {
-    "required": ("backend",),
-    MODEL: ("checkpoint", "mmproj", "adapter", "random_weights", "link_weights"),
-    "device": ("device", "dtype", "residual_scale", "memory", "settings", "ple_placement"),
-    "limits": ("max_batch", "max_seq", "prefill_chunk", "all_logits"),
-    "quantisation": ("quant", "quant_activations", "kv_dtype", "latent_kv"),
-    "speculative decoding": ("drafter", "draft_tokens"),
-    "media": ("media", "image_budgets", "audio_seconds"),
-    "several ranks": ("tp", "ep"),
-    "passes": ("skip",),
-}
-
-
-def add_build(verbs: Any) -> None:
-    p = add_verb(verbs, "build", _build, "compile a model into an engine directory")
-    for title, names in GROUPS.items():
-        group = p.add_argument_group(title)
-        if title == MODEL:
-            add_source(group)
-        add_options(group, names, ("backend",))
-    group.add_argument("--dump-ir", metavar="DIR", help="write the graphs after every pass to DIR")
-    last = p.add_argument_group("output")
-    last.add_argument(
-        "--out", metavar="DIR", help="output directory (default: engines/VARIANT-BACKEND)"
-    )
-    last.add_argument(
-        "--verify",
-        action="store_true",
-        help="verify the engine against the reference after the build",
-    )
-    last.add_argument(
-        "--dry-run", action="store_true", help="check everything up to compilation, write nothing"
-    )
-
-
-def _build(args: argparse.Namespace) -> int:
-    from g4ir.backends import find_backend
+def build(args: argparse.Namespace) -> int:
+    """Build an engine, or say what a build would make."""
     from g4ir.engine.build import check_absent, prepare, write_engine
 
     if args.dry_run and args.verify:
@@ -121,7 +77,6 @@ def _out(args: argparse.Namespace, spec: Spec | None) -> Path:
 def _dump_to(folder: Path) -> Dump:
     """Write one file per phase and pass, in the order of the pipeline; the folder with the first,
     so that none is left of a build that is refused before."""
-    from g4ir.passes import PASSES
 
     def dump(name: str, graph: Graph) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -145,8 +100,6 @@ def _tell_notes(p: Prepared, dry: bool) -> None:
 
 
 def _tell_leftovers(out: Path) -> None:
-    from g4ir.engine.artefact import BUILDING
-
     for left in sorted(out.absolute().parent.glob(f".{_escaped(out.name)}{BUILDING}*")):
         console.say(f"note: {left} is left of a killed build, or of one that still runs")
 

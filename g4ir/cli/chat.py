@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import G4Error, InputError
@@ -16,21 +17,17 @@ from g4ir.spec.reader import did_you_mean
 from g4ir.ui import console
 from g4ir.ui.paths import cache_root, private
 
-from .common import ENGINE_HELP, add_load, add_verb, emit, load_to_generate
-from .drafting import add_draft, check_draft
+from .common import emit, load_to_generate
 from .talking import (
     DIM,
     PLAIN,
     Screen,
-    add_files,
-    add_sampling,
-    add_talk,
     begun,
+    check_draft,
     check_talk,
     check_turns,
     declare,
     short_summary,
-    stopped_by_interrupts,
     summary,
 )
 
@@ -47,20 +44,8 @@ QUOTES = '"""'
 _BLOCK = re.compile(rf"\s*(/\w+\s+)?{QUOTES}")
 
 
-def add_chat(verbs: Any) -> None:
-    p = add_verb(verbs, "chat", _chat, "interactive chat")
-    p.add_argument("engine", metavar="ENGINE", help=ENGINE_HELP)
-    add_talk(p)
-    add_files(p, "{kind} file of the first message (repeat)")
-    p.add_argument(
-        "--hide-reasoning", "--hide-thoughts", action="store_true", help="hide the reasoning"
-    )
-    add_sampling(p, "maximum number of generated tokens per answer (default: what fits)")
-    add_draft(p)
-    add_load(p)
-
-
-def _chat(args: argparse.Namespace) -> int:
+def chat(args: argparse.Namespace) -> int:
+    """Talk with an engine."""
     check_talk(args)
     check_draft(args)
     if sys.stdin is None:
@@ -254,7 +239,8 @@ class Repl:
 
     def _answer(self, ask: Callable[[Any], Turn]) -> None:
         """Show an answer; Ctrl-C ends it."""
-        with stopped_by_interrupts(self.talk.stop) if self.terminal else nullcontext():
+        stop = {signal.SIGINT: lambda number, frame: self.talk.stop()} if self.terminal else {}
+        with console.handled(stop):
             try:
                 turn = ask((lambda said: None) if self.json else self.screen)
             finally:

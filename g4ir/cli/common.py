@@ -6,13 +6,21 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import yaml
+
 from g4ir.errors import InputError
+from g4ir.model.decoder import BLOCKS, VERIFY
+from g4ir.model.draft import DRAFT
+from g4ir.model.media import KINDS
+from g4ir.model.text import TEXT_GRAPHS
+from g4ir.model.towers import PARTS
 from g4ir.parallel.group import TIMEOUT_S
 from g4ir.plan.gpus import find_gpu, gpu_names
 from g4ir.plan.options import BuildOptions
@@ -24,16 +32,14 @@ from g4ir.ui.units import parse_count
 if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
 
-#: options of verbs that run the passes on a spec
-PASS_OPTIONS = ("skip", "all_logits")
+#: the text model's graphs, and the towers by their part
+PHASES = (*TEXT_GRAPHS, VERIFY, DRAFT, "embed", BLOCKS, *PARTS)
+#: what verbs.yaml leaves open
+WORDS = {"gpus": gpu_names(), "timeout": TIMEOUT_S, "phases": PHASES}
 #: threads that a command line may ask for
 MOST_THREADS = 1024
-#: help of ENGINE and --gpu
-ENGINE_HELP = "an engine directory written by `g4ir build`"
-GPU_HELP = f"a GPU:\n{gpu_names()}"
 #: a parser, or one of its groups of options
 Group = argparse._ActionsContainer
-Command = Callable[[argparse.Namespace], int]
 #: how argparse words what it does not know
 _NO_CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)")
 _UNKNOWN = re.compile(r"unrecognized arguments: (--[^\s=]+)")
@@ -111,38 +117,82 @@ class Parser(argparse.ArgumentParser):
         return f"; {word} is a {kind}: {how}"
 
 
-def add_verb(verbs: Any, name: str, command: Command, help: str, json: bool = True) -> Parser:
-    parser: Parser = verbs.add_parser(name, help=help, description=help)
-    parser.set_defaults(command=command)
-    if json:
-        parser.add_argument(
-            "--json",
-            action="store_true",
-            default=argparse.SUPPRESS,
-            help="print the result as JSON",
-        )
+@cache
+def tables() -> dict[str, Any]:
+    """Return what verbs.yaml says."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    found: dict[str, Any] = yaml.load(Path(__file__).with_name("verbs.yaml").read_bytes(), loader)
+    return found
+
+
+def add_verb(verbs: Any, name: str) -> Parser:
+    """Add a verb with the help and the flags of verbs.yaml; its module is imported when it runs."""
+    table = tables()["verbs"][name]
+    described = table.get("description", table["help"])
+    word = name.rpartition(" ")[2]
+    parser: Parser = verbs.add_parser(word, help=table["help"], description=described)
+    add_flags(parser, table["flags"], {**WORDS, **table.get("words", {})})
+    parser.set_defaults(command=partial(_do, table["does"]), **table.get("defaults", {}))
     return parser
 
 
-def add_source(parser: Group) -> None:
-    """Add the flags that name a variant."""
-    parser.add_argument(
-        "--variant", metavar="N", help="name of a shipped variant (see `g4ir specs`)"
-    )
-    parser.add_argument("--spec", metavar="F", help="spec file (YAML)")
+def _do(function: str, args: argparse.Namespace) -> int:
+    module, _, name = function.partition(".")
+    code: int = getattr(import_module(f".{module}", __package__), name)(args)
+    return code
+
+
+def add_flags(parser: Group, entries: Iterable[Any], words: Mapping[str, Any]) -> None:
+    """Add the flags of a list of verbs.yaml, which says what its entries are."""
+    for entry in entries:
+        match entry:
+            case str():
+                add_flags(parser, tables()["shared"][entry], words)
+            case {"options": names}:
+                add_options(parser, names, entry.get("required", False))
+            case {"media": help}:
+                for kind in KINDS:
+                    parser.add_argument(
+                        f"--{kind}",
+                        metavar="FILE",
+                        dest="media",
+                        action="append",
+                        default=[],
+                        type=partial(_medium, kind),
+                        help=help.format(kind=kind),
+                    )
+            case {"group": title, "flags": flags}:
+                add_flags(parser.add_argument_group(title), flags, words)
+            case {"one of": flags}:
+                add_flags(parser.add_mutually_exclusive_group(required=True), flags, words)
+            case _:
+                ((names, told),) = entry.items()
+                how: dict[str, Any] = {"help": told} if isinstance(told, str) else dict(told)
+                how["help"] = how["help"].format_map(words)
+                if "type" in how:
+                    how["type"] = {"int": int, "float": float}[how["type"]]
+                if how.get("default") == argparse.SUPPRESS:
+                    how["default"] = argparse.SUPPRESS  # argparse looks at identity
+                if isinstance(how.get("choices"), str):
+                    how["choices"] = words[how["choices"]]
+                parser.add_argument(*names.split("/"), **how)
+
+
+def _medium(kind: str, path: str) -> tuple[str, str]:
+    return kind, path
 
 
 def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def add_options(parser: Group, names: Iterable[str], required: Iterable[str] = ()) -> None:
+def add_options(parser: Group, names: Iterable[str], required: bool = False) -> None:
     """Add the flags of these fields of BuildOptions, in this order."""
     known = {f.name: f for f in fields(BuildOptions)}
     for name in names:
         f = known[name]
         how = {"dest": name, "default": f.default, "help": f.metadata["help"], **f.metadata["flag"]}
-        if name in required:
+        if required:
             how["required"] = True
         if how.get("action") == "append":
             how |= {"default": [], "help": f"{how['help']} (repeat)"}
@@ -194,47 +244,6 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "settings": _settings,
     "memory": lambda text: find_gpu(text).memory_bytes if text else None,
 }
-
-
-def add_load(parser: Parser) -> None:
-    """Add the flags that say how an engine is loaded."""
-    parser.add_argument(
-        "--no-cuda-graph",
-        dest="cuda_graph",
-        action="store_false",
-        help="disable CUDA graphs",
-    )
-    add_trust_once(parser)
-
-
-def add_trust_once(parser: Parser) -> None:
-    """Add the flags of verbs that run an engine's compiled programs."""
-    parser.add_argument(
-        "--threads",
-        metavar="N",
-        type=int,
-        help="number of CPU threads (default: OMP_NUM_THREADS, else the cores of the process's\n"
-        "affinity and container CPU quota)",
-    )
-    parser.add_argument(
-        "--trust",
-        action="store_true",
-        help="run native code of an engine built elsewhere or by another user (see `g4ir\n"
-        "inspect ENGINE`; `g4ir trust ENGINE` makes it permanent)",
-    )
-    add_rank_timeout(parser)
-
-
-def add_rank_timeout(parser: Parser) -> None:
-    """Add the flag of verbs that several ranks may run together."""
-    parser.add_argument(
-        "--rank-timeout",
-        metavar="S",
-        type=float,
-        default=TIMEOUT_S,
-        help="under torchrun: timeout of a rank that does not respond, in seconds\n"
-        f"(default {TIMEOUT_S:g})",
-    )
 
 
 def load(

@@ -7,9 +7,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.errors import InputError
+from g4ir.ir.graph import Graph
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.model.towers import is_tower
@@ -27,24 +28,12 @@ from g4ir.plan.cost import (
 from g4ir.plan.drafting import ACCEPTANCE, Gain, gains, gains_text
 from g4ir.plan.formats import find_format
 from g4ir.plan.gpus import find_gpu
+from g4ir.spec.record import Spec
 from g4ir.ui.table import aligned
 from g4ir.ui.units import parse_count, si
 
-from .common import add_verb, emit, flag_of
-from .graphs import (
-    add_graph,
-    add_step,
-    check_graph,
-    chosen_graph,
-    drafted_tokens,
-    in_layer,
-    no_layer,
-    spec_of,
-)
-
-if TYPE_CHECKING:
-    from g4ir.ir.graph import Graph
-    from g4ir.spec.record import Spec
+from .common import emit, flag_of
+from .graphs import check_graph, chosen_graph, drafted_tokens, in_layer, no_layer, spec_of
 
 #: default chunk size, and default context of a decode step
 TOKENS = 1024
@@ -66,24 +55,7 @@ MEANINGLESS: dict[str, tuple[str, ...]] = {
 }
 
 
-def add_cost(verbs: Any) -> None:
-    p = add_verb(verbs, "cost", _cost, "FLOPs, bytes and roofline time of a step")
-    add_graph(p)
-    p.add_argument("--layer", metavar="I", type=int, help="only the nodes of layer I")
-    add_step(p)
-    p.add_argument(
-        "--bandwidth", metavar="X", type=float, help="memory bandwidth of the roofline, bytes/s"
-    )
-    p.add_argument("--flop-rate", metavar="X", type=float, help="peak rate of the roofline, FLOP/s")
-    p.add_argument(
-        "--weights",
-        metavar="FORMAT",
-        help="weight format: f32, bf16, f16, fp8, int8 or int4 (default: the graph's)",
-    )
-    p.add_argument("--nodes", action="store_true", help="list every node with a cost")
-
-
-def _cost(args: argparse.Namespace) -> int:
+def cost(args: argparse.Namespace) -> int:
     """Print the cost of one step of a graph; for prefill also of the whole prompt, for a
     verification step also the expected speed-up of speculative decoding."""
     check_graph(args)

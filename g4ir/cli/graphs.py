@@ -6,15 +6,18 @@ import argparse
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from g4ir.engine.artefact import Artefact, open_artefact
 from g4ir.errors import InputError
+from g4ir.ir.graph import Graph, Program
 from g4ir.ir.names import layer_of
 from g4ir.model.decoder import BLOCKS, VERIFY
-from g4ir.model.draft import DRAFT
-from g4ir.model.text import TEXT_GRAPHS
-from g4ir.model.towers import PARTS
-from g4ir.passes import GPU_ROWS, PassOptions
+from g4ir.model.draft import DRAFT, build_draft, shipped_drafter
+from g4ir.model.media import Media, offered
+from g4ir.model.text import TEXT_GRAPHS, build_graph
+from g4ir.model.towers import PARTS, build_towers, default_tower
+from g4ir.parallel.shard import shard
+from g4ir.passes import GPU_ROWS, PassOptions, find_pass, run_passes
 from g4ir.passes.latent_kv import FORMS, PLAIN
 from g4ir.passes.plan_cache import RingOptions
 from g4ir.plan.resolve import (
@@ -25,28 +28,13 @@ from g4ir.plan.resolve import (
     find_latent,
 )
 from g4ir.plan.resolve import pass_options as pass_arguments
+from g4ir.quant.recipe import find_recipe
+from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
 from g4ir.ui.units import parse_count
 
-from .common import (
-    ENGINE_HELP,
-    GPU_HELP,
-    PASS_OPTIONS,
-    Group,
-    Parser,
-    add_options,
-    add_source,
-    flag_of,
-    given_spec,
-)
+from .common import flag_of, given_spec
 
-if TYPE_CHECKING:
-    from g4ir.engine.artefact import Artefact
-    from g4ir.ir.graph import Graph, Program
-    from g4ir.model.media import Media
-
-#: the text model's graphs, and the towers by their part
-PHASES = (*TEXT_GRAPHS, VERIFY, DRAFT, "embed", BLOCKS, *PARTS)
 #: options that the artefact decides
 OF_ENGINE = (
     "variant",
@@ -67,43 +55,6 @@ OF_PART = {"vision": "image", "audio": "audio"}
 DRAFTED = 4
 
 
-def add_graph(p: Parser) -> None:
-    """Add the arguments that name a graph and its place in the pipeline."""
-    p.add_argument("engine", metavar="ENGINE", nargs="?", help=ENGINE_HELP)
-    add_source(p)
-    add_options(p, (*PASS_OPTIONS, "quant", "quant_activations", "kv_dtype", "draft_tokens"))
-    add_options(p, ("residual_scale",))
-    p.set_defaults(stored=None, draft_tokens=None, residual_scale=None, why=None)
-    p.set_defaults(gpu_kernels=False)
-    p.add_argument("--phase", choices=PHASES, help="graph of the engine (default decode)")
-    p.add_argument("--after", metavar="PASS", help="stop after this pass; `none`: before the first")
-    p.add_argument(
-        "--latent-kv",
-        metavar="FORM",
-        help="latent KV cache of layers with K=V: off (default), value or raw",
-    )
-    p.add_argument(
-        "--tp",
-        metavar="N",
-        type=int,
-        help="graph of one rank at tensor-parallel size N",
-    )
-    add_options(p, ("ep",))
-
-
-def add_step(p: Group) -> None:
-    """Add the sizes of a step and the GPU that runs it."""
-    p.add_argument("--batch", metavar="N", help="batch size (default 1)")
-    p.add_argument(
-        "--context",
-        metavar="N",
-        help="tokens in the KV cache after the step, such as 32K\n"
-        "(default: decode 1K, prefill the chunk size)",
-    )
-    p.add_argument("--prefill-chunk", "--chunk", metavar="N", help="prefill chunk (default 1K)")
-    p.add_argument("--gpu", metavar="NAME", help=GPU_HELP)
-
-
 def check_graph(args: argparse.Namespace) -> None:
     """Fill in the default phase; InputError for options that an engine has already."""
     if args.engine is not None and any(getattr(args, name) for name in OF_ENGINE):
@@ -115,8 +66,6 @@ def check_graph(args: argparse.Namespace) -> None:
 def chosen_graph(args: argparse.Namespace) -> Graph:
     """Return an engine's graph as it runs; for a spec, or with `--after`, a stage of the
     pipeline."""
-    from g4ir.passes import find_pass, run_passes
-
     if args.after is None and args.engine is not None:
         if args.skip:
             raise InputError("--skip needs --after or --why: an engine's graph is what was built")
@@ -141,10 +90,6 @@ def plain_graph(
     """Return a graph before all passes; a tower in the largest size of `media`, or in the variant's
     own; a step of the drafter, or of the one that is shipped for the variant. Raises InputError
     where the variant has none."""
-    from g4ir.model.draft import build_draft, shipped_drafter
-    from g4ir.model.text import build_graph
-    from g4ir.model.towers import build_towers, default_tower
-
     if phase == DRAFT:
         return build_draft(spec, drafter or shipped_drafter(spec), dtype)
     if phase not in PARTS:
@@ -157,8 +102,6 @@ def plain_graph(
 
 
 def _check_part(spec: Spec, part: str) -> None:
-    from g4ir.model.media import offered
-
     can = offered(spec)
     if OF_PART[part] not in can:
         takes = ", ".join(("text", *can)) if can else "text alone"
@@ -173,11 +116,6 @@ def _of_part(media: Media, part: str) -> Media:
 
 def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
     """Return the graph before all passes, and the passes to leave out."""
-    from g4ir.ir.graph import Program
-    from g4ir.parallel.shard import shard
-    from g4ir.quant.recipe import find_recipe
-    from g4ir.quant.rewrite import quantised
-
     spec = spec_of(args)
     if args.engine is None:
         plain = plain_graph(spec, args.phase, args.all_logits)
@@ -198,8 +136,6 @@ def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
 
 def _rank_graph(args: argparse.Namespace, graph: Graph, spec: Spec) -> Graph:
     """Return the graph of one rank of `--tp`; InputError for one that ranks do not share."""
-    from g4ir.parallel.shard import shard
-
     phases = (*TEXT_GRAPHS, VERIFY, BLOCKS, DRAFT)
     if args.phase not in phases:
         raise InputError(f"--tp: --phase {args.phase} is whole on every rank; {', '.join(phases)}")
@@ -291,8 +227,6 @@ def drafted_tokens(args: argparse.Namespace) -> int:
 def stored(args: argparse.Namespace) -> Artefact:
     """Return the engine; it is read once, since every file of it is."""
     if args.stored is None:
-        from g4ir.engine.artefact import open_artefact
-
         args.stored = open_artefact(Path(args.engine))
     found: Artefact = args.stored
     return found

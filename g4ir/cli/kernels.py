@@ -1,4 +1,5 @@
-"""`g4ir kernels`: the GPU kernel of each node, and its settings."""
+"""`g4ir kernels` and `g4ir tune`: the GPU kernel of each node, its settings, and which are
+fastest on the GPU at hand."""
 
 from __future__ import annotations
 
@@ -8,22 +9,35 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from g4ir.backends.experimental import experiment
-from g4ir.errors import InputError
+from g4ir.backends.torch_compile import tune as tuning
+from g4ir.backends.torch_compile.compile import toolchain
+from g4ir.backends.torch_compile.kernel_table import Row, kernel_rows
+from g4ir.backends.torch_compile.kernels.base import Schedule
+from g4ir.backends.torch_compile.schedule import schedule
+from g4ir.backends.torch_compile.target import Target, find_target
+from g4ir.errors import InputError, MissingError, check_all
+from g4ir.ir.graph import Graph, Program
+from g4ir.ir.rewrite import split_prologue
+from g4ir.model.text import build_program
+from g4ir.passes import PassOptions, run_program
+from g4ir.passes.latent_kv import FORMS, LatentOptions
 from g4ir.plan.cost import Step, graph_costs
 from g4ir.plan.gpus import Gpu, find_gpu
 from g4ir.plan.ranks import StepModel
+from g4ir.quant.recipe import find_recipe
+from g4ir.quant.rewrite import quantised
+from g4ir.spec.record import Spec
+from g4ir.ui import console
 from g4ir.ui.table import aligned
 from g4ir.ui.units import count_text, parse_count, si
+from g4ir.weights.pack import split_program
 
-from .common import add_verb, emit
+from .common import emit, given_spec
 from .cost import step_of
-from .graphs import add_graph, add_step, check_graph, chosen_graph, spec_of
+from .graphs import check_graph, chosen_graph, spec_of
 
 if TYPE_CHECKING:
-    from g4ir.backends.torch_compile.kernel_table import Row
-    from g4ir.backends.torch_compile.kernels.base import Schedule
-    from g4ir.ir.graph import Graph
-    from g4ir.spec.record import Spec
+    from g4ir.backends.torch_compile.tune import Tuned
 
 #: the GPU whose settings are shown where none is named
 GPU = "h200"
@@ -31,20 +45,11 @@ GPU = "h200"
 CARDS = ("h100", "h200")
 
 
-def add_kernels(verbs: Any) -> None:
-    p = add_verb(verbs, "kernels", _kernels, "GPU kernels of a step, their settings and bytes")
-    add_graph(p)
-    add_step(p)
-    p.set_defaults(gpu_kernels=True)
-
-
-def _kernels(args: argparse.Namespace) -> int:
+def kernels(args: argparse.Namespace) -> int:
     """Print the kernels of a graph for a GPU and a maximum batch size, and the bytes of weights and
     caches that a step moves: codes and scales of quantised weights."""
     check_graph(args)
     graph, spec = chosen_graph(args), spec_of(args)
-    from g4ir.backends.torch_compile.kernel_table import kernel_rows
-
     s, step, moved = scheduled(args, graph, spec)
     target, rows, found = s.target, s.target.rows, kernel_rows(s, moved)
     starts, nbytes = sum(r.starts for r in found), sum(moved.values())
@@ -81,10 +86,6 @@ def scheduled(
 
 def _placed(g: Graph, gpu: str, rows: int, step: Step) -> tuple[Schedule, dict[str, int]]:
     """Return the kernels of a graph for up to `rows` rows, and what it moves in a step."""
-    from g4ir.backends.torch_compile.schedule import schedule
-    from g4ir.backends.torch_compile.target import Target
-    from g4ir.ir.rewrite import split_prologue
-
     costs = graph_costs(g, B=step.B, S=step.S, C=step.C)
     moved = {c.node: c.cost.needed_bytes for c in costs}
     return schedule(split_prologue(g)[1], Target("cuda", gpu, rows)), moved
@@ -132,3 +133,65 @@ def _line(r: Row) -> tuple[str, ...]:
     source = "" if not r.use else "measured" if r.measured else "estimated"
     moved = si(r.nbytes, "B") if r.nbytes else ""
     return r.op, str(r.nodes), r.kernel, text(r.shape), moved, text(r.use), source
+
+
+# --- tune ------------------------------------------------------------------------------------
+
+
+def tune(args: argparse.Namespace) -> int:
+    """Measure the settings of a variant's kernels, and keep the fastest."""
+    rows, tokens = parse_count(args.batch, "--batch"), parse_count(args.context, "--context")
+    program = _program(args, rows)
+    import torch
+
+    from g4ir.bench.roof import Meter
+
+    check_all(*toolchain("cuda"))
+    target = find_target("cuda", rows)
+    if not target.gpu:
+        raise MissingError(f"tune: {torch.cuda.get_device_name()}: the kernels need a Hopper GPU")
+    found: list[Tuned] = []
+
+    def keep(t: Tuned) -> None:
+        found.append(t)
+        if not args.dry_run:
+            tuning.keep_in_table(t)
+
+    with console.Progress() as progress, torch.no_grad():
+        bandwidth = Meter("cuda", torch.bfloat16).measure().bandwidth
+        tuning.tune(program, args.phase, target, tokens, bandwidth, keep, progress)
+    rows_of_table = tuning.report(found)
+    emit(rows_of_table) if args.json else _print(rows_of_table)
+    return 0
+
+
+def _program(args: argparse.Namespace, rows: int) -> Program:
+    spec = given_spec(args)
+    if spec is None:
+        raise InputError("tune: give --variant or --spec")
+    if args.latent_kv not in FORMS:
+        raise InputError(f"--latent-kv {args.latent_kv}: expected one of {', '.join(FORMS)}")
+    options = PassOptions((LatentOptions(args.latent_kv),), gpu_rows=rows)
+    plain = build_program(spec, args.all_logits, "bf16")
+    plain = quantised(plain, spec, find_recipe(args.quant), "bf16")
+    return split_program(run_program(plain, skip=args.skip, options=options)).program
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    head = ("kernel", "shape", "settings", "us", "before", "of bandwidth")
+    lines = [
+        (
+            r["kernel"],
+            _pairs(r["shape"]),
+            _pairs(r["use"]),
+            f"{r['us']:.1f}",
+            f"{r['before_us']:.1f}",
+            f"{r['share_of_bandwidth']:.0%}",
+        )
+        for r in rows
+    ]
+    print(aligned([head, *lines]), end="")
+
+
+def _pairs(values: dict[str, int]) -> str:
+    return " ".join(f"{k}={v}" for k, v in values.items())

@@ -5,103 +5,27 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import InputError
+from g4ir.model.images import image_plan_text, parse_budgets, parse_sizes, plan_image
+from g4ir.model.media import offered
 from g4ir.plan.count import counts
+from g4ir.plan.gpus import GPUS, Gpu, find_gpu
+from g4ir.plan.plan import cache_lines, make_plan
+from g4ir.plan.records import SCHEMA, Plan
+from g4ir.plan.table import comparison_text, plan_text
 from g4ir.spec.record import Spec, load_spec, spec_names
 from g4ir.ui import console
+from g4ir.ui.plots import check_plot, plot_caches
 from g4ir.ui.units import parse_counts
 
-from .common import GPU_HELP, PASS_OPTIONS, add_options, add_source, add_verb, emit, given_options
-
-if TYPE_CHECKING:
-    from g4ir.plan.gpus import Gpu
-    from g4ir.plan.records import Plan
+from .common import emit, given_options
 
 ALL = "all"
 
 
-def add_plan(verbs: Any) -> None:
-    p = add_verb(verbs, "plan", _plan, "memory and speed estimate of a variant")
-    add_source(p)
-    p.add_argument(
-        "--ctx",
-        metavar="N,..",
-        help="context lengths, such as 4K,32K (default: up\nto the model's limit)",
-    )
-    p.add_argument(
-        "--batch", metavar="N,..", default="1", help="batch sizes, such as 1,8 (default 1)"
-    )
-    p.add_argument(
-        "--gpu",
-        metavar="G,..",
-        help=f"all, sizes such as 24GiB, or {GPU_HELP}",
-    )
-    p.add_argument(
-        "--device",
-        choices=("cuda", "cpu"),
-        default="cuda",
-        help="device of the engine (default cuda)",
-    )
-    add_options(
-        p,
-        (
-            "dtype",
-            "quant",
-            "kv_dtype",
-            "prefill_chunk",
-            "drafter",
-            "draft_tokens",
-            "latent_kv",
-            "ple_placement",
-        ),
-    )
-    p.add_argument(
-        "--media",
-        metavar="KINDS",
-        default="none",
-        help="include the towers: all, or some of image,video,audio",
-    )
-    p.add_argument(
-        "--tp",
-        metavar="N",
-        type=int,
-        default=1,
-        help="tensor-parallel size: memory of each rank, and collectives",
-    )
-    add_options(p, ("ep",))
-    p.add_argument(
-        "--nominal",
-        action="store_true",
-        help="also show the usual estimate: bytes x the quoted count",
-    )
-    p.add_argument(
-        "--plot", metavar="FILE", help="plot KV cache size over context length, PNG or SVG"
-    )
-    p.add_argument(
-        "--image",
-        metavar="WxH,..",
-        help="only: resized size, patches and soft tokens of\nimages of these sizes in pixels",
-    )
-    p.add_argument(
-        "--budget",
-        metavar="N,..",
-        help="maximum soft tokens per image: 70, 140,\n"
-        "280, 560 or 1120 (default: the variant's own)",
-    )
-    add_options(p, PASS_OPTIONS)
-    p.description = (
-        "memory and speed estimate of one variant, or a comparison: --variant e2b,31b or `all`\n"
-        "(default: those with published weights). Three KV cache sizes: naive (full context in\n"
-        "every layer), planned (sliding windows, shared layers), as built (and latent KV cache)"
-    )
-
-
-def _plan(args: argparse.Namespace) -> int:
-    from g4ir.plan.table import comparison_text, plan_text
-    from g4ir.ui.plots import check_plot
-
+def plan(args: argparse.Namespace) -> int:
+    """Print what variants need."""
     if args.image is not None or args.budget is not None:
         return _images(args)
     specs = _specs(args)
@@ -112,8 +36,6 @@ def _plan(args: argparse.Namespace) -> int:
     if args.plot:
         _plot(plans, args.plot)
     if args.json:
-        from g4ir.plan.records import SCHEMA
-
         one = plans[0].to_dict()
         emit(one if len(plans) == 1 else {"schema": SCHEMA, "plans": [p.to_dict() for p in plans]})
     elif len(plans) == 1:
@@ -124,9 +46,6 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _images(args: argparse.Namespace) -> int:
-    from g4ir.model.images import image_plan_text, parse_budgets, parse_sizes, plan_image
-    from g4ir.plan.records import SCHEMA
-
     if args.image is None:
         raise InputError("--budget is of images: give their sizes with --image WxH")
     sizes = parse_sizes(args.image, "--image")
@@ -156,8 +75,6 @@ def _specs(args: argparse.Namespace) -> list[Spec]:
 
 
 def _gpus(text: str | None) -> list[Gpu]:
-    from g4ir.plan.gpus import GPUS, find_gpu
-
     if text is None:
         return []
     named = GPUS.values() if text == ALL else map(find_gpu, text.split(","))
@@ -166,9 +83,6 @@ def _gpus(text: str | None) -> list[Gpu]:
 
 def _made(spec: Spec, args: argparse.Namespace, gpus: list[Gpu], several: bool) -> Plan:
     """Make the plan of a variant; of several, each takes only what it has a use for."""
-    from g4ir.model.media import offered
-    from g4ir.plan.plan import make_plan
-
     from .kernels import CARDS, step_model
 
     longest = spec.text.max_position_embeddings
@@ -189,8 +103,5 @@ def _made(spec: Spec, args: argparse.Namespace, gpus: list[Gpu], several: bool) 
 
 
 def _plot(plans: list[Plan], path: str) -> None:
-    from g4ir.plan.plan import cache_lines
-    from g4ir.ui.plots import plot_caches
-
     lines = [cache_lines(p) for p in plans]
     plot_caches(path, lines, f"K and V caches, one row, {plans[0].dtype}")

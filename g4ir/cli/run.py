@@ -12,126 +12,25 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from g4ir.chat.detokenizer import TextStream
+from g4ir.engine.jsonl import named
 from g4ir.errors import InputError
 from g4ir.model.media import AUDIO, IMAGE, VIDEO, check_there
 from g4ir.ui import console
 
-from .common import (
-    ENGINE_HELP,
-    add_load,
-    add_trust_once,
-    add_verb,
-    emit,
-    flag_of,
-    load,
-    load_to_generate,
-    token_ids,
-)
-from .drafting import add_draft, check_draft, given_draft, tally_text
-from .talking import add_files, add_sampling, add_talk, answer_once, check_talk, check_turns
+from .common import emit, flag_of, load, load_to_generate, token_ids
+from .talking import answer_once, check_draft, check_talk, check_turns, given_draft, tally_text
 
 if TYPE_CHECKING:
     from g4ir.engine.offline import Failure, OfflineEngine, OfflineRequest, Result
-
-    from .common import Parser
 
 #: setting of media -> the kind that it is for
 SETTING_KINDS = {"image_budget": IMAGE, "frames": VIDEO, "audio_too_long": AUDIO}
 FLAGS = ("bos", "max_new_tokens", "temperature", "top_k", "top_p", *SETTING_KINDS)
 
 
-def add_run(verbs: Any) -> None:
-    p = add_verb(verbs, "run", _run, "text generation from a prompt or a JSONL file")
-    p.add_argument("engine", metavar="ENGINE", help=ENGINE_HELP)
-    given = p.add_mutually_exclusive_group(required=True)
-    given.add_argument("--prompt", metavar="TEXT", help="the prompt")
-    given.add_argument("--tokens", metavar="2,5,7", help="the prompt as token ids")
-    given.add_argument(
-        "--input-jsonl",
-        metavar="FILE",
-        help="batch of requests, one JSON object per line (`-`: stdin): prompt or tokens;\n"
-        "optional: id, bos, max_new_tokens, temperature, top_k, top_p, min_p, seed,\n"
-        "presence_penalty, frequency_penalty, repetition_penalty, logit_bias, min_tokens,\n"
-        "logprobs, stop, images, videos, audio (lists of paths), image_budget, frames,\n"
-        "audio_too_long. Batched up to the engine's --max-batch; answers keep the order of the\n"
-        'lines. An invalid request returns {"id": ..., "line": ..., "error": ...}, and the exit\n'
-        "code is 1",
-    )
-    p.add_argument(
-        "--chat",
-        action="store_true",
-        help="apply the checkpoint's chat template to the prompt, as a user message",
-    )
-    add_talk(p)
-    _add_media(p)
-    add_sampling(
-        p, "maximum number of generated tokens (default 64, or what fits;\nwith --chat what fits)"
-    )
-    p.add_argument(
-        "--no-bos",
-        dest="bos",
-        action="store_false",
-        default=None,
-        help="do not prepend <bos> to a raw prompt",
-    )
-    p.add_argument("--stop", metavar="IDS", help="additional stop token ids, such as 1,106")
-    add_draft(p, "lines of --input-jsonl")
-    add_load(p)
-
-
-def _add_media(p: Parser) -> None:
-    """Add the flags of media and of how they are read."""
-    add_files(
-        p,
-        "{kind} file, inserted at <{kind}> in the prompt, or before it; with --chat\n"
-        "part of the message (repeat)",
-    )
-    p.add_argument(
-        "--image-budget",
-        metavar="N",
-        type=int,
-        help="maximum soft tokens per image, one of the engine's --image-budget values",
-    )
-    p.add_argument(
-        "--frames",
-        metavar="N",
-        type=int,
-        help="number of video frames to sample (default 32, or all of fewer)",
-    )
-    p.add_argument(
-        "--audio-too-long",
-        choices=("cut", "refuse"),
-        help="audio above the model's limit (30 s) or the engine's --audio-seconds: truncate it\n"
-        "with a warning (default), or refuse it",
-    )
-
-
-def add_verify(verbs: Any) -> None:
-    p = add_verb(verbs, "verify", _verify, "comparison of an engine's logits with a reference")
-    p.add_argument("engine", metavar="ENGINE", help=ENGINE_HELP)
-    p.add_argument(
-        "--against",
-        choices=("reference", "hf"),
-        default="reference",
-        help="reference: the interpreter of the same graphs (the default); hf: transformers",
-    )
-    p.add_argument(
-        "--checkpoint",
-        metavar="DIR",
-        help="original checkpoint: weights of hf, and with --each-pass those before packing; for\n"
-        "a quantised engine, also reports the quantisation error",
-    )
-    p.add_argument("--tokens", metavar="2,5,7", help="prompt token ids to compare on")
-    p.add_argument(
-        "--each-pass",
-        action="store_true",
-        help="re-run the passes one by one, compare each with the previous and the last with the\n"
-        "backend, and name the first node outside its op's tolerance",
-    )
-    add_trust_once(p)
-
-
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Answer a prompt, or the lines of a file."""
     from g4ir.engine.offline import OfflineEngine, check_flags
     from g4ir.engine.scheduler import SchedulerConfig
 
@@ -211,8 +110,6 @@ def _answer_one(
 
 
 def _check_media(args: argparse.Namespace) -> None:
-    from g4ir.engine.jsonl import named
-
     kinds = {kind for kind, _ in args.media}
     if args.input_jsonl and kinds:
         raise InputError(
@@ -250,8 +147,6 @@ def _log_and_emit(result: Result | Failure) -> Result | Failure:
 
 def _stream(offline: OfflineEngine, request: OfflineRequest, progress: console.Progress) -> Result:
     """Print each piece as it comes: text, or ids without a tokenizer."""
-    from g4ir.chat.detokenizer import TextStream
-
     text = TextStream(offline.codec.detokenizer) if offline.codec else None
     begun, count = time.perf_counter(), 0
 
@@ -283,7 +178,8 @@ def _tell_summary(r: Result, seed: int | None) -> None:
     )
 
 
-def _verify(args: argparse.Namespace) -> int:
+def verify(args: argparse.Namespace) -> int:
+    """Compare an engine with a reference."""
     tokens = token_ids(args.tokens, "--tokens")
     if not args.each_pass:
         return verified(args.engine, args, args.against, tokens, args.trust)

@@ -1,32 +1,42 @@
-"""`g4ir show`: printed IR at any point of the pipeline, and what a pass did."""
+"""`g4ir show`: printed IR at any point of the pipeline, what a pass did, what two graphs differ in,
+the ops of the IR, and how long a decode step is expected to take."""
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
+from g4ir.backends.experimental import experiment
 from g4ir.errors import InputError
+from g4ir.ir.diff import diff_graphs, diff_text
+from g4ir.ir.graph import Graph, print_node
+from g4ir.ops import OPS, Op
+from g4ir.parallel.shard import collectives
+from g4ir.passes import find_pass, run_passes
 from g4ir.ui import console
-from g4ir.ui.table import aligned
-from g4ir.ui.units import size_text
+from g4ir.ui.plots import check_plot, plot_launches
+from g4ir.ui.table import Line, aligned
+from g4ir.ui.units import count_text, si, size_text
 
-from .common import add_verb, emit, flag_of
+from .common import emit, flag_of
 from .graphs import (
-    add_graph,
-    add_step,
     check_graph,
     chosen_graph,
+    engine_media,
     given_graph,
     in_layer,
     no_layer,
     pass_options,
+    plain_graph,
     ranks_of,
     spec_of,
 )
-
-if TYPE_CHECKING:
-    from g4ir.ir.graph import Graph
+from .kernels import scheduled
+from .specs import any_spec
 
 #: options of `--timeline` alone
 TIMELINE_OPTIONS = ("batch", "context", "prefill_chunk", "gpu", "plot", "constants")
@@ -38,48 +48,10 @@ ONE = {"B": 1, "S": 1, "M": 1, "C": 1}
 VIEWS = ("timeline", "why", "collectives")
 
 
-def add_show(verbs: Any) -> None:
-    p = add_verb(verbs, "show", _show, "printed IR at any point of the pipeline")
-    add_graph(p)
-    p.add_argument("--layer", metavar="I", type=int, help="only the nodes of layer I")
-    p.add_argument("--why", metavar="PASS", help="explain why a pass did or did not match")
-    p.add_argument(
-        "--diff",
-        action="store_true",
-        help="with --after PASS: diff of the graph before and after it; ~ marks changed lines,\n"
-        "with old->new inside",
-    )
-    p.add_argument(
-        *("--compare", "--against"),
-        dest="against",
-        metavar="B",
-        help="diff against the same graph of another variant (a name, a YAML file, a checkpoint\n"
-        "or its config.json); exit 1 if they differ",
-    )
-    p.add_argument(
-        "--collectives",
-        action="store_true",
-        help="with --tp or a tensor-parallel engine: collectives of a step and their bytes",
-    )
-    p.add_argument(
-        "--ops",
-        action="store_true",
-        help="list the ops of the IR: kind, tolerance, requirements, definition",
-    )
-    p.add_argument(
-        "--timeline",
-        action="store_true",
-        help="predicted time of a decode step per kernel, and its share of the roofline; not a\n"
-        "measurement",
-    )
-    group = p.add_argument_group("with --timeline")
-    add_step(group)
-    group.add_argument("--plot", metavar="FILE", help="plot it, PNG or SVG")
-    group.add_argument(
-        "--constants",
-        metavar="FILE",
-        help="constants of the model (default: the shipped step_model.yaml)",
-    )
+NOTE = """\
+kind: the part of the model; `by name`: that of the first result's name
+rounded, summed: how far two right computations may lie apart, in units of the dtype and in fp32
+units of a sum"""
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -98,23 +70,20 @@ def _check(args: argparse.Namespace) -> None:
         raise InputError(f"give --{views[0]} or --{views[1]}, not both")
 
 
-def _show(args: argparse.Namespace) -> int:
+def show(args: argparse.Namespace) -> int:
+    """Print a graph, or what is asked of it."""
     if args.ops:
         return _show_ops(args)
     check_graph(args)
     _check(args)
     args.gpu_kernels = args.timeline
     if args.diff or args.against is not None:
-        from .show_diff import show_diff
-
-        return show_diff(args, (*given_graph(args), pass_options(args)))
+        return _show_diff(args)
     if args.why:
         return _show_why(args)
     graph = chosen_graph(args)
     if args.timeline:
-        from .show_timeline import show_timeline
-
-        return show_timeline(args, graph, spec_of(args))
+        return _show_timeline(args, graph)
     if args.collectives:
         return _show_collectives(args, graph)
     text = str(graph) if args.layer is None else _layer_text(graph, args.layer)
@@ -123,8 +92,6 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _show_why(args: argparse.Namespace) -> int:
-    from g4ir.passes import find_pass, run_passes
-
     if args.after is not None:
         raise InputError("give --why or --after, not both")
     find_pass(args.why)
@@ -151,8 +118,6 @@ def _show_why(args: argparse.Namespace) -> int:
 def _show_collectives(args: argparse.Namespace, graph: Graph) -> int:
     """Print the collectives of a graph, equal ones together, and the bytes that a rank sends for
     one token of one sequence."""
-    from g4ir.parallel.shard import collectives
-
     found = Counter((n.op, tuple(v.type.bind(ONE) for v in n.inputs)) for n in collectives(graph))
     rows: list[dict[str, Any]] = [
         {
@@ -176,20 +141,22 @@ def _show_collectives(args: argparse.Namespace, graph: Graph) -> int:
 
 
 def _show_ops(args: argparse.Namespace) -> int:
-    from .show_ops import show_ops
-
     given = [n for n, v in vars(args).items() if v not in (None, []) and v is not False]
     others = [n for n in given if n not in WITH_OPS]
     if others:
         flags = ["the engine" if n == "engine" else f"--{n.replace('_', '-')}" for n in others]
         raise InputError(f"--ops shows the ops of every graph: leave out {', '.join(flags)}")
-    return show_ops(args)
+    if args.json:
+        emit([_op_facts(o) for o in OPS.values()])
+        return 0
+    head = ("op", "kind", "rounded", "summed", "has", "meaning")
+    print(aligned([head, *map(_op_line, OPS.values())], indent=0, left=len(head)), end="")
+    print(NOTE)
+    return 0
 
 
 def _layer_text(graph: Graph, layer: int) -> str:
     """Return the lines of one layer: its nodes and the sources that they read."""
-    from g4ir.ir.graph import print_node
-
     nodes = [n for n in graph.nodes if any(in_layer(v.name, layer) for v in n.outputs)]
     if not nodes:
         raise no_layer(graph, layer)
@@ -204,3 +171,182 @@ def _layer_text(graph: Graph, layer: int) -> str:
     made = {v.name for n in nodes for v in n.outputs}
     lines += [f"next %{k} = {v}" for k, v in graph.next.items() if v.name in made]
     return "\n".join(lines) + "\n"
+
+
+def _show_diff(args: argparse.Namespace) -> int:
+    """Print a diff. A pass is there to change something: exit 0. Two variants: exit 1 where they
+    differ, as `specs diff` and diff(1)."""
+    if args.why:
+        raise InputError("give --diff or --compare, or --why")
+    a, b = _stages(args) if args.against is None else _variants(args)
+    if args.layer is not None and not any(_has_layer(g, args.layer) for g in (a, b)):
+        raise no_layer(a, args.layer)
+    changes = [c for c in diff_graphs(a, b) if args.layer is None or c.layer == args.layer]
+    emit([asdict(c) for c in changes]) if args.json else print(diff_text(changes), end="")
+    if args.against is None and not changes:
+        console.say(f"{args.after} changes nothing in graph {a.name}")
+    return int(args.against is not None and bool(changes))
+
+
+def _stages(args: argparse.Namespace) -> tuple[Graph, Graph]:
+    if args.after in (None, "none"):
+        raise InputError(
+            "--diff: give --after PASS for what a pass changes, or --compare B for two variants"
+        )
+    find_pass(args.after)
+    (graph, skip), options = given_graph(args), pass_options(args)
+    if args.after in skip:
+        raise InputError(f"--after {args.after}: the pass is skipped")
+    stages = [graph]
+    run_passes(
+        graph, skip=skip, until=args.after, dump=lambda _, g: stages.append(g), options=options
+    )
+    return stages[-2], stages[-1]
+
+
+def _variants(args: argparse.Namespace) -> tuple[Graph, Graph]:
+    (graph, skip), options = given_graph(args), pass_options(args)
+    dtype = graph.outputs[0].type.dtype
+    all_logits = "logits.all" not in graph.producers()
+    spec, media = any_spec(args.against), engine_media(args)
+    other = plain_graph(spec, args.phase, all_logits, dtype, media)
+    if args.after == "none":
+        return graph, other
+    one, two = (run_passes(g, skip=skip, until=args.after, options=options) for g in (graph, other))
+    return one, two
+
+
+def _has_layer(g: Graph, layer: int) -> bool:
+    return any(in_layer(v.name, layer) for n in g.nodes for v in n.outputs)
+
+
+def _op_facts(o: Op) -> dict[str, Any]:
+    """Return what the record says; `kind` is null where it follows from the first result's name."""
+    return {
+        "op": o.name,
+        "meaning": _meaning(o),
+        "operands": _operands(o),
+        "attributes": dict(o.attrs),
+        "kind": o.kind,
+        "fused": o.expand is not None,
+        "view": o.glue,
+        "writes_caches": len(o.updates),
+        "workspace": o.workspace is not None,
+        "budget": vars(o.budget),
+    }
+
+
+def _operands(o: Op) -> list[str]:
+    """Return `x`, `w`, `*rest`, in order; `?` after those that may be left out."""
+    found = []
+    for p in o.parameters:
+        if p.kind is p.VAR_POSITIONAL:
+            found.append(f"*{p.name}")
+        elif p.kind is not p.KEYWORD_ONLY:
+            found.append(p.name if p.default is p.empty else f"{p.name}?")
+    return found
+
+
+def _meaning(o: Op) -> str:
+    """Return the first paragraph of its docstring."""
+    return " ".join(o.doc.split("\n\n")[0].split())
+
+
+def _op_line(o: Op) -> tuple[str, ...]:
+    notes = {
+        "expansion": o.expand is not None,
+        "caches": bool(o.updates),
+        "workspace": o.workspace is not None,
+        "view": o.glue,
+    }
+    has = ", ".join(name for name, held in notes.items() if held)
+    errors = (str(n) if n else "-" for n in (o.budget.rounded, o.budget.summed))
+    return o.name, o.kind or "by name", *errors, has, _meaning(o)
+
+
+def _show_timeline(args: argparse.Namespace, graph: Graph) -> int:
+    """Print the kernels of a decode step with their predicted times, and the share of the roof;
+    draw them where a file is named."""
+    if graph.name != "decode":
+        raise InputError(f"--timeline is of decode, not of {graph.name}: leave out --phase")
+    if args.plot:
+        check_plot(args.plot)
+    spec = spec_of(args)
+    s, step, moved = scheduled(args, graph, spec)
+    model = experiment("step_model")
+    path = Path(args.constants) if args.constants else model.TABLE
+    ways = {way: model.predict(s, moved, step.C + step.S, path, way) for way in model.WAYS}
+    found = ways[model.WAYS[0]]
+    if args.plot:
+        kinds = [(x.kernel, sum(x.us) / 2) for x in found.launches]
+        plot_launches(args.plot, kinds, found.roof_us, f"{spec.name}, {found.gpu}")
+    if args.json:
+        said = _timeline_facts(found, spec.name, step.B, step.C + step.S)
+        if args.tp is not None:
+            said |= {"ranks": args.tp, "time_us_by": {way: _us(p) for way, p in ways.items()}}
+        emit(said)
+        return 0
+    rows = "1 row" if step.B == 1 else f"{step.B} rows"
+    on = found.gpu if args.tp is None else f"one of {args.tp} {found.gpu}"
+    print(f"{spec.name} decode on {on}, {rows} of {count_text(step.C + step.S)} tokens")
+    print(_summary(found, step.B))
+    if args.tp is not None:
+        fast, slow = ways[model.NCCL].us
+        print(f"messages by one-shot kernels; by NCCL {fast / 1e3:.2f} to {slow / 1e3:.2f} ms")
+    head = ["kernel", "launches", "bytes", "us each", "us", "of the step"]
+    print(aligned([head, *_launch_lines(found)]), end="")
+    return 0
+
+
+def _summary(p: Any, rows: int) -> str:
+    """Return a line on launches and time, and one on the roof."""
+    (fast, slow), (low, high) = p.us, p.share
+    rates = f"{rows * 1e6 / slow:.0f} to {rows * 1e6 / fast:.0f} tokens/s"
+    return (
+        f"{len(p.launches)} launches, predicted {fast / 1e3:.2f} to {slow / 1e3:.2f} ms, {rates}\n"
+        f"roof {p.roof_us / 1e3:.2f} ms: {si(p.nbytes, 'B')} at {p.rate / 1e6:.2f} TB/s, of which "
+        f"it reaches {100 * low:.0f} to {100 * high:.0f} %"
+    )
+
+
+def _us(p: Any) -> list[float]:
+    return [round(t, 1) for t in p.us]
+
+
+def _launch_lines(p: Any) -> list[Line]:
+    """List kernels of one name, those that take longest first; times between both bounds."""
+    groups: dict[str, list[Any]] = {}
+    for x in p.launches:
+        groups.setdefault(x.kernel, []).append(x)
+    whole = sum(p.us)
+
+    def line(name: str, found: Sequence[Any]) -> Line:
+        us, nbytes = _middle(found), sum(x.nbytes for x in found)
+        moved = si(nbytes, "B") if nbytes else ""
+        share = f"{200 * us / whole:.0f} %"
+        return [name, str(len(found)), moved, f"{us / len(found):.2f}", f"{us:.0f}", share]
+
+    ordered = sorted(groups.items(), key=lambda item: -_middle(item[1]))
+    return [line(name, found) for name, found in ordered]
+
+
+def _middle(found: Sequence[Any]) -> float:
+    return sum(sum(x.us) for x in found) / 2
+
+
+def _timeline_facts(p: Any, variant: str, rows: int, context: int) -> dict[str, Any]:
+    launches = [
+        {"kernel": x.kernel, "node": x.node, "bytes": x.nbytes, "us": [round(t, 3) for t in x.us]}
+        for x in p.launches
+    ]
+    return {
+        "variant": variant,
+        "gpu": p.gpu,
+        "batch": rows,
+        "context": context,
+        "bytes": p.nbytes,
+        "time_us": _us(p),
+        "roof_us": round(p.roof_us, 1),
+        "share": [round(x, 4) for x in p.share],
+        "launches": launches,
+    }

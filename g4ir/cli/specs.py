@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from g4ir.plan.count import counts
 from g4ir.spec.parts import slug
 from g4ir.spec.record import (
     DRAFTER,
@@ -22,40 +23,13 @@ from g4ir.spec.record import (
 )
 from g4ir.ui import console
 from g4ir.ui.table import aligned
+from g4ir.weights.origin import find_origin
 
-from .common import add_verb, emit
-
-
-def add_specs(verbs: Any) -> None:
-    parser = add_verb(verbs, "specs", _specs_list, "shipped variants and spec files")
-    inner = parser.add_subparsers(metavar="list|show|validate|from-hf|to-hf|diff|schema")
-    add_verb(inner, "list", _specs_list, "list the shipped variants (default)")
-    p = add_verb(inner, "show", _specs_show, "print a variant as YAML")
-    p.add_argument("name", metavar="NAME", help="a shipped variant, or the path of a YAML file")
-    p = add_verb(inner, "validate", _specs_validate, "check a spec file")
-    p.add_argument("file", metavar="FILE", help="a spec file (YAML)")
-    p = add_verb(inner, "from-hf", _specs_from_hf, "print the spec of a checkpoint")
-    p.add_argument(
-        "source", metavar="CHECKPOINT", help="a checkpoint directory, config.json or GGUF file"
-    )
-    p.add_argument("--name", help="name of the spec (default: the directory's or the file's)")
-    p = add_verb(
-        inner, "to-hf", _specs_to_hf, "print a spec as Hugging Face config.json", json=False
-    )
-    p.add_argument("name", metavar="NAME", help="a shipped variant, or the path of a YAML file")
-    p = add_verb(inner, "diff", _specs_diff, "compare two specs; exit 1 if they differ")
-    p.add_argument("a", metavar="A", help="a variant, a YAML file, a checkpoint or config.json")
-    p.add_argument("b", metavar="B", help="the same kinds of source")
-    add_verb(
-        inner,
-        "schema",
-        _specs_schema,
-        "print the JSON Schema of spec files, for editors",
-        json=False,
-    )
+from .common import emit
 
 
-def _specs_list(args: argparse.Namespace) -> int:
+def list_specs(args: argparse.Namespace) -> int:
+    """List the shipped variants."""
     rows = [_spec_row(name) for name in spec_names()]
     if args.json:
         emit(rows)
@@ -67,8 +41,6 @@ def _specs_list(args: argparse.Namespace) -> int:
 
 
 def _spec_row(name: str) -> dict[str, Any]:
-    from g4ir.plan.count import counts
-
     spec = load_spec(name)
     n = counts(spec)
     return {
@@ -91,15 +63,15 @@ def _cell(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def _specs_show(args: argparse.Namespace) -> int:
+def show_spec(args: argparse.Namespace) -> int:
+    """Print a spec."""
     spec = load_spec(args.name)
     emit(spec.to_dict()) if args.json else print(spec.to_yaml(), end="")
     return 0
 
 
-def _specs_validate(args: argparse.Namespace) -> int:
-    from g4ir.plan.count import counts
-
+def validate(args: argparse.Namespace) -> int:
+    """Check a spec file."""
     console.spec_warnings()
     spec = load_spec(Path(args.file))
     row = {"name": spec.name, "digest": spec.digest(), "text_parameters": counts(spec).text}
@@ -113,7 +85,8 @@ def _specs_validate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _specs_from_hf(args: argparse.Namespace) -> int:
+def from_hf(args: argparse.Namespace) -> int:
+    """Print the spec of a checkpoint."""
     console.spec_warnings()
     spec = _stated_spec(args.source)
     spec = replace(spec, name=slug(args.name)) if args.name else spec
@@ -121,12 +94,13 @@ def _specs_from_hf(args: argparse.Namespace) -> int:
     return 0
 
 
-def _specs_to_hf(args: argparse.Namespace) -> int:
+def to_hf(args: argparse.Namespace) -> int:
+    """Print a spec as a config.json."""
     emit(load_spec(args.name).to_hf(), indent=2)
     return 0
 
 
-def _specs_diff(args: argparse.Namespace) -> int:
+def diff(args: argparse.Namespace) -> int:
     """Print the fields that differ; exit 1 where there are any, like diff(1)."""
     rows = diff_specs(any_spec(args.a), any_spec(args.b))
     if args.json:
@@ -136,7 +110,8 @@ def _specs_diff(args: argparse.Namespace) -> int:
     return 1 if rows else 0
 
 
-def _specs_schema(args: argparse.Namespace) -> int:
+def schema(args: argparse.Namespace) -> int:
+    """Print the JSON Schema of spec files."""
     emit(json_schema(), indent=2)
     return 0
 
@@ -154,6 +129,4 @@ def _stated_spec(source: str) -> Spec:
     path = Path(source)
     if path.suffix == ".json":
         return Spec.from_hf(source)
-    from g4ir.weights.origin import find_origin
-
     return find_origin(path).spec()

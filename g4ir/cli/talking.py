@@ -1,78 +1,30 @@
-"""The parts that `g4ir chat` and `g4ir run --chat` share: flags, and how answers are shown."""
+"""The parts that verbs which generate share: flags of drafts and of a conversation, and how answers
+are shown."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from g4ir.chat import Event, Vocabulary
+from g4ir.chat.messages import decoded
+from g4ir.chat.template import check_chats
 from g4ir.errors import EngineError, InputError
-from g4ir.model.media import KINDS
 from g4ir.ui import console
 
-from .common import emit
-from .drafting import given_draft, tally_text
+from .common import emit, flag_of
 
 if TYPE_CHECKING:
-    from g4ir.chat import Event
     from g4ir.engine.conversation import ChatSession, Turn
     from g4ir.engine.engine import Engine
-
-    from .common import Parser
+    from g4ir.engine.speculative import AcceptanceStats
 
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
 #: on a terminal: what dims, and what ends it
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
-
-
-def add_sampling(p: Parser, count: str) -> None:
-    """Add the flags of draws; `count` says how many tokens there are without a flag."""
-    p.add_argument("--max-new-tokens", metavar="N", type=int, help=count)
-    p.add_argument("--temperature", metavar="T", type=float, help="sampling temperature; 0: greedy")
-    p.add_argument(
-        "--top-k", metavar="K", type=int, help="sample from the K most likely tokens; 0: all"
-    )
-    p.add_argument(
-        "--top-p", metavar="P", type=float, help="nucleus sampling: cumulative probability to keep"
-    )
-    p.add_argument("--seed", metavar="N", type=int, help="sampling seed (default: random)")
-
-
-def add_files(p: Parser, where: str) -> None:
-    """Add the flags of media; their order is kept across kinds."""
-    for kind in KINDS:
-        p.add_argument(
-            f"--{kind}",
-            metavar="FILE",
-            dest="media",
-            action="append",
-            default=[],
-            type=partial(_medium, kind),
-            help=where.format(kind=kind),
-        )
-
-
-def _medium(kind: str, path: str) -> tuple[str, str]:
-    return kind, path
-
-
-def add_talk(p: Parser) -> None:
-    """Add the flags of a conversation."""
-    p.add_argument("--system", metavar="TEXT", help="system prompt")
-    p.add_argument(
-        "--tools", metavar="FILE", help="JSON file of tool definitions in OpenAI's format"
-    )
-    p.add_argument("--think", action="store_true", help="enable reasoning before the answer")
-    p.add_argument(
-        "--think-budget", metavar="N", type=int, help="with --think: maximum reasoning tokens"
-    )
 
 
 def check_talk(args: argparse.Namespace) -> None:
@@ -83,11 +35,48 @@ def check_talk(args: argparse.Namespace) -> None:
         raise InputError(f"--think-budget {args.think_budget}: expected 0 or more tokens")
 
 
+def check_draft(args: argparse.Namespace) -> None:
+    """Raise InputError for flags of drafts that are wrong, or would do nothing, whatever the
+    engine."""
+    from g4ir.engine.speculative import DRAFTS, NONE
+
+    if args.draft not in DRAFTS:
+        raise InputError(f"--draft {args.draft}: expected one of {', '.join(DRAFTS)}")
+    if args.draft != NONE:
+        return
+    for name in ("draft_tokens", "draft_rows"):
+        value = getattr(args, name, None)
+        if value is not None and (name, value) != ("draft_tokens", 0):
+            flag = flag_of(name)
+            raise InputError(f"{flag} {value}: nothing is drafted; give --draft too")
+
+
+def given_draft(args: argparse.Namespace) -> dict[str, Any]:
+    """Return fields of SchedulerConfig; the scheduler checks them against an engine."""
+    from g4ir.engine.speculative import NO_DRAFT, SpeculativeConfig
+
+    off = args.draft_tokens == 0
+    rows = getattr(args, "draft_rows", None)
+    return {
+        "draft": NO_DRAFT if off else SpeculativeConfig(args.draft, args.draft_tokens or 0),
+        **({} if rows is None else {"draft_rows": rows}),
+    }
+
+
+def tally_text(tally: AcceptanceStats | None) -> str:
+    """Return how many tokens came of a round, and how many of 100 drafted ones were accepted, by
+    place; nothing where nothing was drafted."""
+    if not tally or not tally.rounds:
+        return ""
+    told: Any = tally.to_dict()
+    shares = " ".join(f"{100 * share:.0f}" for share in told["accepted"])
+    right = f" ({shares} % of drafts accepted)" if shares else ""
+    return f"; {told['tokens_per_round']:.2f} tokens a round{right}"
+
+
 def check_turns(path: str) -> None:
     """Raise for an engine that cannot chat, before its weights are loaded: EngineError without a
     tokenizer, InputError if the tokenizer has no turns."""
-    from g4ir.chat import Vocabulary
-    from g4ir.chat.template import check_chats
     from g4ir.engine.engine import TOKENIZER, read_tokenizer
 
     folder = Path(path)
@@ -124,8 +113,6 @@ def begun(engine: Engine, args: argparse.Namespace) -> ChatSession:
 
 def declare(talk: ChatSession, path: str) -> None:
     """Declare the tools of a file, and say what of their schemas is lost."""
-    from g4ir.chat.messages import decoded
-
     try:
         tools = decoded(Path(path).read_bytes().decode(), path)
         for said in talk.set_tools(tools):
@@ -134,19 +121,6 @@ def declare(talk: ChatSession, path: str) -> None:
         raise InputError(f"{path}: not UTF-8 at byte {e.start}") from None
     except InputError as e:
         raise InputError(str(e) if str(e).startswith(path) else f"{path}: {e}") from None
-
-
-@contextmanager
-def stopped_by_interrupts(stop: Callable[[], None]) -> Iterator[None]:
-    """A context in which Ctrl-C calls `stop` in the place of raising."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, lambda number, frame: stop())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class Screen:

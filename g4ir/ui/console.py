@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
-from types import FrameType, TracebackType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any, NoReturn
 
 from g4ir.errors import G4Error
@@ -62,12 +62,7 @@ class Progress:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -142,13 +137,26 @@ class Ended(BaseException):
         self.number = number
 
 
+Handler = Callable[[int, FrameType | None], Any]
+
+
 @contextlib.contextmanager
-def endings() -> Iterator[None]:
-    """A context in which the signals ENDING raise `Ended` in the main thread, so that temporary
-    files and processes go. One that is ignored (nohup) or handled otherwise stays so."""
+def handled(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
+    """A context with other handlers of signals, in the main thread: others have none."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def endings() -> contextlib.AbstractContextManager[None]:
+    """A context in which the signals ENDING raise `Ended` in the main thread, so that temporary
+    files and processes go. One that is ignored (nohup) or handled otherwise stays so."""
 
     def end(number: int, frame: FrameType | None) -> None:
         for s in caught:
@@ -156,13 +164,7 @@ def endings() -> Iterator[None]:
         raise Ended(number)
 
     caught = [s for s in ENDING if signal.getsignal(s) is signal.SIG_DFL]
-    for s in caught:
-        signal.signal(s, end)
-    try:
-        yield
-    finally:
-        for s in caught:
-            signal.signal(s, signal.SIG_DFL)
+    return handled(dict.fromkeys(caught, end))
 
 
 def leave(code: int) -> NoReturn:
@@ -177,28 +179,19 @@ def leave(code: int) -> NoReturn:
 @contextlib.contextmanager
 def put_off(numbers: Iterable[signal.Signals] = (signal.SIGINT, *ENDING)) -> Iterator[None]:
     """A context at whose end signals are handled that came in it; a second one at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     came: list[tuple[int, FrameType | None]] = []
-    before = {s: signal.getsignal(s) for s in numbers}
+    before = {s: h for s in numbers if callable(h := signal.getsignal(s))}
 
     def note(number: int, frame: FrameType | None) -> None:
         came.append((number, frame))
         signal.signal(number, before[signal.Signals(number)])
 
-    caught = [s for s, handler in before.items() if callable(handler)]
-    for s in caught:
-        signal.signal(s, note)
     try:
-        yield
+        with handled(dict.fromkeys(before, note)):
+            yield
     finally:
-        for s in caught:
-            signal.signal(s, before[s])
         for number, frame in came:
-            handler = before[signal.Signals(number)]
-            if callable(handler):
-                handler(number, frame)
+            before[signal.Signals(number)](number, frame)
 
 
 class OutputError(OSError):
@@ -215,22 +208,18 @@ class _Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with _named_output():
-            return int(self._stream.write(text))
+        return int(self._named("write", text))
 
     def flush(self) -> None:
-        with _named_output():
-            self._stream.flush()
+        self._named("flush")
 
-
-@contextlib.contextmanager
-def _named_output() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as e:
-        raise OutputError(e.errno, e.strerror) from e
+    def _named(self, method: str, *given: str) -> Any:
+        try:
+            return getattr(self._stream, method)(*given)
+        except BrokenPipeError:
+            raise
+        except OSError as e:
+            raise OutputError(e.errno, e.strerror) from e
 
 
 def output() -> Any:
