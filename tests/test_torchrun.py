@@ -254,7 +254,7 @@ def test_bytes_of_a_rank_are_those_of_the_plan(tmp_path: Path) -> None:
 
 def test_a_seed_gives_the_same_parts(tmp_path: Path) -> None:
     """Weights that are made at load are those that a build would pack."""
-    from g4ir.parallel.share import Share
+    from g4ir.parallel.table import Share
     from g4ir.weights.pack import MadeParams
     from g4ir.weights.random import RandomCheckpoint
 

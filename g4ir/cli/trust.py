@@ -46,7 +46,7 @@ def _trust(args: argparse.Namespace) -> int:
     if args.key is not None:
         return _said(args, {"key": trust.trust_key(Path(args.key))})
     if args.revoke is not None:
-        if not (trust.revoke(args.revoke) or trust.revoke_key(args.revoke)):
+        if not trust.revoke(args.revoke):
             raise InputError(
                 f"--revoke {args.revoke}: no such engine or key; `g4ir trust` lists them"
             )

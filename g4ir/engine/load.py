@@ -15,7 +15,7 @@ from g4ir.ir.graph import Value
 from g4ir.model.text import PLE_PARAM
 from g4ir.ops.types import torch_dtype
 from g4ir.parallel.group import Group, current
-from g4ir.parallel.share import Share
+from g4ir.parallel.table import Share
 from g4ir.plan.resolve import find_placement
 from g4ir.quant.rewrite import held_recipe
 from g4ir.ui.progress import Progress, no_progress, prefixed

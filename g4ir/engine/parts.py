@@ -16,7 +16,7 @@ from g4ir.ir.graph import Graph, Program, Value
 from g4ir.ir.interpret import interpret
 from g4ir.model.media import Media
 from g4ir.model.text import build_program
-from g4ir.parallel.share import Share
+from g4ir.parallel.table import Share
 from g4ir.passes.plan_cache import RingOptions
 from g4ir.plan.engine_limits import Limits
 from g4ir.quant.recipe import Recipe

@@ -12,11 +12,12 @@ Of a drafter the attention is cut, since it reads caches that are; its rest is s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from g4ir.errors import InputError
+from g4ir.ir.graph import Value
 from g4ir.model.names import CODES, SCALES
 from g4ir.ops.types import Type
 from g4ir.spec.parts import Layer
@@ -141,10 +142,49 @@ def _units(spec: Spec, layer: Layer, by: str) -> tuple[int, int]:
     }[by]
 
 
-def first_expert(spec: Spec, rank: int, ranks: int) -> int:
-    """Return the first of the experts that a rank has."""
-    assert spec.text.moe
-    return rank * spec.text.moe.num_experts // ranks
+@dataclass(frozen=True)
+class Share:
+    """Weights of rank `rank` of `ranks`; with `ep` it has some of the experts."""
+
+    spec: Spec
+    rank: int
+    ranks: int
+    ep: bool = False
+
+    def cuts(self, param: str) -> bool:
+        """Whether ranks have different parts of a param."""
+        return self.ranks > 1 and (param == FIRST or self._part(param) is not None)
+
+    def source(self, param: str) -> str | None:
+        """Return the param of the whole model that a param of a rank is cut from; None: it is a
+        rank's own."""
+        if param == FIRST:
+            return None
+        part = self._part(param)
+        return part.source if part else param
+
+    def own(self, param: str, read: Callable[[str], Any]) -> Any:
+        """Return the rank's part of a param; `read` gives those of the whole model."""
+        if param == FIRST:
+            import torch
+
+            assert self.spec.text.moe
+            return torch.tensor([self.rank * self.spec.text.moe.num_experts // self.ranks])
+        part = self._part(param)
+        made = read(part.source if part else param)
+        return part.cut(made, self.rank, self.ranks).contiguous() if part else made
+
+    def joined(self, v: Value, read: Callable[[int, Value], Any]) -> Any:
+        """Return a weight of the whole model, of what the ranks have; `read` gives a rank's."""
+        part = self._part(v.name)
+        if part is None:
+            return read(0, v)
+        own = Value(v.name, part.cut_type(v.type, self.ranks))
+        parts = [read(rank, own) for rank in range(self.ranks)]
+        return part.joined(parts, int(v.type.shape[part.axis]))
+
+    def _part(self, param: str) -> AxisShard | None:
+        return part_of(self.spec, param, self.ep) if self.ranks > 1 else None
 
 
 def key_heads(layer: Layer, ranks: int) -> int:
