@@ -19,7 +19,7 @@ from g4ir.cli import main
 from g4ir.engine import trust
 from g4ir.engine.artefact import MANIFEST, SIGNATURE, open_artefact
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import load_artefact, load_engine
+from g4ir.engine.load import load_engine
 from g4ir.errors import (
     EngineError,
     G4Error,
@@ -476,7 +476,7 @@ def test_weights_that_change_after_they_were_looked_at(copied: Path) -> None:
         header.path.unlink()
         header.path.write_bytes(raw)
     with pytest.raises(WeightsError, match="changed while it was being read"):
-        load_artefact(found, trust=True)
+        load_engine(found, trust=True)
 
 
 def test_other_files_among_the_keys(copied: Path, tmp_path: Path, home: Path) -> None:
