@@ -24,8 +24,8 @@ from common import save, seconds
 import g4ir
 from g4ir.bench.measure import interleave
 from g4ir.bench.stats import around, median
+from g4ir.media.audio import Waveform, prepare_audio
 from g4ir.media.images import prepare_image
-from g4ir.media.sound import Sound, prepare_sound
 from g4ir.model.images import image_settings
 from g4ir.model.media import KINDS
 from g4ir.model.sounds import audio_settings
@@ -99,7 +99,7 @@ def clip(spec: Spec, seconds: float) -> Any:
     settings = audio_settings(spec)
     count = round(seconds * settings.sampling_rate)
     wave = 0.2 * np.random.default_rng(0).standard_normal(count)
-    return prepare_sound(Sound(wave.astype(np.float32), settings.sampling_rate), settings)
+    return prepare_audio(Waveform(wave.astype(np.float32), settings.sampling_rate), settings)
 
 
 def tensors(*arrays: Any) -> list[torch.Tensor]:

@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from g4ir.errors import InputError, MissingError
+from g4ir.media.audio import read_audio
 from g4ir.media.images import (
     FORMATS,
     ImageLimits,
@@ -37,7 +38,6 @@ from g4ir.media.images import (
     read_image,
     stack_images,
 )
-from g4ir.media.sound import read_sound
 from g4ir.media.videos import (
     FRAMES,
     Video,
@@ -714,7 +714,7 @@ def test_devices_and_pipes_are_no_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
     for path in (Path("/dev/zero"), tmp_path / "pipe", tmp_path / "link"):
-        for read in (read_image, read_video, read_sound):
+        for read in (read_image, read_video, read_audio):
             with pytest.raises(InputError, match=r"no such (image|video|audio) file"):
                 read(path)
 

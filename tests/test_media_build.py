@@ -15,7 +15,7 @@ import g4ir
 from g4ir.engine.build import prepare
 from g4ir.errors import InputError, PlanError, SpecError
 from g4ir.ir.interpret import interpret
-from g4ir.media.sound import Sound
+from g4ir.media.audio import Waveform
 from g4ir.model.media import KINDS, find_media
 from g4ir.model.names import checkpoint_name
 from g4ir.model.sounds import MelSettings
@@ -110,7 +110,7 @@ def test_limits_of_sound_are_exact(soft: int) -> None:
 
 def test_sound_is_cut_at_what_the_engine_was_built_for(tmp_path: Path) -> None:
     engine = g4ir.build("tiny-media", tmp_path / "e", media="audio", audio_seconds=[0.5], **OPTIONS)
-    sound = Sound(np.zeros(32_000, np.float32), 16_000)
+    sound = Waveform(np.zeros(32_000, np.float32), 16_000)
     assert engine.encode("audio", sound).count == engine.media.lengths[0]
     with pytest.raises(InputError, match=r"2\.00 s is longer than the limit of 0\.5"):
         engine.encode("audio", sound, too_long="refuse")

@@ -18,8 +18,8 @@ import torch
 
 import g4ir
 from g4ir.engine.engine import Engine
+from g4ir.media.audio import Clip, Waveform, prepare_audio, stack_clips
 from g4ir.media.images import PreparedImage, prepare_image, stack_images
-from g4ir.media.sound import Clip, Sound, prepare_sound, stack_clips
 from g4ir.media.videos import Footage, Video, prepare_video, video_settings
 from g4ir.model.images import image_settings
 from g4ir.model.media import KINDS, offered
@@ -109,7 +109,7 @@ def sound(spec: Spec, samples: int, seed: int) -> Clip:
     """Where soft tokens are raw frames, which are short here, less of it."""
     samples = samples // 20 if isinstance(spec.audio, UnifiedAudio) else samples
     wave = 0.3 * np.random.default_rng(seed).standard_normal(samples)
-    return prepare_sound(Sound(wave.astype(np.float32), 16_000), audio_settings(spec))
+    return prepare_audio(Waveform(wave.astype(np.float32), 16_000), audio_settings(spec))
 
 
 class Message:

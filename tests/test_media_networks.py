@@ -33,7 +33,7 @@ from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
 from g4ir.errors import CheckError, EngineError
 from g4ir.ir.interpret import run_node
-from g4ir.media.sound import Sound
+from g4ir.media.audio import Waveform
 from g4ir.ops import Sample
 from g4ir.ops.types import Type, parse_type
 from g4ir.plan.engine_limits import Limits
@@ -120,7 +120,7 @@ def items(engine: Engine) -> list[tuple[str, Any]]:
     sounds = [noise(n).astype("float32") / 128 - 1 for n in (200, 7_001, 23_000)]
     kinds = engine.media.kinds
     return [i for i in out if i[0] in kinds] + [
-        ("audio", Sound(s, 16_000)) for s in sounds if "audio" in kinds
+        ("audio", Waveform(s, 16_000)) for s in sounds if "audio" in kinds
     ]
 
 

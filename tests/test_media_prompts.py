@@ -25,6 +25,7 @@ from g4ir.engine.jsonl import FIELDS
 from g4ir.engine.load import load_engine
 from g4ir.engine.offline import BOS_ADDED, MEDIA_SETTINGS, OfflineEngine, Result
 from g4ir.errors import InputError
+from g4ir.media.audio import Waveform, prepare_audio
 from g4ir.media.images import prepare_image, read_image
 from g4ir.media.prompt import (
     check_given,
@@ -35,7 +36,6 @@ from g4ir.media.prompt import (
     times_left_out,
 )
 from g4ir.media.soft import Soft, counts
-from g4ir.media.sound import Sound, prepare_sound
 from g4ir.media.videos import Video, prepare_video, read_video, video_settings
 from g4ir.model.images import image_settings
 from g4ir.model.media import KINDS, LISTS, Media, check_budget, check_taken
@@ -404,7 +404,7 @@ def ours(variant: str, kinds: str) -> dict[str, list[Soft]]:
     spec = load_spec(variant)
     pictures = [prepare_image(p, image_settings(spec)).soft_tokens for p in PICTURES]
     clip = prepare_video(Video(FRAMES, RATES), video_settings(spec))
-    sounds = [prepare_sound(Sound(s, RATE), audio_settings(spec)).soft_tokens for s in SOUNDS]
+    sounds = [prepare_audio(Waveform(s, RATE), audio_settings(spec)).soft_tokens for s in SOUNDS]
     film = soft("video", *[clip.soft_tokens] * len(clip.times), times=clip.times)
     return {
         "i": [soft("image", n) for n in pictures[: kinds.count("i")]],

@@ -24,8 +24,8 @@ from g4ir.check.pass_report import local_errors
 from g4ir.errors import InputError
 from g4ir.ir.graph import Graph
 from g4ir.ir.interpret import run_node
+from g4ir.media.audio import Clip, Waveform, prepare_audio
 from g4ir.media.images import prepare_image
-from g4ir.media.sound import Clip, Sound, prepare_sound
 from g4ir.media.videos import Video, prepare_video, video_settings
 from g4ir.model.images import BUDGETS, image_settings
 from g4ir.model.media import KINDS, find_media
@@ -133,17 +133,17 @@ def test_frames(pairs: Any) -> None:
 LENGTHS = (170, 401, 7_777, 40_000, 80_003, 160_000, 199_999, 480_000)
 
 
-def tone(samples: int, seed: int = 0) -> Sound:
+def tone(samples: int, seed: int = 0) -> Waveform:
     t = np.arange(samples) / 16_000
     noise = np.random.default_rng(seed).standard_normal(samples)
     wave = 0.4 * np.sin(2 * np.pi * 330 * t) + 0.05 * noise
-    return Sound(wave.astype(np.float32), 16_000)
+    return Waveform(wave.astype(np.float32), 16_000)
 
 
 @pytest.mark.parametrize("samples", LENGTHS)
 def test_sounds(pairs: Any, samples: int) -> None:
     engine, model = pairs("e2b")
-    clip = prepare_sound(tone(samples), audio_settings(engine.spec))
+    clip = prepare_audio(tone(samples), audio_settings(engine.spec))
     soft = engine.encode("audio", clip)
     assert error(soft.pieces[0], heard(model, clip)) < BUDGET
 
@@ -164,7 +164,7 @@ def heard(model: Any, clip: Clip, fill: int = 0) -> torch.Tensor:
 def test_padding_is_not_heard(pairs: Any) -> None:
     """However much of it there is, and whatever it holds."""
     engine, model = pairs("e2b")
-    clip = prepare_sound(tone(9_999), audio_settings(engine.spec))
+    clip = prepare_audio(tone(9_999), audio_settings(engine.spec))
     (soft,) = engine.encode("audio", clip).pieces
     assert error(soft, heard(model, clip, fill=150)) < BUDGET
 
@@ -173,7 +173,7 @@ def test_padding_is_not_heard(pairs: Any) -> None:
 def test_raw_sounds(pairs: Any, samples: int) -> None:
     """Also longer than any graph: frames stand alone."""
     engine, model = pairs(UNIFIED)
-    clip = prepare_sound(tone(samples), audio_settings(engine.spec))
+    clip = prepare_audio(tone(samples), audio_settings(engine.spec))
     (soft,) = engine.encode("audio", clip).pieces
     assert len(soft) == -(-samples // 40)
     assert error(soft, heard(model, clip)) < BUDGET

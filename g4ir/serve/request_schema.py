@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from g4ir.chat.messages import MOST_DEPTH, kind_of, shown
 from g4ir.errors import InputError
-from g4ir.media.sound import CUT, REFUSE
+from g4ir.media.audio import CUT, REFUSE
 
 from .foreign_fields import HARMLESS, refused_fields
 from .http_errors import Refused, bad, missing
