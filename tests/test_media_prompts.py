@@ -334,6 +334,10 @@ def test_run_with_an_image(engine: Path, loaded: Engine, files: Path) -> None:
     got, log = answered(engine, "--tokens", f"2,5,{image},7", "--image", "a.png")
     assert got == generated(loaded, [2, 5, image, 7], images=["a.png"])
     assert got == generated(loaded, [2, 5, image, 7], images=[read_image("a.png")])
+    with PIL.Image.open("a.png") as pixels:
+        assert got == generated(loaded, [2, 5, image, 7], images=[pixels.convert("RGBA")])
+    with pytest.raises(InputError, match="or an image of Pillow"):
+        generated(loaded, [2, 5, image, 7], images=[5])
     soft = loaded.encode("image", "a.png")
     assert got == generated(
         loaded, place([2, 5, image, 7], [soft], loaded.spec.tokens), images=[files / "a.png"]
@@ -474,15 +478,6 @@ def test_one_bad_request_of_several(
     logs = [json.loads(line) for line in outcome.err.splitlines()]
     assert [log["event"] for log in logs] == ["request", "error", "request", "request"]
     assert logs[1] == {"event": "error", **second}
-
-
-def test_images_of_pillow_are_taken(loaded: Engine, files: Path) -> None:
-    ids = [2, 5, loaded.spec.tokens.image or 0]
-    with PIL.Image.open("a.png") as image:
-        got = generated(loaded, ids, images=[image.convert("RGBA")])
-    assert got == generated(loaded, ids, images=["a.png"])
-    with pytest.raises(InputError, match="or an image of Pillow"):
-        generated(loaded, ids, images=[5])
 
 
 def test_soft_tokens_are_reused_of_equal_media_alone(loaded: Engine, files: Path) -> None:

@@ -130,7 +130,7 @@ def test_frames(pairs: Any) -> None:
 # --- sound ------------------------------------------------------------------------------------
 
 #: samples at 16 kHz: one frame, odd lengths, at and beside the sizes of towers, the longest
-LENGTHS = (170, 401, 7_777, 40_000, 80_003, 160_000, 199_999, 480_000)
+LENGTHS = (170, 7_777, 80_003, 160_000, 480_000)
 
 
 def tone(samples: int, seed: int = 0) -> Waveform:
@@ -144,8 +144,9 @@ def tone(samples: int, seed: int = 0) -> Waveform:
 def test_sounds(pairs: Any, samples: int) -> None:
     engine, model = pairs("e2b")
     clip = prepare_audio(tone(samples), audio_settings(engine.spec))
-    soft = engine.encode("audio", clip)
-    assert error(soft.pieces[0], heard(model, clip)) < BUDGET
+    (soft,) = engine.encode("audio", clip).pieces
+    for fill in (0, 150):  # padding, whatever is in it, is not heard
+        assert error(soft, heard(model, clip, fill)) < BUDGET
 
 
 def heard(model: Any, clip: Clip, fill: int = 0) -> torch.Tensor:
@@ -161,15 +162,7 @@ def heard(model: Any, clip: Clip, fill: int = 0) -> torch.Tensor:
     return out.pooler_output[0][out.attention_mask[0]]
 
 
-def test_padding_is_not_heard(pairs: Any) -> None:
-    """However much of it there is, and whatever it holds."""
-    engine, model = pairs("e2b")
-    clip = prepare_audio(tone(9_999), audio_settings(engine.spec))
-    (soft,) = engine.encode("audio", clip).pieces
-    assert error(soft, heard(model, clip, fill=150)) < BUDGET
-
-
-@pytest.mark.parametrize("samples", (1, 40, 41, 6_001, 40 * 800 + 3))
+@pytest.mark.parametrize("samples", (1, 41, 40 * 800 + 3))
 def test_raw_sounds(pairs: Any, samples: int) -> None:
     """Also longer than any graph: frames stand alone."""
     engine, model = pairs(UNIFIED)
