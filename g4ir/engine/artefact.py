@@ -313,7 +313,6 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _no_engine(path: Path, unfinished: bool) -> EngineError:
-    """Return the error for a path that is no engine directory, with the command that makes one."""
     if str(path) in spec_names() and not path.exists():
         return EngineError(f"{path} is a variant: build it with g4ir build --variant {path}")
     files = sorted(path.glob(f"*{GGUF}")) if path.is_dir() else []
@@ -353,7 +352,6 @@ def _read_values(file: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def _manifest_of(values: dict[str, Any], where: Where) -> Manifest:
-    """Return the manifest, typed; SpecError names the key."""
     given = {k: v for k, v in values.items() if k not in ("format", "compiled", "digest")}
     weights = given.get("weights")
     kind = weights.get("kind") if isinstance(weights, dict) else None
@@ -461,7 +459,6 @@ def _raised(error: OSError) -> None:
 
 
 def _check_spec(path: Path, m: Manifest, spec: Spec) -> None:
-    """Raise SpecError or EngineError if manifest and spec do not agree."""
     where = Where(str(path / MANIFEST), 0)
     if (m.variant, m.spec_digest) != (spec.name, spec.digest()):
         raise fail(where, "spec_digest", "is not that of spec.yaml")

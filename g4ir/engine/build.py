@@ -153,7 +153,6 @@ def _pack(p: Prepared, folder: Path, progress: Progress) -> Grid | None:
 
 
 def _params_of(p: Prepared, folder: Path) -> packings.ParamSource:
-    """Return the params as loading finds them."""
     files = packings.rank_files(folder.glob("*.safetensors"), 0)
     made = packings.MadeParams(p.packing, p.source, share=p.share(0))
     return packings.StoredParams.open(files) if files else made

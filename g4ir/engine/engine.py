@@ -201,7 +201,6 @@ def _within(tokenizer: Any, size: int, path: Path) -> Any:
 
 
 def _prompts(given: Any) -> tuple[list[list[int]], bool]:
-    """Return (prompts, whether it was a single one)."""
     import torch
 
     def plain(x: Any) -> Any:
@@ -252,7 +251,6 @@ def _requests(
     count: int,
     params: SamplingParams,
 ) -> list[Request]:
-    """Return a checked request for each prompt, with its media and a seed of its own."""
     limits, vocab = engine.limits, engine.spec.text.vocab_size
     if not 1 <= len(prompts) <= limits.max_batch:
         raise InputError(
@@ -282,7 +280,6 @@ def _drained(
     on_token: Callable[[int, int], None] | None,
     tally: AcceptanceStats | None,
 ) -> list[list[int]]:
-    """Return the tokens of each request, once all have ended; raises the first failure."""
     with engine.lent_scheduler(len(requests), draft) as scheduler:
         handles = {scheduler.submit(request): row for row, request in enumerate(requests)}
         while scheduler.busy:

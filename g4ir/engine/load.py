@@ -130,7 +130,6 @@ def check_runnable(found: Artefact, trust: bool = False) -> Backend:
 
 
 def _check_gpu(found: Artefact, group: Group | None) -> None:
-    """Raise MissingError if a rank of an engine for CUDA has no GPU of its own, or no NCCL."""
     if found.manifest.device == "cuda" and group and not group.on_gpus:
         raise MissingError(
             f"{found.path} was built for cuda, and rank {group.rank} has no GPU of its own, or "
@@ -150,7 +149,6 @@ def _of_ranks(found: Artefact, here: int) -> str:
 
 
 def _backend_of(found: Artefact) -> Backend:
-    """Return the backend, if it makes such engines."""
     m, where = found.manifest, found.path / MANIFEST
     try:
         backend = find_backend(m.backend)

@@ -57,12 +57,9 @@ class EngineParts:
     _process: int = field(default_factory=os.getpid, init=False)
 
     def __repr__(self) -> str:
-        backend = self.facts.backend
         sizes = ", ".join(f"{k} {v}" for k, v in asdict(self.limits).items())
-        return (
-            f"<Engine {str(self.path)!r}: {self.spec.name}, {backend} on {self.device}, "
-            f"{self.dtype}, {sizes}>"
-        )
+        where = f"{self.facts.backend} on {self.device}, {self.dtype}"
+        return f"<Engine {str(self.path)!r}: {self.spec.name}, {where}, {sizes}>"
 
     @property
     def manifest(self) -> dict[str, Any]:

@@ -129,7 +129,6 @@ def _resolved(
     origin: Origin | None,
     drafter: Spec | None,
 ) -> Resolved:
-    """Return every option that follows from spec, backend and checkpoint."""
     dtype = _dtype(backend, o.dtype, spec)
     asked = o.media if isinstance(o.media, str) else tuple(o.media)
     kinds, extractor = (origin.kinds(asked, spec), origin.extractor()) if origin else (asked, None)
@@ -166,7 +165,6 @@ def _resolved(
 
 
 def _check_supported(b: Backend, o: BuildOptions, options: PassOptions, limits: Limits) -> None:
-    """Raise InputError for an option that the backend does not support."""
     kv, count = options.of(NarrowOptions).to, options.of(RingOptions).slack
     if kv != OFF and kv not in b.kv_dtypes:
         other = " or ".join(resolve.KV_NAMES[d] for d in b.kv_dtypes) or "the dtype: leave it out"
@@ -223,7 +221,6 @@ def _fitted(
 def _weights(
     source: WeightSource, o: BuildOptions, packs: bool, adapters: tuple[Adapter, ...]
 ) -> Any:
-    """Return the manifest's record of the weights; `packs`: random ones are written too."""
     if adapters:
         merged = (
             MergedAdapter(Line(a.path.resolve()), a.factor, remembered_digest(a.weights))
@@ -233,12 +230,10 @@ def _weights(
     if isinstance(source, Checkpoint) and o.link_weights:
         files = {name: remembered_digest(p) for name, p in linked_files(source).items()}
         return LinkedWeights("linked", Line(source.directory.resolve()), files)
-    if isinstance(source, Checkpoint):
-        return PackedWeights()
-    if o.random_weights is None:
-        return None
     seed = o.random_weights
-    return PackedWeights(seed=seed) if packs else RandomWeights("random", seed)
+    if isinstance(source, Checkpoint) or (packs and seed is not None):
+        return PackedWeights(seed=seed)
+    return None if seed is None else RandomWeights("random", seed)
 
 
 def _recipe(r: Resolved, opened: Checkpoint | None, origin: Origin | None) -> Recipe | None:
@@ -270,17 +265,11 @@ def _check_range(r: Resolved, source: WeightSource) -> None:
     reach = {name: len(w) ** 0.5 * float(w.abs().max()) for name, w in weights.items()}
     worst = max(reach, key=reach.__getitem__)
     if reach[worst] > most:
-        log.warning(
-            "kv-dtype float8: K may reach %.0f in %s, and numbers beyond %.0f are cut to it; int8 "
-            "has no such limit",
-            reach[worst],
-            worst,
-            most,
-        )
+        what = "kv-dtype float8: K may reach %.0f in %s, and numbers beyond %.0f are cut to it"
+        log.warning(f"{what}; int8 has no such limit", reach[worst], worst, most)
 
 
 def _check_weights_given(spec: Spec | None, o: BuildOptions) -> None:
-    """Raise InputError if the options about weights contradict each other, or there are none."""
     checkpoint, seed = o.checkpoint, o.random_weights
     if o.mmproj is not None and (checkpoint is None or spec is None):
         raise InputError(
@@ -329,17 +318,12 @@ def _adapters(o: BuildOptions, origin: Origin | None) -> tuple[Adapter, ...]:
     folder = origin.path if origin and origin.path.is_dir() else None
     beside = lies_in(folder) if folder else None
     if beside and folder not in [a.path for a in adapters]:
-        log.warning(
-            "%s: holds a LoRA adapter (%s), which is not merged; give --adapter %s to merge it",
-            folder,
-            beside,
-            folder,
-        )
+        what = "%s: holds a LoRA adapter (%s), which is not merged; give --adapter %s to merge it"
+        log.warning(what, folder, beside, folder)
     return adapters
 
 
 def _check_link(link: bool, origin: Origin | None, backend: Backend) -> None:
-    """Raise InputError if there is nothing to link to, or the backend needs packed weights."""
     if link and origin is None:
         raise InputError("--link-weights refers to a checkpoint's files; random weights have none")
     if link and backend.packs_weights:
@@ -360,7 +344,6 @@ def _side_files(spec: Spec, origin: Origin) -> dict[str, bytes]:
 
 
 def _dtype(backend: Backend, given: str | None, spec: Spec) -> str:
-    """Return the dtype asked for, else the spec's, else the backend's where it lacks the spec's."""
     kind = resolve.find_dtype(given or spec.dtype)
     if kind in backend.dtypes:
         return kind

@@ -244,7 +244,6 @@ def fingerprint(key: Any) -> str:
 
 
 def _read_key(file: Path, public: bool) -> Any:
-    """Return an Ed25519 key of a PEM file."""
     primitives = _library().hazmat.primitives
     serialization, ed25519 = primitives.serialization, primitives.asymmetric.ed25519
     wanted = "a public key" if public else "a private key without password"
@@ -273,7 +272,6 @@ def _public_pem(key: Any) -> bytes:
 
 
 def _library() -> Any:
-    """Return the package cryptography, with the modules used here imported."""
     try:
         import cryptography.exceptions
         import cryptography.hazmat.primitives.asymmetric.ed25519

@@ -55,8 +55,6 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _load(group: Group, path: str, options: dict[str, Any]) -> Any:
-    """Return this rank's runtime of an engine; None if it cannot be opened, which rank 0 learns."""
-
     def opens() -> tuple[str, Any]:
         found = open_artefact(Path(path), options["check_weights"], group.rank)
         how = options["cuda_graph"], options["trust"], no_progress, group

@@ -192,7 +192,6 @@ def resample(samples: F32, old: int, new: int, first: int | None = None) -> F32:
 
 
 def _interpolated(padded: F32, taps: F64, start: NDArray[Any], phase: NDArray[Any]) -> F32:
-    """Return each output's taps times the samples from `start` on."""
     out = np.zeros(len(start))
     for tap in range(taps.shape[1]):
         out += padded[start + tap] * taps[phase, tap]
@@ -225,7 +224,6 @@ def find_features(samples: F32, settings: AudioSettings) -> tuple[F32, Mask]:
 
 
 def _raw(samples: F32, settings: RawSettings) -> tuple[F32, Mask]:
-    """Cut samples into frames; the last frame is filled with zeros."""
     length = round_up(len(samples), settings.frame)
     frames = np.pad(samples, (0, length - len(samples))).reshape(-1, settings.frame)
     return frames, np.ones(len(frames), np.bool_)
@@ -267,7 +265,6 @@ def _emphasised(windows: F32, settings: MelSettings) -> F32:
 
 @lru_cache(maxsize=8)
 def _hann(length: int) -> F32:
-    """Return the periodic window."""
     return frozen(np.hanning(length + 1)[:-1].astype(np.float32))
 
 
@@ -365,7 +362,6 @@ def _plain_wav(data: bytes, path: Path) -> bytes:
 
 
 def _decode(file: BinaryIO, path: Path) -> Waveform:
-    """Decode a file whose header is checked against the limits first."""
     soundfile = _soundfile(path)
     try:
         with soundfile.SoundFile(file) as source:

@@ -165,7 +165,6 @@ def _decode(file: BinaryIO, path: Path) -> U8:
 
 
 def _rgb(image: Any, ops: Any, name: str) -> U8:
-    """Return the pixels of a Pillow image, upright and in RGB."""
     tags = getattr(image, "tag_v2", {})
     limits = [tags.get(tag) for tag in SAMPLE_LIMITS]
     white_is_zero = tags.get(PHOTOMETRIC) == 0

@@ -179,7 +179,6 @@ def _before_block(end: Tensor, lengths: Tensor, block_ids: Tensor) -> Tensor:
 
 
 def _check_blocks(block_ids: Tensor, chunk: int) -> None:
-    """Raise InputError if the longest block is longer than a chunk."""
     rows, _ = (block_ids >= 0).nonzero(as_tuple=True)
     if not rows.numel():
         return

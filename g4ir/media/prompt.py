@@ -157,11 +157,10 @@ def mark(
     """Return the text with the tokenizer's own placeholders for `<image>`, `<video>` and `<audio>`,
     and a note, if there is one.
 
-    `given` are the kinds of the media in order, `taken` those that the engine takes. Markers
-    count up to the number of media of their kind; further ones are text, with a note, and so is one
-    after a backslash, without. Media of a kind without placeholder in the text come first (after a `bos`
-    that is spelled out). InputError for fewer markers and placeholders than media, if there are
-    markers.
+    `given`: kinds of the media in order; `taken`: those that the engine takes. As many markers of a
+    kind count as it has media; further ones are text, with a note, and so is one after a backslash,
+    without. Media of a kind without placeholder in the text come first (after a `bos` that is
+    spelled out). InputError if there are markers, and too few.
     """
     holders = placeholders(tokens, taken)
     room = {k: _markers(k, text, given.count(k), partial(spell, h)) for k, h in holders.items()}

@@ -126,7 +126,6 @@ def prepare_video(video: Video, settings: ImageSettings, frames: int | None = No
 
 
 def _chosen(video: Video, frames: int | None) -> tuple[tuple[str, ...], Iterable[U8]]:
-    """Return the times of the sampled frames, and the frames."""
     total, known, seconds = len(video.frames), video.indices, video.seconds
     if seconds is not None and len(seconds) != total:
         raise InputError(f"{video.name}: {total} frames at {len(seconds)} seconds; one for each")
@@ -343,7 +342,6 @@ def _container(av: Any, file: BinaryIO) -> Any:
 
 
 def _check_count(path: Path, count: int, size: int) -> None:
-    """Raise InputError for too many frames, or too many pixels in all."""
     most = min(MAX_FRAMES, MAX_DECODED // size)
     if count > most:
         raise InputError(f"{path}: {count} frames, at most {most} of this size; cut it")

@@ -111,7 +111,6 @@ def _check_groups(n: Node, spec: Spec, ranks: int, ep: bool) -> None:
 
 
 def _divides(n: Node, part: AxisShard, ranks: int) -> bool:
-    """Whether a rank's codes and scales are those of its part of a weight."""
     if not all(part.divides(int(v.type.shape[part.axis]), ranks) for v in n.inputs):
         return False
     try:
@@ -163,7 +162,6 @@ def _sums(g: Graph) -> Mapping[str, tuple[str, ...]]:
 
 
 def _partial(n: Node, sums: Mapping[str, tuple[str, ...]]) -> Node:
-    """Return a node whose result is a rank's part of what it was: under another name."""
     name = n.outputs[0].name
     if name in sums or _is_head(n):
         return replace(n, outputs=(_part(n.outputs[0]),))
@@ -179,7 +177,6 @@ def _part(v: Value) -> Value:
 
 
 def _collectives(g: Graph, sums: Mapping[str, tuple[str, ...]], ranks: int) -> tuple[Node, ...]:
-    """Return what makes whole values of the parts that ranks have."""
     b, made = Builder(), {v.name: v for n in g.nodes for v in n.outputs}
     for names in dict.fromkeys(sums.values()):
         parts = [_part(made[name]) for name in names]

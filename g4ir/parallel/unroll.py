@@ -73,7 +73,6 @@ def _of_rank(n: Node, own: Collection[str], rank: int) -> Node:
 
 
 def _exchange(b: Builder, n: Node, ranks: int) -> None:
-    """Emit what a message comes to: sums in order of rank, or parts behind one another."""
     for x, y in zip(n.inputs, n.outputs, strict=True):
         parts = [Value(own_name(x.name, rank), x.type) for rank in range(ranks)]
         if n.op == "all_gather":
