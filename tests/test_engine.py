@@ -150,14 +150,6 @@ def test_skipped_passes_are_kept_in_mind(checkpoint: Path, built: Engine, tmp_pa
     session.truncate(3)  # nothing has been overwritten
 
 
-def test_rows_cost_what_the_limits_say(built: Engine) -> None:
-    """Rings do not depend on max_seq; full layers hold a slot for each token."""
-    caches = built.session().state.tensors
-    slots = {name: t.shape[0] for name, t in caches.items()}
-    assert slots == {f"L{i}.{x}": 64 if i == 3 else 8 for i in range(4) for x in "kv"}
-    assert built.session().nbytes() == sum(t.numel() * 4 for t in caches.values())
-
-
 # --- where weights come from ------------------------------------------------------------------
 
 
@@ -307,24 +299,6 @@ def test_only_the_device_placement_allocates_the_table_there(
 
 
 # --- what is refused --------------------------------------------------------------------------
-
-
-def test_every_changed_byte_is_found(built: Engine, copied: Path) -> None:
-    for name in sorted(names(copied)):
-        file = copied / name
-        data = file.read_bytes()
-        for at in (0, len(data) // 2, len(data) - 1):
-            file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-            with pytest.raises(EngineError, match=name):
-                load_engine(copied)
-        file.write_bytes(data[:-1])
-        with pytest.raises(EngineError):
-            load_engine(copied)
-        file.unlink()
-        with pytest.raises(EngineError):
-            load_engine(copied)
-        file.write_bytes(data)
-    assert torch.equal(answer(load_engine(copied)), answer(built))
 
 
 def test_weights_are_checked_unless_told_otherwise(copied: Path) -> None:

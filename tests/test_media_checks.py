@@ -16,7 +16,7 @@ from g4ir import passes as pipeline
 from g4ir.bench import measure, roof
 from g4ir.bench.workload import Workload, draw_tokens
 from g4ir.check.logits import verify_engine
-from g4ir.check.media import HEAD, STEPS, check_media, smallest_items
+from g4ir.check.media import HEAD, STEPS, check_media
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine, wide_engine
 from g4ir.check.stages import BACKEND
@@ -126,21 +126,6 @@ def test_bench_refuses_placeholders_of_a_text(
 # --- verify: what is sent ---------------------------------------------------------------------
 
 
-def test_items_leave_padding(engine: Engine) -> None:
-    """The smallest tower of each part, some of it padding."""
-    items = smallest_items(engine)
-    assert [i.tower for i in items] == [n for n in SMALLEST[engine.spec.name] if "_m" not in n]
-    picture, sound = items
-    assert 0 < picture.rows < picture.size and bool((picture.feeds["positions"] == -1).any())
-    assert 0 < sound.rows < sound.size
-    if "mask" in sound.feeds:
-        assert set(sound.feeds["mask"].unique().tolist()) == {False, True}
-    again = smallest_items(engine)
-    assert all(
-        a.feeds[k].equal(b.feeds[k]) for a, b in zip(items, again, strict=True) for k in a.feeds
-    )
-
-
 def test_report(engine: Engine) -> None:
     report = verify_engine(engine)
     media, name = report.media, engine.spec.name
@@ -159,20 +144,6 @@ def test_report(engine: Engine) -> None:
     assert plain["towers"][0]["tower"] == "vision_70" and plain["towers"][0]["rows"] == 60
     assert plain["towers"][0]["budget"] == {"relative": 1e-4, "cosine": None, "rounding": None}
     assert all(len(line) <= 100 for line in report.text().splitlines())
-
-
-def test_16_bit(tmp_path: Path) -> None:
-    engine = g4ir.build(
-        "tiny-media",
-        tmp_path / "e",
-        random_weights=1,
-        dtype="bfloat16",
-        audio_seconds=[1],
-        **LIMITS,
-    )
-    media = check_media(engine)
-    assert media.ok and media.prompt and not media.not_run
-    assert {t.budget for t in (*media.towers, media.prompt)} == {Tolerance(cosine=0.999)}
 
 
 @pytest.mark.parametrize("max_seq, soft", [(64, {"audio": 48}), (32, None)])
@@ -377,17 +348,6 @@ def test_a_pass_that_breaks_one_graph(
     assert culprit.first.phase == graph
 
 
-def test_each_pass_runs_the_backends_towers(
-    built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = built["tiny-media"]
-    encode = engine.runtime.encode
-    monkeypatch.setattr(engine.runtime, "encode", lambda *given: encode(*given) * 1.01)
-    culprit = verify_each_pass(engine, FEW).culprit
-    assert culprit and culprit.name == BACKEND and culprit.first
-    assert (culprit.first.value, culprit.first.phase) == ("soft", "vision_70")
-
-
 def test_each_pass_runs_the_backends_blocks(
     built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,14 +379,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         image_budgets=[140, 70],
         **LIMITS,
     ).path
-
-
-def test_show_takes_the_graph_of_that_name(built: dict[str, Engine]) -> None:
-    path = built["tiny-unified"].path
-    for phase in ("prefill", "prefill_media", "decode", "embed"):
-        assert shown(path, "--phase", phase) == (path / f"graph.{phase}.g4ir").read_text()
-    assert shown(path, "--phase", "vision") == (path / "graph.vision_70.g4ir").read_text()
-    assert shown(built["tiny-media"].path, "--phase", "audio").startswith("graph audio_750 ")
 
 
 @pytest.mark.parametrize("phase", ["vision", "embed", "prefill"])

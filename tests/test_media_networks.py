@@ -22,7 +22,7 @@ import g4ir
 from g4ir.backends.onnx_graph import export
 from g4ir.backends.primitives import attention, vision
 from g4ir.backends.primitives.emitter import Operand
-from g4ir.backends.primitives.graph import MEDIA, network_graph, tower_graphs
+from g4ir.backends.primitives.graph import tower_graphs
 from g4ir.backends.primitives.lowerings import LOWERINGS
 from g4ir.backends.primitives.network import Network
 from g4ir.backends.trt import build as builder
@@ -235,15 +235,6 @@ def test_onnx_rows_of_placeholders(made: Make) -> None:
     assert torch.equal(torch.from_numpy(found["embeds"])[0, 1], pads)
 
 
-def test_onnx_without_media(tmp_path: Path, made: Make) -> None:
-    """Text alone on request: the network of prefill, and no tower."""
-    engine = built(tmp_path / "engine", "onnx", "26b-a4b", media="none")
-    assert {p.name for p in engine.path.glob("*.onnx")} == {export.MODEL, export.EMBED}
-    assert MEDIA not in engine.program.graphs and engine.media.kinds == ()
-    t = torch.arange(5, 35)[None]
-    agrees(engine.session(1).prefill(t), made("reference", "26b-a4b").session(1).prefill(t))
-
-
 def test_onnx_refuses_other_sizes(made: Make) -> None:
     """What a tower is not made for, with its name."""
     feeds = {"patches": torch.zeros(1, 9, 48), "positions": torch.zeros(1, 9, 2, dtype=torch.int64)}
@@ -371,14 +362,6 @@ def test_trt_bytes_on_disk(tmp_path: Path) -> None:
     whole = sum(map(builder.weight_bytes, every.values()))
     assert p.backend.repeated_bytes(program, settings) == whole
     assert p.backend.repeated_bytes(program, {**settings, "weights": "refit"}) == 0
-
-
-def test_network_of_text_alone() -> None:
-    """Where no picture is seen both ways, nothing is fed for it."""
-    for name in NAMES:
-        p = prepare(spec_of(name), BuildOptions(backend="trt"), dry=True)
-        fed = {v.name for v in network_graph(p.packing.program).inputs}
-        assert ("block_ids" in fed) == (name in BOTH_WAYS)
 
 
 @pytest.mark.parametrize(

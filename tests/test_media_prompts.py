@@ -25,7 +25,7 @@ from g4ir.cli import run
 from g4ir.engine.engine import Engine
 from g4ir.engine.jsonl import FIELDS
 from g4ir.engine.load import load_engine
-from g4ir.engine.offline import BOS_ADDED, MEDIA_SETTINGS, OfflineEngine, Result
+from g4ir.engine.offline import MEDIA_SETTINGS, OfflineEngine, Result
 from g4ir.errors import InputError
 from g4ir.media.audio import Waveform, prepare_audio
 from g4ir.media.images import prepare_image, read_image
@@ -368,17 +368,6 @@ def test_run_text_with_every_kind(engine: Path, loaded: Engine, files: Path) -> 
     assert got == generated(loaded, ids, images=["a.png", "b.jpg"], audio=["d.wav"], videos=[clip])
 
 
-def test_media_without_a_marker_come_first(engine: Path, files: Path) -> None:
-    media = ("--audio", "d.wav", "--image", "a.png", "--image", "b.jpg")
-    want, log = answered(engine, "--prompt", "<audio><image><image>what?", *media)
-    assert log["notes"] == [BOS_ADDED]
-    got, log = answered(engine, "--prompt", "what?", *media)
-    note = "the prompt has no <audio> and <image>: put before the text"
-    assert got == want and log["notes"] == [note, BOS_ADDED]
-    outcome = command("run", engine, "--prompt", "what?", *media, "--max-new-tokens", "6")
-    assert outcome.code == 0 and f"g4ir: note: {note}\n" in outcome.err
-
-
 def test_an_image_budget(engine: Path, loaded: Engine, files: Path) -> None:
     words = (engine, "--prompt", "<image>", "--image", "a.png")
     counted = [answered(*words, "--image-budget", n)[1]["soft_tokens"] for n in ("70", "140")]
@@ -424,41 +413,6 @@ def test_generate_refuses(loaded: Engine, files: Path, media: Any, words: str) -
 
 
 # --- JSON lines -------------------------------------------------------------------------------
-
-
-def lines_of(engine: Path, lines: list[dict[str, Any]], folder: Path) -> list[tuple[Any, Any]]:
-    """(answer, log) of each line."""
-    file = folder / "in.jsonl"
-    file.write_text("\n".join(map(json.dumps, lines)))
-    outcome = command("run", engine, "--input-jsonl", file, "--max-new-tokens", "6")
-    assert outcome.code == 0, outcome.err
-    pairs = zip(outcome.out.splitlines(), outcome.err.splitlines(), strict=True)
-    return [(json.loads(answer), json.loads(log)) for answer, log in pairs]
-
-
-def test_json_lines_with_media(engine: Path, files: Path, tmp_path: Path) -> None:
-    lines = [
-        {"id": "p", "prompt": "<image>see", "images": ["a.png"], "image_budget": 140},
-        {"id": "v", "prompt": "<video>see", "videos": ["c.mp4"], "frames": 2},
-        {"id": "s", "prompt": "hear", "audio": ["d.wav"], "audio_too_long": "refuse"},
-        {"id": "t", "prompt": "text", "images": []},
-    ]
-    found = lines_of(engine, lines, tmp_path)
-    assert [log.get("soft_tokens", {}).keys() for _, log in found] == [
-        {"image"},
-        {"video"},
-        {"audio"},
-        set(),
-    ]
-    flags: list[tuple[str, ...]] = [
-        ("--image", "a.png", "--image-budget", "140"),
-        ("--video", "c.mp4", "--frames", "2"),
-        ("--audio", "d.wav"),
-        (),
-    ]
-    for (answer, log), line, words in zip(found, lines, flags, strict=True):
-        got, alone = answered(engine, "--prompt", str(line["prompt"]), *words)
-        assert answer["tokens"] == got and log.get("notes") == alone.get("notes")
 
 
 def test_one_bad_request_of_several(
@@ -521,27 +475,6 @@ def test_engines_that_take_less(deaf: Path, tmp_path: Path, files: Path) -> None
     text = made(tmp_path / "e", "tiny-dense")
     message = refused("run", text, "--tokens", "2,5", "--image", "a.png")
     assert "takes text, no image, and tiny-dense takes text alone" in message
-
-
-def test_markers_without_media_are_text(engine: Path, files: Path) -> None:
-    text = "what does <image> or <video> mean?"
-    got, log = answered(engine, "--prompt", text)
-    tokenizer = load_engine(engine).tokenizer()
-    assert log["prompt_tokens"] == 1 + len(tokenizer.encode(text).ids)  # <bos>
-    assert "1 of 1 <image>" in log["notes"][0] and "1 of 1 <video>" in log["notes"][0]
-    assert got == answered(engine, "--prompt", r"what does \<image> or \<video> mean?")[0]
-
-
-def test_placeholders_of_kinds_that_are_not_taken(deaf: Path, files: Path) -> None:
-    """Tokens like any other, in commands as in sessions."""
-    engine, audio = load_engine(deaf), load_spec("tiny-media").tokens.audio
-    got, log = answered(deaf, "--tokens", f"2,{audio},500", "--image", "a.png")
-    assert got == generated(engine, [2, audio, 500], images=["a.png"])
-    soft = engine.encode("image", "a.png")
-    ids = place([2, audio, 500], [soft], engine.spec.tokens, kinds=("image",))
-    assert engine.session(1).prefill([ids], soft=[soft]).argmax().item() == got[0]
-    assert log["prompt_tokens"] == len(ids) == soft.count + 4
-    assert answered(deaf, "--tokens", f"2,{audio}")[0] == generated(engine, [2, audio])
 
 
 def test_a_tokenizer_without_the_special_tokens(bare: Path, files: Path, tmp_path: Path) -> None:

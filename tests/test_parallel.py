@@ -20,7 +20,7 @@ from g4ir.ir.rewrite import split_prologue
 from g4ir.ir.text import parse_graph
 from g4ir.ir.verify import verify
 from g4ir.model.decoder import BLOCKS, VERIFY
-from g4ir.model.draft import DRAFT, shipped_drafter
+from g4ir.model.draft import shipped_drafter
 from g4ir.model.media import find_media
 from g4ir.model.text import build_graph, build_program, has_blocks
 from g4ir.ops.codecs import dequantized
@@ -299,33 +299,6 @@ def decode_feeds(name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     made = chunks(name, torch.float32)
     feeds = next(feeds for phase, feeds in made if phase == "decode")
     return {k: t.to(dtype) if t.is_floating_point() else t for k, t in feeds.items()}
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("name, ranks", [(n, r) for n in TINY for r in RANKS])
-@pytest.mark.parametrize("passes", [False, True])
-def test_ranks_draft_as_one(name: str, ranks: int, passes: bool) -> None:
-    """A drafter's heads read a rank's part of the caches; tokens and states are the same."""
-    spec, dtype = spec_of(name), torch.float64
-    p = build_program(spec, all_logits=True, verifies=True, drafter=shipped_drafter(spec))
-    given = {n: made_weight(v, dtype) for n, v in p.params().items()}
-    own = Program({k: shard(g, spec, ranks) for k, g in p.graphs.items() if g.state})
-    own = run_program(own, options=SLACK) if passes else own
-    (phase, inputs), at = chunks(name, dtype)[0], {"B": 2, "C": SLOTS}
-    _, state = interpret(p.graphs[phase], inputs, given, empty_state(p.graphs[phase], at, dtype))
-    params = {
-        k: [rank_params(g, spec, given, r, ranks) for r in range(ranks)]
-        for k, g in own.graphs.items()
-    }
-    begun = [empty_state(own.graphs[phase], at, dtype)] * ranks
-    states = [after for _, after in lockstep(own.graphs[phase], inputs, params[phase], begun)]
-    held, hidden = inputs["lengths"], inputs["embeds"][:, :1]
-    feeds = {"embeds": hidden.roll(1), "hidden": hidden, "positions": held[:, None]}
-    feeds |= {"last": held[:, None] - 1, "written": held}
-    one, _ = interpret(p.graphs[DRAFT], feeds, given, state)
-    for made, _ in lockstep(own.graphs[DRAFT], feeds, params[DRAFT], states):
-        assert torch.equal(made["draft.token"], one["draft.token"])
-        assert distance(made["draft.hidden"], one["draft.hidden"]) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["tiny-media", "tiny-unified"])
