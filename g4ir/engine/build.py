@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from g4ir import __version__
 from g4ir.backends.base import Prepared, Task
 from g4ir.errors import EngineError
 from g4ir.ops.finite import TOO_LARGE
-from g4ir.plan.options import BuildOptions, options_text
+from g4ir.plan.options import BuildOptions, Resolved, options_text
 from g4ir.spec.reader import Line, on_one_line
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.files import new_folder, write_file
@@ -173,25 +173,18 @@ def _manifest(
     import torch
 
     files = sorted(f for f in folder.rglob("*") if f.is_file()) if folder else []
+    known = {f.name for f in fields(Manifest)}
     return Manifest(
         g4ir=__version__,
         variant=p.spec.name,
         spec_digest=p.spec.digest(),
         drafter_digest=p.drafter.digest() if p.drafter else None,
         backend=p.backend.name,
-        device=p.device,
         machine=Line(p.backend.machine(p.device)),
-        dtype=p.dtype,
-        ranks=p.ranks,
-        ep=p.ep,
-        limits=p.limits,
-        all_logits=p.all_logits,
         skipped_passes=p.skip,
-        options=p.options,
         settings=dict(p.settings),
-        ple_placement=p.ple_placement,
-        media=p.media,
         quant=p.recipe,
+        **{f.name: getattr(p, f.name) for f in fields(Resolved) if f.name in known},
         graphs=tuple(p.packing.program.graphs),
         weights=p.weights,
         compiled=dict(compiled),

@@ -49,6 +49,8 @@ from .load import linked_files
 from .prompts import read_defaults
 
 DEFAULTS = BuildOptions()
+#: resolved options that no graph depends on
+NOT_OF_GRAPHS = ("device", "limits", "ple_placement")
 log = logging.getLogger(__name__)
 
 
@@ -85,21 +87,9 @@ def prepare(
         checkpoint = with_adapters(checkpoint, agreed, adapters)
     r = replace(r, recipe=_recipe(r, checkpoint, origin))
     acted = Acted()
-    packing = make_packing(
-        spec=r.spec,
-        all_logits=r.all_logits,
-        dtype=r.dtype,
-        media=r.media,
-        skip=r.skip,
-        options=r.options,
-        recipe=r.recipe,
-        stored=partial(backend.stored, device=device),
-        dump=dump,
-        acted=acted,
-        drafter=r.drafter,
-        ranks=r.ranks,
-        ep=r.ep,
-    )
+    of_graphs = {k: v for k, v in vars(r).items() if k not in NOT_OF_GRAPHS}
+    stored = partial(backend.stored, device=device)
+    packing = make_packing(**of_graphs, stored=stored, dump=dump, acted=acted)
     r, short = _fitted(r, options, backend, settings, packing.program, dry)
     seed = options.random_weights
     source: WeightSource = checkpoint or RandomCheckpoint(r.spec, seed or 0, torch_dtype(r.dtype))

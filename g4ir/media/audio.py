@@ -114,13 +114,13 @@ def _check_length(
 
 # --- samples ----------------------------------------------------------------------------------
 
-#: whole numbers -> (zero, full scale), as every decoder reads them
-SCALES = {"uint8": (128, 1 << 7), "int16": (0, 1 << 15), "int32": (0, 1 << 31)}
-FLOATS = ("float16", "float32", "float64")
+#: type of samples -> (zero, full scale), as every decoder reads them
+SCALES = {"float16": (0, 1), "float32": (0, 1), "float64": (0, 1)}
+SCALES |= {"uint8": (128, 1 << 7), "int16": (0, 1 << 15), "int32": (0, 1 << 31)}
 
 
 def to_mono(samples: NDArray[Any], name: str = "audio") -> F32:
-    """Average the channels: [N] or [N, channels] of any type in SCALES or FLOATS -> f32 [N].
+    """Average the channels: [N] or [N, channels] of any type in SCALES -> f32 [N].
 
     InputError for other types and shapes, no samples, too many channels, and NaN or infinity.
     """
@@ -146,13 +146,11 @@ def to_mono(samples: NDArray[Any], name: str = "audio") -> F32:
 
 def _floats(samples: NDArray[Any], name: str) -> F32:
     kind = samples.dtype.name
-    if kind in FLOATS:
-        with np.errstate(over="ignore"):  # infinity is found by the caller
-            return samples.astype(np.float32, copy=False)
     if kind not in SCALES:
-        raise InputError(f"{name}: samples of type {kind}; one of {', '.join((*FLOATS, *SCALES))}")
+        raise InputError(f"{name}: samples of type {kind}; one of {', '.join(SCALES)}")
     zero, full = SCALES[kind]
-    return ((samples.astype(np.float64) - zero) / full).astype(np.float32)
+    with np.errstate(over="ignore"):  # infinity is found by the caller
+        return ((samples.astype(np.float64) - zero) / full).astype(np.float32)
 
 
 def _check_rate(rate: int, name: str) -> None:
@@ -216,17 +214,13 @@ def _taps(old: int, new: int) -> F64:
 def find_features(samples: F32, settings: AudioSettings) -> tuple[F32, Mask]:
     """Return f32 [T, F], frames of padding zero, and the mask [T] of frames that hold audio."""
     if isinstance(settings, RawSettings):
-        return _raw(samples, settings)
+        fill = round_up(len(samples), settings.frame) - len(samples)
+        frames = np.pad(samples, (0, fill)).reshape(-1, settings.frame)
+        return frames, np.ones(len(frames), np.bool_)
     length = round_up(len(samples), settings.pad_multiple)
     mask = np.arange(settings.frames(length)) < settings.frames(len(samples))
     mel = log_mel(np.pad(samples, (0, length - len(samples))), settings)
     return mel * mask[:, None], mask
-
-
-def _raw(samples: F32, settings: RawSettings) -> tuple[F32, Mask]:
-    length = round_up(len(samples), settings.frame)
-    frames = np.pad(samples, (0, length - len(samples))).reshape(-1, settings.frame)
-    return frames, np.ones(len(frames), np.bool_)
 
 
 def log_mel(samples: F32, settings: MelSettings) -> F32:
@@ -362,7 +356,10 @@ def _plain_wav(data: bytes, path: Path) -> bytes:
 
 
 def _decode(file: BinaryIO, path: Path) -> Waveform:
-    soundfile = _soundfile(path)
+    try:
+        soundfile: Any = importlib.import_module("soundfile")
+    except (ImportError, OSError) as e:  # OSError: its C library is not there
+        raise MissingError(f"{path}: audio needs soundfile: pip install 'g4ir[mm]'") from e
     try:
         with soundfile.SoundFile(file) as source:
             frames, channels, rate = source.frames, source.channels, source.samplerate
@@ -374,10 +371,9 @@ def _decode(file: BinaryIO, path: Path) -> Waveform:
             most = frames if known else MAX_VALUES // channels + 1
             source.seekable = lambda: False  # it would look for the end of a FLAC that has none
             samples = source.read(most, dtype="float32", always_2d=True)
-    except soundfile.LibsndfileError as e:
-        raise InputError(f"{path}: corrupt, or an unsupported format: {e.error_string}") from e
     except (RuntimeError, TypeError, ValueError) as e:
-        raise InputError(f"{path}: corrupt, or an unsupported format: {e}") from e
+        what = getattr(e, "error_string", e)  # of a LibsndfileError
+        raise InputError(f"{path}: corrupt, or an unsupported format: {what}") from e
     if not len(samples):
         raise InputError(f"{path}: no samples")
     if known and len(samples) < frames:
@@ -399,10 +395,3 @@ def _is_mpeg(head: bytes) -> bool:
     (word,) = struct.unpack(">I", head[:4].ljust(4, b"\0"))
     version, layer, bit_rate, rate = word >> 19 & 3, word >> 17 & 3, word >> 12 & 15, word >> 10 & 3
     return word >> 21 == 0x7FF and version != 1 and layer != 0 and bit_rate != 15 and rate != 3
-
-
-def _soundfile(path: Path) -> Any:
-    try:
-        return importlib.import_module("soundfile")
-    except (ImportError, OSError) as e:  # OSError: its C library is not there
-        raise MissingError(f"{path}: audio needs soundfile: pip install 'g4ir[mm]'") from e

@@ -313,7 +313,10 @@ def _display_matrix(frame: Any) -> Any:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """The container of a video file. Whatever av raises inside is one InputError."""
-    av = _av(path)
+    try:
+        av = importlib.import_module("av")
+    except ImportError as e:
+        raise MissingError(f"{path}: videos need av: pip install 'g4ir[mm]'") from e
     try:
         with path.open("rb") as file, _container(av, file) as container:
             if not container.streams.video:
@@ -345,10 +348,3 @@ def _check_count(path: Path, count: int, size: int) -> None:
     most = min(MAX_FRAMES, MAX_DECODED // size)
     if count > most:
         raise InputError(f"{path}: {count} frames, at most {most} of this size; cut it")
-
-
-def _av(path: Path) -> Any:
-    try:
-        return importlib.import_module("av")
-    except ImportError as e:
-        raise MissingError(f"{path}: videos need av: pip install 'g4ir[mm]'") from e

@@ -200,9 +200,7 @@ class Group:
         if why := next(filter(None, said), None):
             self._peers = None
             log.warning(BY_NCCL, why)
-            return None
-        assert self._peers
-        return self._peers[0]
+        return self._peers and self._peers[0]
 
     def _meet(self, size: int) -> str | None:
         """Allocate this rank's symmetric buffer and map the others'; return why it cannot."""

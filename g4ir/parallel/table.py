@@ -66,7 +66,7 @@ class AxisShard:
         return whole if whole == 1 else whole * self.share(ranks) // self.units
 
     def divides(self, whole: int, ranks: int) -> bool:
-        """Whether an axis of `whole` elements, several numbers each, can be cut so."""
+        """Whether an axis of `whole` elements, of several values each, can be cut so."""
         return whole == 1 or whole * self.share(ranks) % (self.units * self.blocks) == 0
 
     def ranges(self, whole: int, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
@@ -81,13 +81,11 @@ class AxisShard:
 
     def cut(self, tensor: Any, rank: int, ranks: int) -> Any:
         """Return a rank's part of a tensor: a view where it is one piece."""
-        whole = tensor.shape[self.axis]
-        pieces = [tensor.narrow(self.axis, *r) for r in self.ranges(whole, rank, ranks)]
-        if len(pieces) == 1:
-            return pieces[0]
         import torch
 
-        return torch.cat(pieces, self.axis)
+        whole = tensor.shape[self.axis]
+        pieces = [tensor.narrow(self.axis, *r) for r in self.ranges(whole, rank, ranks)]
+        return torch.cat(pieces, self.axis) if len(pieces) > 1 else pieces[0]
 
     def cut_type(self, t: Type, ranks: int) -> Type:
         """Return the type of a rank's part."""
@@ -216,17 +214,16 @@ def check_ranks(spec: Spec, ranks: int, ep: bool = False) -> None:
 
 
 def _uneven(spec: Spec, ranks: int, ep: bool) -> tuple[str, int] | None:
-    """Return a key and its number that ranks cannot share: none has a whole number of units, nor
-    several ranks the same one."""
+    """Return a key and its number that ranks cannot divide; key heads may be replicated."""
     text, moe = spec.text, spec.text.moe
-    experts = {"moe.num_experts": moe.num_experts} if moe else {}
-    widths = {"moe.intermediate_size": moe.intermediate_size} if moe else {}
     sizes = {
         "num_attention_heads": text.num_attention_heads,
         "intermediate_size": text.intermediate_size,
         "vocab_size": text.vocab_size,
-        **(experts if ep else widths),
     }
+    if moe:
+        key = "num_experts" if ep else "intermediate_size"
+        sizes[f"moe.{key}"] = getattr(moe, key)
     keys = {f"{x.kind}.num_key_value_heads": x.attention.num_key_value_heads for x in spec.layers()}
     uneven = (item for item in sizes.items() if item[1] % ranks)
     apart = (item for item in keys.items() if item[1] % ranks and ranks % item[1])
