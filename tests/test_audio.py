@@ -29,7 +29,6 @@ from g4ir.media import audio
 from g4ir.media.audio import (
     REFUSE,
     Waveform,
-    find_features,
     mel_filters,
     prepare_audio,
     read_audio,
@@ -173,14 +172,6 @@ def test_a_long_clip_is_cut_with_a_warning_or_refused(caplog: pytest.LogCaptureF
         prepare_audio(given, MEL, REFUSE)
     with pytest.raises(InputError, match="too_long 'split': cut or refuse"):
         prepare_audio(given, MEL, "split")
-
-
-def test_cutting_before_resampling_changes_nothing() -> None:
-    settings, samples = replace(MEL, max_length=1_280), noise(9_000)
-    clip = prepare_audio(Waveform(samples, 44_100), settings)
-    whole = resample(samples, 44_100, RATE)[:1_280]
-    np.testing.assert_array_equal(clip.features, find_features(whole, settings)[0])
-    assert clip.left_out == resampled_length(9_000, 44_100, RATE) - 1_280
 
 
 @pytest.mark.parametrize("kind, zero, full", [("uint8", 128, 128), ("int16", 0, 2**15)])

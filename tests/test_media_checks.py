@@ -406,14 +406,3 @@ def test_show_of_towers(large: Path) -> None:
     assert one.code == 1 and "[1,1260->140,48->432]" in one.out
     words = ("--variant", "tiny-media", "--phase", "audio", "--against", "tiny-media")
     assert shown(*words) == ""
-
-
-def test_show_of_a_graph_that_an_engine_lacks(large: Path, no_media: Engine) -> None:
-    for path in (large, no_media.path):
-        for words in ((), ("--after", "none"), ("--why", "fuse_qkv")):
-            assert "build it with --media all" in cli.refused(
-                "show", path, "--phase", "audio", *words
-            )
-    said = cli.refused("show", large, "--phase", "prefill_media")
-    assert "this engine has embed, prefill, decode, vision_70, vision_140" in said
-    assert "--media" not in said

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-import onnxruntime
 import pytest
 import torch
 
@@ -221,20 +220,6 @@ def test_onnx_files(made: Make, name: str) -> None:
     assert ("block_ids" in {i.name for i in model.graph.input}) == (name in BOTH_WAYS)
 
 
-def test_onnx_rows_of_placeholders(made: Make) -> None:
-    """embed.onnx gives them the rows of padding."""
-    engine = made("onnx", "tiny-media")
-    net = onnxruntime.InferenceSession(engine.path / export.EMBED)
-    known = engine.spec.tokens
-    tokens = torch.tensor([[5, known.image, 7, known.audio, known.video]])
-    rows = net.run(None, {"tokens": tokens.numpy()})
-    found = dict(zip([o.name for o in net.get_outputs()], rows))
-    for key, want in engine.embed(tokens).items():
-        torch.testing.assert_close(torch.from_numpy(found[key]), want)
-    pads = engine.embed(torch.full((1, 1), known.pad or 0))["embeds"][0, 0]
-    assert torch.equal(torch.from_numpy(found["embeds"])[0, 1], pads)
-
-
 def test_onnx_refuses_other_sizes(made: Make) -> None:
     """What a tower is not made for, with its name."""
     feeds = {"patches": torch.zeros(1, 9, 48), "positions": torch.zeros(1, 9, 2, dtype=torch.int64)}
@@ -309,16 +294,6 @@ def test_trt_plans(made: Make, name: str) -> None:
         assert f"{tower}.plan" in engine.manifest["files"]
     fed = {x["name"] for x in json.loads((engine.path / "engine.io.json").read_text())["inputs"]}
     assert ("block_ids" in fed) == (name in BOTH_WAYS)
-
-
-def test_trt_opens_towers_when_they_are_used(made: Make) -> None:
-    engine = made("trt", "tiny-media", settings={"hardware": "same-capability"})
-    runtime: Any = engine.runtime
-    assert not runtime.towers
-    first = engine.encode("image", noise(40, 40, 3)).pieces[0]
-    (kept,) = runtime.towers.values()
-    assert torch.equal(engine.encode("image", noise(40, 40, 3)).pieces[0], first)
-    assert runtime.towers == {"vision_70": kept}
 
 
 @pytest.mark.parametrize(

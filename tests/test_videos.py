@@ -160,6 +160,8 @@ def test_times_are_the_references(indices: list[int], rate: float) -> None:
 
 
 def test_short_videos_keep_all_their_frames() -> None:
+    clip = prepare_video(Video(noise(3, 20, 20, 3), seconds=(0.0, 30.0, 61.0)), SETTINGS)
+    assert clip.times == ("00:00", "00:30", "01:01")
     assert sample_frames(5) == (0, 1, 2, 3, 4) and len(sample_frames(1000)) == FRAMES
     assert frame_times((0, 24, 24 * 61), None) == ("00:00", "00:01", "01:01")
     for total, frames in ((5, 6), (5, 0), (5, 2.0)):
@@ -183,14 +185,6 @@ BAD_VIDEOS = {
 def test_bad_videos(message: str) -> None:
     with pytest.raises(InputError, match=f"^video: .*{message}"):
         prepare_video(BAD_VIDEOS[message], SETTINGS)
-
-
-def test_times_of_arrays() -> None:
-    frames, at = noise(5, 20, 20, 3), (0.0, 0.2, 30.0, 61.0, 90.0)
-    clip = prepare_video(Video(frames, seconds=at), SETTINGS, 3)
-    assert clip.times == ("00:00", "00:30", "01:01")
-    sampled = Video(frames, None, (9, 10, 11, 12, 13), "a", at)
-    assert prepare_video(sampled, SETTINGS).times[-1] == "01:30"
 
 
 # --- files ------------------------------------------------------------------------------------
