@@ -12,7 +12,7 @@ from g4ir.errors import InputError
 from g4ir.ir.graph import Program
 from g4ir.ops.kv_quant import NARROW
 from g4ir.parallel.group import Group
-from g4ir.parallel.share import Share
+from g4ir.parallel.table import Share
 from g4ir.passes import Acted
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import cache_bytes

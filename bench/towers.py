@@ -24,8 +24,8 @@ from common import arguments, finish, middle, seconds
 import g4ir
 from g4ir.bench.measure import interleave
 from g4ir.bench.roof import synchronize
+from g4ir.media.audio import Waveform, prepare_audio
 from g4ir.media.images import prepare_image
-from g4ir.media.sound import Sound, prepare_sound
 from g4ir.model.audio import audio_settings
 from g4ir.model.images import image_settings
 from g4ir.model.media import KINDS
@@ -97,8 +97,8 @@ def picture(spec: Spec, budget: int) -> Any:
 def clip(spec: Spec, length: float) -> Any:
     settings = audio_settings(spec)
     wave = np.random.default_rng(0).standard_normal(round(length * settings.sampling_rate))
-    sound = Sound((0.2 * wave).astype(np.float32), settings.sampling_rate)
-    return prepare_sound(sound, settings)
+    samples = (0.2 * wave).astype(np.float32)
+    return prepare_audio(Waveform(samples, settings.sampling_rate), settings)
 
 
 def row(kind: str, engine: Any, item: Any, features: Any, given: list[Any], args: Any) -> list[str]:

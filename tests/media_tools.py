@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import random
 import wave
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 import g4ir
 from g4ir.media.videos import Footage
 from g4ir.spec.parts import Tokens
 from g4ir.spec.record import load_spec
 from tests.engines import add_file
+from tests.torchvision_half import find_torchvision
 
 #: as the checkpoints spell them
 SPECIAL = {
@@ -29,6 +33,29 @@ SPECIAL = {
     "eoa": "<audio|>",
 }
 RATE = 16_000
+#: a variant of each kind of model
+TOWER, UNIFIED = "e2b", "12b"
+PROCESSORS = {
+    TOWER: "gemma4.{}_gemma4.Gemma4{}",
+    UNIFIED: "gemma4_unified.{}_gemma4_unified.Gemma4Unified{}",
+}
+
+
+@cache
+def processor(variant: str, kind: str = "image") -> Any:
+    """The reference's processor with its defaults; skips if torchvision is not installed."""
+    if not find_torchvision():
+        pytest.skip("the reference's processors need torchvision")
+    path = PROCESSORS[variant].format(f"{kind}_processing", f"{kind.title()}Processor")
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(f"transformers.models.{module}"), name)()
+
+
+def smooth(height: int, width: int, seed: int = 0) -> np.ndarray:
+    """Something like a photo: flat areas, edges, a gradient."""
+    x, y = np.meshgrid(np.linspace(0, 6, width), np.linspace(0, 4, height))
+    waves = [np.sin(x * (c + 1) + y + seed) * 90 + 128 + 60 * (x > 3) for c in range(3)]
+    return np.clip(np.stack(waves, -1), 0, 255).astype(np.uint8)
 
 
 def damaged(data: bytes, draw: random.Random, head: int = 3_000) -> bytes:

@@ -24,7 +24,7 @@ from g4ir.engine.scheduler import Scheduler
 from g4ir.ir.graph import Node, Value
 from g4ir.ops.types import Type, dtype_name
 from g4ir.parallel.group import FRAME, GATHERED, Group
-from g4ir.parallel.lockstep import _all_reduce
+from g4ir.parallel.lockstep import exchanged
 from g4ir.ui import console
 from tests.uncompiled import uncompiled
 
@@ -48,7 +48,7 @@ def check_exchanges(group: Group) -> None:
             ours, words = parts[group.rank], {"ranks": group.ranks}
             values = [Value(f"x{i}", Type(dtype_name(dtype), (size,))) for i in range(2)]
             n = Node("all_reduce", tuple(values), tuple(values), words)
-            wants = _all_reduce(n, [[*p] for p in parts])[group.rank]
+            wants = exchanged(n, [[*p] for p in parts])[group.rank]
             for got, want in zip(group.run_node(n, [*ours]), wants, strict=True):
                 assert torch.equal(got, want) or size > 12, (dtype, size)
                 assert torch.allclose(got, want, 2**-7 if dtype.itemsize == 2 else 1e-5, 1e-5)
@@ -60,7 +60,7 @@ def check_exchanges(group: Group) -> None:
         group.tell(["x", 1, None], sent)
         return
     call, tensors = group.heard()
-    assert call == ["x", 1, None] and tensors.keys() == sent.keys()
+    assert call == ["x", 1, None, []] and tensors.keys() == sent.keys()
     assert all(torch.equal(t, sent[name]) for name, t in tensors.items())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 import g4ir
@@ -248,62 +248,28 @@ def test_an_adapter_beside_a_checkpoint(tmp_path: Path) -> None:
 # --- refusals ----------------------------------------------------------------------------------
 
 
-def given_config(**values: Any) -> dict[str, Any]:
-    return {"config": values}
-
-
 Q = f"{STEM}{TARGETS[0]}"
-#: what is written -> what is said
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another kind": (given_config(peft_type="IA3"), "peft_type: 'IA3' is not applied; fix: merge"),
-    "DoRA": (given_config(use_dora=True), "use_dora: True is not applied; fix: merge the adapter"),
-    "whole modules": (given_config(modules_to_save=["lm_head"]), "modules_to_save: ['lm_head'] is"),
-    "biases": (given_config(bias="all"), "bias: 'all' is not applied"),
-    "of experts": (given_config(target_parameters=["experts.down_proj"]), "target_parameters: "),
-    "changes the base": (given_config(init_lora_weights="pissa_niter_4"), "init_lora_weights: "),
-    "unknown": (given_config(some_new_key={"a": 1}), "some_new_key: {'a': 1} is not applied"),
-    "rank": (given_config(r=8), "r: 8 for model.language_model.layers.0.self_attn.q_proj, and its"),
-    "no rank": (given_config(r="4"), "r: expected a number above 0, found '4'"),
-    "pattern": (given_config(alpha_pattern={"^.*(q)+": 3}), "'^.*(q)+' is no name of a module"),
-    "no B": ({"edit": lambda t: t.pop(f"{Q}.lora_B.weight")}, "is there without its B"),
-    "shape": (
-        {"edit": lambda t: t.update({f"{Q}.lora_A.weight": torch.zeros(4, 65)})},
-        "expected BF16 or F16 or F32 [4, 64] for a weight [128, 64], found F32 [4, 65]",
-    ),
-    "dtype": (
-        {"edit": lambda t: t.update({f"{Q}.lora_A.weight": torch.zeros(4, 64).to(torch.int8)})},
-        "found I8 [4, 64]",
-    ),
-    "another tensor": (
-        {"edit": lambda t: t.update({f"{Q}.lora_magnitude_vector": torch.zeros(4)})},
-        "lora_magnitude_vector': no A or B of a plain LoRA",
-    ),
-    "nothing": ({"edit": lambda t: t.clear()}, "has no tensor"),
-    "another model": (
-        {"modules": {f"{STEM}layers.9.self_attn.q_proj": "layers.0.self_attn.q_proj.weight"}},
-        "spec tiny-dense has no weight 'model.language_model.layers.9.self_attn.q_proj.weight'; "
-        "fix: give an adapter of this model; this one is of 'google/gemma-tiny'",
-    ),
-    "V where K is V": (
-        {"modules": {f"{STEM}layers.5.self_attn.v_proj": "layers.5.self_attn.k_proj.weight"}},
-        "(a layer with K=V has none: its K is V too)",
-    ),
-    "a tied table": (
-        {"modules": {f"{STEM}embed_tokens": "embed_tokens.weight"}},
-        "the table of tokens is the head too (tie_word_embeddings is true)",
-    ),
-    "a tied head": ({"modules": {"base_model.model.lm_head": "embed_tokens.weight"}}, "the head"),
-}
+REFUSED: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("adapter_refused.yaml").read_text()
+)
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(dense: Path, tmp_path: Path, case: str) -> None:
-    changes, words = REFUSED[case]
-    spec = load_spec("tiny-dense")
-    folder = write_adapter(tmp_path / "a", spec, **{"modules": of_text(TARGETS[:1]), **changes})
+    c, spec = REFUSED[case], load_spec("tiny-dense")
+
+    def edit(tensors: Tensors) -> None:
+        for name, kind in c.get("tensors", {}).items():
+            tensors.pop(name.format(q=Q), None)
+            if kind:
+                tensors[name.format(q=Q)] = torch.zeros(kind[1], dtype=getattr(torch, kind[0]))
+
+    modules = {name.format(stem=STEM): bare for name, bare in c.get("modules", {}).items()}
+    modules = modules or of_text(TARGETS[:1])
+    folder = write_adapter(tmp_path / "a", spec, modules, c.get("config"), edit)
     with pytest.raises(G4Error) as e:
         merged(dense, spec, folder)
-    assert words in str(e.value) and str(folder) in str(e.value) and "fix:" in str(e.value)
+    assert c["says"] in str(e.value) and str(folder) in str(e.value) and "fix:" in str(e.value)
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q4_1", "Q8_0"])
@@ -328,7 +294,9 @@ def test_gguf_files(tmp_path: Path, kind: str) -> None:
 
 def test_what_is_no_adapter(dense: Path, tmp_path: Path) -> None:
     spec = load_spec("tiny-dense")
-    folder = write_adapter(tmp_path / "a", spec, of_text())
+    folder = write_adapter(tmp_path / "r=4", spec, of_text())
+    assert Adapter.of(folder) == Adapter(folder)
+    assert Adapter.of(f"{folder}=5e-1") == Adapter(folder, 0.5)
     for given, words in (
         (tmp_path, "has no adapter_config.json; give the directory"),
         (f"{folder}=much", "'much' is no scale; give DIR=0.5"),
@@ -339,11 +307,3 @@ def test_what_is_no_adapter(dense: Path, tmp_path: Path) -> None:
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(G4Error, match=r"found only adapter_model.bin: pickles are never opened"):
         merged(dense, spec, folder)
-
-
-def test_a_directory_whose_name_has_an_equals_sign(dense: Path, tmp_path: Path) -> None:
-    spec = load_spec("tiny-dense")
-    folder = write_adapter(tmp_path / "r=4", spec, of_text())
-    assert Adapter.of(folder) == Adapter(folder)
-    assert Adapter.of(f"{folder}=0.5") == Adapter(folder, 0.5)
-    assert math.isclose(Adapter.of(f"{folder}=1e-3").factor, 1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shlex
 import shutil
@@ -67,6 +68,14 @@ def test_files_elsewhere(altered: Path, name: str) -> None:
     refused(altered, name)
 
 
+def test_names_of_files_are_quoted(altered: Path) -> None:
+    """A name is a stranger's, and a terminal obeys some of them."""
+    (altered / "a\x1b]0;owned\x07").write_text("")
+    with pytest.raises(EngineError, match="owned") as e:
+        load_engine(altered)
+    assert "\x1b" not in str(e.value)
+
+
 def test_keys_in_another_order(altered: Path) -> None:
     resigned(altered, lambda m: m.update(notes=m.pop("notes")))
     refused(altered, "not as g4ir writes it")
@@ -107,36 +116,10 @@ def test_graphs_of_another_g4ir_are_named_with_the_command(
 
 # --- whatever is altered ----------------------------------------------------------------------
 
-JUNK = (
-    None,
-    True,
-    False,
-    0,
-    1,
-    -1,
-    10**18,
-    10**40,
-    0.5,
-    float("nan"),
-    float("inf"),
-    "",
-    "x",
-    "0",
-    "../x",
-    "/etc/passwd",
-    "torch",
-    "cuda",
-    "bf16",
-    "off",
-    "a\nb",
-    "\0",
-    "ü",
-    [],
-    [1],
-    ["x"],
-    {},
-    {"kind": "random", "seed": 0},
-    {"a": {}},
+JUNK = json.loads(
+    """[null, true, 0, 1, -1, 1000000000000000000, 1e400, 0.5, NaN, "", "x", "0", "../x", "torch",
+    "/etc/passwd", "cuda", "bf16", "off", "a\\nb", "\\u0000", "ü", [], [1], ["x"], {},
+    {"kind": "random", "seed": 0}, {"a": {}}]"""
 )
 
 
@@ -187,7 +170,7 @@ def manifest_of(path: Path, values: dict[str, Any]) -> Iterator[None]:
         file.write_bytes(before)
 
 
-@settings(max_examples=max(500, settings.default.max_examples if settings.default else 0))
+@settings(max_examples=max(250, settings.default.max_examples if settings.default else 0))
 @given(data=st.data())
 def test_any_alteration_is_refused_or_changes_nothing(
     engine: Engine, answer: list[int], data: st.DataObject
@@ -204,12 +187,6 @@ def test_any_alteration_is_refused_or_changes_nothing(
             assert "\n" not in str(e)
             return
     assert found == answer
-
-
-def test_what_is_read_of_an_engine_runs_nothing(engine: Engine) -> None:
-    found = open_artefact(engine.path, check_weights=True)
-    assert found.manifest.text() == (engine.path / MANIFEST).read_text()
-    assert found.manifest.digest == stored_manifest(engine.path)["digest"]
 
 
 def test_paths_that_cannot_be_read(altered: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tokenizers.models import WordLevel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import g4ir
+from g4ir.engine.artefact import Manifest
 from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
@@ -98,39 +99,11 @@ def test_directory(built: Engine) -> None:
 
 def test_manifest(built: Engine) -> None:
     m = json.loads((built.path / "manifest.json").read_text())
-    assert set(m) == {
-        "format",
-        "g4ir",
-        "variant",
-        "spec_digest",
-        "drafter_digest",
-        "backend",
-        "device",
-        "machine",
-        "dtype",
-        "ranks",
-        "ep",
-        "limits",
-        "all_logits",
-        "skipped_passes",
-        "options",
-        "settings",
-        "ple_placement",
-        "media",
-        "quant",
-        "graphs",
-        "weights",
-        "compiled",
-        "versions",
-        "notes",
-        "files",
-        "digest",
-    }
+    assert [*m] == ["format", *(f.name for f in fields(Manifest)), "digest"]
     assert m["limits"] == {"max_batch": 1, "max_seq": 64, "prefill_chunk": 16}
     assert (m["backend"], m["device"], m["dtype"]) == ("reference", "cpu", "f32")
-    assert (
-        m["weights"] == {"kind": "packed", "seed": None} and m["spec_digest"] == built.spec.digest()
-    )
+    assert m["weights"] == {"kind": "packed", "seed": None}
+    assert m["spec_digest"] == built.spec.digest()
     assert set(m["files"]) == names(built.path) - {"manifest.json"}
     for name, kept in m["files"].items():
         data = (built.path / name).read_bytes()
@@ -168,21 +141,13 @@ def test_weights_in_shards(
 
 
 def test_skipped_passes_are_kept_in_mind(checkpoint: Path, built: Engine, tmp_path: Path) -> None:
-    plain = small(tmp_path / "plain", checkpoint=checkpoint, skip=["fuse_qkv", "plan_cache"])
+    plain = small(tmp_path / "plain", checkpoint=checkpoint, skip=iter(["fuse_qkv", "plan_cache"]))
     assert plain.manifest["skipped_passes"] == ["fuse_qkv", "plan_cache"]
     assert plain.rings == () and built.rings == ((8, 8),)
     agrees(answer(plain), answer(built))
     session = plain.session()
     session.prefill(some_tokens(1, 40))
     session.truncate(3)  # nothing has been overwritten
-
-
-def test_rows_cost_what_the_limits_say(built: Engine) -> None:
-    """Rings do not depend on max_seq; full layers hold a slot for each token."""
-    caches = built.session().state.tensors
-    slots = {name: t.shape[0] for name, t in caches.items()}
-    assert slots == {f"L{i}.{x}": 64 if i == 3 else 8 for i in range(4) for x in "kv"}
-    assert built.session().nbytes() == sum(t.numel() * 4 for t in caches.values())
 
 
 # --- where weights come from ------------------------------------------------------------------
@@ -240,15 +205,6 @@ def test_linked_weights(engines: Any, tmp_path: Path, backend: str) -> None:
         load_engine(engine.path)
 
 
-def test_checkpoint_may_go_away_after_packing(
-    checkpoint: Path, tmp_path: Path, built: Engine
-) -> None:
-    source = Path(shutil.copytree(checkpoint, tmp_path / "source"))
-    engine = small(tmp_path / "engine", checkpoint=source)
-    shutil.rmtree(source)
-    assert torch.equal(answer(load_engine(engine.path)), answer(built))
-
-
 # --- tables -----------------------------------------------------------------------------------
 
 
@@ -257,11 +213,10 @@ def test_checkpoint_may_go_away_after_packing(
     [
         {"checkpoint": True},
         {"checkpoint": True, "link_weights": True},
-        {"spec": "tiny-ple", "random_weights": 2},
         {"checkpoint": True, "dtype": "bfloat16"},
         {"spec": "tiny-ple", "random_weights": 2, "dtype": "bfloat16"},
     ],
-    ids=["packed", "linked", "random", "cast", "random bf16"],
+    ids=["packed", "linked", "cast", "random bf16"],
 )
 def test_large_tables_are_read_by_rows(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
@@ -284,39 +239,18 @@ def test_large_tables_are_read_by_rows(
     assert "ple.table" not in asked
 
 
-def test_per_layer_table_is_mapped(built: Engine) -> None:
-    """In memory only as pages of the file: a row's bytes are the file's."""
-    source = built.runtime.source
-    assert isinstance(source, StoredParams)
-    header = source.headers[0]
-    entry = header.entries["ple.table"]
-    assert header.path == built.path / "weights-00000.safetensors" and entry.shape == (512, 128)
-    mapped = source._maps[header.path]
-    start, size = entry.start, 128 * 4
-    data = bytearray(mapped[start + 7 * size : start + 8 * size])
-    raw = torch.frombuffer(data, dtype=torch.float32)
+def test_the_per_layer_table_is_mapped(built: Engine) -> None:
+    """In memory only as pages of the file."""
     table = built.tables["ple.table"]
-    assert torch.equal(table[torch.tensor([[7]])][0, 0], raw)
-    assert torch.equal(source.rows("ple.table", torch.tensor([[7]]))[0, 0], raw)
-    page = table.data_ptr() // 4096 * 4096
-    maps = Path("/proc/self/maps")
-    if maps.exists():
-        line = next(x for x in maps.read_text().splitlines() if _holds(x, page))
-        assert str(header.path) in line
+    assert str(built.path / "weights-00000.safetensors") in _mapping_of(table.data_ptr())
 
 
-@pytest.mark.parametrize("weights", ["packed", "linked", "random"])
 def test_placements_of_the_per_layer_table_agree(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: dict[str, Any] = {
-        "packed": {"checkpoint": checkpoint},
-        "linked": {"checkpoint": checkpoint, "link_weights": True},
-        "random": {"spec": "tiny-ple", "random_weights": 2},
-    }[weights]
     found = {}
     for placement in packing.PLACEMENTS:
-        engine = small(tmp_path / placement, **options, ple_placement=placement)
+        engine = small(tmp_path / placement, checkpoint=checkpoint, ple_placement=placement)
         assert engine.manifest["ple_placement"] == placement
         found[placement] = answer(load_engine(engine.path))
         monkeypatch.setattr(packing, "TABLE_BYTES", 1000)
@@ -364,30 +298,7 @@ def test_only_the_device_placement_allocates_the_table_there(
         assert seen.nbytes == 0 and rows.device.type == "cpu"
 
 
-def _holds(line: str, address: int) -> bool:
-    low, high = (int(x, 16) for x in line.split(" ")[0].split("-"))
-    return low <= address < high
-
-
 # --- what is refused --------------------------------------------------------------------------
-
-
-def test_every_changed_byte_is_found(built: Engine, copied: Path) -> None:
-    for name in sorted(names(copied)):
-        file = copied / name
-        data = file.read_bytes()
-        for at in (0, len(data) // 2, len(data) - 1):
-            file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-            with pytest.raises(EngineError, match=name):
-                load_engine(copied)
-        file.write_bytes(data[:-1])
-        with pytest.raises(EngineError):
-            load_engine(copied)
-        file.unlink()
-        with pytest.raises(EngineError):
-            load_engine(copied)
-        file.write_bytes(data)
-    assert torch.equal(answer(load_engine(copied)), answer(built))
 
 
 def test_weights_are_checked_unless_told_otherwise(copied: Path) -> None:
@@ -440,21 +351,6 @@ USE = (
 )
 
 
-@pytest.mark.parametrize("spec", ["tiny-ple", "tiny-moe"])
-def test_loading_compiles_nothing(engines: Any, monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
-    from g4ir.backends.torch_compile import compile as compiler
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("compiled something")
-
-    engine = engines("torch", spec)
-    for name in ("compile_all", "compile_program", "compile_kernels", "toolchain"):
-        monkeypatch.setattr(compiler, name, refuse)
-    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", refuse)
-    monkeypatch.setattr(subprocess, "Popen", refuse)
-    assert torch.equal(answer(load_engine(engine.path)), answer(engine))
-
-
 def test_loading_needs_no_compiler(engines: Any, tmp_path: Path) -> None:
     """In a process that finds no program at all, with a home of its own."""
     engine = engines("torch", "tiny-moe")
@@ -501,15 +397,6 @@ def test_public_names_stay_what_they_are() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_passes_to_skip_may_come_from_an_iterator(tmp_path: Path) -> None:
-    names = ["fuse_qkv", "plan_cache"]
-    engine = small(tmp_path / "e", spec="tiny-moe", random_weights=0, skip=iter(names))
-    assert engine.manifest["skipped_passes"] == names
-    graphs = [engine.program.graphs[p] for p in ("prefill", "decode")]
-    assert not any(list(g.find("split")) for g in graphs)
-    assert all(v.type.shape[0] == "C" for g in graphs for v in g.state)
-
-
 # --- as an object -----------------------------------------------------------------------------
 
 
@@ -534,22 +421,12 @@ def test_help_shows_the_options_of_a_build() -> None:
     assert all(" ".join(f.metadata["help"].split()) in text for f in options.values())
 
 
-PROMPTS: dict[str, Any] = {
-    "an array": np.array([2, 5, 7]),
-    "a narrow one": np.array([2, 5, 7], np.int32),
-    "a tensor": torch.tensor([2, 5, 7]),
-    "a tuple": (2, 5, 7),
-    "a list of its numbers": list(np.array([2, 5, 7])),
-}
-
-
-@pytest.mark.parametrize("case", PROMPTS)
-def test_prompts_of_other_types(case: str, built: Engine) -> None:
-    assert built.generate(PROMPTS[case], 3) == built.generate([2, 5, 7], 3)
-    assert built.generate([PROMPTS[case]], 3) == built.generate([[2, 5, 7]], 3)
-
-
-def test_an_array_of_other_numbers_is_no_prompt(built: Engine) -> None:
+@pytest.mark.parametrize(
+    "prompt", [np.array([2, 5, 7], np.int32), torch.tensor([2, 5, 7]), (2, 5, 7)]
+)
+def test_prompts_of_other_types(prompt: Any, built: Engine) -> None:
+    assert built.generate(prompt, 3) == built.generate([2, 5, 7], 3)
+    assert built.generate([prompt], 3) == built.generate([[2, 5, 7]], 3)
     with pytest.raises(InputError, match=r"token 2\.0 at index 0"):
         built.generate(np.array([2.0, 5.0]), 3)
 
@@ -582,28 +459,12 @@ def test_an_engine_that_could_not_be_read_is_not_written(tmp_path: Path) -> None
     assert [p.name for p in tmp_path.iterdir()] == ["so\turce"]
 
 
-def test_a_build_tells_how_far_its_weights_are(tmp_path: Path) -> None:
-    """In tenths of their bytes, to the end."""
+def test_a_build_reports_passes_and_weights(tmp_path: Path) -> None:
+    """How often each pass acted, and weights in tenths of their bytes, to the end."""
     told: list[str] = []
     checkpoint = random_checkpoint(tmp_path / "hf", "tiny-ple")
-    g4ir.build(
-        None, tmp_path / "e", checkpoint=checkpoint, backend="reference", progress=told.append
-    )
+    small(tmp_path / "e", checkpoint=checkpoint, progress=told.append).close()
     shares = [int(n) for n in re.findall(r"weights (\d+) %", "\n".join(told))]
     assert shares == sorted(set(shares)) and shares[-1] == 100 and len(shares) > 2
-
-
-def test_a_build_reports_how_often_each_pass_acted(tmp_path: Path) -> None:
-    told: list[str] = []
-    with g4ir.build(
-        "tiny-dense",
-        tmp_path / "engine",
-        random_weights=0,
-        backend="reference",
-        max_seq=32,
-        prefill_chunk=8,
-        progress=told.append,
-    ):
-        pass
     (decode,) = [line for line in told if line.startswith("passes of decode: ")]
-    assert "share_rope_tables 6, fuse_qkv 6, fuse_gate_up 6, fuse_norm_rope 12" in decode
+    assert "share_rope_tables 8, fuse_qkv 4, fuse_gate_up 8" in decode

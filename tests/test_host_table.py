@@ -108,23 +108,6 @@ def test_what_is_registered(
 
 
 @pytest.mark.parametrize("placement", ["mmap", "host"])
-def test_what_cannot_be_registered_is_gathered_by_the_host(
-    engine: Engine,
-    source: StoredParams,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    placement: str,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: Cuda(()))
-    v = table_of(engine)
-    with caplog.at_level(logging.WARNING):
-        table = open_host_table(source, v, placement, "cpu")
-    ids = torch.tensor([[3], [500]])
-    assert torch.equal(table[ids], source.tensor(v.name)[ids])
-    assert "the host" in caplog.text and v.name in caplog.text
-
-
-@pytest.mark.parametrize("placement", ["mmap", "host"])
 def test_what_the_gpu_does_not_read_is_gathered_by_the_host(
     engine: Engine,
     source: StoredParams,
@@ -146,9 +129,16 @@ def test_what_the_gpu_does_not_read_is_gathered_by_the_host(
     ids = torch.tensor([[3], [500]])
     assert torch.equal(table[ids], source.tensor(v.name)[ids])
     (said,) = caplog.messages
+    caplog.clear()
     assert "Failed to find C compiler." in said and "and more" not in said
     monkeypatch.setattr(host_table, "gather_host_rows", lambda *given: read_at(*given) + 1)
     assert not isinstance(open_host_table(source, v, placement, "cpu"), HostTable)
+    monkeypatch.setattr(host_table, "gather_host_rows", read_at)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Cuda(()))  # which registers nothing
+    assert torch.equal(
+        open_host_table(source, v, placement, "cpu")[ids], source.tensor(v.name)[ids]
+    )
+    assert "the host" in caplog.text and v.name in caplog.text
 
 
 def test_a_refusal_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,8 +165,7 @@ def test_an_engine_on_cuda_takes_it(
     monkeypatch.setattr(host_table, "open_host_table", lambda *given: asked.append(given) or "it")
     v, runtime = table_of(engine), engine.runtime
     place = loading._table
-    assert place(runtime, engine.runtime.source, v, "mmap", "cuda") == "it"
-    assert place(runtime, engine.runtime.source, v, "host", "cuda") == "it"
+    assert place(runtime, v, "mmap", "cuda") == place(runtime, v, "host", "cuda") == "it"
     assert [given[2:] for given in asked] == [("mmap", "cuda"), ("host", "cuda")]
-    assert torch.is_tensor(place(runtime, engine.runtime.source, v, "host", "cpu"))
+    assert torch.is_tensor(place(runtime, v, "host", "cpu"))
     assert load_engine(engine.path).embeds_on_device or len(asked) == 2

@@ -15,9 +15,9 @@ import g4ir
 from g4ir.engine.build import prepare
 from g4ir.errors import InputError, PlanError, SpecError
 from g4ir.ir.interpret import interpret
-from g4ir.media.sound import Sound
+from g4ir.media.audio import Waveform
 from g4ir.model.audio import MelSettings
-from g4ir.model.media import KINDS, find_media
+from g4ir.model.media import KINDS
 from g4ir.model.names import checkpoint_name
 from g4ir.model.towers import build_vision
 from g4ir.plan.footprint import reserve
@@ -47,12 +47,8 @@ def test_a_chunk_holds_the_largest_picture(caplog: pytest.LogCaptureFixture) -> 
         options = {"prefill_chunk": 16, "media": "audio"}
         assert prepared("tiny-unified", **options).limits.prefill_chunk == 16
     assert not caplog.text
-
-
-def test_pictures_that_no_row_has_room_for_are_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        found = prepared("tiny-unified", max_seq=64, prefill_chunk=16)
-    assert found.limits.prefill_chunk == 64
+        assert prepared("tiny-unified", max_seq=64, prefill_chunk=16).limits.prefill_chunk == 64
     assert "max-seq 64: an image of 70 soft tokens, as built for, does not fit" in caplog.text
 
 
@@ -110,15 +106,10 @@ def test_limits_of_sound_are_exact(soft: int) -> None:
 
 def test_sound_is_cut_at_what_the_engine_was_built_for(tmp_path: Path) -> None:
     engine = g4ir.build("tiny-media", tmp_path / "e", media="audio", audio_seconds=[0.5], **OPTIONS)
-    sound = Sound(np.zeros(32_000, np.float32), 16_000)
+    sound = Waveform(np.zeros(32_000, np.float32), 16_000)
     assert engine.encode("audio", sound).count == engine.media.lengths[0]
     with pytest.raises(InputError, match=r"2\.00 s is longer than the limit of 0\.5"):
         engine.encode("audio", sound, too_long="refuse")
-
-
-def test_frames_that_stand_alone_need_one_length() -> None:
-    assert len(find_media(load_spec("12b"), seconds=[2.0, 5.0]).lengths) == 1
-    assert len(find_media(load_spec("e2b"), seconds=[2.0, 5.0]).lengths) == 2
 
 
 # --- memory -----------------------------------------------------------------------------------

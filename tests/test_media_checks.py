@@ -16,11 +16,11 @@ from g4ir import passes as pipeline
 from g4ir.bench import measure, roof
 from g4ir.bench.workload import Workload, draw_tokens
 from g4ir.check.logits import verify_engine
-from g4ir.check.media import HEAD, STEPS, check_media, smallest_items
+from g4ir.check.media import HEAD, STEPS, check_media
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine, wide_engine
 from g4ir.check.stages import BACKEND
-from g4ir.check.tokens import random_ids, random_tokens
+from g4ir.check.tokens import random_ids
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir.distance import BUDGETS, Tolerance
@@ -71,12 +71,6 @@ def test_random_tokens_are_no_placeholders(engine: Engine, no_media: Engine) -> 
     assert torch.equal(drawn, draw_tokens(w, no_media))
 
 
-def test_a_text_variant_draws_what_it_drew(tmp_path: Path) -> None:
-    engine = g4ir.build("tiny-dense", tmp_path / "e", random_weights=1, **LIMITS)
-    wanted = torch.randint(0, 512, (50,), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(random_tokens(engine, 50), wanted)
-
-
 @pytest.mark.parametrize("check", [verify_engine, verify_each_pass])
 @pytest.mark.parametrize("kind", HOLDERS)
 def test_given_placeholders_are_refused(
@@ -85,11 +79,6 @@ def test_given_placeholders_are_refused(
     at = rf"--tokens: token {HOLDERS[kind]} at index 1 is the placeholder of {kind}"
     with pytest.raises(InputError, match=at):
         check(built["tiny-media"], tokens=[5, HOLDERS[kind], 6])
-
-
-def test_without_media_they_are_tokens_as_others(no_media: Engine) -> None:
-    report = verify_engine(no_media, tokens=[5, *HOLDERS.values()])
-    assert report.ok and report.media is None and report.to_dict()["media"] is None
 
 
 # --- the command line -------------------------------------------------------------------------
@@ -137,21 +126,6 @@ def test_bench_refuses_placeholders_of_a_text(
 # --- verify: what is sent ---------------------------------------------------------------------
 
 
-def test_items_leave_padding(engine: Engine) -> None:
-    """The smallest tower of each part, some of it padding."""
-    items = smallest_items(engine)
-    assert [i.tower for i in items] == [n for n in SMALLEST[engine.spec.name] if "_m" not in n]
-    picture, sound = items
-    assert 0 < picture.rows < picture.size and bool((picture.feeds["positions"] == -1).any())
-    assert 0 < sound.rows < sound.size
-    if "mask" in sound.feeds:
-        assert set(sound.feeds["mask"].unique().tolist()) == {False, True}
-    again = smallest_items(engine)
-    assert all(
-        a.feeds[k].equal(b.feeds[k]) for a, b in zip(items, again, strict=True) for k in a.feeds
-    )
-
-
 def test_report(engine: Engine) -> None:
     report = verify_engine(engine)
     media, name = report.media, engine.spec.name
@@ -170,20 +144,6 @@ def test_report(engine: Engine) -> None:
     assert plain["towers"][0]["tower"] == "vision_70" and plain["towers"][0]["rows"] == 60
     assert plain["towers"][0]["budget"] == {"relative": 1e-4, "cosine": None, "rounding": None}
     assert all(len(line) <= 100 for line in report.text().splitlines())
-
-
-def test_16_bit(tmp_path: Path) -> None:
-    engine = g4ir.build(
-        "tiny-media",
-        tmp_path / "e",
-        random_weights=1,
-        dtype="bfloat16",
-        audio_seconds=[1],
-        **LIMITS,
-    )
-    media = check_media(engine)
-    assert media.ok and media.prompt and not media.not_run
-    assert {t.budget for t in (*media.towers, media.prompt)} == {Tolerance(cosine=0.999)}
 
 
 @pytest.mark.parametrize("max_seq, soft", [(64, {"audio": 48}), (32, None)])
@@ -206,7 +166,6 @@ def test_what_there_is_no_room_for(
 @pytest.mark.parametrize(
     "name, param, tower",
     [
-        ("tiny-media", "vision.L0.attn.wo", "vision_70"),
         ("tiny-media", "audio.L1.conv.w_start", "audio_125"),
         ("tiny-unified", "patches.w_patch", "vision_70"),
     ],
@@ -224,18 +183,6 @@ def test_a_wrong_tower_is_named(
     assert report.media.prompt and report.media.prompt.ok, "it is given the interpreter's"
     (line,) = (x for x in report.text().splitlines() if "FAILED (" in x)
     assert tower in line and report.text().endswith("FAILED")
-
-
-def test_a_failed_check_exits_with_1(
-    built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = built["tiny-unified"]
-    weights = engine.runtime.params  # type: ignore[attr-defined]
-    monkeypatch.setitem(weights, "patches.w_patch", weights["patches.w_patch"] * 2)
-    monkeypatch.setattr("g4ir.cli.run.load", lambda *_, **__: engine)
-    monkeypatch.setattr(type(engine), "close", lambda _: None)
-    said = cli.g4ir("verify", engine.path, "--tokens", "5,6,7", "--json")
-    assert said.code == 1 and json.loads(said.out)["media"]["failed"] == "vision_70"
 
 
 @pytest.mark.parametrize(
@@ -401,17 +348,6 @@ def test_a_pass_that_breaks_one_graph(
     assert culprit.first.phase == graph
 
 
-def test_each_pass_runs_the_backends_towers(
-    built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = built["tiny-media"]
-    encode = engine.runtime.encode
-    monkeypatch.setattr(engine.runtime, "encode", lambda *given: encode(*given) * 1.01)
-    culprit = verify_each_pass(engine, FEW).culprit
-    assert culprit and culprit.name == BACKEND and culprit.first
-    assert (culprit.first.value, culprit.first.phase) == ("soft", "vision_70")
-
-
 def test_each_pass_runs_the_backends_blocks(
     built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -445,14 +381,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).path
 
 
-def test_show_takes_the_graph_of_that_name(built: dict[str, Engine]) -> None:
-    path = built["tiny-unified"].path
-    for phase in ("prefill", "prefill_media", "decode", "embed"):
-        assert shown(path, "--phase", phase) == (path / f"graph.{phase}.g4ir").read_text()
-    assert shown(path, "--phase", "vision") == (path / "graph.vision_70.g4ir").read_text()
-    assert shown(built["tiny-media"].path, "--phase", "audio").startswith("graph audio_750 ")
-
-
 @pytest.mark.parametrize("phase", ["vision", "embed", "prefill"])
 def test_show_makes_an_engines_stages_as_it_was_built(large: Path, phase: str) -> None:
     """The last one ends as what was built."""
@@ -463,19 +391,13 @@ def test_show_makes_an_engines_stages_as_it_was_built(large: Path, phase: str) -
     assert ("mask_ids(%tokens) {ids=(500,)" in plain) == (phase == "embed")
 
 
-def test_show_why_in_towers(large: Path) -> None:
-    words = ("--phase", "vision", "--why", "fuse_norm_residual")
+def test_show_of_towers(large: Path) -> None:
+    words: tuple[str, ...] = ("--phase", "vision", "--why", "fuse_norm_residual")
     every, one = shown(large, *words), shown(large, *words, "--layer", "1")
     assert one and set(one.splitlines()) < set(every.splitlines())
     assert all(line.startswith("%vision.L1.") for line in one.splitlines())
-
-
-def test_show_cost_in_towers(large: Path) -> None:
     out = shown(large, "--phase", "vision", "--cost", "--layer", "1")
     assert "vision.L1.attn.q" in out and "vision.L0." not in out and "tokens a row" not in out
-
-
-def test_show_diff_in_towers(large: Path) -> None:
     words = ("--phase", "vision", "--diff", "--after", "fuse_norm_residual")
     out = shown(large, *words, "--layer", "1")
     assert out.startswith("@@ L1 @@") and "f32[1,1260,32]" in out, "its own size"
@@ -484,14 +406,3 @@ def test_show_diff_in_towers(large: Path) -> None:
     assert one.code == 1 and "[1,1260->140,48->432]" in one.out
     words = ("--variant", "tiny-media", "--phase", "audio", "--against", "tiny-media")
     assert shown(*words) == ""
-
-
-def test_show_of_a_graph_that_an_engine_lacks(large: Path, no_media: Engine) -> None:
-    for path in (large, no_media.path):
-        for words in ((), ("--after", "none"), ("--why", "fuse_qkv")):
-            assert "build it with --media all" in cli.refused(
-                "show", path, "--phase", "audio", *words
-            )
-    said = cli.refused("show", large, "--phase", "prefill_media")
-    assert "this engine has embed, prefill, decode, vision_70, vision_140" in said
-    assert "--media" not in said

@@ -8,7 +8,8 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,13 +19,15 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+import yaml
 
 from g4ir.cli import run
 from g4ir.engine.engine import Engine
 from g4ir.engine.jsonl import FIELDS
 from g4ir.engine.load import load_engine
-from g4ir.engine.offline import BOS_ADDED, MEDIA_SETTINGS, OfflineEngine, Result
+from g4ir.engine.offline import MEDIA_SETTINGS, OfflineEngine, Result
 from g4ir.errors import InputError
+from g4ir.media.audio import Waveform, prepare_audio
 from g4ir.media.images import prepare_image, read_image
 from g4ir.media.prompt import (
     check_given,
@@ -35,7 +38,6 @@ from g4ir.media.prompt import (
     times_left_out,
 )
 from g4ir.media.soft import Soft, counts
-from g4ir.media.sound import Sound, prepare_sound
 from g4ir.media.videos import Video, prepare_video, read_video, video_settings
 from g4ir.model.audio import audio_settings
 from g4ir.model.images import image_settings
@@ -49,14 +51,16 @@ from tests.engines import add_file
 from tests.media_tools import (
     RATE,
     SPECIAL,
+    TOWER,
+    UNIFIED,
     broken_files,
     made,
     media_engine,
     media_tokenizer,
     noise,
     png,
+    processor,
 )
-from tests.torchvision_half import find_torchvision
 
 IDS = Tokens(bos=2, eos=(1,), pad=0, image=10, video=11, audio=12, boi=20, eoi=21, boa=22, eoa=23)
 
@@ -70,55 +74,65 @@ def spelled(text: str) -> list[int]:
     return [1000 + ord(c) for c in text]
 
 
-# --- ids --------------------------------------------------------------------------------------
+# --- ids and text -----------------------------------------------------------------------------
 
 CLIP = soft("video", 2, 2, times=("00:00", "01:05"))
-FIRST, SECOND = spelled("00:00 "), spelled(" 01:05 ")
-PLACED: dict[str, tuple[list[int], list[Soft], list[int]]] = {
-    "text alone": ([2, 5, 7], [], [2, 5, 7]),
-    "one for an image": ([2, 10, 7], [soft("image", 3)], [2, 20, 10, 10, 10, 21, 7]),
-    "one for each soft token": ([2, 10, 10, 10, 7], [soft("image", 3)], [2, 10, 10, 10, 7]),
-    "marks are not doubled": ([20, 10, 21], [soft("image", 2)], [20, 10, 10, 21]),
-    "nor the first": ([20, 10, 7], [soft("image", 2)], [20, 10, 10, 21, 7]),
-    "nor the last": ([7, 10, 21], [soft("image", 2)], [7, 20, 10, 10, 21]),
-    "marks of another kind stay": ([22, 10, 23], [soft("image", 2)], [22, 20, 10, 10, 21, 23]),
-    "in order": (
-        [10, 5, 10],
-        [soft("image", 1), soft("image", 2)],
-        [20, 10, 21, 5, 20, 10, 10, 21],
-    ),
-    "side by side": (
-        [20, 10, 10, 21],
-        [soft("image", 1), soft("image", 2)],
-        [20, 10, 21, 20, 10, 10, 21],
-    ),
-    "a sound": ([12, 5], [soft("audio", 2)], [22, 12, 12, 23, 5]),
-    "each kind by itself": (
-        [12, 12, 10, 5],
-        [soft("image", 2), soft("audio", 2)],
-        [12, 12, 20, 10, 10, 21, 5],
-    ),
-    "kinds in any order": (
-        [12, 10],
-        [soft("image", 2), soft("audio", 3)],
-        [22, 12, 12, 12, 23, 20, 10, 10, 21],
-    ),
-    "frames": ([2, 11, 7], [CLIP], [2, *FIRST, 20, 11, 11, 21, *SECOND, 20, 11, 11, 21, 7]),
-    "frames that are placed": ([11] * 4, [CLIP], [11] * 4),
-    "frames between marks": (
-        [20, 11, 21],
-        [CLIP],
-        [*FIRST, 20, 11, 11, 21, *SECOND, 20, 11, 11, 21],
-    ),
-    "one soft token": ([10], [soft("image", 1)], [10]),
-}
+CASES: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(
+    Path(__file__).with_name("media_prompts.yaml").read_text()
+)
 
 
-@pytest.mark.parametrize("case", PLACED)
+def ids_of(values: list[int | str]) -> list[int]:
+    return [i for v in values for i in (spelled(v) if isinstance(v, str) else [v])]
+
+
+def soft_of(text: str) -> Soft:
+    kind, _, count = text.partition(" ")
+    return soft(kind, int(count)) if count else CLIP
+
+
+@contextmanager
+def expected(says: str | None) -> Iterator[None]:
+    """A context that raises InputError with this text, if there is one."""
+    with pytest.raises(InputError, match=says) if says else nullcontext():
+        yield
+
+
+@pytest.mark.parametrize("case", CASES["place"])
 def test_place(case: str) -> None:
-    given, softs, want = PLACED[case]
-    assert place(given, softs, IDS, spelled) == want
-    assert place(want, softs, IDS, spelled) == want
+    c = CASES["place"][case]
+    softs = [*map(soft_of, c["soft"])]
+    with expected(c.get("says")):
+        want = ids_of(c.get("want", []))
+        assert place(c["ids"], softs, IDS, spelled) == want
+        assert place(want, softs, IDS, spelled) == want
+
+
+@pytest.mark.parametrize("case", CASES["given"])
+def test_numbers_that_cannot_fit(case: str) -> None:
+    c = CASES["given"][case]
+    with expected(c.get("says")):
+        check_given(c["ids"], c["kinds"], IDS)
+
+
+@pytest.mark.parametrize("case", CASES["taken"])
+def test_kinds_that_are_taken(case: str) -> None:
+    c = CASES["taken"][case]
+    with expected(c.get("says")):
+        check_taken(c["kind"], Media(tuple(c["of"])), load_spec(c["variant"]))
+
+
+def spell(token: int) -> str:
+    return SPECIAL[next(k for k in SPECIAL if getattr(IDS, k) == token)]
+
+
+@pytest.mark.parametrize("case", CASES["mark"])
+def test_mark(case: str) -> None:
+    c = CASES["mark"][case]
+    with expected(c.get("says")):
+        found, note = mark(c["text"], c["kinds"], KINDS, IDS, spell, "<bos>")
+        assert found == c["want"]
+        assert (note is None) == ("note" not in c) and re.search(c.get("note", ""), note or "")
 
 
 def test_without_a_tokenizer_frames_have_no_times() -> None:
@@ -128,10 +142,12 @@ def test_without_a_tokenizer_frames_have_no_times() -> None:
     assert not times_left_out([[10]], [place([10], [soft("image", 3)], IDS)], IDS)
 
 
-def test_marks_that_a_variant_lacks_are_left_out() -> None:
+def test_marks_and_placeholders_that_a_variant_lacks() -> None:
     tokens = replace(IDS, boi=None, eoa=None)
     softs = [soft("image", 2), soft("audio", 2)]
     assert place([10, 5, 12], softs, tokens) == [10, 10, 21, 5, 22, 12, 12]
+    with pytest.raises(InputError, match=r"video: .* 0 placeholders \(id None\) for 1 media"):
+        place([5], [CLIP], replace(IDS, video=None))
 
 
 def test_media_of_a_batch_go_row_by_row() -> None:
@@ -141,99 +157,15 @@ def test_media_of_a_batch_go_row_by_row() -> None:
     assert place_rows([[10] * 2, [10] * 4], softs, IDS) == [[10] * 2, [10] * 4]
 
 
-COUNTS: dict[str, tuple[list[int], list[Soft], str]] = {
-    "no placeholder": ([5], [soft("image", 3)], "image: .* 0 .*id 10.* 1 media with 3 soft"),
-    "one too many": (
-        [10] * 3,
-        [soft("image", 4), soft("image", 4)],
-        "image: .* 3 .* 2 media with 8 soft",
-    ),
-    "one too few": ([10] * 7, [soft("image", 8)], "image: .* 7 .* 1 media with 8 soft"),
-    "no medium": ([11, 5], [], "video: .* 1 .*id 11.* 0 media with 0 soft"),
-    "another kind": ([10], [soft("audio", 2)], "(image|audio): "),
-    "one of two kinds": ([10, 12, 12], [soft("image", 2), soft("audio", 3)], "audio: .* 2 .* 1 "),
-}
-
-
-@pytest.mark.parametrize("case", COUNTS)
-def test_numbers_that_do_not_fit(case: str) -> None:
-    given, softs, words = COUNTS[case]
-    with pytest.raises(InputError, match=words):
-        place(given, softs, IDS, spelled)
-
-
-def test_a_kind_without_a_placeholder() -> None:
-    with pytest.raises(InputError, match=r"video: .* 0 placeholders \(id None\) for 1 media"):
-        place([5], [CLIP], replace(IDS, video=None))
-
-
-def test_ids_of_kinds_that_are_not_taken_are_tokens() -> None:
+def test_ids_and_markers_of_kinds_that_are_not_taken_are_text() -> None:
     ids = [2, 11, 10, 12, 12]
     assert place(ids, [soft("image", 2)], IDS, kinds=("image",)) == [2, 11, 20, 10, 10, 21, 12, 12]
     assert place(ids, [], IDS, kinds=()) == ids
     check_given(ids, ["image"], IDS, ("image",))
-    with pytest.raises(InputError, match=r"video: .* 1 placeholders"):
-        place(ids, [soft("image", 2)], IDS)
-
-
-GIVEN: dict[str, tuple[list[int], list[str], str | None]] = {
-    "one each": ([10, 12, 10], ["image", "image", "audio"], None),
-    "one for each soft token": ([10] * 9 + [11] * 8, ["image", "video"], None),
-    "one too few": (
-        [10, 5],
-        ["image", "image"],
-        r"image: .* 1 placeholders \(id 10\) for 2 media; put one",
-    ),
-    "no medium": ([12, 12, 10], ["image"], r"audio: .* 2 placeholders \(id 12\) for 0 media;"),
-}
-
-
-@pytest.mark.parametrize("case", GIVEN)
-def test_numbers_that_cannot_fit(case: str) -> None:
-    """Whatever media turn out to be."""
-    ids, given, words = GIVEN[case]
-    if words is None:
-        check_given(ids, given, IDS)
-        return
-    with pytest.raises(InputError, match=words):
-        check_given(ids, given, IDS)
-
-
-# --- what an engine takes ---------------------------------------------------------------------
-
-TAKEN: dict[str, tuple[str, tuple[str, ...], str, str | None]] = {
-    "taken": ("e2b", ("video", "audio"), "audio", None),
-    "more": (
-        "e2b",
-        ("image",),
-        "audio",
-        "takes text, image, no audio; build one with `g4ir build --media image,audio`",
-    ),
-    "in their order": (
-        "e2b",
-        ("video", "audio"),
-        "image",
-        "takes text, video, audio, no image; build one with `g4ir build --media image,video,audio`",
-    ),
-    "the variant does not": (
-        "31b",
-        ("image",),
-        "audio",
-        "takes text, image, no audio, and 31b takes image, video",
-    ),
-    "no kind": ("e2b", ("image",), "smell", "media 'smell': one of image, video, audio"),
-}
-
-
-@pytest.mark.parametrize("case", TAKEN)
-def test_kinds_that_are_taken(case: str) -> None:
-    variant, kinds, kind, words = TAKEN[case]
-    if words is None:
-        check_taken(kind, Media(kinds), load_spec(variant))
-        return
-    with pytest.raises(InputError) as refusal:
-        check_taken(kind, Media(kinds), load_spec(variant))
-    assert str(refusal.value).endswith(words)
+    text = r"the <video> tag, \<video>, <image>"
+    want = r"the <video> tag, \<video>, <|image|>"
+    assert mark(text, ["image"], ("image",), IDS, spell) == (want, None)
+    assert mark(text, [], (), IDS, spell) == (text, None)
 
 
 def test_budgets_that_an_engine_has() -> None:
@@ -246,116 +178,15 @@ def test_budgets_that_an_engine_has() -> None:
         check_budget(100, media)
 
 
-# --- text -------------------------------------------------------------------------------------
-
-
-def spell(token: int) -> str:
-    return SPECIAL[next(k for k in SPECIAL if getattr(IDS, k) == token)]
-
-
-MARKED: dict[str, tuple[str, list[str], str, str | None]] = {
-    "markers": ("a <image> b <audio>", ["image", "audio"], "a <|image|> b <|audio|>", None),
-    "the checkpoint's own": ("a <|image|>b", ["image"], "a <|image|>b", None),
-    "none": (
-        "a b",
-        ["image", "audio", "image"],
-        "<|image|><|audio|><|image|>a b",
-        "no <image> and <audio>: put before",
-    ),
-    "of one kind": ("a <video>", ["video", "image"], "<|image|>a <|video|>", "no <image>: "),
-    "after a bos": ("<bos>a", ["image"], "<bos><|image|>a", "no <image>: "),
-    "behind a backslash": (r"the \<video> tag", [], "the <video> tag", None),
-    "both": (r"\<image> <image>", ["image"], "<image> <|image|>", None),
-    "other brackets": ("<img> <imagex>", [], "<img> <imagex>", None),
-    "a question about one": (
-        "what is <video> in HTML?",
-        [],
-        "what is <video> in HTML?",
-        "1 of 1 <video> .* are text: 0 ",
-    ),
-    "beside media": ("<image> <video>", ["image"], "<|image|> <video>", "1 of 1 <video>"),
-    "more than media": (
-        "<image> and <image> <image>",
-        ["image"],
-        "<|image|> and <image> <image>",
-        "2 of 3 <image> in the prompt are text: 1 --image given",
-    ),
-    "the first that is none": (
-        r"\<image> <image> <image>",
-        ["image"],
-        "<image> <|image|> <image>",
-        "1 of 2 <image>",
-    ),
-    "beside a spelled one": (
-        "<image> <|image|> <image>",
-        ["image"] * 2,
-        "<|image|> <|image|> <image>",
-        "1 of 2",
-    ),
-    "beside all that are spelled": ("<image> <|image|>", ["image"], "<image> <|image|>", "1 of 1"),
-    "both notes": (
-        "<video>",
-        ["image"],
-        "<|image|><video>",
-        "1 of 1 <video> .*; the prompt has no <image>: ",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", MARKED)
-def test_mark(case: str) -> None:
-    text, given, want, told = MARKED[case]
-    found, note = mark(text, given, KINDS, IDS, spell, "<bos>")
-    assert found == want
-    assert (note is None) == (told is None) and re.search(told or "", note or "")
-
-
-def test_markers_of_kinds_that_are_not_taken_are_text() -> None:
-    text = r"the <video> tag, \<video>, <image>"
-    want = r"the <video> tag, \<video>, <|image|>"
-    assert mark(text, ["image"], ("image",), IDS, spell) == (want, None)
-    assert mark(text, [], (), IDS, spell) == (text, None)
-
-
-@pytest.mark.parametrize(
-    ("text", "given", "words"),
-    [
-        (r"<image> \<image>", 2, r"1 <image> for 2 media: give as many .* write \\<image> for"),
-        ("<image> <|image|> <image>", 4, "2 <image> for 4 media"),
-        ("<image> <|image|>", 2, None),
-        ("<|image|> <|image|> <|image|>", 2, None),
-    ],
-)
-def test_as_many_markers_as_media(text: str, given: int, words: str | None) -> None:
-    """What the tokenizer's own placeholders stand for is known when the media are read."""
-    if words is None:
-        assert mark(text, ["image"] * given, KINDS, IDS, spell)[0].count("<|image|>") >= given
-        return
-    with pytest.raises(InputError, match=words):
-        mark(text, ["image"] * given, KINDS, IDS, spell)
-
-
-def test_text_is_expanded_where_the_numbers_fit() -> None:
-    softs = [soft("image", 2), CLIP]
-    text = "a <|image|> <|image><|image|><image|><|video|>"
-    clip = "00:00 <|image><|video|><|video|><image|> 01:05 <|image><|video|><|video|><image|>"
-    assert expand_text(text, softs, IDS, spell) == text.replace("<|video|>", clip)
-    text = "a <|image><|image|> b"
-    assert expand_text(text, softs[:1], IDS, spell) == "a <|image><|image|><|image|><image|> b"
-    assert expand_text(text, [], IDS, spell) == text
-
-
 # --- the reference's processors ---------------------------------------------------------------
 
-MODULES = {"e2b": "gemma4", "12b": "gemma4_unified"}
 RATES = 0.7  # frames per second of the videos
 
 
 @cache
 def reference(variant: str) -> tuple[Any, Any, Tokens]:
     """The processor with a small tokenizer, the tokenizer, and its special tokens."""
-    if not find_torchvision():
-        pytest.skip("the reference's processors need torchvision")
+    image = processor(variant)
     from transformers import PreTrainedTokenizerFast
 
     tokenizer, tokens = media_tokenizer(Tokens(), 96)
@@ -366,23 +197,14 @@ def reference(variant: str) -> tuple[Any, Any, Tokens]:
         pad_token="<pad>",
         extra_special_tokens={f"{k}_token": v for k, v in SPECIAL.items() if k != "video"},
     )
-    name = MODULES[variant]
-    prefix = "".join(part.title() for part in name.split("_"))
-    parts = {
-        "feature_extraction": "AudioFeatureExtractor",
-        "image_processing": "ImageProcessor",
-        "video_processing": "VideoProcessor",
-        "processing": "Processor",
-    }
-    classes = {
-        part: getattr(
-            importlib.import_module(f"transformers.models.{name}.{part}_{name}"),
-            f"{prefix}{ending}",
-        )
-        for part, ending in parts.items()
-    }
-    extractor, image, video = (classes[p]() for p in list(parts)[:3])
-    return classes["processing"](extractor, image, fast, video), tokenizer, tokens
+    name = type(image).__name__.removesuffix("ImageProcessor")
+    module = {"Gemma4": "gemma4", "Gemma4Unified": "gemma4_unified"}[name]
+    path = f"transformers.models.{module}"
+    extraction = importlib.import_module(f"{path}.feature_extraction_{module}")
+    extractor = getattr(extraction, f"{name}AudioFeatureExtractor")()
+    processing = importlib.import_module(f"{path}.processing_{module}")
+    made = getattr(processing, f"{name}Processor")
+    return made(extractor, image, fast, processor(variant, "video")), tokenizer, tokens
 
 
 PICTURES = [noise(60, 200, 3), noise(96, 48, 3, seed=1)]
@@ -404,7 +226,7 @@ def ours(variant: str, kinds: str) -> dict[str, list[Soft]]:
     spec = load_spec(variant)
     pictures = [prepare_image(p, image_settings(spec)).soft_tokens for p in PICTURES]
     clip = prepare_video(Video(FRAMES, RATES), video_settings(spec))
-    sounds = [prepare_sound(Sound(s, RATE), audio_settings(spec)).soft_tokens for s in SOUNDS]
+    sounds = [prepare_audio(Waveform(s, RATE), audio_settings(spec)).soft_tokens for s in SOUNDS]
     film = soft("video", *[clip.soft_tokens] * len(clip.times), times=clip.times)
     return {
         "i": [soft("image", n) for n in pictures[: kinds.count("i")]],
@@ -428,7 +250,7 @@ def theirs(variant: str, kinds: str, text: str) -> list[int]:
     return list(ids)
 
 
-@pytest.mark.parametrize("variant", MODULES)
+@pytest.mark.parametrize("variant", (TOWER, UNIFIED))
 @pytest.mark.parametrize("case", PROMPTS)
 def test_prompts_are_the_processors(variant: str, case: str) -> None:
     """Text, and ids where no word reaches into a frame's time."""
@@ -512,6 +334,10 @@ def test_run_with_an_image(engine: Path, loaded: Engine, files: Path) -> None:
     got, log = answered(engine, "--tokens", f"2,5,{image},7", "--image", "a.png")
     assert got == generated(loaded, [2, 5, image, 7], images=["a.png"])
     assert got == generated(loaded, [2, 5, image, 7], images=[read_image("a.png")])
+    with PIL.Image.open("a.png") as pixels:
+        assert got == generated(loaded, [2, 5, image, 7], images=[pixels.convert("RGBA")])
+    with pytest.raises(InputError, match="or an image of Pillow"):
+        generated(loaded, [2, 5, image, 7], images=[5])
     soft = loaded.encode("image", "a.png")
     assert got == generated(
         loaded, place([2, 5, image, 7], [soft], loaded.spec.tokens), images=[files / "a.png"]
@@ -540,17 +366,6 @@ def test_run_text_with_every_kind(engine: Path, loaded: Engine, files: Path) -> 
     assert log["prompt_tokens"] == len(ids) and "notes" not in log
     clip = prepare_video(read_video("c.mp4", 2), video_settings(loaded.spec))
     assert got == generated(loaded, ids, images=["a.png", "b.jpg"], audio=["d.wav"], videos=[clip])
-
-
-def test_media_without_a_marker_come_first(engine: Path, files: Path) -> None:
-    media = ("--audio", "d.wav", "--image", "a.png", "--image", "b.jpg")
-    want, log = answered(engine, "--prompt", "<audio><image><image>what?", *media)
-    assert log["notes"] == [BOS_ADDED]
-    got, log = answered(engine, "--prompt", "what?", *media)
-    note = "the prompt has no <audio> and <image>: put before the text"
-    assert got == want and log["notes"] == [note, BOS_ADDED]
-    outcome = command("run", engine, "--prompt", "what?", *media, "--max-new-tokens", "6")
-    assert outcome.code == 0 and f"g4ir: note: {note}\n" in outcome.err
 
 
 def test_an_image_budget(engine: Path, loaded: Engine, files: Path) -> None:
@@ -600,41 +415,6 @@ def test_generate_refuses(loaded: Engine, files: Path, media: Any, words: str) -
 # --- JSON lines -------------------------------------------------------------------------------
 
 
-def lines_of(engine: Path, lines: list[dict[str, Any]], folder: Path) -> list[tuple[Any, Any]]:
-    """(answer, log) of each line."""
-    file = folder / "in.jsonl"
-    file.write_text("\n".join(map(json.dumps, lines)))
-    outcome = command("run", engine, "--input-jsonl", file, "--max-new-tokens", "6")
-    assert outcome.code == 0, outcome.err
-    pairs = zip(outcome.out.splitlines(), outcome.err.splitlines(), strict=True)
-    return [(json.loads(answer), json.loads(log)) for answer, log in pairs]
-
-
-def test_json_lines_with_media(engine: Path, files: Path, tmp_path: Path) -> None:
-    lines = [
-        {"id": "p", "prompt": "<image>see", "images": ["a.png"], "image_budget": 140},
-        {"id": "v", "prompt": "<video>see", "videos": ["c.mp4"], "frames": 2},
-        {"id": "s", "prompt": "hear", "audio": ["d.wav"], "audio_too_long": "refuse"},
-        {"id": "t", "prompt": "text", "images": []},
-    ]
-    found = lines_of(engine, lines, tmp_path)
-    assert [log.get("soft_tokens", {}).keys() for _, log in found] == [
-        {"image"},
-        {"video"},
-        {"audio"},
-        set(),
-    ]
-    flags: list[tuple[str, ...]] = [
-        ("--image", "a.png", "--image-budget", "140"),
-        ("--video", "c.mp4", "--frames", "2"),
-        ("--audio", "d.wav"),
-        (),
-    ]
-    for (answer, log), line, words in zip(found, lines, flags, strict=True):
-        got, alone = answered(engine, "--prompt", str(line["prompt"]), *words)
-        assert answer["tokens"] == got and log.get("notes") == alone.get("notes")
-
-
 def test_one_bad_request_of_several(
     engine: Path, loaded: Engine, files: Path, tmp_path: Path
 ) -> None:
@@ -652,26 +432,6 @@ def test_one_bad_request_of_several(
     logs = [json.loads(line) for line in outcome.err.splitlines()]
     assert [log["event"] for log in logs] == ["request", "error", "request", "request"]
     assert logs[1] == {"event": "error", **second}
-
-
-def test_a_request_that_lacks_a_library(
-    engine: Path, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "av", None)
-    file = tmp_path / "in.jsonl"
-    file.write_text('{"prompt": "a", "videos": ["c.mp4"]}\n{"tokens": [2]}')
-    outcome = command("run", engine, "--input-jsonl", file, "--max-new-tokens", "1")
-    first, second = map(json.loads, outcome.out.splitlines())
-    assert outcome.code == 1 and "g4ir[mm]" in first["error"] and second["tokens"]
-
-
-def test_images_of_pillow_are_taken(loaded: Engine, files: Path) -> None:
-    ids = [2, 5, loaded.spec.tokens.image or 0]
-    with PIL.Image.open("a.png") as image:
-        got = generated(loaded, ids, images=[image.convert("RGBA")])
-    assert got == generated(loaded, ids, images=["a.png"])
-    with pytest.raises(InputError, match="or an image of Pillow"):
-        generated(loaded, ids, images=[5])
 
 
 def test_soft_tokens_are_reused_of_equal_media_alone(loaded: Engine, files: Path) -> None:
@@ -717,27 +477,6 @@ def test_engines_that_take_less(deaf: Path, tmp_path: Path, files: Path) -> None
     assert "takes text, no image, and tiny-dense takes text alone" in message
 
 
-def test_markers_without_media_are_text(engine: Path, files: Path) -> None:
-    text = "what does <image> or <video> mean?"
-    got, log = answered(engine, "--prompt", text)
-    tokenizer = load_engine(engine).tokenizer()
-    assert log["prompt_tokens"] == 1 + len(tokenizer.encode(text).ids)  # <bos>
-    assert "1 of 1 <image>" in log["notes"][0] and "1 of 1 <video>" in log["notes"][0]
-    assert got == answered(engine, "--prompt", r"what does \<image> or \<video> mean?")[0]
-
-
-def test_placeholders_of_kinds_that_are_not_taken(deaf: Path, files: Path) -> None:
-    """Tokens like any other, in commands as in sessions."""
-    engine, audio = load_engine(deaf), load_spec("tiny-media").tokens.audio
-    got, log = answered(deaf, "--tokens", f"2,{audio},500", "--image", "a.png")
-    assert got == generated(engine, [2, audio, 500], images=["a.png"])
-    soft = engine.encode("image", "a.png")
-    ids = place([2, audio, 500], [soft], engine.spec.tokens, kinds=("image",))
-    assert engine.session(1).prefill([ids], soft=[soft]).argmax().item() == got[0]
-    assert log["prompt_tokens"] == len(ids) == soft.count + 4
-    assert answered(deaf, "--tokens", f"2,{audio}")[0] == generated(engine, [2, audio])
-
-
 def test_a_tokenizer_without_the_special_tokens(bare: Path, files: Path, tmp_path: Path) -> None:
     shutil.copytree(bare, tmp_path / "e")
     add_file(tmp_path / "e", "tokenizer.json", plain_tokenizer().to_str())
@@ -748,11 +487,8 @@ def test_a_tokenizer_without_the_special_tokens(bare: Path, files: Path, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("module", "words", "named"),
-    [
-        ("av", ("--video", "c.mp4"), "videos need av"),
-        ("PIL", ("--image", "a.png"), "Pillow"),
-    ],
+    "module, words, named",
+    [("av", ("--video", "c.mp4"), "videos need av"), ("PIL", ("--image", "a.png"), "Pillow")],
 )
 def test_a_missing_library(
     engine: Path,

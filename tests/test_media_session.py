@@ -24,7 +24,7 @@ from g4ir.check.hf import cache_argument
 from g4ir.engine.artefact import Artefact, PackedWeights, read_manifest
 from g4ir.engine.build import prepare, write_engine
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import load_artefact
+from g4ir.engine.load import load_engine
 from g4ir.errors import InputError
 from g4ir.ir.graph import Program
 from g4ir.ir.interpret import interpret
@@ -141,7 +141,7 @@ def text_engine(
     write_engine(made, out, print)
     # Nobody can build it: its graphs are not those of its spec.
     stored = StoredParams.open(sorted(out.glob("*.safetensors")))
-    return load_artefact(Artefact(out, read_manifest(out), spec, made.packing, stored))
+    return load_engine(Artefact(out, read_manifest(out), spec, made.packing, stored))
 
 
 @dataclass(frozen=True)

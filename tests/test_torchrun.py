@@ -252,21 +252,6 @@ def test_bytes_of_a_rank_are_those_of_the_plan(tmp_path: Path) -> None:
     assert torch.equal(torch.cat(heads), whole)
 
 
-def test_a_seed_gives_the_same_parts(tmp_path: Path) -> None:
-    """Weights that are made at load are those that a build would pack."""
-    from g4ir.parallel.share import Share
-    from g4ir.weights.pack import MadeParams
-    from g4ir.weights.random import RandomCheckpoint
-
-    path = built(tmp_path / "engine", "tiny-ple", 2, "reference")
-    found = open_artefact(path, rank=1)
-    source = RandomCheckpoint(found.spec, 0, torch.float32)
-    made = MadeParams(found.packing, source, share=Share(found.spec, 1, 2))
-    assert found.stored and found.rank == 1
-    for name in found.packing.program.params():
-        assert torch.equal(made.tensor(name), found.stored.tensor(name)), name
-
-
 def test_one_process_can_only_look_at_it(tmp_path: Path) -> None:
     options = {"backend": "reference", "random_weights": 0, **LIMITS}
     engine = g4ir.build("tiny-dense", tmp_path / "engine", tp=2, **options)
@@ -340,9 +325,9 @@ def check_that_all_end(engine: Path, out: Path, task: str, killed: int, how: int
         return ranks.said(other)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("task", ["prefill", "decode"])
-@pytest.mark.parametrize("killed", [1, 0])
+@pytest.mark.parametrize(
+    "task, killed", [("decode", 1), pytest.param("prefill", 0, marks=pytest.mark.full)]
+)
 def test_a_killed_rank_ends_the_others(
     engine_of_two: Path, tmp_path: Path, task: str, killed: int
 ) -> None:
@@ -417,25 +402,16 @@ def set_launch(patch: pytest.MonkeyPatch, rank: str, ranks: str) -> None:
         patch.setenv(name, value)
 
 
-LAUNCHES = {("0", "2"): RankLaunch(0, 2, 0), ("0", "1"): None, ("", ""): None, ("a", "2"): None}
-
-
-@pytest.mark.parametrize("said", LAUNCHES)
-def test_what_torchrun_says(said: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    set_launch(monkeypatch, *said)
-    assert launched() == LAUNCHES[said[0], said[1]]
-
-
-def test_a_process_alone_joins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for said in (("0", "1"), ("", ""), ("a", "2")):
+        set_launch(monkeypatch, *said)
+        assert launched() is None
     with pytest.raises(InputError, match="this process is alone; start several"), join():
         pass
     set_launch(monkeypatch, "0", "2")
+    assert launched() == RankLaunch(0, 2, 0)
     with pytest.raises(InputError, match="--rank-timeout 0: expected seconds"), join(timeout_s=0):
         pass
-
-
-def test_a_torch_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_launch(monkeypatch, "0", "2")
     monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
     with pytest.raises(MissingError, match="this torch has no gloo, by which ranks talk"), join():
         pass

@@ -6,7 +6,6 @@ that names, clip bounds and tables are compared too.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,25 +15,13 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.backends.torch_compile import lower
-from g4ir.backends.torch_compile.run import Run
-from g4ir.backends.torch_compile.schedule import schedule
-from g4ir.backends.torch_compile.target import Target
-from g4ir.check.pass_report import local_errors
 from g4ir.errors import InputError
-from g4ir.ir.graph import Graph
-from g4ir.ir.interpret import run_node
+from g4ir.media.audio import Clip, Waveform, prepare_audio
 from g4ir.media.images import prepare_image
-from g4ir.media.sound import Clip, Sound, prepare_sound
 from g4ir.media.videos import Video, prepare_video, video_settings
 from g4ir.model.audio import audio_settings
 from g4ir.model.images import BUDGETS, image_settings
-from g4ir.model.media import KINDS, find_media
-from g4ir.model.names import checkpoint_name
-from g4ir.model.towers import build_towers
-from g4ir.ops import OPS
-from g4ir.ops.types import torch_dtype
-from g4ir.passes import run_passes
+from g4ir.model.media import KINDS
 from g4ir.spec.record import Spec, load_spec
 from g4ir.spec.shrink import shrink
 from g4ir.weights.random import RandomCheckpoint
@@ -130,22 +117,23 @@ def test_frames(pairs: Any) -> None:
 # --- sound ------------------------------------------------------------------------------------
 
 #: samples at 16 kHz: one frame, odd lengths, at and beside the sizes of towers, the longest
-LENGTHS = (170, 401, 7_777, 40_000, 80_003, 160_000, 199_999, 480_000)
+LENGTHS = (170, 7_777, 80_003, 160_000, 480_000)
 
 
-def tone(samples: int, seed: int = 0) -> Sound:
+def tone(samples: int, seed: int = 0) -> Waveform:
     t = np.arange(samples) / 16_000
     noise = np.random.default_rng(seed).standard_normal(samples)
     wave = 0.4 * np.sin(2 * np.pi * 330 * t) + 0.05 * noise
-    return Sound(wave.astype(np.float32), 16_000)
+    return Waveform(wave.astype(np.float32), 16_000)
 
 
 @pytest.mark.parametrize("samples", LENGTHS)
 def test_sounds(pairs: Any, samples: int) -> None:
     engine, model = pairs("e2b")
-    clip = prepare_sound(tone(samples), audio_settings(engine.spec))
-    soft = engine.encode("audio", clip)
-    assert error(soft.pieces[0], heard(model, clip)) < BUDGET
+    clip = prepare_audio(tone(samples), audio_settings(engine.spec))
+    (soft,) = engine.encode("audio", clip).pieces
+    for fill in (0, 150):  # padding, whatever is in it, is not heard
+        assert error(soft, heard(model, clip, fill)) < BUDGET
 
 
 def heard(model: Any, clip: Clip, fill: int = 0) -> torch.Tensor:
@@ -161,19 +149,11 @@ def heard(model: Any, clip: Clip, fill: int = 0) -> torch.Tensor:
     return out.pooler_output[0][out.attention_mask[0]]
 
 
-def test_padding_is_not_heard(pairs: Any) -> None:
-    """However much of it there is, and whatever it holds."""
-    engine, model = pairs("e2b")
-    clip = prepare_sound(tone(9_999), audio_settings(engine.spec))
-    (soft,) = engine.encode("audio", clip).pieces
-    assert error(soft, heard(model, clip, fill=150)) < BUDGET
-
-
-@pytest.mark.parametrize("samples", (1, 40, 41, 6_001, 40 * 800 + 3))
+@pytest.mark.parametrize("samples", (1, 41, 40 * 800 + 3))
 def test_raw_sounds(pairs: Any, samples: int) -> None:
     """Also longer than any graph: frames stand alone."""
     engine, model = pairs(UNIFIED)
-    clip = prepare_sound(tone(samples), audio_settings(engine.spec))
+    clip = prepare_audio(tone(samples), audio_settings(engine.spec))
     (soft,) = engine.encode("audio", clip).pieces
     assert len(soft) == -(-samples // 40)
     assert error(soft, heard(model, clip)) < BUDGET
@@ -191,10 +171,9 @@ def test_a_sound_longer_than_built_for_is_refused(pairs: Any) -> None:
 # --- bf16 -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", (*TOWERS, UNIFIED))
+@pytest.mark.parametrize("variant", (TOWERS[0], UNIFIED))
 def test_rounding_is_no_worse_than_the_references(pairs: Any, tmp_path: Path, variant: str) -> None:
-    """In bf16 both miss what fp32 says; we by no more than half as much again, and by op no more
-    than its budget (below)."""
+    """In bf16 both miss what fp32 says; we by no more than half as much again."""
     from transformers import AutoModelForMultimodalLM
 
     exact, _ = pairs(variant)
@@ -219,50 +198,3 @@ def test_rounding_is_no_worse_than_the_references(pairs: Any, tmp_path: Path, va
         ).pooler_output[0]
     misses = [float((x.double() - wanted).pow(2).mean().sqrt()) for x in (got, theirs)]
     assert misses[0] < 1.5 * misses[1]
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "f32"])
-@pytest.mark.parametrize("variant", (*TOWERS, UNIFIED))
-def test_every_node_keeps_its_ops_budget(variant: str, dtype: str) -> None:
-    """As the torch backend computes it, on the very inputs of the reference."""
-    spec = small(variant)
-    media = find_media(spec, budgets=[70])
-    media = replace(media, lengths=media.lengths[:1])
-    seen = set()
-    for g in build_towers(spec, media, dtype).values():
-        g = run_passes(g)
-        values = inputs_of(g, RandomCheckpoint(spec, 3, torch_dtype(dtype)))
-        for n in g.nodes:
-            given = [values[v.name] for v in n.inputs]
-            results = run_node(n, given)
-            run = Run(schedule(g, Target("cpu")), dict(values))
-            lower.run_node(run, n)
-            for v, wanted in zip(n.outputs, results, strict=True):
-                if wanted.is_floating_point():
-                    worst = float(local_errors(run.env[v.name], wanted).max())
-                    assert worst <= OPS[n.op].budget.at(dtype), (v, n.op)
-                values[v.name] = wanted
-            seen.add(n.op)
-    assert {"rms_norm", "linear"} <= seen
-
-
-def inputs_of(g: Graph, source: RandomCheckpoint) -> dict[str, torch.Tensor]:
-    """Params, and inputs with some padding."""
-    values = {v.name: source.tensor(checkpoint_name(v.name)) for v in g.params}
-    rng = torch.Generator().manual_seed(0)
-    for v in g.inputs:
-        shape = [int(d) for d in v.type.shape]
-        if v.name == "positions":
-            values[v.name] = grid(shape[1])
-        elif v.type.dtype == "bool":
-            values[v.name] = torch.arange(shape[1])[None] < shape[1] - 9
-        else:
-            values[v.name] = torch.rand(shape, generator=rng)
-    return values
-
-
-def grid(rows: int) -> torch.Tensor:
-    """Positions of a picture of as many whole squares as there are, the last nine padding."""
-    at = torch.arange(rows - 9)
-    found = torch.stack((at // 3 % (rows // 9 * 3), at % 3), -1)
-    return torch.cat((found, torch.full((9, 2), -1)))[None]

@@ -1,24 +1,32 @@
-"""Video files as players show them: rotation, edit lists, variable frame rates, damage."""
+"""Videos: equal to the reference's processors; files as players show them: rotation, edit lists,
+variable frame rates, damage."""
 
 from __future__ import annotations
 
+import importlib
+import math
 import random
+import shutil
 import struct
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from g4ir.errors import InputError
+from g4ir.media import videos
 from g4ir.media.videos import (
     FRAMES,
     Video,
-    VideoLimits,
+    frame_times,
     prepare_video,
     read_footage,
     read_video,
@@ -27,7 +35,7 @@ from g4ir.media.videos import (
     video_settings,
 )
 from g4ir.spec.record import load_spec
-from tests.media_tools import damaged, noise
+from tests.media_tools import TOWER, UNIFIED, damaged, noise, processor
 
 av = pytest.importorskip("av")
 SETTINGS = video_settings(load_spec("e2b"))
@@ -56,13 +64,14 @@ def film(
     b_frames: int = 0,
     late: int = 0,
     codec: str | None = None,
+    scale: int = 1,
     **options: str,
 ) -> Path:
-    """A video with frames at these times, in ticks; with sound from 0 on where `late`."""
+    """A video with frames at these times, in ticks; with audio from 0 on if `late`."""
     codec = codec or {".webm": "libvpx-vp9", ".mpg": "mpeg2video"}.get(path.suffix, "mpeg4")
     with av.open(str(path), "w", options=options) as out:
         stream = out.add_stream(codec, rate=25 if codec == "mpeg2video" else Fraction(1) / tick)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        stream.width, stream.height, stream.pix_fmt = 64 * scale, 48 * scale, "yuv420p"
         stream.codec_context.gop_size, stream.codec_context.max_b_frames = 12, b_frames
         if late:
             sound = out.add_stream("aac", rate=16_000, layout="mono")
@@ -70,7 +79,8 @@ def film(
             silence.sample_rate, silence.pts = 16_000, 0
             out.mux(sound.encode(silence))
         for i, time in enumerate(times):
-            frame = av.VideoFrame.from_ndarray(picture(i), format="rgb24")
+            pixels = np.kron(picture(i), np.ones((scale, scale, 1), np.uint8))
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
             frame.pts, frame.time_base = time + late, tick
             out.mux(stream.encode(frame))
         out.mux(stream.encode())
@@ -79,8 +89,176 @@ def film(
     return path
 
 
+def numbers(path: Path, count: int | None = None) -> list[int]:
+    """The numbers of the frames that are read."""
+    return [number(frame) for frame in read_video(path, count).frames]
+
+
 def seconds(times: Sequence[str]) -> list[int]:
     return [60 * int(m) + int(s) for m, s in (t.split(":") for t in times)]
+
+
+# --- arrays -----------------------------------------------------------------------------------
+
+GIVEN = ("pixel_values_videos", "video_position_ids")
+
+
+@pytest.mark.parametrize("variant", (TOWER, UNIFIED))
+@pytest.mark.parametrize(
+    "total, frames, size, budget",
+    [(40, None, (60, 90), 70), (33, 5, (300, 41), 140), (9, 2, (7, 9), 280)],
+)
+def test_videos_are_the_references(
+    variant: str, total: int, frames: int | None, size: tuple[int, int], budget: int
+) -> None:
+    pixels = noise(total, *size, 3)
+    wanted = processor(variant, "video")(
+        pixels,
+        video_metadata=[{"total_num_frames": total, "fps": 0.7}],
+        return_metadata=True,
+        max_soft_tokens=budget,
+        return_tensors="pt",
+        **({} if frames is None else {"num_frames": frames}),
+    )
+    found = prepare_video(Video(pixels, 0.7), video_settings(load_spec(variant), budget), frames)
+    # Videos have an axis of their own before transformers 5.24.
+    frames_of = {n: wanted[n].numpy().reshape(-1, *wanted[n].shape[-2:]) for n in GIVEN}
+    assert np.array_equal(found.patches, frames_of["pixel_values_videos"])
+    assert np.array_equal(found.positions, frames_of["video_position_ids"])
+    assert found.soft_tokens == int(wanted["num_soft_tokens_per_video"][0])
+    assert found.times == tuple(reference_times(wanted["video_metadata"][0].timestamps))
+
+
+def reference_times(timestamps: list[Any]) -> list[str]:
+    """The line of its processor that writes them into the prompt."""
+    return [f"{int(seconds // 60):02d}:{int(seconds % 60):02d}" for seconds in timestamps]
+
+
+@given(st.integers(1, 200_000), st.integers(1, 400))
+def test_frames_are_sampled_as_in_the_reference(total: int, frames: int) -> None:
+    metadata = SimpleNamespace(total_num_frames=total, fps=None)
+    try:
+        wanted = processor(TOWER, "video").sample_frames(metadata, num_frames=frames).tolist()
+    except ValueError:
+        with pytest.raises(InputError, match=f"1 to {total}"):
+            sample_frames(total, frames)
+        return
+    # Now and then it names one frame more, and sometimes one that is not there.
+    found = list(sample_frames(total, frames))
+    assert found == [i for i in wanted if i < total] == sorted({*found}) and found[0] == 0
+
+
+rates = st.sampled_from((23.976, 24.0, 25.0, 29.97, 30.0, 59.94, 0.1)) | st.floats(0.01, 300)
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=8), rates)
+def test_times_are_the_references(indices: list[int], rate: float) -> None:
+    metadata = importlib.import_module("transformers.video_utils").VideoMetadata(
+        max(indices) + 1, fps=rate, frames_indices=torch.tensor(indices, dtype=torch.int32)
+    )
+    assert list(frame_times(tuple(indices), rate)) == reference_times(metadata.timestamps)
+
+
+def test_short_videos_keep_all_their_frames() -> None:
+    clip = prepare_video(Video(noise(3, 20, 20, 3), seconds=(0.0, 30.0, 61.0)), SETTINGS)
+    assert clip.times == ("00:00", "00:30", "01:01")
+    assert sample_frames(5) == (0, 1, 2, 3, 4) and len(sample_frames(1000)) == FRAMES
+    assert frame_times((0, 24, 24 * 61), None) == ("00:00", "00:01", "01:01")
+    for total, frames in ((5, 6), (5, 0), (5, 2.0)):
+        with pytest.raises(InputError, match=r"clip: .* frames asked for, the video has 5; 1 to 5"):
+            sample_frames(total, frames, "clip")  # type: ignore[arg-type]
+
+
+STILL = noise(4, 20, 20, 3)
+BAD_VIDEOS = {
+    "expected .frames, height, width, 3": Video(STILL[0], 1.0),
+    "float64 pixels": Video(STILL / 2, 1.0),
+    "no frames": Video(STILL[:0], 1.0),
+    "0.0 frames per second": Video(STILL, 0.0),
+    "nan frames per second": Video(STILL, math.nan),
+    "4 frames at 2 indices": Video(STILL, 1.0, (0, 1)),
+    "4 frames at 2 seconds; one for each": Video(STILL, seconds=(0.0, 1.0)),
+}
+
+
+@pytest.mark.parametrize("message", BAD_VIDEOS)
+def test_bad_videos(message: str) -> None:
+    with pytest.raises(InputError, match=f"^video: .*{message}"):
+        prepare_video(BAD_VIDEOS[message], SETTINGS)
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frames", [None, 1, 7, 40])
+def test_video_files_are_read_as_the_reference_reads_them(
+    tmp_path: Path, frames: int | None
+) -> None:
+    path, count = film(tmp_path / "a.mp4"), frames or FRAMES
+    wanted, metadata = importlib.import_module("transformers.video_utils").read_video_pyav(
+        str(path), lambda metadata: torch.arange(0, 40, 40 / count).int()
+    )
+    video = read_video(path, frames)
+    assert np.array_equal(video.frames, wanted) and video.rate == metadata.fps == 10
+    assert video.indices == tuple(metadata.frames_indices.tolist())
+
+
+@pytest.mark.parametrize("ending", ["mp4", "mkv", "avi", "ts", "mpg"])
+def test_footage_is_what_preparing_the_frames_gives(tmp_path: Path, ending: str) -> None:
+    path = film(tmp_path / f"a.{ending}", TENTHS[:12])
+    whole, found = prepare_video(read_video(path, 5), SETTINGS), read_footage(path, SETTINGS, 5)
+    assert np.array_equal(found.patches, whole.patches)
+    assert np.array_equal(found.positions, whole.positions)
+    assert (found.soft_tokens, found.times) == (whole.soft_tokens, whole.times)
+    with pytest.raises(InputError, match=r"5 frames of \d+ soft .*--max-seq 99; ask for few"):
+        read_footage(path, SETTINGS, 5, most=99)
+
+
+def test_one_frame_at_a_time_is_held_in_full_resolution(tmp_path: Path) -> None:
+    path, scale = film(tmp_path / "a.mp4", TENTHS[:16], scale=15), 15
+    read_footage(path, SETTINGS, 1)  # what is imported and kept counts once
+    tracemalloc.start()
+    footage = read_footage(path, SETTINGS)
+    peak = tracemalloc.get_traced_memory()[1] - footage.patches.nbytes
+    tracemalloc.stop()
+    assert len(footage.patches) == 16 and peak < 8 * (64 * scale) * (48 * scale) * 3
+
+
+LIMITS = {
+    "bytes, at most 100; send a smaller video": ("MAX_BYTES", 100),
+    "64x48 are 3072 pixels, at most 3071": ("MAX_PIXELS", 64 * 48 - 1),
+    "40 frames, at most 39": ("MAX_FRAMES", 39),
+    "40 frames, at most 39 of this size": ("MAX_DECODED", 64 * 48 * 39),
+}
+
+
+@pytest.mark.parametrize("message", LIMITS)
+def test_limits_come_before_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: str
+) -> None:
+    path = film(tmp_path / "a.mp4")
+    monkeypatch.setattr(videos, *LIMITS[message])
+    with pytest.raises(InputError, match=message):
+        read_video(path)
+
+
+#: files that name others, and one whose name looks like a protocol
+LISTS = {
+    "a.m3u8": "#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:1,\nreal.ts\n#EXT-X-ENDLIST\n",
+    "a.mp4": "ffconcat version 1.0\nfile real.ts\n",
+    "a.sdp": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nm=video 5004 RTP/AVP 96\n",
+}
+
+
+def test_playlists_open_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(film(tmp_path / "b.mp4", TENTHS[:3]), "10:30.mp4")
+    film(tmp_path / "real.ts", TENTHS[:3])
+    assert len(read_video("10:30.mp4").frames) == 3
+    for name, text in LISTS.items():
+        Path(name).write_text(text)
+        with pytest.raises(InputError, match=f"^{name}: no video.*send MP4"):
+            read_video(name)
 
 
 # --- boxes of MP4 -----------------------------------------------------------------------------
@@ -153,11 +331,10 @@ UPRIGHT: dict[str, tuple[tuple[int, int, int, int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("ending", ["mp4", "mov"])
 @pytest.mark.parametrize("case", UPRIGHT)
-def test_frames_are_upright(tmp_path: Path, ending: str, case: str) -> None:
+def test_frames_are_upright(tmp_path: Path, case: str) -> None:
     matrix, turned = UPRIGHT[case]
-    path = film(tmp_path / f"a.{ending}")
+    path = film(tmp_path / "a.mp4")
     lying = read_video(path, 3).frames
     video = read_video(with_matrix(path, matrix), 3)
     for frame, raw in zip(video.frames, lying, strict=True):
@@ -166,24 +343,6 @@ def test_frames_are_upright(tmp_path: Path, ending: str, case: str) -> None:
     assert np.array_equal(footage.patches, prepared.patches)
     tall = video.frames.shape[1] > video.frames.shape[2]
     assert tall == (int(footage.positions[0, :, 1].max()) > int(footage.positions[0, :, 0].max()))
-
-
-@pytest.mark.parametrize("ending", ["mkv", "webm", "mp4"])
-@pytest.mark.parametrize("degrees", [90, 180, 270])
-def test_rotation_in_other_containers(tmp_path: Path, ending: str, degrees: int) -> None:
-    path, plain = tmp_path / f"a.{ending}", tmp_path / f"b.{ending}"
-    if not hasattr(av.VideoStream, "set_display_rotation"):
-        pytest.skip("this av writes no display matrix")
-    with av.open(str(film(plain))) as source, av.open(str(path), "w") as out:
-        (given,) = source.streams.video
-        stream = out.add_stream_from_template(given)
-        stream.set_display_rotation(degrees)
-        for packet in source.demux(given):
-            if packet.dts is not None:
-                packet.stream = stream
-                out.mux(packet)
-    wanted = [np.rot90(x, degrees // 90) for x in read_video(plain, 2).frames]
-    assert np.array_equal(read_video(path, 2).frames, wanted)
 
 
 def test_an_oblique_angle_is_refused(tmp_path: Path) -> None:
@@ -206,20 +365,15 @@ EDITS: dict[str, tuple[list[tuple[float, float]], list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("ending", ["mp4", "mov"])
 @pytest.mark.parametrize("b_frames", [0, 2])
 @pytest.mark.parametrize("case", EDITS)
-def test_edit_lists_are_followed(tmp_path: Path, ending: str, b_frames: int, case: str) -> None:
+def test_edit_lists_are_followed(tmp_path: Path, b_frames: int, case: str) -> None:
     edits, shown = EDITS[case]
     delay = 0.1 * (b_frames > 0)  # by which presentation begins after decoding
     edits = [(n, at + delay if at >= 0 else at) for n, at in edits]
-    path = with_edits(film(tmp_path / f"a.{ending}", b_frames=b_frames), edits)
-    for count in (1, 2, 7, len(shown), None):
-        if count is not None and count > len(shown):
-            continue
-        video = read_video(path, count)
-        wanted = [shown[i] for i in sample_frames(len(shown), count)]
-        assert [number(f) for f in video.frames] == wanted
+    path = with_edits(film(tmp_path / "a.mp4", b_frames=b_frames), edits)
+    for count in {1, min(7, len(shown)), None}:
+        assert numbers(path, count) == [shown[i] for i in sample_frames(len(shown), count)]
 
 
 def cut_out(source: Path, path: Path, start: float) -> Path:
@@ -236,20 +390,20 @@ def cut_out(source: Path, path: Path, start: float) -> Path:
     return path
 
 
-@pytest.mark.parametrize("ending", ["mp4", "mov", "mkv", "avi"])
+@pytest.mark.parametrize("ending", ["mp4", "mkv", "avi"])
 @pytest.mark.parametrize("b_frames", [0, 2])
 def test_clips_cut_without_encoding(tmp_path: Path, ending: str, b_frames: int) -> None:
     path = cut_out(film(tmp_path / "a.mp4", b_frames=b_frames), tmp_path / f"b.{ending}", 1.5)
     video = read_video(path, 5)
-    if ending in ("mp4", "mov"):
+    if ending == "mp4":
         assert [number(f) for f in video.frames] == [15, 20, 25, 30, 35]
         assert video.seconds == (0, 0.5, 1, 1.5, 2)
-        assert [number(f) for f in read_video(path).frames] == [*range(15, 40)]
+        assert numbers(path) == [*range(15, 40)]
     else:  # which begin at the key frame, as players do
         assert len(video.frames) == 5 and number(video.frames[0]) <= 15
 
 
-def test_a_picture_that_begins_after_the_sound(tmp_path: Path) -> None:
+def test_frames_that_begin_after_the_audio(tmp_path: Path) -> None:
     for ending in ("mp4", "mkv"):
         path = film(tmp_path / f"a.{ending}", late=20)
         assert seconds(read_footage(path, SETTINGS, 4).times) == [2, 3, 4, 5]
@@ -266,17 +420,17 @@ UNEVEN: dict[str, list[int]] = {  # in hundredths of a second
 }
 
 
-@pytest.mark.parametrize("ending", ["mp4", "mov", "mkv", "webm", "avi", "ts"])
-@pytest.mark.parametrize("b_frames", [0, 2])
+@pytest.mark.parametrize(
+    "ending, b_frames", [("mp4", 2), ("mkv", 0), ("webm", 0), ("avi", 0), ("ts", 2)]
+)
 @pytest.mark.parametrize("case", UNEVEN)
 def test_frames_are_spread_by_presentation_time(
     tmp_path: Path, ending: str, b_frames: int, case: str
 ) -> None:
     times = UNEVEN[case]
     count = min(8, len(times))
-    path = film(tmp_path / f"a.{ending}", times, CENTI, 0 if ending == "avi" else b_frames)
-    footage, video = read_footage(path, SETTINGS, count), read_video(path, count)
-    chosen = [number(f) for f in video.frames]
+    path = film(tmp_path / f"a.{ending}", times, CENTI, b_frames)
+    footage, chosen = read_footage(path, SETTINGS, count), numbers(path, count)
     assert chosen == list(spread_frames([t / 100 for t in times], count))
     assert seconds(footage.times) == [times[i] // 100 for i in chosen]
     even = [times[-1] * i / (len(times) - 1) for i in sample_frames(len(times), count)]
@@ -302,34 +456,20 @@ def test_no_frame_is_taken_twice(times: list[int], frames: int) -> None:
     assert list(chosen) == sorted({*chosen}) and chosen[0] >= 0 and chosen[-1] < len(times)
 
 
-def test_times_of_arrays() -> None:
-    frames = noise(5, 20, 20, 3)
-    at = (0.0, 0.2, 30.0, 61.0, 90.0)
-    clip = prepare_video(Video(frames, seconds=at), SETTINGS, 3)
-    assert clip.times == ("00:00", "00:30", "01:01")
-    assert (
-        prepare_video(Video(frames, None, (9, 10, 11, 12, 13), "a", at), SETTINGS).times[-1]
-        == "01:30"
-    )
-    with pytest.raises(InputError, match="5 frames at 2 seconds; one for each"):
-        prepare_video(Video(frames, seconds=(0.0, 1.0)), SETTINGS)
-
-
 def test_a_clock_that_starts_anew(tmp_path: Path) -> None:
     """Two recordings in one file: frames count."""
     parts = [film(tmp_path / f"{i}.ts", TENTHS[:20]).read_bytes() for i in range(2)]
     path = tmp_path / "a.ts"
     path.write_bytes(b"".join(parts))
-    video = read_video(path, 4)
-    assert [number(f) for f in video.frames] == [0, 10, 0, 10]
+    assert numbers(path, 4) == [0, 10, 0, 10]
 
 
 # --- files cut off and damaged ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ending", ["mp4", "mov", "mkv", "webm", "avi"])
+@pytest.mark.parametrize("ending", ["mp4", "mkv", "webm", "avi"])
 def test_files_that_are_cut_off_are_called_truncated(tmp_path: Path, ending: str) -> None:
-    fast = {"movflags": "+faststart"} if ending in ("mp4", "mov") else {}
+    fast = {"movflags": "+faststart"} if ending == "mp4" else {}
     data = film(tmp_path / f"a.{ending}", **fast).read_bytes()
     for end in (len(data) * 7 // 10, len(data) * 9 // 10, len(data) - 40):
         path = tmp_path / f"cut.{ending}"
@@ -341,7 +481,7 @@ def test_files_that_are_cut_off_are_called_truncated(tmp_path: Path, ending: str
 @pytest.mark.parametrize("options", [{}, {"movflags": "frag_keyframe+empty_moov"}])
 def test_fragments_and_what_follows_the_video(tmp_path: Path, options: dict[str, str]) -> None:
     path = film(tmp_path / "a.mp4", **options)
-    assert [number(f) for f in read_video(path, 4).frames] == [0, 10, 20, 30]
+    assert numbers(path, 4) == [0, 10, 20, 30]
     path.write_bytes(path.read_bytes() + b"\0\0\x70\0junk" * 40)
     assert len(read_video(path).frames) == FRAMES
 
@@ -367,21 +507,24 @@ def test_files_that_went_through_a_pipe(tmp_path: Path, ending: str) -> None:
             out.mux(stream.encode(av.VideoFrame.from_ndarray(picture(i), format="rgb24")))
         out.mux(stream.encode())
     pipe.file.close()
-    assert [number(f) for f in read_video(path, 4).frames] == [0, 5, 10, 15]
+    assert numbers(path, 4) == [0, 5, 10, 15]
 
 
-@pytest.mark.parametrize("ending", ["mp4", "mov", "mkv", "webm", "avi", "ts", "mpg"])
-def test_damaged_files_of_every_container(tmp_path: Path, ending: str) -> None:
-    """250 copies, cut or with other bytes: one InputError, or frames."""
-    fast = {"movflags": "+faststart"} if ending in ("mp4", "mov") else {}
+@pytest.mark.parametrize("ending", ["mp4", "mkv", "webm", "avi", "ts", "mpg"])
+def test_damaged_files_of_every_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """80 copies, cut or with other bytes: one InputError, or frames."""
+    monkeypatch.setattr(videos, "MAX_PIXELS", 1 << 20)
+    fast = {"movflags": "+faststart"} if ending == "mp4" else {}
     data = film(
         tmp_path / f"a.{ending}", TENTHS[:12], b_frames=ending != "webm", **fast
     ).read_bytes()
     draw, path = random.Random(ending), tmp_path / f"damaged.{ending}"
-    for _ in range(250):
+    for _ in range(80):
         path.write_bytes(damaged(data, draw))
         try:
-            frames = read_video(path, draw.choice((None, 1, 3)), VideoLimits(max_pixels=1 << 20))
+            frames = read_video(path, draw.choice((None, 1, 3)))
         except InputError as e:
             assert str(e).startswith(f"{path}: ")
         else:

@@ -40,8 +40,7 @@ from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.types import torch_dtype
 from g4ir.parallel.lockstep import exchanged
 from g4ir.parallel.shard import shard_program
-from g4ir.parallel.share import Share
-from g4ir.parallel.table import can_share
+from g4ir.parallel.table import Share, can_share
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.fit import device_memory

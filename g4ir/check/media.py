@@ -23,8 +23,8 @@ from g4ir.ir.distance import BUDGETS, Anchor, Errors, Tolerance, row_errors, wid
 from g4ir.ir.graph import Graph, Program
 from g4ir.ir.interpret import interpret
 from g4ir.ir.wide import in_float64
+from g4ir.media.audio import Waveform
 from g4ir.media.soft import Soft, counts
-from g4ir.media.sound import Sound
 from g4ir.model.decoder import BLOCKS
 from g4ir.model.media import AUDIO, IMAGE, PICTURES, VIDEO, placeholders
 from g4ir.model.towers import is_tower
@@ -82,12 +82,12 @@ def _rng() -> np.random.Generator:
     return np.random.default_rng(SEED)
 
 
-def _sound(engine: Engine) -> Sound:
+def _sound(engine: Engine) -> Waveform:
     settings = sound_settings(engine)
     rate = settings.sampling_rate
     wanted = min(max(1, int(SHARE * min(engine.media.lengths))), LONGEST)
     samples = max(settings.fewest_samples, wanted * rate // settings.soft_tokens(rate))
-    return Sound((0.3 * _rng().standard_normal(samples)).astype(np.float32), rate)
+    return Waveform((0.3 * _rng().standard_normal(samples)).astype(np.float32), rate)
 
 
 def _with_noise(sound: Item) -> Item:

@@ -15,7 +15,7 @@ from g4ir.ir.interpret import interpret
 from g4ir.ir.rewrite import drop_dead
 from g4ir.model.names import checkpoint_name
 from g4ir.ops.types import torch_dtype
-from g4ir.parallel.share import Share
+from g4ir.parallel.table import Share
 from g4ir.parallel.unroll import split_name
 from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.drafter import random_weights

@@ -21,7 +21,7 @@ from g4ir.model.text import TEXT_GRAPHS, build_program
 from g4ir.model.towers import is_tower
 from g4ir.ops.types import Type
 from g4ir.parallel.shard import shard_program
-from g4ir.parallel.share import Share
+from g4ir.parallel.table import Share
 from g4ir.parallel.unroll import unroll
 from g4ir.passes import run_program
 from g4ir.quant.rewrite import from_codes, quantised

@@ -34,7 +34,7 @@ def trust(args: argparse.Namespace) -> int:
     if args.key is not None:
         return _said(args, {"key": decisions.trust_key(Path(args.key))})
     if args.revoke is not None:
-        if not (decisions.revoke(args.revoke) or decisions.revoke_key(args.revoke)):
+        if not decisions.revoke(args.revoke):
             raise InputError(
                 f"--revoke {args.revoke}: no such engine or key; `g4ir trust` lists them"
             )

@@ -22,13 +22,14 @@ import json
 import os
 import shlex
 import stat
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, make_dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, make_dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
 from g4ir.backends import find_backend
+from g4ir.backends.base import Nothing
 from g4ir.errors import EngineError, G4Error, InputError, SpecError
 from g4ir.model.draft import check_pair, layers_read
 from g4ir.model.media import Media, build_words, check_media
@@ -37,27 +38,14 @@ from g4ir.parallel.table import check_ranks
 from g4ir.passes import OPTIONS, PassOptions, find_pass
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.match import OFF
-from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.plan_cache import RingOptions
-from g4ir.passes.quantize_activations import ActivationOptions
-from g4ir.passes.scale_residual import ScaleOptions
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import DTYPES
 from g4ir.plan.resolve import DEVICES, KV_NAMES, find_placement
 from g4ir.quant.recipe import Recipe
 from g4ir.quant.rewrite import weights_of
-from g4ir.spec.reader import (
-    Line,
-    OneOf,
-    Range,
-    Shaped,
-    Where,
-    build,
-    fail,
-    hints_of,
-    read_tree,
-    tree_of,
-)
+from g4ir.spec import reader
+from g4ir.spec.reader import Line, OneOf, Range, Shaped, Where, fail
 from g4ir.spec.record import Spec, load_spec, spec_names
 from g4ir.weights import pack as packings
 from g4ir.weights import tensorfile
@@ -70,15 +58,16 @@ from .digests import has_digest
 FORMAT = 16
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 SPEC, DRAFTER = "spec.yaml", "drafter.yaml"
-#: what an unfinished directory is called beside its final name
+#: part of the name of an unfinished directory
 BUILDING = ".building-"
-#: bytes of a manifest; one of a large model with towers has some hundred thousand
+#: maximum bytes of a manifest; one of a large model with towers has some hundred thousand
 LARGEST = 16 << 20
-#: how names of weight files end
 WEIGHT_FILES = ".safetensors"
-#: towers of one kind that an engine may have; more than anybody builds
+#: maximum number of towers of one kind
 MOST_SIZES = 64
 
+Seed = Annotated[int, Range(0, (1 << 63) - 1)]
+Count = Annotated[int, Range(0, 1 << 60)]
 Digest = Annotated[str, Shaped("[0-9a-f]{64}", "64 hexadecimal digits")]
 #: a file's path inside the directory, `/` between its parts
 FileName = Annotated[str, Shaped(r"(?a:\w[\w.+-]*/){0,3}(?a:\w[\w.+-]*)", "programs/a.pt2")]
@@ -89,15 +78,15 @@ class StoredFile:
     """A file of the directory."""
 
     sha256: Digest
-    bytes: Annotated[int, Range(0, 1 << 60)]
+    bytes: Count
 
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """Params that lie in the directory; `seed` if they were made from one."""
+    """Params in the directory; `seed` if they were made from one."""
 
-    kind: Annotated[str, OneOf(("packed",))]
-    seed: Annotated[int, Range(0, (1 << 63) - 1)] | None = None
+    kind: Annotated[str, OneOf(("packed",))] = "packed"
+    seed: Seed | None = None
 
 
 @dataclass(frozen=True)
@@ -111,23 +100,23 @@ class MergedAdapter:
 
 @dataclass(frozen=True)
 class MergedWeights(PackedWeights):
-    """Params that lie in the directory, with adapters merged."""
+    """Params in the directory, with adapters merged."""
 
-    kind: Annotated[str, OneOf(("merged",))]
+    kind: Annotated[str, OneOf(("merged",))] = "merged"
     adapters: tuple[MergedAdapter, ...] = ()
 
 
 @dataclass(frozen=True)
 class RandomWeights:
-    """Params that are made from a seed when the engine is loaded."""
+    """Params made from a seed when the engine is loaded."""
 
     kind: Annotated[str, OneOf(("random",))]
-    seed: Annotated[int, Range(0, (1 << 63) - 1)]
+    seed: Seed
 
 
 @dataclass(frozen=True)
 class LinkedWeights:
-    """Params that are made of a checkpoint's files, which have these digests."""
+    """Params made of a checkpoint's files, which have these digests."""
 
     kind: Annotated[str, OneOf(("linked",))]
     directory: Line
@@ -135,13 +124,9 @@ class LinkedWeights:
 
     @property
     def path(self) -> Path:
-        """The checkpoint: the directory, or the GGUF file in it, of a split model the first."""
-        return linked_path(self.directory, self.files)
-
-
-def linked_path(directory: str, files: Iterable[str]) -> Path:
-    """Return the checkpoint that files of a directory are: it, or the (first) GGUF file in it."""
-    return Path(directory, *sorted(n for n in files if not n.endswith(OF_DIRECTORY))[:1])
+        """The checkpoint: the directory, or the (first) GGUF file in it."""
+        files = sorted(name for name in self.files if not name.endswith(OF_DIRECTORY))
+        return Path(self.directory, *files[:1])
 
 
 WEIGHTS: dict[str, type] = {
@@ -158,13 +143,9 @@ class Versions:
     python: str
 
 
-Count = Annotated[int, Range(0, 1 << 60)]
-
-
 @dataclass(frozen=True)
 class Grid:
-    """Groups of numbers that were made into 4-bit codes, and those that these stand for bit for
-    bit."""
+    """Groups of weights that were quantised to 4 bits, and those of them that are exact."""
 
     groups: Annotated[int, Range(1, 1 << 60)]
     exact: Count
@@ -177,8 +158,8 @@ class Grid:
 
 @dataclass(frozen=True)
 class Notes:
-    """Tensors of the checkpoint that are not used, and why; missing ones, and their value; of a
-    build that made 4-bit codes, how many are exact."""
+    """Tensors of the checkpoint that are not used, and why; missing ones, and their value; the fit
+    of 4-bit weights."""
 
     ignored: dict[Line, Line]
     defaults: dict[Line, str]
@@ -192,15 +173,13 @@ class Manifest:
     g4ir: str
     variant: str
     spec_digest: Digest
-    #: of its drafter's
     drafter_digest: Digest | None
     backend: str
     device: Annotated[str, OneOf(DEVICES)]
     machine: Line
     dtype: Annotated[str, OneOf(DTYPES)]
-    #: how many share the model; all run the same programs
     ranks: Annotated[int, Range(1, 1 << 16)]
-    #: whether each has some of the experts, not a part of each
+    #: expert parallelism: whole experts on each rank
     ep: bool
     limits: Limits
     all_logits: bool
@@ -228,16 +207,16 @@ class Manifest:
         return self.weights.adapters if isinstance(self.weights, MergedWeights) else ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values of the file, its digest left out."""
+        """Return the values of the file without its digest."""
         return {"format": FORMAT, **asdict(self), "options": self.options.to_dict()}
 
     def text(self) -> str:
-        """Return the file: JSON with a digest of its own content as the last key."""
+        """Return the content of the file."""
         return manifest_text(self.to_dict())
 
     @property
     def digest(self) -> str:
-        """Digest of all values: it stands for every byte of the engine."""
+        """Digest of all values, and so of every byte of the engine."""
         return _digest(self.to_dict())
 
 
@@ -249,12 +228,11 @@ class Artefact:
     manifest: Manifest
     spec: Spec
     packing: packings.Packing
-    #: packed params, which are those of the graphs; a file that changes from now on is refused
+    #: packed params that match the graphs; a file that changes from now on is refused
     stored: packings.StoredParams | None
-    #: whether digests of weight files count too
+    #: whether digests of weight files are checked too
     whole: bool = True
     drafter: Spec | None = None
-    #: whose params they are
     rank: int = 0
 
 
@@ -280,13 +258,15 @@ def graph_texts(packing: packings.Packing) -> dict[str, str]:
 def open_artefact(path: Path, check_weights: bool = False, rank: int | None = None) -> Artefact:
     """Check an engine directory as far as that needs neither its device nor its backend: every
     field of the manifest, every file's digest (weight files on request), the graphs against the
-    spec, the headers of packed params against the graphs. `rank` is the one that reads it: what
-    others alone read is not compared with its digest.
+    spec, the headers of packed params against the graphs. With `rank`, the digests of other ranks'
+    files are not checked.
 
     Raises EngineError that names the file, the field, and the fix.
     """
     try:
         return _open(path, check_weights, rank)
+    except SpecError as e:
+        raise EngineError(f"{e}; build the engine again") from None
     except (OSError, ValueError, RecursionError) as e:
         raise EngineError(f"{path} cannot be read as an engine: {e}; build it again") from None
 
@@ -296,18 +276,19 @@ def _open(path: Path, check_weights: bool, rank: int | None) -> Artefact:
     wanted = {SPEC, "prologue.g4ir", *(f"graph.{n}.g4ir" for n in manifest.graphs)}
     wanted |= {DRAFTER} if manifest.drafter_digest else set()
     if absent := sorted(wanted - manifest.files.keys()):
-        raise EngineError(f"{path / MANIFEST}: {absent[0]} is not among its files; build it again")
+        raise _altered(path / MANIFEST, f"{absent[0]} is not among its files")
     _check_files(path, manifest.files, check_weights, rank)
-    try:
-        spec = _read_spec(path / SPEC)
-        _check_spec(path, manifest, spec)
-        drafter = _read_drafter(path, manifest, spec)
-        packing = _made_again(path, manifest, spec, drafter)
-    except SpecError as e:
-        raise EngineError(f"{e}; build the engine again") from None
+    spec = _read_spec(path / SPEC)
+    _check_spec(path, manifest, spec)
+    drafter = _read_drafter(path, manifest, spec)
+    packing = _made_again(path, manifest, spec, drafter)
     stored = _stored_params(path, manifest, packing)
     own = stored[rank or 0] if stored else None
     return Artefact(path, manifest, spec, packing, own, check_weights, drafter, rank or 0)
+
+
+def _altered(place: Path | Where, what: str) -> EngineError:
+    return EngineError(f"{place}: {what}; build the engine again")
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -315,38 +296,35 @@ def read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     unfinished = path.resolve().name.startswith(".") and BUILDING in path.resolve().name
     if unfinished or not file.is_file():
-        found = "is unfinished" if unfinished else f"has no {MANIFEST}"
-        if str(path) in spec_names() and not path.exists():
-            raise EngineError(f"{path} is a variant: build it with g4ir build --variant {path}")
-        place = _checkpoint_at(path)
-        command = f"g4ir build --checkpoint {shlex.quote(str(place))}" if place else "g4ir build"
-        raise EngineError(f"{path} is no engine directory: it {found}; run {command}")
+        raise _no_engine(path, unfinished)
     values, raw = _read_values(file)
     if values.get("format") != FORMAT:
-        raise EngineError(
-            f"{file}: format {values.get('format')!r}, this g4ir reads {FORMAT}; build it again"
-        )
+        raise _altered(file, f"format {values.get('format')!r}, this g4ir reads {FORMAT}")
     try:
         manifest = _manifest_of(values, Where(str(file), 0))
     except SpecError as e:
         raise EngineError(f"{e}; build the engine again") from None
     # What is read is what is written: no field of another type, none left out, none in another
     # order.
-    if manifest.text().encode() != raw:
-        line = _first_difference(raw, manifest.text().encode())
-        raise EngineError(f"{file}: line {line} is not as g4ir writes it; build the engine again")
+    written = manifest.text().encode()
+    if written != raw:
+        raise _altered(file, f"line {_first_difference(raw, written)} is not as g4ir writes it")
     return manifest
 
 
-def _checkpoint_at(path: Path) -> Path | None:
-    """Return the checkpoint that a path is, or the GGUF file in it."""
+def _no_engine(path: Path, unfinished: bool) -> EngineError:
+    if str(path) in spec_names() and not path.exists():
+        return EngineError(f"{path} is a variant: build it with g4ir build --variant {path}")
+    files = sorted(path.glob(f"*{GGUF}")) if path.is_dir() else []
     if (path / CONFIG).is_file() or (path.is_file() and is_gguf(path)):
-        return path
-    return next(iter(sorted(path.glob(f"*{GGUF}"))), None) if path.is_dir() else None
+        files = [path]
+    of = f" --checkpoint {shlex.quote(str(files[0]))}" if files else ""
+    found = "is unfinished" if unfinished else f"has no {MANIFEST}"
+    return EngineError(f"{path} is no engine directory: it {found}; run g4ir build{of}")
 
 
 def require_readable(m: Manifest) -> None:
-    """Raise EngineError where the manifest could not be read again, as a path with a line break."""
+    """Raise EngineError if the manifest could not be read again, as a path with a line break."""
     try:
         same = _manifest_of(json.loads(m.text()), Where(MANIFEST, 0)).text() == m.text()
     except SpecError as e:
@@ -369,12 +347,11 @@ def _read_values(file: Path) -> tuple[dict[str, Any], bytes]:
     values.pop("digest", None)
     # The whole text is compared, so that not even a space can change.
     if raw != manifest_text(values).encode():
-        raise EngineError(f"{file}: its digest does not match its content; build the engine again")
+        raise _altered(file, "its digest does not match its content")
     return values, raw
 
 
 def _manifest_of(values: dict[str, Any], where: Where) -> Manifest:
-    """Return the manifest, typed; SpecError names the key."""
     given = {k: v for k, v in values.items() if k not in ("format", "compiled", "digest")}
     weights = given.get("weights")
     kind = weights.get("kind") if isinstance(weights, dict) else None
@@ -383,16 +360,15 @@ def _manifest_of(values: dict[str, Any], where: Where) -> Manifest:
     compiled = values.get("compiled")
     if not isinstance(compiled, dict):
         raise fail(where, "compiled", "expected a mapping")
-    hints = {**hints_of(Manifest), "weights": WEIGHTS[kind], "compiled": _Untouched}
-    hints |= {"options": _OptionsFile}
-    node = tree_of({**given, "compiled": {}}, where)
+    own = {"weights": WEIGHTS[kind], "compiled": Nothing, "options": _OptionsFile}
+    node = reader.tree_of({**given, "compiled": {}}, where)
     try:
-        read: Manifest = build(Manifest, node, hints=hints)
+        read: Manifest = reader.build(Manifest, node, hints=reader.hints_of(Manifest) | own)
     except InputError as e:  # of a record that checks itself
         raise fail(where, "options", str(e)) from None
     found = vars(read.options)
     options = PassOptions(tuple(found[name] for name in OPTIONS), found["gpu_rows"])
-    return Manifest(**{**vars(read), "compiled": compiled, "options": options})
+    return replace(read, compiled=compiled, options=options)
 
 
 #: the pass options as they are in the file: a record of each pass by its name, and `gpu_rows`
@@ -407,8 +383,8 @@ _OptionsFile = make_dataclass(
 
 
 @dataclass(frozen=True)
-class _Untouched:
-    """A mapping that the backend reads."""
+class _Compiled:
+    compiled: Any
 
 
 def read_compiled(found: Artefact, record: Any) -> Any:
@@ -417,26 +393,22 @@ def read_compiled(found: Artefact, record: Any) -> Any:
     kept = found.manifest.compiled
     where = Where(str(found.path / MANIFEST), 0)
     try:
-        node = tree_of({"compiled": kept}, where)
-        read = build(_Compiled, node, hints={"compiled": record}).compiled
+        read = reader.build(
+            _Compiled, reader.tree_of({"compiled": kept}, where), hints={"compiled": record}
+        )
     except SpecError as e:
         raise EngineError(f"{e}; build the engine again") from None
-    plain = asdict(_Compiled(read))["compiled"]
+    plain = asdict(read)["compiled"]
     if json.dumps(plain) != json.dumps(kept):
-        raise EngineError(f"{where}: compiled is not as g4ir writes it; build the engine again")
+        raise _altered(where, "compiled is not as g4ir writes it")
     return plain
-
-
-@dataclass(frozen=True)
-class _Compiled:
-    compiled: Any
 
 
 # --- agreement --------------------------------------------------------------------------------
 
 
 def _read_spec(file: Path) -> Spec:
-    tree = read_tree(file)
+    tree = reader.read_tree(file)
     if "extends" in tree.entries:
         raise fail(tree.keys["extends"], "extends", "an engine's spec stands alone")
     return load_spec(file)
@@ -450,23 +422,16 @@ def _check_files(
     every = [path / name for name in files]
     read = {*(every if rank is None else packings.rank_files(every, rank))}
     for name, kept in files.items():
-        file = path / name
+        file, large = path / name, name.endswith(WEIGHT_FILES)
         if not file.is_file():
             raise EngineError(f"{file} is missing; build the engine again")
         if file.stat().st_size != kept.bytes:
-            raise EngineError(
-                f"{file}: {file.stat().st_size} bytes, expected {kept.bytes}; build it again"
-            )
-        if file not in read or (name.endswith(WEIGHT_FILES) and not weights):
+            raise _altered(file, f"{file.stat().st_size} bytes, expected {kept.bytes}")
+        if file not in read or (large and not weights):
             continue
         # Compiled programs are read each time.
-        same = has_digest if name.endswith(WEIGHT_FILES) else _reads_as
-        if not same(file, kept.sha256):
-            raise EngineError(f"{file}: its SHA-256 is not the manifest's; build the engine again")
-
-
-def _reads_as(file: Path, digest: str) -> bool:
-    return sha256(file) == digest
+        if not (has_digest(file, kept.sha256) if large else sha256(file) == kept.sha256):
+            raise _altered(file, "its SHA-256 is not the manifest's")
 
 
 def _check_inside(path: Path, files: Mapping[str, StoredFile]) -> None:
@@ -475,15 +440,13 @@ def _check_inside(path: Path, files: Mapping[str, StoredFile]) -> None:
         for name in (*folders, *names):
             file = Path(place, name)
             kind, at = file.lstat().st_mode, PurePosixPath(file.relative_to(path)).as_posix()
-            if stat.S_ISDIR(kind):
-                continue
             shown = f"{path}: {tensorfile.quoted(at)}"  # a name may be anything
-            if not stat.S_ISREG(kind):
+            if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
                 raise EngineError(
                     f"{shown} is a link or no ordinary file; put the file itself there, or build "
                     f"the engine again"
                 )
-            if at not in files and at not in (MANIFEST, SIGNATURE):
+            if stat.S_ISREG(kind) and at not in (*files, MANIFEST, SIGNATURE):
                 raise EngineError(
                     f"{shown} is not among the files of {MANIFEST}; remove it, or build the engine "
                     f"again"
@@ -496,7 +459,6 @@ def _raised(error: OSError) -> None:
 
 
 def _check_spec(path: Path, m: Manifest, spec: Spec) -> None:
-    """Raise SpecError or EngineError where manifest and spec do not agree."""
     where = Where(str(path / MANIFEST), 0)
     if (m.variant, m.spec_digest) != (spec.name, spec.digest()):
         raise fail(where, "spec_digest", "is not that of spec.yaml")
@@ -516,33 +478,29 @@ def _check_spec(path: Path, m: Manifest, spec: Spec) -> None:
             find_pass(name)
         find_backend(m.backend)
     except G4Error as e:
-        raise EngineError(f"{where}: {e}; build the engine again") from None
+        raise _altered(where, str(e)) from None
 
 
 def _read_drafter(path: Path, m: Manifest, spec: Spec) -> Spec | None:
-    """Return the drafter's spec, if there is one; EngineError where it is not the manifest's, or
-    none of this model."""
+    """Return the draft model's spec, if there is one; an error if it is not the manifest's, or not
+    for this model."""
     if (DRAFTER in m.files) != (m.drafter_digest is not None):
-        raise EngineError(f"{path / DRAFTER}: drafter_digest is not of it; build the engine again")
+        raise _altered(path / DRAFTER, "drafter_digest is not of it")
     drafter = _read_spec(path / DRAFTER) if m.drafter_digest else None
+    where = Where(str(path / MANIFEST), 0)
     if drafter and drafter.digest() != m.drafter_digest:
-        raise EngineError(
-            f"{path / DRAFTER}: not the drafter of {MANIFEST}; build the engine again"
-        )
+        raise _altered(path / DRAFTER, f"not the drafter of {MANIFEST}")
     if drafter:
         check_pair(spec, drafter)
     if m.options.of(LatentOptions).keep != layers_read(spec, drafter):
-        raise fail(
-            Where(str(path / MANIFEST), 0), "options.latent_kv.keep", "is not as drafted from"
-        )
+        raise fail(where, "options.latent_kv.keep", "is not as drafted from")
     if drafter and not m.options.of(RingOptions).slack:
-        raise fail(Where(str(path / MANIFEST), 0), "options.plan_cache.slack", "is missing")
+        raise fail(where, "options.plan_cache.slack", "is missing")
     return drafter
 
 
 def _made_again(path: Path, m: Manifest, spec: Spec, drafter: Spec | None) -> packings.Packing:
-    """Make the graphs of spec and options; EngineError where the stored text is another."""
-    layout = partial(find_backend(m.backend).stored, device=m.device)
+    """Make the graphs of spec and options; EngineError if the stored text differs."""
     packing = packings.make_packing(
         spec=spec,
         all_logits=m.all_logits,
@@ -551,21 +509,19 @@ def _made_again(path: Path, m: Manifest, spec: Spec, drafter: Spec | None) -> pa
         skip=m.skipped_passes,
         options=m.options,
         recipe=m.quant,
-        stored=layout,
+        stored=partial(find_backend(m.backend).stored, device=m.device),
         drafter=drafter,
         ranks=m.ranks,
         ep=m.ep,
     )
     if tuple(packing.program.graphs) != m.graphs:
-        names = ", ".join(packing.program.graphs)
-        raise EngineError(f"{path / MANIFEST}: graphs: expected {names}; build the engine again")
+        raise _altered(path / MANIFEST, f"graphs: expected {', '.join(packing.program.graphs)}")
     for name, text in graph_texts(packing).items():
-        stored = (path / name).read_bytes()
-        if stored != text.encode():
-            line = _first_difference(stored, text.encode())
+        stored, made = (path / name).read_bytes(), text.encode()
+        if stored != made:
             raise EngineError(
-                f"{path / name}: line {line} is not what this g4ir makes of the engine's spec and "
-                f"options; {rebuild(path, m, spec)}"
+                f"{path / name}: line {_first_difference(stored, made)} is not what this g4ir "
+                f"makes of the engine's spec and options; {rebuild(path, m, spec)}"
             )
     return packing
 
@@ -578,15 +534,13 @@ def _first_difference(one: bytes, two: bytes) -> int:
 def _stored_params(
     path: Path, m: Manifest, packing: packings.Packing
 ) -> list[packings.StoredParams]:
-    """Return the packed params of each rank, if there are any; EngineError where the graphs take
+    """Return the packed params of each rank, if there are any; EngineError if the graphs take
     others."""
     files = [path / n for n in sorted(m.files) if n.endswith(WEIGHT_FILES)]
     packed = isinstance(m.weights, PackedWeights)
     if packed != bool(files):
-        raise EngineError(
-            f"{path / MANIFEST}: weights are {m.weights.kind}, and {len(files)} weight files are "
-            f"named; build the engine again"
-        )
+        count = f"{len(files)} weight files are named"
+        raise _altered(path / MANIFEST, f"weights are {m.weights.kind}, and {count}")
     ranks = range(m.ranks if packed else 0)
     found = [packings.StoredParams.open(packings.rank_files(files, rank)) for rank in ranks]
     for params in found:
@@ -594,51 +548,39 @@ def _stored_params(
     return found
 
 
-def _activation_words(m: Manifest) -> list[str]:
-    form = m.options.of(ActivationOptions).to
-    return ["--quant-activations", form] if form != OFF else []
-
-
 def rebuild(path: Path, m: Manifest, spec: Spec) -> str:
     """Return the command that builds an engine again, with its own settings."""
-    words = [
-        "g4ir",
-        "build",
-        "--spec",
-        str(path / SPEC),
-        "--backend",
-        m.backend,
-        "--device",
-        m.device,
-        "--dtype",
-        TORCH_NAMES[m.dtype],
-        "--max-batch",
-        m.limits.max_batch,
-        "--max-seq",
-        m.limits.max_seq,
-        "--prefill-chunk",
-        m.limits.prefill_chunk,
-    ]
-    words += ["--tp", m.ranks] if m.ranks > 1 else []
-    words += ["--ep"] if m.ep else []
-    words += ["--all-logits"] if m.all_logits else []
-    words += [w for name in m.skipped_passes for w in ("--skip", name)]
-    words += ["--latent-kv", m.options.of(LatentOptions).form]
-    words += ["--kv-dtype", KV_NAMES[kv]] if (kv := m.options.of(NarrowOptions).to) != OFF else []
-    words += _activation_words(m)
-    words += ["--residual-scale", n] if (n := m.options.of(ScaleOptions).divisor) != 1 else []
-    words += ["--draft-tokens", k] if (k := m.options.of(RingOptions).slack) else []
-    if m.drafter_digest is not None:
-        words += ["--drafter", "DRAFTER" if m.seed is None else path / DRAFTER]
-    words += ["--ple-placement", m.ple_placement] if m.ple_placement else []
-    words += [w for k, v in m.settings.items() for w in ("--set", f"{k}={v}")]
-    words += build_words(m.media, spec)
-    words += ["--quant", m.quant.name] if m.quant and not m.quant.held else []
-    if m.seed is not None:
-        words += ["--random-weights", m.seed]
-    elif isinstance(m.weights, LinkedWeights):
-        words += ["--link-weights", "--checkpoint", m.weights.path]
-    else:
-        words += ["--checkpoint", "DIR"]
-    words += [w for a in m.adapters for w in ("--adapter", f"{a.path}={a.scale:g}")]
-    return f"build it again: {shlex.join(map(str, words))} --out NEW"
+    scale, ring, latent, narrow, activations = (m.options.of(type(o)) for o in OPTIONS.values())
+    linked = m.weights if isinstance(m.weights, LinkedWeights) else None
+    drafter = path / DRAFTER if m.seed is not None else "DRAFTER"
+    given = {
+        "--spec": path / SPEC,
+        "--backend": m.backend,
+        "--device": m.device,
+        "--dtype": TORCH_NAMES[m.dtype],
+        **{f"--{name.replace('_', '-')}": size for name, size in asdict(m.limits).items()},
+        "--tp": m.ranks if m.ranks > 1 else None,
+        "--ep": m.ep,
+        "--all-logits": m.all_logits,
+        "--skip": m.skipped_passes,
+        "--latent-kv": latent.form,
+        "--kv-dtype": KV_NAMES.get(narrow.to),
+        "--quant-activations": activations.to if activations.to != OFF else None,
+        "--residual-scale": scale.divisor if scale.divisor != 1 else None,
+        "--draft-tokens": ring.slack or None,
+        "--drafter": drafter if m.drafter_digest else None,
+        "--ple-placement": m.ple_placement,
+        "--set": tuple(f"{key}={value}" for key, value in m.settings.items()),
+        "--quant": m.quant.name if m.quant and not m.quant.held else None,
+        "--random-weights": m.seed,
+        "--link-weights": linked is not None,
+        "--checkpoint": linked.path if linked else "DIR" if m.seed is None else None,
+        "--adapter": tuple(f"{a.path}={a.scale:g}" for a in m.adapters),
+    }
+    words = ["g4ir", "build"]
+    for flag, value in given.items():
+        for one in value if isinstance(value, tuple) else (value,):
+            if one is not None and one is not False:
+                words += [flag] if one is True else [flag, str(one)]
+    words += map(str, build_words(m.media, spec))
+    return f"build it again: {shlex.join(words)} --out NEW"

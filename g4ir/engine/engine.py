@@ -39,9 +39,8 @@ log = logging.getLogger(__name__)
 class Engine(EngineParts):
     """A loaded engine directory; a context that closes it."""
 
-    #: of the last `generate`: its caches, and steps recorded over them, serve the next one
+    #: of the last `generate`: the next one reuses its caches and recorded steps
     _idle: Scheduler | None = field(default=None, init=False)
-    #: held while that one is taken
     _lending: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __enter__(self) -> Engine:
@@ -51,12 +50,12 @@ class Engine(EngineParts):
         self.close()
 
     def session(self, batch: int = 1) -> Session:
-        """Return empty caches for `batch` rows, at most max_batch."""
+        """Return empty KV caches for `batch` sequences, at most max_batch."""
         self.check_process()
         return Session(self, batch)
 
     def encode(self, kind: str, item: Any, **options: Any) -> Soft:
-        """Return the soft tokens of one image, video or sound (see multimodal.py)."""
+        """Return the soft tokens of one image, video or audio (see multimodal.py)."""
         return encode(self, kind, item, **options)
 
     def tokenizer(self) -> Any:
@@ -127,7 +126,7 @@ class Engine(EngineParts):
     @contextmanager
     def lent_scheduler(self, slots: int, draft: SpeculativeConfig) -> Iterator[Scheduler]:
         """A context with an idle scheduler of so many slots, which the engine then keeps."""
-        with self._lending:  # no two threads get the same one
+        with self._lending:
             scheduler, self._idle = self._idle, None
         config = SchedulerConfig(
             buckets=tuple(sorted({slots, self.limits.max_batch})),
@@ -151,7 +150,7 @@ class Engine(EngineParts):
 
 
 class Refusing:
-    """A runtime that does nothing but to say why."""
+    """A runtime that raises the reason why it cannot be used."""
 
     def __init__(self, why: str) -> None:
         self._why = why
@@ -171,7 +170,7 @@ def read_tokenizer(path: Path, raw: bytes) -> Any:
         raise MissingError("text prompts need `pip install tokenizers`") from e
     try:
         found = Tokenizer.from_str(raw.decode())
-        # What a file says of these is for batches of training; prompts are never cut.
+        # These are for batches of training; prompts are never cut.
         found.no_truncation()
         found.no_padding()
         return found
@@ -180,16 +179,14 @@ def read_tokenizer(path: Path, raw: bytes) -> Any:
 
 
 def _within(tokenizer: Any, size: int, path: Path) -> Any:
-    """Return the tokenizer without tokens for which the model has no embedding: fine-tunes add
+    """Return the tokenizer without tokens that the model has no embedding for: some fine-tunes add
     tokens and do not resize."""
     beyond = sorted((i, text) for text, i in tokenizer.get_vocab().items() if i >= size)
     if not beyond:
         return tokenizer
     (first, text), names = beyond[0], {text for _, text in beyond}
-    log.warning(
-        "%s: %d tokens at or above the vocabulary of %d are left out, the first %r (%d)",
-        *(path, len(beyond), size, text, first),
-    )
+    what = "%s: %d tokens at or above the vocabulary of %d are left out, the first %r (%d)"
+    log.warning(what, path, len(beyond), size, text, first)
     held = json.loads(tokenizer.to_str())
     held["added_tokens"] = [t for t in held["added_tokens"] if t["id"] < size]
     model = held["model"]
@@ -204,7 +201,6 @@ def _within(tokenizer: Any, size: int, path: Path) -> Any:
 
 
 def _prompts(given: Any) -> tuple[list[list[int]], bool]:
-    """Return (prompts, whether it was a single one)."""
     import torch
 
     def plain(x: Any) -> Any:
@@ -229,25 +225,23 @@ def _prompts(given: Any) -> tuple[list[list[int]], bool]:
 def _with_media(
     engine: Engine, prompts: list[list[int]], media: Sequence[tuple[str, Any]]
 ) -> tuple[list[list[int]], list[Soft]]:
-    """Return prompts with a placeholder for each soft token, and soft tokens of (kind, item)."""
+    """Return prompts with a placeholder for each soft token, and the soft tokens of the media."""
     tokens, kinds = engine.spec.tokens, engine.media.kinds
     for i, p in enumerate(prompts):
         checked_ids(p, engine.spec.text.vocab_size, f"prompt {i}")
     check_given([t for p in prompts for t in p], [kind for kind, _ in media], tokens, kinds)
     soft = [engine.encode(kind, item) for kind, item in media]
-    encode = _plain_encoder(engine)
+    encode: Callable[[str], list[int]] | None = None
+    if (engine.path / TOKENIZER).is_file():
+        tokenizer = cache(engine.tokenizer)  # read when first needed
+
+        def encode(text: str) -> list[int]:
+            return text_ids(tokenizer(), [text])[0]
+
     placed = place_rows(prompts, soft, tokens, encode, kinds)
     if not encode and times_left_out(prompts, placed, tokens):
         log.warning(NO_TIMES)
     return placed, soft
-
-
-def _plain_encoder(engine: Engine) -> Callable[[str], list[int]] | None:
-    """Return text -> ids with nothing added, where a tokenizer is; it is read when first needed."""
-    if not (engine.path / "tokenizer.json").is_file():
-        return None
-    tokenizer = cache(engine.tokenizer)
-    return lambda text: text_ids(tokenizer(), [text])[0]
 
 
 def _requests(
@@ -257,33 +251,26 @@ def _requests(
     count: int,
     params: SamplingParams,
 ) -> list[Request]:
-    """Return a checked request for each prompt, with its media and a seed of its own."""
     limits, vocab = engine.limits, engine.spec.text.vocab_size
     if not 1 <= len(prompts) <= limits.max_batch:
         raise InputError(
             f"batch {len(prompts)}: this engine was built for 1 to {limits.max_batch} rows"
         )
     seed = random_seed() if params.seed is None else params.seed
+    holders = placeholders(engine.spec.tokens, engine.media.kinds)
     rest, out = [*soft], list[Request]()
     for i, prompt in enumerate(prompts):
         checked_prompt(prompt, count, vocab, limits.max_seq, f"prompt {i}")
-        own = _own_soft(engine, prompt, rest) if i + 1 < len(prompts) else tuple(rest)
+        left = {kind: prompt.count(holder) for kind, holder in holders.items()}
+        own = []
+        for one in [*rest]:  # those of each kind in order
+            if left.get(one.kind, 0) > 0 or i + 1 == len(prompts):
+                left[one.kind] = left.get(one.kind, 0) - one.count
+                rest.remove(one)
+                own.append(one)
         sampling = replace(params, seed=(seed + i) % SEEDS)
-        out.append(Request(tuple(prompt), count, sampling, own, reuse=False))
+        out.append(Request(tuple(prompt), count, sampling, tuple(own), reuse=False))
     return out
-
-
-def _own_soft(engine: Engine, prompt: Sequence[int], rest: list[Soft]) -> tuple[Soft, ...]:
-    """Take from `rest` the soft tokens of a prompt's placeholders: those of each kind in order."""
-    holders = placeholders(engine.spec.tokens, engine.media.kinds)
-    left = {kind: prompt.count(holder) for kind, holder in holders.items()}
-    out: list[Soft] = []
-    for soft in [*rest]:
-        if left.get(soft.kind, 0) > 0:
-            left[soft.kind] -= soft.count
-            rest.remove(soft)
-            out.append(soft)
-    return tuple(out)
 
 
 def _drained(
@@ -293,7 +280,6 @@ def _drained(
     on_token: Callable[[int, int], None] | None,
     tally: AcceptanceStats | None,
 ) -> list[list[int]]:
-    """Return the tokens of each request, once all have ended; raises the first failure."""
     with engine.lent_scheduler(len(requests), draft) as scheduler:
         handles = {scheduler.submit(request): row for row, request in enumerate(requests)}
         while scheduler.busy:

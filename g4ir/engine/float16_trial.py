@@ -63,21 +63,16 @@ def try_float16(p: Prepared, folder: Path, params: ParamSource, facts: Manifest)
         raise WeightsError(f"{e}{found}") from None
     name, peak = max(peaks.items(), key=lambda x: x[1])
     if peak > NEAR * MOST:
-        log.warning(
-            "float16: %%%s reaches %.0f on a text of %d tokens, and %s; other texts may exceed it: "
-            "build with --dtype bfloat16%s",
-            name,
-            peak,
-            MOST_TOKENS,
-            TOO_LARGE,
-            _scale_for(p, peaks),
+        what = (
+            "float16: %%%s reaches %.0f on a text of %d tokens, and %s; other texts may exceed it"
         )
+        given = name, peak, MOST_TOKENS, TOO_LARGE, _scale_for(p, peaks)
+        log.warning(f"{what}: build with --dtype bfloat16%s", *given)
 
 
 def _prefill(
     p: Prepared, folder: Path, params: ParamSource, facts: Manifest, runs: type[_Trial]
 ) -> dict[str, float]:
-    """Return the largest magnitude of each value."""
     runtime = runs(text_graphs(p.packing.program), p.limits, "cpu", params)
     program, runtime.peaks = runtime.program, {}
     tables = {v.name: open_table(params, v, "mmap", "cpu") for v in program.graphs["embed"].params}
@@ -157,6 +152,4 @@ class _Trial(ReferenceRuntime):
 
 
 class _Wide(_Trial, WideRuntime):
-    """The same in float64, which has no such range."""
-
     most = math.inf

@@ -1,254 +1,172 @@
-"""Runs an engine of several ranks: what the first asks of its runtime, the others do too.
+"""Runs an engine on several ranks: every call to the runtime of rank 0 is made on all ranks.
 
-Sessions, slots and whatever chooses tokens are on the first rank alone, as for one. Its runtime
-tells each call to the others (worker.py) before it makes it: which graph, over which caches, with
-which rows. So they stay together whatever is asked, and draw nothing. Tables and towers, too, are
-used on the first alone: rows come with the call.
+Sessions, the scheduler and sampling are on rank 0 alone. Its runtime sends each call to the others
+(worker.py) before it makes it: which graph, over which caches, with which inputs. Embedding tables
+and towers are used on rank 0 alone: embedded rows come with the call.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from g4ir.backends.base import Runtime, Tensors, Watch
+from g4ir.backends.base import Runtime, Watch
 from g4ir.backends.reference import interpreter
 from g4ir.errors import EngineError, RankError
 from g4ir.parallel.group import Group
-from g4ir.ui.console import put_off
 
 from .parts import EngineParts
-from .trace import See, shown, watch_slots
 
-#: the call by which a rank opens its part of an engine; others are called as what they call is
+#: RPC that loads an engine; every other RPC has the name of the method it calls
 LOAD = "load"
+#: methods of runtimes and states that are called on every rank
+CALLS = frozenset({"zero", "clear", "copy", "put", "close", "run", "run_watched", "watch_held"})
+#: those that return an object of which each rank keeps its own
+MAKERS = frozenset({"new_state", "kept", "interpreter"})
+#: a runtime has none: the host of rank 0 chooses tokens, and drafts
+LOOPS = frozenset({"token_loop", "round_loop"})
+
+#: is shown a rank's tensor by its name, and may write over it
+See = Callable[[int, str, torch.Tensor], None]
 
 
-class Leader:
-    """Numbers what ranks have in common, and tells calls to it."""
+class Led:
+    """A runtime, a session's caches or a copy of them, of which each rank has its own. Methods in
+    CALLS and MAKERS run on every rank; all else is this rank's."""
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        #: numbers of what is gone on this rank, for others to drop
-        self._gone: deque[int] = deque()
+    def __init__(self, group: Group, own: Any, number: int) -> None:
+        self.group, self.own, self.number = group, own, number
+        weakref.finalize(self, group.dropped.append, number)
 
-    def number(self, thing: Any) -> int:
-        """Return a number for a thing that every rank has, until it is gone here."""
-        number = next(self.group.numbers)
-        weakref.finalize(thing, self._gone.append, number)
-        return number
+    def __getattr__(self, name: str) -> Any:
+        if name in CALLS:
+            return partial(self._call, name)
+        if name in MAKERS:
+            return partial(self._make, name)
+        return _nothing if name in LOOPS else getattr(self.own, name)
 
-    def tell(
-        self,
-        of: int | None,
-        name: str,
-        args: Sequence[Any] = (),
-        makes: int | None = None,
-        tensors: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Have the others call `name` of a thing, and keep under a number what that makes."""
-        gone = [self._gone.popleft() for _ in range(len(self._gone))]
-        self.group.tell([of, name, [*args], makes, gone], tensors or {})
+    def _call(self, name: str, *args: Any, see: See | None = None) -> Any:
+        if name == "close" and self.group.broken:
+            return self.own.close()
+        args, feeds, watch = _sent(name, args)
+        with self.group.together():
+            self.group.tell([self.number, name, [*map(_named, args)], None], feeds)
+            return perform(self.group, self.own, name, [*map(_own, args)], feeds, see, watch)
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """A context for a call that all make: one at a time. An error of this rank's own leaves the
-        others in the middle of it, so that nothing can follow."""
-        with put_off(), self.group.turn:
-            try:
-                yield
-            except BaseException:
-                self.group.broken = True
-                raise
+    def _make(self, name: str, *args: Any) -> Led:
+        # Before the others are told: if there is no memory for it here, no rank is out of step.
+        own = perform(self.group, self.own, name, args)
+        with self.group.together():
+            number = next(self.group.numbers)
+            self.group.tell([self.number, name, [*args], number], {})
+        return Led(self.group, own, number)
 
 
-def thing(number: int) -> dict[str, int]:
-    """Return how an argument of a call is named that every rank has."""
-    return {"thing": number}
+def _sent(name: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any], Watch | None]:
+    """Return the plain arguments of a call, the tensors to send with it, and what watches it on
+    this rank alone."""
+    if name not in ("run", "run_watched"):
+        return args, {}, None
+    phase, feeds, *rest = args
+    return (phase, *rest[:3]), feeds, next(iter(rest[3:]), None)
 
 
-@dataclass(eq=False)
-class LedKept:
-    """A copy of parts of caches, of which each rank keeps its own."""
-
-    own: Any
-    number: int = 0
+def _named(value: Any) -> Any:
+    return {"number": value.number} if isinstance(value, Led) else value
 
 
-class LedState:
-    """The caches of a session: each rank has those of its heads."""
-
-    def __init__(self, leader: Leader, own: Any) -> None:
-        self.leader, self.own = leader, own
-        self.number = leader.number(self)
-
-    def views(self, context: int) -> Tensors:
-        found: Tensors = self.own.views(context)
-        return found
-
-    def row(self, index: int, context: int) -> Tensors:
-        found: Tensors = self.own.row(index, context)
-        return found
-
-    def nbytes(self) -> int:
-        """Count the bytes of this rank's."""
-        return int(self.own.nbytes())
-
-    def zero(self) -> None:
-        with self.leader.together():
-            self.leader.tell(self.number, "zero")
-            self.own.zero()
-
-    def clear(self, row: int, context: int) -> None:
-        with self.leader.together():
-            self.leader.tell(self.number, "clear", [row, context])
-            self.own.clear(row, context)
-
-    def copy(self, source: LedState, start: int, row: int, context: int) -> None:
-        with self.leader.together():
-            self.leader.tell(self.number, "copy", [thing(source.number), start, row, context])
-            self.own.copy(source.own, start, row, context)
-
-    def watch_held(self, name: str, held: range, see: See) -> None:
-        """Show what each rank's cache has at these positions."""
-        with self.leader.together():
-            self.leader.tell(self.number, "watch_held", [name, held.start, held.stop])
-            watch_slots(self.own, name, held, shown(self.leader.group, see))
-
-    def kept(self, context: int) -> LedKept:
-        made = LedKept(self.own.kept(context))
-        with self.leader.together():
-            made.number = self.leader.number(made)
-            self.leader.tell(self.number, "kept", [context], made.number)
-        return made
-
-    def put(self, kept: LedKept) -> None:
-        with self.leader.together():
-            self.leader.tell(self.number, "put", [thing(kept.number)])
-            self.own.put(kept.own)
+def _own(value: Any) -> Any:
+    return value.own if isinstance(value, Led) else value
 
 
-class LedRuntime:
-    """Rank 0's runtime: all ranks run what it runs."""
+def _nothing(*_: Any) -> None:
+    """Return None."""
 
-    def __init__(self, leader: Leader, own: Any, number: int) -> None:
-        self.leader, self.own, self.number = leader, own, number
-        self.source = own.source
 
-    def new_state(self, batch: int) -> LedState:
-        own = self.own.new_state(batch)  # there may be no room for it, which ends nothing
-        with self.leader.together():
-            state = LedState(self.leader, own)
-            self.leader.tell(self.number, "new_state", [batch], state.number)
-        return state
+def perform(
+    group: Group,
+    own: Any,
+    name: str,
+    args: Any,
+    feeds: Mapping[str, torch.Tensor] | None = None,
+    see: See | None = None,
+    watch: Watch | None = None,
+) -> Any:
+    """Make a call on a rank's own runtime or state. On rank 0 `see` is shown every rank's values,
+    and `watch` this rank's."""
+    if name == "interpreter":
+        (kind,) = args
+        return interpreter(kind, own, own.program, own.limits, own.device, group)
+    if name == "watch_held":
+        cache, start, stop = args
+        return watch_slots(own, cache, range(start, stop), shown(group, see))
+    if name in ("run", "run_watched"):
+        phase, *rest = args
+        placed = {key: t.to(own.device) for key, t in (feeds or {}).items()}
+        return own.run(phase, placed, *rest, shown(group, see) if name == "run_watched" else watch)
+    assert name in CALLS | MAKERS, name
+    return getattr(own, name)(*args)
 
-    def run(
-        self,
-        phase: str,
-        feeds: dict[str, torch.Tensor],
-        state: LedState,
-        context: int,
-        logits: bool,
-        watch: Watch | None = None,
-    ) -> Tensors | None:
-        with self.leader.together():
-            args = [phase, thing(state.number), context, logits]
-            self.leader.tell(self.number, "run", args, tensors=feeds)
-            made: Tensors | None = self.own.run(phase, feeds, state.own, context, logits, watch)
-        return made
 
-    def run_watched(
-        self,
-        phase: str,
-        feeds: dict[str, torch.Tensor],
-        state: LedState,
-        context: int,
-        see: See,
-    ) -> None:
-        """Run a graph for its values: `see` is shown what each rank makes."""
-        with self.leader.together():
-            args = [phase, thing(state.number), context]
-            self.leader.tell(self.number, "run_watched", args, tensors=feeds)
-            watch = shown(self.leader.group, see)
-            self.own.run(phase, feeds, state.own, context, True, watch)
+def shown(group: Group, see: See | None = None) -> Watch:
+    """Return a callback that shows a rank's values to rank 0, which has `see`."""
+    return lambda name, t: group.shown(t, see and (lambda rank, x: see(rank, name, x)))
 
-    def interpreter(self, kind: str) -> LedRuntime:
-        """Return one whose ranks interpret the text graphs on the params that they have."""
-        with self.leader.together():
-            number = next(self.leader.group.numbers)
-            self.leader.tell(self.number, "interpreter", [kind], number)
-            return LedRuntime(self.leader, beside(kind, self.own, self.leader.group), number)
 
-    def encode(self, tower: str, feeds: Tensors) -> torch.Tensor:
-        """Run a tower, which needs no other rank."""
-        soft: torch.Tensor = self.own.encode(tower, feeds)
-        return soft
+def watch_slots(state: Any, name: str, held: range, watch: Watch) -> None:
+    """Show the slots of a rank's cache that hold these positions."""
+    cache = state.tensors[name]
+    slots = slots_of(held, cache)
+    seen = cache[slots]
+    watch(name, seen)
+    cache[slots] = seen
 
-    def token_loop(self, *_: Any) -> None:
-        """Return None: the host of this rank chooses, and tells the others."""
 
-    def round_loop(self, *_: Any) -> None:
-        """Return None: the host of this rank drafts."""
-
-    def resident(self, param: str) -> torch.Tensor | None:
-        found: torch.Tensor | None = self.own.resident(param)
-        return found
-
-    def close(self) -> None:
-        if not self.leader.group.broken:
-            with self.leader.together():
-                self.leader.tell(self.number, "close")
-        self.own.close()
+def slots_of(held: range, cache: torch.Tensor) -> list[int]:
+    """Return the slots of positions: p is in slot p mod the number of slots."""
+    return [p % len(cache) for p in held]
 
 
 def interpreted(engine: EngineParts, kind: str) -> Runtime:
     """Return a runtime that interprets an engine's text graphs, on all its ranks; `kind` is one of
     backends/reference.py's."""
     runtime: Any = engine.runtime
-    if isinstance(runtime, LedRuntime):
-        return runtime.interpreter(kind)
+    if isinstance(runtime, Led):
+        made: Runtime = runtime.interpreter(kind)
+        return made
     return interpreter(kind, runtime, engine.program, engine.limits, engine.device)
 
 
 def run_watched(
-    runtime: Runtime, phase: str, feeds: dict[str, torch.Tensor], state: Any, context: int, see: See
+    runtime: Any, phase: str, feeds: dict[str, torch.Tensor], state: Any, context: int, see: See
 ) -> None:
-    """Run a graph and show what each rank makes of it, in order."""
-    if isinstance(runtime, LedRuntime):
-        runtime.run_watched(phase, feeds, state, context, see)
+    """Run a graph and show the values of each rank, in order."""
+    if isinstance(runtime, Led):
+        runtime.run_watched(phase, feeds, state, context, True, see=see)
     else:
         runtime.run(phase, feeds, state, context, True, partial(see, 0))
 
 
 def watch_held(state: Any, name: str, held: range, see: See) -> None:
-    """Show what each rank's cache has at these positions."""
-    if isinstance(state, LedState):
-        state.watch_held(name, held, see)
+    """Show each rank's cache at these positions."""
+    if isinstance(state, Led):
+        state.watch_held(name, held.start, held.stop, see=see)
     else:
         watch_slots(state, name, held, partial(see, 0))
 
 
-def beside(kind: str, own: Any, group: Group) -> Runtime:
-    """Return what interprets the text graphs of a rank's own runtime."""
-    return interpreter(kind, own, own.program, own.limits, own.device, group)
-
-
 def lead(
     group: Group, path: str, digest: str, options: Mapping[str, Any], opens: Callable[[], Runtime]
-) -> LedRuntime:
-    """Have every rank open its part of an engine, and return the runtime of all. EngineError where
-    one cannot, or has another engine at that path."""
-    leader = Leader(group)
+) -> Any:
+    """Have every rank open its part of an engine, and return the runtime of all. EngineError if one
+    cannot, or has another engine at that path."""
     with group.turn:
         number = next(group.numbers)
-        leader.tell(None, LOAD, [path, dict(options)], number)
+        group.tell([None, LOAD, [path, dict(options)], number], {})
         own, said = opened(group, lambda: (digest, opens()))
     for rank, (other, error) in enumerate(said):
         if error:
@@ -258,12 +176,12 @@ def lead(
                 f"{path}: rank {rank} has another engine there, of digest {other[:12]}..., rank 0 "
                 f"{digest[:12]}...; copy the directory to all machines"
             )
-    return LedRuntime(leader, own, number)
+    return Led(group, own, number)
 
 
 def opened(group: Group, opens: Callable[[], tuple[str, Any]]) -> tuple[Any, list[Any]]:
-    """Return what this rank opens, if it can, and of each rank the digest of its engine and what
-    went wrong. On the first rank its own error is raised, once the others know."""
+    """Return this rank's runtime, if it opens, and for each rank the digest of its engine and its
+    error. Rank 0 raises its own error, once the others know."""
     digest, made, error = "", None, None
     try:
         digest, made = opens()

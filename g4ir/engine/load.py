@@ -15,7 +15,7 @@ from g4ir.ir.graph import Value
 from g4ir.model.text import PLE_PARAM
 from g4ir.ops.types import torch_dtype
 from g4ir.parallel.group import Group, current
-from g4ir.parallel.share import Share
+from g4ir.parallel.table import Share
 from g4ir.plan.resolve import find_placement
 from g4ir.quant.rewrite import held_recipe
 from g4ir.ui.progress import Progress, no_progress, prefixed
@@ -41,7 +41,7 @@ from .trust import require_trust
 
 
 def load_engine(
-    path: str | Path,
+    path: str | Path | Artefact,
     *,
     check_weights: bool = True,
     ple_placement: str | None = None,
@@ -49,61 +49,40 @@ def load_engine(
     trust: bool = False,
     progress: Progress = no_progress,
 ) -> Engine:
-    """Load an engine directory; compiles nothing.
+    """Load an engine directory, or one that was checked already; compiles nothing.
 
     Every file is compared with the manifest's digests before any compiled file is opened;
     check_weights=False leaves out the weight files, which take about a second per GiB the first
     time (digests.py).
-    ple_placement puts the table of per-layer embeddings elsewhere than the build said;
-    cuda_graph=False runs decode steps and chunks of prompts on CUDA launch by launch, not as one
-    recorded graph each.
+    ple_placement: memory of the per-layer embedding table, if not as built; cuda_graph=False runs
+    steps on CUDA kernel by kernel, not as one recorded graph.
     trust=True runs native code of an engine that this user did not build here (trust.py).
-    An engine of several ranks is loaded by the first of the processes that torchrun started, once
-    it has joined its group; the others follow (worker.py).
+    An engine of several ranks is loaded by rank 0 of the processes that torchrun started, once it
+    has joined its group; the others follow (worker.py).
     Raises EngineError naming the file, or another machine, and the fix; TrustError for such code.
     """
     group = current()
-    found = open_artefact(Path(path), check_weights, group.rank if group else None)
-    return load_artefact(
-        found, ple_placement=ple_placement, cuda_graph=cuda_graph, trust=trust, progress=progress
-    )
-
-
-def load_artefact(
-    found: Artefact,
-    *,
-    ple_placement: str | None = None,
-    cuda_graph: bool = True,
-    trust: bool = False,
-    progress: Progress = no_progress,
-) -> Engine:
-    """Load a checked engine directory; arguments as those of `load_engine`."""
-    m, program = found.manifest, found.packing.program
-    group = _group_of(found)
-    opens = partial(open_runtime, found, cuda_graph, trust, progress)
+    if not isinstance(path, Artefact):
+        path = open_artefact(Path(path), check_weights, group.rank if group else None)
+    found, m = path, path.manifest
+    here = group.ranks if group else 1
+    if here != m.ranks:
+        raise EngineError(_of_ranks(found, here))
+    opens = partial(open_runtime, found, cuda_graph, trust, progress, group)
     options = {"check_weights": found.whole, "cuda_graph": cuda_graph, "trust": trust}
-    runtime: Runtime = (
-        lead(group, str(found.path), m.digest, options, partial(opens, group=group))
-        if group
-        else opens()
-    )
-    params = runtime.source
+    runtime = lead(group, str(found.path), m.digest, options, opens) if group else opens()
     placed = find_placement(ple_placement or m.ple_placement, found.spec, m.device)
-    tables = {
-        v.name: _table(runtime, params, v, placed, m.device) for v in program.graphs["embed"].params
-    }
-    return _engine(found, runtime, tables)
+    params = found.packing.program.graphs["embed"].params
+    return _engine(found, runtime, {v.name: _table(runtime, v, placed, m.device) for v in params})
 
 
 def described(path: Path) -> Engine:
-    """Return an engine of several ranks as one process can have it: it says what it is, and refuses
-    to run."""
+    """Return an engine of several ranks in one process: it has its facts, and refuses to run."""
     found = open_artefact(path)
-    refuses: Any = Refusing(_of_ranks(found, 1))
-    return _engine(found, refuses, {})
+    return _engine(found, Refusing(_of_ranks(found, 1)), {})
 
 
-def _engine(found: Artefact, runtime: Runtime, tables: dict[str, Any]) -> Engine:
+def _engine(found: Artefact, runtime: Any, tables: dict[str, Any]) -> Engine:
     m = found.manifest
     return Engine(
         path=found.path,
@@ -130,7 +109,7 @@ def open_runtime(
     progress: Progress,
     group: Group | None = None,
 ) -> Runtime:
-    """Return what runs a checked engine's graphs on params of its rank."""
+    """Return the runtime of a checked engine on params of its rank."""
     m = found.manifest
     backend = check_runnable(found, trust)
     kept = read_compiled(found, backend.record)
@@ -150,17 +129,7 @@ def check_runnable(found: Artefact, trust: bool = False) -> Backend:
     return backend
 
 
-def _group_of(found: Artefact) -> Group | None:
-    """Return the group that is to run an engine; EngineError where it is of another size."""
-    group, ranks = current(), found.manifest.ranks
-    here = group.ranks if group else 1
-    if here != ranks:
-        raise EngineError(_of_ranks(found, here))
-    return group
-
-
 def _check_gpu(found: Artefact, group: Group | None) -> None:
-    """Raise MissingError where a rank of an engine for CUDA has no GPU of its own, or no NCCL."""
     if found.manifest.device == "cuda" and group and not group.on_gpus:
         raise MissingError(
             f"{found.path} was built for cuda, and rank {group.rank} has no GPU of its own, or "
@@ -180,13 +149,12 @@ def _of_ranks(found: Artefact, here: int) -> str:
 
 
 def _backend_of(found: Artefact) -> Backend:
-    """Return the backend, where it makes engines such as this one."""
-    m = found.manifest
+    m, where = found.manifest, found.path / MANIFEST
     try:
         backend = find_backend(m.backend)
         settings = checked_settings(backend, m.settings)
     except InputError as e:
-        raise EngineError(f"{found.path / MANIFEST}: {e}; build the engine again") from None
+        raise EngineError(f"{where}: {e}; build the engine again") from None
     rules = {
         "device": m.device in backend.devices,
         "dtype": m.dtype in backend.dtypes,
@@ -194,19 +162,14 @@ def _backend_of(found: Artefact) -> Backend:
         "ranks": m.ranks == 1 or backend.shares,
         "weights": not backend.packs_weights or isinstance(m.weights, PackedWeights),
     }
-    for key, holds in rules.items():
-        if not holds:
-            raise EngineError(
-                f"{found.path / MANIFEST}: {key} is none of backend {m.backend}; build it again"
-            )
+    if broken := next((key for key, holds in rules.items() if not holds), None):
+        raise EngineError(f"{where}: {broken} is none of backend {m.backend}; build it again")
     return backend
 
 
-def _table(
-    runtime: Runtime, params: packings.ParamSource, v: Value, ple: str | None, device: str
-) -> Any:
-    """Return the runtime's own copy of a table that it holds anyway (a tied head), or one placed as
-    the engine says."""
+def _table(runtime: Runtime, v: Value, ple: str | None, device: str) -> Any:
+    """Return the runtime's own copy of a table, if it has one (a tied head), or one in the memory
+    that the engine says."""
     resident = runtime.resident(v.name)
     if resident is not None:
         return resident
@@ -214,8 +177,8 @@ def _table(
     if device == "cuda" and placement != "device" and find_spec("triton"):
         from g4ir.backends.torch_compile.host_table import open_host_table
 
-        return open_host_table(params, v, placement, device)
-    return packings.open_table(params, v, placement, device)
+        return open_host_table(runtime.source, v, placement, device)
+    return packings.open_table(runtime.source, v, placement, device)
 
 
 def _check_machine(found: Artefact, backend: Backend) -> None:
@@ -229,24 +192,15 @@ def _check_machine(found: Artefact, backend: Backend) -> None:
             f"{path} was built for cuda and this torch sees no CUDA device; {again}run it where it "
             f"was built"
         )
-    built, here = m.machine, backend.machine(m.device)
-    if not _runs_on(built, here):
-        raise EngineError(
-            f"{path} was built for another machine ({built}); this is {here}; "
-            f"{rebuild(path, m, found.spec)}"
-        )
-    if built != "any" and m.versions.torch != torch.__version__:
-        raise EngineError(
-            f"{path} was built with torch {m.versions.torch}, this is {torch.__version__}; "
-            f"{rebuild(path, m, found.spec)}"
-        )
-
-
-def _runs_on(built: str, here: str) -> bool:
-    """Whether this is the same kind of machine, with at least the extensions that are used."""
+    built, here, why = m.machine, backend.machine(m.device), ""
     *kind, flags = built.split(" ")
     *kind_here, flags_here = here.split(" ")
-    return kind == kind_here and set(flags.split(",")) <= set(flags_here.split(","))
+    if kind != kind_here or not set(flags.split(",")) <= set(flags_here.split(",")):
+        why = f"for another machine ({built}); this is {here}"
+    elif built != "any" and m.versions.torch != torch.__version__:
+        why = f"with torch {m.versions.torch}, this is {torch.__version__}"
+    if why:
+        raise EngineError(f"{path} was built {why}; {rebuild(path, m, found.spec)}")
 
 
 def _open_params(found: Artefact) -> packings.ParamSource:
@@ -255,9 +209,8 @@ def _open_params(found: Artefact) -> packings.ParamSource:
         return found.stored
     share = Share(found.spec, found.rank, m.ranks, m.ep)
     if isinstance(kept, RandomWeights):
-        source = random_weights(
-            found.spec, found.drafter, kept.seed, torch_dtype(m.dtype), m.device
-        )
+        dtype = torch_dtype(m.dtype)
+        source = random_weights(found.spec, found.drafter, kept.seed, dtype, m.device)
         return packings.MadeParams(found.packing, source, share=share)
     for name, digest in kept.files.items():
         file = Path(kept.directory) / name
@@ -282,21 +235,19 @@ def _open_params(found: Artefact) -> packings.ParamSource:
 
 def open_weights(engine: Engine, origin: Origin, kinds: Iterable[str]) -> Checkpoint:
     """Open the checkpoint that an engine was built from, with the same adapters merged; EngineError
-    where one of them is not there any more."""
+    if one of them is gone or changed."""
     source = origin.open(engine.spec, kinds, engine.dtype)
-    adapters = []
-    for kept in engine.facts.adapters:
-        adapter = Adapter(Path(kept.path), kept.scale)
+    adapters = [Adapter(Path(kept.path), kept.scale) for kept in engine.facts.adapters]
+    for adapter, kept in zip(adapters, engine.facts.adapters):
         if not adapter.path.is_dir() or not has_digest(adapter.weights, kept.sha256):
             raise EngineError(
                 f"{adapter.path} is missing or is not the adapter that {engine.path} was built "
                 f"with; restore it"
             )
-        adapters.append(adapter)
     return with_adapters(source, engine.spec, adapters)
 
 
 def linked_files(source: Checkpoint) -> dict[str, Path]:
-    """Return the files that say its weights, by their paths inside the checkpoint's directory."""
+    """Return the files of its weights, by their paths inside the checkpoint's directory."""
     paths = [p for p, _ in source.files] + ([source.stated] if source.stated else [])
     return {p.relative_to(source.directory).as_posix(): p for p in paths}

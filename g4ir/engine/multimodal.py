@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from g4ir.errors import InputError
+from g4ir.media.audio import CUT, Clip, Waveform, prepare_audio, read_audio
 from g4ir.media.images import PreparedImage, pixels_of, prepare_image, read_image
 from g4ir.media.soft import Soft
-from g4ir.media.sound import CUT, Clip, Sound, prepare_sound, read_sound
 from g4ir.media.videos import Footage, Video, prepare_video, read_footage, video_settings
 from g4ir.model.audio import AudioSettings, MelSettings, audio_settings
 from g4ir.model.images import ImageSettings, image_settings
@@ -111,9 +111,9 @@ def _rows(engine: EngineParts, soft: int) -> int:
 
 def _audio(engine: EngineParts, item: Any, too_long: str) -> Soft:
     if isinstance(item, str | Path):
-        item = read_sound(item)
+        item = read_audio(item)
     if not isinstance(item, Clip):
-        item = prepare_sound(_checked(item, Sound, AUDIO), sound_settings(engine), too_long)
+        item = prepare_audio(_checked(item, Waveform, AUDIO), sound_settings(engine), too_long)
     made = _framed if isinstance(engine.spec.audio, UnifiedAudio) else _heard
     return Soft(AUDIO, (made(engine, item),))
 

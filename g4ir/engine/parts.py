@@ -16,7 +16,7 @@ from g4ir.ir.graph import Graph, Program, Value
 from g4ir.ir.interpret import interpret
 from g4ir.model.media import Media
 from g4ir.model.text import build_program
-from g4ir.parallel.share import Share
+from g4ir.parallel.table import Share
 from g4ir.passes.plan_cache import RingOptions
 from g4ir.plan.engine_limits import Limits
 from g4ir.quant.recipe import Recipe
@@ -32,14 +32,10 @@ from .prompts import Defaults, read_defaults
 if TYPE_CHECKING:
     import torch
 
-#: made no params
-NOTHING = Graph("prologue", (), (), (), (), ())
-
 
 @dataclass(repr=False)
 class EngineParts:
-    """A program, its runtime, and the tables that tokens are looked up in. They belong to the
-    process that loaded them."""
+    """A program, its runtime and its embedding tables, of the process that loaded them."""
 
     path: Path
     #: manifest.json, typed
@@ -52,22 +48,18 @@ class EngineParts:
     program: Program
     runtime: Runtime
     tables: dict[str, Any] = field(repr=False)
-    #: what its towers were compiled for
+    #: sizes of its towers
     media: Media = field(default_factory=Media)
-    #: how its weights are held, and the graph that made its params of the model's
     recipe: Recipe | None = None
-    prologue: Graph = field(default=NOTHING, repr=False)
-    #: the spec of a model that drafts tokens
+    #: the graph that made its params of the model's
+    prologue: Graph = field(default=Graph("prologue", (), (), (), (), ()), repr=False)
     drafter: Spec | None = None
     _process: int = field(default_factory=os.getpid, init=False)
 
     def __repr__(self) -> str:
-        backend = self.facts.backend
         sizes = ", ".join(f"{k} {v}" for k, v in asdict(self.limits).items())
-        return (
-            f"<Engine {str(self.path)!r}: {self.spec.name}, {backend} on {self.device}, "
-            f"{self.dtype}, {sizes}>"
-        )
+        where = f"{self.facts.backend} on {self.device}, {self.dtype}"
+        return f"<Engine {str(self.path)!r}: {self.spec.name}, {where}, {sizes}>"
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -76,9 +68,9 @@ class EngineParts:
         return values
 
     def param(self, name: str) -> torch.Tensor:
-        """Return a weight of the model as the engine computes with it, on the host and in its
-        dtype: `L0.mlp.w_gate`, of a quantised one what its codes and scales mean, of several ranks
-        what all have together. InputError for a name that the model does not have."""
+        """Return a weight of the model, `L0.mlp.w_gate` say, as the engine computes with it, on the
+        host and in its dtype: dequantised, and joined from all ranks. InputError for a name that
+        the model does not have."""
         import torch
 
         plain = _plain_params(self.spec, self.dtype, self.media)
@@ -90,14 +82,14 @@ class EngineParts:
             return weight.cpu()
 
     def unpacked(self, rank: int = 0) -> UnpackedWeights:
-        """Return a rank's params of the model, as far as they follow from what it holds."""
+        """Return a rank's weights of the model, as far as they follow from its packed params."""
         held = self.runtime.source
         if rank:
             held = params_of_rank(held, self.path, rank)
         return UnpackedWeights(held, self.program.params(), self.prologue, self.path)
 
     def check_process(self) -> None:
-        """Raise InputError in a forked child: the runtime would wait for threads of the parent."""
+        """Raise InputError in a forked child, which would wait for threads of the parent."""
         if os.getpid() != self._process:
             raise InputError(
                 f"{self.path}: loaded by process {self._process}, of which this is a fork; load "
@@ -106,12 +98,12 @@ class EngineParts:
 
     @property
     def ranks(self) -> int:
-        """How many processes run it together, each on weights of its own."""
+        """Number of processes that run it together."""
         return self.facts.ranks
 
     @property
     def share(self) -> Share:
-        """The weights that the first of its ranks has."""
+        """The weights of rank 0."""
         return Share(self.spec, 0, self.ranks, self.facts.ep)
 
     @property
@@ -128,7 +120,7 @@ class EngineParts:
 
     @property
     def draft_tokens(self) -> int:
-        """How many drafted tokens a step verifies at most; 0: it was not built for that."""
+        """Maximum draft tokens of a verification step; 0: it was not built for drafting."""
         return self.facts.options.of(RingOptions).slack
 
     def defaults(self) -> Defaults:
@@ -141,25 +133,25 @@ class EngineParts:
         return self.spec.tokens.eos if stop is None else stop
 
     def suppressed(self) -> tuple[int, ...]:
-        """Return ids never generated (matters for greedy decoding too): the checkpoint's, and those
-        that a smaller per-layer table has no row for, which no step could read."""
+        """Return ids never generated: the checkpoint's, and those beyond a smaller per-layer
+        embedding table."""
         text = self.spec.text
         return (*self.defaults().suppress, *range(text.readable_ids, text.vocab_size))
 
     @property
     def chooses_on_device(self) -> bool:
-        """Whether a step that chooses its own token could also look it up."""
+        """Whether a step on the device can embed the token that it chooses."""
         text = self.spec.text
         return text.readable_ids == text.vocab_size and self.embeds_on_device
 
     @property
     def embeds_on_device(self) -> bool:
-        """Whether the rows of the tables are gathered where the engine runs."""
+        """Whether the embedding tables are on the engine's device."""
         devices = {getattr(t, "device", None) for t in self.tables.values()}
         return {d.type if d else "host" for d in devices} == {self.device}
 
     def embed(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Token ids -> the rows that the text graphs take, on the engine's device."""
+        """Token ids -> the inputs of the text graphs, on the engine's device."""
         self.check_process()
         rows = embed_rows(self.program.graphs["embed"], self.tables, tokens)
         return {k: t.to(self.device) for k, t in rows.items()}
@@ -171,6 +163,6 @@ def _plain_params(spec: Spec, dtype: str, media: Media) -> Mapping[str, Value]:
 
 
 def embed_rows(graph: Any, tables: dict[str, Any], tokens: torch.Tensor) -> dict[str, Any]:
-    """Token ids -> the feeds of the text graphs, through the embed graph."""
+    """Token ids -> the inputs of the text graphs, through the embed graph."""
     outputs, _ = interpret(graph, {"tokens": tokens}, tables, {})
     return outputs

@@ -4,9 +4,9 @@ known key signed.
 Compiled programs of an engine are native code. They can do all that the user can, and no check of a
 file can tell what they will do. So they are run
 
-- where this user built the engine on this machine: `build` records the engine's digest;
-- where the user decided so: `--trust` for one command, `g4ir trust ENGINE` once and for all;
-- where manifest.json, whose digests cover every other byte, is signed with a key that the user
+- if this user built the engine on this machine: `build` records the engine's digest;
+- if the user decided so: `--trust` for one command, `g4ir trust ENGINE` once and for all;
+- if manifest.json, whose digests cover every other byte, is signed with a key that the user
   trusts: `g4ir trust --key PUBLIC.pem`. That is the way to ship engines.
 
 Decisions are files in the user's own state folder, one for each digest or key.
@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.backends import find_backend
 from g4ir.errors import InputError, MissingError, TrustError
@@ -36,18 +36,10 @@ from g4ir.weights.tensorfile import open_regular
 
 from .artefact import SIGNATURE, Artefact, LinkedWeights, Manifest, RandomWeights
 
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
-        Ed25519PrivateKey,
-        Ed25519PublicKey,
-    )
-
 log = logging.getLogger(__name__)
 
-#: bytes of an Ed25519 signature (RFC 8032)
-SIGNATURE_BYTES = 64
-#: bytes of a key file
-KEY_BYTES = 4096
+#: bytes of an Ed25519 signature (RFC 8032), and of a key file at most
+SIGNATURE_BYTES, KEY_BYTES = 64, 4096
 BUILT, TRUSTED = "built here", "trusted"
 #: of an engine or a key, as the name of a file
 DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -55,7 +47,7 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Decision:
-    """Why an engine's code is run: `built here` or `trusted`; when, UTC; where the engine lay."""
+    """Why an engine's code is run: `built here` or `trusted`; when, UTC; the engine's path."""
 
     why: str
     when: str
@@ -81,9 +73,17 @@ def provenance(found: Artefact) -> dict[str, str]:
     """Return the engine's name, its builder as far as known, how 4-bit codes fit its weights, and
     whether its native code is run here; plain text by name. Nothing of the engine is run."""
     m = found.manifest
-    native = find_backend(m.backend).native
     decision, signer = find_decision(m.digest), find_signer(found)
-    signed = (found.path / SIGNATURE).is_file()
+    signature, built, native = "none", "unknown", "none"
+    if signer:
+        signature = f"key {signer}, trusted"
+    elif (found.path / SIGNATURE).is_file():
+        signature = "of a key that is not trusted here"
+    if decision and decision.why == BUILT:
+        built = f"this user, here, {decision.when}, as {decision.path}"
+    if find_backend(m.backend).native:
+        why = f"signed with {signer}" if signer else decision and decision.why
+        native = f"is run: {why}" if why else "is not run without --trust"
     return {
         "engine": str(found.path),
         "digest": m.digest,
@@ -92,15 +92,9 @@ def provenance(found: Artefact) -> dict[str, str]:
         "made_with": f"g4ir {m.g4ir}, torch {m.versions.torch}, Python {m.versions.python}",
         "weights": _weights_text(found),
         **({"grid": str(m.notes.grid)} if m.notes.grid else {}),
-        "signature": f"key {signer}, trusted"
-        if signer
-        else "of a key that is not trusted here"
-        if signed
-        else "none",
-        "built_by": f"this user, here, {decision.when}, as {decision.path}"
-        if decision and decision.why == BUILT
-        else "unknown",
-        "native_code": _native_text(decision, signer) if native else "none",
+        "signature": signature,
+        "built_by": built,
+        "native_code": native,
     }
 
 
@@ -113,31 +107,23 @@ def _weights_text(found: Artefact) -> str:
     assert found.stored
     files = [found.manifest.files[h.path.name] for h in found.stored.headers]
     made = "" if kept.seed is None else f", made from seed {kept.seed}"
-    merged = "".join(f", with {a.scale:g} x {a.path}" for a in getattr(kept, "adapters", ()))
+    merged = "".join(f", with {a.scale:g} x {a.path}" for a in found.manifest.adapters)
     return f"packed, {len(files)} files, {size_text(sum(f.bytes for f in files))}{made}{merged}"
-
-
-def _native_text(decision: Decision | None, signer: str | None) -> str:
-    if signer or decision:
-        why = f"signed with {signer}" if signer else decision.why if decision else ""
-        return f"is run: {why}"
-    return "is not run without --trust"
 
 
 # --- decisions --------------------------------------------------------------------------------
 
 
 def record(digest: str, why: str, path: Path) -> None:
-    """Keep a decision. OSError where the state folder cannot be written; TrustError where others
-    could write to it."""
+    """Keep a decision. OSError if the state folder cannot be written; TrustError if others could
+    write to it."""
     now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     text = json.dumps(asdict(Decision(why, now, str(path.resolve()))))
     write_file(private(_engines()) / digest, [text.encode()])
 
 
 def record_built(manifest: Manifest, path: Path) -> bool:
-    """Keep that this user built an engine here; False, with a warning, where that cannot be
-    kept."""
+    """Keep that this user built an engine here; False, with a warning, if that cannot be kept."""
     try:
         record(manifest.digest, BUILT, path)
     except (OSError, TrustError) as e:
@@ -152,7 +138,7 @@ def record_built(manifest: Manifest, path: Path) -> bool:
 
 
 def find_decision(digest: str) -> Decision | None:
-    """Return the decision for an engine; TrustError where others could have written it."""
+    """Return the decision for an engine; TrustError if others could have written it."""
     file = _engines() / digest
     if not file.is_file():
         return None
@@ -165,20 +151,37 @@ def find_decision(digest: str) -> Decision | None:
 
 
 def revoke(digest: str) -> bool:
-    """Forget a decision; returns whether there was one."""
-    return _forget(_engines(), digest)
+    """Forget the decision for an engine or a key, by its digest; returns whether there was one."""
+    files = [folder / digest for folder in (_engines(), _keys())]
+    known = [f for f in files if DIGEST.fullmatch(digest) and f.is_file()]
+    for file in known:
+        file.unlink()
+    return bool(known)
 
 
 def decisions() -> Iterator[tuple[str, Decision]]:
     """Yield (digest, decision) of every engine that is trusted here, in order of digest."""
-    if _engines().is_dir():
-        for file in sorted(f for f in _engines().iterdir() if DIGEST.fullmatch(f.name)):
-            if found := find_decision(file.name):
-                yield file.name, found
+    for name in _names(_engines()):
+        if found := find_decision(name):
+            yield name, found
+
+
+def trusted_keys() -> list[str]:
+    """Return fingerprints of keys trusted here."""
+    return _names(_keys())
+
+
+def _names(folder: Path) -> list[str]:
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted(f.name for f in found if DIGEST.fullmatch(f.name))
 
 
 def _engines() -> Path:
     return state_root() / "engines"
+
+
+def _keys() -> Path:
+    return state_root() / "keys"
 
 
 # --- signatures -------------------------------------------------------------------------------
@@ -186,8 +189,8 @@ def _engines() -> Path:
 
 def make_key(private_file: Path, public_file: Path) -> None:
     """Write a new pair of Ed25519 keys as PEM; the private one for this user alone."""
-    ed25519, serialization = _library()
-    key = ed25519.Ed25519PrivateKey.generate()
+    serialization = _library().hazmat.primitives.serialization
+    key = _library().hazmat.primitives.asymmetric.ed25519.Ed25519PrivateKey.generate()
     for file in (private_file, public_file):
         if file.exists() or file.is_symlink():
             raise InputError(f"{file} exists; choose another name")
@@ -199,121 +202,80 @@ def make_key(private_file: Path, public_file: Path) -> None:
 
 def sign(found: Artefact, key_file: Path) -> str:
     """Sign an engine's manifest with a private key; returns the key's fingerprint."""
-    key = _read_private(key_file)
+    key = _read_key(key_file, public=False)
     write_file(found.path / SIGNATURE, [key.sign(found.manifest.text().encode())])
     return fingerprint(key.public_key())
 
 
 def trust_key(key_file: Path) -> str:
     """Trust engines signed with a public key; returns its fingerprint."""
-    key = _read_public(key_file)
+    key = _read_key(key_file, public=True)
     name = fingerprint(key)
     write_file(private(_keys()) / name, [_public_pem(key)])
     return name
 
 
-def revoke_key(name: str) -> bool:
-    """Stop trusting a key, by its fingerprint; returns whether it was trusted."""
-    return _forget(_keys(), name)
-
-
-def trusted_keys() -> list[str]:
-    """Return fingerprints of keys trusted here. Other files in their folder are no keys."""
-    found = _keys().iterdir() if _keys().is_dir() else ()
-    return sorted(f.name for f in found if DIGEST.fullmatch(f.name))
-
-
 def find_signer(found: Artefact) -> str | None:
-    """Return the fingerprint of the trusted key that signed an engine; None where there is no
-    signature or none of a trusted key. TrustError where others could have put a key there."""
+    """Return the fingerprint of the trusted key that signed an engine; None without a signature of
+    a trusted key. TrustError if others could have put a key there."""
     file, names = found.path / SIGNATURE, trusted_keys()
     if not names or not file.is_file():
         return None
     check_private(_keys())
-    text = found.manifest.text().encode()
     with open_regular(file) as stream:
         signature = stream.read(SIGNATURE_BYTES + 1)
-    keys = {n: key for n in names if (key := _trusted_key(n))}
-    return next((n for n, key in keys.items() if _signed(key, text, signature)), None)
+    text = found.manifest.text().encode()
+    return next((name for name in names if _signed(name, text, signature)), None)
 
 
-def _trusted_key(name: str) -> Ed25519PublicKey | None:
-    """Return a trusted key; None where the file is no longer what was trusted."""
-    with suppress(InputError):
-        key = _read_public(_keys() / name)
-        return key if fingerprint(key) == name else None
-    return None
-
-
-def fingerprint(key: Ed25519PublicKey) -> str:
-    """Return SHA-256 of a public key's 32 bytes, in hexadecimal."""
-    return sha256(key.public_bytes_raw()).hexdigest()
-
-
-def _signed(key: Ed25519PublicKey, text: bytes, signature: bytes) -> bool:
-    from cryptography.exceptions import InvalidSignature
-
-    if len(signature) != SIGNATURE_BYTES:
-        return False
-    with suppress(InvalidSignature):
+def _signed(name: str, text: bytes, signature: bytes) -> bool:
+    """Whether a trusted key made the signature; False if its file is no longer what was trusted."""
+    invalid = _library().exceptions.InvalidSignature
+    with suppress(InputError, invalid):
+        key = _read_key(_keys() / name, public=True)
         key.verify(signature, text)
-        return True
+        return fingerprint(key) == name
     return False
 
 
-def _read_private(file: Path) -> Ed25519PrivateKey:
-    ed25519, serialization = _library()
-    try:
-        key = serialization.load_pem_private_key(_key_bytes(file), password=None)
-    except (ValueError, TypeError) as e:
-        raise InputError(f"{file}: expected a private key without password as PEM: {e}") from None
-    if not isinstance(key, ed25519.Ed25519PrivateKey):
-        raise InputError(f"{file}: expected an Ed25519 key; make one with `g4ir sign --new-key`")
-    return key
+def fingerprint(key: Any) -> str:
+    """Return the SHA-256 of a public key's 32 bytes, in hexadecimal."""
+    return sha256(key.public_bytes_raw()).hexdigest()
 
 
-def _read_public(file: Path) -> Ed25519PublicKey:
-    ed25519, serialization = _library()
-    try:
-        key = serialization.load_pem_public_key(_key_bytes(file))
-    except (ValueError, TypeError) as e:
-        raise InputError(f"{file}: expected a public key as PEM: {e}") from None
-    if not isinstance(key, ed25519.Ed25519PublicKey):
-        raise InputError(f"{file}: expected an Ed25519 key; make one with `g4ir sign --new-key`")
-    return key
-
-
-def _key_bytes(file: Path) -> bytes:
+def _read_key(file: Path, public: bool) -> Any:
+    primitives = _library().hazmat.primitives
+    serialization, ed25519 = primitives.serialization, primitives.asymmetric.ed25519
+    wanted = "a public key" if public else "a private key without password"
     try:
         with open_regular(file) as stream:
-            return stream.read(KEY_BYTES)
+            raw = stream.read(KEY_BYTES)
+        key = (
+            serialization.load_pem_public_key(raw)
+            if public
+            else serialization.load_pem_private_key(raw, password=None)
+        )
     except OSError as e:
         raise InputError(f"{file}: cannot be read ({e.strerror}); give a key as PEM") from None
+    except (ValueError, TypeError) as e:
+        raise InputError(f"{file}: expected {wanted} as PEM: {e}") from None
+    if not isinstance(key, ed25519.Ed25519PublicKey if public else ed25519.Ed25519PrivateKey):
+        raise InputError(f"{file}: expected an Ed25519 key; make one with `g4ir sign --new-key`")
+    return key
 
 
-def _public_pem(key: Ed25519PublicKey) -> bytes:
-    _, serialization = _library()
-    pem: bytes = key.public_bytes(
-        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-    return pem
+def _public_pem(key: Any) -> bytes:
+    serialization = _library().hazmat.primitives.serialization
+    pem, form = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    made: bytes = key.public_bytes(pem, form)
+    return made
 
 
-def _forget(folder: Path, name: str) -> bool:
-    known = DIGEST.fullmatch(name) is not None and (folder / name).is_file()
-    if known:
-        (folder / name).unlink()
-    return known
-
-
-def _keys() -> Path:
-    return state_root() / "keys"
-
-
-def _library() -> tuple[Any, Any]:
+def _library() -> Any:
     try:
-        from cryptography.hazmat.primitives import serialization
-        from cryptography.hazmat.primitives.asymmetric import ed25519
+        import cryptography.exceptions
+        import cryptography.hazmat.primitives.asymmetric.ed25519
+        import cryptography.hazmat.primitives.serialization
     except ImportError as e:
         raise MissingError("signatures need `pip install 'g4ir[sign]'`") from e
-    return ed25519, serialization
+    return cryptography

@@ -1,38 +1,43 @@
-"""Follows the first rank of an engine: makes the calls that it tells (leader.py), until it ends."""
+"""Ranks above 0 of an engine: make the calls that rank 0 sends (leader.py), until it ends."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.parallel.group import Group
 from g4ir.ui.progress import no_progress
 
 from .artefact import open_artefact
-from .leader import LOAD, beside, opened
+from .leader import LOAD, opened, perform
 from .load import open_runtime
-from .trace import shown, watch_slots
 
-if TYPE_CHECKING:
-    import torch
-
-#: calls to a runtime, and to caches, that are made as they are told
-CALLS = frozenset({"new_state", "close", "zero", "clear", "copy", "kept", "put"})
-#: what ends the first rank, which then ends the others: a server answers what it has begun
+#: what ends rank 0, which then ends the others: a server answers what it has begun
 NOT_OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def follow(group: Group) -> None:
-    """Do what the first rank tells, until it says that all is done. RankError where a rank ends
-    before."""
-    followed = _Followed(group)
+    """Make the calls of rank 0 until it says that all is done. RankError if a rank ends before."""
+    things: dict[int, Any] = {}  # runtimes and states by number
     with _undisturbed():
-        while followed.next():
-            pass
+        while True:
+            call, feeds = group.heard()
+            if not call:
+                return
+            of, name, args, makes, dropped = call
+            for number in dropped:
+                things.pop(number, None)
+            if name == LOAD:
+                made = _load(group, *args)
+            else:
+                given = [things[a["number"]] if isinstance(a, dict) else a for a in args]
+                made = perform(group, things[of], name, given, feeds)
+            if makes is not None:
+                things[makes] = made
 
 
 @contextmanager
@@ -49,54 +54,10 @@ def _undisturbed() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class _Followed:
-    """Keeps by number all that this rank has in common with the first."""
+def _load(group: Group, path: str, options: dict[str, Any]) -> Any:
+    def opens() -> tuple[str, Any]:
+        found = open_artefact(Path(path), options["check_weights"], group.rank)
+        how = options["cuda_graph"], options["trust"], no_progress, group
+        return found.manifest.digest, open_runtime(found, *how)
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.things: dict[int, Any] = {}
-
-    def next(self) -> bool:
-        """Make the next call; whether there was one."""
-        call, tensors = self.group.heard()
-        if not call:
-            return False
-        of, name, args, makes, gone = call
-        for number in gone:
-            self.things.pop(number, None)
-        given = [self.things[a["thing"]] if _is_thing(a) else a for a in args]
-        made = self._call(None if of is None else self.things[of], name, given, tensors)
-        if makes is not None:
-            self.things[makes] = made
-        return True
-
-    def _call(self, own: Any, name: str, args: list[Any], tensors: dict[str, torch.Tensor]) -> Any:
-        if name == LOAD:
-            return self._load(*args)
-        if name in ("run", "run_watched"):
-            placed = {name: t.to(own.device) for name, t in tensors.items()}
-            watch = (True, shown(self.group)) if name == "run_watched" else ()
-            own.run(args[0], placed, *args[1:], *watch)  # what comes out is the first rank's to use
-            return None
-        if name == "watch_held":
-            cache, *held = args
-            return watch_slots(own, cache, range(*held), shown(self.group))
-        if name == "interpreter":
-            return beside(args[0], own, self.group)
-        assert name in CALLS, name
-        return getattr(own, name)(*args)
-
-    def _load(self, path: str, options: Mapping[str, Any]) -> Any:
-        """Return this rank's runtime of an engine; None where it cannot be opened, of which the
-        first rank is told."""
-
-        def opens() -> tuple[str, Any]:
-            found = open_artefact(Path(path), options["check_weights"], self.group.rank)
-            how = options["cuda_graph"], options["trust"], no_progress, self.group
-            return found.manifest.digest, open_runtime(found, *how)
-
-        return opened(self.group, opens)[0]
-
-
-def _is_thing(value: Any) -> bool:
-    return isinstance(value, dict) and [*value] == ["thing"]
+    return opened(group, opens)[0]

@@ -2,7 +2,6 @@
 
     pixels = read_image("photo.jpg")                             # uint8 [H, W, 3]
     image = prepare_image(pixels, image_settings(spec, 280))   # patches, positions, soft_tokens
-    patches, positions = stack_images([image, other])
 
 From pixels onwards the arithmetic is equal to the bit to the image processors of transformers 5.17
 on a CPU. Their resize works on uint8 throughout, so it rounds and clamps after either direction;
@@ -29,6 +28,8 @@ from numpy.typing import NDArray
 from g4ir.errors import G4Error, InputError, MissingError
 from g4ir.model.images import CHANNELS, Grid, ImageSettings, fit_image
 
+from .files import check_file, check_size
+
 if TYPE_CHECKING:
     import torch
 
@@ -39,6 +40,7 @@ I64 = NDArray[np.int64]
 #: what is opened at all: Pillow knows dozens more, some of which start other programs
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 NO_PATCH = -1  # position of padding
+MAX_BYTES, MAX_PIXELS = 1 << 28, 1 << 27  # of a file; 3 bytes each
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,14 +51,6 @@ class PreparedImage:
     patches: F32  # [P, cell * cell * 3], order (row, column, channel), values in [0, 1]
     positions: I64  # [P, 2], (x, y)
     soft_tokens: int
-
-
-@dataclass(frozen=True)
-class ImageLimits:
-    """Sizes that are looked at before anything is decoded."""
-
-    max_bytes: int = 1 << 28  # of the file
-    max_pixels: int = 1 << 27  # 3 bytes each
 
 
 # --- pixels -----------------------------------------------------------------------------------
@@ -74,13 +68,9 @@ def prepare_image(
     grid = fit_image(settings, width, height, name)
     # A multiplication as the reference's, not a division: they differ in the last bit.
     values = patchify(resize(pixels[None], grid), settings.cell)[0] * np.float32(1 / 255)
-    positions = positions_of(grid, settings)
-    fill = settings.rows - len(positions)
-    return PreparedImage(
-        np.pad(values, ((0, fill), (0, 0))),
-        np.pad(positions, ((0, fill), (0, 0)), constant_values=NO_PATCH),
-        grid.soft_tokens,
-    )
+    fill = settings.rows - len(values)
+    patches = np.pad(values, ((0, fill), (0, 0)))
+    return PreparedImage(patches, positions_of(grid, settings), grid.soft_tokens)
 
 
 def pixels_of(image: Any) -> Any:
@@ -129,58 +119,40 @@ def patchify(frames: U8, cell: int) -> F32:
 
 
 def positions_of(grid: Grid, settings: ImageSettings) -> I64:
-    """Return (x, y) of every row of the input, in reading order."""
-    x, y = np.meshgrid(
-        np.arange(grid.width // settings.cell), np.arange(grid.height // settings.cell)
-    )
-    return np.stack([x, y], axis=-1).reshape(-1, 2)
-
-
-def stack_images(images: Sequence[PreparedImage]) -> tuple[F32, I64]:
-    """Stack images into f32 [B, P, D] and i64 [B, P, 2]."""
-    if not images or len({p.patches.shape for p in images}) > 1:
-        raise InputError("a batch of images needs images, all with the same budget")
-    patches = np.stack([p.patches for p in images])
-    return patches, np.stack([p.positions for p in images])
+    """Return (x, y) of every row of the input in reading order, then of padding."""
+    size = grid.width // settings.cell, grid.height // settings.cell
+    x, y = np.meshgrid(*map(np.arange, size))
+    found = np.stack([x, y], axis=-1).reshape(-1, 2)
+    fill = settings.rows - len(found)
+    return np.pad(found, ((0, fill), (0, 0)), constant_values=NO_PATCH)
 
 
 # --- files ------------------------------------------------------------------------------------
 
 
-def read_image(path: str | Path, limits: ImageLimits | None = None) -> U8:
+def read_image(path: str | Path) -> U8:
     """Return the pixels of an image file, uint8 [H, W, 3].
 
     InputError, naming the file, for one that is missing, empty, no image of FORMATS, corrupt,
-    truncated or above the limits; MissingError where Pillow is not installed.
+    truncated or too large; MissingError if Pillow is not installed.
     """
-    path, limits = Path(path), limits or ImageLimits()
+    path = Path(path)
     try:
-        check_file(path, "image", limits.max_bytes)
+        check_file(path, "image", MAX_BYTES)
         with path.open("rb") as file:
-            return _decode(file, path, limits)
+            return _decode(file, path)
     except OSError as e:
         raise InputError(f"{path}: cannot be read: {e.strerror or e}") from e
 
 
-def check_file(path: Path, kind: str, max_bytes: int) -> None:
-    """Raise InputError unless there is a file that is neither empty nor too large."""
-    if not path.is_file():
-        raise InputError(f"{path}: no such {kind} file")
-    size = path.stat().st_size
-    if size == 0:
-        raise InputError(f"{path}: the file is empty")
-    if size > max_bytes:
-        raise InputError(f"{path}: {size} bytes, at most {max_bytes}; send a smaller {kind}")
-
-
-def _decode(file: BinaryIO, path: Path, limits: ImageLimits) -> U8:
+def _decode(file: BinaryIO, path: Path) -> U8:
     image_module, ops = _pillow(path)
     with warnings.catch_warnings():  # of sizes below our limit, and of broken metadata
         warnings.simplefilter("ignore")
         try:
             with image_module.open(file, formats=FORMATS) as image:  # reads the header only
                 width, height = image.size
-                check_size(path, width, height, limits.max_pixels)
+                check_size(path, width, height, MAX_PIXELS)
                 return _rgb(image, ops, str(path))
         except (G4Error, MemoryError):
             raise
@@ -193,7 +165,6 @@ def _decode(file: BinaryIO, path: Path, limits: ImageLimits) -> U8:
 
 
 def _rgb(image: Any, ops: Any, name: str) -> U8:
-    """Return the pixels of a Pillow image, upright and in RGB."""
     tags = getattr(image, "tag_v2", {})
     limits = [tags.get(tag) for tag in SAMPLE_LIMITS]
     white_is_zero = tags.get(PHOTOMETRIC) == 0
@@ -230,17 +201,6 @@ def _eight_bits(values: NDArray[Any], limits: Sequence[Any], name: str) -> U8:
             (row.astype(np.float64) - low).clip(0, high - low) * (255 / (high - low))
         )
     return out
-
-
-def check_size(path: Path, width: int, height: int, max_pixels: int) -> None:
-    """Raise InputError for a size in a header that cannot be, or is more than allowed."""
-    if min(width, height) < 1:
-        raise InputError(f"{path}: {width}x{height} pixels; at least 1x1")
-    if width * height > max_pixels:
-        raise InputError(
-            f"{path}: {width}x{height} are {width * height} pixels, at most "
-            f"{max_pixels}; make it smaller"
-        )
 
 
 def _pillow(path: Path) -> tuple[Any, Any]:

@@ -1,19 +1,19 @@
-"""Puts soft tokens in the place of their placeholders, and cuts chunks, but no picture.
+"""Replaces placeholders by soft tokens, and cuts prompts into chunks, but no image.
 
     check_softs(softs, hidden)
     prompt = merged(tokens, lengths, softs, ids, blocks=True)
     for piece in prompt.pieces(chunk):
         part = piece.take(prompt.tokens, 0)     # [B, width]
-        ids = prompt.blocks(piece)              # theirs, or None
+        ids = prompt.blocks(piece)              # i64 [B, width] or None
         prompt.put_soft(embeds, piece)          # embeds [B, width, hidden] of part
 
-A block is a run of adjacent placeholders of pictures, in images or videos: where a model sees
-pictures both ways its tokens see each other (rule 19), so that all of them must be in one chunk.
+A block is a run of adjacent placeholders of images or video frames. If a model attends to images in
+both directions, all tokens of a block must be in one chunk (rule 19).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 @dataclass(frozen=True)
 class Piece:
     """The part of each row that a step takes: tokens start[b] to start[b] + count[b], i64[B] both;
-    `at` is the start of every row, where that is one."""
+    `at`: the start, if all rows have the same."""
 
     start: Tensor
     count: Tensor
@@ -42,7 +42,7 @@ class Piece:
         return int(self.count.max())
 
     def take(self, t: Tensor, fill: int) -> Tensor:
-        """Return [B, width] of t [B, S]; behind a row's last token both have `fill`."""
+        """Return [B, width] of t [B, S], `fill` after a row's last token."""
         if self.at is not None:
             return t[:, self.at : self.at + self.width]
         column = torch.arange(self.width)
@@ -52,8 +52,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens i64[B,S], of which row b's first lengths[b] are valid; where a token's row is in the
-    table of soft tokens, -1 for the rows of the embedding; and its block, -1 in none."""
+    """Tokens i64[B,S], of which row b's first lengths[b] are valid; the row of each token in the
+    table of soft tokens, or -1; and its block, or -1."""
 
     tokens: Tensor
     lengths: Tensor
@@ -66,7 +66,7 @@ class Prompt:
         return cut(self.lengths, chunk, self.block_ids)
 
     def blocks(self, piece: Piece) -> Tensor | None:
-        """Return i64[B, width], or None where the piece has no block."""
+        """Return the block ids, i64[B, width]; None if the piece has no block."""
         if self.block_ids is None:
             return None
         ids = piece.take(self.block_ids, -1)
@@ -88,37 +88,34 @@ class Prompt:
 def merged(
     tokens: Tensor, lengths: Tensor, softs: Sequence[Soft], ids: Mapping[str, int], blocks: bool
 ) -> Prompt:
-    """Return the prompt of tokens and what stands for its placeholders, whose ids are given by
-    kind; `softs` are of these kinds and as `check_softs` lets them through.
-
-    InputError where they are not as many as placeholders.
-    """
+    """Return the prompt of tokens and soft tokens, which passed `check_softs`. `ids`: placeholder
+    of each kind; those of a kind take its soft tokens in row-major order. InputError if their
+    numbers differ."""
     if not ids:
         return Prompt(tokens, lengths)
-    places = find_places(tokens, lengths, ids)
-    check_counts(places, softs, ids)
-    found = block_ids(union(tokens, (places[k] for k in PICTURES if k in places)))
-    given = bool((found >= 0).any())
-    rows, table = soft_rows(tokens, places, softs)
-    return Prompt(tokens, lengths, rows, table, found if blocks and given else None)
-
-
-def find_places(tokens: Tensor, lengths: Tensor, ids: Mapping[str, int]) -> dict[str, Tensor]:
-    """kind -> bool[B,S], where its placeholders stand."""
     valid = torch.arange(tokens.shape[1]) < lengths[:, None]
-    return {kind: (tokens == i) & valid for kind, i in ids.items()}
-
-
-def union(tokens: Tensor, masks: Iterable[Tensor]) -> Tensor:
-    """Return bool[B,S], true where any mask is."""
-    out = torch.zeros_like(tokens, dtype=torch.bool)
-    for mask in masks:
-        out = out | mask
-    return out
+    rows, pictures, given = torch.full_like(tokens, -1), torch.zeros_like(valid), counts(softs)
+    pieces: list[Tensor] = []
+    at = 0
+    for kind, holder in ids.items():
+        mask, soft = (tokens == holder) & valid, given.get(kind, 0)
+        own = [s for s in softs if s.kind == kind]
+        if (found := int(mask.sum())) != soft:
+            fix = "prefill takes one for each soft token"
+            raise count_error(kind, holder, found, len(own), soft, fix)
+        rows[mask] = torch.arange(at, at + found)
+        pieces += [p for s in own for p in s.pieces]
+        at += found
+        if kind in PICTURES:
+            pictures |= mask
+    seen = block_ids(pictures) if blocks and bool(pictures.any()) else None
+    if not pieces:
+        return Prompt(tokens, lengths, block_ids=seen)
+    return Prompt(tokens, lengths, rows, torch.cat([p.to(pieces[0]) for p in pieces]), seen)
 
 
 def check_softs(softs: Sequence[Any], hidden: int) -> None:
-    """Raise InputError for what is no Soft with finite floats [n, hidden]."""
+    """Raise InputError unless each is a Soft with finite floats [n, hidden]."""
     for i, soft in enumerate(softs):
         if not isinstance(soft, Soft):
             raise InputError(f"soft {i}: expected what Engine.encode returns, found {_shown(soft)}")
@@ -145,38 +142,6 @@ def _shown(x: Any) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
-def check_counts(
-    places: Mapping[str, Tensor], softs: Sequence[Soft], ids: Mapping[str, int]
-) -> None:
-    """Raise InputError unless a kind has as many placeholders as soft tokens."""
-    given = counts(softs)
-    for kind, mask in places.items():
-        found, soft = int(mask.sum()), given.get(kind, 0)
-        if found != soft:
-            media = sum(s.kind == kind for s in softs)
-            raise count_error(
-                kind, ids[kind], found, media, soft, "prefill takes one for each soft token"
-            )
-
-
-def soft_rows(
-    tokens: Tensor, places: Mapping[str, Tensor], softs: Sequence[Soft]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return (i64[B,S] row of the table for each placeholder, -1 elsewhere; table [N, hidden]).
-
-    Placeholders of a kind take that kind's soft tokens in row-major order.
-    """
-    if not softs:
-        return None, None
-    rows, pieces, at = torch.full_like(tokens, -1), list[Tensor](), 0
-    for kind, mask in places.items():
-        pieces += [p for s in softs if s.kind == kind for p in s.pieces]
-        count = int(mask.sum())
-        rows[mask] = torch.arange(at, at + count)
-        at += count
-    return rows, torch.cat([p.to(pieces[0]) for p in pieces]) if pieces else None
-
-
 def block_ids(pictures: Tensor) -> Tensor:
     """bool[B,S] -> i64[B,S], the index of the first token of a run, -1 outside of runs."""
     before = torch.nn.functional.pad(pictures, (1, 0))[:, :-1]
@@ -189,11 +154,8 @@ def block_ids(pictures: Tensor) -> Tensor:
 
 
 def cut(lengths: Tensor, chunk: int, block_ids: Tensor | None = None) -> list[Piece]:
-    """Return pieces of at most `chunk` tokens a row, as long as they can be. A row that would be
-    cut in a block is cut before it; from there on it is apart from the others.
-
-    InputError where a block is longer than a chunk.
-    """
+    """Return pieces of at most `chunk` tokens a row, as long as possible. A row that would be cut
+    in a block is cut before it. InputError if a block is longer than a chunk."""
     if block_ids is None:
         starts = range(0, int(lengths.max()), chunk)
         return [
@@ -217,7 +179,6 @@ def _before_block(end: Tensor, lengths: Tensor, block_ids: Tensor) -> Tensor:
 
 
 def _check_blocks(block_ids: Tensor, chunk: int) -> None:
-    """Raise InputError on the longest block, where it is longer than a chunk."""
     rows, _ = (block_ids >= 0).nonzero(as_tuple=True)
     if not rows.numel():
         return

@@ -1,4 +1,4 @@
-"""Puts media into prompts: where the soft tokens go.
+"""Places media in prompts.
 
     text, note = mark("What is <image>?", ["image"], media.kinds, tokens, spell)
     text = expand_text(text, softs, tokens, spell)      # once they are: the reference's text
@@ -6,13 +6,13 @@
     check_given(ids, ["image"], tokens, media.kinds)    # before the media are read
     ids = place(ids, softs, tokens, encode, media.kinds)
 
-A medium stands in a prompt as one placeholder, or as one placeholder for each of its soft tokens.
-The former becomes the latter between marks of begin and end; each frame of a video has its own
-marks, with its time before them (rule 38, and `Gemma4Processor.replace_*_token` of transformers).
+A medium is one placeholder in a prompt, or one placeholder for each of its soft tokens. The former
+is expanded to the latter between marks of begin and end; each frame of a video has its own marks,
+with its time before them (rule 38, and `Gemma4Processor.replace_*_token` of transformers).
 
 Text is expanded before it is tokenised, as in the reference: a frame's time may share a token with
 the text before it. Prompts of ids are expanded as ids. Ids and markers of kinds that an engine does
-not take are what they are without media: tokens and text.
+not take are plain tokens and text.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _MARKER = re.compile(rf"(\\?)<({IMAGE}|{VIDEO}|{AUDIO})>")
 
 
 def marks(kind: str, tokens: Tokens) -> tuple[int | None, int | None]:
-    """Return the ids before and after the placeholders of an image, a frame or a sound."""
+    """Return the ids before and after the placeholders of an image, a frame or an audio clip."""
     return (tokens.boa, tokens.eoa) if kind == AUDIO else (tokens.boi, tokens.eoi)
 
 
 def expansion(soft: Soft, tokens: Tokens) -> Iterator[int | str]:
-    """Yield what a medium's single placeholder stands for: ids, and the text before each frame."""
+    """Yield the expansion of a medium's single placeholder: ids, and the text before each frame."""
     begin, end = marks(soft.kind, tokens)
     holder = placeholders(tokens)[soft.kind]
     for i, piece in enumerate(soft.pieces):
@@ -54,8 +54,8 @@ def expansion(soft: Soft, tokens: Tokens) -> Iterator[int | str]:
 def check_given(
     ids: Sequence[int], given: Sequence[str], tokens: Tokens, kinds: Collection[str] = KINDS
 ) -> None:
-    """Raise InputError for what is wrong whatever the number of soft tokens: fewer placeholders of
-    a kind than media of it, or some without any. `given` are the kinds of the media."""
+    """Raise InputError for fewer placeholders of a kind than media of it, or some without any.
+    `given` are the kinds of the media."""
     for kind, holder in placeholders(tokens, kinds).items():
         found, media = ids.count(holder), given.count(kind)
         if found < media or (found and not media):
@@ -71,10 +71,10 @@ def place(
 ) -> list[int]:
     """Return the ids of a prompt with every placeholder of `softs`.
 
-    Placeholders of a kind are taken as they are where there are as many as soft tokens, and
-    expanded in order where as many as media; marks around a placeholder are not doubled. `encode`
-    None leaves out the times of frames. `kinds` are those that the engine takes: the ids of others
-    are tokens like any other. InputError names the kind and the numbers where they are neither.
+    Placeholders of a kind stay as they are if there are as many as soft tokens, and are expanded in
+    order if as many as media; else InputError names the kind and the numbers. Marks around a
+    placeholder are not doubled. `encode` None leaves out the times of frames; `kinds`: those that
+    the engine takes.
     """
     return place_rows([ids], softs, tokens, encode, kinds)[0]
 
@@ -88,11 +88,7 @@ def place_rows(
 ) -> list[list[int]]:
     """`place` for a batch: the media belong to its placeholders row by row."""
     single = _singles(rows, softs, placeholders(tokens, kinds))
-    left = {
-        single[s.kind]: iter([m for m in softs if m.kind == s.kind])
-        for s in softs
-        if s.kind in single
-    }
+    left = {holder: iter([m for m in softs if m.kind == kind]) for kind, holder in single.items()}
     return [_placed(row, left, tokens, encode) for row in rows]
 
 
@@ -159,13 +155,12 @@ def mark(
     bos: str | None = None,
 ) -> tuple[str, str | None]:
     """Return the text with the tokenizer's own placeholders for `<image>`, `<video>` and `<audio>`,
-    and a note where there is something to tell.
+    and a note, if there is one.
 
-    `given` are the kinds of the media in order, `taken` those that the engine takes. A marker
-    counts as far as there are media of its kind, the first ones first; all others are mere text,
-    with a note, and so is one behind a backslash, without. Media of a kind that the text has no
-    placeholder of come first (after a `bos` that is spelled out). InputError for fewer markers
-    and placeholders than media, where there are markers.
+    `given`: kinds of the media in order; `taken`: those that the engine takes. As many markers of a
+    kind count as it has media; further ones are text, with a note, and so is one after a backslash,
+    without. Media of a kind without placeholder in the text come first (after a `bos` that is
+    spelled out). InputError if there are markers, and too few.
     """
     holders = placeholders(tokens, taken)
     room = {k: _markers(k, text, given.count(k), partial(spell, h)) for k, h in holders.items()}
@@ -209,8 +204,8 @@ def _markers(kind: str, text: str, media: int, holder: Callable[[], str]) -> int
 
 
 def expand_text(text: str, softs: Sequence[Soft], tokens: Tokens, spell: Spell) -> str:
-    """Return the text with the expansion of every placeholder that stands for a whole medium, for
-    the kinds of which there are as many as media; `place` judges the others."""
+    """Return the text with every placeholder of a whole medium expanded, for kinds with as many
+    placeholders as media; `place` checks the others."""
     patterns, left, spell = [], {}, cache(spell)
     for kind in dict.fromkeys(s.kind for s in softs):
         media = [s for s in softs if s.kind == kind]

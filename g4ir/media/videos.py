@@ -27,19 +27,8 @@ from g4ir.errors import G4Error, InputError, MissingError
 from g4ir.model.images import CHANNELS, FRAME_BUDGET, Grid, ImageSettings, fit_image, image_settings
 from g4ir.spec.record import Spec
 
-from .containers import is_cut
-from .images import (
-    F32,
-    I64,
-    NO_PATCH,
-    U8,
-    check_file,
-    check_pixels,
-    check_size,
-    patchify,
-    positions_of,
-    resize,
-)
+from .files import check_file, check_size, is_cut
+from .images import F32, I64, U8, check_pixels, patchify, positions_of, resize
 
 FRAMES = 32  # sampled of a video; the reference's default, as is the next
 ASSUMED_RATE = 24.0  # frames per second where nothing says
@@ -66,14 +55,9 @@ class Footage:
     times: tuple[str, ...]  # of each frame, mm:ss
 
 
-@dataclass(frozen=True)
-class VideoLimits:
-    """Sizes that are looked at before anything is decoded."""
-
-    max_bytes: int = 1 << 32  # of the file
-    max_pixels: int = 1 << 25  # of a frame
-    max_frames: int = 1 << 20  # of the file; nine hours at 30 per second
-    max_decoded: int = 1 << 39  # pixels of all frames; two hours of 1920x1080 at 30 per second
+#: looked at before anything is decoded: bytes of a file, pixels of a frame, frames of a file (nine
+#: hours at 30 per second), pixels of all frames (two hours of 1920x1080 at 30 per second)
+MAX_BYTES, MAX_PIXELS, MAX_FRAMES, MAX_DECODED = 1 << 32, 1 << 25, 1 << 20, 1 << 39
 
 
 # --- sampling ---------------------------------------------------------------------------------
@@ -85,11 +69,8 @@ def video_settings(spec: Spec, budget: int | None = None) -> ImageSettings:
 
 
 def sample_frames(total: int, frames: int | None = None, name: str = "video") -> tuple[int, ...]:
-    """Return indices of `frames` evenly spread frames out of `total`, from the first on.
-
-    None means FRAMES, or all of a shorter video, which the reference refuses. InputError for a
-    number below 1 or above the total.
-    """
+    """Return indices of `frames` evenly spread frames out of `total`, from the first on; None:
+    FRAMES, or all of a shorter video. InputError for a number below 1 or above the total."""
     if total < 1:
         raise InputError(f"{name}: no frames")
     count = min(FRAMES, total) if frames is None else frames
@@ -97,9 +78,8 @@ def sample_frames(total: int, frames: int | None = None, name: str = "video") ->
         raise InputError(f"{name}: {count!r} frames asked for, the video has {total}; 1 to {total}")
     import torch
 
-    # Its rounding of the steps decides between two neighbours now and then, and of whether one
-    # frame more comes out, which may be one past the end (61 frames, 7 of them): that one the
-    # reference cannot read either.
+    # torch's rounding of the steps, as in the reference; one index may be past the end (61 frames,
+    # 7 of them), which the reference cannot read either.
     chosen: list[int] = torch.arange(0, total, total / count).int().tolist()
     return tuple(i for i in chosen if i < total)
 
@@ -107,11 +87,8 @@ def sample_frames(total: int, frames: int | None = None, name: str = "video") ->
 def spread_frames(
     seconds: Sequence[float], frames: int | None = None, name: str = "video"
 ) -> tuple[int, ...]:
-    """Return indices of `frames` frames that are evenly spread over the presentation times.
-
-    At a constant rate these are `sample_frames`. Otherwise each point of time takes the nearest
-    frame, and none is taken twice. InputError as there.
-    """
+    """Return indices of `frames` different frames nearest to evenly spread presentation times; at a
+    constant rate these are `sample_frames`. InputError as there."""
     total, even = len(seconds), np.array(sample_frames(len(seconds), frames, name))
     if total == 1:
         return (0,)
@@ -149,7 +126,6 @@ def prepare_video(video: Video, settings: ImageSettings, frames: int | None = No
 
 
 def _chosen(video: Video, frames: int | None) -> tuple[tuple[str, ...], Iterable[U8]]:
-    """Return the times of the sampled frames, and the frames."""
     total, known, seconds = len(video.frames), video.indices, video.seconds
     if seconds is not None and len(seconds) != total:
         raise InputError(f"{video.name}: {total} frames at {len(seconds)} seconds; one for each")
@@ -172,14 +148,18 @@ def _footage(
     name: str,
     most: int | None = None,
 ) -> Footage:
-    """Prepare one frame after the other, so that one is held in full resolution. InputError for
-    more than `most` soft tokens in all."""
+    """Prepare frame by frame, so that one is held in full resolution. InputError for more than
+    `most` soft tokens in all."""
     grid: Grid | None = None
     for i, frame in enumerate(frames):
         found = fit_image(settings, frame.shape[1], frame.shape[0], name)
         if grid is None:
             grid = found
-            _check_tokens(name, len(times), grid.soft_tokens, most)
+            if most is not None and len(times) * grid.soft_tokens > most:
+                raise InputError(
+                    f"{name}: {len(times)} frames of {grid.soft_tokens} soft tokens are more than "
+                    f"the engine's --max-seq {most}; ask for fewer frames"
+                )
             patches = np.zeros((len(times), settings.rows, settings.cell**2 * CHANNELS), "f4")
         elif grid != found:
             raise InputError(f"{name}: the frame at {times[i]} has another size than the first")
@@ -187,44 +167,27 @@ def _footage(
         made = patchify(resize(frame[None], grid), settings.cell)[0] / np.float32(255)
         patches[i, : len(made)] = made
     assert grid is not None
-    places = positions_of(grid, settings)
-    fill = settings.rows - len(places)
-    positions = np.pad(places, ((0, fill), (0, 0)), constant_values=NO_PATCH)
-    return Footage(
-        patches,
-        np.repeat(positions[None], len(times), axis=0),
-        grid.soft_tokens,
-        times,
-    )
-
-
-def _check_tokens(name: str, frames: int, each: int, most: int | None) -> None:
-    if most is not None and frames * each > most:
-        raise InputError(
-            f"{name}: {frames} frames of {each} soft tokens are more than the "
-            f"engine's --max-seq {most}; ask for fewer frames"
-        )
+    positions = np.repeat(positions_of(grid, settings)[None], len(times), axis=0)
+    return Footage(patches, positions, grid.soft_tokens, times)
 
 
 # --- files ------------------------------------------------------------------------------------
 
 
-#: containers that are opened at all, in FFmpeg's words: playlists, which open other files, are none
+#: containers that are opened, by FFmpeg's names; no playlists, which open other files
 CONTAINERS = ("mov", "matroska", "avi", "mpegts", "mpeg", "ogg", "flv", "gif")
 
 
-def read_video(
-    path: str | Path, frames: int | None = None, limits: VideoLimits | None = None
-) -> Video:
+def read_video(path: str | Path, frames: int | None = None) -> Video:
     """Read sampled frames of a video file in full resolution, as players show them: turned and
     mirrored by the display matrix, without what edit lists hide, spread by presentation time.
 
-    InputError, naming the file, for one that is missing, empty, none of CONTAINERS, without a
-    picture, corrupt, truncated or above the limits; MissingError where av is not installed.
+    InputError, naming the file, for one that is missing, empty, none of CONTAINERS, without
+    images, corrupt, truncated or too large; MissingError if av is not installed.
     """
-    path, limits = Path(path), limits or VideoLimits()
-    sample = _sample(path, frames, limits)
-    pixels = [*_decoded(path, sample, limits)]
+    path = Path(path)
+    sample = _sample(path, frames)
+    pixels = [*_decoded(path, sample)]
     if len({frame.shape for frame in pixels}) > 1:
         raise InputError(f"{path}: its frames have several sizes; encode it with one")
     return Video(np.stack(pixels), sample.rate, sample.indices, str(path), sample.seconds)
@@ -235,20 +198,18 @@ def read_footage(
     settings: ImageSettings,
     frames: int | None = None,
     most: int | None = None,
-    limits: VideoLimits | None = None,
 ) -> Footage:
     """Return `prepare_video` of `read_video`, with one frame at a time in full resolution. Errors
     as there, and InputError for more than `most` soft tokens."""
-    path, limits = Path(path), limits or VideoLimits()
-    sample = _sample(path, frames, limits)
+    path = Path(path)
+    sample = _sample(path, frames)
     times = frame_times(sample.indices, sample.rate, sample.seconds)
-    return _footage(_decoded(path, sample, limits), times, settings, str(path), most)
+    return _footage(_decoded(path, sample), times, settings, str(path), most)
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """The frames to take from a file. The decoder's are known by their timestamps, `keys`; None: by
-    their indices."""
+    """The frames to take from a file, by their timestamps `keys`; None: by their indices."""
 
     total: int  # frames that the file shows
     rate: float | None
@@ -260,10 +221,10 @@ class _Sample:
 LOST = 16  # frames that a decoder may drop at cuts: H.264 refers back no further
 
 
-def _sample(path: Path, frames: int | None, limits: VideoLimits) -> _Sample:
+def _sample(path: Path, frames: int | None) -> _Sample:
     """Choose frames by the timestamps of the packets; nothing is decoded."""
     try:
-        check_file(path, "video", limits.max_bytes)
+        check_file(path, "video", MAX_BYTES)
         with path.open("rb") as file:
             cut = is_cut(file, path.stat().st_size)
     except OSError as e:
@@ -272,9 +233,9 @@ def _sample(path: Path, frames: int | None, limits: VideoLimits) -> _Sample:
         raise InputError(f"{path}: truncated: its header announces more than the file has")
     with _opened(path) as container:
         stream = container.streams.video[0]
-        check_size(path, stream.width, stream.height, limits.max_pixels)
+        check_size(path, stream.width, stream.height, MAX_PIXELS)
         rate = float(stream.average_rate) if stream.average_rate else None
-        stamps = _timestamps(container, path, limits)
+        stamps = _timestamps(container, path)
         unit, start = stream.time_base, (container.start_time or 0) / 10**6
         by_index = container.format.name == "avi"  # FFmpeg stamps its packets in decoding order
     if None in stamps or not unit:
@@ -290,9 +251,9 @@ def _sample(path: Path, frames: int | None, limits: VideoLimits) -> _Sample:
     return _Sample(len(ticks), rate, indices, times, keys)
 
 
-def _timestamps(container: Any, path: Path, limits: VideoLimits) -> Sequence[Any]:
-    """Return the presentation timestamp of each packet that is shown; None where it has none, or
-    where the clock of the file starts anew."""
+def _timestamps(container: Any, path: Path) -> Sequence[Any]:
+    """Return the presentation timestamp of each packet that is shown; None if it has none, or the
+    clock of the file starts anew."""
     stream = container.streams.video[0]
     stamps, clock, whole = list[Any](), list[int](), True
     for packet in container.demux(stream):
@@ -302,21 +263,21 @@ def _timestamps(container: Any, path: Path, limits: VideoLimits) -> Sequence[Any
         clock += [packet.dts] if packet.dts is not None else []
         if not packet.is_discard:  # by an edit list
             stamps.append(packet.pts)
-            _check_count(path, len(stamps), stream.width * stream.height, limits)
+            _check_count(path, len(stamps), stream.width * stream.height)
     if not whole:
         raise InputError(f"{path}: truncated: the file ends in the middle of a frame")
     anew = any(after < before for before, after in pairwise(clock))
     return [None] * len(stamps) if anew else stamps
 
 
-def _decoded(path: Path, sample: _Sample, limits: VideoLimits) -> Iterator[U8]:
-    """Decode the frames of a sample one by one. For one that the decoder drops, as between a cut
-    and the next key frame, the next is taken, or the last."""
+def _decoded(path: Path, sample: _Sample) -> Iterator[U8]:
+    """Decode the frames of a sample one by one. If the decoder drops one, as between a cut and the
+    next key frame, the next is taken, or the last."""
     keys, left, i, frame = sample.keys, deque(sample.keys or sample.indices), 0, None
     with _opened(path) as container:
         for i, frame in enumerate(container.decode(video=0), 1):
-            check_size(path, frame.width, frame.height, limits.max_pixels)
-            _check_count(path, i, frame.width * frame.height, limits)
+            check_size(path, frame.width, frame.height, MAX_PIXELS)
+            _check_count(path, i, frame.width * frame.height)
             while left and (i - 1 if keys is None or frame.pts is None else frame.pts) >= left[0]:
                 left.popleft()
                 yield _upright(frame, path)
@@ -352,7 +313,10 @@ def _display_matrix(frame: Any) -> Any:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """The container of a video file. Whatever av raises inside is one InputError."""
-    av = _av(path)
+    try:
+        av = importlib.import_module("av")
+    except ImportError as e:
+        raise MissingError(f"{path}: videos need av: pip install 'g4ir[mm]'") from e
     try:
         with path.open("rb") as file, _container(av, file) as container:
             if not container.streams.video:
@@ -380,15 +344,7 @@ def _container(av: Any, file: BinaryIO) -> Any:
         return av.open(file, container_options=allowed, metadata_errors="replace")
 
 
-def _check_count(path: Path, count: int, size: int, limits: VideoLimits) -> None:
-    """Raise InputError for too many frames, or too many pixels in all."""
-    most = min(limits.max_frames, limits.max_decoded // size)
+def _check_count(path: Path, count: int, size: int) -> None:
+    most = min(MAX_FRAMES, MAX_DECODED // size)
     if count > most:
         raise InputError(f"{path}: {count} frames, at most {most} of this size; cut it")
-
-
-def _av(path: Path) -> Any:
-    try:
-        return importlib.import_module("av")
-    except ImportError as e:
-        raise MissingError(f"{path}: videos need av: pip install 'g4ir[mm]'") from e

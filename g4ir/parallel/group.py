@@ -1,11 +1,10 @@
-"""The ranks of a model as processes that torchrun starts: who one is, and what they exchange.
+"""The ranks of a model: processes started by torchrun, and their collectives.
 
     with join() as group:
         follow(group) if group.rank else lead()
 
-Rank 0 leads: it reads and prints, and tells the others what to compute (`tell`, `heard`), at last
-that nothing more comes. What a step exchanges goes through torch's own process group, NCCL on CUDA
-and gloo elsewhere.
+Rank 0 leads: it sends calls to the others (`tell`, `heard`), at last an empty one. Collectives of a
+step go through torch's process group, NCCL on CUDA and gloo elsewhere.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,27 +29,23 @@ from g4ir.ir.graph import Node
 from g4ir.ir.interpret import run_node
 from g4ir.ops.base import wide
 from g4ir.ops.types import dtype_name, torch_dtype
+from g4ir.ui.console import put_off
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
 BY_NCCL = "sums over ranks go by NCCL, with their norms behind them, which is slower: %s"
-#: seconds that ranks wait for one another, unless something else is said
+#: default of --rank-timeout
 TIMEOUT_S = 300.0
-#: followers wait so long for the leader's next call, which may be a user's
+#: workers wait so long for rank 0's next call, which may depend on a user
 FOREVER = timedelta(days=365)
-#: bytes of a call that travel in one message: those of a decode step; what is longer needs a second
+#: bytes of a call that travel in one message (a decode step's); a longer one needs a second
 FRAME = 1 << 15
-#: sums of up to so many bytes are made by each rank, of what all have: one exchange, in order of
-#: rank; larger ones where each rank adds a part of them
+#: all-reduces up to this size are all-gather + local sum in order of rank (deterministic)
 GATHERED = 1 << 18
-#: how often is looked whether a process ended, where a connection broke, and seconds in between
+#: polls for an ended process after a connection broke, and seconds between them
 SETTLED, LOOK_S = 30, 0.01
-
-
-#: sees what a rank has
-Look = Callable[[int, "torch.Tensor"], None]
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,7 @@ class RankLaunch:
 
 
 def launched() -> RankLaunch | None:
-    """Return what torchrun says of this process; None where it started none, or one alone."""
+    """Return what torchrun says of this process; None if it started none, or one alone."""
     said = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
     if not all(text.isdecimal() for text in said[:2]) or int(said[1]) < 2:
         return None
@@ -82,7 +78,7 @@ class RankProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether it is known to have ended: of another machine nothing is."""
+        """Whether it is known to have ended: never, on another machine."""
         if self.host != socket.gethostname():
             return False
         try:
@@ -92,7 +88,7 @@ class RankProcess:
             return True
         except OSError:
             return False
-        return state == "Z"  # nobody has taken note of its end
+        return state == "Z"  # its parent has not reaped it
 
 
 class Group:
@@ -104,54 +100,46 @@ class Group:
         self.rank, self.ranks, self.timeout_s = launch.rank, launch.ranks, timeout_s
         #: whether this rank has a GPU of its own, and NCCL
         self.on_gpus = on_gpus
-        #: whether the ranks no longer do the same, and why, where one is lost
+        #: whether the ranks are out of step, and the error if one is lost
         self.broken = False
         self.lost: RankError | None = None
-        #: for what all ranks have; held by the thread of rank 0 that tells a call
-        self.numbers, self.turn = itertools.count(1), threading.RLock()
+        #: numbers of objects that every rank has, and those that rank 0 no longer uses
+        self.numbers, self.dropped = itertools.count(1), deque[int]()
+        #: held by the thread of rank 0 that sends a call
+        self.turn = threading.RLock()
         self._calls = dist.new_group(backend="gloo", timeout=FOREVER)
-        #: by which code that is not torch's exchanges, once it was asked for
         self._nccl: Any = None
         self._processes: tuple[RankProcess, ...] = ()
-        #: where ranks meet, with this rank's buffer and what keeps those of others in reach
+        #: addresses of all ranks' buffers, this rank's buffer, and the handle that maps the others
         self._peers: tuple[torch.Tensor, Any, Any] | None = None
-        mine = [socket.gethostname(), os.getpid()]
-        said = self.gathered(mine)
-        self._processes = tuple(RankProcess(i, *who) for i, who in enumerate(said))
+        found = self.gathered([socket.gethostname(), os.getpid()])
+        self._processes = tuple(RankProcess(i, *who) for i, who in enumerate(found))
 
     # --- sums of a step -----------------------------------------------------------------------
 
     def run_node(self, n: Node, tensors: list[Any]) -> tuple[Any, ...]:
-        """Run an op as `interpret` does, what ranks exchange among them too."""
-        exchange = EXCHANGES.get(n.op)
-        return exchange(self, tensors) if exchange else run_node(n, tensors)
+        """Run an op as `interpret` does; collectives over the ranks."""
+        if n.op == "all_reduce":
+            return self.all_reduce(tensors)
+        return self.all_gather(tensors) if n.op == "all_gather" else run_node(n, tensors)
 
     def all_reduce(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return the sums over ranks of tensors of one dtype, in one message; see the op."""
+        """Return the sums over ranks of tensors of one dtype, in one collective; see the op."""
         import torch
 
         flat = torch.cat([x.reshape(-1) for x in parts]) if len(parts) > 1 else parts[0].reshape(-1)
-        total = self._gathered_sum(flat) if flat.nbytes <= GATHERED else self._shared_sum(flat)
-        sizes = [x.numel() for x in parts]
-        pieces = total.to(flat.dtype).split(sizes)
+        if flat.nbytes <= GATHERED:
+            total = rank_sum(self._all(flat))
+        else:
+            total = wide(flat).clone()
+            with self._watched():
+                torch.distributed.all_reduce(total)
+            total = total.to(flat.dtype)
+        pieces = total.split([x.numel() for x in parts])
         return tuple(t.view(x.shape) for t, x in zip(pieces, parts, strict=True))
 
-    def _gathered_sum(self, x: torch.Tensor) -> torch.Tensor:
-        total, *others = map(wide, self._all(x))
-        for part in others:
-            total = total + part
-        return total
-
-    def _shared_sum(self, x: torch.Tensor) -> torch.Tensor:
-        import torch.distributed as dist
-
-        total = wide(x).clone()
-        with self._watched():
-            dist.all_reduce(total)
-        return total
-
     def all_gather(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return a tensor with those of all ranks behind one another in its last dim."""
+        """Return the tensors of all ranks, concatenated along the last dim."""
         import torch
 
         (x,) = parts
@@ -166,9 +154,9 @@ class Group:
             dist.all_gather(out, x.contiguous())
         return out
 
-    def shown(self, x: torch.Tensor, see: Look | None = None) -> None:
-        """Show the first rank what each has, a tensor of the same type. There `see(rank, tensor)`
-        may write over it, and each rank has its own back."""
+    def shown(self, x: torch.Tensor, see: Callable[[int, torch.Tensor], None] | None) -> None:
+        """Show rank 0 each rank's tensor, all of one type: there `see(rank, tensor)` may write over
+        it, and each rank gets its own back."""
         import torch
         import torch.distributed as dist
 
@@ -182,16 +170,15 @@ class Group:
         x.copy_(back[self.rank].view(x.dtype).view(x.shape))
 
     def communicator(self) -> int:
-        """Return the address of an NCCL communicator of all ranks, for code that is not torch's:
-        an `ncclComm_t`, which lives as long as the group. All ranks ask for it at the same time.
-        MissingError where this torch does not say it."""
+        """Return the address of an `ncclComm_t` of all ranks, which lives as long as the group. A
+        collective call. MissingError if this torch does not expose it."""
         import torch
         import torch.distributed as dist
 
         if self._nccl is None:
             with self._watched():
                 made = dist.new_group(backend="nccl")
-                dist.all_reduce(torch.zeros(1, device="cuda"), group=made)  # which makes it
+                dist.all_reduce(torch.zeros(1, device="cuda"), group=made)  # makes it
             torch.cuda.synchronize()
             self._nccl = made
         backend = self._nccl._get_backend(torch.device("cuda"))
@@ -203,24 +190,20 @@ class Group:
             )
         return int(address())
 
-    # --- buffers that all ranks can reach -------------------------------------------------------
-
     def peers(self, size: int, able: bool) -> torch.Tensor | None:
-        """Return i64[1 + ranks] on this rank's GPU: its rank, and where each rank's buffer of
-        `size` bytes, zeros at first, can be read and written from here. None, with a warning, where
-        not all ranks are `able` to use it or have such memory; all are told the same."""
+        """Return i64[1 + ranks] on this rank's GPU: its rank, and the addresses here of each rank's
+        symmetric buffer of `size` zeroed bytes. None on every rank, with a warning, unless all are
+        `able` to use it and have such memory."""
         said = self.gathered(None if able and self.on_gpus else "a rank has no GPU for kernels")
         if not any(said) and self._peers is None:
             said = self.gathered(self._meet(size))
         if why := next(filter(None, said), None):
             self._peers = None
             log.warning(BY_NCCL, why)
-            return None
-        assert self._peers
-        return self._peers[0]
+        return self._peers and self._peers[0]
 
     def _meet(self, size: int) -> str | None:
-        """Make this rank's buffer and learn where the others' are; return why it cannot."""
+        """Allocate this rank's symmetric buffer and map the others'; return why it cannot."""
         import torch
         import torch.distributed as dist
 
@@ -238,13 +221,27 @@ class Group:
             return _first(e)
         return None
 
-    # --- words --------------------------------------------------------------------------------
+    # --- calls --------------------------------------------------------------------------------
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A context for a call that all ranks make: one at a time, not interrupted. After an error
+        of this rank the others are in the middle of it, so that no call can follow."""
+        with put_off(), self.turn:
+            try:
+                yield
+            except BaseException:
+                self.broken = True
+                raise
 
     def tell(self, call: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Send the followers a call, of plain values, and tensors with it."""
+        """Send a call of plain values, with tensors, to the workers, and the numbers of objects
+        that they may drop."""
         import torch
 
         wait = timedelta(seconds=self.timeout_s)
+        if call:
+            call = [*call, [self.dropped.popleft() for _ in range(len(self.dropped))]]
         held = {name: t.detach().cpu() for name, t in tensors.items()}
         types = {name: [dtype_name(t.dtype), [*t.shape]] for name, t in held.items()}
         text = json.dumps([call, types]).encode()
@@ -259,8 +256,8 @@ class Group:
             self._broadcast(message[FRAME:], wait)
 
     def heard(self) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        """Wait for the leader's next call; return it and its tensors, on the host. The last is an
-        empty one."""
+        """Wait for rank 0's next call; return it and its tensors, on the host. The last call is
+        empty."""
         import torch
 
         message = self._broadcast(torch.zeros(FRAME, dtype=torch.uint8))
@@ -272,10 +269,8 @@ class Group:
         call, types = json.loads(message[16 : 16 + text].numpy().tobytes())
         tensors, at = {}, 16 + text
         for name, (kind, shape) in types.items():
-            dtype = torch_dtype(kind)
-            made = torch.empty(shape, dtype=dtype)
-            own = message[at : at + made.nbytes]
-            made.reshape(-1).view(torch.uint8).copy_(own)
+            made = torch.empty(shape, dtype=torch_dtype(kind))
+            made.reshape(-1).view(torch.uint8).copy_(message[at : at + made.nbytes])
             tensors[name], at = made, at + made.nbytes
         return call, tensors
 
@@ -289,7 +284,7 @@ class Group:
         return x
 
     def gathered(self, value: Any) -> list[Any]:
-        """Return what each rank gives, plain values, in order of rank."""
+        """All-gather a plain value; in order of rank."""
         import torch
         import torch.distributed as dist
 
@@ -308,7 +303,7 @@ class Group:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """A context in which an exchange that fails is a RankError that says who is gone."""
+        """A context in which a failed collective becomes a RankError that names who is gone."""
         if self.broken:
             raise self.lost or RankError(f"rank {self.rank}: a step with the others failed before")
         try:
@@ -319,13 +314,12 @@ class Group:
     def _others(self) -> list[RankProcess]:
         return [p for p in self._processes if p.rank != self.rank]
 
-    def _gone(self) -> str | None:
-        gone = [str(p) for p in self._others() if p.ended]
-        said = f"{' and '.join(gone)} ended; see what it said, and start all ranks again"
-        return said if gone else None
+    def _gone(self) -> str:
+        gone = " and ".join(str(p) for p in self._others() if p.ended)
+        return gone and f"{gone} ended; see what it said, and start all ranks again"
 
     def check(self) -> None:
-        """Raise RankError where another rank is lost."""
+        """Raise RankError if another rank is lost."""
         if self.lost:
             raise self.lost
         if gone := self._gone():
@@ -341,20 +335,17 @@ class Group:
             if gone := self._gone():
                 return gone
             time.sleep(LOOK_S)
-        others = self._others()
-        first = error.splitlines()[0].removeprefix("[")[:200]
+        others = " or ".join(map(str, self._others())) or "the others"
         if "imed out" in error or "imeout" in error:
-            who = " or ".join(map(str, others))
             return (
-                f"no answer within {self.timeout_s:g} s (--rank-timeout) from {who}; start all "
+                f"no answer within {self.timeout_s:g} s (--rank-timeout) from {others}; start all "
                 f"ranks again"
             )
-        far = ", ".join(map(str, others)) or "the others"
-        return f"the connection to {far} broke: {first}; start all ranks again"
+        first = error.splitlines()[0].removeprefix("[")[:200]
+        return f"the connection to {others} broke: {first}; start all ranks again"
 
     def close(self) -> None:
-        """Leave the group, unless an exchange may still be under way, which would be waited for:
-        that ends with the process."""
+        """Leave the group, unless a collective may still be under way: torch would wait for it."""
         import torch.distributed as dist
 
         if not self.broken:
@@ -364,12 +355,15 @@ class Group:
             dist.destroy_process_group()
 
 
-#: op -> what the ranks do for it
-EXCHANGES: dict[str, Callable[[Group, Sequence[Any]], tuple[Any, ...]]] = {
-    "all_reduce": Group.all_reduce,
-    "all_gather": Group.all_gather,
-}
-#: the group that this process is in: torch, too, has one for each process
+def rank_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum in order of rank, so that all ranks have the same bits; rounded once."""
+    total, *others = map(wide, parts)
+    for part in others:
+        total = total + part
+    return total.to(parts[0].dtype)
+
+
+#: the group that this process has joined: torch, too, has one for each process
 _joined: list[Group] = []
 
 
@@ -380,9 +374,9 @@ def current() -> Group | None:
 
 @contextmanager
 def join(timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
-    """A context in which this process is one of those that torchrun started; all of them wait for
-    one another, and then in each exchange, at most so many seconds. InputError where torchrun
-    started none; MissingError where they cannot talk; RankError where one does not come."""
+    """A context in which this process is a rank of those that torchrun started. Ranks wait for each
+    other, here and in each collective, at most `timeout_s`. InputError if torchrun started none;
+    MissingError if they cannot connect; RankError if one does not come."""
     launch = launched()
     if launch is None:
         raise InputError("this process is alone; start several: torchrun --nproc-per-node N ...")
@@ -400,8 +394,8 @@ def join(timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
 
 
 def _connect(launch: RankLaunch, timeout_s: float) -> bool:
-    """Make torch's default group: gloo, and NCCL for what lies on a GPU of this rank's own. Return
-    whether it has one."""
+    """Make torch's default group: gloo, and NCCL if this rank has a GPU of its own; return whether
+    it has."""
     import torch
     import torch.distributed as dist
 
@@ -427,7 +421,7 @@ def _connect(launch: RankLaunch, timeout_s: float) -> bool:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor's bytes, in order: of one number too, whose stride may be any."""
+    """Return a copy of a tensor's bytes, in order: of one element too, whose stride may be any."""
     import torch
 
     flat = torch.empty(x.numel(), dtype=x.dtype, device=x.device)

@@ -81,23 +81,19 @@ def ranks_of(g: Graph) -> int:
 
 
 def _param(v: Value, spec: Spec, ranks: int, ep: bool) -> Value:
-    """Return a rank's part of a param. That of a tied head has a name of its own: the table that
-    tokens are looked up in stays whole."""
-    name = _named(v).name
-    part = part_of(spec, name, ep)
-    if part is None:
-        return v
-    return Value(name, part.cut_type(v.type, ranks))
+    """Return a rank's part of a param. That of a tied head has a name of its own: the embedding
+    table stays whole."""
+    part = part_of(spec, _named(v).name, ep)
+    return Value(_named(v).name, part.cut_type(v.type, ranks)) if part else v
 
 
 def _named(v: Value) -> Value:
-    """Return a value of the head by its own name where it is tied; any other as it is."""
+    """Return a value of a tied head under the head's name."""
     return Value(v.name.replace(TABLE, HEAD, 1), v.type) if v.name.startswith(TABLE) else v
 
 
 def _check_groups(n: Node, spec: Spec, ranks: int, ep: bool) -> None:
-    """Raise InputError where ranks would share numbers of a weight that have one scale, or codes
-    that lie in one element."""
+    """Raise InputError if a group of quantised weights, or an element, would be cut."""
     weight = n["codes"].name.removesuffix(CODES)
     part = part_of(spec, HEAD if weight == TABLE else weight, ep)
     if part is None or _divides(n, part, ranks):
@@ -111,7 +107,6 @@ def _check_groups(n: Node, spec: Spec, ranks: int, ep: bool) -> None:
 
 
 def _divides(n: Node, part: AxisShard, ranks: int) -> bool:
-    """Whether a rank's codes and scales are those of its part of a weight."""
     if not all(part.divides(int(v.type.shape[part.axis]), ranks) for v in n.inputs):
         return False
     try:
@@ -152,20 +147,16 @@ def _some(n: Node, spec: Spec) -> Node:
 
 
 def _sums(g: Graph) -> Mapping[str, tuple[str, ...]]:
-    """Return value -> those that travel with it, itself included: the sums of the MLP and of the
-    experts beside it are one message."""
-    names = [v.name for n in g.nodes for v in n.outputs if _SUMS.fullmatch(v.name)]
+    """Return value -> the values of its all-reduce; the MLP and experts of a layer share one."""
     groups: dict[str, list[str]] = {}
-    for name in names:
+    for name in (v.name for n in g.nodes for v in n.outputs if _SUMS.fullmatch(v.name)):
         place = name if name.endswith(".attn.o") else name.partition(".")[0]
         groups.setdefault(place, []).append(name)
     return {name: tuple(group) for group in groups.values() for name in group}
 
 
 def _partial(n: Node, sums: Mapping[str, tuple[str, ...]]) -> Node:
-    """Return a node whose result is a rank's part of what it was: under another name."""
-    name = n.outputs[0].name
-    if name in sums or _is_head(n):
+    if n.outputs[0].name in sums or _is_head(n):
         return replace(n, outputs=(_part(n.outputs[0]),))
     return n
 
@@ -179,7 +170,6 @@ def _part(v: Value) -> Value:
 
 
 def _collectives(g: Graph, sums: Mapping[str, tuple[str, ...]], ranks: int) -> tuple[Node, ...]:
-    """Return what makes whole values of the parts that ranks have."""
     b, made = Builder(), {v.name: v for n in g.nodes for v in n.outputs}
     for names in dict.fromkeys(sums.values()):
         parts = [_part(made[name]) for name in names]

@@ -12,11 +12,12 @@ Of a drafter the attention is cut, since it reads caches that are; its rest is s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from g4ir.errors import InputError
+from g4ir.ir.graph import Value
 from g4ir.model.names import CODES, SCALES
 from g4ir.ops.types import Type
 from g4ir.spec.parts import Layer
@@ -65,7 +66,7 @@ class AxisShard:
         return whole if whole == 1 else whole * self.share(ranks) // self.units
 
     def divides(self, whole: int, ranks: int) -> bool:
-        """Whether an axis of `whole` elements, several numbers each, can be cut so."""
+        """Whether an axis of `whole` elements, of several values each, can be cut so."""
         return whole == 1 or whole * self.share(ranks) % (self.units * self.blocks) == 0
 
     def ranges(self, whole: int, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
@@ -80,13 +81,11 @@ class AxisShard:
 
     def cut(self, tensor: Any, rank: int, ranks: int) -> Any:
         """Return a rank's part of a tensor: a view where it is one piece."""
-        whole = tensor.shape[self.axis]
-        pieces = [tensor.narrow(self.axis, *r) for r in self.ranges(whole, rank, ranks)]
-        if len(pieces) == 1:
-            return pieces[0]
         import torch
 
-        return torch.cat(pieces, self.axis)
+        whole = tensor.shape[self.axis]
+        pieces = [tensor.narrow(self.axis, *r) for r in self.ranges(whole, rank, ranks)]
+        return torch.cat(pieces, self.axis) if len(pieces) > 1 else pieces[0]
 
     def cut_type(self, t: Type, ranks: int) -> Type:
         """Return the type of a rank's part."""
@@ -141,10 +140,49 @@ def _units(spec: Spec, layer: Layer, by: str) -> tuple[int, int]:
     }[by]
 
 
-def first_expert(spec: Spec, rank: int, ranks: int) -> int:
-    """Return the first of the experts that a rank has."""
-    assert spec.text.moe
-    return rank * spec.text.moe.num_experts // ranks
+@dataclass(frozen=True)
+class Share:
+    """Weights of rank `rank` of `ranks`; with `ep` it has some of the experts."""
+
+    spec: Spec
+    rank: int
+    ranks: int
+    ep: bool = False
+
+    def cuts(self, param: str) -> bool:
+        """Whether ranks have different parts of a param."""
+        return self.ranks > 1 and (param == FIRST or self._part(param) is not None)
+
+    def source(self, param: str) -> str | None:
+        """Return the param of the whole model that a param of a rank is cut from; None: it is a
+        rank's own."""
+        if param == FIRST:
+            return None
+        part = self._part(param)
+        return part.source if part else param
+
+    def own(self, param: str, read: Callable[[str], Any]) -> Any:
+        """Return the rank's part of a param; `read` gives those of the whole model."""
+        if param == FIRST:
+            import torch
+
+            assert self.spec.text.moe
+            return torch.tensor([self.rank * self.spec.text.moe.num_experts // self.ranks])
+        part = self._part(param)
+        made = read(part.source if part else param)
+        return part.cut(made, self.rank, self.ranks).contiguous() if part else made
+
+    def joined(self, v: Value, read: Callable[[int, Value], Any]) -> Any:
+        """Return a weight of the whole model, of what the ranks have; `read` gives a rank's."""
+        part = self._part(v.name)
+        if part is None:
+            return read(0, v)
+        own = Value(v.name, part.cut_type(v.type, self.ranks))
+        parts = [read(rank, own) for rank in range(self.ranks)]
+        return part.joined(parts, int(v.type.shape[part.axis]))
+
+    def _part(self, param: str) -> AxisShard | None:
+        return part_of(self.spec, param, self.ep) if self.ranks > 1 else None
 
 
 def key_heads(layer: Layer, ranks: int) -> int:
@@ -176,17 +214,16 @@ def check_ranks(spec: Spec, ranks: int, ep: bool = False) -> None:
 
 
 def _uneven(spec: Spec, ranks: int, ep: bool) -> tuple[str, int] | None:
-    """Return a key and its number that ranks cannot share: none has a whole number of units, nor
-    several ranks the same one."""
+    """Return a key and its number that ranks cannot divide; key heads may be replicated."""
     text, moe = spec.text, spec.text.moe
-    experts = {"moe.num_experts": moe.num_experts} if moe else {}
-    widths = {"moe.intermediate_size": moe.intermediate_size} if moe else {}
     sizes = {
         "num_attention_heads": text.num_attention_heads,
         "intermediate_size": text.intermediate_size,
         "vocab_size": text.vocab_size,
-        **(experts if ep else widths),
     }
+    if moe:
+        key = "num_experts" if ep else "intermediate_size"
+        sizes[f"moe.{key}"] = getattr(moe, key)
     keys = {f"{x.kind}.num_key_value_heads": x.attention.num_key_value_heads for x in spec.layers()}
     uneven = (item for item in sizes.items() if item[1] % ranks)
     apart = (item for item in keys.items() if item[1] % ranks and ranks % item[1])

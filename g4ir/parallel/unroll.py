@@ -16,8 +16,6 @@ from g4ir.ir.graph import Builder, Graph, Node, Value
 from g4ir.ops.collective import COLLECTIVES
 
 _OWN = re.compile(r"r(\d+)\.(.+)")
-#: dtypes that are summed in fp32
-_ROUNDED = ("bf16", "f16")
 
 
 def own_name(name: str, rank: int) -> str:
@@ -73,21 +71,16 @@ def _of_rank(n: Node, own: Collection[str], rank: int) -> Node:
 
 
 def _exchange(b: Builder, n: Node, ranks: int) -> None:
-    """Emit what a message comes to: sums in order of rank, or parts behind one another."""
     for x, y in zip(n.inputs, n.outputs, strict=True):
         parts = [Value(own_name(x.name, rank), x.type) for rank in range(ranks)]
         if n.op == "all_gather":
             b.emit("concat", *parts, axis=x.type.rank - 1, name=y.name)
-        else:
-            _sum(b, parts, y)
-
-
-def _sum(b: Builder, parts: Sequence[Value], y: Value) -> None:
-    rounded = y.type.dtype in _ROUNDED
-    if rounded:
-        parts = [b.emit("cast", x, dtype="f32", name=f"{x.name}.wide") for x in parts]
-    *first, last = parts
-    total = reduce(lambda a, x: b.emit("add", a, x, name=f"{x.name}.sum"), first)
-    whole = b.emit("add", total, last, name=f"{y.name}.wide" if rounded else y.name)
-    if rounded:
-        b.emit("cast", whole, dtype=y.type.dtype, name=y.name)
+            continue
+        rounded = y.type.dtype in ("bf16", "f16")  # summed in fp32
+        if rounded:
+            parts = [b.emit("cast", x, dtype="f32", name=f"{x.name}.wide") for x in parts]
+        *first, last = parts
+        total = reduce(lambda a, x: b.emit("add", a, x, name=f"{x.name}.sum"), first)
+        whole = b.emit("add", total, last, name=f"{y.name}.wide" if rounded else y.name)
+        if rounded:
+            b.emit("cast", whole, dtype=y.type.dtype, name=y.name)

@@ -19,7 +19,7 @@ import yaml
 
 from g4ir.chat.messages import MOST_DEPTH, kind_of, shown
 from g4ir.errors import InputError
-from g4ir.media.sound import CUT, REFUSE
+from g4ir.media.audio import CUT, REFUSE
 
 from .http_errors import Refused, bad, missing
 

@@ -20,7 +20,7 @@ from g4ir.ops.codecs import on_grid
 from g4ir.ops.finite import cast
 from g4ir.ops.types import TORCH_NAMES, dtype_name, torch_dtype
 from g4ir.parallel.shard import shard_program
-from g4ir.parallel.share import Share
+from g4ir.parallel.table import Share
 from g4ir.passes import Acted, Dump, PassOptions, run_program
 from g4ir.passes.plan_cache import RingOptions
 from g4ir.quant.recipe import Recipe

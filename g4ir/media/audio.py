@@ -1,8 +1,7 @@
 """Audio: a file or an array of samples -> the features that the audio path of a variant takes.
 
-    sound = read_sound("speech.wav")                    # or Sound(array, rate)
-    clip = prepare_sound(sound, audio_settings(spec))   # features, mask, soft_tokens
-    features, mask = stack_clips([clip, other])         # as the reference pads a batch
+    audio = read_audio("speech.wav")                    # or Waveform(array, rate)
+    clip = prepare_audio(audio, audio_settings(spec))   # features, mask, soft_tokens
 
 Two kinds of features, by the spec: log-mel frames for the tower of `gemma4`, and raw
 frames of samples for `gemma4_unified`. From decoded samples onwards the arithmetic is ours (numpy)
@@ -21,7 +20,6 @@ import io
 import logging
 import math
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -31,14 +29,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from g4ir.errors import InputError, MissingError
-from g4ir.model.audio import RATES, AudioSettings
+from g4ir.model.audio import RATES, AudioSettings, MelSettings, RawSettings, round_up
 
-from .containers import is_cut, is_unknown
-from .mel import F32, F64, Mask, find_features, frozen
+from .files import check_file, is_cut, is_unknown
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 
 CUT, REFUSE = "cut", "refuse"  # what to do with a clip that is too long
 MAX_CHANNELS = 64
 MAX_RESAMPLED = 1 << 26  # samples of a clip at the model's rate: over an hour at 16 kHz
+MAX_BYTES, MAX_VALUES = 1 << 28, 1 << 26  # of a file; samples times channels that are decoded
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class Sound:
+class Waveform:
     """Decoded samples: [N] or [N, channels], floats about [-1, 1] or whole numbers (see SCALES)."""
 
     samples: NDArray[Any]
@@ -57,34 +59,34 @@ class Sound:
 
 @dataclass(frozen=True, eq=False)
 class Clip:
-    """One sound as a variant takes it. `left_out` counts the samples (at the model's rate) that
+    """An audio clip as a variant takes it. `left_out` counts the samples (at the model's rate) that
     were cut because the clip was too long."""
 
     features: F32  # [T, F], frames of padding are zero
-    mask: Mask  # [T], true where a frame holds sound
+    mask: Mask  # [T], true where a frame holds audio
     soft_tokens: int
     left_out: int = 0
 
 
-def prepare_sound(sound: Sound, settings: AudioSettings, too_long: str = CUT) -> Clip:
-    """Return the features of one sound.
+def prepare_audio(audio: Waveform, settings: AudioSettings, too_long: str = CUT) -> Clip:
+    """Return the features of one audio clip.
 
     `too_long`: `cut` keeps the beginning, as the reference does, and warns; `refuse` raises.
-    InputError, naming the sound, for samples that are none, not finite or of an unknown type, for
+    InputError, naming the clip, for samples that are none, not finite or of an unknown type, for
     a rate out of range, and for clips too short for one soft token.
     """
     if too_long not in (CUT, REFUSE):
         raise InputError(f"too_long {too_long!r}: {CUT} or {REFUSE}")
     rate, most = settings.sampling_rate, settings.max_samples
-    _check_rate(sound.rate, sound.name)
-    mono = to_mono(sound.samples, sound.name)
-    length = resampled_length(len(mono), sound.rate, rate)
+    _check_rate(audio.rate, audio.name)
+    mono = to_mono(audio.samples, audio.name)
+    length = resampled_length(len(mono), audio.rate, rate)
     kept = length if most is None else min(length, most)
-    _check_length(sound.name, length, kept, settings, too_long)
-    features, mask = find_features(resample(mono, sound.rate, rate, kept), settings)
+    _check_length(audio.name, length, kept, settings, too_long)
+    features, mask = find_features(resample(mono, audio.rate, rate, kept), settings)
     if not np.isfinite(features).all():
         raise InputError(
-            f"{sound.name}: samples up to {np.abs(mono).max():g} overflow the "
+            f"{audio.name}: samples up to {np.abs(mono).max():g} overflow the "
             "spectrum; scale them into [-1, 1]"
         )
     return Clip(features, mask, settings.soft_tokens(kept), length - kept)
@@ -110,29 +112,15 @@ def _check_length(
         )
 
 
-def stack_clips(clips: Sequence[Clip]) -> tuple[F32, Mask]:
-    """Stack clips into f32 [B, T, F] and bool [B, T], shorter ones filled with zeros and False.
-
-    Equal to what the reference makes of a batch: it pads the samples, but then zeroes the frames
-    that reach into the padding.
-    """
-    longest = max((len(clip.mask) for clip in clips), default=0)
-    if not clips or len({clip.features.shape[1] for clip in clips}) > 1:
-        raise InputError("a batch of audio needs clips, all with the same settings")
-    fill = [longest - len(clip.mask) for clip in clips]
-    features = [np.pad(c.features, ((0, n), (0, 0))) for c, n in zip(clips, fill)]
-    return np.stack(features), np.stack([np.pad(c.mask, (0, n)) for c, n in zip(clips, fill)])
-
-
 # --- samples ----------------------------------------------------------------------------------
 
-#: whole numbers -> (zero, full scale), as every decoder reads them
-SCALES = {"uint8": (128, 1 << 7), "int16": (0, 1 << 15), "int32": (0, 1 << 31)}
-FLOATS = ("float16", "float32", "float64")
+#: type of samples -> (zero, full scale), as every decoder reads them
+SCALES = {"float16": (0, 1), "float32": (0, 1), "float64": (0, 1)}
+SCALES |= {"uint8": (128, 1 << 7), "int16": (0, 1 << 15), "int32": (0, 1 << 31)}
 
 
 def to_mono(samples: NDArray[Any], name: str = "audio") -> F32:
-    """Average the channels: [N] or [N, channels] of any type in SCALES or FLOATS -> f32 [N].
+    """Average the channels: [N] or [N, channels] of any type in SCALES -> f32 [N].
 
     InputError for other types and shapes, no samples, too many channels, and NaN or infinity.
     """
@@ -158,13 +146,11 @@ def to_mono(samples: NDArray[Any], name: str = "audio") -> F32:
 
 def _floats(samples: NDArray[Any], name: str) -> F32:
     kind = samples.dtype.name
-    if kind in FLOATS:
-        with np.errstate(over="ignore"):  # infinity is found by the caller
-            return samples.astype(np.float32, copy=False)
     if kind not in SCALES:
-        raise InputError(f"{name}: samples of type {kind}; one of {', '.join((*FLOATS, *SCALES))}")
+        raise InputError(f"{name}: samples of type {kind}; one of {', '.join(SCALES)}")
     zero, full = SCALES[kind]
-    return ((samples.astype(np.float64) - zero) / full).astype(np.float32)
+    with np.errstate(over="ignore"):  # infinity is found by the caller
+        return ((samples.astype(np.float64) - zero) / full).astype(np.float32)
 
 
 def _check_rate(rate: int, name: str) -> None:
@@ -204,7 +190,6 @@ def resample(samples: F32, old: int, new: int, first: int | None = None) -> F32:
 
 
 def _interpolated(padded: F32, taps: F64, start: NDArray[Any], phase: NDArray[Any]) -> F32:
-    """Return each output's taps times the samples from `start` on."""
     out = np.zeros(len(start))
     for tap in range(taps.shape[1]):
         out += padded[start + tap] * taps[phase, tap]
@@ -223,38 +208,103 @@ def _taps(old: int, new: int) -> F64:
     return frozen(np.sinc(crossings) * window * cutoff)
 
 
+# --- features -----------------------------------------------------------------------------------
+
+
+def find_features(samples: F32, settings: AudioSettings) -> tuple[F32, Mask]:
+    """Return f32 [T, F], frames of padding zero, and the mask [T] of frames that hold audio."""
+    if isinstance(settings, RawSettings):
+        fill = round_up(len(samples), settings.frame) - len(samples)
+        frames = np.pad(samples, (0, fill)).reshape(-1, settings.frame)
+        return frames, np.ones(len(frames), np.bool_)
+    length = round_up(len(samples), settings.pad_multiple)
+    mask = np.arange(settings.frames(length)) < settings.frames(len(samples))
+    mel = log_mel(np.pad(samples, (0, length - len(samples))), settings)
+    return mel * mask[:, None], mask
+
+
+def log_mel(samples: F32, settings: MelSettings) -> F32:
+    """log(mel + floor) of each window's magnitudes: f32 [N] -> f32 [frames(N), bins] (rule 32).
+
+    The transform runs on float32 as in the reference: near the floor its rounding decides the
+    third decimal, so a wider one would differ. Filters and logarithm are float64.
+    """
+    frame, hop = settings.frame, settings.hop
+    if not settings.frames(len(samples)):
+        return np.zeros((0, settings.bins), np.float32)
+    if settings.input_scale_factor != 1.0:
+        samples = samples * np.float32(settings.input_scale_factor)
+    padded = np.pad(samples, (frame // 2, 0))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, frame + 1)[::hop]
+    frames = _emphasised(windows, settings) * _hann(frame)
+    mel = np.abs(np.fft.rfft(frames, n=settings.fft, axis=-1)) @ mel_filters(settings)
+    out = np.log(mel + settings.mel_floor)
+    if settings.per_bin_mean is not None:
+        out = out - np.asarray(settings.per_bin_mean)
+    if settings.per_bin_stddev is not None:
+        out = out / np.asarray(settings.per_bin_stddev)
+    return out.astype(np.float32)
+
+
+def _emphasised(windows: F32, settings: MelSettings) -> F32:
+    """Return the analysed samples [T, frame] of windows [T, frame + 1]."""
+    share = np.float32(settings.preemphasis)
+    if share <= 0:
+        return windows[:, :-1]
+    if not settings.preemphasis_htk_flavor:
+        return windows[:, 1:] - share * windows[:, :-1]
+    first = windows[:, :1] * np.float32(1.0 - settings.preemphasis)
+    return np.concatenate([first, windows[:, 1:-1] - share * windows[:, :-2]], axis=1)
+
+
+@lru_cache(maxsize=8)
+def _hann(length: int) -> F32:
+    return frozen(np.hanning(length + 1)[:-1].astype(np.float32))
+
+
+@lru_cache(maxsize=8)
+def mel_filters(settings: MelSettings) -> F64:
+    """Return triangles on the HTK mel scale, not normalised: f64 [fft / 2 + 1, bins].
+
+    The uppermost may fall between two points and be zero, as in the reference.
+    """
+    low, high = (
+        2595.0 * np.log10(1.0 + f / 700.0) for f in (settings.min_frequency, settings.max_frequency)
+    )
+    mels = np.linspace(low, high, settings.bins + 2)
+    centers = 700.0 * (np.power(10, mels / 2595.0) - 1.0)
+    points = np.linspace(0, settings.sampling_rate // 2, settings.fft // 2 + 1)
+    away = centers[None, :] - points[:, None]
+    widths = np.diff(centers)
+    rising, falling = -away[:, :-2] / widths[:-1], away[:, 2:] / widths[1:]
+    return frozen(np.maximum(0.0, np.minimum(rising, falling)))
+
+
+def frozen(array: Any) -> Any:
+    """Return the array made read-only, since every caller shares it."""
+    array.setflags(write=False)
+    return array
+
+
 # --- files ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class DecodeLimits:
-    """Sizes that are looked at before anything is decoded."""
-
-    max_bytes: int = 1 << 28  # of the file
-    max_values: int = 1 << 26  # samples times channels
-
-
-def read_sound(path: str | Path, limits: DecodeLimits | None = None) -> Sound:
+def read_audio(path: str | Path) -> Waveform:
     """Decode an audio file by soundfile: WAV, FLAC, OGG, MP3, AIFF, AU, CAF and Wave64, as float32.
 
     InputError, naming the file, if it is missing, empty, not audio, corrupt, truncated, without
-    samples or above the limits; MissingError if soundfile is not installed.
+    samples or too large; MissingError if soundfile is not installed.
     """
-    path, limits = Path(path), limits or DecodeLimits()
+    path = Path(path)
     try:
-        if not path.is_file():
-            raise InputError(f"{path}: no such audio file")
+        check_file(path, "audio", MAX_BYTES, "send it in parts")
         with path.open("rb") as file:
-            return _read(file, path, path.stat().st_size, limits)
+            return _read(file, path)
     except OSError as e:
         raise InputError(f"{path}: cannot be read: {e.strerror or e}") from e
 
 
-def _read(file: BinaryIO, path: Path, size: int, limits: DecodeLimits) -> Sound:
-    if size == 0:
-        raise InputError(f"{path}: the file is empty")
-    if size > limits.max_bytes:
-        raise InputError(f"{path}: {size} bytes, at most {limits.max_bytes}; send it in parts")
+def _read(file: BinaryIO, path: Path) -> Waveform:
     head = file.read(12)
     if not head.startswith(MAGIC) and not _is_mpeg(head):
         raise InputError(
@@ -262,10 +312,10 @@ def _read(file: BinaryIO, path: Path, size: int, limits: DecodeLimits) -> Sound:
         )
     if head[:4] in WAVES and head[8:] == b"WAVE":
         file = io.BytesIO(_plain_wav(head + file.read(), path))
-    elif is_cut(file, size):
+    elif is_cut(file, path.stat().st_size):
         raise InputError(f"{path}: truncated: its header announces more than the file has")
     file.seek(0)
-    return _decode(file, path, limits)
+    return _decode(file, path)
 
 
 #: first bytes of formats that soundfile may know
@@ -305,9 +355,11 @@ def _plain_wav(data: bytes, path: Path) -> bytes:
     return b"RIFF" + data[4 : at - 4] + struct.pack("<I", size) + data[at:]
 
 
-def _decode(file: BinaryIO, path: Path, limits: DecodeLimits) -> Sound:
-    """Decode a file whose header is checked against the limits first."""
-    soundfile = _soundfile(path)
+def _decode(file: BinaryIO, path: Path) -> Waveform:
+    try:
+        soundfile: Any = importlib.import_module("soundfile")
+    except (ImportError, OSError) as e:  # OSError: its C library is not there
+        raise MissingError(f"{path}: audio needs soundfile: pip install 'g4ir[mm]'") from e
     try:
         with soundfile.SoundFile(file) as source:
             frames, channels, rate = source.frames, source.channels, source.samplerate
@@ -315,27 +367,26 @@ def _decode(file: BinaryIO, path: Path, limits: DecodeLimits) -> Sound:
             if channels > MAX_CHANNELS:
                 raise InputError(f"{path}: {channels} channels, at most {MAX_CHANNELS}")
             if known:
-                _check_values(path, frames, channels, limits)
-            most = frames if known else limits.max_values // channels + 1
+                _check_values(path, frames, channels)
+            most = frames if known else MAX_VALUES // channels + 1
             source.seekable = lambda: False  # it would look for the end of a FLAC that has none
             samples = source.read(most, dtype="float32", always_2d=True)
-    except soundfile.LibsndfileError as e:
-        raise InputError(f"{path}: corrupt, or an unsupported format: {e.error_string}") from e
     except (RuntimeError, TypeError, ValueError) as e:
-        raise InputError(f"{path}: corrupt, or an unsupported format: {e}") from e
+        what = getattr(e, "error_string", e)  # of a LibsndfileError
+        raise InputError(f"{path}: corrupt, or an unsupported format: {what}") from e
     if not len(samples):
         raise InputError(f"{path}: no samples")
     if known and len(samples) < frames:
         raise InputError(f"{path}: truncated: {frames} samples announced, {len(samples)} there")
-    _check_values(path, len(samples), channels, limits)
-    return Sound(samples, int(rate), str(path))
+    _check_values(path, len(samples), channels)
+    return Waveform(samples, int(rate), str(path))
 
 
-def _check_values(path: Path, frames: int, channels: int, limits: DecodeLimits) -> None:
-    if frames * channels > limits.max_values:
+def _check_values(path: Path, frames: int, channels: int) -> None:
+    if frames * channels > MAX_VALUES:
         raise InputError(
             f"{path}: {frames} samples of {channels} channels, more than "
-            f"{limits.max_values} values; send it in parts"
+            f"{MAX_VALUES} values; send it in parts"
         )
 
 
@@ -344,10 +395,3 @@ def _is_mpeg(head: bytes) -> bool:
     (word,) = struct.unpack(">I", head[:4].ljust(4, b"\0"))
     version, layer, bit_rate, rate = word >> 19 & 3, word >> 17 & 3, word >> 12 & 15, word >> 10 & 3
     return word >> 21 == 0x7FF and version != 1 and layer != 0 and bit_rate != 15 and rate != 3
-
-
-def _soundfile(path: Path) -> Any:
-    try:
-        return importlib.import_module("soundfile")
-    except (ImportError, OSError) as e:  # OSError: its C library is not there
-        raise MissingError(f"{path}: audio needs soundfile: pip install 'g4ir[mm]'") from e

@@ -1,13 +1,39 @@
-"""Containers of media: whether a file was cut off, by the sizes that it announces."""
+"""Media files before they are decoded: sizes, and whether a file was cut off."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import BinaryIO
+
+from g4ir.errors import InputError
 
 EBML, SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 #: outermost elements that hold content: of MP4, AVI and WAV, Matroska, AIFF, AU and Wave64
 CONTENT = (b"moov", b"moof", b"mdat", b"RIFF", SEGMENT, b"FORM", b".snd", b"riff")
 _MOST = 1 << 16  # elements to look at, so that the walk through a damaged file ends
+
+
+def check_file(path: Path, kind: str, max_bytes: int, fix: str = "") -> None:
+    """Raise InputError unless there is a file that is neither empty nor too large."""
+    if not path.is_file():
+        raise InputError(f"{path}: no such {kind} file")
+    size = path.stat().st_size
+    if size == 0:
+        raise InputError(f"{path}: the file is empty")
+    if size > max_bytes:
+        fix = fix or f"send a smaller {kind}"
+        raise InputError(f"{path}: {size} bytes, at most {max_bytes}; {fix}")
+
+
+def check_size(path: Path, width: int, height: int, max_pixels: int) -> None:
+    """Raise InputError for a size in a header that cannot be, or is more than allowed."""
+    if min(width, height) < 1:
+        raise InputError(f"{path}: {width}x{height} pixels; at least 1x1")
+    if width * height > max_pixels:
+        raise InputError(
+            f"{path}: {width}x{height} are {width * height} pixels, at most "
+            f"{max_pixels}; make it smaller"
+        )
 
 
 def is_unknown(size: int) -> bool:
