@@ -1,14 +1,18 @@
-"""Tokens that are drafted and verified: the text is that of single steps, whatever was drafted."""
+"""Speculative decoding: texts are those of single steps, in `generate`, sessions, the scheduler,
+`run`, `chat` and `serve`; what `verify` and `bench` say of it."""
 
 from __future__ import annotations
 
+import io
+import json
 import random
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,13 +20,23 @@ from hypothesis import strategies as st
 
 import g4ir
 from g4ir.backends.sampling import SamplingParams
+from g4ir.bench.drafts import DRAFTED, PIECE, PLAIN, Writer, repeated
+from g4ir.bench.schema import plain as plain_values
+from g4ir.bench.schema import read_report
+from g4ir.bench.text import text as bench_text
+from g4ir.bench.workload import Workload, draw_tokens
+from g4ir.check.logits import ROUNDS_ALONE, verify_engine
+from g4ir.check.passes import verify_each_pass
+from g4ir.check.stages import BACKEND
+from g4ir.check.steps import chunks_of_tokens, rounds_of
+from g4ir.cli.drafting import tally_text
 from g4ir.engine.engine import Engine
+from g4ir.engine.load import load_engine
 from g4ir.engine.requests import Event, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.engine.session import Session, padded
 from g4ir.engine.speculative import (
     COST,
-    FIRST_PAUSE,
     LEAST_MATCH,
     LONGEST_PAUSE,
     MOST_MATCH,
@@ -30,25 +44,23 @@ from g4ir.engine.speculative import (
     NgramProposer,
     Pace,
     SpeculativeConfig,
-    accepted,
-    find_draft,
 )
 from g4ir.errors import InputError
+from g4ir.model.decoder import VERIFY
 from g4ir.passes import PassOptions, run_passes
 from g4ir.passes.plan_cache import RingOptions
+from tests.cli_tools import Outcome, refused
+from tests.cli_tools import g4ir as command
 from tests.contract.flows import FLOWS
 from tests.engines import agrees, some_tokens
+from tests.serve.running import chat_engine, eventually, running
+from tests.small_bench import small_bench
+from tests.talking import dictate
+from tests.test_stages import break_pass, smaller_rings
 
 MAX_SEQ, CHUNK, MOST = 96, 16, 8
 #: dense; experts; per-layer embeddings and shared K and V; the unified text model. Rings of 8
 VARIANTS = ("tiny-dense", "tiny-moe", "tiny-ple", "tiny-unified")
-#: what caches hold, and how
-FORMS: dict[str, dict[str, Any]] = {
-    "value": {"latent_kv": "value"},
-    "raw": {"latent_kv": "raw"},
-    "int8": {"kv_dtype": "int8", "latent_kv": "value"},
-    "unfused": {"skip": ("plan_cache", "fuse_qkv")},
-}
 Make = Callable[..., Engine]
 
 
@@ -56,10 +68,9 @@ Make = Callable[..., Engine]
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
     folder, found = tmp_path_factory.mktemp("drafting"), dict[str, Engine]()
 
-    def engine(variant: str, form: str = "", draft_tokens: int = MOST) -> Engine:
-        name = f"{variant}-{form}-{draft_tokens}"
+    def engine(variant: str, draft_tokens: int = MOST) -> Engine:
+        name = f"{variant}-{draft_tokens}"
         if name not in found:
-            limits = {"max_seq": MAX_SEQ, "prefill_chunk": CHUNK, "max_batch": 3}
             found[name] = g4ir.build(
                 variant,
                 folder / name,
@@ -67,14 +78,21 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
                 dtype="float32",
                 random_weights=3,
                 draft_tokens=draft_tokens,
-                **limits,
-                **FORMS.get(form, {}),
+                max_seq=MAX_SEQ,
+                prefill_chunk=CHUNK,
+                max_batch=3,
             )
         return found[name]
 
     yield engine
     for e in found.values():
         e.close()
+
+
+def accepted(chosen: list[int], drafts: list[int]) -> list[int]:
+    """The choices behind drafts that are right, and the one that follows."""
+    right = [*takewhile(lambda pair: pair[0] == pair[1], zip(chosen, drafts, strict=False))]
+    return chosen[: len(right) + 1]
 
 
 def rounds(
@@ -87,11 +105,7 @@ def rounds(
         held = session.length
         fed = {row: [texts[row][-1], *d] for row, d in drafts.items()}
         logits = session.verify(*padded(fed, session.batch))
-
-        def choose(given: torch.Tensor, rows: Any) -> dict[int, int]:
-            return {row: int(given[row].argmax()) for row in rows}
-
-        made = accepted(logits, drafts, choose, lambda _, token, draft: token == draft)
+        made = {row: accepted(logits[row].argmax(-1).tolist(), d) for row, d in drafts.items()}
         session.truncate(held + torch.tensor([len(made.get(r, ())) for r in range(len(texts))]))
         for row, tokens in made.items():
             texts[row] += tokens
@@ -137,7 +151,7 @@ def test_text_is_that_of_single_steps(made: Make, variant: str) -> None:
     """Rows of different lengths, past three windows; drafts that are right, wrong and both."""
     engine, given = made(variant), prompts(5, 19, 31)
     want = [engine.generate(p, 40, stop_ids=()) for p in given]
-    for k, share in ((1, 0.5), (3, 0.9), (MOST, 0.8), (MOST, 0.0)):
+    for k, share in ((1, 0.5), (MOST, 0.8), (MOST, 0.0)):
         session, first = begun(engine, given)
         assert rounds(session, first, mixed(want, k, share, k), 40) == want, (k, share)
 
@@ -162,50 +176,9 @@ def test_networks_verify_a_chunk(
 
 
 def test_a_network_verifies_no_more_than_a_chunk(tmp_path: Path) -> None:
+    options = {"backend": "onnx", "random_weights": 0, "draft_tokens": 8, "prefill_chunk": 8}
     with pytest.raises(InputError, match="give --prefill-chunk 9 or more"):
-        g4ir.build(
-            "tiny-dense",
-            tmp_path / "e",
-            backend="onnx",
-            random_weights=0,
-            draft_tokens=8,
-            prefill_chunk=8,
-        )
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("k", range(1, MOST + 1))
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_text_with_every_length_of_draft(made: Make, variant: str, k: int) -> None:
-    engine, given = made(variant, draft_tokens=k), prompts(5, 19, 31)
-    want = [engine.generate(p, 48, stop_ids=()) for p in given]
-    for share in (0.0, 0.5, 0.9, 1.0):
-        session, first = begun(engine, given)
-        assert rounds(session, first, mixed(want, k, share, k), 48) == want, share
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_text_over_other_caches(made: Make, form: str) -> None:
-    engine, given = made("tiny-moe", form), prompts(5, 29)
-    want = [engine.generate(p, 30, stop_ids=()) for p in given]
-    session, first = begun(engine, given)
-    assert rounds(session, first, mixed(want, MOST, 0.7, 1), 30) == want
-
-
-def test_rings_of_less_slack_are_not_enough(made: Make) -> None:
-    """That the text is right above is because of it: drafts of one token more than there is slack
-    for overwrite what the next token sees."""
-    engine, given = made("tiny-dense", draft_tokens=3), prompts(19)
-    want = [engine.generate(p, 40, stop_ids=()) for p in given]
-    lies = replace(engine, facts=replace(engine.facts, options=PassOptions((RingOptions(4),))))
-
-    def text(k: int) -> list[list[int]]:
-        session, first = begun(lies, given)
-        session.truncate = lambda kept: vars(session).update(length=kept)  # type: ignore
-        return rounds(session, first, lambda row, n: [7] * k, 40)
-
-    assert text(3) == want
-    assert text(4) != want
+        g4ir.build("tiny-dense", tmp_path / "e", **options)
 
 
 @pytest.mark.parametrize("slack", [0, 1, 5])
@@ -215,15 +188,7 @@ def test_rings_have_the_slack_that_is_asked_for(slack: int) -> None:
     assert {v.type.shape[0] for v in state} == {"C", 8 + slack}
 
 
-SETTINGS: tuple[dict[str, Any], ...] = (
-    {},
-    {"temperature": 1.0, "seed": 3},
-    {"temperature": 0.5, "seed": 4, "top_k": 3},
-    {"temperature": 0.6, "seed": 5, "top_p": 0.7},
-)
-
-
-@pytest.mark.parametrize("how", SETTINGS, ids=str)
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.6, "seed": 5, "top_p": 0.7}], ids=str)
 def test_the_same_seed_gives_the_same_text(
     made: Make, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> None:
@@ -245,9 +210,6 @@ def test_the_same_seed_gives_the_same_text(
     assert got == want
     assert [[t for row, t in seen if row == i] for i in (0, 1)] == want
     assert tally.tokens == 2 * 39 and tally.rounds < 60
-    assert engine.generate(given[0], 40, **options) == engine.generate(
-        given[0], 40, stop_ids=(), **how
-    )
 
 
 def test_stop_ids_end_a_row_within_a_round(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,27 +231,22 @@ def test_stop_ids_end_a_row_within_a_round(made: Make, monkeypatch: pytest.Monke
 def test_rows_as_slots(made: Make) -> None:
     """Penalties, seeds, masks and ends are by row; drafts are off while many rows decode."""
     engine, every = made("tiny-moe"), prompts(7, 12, 18, 9, 25)
-    jobs = [
-        Request(
-            tuple(p * 2),
-            40,
-            SamplingParams(
-                temperature=(0, 0.7, 0, 1.0, 0)[i],
-                top_k=(None, 5, None, 4, None)[i],
-                seed=i,
-                presence_penalty=0.3 * (i == 2),
-                min_tokens=12,
-                ignore_eos=i != 4,
-                logprobs=2 if i == 0 else None,
-            ),
-        )
-        for i, p in enumerate(every)
+    ways: tuple[dict[str, Any], ...] = (
+        {"logprobs": 2},
+        {"temperature": 0.7, "top_k": 5},
+        {"presence_penalty": 0.3},
+        {"temperature": 1.0, "top_k": 4},
+        {"ignore_eos": False},
+    )
+    params = [
+        SamplingParams(seed=i, min_tokens=12, **{"ignore_eos": True, **w})
+        for i, w in enumerate(ways)
     ]
+    jobs = [Request(tuple(p * 2), 40, s) for p, s in zip(every, params, strict=True)]
 
     def texts(settings: SchedulerConfig) -> tuple[list[list[int]], Scheduler]:
         scheduler = Scheduler(engine, settings)
-        handles = [scheduler.submit(job) for job in jobs]
-        events = list[Event]()
+        handles, events = [scheduler.submit(job) for job in jobs], list[Event]()
         while scheduler.busy:
             events += scheduler.step()
         for t in handles:
@@ -370,19 +327,6 @@ def test_sessions_in_any_order_equal_full_recomputation(
         assert session.length.tolist() == [len(t) for t in held[i]]
 
 
-def test_verify_gives_the_logits_of_single_steps(made: Make) -> None:
-    engine, tokens = made("tiny-ple"), some_tokens(2, MOST + 1, 4)
-    one, other = engine.session(2), engine.session(2)
-    for session in (one, other):
-        session.prefill(some_tokens(2, 29), torch.tensor([29, 11]))
-    lengths = torch.tensor([MOST + 1, 3])
-    got = one.verify(tokens, lengths)
-    for i in range(MOST + 1):
-        active = lengths > i
-        agrees(got[active, i], other.decode(tokens[:, i], active)[active])
-    assert one.length.tolist() == other.length.tolist()
-
-
 def test_verify_refuses(made: Make, tmp_path: Path) -> None:
     session = made("tiny-ple").session(2)
     with pytest.raises(
@@ -400,24 +344,11 @@ def test_verify_refuses(made: Make, tmp_path: Path) -> None:
         plain.session(1).verify([[5, 6]])
 
 
-@pytest.mark.parametrize(
-    "source, tokens, words",
-    [
-        ("magic", None, "draft 'magic': expected one of none, ngram"),
-        ("none", 3, "nothing is drafted; give --draft too"),
-        ("ngram", 0, "expected 1 to 8"),
-        ("ngram", 9, "build it again with --draft-tokens 9 for more"),
-    ],
-)
-def test_drafts_that_cannot_be(made: Make, source: str, tokens: int | None, words: str) -> None:
-    engine = made("tiny-ple")
-    with pytest.raises(InputError, match=words):
-        engine.generate([2, 5, 7], 4, draft=source, draft_tokens=tokens)
-
-
-def test_an_engine_that_verifies_nothing_says_how_to_build_one(made: Make) -> None:
-    with pytest.raises(InputError, match=r"verifies no drafted tokens; .* with --draft-tokens K"):
-        find_draft(made("tiny-ple", draft_tokens=0), "ngram")
+def test_drafts_that_cannot_be(made: Make) -> None:
+    with pytest.raises(InputError, match="draft 'magic': expected one of none, ngram"):
+        made("tiny-ple").generate([2, 5, 7], 4, draft="magic")
+    with pytest.raises(InputError, match="build it again with --draft-tokens 9 for more"):
+        made("tiny-ple").generate([2, 5, 7], 4, draft="ngram", draft_tokens=9)
     with pytest.raises(InputError, match=r"draft-tokens 33: expected 0 \(no drafting\) to 32"):
         made("tiny-ple", draft_tokens=33)
 
@@ -467,7 +398,6 @@ def test_pace_of_drafts_that_are_always_wrong_or_right() -> None:
     for _ in range(100):
         assert right.count() == 8
         right.told(8, 8)
-    assert FIRST_PAUSE < LONGEST_PAUSE
 
 
 def test_tally() -> None:
@@ -477,4 +407,249 @@ def test_tally() -> None:
     want = {"rounds": 4, "tokens_per_round": 2.25, "accepted": [0.6667, 0.3333, 0.5, 0.5]}
     assert tally.to_dict() == want
     assert AcceptanceStats().to_dict() == {"rounds": 0, "tokens_per_round": None, "accepted": []}
-    assert np.isfinite(tally.tokens)
+    assert tally_text(AcceptanceStats()) == tally_text(None) == ""
+    assert tally_text(tally) == "; 2.25 tokens a round (67 33 50 50 % of drafts accepted)"
+
+
+# --- run, chat, serve ---------------------------------------------------------------------------
+
+#: what an answer of a server or of a conversation is made to say
+SAID = "abcdef" * 5
+TOLD = re.compile(r"; (\d\.\d\d) tokens a round \((\d+( \d+)*) % of drafts accepted\)")
+#: a prompt that a random model repeats pieces of
+PROMPT = "2,5,7,9,5,7,9,5,7,9"
+GREEDY = ("--temperature", "0", "--max-new-tokens", "40")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An engine with a tokenizer of chats, that verifies 4 tokens."""
+    return chat_engine(tmp_path_factory.mktemp("draft") / "engine", draft_tokens=4)
+
+
+def test_run_tells_its_rounds(folder: Path) -> None:
+    words = ("run", folder, "--tokens", PROMPT, *GREEDY)
+    want, got = command(*words), command(*words, "--draft", "ngram")
+    assert got.code == 0 and got.out == want.out
+    told = TOLD.search(got.err)
+    assert told and float(told[1]) > 1 and "tokens a round" not in want.err
+    assert len(told[2].split()) == 4
+    told = json.loads(command(*words, "--json", "--draft", "ngram", "--draft-tokens", "2").err)
+    drafts = told["drafts"]
+    assert drafts["rounds"] < 39 and len(drafts["accepted"]) == 2
+    assert drafts["tokens_per_round"] == pytest.approx(39 / drafts["rounds"], abs=1e-4)
+    for off in ("--draft none", "--draft ngram --draft-tokens 0"):
+        assert "drafts" not in json.loads(command(*words, "--json", *off.split()).err)
+
+
+@pytest.mark.parametrize("rows", [(), ("--draft-rows", "4")])
+def test_run_of_lines(folder: Path, tmp_path: Path, rows: tuple[str, ...]) -> None:
+    """Drawn ones too: the same seed gives the same text, however many rows draft."""
+    ids = [int(t) for t in PROMPT.split(",")]
+    lines = [
+        {"tokens": ids[: 4 + i] * 2, "max_new_tokens": 20 + i, "temperature": i % 2, "seed": i}
+        for i in range(5)
+    ]
+    file = tmp_path / "lines.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    want = command("run", folder, "--input-jsonl", file)
+    got = command("run", folder, "--input-jsonl", file, "--draft", "ngram", *rows)
+    assert got.code == 0 and got.out == want.out
+    told = [json.loads(line).get("drafts") for line in got.err.splitlines()]
+    assert sum(bool(t) for t in told) >= (5 if rows else 1)
+
+
+def test_chat_tells_its_rounds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(*words: str) -> Outcome:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi\nhi\n")))
+        with monkeypatch.context() as patch:
+            dictate(patch.setattr, [[SAID], [SAID]])
+            return command(*words)
+
+    want = said("chat", folder, "--json")
+    got = said("chat", folder, "--json", "--draft", "ngram")
+    for a, b in zip(want.out.splitlines(), got.out.splitlines(), strict=True):
+        plain, drafted = json.loads(a), json.loads(b)
+        told = drafted["drafts"]
+        assert plain["content"] == drafted["content"] == SAID and "drafts" not in plain
+        assert told["tokens_per_round"] > 2 and len(told["accepted"]) == 4
+    one = said("run", folder, "--chat", "--prompt", "hi", "--draft", "ngram")
+    assert one.out.strip() == SAID and float(TOLD.search(one.err)[1]) > 2  # type: ignore[index]
+
+
+def test_usage_and_counts_of_a_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": len(SAID)}
+    config = SchedulerConfig(draft=SpeculativeConfig("ngram"))
+    with running(lambda: load_engine(folder), config=config) as served:
+        eventually(lambda: served.server.service)
+        served.dictate(monkeypatch, SAID)
+        with served.client() as client:
+            got = client.post("/v1/chat/completions", json=body).json()
+            metrics = client.get("/metrics").text
+    assert got["choices"][0]["message"]["content"] == SAID
+    told = got["usage"]["completion_tokens_details"]
+    right, wrong = told["accepted_prediction_tokens"], told["rejected_prediction_tokens"]
+    assert right > len(SAID) / 2 and wrong >= 0
+
+    def count(name: str) -> float:
+        found = re.findall(rf"^g4ir_{name}_total(?:{{.*}})? (\S+)$", metrics, re.M)
+        return sum(map(float, found))
+
+    assert count("draft_accepted_tokens") == right
+    assert count("draft_tokens") == right + wrong
+    assert count("draft_round_tokens") == count("generation_tokens") - 1
+    assert count("draft_rounds") == count("draft_round_tokens") - right
+    assert 'g4ir_draft_tokens_total{position="1"}' in metrics
+
+
+FLAGS = ("--input-len", "60", "--output-len", "24", "--rounds", "2", "--warmup", "0")
+VERBS = {"run": "--tokens 2,5", "chat": "", "serve": "--port 0", "bench": " ".join(FLAGS)}
+NOTHING = "nothing is drafted; give --draft too"
+WRONG = [
+    *((verb, "--draft magic", "--draft magic: expected one of none, ngram") for verb in VERBS),
+    *((verb, "--draft ngram --draft-tokens 5", "-tokens 5: expected 1 to 4") for verb in VERBS),
+    ("run", "--draft-tokens 3", f"--draft-tokens 3: {NOTHING}"),
+    ("bench", "--draft-tokens 3", f"--draft-tokens 3: {NOTHING}"),
+    ("run", "--draft none --draft-tokens 3", "--draft-tokens 3: nothing is drafted"),
+    ("run", "--draft ngram --draft-tokens -1", "draft-tokens -1: expected 1 to 4, which this"),
+    ("serve", "--draft-rows 2", f"--draft-rows 2: {NOTHING}"),
+    ("serve", "--draft ngram --draft-rows 0", "draft_rows 0: expected at least 1"),
+    ("run", "--draft ngram --draft-rows 2", "--draft-rows is for --input-jsonl"),
+    ("chat", "--draft ngram --draft-rows 2", "unrecognized arguments: --draft-rows"),
+]
+
+
+@pytest.mark.parametrize("verb, words, said", WRONG)
+def test_flags_that_are_wrong(folder: Path, verb: str, words: str, said: str) -> None:
+    assert said in refused(verb, folder, *VERBS[verb].split(), *words.split())
+
+
+def test_an_engine_that_verifies_nothing(made: Make) -> None:
+    folder = made("tiny-ple", draft_tokens=0).path
+    for verb in ("run", "bench"):
+        message = refused(verb, folder, *VERBS[verb].split(), "--draft", "ngram")
+        assert "verifies no drafted tokens; build the engine again with --draft-tokens K" in message
+
+
+# --- bench --------------------------------------------------------------------------------------
+
+SMALL = Workload(60, 24, batch=2, context=4)
+
+
+def test_bench_writes_the_same_text_both_ways(made: Make) -> None:
+    engine = made("tiny-dense", draft_tokens=4)
+    tokens = draw_tokens(SMALL, engine)
+    prompt = repeated(SMALL, tokens)
+    assert prompt.shape == (2, 64) and prompt[:, PIECE : 2 * PIECE].equal(tokens[:, :PIECE])
+    writer = Writer(engine, SpeculativeConfig("ngram", 3), SMALL, prompt)
+    requests = {role: [turn()] for role, turn in writer.turns(2).items()}
+    want = engine.generate(prompt, 24, stop_ids=())
+    assert writer.texts == {PLAIN: want, DRAFTED: want}
+    facts = writer.facts(requests)
+    assert facts.same_tokens == facts.all_tokens == 48 and facts.tokens == 3
+    assert writer.tally.tokens == 46 and facts.tokens_per_round == 46 / writer.tally.rounds
+    times = [sum(r.itl[0] for r in requests[role][0]) for role in (PLAIN, DRAFTED)]
+    rates = [facts.decode_per_s[role].value for role in (PLAIN, DRAFTED)]
+    assert rates[1] / rates[0] == pytest.approx(times[0] / times[1])
+    assert facts.speedup.value == pytest.approx(times[0] / times[1], rel=0.5)
+
+
+def test_the_report_tells_of_drafts(
+    made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_bench(monkeypatch)
+    engine, file = made("tiny-dense", draft_tokens=4), tmp_path / "report.json"
+    done = command("bench", engine.path, *FLAGS, "--draft", "ngram", "--json", file)
+    drafts = json.loads(file.read_text())["drafts"]
+    assert drafts["source"] == "ngram" and drafts["tokens"] == 4
+    assert f"{PIECE} random tokens again and again" in drafts["prompt"]
+    assert drafts["tokens_per_round"] >= 1 and len(drafts["accepted"]) <= 4
+    assert drafts["same_tokens"] == drafts["all_tokens"] == 24
+    assert drafts["speedup"]["value"] > 0 and set(drafts["decode_per_s"]) == {PLAIN, DRAFTED}
+    assert "drafts of ngram" in done.out and "tokens a round of 4 drafted at most" in done.out
+    assert "24 of 24 tokens are the same" in done.out
+    read = read_report(file)
+    assert plain_values(read)["drafts"] == drafts and bench_text(read) in done.out
+
+
+# --- verify -------------------------------------------------------------------------------------
+
+#: as many as a ring of 8 slots and more
+IDS = [*range(5, 26)]
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return small(tmp_path_factory.mktemp("draft") / "e")
+
+
+def small(folder: Path, spec: str = "tiny-dense", **options: Any) -> Engine:
+    limits = {"max_seq": 48, "prefill_chunk": 16, "draft_tokens": 4, "dtype": "float32"}
+    return g4ir.build(spec, folder, backend="reference", random_weights=1, **limits | options)
+
+
+def turned(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let its rounds see other positions."""
+    run: Callable[..., Any] = engine.runtime.run
+
+    def broken(phase: str, feeds: dict[str, torch.Tensor], *rest: Any) -> Any:
+        if phase == VERIFY:
+            feeds = {**feeds, "positions": feeds["positions"] + 1}
+        return run(phase, feeds, *rest)
+
+    monkeypatch.setattr(engine.runtime, "run", broken)
+
+
+def test_the_steps_are_verified_in_rounds(checked: Engine) -> None:
+    report = verify_engine(checked)
+    steps = [n for n in report.turns if n == 1]
+    assert report.ok and len(report.rounds) == len(steps) > 8
+    assert [p.at for p in report.rounds] == [p.at for p in report.positions][-len(steps) :]
+    assert f"{len(steps)} of {len(steps)} within it, verified as drafts" in report.text()
+    told = command("verify", checked.path, "--tokens", "5,6,7,8,9,5,6,7", "--json")
+    assert told.code == 0 and len(json.loads(told.out)["rounds"]) == 2
+
+
+def test_each_pass_is_seen_in_rounds(checked: Engine) -> None:
+    report = verify_each_pass(checked)
+    assert report.ok and report.rounds == (5, 4), report.text()
+    assert "also in rounds of 5, 4" in report.text()
+    assert report.to_dict()["rounds"] == (5, 4) and not report.media
+
+
+def test_rounds_that_pass_an_engines_end(tmp_path: Path) -> None:
+    engine = small(tmp_path / "e", "tiny-ple", all_logits=True, max_seq=32, draft_tokens=31)
+    report, stages = verify_engine(engine), verify_each_pass(engine)
+    assert report.ok and report.rounds, report.text()
+    assert stages.ok and max(stages.rounds) <= 32, stages.text()
+
+
+def test_rounds_that_are_wrong(checked: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    turned(checked, monkeypatch)
+    report = verify_engine(checked, tokens=IDS)
+    assert not report.ok and not any(p.ok for p in report.rounds)
+    assert all(p.ok for p in report.positions) and report.first_difference == ROUNDS_ALONE
+    assert "0 of 7 within it" in report.text()
+    culprit = verify_each_pass(checked, IDS).culprit
+    assert culprit and culprit.name == BACKEND and culprit.first
+    assert culprit.first.phase == VERIFY
+
+
+def test_rounds_end_with_wrong_tokens() -> None:
+    ids = torch.arange(20, 41)
+    chunks = [*chunks_of_tokens(ids, 8, 16)]
+    rounds = [c for c in rounds_of(chunks, 5, 48) if c.phase == VERIFY]
+    assert [c.at for c in rounds] == [17, 19] and [c.valid for c in rounds] == [5, 4]
+    for c in rounds:
+        right, tokens = ids[c.at : c.at + 2], c.inputs["tokens"][0]
+        assert tokens[:2].equal(right) and tokens[2] != c.at + 22
+    assert [c.valid for c in rounds_of(chunks, 33, 23) if c.phase == VERIFY] == [6, 3]
+
+
+def test_rings_of_less_slack_are_named(checked: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One slot less is enough for prompts and single steps."""
+    break_pass(monkeypatch, "plan_cache", smaller_rings)
+    culprit = verify_each_pass(checked).culprit
+    assert culprit and culprit.name == "plan_cache" and culprit.first
+    assert (culprit.first.phase, culprit.first.at) == (VERIFY, 17)
+    assert "attention" in culprit.first.ops

@@ -59,8 +59,7 @@ def stopping(talk: ChatSession, after: int) -> Callable[[Event], None]:
 # --- what is computed -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["small", "large"])
-@pytest.mark.parametrize("answer", [WORDS, THINKING], ids=["plain", "thought"])
+@pytest.mark.parametrize("form, answer", [("small", THINKING), ("large", WORDS)])
 def test_a_turn_computes_what_is_new(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, form: str, answer: Sequence[str]
 ) -> None:
@@ -111,7 +110,7 @@ def test_defaults_of_the_checkpoint_hold_in_every_way(
 ) -> None:
     """generation_config.json: in chat, JSON lines and the server alike; a request goes before."""
     values = {"temperature": 0.5, "min_p": 0.05, "repetition_penalty": 1.1}
-    monkeypatch.setattr(Engine, "defaults", lambda self: Defaults(**values))
+    monkeypatch.setattr(Engine, "defaults", lambda self: Defaults(sampling=values))
     served, lines = Prompts(engine), OfflineEngine(engine)
     with ChatSession(engine) as talk:
         for given in ({}, {"repetition_penalty": 1.0}, {"min_p": 0.5}, {"temperature": 0.0}):
@@ -127,7 +126,7 @@ def test_defaults_of_the_checkpoint_hold_in_every_way(
 # --- a call that is cut -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("most", [3, 12, 24])
+@pytest.mark.parametrize("most", [3, 12])
 def test_a_call_that_is_cut_is_told_and_not_kept(
     talk: ChatSession, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
@@ -165,20 +164,16 @@ def test_a_message_can_be_taken_back_or_answered_again(
 
 
 def test_a_stopped_answer_stays(talk: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    dictate(monkeypatch.setattr, [["w1_" * 300], WORDS], pause_s=0.002)
+    thought = [CHANNEL, "thought\n" + "w1_" * 300]
+    dictate(monkeypatch.setattr, [["w1_" * 300], WORDS, thought], pause_s=0.002)
     turn = talk.say("hello", stopping(talk, 3))
     assert turn.finish_reason == INTERRUPTED and 3 <= turn.counts.generated < 300
     assert turn.content == ("w1_" * 300)[: turn.counts.generated]
     assert talk.messages[-1] == {"role": "assistant", "content": turn.content}
     known = talk.say("hello").counts
     assert known.cached > 0 and talk.messages[-1]["content"] == "w1_ w2_"
-
-
-def test_a_stopped_thought_stays(talk: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    dictate(monkeypatch.setattr, [[CHANNEL, "thought\n" + "w1_" * 300], WORDS], pause_s=0.002)
     turn = talk.say("hello", stopping(talk, 3))
     assert turn.message["reasoning_content"].startswith("w1_") and not turn.content
-    assert talk.say("hello").finish_reason == "stop"
 
 
 def test_an_answer_that_was_stopped_before_it_began(talk: ChatSession, tmp_path: Path) -> None:
@@ -256,7 +251,6 @@ def test_calls_of_a_stopped_answer(talk: ChatSession, monkeypatch: pytest.Monkey
     turn = talk.say("rain?", stopping(talk, 1))
     assert turn.finish_reason == INTERRUPTED and len(turn.calls) == 1
     assert talk.messages[-1]["content"] == NOT_RUN and not talk.open_calls
-    assert talk.say("well?").content == "w1_ w2_"
 
 
 # --- any conversation can go on ---------------------------------------------------------------
@@ -270,7 +264,7 @@ ACTS = st.lists(
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=16, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(acts=ACTS)
 def test_every_conversation_renders(engine: Engine, tmp_path: Path, acts: Any) -> None:
@@ -315,13 +309,9 @@ def test_settings(talk: ChatSession) -> None:
         ("warmth", "1", "setting 'warmth': one of max_new_tokens"),
         ("temperature", "hot", "temperature 'hot': expected a number"),
         ("temperature", "-1", "temperature -1"),
-        ("temperature", "nan", "temperature nan"),
         ("top_k", "1.5", "expected a whole number"),
         ("top_k", "-1", "expected 0"),
-        ("top_p", "2", "top_p 2"),
-        ("min_p", "2", "min_p 2"),
         ("max_new_tokens", "0", "expected at least 1"),
-        ("repetition_penalty", "0", "repetition_penalty 0"),
     ],
 )
 def test_wrong_settings(talk: ChatSession, name: str, value: str, said: str) -> None:
@@ -346,9 +336,12 @@ def test_media_of_a_message(talk: ChatSession, tmp_path: Path) -> None:
     """A file is read once, when it is named; pictures stand before the text, sounds behind it."""
     place = tmp_path / "a picture.png"
     png(place)
-    soft = talk.attach("image", place)
+    soft, seen = talk.attach("image", place), list[Any]()
     talk.attached.append({"type": "audio_url", "audio_url": {"url": "b.wav"}})
-    assert [p["type"] for p in talk._content("x")] == ["image_url", "text", "audio_url"]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(talk, "_asked", lambda messages, told: seen.append(messages[-1]) or len(told))
+        talk.say("x")
+    assert [p["type"] for p in seen[0]["content"]] == ["image_url", "text", "audio_url"]
     talk.attached.pop()
     talk.choose({"max_new_tokens": 3})
     first = talk.say("what is this?")
@@ -368,6 +361,7 @@ def test_media_of_a_message(talk: ChatSession, tmp_path: Path) -> None:
     assert talk.say("and now?").counts.prompt == again.counts.prompt
 
 
+LINK = {"type": "image_url", "image_url": "http://x"}
 USER = {"role": "user", "content": "x"}
 CALLED = {
     "role": "assistant",
@@ -389,12 +383,7 @@ CALLED = {
         (json.dumps([{"role": "robot", "content": "x"}]), "messages[0].role"),
         (json.dumps([USER, CALLED, USER]), "has no answer"),
         (json.dumps([{"role": "tool", "content": "x"}]), "must follow"),
-        (
-            json.dumps(
-                [{"role": "user", "content": [{"type": "image_url", "image_url": "http://x"}]}]
-            ),
-            "nothing is fetched",
-        ),
+        (json.dumps([{"role": "user", "content": [LINK]}]), "nothing is fetched"),
     ],
 )
 def test_wrong_files(talk: ChatSession, tmp_path: Path, text: str, said: str) -> None:
@@ -470,12 +459,9 @@ def test_generate_ends_with_the_turn(engine: Engine, monkeypatch: pytest.MonkeyP
     assert seen == [{*engine.stop_ids(), *ends}, {7}]
 
 
-@pytest.mark.parametrize("wrong", [7, [], None, [7], [[]], [{"role": "robot"}]])
-def test_wrong_prompts_of_generate(engine: Engine, wrong: Any) -> None:
-    with pytest.raises(InputError):
-        engine.generate(wrong, chat=True)
-
-
-def test_text_without_a_chat_is_refused(engine: Engine) -> None:
+def test_wrong_prompts_of_generate(engine: Engine) -> None:
+    for wrong in (7, [], None, [7], [[]], [{"role": "robot"}]):
+        with pytest.raises(InputError):
+            engine.generate(wrong, chat=True)
     with pytest.raises(InputError, match="chat=True"):
         engine.generate("hello")

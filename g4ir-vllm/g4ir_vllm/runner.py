@@ -16,7 +16,8 @@ import torch
 from g4ir.chat.special_tokens import TURN
 from g4ir.engine.batch import Batch, checked_buckets
 from g4ir.engine.engine import TOKENIZER, Engine
-from g4ir.engine.prefill import Prefiller, PrefillInput
+from g4ir.engine.prefill import Prefiller
+from g4ir.engine.requests import Request as Prompt
 from g4ir.engine.session import padded
 
 from .config import Options
@@ -96,7 +97,7 @@ class Runner:
             return self._prompt[1]
         self._leave()
         size = self.engine.limits.prefill_chunk
-        prompt = PrefillInput(request.tokens, marks=self._marks(request), reuse=request.reuse)
+        prompt = Prompt(request.tokens, marks=self._marks(request), reuse=request.reuse)
         chunks = self.prefiller.chunks(prompt, lambda start: start + size)
         self._prompt = request, chunks
         return chunks

@@ -26,14 +26,11 @@ class Placed(Protocol):
 T = TypeVar("T", bound=Placed)
 
 
-def powers(most: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, ... and `most`."""
-    return (*(1 << i for i in range((most - 1).bit_length())), most)
-
-
 def checked_buckets(buckets: Sequence[int] | None, most: int) -> tuple[int, ...]:
-    """Return sizes in order, the last of which is `most`; InputError for others."""
-    sizes = powers(most) if buckets is None else tuple(sorted({*buckets}))
+    """Return sizes in order, the last of which is `most` (default: 1, 2, 4, ... and `most`);
+    InputError for others."""
+    powers = (1 << i for i in range((most - 1).bit_length()))
+    sizes = (*powers, most) if buckets is None else tuple(sorted({*buckets}))
     if not sizes or sizes[0] < 1 or sizes[-1] != most:
         raise InputError(
             f"buckets {list(sizes)}: expected numbers of rows from 1 on, the largest of which is "
@@ -60,7 +57,6 @@ class Batch(Generic[T]):
 
     @property
     def session(self) -> Session:
-        """The session in use."""
         return self.sessions[len(self.held)]
 
     def put(self, source: Session, holders: Sequence[T], coming: int = 0) -> None:

@@ -25,7 +25,7 @@ from tests.refused.cases import Case, cases, fits
 
 W = 8
 REFUSED = [*cases(Path(__file__).with_name("refused.yaml"))]
-PIECES = {"1": 1, "W-1": W - 1, "W": W, "W+1": W + 1, "2W": 2 * W, "prime": 13, "all": 99}
+PIECES = {"1": 1, "W": W, "W+1": W + 1, "prime": 13, "all": 99}
 
 
 def name_of(engine: Engine) -> str:
@@ -66,11 +66,6 @@ def test_turns_equal_one_prompt(any_engine: Engine, fresh: Any, size: int) -> No
     session = any_engine.session()
     agrees(feed(session, tokens[:, :-1], size)[0], fresh(tokens[0, :-1], name_of(any_engine)))
     agrees(session.decode(tokens[:, -1])[0], fresh(tokens[0], name_of(any_engine)))
-
-
-def test_prompt_longer_than_chunks(any_engine: Engine, fresh: Any) -> None:
-    tokens = some_tokens(1, 3 * CHUNK + 5)
-    agrees(any_engine.session().prefill(tokens)[0], fresh(tokens[0], name_of(any_engine)))
 
 
 def test_turns_and_steps_mixed(any_engine: Engine, fresh: Any) -> None:
@@ -142,8 +137,7 @@ def test_ragged_rows_equal_single_rows(engine: Engine, fresh: Any) -> None:
         assert session.length.tolist() == [len(h) for h in held]
 
 
-@pytest.mark.parametrize("row", [0, 1, 2])
-@pytest.mark.parametrize("count", [1, 5, CHUNK + 3])
+@pytest.mark.parametrize("row, count", [(0, 1), (1, 5), (2, CHUNK + 3)])
 def test_row_of_length_0_is_untouched(
     flow: Flow, engine: Engine, fresh: Any, row: int, count: int
 ) -> None:
@@ -174,41 +168,18 @@ def test_decode_with_inactive_rows(flow: Flow, engine: Engine, fresh: Any) -> No
     assert same_row(flow, before, caches(session), 1, 11) and session.length.tolist() == held
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_fewer_rows_than_the_engine_allows(engine: Engine, fresh: Any, batch: int) -> None:
-    tokens, session = some_tokens(batch, 30), engine.session(batch)
-    logits = session.prefill(tokens[:, :29])
-    assert logits.shape == (batch, 512)
+def test_fewer_rows_than_the_engine_allows(engine: Engine, fresh: Any) -> None:
+    tokens, session = some_tokens(2, 30), engine.session(2)
+    assert session.prefill(tokens[:, :29]).shape == (2, 512)
     for row, got in enumerate(session.decode(tokens[:, 29])):
         agrees(got, fresh(tokens[row]))
     assert session.nbytes() < engine.session(3).nbytes()
 
 
-def test_sessions_do_not_disturb_each_other(any_engine: Engine, fresh: Any) -> None:
-    texts = [some_tokens(1, 45, seed)[0] for seed in range(3)]
-    sessions = [any_engine.session() for _ in texts]
-    for at, count in ((0, 3), (3, 1), (4, 30), (34, 1), (35, 10)):
-        for text, session in zip(texts, sessions, strict=True):
-            logits = session.prefill(text[None, at : at + count])
-            agrees(logits[0], fresh(text[: at + count], name_of(any_engine)))
-
-
 # --- truncate and reset -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "held, keep",
-    [
-        (30, 30),
-        (30, 29),
-        (30, 0),
-        (6, 2),
-        (W, 1),
-        (W, W - 1),
-        (W + 1, W),
-        (W - 1, 0),
-    ],
-)
+@pytest.mark.parametrize("held, keep", [(30, 29), (30, 0), (6, 2), (W, 1), (W + 1, W)])
 def test_truncate_then_continue_equals_fresh(
     any_engine: Engine, fresh: Any, held: int, keep: int
 ) -> None:
@@ -223,13 +194,13 @@ def test_truncate_then_continue_equals_fresh(
         agrees(session.prefill(second[:, at:n])[0], fresh(kept, name_of(any_engine)))
 
 
-@pytest.mark.parametrize("keep", [28, 22, 1])
-def test_truncate_past_a_ring_changes_nothing(any_engine: Engine, fresh: Any, keep: int) -> None:
+def test_truncate_past_a_ring_changes_nothing(any_engine: Engine, fresh: Any) -> None:
     tokens, session = some_tokens(1, 31), any_engine.session()
     session.prefill(tokens[:, :30])
     before = caches(session)
-    with pytest.raises(InputError, match=rf"row 0 to {keep}: its ring of 8 .* at least 29 tokens"):
-        session.truncate(keep)
+    for keep in (28, 1):
+        with pytest.raises(InputError, match=rf"row 0 to {keep}: its ring of 8 .* least 29 tokens"):
+            session.truncate(keep)
     assert session.length.tolist() == [30] and same(before, caches(session))
     agrees(session.decode(tokens[:, 30])[0], fresh(tokens[0], name_of(any_engine)))
 
@@ -276,24 +247,11 @@ def test_reset_rows(engine: Engine, fresh: Any) -> None:
     session.reset(1)
     assert session.length.tolist() == [5, 0, 10]
     session.reset()
-    assert session.length.tolist() == [0, 0, 0]
+    assert session.length.tolist() == [0, 0, 0] and session.length.dtype == torch.int64
     agrees(session.prefill(tokens[:, :9])[1], fresh(tokens[1, :9]))
 
 
 # --- limits and errors ------------------------------------------------------------------------
-
-
-def test_length_is_int64(engine: Engine) -> None:
-    session = engine.session(2)
-    for act in (
-        lambda: None,
-        lambda: session.prefill(some_tokens(2, 5), [5, 2]),
-        lambda: session.truncate(2),
-        lambda: session.decode([4, 5]),
-        lambda: session.reset([0]),
-    ):
-        act()
-        assert session.length.dtype == torch.int64 and session.length.shape == (2,)
 
 
 def test_max_seq_can_be_filled(any_engine: Engine, fresh: Any) -> None:
@@ -329,18 +287,12 @@ def test_a_session_refuses(engine: Engine, case: Case) -> None:
     assert session.length.tolist() == [held] * rows
 
 
-def test_tokens_are_int64(engine: Engine) -> None:
+def test_what_a_session_is_not_made_for(engine: Engine, last: Engine) -> None:
     with pytest.raises(InputError, match="found int32"):
         engine.session(2).prefill(torch.ones(2, 1, dtype=torch.int32))
-
-
-@pytest.mark.parametrize("batch", [0, 4, -1])
-def test_batch_wrong(engine: Engine, batch: int) -> None:
-    with pytest.raises(InputError, match="built for 1 to 3 rows"):
-        engine.session(batch)
-
-
-def test_all_logits_not_built(last: Engine) -> None:
+    for batch in (0, 4, -1):
+        with pytest.raises(InputError, match="built for 1 to 3 rows"):
+            engine.session(batch)
     with pytest.raises(InputError, match="all-logits"):
         last.session().prefill(some_tokens(1, 3), all_logits=True)
 
@@ -483,8 +435,6 @@ def test_a_prompt_chunk_by_chunk(engine: Engine, fresh: Any) -> None:
     (last,) = steps
     agrees(last[0].float(), fresh(tokens[0]))
     session.reset()
-    assert [x is None for x in session.prefill_steps(tokens[:, : CHUNK + 1], wanted=False)] == [
-        True
-    ] * 2
+    assert [*session.prefill_steps(tokens[:, : CHUNK + 1], wanted=False)] == [None] * 2
     with pytest.raises(InputError, match="outside the vocabulary"):
         session.prefill_steps([[2, 5, 10**6]])
