@@ -1,10 +1,9 @@
-"""Draft models beside transformers' assistants: every step, and the text of all rounds; what drafting
-is expected to gain."""
+"""Draft models beside transformers' assistants: every step, and the text of all rounds; what
+drafting is expected to gain."""
 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from g4ir.engine.requests import Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.engine.session import Session
 from g4ir.engine.speculative import AcceptanceStats, SpeculativeConfig, find_draft
-from g4ir.errors import G4Error, InputError, SpecError, WeightsError
+from g4ir.errors import G4Error, InputError, WeightsError
 from g4ir.ir.text import parse_graph as parse
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT, NEXT_HIDDEN, TOKEN, check_pair
@@ -42,7 +41,6 @@ from g4ir.spec.record import DRAFTER, Spec, diff_specs, drafter_names, load_spec
 from g4ir.spec.shrink import shrink, shrink_drafter, with_all_experts
 from tests.cli_tools import built as built_by_command
 from tests.cli_tools import g4ir as command
-from tests.cli_tools import refused
 from tests.contract.flows import FLOWS
 from tests.media_tools import png, wav
 from tests.oracle import (
@@ -167,7 +165,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Build]:
 
 @dataclass(frozen=True)
 class Step:
-    """Of one step of one row: logits [vocab], those that are known, the token, the next state."""
+    """Of one row: logits [vocab], those that are known, the token, the next state."""
 
     logits: torch.Tensor
     known: torch.Tensor
@@ -281,18 +279,6 @@ def test_text_is_that_of_single_steps(built: Build, name: str) -> None:
         got = engine.generate(given, 48, stop_ids=(), draft="mtp", tally=tally, **options)
         assert got == want and tally.tokens == 3 * 47
         assert options or sum(tally.accepted.values()) > 0
-
-
-def test_generate_of_transformers(built: Build) -> None:
-    """Its greedy text with the assistant, and ours with it."""
-    pair = copying("e2b")
-    engine, prompt = built(pair), pair.oracle.tokens[:1, :11]
-    model, assistant = pair.oracle.model, pair.assistant
-    assistant.generation_config.num_assistant_tokens = 3
-    assistant.generation_config.num_assistant_tokens_schedule = "constant"
-    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    theirs = model.generate(prompt, assistant_model=assistant, **options)[0, 11:].tolist()
-    assert engine.generate(prompt[0].tolist(), 30, stop_ids=(), draft="mtp") == theirs
 
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -453,42 +439,6 @@ def test_sizes_are_the_published_ones(name: str) -> None:
     assert numel(text_tensors(spec) | media_tensors(spec, ())) == PUBLISHED[name]
 
 
-SPEC_FAULTS: dict[str, tuple[str, str]] = {
-    "drafter: null": ("drafter", "goes with a model_type that ends in _assistant"),
-    "text: {num_kv_shared_layers: 2}": ("text.num_kv_shared_layers", "share all"),
-    "text: {ple: {dim: 8, vocab_size: 512}}": ("text.ple", "a drafter has none"),
-    "text: {use_double_wide_mlp: true}": ("text.use_double_wide_mlp", "alike"),
-    "drafter: {centroids: {count: 33}}": ("drafter.centroids.count", "use a divisor"),
-    "drafter: {centroids: {top_k: 64}}": ("drafter.centroids.top_k", "at most count"),
-    "drafter: {position: first}": ("drafter.position", "must be next or last"),
-}
-
-
-@pytest.mark.parametrize("text", SPEC_FAULTS)
-def test_spec_refused(tmp_path: Path, text: str) -> None:
-    path, (key, words) = tmp_path / "own.yaml", SPEC_FAULTS[text]
-    path.write_text(f"schema: 1\nextends: tiny-ple-assistant\n{text}\n")
-    with pytest.raises(SpecError) as e:
-        load_spec(path)
-    assert key in str(e.value) and words in str(e.value) and "own.yaml" in str(e.value)
-
-
-# --- what does not fit --------------------------------------------------------------------------
-
-
-def test_a_drafter_of_another_model() -> None:
-    """Every difference is named."""
-    with pytest.raises(SpecError) as e:
-        check_pair(load_spec("e2b"), load_spec("12b-assistant"))
-    for words in (
-        "model_type: drafter 'gemma4_unified_assistant', model 'gemma4_assistant'",
-        "drafter.backbone_hidden_size: drafter 3840, model 1536",
-        "text.sliding.num_key_value_heads: drafter 8, model 1",
-        "text.sliding.window: drafter 1024, model 512",
-    ):
-        assert words in str(e.value)
-
-
 GIVEN: dict[str, tuple[dict[str, Any], str]] = {
     "no such directory": ({"drafter": "none/such"}, "no directory with config.json"),
     "a GGUF file": ({"drafter": "a.gguf"}, "safetensors alone"),
@@ -507,11 +457,6 @@ def test_build_refused(tmp_path: Path, case: str) -> None:
     with pytest.raises(G4Error, match=words):
         g4ir.build(None, tmp_path / "out", **given)
     assert not (tmp_path / "out").exists()
-
-
-def test_random_beside_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="the drafter's are random too"):
-        g4ir.build("tiny-ple", tmp_path / "out", random_weights=0, drafter=tmp_path)
 
 
 def test_an_engine_without_a_drafter(tmp_path: Path) -> None:
@@ -669,20 +614,11 @@ def test_tokens_of_a_step() -> None:
     assert single.state_bytes < five.state_bytes < 1.1 * single.state_bytes
 
 
-def test_tokens_of_a_round() -> None:
-    """As many as rounds that are drawn have."""
-    rng = random.Random(0)
-    for share, drafted in ((0.0, 3), (0.3, 5), (0.8, 4), (1.0, 6)):
-        count = 0
-        for _ in range(20000):
-            right = 0
-            while right < drafted and rng.random() < share:
-                right += 1
-            count += right + 1
-        assert tokens_per_round(share, drafted) == pytest.approx(count / 20000, rel=0.02)
-
-
 def test_gains() -> None:
+    """Rounds have as many tokens as the sum of the shares; they pay where those save steps."""
+    assert tokens_per_round(0.8, 4) == pytest.approx(sum(0.8**i for i in range(5)))
+    assert [tokens_per_round(share, 3) for share in (0.0, 1.0)] == [1, 4]
+
     def cost(tokens: int) -> Cost:
         return Cost(10 * tokens, 90 + 10 * tokens)
 
@@ -714,10 +650,9 @@ def test_plan_counts_the_slack_and_what_it_gains() -> None:
     words = ("plan", "--variant", "tiny-moe", "--ctx", "64", "--draft-tokens")
     told = command(*words, "2", "--gpu", "h100-80gb").out
     assert "up to 2 draft tokens: " in told and "at the rates of h100-80gb" in told
-    assert "draft-tokens 33: expected 0 (no drafting) to 32" in refused(*words, "33")
 
 
-def test_plan_counts_a_drafter(tmp_path: Path) -> None:
+def test_plan_counts_a_drafter() -> None:
     """As many bytes as an engine gets for it; a round costs its steps too."""
     spec, sizes = load_spec("tiny-ple"), {"ctx": 64, "memory": 1 << 30}
     options = replace(PLANNED, drafter="default", device="cpu")
@@ -732,9 +667,8 @@ def test_plan_counts_a_drafter(tmp_path: Path) -> None:
     pairs = zip(made.drafts.tables[0][1], plain.drafts.tables[0][1], strict=True)
     extra = [a.cost - b.cost for a, b in pairs]
     assert extra == pytest.approx([extra[0] * k for k in (1, 2, 3, 4)]) and extra[0] > 0
-    words = ("plan", "--variant", "tiny-ple", "--drafter")
-    assert "draft model tiny-ple-assistant: " in command(*words, "default").out
-    assert "no directory with config.json" in refused(*words, str(tmp_path / "none"))
+    told = command("plan", "--variant", "tiny-ple", "--drafter", "default").out
+    assert "draft model tiny-ple-assistant: " in told
 
 
 def param_bytes(p: Prepared) -> int:
@@ -758,22 +692,3 @@ def test_show_and_cost_of_a_verification_step(tmp_path: Path) -> None:
     text = command("cost", engine, "--phase", "verify", "--gpu", "h100-80gb").out
     assert "speed-up by share of drafts that are right, each by itself, by time" in text
     assert "drafts" not in json.loads(command("cost", engine, "--json").out)
-    assert "leave out" in refused("show", engine, "--phase", "verify", "--draft-tokens", "2")
-    without = built_by_command(tmp_path / "plain", *words[:4])
-    message = refused("show", without, "--phase", "verify")
-    assert "this engine has embed, prefill, decode; build it with --draft-tokens K" in message
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--phase verify --cost --chunk 4", "--prefill-chunk means nothing in phase verify"),
-        ("--phase verify --draft-tokens 0", "shows a step over 1 drafted token or more"),
-        ("--ops --draft-tokens 2", "leave out --draft-tokens"),
-        ("--phase verify --draft-tokens 40", "draft-tokens 40: expected 0 (no drafting) to 32"),
-        ("--phase verify --cost --context 3", "--draft-tokens 4 and one is more than --context 3"),
-    ],
-)
-def test_show_refuses(words: str, said: str) -> None:
-    spec = () if "--ops" in words else ("--variant", "tiny-moe")
-    assert said in refused("show", *spec, *words.split())

@@ -9,7 +9,6 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
 from g4ir.engine.requests import Event, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
-from g4ir.engine.session import Session, padded
 from g4ir.engine.speculative import (
     COST,
     LEAST_MATCH,
@@ -51,16 +49,14 @@ from g4ir.passes import PassOptions, run_passes
 from g4ir.passes.plan_cache import RingOptions
 from tests.cli_tools import Outcome, refused
 from tests.cli_tools import g4ir as command
-from tests.contract.flows import FLOWS
-from tests.engines import agrees, some_tokens
+from tests.contract.session import AnyOrder
+from tests.engines import some_tokens
 from tests.serve.running import chat_engine, eventually, running
 from tests.small_bench import small_bench
 from tests.talking import dictate
 from tests.test_stages import break_pass, smaller_rings
 
 MAX_SEQ, CHUNK, MOST = 96, 16, 8
-#: dense; experts; per-layer embeddings and shared K and V; the unified text model. Rings of 8
-VARIANTS = ("tiny-dense", "tiny-moe", "tiny-ple", "tiny-unified")
 Make = Callable[..., Engine]
 
 
@@ -89,29 +85,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
         e.close()
 
 
-def accepted(chosen: list[int], drafts: list[int]) -> list[int]:
-    """The choices behind drafts that are right, and the one that follows."""
-    right = [*takewhile(lambda pair: pair[0] == pair[1], zip(chosen, drafts, strict=False))]
-    return chosen[: len(right) + 1]
-
-
-def rounds(
-    session: Session, first: Sequence[int], drafted: Callable[[int, int], list[int]], count: int
-) -> list[list[int]]:
-    """Greedy texts of `count` tokens: `drafted(row, length)` drafts what follows so many."""
-    texts = [[token] for token in first]
-    while going := [row for row, text in enumerate(texts) if len(text) < count]:
-        drafts = {row: drafted(row, len(texts[row])) for row in going}
-        held = session.length
-        fed = {row: [texts[row][-1], *d] for row, d in drafts.items()}
-        logits = session.verify(*padded(fed, session.batch))
-        made = {row: accepted(logits[row].argmax(-1).tolist(), d) for row, d in drafts.items()}
-        session.truncate(held + torch.tensor([len(made.get(r, ())) for r in range(len(texts))]))
-        for row, tokens in made.items():
-            texts[row] += tokens
-    return [text[:count] for text in texts]
-
-
 def mixed(want: Sequence[Sequence[int]], k: int, share: float, seed: int) -> Any:
     """Drafts of up to k tokens, this share of which is right."""
     rng = random.Random(seed)
@@ -127,60 +100,6 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [some_tokens(1, n, n)[0].tolist() for n in lengths]
 
 
-def begun(engine: Engine, texts: Sequence[Sequence[int]]) -> tuple[Session, list[int]]:
-    """A session that holds the texts, and the greedy tokens that follow."""
-    session = engine.session(len(texts))
-    padded = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int64)
-    for row, text in zip(padded, texts, strict=True):
-        row[: len(text)] = torch.tensor(text)
-    logits = session.prefill(padded, torch.tensor([len(t) for t in texts]))
-    return session, logits.argmax(-1).tolist()
-
-
-# --- the text is that of single steps -----------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param(v, marks=[pytest.mark.full] * (v in ("tiny-dense", "tiny-unified")))
-        for v in VARIANTS
-    ],
-)
-def test_text_is_that_of_single_steps(made: Make, variant: str) -> None:
-    """Rows of different lengths, past three windows; drafts that are right, wrong and both."""
-    engine, given = made(variant), prompts(5, 19, 31)
-    want = [engine.generate(p, 40, stop_ids=()) for p in given]
-    for k, share in ((1, 0.5), (MOST, 0.8), (MOST, 0.0)):
-        session, first = begun(engine, given)
-        assert rounds(session, first, mixed(want, k, share, k), 40) == want, (k, share)
-
-
-@pytest.mark.parametrize("every", [False, True])
-@pytest.mark.parametrize("variant", ["tiny-dense", "tiny-ple"])
-@pytest.mark.parametrize("backend", ["onnx", "trt"])
-@pytest.mark.covering
-def test_networks_verify_a_chunk(
-    made: Make, tmp_path: Path, backend: str, variant: str, every: bool
-) -> None:
-    """One network, which is told of which rows there are logits, or makes those of all."""
-    given = prompts(5, 19, 31)
-    want = [made(variant).generate(p, 30, stop_ids=()) for p in given]
-    limits = {"max_seq": MAX_SEQ, "prefill_chunk": CHUNK, "max_batch": 3, "random_weights": 3}
-    options = {"dtype": "float32", "draft_tokens": 5, "all_logits": every, **limits}
-    with FLOWS[backend].using(tmp_path):
-        engine = g4ir.build(variant, tmp_path / "e", backend=backend, **options)
-        session, first = begun(engine, given)
-        assert rounds(session, first, mixed(want, 5, 0.8, 1), 30) == want
-        assert engine.generate(given, 30, stop_ids=(), draft="ngram") == want
-
-
-def test_a_network_verifies_no_more_than_a_chunk(tmp_path: Path) -> None:
-    options = {"backend": "onnx", "random_weights": 0, "draft_tokens": 8, "prefill_chunk": 8}
-    with pytest.raises(InputError, match="give --prefill-chunk 9 or more"):
-        g4ir.build("tiny-dense", tmp_path / "e", **options)
-
-
 @pytest.mark.parametrize("slack", [0, 1, 5])
 def test_rings_have_the_slack_that_is_asked_for(slack: int) -> None:
     g = g4ir.build_graph(g4ir.load_spec("tiny-ple"), "verify")
@@ -188,12 +107,16 @@ def test_rings_have_the_slack_that_is_asked_for(slack: int) -> None:
     assert {v.type.shape[0] for v in state} == {"C", 8 + slack}
 
 
-@pytest.mark.parametrize("how", [{}, {"temperature": 0.6, "seed": 5, "top_p": 0.7}], ids=str)
-def test_the_same_seed_gives_the_same_text(
-    made: Make, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+DRAWN = {"temperature": 0.6, "seed": 5, "top_p": 0.7}
+
+
+@pytest.mark.parametrize("variant, how", [("tiny-ple", {}), ("tiny-ple", DRAWN), ("tiny-moe", {})])
+def test_text_is_that_of_single_steps(
+    made: Make, monkeypatch: pytest.MonkeyPatch, variant: str, how: dict[str, Any]
 ) -> None:
-    """However much of the drafts is right: here half of each, as far as the text is known."""
-    engine, given = made("tiny-ple"), prompts(9, 21)
+    """Rows of different lengths, past three windows, however much of the drafts is right: here half
+    of each, as far as the text is known."""
+    engine, given = made(variant), prompts(9, 21)
     want = engine.generate(given, 40, stop_ids=(), **how)
     drafts = mixed([[*p, *w] for p, w in zip(given, want, strict=True)], 4, 0.7, 1)
 
@@ -269,62 +192,11 @@ def test_rows_as_slots(made: Make) -> None:
 
 
 @pytest.mark.parametrize("variant", ["tiny-ple", "tiny-moe"])
-@pytest.mark.parametrize(
-    "seed", [0, *[pytest.param(i, marks=pytest.mark.full) for i in range(1, 12)]]
-)
-def test_sessions_in_any_order_equal_full_recomputation(
-    made: Make, variant: str, seed: int
-) -> None:
-    """Prompts, steps, rounds, cuts and snapshots, of two sessions in turn."""
-    engine, rng = made(variant), random.Random(seed)
-    sessions = [engine.session(2) for _ in range(2)]
-    held: list[list[list[int]]] = [[[], []] for _ in sessions]
-    kept: list[Any] = [None, None]
-
-    def new(count: int) -> list[int]:
-        return [rng.randrange(3, 500) for _ in range(count)]
-
-    def check(texts: list[list[int]], logits: torch.Tensor) -> None:
-        """Logits [2, vocab] after the texts."""
-        for text, got in zip(texts, logits, strict=True):
-            agrees(got[None], engine.session(1).prefill([text]))
-
-    for _ in range(40):
-        i = rng.randrange(2)
-        session, texts = sessions[i], held[i]
-        room = MAX_SEQ - max(map(len, texts))
-        what = rng.choice(["prefill", "decode", "round", "round", "round", "keep", "back", "reset"])
-        if what == "prefill" and room > 20:
-            more = [new(rng.randint(1, 20)) for _ in texts]
-            width = max(map(len, more))
-            rows = torch.tensor([[*m, *[0] * (width - len(m))] for m in more])
-            logits = session.prefill(rows, torch.tensor([len(m) for m in more]))
-            held[i] = [t + m for t, m in zip(texts, more, strict=True)]
-            check(held[i], logits)
-        elif what == "decode" and room > 1 and all(texts):
-            more = [new(1) for _ in texts]
-            logits = session.decode(torch.tensor([m[0] for m in more]))
-            held[i] = [t + m for t, m in zip(texts, more, strict=True)]
-            check(held[i], logits)
-        elif what == "round" and room > MOST + 1 and all(texts):
-            fed = {row: new(rng.randint(1, MOST + 1)) for row in rng.choice([(0, 1), (0,), (1,)])}
-            held_before = session.length
-            logits = session.verify(*padded(fed, 2))
-            right = {row: rng.randint(1, len(m)) for row, m in fed.items()}
-            session.truncate(held_before + torch.tensor([right.get(row, 0) for row in range(2)]))
-            for row, m in fed.items():
-                held[i][row] = texts[row] + m[: right[row]]
-                want = engine.session(1).prefill([held[i][row]])
-                agrees(logits[row, right[row] - 1][None].float(), want)
-        elif what == "keep":
-            kept[i] = session.snapshot(), [[*t] for t in texts]
-        elif what == "back" and kept[i]:
-            session.restore(kept[i][0])
-            held[i] = [[*t] for t in kept[i][1]]
-        elif what == "reset":
-            session.reset([0])
-            held[i][0] = []
-        assert session.length.tolist() == [len(t) for t in held[i]]
+def test_sessions_in_any_order_equal_full_recomputation(made: Make, variant: str) -> None:
+    """Rounds too, beside what tests/contract/session.py does in any order."""
+    engine = made(variant)
+    acts = AnyOrder(engine, lambda text: engine.session(1).prefill(text[None])[0], 0)
+    acts.run(60, ["verify"] * 5)
 
 
 def test_verify_refuses(made: Make, tmp_path: Path) -> None:
@@ -342,15 +214,6 @@ def test_verify_refuses(made: Make, tmp_path: Path) -> None:
     plain = made("tiny-ple", draft_tokens=0)
     with pytest.raises(InputError, match="build the engine again with --draft-tokens K"):
         plain.session(1).verify([[5, 6]])
-
-
-def test_drafts_that_cannot_be(made: Make) -> None:
-    with pytest.raises(InputError, match="draft 'magic': expected one of none, ngram"):
-        made("tiny-ple").generate([2, 5, 7], 4, draft="magic")
-    with pytest.raises(InputError, match="build it again with --draft-tokens 9 for more"):
-        made("tiny-ple").generate([2, 5, 7], 4, draft="ngram", draft_tokens=9)
-    with pytest.raises(InputError, match=r"draft-tokens 33: expected 0 \(no drafting\) to 32"):
-        made("tiny-ple", draft_tokens=33)
 
 
 # --- drafts -------------------------------------------------------------------------------------
@@ -503,32 +366,20 @@ def test_usage_and_counts_of_a_server(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 FLAGS = ("--input-len", "60", "--output-len", "24", "--rounds", "2", "--warmup", "0")
-VERBS = {"run": "--tokens 2,5", "chat": "", "serve": "--port 0", "bench": " ".join(FLAGS)}
-NOTHING = "nothing is drafted; give --draft too"
-WRONG = [
-    *((verb, "--draft magic", "--draft magic: expected one of none, ngram") for verb in VERBS),
-    *((verb, "--draft ngram --draft-tokens 5", "-tokens 5: expected 1 to 4") for verb in VERBS),
-    ("run", "--draft-tokens 3", f"--draft-tokens 3: {NOTHING}"),
-    ("bench", "--draft-tokens 3", f"--draft-tokens 3: {NOTHING}"),
-    ("run", "--draft none --draft-tokens 3", "--draft-tokens 3: nothing is drafted"),
-    ("run", "--draft ngram --draft-tokens -1", "draft-tokens -1: expected 1 to 4, which this"),
-    ("serve", "--draft-rows 2", f"--draft-rows 2: {NOTHING}"),
-    ("serve", "--draft ngram --draft-rows 0", "draft_rows 0: expected at least 1"),
-    ("run", "--draft ngram --draft-rows 2", "--draft-rows is for --input-jsonl"),
-    ("chat", "--draft ngram --draft-rows 2", "unrecognized arguments: --draft-rows"),
-]
 
 
-@pytest.mark.parametrize("verb, words, said", WRONG)
-def test_flags_that_are_wrong(folder: Path, verb: str, words: str, said: str) -> None:
-    assert said in refused(verb, folder, *VERBS[verb].split(), *words.split())
-
-
-def test_an_engine_that_verifies_nothing(made: Make) -> None:
-    folder = made("tiny-ple", draft_tokens=0).path
-    for verb in ("run", "bench"):
-        message = refused(verb, folder, *VERBS[verb].split(), "--draft", "ngram")
-        assert "verifies no drafted tokens; build the engine again with --draft-tokens K" in message
+def test_drafts_that_an_engine_cannot_verify(made: Make) -> None:
+    """More than it was built for, or any."""
+    few, none = (made("tiny-ple", draft_tokens=n) for n in (MOST, 0))
+    with pytest.raises(InputError, match="build it again with --draft-tokens 9 for more"):
+        few.generate([2, 5, 7], 4, draft="ngram", draft_tokens=9)
+    for words in (("run", "--tokens", "2,5"), ("bench", *FLAGS)):
+        told = [
+            refused(words[0], e.path, *words[1:], "--draft", "ngram", *more)
+            for e, more in ((few, ("--draft-tokens", "-1")), (none, ()))
+        ]
+        assert "draft-tokens -1: expected 1 to 8, which this engine was built for" in told[0]
+        assert "verifies no drafted tokens; build the engine again with --draft-tokens K" in told[1]
 
 
 # --- bench --------------------------------------------------------------------------------------

@@ -123,18 +123,14 @@ def test_defaults_of_the_checkpoint_hold_in_every_way(
                 assert {k: getattr(sampling, k) for k in values} == values | given
 
 
-# --- a call that is cut -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("most", [3, 12])
 def test_a_call_that_is_cut_is_told_and_not_kept(
-    talk: ChatSession, monkeypatch: pytest.MonkeyPatch, most: int
+    talk: ChatSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dictate(monkeypatch.setattr, [["hi ", *CALLING], WORDS])
     talk.set_tools(TOOLS)
-    talk.choose({"max_new_tokens": most})
+    talk.choose({"max_new_tokens": 12})
     turn = talk.say("hello")
-    assert turn.finish_reason == "length" and turn.content == "hi "[:most]
+    assert turn.finish_reason == "length" and turn.content == "hi "
     for call in turn.calls:
         assert not call["function"]["arguments"].endswith("}")
     assert not talk.open_calls and talk.messages[-1] == {"role": "assistant", "content": "hi "}
@@ -207,9 +203,6 @@ def test_a_reader_that_fails_ends_the_answer(talk: ChatSession) -> None:
     assert talk.say("hello").counts.generated == 2
 
 
-# --- thoughts ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("budget", [0, 11])
 def test_a_budget_of_thoughts(
     talk: ChatSession, monkeypatch: pytest.MonkeyPatch, budget: int
@@ -221,9 +214,6 @@ def test_a_budget_of_thoughts(
     assert turn.thought_tokens <= budget + 2  # with a newline, and the token that closes it
     assert "w1_w1" in turn.content and turn.counts.generated == 20
     assert turn.message.get("reasoning_content", "") == "w1_"[: max(budget - len("thought\n"), 0)]
-
-
-# --- calls ------------------------------------------------------------------------------------
 
 
 def test_calls_and_their_answers(talk: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,30 +285,24 @@ def test_every_conversation_renders(engine: Engine, tmp_path: Path, acts: Any) -
 
 
 def test_settings(talk: ChatSession) -> None:
-    for name, value in [("temperature", "0.5"), ("top_k", "3"), ("seed", "-1"), ("min_p", "0.1")]:
+    given = {"temperature": "0.5", "top_k": "3", "seed": "-1", "min_p": "0.1"}
+    for name, value in {**given, "presence_penalty": "1"}.items():
         talk.set(name, value)
-    talk.set("presence_penalty", "1")
     assert talk.settings["top_k"] == 3 and talk.say("x").counts.generated
     talk.set("top_k", "default")
-    assert "top_k" not in talk.settings
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
+    before = dict(talk.settings)
+    assert "top_k" not in before
+    for name, value, said in (
         ("warmth", "1", "setting 'warmth': one of max_new_tokens"),
         ("temperature", "hot", "temperature 'hot': expected a number"),
         ("temperature", "-1", "temperature -1"),
         ("top_k", "1.5", "expected a whole number"),
         ("top_k", "-1", "expected 0"),
         ("max_new_tokens", "0", "expected at least 1"),
-    ],
-)
-def test_wrong_settings(talk: ChatSession, name: str, value: str, said: str) -> None:
-    talk.set("top_p", "0.5")
-    with pytest.raises(InputError) as e:
-        talk.set(name, value)
-    assert said in str(e.value) and talk.settings == {"top_p": 0.5}
+    ):
+        with pytest.raises(InputError) as e:
+            talk.set(name, value)
+        assert said in str(e.value) and talk.settings == before
 
 
 def test_an_engine_without_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,37 +347,34 @@ def test_media_of_a_message(talk: ChatSession, tmp_path: Path) -> None:
 
 LINK = {"type": "image_url", "image_url": "http://x"}
 USER = {"role": "user", "content": "x"}
-CALLED = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+
+
+WRONG = {
+    "nothing": "is no JSON",
+    '{"messages": [], "messages": []}': "is no JSON",
+    "[NaN]": "is no JSON",
+    "7": "must be an object",
+    "{}": "messages: must be a list",
+    '{"messages": [], "model": "m"}': "model: is not known",
+    '{"messages": [], "tools": 7}': "tools: must be a list",
+    json.dumps([{"role": "robot", "content": "x"}]): "messages[0].role",
+    json.dumps([USER, CALLED, USER]): "has no answer",
+    json.dumps([{"role": "tool", "content": "x"}]): "must follow",
+    json.dumps([{"role": "user", "content": [LINK]}]): "nothing is fetched",
 }
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("nothing", "is no JSON"),
-        ('{"messages": [], "messages": []}', "is no JSON"),
-        ("[NaN]", "is no JSON"),
-        ("7", "must be an object"),
-        ("{}", "messages: must be a list"),
-        ('{"messages": [], "model": "m"}', "model: is not known"),
-        ('{"messages": [], "tools": 7}', "tools: must be a list"),
-        (json.dumps([{"role": "robot", "content": "x"}]), "messages[0].role"),
-        (json.dumps([USER, CALLED, USER]), "has no answer"),
-        (json.dumps([{"role": "tool", "content": "x"}]), "must follow"),
-        (json.dumps([{"role": "user", "content": [LINK]}]), "nothing is fetched"),
-    ],
-)
-def test_wrong_files(talk: ChatSession, tmp_path: Path, text: str, said: str) -> None:
+def test_wrong_files(talk: ChatSession, tmp_path: Path) -> None:
     path = tmp_path / "wrong.json"
-    path.write_text(text)
     talk.set_system("stays")
-    with pytest.raises(InputError) as e:
-        talk.load(path)
-    assert str(e.value).startswith(f"{path}: ") and said in str(e.value)
-    assert talk.system == "stays" and talk.tools is None
+    for text, said in WRONG.items():
+        path.write_text(text)
+        with pytest.raises(InputError) as e:
+            talk.load(path)
+        assert str(e.value).startswith(f"{path}: ") and said in str(e.value)
+        assert talk.system == "stays" and talk.tools is None
 
 
 def test_a_file_with_an_open_call(talk: ChatSession, tmp_path: Path) -> None:
@@ -410,9 +391,6 @@ def test_a_file_that_cannot_be_written(talk: ChatSession, tmp_path: Path) -> Non
     talk.messages = [{"role": "user", "content": "\udcff"}]
     with pytest.raises(InputError, match="half a character"):
         talk.save(tmp_path / "a.json")
-    talk.clear()
-    with pytest.raises(OSError):
-        talk.save(tmp_path / "none" / "a.json")
     assert not [*tmp_path.iterdir()]
 
 

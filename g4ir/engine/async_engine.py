@@ -239,7 +239,6 @@ class AsyncEngine:
                 self._lock.notify_all()
 
     def _end_all(self) -> None:
-        """Tell who still waits that the thread has ended."""
         with self._lock:
             left, self._streams = [*self._streams.values()], {}
             self._lock.notify_all()

@@ -288,7 +288,6 @@ class ChatSession:
         return found[-1]
 
     def _asked(self, messages: list[dict[str, Any]], told: Told) -> Turn:
-        """Answer messages; they stay as they were if nothing is answered."""
         before, self.messages = self.messages, messages
         try:
             turn = self.reply(told)
@@ -344,7 +343,6 @@ class ChatSession:
         return Turn(message, reason, counts, answer.reasoning, full, handle.tally)
 
     def _request(self) -> tuple[Request, Prompt]:
-        """Return the request of the next answer."""
         prompt = make_prompt(
             self.messages, self.tools, self.template, enable_thinking=self.thinking.on
         )
@@ -404,7 +402,6 @@ class Bounded:
 
 
 def _conversation(value: Any) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """Return the messages and tools of a file, checked; calls at the end may be open."""
     held = {"messages": value} if isinstance(value, list) else an_object(value, "the file")
     if unknown := held.keys() - {"messages", "tools"}:
         raise InputError(f"{min(unknown)}: is not known; a conversation has messages and tools")

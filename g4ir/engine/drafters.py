@@ -50,8 +50,8 @@ def find_drafter(model: Spec, o: BuildOptions, dry: bool = False) -> FoundDrafte
     elif path.suffix in SUFFIXES:
         if not random and not dry:
             raise InputError(
-                f"--drafter {o.drafter}: a spec has no weights; give its checkpoint's directory, or "
-                f"--random-weights SEED"
+                f"--drafter {o.drafter}: a spec has no weights; give its checkpoint's directory, "
+                f"or --random-weights SEED"
             )
         found = None
     elif random:

@@ -90,7 +90,6 @@ def _video(engine: EngineParts, item: Any, frames: int | None) -> Soft:
 
 
 def _seen(engine: EngineParts, patches: Any, positions: Any, soft: int) -> torch.Tensor:
-    """Return the soft tokens [soft, hidden] of one picture, by the tower of its size."""
     grids = {image_settings(engine.spec, n).rows: n for n in engine.media.grids}
     if len(patches) not in grids:
         raise InputError(
@@ -120,7 +119,6 @@ def sound_settings(engine: EngineParts) -> AudioSettings:
 
 
 def _heard(engine: EngineParts, clip: Clip) -> torch.Tensor:
-    """Run the tower of the next longer length; a sound beyond the longest is refused."""
     fits = [n for n in engine.media.lengths if n >= clip.soft_tokens]
     if not fits:
         raise InputError(
@@ -155,7 +153,6 @@ def _checked(item: Any, kind: type, name: str) -> Any:
 
 
 def _run(engine: EngineParts, tower: str, feeds: Mapping[str, Any]) -> torch.Tensor:
-    """Return the tower's rows [N, hidden] for arrays without the leading dim of one."""
     given = {
         name: torch.from_numpy(np.ascontiguousarray(x))[None].to(engine.device)
         for name, x in feeds.items()

@@ -199,7 +199,6 @@ def check_flags(flags: Mapping[str, Any]) -> None:
 
 
 def _sampling(given: Mapping[str, Any], suppress: tuple[int, ...] = ()) -> SamplingParams:
-    """Return the sampling settings of a request's fields."""
     found = {k: given[k] for k in SAMPLING if given.get(k) is not None}
     if found.get("top_k") == 0:  # no limit, as in generation_config.json
         found["top_k"] = None
@@ -295,7 +294,6 @@ class OfflineEngine:
     def _encoded(
         self, fields: Mapping[str, Any], where: str, given: Sequence[str], soft: Sequence[Soft]
     ) -> tuple[list[int], list[str | None]]:
-        """Return the ids of a text, and notes."""
         if self.codec is None:
             self.engine.tokenizer()  # says what is missing
         assert self.codec
@@ -375,7 +373,6 @@ class OfflineEngine:
                     _note(event, b)
 
     def _begin(self, line: Line, source: str) -> _Submitted | Failure:
-        """Put the request of a line in the queue."""
         number, text = line
         where, name = f"{source}:{number}", None
         try:
@@ -418,7 +415,6 @@ class OfflineEngine:
         return Failure(b.request.id, str(b.end.error), b.line)
 
     def _told(self, b: _Submitted, end: Event) -> Result:
-        """Return the answer to a request that has ended."""
         c, out = b.handle.counts, b.handle.answers[0].tokens
         return Result(
             id=b.request.id,
@@ -441,6 +437,5 @@ class OfflineEngine:
 
 
 def _note(event: Event, b: _Submitted) -> None:
-    """Add an event to its request."""
     b.logprobs += [event.logprobs] if event.logprobs else []
     b.end = event if event.finish else b.end

@@ -50,7 +50,6 @@ def prompt_keys(tokens: Sequence[int], soft: Sequence[Soft], holders: Mapping[st
 
 
 def _digest(soft: Soft) -> int:
-    """Return 128 bits of a medium's content."""
     h = hashlib.sha256(soft.kind.encode())
     for piece in soft.pieces:
         h.update(f"{piece.dtype} {[*piece.shape]}".encode())
@@ -206,7 +205,6 @@ class Prefiller:
                 yield logits
 
     def _soft(self, prompt: Request, start: int, stop: int) -> list[Soft]:
-        """Return the soft tokens of the placeholders among tokens start to stop."""
         out: list[Soft] = []
         for kind in dict.fromkeys(s.kind for s in prompt.soft):
             first = prompt.tokens[:start].count(self.holders[kind])

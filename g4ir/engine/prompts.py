@@ -58,12 +58,13 @@ SETTINGS: Mapping[str, tuple[str, bool, Any]] = {
     "min_new_tokens": ("min_tokens", False, 0),
 }
 #: keys that change no choice of a token, or are read elsewhere
-_OTHERS = """
+_OTHER_KEYS = """
     _from_model_config bos_token_id cache_config cache_implementation compile_config
     decoder_start_token_id disable_compile do_sample eos_token_id is_assistant
     num_return_sequences pad_token_id return_dict_in_generate suppress_tokens token_healing
     transformers_version trust_remote_code use_cache
-""".split()
+"""
+_OTHERS = frozenset(_OTHER_KEYS.split())
 #: keys of transformers that change what is generated -> the value that changes nothing
 _NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("diversity_penalty", "epsilon_cutoff", "eta_cutoff"), 0.0),

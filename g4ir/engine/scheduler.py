@@ -198,7 +198,6 @@ class Scheduler:
     # --- decoding -----------------------------------------------------------------------------
 
     def _decode(self) -> list[Event]:
-        """Give every sequence its next tokens."""
         running = self.batch.holders
         if not running:
             return self._close_loop()
@@ -287,7 +286,6 @@ class Scheduler:
     def _drafts(
         self, running: Sequence[SequenceState], drafters: Mapping[int, RowDrafts]
     ) -> Mapping[int, Sequence[int]]:
-        """Return draft tokens by slot, at most as many as there is room for."""
         if not drafters:
             return {s.slot: () for s in running}
         counts = {s.slot: drafters[s.slot].count(s.room - 1) for s in running}
@@ -319,7 +317,6 @@ class Scheduler:
         return made
 
     def _coming(self, taken: int = 0) -> int:
-        """Count the slots that will be needed soon, beside those that are about to be taken."""
         waiting = [self._prompt[0]] if self._prompt else self._queue
         room = self.max_batch - self.active - taken
         return min(sum(handle.request.n for handle in waiting), room)
@@ -368,29 +365,25 @@ class Scheduler:
     def _end(
         self, handle: RequestHandle, finish: str, error: Exception | None = None
     ) -> list[Event]:
-        """End all answers of a request that have not."""
         left = [s for s in handle.answers if not s.finish]
         return [self._ended(sequence, finish, error=error) for sequence in left]
 
     # --- prefill ------------------------------------------------------------------------------
 
     def _next_fits(self) -> bool:
-        """Whether there are slots for the first in the queue."""
         return bool(self._queue) and self._queue[0].request.n <= self.max_batch - self.active
 
     def _advance_prompt(self) -> list[Event]:
         """Compute one chunk of the prompt in prefill, or of the next."""
-        if not self._prompt and self._next_fits():
-            handle = heapq.heappop(self._queue)
-            handle.state, handle.counts.queued_s = PREFILLING, handle.age()
-            self.prefiller.lend(self.batch.release())
-            self._prompt = handle, self._chunks(handle)
-        if not self._prompt:
+        if not self._prompt and not self._next_fits():
             return []
-        handle, chunks = self._prompt
+        handle = self._prompt[0] if self._prompt else heapq.heappop(self._queue)
         begun = time.perf_counter()
         try:
-            logits = next(chunks)
+            self._prompt = self._prompt or self._begun(handle)
+            held = self.prefiller.held
+            logits = next(self._prompt[1])
+            self.totals.computed += self.prefiller.held - held
             self.totals.chunks += 1
             self.totals.chunk_s += time.perf_counter() - begun
             return [] if logits is None else self._placed(self._take_prompt(), logits)
@@ -401,25 +394,24 @@ class Scheduler:
             self.prefiller.forget()
             return self._end(handle, FAILED, e)
 
+    def _begun(
+        self, handle: RequestHandle
+    ) -> tuple[RequestHandle, Generator[torch.Tensor | None, None, None]]:
+        """Begin the prompt of a request with what is known of it."""
+        handle.state, handle.counts.queued_s = PREFILLING, handle.age()
+        self.prefiller.lend(self.batch.release())
+        chunks = self.prefiller.chunks(handle.request, self._until, handle.keys)
+        handle.counts.cached = self.prefiller.known
+        self.totals.cached += self.prefiller.known
+        self.totals.restored = self.prefiller.restored
+        return handle, chunks
+
     def _take_prompt(self) -> RequestHandle:
         """Return the request in prefill, and leave it; the prefiller keeps what it has computed."""
         assert self._prompt
         (handle, chunks), self._prompt = self._prompt, None
         chunks.close()
         return handle
-
-    def _chunks(self, handle: RequestHandle) -> Generator[torch.Tensor | None, None, None]:
-        """Compute a prompt, and count cached and computed tokens."""
-        totals, prefiller, held = self.totals, self.prefiller, -1
-        restored = prefiller.restored
-        for logits in prefiller.chunks(handle.request, self._until, handle.keys):
-            if held < 0:
-                held = handle.counts.cached = prefiller.known
-                totals.cached += held
-                totals.restored += prefiller.restored - restored
-            totals.computed += prefiller.held - held
-            held = prefiller.held
-            yield logits
 
     def _until(self, start: int) -> int:
         """Return how far a chunk may go: less far while sequences wait for it."""

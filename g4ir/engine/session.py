@@ -394,7 +394,6 @@ class Session:
     def _prompt(
         self, tokens: Any, lengths: Any, soft: Sequence[Soft], **lists: Sequence[Any]
     ) -> Prompt:
-        """Check what is given, encode its media and put it together."""
         tokens, lengths = self._checked(tokens, lengths)
         engine = self.engine
         check_list("soft", soft)
@@ -403,7 +402,6 @@ class Session:
         return _merged(engine, tokens, lengths, softs, self._media)
 
     def _rows(self, rows: Any, what: str) -> torch.Tensor:
-        """Return int64 [n] of row numbers."""
         index = _whole(rows, f"{what} rows").reshape(-1)
         if bool((index < 0).any()) or bool((index >= self.batch).any()):
             raise InputError(f"{what} rows {index.tolist()}: the session has {self.batch} rows")
@@ -487,7 +485,6 @@ def _tensor(value: Any, what: str) -> torch.Tensor:
 
 
 def _whole(value: Any, what: str) -> torch.Tensor:
-    """Return whole numbers as int64."""
     t = _tensor(value, what)
     if t.numel() and (t.is_floating_point() or t.is_complex()):
         raise InputError(f"{what}: expected whole numbers, found {t.tolist()}")
