@@ -218,28 +218,6 @@ def test_others_are_answered(narrow: Engine, monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(answered(offline), Result)
 
 
-def test_nan_does_not_stay_in_caches(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither in those that `generate` keeps nor in a offline's: a slot that no query sees would
-    make every sum over it NaN."""
-    engine = engines("reference", "tiny-ple")
-    run, prompt = engine.runtime.run, list(range(20, 60))
-    want, offline = engine.generate([2, 5, 7], 4), OfflineEngine(engine, {"max_new_tokens": 4})
-
-    def broken(phase: str, feeds: Any, state: Any, *rest: Any) -> Any:
-        made = run(phase, feeds, state, *rest)
-        for t in state.views(engine.limits.max_seq).values():
-            t.fill_(torch.nan)
-        return None if made is None else {"logits": made["logits"] * torch.nan}
-
-    long, short = (offline.request({"tokens": t}, "x") for t in (prompt, [2, 5, 7]))
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.runtime, "run", broken)
-        for ask in (lambda: engine.generate(prompt, 4), lambda: offline.answer(long)):
-            with pytest.raises(CheckError):
-                ask()
-    assert engine.generate([2, 5, 7], 4) == want == list(offline.answer(short).tokens)
-
-
 def test_weight_that_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(WeightsError) as refused:
         built(tmp_path, "float16", 1e6)

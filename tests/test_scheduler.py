@@ -68,6 +68,13 @@ def finished(scheduler: Scheduler) -> list[Event]:
     return out
 
 
+def ran(scheduler: Scheduler, job: Request) -> RequestHandle:
+    """The request, once it has ended."""
+    handle = scheduler.submit(job)
+    finished(scheduler)
+    return handle
+
+
 def texts(scheduler: Scheduler, jobs: Sequence[Request]) -> list[list[int]]:
     handles = [scheduler.submit(job) for job in jobs]
     finished(scheduler)
@@ -251,8 +258,7 @@ def test_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "stop_ids", lambda self: (text[at],))
     assert end(SamplingParams()).finish == STOP and end(FREE).finish == LENGTH
     later = Scheduler(engine)
-    handle = later.submit(Request(tokens, 12, SamplingParams(min_tokens=at + 2)))
-    finished(later)
+    handle = ran(later, Request(tokens, 12, SamplingParams(min_tokens=at + 2)))
     assert len(handle.answers[0].tokens) >= at + 2
     assert text[at] not in handle.answers[0].tokens[: at + 1]
 
@@ -421,8 +427,7 @@ def test_marks_are_where_other_prompts_begin(engine: Engine) -> None:
     computed = []
     for job, cached in ((second, 37), (other, 20), (second, 41)):
         before = scheduler.totals.computed
-        handle = scheduler.submit(job)
-        finished(scheduler)
+        handle = ran(scheduler, job)
         assert handle.answers[0].tokens == alone(engine, job)
         assert handle.counts.cached == cached
         computed.append(scheduler.totals.computed - before)
@@ -437,8 +442,7 @@ def test_what_the_staging_row_still_holds(engine: Engine) -> None:
     finds that rings have written over what it needs."""
     tokens, scheduler, seen = prompt(30), Scheduler(engine), []
     for job in (tokens, (*tokens, 9, 9), (*tokens, 9, 9), (*tokens[:20], 4), tokens[:25]):
-        handle = scheduler.submit(Request(job, 4, FREE))
-        finished(scheduler)
+        handle = ran(scheduler, Request(job, 4, FREE))
         assert handle.answers[0].tokens == alone(engine, handle.request)
         seen.append(handle.counts.cached)
     assert seen == [0, 30, 31, 0, 20]
@@ -447,8 +451,7 @@ def test_what_the_staging_row_still_holds(engine: Engine) -> None:
 def test_prompts_that_are_kept_apart(engine: Engine) -> None:
     tokens, scheduler, seen = prompt(30), Scheduler(engine), []
     for given in ({}, {"salt": "a"}, {"salt": "a"}, {"reuse": False}, {"reuse": False}, {}, {}):
-        handle = scheduler.submit(Request(tokens, 2, FREE, marks=(12,), **given))
-        finished(scheduler)
+        handle = ran(scheduler, Request(tokens, 2, FREE, marks=(12,), **given))
         seen.append(handle.counts.cached)
     assert seen == [0, 0, 29, 0, 0, 12, 29] and len(scheduler.prefixes) == 2
 
@@ -461,8 +464,7 @@ def test_a_cancelled_prompt_leaves_what_it_computed(engine: Engine) -> None:
     handle.cancel()
     scheduler.step()
     assert handle.state == CANCELLED and scheduler.totals.computed == 2 * CHUNK
-    again = scheduler.submit(job)
-    finished(scheduler)
+    again = ran(scheduler, job)
     assert again.counts.cached == 2 * CHUNK and again.answers[0].tokens == alone(engine, job)
 
 
@@ -534,20 +536,8 @@ def test_pictures_in_rows(unified: Engine) -> None:
     soft = [picture(unified, i) for i in range(4)]
     jobs = [shown(soft[0]), shown(soft[1], soft[2]), shown(soft[3], soft[0])]
     jobs.append(Request(prompt(30), 5, FREE))
-    want = [_generated(unified, job) for job in jobs]
-    for given in ({}, {"chunk_tokens": 5}):
-        scheduler = Scheduler(unified, SchedulerConfig(**given))
-        assert texts(scheduler, jobs) == want
-
-
-def _generated(engine: Engine, job: Request) -> list[int]:
-    session, out = engine.session(), list[int]()
-    logits = session.prefill(torch.tensor([job.tokens]), soft=job.soft)
-    for _ in range(job.max_new_tokens):
-        never = torch.tensor(engine.suppressed(), dtype=torch.int64)
-        out.append(int(logits[0].index_fill(0, never, -torch.inf).argmax()))
-        logits = session.decode([out[-1]])
-    return out
+    want = [alone(unified, job) for job in jobs]
+    assert texts(Scheduler(unified, SchedulerConfig(chunk_tokens=5)), jobs) == want
 
 
 def test_equal_ids_of_other_pictures(unified: Engine) -> None:
@@ -557,9 +547,8 @@ def test_equal_ids_of_other_pictures(unified: Engine) -> None:
     for soft in ((a, b), (a, a), (a, b), (b, b)):
         base = shown(*soft)
         job = replace(base, marks=(2, 19, 20, 25))  # the third and fourth lie in a picture
-        handle = scheduler.submit(job)
-        finished(scheduler)
-        assert handle.answers[0].tokens == _generated(unified, job)
+        handle = ran(scheduler, job)
+        assert handle.answers[0].tokens == alone(unified, job)
         seen.append(handle.counts.cached)
     assert seen == [0, 19, 19, 2]
     keys = prompt_keys((2, 500, 500), (Soft("image", (a.pieces[0][:2],)),), {"image": 500})

@@ -330,34 +330,22 @@ def over(engine: Engine, patch: pytest.MonkeyPatch, fails: bool = False) -> list
 
 def test_a_prompt_of_several_chunks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same logits, with rings that each chunk writes over; chunks that end no prompt and those
-    that do are two recordings in one place, and what is shorter is launched."""
-    rows = engine.limits.max_batch
-    prompts = [some_tokens(rows, width) for width in (3 * CHUNK + 5, CHUNK, CHUNK)]
-    session = engine.session(rows)
-    want = [session.prefill(tokens) for tokens in prompts]
+    that do are two recordings in one place, and what is shorter is launched. Of ragged rows one
+    ends within a recorded chunk, one has no token in it."""
+    prompts = [some_tokens(3, width) for width in (3 * CHUNK + 5, CHUNK, CHUNK)]
+    ragged = some_tokens(3, 3 * CHUNK), torch.tensor([3 * CHUNK, CHUNK + 3, 0])
+
+    def logits() -> list[torch.Tensor]:
+        session, other = engine.session(3), engine.session(3)
+        made = [session.prefill(tokens) for tokens in prompts]
+        return [*made, other.prefill(*ragged), other.decode(torch.tensor([1, 2, 3]))]
+
+    want = logits()
     places = over(engine, monkeypatch)
-    session = engine.session(rows)
-    got = [session.prefill(tokens) for tokens in prompts]
-    for g, w in zip(got, want, strict=True):
-        torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-4)
-    (place,) = places
+    for got, wanted in zip(logits(), want, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
     early, last = ["launch", "record", "replay", "replay"], ["launch", "record", "replay"]
-    assert place.said == [*early, *last]
-
-
-def test_ragged_rows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One ends within a recorded chunk, one has no token in it: lengths are the chunk's."""
-    tokens, lengths = some_tokens(3, 3 * CHUNK), torch.tensor([3 * CHUNK, CHUNK + 3, 0])
-
-    def both() -> list[torch.Tensor]:
-        session = engine.session(3)
-        return [session.prefill(tokens, lengths), session.decode(torch.tensor([1, 2, 3]))]
-
-    want = both()
-    places = over(engine, monkeypatch)
-    for g, w in zip(both(), want, strict=True):
-        torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-4)
-    assert places[0].said == ["launch", "launch", "record", "replay"]
+    assert [p.said for p in places] == [[*early, *last], ["launch", "launch", "record", "replay"]]
 
 
 def test_chunks_that_cannot_be_recorded(
@@ -373,9 +361,8 @@ def test_chunks_that_cannot_be_recorded(
                 engine.session(1).prefill(tokens), want, rtol=1e-4, atol=1e-4
             )
     (said,) = caplog.messages
-    assert (
-        said.startswith("full chunks of prompts run launch by launch") and "not permitted" in said
-    )
+    assert said.startswith("full chunks of prompts run launch by launch")
+    assert "not permitted" in said
     assert [p.said for p in places] == [["launch", "record", "launch"], ["launch", "launch"]]
 
 

@@ -19,16 +19,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from g4ir.errors import BusyError, EngineError, InputError
+from g4ir.errors import BusyError, EngineError
 
 from .engine import Engine
-from .requests import FAILED, Event, Request, RequestHandle, Totals
+from .requests import FAILED, Event, Request, RequestHandle, Totals, check_least
 from .scheduler import Scheduler, SchedulerConfig
 
 log = logging.getLogger(__name__)
-
-#: why a stream was cancelled
-BY_READER, BY_SLOWNESS, BY_FAULT, BY_CLOSE = "cancelled", "not read", "reader failed", "closed"
 
 
 @dataclass(frozen=True)
@@ -42,23 +39,17 @@ class AsyncEngineConfig:
     slow_s: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("waiting", "waiting_tokens", "unread"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} {getattr(self, name)}: expected at least 1")
-        if not self.slow_s >= 0:
-            raise InputError(f"slow_s {self.slow_s}: expected 0 or more seconds")
+        check_least(self, waiting=1, waiting_tokens=1, unread=1, slow_s=0)
 
 
 class Stream:
     """The events of one request, for one reader. It ends after the last event of each answer.
 
-    `cancel` and `stop` may be called by any thread; what is unread can still be read. `reason` says
-    why it was cancelled, if it was.
+    `cancel` and `stop` may be called by any thread; what is unread can still be read.
     """
 
     def __init__(self, handle: RequestHandle, settings: AsyncEngineConfig) -> None:
         self.handle = handle
-        self.reason: str | None = None
         self._settings, self._events = settings, SimpleQueue[Event]()
         #: answers whose ends are still to be read, and still to be delivered
         self._left, self._open = len(handle.answers), {a.index for a in handle.answers}
@@ -80,9 +71,8 @@ class Stream:
         self._left -= bool(event.finish)
         return event
 
-    def cancel(self, reason: str = BY_READER) -> None:
+    def cancel(self) -> None:
         """Free its slots before the next step."""
-        self.reason = self.reason or reason
         self.handle.cancel()
 
     def stop(self, index: int) -> None:
@@ -94,7 +84,7 @@ class Stream:
         if self._events.qsize() < self._settings.unread:
             self._since = now
         elif now - self._since >= self._settings.slow_s and not self.handle.done:
-            self.cancel(BY_SLOWNESS)
+            self.cancel()
         self._events.put(event)
 
 
@@ -177,7 +167,7 @@ class AsyncEngine:
         with self._lock:
             self._draining = self._closing = True
             for stream, _ in self._streams.values():
-                stream.cancel(BY_CLOSE)
+                stream.cancel()
             self._lock.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
@@ -232,7 +222,7 @@ class AsyncEngine:
             put(event)
         except Exception:
             log.exception("a reader of events failed; its request is cancelled")
-            stream.cancel(BY_FAULT)
+            stream.cancel()
         if not stream._open:
             with self._lock:
                 del self._streams[event.handle]

@@ -6,8 +6,10 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from g4ir.backends.sampling import Logprobs, Sampler, SamplingParams
+from g4ir.errors import InputError
 from g4ir.media.soft import Soft
 
 from .speculative import AcceptanceStats, RowDrafts
@@ -17,6 +19,14 @@ QUEUED, PREFILLING, DECODING = "queued", "prefilling", "decoding"
 #: states in which it ends; an answer ends with the last two, or with STOP or LENGTH
 FINISHED, CANCELLED, FAILED = "finished", "cancelled", "failed"
 STOP, LENGTH = "stop", "length"
+
+
+def check_least(config: Any, **least: float) -> None:
+    """Raise InputError for a field that is less than this; None is no number."""
+    for name, number in least.items():
+        value = getattr(config, name)
+        if value is not None and not value >= number:
+            raise InputError(f"{name} {value}: expected at least {number}")
 
 
 @dataclass(frozen=True)

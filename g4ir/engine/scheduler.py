@@ -44,6 +44,7 @@ from .requests import (
     RequestHandle,
     SequenceState,
     Totals,
+    check_least,
 )
 from .session import check_prompt, padded
 from .speculative import NGRAM, NO_DRAFT, RowDrafts, SpeculativeConfig, find_draft
@@ -68,11 +69,7 @@ class SchedulerConfig:
     draft_rows: int = 2
 
     def __post_init__(self) -> None:
-        least = {"chunks": 1, "chunk_tokens": 1, "patience": 0, "prefix_bytes": 0, "draft_rows": 1}
-        for name, number in least.items():
-            value = getattr(self, name)
-            if value is not None and value < number:
-                raise InputError(f"{name} {value}: expected at least {number}")
+        check_least(self, chunks=1, chunk_tokens=1, patience=0, prefix_bytes=0, draft_rows=1)
 
 
 #: new tokens of sequences
