@@ -157,9 +157,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Build]:
         e.close()
 
 
-# --- every step ---------------------------------------------------------------------------------
-
-
 #: of one row: the token, and the next hidden state
 Step = tuple[int, torch.Tensor]
 
@@ -224,9 +221,6 @@ def standing_last(engine: Engine) -> Spec:
     spec = engine.drafter
     assert spec and spec.drafter
     return replace(spec, drafter=replace(spec.drafter, position="last"))
-
-
-# --- the text -----------------------------------------------------------------------------------
 
 
 def prompts_of(pair: Pair) -> list[list[int]]:
@@ -311,9 +305,6 @@ def test_pictures_and_sounds(tmp_path: Path, name: str) -> None:
     assert tally.drafted
 
 
-# --- what a drafter goes on from ----------------------------------------------------------------
-
-
 def drafted(session: Session, token: int) -> list[list[int]]:
     rows = range(session.batch)
     found = session.draft(dict.fromkeys(rows, token), dict.fromkeys(rows, 3))
@@ -354,9 +345,6 @@ def drafted_after(session: Session, tokens: torch.Tensor) -> list[list[int]]:
     session.prefill(tokens[:, 20:23])
     assert drafted(session, 7) == want and all(want)
     return want
-
-
-# --- specs --------------------------------------------------------------------------------------
 
 
 #: elements of the published checkpoints, and their int64 ones
@@ -434,9 +422,6 @@ def test_broken_checkpoint(tmp_path: Path) -> None:
             g4ir.build(None, tmp_path / "out", **options)
 
 
-# --- checks -------------------------------------------------------------------------------------
-
-
 def test_each_pass_and_the_backend(tmp_path: Path) -> None:
     """A drafter's step is run after each pass too, and by the backend."""
     options = {"backend": "reference", "random_weights": 4, "max_seq": 64, "drafter": "default"}
@@ -446,9 +431,6 @@ def test_each_pass_and_the_backend(tmp_path: Path) -> None:
     weights["draft.L1.mlp.w_down"] = weights["draft.L1.mlp.w_down"] + 0.1
     culprit = verify_each_pass(engine, [*range(5, 21)]).culprit
     assert culprit and culprit.first and culprit.first.value == "draft.L1.mlp.down"
-
-
-# --- an engine's files --------------------------------------------------------------------------
 
 
 def test_what_an_engine_keeps(built: Build, tmp_path: Path) -> None:
@@ -468,9 +450,6 @@ def test_random_weights_are_those_of_the_seed(tmp_path: Path) -> None:
     order = one.runtime.resident("draft.order")
     assert order is not None and torch.equal(order.sort().values, torch.arange(512))
     assert one.draft_tokens == 4
-
-
-# --- rounds on the device -----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -535,9 +514,6 @@ def test_rounds_of_changing_batches(built: Build, looped: Any) -> None:
     texts_of(scheduler, [])
     assert recorded and [h.answers[0].tokens for h in (first, second)] == want
     assert sum(second.tally.accepted.values()) > 0
-
-
-# --- what drafting is expected to gain ----------------------------------------------------------
 
 
 def test_plan_counts_the_slack_and_what_it_gains() -> None:

@@ -190,9 +190,6 @@ def test_rows_as_slots(made: Make) -> None:
     assert off == want and scheduler.totals.tally.rounds < tally.rounds
 
 
-# --- sessions -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("variant", ["tiny-ple", "tiny-moe"])
 def test_sessions_in_any_order_equal_full_recomputation(made: Make, variant: str) -> None:
     """Rounds too, beside what tests/contract/session.py does in any order."""
@@ -217,8 +214,6 @@ def test_verify_refuses(made: Make, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="build the engine again with --draft-tokens K"):
         plain.session(1).verify([[5, 6]])
 
-
-# --- drafts -------------------------------------------------------------------------------------
 
 words = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
@@ -275,8 +270,6 @@ def test_tally() -> None:
     assert tally_text(AcceptanceStats()) == tally_text(None) == ""
     assert tally_text(tally) == "; 2.25 tokens a round (67 33 50 50 % of drafts accepted)"
 
-
-# --- run, chat, serve ---------------------------------------------------------------------------
 
 #: what an answer of a server or of a conversation is made to say
 SAID = "abcdef" * 5
@@ -384,8 +377,6 @@ def test_drafts_that_an_engine_cannot_verify(made: Make) -> None:
         assert "verifies no drafted tokens; build the engine again with --draft-tokens K" in told[1]
 
 
-# --- bench --------------------------------------------------------------------------------------
-
 SMALL = Workload(60, 24, batch=2, context=4)
 
 
@@ -424,8 +415,6 @@ def test_the_report_tells_of_drafts(
     read = read_report(file)
     assert plain_values(read)["drafts"] == drafts and bench_text(read) in done.out
 
-
-# --- verify -------------------------------------------------------------------------------------
 
 #: as many as a ring of 8 slots and more
 IDS = [*range(5, 26)]
@@ -506,9 +495,6 @@ def test_rings_of_less_slack_are_named(checked: Engine, monkeypatch: pytest.Monk
     assert culprit and culprit.name == "plan_cache" and culprit.first
     assert (culprit.first.phase, culprit.first.at) == (VERIFY, 17)
     assert "attention" in culprit.first.ops
-
-
-# --- what drafting is expected to gain ----------------------------------------------------------
 
 
 def moved(name: str, phase: str, tokens: int, context: int = 1) -> Cost:

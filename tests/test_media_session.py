@@ -291,8 +291,6 @@ def test_placeholders_may_lie_outside_of_the_tables() -> None:
     assert all(torch.equal(out[k], text[k]) for k in ("embeds", "ple_rows"))
 
 
-# --- cutting ----------------------------------------------------------------------------------
-
 #: a row by runs: (tokens, whether they are a block)
 RUNS = st.lists(st.tuples(st.integers(1, 12), st.booleans()), max_size=8)
 

@@ -86,9 +86,6 @@ def only(p: torch.Tensor, keep: list[int]) -> torch.Tensor:
     return out / out.sum()
 
 
-# --- greedy -----------------------------------------------------------------------------------
-
-
 def greedy(logits: torch.Tensor, **settings: Any) -> list[int]:
     rows = {i: Sampler(SamplingParams(**settings)) for i in range(len(logits))}
     return [c.token for c in sample(logits, rows).values() if isinstance(c, Choice)]
@@ -107,9 +104,6 @@ def test_greedy_leaves_the_logits_alone() -> None:
     assert greedy(logits, suppress=(1,)) == [2]
     assert greedy(logits, min_p=0.9, top_k=3, top_p=0.1) == [1]
     assert logits.tolist() == [[0.0, 5.0, 1.0]]
-
-
-# --- drawing ----------------------------------------------------------------------------------
 
 
 EVERY = [*range(6)]
@@ -201,9 +195,6 @@ def test_what_is_no_number_draws_a_token() -> None:
         assert 0 <= int(found) < 9
 
 
-# --- generation_config.json -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "values, expected",
     [
@@ -264,8 +255,6 @@ def test_a_checkpoint_names_stop_ids_and_suppressed_ones(tmp_path: Path) -> None
     want = text[: ends[0] + 1] if ends else text
     assert first not in text and engine.generate([2, 5, 7], 30, **drawn) == want
 
-
-# --- settings of a sequence ----------------------------------------------------------------------
 
 VOCAB = 50
 PLAIN: list[dict[str, Any]] = [

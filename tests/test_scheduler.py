@@ -100,9 +100,6 @@ def random_jobs(count: int, seed: int) -> list[Request]:
     return out
 
 
-# --- equal to single runs -----------------------------------------------------------------------
-
-
 def test_texts_are_those_of_generate(engine: Engine) -> None:
     """Greedy and drawn; eight at a time, and by the engine one by one."""
     rng, jobs, want = random.Random(1), list[Request](), list[list[int]]()
@@ -208,9 +205,6 @@ def test_any_order_of_admission_steps_and_cancelling(engine: Engine, full: bool)
     run_state_machine_as_test(machine, settings=shape)
 
 
-# --- several answers, priorities, ends ----------------------------------------------------------
-
-
 def test_several_answers_to_one_prompt(engine: Engine) -> None:
     """The prompt is computed once; answer i has the seed + i; one that is stopped frees its row."""
     s, tokens = replace(FREE, temperature=1.5, seed=7), prompt(21)
@@ -285,9 +279,6 @@ def test_smaller_pieces_while_rows_decode(engine: Engine) -> None:
     assert (scheduler.totals.chunks - before, scheduler.totals.computed) == (1, 3 + 4)
 
 
-# --- buckets ------------------------------------------------------------------------------------
-
-
 def test_the_smallest_bucket_is_used(engine: Engine) -> None:
     """Upwards at once, for all that wait; downwards after a while."""
     scheduler = Scheduler(engine, SchedulerConfig(patience=3))
@@ -310,9 +301,6 @@ def test_sizes_of_buckets() -> None:
     for wrong in ((), (0, 4), (2,), (4, 8)):
         with pytest.raises(InputError, match="largest of which is the engine's --max-batch 4"):
             checked_buckets(wrong, 4)
-
-
-# --- failures -----------------------------------------------------------------------------------
 
 
 def poisoned(engine: Engine, patch: pytest.MonkeyPatch, phase: str, held: int) -> None:
@@ -413,9 +401,6 @@ def test_settings_that_are_wrong(name: str) -> None:
         SchedulerConfig(**{name: -1})
 
 
-# --- prefixes -----------------------------------------------------------------------------------
-
-
 def test_marks_are_where_other_prompts_begin(engine: Engine) -> None:
     """A conversation: the answer is read again, what was before it is not; another with the same
     beginning starts at its end."""
@@ -507,9 +492,6 @@ def test_the_default_of_the_prefix_cache(engine: Engine, monkeypatch: pytest.Mon
     assert scheduler.prefixes.too_large == 2 and not len(scheduler.prefixes)
 
 
-# --- media --------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def unified(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """It sees pictures both ways."""
@@ -562,9 +544,6 @@ def test_pictures_that_do_not_fit(unified: Engine) -> None:
             Scheduler(unified).submit(replace(shown(picture(unified, 0)), soft=soft))
     with pytest.raises(InputError, match="must be in one chunk"):
         Scheduler(unified).submit(shown(picture(unified, 0, 71)))
-
-
-# --- nothing grows ------------------------------------------------------------------------------
 
 
 def test_a_thousand_short_requests(engine: Engine, full: bool) -> None:

@@ -56,9 +56,6 @@ def stopping(talk: ChatSession, after: int) -> Callable[[Event], None]:
     return told
 
 
-# --- what is computed -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("form, answer", [("small", THINKING), ("large", WORDS)])
 def test_a_turn_computes_what_is_new(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, form: str, answer: Sequence[str]
@@ -156,9 +153,6 @@ def test_a_message_can_be_taken_back_or_answered_again(
     assert not talk.messages
 
 
-# --- ends -------------------------------------------------------------------------------------
-
-
 def test_a_stopped_answer_stays(talk: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
     thought = [CHANNEL, "thought\n" + "w1_" * 300]
     dictate(monkeypatch.setattr, [["w1_" * 300], WORDS, thought], pause_s=0.002)
@@ -243,8 +237,6 @@ def test_calls_of_a_stopped_answer(talk: ChatSession, monkeypatch: pytest.Monkey
     assert talk.messages[-1]["content"] == NOT_RUN and not talk.open_calls
 
 
-# --- any conversation can go on ---------------------------------------------------------------
-
 PIECES = st.sampled_from(["w1_", "w2_ ", "€", CHANNEL, CHANNEL_END, "thought\n", *CALLING, "}"])
 ACTS = st.lists(
     st.tuples(st.sampled_from(["say", "stop", "answer", "leave", "file"]), st.lists(PIECES)),
@@ -281,9 +273,6 @@ def test_every_conversation_renders(engine: Engine, tmp_path: Path, acts: Any) -
             assert make_prompt(talk.messages, TOOLS).text.endswith(("model\n", "}<tool_response|>"))
 
 
-# --- settings, and what is refused ------------------------------------------------------------
-
-
 def test_settings(talk: ChatSession) -> None:
     given = {"temperature": "0.5", "top_k": "3", "seed": "-1", "min_p": "0.1"}
     for name, value in {**given, "presence_penalty": "1"}.items():
@@ -311,9 +300,6 @@ def test_an_engine_without_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(type(engine), "tokenizer", lambda self: tokenizer())
     with pytest.raises(InputError, match="has no turns of a chat"):
         ChatSession(engine)
-
-
-# --- media and files --------------------------------------------------------------------------
 
 
 def test_media_of_a_message(talk: ChatSession, tmp_path: Path) -> None:
@@ -392,9 +378,6 @@ def test_a_file_that_cannot_be_written(talk: ChatSession, tmp_path: Path) -> Non
     with pytest.raises(InputError, match="half a character"):
         talk.save(tmp_path / "a.json")
     assert not [*tmp_path.iterdir()]
-
-
-# --- generate ---------------------------------------------------------------------------------
 
 
 def test_generate_takes_what_users_say(engine: Engine, tmp_path: Path) -> None:

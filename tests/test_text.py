@@ -82,9 +82,6 @@ def test_attributes_keep_their_kinds() -> None:
     assert node.attrs["scaled"] is True and "weighted=(False,)" in str(parse_graph(text))
 
 
-# --- mutation ---------------------------------------------------------------------------------
-
-
 def one_layer(name: str, phase: str) -> Graph:
     spec = load_spec(name)
     text = replace(spec.text, num_hidden_layers=1, num_kv_shared_layers=0)

@@ -289,9 +289,6 @@ def test_kernels_around_the_graph() -> None:
     assert made == read_constants().around
 
 
-# --- chunks of prompts ---------------------------------------------------------------------------
-
-
 class StandIn:
     """A place that keeps what happens there; recording does nothing yet, as on a GPU."""
 

@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 from g4ir.errors import BusyError, EngineError
 
 from .engine import Engine
-from .requests import FAILED, Event, Request, RequestHandle, Totals, check_least
+from .requests import FAILED, Event, Request, RequestHandle, check_least
 from .scheduler import Scheduler, SchedulerConfig
 
 log = logging.getLogger(__name__)
@@ -99,6 +99,7 @@ class AsyncEngine:
     ) -> None:
         self.engine, self.settings = engine, settings or AsyncEngineConfig()
         self.scheduler = Scheduler(engine, config)
+        self.totals = self.scheduler.totals
         #: what ended the thread, if anything did
         self.error: BaseException | None = None
         self._inbox: deque[RequestHandle] = deque()
@@ -113,8 +114,6 @@ class AsyncEngine:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    # --- for other threads --------------------------------------------------------------------
 
     def submit(self, request: Request, told: Callable[[Event], None] | None = None) -> Stream:
         """Check a request, put it in the queue and return its stream; `told` is called with the
@@ -149,10 +148,6 @@ class AsyncEngine:
     def active(self) -> int:
         """Number of sequences that decode."""
         return self.scheduler.active
-
-    @property
-    def totals(self) -> Totals:
-        return self.scheduler.totals
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no more requests, and wait until all have ended; whether they did in time."""
@@ -189,8 +184,6 @@ class AsyncEngine:
                 f"{len(waiting)} requests of {tokens} prompt tokens wait already, of {s.waiting} "
                 f"and {s.waiting_tokens}; try again later"
             )
-
-    # --- the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:

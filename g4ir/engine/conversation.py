@@ -3,9 +3,6 @@
     with ChatSession(engine) as talk:
         talk.attach("image", "photo.png")
         turn = talk.say("What is this?", told)          # told(event) sees each piece as it comes
-        while talk.open_calls:
-            talk.answer_call('{"degrees": 7}')
-        turn = talk.reply(told)
 
 Each answer is a request to a scheduler with a prefix cache, so only the new part of the next prompt
 is computed. A conversation may fill the engine's --max-seq; nothing is dropped to make room.
@@ -159,8 +156,6 @@ class ChatSession:
         self.alive = False
         self._scheduler.close()
 
-    # --- what is talked about -----------------------------------------------------------------
-
     def set_system(self, text: str) -> None:
         """Begin the conversation with this message of the system, or without one."""
         rest = self.messages[1:] if self.system is not None else self.messages
@@ -256,8 +251,6 @@ class ChatSession:
     def leave_calls(self) -> None:
         """Have the model know that nobody answered its open calls."""
         self.messages += [_call_answer(c, NOT_RUN) for c in self.open_calls]
-
-    # --- answers ------------------------------------------------------------------------------
 
     def say(self, text: str, told: Told = lambda said: None) -> Turn:
         """Send a message, with what is attached, and return the answer. One that fails, or was

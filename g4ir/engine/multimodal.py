@@ -52,9 +52,8 @@ def encode(
 
     `budget`: soft tokens of an image at most, one of those the engine was built for; `frames` of a
     video (default 32, or all of a shorter one); `too_long`: whether a sound beyond the limit is
-    cut or refused. InputError for a kind that the engine does not take, and as the readers and
-    `prepare_*` raise, and in a forked process; MissingError where a library for decoding is
-    missing.
+    cut or refused. InputError for a kind that the engine does not take, what is no such file, and
+    in a forked process; MissingError where a library for decoding is missing.
     """
     engine.check_process()
     check_taken(kind, engine.media, engine.spec)
@@ -159,8 +158,6 @@ def _run(engine: EngineParts, tower: str, feeds: Mapping[str, Any]) -> torch.Ten
     }
     return engine.runtime.encode(tower, given)[0]
 
-
-# --- parts of messages ------------------------------------------------------------------------
 
 _DATA = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+-]+=[\w.+-]+)*;base64,", re.ASCII)
 #: type of a part -> where its data lie

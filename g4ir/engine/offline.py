@@ -1,12 +1,9 @@
 """Offline inference: requests from flags or JSON lines, through the scheduler.
 
-JSON lines are read one by one and answered in order, as many at a time as the engine has slots, and
-so are files of images, videos and audio; a long list of requests needs the memory of few. An
-invalid request yields its own error, and the others are answered.
-
-Each setting comes from the first that names it: the request, the flags, the checkpoint's
-generation_config.json, the default (greedy). Stop ids add up: those of the request or the flags
-and those of the checkpoint.
+JSON lines, and their files of media, are read one by one and answered in order, as many at a time
+as the engine has slots. An invalid request yields its own error. Each setting comes from the first
+that names it: the request, the flags, the checkpoint's generation_config.json, the default, which
+is greedy; stop ids add up.
 """
 
 from __future__ import annotations
@@ -225,8 +222,6 @@ class OfflineEngine:
         self._sampling({})  # a wrong flag is no request's fault
         checked_ids(self.flags.get("stop", []), engine.spec.text.vocab_size, "stop")
 
-    # --- requests -----------------------------------------------------------------------------
-
     def request(
         self, fields: Mapping[str, Any], where: str, media: Sequence[tuple[str, str]] = ()
     ) -> OfflineRequest:
@@ -321,8 +316,6 @@ class OfflineEngine:
         biased = [token for token, _ in found.logit_bias]
         checked_ids(biased, self.engine.spec.text.vocab_size, "logit_bias")
         return found
-
-    # --- answers ------------------------------------------------------------------------------
 
     def answer(
         self, request: OfflineRequest, told: Callable[[int], None] = lambda token: None

@@ -29,7 +29,7 @@ from g4ir.ops.finite import not_finite
 from .batch import Batch, checked_buckets
 from .device_loop import DraftRounds, Tokens, TokenSteps, open_loop
 from .parts import EngineParts
-from .prefill import Prefiller, PrefixCache
+from .prefill import Prefiller
 from .prompts import checked_ids, checked_prompt
 from .requests import (
     CANCELLED,
@@ -87,7 +87,7 @@ class Scheduler:
         sizes = checked_buckets(config.buckets, self.max_batch)
         self.batch: Batch[SequenceState] = Batch(engine, sizes, config.patience)
         self.prefiller = Prefiller(engine, config.prefix_bytes)
-        self.totals = Totals()
+        self.prefixes, self.totals = self.prefiller.prefixes, Totals()
         self.suppress, self._eos = engine.suppressed(), frozenset(engine.stop_ids())
         self._queue: list[RequestHandle] = []
         self._number = 0
@@ -147,10 +147,6 @@ class Scheduler:
             handle.cancel()
 
     @property
-    def prefixes(self) -> PrefixCache:
-        return self.prefiller.prefixes
-
-    @property
     def waiting(self) -> int:
         """Number of requests in the queue."""
         return len(self._queue)
@@ -191,8 +187,6 @@ class Scheduler:
                 events += self._end(handle, CANCELLED)
             events += [self._ended(s, STOP) for s in unwanted if not s.finish]
         return events
-
-    # --- decoding -----------------------------------------------------------------------------
 
     def _decode(self) -> list[Event]:
         running = self.batch.holders
@@ -364,8 +358,6 @@ class Scheduler:
     ) -> list[Event]:
         left = [s for s in handle.answers if not s.finish]
         return [self._ended(sequence, finish, error=error) for sequence in left]
-
-    # --- prefill ------------------------------------------------------------------------------
 
     def _next_fits(self) -> bool:
         return bool(self._queue) and self._queue[0].request.n <= self.max_batch - self.active

@@ -129,16 +129,12 @@ class Session:
 
         Returns float32 [batch, vocab] at each row's last valid token (zeros for a row of length
         0, which is left untouched), or [batch, S, vocab] with `all_logits` (zeros behind a row's
-        last). Raises InputError on a token outside the vocabulary or a row that would pass
-        max_seq.
+        last). `soft` take the places of the placeholders of their kind, row by row; images, videos
+        and audio are encoded here and come after them. Placeholders of a kind that the engine does
+        not take are tokens like any other.
 
-        `soft` take the places of the placeholders of their kind, row by row; images, videos and
-        audio are encoded here and come after them. Placeholders of a kind that the engine does not
-        take are tokens like any other, with the rows that the tables have for their ids.
-
-        InputError for media of such a kind, where there are more or fewer placeholders than soft
-        tokens, or where a picture that is seen both ways does not fit a chunk. Nothing is appended
-        then.
+        InputError, and nothing is appended, for a token outside the vocabulary, a row that would
+        pass max_seq, media of another kind or number, and a picture that fits no chunk.
         """
         if all_logits and not self.engine.all_logits:
             raise InputError(
@@ -159,12 +155,9 @@ class Session:
         self, tokens: Any, lengths: Any = None, soft: Sequence[Soft] = (), wanted: bool = True
     ) -> Iterator[torch.Tensor | None]:
         """Prefill, a chunk for each value of the iterator: None, until a row has ended; then the
-        logits [B, vocab], if they are `wanted`, on the engine's device and in the dtype that they
-        are computed in. They are the session's own: the next step may write over them.
-
-        InputError as `prefill`, at once. Nothing else may be appended before the last chunk, but
-        the iterator may be left early.
-        """
+        logits [B, vocab], if they are `wanted`, on the engine's device and in its dtype, which the
+        next step may write over. InputError as `prefill`, at once. Nothing else may be appended
+        before the last chunk, but the iterator may be left early."""
         return self._steps(self._prompt(tokens, lengths, soft), wanted)
 
     def decode(self, next_tokens: Any, active: Any = None) -> torch.Tensor:
@@ -184,12 +177,10 @@ class Session:
         return self._last_logits(Prompt(*self._checked(tokens[:, None], lengths)))
 
     def verify(self, tokens: Any, lengths: Any = None) -> torch.Tensor:
-        """Append a token to each row, and draft tokens behind it: int64 [batch, S], of which row
-        b's first lengths[b] are valid (default: all); S at most one more than the engine's
-        --draft-tokens. Return the logits after each, [batch, S, vocab], on the engine's device as
-        in `prefill_steps`; those behind a row's last are undefined. `truncate` then drops rejected
-        tokens. InputError as `prefill`, and for an engine without a verification step.
-        """
+        """Append a token to each row, and up to --draft-tokens draft tokens behind it: int64
+        [batch, S], of which row b's first lengths[b] are valid (default: all). Return the logits
+        after each, [batch, S, vocab], as `prefill_steps`; those behind a row's last are undefined.
+        `truncate` then drops rejected tokens. InputError as `prefill`, and for too many tokens."""
         tokens, lengths = self._checked(tokens, lengths)
         width, most = tokens.shape[1], self.engine.draft_tokens + 1
         if width > 1 and most == 1:
@@ -230,11 +221,9 @@ class Session:
             self.hidden.stand(hidden, self.length)
 
     def truncate(self, n: Any) -> None:
-        """Keep the first n tokens (an int or int64 [batch]) of each row. Cut within a picture that
-        is seen both ways, what is kept of it has seen what is dropped.
-
-        Raises InputError, and changes nothing, where a ring no longer holds what would be seen.
-        """
+        """Keep the first n tokens (an int or int64 [batch]) of each row. InputError, and nothing is
+        changed, where a ring no longer holds what would be seen. Cut within a picture that is seen
+        both ways, what is kept of it has seen what is dropped."""
         keep = _whole(n, "truncate")
         if keep.shape not in ((), (self.batch,)):
             raise InputError(f"truncate to {keep.tolist()}: expected one number or {self.batch}")
@@ -305,8 +294,6 @@ class Session:
         if held is None:
             return int(self.state.nbytes())
         return sum(t.nbytes for t in self.state.views(held).values()) if held else 0
-
-    # --- steps --------------------------------------------------------------------------------
 
     def _last_logits(self, prompt: Prompt) -> torch.Tensor:
         """Return the logits [B, vocab] of each row's last token: a copy for the caller to keep."""
@@ -388,8 +375,6 @@ class Session:
 
     def _zeros(self, *width: int) -> torch.Tensor:
         return torch.zeros(self.batch, *width, self.engine.spec.text.vocab_size)
-
-    # --- checks -------------------------------------------------------------------------------
 
     def _prompt(
         self, tokens: Any, lengths: Any, soft: Sequence[Soft], **lists: Sequence[Any]

@@ -1,13 +1,10 @@
 """Speculative decoding: draft tokens, and one step that verifies all of them.
 
-A verification step feeds a sequence's newest token and k draft tokens. A token is chosen after each
-as ever, with the sequence's own random numbers; as long as the choice is the draft token, the next
-logits are valid too. So a step yields 1 to k + 1 tokens, those that single steps would have chosen.
-Rejected tokens are dropped by setting a length; sliding-window caches have room for them
-(passes/plan_cache.py).
-
-Draft tokens come from the sequence's own text (`NgramProposer`): what followed the last place that
-ends like it; or from a draft model, which continues from the hidden state of the large one.
+A verification step feeds a sequence's newest token and k draft tokens, and a token is chosen after
+each as ever, with the sequence's own random numbers. As long as the choice is the draft token, the
+next logits are valid too: a step yields 1 to k + 1 tokens, those that single steps would have
+chosen. Draft tokens come from what followed earlier in the sequence's own text (`NgramProposer`),
+or from a draft model, which continues from the hidden state of the large one.
 """
 
 from __future__ import annotations

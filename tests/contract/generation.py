@@ -146,9 +146,6 @@ def test_settings_in_one_batch(engine: Engine) -> None:
     assert texts(Scheduler(engine), asked) == alone
 
 
-# --- the scheduler that `generate` keeps --------------------------------------------------------
-
-
 def test_generate_uses_its_caches_again(engine: Engine) -> None:
     """What a longer text left in them changes nothing; another number of rows has its own."""
     prompt, other = [2, 5, 7], some_tokens(1, 3 * CHUNK, seed=5)[0].tolist()

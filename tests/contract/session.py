@@ -60,9 +60,6 @@ def same_row(flow: Flow, a: Caches, b: Caches, row: int, count: int) -> bool:
     return all(torch.equal(flow.held(a, n, row, count), flow.held(b, n, row, count)) for n in names)
 
 
-# --- turns ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", PIECES.values(), ids=list(PIECES))
 def test_turns_equal_one_prompt(any_engine: Engine, fresh: Any, size: int) -> None:
     tokens = some_tokens(1, 3 * W + 3)
@@ -205,9 +202,6 @@ def test_agrees_over_many_greedy_steps(
                 left[key] = some_tokens(1, 2 + steps % 50, steps)
 
 
-# --- rows -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("row, count", [(0, 1), (1, 5), (2, CHUNK + 3)])
 def test_row_of_length_0_is_untouched(
     flow: Flow, engine: Engine, fresh: Any, row: int, count: int
@@ -221,9 +215,6 @@ def test_row_of_length_0_is_untouched(
     assert same_row(flow, before, caches(session), row, 20)
     assert session.length.tolist() == [20 if r == row else 20 + count for r in range(3)]
     agrees(session.decode(tokens[:, 20])[row], fresh(tokens[row, :21]))
-
-
-# --- truncate and reset -----------------------------------------------------------------------
 
 
 def test_truncate_past_a_ring_changes_nothing(any_engine: Engine, fresh: Any) -> None:
@@ -253,9 +244,6 @@ def test_truncate_looks_at_what_rings_have_seen(any_engine: Engine, fresh: Any) 
     session.truncate(0)
     agrees(session.prefill(tokens[:, :9])[0], fresh(tokens[0, :9], name_of(any_engine)))
     session.truncate(8)
-
-
-# --- limits and errors ------------------------------------------------------------------------
 
 
 def test_max_seq_can_be_filled(any_engine: Engine, fresh: Any) -> None:
@@ -301,9 +289,6 @@ def test_what_a_session_is_not_made_for(engine: Engine, last: Engine) -> None:
         last.session().prefill(some_tokens(1, 3), all_logits=True)
 
 
-# --- logits that stay where they are ------------------------------------------------------------
-
-
 def test_steps_hand_out_what_the_runtime_made(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,9 +315,6 @@ def test_steps_hand_out_what_the_runtime_made(
     assert torch.equal(held[0, 0], copy[0]) and not copy[1].any() and copy[0].any()
 
 
-# --- what a session remembers -------------------------------------------------------------------
-
-
 def test_a_snapshot_of_another_session(engine: Engine) -> None:
     with pytest.raises(InputError, match="a snapshot of 2 rows; the session has 1"):
         engine.session(1).restore(engine.session(2).snapshot())
@@ -346,9 +328,6 @@ def test_bytes_of_the_caches(flow: Flow, engine: Engine) -> None:
     assert all(t.any() for n, t in session.state.views(20).items() if n != TURNED)
     session.state.zero()
     assert not any(t.any() for t in session.state.views(20).values())
-
-
-# --- media --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -366,9 +345,6 @@ def test_media_that_the_engine_does_not_take(engine: Engine, kind: str, name: st
         with pytest.raises(InputError, match=f"^this engine takes text, no {kind}, and "):
             ask()
     assert session.length.tolist() == [0]
-
-
-# --- rows that move -----------------------------------------------------------------------------
 
 
 def test_a_row_is_copied(engine: Engine, fresh: Any) -> None:
