@@ -21,7 +21,7 @@ from g4ir.errors import EngineError, InputError, MissingError
 from g4ir.plan.options import BuildOptions
 from tests.contract.flows import Flow
 from tests.engines import agrees, some_tokens
-from tests.threads_session import disturbed
+from tests.test_threads import disturbed
 
 
 def test_what_is_not_offered(flow: Flow, engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_each_thread_gets_its_own_results(flow: Flow, single: Engine) -> None:
         assert not disturbed(single, steps=3, rounds=1)
         return
     done = subprocess.run(
-        [sys.executable, "-m", "tests.threads_session", str(single.path)],
+        [sys.executable, "-m", "tests.test_threads", str(single.path)],
         cwd=Path(__file__).parents[2],
         text=True,
         capture_output=True,
