@@ -16,12 +16,11 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import torch
 
 from g4ir.errors import InputError
-
-if TYPE_CHECKING:
-    import torch
 
 #: seeds are below; a request without one gets a random one
 SEEDS = 1 << 63
@@ -31,14 +30,27 @@ CANDIDATES = 64
 FEW = 1024
 #: limit of what settings add to a logit or multiply it by, so that float32 holds the result
 MOST = 1e9
-#: ways to choose: the largest logit; a draw from the CANDIDATES largest, from all in the order of
-#: their ids, and from all sorted
+#: the largest logit; a draw from the CANDIDATES largest, from all by id, and from all sorted
 GREEDY, TOP, WHOLE, SORTED = "greedy", "top", "whole", "sorted"
 WAYS = (GREEDY, TOP, WHOLE, SORTED)
 #: columns of a `draws` tensor
 TEMPERATURE, TOP_K, TOP_P, WAY = range(4)
 #: top_p that keeps every token, whatever the rounding of the sum
 ALL = 2.0
+#: least and largest value of what is added to logits; and of settings: an error's name of it first
+ADDED = (-MOST, MOST, f"-{MOST:g} to {MOST:g}")
+LIMITS: tuple[tuple[Any, ...], ...] = (
+    ("temperature", 0, sys.float_info.max, "0 (greedy) or more"),
+    ("top_k", 1, math.inf, "at least 1"),
+    ("top_p", math.nextafter(0, 1), 1, "a share in (0, 1]"),
+    ("seed", 0, SEEDS - 1, "0 to 2^63 - 1"),
+    ("min_p", 0, 1, "a share in [0, 1]"),
+    ("presence_penalty:", *ADDED),
+    ("frequency_penalty:", *ADDED),
+    ("repetition_penalty", 1 / MOST, MOST, f"{1 / MOST:g} to {MOST:g}"),
+    ("min_tokens", 0, math.inf, "0 or more"),
+    ("logprobs", 0, math.inf, "0 or more"),
+)
 
 
 class LogitsMask(Protocol):
@@ -55,8 +67,8 @@ class SamplingParams:
     never chosen.
 
     presence_penalty is subtracted from the logits of generated tokens, frequency_penalty once for
-    each occurrence; repetition_penalty divides positive logits of tokens of the prompt and of
-    generated ones, and multiplies negative ones. min_p: the least probability of a token that can
+    each occurrence; repetition_penalty divides positive logits of tokens of the prompt and answer,
+    and multiplies negative ones. min_p: the least probability of a token that can
     be drawn, as a share of the largest. logit_bias: (token, what is added). `allowed` is a logits
     mask. The sequence ends with one of `stop`, and with the checkpoint's own stop ids unless
     `ignore_eos`; none of them is chosen before `min_tokens` are generated. logprobs: how many of
@@ -80,27 +92,13 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature <= sys.float_info.max:
-            raise InputError(f"temperature {self.temperature}: expected 0 (greedy) or more")
-        if self.top_k is not None and self.top_k < 1:
-            raise InputError(f"top_k {self.top_k}: expected at least 1")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise InputError(f"top_p {self.top_p}: expected a share in (0, 1]")
-        if self.seed is not None and not 0 <= self.seed < SEEDS:
-            raise InputError(f"seed {self.seed}: expected 0 to 2^63 - 1")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise InputError(f"min_p {self.min_p}: expected a share in [0, 1]")
-        added = {name: getattr(self, name) for name in ("presence_penalty", "frequency_penalty")}
-        added |= {f"logit_bias of token {token}": bias for token, bias in self.logit_bias}
-        for name, value in added.items():
-            if not -MOST <= value <= MOST:
-                raise InputError(f"{name}: {_shown(value)}: expected -{MOST:g} to {MOST:g}")
-        if not 1 / MOST <= self.repetition_penalty <= MOST:
-            value = _shown(self.repetition_penalty)
-            raise InputError(f"repetition_penalty {value}: expected {1 / MOST:g} to {MOST:g}")
-        for name in ("min_tokens", "logprobs"):
-            if (getattr(self, name) or 0) < 0:
-                raise InputError(f"{name} {getattr(self, name)}: expected 0 or more")
+        given = [(name, getattr(self, name.rstrip(":")), *limits) for name, *limits in LIMITS]
+        given += [
+            (f"logit_bias of token {token}:", bias, *ADDED) for token, bias in self.logit_bias
+        ]
+        for name, value, least, most, expected in given:
+            if value is not None and not least <= value <= most:
+                raise InputError(f"{name} {str(value)[:20]}: expected {expected}")
 
     @property
     def penalises(self) -> bool:
@@ -147,8 +145,6 @@ class Choice:
 Drawn = Choice | Exception | None
 
 
-# --- random numbers ---------------------------------------------------------------------------
-
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -170,9 +166,6 @@ def random_seed() -> int:
     return secrets.randbits(32)
 
 
-# --- a sequence -------------------------------------------------------------------------------
-
-
 class Sampler:
     """Keeps what a sequence has generated, and shapes its logits. `stops` end it."""
 
@@ -184,7 +177,9 @@ class Sampler:
         self.generated: list[int] = []
         self._never = frozenset(params.suppress)
         self._greedy = params.temperature == 0 and not params.changes
-        self._history: _History | None = None
+        #: where its logits are: how often it generated each token, and which it has seen
+        self._counts: torch.Tensor | None = None
+        self._followed = 0
         #: whether nothing but `suppress`, temperature, top_k and top_p has a say, so that a device
         #: can choose
         plain = not params.changes and params.logprobs is None and not params.min_p
@@ -207,15 +202,13 @@ class Sampler:
     def shaped(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits [vocab] as they are drawn from, float32; the given ones are not changed.
         InputError if none may be chosen."""
-        import torch
-
-        if self.plain and self._suppressed is None:
+        if self.plain and not self._never:
             return logits.float()
         s, row = self.params, logits.to(torch.float32, copy=True)
-        if self._biased is not None:
-            row.index_add_(0, self._biased.to(row.device), self._biases.to(row.device))
+        if s.logit_bias:
+            row.index_add_(0, *(t.to(row.device) for t in self._biases))
         for ids in (self._suppressed, self._stopping if self._is_short else None):
-            if ids is not None:
+            if ids is not None and len(ids):
                 row[ids.to(row.device)] = -math.inf
         allowed = s.allowed.mask(self.generated) if s.allowed else None
         if allowed is not None:
@@ -233,65 +226,42 @@ class Sampler:
         return row
 
     @cached_property
-    def _biased(self) -> torch.Tensor | None:
-        return _index([token for token, _ in self.params.logit_bias])
+    def _biases(self) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, biases = zip(*self.params.logit_bias, strict=True)
+        return torch.tensor(tokens), torch.tensor(biases, dtype=torch.float32)
 
     @cached_property
-    def _biases(self) -> torch.Tensor:
-        import torch
-
-        return torch.tensor([bias for _, bias in self.params.logit_bias], dtype=torch.float32)
+    def _suppressed(self) -> torch.Tensor:
+        return torch.tensor(self.params.suppress, dtype=torch.int64)
 
     @cached_property
-    def _suppressed(self) -> torch.Tensor | None:
-        return _index(self.params.suppress)
-
-    @cached_property
-    def _stopping(self) -> torch.Tensor | None:
-        return _index(sorted(self.stops))
+    def _stopping(self) -> torch.Tensor:
+        return torch.tensor(sorted(self.stops), dtype=torch.int64)
 
     def _penalise(self, row: torch.Tensor) -> None:
-        if self._history is None:
-            self._history = _History(row, self.prompt)
-        self._history.follow(self.generated)
-        s, h = self.params, self._history
-        factor = s.repetition_penalty
+        if self._counts is None:
+            self._counts, self._seen = torch.zeros_like(row), torch.zeros_like(row).bool()
+            self._seen[torch.tensor(self.prompt, dtype=torch.int64, device=row.device)] = True
+        for token in self.generated[self._followed :]:
+            self._counts[token] += 1
+            self._seen[token] = True
+        self._followed = len(self.generated)
+        s, factor = self.params, self.params.repetition_penalty
         if factor != 1:
-            row.copy_((row / factor).where(row > 0, row * factor).where(h.seen, row))
-        row -= s.frequency_penalty * h.counts + s.presence_penalty * (h.counts > 0)
-
-
-class _History:
-    """Which tokens a sequence has seen, and how often it generated each; where its logits are."""
-
-    def __init__(self, row: torch.Tensor, prompt: Sequence[int]) -> None:
-        import torch
-
-        self.counts = torch.zeros_like(row)
-        self.seen = torch.zeros_like(row, dtype=torch.bool)
-        self.seen[torch.tensor(prompt, dtype=torch.int64, device=row.device)] = True
-        self.followed = 0
-
-    def follow(self, generated: Sequence[int]) -> None:
-        for token in generated[self.followed :]:
-            self.counts[token] += 1
-            self.seen[token] = True
-        self.followed = len(generated)
+            row.copy_((row / factor).where(row > 0, row * factor).where(self._seen, row))
+        row -= s.frequency_penalty * self._counts + s.presence_penalty * (self._counts > 0)
 
 
 def sample(logits: torch.Tensor, samplers: Mapping[int, Sampler]) -> dict[int, Drawn]:
     """Choose a token for some rows of logits [B, vocab], as each alone would, and append it to what
     its sampler has generated."""
-    import torch
-
     # A sum is finite if all of its terms are; one transfer from a device for both.
     sums = logits.sum(-1, dtype=torch.float32)
     best, sums = torch.stack((logits.argmax(-1).double(), sums.double())).tolist()
-    out: dict[int, Drawn] = {}
+    out: dict[int, Drawn] = dict.fromkeys(samplers)
     tokens: dict[int, int] = {}
     shaped: dict[int, torch.Tensor] = {}
     for i, sampler in samplers.items():
-        out[i] = None
         if not math.isfinite(sums[i]):
             continue
         if sampler.takes(int(best[i])):
@@ -304,51 +274,43 @@ def sample(logits: torch.Tensor, samplers: Mapping[int, Sampler]) -> dict[int, D
     if shaped:
         tokens |= _drawn(shaped, samplers)
     for i, token in tokens.items():
-        sampler = samplers[i]
-        count = sampler.params.logprobs
-        read = None if count is None else read_logprobs(logits[i], token, count)
-        sampler.generated.append(token)
-        out[i] = Choice(token, read)
+        count = samplers[i].params.logprobs
+        samplers[i].generated.append(token)
+        out[i] = Choice(token, None if count is None else read_logprobs(logits[i], token, count))
     return out
 
 
 def _drawn(shaped: Mapping[int, torch.Tensor], samplers: Mapping[int, Sampler]) -> dict[int, int]:
     """Return the tokens of sequences by their shaped logits [vocab]. Rows of GREEDY and of TOP are
     chosen together; others alone, since the sum of a long row may round differently in a batch."""
-    import torch
-
     groups: dict[Any, list[int]] = {}
     for i in shaped:
         way = samplers[i].params.way
         groups.setdefault(way if way in (GREEDY, TOP) else i, []).append(i)
     out: dict[int, int] = {}
     for rows in groups.values():
-        uniforms = torch.tensor([samplers[i].uniform() for i in rows], dtype=torch.float64)
-        draws = torch.tensor([samplers[i].params.draw for i in rows], dtype=torch.float64)
         logits = torch.stack([shaped[i] for i in rows])
-        given = uniforms.to(logits.device), draws.to(logits.device)
-        found = choose(logits, *given, samplers[rows[0]].params.way)
+        uniforms, draws = (
+            torch.tensor(values, dtype=torch.float64).to(logits.device)
+            for values in zip(*((samplers[i].uniform(), samplers[i].params.draw) for i in rows))
+        )
+        found = choose(logits, uniforms, draws, samplers[rows[0]].params.way)
         out |= zip(rows, found.tolist(), strict=True)
     return out
 
 
 def read_logprobs(logits: torch.Tensor, token: int, count: int) -> Logprobs:
     """Return log-probabilities of raw logits [vocab]: the token's and the `count` largest."""
-    import torch
-
     row = logits.float()
-    whole = row.double().logsumexp(-1)
     values, index = largest(row[None], min(count, len(row)))
-    read = (torch.cat((row[token][None], values[0])).double() - whole).tolist()
+    both = torch.cat((row[token][None], values[0])).double()
+    read = (both - row.double().logsumexp(-1)).tolist()
     return Logprobs(read[0], tuple(zip(index[0].tolist(), read[1:], strict=True)))
 
 
 def bits(mask: Any, vocab: int) -> torch.Tensor:
     """Return bool [vocab] of what `LogitsMask.mask` returns; InputError for anything else."""
-    import torch
-
-    t = torch.as_tensor(mask)
-    words = -(-vocab // 32)
+    t, words = torch.as_tensor(mask), -(-vocab // 32)
     if t.dtype == torch.bool and t.shape == (vocab,):
         return t
     if t.dtype == torch.int32 and t.dim() == 1 and len(t) >= words:
@@ -358,19 +320,6 @@ def bits(mask: Any, vocab: int) -> torch.Tensor:
         f"mask: found {str(t.dtype).removeprefix('torch.')} {list(t.shape)}; expected bool "
         f"[{vocab}], or int32 [{words}] with a bit for each token"
     )
-
-
-def _shown(value: float) -> str:
-    return str(value)[:20]
-
-
-def _index(ids: Sequence[int]) -> torch.Tensor | None:
-    import torch
-
-    return torch.tensor(ids, dtype=torch.int64) if ids else None
-
-
-# --- a batch ----------------------------------------------------------------------------------
 
 
 def choose(
@@ -402,8 +351,6 @@ def choose(
 def largest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the k largest of each row of float32 [B, vocab] in descending order, equal ones by
     lower token first: values [B, k] and tokens int64 [B, k]."""
-    import torch
-
     vocab = logits.shape[-1]
     if k > vocab // 8:
         values, index = logits.sort(dim=-1, descending=True, stable=True)
@@ -438,8 +385,6 @@ def draw(
     and top_p of `draws` f64[B, 4] are left out. The probabilities are those of the k candidates
     alone; `whole` [B, 1] counts more of them for top_p (see `weights_of`).
     """
-    import torch
-
     weights = weights_of(values, draws[:, TEMPERATURE, None])
     if index is not None:
         places = torch.arange(values.shape[-1], device=values.device)

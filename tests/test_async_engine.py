@@ -80,11 +80,6 @@ def test_many_threads_ask(service: AsyncEngine, engine: Engine) -> None:
     assert not service.waiting and not service.active and service.totals.ended == {LENGTH: 16}
 
 
-def test_several_answers_end_one_by_one(service: AsyncEngine) -> None:
-    events = [*service.submit(job(new=4, n=3))]
-    assert sorted(e.index for e in events if e.finish) == [0, 1, 2] and len(events) == 12
-
-
 def test_a_callback_sees_the_events(service: AsyncEngine) -> None:
     seen, ended = list[Event](), threading.Event()
 
@@ -94,8 +89,8 @@ def test_a_callback_sees_the_events(service: AsyncEngine) -> None:
         if event.finish:
             ended.set()
 
-    stream = service.submit(job(), told)
-    assert ended.wait(WAIT) and len(seen) == 6 and stream.unread == 0
+    service.submit(job(), told)
+    assert ended.wait(WAIT) and len(seen) == 6
 
 
 def test_a_callback_that_fails_ends_its_request_alone(service: AsyncEngine, engine: Engine) -> None:
@@ -105,7 +100,7 @@ def test_a_callback_that_fails_ends_its_request_alone(service: AsyncEngine, engi
     broken, fine = service.submit(job(new=200), told), service.submit(job(seed=1))
     assert text(fine) == engine.generate([*job(seed=1).tokens], 6, stop_ids=())
     eventually(lambda: broken.handle.done)
-    assert (broken.handle.state, broken.reason) == (CANCELLED, "reader failed")
+    assert broken.handle.state == CANCELLED
 
 
 def test_a_wrong_job_is_refused_where_it_is_asked(service: AsyncEngine) -> None:
@@ -121,21 +116,23 @@ def test_a_full_queue(service: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> 
     streams = [service.submit(job(seed=i)) for i in range(3)]
     with pytest.raises(BusyError, match=r"^3 requests of 15 prompt tokens wait already, of 3 and"):
         service.submit(job())
-    assert service.waiting == 3 and service.rejected == 1
+    assert service.waiting == 3
     gate.open.set()
     assert [len(text(s)) for s in streams] == [6, 6, 6]
     assert len(text(service.submit(job()))) == 6
 
 
 def test_a_queue_full_of_tokens(service: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One may always wait, however long it is."""
+    """One may always wait, however long it is; an event may be waited for only so long."""
     monkeypatch.setattr(service, "settings", AsyncEngineConfig(waiting_tokens=20))
     gate = Gate(service, monkeypatch)
     long = service.submit(job(30))
     with pytest.raises(BusyError, match="30 prompt tokens wait"):
         service.submit(job(1))
+    with pytest.raises(TimeoutError, match="no event within"):
+        long.get(0.01)
     gate.open.set()
-    assert len(text(long)) == 6
+    assert len(text(long)) == 6 and long.get(WAIT) is None
 
 
 def test_cancelling_frees_the_row(service: AsyncEngine) -> None:
@@ -143,23 +140,10 @@ def test_cancelling_frees_the_row(service: AsyncEngine) -> None:
     assert stream.get(WAIT) is not None
     stream.cancel()
     events = [*stream]
-    assert events[-1].finish == CANCELLED and stream.reason == "cancelled"
+    assert events[-1].finish == CANCELLED
     eventually(lambda: not service.active)
     assert stream.handle.counts.generated < 300
     stream.cancel()  # nothing is left to do
-
-
-def test_a_slow_reader_slows_nobody(
-    service: AsyncEngine, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its row waits, with no more than so many events; when it reads again it gets every token."""
-    monkeypatch.setattr(service, "settings", AsyncEngineConfig(unread=5))
-    slow = service.submit(job(new=60))
-    eventually(lambda: slow.handle.paused)
-    quick = service.submit(job(seed=1, new=40))
-    assert len(text(quick)) == 40
-    assert 5 <= slow.unread <= 6 and service.active == 1
-    assert text(slow) == engine.generate([*job().tokens], 60, stop_ids=())
 
 
 def test_a_reader_that_never_reads(service: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,8 +152,8 @@ def test_a_reader_that_never_reads(service: AsyncEngine, monkeypatch: pytest.Mon
     stream = service.submit(job(new=300))
     eventually(lambda: stream.handle.done)
     events = [*stream]
-    assert events[-1].finish == CANCELLED and stream.reason == "not read"
-    assert 4 <= len(events) <= 6 and not service.active
+    assert events[-1].finish == CANCELLED
+    assert 4 <= len(events) < 300 and not service.active
 
 
 def test_drain(engine: Engine) -> None:
@@ -180,19 +164,11 @@ def test_drain(engine: Engine) -> None:
         thread = threading.Thread(target=lambda: done.append(service.drain(WAIT)))
         thread.start()
         eventually(lambda: not service.alive)
+        assert not service.drain(0.001)
         with pytest.raises(BusyError, match="takes no more requests"):
             service.submit(job())
         thread.join(WAIT)
         assert done == [True] and all(len(text(s)) == 20 for s in streams)
-
-
-def test_drain_takes_too_long(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    with AsyncEngine(engine) as service:
-        gate = Gate(service, monkeypatch)
-        stream = service.submit(job())
-        assert not service.drain(0.01)
-        gate.open.set()
-        assert service.drain(WAIT) and len(text(stream)) == 6
 
 
 def test_close_cancels(engine: Engine) -> None:
@@ -202,7 +178,7 @@ def test_close_cancels(engine: Engine) -> None:
     assert streams[0].get(WAIT)
     service.close()
     for stream in streams:
-        assert [*stream][-1].finish == CANCELLED and stream.reason == "closed"
+        assert [*stream][-1].finish == CANCELLED
     assert threading.active_count() == before and not service.alive
     with pytest.raises(BusyError):
         service.submit(job())
@@ -210,7 +186,7 @@ def test_close_cancels(engine: Engine) -> None:
 
 
 def test_a_step_that_fails(service: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its requests fail, the next ones are answered; failures in a row are counted."""
+    """Its requests fail, the next ones are answered."""
     with monkeypatch.context() as patch:
 
         def broken(*_: Any) -> Any:
@@ -220,8 +196,8 @@ def test_a_step_that_fails(service: AsyncEngine, monkeypatch: pytest.MonkeyPatch
         for _ in range(2):
             (event,) = service.submit(job())
             assert event.finish == FAILED and "no memory" in str(event.error)
-        assert service.failures == 2 and service.alive
-    assert len(text(service.submit(job()))) == 6 and service.failures == 0
+        assert service.alive
+    assert len(text(service.submit(job()))) == 6
 
 
 def test_a_thread_that_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,15 +217,6 @@ def test_a_thread_that_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
         assert not service.drain(WAIT)
         with pytest.raises(EngineError, match="the service ended: gone"):
             service.submit(job())
-
-
-def test_waiting_for_an_event(service: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(service, monkeypatch)
-    stream = service.submit(job(new=1))
-    with pytest.raises(TimeoutError, match="no event within"):
-        stream.get(0.01)
-    gate.open.set()
-    assert stream.get(WAIT).finish == LENGTH and stream.get(WAIT) is None
 
 
 @pytest.mark.parametrize("name", ["waiting", "waiting_tokens", "unread", "slow_s"])

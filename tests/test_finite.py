@@ -71,21 +71,13 @@ def test_no_token_is_drawn_from_nan(narrow: Engine) -> None:
     with pytest.raises(CheckError, match=r"logits after 3 tokens: NaN or infinite") as refused:
         narrow.generate([2, 5, 7], max_new_tokens=4)
     assert ADVICE in str(refused.value) and str(narrow.path) in str(refused.value)
-
-
-def test_the_command_ends_with_1(narrow: Engine) -> None:
     done = g4ir("run", narrow.path, "--tokens", "2,5,7")
     assert done.code == 1 and ADVICE in done.message and not done.out
 
 
 #: a build that has the range
-WIDE = {
-    "backend": "reference",
-    "dtype": "float32",
-    "max_seq": 64,
-    "prefill_chunk": 16,
-    "all_logits": True,
-}
+WIDE: dict[str, Any] = {"backend": "reference", "dtype": "float32", "max_seq": 64}
+WIDE |= {"prefill_chunk": 16, "all_logits": True}
 
 
 def float16_build(
@@ -99,7 +91,7 @@ def float16_build(
     return folder / "engine"
 
 
-@pytest.mark.parametrize("more", [{}, {"link_weights": True}, {"quant": "int8"}], ids=str)
+@pytest.mark.parametrize("more", [{"link_weights": True}, {"quant": "int8"}], ids=str)
 def test_a_build_is_refused_whose_values_leave_the_range(
     tmp_path: Path, more: dict[str, Any]
 ) -> None:
@@ -110,8 +102,7 @@ def test_a_build_is_refused_whose_values_leave_the_range(
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
 
 
-@pytest.mark.parametrize("more", [{}, {"quant": "int8"}], ids=str)
-@pytest.mark.parametrize("scale", [1, 2])
+@pytest.mark.parametrize("scale, more", [(1, {"quant": "int8"}), (2, {})], ids=str)
 def test_a_refusal_names_the_residual_scale_that_would_do(
     tmp_path: Path, scale: int, more: dict[str, Any]
 ) -> None:
@@ -120,24 +111,19 @@ def test_a_refusal_names_the_residual_scale_that_would_do(
         float16_build(tmp_path, 60_000.0, residual_scale=scale, **more)
 
 
-def test_a_stream_too_large_for_every_scale_is_for_bf16(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "also, much",
+    [("layers.2.layer_scalar", 16.0), ("layers.3.input_layernorm.weight", 60_000.0)],
+)
+def test_what_no_scale_keeps_in_range_is_for_bf16(tmp_path: Path, also: str, much: float) -> None:
+    """A stream too large for every scale, and a value outside of the stream."""
     with pytest.raises(WeightsError, match=r"build with --dtype bfloat16$"):
-        float16_build(tmp_path, 60_000.0, "layers.2.layer_scalar", 16.0)
-
-
-def test_a_value_outside_the_stream_is_for_bf16(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match=r"build with --dtype bfloat16$"):
-        float16_build(tmp_path, 60_000.0, "layers.3.input_layernorm.weight", 60_000.0)
+        float16_build(tmp_path, 60_000.0, also, much)
 
 
 @pytest.mark.parametrize(
     "more",
-    [
-        {},
-        {"quant": "int8"},
-        {"link_weights": True},
-        pytest.param({"backend": "torch"}, marks=pytest.mark.covering),
-    ],
+    [{"quant": "int8"}, pytest.param({"backend": "torch"}, marks=pytest.mark.covering)],
     ids=str,
 )
 def test_a_residual_scale_keeps_the_stream_in_range(
@@ -160,12 +146,7 @@ def test_a_residual_scale_keeps_the_stream_in_range(
 
 @pytest.mark.parametrize(
     ("spec", "more"),
-    [
-        ("tiny-ple", {}),
-        ("tiny-moe", {"quant": "int8"}),
-        ("tiny-dense", {"quant": "int4"}),
-        ("tiny-moe", {"latent_kv": "raw"}),
-    ],
+    [("tiny-ple", {}), ("tiny-moe", {"quant": "int8", "latent_kv": "raw"})],
     ids=str,
 )
 def test_a_residual_scale_changes_no_bit_in_float32(
@@ -237,28 +218,6 @@ def test_others_are_answered(narrow: Engine, monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(answered(offline), Result)
 
 
-def test_nan_does_not_stay_in_caches(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither in those that `generate` keeps nor in a offline's: a slot that no query sees would
-    make every sum over it NaN."""
-    engine = engines("reference", "tiny-ple")
-    run, prompt = engine.runtime.run, list(range(20, 60))
-    want, offline = engine.generate([2, 5, 7], 4), OfflineEngine(engine, {"max_new_tokens": 4})
-
-    def broken(phase: str, feeds: Any, state: Any, *rest: Any) -> Any:
-        made = run(phase, feeds, state, *rest)
-        for t in state.views(engine.limits.max_seq).values():
-            t.fill_(torch.nan)
-        return None if made is None else {"logits": made["logits"] * torch.nan}
-
-    long, short = (offline.request({"tokens": t}, "x") for t in (prompt, [2, 5, 7]))
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.runtime, "run", broken)
-        for ask in (lambda: engine.generate(prompt, 4), lambda: offline.answer(long)):
-            with pytest.raises(CheckError):
-                ask()
-    assert engine.generate([2, 5, 7], 4) == want == list(offline.answer(short).tokens)
-
-
 def test_weight_that_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(WeightsError) as refused:
         built(tmp_path, "float16", 1e6)
@@ -266,7 +225,7 @@ def test_weight_that_does_not_fit(tmp_path: Path) -> None:
     assert not (tmp_path / "float16").exists()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_rows_that_are_not_finite_are_never_equal(value: float) -> None:
     rows = torch.randn(3, 8)
     rows[1, 2] = value

@@ -1,13 +1,20 @@
-"""From logits to tokens: greedy ties, drawing, stop and suppressed ids, several prompts."""
+"""From logits to tokens: ties, draws, the settings of each sequence in any batch against their
+formulas, and the defaults of a checkpoint."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import g4ir
 from g4ir.backends import sampling
@@ -15,23 +22,20 @@ from g4ir.backends.sampling import (
     Choice,
     Sampler,
     SamplingParams,
+    bits,
     choose,
     draw,
     largest,
+    read_logprobs,
     sample,
     uniform,
 )
-from g4ir.engine.engine import Engine
 from g4ir.engine.prompts import Defaults, read_defaults
+from g4ir.errors import InputError
 from tests.engines import random_checkpoint
 
 DRAWS = 20_000
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.5, 0.0])
-
-
-@pytest.fixture
-def engine(engines: Any) -> Engine:
-    return engines("reference", "tiny-ple")
 
 
 def chosen(logits: torch.Tensor, uniforms: torch.Tensor, **settings: Any) -> torch.Tensor:
@@ -82,9 +86,6 @@ def only(p: torch.Tensor, keep: list[int]) -> torch.Tensor:
     return out / out.sum()
 
 
-# --- greedy -----------------------------------------------------------------------------------
-
-
 def greedy(logits: torch.Tensor, **settings: Any) -> list[int]:
     rows = {i: Sampler(SamplingParams(**settings)) for i in range(len(logits))}
     return [c.token for c in sample(logits, rows).values() if isinstance(c, Choice)]
@@ -98,73 +99,41 @@ def test_greedy_takes_the_lowest_of_equal_maxima() -> None:
 
 
 def test_greedy_leaves_the_logits_alone() -> None:
+    """And the filters of draws aside."""
     logits = torch.tensor([[0.0, 5.0, 1.0]])
     assert greedy(logits, suppress=(1,)) == [2]
+    assert greedy(logits, min_p=0.9, top_k=3, top_p=0.1) == [1]
     assert logits.tolist() == [[0.0, 5.0, 1.0]]
 
 
-@pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-30}])
-def test_narrowest_draw_is_greedy(settings: dict[str, Any]) -> None:
-    assert counts(**{"temperature": 1.0, **settings})[1] == DRAWS
+EVERY = [*range(6)]
+#: settings, and the tokens that may be drawn, each as often as it is probable among them
+KEPT: list[tuple[dict[str, Any], list[int]]] = [
+    ({"temperature": 0.3}, EVERY),
+    ({"temperature": 50.0}, EVERY),
+    ({"top_k": 1}, [1]),
+    ({"top_p": 1e-9}, [1]),
+    ({"temperature": 1e-30}, [1]),
+    ({"top_k": 2}, [1, 4]),
+    ({"top_k": 3}, [1, 4, 2]),
+    ({"top_k": 99}, EVERY),
+    ({"top_p": 0.3}, [1]),
+    ({"top_p": 0.6}, [1, 4]),
+    ({"top_p": 0.8}, [1, 4, 2]),
+    ({"top_p": 1.0}, EVERY),
+    # 0.47, 0.28 and 0.17 of all are 0.50, 0.30 and 0.19 of the first three.
+    ({"top_k": 3, "top_p": 0.79}, [1, 4]),
+    ({"temperature": 0.2, "top_p": 0.9}, [1]),
+]
 
 
-# --- drawing ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("given, keep", KEPT, ids=str)
+def test_draws_are_as_often_as_probable(given: dict[str, Any], keep: list[int]) -> None:
+    p = (LOGITS.double() / given.get("temperature", 1.0)).softmax(-1)
+    fits(counts(**{"temperature": 1.0, **given}), only(p, keep))
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0, 50.0])
-def test_temperature(temperature: float) -> None:
-    fits(counts(temperature=temperature), (LOGITS / temperature).softmax(-1))
-
-
-@pytest.mark.parametrize(
-    "k, keep",
-    [
-        (2, [1, 4]),
-        (3, [1, 4, 2]),
-        (6, [*range(6)]),
-        (99, [*range(6)]),
-    ],
-)
-def test_top_k(k: int, keep: list[int]) -> None:
-    fits(counts(temperature=1.0, top_k=k), only(LOGITS.softmax(-1), keep))
-
-
-@pytest.mark.parametrize(
-    "p, keep",
-    [
-        (0.3, [1]),
-        (0.6, [1, 4]),
-        (0.8, [1, 4, 2]),
-        (1.0, [*range(6)]),
-    ],
-)
-def test_top_p_keeps_the_fewest_that_reach_it(p: float, keep: list[int]) -> None:
-    fits(counts(temperature=1.0, top_p=p), only(LOGITS.softmax(-1), keep))
-
-
-def test_top_p_counts_within_top_k() -> None:
-    """0.47, 0.28 and 0.17 of all are 0.50, 0.30 and 0.19 of the first three."""
-    fits(counts(temperature=1.0, top_k=3, top_p=0.79), only(LOGITS.softmax(-1), [1, 4]))
-
-
-def test_top_p_follows_the_temperature() -> None:
-    fits(counts(temperature=0.2, top_p=0.9), only((LOGITS / 0.2).softmax(-1), [1]))
-
-
-def test_same_seed_same_draws() -> None:
-    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
-
-    def draws(seed: int | None) -> list[int]:
-        sampler = Sampler(SamplingParams(temperature=1.0, seed=seed))
-        for _ in range(40):
-            sample(logits, {0: sampler})
-        return sampler.generated
-
-    assert draws(7) == draws(7) != draws(8)
-    assert draws(None) != draws(None)
-
-
-@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 1}])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}])
 def test_suppressed_tokens_are_never_chosen(settings: dict[str, Any]) -> None:
     rows = {i: Sampler(SamplingParams(suppress=(1, 4), seed=i, **settings)) for i in range(1000)}
     sample(LOGITS.expand(1000, -1), rows)
@@ -186,13 +155,7 @@ def test_largest_are_those_of_a_stable_sort(k: int) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        {"top_k": 50},
-        {"top_p": 0.7},
-        {"top_k": 1500, "top_p": 0.5},
-        {"top_p": 0.9999},
-    ],
+    [{}, {"top_k": 50}, {"top_p": 0.7}, {"top_k": 1500, "top_p": 0.5}, {"top_p": 0.9999}],
 )
 def test_short_cuts_draw_the_same(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
@@ -227,12 +190,9 @@ def test_random_numbers_next_to_the_ends(settings: dict[str, Any]) -> None:
 def test_what_is_no_number_draws_a_token() -> None:
     """Which token does not matter: the step is refused. It has to be one that exists."""
     logits = torch.full((1, 9), torch.nan)
-    for settings in ({}, {"top_k": 3}, {"top_p": 0.5}):
-        found = chosen(logits, torch.tensor([0.5]).double(), temperature=1.0, **settings)
+    for more in ({}, {"top_k": 3}, {"top_p": 0.5}):
+        found = chosen(logits, torch.tensor([0.5]).double(), temperature=1.0, **more)
         assert 0 <= int(found) < 9
-
-
-# --- generation_config.json -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -248,14 +208,20 @@ def test_what_is_no_number_draws_a_token() -> None:
         ({"temperature": 0.7, "top_k": 64}, Defaults()),
         (
             {"do_sample": True, "top_k": 64, "top_p": 0.95},
-            Defaults(temperature=1.0, top_k=64, top_p=0.95),
+            Defaults(sampling={"temperature": 1.0, "top_k": 64, "top_p": 0.95}),
         ),
-        ({"do_sample": True, "top_k": 0}, Defaults(temperature=1.0)),
-        ({"do_sample": True, "min_p": 0.05}, Defaults(temperature=1.0, min_p=0.05)),
-        ({"min_p": 0.05, "repetition_penalty": 1.1}, Defaults(repetition_penalty=1.1)),
+        ({"do_sample": True, "top_k": 0}, Defaults(sampling={"temperature": 1.0})),
+        (
+            {"do_sample": True, "min_p": 0.05},
+            Defaults(sampling={"temperature": 1.0, "min_p": 0.05}),
+        ),
+        (
+            {"min_p": 0.05, "repetition_penalty": 1.1},
+            Defaults(sampling={"repetition_penalty": 1.1}),
+        ),
         (
             {"repetition_penalty": 1.0, "presence_penalty": 0.5, "min_new_tokens": 3},
-            Defaults(presence_penalty=0.5, min_tokens=3),
+            Defaults(sampling={"presence_penalty": 0.5, "min_tokens": 3}),
         ),
         (
             {"no_repeat_ngram_size": 3, "typical_p": 1.0, "num_beams": 4, "xtc_probability": 0.5},
@@ -271,38 +237,230 @@ def test_read_defaults(tmp_path: Path, values: Any, expected: Defaults) -> None:
     assert read_defaults(file, 512) == expected
 
 
-@pytest.fixture(scope="module")
-def configured(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """An engine whose checkpoint names stop ids, and suppresses its own first greedy token."""
-    folder = tmp_path_factory.mktemp("configured")
-    checkpoint = random_checkpoint(folder / "checkpoint", "tiny-dense")
+def test_a_checkpoint_names_stop_ids_and_suppressed_ones(tmp_path: Path) -> None:
+    """Among them its own first greedy token."""
+    checkpoint = random_checkpoint(tmp_path / "checkpoint", "tiny-dense")
     options: dict[str, Any] = {"checkpoint": checkpoint, "backend": "reference", "max_seq": 64}
-    plain = g4ir.build(None, folder / "plain", **options)
+    plain = g4ir.build(None, tmp_path / "plain", **options)
+    assert plain.stop_ids() == plain.spec.tokens.eos and plain.suppressed() == ()
     first, second = plain.generate([2, 5, 7], 2, stop_ids=())
     config = {"eos_token_id": [1, second], "suppress_tokens": [first]}
     (checkpoint / "generation_config.json").write_text(json.dumps(config))
-    engine = g4ir.build(None, folder / "engine", **options)
+    engine = g4ir.build(None, tmp_path / "engine", **options)
     assert engine.stop_ids() == (1, second) and engine.suppressed() == (first,)
-    return engine
-
-
-def test_suppressed_in_greedy_and_drawn_text(configured: Engine) -> None:
-    (first,) = configured.suppressed()
-    greedy = configured.generate([2, 5, 7], 20, stop_ids=())
-    drawn = configured.generate([2, 5, 7], 60, temperature=3.0, seed=0, stop_ids=())
-    assert first not in greedy and first not in drawn
-
-
-def test_stop_ids_come_from_the_checkpoint(configured: Engine) -> None:
-    text = configured.generate([2, 5, 7], 30, temperature=1.0, seed=5, stop_ids=())
-    stop = configured.stop_ids()
-    ends = [i for i, t in enumerate(text) if t in stop]
+    assert first not in engine.generate([2, 5, 7], 20, stop_ids=())
+    drawn = {"temperature": 1.0, "seed": 5}
+    text = engine.generate([2, 5, 7], 30, stop_ids=(), **drawn)
+    ends = [i for i, t in enumerate(text) if t in (1, second)]
     want = text[: ends[0] + 1] if ends else text
-    assert configured.generate([2, 5, 7], 30, temperature=1.0, seed=5) == want
+    assert first not in text and engine.generate([2, 5, 7], 30, **drawn) == want
 
 
-def test_stop_ids_of_the_spec_without_a_config(engine: Engine) -> None:
-    assert engine.stop_ids() == engine.spec.tokens.eos and engine.suppressed() == ()
+VOCAB = 50
+PLAIN: list[dict[str, Any]] = [
+    {},
+    {"suppress": (1, 4)},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.7, "top_k": 5, "seed": 6},
+    {"temperature": 0.7, "top_k": 5, "seed": 8, "suppress": (0, 2, 3)},
+    {"temperature": 1.0, "top_p": 0.8, "seed": 9},
+    {"temperature": 0.9, "top_p": 0.9, "seed": 3, "frequency_penalty": 0.4},
+]
 
 
-# --- generate ---------------------------------------------------------------------------------
+def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB) -> torch.Tensor:
+    return 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def numpy_shaped(
+    row: np.ndarray, s: SamplingParams, prompt: Sequence[int], done: Sequence[int]
+) -> Any:
+    """Biases and penalties as they are defined, in float64."""
+    out = row.astype(np.float64)
+    for token, bias in s.logit_bias:
+        out[token] += bias
+    for token in s.suppress:
+        out[token] = -np.inf
+    for token in {*prompt, *done}:
+        factor = s.repetition_penalty
+        out[token] = out[token] / factor if out[token] > 0 else out[token] * factor
+    for token, count in Counter(done).items():
+        out[token] -= s.frequency_penalty * count + s.presence_penalty
+    return out
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 5000])
+def test_plain_settings_draw_as_alone(vocab: int) -> None:
+    """All in one call, in which equal ways to choose are drawn together; 20 steps."""
+    rows = {2 * i: Sampler(SamplingParams(**given), [3]) for i, given in enumerate(PLAIN)}
+    alone = [Sampler(SamplingParams(**given), [3]) for given in PLAIN]
+    for step in range(20):
+        logits = logits_of(step, 2 * len(PLAIN), vocab)
+        want = [sample(logits[2 * i : 2 * i + 1], {0: s})[0] for i, s in enumerate(alone)]
+        got = sample(logits, rows)
+        assert [got[2 * i] for i in range(len(PLAIN))] == want
+    assert all(len(r.generated) == 20 for r in rows.values())
+
+
+def test_greedy_rows_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("a copy")
+
+    monkeypatch.setattr(Sampler, "shaped", refuse)
+    logits = logits_of(0, 3)
+    rows = {i: Sampler(SamplingParams(suppress=(int(logits[i].argmin()),)), []) for i in range(3)}
+    found = sample(logits, rows)
+    assert found == {i: Choice(int(logits[i].argmax())) for i in range(3)}
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(0, 1000),
+    st.lists(st.integers(0, VOCAB - 1), max_size=8),
+    st.lists(st.integers(0, VOCAB - 1), max_size=12),
+    st.sampled_from([0.0, 0.5, -1.5]),
+    st.sampled_from([0.0, 0.25, -2.0]),
+    st.sampled_from([1.0, 1.3, 0.6]),
+    st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-5, 5, width=32), max_size=4),
+)
+def test_penalties_are_their_formulas(
+    seed: int,
+    prompt: list[int],
+    done: list[int],
+    presence: float,
+    frequency: float,
+    repetition: float,
+    bias: dict[int, float],
+) -> None:
+    s = SamplingParams(
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        repetition_penalty=repetition,
+        logit_bias=tuple(bias.items()),
+        suppress=(VOCAB - 1,),
+    )
+    logits, sampler = logits_of(seed)[0], Sampler(s, prompt)
+    for token in done:  # counted one by one, as a row does
+        sampler.shaped(logits)
+        sampler.generated.append(token)
+    want = numpy_shaped(logits.numpy(), s, prompt, done)
+    np.testing.assert_allclose(sampler.shaped(logits).numpy(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature, min_p", [(0.5, 0.02), (3.0, 0.3), (1.0, 1.0)])
+def test_min_p_keeps_a_share_of_the_largest(temperature: float, min_p: float) -> None:
+    logits = logits_of(4)[0]
+    s = SamplingParams(temperature=temperature, min_p=min_p)
+    p = np.exp(logits.numpy().astype(np.float64) / temperature)
+    kept = np.isfinite(Sampler(s, []).shaped(logits).numpy())
+    assert (kept == (p / p.sum() >= min_p * (p / p.sum()).max())).all() and kept.any()
+
+
+def test_min_p_comes_before_top_k_and_top_p() -> None:
+    """Two tokens are left by min_p: top_p is a share of these two."""
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.1, 0.1]]))
+    found = set()
+    for seed in range(40):
+        s = SamplingParams(temperature=1.0, min_p=0.5, top_p=0.6, seed=seed)
+        found.add(sample(logits, {0: Sampler(s, [])})[0].token)
+    assert found == {0}  # 0.5 of 0.8 is more than 0.6; of all it would be less
+
+
+class Grammar:
+    """Allows one token after the other."""
+
+    def __init__(self, tokens: Sequence[int], form: Any) -> None:
+        self.tokens, self.form = tokens, form
+
+    def mask(self, generated: Sequence[int]) -> Any:
+        if len(generated) == len(self.tokens):
+            return None
+        allowed = np.zeros(VOCAB, dtype=bool)
+        allowed[self.tokens[len(generated)]] = True
+        return self.form(allowed)
+
+
+def packed(allowed: np.ndarray) -> np.ndarray:
+    """int32 words, the lowest bit first, with a word more than is needed."""
+    filled = np.zeros(32 * 3, dtype=np.uint8)
+    filled[: len(allowed)] = allowed
+    return np.packbits(filled, bitorder="little").view(np.int32)
+
+
+@pytest.mark.parametrize("form", [torch.from_numpy, packed])
+def test_a_mask_is_asked_before_each_token(form: Any) -> None:
+    wanted, logits = [7, 31, 32, 49, 0], logits_of(2, 2)
+    masked = SamplingParams(temperature=1.0, seed=1, allowed=Grammar(wanted, form))
+    rows = {0: Sampler(masked), 1: Sampler(SamplingParams())}
+    for _ in wanted:
+        sample(logits, rows)
+    assert rows[0].generated == wanted
+    assert rows[1].generated == [int(logits[1].argmax())] * len(wanted)
+    assert isinstance(sample(logits, rows)[0], Choice)  # the mask says nothing any more
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=100))
+def test_bits_of_words(allowed: list[bool]) -> None:
+    words = np.zeros(-(-len(allowed) // 32) * 32, dtype=np.uint8)
+    words[: len(allowed)] = allowed
+    read = np.packbits(words, bitorder="little").view(np.int32)
+    assert bits(read, len(allowed)).tolist() == allowed
+
+
+def test_masks_of_another_form() -> None:
+    for mask in (np.ones(VOCAB - 1, dtype=bool), np.ones(1, dtype=np.int32), np.ones(VOCAB)):
+        with pytest.raises(InputError, match=r"expected bool \[50\], or int32 \[2\]"):
+            bits(mask, VOCAB)
+
+
+def test_what_a_mask_does_is_its_own_rows_affair() -> None:
+    """It allows nothing, or fails; the row beside it goes on."""
+
+    class Broken:
+        def mask(self, generated: Sequence[int]) -> Any:
+            raise KeyError("x")
+
+    class Closed:
+        def mask(self, generated: Sequence[int]) -> Any:
+            return np.zeros(VOCAB, dtype=bool)
+
+    rows = {i: Sampler(SamplingParams(allowed=m)) for i, m in enumerate((Broken(), Closed(), None))}
+    found = sample(logits_of(3, 3), rows)
+    assert isinstance(found[0], KeyError) and isinstance(found[2], Choice)
+    assert isinstance(found[1], InputError) and "none may be chosen" in str(found[1])
+
+
+def test_stops_wait_for_min_tokens() -> None:
+    logits = torch.tensor([[0.0, 5.0, 4.0, 1.0]])
+    row = Sampler(SamplingParams(min_tokens=2), [], stops=(1,))
+    for _ in range(3):
+        sample(logits, {0: row})
+    assert row.generated == [2, 2, 1]
+
+
+def test_rows_that_are_not_finite() -> None:
+    logits = logits_of(5, 3)
+    logits[0, 3], logits[2, 4] = math.nan, math.inf
+    found = sample(logits, {i: Sampler(SamplingParams(), []) for i in range(3)})
+    assert found[0] is None and found[2] is None and isinstance(found[1], Choice)
+
+
+def test_logprobs_are_of_the_raw_distribution() -> None:
+    """Whatever is drawn from."""
+    logits = logits_of(6)
+    s = SamplingParams(temperature=2.0, seed=1, logit_bias=((3, 50.0),), logprobs=4, top_k=2)
+    found = sample(logits, {0: Sampler(s, [1])})[0]
+    row = logits[0].numpy().astype(np.float64)
+    want = row - np.log(np.exp(row).sum())
+    assert found.token == 3
+    assert found.logprobs.chosen == pytest.approx(want[3], abs=1e-6)
+    order = np.argsort(-want)[:4]
+    assert [t for t, _ in found.logprobs.top] == order.tolist()
+    assert [p for _, p in found.logprobs.top] == pytest.approx(want[order], abs=1e-6)
+
+
+def test_logprobs_of_equal_logits_and_of_few() -> None:
+    found = read_logprobs(torch.zeros(4), 2, 3)
+    assert [t for t, _ in found.top] == [0, 1, 2] and found.chosen == pytest.approx(-math.log(4))
+    assert read_logprobs(torch.zeros(4), 2, 0).top == ()
+    assert len(read_logprobs(torch.zeros(4), 2, 9).top) == 4

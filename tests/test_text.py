@@ -82,9 +82,6 @@ def test_attributes_keep_their_kinds() -> None:
     assert node.attrs["scaled"] is True and "weighted=(False,)" in str(parse_graph(text))
 
 
-# --- mutation ---------------------------------------------------------------------------------
-
-
 def one_layer(name: str, phase: str) -> Graph:
     spec = load_spec(name)
     text = replace(spec.text, num_hidden_layers=1, num_kv_shared_layers=0)
@@ -97,35 +94,13 @@ SEEDS = [
     print_graph(one_layer("tiny-ple", "decode")),
     print_graph(run_passes(one_layer("tiny-moe", "prefill"))),
 ]
-TOKENS = sorted(
-    {w for text in SEEDS for line in text.splitlines() for w in line.split()}
-    | {
-        "0",
-        "-1",
-        "10**9",
-        "1e999",
-        "()",
-        "(1,)",
-        "None",
-        "''",
-        "{}",
-        "}",
-        "%",
-        "f32[]",
-        "i64[0]",
-        "f32[B,B,B]",
-        "\x00",
-        "\\",
-        "é",
-        "*",
-        "\n",
-        "#",
-        "{eps=-1}",
-        "{n=0}",
-        "{n=2.0}",
-        "{axis=-1}",
-    }
-)
+#: words that stand where another word may, beside those of the graphs
+ODD = "0 -1 10**9 1e999 () (1,) None '' {} } % f32[] i64[0] f32[B,B,B] \\ é * # {eps=-1} {n=0}"
+WORDS = {w for text in SEEDS for line in text.splitlines() for w in line.split()}
+TOKENS = sorted(WORDS | {*ODD.split(), "{n=2.0}", "{axis=-1}", "\x00", "\n"})
+#: values of attributes
+VALUES = ("0", "-1", "2", "2.0", "True", "None", "'x'", "'f16'", "()", "(3,)", "(-2, 14)", "[1]")
+VALUES += ("1e999", "10**9", "1j", "9" * 400)
 
 
 @st.composite
@@ -158,35 +133,11 @@ def _swap(_: st.DrawFn, lines: list[str], i: int, j: int) -> list[str]:
 
 
 def _attribute(draw: st.DrawFn, lines: list[str], i: int, _: int) -> list[str]:
-    value = draw(
-        st.sampled_from(
-            (
-                "0",
-                "-1",
-                "2",
-                "2.0",
-                "True",
-                "None",
-                "'x'",
-                "'f16'",
-                "()",
-                "(3,)",
-                "(-2, 14)",
-                "[1]",
-                "1e999",
-                "10**9",
-                "1j",
-                "9" * 400,
-            )
-        )
-    )
+    value = draw(st.sampled_from(VALUES))
     which = [k for k, line in enumerate(lines) if "=" in line and "{" in line]
     at = min(which, key=lambda k: abs(k - i), default=0)
-    return [
-        *lines[:at],
-        re.sub(r"=[^,={}()%]+([,}])", rf"={value}\1", lines[at], count=1),
-        *lines[at + 1 :],
-    ]
+    changed = re.sub(r"=[^,={}()%]+([,}])", rf"={value}\1", lines[at], count=1)
+    return [*lines[:at], changed, *lines[at + 1 :]]
 
 
 def _everywhere(draw: st.DrawFn, lines: list[str], i: int, _: int) -> list[str]:

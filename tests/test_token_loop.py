@@ -1,5 +1,6 @@
-"""Decode steps that choose their own tokens, against the host that chooses: run here without a
-CUDA graph, on the CPU's compiled steps, with everything else as on a GPU."""
+"""Recorded steps: decode steps that choose their own tokens, against the host that chooses, and
+full chunks of prompts. Run here without a CUDA graph, on the CPU's compiled programs, with
+everything else as on a GPU."""
 
 from __future__ import annotations
 
@@ -15,9 +16,18 @@ from g4ir.backends.experimental.end_of_step import end_step
 from g4ir.backends.experimental.step_model import read_constants
 from g4ir.backends.sampling import SamplingParams
 from g4ir.backends.torch_compile import cuda_graph, host_table
+from g4ir.backends.torch_compile.cuda_graph import (
+    CHUNKS,
+    CaptureArena,
+    LazyCapture,
+    WithFallback,
+    recorded_at,
+)
 from g4ir.backends.torch_compile.host_table import HostTable
 from g4ir.backends.torch_compile.kernels import KERNELS
 from g4ir.backends.torch_compile.kernels.launch import recorded
+from g4ir.backends.torch_compile.schedule import any_length
+from g4ir.backends.torch_compile.target import Target
 from g4ir.backends.torch_compile.token_loop import TokenLoop
 from g4ir.engine.async_engine import AsyncEngine
 from g4ir.engine.engine import Engine
@@ -26,15 +36,19 @@ from g4ir.engine.requests import Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.errors import CheckError, EngineError
 from tests.configs import spec_called
+from tests.contract.flows import CHUNK
 from tests.engines import some_tokens
 from tests.runner import built_program
+from tests.test_kernel_ops import program
 
 PROMPTS = [some_tokens(1, n)[0].tolist() for n in (11, 3, 26)]
 
 
-@pytest.fixture(params=["tiny-moe", "tiny-ple"])
-def engine(engines: Any, request: pytest.FixtureRequest) -> Engine:
-    return engines("torch", request.param)
+@pytest.fixture
+def engine(engines: Any) -> Engine:
+    """It has rings, lists and layers that only a prompt's last chunk runs."""
+    made: Engine = engines("torch", "tiny-ple")
+    return made
 
 
 def rows(engine: Engine) -> list[list[int]]:
@@ -43,6 +57,7 @@ def rows(engine: Engine) -> list[list[int]]:
 
 
 Loops = Callable[[], int]
+Work = Callable[[], None]
 
 
 @pytest.fixture
@@ -82,7 +97,7 @@ def test_tables_that_the_device_reads_in_host_memory(
     assert looped() == 1
 
 
-@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite(
     engine: Engine, looped: Loops, monkeypatch: pytest.MonkeyPatch, odd: float
 ) -> None:
@@ -145,41 +160,54 @@ def test_the_host_reads_a_step_behind(
     assert len(text) == 8 and ahead == [0, 2, 3, 4, 5, 6, 7, 7]
 
 
-def test_a_step_that_cannot_be_recorded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason and the way out; nothing falls back in silence."""
+class Stream:
+    """One of torch.cuda that notes who waits for it."""
 
-    class Graph:
-        def __init__(self) -> None:
-            pass
+    seen: list[Any] = []
 
-    class Stream:
-        def wait_stream(self, other: Any) -> None:
-            pass
+    def wait_stream(self, other: Any) -> None:
+        self.seen.append(("waits", self, other))
 
-    class Broken:
-        def __init__(self, *_: Any, **__: Any) -> None:
-            pass
 
-        def __enter__(self) -> None:
+class On:
+    """A context on a stream."""
+
+    def __init__(self, stream: Any = None, fails: bool = False) -> None:
+        self.stream, self.fails = stream, fails
+
+    def __enter__(self) -> None:
+        if self.fails:
             raise RuntimeError("operation not permitted when stream is capturing")
+        Stream.seen.append(("on", self.stream))
 
-        def __exit__(self, *_: Any) -> None:
-            pass
+    def __exit__(self, *_: Any) -> None:
+        pass
 
-    class Quiet(Broken):
-        def __enter__(self) -> None:
-            pass
 
-    cuda = cuda_graph.torch.cuda
+class Graph:
+    def replay(self) -> None:
+        Stream.seen.append("replay")
+
+
+def pretend(patch: pytest.MonkeyPatch, capture: Any) -> Stream:
+    """Has torch.cuda capture so; returns its current stream."""
+    main = Stream()
+    patch.setattr(Stream, "seen", [])
     for name, value in (
         ("CUDAGraph", Graph),
         ("Stream", Stream),
-        ("graph", Broken),
-        ("stream", Quiet),
-        ("current_stream", Stream),
-        ("graph_pool_handle", Graph),
+        ("graph", capture),
+        ("stream", On),
+        ("current_stream", lambda: main),
+        ("graph_pool_handle", lambda: "pool"),
     ):
-        monkeypatch.setattr(cuda, name, value)
+        patch.setattr(cuda_graph.torch.cuda, name, value)
+    return main
+
+
+def test_a_step_that_cannot_be_recorded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason and the way out; nothing falls back in silence."""
+    pretend(monkeypatch, lambda *_, **__: On(fails=True))
     monkeypatch.setattr(engine.runtime, "record", cuda_graph.recorded)
     monkeypatch.setattr(engine.runtime, "any_length", True)
     monkeypatch.setattr(engine, "_idle", None)  # nothing is recorded yet
@@ -196,7 +224,7 @@ def test_steps_run_on_where_one_cannot_be_recorded(caplog: pytest.LogCaptureFixt
         raise EngineError("not permitted when stream is capturing")
 
     done: list[int] = []
-    record = cuda_graph.WithFallback(refuse)
+    record = WithFallback(refuse)
     with caplog.at_level("WARNING"):
         for i in range(2):
             play = record(partial(done.append, i))
@@ -231,7 +259,7 @@ def test_rows_at_rest_have_nothing_to_attend_to() -> None:
     assert loop.lengths.tolist() == [7, 7]
 
 
-class Work(TorchDispatchMode):
+class Counted(TorchDispatchMode):
     """Counts what torch is asked for that is neither room, nor a view, nor of a single number."""
 
     count = 0
@@ -253,9 +281,138 @@ def test_kernels_around_the_graph() -> None:
         lambda logits, uniforms, draws: chosen,
         *(1, "cpu", lambda work: work, end_step),
     )
-    with recorded() as launches, Work() as work:
+    with recorded() as launches, Counted() as work:
         loop._once()
     greedy = next(k for k in KERNELS if k.op == "greedy")
     zeros = 1  # for the counters of the sum over a vocabulary
     made = work.count + zeros + len(launches) + sum(greedy.starts.values())
     assert made == read_constants().around
+
+
+class StandIn:
+    """A place that keeps what happens there; recording does nothing yet, as on a GPU."""
+
+    def __init__(self, what: str = "", fails: bool = False) -> None:
+        self.said: list[str] = []
+        self.fails = fails
+
+    def launch(self, work: Work) -> None:
+        self.said.append("launch")
+        work()
+
+    def record(self, work: Work) -> Work:
+        self.said.append("record")
+        if self.fails:
+            raise EngineError("not permitted when stream is capturing")
+
+        def replay() -> None:
+            self.said.append("replay")
+            work()
+
+        return replay
+
+
+def over(engine: Engine, patch: pytest.MonkeyPatch, fails: bool = False) -> list[StandIn]:
+    """Turns recording on; returns the places of sessions that are made from now on."""
+    places: list[StandIn] = []
+
+    def place(what: str) -> StandIn:
+        places.append(StandIn(what, fails))
+        return places[-1]
+
+    patch.setattr(engine.runtime, "place", place, raising=False)
+    patch.setattr(engine.runtime, "record_chunk", WithFallback(recorded_at, CHUNKS))
+    return places
+
+
+def test_a_prompt_of_several_chunks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same logits, with rings that each chunk writes over; chunks that end no prompt and those
+    that do are two recordings in one place, and what is shorter is launched. Of ragged rows one
+    ends within a recorded chunk, one has no token in it."""
+    prompts = [some_tokens(3, width) for width in (3 * CHUNK + 5, CHUNK, CHUNK)]
+    ragged = some_tokens(3, 3 * CHUNK), torch.tensor([3 * CHUNK, CHUNK + 3, 0])
+
+    def logits() -> list[torch.Tensor]:
+        session, other = engine.session(3), engine.session(3)
+        made = [session.prefill(tokens) for tokens in prompts]
+        return [*made, other.prefill(*ragged), other.decode(torch.tensor([1, 2, 3]))]
+
+    want = logits()
+    places = over(engine, monkeypatch)
+    for got, wanted in zip(logits(), want, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    early, last = ["launch", "record", "replay", "replay"], ["launch", "record", "replay"]
+    assert [p.said for p in places] == [[*early, *last], ["launch", "launch", "record", "replay"]]
+
+
+def test_chunks_that_cannot_be_recorded(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are launched, each once, and that is said once, whatever session it is."""
+    tokens = some_tokens(1, 4 * CHUNK)
+    want = engine.session(1).prefill(tokens)
+    places = over(engine, monkeypatch, fails=True)
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            torch.testing.assert_close(
+                engine.session(1).prefill(tokens), want, rtol=1e-4, atol=1e-4
+            )
+    (said,) = caplog.messages
+    assert said.startswith("full chunks of prompts run launch by launch")
+    assert "not permitted" in said
+    assert [p.said for p in places] == [["launch", "record", "launch"], ["launch", "launch"]]
+
+
+def test_what_is_recorded_is_not_run_twice() -> None:
+    """Each run is of what it is given; its result is the recording's own."""
+    place, total = StandIn(), torch.zeros(2)
+    doubled = torch.zeros(2)
+
+    def step(feeds: dict[str, torch.Tensor]) -> torch.Tensor:
+        total.add_(feeds["x"])
+        return torch.mul(feeds["x"], 2, out=doubled)
+
+    given = {"x": torch.ones(2)}
+    chunk = LazyCapture(step, given, place, recorded_at)  # type: ignore[arg-type]
+    for i in range(4):
+        assert torch.equal(chunk.run({"x": torch.full((2,), float(i))}), torch.full((2,), 2.0 * i))
+    assert total.tolist() == [6, 6] and given["x"].tolist() == [1, 1]
+    assert place.said == ["launch", "record", *["replay"] * 3]
+
+
+def test_recordings_of_a_place_share_its_stream_and_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first run of each is on the stream on which it is recorded."""
+
+    def capture(graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> On:
+        assert capture_error_mode == "thread_local"
+        Stream.seen.append(("capture", pool))
+        return On(stream)
+
+    main = pretend(monkeypatch, capture)
+    place, seen = CaptureArena("a chunk"), Stream.seen
+    place.launch(lambda: seen.append("work"))
+    waits, (_, side), work, after = seen
+    assert waits == ("waits", side, main) and after == ("waits", main, side) and work == "work"
+    seen.clear()
+    for _ in range(2):
+        place.record(lambda: seen.append("work"))()
+    assert seen == [("capture", "pool"), ("on", main), ("on", side), "work", "replay"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "held", "same"),
+    [
+        ("tiny-moe", "off", "", True),
+        ("tiny-ple", "off", "", True),
+        ("31b-small", "value", "", True),
+        ("31b-small", "raw", "", False),  # K and V of all slots are made again
+        ("tiny-moe", "off", "f8e4m3", False),  # the library's attention, over all slots
+    ],
+)
+def test_chunks_that_one_recording_serves(name: str, form: str, held: str, same: bool) -> None:
+    """Those whose attention goes by what rows hold, in kernels of ours."""
+    g = program(f"{name}@{held}" if held else name, form).graphs["prefill"]
+    assert any_length(g, Target("cuda", "h100", 1)) == same
+    assert not any_length(g, Target("cpu"))

@@ -16,7 +16,8 @@ import torch
 from g4ir.chat import Vocabulary
 from g4ir.engine.batch import Batch, checked_buckets
 from g4ir.engine.engine import TOKENIZER, Engine
-from g4ir.engine.prefill import Prefiller, PrefillInput
+from g4ir.engine.prefill import Prefiller
+from g4ir.engine.requests import Request as Prompt
 from g4ir.engine.session import padded
 
 from .config import Options
@@ -101,7 +102,7 @@ class Runner:
         self._leave()
         size = self.engine.limits.prefill_chunk
         marks = self._vocabulary.marks(request.tokens, True) if self._vocabulary else ()
-        prompt = PrefillInput(request.tokens, marks=marks, reuse=request.reuse)
+        prompt = Prompt(request.tokens, marks=marks, reuse=request.reuse)
         chunks = self.prefiller.chunks(prompt, lambda start: start + size)
         self._prompt = request, chunks
         return chunks

@@ -5,8 +5,7 @@
         for event in stream:
             ...
 
-A slow reader delays nobody: its own slots are paused, and it is cancelled after a time. The number
-of unread events is bounded.
+A slow reader delays nobody: its events wait, and it is cancelled after a time.
 """
 
 from __future__ import annotations
@@ -18,25 +17,21 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
-from g4ir.errors import BusyError, EngineError, InputError
+from g4ir.errors import BusyError, EngineError
 
 from .engine import Engine
-from .requests import FAILED, Event, Request, RequestHandle, Totals
+from .requests import FAILED, Event, Request, RequestHandle, check_least
 from .scheduler import Scheduler, SchedulerConfig
 
 log = logging.getLogger(__name__)
-
-#: why a stream was cancelled
-BY_READER, BY_SLOWNESS, BY_FAULT, BY_CLOSE = "cancelled", "not read", "reader failed", "closed"
-#: seconds between two looks at readers that are slow
-LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
 class AsyncEngineConfig:
     """At most `waiting` requests of together `waiting_tokens` prompt tokens have no slot yet. A
-    stream holds `unread` events, then its slots pause; after `slow_s` seconds it is cancelled."""
+    reader that has had `unread` events to read for `slow_s` seconds is cancelled."""
 
     waiting: int = 64
     waiting_tokens: int = 1 << 20
@@ -44,30 +39,22 @@ class AsyncEngineConfig:
     slow_s: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("waiting", "waiting_tokens", "unread"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} {getattr(self, name)}: expected at least 1")
-        if not self.slow_s >= 0:
-            raise InputError(f"slow_s {self.slow_s}: expected 0 or more seconds")
+        check_least(self, waiting=1, waiting_tokens=1, unread=1, slow_s=0)
 
 
 class Stream:
     """The events of one request, for one reader. It ends after the last event of each answer.
 
-    `cancel` may be called by any thread; what is unread can still be read. `reason` says why it was
-    cancelled, if it was.
+    `cancel` and `stop` may be called by any thread; what is unread can still be read.
     """
 
-    def __init__(self, service: AsyncEngine, handle: RequestHandle) -> None:
+    def __init__(self, handle: RequestHandle, settings: AsyncEngineConfig) -> None:
         self.handle = handle
-        self.reason: str | None = None
-        self._service = service
-        self._events: deque[Event] = deque()
-        self._some = threading.Condition()
-        #: answers that have not ended
-        self._open = {a.index for a in handle.answers}
-        #: since when its reader has been too slow
-        self._full_since: float | None = None
+        self._settings, self._events = settings, SimpleQueue[Event]()
+        #: answers whose ends are still to be read, and still to be delivered
+        self._left, self._open = len(handle.answers), {a.index for a in handle.answers}
+        #: since when there is little to read
+        self._since = time.monotonic()
 
     def __iter__(self) -> Iterator[Event]:
         while (event := self.get()) is not None:
@@ -75,46 +62,30 @@ class Stream:
 
     def get(self, timeout: float | None = None) -> Event | None:
         """Return the next event, None after the last; TimeoutError after so many seconds."""
-        with self._some:
-            if not self._some.wait_for(lambda: self._events or not self._open, timeout):
-                raise TimeoutError(f"no event within {timeout} seconds")
-            event = self._events.popleft() if self._events else None
-            few = len(self._events) <= self._service.settings.unread // 2
-        if few and self.handle.paused:
-            self._service._wake()
+        if not self._left:
+            return None
+        try:
+            event = self._events.get(timeout=timeout)
+        except Empty:
+            raise TimeoutError(f"no event within {timeout} seconds") from None
+        self._left -= bool(event.finish)
         return event
 
-    def cancel(self, reason: str = BY_READER) -> None:
+    def cancel(self) -> None:
         """Free its slots before the next step."""
-        self.reason = self.reason or reason
         self.handle.cancel()
-        self._service._wake()
 
     def stop(self, index: int) -> None:
         """Free the slot of one answer before the next step; the others go on."""
         self.handle.stop(index)
-        self._service._wake()
 
     def _put(self, event: Event) -> None:
-        with self._some:
-            self._events.append(event)
-
-    def _end(self, event: Event) -> bool:
-        """Note which answer has ended, and wake the reader; whether all have."""
-        with self._some:
-            if event.finish:
-                self._open.discard(event.index)
-            self._some.notify_all()
-            return not self._open
-
-    @property
-    def unread(self) -> int:
-        """Number of events that wait to be read."""
-        return len(self._events)
-
-
-#: sees each event of a request in the service's thread, and must not wait for anything
-Told = Callable[[Event], None]
+        now = time.monotonic()
+        if self._events.qsize() < self._settings.unread:
+            self._since = now
+        elif now - self._since >= self._settings.slow_s and not self.handle.done:
+            self.cancel()
+        self._events.put(event)
 
 
 class AsyncEngine:
@@ -128,13 +99,11 @@ class AsyncEngine:
     ) -> None:
         self.engine, self.settings = engine, settings or AsyncEngineConfig()
         self.scheduler = Scheduler(engine, config)
-        self.rejected = 0
-        #: steps that failed one after another
-        self.failures = 0
+        self.totals = self.scheduler.totals
         #: what ended the thread, if anything did
         self.error: BaseException | None = None
         self._inbox: deque[RequestHandle] = deque()
-        self._streams: dict[RequestHandle, tuple[Stream, Told | None]] = {}
+        self._streams: dict[RequestHandle, tuple[Stream, Callable[[Event], None]]] = {}
         self._lock = threading.Condition()
         self._draining = self._closing = False
         self._thread = threading.Thread(target=self._run, name="g4ir-scheduler", daemon=True)
@@ -146,18 +115,16 @@ class AsyncEngine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # --- for other threads --------------------------------------------------------------------
-
-    def submit(self, request: Request, told: Told | None = None) -> Stream:
+    def submit(self, request: Request, told: Callable[[Event], None] | None = None) -> Stream:
         """Check a request, put it in the queue and return its stream; `told` is called with the
-        events instead, in the service's thread. InputError for a request that no slot could answer;
-        BusyError if the queue is full, while draining and after closing."""
+        events instead, in the service's thread, and must not wait for anything. InputError for a
+        request that no slot could answer; BusyError if the queue is full, while draining and after
+        closing."""
         handle = self.scheduler.handle(request)
         with self._lock:
-            self._check_open()
             self._check_room(request)
-            stream = Stream(self, handle)
-            self._streams[handle] = stream, told
+            stream = Stream(handle, self.settings)
+            self._streams[handle] = stream, told or stream._put
             self._inbox.append(handle)
             self._lock.notify_all()
         return stream
@@ -171,7 +138,7 @@ class AsyncEngine:
     def waiting(self) -> int:
         """Number of requests that have no slot yet."""
         with self._lock:
-            return sum(not t.started for t in self._streams)
+            return sum(not handle.started for handle in self._streams)
 
     def wait_s(self) -> float:
         """Return about how many seconds pass until those who wait now have slots."""
@@ -182,15 +149,10 @@ class AsyncEngine:
         """Number of sequences that decode."""
         return self.scheduler.active
 
-    @property
-    def totals(self) -> Totals:
-        return self.scheduler.totals
-
     def drain(self, timeout: float | None = None) -> bool:
         """Take no more requests, and wait until all have ended; whether they did in time."""
         with self._lock:
             self._draining = True
-            self._lock.notify_all()
             ended = self._lock.wait_for(lambda: not self._streams, timeout)
         return ended and self.error is None
 
@@ -200,47 +162,33 @@ class AsyncEngine:
         with self._lock:
             self._draining = self._closing = True
             for stream, _ in self._streams.values():
-                stream.reason = stream.reason or BY_CLOSE
-                stream.handle.cancel()
+                stream.cancel()
             self._lock.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
             if self._thread.is_alive():
                 raise TimeoutError(f"the service did not end within {timeout} seconds")
 
-    def _check_open(self) -> None:
+    def _check_room(self, request: Request) -> None:
+        """Raise EngineError if the thread has ended, and BusyError while it ends or where the queue
+        is full. One request may always wait, however long."""
         if self.error is not None:
             raise EngineError(f"{self.engine.path}: the service ended: {self.error}; start another")
         if self._draining or self._closing:
-            self.rejected += 1
             raise BusyError("the service is ending and takes no more requests; ask another one")
-
-    def _check_room(self, request: Request) -> None:
-        """Raise BusyError where the queue is full. One request may always wait, however long."""
-        waiting = [t for t in self._streams if not t.started]
-        tokens = sum(t.counts.prompt for t in waiting)
-        s = self.settings
+        waiting = [handle for handle in self._streams if not handle.started]
+        tokens, s = sum(handle.counts.prompt for handle in waiting), self.settings
         full = len(waiting) >= s.waiting or tokens + len(request.tokens) > s.waiting_tokens
         if waiting and full:
-            self.rejected += 1
             raise BusyError(
                 f"{len(waiting)} requests of {tokens} prompt tokens wait already, of {s.waiting} "
                 f"and {s.waiting_tokens}; try again later"
             )
 
-    def _wake(self) -> None:
-        with self._lock:
-            self._lock.notify_all()
-
-    # --- the thread ---------------------------------------------------------------------------
-
     def _run(self) -> None:
         try:
-            while self._wait():
-                self._look_at_readers()
-                events = self.scheduler.step()
-                self._count_failures(events)
-                for event in events:
+            while self._admit():
+                for event in self.scheduler.step():
                     self._deliver(event)
         except BaseException as e:
             self.error = e
@@ -250,63 +198,35 @@ class AsyncEngine:
             with suppress(Exception):
                 self.scheduler.close()
 
-    def _wait(self) -> bool:
+    def _admit(self) -> bool:
         """Admit what came, and wait until there is something to do; False where all is over."""
-        while True:
-            with self._lock:
-                while self._inbox:
-                    self.scheduler.admit(self._inbox.popleft())
-                if self.scheduler.busy and not self.scheduler.stalled:
-                    return True
-                if self._closing and not self.scheduler.busy:
-                    return False
-                self._lock.wait(LOOK_S if self.scheduler.busy else None)
-            self._look_at_readers()
-
-    def _look_at_readers(self) -> None:
-        """Pause requests that are not read, and resume them once they are."""
-        now = time.monotonic()
         with self._lock:
-            readers = [*self._streams.values()]
-        for stream, told in readers:
-            unread, handle = stream.unread, stream.handle
-            if told is None and unread >= self.settings.unread:
-                handle.paused = True
-                since = stream._full_since = stream._full_since or now
-                if now - since >= self.settings.slow_s and not handle.cancelled:
-                    stream.reason = stream.reason or BY_SLOWNESS
-                    handle.cancel()
-            elif unread <= self.settings.unread // 2:
-                handle.paused, stream._full_since = False, None
-
-    def _count_failures(self, events: list[Event]) -> None:
-        broken = any(e.finish == FAILED for e in events)
-        went = any(e.token is not None for e in events)
-        self.failures = 0 if went else self.failures + broken
+            self._lock.wait_for(lambda: self._inbox or self._closing or self.scheduler.busy)
+            while self._inbox:
+                self.scheduler.admit(self._inbox.popleft())
+            return self.scheduler.busy
 
     def _deliver(self, event: Event) -> None:
         """Hand an event to its reader. One that raises an exception is cancelled."""
-        stream, told = self._streams[event.handle]
+        stream, put = self._streams[event.handle]
+        if event.finish:
+            stream._open.discard(event.index)
         try:
-            (told or stream._put)(event)
+            put(event)
         except Exception:
             log.exception("a reader of events failed; its request is cancelled")
-            stream.reason = stream.reason or BY_FAULT
-            event.handle.cancel()
-        if stream._end(event):
+            stream.cancel()
+        if not stream._open:
             with self._lock:
                 del self._streams[event.handle]
                 self._lock.notify_all()
 
     def _end_all(self) -> None:
-        """Tell who still waits that the thread has ended."""
         with self._lock:
             left, self._streams = [*self._streams.values()], {}
             self._lock.notify_all()
         error = EngineError(f"{self.engine.path}: the service ended: {self.error or 'closed'}")
-        for stream, told in left:
+        for stream, put in left:
             for index in sorted(stream._open):
-                event = Event(stream.handle, index, finish=FAILED, error=error)
                 with suppress(Exception):
-                    (told or stream._put)(event)
-                stream._end(event)
+                    put(Event(stream.handle, index, finish=FAILED, error=error))

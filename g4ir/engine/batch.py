@@ -26,14 +26,11 @@ class Placed(Protocol):
 T = TypeVar("T", bound=Placed)
 
 
-def powers(most: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, ... and `most`."""
-    return (*(1 << i for i in range((most - 1).bit_length())), most)
-
-
 def checked_buckets(buckets: Sequence[int] | None, most: int) -> tuple[int, ...]:
-    """Return sizes in order, the last of which is `most`; InputError for others."""
-    sizes = powers(most) if buckets is None else tuple(sorted({*buckets}))
+    """Return sizes in order, the last of which is `most` (default: 1, 2, 4, ... and `most`);
+    InputError for others."""
+    powers = (1 << i for i in range((most - 1).bit_length()))
+    sizes = (*powers, most) if buckets is None else tuple(sorted({*buckets}))
     if not sizes or sizes[0] < 1 or sizes[-1] != most:
         raise InputError(
             f"buckets {list(sizes)}: expected numbers of rows from 1 on, the largest of which is "
@@ -49,10 +46,8 @@ class Batch(Generic[T]):
         self.engine, self.sizes, self.patience = engine, sizes, patience
         self.sessions: dict[int, Session] = {}
         self.held: list[T | None] = []
-        #: steps since a smaller bucket would have been enough
-        self._spare = 0
-        #: copies of sequences between buckets
-        self.moved = 0
+        #: steps since a smaller bucket would have been enough, and copies between buckets
+        self._spare = self.moved = 0
 
     @property
     def holders(self) -> list[T]:
@@ -60,14 +55,13 @@ class Batch(Generic[T]):
 
     @property
     def session(self) -> Session:
-        """The session in use."""
         return self.sessions[len(self.held)]
 
     def put(self, source: Session, holders: Sequence[T], coming: int = 0) -> None:
         """Give each a slot and a copy of the one row of `source`; `coming` more are expected."""
-        count = len(self.holders)
-        if not count or count + len(holders) > len(self.held):
-            self._move(self._fitting(count + len(holders) + coming))
+        count = len(self.holders) + len(holders)
+        if count == len(holders) or count > len(self.held):
+            self._move(self._fitting(count + coming))
         for holder in holders:
             slot = self.held.index(None)
             self.session.copy_row(source, 0, slot)
@@ -117,15 +111,13 @@ class Batch(Generic[T]):
         return next(size for size in self.sizes if size >= count)
 
     def _move(self, size: int) -> None:
-        """Continue in the session of this size."""
-        self._spare = 0
+        self._spare, holders = 0, self.holders
         if size == len(self.held):
             return
         if size not in self.sessions:
             self.sessions[size] = Session(self.engine, size)
-        target, holders = self.sessions[size], self.holders
         for slot, holder in enumerate(holders):
-            target.copy_row(self.session, holder.slot, slot)
+            self.sessions[size].copy_row(self.session, holder.slot, slot)
         if self.held:
             self.session.reset()
         self.moved += len(holders)

@@ -3,9 +3,6 @@
     with ChatSession(engine) as talk:
         talk.attach("image", "photo.png")
         turn = talk.say("What is this?", told)          # told(event) sees each piece as it comes
-        while talk.open_calls:
-            talk.answer_call('{"degrees": 7}')
-        turn = talk.reply(told)
 
 Each answer is a request to a scheduler with a prefix cache, so only the new part of the next prompt
 is computed. A conversation may fill the engine's --max-seq; nothing is dropped to make room.
@@ -17,6 +14,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +23,7 @@ import numpy as np
 from g4ir.backends.sampling import SEEDS, LogitsMask, SamplingParams
 from g4ir.chat import Event as Said
 from g4ir.chat import Prompt, Reader, ReasoningBudget, make_prompt
-from g4ir.chat.messages import (
-    Conversation,
-    Medium,
-    an_object,
-    check_pairs,
-    decoded,
-    read_messages,
-)
+from g4ir.chat.messages import Conversation, an_object, check_pairs, decoded, read_messages
 from g4ir.chat.template import PromptBuilder
 from g4ir.chat.tools import lower, read_tools
 from g4ir.errors import InputError, RankError
@@ -42,7 +33,7 @@ from g4ir.model.media import AUDIO, check_there
 from g4ir.ui.files import write_file
 
 from .engine import Engine
-from .media_inputs import read_own
+from .multimodal import read_own
 from .output import Answer
 from .prompts import sampling_params
 from .requests import CANCELLED, Counts, Request, RequestHandle
@@ -100,11 +91,7 @@ class Turn:
     @property
     def tokens_per_second(self) -> float | None:
         """Rate of the tokens after the first; None where there was one token only."""
-        c = self.counts
-        if c.generated < 2 or c.total_s is None or c.first_token_s is None:
-            return None
-        seconds = c.total_s - c.first_token_s
-        return round((c.generated - 1) / seconds, 3) if seconds > 0 else None
+        return self.counts.tokens_per_second
 
     def output(self) -> dict[str, Any]:
         """Return it as values of JSON."""
@@ -169,8 +156,6 @@ class ChatSession:
         self.alive = False
         self._scheduler.close()
 
-    # --- what is talked about -----------------------------------------------------------------
-
     def set_system(self, text: str) -> None:
         """Begin the conversation with this message of the system, or without one."""
         rest = self.messages[1:] if self.system is not None else self.messages
@@ -194,22 +179,17 @@ class ChatSession:
 
     def set_tools(self, given: Any) -> tuple[str, ...]:
         """Declare tools in OpenAI's form, or none; return what of their schemas is lost."""
-        said: tuple[str, ...] = ()
-        if given is not None:
-            said = lower(read_tools(given))[1]
+        lost = () if given is None else lower(read_tools(given))[1]
         self.tools = given
-        return said
+        return lost
 
     def set(self, name: str, text: str) -> None:
         """Take a setting as it was typed; `default` for what the checkpoint says. InputError for
         one that there is not, and for a value that it cannot have."""
         if name not in SETTINGS:
             raise InputError(f"setting {name!r}: one of {', '.join(SETTINGS)}")
-        if text == "default":
-            self.settings.pop(name, None)
-            return
         try:
-            value = SETTINGS[name](text)
+            value = None if text == "default" else SETTINGS[name](text)
         except ValueError:
             what = "a whole number" if SETTINGS[name] is int else "a number"
             raise InputError(f"{name} {text!r}: expected {what}, or default") from None
@@ -218,8 +198,7 @@ class ChatSession:
     def choose(self, settings: Mapping[str, int | float | None]) -> None:
         """Take settings by name; None: the checkpoint's. InputError for values that none can be,
         and then all stay as they were."""
-        wanted = {**self.settings, **settings}
-        found = {k: v for k, v in wanted.items() if v is not None}
+        found = {k: v for k, v in {**self.settings, **settings}.items() if v is not None}
         if found.get("max_new_tokens", 1) < 1:
             raise InputError(f"max_new_tokens {found['max_new_tokens']}: expected at least 1")
         if found.get("top_k", 0) < 0:
@@ -231,8 +210,6 @@ class ChatSession:
         """Forget what was said; the system's message, tools and settings stay."""
         self.messages = self.messages[:1] if self.system is not None else []
         self.attached, self._soft, self.held = [], {}, 0
-
-    # --- files --------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
         """Write messages and tools as JSON, as a body of OpenAI's protocol has them."""
@@ -249,19 +226,16 @@ class ChatSession:
         Its media are read. InputError where something is wrong; then nothing has changed."""
         try:
             value = decoded(Path(path).read_bytes().decode(), str(path))
+            messages, tools = _conversation(value)
+            media = Conversation(read_messages(messages)).media
+            soft = {id(m.part): (m.part, read_own(self.engine, m)) for m in media}
         except UnicodeDecodeError as e:
             raise InputError(f"{path}: not UTF-8 at byte {e.start}") from None
-        try:
-            messages, tools = _conversation(value)
-            read = Conversation(read_messages(messages))
-            soft = {id(m.part): (m.part, read_own(self.engine, m)) for m in read.media}
         except InputError as e:
             text = str(e)
             raise InputError(text if str(path) in text else f"{path}: {text}") from None
         self.messages, self.tools, self._soft = messages, tools, soft
         self.attached, self.held = [], 0
-
-    # --- calls --------------------------------------------------------------------------------
 
     @property
     def open_calls(self) -> list[dict[str, Any]]:
@@ -278,13 +252,16 @@ class ChatSession:
         """Have the model know that nobody answered its open calls."""
         self.messages += [_call_answer(c, NOT_RUN) for c in self.open_calls]
 
-    # --- answers ------------------------------------------------------------------------------
-
     def say(self, text: str, told: Told = lambda said: None) -> Turn:
         """Send a message, with what is attached, and return the answer. One that fails, or was
         stopped before its first token, leaves the conversation as it was."""
         attached = self.attached
-        turn = self._asked([*self.messages, {"role": "user", "content": self._content(text)}], told)
+        content: Any = text
+        if attached:  # the model was trained with sounds behind the text
+            sounds = [p for p in attached if p["type"] == f"{AUDIO}_url"]
+            seen = [p for p in attached if p not in sounds]
+            content = [*seen, {"type": "text", "text": text}, *sounds]
+        turn = self._asked([*self.messages, {"role": "user", "content": content}], told)
         self.attached = attached if turn.nothing else []
         return turn
 
@@ -304,7 +281,6 @@ class ChatSession:
         return found[-1]
 
     def _asked(self, messages: list[dict[str, Any]], told: Told) -> Turn:
-        """Answer messages; they stay as they were if nothing is answered."""
         before, self.messages = self.messages, messages
         try:
             turn = self.reply(told)
@@ -313,14 +289,6 @@ class ChatSession:
             raise
         self.messages = before if turn.nothing else self.messages
         return turn
-
-    def _content(self, text: str) -> Any:
-        """Return a message's content; the model was trained with sounds behind the text."""
-        if not self.attached:
-            return text
-        sounds = [p for p in self.attached if p["type"] == f"{AUDIO}_url"]
-        seen = [p for p in self.attached if p not in sounds]
-        return [*seen, {"type": "text", "text": text}, *sounds]
 
     def reply(self, told: Told = lambda said: None) -> Turn:
         """Return the answer to the messages as they are, which then are followed by it; `told` sees
@@ -332,10 +300,8 @@ class ChatSession:
         self._handle = handle = self._scheduler.submit(request)
         if self._stopped:
             handle.cancel()
-        cancelled = False
         try:
             for event in self._scheduler.run(handle):
-                cancelled = event.finish == CANCELLED
                 for said in answer.take(event):
                     told(said)
         except RankError:
@@ -347,7 +313,7 @@ class ChatSession:
             raise
         finally:
             self._handle = None
-        return self._taken(answer, handle, cancelled)
+        return self._taken(answer, handle)
 
     def stop(self) -> None:
         """End the answer that is being generated where it is. From any thread, and from a handler
@@ -356,24 +322,27 @@ class ChatSession:
         if handle := self._handle:
             handle.cancel()
 
-    def _taken(self, answer: Answer, handle: RequestHandle, cancelled: bool) -> Turn:
+    def _taken(self, answer: Answer, handle: RequestHandle) -> Turn:
         """Add an answer to the conversation, in a form that the next prompt can have."""
         counts, message = handle.counts, answer.message()
+        cancelled, reason = handle.state == CANCELLED, answer.finish or ""
         self.held = counts.prompt + counts.generated
         if counts.generated or not cancelled:
             self.messages.append(answer.history(message))
         if cancelled:
             self.leave_calls()
-        reason = INTERRUPTED if cancelled else answer.finish or ""
+            reason = INTERRUPTED
         full = reason == "length" and self.held > self.engine.limits.max_seq
         return Turn(message, reason, counts, answer.reasoning, full, handle.tally)
 
     def _request(self) -> tuple[Request, Prompt]:
-        """Return the request of the next answer."""
         prompt = make_prompt(
             self.messages, self.tools, self.template, enable_thinking=self.thinking.on
         )
-        soft = [self._read(medium) for medium in prompt.media]
+        for m in prompt.media:  # each is read once
+            if id(m.part) not in self._soft:
+                self._soft[id(m.part)] = m.part, read_own(self.engine, m)
+        soft = [self._soft[id(m.part)][1] for m in prompt.media]
         special, room = self.engine.spec.tokens, self.engine.limits.max_seq
         tokens = self.vocabulary.encode(prompt, [[*expansion(s, special)] for s in soft])
         left = room + 1 - len(tokens)  # the last token is never written
@@ -387,12 +356,6 @@ class ChatSession:
         marks = self.vocabulary.marks(tokens, self.system is not None)
         sampling = self._sampling(self.settings, prompt)
         return Request(tuple(tokens), count, sampling, tuple(soft), marks=marks), prompt
-
-    def _read(self, medium: Medium) -> Soft:
-        """Return the soft tokens of a part; it is read once."""
-        if id(medium.part) not in self._soft:
-            self._soft[id(medium.part)] = medium.part, read_own(self.engine, medium)
-        return self._soft[id(medium.part)][1]
 
     def _sampling(
         self, settings: Mapping[str, int | float], prompt: Prompt | None = None
@@ -408,18 +371,14 @@ class ChatSession:
         return sampling_params(self.defaults, given)
 
 
-@dataclass
 class Bounded:
     """Logits mask that ends thoughts after their budget, counted in each answer; `inner` is the
     mask of all other tokens (see sampling.py)."""
 
-    budget: ReasoningBudget
-    size: int
-    inner: LogitsMask | None = None
-    #: by identity of the list: an answer, its budget, and how many tokens that has counted
-    _rows: dict[int, tuple[Sequence[int], ReasoningBudget, int]] = field(
-        default_factory=dict, init=False
-    )
+    def __init__(self, budget: ReasoningBudget, size: int, inner: LogitsMask | None = None) -> None:
+        self.budget, self.size, self.inner = budget, size, inner
+        #: by identity of the list: an answer, its budget, and how many tokens that has counted
+        self._rows: dict[int, tuple[Sequence[int], ReasoningBudget, int]] = {}
 
     def mask(self, generated: Sequence[int]) -> Any:
         """Return which tokens may follow; None: all."""
@@ -436,7 +395,6 @@ class Bounded:
 
 
 def _conversation(value: Any) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """Return the messages and tools of a file, checked; calls at the end may be open."""
     held = {"messages": value} if isinstance(value, list) else an_object(value, "the file")
     if unknown := held.keys() - {"messages", "tools"}:
         raise InputError(f"{min(unknown)}: is not known; a conversation has messages and tools")
@@ -452,21 +410,15 @@ def _conversation(value: Any) -> tuple[list[dict[str, Any]], list[Any] | None]:
 
 def _open_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the calls at the end of a conversation that have no answer."""
-    answered = 0
-    while answered < len(messages) and messages[-1 - answered]["role"] == "tool":
-        answered += 1
-    if answered == len(messages):
-        return []
-    last, answers = messages[-1 - answered], messages[len(messages) - answered :]
-    left = [*(last.get("tool_calls") or ())]
+    answers = [*takewhile(lambda m: m["role"] == "tool", reversed(messages))][::-1]
+    before = messages[: len(messages) - len(answers)]
+    left = [*(before[-1].get("tool_calls") or ())] if before else []
     for a in answers:
-        key = a.get("tool_call_id")
-        found = next((c for c in left if c.get("id") == key), None)
+        found = next((c for c in left if c.get("id") == a.get("tool_call_id")), None)
         left = [c for c in left if c is not found]
     return left
 
 
 def _call_answer(call: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """Return the message of a tool."""
     named = {"tool_call_id": call["id"]} if call.get("id") is not None else {}
     return {"role": "tool", **named, "name": call["function"]["name"], "content": text}

@@ -8,15 +8,16 @@ verify and choose several.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from g4ir.backends.base import DeviceChoice
-from g4ir.backends.sampling import GREEDY, WAYS, Sampler
+from g4ir.backends.sampling import GREEDY, WAYS
 
 from .parts import EngineParts
+from .requests import SequenceState
 from .session import Session
 from .speculative import MTP, RowDrafts
 
@@ -29,38 +30,25 @@ NUMBERS = 128
 Tokens = Mapping[int, Sequence[int | None]]
 
 
-class DeviceLoop(Protocol):
-    """Runs the rows of a session until it is closed; the session must not be used meanwhile."""
-
-    @property
-    def over(self) -> bool:
-        """Whether `step` would have nothing to run."""
-
-    def step(self) -> Tokens:
-        """Return the tokens of the next step."""
-
-    def close(self) -> list[Tokens]:
-        """Return the tokens of steps that are still running, and let the session take over."""
-
-
 class TokenSteps:
-    """Decode steps, up to the first limit of a sequence. `samplers` and `rooms` (how many tokens
-    each may still get) are by row."""
+    """Decode steps, up to the first limit of a sequence. The session must not be used before
+    `close`."""
 
-    def __init__(
-        self, loop: Any, session: Session, samplers: Mapping[int, Sampler], rooms: Mapping[int, int]
-    ) -> None:
-        self.loop, self.session, self.samplers = loop, session, samplers
-        self.left, self.started = min(rooms.values()), 0
-        tokens, self.active, draws = rows_of(session, samplers)
-        self.draws = any(s.params.way != GREEDY for s in samplers.values())
+    def __init__(self, loop: Any, session: Session, running: Sequence[SequenceState]) -> None:
+        self.loop, self.session = loop, session
+        self.samplers = {s.slot: s.sampler for s in running}
+        self.left, self.started = min(s.room for s in running), 0
+        tokens, self.active, draws = _rows(session, running)
+        self.draws = any(s.params.way != GREEDY for s in self.samplers.values())
         loop.start(tokens, session.length, self.active, draws)
 
     @property
     def over(self) -> bool:
+        """Whether `step` would have nothing to run."""
         return self.started == self.left and not self.loop.unread
 
     def step(self) -> Tokens:
+        """Return the tokens of the next step."""
         while self.loop.unread < AHEAD and self.started < self.left:
             self.loop.advance(self._uniforms() if self.draws else None)
             self.loop.fetch()
@@ -78,55 +66,52 @@ class TokenSteps:
         return {row: [tokens[row] if finite[row] else None] for row in self.samplers}
 
     def close(self) -> list[Tokens]:
+        """Return the tokens of steps that are still running, and let the session take over."""
         rest = [self._read() for _ in range(self.loop.unread)]
         self.session.extend(self.active.long() * self.started)
         return rest
 
 
 class DraftRounds:
-    """Rounds of speculative decoding by the draft model. All rows draft equally many tokens: as
-    many as the one with the most accepted."""
+    """Rounds of speculative decoding by the draft model, as TokenSteps. All rows draft equally many
+    tokens: as many as the one with the most accepted."""
 
     def __init__(
         self,
         loop: Any,
         session: Session,
-        samplers: Mapping[int, Sampler],
-        rooms: Mapping[int, int],
+        running: Sequence[SequenceState],
         drafters: Mapping[int, RowDrafts],
     ) -> None:
-        self.loop, self.session, self.samplers = loop, session, samplers
-        self.rooms, self.drafters = dict(rooms), drafters
-        tokens, active, draws = rows_of(session, samplers)
-        limits = session.length.clone()
-        for row, room in rooms.items():
-            limits[row] += room
-        self._limits = limits
-        self._taken, self._most = torch.zeros_like(limits), torch.zeros_like(limits)
-        loop.start(
-            tokens, session.length, limits, active, session.hidden.rows, draws, self._uniforms()
-        )
-
-    def _uniforms(self) -> torch.Tensor | None:
-        if all(s.params.way == GREEDY for s in self.samplers.values()):
-            return None
-        numbers = torch.zeros(NUMBERS, self.session.batch, dtype=torch.float64)
-        for row, sampler in self.samplers.items():
-            numbers[:, row] = torch.tensor([sampler.uniform(i) for i in range(NUMBERS)])
-        return numbers
+        self.loop, self.session, self.drafters = loop, session, drafters
+        self.rooms = {s.slot: s.room for s in running}
+        self._most_drafts = max(d.pace.most for d in drafters.values())
+        tokens, active, draws = _rows(session, running)
+        self._limits = session.length.clone()
+        for row, room in self.rooms.items():
+            self._limits[row] += room
+        self._taken, self._fed = torch.zeros_like(tokens), torch.zeros_like(tokens)
+        numbers = None
+        if any(s.sampler.params.way != GREEDY for s in running):
+            numbers = torch.zeros(NUMBERS, session.batch, dtype=torch.float64)
+            for s in running:
+                numbers[:, s.slot] = torch.tensor([s.sampler.uniform(i) for i in range(NUMBERS)])
+        held = session.length, self._limits, active, session.hidden.of(session.length)
+        loop.start(tokens, *held, draws, numbers)
 
     @property
     def over(self) -> bool:
-        most = max(d.pace.most for d in self.drafters.values())
-        return int(self._taken.max()) + most + 1 > NUMBERS
+        """Whether random numbers may run out in the next step."""
+        return int(self._taken.max()) + self._most_drafts + 1 > NUMBERS
 
     def step(self) -> Tokens:
+        """Return the tokens of the next round."""
         count = max(d.count(self.rooms[row] - 1) for row, d in self.drafters.items())
         made = self.loop.run(count)
         before = self.session.length + self._taken
         kept = torch.tensor([len(tokens) for tokens in made.tokens])
         fed = (self._limits - before).clamp(max=count + 1) * (kept > 0)
-        self._most = torch.maximum(self._most, self._taken + fed)
+        self._fed = torch.maximum(self._fed, self._taken + fed)
         self._taken += kept
         out: dict[int, Sequence[int | None]] = {}
         for row, drafter in self.drafters.items():
@@ -137,47 +122,47 @@ class DraftRounds:
         return out
 
     def close(self) -> list[Tokens]:
-        self.session.extend(self._taken, self.loop.hidden.clone(), self._most)
+        """Let the session take over."""
+        self.session.extend(self._taken, self.loop.hidden.clone(), self._fed)
         return []
 
 
-def rows_of(
-    session: Session, samplers: Mapping[int, Sampler]
+def _rows(
+    session: Session, running: Iterable[SequenceState]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return for each row its newest token, whether it is active, and the settings of its draws."""
     tokens = torch.zeros(session.batch, dtype=torch.int64)
     active = torch.zeros(session.batch, dtype=torch.bool)
     draws = torch.ones(session.batch, 4, dtype=torch.float64)
-    for row, sampler in samplers.items():
-        tokens[row], active[row] = sampler.generated[-1], True
-        draws[row] = torch.tensor(sampler.params.draw, dtype=torch.float64)
+    for s in running:
+        tokens[s.slot], active[s.slot] = s.tokens[-1], True
+        draws[s.slot] = torch.tensor(s.sampler.params.draw, dtype=torch.float64)
     return tokens, active, draws
 
 
 def open_loop(
     engine: EngineParts,
     session: Session,
-    samplers: Mapping[int, Sampler],
-    rooms: Mapping[int, int],
+    running: Sequence[SequenceState],
     suppress: tuple[int, ...],
     drafters: Mapping[int, RowDrafts],
-) -> DeviceLoop | None:
-    """Return a loop for these rows, with rounds if they have `drafters`; None if the host has to
-    choose: the runtime has no such step, a table lies elsewhere, or a sequence's settings need it.
-    """
-    plain = all(s.plain and s.params.suppress == suppress for s in samplers.values())
+) -> TokenSteps | DraftRounds | None:
+    """Return a loop for these sequences, with rounds if they have `drafters`; None if the host has
+    to choose: the runtime has no such step, a table lies elsewhere, or a sequence's settings need
+    it."""
+    params = [s.sampler.params for s in running]
+    plain = all(s.sampler.plain for s in running) and all(p.suppress == suppress for p in params)
     if not plain or not engine.chooses_on_device:
         return None
-    ways = {s.params.way for s in samplers.values()}
+    ways = {p.way for p in params}
     choice = DeviceChoice(tuple(way for way in WAYS if way in ways), suppress)
     where = engine.embed, session.state, session.batch, choice
     if not drafters:
         loop = engine.runtime.token_loop(*where)
-        return loop and TokenSteps(loop, session, samplers, rooms)
-    known = session.hidden.is_of(session.length)[[*samplers]]
+        return loop and TokenSteps(loop, session, running)
+    known = session.hidden.known(session.length)[[*drafters]]
     if any(d.source != MTP for d in drafters.values()) or not bool(known.all()):
         return None
     assert engine.drafter and engine.drafter.drafter
-    last = engine.drafter.drafter.position == "last"
-    loop = engine.runtime.round_loop(*where, last)
-    return loop and DraftRounds(loop, session, samplers, rooms, drafters)
+    loop = engine.runtime.round_loop(*where, engine.drafter.drafter.position == "last")
+    return loop and DraftRounds(loop, session, running, drafters)

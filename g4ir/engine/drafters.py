@@ -39,29 +39,24 @@ def find_drafter(model: Spec, o: BuildOptions, dry: bool = False) -> FoundDrafte
         raise InputError(
             "--link-weights refers to one checkpoint, and --drafter is another; leave one out"
         )
-    path = _weights(model, o, dry)
-    return FoundDrafter(drafter_spec(model, o.drafter), path)
-
-
-def _weights(model: Spec, o: BuildOptions, dry: bool) -> Path | None:
-    """Return the directory of its checkpoint, None where its weights are random."""
-    given, random = o.drafter, o.random_weights is not None
-    if given == DEFAULT:
+    random, path = o.random_weights is not None, Path(str(o.drafter))
+    found: Path | None = path
+    if o.drafter == DEFAULT:
         own = shipped_drafter(model)
-        if random or dry:
-            return None if random else snapshot_of(own)
-        return need_snapshot(own, "--drafter")
-    path = Path(str(given))
-    if path.suffix in SUFFIXES:
+        if random:
+            found = None
+        else:
+            found = snapshot_of(own) if dry else need_snapshot(own, "--drafter")
+    elif path.suffix in SUFFIXES:
         if not random and not dry:
             raise InputError(
-                f"--drafter {given}: a spec has no weights; give its checkpoint's directory, or "
-                f"--random-weights SEED"
+                f"--drafter {o.drafter}: a spec has no weights; give its checkpoint's directory, "
+                f"or --random-weights SEED"
             )
-        return None
-    if random:
+        found = None
+    elif random:
         raise InputError(
-            f"--drafter {given}: beside --random-weights the drafter's are random too; give "
+            f"--drafter {o.drafter}: beside --random-weights the drafter's are random too; give "
             f"`default` or its spec FILE.yaml"
         )
-    return path
+    return FoundDrafter(drafter_spec(model, o.drafter), found)

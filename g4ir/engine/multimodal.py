@@ -1,36 +1,42 @@
-"""Makes soft tokens of a file or an array, through an engine's towers.
+"""Makes soft tokens of a file, an array or a part of a message, through an engine's towers.
 
     soft = engine.encode("image", "photo.png", budget=280)
     soft = engine.encode("video", "clip.mp4", frames=8)
     soft = engine.encode("audio", "speech.wav", too_long="refuse")
 
 An item is a path, decoded pixels (an array, or an image of Pillow) or samples, or what this package
-has prepared of them.
+has prepared of them. Parts of messages are decoded strictly; nothing is fetched here.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import re
+import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import torch
 
+from g4ir.chat.messages import Medium, an_object
 from g4ir.errors import InputError
 from g4ir.media.audio import CUT, Clip, Waveform, prepare_audio, read_audio
 from g4ir.media.images import PreparedImage, pixels_of, prepare_image, read_image
 from g4ir.media.soft import Soft
 from g4ir.media.videos import Footage, Video, prepare_video, read_footage, video_settings
 from g4ir.model.audio import AudioSettings, MelSettings, audio_settings
-from g4ir.model.images import ImageSettings, image_settings
-from g4ir.model.media import AUDIO, IMAGE, VIDEO, check_budget, check_taken
+from g4ir.model.images import image_settings
+from g4ir.model.media import AUDIO, IMAGE, VIDEO, check_budget, check_taken, check_there
 from g4ir.model.towers import STRIDE, audio_name, vision_name
 from g4ir.spec.parts import UnifiedAudio
 from g4ir.weights.checkpoint import read_extractor
 
-if TYPE_CHECKING:
-    from .parts import EngineParts
+from .parts import EngineParts
 
 
 def encode(
@@ -46,9 +52,8 @@ def encode(
 
     `budget`: soft tokens of an image at most, one of those the engine was built for; `frames` of a
     video (default 32, or all of a shorter one); `too_long`: whether a sound beyond the limit is
-    cut or refused. InputError for a kind that the engine does not take, and as the readers and
-    `prepare_*` raise, and in a forked process; MissingError where a library for decoding is
-    missing.
+    cut or refused. InputError for a kind that the engine does not take, what is no such file, and
+    in a forked process; MissingError where a library for decoding is missing.
     """
     engine.check_process()
     check_taken(kind, engine.media, engine.spec)
@@ -57,22 +62,15 @@ def encode(
     return _video(engine, item, frames) if kind == VIDEO else _audio(engine, item, too_long)
 
 
-# --- pictures ---------------------------------------------------------------------------------
-
-
 def _image(engine: EngineParts, item: Any, budget: int | None) -> Soft:
-    settings = _settings(engine, budget)
+    chosen = engine.media.default if budget is None else budget
+    check_budget(chosen, engine.media)
+    settings = image_settings(engine.spec, chosen)
     if isinstance(item, str | Path):
         item = prepare_image(read_image(item), settings, str(item))
     if not isinstance(item, PreparedImage):
         item = prepare_image(pixels_of(item), settings)
     return Soft(IMAGE, (_seen(engine, item.patches, item.positions, item.soft_tokens),))
-
-
-def _settings(engine: EngineParts, budget: int | None) -> ImageSettings:
-    chosen = engine.media.default if budget is None else budget
-    check_budget(chosen, engine.media)
-    return image_settings(engine.spec, chosen)
 
 
 def _video(engine: EngineParts, item: Any, frames: int | None) -> Soft:
@@ -91,8 +89,7 @@ def _video(engine: EngineParts, item: Any, frames: int | None) -> Soft:
 
 
 def _seen(engine: EngineParts, patches: Any, positions: Any, soft: int) -> torch.Tensor:
-    """Return the soft tokens [soft, hidden] of one picture, by the tower of its size."""
-    grids = {_rows(engine, n): n for n in engine.media.grids}
+    grids = {image_settings(engine.spec, n).rows: n for n in engine.media.grids}
     if len(patches) not in grids:
         raise InputError(
             f"a picture of {len(patches)} rows of patches: this engine was built for "
@@ -100,13 +97,6 @@ def _seen(engine: EngineParts, patches: Any, positions: Any, soft: int) -> torch
         )
     feeds = {"patches": patches, "positions": positions}
     return _run(engine, vision_name(grids[len(patches)]), feeds)[:soft]
-
-
-def _rows(engine: EngineParts, soft: int) -> int:
-    return image_settings(engine.spec, soft).rows
-
-
-# --- sound ------------------------------------------------------------------------------------
 
 
 def _audio(engine: EngineParts, item: Any, too_long: str) -> Soft:
@@ -128,7 +118,6 @@ def sound_settings(engine: EngineParts) -> AudioSettings:
 
 
 def _heard(engine: EngineParts, clip: Clip) -> torch.Tensor:
-    """Run the tower of the next longer length; a sound beyond the longest is refused."""
     fits = [n for n in engine.media.lengths if n >= clip.soft_tokens]
     if not fits:
         raise InputError(
@@ -145,16 +134,12 @@ def _heard(engine: EngineParts, clip: Clip) -> torch.Tensor:
 
 def _framed(engine: EngineParts, clip: Clip) -> torch.Tensor:
     """Run a sound of any length in parts, since each frame stands alone."""
-    step = max(engine.media.lengths)
-    parts = []
+    step, parts = max(engine.media.lengths), list[torch.Tensor]()
     for at in range(0, len(clip.features), step):
         part = clip.features[at : at + step]
         filled = np.pad(part, ((0, step - len(part)), (0, 0)))
         parts.append(_run(engine, audio_name(step), {"features": filled})[: len(part)])
     return torch.cat(parts)[: clip.soft_tokens]
-
-
-# --- both -------------------------------------------------------------------------------------
 
 
 def _checked(item: Any, kind: type, name: str) -> Any:
@@ -167,9 +152,78 @@ def _checked(item: Any, kind: type, name: str) -> Any:
 
 
 def _run(engine: EngineParts, tower: str, feeds: Mapping[str, Any]) -> torch.Tensor:
-    """Return the tower's rows [N, hidden] for arrays without the leading dim of one."""
     given = {
         name: torch.from_numpy(np.ascontiguousarray(x))[None].to(engine.device)
         for name, x in feeds.items()
     }
     return engine.runtime.encode(tower, given)[0]
+
+
+_DATA = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+-]+=[\w.+-]+)*;base64,", re.ASCII)
+#: type of a part -> where its data lie
+_KEYS = {"image": ("image", "url"), "audio": ("audio", "url"), "video": ("video", "url")}
+_KEYS |= {f"{kind}_url": (f"{kind}_url", "url") for kind in ("image", "audio", "video")}
+_KEYS["input_audio"] = ("input_audio", "data")
+_FILE = "file://"
+
+
+@dataclass(frozen=True)
+class Held:
+    """The `text` that a part has for its data, and `where` it is, for errors; `plain`: base64
+    without the head of a data URL will do."""
+
+    text: str
+    where: str
+    plain: bool
+
+    def data(self) -> bytes | None:
+        """Return the bytes of a data URL; None: it is something else. InputError where what it has
+        is no base64."""
+        head = _DATA.match(self.text)
+        if head is None and not self.plain:
+            return None
+        try:
+            return base64.b64decode(self.text[head.end() if head else 0 :], validate=True)
+        except (binascii.Error, ValueError):
+            raise InputError(f"{self.where}: is no base64") from None
+
+
+def held(medium: Medium) -> Held:
+    """Return what a part has for its data; InputError where it has nothing."""
+    outer, inner = _KEYS[medium.part["type"]]
+    where, found = f"{medium.place}.{outer}", medium.part.get(outer)
+    text = found if isinstance(found, str) else an_object(found, where).get(inner)
+    if not isinstance(text, str):
+        raise InputError(f"{where}.{inner}: is missing; give a data URL")
+    return Held(text, f"{where}.{inner}", inner == "data")
+
+
+def read_own(engine: EngineParts, medium: Medium) -> Soft:
+    """Return the soft tokens of a medium of somebody who may read files here: a data URL, a file's
+    URL or its path. Refused are kinds that the engine does not take, and what the readers of files
+    refuse."""
+    part = held(medium)
+    check_taken(medium.kind, engine.media, engine.spec)
+    if part.plain or part.text.startswith("data:"):
+        raw = part.data()
+        if raw is None:
+            raise InputError(f"{part.where}: is no data URL in base64")
+        return soft_of(engine, medium, raw)
+    is_url = part.text.startswith(_FILE)
+    if "://" in part.text and not is_url:
+        raise InputError(f"{part.where}: is neither a path nor a data URL; nothing is fetched")
+    path = unquote(part.text.removeprefix(_FILE)) if is_url else part.text
+    check_there(medium.kind, path)
+    return encode(engine, medium.kind, path)
+
+
+def soft_of(engine: EngineParts, medium: Medium, raw: bytes, **settings: Any) -> Soft:
+    """Return the soft tokens of a file's bytes, with settings of `encode`; readers take a path,
+    which errors then name."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "medium"
+        path.write_bytes(raw)
+        try:
+            return encode(engine, medium.kind, path, **settings)
+        except InputError as e:
+            raise InputError(str(e).replace(str(path), medium.place)) from None

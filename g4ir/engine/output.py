@@ -15,15 +15,12 @@ from .requests import CANCELLED, FAILED, LENGTH, STOP, Event
 
 #: what is said of a probability of nought, which JSON has no number for
 LEAST = -9999.0
-#: ends that leave a call or a thought open
-CUT = (LENGTH, CANCELLED)
 
 
 def token_text(vocabulary: Vocabulary, token: int) -> tuple[str, list[int]]:
     """Return the text of one token and its bytes, which may be part of a character."""
-    word = vocabulary.tokenizer.id_to_token(token) or ""
     if (byte := vocabulary.detokenizer.bytes.get(token)) is not None:
-        return word, [byte]
+        return vocabulary.tokenizer.id_to_token(token) or "", [byte]
     text = vocabulary.strings.get(token) or vocabulary.tokenizer.decode(
         [token], skip_special_tokens=False
     )
@@ -71,39 +68,31 @@ class Answer:
             self.tokens += 1
             self.reasoning += bool(self.reader and self.reader.thinking)
             if event.finish != STOP:
-                self._note(event)
-            out = self._read(event.token, event.finish == STOP)
-        if event.finish or self._stopped or (self._single and any(map(is_call, self.said))):
+                self._note(event, event.token)
+            pieces = self._stream.push(event.token)
+            if self.reader:
+                out = self._kept(self.reader.feed_tokens(pieces))
+            else:
+                text = "".join(p.text for p in pieces if not p.control)
+                out = self._kept(_content(self._stops.feed(text)))
+        stopped = self.reader.stopped if self.reader else self._stops.hit
+        if event.finish or stopped or self._called_once:
             out += self._end(event.finish or STOP)
         return out
 
-    @property
-    def _stopped(self) -> bool:
-        return self.reader.stopped if self.reader else self._stops.hit
-
-    def _note(self, event: Event) -> None:
-        read = event.logprobs
-        if read is None or event.token is None:
-            return
-        entry = self._entry(event.token, read.chosen)
-        top = [self._entry(token, value) for token, value in read.top]
-        self.logprobs.append(entry | {"top_logprobs": top})
+    def _note(self, event: Event, token: int) -> None:
+        if read := event.logprobs:
+            top = [self._entry(other, value) for other, value in read.top]
+            self.logprobs.append(self._entry(token, read.chosen) | {"top_logprobs": top})
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:
         text, raw = token_text(self.vocabulary, token)
         return {"token": text, "logprob": value if math.isfinite(value) else LEAST, "bytes": raw}
 
-    def _read(self, token: int, ends: bool) -> list[Said]:
-        pieces = self._stream.push(token)
-        if self.reader:
-            return self._kept(self.reader.feed_tokens(pieces))
-        text = "".join(p.text for p in pieces if not p.control)
-        return self._kept(_content(self._stops.feed(text)))
-
     def _end(self, finish: str) -> list[Said]:
-        """Give out what was held back."""
+        """Give out what was held back. A call or a thought that was cut stays open."""
         self.over = True
-        rest, reason = self._stream.rest(), LENGTH if finish in CUT else STOP
+        rest, reason = self._stream.rest(), LENGTH if finish in (LENGTH, CANCELLED) else STOP
         if not self.reader:
             text = self._stops.feed("".join(p.text for p in rest)) + self._stops.rest()
             self.finish = STOP if self._stops.hit else reason
@@ -113,10 +102,14 @@ class Answer:
         self.finish = answer.finish_reason
         return self._kept([*out, *answer.events])
 
+    @property
+    def _called_once(self) -> bool:
+        return self._single and any(map(is_call, self.said))
+
     def _kept(self, new: Iterable[Said]) -> list[Said]:
         out = []
         for said in new:
-            if not (self._single and any(map(is_call, self.said))):
+            if not self._called_once:
                 self.said.append(said)
                 out.append(said)
         return out
@@ -127,7 +120,7 @@ class Answer:
 
     def message(self) -> dict[str, Any]:
         """Return it as a message of OpenAI's form."""
-        content, calls = self.text("content"), [as_call(s, s.text) for s in self._called]
+        content, calls = self.text("content"), [as_call(s, s.text) for s in self.said if is_call(s)]
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
@@ -135,14 +128,10 @@ class Answer:
             message["reasoning_content"] = thought
         return message
 
-    @property
-    def _called(self) -> list[Said]:
-        return [s for s in self.said if is_call(s)]
-
     def history(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return its message as the next prompt takes it: without calls that were cut or have no
         reading."""
-        pairs = zip(message.get("tool_calls", ()), self._called)
+        pairs = zip(message.get("tool_calls", ()), filter(is_call, self.said))
         calls = [call for call, said in pairs if said.arguments is not None]
         rest = {k: v for k, v in message.items() if k != "tool_calls"}
         return rest | ({"tool_calls": calls} if calls else {"content": rest["content"] or ""})

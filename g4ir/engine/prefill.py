@@ -1,7 +1,7 @@
 """Chunked prefill of one prompt after another, in a session of one row, with a prefix cache.
 
     prefiller = Prefiller(engine)
-    for logits in prefiller.chunks(PrefillInput((2, 5, 7)), lambda start: start + 128):
+    for logits in prefiller.chunks(Request((2, 5, 7)), lambda start: start + 128):
         ...                                   # None, and logits [1, vocab] with the last chunk
     batch.put(prefiller.session, [holder])
 
@@ -10,9 +10,10 @@ So a prompt does not cost a chunk of every row, and sequences decode between two
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 
@@ -23,45 +24,104 @@ from g4ir.ui.memory import free_on
 from g4ir.ui.units import size_text
 
 from .parts import EngineParts
-from .prefix_cache import KEY_BYTES, Keys, PrefixCache, prompt_keys, shared
-from .session import Session
+from .requests import Request
+from .session import Session, Snapshot
 
 #: bounds of the default size of the prefix cache, and how many prompts of LONG tokens it holds at
 #: least, memory permitting: agents send 10 to 20 thousand tokens again with each step
 LEAST_BYTES, MOST_BYTES, LEAST_PROMPTS, LONG = 256 << 20, 8 << 30, 4, 8192
-#: fewest tokens that a prompt shares with the one before for their end to be remembered too
+#: fewest tokens that a prompt shares with the one before for their end to be cached too
 PARTED = 64
+#: what a prompt is compared by: a token's id, or for a soft token a number of its medium
+Keys = tuple[int, ...]
+#: bytes that a key takes beside the snapshot that it finds
+KEY_BYTES = 40
 
 
-@dataclass(frozen=True)
-class PrefillInput:
-    """A prompt: all that is computed before the first token is drawn.
-
-    `soft` stand for the placeholders, as in `Session.prefill`. `marks` are numbers of tokens after
-    which what was computed is remembered for other prompts that begin in the same way and have the
-    same `salt`; without `reuse` nothing is remembered and nothing remembered is used.
-    """
-
-    tokens: tuple[int, ...]
-    soft: tuple[Soft, ...] = ()
-    marks: tuple[int, ...] = ()
-    reuse: bool = True
-    salt: str = ""
+def prompt_keys(tokens: Sequence[int], soft: Sequence[Soft], holders: Mapping[str, int]) -> Keys:
+    """Return the keys of a prompt, whose placeholders are given by kind. Those of media follow from
+    what the towers made, so that equal ids of other pixels differ; they are negative."""
+    made: dict[int, list[int]] = {}
+    for s in soft:
+        first = -_digest(s) - 1
+        made.setdefault(holders[s.kind], []).extend(range(first, first - s.count, -1))
+    keys = {token: iter(found) for token, found in made.items()}
+    return tuple(next(keys[t]) if t in keys else t for t in tokens) if keys else tuple(tokens)
 
 
-#: number of tokens that are computed -> how many may be after the next chunk
-Until = Callable[[int], int]
+def _digest(soft: Soft) -> int:
+    h = hashlib.sha256(soft.kind.encode())
+    for piece in soft.pieces:
+        h.update(f"{piece.dtype} {[*piece.shape]}".encode())
+        h.update(piece.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(h.digest()[:16], "little")
+
+
+def shared(a: Keys, b: Keys) -> int:
+    """Count how many keys are equal from the first on."""
+    if a[: len(b)] == b[: len(a)]:
+        return min(len(a), len(b))
+    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+
+
+class PrefixCache:
+    """Snapshots of one-row sessions, at most so many bytes of them; the least recently used is
+    dropped first. What is kept under a salt is found under the same salt only."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.nbytes = most_bytes, 0
+        #: snapshots that were not kept because each is larger than all the room
+        self.too_large = 0
+        self._kept: OrderedDict[tuple[str, Keys], tuple[Snapshot, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, salt: str, keys: Keys, session: Session) -> bool:
+        """Remember what the session holds, which `keys` are; whether there is room for it."""
+        name = (salt, keys)
+        if name in self._kept:
+            self._kept.move_to_end(name)
+            return True
+        size = session.nbytes(int(session.length.max())) + KEY_BYTES * len(keys)
+        if size > self.most_bytes:
+            self.too_large += 1
+            return False
+        while self.nbytes + size > self.most_bytes:
+            self.nbytes -= self._kept.popitem(last=False)[1][1]
+        self._kept[name] = session.snapshot(), size
+        self.nbytes += size
+        return True
+
+    def longest(self, salt: str, keys: Keys) -> tuple[int, Snapshot | None]:
+        """Return the longest beginning of `keys` that is kept, shorter than they are: its length
+        and what was held; or 0 and None."""
+        fits = [
+            name
+            for name in self._kept
+            if name[0] == salt and len(name[1]) < len(keys) and keys[: len(name[1])] == name[1]
+        ]
+        if not fits:
+            return 0, None
+        name = max(fits, key=lambda name: len(name[1]))
+        self._kept.move_to_end(name)
+        return len(name[1]), self._kept[name][0]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._kept.clear()
+        self.nbytes = 0
 
 
 class Prefiller:
-    """A session of one row, what it holds, and beginnings of prompts that are remembered."""
+    """A session of one row, what it holds, and the prefix cache."""
 
     def __init__(self, engine: EngineParts, prefix_bytes: int | None = None) -> None:
         self.engine = engine
         self.holders = placeholders(engine.spec.tokens, engine.media.kinds)
         #: tokens of the prompt at hand that were known when it began
         self.known = 0
-        #: prompts that began with something remembered
+        #: prompts that began with a snapshot
         self.restored = 0
         self._session: Session | None = None
         #: what the session was given, as far as it is known and may be used again
@@ -69,29 +129,30 @@ class Prefiller:
         self.prefixes = PrefixCache(self._default_bytes() if prefix_bytes is None else prefix_bytes)
 
     def _default_bytes(self) -> int:
-        """Return the size of the prefix cache: a quarter of what is free once all rows have their
-        caches, but room for LEAST_PROMPTS long prompts unless that is more than half of it."""
+        """Return a quarter of what is free once all rows have their caches, but room for
+        LEAST_PROMPTS long prompts unless that is more than half of it."""
         rows = 2 * self.engine.limits.max_batch * self.session.nbytes()  # two sizes of a batch
         free = max(free_on(self.engine.device) - rows, 0)
         wanted = max(LEAST_BYTES, LEAST_PROMPTS * self.prompt_bytes, min(free // 4, MOST_BYTES))
         return min(wanted, max(free // 2, LEAST_BYTES))
 
     @property
+    def _long(self) -> int:
+        return min(LONG, self.engine.limits.max_seq)
+
+    @property
     def prompt_bytes(self) -> int:
-        """Bytes in the prefix cache of a prompt of LONG tokens, or of as many as the engine
-        holds."""
-        tokens = min(LONG, self.engine.limits.max_seq)
-        return self.session.nbytes(tokens) + KEY_BYTES * tokens
+        """Bytes in the prefix cache of a prompt of LONG tokens, or as many as the engine holds."""
+        return self.session.nbytes(self._long) + KEY_BYTES * self._long
 
     def capacity(self) -> str:
         """Return in words how many prompts the prefix cache holds."""
-        most, tokens = self.prefixes.most_bytes, min(LONG, self.engine.limits.max_seq)
-        one = self.prompt_bytes
+        most, one = self.prefixes.most_bytes, self.prompt_bytes
         if not most:
             return "prefix cache: off"
-        fits = f"room for {most // one} prompts of {tokens} tokens ({size_text(one)} each)"
+        fits = f"room for {most // one} prompts of {self._long} tokens ({size_text(one)} each)"
         if most < one:
-            fits = f"too small for a prompt of {tokens} tokens, which takes {size_text(one)}"
+            fits = f"too small for a prompt of {self._long} tokens, which takes {size_text(one)}"
         return f"prefix cache: {size_text(most)}, {fits}"
 
     @property
@@ -106,56 +167,56 @@ class Prefiller:
         """Number of tokens of the prompt at hand that are computed or known."""
         return int(self._session.length[0]) if self._session else 0
 
-    def keys(self, prompt: PrefillInput) -> Keys:
+    def keys(self, prompt: Request) -> Keys:
         """Return what a prompt is known by."""
         return prompt_keys(prompt.tokens, prompt.soft, self.holders)
 
     def chunks(
-        self, prompt: PrefillInput, until: Until, keys: Keys | None = None
+        self, prompt: Request, until: Callable[[int], int], keys: Keys | None = None
     ) -> Generator[torch.Tensor | None, None, None]:
         """Begin a prompt with what is known of it, and return an iterator that computes a chunk for
-        each value: None, and logits with the last. A chunk ends where `until` says, or sooner; in a
-        medium sessions cut themselves. It may be closed before its end: what was computed is known
-        to the next prompt. After an exception: `forget`."""
+        each value: None, and logits with the last. A chunk ends where `until` (of the number of
+        computed tokens) says, or sooner; in a medium sessions cut themselves. It may be left before
+        its end: what was computed is known to the next prompt. After an exception: `forget`."""
         keys = self.keys(prompt) if keys is None else keys
-        parted = self._begin(prompt, keys)
-        marks = {
-            m
-            for m in (*prompt.marks, parted)
-            if self.known < m < len(keys) and not self._cuts_medium(prompt, m)
-        }
+        self.known, parted = self._found(prompt, keys)
+        self._given = (prompt.salt, keys if prompt.reuse else ())
+        inner = (m for m in (*prompt.marks, parted) if self.known < m < len(keys))
+        marks = {m for m in inner if not self._cuts_medium(prompt, m)}
         return self._computed(prompt, until, keys, marks)
 
     def _computed(
-        self, prompt: PrefillInput, until: Until, keys: Keys, marks: set[int]
+        self, prompt: Request, until: Callable[[int], int], keys: Keys, marks: set[int]
     ) -> Generator[torch.Tensor | None, None, None]:
-        """Yield as `chunks` does."""
-        soft, start = _SoftRows(prompt, self.holders), self.known
+        start = self.known
         while start < len(keys):
             end = min((m for m in marks if m > start), default=len(keys))
-            stop = self._stop(prompt, min(max(until(start), start + 1), end), end)
-            tokens, last = torch.tensor([prompt.tokens[start:stop]]), stop == len(keys)
-            for logits in self.session.prefill_steps(tokens, None, soft.between(start, stop), last):
+            stop = min(max(until(start), start + 1), end)
+            while stop < end and self._cuts_medium(prompt, stop):
+                stop += 1
+            tokens, soft = (
+                torch.tensor([prompt.tokens[start:stop]]),
+                self._soft(prompt, start, stop),
+            )
+            for logits in self.session.prefill_steps(tokens, None, soft, stop == len(keys)):
                 start = self.held
                 if start in marks and prompt.reuse:
                     self.prefixes.keep(prompt.salt, keys[:start], self.session)
                 yield logits
 
-    def _stop(self, prompt: PrefillInput, stop: int, end: int) -> int:
-        """Return where the next part of a prompt ends: never in a medium."""
-        while stop < end and self._cuts_medium(prompt, stop):
-            stop += 1
-        return stop
+    def _soft(self, prompt: Request, start: int, stop: int) -> list[Soft]:
+        out: list[Soft] = []
+        for kind in dict.fromkeys(s.kind for s in prompt.soft):
+            first = prompt.tokens[:start].count(self.holders[kind])
+            if count := prompt.tokens[start:stop].count(self.holders[kind]):
+                rows = torch.cat([p for s in prompt.soft if s.kind == kind for p in s.pieces])
+                out.append(Soft(kind, (rows[first : first + count],)))
+        return out
 
-    def _begin(self, prompt: PrefillInput, keys: Keys) -> int:
-        """Hold as much of a prompt as is known, but its last token. Return where it parts from the
-        one before, if that is worth a mark: where two prompts part, a third is likely to."""
-        self.known, parted = self._found(prompt, keys)
-        self._given = (prompt.salt, keys if prompt.reuse else ())
-        return parted
-
-    def _found(self, prompt: PrefillInput, keys: Keys) -> tuple[int, int]:
-        """Restore what is known of a prompt; return how much that is, and where it parts."""
+    def _found(self, prompt: Request, keys: Keys) -> tuple[int, int]:
+        """Hold as much of a prompt as is known, but its last token. Return how much that is, and
+        where it parts from the one before, if that is worth a mark: where two prompts part, a third
+        is likely to."""
         salt, held = self._given
         if not prompt.reuse:
             self.session.reset()
@@ -175,7 +236,7 @@ class Prefiller:
             self.restored += 1
         return length, here if here >= length + PARTED else 0
 
-    def _cuts_medium(self, prompt: PrefillInput, at: int) -> bool:
+    def _cuts_medium(self, prompt: Request, at: int) -> bool:
         """Whether soft tokens stand on both sides of a place: a cut might be in a picture."""
         ids = self.holders.values()
         return bool(prompt.soft) and prompt.tokens[at - 1] in ids and prompt.tokens[at] in ids
@@ -192,25 +253,3 @@ class Prefiller:
         """Let go of all caches."""
         self.forget()
         self.prefixes.clear()
-
-
-class _SoftRows:
-    """The soft tokens of a prompt, of which each part of it takes some."""
-
-    def __init__(self, prompt: PrefillInput, holders: Mapping[str, int]) -> None:
-        self.tokens, self.holders = prompt.tokens, holders
-        self.rows = {
-            kind: torch.cat([p for s in prompt.soft if s.kind == kind for p in s.pieces])
-            for kind in dict.fromkeys(s.kind for s in prompt.soft)
-        }
-
-    def between(self, start: int, end: int) -> list[Soft]:
-        """Return those of the placeholders among tokens start to end."""
-        out: list[Soft] = []
-        for kind, rows in self.rows.items():
-            holder = self.holders[kind]
-            first = self.tokens[:start].count(holder)
-            count = self.tokens[start:end].count(holder)
-            if count:
-                out.append(Soft(kind, (rows[first : first + count],)))
-        return out

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,15 @@ def checked_ids(ids: Sequence[int], vocab: int, what: str) -> list[int]:
     if {*map(type, ids)} <= {int} and min(ids, default=0) >= 0 and max(ids, default=0) < vocab:
         return ids  # the common case, ten times as fast as the loop
     for i, t in enumerate(ids):
-        if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab:
+        if not _is_id(t) or not 0 <= t < vocab:
             raise InputError(
                 f"{what}: token {t!r} at index {i} is outside the vocabulary of {vocab}"
             )
     return ids
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def checked_prompt(ids: Sequence[int], count: int, vocab: int, room: int, what: str) -> list[int]:
@@ -75,27 +78,15 @@ _NEUTRAL: Mapping[str, Any] = {
 class Defaults:
     """The values of a checkpoint's generation_config.json. `stop` None: it names no stop ids.
 
-    temperature, top_k, top_p and min_p count only with its `do_sample`; without it decoding is
-    greedy. `unused`: keys that would change what is generated and are not supported.
+    `sampling` are the settings that it has, as SamplingParams names them; temperature, top_k, top_p
+    and min_p count only with its `do_sample`; without it decoding is greedy. `unused`: keys that
+    would change what is generated and are not supported.
     """
 
     stop: tuple[int, ...] | None = None
     suppress: tuple[int, ...] = ()
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    min_tokens: int | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """The settings that it has, as SamplingParams names them."""
-        found = {name: getattr(self, name) for name, _, _ in SETTINGS.values()}
-        return {name: value for name, value in found.items() if value is not None}
 
     @property
     def note(self) -> str | None:
@@ -122,15 +113,27 @@ def read_defaults(path: Path, vocab: int, raw: bytes | None = None) -> Defaults:
         SamplingParams(**found)
     except (InputError, TypeError) as e:
         raise WeightsError(f"{path}: {e}; fix: correct the file, or remove it") from e
-    unused = tuple(filter(partial(_left_out, values), values))
-    return Defaults(stop, suppress or (), **found, unused=unused)
+    unused = tuple(key for key, value in values.items() if _left_out(key, value))
+    return Defaults(stop, suppress or (), found, unused)
 
 
-def _left_out(values: Mapping[str, Any], key: str) -> bool:
+def _left_out(key: str, value: Any) -> bool:
     """Whether a key would change what is generated, and nothing here does it."""
-    value = values[key]
     known = key in SETTINGS or key in _OTHERS or key.startswith(("output_", "assistant_"))
     return not known and value not in (None, False, [], {}, _NEUTRAL.get(key))
+
+
+def _ids(path: Path, values: dict[str, Any], key: str, vocab: int) -> tuple[int, ...] | None:
+    given = values.get(key)
+    if given is None:
+        return None
+    ids = given if isinstance(given, list) else [given]
+    if not all(map(_is_id, ids)):
+        raise WeightsError(
+            f"{path}: {key} must be a token id or a list of them, found {quoted(given)}; "
+            f"fix: correct the file, or remove it"
+        )
+    return tuple(i for i in ids if 0 <= i < vocab)
 
 
 def sampling_params(defaults: Defaults, given: Mapping[str, Any]) -> SamplingParams:
@@ -139,17 +142,3 @@ def sampling_params(defaults: Defaults, given: Mapping[str, Any]) -> SamplingPar
     found = {**defaults.sampling, **given}
     top_k = found.get("top_k") or 0
     return SamplingParams(**{**found, "top_k": top_k if top_k > 0 else None})
-
-
-def _ids(path: Path, values: dict[str, Any], key: str, vocab: int) -> tuple[int, ...] | None:
-    given = values.get(key)
-    if given is None:
-        return None
-    ids = given if isinstance(given, list) else [given]
-    for i in ids:
-        if isinstance(i, bool) or not isinstance(i, int):
-            raise WeightsError(
-                f"{path}: {key} must be a token id or a list of them, found {quoted(given)}; "
-                f"fix: correct the file, or remove it"
-            )
-    return tuple(i for i in ids if 0 <= i < vocab)

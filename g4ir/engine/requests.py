@@ -6,12 +6,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from g4ir.backends.sampling import Logprobs, Sampler, SamplingParams
+from g4ir.errors import InputError
 from g4ir.media.soft import Soft
 
-from .prefill import PrefillInput
-from .prefix_cache import Keys
 from .speculative import AcceptanceStats, RowDrafts
 
 #: states of a request
@@ -21,12 +21,22 @@ FINISHED, CANCELLED, FAILED = "finished", "cancelled", "failed"
 STOP, LENGTH = "stop", "length"
 
 
+def check_least(config: Any, **least: float) -> None:
+    """Raise InputError for a field that is less than this; None is no number."""
+    for name, number in least.items():
+        value = getattr(config, name)
+        if value is not None and not value >= number:
+            raise InputError(f"{name} {value}: expected at least {number}")
+
+
 @dataclass(frozen=True)
 class Request:
     """`n` answers to one prompt, each of at most `max_new_tokens`.
 
-    A queued request of a higher `priority` is prefilled first. `soft`, `marks`, `reuse` and `salt`:
-    see PrefillInput.
+    A queued request of a higher `priority` is prefilled first. `soft` stand for the placeholders,
+    as in `Session.prefill`. `marks` are numbers of tokens after which the prefix is cached for
+    other prompts that begin with it and have the same `salt`; without `reuse` nothing is cached and
+    nothing cached is used.
     """
 
     tokens: tuple[int, ...]
@@ -38,10 +48,6 @@ class Request:
     marks: tuple[int, ...] = ()
     reuse: bool = True
     salt: str = ""
-
-    @property
-    def prompt(self) -> PrefillInput:
-        return PrefillInput(self.tokens, self.soft, self.marks, self.reuse, self.salt)
 
 
 @dataclass
@@ -55,6 +61,12 @@ class Counts:
     queued_s: float | None = None
     first_token_s: float | None = None
     total_s: float | None = None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Rate of the tokens after the first; None where there was one token only."""
+        rest, seconds = self.generated - 1, (self.total_s or 0.0) - (self.first_token_s or 0.0)
+        return round(rest / seconds, 3) if rest > 0 and seconds > 0 else None
 
 
 @dataclass(eq=False)
@@ -93,16 +105,16 @@ class SequenceState:
 
 
 class RequestHandle:
-    """A submitted request. While it is `paused` its slots wait, and the others go on."""
+    """A submitted request."""
 
     def __init__(
-        self, request: Request, number: int, keys: Keys, samplers: Sequence[Sampler]
+        self, request: Request, keys: tuple[int, ...], samplers: Sequence[Sampler]
     ) -> None:
-        self.request, self.number, self.keys = request, number, keys
+        self.request, self.number, self.keys = request, 0, keys
         self.answers = tuple(SequenceState(i, self, s) for i, s in enumerate(samplers))
         self.state = QUEUED
         self.counts, self.tally = Counts(len(request.tokens)), AcceptanceStats()
-        self.cancelled = self.paused = False
+        self.cancelled = False
         self._begun = time.perf_counter()
 
     def __lt__(self, other: RequestHandle) -> bool:

@@ -17,27 +17,19 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from g4ir.backends.sampling import (
-    SEEDS,
-    Choice,
-    Drawn,
-    Sampler,
-    random_seed,
-    sample,
-)
+from g4ir.backends.sampling import SEEDS, Choice, Drawn, Sampler, random_seed, sample
 from g4ir.errors import InputError, RankError
 from g4ir.ops.finite import not_finite
 
 from .batch import Batch, checked_buckets
-from .device_loop import DeviceLoop, Tokens, open_loop
+from .device_loop import DraftRounds, Tokens, TokenSteps, open_loop
 from .parts import EngineParts
 from .prefill import Prefiller
-from .prefix_cache import PrefixCache
 from .prompts import checked_ids, checked_prompt
 from .requests import (
     CANCELLED,
@@ -52,16 +44,10 @@ from .requests import (
     RequestHandle,
     SequenceState,
     Totals,
+    check_least,
 )
 from .session import check_prompt, padded
-from .speculative import (
-    NO_DRAFT,
-    RowDrafts,
-    SpeculativeConfig,
-    accepted,
-    find_draft,
-    propose,
-)
+from .speculative import NGRAM, NO_DRAFT, RowDrafts, SpeculativeConfig, find_draft
 
 
 @dataclass(frozen=True)
@@ -83,11 +69,7 @@ class SchedulerConfig:
     draft_rows: int = 2
 
     def __post_init__(self) -> None:
-        least = {"chunks": 1, "chunk_tokens": 1, "patience": 0, "prefix_bytes": 0, "draft_rows": 1}
-        for name, number in least.items():
-            value = getattr(self, name)
-            if value is not None and value < number:
-                raise InputError(f"{name} {value}: expected at least {number}")
+        check_least(self, chunks=1, chunk_tokens=1, patience=0, prefix_bytes=0, draft_rows=1)
 
 
 #: new tokens of sequences
@@ -105,25 +87,20 @@ class Scheduler:
         sizes = checked_buckets(config.buckets, self.max_batch)
         self.batch: Batch[SequenceState] = Batch(engine, sizes, config.patience)
         self.prefiller = Prefiller(engine, config.prefix_bytes)
-        self.totals = Totals()
+        self.prefixes, self.totals = self.prefiller.prefixes, Totals()
         self.suppress, self._eos = engine.suppressed(), frozenset(engine.stop_ids())
         self._queue: list[RequestHandle] = []
         self._number = 0
         #: the request in prefill, and the chunks that are left of its prompt
         self._prompt: tuple[RequestHandle, Generator[torch.Tensor | None, None, None]] | None = None
         #: steps that run on the device, and the sequences that they are of
-        self._loop: DeviceLoop | None = None
+        self._loop: TokenSteps | DraftRounds | None = None
         self._looped: list[SequenceState] = []
-
-    # --- requests -----------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
         """Raise InputError for a request that no slot could answer. From any thread."""
-        vocab, room, s = (
-            self.engine.spec.text.vocab_size,
-            self.engine.limits.max_seq,
-            request.sampling,
-        )
+        vocab, room = self.engine.spec.text.vocab_size, self.engine.limits.max_seq
+        s, count = request.sampling, len(request.tokens)
         checked_prompt([*request.tokens], request.max_new_tokens, vocab, room, "prompt")
         check_prompt(self.engine, request.tokens, request.soft)
         if not 1 <= request.n <= self.max_batch:
@@ -135,15 +112,19 @@ class Scheduler:
         if s.logprobs is not None and s.logprobs > vocab:
             raise InputError(f"logprobs {s.logprobs}: the vocabulary has {vocab} tokens")
         for mark in request.marks:
-            if not 0 <= mark <= len(request.tokens):
-                raise InputError(f"mark {mark}: the prompt has {len(request.tokens)} tokens")
+            if not 0 <= mark <= count:
+                raise InputError(f"mark {mark}: the prompt has {count} tokens")
 
     def handle(self, request: Request) -> RequestHandle:
         """Check a request, and return a handle that `admit` takes. From any thread."""
         self.check(request)
-        return RequestHandle(
-            request, 0, self.prefiller.keys(request.prompt), self._samplers(request)
-        )
+        s = request.sampling
+        seed = random_seed() if s.seed is None else s.seed
+        never = tuple(dict.fromkeys((*s.suppress, *self.suppress)))
+        stops = s.stop if s.ignore_eos else s.stop | self._eos
+        params = [replace(s, seed=(seed + i) % SEEDS, suppress=never) for i in range(request.n)]
+        samplers = [Sampler(p, request.tokens, stops) for p in params]
+        return RequestHandle(request, self.prefiller.keys(request), samplers)
 
     def submit(self, request: Request) -> RequestHandle:
         """Check a request and put it in the queue."""
@@ -165,19 +146,6 @@ class Scheduler:
         finally:
             handle.cancel()
 
-    def _samplers(self, request: Request) -> list[Sampler]:
-        """Return the samplers of the answers, each with a seed of its own."""
-        s = request.sampling
-        seed = random_seed() if s.seed is None else s.seed
-        never = tuple(dict.fromkeys((*s.suppress, *self.suppress)))
-        stops = s.stop if s.ignore_eos else s.stop | self._eos
-        params = [replace(s, seed=(seed + i) % SEEDS, suppress=never) for i in range(request.n)]
-        return [Sampler(p, request.tokens, stops) for p in params]
-
-    @property
-    def prefixes(self) -> PrefixCache:
-        return self.prefiller.prefixes
-
     @property
     def waiting(self) -> int:
         """Number of requests in the queue."""
@@ -190,57 +158,38 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether a step has something to do, now or once a pause is over."""
+        """Whether a step has something to do."""
         return bool(self._queue or self._prompt or self.active)
-
-    @property
-    def stalled(self) -> bool:
-        """Whether every slot waits for its reader, and nothing else is to be done."""
-        sequences = self.batch.holders
-        idle = all(s.handle.paused and not s.unwanted for s in sequences)
-        cancelled = any(handle.cancelled for handle in self._queue)
-        return bool(sequences) and idle and not (self._prompt or self._next_fits() or cancelled)
-
-    # --- a step -------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
         """Do one step, and return its events, in order."""
-        events = self._drop_cancelled()
-        events += self._decode()
+        events = [*self._drop_cancelled(), *self._decode()]
         chunks = self.config.chunks
         if chunks is None:
             while self._prompt or self._next_fits():
                 events += self._advance_prompt()
             return events
-        decoding = any(not s.handle.paused for s in self.batch.holders)
-        for _ in range(chunks if decoding else 1):
+        for _ in range(chunks if self.active else 1):
             events += self._advance_prompt()
         return events
 
     def _drop_cancelled(self) -> list[Event]:
-        events: list[Event] = []
-        if any(handle.cancelled for handle in self._queue):
-            gone = [handle for handle in self._queue if handle.cancelled]
+        gone = sorted(handle for handle in self._queue if handle.cancelled)
+        if gone:
             self._queue = [handle for handle in self._queue if not handle.cancelled]
             heapq.heapify(self._queue)
-            events += [e for handle in sorted(gone) for e in self._end(handle, CANCELLED)]
         if self._prompt and self._prompt[0].cancelled:
-            events += self._end(self._take_prompt(), CANCELLED)
-        unwanted = [s for s in self.batch.holders if s.unwanted]
-        if not unwanted:
-            return events
-        events += self._close_loop()
-        handles = dict.fromkeys(s.handle for s in unwanted if s.handle.cancelled)
-        events += [e for handle in handles for e in self._end(handle, CANCELLED)]
-        for sequence in unwanted:
-            if not sequence.finish:
-                self.batch.drop(sequence)
-                events.append(self._ended(sequence, STOP))
+            gone.append(self._take_prompt())
+        events = [e for handle in gone for e in self._end(handle, CANCELLED)]
+        if unwanted := [s for s in self.batch.holders if s.unwanted]:
+            events += self._close_loop()
+            for handle in dict.fromkeys(s.handle for s in unwanted if s.handle.cancelled):
+                events += self._end(handle, CANCELLED)
+            events += [self._ended(s, STOP) for s in unwanted if not s.finish]
         return events
 
     def _decode(self) -> list[Event]:
-        """Give every sequence that is not paused its next tokens."""
-        running = [s for s in self.batch.holders if not s.handle.paused]
+        running = self.batch.holders
         if not running:
             return self._close_loop()
         begun = time.perf_counter()
@@ -257,7 +206,7 @@ class Scheduler:
             raise
         except Exception as e:  # the caches are undefined
             handles = dict.fromkeys(s.handle for s in self.batch.holders)
-            self._loop, self._looped = None, []
+            self._loop = None
             self.batch.forget()
             return [event for handle in handles for event in self._end(handle, FAILED, e)]
         self.totals.steps[len(running)] += 1
@@ -271,11 +220,8 @@ class Scheduler:
         if self._loop and self._loop.over:
             self._halt()
         if not self._loop:
-            drafters = self._drafters(running)
-            samplers = {s.slot: s.sampler for s in running}
-            rooms = {s.slot: s.room for s in running}
-            session = self.batch.session
-            self._loop = open_loop(self.engine, session, samplers, rooms, self.suppress, drafters)
+            drafters, session = self._drafters(running), self.batch.session
+            self._loop = open_loop(self.engine, session, running, self.suppress, drafters)
             if not self._loop:
                 return self._verified(running, drafters)
             self._looped = [*running]
@@ -320,62 +266,60 @@ class Scheduler:
     def _drafters(self, running: Sequence[SequenceState]) -> dict[int, RowDrafts]:
         """Return what drafts for each slot; nothing without speculative decoding, or if too many
         sequences decode."""
-        draft = self.config.draft
-        if not draft or len(running) > self.config.draft_rows:
-            return {}
-        out: dict[int, RowDrafts] = {}
-        for s in running:
-            if s.drafter is None:
+        draft, out = self.config.draft, dict[int, RowDrafts]()
+        if draft and len(running) <= self.config.draft_rows:
+            for s in running:
                 tallies = self.totals.tally, s.handle.tally
-                s.drafter = RowDrafts(draft, s.handle.request.tokens, tallies)
-            out[s.slot] = s.drafter
+                s.drafter = s.drafter or RowDrafts(draft, s.handle.request.tokens, tallies)
+                out[s.slot] = s.drafter
         return out
+
+    def _drafts(
+        self, running: Sequence[SequenceState], drafters: Mapping[int, RowDrafts]
+    ) -> Mapping[int, Sequence[int]]:
+        if not drafters:
+            return {s.slot: () for s in running}
+        counts = {s.slot: drafters[s.slot].count(s.room - 1) for s in running}
+        if self.config.draft.source == NGRAM:
+            return {s.slot: drafters[s.slot].propose(s.tokens, counts[s.slot]) for s in running}
+        return self.batch.session.draft({s.slot: s.tokens[-1] for s in running}, counts)
 
     def _verified(
         self, running: Sequence[SequenceState], drafters: Mapping[int, RowDrafts]
     ) -> Made:
         """Choose a token for each sequence, and another for each draft token that is right."""
-        by_slot, session = {s.slot: s for s in running}, self.batch.session
-
-        def choose(logits: torch.Tensor, slots: Collection[int]) -> Mapping[int, Drawn]:
-            return sample(logits, {slot: by_slot[slot].sampler for slot in slots})
-
-        def goes_on(slot: int, choice: Drawn, drafted: int | None) -> bool:
-            right = isinstance(choice, Choice) and choice.token == drafted
-            return right and drafted not in by_slot[slot].sampler.stops
-
-        drafts: Mapping[int, Sequence[int]] = dict.fromkeys(by_slot, ())
-        if drafters:
-            texts = {slot: s.tokens for slot, s in by_slot.items()}
-            rooms = {slot: s.room - 1 for slot, s in by_slot.items()}
-            drafts = propose(session, drafters, texts, rooms)
-        before = session.length
-        fed = {slot: (s.tokens[-1], *drafts[slot]) for slot, s in by_slot.items()}
-        logits = session.verify(*padded(fed, session.batch))
-        made = accepted(logits, drafts, choose, goes_on)
+        session, drafts = self.batch.session, self._drafts(running, drafters)
+        kept, made = session.length.clone(), {s: list[Drawn]() for s in running}
+        fed = {s.slot: (s.tokens[-1], *drafts[s.slot]) for s in running}
+        logits, going = session.verify(*padded(fed, session.batch)), running
+        for place in range(logits.shape[1]):
+            chosen = sample(logits[:, place], {s.slot: s.sampler for s in going})
+            for s in going:
+                made[s].append(chosen[s.slot])
+            going = [s for s in going if _follows(s, chosen[s.slot], drafts[s.slot][place:])]
+            if not going:
+                break
         if logits.shape[1] > 1:
-            kept = before.clone()
-            for slot, choices in made.items():
-                kept[slot] += len(choices)
+            for s, choices in made.items():
+                kept[s.slot] += len(choices)
             session.truncate(kept)
-        for slot, drafter in drafters.items():
-            drafter.told(len(drafts[slot]), len(made[slot]))
-        return {by_slot[slot]: choices for slot, choices in made.items()}
+        for s in running if drafters else ():
+            drafters[s.slot].told(len(drafts[s.slot]), len(made[s]))
+        return made
 
     def _coming(self, taken: int = 0) -> int:
-        """Count the slots that will be needed soon, beside those that are about to be taken."""
         waiting = [self._prompt[0]] if self._prompt else self._queue
         room = self.max_batch - self.active - taken
         return min(sum(handle.request.n for handle in waiting), room)
 
     def _taken(self, sequence: SequenceState, choice: Drawn) -> Event:
         """Return the event of a token, which may be the last."""
-        handle = sequence.handle
+        handle, counts = sequence.handle, sequence.handle.counts
         if not isinstance(choice, Choice):
-            error = choice or self._not_finite(handle, sequence)
-            self.batch.drop(sequence, zero=choice is None)
-            return self._ended(sequence, FAILED, error=error)
-        counts = handle.counts
+            held = counts.prompt + len(sequence.tokens)
+            what = f"{self.engine.path}: logits after {held} tokens"
+            error = choice or not_finite(what, self.engine.dtype)
+            return self._ended(sequence, FAILED, error=error, zero=choice is None)
         counts.generated += 1
         sequence.emitted += 1
         self.totals.generated += 1
@@ -384,13 +328,7 @@ class Scheduler:
         stops = choice.token in sequence.sampler.stops
         if not stops and sequence.emitted < handle.request.max_new_tokens:
             return Event(handle, sequence.index, choice.token, choice.logprobs)
-        self.batch.drop(sequence)
         return self._ended(sequence, STOP if stops else LENGTH, choice)
-
-    def _not_finite(self, handle: RequestHandle, sequence: SequenceState) -> Exception:
-        held = handle.counts.prompt + len(sequence.tokens)
-        what = f"{self.engine.path}: logits after {held} tokens"
-        return not_finite(what, self.engine.dtype)
 
     def _ended(
         self,
@@ -398,53 +336,43 @@ class Scheduler:
         finish: str,
         choice: Choice | None = None,
         error: Exception | None = None,
+        zero: bool = False,
     ) -> Event:
-        """Return the last event of an answer; the request ends with its last one."""
+        """Free the slot of an answer and return its last event; the request ends with its last
+        answer."""
+        self.batch.drop(sequence, zero)
         handle, sequence.finish = sequence.handle, finish
-        if all(s.finish for s in handle.answers):
-            ends = {s.finish for s in handle.answers}
+        ends, counts = {s.finish for s in handle.answers}, handle.counts
+        if None not in ends:
             handle.state = next((s for s in (FAILED, CANCELLED) if s in ends), FINISHED)
-            handle.counts.total_s = handle.age()
-            self._count_time(handle)
+            counts.total_s = handle.age()
+        if handle.state == FINISHED:  # count how long it kept its slots
+            took = (handle.age() - (counts.queued_s or 0.0)) * handle.request.n
+            self.totals.row_s += (took - self.totals.row_s) * (0.2 if self.totals.row_s else 1)
         self.totals.ended[finish] += 1
         token, logprobs = (choice.token, choice.logprobs) if choice else (None, None)
         return Event(handle, sequence.index, token, logprobs, finish, error)
 
-    def _count_time(self, handle: RequestHandle) -> None:
-        """Count how long an answered request kept its slots."""
-        c = handle.counts
-        if handle.state == FINISHED and c.total_s is not None and c.queued_s is not None:
-            took = (c.total_s - c.queued_s) * handle.request.n
-            self.totals.row_s += (took - self.totals.row_s) * (0.2 if self.totals.row_s else 1)
-
     def _end(
         self, handle: RequestHandle, finish: str, error: Exception | None = None
     ) -> list[Event]:
-        """End all answers of a request that have not."""
         left = [s for s in handle.answers if not s.finish]
-        for sequence in left:
-            self.batch.drop(sequence)
         return [self._ended(sequence, finish, error=error) for sequence in left]
 
-    # --- prefill ------------------------------------------------------------------------------
-
     def _next_fits(self) -> bool:
-        """Whether there are slots for the first in the queue."""
         return bool(self._queue) and self._queue[0].request.n <= self.max_batch - self.active
 
     def _advance_prompt(self) -> list[Event]:
         """Compute one chunk of the prompt in prefill, or of the next."""
-        if not self._prompt and self._next_fits():
-            handle = heapq.heappop(self._queue)
-            handle.state, handle.counts.queued_s = PREFILLING, handle.age()
-            self.prefiller.lend(self.batch.release())
-            self._prompt = handle, self._chunks(handle)
-        if not self._prompt:
+        if not self._prompt and not self._next_fits():
             return []
-        handle, chunks = self._prompt
+        handle = self._prompt[0] if self._prompt else heapq.heappop(self._queue)
         begun = time.perf_counter()
         try:
-            logits = next(chunks)
+            self._prompt = self._prompt or self._begun(handle)
+            held = self.prefiller.held
+            logits = next(self._prompt[1])
+            self.totals.computed += self.prefiller.held - held
             self.totals.chunks += 1
             self.totals.chunk_s += time.perf_counter() - begun
             return [] if logits is None else self._placed(self._take_prompt(), logits)
@@ -455,25 +383,24 @@ class Scheduler:
             self.prefiller.forget()
             return self._end(handle, FAILED, e)
 
+    def _begun(
+        self, handle: RequestHandle
+    ) -> tuple[RequestHandle, Generator[torch.Tensor | None, None, None]]:
+        """Begin the prompt of a request with what is known of it."""
+        handle.state, handle.counts.queued_s = PREFILLING, handle.age()
+        self.prefiller.lend(self.batch.release())
+        chunks = self.prefiller.chunks(handle.request, self._until, handle.keys)
+        handle.counts.cached = self.prefiller.known
+        self.totals.cached += self.prefiller.known
+        self.totals.restored = self.prefiller.restored
+        return handle, chunks
+
     def _take_prompt(self) -> RequestHandle:
         """Return the request in prefill, and leave it; the prefiller keeps what it has computed."""
         assert self._prompt
         (handle, chunks), self._prompt = self._prompt, None
         chunks.close()
         return handle
-
-    def _chunks(self, handle: RequestHandle) -> Generator[torch.Tensor | None, None, None]:
-        """Compute a prompt, and count cached and computed tokens."""
-        totals, prefiller, held = self.totals, self.prefiller, -1
-        restored = prefiller.restored
-        for logits in prefiller.chunks(handle.request.prompt, self._until, handle.keys):
-            if held < 0:
-                held = handle.counts.cached = prefiller.known
-                totals.cached += held
-                totals.restored += prefiller.restored - restored
-            totals.computed += prefiller.held - held
-            held = prefiller.held
-            yield logits
 
     def _until(self, start: int) -> int:
         """Return how far a chunk may go: less far while sequences wait for it."""
@@ -482,18 +409,16 @@ class Scheduler:
 
     def _placed(self, handle: RequestHandle, logits: torch.Tensor) -> list[Event]:
         """Choose the first token of each answer, and give those that go on a slot."""
-        handle.state = DECODING
-        events: list[Event] = []
+        handle.state, events, session = DECODING, list[Event](), self.prefiller.session
         for sequence in handle.answers:
             choice = sample(logits, {0: sequence.sampler})[0]
             if choice is None:
-                self.prefiller.session.reset(zero=True)
+                session.reset(zero=True)
             events.append(self._taken(sequence, choice))
         going = [s for s in handle.answers if not s.finish]
         if not going:
             return events
         events += self._close_loop()
-        session = self.prefiller.session
         if len(going) == 1 and not handle.request.reuse and self.batch.adopt(session, going[0]):
             self.prefiller.forget()
         else:
@@ -502,6 +427,13 @@ class Scheduler:
 
     def close(self) -> None:
         """Free all caches; requests that have not ended stay as they are."""
-        self._prompt, self._queue, self._loop, self._looped = None, [], None, []
+        self._prompt, self._queue, self._loop = None, [], None
         self.batch.forget()
         self.prefiller.close()
+
+
+def _follows(sequence: SequenceState, choice: Drawn, drafts: Sequence[int]) -> bool:
+    """Whether a choice is the first of the drafts that are left, and not the sequence's last."""
+    if not drafts or not isinstance(choice, Choice):
+        return False
+    return choice.token == drafts[0] and choice.token not in sequence.sampler.stops

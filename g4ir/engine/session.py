@@ -5,22 +5,83 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from g4ir.errors import InputError
 from g4ir.media.merge import Piece, Prompt, check_softs, merged
+from g4ir.media.soft import Soft
 from g4ir.model.decoder import BLOCKS, HIDDEN, VERIFY
 from g4ir.model.draft import DRAFT, NEXT_HIDDEN, TOKEN
 from g4ir.model.media import check_list, check_taken, listed, placeholders
 
-from .hidden_state import Hidden
 from .multimodal import encode
 from .parts import EngineParts
 
-if TYPE_CHECKING:
-    from g4ir.media.soft import Soft
+
+class HiddenStates:
+    """The draft model's input: for each row the last hidden states of some of its newest tokens,
+    [batch, S, hidden] where the engine runs, so that tokens can be taken back."""
+
+    def __init__(self, batch: int) -> None:
+        self.states: torch.Tensor | None = None
+        #: int64 [batch]: tokens that a row held before the first of its states, and at the last
+        self._before, self._after = torch.zeros(2, batch, dtype=torch.int64)
+
+    def known(self, length: torch.Tensor) -> torch.Tensor:
+        """Return bool [batch]: whether the state of a row's newest token is known."""
+        return (self._before < length) & (length <= self._after) & (length > 0)
+
+    def of(self, length: torch.Tensor) -> torch.Tensor | None:
+        """Return the states [batch, 1, hidden] of the newest tokens, where they are known."""
+        if self.states is None or self.states.shape[1] == 1:
+            return self.states
+        at = (length - self._before - 1).clamp(0, self.states.shape[1] - 1)
+        rows = torch.arange(len(at), device=self.states.device)
+        return self.states[rows, at.to(rows.device)][:, None]
+
+    def take(self, made: torch.Tensor | None, before: torch.Tensor, after: torch.Tensor) -> None:
+        """Keep the states of a step, of every token or of the last; None: it returned none. Rows
+        without a new token keep theirs."""
+        if made is None and self.states is None:
+            return
+        old, kept, new = self.of(before), self.known(before) & (after == before), after > before
+        if made is not None:
+            self.states = made.clone()
+            first = before if made.shape[1] > 1 else after - 1
+            if old is not None and bool(kept.any()):
+                rows = kept.to(made.device)[:, None, None]
+                self.states[:, :1] = torch.where(rows, old, self.states[:, :1])
+                first = torch.where(kept, before - 1, first)
+            self._before = first
+        self._after = torch.where(kept | new if made is not None else kept, after, 0)
+
+    def stand(self, states: torch.Tensor, length: torch.Tensor) -> None:
+        """Take in the states [batch, 1, hidden] of rows that hold so many tokens."""
+        self.states, self._before, self._after = states, length - 1, length.clone()
+
+    def copy_row(self, source: HiddenStates, start: int, row: int, length: torch.Tensor) -> None:
+        """Have in a row what row `start` of another has, whose rows hold `length` tokens."""
+        found = source.of(length)
+        if found is not None:
+            if self.states is None:
+                self.states = found.new_zeros(len(self._after), *found.shape[1:])
+            self.states[row, 0] = found[start, 0]
+        self._before[row] = length[start] - 1
+        self._after[row] = length[start] * source.known(length)[start]
+
+    def copy(self, length: torch.Tensor) -> HiddenStates:
+        """Return a copy for a snapshot."""
+        made, found = HiddenStates(len(length)), self.of(length)
+        if found is not None:
+            made.stand(found.clone(), length)
+            made._after *= self.known(length)
+        return made
+
+    def forget(self, rows: Any = slice(None)) -> None:
+        """Forget the states of some rows, or of all."""
+        self._after[rows] = 0
 
 
 @dataclass(frozen=True)
@@ -30,7 +91,7 @@ class Snapshot:
     length: torch.Tensor
     written: torch.Tensor
     caches: Any
-    hidden: Hidden
+    hidden: HiddenStates
 
 
 class Session:
@@ -43,14 +104,12 @@ class Session:
         self.engine, self.batch = engine, batch
         #: kind -> the id of its placeholders
         self._media = placeholders(engine.spec.tokens, engine.media.kinds)
-        self._has_blocks = BLOCKS in engine.program.graphs
         self.state = engine.runtime.new_state(batch)
         #: int64 [batch]: tokens that each row holds
         self.length = torch.zeros(batch, dtype=torch.int64)
         #: most tokens that each row ever held since it was last empty (what rings have seen)
         self._written = torch.zeros(batch, dtype=torch.int64)
-        #: of an engine with a draft model: its input
-        self.hidden = Hidden(batch)
+        self.hidden = HiddenStates(batch)
 
     def __repr__(self) -> str:
         return f"<Session of {self.engine!r}: {self.length.tolist()} tokens held>"
@@ -70,53 +129,58 @@ class Session:
 
         Returns float32 [batch, vocab] at each row's last valid token (zeros for a row of length
         0, which is left untouched), or [batch, S, vocab] with `all_logits` (zeros behind a row's
-        last). Raises InputError on a token outside the vocabulary or a row that would pass
-        max_seq.
+        last). `soft` take the places of the placeholders of their kind, row by row; images, videos
+        and audio are encoded here and come after them. Placeholders of a kind that the engine does
+        not take are tokens like any other.
 
-        `soft` take the places of the placeholders of their kind, row by row; images, videos and
-        audio are encoded here and come after them. Placeholders of a kind that the engine does not
-        take are tokens like any other, with the rows that the tables have for their ids.
-
-        InputError for media of such a kind, where there are more or fewer placeholders than soft
-        tokens, or where a picture that is seen both ways does not fit a chunk. Nothing is appended
-        then.
+        InputError, and nothing is appended, for a token outside the vocabulary, a row that would
+        pass max_seq, media of another kind or number, and a picture that fits no chunk.
         """
         if all_logits and not self.engine.all_logits:
             raise InputError(
                 "all_logits: this engine was built without --all-logits; build it with"
             )
         prompt = self._prompt(tokens, lengths, soft, images=images, videos=videos, audio=audio)
-        return self._append_all(prompt) if all_logits else _on_host(self._append(prompt))
+        if not all_logits:
+            return self._last_logits(prompt)
+        out = self._zeros(prompt.tokens.shape[1])
+        for piece, _, logits in self._chunks(prompt, every=True):
+            assert logits is not None
+            starts, counts, rows = piece.start.tolist(), piece.count.tolist(), logits.float().cpu()
+            for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+                out[row, start : start + count] = rows[row, :count]
+        return out
 
     def prefill_steps(
         self, tokens: Any, lengths: Any = None, soft: Sequence[Soft] = (), wanted: bool = True
     ) -> Iterator[torch.Tensor | None]:
         """Prefill, a chunk for each value of the iterator: None, until a row has ended; then the
-        logits [B, vocab], if they are `wanted`, on the engine's device and in the dtype that they
-        are computed in. They are the session's own: the next step may write over them.
-
-        InputError as `prefill`, at once. Nothing else may be appended before the last chunk, but
-        the iterator may be left early.
-        """
-        return self._appended(self._prompt(tokens, lengths, soft), wanted)
+        logits [B, vocab], if they are `wanted`, on the engine's device and in its dtype, which the
+        next step may write over. InputError as `prefill`, at once. Nothing else may be appended
+        before the last chunk, but the iterator may be left early."""
+        return self._steps(self._prompt(tokens, lengths, soft), wanted)
 
     def decode(self, next_tokens: Any, active: Any = None) -> torch.Tensor:
         """Append one token a row, int64 [batch]; return float32 [batch, vocab]. Rows where `active`
         (bool [batch]) is False are left untouched and yield zeros. A placeholder has the rows of
         the padding token."""
-        tokens = _tensor(next_tokens, "decode: tokens")
+        tokens, lengths = _tensor(next_tokens, "decode: tokens"), None
         if tokens.shape != (self.batch,):
             raise InputError(f"decode: expected [{self.batch}] tokens, found {list(tokens.shape)}")
-        lengths = None if active is None else self._checked_active(active)
-        return _on_host(self._append(Prompt(*self._checked(tokens[:, None], lengths))))
+        if active is not None:
+            lengths = _tensor(active, "decode: active")
+            if lengths.shape != (self.batch,) or lengths.dtype != torch.bool:
+                raise InputError(
+                    f"decode: expected {self.batch} booleans as active, found {lengths.tolist()}"
+                )
+            lengths = lengths.long()
+        return self._last_logits(Prompt(*self._checked(tokens[:, None], lengths)))
 
     def verify(self, tokens: Any, lengths: Any = None) -> torch.Tensor:
-        """Append a token to each row, and draft tokens behind it: int64 [batch, S], of which row
-        b's first lengths[b] are valid (default: all); S at most one more than the engine's
-        --draft-tokens. Return the logits after each, [batch, S, vocab], on the engine's device as
-        in `prefill_steps`; those behind a row's last are undefined. `truncate` then drops rejected
-        tokens. InputError as `prefill`, and for an engine without a verification step.
-        """
+        """Append a token to each row, and up to --draft-tokens draft tokens behind it: int64
+        [batch, S], of which row b's first lengths[b] are valid (default: all). Return the logits
+        after each, [batch, S, vocab], as `prefill_steps`; those behind a row's last are undefined.
+        `truncate` then drops rejected tokens. InputError as `prefill`, and for too many tokens."""
         tokens, lengths = self._checked(tokens, lengths)
         width, most = tokens.shape[1], self.engine.draft_tokens + 1
         if width > 1 and most == 1:
@@ -127,14 +191,7 @@ class Session:
         if width > most:
             built = f"an engine of --draft-tokens {most - 1}"
             raise InputError(f"verify: {width} tokens; {built} takes {most} at most")
-        positions = self.length[:, None]
-        if width > 1:
-            positions = positions + torch.arange(width)
-        feeds = self.engine.embed(tokens)
-        feeds |= {"positions": positions, "lengths": lengths}
-        if self.engine.device != "cpu":
-            feeds = {name: t.to(self.engine.device) for name, t in feeds.items()}
-        logits = self._run(VERIFY if width > 1 else "decode", feeds, lengths)
+        logits = self._run(VERIFY if width > 1 else "decode", tokens, lengths)
         assert logits is not None
         return logits
 
@@ -142,7 +199,7 @@ class Session:
         """Return draft tokens of the engine's draft model for each row, to follow its newest token,
         which the caches do not hold yet: at most so many, and none if the hidden state that this
         token was chosen from is not known, as after `truncate`."""
-        known = self.hidden.is_of(self.length)
+        known = self.hidden.known(self.length)
         counts = {row: count if known[row] else 0 for row, count in counts.items()}
         tokens = torch.zeros(self.batch, dtype=torch.int64)
         tokens[[*newest]] = torch.tensor([*newest.values()])
@@ -163,88 +220,10 @@ class Session:
         else:
             self.hidden.stand(hidden, self.length)
 
-    def _draft_steps(self, tokens: torch.Tensor, count: int) -> Iterator[list[int]]:
-        """Yield the next token of each row, by the drafter, `count` times."""
-        engine, hidden = self.engine, self.hidden.rows
-        assert engine.drafter and engine.drafter.drafter
-        last = (self.length - 1).clamp(min=0)
-        stands = self.length if engine.drafter.drafter.position == "next" else last
-        where = {"positions": stands[:, None], "last": last[:, None], "written": self.length}
-        feeds = {name: t.to(engine.device) for name, t in where.items()}
-        longest = int(self.length.max())
-        for _ in range(count):
-            assert hidden is not None
-            feeds |= {"embeds": engine.embed(tokens[:, None])["embeds"], HIDDEN: hidden}
-            made = engine.runtime.run(DRAFT, feeds, self.state, longest, True)
-            assert made
-            hidden, tokens = made[NEXT_HIDDEN].clone(), made[TOKEN].cpu()
-            yield tokens.tolist()
-
-    def _prompt(
-        self, tokens: Any, lengths: Any, soft: Sequence[Soft], **lists: Sequence[Any]
-    ) -> Prompt:
-        """Check what is given and put it together."""
-        tokens, lengths = self._checked(tokens, lengths)
-        softs = self._softs(soft, **lists)
-        return merged(tokens, lengths, softs, self._media, self._has_blocks)
-
-    def _softs(self, soft: Sequence[Soft], **lists: Sequence[Any]) -> list[Soft]:
-        """Return the soft tokens that are given and those that are encoded here, checked."""
-        engine = self.engine
-        check_list("soft", soft)
-        items = listed(engine.media, engine.spec, **lists)
-        softs = [*soft, *(encode(engine, kind, item) for kind, item in items)]
-        _check_softs(engine, softs)
-        return softs
-
-    def _append(self, prompt: Prompt) -> torch.Tensor:
-        """Return the logits [B, vocab] of each row's last token, on the device."""
-        found: torch.Tensor | None = None
-        for step in self._appended(prompt):
-            found = step
-        return self._zeros() if found is None else found
-
-    def _appended(self, prompt: Prompt, wanted: bool = True) -> Iterator[torch.Tensor | None]:
-        """Yield after each chunk the logits of the rows that have ended, or None."""
-        found: torch.Tensor | None = None
-        for piece, ends, logits in self._chunks(prompt, every=False, last=wanted):
-            if logits is not None:
-                rows = _last(logits, piece.count)
-                if not bool(ends.all()):
-                    before = torch.zeros_like(rows) if found is None else found
-                    rows = torch.where(ends.to(rows.device)[:, None], rows, before)
-                found = rows
-            yield found
-
-    def _append_all(self, prompt: Prompt) -> torch.Tensor:
-        """Return float32 [B, S, vocab] on the host, zeros behind a row's last."""
-        out = self._zeros(prompt.tokens.shape[1])
-        for piece, _, logits in self._chunks(prompt, every=True):
-            assert logits is not None
-            starts, ends = piece.start.tolist(), (piece.start + piece.count).tolist()
-            rows = logits.float().cpu()
-            for row, (i, j) in enumerate(zip(starts, ends, strict=True)):
-                out[row, i:j] = rows[row, : j - i]
-        return out
-
-    def _zeros(self, *width: int) -> torch.Tensor:
-        return torch.zeros(self.batch, *width, self.engine.spec.text.vocab_size)
-
-    def _chunks(
-        self, prompt: Prompt, every: bool, last: bool = True
-    ) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor | None]]:
-        """Yield each chunk as it is run, the rows that end in it, and its logits where they are
-        needed ([B, 1 or S, vocab] on the device): of `every` chunk, or of a row's `last`."""
-        for piece in prompt.pieces(self.engine.limits.prefill_chunk):
-            ends = (piece.count > 0) & (piece.start + piece.count == prompt.lengths)
-            yield piece, ends, self._step(prompt, piece, every or (last and bool(ends.any())))
-
     def truncate(self, n: Any) -> None:
-        """Keep the first n tokens (an int or int64 [batch]) of each row. Cut within a picture that
-        is seen both ways, what is kept of it has seen what is dropped.
-
-        Raises InputError, and changes nothing, where a ring no longer holds what would be seen.
-        """
+        """Keep the first n tokens (an int or int64 [batch]) of each row. InputError, and nothing is
+        changed, where a ring no longer holds what would be seen. Cut within a picture that is seen
+        both ways, what is kept of it has seen what is dropped."""
         keep = _whole(n, "truncate")
         if keep.shape not in ((), (self.batch,)):
             raise InputError(f"truncate to {keep.tolist()}: expected one number or {self.batch}")
@@ -267,7 +246,6 @@ class Session:
                 )
         self.length = keep
         self._written = torch.where(keep == 0, keep, self._written)
-        self.hidden.cut(keep)
 
     def reset(self, rows: Any = None, zero: bool = False) -> None:
         """Empty the given rows (ints), or all. `zero` also writes zeros over their caches: NaN
@@ -290,22 +268,15 @@ class Session:
         held = int(source.length[start])
         if held and (source is not self or start != row):
             self.state.copy(source.state, start, row, held)
+        self.hidden.copy_row(source.hidden, start, row, source.length)
         self.length[row], self._written[row] = held, source._written[start]
-        self.hidden.copy_row(source.hidden, start, row)
-
-    def _rows(self, rows: Any, what: str) -> torch.Tensor:
-        """Return int64 [n] of row numbers."""
-        index = _whole(rows, f"{what} rows").reshape(-1)
-        if bool((index < 0).any()) or bool((index >= self.batch).any()):
-            raise InputError(f"{what} rows {index.tolist()}: the session has {self.batch} rows")
-        return index
 
     def snapshot(self) -> Snapshot:
         """Return a copy of what every row holds, for `restore` on this session. Unlike `truncate`,
         which copies nothing, it also brings back what rings have overwritten since."""
-        held = int(self.length.max())
+        held, length = int(self.length.max()), self.length.clone()
         caches = self.state.kept(held) if held else None
-        return Snapshot(self.length.clone(), self._written.clone(), caches, self.hidden.copy())
+        return Snapshot(length, self._written.clone(), caches, self.hidden.copy(length))
 
     def restore(self, kept: Snapshot) -> None:
         """Hold again what the snapshot holds."""
@@ -316,7 +287,7 @@ class Session:
         if kept.caches:
             self.state.put(kept.caches)
         self.length, self._written = kept.length.clone(), kept.written.clone()
-        self.hidden = kept.hidden.copy()
+        self.hidden = kept.hidden.copy(kept.length)
 
     def nbytes(self, held: int | None = None) -> int:
         """Return the bytes of the caches, or of a snapshot of rows of `held` tokens."""
@@ -324,13 +295,102 @@ class Session:
             return int(self.state.nbytes())
         return sum(t.nbytes for t in self.state.views(held).values()) if held else 0
 
-    def _checked_active(self, active: Any) -> torch.Tensor:
-        mask = _tensor(active, "decode: active")
-        if mask.shape != (self.batch,) or mask.dtype != torch.bool:
-            raise InputError(
-                f"decode: expected {self.batch} booleans as active, found {mask.tolist()}"
-            )
-        return mask.to(torch.int64)
+    def _last_logits(self, prompt: Prompt) -> torch.Tensor:
+        """Return the logits [B, vocab] of each row's last token: a copy for the caller to keep."""
+        found: torch.Tensor | None = None
+        for step in self._steps(prompt):
+            found = step
+        return self._zeros() if found is None else found.to("cpu", torch.float32, copy=True)
+
+    def _steps(self, prompt: Prompt, wanted: bool = True) -> Iterator[torch.Tensor | None]:
+        """Yield after each chunk the logits of the rows that have ended, or None."""
+        found: torch.Tensor | None = None
+        for piece, ends, logits in self._chunks(prompt, every=False, last=wanted):
+            if logits is not None:
+                rows = logits[:, 0]
+                if logits.shape[1] > 1:
+                    rows = logits[torch.arange(self.batch), (piece.count - 1).clamp(min=0)]
+                if not bool(ends.all()):
+                    before = torch.zeros_like(rows) if found is None else found
+                    rows = torch.where(ends.to(rows.device)[:, None], rows, before)
+                found = rows
+            yield found
+
+    def _chunks(
+        self, prompt: Prompt, every: bool, last: bool = True
+    ) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor | None]]:
+        """Yield each chunk as it is run, the rows that end in it, and its logits where they are
+        needed ([B, 1 or S, vocab] on the device): of `every` chunk, or of a row's `last`."""
+        for piece in prompt.pieces(self.engine.limits.prefill_chunk):
+            ends = (piece.count > 0) & (piece.start + piece.count == prompt.lengths)
+            wanted = every or (last and bool(ends.any()))
+            phase = "decode" if piece.width == 1 else "prefill"
+            tokens = piece.take(prompt.tokens, 0)
+            yield piece, ends, self._run(phase, tokens, piece.count, wanted, (prompt, piece))
+
+    def _run(
+        self,
+        phase: str,
+        tokens: torch.Tensor,
+        count: torch.Tensor,
+        wanted: bool = True,
+        media: tuple[Prompt, Piece] | None = None,
+    ) -> torch.Tensor | None:
+        """Append `count` of the tokens [B, S] to each row by a graph; return its logits, if they
+        are wanted. A chunk of one token is a decode step."""
+        positions, after = self.length[:, None], self.length + count
+        if tokens.shape[1] > 1:
+            positions = positions + torch.arange(tokens.shape[1])
+        feeds = self.engine.embed(tokens) | {"positions": positions, "lengths": count}
+        if media:
+            prompt, piece = media
+            prompt.put_soft(feeds["embeds"], piece)
+            ids = prompt.blocks(piece) if piece.width > 1 else None
+            if ids is not None:
+                phase, feeds["block_ids"] = BLOCKS, ids
+        if self.engine.device != "cpu":
+            feeds = {name: t.to(self.engine.device) for name, t in feeds.items()}
+        made = self.engine.runtime.run(phase, feeds, self.state, int(after.max()), wanted)
+        self.hidden.take(made.get(HIDDEN) if made else None, self.length, after)
+        self.length = after
+        self._written = torch.maximum(self._written, after)
+        return made["logits"] if made else None
+
+    def _draft_steps(self, tokens: torch.Tensor, count: int) -> Iterator[list[int]]:
+        """Yield the next token of each row, by the drafter, `count` times."""
+        engine, hidden = self.engine, self.hidden.of(self.length)
+        assert engine.drafter and engine.drafter.drafter
+        last = (self.length - 1).clamp(min=0)
+        stands = self.length if engine.drafter.drafter.position == "next" else last
+        where = {"positions": stands[:, None], "last": last[:, None], "written": self.length}
+        feeds = {name: t.to(engine.device) for name, t in where.items()}
+        longest = int(self.length.max())
+        for _ in range(count):
+            assert hidden is not None
+            feeds |= {"embeds": engine.embed(tokens[:, None])["embeds"], HIDDEN: hidden}
+            made = engine.runtime.run(DRAFT, feeds, self.state, longest, True)
+            assert made
+            hidden, tokens = made[NEXT_HIDDEN].clone(), made[TOKEN].cpu()
+            yield tokens.tolist()
+
+    def _zeros(self, *width: int) -> torch.Tensor:
+        return torch.zeros(self.batch, *width, self.engine.spec.text.vocab_size)
+
+    def _prompt(
+        self, tokens: Any, lengths: Any, soft: Sequence[Soft], **lists: Sequence[Any]
+    ) -> Prompt:
+        tokens, lengths = self._checked(tokens, lengths)
+        engine = self.engine
+        check_list("soft", soft)
+        items = listed(engine.media, engine.spec, **lists)
+        softs = [*soft, *(encode(engine, kind, item) for kind, item in items)]
+        return _merged(engine, tokens, lengths, softs, self._media)
+
+    def _rows(self, rows: Any, what: str) -> torch.Tensor:
+        index = _whole(rows, f"{what} rows").reshape(-1)
+        if bool((index < 0).any()) or bool((index >= self.batch).any()):
+            raise InputError(f"{what} rows {index.tolist()}: the session has {self.batch} rows")
+        return index
 
     def _checked(self, tokens: Any, lengths: Any) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = _tensor(tokens, "prefill: expected int64 tokens")
@@ -339,79 +399,46 @@ class Session:
                 f"prefill: expected int64 tokens [{self.batch}, S], "
                 f"found {str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
             )
-        width = tokens.shape[1]
-        if lengths is None:
-            lengths = torch.full((self.batch,), width)
+        width, limit = tokens.shape[1], self.engine.limits.max_seq
+        lengths = torch.full((self.batch,), width) if lengths is None else lengths
         lengths = _whole(lengths, "prefill: lengths")
-        fits = (
-            lengths.shape == (self.batch,)
-            and int(lengths.min()) >= 0
-            and (int(lengths.max()) <= width)
-        )
-        if not fits:
+        same = lengths.shape == (self.batch,)
+        if not same or int(lengths.min()) < 0 or int(lengths.max()) > width:
             raise InputError(
                 f"prefill: expected {self.batch} lengths of 0 to {width}, found {lengths.tolist()}"
             )
-        valid = torch.arange(width) < lengths[:, None]
-        tokens = tokens.where(valid, 0)
-        self._check_ids(tokens)
-        self._check_room(lengths)
-        return tokens, lengths
-
-    def _check_ids(self, tokens: torch.Tensor) -> None:
+        tokens = tokens.where(torch.arange(width) < lengths[:, None], 0)
         _check_ids(tokens, self._media, self.engine.spec.text.readable_ids)
-
-    def _check_room(self, lengths: torch.Tensor) -> None:
         after = self.length + lengths
-        limit = self.engine.limits.max_seq
         if int(after.max()) > limit:
             row = int(after.argmax())
             raise InputError(
                 f"row {row} would hold {int(after[row])} tokens ({int(self.length[row])} held and "
                 f"{int(lengths[row])} new); the engine was built with --max-seq {limit}"
             )
-
-    def _step(self, prompt: Prompt, piece: Piece, wanted: bool) -> torch.Tensor | None:
-        """Run one chunk through the runtime. A chunk of one token is a decode step."""
-        device = self.engine.device
-        positions = self.length[:, None] + torch.arange(piece.width)
-        feeds = self.engine.embed(piece.take(prompt.tokens, 0))
-        prompt.put_soft(feeds["embeds"], piece)
-        feeds |= {"positions": positions.to(device), "lengths": piece.count.to(device)}
-        phase = "decode" if piece.width == 1 else "prefill"
-        ids = prompt.blocks(piece) if piece.width > 1 else None
-        if ids is not None:
-            phase = BLOCKS
-            feeds["block_ids"] = ids.to(device)
-        return self._run(phase, feeds, piece.count, wanted)
-
-    def _run(
-        self, phase: str, feeds: dict[str, torch.Tensor], count: torch.Tensor, wanted: bool = True
-    ) -> torch.Tensor | None:
-        """Append `count` tokens to each row by a graph; return its logits, if they are wanted."""
-        after = self.length + count
-        made = self.engine.runtime.run(phase, feeds, self.state, int(after.max()), wanted)
-        self.hidden.take(made.get(HIDDEN) if made else None, self.length, after)
-        self.length = after
-        self._written = torch.maximum(self._written, after)
-        return made["logits"] if made else None
+        return tokens, lengths
 
 
 def check_prompt(engine: EngineParts, tokens: Sequence[int], soft: Sequence[Soft] = ()) -> None:
     """Raise InputError for what a session would refuse of one row's prompt, its length aside."""
-    ids = placeholders(engine.spec.tokens, engine.media.kinds)
-    rows = torch.tensor([tokens])
+    media, rows = placeholders(engine.spec.tokens, engine.media.kinds), torch.tensor([tokens])
     check_list("soft", soft)
-    _check_softs(engine, soft)
-    _check_ids(rows, ids, engine.spec.text.readable_ids)
-    prompt = merged(rows, torch.tensor([len(tokens)]), soft, ids, BLOCKS in engine.program.graphs)
+    _check_ids(rows, media, engine.spec.text.readable_ids)
+    prompt = _merged(engine, rows, torch.tensor([len(tokens)]), soft, media)
     prompt.pieces(engine.limits.prefill_chunk)
 
 
-def _check_softs(engine: EngineParts, softs: Sequence[Soft]) -> None:
+def _merged(
+    engine: EngineParts,
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    softs: Sequence[Soft],
+    media: Mapping[str, int],
+) -> Prompt:
     check_softs(softs, engine.spec.text.hidden_size)
     for s in softs:
         check_taken(s.kind, engine.media, engine.spec)
+    return merged(tokens, lengths, softs, media, BLOCKS in engine.program.graphs)
 
 
 def _check_ids(tokens: torch.Tensor, media: Mapping[str, int], vocab: int) -> None:
@@ -443,20 +470,7 @@ def _tensor(value: Any, what: str) -> torch.Tensor:
 
 
 def _whole(value: Any, what: str) -> torch.Tensor:
-    """Return whole numbers as int64."""
     t = _tensor(value, what)
     if t.numel() and (t.is_floating_point() or t.is_complex()):
         raise InputError(f"{what}: expected whole numbers, found {t.tolist()}")
     return t.to(torch.int64)
-
-
-def _on_host(logits: torch.Tensor) -> torch.Tensor:
-    """Return a float32 copy for the caller to keep."""
-    return logits.to("cpu", torch.float32, copy=True)
-
-
-def _last(logits: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
-    """[B, 1 or S, vocab] -> [B, vocab] at each row's last valid token."""
-    if logits.shape[1] == 1:
-        return logits[:, 0]
-    return logits[torch.arange(logits.shape[0]), (n - 1).clamp(min=0)]

@@ -1,29 +1,23 @@
 """Speculative decoding: draft tokens, and one step that verifies all of them.
 
-A verification step feeds a sequence's newest token and k draft tokens. A token is chosen after each
-as ever, with the sequence's own random numbers; as long as the choice is the draft token, the next
-logits are valid too. So a step yields 1 to k + 1 tokens, those that single steps would have chosen.
-Rejected tokens are dropped by setting a length; sliding-window caches have room for them
-(passes/plan_cache.py).
-
-Draft tokens come from the sequence's own text (`NgramProposer`): what followed the last place that
-ends like it; or from a draft model, which continues from the hidden state of the large one.
+A verification step feeds a sequence's newest token and k draft tokens, and a token is chosen after
+each as ever, with the sequence's own random numbers. As long as the choice is the draft token, the
+next logits are valid too: a step yields 1 to k + 1 tokens, those that single steps would have
+chosen. Draft tokens come from what followed earlier in the sequence's own text (`NgramProposer`),
+or from a draft model, which continues from the hidden state of the large one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
-import torch
 
 from g4ir.errors import InputError
 
 from .parts import EngineParts
-from .session import Session
 
 NONE, NGRAM, MTP = "none", "ngram", "mtp"
 #: where drafts come from
@@ -34,10 +28,6 @@ LEAST_MATCH, MOST_MATCH = 2, 16
 COST = 0.12
 #: steps of pause after drafts that did not pay: at first, and at most
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64
-
-T = TypeVar("T")
-#: chooses the next token of some rows, from logits [B, vocab] of all
-Choose = Callable[[torch.Tensor, Collection[int]], Mapping[int, T]]
 
 
 @dataclass(frozen=True)
@@ -79,9 +69,6 @@ def find_draft(engine: EngineParts, source: str, tokens: int | None = None) -> S
             f"it again with --draft-tokens {max(tokens, 1)} for more"
         )
     return SpeculativeConfig(source, tokens or most)
-
-
-# --- drafts -----------------------------------------------------------------------------------
 
 
 class NgramProposer:
@@ -158,7 +145,7 @@ class RowDrafts:
     ) -> None:
         self.source, self.pace, self._tallies = draft.source, Pace(draft.tokens), tallies
         self.text = NgramProposer(prompt) if draft.source == NGRAM else None
-        self._followed = 0
+        self._prompt = len(prompt)
 
     def count(self, room: int) -> int:
         """Return how many tokens to draft, at most `room`."""
@@ -173,26 +160,8 @@ class RowDrafts:
     def propose(self, generated: Sequence[int], count: int) -> list[int]:
         """Return up to `count` tokens to follow the generated ones, from the sequence's text."""
         assert self.text
-        self.text.extend(generated[self._followed :])
-        self._followed = len(generated)
+        self.text.extend(generated[self.text._count - self._prompt :])
         return self.text.propose(count) if count else []
-
-
-def propose(
-    session: Session,
-    drafters: Mapping[int, RowDrafts],
-    texts: Mapping[int, Sequence[int]],
-    rooms: Mapping[int, int],
-) -> dict[int, list[int]]:
-    """Return drafted tokens for each row of `texts`, what was generated so far; at most as many as
-    it has room for."""
-    counts = {row: drafters[row].count(rooms[row]) for row in texts}
-    if all(drafters[row].text for row in texts):
-        return {row: drafters[row].propose(text, counts[row]) for row, text in texts.items()}
-    return session.draft({row: text[-1] for row, text in texts.items()}, counts)
-
-
-# --- rounds -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -224,33 +193,3 @@ class AcceptanceStats:
         shares = [round(self.accepted[i] / n, 4) for i, n in sorted(self.drafted.items())]
         per_round = round(self.tokens / self.rounds, 4) if self.rounds else None
         return {"rounds": self.rounds, "tokens_per_round": per_round, "accepted": shares}
-
-
-def accepted(
-    logits: torch.Tensor,
-    drafts: Mapping[int, Sequence[int]],
-    choose: Choose[T],
-    goes_on: Callable[[int, T, int | None], bool],
-) -> dict[int, list[T]]:
-    """Return what is chosen for each row of `drafts`, from logits [B, S, vocab] after its newest
-    token and after each drafted one: one choice, and another for each draft that was right.
-
-    `goes_on(row, choice, draft)`: whether a choice is the token that was drafted, and not the
-    row's last; draft None: there is no further one.
-    """
-    made: dict[int, list[T]] = {row: [] for row in drafts}
-    live: Collection[int] = drafts.keys()
-    for place in range(logits.shape[1]):
-        chosen = choose(logits[:, place], live)
-        for row, choice in chosen.items():
-            made[row].append(choice)
-        live = [
-            row for row, choice in chosen.items() if goes_on(row, choice, _at(drafts[row], place))
-        ]
-        if not live:
-            break
-    return made
-
-
-def _at(drafts: Sequence[int], place: int) -> int | None:
-    return drafts[place] if place < len(drafts) else None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 from g4ir.chat.detokenizer import Detokenizer
 from g4ir.chat.prompt import check_length, longest_token, text_ids
@@ -21,14 +19,12 @@ class Codec:
     def __init__(self, engine: Engine) -> None:
         self.tokenizer = engine.tokenizer()
         self.detokenizer = Detokenizer(self.tokenizer)
-        config = _tokenizer_config(engine.path)
-        self.room = engine.limits.max_seq
-        self.bos = engine.spec.tokens.bos
+        path, template = (engine.path / n for n in ("tokenizer_config.json", "chat_template.jinja"))
+        config = parse_json(path, path.read_bytes()) if path.is_file() else {}
+        self.room, self.bos = engine.limits.max_seq, engine.spec.tokens.bos
+        first = self._ids("", "a text", True)[:1]
         #: whether the tokenizer's own files begin a text with it
-        self.adds_bos = config.get("add_bos_token") is True or self._ids("", "a text", True)[
-            :1
-        ] == [self.bos]
-        template = engine.path / "chat_template.jinja"
+        self.adds_bos = config.get("add_bos_token") is True or first == [self.bos]
         #: whether the checkpoint has a chat template
         self.instructed = template.is_file() or bool(config.get("chat_template"))
 
@@ -65,8 +61,7 @@ class Codec:
     def _ids(self, text: str, what: str, special: bool) -> list[int]:
         try:
             (ids,) = text_ids(self.tokenizer, [text], special)
-        except BaseException as e:
-            # What the library's own code stumbles over is no Exception.
+        except BaseException as e:  # what the library's own code stumbles over is no Exception
             if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
                 raise
             raise InputError(f"{what}: tokenizer.json does not take this text: {e}") from e
@@ -85,9 +80,3 @@ class Codec:
     def decode(self, ids: list[int]) -> str:
         """Return the text without special tokens."""
         return self.detokenizer.decode(ids)
-
-
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json; empty where there is none."""
-    path = folder / "tokenizer_config.json"
-    return parse_json(path, path.read_bytes()) if path.is_file() else {}

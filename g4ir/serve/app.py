@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from g4ir import __version__
 from g4ir.chat import Event as Said
-from g4ir.engine.async_engine import BY_SLOWNESS, AsyncEngine, AsyncEngineConfig, Stream
+from g4ir.engine.async_engine import AsyncEngine, AsyncEngineConfig, Stream
 from g4ir.engine.engine import Engine
 from g4ir.engine.output import Answer
 from g4ir.engine.requests import CANCELLED, FAILED, Event
@@ -284,7 +284,7 @@ class Running:
             if self._queue.qsize() < settings.unread:
                 since = now
             for stream in self.streams if now - since > settings.slow_s else ():
-                stream.cancel(BY_SLOWNESS)
+                stream.cancel()
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (first + event.index, event))
 
         return forward

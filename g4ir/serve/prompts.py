@@ -23,7 +23,7 @@ from g4ir.chat import (
 from g4ir.chat.prompt import spelled
 from g4ir.engine.conversation import Bounded
 from g4ir.engine.engine import TOKENIZER, Engine
-from g4ir.engine.media_inputs import soft_of
+from g4ir.engine.multimodal import soft_of
 from g4ir.engine.output import Answer
 from g4ir.engine.prompts import checked_ids, sampling_params
 from g4ir.engine.requests import Request

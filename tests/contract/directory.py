@@ -21,7 +21,7 @@ from g4ir.errors import EngineError, InputError, MissingError
 from g4ir.plan.options import BuildOptions
 from tests.contract.flows import Flow
 from tests.engines import agrees, some_tokens
-from tests.threads_session import disturbed
+from tests.test_threads import disturbed
 
 
 def test_what_is_not_offered(flow: Flow, engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +52,7 @@ def test_building_twice_gives_the_same_files(flow: Flow, engines: Any, single: E
     again = engines.build(flow.backend, "tiny-moe", "again")
     a, b = single.manifest, again.manifest
     assert list(a["files"]) == list(b["files"]) and a["compiled"] == b["compiled"]
+    assert (a["backend"], a["g4ir"], a["dtype"]) == (flow.backend, g4ir.__version__, "f32")
     for name, kept in a["files"].items():
         assert kept == b["files"][name], name
     assert a == b
@@ -111,16 +112,10 @@ def test_each_thread_gets_its_own_results(flow: Flow, single: Engine) -> None:
         assert not disturbed(single, steps=3, rounds=1)
         return
     done = subprocess.run(
-        [sys.executable, "-m", "tests.threads_session", str(single.path)],
+        [sys.executable, "-m", "tests.test_threads", str(single.path)],
         cwd=Path(__file__).parents[2],
         text=True,
         capture_output=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-
-
-def test_version_and_backend_are_stamped(flow: Flow, engine: Engine) -> None:
-    m = engine.manifest
-    assert (m["backend"], m["g4ir"], m["dtype"]) == (flow.backend, g4ir.__version__, "f32")
-    assert m["limits"] == {"max_batch": 3, "max_seq": 128, "prefill_chunk": 24}
