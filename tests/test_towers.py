@@ -17,7 +17,7 @@ import torch
 
 import g4ir
 from g4ir.backends.torch_compile import lower
-from g4ir.backends.torch_compile.run import Run
+from g4ir.backends.torch_compile.kernels.base import Run
 from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.target import Target
 from g4ir.check.pass_report import local_errors

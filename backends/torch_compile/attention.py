@@ -6,8 +6,6 @@ q [B,S,nq,d] beside keys and values [T,B,n,d] (slot-major, as the caches are) an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from g4ir.ir.graph import Node
@@ -19,8 +17,7 @@ from g4ir.ops.latent import PARTS
 from g4ir.ops.rope import inverse_frequencies, rotated_pairs
 from g4ir.ops.types import torch_dtype
 
-if TYPE_CHECKING:
-    from .run import Run
+from .kernels.base import Run
 
 Tensor = torch.Tensor
 

@@ -57,7 +57,6 @@ SOURCES = (
     "cuda_toolkit.py",
     "lower.py",
     "pyops.py",
-    "run.py",
     "schedule.py",
     "scratch.py",
     "target.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,7 @@ from g4ir.ops.types import Type, torch_dtype
 
 from . import pyops
 from .attention import attention, attention_latent
-from .kernels.base import Coded, Schedule, both_in_codes, codes_of
-from .run import Lowering, Run
+from .kernels.base import Coded, Run, Schedule, both_in_codes, codes_of
 from .towers import encoder_attention
 
 
@@ -267,7 +267,7 @@ def _rewrite(
 TAKES: dict[str, tuple[type, ...]] = {"linear": (Coded, Rounded), "experts": (Coded,)}
 #: op -> (run, node, *tensors) -> result, for nodes that become no kernel; an op that is not here
 #: runs its reference
-LOWERINGS: dict[str, Lowering] = {
+LOWERINGS: dict[str, Callable[..., Any]] = {
     "linear": _linear,
     "dequantize": _dequantize,
     "fake_quantize": _fake_quantize,

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from g4ir.ir.graph import Node
 
 from . import pyops
-
-if TYPE_CHECKING:
-    from .run import Run
+from .kernels.base import Run
 
 Tensor = torch.Tensor
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from g4ir.backends.torch_compile.kernels.base import Kernel
-from g4ir.backends.torch_compile.kernels.moe_order_triton import moe_sort
-from g4ir.backends.torch_compile.kernels.moe_sorted_triton import moe_down_sorted
-from g4ir.backends.torch_compile.kernels.moe_triton import moe_down, router_logits
+from g4ir.backends.torch_compile.kernels.moe_order_triton import moe_sort, router_logits
+from g4ir.backends.torch_compile.kernels.moe_triton import moe_down, moe_down_sorted
 from g4ir.ops.moe import router
 
 from .samples import Try, kernel_called

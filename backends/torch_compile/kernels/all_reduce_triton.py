@@ -34,7 +34,7 @@ from g4ir.ops.reduce_norm import MOST_ROWS
 
 from .base import SLOT
 from .launch import begin, power_of_2, ready, rounded, start, takes
-from .norms_triton import added, both_added, dual_reference, end, factor, reference, three, weight
+from .norms_triton import added, end, factor, reference, three, weight
 
 Tensor = torch.Tensor
 ROWS, SLOT_BYTES = tl.constexpr(MOST_ROWS), tl.constexpr(SLOT)
@@ -136,6 +136,9 @@ def _next_epoch(peers, me, row):
 @triton.jit
 def _all_reduce_norm_residual(
     x,
+    w_x,
+    b,
+    w_b,
     residual,
     w,
     scalar,
@@ -153,7 +156,7 @@ def _all_reduce_norm_residual(
     BLOCK: tl.constexpr,
     AHEAD: tl.constexpr = False,
 ):
-    """x, residual, y, y1 to y3 [rows, D]; peers [1 + RANKS]. Grid: rows. As _norm_residual."""
+    """As _norm_residual; peers [1 + RANKS]. x and b follow one another in a slot. Grid: rows."""
     begin(AHEAD)
     row = tl.program_id(0)
     at = row.to(tl.int64) * D
@@ -161,65 +164,22 @@ def _all_reduce_norm_residual(
     keep = i < D
     g1, g2, g3 = weight(w1, i, keep), weight(w2, i, keep), weight(w3, i, keep)
     by, g = factor(scalar), weight(w, i, keep)
+    g_x, g_b = weight(w_x, i, keep), weight(w_b, i, keep)
     ready(AHEAD)
     me = tl.load(peers).to(tl.int32)
     epoch = _next_epoch(peers, me, row)
     mine = _slot(peers, me, row, epoch, residual, RANKS)
     tl.store(mine + i, tl.load(x + at + i, mask=keep, other=0), mask=keep)
+    if b is not None:
+        tl.store(mine + D + i, tl.load(b + at + i, mask=keep, other=0), mask=keep)
     _raise_flags(peers, me, row, epoch, RANKS)
     r = tl.load(residual + at + i, mask=keep, other=0)
     by *= _wait(peers, me, row, epoch, RANKS)
-    h = _sum(peers, row, epoch, 0, i, keep, residual, RANKS)
+    h, h_b = _sum(peers, row, epoch, 0, i, keep, residual, RANKS), None
+    if b is not None:
+        h_b = _sum(peers, row, epoch, D, i, keep, residual, RANKS)
     tl.store(_words(peers, me) + row, epoch)
-    h = added(h, r, g, y, eps, D)
-    end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D)
-
-
-@triton.jit
-def _all_reduce_dual_norm_residual(
-    a,
-    w_a,
-    b,
-    w_b,
-    w,
-    residual,
-    scalar,
-    w1,
-    w2,
-    w3,
-    y,
-    y1,
-    y2,
-    y3,
-    peers,
-    eps,
-    D: tl.constexpr,
-    RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr = False,
-):
-    """a and b [rows, D], which lie behind one another in a slot; the rest as there."""
-    begin(AHEAD)
-    row = tl.program_id(0)
-    at = row.to(tl.int64) * D
-    i = tl.arange(0, BLOCK)
-    keep = i < D
-    g1, g2, g3 = weight(w1, i, keep), weight(w2, i, keep), weight(w3, i, keep)
-    by, g = factor(scalar), weight(w, i, keep)
-    g_a, g_b = weight(w_a, i, keep), weight(w_b, i, keep)
-    ready(AHEAD)
-    me = tl.load(peers).to(tl.int32)
-    epoch = _next_epoch(peers, me, row)
-    mine = _slot(peers, me, row, epoch, residual, RANKS)
-    tl.store(mine + i, tl.load(a + at + i, mask=keep, other=0), mask=keep)
-    tl.store(mine + D + i, tl.load(b + at + i, mask=keep, other=0), mask=keep)
-    _raise_flags(peers, me, row, epoch, RANKS)
-    r = tl.load(residual + at + i, mask=keep, other=0)
-    by *= _wait(peers, me, row, epoch, RANKS)
-    h_a = _sum(peers, row, epoch, 0, i, keep, residual, RANKS)
-    h_b = _sum(peers, row, epoch, D, i, keep, residual, RANKS)
-    tl.store(_words(peers, me) + row, epoch)
-    h = both_added(h_a, h_b, r, g_a, g_b, g, y, eps, D)
+    h = added(h, h_b, r, g_x, g_b, g, y, eps, D)
     end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D)
 
 
@@ -234,59 +194,25 @@ def all_reduce_norm_residual(
     peers: Tensor,
     ranks: int,
     warps: int,
+    w_x: Tensor | None = None,
+    b: Tensor | None = None,
+    w_b: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return `norm_residual` of the sum of what ranks have of x
+    """Return `norm_residual` of the sums of what ranks have of x and of b, in one message
 
-    x, residual and results [B, 1, D], at most 32 rows; peers as in `meeting_at`; the rest as in
+    x, b, residual and results [B, 1, D], at most 32 rows; peers as in `meeting_at`; the rest as in
     `norm_residual`. Off a GPU for a rank that is alone.
     """
     if not takes(residual):
-        return reference(x, residual, w_post, scalar, weights, eps)
-    given = (x.contiguous(), residual.contiguous(), w_post)
-    return _start(_all_reduce_norm_residual, given, scalar, weights, eps, peers, ranks, warps)
-
-
-@triton_op("g4ir::all_reduce_dual_norm_residual", mutates_args={})
-def all_reduce_dual_norm_residual(
-    a: Tensor,
-    w_a: Tensor,
-    b: Tensor,
-    w_b: Tensor,
-    w_sum: Tensor,
-    residual: Tensor,
-    scalar: Tensor | None,
-    weights: list[Tensor | None],
-    eps: float,
-    peers: Tensor,
-    ranks: int,
-    warps: int,
-) -> list[Tensor]:
-    """Return `dual_norm_residual` of the sums of what ranks have of a and of b, in one message; the
-    rest as in `all_reduce_norm_residual`"""
-    if not takes(residual):
-        return dual_reference(a, w_a, b, w_b, w_sum, residual, scalar, weights, eps)
-    given = (a.contiguous(), w_a, b.contiguous(), w_b, w_sum, residual.contiguous())
-    return _start(_all_reduce_dual_norm_residual, given, scalar, weights, eps, peers, ranks, warps)
-
-
-def _start(
-    kernel: object,
-    given: tuple[Tensor, ...],
-    scalar: Tensor | None,
-    weights: list[Tensor | None],
-    eps: float,
-    peers: Tensor,
-    ranks: int,
-    warps: int,
-) -> list[Tensor]:
-    """Start a kernel, a program for each row; the first of what is given is like the results."""
-    x = given[0]
-    d = x.shape[-1]
+        return reference(x, residual, w_post, scalar, weights, eps, w_x, b, w_b)
+    d = residual.shape[-1]
     y, *norms = [torch.empty_like(x) for _ in range(1 + len(weights))]
+    summed = (x.contiguous(), w_x, b if b is None else b.contiguous(), w_b)
+    given = (*summed, residual.contiguous(), w_post, scalar, *three(weights))
     start(
-        kernel,
+        _all_reduce_norm_residual,
         (x.numel() // d,),
-        (*given, scalar, *three(weights), y, *three(norms), peers, eps),
+        (*given, y, *three(norms), peers, eps),
         D=d,
         RANKS=ranks,
         BLOCK=power_of_2(d),

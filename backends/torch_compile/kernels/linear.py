@@ -1,18 +1,28 @@
-"""Products of a few rows with a weight."""
+"""Products of a few rows with a weight; and a weight made of its codes for those of more."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from g4ir.ir.graph import Graph, Node
+from g4ir.ir.graph import RESULT, Graph, Node
 from g4ir.ir.names import layer_of
+from g4ir.ops.codecs import FORMS
 from g4ir.ops.mlp import ACTIVATIONS
 
 from ..target import Target
-from .base import Choice, Kernel, Sample, Shape, codes_of, held, is_skinny, size, to_be_zeroed
-
-if TYPE_CHECKING:
-    from ..run import Run
+from .base import (
+    Choice,
+    Kernel,
+    Run,
+    Sample,
+    Shape,
+    both_in_codes,
+    codes_of,
+    held,
+    is_skinny,
+    size,
+    to_be_zeroed,
+)
 
 #: ops that add up partial sums of the products before them: op -> inputs that may be such
 SUMS = {
@@ -73,6 +83,23 @@ def _glu(run: Run, n: Node, choice: Choice, x: Any, w: Any, up: Any = None) -> A
 
     w, scales = held(w)
     return skinny_linear_glu(x, w, up, n.word("act"), **choice.use, scales=scales)
+
+
+def _dense_shape(g: Graph, n: Node, target: Target) -> Shape | None:
+    """Return the shape of a weight with a user that is the library's."""
+    form, users = codes_of(g, n.out), g.users().get(n.out.name, [RESULT])
+    if not form or all(
+        u is not RESULT and (is_skinny(u, target) or both_in_codes(g, u)) for u in users
+    ):
+        return None
+    k = size(n.out.type, -1)
+    return {"n": n.out.type.numel() // k, "k": k, **form}
+
+
+def _dequantize(run: Run, n: Node, choice: Choice, codes: Any, scales: Any) -> Any:
+    from .codes_triton import dequantize
+
+    return dequantize(codes, scales, n.word("to"), **choice.use)
 
 
 def _use(block_m: int, block_n: int, block_k: int = 32, **more: int) -> dict[str, int]:
@@ -142,7 +169,37 @@ def _product(rows: int, n: int, k: int) -> tuple[str, ...]:
     return f"T[{rows},1,{k}]", f"*T[{n},{k}]"
 
 
+#: shape of the codes in numbers, form, groups of a row
+WEIGHTS = [
+    ((5, 40), "int8", 1),
+    ((2, 3, 96), "int4", 3),
+    ((9, 40), "int4", 1),
+    ((3, 40), "fp8", 1),
+    ((4, 256), "fp8", 2),
+]
+
+
+def _weight(shape: tuple[int, ...], form: str, groups: int) -> Sample:
+    f, rows, k = FORMS[form], ",".join(map(str, shape[:-1])), shape[-1]
+    return Sample(
+        (f"{f.codes}[{rows},{k // f.packed}]", f"T[{rows},{groups}]"),
+        {"to": "T"},
+        {"block_n": 2, "block_k": 64, "warps": 1},
+        packed=True,
+    )
+
+
 KERNELS = (
+    Kernel(
+        op="dequantize",
+        starts={"dequantize": 1},
+        rule=_dense_shape,
+        call=_dequantize,
+        samples=tuple(_weight(*sizes) for sizes in WEIGHTS),
+        error=1e-6,
+        differ=0,
+        use={"block_n": 8, "block_k": 1024, "warps": 8},
+    ),
     Kernel(
         op="linear",
         starts={"skinny_linear_parts": 1},

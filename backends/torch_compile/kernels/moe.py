@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.ir.graph import Graph, Node
 from g4ir.ops.mlp import ACTIVATIONS
@@ -14,6 +14,7 @@ from .base import (
     LONGEST,
     Choice,
     Kernel,
+    Run,
     Sample,
     Shape,
     Use,
@@ -23,9 +24,6 @@ from .base import (
     norm_end,
     size,
 )
-
-if TYPE_CHECKING:
-    from ..run import Run
 
 #: most rows whose experts are read row by row; more are sorted by expert first
 UNSORTED = 3
@@ -64,7 +62,7 @@ def _by_row(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
 
 def _behind_norm(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
     """Return the results of `_by_row`, and the residual."""
-    from .moe_triton import norm_router
+    from .moe_order_triton import norm_router
 
     scalar, weights, eps = norm_end(n, given[10:])
     routed = (*given[3:5], n.number("root"), eps)
@@ -83,25 +81,25 @@ def _experts(n: Node, choice: Choice, rows: Any, scores: Any, given: tuple[Any, 
     ups, ups_scales = _held(w_dense, gate_up)
     downs, downs_scales = _held(w_dense_down, down)
     ups_scales, downs_scales = ups_scales | part, downs_scales | part
-    inner = moe_gate_up(x_dense, x, scores, *ups, top_k, act, **use["moe_gate_up"], **ups_scales)
+    given = (x_dense, x, scores, None, *ups, top_k, act)
+    inner = moe_gate_up(*given, **use["moe_gate_up"], **ups_scales)
     return moe_down(inner, scores, per_expert, *downs, top_k, **use["moe_down"], **downs_scales)
 
 
-def _sorted(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
+def _sorted(run: Run, n: Node, choice: Choice, *operands: Any) -> Any:
     """Return the results of `_by_row`, with each expert in use read once for all rows."""
     from .moe_order_triton import moe_sort
-    from .moe_sorted_triton import moe_down_sorted, moe_gate_up_sorted
+    from .moe_triton import moe_down_sorted, moe_gate_up
 
-    x_dense, x, per_expert, w_dense, w_dense_down, gate_up, down = *given[:2], *given[5:10]
+    x_dense, x, per_expert, w_dense, w_dense_down, gate_up, down = *operands[:2], *operands[5:10]
     act, top_k, use = n.word("act"), n.whole("top_k"), choice.uses
-    part = (*given[10:], size(n["gate_up"].type, 0)) if given[10:] else ()
-    scores, warps = _scores(n, choice, given), use["moe_sort"]["warps"]
+    part = (*operands[10:], size(n["gate_up"].type, 0)) if operands[10:] else ()
+    scores, warps = _scores(n, choice, operands), use["moe_sort"]["warps"]
     weights, *chosen = moe_sort(scores, per_expert, top_k, warps, *part)
     ups, ups_scales = _held(w_dense, gate_up)
     downs, downs_scales = _held(w_dense_down, down)
-    inner = moe_gate_up_sorted(
-        x_dense, x, *chosen, *ups, act, **use["moe_gate_up_sorted"], **ups_scales
-    )
+    given = (x_dense, x, *chosen, *ups, top_k, act)
+    inner = moe_gate_up(*given, **use["moe_gate_up_sorted"], **ups_scales)
     return moe_down_sorted(
         inner, weights, *chosen, *downs, **use["moe_down_sorted"], **downs_scales
     )
@@ -115,7 +113,7 @@ def _held(w_dense: Any, w: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _scores(n: Node, choice: Choice, given: tuple[Any, ...]) -> Any:
-    from .moe_triton import router_logits
+    from .moe_order_triton import router_logits
 
     return router_logits(*given[2:5], n.number("root"), **choice.uses["router_logits"])
 

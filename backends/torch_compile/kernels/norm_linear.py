@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.ir.graph import Graph, Node
 
@@ -11,18 +11,17 @@ from .base import (
     LONGEST,
     Choice,
     Kernel,
+    Run,
     Sample,
     Shape,
     codes_of,
     held,
     is_row,
     norm_end,
+    norm_start,
     size,
     to_be_zeroed,
 )
-
-if TYPE_CHECKING:
-    from ..run import Run
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
@@ -32,39 +31,20 @@ def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
     return {"n": n_rows, "k": k} | codes_of(g, n["w"]) if fits else None
 
 
-def _norm_linear(
-    run: Run, n: Node, choice: Choice, x: Any, residual: Any, w_post: Any, w: Any, *rest: Any
-) -> tuple[Any, Any]:
-    return _start(run, n, choice, (x, residual, w_post), w, rest)
-
-
-def _dual_norm_linear(run: Run, n: Node, choice: Choice, *given: Any) -> tuple[Any, Any]:
-    """Start the kernel; the first seven inputs are a, w_a, b, w_b, w_sum, the residual and w."""
-    a, w_a, b, w_b, w_sum, residual, w, *rest = given
-    both = {"w_x": w_a, "b": b, "w_b": w_b}
-    return _start(run, n, choice, (a, residual, w_sum), w, tuple(rest), **both)
-
-
-def _start(
-    run: Run,
-    n: Node,
-    choice: Choice,
-    norm: tuple[Any, Any, Any],
-    w: Any,
-    rest: tuple[Any, ...],
-    **both: Any,
-) -> tuple[Any, Any]:
+def _norm_linear(run: Run, n: Node, choice: Choice, *given: Any) -> tuple[Any, Any]:
+    """Start the kernel; after the norm's inputs come w, those of its end, and perhaps an up."""
     from .norm_linear_triton import norm_linear
 
+    start, both, (w, *rest) = norm_start(n, given)
     scalar, weights, eps = norm_end(n, rest)
     behind = (scalar is not None) + sum(x is not None for x in weights)
     up = rest[behind] if len(rest) > behind else None
     w, scales = held(w)
     made: tuple[Any, Any] = norm_linear(
-        *(*norm, scalar, weights, w, up, n.word("act"), eps),
+        *(*start, scalar, weights, w, up, n.word("act"), eps),
         **choice.use,
         scales=scales,
-        zeroed=to_be_zeroed(run, n, norm[1]),
+        zeroed=to_be_zeroed(run, n, start[1]),
         **both,
     )
     return made
@@ -143,7 +123,7 @@ KERNELS = (
         op="dual_norm_linear",
         starts={"dual_norm_linear": 1},
         rule=_shape,
-        call=_dual_norm_linear,
+        call=_norm_linear,
         samples=tuple(_sample(*case, dual=True) for case in CASES[::2])
         + tuple(_sample(*case, dual=True) for case in CODED[:2]),
         error=2e-5,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.ir.graph import Graph, Node
 
@@ -10,6 +10,7 @@ from ..target import Target
 from .base import (
     Choice,
     Kernel,
+    Run,
     Sample,
     Shape,
     attention_sample,
@@ -17,9 +18,6 @@ from .base import (
     in_fewer_bits,
     masking,
 )
-
-if TYPE_CHECKING:
-    from ..run import Run
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
@@ -30,16 +28,25 @@ def _value_shape(g: Graph, n: Node, target: Target) -> Shape | None:
     return _shape(g, n, target) if n.attrs["form"] == "value" else None
 
 
-def _attention(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
+def _attention(
+    run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, *held: Any
+) -> Any:
+    return _attend(n, choice, q, positions, written, None, held)
+
+
+def _value(
+    run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, w: Any, *held: Any
+) -> Any:
+    return _attend(n, choice, q, positions, written, w, held)
+
+
+def _attend(
+    n: Node, choice: Choice, q: Any, positions: Any, written: Any, w: Any, held: Any
+) -> Any:
     from .prefill_attention_triton import prefill_attention
 
+    given = (q, positions, written, w, list(held))
     return prefill_attention(*given, **masking(n), **choice.use)
-
-
-def _value(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
-    from .prefill_attention_triton import prefill_attention_latent
-
-    return prefill_attention_latent(*given, **masking(n), **choice.use)
 
 
 def _raw(
