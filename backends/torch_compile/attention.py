@@ -1,4 +1,4 @@
-"""How the attention ops are computed: over K and V, or over one cache that says both.
+"""How attention is computed: over K and V, or over one cache that says both; and that of towers.
 
 q [B,S,nq,d] beside keys and values [T,B,n,d] (slot-major, as the caches are) and a mask
 [B,S,T]. Heads of a group are query rows of one product, so that keys are read once.
@@ -17,6 +17,7 @@ from g4ir.ops.latent import PARTS
 from g4ir.ops.rope import inverse_frequencies, rotated_pairs
 from g4ir.ops.types import torch_dtype
 
+from . import pyops
 from .kernels.base import Run
 
 Tensor = torch.Tensor
@@ -79,6 +80,16 @@ def attention_latent(
     key_pos = torch.cat((key_pos, positions.t())) if fresh else key_pos
     keys, values = _keys_values(n, raw, rms, w, key_pos)
     return _attend(n, q, keys, values, mask, chunk=bool(fresh))
+
+
+def encoder_attention(m: Run, n: Node, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
+    """Attend by the library, which never holds the scores [B,nq,P,P]; on the CPU without a mask
+    where padding comes last."""
+    scale = n.number("scale")
+    if m.device == "cpu":
+        out: Tensor = torch.ops.g4ir.encoder_attention(q, k, v, valid, scale)
+        return out
+    return pyops.masked_attention(q, k, v, valid, scale)
 
 
 def _reference(n: Node, *operands: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import io
 import json
 import logging
@@ -26,13 +25,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from g4ir.errors import EngineError, G4Error, LowerError, MissingError, TrustError
+from g4ir.errors import EngineError, G4Error, LowerError, TrustError
 from g4ir.ir.text import parse_graph
 from g4ir.ui.files import write_file
 from g4ir.ui.paths import (
@@ -47,7 +45,8 @@ from g4ir.ui.subprocesses import python
 from g4ir.weights.checkpoint import sha256
 from g4ir.weights.tensorfile import open_regular
 
-from .cuda_toolkit import find_toolkit, toolkit_found
+from .cuda_toolkit import toolchain as toolchain
+from .cuda_toolkit import toolkit_found
 from .target import Target, cpu_flags
 
 #: the files of this package that a program's code follows from, beside the ops
@@ -58,9 +57,7 @@ SOURCES = (
     "lower.py",
     "pyops.py",
     "schedule.py",
-    "scratch.py",
     "target.py",
-    "towers.py",
 )
 #: and those that it follows from on a GPU with kernels
 GPU_SOURCES = ("tunings.py", "tunings.yaml", "kernels/*.py")
@@ -80,8 +77,6 @@ KERNEL_FLAGS = (
     "-fPIC",
     "-Wl,-Bsymbolic",  # other engines' kernels may be loaded
 )
-#: the oldest compute capability with bf16
-OLDEST = (8, 0)
 #: what is kept of what a worker prints, and how long is waited for the rest of it
 PRINTED_LINES, LAST_WORDS_S = 200, 2.0
 #: how the system and compilers word a full disk
@@ -143,55 +138,6 @@ def _sources(target: Target) -> str:
 def cache_dir() -> Path:
     """Return the folder where compiled programs are kept between builds."""
     return cache_root() / "programs"
-
-
-def toolchain(device: str, otherwise: str = "") -> tuple[Callable[[], object], ...]:
-    """Return checks of what compiling for a device needs: a C++ compiler and, on a GPU, triton,
-    CUDA's headers and the GPU. `otherwise` ends the advice of one without a usable GPU."""
-    if device == "cpu":
-        return (_check_compiler,)
-    import torch
-
-    # Without a GPU, CUDA's parts come with what that needs anyway.
-    parts = (_check_triton, find_toolkit) if torch.cuda.is_available() else ()
-    return (_check_compiler, *parts, partial(_check_gpu, otherwise))
-
-
-def _check_compiler() -> None:
-    from torch._inductor import cpp_builder, exc
-
-    try:
-        cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler as e:
-        raise MissingError(
-            "the torch backend needs a C++ compiler (g++ 10 or newer, or clang++): "
-            "install one, for example with `apt-get install g++`"
-        ) from e
-
-
-def _check_triton() -> None:
-    if importlib.util.find_spec("triton") is None:
-        raise MissingError(
-            "device cuda needs triton, which comes with CUDA builds of torch for Linux: "
-            "`pip install triton`"
-        )
-
-
-def _check_gpu(otherwise: str) -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise MissingError(
-            f"device cuda: this torch sees no CUDA device; install a CUDA build of torch on a "
-            f"machine with a GPU{otherwise}"
-        )
-    capability = torch.cuda.get_device_capability()
-    if capability < OLDEST:
-        raise MissingError(
-            f"device cuda: {torch.cuda.get_device_name()} has compute capability "
-            f"{capability[0]}.{capability[1]}; {OLDEST[0]}.{OLDEST[1]} or newer is needed: use "
-            f"another GPU{otherwise}"
-        )
 
 
 def compile_all(

@@ -17,9 +17,8 @@ from g4ir.ops.moe import own_index
 from g4ir.ops.types import Type, torch_dtype
 
 from . import pyops
-from .attention import attention, attention_latent
+from .attention import attention, attention_latent, encoder_attention
 from .kernels.base import Coded, Run, Schedule, both_in_codes, codes_of
-from .towers import encoder_attention
 
 
 def run_node(run: Run, n: Node) -> None:

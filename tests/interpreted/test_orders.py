@@ -258,7 +258,7 @@ def is_wrong(seed: int) -> bool:
 def test_what_each_program_makes_for_itself(order: str, name: str) -> None:
     """Rows, and queries; the newest key by one program, which others do not wait for."""
     kernel = kernel_called(name)
-    for i, sample in enumerate(kernel.samples[:3]):
+    for i, sample in enumerate(kernel.samples[:2]):
         one = Try(kernel, sample, "f32")
         with ORDERS[order](i), poisoned():
             got = one.run()
