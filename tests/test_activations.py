@@ -249,7 +249,7 @@ def test_a_product_of_rounded_rows(
 ) -> None:
     """The grid's own numbers, not rounded to x's dtype; those of many rows are, and the weight."""
     g = torch.Generator().manual_seed(n + k)
-    k += -k % FORMS[form].packed
+    k += -k % (group or FORMS[form].packed)
     x, w = torch.randn(9, k, generator=g), torch.randn(n, k, generator=g)
     x[1, :: k // 5] *= 3000
     x[2, 1:] *= 2.0**-20
