@@ -1,22 +1,19 @@
-"""Sums over ranks with the residual and the norms behind them: one-shot kernels.
+"""Sums over ranks with the residual and the norms after them: one-shot kernels.
 
-Each rank has a buffer that all others can read and write. A program computes a row: it copies what
-its rank has of it there, raises a flag at every rank, waits for the flags of all, reads what the
-others have, and adds the parts in order of rank in fp32, so that all ranks have the same bits. It
-goes on as the norm does, whose roundings and error budget are in norms_triton.py.
+Each rank has a buffer that all others can read and write. A program computes a row: it copies its
+rank's part there, raises a flag at every rank, waits for the flags of all, reads the other parts
+and adds them in order of rank in fp32, so that all ranks have the same bits. The rest is the norm
+of norms_triton.py.
 
 A buffer is: [32] epochs, which count a row's messages and which its own rank alone touches;
 [32, ranks] flags, each the epoch that a rank has reached; and two halves of [32] slots, taken in
-turn. Two are enough: a rank that writes a half again has seen all others begin the message between,
-for which they had to end the one in which they read it. A flag is raised with release and waited
-for with acquire, by one thread, with a barrier of the program's threads on the other side: what was
-copied before it can be seen behind it. Numbers go on from step to step, so a recorded step is
-replayed as it is; they may wrap around, since only their difference counts.
+turn: a rank that writes a half again has seen all others begin the message between, for which they
+had to end the one in which they read it. A flag is raised with release and waited for with acquire,
+by one thread, with a barrier on the other side. Epochs may wrap around: only their difference
+counts, so that a recorded step is replayed as it is.
 
-A rank that does not come makes the row NaN after so many looks: a kernel that waits for ever would
-take the process, which has to say who is gone, with it.
-
-No GPU has run this.
+If a rank does not come, the row becomes NaN after so many looks: a kernel that waits for ever would
+take the process, which has to name the rank, with it. No GPU has run this.
 """
 
 from __future__ import annotations
@@ -128,12 +125,6 @@ def _sum(peers, row, epoch, first, i, keep, like, RANKS: tl.constexpr):
 
 
 @triton.jit
-def _next_epoch(peers, me, row):
-    """The number of this message among those of the row, from 1 on."""
-    return tl.load(_words(peers, me) + row) + 1
-
-
-@triton.jit
 def _all_reduce_norm_residual(
     x,
     w_x,
@@ -167,7 +158,7 @@ def _all_reduce_norm_residual(
     g_x, g_b = weight(w_x, i, keep), weight(w_b, i, keep)
     ready(AHEAD)
     me = tl.load(peers).to(tl.int32)
-    epoch = _next_epoch(peers, me, row)
+    epoch = tl.load(_words(peers, me) + row) + 1  # from 1 on, of the messages of this row
     mine = _slot(peers, me, row, epoch, residual, RANKS)
     tl.store(mine + i, tl.load(x + at + i, mask=keep, other=0), mask=keep)
     if b is not None:

@@ -240,11 +240,6 @@ def attention_shape(n: Node) -> dict[str, int] | None:
     }
 
 
-def in_fewer_bits(n: Node) -> bool:
-    """Whether an attention's caches hold rows in fewer bits than its queries have."""
-    return n.caches[0].type.dtype != n["q"].type.dtype
-
-
 def masking(n: Node) -> dict[str, Any]:
     """Return the attributes that every attention has."""
     return {k: n.attrs[k] for k in ("window", "scale", "softcap")}

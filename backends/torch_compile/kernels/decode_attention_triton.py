@@ -1,23 +1,17 @@
-"""Attention of one new token per row over its cache, split over the keys.
+"""Attention of one new token per row over its cache, plain or latent (g4ir/ops/latent.py).
 
-A program has one row, one key head and one share of the keys that the query sees; the query heads
-of the group are the rows of its products, so that a key is read once. The shares follow from the
-number of tokens in the cache when the kernel runs: one captured graph serves all lengths, short
-contexts use fewer programs, and no slot is read that the query does not see. Programs leave partial
-results in a workspace; whoever arrives last, by a counter, adds them in the order of the shares, so
-the result does not depend on who that was. Many or large partial results are added in two steps, by
-the last of each group and then by the last group.
-
-Counters of a (row, key head) are fields of one int64 of `arrivals`, which is 0 before and after.
+Split-KV: a program has one row, one key head and one split of the keys that the query sees; the
+query heads of the group are the rows of its products, so that a key is read once. The splits follow
+from the number of tokens in the cache when the kernel runs: one captured graph serves all lengths,
+and no slot is read that the query does not see. The program that arrives last, by a counter, adds
+the partial results in the order of the splits: in two steps, by groups, where they are many or
+large. Counters of a (row, key head) are fields of one int64 of `arrivals`, 0 before and after.
 
 Numerics: fp32 scores, running maximum in base 2, fp32 sums; probabilities are rounded to the
-cache's dtype before they multiply V, and the sum that divides is the sum before that rounding. So
-bf16 differs from the op's reference where that rounds scores (to 8 bits: the reference's largest
-error) and normalised probabilities. The rms error against float64 is at most 1.5 of the
-reference's: at the models' head dims 0.2 to 0.5 of it over plain caches, 0.3 to 0.8 over latent
-ones, where q * w is rounded instead of V * w. fp32: 5e-6 of the result's rms, from sums in another
-order. The form `raw` multiplies scores and probabilities by the reciprocal rms, and rounds K's
-rotated dims as the ops do.
+cache's dtype before they multiply V. The rms error against float64 is at most 1.5 of that of the
+op's reference, which rounds scores to 8 bits: at the models' head dims 0.2 to 0.5 of it over plain
+caches, 0.3 to 0.8 over latent ones, where q * w is rounded instead of V * w. fp32: 5e-6 of the
+result's rms. The form `raw` rounds K's rotated dims as the ops do.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""The choice of experts: the router's scores, and their top-k in one order for every kernel that
-reads it.
+"""The choice of experts: the router's scores, and their top-k in one order for all that read them.
 
 A key is an integer whose order is (score, then lower index), so that one integer maximum finds
 both. 10 bits hold the index. Scores of 16 bits leave room for it in 32 bits; fp32 needs 64. Equal
-scores go by the lower index (`torch.topk` promises no order among equals: the op is matched up to
-that). Weights are exp(s - max s) / sum over the chosen experts: the denominator of the softmax over
-all experts cancels.
-
-Where a rank holds HELD experts from `first` on, choices of others are passed over: no weight is
-read for them, and what lies in their slots is not looked at.
+scores go by the lower index (`torch.topk` promises no order among equals). Weights are exp(s - max
+s) / sum over the chosen experts. If a rank has HELD experts from `first` on, choices of others are
+passed over: no weight is read for them.
 """
 
 from __future__ import annotations

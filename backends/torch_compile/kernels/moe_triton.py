@@ -1,18 +1,14 @@
-"""The MoE block of a decode step: router scores, gate and up, down; experts and dense MLP together.
+"""The MoE block of a decode step: gate and up, down; experts and dense MLP together.
 
 The op `router` becomes `router_logits` and a top-k that every reader of the scores does again, from
-E scores that lie in L2: cheaper than a kernel in between. The op `experts` becomes `moe_gate_up`
-and `moe_down`. The dense MLP of the same layer is a part of the same grids that is always on,
-because alone it would not fill the machine. act holds, per row, top_k slots of I in the order of
-rank, then the Id columns of the dense MLP.
+E scores in L2: cheaper than a kernel in between. The dense MLP of the layer is a part of the same
+grids, because alone it would not fill the machine. act holds, per row, top_k slots of I in the
+order of rank, then the Id columns of the dense MLP. Row by row, the weights of an expert are read
+once per row that chose it; from about five rows on rows share experts (moe_sorted_triton.py).
 
-`moe_gate_up` and `moe_down` read the weights of an expert once per row that chose it; from about
-five rows on rows share experts (moe_sorted_triton.py).
-
-Error: each product has fp32 sums in another order than the reference, about 1e-6 of the root mean
-square of the terms, then the roundings of the op. fp32: within 1e-5 of the result's rms. bf16: a
-rounding may fall the other way (1 ulp) at the scores, at gate and up, at the activation and at each
-slot's product; weights are off by at most 1e-5, relative.
+Error: fp32 sums in another order than the reference, about 1e-6 of the rms of the terms, then the
+roundings of the op. fp32: within 1e-5 of the result's rms. bf16: a rounding may fall the other way
+(1 ulp) at the scores, at gate and up, at the activation and at each slot's product.
 """
 
 from __future__ import annotations
@@ -326,15 +322,9 @@ def moe_gate_up(
         _gate_up,
         (rows, programs) if listed is None else (programs, blocks(rows, block_m)),
         (x_dense, x_moe, chosen, listed, *weights, chosen if first is None else first, out, rows),
-        HIDDEN=x_moe.shape[-1],
-        EXPERTS=chosen.shape[-1],
-        INNER=inner,
-        DENSE=width,
-        TOP_K=top_k,
-        S=power_of_2(top_k),
-        E_P=power_of_2(chosen.shape[-1]),
+        **_sizes(x_moe.shape[-1], inner, width, top_k),
+        **_experts(chosen),
         ACT=act,
-        WIDE=_is_wide(chosen),
         **_part(first, gate_up.shape[0]),
         **_forms(w_dense, dense_scales, gate_up, scales),
         **tile(block_n, block_k, warps, stages, block_m),
@@ -345,122 +335,78 @@ def moe_gate_up(
 @triton_op("g4ir::moe_down", mutates_args={})
 def moe_down(
     act: Tensor,
-    logits: Tensor,
-    per_expert: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    listed: Tensor | None,
     w_dense: Tensor,
     down: Tensor,
     top_k: int,
-    programs: int,
     block_n: int,
     block_k: int,
     warps: int,
     stages: int,
+    programs: int = 0,
+    block_m: int = 1,
     dense_scales: Tensor | None = None,
     scales: Tensor | None = None,
     first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (w_dense @ dense part, weighted sum over the slots of down[e] @ slot), each [..., D].
 
-    act [rows, top_k*I + Id], logits [..., E], per_expert [E], w_dense [D, Id], down [E, D, I].
-    programs: about as many are started for a row.
+    act [rows, top_k*I + Id], w_dense [D, Id], down [E, D, I]. Row by row `chosen` is the scores
+    [..., E], `weights` the factors of experts [E], and about `programs` are started for a row. With
+    `listed`, block_m rows (16 or more) at a time, all three are `moe_sort`'s; that is two kernels.
     """
     if not takes(act):
-        weights, index = _topk_reference(logits, per_expert, top_k, first, down.shape[0])
+        index = chosen
+        if listed is None:
+            weights, index = _topk_reference(chosen, weights, top_k, first, down.shape[0])
         matrices = dense(w_dense, dense_scales, act.dtype), dense(down, scales, act.dtype)
         return _down_reference(act, weights, index, *matrices)
-    experts, hidden = logits.shape[-1], down.shape[1]
-    inner, width = columns(down), columns(w_dense)
-    slots = power_of_2(top_k)
-    y_dense, y_moe = (act.new_empty((*logits.shape[:-1], hidden)) for _ in range(2))
-    tiles = blocks(hidden, slots * block_n), blocks(hidden, block_n)
-    each = blocks(sum(tiles), programs)
+    hidden, rows, slots = down.shape[1], _rows(chosen), power_of_2(top_k)
+    y_dense, y_moe = (act.new_empty((*chosen.shape[:-1], hidden)) for _ in range(2))
+    given = _operands(w_dense, dense_scales, down, scales)
+    sizes = _sizes(hidden, columns(down), columns(w_dense), top_k)
+    sizes |= _forms(w_dense, dense_scales, down, scales)
+    if listed is None:
+        tiles = blocks(hidden, slots * block_n), blocks(hidden, block_n)
+        each = blocks(sum(tiles), programs)
+        start(
+            _down,
+            (rows, sum(blocks(n, each) for n in tiles)),
+            (act, chosen, weights, *given, chosen if first is None else first, y_dense, y_moe),
+            **_experts(chosen),
+            EACH=each,
+            **_part(first, down.shape[0]),
+            **sizes,
+            **tile(block_n, block_k, warps, stages),
+        )
+        return y_dense, y_moe
+    parts = act.new_empty((rows, top_k, hidden))
+    count = (1 + _most_in_use(listed, chosen)) * blocks(hidden, block_n)
     start(
-        _down,
-        (_rows(logits), sum(blocks(n, each) for n in tiles)),
-        (
-            act,
-            logits,
-            per_expert,
-            *_operands(w_dense, dense_scales, down, scales),
-            logits if first is None else first,
-            y_dense,
-            y_moe,
-        ),
-        HIDDEN=hidden,
-        EXPERTS=experts,
-        INNER=inner,
-        DENSE=width,
-        TOP_K=top_k,
-        S=slots,
-        EACH=each,
-        E_P=power_of_2(experts),
-        WIDE=_is_wide(logits),
-        **_part(first, down.shape[0]),
-        **_forms(w_dense, dense_scales, down, scales),
-        **tile(block_n, block_k, warps, stages),
+        _down_sorted,
+        (count, blocks(rows, block_m)),
+        (act, chosen, listed, *given, y_dense, parts, rows),
+        **sizes,
+        **tile(block_n, block_k, warps, stages, block_m),
     )
+    block = {"HIDDEN": hidden, "TOP_K": top_k, "BLOCK": 256, "num_warps": 1, "num_stages": 1}
+    start(_sum_slots, (rows, blocks(hidden, 256)), (parts, weights, y_moe), **block)
     return y_dense, y_moe
+
+
+def _sizes(hidden: int, inner: int, width: int, top_k: int) -> dict[str, Any]:
+    sizes = {"HIDDEN": hidden, "INNER": inner, "DENSE": width, "TOP_K": top_k}
+    return sizes | {"S": power_of_2(top_k)}
+
+
+def _experts(scores: Tensor) -> dict[str, Any]:
+    """Return the constants of a choice from scores."""
+    count = scores.shape[-1]
+    return {"EXPERTS": count, "E_P": power_of_2(count), "WIDE": _is_wide(scores)}
 
 
 def _most_in_use(listed: Tensor, index: Tensor) -> Any:
     """Count the experts that can be in use: all, or one per slot of every row."""
     return torch.sym_min(listed.shape[0], index.numel())
-
-
-@triton_op("g4ir::moe_down_sorted", mutates_args={})
-def moe_down_sorted(
-    act: Tensor,
-    weights: Tensor,
-    index: Tensor,
-    listed: Tensor,
-    w_dense: Tensor,
-    down: Tensor,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-    dense_scales: Tensor | None = None,
-    scales: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute `moe_down` from `moe_sort`'s results; block_m at least 16. Two kernels."""
-    if not takes(act):
-        matrices = dense(w_dense, dense_scales, act.dtype), dense(down, scales, act.dtype)
-        return _down_reference(act, weights, index, *matrices)
-    hidden, top_k, rows = down.shape[1], index.shape[-1], _rows(index)
-    inner, width = columns(down), columns(w_dense)
-    y_dense, y_moe = (act.new_empty((*index.shape[:-1], hidden)) for _ in range(2))
-    parts = act.new_empty((rows, top_k, hidden))
-    programs = (1 + _most_in_use(listed, index)) * blocks(hidden, block_n)
-    start(
-        _down_sorted,
-        (programs, blocks(rows, block_m)),
-        (
-            act,
-            index,
-            listed,
-            *_operands(w_dense, dense_scales, down, scales),
-            y_dense,
-            parts,
-            rows,
-        ),
-        HIDDEN=hidden,
-        INNER=inner,
-        DENSE=width,
-        TOP_K=top_k,
-        S=power_of_2(top_k),
-        **_forms(w_dense, dense_scales, down, scales),
-        **tile(block_n, block_k, warps, stages, block_m),
-    )
-    block = 256
-    start(
-        _sum_slots,
-        (rows, blocks(hidden, block)),
-        (parts, weights, y_moe),
-        HIDDEN=hidden,
-        TOP_K=top_k,
-        BLOCK=block,
-        num_warps=1,
-        num_stages=1,
-    )
-    return y_dense, y_moe

@@ -10,15 +10,12 @@ Error budget. The row is that of `norm_residual`, its sums are those of a produc
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch.library import triton_op
 
 from g4ir.ops.linear import linear
-from g4ir.ops.mlp import glu
 
 from .codes_triton import (
     bits_of_16,
@@ -30,7 +27,7 @@ from .codes_triton import (
     scales_of,
 )
 from .launch import begin, blocks, power_of_2, rounded, start, takes, zero
-from .linear_triton import gated
+from .linear_triton import activated, gated
 from .norms_triton import (
     after_residual,
     factor,
@@ -176,7 +173,7 @@ def norm_linear(
             zeroed.zero_()
         h, *normed = reference(x, residual, w_post, scalar, weights, eps, w_x, b, w_b)
         y = linear.reference(normed[0] if normed else h, dense(w, scales, x.dtype))
-        return _activated(y, up, act) if act else y, h
+        return activated(y, up, act), h
     n = w.shape[0] // 2 if packed else w.shape[0]
     h, y = torch.empty_like(residual), residual.new_empty((*residual.shape[:-1], n))
     tiles = blocks(n * (1 + packed), block_n)
@@ -214,9 +211,3 @@ def norm_linear(
         num_warps=warps,
     )
     return y, h
-
-
-def _activated(gate: Tensor, up: Tensor | None, act: str) -> Any:
-    if up is None:
-        gate, up = gate.chunk(2, -1)
-    return glu.reference(gate, up, act=act)

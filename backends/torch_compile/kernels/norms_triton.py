@@ -1,14 +1,13 @@
 """RMS norms: alone, and from the end of one block to the input of the next.
 
-One program per row. The whole row stays in registers from its only reading on, and all loads,
-weights first, stand before the first sum over the row: none can move across its barrier. All
-pre-norms norm the same h: they share its reciprocal rms and differ in their weights alone.
+One program per row, which stays in registers from its only reading on; all loads, weights first,
+stand before the first sum over the row: none can move across its barrier. All pre-norms norm the
+same h: they share its reciprocal rms.
 
-Error budget. The roundings are those of the ops `rms_norm`, `add` and `mul`. Two things differ:
-the order in which squares are added, and the reciprocal root, within two fp32 units on a GPU. An
-fp32 result is within 1e-6 of the row's rms. A bf16 result equals the op's, except where the exact
-value lies within about 2^-21 (relative) of the middle of two neighbours: one value in some
-thousand, and then by one unit, which each later rounding may turn into another one.
+Error budget. The roundings are those of the ops `rms_norm`, `add` and `mul`; the order in which
+squares are added differs, and the reciprocal root, within two fp32 units. An fp32 result is within
+1e-6 of the row's rms. A bf16 result equals the op's but for one value in some thousand, by one
+unit, which each later rounding may turn into another one.
 """
 
 from __future__ import annotations

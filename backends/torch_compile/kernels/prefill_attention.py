@@ -15,13 +15,13 @@ from .base import (
     Shape,
     attention_sample,
     attention_shape,
-    in_fewer_bits,
     masking,
 )
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    return attention_shape(n) if n.chunk and not in_fewer_bits(n) else None
+    held = n.caches[0].type.dtype  # in fewer bits than the queries: the library's
+    return attention_shape(n) if n.chunk and held == n["q"].type.dtype else None
 
 
 def _value_shape(g: Graph, n: Node, target: Target) -> Shape | None:
@@ -31,21 +31,11 @@ def _value_shape(g: Graph, n: Node, target: Target) -> Shape | None:
 def _attention(
     run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, *held: Any
 ) -> Any:
-    return _attend(n, choice, q, positions, written, None, held)
-
-
-def _value(
-    run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, w: Any, *held: Any
-) -> Any:
-    return _attend(n, choice, q, positions, written, w, held)
-
-
-def _attend(
-    n: Node, choice: Choice, q: Any, positions: Any, written: Any, w: Any, held: Any
-) -> Any:
+    """Attend over K and V, or over a latent cache, whose norm's weight comes before it."""
     from .prefill_attention_triton import prefill_attention
 
-    given = (q, positions, written, w, list(held))
+    w, rows = (held[0], held[1:]) if len(held) % 2 else (None, held)
+    given = (q, positions, written, w, list(rows))
     return prefill_attention(*given, **masking(n), **choice.use)
 
 
@@ -130,7 +120,7 @@ KERNELS = (
         op="attention_latent",
         starts={"prefill_attention_latent": 1},
         rule=_value_shape,
-        call=_value,
+        call=_attention,
         samples=tuple(LATENT),
         error=1e-5,
         differ=None,

@@ -2,16 +2,14 @@
 
 A program holds `block_m` query rows: block_m / group tokens, each with all heads of one group, so
 that a tile of keys and values is read once for the group. It walks over the keys that one of its
-queries sees, and over no others. They lie in at most three runs of adjacent rows: the cache up to
-its last slot, the cache again from slot 0 where a ring wraps, and the chunk. One loop goes through
-all three, so that the next block is on its way at their borders too; blocks that every query of the
-tile sees whole are not masked.
+queries sees, in at most three runs of adjacent rows: the cache up to its last slot, the cache from
+slot 0 if a ring wraps, and the chunk. One loop goes through all three, so that the next block is
+loaded early at their borders too; blocks that every query of the tile sees whole are not masked.
 
-Budget. Scores, softmax and sums are fp32; before the second product the probabilities, relative to
-the largest so far, are rounded to the tensors' dtype. In fp32 the order of sums is left: 1e-5 of
-the result's rms against float64. In bf16 these probabilities and the result are rounded; the op's
-reference rounds the scores, the capped scores, the probabilities and the result, so the error
-against float64 is about half that of the reference and at most twice it by the luck of the draw.
+Budget. Scores, softmax and sums are fp32; probabilities are rounded to the tensors' dtype before
+the second product. fp32: 1e-5 of the result's rms against float64. bf16: the op's reference rounds
+the scores, the capped scores, the probabilities and the result, so that the error against float64
+is about half that of the reference and at most twice it.
 """
 
 from __future__ import annotations

@@ -1,22 +1,18 @@
 """Attention of one new token per row, from its projection on: norms, rotation, the write, the rest.
 
-The shares are those of decode_attention_triton.py; where queries and the newest key come from
-differs, and how the shares are added. Each program norms and rotates the queries of its group. The
-newest key and value are made by the program with the last share alone: it writes them into the
-caches for later steps, and begins its share with them as they lie in its registers, so that no
-program reads what the kernel writes. In a ring the slot that is overwritten is one that the query
-no longer sees.
+The splits are those of decode_attention_triton.py. Each program norms and rotates its group's
+queries. The program with the last split makes the newest key and value: it writes them into the
+caches for later steps and begins its split with its registers, so that no program reads what the
+kernel writes. In a ring the slot that is overwritten is one that the query no longer sees.
 
-Shares are added by programs of their own, each for some columns of a group of heads. A share leaves
-its numbers in words that say by themselves that they are there: as fp32 whose last bit is set, so
-that none is zero. Programs that add look at all words that they need until none is zero: no fence,
-no counter, and no program that adds everything. The words are zero before: the product in front
-sets them, whose kernel has ended. Programs that wait come behind those that they wait for, which
-wait for nobody, in the grid, whose order is that in which a GPU begins programs; and with the
-shipped settings all of them have room on one at the same time.
+Programs of their own add the splits, each for some columns of a group of heads. Split-KV partial
+results are published as non-zero words (fp32 whose last bit is set); reducers spin until all are
+present, so no fence, counter or final program is needed. The words are zero before: the product in
+front sets them. Reducers come after those that they wait for in the grid, whose order is that in
+which a GPU begins programs; with the shipped settings all of them fit on it at the same time.
 
-Numerics: the roundings of `qkv_write`, then those of `decode_attention`; the last bit of a share's
-numbers is off by at most 2^-23 of them.
+Numerics: the roundings of `qkv_write`, then those of `decode_attention`; the last bit of a partial
+result is off by at most 2^-23 of it.
 """
 
 from __future__ import annotations

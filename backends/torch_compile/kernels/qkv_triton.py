@@ -1,18 +1,14 @@
 """The steps from a projection to attention: per-head norms, rotation, the write into the caches.
 
-One program per row and head; a head of the projection is read once and its norm, rotation and
-write are done on it in registers. It lies there as two tiles, elements i and i + d/2, so that the
-rotation needs no exchange between threads. Every load is started before the first sum. Programs
-are in the projection's order: query heads, key heads, value heads where V has a projection of its
-own; where it has none, the program of a key head makes V too. Query programs also set the counters
-of the attention that follows to zero.
+One program per row and head, in the projection's order: query heads, key heads, value heads where V
+has a projection of its own; else the program of a key head makes V too. A head is read once, as two
+tiles, elements i and i + d/2, so that the rotation needs no exchange between threads; every load is
+started before the first sum. Query programs also zero the counters of the attention that follows.
 
-Error budget. The roundings are those of the ops `rms_norm` and `rope`: the norm once, each of
-two products, their sum. Two things differ: the order in which squares are added, and the
-reciprocal root, within two fp32 units on a GPU. An fp32 result is within 1e-6 of the head's rms. A
-bf16 result equals the op's, except where the norm lies within about 2^-21 (relative) of the middle
-of two neighbours: one value in some thousand, by one unit, which a rotation passes on to both
-elements of the pair. The form `raw` stores the projection's bits.
+Error budget. The roundings are those of the ops `rms_norm` and `rope`; the order in which squares
+are added differs, and the reciprocal root, within two fp32 units. An fp32 result is within 1e-6 of
+the head's rms. A bf16 result equals the op's but for one value in some thousand, by one unit, which
+a rotation passes on to both elements of the pair. The form `raw` stores the projection's bits.
 """
 
 from __future__ import annotations
