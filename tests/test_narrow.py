@@ -25,9 +25,9 @@ from g4ir.backends.torch_compile.target import Target
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
-from g4ir.errors import InputError, VerifyError
+from g4ir.errors import InputError
 from g4ir.ir.distance import BUDGETS, HELD, budget_of
-from g4ir.ir.graph import Builder, Value, infer
+from g4ir.ir.graph import Builder, Value
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS, kv_quant
 from g4ir.ops.kv_quant import (
@@ -118,23 +118,6 @@ def test_rows_lie_on_their_grid_and_near(to: str, width: int) -> None:
     assert torch.equal(numbers(row(said, to)), said) and not said[4].any()
     assert torch.equal(numbers(row(x.double(), to), torch.float64), said.double())
     assert torch.equal(numbers(row(x, to), torch.bfloat16), said.to(torch.bfloat16))
-
-
-def test_groups_of_32_are_nearer_than_e4m3() -> None:
-    """The reason for int8: by the text that the format follows 0.006 against 0.026."""
-    x = gaussian(64, 512)
-    x[:, :4] *= 20
-    errors = [float((numbers(row(x, to)) - x).norm() / x.norm()) for to in ("f8e4m3", "i8")]
-    assert 0.02 < errors[0] < 0.03 and 0.004 < errors[1] < 0.01
-
-
-def test_infer_wants_fewer_bits() -> None:
-    b = Builder()
-    x = b.input("x", Type("bf16", (2, 40)))
-    assert b.emit("narrow_row", x, to="i8").type == Type("i8", (2, 44))
-    for value, to in ((x, "bf16"), (x, "f32"), (b.input("n", Type("i64", (2, 40))), "i8")):
-        with pytest.raises(VerifyError, match="narrow_row"):
-            infer("narrow_row", (value,), {"to": to}, "y")
 
 
 def attention_types(q: str, cache: str, fresh: str) -> tuple[Type, ...]:
@@ -289,17 +272,6 @@ def test_bytes_of_a_spec_by_hand(kv: str) -> None:
     assert f"as built: latent KV off, {kv}" in cli("plan", "--variant", "31b", "--kv-dtype", kv).out
 
 
-def test_a_decode_step_moves_fewer_bytes() -> None:
-    """The least time of a step over a long context follows the bytes of its caches."""
-    seconds = {
-        kv: make_plan(load_spec("31b"), replace(PLANNED, kv_dtype=kv), ctx=262144, memory=[1 << 40])
-        .rows[0]
-        .built
-        for kv in (None, "int8", "float8")
-    }
-    assert seconds["float8"] * 2 == seconds[None] and seconds["int8"] * 32 == seconds[None] * 17
-
-
 # --- against transformers ---------------------------------------------------------------------
 
 #: several chunks, more than two windows
@@ -316,16 +288,6 @@ def test_verify(case: tuple[str, str, str], tmp_path: Path) -> None:
     assert report.ok and max(p.relative for p in report.positions) < HELD[to] / 10
     stages = verify_each_pass(engine, IDS)
     assert stages.ok and "as asked: not compared" in stages.text()
-
-
-@pytest.mark.parametrize("kv", ["float8", pytest.param("int8", marks=pytest.mark.full)])
-def test_without_that_rounding_transformers_differs(
-    kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise the comparison above could not fail."""
-    engine = build(tmp_path / "engine", kv_dtype=kv)
-    monkeypatch.setattr("g4ir.check.peers.rounding_caches", lambda *_: None)
-    assert not verify_engine(engine, "hf", IDS).ok
 
 
 @pytest.mark.parametrize("kv", BITS8)
@@ -387,23 +349,6 @@ def test_lowered_attention(case: int, to: str) -> None:
     torch.testing.assert_close(got, reference("attention", *given, **s.attrs))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("kv", "form"), [("float8", "value"), ("float8", "off"), ("int8", "off")])
-def test_compiled(kv: str, form: str, tmp_path: Path) -> None:
-    """A ring and a list of K = V, from prefill in chunks to steps, against the interpreter."""
-    spec = load_spec("tiny-dense")
-    text = replace(spec.text, num_hidden_layers=2, pattern=("sliding", "full"))
-    engine = g4ir.build(
-        replace(spec, name="two", text=text),
-        tmp_path / "engine",
-        **{**SMALL, "backend": "torch", "max_batch": 1},
-        kv_dtype=kv,
-        latent_kv=form,
-    )
-    assert verify_engine(engine).ok
-    assert verify_each_pass(engine).ok
-
-
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_gpu_kernels_of_narrowed_rows(phase: str) -> None:
     """A step reads them as they are, of codes whole groups; prompts are left to the library."""
@@ -430,23 +375,22 @@ def test_gpu_kernels_of_narrowed_rows(phase: str) -> None:
 # --- options and refusals ---------------------------------------------------------------------
 
 REFUSED = {
-    "unknown": ({"kv_dtype": "fp8"}, "kv-dtype 'fp8': expected one of bfloat16, float8, int8"),
-    "no gain": ({"kv_dtype": "bfloat16", "dtype": "float16"}, "as much room as float16"),
-    "raw": ({"kv_dtype": "float8", "latent_kv": "raw"}, "latent-kv raw: it holds projections"),
-    "onnx": ({"kv_dtype": "float8", "backend": "onnx"}, "--kv-dtype float8: backend onnx cannot"),
-    "onnx int8": ({"kv_dtype": "int8", "backend": "onnx"}, "--kv-dtype int8: backend onnx cannot"),
-    "trt": (
-        {"kv_dtype": "float8", "backend": "trt", "device": "cuda"},
-        "--kv-dtype float8: backend trt cannot: TensorRT's layer for caches",
-    ),
+    "kv-dtype 'fp8': expected one of bfloat16, float8, int8": {"kv_dtype": "fp8"},
+    "as much room as float16": {"kv_dtype": "bfloat16", "dtype": "float16"},
+    "latent-kv raw: it holds projections": {"kv_dtype": "float8", "latent_kv": "raw"},
+    "--kv-dtype int8: backend onnx cannot": {"kv_dtype": "int8", "backend": "onnx"},
+    "float8: backend trt cannot: TensorRT's": {
+        "kv_dtype": "float8",
+        "backend": "trt",
+        "device": "cuda",
+    },
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str, tmp_path: Path) -> None:
-    options, words = REFUSED[case]
-    with pytest.raises(InputError, match=words.partition("'")[0]):
-        build(tmp_path / "engine", "tiny-moe", **options)
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused(words: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=words):
+        build(tmp_path / "engine", "tiny-moe", **REFUSED[words])
     assert not (tmp_path / "engine").exists()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,10 +11,7 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.bench import measure, roof
 from g4ir.bench.peers import peer_model
-from g4ir.bench.report import run_bench
-from g4ir.bench.workload import Workload
 from g4ir.check import memory_check
 from g4ir.check.layer_errors import LAYER_TYPICAL, LAYER_WORST
 from g4ir.check.logits import verify_engine
@@ -30,15 +27,6 @@ from g4ir.ir.wide import WideProducts
 from g4ir.spec.record import load_spec
 
 Change = Callable[[torch.Tensor], torch.Tensor]
-NAMES = ("tiny-dense", "tiny-moe", "tiny-ple", "tiny-unified")
-#: what a right engine of the interpreter is checked on in each run, and what in a full one
-QUICK = [("tiny-moe", "float16", 3)]
-FULL = [
-    (name, dtype, seed)
-    for name in (*NAMES, "tiny-media")
-    for dtype in ("bfloat16", "float16")
-    for seed in range(5)
-]
 
 
 @pytest.fixture(scope="module")
@@ -81,29 +69,35 @@ def sound(engine: Engine, against: str) -> VerifyReport:
     return report
 
 
-@pytest.mark.parametrize("name, dtype, seed", QUICK)
-def test_right_engines(built: Callable[..., Engine], name: str, dtype: str, seed: int) -> None:
-    sound(built(name, dtype, seed), "hf")
+RIGHT = [
+    (name, dtype, seed, backend, against)
+    for backend, dtypes, names in (
+        (
+            "reference",
+            ("bfloat16", "float16"),
+            ("tiny-dense", "tiny-moe", "tiny-ple", "tiny-media"),
+        ),
+        ("torch", ("bfloat16",), ("tiny-dense", "tiny-moe", "tiny-ple")),
+    )
+    for name in names
+    for dtype in dtypes
+    for seed in range(5)
+    for against in ("hf", "reference")
+]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("against", ["hf", "reference"])
-@pytest.mark.parametrize("name, dtype, seed", FULL)
-def test_right_engines_of_every_kind(
-    built: Callable[..., Engine], name: str, dtype: str, seed: int, against: str
-) -> None:
-    sound(built(name, dtype, seed), against)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("against", ["hf", "reference"])
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-ple"])
-def test_right_compiled_engines(
-    built: Callable[..., Engine], name: str, seed: int, against: str
-) -> None:
-    """Which round less than transformers does, and at other places."""
-    sound(built(name, "bfloat16", seed, "torch"), against)
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("tiny-moe", "float16", 3, "reference", "hf"),
+        *(pytest.param(case, marks=pytest.mark.full) for case in RIGHT),
+    ],
+    ids=str,
+)
+def test_right_engines(built: Callable[..., Engine], case: tuple[Any, ...]) -> None:
+    """Compiled ones too, which round less than transformers does, and at other places."""
+    *engine, against = case
+    sound(built(*engine), against)
 
 
 def test_the_report_states_the_budget(built: Callable[..., Engine]) -> None:
@@ -263,46 +257,6 @@ def test_room_follows_from_tokens_and_logits() -> None:
     few, many = (memory_check.wide_bytes(spec, n, 50) for n in (1100, 8192))
     assert few < 2 << 30 < many
     assert memory_check.wide_bytes(spec, 1100, 1100) > few + 8 * 3 * 1000 * spec.text.vocab_size
-
-
-# ---- bench ---------------------------------------------------------------------------------------
-
-WORK = Workload(input_len=20, output_len=12, context=0)
-
-
-def agreement(engine: Engine, peers: list[str]) -> dict[str, Any]:
-    report = run_bench([engine], WORK, peers=peers, rounds=2, warmup=0)
-    assert report.runs[0].void != report.outputs_agree
-    return asdict(report.agreement[0])
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roof, "BUFFER_BYTES", 1 << 16)
-    monkeypatch.setattr(roof, "SIDES", {"cpu": (16, 32)})
-    monkeypatch.setattr(measure, "ROUND_S", 0.0)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("peers", [["hf"], []])
-def test_bench_numbers_of_a_right_engine_hold(
-    built: Callable[..., Engine], quick: None, peers: list[str]
-) -> None:
-    found = agreement(built("tiny-moe", "bfloat16", 0), peers)
-    assert found["ok"] and "float64" in found["budget"]
-    assert 0 < found["base_median"] <= found["base_worst"]
-    assert found["distance_median"] <= found["distance_worst"]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["tiny-moe", pytest.param("tiny-dense", marks=pytest.mark.full)])
-def test_bench_numbers_of_a_wrong_engine_are_void(
-    built: Callable[..., Engine], quick: None, name: str
-) -> None:
-    param, change, _ = WRONG["swapped half"]
-    found = agreement(changed(built(name, "bfloat16", 0), {param: change}), ["hf"])
-    assert not found["ok"]
-    print(f"{name}: {found['distance_median'] / found['base_median'] / distance.TYPICAL:.2f}")
 
 
 # ---- the measure itself --------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from g4ir.backends.torch_compile.lower import (
     _list_write,
     _ring_write,
     grouped_experts,
-    smallest,
 )
 from g4ir.backends.torch_compile.programs import phase_steps
 from g4ir.backends.torch_compile.runtime import check_aligned
@@ -38,7 +37,7 @@ from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.segment import Glue, Segment, graph_steps, state_steps
 from g4ir.backends.torch_compile.target import Target, find_target
 from g4ir.errors import EngineError, LowerError
-from g4ir.ir.graph import Graph, Program
+from g4ir.ir.graph import Graph
 from g4ir.ir.text import parse_graph, print_graph
 from g4ir.ops import OPS
 from g4ir.ops.types import torch_dtype
@@ -625,27 +624,6 @@ def test_a_program_of_one_segment(own_cache: Path, tmp_path: Path) -> None:
         x = torch.randn(b, s, 8)
         (got,) = call([x, w])
         close(got, x @ w.t(), 1e-5)
-
-
-def test_programs_of_one_row_have_a_fixed_batch() -> None:
-    program: Program = split_program(built_program(load_spec("tiny-dense"))).program
-    for rows, dim in ((1, "[1,"), (2, "[B,")):
-        steps = phase_steps(program, Limits(max_batch=rows))["decode"]
-        text = next(s.text for s in steps if isinstance(s, Segment))
-        assert dim in text.splitlines()[1]
-
-
-@pytest.mark.parametrize(
-    ("experts", "key"),
-    [(128, torch.uint8), (255, torch.uint8), (256, torch.int16), (1 << 15, torch.int64)],
-)
-def test_keys_that_tokens_are_sorted_by(experts: int, key: torch.dtype) -> None:
-    """As few bits as hold every expert, and the number that stands for those of other ranks; the
-    order is that of the numbers as they were."""
-    assert smallest(experts) == key
-    ids = torch.randint(0, experts + 1, (999,), generator=torch.Generator().manual_seed(0))
-    ids[:2] = torch.tensor([experts, 0])
-    assert torch.equal(ids.to(key).argsort(stable=True), ids.argsort(stable=True))
 
 
 # --- writes of a chunk --------------------------------------------------------------------------

@@ -161,8 +161,7 @@ def compile_all(
 
 
 def _from_cache(name: str, out: Path) -> bool:
-    """Copy a kept program, unless it is not what was kept: then it is compiled again. TrustError
-    where others could have put it there."""
+    """Copy a kept program that is whole. TrustError where others could have put it there."""
     kept, digest = cache_dir() / name, _digest_file(name)
     if not (kept.is_file() and digest.is_file()):
         return False
@@ -182,14 +181,12 @@ def _from_cache(name: str, out: Path) -> bool:
 
 
 def _digest_file(name: str) -> Path:
-    """Return the file of a kept program's digest: apart from the program, so that who can write to
-    the cache alone can put nothing there that is believed."""
+    """Return the file of a kept program's digest, which who writes to the cache cannot change."""
     return state_root() / "programs" / name
 
 
 def keep_program(path: Path) -> None:
-    """Keep a program, by best effort: a full or read-only cache directory fails no build. Where
-    another process kept it meanwhile, that one counts: equal builds have equal files."""
+    """Keep a program, by best effort. One that another process kept meanwhile is equal."""
     try:
         if _from_cache(path.name, path.parent):
             return
@@ -230,8 +227,7 @@ def _compile_missing(
 def _shared(
     texts: Sequence[str], files: dict[str, str], target: Target, out: Path
 ) -> Iterator[str]:
-    """Compile one after the other, and yield what is there. A program that another process is at
-    comes last: two that compile the same share the work."""
+    """Compile one after the other; programs that another process is compiling come last."""
     todo, passed_over = deque(texts), 0
     while todo:
         text = todo.popleft()
@@ -361,8 +357,7 @@ def _end_of_worker(status: int) -> str:
 
 
 def serve(parent: int | None = None) -> None:
-    """Compile what each line of stdin asks for; answer with a line: null, or the error. Ends with
-    the process `parent`, even where that was killed."""
+    """Compile what each line of stdin names; answer null or the error. Ends with `parent`."""
     Thread(target=_end_with, args=(parent or os.getppid(),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a compiler prints is no answer
@@ -463,8 +458,8 @@ def _without_space(error: Exception, path: Path) -> LowerError | None:
 
 @contextmanager
 def _kernels_understood() -> Iterator[None]:
-    """A context that raises an error where torch cannot tell what a kernel writes: it would say so
-    to its log alone and copy every operand of the kernel, caches included."""
+    """A context that raises an error where torch cannot tell what a kernel writes: torch would
+    log it and copy every operand of the kernel, caches included."""
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -497,8 +492,7 @@ def _compile(text: str, target: Target, path: Path) -> None:
 
 
 def _packaged(text: str, target: Target) -> io.BytesIO:
-    """Return a package in memory: where torch's own writer finds the disk full, it ends the
-    process."""
+    """Return a package in memory: torch's own writer ends the process on a full disk."""
     import torch
 
     package = io.BytesIO()
@@ -556,8 +550,7 @@ def first_node(text: str) -> str:
 
 
 def _any_size() -> Any:
-    """Return a context in which a size may be 1; else the exporter takes dynamic sizes for at least
-    2."""
+    """Return a context in which the exporter takes a dynamic size of 1 as well."""
     from torch.fx.experimental import _config as fx_config
 
     return fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]

@@ -161,8 +161,7 @@ def _below(root: Path, patterns: Iterable[str]) -> list[Path]:
 
 
 def _torch_folders() -> tuple[list[Path], list[Path]]:
-    """Return (include, library) folders that torch gives the compiler; none of CUDA's where it
-    knows of no toolkit."""
+    """Return (include, library) folders of torch's own CUDA; none if it has no toolkit."""
     from torch.utils import cpp_extension
 
     if cpp_extension.CUDA_HOME is None:

@@ -55,8 +55,7 @@ def host_rows(  # type: ignore[no-untyped-def]
 def gather_host_rows(
     address: int, ids: torch.Tensor, columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return rows `ids` (int64, any shape, in range) of a table at an address that the device of
-    `ids` may read: [*ids.shape, columns]."""
+    """Return rows `ids` (int64, in range) of a table at an address: [*ids.shape, columns]."""
     out = torch.empty((*ids.shape, columns), dtype=dtype, device=ids.device)
     grid = (ids.numel(), blocks(columns, ROW_BLOCK))
     start_untraced(
@@ -129,8 +128,7 @@ def registered_file(source: ParamSource, v: Value, cuda: Any) -> torch.Tensor | 
 
 
 def copied(source: ParamSource, v: Value) -> torch.Tensor:
-    """Copy the param into memory of its own, piece by piece. Not torch's pinned memory, which comes
-    in powers of two."""
+    """Copy the param into memory of its own. Torch's pinned memory comes in powers of two."""
     rows, columns = (int(d) for d in v.type.shape)
     table = torch.empty(rows, columns, dtype=torch_dtype(v.type.dtype))
     step = max(1, PIECE_BYTES // (columns * table.element_size()))
@@ -142,8 +140,7 @@ def copied(source: ParamSource, v: Value) -> torch.Tensor:
 
 
 def _forget_error() -> None:
-    """Start a kernel. CUDA remembers that a call failed, and torch would raise it after the next
-    kernel that it starts. So one is started here."""
+    """Start a kernel: after the next one torch would raise the error of a failed CUDA call."""
     if torch.cuda.is_available():
         with suppress(RuntimeError):
             torch.ones(1, device="cuda").add_(1)

@@ -42,8 +42,7 @@ def run_node(run: Run, n: Node) -> None:
 
 
 class SegmentModule(torch.nn.Module):
-    """Inputs, params and caches in the segment's order; caches are written in place; returns the
-    outputs, contiguous."""
+    """Inputs, params and caches in the segment's order -> outputs; caches are written in place."""
 
     def __init__(self, s: Schedule) -> None:
         super().__init__()
@@ -178,8 +177,7 @@ def grouped_experts(
 
 
 def smallest(most: int) -> torch.dtype:
-    """Return the type of the fewest bits that holds 0 to `most`: a sort goes through all of them,
-    eight at a time."""
+    """Return the smallest type that holds 0 to `most`: a sort takes eight bits at a time."""
     return next(d for d in (torch.uint8, torch.int16, torch.int64) if most <= torch.iinfo(d).max)
 
 

@@ -112,8 +112,7 @@ def linear_coded(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> 
 
 def linear_rounded(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return `linear_coded` of the rows fake_quantize(x, form=int8). A few rows in bf16 are
-    multiplied as codes, where the CPU has instructions for these; others are rounded to x's dtype
-    once more."""
+    multiplied as codes, where the CPU can; others are rounded to x's dtype once more."""
     if not _has_kernel(x.dtype, codes, scales, x.numel() // x.shape[-1], x.shape[-1], True):
         return linear_coded(fake_quantized(x, "int8"), codes, scales)
     return _coded(x, codes, scales, True)
@@ -148,8 +147,7 @@ def attend(
     window: int,
     scale: float,
 ) -> torch.Tensor:
-    """Compute the op `attention` of a few queries over a cache, without a softcap, bf16 or fp32;
-    scores are not rounded."""
+    """Compute the op `attention` of a few queries over a cache, without a softcap; bf16 or fp32."""
     if not _kernels or q.dtype not in (torch.bfloat16, torch.float32) or keys.dtype not in HELD:
         operands = (q, positions, written, keys, values)
         made: torch.Tensor = _ATTENTION(*operands, window=window, scale=scale, softcap=0.0)
@@ -269,8 +267,7 @@ def experts(
     act: str,
     first: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the op `experts`: each hit expert once; weighting and the sum over slots in fp32 and
-    in rank order."""
+    """Compute the op `experts`: each hit expert once; weighting and sums in fp32, in rank order."""
 
     def one(rows: torch.Tensor, e: int) -> torch.Tensor:
         gate, up = linear(rows, gate_up[e]).chunk(2, -1)

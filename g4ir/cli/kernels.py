@@ -20,8 +20,8 @@ from .cost import step_of
 from .graphs import add_graph, add_step, check_graph, chosen_graph, spec_of
 
 if TYPE_CHECKING:
-    from g4ir.backends.torch_compile.kernel_table import Row
     from g4ir.backends.torch_compile.kernels.base import Schedule
+    from g4ir.backends.torch_compile.schedule import Row
     from g4ir.ir.graph import Graph
     from g4ir.spec.record import Spec
 
@@ -43,7 +43,7 @@ def _kernels(args: argparse.Namespace) -> int:
     caches that a step moves: codes and scales of quantised weights."""
     check_graph(args)
     graph, spec = chosen_graph(args), spec_of(args)
-    from g4ir.backends.torch_compile.kernel_table import kernel_rows
+    from g4ir.backends.torch_compile.schedule import kernel_rows
 
     s, step, moved = scheduled(args, graph, spec)
     target, rows, found = s.target, s.target.rows, kernel_rows(s, moved)
