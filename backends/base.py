@@ -127,7 +127,7 @@ class Runtime(Protocol):
         self, embed: Embed, state: Any, batch: int, choice: DeviceChoice, last: bool
     ) -> Any:
         """Return verification steps that draft and choose on the device
-        (torch_compile/round_loop.py), or None."""
+        (torch_compile/token_loop.py), or None."""
 
     def resident(self, param: str) -> torch.Tensor | None:
         """Return a param that the runtime holds whole, for others to read."""

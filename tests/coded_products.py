@@ -1,13 +1,14 @@
-"""A product of a weight in codes, through a fused op, and one thing more that takes its operand."""
+"""The CPU kernels for tests, and a product of a weight in codes through a fused op."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from g4ir.backends.torch_compile import compile as compiler
 from g4ir.backends.torch_compile import pyops
 from g4ir.backends.torch_compile.lower import SegmentModule
 from g4ir.backends.torch_compile.schedule import schedule
@@ -15,9 +16,32 @@ from g4ir.backends.torch_compile.target import Target
 from g4ir.ir.graph import Builder
 from g4ir.ir.interpret import interpret
 from g4ir.ir.rewrite import split_prologue
+from g4ir.ops import OPS
 from g4ir.ops.types import Type
 
 Kernel = Callable[..., torch.Tensor]
+QUANTIZE: Any = OPS["quantize"].reference
+#: format, values that share a scale, dtype of the scales; 704 is no multiple of what is read at a
+#: time
+GROUPS = (
+    *(("int4", 32, "f16"), ("int4", 64, "bf16"), ("int4", 0, "f32")),
+    *(("int8", 16, "f32"), ("int8", 32, "f16"), ("int8", 0, "f16")),
+    *(("int6", 128, "f16"), ("int6", 256, "f16"), ("int6", 0, "bf16")),
+    *(("uint5", 256, "f16"), ("uint5", 0, "f32")),
+    *(("uint4", 256, "f16"), ("uint4", 512, "bf16"), ("fp8", 16, "bf16")),
+)
+
+
+@pytest.fixture(scope="module")
+def cpu_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The CPU kernels, compiled here; other tests keep what they have loaded."""
+    before = dict(pyops._kernels)
+    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
+    compiler.compile_kernels(path)
+    pyops.load_kernels(path)
+    yield
+    pyops._kernels.clear()
+    pyops._kernels.update(before)
 
 
 def asked_of(

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.backends.torch_compile import compile as compiler
 from g4ir.backends.torch_compile import lower, pyops
 from g4ir.backends.torch_compile.kernels.base import Coded, both_in_codes
 from g4ir.backends.torch_compile.schedule import dense_bytes, schedule
@@ -25,7 +24,6 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir.graph import Graph
 from g4ir.model.text import build_program
-from g4ir.ops import OPS
 from g4ir.ops.codecs import ACTIVATIONS, FORMS, dequantized, fake_quantized
 from g4ir.passes import PassOptions, run_passes
 from g4ir.passes.quantize_activations import ActivationOptions
@@ -35,9 +33,13 @@ from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
 from tests.cli_tools import g4ir as cli
-from tests.coded_products import asked_of
+from tests.coded_products import (
+    GROUPS,
+    QUANTIZE,
+    asked_of,
+    cpu_kernels,  # noqa: F401
+)
 
-QUANTIZE: Any = OPS["quantize"].reference
 #: for what a product makes: `SUM` of its terms' size
 SUM = 2.0**-8
 
@@ -189,14 +191,7 @@ def test_chunks_do_not_matter(tmp_path: Path) -> None:
     assert ((steps - whole).abs() / whole.square().mean(-1, keepdim=True).sqrt()).max() < 2**-5
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_torch_backend(tmp_path: Path, dtype: str) -> None:
-    engine = build(tmp_path / "engine", "tiny-ple", "int4", "int8", backend="torch", dtype=dtype)
-    assert verify_engine(engine, "reference", IDS).ok
-
-
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize(
     ("form", "to", "taken"), [("int4", "int8", 1), ("int8", "int8", 1), ("fp8", "fp8", 0)]
 )
@@ -225,27 +220,17 @@ def test_what_the_engine_says(tmp_path: Path) -> None:
     assert "an engine has its own" in asked.err
 
 
-def test_leaving_the_pass_out_rounds_nothing(tmp_path: Path) -> None:
-    skip = {"skip": ["quantize_activations"]}
-    engine = build(tmp_path / "engine", "tiny-ple", "int4", "int8", **skip)
-    assert not [*engine.program.graphs["decode"].find("fake_quantize")]
-    assert verify_engine(engine, "hf", IDS).ok
-
-
 REFUSED = {
-    "unknown": ({"quant_activations": "int4"}, "quant-activations 'int4': expected one of int8, f"),
-    "no codes": ({"quant": None}, "--quant-activations int8: no weight is in codes"),
-    "onnx": ({"backend": "onnx"}, "--quant-activations int8: backend onnx does not round rows"),
-    "trt": (
-        {"backend": "trt", "device": "cuda"},
-        "--quant-activations int8: backend trt does not round rows",
-    ),
+    "quant-activations 'int4': expected one of int8, f": {"quant_activations": "int4"},
+    "--quant-activations int8: no weight is in codes": {"quant": None},
+    "--quant-activations int8: backend onnx does not round rows": {"backend": "onnx"},
+    "--quant-activations int8: backend trt does not": {"backend": "trt", "device": "cuda"},
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str, tmp_path: Path) -> None:
-    options, words = REFUSED[case]
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused(words: str, tmp_path: Path) -> None:
+    options = REFUSED[words]
     given = {"backend": "reference", "quant": "int8", "quant_activations": "int8"} | options
     with pytest.raises(InputError) as e:
         g4ir.build("tiny-ple", tmp_path / "engine", random_weights=0, **given)
@@ -256,32 +241,7 @@ def test_refused(case: str, tmp_path: Path) -> None:
 # --- kernels -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
-    compiler.compile_kernels(path)
-    pyops.load_kernels(path)
-
-
-#: form, numbers that share a scale, its dtype; 704 is no multiple of what is read at a time
-GROUPS = (
-    ("int4", 32, "f16"),
-    ("int4", 64, "bf16"),
-    ("int4", 0, "f32"),
-    ("int8", 16, "f32"),
-    ("int8", 32, "f16"),
-    ("int8", 32, "bf16"),
-    ("int8", 64, "bf16"),
-    ("int8", 0, "f16"),
-    ("int6", 128, "f16"),
-    ("int6", 0, "bf16"),
-    ("uint5", 256, "f16"),
-    ("uint4", 0, "bf16"),
-    ("fp8", 0, "f32"),
-)
-
-
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("form", "group", "scale"), GROUPS)
 @pytest.mark.parametrize(("n", "k"), [(37, 704), (5, 12288), (130, 64)])
@@ -290,7 +250,7 @@ def test_a_product_of_rounded_rows(
 ) -> None:
     """The grid's own numbers, not rounded to x's dtype; those of many rows are, and the weight."""
     g = torch.Generator().manual_seed(n + k)
-    k += -k % FORMS[form].packed
+    k += -k % (group or FORMS[form].packed)
     x, w = torch.randn(9, k, generator=g), torch.randn(n, k, generator=g)
     x[1, :: k // 5] *= 3000
     x[2, 1:] *= 2.0**-20
@@ -307,18 +267,7 @@ def test_a_product_of_rounded_rows(
         assert ((got - want[:count]).abs() <= budget[:count]).all()
 
 
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("form", "group"), [("int4", 32), ("int8", 32), ("int8", 0)])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_none(form: str, group: int, bad: float) -> None:
-    codes, scales = QUANTIZE(torch.randn(9, 192), form=form, group=group, scale="bf16")
-    x = torch.ones(2, 192).bfloat16()
-    x[0, 77] = bad
-    got = pyops.linear_rounded(x, codes, scales)
-    assert not got[0].isfinite().any() and got[1].isfinite().all()
-
-
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.skipif("avx512_vnni" not in cpu_flags(), reason="this CPU multiplies no such codes")
 def test_where_codes_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rows in bf16; others are rounded first, and go on as products with codes do."""
@@ -361,11 +310,3 @@ def test_a_gpu_multiplies_codes(recipe: str, to: str, taken: bool) -> None:
     assert all((n in both) != (n["w"].name in made) for n in products)
     assert bool(both) == taken and (not made or not taken)
     assert (dense_bytes(s) == 0) == taken
-
-
-def test_kernels_of_a_gpu_take_rounded_rows() -> None:
-    """The same kernels as without: rounding comes before them."""
-    options = pass_options("off", "off", "fp8")
-    rounded = schedule(run_passes(coded("e2b", "fp8"), options=options), Target("cuda", "h200", 1))
-    plain = schedule(run_passes(coded("e2b", "fp8")), Target("cuda", "h200", 1))
-    assert rounded.choices.keys() == plain.choices.keys()

@@ -119,13 +119,6 @@ def test_a_dry_run_in_part(tmp_path: Path) -> None:
     assert "prefill 24" in (tmp_path / "report.md").read_text()
 
 
-@pytest.mark.full
-def test_a_dry_run(tmp_path: Path) -> None:
-    """The command as it is given, every test."""
-    code, text = run(tmp_path, "--dry-run", "-n", "1")
-    assert code == 0, text
-
-
 #: tests that go wrong in every way, beside the conftest of bench/gpu
 TESTS = """
 import os, signal, time

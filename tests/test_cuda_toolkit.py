@@ -123,7 +123,7 @@ def test_it_is_asked_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(compiler, "find_toolkit", missing)
+    monkeypatch.setattr(cuda_toolkit, "find_toolkit", missing)
     with pytest.raises(MissingError, match="no headers"):
         check_all(*compiler.toolchain("cuda"))
 

@@ -516,7 +516,7 @@ def test_the_example_of_a_lowering(softcap_op: Op, monkeypatch: pytest.MonkeyPat
 KERNEL_TEST = """
 import torch
 from g4ir.backends.torch_compile import schedule
-from g4ir.backends.torch_compile.kernel_table import kernel_rows
+from g4ir.backends.torch_compile.schedule import kernel_rows
 from g4ir.backends.torch_compile.kernels import KERNELS
 from g4ir.backends.torch_compile.target import Target
 from g4ir.ir.graph import Graph

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from g4ir.backends.torch_compile import compile as compiler
-from g4ir.backends.torch_compile.kernel_table import OTHER, unmeasured
-from g4ir.backends.torch_compile.schedule import schedule
+from g4ir.backends.torch_compile.schedule import OTHER, schedule, unmeasured
 from g4ir.backends.torch_compile.target import Target
 from g4ir.cli import main
 from g4ir.errors import MissingError, check_all
@@ -93,40 +92,27 @@ def test_kernels_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "to move at 4K: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--gpu", "rtx4090"], "h100 and h200"),
-        (["--gpu", "24GiB"], "h100 and h200"),
-        (["--timeline"], "unrecognized arguments: --timeline"),
-        (["--nodes"], "unrecognized arguments: --nodes"),
-        (["--batch", "0"], "--batch"),
-    ],
-)
-def test_bad_kernels(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
-    assert main(["kernels", "--variant", "e2b", *words]) == 2
-    assert said in capsys.readouterr().err
+REFUSED: dict[str, tuple[int, str]] = {
+    "kernels --variant e2b --gpu rtx4090": (2, "h100 and h200"),
+    "kernels --variant e2b --gpu 24GiB": (2, "h100 and h200"),
+    "kernels --variant e2b --timeline": (2, "unrecognized arguments: --timeline"),
+    "kernels --variant e2b --nodes": (2, "unrecognized arguments: --nodes"),
+    "kernels --variant e2b --batch 0": (2, "--batch"),
+    "tune --variant e2b": (3, "no CUDA device"),
+    "tune": (2, "--variant or --spec"),
+    "tune --variant e2b --latent-kv x": (2, "off, value, raw"),
+    "tune --variant e2b --batch -1": (2, "--batch"),
+    "tune --variant e2c": (2, "e2b"),
+}
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (["--variant", "e2b"], 3, "no CUDA device"),
-        ([], 2, "--variant or --spec"),
-        (["--variant", "e2b", "--latent-kv", "x"], 2, "off, value, raw"),
-        (["--variant", "e2b", "--batch", "-1"], 2, "--batch"),
-        (["--variant", "e2c"], 2, "e2b"),
-    ],
-)
-def test_tune_without_a_gpu(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    code: int,
-    said: str,
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
+    code, said = REFUSED[words]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["tune", *words]) == code
+    assert main(words.split()) == code
     assert said in capsys.readouterr().err
 
 

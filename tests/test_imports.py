@@ -216,7 +216,7 @@ def test_choosing_a_kernel_needs_no_torch() -> None:
     torch_compile = "g4ir.backends.torch_compile"
     pairs = {m.removesuffix("_triton") for m in MODULES if m.endswith("_triton")} & MODULES.keys()
     assert f"{torch_compile}.kernels.linear" in pairs
-    left, known = {f"{torch_compile}.schedule", f"{torch_compile}.kernel_table", *pairs}, set[str]()
+    left, known = {f"{torch_compile}.schedule", *pairs}, set[str]()
     while left:
         known |= left
         found = {i for m in left for i in imports(m, top=True)}

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from g4ir.backends.experimental.end_of_step import end_step
 from g4ir.backends.torch_compile.compile import _TRACE as TRACE
 from g4ir.backends.torch_compile.compile import INDUCTOR, exported
+from g4ir.backends.torch_compile.host_table import gather_host_rows
 from g4ir.backends.torch_compile.kernel_cases import (
     Case,
     all_cases,
@@ -32,7 +33,6 @@ from g4ir.backends.torch_compile.kernel_cases import (
     run_case,
 )
 from g4ir.backends.torch_compile.kernels.assembly import compile_for
-from g4ir.backends.torch_compile.kernels.gather_triton import gather_host_rows
 from g4ir.backends.torch_compile.kernels.launch import recorded
 from g4ir.backends.torch_compile.kernels.resources import (
     SHARED_BYTES,
@@ -120,15 +120,14 @@ def test_ops_keep_the_rules() -> None:
     expected = {
         "moe_gate_up",
         *("decode_attention", "qkv_attention", "q_attention", "norm_linear", "norm_router"),
-        "skinny_linear_parts",
-        "moe_gate_up_sorted",
+        "skinny_linear",
         "moe_sort",
-        "moe_down_sorted",
+        "moe_down",
     }
     names = {(op._schema.name.removeprefix("g4ir::"), coded) for op, coded in checked}
     assert {(name, False) for name in expected} <= names
     takers = {
-        *("skinny_linear", "norm_linear", "skinny_linear_parts", "moe_gate_up", "moe_down"),
+        *("skinny_linear", "norm_linear", "moe_gate_up", "moe_down"),
     }
     assert {(name, True) for name in ("dequantize", *takers)} <= names
 
@@ -209,7 +208,7 @@ def test_every_step_exports_for_a_gpu(
             graph = exported(text, target).graph
         called |= {str(n.target).split(".")[1] for n in graph.nodes if "g4ir" in str(n.target)}
     norm = "norm_linear" if rows == 1 else "norm_residual"
-    assert {norm, "decode_attention_latent" if form != "off" else "qkv_attention"} <= called
+    assert {norm, "decode_attention" if form != "off" else "qkv_attention"} <= called
     assert ("dequantize" in called) == ("+" in name)
 
 
@@ -381,7 +380,7 @@ def test_narrow_caches_fit_hopper(held: str) -> None:
     kernels = ("attention", "attention_latent")
     over = [c for c in cases if c.graph.nodes[-1].op in kernels]
     found = compiled(iter(c for c in over if not c.graph.nodes[-1].chunk))
-    assert {r.kernel for r in found} == {"_decode", "_decode_value"}
+    assert {r.kernel for r in found} == {"_decode"}
     check(found)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from g4ir.backends.torch_compile import compile as compiler
-from g4ir.backends.torch_compile import pyops, runtime, scratch
+from g4ir.backends.torch_compile import pyops, runtime
 from g4ir.backends.torch_compile.target import Target, cpu_flags
 from g4ir.ops import OPS
 from g4ir.ops.attention import slot_positions, visible
@@ -25,18 +25,17 @@ from g4ir.ops.codecs import BLOCK_PARTS, FORMS, dequantized, folded
 from g4ir.ops.kv_quant import coded, numbers
 from g4ir.ops.moe import experts as experts_op
 from g4ir.ops.types import ITEMSIZE, torch_dtype
+from tests.coded_products import (
+    GROUPS,
+    QUANTIZE,
+    cpu_kernels,  # noqa: F401
+)
+
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 BUDGET = {torch.float32: 1e-5, torch.bfloat16: 2**-8}  # of the largest result: one rounding
-QUANTIZE: Any = OPS["quantize"].reference
 #: of the last, few rows of x lie in a core's nearest cache, and more do not
 SHAPES = ((1, 1), (7, 33), (24, 64), (5, 127), (64, 256), (3, 1000), (130, 515), (37, 9216))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
-    compiler.compile_kernels(path)
-    pyops.load_kernels(path)
 
 
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
@@ -117,25 +116,6 @@ def test_long_rows_of_int8() -> None:
     assert torch.equal(pyops.linear_coded(x, codes, scales), exact.bfloat16())
 
 
-#: form, numbers that share a scale, its dtype; 704 is no multiple of what is read at a time
-GROUPS = (
-    ("int4", 32, "f16"),
-    ("int4", 64, "bf16"),
-    ("int4", 0, "f32"),
-    ("int8", 16, "f32"),
-    ("int8", 32, "f16"),
-    ("int8", 0, "f16"),
-    ("int6", 128, "f16"),
-    ("int6", 256, "f16"),
-    ("int6", 0, "bf16"),
-    ("uint5", 256, "f16"),
-    ("uint5", 0, "f32"),
-    ("uint4", 256, "f16"),
-    ("uint4", 512, "bf16"),
-    ("fp8", 16, "bf16"),
-)
-
-
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
 @pytest.mark.parametrize(("form", "group", "scale"), GROUPS)
 @pytest.mark.parametrize(("n", "k"), [(37, 704), (5, 12288)])
@@ -162,14 +142,15 @@ def test_groups_and_outliers(
         assert ((got - want[:rows]).abs() <= budget[:rows]).all()
 
 
+@pytest.mark.parametrize("product", [pyops.linear_coded, pyops.linear_rounded])
 @pytest.mark.parametrize("form", CODED)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_none(form: str, bad: float) -> None:
+def test_what_is_no_number_stays_none(form: str, bad: float, product: Any) -> None:
     codes, scales = QUANTIZE(torch.randn(9, 768), form=form, group=CODED[form][0], scale="bf16")
     for dtype in BUDGET:
         x = torch.ones(2, 768, dtype=dtype)
         x[0, 77] = bad
-        got = pyops.linear_coded(x, codes, scales)
+        got = product(x, codes, scales)
         assert not got[0].isfinite().any() and got[1].isfinite().all()
 
 
@@ -204,11 +185,6 @@ def test_many_rows_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [0, 5, 100]
 
 
-def test_rows_that_are_not_contiguous() -> None:
-    x, w = torch.randn(2, 8, 64)[:, 3], torch.randn(16, 64)
-    torch.testing.assert_close(pyops.linear(x, w), torch.nn.functional.linear(x, w))
-
-
 def test_special_values() -> None:
     """Infinities and NaN survive the rounding to bf16; ties go to even."""
     w = torch.eye(4, 32, dtype=torch.bfloat16)
@@ -229,26 +205,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 def _library(path: Path, *flags: str) -> Path:
     source = compiler.CPU_KERNELS / "kernels.c"
-    subprocess.run(
-        [
-            "g++",
-            "-x",
-            "c",
-            "-O2",
-            *flags,
-            "-fopenmp",
-            "-fassociative-math",
-            "-fno-signed-zeros",
-            "-fno-trapping-math",
-            "-shared",
-            "-fPIC",
-            "-w",
-            str(source),
-            "-o",
-            str(path),
-        ],
-        check=True,
+    options = (
+        "-O2 -fopenmp -fassociative-math -fno-signed-zeros -fno-trapping-math -shared -fPIC -w"
     )
+    command = ["g++", "-x", "c", *options.split(), *flags, str(source), "-o", str(path)]
+    subprocess.run(command, check=True)
     return path
 
 
@@ -380,25 +341,6 @@ def test_attention_keeps_what_is_no_number(dtype: torch.dtype, value: str) -> No
     assert lost == [[1, 0, 2], [1, 0, 3]] and got.isnan().sum() == 2 * 64
 
 
-@pytest.mark.parametrize("dtype", BUDGET, ids=str)
-@pytest.mark.parametrize("case", ["one token", "many", "all to one", "some without"])
-def test_experts(dtype: torch.dtype, case: str) -> None:
-    g = torch.Generator().manual_seed(3)
-    tokens = 1 if case == "one token" else 13
-    x = torch.randn(1, tokens, 32, generator=g).to(dtype)
-    gate_up = (torch.randn(6, 48, 32, generator=g) * 0.2).to(dtype)
-    down = (torch.randn(6, 32, 24, generator=g) * 0.2).to(dtype)
-    high = {"all to one": 1, "some without": 3}.get(case, 6)
-    index = torch.randint(0, high, (1, tokens, 2), generator=g)
-    weights = torch.rand(1, tokens, 2, generator=g)
-    act = "gelu_pytorch_tanh"
-    assert experts_op.reference  # type: ignore[attr-defined]
-    want = experts_op.reference(x, weights, index, gate_up, down, act=act)  # type: ignore[attr-defined]
-    got = pyops.experts(x, weights, index, gate_up, down, act)
-    error = (got.double() - want.double()).abs().max()
-    assert error <= 4 * BUDGET[dtype] * want.double().abs().max()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_many_rows_are_made_wide(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """In blocks of the weight, the last one not whole; sums are fp32, rounded once."""
@@ -415,17 +357,9 @@ def test_many_rows_are_made_wide(monkeypatch: pytest.MonkeyPatch, dtype: torch.d
     assert float((got == wanted).float().mean()) > 0.98
 
 
-def test_cpus_with_instructions_are_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    pyops._multiplies.cache_clear()
-    monkeypatch.setattr(pyops, "cpu_flags", lambda: ("avx2", "avx512_bf16"))
-    assert pyops._multiplies(torch.bfloat16) and not pyops._multiplies(torch.float16)
-    assert pyops._multiplies(torch.float32)
-    pyops._multiplies.cache_clear()
-
-
 def test_more_rows_than_any_kernel_likes() -> None:
     """Two products at once never share memory, and a view of the first keeps it."""
-    k, n = 8, scratch.FROM // 4 // pyops.MANY_ROWS
+    k, n = 8, pyops.KEPT_FROM // 4 // pyops.MANY_ROWS
     x, w = torch.randn(3, pyops.MANY_ROWS // 2, k), torch.randn(2, n, k)
     wanted = [x[:2] @ w[i].t() for i in range(2)]
     first = pyops.linear(x[:2], w[0])
@@ -435,21 +369,21 @@ def test_more_rows_than_any_kernel_likes() -> None:
     torch.testing.assert_close(kept, wanted[0].transpose(0, 1)[1:])
     torch.testing.assert_close(second, wanted[1])
     del kept
-    assert scratch.kept_bytes() >= scratch.FROM
+    assert pyops.kept_bytes() >= pyops.KEPT_FROM
     assert pyops.linear(x[1:].transpose(0, 1), w[0]).data_ptr() == memory
 
 
 def test_kept_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch, "KEPT", 3 * scratch.FROM)
+    monkeypatch.setattr(pyops, "KEPT", 3 * pyops.KEPT_FROM)
     for _ in range(2):
-        held = [scratch.empty_f32(scratch.FROM // 4, 1) for _ in range(3)]
+        held = [pyops.empty_f32(pyops.KEPT_FROM // 4, 1) for _ in range(3)]
         assert len({t.data_ptr() for t in held}) == 3
     del held
-    assert scratch.kept_bytes() == 3 * scratch.FROM
-    scratch.empty_f32(scratch.FROM // 4 + 1)
-    assert scratch.kept_bytes() == scratch.FROM + 4  # what another size left is gone
-    scratch.empty_f32(100)
-    assert scratch.kept_bytes() == scratch.FROM + 4  # small ones are not kept
+    assert pyops.kept_bytes() == 3 * pyops.KEPT_FROM
+    pyops.empty_f32(pyops.KEPT_FROM // 4 + 1)
+    assert pyops.kept_bytes() == pyops.KEPT_FROM + 4  # what another size left is gone
+    pyops.empty_f32(100)
+    assert pyops.kept_bytes() == pyops.KEPT_FROM + 4  # small ones are not kept
 
 
 @pytest.mark.parametrize("valid", [[1] * 9, [1] * 6 + [0] * 3, [1, 0, 1, 1, 0, 1, 1, 1, 0]])

@@ -26,7 +26,7 @@ from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, VerifyError
 from g4ir.ir.distance import HELD
-from g4ir.ir.graph import Builder, infer
+from g4ir.ir.graph import Builder, Value, infer
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS, kv_quant
 from g4ir.ops.kv_quant import GROUP, NARROW, as_held, as_read, held_width, narrow_width, numbers
@@ -321,23 +321,22 @@ def test_gpu_kernels_of_narrowed_rows(phase: str) -> None:
 # --- options and refusals ---------------------------------------------------------------------
 
 REFUSED = {
-    "unknown": ({"kv_dtype": "fp8"}, "kv-dtype 'fp8': expected one of bfloat16, float8, int8"),
-    "no gain": ({"kv_dtype": "bfloat16", "dtype": "float16"}, "as much room as float16"),
-    "raw": ({"kv_dtype": "float8", "latent_kv": "raw"}, "latent-kv raw: it holds projections"),
-    "onnx": ({"kv_dtype": "float8", "backend": "onnx"}, "--kv-dtype float8: backend onnx cannot"),
-    "onnx int8": ({"kv_dtype": "int8", "backend": "onnx"}, "--kv-dtype int8: backend onnx cannot"),
-    "trt": (
-        {"kv_dtype": "float8", "backend": "trt", "device": "cuda"},
-        "--kv-dtype float8: backend trt cannot: TensorRT's layer for caches",
-    ),
+    "kv-dtype 'fp8': expected one of bfloat16, float8, int8": {"kv_dtype": "fp8"},
+    "as much room as float16": {"kv_dtype": "bfloat16", "dtype": "float16"},
+    "latent-kv raw: it holds projections": {"kv_dtype": "float8", "latent_kv": "raw"},
+    "--kv-dtype int8: backend onnx cannot": {"kv_dtype": "int8", "backend": "onnx"},
+    "float8: backend trt cannot: TensorRT's": {
+        "kv_dtype": "float8",
+        "backend": "trt",
+        "device": "cuda",
+    },
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str, tmp_path: Path) -> None:
-    options, words = REFUSED[case]
-    with pytest.raises(InputError, match=words.partition("'")[0]):
-        build(tmp_path / "engine", "tiny-moe", **options)
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused(words: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=words):
+        build(tmp_path / "engine", "tiny-moe", **REFUSED[words])
     assert not (tmp_path / "engine").exists()
 
 

@@ -1,15 +1,12 @@
 """Compiled engines against transformers: a Hugging Face directory in, logits out.
 
-Each program costs seconds to compile. The short run still covers every structural feature:
-`tiny-ple` and `tiny-moe` share their programs with other tests, and what neither has is run without
-torch's compiler (tests/uncompiled.py). `--full` compiles it too, and runs every spec of
-`tests/configs.py`, every pass alone off, and bf16 on all variants.
+The chain has the rest: the reference backend is compared with transformers (test_numerics.py), each
+backend with the reference backend (tests/contract). `--full` runs every spec of `tests/configs.py`,
+every pass alone off, and bf16 on all variants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +14,7 @@ import pytest
 import torch
 
 from g4ir.backends.torch_compile.compile import compile_program
-from g4ir.backends.torch_compile.programs import phase_steps
 from g4ir.backends.torch_compile.runtime import _load_program
-from g4ir.backends.torch_compile.segment import Segment
 from g4ir.backends.torch_compile.target import Target
 from g4ir.engine.build import build, prepare
 from g4ir.engine.engine import Engine
@@ -31,23 +26,19 @@ from g4ir.ops import OPS
 from g4ir.ops.kv_quant import as_held, comparable
 from g4ir.ops.types import Type
 from g4ir.passes import PASSES
-from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import capacity, kv_bytes, weight_sizes
 from g4ir.plan.options import BuildOptions
-from g4ir.spec.record import Spec, check_spec
 from g4ir.weights.checkpoint import Checkpoint
-from g4ir.weights.pack import split_program
 from g4ir.weights.write import write_checkpoint
 from tests import engines, parity
-from tests.configs import FEATURES, NAMES, SMALL, few, spec_called
+from tests.configs import NAMES, SMALL, few, spec_called
 from tests.oracle import (
     close_calls,
     cosine,
     find_oracle,
     save_checkpoint,
 )
-from tests.parity import CHUNK, MAX_SEQ, ROWS, Built, Case, agrees, built, prefill_then_decode
-from tests.runner import built_program
+from tests.parity import MAX_SEQ, ROWS, Built, Case, agrees, built, prefill_then_decode
 
 COSINE = 0.999
 PLANS = ("plan_cache", "last_token_only")
@@ -57,105 +48,56 @@ FUSIONS = tuple(p for p in PASSES if p not in PLANS)
 # --- engines ----------------------------------------------------------------------------------
 
 
-def full(*cases: Case) -> list[Any]:
-    """Cases for the full run only."""
-    return [pytest.param(c, marks=pytest.mark.full, id=str(c)) for c in cases]
-
-
-def short(*cases: Case) -> list[Any]:
-    return [pytest.param(c, id=str(c)) for c in cases]
-
-
 def shared(name: str) -> Case:
     """The case of an engine of `tests/engines.py`: nothing more is compiled for it."""
     options = engines.limits_of("torch", name)
     return Case(name, options["max_batch"], options["all_logits"], chunk=engines.CHUNK)
 
 
-SHORT = {
-    "every token": (shared("tiny-moe"), Case("tiny-ple", compiled=False)),
-    "last token": (shared("tiny-ple"),),
-    # in the form that is bit-equal in bf16, so that it is run too
-    "bf16": (Case("leftover", 1, bf16=True, latent_kv="raw", compiled=False),),
-}
-SKIPPED = (*((p,) for p in PASSES), PLANS, FUSIONS, PASSES)
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        *short(*SHORT["every token"], *SHORT["last token"]),
-        *full(replace(shared("tiny-ple"), all_logits=True)),
-        *full(replace(shared("tiny-moe"), all_logits=False)),
-        *full(Case("leftover"), *map(Case, NAMES)),
-        *full(*(Case(n, ROWS, False) for n in NAMES)),
-        *full(*(Case(n, 1, False) for n in (*SMALL, "combined"))),
-        *full(Case("leftover", 1, False, PASSES), Case("leftover", ROWS, False, PLANS)),
-        *full(*(Case("combined", ROWS, False, skip) for skip in SKIPPED)),
-        *full(*(Case("random-18", 1, False, skip) for skip in (PLANS, FUSIONS))),
-    ],
+FULL = (
+    shared("tiny-ple"),
+    Case("leftover", ROWS),
+    *map(Case, NAMES),
+    *(Case(n, 1, False) for n in (*SMALL, "combined")),
+    *(Case("combined", ROWS, False, skip) for skip in (*((p,) for p in PASSES), PLANS, FUSIONS)),
+    *(Case("random-18", 1, False, skip) for skip in (PLANS, FUSIONS, PASSES)),
+    *(Case(n, bf16=True) for n in (*SMALL, "combined")),
+    Case("leftover", 1, bf16=True, latent_kv="raw"),
 )
-def subject(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Built]:
-    """Engines with the logits of every token or of the last, some without passes."""
-    yield from built(request.param, tmp_path_factory, "torch")
+CASES = [
+    pytest.param(shared("tiny-moe"), id="tiny-moe"),
+    *(pytest.param(c, marks=pytest.mark.full, id=f"{c}-bf16" if c.bf16 else str(c)) for c in FULL),
+]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        *short(*SHORT["bf16"]),
-        *full(*(replace(c, compiled=True) for c in SHORT["bf16"])),
-        *full(*(Case(n, bf16=True) for n in (*SMALL, "combined"))),
-    ],
-)
-def half(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Built]:
-    """An engine in bf16."""
-    yield from built(request.param, tmp_path_factory, "torch")
+@pytest.mark.parametrize("case", CASES)
+def test_an_engine(case: Case, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Logits of a prompt in chunks and of its text, of ragged rows, and the greedy text; the caches
+    that a session allocates are those of the plan."""
+    for subject in built(case, tmp_path_factory, "torch"):
+        for rows in {1, subject.batch}:
+            caches_are_planned(subject.engine, rows)
+        if case.bf16:
+            bf16(subject)
+            continue
+        for chunk in ("W-1", "W+1", "prime", "all"):
+            if subject.engine.all_logits:
+                parity.prefill_in_chunks(subject, chunk)
+            parity.last_tokens(subject, chunk)
+        parity.ragged_rows(subject)
+        parity.greedy_text(subject)
 
 
-def test_short_cases_have_every_feature() -> None:
-    cases = [c for kind in SHORT.values() for c in kind]
-    texts = [c.spec.text for c in cases]
-    missing = [feature for feature, has in FEATURES.items() if not any(map(has, texts))]
-    assert missing == ["window 13"]  # a number: of the uneven windows one is enough here
-
-
-# --- fp32 -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("chunk", ["W-1", "W+1", "prime", "all"])
-def test_a_prompt_and_its_text(subject: Built, chunk: str) -> None:
-    if subject.engine.all_logits:
-        parity.prefill_in_chunks(subject, chunk)
-    parity.last_tokens(subject, chunk)
-
-
-def test_ragged_rows(subject: Built) -> None:
-    parity.ragged_rows(subject)
-
-
-def test_greedy_text(subject: Built) -> None:
-    parity.greedy_text(subject)
-
-
-def test_allocated_caches_are_the_planned_ones(subject: Built) -> None:
-    for rows in {1, subject.batch}:
-        caches_are_planned(subject.engine, rows)
-
-
-# --- bf16 -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("chunk", ["W-1", "all"])
-def test_bf16(half: Built, chunk: str) -> None:
+def bf16(half: Built) -> None:
     """Every position of a prompt in chunks and of the tokens decoded after it."""
     assert half.engine.dtype == "bf16"
     oracle, want = half.oracle, half.logits
-    got = prefill_then_decode(half.session(chunk), half.tokens, oracle.prompt)
-    assert cosine(got, want).min() > COSINE
     clear = ~close_calls(want.float(), oracle.self_difference)
     assert clear.float().mean() > 0.4, "the top-1 comparison is nearly empty"
-    assert torch.equal(got.argmax(-1)[clear], want.argmax(-1)[clear])
+    for chunk in ("W-1", "all"):
+        got = prefill_then_decode(half.session(chunk), half.tokens, oracle.prompt)
+        assert cosine(got, want).min() > COSINE
+        assert torch.equal(got.argmax(-1)[clear], want.argmax(-1)[clear])
 
 
 # --- caches in fewer bits -----------------------------------------------------------------------
@@ -218,30 +160,6 @@ def test_planned_cache_bytes(tmp_path: Path, name: str) -> None:
     )
     for rows in (1, 3):
         caches_are_planned(engine, rows)
-
-
-def programs(spec: Spec, rows: int, all_logits: bool) -> int:
-    """How many programs the torch backend compiles: the texts of the distinct segments."""
-    program = split_program(built_program(spec, all_logits)).program
-    steps = phase_steps(program, Limits(rows, MAX_SEQ, CHUNK))
-    return len({s.text for many in steps.values() for s in many if isinstance(s, Segment)})
-
-
-@pytest.mark.parametrize(
-    "name, rows, all_logits",
-    [
-        pytest.param("combined", 1, False, marks=pytest.mark.full),
-        pytest.param("e2b-small", ROWS, True, marks=pytest.mark.full),
-    ],
-)
-def test_compiled_programs_do_not_grow_with_layers(name: str, rows: int, all_logits: bool) -> None:
-    """About 60 layers cost as many programs as about 12."""
-    base = spec_called(name)
-    layers, shared = base.text.num_hidden_layers, base.text.num_kv_shared_layers
-    times = 60 // layers
-    text = replace(base.text, num_hidden_layers=times * layers, num_kv_shared_layers=times * shared)
-    deep = check_spec(replace(base, text=text))
-    assert times > 1 and programs(deep, rows, all_logits) == programs(base, rows, all_logits) < 20
 
 
 # --- weights ----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 from g4ir.backends.torch_compile import compile as compiler
 from g4ir.backends.torch_compile import pyops
 from g4ir.ui import threads
-from tests.cli_tools import g4ir, refused
+from tests.cli_tools import refused
 
 PRODUCTS = [(512, 96), (64, 1024), (1000, 256), (37, 9216)]
 
@@ -106,35 +106,6 @@ def test_threads_do_not_wait_for_busy_cores() -> None:
     assert median(taken[cores]) < 3 * median(taken[1]), taken
 
 
-@pytest.mark.full
-def test_decode_beside_busy_processes(tmp_path: Path) -> None:
-    """0.5 to 0.6 of the rate alone beside one process; 0.25 with threads that spin for each
-    other."""
-    spec = Path("bench/wide-ple.yaml")
-    outcome = g4ir(
-        "build",
-        "--backend",
-        "torch",
-        "--random-weights",
-        0,
-        "--spec",
-        spec,
-        "--max-seq",
-        512,
-        "--prefill-chunk",
-        128,
-        "--out",
-        tmp_path / "engine",
-    )
-    assert outcome.code == 0, outcome.err
-    free = {k: v for k, v in os.environ.items() if k not in threads.COUNT_VARIABLES}
-    words = [sys.executable, "bench/contention.py", tmp_path / "engine", "--rounds", "2"]
-    done = subprocess.run(words, env=free, capture_output=True, text=True, check=True)
-    decode = next(line.split() for line in done.stdout.splitlines() if "decode" in line)
-    beside_one, beside_two = map(float, decode[-2:])
-    assert beside_one > 0.3 and beside_two > 0.15
-
-
 @pytest.mark.parametrize("count", [0, -1, 10**6])
 def test_threads_of_a_command_line(count: int) -> None:
     assert f"--threads {count}: expected 1 to" in refused(
@@ -142,38 +113,23 @@ def test_threads_of_a_command_line(count: int) -> None:
     )
 
 
+CFS = "cpu,cpuacct/docker/x/cpu.cfs"
 V1, V2 = "4:cpu,cpuacct:/docker/x\n1:name=systemd:/docker/x\n", "0::/user/job\n"
 
 
-@pytest.mark.parametrize(
-    ("groups", "files", "quota"),
-    [
-        pytest.param(V2, {"user/job/cpu.max": "max 100000"}, None, id="none"),
-        pytest.param(V2, {"user/job/cpu.max": "150000 100000"}, 1.5, id="its own"),
-        pytest.param(V2, {"user/cpu.max": "50000 100000"}, 0.5, id="of a group above"),
-        pytest.param("0::/\n", {"cpu.max": "300000 100000"}, 3, id="namespace"),
-        pytest.param(
-            V1,
-            {
-                "cpu,cpuacct/docker/x/cpu.cfs_quota_us": "200000",
-                "cpu,cpuacct/docker/x/cpu.cfs_period_us": "100000",
-            },
-            2,
-            id="version 1",
-        ),
-        pytest.param(
-            V1,
-            {
-                "cpu,cpuacct/cpu.cfs_quota_us": "-1",
-                "cpu,cpuacct/cpu.cfs_period_us": "100000",
-            },
-            None,
-            id="version 1 without",
-        ),
-        pytest.param(V2, {"user/job/cpu.max": "nonsense"}, None, id="unreadable"),
-        pytest.param("", {}, None, id="no groups"),
-    ],
-)
+QUOTAS: dict[str, tuple[str, dict[str, str], float | None]] = {
+    "none": (V2, {"user/job/cpu.max": "max 100000"}, None),
+    "its own": (V2, {"user/job/cpu.max": "150000 100000"}, 1.5),
+    "of a group above": (V2, {"user/cpu.max": "50000 100000"}, 0.5),
+    "namespace": ("0::/\n", {"cpu.max": "300000 100000"}, 3),
+    "version 1": (V1, {f"{CFS}_quota_us": "200000", f"{CFS}_period_us": "100000"}, 2),
+    "version 1 without": (V1, {f"{CFS}_quota_us": "-1", f"{CFS}_period_us": "100000"}, None),
+    "unreadable": (V2, {"user/job/cpu.max": "nonsense"}, None),
+    "no groups": ("", {}, None),
+}
+
+
+@pytest.mark.parametrize(("groups", "files", "quota"), QUOTAS.values(), ids=QUOTAS.keys())
 def test_quota_of_a_container(
     groups: str,
     files: dict[str, str],
@@ -189,10 +145,6 @@ def test_quota_of_a_container(
         monkeypatch.setattr(threads, "visible_cores", lambda n=visible: n)
         wanted = visible if quota is None else max(1, min(visible, int(quota)))
         assert threads.usable_cores(tmp_path) == wanted
-
-
-def test_usable_cores_without_control_groups(tmp_path: Path) -> None:
-    assert threads.usable_cores(tmp_path) == threads.visible_cores()
 
 
 @pytest.mark.parametrize(

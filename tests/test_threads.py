@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.backends.torch_compile import scratch
+from g4ir.backends.torch_compile import pyops
 from g4ir.engine.engine import Engine
 from g4ir.engine.scheduler import Scheduler
 from g4ir.engine.speculative import NO_DRAFT
@@ -57,8 +57,8 @@ def test_memory_of_results_is_given_to_one(monkeypatch: pytest.MonkeyPatch) -> N
         def __bool__(self) -> bool:
             return True  # as it seemed, before another thread took it
 
-    monkeypatch.setitem(scratch._free, scratch.FROM // 4, Last())
-    assert scratch.empty_f32(scratch.FROM // 4).numel() == scratch.FROM // 4
+    monkeypatch.setitem(pyops._free, pyops.KEPT_FROM // 4, Last())
+    assert pyops.empty_f32(pyops.KEPT_FROM // 4).numel() == pyops.KEPT_FROM // 4
 
 
 THREADS, STEPS, ROUNDS = 8, 12, 2

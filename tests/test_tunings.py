@@ -134,21 +134,8 @@ def test_gpu_names(product: str, capability: tuple[int, int], name: str) -> None
 
 
 def test_targets_differ_as_programs_do() -> None:
-    assert (
-        len(
-            {
-                str(t)
-                for t in (
-                    Target("cpu"),
-                    Target("cuda"),
-                    Target("cuda", "h100"),
-                    Target("cuda", "h200"),
-                    Target("cuda", "h200", 8),
-                )
-            }
-        )
-        == 5
-    )
+    hopper = [Target("cuda", "h100"), Target("cuda", "h200"), Target("cuda", "h200", 8)]
+    assert len({*map(str, (Target("cpu"), Target("cuda"), *hopper))}) == 5
     assert str(Target("cuda", rows=8)) == str(Target("cuda"))
 
 

@@ -28,8 +28,8 @@ from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.reduce_norm import NORM_OF
 from g4ir.spec.reader import Count, Length, build, read_tree
 
-from ..torch_compile.kernel_table import OTHER
 from ..torch_compile.kernels.base import SHARE_KEYS, SHARES, ZEROS, Choice, Schedule, added_together
+from ..torch_compile.schedule import OTHER
 
 TABLE = Path(__file__).with_suffix(".yaml")
 #: what is counted as one row of the table beside kernels of ours

@@ -1,12 +1,10 @@
-"""How the attention ops are computed: over K and V, or over one cache that says both.
+"""How attention is computed: over K and V, or over one cache that says both; and that of towers.
 
 q [B,S,nq,d] beside keys and values [T,B,n,d] (slot-major, as the caches are) and a mask
 [B,S,T]. Heads of a group are query rows of one product, so that keys are read once.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,8 +17,8 @@ from g4ir.ops.latent import PARTS
 from g4ir.ops.rope import inverse_frequencies, rotated_pairs
 from g4ir.ops.types import torch_dtype
 
-if TYPE_CHECKING:
-    from .run import Run
+from . import pyops
+from .kernels.base import Run
 
 Tensor = torch.Tensor
 
@@ -35,9 +33,8 @@ def attention(
     cache_v: Tensor,
     *chunk: Tensor,
 ) -> Tensor:
-    """Attend in the form that measured fastest: on a CPU a kernel of ours for few tokens, and plain
-    products per head for a chunk over a ring in an engine for one row; else the library's attention
-    with the heads of a group as query rows."""
+    """Attend in the form that measured fastest: on a CPU our kernel for few tokens, plain products
+    per head for a chunk over a ring in an engine for one row; else the library, grouped."""
     if n.attrs["softcap"]:
         return _reference(n, q, positions, written, cache_k, cache_v, *chunk)
     if _is_few(m, n, chunk):
@@ -57,9 +54,8 @@ def attention_latent(
     w: Tensor,
     *held: Tensor,
 ) -> Tensor:
-    """Attend in the form that measured fastest. Rows of the form `value` are keys and values at
-    once; those of the form `raw` are made K and V again, except for a single token of a single
-    row."""
+    """Attend in the form that measured fastest. Rows of the form `value` are keys and values; of
+    `raw` K and V are made again, except for a single token of a single row."""
     if n.attrs["softcap"]:
         return _reference(n, q, positions, written, w, *held)
     form = n.word("form")
@@ -73,7 +69,7 @@ def attention_latent(
     mask = _mask(n, positions, written, caches[0], bool(fresh), block_ids)
     if form == "value":
         (rows,) = _joined(caches, fresh, q.dtype)
-        return _grouped(query, rows, rows, mask, _scale(n))[..., : w.shape[0]]
+        return _grouped(query, rows, rows, mask, n.number("scale"))[..., : w.shape[0]]
     key_pos = slot_positions(written, caches[0].shape[0])
     raw, rms = _with_chunk(caches, fresh)
     # fp16 holds a product with the projection only once that was divided by its rms.
@@ -82,6 +78,15 @@ def attention_latent(
     key_pos = torch.cat((key_pos, positions.t())) if fresh else key_pos
     keys, values = _keys_values(n, raw, rms, w, key_pos)
     return _attend(n, q, keys, values, mask, chunk=bool(fresh))
+
+
+def encoder_attention(m: Run, n: Node, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
+    """Attend by the library, which never holds the scores; on the CPU without a mask if it can."""
+    scale = n.number("scale")
+    if m.device == "cpu":
+        out: Tensor = torch.ops.g4ir.encoder_attention(q, k, v, valid, scale)
+        return out
+    return pyops.masked_attention(q, k, v, valid, scale)
 
 
 def _reference(n: Node, *operands: Tensor) -> Tensor:
@@ -113,8 +118,7 @@ def _is_one_token(n: Node, fresh: tuple[Tensor, ...]) -> bool:
 
 
 def _is_few(m: Run, n: Node, chunk: tuple[Tensor, ...]) -> bool:
-    """Whether this is a decode step on a CPU, or a few tokens that are verified: their rows are in
-    the cache already."""
+    """Whether this is a decode or verification step on a CPU: its rows are in the cache already."""
     return m.device == "cpu" and not chunk and n["q"].type.shape[1] in TOKENS.values()
 
 
@@ -124,7 +128,7 @@ def _attend_few(
     """Attend where keys and values lie; of fp16, in fp32, rounded once."""
     rows = q.float() if q.dtype == torch.float16 else q
     window = n.whole("window")
-    out = torch.ops.g4ir.attend(rows, positions, written, keys, values, window, _scale(n))
+    out = torch.ops.g4ir.attend(rows, positions, written, keys, values, window, n.number("scale"))
     return out.to(q.dtype)
 
 
@@ -141,19 +145,14 @@ def _with_chunk(caches: tuple[Tensor, ...], fresh: tuple[Tensor, ...]) -> tuple[
     return tuple(torch.cat((old, new.transpose(0, 1))) for old, new in zip(caches, fresh))
 
 
-def _scale(n: Node) -> float:
-    return n.number("scale")
-
-
 def _attend(n: Node, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, chunk: bool) -> Tensor:
     ring_of_one_row = n.attrs["window"] and n["q"].type.shape[0] == 1
     form = _per_head if chunk and ring_of_one_row else _grouped
-    return form(q, k, v, mask, _scale(n))
+    return form(q, k, v, mask, n.number("scale"))
 
 
 def _per_head(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attend for one row: plain products for each key head. q [1,S,nq,d]; k, v [T,1,n,d]; mask
-    [1,S,T]."""
+    """Attend for one row, by key head; q [1,S,nq,d], k, v [T,1,n,d], mask [1,S,T]."""
     _, s, heads, d = q.shape
     n = k.shape[2]
     group = heads // n
@@ -168,8 +167,7 @@ def _per_head(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Te
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attend by groups: q [B,S,nq,d]; k, v [T,B,n,d]; mask [B,S,T]. Keys are read once for a group
-    of heads."""
+    """Attend with the heads of a group as rows; q [B,S,nq,d], k, v [T,B,n,d], mask [B,S,T]."""
     b, s, heads, d = q.shape
     n = k.shape[2]
     group = heads // n
@@ -212,9 +210,8 @@ def _weights(scores: Tensor, mask: Tensor) -> Tensor:
 def _one_token_raw(
     n: Node, q: Tensor, w: Tensor, raw: Tensor, rms: Tensor, key_pos: Tensor, mask: Tensor
 ) -> Tensor:
-    """Attend for one token, V = raw * rms: the reciprocal rms moves to the scores and to the
-    probabilities, so that the projection is read as it is stored. Only K's rotated dims are made
-    again."""
+    """Attend for one token, V = raw * rms: the reciprocal rms moves to scores and probabilities, so
+    that the projection is read as it is stored. Only K's rotated dims are made again."""
     still, turned = (x[0, 0].chunk(raw.shape[2]) for x in _query(q, w, _pairs(n)))
     low, _, high, _ = _split(raw, _pairs(n))
     w_low, _, w_high, _ = _split(w, _pairs(n))
@@ -224,7 +221,7 @@ def _one_token_raw(
     for h in range(raw.shape[2]):
         factor = rms[:, 0, h].t()
         scores = wide(torch.mm(still[h], raw[:, 0, h].t())) * factor
-        scores = (scores + wide(torch.mm(turned[h], keys[:, 0, h].t()))) * _scale(n)
+        scores = (scores + wide(torch.mm(turned[h], keys[:, 0, h].t()))) * n.number("scale")
         weights = (_weights(scores, mask) * factor).to(q.dtype)
         outs.append(torch.mm(weights, raw[:, 0, h]))
     return torch.cat(outs)[None, None]
@@ -233,8 +230,7 @@ def _one_token_raw(
 def _keys_values(
     n: Node, raw: Tensor, rms: Tensor, w: Tensor, key_pos: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return K and V [T,B,n,d] of rows in the form `raw`, with the roundings of the ops that made
-    them; sines of rotated pairs only."""
+    """Return K and V [T,B,n,d] of rows in the form `raw`, with the roundings of the ops."""
     h = wide(raw) * rms
     low, rest1, high, rest2 = _split((h * wide(w)).to(raw.dtype), _pairs(n))
     low, high = _rotate(n, low, high, key_pos)

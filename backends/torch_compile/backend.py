@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.errors import EngineError
 from g4ir.ir.graph import Program
@@ -18,18 +18,13 @@ from g4ir.plan.memory import bytes_beside_attention
 from g4ir.quant.rewrite import simplified
 from g4ir.ui.progress import Progress
 
-from ..base import Backend, Setting, Task
+from ..base import Backend, Prepared, Setting, Task
 from ..experimental import experiment
 from . import compile as compiler
-from .kernel_table import unmeasured
 from .programs import CHAINS, END, KERNELS_FILE, choice_texts, phase_steps, phases
-from .schedule import any_length, dense_bytes, schedule
+from .schedule import any_length, dense_bytes, schedule, unmeasured
 from .segment import Segment, Step, chain_texts
 from .target import HOPPER, Target, find_target
-
-if TYPE_CHECKING:
-    from g4ir.backends.base import Prepared
-
 
 #: the setting of a decode step on a GPU, and its choices
 DECODE_STEP, PLAIN, FUSED, EARLY = "decode_step", "plain", "fused", "early"
@@ -108,8 +103,8 @@ class TorchBackend(Backend):
     def scratch_bytes(
         self, program: Program, limits: Limits, device: str, settings: Mapping[str, str]
     ) -> int:
-        """Count the weights that products of many rows on a GPU take dense, a node at a time; on
-        the CPU it is a part of one. And what a recorded chunk of a prompt holds of its own."""
+        """Count the weights that products of many rows on a GPU take dense, a node at a time; and
+        what a recorded chunk of a prompt holds of its own."""
         if device != "cuda":
             return 0
         target = Target(device, HOPPER, limits.max_batch)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import io
 import json
 import logging
@@ -26,13 +25,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from g4ir.errors import EngineError, G4Error, LowerError, MissingError, TrustError
+from g4ir.errors import EngineError, G4Error, LowerError, TrustError
 from g4ir.ir.text import parse_graph
 from g4ir.ui.files import write_file
 from g4ir.ui.paths import (
@@ -47,7 +45,8 @@ from g4ir.ui.subprocesses import python
 from g4ir.weights.checkpoint import sha256
 from g4ir.weights.tensorfile import open_regular
 
-from .cuda_toolkit import find_toolkit, toolkit_found
+from .cuda_toolkit import toolchain as toolchain
+from .cuda_toolkit import toolkit_found
 from .target import Target, cpu_flags
 
 #: the files of this package that a program's code follows from, beside the ops
@@ -57,11 +56,8 @@ SOURCES = (
     "cuda_toolkit.py",
     "lower.py",
     "pyops.py",
-    "run.py",
     "schedule.py",
-    "scratch.py",
     "target.py",
-    "towers.py",
 )
 #: and those that it follows from on a GPU with kernels
 GPU_SOURCES = ("tunings.py", "tunings.yaml", "kernels/*.py")
@@ -81,8 +77,6 @@ KERNEL_FLAGS = (
     "-fPIC",
     "-Wl,-Bsymbolic",  # other engines' kernels may be loaded
 )
-#: the oldest compute capability with bf16
-OLDEST = (8, 0)
 #: what is kept of what a worker prints, and how long is waited for the rest of it
 PRINTED_LINES, LAST_WORDS_S = 200, 2.0
 #: how the system and compilers word a full disk
@@ -146,55 +140,6 @@ def cache_dir() -> Path:
     return cache_root() / "programs"
 
 
-def toolchain(device: str, otherwise: str = "") -> tuple[Callable[[], object], ...]:
-    """Return checks of what compiling for a device needs: a C++ compiler and, on a GPU, triton,
-    CUDA's headers and the GPU. `otherwise` ends the advice of one without a usable GPU."""
-    if device == "cpu":
-        return (_check_compiler,)
-    import torch
-
-    # Without a GPU, CUDA's parts come with what that needs anyway.
-    parts = (_check_triton, find_toolkit) if torch.cuda.is_available() else ()
-    return (_check_compiler, *parts, partial(_check_gpu, otherwise))
-
-
-def _check_compiler() -> None:
-    from torch._inductor import cpp_builder, exc
-
-    try:
-        cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler as e:
-        raise MissingError(
-            "the torch backend needs a C++ compiler (g++ 10 or newer, or clang++): "
-            "install one, for example with `apt-get install g++`"
-        ) from e
-
-
-def _check_triton() -> None:
-    if importlib.util.find_spec("triton") is None:
-        raise MissingError(
-            "device cuda needs triton, which comes with CUDA builds of torch for Linux: "
-            "`pip install triton`"
-        )
-
-
-def _check_gpu(otherwise: str) -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise MissingError(
-            f"device cuda: this torch sees no CUDA device; install a CUDA build of torch on a "
-            f"machine with a GPU{otherwise}"
-        )
-    capability = torch.cuda.get_device_capability()
-    if capability < OLDEST:
-        raise MissingError(
-            f"device cuda: {torch.cuda.get_device_name()} has compute capability "
-            f"{capability[0]}.{capability[1]}; {OLDEST[0]}.{OLDEST[1]} or newer is needed: use "
-            f"another GPU{otherwise}"
-        )
-
-
 def compile_all(
     texts: Sequence[str],
     target: Target,
@@ -216,8 +161,7 @@ def compile_all(
 
 
 def _from_cache(name: str, out: Path) -> bool:
-    """Copy a kept program, unless it is not what was kept: then it is compiled again. TrustError
-    where others could have put it there."""
+    """Copy a kept program that is whole. TrustError where others could have put it there."""
     kept, digest = cache_dir() / name, _digest_file(name)
     if not (kept.is_file() and digest.is_file()):
         return False
@@ -237,14 +181,12 @@ def _from_cache(name: str, out: Path) -> bool:
 
 
 def _digest_file(name: str) -> Path:
-    """Return the file of a kept program's digest: apart from the program, so that who can write to
-    the cache alone can put nothing there that is believed."""
+    """Return the file of a kept program's digest, which who writes to the cache cannot change."""
     return state_root() / "programs" / name
 
 
 def keep_program(path: Path) -> None:
-    """Keep a program, by best effort: a full or read-only cache directory fails no build. Where
-    another process kept it meanwhile, that one counts: equal builds have equal files."""
+    """Keep a program, by best effort. One that another process kept meanwhile is equal."""
     try:
         if _from_cache(path.name, path.parent):
             return
@@ -285,8 +227,7 @@ def _compile_missing(
 def _shared(
     texts: Sequence[str], files: dict[str, str], target: Target, out: Path
 ) -> Iterator[str]:
-    """Compile one after the other, and yield what is there. A program that another process is at
-    comes last: two that compile the same share the work."""
+    """Compile one after the other; programs that another process is compiling come last."""
     todo, passed_over = deque(texts), 0
     while todo:
         text = todo.popleft()
@@ -416,8 +357,7 @@ def _end_of_worker(status: int) -> str:
 
 
 def serve(parent: int | None = None) -> None:
-    """Compile what each line of stdin asks for; answer with a line: null, or the error. Ends with
-    the process `parent`, even where that was killed."""
+    """Compile what each line of stdin names; answer null or the error. Ends with `parent`."""
     Thread(target=_end_with, args=(parent or os.getppid(),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a compiler prints is no answer
@@ -518,8 +458,8 @@ def _without_space(error: Exception, path: Path) -> LowerError | None:
 
 @contextmanager
 def _kernels_understood() -> Iterator[None]:
-    """A context that raises an error where torch cannot tell what a kernel writes: it would say so
-    to its log alone and copy every operand of the kernel, caches included."""
+    """A context that raises an error where torch cannot tell what a kernel writes: torch would
+    log it and copy every operand of the kernel, caches included."""
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -552,8 +492,7 @@ def _compile(text: str, target: Target, path: Path) -> None:
 
 
 def _packaged(text: str, target: Target) -> io.BytesIO:
-    """Return a package in memory: where torch's own writer finds the disk full, it ends the
-    process."""
+    """Return a package in memory: torch's own writer ends the process on a full disk."""
     import torch
 
     package = io.BytesIO()
@@ -611,8 +550,7 @@ def first_node(text: str) -> str:
 
 
 def _any_size() -> Any:
-    """Return a context in which a size may be 1; else the exporter takes dynamic sizes for at least
-    2."""
+    """Return a context in which the exporter takes a dynamic size of 1 as well."""
     from torch.fx.experimental import _config as fx_config
 
     return fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]

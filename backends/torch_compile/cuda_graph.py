@@ -44,9 +44,12 @@ class Captured(Generic[T]):
     def _run(self) -> None:
         self._made = self._step(self._feeds)
 
-    def replay(self, feeds: dict[str, torch.Tensor]) -> T:
+    def _feed(self, feeds: dict[str, torch.Tensor]) -> None:
         for name, t in feeds.items():
             self._feeds[name].copy_(t)
+
+    def replay(self, feeds: dict[str, torch.Tensor]) -> T:
+        self._feed(feeds)
         self._play()
         return self._made
 
@@ -89,7 +92,7 @@ class CaptureArena:
         return graph.replay
 
 
-class LazyCapture(Generic[T]):
+class LazyCapture(Captured[T]):
     """A step of fixed sizes that may not be done twice, since it writes over what it reads: it is
     launched the first time, recorded the second, and replayed from then on.
 
@@ -103,27 +106,16 @@ class LazyCapture(Generic[T]):
         place: CaptureArena,
         record: Callable[[Callable[[], None], CaptureArena], Callable[[], None]],
     ) -> None:
-        self._made: T
-        self._feeds = {name: t.clone() for name, t in feeds.items()}
-        self._step, self._place, self._record = step, place, record
-        self._done = False
-        self._play: Callable[[], None] | None = None
+        super().__init__(step, feeds, lambda work: lambda: place.launch(work))
+        self._runs, self._record_at = 0, lambda: record(self._run, place)
 
     def run(self, feeds: dict[str, torch.Tensor]) -> T:
         """Do the step once; what it returns the next one writes over."""
-        for name, t in feeds.items():
-            self._feeds[name].copy_(t)
-        if self._play is None and self._done:
-            self._play = self._record(self._work, self._place)
-        if self._play is None:
-            self._place.launch(self._work)
-            self._done = True
-        else:
-            self._play()
-        return self._made
-
-    def _work(self) -> None:
-        self._made = self._step(self._feeds)
+        self._runs += 1
+        if self._runs == 2:
+            self._feed(feeds)
+            self._play = self._record_at()
+        return self.replay(feeds)
 
 
 class WithFallback:

@@ -1,4 +1,5 @@
-"""Where the C++ part of a CUDA program finds CUDA's headers and the driver's library.
+"""What compiling needs, and where the C++ part of a CUDA program finds CUDA's headers and the
+driver's library.
 
 Torch takes both from one folder, which it guesses from where `nvcc` lies. On many machines there is
 a GPU, but no such folder: the headers lie in the wheels that torch came with, and the driver has no
@@ -8,17 +9,20 @@ a GPU, but no such folder: the headers lie in the wheels that torch came with, a
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from g4ir.errors import MissingError
 
+#: the oldest compute capability with bf16
+OLDEST = (8, 0)
 #: what torch's headers include
 HEADERS = ("cuda.h", "cuda_runtime.h", "cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h")
 DRIVER = "libcuda.so.1"
@@ -33,6 +37,55 @@ DRIVERS = (
     "usr/local/cuda/lib64/stubs",
     "usr/local/cuda/compat",
 )
+
+
+def toolchain(device: str, otherwise: str = "") -> tuple[Callable[[], object], ...]:
+    """Return checks of what compiling for a device needs: a C++ compiler and, on a GPU, triton,
+    CUDA's headers and the GPU. `otherwise` ends the advice of one without a usable GPU."""
+    if device == "cpu":
+        return (_check_compiler,)
+    import torch
+
+    # Without a GPU, CUDA's parts come with what that needs anyway.
+    parts = (_check_triton, find_toolkit) if torch.cuda.is_available() else ()
+    return (_check_compiler, *parts, partial(_check_gpu, otherwise))
+
+
+def _check_compiler() -> None:
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as e:
+        raise MissingError(
+            "the torch backend needs a C++ compiler (g++ 10 or newer, or clang++): "
+            "install one, for example with `apt-get install g++`"
+        ) from e
+
+
+def _check_triton() -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise MissingError(
+            "device cuda needs triton, which comes with CUDA builds of torch for Linux: "
+            "`pip install triton`"
+        )
+
+
+def _check_gpu(otherwise: str) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise MissingError(
+            f"device cuda: this torch sees no CUDA device; install a CUDA build of torch on a "
+            f"machine with a GPU{otherwise}"
+        )
+    capability = torch.cuda.get_device_capability()
+    if capability < OLDEST:
+        raise MissingError(
+            f"device cuda: {torch.cuda.get_device_name()} has compute capability "
+            f"{capability[0]}.{capability[1]}; {OLDEST[0]}.{OLDEST[1]} or newer is needed: use "
+            f"another GPU{otherwise}"
+        )
 
 
 @contextmanager
@@ -108,8 +161,7 @@ def _below(root: Path, patterns: Iterable[str]) -> list[Path]:
 
 
 def _torch_folders() -> tuple[list[Path], list[Path]]:
-    """Return (include, library) folders that torch gives the compiler; none of CUDA's where it
-    knows of no toolkit."""
+    """Return (include, library) folders of torch's own CUDA; none if it has no toolkit."""
     from torch.utils import cpp_extension
 
     if cpp_extension.CUDA_HOME is None:

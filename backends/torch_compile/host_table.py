@@ -1,4 +1,9 @@
-"""Tables that lie in host memory and are read by the GPU, row by row, where they lie."""
+"""Tables in host memory that the GPU itself reads, row by row.
+
+Host memory that is registered with CUDA has the same address on the device, so a kernel reads it
+over the bus like its own, within a recorded step, which the host could not do: it learns a token
+only a step later. A program copies one part of a row, so that many reads are on their way at once.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +14,54 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from g4ir.ir.graph import Value
 from g4ir.ops.types import torch_dtype
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import ParamSource, StoredParams, open_table
 
-from .kernels.gather_triton import gather_host_rows
+from .kernels.launch import begin, blocks, ready, start_untraced
 
 #: flags of cudaHostRegister: for every context, at a device address, and never written
 PORTABLE, MAPPED, READ_ONLY = 1, 2, 8
 #: rows of a table are copied in pieces of about so many bytes
 PIECE_BYTES = 64 << 20
 
+#: elements of a row that a program copies: 16 bytes a thread of one warp, twice
+ROW_BLOCK = 512
+
 log = logging.getLogger(__name__)
+
+
+@triton.jit
+def host_rows(  # type: ignore[no-untyped-def]
+    address, ids, out, D, BLOCK: tl.constexpr, AHEAD: tl.constexpr = False
+):
+    """out[r] = table[ids[r]], rows of D elements of out's type; the table lies at an address."""
+    begin(AHEAD)
+    ready(AHEAD)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    keep = i < D
+    table = address.to(tl.pointer_type(out.dtype.element_ty))
+    at = tl.load(ids + row) * D
+    # Each row is read once.
+    x = tl.load(table + at + i, mask=keep, eviction_policy="evict_first")
+    tl.store(out + row * D + i, x, mask=keep)
+
+
+def gather_host_rows(
+    address: int, ids: torch.Tensor, columns: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return rows `ids` (int64, in range) of a table at an address: [*ids.shape, columns]."""
+    out = torch.empty((*ids.shape, columns), dtype=dtype, device=ids.device)
+    grid = (ids.numel(), blocks(columns, ROW_BLOCK))
+    start_untraced(
+        host_rows, grid, (address, ids.contiguous(), out, columns), BLOCK=ROW_BLOCK, num_warps=1
+    )
+    return out
 
 
 class HostTable:
@@ -89,8 +128,7 @@ def registered_file(source: ParamSource, v: Value, cuda: Any) -> torch.Tensor | 
 
 
 def copied(source: ParamSource, v: Value) -> torch.Tensor:
-    """Copy the param into memory of its own, piece by piece. Not torch's pinned memory, which comes
-    in powers of two."""
+    """Copy the param into memory of its own. Torch's pinned memory comes in powers of two."""
     rows, columns = (int(d) for d in v.type.shape)
     table = torch.empty(rows, columns, dtype=torch_dtype(v.type.dtype))
     step = max(1, PIECE_BYTES // (columns * table.element_size()))
@@ -102,8 +140,7 @@ def copied(source: ParamSource, v: Value) -> torch.Tensor:
 
 
 def _forget_error() -> None:
-    """Start a kernel. CUDA remembers that a call failed, and torch would raise it after the next
-    kernel that it starts. So one is started here."""
+    """Start a kernel: after the next one torch would raise the error of a failed CUDA call."""
     if torch.cuda.is_available():
         with suppress(RuntimeError):
             torch.ones(1, device="cuda").add_(1)

@@ -180,8 +180,7 @@ def run_case(case: Case, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
 
 
 def reference_case(case: Case, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Run a case by the ops' references; what is given stays as it is. Wider tensors give a wider
-    result."""
+    """Run a case by the ops' references, in the width of the tensors given."""
     g = _widened_graph(case.graph, given)
     inputs, params, state = (
         {v.name: given[v.name] for v in vs} for vs in (g.inputs, g.params, g.state)
@@ -203,8 +202,7 @@ def _widened_graph(g: Graph, given: dict[str, torch.Tensor]) -> Graph:
 
 @dataclass(frozen=True)
 class Errors:
-    """Differences from the references in fp32, in units of the results' rms: of the kernel, and of
-    the references with the roundings of the dtype."""
+    """Differences from the references in fp32, of the kernel and of the references, in rms."""
 
     rms: float
     largest: float
@@ -212,8 +210,7 @@ class Errors:
 
     @property
     def ok(self) -> bool:
-        """Whether the kernel is as good as the references, but for what the order of sums does to a
-        rounding."""
+        """Whether the kernel is as good as the references, up to the order of sums."""
         return self.rms <= max(BUDGET, LEEWAY * self.reference_rms)
 
 

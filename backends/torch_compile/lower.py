@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,8 @@ from g4ir.ops.moe import own_index
 from g4ir.ops.types import Type, torch_dtype
 
 from . import pyops
-from .attention import attention, attention_latent
-from .kernels.base import Coded, Schedule, both_in_codes, codes_of
-from .run import Lowering, Run
-from .towers import encoder_attention
+from .attention import attention, attention_latent, encoder_attention
+from .kernels.base import Coded, Run, Schedule, both_in_codes, codes_of
 
 
 def run_node(run: Run, n: Node) -> None:
@@ -43,8 +42,7 @@ def run_node(run: Run, n: Node) -> None:
 
 
 class SegmentModule(torch.nn.Module):
-    """Inputs, params and caches in the segment's order; caches are written in place; returns the
-    outputs, contiguous."""
+    """Inputs, params and caches in the segment's order -> outputs; caches are written in place."""
 
     def __init__(self, s: Schedule) -> None:
         super().__init__()
@@ -179,8 +177,7 @@ def grouped_experts(
 
 
 def smallest(most: int) -> torch.dtype:
-    """Return the type of the fewest bits that holds 0 to `most`: a sort goes through all of them,
-    eight at a time."""
+    """Return the smallest type that holds 0 to `most`: a sort takes eight bits at a time."""
     return next(d for d in (torch.uint8, torch.int16, torch.int64) if most <= torch.iinfo(d).max)
 
 
@@ -267,7 +264,7 @@ def _rewrite(
 TAKES: dict[str, tuple[type, ...]] = {"linear": (Coded, Rounded), "experts": (Coded,)}
 #: op -> (run, node, *tensors) -> result, for nodes that become no kernel; an op that is not here
 #: runs its reference
-LOWERINGS: dict[str, Lowering] = {
+LOWERINGS: dict[str, Callable[..., Any]] = {
     "linear": _linear,
     "dequantize": _dequantize,
     "fake_quantize": _fake_quantize,

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -25,7 +27,6 @@ from g4ir.ops.codecs import dequantized, fake_quantized, numbers_in
 from g4ir.ops.mlp import activate
 from g4ir.ops.moe import own_index
 
-from .scratch import empty_f32
 from .target import cpu_flags
 
 _ATTENTION: Any = attention.reference
@@ -38,6 +39,10 @@ WIDE_ROWS = 5
 #: from this many rows on, the default fp32 product beats oneDNN's (measured at 3072 x 768: 0.92x at
 #: 256 rows, 1.06x at 1024, 1.13x at 2520)
 MANY_ROWS = 1024
+#: results of this many bytes and more keep their memory for the next result of the same size, at
+#: most `KEPT` of it unused: the system takes blocks this large back as soon as they are free, and
+#: every page of the next one is a fault, about a tenth of the product that fills it
+KEPT_FROM, KEPT = 8 << 20, 128 << 20
 #: elements of the weight that are made wide at a time
 WIDE_BLOCK = 1 << 22
 #: dtype -> extensions of a CPU that multiplies it
@@ -47,6 +52,7 @@ NATIVE = {
 }
 
 
+_free: defaultdict[int, list[Any]] = defaultdict(list)
 #: name -> function of cpu/kernels.h, of the engine that was loaded last
 _kernels: dict[str, Callable[..., int]] = {}
 #: dtype of x, of results and of scales, and dtype of codes -> their numbers there
@@ -106,8 +112,7 @@ def linear_coded(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> 
 
 def linear_rounded(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return `linear_coded` of the rows fake_quantize(x, form=int8). A few rows in bf16 are
-    multiplied as codes, where the CPU has instructions for these; others are rounded to x's dtype
-    once more."""
+    multiplied as codes, where the CPU can; others are rounded to x's dtype once more."""
     if not _has_kernel(x.dtype, codes, scales, x.numel() // x.shape[-1], x.shape[-1], True):
         return linear_coded(fake_quantized(x, "int8"), codes, scales)
     return _coded(x, codes, scales, True)
@@ -142,8 +147,7 @@ def attend(
     window: int,
     scale: float,
 ) -> torch.Tensor:
-    """Compute the op `attention` of a few queries over a cache, without a softcap, bf16 or fp32;
-    scores are not rounded."""
+    """Compute the op `attention` of a few queries over a cache, without a softcap; bf16 or fp32."""
     if not _kernels or q.dtype not in (torch.bfloat16, torch.float32) or keys.dtype not in HELD:
         operands = (q, positions, written, keys, values)
         made: torch.Tensor = _ATTENTION(*operands, window=window, scale=scale, softcap=0.0)
@@ -213,6 +217,32 @@ def _library_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return functional.linear(x, w)
 
 
+def empty_f32(*shape: int) -> torch.Tensor:
+    """Make f32[shape], uninitialised. Its memory comes back when the last tensor on it is gone."""
+    size = torch.Size(shape).numel()
+    if 4 * size < KEPT_FROM:
+        return torch.empty(shape)
+    try:  # not by looking first: another thread may take the last one in between
+        memory = _free[size].pop()
+    except IndexError:
+        memory = torch.empty(size).numpy()
+    lent = memory.view()  # the tensor's storage holds this array, and nothing else does
+    weakref.finalize(lent, _give_back, memory).atexit = False
+    return torch.from_numpy(lent).view(shape)
+
+
+def kept_bytes() -> int:
+    """Count the bytes kept that nothing uses."""
+    # A copy: threads change it meanwhile.
+    return sum(4 * size * len(many) for size, many in _free.copy().items())
+
+
+def _give_back(memory: Any) -> None:
+    if kept_bytes() + memory.nbytes > KEPT:
+        _free.clear()  # sizes change: what other sizes left is of no use
+    _free[memory.size].append(memory)
+
+
 @cache
 def _multiplies(dtype: torch.dtype) -> bool:
     """Whether this CPU has instructions for products in the dtype."""
@@ -237,8 +267,7 @@ def experts(
     act: str,
     first: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the op `experts`: each hit expert once; weighting and the sum over slots in fp32 and
-    in rank order."""
+    """Compute the op `experts`: each hit expert once; weighting and sums in fp32, in rank order."""
 
     def one(rows: torch.Tensor, e: int) -> torch.Tensor:
         gate, up = linear(rows, gate_up[e]).chunk(2, -1)
@@ -351,65 +380,45 @@ def _attention(
     return out.transpose(1, 2)
 
 
-_LIBRARY = torch.library.Library("g4ir", "DEF")
-_LIBRARY.define("linear(Tensor x, Tensor w) -> Tensor")
-_LIBRARY.impl("linear", linear, "CPU")
-_LIBRARY.define("linear_coded(Tensor x, Tensor codes, Tensor scales) -> Tensor")
-_LIBRARY.impl("linear_coded", linear_coded, "CPU")
-_LIBRARY.define("linear_rounded(Tensor x, Tensor codes, Tensor scales) -> Tensor")
-_LIBRARY.impl("linear_rounded", linear_rounded, "CPU")
-_LIBRARY.define(
-    "attend(Tensor q, Tensor positions, Tensor written, Tensor keys, Tensor values, int window,"
-    " float scale) -> Tensor"
-)
-_LIBRARY.impl("attend", attend, "CPU")
-_LIBRARY.define(
-    "experts_coded(Tensor x, Tensor weights, Tensor index, Tensor gate_up, Tensor gate_up_scales,"
-    " Tensor down, Tensor down_scales, str act, Tensor? first=None) -> Tensor"
-)
-_LIBRARY.impl("experts_coded", experts_coded, "CPU")
-_LIBRARY.define(
-    "experts(Tensor x, Tensor weights, Tensor index, Tensor gate_up, Tensor down, str act,"
-    " Tensor? first=None) -> Tensor"
-)
-_LIBRARY.impl("experts", experts, "CPU")
-_LIBRARY.define(
-    "encoder_attention(Tensor q, Tensor k, Tensor v, Tensor valid, float scale) -> Tensor"
-)
-_LIBRARY.impl("encoder_attention", encoder_attention, "CPU")
-_LIBRARY.define("grouped_mm(Tensor x, Tensor w, Tensor ends) -> Tensor")
-_LIBRARY.impl("grouped_mm", grouped_mm, "CPU")
-_LIBRARY.impl("grouped_mm", grouped_mm, "CUDA")
-
-
-@torch.library.register_fake("g4ir::linear")
-def _(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def _product(x: torch.Tensor, w: torch.Tensor, *operands: Any) -> torch.Tensor:
+    """Return room for what a product makes of rows x."""
     return x.new_empty((*x.shape[:-1], w.shape[0]))
 
 
-@torch.library.register_fake("g4ir::linear_coded")
-@torch.library.register_fake("g4ir::linear_rounded")
-def _(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], codes.shape[0]))
-
-
-@torch.library.register_fake("g4ir::attend")
-@torch.library.register_fake("g4ir::experts")
-@torch.library.register_fake("g4ir::experts_coded")
-def _(x: torch.Tensor, *operands: Any) -> torch.Tensor:
+def _like(x: torch.Tensor, *operands: Any) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake("g4ir::encoder_attention")
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, scale: float
-) -> torch.Tensor:
-    return q.new_empty(q.shape)
-
-
-@torch.library.register_fake("g4ir::grouped_mm")
-def _(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _grouped(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return x.new_empty((x.shape[0], w.shape[1]))
+
+
+_ROUTED = "Tensor x, Tensor weights, Tensor index"
+#: op -> what it takes, and the room for what it makes
+_OPS: dict[Callable[..., torch.Tensor], tuple[str, Callable[..., torch.Tensor]]] = {
+    linear: ("Tensor x, Tensor w", _product),
+    linear_coded: ("Tensor x, Tensor codes, Tensor scales", _product),
+    linear_rounded: ("Tensor x, Tensor codes, Tensor scales", _product),
+    attend: (
+        "Tensor q, Tensor positions, Tensor written, Tensor keys, Tensor values, int window, "
+        "float scale",
+        _like,
+    ),
+    experts: (f"{_ROUTED}, Tensor gate_up, Tensor down, str act, Tensor? first=None", _like),
+    experts_coded: (
+        f"{_ROUTED}, Tensor gate_up, Tensor gate_up_scales, Tensor down, Tensor down_scales, "
+        "str act, Tensor? first=None",
+        _like,
+    ),
+    encoder_attention: ("Tensor q, Tensor k, Tensor v, Tensor valid, float scale", _like),
+    grouped_mm: ("Tensor x, Tensor w, Tensor ends", _grouped),
+}
+_LIBRARY = torch.library.Library("g4ir", "DEF")
+for _op, (_operands, _room) in _OPS.items():
+    _LIBRARY.define(f"{_op.__name__}({_operands}) -> Tensor")
+    _LIBRARY.impl(_op.__name__, _op, "CPU")
+    torch.library.register_fake(f"g4ir::{_op.__name__}", _room)
+_LIBRARY.impl("grouped_mm", grouped_mm, "CUDA")
 
 
 #: type of an operand -> the same in C
@@ -426,13 +435,10 @@ def _declared(op: Any) -> str:
     return f'AOTITorchError aoti_torch_cpu_{name}({operands}) __asm__("g4ir_call_{name}")'
 
 
-#: op -> its function in calls.c
+#: those that calls.c has
+_IN_CALLS = (linear, linear_coded, linear_rounded, attend)
+#: op -> its function there
 CALLS = {
-    op: [_declared(op)]
-    for op in (
-        torch.ops.g4ir.linear.default,
-        torch.ops.g4ir.linear_coded.default,
-        torch.ops.g4ir.linear_rounded.default,
-        torch.ops.g4ir.attend.default,
-    )
+    op.default: [_declared(op.default)]
+    for op in (getattr(torch.ops.g4ir, f.__name__) for f in _IN_CALLS)
 }

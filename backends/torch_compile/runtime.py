@@ -40,11 +40,10 @@ from .cuda_graph import (
     recorded_at,
 )
 from .programs import CANDIDATES, CHAINS, END, KERNELS_FILE, phase_steps
-from .round_loop import RoundLoop
 from .schedule import any_length
 from .segment import Glue, Segment, Step, state_steps
 from .target import find_target
-from .token_loop import Choose, Embed, TokenLoop, end_by_torch
+from .token_loop import Choose, Embed, RoundLoop, TokenLoop, end_by_torch
 
 log = logging.getLogger(__name__)
 BY_PROGRAMS = "decode steps run by their compiled regions, which is slower: %s"
@@ -142,8 +141,7 @@ class TorchRuntime:
     def _load_params(
         self, steps: Mapping[str, Sequence[Step]], params: ParamSource, progress: Progress
     ) -> dict[str, torch.Tensor]:
-        """Load each param once, tensor by tensor, so that no more than one is held twice: on a CPU
-        those of the engine's own files are mapped."""
+        """Load each param once, tensor by tensor; on a CPU those of the engine's files are mapped."""
         names = dict.fromkeys(
             name
             for many in steps.values()
@@ -233,8 +231,7 @@ class TorchRuntime:
         return full and self.record_chunk is not None
 
     def _chunk(self, feeds: dict[str, torch.Tensor], state: Caches, logits: bool) -> Tensors | None:
-        """Run a full chunk, whose recording belongs to the session's caches; those with logits and
-        those without are recorded apart, in one place."""
+        """Run a full chunk, recorded for the session's caches, with logits and without apart."""
         assert self.record_chunk
         record, captured = self.record_chunk, state.captured
         views, plan = state.views(self.limits.max_seq), self.plans["prefill", logits]
@@ -250,8 +247,7 @@ class TorchRuntime:
         return captured.get(LazyCapture, logits, make).run(feeds)
 
     def _replay(self, feeds: dict[str, torch.Tensor], state: Caches, views: Tensors) -> Tensors:
-        """Replay a step in one launch; the graph belongs to the session's caches and to this many
-        slots of them."""
+        """Replay a step in one launch; the graph is of the session's caches and so many slots."""
         assert self.record
         step, record = self._step("decode", views), self.record
         captured = state.captured.get(Captured, id(views), lambda: Captured(step, feeds, record))
@@ -299,8 +295,7 @@ class TorchRuntime:
         return state.captured.get(RoundLoop, choice, make)
 
     def _chooser(self, choice: DeviceChoice) -> Choose:
-        """Return how a step chooses tokens. Nothing here may come from the host once the step is
-        recorded."""
+        """Return how a step chooses tokens; a recorded step takes nothing from the host."""
         never = torch.tensor(choice.suppress, dtype=torch.int64, device=self.device)
         ways = {way: self._way(way) for way in choice.ways}
 
@@ -319,8 +314,7 @@ class TorchRuntime:
         return choose
 
     def _way(self, way: str) -> Choose:
-        """Return one of the sampler's WAYS: the largest logit and the largest candidates are found
-        by compiled ops."""
+        """Return one of the sampler's WAYS; largest logits are found by compiled ops."""
         if way == sampling.GREEDY:
             greedy = self._choosing("greedy")
             return lambda logits, uniforms, draws: greedy([logits])[0]
@@ -354,8 +348,7 @@ class TorchRuntime:
 
 
 def check_aligned(caches: Tensors) -> None:
-    """Raise EngineError for a cache whose address is no multiple of 16: a program copies such an
-    operand, and what it writes would be lost."""
+    """Raise EngineError for a cache not aligned to 16 bytes: a program would write to a copy."""
     for name, t in caches.items():
         if t.data_ptr() % 16:
             raise EngineError(
@@ -365,8 +358,7 @@ def check_aligned(caches: Tensors) -> None:
 
 
 def _placed(t: torch.Tensor, device: str, mapped: bool) -> torch.Tensor:
-    """Return a param on the device, aligned: the mapped file itself, where that may be and the
-    param begins at a whole cache line of it, else a copy."""
+    """Return a param on the device: the mapped file itself if it may be, else a copy."""
     if mapped and t.is_contiguous() and t.data_ptr() % ALIGNED == 0:
         read_pages(t)
         return t

@@ -130,8 +130,7 @@ def _group(g: Graph, alone: Collection[str]) -> dict[str, Key]:
 
 
 def _first_uses(g: Graph, keys: dict[str, Key]) -> dict[str, Key]:
-    """Return where nodes on params alone are first used: a weight that is made of codes in another
-    program would be handed over dense."""
+    """Return where nodes on params alone are first used: others would get a dense weight."""
     params, users = {v.name for v in g.params}, g.users()
     alone = [n for n in g.nodes if n.inputs and params.issuperset(v.name for v in n.inputs)]
     first = {n.outputs[0].name: users.get(n.outputs[0].name, [RESULT])[0] for n in alone}
@@ -152,8 +151,7 @@ def _updates(n: Node) -> tuple[tuple[Value, Value], ...]:
 
 
 def _late_writes(g: Graph) -> dict[str, str]:
-    """Return the first output of writes whose old contents a node of another layer still reads -> a
-    cache."""
+    """Return the first output of writes whose old contents another layer reads later -> a cache."""
     users = g.users()
     return {
         n.outputs[0].name: old.name

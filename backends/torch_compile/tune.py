@@ -80,8 +80,7 @@ def tune(
     keep: Callable[[Tuned], None],
     progress: Callable[[str], None],
 ) -> None:
-    """Tune every case of a phase; `keep` sees each result as it is found. A case for which no
-    settings run is left out."""
+    """Tune every case of a phase; `keep` gets each result, except where no settings run."""
     cases = find_cases(p, phase, target, tokens, CHUNK)
     for i, case in enumerate(cases):
         for kernel in case.choice.tunings:
@@ -98,8 +97,7 @@ def keep_in_table(t: Tuned) -> None:
 
 
 def tune_case(case: Case, kernel: str, bandwidth: float) -> Tuned:
-    """Try one setting of a kernel after the other, from the table's; what fails or is wrong is
-    passed over. Times are those of the whole case."""
+    """Try one setting after the other, from the table's; wrong and failing ones are skipped."""
     times: dict[tuple[int, ...], float] = {}
     start = dict(case.choice.tunings[kernel].use)
 

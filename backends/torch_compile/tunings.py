@@ -40,8 +40,7 @@ class Tuning:
 def find_tuning(
     kernel: str, gpu: str, shape: Mapping[str, int], otherwise: Mapping[str, int] | None = None
 ) -> Tuning:
-    """Return the first entry that fits, or else these settings; LowerError where there is neither,
-    not even an estimate."""
+    """Return the first entry that fits, or else these settings; LowerError if there is neither."""
     for entry in read_tunings().get(kernel, ()):
         if _fits(entry, gpu, shape):
             return Tuning(entry["use"], "us" in entry)
@@ -71,8 +70,7 @@ def _holds(key: str, value: int, shape: Mapping[str, int]) -> bool:
 
 @cache
 def read_tunings(path: Path | None = None) -> Mapping[str, tuple[Mapping[str, Any], ...]]:
-    """Return the entries by kernel, of the shipped table or another. SpecError where the file is
-    not such a table."""
+    """Return the entries by kernel of a table; SpecError if the file is not one."""
     import yaml
 
     path = path or TABLE

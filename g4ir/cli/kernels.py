@@ -37,7 +37,10 @@ from .cost import step_of
 from .graphs import check_graph, chosen_graph, spec_of
 
 if TYPE_CHECKING:
+    from g4ir.backends.torch_compile.kernels.base import Schedule
+    from g4ir.backends.torch_compile.schedule import Row
     from g4ir.backends.torch_compile.tune import Tuned
+    from g4ir.ir.graph import Graph
 
 #: the GPU whose settings are shown where none is named
 GPU = "h200"

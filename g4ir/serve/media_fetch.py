@@ -24,7 +24,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from g4ir.chat.messages import Medium
 from g4ir.engine.engine import Engine
-from g4ir.engine.media_inputs import held
+from g4ir.engine.multimodal import held
 from g4ir.engine.offline import MEDIA_SETTINGS
 from g4ir.errors import InputError
 

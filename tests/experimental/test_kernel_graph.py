@@ -470,11 +470,7 @@ def test_a_message_and_its_norm_are_one_kernel(name: str, ranks: int) -> None:
         message, norm = steps[i : i + 2]
         assert isinstance(message, Glue) and isinstance(norm, Segment)
         assert {*message.outputs} < {*norm.inputs}
-        assert [f.name for f in chain.functions] == [
-            "_all_reduce_dual_norm_residual"
-            if len(message.outputs) == 2
-            else "_all_reduce_norm_residual"
-        ]
+        assert [f.name for f in chain.functions] == ["_all_reduce_norm_residual"]
         assert chain.given[-1] == f"i64[{1 + ranks}]" and chain.starts[0].waits
         assert len(chain.given) == len(norm.inputs) + len(norm.params) + 1
     norms = {i + 1 for i in found}

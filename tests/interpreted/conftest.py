@@ -20,7 +20,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the options of orders: known where this folder is named on the command line."""
     parser.addoption(
-        "--order", choices=("shuffled", "interleaved", "overlapping"), help="of programs in a grid"
+        "--order", choices=("interleaved", "overlapping"), help="of programs in a grid"
     )
     parser.addoption("--seed", type=int, default=0, help="of the order")
     parser.addoption("--poison", action="store_true", help="new tensors hold NaN")

@@ -2,10 +2,10 @@
 
 Triton's interpreter runs the first program to its end, then the second. So a program that reads
 what another has not written yet, or counts itself before it has stored its part, is right there
-and wrong on a GPU. Here the programs run in an order that is drawn (`shuffled`), or many of them
-live at once, as threads of which one runs, and whenever it is about to touch memory another one
-goes on (`interleaved`). What a program does between two accesses is seen by nobody, so that these
-are all orders that matter, but for those within one program: its threads are not modelled.
+and wrong on a GPU. Here many of them live at once, as threads of which one runs, and whenever it is
+about to touch memory another one, drawn, goes on (`interleaved`). What a program does between two
+accesses is seen by nobody, so that these are all orders that matter, but for those within one
+program: its threads are not modelled.
 
 `overlapping` has programs of several kernels live at once: a kernel begins when all programs of the
 one in front have let it, and a program that waits goes on when that one has ended. A program that
@@ -207,21 +207,6 @@ def _in_turns(draw: random.Random, seen: list[Turns]) -> Callable[[list[Grid]], 
     return run
 
 
-def _one_by_one(grids: list[Grid]) -> None:
-    (grid,) = grids
-    interpreter.interpreter_builder.set_grid_dim(*grid.size)
-    for index, program in reversed(grid.programs):
-        interpreter.interpreter_builder.set_grid_idx(*index)
-        program()
-
-
-@contextmanager
-def shuffled(seed: int) -> Iterator[None]:
-    """Within it the programs of a grid run one after the other, in an order that is drawn."""
-    with _grids(random.Random(seed), _one_by_one):
-        yield
-
-
 @contextmanager
 def interleaved(seed: int) -> Iterator[None]:
     """Within it the programs of a grid take turns at each access to memory."""
@@ -396,7 +381,6 @@ def poisoned() -> Iterator[None]:
 
 WHOLE = (torch.int32, torch.int64)
 ORDERS: dict[str, Callable[[int], Any]] = {
-    "shuffled": shuffled,
     "interleaved": interleaved,
     "overlapping": overlapping,
 }

@@ -19,13 +19,13 @@ from g4ir.backends.torch_compile.kernels.base import (
     Choice,
     Coded,
     Kernel,
+    Run,
     Sample,
     Schedule,
     arrivals,
     held,
 )
 from g4ir.backends.torch_compile.lower import dense
-from g4ir.backends.torch_compile.run import Run
 from g4ir.backends.torch_compile.target import Target
 from g4ir.backends.torch_compile.tunings import Tuning
 from g4ir.ir.graph import Graph, Node, Value

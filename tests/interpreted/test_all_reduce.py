@@ -18,7 +18,6 @@ from triton.runtime import interpreter
 
 from g4ir.backends.torch_compile.kernels import all_reduce_triton as module
 from g4ir.backends.torch_compile.kernels.all_reduce_triton import (
-    all_reduce_dual_norm_residual,
     all_reduce_norm_residual,
     buffer_bytes,
 )
@@ -58,10 +57,11 @@ def drawn(g: Graph, ranks: int, seed: int) -> list[dict[str, Tensor]]:
 
 def call(dual: bool, given: dict[str, Tensor], peers: Tensor, ranks: int) -> list[Tensor]:
     *tensors, scalar, w1 = given.values()
-    op: Callable[..., list[Tensor]] = (
-        all_reduce_dual_norm_residual if dual else all_reduce_norm_residual
-    )
-    return op(*tensors, scalar, [w1, None], EPS, peers, ranks, 1)
+    both = dict(zip(("w_x", "b", "w_b"), (given[n] for n in ("w_a", "b", "w_b")))) if dual else {}
+    first = (given["a"], given["r"], given["w"]) if dual else tensors
+    end = (scalar, [w1, None], EPS, peers, ranks, 1)
+    made: list[Tensor] = all_reduce_norm_residual(*first, *end, **both)
+    return made
 
 
 def run_ranks(rows: int, ranks: int, seed: int, messages: Sequence[bool] = MESSAGES) -> Any:

@@ -9,8 +9,7 @@ import triton.language as tl
 
 from g4ir.backends.torch_compile.kernels import decode_attention_triton as module
 from g4ir.backends.torch_compile.kernels.base import attention_sample
-from g4ir.backends.torch_compile.kernels.decode_attention_triton import _span, tree
-from g4ir.backends.torch_compile.kernels.decode_latent_triton import _cos_sin
+from g4ir.backends.torch_compile.kernels.decode_attention_triton import _cos_sin, _span, tree
 from g4ir.backends.torch_compile.kernels.launch import by_default, recorded, start
 
 from .samples import Try, kernel_called
@@ -115,5 +114,5 @@ def test_one_split_needs_no_workspace() -> None:
     with recorded() as launches:
         over((3,)).run(splits=1)
         over((3,)).run(splits=2)
-    sizes = [[args[i].numel() for i in (5, 6)] for _, _, args, _ in launches]
+    sizes = [[args[i].numel() for i in (7, 8)] for _, _, args, _ in launches]
     assert sizes[0] == [0, 0] and all(sizes[1])

@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from g4ir.backends.torch_compile.kernels.linear_triton import (
-    chunk,
-    skinny_linear,
-    skinny_linear_parts,
-)
+from g4ir.backends.torch_compile.kernels.linear_triton import chunk, skinny_linear
 
 from .samples import Try, kernel_called
 
@@ -30,7 +26,7 @@ def test_each_part_is_the_sum_of_its_chunk(sample: object, split: int, dtype: st
         at = slice(p * step, (p + 1) * step)
         want = x[..., at].double() @ w[:, at].double().t()
         torch.testing.assert_close(parts[p].double(), want, rtol=1e-5, atol=1e-5)
-    off_cuda = skinny_linear_parts(x, w, **one.sample.use | {"split": split}, zeroed=None)
+    off_cuda = skinny_linear(x, w, None, "", **one.sample.use | {"split": split}, zeroed=None)
     torch.testing.assert_close(parts, off_cuda, rtol=1e-5, atol=1e-5)
 
 
@@ -45,4 +41,4 @@ def test_chunks_cover_k() -> None:
 def test_a_weight_whose_rows_lie_apart_is_refused() -> None:
     x, w = torch.ones(3, 1, 40), torch.ones(40, 9).t()
     with pytest.raises(ValueError, match="strides"):
-        skinny_linear(x, w, 1, 4, 32, 1, 2, None)
+        skinny_linear(x, w, None, "", 1, 4, 32, 1, 2, None)

@@ -106,7 +106,6 @@ ROWS = {"one": [19], "ragged": [0, 25, 7]}
 #: what is run by default; the rest is `full`
 QUICK = {
     ("combined", "off", "decode", "one"),
-    ("tiny-dense", "off", "prefill", "ragged"),
     ("31b-small", "value", "prefill", "ragged"),
     ("31b-small", "raw", "prefill", "ragged"),
     ("tiny-moe+int4", "off", "decode", "ragged"),

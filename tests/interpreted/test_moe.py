@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from g4ir.backends.torch_compile.kernels.base import Kernel
-from g4ir.backends.torch_compile.kernels.moe_order_triton import moe_sort
-from g4ir.backends.torch_compile.kernels.moe_sorted_triton import moe_down_sorted
-from g4ir.backends.torch_compile.kernels.moe_triton import moe_down, router_logits
+from g4ir.backends.torch_compile.kernels.moe_order_triton import moe_sort, router_logits
+from g4ir.backends.torch_compile.kernels.moe_triton import moe_down
 from g4ir.ops.moe import router
 
 from .samples import Try, kernel_called
@@ -90,8 +89,9 @@ def test_slots_are_summed_in_the_order_of_rank(kernel: Kernel) -> None:
     act, scores, factor = torch.ones(2, 5), torch.zeros(2, 1, 4), torch.ones(4)
     weights = torch.ones(3, 1), values.t()[..., None].contiguous()
     if kernel is BOTH[0]:
-        got = moe_down(act, scores, factor, *weights, 4, 1, 8, 16, 4, 2)[1]
+        given = (act, scores, factor, None, *weights, 4, 8, 16, 4, 2, 1)
     else:
-        routing = moe_sort(scores, factor, 4, 4)
-        got = moe_down_sorted(act, *routing, *weights, 16, 16, 32, 4, 2)[1]
+        by, index, listed = moe_sort(scores, factor, 4, 4)
+        given = (act, index, by, listed, *weights, 4, 16, 32, 4, 2, 0, 16)
+    got = moe_down(*given)[1]
     assert torch.equal(got, torch.tensor([0, 0.25, 0]).expand(2, 1, 3))

@@ -92,24 +92,11 @@ def _last_without_an_atomic(word, shift, size, BITS: tl.constexpr):
 
 @triton.jit
 def _counts_before_it_stores(
-    o,
-    top,
-    total,
-    out,
-    parts,
-    stats,
-    arrivals,
-    split,
-    used,
-    pair,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    FAN: tl.constexpr,
-    BITS: tl.constexpr,
-    STAGES: tl.constexpr,
+    sums, out, work, split, used, pair, GROUP, D, SPLITS, FAN, BITS, STAGES
 ):
     """`_finish` of one group, in which the last to count adds up what others have yet to store."""
+    o, top, total = sums
+    parts, stats, arrivals = work
     out += pair * (GROUP * D)
     parts += pair * ((SPLITS + 1) * GROUP * D)
     stats += pair * ((SPLITS + 1) * GROUP * 2)
@@ -128,7 +115,18 @@ def decode(splits: int) -> float:
     end, arrivals = torch.tensor([70, 9]), torch.zeros(2, 2, dtype=torch.int64)
     attrs = {"window": 0, "scale": 0.25, "softcap": 0.0}
     got = decode_attention(
-        q, end, k, v, arrivals, **attrs, splits=splits, block_n=4, warps=4, stages=2
+        q,
+        end,
+        None,
+        [k, v],
+        arrivals,
+        None,
+        "",
+        **attrs,
+        splits=splits,
+        block_n=4,
+        warps=4,
+        stages=2,
     )
     assert not arrivals.any()
     want = attention.reference(q, end[:, None] - 1, end, k, v, **attrs)
@@ -260,7 +258,7 @@ def is_wrong(seed: int) -> bool:
 def test_what_each_program_makes_for_itself(order: str, name: str) -> None:
     """Rows, and queries; the newest key by one program, which others do not wait for."""
     kernel = kernel_called(name)
-    for i, sample in enumerate(kernel.samples[:3]):
+    for i, sample in enumerate(kernel.samples[:2]):
         one = Try(kernel, sample, "f32")
         with ORDERS[order](i), poisoned():
             got = one.run()

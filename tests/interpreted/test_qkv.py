@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.torch_compile.kernels.launch import by_default
 from g4ir.backends.torch_compile.kernels.qkv_triton import qkv_write
 from g4ir.ops.latent import keys_values_of_raw, keys_values_of_value
 from g4ir.ops.rope import rope_table, rotated_pairs
@@ -69,24 +68,3 @@ def test_query_heads_alone_are_the_same() -> None:
         alone = Try(queries, replace(queries.samples[0], inputs=text), "bf16")
         (got,) = alone.call([q, whole.ours[1], *whole.ours[3:5]])
         assert torch.equal(got, whole.run()[0])
-
-
-@pytest.mark.parametrize(
-    ("form", "values", "width", "total", "message"),
-    [
-        ("sliced", False, 8, 3, "cache form 'sliced'"),
-        ("raw", True, 8, 4, "no projection of its"),
-        ("plain", False, 9, 3, "widths"),
-        ("plain", False, 8, 4, "a projection of 32"),
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    form: str, values: bool, width: int, total: int, message: str
-) -> None:
-    x, w, table = torch.ones(1, 1, total * 8), torch.ones(8), torch.ones(1, 1, 8)
-    place, caches = torch.zeros(1, dtype=torch.int64), [torch.zeros(2, 1, 1, width)] * 2
-    operands = (x, w, w, table, table, place, place, caches, 2, 1, values, form, 4, EPS, 1)
-    with pytest.raises(ValueError, match=message):
-        qkv_write(*operands)
-    with by_default(), pytest.raises(ValueError, match=message):
-        qkv_write(*operands)

@@ -23,13 +23,11 @@ def called(k: Kernel) -> str:
 
 
 def cases() -> Iterator[Any]:
-    """All; unless --full is given, in bf16 every third and the others in fp32, of weights in codes
-    every other one in fp32."""
+    """All; unless --full is given, one in three in fp32 and one in three in bf16."""
     for kernel in KERNELS:
         for i, sample in enumerate(kernel.samples):
             for dtype in DTYPES:
-                spare = i % 3 if dtype == "bf16" else not i % (2 if sample.coded else 3)
-                marks = pytest.mark.full if spare else ()
+                marks = () if i % 3 == DTYPES.index(dtype) else pytest.mark.full
                 yield pytest.param(
                     kernel, sample, dtype, marks=marks, id=f"{called(kernel)}-{i}-{dtype}"
                 )
@@ -44,11 +42,11 @@ def test_sample(kernel: Kernel, sample: Sample, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [0.0, 1e-3, 1e4])
+@pytest.mark.parametrize("size", [0.0, 1e4])
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if "eps" in k.samples[0].attrs], ids=called)
 def test_small_and_large_values(kernel: Kernel, size: float, dtype: str) -> None:
     """Norms of other sizes; of zeros eps alone is under the root."""
-    for sample in kernel.samples[:4]:
+    for sample in kernel.samples[1:3]:
         one = Try(kernel, sample, dtype, size=size)
         one.check(one.run())
 

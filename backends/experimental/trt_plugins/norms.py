@@ -9,13 +9,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...torch_compile.kernels.norms_triton import _dual_norm_residual, _norm_residual
+from ...torch_compile.kernels.norms_triton import _norm_residual
+
+
+@triton.jit
+def _after(x, w_x, b, w_b, residual, w, scalar, w1, w2, w3, y, y1, y2, y3, EPS, D, BLOCK):
+    _norm_residual(
+        *(x, w_x, b, w_b, residual, w, scalar, w1, w2, w3, y, y1, y2, y3, EPS, D, 0, 0, BLOCK)
+    )
 
 
 @triton.jit
 def norm_residual(x, residual, w, y, EPS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
     """y = residual + rms_norm(x, w), all [tokens, D] but w [D]; grid (tokens)."""
-    _norm_residual(x, residual, w, None, None, None, None, y, None, None, None, EPS, D, 0, BLOCK)
+    _after(
+        x, None, None, None, residual, w, None, None, None, None, y, None, None, None, EPS, D, BLOCK
+    )
 
 
 @triton.jit
@@ -23,7 +32,7 @@ def norm_residual_norm(
     x, residual, w, w1, y, y1, EPS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
 ):
     """As norm_residual; y1 = rms_norm(y, w1)."""
-    _norm_residual(x, residual, w, None, w1, None, None, y, y1, None, None, EPS, D, 0, BLOCK)
+    _after(x, None, None, None, residual, w, None, w1, None, None, y, y1, None, None, EPS, D, BLOCK)
 
 
 @triton.jit
@@ -31,7 +40,9 @@ def norm_residual_scaled_norm(
     x, residual, w, scalar, w1, y, y1, EPS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
 ):
     """As norm_residual_norm, y times scalar [1]."""
-    _norm_residual(x, residual, w, scalar, w1, None, None, y, y1, None, None, EPS, D, 0, BLOCK)
+    _after(
+        x, None, None, None, residual, w, scalar, w1, None, None, y, y1, None, None, EPS, D, BLOCK
+    )
 
 
 @triton.jit
@@ -50,7 +61,7 @@ def norm_residual_norms(
     BLOCK: tl.constexpr,
 ):
     """As norm_residual_norm; y2 = rms_norm(y, w2), y3 = rms_norm(y)."""
-    _norm_residual(x, residual, w, None, w1, w2, None, y, y1, y2, y3, EPS, D, 0, BLOCK)
+    _after(x, None, None, None, residual, w, None, w1, w2, None, y, y1, y2, y3, EPS, D, BLOCK)
 
 
 @triton.jit
@@ -70,8 +81,4 @@ def dual_norm_residual_scaled_norm(
     BLOCK: tl.constexpr,
 ):
     """As norm_residual_scaled_norm with x = rms_norm(a, w_a) + rms_norm(b, w_b)."""
-    _dual_norm_residual(
-        *(a, w_a, b, w_b, w, residual, scalar),
-        *(w1, None, None, y, y1, None, None),
-        *(EPS, D, 0, 0, BLOCK),
-    )
+    _after(a, w_a, b, w_b, residual, w, scalar, w1, None, None, y, y1, None, None, EPS, D, BLOCK)

@@ -1,22 +1,19 @@
-"""Sums over ranks with the residual and the norms behind them: one-shot kernels.
+"""Sums over ranks with the residual and the norms after them: one-shot kernels.
 
-Each rank has a buffer that all others can read and write. A program computes a row: it copies what
-its rank has of it there, raises a flag at every rank, waits for the flags of all, reads what the
-others have, and adds the parts in order of rank in fp32, so that all ranks have the same bits. It
-goes on as the norm does, whose roundings and error budget are in norms_triton.py.
+Each rank has a buffer that all others can read and write. A program computes a row: it copies its
+rank's part there, raises a flag at every rank, waits for the flags of all, reads the other parts
+and adds them in order of rank in fp32, so that all ranks have the same bits. The rest is the norm
+of norms_triton.py.
 
 A buffer is: [32] epochs, which count a row's messages and which its own rank alone touches;
 [32, ranks] flags, each the epoch that a rank has reached; and two halves of [32] slots, taken in
-turn. Two are enough: a rank that writes a half again has seen all others begin the message between,
-for which they had to end the one in which they read it. A flag is raised with release and waited
-for with acquire, by one thread, with a barrier of the program's threads on the other side: what was
-copied before it can be seen behind it. Numbers go on from step to step, so a recorded step is
-replayed as it is; they may wrap around, since only their difference counts.
+turn: a rank that writes a half again has seen all others begin the message between, for which they
+had to end the one in which they read it. A flag is raised with release and waited for with acquire,
+by one thread, with a barrier on the other side. Epochs may wrap around: only their difference
+counts, so that a recorded step is replayed as it is.
 
-A rank that does not come makes the row NaN after so many looks: a kernel that waits for ever would
-take the process, which has to say who is gone, with it.
-
-No GPU has run this.
+If a rank does not come, the row becomes NaN after so many looks: a kernel that waits for ever would
+take the process, which has to name the rank, with it. No GPU has run this.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from g4ir.ops.reduce_norm import MOST_ROWS
 
 from .base import SLOT
 from .launch import begin, power_of_2, ready, rounded, start, takes
-from .norms_triton import added, both_added, dual_reference, end, factor, reference, three, weight
+from .norms_triton import added, end, factor, reference, three, weight
 
 Tensor = torch.Tensor
 ROWS, SLOT_BYTES = tl.constexpr(MOST_ROWS), tl.constexpr(SLOT)
@@ -128,61 +125,13 @@ def _sum(peers, row, epoch, first, i, keep, like, RANKS: tl.constexpr):
 
 
 @triton.jit
-def _next_epoch(peers, me, row):
-    """The number of this message among those of the row, from 1 on."""
-    return tl.load(_words(peers, me) + row) + 1
-
-
-@triton.jit
 def _all_reduce_norm_residual(
     x,
-    residual,
-    w,
-    scalar,
-    w1,
-    w2,
-    w3,
-    y,
-    y1,
-    y2,
-    y3,
-    peers,
-    eps,
-    D: tl.constexpr,
-    RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr = False,
-):
-    """x, residual, y, y1 to y3 [rows, D]; peers [1 + RANKS]. Grid: rows. As _norm_residual."""
-    begin(AHEAD)
-    row = tl.program_id(0)
-    at = row.to(tl.int64) * D
-    i = tl.arange(0, BLOCK)
-    keep = i < D
-    g1, g2, g3 = weight(w1, i, keep), weight(w2, i, keep), weight(w3, i, keep)
-    by, g = factor(scalar), weight(w, i, keep)
-    ready(AHEAD)
-    me = tl.load(peers).to(tl.int32)
-    epoch = _next_epoch(peers, me, row)
-    mine = _slot(peers, me, row, epoch, residual, RANKS)
-    tl.store(mine + i, tl.load(x + at + i, mask=keep, other=0), mask=keep)
-    _raise_flags(peers, me, row, epoch, RANKS)
-    r = tl.load(residual + at + i, mask=keep, other=0)
-    by *= _wait(peers, me, row, epoch, RANKS)
-    h = _sum(peers, row, epoch, 0, i, keep, residual, RANKS)
-    tl.store(_words(peers, me) + row, epoch)
-    h = added(h, r, g, y, eps, D)
-    end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D)
-
-
-@triton.jit
-def _all_reduce_dual_norm_residual(
-    a,
-    w_a,
+    w_x,
     b,
     w_b,
-    w,
     residual,
+    w,
     scalar,
     w1,
     w2,
@@ -198,7 +147,7 @@ def _all_reduce_dual_norm_residual(
     BLOCK: tl.constexpr,
     AHEAD: tl.constexpr = False,
 ):
-    """a and b [rows, D], which lie behind one another in a slot; the rest as there."""
+    """As _norm_residual; peers [1 + RANKS]. x and b follow one another in a slot. Grid: rows."""
     begin(AHEAD)
     row = tl.program_id(0)
     at = row.to(tl.int64) * D
@@ -206,20 +155,22 @@ def _all_reduce_dual_norm_residual(
     keep = i < D
     g1, g2, g3 = weight(w1, i, keep), weight(w2, i, keep), weight(w3, i, keep)
     by, g = factor(scalar), weight(w, i, keep)
-    g_a, g_b = weight(w_a, i, keep), weight(w_b, i, keep)
+    g_x, g_b = weight(w_x, i, keep), weight(w_b, i, keep)
     ready(AHEAD)
     me = tl.load(peers).to(tl.int32)
-    epoch = _next_epoch(peers, me, row)
+    epoch = tl.load(_words(peers, me) + row) + 1  # from 1 on, of the messages of this row
     mine = _slot(peers, me, row, epoch, residual, RANKS)
-    tl.store(mine + i, tl.load(a + at + i, mask=keep, other=0), mask=keep)
-    tl.store(mine + D + i, tl.load(b + at + i, mask=keep, other=0), mask=keep)
+    tl.store(mine + i, tl.load(x + at + i, mask=keep, other=0), mask=keep)
+    if b is not None:
+        tl.store(mine + D + i, tl.load(b + at + i, mask=keep, other=0), mask=keep)
     _raise_flags(peers, me, row, epoch, RANKS)
     r = tl.load(residual + at + i, mask=keep, other=0)
     by *= _wait(peers, me, row, epoch, RANKS)
-    h_a = _sum(peers, row, epoch, 0, i, keep, residual, RANKS)
-    h_b = _sum(peers, row, epoch, D, i, keep, residual, RANKS)
+    h, h_b = _sum(peers, row, epoch, 0, i, keep, residual, RANKS), None
+    if b is not None:
+        h_b = _sum(peers, row, epoch, D, i, keep, residual, RANKS)
     tl.store(_words(peers, me) + row, epoch)
-    h = both_added(h_a, h_b, r, g_a, g_b, g, y, eps, D)
+    h = added(h, h_b, r, g_x, g_b, g, y, eps, D)
     end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D)
 
 
@@ -234,59 +185,25 @@ def all_reduce_norm_residual(
     peers: Tensor,
     ranks: int,
     warps: int,
+    w_x: Tensor | None = None,
+    b: Tensor | None = None,
+    w_b: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return `norm_residual` of the sum of what ranks have of x
+    """Return `norm_residual` of the sums of what ranks have of x and of b, in one message
 
-    x, residual and results [B, 1, D], at most 32 rows; peers as in `meeting_at`; the rest as in
+    x, b, residual and results [B, 1, D], at most 32 rows; peers as in `meeting_at`; the rest as in
     `norm_residual`. Off a GPU for a rank that is alone.
     """
     if not takes(residual):
-        return reference(x, residual, w_post, scalar, weights, eps)
-    given = (x.contiguous(), residual.contiguous(), w_post)
-    return _start(_all_reduce_norm_residual, given, scalar, weights, eps, peers, ranks, warps)
-
-
-@triton_op("g4ir::all_reduce_dual_norm_residual", mutates_args={})
-def all_reduce_dual_norm_residual(
-    a: Tensor,
-    w_a: Tensor,
-    b: Tensor,
-    w_b: Tensor,
-    w_sum: Tensor,
-    residual: Tensor,
-    scalar: Tensor | None,
-    weights: list[Tensor | None],
-    eps: float,
-    peers: Tensor,
-    ranks: int,
-    warps: int,
-) -> list[Tensor]:
-    """Return `dual_norm_residual` of the sums of what ranks have of a and of b, in one message; the
-    rest as in `all_reduce_norm_residual`"""
-    if not takes(residual):
-        return dual_reference(a, w_a, b, w_b, w_sum, residual, scalar, weights, eps)
-    given = (a.contiguous(), w_a, b.contiguous(), w_b, w_sum, residual.contiguous())
-    return _start(_all_reduce_dual_norm_residual, given, scalar, weights, eps, peers, ranks, warps)
-
-
-def _start(
-    kernel: object,
-    given: tuple[Tensor, ...],
-    scalar: Tensor | None,
-    weights: list[Tensor | None],
-    eps: float,
-    peers: Tensor,
-    ranks: int,
-    warps: int,
-) -> list[Tensor]:
-    """Start a kernel, a program for each row; the first of what is given is like the results."""
-    x = given[0]
-    d = x.shape[-1]
+        return reference(x, residual, w_post, scalar, weights, eps, w_x, b, w_b)
+    d = residual.shape[-1]
     y, *norms = [torch.empty_like(x) for _ in range(1 + len(weights))]
+    summed = (x.contiguous(), w_x, b if b is None else b.contiguous(), w_b)
+    given = (*summed, residual.contiguous(), w_post, scalar, *three(weights))
     start(
-        kernel,
+        _all_reduce_norm_residual,
         (x.numel() // d,),
-        (*given, scalar, *three(weights), y, *three(norms), peers, eps),
+        (*given, y, *three(norms), peers, eps),
         D=d,
         RANKS=ranks,
         BLOCK=power_of_2(d),

@@ -156,6 +156,22 @@ class Schedule:
         return replace(self, choices={k: c.using(kernel, use) for k, c in self.choices.items()})
 
 
+@dataclass(frozen=True)
+class Run:
+    """One pass over a segment: kernels and lowerings read and add values by name in `env`."""
+
+    schedule: Schedule
+    env: dict[str, Any]
+
+    @property
+    def graph(self) -> Graph:
+        return self.schedule.graph
+
+    @property
+    def device(self) -> str:
+        return self.schedule.target.device
+
+
 def is_row(t: Type) -> bool:
     """Whether a tensor is [B,1,...]: one token for each row of the batch."""
     return t.rank >= 3 and t.shape[1] == 1
@@ -224,14 +240,19 @@ def attention_shape(n: Node) -> dict[str, int] | None:
     }
 
 
-def in_fewer_bits(n: Node) -> bool:
-    """Whether an attention's caches hold rows in fewer bits than its queries have."""
-    return n.caches[0].type.dtype != n["q"].type.dtype
-
-
 def masking(n: Node) -> dict[str, Any]:
     """Return the attributes that every attention has."""
     return {k: n.attrs[k] for k in ("window", "scale", "softcap")}
+
+
+def norm_start(n: Node, given: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
+    """Return x, the residual and the norm's weight; of a node with two sums what joins the second
+    to x; and the other inputs of an op that begins with a norm after a residual."""
+    if "dual_" not in n.op:
+        x, residual, w, *rest = given
+        return (x, residual, w), {}, rest
+    a, w_a, b, w_b, w, residual, *rest = given
+    return (a, residual, w), {"w_x": w_a, "b": b, "w_b": w_b}, rest
 
 
 def norm_end(n: Node, given: Sequence[Any]) -> tuple[Any, list[Any], float]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.ir.graph import Graph, Node
 from g4ir.ops.kv_quant import GROUP
 
 from ..target import Target
-from .base import Choice, Kernel, Shape, attention_shape, given_zeros, is_row, masking, size
+from .base import Choice, Kernel, Run, Shape, attention_shape, given_zeros, is_row, masking, size
 from .base import attention_sample as sample
-
-if TYPE_CHECKING:
-    from ..run import Run
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
@@ -28,22 +25,19 @@ def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
 def _attention(
     run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, *held: Any
 ) -> Any:
+    """Attend over K and V, or over a latent cache, whose norm's weight comes before it."""
+    from ..attention import frequencies
     from .decode_attention_triton import decode_attention
 
+    latent = n.op == "attention_latent"
+    w, caches = (held[0], held[1:]) if latent else (None, held)
     return decode_attention(
-        q, written, *held, given_zeros(run, n, choice, n["q"], q), **masking(n), **choice.use
+        *(q, written, w, list(caches), given_zeros(run, n, choice, n["q"], q)),
+        frequencies(n, q.device) if latent else None,
+        n.word("form") if latent else "",
+        **masking(n),
+        **choice.use,
     )
-
-
-def _latent(
-    run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, w: Any, *held: Any
-) -> Any:
-    from ..attention import frequencies
-    from .decode_latent_triton import decode_attention_latent
-
-    options = {"form": n.word("form"), **masking(n), **choice.use}
-    zeros, freqs = given_zeros(run, n, choice, n["q"], q), frequencies(n, q.device)
-    return decode_attention_latent(q, written, w, list(held), zeros, freqs, **options)
 
 
 def _use(splits: int, block_n: int = 4) -> dict[str, int]:
@@ -123,7 +117,7 @@ KERNELS = (
         op="attention_latent",
         starts={"decode_attention_latent": 1},
         rule=_shape,
-        call=_latent,
+        call=_attention,
         samples=(*LATENT, *NARROW_LATENT),
         error=5e-6,
         differ=None,

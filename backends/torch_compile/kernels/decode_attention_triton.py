@@ -1,23 +1,17 @@
-"""Attention of one new token per row over its cache, split over the keys.
+"""Attention of one new token per row over its cache, plain or latent (g4ir/ops/latent.py).
 
-A program has one row, one key head and one share of the keys that the query sees; the query heads
-of the group are the rows of its products, so that a key is read once. The shares follow from the
-number of tokens in the cache when the kernel runs: one captured graph serves all lengths, short
-contexts use fewer programs, and no slot is read that the query does not see. Programs leave partial
-results in a workspace; whoever arrives last, by a counter, adds them in the order of the shares, so
-the result does not depend on who that was. Many or large partial results are added in two steps, by
-the last of each group and then by the last group.
-
-Counters of a (row, key head) are fields of one int64 of `arrivals`, which is 0 before and after.
+Split-KV: a program has one row, one key head and one split of the keys that the query sees; the
+query heads of the group are the rows of its products, so that a key is read once. The splits follow
+from the number of tokens in the cache when the kernel runs: one captured graph serves all lengths,
+and no slot is read that the query does not see. The program that arrives last, by a counter, adds
+the partial results in the order of the splits: in two steps, by groups, where they are many or
+large. Counters of a (row, key head) are fields of one int64 of `arrivals`, 0 before and after.
 
 Numerics: fp32 scores, running maximum in base 2, fp32 sums; probabilities are rounded to the
-cache's dtype before they multiply V, and the sum that divides is the sum before that rounding. So
-bf16 differs from the op's reference where that rounds scores (to 8 bits: the reference's largest
-error) and normalised probabilities. The rms error against float64 is at most 1.5 of the
-reference's: at the models' head dims 0.2 to 0.5 of it over plain caches, 0.3 to 0.8 over latent
-ones, where q * w is rounded instead of V * w. fp32: 5e-6 of the result's rms, from sums in another
-order. The form `raw` multiplies scores and probabilities by the reciprocal rms, and rounds K's
-rotated dims as the ops do.
+cache's dtype before they multiply V. The rms error against float64 is at most 1.5 of that of the
+op's reference, which rounds scores to 8 bits: at the models' head dims 0.2 to 0.5 of it over plain
+caches, 0.3 to 0.8 over latent ones, where q * w is rounded instead of V * w. fp32: 5e-6 of the
+result's rms. The form `raw` rounds K's rotated dims as the ops do.
 """
 
 from __future__ import annotations
@@ -30,12 +24,13 @@ import triton
 import triton.language as tl
 from torch.library import triton_op
 
-from g4ir.ops.attention import attention
+from g4ir.ops.attention import attention, slot_positions
 from g4ir.ops.kv_quant import GROUP as CODES
-from g4ir.ops.kv_quant import numbers_in
+from g4ir.ops.kv_quant import numbers, numbers_in
+from g4ir.ops.latent import keys_values_of_value
 
 from .base import SHARE_KEYS, SHARES
-from .launch import begin, blocks, power_of_2, ready, start, takes, tanh
+from .launch import begin, blocks, fetch_row, power_of_2, ready, rounded, start, takes, tanh
 
 Tensor = torch.Tensor
 
@@ -72,7 +67,7 @@ def tree(splits: int, size: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _span(end, slots, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr):
+def _span(end, slots, split, WINDOW, SPLITS, N):
     """The query sees the keys of positions first .. end - 1: `first`, the keys lo .. hi - 1 of this
     split, counted from there, and how many splits have keys (one, if there are none)."""
     seen = tl.minimum(end, slots)
@@ -96,7 +91,7 @@ def _slots(i, origin, slots):
 
 
 @triton.jit
-def _tile(rows, real, cols, WIDTH: tl.constexpr):
+def _tile(rows, real, cols, WIDTH):
     """Columns `cols` of the rows at pointers `rows`; 0 where a row is not real or a column is not
     below WIDTH."""
     mask = real[:, None]
@@ -106,7 +101,7 @@ def _tile(rows, real, cols, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _numbers(rows, real, cols, AT: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, like):
+def _numbers(rows, real, cols, AT, WIDTH, ROW, like):
     """Columns AT + cols, below AT + WIDTH, of rows of a cache, as numbers of `like`'s dtype. ROW:
     how many numbers a row of codes has, behind which its scales lie (narrow.py); 0: no codes."""
     t = _tile(rows + AT, real, cols, WIDTH)
@@ -123,7 +118,7 @@ def _numbers(rows, real, cols, AT: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.co
 
 
 @triton.jit
-def _weigh(s, real, top, total, inner, outer, CAPPED: tl.constexpr):
+def _weigh(s, real, top, total, inner, outer, CAPPED):
     """Scores [M, N] -> powers of two relative to the new maximum [M], that maximum, the new sums
     [M, N], one per column (a sum over columns takes two barriers: once, at the end), and the
     factor [M] of what was summed before."""
@@ -139,7 +134,7 @@ def _weigh(s, real, top, total, inner, outer, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _write(out, o, total, GROUP: tl.constexpr, D: tl.constexpr):
+def _write(out, o, total, GROUP, D):
     """The result of a group of heads; 0 where no key was seen."""
     h, cols = tl.arange(0, o.shape[0])[:, None], tl.arange(0, o.shape[1])[None, :]
     o = o / tl.where(total > 0, total, 1.0)[:, None]
@@ -147,7 +142,7 @@ def _write(out, o, total, GROUP: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _put(parts, stats, i, o, top, total, GROUP: tl.constexpr, D: tl.constexpr):
+def _put(parts, stats, i, o, top, total, GROUP, D):
     """Partial result i of the workspace."""
     h, cols = tl.arange(0, o.shape[0]), tl.arange(0, o.shape[1])[None, :]
     tl.store(stats + 2 * i * GROUP + h, top, mask=h < GROUP)
@@ -157,7 +152,7 @@ def _put(parts, stats, i, o, top, total, GROUP: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _last(word, shift, size, BITS: tl.constexpr):
+def _last(word, shift, size, BITS):
     """Counts in a field of BITS bits; whether this program is the last of `size`, which then sees
     what the others stored: the barrier puts all threads' stores before the one atomic."""
     tl.debug_barrier()
@@ -167,16 +162,7 @@ def _last(word, shift, size, BITS: tl.constexpr):
 
 
 @triton.jit
-def _merge(
-    parts,
-    stats,
-    first,
-    number,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+def _merge(parts, stats, first, number, GROUP, D, DP, STAGES):
     """The sum of the partial results first .. first + number - 1, as one: o, maximum, sum."""
     H: tl.constexpr = triton.next_power_of_2(GROUP)
     h, cols = tl.arange(0, H), tl.arange(0, DP)[None, :]
@@ -199,25 +185,11 @@ def _merge(
 
 
 @triton.jit
-def _finish(
-    o,
-    top,
-    total,
-    out,
-    parts,
-    stats,
-    arrivals,
-    split,
-    used,
-    pair,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    FAN: tl.constexpr,
-    BITS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """From a share's o [M, DP], maximum and sum [M] to the result of the pair (row, key head)."""
+def _finish(sums, out, work, split, used, pair, GROUP, D, SPLITS, FAN, BITS, STAGES):
+    """From a share's sums (o [M, DP], maximum and sum [M]) to the result of the pair (row, key
+    head); work: partial results, their maxima and sums, counters."""
+    o, top, total = sums
+    parts, stats, arrivals = work
     DP: tl.constexpr = o.shape[1]
     GROUPS: tl.constexpr = (SPLITS + FAN - 1) // FAN
     out += pair * (GROUP * D)
@@ -245,30 +217,33 @@ def _finish(
 
 
 @triton.jit
+def _no_keys(M, DP, N):
+    """o [M, DP], maximum [M] and sums [M, N] before any key."""
+    top = tl.full([M], float("-inf"), tl.float32)
+    return tl.zeros([M, DP], tl.float32), top, tl.zeros([M, N], tl.float32)
+
+
+@triton.jit
 def _attended(
     query,
-    keys,
-    values,
-    lo,
-    hi,
-    origin,
-    slots,
-    k_slot,
-    v_slot,
-    o,
-    top,
-    total,
-    cols,
-    inner,
-    outer,
-    CAPPED: tl.constexpr,
-    D: tl.constexpr,
-    N: tl.constexpr,
+    caches,
+    share,
+    sums,
+    factors,
+    CAPPED,
+    D,
+    N,
     ROW: tl.constexpr = 0,
     HALVES: tl.constexpr = False,
 ):
-    """o [M, DP], maximum [M] and sums [M, N] of a share, with the keys lo .. hi - 1 added. HALVES:
-    scores are the sum of those of two halves of a head, which do not wait for each other."""
+    """o [M, DP], maximum [M] and sums [M, N] of a share (keys lo .. hi - 1, of which key 0 lies in
+    slot `origin`, and the slots), with its keys added. HALVES: scores are the sum of those of two
+    halves of a head, which do not wait for each other."""
+    keys, values, k_slot, v_slot = caches
+    lo, hi, origin, slots = share
+    inner, outer = factors
+    o, top, total = sums
+    cols = tl.arange(0, o.shape[1])
     M: tl.constexpr = o.shape[0]
     HALF: tl.constexpr = o.shape[1] // 2
     if HALVES:
@@ -296,9 +271,103 @@ def _attended(
 
 
 @triton.jit
+def _still_query(q, w, cols, P, D):
+    """The query for V: q * w, rounded, where K is not rotated, else 0."""
+    weight = tl.load(w + cols, mask=cols < D, other=0.0).to(tl.float32)
+    j = tl.where(cols < D // 2, cols, cols - D // 2)
+    still = q.to(tl.float32) * tl.where(j < P, 0.0, weight)[None, :]
+    return still.to(q.dtype)
+
+
+@triton.jit
+def _cos_sin(x):
+    """cos and sin of fp32 0 <= x < 2^18, off by less than 2e-7.
+
+    x - k pi / 2 in three steps: the first two parts of pi / 2 have 8 bits each, so that fused, or
+    for k < 2^16, what remains is exact; then Taylor's sums on [-pi / 4, pi / 4]. The library's
+    functions take a slow path through local memory for the angles of late positions.
+    """
+    k = tl.floor(x * 0.6366197723675814 + 0.5)
+    r = tl.fma(k, -1.5703125, x)
+    r = tl.fma(k, -0.0004825592041015625, r)
+    r = tl.fma(k, -1.2675907950567314e-06, r)
+    z = r * r
+    cos = 1 + z * (-1 / 2 + z * (1 / 24 + z * (-1 / 720 + z * (1 / 40320))))
+    sin = r + r * z * (-1 / 6 + z * (1 / 120 + z * (-1 / 5040 + z * (1 / 362880))))
+    quarter = k.to(tl.int32) & 3
+    odd = (quarter & 1) == 1
+    c, s = tl.where(odd, sin, cos), tl.where(odd, cos, sin)
+    return tl.where((quarter == 1) | (quarter == 2), -c, c), tl.where(quarter >= 2, -s, s)
+
+
+@triton.jit
+def _turned_keys(rows, real, factor, position, w, freqs, pair, P, D):
+    """The rotated dims of K at `position`, low and high [N, pairs], from raw rows and their
+    reciprocal rms, with the roundings of the norm, the table and the rotation."""
+    dtype = w.dtype.element_ty
+    angle = position.to(tl.float32)[:, None] * tl.load(freqs + pair, mask=pair < P, other=0.0)
+    cos, sin = _cos_sin(angle)
+    cos, sin = rounded(cos, w), rounded(sin, w)
+    w_low = tl.load(w + pair, mask=pair < P, other=0.0).to(tl.float32)
+    w_high = tl.load(w + D // 2 + pair, mask=pair < P, other=0.0).to(tl.float32)
+    low = _tile(rows, real, pair, P).to(tl.float32) * factor[:, None] * w_low
+    high = _tile(rows + D // 2, real, pair, P).to(tl.float32) * factor[:, None] * w_high
+    low, high = rounded(low, w), rounded(high, w)
+    k_low = rounded(low * cos, w) - rounded(high * sin, w)
+    k_high = rounded(high * cos, w) + rounded(low * sin, w)
+    return k_low.to(dtype), k_high.to(dtype)
+
+
+@triton.jit
+def _attended_latent(
+    q, q_head, w, freqs, caches, first, share, factors, FORM, CAPPED, GROUP, D, P, PP, M, DP, N, ROW
+):
+    """`_attended` over a latent cache. `value`: rows of V and K's 2 P rotated dims (PP: padded), so
+    that one tile of V is both. `raw`, V = raw * rms: the reciprocal rms multiplies scores and
+    probabilities, and K's P rotated pairs (PP: padded) are made again."""
+    cache, rms, c_slot, r_slot = caches
+    lo, hi, origin, slots = share
+    inner, outer = factors
+    o, top, total = _no_keys(M, DP, N)
+    h, cols, dims = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, PP)
+    still = _still_query(_tile(q + h * q_head, h < GROUP, cols, D), w, cols, P, D)
+    if P > 0:
+        if FORM == "value":
+            turned_dims = tl.where(dims < P, dims, dims + (D // 2 - P))
+            real = (h < GROUP)[:, None] & (dims < 2 * P)[None, :]
+            turned = tl.load(q + h[:, None] * q_head + turned_dims[None, :], mask=real, other=0.0)
+        else:
+            q_low = _tile(q + h * q_head, h < GROUP, dims, P)
+            q_high = _tile(q + D // 2 + h * q_head, h < GROUP, dims, P)
+    for at in range(lo, hi, N):
+        i = at + tl.arange(0, N)
+        slot = _slots(i, origin, slots)
+        rows = cache + slot * c_slot
+        v = _numbers(rows, i < hi, cols, 0, D, ROW, still)
+        s = tl.dot(still, tl.trans(v), input_precision="ieee")
+        if FORM == "raw":
+            factor = tl.load(rms + slot * r_slot, mask=i < hi, other=0.0)
+            s *= factor[None, :]
+            if P > 0:
+                low, high = _turned_keys(rows, i < hi, factor, first + i, w, freqs, dims, P, D)
+                s = tl.dot(q_low, tl.trans(low), s, input_precision="ieee")
+                s = tl.dot(q_high, tl.trans(high), s, input_precision="ieee")
+        elif P > 0:
+            k = _numbers(rows, i < hi, dims, D, 2 * P, ROW, still)
+            s = tl.dot(turned, tl.trans(k), s, input_precision="ieee")
+        p, top, total, fade = _weigh(s, i < hi, top, total, inner, outer, CAPPED)
+        if FORM == "raw":
+            p *= factor[None, :]
+        o = tl.dot(p.to(v.dtype), v, o * fade[:, None], input_precision="ieee")
+    return o, top, total
+
+
+@triton.jit
 def _decode(
     q,
     ends,
+    w,
+    freqs,
     keys,
     values,
     arrivals,
@@ -316,6 +385,9 @@ def _decode(
     v_head,
     inner,
     outer,
+    FORM: tl.constexpr,
+    P: tl.constexpr,
+    PP: tl.constexpr,
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     GROUP: tl.constexpr,
@@ -330,63 +402,36 @@ def _decode(
     ROW: tl.constexpr,
     AHEAD: tl.constexpr = False,
 ):
-    """One share of one row and key head, grid (SPLITS, n, B)."""
+    """One share of one row and key head, grid (SPLITS, n, B). FORM: empty for K and V, or that of a
+    latent cache: `values` is None in `value`, and the reciprocal rms in `raw`."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     begin(AHEAD)
+    if FORM != "":
+        fetch_row(w, D, AHEAD)
     ready(AHEAD)
     first, lo, hi, used = _span(tl.load(ends + row), slots, split, WINDOW, SPLITS, N)
     if split < used:
-        origin = (first % slots).to(tl.int32)
-        h, cols = tl.arange(0, M), tl.arange(0, DP)
         q += row * q_row + head * GROUP * q_head
-        query = _tile(q + h * q_head, h < GROUP, cols, D)
         keys += row * k_row + head * k_head
-        values += row * v_row + head * v_head
-        o = tl.zeros([M, DP], tl.float32)
-        top = tl.full([M], float("-inf"), tl.float32)
-        total = tl.zeros([M, N], tl.float32)
-        o, top, total = _attended(
-            query,
-            keys,
-            values,
-            lo,
-            hi,
-            origin,
-            slots,
-            k_slot,
-            v_slot,
-            o,
-            top,
-            total,
-            cols,
-            inner,
-            outer,
-            CAPPED,
-            D,
-            N,
-            ROW,
-        )
-        _finish(
-            o,
-            top,
-            tl.sum(total, 1),
-            out,
-            parts,
-            stats,
-            arrivals,
-            split,
-            used,
-            row * tl.num_programs(1) + head,
-            GROUP,
-            D,
-            SPLITS,
-            FAN,
-            BITS,
-            STAGES,
-        )
+        if FORM != "value":
+            values += row * v_row + head * v_head
+        share, factors = (lo, hi, (first % slots).to(tl.int32), slots), (inner, outer)
+        caches = (keys, values, k_slot, v_slot)
+        if FORM == "":
+            h, sums = tl.arange(0, M), _no_keys(M, DP, N)
+            query = _tile(q + h * q_head, h < GROUP, tl.arange(0, DP), D)
+            o, top, total = _attended(query, caches, share, sums, factors, CAPPED, D, N, ROW)
+        else:
+            o, top, total = _attended_latent(
+                *(q, q_head, w, freqs, caches, first, share, factors),
+                *(FORM, CAPPED, GROUP, D, P, PP, M, DP, N, ROW),
+            )
+        work, pair = (parts, stats, arrivals), row * tl.num_programs(1) + head
+        sums = (o, top, tl.sum(total, 1))
+        _finish(sums, out, work, split, used, pair, GROUP, D, SPLITS, FAN, BITS, STAGES)
 
 
-def _workspace(out: Tensor, kv_heads: int, splits: int) -> tuple[Tensor, Tensor, dict[str, int]]:
+def workspace(out: Tensor, kv_heads: int, splits: int) -> tuple[Tensor, Tensor, dict[str, int]]:
     """Return partial results, their maxima and sums, and the constants of the sums."""
     b, _, heads, d = out.shape
     group = heads // kv_heads
@@ -394,63 +439,63 @@ def _workspace(out: Tensor, kv_heads: int, splits: int) -> tuple[Tensor, Tensor,
     fan, bits = tree(splits, size)
     ahead = max(2, min(AHEAD, fan, ON_THE_WAY // size))
     held = splits + blocks(splits, fan) if splits > 1 else 0
-    parts = torch.empty((b, kv_heads, held, group, d), dtype=torch.float32, device=out.device)
-    stats = torch.empty((b, kv_heads, held, 2, group), dtype=torch.float32, device=out.device)
+    parts = out.new_empty((b, kv_heads, held, group, d), dtype=torch.float32)
+    stats = out.new_empty((b, kv_heads, held, 2, group), dtype=torch.float32)
     return parts, stats, {"SPLITS": splits, "FAN": fan, "BITS": bits, "STAGES": ahead + 1}
 
 
-def _constants(out: Tensor, kv_heads: int, window: int, softcap: float) -> dict[str, Any]:
+def constants(out: Tensor, kv_heads: int, window: int, softcap: float) -> dict[str, Any]:
+    """Return the constants that follow from a result [B,1,nq,d]."""
     d, group = out.shape[3], out.shape[2] // kv_heads
-    return {
-        "WINDOW": window,
-        "CAPPED": softcap > 0,
-        "GROUP": group,
-        "M": max(16, power_of_2(group)),
-        "D": d,
-        "DP": max(16, power_of_2(d)),
-    }
+    sizes = {"M": max(16, power_of_2(group)), "D": d, "DP": max(16, power_of_2(d))}
+    return {"WINDOW": window, "CAPPED": softcap > 0, "GROUP": group, **sizes}
 
 
-def _prepared(
-    out: Tensor,
-    strides: tuple[int, ...],
-    caches: list[Tensor],
-    arrivals: Tensor,
-    rules: tuple[int, float, float],
-    use: tuple[int, int, int, int],
-) -> tuple[tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
-    """Return the grid, the operands behind the caches, and the constants, of a result `out`
-    [B,1,nq,d]; strides: those that come before the caches'."""
-    (window, scale, softcap), (splits, block_n, warps, stages) = rules, use
-    slots, b, n, _ = caches[0].shape
-    parts, stats, sums = _workspace(out, n, splits)
-    strides = (*strides, *(s for cache in caches for s in cache.stride()[:3]))
-    operands = (arrivals, parts, stats, out, slots, *strides, *_factors(scale, softcap))
-    constants = {"N": block_n, "num_warps": warps, "num_stages": stages}
-    return (splits, n, b), operands, constants | _constants(out, n, window, softcap) | sums
-
-
-def _row(cache: Tensor) -> dict[str, int]:
-    """Return the constant ROW of a cache."""
-    return {"ROW": numbers_in(cache.shape[3]) if cache.dtype == torch.int8 else 0}
-
-
-def _strides(q: Tensor) -> tuple[int, int]:
-    return q.stride(0), q.stride(2)
-
-
-def _factors(scale: float, softcap: float) -> tuple[float, float]:
+def factors(scale: float, softcap: float) -> tuple[float, float]:
     """Return (inner, outer): the base 2 score is inner * x, or, capped, outer * tanh(inner * x)."""
     return (scale / softcap, softcap * log2(e)) if softcap else (scale * log2(e), 0.0)
+
+
+def _latent(form: str, q: Tensor, cache: Tensor, freqs: Tensor | None, n: int) -> dict[str, Any]:
+    """Return the constants of a cache's layout, with N: n, or fewer."""
+    row = numbers_in(cache.shape[3]) if cache.dtype == torch.int8 else 0
+    if form != "value":
+        pairs = 0 if freqs is None else freqs.shape[0]
+        return {"P": pairs, "PP": max(16, power_of_2(max(pairs, 1))), "ROW": row, "N": n}
+    pairs = ((row or cache.shape[3]) - q.shape[3]) // 2
+    padded = max(CODES if row else 16, power_of_2(2 * pairs))
+    return {"P": pairs, "PP": padded, "ROW": row, "N": min(n, CODED_KEYS) if row else n}
+
+
+def _keys_values(
+    form: str, caches: list[Tensor], w: Tensor | None, freqs: Tensor | None, end: Tensor, q: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return K and V of a cache, as the ops' references make them."""
+    if w is None or freqs is None:
+        return caches[0], caches[1]
+    if form == "value":
+        made: tuple[Tensor, Tensor] = keys_values_of_value(numbers(caches[0], q.dtype), w)
+        return made
+    half, pairs = w.shape[0] // 2, freqs.shape[0]
+    h = caches[0].float() * caches[1]
+    low, rest1, high, rest2 = (
+        (h * w.float()).to(w.dtype).split([pairs, half - pairs, pairs, half - pairs], -1)
+    )
+    angle = slot_positions(end, h.shape[0]).float()[..., None] * freqs
+    cos, sin = (x.to(w.dtype)[:, :, None] for x in (angle.cos(), angle.sin()))
+    turned = (low * cos - high * sin, rest1, high * cos + low * sin, rest2)
+    return torch.cat(turned, -1), h.to(w.dtype)
 
 
 @triton_op("g4ir::decode_attention", mutates_args={"arrivals"})
 def decode_attention(
     q: Tensor,
     end: Tensor,
-    k: Tensor,
-    v: Tensor,
+    w: Tensor | None,
+    caches: list[Tensor],
     arrivals: Tensor,
+    freqs: Tensor | None,
+    form: str,
     window: int,
     scale: float,
     softcap: float,
@@ -462,18 +507,38 @@ def decode_attention(
     """Compute `attention` of the newest token of each row over its cache, [B,1,nq,d]
 
     q [B,1,nq,d]; end i64[B] tokens in the cache, the query's among them: its position is end - 1;
-    k, v [C,B,n,d], any strides but the last, or rows in fewer bits (ops/kv_quant.py), whose d is
-    a multiple of 32 where they are codes; arrivals i64[B,n], 0 before and after. A row without
+    caches k, v [C,B,n,d], any strides but the last, or rows in fewer bits (ops/kv_quant.py), whose
+    d is a multiple of 32 where they are codes; arrivals i64[B,n], 0 before and after. A row without
     tokens yields 0. splits: programs for each row and key head, each of at least block_n keys.
+
+    Of `attention_latent` in the form `value` or `raw`, else empty: w [d] the weight of K's norm, of
+    q's dtype as the table was; caches [C,B,n,d+2p], or [C,B,n,d] and f32 [C,B,n,1]; freqs f32[p]
+    the inverse frequencies of the rotated pairs, which only the form `raw` reads.
     """
     if not takes(q):
         arrivals.zero_()
         out: Tensor = attention.reference(
-            q, end[:, None] - 1, end, k, v, window=window, scale=scale, softcap=softcap
+            *(q, end[:, None] - 1, end, *_keys_values(form, caches, w, freqs, end, q)),
+            window=window,
+            scale=scale,
+            softcap=softcap,
         )
         return out
-    rules, use = (window, scale, softcap), (splits, block_n, warps, stages)
-    made, strides = torch.empty(q.shape, dtype=q.dtype, device=q.device), _strides(q)
-    grid, operands, constants = _prepared(made, strides, [k, v], arrivals, rules, use)
-    start(_decode, grid, (q, end, k, v, *operands), **constants, **_row(k))
-    return made
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    slots, b, n, _ = caches[0].shape
+    parts, stats, sums = workspace(out, n, splits)
+    keys, values = caches if len(caches) == 2 else (caches[0], None)
+    strides = [*keys.stride()[:3], *((0, 0, 0) if values is None else values.stride()[:3])]
+    given = (q, end, w, freqs if form == "raw" else None, keys, values, arrivals, parts, stats, out)
+    start(
+        _decode,
+        (splits, n, b),
+        (*given, slots, q.stride(0), q.stride(2), *strides, *factors(scale, softcap)),
+        FORM=form,
+        **_latent(form, q, keys, freqs, block_n),
+        **constants(out, n, window, softcap),
+        **sums,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return out

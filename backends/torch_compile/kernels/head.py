@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.ir.graph import Graph, Node
 
 from ..target import Target
-from .base import CANDIDATES, Choice, Kernel, Sample, Shape, size
-
-if TYPE_CHECKING:
-    from ..run import Run
+from .base import CANDIDATES, Choice, Kernel, Run, Sample, Shape, size
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:

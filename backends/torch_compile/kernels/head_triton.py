@@ -42,43 +42,25 @@ def _value(keys):
 
 
 @triton.jit
-def _best_of_block(logits, best, vocab, BLOCK: tl.constexpr, AHEAD: tl.constexpr = False):
-    """best [B, blocks]: the largest key of each block of the row. Grid: blocks, B."""
+def _best_of_block(
+    logits, best, vocab, KEPT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr = False
+):
+    """best [B, blocks, KEPT]: the largest keys of each block of the row. Grid: blocks, B."""
     begin(AHEAD)
     ready(AHEAD)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = block * BLOCK + tl.arange(0, BLOCK)
     keys = _keys(logits + row * vocab, i, i < vocab)
-    tl.store(best + row * tl.num_programs(0) + block, tl.max(keys, 0))
-
-
-@triton.jit
-def _best(best, token, count, BLOCK: tl.constexpr, AHEAD: tl.constexpr = False):
-    """token [B]: the index in the largest key of best [B, count]. Grid: B."""
-    begin(AHEAD)
-    ready(AHEAD)
-    row, i = tl.program_id(0), tl.arange(0, BLOCK)
-    keys = tl.load(best + row * count + i, mask=i < count, other=-0x8000000000000000)
-    tl.store(token + row, _index(tl.max(keys, 0)))
-
-
-@triton.jit
-def _top_of_block(
-    logits, top, vocab, KEPT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr = False
-):
-    """top [B, blocks, KEPT]: the largest keys of each block of the row. Grid: blocks, B."""
-    begin(AHEAD)
-    ready(AHEAD)
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i = block * BLOCK + tl.arange(0, BLOCK)
-    keys = tl.topk(_keys(logits + row * vocab, i, i < vocab), KEPT)
     at = (row * tl.num_programs(0) + block) * KEPT
-    tl.store(top + at + tl.arange(0, KEPT), keys)
+    if KEPT == 1:
+        tl.store(best + at, tl.max(keys, 0))
+    else:
+        tl.store(best + at + tl.arange(0, KEPT), tl.topk(keys, KEPT))
 
 
 @triton.jit
-def _top(
-    top,
+def _best(
+    best,
     values,
     index,
     count,
@@ -87,15 +69,31 @@ def _top(
     BLOCK: tl.constexpr,
     AHEAD: tl.constexpr = False,
 ):
-    """values, index [B, k]: of the k largest keys of top [B, count], in order. Grid: B."""
+    """values, index [B, k]: of the k largest keys of best [B, count], in order; no values of one.
+    Grid: B."""
     begin(AHEAD)
     ready(AHEAD)
     row, i = tl.program_id(0), tl.arange(0, BLOCK)
-    keys = tl.load(top + row * count + i, mask=i < count, other=-0x8000000000000000)
-    keys = tl.topk(keys, KEPT)
-    at = tl.arange(0, KEPT)
-    tl.store(values + row * k + at, _value(keys), mask=at < k)
-    tl.store(index + row * k + at, _index(keys), mask=at < k)
+    keys = tl.load(best + row * count + i, mask=i < count, other=-0x8000000000000000)
+    if KEPT == 1:
+        tl.store(index + row, _index(tl.max(keys, 0)))
+    else:
+        keys, at = tl.topk(keys, KEPT), tl.arange(0, KEPT)
+        tl.store(values + row * k + at, _value(keys), mask=at < k)
+        tl.store(index + row * k + at, _index(keys), mask=at < k)
+
+
+def _start(logits: Tensor, values: Tensor | None, index: Tensor, kept: int, block: int) -> None:
+    rows, vocab = logits.shape
+    block = max(kept, min(block, power_of_2(vocab)))
+    count = blocks(vocab, block) * kept
+    best = logits.new_empty((rows, count), dtype=torch.int64)
+    warps = (4, 1) if kept == 1 else (8, 8)
+    given = (logits.contiguous(), best, vocab)
+    grid = (count // kept, rows)
+    start(_best_of_block, grid, given, KEPT=kept, BLOCK=block, num_warps=warps[0])
+    found = (best, values, index, count, index.shape[-1])
+    start(_best, (rows,), found, KEPT=kept, BLOCK=power_of_2(count), num_warps=warps[1])
 
 
 @triton_op("g4ir::block_argmax", mutates_args={})
@@ -104,15 +102,8 @@ def block_argmax(logits: Tensor, block: int = 4096) -> Tensor:
     one program of the first kernel reads."""
     if not takes(logits):
         return logits.argmax(-1)
-    rows, vocab = logits.shape
-    block = min(block, power_of_2(vocab))
-    count = blocks(vocab, block)
-    best = logits.new_empty((rows, count), dtype=torch.int64)
-    token = logits.new_empty((rows,), dtype=torch.int64)
-    start(
-        _best_of_block, (count, rows), (logits.contiguous(), best, vocab), BLOCK=block, num_warps=4
-    )
-    start(_best, (rows,), (best, token, count), BLOCK=power_of_2(count), num_warps=1)
+    token = logits.new_empty((logits.shape[0],), dtype=torch.int64)
+    _start(logits, None, token, 1, block)
     return token
 
 
@@ -127,27 +118,8 @@ def top_candidates(logits: Tensor, k: int, block: int = 4096) -> tuple[Tensor, T
     if not takes(logits):
         values, index = logits.float().sort(dim=-1, descending=True, stable=True)
         return values[:, :k].contiguous(), index[:, :k].contiguous()
-    rows, vocab = logits.shape
+    values = logits.new_empty((logits.shape[0], k), dtype=torch.float32)
+    index = logits.new_empty((logits.shape[0], k), dtype=torch.int64)
     kept = max(2, power_of_2(k))  # tl.topk wants a power of two, and not 1
-    block = max(kept, min(block, power_of_2(vocab)))
-    count = blocks(vocab, block) * kept
-    top = logits.new_empty((rows, count), dtype=torch.int64)
-    values = logits.new_empty((rows, k), dtype=torch.float32)
-    index = logits.new_empty((rows, k), dtype=torch.int64)
-    start(
-        _top_of_block,
-        (count // kept, rows),
-        (logits.contiguous(), top, vocab),
-        KEPT=kept,
-        BLOCK=block,
-        num_warps=8,
-    )
-    start(
-        _top,
-        (rows,),
-        (top, values, index, count, k),
-        KEPT=kept,
-        BLOCK=power_of_2(count),
-        num_warps=8,
-    )
+    _start(logits, values, index, kept, block)
     return values, index

@@ -1,18 +1,33 @@
-"""Products of a few rows with a weight."""
+"""Products of a few rows with a weight, also after the norm that makes the row; and weights made of
+their codes for products of more rows."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from g4ir.ir.graph import Graph, Node
+from g4ir.ir.graph import RESULT, Graph, Node
 from g4ir.ir.names import layer_of
+from g4ir.ops.codecs import FORMS
 from g4ir.ops.mlp import ACTIVATIONS
 
 from ..target import Target
-from .base import Choice, Kernel, Sample, Shape, codes_of, held, is_skinny, size, to_be_zeroed
-
-if TYPE_CHECKING:
-    from ..run import Run
+from .base import (
+    LONGEST,
+    Choice,
+    Kernel,
+    Run,
+    Sample,
+    Shape,
+    both_in_codes,
+    codes_of,
+    held,
+    is_row,
+    is_skinny,
+    norm_end,
+    norm_start,
+    size,
+    to_be_zeroed,
+)
 
 #: ops that add up partial sums of the products before them: op -> inputs that may be such
 SUMS = {
@@ -53,26 +68,56 @@ def _summed(g: Graph, n: Node, target: Target) -> Shape | None:
     return _shape(g, n, target) if _sum(g, n) else None
 
 
-def _linear(run: Run, n: Node, choice: Choice, x: Any, w: Any) -> Any:
+def _linear(run: Run, n: Node, choice: Choice, x: Any, w: Any, up: Any = None) -> Any:
+    """Return the product; with `split` partial sums, which the norm after it adds up."""
     from .linear_triton import skinny_linear
 
     w, scales = held(w)
-    return skinny_linear(x, w, **choice.use, scales=scales, zeroed=to_be_zeroed(run, n, x))
+    act, zeroed = ("", to_be_zeroed(run, n, x)) if n.op == "linear" else (n.word("act"), None)
+    return skinny_linear(x, w, up, act, **choice.use, scales=scales, zeroed=zeroed)
 
 
-def _parts(run: Run, n: Node, choice: Choice, x: Any, w: Any) -> Any:
-    """Return a stack of partial sums, which the norm behind it adds up."""
-    from .linear_triton import skinny_linear_parts
+def _norm_shape(g: Graph, n: Node, target: Target) -> Shape | None:
+    """Return the shape; None for several rows, which would be made again by each program."""
+    n_rows, k = (size(n["w"].type, axis) for axis in (0, 1))
+    fits = target.rows == 1 and is_row(n["residual"].type) and k <= LONGEST
+    return {"n": n_rows, "k": k} | codes_of(g, n["w"]) if fits else None
 
+
+def _norm_linear(run: Run, n: Node, choice: Choice, *given: Any) -> tuple[Any, Any]:
+    """Start the kernel; after the norm's inputs come w, those of its end, and perhaps an up."""
+    from .norm_linear_triton import norm_linear
+
+    start, both, (w, *rest) = norm_start(n, given)
+    scalar, weights, eps = norm_end(n, rest)
+    behind = (scalar is not None) + sum(x is not None for x in weights)
+    up = rest[behind] if len(rest) > behind else None
     w, scales = held(w)
-    return skinny_linear_parts(x, w, **choice.use, scales=scales, zeroed=to_be_zeroed(run, n, x))
+    made: tuple[Any, Any] = norm_linear(
+        *(*start, scalar, weights, w, up, n.word("act"), eps),
+        **choice.use,
+        scales=scales,
+        zeroed=to_be_zeroed(run, n, start[1]),
+        **both,
+    )
+    return made
 
 
-def _glu(run: Run, n: Node, choice: Choice, x: Any, w: Any, up: Any = None) -> Any:
-    from .linear_triton import skinny_linear_glu
+def _dense_shape(g: Graph, n: Node, target: Target) -> Shape | None:
+    """Return the shape of a weight with a user that is the library's."""
+    form, users = codes_of(g, n.out), g.users().get(n.out.name, [RESULT])
+    if not form or all(
+        u is not RESULT and (is_skinny(u, target) or both_in_codes(g, u)) for u in users
+    ):
+        return None
+    k = size(n.out.type, -1)
+    return {"n": n.out.type.numel() // k, "k": k, **form}
 
-    w, scales = held(w)
-    return skinny_linear_glu(x, w, up, n.word("act"), **choice.use, scales=scales)
+
+def _dequantize(run: Run, n: Node, choice: Choice, codes: Any, scales: Any) -> Any:
+    from .codes_triton import dequantize
+
+    return dequantize(codes, scales, n.word("to"), **choice.use)
 
 
 def _use(block_m: int, block_n: int, block_k: int = 32, **more: int) -> dict[str, int]:
@@ -142,12 +187,88 @@ def _product(rows: int, n: int, k: int) -> tuple[str, ...]:
     return f"T[{rows},1,{k}]", f"*T[{n},{k}]"
 
 
+#: shape of the codes in numbers, form, groups of a row
+WEIGHTS = [
+    ((5, 40), "int8", 1),
+    ((2, 3, 96), "int4", 3),
+    ((9, 40), "int4", 1),
+    ((3, 40), "fp8", 1),
+    ((4, 256), "fp8", 2),
+]
+
+
+def _weight(shape: tuple[int, ...], form: str, groups: int) -> Sample:
+    f, rows, k = FORMS[form], ",".join(map(str, shape[:-1])), shape[-1]
+    return Sample(
+        (f"{f.codes}[{rows},{k // f.packed}]", f"T[{rows},{groups}]"),
+        {"to": "T"},
+        {"block_n": 2, "block_k": 64, "warps": 1},
+        packed=True,
+    )
+
+
+def _norm_use(block_n: int, programs: int = 3, stages: int = 2) -> dict[str, int]:
+    return {"programs": programs, "block_n": block_n, "warps": 1, "stages": stages}
+
+
+#: k, n, activation, whether an up is given, scalar, pre-norms, partial sums of x; settings: fewer
+#: and more programs than tiles, whole tiles and not, and one tile for each
+NORM_CASES: list[tuple[Any, ...]] = [
+    (8, 5, "", False, False, (True,), 0, _norm_use(2)),
+    (33, 17, "", False, True, (True,), 3, _norm_use(4, 2)),
+    (64, 16, "", False, True, (False,), 1, _norm_use(4, 99)),
+    (100, 7, "silu", False, False, (True,), 0, _norm_use(4, 1)),
+    (45, 12, "gelu_pytorch_tanh", False, False, (True,), 4, _norm_use(8, 2, 3)),
+    (33, 9, "gelu_pytorch_tanh", True, False, (), 1, _norm_use(2)),
+    (16, 3, "relu", True, True, (), 0, _norm_use(1, 2)),
+    (96, 6, "", False, True, (), 0, _norm_use(4, 2)),
+    (1536, 24, "gelu", False, False, (True,), 1, _norm_use(4, 3, 4)),
+]
+#: the same of weights in codes, and the codes
+NORM_CODED: list[tuple[Any, ...]] = [
+    (96, 6, "", False, True, (True,), 0, _norm_use(4, 2), ("int4", 32)),
+    (104, 5, "silu", False, False, (True,), 1, _norm_use(4, 2), ("int8", 0)),
+    (40, 7, "", False, True, (True,), 0, _norm_use(4, 2), ("int4", 0)),
+    (40, 9, "relu", True, False, (), 2, _norm_use(2, 3), ("fp8", 0)),
+    (128, 6, "", False, True, (True,), 0, _norm_use(2, 2), ("int8", 16)),
+]
+
+
+def _norm_sample(case: tuple[Any, ...], dual: bool = False) -> Sample:
+    k, n, act, up, scaled, weighted, parts, use, *codes = case
+    row, w = f"T[1,1,{k}]", f"*T[{k}]"
+    packed = 2 if act and not up else 1
+    norm = (row, w, row, w, w, row) if dual else (row, row, w)
+    return Sample(
+        (
+            *(*norm, f"*T[{n * packed},{k}]"),
+            *["*T[1]"] * scaled,
+            *[w] * sum(weighted),
+            *[f"T[1,1,{n}]"] * up,
+        ),
+        {"eps": 1e-6, "scaled": scaled, "weighted": weighted, "act": act},
+        use,
+        parts={0: parts} if parts and not dual else {},
+        coded={len(norm): codes[0]} if codes else {},
+    )
+
+
 KERNELS = (
+    Kernel(
+        op="dequantize",
+        starts={"dequantize": 1},
+        rule=_dense_shape,
+        call=_dequantize,
+        samples=tuple(_weight(*sizes) for sizes in WEIGHTS),
+        error=1e-6,
+        differ=0,
+        use={"block_n": 8, "block_k": 1024, "warps": 8},
+    ),
     Kernel(
         op="linear",
         starts={"skinny_linear_parts": 1},
         rule=_summed,
-        call=_parts,
+        call=_linear,
         samples=tuple(
             Sample(_product(b, n, k), use={**use, "split": split}) for b, n, k, use, split in SUMMED
         )
@@ -173,7 +294,7 @@ KERNELS = (
         op="linear_glu",
         starts={"skinny_linear_glu": 1},
         rule=_shape,
-        call=_glu,
+        call=_linear,
         samples=tuple(
             Sample(
                 (*_product(b, n * (1 + packed), k), *[f"T[{b},1,{n}]"] * (not packed)),
@@ -188,6 +309,28 @@ KERNELS = (
             for b, n, k, use, how in CODED_GLU
         ),
         error=1e-5,
+        differ=0.02,
+        coded=True,
+    ),
+    Kernel(
+        op="norm_linear",
+        starts={"norm_linear": 1},
+        rule=_norm_shape,
+        call=_norm_linear,
+        samples=tuple(_norm_sample(case) for case in NORM_CASES)
+        + tuple(_norm_sample(case) for case in NORM_CODED),
+        error=2e-5,
+        differ=0.02,
+        coded=True,
+    ),
+    Kernel(
+        op="dual_norm_linear",
+        starts={"dual_norm_linear": 1},
+        rule=_norm_shape,
+        call=_norm_linear,
+        samples=tuple(_norm_sample(case, dual=True) for case in NORM_CASES[::2])
+        + tuple(_norm_sample(case, dual=True) for case in NORM_CODED[:2]),
+        error=2e-5,
         differ=0.02,
         coded=True,
     ),

@@ -1,17 +1,13 @@
 """Products of a few rows with a weight, bound by reading the weight once.
 
-`block_m` chooses the kernel's inner loop. 1, for one row: multiply and add in fp32, one reduction
-at the end; no tensor cores, since a product of 16 columns would be 15/16 empty. 16 to 64, for as
-many rows: the weight is the left operand of the tensor core product, whose tile may be 64 rows
-and more there, while the right one may be as narrow as the 16 rows of x. More rows than `block_m`
-are right as well, but read the weight again. With `stages` above 1 the loads of that many steps
-are under way at once, by asynchronous copies to shared memory, which ignore the eviction policy.
+`block_m` chooses the inner loop. 1, for one row: multiply and add in fp32, one reduction at the
+end. 16 to 64, for as many rows: tensor cores, with the weight as the left operand, whose tile may
+be 64 rows and more while x has 16. More rows than `block_m` read the weight again. With `stages`
+above 1 the loads of that many steps are under way at once, by asynchronous copies.
 
-Error budget. Every sum is kept in fp32 and rounded once, at its end. One row: an accumulator adds
-k / block_k products, then a tree of log2(block_k) steps adds the accumulators; 16 rows: the tensor
-core adds in steps of 16. For k of some thousand either is within 1e-5 of the rms of the sums, far
-below the rounding of bf16 (2^-9 relative), so a bf16 result is the exact sum's nearest neighbour
-except where that sum is within this budget of a tie.
+Error budget. Every sum is kept in fp32 and rounded once. For k of some thousand it is within 1e-5
+of the rms of the sums, far below the rounding of bf16 (2^-9 relative), so a bf16 result is the
+exact sum's nearest neighbour except where that sum is within this budget of a tie.
 """
 
 from __future__ import annotations
@@ -145,49 +141,6 @@ def gated(gate, up, like, ACT):
     return rounded(activate(rounded(gate, like), ACT), like) * up
 
 
-def _start(
-    x: Tensor,
-    w: Tensor,
-    scales: Tensor | None,
-    up: Tensor | None,
-    y: Tensor,
-    split: int,
-    sizes: tuple[int, int, int, int, int],
-    packed: bool = False,
-    act: str = "",
-    zeroed: Tensor | None = None,
-) -> None:
-    """Fill y, and `zeroed` with zeros; `sizes`: block_m, block_n, block_k, warps, stages."""
-    block_m, block_n, block_k, warps, stages = sizes
-    n, k = y.shape[-1], x.shape[-1]
-    rows = x.numel() // k
-    start(
-        _skinny,
-        (blocks(n, block_n), split, blocks(rows, block_m)),
-        (
-            x.contiguous(),
-            w,
-            w if scales is None else scales,
-            x if up is None else up.contiguous(),
-            y,
-            zeroed,
-            0 if zeroed is None else zeroed.numel(),
-            rows,
-        ),
-        N=n,
-        K=k,
-        CHUNK=chunk(k, split, block_k),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        STAGES=stages,
-        PACKED=packed,
-        ACT=act,
-        **form_of(w, scales),
-        num_warps=warps,
-    )
-
-
 def chunk(k: int, split: int, block_k: int) -> int:
     """Count the products of k that one of `split` parts adds: whole blocks, the last part fewer."""
     return int(blocks(blocks(k, block_k), split) * block_k)
@@ -197,57 +150,6 @@ def chunk(k: int, split: int, block_k: int) -> int:
 def skinny_linear(
     x: Tensor,
     w: Tensor,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-    zeroed: Tensor | None,
-    scales: Tensor | None = None,
-) -> Tensor:
-    """Compute the op `linear`: x [..., k], w [n, k] -> [..., n]; here and below w may be codes, and
-    has scales then. zeroed: what is set to zeros. It has no default here or elsewhere: torch 2.11
-    does not find what an op writes where that was left to one."""
-    if not takes(x):
-        if zeroed is not None:
-            zeroed.zero_()
-        return _linear(x, dense(w, scales, x.dtype))
-    y = x.new_empty((*x.shape[:-1], w.shape[0]))
-    sizes = (block_m, block_n, block_k, warps, stages)
-    _start(x, w, scales, None, y, 1, sizes, zeroed=zeroed)
-    return y
-
-
-@triton_op("g4ir::skinny_linear_parts", mutates_args={"zeroed"})
-def skinny_linear_parts(
-    x: Tensor,
-    w: Tensor,
-    split: int,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-    zeroed: Tensor | None,
-    scales: Tensor | None = None,
-) -> Tensor:
-    """Return fp32 [split, ..., n]: the op `linear` is their sum, rounded. Whoever reads them adds
-    them."""
-    if not takes(x):
-        if zeroed is not None:
-            zeroed.zero_()
-        w, step = dense(w, scales, x.dtype), chunk(x.shape[-1], split, block_k)
-        at = [slice(p * step, (p + 1) * step) for p in range(split)]
-        return torch.stack([_linear(x[..., s].float(), w[:, s].float()) for s in at])
-    y = x.new_empty((split, *x.shape[:-1], w.shape[0]), dtype=torch.float32)
-    _start(x, w, scales, None, y, split, (block_m, block_n, block_k, warps, stages), zeroed=zeroed)
-    return y
-
-
-@triton_op("g4ir::skinny_linear_glu", mutates_args={})
-def skinny_linear_glu(
-    x: Tensor,
-    w: Tensor,
     up: Tensor | None,
     act: str,
     block_m: int,
@@ -255,22 +157,57 @@ def skinny_linear_glu(
     block_k: int,
     warps: int,
     stages: int,
+    zeroed: Tensor | None,
     scales: Tensor | None = None,
+    split: int = 0,
 ) -> Tensor:
-    """Compute the ops `linear`, then `glu_packed`, or `glu` with a given up.
+    """Compute the op `linear`: x [..., k], w [n, k] -> [..., n]; w may be codes, with scales.
 
-    x [..., k], w [2n, k] -> [..., n]; or w [n, k] and up [..., n] -> [..., n].
+    With split fp32 [split, ..., n], whose sum, rounded, is the op. With act then `glu` with up
+    [..., n], or, without up, `glu_packed`, w [2n, k]. zeroed: what is set to zeros. It has no
+    default: torch 2.11 does not find what an op writes where that was left to one.
     """
+    packed, k = bool(act) and up is None, x.shape[-1]
     if not takes(x):
-        gate = _linear(x, dense(w, scales, x.dtype))
-        if up is None:
-            gate, up = gate.chunk(2, -1)
-        out: Tensor = glu.reference(gate, up, act=act)
-        return out
-    n = w.shape[0] // 2 if up is None else w.shape[0]
-    y = x.new_empty((*x.shape[:-1], n))
-    _start(x, w, scales, up, y, 1, (block_m, block_n, block_k, warps, stages), up is None, act)
+        if zeroed is not None:
+            zeroed.zero_()
+        w = dense(w, scales, x.dtype)
+        if split:
+            step = chunk(k, split, block_k)
+            at = [slice(p * step, (p + 1) * step) for p in range(split)]
+            return torch.stack([_linear(x[..., s].float(), w[:, s].float()) for s in at])
+        return activated(_linear(x, w), up, act)
+    n, rows, parts = w.shape[0] // (1 + packed), x.numel() // k, max(split, 1)
+    shape = (*x.shape[:-1], n)
+    y = x.new_empty((split, *shape), dtype=torch.float32) if split else x.new_empty(shape)
+    own, other = w if scales is None else scales, x if up is None else up.contiguous()
+    count = 0 if zeroed is None else zeroed.numel()
+    start(
+        _skinny,
+        (blocks(n, block_n), parts, blocks(rows, block_m)),
+        (x.contiguous(), w, own, other, y, zeroed, count, rows),
+        N=n,
+        K=k,
+        CHUNK=chunk(k, parts, block_k),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        STAGES=stages,
+        PACKED=packed,
+        ACT=act,
+        **form_of(w, scales),
+        num_warps=warps,
+    )
     return y
+
+
+def activated(gate: Tensor, up: Tensor | None, act: str) -> Any:
+    """Compute the op `glu`, or `glu_packed` without up; nothing without act."""
+    if not act:
+        return gate
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    return glu.reference(gate, up, act=act)
 
 
 def _linear(x: Tensor, w: Tensor) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.ir.graph import Graph, Node
 from g4ir.ops.mlp import ACTIVATIONS
@@ -14,6 +14,7 @@ from .base import (
     LONGEST,
     Choice,
     Kernel,
+    Run,
     Sample,
     Shape,
     Use,
@@ -23,9 +24,6 @@ from .base import (
     norm_end,
     size,
 )
-
-if TYPE_CHECKING:
-    from ..run import Run
 
 #: most rows whose experts are read row by row; more are sorted by expert first
 UNSORTED = 3
@@ -64,7 +62,7 @@ def _by_row(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
 
 def _behind_norm(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
     """Return the results of `_by_row`, and the residual."""
-    from .moe_triton import norm_router
+    from .moe_order_triton import norm_router
 
     scalar, weights, eps = norm_end(n, given[10:])
     routed = (*given[3:5], n.number("root"), eps)
@@ -83,28 +81,29 @@ def _experts(n: Node, choice: Choice, rows: Any, scores: Any, given: tuple[Any, 
     ups, ups_scales = _held(w_dense, gate_up)
     downs, downs_scales = _held(w_dense_down, down)
     ups_scales, downs_scales = ups_scales | part, downs_scales | part
-    inner = moe_gate_up(x_dense, x, scores, *ups, top_k, act, **use["moe_gate_up"], **ups_scales)
-    return moe_down(inner, scores, per_expert, *downs, top_k, **use["moe_down"], **downs_scales)
+    given = (x_dense, x, scores, None, *ups, top_k, act)
+    inner = moe_gate_up(*given, **use["moe_gate_up"], **ups_scales)
+    given = (inner, scores, per_expert, None, *downs, top_k)
+    return moe_down(*given, **use["moe_down"], **downs_scales)
 
 
-def _sorted(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
+def _sorted(run: Run, n: Node, choice: Choice, *operands: Any) -> Any:
     """Return the results of `_by_row`, with each expert in use read once for all rows."""
     from .moe_order_triton import moe_sort
-    from .moe_sorted_triton import moe_down_sorted, moe_gate_up_sorted
+    from .moe_triton import moe_down, moe_gate_up
 
-    x_dense, x, per_expert, w_dense, w_dense_down, gate_up, down = *given[:2], *given[5:10]
+    x_dense, x, per_expert, w_dense, w_dense_down, gate_up, down = *operands[:2], *operands[5:10]
     act, top_k, use = n.word("act"), n.whole("top_k"), choice.uses
-    part = (*given[10:], size(n["gate_up"].type, 0)) if given[10:] else ()
-    scores, warps = _scores(n, choice, given), use["moe_sort"]["warps"]
+    part = (*operands[10:], size(n["gate_up"].type, 0)) if operands[10:] else ()
+    scores, warps = _scores(n, choice, operands), use["moe_sort"]["warps"]
     weights, *chosen = moe_sort(scores, per_expert, top_k, warps, *part)
     ups, ups_scales = _held(w_dense, gate_up)
     downs, downs_scales = _held(w_dense_down, down)
-    inner = moe_gate_up_sorted(
-        x_dense, x, *chosen, *ups, act, **use["moe_gate_up_sorted"], **ups_scales
-    )
-    return moe_down_sorted(
-        inner, weights, *chosen, *downs, **use["moe_down_sorted"], **downs_scales
-    )
+    given = (x_dense, x, *chosen, *ups, top_k, act)
+    inner = moe_gate_up(*given, **use["moe_gate_up_sorted"], **ups_scales)
+    index, listed = chosen
+    given = (inner, index, weights, listed, *downs, top_k)
+    return moe_down(*given, **use["moe_down_sorted"], **downs_scales)
 
 
 def _held(w_dense: Any, w: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -115,25 +114,17 @@ def _held(w_dense: Any, w: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _scores(n: Node, choice: Choice, given: tuple[Any, ...]) -> Any:
-    from .moe_triton import router_logits
+    from .moe_order_triton import router_logits
 
     return router_logits(*given[2:5], n.number("root"), **choice.uses["router_logits"])
 
 
 def _sample(
-    use: Mapping[str, Use],
-    rows: int,
-    d: int,
-    inner: int,
-    dense: int,
-    experts: int,
-    top_k: int,
-    act: str,
-    dense_form: Form | None = None,
-    form: Form | None = None,
-    held: int = 0,
+    use: Mapping[str, Use], sizes: tuple[Any, ...], act: str = "silu", held: int = 0
 ) -> Sample:
     """Return a block; with `held`, of as many experts, those in the middle."""
+    rows, d, inner, dense, experts, top_k, *forms = sizes
+    dense_form, form = forms or (None, None)
     x, w = f"T[{rows},1,{d}]", f"*T[{d}]"
     mlp = (f"*T[{2 * dense},{d}]", f"*T[{d},{dense}]")
     own, first = held or experts, (experts - held) // 2
@@ -161,10 +152,9 @@ def _behind(scaled: bool, weighted: tuple[bool, ...], parts: int, sample: Sample
     )
 
 
-Form = tuple[str, int]
 #: rows, d, inner, dense, experts, top_k: few are multiples of a block
 SIZES = [(1, 37, 11, 29, 6, 2), (2, 32, 16, 48, 8, 4), (3, 37, 11, 29, 6, 6), (5, 37, 16, 29, 5, 1)]
-SORTED = [
+SORTED: list[tuple[Any, ...]] = [
     *SIZES,
     (5, 38, 11, 29, 9, 3),
     (16, 37, 8, 16, 6, 1),
@@ -178,7 +168,7 @@ CODED = [
     (2, 40, 16, 24, 5, 3, FP8, INT8),
     (1, 40, 24, 32, 4, 2, None, FP8),
 ]
-CODED_SORTED = [
+CODED_SORTED: list[tuple[Any, ...]] = [
     (4, 64, 32, 32, 6, 2, INT8, INT4),
     (16, 40, 16, 24, 5, 1, FP8, INT8),
     (17, 40, 24, 32, 4, 2, None, FP8),
@@ -206,10 +196,9 @@ KERNELS = (
         starts={"router_logits": 1, "moe_gate_up": 1, "moe_down": 1},
         rule=_few,
         call=_by_row,
-        samples=tuple(_sample(ROWS, *sizes, act) for sizes, act in zip(SIZES, ACTS))
-        + tuple(_sample(ROWS, *sizes[:6], "silu", *sizes[6:]) for sizes in CODED)
-        + tuple(_sample(ROWS, *sizes, "silu", held=held) for sizes, held in PARTS)
-        + (_sample(ROWS, *CODED[0][:6], "silu", *CODED[0][6:], held=3),),
+        samples=tuple(_sample(ROWS, sizes, act) for sizes, act in zip(SIZES, ACTS))
+        + tuple(_sample(ROWS, sizes) for sizes in CODED)
+        + tuple(_sample(ROWS, sizes, held=held) for sizes, held in (*PARTS, (CODED[0], 3))),
         error=1e-5,
         differ=0.05,
         coded=True,
@@ -220,17 +209,13 @@ KERNELS = (
         rule=_many,
         call=_sorted,
         samples=tuple(
-            _sample(LARGE if sizes[0] > 16 else TILES, *sizes, act)
-            for sizes, act in zip(SORTED, ACTS)
+            _sample(LARGE if sizes[0] > 16 else TILES, sizes, act)
+            for sizes, act in (*zip(SORTED, ACTS), *((sizes, "silu") for sizes in CODED_SORTED))
         )
-        + tuple(
-            _sample(LARGE if sizes[0] > 16 else TILES, *sizes[:6], "silu", *sizes[6:])
-            for sizes in CODED_SORTED
-        )
-        + tuple(_sample(LARGE, *sizes, "silu", held=held) for sizes, held in PARTS_SORTED)
-        + (_sample(LARGEST, 33, 20, 11, 29, 12, 2, "gelu"),)
-        + (_sample(LARGEST, 64, 40, 24, 32, 4, 2, "silu", FP8, INT8),)
-        + (_sample(TILES, *CODED_SORTED[0][:6], "silu", *CODED_SORTED[0][6:], held=3),),
+        + tuple(_sample(LARGE, sizes, held=held) for sizes, held in PARTS_SORTED)
+        + (_sample(LARGEST, (33, 20, 11, 29, 12, 2), "gelu"),)
+        + (_sample(LARGEST, (64, 40, 24, 32, 4, 2, FP8, INT8)),)
+        + (_sample(TILES, CODED_SORTED[0], held=3),),
         error=1e-5,
         differ=0.05,
         coded=True,
@@ -241,11 +226,9 @@ KERNELS = (
         rule=_alone,
         call=_behind_norm,
         samples=(
-            _behind(False, (True, True, False), 1, _sample(ROWS, *SIZES[0], "silu")),
-            _behind(True, (True, False, True), 3, _sample(ROWS, 1, 40, 8, 12, 5, 3, "relu")),
-            _behind(
-                False, (True, True, False), 0, _sample(ROWS, *CODED[0][:6], "silu", *CODED[0][6:])
-            ),
+            _behind(False, (True, True, False), 1, _sample(ROWS, SIZES[0])),
+            _behind(True, (True, False, True), 3, _sample(ROWS, (1, 40, 8, 12, 5, 3), "relu")),
+            _behind(False, (True, True, False), 0, _sample(ROWS, CODED[0])),
         ),
         error=2e-5,
         differ=0.05,

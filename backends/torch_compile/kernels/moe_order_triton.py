@@ -1,13 +1,10 @@
-"""The choice of experts: top-k of the router's scores, in one order for every kernel that reads it.
+"""The choice of experts: the router's scores, and their top-k in one order for all that read them.
 
 A key is an integer whose order is (score, then lower index), so that one integer maximum finds
 both. 10 bits hold the index. Scores of 16 bits leave room for it in 32 bits; fp32 needs 64. Equal
-scores go by the lower index (`torch.topk` promises no order among equals: the op is matched up to
-that). Weights are exp(s - max s) / sum over the chosen experts: the denominator of the softmax over
-all experts cancels.
-
-Where a rank holds HELD experts from `first` on, choices of others are passed over: no weight is
-read for them, and what lies in their slots is not looked at.
+scores go by the lower index (`torch.topk` promises no order among equals). Weights are exp(s - max
+s) / sum over the chosen experts. If a rank has HELD experts from `first` on, choices of others are
+passed over: no weight is read for them.
 """
 
 from __future__ import annotations
@@ -22,7 +19,9 @@ from torch.library import triton_op
 from g4ir.ops.base import wide
 from g4ir.ops.moe import own_index
 
-from .launch import begin, power_of_2, ready, start, takes
+from .codes_triton import fetch_rows
+from .launch import begin, blocks, power_of_2, ready, rounded, start, takes
+from .norms_triton import after_residual, factor, norm_residual, parts_of, reciprocal_rms, weight
 
 Tensor = torch.Tensor
 
@@ -34,7 +33,7 @@ OTHERS = tl.constexpr(-3)
 
 
 @triton.jit
-def _keys(s, i, WIDE: tl.constexpr):
+def _keys(s, i, WIDE):
     """Scores s (fp32) and their expert indices i -> keys."""
     bits = (s + 0.0).to(tl.int32, bitcast=True)  # -0 and 0 are equal
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -51,7 +50,7 @@ def _expert(key):
 
 
 @triton.jit
-def _score(key, WIDE: tl.constexpr):
+def _score(key, WIDE):
     if WIDE:
         order = (key >> 10).to(tl.int32)
         bits = order ^ ((order >> 31) & 0x7FFFFFFF)
@@ -61,14 +60,14 @@ def _score(key, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _below(key, best, WIDE: tl.constexpr):
+def _below(key, best, WIDE):
     """Keys that are less than `best`; the others as the least of integers."""
     least: tl.constexpr = -(2**63) if WIDE else -(2**31)
     return tl.where(key < best, key, least)
 
 
 @triton.jit
-def _load_keys(logits, EXPERTS: tl.constexpr, E_P: tl.constexpr, WIDE: tl.constexpr):
+def _load_keys(logits, EXPERTS, E_P, WIDE):
     """Keys of one row of scores, which lie in L2; padding comes last."""
     i = tl.arange(0, E_P)
     s = tl.load(logits + i, mask=i < EXPERTS, other=float("-inf"), cache_modifier=".cg")
@@ -76,7 +75,7 @@ def _load_keys(logits, EXPERTS: tl.constexpr, E_P: tl.constexpr, WIDE: tl.conste
 
 
 @triton.jit
-def _expert_of(logits, slot, EXPERTS: tl.constexpr, E_P: tl.constexpr, WIDE: tl.constexpr):
+def _expert_of(logits, slot, EXPERTS, E_P, WIDE):
     """The expert of rank `slot`."""
     key = _load_keys(logits, EXPERTS, E_P, WIDE)
     best = tl.max(key, 0)
@@ -86,7 +85,7 @@ def _expert_of(logits, slot, EXPERTS: tl.constexpr, E_P: tl.constexpr, WIDE: tl.
 
 
 @triton.jit
-def _decoded(chosen, highest, live, WIDE: tl.constexpr):
+def _decoded(chosen, highest, live, WIDE):
     """Keys -> experts int64 and exp(score - highest score); expert 0 and 0 where not live."""
     ids = tl.where(live, _expert(chosen), 0)
     s = tl.where(live, _score(chosen, WIDE), highest)
@@ -94,15 +93,7 @@ def _decoded(chosen, highest, live, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _route(
-    logits,
-    per_expert,
-    slots,
-    EXPERTS: tl.constexpr,
-    E_P: tl.constexpr,
-    TOP_K: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+def _route(logits, per_expert, slots, EXPERTS, E_P, TOP_K, WIDE):
     """Experts int64 and weights fp32 of ranks `slots`; 0 from TOP_K on."""
     key = _load_keys(logits, EXPERTS, E_P, WIDE)
     best = tl.max(key, 0)
@@ -244,3 +235,172 @@ def moe_sort(
         num_stages=1,
     )
     return weights, index, listed
+
+
+@triton.jit
+def _router_logits(
+    x,
+    scale,
+    proj,
+    out,
+    root,
+    HIDDEN: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr = False,
+):
+    """BLOCK_N scores of one row."""
+    begin(AHEAD)
+    row = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    fetch_rows(proj, n, n < EXPERTS, 0, HIDDEN, HIDDEN, HIDDEN, "", AHEAD)
+    ready(AHEAD)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for k0 in range(0, HIDDEN, BLOCK_K):
+        k = k0 + tl.arange(0, BLOCK_K)
+        inside = k < HIDDEN
+        a = tl.load(x + row * HIDDEN + k, mask=inside, other=0.0).to(tl.float32)
+        a = rounded(a * tl.load(scale + k, mask=inside, other=0.0).to(tl.float32), x)
+        a = rounded(a * root, x)
+        w = tl.load(
+            proj + n[:, None] * HIDDEN + k[None, :],
+            mask=(n < EXPERTS)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        acc += a[None, :] * w.to(tl.float32)
+    tl.store(out + row * EXPERTS + n, tl.sum(acc, 1).to(out.dtype.element_ty), mask=n < EXPERTS)
+
+
+@triton_op("g4ir::router_logits", mutates_args={})
+def router_logits(
+    x: Tensor,
+    scale: Tensor,
+    proj: Tensor,
+    root: float,
+    block_n: int,
+    block_k: int,
+    warps: int,
+    stages: int,
+) -> Tensor:
+    """Return scores [..., E] of the op `router`: x [..., D] * scale [D] * root, each step rounded,
+    then the product with proj [E, D]."""
+    if not takes(x):
+        return torch.nn.functional.linear(x * scale * root, proj)
+    experts, hidden = proj.shape
+    out = x.new_empty((*x.shape[:-1], experts))
+    start(
+        _router_logits,
+        (blocks(experts, block_n), _rows(x)),
+        (x, scale, proj, out, root),
+        HIDDEN=hidden,
+        EXPERTS=experts,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return out
+
+
+@triton.jit
+def _norm_router(
+    x,
+    residual,
+    w_post,
+    scalar,
+    w1,
+    w2,
+    w3,
+    scale,
+    proj,
+    h,
+    y1,
+    y2,
+    out,
+    eps,
+    root,
+    HIDDEN: tl.constexpr,
+    PARTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr = False,
+):
+    """BLOCK_N scores of one row, of the third pre-norm behind a residual; each program makes the
+    row, and the first one stores the residual h and the other two, y1 and y2.
+
+    x, residual, h, y1, y2 [HIDDEN], x [PARTS, HIDDEN] if PARTS > 0.
+    """
+    begin(AHEAD)
+    k, n = tl.arange(0, BLOCK), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    keep, own = k < HIDDEN, tl.program_id(0) == 0
+    w = tl.load(
+        proj + n[:, None] * HIDDEN + k[None, :],
+        mask=(n < EXPERTS)[:, None] & keep[None, :],
+        other=0.0,
+    )
+    g1, g2, g3 = weight(w1, k, keep), weight(w2, k, keep), weight(w3, k, keep)
+    by, s = factor(scalar), weight(scale, k, keep)
+    row = after_residual(
+        *(x, None, None, None, residual, w_post, h, 0, k, keep, eps, HIDDEN, HIDDEN, PARTS, 0),
+        AHEAD,
+    )
+    row = rounded(row * by, h)
+    tl.store(h + k, row.to(h.dtype.element_ty), mask=keep & own)
+    row *= reciprocal_rms(tl.sum(row * row, 0), eps, HIDDEN)
+    tl.store(y1 + k, (row * g1).to(h.dtype.element_ty), mask=keep & own)
+    tl.store(y2 + k, (row * g2).to(h.dtype.element_ty), mask=keep & own)
+    a = rounded(rounded(rounded(row * g3, h) * s, h) * root, h)
+    scores = tl.sum(a[None, :] * w.to(tl.float32), 1)
+    tl.store(out + n, scores.to(out.dtype.element_ty), mask=n < EXPERTS)
+
+
+@triton_op("g4ir::norm_router", mutates_args={})
+def norm_router(
+    x: Tensor,
+    residual: Tensor,
+    w_post: Tensor,
+    scalar: Tensor | None,
+    weights: list[Tensor | None],
+    scale: Tensor,
+    proj: Tensor,
+    root: float,
+    eps: float,
+    block_n: int,
+    warps: int,
+) -> list[Tensor]:
+    """Return of one row the residual and the first two pre-norms of `norm_residual`, which takes
+    what comes before the router's scale, and the `router_logits` of the third."""
+    if not takes(residual):
+        h, y1, y2, y3 = norm_residual(x, residual, w_post, scalar, weights, eps, warps)
+        return [h, y1, y2, torch.nn.functional.linear(y3 * scale * root, proj)]
+    experts, hidden = proj.shape
+    h, y1, y2 = (torch.empty_like(residual) for _ in range(3))
+    out = residual.new_empty((*residual.shape[:-1], experts))
+    start(
+        _norm_router,
+        (blocks(experts, block_n),),
+        (
+            x.contiguous(),
+            residual.contiguous(),
+            w_post,
+            scalar,
+            *weights,
+            scale,
+            proj,
+            h,
+            y1,
+            y2,
+            out,
+            eps,
+            root,
+        ),
+        HIDDEN=hidden,
+        PARTS=parts_of(x, residual),
+        EXPERTS=experts,
+        BLOCK_N=block_n,
+        BLOCK=power_of_2(hidden),
+        num_warps=warps,
+    )
+    return [h, y1, y2, out]

@@ -7,28 +7,23 @@ so an expert never has more rows than there are rows. Errors as in moe_triton.py
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch.library import triton_op
 
-from .codes_triton import (
-    bits_of_16,
-    columns,
-    dense,
-    fetch_rows,
-    row_scaled,
-    rows_of,
-    scales_of,
-    weight_tile,
-)
-from .launch import activate, begin, blocks, power_of_2, ready, rounded, start, takes, tile
-from .moe_order_triton import _rows
-from .moe_triton import _down_reference, _forms, _gate_up_reference, _operands
+from .codes_triton import bits_of_16, fetch_rows, row_scaled, rows_of, scales_of, weight_tile
+from .launch import activate, begin, ready, rounded
 
-Tensor = torch.Tensor
+
+@triton.jit
+def glu_rows(n0, N, BLOCK_M, BLOCK_N):
+    """Columns n0 .. and the rows of gate and up that a tile has of them: first all of gate; in a
+    tile of several rows of x in turn, so that a pair ends up in one thread."""
+    r = tl.arange(0, 2 * BLOCK_N)
+    if BLOCK_M == 1:
+        i, up = n0 + r % BLOCK_N, r // BLOCK_N
+    else:
+        i, up = n0 + r // 2, r % 2
+    return i, i + up * N
 
 
 @triton.jit
@@ -48,32 +43,13 @@ def _tile_sums(x, live, w, scales, row, inside, K, R, BLOCK_M, BLOCK_K, STAGES, 
 
 @triton.jit
 def _tile_glu(
-    x,
-    w,
-    scales,
-    base,
-    out,
-    live,
-    n0,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ACT: tl.constexpr,
-    STAGES: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
+    x, w, scales, base, out, live, n0, N, K, BLOCK_M, BLOCK_N, BLOCK_K, ACT, STAGES, FORM, GROUP
 ):
     """out[m][n] = act(w[base + n] @ x[m]) * (w[base + N + n] @ x[m]) for live m; x and out:
-    pointers per row m.
-
-    Gate and up rows alternate in one tile, so that a pair ends up in one thread.
-    """
+    pointers per row m."""
     R: tl.constexpr = 2 * BLOCK_N
-    r = tl.arange(0, R)
-    wn = n0 + r // 2
-    row = base + r % 2 * N + wn
+    wn, row = glu_rows(n0, N, BLOCK_M, BLOCK_N)
+    row += base
     acc = _tile_sums(x, live, w, scales, row, wn < N, K, R, BLOCK_M, BLOCK_K, STAGES, FORM, GROUP)
     gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N, 2, BLOCK_M)), (0, 2, 1)))
     y = rounded(activate(rounded(gate, out), ACT), out) * rounded(up, out)
@@ -84,21 +60,7 @@ def _tile_glu(
 
 @triton.jit
 def _tile_linear(
-    x,
-    w,
-    scales,
-    base,
-    out,
-    live,
-    n0,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
+    x, w, scales, base, out, live, n0, N, K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORM, GROUP
 ):
     """out[m][n] = w[base + n] @ x[m] for live m; x and out: pointers per row m."""
     n = n0 + tl.arange(0, BLOCK_N)
@@ -110,97 +72,12 @@ def _tile_linear(
 
 
 @triton.jit
-def _slots_of(index, expert, m, rows, TOP_K: tl.constexpr, S: tl.constexpr):
+def _slots_of(index, expert, m, rows, TOP_K, S):
     """Per row m: whether it chose the expert, and in which slot."""
     slots = tl.arange(0, S)[None, :]
     inside = (m < rows)[:, None] & (slots < TOP_K)
     hit = tl.load(index + m[:, None] * TOP_K + slots, mask=inside, other=-2) == expert
     return tl.max(hit.to(tl.int32), 1) == 1, tl.sum(tl.where(hit, slots, 0), 1)
-
-
-@triton.jit
-def _gate_up_sorted(
-    x_dense,
-    x_moe,
-    index,
-    listed,
-    w_dense,
-    dense_scales,
-    gate_up,
-    scales,
-    out,
-    rows,
-    HIDDEN: tl.constexpr,
-    INNER: tl.constexpr,
-    DENSE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    S: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ACT: tl.constexpr,
-    STAGES: tl.constexpr,
-    DENSE_FORM: tl.constexpr,
-    DENSE_GROUP: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    AHEAD: tl.constexpr = False,
-):
-    """BLOCK_M rows, BLOCK_N columns of the dense MLP or of a listed expert."""
-    begin(AHEAD)
-    block = tl.program_id(0)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = m.to(tl.int64)
-    out += row * (TOP_K * INNER + DENSE)
-    dense_blocks: tl.constexpr = (DENSE + BLOCK_N - 1) // BLOCK_N
-    if block < dense_blocks:
-        r = tl.arange(0, 2 * BLOCK_N)
-        i = block * BLOCK_N + r // 2
-        own = i + r % 2 * DENSE
-        fetch_rows(w_dense, own, i < DENSE, 0, HIDDEN, HIDDEN, STAGES * BLOCK_K, DENSE_FORM, AHEAD)
-    ready(AHEAD)
-    if block < dense_blocks:
-        _tile_glu(
-            x_dense + row * HIDDEN,
-            w_dense,
-            dense_scales,
-            0,
-            out + TOP_K * INNER,
-            m < rows,
-            block * BLOCK_N,
-            DENSE,
-            HIDDEN,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            ACT,
-            STAGES,
-            DENSE_FORM,
-            DENSE_GROUP,
-        )
-    else:
-        per_expert: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
-        expert = tl.load(listed + (block - dense_blocks) // per_expert).to(tl.int64)
-        live, slot = _slots_of(index, expert, m, rows, TOP_K, S)
-        if tl.max(live.to(tl.int32), 0) == 1:
-            _tile_glu(
-                x_moe + row * HIDDEN,
-                gate_up,
-                scales,
-                expert * (2 * INNER),
-                out + slot * INNER,
-                live,
-                (block - dense_blocks) % per_expert * BLOCK_N,
-                INNER,
-                HIDDEN,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-                ACT,
-                STAGES,
-                FORM,
-                GROUP,
-            )
 
 
 @triton.jit
@@ -245,42 +122,17 @@ def _down_sorted(
     ready(AHEAD)
     if block < per_expert:
         _tile_linear(
-            act + TOP_K * INNER,
-            w_dense,
-            dense_scales,
-            0,
-            dense + row * HIDDEN,
-            m < rows,
-            n0,
-            HIDDEN,
-            DENSE,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            STAGES,
-            DENSE_FORM,
-            DENSE_GROUP,
+            *(act + TOP_K * INNER, w_dense, dense_scales, 0, dense + row * HIDDEN, m < rows, n0),
+            *(HIDDEN, DENSE, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, DENSE_FORM, DENSE_GROUP),
         )
     else:
         expert = tl.load(listed + block // per_expert - 1).to(tl.int64)
         live, slot = _slots_of(index, expert, m, rows, TOP_K, S)
         if tl.max(live.to(tl.int32), 0) == 1:
+            out = parts + (row * TOP_K + slot) * HIDDEN
             _tile_linear(
-                act + slot * INNER,
-                down,
-                scales,
-                expert * HIDDEN,
-                parts + (row * TOP_K + slot) * HIDDEN,
-                live,
-                n0,
-                HIDDEN,
-                INNER,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-                STAGES,
-                FORM,
-                GROUP,
+                *(act + slot * INNER, down, scales, expert * HIDDEN, out, live, n0),
+                *(HIDDEN, INNER, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FORM, GROUP),
             )
 
 
@@ -307,117 +159,3 @@ def _sum_slots(
         weight = tl.load(weights + slot)
         total += tl.where(weight == 0.0, 0.0, weight * y.to(tl.float32))
     tl.store(out + row * HIDDEN + n, total.to(out.dtype.element_ty), mask=n < HIDDEN)
-
-
-def _most_in_use(listed: Tensor, index: Tensor) -> Any:
-    """Count the experts that can be in use: all, or one per slot of every row."""
-    return torch.sym_min(listed.shape[0], index.numel())
-
-
-@triton_op("g4ir::moe_gate_up_sorted", mutates_args={})
-def moe_gate_up_sorted(
-    x_dense: Tensor,
-    x_moe: Tensor,
-    index: Tensor,
-    listed: Tensor,
-    w_dense: Tensor,
-    gate_up: Tensor,
-    act: str,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-    dense_scales: Tensor | None = None,
-    scales: Tensor | None = None,
-) -> Tensor:
-    """Compute `moe_gate_up` from `moe_sort`'s index and list; block_m at least 16."""
-    if not takes(x_moe):
-        weights = dense(w_dense, dense_scales, x_moe.dtype), dense(gate_up, scales, x_moe.dtype)
-        return _gate_up_reference(x_dense, x_moe, index, *weights, act)
-    double, hidden = gate_up.shape[1], x_moe.shape[-1]
-    top_k, rows = index.shape[-1], _rows(x_moe)
-    inner, width = double // 2, w_dense.shape[0] // 2
-    out = x_moe.new_empty((rows, top_k * inner + width))
-    programs = blocks(width, block_n) + _most_in_use(listed, index) * blocks(inner, block_n)
-    start(
-        _gate_up_sorted,
-        (programs, blocks(rows, block_m)),
-        (
-            x_dense,
-            x_moe,
-            index,
-            listed,
-            *_operands(w_dense, dense_scales, gate_up, scales),
-            out,
-            rows,
-        ),
-        HIDDEN=hidden,
-        INNER=inner,
-        DENSE=width,
-        TOP_K=top_k,
-        S=power_of_2(top_k),
-        ACT=act,
-        **_forms(w_dense, dense_scales, gate_up, scales),
-        **tile(block_n, block_k, warps, stages, block_m),
-    )
-    return out
-
-
-@triton_op("g4ir::moe_down_sorted", mutates_args={})
-def moe_down_sorted(
-    act: Tensor,
-    weights: Tensor,
-    index: Tensor,
-    listed: Tensor,
-    w_dense: Tensor,
-    down: Tensor,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-    dense_scales: Tensor | None = None,
-    scales: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute `moe_down` from `moe_sort`'s results; block_m at least 16. Two kernels."""
-    if not takes(act):
-        matrices = dense(w_dense, dense_scales, act.dtype), dense(down, scales, act.dtype)
-        return _down_reference(act, weights, index, *matrices)
-    hidden, top_k, rows = down.shape[1], index.shape[-1], _rows(index)
-    inner, width = columns(down), columns(w_dense)
-    y_dense, y_moe = (act.new_empty((*index.shape[:-1], hidden)) for _ in range(2))
-    parts = act.new_empty((rows, top_k, hidden))
-    programs = (1 + _most_in_use(listed, index)) * blocks(hidden, block_n)
-    start(
-        _down_sorted,
-        (programs, blocks(rows, block_m)),
-        (
-            act,
-            index,
-            listed,
-            *_operands(w_dense, dense_scales, down, scales),
-            y_dense,
-            parts,
-            rows,
-        ),
-        HIDDEN=hidden,
-        INNER=inner,
-        DENSE=width,
-        TOP_K=top_k,
-        S=power_of_2(top_k),
-        **_forms(w_dense, dense_scales, down, scales),
-        **tile(block_n, block_k, warps, stages, block_m),
-    )
-    block = 256
-    start(
-        _sum_slots,
-        (rows, blocks(hidden, block)),
-        (parts, weights, y_moe),
-        HIDDEN=hidden,
-        TOP_K=top_k,
-        BLOCK=block,
-        num_warps=1,
-        num_stages=1,
-    )
-    return y_dense, y_moe

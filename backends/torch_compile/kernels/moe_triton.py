@@ -1,18 +1,14 @@
-"""The MoE block of a decode step: router scores, gate and up, down; experts and dense MLP together.
+"""The MoE block of a decode step: gate and up, down; experts and dense MLP together.
 
 The op `router` becomes `router_logits` and a top-k that every reader of the scores does again, from
-E scores that lie in L2: cheaper than a kernel in between. The op `experts` becomes `moe_gate_up`
-and `moe_down`. The dense MLP of the same layer is a part of the same grids that is always on,
-because alone it would not fill the machine. act holds, per row, top_k slots of I in the order of
-rank, then the Id columns of the dense MLP.
+E scores in L2: cheaper than a kernel in between. The dense MLP of the layer is a part of the same
+grids, because alone it would not fill the machine. act holds, per row, top_k slots of I in the
+order of rank, then the Id columns of the dense MLP. Row by row, the weights of an expert are read
+once per row that chose it; from about five rows on rows share experts (moe_sorted_triton.py).
 
-`moe_gate_up` and `moe_down` read the weights of an expert once per row that chose it; from about
-five rows on rows share experts (moe_sorted_triton.py).
-
-Error: each product has fp32 sums in another order than the reference, about 1e-6 of the root mean
-square of the terms, then the roundings of the op. fp32: within 1e-5 of the result's rms. bf16: a
-rounding may fall the other way (1 ulp) at the scores, at gate and up, at the activation and at each
-slot's product; weights are off by at most 1e-5, relative.
+Error: fp32 sums in another order than the reference, about 1e-6 of the rms of the terms, then the
+roundings of the op. fp32: within 1e-5 of the result's rms. bf16: a rounding may fall the other way
+(1 ulp) at the scores, at gate and up, at the activation and at each slot's product.
 """
 
 from __future__ import annotations
@@ -41,126 +37,54 @@ from .launch import (
     tile,
 )
 from .moe_order_triton import _expert_of, _is_wide, _part, _route, _rows, _topk_reference
-from .norms_triton import after_residual, factor, norm_residual, parts_of, reciprocal_rms, weight
+from .moe_sorted_triton import _down_sorted, _slots_of, _sum_slots, _tile_glu, glu_rows
 
 Tensor = torch.Tensor
 
 
 @triton.jit
-def _router_logits(
-    x,
-    scale,
-    proj,
-    out,
-    root,
-    HIDDEN: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr = False,
+def _glu(
+    x, w, scales, base, out, live, n0, N, K, BLOCK_M, BLOCK_N, BLOCK_K, ACT, STAGES, FORM, GROUP
 ):
-    """BLOCK_N scores of one row."""
-    begin(AHEAD)
-    row = tl.program_id(1)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    fetch_rows(proj, n, n < EXPERTS, 0, HIDDEN, HIDDEN, HIDDEN, "", AHEAD)
-    ready(AHEAD)
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for k0 in range(0, HIDDEN, BLOCK_K):
-        k = k0 + tl.arange(0, BLOCK_K)
-        inside = k < HIDDEN
-        a = tl.load(x + row * HIDDEN + k, mask=inside, other=0.0).to(tl.float32)
-        a = rounded(a * tl.load(scale + k, mask=inside, other=0.0).to(tl.float32), x)
-        a = rounded(a * root, x)
-        w = tl.load(
-            proj + n[:, None] * HIDDEN + k[None, :],
-            mask=(n < EXPERTS)[:, None] & inside[None, :],
-            other=0.0,
+    """out[n] = act(w[base + n] @ x) * (w[base + N + n] @ x) for BLOCK_N of n from n0; x [K], or, of
+    BLOCK_M rows, as in `_tile_glu`."""
+    if BLOCK_M > 1:
+        _tile_glu(
+            *(x, w, scales, base, out, live, n0, N, K, BLOCK_M, BLOCK_N, BLOCK_K),
+            *(ACT, STAGES, FORM, GROUP),
         )
-        acc += a[None, :] * w.to(tl.float32)
-    tl.store(out + row * EXPERTS + n, tl.sum(acc, 1).to(out.dtype.element_ty), mask=n < EXPERTS)
-
-
-@triton.jit
-def _norm_router(
-    x,
-    residual,
-    w_post,
-    scalar,
-    w1,
-    w2,
-    w3,
-    scale,
-    proj,
-    h,
-    y1,
-    y2,
-    out,
-    eps,
-    root,
-    HIDDEN: tl.constexpr,
-    PARTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr = False,
-):
-    """BLOCK_N scores of one row, of the third pre-norm behind a residual; each program makes the
-    row, and the first one stores the residual h and the other two, y1 and y2.
-
-    x, residual, h, y1, y2 [HIDDEN], x [PARTS, HIDDEN] if PARTS > 0.
-    """
-    begin(AHEAD)
-    k, n = tl.arange(0, BLOCK), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    keep, own = k < HIDDEN, tl.program_id(0) == 0
-    w = tl.load(
-        proj + n[:, None] * HIDDEN + k[None, :],
-        mask=(n < EXPERTS)[:, None] & keep[None, :],
-        other=0.0,
-    )
-    g1, g2, g3 = weight(w1, k, keep), weight(w2, k, keep), weight(w3, k, keep)
-    by, s = factor(scalar), weight(scale, k, keep)
-    row = after_residual(x, residual, w_post, h, 0, k, keep, eps, HIDDEN, HIDDEN, PARTS, AHEAD)
-    row = rounded(row * by, h)
-    tl.store(h + k, row.to(h.dtype.element_ty), mask=keep & own)
-    row *= reciprocal_rms(tl.sum(row * row, 0), eps, HIDDEN)
-    tl.store(y1 + k, (row * g1).to(h.dtype.element_ty), mask=keep & own)
-    tl.store(y2 + k, (row * g2).to(h.dtype.element_ty), mask=keep & own)
-    a = rounded(rounded(rounded(row * g3, h) * s, h) * root, h)
-    scores = tl.sum(a[None, :] * w.to(tl.float32), 1)
-    tl.store(out + n, scores.to(out.dtype.element_ty), mask=n < EXPERTS)
-
-
-@triton.jit
-def _row_glu(x, w, scales, base, out, n0, N, K, BLOCK_N, BLOCK_K, ACT, STAGES, FORM, GROUP):
-    """out[n] = act(w[base + n] @ x) * (w[base + N + n] @ x) for BLOCK_N of n from n0; x [K]."""
-    r = tl.arange(0, 2 * BLOCK_N)
-    i = n0 + r % BLOCK_N
-    row = base + i + r // BLOCK_N * N
-    sums = row_sums(x, w, scales, row, i < N, 0, K, K, BLOCK_K, 2 * BLOCK_N, STAGES, FORM, GROUP)
-    gate, up = tl.split(tl.permute(tl.reshape(sums, (2, BLOCK_N)), (1, 0)))
-    gate = rounded(activate(rounded(gate, out), ACT), out)
-    n = n0 + tl.arange(0, BLOCK_N)
-    tl.store(out + n, (gate * rounded(up, out)).to(out.dtype.element_ty), mask=n < N)
+    else:
+        R: tl.constexpr = 2 * BLOCK_N
+        i, row = glu_rows(n0, N, 1, BLOCK_N)
+        row += base
+        sums = row_sums(x, w, scales, row, i < N, 0, K, K, BLOCK_K, R, STAGES, FORM, GROUP)
+        gate, up = tl.split(tl.permute(tl.reshape(sums, (2, BLOCK_N)), (1, 0)))
+        gate = rounded(activate(rounded(gate, out), ACT), out)
+        n = n0 + tl.arange(0, BLOCK_N)
+        tl.store(out + n, (gate * rounded(up, out)).to(out.dtype.element_ty), mask=n < N)
 
 
 @triton.jit
 def _gate_up(
     x_dense,
     x_moe,
-    logits,
+    chosen,
+    listed,
     w_dense,
     dense_scales,
     gate_up,
     scales,
     first,
     out,
+    rows,
     HIDDEN: tl.constexpr,
     EXPERTS: tl.constexpr,
     INNER: tl.constexpr,
     DENSE: tl.constexpr,
     TOP_K: tl.constexpr,
+    S: tl.constexpr,
     E_P: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ACT: tl.constexpr,
@@ -173,59 +97,51 @@ def _gate_up(
     GROUP: tl.constexpr,
     AHEAD: tl.constexpr = False,
 ):
-    """One row, BLOCK_N columns of the dense MLP or of one slot. The dense blocks come first: they
-    stream while the others wait for their top-k. The next kernel may read the scores early."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
+    """BLOCK_N columns of the dense MLP, or of an expert. One row and one of its slots (BLOCK_M 1),
+    `chosen`: the scores; or BLOCK_M rows and a listed expert, `chosen`: the rows' experts.
+
+    The dense blocks come first: they stream while the others wait for their top-k. The next kernel
+    may read the scores early."""
+    if BLOCK_M == 1:
+        block, row, live = tl.program_id(1), tl.program_id(0).to(tl.int64), True
+    else:
+        begin(AHEAD)
+        block = tl.program_id(0)
+        m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+        row, live = m.to(tl.int64), m < rows
     out += row * (TOP_K * INNER + DENSE)
     dense_blocks: tl.constexpr = (DENSE + BLOCK_N - 1) // BLOCK_N
+    per_expert: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     if block < dense_blocks:
-        r = tl.arange(0, 2 * BLOCK_N)
-        i = block * BLOCK_N + r % BLOCK_N
-        own = i + r // BLOCK_N * DENSE
+        i, own = glu_rows(block * BLOCK_N, DENSE, BLOCK_M, BLOCK_N)
         fetch_rows(w_dense, own, i < DENSE, 0, HIDDEN, HIDDEN, STAGES * BLOCK_K, DENSE_FORM, AHEAD)
-    ready_and_begin(AHEAD)
+    if BLOCK_M == 1:
+        ready_and_begin(AHEAD)
+    else:
+        ready(AHEAD)
     if block < dense_blocks:
-        _row_glu(
-            x_dense + row * HIDDEN,
-            w_dense,
-            dense_scales,
-            0,
-            out + TOP_K * INNER,
-            block * BLOCK_N,
-            DENSE,
-            HIDDEN,
-            BLOCK_N,
-            BLOCK_K,
-            ACT,
-            STAGES,
-            DENSE_FORM,
-            DENSE_GROUP,
+        _glu(
+            *(x_dense + row * HIDDEN, w_dense, dense_scales, 0, out + TOP_K * INNER, live),
+            *(block * BLOCK_N, DENSE, HIDDEN, BLOCK_M, BLOCK_N, BLOCK_K),
+            *(ACT, STAGES, DENSE_FORM, DENSE_GROUP),
         )
     else:
-        per_slot: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
-        slot = (block - dense_blocks) // per_slot
-        expert = _expert_of(logits + row * EXPERTS, slot, EXPERTS, E_P, WIDE)
-        live = True
-        if HELD:
-            expert -= tl.load(first)
-            live = (expert >= 0) & (expert < HELD)
-        if live:
-            _row_glu(
-                x_moe + row * HIDDEN,
-                gate_up,
-                scales,
-                expert * (2 * INNER),
-                out + slot * INNER,
-                (block - dense_blocks) % per_slot * BLOCK_N,
-                INNER,
-                HIDDEN,
-                BLOCK_N,
-                BLOCK_K,
-                ACT,
-                STAGES,
-                FORM,
-                GROUP,
+        slot, n0 = (block - dense_blocks) // per_expert, (block - dense_blocks) % per_expert
+        if BLOCK_M == 1:
+            expert = _expert_of(chosen + row * EXPERTS, slot, EXPERTS, E_P, WIDE)
+            used = True
+            if HELD:
+                expert -= tl.load(first)
+                used = (expert >= 0) & (expert < HELD)
+        else:
+            expert = tl.load(listed + slot).to(tl.int64)
+            live, slot = _slots_of(chosen, expert, m, rows, TOP_K, S)
+            used = tl.max(live.to(tl.int32), 0) == 1
+        if used:
+            _glu(
+                *(x_moe + row * HIDDEN, gate_up, scales, expert * (2 * INNER), out + slot * INNER),
+                *(live, n0 * BLOCK_N, INNER, HIDDEN, BLOCK_M, BLOCK_N, BLOCK_K),
+                *(ACT, STAGES, FORM, GROUP),
             )
 
 
@@ -366,92 +282,12 @@ def _down_reference(
     return dense.reshape(*lead, hidden), moe.reshape(*lead, hidden)
 
 
-@triton_op("g4ir::router_logits", mutates_args={})
-def router_logits(
-    x: Tensor,
-    scale: Tensor,
-    proj: Tensor,
-    root: float,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-) -> Tensor:
-    """Return scores [..., E] of the op `router`: x [..., D] * scale [D] * root, each step rounded,
-    then the product with proj [E, D]."""
-    if not takes(x):
-        return torch.nn.functional.linear(x * scale * root, proj)
-    experts, hidden = proj.shape
-    out = x.new_empty((*x.shape[:-1], experts))
-    start(
-        _router_logits,
-        (blocks(experts, block_n), _rows(x)),
-        (x, scale, proj, out, root),
-        HIDDEN=hidden,
-        EXPERTS=experts,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        num_warps=warps,
-        num_stages=stages,
-    )
-    return out
-
-
-@triton_op("g4ir::norm_router", mutates_args={})
-def norm_router(
-    x: Tensor,
-    residual: Tensor,
-    w_post: Tensor,
-    scalar: Tensor | None,
-    weights: list[Tensor | None],
-    scale: Tensor,
-    proj: Tensor,
-    root: float,
-    eps: float,
-    block_n: int,
-    warps: int,
-) -> list[Tensor]:
-    """Return of one row the residual and the first two pre-norms of `norm_residual`, which takes
-    what comes before the router's scale, and the `router_logits` of the third."""
-    if not takes(residual):
-        h, y1, y2, y3 = norm_residual(x, residual, w_post, scalar, weights, eps, warps)
-        return [h, y1, y2, torch.nn.functional.linear(y3 * scale * root, proj)]
-    experts, hidden = proj.shape
-    h, y1, y2 = (torch.empty_like(residual) for _ in range(3))
-    out = residual.new_empty((*residual.shape[:-1], experts))
-    start(
-        _norm_router,
-        (blocks(experts, block_n),),
-        (
-            x.contiguous(),
-            residual.contiguous(),
-            w_post,
-            scalar,
-            *weights,
-            scale,
-            proj,
-            h,
-            y1,
-            y2,
-            out,
-            eps,
-            root,
-        ),
-        HIDDEN=hidden,
-        PARTS=parts_of(x, residual),
-        EXPERTS=experts,
-        BLOCK_N=block_n,
-        BLOCK=power_of_2(hidden),
-        num_warps=warps,
-    )
-    return [h, y1, y2, out]
-
-
 @triton_op("g4ir::moe_gate_up", mutates_args={})
 def moe_gate_up(
     x_dense: Tensor,
     x_moe: Tensor,
-    logits: Tensor,
+    chosen: Tensor,
+    listed: Tensor | None,
     w_dense: Tensor,
     gate_up: Tensor,
     top_k: int,
@@ -460,46 +296,38 @@ def moe_gate_up(
     block_k: int,
     warps: int,
     stages: int,
+    block_m: int = 1,
     dense_scales: Tensor | None = None,
     scales: Tensor | None = None,
     first: Tensor | None = None,
 ) -> Tensor:
     """Return act [rows, top_k*I + Id] = act(gate) * up, per slot and then of the dense MLP.
 
-    x_* [..., D], logits [..., E], w_dense [2Id, D] and gate_up [E, 2I, D]: gate rows first. With
-    `first` gate_up is of experts from there on, and nothing is written for others.
+    x_* [..., D], w_dense [2Id, D] and gate_up [E, 2I, D]: gate rows first. Row by row `chosen` is
+    the scores [..., E]; with `listed`, block_m rows (16 or more) at a time, both are `moe_sort`'s.
+    With `first` gate_up is of experts from there on, and nothing is written for others.
     """
     if not takes(x_moe):
-        ones, part = logits.new_ones(logits.shape[-1]), (first, gate_up.shape[0])
-        _, index = _topk_reference(logits, ones, top_k, *part)
+        if listed is None:
+            ones, part = chosen.new_ones(chosen.shape[-1]), (first, gate_up.shape[0])
+            _, chosen = _topk_reference(chosen, ones, top_k, *part)
         weights = dense(w_dense, dense_scales, x_moe.dtype), dense(gate_up, scales, x_moe.dtype)
-        return _gate_up_reference(x_dense, x_moe, index, *weights, act)
-    experts, double, hidden = logits.shape[-1], gate_up.shape[1], x_moe.shape[-1]
-    inner, width, rows = double // 2, w_dense.shape[0] // 2, _rows(x_moe)
+        return _gate_up_reference(x_dense, x_moe, chosen, *weights, act)
+    inner, width, rows = gate_up.shape[1] // 2, w_dense.shape[0] // 2, _rows(x_moe)
     out = x_moe.new_empty((rows, top_k * inner + width))
-    programs = blocks(width, block_n) + top_k * blocks(inner, block_n)
+    slots = top_k if listed is None else _most_in_use(listed, chosen)
+    programs = blocks(width, block_n) + slots * blocks(inner, block_n)
+    weights = _operands(w_dense, dense_scales, gate_up, scales)
     start(
         _gate_up,
-        (rows, programs),
-        (
-            x_dense,
-            x_moe,
-            logits,
-            *_operands(w_dense, dense_scales, gate_up, scales),
-            logits if first is None else first,
-            out,
-        ),
-        HIDDEN=hidden,
-        EXPERTS=experts,
-        INNER=inner,
-        DENSE=width,
-        TOP_K=top_k,
-        E_P=power_of_2(experts),
+        (rows, programs) if listed is None else (programs, blocks(rows, block_m)),
+        (x_dense, x_moe, chosen, listed, *weights, chosen if first is None else first, out, rows),
+        **_sizes(x_moe.shape[-1], inner, width, top_k),
+        **_experts(chosen),
         ACT=act,
-        WIDE=_is_wide(logits),
         **_part(first, gate_up.shape[0]),
         **_forms(w_dense, dense_scales, gate_up, scales),
-        **tile(block_n, block_k, warps, stages),
+        **tile(block_n, block_k, warps, stages, block_m),
     )
     return out
 
@@ -507,58 +335,78 @@ def moe_gate_up(
 @triton_op("g4ir::moe_down", mutates_args={})
 def moe_down(
     act: Tensor,
-    logits: Tensor,
-    per_expert: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    listed: Tensor | None,
     w_dense: Tensor,
     down: Tensor,
     top_k: int,
-    programs: int,
     block_n: int,
     block_k: int,
     warps: int,
     stages: int,
+    programs: int = 0,
+    block_m: int = 1,
     dense_scales: Tensor | None = None,
     scales: Tensor | None = None,
     first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (w_dense @ dense part, weighted sum over the slots of down[e] @ slot), each [..., D].
 
-    act [rows, top_k*I + Id], logits [..., E], per_expert [E], w_dense [D, Id], down [E, D, I].
-    programs: about as many are started for a row.
+    act [rows, top_k*I + Id], w_dense [D, Id], down [E, D, I]. Row by row `chosen` is the scores
+    [..., E], `weights` the factors of experts [E], and about `programs` are started for a row. With
+    `listed`, block_m rows (16 or more) at a time, all three are `moe_sort`'s; that is two kernels.
     """
     if not takes(act):
-        weights, index = _topk_reference(logits, per_expert, top_k, first, down.shape[0])
+        index = chosen
+        if listed is None:
+            weights, index = _topk_reference(chosen, weights, top_k, first, down.shape[0])
         matrices = dense(w_dense, dense_scales, act.dtype), dense(down, scales, act.dtype)
         return _down_reference(act, weights, index, *matrices)
-    experts, hidden = logits.shape[-1], down.shape[1]
-    inner, width = columns(down), columns(w_dense)
-    slots = power_of_2(top_k)
-    y_dense, y_moe = (act.new_empty((*logits.shape[:-1], hidden)) for _ in range(2))
-    tiles = blocks(hidden, slots * block_n), blocks(hidden, block_n)
-    each = blocks(sum(tiles), programs)
+    hidden, rows, slots = down.shape[1], _rows(chosen), power_of_2(top_k)
+    y_dense, y_moe = (act.new_empty((*chosen.shape[:-1], hidden)) for _ in range(2))
+    given = _operands(w_dense, dense_scales, down, scales)
+    sizes = _sizes(hidden, columns(down), columns(w_dense), top_k)
+    sizes |= _forms(w_dense, dense_scales, down, scales)
+    if listed is None:
+        tiles = blocks(hidden, slots * block_n), blocks(hidden, block_n)
+        each = blocks(sum(tiles), programs)
+        start(
+            _down,
+            (rows, sum(blocks(n, each) for n in tiles)),
+            (act, chosen, weights, *given, chosen if first is None else first, y_dense, y_moe),
+            **_experts(chosen),
+            EACH=each,
+            **_part(first, down.shape[0]),
+            **sizes,
+            **tile(block_n, block_k, warps, stages),
+        )
+        return y_dense, y_moe
+    parts = act.new_empty((rows, top_k, hidden))
+    count = (1 + _most_in_use(listed, chosen)) * blocks(hidden, block_n)
     start(
-        _down,
-        (_rows(logits), sum(blocks(n, each) for n in tiles)),
-        (
-            act,
-            logits,
-            per_expert,
-            *_operands(w_dense, dense_scales, down, scales),
-            logits if first is None else first,
-            y_dense,
-            y_moe,
-        ),
-        HIDDEN=hidden,
-        EXPERTS=experts,
-        INNER=inner,
-        DENSE=width,
-        TOP_K=top_k,
-        S=slots,
-        EACH=each,
-        E_P=power_of_2(experts),
-        WIDE=_is_wide(logits),
-        **_part(first, down.shape[0]),
-        **_forms(w_dense, dense_scales, down, scales),
-        **tile(block_n, block_k, warps, stages),
+        _down_sorted,
+        (count, blocks(rows, block_m)),
+        (act, chosen, listed, *given, y_dense, parts, rows),
+        **sizes,
+        **tile(block_n, block_k, warps, stages, block_m),
     )
+    block = {"HIDDEN": hidden, "TOP_K": top_k, "BLOCK": 256, "num_warps": 1, "num_stages": 1}
+    start(_sum_slots, (rows, blocks(hidden, 256)), (parts, weights, y_moe), **block)
     return y_dense, y_moe
+
+
+def _sizes(hidden: int, inner: int, width: int, top_k: int) -> dict[str, Any]:
+    sizes = {"HIDDEN": hidden, "INNER": inner, "DENSE": width, "TOP_K": top_k}
+    return sizes | {"S": power_of_2(top_k)}
+
+
+def _experts(scores: Tensor) -> dict[str, Any]:
+    """Return the constants of a choice from scores."""
+    count = scores.shape[-1]
+    return {"EXPERTS": count, "E_P": power_of_2(count), "WIDE": _is_wide(scores)}
+
+
+def _most_in_use(listed: Tensor, index: Tensor) -> Any:
+    """Count the experts that can be in use: all, or one per slot of every row."""
+    return torch.sym_min(listed.shape[0], index.numel())

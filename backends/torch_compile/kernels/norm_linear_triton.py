@@ -10,15 +10,12 @@ Error budget. The row is that of `norm_residual`, its sums are those of a produc
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch.library import triton_op
 
 from g4ir.ops.linear import linear
-from g4ir.ops.mlp import glu
 
 from .codes_triton import (
     bits_of_16,
@@ -30,15 +27,13 @@ from .codes_triton import (
     scales_of,
 )
 from .launch import begin, blocks, power_of_2, rounded, start, takes, zero
-from .linear_triton import gated
+from .linear_triton import activated, gated
 from .norms_triton import (
-    after_both,
     after_residual,
-    dual_norm_residual,
     factor,
-    norm_residual,
     parts_of,
     reciprocal_rms,
+    reference,
     weight,
 )
 
@@ -52,10 +47,9 @@ def normed(x, w_x, b, w_b, residual, w_post, scalar, w_pre, h, eps, K, PARTS, BL
     i = tl.arange(0, BLOCK)
     keep = i < K
     g, by = weight(w_pre, i, keep), factor(scalar)
-    if b is None:
-        row = after_residual(x, residual, w_post, h, 0, i, keep, eps, K, K, PARTS, AHEAD)
-    else:
-        row = after_both(x, w_x, b, w_b, w_post, residual, h, 0, i, keep, eps, K, K, 0, 0, AHEAD)
+    row = after_residual(
+        x, w_x, b, w_b, residual, w_post, h, 0, i, keep, eps, K, K, PARTS, 0, AHEAD
+    )
     row = rounded(row * by, h)
     tl.store(h + i, row.to(h.dtype.element_ty), mask=keep & (tl.program_id(0) == 0))
     if PRE:
@@ -177,13 +171,9 @@ def norm_linear(
     if not takes(residual):
         if zeroed is not None:
             zeroed.zero_()
-        if b is None:
-            h, *normed = norm_residual(x, residual, w_post, scalar, weights, eps, 1)
-        else:
-            both = (x, w_x, b, w_b, w_post, residual)
-            h, *normed = dual_norm_residual(*both, scalar, weights, eps, 1)
+        h, *normed = reference(x, residual, w_post, scalar, weights, eps, w_x, b, w_b)
         y = linear.reference(normed[0] if normed else h, dense(w, scales, x.dtype))
-        return _activated(y, up, act) if act else y, h
+        return activated(y, up, act), h
     n = w.shape[0] // 2 if packed else w.shape[0]
     h, y = torch.empty_like(residual), residual.new_empty((*residual.shape[:-1], n))
     tiles = blocks(n * (1 + packed), block_n)
@@ -221,9 +211,3 @@ def norm_linear(
         num_warps=warps,
     )
     return y, h
-
-
-def _activated(gate: Tensor, up: Tensor | None, act: str) -> Any:
-    if up is None:
-        gate, up = gate.chunk(2, -1)
-    return glu.reference(gate, up, act=act)

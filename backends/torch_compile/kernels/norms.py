@@ -1,21 +1,29 @@
-"""RMS norms: alone, and from the end of one block to the input of the next."""
+"""RMS norms: alone, and from the end of a block to the input of the next; of sums over ranks."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from g4ir.ir.graph import Graph, Node
+from g4ir.ops.reduce_norm import MOST_ROWS, WITH_SUMS
 
 from ..target import Target
-from .base import Choice, Kernel, Sample, Shape, is_row, norm_end, size
-
-if TYPE_CHECKING:
-    from ..run import Run
+from .base import SLOT, Choice, Kernel, Run, Sample, Shape, is_row, norm_end, norm_start, size
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
     x = n.inputs[0].type
     return {"d": size(x, -1)} if is_row(x) else None
+
+
+def _reduced_shape(g: Graph, n: Node, target: Target) -> Shape | None:
+    """Return the shape; None for more rows, or longer ones, than ranks exchange in a kernel."""
+    x = n.inputs[0].type
+    row = (1 + n.op.count("dual_")) * x.with_shape(size(x, -1)).nbytes()
+    if not is_row(x) or target.rows > MOST_ROWS or row > SLOT:
+        return None
+    return {"d": size(x, -1)}
 
 
 def _rms_norm(run: Run, n: Node, choice: Choice, x: Any, w: Any = None) -> Any:
@@ -24,19 +32,20 @@ def _rms_norm(run: Run, n: Node, choice: Choice, x: Any, w: Any = None) -> Any:
     return rms_norm(x, w, n.number("eps"), **choice.use)
 
 
-def _norm_residual(
-    run: Run, n: Node, choice: Choice, x: Any, residual: Any, w: Any, *rest: Any
-) -> tuple[Any, ...]:
+def _norm_residual(run: Run, n: Node, choice: Choice, *given: Any) -> tuple[Any, ...]:
     from .norms_triton import norm_residual
 
-    return tuple(norm_residual(x, residual, w, *norm_end(n, rest), **choice.use))
+    start, both, rest = norm_start(n, given)
+    return tuple(norm_residual(*start, *norm_end(n, rest), **choice.use, **both))
 
 
-def _dual_norm_residual(run: Run, n: Node, choice: Choice, *given: Any) -> tuple[Any, ...]:
-    """Start the kernel; the first six inputs are a, w_a, b, w_b, w and the residual."""
-    from .norms_triton import dual_norm_residual
+def _reduced(run: Run, n: Node, choice: Choice, *given: Any) -> tuple[Any, ...]:
+    from .all_reduce_triton import all_reduce_norm_residual, meeting
 
-    return tuple(dual_norm_residual(*given[:6], *norm_end(n, given[6:]), **choice.use))
+    peers, ranks = meeting(given[0].device), n.whole("ranks")
+    start, both, rest = norm_start(n, given)
+    end = norm_end(n, rest)
+    return tuple(all_reduce_norm_residual(*start, *end, peers, ranks, **choice.use, **both))
 
 
 #: leading dims, d, warps
@@ -56,6 +65,8 @@ ENDS = [
 #: a real width, where it shows how many values differ
 WIDE = [("2,1", 1536, 8, (True, True, True), True, 4)]
 CASES = [(*ROWS[i % 3], *end) for i, end in enumerate(ENDS)] + WIDE
+#: those of a rank that is alone; tests of several are beside those of orders
+ALONE = [CASES[0], CASES[1], CASES[6]]
 
 
 def _sample(
@@ -72,7 +83,23 @@ def _sample(
     )
 
 
+def _reduced_sample(dual: bool, case: tuple[Any, ...]) -> Sample:
+    sample = _sample(dual, *case)
+    return replace(sample, attrs={**sample.attrs, "ranks": 1}, parts={})
+
+
 KERNELS = (
+    *(
+        Kernel(
+            op=op,
+            starts={op: 1},
+            rule=_reduced_shape,
+            call=_reduced,
+            samples=tuple(_reduced_sample("dual_" in op, case) for case in ALONE),
+            error=1e-6,
+        )
+        for op, _ in WITH_SUMS.values()
+    ),
     Kernel(
         op="rms_norm",
         starts={"rms_norm": 1},
@@ -85,20 +112,15 @@ KERNELS = (
         ),
         error=1e-6,
     ),
-    Kernel(
-        op="norm_residual",
-        starts={"norm_residual": 1},
-        rule=_shape,
-        call=_norm_residual,
-        samples=tuple(_sample(False, *case) for case in CASES),
-        error=1e-6,
-    ),
-    Kernel(
-        op="dual_norm_residual",
-        starts={"dual_norm_residual": 1},
-        rule=_shape,
-        call=_dual_norm_residual,
-        samples=tuple(_sample(True, *case) for case in CASES),
-        error=1e-6,
+    *(
+        Kernel(
+            op=op,
+            starts={op: 1},
+            rule=_shape,
+            call=_norm_residual,
+            samples=tuple(_sample("dual_" in op, *case) for case in CASES),
+            error=1e-6,
+        )
+        for op in ("norm_residual", "dual_norm_residual")
     ),
 )

@@ -1,14 +1,13 @@
 """RMS norms: alone, and from the end of one block to the input of the next.
 
-One program per row. The whole row stays in registers from its only reading on, and all loads,
-weights first, stand before the first sum over the row: none can move across its barrier. All
-pre-norms norm the same h: they share its reciprocal rms and differ in their weights alone.
+One program per row, which stays in registers from its only reading on; all loads, weights first,
+stand before the first sum over the row: none can move across its barrier. All pre-norms norm the
+same h: they share its reciprocal rms.
 
-Error budget. The roundings are those of the ops `rms_norm`, `add` and `mul`. Two things differ:
-the order in which squares are added, and the reciprocal root, within two fp32 units on a GPU. An
-fp32 result is within 1e-6 of the row's rms. A bf16 result equals the op's, except where the exact
-value lies within about 2^-21 (relative) of the middle of two neighbours: one value in some
-thousand, and then by one unit, which each later rounding may turn into another one.
+Error budget. The roundings are those of the ops `rms_norm`, `add` and `mul`; the order in which
+squares are added differs, and the reciprocal root, within two fp32 units. An fp32 result is within
+1e-6 of the row's rms. A bf16 result equals the op's but for one value in some thousand, by one
+unit, which each later rounding may turn into another one.
 """
 
 from __future__ import annotations
@@ -101,45 +100,31 @@ def end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D):
 
 
 @triton.jit
-def added(h, r, g, like, eps, D):
-    """fp32 row r + rms_norm(h, g), rounded through the type of `like`."""
+def added(h, h_b, r, g_x, g_b, g, like, eps, D):
+    """fp32 row r + rms_norm(h, g), rounded through the type of `like`; with h_b, of
+    rms_norm(h, g_x) + rms_norm(h_b, g_b) instead of h."""
+    if h_b is not None:
+        squares, squares_b = tl.reduce((h * h, h_b * h_b), 0, _both)
+        h *= reciprocal_rms(squares, eps, D)
+        h_b *= reciprocal_rms(squares_b, eps, D)
+        h = rounded(rounded(h * g_x, like) + rounded(h_b * g_b, like), like)
     h *= reciprocal_rms(tl.sum(h * h, 0), eps, D)
     return rounded(r.to(tl.float32) + rounded(h * g, like), like)
 
 
 @triton.jit
-def both_added(h_a, h_b, r, g_a, g_b, g, like, eps, D):
-    """fp32 row r + rms_norm(rms_norm(h_a, g_a) + rms_norm(h_b, g_b), g), rounded as `added` is."""
-    squares_a, squares_b = tl.reduce((h_a * h_a, h_b * h_b), 0, _both)
-    h_a *= reciprocal_rms(squares_a, eps, D)
-    h_b *= reciprocal_rms(squares_b, eps, D)
-    h = rounded(rounded(h_a * g_a, like) + rounded(h_b * g_b, like), like)
-    return added(h, r, g, like, eps, D)
-
-
-@triton.jit
-def after_residual(x, residual, w, like, at, i, keep, eps, apart, D, PARTS, AHEAD):
-    """fp32 row of residual + rms_norm(x, w) from `at` on, rounded through the type of `like`; the
-    kernels in front have to have ended, for which this waits."""
-    g = weight(w, i, keep)
-    ready(AHEAD)
-    r = tl.load(residual + at + i, mask=keep, other=0)
-    h = _row(x, residual, at, i, keep, apart, PARTS)
-    return added(h, r, g, like, eps, D)
-
-
-@triton.jit
-def after_both(
-    a, w_a, b, w_b, w, residual, like, at, i, keep, eps, apart, D, PARTS_A, PARTS_B, AHEAD
+def after_residual(
+    x, w_x, b, w_b, residual, w, like, at, i, keep, eps, apart, D, PARTS, PARTS_B, AHEAD
 ):
-    """fp32 row of residual + rms_norm(rms_norm(a, w_a) + rms_norm(b, w_b), w) from `at` on, rounded
-    through the type of `like`; it waits as `after_residual` does."""
-    g_a, g_b, g = weight(w_a, i, keep), weight(w_b, i, keep), weight(w, i, keep)
+    """fp32 row of residual + rms_norm(x, w) from `at` on, rounded through the type of `like`;
+    with b, of rms_norm(x, w_x) + rms_norm(b, w_b) instead of x. Waits for the kernels in front."""
+    g_x, g_b, g = weight(w_x, i, keep), weight(w_b, i, keep), weight(w, i, keep)
     ready(AHEAD)
     r = tl.load(residual + at + i, mask=keep, other=0)
-    h_a = _row(a, residual, at, i, keep, apart, PARTS_A)
-    h_b = _row(b, residual, at, i, keep, apart, PARTS_B)
-    return both_added(h_a, h_b, r, g_a, g_b, g, like, eps, D)
+    h, h_b = _row(x, residual, at, i, keep, apart, PARTS), None
+    if b is not None:
+        h_b = _row(b, residual, at, i, keep, apart, PARTS_B)
+    return added(h, h_b, r, g_x, g_b, g, like, eps, D)
 
 
 @triton.jit
@@ -159,6 +144,9 @@ def _rms_norm(x, w, y, eps, D: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.cons
 @triton.jit
 def _norm_residual(
     x,
+    w_x,
+    b,
+    w_b,
     residual,
     w,
     scalar,
@@ -172,10 +160,12 @@ def _norm_residual(
     eps,
     D: tl.constexpr,
     PARTS: tl.constexpr,
+    PARTS_B: tl.constexpr,
     BLOCK: tl.constexpr,
     AHEAD: tl.constexpr = False,
 ):
     """x [rows, D], or [PARTS, rows, D] if PARTS > 0; residual, y, y1 to y3 [rows, D]. Grid: rows.
+    b, PARTS_B as x, PARTS: x and b have norms of their own, w_x and w_b, or b is None.
 
     y1 to y3 are None beyond the number of pre-norms; scalar [1] and w1 to w3 [D] may be.
     """
@@ -185,42 +175,8 @@ def _norm_residual(
     keep = i < D
     g1, g2, g3 = weight(w1, i, keep), weight(w2, i, keep), weight(w3, i, keep)
     by = factor(scalar)
-    h = after_residual(x, residual, w, y, at, i, keep, eps, apart, D, PARTS, AHEAD)
-    end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D)
-
-
-@triton.jit
-def _dual_norm_residual(
-    a,
-    w_a,
-    b,
-    w_b,
-    w,
-    residual,
-    scalar,
-    w1,
-    w2,
-    w3,
-    y,
-    y1,
-    y2,
-    y3,
-    eps,
-    D: tl.constexpr,
-    PARTS_A: tl.constexpr,
-    PARTS_B: tl.constexpr,
-    BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr = False,
-):
-    """As _norm_residual with x = norm of a + norm of b; PARTS_A and PARTS_B as PARTS there."""
-    begin(AHEAD)
-    at, apart = tl.program_id(0).to(tl.int64) * D, tl.num_programs(0).to(tl.int64) * D
-    i = tl.arange(0, BLOCK)
-    keep = i < D
-    g1, g2, g3 = weight(w1, i, keep), weight(w2, i, keep), weight(w3, i, keep)
-    by = factor(scalar)
-    h = after_both(
-        a, w_a, b, w_b, w, residual, y, at, i, keep, eps, apart, D, PARTS_A, PARTS_B, AHEAD
+    h = after_residual(
+        x, w_x, b, w_b, residual, w, y, at, i, keep, eps, apart, D, PARTS, PARTS_B, AHEAD
     )
     end(h, by, g1, g2, g3, y, y1, y2, y3, at, i, keep, eps, D)
 
@@ -249,29 +205,19 @@ def reference(
     scalar: Tensor | None,
     weights: Sequence[Tensor | None],
     eps: float,
+    w_x: Tensor | None = None,
+    b: Tensor | None = None,
+    w_b: Tensor | None = None,
 ) -> list[Tensor]:
-    """Compute the expansion of the op `norm_residual`."""
-    h: Tensor = residual + norm.rms_norm.reference(_whole(x, residual), w_post, eps=eps)
+    """Compute the expansion of the op `norm_residual`, or, with b, of `dual_norm_residual`."""
+    x = _whole(x, residual)
+    if b is not None:
+        x = norm.rms_norm.reference(x, w_x, eps=eps)
+        x = x + norm.rms_norm.reference(_whole(b, residual), w_b, eps=eps)
+    h: Tensor = residual + norm.rms_norm.reference(x, w_post, eps=eps)
     if scalar is not None:
         h = h * scalar
     return [h, *(norm.rms_norm.reference(h, w, eps=eps) for w in weights)]
-
-
-def dual_reference(
-    a: Tensor,
-    w_a: Tensor,
-    b: Tensor,
-    w_b: Tensor,
-    w_sum: Tensor,
-    residual: Tensor,
-    scalar: Tensor | None,
-    weights: Sequence[Tensor | None],
-    eps: float,
-) -> list[Tensor]:
-    """Compute the expansion of the op `dual_norm_residual`."""
-    first = norm.rms_norm.reference(_whole(a, residual), w_a, eps=eps)
-    (total,) = reference(b, first, w_b, None, [], eps)
-    return reference(total, residual, w_sum, scalar, weights, eps)
 
 
 @triton_op("g4ir::rms_norm", mutates_args={})
@@ -295,72 +241,30 @@ def norm_residual(
     weights: list[Tensor | None],
     eps: float,
     warps: int,
+    w_x: Tensor | None = None,
+    b: Tensor | None = None,
+    w_b: Tensor | None = None,
 ) -> list[Tensor]:
     """Return h = (residual + rms_norm(x, w_post)) [* scalar], then rms_norm(h [, w]) per entry of
-    weights
+    weights; with b, of rms_norm(x, w_x) + rms_norm(b, w_b), rounded, instead of x
 
-    residual and results [..., D]; x like residual, or fp32 partial sums [P, ..., D], which are
-    added in their order and rounded to the type of residual first; w_post, w [D]; scalar [1].
+    residual and results [..., D]; x and b like residual, or fp32 partial sums [P, ..., D], added in
+    their order and rounded to the type of residual first; w_post, w [D]; scalar [1].
     ValueError for more than three pre-norms on a GPU.
     """
     if not takes(residual):
-        return reference(x, residual, w_post, scalar, weights, eps)
+        return reference(x, residual, w_post, scalar, weights, eps, w_x, b, w_b)
     residual, d = residual.contiguous(), residual.shape[-1]
     pre = three(weights)
     y, *norms = [torch.empty_like(residual) for _ in range(1 + len(weights))]
+    summed = (x.contiguous(), w_x, b if b is None else b.contiguous(), w_b)
     start(
         _norm_residual,
         (residual.numel() // d,),
-        (x.contiguous(), residual, w_post, scalar, *pre, y, *three(norms), eps),
+        (*summed, residual, w_post, scalar, *pre, y, *three(norms), eps),
         D=d,
         PARTS=parts_of(x, residual),
-        BLOCK=power_of_2(d),
-        num_warps=warps,
-    )
-    return [y, *norms]
-
-
-@triton_op("g4ir::dual_norm_residual", mutates_args={})
-def dual_norm_residual(
-    a: Tensor,
-    w_a: Tensor,
-    b: Tensor,
-    w_b: Tensor,
-    w_sum: Tensor,
-    residual: Tensor,
-    scalar: Tensor | None,
-    weights: list[Tensor | None],
-    eps: float,
-    warps: int,
-) -> list[Tensor]:
-    """Return norm_residual of s = rms_norm(a, w_a) + rms_norm(b, w_b), rounded, with w_post = w_sum
-
-    The end of a block with experts. a and b each like residual, or partial sums as there.
-    """
-    if not takes(residual):
-        return dual_reference(a, w_a, b, w_b, w_sum, residual, scalar, weights, eps)
-    residual, d = residual.contiguous(), residual.shape[-1]
-    pre = three(weights)
-    y, *norms = [torch.empty_like(residual) for _ in range(1 + len(weights))]
-    start(
-        _dual_norm_residual,
-        (residual.numel() // d,),
-        (
-            a.contiguous(),
-            w_a,
-            b.contiguous(),
-            w_b,
-            w_sum,
-            residual,
-            scalar,
-            *pre,
-            y,
-            *three(norms),
-            eps,
-        ),
-        D=d,
-        PARTS_A=parts_of(a, residual),
-        PARTS_B=parts_of(b, residual),
+        PARTS_B=0 if b is None else parts_of(b, residual),
         BLOCK=power_of_2(d),
         num_warps=warps,
     )

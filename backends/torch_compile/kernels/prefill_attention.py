@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.ir.graph import Graph, Node
 
@@ -10,36 +10,33 @@ from ..target import Target
 from .base import (
     Choice,
     Kernel,
+    Run,
     Sample,
     Shape,
     attention_sample,
     attention_shape,
-    in_fewer_bits,
     masking,
 )
 
-if TYPE_CHECKING:
-    from ..run import Run
-
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    return attention_shape(n) if n.chunk and not in_fewer_bits(n) else None
+    held = n.caches[0].type.dtype  # in fewer bits than the queries: the library's
+    return attention_shape(n) if n.chunk and held == n["q"].type.dtype else None
 
 
 def _value_shape(g: Graph, n: Node, target: Target) -> Shape | None:
     return _shape(g, n, target) if n.attrs["form"] == "value" else None
 
 
-def _attention(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
+def _attention(
+    run: Run, n: Node, choice: Choice, q: Any, positions: Any, written: Any, *held: Any
+) -> Any:
+    """Attend over K and V, or over a latent cache, whose norm's weight comes before it."""
     from .prefill_attention_triton import prefill_attention
 
+    w, rows = (held[0], held[1:]) if len(held) % 2 else (None, held)
+    given = (q, positions, written, w, list(rows))
     return prefill_attention(*given, **masking(n), **choice.use)
-
-
-def _value(run: Run, n: Node, choice: Choice, *given: Any) -> Any:
-    from .prefill_attention_triton import prefill_attention_latent
-
-    return prefill_attention_latent(*given, **masking(n), **choice.use)
 
 
 def _raw(
@@ -123,7 +120,7 @@ KERNELS = (
         op="attention_latent",
         starts={"prefill_attention_latent": 1},
         rule=_value_shape,
-        call=_value,
+        call=_attention,
         samples=tuple(LATENT),
         error=1e-5,
         differ=None,

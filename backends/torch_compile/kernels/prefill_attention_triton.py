@@ -2,21 +2,17 @@
 
 A program holds `block_m` query rows: block_m / group tokens, each with all heads of one group, so
 that a tile of keys and values is read once for the group. It walks over the keys that one of its
-queries sees, and over no others. They lie in at most three runs of adjacent rows: the cache up to
-its last slot, the cache again from slot 0 where a ring wraps, and the chunk. One loop goes through
-all three, so that the next block is on its way at their borders too; blocks that every query of the
-tile sees whole are not masked.
+queries sees, in at most three runs of adjacent rows: the cache up to its last slot, the cache from
+slot 0 if a ring wraps, and the chunk. One loop goes through all three, so that the next block is
+loaded early at their borders too; blocks that every query of the tile sees whole are not masked.
 
-Budget. Scores, softmax and sums are fp32; before the second product the probabilities, relative to
-the largest so far, are rounded to the tensors' dtype. In fp32 the order of sums is left: 1e-5 of
-the result's rms against float64. In bf16 these probabilities and the result are rounded; the op's
-reference rounds the scores, the capped scores, the probabilities and the result, so the error
-against float64 is about half that of the reference and at most twice it by the luck of the draw.
+Budget. Scores, softmax and sums are fp32; probabilities are rounded to the tensors' dtype before
+the second product. fp32: 1e-5 of the result's rms against float64. bf16: the op's reference rounds
+the scores, the capped scores, the probabilities and the result, so that the error against float64
+is about half that of the reference and at most twice it.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -33,7 +29,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _runs(first, last, begin, old, slots, WINDOW: tl.constexpr):
+def _runs(first, last, begin, old, slots, WINDOW):
     """The keys that a query among first..last of the chunk sees; query i is at position begin + i.
 
     Returns the oldest position in the cache, its slot, the number of keys from there to the last
@@ -51,7 +47,7 @@ def _runs(first, last, begin, old, slots, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _block(i, oldest, slot, run, wrapped, token, end, begin, slots, BLOCK_N: tl.constexpr):
+def _block(i, oldest, slot, run, wrapped, token, end, begin, slots, BLOCK_N):
     """Block i of the runs: whether it lies in the cache, its first row there or in the chunk, the
     row behind the last of its run, and what added to a row is the position."""
     wraps = tl.cdiv(run, BLOCK_N)
@@ -64,7 +60,7 @@ def _block(i, oldest, slot, run, wrapped, token, end, begin, slots, BLOCK_N: tl.
 
 
 @triton.jit
-def _is_partial(row, stop, shift, low, high, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+def _is_partial(row, stop, shift, low, high, WINDOW, BLOCK_N):
     """Whether the run ends within the block, or a query at positions low..high sees not all."""
     partial = (row + BLOCK_N > stop) | (row + shift + BLOCK_N - 1 > low)
     if WINDOW > 0:
@@ -73,7 +69,7 @@ def _is_partial(row, stop, shift, low, high, WINDOW: tl.constexpr, BLOCK_N: tl.c
 
 
 @triton.jit
-def _masked(scores, query, row, stop, shift, WINDOW: tl.constexpr):
+def _masked(scores, query, row, stop, shift, WINDOW):
     """Scores [M,N] of query positions [M] and rows [N] of a run; -inf where a key is not seen."""
     key = row + shift
     seen = (row < stop)[None, :] & (key[None, :] <= query[:, None])
@@ -96,7 +92,7 @@ def _weigh(scores, top, total):
 
 
 @triton.jit
-def _tile(base, step, row, keys, columns, stop, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+def _tile(base, step, row, keys, columns, stop, WIDTH, EVEN):
     """Rows row + keys of a run of rows `step` elements apart; zeros from `stop` and WIDTH on."""
     inside = (row + keys < stop)[:, None]
     if not EVEN:
@@ -106,7 +102,7 @@ def _tile(base, step, row, keys, columns, stop, WIDTH: tl.constexpr, EVEN: tl.co
 
 
 @triton.jit
-def _weighted(q, rows, columns, real, w, D: tl.constexpr, PAIRS: tl.constexpr):
+def _weighted(q, rows, columns, real, w, D, PAIRS):
     """The queries for V in the place of K: times the weight of K's norm, zero where K is rotated.
 
     Rounded to q's dtype, as the reference rounds a weighted key.
@@ -237,29 +233,53 @@ def _attend(
     tl.store(mine, result.to(out.dtype.element_ty), mask=real[:, None] & (columns < D)[None, :])
 
 
-def _launch(
-    tensors: tuple[Tensor, ...],
+@triton_op("g4ir::prefill_attention", mutates_args={})
+def prefill_attention(
+    q: Tensor,
+    positions: Tensor,
+    written: Tensor,
     w: Tensor | None,
-    rules: tuple[int, float, float],
-    pairs: int,
-    tile: tuple[int, int, int, int],
+    held: list[Tensor],
+    window: int,
+    scale: float,
+    softcap: float,
+    block_m: int,
+    block_n: int,
+    warps: int,
+    stages: int,
     parts: int = 1,
 ) -> Tensor:
-    q, positions, written, cache_k, cache_v, k, v = tensors
-    (window, scale, softcap), (block_m, block_n, warps, stages) = rules, tile
+    """Compute the op `attention` for a chunk: q [B,S,nq,d]; held: caches [C,B,n,d], then fresh k, v
+    [B,S,n,d].
+
+    positions i64[B,S] must count up from positions[b, 0] >= 0 by one: only the first of a row is
+    read. written i64[B] tokens are in the cache. Innermost dims are contiguous, others may be
+    strided. Tuning: `block_m` query rows (at least the group's heads, rounded up to a power of
+    two) and `block_n` keys of a tile, powers of two from 16; `parts` programs that share V's
+    columns, each with all scores, where the sums of a tile would not fit the registers of one.
+
+    With w [d], the weight of K's norm, the op `attention_latent`, form `value`: a cache [C,B,n,d +
+    2p] and its own rows [B,S,n,d + 2p]. K is not made again: a tile of V serves both products. Its
+    unrotated dims meet q * w, rounded to the dtype, where the op's reference rounds V * w.
+    """
+    if not takes(q):
+        whole = held if w is None else [x for rows in held for x in keys_values_of_value(rows, w)]
+        given = (q, positions, written, *whole)
+        made: Tensor = attention.reference(*given, window=window, scale=scale, softcap=softcap)
+        return made
+    cache_k, cache_v, k, v = held if w is None else (held[0], held[0], held[1], held[1])
+    pairs = 0 if w is None else (cache_k.shape[-1] - q.shape[-1]) // 2
     b, s, heads, d = q.shape
     slots, _, n, _ = cache_k.shape
     group, dims = heads // n, max(16, power_of_2(d))
     out = q.new_empty(b, s, heads, d)
+    caches = (cache_k, cache_v, k, v)
+    numbers = (scale, softcap, s, slots, *q.stride()[:3], positions.stride(0), written.stride(0))
+    strides = (n for x in caches for n in x.stride()[:3])
     start(
         _attend,
         (blocks(s, block_m // power_of_2(group)), n * parts, b),
-        (
-            *(q, positions, written, q if w is None else w, cache_k, cache_v, k, v, out),
-            *(scale, softcap, s, slots),
-            *(*q.stride()[:3], positions.stride(0), written.stride(0)),
-            *(n for x in (cache_k, cache_v, k, v) for n in x.stride()[:3]),
-        ),
+        (q, positions, written, q if w is None else w, *caches, out, *numbers, *strides),
         D=d,
         GROUP=group,
         PACK=power_of_2(group),
@@ -275,74 +295,4 @@ def _launch(
         num_warps=warps,
         num_stages=stages,
     )
-    return out
-
-
-@triton_op("g4ir::prefill_attention", mutates_args={})
-def prefill_attention(
-    q: Tensor,
-    positions: Tensor,
-    written: Tensor,
-    cache_k: Tensor,
-    cache_v: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: int,
-    scale: float,
-    softcap: float,
-    block_m: int,
-    block_n: int,
-    warps: int,
-    stages: int,
-    parts: int = 1,
-) -> Tensor:
-    """Compute the op `attention` for a chunk: q [B,S,nq,d]; caches [C,B,n,d]; fresh k, v [B,S,n,d].
-
-    positions i64[B,S] must count up from positions[b, 0] >= 0 by one: only the first of a row is
-    read. written i64[B] tokens are in the cache. Innermost dims are contiguous, others may be
-    strided. Tuning: `block_m` query rows (at least the group's heads, rounded up to a power of
-    two) and `block_n` keys of a tile, powers of two from 16; `parts` programs that share V's
-    columns, each with all scores, where the sums of a tile would not fit the registers of one.
-    """
-    tensors = (q, positions, written, cache_k, cache_v, k, v)
-    if not takes(q):
-        return _reference(*tensors, window=window, scale=scale, softcap=softcap)
-    tile = (block_m, block_n, warps, stages)
-    return _launch(tensors, None, (window, scale, softcap), 0, tile, parts)
-
-
-@triton_op("g4ir::prefill_attention_latent", mutates_args={})
-def prefill_attention_latent(
-    q: Tensor,
-    positions: Tensor,
-    written: Tensor,
-    w: Tensor,
-    cache: Tensor,
-    row: Tensor,
-    window: int,
-    scale: float,
-    softcap: float,
-    block_m: int,
-    block_n: int,
-    warps: int,
-    stages: int,
-) -> Tensor:
-    """Compute the op `attention_latent`, form `value`, for a chunk: cache [C,B,n,d + 2p] and its
-    own rows [B,S,n,d + 2p]; w [d] the weight of K's norm; the rest as in `prefill_attention`.
-
-    K is not made again: a tile of V serves both products. Its unrotated dims meet q * w, rounded
-    to the dtype, where the op's reference rounds V * w.
-    """
-    if not takes(q):
-        held = (*keys_values_of_value(cache, w), *keys_values_of_value(row, w))
-        rules = {"window": window, "scale": scale, "softcap": softcap}
-        return _reference(q, positions, written, *held, **rules)
-    pairs = (cache.shape[-1] - q.shape[-1]) // 2
-    tensors = (q, positions, written, cache, cache, row, row)
-    tile = (block_m, block_n, warps, stages)
-    return _launch(tensors, w, (window, scale, softcap), pairs, tile)
-
-
-def _reference(*tensors: Tensor, **rules: Any) -> Tensor:
-    out: Tensor = attention.reference(*tensors, **rules)
     return out

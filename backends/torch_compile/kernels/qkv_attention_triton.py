@@ -1,22 +1,18 @@
 """Attention of one new token per row, from its projection on: norms, rotation, the write, the rest.
 
-The shares are those of decode_attention_triton.py; where queries and the newest key come from
-differs, and how the shares are added. Each program norms and rotates the queries of its group. The
-newest key and value are made by the program with the last share alone: it writes them into the
-caches for later steps, and begins its share with them as they lie in its registers, so that no
-program reads what the kernel writes. In a ring the slot that is overwritten is one that the query
-no longer sees.
+The splits are those of decode_attention_triton.py. Each program norms and rotates its group's
+queries. The program with the last split makes the newest key and value: it writes them into the
+caches for later steps and begins its split with its registers, so that no program reads what the
+kernel writes. In a ring the slot that is overwritten is one that the query no longer sees.
 
-Shares are added by programs of their own, each for some columns of a group of heads. A share leaves
-its numbers in words that say by themselves that they are there: as fp32 whose last bit is set, so
-that none is zero. Programs that add look at all words that they need until none is zero: no fence,
-no counter, and no program that adds everything. The words are zero before: the product in front
-sets them, whose kernel has ended. Programs that wait come behind those that they wait for, which
-wait for nobody, in the grid, whose order is that in which a GPU begins programs; and with the
-shipped settings all of them have room on one at the same time.
+Programs of their own add the splits, each for some columns of a group of heads. Split-KV partial
+results are published as non-zero words (fp32 whose last bit is set); reducers spin until all are
+present, so no fence, counter or final program is needed. The words are zero before: the product in
+front sets them. Reducers come after those that they wait for in the grid, whose order is that in
+which a GPU begins programs; with the shipped settings all of them fit on it at the same time.
 
-Numerics: the roundings of `qkv_write`, then those of `decode_attention`; the last bit of a share's
-numbers is off by at most 2^-23 of them.
+Numerics: the roundings of `qkv_write`, then those of `decode_attention`; the last bit of a partial
+result is off by at most 2^-23 of it.
 """
 
 from __future__ import annotations
@@ -31,11 +27,12 @@ from g4ir.ops.attention import attention
 from .base import added_together
 from .decode_attention_triton import (
     _attended,
-    _constants,
-    _factors,
+    _no_keys,
     _slots,
     _span,
     _write,
+    constants,
+    factors,
 )
 from .launch import begin, fetch, fetch_row, ready, rounded, start, takes, tanh
 from .qkv_triton import q_heads, qkv_write
@@ -44,7 +41,7 @@ Tensor = torch.Tensor
 
 
 @triton.jit
-def _head(x, real, cols, eps, like, D: tl.constexpr):
+def _head(x, real, cols, eps, like, D):
     """Heads at x [R, 1], of which `real` [R, 1] exist: their elements `cols` [1, DP] and those that
     a rotation pairs with them, normed."""
     mask = real & (cols < D)
@@ -56,7 +53,7 @@ def _head(x, real, cols, eps, like, D: tl.constexpr):
 
 
 @triton.jit
-def _turn(w, cos, sin, cols, D: tl.constexpr):
+def _turn(w, cos, sin, cols, D):
     """A norm's weight and a rotation as `_turned` takes them: elements `cols` of the weight, those
     that the rotation pairs with them, cosines and sines."""
     mask = cols < D
@@ -72,7 +69,7 @@ def _turn(w, cos, sin, cols, D: tl.constexpr):
 
 
 @triton.jit
-def _turned(own, pair, turn, cols, like, D: tl.constexpr):
+def _turned(own, pair, turn, cols, like, D):
     """Normed elements and their pairs [R, DP], times the weight, rotated; rounded after each."""
     g, h, c, s = turn
     by = rounded(rounded(pair * h.to(tl.float32), like) * s.to(tl.float32), like)
@@ -81,7 +78,7 @@ def _turned(own, pair, turn, cols, like, D: tl.constexpr):
 
 
 @triton.jit
-def _begun(query, k, v, inner, outer, o, top, total, CAPPED: tl.constexpr):
+def _begun(query, k, v, inner, outer, o, top, total, CAPPED):
     """o, maximum and sums of one key k and its value v [1, DP]."""
     s = tl.sum(query.to(tl.float32) * k.to(tl.float32), 1)
     if CAPPED:
@@ -116,7 +113,7 @@ def _some_zero(words):
 
 
 @triton.jit
-def _hand_on(words, share, o, top, total, GROUP: tl.constexpr, D: tl.constexpr, SPLITS):
+def _hand_on(words, share, o, top, total, GROUP, D, SPLITS):
     """Leave a share's sums o [M, DP], maximum and sum [M], relative to a maximum that is a word."""
     h, cols = tl.arange(0, o.shape[0]), tl.arange(0, o.shape[1])[None, :]
     highest = (top.to(tl.int32, bitcast=True) | 1).to(tl.float32, bitcast=True)
@@ -129,17 +126,7 @@ def _hand_on(words, share, o, top, total, GROUP: tl.constexpr, D: tl.constexpr, 
 
 
 @triton.jit
-def _added(
-    words,
-    out,
-    used,
-    first,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    F: tl.constexpr,
-    C: tl.constexpr,
-):
+def _added(words, out, used, first, GROUP, D, SPLITS, F, C):
     """Columns first .. first + C - 1 of the result of a group: the sum of the shares, F at a time,
     in their order."""
     H: tl.constexpr = triton.next_power_of_2(GROUP)
@@ -167,17 +154,7 @@ def _added(
 
 
 @triton.jit
-def _fetch_keys(
-    cache,
-    end,
-    slots,
-    split,
-    stride,
-    WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr,
-    D: tl.constexpr,
-    N: tl.constexpr,
-):
+def _fetch_keys(cache, end, slots, split, stride, WINDOW, SPLITS, D, N):
     """Have the first N rows of a share of a cache brought to L2. No kernel of a step writes the
     number of tokens; if one did, these would be rows of the cache too."""
     EACH: tl.constexpr = 1024 // cache.dtype.element_ty.primitive_bitwidth
@@ -254,10 +231,7 @@ def _qkv_decode(
     query = _turned(own, pair, turn, cols[None, :], x, D)
     first, lo, hi, used = _span(end, slots, split, WINDOW, SPLITS, N)
     if split < used:
-        origin = (first % slots).to(tl.int32)
-        o = tl.zeros([M, DP], tl.float32)
-        top = tl.full([M], float("-inf"), tl.float32)
-        total = tl.zeros([M, N], tl.float32)
+        o, top, total = _no_keys(M, DP, N)
         if NEW > 0:
             last = (split == used - 1) & new
             if last:
@@ -273,9 +247,10 @@ def _qkv_decode(
                 tl.store(keys + slot * k_slot + line, k, mask=line < D)
                 tl.store(values + slot * v_slot + line, v, mask=line < D)
                 o, top, total = _begun(query, k, v, inner, outer, o, top, total, CAPPED)
+        caches = (keys, values, k_slot, v_slot)
+        share, sums = (lo, hi, (first % slots).to(tl.int32), slots), (o, top, total)
         o, top, total = _attended(
-            *(query, keys, values, lo, hi, origin, slots, k_slot, v_slot),
-            *(o, top, total, cols, inner, outer, CAPPED, D, N, 0, DP >= 32),
+            query, caches, share, sums, (inner, outer), CAPPED, D, N, HALVES=DP >= 32
         )
         sums = tl.sum(total, 1)
         if SPLITS == 1 or used == 1:
@@ -289,10 +264,14 @@ def _qkv_decode(
         _added(own_words, out, used, (split - SPLITS) * C, GROUP, D, SPLITS, F, C)
 
 
-def _by_reference(
-    q: Tensor, written: Tensor, caches: list[Tensor], rules: tuple[int, float, float]
-) -> Tensor:
-    window, scale, softcap = rules
+#: window, scale, softcap, eps
+Rules = tuple[int, float, float, float]
+#: splits, merges, block_n, warps, stages
+Settings = tuple[int, int, int, int, int]
+
+
+def _by_reference(q: Tensor, written: Tensor, caches: list[Tensor], rules: Rules) -> Tensor:
+    window, scale, softcap, _ = rules
     made: Tensor = attention.reference(
         *(q, written[:, None] - 1, written, *caches), window=window, scale=scale, softcap=softcap
     )
@@ -308,34 +287,24 @@ def _start(
     written: Tensor,
     caches: list[Tensor],
     words: Tensor,
-    eps: float,
     new: int,
-    rules: tuple[int, float, float],
-    use: tuple[int, int, int, int, int],
+    rules: Rules,
+    use: Settings,
 ) -> Tensor:
-    """Fill and return the result; rules: window, scale, softcap; use: splits, merges, block_n,
-    warps, stages."""
-    (window, scale, softcap), (splits, merges, block_n, warps, stages) = rules, use
+    """Fill and return the result."""
+    (window, scale, softcap, eps), (splits, merges, block_n, warps, stages) = rules, use
     d, (slots, b, n, _) = norms[0].shape[0], caches[0].shape
     out = x.new_empty((b, 1, heads, d))
-    constants = _constants(out, n, window, softcap)
-    columns, fan = added_together({"splits": splits, "merges": merges}, constants["GROUP"], d)
-    adding = constants["DP"] // columns if splits > 1 else 0
+    sizes = constants(out, n, window, softcap)
+    columns, fan = added_together({"splits": splits, "merges": merges}, sizes["GROUP"], d)
+    adding = sizes["DP"] // columns if splits > 1 else 0
+    given = (t.contiguous() for t in (*tables, lengths, written))
+    strides = (s for cache in caches for s in cache.stride()[:3])
+    numbers = (slots, *strides, *factors(scale, softcap), eps)
     start(
         _qkv_decode,
         (splits + adding, n, b),
-        (
-            x.contiguous(),
-            *norms,
-            *(t.contiguous() for t in (*tables, lengths, written)),
-            *caches,
-            words,
-            out,
-            slots,
-            *(s for cache in caches for s in cache.stride()[:3]),
-            *_factors(scale, softcap),
-            eps,
-        ),
+        (x.contiguous(), *norms, *given, *caches, words, out, *numbers),
         NEW=new,
         HEADS=x.shape[1:].numel() // d,
         N=block_n,
@@ -343,7 +312,7 @@ def _start(
         WORDS=2 * words.shape[1],
         F=fan,
         C=columns,
-        **constants,
+        **sizes,
         num_warps=warps,
         num_stages=stages,
     )
@@ -382,23 +351,14 @@ def qkv_attention(
     for each row and key head, each of at least block_n keys; merges: programs that add these, 1 or
     more, a power of two. The rest as in `decode_attention`.
     """
+    rules, use = (window, scale, softcap, eps), (splits, merges, block_n, warps, stages)
     if not takes(qkv):
         given = (qkv, norm_q, norm_k, cos, sin, begin, lengths, caches)
         q, _ = qkv_write(*given, heads, kv_heads, values, "plain", 0, eps, 1)
-        return _by_reference(q, written, caches, (window, scale, softcap))
+        return _by_reference(q, written, caches, rules)
+    norms, tables = (norm_q, norm_k), (cos, sin)
     return _start(
-        qkv,
-        heads,
-        (norm_q, norm_k),
-        (cos, sin),
-        lengths,
-        written,
-        caches,
-        words,
-        eps,
-        1 + values,
-        (window, scale, softcap),
-        (splits, merges, block_n, warps, stages),
+        qkv, heads, norms, tables, lengths, written, caches, words, 1 + values, rules, use
     )
 
 
@@ -422,21 +382,9 @@ def q_attention(
     stages: int,
 ) -> Tensor:
     """Compute `q_attention` of projected queries [B,1,nq,d]; operands as in `qkv_attention`."""
-    heads = q.shape[2]
+    heads, norms, tables = q.shape[2], (norm_q, norm_q), (cos, sin)
+    rules, use = (window, scale, softcap, eps), (splits, merges, block_n, warps, stages)
     if not takes(q):
         made, _ = q_heads(q.flatten(-2), norm_q, cos, sin, heads, caches[0].shape[2], eps, 1)
-        return _by_reference(made, written, caches, (window, scale, softcap))
-    return _start(
-        q,
-        heads,
-        (norm_q, norm_q),
-        (cos, sin),
-        written,
-        written,
-        caches,
-        words,
-        eps,
-        0,
-        (window, scale, softcap),
-        (splits, merges, block_n, warps, stages),
-    )
+        return _by_reference(made, written, caches, rules)
+    return _start(q, heads, norms, tables, written, written, caches, words, 0, rules, use)

@@ -1,18 +1,14 @@
 """The steps from a projection to attention: per-head norms, rotation, the write into the caches.
 
-One program per row and head; a head of the projection is read once and its norm, rotation and
-write are done on it in registers. It lies there as two tiles, elements i and i + d/2, so that the
-rotation needs no exchange between threads. Every load is started before the first sum. Programs
-are in the projection's order: query heads, key heads, value heads where V has a projection of its
-own; where it has none, the program of a key head makes V too. Query programs also set the counters
-of the attention that follows to zero.
+One program per row and head, in the projection's order: query heads, key heads, value heads where V
+has a projection of its own; else the program of a key head makes V too. A head is read once, as two
+tiles, elements i and i + d/2, so that the rotation needs no exchange between threads; every load is
+started before the first sum. Query programs also zero the counters of the attention that follows.
 
-Error budget. The roundings are those of the ops `rms_norm` and `rope`: the norm once, each of
-two products, their sum. Two things differ: the order in which squares are added, and the
-reciprocal root, within two fp32 units on a GPU. An fp32 result is within 1e-6 of the head's rms. A
-bf16 result equals the op's, except where the norm lies within about 2^-21 (relative) of the middle
-of two neighbours: one value in some thousand, by one unit, which a rotation passes on to both
-elements of the pair. The form `raw` stores the projection's bits.
+Error budget. The roundings are those of the ops `rms_norm` and `rope`; the order in which squares
+are added differs, and the reciprocal root, within two fp32 units. An fp32 result is within 1e-6 of
+the head's rms. A bf16 result equals the op's but for one value in some thousand, by one unit, which
+a rotation passes on to both elements of the pair. The form `raw` stores the projection's bits.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ import triton.language as tl
 from torch.library import triton_op
 
 from g4ir.ops.attention import cache_write
-from g4ir.ops.latent import PARTS, inverse_rms, latent_row
+from g4ir.ops.latent import inverse_rms, latent_row
 from g4ir.ops.norm import rms_norm
 from g4ir.ops.rope import rope
 
@@ -36,7 +32,7 @@ Tensor = torch.Tensor
 
 
 @triton.jit
-def _halves(x, i, keep, D: tl.constexpr):
+def _halves(x, i, keep, D):
     """fp32 elements i and i + D/2 of the head at x."""
     low = tl.load(x + i, mask=keep, other=0).to(tl.float32)
     high = tl.load(x + D // 2 + i, mask=keep, other=0).to(tl.float32)
@@ -44,14 +40,14 @@ def _halves(x, i, keep, D: tl.constexpr):
 
 
 @triton.jit
-def _put(y, low, high, i, keep, SPAN: tl.constexpr):
+def _put(y, low, high, i, keep, SPAN):
     """Store two halves at y, SPAN elements apart, rounded."""
     tl.store(y + i, low.to(y.dtype.element_ty), mask=keep)
     tl.store(y + SPAN + i, high.to(y.dtype.element_ty), mask=keep)
 
 
 @triton.jit
-def _reciprocal_rms(low, high, eps, D: tl.constexpr):
+def _reciprocal_rms(low, high, eps, D):
     """(mean(x^2) + eps)^-0.5 of both halves of a head."""
     return tl.rsqrt(tl.sum(low * low + high * high, 0) / D + eps)
 
@@ -69,7 +65,7 @@ def _rotated(low, high, w, cos, sin, like):
 
 
 @triton.jit
-def _query(x, w, cos, sin, y, count, head, eps, KV: tl.constexpr, D: tl.constexpr, H: tl.constexpr):
+def _query(x, w, cos, sin, y, count, head, eps, KV, D, H):
     """y = rope(rms_norm(x, w)) of the head at x; the counters `count` [KV] of its row are zeroed by
     the first KV heads."""
     i = tl.arange(0, H)
@@ -123,12 +119,13 @@ def _qkv_write(
     lengths [B]; q [B, HEADS, D]; arrivals [B, KV]. Grid: N, B.
 
     first, second: the caches, [slots, B, KV, width] of any strides but the last; second is None
-    in the form `value`. H: power of two, at least D/2.
+    in the form `value`. FORM is empty where all heads are queries. H: power of two, at least D/2.
     """
     begin(AHEAD)
     head, row = tl.program_id(0), tl.program_id(1)
     fetch_row(norm_q, D, AHEAD)
-    fetch_row(norm_k, D, AHEAD)
+    if FORM != "":
+        fetch_row(norm_k, D, AHEAD)
     ready(AHEAD)
     x = qkv + (row.to(tl.int64) * tl.num_programs(0) + head) * D
     cos += row * D
@@ -136,7 +133,7 @@ def _qkv_write(
     if head < HEADS:
         y = q + (row.to(tl.int64) * HEADS + head) * D
         _query(x, norm_q, cos, sin, y, arrivals + row * KV, head, eps, KV, D, H)
-    else:
+    elif FORM != "":
         i = tl.arange(0, H)
         keep = i < D // 2
         is_key = head < HEADS + KV
@@ -167,59 +164,42 @@ def _qkv_write(
                 _put(also, low, high, i, keep & (is_key != VALUES), D // 2)
 
 
-@triton.jit
-def _q_heads(
-    x,
-    norm_q,
-    cos,
-    sin,
-    q,
-    arrivals,
-    eps,
-    KV: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    AHEAD: tl.constexpr = False,
-):
-    """x, q [B, N, D]; norm_q [D]; cos, sin [B, D]; arrivals [B, KV], KV <= N. Grid: N, B."""
-    begin(AHEAD)
-    fetch_row(norm_q, D, AHEAD)
-    ready(AHEAD)
-    head, row = tl.program_id(0), tl.program_id(1)
-    at = (row.to(tl.int64) * tl.num_programs(0) + head) * D
-    count = arrivals + row * KV
-    _query(x + at, norm_q, cos + row * D, sin + row * D, q + at, count, head, eps, KV, D, H)
-
-
-def _check(
-    qkv: Tensor,
+def _start(
+    x: Tensor,
+    norms: tuple[Tensor, Tensor | None],
+    tables: tuple[Tensor, Tensor],
+    places: tuple[Tensor | None, Tensor | None],
     caches: list[Tensor],
     heads: int,
+    eps: float,
+    warps: int,
     kv_heads: int,
-    d: int,
-    values: bool,
-    form: str,
-    pairs: int,
-) -> None:
-    """Raise ValueError unless the projection and the caches are of this form."""
-    widths = {"plain": (d, d), "value": (d + 2 * pairs,), "raw": (d, 1)}
-    if form not in widths:
-        raise ValueError(f"cache form {form!r}: expected plain or one of {', '.join(PARTS)}")
-    if values and form != "plain":
-        raise ValueError(f"the form {form!r} is of layers whose V has no projection of its own")
-    found = tuple(cache.shape[-1] for cache in caches)
-    if found != widths[form]:
-        raise ValueError(f"caches of widths {found}: the form {form!r} has {widths[form]}")
-    total = heads + kv_heads * (2 if values else 1)
-    if qkv.shape[-1] != total * d:
-        raise ValueError(f"a projection of {qkv.shape[-1]}: expected {total} heads of {d}")
-
-
-def _empty(x: Tensor, heads: int, kv_heads: int, d: int) -> tuple[Tensor, Tensor]:
-    """Return room for the results: q [B,1,nq,d], arrivals i64[B,n]."""
-    rows = x.shape[0]
+    values: bool = False,
+    form: str = "",
+    pairs: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Return q [B,1,nq,d], and arrivals i64[B,n]; places: where tokens begin, and how many."""
+    rows, d = x.shape[0], norms[0].shape[0]
     q = x.new_empty((rows, 1, heads, d))
-    return q, x.new_empty((rows, kv_heads), dtype=torch.int64)
+    arrivals = x.new_empty((rows, kv_heads), dtype=torch.int64)
+    first, second = (*caches, None, None)[:2]
+    strides = [s for c in (first, second) for s in (c.stride()[:3] if c is not None else (0, 0, 0))]
+    slots = 0 if first is None else first.shape[0]
+    given = (t if t is None else t.contiguous() for t in (*tables, *places))
+    start_kernel(
+        _qkv_write,
+        (x.shape[1:].numel() // d, rows),
+        (x.contiguous(), *norms, *given, first, second, q, arrivals, slots, *strides, eps),
+        HEADS=heads,
+        KV=kv_heads,
+        VALUES=values,
+        FORM=form,
+        P=pairs,
+        D=d,
+        H=power_of_2(d // 2),
+        num_warps=warps,
+    )
+    return q, arrivals
 
 
 def _norm_rope(x: Tensor, w: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
@@ -281,10 +261,8 @@ def qkv_write(
     forms: `plain` k, v of width d; `value` one of d + 2 pairs, the `latent_row`; `raw` the
     projection, d, and its reciprocal rms, f32, 1. The zeros are counters of the attention that
     reads the caches.
-    ValueError for caches or a projection of another form.
     """
     d = norm_q.shape[0]
-    _check(qkv, caches, heads, kv_heads, d, values, form, pairs)
     if not takes(qkv):
         q, k, *v = qkv.split([n * d for n in (heads, kv_heads, *[kv_heads] * values)], -1)
         k, value = (x.unflatten(-1, (kv_heads, d)) for x in (k, v[0] if values else k))
@@ -292,38 +270,9 @@ def qkv_write(
         for cache, row in zip(caches, rows, strict=True):
             cache.copy_(cache_write.reference(cache, row, start, lengths))
         return _q_reference(q, norm_q, cos, sin, heads, kv_heads, eps)
-    q, arrivals = _empty(qkv, heads, kv_heads, d)
-    first, second = caches if len(caches) == 2 else (caches[0], None)
-    strides = [*first.stride()[:3], *(second.stride()[:3] if second is not None else (0, 0, 0))]
-    start_kernel(
-        _qkv_write,
-        (qkv.shape[-1] // d, qkv.shape[0]),
-        (
-            qkv.contiguous(),
-            norm_q,
-            norm_k,
-            cos.contiguous(),
-            sin.contiguous(),
-            start.contiguous(),
-            lengths.contiguous(),
-            first,
-            second,
-            q,
-            arrivals,
-            first.shape[0],
-            *strides,
-            eps,
-        ),
-        HEADS=heads,
-        KV=kv_heads,
-        VALUES=values,
-        FORM=form,
-        P=pairs,
-        D=d,
-        H=power_of_2(d // 2),
-        num_warps=warps,
-    )
-    return q, arrivals
+    norms, tables, places = (norm_q, norm_k), (cos, sin), (start, lengths)
+    sizes = (heads, eps, warps, kv_heads, values, form, pairs)
+    return _start(qkv, norms, tables, places, caches, *sizes)
 
 
 @triton_op("g4ir::q_heads", mutates_args={})
@@ -340,15 +289,4 @@ def q_heads(
     """Return the results of `qkv_write` for a layer that reads other caches; q [B,1,nq d]."""
     if not takes(q):
         return _q_reference(q, norm_q, cos, sin, heads, kv_heads, eps)
-    d = norm_q.shape[0]
-    y, arrivals = _empty(q, heads, kv_heads, d)
-    start_kernel(
-        _q_heads,
-        (heads, q.shape[0]),
-        (q.contiguous(), norm_q, cos.contiguous(), sin.contiguous(), y, arrivals, eps),
-        KV=kv_heads,
-        D=d,
-        H=power_of_2(d // 2),
-        num_warps=warps,
-    )
-    return y, arrivals
+    return _start(q, (norm_q, None), (cos, sin), (None, None), [], heads, eps, warps, kv_heads)
