@@ -186,7 +186,6 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
         "scratch_bytes": max([scratch, *(size for _, size in checked.values())]),
         **experiment("trt_step").decode_step(written, p.limits, written.settings["experts"]),
         "shared_bytes": max(w.emitter.shared_used for w in (written, *beside.values())),
-        "conditionals": kinds["IConditionLayer"],
         "builder": str(build.estimate([*networks(program).values()])),
         "notes": [*written.emitter.notes, *_made_dense(p.packing)],
     }

@@ -124,8 +124,8 @@ def test_networks_of_ranks_differ_in_weights_alone() -> None:
 
 def _given(layer: Any) -> dict[str, Any]:
     """What a layer was given beside tensors and weights."""
-    other = ("_network", "_calls", "_inputs", "_outputs", "_cached", "attribute weights")
-    return {k: str(v) for k, v in vars(layer).items() if k not in other and "plugin" not in k}
+    other = ("_network", "_calls", "_inputs", "_outputs", "_cached", "_weights", "_plugin")
+    return {k: str(v) for k, v in vars(layer).items() if k not in other}
 
 
 # --- dry runs ---------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_dry_runs(variant: str, ranks: int) -> None:
             assert found[f"{name}_error"]["f32"] < dry.BUDGETS["f32"], name
         assert found["step_messages"] == MESSAGES[variant]
         assert found["layer_kinds"]["IDistCollectiveLayer"] == MESSAGES[variant]
-        assert found["conditionals"] == 0 and found["step_over_roof"] > 1
+        assert found["step_over_roof"] > 1
 
 
 @pytest.mark.full
