@@ -30,9 +30,9 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec, check_spec, load_spec
 from tests.configs import spec_called
-from tests.eager_emitter import EagerEmitter
 from tests.network_session import as_stored
 from tests.test_ops import node, tensors
+from tests.trt.running import computed, new_emitter
 
 #: positions of the chunk's tokens, and their blocks; the second row is padded
 CHUNK = ([9, 10, 11, 12, 13, 14, 15, 16], [3, 4, 5, 6, 7, 8, 9, 10])
@@ -152,7 +152,7 @@ def test_primitives(case: tuple[str, int]) -> None:
         for i, (v, t) in enumerate(zip(n.inputs, given, strict=True))
     }
     held[TURNED] = torch.zeros(2, dtype=torch.int64)
-    e = EagerEmitter(held, held.__getitem__)
+    e = new_emitter()
     net = Network(e, None, Limits(2, 64, 8), LOWERINGS)  # type: ignore[arg-type]
     for i, v in enumerate(n.inputs):
         ring = first <= i < first + parts
@@ -160,19 +160,21 @@ def test_primitives(case: tuple[str, int]) -> None:
         net.env[v.name] = e.input(v.name, kind)
     net.env[TURNED] = e.input(TURNED, Type("i64", (2,)))
     net.node(n)
-    got = net.env[n.out.name].handle
+    e.output("y", net.env[n.out.name])
+    got = computed(e, held)["y"]
     torch.testing.assert_close(got, run_node(n, given)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_mask_ids_in_primitives() -> None:
     n = node("mask_ids", (Type("i64", (2, 4)),), {"ids": (5, 7), "pad": 3})
     tokens = torch.tensor([[5, 1, 7, 3], [0, 5, 5, 2]])
-    e = EagerEmitter({"x0": tokens}, {}.__getitem__)
+    e = new_emitter()
     net = Network(e, None, Limits(2, 64, 8), LOWERINGS)  # type: ignore[arg-type]
     net.env["x0"] = e.input("x0", n.inputs[0].type)
     net.node(n)
     want = [[3, 1, 3, 3], [0, 3, 3, 2]]
-    assert net.env[n.out.name].handle.tolist() == want
+    e.output("y", net.env[n.out.name])
+    assert computed(e, {"x0": tokens})["y"].tolist() == want
     assert run_node(n, [tokens])[0].tolist() == want
 
 
@@ -327,9 +329,10 @@ def test_a_network_with_blocks(form: str, skip: tuple[str, ...]) -> None:
         for v in g.state
     }
     others = {SLOTS: torch.arange(16), TURNED: torch.zeros(2, dtype=torch.int64)}
-    e = EagerEmitter({**feeds, **held, **others}, params.__getitem__)
-    Network(e, net_graph, limits, LOWERINGS).emit()
-    torch.testing.assert_close(e.outputs["logits"], want["logits"], rtol=1e-4, atol=1e-4)
+    e = new_emitter(params.__getitem__)
+    Network(e, net_graph, limits, LOWERINGS, "all").emit()
+    got = computed(e, {**feeds, **held, **others})["logits"]
+    torch.testing.assert_close(got, want["logits"], rtol=1e-4, atol=1e-4)
 
 
 def test_graphs_with_media() -> None:

@@ -35,24 +35,10 @@ ACTIVATIONS = {
     "sigmoid": "SIGMOID",
     "tanh": "TANH",
 }
-ELEMENTWISE = {
-    "add": "SUM",
-    "sub": "SUB",
-    "mul": "PROD",
-    "div": "DIV",
-    "pow": "POW",
-    "max": "MAX",
-    "min": "MIN",
-    "floor_div": "FLOOR_DIV",
-    "eq": "EQUAL",
-    "gt": "GREATER",
-    "lt": "LESS",
-    "and": "AND",
-    "or": "OR",
-}
+#: primitives that TensorRT calls otherwise
+NAMES = {"add": "SUM", "mul": "PROD", "eq": "EQUAL", "gt": "GREATER", "lt": "LESS", "mean": "AVG"}
 #: op among ranks -> operation, and how it joins what they have
 COLLECTIVES = {"all_reduce": ("ALL_REDUCE", "SUM"), "all_gather": ("ALL_GATHER", "NONE")}
-REDUCE = {"sum": "SUM", "mean": "AVG", "max": "MAX"}
 
 
 @dataclass
@@ -304,7 +290,7 @@ class TrtEmitter(Emitter):
         return self.made(self.network.add_unary(self.tensor(x), op), kind, t)
 
     def _binary(self, kind: str, a: Operand, b: Operand, t: Type) -> Operand:
-        op = getattr(self.trt.ElementWiseOperation, ELEMENTWISE[kind])
+        op = getattr(self.trt.ElementWiseOperation, _called(kind))
         return self.made(self.network.add_elementwise(self.tensor(a), self.tensor(b), op), kind, t)
 
     def _where(self, condition: Operand, a: Operand, b: Operand, t: Type) -> Operand:
@@ -358,7 +344,7 @@ class TrtEmitter(Emitter):
         return self.checked(layer, t)
 
     def _reduce(self, kind: str, x: Operand, axis: int, t: Type) -> Operand:
-        op = getattr(self.trt.ReduceOperation, REDUCE[kind])
+        op = getattr(self.trt.ReduceOperation, _called(kind))
         return self.made(self.network.add_reduce(self.tensor(x), op, 1 << axis, True), kind, t)
 
     def _topk(self, x: Operand, k: int, values: Type, index: Type) -> tuple[Operand, Operand]:
@@ -564,6 +550,10 @@ class TrtEmitter(Emitter):
             f"{self.scope}: a conditional, whose step could not be recorded as a CUDA graph; give "
             f"the op one form for every number of tokens (backends/trt/lowerings.py)"
         )
+
+
+def _called(kind: str) -> str:
+    return NAMES.get(kind, kind.upper())
 
 
 def _is_small(x: Operand) -> bool:

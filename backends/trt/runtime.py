@@ -6,7 +6,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,18 +19,16 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.weights.pack import ParamSource
 
 from ..base import Tensors, Watch
-from ..kv_cache import CacheViews, CaptureCache
 from ..primitives.network import (
     BLOCK_IDS,
     NO_BLOCK,
     ROWS,
     SLOTS,
     TURNED,
-    as_in_ir,
     asked_rows,
     full_slots,
-    turn,
 )
+from ..primitives.runtime import NetworkCaches, NetworkRuntime
 from ..torch_compile.cuda_graph import Captured, Record, WithFallback
 from .interface import MOST_VERIFIED, Interface, phase_of
 from .probe import DTYPES, Api, data_type
@@ -55,63 +52,6 @@ def step_slots(tokens: int, max_seq: int) -> int:
     while size < tokens:
         size += size // 2 if size & (size - 1) == 0 else size // 3
     return min(size, max_seq)
-
-
-@dataclass
-class TrtState(CacheViews):
-    """The caches of one session in the layouts of the engine, [B, heads, slots, head_dim]."""
-
-    held: dict[str, torch.Tensor]
-    #: the rings among them
-    rings: frozenset[str]
-    #: i64[B]: how far the rings of each row are turned
-    turned: torch.Tensor
-    max_seq: int
-    captured: CaptureCache = field(default_factory=CaptureCache)
-
-    @classmethod
-    def allocate(cls, io: Interface, batch: int, limits: Limits, device: str) -> TrtState:
-        def zeros(name: str) -> torch.Tensor:
-            dtype = torch_dtype(io.inputs[name].dtype)
-            return torch.zeros(io.shape(name, {"B": batch}), dtype=dtype, device=device)
-
-        tensors = {name: zeros(name) for name in io.aliased.values()}
-        turned = torch.zeros(batch, dtype=torch.int64, device=device)
-        return cls(tensors, io.rings, turned, limits.max_seq)
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The caches, [slots, B, n, d], with position p in slot p mod slots: views, writable."""
-        return as_in_ir(self.held, self.rings, self.turned)
-
-    def turn(self, positions: torch.Tensor) -> None:
-        """Turn rings until this chunk crosses the end of none (primitives/network.py)."""
-        turn(positions, self.turned, [self.held[name] for name in self.rings])
-
-    def views(self, context: int) -> dict[str, torch.Tensor]:
-        """Return the parts that a session copies to remember, and copies back: those that `context`
-        tokens use."""
-        slots = min(context, self.max_seq)
-        parts = {n: t if n in self.rings else t[:, :, :slots] for n, t in self.held.items()}
-        return parts | {TURNED: self.turned}
-
-    def row(self, index: int, context: int) -> dict[str, torch.Tensor]:
-        """Return what one row has of them."""
-        return {name: t[index] for name, t in self.views(context).items()}
-
-    def bindings(self, io: Interface) -> tuple[Feeds, Feeds]:
-        """Return what the engine reads of them by the name of the input, and the caches by that of
-        the output."""
-        held = self.held | {TURNED: self.turned}
-        inputs = {name: t for name, t in held.items() if name in io.inputs}
-        return inputs, {o: self.held[i] for o, i in io.aliased.items()}
-
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.held.values())
-
-    def zero(self) -> None:
-        for t in (*self.held.values(), self.turned):
-            t.zero_()
 
 
 class Runner:
@@ -284,7 +224,7 @@ class TrtSteps(Runner):
             lend(context, self.scratch)
         return context
 
-    def step(self, phase: str, feeds: Feeds, state: TrtState, tokens: int) -> Feeds:
+    def step(self, phase: str, feeds: Feeds, state: NetworkCaches, tokens: int) -> Feeds:
         """Run a step over full-length caches of which rows hold up to `tokens` afterwards, by the
         profile whose span has room for them; return its outputs by name."""
         self._connect()
@@ -301,7 +241,7 @@ class TrtSteps(Runner):
         self._step(self.contexts[profile], feeds, state, slots, made)
         return made
 
-    def _replay(self, profile: str, feeds: Feeds, state: TrtState, slots: int) -> Feeds:
+    def _replay(self, profile: str, feeds: Feeds, state: NetworkCaches, slots: int) -> Feeds:
         """Replay a step in one launch. The graph belongs to these caches, to this many slots of
         them, and to a number of tokens. A context of its own, which nothing else changes, is what
         TensorRT asks of a context that was recorded."""
@@ -329,10 +269,13 @@ class TrtSteps(Runner):
         dims = {"B": batch, "S": size, "R": asked}
         return {n: self._output(n, dims) for n in self.io.outputs if n not in self.io.aliased}
 
-    def _step(self, context: Any, feeds: Feeds, state: TrtState, slots: int, made: Feeds) -> None:
+    def _step(
+        self, context: Any, feeds: Feeds, state: NetworkCaches, slots: int, made: Feeds
+    ) -> None:
         """Bind everything and run."""
-        inputs, outputs = state.bindings(self.io)
-        given = {SLOTS: self.slots[:slots], **feeds, **inputs}
+        held = state.held | {TURNED: state.turned, SLOTS: self.slots[:slots]}
+        given = {name: t for name, t in (held | feeds).items() if name in self.io.inputs}
+        outputs = {o: state.held[i] for o, i in self.io.aliased.items()}
         if BLOCK_IDS in self.io.inputs and BLOCK_IDS not in feeds:
             given[BLOCK_IDS] = self._no_blocks(*feeds["positions"].shape)
         fix = "load it with cuda_graph=False to see where"
@@ -350,7 +293,7 @@ class TrtSteps(Runner):
 OpenEngine = Callable[[str], tuple[Any, Interface]]
 
 
-class TrtRuntime(TrtSteps):
+class TrtRuntime(TrtSteps, NetworkRuntime):
     """A loaded engine of the TensorRT backend. `open_engine` loads the engines of towers and of a
     drafter's step, which is done when they are first asked for. `program`: what interpreters of the
     same engine are made of."""
@@ -379,14 +322,20 @@ class TrtRuntime(TrtSteps):
         if DRAFT in self.program.graphs:
             self._opened_drafter()  # now, since the others would wait where one could not
 
-    def new_state(self, batch: int) -> TrtState:
-        return TrtState.allocate(self.io, batch, self.limits, self.device)
+    def new_state(self, batch: int) -> NetworkCaches:
+        return NetworkCaches(
+            {name: self.io.inputs[name] for name in self.io.aliased.values()},
+            self.io.rings,
+            batch,
+            self.limits,
+            self.device,
+        )
 
     def run(
         self,
         phase: str,
         feeds: Feeds,
-        state: TrtState,
+        state: NetworkCaches,
         context: int,
         logits: bool,
         watch: Watch | None = None,
@@ -420,15 +369,6 @@ class TrtRuntime(TrtSteps):
                 engine, io = self.open_engine(tower)
                 self.towers[tower] = TrtTower(self.api, engine, self.log, io, self.device)
             return self.towers[tower].run(feeds)
-
-    def token_loop(self, *_: Any) -> None:
-        """Return None: the host chooses."""
-
-    def round_loop(self, *_: Any) -> None:
-        """Return None: the host drafts."""
-
-    def resident(self, param: str) -> None:
-        """Return None: weights are the engine's own."""
 
     def close(self) -> None:
         self.contexts.clear()

@@ -20,7 +20,7 @@ from g4ir.backends.primitives.network import TURNED, stored_type
 from g4ir.backends.trt import lowerings as lowered
 from g4ir.backends.trt.emitter import TrtEmitter
 from g4ir.backends.trt.forms import ATTENTION, SETTINGS, lowerings
-from g4ir.backends.trt.recorder import execute, recorder, sizes
+from g4ir.backends.trt.recorder import execute, sizes
 from g4ir.errors import LowerError
 from g4ir.ir.graph import Graph, Node, Value, infer
 from g4ir.ir.interpret import interpret
@@ -43,10 +43,9 @@ from tests.oracle import (
     randomize,
     relative,
 )
-from tests.recorder.networks import new_network
 from tests.runner import built_program, open_session
 from tests.test_ops import IN_NETWORKS, sample, tensors
-from tests.trt.running import Emitted, emit, prepared, recorded_session
+from tests.trt.running import Emitted, emit, new_emitter, prepared, recorded_session
 
 #: of rms, against the interpreter in bf16: one rounding is 2^-9, and every layer adds its own
 BF16_BUDGET = 2**-3
@@ -55,11 +54,6 @@ VERSION = "10.16.1"
 #: suffix of specs whose attention scores are capped
 CAPPED = "-capped"
 full = pytest.mark.full
-
-
-def new_emitter(weights: Any = None) -> TrtEmitter:
-    module = recorder()
-    return TrtEmitter(module, new_network(module), weights)
 
 
 # --- constants, weights, names ----------------------------------------------------------------
