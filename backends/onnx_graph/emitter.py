@@ -148,7 +148,6 @@ class OnnxEmitter(Emitter):
         return name
 
     def _length(self, x: Operand, axis: int) -> str:
-        """Return i64 [1]: the size of a dim. Dims of one name have one size."""
         dim = x.shape[axis]
         if isinstance(dim, int):
             return self._whole(dim)
@@ -353,7 +352,6 @@ def _info(name: str, t: Type) -> onnx.ValueInfoProto:
 
 
 def _outside(name: str, t: Type, place: Place) -> onnx.TensorProto:
-    """Return an initialiser whose data lie in another file."""
     tensor = onnx.TensorProto(name=name, data_type=ELEMENTS[t.dtype], dims=t.shape)
     tensor.data_location = onnx.TensorProto.EXTERNAL
     for key, value in (

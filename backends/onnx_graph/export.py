@@ -134,7 +134,6 @@ def _model(
 
 @cache
 def _docs() -> dict[str, str]:
-    """Return what each kind of model says of itself."""
     found: dict[str, str] = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text())
     return found
 
@@ -190,7 +189,6 @@ def tower_file(name: str) -> str:
 
 
 def _check_file(path: Path) -> None:
-    """Run onnx's own checker, and compare its inference of shapes with ours."""
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as err:

@@ -140,7 +140,6 @@ class OnnxRuntime(NetworkRuntime):
     def _draft(
         self, feeds: dict[str, torch.Tensor], state: OnnxCaches, context: int
     ) -> dict[str, torch.Tensor]:
-        """Run a step of the drafter."""
         path, graph = self.folder / DRAFT_FILE, self.graphs[DRAFT]
         drafter = self._other(path, self.mapped)
         names = {i.name for i in drafter.get_inputs()}

@@ -114,7 +114,6 @@ def _slot_positions(net: Network, slots: int, written: Operand) -> Operand:
 
 
 def _modulo(e: Emitter, x: Operand, n: int) -> Operand:
-    """Return the remainder of whole numbers that are not negative."""
     return e.sub(x, e.mul(e.binary("floor_div", x, n), n))
 
 
@@ -157,7 +156,6 @@ def _last_seen(e: Emitter, positions: Operand, block_ids: Operand) -> Operand:
 
 
 def _rows(net: Network, cache: Value, x: Operand, fresh: tuple[Value, Operand] | None) -> Operand:
-    """Return rows [B, n, T, d] of a cache, then of the chunk."""
     e = net.e
 
     def make() -> Operand:

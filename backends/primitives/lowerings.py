@@ -139,7 +139,6 @@ def _mask_ids(net: Network, n: Node, tokens: Operand) -> Operand:
 
 
 def _unstack_layers(net: Network, n: Node, x: Operand) -> tuple[Operand, ...]:
-    """Return the slice of each layer, named after that layer."""
     e, out = net.e, []
     for i, v in enumerate(n.outputs):
         e.scope = v.name

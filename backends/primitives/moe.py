@@ -65,7 +65,6 @@ def own_choices(
 
 
 def _gated(net: Network, y: Operand, act: str) -> Operand:
-    """Return act(first half of the last dim) * second half."""
     e, last, both = net.e, y.rank - 1, y.shape[-1]
     assert isinstance(both, int)
     gate, up = e.slice(y, last, 0, both // 2), e.slice(y, last, both // 2, both)

@@ -123,7 +123,6 @@ def configure(api: Api, w: Written, settings: Mapping[str, str], memory: int) ->
 
 
 def _name_weights(w: Written) -> None:
-    """Name params and constants as they are asked for when the plan is loaded."""
     constants = {name: weights for name, (weights, _) in w.emitter.constants.items()}
     for name, weights in {**w.emitter.given, **constants}.items():
         if not w.network.set_weights_name(weights, name):

@@ -63,9 +63,9 @@ from ..reference import ReferenceRuntime, WideRuntime
 from . import build
 from .files import draft_graph, networks
 from .forms import meaning
-from .interface import Interface, spans
+from .host import capsule
+from .interface import spans
 from .probe import Api, probe
-from .ranks import capsule
 from .recorder import (
     MAX_VOLUME,
     Exchange,
@@ -76,7 +76,7 @@ from .recorder import (
     side_by_side,
 )
 from .recorder import sizes as network_sizes
-from .runtime import TrtRuntime, deserialize, refit, stream_weights
+from .runtime import Opened, TrtRuntime, deserialize, refit, stream_weights
 
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
@@ -119,7 +119,6 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
 
 
 def _too_small(p: Prepared) -> list[str]:
-    """List what this machine lacks for the builder."""
     graphs = networks(p.packing.program).values()
     need, has = build.estimate([*graphs]).host_bytes, device_memory("cpu")
     if need <= has:
@@ -131,7 +130,6 @@ def _too_small(p: Prepared) -> list[str]:
 
 
 def _by_output(errors: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Return `logits_error`, and where there are towers `soft_error`, by dtype."""
     names = next(iter(errors.values()))
     return {f"{n}_error": {d: float(f"{e[n]:.1e}") for d, e in errors.items()} for n in names}
 
@@ -163,7 +161,6 @@ def check_sizes(
 
 
 def _smaller(name: str, settings: Mapping[str, str]) -> str:
-    """Return the setting under which this tensor does not exist."""
     if settings["experts"] != "plugin" and "experts" in name:
         return ", or with --set experts=plugin, which multiplies chosen experts alone"
     return ""
@@ -195,7 +192,6 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
 
 
 def _made_dense(packing: Packing) -> list[str]:
-    """Say how many weights in codes the build makes dense, and why."""
     count = sum(1 for _ in packing.prologue.find("dense"))
     if not count:
         return []
@@ -220,7 +216,6 @@ def _fed(g: Graph) -> int:
 
 
 def _kinds(network: Any) -> Counter[str]:
-    """Count the layers of each class."""
     return Counter(type(network.get_layer(i)).__name__ for i in range(network.num_layers))
 
 
@@ -349,7 +344,6 @@ def _worst(got: Iterable[Tensor], want: Iterable[Tensor]) -> float:
 
 
 def _largest_error(got: Tensor, want: Tensor) -> float:
-    """Return the largest error of all rows; not a number where one is not."""
     return row_errors(got, want).relative.max().item()
 
 
@@ -370,7 +364,7 @@ def emulated(
 ) -> TrtRuntime:
     """Return the program built and loaded by the recorder."""
 
-    def built(graph: Graph) -> tuple[Any, build.Written]:
+    def opened(graph: Graph) -> Opened:
         written = build.write_network(api, graph, limits, params, settings)
         config = build.configure(api, written, settings, memory=1 << 33)
         plan = written.builder.build_serialized_network(written.network, config)
@@ -382,16 +376,14 @@ def emulated(
         if settings["weights"] == "refit":
             constants = {name: t for name, (_, t) in written.emitter.constants.items()}
             refit(api, engine, written.log, constants.__getitem__, params.tensor)
-        return engine, written
+        return Opened(api, engine, written.log, written.interface, "cpu")
 
-    def opened(name: str) -> tuple[Any, Interface]:
-        engine, w = built(program.graphs[name])
-        return engine, w.interface
+    main = opened(network_graph(program))
 
-    engine, w = built(network_graph(program))
-    return TrtRuntime(
-        *(api, engine, w.log, w.interface, limits, "cpu", params, opened, None), program
-    )
+    def other(name: str) -> Opened:
+        return opened(program.graphs[name])
+
+    return TrtRuntime(main, limits, None, params, other, program)
 
 
 def run_small(program: Program, params: Any, runtime: Any) -> tuple[Tensor, Tensor]:
@@ -492,5 +484,4 @@ def one_thread() -> Iterator[None]:
 
 
 def _peak_bytes() -> int:
-    """Return the most memory that this process ever held."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -116,9 +116,9 @@ class TrtEmitter(Emitter):
         #: what could not be done as asked
         self.notes: list[str] = []
         self._counts: Counter[str] = Counter()
-        self._stored_params: dict[str, Stored] = {}
+        #: of params and of what is made of constants, by name; of constants, by what is in them
+        self._known: dict[str, Stored] = {}
         self._small: dict[Any, Stored] = {}
-        self._folds: dict[str, Stored] = {}
         self._sizes: dict[Any, Any] = {}
         #: name of a dim -> an input that has it, and where
         self._inputs: dict[str, tuple[Operand, int]] = {}
@@ -192,13 +192,11 @@ class TrtEmitter(Emitter):
         return x
 
     def param(self, v: Value) -> Operand:
-        known = self._stored_params
-        if v.name not in known:
-            known[v.name] = Stored(
-                *(v.name, v.type.dtype, lambda: self._given_param(v)),
-                lambda: self.params(v.name).flatten() if self.params else None,
-            )
-        return Operand(v.type, Constant(known[v.name], _dims(v.type)))
+        def numbers() -> torch.Tensor | None:
+            return self.params(v.name).flatten() if self.params else None
+
+        stored = Stored(v.name, v.type.dtype, lambda: self._given_param(v), numbers)
+        return Operand(v.type, Constant(self._known.setdefault(v.name, stored), _dims(v.type)))
 
     def _given_param(self, v: Value) -> Any:
         """Return `trt.Weights` of a param, row by row; LowerError for another type."""
@@ -227,7 +225,6 @@ class TrtEmitter(Emitter):
         return Operand(Type(dtype, shape), Constant(stored, shape))
 
     def _once(self, t: torch.Tensor, dtype: str) -> Stored:
-        """Return the stored constant; equal small constants are one."""
         key = (dtype, tuple(t.flatten().tolist())) if t.numel() <= MAX_DIMS else len(self._small)
         if key not in self._small:
             name = f"constant.{len(self._small)}"
@@ -244,7 +241,7 @@ class TrtEmitter(Emitter):
                 return self.trt.Weights(data_type(self.trt, t.dtype), 0, t.numel())
             return self._given(name, made.contiguous())
 
-        stored = self._folds.setdefault(name, Stored(name, t.dtype, weights, numbers))
+        stored = self._known.setdefault(name, Stored(name, t.dtype, weights, numbers))
         return Operand(t, Constant(stored, _dims(t)))
 
     def _given(self, name: str, t: torch.Tensor) -> Any:
@@ -400,7 +397,6 @@ class TrtEmitter(Emitter):
         return self._as_laid(h.source, t, first, t, tuple(range(t.rank)), "transpose")
 
     def _as_laid(self, x: Operand, t: Type, *parts: Any) -> Operand:
-        """Return a tensor in another layout; it, where that is its own."""
         order, reshaped, second, _ = parts
         if t == x.type and _is_order(order) and reshaped == t and _is_order(second):
             return x
@@ -409,7 +405,6 @@ class TrtEmitter(Emitter):
         return Operand(t, laid)
 
     def _laid(self, h: Laid) -> Any:
-        """Return a shuffle's output, made where it is read first."""
         if not h.tensors:
             turned = _permuted(h.source.type, h.order)
             layer = self.named(self.network.add_shuffle(self.tensor(h.source)), h.primitive)
@@ -557,12 +552,10 @@ def _called(kind: str) -> str:
 
 
 def _is_small(x: Operand) -> bool:
-    """Whether it is a constant that may be made of others."""
     return isinstance(x.handle, Constant) and x.type.numel() <= MOST_FOLDED
 
 
 def _joined(xs: Sequence[Operand], axis: int) -> torch.Tensor | None:
-    """Return constants side by side."""
     import torch
 
     parts = [x.handle.stored.numbers() for x in xs]
@@ -572,7 +565,6 @@ def _joined(xs: Sequence[Operand], axis: int) -> torch.Tensor | None:
 
 
 def _is_order(order: Sequence[int]) -> bool:
-    """Whether a permutation changes nothing."""
     return [*order] == [*range(len(order))]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -71,39 +70,30 @@ def new_network(builder: Any, flags: int, log: Any) -> Any:
     return network
 
 
-@dataclass
-class Phases:
-    """The builder's phases that have begun and not ended: name -> (steps, done)."""
-
-    progress: Progress
-    running: dict[str, tuple[int, int]] = field(default_factory=dict)
-    told: float = 0.0
-
-    def step(self, name: str, done: int) -> None:
-        steps, _ = self.running.get(name, (0, 0))
-        self.running[name] = (steps, done)
-        if time.monotonic() - self.told >= 1:
-            self.told = time.monotonic()
-            self.progress("; ".join(f"{n} {d}/{s}" for n, (s, d) in self.running.items()))
-
-
 def progress_monitor(trt: Any, progress: Progress) -> Any:
-    """Return an IProgressMonitor that tells the phases, and ends the build if `stopped`."""
+    """Return an IProgressMonitor that tells the phases that have begun and not ended, at most once
+    a second, and ends the build if `stopped`."""
 
     class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
-            self.stopped = False
-            self.phases = Phases(progress)
+            self.stopped, self.told = False, 0.0
+            #: name -> steps
+            self.phases: dict[str, int] = {}
+            self.done: dict[str, int] = {}
 
         def phase_start(self, phase_name: str, parent_phase: str, num_steps: int) -> None:
-            self.phases.running[phase_name] = (num_steps, 0)
+            self.phases[phase_name] = num_steps
 
         def phase_finish(self, phase_name: str) -> None:
-            self.phases.running.pop(phase_name, None)
+            self.phases.pop(phase_name, None)
 
         def step_complete(self, phase_name: str, step: int) -> bool:
-            self.phases.step(phase_name, step)
+            self.done[phase_name] = step
+            if time.monotonic() - self.told >= 1:
+                self.told = time.monotonic()
+                running = (f"{n} {self.done.get(n, 0)}/{s}" for n, s in self.phases.items())
+                progress("; ".join(running))
             return not self.stopped
 
     return Monitor()

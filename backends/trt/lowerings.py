@@ -163,7 +163,6 @@ def _fused(e: TrtEmitter, q: Operand, keys: Operand, values: Operand, mask: Oper
 
 
 def _attention(e: TrtEmitter, *tensors: Any) -> Any:
-    """Add attention by the newer of the two methods, where the module has it."""
     norm = e.trt.AttentionNormalizationOp.SOFTMAX
     if offers(e.trt, "causal kind"):
         return e.network.add_attention_v2(*tensors, norm, e.trt.CausalMaskKind.NONE)

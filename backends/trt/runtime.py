@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,20 +55,33 @@ def step_slots(tokens: int, max_seq: int) -> int:
     return min(size, max_seq)
 
 
-class Runner:
-    """A deserialised engine on the device where torch allocates: what steps and towers share.
-    EngineError where its tensors are not those of the interface."""
+@dataclass(frozen=True)
+class Opened:
+    """A deserialised engine on the device where torch allocates. EngineError where its tensors are
+    not those of the interface."""
 
-    def __init__(self, api: Api, engine: Any, log: Any, io: Interface, device: str) -> None:
-        self.api, self.engine, self.log, self.io, self.device = api, engine, log, io, device
-        check_engine(api, engine, io)
+    api: Api
+    engine: Any
+    log: Any
+    io: Interface
+    device: str
+
+    def __post_init__(self) -> None:
+        check_engine(self.api, self.engine, self.io)
+
+
+class Runner:
+    """What steps and towers share."""
+
+    def __init__(self, opened: Opened) -> None:
+        self.opened, self.api, self.engine = opened, opened.api, opened.engine
+        self.log, self.io, self.device = opened.log, opened.io, opened.device
         # Not the default stream, on which TensorRT waits for the device at every step.
-        self.side = torch.cuda.Stream() if device == "cuda" else None
+        self.side = torch.cuda.Stream() if self.device == "cuda" else None
         #: held during a step: contexts and scratch memory serve the sessions of all threads
         self.turn = threading.RLock()
 
     def _new_context(self, what: str) -> Any:
-        """Return an execution context whose scratch memory is given to it."""
         strategy = self.api.trt.ExecutionContextAllocationStrategy.USER_MANAGED
         context = self.engine.create_execution_context(strategy)
         if context is None:
@@ -78,7 +92,6 @@ class Runner:
         return list(self.io.profiles).index(profile)
 
     def _scratch(self, *profiles: str) -> torch.Tensor:
-        """Return scratch memory for steps of these profiles, or of a tower."""
         sizes = [
             self.engine.get_device_memory_size_for_profile_v2(self._index(p)) for p in profiles
         ]
@@ -86,13 +99,11 @@ class Runner:
         return torch.empty(max(1, size), dtype=torch.uint8, device=self.device)
 
     def _output(self, name: str, dims: Mapping[str, int]) -> torch.Tensor:
-        """Return where a step writes an output, in these sizes."""
         t = self.io.outputs[name]
         shape = self.io.shape(name, dims)
         return torch.empty(shape, dtype=torch_dtype(t.dtype), device=self.device)
 
     def _execute(self, context: Any, inputs: Feeds, outputs: Feeds, fix: str) -> None:
-        """Bind everything and run."""
         given = {name: inputs[name].contiguous() for name in self.io.inputs}
         with self._stream() as stream:
             self._bind(context, given, outputs)
@@ -150,8 +161,8 @@ def lend(context: Any, scratch: torch.Tensor) -> None:
 class TrtTower(Runner):
     """The engine of a tower: static shapes, no caches."""
 
-    def __init__(self, api: Api, engine: Any, log: Any, io: Interface, device: str) -> None:
-        super().__init__(api, engine, log, io, device)
+    def __init__(self, opened: Opened) -> None:
+        super().__init__(opened)
         self.context = self._new_context("a tower")
 
     def run(self, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -173,20 +184,12 @@ class TrtSteps(Runner):
     """An engine whose steps go over the caches of sessions. Those of few tokens are recorded where
     they can be."""
 
-    def __init__(
-        self,
-        api: Api,
-        engine: Any,
-        log: Any,
-        io: Interface,
-        device: str,
-        limits: Limits,
-        record: Record | None,
-    ) -> None:
-        super().__init__(api, engine, log, io, device)
+    def __init__(self, opened: Opened, limits: Limits, record: Record | None) -> None:
+        super().__init__(opened)
+        io, device = opened.io, opened.device
         self.limits = limits
         #: makes of a step what replays it; None: steps run launch by launch
-        self.record = WithFallback(record) if record and not is_streaming(engine) else None
+        self.record = WithFallback(record) if record and not is_streaming(self.engine) else None
         #: of recorded steps, which points into it
         self.scratch = self._scratch(*(p for p in io.profiles if phase_of(p) in RECORDED))
         self.slots = torch.arange(full_slots(limits), device=device)
@@ -263,7 +266,6 @@ class TrtSteps(Runner):
         return state.captured.get(Captured, key, make).replay(feeds)
 
     def _outputs(self, feeds: Feeds) -> Feeds:
-        """Return where a step writes what it makes."""
         batch, size = feeds["positions"].shape
         asked = feeds[ROWS].shape[1] if ROWS in feeds else 1
         dims = {"B": batch, "S": size, "R": asked}
@@ -272,7 +274,6 @@ class TrtSteps(Runner):
     def _step(
         self, context: Any, feeds: Feeds, state: NetworkCaches, slots: int, made: Feeds
     ) -> None:
-        """Bind everything and run."""
         held = state.held | {TURNED: state.turned, SLOTS: self.slots[:slots]}
         given = {name: t for name, t in (held | feeds).items() if name in self.io.inputs}
         outputs = {o: state.held[i] for o, i in self.io.aliased.items()}
@@ -289,29 +290,21 @@ class TrtSteps(Runner):
         return self.no_blocks.setdefault(key, made) if size <= MOST_VERIFIED else made
 
 
-#: an engine and what it is fed, by the name of its network
-OpenEngine = Callable[[str], tuple[Any, Interface]]
-
-
 class TrtRuntime(TrtSteps, NetworkRuntime):
-    """A loaded engine of the TensorRT backend. `open_engine` loads the engines of towers and of a
-    drafter's step, which is done when they are first asked for. `program`: what interpreters of the
-    same engine are made of."""
+    """A loaded engine of the TensorRT backend. `open_engine` opens the engines of towers and of a
+    drafter's step by name, which is done when they are first asked for. `program`: what
+    interpreters of the same engine are made of."""
 
     def __init__(
         self,
-        api: Api,
-        engine: Any,
-        log: Any,
-        io: Interface,
+        opened: Opened,
         limits: Limits,
-        device: str,
-        params: ParamSource,
-        open_engine: OpenEngine,
         record: Record | None,
+        params: ParamSource,
+        open_engine: Callable[[str], Opened],
         program: Program,
     ) -> None:
-        super().__init__(api, engine, log, io, device, limits, record)
+        super().__init__(opened, limits, record)
         self.source, self.open_engine, self.recorder = params, open_engine, record
         self.program = program
         self.towers: dict[str, TrtTower] = {}
@@ -355,10 +348,7 @@ class TrtRuntime(TrtSteps, NetworkRuntime):
     def _opened_drafter(self) -> TrtSteps:
         """Return the engine of the drafter's step, which reads these caches and changes none."""
         if self.drafter is None:
-            engine, io = self.open_engine(DRAFT)
-            self.drafter = TrtSteps(
-                self.api, engine, self.log, io, self.device, self.limits, self.recorder
-            )
+            self.drafter = TrtSteps(self.open_engine(DRAFT), self.limits, self.recorder)
             if self.communicator:
                 self.drafter.link(self.communicator)
         return self.drafter
@@ -366,8 +356,7 @@ class TrtRuntime(TrtSteps, NetworkRuntime):
     def encode(self, tower: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
         with self.turn:
             if tower not in self.towers:
-                engine, io = self.open_engine(tower)
-                self.towers[tower] = TrtTower(self.api, engine, self.log, io, self.device)
+                self.towers[tower] = TrtTower(self.open_engine(tower))
             return self.towers[tower].run(feeds)
 
     def close(self) -> None:

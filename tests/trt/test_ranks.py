@@ -18,7 +18,7 @@ from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.trt import dry_run as dry
 from g4ir.backends.trt import probe
 from g4ir.backends.trt.build import write_network
-from g4ir.backends.trt.ranks import recorded_by_all
+from g4ir.backends.trt.host import recorded_by_all
 from g4ir.backends.trt.recorder import execute, recorder, side_by_side
 from g4ir.backends.trt.runtime import TrtRuntime
 from g4ir.cli import main

@@ -52,7 +52,6 @@ def _sort(c: Constants, index: Tensor) -> tuple[Tensor, ...]:
 
 
 def _index(order: Tensor, offsets: Tensor) -> Tensor:
-    """Return the experts of the slots, which `_sort` had."""
     index = torch.empty_like(order).flatten()
     experts = torch.arange(len(offsets) - 1, dtype=torch.int32)
     index[order.flatten().long()] = experts.repeat_interleave(offsets.diff())
@@ -93,7 +92,6 @@ def _seen(c: Constants, positions: Tensor, slots: Tensor) -> Tensor:
 def _parts(
     c: Constants, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the partial results; shares without keys have maximum -inf and sum 0."""
     query = wide(q).view(*q.shape[:2], c["HEADS"], 1, c["GROUP"], c["D"])
     s = query @ wide(keys)[:, None, :, None].transpose(-1, -2) * c["INNER"]
     s = c["OUTER"] * s.tanh() if c["CAPPED"] else s
@@ -118,7 +116,6 @@ def _merge(
 def _residual(
     name: str, c: Constants, x: Tensor, residual: Tensor, w: Tensor, *rest: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the residual with the norm of x added, times a scalar, and its norms."""
     _, scaled, weighted = NORMS[name]
     h = residual + _norm(c, x, w)
     h = h * rest[0] if scaled else h
@@ -127,7 +124,6 @@ def _residual(
 
 
 def _dual_residual(name: str, c: Constants, *given: Tensor) -> tuple[Tensor, ...]:
-    """Return `_residual` of the sum of the norms of two tensors."""
     a, w_a, b, w_b, w, residual, *rest = given
     return _residual(name, c, _norm(c, a, w_a) + _norm(c, b, w_b), residual, w, *rest)
 

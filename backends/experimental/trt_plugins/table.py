@@ -104,19 +104,16 @@ def blocks(n: int, size: int) -> int:
 
 
 def _tokens(s: Shapes) -> Any:
-    """Return rows times tokens of the first input."""
     first = next(iter(s.values()))
     return first[0] * first[1]
 
 
 def _count(s: Shapes, c: Constants) -> Any:
-    """Count the slots."""
     b, n, k = s["order" if "order" in s else "index"]
     return b * n * k
 
 
 def _columns(a: Arithmetic, s: Shapes, c: Constants) -> Shape:
-    """Return a grid: a program for each token and block of columns of the result."""
     return _tokens(s), blocks(c["HIDDEN"], c["BLOCK_N"] if "BLOCK_N" in c else c["BLOCK"])
 
 
@@ -131,7 +128,6 @@ def _tiles(columns: str) -> Sizes:
 
 
 def _rows(a: Arithmetic, s: Shapes, c: Constants) -> Shape:
-    """Return a grid: a program for each token."""
     return (_tokens(s),)
 
 

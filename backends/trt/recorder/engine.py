@@ -195,7 +195,6 @@ class Builder(Recorded):
         return all(writer.write(piece) == len(piece) for piece in (plan[:half], plan[half:]))
 
     def _plan(self, network: INetworkDefinition, config: IBuilderConfig) -> bytes | None:
-        """Return the plan, or None, and the reason in the log, where the network is refused."""
         try:
             networks.check(network)
             for condition, message in _rules(network, config):
@@ -214,7 +213,6 @@ class Builder(Recorded):
 
 
 def _told(monitor: Any, steps: int) -> bool:
-    """Whether the monitor lets the build go on."""
     if monitor is None:
         return True
     monitor.phase_start("Building the network", None, steps)
@@ -347,7 +345,6 @@ class ICudaEngine(Recorded):
         return sum(t.nbytes for t in self._weights.values()) * self._built.streamed
 
     def _streams(self) -> bool:
-        """Whether some weights are copied to the device at each step."""
         return (self._weight_streaming_budget_v2 or 0) < self._streamable()
 
     def _run(
@@ -515,7 +512,6 @@ class IExecutionContext(Recorded):
             yield stream in self._streams, said
 
     def _places(self) -> Iterator[tuple[Any, str]]:
-        """Yield that each output lies well: an aliased one with its input, others apart."""
         spans = {
             n: range(at, at + prod(self._shape(n)) * TORCH[t._type[0]].itemsize)
             for n, t in self._inputs().items()

@@ -56,7 +56,6 @@ class Weights(Recorded):
         return self._count * TORCH[self._dtype].itemsize
 
     def _tensor(self) -> torch.Tensor:
-        """Return the numbers that lie in that memory now."""
         need(self._pointer, "weights without memory: this network can be checked, not run")
         return memory_at(self._pointer, self._dtype, (self._count,))
 
@@ -192,7 +191,6 @@ class Layer(Recorded):
         return None
 
     def _run(self, *ins: torch.Tensor) -> Tensors:
-        """Compute the outputs."""
         raise NotImplementedError
 
     def _need(self, condition: Any, message: str) -> None:
@@ -219,7 +217,6 @@ class Layer(Recorded):
         return tuple(self._joined(dims, texts) for dims in zip(*(t._dims for t in tensors)))
 
     def _joined(self, dims: Sequence[int], texts: str) -> int:
-        """Return one dim of a result: equal ones, and ones that are 1."""
         sizes = {d for d in dims if d not in (1, -1)}
         self._need(len(sizes) <= 1, f"{texts}: {list(dims)} cannot be broadcast")
         return sizes.pop() if sizes else -1 if -1 in dims else 1

@@ -93,7 +93,6 @@ class ISliceLayer(ILayer):
         return range(len(self._in()._dims)) if self._axes is None else self._axes
 
     def _parts(self) -> list[Any]:
-        """Return start and shape: an input, or what was given when the layer was made."""
         given = [*self._inputs[1:], None, None]
         return [h if t is None else t for t, h in zip(given, (self._start, self._shape))]
 

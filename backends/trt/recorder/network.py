@@ -53,8 +53,6 @@ TENSORS = frozenset(
 
 
 def _adder(name: str, kind: type[Layer], parameters: str) -> Any:
-    """Return the method that adds a layer of this kind."""
-
     def added(network: INetworkDefinition, **given: Any) -> Layer:
         layer = kind(network, [t for n, t in given.items() if n in TENSORS])
         for n in given.keys() - TENSORS:
@@ -215,7 +213,6 @@ def execute(
 
 @contextmanager
 def _bound(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> Iterator[None]:
-    """A context in which inputs have these shapes."""
     network._bound = inputs
     network._epoch += 1
     try:
@@ -261,7 +258,6 @@ def _live_bytes(network: INetworkDefinition) -> int:
 
 
 def _is_view(layer: Layer) -> bool:
-    """Whether the output of a layer is its input's memory."""
     if layer._kind == "shuffle":
         return layer._first_transpose is None and layer._second_transpose is None
     return layer._kind in ("identity", "KV cache update")
