@@ -28,7 +28,7 @@ from g4ir.backends.trt.build import write_network
 from g4ir.backends.trt.dry_run import emulator
 from g4ir.backends.trt.forms import SETTINGS
 from g4ir.backends.trt.probe import DTYPES, MOST_SHARED_BYTES
-from g4ir.backends.trt.recorder import SHARED_BYTES, execute, recorder
+from g4ir.backends.trt.recorder import SHARED_BYTES, recorder
 from g4ir.backends.trt.recorder.plugin import Instance, plugin_module
 from g4ir.errors import LowerError, MissingError
 from g4ir.ir.graph import Builder, Value
@@ -41,10 +41,10 @@ from g4ir.spec.record import load_spec
 from tests.configs import spec_called
 from tests.engines import BUDGET
 from tests.experimental.plugin_bindings import RealLayer, grid_of, real_plugins
-from tests.network_session import NetworkSession, embed_with
+from tests.network_session import NetworkSession
 from tests.oracle import find_oracle, random_tokens, relative
 from tests.recorder.bindings import WHEELS
-from tests.runner import Session, built_program, open_session
+from tests.runner import built_program, open_session
 from tests.trt import running
 from tests.trt.running import prepared
 
@@ -231,12 +231,6 @@ def test_a_kernel_without_room_names_its_layer() -> None:
         plugins.fitted(plan, "L5.attn", shared=16 * 1024)
 
 
-def test_both_kernels_of_attention_split_alike() -> None:
-    for shared in (SHARED_BYTES, MOST_SHARED_BYTES):
-        first, second = decode_of("31b", "bf16").plans(shared)
-        assert all(first.constants[k] == second.constants[k] for k in ("N", "SPLITS", "WINDOW"))
-
-
 def without_triton(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(sys.modules, "triton", None)
 
@@ -360,14 +354,6 @@ def test_tiles_suffice() -> None:
             assert int((-(-counts // block)).sum()) <= tiles
 
 
-def test_registering_again_changes_nothing() -> None:
-    trt = SimpleNamespace(DataType=recorder().DataType, plugin=plugin_module())
-    plugins.register_plugins(trt)
-    first = dict(vars(trt.plugin.op.g4ir))
-    plugins.register_plugins(trt)
-    assert vars(trt.plugin.op.g4ir) == first and first.keys() == PLUGINS.keys()
-
-
 def test_more_shared_memory_where_a_trial_build_shows_it() -> None:
     """A network of one kernel alone is built and run: refused, wrong, and right."""
     api = emulator()
@@ -444,30 +430,28 @@ def plugin_session(
     name: str, batch: int, chunk: int, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> tuple[NetworkSession, list[str]]:
     """A model as a recorded network with plugins, and the plugins that its last step ran."""
-    oracle = find_oracle(spec_called(name))
-    program = built_program(oracle.spec, latent_kv="off", **options)
-    source = Session(program, oracle.tensors, batch, chunk, 64, all_logits=False)
-    limits, graph = Limits(batch, 64, chunk), prepared(program)
-    weights = source.params["prefill"].__getitem__
-    made = running.emit(graph, limits, weights, attention="plugin", norms="plugin")
+    session, _ = running.recorded_session(
+        find_oracle(spec_called(name)),
+        batch,
+        chunk,
+        all_logits=False,
+        attention="plugin",
+        norms="plugin",
+        **options,
+    )
     ran: list[str] = []
-    real = Instance.run
+    real, step = Instance.run, session.run
 
     def noted(self: Instance, *tensors: torch.Tensor) -> Any:
         ran.append(self.of.plugin_id.removeprefix("g4ir::"))
         return real(self, *tensors)
 
-    monkeypatch.setattr(Instance, "run", noted)
-    known = {t._name for t in made.network._inputs}
-
     def run(feeds: Any) -> Any:
         ran.clear()
-        return execute(made.network, {k: v for k, v in feeds.items() if k in known})
+        return step(feeds)
 
-    embed = embed_with(source.graphs["embed"], source.params["embed"])
-    session = NetworkSession(graph, embed, run, limits, batch, chunk)
-    for cache in session.caches.values():
-        cache.fill_(7.0)  # what was never written must not count
+    monkeypatch.setattr(Instance, "run", noted)
+    session.run = run
     return session, ran
 
 
@@ -498,18 +482,6 @@ def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in tokens.t()[:2]:
         agree(got.decode(step), want.decode(step))
         assert Counter(ran) == once
-
-
-def test_full_length_caches_behind_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where no pass planned rings: a decode step's every attention is a plugin's."""
-    oracle = find_oracle(spec_called("26b-a4b-small"))
-    tokens = random_tokens(oracle.spec, 2, 20)
-    want = open_session(oracle, 2, 20, skip=("plan_cache",), latent_kv="off")
-    got, ran = plugin_session("26b-a4b-small", 2, 20, monkeypatch, skip=("plan_cache",))
-    agree(got.prefill(tokens), want.prefill(tokens))
-    agree(got.decode(tokens[:, 0]), want.decode(tokens[:, 0]))
-    for name in DECODE:
-        assert ran.count(name) == oracle.spec.text.num_hidden_layers
 
 
 def test_latent_caches_are_left_alone() -> None:
