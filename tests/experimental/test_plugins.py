@@ -31,11 +31,8 @@ from g4ir.backends.trt.probe import DTYPES, MOST_SHARED_BYTES
 from g4ir.backends.trt.recorder import SHARED_BYTES, recorder
 from g4ir.backends.trt.recorder.plugin import Instance, plugin_module
 from g4ir.errors import LowerError, MissingError
-from g4ir.ir.graph import Builder, Value
-from g4ir.ir.interpret import run_node
-from g4ir.ops.base import as_tuple
 from g4ir.ops.moe import experts
-from g4ir.ops.types import Type, dtype_name, torch_dtype
+from g4ir.ops.types import Type, torch_dtype
 from g4ir.plan.engine_limits import Limits
 from g4ir.spec.record import load_spec
 from tests.configs import spec_called
@@ -388,39 +385,6 @@ def test_the_plugins_together_are_the_op(dtype: str) -> None:
     got = meaning(combine, *parts, weights)[0]
     want: Any = experts.reference(x, weights, index.long(), gate_up, down, act=sizes.act)
     assert relative(got, want).max() < (1e-6 if dtype == "f32" else 4e-3)
-
-
-def interpreted(op: str, *inputs: torch.Tensor, **attrs: Any) -> tuple[torch.Tensor, ...]:
-    """What the interpreter makes of an op."""
-    b = Builder()
-    values = [
-        Value(f"x{i}", Type(dtype_name(t.dtype), tuple(t.shape))) for i, t in enumerate(inputs)
-    ]
-    b.emit_all(op, *values, **attrs)
-    (n,) = b.nodes
-    return as_tuple(run_node(n, [*inputs]))
-
-
-@pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_norms_are_their_expansion(name: str, dtype: str) -> None:
-    """Bit for bit: each rounds where its op does."""
-    op, scaled, weighted = NORMS[name]
-    g = torch.Generator().manual_seed(0)
-    row, whole = Type(dtype, (2, 3, 40)), torch_dtype(dtype)
-    plan = plugins.norm_plan(NORMS[name], row, 1e-6)
-    given = {
-        n: torch.randn(dims, generator=g).to(whole)
-        for n, (_, dims) in zip(PLUGINS[name].inputs, shapes_of(plan, 2, 3), strict=True)
-    }
-    types = [Type(dtype, tuple(t.shape)) for t in given.values()]
-    attrs = {"eps": 1e-6, "scaled": scaled, "weighted": weighted}
-    want = interpreted(op, *given.values(), **attrs)
-    got = meaning(plan, *given.values())
-    assert [Type(dtype, tuple(t.shape)) for t in got] == plugins.result_types(
-        plan, dict(zip(given, types, strict=True))
-    )
-    assert all(map(torch.equal, got, want)) and len(got) == 1 + len(weighted)
 
 
 # ---- networks ------------------------------------------------------------------------------------

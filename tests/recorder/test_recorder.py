@@ -44,10 +44,6 @@ def index(n: Net, *shape: int, shared: int = 0) -> Any:
     return n.set(layer, num_elementwise_dims=shared)
 
 
-def ranked(n: Net, layer: Any, ranks: int) -> Any:
-    return n.set(layer, num_ranks=ranks)
-
-
 def weights(n: Net, dtype: str, count: int) -> Any:
     made = n.trt.Weights(n.trt.DataType[dtype], 0, count)
     return n.network.add_constant((3,), made).get_output(0)
@@ -129,8 +125,6 @@ RULES: tuple[tuple[Callable[[Net], Any], str], ...] = (
     (lambda n: cache(n, new=(2, 4, 17, 8)), "does not fit"),
     (lambda n: cache(n, at="FLOAT"), "write_indices takes"),
     (lambda n: n.output(n.exp(cache(n))), "its output is no output of the network"),
-    (lambda n: ranked(n, n.network.add_softmax(n.x(2, 3)), 2), "runs on one rank"),
-    (lambda n: ranked(n, n.exchange(n.x(2))._layer, 4), "2 and cannot be changed"),
     (lambda n: n.exchange(n.x(2), ranks=4), "all of 4 ranks"),
     (lambda n: n.exchange(n.x(2), groups=()), "all of 2 ranks"),
     (lambda n: n.exchange(n.x(2), "BROADCAST"), "is not recorded"),

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from g4ir.ops.base import wide
+from g4ir.ir.graph import Builder, Value
+from g4ir.ir.interpret import run_node
+from g4ir.ops.base import as_tuple, wide
 from g4ir.ops.mlp import activate
-from g4ir.ops.norm import rms_norm
-from g4ir.ops.types import torch_dtype
+from g4ir.ops.types import Type, dtype_name, torch_dtype
 
 from ...torch_compile.kernels.base import SHARE_KEYS, SHARES
 from .table import NORMS, PLUGINS, Constants, Plan
@@ -113,30 +114,17 @@ def _merge(
     return (out.flatten(2, 3),)
 
 
-def _residual(
-    name: str, c: Constants, x: Tensor, residual: Tensor, w: Tensor, *rest: Tensor
-) -> tuple[Tensor, ...]:
-    _, scaled, weighted = NORMS[name]
-    h = residual + _norm(c, x, w)
-    h = h * rest[0] if scaled else h
-    weights = iter(rest[int(scaled) :])
-    return (h, *(_norm(c, h, next(weights) if has else None) for has in weighted))
+def _norms(name: str, c: Constants, *given: Tensor) -> tuple[Tensor, ...]:
+    """Run the op of an end of a block."""
+    op, scaled, weighted = NORMS[name]
+    b = Builder()
+    values = [
+        Value(f"x{i}", Type(dtype_name(t.dtype), tuple(t.shape))) for i, t in enumerate(given)
+    ]
+    b.emit_all(op, *values, eps=c["EPS"], scaled=scaled, weighted=weighted)
+    return as_tuple(run_node(b.nodes[0], [*given]))
 
 
-def _dual_residual(name: str, c: Constants, *given: Tensor) -> tuple[Tensor, ...]:
-    a, w_a, b, w_b, w, residual, *rest = given
-    return _residual(name, c, _norm(c, a, w_a) + _norm(c, b, w_b), residual, w, *rest)
-
-
-def _norm(c: Constants, x: Tensor, w: Tensor | None) -> Tensor:
-    out: Tensor = rms_norm.reference(x, w, eps=c["EPS"])
-    return out
-
-
-_ENDS: Mapping[str, Callable[..., Any]] = {
-    "norm_residual": _residual,
-    "dual_norm_residual": _dual_residual,
-}
 _MEANING: Mapping[str, Callable[..., Any]] = {
     "moe_sort": _sort,
     "moe_gate_up_grouped": _gate_up_grouped,
@@ -144,5 +132,5 @@ _MEANING: Mapping[str, Callable[..., Any]] = {
     "moe_combine": _combine,
     "decode_parts": _parts,
     "decode_merge": _merge,
-    **{name: partial(_ENDS[op], name) for name, (op, *_) in NORMS.items()},
+    **{name: partial(_norms, name) for name in NORMS},
 }

@@ -28,12 +28,6 @@ from .record import Attribute, Recorded, RuleError, api, need
 FORMAT = "recorder plan"
 #: bytes of scratch memory that every engine asks for, and those of its first profile
 SCRATCH, LEAST_SCRATCH = 4096, 1024
-#: bytes of weights above which a plan is to be written piece by piece: in memory it would be held
-#: twice, by the builder and by who asked for it. A rule of the recorder's own.
-MAX_HELD = 1 << 30
-#: bytes at whose multiples tensors and scratch memory begin: documentation of `setTensorAddress`
-#: says 256, which torch keeps on a GPU; here memory is numpy's too, which keeps 16
-ALIGNMENT = 16
 
 _Strategy = ENUMS["ExecutionContextAllocationStrategy"]
 #: least, typical and largest shape
@@ -115,7 +109,6 @@ class IBuilderConfig(Recorded):
         (self._preview.add if enable else self._preview.discard)(feature)
 
     def set_memory_pool_limit(self, pool: Any, pool_size: int) -> None:
-        need(pool_size > 0, f"{pool.name}: a limit of {pool_size} bytes")
         self._pools[pool] = pool_size
 
     def get_memory_pool_limit(self, pool: Any) -> int:
@@ -180,8 +173,6 @@ class Builder(Recorded):
         return self._module.IOptimizationProfile(self._module)
 
     def build_serialized_network(self, network: INetworkDefinition, config: IBuilderConfig) -> Any:
-        size = sum(x._weights._bytes() for x in network._constant_layers())
-        need(size <= MAX_HELD, f"{size} bytes of weights: build_serialized_network_to_stream")
         return self._plan(network, config)
 
     def build_serialized_network_to_stream(
@@ -427,7 +418,6 @@ class IExecutionContext(Recorded):
         return True
 
     def set_device_memory(self, memory: int, size: int) -> None:
-        need(memory % ALIGNMENT == 0, f"device memory at {memory:#x} is not aligned")
         self._memory = size
 
     def set_input_shape(self, name: str, shape: Sequence[int]) -> bool:
@@ -450,7 +440,6 @@ class IExecutionContext(Recorded):
     def set_tensor_address(self, name: str, memory: int) -> bool:
         if name not in self._engine._tensors or not memory:
             return self._refuse(f"no tensor is called {name}, or it lies nowhere")
-        need(memory % ALIGNMENT == 0, f"{name} at {memory:#x} is not aligned")
         self._addresses[name] = memory
         return True
 

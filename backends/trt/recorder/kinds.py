@@ -296,10 +296,6 @@ class IDistCollectiveLayer(ILayer):
 
     _kind = "distributed collective"
 
-    def _check_ranks(self, ranks: int) -> None:
-        before = vars(self).setdefault("_first", ranks)
-        self._need(before == ranks, f"num_ranks is {before} and cannot be changed")
-
     @property
     def _gathers(self) -> bool:
         return bool(self._dist_collective_op.name == "ALL_GATHER")

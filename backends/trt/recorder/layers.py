@@ -52,9 +52,6 @@ class Weights(Recorded):
 
     dtype = Attribute(read=lambda w: w._dtype)
 
-    def _bytes(self) -> int:
-        return self._count * TORCH[self._dtype].itemsize
-
     def _tensor(self) -> torch.Tensor:
         need(self._pointer, "weights without memory: this network can be checked, not run")
         return memory_at(self._pointer, self._dtype, (self._count,))
@@ -226,11 +223,3 @@ class ILayer(Layer):
     """Base of the layers."""
 
     num_ranks = Attribute(1)
-
-    def _changed(self, member: str) -> None:
-        super()._changed(member)
-        if member == "num_ranks":
-            self._check_ranks(self._num_ranks)
-
-    def _check_ranks(self, ranks: int) -> None:
-        self._need(ranks == 1, f"num_ranks = {ranks}: it runs on one rank")
