@@ -58,14 +58,39 @@ class Net:
             setattr(layer, name, value)
         return layer.get_output(0)
 
-    def reshape(self, x: Any, *shape: int) -> Any:
-        return self.set(self.network.add_shuffle(x), reshape_dims=shape)
+    def reshape(self, x: Any, to: tuple[int, ...]) -> Any:
+        return self.set(self.network.add_shuffle(x), reshape_dims=to)
 
     def concat(self, *tensors: Any) -> Any:
         return self.set(self.network.add_concatenation([*tensors]), axis=0)
 
-    def slice(self, x: Any, start: int, count: int, axis: int = 0) -> Any:
-        return self.set(self.network.add_slice(x, (start,), (count,), (1,)), axes=(axis,))
+    def slice(self, x: Any, start: int, count: int, axis: int | None = 0) -> Any:
+        layer = self.network.add_slice(x, (start,), (count,), (1,))
+        return self.set(layer, **({} if axis is None else {"axes": (axis,)}))
+
+    def gather(self, x: Any, index: Any, axis: int = 0) -> Any:
+        return self.network.add_gather(x, index, axis).get_output(0)
+
+    def gather_nd(self, x: Any, index: Any, shared: int) -> Any:
+        layer = self.network.add_gather_v2(x, index, self.trt.GatherMode.ND)
+        return self.set(layer, num_elementwise_dims=shared)
+
+    def activation(self, x: Any, op: str) -> Any:
+        return self.network.add_activation(x, self.trt.ActivationType[op]).get_output(0)
+
+    def select(self, *tensors: Any) -> Any:
+        return self.network.add_select(*tensors).get_output(0)
+
+    def softmax(self, x: Any, axes: int) -> Any:
+        return self.set(self.network.add_softmax(x), axes=axes)
+
+    def reduce(self, x: Any, op: str) -> Any:
+        return self.network.add_reduce(x, self.trt.ReduceOperation[op], 1, True).get_output(0)
+
+    def absent(self, dtype: str, count: int) -> Any:
+        """Three weights that are not there."""
+        weights = self.trt.Weights(self.trt.DataType[dtype], 0, count)
+        return self.network.add_constant((3,), weights).get_output(0)
 
     def topk(self, x: Any, k: int) -> Any:
         index, op = self.trt.DataType.INT32, self.trt.TopKOperation.MAX
@@ -83,7 +108,7 @@ class Net:
         layer = self.network.add_dist_collective(x, kind, join, -1, groups)
         return self.set(layer, num_ranks=ranks)
 
-    def attention(self, q: Any, k: Any, v: Any, kind: str = "NONE", mask: Any = None) -> Any:
+    def attention(self, q: Any, k: Any, v: Any, mask: Any = None, kind: str = "NONE") -> Any:
         norm = self.trt.AttentionNormalizationOp.SOFTMAX
         layer = self.network.add_attention_v2(q, k, v, norm, self.trt.CausalMaskKind[kind])
         return self.set(layer, **({} if mask is None else {"mask": mask}))
