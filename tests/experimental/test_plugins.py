@@ -404,7 +404,7 @@ def plugin_session(
         **options,
     )
     ran: list[str] = []
-    real, step = Instance.run, session.run
+    real, step = Instance.run, session.made
 
     def noted(self: Instance, *tensors: torch.Tensor) -> Any:
         ran.append(self.of.plugin_id.removeprefix("g4ir::"))
@@ -415,7 +415,7 @@ def plugin_session(
         return step(feeds)
 
     monkeypatch.setattr(Instance, "run", noted)
-    session.run = run
+    session.made = run
     return session, ran
 
 

@@ -89,7 +89,7 @@ def recorded_session(
         return {**{f"{k}.next": v for k, v in feeds.items()}, **out}
 
     embed = embed_with(plain.graphs["embed"], plain.params["embed"])
-    session = NetworkSession(graph, embed, run, limits, batch, chunk)
+    session = NetworkSession(graph, embed, run, limits, batch, chunk, all_logits)
     for cache in session.caches.values():
         cache.fill_(7.0)  # what was never written must not count
     return session, made

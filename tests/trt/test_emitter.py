@@ -206,8 +206,7 @@ def weighted(name: str, dtype: torch.dtype = torch.float32) -> Oracle:
 
 def steps(session: Any, tokens: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
     """A ragged prompt in chunks longer than the window, then past three windows."""
-    every = {"all_logits": True} if session.__class__.__name__ == "Session" else {}
-    outs = [session.prefill(tokens[:, :19], lengths, **every)]
+    outs = [session.prefill(tokens[:, :19], lengths)]
     return outs + [session.decode(column) for column in tokens[:, 19:].unbind(1)]
 
 
