@@ -17,9 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from g4ir.ir.graph import Value
 from g4ir.ops.codecs import PACKED
-from g4ir.ops.types import FLOATS, Dim, Type
+from g4ir.ops.types import FLOATS, Dim, Type, torch_dtype
 
 UNARY = ("neg", "exp", "log", "tanh", "sqrt", "erf", "not")
 ARITHMETIC = ("add", "sub", "mul", "div", "pow", "max", "min", "floor_div")
@@ -140,10 +142,6 @@ class Emitter(ABC):
         return self.binary("div", a, b)
 
     def _number(self, value: float, like: Operand) -> Operand:
-        import torch
-
-        from g4ir.ops.types import torch_dtype
-
         return self.constant(torch.full((1,) * like.rank, value, dtype=torch_dtype(like.dtype)))
 
     # --- products and sums --------------------------------------------------------------------

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from g4ir.errors import LowerError
 from g4ir.ir.graph import Value
@@ -19,9 +21,6 @@ from g4ir.ops.types import FLOATS, Type, dtype_name, torch_dtype
 from ..primitives.emitter import Emitter, Operand, reshape_spec
 from .probe import CODES, data_type
 from .recorder import MAX_DIMS, MAX_TOP_K, SHARED_BYTES
-
-if TYPE_CHECKING:
-    import torch
 
 #: the root of a collective in which all ranks are alike
 NO_ROOT = -1
@@ -466,8 +465,6 @@ class TrtEmitter(Emitter):
 
     def _within(self, x: Operand, axis: int, first: int, count: int) -> tuple[Any, Any]:
         """Return, i64[1] each, where a block of an axis begins, and its size."""
-        import torch
-
         key = ("block", x.shape[axis], first, count)
         if key not in self._sizes:
             whole = Operand(Type("i64", (1,)), self._dim(x, axis))
@@ -556,8 +553,6 @@ def _is_small(x: Operand) -> bool:
 
 
 def _joined(xs: Sequence[Operand], axis: int) -> torch.Tensor | None:
-    import torch
-
     parts = [x.handle.stored.numbers() for x in xs]
     if any(p is None for p in parts):
         return None
