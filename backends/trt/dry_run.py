@@ -109,11 +109,14 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
     progress("writing the network at full size")
     found = {
         "tensorrt": f"emulated {api.version}",
-        **_by_output(errors),
+        **{
+            f"{name}_error": {d: float(f"{e[name]:.1e}") for d, e in errors.items()}
+            for name in errors["f32"]
+        },
         **full_size(api, p),
         "short": _too_small(p),
         "dry_run_s": round(time.monotonic() - start, 1),
-        "peak_bytes": _peak_bytes(),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     return found
 
@@ -127,11 +130,6 @@ def _too_small(p: Prepared) -> list[str]:
         f"TensorRT's builder needs {size_text(need)} of host memory, this machine has "
         f"{size_text(has)}: build on a larger one"
     ]
-
-
-def _by_output(errors: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    names = next(iter(errors.values()))
-    return {f"{n}_error": {d: float(f"{e[n]:.1e}") for d, e in errors.items()} for n in names}
 
 
 def check_sizes(
@@ -170,10 +168,14 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
     """Return the networks of the build without weights: size, and what the text model is fed."""
     program = p.packing.program
     written, scratch = check_sizes(api, network_graph(program), p.limits, p.settings)
-    others = draft_graph(program) | _largest(program)
+    towers = sorted(tower_graphs(program).values(), key=lambda g: g.inputs[0].type.numel())
+    largest = {g.name.split("_")[0]: g for g in towers}  # others have the same layers
+    others = draft_graph(program) | {g.name: g for g in largest.values()}
     checked = {name: check_sizes(api, g, p.limits, p.settings) for name, g in others.items()}
     beside = {name: w for name, (w, _) in checked.items()}
-    io, kinds = written.interface, _kinds(written.network)
+    io, network = written.interface, written.network
+    layers = (network.get_layer(i) for i in range(network.num_layers))
+    kinds = Counter(type(layer).__name__ for layer in layers)
     found = {
         "layers": written.network.num_layers,
         "layer_kinds": dict(kinds.most_common()),
@@ -199,24 +201,6 @@ def _made_dense(packing: Packing) -> list[str]:
         f"{count} weights in codes are made dense at build: TensorRT takes 8 bits with a scale for "
         f"each row of a matrix, and 4 bits in groups of 64 or 128"
     ]
-
-
-def _largest(program: Program) -> dict[str, Graph]:
-    """Return the tower with the largest inputs of each kind: others have the same layers."""
-    kinds: dict[str, Graph] = {}
-    for name, g in tower_graphs(program).items():
-        kind = name.split("_")[0]
-        if kind not in kinds or _fed(g) > _fed(kinds[kind]):
-            kinds[kind] = g
-    return {g.name: g for g in kinds.values()}
-
-
-def _fed(g: Graph) -> int:
-    return sum(v.type.numel() for v in g.inputs)
-
-
-def _kinds(network: Any) -> Counter[str]:
-    return Counter(type(network.get_layer(i)).__name__ for i in range(network.num_layers))
 
 
 # --- in small ---------------------------------------------------------------------------------
@@ -481,7 +465,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

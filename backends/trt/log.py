@@ -13,7 +13,7 @@ from g4ir.ui.progress import Progress
 
 
 def logger(trt: Any, file: Path | None = None) -> Any:
-    """Return an ILogger that keeps errors, and the last of the warnings; every message goes to
+    """Return an ILogger that keeps errors; every message goes to
     `file`, as soon as it is there. TensorRT keeps the first logger that a process gives it, so
     there is to be one for all networks of a build."""
 
@@ -21,15 +21,12 @@ def logger(trt: Any, file: Path | None = None) -> Any:
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.errors: list[str] = []
-            self.warnings: list[str] = []
             self.file = file.open("a", buffering=1, errors="replace") if file else None
 
         def log(self, severity: Any, msg: str) -> None:
             levels = trt.ILogger.Severity
             if severity in (levels.INTERNAL_ERROR, levels.ERROR):
                 self.errors.append(" ".join(msg.split()))
-            elif severity == levels.WARNING:
-                self.warnings = [*self.warnings[-19:], msg]
             if self.file:
                 with suppress(OSError):  # TensorRT takes no exception
                     self.file.write(f"[{severity.name}] {msg}\n")

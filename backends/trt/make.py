@@ -121,8 +121,9 @@ class Make:
         )
 
     def _build(self, w: Written, settings: dict[str, str], plan: Path, progress: Progress) -> None:
-        config = build.configure(self.api, w, settings, self._memory())
-        build.build_plan(self.api, w, config, self._timing(), plan, progress)
+        config = build.configure(self.api, w, settings, self.host.memory(self.task.device))
+        timing = build.timing_file(self.host.timings(), self.machine)
+        build.build_plan(self.api, w, config, timing, plan, progress)
 
     def _use_form(self, form: str) -> None:
         if form != self.settings["attention"]:
@@ -131,12 +132,6 @@ class Make:
                 f"attention: {form}, since TensorRT takes the layers of the other form for an "
                 f"attention of its own and fails"
             )
-
-    def _timing(self) -> Path:
-        return build.timing_file(self.host.timings(), self.machine)
-
-    def _memory(self) -> int:
-        return self.host.memory(self.task.device)
 
     def _plan(self, name: str, graph: Graph) -> int:
         """Write one network's files; return the number of its layers. Where its attention is
@@ -178,7 +173,7 @@ class Make:
         self.task.progress("checking the engine's memory")
         plan = files(ENGINE, 0, ranks_of(self.graphs[ENGINE]))[0]
         engine = read_plan(self.task.folder / plan, self.api, self.log)
-        scratch, memory = int(engine.device_memory_size_v2), self._memory()
+        scratch, memory = int(engine.device_memory_size_v2), self.host.memory(self.task.device)
         streamed = self.settings["weights"] == "streamed"
         steps = [self.graphs[name] for name in (ENGINE, DRAFT) if name in self.graphs]
         parts = {
