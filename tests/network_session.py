@@ -14,21 +14,22 @@ from g4ir.ops.attention import slot_positions
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import context_slots
-from tests.oracle import pieces
+from tests.runner import ChunkedSession
 
 Feeds = Mapping[str, torch.Tensor]
 
 
 @dataclass
-class NetworkSession:
-    """`run(feeds, caches)` makes outputs by name, NAME.next among them."""
+class NetworkSession(ChunkedSession):
+    """`made(feeds)` makes outputs by name, NAME.next among them."""
 
     graph: Graph
     embed: Callable[[torch.Tensor], Feeds]
-    run: Callable[[Feeds], Feeds]
+    made: Callable[[Feeds], Feeds]
     limits: Limits
     batch: int
     chunk: int
+    all_logits: bool
 
     def __post_init__(self) -> None:
         kinds = {v.name: stored_type(v.type, self.limits) for v in self.graph.state}
@@ -42,25 +43,7 @@ class NetworkSession:
         self.rings = [v.name for v in self.graph.state if is_ring(v.type)]
         self.turned = torch.zeros(self.batch, dtype=torch.int64)
 
-    def prefill(self, tokens: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [B, vocab] at each row's last token, or of all tokens [B, S, vocab]."""
-        if lengths is None:
-            lengths = torch.full((self.batch,), tokens.shape[1])
-        outs, last = [], None
-        for start, end in pieces(tokens.shape[1], self.chunk):
-            valid = (lengths - start).clamp(0, end - start)
-            outs.append(self._step(tokens[:, start:end], valid))
-            ends = (valid > 0)[:, None]
-            last = outs[-1][:, -1] if last is None else torch.where(ends, outs[-1][:, -1], last)
-        assert last is not None
-        every = outs[0].shape[1] == min(self.chunk, tokens.shape[1]) > 1
-        return torch.cat(outs, 1) if every else last
-
-    def decode(self, tokens: torch.Tensor) -> torch.Tensor:
-        """i64[B] -> [B, vocab]"""
-        return self._step(tokens[:, None], torch.ones_like(tokens))[:, -1]
-
-    def _step(self, tokens: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    def _run(self, phase: str, tokens: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         after = self.length + valid
         slots = context_slots(int(after.max()), self.limits.max_seq)
         positions = self.length[:, None] + torch.arange(tokens.shape[1])
@@ -73,7 +56,7 @@ class NetworkSession:
             SLOTS: torch.arange(slots),
             TURNED: self.turned,
         }
-        out = self.run(feeds)
+        out = self.made(feeds)
         self.caches = {name: out[f"{name}.next"] for name in self.caches}
         self.length = after
         return out["logits"]

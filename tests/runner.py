@@ -99,9 +99,44 @@ def built_program(
     return _PROGRAMS[key]
 
 
+class ChunkedSession:
+    """Prompts in chunks, then single tokens. `length` i64[batch] is the number of tokens that each
+    row holds; `_run(phase, tokens, valid)` makes the logits of a chunk."""
+
+    batch: int
+    chunk: int
+    all_logits: bool
+    length: torch.Tensor
+    _run: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
+
+    def prefill(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor | None = None,
+        all_logits: bool | None = None,
+    ) -> torch.Tensor:
+        """[B, vocab] at each row's last token, or [B, S, vocab] in an all-logits program."""
+        assert all_logits in (None, self.all_logits)
+        if lengths is None:
+            lengths = torch.full((self.batch,), tokens.shape[1])
+        outs, last = [], None
+        for start, end in pieces(tokens.shape[1], self.chunk):
+            valid = (lengths - start).clamp(0, end - start)
+            outs.append(self._run("prefill", tokens[:, start:end], valid))
+            ends = (valid > 0)[:, None]  # a later chunk replaces the row's logits
+            last = outs[-1][:, -1] if last is None else torch.where(ends, outs[-1][:, -1], last)
+        assert last is not None
+        return torch.cat(outs, 1) if self.all_logits else last
+
+    def decode(self, tokens: torch.Tensor, active: torch.Tensor | None = None) -> torch.Tensor:
+        """i64[B] -> [B, vocab]; rows where `active` is False are left untouched."""
+        valid = torch.ones_like(tokens) if active is None else active.to(torch.int64)
+        return self._run("decode", tokens[:, None], valid)[:, -1]
+
+
 @dataclass
-class Session:
-    """See `open_session`. `length` i64[batch] is the number of tokens that each row holds."""
+class Session(ChunkedSession):
+    """See `open_session`."""
 
     program: Program
     tensors: Mapping[str, torch.Tensor]
@@ -124,27 +159,6 @@ class Session:
         wider = dtype if dtype == torch.float64 else None  # than the graph declares
         self.state = empty_state(self.program.graphs["prefill"], dims, wider)
         self.length = torch.zeros(self.batch, dtype=torch.int64)
-
-    def prefill(
-        self, tokens: torch.Tensor, lengths: torch.Tensor | None = None, all_logits: bool = False
-    ) -> torch.Tensor:
-        """[B, vocab] at each row's last token, or [B, S, vocab] in an all-logits program."""
-        assert all_logits == self.all_logits
-        if lengths is None:
-            lengths = torch.full((self.batch,), tokens.shape[1])
-        outs, last = [], None
-        for start, end in pieces(tokens.shape[1], self.chunk):
-            valid = (lengths - start).clamp(0, end - start)
-            outs.append(self._run("prefill", tokens[:, start:end], valid))
-            ends = (valid > 0)[:, None]  # a later chunk replaces the row's logits
-            last = outs[-1][:, -1] if last is None else torch.where(ends, outs[-1][:, -1], last)
-        assert last is not None
-        return torch.cat(outs, 1) if all_logits else last
-
-    def decode(self, tokens: torch.Tensor, active: torch.Tensor | None = None) -> torch.Tensor:
-        """i64[B] -> [B, vocab]; rows where `active` is False are left untouched."""
-        valid = torch.ones_like(tokens) if active is None else active.to(torch.int64)
-        return self._run("decode", tokens[:, None], valid)[:, 0]
 
     def _run(self, phase: str, tokens: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         embeds, _ = interpret(self.graphs["embed"], {"tokens": tokens}, self.params["embed"], {})

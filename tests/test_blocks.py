@@ -29,9 +29,9 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec, check_spec, load_spec
 from tests.configs import spec_called
-from tests.eager_emitter import EagerEmitter
 from tests.network_session import as_stored
 from tests.test_ops import node, tensors
+from tests.trt.running import computed, new_emitter
 
 #: positions of the chunk's tokens, and their blocks; the second row is padded
 CHUNK = ([9, 10, 11, 12, 13, 14, 15, 16], [3, 4, 5, 6, 7, 8, 9, 10])
@@ -116,7 +116,7 @@ def test_primitives(case: tuple[str, int]) -> None:
         for i, (v, t) in enumerate(zip(n.inputs, given, strict=True))
     }
     held[TURNED] = torch.zeros(2, dtype=torch.int64)
-    e = EagerEmitter(held, held.__getitem__)
+    e = new_emitter()
     net = Network(e, None, Limits(2, 64, 8), LOWERINGS)  # type: ignore[arg-type]
     for i, v in enumerate(n.inputs):
         ring = first <= i < first + parts
@@ -124,7 +124,8 @@ def test_primitives(case: tuple[str, int]) -> None:
         net.env[v.name] = e.input(v.name, kind)
     net.env[TURNED] = e.input(TURNED, Type("i64", (2,)))
     net.node(n)
-    got = net.env[n.out.name].handle
+    e.output("y", net.env[n.out.name])
+    got = computed(e, held)["y"]
     torch.testing.assert_close(got, run_node(n, given)[0], rtol=1e-5, atol=1e-5)
 
 

@@ -34,19 +34,19 @@ from g4ir.errors import CheckError, EngineError
 from g4ir.ir.interpret import run_node
 from g4ir.media.audio import Waveform
 from g4ir.ops import Sample
-from g4ir.ops.types import Type, parse_type
+from g4ir.ops.types import parse_type
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec, load_spec
 from g4ir.spec.shrink import shrink
 from g4ir.weights.tensorfile import read_header
-from tests.eager_emitter import EagerEmitter
 from tests.engines import BUDGET, agrees
 from tests.media_tools import noise
 from tests.oracle import cosine
 from tests.test_media_models import Message
 from tests.test_ops import node, tensors
 from tests.trt.emulated import emulated, emulated_api, use
+from tests.trt.running import computed, new_emitter
 from tests.trt.test_signatures import distinct, fits_bindings
 
 #: clipped vision with sound; patches and samples without layers; plain vision and pictures seen
@@ -230,16 +230,6 @@ def test_onnx_refuses_other_sizes(made: Make) -> None:
 # --- primitives -------------------------------------------------------------------------------
 
 
-class Counting(EagerEmitter):
-    """Counts softmaxes."""
-
-    softmaxes = 0
-
-    def _softmax(self, x: Operand, t: Type) -> Operand:
-        self.softmaxes += 1
-        return super()._softmax(x, t)
-
-
 @pytest.mark.parametrize("scores, parts", [(1 << 20, 1), (4 * 11 * 4, 3), (1, 11)])
 def test_queries_in_parts(monkeypatch: pytest.MonkeyPatch, scores: int, parts: int) -> None:
     """As many parts as the scores need, the last one shorter."""
@@ -249,12 +239,13 @@ def test_queries_in_parts(monkeypatch: pytest.MonkeyPatch, scores: int, parts: i
     n = node("encoder_attention", types, {"scale": 1.0})
     given = tensors(types, Sample(kinds))
     feeds = {v.name: t for v, t in zip(n.inputs, given, strict=True)}
-    e = Counting(feeds, feeds.__getitem__)
+    e = new_emitter()
     net = Network(e, None, Limits(1, 64, 8), LOWERINGS)  # type: ignore[arg-type]
     net.env.update({v.name: e.input(v.name, v.type) for v in n.inputs})
     net.node(n)
-    torch.testing.assert_close(net.env[n.out.name].handle, run_node(n, given)[0])
-    assert e.softmaxes == parts
+    e.output("y", net.env[n.out.name])
+    torch.testing.assert_close(computed(e, feeds)["y"], run_node(n, given)[0])
+    assert sum(x._kind == "softmax" for x in e.network._layers) == parts
 
 
 # --- TensorRT ---------------------------------------------------------------------------------

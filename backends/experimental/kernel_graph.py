@@ -127,7 +127,6 @@ class _Work(TorchDispatchMode):
 
 
 def _is_copied(x: Any) -> bool:
-    """Whether a kernel's op makes a copy of an operand before it is read."""
     return isinstance(x, torch.Tensor) and not x.is_contiguous()
 
 
@@ -173,7 +172,6 @@ def end_text(batch: int) -> str:
 
 
 def _stand_ins(types: Iterable[Type]) -> list[torch.Tensor]:
-    """Return tensors without numbers."""
     return [
         torch.empty([int(d) for d in t.shape], dtype=torch_dtype(t.dtype), device="meta")
         for t in types
@@ -187,7 +185,6 @@ def _listed(
     returned: Sequence[tuple[torch.Tensor, Type]],
     how: Callable[[Launch], Assembled],
 ) -> tuple[Chain, list[bytes]]:
-    """Return what was recorded as a chain, with its assembled kernels."""
     places = _Places(given)
     functions, files, starts = dict[str, int](), list[Assembled](), list[Start]()
     for launch in launches:
@@ -212,7 +209,6 @@ def _listed(
 
 
 def _peers(n: Node) -> torch.Tensor:
-    """Return what stands for the place where ranks meet."""
     return torch.empty(1 + n.whole("ranks"), dtype=torch.int64, device="meta")
 
 
@@ -277,7 +273,6 @@ def _digest(text: str) -> str:
 
 
 def _check(chain: Chain) -> None:
-    """Raise EngineError for a function or a place that there is not."""
     sizes = [parse_type(t).nbytes() for t in chain.given] + list(chain.made)
     if any(s.function >= len(chain.functions) for s in chain.starts):
         raise EngineError("a kernel is started that the file does not have")

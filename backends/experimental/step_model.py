@@ -298,7 +298,6 @@ class _Model:
                     yield from self._node(n)
 
     def _runs(self, n: Node) -> bool:
-        """Whether a node is work of its own: no view, and no codes that a kernel takes."""
         return bool(self.s.find(n)) or n.definition.traffic is not nothing
 
     def _is_pointwise(self, n: Node) -> bool:
@@ -347,7 +346,6 @@ class _Model:
             yield _Work(LIBRARY, name, own, self._times(self.c.library_time, own, share))
 
     def _kernel(self, n: Node, choice: Choice, kernel: str, part: Part, nbytes: int) -> _Work:
-        """Return a kernel of ours."""
         name, use, shape = n.outputs[0].name, choice.uses[kernel], choice.shape
         own = (part.extra, part.extra)
         if "splits" in use:
@@ -376,7 +374,6 @@ class _Model:
     def _asked(
         self, shape: Mapping[str, int], use: Mapping[str, int], tiles: int, blocks: int
     ) -> float:
-        """Return the share of a product's weight that its blocks ask for before they wait."""
         if "programs" in use:
             return min(1.0, blocks * (use["stages"] - 1) / tiles)
         there = min(blocks, self.c.early.blocks * self.card.processors) / blocks
@@ -422,7 +419,6 @@ class _Model:
     def _times(
         self, own: Pair, nbytes: int = 0, share: float = 1.0, rate: float | None = None
     ) -> Pair:
-        """Return gap, own time and the way of the bytes."""
         speed = self.card.copy * share if rate is None else rate
         fast, slow = (nbytes / (speed * x) for x in self.c.stream)
         return self._sum(self.c.gap, own, (fast, slow))

@@ -58,7 +58,6 @@ def _chosen(n: Node) -> int:
 
 
 def _routed(n: Node) -> int:
-    """Count the experts that tokens choose among."""
     if n.op == "moe_mlp":
         return int(n["router_proj"].type.shape[0])
     return n.whole("total") if "total" in n.attrs else int(n["gate_up"].type.shape[0])

@@ -37,31 +37,8 @@ ELEMENTS: Mapping[str, int] = {
 #: constants of more bytes lie outside the model file
 INLINE_BYTES = 4096
 
-_UNARY = {
-    "neg": "Neg",
-    "exp": "Exp",
-    "log": "Log",
-    "tanh": "Tanh",
-    "sqrt": "Sqrt",
-    "erf": "Erf",
-    "not": "Not",
-}
-_BINARY = {
-    "add": "Add",
-    "sub": "Sub",
-    "mul": "Mul",
-    "div": "Div",
-    "pow": "Pow",
-    "max": "Max",
-    "min": "Min",
-    "floor_div": "Div",
-    "eq": "Equal",
-    "gt": "Greater",
-    "lt": "Less",
-    "and": "And",
-    "or": "Or",
-}
-_REDUCE = {"sum": "ReduceSum", "mean": "ReduceMean", "max": "ReduceMax"}
+#: primitives that ONNX calls otherwise
+_NAMES = {"eq": "Equal", "gt": "Greater", "lt": "Less", "floor_div": "Div"}
 
 
 @dataclass(frozen=True)
@@ -171,7 +148,6 @@ class OnnxEmitter(Emitter):
         return name
 
     def _length(self, x: Operand, axis: int) -> str:
-        """Return i64 [1]: the size of a dim. Dims of one name have one size."""
         dim = x.shape[axis]
         if isinstance(dim, int):
             return self._whole(dim)
@@ -212,10 +188,10 @@ class OnnxEmitter(Emitter):
     # --- pointwise ----------------------------------------------------------------------------
 
     def _unary(self, kind: str, x: Operand, t: Type) -> Operand:
-        return self._op(_UNARY[kind], [x], t)
+        return self._op(kind.capitalize(), [x], t)
 
     def _binary(self, kind: str, a: Operand, b: Operand, t: Type) -> Operand:
-        return self._op(_BINARY[kind], [a, b], t)
+        return self._op(_NAMES.get(kind, kind.capitalize()), [a, b], t)
 
     def _where(self, condition: Operand, a: Operand, b: Operand, t: Type) -> Operand:
         return self._op("Where", [condition, a, b], t)
@@ -252,7 +228,7 @@ class OnnxEmitter(Emitter):
         return self._op("Softmax", [x], t, axis=-1)
 
     def _reduce(self, kind: str, x: Operand, axis: int, t: Type) -> Operand:
-        return self._op(_REDUCE[kind], [x, self._whole(axis)], t, keepdims=1)
+        return self._op(f"Reduce{kind.capitalize()}", [x, self._whole(axis)], t, keepdims=1)
 
     def _topk(self, x: Operand, k: int, values: Type, index: Type) -> tuple[Operand, Operand]:
         found = self._make(
@@ -376,7 +352,6 @@ def _info(name: str, t: Type) -> onnx.ValueInfoProto:
 
 
 def _outside(name: str, t: Type, place: Place) -> onnx.TensorProto:
-    """Return an initialiser whose data lie in another file."""
     tensor = onnx.TensorProto(name=name, data_type=ELEMENTS[t.dtype], dims=t.shape)
     tensor.data_location = onnx.TensorProto.EXTERNAL
     for key, value in (

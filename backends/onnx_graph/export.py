@@ -16,10 +16,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
 import onnx
+import yaml
 
 from g4ir.errors import EngineError, LowerError
 from g4ir.ir.graph import Graph, Node, Program, Value
@@ -41,76 +43,6 @@ DRAFT_FILE = "draft.onnx"
 #: constants begin at multiples of it
 ALIGNMENT = 64
 OUTSIDE = "outside layers"
-
-#: what model.onnx says of itself
-_NETWORK_DOC = """Prefill and decode of a Gemma 4 text model: a decode step is a chunk of one token.
-
-B rows, a chunk of S tokens each (1 to `prefill_chunk`), C slots of the full-length
-caches that the chunk looks at: at least as many as rows hold tokens after it, at most M. T is the
-model's dtype.
-
-    in   embeds          T[B,S,H]        of embed.onnx
-         ple_rows        T[B,S,L*P]      of embed.onnx, where the variant has per-layer embeddings
-         positions       i64[B,S]        of each token in its row; also padding counts on
-         lengths         i64[B]          valid tokens of the chunk by row, 0 to S; padding follows
-         slots           i64[C]          0, 1, 2, ...; where a layer has a full-length cache
-         rows            i64[B,R]        where drafted tokens are verified: the rows of the chunk
-                                         that logits are asked for
-         block_ids       i64[B,S]        where the variant sees pictures both ways: one number for
-                                         all soft tokens of a picture, which are in one chunk, and
-                                         -1 for every other token
-         turned          i64[B]          where a layer has a ring of R slots: position p of a row
-                                         lies in slot (p + turned) mod R; zeros at first
-         NAME            T[B,n,M,d]      a full-length cache, M = max_seq + prefill_chunk
-                         T[B,n,R,d]      a ring
-    out  logits          T[B,1,vocab]    of each row's last valid token ([B,S,vocab] for all,
-                                         [B,R,vocab] for `rows`)
-         hidden          T[B,R,H]        where there is a drafter: what these logits are made of
-         NAME.next       as NAME         the cache after the chunk
-
-Where a picture or a sound stands, its soft tokens take the place of the rows of `embeds` that its
-placeholders got.
-
-Caches start as zeros. NAME and NAME.next may share memory for the caches that the property
-`g4ir.in_place` lists, and may not for the others. The next chunk's positions start after the valid
-tokens of this one. A chunk must not cross the end of a ring: end it there, or turn the row's rings
-(numpy.roll of their slots) by as many slots as `turned` then changes by.
-"""
-
-_EMBED_DOC = """Token ids to the rows that model.onnx takes.
-
-in   tokens    i64[B,S]
-out  embeds    [B,S,H]
-     ple_rows  [B,S,L*P], where the variant has per-layer embeddings
-
-Placeholders of media get the rows of the padding token.
-"""
-
-_TOWER_DOC = """One picture (patches, positions) or one sound (features, mask), padded to a fixed
-size, to its soft tokens. What belongs to padding comes last and is to be left out.
-
-in   patches    f32[1,P,D]   pixels of 0 to 1
-     positions  i64[1,P,2]   column and row of each patch, (-1, -1) for padding; where the variant
-                             takes them
-     features   f32[1,T,F]   frames
-     mask       bool[1,T]    where there is sound; where the variant takes it
-out  soft       [1,N,H]      rows for model.onnx's embeds
-"""
-
-
-_DRAFT_DOC = """A step of the drafter: guesses the token behind the newest one, over two of the
-model's caches, which it does not change.
-
-in   embeds     T[B,1,H]    of the newest token, or of the last drafted one
-     hidden     T[B,1,H]    of model.onnx, of the row that the token came of; then draft.hidden
-     positions  i64[B,1]    where the drafted tokens stand, the same in all steps of a round
-     last       i64[B,1]    the position of the newest token in the caches
-     written    i64[B]      how many tokens they hold
-     slots, turned, NAME    as those of model.onnx
-out  draft.token   i64[B]
-     draft.hidden  T[B,1,H]
-"""
-
 
 # --- where data lie ---------------------------------------------------------------------------
 
@@ -159,52 +91,51 @@ def network_model(
     program: Program, limits: Limits, storage: Any, experts: str = "auto"
 ) -> onnx.ModelProto:
     """Return the network of prefill and decode; LowerError where it leaves the allow-list."""
-    graph, e = network_graph(program), OnnxEmitter(storage)
-    net = Network(e, graph, limits, LOWERINGS, experts)
+    return _model("network", network_graph(program), limits, storage, experts)
+
+
+def tower_model(graph: Graph, limits: Limits, storage: Any) -> onnx.ModelProto:
+    """Return a tower; LowerError where it leaves the allow-list."""
+    return _model("tower", graph, limits, storage)
+
+
+def draft_model(graph: Graph, limits: Limits, storage: Any) -> onnx.ModelProto:
+    """Return a step of the drafter; LowerError where it leaves the allow-list."""
+    return _model("draft", graph, limits, storage)
+
+
+def embed_model(program: Program, limits: Limits, storage: Any) -> onnx.ModelProto:
+    """Return the model from token ids to rows of the tables."""
+    return _model("embed", program.graphs["embed"], limits, storage)
+
+
+def _model(
+    kind: str, graph: Graph, limits: Limits, storage: Any, experts: str = "auto"
+) -> onnx.ModelProto:
+    e = OnnxEmitter(storage)
+    tables: dict[str, Lowering] = {
+        "embedding": _embedding,
+        "embedding_quantized": _embedding_quantized,
+    }
+    net = Network(e, graph, limits, {**LOWERINGS, **tables}, experts)
     net.emit()
-    e.name_values(_made(graph, net))
+    e.name_values({v.name: net.env[v.name] for n in graph.nodes for v in n.outputs})
     facts = {
         "g4ir.max_seq": str(limits.max_seq),
         "g4ir.prefill_chunk": str(limits.prefill_chunk),
         "g4ir.full_slots": str(full_slots(limits)),
         "g4ir.in_place": ",".join(_in_place(graph, e)),
     }
-    return _checked(e.model("network", _NETWORK_DOC, facts))
+    name = graph.name if kind in ("tower", "draft") else kind
+    model = e.model(name, _docs()[kind], facts if kind == "network" else {})
+    check_model(model)
+    return model
 
 
-def tower_model(graph: Graph, limits: Limits, storage: Any) -> onnx.ModelProto:
-    """Return a tower; LowerError where it leaves the allow-list."""
-    e = OnnxEmitter(storage)
-    net = Network(e, graph, limits, LOWERINGS)
-    net.emit()
-    e.name_values(_made(graph, net))
-    return _checked(e.model(graph.name, _TOWER_DOC, {}))
-
-
-def draft_model(graph: Graph, limits: Limits, storage: Any) -> onnx.ModelProto:
-    """Return a step of the drafter; LowerError where it leaves the allow-list."""
-    e = OnnxEmitter(storage)
-    net = Network(e, graph, limits, LOWERINGS)
-    net.emit()
-    e.name_values(_made(graph, net))
-    return _checked(e.model(graph.name, _DRAFT_DOC, {}))
-
-
-def embed_model(program: Program, limits: Limits, storage: Any) -> onnx.ModelProto:
-    """Return the model from token ids to rows of the tables."""
-    graph, e = program.graphs["embed"], OnnxEmitter(storage)
-    own: dict[str, Lowering] = {
-        "embedding": _embedding,
-        "embedding_quantized": _embedding_quantized,
-    }
-    net = Network(e, graph, limits, {**LOWERINGS, **own})
-    net.env.update({v.name: e.input(v.name, v.type) for v in graph.inputs})
-    for n in graph.nodes:
-        net.node(n)
-    for v in graph.outputs:
-        e.output(v.name, net.env[v.name])
-    e.name_values(_made(graph, net))
-    return _checked(e.model("embed", _EMBED_DOC, {}))
+@cache
+def _docs() -> dict[str, str]:
+    found: dict[str, str] = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text())
+    return found
 
 
 def _embedding(net: Network, n: Node, table: Operand, ids: Operand) -> Operand:
@@ -218,15 +149,6 @@ def _embedding_quantized(
     """Return `_embedding` of what rows of codes mean."""
     rows = gathered(net, codes, scales, ids, ids.rank, n.word("to"))
     return net.e.mul(rows, n.number("scale"))
-
-
-def _made(graph: Graph, net: Network) -> dict[str, Operand]:
-    return {v.name: net.env[v.name] for n in graph.nodes for v in n.outputs}
-
-
-def _checked(model: onnx.ModelProto) -> onnx.ModelProto:
-    check_model(model)
-    return model
 
 
 def _in_place(graph: Graph, e: OnnxEmitter) -> list[str]:
@@ -267,7 +189,6 @@ def tower_file(name: str) -> str:
 
 
 def _check_file(path: Path) -> None:
-    """Run onnx's own checker, and compare its inference of shapes with ours."""
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as err:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +9,14 @@ import onnxruntime
 import torch
 
 from g4ir.errors import EngineError
-from g4ir.ir.graph import Program, Value
+from g4ir.ir.graph import Program
 from g4ir.model.draft import DRAFT
 from g4ir.ops.types import Type, torch_dtype
 from g4ir.plan.engine_limits import Limits
-from g4ir.plan.formats import context_slots
 from g4ir.ui.progress import Progress
 from g4ir.weights.pack import ParamSource
 
 from ..base import Tensors, Watch
-from ..kv_cache import CacheViews
 from ..primitives.graph import network_graph
 from ..primitives.network import (
     BLOCK_IDS,
@@ -28,13 +24,11 @@ from ..primitives.network import (
     ROWS,
     SLOTS,
     TURNED,
-    as_in_ir,
     asked_rows,
-    full_slots,
     is_ring,
     stored_type,
-    turn,
 )
+from ..primitives.runtime import NetworkCaches, NetworkRuntime
 from .emitter import element_type
 from .export import DRAFT_FILE, MODEL, tower_file
 
@@ -50,64 +44,26 @@ PRODUCTS_OF_CODES = {
 SEVERITY = 4
 
 
-class OnnxCaches(CacheViews):
-    """The network's caches, zeroed, and how far rings are turned. Caches that cannot be written in
-    place have a second buffer, and the two change places after every step."""
+class OnnxCaches(NetworkCaches):
+    """Caches that cannot be written in place have a second buffer, and the two change places after
+    every step."""
 
-    def __init__(
-        self, state: Mapping[str, Value], batch: int, limits: Limits, in_place: frozenset[str]
-    ) -> None:
-        self.state, self.capacity = state, full_slots(limits)
-        self.held = {n: _zeros(v, batch, limits) for n, v in state.items()}
-        self.spare = {n: t if n in in_place else torch.zeros_like(t) for n, t in self.held.items()}
-        self.rings = frozenset(n for n, v in state.items() if is_ring(v.type))
-        self.turned = torch.zeros(batch, dtype=torch.int64)
-
-    def turn(self, positions: torch.Tensor) -> None:
-        """Turn rings until this chunk crosses the end of none (primitives/network.py)."""
-        turn(positions, self.turned, [self.held[name] for name in self.rings])
+    spare: dict[str, torch.Tensor]
 
     def swap(self) -> None:
         self.held, self.spare = self.spare, self.held
 
-    def slots(self, context: int) -> int:
-        """Count the slots of full-length caches that a step for this many tokens looks at."""
-        return context_slots(context, self.capacity)
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The caches, [slots, B, n, d], with position p in slot p mod slots: views, writable."""
-        return as_in_ir(self.held, self.rings, self.turned)
-
-    def _shown(self) -> dict[str, torch.Tensor]:
-        return {n: t.permute(2, 0, 1, 3) for n, t in self.held.items()}
-
-    def views(self, context: int) -> dict[str, torch.Tensor]:
-        """Return the parts in use while rows hold at most `context` tokens: of `tensors`, and how
-        far rings are turned."""
-        slots = self.slots(context)
-        parts = {n: t if n in self.rings else t[:slots] for n, t in self._shown().items()}
-        return parts | {TURNED: self.turned[None]}
-
-    def row(self, index: int, context: int) -> dict[str, torch.Tensor]:
-        """Return what one row has of them."""
-        return {name: t[:, index] for name, t in self.views(context).items()}
-
     def nbytes(self) -> int:
         every = {t.data_ptr(): t for t in (*self.held.values(), *self.spare.values())}
-        return sum(prod(t.shape) * t.element_size() for t in every.values())
+        return sum(t.nbytes for t in every.values())
 
     def zero(self) -> None:
-        for t in (*self.held.values(), *self.spare.values(), self.turned):
+        super().zero()
+        for t in self.spare.values():
             t.zero_()
 
 
-def _zeros(v: Value, batch: int, limits: Limits) -> torch.Tensor:
-    t = stored_type(v.type, limits).bind({"B": batch})
-    return torch.zeros([int(d) for d in t.shape], dtype=torch_dtype(t.dtype))
-
-
-class OnnxRuntime:
+class OnnxRuntime(NetworkRuntime):
     """A loaded engine of the onnx backend."""
 
     def __init__(
@@ -133,12 +89,17 @@ class OnnxRuntime:
             raise EngineError(f"{self.path} is not of this engine; build it again")
         self.in_place = frozenset(facts[IN_PLACE].split(","))
         self._counted: dict[int, torch.Tensor] = {}
-        #: opened when they are first used
-        self._towers: dict[str, onnxruntime.InferenceSession] = {}
-        self._drafter: onnxruntime.InferenceSession | None = None
+        #: of towers and the drafter, opened when they are first used
+        self._others: dict[Path, onnxruntime.InferenceSession] = {}
 
     def new_state(self, batch: int) -> OnnxCaches:
-        return OnnxCaches(self.state, batch, self.limits, self.in_place)
+        types = {n: stored_type(v.type, self.limits) for n, v in self.state.items()}
+        rings = [n for n, v in self.state.items() if is_ring(v.type)]
+        state = OnnxCaches(types, rings, batch, self.limits)
+        state.spare = {
+            n: t if n in self.in_place else torch.zeros_like(t) for n, t in state.held.items()
+        }
+        return state
 
     def run(
         self,
@@ -179,47 +140,37 @@ class OnnxRuntime:
     def _draft(
         self, feeds: dict[str, torch.Tensor], state: OnnxCaches, context: int
     ) -> dict[str, torch.Tensor]:
-        """Run a step of the drafter, whose network is opened when it is first used."""
         path, graph = self.folder / DRAFT_FILE, self.graphs[DRAFT]
-        if self._drafter is None:
-            self._drafter = open_session(path, self.mapped)
-        names = {i.name for i in self._drafter.get_inputs()}
+        drafter = self._other(path, self.mapped)
+        names = {i.name for i in drafter.get_inputs()}
         slots = self._count(state.slots(context))
         given = {**feeds, **state.held, SLOTS: slots, TURNED: state.turned}
         inputs = {k: t.contiguous() for k, t in given.items() if k in names}
         batch = len(feeds["written"])
         made = {v.name: _empty(v.type.bind({"B": batch})) for v in graph.outputs}
-        _run(self._drafter, inputs, made, path, f"in a draft of {batch} rows")
+        _run(drafter, inputs, made, path, f"in a draft of {batch} rows")
         return made
 
     def encode(self, tower: str, feeds: Tensors) -> torch.Tensor:
         path, (soft,) = self.folder / tower_file(tower), self.graphs[tower].outputs
-        if tower not in self._towers:
-            self._towers[tower] = open_session(path, mapped=soft.type.dtype == "f32")
-        session, out = self._towers[tower], _empty(soft.type)
+        session, out = self._other(path, soft.type.dtype == "f32"), _empty(soft.type)
         inputs = {k: t.contiguous() for k, t in feeds.items()}
         _run(session, inputs, {soft.name: out}, path, f"on {', '.join(feeds)}")
         return out
+
+    def _other(self, path: Path, mapped: bool) -> onnxruntime.InferenceSession:
+        if path not in self._others:
+            self._others[path] = open_session(path, mapped)
+        return self._others[path]
 
     def _count(self, n: int) -> torch.Tensor:
         if n not in self._counted:
             self._counted[n] = torch.arange(n)
         return self._counted[n]
 
-    def token_loop(self, *_: Any) -> None:
-        """Return None: the host chooses."""
-
-    def round_loop(self, *_: Any) -> None:
-        """Return None: the host drafts."""
-
-    def resident(self, param: str) -> torch.Tensor | None:
-        """Return None: onnxruntime holds weights in layouts of its own."""
-        return None
-
     def close(self) -> None:
         del self.session
-        self._drafter = None
-        self._towers.clear()
+        self._others.clear()
         self.source.close()
 
 

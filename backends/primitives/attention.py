@@ -15,7 +15,7 @@ from g4ir.ops.types import FLOATS, torch_dtype
 
 from .emitter import Emitter, Operand
 from .network import SLOTS, TURNED, Network, full_slots, is_ring
-from .pointwise import times, wide
+from .pointwise import normed, times, wide
 
 #: what decides a table of angles, beside the positions
 ROTATION = ("kind", "theta", "fraction", "factor", "dtype")
@@ -114,7 +114,6 @@ def _slot_positions(net: Network, slots: int, written: Operand) -> Operand:
 
 
 def _modulo(e: Emitter, x: Operand, n: int) -> Operand:
-    """Return the remainder of whole numbers that are not negative."""
     return e.sub(x, e.mul(e.binary("floor_div", x, n), n))
 
 
@@ -157,7 +156,6 @@ def _last_seen(e: Emitter, positions: Operand, block_ids: Operand) -> Operand:
 
 
 def _rows(net: Network, cache: Value, x: Operand, fresh: tuple[Value, Operand] | None) -> Operand:
-    """Return rows [B, n, T, d] of a cache, then of the chunk."""
     e = net.e
 
     def make() -> Operand:
@@ -205,6 +203,37 @@ def _last(net: Network, positions: Value, block_ids: Value | None) -> Operand | 
         ("last seen", positions, block_ids),
         lambda: _last_seen(net.e, net.operand(positions), net.operand(block_ids)),
     )
+
+
+# --- heads on their way to attention and the caches ------------------------------------------
+
+
+def qkv_write(net: Network, n: Node, qkv: Operand, *others: Operand) -> tuple[Operand, ...]:
+    """Return q [B,S,heads,d] and the caches of K and V after the chunk. Heads lie as caches do,
+    [B,heads,S,d], and have one norm, with weights of their own, and one rotation. Other forms of
+    caches are written as the op says."""
+    if n.word("form") != "plain":
+        return tuple(net.expanded(n))
+    e, heads, count = net.e, n.whole("heads"), n.whole("kv_heads")
+    (b, s, _), d, own = qkv.shape, int(others[0].shape[0]), bool(n.attrs["values"])
+    both = heads + count
+    x = e.reshape(qkv, b, s, both + count * own, d)
+    h = normed(e, e.cast(e.transpose(x, 0, 2, 1, 3), "f32"), n.number("eps"))
+    made = e.cast(e.mul(h, _norm_weights(e, others[0], others[1], heads, count, own)), qkv.dtype)
+    v = e.slice(made, 1, both, both + count) if own else e.slice(h, 1, heads, both)
+    made = rotate(e, e.slice(made, 1, 0, both), *tables(net, n["cos"], n["sin"], 1))
+    rows = zip(n.inputs[7:], (e.slice(made, 1, heads, both), e.cast(v, qkv.dtype)), strict=True)
+    caches = [e.append(net.operand(c), new, first_slot(net, c, n["start"])) for c, new in rows]
+    return e.transpose(e.slice(made, 1, 0, heads), 0, 2, 1, 3), *caches
+
+
+def _norm_weights(
+    e: Emitter, q: Operand, k: Operand, heads: int, count: int, values: bool
+) -> Operand:
+    """Return f32[1,heads,1,d]: the weights of each head's norm; those of values are 1."""
+    rows = [e.cast(e.unsqueeze(w, 0, 1, 2), "f32") for w in (q, k)]
+    ones = [e.constant(torch.ones(1, count, 1, int(q.shape[0])))] if values else []
+    return e.concat([rows[0]] * heads + [rows[1]] * count + ones, 1)
 
 
 # --- attention --------------------------------------------------------------------------------

@@ -17,9 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from g4ir.ir.graph import Value
 from g4ir.ops.codecs import PACKED
-from g4ir.ops.types import FLOATS, Dim, Type
+from g4ir.ops.types import FLOATS, Dim, Type, torch_dtype
 
 UNARY = ("neg", "exp", "log", "tanh", "sqrt", "erf", "not")
 ARITHMETIC = ("add", "sub", "mul", "div", "pow", "max", "min", "floor_div")
@@ -53,8 +55,8 @@ class Operand:
 class Emitter(ABC):
     """Checks each primitive, works out the type of its result, and has the target make it.
 
-    Public methods are the vocabulary; a target implements the `_emit` methods, which are given
-    checked operands and the type of the result. ValueError on operands that break a rule.
+    Public methods are the vocabulary; a target implements those with an underscore, which are
+    given checked operands and the type of the result. ValueError on operands that break a rule.
     """
 
     #: prefix of the names of what is made next: the IR value that it is made for
@@ -140,10 +142,6 @@ class Emitter(ABC):
         return self.binary("div", a, b)
 
     def _number(self, value: float, like: Operand) -> Operand:
-        import torch
-
-        from g4ir.ops.types import torch_dtype
-
         return self.constant(torch.full((1,) * like.rank, value, dtype=torch_dtype(like.dtype)))
 
     # --- products and sums --------------------------------------------------------------------
@@ -293,48 +291,28 @@ class Emitter(ABC):
     ) -> Operand:
         """Return `then` where the axis of x has one entry, else `otherwise`; both have one type."""
 
-    # --- what a target implements -------------------------------------------------------------
+    # --- what a target implements: the checked operands, and the type of the result -----------
 
-    @abstractmethod
-    def _unary(self, kind: str, x: Operand, t: Type) -> Operand: ...
-    @abstractmethod
-    def _binary(self, kind: str, a: Operand, b: Operand, t: Type) -> Operand: ...
-    @abstractmethod
-    def _where(self, condition: Operand, a: Operand, b: Operand, t: Type) -> Operand: ...
-    @abstractmethod
-    def _cast(self, x: Operand, t: Type) -> Operand: ...
-    @abstractmethod
-    def _linear(self, x: Operand, w: Operand, columns: bool, t: Type) -> Operand: ...
-    @abstractmethod
-    def _dequantize(self, codes: Operand, scales: Operand, axis: int, t: Type) -> Operand: ...
-    @abstractmethod
-    def _bits(self, codes: Operand, t: Type) -> Operand: ...
-    @abstractmethod
-    def _matmul(self, a: Operand, b: Operand, transpose_b: bool, t: Type) -> Operand: ...
-    @abstractmethod
-    def _softmax(self, x: Operand, t: Type) -> Operand: ...
-    @abstractmethod
-    def _reduce(self, kind: str, x: Operand, axis: int, t: Type) -> Operand: ...
-    @abstractmethod
-    def _topk(self, x: Operand, k: int, values: Type, index: Type) -> tuple[Operand, Operand]: ...
-    @abstractmethod
-    def _reshape(self, x: Operand, t: Type) -> Operand: ...
-    @abstractmethod
-    def _transpose(self, x: Operand, order: Sequence[int], t: Type) -> Operand: ...
-    @abstractmethod
-    def _unsqueeze(self, x: Operand, axes: Sequence[int], t: Type) -> Operand: ...
-    @abstractmethod
-    def _concat(self, xs: Sequence[Operand], axis: int, t: Type) -> Operand: ...
-    @abstractmethod
-    def _slice(self, x: Operand, axis: int, start: int, stop: int, t: Type) -> Operand: ...
-    @abstractmethod
-    def _prefix(self, x: Operand, axis: int, like: Operand, t: Type) -> Operand: ...
-    @abstractmethod
-    def _gather(self, x: Operand, index: Operand, axis: int, t: Type) -> Operand: ...
-    @abstractmethod
-    def _gather_rows(self, x: Operand, index: Operand, t: Type) -> Operand: ...
-    @abstractmethod
-    def _append(self, cache: Operand, new: Operand, start: Operand, t: Type) -> Operand: ...
+    _unary: Callable[[str, Operand, Type], Operand]
+    _binary: Callable[[str, Operand, Operand, Type], Operand]
+    _where: Callable[[Operand, Operand, Operand, Type], Operand]
+    _cast: Callable[[Operand, Type], Operand]
+    _linear: Callable[[Operand, Operand, bool, Type], Operand]
+    _dequantize: Callable[[Operand, Operand, int, Type], Operand]
+    _bits: Callable[[Operand, Type], Operand]
+    _matmul: Callable[[Operand, Operand, bool, Type], Operand]
+    _softmax: Callable[[Operand, Type], Operand]
+    _reduce: Callable[[str, Operand, int, Type], Operand]
+    _topk: Callable[[Operand, int, Type, Type], tuple[Operand, Operand]]
+    _reshape: Callable[[Operand, Type], Operand]
+    _transpose: Callable[[Operand, Sequence[int], Type], Operand]
+    _unsqueeze: Callable[[Operand, Sequence[int], Type], Operand]
+    _concat: Callable[[Sequence[Operand], int, Type], Operand]
+    _slice: Callable[[Operand, int, int, int, Type], Operand]
+    _prefix: Callable[[Operand, int, Operand, Type], Operand]
+    _gather: Callable[[Operand, Operand, int, Type], Operand]
+    _gather_rows: Callable[[Operand, Operand, Type], Operand]
+    _append: Callable[[Operand, Operand, Operand, Type], Operand]
 
 
 def reshape_spec(x: Type, t: Type) -> list[int]:

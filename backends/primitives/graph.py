@@ -85,12 +85,10 @@ def _old_caches(g: Graph, n: Node) -> tuple[Value, ...]:
 
 
 def _span(g: Graph, cache: Value) -> tuple[Value, ...]:
-    """Return start and lengths of the chunk that is written to a cache."""
     return g.producers()[g.next[cache.name].name].inputs[2:]
 
 
 def _end(g: Graph, span: tuple[Value, ...], b: Builder) -> Value:
-    """Return the count of tokens in the cache after the chunk: start + lengths."""
     for n in g.find("add"):
         if n.inputs == span:
             return n.out

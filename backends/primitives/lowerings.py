@@ -11,9 +11,8 @@ from collections.abc import Mapping
 import torch
 
 from g4ir.ir.graph import Node
-from g4ir.ops import OPS
 
-from . import attention, audio, heads, moe, vision
+from . import attention, audio, moe, vision
 from .emitter import Operand
 from .network import Lowering, Network
 from .pointwise import (
@@ -29,23 +28,11 @@ from .pointwise import (
 from .weights import coded, dense_weight
 
 
-def _linear(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
-    return net.e.linear(x, *dense_weight(net.e, w))
-
-
 def _linear_bias(net: Network, n: Node, x: Operand, w: Operand, b: Operand) -> Operand:
     """Return x w^T + b, rounded twice where the target does not add the bias within the product."""
     e = net.e
     y = e.linear(x, w)
     return e.add(y, weight_like(e, b, y))
-
-
-def _concat(net: Network, n: Node, *xs: Operand) -> Operand:
-    return net.e.concat(xs, n.whole("axis"))
-
-
-def _split(net: Network, n: Node, x: Operand) -> tuple[Operand, ...]:
-    return tuple(pieces(net, x, *n.wholes("sizes")))
 
 
 def pieces(net: Network, x: Operand, *sizes: int) -> list[Operand]:
@@ -55,22 +42,6 @@ def pieces(net: Network, x: Operand, *sizes: int) -> list[Operand]:
         net.e.slice(x, x.rank - 1, stop - size, stop)
         for size, stop in zip(sizes, stops, strict=True)
     ]
-
-
-def _heads(net: Network, n: Node, x: Operand) -> Operand:
-    return net.e.reshape(x, *n.out.type.shape)
-
-
-def _add(net: Network, n: Node, a: Operand, b: Operand) -> Operand:
-    return net.e.add(a, b)
-
-
-def _mul(net: Network, n: Node, x: Operand, w: Operand) -> Operand:
-    return net.e.mul(x, weight_like(net.e, w, x))
-
-
-def _scale(net: Network, n: Node, x: Operand) -> Operand:
-    return times(net.e, x, n.number("value"))
 
 
 def _softcap(net: Network, n: Node, x: Operand) -> Operand:
@@ -92,14 +63,6 @@ def _limit(net: Network, n: Node, x: Operand) -> Operand:
     return net.e.binary("min", net.e.binary("max", x, -most), most)
 
 
-def _cast(net: Network, n: Node, x: Operand) -> Operand:
-    return net.e.cast(x, n.word("dtype"))
-
-
-def _activation(net: Network, n: Node, x: Operand) -> Operand:
-    return activate(net.e, x, n.word("act"))
-
-
 def _last_row(net: Network, n: Node, x: Operand, lengths: Operand) -> Operand:
     """Return the rows of all last tokens in one gather; the first row stands for those of none."""
     e = net.e
@@ -109,10 +72,6 @@ def _last_row(net: Network, n: Node, x: Operand, lengths: Operand) -> Operand:
         return e.unsqueeze(last, 1)
 
     return e.gather_rows(x, net.shared(("last", n["lengths"]), index))
-
-
-def _pick_rows(net: Network, n: Node, x: Operand, rows: Operand) -> Operand:
-    return net.e.gather_rows(x, rows)
 
 
 def _greedy(net: Network, n: Node, logits: Operand) -> Operand:
@@ -150,16 +109,8 @@ def _rms_norm(net: Network, n: Node, x: Operand, w: Operand | None = None) -> Op
     return weighed(e, h, w, x.dtype)
 
 
-def _layer_norm(net: Network, n: Node, x: Operand, w: Operand, b: Operand | None = None) -> Operand:
-    return layer_norm(net.e, x, w, b, n.number("eps"))
-
-
 def _inverse_rms(net: Network, n: Node, x: Operand) -> Operand:
     return reciprocal_rms(net.e, net.e.cast(x, "f32"), n.number("eps"))
-
-
-def _rope_table(net: Network, n: Node, positions: Operand) -> tuple[Operand, Operand]:
-    return attention.rope_rows(net, n.attrs, positions)
 
 
 def _rope(net: Network, n: Node, x: Operand, cos: Operand, sin: Operand) -> Operand:
@@ -187,12 +138,7 @@ def _mask_ids(net: Network, n: Node, tokens: Operand) -> Operand:
     return tokens
 
 
-def _stack_layers(net: Network, n: Node, x: Operand) -> Operand:
-    return net.e.transpose(x, 2, 0, 1, 3)
-
-
 def _unstack_layers(net: Network, n: Node, x: Operand) -> tuple[Operand, ...]:
-    """Return the slice of each layer, named after that layer."""
     e, out = net.e, []
     for i, v in enumerate(n.outputs):
         e.scope = v.name
@@ -204,38 +150,38 @@ def _unstack_layers(net: Network, n: Node, x: Operand) -> tuple[Operand, ...]:
 LOWERINGS: Mapping[str, Lowering] = {
     "dequantize": coded,
     "dequantize_columns": coded,
-    "linear": _linear,
+    "linear": lambda net, n, x, w: net.e.linear(x, *dense_weight(net.e, w)),
     "linear_bias": _linear_bias,
-    "concat": _concat,
-    "split": _split,
-    "heads": _heads,
-    "merge_heads": _heads,
-    "add": _add,
-    "mul": _mul,
-    "scale": _scale,
+    "concat": lambda net, n, *xs: net.e.concat(xs, n.whole("axis")),
+    "split": lambda net, n, x: tuple(pieces(net, x, *n.wholes("sizes"))),
+    "heads": lambda net, n, x: net.e.reshape(x, *n.out.type.shape),
+    "merge_heads": lambda net, n, x: net.e.reshape(x, *n.out.type.shape),
+    "add": lambda net, n, a, b: net.e.add(a, b),
+    "mul": lambda net, n, x, w: net.e.mul(x, weight_like(net.e, w, x)),
+    "scale": lambda net, n, x: times(net.e, x, n.number("value")),
     "softcap": _softcap,
     "clip": _clip,
     "limit": _limit,
-    "cast": _cast,
-    "activation": _activation,
+    "cast": lambda net, n, x: net.e.cast(x, n.word("dtype")),
+    "activation": lambda net, n, x: activate(net.e, x, n.word("act")),
     "last_row": _last_row,
-    "pick_rows": _pick_rows,
+    "pick_rows": lambda net, n, x, rows: net.e.gather_rows(x, rows),
     "greedy": _greedy,
     "cluster_head": _cluster_head,
     "pick_id": _pick_id,
     "row_start": _row_start,
     "rms_norm": _rms_norm,
-    "layer_norm": _layer_norm,
+    "layer_norm": lambda net, n, x, w, b=None: layer_norm(net.e, x, w, b, n.number("eps")),
     "inverse_rms": _inverse_rms,
-    "rope_table": _rope_table,
+    "rope_table": lambda net, n, positions: attention.rope_rows(net, n.attrs, positions),
     "rope": _rope,
     "latent_row": _latent_row,
     "glu": _glu,
     "mask_ids": _mask_ids,
-    "stack_layers": _stack_layers,
+    "stack_layers": lambda net, n, x: net.e.transpose(x, 2, 0, 1, 3),
     "unstack_layers": _unstack_layers,
     "cache_write": attention.cache_write,
-    "qkv_write": heads.qkv_write,
+    "qkv_write": attention.qkv_write,
     "attention": attention.attention,
     "attention_latent": attention.attention_latent,
     "router": moe.router,
@@ -266,9 +212,3 @@ OUTSIDE = frozenset(
         "fake_quantize",
     }
 )
-
-
-def missing() -> set[str]:
-    """Return the ops that could not be lowered; none."""
-    whole = {name for name, op in OPS.items() if op.expand is None}
-    return whole - LOWERINGS.keys() - OUTSIDE

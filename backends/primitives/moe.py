@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from g4ir.ir.graph import Node
@@ -37,21 +39,15 @@ def experts(
 ) -> Operand:
     """Return the experts' weighted sum, with the chosen weights gathered per token: three times
     their bytes, so for single tokens only unless asked for; else all experts on all tokens."""
-    act = n.word("act")
     if first is not None:
         weights, index = own_choices(net.e, weights, index, first, int(gate_up.shape[0]))
-
-    def gathered() -> Operand:
-        return _gathered(net, x, weights, index, gate_up, down, act)
-
-    def every() -> Operand:
-        return _every(net, x, weights, index, gate_up, down, act)
-
-    if net.experts != "auto":
-        return gathered() if net.experts == "gather" else every()
-    if x.shape[1] == 1:
-        return gathered()
-    return net.e.when_one(x, 1, gathered, every)
+    gathered, every = (
+        partial(form, net, x, weights, index, gate_up, down, n.word("act"))
+        for form in (_gathered, _every)
+    )
+    if net.experts == "auto" and x.shape[1] != 1:
+        return net.e.when_one(x, 1, gathered, every)
+    return every() if net.experts == "all" else gathered()
 
 
 def own_choices(
@@ -65,7 +61,6 @@ def own_choices(
 
 
 def _gated(net: Network, y: Operand, act: str) -> Operand:
-    """Return act(first half of the last dim) * second half."""
     e, last, both = net.e, y.rank - 1, y.shape[-1]
     assert isinstance(both, int)
     gate, up = e.slice(y, last, 0, both // 2), e.slice(y, last, both // 2, both)

@@ -20,9 +20,11 @@ A tower is a network of its own, without caches and with every size fixed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 from g4ir.errors import LowerError
 from g4ir.ir.graph import Graph, Node, Value
@@ -32,11 +34,6 @@ from g4ir.ops.types import Type
 from g4ir.plan.engine_limits import Limits
 
 from .emitter import Emitter, Operand
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    import torch
 
 #: the dim of full-length caches in the IR
 FULL = "C"
@@ -52,14 +49,6 @@ EXPERTS = ("auto", "gather", "all")
 
 Lowering = Callable[..., Any]
 Made = TypeVar("Made")
-
-
-def written_nodes(nodes: Iterable[Node], lowerings: Mapping[str, Lowering]) -> Iterator[Node]:
-    """Yield the nodes, and those that ops without a lowering expand to."""
-    for n in nodes:
-        yield n
-        if n.op not in lowerings and n.definition.expand:
-            yield from written_nodes(n.expanded[0], lowerings)
 
 
 @dataclass
@@ -139,8 +128,6 @@ def asked_rows(phase: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return i64[B,R]: the rows of a chunk that logits are asked for, all of what is verified, else
     each row's last valid one."""
     if phase == VERIFY:
-        import torch
-
         positions = feeds["positions"]
         places = torch.arange(positions.shape[1], device=positions.device)
         return places.expand(len(positions), -1).contiguous()

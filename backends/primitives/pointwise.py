@@ -79,7 +79,6 @@ def sigmoid(e: Emitter, h: Operand) -> Operand:
 
 
 def _one_more(e: Emitter, h: Operand) -> Operand:
-    """Return 1 + exp(-h)."""
     return e.add(e.unary("exp", e.unary("neg", h)), 1)
 
 

@@ -24,8 +24,7 @@ from . import probe
 from .child import build_apart
 from .files import ENGINE, files, networks
 from .forms import SETTINGS
-from .host import Host
-from .ranks import recorded_by_all
+from .host import Host, recorded_by_all
 
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
@@ -142,7 +141,7 @@ class TrtBackend(Backend):
         log = logger(api.trt)
         weights = kept["settings"]["weights"]
 
-        def opened(name: str) -> Any:
+        def opened(name: str) -> runtime.Opened:
             plan, _, beside = own[name]
             task.progress(f"reading {plan}")
             engine = make.read_plan(folder / plan, api, log)
@@ -152,26 +151,23 @@ class TrtBackend(Backend):
                 constants = StoredParams.open([folder / beside])
                 runtime.refit(api, engine, log, constants.tensor, task.params.tensor)
                 constants.close()
-            return engine, interface(graphs[name], task.limits)
+            io = interface(graphs[name], task.limits)
+            return runtime.Opened(api, engine, log, io, task.device)
 
-        engine, io = opened(ENGINE)
+        main = opened(ENGINE)
         record = self.host.record(task.device) if cuda_graph else None
         # Of several ranks each has room of its own, and what one does not record none does.
-        if record and (runtime.is_streaming(engine) or (group and weights == "streamed")):
+        if record and (runtime.is_streaming(main.engine) or (group and weights == "streamed")):
             task.progress("weights are streamed: decode steps run launch by launch")
             record = None
         if record and group:
             record = recorded_by_all(record, group.gathered)
-        loaded = runtime.TrtRuntime(
-            *(api, engine, log, io, task.limits, task.device, task.params, opened, record),
-            task.program,
-        )
+        loaded = runtime.TrtRuntime(main, task.limits, record, task.params, opened, task.program)
         if group:
             loaded.link(partial(self.host.communicator, group))
         return loaded
 
     def _spare(self, task: Task) -> int:
-        """Count the free bytes of the device, without what caches and tables will take."""
         tables = sum(v.type.nbytes() for v in task.program.graphs["embed"].params)
         caches = self.cache_bytes(task.program, task.limits)
         taken = caches + tables + reserve(self.host.memory(task.device))
@@ -208,7 +204,6 @@ class TrtBackend(Backend):
 
 
 def _check_present(folder: Path, plans: Iterable[str]) -> None:
-    """Raise EngineError where a plan of this rank is not there."""
     for plan in plans:
         if not (folder / plan).is_file() or not (folder / plan).stat().st_size:
             raise EngineError(f"{folder / plan} is missing or empty; build the engine again")

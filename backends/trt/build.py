@@ -104,9 +104,9 @@ def configure(api: Api, w: Written, settings: Mapping[str, str], memory: int) ->
         config.clear_flag(trt.BuilderFlag.TF32)
         for flag in WEIGHTS[settings["weights"]]:
             config.set_flag(getattr(trt.BuilderFlag, flag))
-        config.set_memory_pool_limit(
-            trt.MemoryPoolType.WORKSPACE, workspace_bytes(memory, weight_bytes(w.graph))
-        )
+        # What weights leave of the device is for kernels that are timed.
+        workspace = max(memory - weight_bytes(w.graph), LEAST_WORKSPACE)
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
         level = getattr(trt.HardwareCompatibilityLevel, HARDWARE[settings["hardware"]])
         config.hardware_compatibility_level = level
         if settings["hardware"] != "exact":
@@ -123,7 +123,6 @@ def configure(api: Api, w: Written, settings: Mapping[str, str], memory: int) ->
 
 
 def _name_weights(w: Written) -> None:
-    """Name params and constants as they are asked for when the plan is loaded."""
     constants = {name: weights for name, (weights, _) in w.emitter.constants.items()}
     for name, weights in {**w.emitter.given, **constants}.items():
         if not w.network.set_weights_name(weights, name):
@@ -142,11 +141,6 @@ def write_constants(w: Written, path: Path) -> None:
         n: (CODES[str(held[n].dtype).removeprefix("torch.")], (held[n].numel(),)) for n in names
     }
     write_tensors(path, table, held.__getitem__)
-
-
-def workspace_bytes(memory: int, weights: int) -> int:
-    """Return the scratch bytes of kernels that are timed: what the weights leave of the device."""
-    return max(memory - weights, LEAST_WORKSPACE)
 
 
 def _add_profile(w: Written, config: Any, name: str) -> None:
@@ -252,7 +246,8 @@ def build_plan(
         if writer.error:
             raise writer.error
         if not made:
-            raise RefusedError(refusal(w.log.errors, _layer_names(w.network)))
+            layers = (w.network.get_layer(i) for i in range(w.network.num_layers))
+            raise RefusedError(refusal(w.log.errors, [layer.name for layer in layers]))
 
 
 class RefusedError(LowerError):
@@ -291,10 +286,6 @@ def refusal(errors: Sequence[str], layers: Sequence[str]) -> str:
     advice = next(text for word, text in REMEDIES.items() if word in about)
     place = f" at layer {layer}" if layer else ""
     return f"TensorRT's builder refuses the network{place}: {said}; try {advice}"
-
-
-def _layer_names(network: Any) -> list[str]:
-    return [network.get_layer(i).name for i in range(network.num_layers)]
 
 
 @contextmanager

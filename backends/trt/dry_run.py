@@ -62,9 +62,9 @@ from ..reference import ReferenceRuntime, WideRuntime
 from . import build
 from .files import draft_graph, networks
 from .forms import meaning
-from .interface import Interface, spans
+from .host import capsule
+from .interface import spans
 from .probe import Api, probe
-from .ranks import capsule
 from .recorder import (
     MAX_VOLUME,
     Exchange,
@@ -75,7 +75,7 @@ from .recorder import (
     side_by_side,
 )
 from .recorder import sizes as network_sizes
-from .runtime import TrtRuntime, deserialize, refit, stream_weights
+from .runtime import Opened, TrtRuntime, deserialize, refit, stream_weights
 
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
@@ -108,17 +108,19 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
     progress("writing the network at full size")
     found = {
         "tensorrt": f"emulated {api.version}",
-        **_by_output(errors),
+        **{
+            f"{name}_error": {d: float(f"{e[name]:.1e}") for d, e in errors.items()}
+            for name in errors["f32"]
+        },
         **full_size(api, p),
         "short": _too_small(p),
         "dry_run_s": round(time.monotonic() - start, 1),
-        "peak_bytes": _peak_bytes(),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     return found
 
 
 def _too_small(p: Prepared) -> list[str]:
-    """List what this machine lacks for the builder."""
     graphs = networks(p.packing.program).values()
     need, has = build.estimate([*graphs]).host_bytes, device_memory("cpu")
     if need <= has:
@@ -127,12 +129,6 @@ def _too_small(p: Prepared) -> list[str]:
         f"TensorRT's builder needs {size_text(need)} of host memory, this machine has "
         f"{size_text(has)}: build on a larger one"
     ]
-
-
-def _by_output(errors: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Return `logits_error`, and where there are towers `soft_error`, by dtype."""
-    names = next(iter(errors.values()))
-    return {f"{n}_error": {d: float(f"{e[n]:.1e}") for d, e in errors.items()} for n in names}
 
 
 def check_sizes(
@@ -162,7 +158,6 @@ def check_sizes(
 
 
 def _smaller(name: str, settings: Mapping[str, str]) -> str:
-    """Return the setting under which this tensor does not exist."""
     if settings["experts"] != "plugin" and "experts" in name:
         return ", or with --set experts=plugin, which multiplies chosen experts alone"
     return ""
@@ -172,10 +167,14 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
     """Return the networks of the build without weights: size, and what the text model is fed."""
     program = p.packing.program
     written, scratch = check_sizes(api, network_graph(program), p.limits, p.settings)
-    others = draft_graph(program) | _largest(program)
+    towers = sorted(tower_graphs(program).values(), key=lambda g: g.inputs[0].type.numel())
+    largest = {g.name.split("_")[0]: g for g in towers}  # others have the same layers
+    others = draft_graph(program) | {g.name: g for g in largest.values()}
     checked = {name: check_sizes(api, g, p.limits, p.settings) for name, g in others.items()}
     beside = {name: w for name, (w, _) in checked.items()}
-    io, kinds = written.interface, _kinds(written.network)
+    io, network = written.interface, written.network
+    layers = (network.get_layer(i) for i in range(network.num_layers))
+    kinds = Counter(type(layer).__name__ for layer in layers)
     found = {
         "layers": written.network.num_layers,
         "layer_kinds": dict(kinds.most_common()),
@@ -185,7 +184,6 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
         "scratch_bytes": max([scratch, *(size for _, size in checked.values())]),
         **experiment("trt_step").decode_step(written, p.limits, written.settings["experts"]),
         "shared_bytes": max(w.emitter.shared_used for w in (written, *beside.values())),
-        "conditionals": kinds["IConditionLayer"],
         "builder": str(build.estimate([*networks(program).values()])),
         "notes": [*written.emitter.notes, *_made_dense(p.packing)],
     }
@@ -195,7 +193,6 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
 
 
 def _made_dense(packing: Packing) -> list[str]:
-    """Say how many weights in codes the build makes dense, and why."""
     count = sum(1 for _ in packing.prologue.find("dense"))
     if not count:
         return []
@@ -203,25 +200,6 @@ def _made_dense(packing: Packing) -> list[str]:
         f"{count} weights in codes are made dense at build: TensorRT takes 8 bits with a scale for "
         f"each row of a matrix, and 4 bits in groups of 64 or 128"
     ]
-
-
-def _largest(program: Program) -> dict[str, Graph]:
-    """Return the tower with the largest inputs of each kind: others have the same layers."""
-    kinds: dict[str, Graph] = {}
-    for name, g in tower_graphs(program).items():
-        kind = name.split("_")[0]
-        if kind not in kinds or _fed(g) > _fed(kinds[kind]):
-            kinds[kind] = g
-    return {g.name: g for g in kinds.values()}
-
-
-def _fed(g: Graph) -> int:
-    return sum(v.type.numel() for v in g.inputs)
-
-
-def _kinds(network: Any) -> Counter[str]:
-    """Count the layers of each class."""
-    return Counter(type(network.get_layer(i)).__name__ for i in range(network.num_layers))
 
 
 # --- in small ---------------------------------------------------------------------------------
@@ -349,7 +327,6 @@ def _worst(got: Iterable[Tensor], want: Iterable[Tensor]) -> float:
 
 
 def _largest_error(got: Tensor, want: Tensor) -> float:
-    """Return the largest error of all rows; not a number where one is not."""
     return row_errors(got, want).relative.max().item()
 
 
@@ -370,7 +347,7 @@ def emulated(
 ) -> TrtRuntime:
     """Return the program built and loaded by the recorder."""
 
-    def built(graph: Graph) -> tuple[Any, build.Written]:
+    def opened(graph: Graph) -> Opened:
         written = build.write_network(api, graph, limits, params, settings)
         config = build.configure(api, written, settings, memory=1 << 33)
         plan = written.builder.build_serialized_network(written.network, config)
@@ -382,16 +359,14 @@ def emulated(
         if settings["weights"] == "refit":
             constants = {name: t for name, (_, t) in written.emitter.constants.items()}
             refit(api, engine, written.log, constants.__getitem__, params.tensor)
-        return engine, written
+        return Opened(api, engine, written.log, written.interface, "cpu")
 
-    def opened(name: str) -> tuple[Any, Interface]:
-        engine, w = built(program.graphs[name])
-        return engine, w.interface
+    main = opened(network_graph(program))
 
-    engine, w = built(network_graph(program))
-    return TrtRuntime(
-        *(api, engine, w.log, w.interface, limits, "cpu", params, opened, None), program
-    )
+    def other(name: str) -> Opened:
+        return opened(program.graphs[name])
+
+    return TrtRuntime(main, limits, None, params, other, program)
 
 
 def run_small(program: Program, params: Any, runtime: Any) -> tuple[Tensor, Tensor]:
@@ -489,8 +464,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _peak_bytes() -> int:
-    """Return the most memory that this process ever held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from g4ir.errors import LowerError
 from g4ir.ir.graph import Value
@@ -19,9 +21,6 @@ from g4ir.ops.types import FLOATS, Type, dtype_name, torch_dtype
 from ..primitives.emitter import Emitter, Operand, reshape_spec
 from .probe import CODES, data_type
 from .recorder import MAX_DIMS, MAX_TOP_K, SHARED_BYTES
-
-if TYPE_CHECKING:
-    import torch
 
 #: the root of a collective in which all ranks are alike
 NO_ROOT = -1
@@ -35,24 +34,10 @@ ACTIVATIONS = {
     "sigmoid": "SIGMOID",
     "tanh": "TANH",
 }
-ELEMENTWISE = {
-    "add": "SUM",
-    "sub": "SUB",
-    "mul": "PROD",
-    "div": "DIV",
-    "pow": "POW",
-    "max": "MAX",
-    "min": "MIN",
-    "floor_div": "FLOOR_DIV",
-    "eq": "EQUAL",
-    "gt": "GREATER",
-    "lt": "LESS",
-    "and": "AND",
-    "or": "OR",
-}
+#: primitives that TensorRT calls otherwise
+NAMES = {"add": "SUM", "mul": "PROD", "eq": "EQUAL", "gt": "GREATER", "lt": "LESS", "mean": "AVG"}
 #: op among ranks -> operation, and how it joins what they have
 COLLECTIVES = {"all_reduce": ("ALL_REDUCE", "SUM"), "all_gather": ("ALL_GATHER", "NONE")}
-REDUCE = {"sum": "SUM", "mean": "AVG", "max": "MAX"}
 
 
 @dataclass
@@ -130,9 +115,9 @@ class TrtEmitter(Emitter):
         #: what could not be done as asked
         self.notes: list[str] = []
         self._counts: Counter[str] = Counter()
-        self._stored_params: dict[str, Stored] = {}
+        #: of params and of what is made of constants, by name; of constants, by what is in them
+        self._known: dict[str, Stored] = {}
         self._small: dict[Any, Stored] = {}
-        self._folds: dict[str, Stored] = {}
         self._sizes: dict[Any, Any] = {}
         #: name of a dim -> an input that has it, and where
         self._inputs: dict[str, tuple[Operand, int]] = {}
@@ -206,13 +191,11 @@ class TrtEmitter(Emitter):
         return x
 
     def param(self, v: Value) -> Operand:
-        known = self._stored_params
-        if v.name not in known:
-            known[v.name] = Stored(
-                *(v.name, v.type.dtype, lambda: self._given_param(v)),
-                lambda: self.params(v.name).flatten() if self.params else None,
-            )
-        return Operand(v.type, Constant(known[v.name], _dims(v.type)))
+        def numbers() -> torch.Tensor | None:
+            return self.params(v.name).flatten() if self.params else None
+
+        stored = Stored(v.name, v.type.dtype, lambda: self._given_param(v), numbers)
+        return Operand(v.type, Constant(self._known.setdefault(v.name, stored), _dims(v.type)))
 
     def _given_param(self, v: Value) -> Any:
         """Return `trt.Weights` of a param, row by row; LowerError for another type."""
@@ -241,7 +224,6 @@ class TrtEmitter(Emitter):
         return Operand(Type(dtype, shape), Constant(stored, shape))
 
     def _once(self, t: torch.Tensor, dtype: str) -> Stored:
-        """Return the stored constant; equal small constants are one."""
         key = (dtype, tuple(t.flatten().tolist())) if t.numel() <= MAX_DIMS else len(self._small)
         if key not in self._small:
             name = f"constant.{len(self._small)}"
@@ -258,7 +240,7 @@ class TrtEmitter(Emitter):
                 return self.trt.Weights(data_type(self.trt, t.dtype), 0, t.numel())
             return self._given(name, made.contiguous())
 
-        stored = self._folds.setdefault(name, Stored(name, t.dtype, weights, numbers))
+        stored = self._known.setdefault(name, Stored(name, t.dtype, weights, numbers))
         return Operand(t, Constant(stored, _dims(t)))
 
     def _given(self, name: str, t: torch.Tensor) -> Any:
@@ -304,7 +286,7 @@ class TrtEmitter(Emitter):
         return self.made(self.network.add_unary(self.tensor(x), op), kind, t)
 
     def _binary(self, kind: str, a: Operand, b: Operand, t: Type) -> Operand:
-        op = getattr(self.trt.ElementWiseOperation, ELEMENTWISE[kind])
+        op = getattr(self.trt.ElementWiseOperation, _called(kind))
         return self.made(self.network.add_elementwise(self.tensor(a), self.tensor(b), op), kind, t)
 
     def _where(self, condition: Operand, a: Operand, b: Operand, t: Type) -> Operand:
@@ -358,7 +340,7 @@ class TrtEmitter(Emitter):
         return self.checked(layer, t)
 
     def _reduce(self, kind: str, x: Operand, axis: int, t: Type) -> Operand:
-        op = getattr(self.trt.ReduceOperation, REDUCE[kind])
+        op = getattr(self.trt.ReduceOperation, _called(kind))
         return self.made(self.network.add_reduce(self.tensor(x), op, 1 << axis, True), kind, t)
 
     def _topk(self, x: Operand, k: int, values: Type, index: Type) -> tuple[Operand, Operand]:
@@ -414,7 +396,6 @@ class TrtEmitter(Emitter):
         return self._as_laid(h.source, t, first, t, tuple(range(t.rank)), "transpose")
 
     def _as_laid(self, x: Operand, t: Type, *parts: Any) -> Operand:
-        """Return a tensor in another layout; it, where that is its own."""
         order, reshaped, second, _ = parts
         if t == x.type and _is_order(order) and reshaped == t and _is_order(second):
             return x
@@ -423,7 +404,6 @@ class TrtEmitter(Emitter):
         return Operand(t, laid)
 
     def _laid(self, h: Laid) -> Any:
-        """Return a shuffle's output, made where it is read first."""
         if not h.tensors:
             turned = _permuted(h.source.type, h.order)
             layer = self.named(self.network.add_shuffle(self.tensor(h.source)), h.primitive)
@@ -485,8 +465,6 @@ class TrtEmitter(Emitter):
 
     def _within(self, x: Operand, axis: int, first: int, count: int) -> tuple[Any, Any]:
         """Return, i64[1] each, where a block of an axis begins, and its size."""
-        import torch
-
         key = ("block", x.shape[axis], first, count)
         if key not in self._sizes:
             whole = Operand(Type("i64", (1,)), self._dim(x, axis))
@@ -566,15 +544,15 @@ class TrtEmitter(Emitter):
         )
 
 
+def _called(kind: str) -> str:
+    return NAMES.get(kind, kind.upper())
+
+
 def _is_small(x: Operand) -> bool:
-    """Whether it is a constant that may be made of others."""
     return isinstance(x.handle, Constant) and x.type.numel() <= MOST_FOLDED
 
 
 def _joined(xs: Sequence[Operand], axis: int) -> torch.Tensor | None:
-    """Return constants side by side."""
-    import torch
-
     parts = [x.handle.stored.numbers() for x in xs]
     if any(p is None for p in parts):
         return None
@@ -582,7 +560,6 @@ def _joined(xs: Sequence[Operand], axis: int) -> torch.Tensor | None:
 
 
 def _is_order(order: Sequence[int]) -> bool:
-    """Whether a permutation changes nothing."""
     return [*order] == [*range(len(order))]
 
 

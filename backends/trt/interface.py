@@ -1,48 +1,5 @@
-"""Inputs and outputs of an engine: all that is needed to use `engine.plan` without
-Python. `engine.io.json` says it for one engine.
-
-Inputs, all in device memory and contiguous:
-
-    embeds, ple_rows   rows of the embedding tables for the chunk's tokens (the tables themselves
-                       stay outside); `ple_rows` only where the variant has per-layer embeddings
-    positions i64[B,S] of the chunk's tokens: row b's start at what the row holds
-    lengths   i64[B]   how many of the S tokens of each row are valid; 0 leaves a row as it is
-    turned    i64[B]   how far the rings of each row are turned; zeros at first
-    slots     i64[C]   0, 1, 2, ...: C is how much of the full-length caches the step looks at, at
-                       least as much as any row holds afterwards
-    rows      i64[B,R] in an engine that verifies drafted tokens: of which rows of the chunk there
-                       are logits, which are [B,R,vocab] then
-    block_ids i64[B,S] where the variant sees pictures both ways: one number for all soft tokens of
-                       a picture, which are in one chunk, and -1 for every other token
-    NAME               one tensor per cache, zero at first
-
-Outputs: `logits`, of which row b belongs to its last valid token (or of every token, in an engine
-built with --all-logits), and `NAME.next` for each cache.
-
-A cache is [B, heads, slots, head_dim] and is updated in place: `aliased` names the input whose
-address the output must have. A ring of R slots has `turned` beside it: position p of a row lies in
-slot (p + turned) mod R, and a chunk must not cross the end of a ring. Either `turned` stays zero,
-and chunks end there, or the row's rings are turned by as many slots as `turned` changes by.
-The first optimisation profiles are of decode, whose S is 1: one for each span of the full-length
-caches, which is its C, 1024 slots, 4096 and so on, and at last the whole cache. A step takes the
-first one that has room for every row. Then come prefill, whose S is 1 to prefill_chunk, and, where
-there are `rows`, verification, which asks for all rows of a few tokens; the others ask for one.
-
-Of several ranks each has an engine, with the same inputs but for its part of the caches' heads, and
-the same outputs. Its context is given an NCCL communicator of all ranks before its first step, and
-all ranks run the same steps.
-
-A drafter's step is an engine of its own (`draft.plan` and `draft.io.json`), which reads caches of
-the text model where they lie and has a profile for each span: `embeds` of the newest or last
-drafted token, `hidden` of the step that it came of, `positions` where drafts stand, `last` position
-and `written` tokens of each row, to `draft.token` i64[B] and `draft.hidden`.
-
-A tower is an engine of its own too (`vision_N.plan` and `vision_N.io.json`, `audio_N`), with static
-shapes and without profiles: a picture's `patches` f32[1,P,D] of 0 to 1 and `positions` i64[1,P,2],
-(-1, -1) for padding, or a sound's `features` f32[1,T,F] and `mask` bool[1,T], to `soft` [1,N,H].
-Soft tokens take the place of the rows of `embeds` where the picture or sound stands; those of
-padding come last and are left out.
-"""
+"""Inputs, outputs and profiles of an engine: all that is needed to use `engine.plan` without
+Python. `engine.io.json` lists them for one engine, docs/tensorrt.md says what each is."""
 
 from __future__ import annotations
 

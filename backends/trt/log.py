@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,7 +13,7 @@ from g4ir.ui.progress import Progress
 
 
 def logger(trt: Any, file: Path | None = None) -> Any:
-    """Return an ILogger that keeps errors, and the last of the warnings; every message goes to
+    """Return an ILogger that keeps errors; every message goes to
     `file`, as soon as it is there. TensorRT keeps the first logger that a process gives it, so
     there is to be one for all networks of a build."""
 
@@ -22,15 +21,12 @@ def logger(trt: Any, file: Path | None = None) -> Any:
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.errors: list[str] = []
-            self.warnings: list[str] = []
             self.file = file.open("a", buffering=1, errors="replace") if file else None
 
         def log(self, severity: Any, msg: str) -> None:
             levels = trt.ILogger.Severity
             if severity in (levels.INTERNAL_ERROR, levels.ERROR):
                 self.errors.append(" ".join(msg.split()))
-            elif severity == levels.WARNING:
-                self.warnings = [*self.warnings[-19:], msg]
             if self.file:
                 with suppress(OSError):  # TensorRT takes no exception
                     self.file.write(f"[{severity.name}] {msg}\n")
@@ -71,39 +67,30 @@ def new_network(builder: Any, flags: int, log: Any) -> Any:
     return network
 
 
-@dataclass
-class Phases:
-    """The builder's phases that have begun and not ended: name -> (steps, done)."""
-
-    progress: Progress
-    running: dict[str, tuple[int, int]] = field(default_factory=dict)
-    told: float = 0.0
-
-    def step(self, name: str, done: int) -> None:
-        steps, _ = self.running.get(name, (0, 0))
-        self.running[name] = (steps, done)
-        if time.monotonic() - self.told >= 1:
-            self.told = time.monotonic()
-            self.progress("; ".join(f"{n} {d}/{s}" for n, (s, d) in self.running.items()))
-
-
 def progress_monitor(trt: Any, progress: Progress) -> Any:
-    """Return an IProgressMonitor that tells the phases, and ends the build if `stopped`."""
+    """Return an IProgressMonitor that tells the phases that have begun and not ended, at most once
+    a second, and ends the build if `stopped`."""
 
     class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
-            self.stopped = False
-            self.phases = Phases(progress)
+            self.stopped, self.told = False, 0.0
+            #: name -> steps
+            self.phases: dict[str, int] = {}
+            self.done: dict[str, int] = {}
 
         def phase_start(self, phase_name: str, parent_phase: str, num_steps: int) -> None:
-            self.phases.running[phase_name] = (num_steps, 0)
+            self.phases[phase_name] = num_steps
 
         def phase_finish(self, phase_name: str) -> None:
-            self.phases.running.pop(phase_name, None)
+            self.phases.pop(phase_name, None)
 
         def step_complete(self, phase_name: str, step: int) -> bool:
-            self.phases.step(phase_name, step)
+            self.done[phase_name] = step
+            if time.monotonic() - self.told >= 1:
+                self.told = time.monotonic()
+                running = (f"{n} {self.done.get(n, 0)}/{s}" for n, s in self.phases.items())
+                progress("; ".join(running))
             return not self.stopped
 
     return Monitor()

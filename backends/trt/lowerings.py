@@ -16,7 +16,7 @@ from ..primitives.lowerings import pieces
 from ..primitives.network import Network, is_ring, stored_type
 from ..primitives.pointwise import times
 from .emitter import TrtEmitter
-from .probe import offers
+from .probe import FEATURES, offers
 
 # --- attention in layers of its own -------------------------------------------------------------
 
@@ -163,8 +163,7 @@ def _fused(e: TrtEmitter, q: Operand, keys: Operand, values: Operand, mask: Oper
 
 
 def _attention(e: TrtEmitter, *tensors: Any) -> Any:
-    """Add attention by the newer of the two methods, where the module has it."""
     norm = e.trt.AttentionNormalizationOp.SOFTMAX
-    if offers(e.trt, "causal kind"):
+    if offers(e.trt, *FEATURES["causal kind"]):
         return e.network.add_attention_v2(*tensors, norm, e.trt.CausalMaskKind.NONE)
     return e.network.add_attention(*tensors, norm, False)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import mmap
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from g4ir.backends.primitives.network import stored_bytes
-from g4ir.errors import PlanError
-from g4ir.ir.graph import Graph
+from g4ir.errors import LowerError, PlanError
+from g4ir.ir.graph import Graph, Node
 from g4ir.model.draft import DRAFT
 from g4ir.parallel.shard import ranks_of
 from g4ir.plan.footprint import reserve
@@ -22,7 +22,7 @@ from g4ir.ui.units import size_text
 from g4ir.weights.pack import ParamSource, params_of_rank
 
 from ..base import Task
-from . import build, trial
+from . import build
 from .build import Written
 from .dry_run import check_sizes, emulator
 from .files import ENGINE, LOG, files, keep_log, networks
@@ -98,7 +98,6 @@ class Make:
         )
 
     def _choose(self) -> None:
-        """Choose forms, by trial builds."""
         graph, self.settings = self.graphs[ENGINE], resolved(self.settings)
         mixed = any(True for _ in graph.find("experts"))
         if (mixed and self.settings["experts"] == PLUGIN) or self.settings["attention"] == PLUGIN:
@@ -106,7 +105,7 @@ class Make:
             self.shared = plugins().shared_memory(self.api, self.task.device, self.log)
             self._note(f"plugins use up to {self.shared} bytes of shared memory")
         form = self.settings["attention"]
-        self._use_form(trial.attention_form(graph, form, self._build_alone, self.task.progress))
+        self._use_form(attention_form(graph, form, self._build_alone, self.task.progress))
 
     def _build_alone(self, g: Graph, form: str) -> None:
         """Build a plan that is thrown away. Kernels that are timed for it are those of the whole
@@ -122,8 +121,9 @@ class Make:
         )
 
     def _build(self, w: Written, settings: dict[str, str], plan: Path, progress: Progress) -> None:
-        config = build.configure(self.api, w, settings, self._memory())
-        build.build_plan(self.api, w, config, self._timing(), plan, progress)
+        config = build.configure(self.api, w, settings, self.host.memory(self.task.device))
+        timing = build.timing_file(self.host.timings(), self.machine)
+        build.build_plan(self.api, w, config, timing, plan, progress)
 
     def _use_form(self, form: str) -> None:
         if form != self.settings["attention"]:
@@ -132,12 +132,6 @@ class Make:
                 f"attention: {form}, since TensorRT takes the layers of the other form for an "
                 f"attention of its own and fails"
             )
-
-    def _timing(self) -> Path:
-        return build.timing_file(self.host.timings(), self.machine)
-
-    def _memory(self) -> int:
-        return self.host.memory(self.task.device)
 
     def _plan(self, name: str, graph: Graph) -> int:
         """Write one network's files; return the number of its layers. Where its attention is
@@ -179,7 +173,7 @@ class Make:
         self.task.progress("checking the engine's memory")
         plan = files(ENGINE, 0, ranks_of(self.graphs[ENGINE]))[0]
         engine = read_plan(self.task.folder / plan, self.api, self.log)
-        scratch, memory = int(engine.device_memory_size_v2), self._memory()
+        scratch, memory = int(engine.device_memory_size_v2), self.host.memory(self.task.device)
         streamed = self.settings["weights"] == "streamed"
         steps = [self.graphs[name] for name in (ENGINE, DRAFT) if name in self.graphs]
         parts = {
@@ -196,6 +190,45 @@ class Make:
                 f"smaller --prefill-chunk, --max-batch or --max-seq, or with --set weights=streamed"
             )
         return scratch
+
+
+# --- small builds before the large one ---------------------------------------------------------
+
+
+def attention_graphs(graph: Graph) -> list[Graph]:
+    """Return a graph for each distinct attention of a graph: it alone, which reads caches and
+    writes none."""
+    kinds: dict[Any, Graph] = {}
+    for n in (n for n in graph.nodes if n.definition.held):
+        key = (n.op, tuple(sorted(n.attrs.items())), *(v.type for v in n.inputs))
+        kinds.setdefault(key, _alone(n))
+    return [*kinds.values()]
+
+
+def _alone(n: Node) -> Graph:
+    others = tuple(dict.fromkeys(v for v in n.inputs if v not in n.caches))
+    return Graph("prefill", others, (), tuple(dict.fromkeys(n.caches)), (n,), n.outputs, {})
+
+
+def attention_form(
+    graph: Graph, form: str, build_alone: Callable[[Graph, str], None], progress: Progress
+) -> str:
+    """Return the form of attention that TensorRT builds: this one, or `plain` where a refusal names
+    the wrapper that takes layers for attention. LowerError of another refusal."""
+    for g in attention_graphs(graph):
+        place = g.outputs[0].name
+        progress(f"trial build of the attention of {place}")
+        try:
+            build_alone(g, form)
+        except build.RefusedError as e:
+            if form == "plain" or build.WRAPPER not in str(e):
+                raise LowerError(f"a trial build of the attention of {place} alone: {e}") from e
+            form = "plain"
+            build_alone(g, form)
+    return form
+
+
+# --- plans ------------------------------------------------------------------------------------
 
 
 def read_plan(path: Path, api: Api, log: Any) -> Any:

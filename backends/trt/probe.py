@@ -89,7 +89,7 @@ class Api:
 
     def has(self, feature: str) -> bool:
         """Whether this version has one of FEATURES."""
-        return offers(self.trt, feature)
+        return offers(self.trt, *FEATURES[feature])
 
     def network_flags(self, plugins: bool) -> int:
         """Return the flags: types are what the network says; kernels of plugins are compiled into
@@ -115,7 +115,7 @@ def probe(trt: Any) -> Api:
             f"TensorRT {version} is not supported: install `{RANGE}`, `pip install '{RANGE}'`; "
             f"{INSTEAD}"
         )
-    lacking = [f"{c}.{a}" for c, a in NEEDED if not _offers(trt, c, a)]
+    lacking = [f"{c}.{a}" for c, a in NEEDED if not offers(trt, c, a)]
     if lacking:
         raise MissingError(
             f"TensorRT {version} lacks {', '.join(lacking)}: install another version of "
@@ -124,9 +124,9 @@ def probe(trt: Any) -> Api:
     return Api(trt, version)
 
 
-def offers(trt: Any, feature: str) -> bool:
-    """Whether a module has one of FEATURES."""
-    return _offers(trt, *FEATURES[feature])
+def offers(trt: Any, owner: str, attribute: str) -> bool:
+    """Whether a class of a module has an attribute."""
+    return getattr(getattr(trt, owner, None), attribute, None) is not None
 
 
 def check_ranks(api: Api, ranks: int) -> None:
@@ -136,10 +136,6 @@ def check_ranks(api: Api, ranks: int) -> None:
             f"--tp {ranks}: TensorRT {api.version} lacks {'.'.join(FEATURES['collectives'])}, by "
             f"which ranks exchange: install `tensorrt>=10.16,<12`, or build with --backend torch"
         )
-
-
-def _offers(trt: Any, owner: str, attribute: str) -> bool:
-    return getattr(getattr(trt, owner, None), attribute, None) is not None
 
 
 def require_tensorrt(load: Callable[[str], Any] = importlib.import_module) -> Api:

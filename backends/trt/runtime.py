@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,18 +20,16 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.weights.pack import ParamSource
 
 from ..base import Tensors, Watch
-from ..kv_cache import CacheViews, CaptureCache
 from ..primitives.network import (
     BLOCK_IDS,
     NO_BLOCK,
     ROWS,
     SLOTS,
     TURNED,
-    as_in_ir,
     asked_rows,
     full_slots,
-    turn,
 )
+from ..primitives.runtime import NetworkCaches, NetworkRuntime
 from ..torch_compile.cuda_graph import Captured, Record, WithFallback
 from .interface import MOST_VERIFIED, Interface, phase_of
 from .probe import DTYPES, Api, data_type
@@ -57,77 +55,33 @@ def step_slots(tokens: int, max_seq: int) -> int:
     return min(size, max_seq)
 
 
-@dataclass
-class TrtState(CacheViews):
-    """The caches of one session in the layouts of the engine, [B, heads, slots, head_dim]."""
+@dataclass(frozen=True)
+class Opened:
+    """A deserialised engine on the device where torch allocates. EngineError where its tensors are
+    not those of the interface."""
 
-    held: dict[str, torch.Tensor]
-    #: the rings among them
-    rings: frozenset[str]
-    #: i64[B]: how far the rings of each row are turned
-    turned: torch.Tensor
-    max_seq: int
-    captured: CaptureCache = field(default_factory=CaptureCache)
+    api: Api
+    engine: Any
+    log: Any
+    io: Interface
+    device: str
 
-    @classmethod
-    def allocate(cls, io: Interface, batch: int, limits: Limits, device: str) -> TrtState:
-        def zeros(name: str) -> torch.Tensor:
-            dtype = torch_dtype(io.inputs[name].dtype)
-            return torch.zeros(io.shape(name, {"B": batch}), dtype=dtype, device=device)
-
-        tensors = {name: zeros(name) for name in io.aliased.values()}
-        turned = torch.zeros(batch, dtype=torch.int64, device=device)
-        return cls(tensors, io.rings, turned, limits.max_seq)
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The caches, [slots, B, n, d], with position p in slot p mod slots: views, writable."""
-        return as_in_ir(self.held, self.rings, self.turned)
-
-    def turn(self, positions: torch.Tensor) -> None:
-        """Turn rings until this chunk crosses the end of none (primitives/network.py)."""
-        turn(positions, self.turned, [self.held[name] for name in self.rings])
-
-    def views(self, context: int) -> dict[str, torch.Tensor]:
-        """Return the parts that a session copies to remember, and copies back: those that `context`
-        tokens use."""
-        slots = min(context, self.max_seq)
-        parts = {n: t if n in self.rings else t[:, :, :slots] for n, t in self.held.items()}
-        return parts | {TURNED: self.turned}
-
-    def row(self, index: int, context: int) -> dict[str, torch.Tensor]:
-        """Return what one row has of them."""
-        return {name: t[index] for name, t in self.views(context).items()}
-
-    def bindings(self, io: Interface) -> tuple[Feeds, Feeds]:
-        """Return what the engine reads of them by the name of the input, and the caches by that of
-        the output."""
-        held = self.held | {TURNED: self.turned}
-        inputs = {name: t for name, t in held.items() if name in io.inputs}
-        return inputs, {o: self.held[i] for o, i in io.aliased.items()}
-
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.held.values())
-
-    def zero(self) -> None:
-        for t in (*self.held.values(), self.turned):
-            t.zero_()
+    def __post_init__(self) -> None:
+        check_engine(self.api, self.engine, self.io)
 
 
 class Runner:
-    """A deserialised engine on the device where torch allocates: what steps and towers share.
-    EngineError where its tensors are not those of the interface."""
+    """What steps and towers share."""
 
-    def __init__(self, api: Api, engine: Any, log: Any, io: Interface, device: str) -> None:
-        self.api, self.engine, self.log, self.io, self.device = api, engine, log, io, device
-        check_engine(api, engine, io)
+    def __init__(self, opened: Opened) -> None:
+        self.opened, self.api, self.engine = opened, opened.api, opened.engine
+        self.log, self.io, self.device = opened.log, opened.io, opened.device
         # Not the default stream, on which TensorRT waits for the device at every step.
-        self.side = torch.cuda.Stream() if device == "cuda" else None
+        self.side = torch.cuda.Stream() if self.device == "cuda" else None
         #: held during a step: contexts and scratch memory serve the sessions of all threads
         self.turn = threading.RLock()
 
     def _new_context(self, what: str) -> Any:
-        """Return an execution context whose scratch memory is given to it."""
         strategy = self.api.trt.ExecutionContextAllocationStrategy.USER_MANAGED
         context = self.engine.create_execution_context(strategy)
         if context is None:
@@ -138,7 +92,6 @@ class Runner:
         return list(self.io.profiles).index(profile)
 
     def _scratch(self, *profiles: str) -> torch.Tensor:
-        """Return scratch memory for steps of these profiles, or of a tower."""
         sizes = [
             self.engine.get_device_memory_size_for_profile_v2(self._index(p)) for p in profiles
         ]
@@ -146,13 +99,11 @@ class Runner:
         return torch.empty(max(1, size), dtype=torch.uint8, device=self.device)
 
     def _output(self, name: str, dims: Mapping[str, int]) -> torch.Tensor:
-        """Return where a step writes an output, in these sizes."""
         t = self.io.outputs[name]
         shape = self.io.shape(name, dims)
         return torch.empty(shape, dtype=torch_dtype(t.dtype), device=self.device)
 
     def _execute(self, context: Any, inputs: Feeds, outputs: Feeds, fix: str) -> None:
-        """Bind everything and run."""
         given = {name: inputs[name].contiguous() for name in self.io.inputs}
         with self._stream() as stream:
             self._bind(context, given, outputs)
@@ -210,8 +161,8 @@ def lend(context: Any, scratch: torch.Tensor) -> None:
 class TrtTower(Runner):
     """The engine of a tower: static shapes, no caches."""
 
-    def __init__(self, api: Api, engine: Any, log: Any, io: Interface, device: str) -> None:
-        super().__init__(api, engine, log, io, device)
+    def __init__(self, opened: Opened) -> None:
+        super().__init__(opened)
         self.context = self._new_context("a tower")
 
     def run(self, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -233,20 +184,12 @@ class TrtSteps(Runner):
     """An engine whose steps go over the caches of sessions. Those of few tokens are recorded where
     they can be."""
 
-    def __init__(
-        self,
-        api: Api,
-        engine: Any,
-        log: Any,
-        io: Interface,
-        device: str,
-        limits: Limits,
-        record: Record | None,
-    ) -> None:
-        super().__init__(api, engine, log, io, device)
+    def __init__(self, opened: Opened, limits: Limits, record: Record | None) -> None:
+        super().__init__(opened)
+        io, device = opened.io, opened.device
         self.limits = limits
         #: makes of a step what replays it; None: steps run launch by launch
-        self.record = WithFallback(record) if record and not is_streaming(engine) else None
+        self.record = WithFallback(record) if record and not is_streaming(self.engine) else None
         #: of recorded steps, which points into it
         self.scratch = self._scratch(*(p for p in io.profiles if phase_of(p) in RECORDED))
         self.slots = torch.arange(full_slots(limits), device=device)
@@ -284,7 +227,7 @@ class TrtSteps(Runner):
             lend(context, self.scratch)
         return context
 
-    def step(self, phase: str, feeds: Feeds, state: TrtState, tokens: int) -> Feeds:
+    def step(self, phase: str, feeds: Feeds, state: NetworkCaches, tokens: int) -> Feeds:
         """Run a step over full-length caches of which rows hold up to `tokens` afterwards, by the
         profile whose span has room for them; return its outputs by name."""
         self._connect()
@@ -301,7 +244,7 @@ class TrtSteps(Runner):
         self._step(self.contexts[profile], feeds, state, slots, made)
         return made
 
-    def _replay(self, profile: str, feeds: Feeds, state: TrtState, slots: int) -> Feeds:
+    def _replay(self, profile: str, feeds: Feeds, state: NetworkCaches, slots: int) -> Feeds:
         """Replay a step in one launch. The graph belongs to these caches, to this many slots of
         them, and to a number of tokens. A context of its own, which nothing else changes, is what
         TensorRT asks of a context that was recorded."""
@@ -323,16 +266,17 @@ class TrtSteps(Runner):
         return state.captured.get(Captured, key, make).replay(feeds)
 
     def _outputs(self, feeds: Feeds) -> Feeds:
-        """Return where a step writes what it makes."""
         batch, size = feeds["positions"].shape
         asked = feeds[ROWS].shape[1] if ROWS in feeds else 1
         dims = {"B": batch, "S": size, "R": asked}
         return {n: self._output(n, dims) for n in self.io.outputs if n not in self.io.aliased}
 
-    def _step(self, context: Any, feeds: Feeds, state: TrtState, slots: int, made: Feeds) -> None:
-        """Bind everything and run."""
-        inputs, outputs = state.bindings(self.io)
-        given = {SLOTS: self.slots[:slots], **feeds, **inputs}
+    def _step(
+        self, context: Any, feeds: Feeds, state: NetworkCaches, slots: int, made: Feeds
+    ) -> None:
+        held = state.held | {TURNED: state.turned, SLOTS: self.slots[:slots]}
+        given = {name: t for name, t in (held | feeds).items() if name in self.io.inputs}
+        outputs = {o: state.held[i] for o, i in self.io.aliased.items()}
         if BLOCK_IDS in self.io.inputs and BLOCK_IDS not in feeds:
             given[BLOCK_IDS] = self._no_blocks(*feeds["positions"].shape)
         fix = "load it with cuda_graph=False to see where"
@@ -346,29 +290,21 @@ class TrtSteps(Runner):
         return self.no_blocks.setdefault(key, made) if size <= MOST_VERIFIED else made
 
 
-#: an engine and what it is fed, by the name of its network
-OpenEngine = Callable[[str], tuple[Any, Interface]]
-
-
-class TrtRuntime(TrtSteps):
-    """A loaded engine of the TensorRT backend. `open_engine` loads the engines of towers and of a
-    drafter's step, which is done when they are first asked for. `program`: what interpreters of the
-    same engine are made of."""
+class TrtRuntime(TrtSteps, NetworkRuntime):
+    """A loaded engine of the TensorRT backend. `open_engine` opens the engines of towers and of a
+    drafter's step by name, which is done when they are first asked for. `program`: what
+    interpreters of the same engine are made of."""
 
     def __init__(
         self,
-        api: Api,
-        engine: Any,
-        log: Any,
-        io: Interface,
+        opened: Opened,
         limits: Limits,
-        device: str,
-        params: ParamSource,
-        open_engine: OpenEngine,
         record: Record | None,
+        params: ParamSource,
+        open_engine: Callable[[str], Opened],
         program: Program,
     ) -> None:
-        super().__init__(api, engine, log, io, device, limits, record)
+        super().__init__(opened, limits, record)
         self.source, self.open_engine, self.recorder = params, open_engine, record
         self.program = program
         self.towers: dict[str, TrtTower] = {}
@@ -379,14 +315,20 @@ class TrtRuntime(TrtSteps):
         if DRAFT in self.program.graphs:
             self._opened_drafter()  # now, since the others would wait where one could not
 
-    def new_state(self, batch: int) -> TrtState:
-        return TrtState.allocate(self.io, batch, self.limits, self.device)
+    def new_state(self, batch: int) -> NetworkCaches:
+        return NetworkCaches(
+            {name: self.io.inputs[name] for name in self.io.aliased.values()},
+            self.io.rings,
+            batch,
+            self.limits,
+            self.device,
+        )
 
     def run(
         self,
         phase: str,
         feeds: Feeds,
-        state: TrtState,
+        state: NetworkCaches,
         context: int,
         logits: bool,
         watch: Watch | None = None,
@@ -406,10 +348,7 @@ class TrtRuntime(TrtSteps):
     def _opened_drafter(self) -> TrtSteps:
         """Return the engine of the drafter's step, which reads these caches and changes none."""
         if self.drafter is None:
-            engine, io = self.open_engine(DRAFT)
-            self.drafter = TrtSteps(
-                self.api, engine, self.log, io, self.device, self.limits, self.recorder
-            )
+            self.drafter = TrtSteps(self.open_engine(DRAFT), self.limits, self.recorder)
             if self.communicator:
                 self.drafter.link(self.communicator)
         return self.drafter
@@ -417,18 +356,8 @@ class TrtRuntime(TrtSteps):
     def encode(self, tower: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
         with self.turn:
             if tower not in self.towers:
-                engine, io = self.open_engine(tower)
-                self.towers[tower] = TrtTower(self.api, engine, self.log, io, self.device)
+                self.towers[tower] = TrtTower(self.open_engine(tower))
             return self.towers[tower].run(feeds)
-
-    def token_loop(self, *_: Any) -> None:
-        """Return None: the host chooses."""
-
-    def round_loop(self, *_: Any) -> None:
-        """Return None: the host drafts."""
-
-    def resident(self, param: str) -> None:
-        """Return None: weights are the engine's own."""
 
     def close(self) -> None:
         self.contexts.clear()

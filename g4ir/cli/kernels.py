@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from g4ir.backends.experimental import experiment
 from g4ir.backends.torch_compile import tune as tuning
 from g4ir.backends.torch_compile.compile import toolchain
-from g4ir.backends.torch_compile.kernel_table import Row, kernel_rows
 from g4ir.backends.torch_compile.kernels.base import Schedule
 from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.target import Target, find_target
@@ -37,10 +36,7 @@ from .cost import step_of
 from .graphs import check_graph, chosen_graph, spec_of
 
 if TYPE_CHECKING:
-    from g4ir.backends.torch_compile.kernels.base import Schedule
-    from g4ir.backends.torch_compile.schedule import Row
     from g4ir.backends.torch_compile.tune import Tuned
-    from g4ir.ir.graph import Graph
 
 #: the GPU whose settings are shown where none is named
 GPU = "h200"

@@ -28,24 +28,20 @@ from g4ir.backends.trt.build import write_network
 from g4ir.backends.trt.dry_run import emulator
 from g4ir.backends.trt.forms import SETTINGS
 from g4ir.backends.trt.probe import DTYPES, MOST_SHARED_BYTES
-from g4ir.backends.trt.recorder import SHARED_BYTES, execute, recorder
+from g4ir.backends.trt.recorder import SHARED_BYTES, recorder
 from g4ir.backends.trt.recorder.plugin import Instance, plugin_module
-from g4ir.backends.trt.recorder.record import held
 from g4ir.errors import LowerError, MissingError
-from g4ir.ir.graph import Builder, Value
-from g4ir.ir.interpret import run_node
-from g4ir.ops.base import as_tuple
 from g4ir.ops.moe import experts
-from g4ir.ops.types import Type, dtype_name, torch_dtype
+from g4ir.ops.types import Type, torch_dtype
 from g4ir.plan.engine_limits import Limits
 from g4ir.spec.record import load_spec
 from tests.configs import spec_called
 from tests.engines import BUDGET
 from tests.experimental.plugin_bindings import RealLayer, grid_of, real_plugins
-from tests.network_session import NetworkSession, embed_with
+from tests.network_session import NetworkSession
 from tests.oracle import find_oracle, random_tokens, relative
 from tests.recorder.bindings import WHEELS
-from tests.runner import Session, built_program, open_session
+from tests.runner import built_program, open_session
 from tests.trt import running
 from tests.trt.running import prepared
 
@@ -232,12 +228,6 @@ def test_a_kernel_without_room_names_its_layer() -> None:
         plugins.fitted(plan, "L5.attn", shared=16 * 1024)
 
 
-def test_both_kernels_of_attention_split_alike() -> None:
-    for shared in (SHARED_BYTES, MOST_SHARED_BYTES):
-        first, second = decode_of("31b", "bf16").plans(shared)
-        assert all(first.constants[k] == second.constants[k] for k in ("N", "SPLITS", "WINDOW"))
-
-
 def without_triton(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(sys.modules, "triton", None)
 
@@ -361,14 +351,6 @@ def test_tiles_suffice() -> None:
             assert int((-(-counts // block)).sum()) <= tiles
 
 
-def test_registering_again_changes_nothing() -> None:
-    trt = SimpleNamespace(DataType=recorder().DataType, plugin=plugin_module())
-    plugins.register_plugins(trt)
-    first = dict(vars(trt.plugin.op.g4ir))
-    plugins.register_plugins(trt)
-    assert vars(trt.plugin.op.g4ir) == first and first.keys() == PLUGINS.keys()
-
-
 def test_more_shared_memory_where_a_trial_build_shows_it() -> None:
     """A network of one kernel alone is built and run: refused, wrong, and right."""
     api = emulator()
@@ -405,39 +387,6 @@ def test_the_plugins_together_are_the_op(dtype: str) -> None:
     assert relative(got, want).max() < (1e-6 if dtype == "f32" else 4e-3)
 
 
-def interpreted(op: str, *inputs: torch.Tensor, **attrs: Any) -> tuple[torch.Tensor, ...]:
-    """What the interpreter makes of an op."""
-    b = Builder()
-    values = [
-        Value(f"x{i}", Type(dtype_name(t.dtype), tuple(t.shape))) for i, t in enumerate(inputs)
-    ]
-    b.emit_all(op, *values, **attrs)
-    (n,) = b.nodes
-    return as_tuple(run_node(n, [*inputs]))
-
-
-@pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_norms_are_their_expansion(name: str, dtype: str) -> None:
-    """Bit for bit: each rounds where its op does."""
-    op, scaled, weighted = NORMS[name]
-    g = torch.Generator().manual_seed(0)
-    row, whole = Type(dtype, (2, 3, 40)), torch_dtype(dtype)
-    plan = plugins.norm_plan(NORMS[name], row, 1e-6)
-    given = {
-        n: torch.randn(dims, generator=g).to(whole)
-        for n, (_, dims) in zip(PLUGINS[name].inputs, shapes_of(plan, 2, 3), strict=True)
-    }
-    types = [Type(dtype, tuple(t.shape)) for t in given.values()]
-    attrs = {"eps": 1e-6, "scaled": scaled, "weighted": weighted}
-    want = interpreted(op, *given.values(), **attrs)
-    got = meaning(plan, *given.values())
-    assert [Type(dtype, tuple(t.shape)) for t in got] == plugins.result_types(
-        plan, dict(zip(given, types, strict=True))
-    )
-    assert all(map(torch.equal, got, want)) and len(got) == 1 + len(weighted)
-
-
 # ---- networks ------------------------------------------------------------------------------------
 
 
@@ -445,31 +394,28 @@ def plugin_session(
     name: str, batch: int, chunk: int, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> tuple[NetworkSession, list[str]]:
     """A model as a recorded network with plugins, and the plugins that its last step ran."""
-    oracle = find_oracle(spec_called(name))
-    program = built_program(oracle.spec, latent_kv="off", **options)
-    source = Session(program, oracle.tensors, batch, chunk, 64, all_logits=False)
-    limits, graph = Limits(batch, 64, chunk), prepared(program)
-    weights = source.params["prefill"].__getitem__
-    made = running.emit(graph, limits, weights, attention="plugin", norms="plugin")
-    assert not made.network._conditionals
+    session, _ = running.recorded_session(
+        find_oracle(spec_called(name)),
+        batch,
+        chunk,
+        all_logits=False,
+        attention="plugin",
+        norms="plugin",
+        **options,
+    )
     ran: list[str] = []
-    real = Instance.run
+    real, step = Instance.run, session.made
 
     def noted(self: Instance, *tensors: torch.Tensor) -> Any:
         ran.append(self.of.plugin_id.removeprefix("g4ir::"))
         return real(self, *tensors)
 
-    monkeypatch.setattr(Instance, "run", noted)
-    known = {held(t, "name") for t in made.network._inputs}
-
     def run(feeds: Any) -> Any:
         ran.clear()
-        return execute(made.network, {k: v for k, v in feeds.items() if k in known})
+        return step(feeds)
 
-    embed = embed_with(source.graphs["embed"], source.params["embed"])
-    session = NetworkSession(graph, embed, run, limits, batch, chunk)
-    for cache in session.caches.values():
-        cache.fill_(7.0)  # what was never written must not count
+    monkeypatch.setattr(Instance, "run", noted)
+    session.made = run
     return session, ran
 
 
@@ -500,18 +446,6 @@ def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in tokens.t()[:2]:
         agree(got.decode(step), want.decode(step))
         assert Counter(ran) == once
-
-
-def test_full_length_caches_behind_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where no pass planned rings: a decode step's every attention is a plugin's."""
-    oracle = find_oracle(spec_called("26b-a4b-small"))
-    tokens = random_tokens(oracle.spec, 2, 20)
-    want = open_session(oracle, 2, 20, skip=("plan_cache",), latent_kv="off")
-    got, ran = plugin_session("26b-a4b-small", 2, 20, monkeypatch, skip=("plan_cache",))
-    agree(got.prefill(tokens), want.prefill(tokens))
-    agree(got.decode(tokens[:, 0]), want.decode(tokens[:, 0]))
-    for name in DECODE:
-        assert ran.count(name) == oracle.spec.text.num_hidden_layers
 
 
 def test_latent_caches_are_left_alone() -> None:

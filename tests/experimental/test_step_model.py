@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -142,31 +141,6 @@ def test_kernels_of_a_layer(name: str, one: int, more: int) -> None:
     for rows, want in ((1, one), (2, more)):
         made = Counter(layer_of(x.node) for x in predicted(name, rows).launches)
         assert made[3] == want, rows
-
-
-def test_fewer_kernels_are_faster() -> None:
-    for name in ("31b", "12b", "26b-a4b", "e4b", "e2b"):
-        for rows, early in ((1, True), (1, False), (8, False), (32, False)):
-            both = [predicted(name, rows, fused=f, early=early).us for f in (True, False)]
-            assert all(a < b for a, b in zip(*both, strict=True))
-
-
-def test_more_context_takes_longer() -> None:
-    times = [predicted("e2b", 1, c).us[0] for c in (1024, 4096, 16384, 131072)]
-    assert times == sorted(times) and len(set(times)) == 4
-
-
-def test_programs_that_wait_have_room() -> None:
-    """Shares of attention and what adds them, one on a multiprocessor; in one round at 1K."""
-    for name in ("e2b", "e4b", "12b", "26b-a4b", "31b"):
-        for rows in (1, 8, 32, 64):
-            for choice in scheduled(name, rows).choices.values():
-                use, shape = choice.use, choice.shape
-                if "merges" in use and use["splits"] > 1:
-                    assert (use["splits"] + use["merges"]) * shape["programs"] <= 132
-                    _, together = added_together(use, shape["group"], shape["d"])
-                    assert rows > 1 or shape["group"] > 8 or together >= min(use["splits"], 32)
-    assert added_together({"splits": 128, "merges": 1}, 1, 8) == (16, 128)
 
 
 def test_what_was_measured_takes_the_place(tmp_path: Path) -> None:
@@ -308,22 +282,6 @@ def test_the_command(tmp_path: Path) -> None:
 )
 def test_the_command_refuses(words: str, said: str) -> None:
     assert said in refused(*WORDS, *words.split())
-
-
-@pytest.mark.parametrize("option", ["--plot", "--constants"])
-def test_options_of_a_timeline_alone(option: str) -> None:
-    assert f"{option} needs --timeline" in refused("show", "--variant", "e2b", option, "x.svg")
-
-
-def test_it_needs_no_torch() -> None:
-    import subprocess
-
-    code = (
-        "import sys; from g4ir.cli import main; "
-        "main(['show', '--variant', 'tiny-moe', '--timeline', '--json']); "
-        "assert 'torch' not in sys.modules"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
 def test_the_command_of_ranks() -> None:

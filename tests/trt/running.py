@@ -13,7 +13,7 @@ from g4ir.backends.primitives.network import Network
 from g4ir.backends.trt.dry_run import emulator
 from g4ir.backends.trt.emitter import TrtEmitter
 from g4ir.backends.trt.forms import lowerings
-from g4ir.backends.trt.recorder import check, execute
+from g4ir.backends.trt.recorder import check, execute, recorder
 from g4ir.ir.graph import Graph, Program
 from g4ir.ir.rewrite import split_prologue
 from g4ir.plan.engine_limits import Limits
@@ -21,6 +21,18 @@ from tests.network_session import Feeds, NetworkSession, embed_with
 from tests.oracle import Oracle
 from tests.recorder.networks import new_network
 from tests.runner import DTYPES, Session, built_program
+
+
+def new_emitter(weights: Callable[[str], torch.Tensor] | None = None) -> TrtEmitter:
+    module = recorder()
+    return TrtEmitter(module, new_network(module), weights)
+
+
+def computed(e: TrtEmitter, feeds: Feeds) -> dict[str, torch.Tensor]:
+    """The outputs of what was emitted; feeds that it has no input for are left out."""
+    check(e.network)
+    names = {t._name for t in e.network._inputs}
+    return execute(e.network, {k: v for k, v in feeds.items() if k in names})
 
 
 @dataclass
@@ -70,15 +82,14 @@ def recorded_session(
     limits = Limits(batch, max_seq, chunk)
     graph = prepared(program)
     made = emit(graph, limits, plain.params["prefill"].__getitem__, **options)
-    names = {t._title for t in made.network._inputs}
 
     def run(feeds: Feeds) -> Feeds:
-        out = execute(made.network, {k: v for k, v in feeds.items() if k in names})
+        out = computed(made.emitter, feeds)
         # Caches of a layer that writes none.
         return {**{f"{k}.next": v for k, v in feeds.items()}, **out}
 
     embed = embed_with(plain.graphs["embed"], plain.params["embed"])
-    session = NetworkSession(graph, embed, run, limits, batch, chunk)
+    session = NetworkSession(graph, embed, run, limits, batch, chunk, all_logits)
     for cache in session.caches.values():
         cache.fill_(7.0)  # what was never written must not count
     return session, made

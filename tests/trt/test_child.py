@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -137,19 +136,6 @@ def test_no_space_for_a_plan(
     with pytest.raises(OSError, match="No space left") as e:
         run(prepared, folder, code, print)
     assert (e.value.errno, e.value.filename) == (errno.ENOSPC, "engine.plan")
-
-
-def test_files_of_the_current_directory_are_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who builds in a folder that somebody else filled runs nothing of it."""
-    for name in ("numpy", "yaml", "torch", "json"):
-        (tmp_path / f"{name}.py").write_text("open('pwned', 'w').close()")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
-    done = subprocess.run(child.command(tmp_path), capture_output=True, text=True)
-    assert done.returncode and "job.json" in done.stderr
-    assert not (tmp_path / "pwned").exists()
 
 
 def test_a_signal_does_not_wait_for_the_builder(

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +20,7 @@ from g4ir.backends.primitives.network import TURNED, stored_type
 from g4ir.backends.trt import lowerings as lowered
 from g4ir.backends.trt.emitter import TrtEmitter
 from g4ir.backends.trt.forms import ATTENTION, SETTINGS, lowerings
-from g4ir.backends.trt.recorder import check, execute, recorder, volumes
-from g4ir.backends.trt.recorder.layers import IAttention, IConstantLayer, ISoftMaxLayer
+from g4ir.backends.trt.recorder import execute, sizes
 from g4ir.errors import LowerError
 from g4ir.ir.graph import Graph, Node, Value, infer
 from g4ir.ir.interpret import interpret
@@ -44,10 +43,9 @@ from tests.oracle import (
     randomize,
     relative,
 )
-from tests.recorder.networks import new_network
 from tests.runner import built_program, open_session
 from tests.test_ops import IN_NETWORKS, sample, tensors
-from tests.trt.running import Emitted, emit, prepared, recorded_session
+from tests.trt.running import Emitted, emit, new_emitter, prepared, recorded_session
 
 #: of rms, against the interpreter in bf16: one rounding is 2^-9, and every layer adds its own
 BF16_BUDGET = 2**-3
@@ -58,214 +56,16 @@ CAPPED = "-capped"
 full = pytest.mark.full
 
 
-def new_emitter(weights: Any = None) -> TrtEmitter:
-    module = recorder()
-    return TrtEmitter(module, new_network(module), weights)
-
-
-def run(
-    build: Callable[..., Any], types: list[str], feeds: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    """What `build(emitter, *inputs)` makes of the feeds."""
-    e = new_emitter()
-    inputs = [e.input(f"x{i}", parse_type(t)) for i, t in enumerate(types)]
-    made = build(e, *inputs)
-    results = made if isinstance(made, tuple) else (made,)
-    for i, x in enumerate(results):
-        e.output(f"y{i}", x)
-    check(e.network)
-    out = execute(e.network, {f"x{i}": t for i, t in enumerate(feeds)})
-    return [out[f"y{i}"] for i in range(len(results))]
-
-
-# --- primitives -------------------------------------------------------------------------------
-
-
-def noise(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-X, Y, INDEX = noise(2, 3, 4), noise(2, 3, 4, seed=1), torch.tensor([[1, 0, 2], [3, 3, 1]])
-BSD = ["f32[B,S,4]", "f32[B,S,4]"]
-
-
-def primitive(
-    build: Callable[..., Any], want: Callable[..., Any], types: list[str], *feeds: torch.Tensor
-) -> Any:
-    return build, want, types, feeds
-
-
-PRIMITIVES: dict[str, Any] = {
-    **{
-        kind: primitive(
-            lambda e, x, kind=kind: e.unary(kind, x), getattr(torch, kind), BSD[:1], X.abs()
-        )
-        for kind in ("neg", "exp", "log", "tanh", "sqrt", "erf")
-    },
-    **{
-        kind: primitive(
-            lambda e, x, y, kind=kind: e.binary(kind, x, y), want, BSD, X.abs() + 1, Y.abs() + 1
-        )
-        for kind, want in {
-            "add": torch.add,
-            "sub": torch.sub,
-            "mul": torch.mul,
-            "div": torch.div,
-            "pow": torch.pow,
-            "max": torch.maximum,
-            "min": torch.minimum,
-            "gt": torch.gt,
-            "lt": torch.lt,
-            "eq": torch.eq,
-        }.items()
-    },
-    **{
-        name: primitive(lambda e, x, name=name: e.activation(name, x), want, BSD[:1], X)
-        for name, want in {
-            "gelu_pytorch_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
-            "gelu": torch.nn.functional.gelu,
-            "sigmoid": torch.sigmoid,
-        }.items()
-    },
-    "floor_div": primitive(
-        lambda e, x: e.binary("floor_div", x, 3), lambda x: x // 3, ["i64[B,S]"], INDEX * 5
-    ),
-    "eq of i64": primitive(
-        lambda e, x: e.binary("eq", x, 3), lambda x: x == 3, ["i64[B,S]"], INDEX
-    ),
-    "not": primitive(lambda e, x: e.unary("not", x), torch.logical_not, ["bool[B,S]"], INDEX > 1),
-    "and": primitive(
-        lambda e, x, y: e.binary("and", x, y),
-        torch.logical_and,
-        ["bool[B,S]", "bool[B,S]"],
-        INDEX > 0,
-        INDEX > 1,
-    ),
-    "or with a constant": primitive(
-        lambda e, x: e.binary("or", x, e.constant(torch.tensor([[False, True, True]]))),
-        lambda x: x | torch.tensor([[False, True, True]]),
-        ["bool[B,3]"],
-        INDEX > 0,
-    ),
-    "where": primitive(
-        lambda e, c, x: e.where(c, x, -1.0),
-        lambda c, x: torch.where(c, x, -1.0),
-        ["bool[B,S,1]", BSD[0]],
-        (INDEX > 1)[..., None],
-        X,
-    ),
-    "cast": primitive(lambda e, x: e.cast(x, "bf16"), torch.Tensor.bfloat16, BSD[:1], X),
-    "linear": primitive(
-        lambda e, x, w: e.linear(x, w),
-        torch.nn.functional.linear,
-        [BSD[0], "f32[5,4]"],
-        X,
-        noise(5, 4),
-    ),
-    "matmul": primitive(
-        lambda e, x, y: e.matmul(x, y),
-        torch.matmul,
-        ["f32[B,3,4]", "f32[1,4,5]"],
-        X,
-        noise(1, 4, 5),
-    ),
-    "matmul of a transpose": primitive(
-        lambda e, x, y: e.matmul(x, y, transpose_b=True), lambda x, y: x @ y.mT, BSD, X, Y
-    ),
-    "softmax": primitive(lambda e, x: e.softmax(x), lambda x: x.softmax(-1), BSD[:1], X),
-    **{
-        f"reduce {kind}": primitive(lambda e, x, kind=kind: e.reduce(kind, x, 1), want, BSD[:1], X)
-        for kind, want in {
-            "sum": lambda x: x.sum(1, keepdim=True),
-            "mean": lambda x: x.mean(1, keepdim=True),
-            "max": lambda x: x.amax(1, keepdim=True),
-        }.items()
-    },
-    "topk": primitive(lambda e, x: e.topk(x, 2), lambda x: tuple(torch.topk(x, 2)), BSD[:1], X),
-    "reshape": primitive(
-        lambda e, x: e.reshape(x, "B", "S", 2, 2), lambda x: x.reshape(2, 3, 2, 2), BSD[:1], X
-    ),
-    "reshape to what is left": primitive(
-        lambda e, x: e.reshape(x, 2, "S"), lambda x: x.reshape(2, 3), ["f32[2,1,S]"], X[:, :1, :3]
-    ),
-    "transpose": primitive(
-        lambda e, x: e.transpose(x, 2, 0, 1), lambda x: x.permute(2, 0, 1), BSD[:1], X
-    ),
-    "unsqueeze": primitive(
-        lambda e, x: e.unsqueeze(x, 0, 2), lambda x: x[None, :, None], BSD[:1], X
-    ),
-    "unsqueeze of names": primitive(
-        lambda e, x: e.unsqueeze(x, 1, 3), lambda x: x[:, None, :, None], ["i64[B,S]"], INDEX
-    ),
-    "concat": primitive(
-        lambda e, x, y: e.concat([x, y], 1), lambda x, y: torch.cat([x, y], 1), BSD, X, Y
-    ),
-    "slice": primitive(lambda e, x: e.slice(x, 2, 1, 3), lambda x: x[..., 1:3], BSD[:1], X),
-    "slice of a name": primitive(lambda e, x: e.slice(x, 1, 0, 1), lambda x: x[:, :1], BSD[:1], X),
-    "prefix": primitive(
-        lambda e, x, y: e.prefix(x, 2, y),
-        lambda x, y: x[..., :2],
-        [BSD[0], "i64[C]"],
-        X,
-        torch.arange(2),
-    ),
-    "gather": primitive(
-        lambda e, x, at: e.gather(x, at, 2),
-        lambda x, at: x[:, :, at],
-        [BSD[0], "i64[B,S]"],
-        X,
-        INDEX,
-    ),
-    "gather_rows": primitive(
-        lambda e, x, at: e.gather_rows(x, at),
-        lambda x, at: torch.stack([row[i] for row, i in zip(x, at)]),
-        [BSD[0], "i64[B,1]"],
-        X,
-        INDEX[:, 2:] % 3,
-    ),
-    "gather_rows of rank 2": primitive(
-        lambda e, x, at: e.gather_rows(x, at),
-        lambda x, at: x.take_along_dim(at, 1),
-        ["f32[B,S]", "i64[B,J]"],
-        X[..., 0],
-        INDEX[:, :2] % 3,
-    ),
-    "append": primitive(
-        lambda e, cache, new, at: e.append(cache, new, at),
-        lambda cache, new, at: torch.cat(
-            [
-                torch.cat([c[:, : int(i)], n, c[:, int(i) + 3 :]], 1)[None]
-                for c, n, i in zip(cache, new, at)
-            ]
-        ),
-        ["f32[B,1,9,4]", "f32[B,1,S,4]", "i64[B]"],
-        noise(2, 1, 9, 4),
-        X[:, None],
-        torch.tensor([6, 0]),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PRIMITIVES)
-def test_primitive(name: str) -> None:
-    build, want, types, feeds = PRIMITIVES[name]
-    expected = want(*(t.clone() for t in feeds))
-    results = expected if isinstance(expected, tuple) else (expected,)
-    for got, right in zip(run(build, types, list(feeds)), results, strict=True):
-        assert got.dtype == right.dtype and got.shape == right.shape
-        assert torch.allclose(got, right, atol=1e-6)
+# --- constants, weights, names ----------------------------------------------------------------
 
 
 def test_no_conditionals() -> None:
     """Who would write one hears why not."""
     e = new_emitter()
     e.scope = "L3.mlp.experts"
-    x = e.input("x", parse_type(BSD[0]))
+    x = e.input("x", parse_type("f32[B,S,4]"))
     with pytest.raises(LowerError, match=r"L3\.mlp\.experts: a conditional.*CUDA graph"):
         e.when_one(x, 1, lambda: x, lambda: x)
-
-
-# --- constants, weights, names ----------------------------------------------------------------
 
 
 def test_weights_are_not_copied() -> None:
@@ -324,26 +124,18 @@ def test_refused_layer() -> None:
 
 def test_shape_that_tensorrt_does_not_find() -> None:
     """Its binding raises, where a tensor has -1 dims; its own words come last."""
-
-    class Nothing:
-        def __len__(self) -> int:
-            return -1
-
-        def __iter__(self) -> Iterator[int]:
-            return iter(())
-
-    module = recorder()
-    e = TrtEmitter(module, new_network(module), None, said=lambda: "dims do not match")
-    tensor = SimpleNamespace(dtype=module.DataType.FLOAT, shape=Nothing())
-    layer = SimpleNamespace(name="L1.attn/matmul", get_output=lambda i: tensor)
-    with pytest.raises(LowerError, match=r"L1\.attn/matmul: .*no shape: dims do not match"):
-        e.checked(layer, parse_type("f32[2,5]"))
+    e = new_emitter()
+    e.said = lambda: "dims do not match"
+    refused = e.network.add_softmax(e.tensor(e.input("x", parse_type("i32[2,4]"))))
+    refused.name = "L1.attn/softmax"
+    with pytest.raises(LowerError, match=r"L1\.attn/softmax: .*no shape: dims do not match"):
+        e.checked(refused, parse_type("f32[2,4]"))
 
 
 def test_type_that_tensorrt_sees_differently() -> None:
     e = new_emitter()
     x = e.input("x", parse_type("f32[2,4]"))
-    layer = e.network.add_softmax(e.tensor(x))
+    layer = e.network.add_identity(e.tensor(x))
     with pytest.raises(LowerError, match=r"expected f32\[2,5\], TensorRT says .*\(2, 4\)"):
         e.made(layer, "softmax", parse_type("f32[2,5]"))
 
@@ -414,8 +206,7 @@ def weighted(name: str, dtype: torch.dtype = torch.float32) -> Oracle:
 
 def steps(session: Any, tokens: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
     """A ragged prompt in chunks longer than the window, then past three windows."""
-    every = {"all_logits": True} if session.__class__.__name__ == "Session" else {}
-    outs = [session.prefill(tokens[:, :19], lengths, **every)]
+    outs = [session.prefill(tokens[:, :19], lengths)]
     return outs + [session.decode(column) for column in tokens[:, 19:].unbind(1)]
 
 
@@ -432,14 +223,12 @@ def compare(oracle: Oracle, **options: Any) -> tuple[list[Any], Emitted]:
     return pairs, made
 
 
-MODELS = [
-    *((name, {}) for name in ("e2b-small", "12b-small", "26b-a4b-small", "combined")),
+MODELS: list[tuple[str, dict[str, str]]] = [
+    ("e2b-small", {}),
     ("combined", {"attention": "fused"}),
     ("31b-small", {"attention": "plain", "version": VERSION}),
-    ("12b-small", {"latent_kv": "value"}),
     ("12b-small", {"latent_kv": "raw", "attention": "fused"}),
     ("26b-a4b-small", {"experts": "all", "version": VERSION}),
-    ("26b-a4b-small", {"experts": "gather"}),
 ]
 
 
@@ -447,25 +236,15 @@ def every_form(name: str) -> Iterator[tuple[str, dict[str, str]]]:
     """All options that concern a spec."""
     text = spec_called(name).text
     tied = text.full.k_eq_v or text.sliding.k_eq_v
-    for attention, version in product(ATTENTION, ("11.4.0", VERSION)):
-        for latent in ("off", "value", "raw") if tied else ("off",):
-            for experts in SETTINGS["experts"].choices[1:] if text.moe else ("all",):
-                yield (
-                    name,
-                    {
-                        "attention": attention,
-                        "version": version,
-                        "latent_kv": latent,
-                        "experts": experts,
-                    },
-                )
+    latent = ("off", "value", "raw") if tied else ("off",)
+    experts = SETTINGS["experts"].choices[1:] if text.moe else ("all",)
+    names = "attention", "version", "latent_kv", "experts"
+    for choice in product(ATTENTION, ("11.4.0", VERSION), latent, experts):
+        yield name, dict(zip(names, choice, strict=True))
 
 
-EVERY = [
-    form
-    for name in (*SMALL, "combined", "tiny-ple", "tiny-moe", "random-1", "random-4")
-    for form in every_form(name)
-]
+SPECS = (*SMALL, "combined", "tiny-ple", "tiny-moe", "random-1", "random-4")
+EVERY = [form for name in SPECS for form in every_form(name)]
 
 
 def ident(value: Any) -> str:
@@ -485,9 +264,7 @@ def test_model(name: str, options: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("combined", {}),
         ("26b-a4b-small", {"attention": "fused"}),
-        ("31b-small", {"attention": "fused", "version": VERSION}),
         *(pytest.param(*m, marks=full) for m in EVERY if not m[0].startswith("random")),
     ],
     ids=ident,
@@ -505,12 +282,16 @@ def test_no_softmax_layer_in_plain_attention() -> None:
     program = built_program(spec_called("12b-small"))
     for attention, count in (("plain", 0), ("explicit", 4)):
         made = emit(prepared(program), Limits(2, 64, 9), None, attention=attention)
-        found = [x for x in made.network._layers if isinstance(x, ISoftMaxLayer)]
-        assert (len(found) > 0) == (count > 0)
+        assert any(x._kind == "softmax" for x in made.network._layers) == (count > 0)
 
 
-def largest_scores(made: Emitted, dims: Mapping[str, int]) -> int:
-    found = volumes(made.network, {x._title: _bound(x, dims) for x in made.network._inputs})
+def counted(made: Emitted, **dims: int) -> dict[str, int]:
+    """The elements of each tensor where dims have these sizes."""
+    return sizes(made.network, {x._title: _bound(x, dims) for x in made.network._inputs})[0]
+
+
+def largest_scores(made: Emitted) -> int:
+    found = counted(made, B=3, S=11, C=64)
     return max(n for name, n in found.items() if "attn" in name and "/exp" in name)
 
 
@@ -528,8 +309,7 @@ def test_queries_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lowered, "MOST_SCORE_BYTES", 3 * 4 * 64 * 6 * 4)
     parts, several = outputs()
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(whole, parts, strict=True))
-    scores = [largest_scores(m, {"B": 3, "S": 11, "C": 64}) for m in (one, several)]
-    assert scores[1] * 2 <= scores[0]
+    assert largest_scores(several) * 2 <= largest_scores(one)
 
 
 def test_softcapped_attention_is_explicit_and_noted() -> None:
@@ -538,7 +318,7 @@ def test_softcapped_attention_is_explicit_and_noted() -> None:
     pairs, made = compare(oracle, attention="fused")
     assert len(made.emitter.notes) == oracle.spec.text.num_hidden_layers
     assert "IAttention has no softcap" in made.emitter.notes[0]
-    assert not any(isinstance(x, IAttention) for x in made.network._layers)
+    assert not any(x._kind == "attention" for x in made.network._layers)
     assert max(relative(got, want).max().item() for got, want in pairs) < BUDGET
 
 
@@ -562,7 +342,7 @@ def layer_counts(made: Emitted) -> dict[int, int]:
     found = [
         re.match(r"L(\d+)\.", x._title)
         for x in made.network._layers
-        if not isinstance(x, IConstantLayer) and ".last/" not in x._title
+        if x._kind != "constant" and ".last/" not in x._title
     ]
     return Counter(int(m[1]) for m in found if m)
 
@@ -591,16 +371,6 @@ def test_layers_of_a_layer() -> None:
     assert heads == {**want, "KV cache update": 2}
     assert kinds["shuffle"] == 6 and kinds["concatenation"] == 0
     assert sum(kinds.values()) - kinds["constant"] == 61
-
-
-def test_norms_in_one_kernel_are_few_layers() -> None:
-    """What is left of each layer where one kernel goes from block to block, weights included; it
-    is at most half of the 144 that a layer of 31b had once."""
-    _, made = recorded_session(weighted("31b-small"), 2, 11, norms="plugin")
-    own = [x for x in made.network._layers if x._title.startswith("L1.")]
-    kinds = Counter(x._kind for x in own)
-    assert kinds["plugin"] == 2 and kinds["reduce"] == 1  # of the heads
-    assert len(own) <= 56
 
 
 def test_constants_are_made_of_constants() -> None:
@@ -636,7 +406,7 @@ def test_changes_of_layout_are_one_layer() -> None:
     assert torch.equal(made["y"], -want) and torch.equal(made["z"], -want.reshape(2, 3, 4))
 
 
-QUICK = (("e2b", "explicit"), ("12b", "fused"), ("26b-a4b", "explicit"))
+QUICK = (("e2b", "explicit"), ("26b-a4b", "fused"))
 
 
 @pytest.mark.parametrize(
@@ -660,14 +430,11 @@ def test_full_size(name: str, attention: str) -> None:
         if 0 < i < text.num_hidden_layers - 1 and i != text.first_kv_shared_layer - 1:
             key = kind == SLIDING, i < text.first_kv_shared_layer, _wide(text, i)
             kinds.setdefault(key, []).append(counts[i])
-    for key, found in kinds.items():
-        assert len(set(found[1:])) <= 1, f"{name} {key}: {found}"
+    for key, many in kinds.items():
+        assert len(set(many[1:])) <= 1, f"{name} {key}: {many}"
     print(name, attention, made.network.num_layers, dict(kinds))
-    dims = {"B": 4, "S": 1024, "C": 8192}
-    sizes = volumes(made.network, {x._title: _bound(x, dims) for x in made.network._inputs})
-    assert min(sizes.values()) > 0
-    assert max(sizes.values()) < 2**31
-    assert not made.network._conditionals  # which could not be recorded
+    found = counted(made, B=4, S=1024, C=8192).values()
+    assert min(found) > 0 and max(found) < 2**31
 
 
 def _wide(text: Any, i: int) -> bool:

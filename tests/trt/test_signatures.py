@@ -99,14 +99,16 @@ def fits_bindings(calls: list[Call], version: str) -> None:
 
 def alternating(names: Iterable[str]) -> list[Any]:
     """Every name with every setting; both versions with each only in a full run."""
-    cases = []
-    for i, name in enumerate(names):
-        for j, settings in enumerate(SETTINGS):
-            for k, version in enumerate(VERSIONS):
-                marks = [pytest.mark.full] if (i + j + k) % 2 else []
-                label = "-".join((name, version, *settings.values()))
-                cases.append(pytest.param(name, version, settings, id=label, marks=marks))
-    return cases
+    return [
+        pytest.param(
+            *(name, version, settings),
+            id="-".join((name, version, *settings.values())),
+            marks=[pytest.mark.full] * ((i + j + k) % 2),
+        )
+        for i, name in enumerate(names)
+        for j, settings in enumerate(SETTINGS)
+        for k, version in enumerate(VERSIONS)
+    ]
 
 
 @pytest.mark.parametrize(("name", "version", "settings"), alternating(SMALL))
@@ -121,15 +123,8 @@ def test_building_loading_and_running(
     name: str, version: str, settings: dict[str, str], tmp_path: Path
 ) -> None:
     calls = recorded(version, name, settings, tmp_path)
-    owners = {
-        "Builder",
-        "IBuilderConfig",
-        "IOptimizationProfile",
-        "ITimingCache",
-        "Runtime",
-        "ICudaEngine",
-        "IExecutionContext",
-    }
+    owners = {"Builder", "IBuilderConfig", "IOptimizationProfile", "ITimingCache", "Runtime"}
+    owners |= {"ICudaEngine", "IExecutionContext"}
     assert owners <= {c.owner for c in calls}
     fits_bindings(calls, version)
 

@@ -73,8 +73,6 @@ def register_plugins(trt: Any) -> None:
 
 
 def _descriptor(trt: Any, trtp: Any, plugin: Plugin) -> Callable[..., Any]:
-    """Return the function (descriptors of the inputs, plan) -> descriptors of the outputs."""
-
     def describe(*inputs: Any, plan: str) -> Any:
         made = Plan.parse(plan)
         kinds = plugin.kinds(made.dtype)[-len(plugin.outputs) :]

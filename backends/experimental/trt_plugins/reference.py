@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from g4ir.ops.base import wide
+from g4ir.ir.graph import Builder, Value
+from g4ir.ir.interpret import run_node
+from g4ir.ops.base import as_tuple, wide
 from g4ir.ops.mlp import activate
-from g4ir.ops.norm import rms_norm
-from g4ir.ops.types import torch_dtype
+from g4ir.ops.types import Type, dtype_name, torch_dtype
 
 from ...torch_compile.kernels.base import SHARE_KEYS, SHARES
 from .table import NORMS, PLUGINS, Constants, Plan
@@ -52,7 +53,6 @@ def _sort(c: Constants, index: Tensor) -> tuple[Tensor, ...]:
 
 
 def _index(order: Tensor, offsets: Tensor) -> Tensor:
-    """Return the experts of the slots, which `_sort` had."""
     index = torch.empty_like(order).flatten()
     experts = torch.arange(len(offsets) - 1, dtype=torch.int32)
     index[order.flatten().long()] = experts.repeat_interleave(offsets.diff())
@@ -93,7 +93,6 @@ def _seen(c: Constants, positions: Tensor, slots: Tensor) -> Tensor:
 def _parts(
     c: Constants, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, slots: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the partial results; shares without keys have maximum -inf and sum 0."""
     query = wide(q).view(*q.shape[:2], c["HEADS"], 1, c["GROUP"], c["D"])
     s = query @ wide(keys)[:, None, :, None].transpose(-1, -2) * c["INNER"]
     s = c["OUTER"] * s.tanh() if c["CAPPED"] else s
@@ -115,32 +114,17 @@ def _merge(
     return (out.flatten(2, 3),)
 
 
-def _residual(
-    name: str, c: Constants, x: Tensor, residual: Tensor, w: Tensor, *rest: Tensor
-) -> tuple[Tensor, ...]:
-    """Return the residual with the norm of x added, times a scalar, and its norms."""
-    _, scaled, weighted = NORMS[name]
-    h = residual + _norm(c, x, w)
-    h = h * rest[0] if scaled else h
-    weights = iter(rest[int(scaled) :])
-    return (h, *(_norm(c, h, next(weights) if has else None) for has in weighted))
+def _norms(name: str, c: Constants, *given: Tensor) -> tuple[Tensor, ...]:
+    """Run the op of an end of a block."""
+    op, scaled, weighted = NORMS[name]
+    b = Builder()
+    values = [
+        Value(f"x{i}", Type(dtype_name(t.dtype), tuple(t.shape))) for i, t in enumerate(given)
+    ]
+    b.emit_all(op, *values, eps=c["EPS"], scaled=scaled, weighted=weighted)
+    return as_tuple(run_node(b.nodes[0], [*given]))
 
 
-def _dual_residual(name: str, c: Constants, *given: Tensor) -> tuple[Tensor, ...]:
-    """Return `_residual` of the sum of the norms of two tensors."""
-    a, w_a, b, w_b, w, residual, *rest = given
-    return _residual(name, c, _norm(c, a, w_a) + _norm(c, b, w_b), residual, w, *rest)
-
-
-def _norm(c: Constants, x: Tensor, w: Tensor | None) -> Tensor:
-    out: Tensor = rms_norm.reference(x, w, eps=c["EPS"])
-    return out
-
-
-_ENDS: Mapping[str, Callable[..., Any]] = {
-    "norm_residual": _residual,
-    "dual_norm_residual": _dual_residual,
-}
 _MEANING: Mapping[str, Callable[..., Any]] = {
     "moe_sort": _sort,
     "moe_gate_up_grouped": _gate_up_grouped,
@@ -148,5 +132,5 @@ _MEANING: Mapping[str, Callable[..., Any]] = {
     "moe_combine": _combine,
     "decode_parts": _parts,
     "decode_merge": _merge,
-    **{name: partial(_ENDS[op], name) for name, (op, *_) in NORMS.items()},
+    **{name: partial(_norms, name) for name in NORMS},
 }

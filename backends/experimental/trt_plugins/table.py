@@ -104,19 +104,16 @@ def blocks(n: int, size: int) -> int:
 
 
 def _tokens(s: Shapes) -> Any:
-    """Return rows times tokens of the first input."""
     first = next(iter(s.values()))
     return first[0] * first[1]
 
 
 def _count(s: Shapes, c: Constants) -> Any:
-    """Count the slots."""
     b, n, k = s["order" if "order" in s else "index"]
     return b * n * k
 
 
 def _columns(a: Arithmetic, s: Shapes, c: Constants) -> Shape:
-    """Return a grid: a program for each token and block of columns of the result."""
     return _tokens(s), blocks(c["HIDDEN"], c["BLOCK_N"] if "BLOCK_N" in c else c["BLOCK"])
 
 
@@ -131,13 +128,26 @@ def _tiles(columns: str) -> Sizes:
 
 
 def _rows(a: Arithmetic, s: Shapes, c: Constants) -> Shape:
-    """Return a grid: a program for each token."""
     return (_tokens(s),)
 
 
-def _norms(name: str, *inputs: str) -> Plugin:
+_DUAL = ("a", "w_a", "b", "w_b", "w", "residual")
+#: plugin -> the op that it is, whether with a scalar, and which pre-norms have a weight
+NORMS: Mapping[str, tuple[str, bool, tuple[bool, ...]]] = {
+    "norm_residual": ("norm_residual", False, ()),
+    "norm_residual_norm": ("norm_residual", False, (True,)),
+    "norm_residual_scaled_norm": ("norm_residual", True, (True,)),
+    "norm_residual_norms": ("norm_residual", False, (True, True, False)),
+    "dual_norm_residual_scaled_norm": ("dual_norm_residual", True, (True,)),
+}
+
+
+def _norms(name: str) -> Plugin:
     """Return the plugin of an end of a block: results are like its first input."""
-    _, _, weighted = NORMS[name]
+    op, scaled, weighted = NORMS[name]
+    rows = ("x", "residual", "w") if op == "norm_residual" else _DUAL
+    weights = [f"w{i + 1}" for i, has in enumerate(weighted) if has]
+    inputs = [*rows, *(["scalar"] if scaled else []), *weights]
     outputs = ["y", *(f"y{i + 1}" for i in range(len(weighted)))]
     return Plugin(
         *(name, "norms", dict.fromkeys(inputs, T), dict.fromkeys(outputs, T)),
@@ -155,15 +165,6 @@ def _shares(a: Arithmetic, tokens: Shape, c: Constants) -> Any:
     """Count the programs that split a token's keys, of a tensor [B, S, ...]."""
     return a.cdiv(c["SPLITS"], tokens[1])
 
-
-#: plugin -> the op that it is, whether with a scalar, and which pre-norms have a weight
-NORMS: Mapping[str, tuple[str, bool, tuple[bool, ...]]] = {
-    "norm_residual": ("norm_residual", False, ()),
-    "norm_residual_norm": ("norm_residual", False, (True,)),
-    "norm_residual_scaled_norm": ("norm_residual", True, (True,)),
-    "norm_residual_norms": ("norm_residual", False, (True, True, False)),
-    "dual_norm_residual_scaled_norm": ("dual_norm_residual", True, (True,)),
-}
 
 _LOOK = {"looked_at": _looked_at, "tokens": lambda s, c: s["positions"][1]}
 
@@ -227,13 +228,6 @@ PLUGINS: Mapping[str, Plugin] = {
             lambda a, s, c: (_tokens(s), c["HEADS"], c["D"] // c["BLOCK"]),
             _LOOK,
         ),
-        _norms("norm_residual", "x", "residual", "w"),
-        _norms("norm_residual_norm", "x", "residual", "w", "w1"),
-        _norms("norm_residual_scaled_norm", "x", "residual", "w", "scalar", "w1"),
-        _norms("norm_residual_norms", "x", "residual", "w", "w1", "w2"),
-        _norms(
-            "dual_norm_residual_scaled_norm",
-            *("a", "w_a", "b", "w_b", "w", "residual", "scalar", "w1"),
-        ),
+        *map(_norms, NORMS),
     )
 }

@@ -16,7 +16,7 @@ from ...trt.interface import Interface
 from ...trt.log import all_taken, logger, new_network
 from ...trt.probe import MOST_SHARED_BYTES, Api
 from ...trt.recorder import SHARED_BYTES
-from ...trt.runtime import TrtTower, deserialize
+from ...trt.runtime import Opened, TrtTower, deserialize
 from .plugins import Decode, add_plugin, result_types
 from .reference import run as meaning
 from .table import PLUGINS, Plan
@@ -51,7 +51,6 @@ def _works(api: Api, plan: Plan, feeds: Feeds, device: str, log: Any) -> bool:
 
 
 def _runs(api: Api, plan: Plan, feeds: Feeds, device: str, log: Any) -> bool:
-    """Whether TensorRT takes a network of this plugin alone, and computes what it means."""
     plugin = PLUGINS[plan.plugin]
     kinds = plugin.kinds(plan.dtype)
     types = {n: Type(k, tuple(feeds[n].shape)) for n, k in zip(plugin.inputs, kinds)}
@@ -67,14 +66,14 @@ def _runs(api: Api, plan: Plan, feeds: Feeds, device: str, log: Any) -> bool:
     if serialized is None:
         return False
     engine = deserialize(api, memoryview(serialized), log)
-    tower = TrtTower(api, engine, log, Interface(types, results, {}, frozenset(), {}), device)
+    io = Interface(types, results, {}, frozenset(), {})
+    tower = TrtTower(Opened(api, engine, log, io, device))
     found = tower.run_all({n: t.to(device) for n, t in feeds.items()})
     wanted = meaning(plan, *feeds.values())
     return all(_close(a.cpu(), b) for a, b in zip(found.values(), wanted, strict=True))
 
 
 def _example(plan: Plan) -> Feeds:
-    """Return inputs of a `decode_parts` for one token that sees every slot."""
     c, g = plan.constants, torch.Generator().manual_seed(0)
     shapes = {"q": (1, 1, c["HEADS"] * c["GROUP"], c["D"])}
     shapes |= dict.fromkeys(("keys", "values"), (1, c["HEADS"], c["SLOTS"], c["D"]))

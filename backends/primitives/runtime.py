@@ -1,0 +1,83 @@
+"""What runtimes of networks share: the caches of a session, and what they leave to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from g4ir.ops.types import Type, torch_dtype
+from g4ir.plan.engine_limits import Limits
+from g4ir.plan.formats import context_slots
+
+from ..kv_cache import CacheViews, CaptureCache
+from .network import TURNED, as_in_ir, full_slots, turn
+
+
+class NetworkCaches(CacheViews):
+    """The caches of a session in the layouts of a network, [B, heads, slots, head_dim], zeroed, and
+    how far the rings among them are turned, i64[B]."""
+
+    def __init__(
+        self,
+        types: Mapping[str, Type],
+        rings: Collection[str],
+        batch: int,
+        limits: Limits,
+        device: str = "cpu",
+    ) -> None:
+        self.held = {
+            name: torch.zeros(
+                [int(d) for d in t.bind({"B": batch}).shape],
+                dtype=torch_dtype(t.dtype),
+                device=device,
+            )
+            for name, t in types.items()
+        }
+        self.rings, self.capacity = frozenset(rings), full_slots(limits)
+        self.turned = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.captured = CaptureCache()
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The caches, [slots, B, n, d], with position p in slot p mod slots: views, writable."""
+        return as_in_ir(self.held, self.rings, self.turned)
+
+    def turn(self, positions: torch.Tensor) -> None:
+        """Turn rings until this chunk crosses the end of none (network.py)."""
+        turn(positions, self.turned, [self.held[name] for name in self.rings])
+
+    def slots(self, context: int) -> int:
+        """Count the slots of full-length caches that `context` tokens use."""
+        return context_slots(context, self.capacity)
+
+    def views(self, context: int) -> dict[str, torch.Tensor]:
+        """Return the parts in use while rows hold at most `context` tokens."""
+        slots = self.slots(context)
+        parts = {n: t if n in self.rings else t[:, :, :slots] for n, t in self.held.items()}
+        return parts | {TURNED: self.turned}
+
+    def row(self, index: int, context: int) -> dict[str, torch.Tensor]:
+        """Return what one row has of them."""
+        return {name: t[index] for name, t in self.views(context).items()}
+
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.held.values())
+
+    def zero(self) -> None:
+        for t in (*self.held.values(), self.turned):
+            t.zero_()
+
+
+class NetworkRuntime:
+    """A runtime whose host chooses tokens and drafts, and whose weights are the engine's own."""
+
+    def token_loop(self, *_: Any) -> None:
+        """Return None: the host chooses."""
+
+    def round_loop(self, *_: Any) -> None:
+        """Return None: the host drafts."""
+
+    def resident(self, param: str) -> None:
+        """Return None: the engine holds weights in layouts of its own."""
