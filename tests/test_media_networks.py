@@ -20,7 +20,6 @@ import torch
 import g4ir
 from g4ir.backends.onnx_graph import export
 from g4ir.backends.primitives import attention, vision
-from g4ir.backends.primitives.emitter import Operand
 from g4ir.backends.primitives.graph import tower_graphs
 from g4ir.backends.primitives.lowerings import LOWERINGS
 from g4ir.backends.primitives.network import Network

@@ -26,7 +26,7 @@ from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, VerifyError
 from g4ir.ir.distance import HELD
-from g4ir.ir.graph import Builder, Value, infer
+from g4ir.ir.graph import Builder, infer
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS, kv_quant
 from g4ir.ops.kv_quant import GROUP, NARROW, as_held, as_read, held_width, narrow_width, numbers

@@ -12,7 +12,7 @@ from g4ir.backends.experimental import experiment
 from g4ir.backends.torch_compile import tune as tuning
 from g4ir.backends.torch_compile.compile import toolchain
 from g4ir.backends.torch_compile.kernels.base import Schedule
-from g4ir.backends.torch_compile.schedule import schedule
+from g4ir.backends.torch_compile.schedule import Row, kernel_rows, schedule
 from g4ir.backends.torch_compile.target import Target, find_target
 from g4ir.errors import InputError, MissingError, check_all
 from g4ir.ir.graph import Graph, Program

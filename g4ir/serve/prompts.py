@@ -32,6 +32,7 @@ from g4ir.engine.tokenizer import Codec
 from g4ir.errors import EngineError, InputError
 from g4ir.media.audio import REFUSE
 from g4ir.media.prompt import expansion
+from g4ir.media.soft import Soft
 from g4ir.model.media import AUDIO, IMAGE, VIDEO
 
 from .grammar import Grammars

@@ -21,7 +21,7 @@ from g4ir.backends.experimental.step_model import (
     predict,
     read_constants,
 )
-from g4ir.backends.torch_compile.kernels.base import Schedule, added_together
+from g4ir.backends.torch_compile.kernels.base import Schedule
 from g4ir.backends.torch_compile.schedule import OTHER, kernel_rows, schedule
 from g4ir.backends.torch_compile.target import Target
 from g4ir.errors import InputError, SpecError
