@@ -141,7 +141,7 @@ class TorchRuntime:
     def _load_params(
         self, steps: Mapping[str, Sequence[Step]], params: ParamSource, progress: Progress
     ) -> dict[str, torch.Tensor]:
-        """Load each param once, tensor by tensor; on a CPU those of the engine's files are mapped."""
+        """Load each param once, tensor by tensor; on a CPU those in engine files are mapped."""
         names = dict.fromkeys(
             name
             for many in steps.values()
