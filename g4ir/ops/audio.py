@@ -213,7 +213,6 @@ class chunked_attention:
 
     budget = Budget(1, 512, "all in fp32, rounded once; sums reordered")
     kind = "kv"
-
     operands = "q k v relative dim_scale mask"
     attrs = CHUNKS
 
