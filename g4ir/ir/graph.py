@@ -41,7 +41,7 @@ class Node:
     attrs: Mapping[str, Attr] = field(default_factory=dict)
 
     def __getitem__(self, operand: str) -> Value:
-        """Return the input that the op's `infer` calls so."""
+        """Return the input of this name; names are those of the op's parameters."""
         return self.inputs[self.definition.operands.index(operand)]
 
     @property
@@ -59,7 +59,7 @@ class Node:
 
     @cached_property
     def expanded(self) -> tuple[tuple[Node, ...], tuple[Value, ...]]:
-        """A fused node in simpler ops, and the values that stand for its results."""
+        """The expansion of a fused node: simpler nodes, and the values of its results."""
         b = Builder(scope=f"{self.outputs[0].name}/")
         assert self.definition.expand
         results = as_tuple(self.definition.expand(b, *self.inputs, **self.attrs))
@@ -73,20 +73,20 @@ class Node:
 
     @property
     def caches(self) -> tuple[Value, ...]:
-        """Caches that an attention reads: K and V, or what stands for both."""
+        """The KV cache that an attention reads: K and V, or one latent form of both."""
         first, end = self._held()
         return self.inputs[first:end]
 
     @property
     def chunk(self) -> tuple[Value, ...]:
-        """Inputs of an attention behind its caches: rows that are not in them yet, block ids."""
+        """Inputs of an attention after its KV cache: K and V of the chunk, block ids."""
         return self.inputs[self._held()[1] :]
 
     def _held(self) -> tuple[int, int]:
         assert self.definition.held
         return self.definition.held(**self.attrs)
 
-    # `infer_types` has checked attributes against the op; these say their kind again.
+    # `infer_types` has checked attributes against the op; these narrow their type.
 
     def number(self, attr: str) -> float:
         value = self.attrs[attr]

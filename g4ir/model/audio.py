@@ -154,7 +154,7 @@ def audio_settings(spec: Spec, extractor: Mapping[str, Any] | None = None) -> Au
         return _mel_settings(spec.name, spec.audio, config)
     if isinstance(spec.audio, UnifiedAudio):
         return _raw_settings(spec.name, spec.audio, config)
-    raise InputError(f"{spec.name} takes no sound; use a variant with an audio section")
+    raise InputError(f"{spec.name} takes no audio; use a variant with an audio section")
 
 
 def _mel_settings(name: str, audio: Audio, config: dict[str, Any]) -> MelSettings:

@@ -15,7 +15,7 @@ from g4ir.spec.record import Spec
 
 #: some tokens at once that may be taken back: those that were drafted, and the one before them
 VERIFY = "verify"
-#: prefill of chunks in which the tokens of a picture see each other
+#: prefill of chunks in which the tokens of an image see each other
 BLOCKS = "prefill_media"
 #: graph -> tokens of a chunk, where those are not S: few enough that caches have a slot for each
 TOKENS: dict[str, int | str] = {"decode": 1, VERIFY: "M"}

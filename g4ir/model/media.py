@@ -3,7 +3,7 @@
 media = find_media(spec, kinds="all", budgets=None, seconds=None)
 media.budgets    # soft tokens of an image, one graph each
 media.frame      # soft tokens of a frame, or None without video
-media.lengths    # soft tokens of a sound, one graph each
+media.lengths    # soft tokens of an audio clip, one graph each
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ IMAGE, VIDEO, AUDIO = KINDS = ("image", "video", "audio")
 PICTURES = (IMAGE, VIDEO)
 #: what a list of media is called, as a keyword and in a JSON line -> its kind
 LISTS = {"images": IMAGE, "videos": VIDEO, "audio": AUDIO}
-#: seconds of sound that towers are compiled for unless asked otherwise; the last is the longest
+#: seconds of audio that towers are compiled for unless asked otherwise; the last is the longest
 SECONDS = (5.0, 10.0, 20.0, 30.0)
-#: of any sound
+#: of any audio clip
 MOST_SAMPLES = 1 << 40
-#: where frames stand alone, so that a longer sound goes through in parts
+#: where frames stand alone, so that a longer clip goes through in parts
 PART_SECONDS = (10.0,)
 
 
@@ -43,7 +43,7 @@ class Media:
     budgets: tuple[int, ...] = ()  # of images, rising; the first asked for is `default`
     default: int | None = None
     frame: int | None = None
-    lengths: tuple[int, ...] = ()  # soft tokens of sounds, rising
+    lengths: tuple[int, ...] = ()  # soft tokens of audio clips, rising
 
     @property
     def grids(self) -> tuple[int, ...]:
@@ -68,15 +68,15 @@ def offered(spec: Spec) -> tuple[str, ...]:
 
 
 def check_media(media: Media, spec: Spec, most: int) -> None:
-    """Raise InputError for a choice that `find_media` never makes; `most`: sizes of sound."""
-    pictures = IMAGE in media.kinds
-    known = {*BUDGETS, *([image_settings(spec).budget] if pictures else [])}
+    """Raise InputError for a choice that `find_media` never makes; `most`: lengths of audio."""
+    images = IMAGE in media.kinds
+    known = {*BUDGETS, *([image_settings(spec).budget] if images else [])}
     rules = {
         "kinds": media.kinds == tuple(k for k in offered(spec) if k in media.kinds),
         "budgets": _rising(media.budgets)
         and known >= {*media.budgets}
-        and bool(media.budgets) == pictures,
-        "default": media.default in (media.budgets if pictures else (None,)),
+        and bool(media.budgets) == images,
+        "default": media.default in (media.budgets if images else (None,)),
         "frame": media.frame == (FRAME_BUDGET if VIDEO in media.kinds else None),
         "lengths": _rising(media.lengths)
         and len(media.lengths) <= most
@@ -88,7 +88,7 @@ def check_media(media: Media, spec: Spec, most: int) -> None:
 
 
 def _rising(numbers: tuple[int, ...]) -> bool:
-    """Whether numbers above 0 rise, and stay below what no picture or sound reaches."""
+    """Whether numbers above 0 rise, and stay below what no image or clip reaches."""
     return max(numbers, default=0) < 1 << 20 and all(a < b for a, b in zip((0, *numbers), numbers))
 
 
@@ -158,7 +158,7 @@ def find_media(
 ) -> Media:
     """Return the choice for a build. `kinds`: `all` that the variant takes, `none`, or some of
     KINDS; `budgets`: soft tokens of images (default: the variant's own), the first is what images
-    get unless asked otherwise; `seconds`: lengths of sound, of which the next longer one is used;
+    get unless asked otherwise; `seconds`: lengths of audio, of which the next longer one is used;
     `extractor`: what a checkpoint says of its feature extractor.
 
     InputError names what the variant does not take.
@@ -167,7 +167,7 @@ def find_media(
     if budgets is not None and IMAGE not in chosen:
         raise InputError("--image-budget: this engine takes no images")
     if seconds is not None and AUDIO not in chosen:
-        raise InputError("--audio-seconds: this engine takes no sound")
+        raise InputError("--audio-seconds: this engine takes no audio")
     asked = _budgets(spec, budgets) if IMAGE in chosen else ()
     return Media(
         kinds=chosen,
@@ -185,9 +185,9 @@ def build_words(media: Media, spec: Spec) -> list[str]:
         others = [b for b in media.budgets if b != media.default]
         words += ["--image-budget", ",".join(map(str, (media.default, *others)))]
     if media.lengths:
-        sound = audio_settings(spec)
-        least = [bisect_left(range(MOST_SAMPLES), n, key=sound.soft_tokens) for n in media.lengths]
-        words += ["--audio-seconds", ",".join(f"{s / sound.sampling_rate:.6f}" for s in least)]
+        audio = audio_settings(spec)
+        least = [bisect_left(range(MOST_SAMPLES), n, key=audio.soft_tokens) for n in media.lengths]
+        words += ["--audio-seconds", ",".join(f"{s / audio.sampling_rate:.6f}" for s in least)]
     return words
 
 

@@ -27,7 +27,7 @@ Tensors = dict[str, Shape]
 CLIP_BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 #: of a layer, what is absent where it reads the keys and values of another
 KEYS_VALUES = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight")
-#: parts that images and frames go through; the others are sound's, or a drafter's
+#: parts that images and frames go through; the others are those of audio, or a drafter's
 SIGHT = ("vision", "vision_embedder", "embed_vision")
 #: the part of what a drafter has beside its layers
 DRAFTER = "drafter"

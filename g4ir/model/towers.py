@@ -2,7 +2,7 @@
 
     build_towers(spec, media)   # {"vision_280": Graph, "audio_250": Graph}
 
-A tower takes one image, frame or sound and yields its soft tokens [1,N,hidden], rows of padding
+A tower takes one image, frame or audio clip and returns its soft tokens [1,N,hidden], padding
 included. Every size is fixed: N is part of the name. Inputs are what `g4ir/media` prepares:
 
     vision   patches f32[1,P,D], positions i64[1,P,2]
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.errors import InputError
 from g4ir.ir.graph import Builder, Graph, Value
@@ -21,8 +21,7 @@ from g4ir.ops.types import Type
 from g4ir.spec.parts import Audio, UnifiedAudio, UnifiedVision, Vision
 from g4ir.spec.record import Spec
 
-if TYPE_CHECKING:
-    from .media import Media
+from .media import AUDIO, IMAGE, Media, find_media
 
 #: eps of the reference's RMSNorm class, which parts of the audio tower take whatever the spec says
 CLASS_EPS = 1e-6
@@ -48,7 +47,7 @@ def vision_name(soft: int) -> str:
 
 
 def audio_name(soft: int) -> str:
-    """Return the name of the graph of sounds of at most `soft` soft tokens."""
+    """Return the name of the graph of audio clips of at most `soft` soft tokens."""
     return f"audio_{soft}"
 
 
@@ -58,9 +57,7 @@ def is_tower(name: str) -> bool:
 
 
 def default_tower(spec: Spec, part: str, dtype: str | None = None) -> Graph:
-    """Return the tower of the variant's own image budget, or of the longest sound."""
-    from .media import AUDIO, IMAGE, find_media
-
+    """Return the tower of the variant's own image budget, or of the longest audio clip."""
     # A spec may lack the ids of placeholders, on which no tower depends.
     ids: dict[str, Any] = {k: 0 for k in (IMAGE, AUDIO) if getattr(spec.tokens, k) is None}
     spec = replace(spec, tokens=replace(spec.tokens, **ids))
@@ -75,7 +72,7 @@ def build_vision(spec: Spec, soft: int, dtype: str) -> Graph:
 
 
 def build_audio(spec: Spec, soft: int, dtype: str) -> Graph:
-    """Build a tower of sounds of at most `soft` soft tokens. InputError without sound."""
+    """Build a tower of audio clips of at most `soft` soft tokens. InputError without audio."""
     made: dict[type, Callable[..., _Tower]] = {Audio: _Audio, UnifiedAudio: _UnifiedAudio}
     return _built(spec, spec.audio, made, audio_name(soft), soft, dtype)
 

@@ -14,7 +14,7 @@ from typing import Any
 from .base import Traffic, cases, free, op, require, wide
 from .budgets import MOVES, Budget
 from .kv_quant import as_read, numbers
-from .types import ITEMSIZE, Type, Types, torch
+from .types import ITEMSIZE, Dim, Type, Types, torch
 
 #: attributes of an attention: tokens that a query sees, 0: all; factor of the scores and their cap
 MASKING = {"window": "int", "scale": "float", "softcap": "float"}
@@ -85,6 +85,11 @@ def attention_workspace(
     return joined + made + mask + scores
 
 
+def require_groups(op: str, heads: Dim, groups: Dim) -> None:
+    fits = isinstance(heads, int) and isinstance(groups, int) and heads % groups == 0
+    require(fits, f"{op}: {heads} query heads do not divide into {groups} groups")
+
+
 def attend(q: Any, keys: Any, values: Any, seen: Any, scale: float, softcap: float = 0.0) -> Any:
     """Return attention [B,S,nq,d] of q over keys and values [B,T,n,d]; `seen` broadcasts to the
     scores, bool [B,n,nq/n,S,T]."""
@@ -144,8 +149,7 @@ class attention:
         n, read = cache_k.shape[2], as_read(cache_k, q.dtype)
         fits = read.shape[1:] == (b, n, d) and read.dtype == q.dtype
         require(fits, f"attention: cache {cache_k} does not fit q {q}")
-        fits = isinstance(heads, int) and isinstance(n, int) and heads % n == 0
-        require(fits, f"attention: {heads} query heads do not divide into {n} groups")
+        require_groups("attention", heads, n)
         fits = len(chunk) <= 3
         require(fits, "attention: fresh keys and values come together, block ids after them")
         fresh, block_ids = split_chunk(chunk, 2)

@@ -1,6 +1,6 @@
 """The audio tower's own ops: strided and causal convolution, attention in chunks (rules 33 to 36).
 
-Frames are rows [B,T,D] with a mask bool[B,T], true where there is sound.
+Frames are rows [B,T,D] with a mask bool[B,T], true where there is audio.
 """
 
 from __future__ import annotations
@@ -213,7 +213,6 @@ class chunked_attention:
 
     budget = Budget(1, 512, "all in fp32, rounded once; sums reordered")
     kind = "kv"
-
     operands = "q k v relative dim_scale mask"
     attrs = CHUNKS
 

@@ -226,14 +226,6 @@ def quantized(w: Any, form: str, group: int, scale: str) -> tuple[Any, Any]:
     return (codes.to(w.dtype) if form == "fp8" and w.dtype == torch.float64 else codes), kept
 
 
-def _fp8(y: Any) -> Any:
-    return y.clamp(-448, 448).to(torch.float8_e4m3fn)
-
-
-def _int8(y: Any) -> Any:
-    return y.round().clamp(-127, 127).to(torch.int8)
-
-
 def _int6(y: Any) -> Any:
     """Return codes of groups y [n, G, g]: those of a row as of one group."""
     shared = y.flatten(-2).unflatten(-1, (-1, SHARE))
@@ -243,10 +235,10 @@ def _int6(y: Any) -> Any:
 
 
 _CODES: dict[str, Callable[[Any], Any]] = {
-    "int8": _int8,
+    "int8": lambda y: y.round().clamp(-127, 127).to(torch.int8),
     "int6": _int6,
     "int4": lambda y: packed(y.round().clamp(-8, 7).flatten(-2)).unflatten(-1, (y.shape[-2], -1)),
-    "fp8": _fp8,
+    "fp8": lambda y: y.clamp(-448, 448).to(torch.float8_e4m3fn),
 }
 
 

@@ -113,7 +113,6 @@ class experts:
     budget = Budget(2, 512, "two products and the activation between them, each rounded")
     kind = "experts"
     rows = (0, 1, 2)
-
     operands = "x weights index gate_up down first?"
 
     @staticmethod
@@ -212,7 +211,6 @@ class moe_mlp:
     budget = Budget(9, 576, "as router, then as experts; the dense MLP is off by less")
     kind = "experts"
     rows = (0, 1, 2)
-
     operands = (
         "x_dense x_moe x_router router_scale router_proj per_expert w_dense w_dense_down"
         " gate_up down first?"
@@ -256,7 +254,6 @@ class norm_moe_mlp:
 
     budget = Budget(11, 576, "as norm_residual, then as moe_mlp")
     kind = "experts"
-
     operands = (
         "x residual w_post router_scale router_proj per_expert w_dense w_dense_down gate_up down"
         " *rest"

@@ -11,6 +11,8 @@ from .latent import PARTS
 
 #: caches of K and V, or one of the forms of one projection (see ops/latent.py)
 FORMS = ("plain", *PARTS)
+#: attributes of a packed projection: heads of Q, of K and V, whether V is packed too; of the norms
+PACKED = {"heads": "int", "kv_heads": "int", "values": "bool", "eps": "float"}
 
 
 def _held_as(b: Any, cache: Any, row: Any) -> Any:
@@ -38,20 +40,12 @@ class qkv_write:
     budget = Budget(2, 16, "as norm_rope or rms_norm; what follows moves data")
     kind = "kv"
     updates = ((1, 7), (2, 8))
-
     operands = "qkv norm_q norm_k cos sin start lengths *caches"
+    attrs = PACKED | {"form": "str", "pairs": "int"}
 
     @staticmethod
-    def expand(
-        b: Any,
-        *given: Any,
-        heads: int,
-        kv_heads: int,
-        values: bool,
-        form: str,
-        pairs: int,
-        eps: float,
-    ) -> tuple[Any, ...]:
+    def expand(b: Any, *given: Any, form: str, pairs: int, **sizes: Any) -> tuple[Any, ...]:
+        heads, kv_heads, values, eps = (sizes[name] for name in PACKED)
         qkv, norm_q, norm_k, cos, sin, start, lengths, *caches = given
         require(form in FORMS, f"form {form!r}: one of {', '.join(FORMS)}")
         require(form == "plain" or not values, f"form {form} has K and V of one projection")
@@ -60,8 +54,8 @@ class qkv_write:
         require(norms[0] == norms[1] and norms[0].rank == 1, f"norms {norms[0]}, {norms[1]}")
         d = norms[0].shape[0]
         require(isinstance(d, int), f"norms {norms[0]} of a named dim")
-        sizes = (heads * d, *(kv_heads * d,) * (1 + values))
-        q, *kv = b.emit_all("split", qkv, sizes=sizes)
+        widths = (heads * d, *(kv_heads * d,) * (1 + values))
+        q, *kv = b.emit_all("split", qkv, sizes=widths)
         q = b.emit("norm_rope", b.emit("heads", q, n=heads), norm_q, cos, sin, eps=eps)
         kv = [b.emit("heads", x, n=kv_heads) for x in kv]
         k, v = kv[0], kv[-1]
@@ -105,9 +99,8 @@ class qkv_attention:
     kind = "kv"
     updates = ((1, 9), (2, 10))
     held = (9, 11)
-
     operands = "qkv norm_q norm_k cos sin start lengths positions written cache_k cache_v"
-    attrs = MASKING | {"heads": "int", "kv_heads": "int", "values": "bool", "eps": "float"}
+    attrs = MASKING | PACKED
 
     @staticmethod
     def expand(b: Any, *given: Any, **attrs: Any) -> tuple[Any, Any, Any]:
@@ -139,7 +132,6 @@ class q_attention:
     budget = Budget(5, 512, "as norm_rope, then as attention")
     kind = "kv"
     held = (6, 8)
-
     operands = "x norm_q cos sin positions written cache_k cache_v"
     attrs = MASKING | {"eps": "float"}
 

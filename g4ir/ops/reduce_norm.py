@@ -36,7 +36,6 @@ class all_reduce_norm_residual:
     kind = "other"
     rows = (0, 1)
     fold = False
-
     operands = "x residual w_post *rest"
     attrs = NORM | {"ranks": "int"}
 
@@ -65,7 +64,6 @@ class all_reduce_dual_norm_residual:
     kind = "other"
     rows = (0, 2, 5)
     fold = False
-
     operands = "a w_a b w_b w_sum residual *rest"
     attrs = NORM | {"ranks": "int"}
 

@@ -35,7 +35,6 @@ class rope_table:
     budget = Budget(1, 4, "cos and sin in fp32, rounded once")
     kind = "other"
     rows = (0,)
-
     attrs = ROTATION | {"dim": "int"}
 
     @staticmethod

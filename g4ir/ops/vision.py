@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .attention import attend
+from .attention import attend, require_groups
 from .base import cases, op, per_result, require, wide
 from .budgets import MOVES, Budget
 from .rope import inverse_frequencies, rotate_half
@@ -165,8 +165,7 @@ class encoder_attention:
         n = k.shape[2]
         fits = k == Type(q.dtype, (b, p, n, d)) and valid == Type("bool", (b, p))
         require(fits, f"encoder_attention: k {k}, valid {valid} do not fit q {q}")
-        fits = isinstance(heads, int) and isinstance(n, int) and heads % n == 0
-        require(fits, f"encoder_attention: {heads} query heads do not divide into {n} groups")
+        require_groups("encoder_attention", heads, n)
         return q
 
     @staticmethod

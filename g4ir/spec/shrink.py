@@ -29,15 +29,8 @@ WINDOW = 8
 VOCAB = 256
 TOKENS = Tokens(bos=2, eos=(1,), pad=0)
 #: ids of the same vocabulary for the tokens of media
-MEDIA_TOKENS = {
-    "image": 240,
-    "video": 241,
-    "audio": 242,
-    "boi": 243,
-    "eoi": 244,
-    "boa": 245,
-    "eoa": 246,
-}
+_MEDIA = ("image", "video", "audio", "boi", "eoi", "boa", "eoa")
+MEDIA_TOKENS = {name: 240 + i for i, name in enumerate(_MEDIA)}
 BUDGET = 70
 
 
