@@ -291,7 +291,7 @@ def test_per_layer_table_is_mapped(built: Engine) -> None:
     header = source.headers[0]
     entry = header.entries["ple.table"]
     assert header.path == built.path / "weights-00000.safetensors" and entry.shape == (512, 128)
-    mapped = source._maps[header.path]
+    mapped = source.files.map(header)
     start, size = entry.start, 128 * 4
     data = bytearray(mapped[start + 7 * size : start + 8 * size])
     raw = torch.frombuffer(data, dtype=torch.float32)
