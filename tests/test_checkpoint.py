@@ -24,7 +24,7 @@ from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.files import write_file
 from g4ir.ui.paths import hub_cache
 from g4ir.weights import tensorfile
-from g4ir.weights.checkpoint import Checkpoint, sha256
+from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.hub import hub_snapshot
 from g4ir.weights.origin import find_origin
 from g4ir.weights.random import RandomCheckpoint
@@ -259,16 +259,6 @@ def write_holes(directory: Path, spec: Spec) -> None:
     with open(directory / "model.safetensors", "wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
         file.truncate(8 + len(raw) + at)
-
-
-def test_files_and_digest(tmp_path: Path, dense: Spec) -> None:
-    path = save(tmp_path / "c", dense)
-    opened = Checkpoint.open(path, dense)
-    ((file, size),) = opened.files
-    assert (file, size) == (path / "model.safetensors", file.stat().st_size)
-    digest = sha256(file)
-    file.write_bytes(file.read_bytes()[:-1] + b"\x55")
-    assert sha256(file) != digest
 
 
 def test_a_system_that_counts_mapped_pages(

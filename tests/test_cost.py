@@ -322,12 +322,6 @@ def test_every_op_has_a_kind() -> None:
     assert all(c.kind != "other" for c in named)
 
 
-def test_packing_weights_costs_nothing_at_run_time() -> None:
-    g = graph("tiny-dense")
-    assert any(n.op == "concat" for n in g.nodes)
-    assert all(c.op != "concat" for c in graph_costs(g))
-
-
 # --- weights ----------------------------------------------------------------------------------
 
 

@@ -31,9 +31,9 @@ from tests.cli_tools import refused
 from tests.gguf_files import all_of, finish, values_of, write_gguf, write_mmproj, write_values
 
 
-def standardised() -> Spec:
+def with_vision(**changes: bool) -> Spec:
     spec = load_spec("tiny-media")
-    return replace(spec, vision=replace(spec.vision, standardize=True))  # type: ignore[type-var]
+    return replace(spec, vision=replace(spec.vision, **changes))  # type: ignore[type-var]
 
 
 CASES = yaml.safe_load(Path(__file__).with_name("gguf_refused.yaml").read_text())
@@ -46,7 +46,7 @@ def changed(case: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
 SPECS: dict[str, Callable[[], Spec]] = {
     "tiny-media": lambda: load_spec("tiny-media"),
     "tiny-unified": lambda: load_spec("tiny-unified"),
-    "standardised": standardised,
+    "standardised": lambda: with_vision(standardize=True),
 }
 
 
@@ -191,11 +191,6 @@ def whole_file(
     return path
 
 
-def clipped() -> Spec:
-    spec = load_spec("tiny-media")
-    return replace(spec, vision=replace(spec.vision, use_clipped_linears=True))  # type: ignore[type-var]
-
-
 #: the packed bounds of clipped linears alone
 PACKED: dict[str, Any] = {
     "edit": lambda tensors: [
@@ -206,7 +201,7 @@ PACKED: dict[str, Any] = {
 
 @pytest.mark.parametrize("own_bounds", [True, False])
 def test_one_file_of_text_and_towers(tmp_path: Path, own_bounds: bool) -> None:
-    spec = clipped()
+    spec = with_vision(use_clipped_linears=True)
 
     file = whole_file(tmp_path / "a.gguf", spec, **({} if own_bounds else PACKED))
     origin = find_origin(file)
@@ -238,9 +233,7 @@ def test_commands_of_one_file(tmp_path: Path) -> None:
 
 
 def test_bounds_of_linears_that_are_not_clipped(tmp_path: Path) -> None:
-    spec = clipped()
-    assert spec.vision
-    plain = replace(spec, vision=replace(spec.vision, use_clipped_linears=False))
+    spec, plain = (with_vision(use_clipped_linears=clipped) for clipped in (True, False))
     for bounds in (True, False):
         file = whole_file(tmp_path / f"{bounds}.gguf", spec, **({} if bounds else PACKED))
         name = "v.blk.0.attn_q.input_min" if bounds else "v.clamp_data"
@@ -260,9 +253,10 @@ def test_refused_in_one_file(name: str, tmp_path: Path) -> None:
         made = case.get("tensors", {}).items()
         tensors.update({tensor: np.array(values, np.float32) for tensor, values in made})
 
-    file = whole_file(tmp_path / "a.gguf", clipped(), changed(case), edit)
+    spec = with_vision(use_clipped_linears=True)
+    file = whole_file(tmp_path / "a.gguf", spec, changed(case), edit)
     with pytest.raises(G4Error) as e:
-        find_origin(file).open(clipped(), KINDS, "f32")
+        find_origin(file).open(spec, KINDS, "f32")
     assert case["says"] in str(e.value) and "a.gguf" in str(e.value), e.value
 
 

@@ -18,6 +18,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from g4ir import build
 from g4ir.backends.kv_cache import Caches
 from g4ir.cli import main
 from g4ir.engine.build import prepare
@@ -50,43 +51,21 @@ CASES = yaml.safe_load(Path(__file__).with_name("plan_cases.yaml").read_text())
 VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
 GIB, GB = 2**30, 10**9
 FORMS = ("off", "value", "raw")
-CONTEXTS = (4096, 32768, 131072, 262144)
-
-
-@cache
-def planned(name: str) -> dict[str, Any]:
-    """What `plan --json` says of a variant."""
-    outcome = g4ir("plan", "--variant", name, "--json")
-    assert outcome.code == 0, outcome.err
-    found: dict[str, Any] = json.loads(outcome.out)
-    return found
-
-
-def row(name: str, ctx: int) -> dict[str, int]:
-    return next(r for r in planned(name)["rows"] if r["ctx"] == ctx and r["batch"] == 1)
 
 
 # --- planned is what is allocated ---------------------------------------------------------------
-
-
-def engine_options(form: str, **options: Any) -> dict[str, Any]:
-    return {"backend": "reference", "random_weights": 0, "latent_kv": form, **options}
 
 
 @pytest.mark.covering
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", [*SMALL, "tiny-ple"])
 def test_shrunk_engines_allocate_what_was_planned(name: str, form: str, tmp_path: Path) -> None:
-    import g4ir as package
-
     spec = spec_called(name)
+    shared = {"backend": "reference", "random_weights": 0, "latent_kv": form, "max_batch": 3}
+    options = replace(PLANNED, latent_kv=form, device="cpu")
     for max_seq in (100, 700):
-        engine = package.build(
-            spec, tmp_path / str(max_seq), **engine_options(form, max_batch=3, max_seq=max_seq)
-        )
-        plan = make_plan(
-            spec, replace(PLANNED, latent_kv=form, device="cpu"), ctx=max_seq, batch=(1, 2, 3)
-        )
+        engine = build(spec, tmp_path / str(max_seq), max_seq=max_seq, **shared)
+        plan = make_plan(spec, options, ctx=max_seq, batch=(1, 2, 3))
         for found in plan.rows:
             session = engine.session(found.batch)
             assert session.nbytes() == found.built
@@ -153,9 +132,9 @@ def test_full_size_weights(dtype: str, placement: str) -> None:
     assert found.sizes.ple_table == table
     place = {"device": found.device, "host": found.host, "mmap": found.mapped}
     rest = found.sizes.total - table
-    assert place == {"device": rest, "host": 0, "mmap": 0} | {
-        placement: table + (rest if placement == "device" else 0)
-    }
+    want = {"device": rest, "host": 0, "mmap": 0}
+    want[placement] += table
+    assert place == want
 
 
 def test_no_pass_no_planning() -> None:
@@ -727,10 +706,8 @@ def test_two_cards_where_one_is_too_small() -> None:
 def test_each_card_has_the_placement_that_a_build_chooses() -> None:
     cards = [find_gpu(name) for name in ("h100-80gb", "rtx4060-8gb")]
     plan = make_plan(load_spec("e2b"), ctx=4096, memory=cards)
-    assert {f.device: f.ple_placement for f in plan.fits} == {
-        "h100-80gb": "device",
-        "rtx4060-8gb": "mmap",
-    }
+    found = {f.device: f.ple_placement for f in plan.fits}
+    assert found == {"h100-80gb": "device", "rtx4060-8gb": "mmap"}
     assert "per-layer table: device or mmap" in plan_text(plan)
 
 
