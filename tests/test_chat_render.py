@@ -293,7 +293,7 @@ def harmless(value: Any) -> Any:
 
 @pytest.mark.parametrize("template", ["small", own()], ids=["small", "own"])
 @given(messages=talk(EVIL))
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_no_content_becomes_a_control_token(template: Any, messages: list[dict[str, Any]]) -> None:
     prompt = make_prompt(messages, None, template)
     ids = WORDS.encode(prompt)
