@@ -217,7 +217,7 @@ def test_answers_of_tools_lie_behind_their_calls_in_templates_without_the_role(s
 def tokenizer() -> Any:
     """One that knows all characters used here, merges some, and has the control tokens; two of
     them it does not call special, and a newline it does."""
-    letters = [*dict.fromkeys("".join(CONTROLS) + "▁\nabcdefghijklmnopqrstuvwxyzHT:,{}[]01")]
+    letters = [*dict.fromkeys("".join(CONTROLS) + "▁\n\\abcdefghijklmnopqrstuvwxyzHT:,{}[]01")]
     merges = [("<", "|"), ("e", "r"), ("▁", "a"), ("\n", "a"), ("|", ">"), ("r", "\n"), ("s", "e")]
     words = ["<unk>", *letters, *map("".join, merges)]
     made = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, merges, unk_token="<unk>"))
