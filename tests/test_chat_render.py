@@ -217,7 +217,7 @@ def test_answers_of_tools_lie_behind_their_calls_in_templates_without_the_role(s
 def tokenizer() -> Any:
     """One that knows all characters used here, merges some, and has the control tokens; two of
     them it does not call special, and a newline it does."""
-    letters = [*dict.fromkeys("".join(CONTROLS) + "▁\nabcdefghijklmnopqrstuvwxyzHT:,{}[]01")]
+    letters = [*dict.fromkeys("".join(CONTROLS) + "▁\n\\abcdefghijklmnopqrstuvwxyzHT:,{}[]01")]
     merges = [("<", "|"), ("e", "r"), ("▁", "a"), ("\n", "a"), ("|", ">"), ("r", "\n"), ("s", "e")]
     words = ["<unk>", *letters, *map("".join, merges)]
     made = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, merges, unk_token="<unk>"))
@@ -293,7 +293,7 @@ def harmless(value: Any) -> Any:
 
 @pytest.mark.parametrize("template", ["small", own()], ids=["small", "own"])
 @given(messages=talk(EVIL))
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_no_content_becomes_a_control_token(template: Any, messages: list[dict[str, Any]]) -> None:
     prompt = make_prompt(messages, None, template)
     ids = WORDS.encode(prompt)

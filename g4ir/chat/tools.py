@@ -258,4 +258,3 @@ def _normalise(node: dict[str, Any]) -> None:
             node["type"] = "string"
     if isinstance(node.get("const"), str):
         node.setdefault("enum", [node.pop("const")])
-        node.pop("const", None)

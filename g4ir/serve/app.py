@@ -31,6 +31,7 @@ from g4ir.engine.scheduler import SchedulerConfig
 from g4ir.errors import BusyError
 from g4ir.media.soft import counts
 
+from . import request_schema as schema
 from .answers import ResponseFormat, usage_of
 from .auth import Auth
 from .http_errors import Refused, ending, later, refusal
@@ -38,16 +39,6 @@ from .media_fetch import Sources
 from .metrics import Metrics
 from .page import read_assets
 from .prompts import PreparedRequest, Prompts
-from .request_schema import (
-    CHAT,
-    COMPLETIONS,
-    DETOKENIZE,
-    TOKENIZE,
-    TOKENIZE_CHAT,
-    Read,
-    parsed,
-    read_fields,
-)
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +94,8 @@ class Server:
             "/v1/models/{name:path}": self.models,
         }
         given = {
-            "/v1/chat/completions": partial(self.answer, table=CHAT),
-            "/v1/completions": partial(self.answer, table=COMPLETIONS),
+            "/v1/chat/completions": partial(self.answer, table=schema.CHAT),
+            "/v1/completions": partial(self.answer, table=schema.COMPLETIONS),
             "/tokenize": partial(self.read, made=self._tokenized),
             "/detokenize": partial(self.read, made=self._detokenized),
         }
@@ -135,12 +126,11 @@ class Server:
         return handle
 
     def _refused(self, error: Exception, request: Request) -> Response:
-        known = CHAT if request.url.path.rstrip("/").endswith("chat/completions") else COMPLETIONS
         if isinstance(error, BusyError) and self.draining:
             error = ending()
         hidden = str(self.prompts.engine.path) if self.prompts else ""
         wait_s = self.service.wait_s() if self.service else 0.0
-        said = refusal(error, known, hidden, wait_s)
+        said = refusal(error, {*schema.CHAT, *schema.COMPLETIONS}, hidden, wait_s)
         self.metrics.rejected.labels(said.code or str(said.status)).inc()
         return _json(said.body(), said.status, said.headers)
 
@@ -206,15 +196,15 @@ class Server:
         return _json(await self._prepared(request, made))
 
     def _tokenized(self, prompts: Prompts, given: dict[str, Any]) -> dict[str, Any]:
-        fields = self._fields(given, TOKENIZE if "prompt" in given else TOKENIZE_CHAT)
+        fields = self._fields(given, schema.TOKENIZE if "prompt" in given else schema.TOKENIZE_CHAT)
         ids, most = prompts.tokens(fields), prompts.engine.limits.max_seq
         return {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": None}
 
     def _detokenized(self, prompts: Prompts, given: dict[str, Any]) -> dict[str, Any]:
-        return {"prompt": prompts.text(self._fields(given, DETOKENIZE)["tokens"])}
+        return {"prompt": prompts.text(self._fields(given, schema.DETOKENIZE)["tokens"])}
 
-    def _fields(self, given: dict[str, Any], table: Mapping[str, Read]) -> dict[str, Any]:
-        fields = read_fields(given, table)
+    def _fields(self, given: dict[str, Any], table: Mapping[str, schema.Read]) -> dict[str, Any]:
+        fields = schema.read_fields(given, table)
         self._check_model(fields.get("model"))
         return fields
 
@@ -224,16 +214,16 @@ class Server:
         prompts, _ = self._ready()
         body = await self.gate.body(request)
         async with self._large if len(body) > LARGE else contextlib.nullcontext():
-            return await run_in_threadpool(lambda: made(prompts, parsed(body)))
+            return await run_in_threadpool(lambda: made(prompts, schema.parsed(body)))
 
     # --- answers ------------------------------------------------------------------------------
 
-    async def answer(self, request: Request, table: Mapping[str, Read]) -> Response:
+    async def answer(self, request: Request, table: Mapping[str, schema.Read]) -> Response:
         """Answer a conversation, or prompts."""
         _, service = self._ready()
 
         def prepared(prompts: Prompts, given: dict[str, Any]) -> PreparedRequest:
-            make = prompts.chat if table is CHAT else prompts.completions
+            make = prompts.chat if table is schema.CHAT else prompts.completions
             return make(self._fields(given, table), request.state.salt)
 
         asked = await self._prepared(request, prepared)

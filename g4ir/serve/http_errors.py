@@ -7,7 +7,7 @@ import math
 import re
 import secrets
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +62,7 @@ def ending() -> Refused:
 
 
 def refusal(
-    error: BaseException, fields: Mapping[str, Any], hidden: str = "", wait_s: float = RETRY_S
+    error: BaseException, fields: Collection[str], hidden: str = "", wait_s: float = RETRY_S
 ) -> Refused:
     """Map an exception to an HTTP error. Internal errors expose only an id that is also logged.
     `hidden`, the path of the engine, is left out."""

@@ -292,10 +292,9 @@ class _Schema:
 
     def _listed(self, node: Mapping[str, Any], where: str) -> list[str]:
         name = "const" if "const" in node else "enum"
-        beside = node.keys() - SILENT - {name, "nullable", "type"}
-        if kinds := _kinds(node, inferred=False):  # keywords of other types say nothing
-            beside &= {"const", "enum", *(k for kind in kinds for k in OF_KIND.get(kind, ()))}
-        if beside:
+        kinds = _kinds(node, inferred=False)
+        limits = {k for kind in kinds or OF_KIND for k in OF_KIND.get(kind, ())}
+        if beside := node.keys() & (limits | {"const", "enum"}) - {name}:
             raise refused(f"{where}.{min(beside)}", f"is not supported beside {name}")
         values = [node[name]] if name == "const" else node[name]
         fit = [v for v in values if not kinds or any(_is(v, k) for k in kinds)]
