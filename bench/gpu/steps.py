@@ -1,5 +1,5 @@
-"""The size of a run on a GPU, and of a dry run; an engine's steps and prompts, timed, and its logits
-beside another's. All runs on a CPU too."""
+"""The size of a run on a GPU, and of a dry run; an engine's steps and prompts, timed, and its
+logits beside another's. All runs on a CPU too."""
 
 from __future__ import annotations
 

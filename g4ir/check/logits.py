@@ -252,7 +252,6 @@ def _is_close(logits: torch.Tensor, budget: Tolerance) -> bool:
 
 
 def _first(engine: Engine, peer: Peer, given: Turns, budget: Tolerance) -> str:
-    """Describe the first value inside that is out of tolerance, in the reference's order."""
     if isinstance(peer, EnginePeer):
         return first_difference(engine, peer.engine, given, budget) or (
             "none inside; the logits differ"

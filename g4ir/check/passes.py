@@ -43,10 +43,20 @@ from g4ir.passes import CHANGES_MEANING
 from g4ir.ui.progress import Progress, no_progress
 
 from .media import smallest_items
-from .params import Plain, StageWeights, plain_params, unpacked
 from .pass_report import CLOSE_EXPERTS, Made, StageComparison, StageReport, StagesReport
 from .report import engine_name
-from .stages import BACKEND, Recording, Stage, StageRun, Trace, stages_of
+from .stages import (
+    BACKEND,
+    Plain,
+    Recording,
+    Stage,
+    StageRun,
+    StageWeights,
+    Trace,
+    plain_params,
+    stages_of,
+    unpacked,
+)
 from .steps import STEPS, GraphStep, Series, chunks_of_tokens, series_of
 from .tokens import Turns, given_tokens, random_tokens
 from .watch import first_not_finite
@@ -148,7 +158,6 @@ def _wanted(window: int) -> int:
 
 
 def _against(old: Stage, new: Stage, series: Sequence[Series], engine: Engine) -> StageReport:
-    """Compare the stage `new` with `old`, whose values it is given."""
     comparison = StageComparison(new.name, engine.dtype)
     for steps in series:
         slots = max(c.end for c in steps)
@@ -287,7 +296,6 @@ def _backend(engine: Engine, stage: Stage, series: Sequence[Series]) -> StageRep
 def _show(
     engine: Engine, run: StageRun, state: Any, step: GraphStep, comparison: StageComparison
 ) -> None:
-    """Compare one chunk, and the caches after it; or a tower's soft tokens."""
     trace, recording = run.trace(step), run.stage.recordings[step.phase]
     feeds = {v.name: trace.values[v.name].clone() for v in recording.graphs[1].inputs}
     shown = Shown(recording, step, trace, comparison, set(feeds))
