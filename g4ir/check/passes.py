@@ -58,7 +58,7 @@ from .stages import (
     unpacked,
 )
 from .steps import STEPS, GraphStep, Series, chunks_of_tokens, series_of
-from .tokens import Turns, given_tokens, random_tokens
+from .tokens import Turns, chosen_tokens, window_of
 from .watch import first_not_finite
 
 # ---- the way through --------------------------------------------------------------------------
@@ -79,10 +79,9 @@ def verify_each_pass(
     for a wrong request, PassError if a pass breaks its contract, CheckError if values are NaN or
     infinite before it.
     """
-    window = _window(engine)
-    ids = given_tokens(engine, tokens)
-    if ids is None:
-        ids = random_tokens(engine, min(engine.limits.max_seq, _wanted(window)))
+    window = window_of(engine)
+    wanted = min(window // 2, 64) + 1 + window + 1 + 3 + STEPS
+    ids = chosen_tokens(engine, tokens, min(engine.limits.max_seq, wanted))
     chunks = [*chunks_of_tokens(ids, window, engine.limits.prefill_chunk)]
     plain = plain_params(engine, checkpoint)
     items = smallest_items(engine)
@@ -135,23 +134,6 @@ def _is_known(plain: Plain, engine: Engine, tower: str) -> bool:
         return True
     graph = build_towers(engine.spec, engine.media, engine.dtype)[tower]
     return all(held.holds(v) for v in graph.params)
-
-
-def _window(engine: Engine) -> int:
-    """Return the longest window of an attention; 1 where all see all the past."""
-    return max(
-        (
-            w
-            for g in engine.program.graphs.values()
-            for n in g.nodes
-            if isinstance(w := n.attrs.get("window"), int) and w
-        ),
-        default=1,
-    )
-
-
-def _wanted(window: int) -> int:
-    return min(window // 2, 64) + 1 + window + 1 + 3 + STEPS
 
 
 # ---- one stage forced by another ----------------------------------------------------------------
