@@ -15,11 +15,10 @@ import yaml
 import g4ir
 from g4ir import passes as pipeline
 from g4ir.check import pass_report
-from g4ir.check.params import StageWeights, plain_params
 from g4ir.check.pass_report import StageComparison, StagesReport, joint_budget, local_errors
 from g4ir.check.passes import Shown, verify_each_pass
 from g4ir.check.reference import reference_engine
-from g4ir.check.stages import BACKEND, STORED, StageRun, stages_of
+from g4ir.check.stages import BACKEND, STORED, StageRun, StageWeights, plain_params, stages_of
 from g4ir.check.steps import chunks_of_tokens
 from g4ir.engine.engine import Engine
 from g4ir.errors import CheckError, EngineError, WeightsError

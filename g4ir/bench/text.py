@@ -53,7 +53,6 @@ def text(report: BenchReport) -> str:
 
 
 def _drafts(d: DraftFacts) -> Iterator[str]:
-    """Yield the gain of speculative decoding over the same engine without."""
     plain, drafted = d.decode_per_s.values()
     right = " ".join(f"{100 * share:.0f}" for share in d.accepted)
     yield (

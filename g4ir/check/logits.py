@@ -52,7 +52,7 @@ from .quality import find_quality, nll
 from .reference import reference_engine
 from .report import SATURATED, Greedy, LayerError, Position, Saturation, VerifyReport, engine_name
 from .rounding_baseline import coarse
-from .tokens import Turns, given_tokens, plan_turns, random_tokens, wanted_tokens
+from .tokens import Turns, chosen_tokens, plan_turns, wanted_tokens
 from .watch import first_difference, first_not_finite
 
 AGAINST = ("reference", "hf")
@@ -80,10 +80,7 @@ def verify_engine(
     """
     if against not in AGAINST:
         raise InputError(f"--against {against!r}: expected {' or '.join(AGAINST)}")
-    ids = given_tokens(engine, tokens)
-    if ids is None:
-        ids = random_tokens(engine, wanted_tokens(engine))
-    given = plan_turns(engine, ids)
+    given = plan_turns(engine, chosen_tokens(engine, tokens, wanted_tokens(engine)))
     with find_peer(engine, against, checkpoint, progress) as peer:
         report = _compare(engine, peer, given, against, checkpoint, progress)
         if not report.ok:
@@ -252,7 +249,6 @@ def _is_close(logits: torch.Tensor, budget: Tolerance) -> bool:
 
 
 def _first(engine: Engine, peer: Peer, given: Turns, budget: Tolerance) -> str:
-    """Describe the first value inside that is out of tolerance, in the reference's order."""
     if isinstance(peer, EnginePeer):
         return first_difference(engine, peer.engine, given, budget) or (
             "none inside; the logits differ"

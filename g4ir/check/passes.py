@@ -42,12 +42,22 @@ from g4ir.passes import CHANGES_MEANING
 from g4ir.ui.progress import Progress, no_progress
 
 from .media import smallest_items
-from .params import Plain, StageWeights, plain_params, unpacked
 from .pass_report import CLOSE_EXPERTS, Made, StageComparison, StageReport, StagesReport
 from .report import engine_name
-from .stages import BACKEND, Recording, Stage, StageRun, Trace, stages_of
+from .stages import (
+    BACKEND,
+    Plain,
+    Recording,
+    Stage,
+    StageRun,
+    StageWeights,
+    Trace,
+    plain_params,
+    stages_of,
+    unpacked,
+)
 from .steps import STEPS, GraphStep, Series, chunks_of_tokens, series_of
-from .tokens import Turns, given_tokens, random_tokens
+from .tokens import Turns, chosen_tokens, window_of
 from .watch import first_not_finite
 
 # ---- the way through --------------------------------------------------------------------------
@@ -68,10 +78,9 @@ def verify_each_pass(
     for a wrong request, PassError if a pass breaks its contract, CheckError if values are NaN or
     infinite before it.
     """
-    window = _window(engine)
-    ids = given_tokens(engine, tokens)
-    if ids is None:
-        ids = random_tokens(engine, min(engine.limits.max_seq, _wanted(window)))
+    window = window_of(engine)
+    wanted = min(window // 2, 64) + 1 + window + 1 + 3 + STEPS
+    ids = chosen_tokens(engine, tokens, min(engine.limits.max_seq, wanted))
     chunks = [*chunks_of_tokens(ids, window, engine.limits.prefill_chunk)]
     plain = plain_params(engine, checkpoint)
     items = smallest_items(engine)
@@ -126,28 +135,10 @@ def _is_known(plain: Plain, engine: Engine, tower: str) -> bool:
     return all(held.holds(v) for v in graph.params)
 
 
-def _window(engine: Engine) -> int:
-    """Return the longest window of an attention; 1 where all see all the past."""
-    return max(
-        (
-            w
-            for g in engine.program.graphs.values()
-            for n in g.nodes
-            if isinstance(w := n.attrs.get("window"), int) and w
-        ),
-        default=1,
-    )
-
-
-def _wanted(window: int) -> int:
-    return min(window // 2, 64) + 1 + window + 1 + 3 + STEPS
-
-
 # ---- one stage forced by another ----------------------------------------------------------------
 
 
 def _against(old: Stage, new: Stage, series: Sequence[Series], engine: Engine) -> StageReport:
-    """Compare the stage `new` with `old`, whose values it is given."""
     comparison = StageComparison(new.name, engine.dtype)
     for steps in series:
         slots = max(c.end for c in steps)
@@ -286,7 +277,6 @@ def _backend(engine: Engine, stage: Stage, series: Sequence[Series]) -> StageRep
 def _show(
     engine: Engine, run: StageRun, state: Any, step: GraphStep, comparison: StageComparison
 ) -> None:
-    """Compare one chunk, and the caches after it; or a tower's soft tokens."""
     trace, recording = run.trace(step), run.stage.recordings[step.phase]
     feeds = {v.name: trace.values[v.name].clone() for v in recording.graphs[1].inputs}
     shown = Shown(recording, step, trace, comparison, set(feeds))

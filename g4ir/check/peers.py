@@ -237,7 +237,6 @@ def need_transformers(asked: str) -> None:
 
 
 def _model(engine: Engine, checkpoint: str | Path | None, progress: Progress) -> Any:
-    """Return the transformers model with the weights that the engine should compute with."""
     seed, dtype = engine.facts.seed, torch_dtype(engine.dtype)
     source: WeightSource
     if checkpoint is None and seed is not None:
@@ -301,7 +300,6 @@ def _load_hf(directory: Path, dtype: str) -> Any:
 
 
 def _requantise(model: Any, engine: Engine) -> None:
-    """Give the model the weights that a quantised engine computes with."""
     if engine.recipe is None:
         return
     held = dict(model.get_decoder().named_parameters())

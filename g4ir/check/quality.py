@@ -17,9 +17,8 @@ from g4ir.ui.units import size_text
 from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.pack import MadeParams
 
-from .params import original_weights
 from .peers import EnginePeer
-from .reference import plain_engine, plain_packing
+from .reference import original_weights, plain_engine, plain_packing
 from .tokens import Turns
 
 #: rows of logits whose chances are worked out together

@@ -1,12 +1,18 @@
-"""Engines that run the interpreter on an engine's own params."""
+"""Engines that run the interpreter on an engine's own params, and the weights it was built from."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from g4ir.backends.reference import ReferenceRuntime, text_graphs
 from g4ir.engine.engine import Engine
 from g4ir.engine.leader import interpreted
+from g4ir.engine.load import open_weights
+from g4ir.ops.types import torch_dtype
+from g4ir.weights.checkpoint import WeightSource
+from g4ir.weights.drafter import random_weights
+from g4ir.weights.origin import find_origin
 from g4ir.weights.pack import DEFAULT_PLACEMENT, MadeParams, Packing, make_packing, open_table
 
 
@@ -44,3 +50,17 @@ def plain_engine(engine: Engine, params: MadeParams) -> Engine:
         for v in program.graphs["embed"].params
     }
     return replace(engine, program=program, runtime=runtime, tables=tables, recipe=None)
+
+
+def original_weights(engine: Engine, checkpoint: str | Path | None) -> WeightSource | None:
+    """Return the weights that an engine was built from: those of `checkpoint`, else the engine's
+    own source, else those of its seed; None if nothing says what they were."""
+    if checkpoint is not None:
+        return open_weights(engine, find_origin(checkpoint), engine.media.kinds)
+    held = engine.runtime.source
+    if isinstance(held, MadeParams):
+        return held.source
+    seed = engine.facts.seed
+    if seed is None:
+        return None
+    return random_weights(engine.spec, engine.drafter, seed, torch_dtype(engine.dtype))

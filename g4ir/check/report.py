@@ -181,7 +181,6 @@ class VerifyReport:
             yield f"  {'rounds':10}{fine:>12} of {len(self.rounds)} within it, verified as drafts"
 
     def _rounding_lines(self) -> Iterator[str]:
-        """Yield the engine's distances beside the reference's, and each layer alone."""
         rounding = self.budget.rounding
         if rounding is None:
             return

@@ -20,10 +20,10 @@ STEPS = 24
 EVERY_LOGITS = 1 << 28
 
 
-def given_tokens(engine: Engine, given: Sequence[int] | None) -> torch.Tensor | None:
-    """Return the tokens as i64[T], checked; None stays None."""
+def chosen_tokens(engine: Engine, given: Sequence[int] | None, count: int) -> torch.Tensor:
+    """Return the given tokens as i64[T], checked; where there are none, `count` of a fixed seed."""
     if given is None:
-        return None
+        return random_tokens(engine, count)
     limit = engine.limits.max_seq
     ids = checked_ids(list(given), engine.spec.text.readable_ids, "verify")
     if not 2 <= len(ids) <= limit:
@@ -62,11 +62,14 @@ def random_ids(engine: Engine, shape: Sequence[int], seed: int) -> torch.Tensor:
 
 def wanted_tokens(engine: Engine) -> int:
     limits = engine.limits
-    return min(limits.max_seq, max(2 * limits.prefill_chunk, _window(engine)) + 2 * STEPS)
+    return min(limits.max_seq, max(2 * limits.prefill_chunk, window_of(engine)) + 2 * STEPS)
 
 
-def _window(engine: Engine) -> int:
-    return max((window for window, _ in engine.rings), default=1)
+def window_of(engine: Engine) -> int:
+    """Return the longest window of an attention; 1 where all see all the past."""
+    graphs = engine.program.graphs.values()
+    windows = (n.attrs.get("window") for g in graphs for n in g.nodes)
+    return max((w for w in windows if isinstance(w, int) and w), default=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +100,6 @@ def plan_turns(engine: Engine, ids: torch.Tensor) -> Turns:
     """Return a long turn, one a little longer than the window, single steps."""
     count = len(ids)
     steps = min(STEPS, count // 3)
-    turn = min(_window(engine) + 1, (count - steps) // 2)
+    turn = min(window_of(engine) + 1, (count - steps) // 2)
     every = engine.all_logits and count * engine.spec.text.vocab_size <= EVERY_LOGITS
     return Turns(ids, [n for n in (count - steps - turn, turn, *[1] * steps) if n], every)

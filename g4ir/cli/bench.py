@@ -47,7 +47,6 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 
 def _planned(args: argparse.Namespace) -> Workload:
-    """Return the workload that the engines' manifests allow."""
     manifests = {path: read_manifest(Path(path)) for path in args.engines}
     check_specs({path: vars(m) for path, m in manifests.items()})
     return plan_workload(

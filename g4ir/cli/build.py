@@ -150,7 +150,6 @@ def _verdict(p: Prepared, short: list[str]) -> str:
 
 
 def _plan(p: Prepared, out: Path) -> dict[str, Any]:
-    """Return what a build would make; sizes in bytes."""
     from g4ir.engine.build import disk_bytes, free_bytes
 
     return {

@@ -269,11 +269,9 @@ class Repl:
             self._tell(f"{soft.count} tokens, for the next message")
 
     def system(self, text: str) -> None:
-        """Set the message of the system, or take it away."""
         self.talk.set_system(text)
 
     def tools(self, text: str) -> None:
-        """Declare tools, or none."""
         if not text:
             raise InputError("/tools: give a FILE of JSON, or off")
         if text == "off":
@@ -282,26 +280,22 @@ class Repl:
             declare(self.talk, _path(text))
 
     def think(self, text: str) -> None:
-        """Switch thinking, with or without a budget."""
         if text not in ("on", "off") and not re.fullmatch("[0-9]{1,9}", text):
             raise InputError(f"/think {text!r}: on, off, or a number of tokens")
         self.talk.thinking.on = text != "off"
         self.talk.thinking.budget = int(text) if text.isdigit() else None
 
     def reasoning(self, text: str) -> None:
-        """Show or hide the reasoning."""
         if text not in ("show", "hide"):
             raise InputError(f"/reasoning {text!r}: show or hide")
         self.screen.hides_reasoning = text == "hide"
 
     def stats(self, text: str) -> None:
-        """Choose what is shown after an answer."""
         if text not in STATS:
             raise InputError(f"/stats {text!r}: {', '.join(STATS)}")
         self._stats = text
 
     def set(self, text: str) -> None:
-        """Change a setting; without a value show it, without a name all."""
         name, _, value = text.partition(" ")
         from g4ir.engine.conversation import SETTINGS
 
@@ -317,25 +311,20 @@ class Repl:
             self._tell(f"{key:<18}  {found}{source}")
 
     def undo(self, text: str) -> None:
-        """Take the last message back."""
         self.talk.undo()
 
     def retry(self, text: str) -> None:
-        """Answer the last message again."""
         self._answer(self.talk.retry)
 
     def clear(self, text: str) -> None:
-        """Begin anew."""
         self.talk.clear()
 
     def save(self, text: str) -> None:
-        """Write the conversation to a file."""
         if not text:
             raise InputError("/save: give a FILE")
         self.talk.save(_path(text))
 
     def load(self, text: str) -> None:
-        """Go on with a conversation of a file."""
         if not text:
             raise InputError("/load: give a FILE")
         self.talk.load(_path(text))
@@ -343,7 +332,6 @@ class Repl:
             self._tell(f"{len(self.talk.messages)} messages")
 
     def show(self, text: str) -> None:
-        """Say what holds."""
         talk = self.talk
         names = [t["function"]["name"] for t in talk.tools or ()]
         thinking = "off" if not talk.thinking.on else talk.thinking.budget or "on"
@@ -364,7 +352,6 @@ class Repl:
         self._tell("\n".join(f"{name:<9} {value}" for name, value in lines.items()))
 
     def help(self, text: str) -> None:
-        """List the commands."""
         rows = [(f"{name} {usage}".strip(), what) for name, (_, usage, what) in COMMANDS.items()]
         rows += [(QUOTES, f"begins a message of several lines, {QUOTES} ends it")]
         rows += [("\\", "at the end of a line: the message goes on in the next")]
@@ -373,7 +360,6 @@ class Repl:
         self._tell("\n".join(f"{left:<{width}}  {what}" for left, what in rows))
 
     def bye(self, text: str) -> None:
-        """Leave."""
         self._leaves = True
 
 
@@ -406,11 +392,7 @@ def _medium(kind: str) -> tuple[Act, str, str]:
 FORMER_COMMANDS = {"/thoughts": "/reasoning"}
 #: command -> its method, its usage and its help
 COMMANDS: dict[str, tuple[Act, str, str]] = {
-    "/system": (
-        Repl.system,
-        "TEXT",
-        "system prompt; without TEXT: none",
-    ),
+    "/system": (Repl.system, "TEXT", "system prompt; without TEXT: none"),
     "/image": _medium(IMAGE),
     "/audio": _medium(AUDIO),
     "/video": _medium(VIDEO),

@@ -100,7 +100,6 @@ def cost(args: argparse.Namespace) -> int:
 
 
 def _single_steps(args: argparse.Namespace) -> Graph | None:
-    """Return the decode graph at the same stage as a verification graph; None for other graphs."""
     if args.phase != VERIFY:
         return None
     same = {"phase": "decode", "draft_tokens": drafted_tokens(args)}
@@ -110,7 +109,6 @@ def _single_steps(args: argparse.Namespace) -> Graph | None:
 def _gains(
     single: Graph, graph: Graph, step: Step, weights: str | None, roof: Roof | None
 ) -> Sequence[Gain]:
-    """Return the speed-up of speculative decoding over single steps at the same context."""
     held = step.C + step.S
 
     def cost(tokens: int) -> Cost:
@@ -149,7 +147,6 @@ def _count(args: argparse.Namespace, name: str) -> int | None:
 
 
 def _roof(args: argparse.Namespace) -> Roof | None:
-    """Return the roofline of a GPU with the given rates; None if none was given."""
     for name in RATES:
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:

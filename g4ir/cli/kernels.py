@@ -84,7 +84,6 @@ def scheduled(
 
 
 def _placed(g: Graph, gpu: str, rows: int, step: Step) -> tuple[Schedule, dict[str, int]]:
-    """Return the kernels of a graph for up to `rows` rows, and what it moves in a step."""
     costs = graph_costs(g, B=step.B, S=step.S, C=step.C)
     moved = {c.node: c.cost.needed_bytes for c in costs}
     return schedule(split_prologue(g)[1], Target("cuda", gpu, rows)), moved

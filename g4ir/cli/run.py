@@ -125,14 +125,12 @@ def _check_media(args: argparse.Namespace) -> None:
 
 
 def _opened(source: str | None) -> Any:
-    """A context that gives the stream of JSON lines, where some are asked for."""
     if source == "-":
         return nullcontext(sys.stdin.buffer)
     return nullcontext() if source is None else Path(source).open("rb")
 
 
 def _one_request(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """Return what errors call the prompt, and its fields."""
     tokens = token_ids(args.tokens, "--tokens")
     if tokens is None:
         return "--prompt", {"prompt": args.prompt}
@@ -207,7 +205,6 @@ def verified(
 
 
 def _reported(args: argparse.Namespace, engine: str, check: Callable[..., Any], trust: bool) -> int:
-    """Load, verify and print; exit 1 if the verification failed."""
     with console.Progress() as progress:
         loaded = load(engine, progress, trust=trust, threads=vars(args).get("threads"))
         try:

@@ -156,7 +156,6 @@ def _show_ops(args: argparse.Namespace) -> int:
 
 
 def _layer_text(graph: Graph, layer: int) -> str:
-    """Return the lines of one layer: its nodes and the sources that they read."""
     nodes = [n for n in graph.nodes if any(in_layer(v.name, layer) for v in n.outputs)]
     if not nodes:
         raise no_layer(graph, layer)
@@ -248,7 +247,6 @@ def _operands(o: Op) -> list[str]:
 
 
 def _meaning(o: Op) -> str:
-    """Return the first paragraph of its docstring."""
     return " ".join(o.doc.split("\n\n")[0].split())
 
 
@@ -299,7 +297,6 @@ def _show_timeline(args: argparse.Namespace, graph: Graph) -> int:
 
 
 def _summary(p: Any, rows: int) -> str:
-    """Return a line on launches and time, and one on the roof."""
     (fast, slow), (low, high) = p.us, p.share
     rates = f"{rows * 1e6 / slow:.0f} to {rows * 1e6 / fast:.0f} tokens/s"
     return (

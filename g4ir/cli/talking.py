@@ -172,7 +172,6 @@ class Screen:
             self._print("\n")
 
     def _print(self, text: str) -> None:
-        """Print text without terminal escape sequences."""
         if self.terminal:
             text = "".join(map(_harmless, text))
         print(text, end="", flush=True)

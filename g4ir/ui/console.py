@@ -256,7 +256,6 @@ def worded(error: BaseException) -> str:
 
 
 def _verdict(error: BaseException) -> tuple[int, str]:
-    """Return exit code and message of an error."""
     if isinstance(error, G4Error):
         return error.exit_code, f"error: {error}"
     if isinstance(error, KeyboardInterrupt):

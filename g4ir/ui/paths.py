@@ -116,7 +116,6 @@ def unpacking() -> Iterator[PrivateFolder]:
 
 
 def _sweep(root: Path) -> None:
-    """Remove unlocked folders, which killed processes left."""
     for left in root.glob(f"{PREFIX}*"):
         with suppress(OSError):
             handle = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -129,7 +128,6 @@ def _sweep(root: Path) -> None:
 
 
 def _private_temporary(root: Path) -> tempfile.TemporaryDirectory[str]:
-    """Make a folder in the user's cache, else among temporary files."""
     reasons = []
     for path in (root, None):
         try:
