@@ -275,24 +275,17 @@ class Allocations(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(
-    "placement, on_device", [("device", True), ("host", False), ("mmap", False)]
-)
-@pytest.mark.parametrize("table_bytes", [1000, 1 << 28])
+@pytest.mark.parametrize("placement", packing.PLACEMENTS)
 def test_only_the_device_placement_allocates_the_table_there(
-    built: Engine,
-    monkeypatch: pytest.MonkeyPatch,
-    placement: str,
-    on_device: bool,
-    table_bytes: int,
+    built: Engine, monkeypatch: pytest.MonkeyPatch, placement: str
 ) -> None:
     """`meta` stands for a device with memory of its own."""
-    monkeypatch.setattr(packing, "TABLE_BYTES", table_bytes)
+    monkeypatch.setattr(packing, "TABLE_BYTES", 1000)
     v = built.program.params()["ple.table"]
     with Allocations() as seen:
         table = packing.open_table(built.runtime.source, v, placement, "meta")
         rows = table[torch.tensor([[1, 2, 3]])]
-    if on_device:
+    if placement == "device":
         assert table.device.type == rows.device.type == "meta" and seen.nbytes >= v.type.nbytes()
     else:
         assert seen.nbytes == 0 and rows.device.type == "cpu"

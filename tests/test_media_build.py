@@ -83,9 +83,8 @@ def test_towers_are_those_of_the_checkpoint(tmp_path: Path, key: str, value: Any
 
 def test_a_checkpoint_without_towers_says_so(tmp_path: Path) -> None:
     spec = load_spec("tiny-media")
-    checkpoint = write_checkpoint(
-        tmp_path / "checkpoint", spec, RandomCheckpoint(spec, 0, torch.float32)
-    )
+    source = RandomCheckpoint(spec, 0, torch.float32)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", spec, source)
     given = {"checkpoint": checkpoint, "backend": "reference", "max_seq": 256}
     with pytest.raises(g4ir.errors.WeightsError, match="--media none"):
         prepare(spec, BuildOptions(**given))

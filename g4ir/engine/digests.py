@@ -45,7 +45,8 @@ def _compared(file: Path, wanted: str | None) -> str:
     settled = before == _facts(file) and before[-1] + TICK_NS <= begun
     if settled and wanted in (None, found):
         with suppress(OSError, TrustError):  # it saves time alone
-            write_file(private(_folder()) / _name(found, before), [json.dumps(before).encode()])
+            private(_kept_file(found, before).parent)
+            write_file(_kept_file(found, before), [json.dumps(before).encode()])
     return found
 
 
@@ -55,19 +56,15 @@ def _facts(file: Path) -> list[int]:
     return [s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns]
 
 
-def _name(digest: str, facts: list[int]) -> str:
-    """Return a name of its own for each of several files with a digest."""
-    return f"{digest}-{facts[0]:x}-{facts[1]:x}"
+def _kept_file(digest: str, facts: list[int]) -> Path:
+    """Return the state file of one of several files with a digest."""
+    return state_root() / "digests" / f"{digest}-{facts[0]:x}-{facts[1]:x}"
 
 
 def _kept(digest: str, facts: list[int]) -> list[int] | None:
-    file = _folder() / _name(digest, facts)
+    file = _kept_file(digest, facts)
     with suppress(OSError, ValueError, TrustError):
         check_private(file.parent)
         kept: list[int] = json.loads(file.read_text())
         return kept
     return None
-
-
-def _folder() -> Path:
-    return state_root() / "digests"

@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from g4ir.backends.base import Prepared, Tensors, Watch
+from g4ir.backends.base import Prepared, Tensors
 from g4ir.backends.reference import ReferenceRuntime, WideRuntime, text_graphs
 from g4ir.errors import WeightsError
 from g4ir.ir.graph import Program
@@ -98,11 +98,11 @@ def _scale_for(p: Prepared, peaks: dict[str, float]) -> str:
     plain = Program({"prefill": build_graph(p.spec, "prefill", dtype=p.dtype)})
     graph = quantised(plain, p.spec, p.recipe, p.dtype).graphs["prefill"]
     divided, now = divided_values(graph), p.options.of(ScaleOptions).divisor
-    inside: dict[bool, float] = {}
+    inside = [0.0, 0.0]
     for name, peak in peaks.items():
         key = name.removesuffix(".last") in divided
-        inside[key] = max(inside.get(key, 0.0), peak)
-    stream, rest = now * inside[True], inside[False]
+        inside[key] = max(inside[key], peak)
+    rest, stream = inside[False], now * inside[True]
     enough = (n for n in DIVISORS if n > now and stream <= n * NEAR * MOST)
     found = next(enough, None) if rest <= MOST else None
     told = f", or --residual-scale {found}: the residual stream reaches {stream:.0f}"
@@ -126,15 +126,8 @@ class _Trial(ReferenceRuntime):
     peaks: dict[str, float]
     most = MOST
 
-    def run(
-        self,
-        phase: str,
-        feeds: dict[str, Any],
-        state: Any,
-        context: int,
-        logits: bool,
-        watch: Watch | None = None,
-    ) -> Tensors | None:
+    def run(self, *given: Any) -> Tensors | None:
+        phase, feeds, state, context, logits = given[:5]
         return super().run(phase, feeds, state, context, logits, self._look)
 
     def _look(self, name: str, value: Any) -> None:

@@ -47,15 +47,17 @@ class Led:
             return partial(self._call, name)
         if name in MAKERS:
             return partial(self._make, name)
-        return _nothing if name in LOOPS else getattr(self.own, name)
+        return (lambda *_: None) if name in LOOPS else getattr(self.own, name)
 
     def _call(self, name: str, *args: Any, see: See | None = None) -> Any:
         if name == "close" and self.group.broken:
             return self.own.close()
         args, feeds, watch = _sent(name, args)
+        named = [{"number": a.number} if isinstance(a, Led) else a for a in args]
+        own = [a.own if isinstance(a, Led) else a for a in args]
         with self.group.together():
-            self.group.tell([self.number, name, [*map(_named, args)], None], feeds)
-            return perform(self.group, self.own, name, [*map(_own, args)], feeds, see, watch)
+            self.group.tell([self.number, name, named, None], feeds)
+            return perform(self.group, self.own, name, own, feeds, see, watch)
 
     def _make(self, name: str, *args: Any) -> Led:
         # Before the others are told: if there is no memory for it here, no rank is out of step.
@@ -73,18 +75,6 @@ def _sent(name: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, 
         return args, {}, None
     phase, feeds, *rest = args
     return (phase, *rest[:3]), feeds, next(iter(rest[3:]), None)
-
-
-def _named(value: Any) -> Any:
-    return {"number": value.number} if isinstance(value, Led) else value
-
-
-def _own(value: Any) -> Any:
-    return value.own if isinstance(value, Led) else value
-
-
-def _nothing(*_: Any) -> None:
-    """Return None."""
 
 
 def perform(
