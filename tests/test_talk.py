@@ -308,8 +308,13 @@ def test_media_of_a_message(talk: ChatSession, tmp_path: Path) -> None:
     png(place)
     soft, seen = talk.attach("image", place), list[Any]()
     talk.attached.append({"type": "audio_url", "audio_url": {"url": "b.wav"}})
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(TypeError):
-        patch.setattr(talk, "_asked", lambda messages, told: seen.append(messages[-1]) or len(told))
+
+    def asked(messages: list[Any], told: Any) -> Any:
+        seen.append(messages[-1])
+        raise KeyError
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(talk, "_asked", asked)
         talk.say("x")
     assert [p["type"] for p in seen[0]["content"]] == ["image_url", "text", "audio_url"]
     talk.attached.pop()

@@ -5,7 +5,6 @@ everything else as on a GPU."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from g4ir.backends.torch_compile import cuda_graph, host_table
 from g4ir.backends.torch_compile.cuda_graph import (
     CHUNKS,
     CaptureArena,
-    LazyCapture,
     WithFallback,
     recorded_at,
 )
@@ -215,26 +213,6 @@ def test_a_step_that_cannot_be_recorded(engine: Engine, monkeypatch: pytest.Monk
         engine.generate(PROMPTS[0], 4)
 
 
-def test_steps_run_on_where_one_cannot_be_recorded(caplog: pytest.LogCaptureFixture) -> None:
-    """Launch by launch; said once, and not tried again."""
-    tried: list[str] = []
-
-    def refuse(work: Callable[[], None]) -> Callable[[], None]:
-        tried.append("")
-        raise EngineError("not permitted when stream is capturing")
-
-    done: list[int] = []
-    record = WithFallback(refuse)
-    with caplog.at_level("WARNING"):
-        for i in range(2):
-            play = record(partial(done.append, i))
-            play()
-            play()
-    assert done == [0, 0, 1, 1] and len(tried) == 1
-    (said,) = caplog.messages
-    assert "launch by launch" in said and "not permitted" in said
-
-
 def test_rows_at_rest_have_nothing_to_attend_to() -> None:
     """They are at position 0 with no token, and keep theirs."""
     seen: list[tuple[list[int], list[int]]] = []
@@ -361,23 +339,6 @@ def test_chunks_that_cannot_be_recorded(
     assert said.startswith("full chunks of prompts run launch by launch")
     assert "not permitted" in said
     assert [p.said for p in places] == [["launch", "record", "launch"], ["launch", "launch"]]
-
-
-def test_what_is_recorded_is_not_run_twice() -> None:
-    """Each run is of what it is given; its result is the recording's own."""
-    place, total = StandIn(), torch.zeros(2)
-    doubled = torch.zeros(2)
-
-    def step(feeds: dict[str, torch.Tensor]) -> torch.Tensor:
-        total.add_(feeds["x"])
-        return torch.mul(feeds["x"], 2, out=doubled)
-
-    given = {"x": torch.ones(2)}
-    chunk = LazyCapture(step, given, place, recorded_at)  # type: ignore[arg-type]
-    for i in range(4):
-        assert torch.equal(chunk.run({"x": torch.full((2,), float(i))}), torch.full((2,), 2.0 * i))
-    assert total.tolist() == [6, 6] and given["x"].tolist() == [1, 1]
-    assert place.said == ["launch", "record", *["replay"] * 3]
 
 
 def test_recordings_of_a_place_share_its_stream_and_memory(
