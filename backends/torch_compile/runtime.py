@@ -45,12 +45,14 @@ from .segment import Glue, Segment, Step, state_steps
 from .target import find_target
 from .token_loop import Choose, Embed, RoundLoop, TokenLoop, end_by_torch
 
+Tensor = torch.Tensor
+
 log = logging.getLogger(__name__)
 BY_PROGRAMS = "decode steps run by their compiled regions, which is slower: %s"
 
 #: stands for an operand that is bound when its step runs
 NOTHING = torch.empty(0)
-Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+Call = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,12 @@ class BoundStep:
     which values no later step reads. All sessions share it."""
 
     call: Call
-    operands: tuple[torch.Tensor, ...]
+    operands: tuple[Tensor, ...]
     slots: tuple[tuple[int, str], ...]
     outputs: tuple[str, ...]
     last: tuple[str, ...] = ()
 
-    def run(self, env: dict[str, torch.Tensor], watch: Watch | None = None) -> None:
+    def run(self, env: dict[str, Tensor], watch: Watch | None = None) -> None:
         operands = [*self.operands]  # of this run alone: sessions of other threads run it too
         for i, name in self.slots:
             operands[i] = env[name]
@@ -140,8 +142,8 @@ class TorchRuntime:
 
     def _load_params(
         self, steps: Mapping[str, Sequence[Step]], params: ParamSource, progress: Progress
-    ) -> dict[str, torch.Tensor]:
-        """Load each param once, tensor by tensor; on a CPU those of the engine's files are mapped."""
+    ) -> dict[str, Tensor]:
+        """Load each param once, tensor by tensor; on a CPU the engine's own files are mapped."""
         names = dict.fromkeys(
             name
             for many in steps.values()
@@ -149,7 +151,7 @@ class TorchRuntime:
             if isinstance(s, Segment)
             for name in s.params
         )
-        loaded: dict[str, torch.Tensor] = {}
+        loaded: dict[str, Tensor] = {}
         on_cpu = self.device == "cpu"
         source = params.apart() if isinstance(params, StoredParams) and on_cpu else params
         mapped = source is not params
@@ -160,7 +162,7 @@ class TorchRuntime:
             progress(f"weights {i + 1}/{len(names)}")
         return loaded
 
-    def resident(self, param: str) -> torch.Tensor | None:
+    def resident(self, param: str) -> Tensor | None:
         return self.weights.get(param)
 
     def new_state(self, batch: int) -> Caches:
@@ -171,7 +173,7 @@ class TorchRuntime:
     def run(
         self,
         phase: str,
-        feeds: dict[str, torch.Tensor],
+        feeds: dict[str, Tensor],
         state: Caches,
         context: int,
         logits: bool,
@@ -190,12 +192,12 @@ class TorchRuntime:
     def _results(self, phase: str, env: Tensors) -> Tensors:
         return {v.name: env[v.name] for v in self.program.graphs[phase].outputs}
 
-    def encode(self, tower: str, feeds: Tensors) -> torch.Tensor:
+    def encode(self, tower: str, feeds: Tensors) -> Tensor:
         return self._run_plan(self.plans[tower, True], feeds, {})["soft"]
 
     def _run_plan(
         self, plan: Sequence[BoundStep], feeds: Tensors, views: Tensors, watch: Watch | None = None
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         env = {**feeds, **views}
         for step in plan:
             step.run(env, watch)
@@ -230,7 +232,7 @@ class TorchRuntime:
         full = phase == "prefill" and feeds["positions"].shape[1] == self.limits.prefill_chunk
         return full and self.record_chunk is not None
 
-    def _chunk(self, feeds: dict[str, torch.Tensor], state: Caches, logits: bool) -> Tensors | None:
+    def _chunk(self, feeds: dict[str, Tensor], state: Caches, logits: bool) -> Tensors | None:
         """Run a full chunk, recorded for the session's caches, with logits and without apart."""
         assert self.record_chunk
         record, captured = self.record_chunk, state.captured
@@ -246,7 +248,7 @@ class TorchRuntime:
 
         return captured.get(LazyCapture, logits, make).run(feeds)
 
-    def _replay(self, feeds: dict[str, torch.Tensor], state: Caches, views: Tensors) -> Tensors:
+    def _replay(self, feeds: dict[str, Tensor], state: Caches, views: Tensors) -> Tensors:
         """Replay a step in one launch; the graph is of the session's caches and so many slots."""
         assert self.record
         step, record = self._step("decode", views), self.record
@@ -263,7 +265,7 @@ class TorchRuntime:
         record = self.record
         run = self._step("decode", state.views(self.limits.max_seq))
 
-        def step(feeds: dict[str, torch.Tensor]) -> torch.Tensor:
+        def step(feeds: dict[str, Tensor]) -> Tensor:
             return run(feeds)["logits"]
 
         def make() -> TokenLoop:
@@ -299,11 +301,9 @@ class TorchRuntime:
         never = torch.tensor(choice.suppress, dtype=torch.int64, device=self.device)
         ways = {way: self._way(way) for way in choice.ways}
 
-        def choose(
-            logits: torch.Tensor, uniforms: torch.Tensor, draws: torch.Tensor
-        ) -> torch.Tensor:
+        def choose(logits: Tensor, uniforms: Tensor, draws: Tensor) -> Tensor:
             allowed = logits.index_fill(-1, never, float("-inf")) if choice.suppress else logits
-            tokens: torch.Tensor | None = None
+            tokens: Tensor | None = None
             for way, find in ways.items():
                 found = find(allowed, uniforms, draws)
                 mine = draws[:, sampling.WAY] == sampling.WAYS.index(way)
@@ -332,7 +332,7 @@ class TorchRuntime:
         reference = OPS[op].reference
         assert reference
 
-        def call(operands: list[torch.Tensor]) -> tuple[Any, ...]:
+        def call(operands: list[Tensor]) -> tuple[Any, ...]:
             vocab = operands[0].shape[-1]
             attrs = {"k": min(CANDIDATES, vocab)} if op == "candidates" else {}
             return as_tuple(reference(*operands, **attrs))
@@ -357,7 +357,7 @@ def check_aligned(caches: Tensors) -> None:
             )
 
 
-def _placed(t: torch.Tensor, device: str, mapped: bool) -> torch.Tensor:
+def _placed(t: Tensor, device: str, mapped: bool) -> Tensor:
     """Return a param on the device: the mapped file itself if it may be, else a copy."""
     if mapped and t.is_contiguous() and t.data_ptr() % ALIGNED == 0:
         read_pages(t)
@@ -413,7 +413,7 @@ def _freeing(plan: Sequence[BoundStep], keep: set[str]) -> list[BoundStep]:
 def _bind(
     s: Step,
     call: Call | None,
-    weights: Mapping[str, torch.Tensor],
+    weights: Mapping[str, Tensor],
     alias: Mapping[str, str],
     group: Group | None = None,
 ) -> BoundStep:
@@ -430,7 +430,7 @@ def _bind(
 def _bind_glue(s: Glue, alias: Mapping[str, str], group: Group | None) -> BoundStep:
     run = group.run_node if group else run_node
 
-    def call(operands: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def call(operands: list[Tensor]) -> tuple[Tensor, ...]:
         return run(s.node, operands)
 
     slots = tuple((i, alias.get(n, n)) for i, n in enumerate(s.inputs))
