@@ -12,20 +12,18 @@ import torch
 
 from g4ir.backends import sampling
 from g4ir.errors import EngineError
-from g4ir.ir.graph import Program
 from g4ir.ir.interpret import run_node
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.ops import OPS
 from g4ir.ops.base import as_tuple
 from g4ir.parallel.group import Group
-from g4ir.plan.engine_limits import Limits
 from g4ir.ui.paths import unpacking
 from g4ir.ui.progress import Progress
 from g4ir.weights.pack import ParamSource, StoredParams
 from g4ir.weights.tensorfile import ALIGNED, read_pages
 
-from ..base import DeviceChoice, Tensors, Watch
+from ..base import DeviceChoice, Task, Tensors, Watch
 from ..experimental import experiment
 from ..kv_cache import Caches
 from . import pyops
@@ -85,19 +83,12 @@ class TorchRuntime:
     place = CaptureArena
 
     def __init__(
-        self,
-        program: Program,
-        limits: Limits,
-        device: str,
-        folder: Path,
-        files: Mapping[str, Sequence[str | None]],
-        params: ParamSource,
-        progress: Progress,
-        cuda_graph: bool = True,
-        group: Group | None = None,
+        self, task: Task, files: Mapping[str, Sequence[str | None]], cuda_graph: bool = True
     ) -> None:
-        self.program, self.limits, self.device, self.source = program, limits, device, params
-        self.group = group
+        self.program, self.limits, self.device = task.program, task.limits, task.device
+        self.source, self.group = task.params, task.group
+        program, limits, device, group = self.program, self.limits, self.device, self.group
+        folder = task.folder / "programs"
         records, target = device == "cuda" and cuda_graph, find_target(device, limits.max_batch)
         #: makes of a decode step what replays it; None: steps run launch by launch
         self.record = WithFallback(self._recorded) if records else None
@@ -117,7 +108,7 @@ class TorchRuntime:
         self.choosers = {
             op: calls[files[op][0] or ""] for op in ("greedy", "candidates") if op in files
         }
-        self.weights = self._load_params(steps, params, progress)
+        self.weights = self._load_params(steps, task.params, task.progress)
         self.plans: dict[tuple[str, bool], list[BoundStep]] = {}
         for phase, many in steps.items():
             alias = {v.name: n for n, v in program.graphs[phase].next.items()}
