@@ -37,7 +37,6 @@ from g4ir.backends.torch_compile.kernels.launch import recorded
 from g4ir.backends.torch_compile.kernels.resources import (
     SHARED_BYTES,
     Resources,
-    _compiled,
     resources,
 )
 from g4ir.backends.torch_compile.programs import choice_texts, phase_steps
@@ -351,17 +350,6 @@ def test_a_signature_has_every_parameter(monkeypatch: pytest.MonkeyPatch) -> Non
         compiled({})
     with pytest.raises(LowerError, match=r"values of no parameter \['M'\]"):
         compiled({"N": 2, "M": 1})
-
-
-def test_launches_without_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As test_a_signature_has_every_parameter, of what a launch gives."""
-    sources: list[Any] = []
-    monkeypatch.setattr(triton, "compile", lambda source, **options: sources.append(source))
-    launches = [x for case in tiny_cases(1) for x in launches_of_case(case)]
-    for kernel, grid, args, meta in launches:
-        given = {k: v for k, v in meta.items() if k != "AHEAD"}
-        _compiled((kernel, grid, args, given), 90)
-        assert [*sources[-1].signature] == kernel.arg_names
 
 
 @pytest.mark.parametrize("name", ["26b-a4b", "26b-a4b+int4"])

@@ -122,17 +122,7 @@ class TorchBackend(Backend):
 
         folder = task.folder / "programs"
         _check_programs(task.program, task.limits, task.device, folder, kept)
-        return TorchRuntime(
-            task.program,
-            task.limits,
-            task.device,
-            folder,
-            kept,
-            task.params,
-            task.progress,
-            cuda_graph,
-            task.group,
-        )
+        return TorchRuntime(task, kept, cuda_graph)
 
 
 def _recorded_bytes(program: Program, limits: Limits, target: Target, dense: int) -> int:
@@ -146,11 +136,7 @@ def _recorded_bytes(program: Program, limits: Limits, target: Target, dense: int
 
 
 def _check_programs(
-    program: Program,
-    limits: Limits,
-    device: str,
-    folder: Path,
-    kept: Programs,
+    program: Program, limits: Limits, device: str, folder: Path, kept: Programs
 ) -> None:
     """Raise EngineError unless every segment has a program that was made of it."""
     steps = phase_steps(program, limits)

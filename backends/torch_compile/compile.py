@@ -21,9 +21,9 @@ import tempfile
 import time
 import zipfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
@@ -153,10 +153,12 @@ def compile_all(
     """
     files = {t: f"{program_name(t, target)}.pt2" for t in dict.fromkeys(texts)}
     out.mkdir(parents=True, exist_ok=True)
-    missing = [t for t, name in files.items() if not _from_cache(name, out)]
+    missing = {t: out / name for t, name in files.items() if not _from_cache(name, out)}
     if missing:
         progress(f"compiling {len(missing)} of {len(files)} programs")
-        _compile_missing(missing, files, target, out, jobs, progress)
+        with closing(_compiled(missing, target, min(jobs, len(missing)))) as done:
+            for i, _ in enumerate(done):
+                progress(f"compiled {i + 1}/{len(missing)}")
     return files
 
 
@@ -197,49 +199,41 @@ def keep_program(path: Path) -> None:
         return
 
 
-def _compile_missing(
-    texts: Sequence[str],
-    files: dict[str, str],
-    target: Target,
-    out: Path,
-    jobs: int,
-    progress: Callable[[str], None],
-) -> None:
-    workers = min(jobs, len(texts))
+def _compiled(
+    missing: Mapping[str, Path], target: Target, workers: int
+) -> Generator[str, None, None]:
+    """Compile each text into its file, in so many processes, and yield it."""
     if workers == 1:
-        for i, _ in enumerate(_shared(texts, files, target, out)):
-            progress(f"compiled {i + 1}/{len(texts)}")
+        yield from _shared(missing, target)
         return
     # The longest programs first, so that none is left alone at the end.
-    todo = sorted(texts, key=len, reverse=True)
+    todo = sorted(missing, key=len, reverse=True)
     with _Workers(workers) as started, ThreadPoolExecutor(workers) as pool:
-        futures = {pool.submit(started.compile, t, target, out / files[t]): t for t in todo}
+        futures = {pool.submit(started.compile, t, target, missing[t]): t for t in todo}
         try:
-            for i, future in enumerate(as_completed(futures)):
+            for future in as_completed(futures):
                 future.result()
-                keep_program(out / files[futures[future]])
-                progress(f"compiled {i + 1}/{len(texts)}")
+                keep_program(missing[futures[future]])
+                yield futures[future]
         finally:
             started.kill()  # or the pool would wait for what nobody needs any more
             pool.shutdown(cancel_futures=True)
 
 
-def _shared(
-    texts: Sequence[str], files: dict[str, str], target: Target, out: Path
-) -> Iterator[str]:
+def _shared(missing: Mapping[str, Path], target: Target) -> Iterator[str]:
     """Compile one after the other; programs that another process is compiling come last."""
-    todo, passed_over = deque(texts), 0
+    todo, passed_over = deque(missing), 0
     while todo:
         text = todo.popleft()
-        name = files[text]
-        with claimed(name, wait=passed_over > len(todo)) as alone:
+        path = missing[text]
+        with claimed(path.name, wait=passed_over > len(todo)) as alone:
             if not alone:
                 todo.append(text)
                 passed_over += 1
                 continue
-            if not _from_cache(name, out):
-                compile_program(text, target, out / name)
-                keep_program(out / name)
+            if not _from_cache(path.name, path.parent):
+                compile_program(text, target, path)
+                keep_program(path)
         passed_over = 0
         yield text
 

@@ -28,6 +28,8 @@ from .schedule import schedule
 from .segment import canonical
 from .target import Target
 
+Tensor = torch.Tensor
+
 #: rms error that a kernel may have in any case: a rounding or two of bf16
 BUDGET = 1e-2
 #: and where the references in bf16 are further off than that, as a multiple of their error
@@ -120,13 +122,13 @@ def _alone(g: Graph, nodes: list[Node], choice: Choice) -> Graph:
     )
 
 
-def operands(case: Case, device: str, seed: int = 0) -> dict[str, torch.Tensor]:
+def operands(case: Case, device: str, seed: int = 0) -> dict[str, Tensor]:
     """Return random values by name: activations and caches of size one, which products keep."""
     random = torch.Generator(device="cpu" if device == "meta" else device).manual_seed(seed)
     return {v.name: _value(case, v, device, random) for v in case.graph.sources()}
 
 
-def _value(case: Case, v: Value, device: str, random: torch.Generator) -> torch.Tensor:
+def _value(case: Case, v: Value, device: str, random: torch.Generator) -> Tensor:
     shape, dtype = [int(d) for d in v.type.shape], torch_dtype(v.type.dtype)
     if device == "meta":
         return torch.empty(shape, dtype=dtype, device=device)
@@ -148,9 +150,7 @@ def _value(case: Case, v: Value, device: str, random: torch.Generator) -> torch.
     return t.mul_(shape[-1] ** -0.5) if weight else t
 
 
-def _codes(
-    shape: list[int], dtype: torch.dtype, device: str, random: torch.Generator
-) -> torch.Tensor:
+def _codes(shape: list[int], dtype: torch.dtype, device: str, random: torch.Generator) -> Tensor:
     """Return any codes that are numbers."""
     if dtype == torch.float8_e4m3fn:
         return torch.randn(shape, device=device, generator=random).mul_(99).to(dtype)
@@ -158,7 +158,7 @@ def _codes(
     return draw.view(dtype)
 
 
-def _whole_numbers(case: Case, v: Value, shape: list[int], device: str) -> torch.Tensor:
+def _whole_numbers(case: Case, v: Value, shape: list[int], device: str) -> Tensor:
     """Return positions and lengths of full rows, by the names that the graphs give them."""
     new = next((int(x.type.shape[1]) for x in case.graph.inputs if x.name == "positions"), 1)
     first = case.tokens - new
@@ -173,13 +173,13 @@ def _whole_numbers(case: Case, v: Value, shape: list[int], device: str) -> torch
     return torch.full(shape, start, dtype=torch.int64, device=device) + step
 
 
-def run_case(case: Case, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def run_case(case: Case, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """Run a case through the kernel; caches are written in place."""
     module = SegmentModule(case.schedule)
     return module(*(given[v.name] for v in case.graph.sources()))
 
 
-def reference_case(case: Case, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def reference_case(case: Case, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """Run a case by the ops' references, in the width of the tensors given."""
     g = _widened_graph(case.graph, given)
     inputs, params, state = (
@@ -189,7 +189,7 @@ def reference_case(case: Case, given: dict[str, torch.Tensor]) -> tuple[torch.Te
     return (*outputs.values(), *(after[name] for name in g.next))
 
 
-def _widened_graph(g: Graph, given: dict[str, torch.Tensor]) -> Graph:
+def _widened_graph(g: Graph, given: dict[str, Tensor]) -> Graph:
     """Return the graph with weights of codes in fp32 where scales are."""
     nodes = [
         replace(n, attrs={"to": "f32"})
@@ -225,11 +225,11 @@ def errors_of_case(case: Case, device: str, seed: int = 0) -> Errors:
     return Errors(max(p[0] for p in pairs), max(p[1] for p in pairs), max(others))
 
 
-def _widened(t: torch.Tensor) -> torch.Tensor:
+def _widened(t: Tensor) -> Tensor:
     return t.float() if t.is_floating_point() and t.element_size() > 1 else t
 
 
-def _difference(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
+def _difference(got: Tensor, want: Tensor) -> tuple[float, float]:
     got, want = got.double(), want.double()
     size = want.pow(2).mean().sqrt().clamp(min=1e-30)
     error = (got - want).abs() / size

@@ -20,6 +20,8 @@ from . import pyops
 from .attention import attention, attention_latent, encoder_attention
 from .kernels.base import Coded, Run, Schedule, both_in_codes, codes_of
 
+Tensor = torch.Tensor
+
 
 def run_node(run: Run, n: Node) -> None:
     """Add what a node makes to the run: by its kernel, a lowering, its reference, or its parts."""
@@ -48,7 +50,7 @@ class SegmentModule(torch.nn.Module):
         super().__init__()
         self.schedule = s
 
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         g = self.schedule.graph
         run = Run(self.schedule, {v.name: t for v, t in zip(g.sources(), tensors, strict=True)})
         _unify_dims(g.sources(), run.env)
@@ -71,7 +73,7 @@ def _unify_dims(values: tuple[Value, ...], env: dict[str, Any]) -> None:
 class Rounded:
     """Rows before `fake_quantize` rounds them to a form, for products that take them so."""
 
-    x: torch.Tensor
+    x: Tensor
     form: str
 
 
@@ -84,7 +86,7 @@ def dense(value: Any) -> Any:
     return dequantized(value.codes, value.scales, value.dtype)
 
 
-def _dequantize(m: Run, n: Node, codes: torch.Tensor, scales: torch.Tensor) -> Any:
+def _dequantize(m: Run, n: Node, codes: Tensor, scales: Tensor) -> Any:
     """Return the weight in codes where something takes it so: a kernel, or a large product."""
     coded = Coded(codes, scales, torch_dtype(n.word("to")))
     if m.schedule.target.gpu:
@@ -92,12 +94,12 @@ def _dequantize(m: Run, n: Node, codes: torch.Tensor, scales: torch.Tensor) -> A
     return coded if m.device == "cpu" and n.out.type.numel() >= pyops.FROM else dense(coded)
 
 
-def _fake_quantize(m: Run, n: Node, x: torch.Tensor) -> Rounded:
+def _fake_quantize(m: Run, n: Node, x: Tensor) -> Rounded:
     return Rounded(x, n.word("form"))
 
 
-def _linear(m: Run, n: Node, x: torch.Tensor | Rounded, w: torch.Tensor | Coded) -> torch.Tensor:
-    made: torch.Tensor
+def _linear(m: Run, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Tensor:
+    made: Tensor
     if isinstance(x, Rounded) and isinstance(w, Coded):
         if m.device == "cpu" and x.form == "int8":
             made = torch.ops.g4ir.linear_rounded(x.x, w.codes, w.scales)
@@ -115,7 +117,7 @@ def _linear(m: Run, n: Node, x: torch.Tensor | Rounded, w: torch.Tensor | Coded)
     return torch.nn.functional.linear(rows, weight)
 
 
-def product_of_codes(x: torch.Tensor, w: Coded) -> torch.Tensor:
+def product_of_codes(x: Tensor, w: Coded) -> Tensor:
     """Return fake_quantize(x) @ w^T: codes are multiplied, scales after the sum, which is fp32."""
     rows = x.flatten(0, -2)
     codes, scales = quantized(rows, "fp8", x.shape[-1], "f32")
@@ -126,34 +128,34 @@ def product_of_codes(x: torch.Tensor, w: Coded) -> torch.Tensor:
 def _experts(
     m: Run,
     n: Node,
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    index: torch.Tensor,
-    gate_up: torch.Tensor | Coded,
-    down: torch.Tensor | Coded,
-    first: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: Tensor,
+    weights: Tensor,
+    index: Tensor,
+    gate_up: Tensor | Coded,
+    down: Tensor | Coded,
+    first: Tensor | None = None,
+) -> Tensor:
     act = n.word("act")
     if m.device == "cpu" and isinstance(gate_up, Coded) and isinstance(down, Coded):
         parts = (gate_up.codes, gate_up.scales, down.codes, down.scales)
-        made: torch.Tensor = torch.ops.g4ir.experts_coded(x, weights, index, *parts, act, first)
+        made: Tensor = torch.ops.g4ir.experts_coded(x, weights, index, *parts, act, first)
         return made
     operands = (x, weights, index, dense(gate_up), dense(down), act, first)
     if m.device == "cpu":
-        out: torch.Tensor = torch.ops.g4ir.experts(*operands)
+        out: Tensor = torch.ops.g4ir.experts(*operands)
         return out
     return grouped_experts(*operands)
 
 
 def grouped_experts(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    index: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    x: Tensor,
+    weights: Tensor,
+    index: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
     act: str,
-    first: torch.Tensor | None = None,
-) -> torch.Tensor:
+    first: Tensor | None = None,
+) -> Tensor:
     """Compute the op `experts` without data-dependent shapes: tokens sorted by expert, two grouped
     products, fp32 weighting and sum in rank order."""
     from g4ir.ops.mlp import activate
@@ -181,9 +183,7 @@ def smallest(most: int) -> torch.dtype:
     return next(d for d in (torch.uint8, torch.int16, torch.int64) if most <= torch.iinfo(d).max)
 
 
-def _cache_write(
-    m: Run, n: Node, cache: torch.Tensor, new: torch.Tensor, *place: torch.Tensor
-) -> torch.Tensor:
+def _cache_write(m: Run, n: Node, cache: Tensor, new: Tensor, *place: Tensor) -> Tensor:
     """Write in place. Floats in 8 bits move as bytes: the compiler chooses between no others."""
     bytewise = cache.dtype == torch.float8_e4m3fn
     held, rows = (t.view(torch.uint8) if bytewise else t for t in (cache, new))
@@ -191,14 +191,7 @@ def _cache_write(
     return cache
 
 
-def _write(
-    m: Run,
-    n: Node,
-    cache: torch.Tensor,
-    new: torch.Tensor,
-    start: torch.Tensor,
-    lengths: torch.Tensor,
-) -> None:
+def _write(m: Run, n: Node, cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
     """One token goes to its slot, and so do those of a chunk: on a GPU, of any; on the CPU, of one
     that may be taken back, for which every cache has slots. Other chunks on the CPU make the whole
     cache anew, where copying is what was measured."""
@@ -208,7 +201,8 @@ def _write(
         value = torch.where((lengths > 0)[:, None, None], new[:, 0], cache[slot, rows])
         cache.index_put_((slot, rows), value)
         return
-    few, ring = n["new"].type.shape[1] == TOKENS[VERIFY], not isinstance(cache_slots(n), str)
+    few = n["new"].type.shape[1] == TOKENS[VERIFY]
+    ring = not isinstance(n["cache"].type.shape[0], str)  # a list has as many slots as tokens
     if few or (m.device != "cpu" and not ring):
         _list_write(cache, new, start, lengths)
     elif m.device != "cpu":
@@ -217,14 +211,7 @@ def _write(
         _rewrite(cache, new, start, lengths)
 
 
-def cache_slots(n: Node) -> int | str:
-    """Return the slots of the cache that a node writes; a name: as many as there are tokens."""
-    return n["cache"].type.shape[0]
-
-
-def _list_write(
-    cache: torch.Tensor, new: torch.Tensor, start: torch.Tensor, lengths: torch.Tensor
-) -> None:
+def _list_write(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
     """Write slots start .. start + lengths - 1 of each row of the cache [C,B,n,d]. Padding writes
     what was there, to slots of its own: no chunk is longer than the cache."""
     torch._check(new.shape[1] <= cache.shape[0])
@@ -235,9 +222,7 @@ def _list_write(
     cache.index_put_((slot, rows), torch.where(real, new.transpose(0, 1), cache[slot, rows]))
 
 
-def _ring_write(
-    cache: torch.Tensor, new: torch.Tensor, start: torch.Tensor, lengths: torch.Tensor
-) -> None:
+def _ring_write(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
     """Write the newest tokens of each row to their slots of a ring [C,B,n,d], as many as a chunk
     and the ring both have: two older ones could share a slot. So each slot is written once; where a
     row has fewer tokens, those before its first write what was there."""
@@ -250,9 +235,7 @@ def _ring_write(
     cache.index_put_((slot, rows), torch.where(real, picked, cache[slot, rows]))
 
 
-def _rewrite(
-    cache: torch.Tensor, new: torch.Tensor, start: torch.Tensor, lengths: torch.Tensor
-) -> None:
+def _rewrite(cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
     """Write every slot of the cache [C,B,n,d]: its newest token of the chunk, or what it held."""
     rows = torch.arange(new.shape[0], device=new.device)
     source = slot_positions(start + lengths, cache.shape[0]) - start
@@ -276,7 +259,7 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
 }
 
 
-def example(t: Type, device: str, dims: dict[str, int]) -> torch.Tensor:
+def example(t: Type, device: str, dims: dict[str, int]) -> Tensor:
     """Make a contiguous tensor of the type. It is never read; untouched memory costs nothing."""
     shape = [int(d) for d in t.bind(dims).shape]
     return torch.empty(shape, dtype=torch_dtype(t.dtype), device=device)

@@ -29,6 +29,8 @@ from g4ir.ops.moe import own_index
 
 from .target import cpu_flags
 
+Tensor = torch.Tensor
+
 _ATTENTION: Any = attention.reference
 #: below this many elements of the weight, calling back costs more than it gains
 FROM = 1 << 16
@@ -87,7 +89,7 @@ def load_kernels(path: Path) -> None:
         _kernels[name] = kernel
 
 
-def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def linear(x: Tensor, w: Tensor) -> Tensor:
     """Return x [..., k] @ w[n, k]^T; sums are fp32, rounded once."""
     (n, k), dtype = w.shape, DTYPES.get(x.dtype, -1)
     rows = x.numel() // k
@@ -95,13 +97,12 @@ def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return _library_linear(x, w)
     out, x = x.new_empty((*x.shape[:-1], n)), x.contiguous()
     failed = _kernels["linear"](
-        *(w.data_ptr(), x.data_ptr(), out.data_ptr(), dtype),
-        *(rows, n, k, torch.get_num_threads()),
+        *(w.data_ptr(), x.data_ptr(), out.data_ptr(), dtype), *(rows, n, k, torch.get_num_threads())
     )
     return _with_memory(failed, out, "the rows of a product {} in another form")
 
 
-def linear_coded(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def linear_coded(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """Return x [..., k] @ w[n, k]^T for w = codes * scales; sums are fp32, rounded once. A few rows
     are multiplied with the exact weight (those in bf16 as integers, where the CPU has instructions
     for these: see cpu/float.h), more with w rounded to x's dtype."""
@@ -110,7 +111,7 @@ def linear_coded(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> 
     return _coded(x, codes, scales, False)
 
 
-def linear_rounded(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def linear_rounded(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """Return `linear_coded` of the rows fake_quantize(x, form=int8). A few rows in bf16 are
     multiplied as codes, where the CPU can; others are rounded to x's dtype once more."""
     if not _has_kernel(x.dtype, codes, scales, x.numel() // x.shape[-1], x.shape[-1], True):
@@ -118,9 +119,7 @@ def linear_rounded(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -
     return _coded(x, codes, scales, True)
 
 
-def _coded(
-    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, rounded: bool
-) -> torch.Tensor:
+def _coded(x: Tensor, codes: Tensor, scales: Tensor, rounded: bool) -> Tensor:
     (n, groups), k = scales.shape, x.shape[-1]
     out, x = x.new_empty((*x.shape[:-1], n)), x.contiguous()
     failed = _kernels["linear_coded"](
@@ -131,7 +130,7 @@ def _coded(
     return _with_memory(failed, out, "the rows of a product {} in another form")
 
 
-def _with_memory(failed: int, out: torch.Tensor, use: str) -> torch.Tensor:
+def _with_memory(failed: int, out: Tensor, use: str) -> Tensor:
     """Return a result; MemoryError where there was none for what it is made with."""
     if failed:
         raise MemoryError(f"no memory for {use.format(list(out.shape))}")
@@ -139,18 +138,18 @@ def _with_memory(failed: int, out: torch.Tensor, use: str) -> torch.Tensor:
 
 
 def attend(
-    q: torch.Tensor,
-    positions: torch.Tensor,
-    written: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    q: Tensor,
+    positions: Tensor,
+    written: Tensor,
+    keys: Tensor,
+    values: Tensor,
     window: int,
     scale: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the op `attention` of a few queries over a cache, without a softcap; bf16 or fp32."""
     if not _kernels or q.dtype not in (torch.bfloat16, torch.float32) or keys.dtype not in HELD:
         operands = (q, positions, written, keys, values)
-        made: torch.Tensor = _ATTENTION(*operands, window=window, scale=scale, softcap=0.0)
+        made: Tensor = _ATTENTION(*operands, window=window, scale=scale, softcap=0.0)
         return made
     given = [t.contiguous() for t in (q, positions, written, keys, values)]
     (b, s, heads, d), (slots, _, kv_heads, width) = q.shape, keys.shape
@@ -164,12 +163,7 @@ def attend(
 
 
 def _has_kernel(
-    dtype: torch.dtype,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    rows: int,
-    k: int,
-    rounded: bool = False,
+    dtype: torch.dtype, codes: Tensor, scales: Tensor, rows: int, k: int, rounded: bool = False
 ) -> bool:
     if not _kernels or scales.dtype not in DTYPES:
         return False
@@ -179,7 +173,7 @@ def _has_kernel(
     return bool(_kernels["takes_codes"](form, rounded, number, rows, k, scales.shape[-1]))
 
 
-def decoded(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def decoded(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight of codes, rounded to a dtype."""
     n, groups = scales.shape
     k = numbers_in(codes)
@@ -193,7 +187,7 @@ def decoded(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
     return w
 
 
-def _decoded_linear(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _decoded_linear(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """Return a library's product; a part of the weight is made of its codes at a time."""
     out = x.new_empty((*x.shape[:-1], codes.shape[0]))
     step = max(1, WIDE_BLOCK // x.shape[-1])
@@ -203,7 +197,7 @@ def _decoded_linear(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) 
     return out
 
 
-def _library_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def _library_linear(x: Tensor, w: Tensor) -> Tensor:
     """Return oneDNN's product, also in fp32, unless there are many rows."""
     rows = x.numel() // w.shape[1]
     if x.dtype == torch.float32 and rows >= MANY_ROWS:
@@ -217,7 +211,7 @@ def _library_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return functional.linear(x, w)
 
 
-def empty_f32(*shape: int) -> torch.Tensor:
+def empty_f32(*shape: int) -> Tensor:
     """Make f32[shape], uninitialised. Its memory comes back when the last tensor on it is gone."""
     size = torch.Size(shape).numel()
     if 4 * size < KEPT_FROM:
@@ -249,7 +243,7 @@ def _multiplies(dtype: torch.dtype) -> bool:
     return dtype not in NATIVE or not NATIVE[dtype].isdisjoint(cpu_flags())
 
 
-def wide_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def wide_linear(x: Tensor, w: Tensor) -> Tensor:
     """Return x [..., k] @ w[n, k]^T in fp32, rounded once; one block of w is wide at a time."""
     out, rows = x.new_empty((*x.shape[:-1], w.shape[0])), x.float()
     step = max(1, WIDE_BLOCK // w.shape[1])
@@ -259,17 +253,17 @@ def wide_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def experts(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    index: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    x: Tensor,
+    weights: Tensor,
+    index: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
     act: str,
-    first: torch.Tensor | None = None,
-) -> torch.Tensor:
+    first: Tensor | None = None,
+) -> Tensor:
     """Compute the op `experts`: each hit expert once; weighting and sums in fp32, in rank order."""
 
-    def one(rows: torch.Tensor, e: int) -> torch.Tensor:
+    def one(rows: Tensor, e: int) -> Tensor:
         gate, up = linear(rows, gate_up[e]).chunk(2, -1)
         return linear(activate(gate, act) * up, down[e])
 
@@ -277,19 +271,19 @@ def experts(
 
 
 def experts_coded(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    index: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scales: torch.Tensor,
-    down: torch.Tensor,
-    down_scales: torch.Tensor,
+    x: Tensor,
+    weights: Tensor,
+    index: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
     act: str,
-    first: torch.Tensor | None = None,
-) -> torch.Tensor:
+    first: Tensor | None = None,
+) -> Tensor:
     """Compute the op `experts` on codes, as `linear_coded` does."""
 
-    def one(rows: torch.Tensor, e: int) -> torch.Tensor:
+    def one(rows: Tensor, e: int) -> Tensor:
         gate, up = linear_coded(rows, gate_up[e], gate_up_scales[e]).chunk(2, -1)
         return linear_coded(activate(gate, act) * up, down[e], down_scales[e])
 
@@ -297,13 +291,13 @@ def experts_coded(
 
 
 def _each_expert(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    index: torch.Tensor,
-    first: torch.Tensor | None,
+    x: Tensor,
+    weights: Tensor,
+    index: Tensor,
+    first: Tensor | None,
     experts: int,
-    one: Callable[[torch.Tensor, int], torch.Tensor],
-) -> torch.Tensor:
+    one: Callable[[Tensor, int], Tensor],
+) -> Tensor:
     tokens, slots = x.flatten(0, -2), index.flatten(0, -2)
     scale = weights.flatten(0, -2)
     if first is not None:
@@ -323,12 +317,8 @@ def _each_expert(
 
 
 def _own_experts(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    slots: torch.Tensor,
-    experts: int,
-    one: Callable[[torch.Tensor, int], torch.Tensor],
-) -> torch.Tensor:
+    x: Tensor, scale: Tensor, slots: Tensor, experts: int, one: Callable[[Tensor, int], Tensor]
+) -> Tensor:
     """Compute the part of some experts: slots [tokens, k] of others hold `experts`."""
     tokens = x.flatten(0, -2)
     out = wide(tokens).new_zeros((*slots.shape, x.shape[-1]))
@@ -338,16 +328,14 @@ def _own_experts(
     return (out * scale[..., None]).sum(1).to(x.dtype).view_as(x)
 
 
-def grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Return x [rows, k] @ w[e]^T for the rows before ends[e], i32[E]; w [E, n, k]. An op of its
     own, since compiled programs know torch's only from 2.12 on."""
-    out: torch.Tensor = torch._grouped_mm(x, w.transpose(1, 2), offs=ends)
+    out: Tensor = torch._grouped_mm(x, w.transpose(1, 2), offs=ends)
     return out
 
 
-def encoder_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, scale: float
-) -> torch.Tensor:
+def encoder_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, scale: float) -> Tensor:
     """Compute the op `encoder_attention`. Padding comes last, so that keys before it need no mask,
     which costs about a twentieth."""
     count = int(valid.sum())
@@ -356,22 +344,14 @@ def encoder_attention(
     return masked_attention(q, k, v, valid, scale).contiguous()
 
 
-def masked_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, scale: float
-) -> torch.Tensor:
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, scale: float) -> Tensor:
     """Compute `encoder_attention` in the same way whatever is valid."""
     bias = torch.zeros(valid.shape, dtype=q.dtype, device=q.device)
     bias = bias.masked_fill(~valid, torch.finfo(q.dtype).min)[:, None, None]
     return _attention(q, k, v, scale, bias.expand(*bias.shape[:2], q.shape[1], -1))
 
 
-def _attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
     """Attend: q [B,P,nq,d], k and v [B,T,n,d] -> [B,P,nq,d]."""
     heads, keys, values = (x.transpose(1, 2) for x in (q, k, v))
     out = functional.scaled_dot_product_attention(
@@ -380,22 +360,22 @@ def _attention(
     return out.transpose(1, 2)
 
 
-def _product(x: torch.Tensor, w: torch.Tensor, *operands: Any) -> torch.Tensor:
+def _product(x: Tensor, w: Tensor, *operands: Any) -> Tensor:
     """Return room for what a product makes of rows x."""
     return x.new_empty((*x.shape[:-1], w.shape[0]))
 
 
-def _like(x: torch.Tensor, *operands: Any) -> torch.Tensor:
+def _like(x: Tensor, *operands: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _grouped(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _grouped(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], w.shape[1]))
 
 
 _ROUTED = "Tensor x, Tensor weights, Tensor index"
 #: op -> what it takes, and the room for what it makes
-_OPS: dict[Callable[..., torch.Tensor], tuple[str, Callable[..., torch.Tensor]]] = {
+_OPS: dict[Callable[..., Tensor], tuple[str, Callable[..., Tensor]]] = {
     linear: ("Tensor x, Tensor w", _product),
     linear_coded: ("Tensor x, Tensor codes, Tensor scales", _product),
     linear_rounded: ("Tensor x, Tensor codes, Tensor scales", _product),

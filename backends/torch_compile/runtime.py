@@ -12,20 +12,18 @@ import torch
 
 from g4ir.backends import sampling
 from g4ir.errors import EngineError
-from g4ir.ir.graph import Program
 from g4ir.ir.interpret import run_node
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.ops import OPS
 from g4ir.ops.base import as_tuple
 from g4ir.parallel.group import Group
-from g4ir.plan.engine_limits import Limits
 from g4ir.ui.paths import unpacking
 from g4ir.ui.progress import Progress
 from g4ir.weights.pack import ParamSource, StoredParams
 from g4ir.weights.tensorfile import ALIGNED, read_pages
 
-from ..base import DeviceChoice, Tensors, Watch
+from ..base import DeviceChoice, Task, Tensors, Watch
 from ..experimental import experiment
 from ..kv_cache import Caches
 from . import pyops
@@ -45,12 +43,14 @@ from .segment import Glue, Segment, Step, state_steps
 from .target import find_target
 from .token_loop import Choose, Embed, RoundLoop, TokenLoop, end_by_torch
 
+Tensor = torch.Tensor
+
 log = logging.getLogger(__name__)
 BY_PROGRAMS = "decode steps run by their compiled regions, which is slower: %s"
 
 #: stands for an operand that is bound when its step runs
 NOTHING = torch.empty(0)
-Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+Call = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class BoundStep:
     which values no later step reads. All sessions share it."""
 
     call: Call
-    operands: tuple[torch.Tensor, ...]
+    operands: tuple[Tensor, ...]
     slots: tuple[tuple[int, str], ...]
     outputs: tuple[str, ...]
     last: tuple[str, ...] = ()
 
-    def run(self, env: dict[str, torch.Tensor], watch: Watch | None = None) -> None:
+    def run(self, env: dict[str, Tensor], watch: Watch | None = None) -> None:
         operands = [*self.operands]  # of this run alone: sessions of other threads run it too
         for i, name in self.slots:
             operands[i] = env[name]
@@ -83,19 +83,12 @@ class TorchRuntime:
     place = CaptureArena
 
     def __init__(
-        self,
-        program: Program,
-        limits: Limits,
-        device: str,
-        folder: Path,
-        files: Mapping[str, Sequence[str | None]],
-        params: ParamSource,
-        progress: Progress,
-        cuda_graph: bool = True,
-        group: Group | None = None,
+        self, task: Task, files: Mapping[str, Sequence[str | None]], cuda_graph: bool = True
     ) -> None:
-        self.program, self.limits, self.device, self.source = program, limits, device, params
-        self.group = group
+        self.program, self.limits, self.device = task.program, task.limits, task.device
+        self.source, self.group = task.params, task.group
+        program, limits, device, group = self.program, self.limits, self.device, self.group
+        folder = task.folder / "programs"
         records, target = device == "cuda" and cuda_graph, find_target(device, limits.max_batch)
         #: makes of a decode step what replays it; None: steps run launch by launch
         self.record = WithFallback(self._recorded) if records else None
@@ -115,7 +108,7 @@ class TorchRuntime:
         self.choosers = {
             op: calls[files[op][0] or ""] for op in ("greedy", "candidates") if op in files
         }
-        self.weights = self._load_params(steps, params, progress)
+        self.weights = self._load_params(steps, task.params, task.progress)
         self.plans: dict[tuple[str, bool], list[BoundStep]] = {}
         for phase, many in steps.items():
             alias = {v.name: n for n, v in program.graphs[phase].next.items()}
@@ -140,8 +133,8 @@ class TorchRuntime:
 
     def _load_params(
         self, steps: Mapping[str, Sequence[Step]], params: ParamSource, progress: Progress
-    ) -> dict[str, torch.Tensor]:
-        """Load each param once, tensor by tensor; on a CPU those in engine files are mapped."""
+    ) -> dict[str, Tensor]:
+        """Load each param once, tensor by tensor; on a CPU the engine's own files are mapped."""
         names = dict.fromkeys(
             name
             for many in steps.values()
@@ -149,7 +142,7 @@ class TorchRuntime:
             if isinstance(s, Segment)
             for name in s.params
         )
-        loaded: dict[str, torch.Tensor] = {}
+        loaded: dict[str, Tensor] = {}
         on_cpu = self.device == "cpu"
         source = params.apart() if isinstance(params, StoredParams) and on_cpu else params
         mapped = source is not params
@@ -160,7 +153,7 @@ class TorchRuntime:
             progress(f"weights {i + 1}/{len(names)}")
         return loaded
 
-    def resident(self, param: str) -> torch.Tensor | None:
+    def resident(self, param: str) -> Tensor | None:
         return self.weights.get(param)
 
     def new_state(self, batch: int) -> Caches:
@@ -171,7 +164,7 @@ class TorchRuntime:
     def run(
         self,
         phase: str,
-        feeds: dict[str, torch.Tensor],
+        feeds: dict[str, Tensor],
         state: Caches,
         context: int,
         logits: bool,
@@ -190,12 +183,12 @@ class TorchRuntime:
     def _results(self, phase: str, env: Tensors) -> Tensors:
         return {v.name: env[v.name] for v in self.program.graphs[phase].outputs}
 
-    def encode(self, tower: str, feeds: Tensors) -> torch.Tensor:
+    def encode(self, tower: str, feeds: Tensors) -> Tensor:
         return self._run_plan(self.plans[tower, True], feeds, {})["soft"]
 
     def _run_plan(
         self, plan: Sequence[BoundStep], feeds: Tensors, views: Tensors, watch: Watch | None = None
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         env = {**feeds, **views}
         for step in plan:
             step.run(env, watch)
@@ -230,7 +223,7 @@ class TorchRuntime:
         full = phase == "prefill" and feeds["positions"].shape[1] == self.limits.prefill_chunk
         return full and self.record_chunk is not None
 
-    def _chunk(self, feeds: dict[str, torch.Tensor], state: Caches, logits: bool) -> Tensors | None:
+    def _chunk(self, feeds: dict[str, Tensor], state: Caches, logits: bool) -> Tensors | None:
         """Run a full chunk, recorded for the session's caches, with logits and without apart."""
         assert self.record_chunk
         record, captured = self.record_chunk, state.captured
@@ -246,7 +239,7 @@ class TorchRuntime:
 
         return captured.get(LazyCapture, logits, make).run(feeds)
 
-    def _replay(self, feeds: dict[str, torch.Tensor], state: Caches, views: Tensors) -> Tensors:
+    def _replay(self, feeds: dict[str, Tensor], state: Caches, views: Tensors) -> Tensors:
         """Replay a step in one launch; the graph is of the session's caches and so many slots."""
         assert self.record
         step, record = self._step("decode", views), self.record
@@ -263,7 +256,7 @@ class TorchRuntime:
         record = self.record
         run = self._step("decode", state.views(self.limits.max_seq))
 
-        def step(feeds: dict[str, torch.Tensor]) -> torch.Tensor:
+        def step(feeds: dict[str, Tensor]) -> Tensor:
             return run(feeds)["logits"]
 
         def make() -> TokenLoop:
@@ -299,11 +292,9 @@ class TorchRuntime:
         never = torch.tensor(choice.suppress, dtype=torch.int64, device=self.device)
         ways = {way: self._way(way) for way in choice.ways}
 
-        def choose(
-            logits: torch.Tensor, uniforms: torch.Tensor, draws: torch.Tensor
-        ) -> torch.Tensor:
+        def choose(logits: Tensor, uniforms: Tensor, draws: Tensor) -> Tensor:
             allowed = logits.index_fill(-1, never, float("-inf")) if choice.suppress else logits
-            tokens: torch.Tensor | None = None
+            tokens: Tensor | None = None
             for way, find in ways.items():
                 found = find(allowed, uniforms, draws)
                 mine = draws[:, sampling.WAY] == sampling.WAYS.index(way)
@@ -332,7 +323,7 @@ class TorchRuntime:
         reference = OPS[op].reference
         assert reference
 
-        def call(operands: list[torch.Tensor]) -> tuple[Any, ...]:
+        def call(operands: list[Tensor]) -> tuple[Any, ...]:
             vocab = operands[0].shape[-1]
             attrs = {"k": min(CANDIDATES, vocab)} if op == "candidates" else {}
             return as_tuple(reference(*operands, **attrs))
@@ -357,7 +348,7 @@ def check_aligned(caches: Tensors) -> None:
             )
 
 
-def _placed(t: torch.Tensor, device: str, mapped: bool) -> torch.Tensor:
+def _placed(t: Tensor, device: str, mapped: bool) -> Tensor:
     """Return a param on the device: the mapped file itself if it may be, else a copy."""
     if mapped and t.is_contiguous() and t.data_ptr() % ALIGNED == 0:
         read_pages(t)
@@ -413,7 +404,7 @@ def _freeing(plan: Sequence[BoundStep], keep: set[str]) -> list[BoundStep]:
 def _bind(
     s: Step,
     call: Call | None,
-    weights: Mapping[str, torch.Tensor],
+    weights: Mapping[str, Tensor],
     alias: Mapping[str, str],
     group: Group | None = None,
 ) -> BoundStep:
@@ -430,7 +421,7 @@ def _bind(
 def _bind_glue(s: Glue, alias: Mapping[str, str], group: Group | None) -> BoundStep:
     run = group.run_node if group else run_node
 
-    def call(operands: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def call(operands: list[Tensor]) -> tuple[Tensor, ...]:
         return run(s.node, operands)
 
     slots = tuple((i, alias.get(n, n)) for i, n in enumerate(s.inputs))

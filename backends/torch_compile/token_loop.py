@@ -21,20 +21,22 @@ import torch
 from g4ir.model.decoder import HIDDEN
 from g4ir.model.draft import NEXT_HIDDEN, TOKEN
 
-Embed = Callable[[torch.Tensor], dict[str, torch.Tensor]]
-Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+Tensor = torch.Tensor
+
+Embed = Callable[[Tensor], dict[str, Tensor]]
+Step = Callable[[dict[str, Tensor]], Tensor]
 #: (logits [B,1,vocab], random numbers f64[B], settings f64[B,4]) -> tokens i64[B]
-Choose = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Choose = Callable[[Tensor, Tensor, Tensor], Tensor]
 #: (operands of `end_by_torch`) -> None
-End = Callable[[list[torch.Tensor]], Any]
-Tensors = Mapping[str, torch.Tensor]
+End = Callable[[list[Tensor]], Any]
+Tensors = Mapping[str, Tensor]
 #: runs a graph over the session's caches
 Run = Callable[[Tensors], Tensors]
 #: stop tokens that a chain of the step's end looks at
 STOPS = 32
 
 
-def end_by_torch(operands: list[torch.Tensor]) -> None:
+def end_by_torch(operands: list[Tensor]) -> None:
     """End a step; write tokens, lengths and active i64[B] and flaws f32[B] in place.
 
     Operands: sums f32[B] of a row's logits, which make its flaw NaN if they are not finite; its
@@ -65,7 +67,7 @@ class TokenLoop:
         record: Callable[[Callable[[], None]], Callable[[], None]],
         end: End = end_by_torch,
     ) -> None:
-        def zeros() -> torch.Tensor:
+        def zeros() -> Tensor:
             return torch.zeros(batch, dtype=torch.int64, device=device)
 
         self.embed, self.step, self.choose, self.end = embed, step, choose, end
@@ -82,11 +84,7 @@ class TokenLoop:
         self._unread: deque[_Result] = deque()
 
     def start(
-        self,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-        active: torch.Tensor,
-        draws: torch.Tensor | None = None,
+        self, tokens: Tensor, lengths: Tensor, active: Tensor, draws: Tensor | None = None
     ) -> None:
         """Set the rows: tokens to feed, tokens held, bool of the active ones, settings of draws."""
         state = (self.tokens, self.lengths, self.active)
@@ -117,7 +115,7 @@ class TokenLoop:
         rows = (self.tokens, self.lengths, self.active, self.flaws)
         self.end([sums, chosen, *rows, self._no_stops])
 
-    def advance(self, uniforms: torch.Tensor | None = None) -> None:
+    def advance(self, uniforms: Tensor | None = None) -> None:
         """Start one step, after `start`; `uniforms` f64[B] are its random numbers."""
         assert self._replay, "start comes first"
         if uniforms is not None:
@@ -142,7 +140,7 @@ class TokenLoop:
 class _Result:
     """Tokens of a step on their way to the host."""
 
-    def __init__(self, tokens: torch.Tensor, flaws: torch.Tensor) -> None:
+    def __init__(self, tokens: Tensor, flaws: Tensor) -> None:
         self._all = torch.stack((tokens, flaws.isnan()))
         self._there: torch.cuda.Event | None = None
         if self._all.is_cuda:
@@ -187,19 +185,19 @@ class RoundLoop:
         self.embed, self.draft, self.verify, self.choose = embed, draft, verify, choose
         self._last, self._device, self._record = int(last), device, record
         self._replays: dict[int, Callable[[], None]] = {}
-        self._made: dict[int, torch.Tensor] = {}
+        self._made: dict[int, Tensor] = {}
         #: the loop's own copies of what `start` is given; tokens made; flaws as in TokenLoop
-        self._own: dict[str, torch.Tensor] = {}
+        self._own: dict[str, Tensor] = {}
 
     def start(
         self,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-        limits: torch.Tensor,
-        active: torch.Tensor,
-        hidden: torch.Tensor,
-        draws: torch.Tensor,
-        uniforms: torch.Tensor | None,
+        tokens: Tensor,
+        lengths: Tensor,
+        limits: Tensor,
+        active: Tensor,
+        hidden: Tensor,
+        draws: Tensor,
+        uniforms: Tensor | None,
     ) -> None:
         """Set the rows. tokens i64[B]: the newest, which no cache holds yet; lengths: how many a
         row holds, and `limits`, how many it may hold; active bool[B]; hidden [B,1,H], the state
@@ -224,12 +222,12 @@ class RoundLoop:
             self._own[name].copy_(t)
 
     @property
-    def lengths(self) -> torch.Tensor:
+    def lengths(self) -> Tensor:
         """Tokens that each row holds, i64[B]."""
         return self._own["lengths"]
 
     @property
-    def hidden(self) -> torch.Tensor:
+    def hidden(self) -> Tensor:
         """The state behind each row's newest token, [B,1,H]."""
         return self._own["hidden"]
 
@@ -268,7 +266,7 @@ class RoundLoop:
         ends = torch.stack((taken, own["flaws"].isnan().long()), 1)
         self._note(count, torch.cat((chosen, ends), 1))
 
-    def _drafted(self, count: int, held: torch.Tensor) -> torch.Tensor:
+    def _drafted(self, count: int, held: Tensor) -> Tensor:
         """Return the newest token and `count` drafted ones, i64[B, count + 1]."""
         last = (held - 1).clamp(min=0)[:, None]
         positions = last if self._last else held[:, None]
@@ -281,7 +279,7 @@ class RoundLoop:
             tokens.append(made[TOKEN])
         return torch.stack(tokens, 1)
 
-    def _chosen(self, logits: torch.Tensor) -> torch.Tensor:
+    def _chosen(self, logits: Tensor) -> Tensor:
         """Return what follows each token, i64[B,S], by the row's own number for that token."""
         numbers, at = self._own["uniforms"], self._own["made"]
         out = []
@@ -292,9 +290,7 @@ class RoundLoop:
             out.append(self.choose(one, number, self._own["draws"]))
         return torch.stack(out, 1)
 
-    def _keep(
-        self, chosen: torch.Tensor, hidden: torch.Tensor, hit: torch.Tensor, taken: torch.Tensor
-    ) -> None:
+    def _keep(self, chosen: Tensor, hidden: Tensor, hit: Tensor, taken: Tensor) -> None:
         """Stand behind the last token that was right: the one chosen there is the newest."""
         own, runs = self._own, self._own["active"] > 0
         newest = chosen.gather(1, hit[:, None])[:, 0]
@@ -305,7 +301,7 @@ class RoundLoop:
         own["made"] += taken
         own["active"] *= own["lengths"] < own["limits"]
 
-    def _note(self, count: int, made: torch.Tensor) -> None:
+    def _note(self, count: int, made: Tensor) -> None:
         if count not in self._made or self._made[count].shape != made.shape:
             self._made[count] = made.clone()
         else:

@@ -7,7 +7,7 @@ checked against the op's reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import isfinite
@@ -140,7 +140,7 @@ def time_case(case: Case) -> float:
     first = operands(case, "cuda")
     count = copies(bytes_of_case(case), sum(t.nbytes for t in first.values()))
     given = [first, *(operands(case, "cuda", seed) for seed in range(1, count))]
-    turns = list(_turns(given, max(LAUNCHES, len(given))))
+    turns = [given[i % len(given)] for i in range(max(LAUNCHES, len(given)))]
 
     def work() -> None:
         for one in turns:
@@ -156,10 +156,6 @@ def copies(touched: int, held: int) -> int:
     together: at most `COPIES`, and no more than `ROOM` holds. A cache is held whole and touched at
     one slot."""
     return max(2, min(COPIES, SPREAD // max(touched, 1), ROOM // max(held, 1)))
-
-
-def _turns(given: list[Any], count: int) -> Iterator[Any]:
-    return (given[i % len(given)] for i in range(count))
 
 
 def _elapsed(run: Callable[[], None]) -> float:
