@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from g4ir.errors import LowerError, TrustError
-from g4ir.ir.graph import Graph
+from g4ir.ir.graph import Graph, Node
 from g4ir.ir.names import layer_of
 from g4ir.parallel.shard import ranks_of
 from g4ir.plan.engine_limits import Limits
@@ -91,6 +91,21 @@ def write_network(
     with all_taken(log, f"the network of {graph.name}"):
         Network(emitter, graph, limits, lowerings, settings["experts"]).emit()
     return Written(builder, network, graph, settings, interface(graph, limits), log, emitter)
+
+
+def attention_graphs(graph: Graph) -> list[Graph]:
+    """Return a graph for each distinct attention of a graph: it alone, which reads caches and
+    writes none."""
+    kinds: dict[Any, Graph] = {}
+    for n in (n for n in graph.nodes if n.definition.held):
+        key = (n.op, tuple(sorted(n.attrs.items())), *(v.type for v in n.inputs))
+        kinds.setdefault(key, _alone(n))
+    return [*kinds.values()]
+
+
+def _alone(n: Node) -> Graph:
+    others = tuple(dict.fromkeys(v for v in n.inputs if v not in n.caches))
+    return Graph("prefill", others, (), tuple(dict.fromkeys(n.caches)), (n,), n.outputs, {})
 
 
 # --- configuration ----------------------------------------------------------------------------

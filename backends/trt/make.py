@@ -12,7 +12,7 @@ from typing import Any
 
 from g4ir.backends.primitives.network import stored_bytes
 from g4ir.errors import LowerError, PlanError
-from g4ir.ir.graph import Graph, Node
+from g4ir.ir.graph import Graph
 from g4ir.model.draft import DRAFT
 from g4ir.parallel.shard import ranks_of
 from g4ir.plan.footprint import reserve
@@ -195,27 +195,12 @@ class Make:
 # --- small builds before the large one ---------------------------------------------------------
 
 
-def attention_graphs(graph: Graph) -> list[Graph]:
-    """Return a graph for each distinct attention of a graph: it alone, which reads caches and
-    writes none."""
-    kinds: dict[Any, Graph] = {}
-    for n in (n for n in graph.nodes if n.definition.held):
-        key = (n.op, tuple(sorted(n.attrs.items())), *(v.type for v in n.inputs))
-        kinds.setdefault(key, _alone(n))
-    return [*kinds.values()]
-
-
-def _alone(n: Node) -> Graph:
-    others = tuple(dict.fromkeys(v for v in n.inputs if v not in n.caches))
-    return Graph("prefill", others, (), tuple(dict.fromkeys(n.caches)), (n,), n.outputs, {})
-
-
 def attention_form(
     graph: Graph, form: str, build_alone: Callable[[Graph, str], None], progress: Progress
 ) -> str:
     """Return the form of attention that TensorRT builds: this one, or `plain` where a refusal names
     the wrapper that takes layers for attention. LowerError of another refusal."""
-    for g in attention_graphs(graph):
+    for g in build.attention_graphs(graph):
         place = g.outputs[0].name
         progress(f"trial build of the attention of {place}")
         try:

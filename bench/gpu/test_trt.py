@@ -38,7 +38,6 @@ from g4ir.backends.trt.files import ENGINE, files
 from g4ir.backends.trt.forms import SETTINGS, WEIGHTS, plugins
 from g4ir.backends.trt.host import Host
 from g4ir.backends.trt.log import logger
-from g4ir.backends.trt.make import attention_graphs
 from g4ir.backends.trt.probe import COMPARED, FEATURES, require_tensorrt
 from g4ir.backends.trt.recorder import Call
 from g4ir.bench.roof import Meter
@@ -328,7 +327,7 @@ def test_attention(measure: Any, scale: Scale, host: Host, variant: str) -> None
             media="none",
         )
         prepared = prepare(load_spec(variant), options, dry=True)
-        for g in attention_graphs(network_graph(prepared.packing.program)):
+        for g in building.attention_graphs(network_graph(prepared.packing.program)):
             for form in SETTINGS["attention"].choices:
                 settings = {**prepared.settings, "attention": form}
                 make = partial(alone, host, scale, g, prepared.limits, settings)

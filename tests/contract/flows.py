@@ -144,6 +144,7 @@ FLOWS = {
             "CPU only": ({"device": "cuda"}, "backend onnx runs on cpu, not 'cuda'"),
             "its files refer to packed weights": ({"link_weights": True}, PACKED.format("onnx")),
         },
+        axes=(0, 2),
         writes_padding=True,
         covering=True,
     ),
