@@ -15,9 +15,8 @@ import torch
 
 from g4ir.backends.base import DeviceChoice
 from g4ir.backends.sampling import GREEDY
-from g4ir.bench.calls import kernels_per_step
 from g4ir.bench.roof import Rates, synchronize
-from g4ir.bench.runners import BenchRunner, EngineRunner, reference_runner
+from g4ir.bench.runners import BenchRunner, EngineRunner, kernels_per_step, reference_runner
 from g4ir.bench.stats import percentile
 from g4ir.engine.engine import Engine
 from g4ir.plan.cost import Step, decode_costs, graph_costs, total

@@ -20,8 +20,7 @@ from bench.gpu.steps import (
     random_tokens,
     step_times,
 )
-from g4ir.bench.peers import HfRunner, peer_model
-from g4ir.bench.runners import EngineRunner
+from g4ir.bench.runners import EngineRunner, HfRunner, peer_model
 from g4ir.bench.stats import percentile
 from g4ir.engine.engine import Engine
 
