@@ -154,7 +154,14 @@ def test_cost_is_a_count(case: tuple[str, int]) -> None:
     assert (not any((*reads, *writes))) == (case[0] in VIEWS)
 
 
-VIEWS = {*["split", "heads", "merge_heads", "unstack_layers", "dequantize", "dequantize_columns"]}
+VIEWS = {
+    "split",
+    "heads",
+    "merge_heads",
+    "unstack_layers",
+    "dequantize",
+    "dequantize_columns",
+}
 NO_FLOPS = VIEWS | {
     *[
         "all_gather",

@@ -260,7 +260,9 @@ class _Schema:
             found = [_KINDS[kind](self, node, where, refs) for kind in kinds]
         else:
             return self.rules.anything()
-        return self.rules.rule(" | ".join(found + ['"null"'] * (node.get("nullable") is True)))
+        if node.get("nullable") is True:
+            found = [*found, '"null"']
+        return self.rules.rule(" | ".join(found))
 
     # --- references and unions ----------------------------------------------------------------
 
@@ -436,9 +438,9 @@ def _apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
         return not any(
             x == y and isinstance(x, bool) == isinstance(y, bool) for x in left for y in right
         )
-    kinds = [{*(_kinds(n) or TYPES), *["null"] * (n.get("nullable") is True)} for n in (a, b)]
-    both = kinds[0] & kinds[1]
-    if kinds[0] | kinds[1] >= {"integer", "number"} or both - {"object"}:
+    one, two = _types(a), _types(b)
+    both = one & two
+    if one | two >= {"integer", "number"} or both - {"object"}:
         return False
     needed = {*a.get("required", ())} & {*b.get("required", ())}
     inner = [n.get("properties", {}) for n in (a, b)]
@@ -447,9 +449,14 @@ def _apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     return not both or any(_apart(*pair) for pair in listed)
 
 
+def _types(node: Mapping[str, Any]) -> set[str]:
+    own = {"null"} if node.get("nullable") is True else set()
+    return {*(_kinds(node) or TYPES), *own}
+
+
 def _values(node: Mapping[str, Any]) -> list[Any] | None:
     found = [node["const"]] if "const" in node else node.get("enum")
-    return found and [*found, *[None] * (node.get("nullable") is True)]
+    return [*found, None] if found and node.get("nullable") is True else found
 
 
 def _counts(node: Mapping[str, Any], low: str, high: str, where: str) -> tuple[int, int | None]:
