@@ -303,8 +303,9 @@ class Scheduler:
             for s, choices in made.items():
                 kept[s.slot] += len(choices)
             session.truncate(kept)
-        for s in running if drafters else ():
-            drafters[s.slot].told(len(drafts[s.slot]), len(made[s]))
+        if drafters:
+            for s in running:
+                drafters[s.slot].told(len(drafts[s.slot]), len(made[s]))
         return made
 
     def _coming(self, taken: int = 0) -> int:
