@@ -68,6 +68,19 @@ def test_files_elsewhere(altered: Path, name: str) -> None:
     refused(altered, name)
 
 
+def test_a_rank_without_weights(tmp_path: Path) -> None:
+    options = {"checkpoint": random_checkpoint(tmp_path / "c", "tiny-moe"), "tp": 2}
+    out = g4ir.build(None, tmp_path / "two", backend="reference", **options).path
+
+    def keep_rank_1(manifest: dict[str, Any]) -> None:
+        for name in [n for n in manifest["files"] if "weights" in n and "rank1of2" not in n]:
+            del manifest["files"][name]
+            (out / name).unlink()
+
+    resigned(out, keep_rank_1)
+    refused(out, "no weight file of rank 0 is named")
+
+
 def test_names_of_files_are_quoted(altered: Path) -> None:
     """A name is a stranger's, and a terminal obeys some of them."""
     (altered / "a\x1b]0;owned\x07").write_text("")

@@ -543,7 +543,9 @@ def _stored_params(
         raise _altered(path / MANIFEST, f"weights are {m.weights.kind}, and {count}")
     ranks = range(m.ranks if packed else 0)
     found = [packings.StoredParams.open(packings.rank_files(files, rank)) for rank in ranks]
-    for params in found:
+    for rank, params in enumerate(found):
+        if not params.headers:
+            raise _altered(path / MANIFEST, f"no weight file of rank {rank} is named")
         params.check(packing.program)
     return found
 

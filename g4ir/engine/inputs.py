@@ -26,9 +26,8 @@ class SessionInputs:
     engine: EngineParts
     batch: int
 
-    @cached_property
+    @cached_property  # kind -> the id of its placeholders
     def _media(self) -> dict[str, int]:
-        """Kind -> the id of its placeholders."""
         return dict(placeholders(self.engine.spec.tokens, self.engine.media.kinds))
 
     def prompt(

@@ -314,7 +314,6 @@ class Scheduler:
         return min(sum(handle.request.n for handle in waiting), room)
 
     def _taken(self, sequence: SequenceState, choice: Drawn) -> Event:
-        """Return the event of a token, which may be the last."""
         handle, counts = sequence.handle, sequence.handle.counts
         if not isinstance(choice, Choice):
             held = counts.prompt + len(sequence.tokens)
