@@ -35,7 +35,7 @@ from g4ir.spec.record import load_spec
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 #: they make a weight of codes, which in a network is no tensor by itself (primitives/weights.py)
-OF_CODES = {"dense", "dequantize", "dequantize_columns"}
+OF_CODES = {"dense", "dequantize", "dequantize_columns", "dequantize_tiles"}
 CASES = [(name, i) for name, o in OPS.items() for i in range(len(o.samples))]
 
 
@@ -175,6 +175,8 @@ NO_FLOPS = {
     "dequantize",
     "dequantize_columns",
     "columns",
+    "tiles",
+    "dequantize_tiles",
     "by_cluster",
     "pick_id",
     "pick_rows",
@@ -186,6 +188,7 @@ VIEWS = {
     "unstack_layers",
     "dequantize",
     "dequantize_columns",
+    "dequantize_tiles",
 }
 
 

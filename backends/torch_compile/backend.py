@@ -26,6 +26,7 @@ from .programs import CHAINS, END, KERNELS_FILE, choice_texts, phase_steps, phas
 from .schedule import any_length, dense_bytes, schedule
 from .segment import Segment, Step, chain_texts
 from .target import HOPPER, Target, find_target
+from .tiles import in_tiles
 
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
@@ -72,8 +73,9 @@ class TorchBackend(Backend):
         return compiler.machine(device)
 
     def stored(self, program: Program, device: str) -> Program:
-        """Return graphs for a GPU, whose kernels read neither int6 nor codes with minima."""
-        return program if device == "cpu" else program.map(simplified)
+        """Return graphs for the CPU, whose products take weights in tiles, or for a GPU, whose
+        kernels read neither int6 nor codes with minima."""
+        return in_tiles(program) if device == "cpu" else program.map(simplified)
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         program, limits, device, progress = task.program, task.limits, task.device, task.progress
