@@ -221,8 +221,8 @@ class dequantize_columns:
 
 @op
 class tiles:
-    """Codes or scales of w [.., N, K] in tiles of 16 rows, whose words of 4 bytes alternate (scales:
-    whose scales do), so that a processor's vector has one of each row"""
+    """Codes or scales of w [.., N, K] in tiles of 16 rows: words of 4 bytes (of scales: numbers) of
+    the rows alternate, so that a processor's vector has one of each"""
 
     budget = MOVES
 
