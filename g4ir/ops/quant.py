@@ -233,13 +233,10 @@ class tiles:
     def reference(x: Any) -> Any:
         return to_tiles(x)
 
-    flops = staticmethod(lambda ins, outs, **_: 0)
-    samples = [
-        Sample(("i8[3,16,64]",), {}, {0: (-127, 128)}),
-        Sample(("u8[32,32]",), {}, {0: (0, 256)}),
-        Sample(("i64[16,26]",), {}, {0: (-(2**62), 2**62)}),
-        Sample(("f32[16,2]",)),
-    ]
+    flops = free
+    samples = cases(
+        "i8[3,16,64]@-127:128", "u8[32,32]@0:256", "i16[16,86]@-32768:32768", "f32[16,2]"
+    )
 
 
 @op
@@ -259,13 +256,14 @@ class dequantize_tiles:
     def reference(codes: Any, scales: Any, *, to: str) -> Any:
         return dequantized(from_tiles(codes), from_tiles(scales), torch_dtype(to))
 
-    flops = staticmethod(lambda ins, outs, **_: 0)
-    traffic = staticmethod(nothing)
-    samples = [
-        Sample(("i8[16,64]", "f32[16,1]"), {"to": "f32"}, {0: (-127, 128)}),
-        Sample(("u8[2,32,32]", "f32[2,32,2]"), {"to": "f32"}, {0: (0, 256)}),
-        Sample(("i32[16,70]", "f32[16,4]"), {"to": "f32"}, {0: (-(2**31), 2**31)}),
-    ]
+    flops = free
+    traffic = nothing
+    samples = cases(
+        "i8[16,64]@-127:128 f32[16,1]",
+        "u8[2,32,32]@0:256 f32[2,32,2]",
+        "i32[16,70]@-2147483648:2147483648 f32[16,4]",
+        to="f32",
+    )
 
 
 @op
@@ -284,8 +282,6 @@ class embedding_tiles:
 
     @staticmethod
     def reference(codes: Any, scales: Any, ids: Any, *, scale: float, to: str) -> Any:
-        import torch
-
         rows = [rows_from_tiles(x, ids) for x in (codes, scales)]
         made = dequantized(*rows, torch_dtype(to))
         return made * torch.tensor(scale).to(made.dtype)
@@ -294,13 +290,7 @@ class embedding_tiles:
     def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...], **attrs: Any) -> Traffic:
         return embedding_quantized.traffic(ins, outs, **attrs)
 
-    samples = [
-        Sample(
-            ("u8[32,32]", "f32[32,2]", "i64[2,3]"),
-            {"scale": 16.0, "to": "f32"},
-            {0: (0, 256), 2: (0, 32)},
-        )
-    ]
+    samples = cases("u8[32,32]@0:256 f32[32,2] i64[2,3]@0:32", scale=16.0, to="f32")
 
 
 @op
