@@ -47,18 +47,7 @@ def norm_residual_scaled_norm(
 
 @triton.jit
 def norm_residual_norms(
-    x,
-    residual,
-    w,
-    w1,
-    w2,
-    y,
-    y1,
-    y2,
-    y3,
-    EPS: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, residual, w, w1, w2, y, y1, y2, y3, EPS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
 ):
     """As norm_residual_norm; y2 = rms_norm(y, w2), y3 = rms_norm(y)."""
     _after(x, None, None, None, residual, w, None, w1, w2, None, y, y1, y2, y3, EPS, D, BLOCK)

@@ -37,8 +37,6 @@ DEFAULTS = {
 COUNT = "rope.dimension_count"
 #: other names of keys
 OTHER_NAMES = {"rope.freq_base_swa": "rope.local.freq_base"}
-#: fields of a config that one without experts lacks
-OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
 #: keys of towers in the same file, which checkpoint.py reads
 OF_TOWERS = ("vision.", "audio.")
 #: frequencies of what is not rotated are divided by this
@@ -171,15 +169,16 @@ def _config(keys: _Keys) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in tensors,
         **_feed_forward(keys, layers),
         **_attention(keys, sliding),
-        "num_experts": keys.integer("expert_count", 0),
-        "top_k_experts": keys.integer("expert_used_count", 0),
-        "moe_intermediate_size": keys.integer("expert_feed_forward_length", 0),
         "hidden_size_per_layer_input": keys.integer("embedding_length_per_layer_input", 0),
         **token_ids(keys.file, vocabulary(keys.file)),
     }
-    config["enable_moe_block"] = config["num_experts"] > 0
-    if not config["num_experts"]:
-        config = {k: v for k, v in config.items() if k not in OF_EXPERTS}
+    experts = {
+        "num_experts": keys.integer("expert_count", 0),
+        "top_k_experts": keys.integer("expert_used_count", 0),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", 0),
+    }
+    config["enable_moe_block"] = experts["num_experts"] > 0
+    config |= experts if experts["num_experts"] else {}
     if config["hidden_size_per_layer_input"]:
         config["vocab_size_per_layer_input"] = _rows(keys, "per_layer_token_embd.weight")
     stated, rows = keys.get("vocab_size"), config["vocab_size"]
