@@ -97,7 +97,9 @@ class SamplingParams:
             (f"logit_bias of token {token}:", bias, *ADDED) for token, bias in self.logit_bias
         ]
         for name, value, least, most, expected in given:
-            if value is not None and not least <= value <= most:
+            if value is None and getattr(SamplingParams, name.rstrip(":"), 0) is None:
+                continue  # not set
+            if value is None or not least <= value <= most:
                 raise InputError(f"{name} {str(value)[:20]}: expected {expected}")
 
     @property

@@ -261,12 +261,14 @@ def test_a_product_of_rounded_rows(
     codes, scales = QUANTIZE(w, form=form, group=group, scale=scale)
     exact = dequantized(codes, scales.double(), torch.float64)
     rows = fake_quantized(x.double(), "int8")
+    # A difference of a scaled code and a minimum is rounded by the size of both.
+    lost = 2.0**-22 * rows.abs().sum(1)[:, None] * exact.abs().amax(1)
     want, size = rows @ exact.t(), (rows.square() @ exact.square().t()).sqrt()
     for (*weight, tiles), count in itertools.product(layouts(codes, scales), (1, 2, 3, 4, 8, 9)):
         got = pyops.linear_rounded(x[:count].view(1, count, k), *weight, tiles)[0].double()
         exactly = tiles and count <= 8
         unit = SUM * (2 - exactly) if dtype == torch.bfloat16 else 1e-5
-        budget = unit * (want.abs() + 2 * size)
+        budget = unit * (want.abs() + 2 * size) + lost
         assert ((got - want[:count]).abs() <= budget[:count]).all()
 
 

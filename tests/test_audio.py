@@ -249,6 +249,19 @@ def test_equal_rates_change_nothing_and_blocks_do_not_show(monkeypatch: pytest.M
         prepare_audio(Waveform(noise(1_000), 1_000), RAW)
 
 
+def test_a_float_file_of_another_rate(tmp_path: Path) -> None:
+    """Is heard as its samples at the extractor's rate."""
+    samples = noise(9_000)
+    found = read_audio(saved(tmp_path, wav_bytes(samples.tobytes(), tag=3, bits=32, rate=22_050)))
+    np.testing.assert_array_equal(found.samples.ravel(), samples)
+    got, want = (
+        prepare_audio(heard, MEL)
+        for heard in (found, Waveform(resample(samples, 22_050, RATE), RATE))
+    )
+    np.testing.assert_array_equal(got.features, want.features)
+    assert got.soft_tokens == want.soft_tokens > 0
+
+
 # --- WAV files --------------------------------------------------------------------------------
 
 

@@ -239,6 +239,25 @@ def test_a_runner_goes_back_to_its_depth(engines: Any, ple: Engine, mode: str) -
     assert float((request()[0] - first[0]).abs().max()) > 0.1, "empty rows see no context"
 
 
+def test_a_peer_waits_at_its_depth(engines: Any, ple: Engine) -> None:
+    """A device still at work on the context would count as the request's time to first token."""
+    waited = list[bool]()
+    model = peer_model(ple, engines.checkpoint("tiny-ple"))
+    runner = HfRunner(model, DEEP.fed, "hf")
+
+    class Logits:
+        def argmax(self, dim: int) -> Logits:
+            return self
+
+        def tolist(self) -> None:
+            waited.append(True)
+
+    runner.step = lambda tokens: Logits()  # type: ignore[method-assign, assignment, return-value]
+    runner.hold(draw_tokens(DEEP, ple)[:, : DEEP.context])
+    runner.rewind()
+    assert waited == [True, True]
+
+
 def test_a_snapshot_keeps_ragged_rows(ple: Engine) -> None:
     session = ple.session(2)
     tokens = torch.arange(3, 43).view(2, 20)

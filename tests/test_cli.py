@@ -742,6 +742,17 @@ def test_a_signal_ends_a_build_that_leaves_nothing(
 # --- what does not fit ------------------------------------------------------------------------
 
 
+def test_a_build_that_does_not_fit_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("g4ir.engine.prepare.device_memory", lambda device: 600 << 20)
+    asked = Mock(side_effect=AssertionError)
+    monkeypatch.setattr("g4ir.weights.random.RandomCheckpoint.tensor", asked)
+    words = ("--variant", "e2b", "--random-weights", "0", "--out", tmp_path / "e")
+    message = refused(*BUILD, *words)
+    assert "short;" in message and "needs" in message and not list(tmp_path.iterdir())
+
+
 def test_memory_may_be_given_as_a_card_or_in_bytes(tmp_path: Path) -> None:
     words = ("--variant", "tiny-moe", "--random-weights", "0", "--dry-run")
     out = ("--out", tmp_path / "e")

@@ -157,8 +157,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Build]:
         e.close()
 
 
-#: of one row: the token, and the next hidden state
-Step = tuple[int, torch.Tensor]
+#: of one row: the token, the next hidden state, the logits, and the ids that they are of
+Step = tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def theirs(pair: Pair, tokens: torch.Tensor, newest: int, last: bool) -> list[Step]:
@@ -177,7 +177,8 @@ def theirs(pair: Pair, tokens: torch.Tensor, newest: int, last: bool) -> list[St
             row = torch.cat((model.model.embed_tokens(token), hidden), -1)
             step = pair.assistant(inputs_embeds=row, position_ids=place, shared_kv_states=keys)
             hidden, token = step.last_hidden_state, step.logits[0, 0].argmax()[None, None]
-            out.append((int(token), hidden[0, 0]))
+            logits = step.logits[0, 0]
+            out.append((int(token), hidden[0, 0], logits, torch.arange(len(logits))))
     return out
 
 
@@ -185,13 +186,27 @@ def ours(engine: Engine, session: Session, newest: list[int]) -> list[list[Step]
     """The steps of the engine's drafter for each row."""
     runtime, seen = engine.runtime, list[dict[str, torch.Tensor]]()
     rows = range(session.batch)
+    run = runtime.run
+
+    def watched(*args: Any) -> Any:
+        values: dict[str, torch.Tensor] = {}
+        made = run(*args, lambda name, t: values.update({name: t.clone()}))
+        seen.append({**values, **made})
+        return made
+
     with pytest.MonkeyPatch.context() as patch:
-        run = runtime.run
-        patch.setattr(runtime, "run", lambda *args: seen.append(run(*args)) or seen[-1])
+        patch.setattr(runtime, "run", watched)
         drafted = session.draft(dict(enumerate(newest)), dict.fromkeys(rows, STEPS))
-    out = [[(int(made[TOKEN][row]), made[NEXT_HIDDEN][row, 0]) for made in seen] for row in rows]
-    assert drafted == {row: [token for token, _ in out[row]] for row in rows}
+    out = [[_step(made, row) for made in seen] for row in rows]
+    assert drafted == {row: [step[0] for step in out[row]] for row in rows}
     return out
+
+
+def _step(made: dict[str, torch.Tensor], row: int) -> Step:
+    """Of a head of clusters: the logits of the best clusters alone."""
+    logits = made["draft.logits"][row, 0]
+    ids = made["draft.ids"][row, 0] if "draft.ids" in made else torch.arange(len(logits))
+    return int(made[TOKEN][row]), made[NEXT_HIDDEN][row, 0], logits, ids
 
 
 LENGTHS = (5, 23, 36)
@@ -212,9 +227,9 @@ def test_every_step_is_the_assistants(built: Build, name: str, last: bool) -> No
     newest = [int(tokens[n]) for n in LENGTHS]
     for steps, n in zip(ours(engine, session, newest), LENGTHS, strict=True):
         want = theirs(pair, tokens[:n], int(tokens[n]), last)
-        assert [token for token, _ in steps] == [token for token, _ in want]
-        for (_, got), (_, hidden) in zip(steps, want, strict=True):
-            assert relative(got, hidden) <= pair.oracle.budget
+        for got, (token, hidden, logits, _) in zip(steps, want, strict=True):
+            assert got[0] == token and relative(got[1], hidden) <= pair.oracle.budget
+            assert relative(got[2], logits[got[3]]) <= pair.oracle.budget
 
 
 def standing_last(engine: Engine) -> Spec:
@@ -238,6 +253,19 @@ def test_text_is_that_of_single_steps(built: Build, name: str) -> None:
         got = engine.generate(given, 48, stop_ids=(), draft="mtp", tally=tally, **options)
         assert got == want and tally.tokens == 3 * 47
         assert options or sum(tally.accepted.values()) > 0
+
+
+@pytest.mark.parametrize("name", ["e2b", pytest.param("12b", marks=pytest.mark.full)])
+def test_generate_of_transformers(built: Build, name: str) -> None:
+    """Its greedy text with the assistant, and ours with it."""
+    pair = copying(name)
+    engine, prompt = built(pair), pair.oracle.tokens[:1, :11]
+    model, assistant = pair.oracle.model, pair.assistant
+    assistant.generation_config.num_assistant_tokens = 3
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    theirs = model.generate(prompt, assistant_model=assistant, **options)[0, 11:].tolist()
+    assert engine.generate(prompt[0].tolist(), 30, stop_ids=(), draft="mtp") == theirs
 
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {

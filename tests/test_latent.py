@@ -21,7 +21,7 @@ from g4ir.spec.parts import FULL, SLIDING, Rope
 from g4ir.spec.record import Spec, check_spec, load_spec
 from g4ir.spec.shrink import shrink
 from tests.configs import NAMES, SMALL, few, fewest, spec_called
-from tests.oracle import Oracle, close_calls, cosine, find_bf16_oracle, find_oracle
+from tests.oracle import Oracle, close_calls, cosine, find_bf16_oracle, find_oracle, random_tokens
 from tests.parity import prefill_then_decode
 from tests.runner import DTYPES, Session, built_program, open_session
 from tests.test_bf16 import COSINE
@@ -120,6 +120,23 @@ def test_value_in_bf16(name: str) -> None:
     assert cosine(got, oracle.logits).min() > COSINE
     clear = ~close_calls(oracle.logits.float(), oracle.self_difference)
     assert torch.equal(got.argmax(-1)[clear], oracle.logits.argmax(-1)[clear])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_long_sequence_is_as_accurate(dtype: torch.dtype) -> None:
+    """Against float64: no further away than the plain caches, up to the noise of rounding."""
+    want = long_logits(torch.float64, "off")
+    off, *forms = ((long_logits(dtype, f) - want).square().mean().sqrt() for f in ("off", *LATENT))
+    assert max(forms) <= 1.2 * off
+
+
+def long_logits(dtype: torch.dtype, form: str) -> torch.Tensor:
+    """Of every 16th of 700 tokens, in chunks, on weights of 16 bits."""
+    spec = load_spec("tiny-dense")
+    tensors = {k: t.bfloat16().to(dtype) for k, t in find_oracle(spec).tensors.items()}
+    program = built_program(spec, True, (), DTYPES[dtype], form)
+    session = Session(program, tensors, 1, 128, 768, True)
+    return session.prefill(random_tokens(spec, 1, 700), all_logits=True)[:, ::16].double()
 
 
 def test_an_unknown_form_is_refused() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import g4ir
 from g4ir.engine.engine import Engine
@@ -100,6 +101,24 @@ def test_an_error_that_is_no_requests(engine: Engine, monkeypatch: pytest.Monkey
     monkeypatch.setattr(engine.runtime, "run", broken)
     with pytest.raises(ZeroDivisionError):
         answers(engine, requests(2))
+
+
+def test_nan_of_one_line(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is its own error; the rows beside it are answered."""
+    run = engine.runtime.run
+
+    def broken(phase: str, feeds: Any, *rest: Any) -> Any:
+        made = run(phase, feeds, *rest)
+        if made is not None and phase == "decode":
+            made["logits"][feeds["positions"][:, 0] + feeds["lengths"] == 15] = torch.nan
+        return made
+
+    asked = [{"tokens": tokens(n, n), "max_new_tokens": 6} for n in (3, 12, 25)]
+    want = answers(engine, asked)
+    monkeypatch.setattr(engine.runtime, "run", broken)
+    got = answers(engine, asked)
+    assert isinstance(got[1], Failure) and "after 15 tokens: NaN or infinite" in got[1].error
+    assert [got[i].output() for i in (0, 2)] == [want[i].output() for i in (0, 2)]
 
 
 SETTINGS: list[dict[str, Any]] = [

@@ -160,6 +160,13 @@ def test_what_there_is_no_room_for(
     assert (report.media.prompt and dict(report.media.prompt.soft)) == soft
 
 
+def test_tolerance_of_16_bits(tmp_path: Path) -> None:
+    options = {**LIMITS, "dtype": "bfloat16", "audio_seconds": [1]}
+    media = check_media(g4ir.build("tiny-media", tmp_path / "e", random_weights=1, **options))
+    assert media.ok and media.prompt and not media.not_run
+    assert {t.budget for t in (*media.towers, media.prompt)} == {Tolerance(cosine=0.999)}
+
+
 # --- verify: what is wrong --------------------------------------------------------------------
 
 
@@ -406,3 +413,13 @@ def test_show_of_towers(large: Path) -> None:
     assert one.code == 1 and "[1,1260->140,48->432]" in one.out
     words = ("--variant", "tiny-media", "--phase", "audio", "--against", "tiny-media")
     assert shown(*words) == ""
+
+
+def test_show_of_a_graph_that_an_engine_lacks(large: Path, no_media: Engine) -> None:
+    for path in (large, no_media.path):
+        for words in ((), ("--after", "none"), ("--why", "fuse_qkv")):
+            said = cli.refused("show", path, "--phase", "audio", *words)
+            assert "build it with --media all" in said
+    said = cli.refused("show", large, "--phase", "prefill_media")
+    assert "this engine has embed, prefill, decode, vision_70, vision_140" in said
+    assert "--media" not in said

@@ -415,6 +415,27 @@ def test_generate_refuses(loaded: Engine, files: Path, media: Any, words: str) -
 # --- JSON lines -------------------------------------------------------------------------------
 
 
+def test_lines_with_each_kind_of_media(engine: Path, files: Path, tmp_path: Path) -> None:
+    """Answered as by flags."""
+    lines: list[tuple[dict[str, Any], str]] = [
+        ({"prompt": "<image>see", "images": ["a.png"], "image_budget": 140}, "--image a.png"),
+        ({"prompt": "<video>see", "videos": ["c.mp4"], "frames": 2}, "--video c.mp4 --frames 2"),
+        ({"prompt": "hear", "audio": ["d.wav"], "audio_too_long": "refuse"}, "--audio d.wav"),
+        ({"prompt": "text", "images": []}, ""),
+    ]
+    file = tmp_path / "in.jsonl"
+    file.write_text("\n".join(json.dumps(line) for line, _ in lines))
+    outcome = command("run", engine, "--input-jsonl", file, "--max-new-tokens", "6")
+    found = (map(json.loads, said.splitlines()) for said in (outcome.out, outcome.err))
+    kinds = []
+    for (line, words), answer, log in zip(lines, *found, strict=True):
+        budget = ("--image-budget", "140") if "image_budget" in line else ()
+        got, alone = answered(engine, "--prompt", line["prompt"], *words.split(), *budget)
+        assert answer["tokens"] == got and log.get("notes") == alone.get("notes")
+        kinds.append([*log.get("soft_tokens", {})])
+    assert outcome.code == 0 and kinds == [["image"], ["video"], ["audio"], []]
+
+
 def test_one_bad_request_of_several(
     engine: Path, loaded: Engine, files: Path, tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, VerifyError
-from g4ir.ir.distance import HELD
+from g4ir.ir.distance import BUDGETS, HELD, budget_of
 from g4ir.ir.graph import Builder, infer
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS, kv_quant
@@ -234,6 +234,13 @@ def test_bytes_of_a_spec_by_hand(kv: str) -> None:
     plain = make_plan(spec, replace(PLANNED, latent_kv="off"), ctx=32768)
     assert plain.rows[0].built == plan.rows[0].planned and plain.to_dict()["kv_dtype"] is None
     assert f"as built: latent KV off, {kv}" in cli("plan", "--variant", "31b", "--kv-dtype", kv).out
+
+
+def test_budgets() -> None:
+    """A budget of its own where fp32 is compared; 16 bits measure their rounding as ever."""
+    assert budget_of("f32", "hf") is BUDGETS["f32", "hf"]
+    assert budget_of("bf16", "hf", "i8") is BUDGETS["bf16", "hf"]
+    assert [budget_of("f32", "hf", to).relative for to in ("f8e4m3", "i8")] == [2**-4, 2**-5]
 
 
 # --- against transformers ---------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from g4ir.ir.graph import Graph, Node, Program
 from g4ir.ir.rewrite import rebuild
 from g4ir.model.text import build_program
 from g4ir.ops.attention import visible
+from g4ir.spec.record import load_spec
 from tests import parity
 from tests.configs import FEATURES, FEW, NAMES, RANDOM_SEEDS, SMALL, few, random_spec, spec_called
 from tests.oracle import Oracle, find_oracle, relative
@@ -140,6 +142,31 @@ def with_attrs(op: str, **changed: Callable[[Any], Any]) -> Change:
     return lambda g: replace(g, nodes=tuple(map(one, g.nodes)))
 
 
+def normed_keys(g: Graph) -> Graph:
+    """V from K after its norm, where V is the raw K."""
+    normed = {n.inputs[0].name: n.out for n in g.nodes if n.outputs[0].name.endswith(".k.norm")}
+
+    def one(n: Node) -> Node:
+        raw = n.outputs[0].name.endswith(".v.norm") and normed.get(n.inputs[0].name)
+        return replace(n, inputs=(raw,)) if raw else n
+
+    return rebuild(replace(g, nodes=tuple(map(one, g.nodes))))
+
+
+def first_donor(g: Graph) -> Graph:
+    """Layer 10 and on read layer 0's keys, not the last sliding owner's."""
+    made = {v.name: v for n in g.nodes for v in n.outputs}
+
+    def one(n: Node) -> Node:
+        layer = n.outputs[0].name.partition(".")[0].removeprefix("L")
+        if n.op not in ("cache_write", "attention") or int(layer) < 10:
+            return n
+        names = (v.name.replace("L8.attn", "L0.attn") for v in n.inputs)
+        return replace(n, inputs=tuple(made.get(x, v) for x, v in zip(names, n.inputs)))
+
+    return replace(g, nodes=tuple(map(one, g.nodes)))
+
+
 #: what is dropped -> (a spec that has it, the change)
 ABLATIONS: dict[str, tuple[str, Change]] = {
     "V norm": ("e2b-small", without(".v.norm")),
@@ -167,6 +194,8 @@ ABLATIONS: dict[str, tuple[str, Change]] = {
     "final norm": ("31b-small", without("final.norm")),
     "final softcap": ("31b-small", with_attrs("softcap", cap=lambda c: 1e6)),
     "attention softcap": ("CAPPED", with_attrs("attention", softcap=lambda c: 0.0)),
+    "raw K as V": ("31b-small", normed_keys),
+    "last owner as donor": ("e2b-small", first_donor),
     "rope factor": ("FACTOR", with_attrs("rope_table", factor=lambda f: 1.0)),
 }
 
@@ -234,3 +263,10 @@ def test_window_truth_table(window: int) -> None:
 
 
 # --- a variant nobody shipped -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 5, 64])
+def test_new_variant_is_one_yaml_file(size: int) -> None:
+    oracle = find_oracle(load_spec(Path(__file__).with_name("new_variant.yaml")))
+    session = open_session(oracle, 2, size, True)
+    agrees(prefill_then_decode(session, oracle.tokens, oracle.prompt), oracle.logits, oracle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -12,6 +13,7 @@ from zlib import crc32
 import pytest
 import torch
 
+from g4ir.cli import main
 from g4ir.errors import InputError
 from g4ir.ir.flatten import with_messages
 from g4ir.ir.graph import Builder, Graph, Node, Program, Value
@@ -577,3 +579,11 @@ def test_key_heads_of_one_are_on_every_rank() -> None:
     one, two = (make_plan(load_spec("12b"), ctx=131072, tp=n) for n in (1, 2))
     assert one.ranks is None
     assert two.ranks and two.ranks.rows[0].cache > one.rows[0].built / 2
+
+
+def test_messages_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--variant", "tiny-moe", "--tp", "2", "--collectives", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["ranks"], said["messages"]) == (2, 13)
+    rows = [(r["op"], r["messages"], r["bytes"]) for r in said["rows"]]
+    assert rows == [("all_reduce", 6, 256), ("all_reduce", 6, 512), ("all_gather", 1, 1024)]

@@ -53,6 +53,16 @@ GIB, GB = 2**30, 10**9
 FORMS = ("off", "value", "raw")
 
 
+def test_routers_keep_their_dtype() -> None:
+    spec = load_spec("26b-a4b")
+    kept, matrices = dict[str, Any](), dict[str, Any]()
+    for name, shape in text_tensors(spec).items():
+        (kept if len(shape) < 2 or ".router." in name else matrices)[name] = shape
+    scales = sum(math.prod(shape[:-1]) for shape in matrices.values())
+    int8 = weight_sizes(spec, "int8").total
+    assert int8 == 2 * numel(kept) + numel(matrices) + 2 * scales
+
+
 # --- planned is what is allocated ---------------------------------------------------------------
 
 

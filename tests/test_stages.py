@@ -15,6 +15,7 @@ import yaml
 import g4ir
 from g4ir import passes as pipeline
 from g4ir.check import pass_report
+from g4ir.check.logits import verify_engine
 from g4ir.check.pass_report import StageComparison, StagesReport, joint_budget, local_errors
 from g4ir.check.passes import Shown, verify_each_pass
 from g4ir.check.reference import reference_engine
@@ -142,6 +143,31 @@ def test_compiled_backend(engines: Any, name: str) -> None:
     report = sound(engines("torch", name))
     assert report.stages[-1].values > 100
     assert 0 < max(w.error for w in report.stages[-1].worst) < 1e-4
+
+
+def test_chunks(engines: Any) -> None:
+    """A chunk longer than the window after a shorter one, then single steps; chunks are cut to
+    the engine's size, and end in padding."""
+    engine = engines("reference", "tiny-ple")
+    report = verify_each_pass(engine)
+    assert report.chunks == (5, 9, 3, 1, 1, 1, 1) and report.tokens == 21
+    assert verify_each_pass(engine, tokens=[5, 6, 7]).chunks == (1, 1, 1)
+    ids = torch.arange(40)
+    chunks = [*chunks_of_tokens(ids, 8, 8)]
+    assert [c.valid for c in chunks] == [6, 6, 6, 6, 6, 3, 3] + [1] * 4
+    assert all(c.inputs["tokens"].shape[1] == c.valid + 2 <= 8 for c in chunks[:7])
+    assert torch.cat([c.inputs["tokens"][0, : c.valid] for c in chunks]).equal(ids)
+    assert [c.at for c in chunks] == [sum(c.valid for c in chunks[:i]) for i in range(11)]
+    assert {c.phase for c in chunks_of_tokens(ids, 8, 1)} == {"decode"}
+
+
+def test_small_limits(tmp_path: Path) -> None:
+    """max_seq below the window and the greedy tokens; chunks of one token."""
+    options = {"backend": "reference", "max_seq": 5, "prefill_chunk": 1}
+    engine = g4ir.build("tiny-dense", tmp_path / "e", random_weights=1, **options)
+    assert sound(engine).chunks == (1,) * 5
+    report = verify_engine(engine)
+    assert report.ok and sum(report.turns) == 5 and report.greedy.count == 5
 
 
 # --- broken passes ----------------------------------------------------------------------------

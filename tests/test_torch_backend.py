@@ -30,6 +30,7 @@ from g4ir.backends.torch_compile.lower import (
     _list_write,
     _ring_write,
     grouped_experts,
+    smallest,
 )
 from g4ir.backends.torch_compile.programs import phase_steps
 from g4ir.backends.torch_compile.runtime import check_aligned
@@ -403,7 +404,9 @@ def test_kernels_are_compiled_once(
 def test_key_covers_what_lowering_imports() -> None:
     """Every module of the package that a program's code follows from, and no other; on a GPU those
     of the kernels too."""
-    assert imported() == {*compiler.SOURCES, "kernels.py"}
+    #: what a program on the CPU has of the kernels: codes, and the values of a run
+    assert imported() - {"kernels.py"} == {*compiler.SOURCES} - {"kernels/base.py"}
+    assert "kernels/base.py" in compiler.SOURCES
     of_kernels = {
         f"{name}.py"
         for path in Path(compiler.__file__).parent.glob("kernels/*.py")
@@ -768,3 +771,15 @@ def test_caches_are_aligned() -> None:
     check_aligned({"k": store[8:]})
     with pytest.raises(EngineError, match=r"cache v .* multiple of 16"):
         check_aligned({"k": store, "v": store[4:]})
+
+
+@pytest.mark.parametrize(
+    ("experts", "key"),
+    [(128, torch.uint8), (255, torch.uint8), (256, torch.int16), (1 << 15, torch.int64)],
+)
+def test_keys_that_tokens_are_sorted_by(experts: int, key: torch.dtype) -> None:
+    """As few bits as hold every expert, and the number that stands for those of other ranks."""
+    assert smallest(experts) == key
+    ids = torch.randint(0, experts + 1, (999,), generator=torch.Generator().manual_seed(0))
+    ids[:2] = torch.tensor([experts, 0])
+    assert torch.equal(ids.to(key).argsort(stable=True), ids.argsort(stable=True))

@@ -35,9 +35,11 @@ from g4ir.engine.load import _check_gpu
 from g4ir.errors import EngineError, InputError, MissingError
 from g4ir.model.draft import shipped_drafter
 from g4ir.parallel.group import RankLaunch, RankProcess, join, launched
+from g4ir.parallel.table import Share
 from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.spec.record import Spec, load_spec
-from g4ir.weights.pack import StoredParams, rank_files
+from g4ir.weights.pack import MadeParams, StoredParams, rank_files
+from g4ir.weights.random import RandomCheckpoint
 from tests.cli_tools import refused
 from tests.engines import add_file, random_checkpoint
 from tests.oracle import relative
@@ -250,6 +252,19 @@ def test_bytes_of_a_rank_are_those_of_the_plan(tmp_path: Path) -> None:
     heads = [load_file(f)["head.w"] for f in files[1:]]
     whole = load_file(files[0])["embed.table"]
     assert torch.equal(torch.cat(heads), whole)
+
+
+def test_a_seed_gives_the_same_parts(tmp_path: Path) -> None:
+    """Weights that are made at load are those that a build would pack."""
+    options = {"backend": "reference", **LIMITS}
+    checkpoint = random_checkpoint(tmp_path / "c", "tiny-ple")
+    path = g4ir.build(None, tmp_path / "engine", checkpoint=checkpoint, tp=2, **options).path
+    found = open_artefact(path, rank=1)
+    source = RandomCheckpoint(found.spec, 0, torch.float32)
+    made = MadeParams(found.packing, source, share=Share(found.spec, 1, 2))
+    assert found.stored and found.rank == 1
+    for name in found.packing.program.params():
+        assert torch.equal(made.tensor(name), found.stored.tensor(name)), name
 
 
 def test_one_process_can_only_look_at_it(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ SOURCES = (
     "attention.py",
     "compile.py",
     "cuda_toolkit.py",
+    "kernels/base.py",
     "lower.py",
     "pyops.py",
     "schedule.py",

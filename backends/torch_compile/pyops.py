@@ -380,11 +380,12 @@ def _grouped(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 
 _ROUTED = "Tensor x, Tensor weights, Tensor index"
+_CODED = "Tensor x, Tensor codes, Tensor scales, bool tiles=False"
 #: op -> what it takes, and the room for what it makes
 _OPS: dict[Callable[..., Tensor], tuple[str, Callable[..., Tensor]]] = {
     linear: ("Tensor x, Tensor w", _product),
-    linear_coded: ("Tensor x, Tensor codes, Tensor scales", _product),
-    linear_rounded: ("Tensor x, Tensor codes, Tensor scales", _product),
+    linear_coded: (_CODED, _product),
+    linear_rounded: (_CODED, _product),
     attend: (
         "Tensor q, Tensor positions, Tensor written, Tensor keys, Tensor values, int window, "
         "float scale",
@@ -393,7 +394,7 @@ _OPS: dict[Callable[..., Tensor], tuple[str, Callable[..., Tensor]]] = {
     experts: (f"{_ROUTED}, Tensor gate_up, Tensor down, str act, Tensor? first=None", _like),
     experts_coded: (
         f"{_ROUTED}, Tensor gate_up, Tensor gate_up_scales, Tensor down, Tensor down_scales, "
-        "str act, Tensor? first=None",
+        "str act, bool gate_up_tiles=False, bool down_tiles=False, Tensor? first=None",
         _like,
     ),
     encoder_attention: ("Tensor q, Tensor k, Tensor v, Tensor valid, float scale", _like),

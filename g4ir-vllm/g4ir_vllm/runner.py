@@ -16,9 +16,9 @@ import torch
 from g4ir.chat import Vocabulary
 from g4ir.engine.batch import Batch, checked_buckets
 from g4ir.engine.engine import TOKENIZER, Engine
+from g4ir.engine.inputs import padded
 from g4ir.engine.prefill import Prefiller
 from g4ir.engine.requests import Request as Prompt
-from g4ir.engine.session import padded
 
 from .config import Options
 

@@ -224,9 +224,11 @@ def _measured(
     turns: dict[str, Callable[[], list[RequestTiming]]] = {
         c.runner.role: partial(turn, c.runner, w, tokens, count) for c in contestants
     }
-    for role, write in writer.turns(count).items() if writer else ():
-        write()  # what is compiled or recorded at first is not timed
-        turns[role] = write
+    if writer:
+        drafted = writer.turns(count)
+        for write in drafted.values():
+            write()  # what is compiled or recorded at first is not timed
+        turns |= drafted
     rates, requests = interleave(rounds, before, turns)
     return Bench(w, tokens, contestants, count, rates, requests)
 

@@ -167,7 +167,8 @@ class HfRunner:
         else:
             self.cache = self._new_cache()
         if self._held.shape[1]:
-            self.step(self._held)
+            # Waits for the device, so that no time of the context counts as that of a request.
+            self.step(self._held).argmax(-1).tolist()
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         device = self.model.device

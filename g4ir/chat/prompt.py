@@ -142,9 +142,10 @@ def find(text: str, strings: Collection[str]) -> Iterator[tuple[int, int]]:
     # One of many strings in brackets is looked up, not tried.
     shapes = [_SHAPE.pattern] if len(odd) < len(strings) else []
     pattern = "|".join([*map(re.escape, odd), *shapes])
-    for found in re.finditer(pattern, text) if pattern else ():
-        if found[0] in strings:
-            yield found.span()
+    if pattern:
+        for found in re.finditer(pattern, text):
+            if found[0] in strings:
+                yield found.span()
 
 
 def text_ids(tokenizer: Any, texts: Sequence[str], special: bool = False) -> list[list[int]]:

@@ -439,7 +439,7 @@ class Stops:
         known += text[known] == character
         complete = known == len(text)
         self._known[i] = 0 if complete else known
-        return known * complete
+        return known if complete else 0
 
     def rest(self) -> str:
         """Return what was held back, where content ends or something else comes between."""

@@ -33,9 +33,22 @@ class Generation(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def _json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Return JSON without the escapes for HTML that jinja2's own filter writes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+def _json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON without the escapes for HTML that jinja2's own filter writes. The parameters, in
+    this order, are those of transformers' filter: templates give them by place too."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise(message: Any) -> Any:

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from g4ir.backends.experimental import experiment
-from g4ir.backends.torch_compile import tune as tuning
 from g4ir.backends.torch_compile.compile import toolchain
 from g4ir.backends.torch_compile.kernels.base import Schedule
 from g4ir.backends.torch_compile.schedule import Row, kernel_rows, schedule
@@ -142,6 +141,7 @@ def tune(args: argparse.Namespace) -> int:
     program = _program(args, rows)
     import torch
 
+    from g4ir.backends.torch_compile import tune as tuning
     from g4ir.bench.roof import Meter
 
     check_all(*toolchain("cuda"))

@@ -71,6 +71,7 @@ def sign(args: argparse.Namespace) -> int:
 def _said(args: argparse.Namespace, values: Mapping[str, Any], width: int = 0) -> int:
     if args.json:
         emit(values)
-    for key, value in () if args.json else values.items():
-        print(f"{key.replace('_', ' '):<{width}} {value}")
+    else:
+        for key, value in values.items():
+            print(f"{key.replace('_', ' '):<{width}} {value}")
     return 0

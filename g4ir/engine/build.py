@@ -46,7 +46,6 @@ OTHER_BYTES = 64 << 20
 
 log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
-log = logging.getLogger(__name__)
 
 
 def _shows_options(function: F) -> F:

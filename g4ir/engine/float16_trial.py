@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from g4ir.backends.base import Prepared, Tensors
+from g4ir.backends.base import Prepared, Tensors, Watch
 from g4ir.backends.reference import ReferenceRuntime, WideRuntime, text_graphs
 from g4ir.errors import WeightsError
 from g4ir.ir.graph import Program
@@ -98,7 +98,7 @@ def _scale_for(p: Prepared, peaks: dict[str, float]) -> str:
     plain = Program({"prefill": build_graph(p.spec, "prefill", dtype=p.dtype)})
     graph = quantised(plain, p.spec, p.recipe, p.dtype).graphs["prefill"]
     divided, now = divided_values(graph), p.options.of(ScaleOptions).divisor
-    inside = [0.0, 0.0]
+    inside = {True: 0.0, False: 0.0}
     for name, peak in peaks.items():
         key = name.removesuffix(".last") in divided
         inside[key] = max(inside[key], peak)
@@ -126,8 +126,15 @@ class _Trial(ReferenceRuntime):
     peaks: dict[str, float]
     most = MOST
 
-    def run(self, *given: Any) -> Tensors | None:
-        phase, feeds, state, context, logits = given[:5]
+    def run(
+        self,
+        phase: str,
+        feeds: dict[str, Any],
+        state: Any,
+        context: int,
+        logits: bool,
+        watch: Watch | None = None,
+    ) -> Tensors | None:
         return super().run(phase, feeds, state, context, logits, self._look)
 
     def _look(self, name: str, value: Any) -> None:

@@ -189,28 +189,32 @@ class Prefiller:
         self, prompt: Request, until: Callable[[int], int], keys: Keys, marks: set[int]
     ) -> Generator[torch.Tensor | None, None, None]:
         start = self.known
+        rows = {  # of each kind of media, together once
+            kind: torch.cat([p for s in prompt.soft if s.kind == kind for p in s.pieces])
+            for kind in dict.fromkeys(s.kind for s in prompt.soft)
+        }
         while start < len(keys):
             end = min((m for m in marks if m > start), default=len(keys))
             stop = min(max(until(start), start + 1), end)
             while stop < end and self._cuts_medium(prompt, stop):
                 stop += 1
-            tokens, soft = (
-                torch.tensor([prompt.tokens[start:stop]]),
-                self._soft(prompt, start, stop),
-            )
+            tokens = torch.tensor([prompt.tokens[start:stop]])
+            soft = self._soft(prompt, rows, start, stop)
             for logits in self.session.prefill_steps(tokens, None, soft, stop == len(keys)):
                 start = self.held
                 if start in marks and prompt.reuse:
                     self.prefixes.keep(prompt.salt, keys[:start], self.session)
                 yield logits
 
-    def _soft(self, prompt: Request, start: int, stop: int) -> list[Soft]:
+    def _soft(
+        self, prompt: Request, rows: Mapping[str, torch.Tensor], start: int, stop: int
+    ) -> list[Soft]:
         out: list[Soft] = []
-        for kind in dict.fromkeys(s.kind for s in prompt.soft):
+        for kind, made in rows.items():
             first = prompt.tokens[:start].count(self.holders[kind])
-            if count := prompt.tokens[start:stop].count(self.holders[kind]):
-                rows = torch.cat([p for s in prompt.soft if s.kind == kind for p in s.pieces])
-                out.append(Soft(kind, (rows[first : first + count],)))
+            count = prompt.tokens[start:stop].count(self.holders[kind])
+            if count:
+                out.append(Soft(kind, (made[first : first + count],)))
         return out
 
     def _found(self, prompt: Request, keys: Keys) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from g4ir.ops.finite import not_finite
 
 from .batch import Batch, checked_buckets
 from .device_loop import DraftRounds, Tokens, TokenSteps, open_loop
+from .inputs import check_prompt, padded
 from .parts import EngineParts
 from .prefill import Prefiller
 from .prompts import checked_ids, checked_prompt
@@ -46,7 +47,6 @@ from .requests import (
     Totals,
     check_least,
 )
-from .session import check_prompt, padded
 from .speculative import NGRAM, NO_DRAFT, RowDrafts, SpeculativeConfig, find_draft
 
 
@@ -303,8 +303,9 @@ class Scheduler:
             for s, choices in made.items():
                 kept[s.slot] += len(choices)
             session.truncate(kept)
-        for s in running if drafters else ():
-            drafters[s.slot].told(len(drafts[s.slot]), len(made[s]))
+        if drafters:
+            for s in running:
+                drafters[s.slot].told(len(drafts[s.slot]), len(made[s]))
         return made
 
     def _coming(self, taken: int = 0) -> int:

@@ -10,78 +10,14 @@ from typing import Any
 import torch
 
 from g4ir.errors import InputError
-from g4ir.media.merge import Piece, Prompt, check_softs, merged
+from g4ir.media.merge import Piece, Prompt
 from g4ir.media.soft import Soft
 from g4ir.model.decoder import BLOCKS, HIDDEN, VERIFY
 from g4ir.model.draft import DRAFT, NEXT_HIDDEN, TOKEN
-from g4ir.model.media import check_list, check_taken, listed, placeholders
 
-from .multimodal import encode
+from .hidden_state import HiddenStates
+from .inputs import SessionInputs
 from .parts import EngineParts
-
-
-class HiddenStates:
-    """The draft model's input: for each row the last hidden states of some of its newest tokens,
-    [batch, S, hidden] where the engine runs, so that tokens can be taken back."""
-
-    def __init__(self, batch: int) -> None:
-        self.states: torch.Tensor | None = None
-        #: int64 [batch]: tokens that a row held before the first of its states, and at the last
-        self._before, self._after = torch.zeros(2, batch, dtype=torch.int64)
-
-    def known(self, length: torch.Tensor) -> torch.Tensor:
-        """Return bool [batch]: whether the state of a row's newest token is known."""
-        return (self._before < length) & (length <= self._after) & (length > 0)
-
-    def of(self, length: torch.Tensor) -> torch.Tensor | None:
-        """Return the states [batch, 1, hidden] of the newest tokens, where they are known."""
-        if self.states is None or self.states.shape[1] == 1:
-            return self.states
-        at = (length - self._before - 1).clamp(0, self.states.shape[1] - 1)
-        rows = torch.arange(len(at), device=self.states.device)
-        return self.states[rows, at.to(rows.device)][:, None]
-
-    def take(self, made: torch.Tensor | None, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Keep the states of a step, of every token or of the last; None: it returned none. Rows
-        without a new token keep theirs."""
-        if made is None and self.states is None:
-            return
-        old, kept, new = self.of(before), self.known(before) & (after == before), after > before
-        if made is not None:
-            self.states = made.clone()
-            first = before if made.shape[1] > 1 else after - 1
-            if old is not None and bool(kept.any()):
-                rows = kept.to(made.device)[:, None, None]
-                self.states[:, :1] = torch.where(rows, old, self.states[:, :1])
-                first = torch.where(kept, before - 1, first)
-            self._before = first
-        self._after = torch.where(kept | new if made is not None else kept, after, 0)
-
-    def stand(self, states: torch.Tensor, length: torch.Tensor) -> None:
-        """Take in the states [batch, 1, hidden] of rows that hold so many tokens."""
-        self.states, self._before, self._after = states, length - 1, length.clone()
-
-    def copy_row(self, source: HiddenStates, start: int, row: int, length: torch.Tensor) -> None:
-        """Have in a row what row `start` of another has, whose rows hold `length` tokens."""
-        found = source.of(length)
-        if found is not None:
-            if self.states is None:
-                self.states = found.new_zeros(len(self._after), *found.shape[1:])
-            self.states[row, 0] = found[start, 0]
-        self._before[row] = length[start] - 1
-        self._after[row] = length[start] * source.known(length)[start]
-
-    def copy(self, length: torch.Tensor) -> HiddenStates:
-        """Return a copy for a snapshot."""
-        made, found = HiddenStates(len(length)), self.of(length)
-        if found is not None:
-            made.stand(found.clone(), length)
-            made._after *= self.known(length)
-        return made
-
-    def forget(self, rows: Any = slice(None)) -> None:
-        """Forget the states of some rows, or of all."""
-        self._after[rows] = 0
 
 
 @dataclass(frozen=True)
@@ -102,8 +38,7 @@ class Session:
         if not 1 <= batch <= limit:
             raise InputError(f"batch {batch}: this engine was built for 1 to {limit} rows")
         self.engine, self.batch = engine, batch
-        #: kind -> the id of its placeholders
-        self._media = placeholders(engine.spec.tokens, engine.media.kinds)
+        self._inputs = SessionInputs(engine, batch)
         self.state = engine.runtime.new_state(batch)
         #: int64 [batch]: tokens that each row holds
         self.length = torch.zeros(batch, dtype=torch.int64)
@@ -140,7 +75,8 @@ class Session:
             raise InputError(
                 "all_logits: this engine was built without --all-logits; build it with"
             )
-        prompt = self._prompt(tokens, lengths, soft, images=images, videos=videos, audio=audio)
+        media = {"images": images, "videos": videos, "audio": audio}
+        prompt = self._inputs.prompt(self.length, tokens, lengths, soft, **media)
         if not all_logits:
             return self._last_logits(prompt)
         out = self._zeros(prompt.tokens.shape[1])
@@ -158,40 +94,22 @@ class Session:
         logits [B, vocab], if they are `wanted`, on the engine's device and in its dtype, which the
         next step may write over. InputError as `prefill`, at once. Nothing else may be appended
         before the last chunk, but the iterator may be left early."""
-        return self._steps(self._prompt(tokens, lengths, soft), wanted)
+        return self._steps(self._inputs.prompt(self.length, tokens, lengths, soft), wanted)
 
     def decode(self, next_tokens: Any, active: Any = None) -> torch.Tensor:
         """Append one token a row, int64 [batch]; return float32 [batch, vocab]. Rows where `active`
         (bool [batch]) is False are left untouched and yield zeros. A placeholder has the rows of
         the padding token."""
-        tokens, lengths = _tensor(next_tokens, "decode: tokens"), None
-        if tokens.shape != (self.batch,):
-            raise InputError(f"decode: expected [{self.batch}] tokens, found {list(tokens.shape)}")
-        if active is not None:
-            lengths = _tensor(active, "decode: active")
-            if lengths.shape != (self.batch,) or lengths.dtype != torch.bool:
-                raise InputError(
-                    f"decode: expected {self.batch} booleans as active, found {lengths.tolist()}"
-                )
-            lengths = lengths.long()
-        return self._last_logits(Prompt(*self._checked(tokens[:, None], lengths)))
+        return self._last_logits(self._inputs.single(self.length, next_tokens, active))
 
     def verify(self, tokens: Any, lengths: Any = None) -> torch.Tensor:
         """Append a token to each row, and up to --draft-tokens draft tokens behind it: int64
         [batch, S], of which row b's first lengths[b] are valid (default: all). Return the logits
         after each, [batch, S, vocab], as `prefill_steps`; those behind a row's last are undefined.
         `truncate` then drops rejected tokens. InputError as `prefill`, and for too many tokens."""
-        tokens, lengths = self._checked(tokens, lengths)
-        width, most = tokens.shape[1], self.engine.draft_tokens + 1
-        if width > 1 and most == 1:
-            raise InputError(
-                f"{self.engine.path}: it verifies no drafted tokens; build the engine again with "
-                f"--draft-tokens K"
-            )
-        if width > most:
-            built = f"an engine of --draft-tokens {most - 1}"
-            raise InputError(f"verify: {width} tokens; {built} takes {most} at most")
-        logits = self._run(VERIFY if width > 1 else "decode", tokens, lengths)
+        tokens, lengths = self._inputs.drafted(self.length, tokens, lengths)
+        phase = VERIFY if tokens.shape[1] > 1 else "decode"
+        logits = self._run(phase, tokens, lengths)
         assert logits is not None
         return logits
 
@@ -224,14 +142,7 @@ class Session:
         """Keep the first n tokens (an int or int64 [batch]) of each row. InputError, and nothing is
         changed, where a ring no longer holds what would be seen. Cut within a picture that is seen
         both ways, what is kept of it has seen what is dropped."""
-        keep = _whole(n, "truncate")
-        if keep.shape not in ((), (self.batch,)):
-            raise InputError(f"truncate to {keep.tolist()}: expected one number or {self.batch}")
-        keep = keep.expand(self.batch).clone()
-        if bool((keep < 0).any()) or bool((keep > self.length).any()):
-            raise InputError(
-                f"truncate to {keep.tolist()}: rows hold {self.length.tolist()} tokens"
-            )
+        keep = self._inputs.kept(self.length, n)
         for window, slots in self.engine.rings:
             # The next query sees the window - 1 tokens before it; a ring holds the newest slots.
             first_seen = (keep - window + 1).clamp(min=0)
@@ -250,7 +161,7 @@ class Session:
     def reset(self, rows: Any = None, zero: bool = False) -> None:
         """Empty the given rows (ints), or all. `zero` also writes zeros over their caches: NaN
         there, in a slot that no query sees, is NaN in its sum all the same."""
-        index = torch.arange(self.batch) if rows is None else self._rows(rows, "reset")
+        index = torch.arange(self.batch) if rows is None else self._inputs.rows(rows, "reset")
         if zero:
             for row in index.tolist():
                 self.state.clear(row, self.engine.limits.max_seq)
@@ -261,8 +172,8 @@ class Session:
     def copy_row(self, source: Session, start: int, row: int) -> None:
         """Hold in a row what row `start` of a session of the same engine holds, this one or another
         of any number of rows."""
-        self._rows(row, "copy to")
-        source._rows(start, "copy from")
+        self._inputs.rows(row, "copy to")
+        source._inputs.rows(start, "copy from")
         if source.engine is not self.engine:
             raise InputError(f"copy_row: from a session of {source.engine!r} to {self.engine!r}")
         held = int(source.length[start])
@@ -375,102 +286,3 @@ class Session:
 
     def _zeros(self, *width: int) -> torch.Tensor:
         return torch.zeros(self.batch, *width, self.engine.spec.text.vocab_size)
-
-    def _prompt(
-        self, tokens: Any, lengths: Any, soft: Sequence[Soft], **lists: Sequence[Any]
-    ) -> Prompt:
-        tokens, lengths = self._checked(tokens, lengths)
-        engine = self.engine
-        check_list("soft", soft)
-        items = listed(engine.media, engine.spec, **lists)
-        softs = [*soft, *(encode(engine, kind, item) for kind, item in items)]
-        return _merged(engine, tokens, lengths, softs, self._media)
-
-    def _rows(self, rows: Any, what: str) -> torch.Tensor:
-        index = _whole(rows, f"{what} rows").reshape(-1)
-        if bool((index < 0).any()) or bool((index >= self.batch).any()):
-            raise InputError(f"{what} rows {index.tolist()}: the session has {self.batch} rows")
-        return index
-
-    def _checked(self, tokens: Any, lengths: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = _tensor(tokens, "prefill: expected int64 tokens")
-        if tokens.dim() != 2 or tokens.shape[0] != self.batch or tokens.dtype != torch.int64:
-            raise InputError(
-                f"prefill: expected int64 tokens [{self.batch}, S], "
-                f"found {str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
-            )
-        width, limit = tokens.shape[1], self.engine.limits.max_seq
-        lengths = torch.full((self.batch,), width) if lengths is None else lengths
-        lengths = _whole(lengths, "prefill: lengths")
-        same = lengths.shape == (self.batch,)
-        if not same or int(lengths.min()) < 0 or int(lengths.max()) > width:
-            raise InputError(
-                f"prefill: expected {self.batch} lengths of 0 to {width}, found {lengths.tolist()}"
-            )
-        tokens = tokens.where(torch.arange(width) < lengths[:, None], 0)
-        _check_ids(tokens, self._media, self.engine.spec.text.readable_ids)
-        after = self.length + lengths
-        if int(after.max()) > limit:
-            row = int(after.argmax())
-            raise InputError(
-                f"row {row} would hold {int(after[row])} tokens ({int(self.length[row])} held and "
-                f"{int(lengths[row])} new); the engine was built with --max-seq {limit}"
-            )
-        return tokens, lengths
-
-
-def check_prompt(engine: EngineParts, tokens: Sequence[int], soft: Sequence[Soft] = ()) -> None:
-    """Raise InputError for what a session would refuse of one row's prompt, its length aside."""
-    media, rows = placeholders(engine.spec.tokens, engine.media.kinds), torch.tensor([tokens])
-    check_list("soft", soft)
-    _check_ids(rows, media, engine.spec.text.readable_ids)
-    prompt = _merged(engine, rows, torch.tensor([len(tokens)]), soft, media)
-    prompt.pieces(engine.limits.prefill_chunk)
-
-
-def _merged(
-    engine: EngineParts,
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    softs: Sequence[Soft],
-    media: Mapping[str, int],
-) -> Prompt:
-    check_softs(softs, engine.spec.text.hidden_size)
-    for s in softs:
-        check_taken(s.kind, engine.media, engine.spec)
-    return merged(tokens, lengths, softs, media, BLOCKS in engine.program.graphs)
-
-
-def _check_ids(tokens: torch.Tensor, media: Mapping[str, int], vocab: int) -> None:
-    for i in media.values():  # whose rows no table is asked for
-        tokens = tokens.masked_fill(tokens == i, 0)
-    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
-        row, at = ((tokens < 0) | (tokens >= vocab)).nonzero()[0].tolist()
-        raise InputError(
-            f"token {int(tokens[row, at])} (row {row}, index {at}) is outside the vocabulary "
-            f"of {vocab}"
-        )
-
-
-def padded(tokens: Mapping[int, Sequence[int]], batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens by row as int64 [batch, S], right-padded with 0, and how many each row has."""
-    width = max(map(len, tokens.values()))
-    rows, lengths = [[0] * width for _ in range(batch)], [0] * batch
-    for row, ids in tokens.items():
-        rows[row][: len(ids)] = ids
-        lengths[row] = len(ids)
-    return torch.tensor(rows), torch.tensor(lengths)
-
-
-def _tensor(value: Any, what: str) -> torch.Tensor:
-    try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as e:
-        raise InputError(f"{what}: found {str(value)[:80]!r}") from e
-
-
-def _whole(value: Any, what: str) -> torch.Tensor:
-    t = _tensor(value, what)
-    if t.numel() and (t.is_floating_point() or t.is_complex()):
-        raise InputError(f"{what}: expected whole numbers, found {t.tolist()}")
-    return t.to(torch.int64)

@@ -145,7 +145,8 @@ class RowDrafts:
     ) -> None:
         self.source, self.pace, self._tallies = draft.source, Pace(draft.tokens), tallies
         self.text = NgramProposer(prompt) if draft.source == NGRAM else None
-        self._prompt = len(prompt)
+        #: generated tokens that the text has already
+        self._followed = 0
 
     def count(self, room: int) -> int:
         """Return how many tokens to draft, at most `room`."""
@@ -160,7 +161,8 @@ class RowDrafts:
     def propose(self, generated: Sequence[int], count: int) -> list[int]:
         """Return up to `count` tokens to follow the generated ones, from the sequence's text."""
         assert self.text
-        self.text.extend(generated[self.text._count - self._prompt :])
+        self.text.extend(generated[self._followed :])
+        self._followed = len(generated)
         return self.text.propose(count) if count else []
 
 

@@ -150,6 +150,8 @@ def _floats(samples: NDArray[Any], name: str) -> F32:
         raise InputError(f"{name}: samples of type {kind}; one of {', '.join(SCALES)}")
     zero, full = SCALES[kind]
     with np.errstate(over="ignore"):  # infinity is found by the caller
+        if kind.startswith("float"):
+            return samples.astype(np.float32, copy=False)  # of files: no copy of an hour's samples
         return ((samples.astype(np.float64) - zero) / full).astype(np.float32)
 
 

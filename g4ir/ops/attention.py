@@ -137,7 +137,13 @@ class attention:
 
     @staticmethod
     def infer(
-        q: Type, positions: Type, written: Type, *held: Type, window: int, softcap: float, **_: Any
+        q: Type,
+        positions: Type,
+        written: Type,
+        *held: Type,
+        window: int,
+        scale: float,
+        softcap: float,
     ) -> Type:
         cache_k, cache_v, *chunk = held
         require(q.rank == cache_k.rank == 4, f"attention: q {q}, cache {cache_k}: expected rank 4")

@@ -240,7 +240,8 @@ def _alternatives(build: _Build, room: int) -> Iterator[tuple[str, Any]]:
             break
     if any(is_tower(g.name) for g in build.needs.graphs) and build.without_media().need() <= room:
         yield "--media", "none"
-    for place in ("host", "mmap") if build.placement else ():
-        if replace(build, placement=place).need() <= room:
-            yield "--ple-placement", place
-            break
+    if build.placement:
+        for place in ("host", "mmap"):
+            if replace(build, placement=place).need() <= room:
+                yield "--ple-placement", place
+                break

@@ -30,8 +30,9 @@ class ResponseFormat:
         return self.asked.prompt is not None
 
     def _head(self, chunk: bool) -> dict[str, Any]:
-        kinds = ("chatcmpl-", "chat.completion" + ".chunk" * chunk), ("cmpl-", "text_completion")
-        prefix, name = kinds[not self.chat]
+        prefix, name = "cmpl-", "text_completion"
+        if self.chat:
+            prefix, name = "chatcmpl-", "chat.completion.chunk" if chunk else "chat.completion"
         return {
             "id": f"{prefix}{self.id}",
             "object": name,

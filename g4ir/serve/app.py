@@ -273,8 +273,9 @@ class Running:
                 last[event.index] = now
             if self._queue.qsize() < settings.unread:
                 since = now
-            for stream in self.streams if now - since > settings.slow_s else ():
-                stream.cancel()
+            elif now - since > settings.slow_s:
+                for stream in self.streams:
+                    stream.cancel()
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (first + event.index, event))
 
         return forward

@@ -17,11 +17,11 @@ from g4ir.chat import Vocabulary
 from g4ir.chat.messages import shown
 from g4ir.chat.special_tokens import CALL, CALL_END, CHANNEL, CHANNEL_END, CONTROLS
 from g4ir.chat.tools import target
-from g4ir.errors import InputError, MissingError
+from g4ir.errors import InputError
 
 from .http_errors import Refused, bad
 from .request_schema import CHOICE, GRAMMAR, JSON, REGEX, Constraint
-from .tool_grammar import Called, grammar_of, texts_of
+from .tool_grammar import Called, grammar_of, llguidance, texts_of
 
 #: characters of a schema or a regular expression, of a grammar that is given, and of one made here
 LARGEST, MOST_GBNF, MOST_GRAMMAR = 1 << 16, 1 << 14, 1 << 20
@@ -48,7 +48,7 @@ class Grammars:
             for token in held["added_tokens"]:  # never the characters of its text
                 token["special"] |= token["content"] in CONTROLS
             text = json.dumps(held)
-        return _llguidance().LLTokenizer(text, n_vocab=self.size, eos_token=self.ends)
+        return llguidance().LLTokenizer(text, n_vocab=self.size, eos_token=self.ends)
 
     def prepare(self) -> None:
         """Make the tables, which takes seconds and holds the interpreter's lock, before requests
@@ -89,7 +89,7 @@ class Grammars:
         return LazyMask(self._matcher(text, "tools"), "tools", controls[CALL], controls[CALL_END])
 
     def _grammar(self, c: Constraint) -> str:
-        library = _llguidance()
+        library = llguidance()
         if c.kind == JSON:
             return str(library.LLMatcher.grammar_from_json_schema(self._schema(c)))
         texts = c.value if c.kind == CHOICE else [c.value]
@@ -133,7 +133,7 @@ class Grammars:
     def _matcher(self, grammar: str, field: str) -> Any:
         """Return what follows a grammar; refused if it is none, or one that llguidance gives up
         before the first token."""
-        library = _llguidance()
+        library = llguidance()
         if len(grammar) > MOST_GRAMMAR:
             raise bad(field, f"its grammar has more than {MOST_GRAMMAR} characters")
         with self._lock:
@@ -250,14 +250,6 @@ def _said(error: str) -> str:
 def _set(words: Any, token: int, value: bool) -> None:
     view, one = words.view(np.uint32), np.uint32(1 << token % 32)
     view[token // 32] = view[token // 32] | one if value else view[token // 32] & ~one
-
-
-def _llguidance() -> Any:
-    try:
-        import llguidance
-    except ImportError as e:
-        raise MissingError("forms of answers need llguidance: pip install 'g4ir[serve]'") from e
-    return llguidance
 
 
 # --- schemas of which no value ends: references that lead round ---------------------------------

@@ -184,14 +184,15 @@ class Fetching:
         left = self.end - time.monotonic()
         if left <= 0:
             raise TimeoutError
+        connection = http.client.HTTPConnection(name, port)
+        if scheme == "https":
+            connection = http.client.HTTPSConnection(name, port)
         held = _Held(socket.create_connection((address, port), left))
         timer = threading.Timer(max(self.end - time.monotonic(), 0), held.cut)
         timer.daemon = True
         timer.start()
-        connection = http.client.HTTPConnection(name, port)
         try:
             if scheme == "https":
-                connection = http.client.HTTPSConnection(name, port)
                 held.socket = ssl.create_default_context().wrap_socket(
                     held.socket, server_hostname=name, do_handshake_on_connect=False
                 )

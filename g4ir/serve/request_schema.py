@@ -193,7 +193,8 @@ def _biases(value: Any, name: str) -> tuple[tuple[int, float], ...]:
     wrong = next((k for k in given if not (k.isascii() and k.isdigit() and len(k) < 10)), None)
     if wrong is not None:
         raise bad(name, f"keys must be token ids, found {shown(wrong)}")
-    return (*{int(k): number(-100, 100)(v, name) for k, v in given.items()}.items(),)
+    out = {int(k): number(-100, 100)(v, name) for k, v in given.items()}
+    return tuple(out.items())
 
 
 def _stream_options(value: Any, name: str) -> bool:
@@ -423,8 +424,16 @@ TOKENIZE: Mapping[str, Read] = {
     "return_token_strs": _unsupported(False),
 }
 _OF_PROMPTS = (
-    *("messages", "tools", "tool_choice", "chat_template_kwargs", "image_budget", "frames"),
-    *("audio_too_long", "reasoning_effort", "add_generation_prompt", "continue_final_message"),
+    "messages",
+    "tools",
+    "tool_choice",
+    "chat_template_kwargs",
+    "image_budget",
+    "frames",
+    "audio_too_long",
+    "reasoning_effort",
+    "add_generation_prompt",
+    "continue_final_message",
 )
 TOKENIZE_CHAT: Mapping[str, Read] = {
     **{k: v for k, v in TOKENIZE.items() if k != "prompt"},

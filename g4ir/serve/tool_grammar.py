@@ -12,23 +12,25 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import accumulate, combinations
 from typing import Any
 
 from g4ir.chat.messages import shown
 from g4ir.chat.special_tokens import CALL, CALL_END, QUOTE
 from g4ir.chat.tools import MOST_SCHEMAS, NOTES, TYPES, check_schema, target
 from g4ir.chat.values import is_bare_key
+from g4ir.errors import MissingError
 
 from .http_errors import Refused, missing
 
 #: keywords that say nothing about a value, beside those of chat.tools
 SILENT = NOTES | {"description", "default", "readOnly", "writeOnly", "discriminator"}
+LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 #: type -> the keywords that say something about its values
 OF_KIND: Mapping[str, tuple[str, ...]] = {
-    "string": ("minLength", "maxLength", "format"),
-    "integer": ("minimum", "maximum"),
-    "number": ("minimum", "maximum"),
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "integer": LIMITS,
+    "number": LIMITS,
     "array": ("items", "minItems", "maxItems"),
     "object": ("properties", "required", "additionalProperties"),
 }
@@ -64,6 +66,13 @@ FORMATS = {
     r"@[a-z0-9]{1,63}(\.[a-z0-9]{1,63}){1,4}",
     "uri": r"https?:\/\/[a-z0-9]{1,63}(\.[a-z0-9]{1,63}){0,4}(\/[A-Za-z0-9_.~-]{0,99}){0,16}",
 }
+
+_ESCAPE = r"\\[^bBAZzkpP0-9]"
+#: escapes and classes of characters in a pattern
+_LITERAL = re.compile(rf"{_ESCAPE}|\[(?:{_ESCAPE}|[^\]\\])*\]", re.S)
+#: what a pattern cannot have beside them: it looks around, repeats what was matched, or is
+#: anchored inside
+_ODD = re.compile(r"\\|\(\?(?!:)|[\^$]")
 
 
 @dataclass(frozen=True)
@@ -251,7 +260,9 @@ class _Schema:
             found = [_KINDS[kind](self, node, where, refs) for kind in kinds]
         else:
             return self.rules.anything()
-        return self.rules.rule(" | ".join(found + ['"null"'] * (node.get("nullable") is True)))
+        if node.get("nullable") is True:
+            found = [*found, '"null"']
+        return self.rules.rule(" | ".join(found))
 
     # --- references and unions ----------------------------------------------------------------
 
@@ -283,11 +294,8 @@ class _Schema:
         forms = [_merged(outer, form, where) for form in node[name]]
         if name == "oneOf":
             flat = [self._flat(form, where, refs)[0] for form in forms]
-            kinds = [
-                {*(_kinds(f) or TYPES), *(["null"] if f.get("nullable") else [])} for f in flat
-            ]
-            if any(a & b or (a | b) >= {"integer", "number"} for a, b in combinations(kinds, 2)):
-                raise refused(where, "two of its forms have the same type; give anyOf")
+            if not all(_apart(a, b) for a, b in combinations(flat, 2)):
+                raise refused(where, "two of its forms may hold at once; give anyOf")
         return [self.value(f, f"{where}[{i}]", refs) for i, f in enumerate(forms)]
 
     def _listed(self, node: Mapping[str, Any], where: str) -> list[str]:
@@ -313,24 +321,29 @@ class _Schema:
             if form not in FORMATS:
                 raise refused(f"{where}.format", f"{shown(form)} is not supported; leave it out")
             held.append(f"/{FORMATS[form]}/")
-        empty = "" if least or form is not None else "?"
-        return self.rules.string(self.rules.terminal(*held) + empty)
+        empty = not least and form is None
+        if (pattern := node.get("pattern")) is not None:
+            expression, may_be_empty = _pattern(pattern, f"{where}.pattern")
+            self.rules.plain(re.sub(r"\\(.)", r"\1", pattern))
+            held.append(expression)
+            empty = empty and may_be_empty
+        return self.rules.string(self.rules.terminal(*held) + "?" * empty)
 
     def _number(
         self, node: Mapping[str, Any], where: str, refs: tuple[str, ...], kind: str = "number"
     ) -> str:
-        given = {key: node[key] for key in OF_KIND[kind] if key in node}
-        if not given:
+        if not node.keys() & {*LIMITS}:
             return self.rules.terminal(_NUMBERS[kind])
-        if wrong := next((key for key, v in given.items() if not _is(v, "number")), None):
-            raise refused(f"{where}.{wrong}", f"must be a number, found {shown(node[wrong])}")
-        low = max(given.get("minimum", -MOST_NUMBER), -MOST_NUMBER)
-        high = min(given.get("maximum", MOST_NUMBER), MOST_NUMBER)
-        if kind == "integer":
-            low, high = math.ceil(low), math.floor(high)
+        low, high = _range(node, kind == "integer", where)
+        limits = {"type": kind, "minimum": low, "maximum": high}
+        if "multipleOf" in node:
+            step = node["multipleOf"]
+            if kind != "integer" or not _is(step, "integer") or not 0 < step <= MOST_NUMBER:
+                raise refused(f"{where}.multipleOf", "must be a whole number above 0, of integers")
+            low = -(-low // int(step)) * int(step)
+            limits |= {"minimum": low, "multipleOf": int(step)}
         if low > high:
             raise refused(where, "its limits leave no number")
-        limits = {"type": kind, "minimum": low, "maximum": high}
         return self.rules.rule("%json " + json.dumps(limits))
 
     def _integer(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
@@ -418,6 +431,34 @@ def _merged(node: Mapping[str, Any], part: Any, where: str) -> dict[str, Any]:
     return out
 
 
+def _apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether no value matches both of two schemas, judged by types and listed values."""
+    left, right = _values(a), _values(b)
+    if left is not None and right is not None:
+        return not any(
+            x == y and isinstance(x, bool) == isinstance(y, bool) for x in left for y in right
+        )
+    one, two = _types(a), _types(b)
+    both = one & two
+    if one | two >= {"integer", "number"} or both - {"object"}:
+        return False
+    needed = {*a.get("required", ())} & {*b.get("required", ())}
+    inner = [n.get("properties", {}) for n in (a, b)]
+    pairs = [(inner[0].get(k), inner[1].get(k)) for k in needed]
+    listed = [p for p in pairs if all(isinstance(n, Mapping) and _values(n) for n in p)]
+    return not both or any(_apart(*pair) for pair in listed)
+
+
+def _types(node: Mapping[str, Any]) -> set[str]:
+    own = {"null"} if node.get("nullable") is True else set()
+    return {*(_kinds(node) or TYPES), *own}
+
+
+def _values(node: Mapping[str, Any]) -> list[Any] | None:
+    found = [node["const"]] if "const" in node else node.get("enum")
+    return [*found, None] if found and node.get("nullable") is True else found
+
+
 def _counts(node: Mapping[str, Any], low: str, high: str, where: str) -> tuple[int, int | None]:
     for key in {low, high} & node.keys():
         if not _is(node[key], "integer") or not 0 <= node[key] <= MOST_COUNTED:
@@ -427,3 +468,55 @@ def _counts(node: Mapping[str, Any], low: str, high: str, where: str) -> tuple[i
     if most is not None and most < least:
         raise refused(f"{where}.{high}", f"is less than {low}")
     return least, most
+
+
+def _range(node: Mapping[str, Any], whole: bool, where: str) -> tuple[float, float]:
+    if wrong := next((k for k in LIMITS if k in node and not _is(node[k], "number")), None):
+        raise refused(f"{where}.{wrong}", f"must be a number, found {shown(node[wrong])}")
+    limits = {k: max(-MOST_NUMBER, min(node[k], MOST_NUMBER)) for k in LIMITS if k in node}
+    low, high = limits.get("minimum", -MOST_NUMBER), limits.get("maximum", MOST_NUMBER)
+    if "exclusiveMinimum" in limits:
+        low = max(low, _beside(limits["exclusiveMinimum"], 1, whole))
+    if "exclusiveMaximum" in limits:
+        high = min(high, _beside(limits["exclusiveMaximum"], -1, whole))
+    return (math.ceil(low), math.floor(high)) if whole else (low, high)
+
+
+def _beside(edge: float, side: int, whole: bool) -> float:
+    """Return the nearest number on one side of one that is left out; of those with decimals one so
+    near that no other is missed, and so far that no long decimal is read as that one."""
+    if whole:
+        return side * (math.floor(side * edge) + 1)
+    return edge + side * 1e-9 if abs(edge) < 1e6 else math.nextafter(edge, side * math.inf)
+
+
+def _pattern(given: Any, where: str) -> tuple[str, bool]:
+    """Return a regular expression of whole strings, and whether it matches the empty one."""
+    odd = refused(where, "this regular expression is not supported; leave it out")
+    if not isinstance(given, str) or len(given) > MOST_COUNTED:
+        raise odd
+    begin, inner, end = re.findall(r"(\^?)((?:\\.|.)*?)(\$?)\Z", given, re.S)[0]
+    bare = _LITERAL.sub("", inner)
+    depths = accumulate((c == "(") - (c == ")") for c in bare)
+    outside = any(c == "|" and not depth for c, depth in zip(bare, depths, strict=True))
+    if _ODD.search(bare) or (outside and (begin or end)):
+        raise odd
+    try:
+        text = llguidance().regex_to_lark(inner, "dws")
+        empty = re.fullmatch(inner, "") is not None
+    except (ValueError, re.error, RecursionError):
+        raise odd from None
+    around = ["" if anchor else "(?s:.*)" for anchor in (begin, end)]
+    whole = f"/{around[0]}({text}){around[1]}/"
+    if llguidance().LLMatcher.validate_grammar(f"start: {whole}", None):
+        raise odd
+    return whole, empty
+
+
+def llguidance() -> Any:
+    """Return the library; MissingError if it is not installed."""
+    try:
+        import llguidance as library
+    except ImportError as e:
+        raise MissingError("forms of answers need llguidance: pip install 'g4ir[serve]'") from e
+    return library

@@ -60,7 +60,9 @@ def need_snapshot(spec: Spec, option: str = "--checkpoint") -> Path:
     found = snapshot_of(spec)
     if found is not None:
         return found
-    given = f"{option} DIR" + " or --random-weights SEED" * (option == "--checkpoint")
+    given = f"{option} DIR"
+    if option == "--checkpoint":
+        given += " or --random-weights SEED"
     if spec.hub is None:
         raise InputError(f"variant {spec.name} has no hub id: give {given}")
     tensors = [*text_tensors(spec).values(), *tower_tensors(spec).values()]

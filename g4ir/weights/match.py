@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 
 from g4ir.errors import WeightsError
@@ -154,8 +153,10 @@ class TensorMatch:
     def stored_towers(self) -> dict[str, str]:
         found: dict[str, str] = {}
         for bare in self.towers:
-            stored = (name for name in tower_names(self.spec, bare) if name in self.names)
-            found |= dict.fromkeys(islice(stored, 1), bare)
+            names = tower_names(self.spec, bare)
+            stored = next((name for name in names if name in self.names), None)
+            if stored is not None:
+                found[stored] = bare
         return found
 
     @cached_property
@@ -187,7 +188,7 @@ class TensorMatch:
             text, fix = "part of an adapter that is not merged", "adapter"
         elif MLX_EXPERTS in name:
             text, fix = "experts in MLX's layout", "mlx"
-        elif kind := _kind_of(self.spec, bare) if bare.endswith(V_PROJ) else None:
+        elif bare.endswith(V_PROJ) and (kind := _kind_of(self.spec, bare)):
             text = f"unknown: expected no v_proj ({kind}.k_eq_v is true), found {_shape(entry)}"
             fix = "k_eq_v"
         else:

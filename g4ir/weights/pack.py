@@ -148,11 +148,11 @@ class MadeParams:
             watch = None if self.grids is None else keep
             self._made.update(interpret(recipe, {}, dict(seen), {}, watch)[0])
             self._require_finite(recipe)
-            grids = {} if self.grids is None else self.grids
-            for n in recipe.find("quantize") if watch else ():
-                if n.word("form") == "int4":
-                    w, codes, scales = (seen[v.name] for v in (n["w"], *n.outputs))
-                    grids[n["w"].name] = on_grid(w, codes, scales), scales.numel()
+            if self.grids is not None:
+                for n in recipe.find("quantize"):
+                    if n.word("form") == "int4":
+                        w, codes, scales = (seen[v.name] for v in (n["w"], *n.outputs))
+                        self.grids[n["w"].name] = on_grid(w, codes, scales), scales.numel()
         return self._made.pop(param)
 
     def _require_finite(self, recipe: Graph) -> None:

@@ -18,7 +18,8 @@ import torch
 from g4ir.backends import find_backend
 from g4ir.backends.primitives.network import TURNED
 from g4ir.engine.engine import Engine
-from g4ir.engine.session import Session, padded
+from g4ir.engine.inputs import padded
+from g4ir.engine.session import Session
 from g4ir.errors import InputError
 from g4ir.media.soft import Soft
 from tests.contract.flows import Flow

@@ -457,3 +457,14 @@ def test_latent_caches_are_left_alone() -> None:
 def agree(got: torch.Tensor, want: torch.Tensor, rows: Any = slice(None)) -> None:
     """Within the budget of fp32 engines."""
     assert relative(got, want)[rows].max() < BUDGET
+
+
+def test_full_length_caches_behind_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where no pass planned rings: a decode step's every attention is a plugin's."""
+    oracle = find_oracle(spec_called("26b-a4b-small"))
+    tokens = random_tokens(oracle.spec, 2, 20)
+    want = open_session(oracle, 2, 20, skip=("plan_cache",), latent_kv="off")
+    got, ran = plugin_session("26b-a4b-small", 2, 20, monkeypatch, skip=("plan_cache",))
+    agree(got.prefill(tokens), want.prefill(tokens))
+    agree(got.decode(tokens[:, 0]), want.decode(tokens[:, 0]))
+    assert {ran.count(name) for name in DECODE} == {oracle.spec.text.num_hidden_layers}

@@ -21,7 +21,7 @@ from g4ir.backends.experimental.step_model import (
     predict,
     read_constants,
 )
-from g4ir.backends.torch_compile.kernels.base import Schedule
+from g4ir.backends.torch_compile.kernels.base import Schedule, added_together
 from g4ir.backends.torch_compile.schedule import OTHER, kernel_rows, schedule
 from g4ir.backends.torch_compile.target import Target
 from g4ir.errors import InputError, SpecError
@@ -130,6 +130,23 @@ def test_kernels_that_begin_early(name: str) -> None:
     for a, b in zip(early.launches, late.launches, strict=True):
         assert all(x <= y for x, y in zip(a.us, b.us, strict=True))
         assert layer_of(a.node) is not None or a.us == b.us
+
+
+def test_more_context_takes_longer() -> None:
+    times = [predicted("e2b", 1, c).us[0] for c in (1024, 4096, 16384, 131072)]
+    assert times == sorted({*times})
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_programs_that_wait_have_room(name: str) -> None:
+    """Shares of attention and what adds them, one on a multiprocessor; in one round at 1K."""
+    for rows in (1, 8, 32, 64):
+        for choice in scheduled(name, rows).choices.values():
+            use, shape = choice.use, choice.shape
+            if "merges" in use and use["splits"] > 1:
+                assert (use["splits"] + use["merges"]) * shape["programs"] <= 132
+                _, together = added_together(use, shape["group"], shape["d"])
+                assert rows > 1 or shape["group"] > 8 or together >= min(use["splits"], 32)
 
 
 @pytest.mark.parametrize(

@@ -115,9 +115,16 @@ def counted(kind: str, low: str, high: str) -> st.SearchStrategy[dict[str, Any]]
 LEAVES = st.one_of(
     st.sampled_from(["string", "integer", "number", "boolean", "null"]).map(lambda t: {"type": t}),
     counted("string", "minLength", "maxLength"),
+    st.sampled_from(["^[a-c]{2,3}$", "^(x|yy)$", "[0-9x]", "^a", "^b/c", r"^\d+(\.\w)?$"]).map(
+        lambda p: {"type": "string", "pattern": p}
+    ),
     st.sampled_from([*FORMATS]).map(lambda f: {"type": "string", "format": f}),
     limited("integer", "minimum", "maximum"),
-    limited("number", "minimum", "maximum"),
+    limited("number", "exclusiveMinimum", "maximum"),
+    limited("number", "minimum", "exclusiveMaximum"),
+    limited("integer", "exclusiveMinimum", "exclusiveMaximum").map(
+        lambda s: s | {"exclusiveMaximum": s["exclusiveMaximum"] + 40, "multipleOf": 7}
+    ),
     st.lists(VALUES, min_size=1, max_size=4).map(lambda v: {"enum": v}),
     VALUES.map(lambda v: {"const": v}),
     st.lists(st.recursive(VALUES, lambda v: st.lists(v, max_size=2)), max_size=2).map(
@@ -282,12 +289,10 @@ def test_names_of_the_allowed_functions() -> None:
 
 # --- unsupported schemas -----------------------------------------------------------------------
 
-S = {"type": "string"}
-CASES = Path(__file__).with_name("calls.yaml")
-REFUSED: list[tuple[str, Any]] = yaml.safe_load(CASES.read_text())["refused"]
+CASES = yaml.safe_load(Path(__file__).with_name("calls.yaml").read_text())
 
 
-@pytest.mark.parametrize(("keyword", "schema"), REFUSED)
+@pytest.mark.parametrize(("keyword", "schema"), CASES["refused"])
 def test_keywords_that_cannot_be_held_to(keyword: str, schema: Any) -> None:
     """A function that is not strict is called in the form of a call, and others are held to their
     schemas."""
@@ -303,13 +308,7 @@ def test_keywords_that_cannot_be_held_to(keyword: str, schema: Any) -> None:
     assert names(mask, "<|tool_call>", "call:g{") == {"s"}
 
 
-ONE_OF = [
-    [S, {"type": "integer", "maximum": 9}],
-    [{"type": "object", "properties": {"k": S}}, {"type": "array", "items": S}, {"type": "null"}],
-]
-
-
-@pytest.mark.parametrize("forms", ONE_OF)
+@pytest.mark.parametrize("forms", CASES["one_of"])
 def test_forms_of_which_one_holds(forms: Any) -> None:
     schema = {"type": "object", "properties": {"a": {"oneOf": forms}}, "required": ["a"]}
     for seed in range(8):
@@ -330,7 +329,8 @@ def test_schemas_that_are_too_large() -> None:
     tower: Any = {"type": "boolean"}
     for _ in range(14):
         tower = {"type": "object", "properties": dict.fromkeys("ab", tower)}
-    for schema in (tower, {"properties": {"a": {"enum": ["x" * (1 << 20)]}}}):
+    leaves = {"enum": ["x" * (1 << 20)]}, {"pattern": "(" * 3000 + ")" * 3000}
+    for schema in (tower, *({"properties": {"a": leaf}} for leaf in leaves)):
         with pytest.raises(Refused) as e:
             held(schema)
         assert e.value.status == 400 and len(e.value.message) < 400

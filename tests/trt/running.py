@@ -74,10 +74,11 @@ def recorded_session(
     max_seq: int = 64,
     latent_kv: str = "off",
     all_logits: bool = True,
+    skip: tuple[str, ...] = (),
     **options: Any,
 ) -> tuple[NetworkSession, Emitted]:
     """A session on the oracle's weights that runs a recorded network, and that network."""
-    program = built_program(oracle.spec, all_logits, (), DTYPES[oracle.dtype], latent_kv)
+    program = built_program(oracle.spec, all_logits, skip, DTYPES[oracle.dtype], latent_kv)
     plain = Session(program, oracle.tensors, batch, chunk, max_seq, all_logits)
     limits = Limits(batch, max_seq, chunk)
     graph = prepared(program)

@@ -53,8 +53,13 @@ WEIGHT, WORDS, SCALE, SHAPE = ".weight", ".weight_packed", ".weight_scale", ".we
 ZERO, INDEX = ".weight_zero_point", ".weight_g_idx"
 #: of activations and caches, which are not rounded
 ACTIVATIONS = (
-    *(f".{io}_{part}" for io in ("input", "output") for part in ("scale", "zero_point")),
-    *(f".{of}_scale" for of in "qkv"),
+    ".input_scale",
+    ".input_zero_point",
+    ".output_scale",
+    ".output_zero_point",
+    ".q_scale",
+    ".k_scale",
+    ".v_scale",
 )
 SUFFIXES = (WORDS, WEIGHT, SCALE, SHAPE, ZERO, INDEX, *ACTIVATIONS)
 #: modules that are no Linear, by the end of their name

@@ -41,8 +41,17 @@ MOST_ALIGNMENT = 1 << 16
 LEAST_KEY, LEAST_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 8 + 4 + 8
 #: type of a value -> how it lies in the file
 NUMBERS = {
-    kind: struct.Struct(f"<{code}")
-    for kind, code in zip((*range(8), 10, 11, 12), "BbHhIifBQqd", strict=True)
+    0: struct.Struct("<B"),
+    1: struct.Struct("<b"),
+    2: struct.Struct("<H"),
+    3: struct.Struct("<h"),
+    4: struct.Struct("<I"),
+    5: struct.Struct("<i"),
+    6: struct.Struct("<f"),
+    7: struct.Struct("<B"),
+    10: struct.Struct("<Q"),
+    11: struct.Struct("<q"),
+    12: struct.Struct("<d"),
 }
 #: the largest number of float32
 MOST_FLOAT = float.fromhex("0x1.fffffep127")

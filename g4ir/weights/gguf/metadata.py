@@ -338,7 +338,8 @@ def _rotated_by_tensor(keys: _Keys, pairs: int) -> int:
 
 #: values of `tokenizer.ggml.model`: byte-pair merges, and SentencePiece, whose merges may be given
 #: by scores alone
-MODELS = SCORED, _ = ("llama", "gemma4")
+SCORED = "llama"
+MODELS = (SCORED, "gemma4")
 PREFIX = "tokenizer.ggml."
 #: token types of added tokens, which are matched before any merge
 CONTROL, USER_DEFINED = 3, 4

@@ -1,0 +1,181 @@
+"""The inputs of a session: checked, and brought into tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from g4ir.errors import InputError
+from g4ir.media.merge import Prompt, check_softs, merged
+from g4ir.media.soft import Soft
+from g4ir.model.decoder import BLOCKS
+from g4ir.model.media import check_list, check_taken, listed, placeholders
+
+from .multimodal import encode
+from .parts import EngineParts
+
+
+@dataclass(frozen=True)
+class SessionInputs:
+    """Checks of one session's inputs; each InputError names the row, token or argument."""
+
+    engine: EngineParts
+    batch: int
+
+    @cached_property
+    def _media(self) -> dict[str, int]:
+        """Kind -> the id of its placeholders."""
+        return dict(placeholders(self.engine.spec.tokens, self.engine.media.kinds))
+
+    def prompt(
+        self,
+        held: torch.Tensor,
+        tokens: Any,
+        lengths: Any,
+        soft: Sequence[Soft],
+        **lists: Sequence[Any],
+    ) -> Prompt:
+        """Return tokens [batch, S] with their media, for rows that hold `held` tokens."""
+        tokens, lengths = self.tokens(held, tokens, lengths)
+        engine = self.engine
+        check_list("soft", soft)
+        items = listed(engine.media, engine.spec, **lists)
+        softs = [*soft, *(encode(engine, kind, item) for kind, item in items)]
+        return _merged(engine, tokens, lengths, softs, self._media)
+
+    def single(self, held: torch.Tensor, next_tokens: Any, active: Any) -> Prompt:
+        """Return one token a row, int64 [batch], of the rows that are `active` (bool [batch])."""
+        tokens, lengths = _tensor(next_tokens, "decode: tokens"), None
+        if tokens.shape != (self.batch,):
+            raise InputError(f"decode: expected [{self.batch}] tokens, found {list(tokens.shape)}")
+        if active is not None:
+            lengths = _tensor(active, "decode: active")
+            if lengths.shape != (self.batch,) or lengths.dtype != torch.bool:
+                raise InputError(
+                    f"decode: expected {self.batch} booleans as active, found {lengths.tolist()}"
+                )
+            lengths = lengths.long()
+        return Prompt(*self.tokens(held, tokens[:, None], lengths))
+
+    def drafted(
+        self, held: torch.Tensor, tokens: Any, lengths: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens [batch, S] to verify, no more than the engine's --draft-tokens and one."""
+        tokens, lengths = self.tokens(held, tokens, lengths)
+        width, most = tokens.shape[1], self.engine.draft_tokens + 1
+        if width > 1 and most == 1:
+            raise InputError(
+                f"{self.engine.path}: it verifies no drafted tokens; build the engine again with "
+                f"--draft-tokens K"
+            )
+        if width > most:
+            built = f"an engine of --draft-tokens {most - 1}"
+            raise InputError(f"verify: {width} tokens; {built} takes {most} at most")
+        return tokens, lengths
+
+    def kept(self, held: torch.Tensor, n: Any) -> torch.Tensor:
+        """Return how many tokens each row keeps, int64 [batch], of those that it holds."""
+        keep = _whole(n, "truncate")
+        if keep.shape not in ((), (self.batch,)):
+            raise InputError(f"truncate to {keep.tolist()}: expected one number or {self.batch}")
+        keep = keep.expand(self.batch).clone()
+        if bool((keep < 0).any()) or bool((keep > held).any()):
+            raise InputError(f"truncate to {keep.tolist()}: rows hold {held.tolist()} tokens")
+        return keep
+
+    def rows(self, rows: Any, what: str) -> torch.Tensor:
+        """Return indices of rows, int64."""
+        index = _whole(rows, f"{what} rows").reshape(-1)
+        if bool((index < 0).any()) or bool((index >= self.batch).any()):
+            raise InputError(f"{what} rows {index.tolist()}: the session has {self.batch} rows")
+        return index
+
+    def tokens(
+        self, held: torch.Tensor, tokens: Any, lengths: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return int64 [batch, S], zero behind a row's last, and how many are valid [batch]."""
+        tokens = _tensor(tokens, "prefill: expected int64 tokens")
+        if tokens.dim() != 2 or tokens.shape[0] != self.batch or tokens.dtype != torch.int64:
+            raise InputError(
+                f"prefill: expected int64 tokens [{self.batch}, S], "
+                f"found {str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
+            )
+        width, limit = tokens.shape[1], self.engine.limits.max_seq
+        lengths = torch.full((self.batch,), width) if lengths is None else lengths
+        lengths = _whole(lengths, "prefill: lengths")
+        same = lengths.shape == (self.batch,)
+        if not same or int(lengths.min()) < 0 or int(lengths.max()) > width:
+            raise InputError(
+                f"prefill: expected {self.batch} lengths of 0 to {width}, found {lengths.tolist()}"
+            )
+        tokens = tokens.where(torch.arange(width) < lengths[:, None], 0)
+        _check_ids(tokens, self._media, self.engine.spec.text.readable_ids)
+        after = held + lengths
+        if int(after.max()) > limit:
+            row = int(after.argmax())
+            raise InputError(
+                f"row {row} would hold {int(after[row])} tokens ({int(held[row])} held and "
+                f"{int(lengths[row])} new); the engine was built with --max-seq {limit}"
+            )
+        return tokens, lengths
+
+
+def check_prompt(engine: EngineParts, tokens: Sequence[int], soft: Sequence[Soft] = ()) -> None:
+    """Raise InputError for what a session would refuse of one row's prompt, its length aside."""
+    media, rows = placeholders(engine.spec.tokens, engine.media.kinds), torch.tensor([tokens])
+    check_list("soft", soft)
+    _check_ids(rows, media, engine.spec.text.readable_ids)
+    prompt = _merged(engine, rows, torch.tensor([len(tokens)]), soft, media)
+    prompt.pieces(engine.limits.prefill_chunk)
+
+
+def _merged(
+    engine: EngineParts,
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    softs: Sequence[Soft],
+    media: Mapping[str, int],
+) -> Prompt:
+    check_softs(softs, engine.spec.text.hidden_size)
+    for s in softs:
+        check_taken(s.kind, engine.media, engine.spec)
+    return merged(tokens, lengths, softs, media, BLOCKS in engine.program.graphs)
+
+
+def _check_ids(tokens: torch.Tensor, media: Mapping[str, int], vocab: int) -> None:
+    for i in media.values():  # whose rows no table is asked for
+        tokens = tokens.masked_fill(tokens == i, 0)
+    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
+        row, at = ((tokens < 0) | (tokens >= vocab)).nonzero()[0].tolist()
+        raise InputError(
+            f"token {int(tokens[row, at])} (row {row}, index {at}) is outside the vocabulary "
+            f"of {vocab}"
+        )
+
+
+def padded(tokens: Mapping[int, Sequence[int]], batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens by row as int64 [batch, S], right-padded with 0, and how many each row has."""
+    width = max(map(len, tokens.values()))
+    rows, lengths = [[0] * width for _ in range(batch)], [0] * batch
+    for row, ids in tokens.items():
+        rows[row][: len(ids)] = ids
+        lengths[row] = len(ids)
+    return torch.tensor(rows), torch.tensor(lengths)
+
+
+def _tensor(value: Any, what: str) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise InputError(f"{what}: found {str(value)[:80]!r}") from e
+
+
+def _whole(value: Any, what: str) -> torch.Tensor:
+    t = _tensor(value, what)
+    if t.numel() and (t.is_floating_point() or t.is_complex()):
+        raise InputError(f"{what}: expected whole numbers, found {t.tolist()}")
+    return t.to(torch.int64)
