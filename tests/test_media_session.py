@@ -197,7 +197,7 @@ def test_media_are_encoded_in_order(engine: Engine, monkeypatch: pytest.MonkeyPa
         asked.append((kind, item))
         return {"b": images[1], "v": videos[0], "x": audio[0], "y": audio[1]}[item]
 
-    monkeypatch.setattr("g4ir.engine.session.encode", encode)
+    monkeypatch.setattr("g4ir.engine.inputs.encode", encode)
     got = engine.session(1).prefill(
         row.tokens[None], soft=images[:1], images=["b"], videos=["v"], audio=["x", "y"]
     )
