@@ -20,7 +20,7 @@ MOST = {
     "g4ir/weights": 3662,
     "g4ir/weights/gguf": 1588,
     "g4ir/plan": 3039,
-    "backends": 17466,
+    "backends": 17469,
     # Beside what a reader needs: an emulator of TensorRT, and what no device has run.
     "backends/trt/recorder": 2190,
     "backends/experimental": 2617,

@@ -83,8 +83,10 @@ def dense(value: Any) -> Any:
         return fake_quantized(value.x, value.form)
     if not isinstance(value, Coded):
         return value
-    parts = [from_tiles(t) if value.tiles else t for t in (value.codes, value.scales)]
-    return dequantized(*parts, value.dtype)
+    codes, scales = value.codes, value.scales
+    if value.tiles:
+        codes, scales = from_tiles(codes), from_tiles(scales)
+    return dequantized(codes, scales, value.dtype)
 
 
 def _dequantize(m: Run, n: Node, codes: Tensor, scales: Tensor) -> Any:

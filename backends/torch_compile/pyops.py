@@ -180,8 +180,9 @@ def decoded(codes: Tensor, scales: Tensor, dtype: torch.dtype, tiles: bool = Fal
     n, groups = scales.shape
     k = numbers_in(codes)
     if not _has_kernel(dtype, codes, scales, 1, k):
-        parts = [from_tiles(t) if tiles else t for t in (codes, scales)]
-        return dequantized(*parts, dtype)
+        if tiles:
+            codes, scales = from_tiles(codes), from_tiles(scales)
+        return dequantized(codes, scales, dtype)
     w = scales.new_empty((n, k), dtype=dtype)
     failed = _kernels["decode"](
         *(codes.data_ptr(), FORMS[codes.dtype], tiles, scales.data_ptr(), DTYPES[scales.dtype]),

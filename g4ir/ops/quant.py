@@ -282,7 +282,7 @@ class embedding_tiles:
 
     @staticmethod
     def reference(codes: Any, scales: Any, ids: Any, *, scale: float, to: str) -> Any:
-        rows = [rows_from_tiles(x, ids) for x in (codes, scales)]
+        rows = rows_from_tiles(codes, ids), rows_from_tiles(scales, ids)
         made = dequantized(*rows, torch_dtype(to))
         return made * torch.tensor(scale).to(made.dtype)
 
