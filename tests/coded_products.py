@@ -17,7 +17,8 @@ from g4ir.ir.graph import Builder
 from g4ir.ir.interpret import interpret
 from g4ir.ir.rewrite import split_prologue
 from g4ir.ops import OPS
-from g4ir.ops.types import Type
+from g4ir.ops.codecs import fits_tiles, to_tiles
+from g4ir.ops.types import Type, dtype_name
 
 Kernel = Callable[..., torch.Tensor]
 QUANTIZE: Any = OPS["quantize"].reference
@@ -62,9 +63,9 @@ def asked_of(
     want, _ = interpret(g, {"x": made["x"]}, {v.name: made[v.name] for v in g.params}, {})
     asked = []
 
-    def counted(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> Any:
+    def counted(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, tiles: bool) -> Any:
         asked.append(codes.dtype)
-        return kernel(x, codes, scales)
+        return kernel(x, codes, scales, tiles)
 
     patch.setattr(pyops, "FROM", 1)
     patch.setattr(torch.ops.g4ir, name, counted)
@@ -72,3 +73,10 @@ def asked_of(
     for v, t in zip(g.outputs, got, strict=True):
         torch.testing.assert_close(t, want[v.name], rtol=1e-5, atol=1e-4)
     return asked, made[parts[0].name].dtype
+
+
+def layouts(codes: torch.Tensor, scales: torch.Tensor) -> Iterator[tuple[Any, Any, bool]]:
+    """A weight in rows, and in tiles where it can lie so."""
+    yield codes, scales, False
+    if fits_tiles(*(Type(dtype_name(t.dtype), tuple(t.shape)) for t in (codes, scales))):
+        yield to_tiles(codes), to_tiles(scales), True

@@ -3,6 +3,7 @@ and engines beside a transformers model that rounds what its products take."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir.graph import Graph
 from g4ir.model.text import build_program
-from g4ir.ops.codecs import ACTIVATIONS, FORMS, dequantized, fake_quantized
+from g4ir.ops.codecs import ACTIVATIONS, FORMS, dequantized, fake_quantized, to_tiles
 from g4ir.passes import PassOptions, run_passes
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.plan.resolve import pass_options
@@ -38,6 +39,7 @@ from tests.coded_products import (
     QUANTIZE,
     asked_of,
     cpu_kernels,  # noqa: F401
+    layouts,
 )
 
 #: for what a product makes: `SUM` of its terms' size
@@ -244,7 +246,7 @@ def test_refused(words: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("form", "group", "scale"), GROUPS)
-@pytest.mark.parametrize(("n", "k"), [(37, 704), (5, 12288), (130, 64)])
+@pytest.mark.parametrize(("n", "k"), [(37, 704), (48, 704), (16, 12288), (128, 64)])
 def test_a_product_of_rounded_rows(
     dtype: torch.dtype, form: str, group: int, scale: str, n: int, k: int
 ) -> None:
@@ -259,11 +261,14 @@ def test_a_product_of_rounded_rows(
     codes, scales = QUANTIZE(w, form=form, group=group, scale=scale)
     exact = dequantized(codes, scales.double(), torch.float64)
     rows = fake_quantized(x.double(), "int8")
+    # A difference of a scaled code and a minimum is rounded by the size of both.
+    lost = 2.0**-22 * rows.abs().sum(1)[:, None] * exact.abs().amax(1)
     want, size = rows @ exact.t(), (rows.square() @ exact.square().t()).sqrt()
-    for count in (1, 2, 3, 4, 8, 9):
-        got = pyops.linear_rounded(x[:count].view(1, count, k), codes, scales)[0].double()
-        unit = SUM * (1 + (count > 8)) if dtype == torch.bfloat16 else 1e-5
-        budget = unit * (want.abs() + 2 * size)
+    for (*weight, tiles), count in itertools.product(layouts(codes, scales), (1, 2, 3, 4, 8, 9)):
+        got = pyops.linear_rounded(x[:count].view(1, count, k), *weight, tiles)[0].double()
+        exactly = tiles and count <= 8
+        unit = SUM * (2 - exactly) if dtype == torch.bfloat16 else 1e-5
+        budget = unit * (want.abs() + 2 * size) + lost
         assert ((got - want[:count]).abs() <= budget[:count]).all()
 
 
@@ -273,16 +278,18 @@ def test_where_codes_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rows in bf16; others are rounded first, and go on as products with codes do."""
     seen: list[int] = []
 
-    def counted(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def counted(x: torch.Tensor, *weight: Any) -> torch.Tensor:
         seen.append(x.shape[0])
-        return x.new_zeros(x.shape[0], codes.shape[0])
+        return x.new_zeros(x.shape[0], 16)
 
     monkeypatch.setattr(pyops, "linear_coded", counted)
-    codes, scales = QUANTIZE(torch.randn(8, 64), form="int4", group=32, scale="bf16")
+    parts = QUANTIZE(torch.randn(16, 64), form="int4", group=32, scale="bf16")
+    tiles = (*map(to_tiles, parts), True)
     for rows in (1, 8, 9):
-        pyops.linear_rounded(torch.randn(rows, 64).bfloat16(), codes, scales)
-    pyops.linear_rounded(torch.randn(2, 64), codes, scales)
-    assert seen == [9, 2]
+        pyops.linear_rounded(torch.randn(rows, 64).bfloat16(), *tiles)
+    pyops.linear_rounded(torch.randn(2, 64), *tiles)
+    pyops.linear_rounded(torch.randn(3, 64).bfloat16(), *parts)
+    assert seen == [9, 2, 3]
 
 
 def test_codes_times_codes() -> None:

@@ -308,9 +308,10 @@ def test_every_stage_of_every_graph_has_a_cost(name: str, phase: str, all_logits
 
 
 NO_KIND = """
-activation as_bytes causal_conv columns concat dense dequantize dequantize_columns dual_norm_linear
-fake_quantize glu glu_packed heads last_row linear linear_bias linear_clipped linear_glu merge_heads
-norm_linear pick_rows quantize scale sigmoid_glu softcap split stack_layers unstack_layers
+activation as_bytes causal_conv columns concat dense dequantize dequantize_columns
+dequantize_tiles dual_norm_linear fake_quantize glu glu_packed heads last_row linear linear_bias
+linear_clipped linear_glu merge_heads norm_linear pick_rows quantize scale sigmoid_glu softcap
+split stack_layers tiles unstack_layers
 """
 
 

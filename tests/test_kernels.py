@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import platform
 import subprocess
 import sys
@@ -21,7 +22,15 @@ from g4ir.backends.torch_compile import pyops, runtime
 from g4ir.backends.torch_compile.target import Target, cpu_flags
 from g4ir.ops import OPS
 from g4ir.ops.attention import slot_positions, visible
-from g4ir.ops.codecs import BLOCK_PARTS, FORMS, dequantized, folded
+from g4ir.ops.codecs import (
+    BLOCK_PARTS,
+    FORMS,
+    dequantized,
+    folded,
+    from_tiles,
+    rows_from_tiles,
+    to_tiles,
+)
 from g4ir.ops.kv_quant import coded, numbers
 from g4ir.ops.moe import experts as experts_op
 from g4ir.ops.types import ITEMSIZE, torch_dtype
@@ -29,6 +38,7 @@ from tests.coded_products import (
     GROUPS,
     QUANTIZE,
     cpu_kernels,  # noqa: F401
+    layouts,
 )
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
@@ -60,10 +70,25 @@ CODED = {
 }
 
 
+@pytest.mark.parametrize("form", ["int8", "int4", "int6", "uint4", "uint5"])
+@pytest.mark.parametrize("lead", [(), (3,)])
+def test_tiles_are_undone(form: str, lead: tuple[int, ...]) -> None:
+    """Whole, and row by row."""
+    parts = QUANTIZE(torch.randn(*lead, 48, 512), form=form, group=256, scale="bf16")
+    for t in parts:
+        tiles = to_tiles(t)
+        assert tiles.shape == t.shape and torch.equal(from_tiles(tiles), t)
+        assert not torch.equal(tiles, t)
+        ids = torch.tensor([[47, 0, 16], [5, 5, 31]])
+        assert lead or torch.equal(rows_from_tiles(tiles, ids), t[ids])
+
+
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 40])
 @pytest.mark.parametrize("form", CODED)
-@pytest.mark.parametrize(("n", "k"), [(1, 64), (7, 96), (5, 40), (64, 384), (130, 1024)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(1, 64), (7, 96), (5, 40), (64, 384), (48, 1024), (130, 1024)]
+)
 def test_linear_of_codes(dtype: torch.dtype, rows: int, form: str, n: int, k: int) -> None:
     """Scales of rows and of groups, of either dtype; rows of no whole blocks go another way."""
     g = torch.Generator().manual_seed(n * k + rows)
@@ -75,11 +100,12 @@ def test_linear_of_codes(dtype: torch.dtype, rows: int, form: str, n: int, k: in
             codes, scales = QUANTIZE(w, form=form, group=group, scale=scale)
             exact = dequantized(codes, scales.double(), dtype)
             want = x.double() @ exact.t()
-            got = pyops.linear_coded(x.view(1, rows, k), codes, scales)
-            assert got.dtype == dtype and got.shape == (1, rows, n)
             # Where a part of the weight is made first, it is rounded too.
             budget = 2 * BUDGET[dtype] * want.abs().max().clamp(min=1)
-            assert (got[0].double() - want).abs().max() <= budget
+            for weight in layouts(codes, scales):
+                got = pyops.linear_coded(x.view(1, rows, k), *weight)
+                assert got.dtype == dtype and got.shape == (1, rows, n)
+                assert (got[0].double() - want).abs().max() <= budget
 
 
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
@@ -104,8 +130,11 @@ def test_decoded_codes_are_the_definition(dtype: torch.dtype, form: str) -> None
         some = codes[:, : int(codes.shape[1] * part)].contiguous()
         groups *= FORMS[form].scales
         scales = (torch.rand(codes.shape[0], groups) * 2**-6).to(torch_dtype(scale))
-        got = pyops.decoded(some, scales, dtype)
-        assert torch.equal(got, dequantized(some, scales, dtype))
+        for at in (some, some.repeat(16, 1)):
+            weight = at, scales.repeat(len(at) // len(some), 1)
+            for *parts, tiles in layouts(*weight):
+                got = pyops.decoded(*parts, dtype, tiles)
+                assert torch.equal(got, dequantized(*weight, dtype))
 
 
 def test_long_rows_of_int8() -> None:
@@ -118,7 +147,7 @@ def test_long_rows_of_int8() -> None:
 
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
 @pytest.mark.parametrize(("form", "group", "scale"), GROUPS)
-@pytest.mark.parametrize(("n", "k"), [(37, 704), (5, 12288)])
+@pytest.mark.parametrize(("n", "k"), [(37, 704), (48, 704), (16, 12288)])
 def test_groups_and_outliers(
     dtype: torch.dtype, form: str, group: int, scale: str, n: int, k: int
 ) -> None:
@@ -136,21 +165,24 @@ def test_groups_and_outliers(
     want, size = x.double() @ exact.t(), x.double().square() @ exact.square().t()
     most, each = x.double().unflatten(1, (-1, 32)).abs().amax(2), exact.unflatten(1, (-1, 32))
     lost = 2.0**-13 * (most.square() @ each.square().sum(2).t()).sqrt() * (dtype != torch.float32)
-    for rows in (1, 2, 3, 6):
-        got = pyops.linear_coded(x[:rows], codes, scales).double()
-        budget = BUDGET[dtype] * (want.abs() + size.sqrt() / 8) + lost
-        assert ((got - want[:rows]).abs() <= budget[:rows]).all()
+    # A difference of a scaled code and a minimum is rounded by the size of both.
+    lost += 2.0**-22 * x.double().abs().sum(1)[:, None] * exact.abs().amax(1)
+    budget = BUDGET[dtype] * (want.abs() + size.sqrt() / 8) + lost
+    for weight in layouts(codes, scales):
+        for rows in (1, 2, 3, 6):
+            got = pyops.linear_coded(x[:rows], *weight).double()
+            assert ((got - want[:rows]).abs() <= budget[:rows]).all()
 
 
 @pytest.mark.parametrize("product", [pyops.linear_coded, pyops.linear_rounded])
 @pytest.mark.parametrize("form", CODED)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_no_number_stays_none(form: str, bad: float, product: Any) -> None:
-    codes, scales = QUANTIZE(torch.randn(9, 768), form=form, group=CODED[form][0], scale="bf16")
-    for dtype in BUDGET:
+    parts = QUANTIZE(torch.randn(16, 768), form=form, group=CODED[form][0], scale="bf16")
+    for weight, dtype in itertools.product(layouts(*parts), BUDGET):
         x = torch.ones(2, 768, dtype=dtype)
         x[0, 77] = bad
-        got = product(x, codes, scales)
+        got = product(x, *weight)
         assert not got[0].isfinite().any() and got[1].isfinite().all()
 
 
@@ -262,7 +294,7 @@ def test_linear_on_other_cpus(
 def test_codes_on_other_cpus(
     other_cpu: None, dtype: torch.dtype, form: str, group: int, scale: str
 ) -> None:
-    test_groups_and_outliers(dtype, form, group, scale, 37, 704)
+    test_groups_and_outliers(dtype, form, group, scale, 48, 704)
     test_decoded_codes_are_the_definition(dtype, form)
 
 

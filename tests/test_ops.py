@@ -33,7 +33,7 @@ from g4ir.spec.record import load_spec
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 #: they make a weight of codes, which in a network is no tensor by itself (primitives/weights.py)
-OF_CODES = {"dense", "dequantize", "dequantize_columns"}
+OF_CODES = {"dense", "dequantize", "dequantize_columns", "dequantize_tiles"}
 CASES = [(name, i) for name, o in OPS.items() for i in range(len(o.samples))]
 
 
@@ -165,25 +165,14 @@ def test_cost_is_a_count(case: tuple[str, int]) -> None:
 
 
 VIEWS = {
-    "split",
-    "heads",
-    "merge_heads",
-    "unstack_layers",
-    "dequantize",
-    "dequantize_columns",
+    *("split", "heads", "merge_heads", "unstack_layers"),
+    *("dequantize", "dequantize_columns", "dequantize_tiles"),
 }
-NO_FLOPS = VIEWS | {
-    *[
-        "all_gather",
-        "cast",
-        "concat",
-        "last_row",
-        "row_start",
-        "cache_write",
-        "stack_layers",
-        "latent_row",
-    ],
-    *["narrow_row", "quantize", "as_bytes", "columns", "by_cluster", "pick_id", "pick_rows"],
+NO_FLOPS = {
+    *VIEWS,
+    *("all_gather", "cast", "concat", "last_row", "row_start", "cache_write", "stack_layers"),
+    *("latent_row", "narrow_row", "quantize", "as_bytes", "columns", "tiles", "by_cluster"),
+    *("pick_id", "pick_rows"),
 }
 
 

@@ -206,8 +206,8 @@ LOWERINGS: Mapping[str, Lowering] = {
 #: what depends on weights alone is made at build, and caches have the dtype of the engine
 OUTSIDE = frozenset(
     {
-        *("embedding", "candidates", "relative_keys"),
-        *("quantize", "columns", "as_bytes", "embedding_quantized", "narrow_row"),
+        *("embedding", "embedding_quantized", "embedding_tiles", "candidates", "relative_keys"),
+        *("quantize", "columns", "tiles", "dequantize_tiles", "as_bytes", "narrow_row"),
         "by_cluster",
         "fake_quantize",
     }

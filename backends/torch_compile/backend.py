@@ -25,6 +25,7 @@ from .programs import CHAINS, END, KERNELS_FILE, choice_texts, phase_steps, phas
 from .schedule import any_length, dense_bytes, schedule, unmeasured
 from .segment import Segment, Step, chain_texts
 from .target import HOPPER, Target, find_target
+from .tiles import in_tiles
 
 #: the setting of a decode step on a GPU, and its choices
 DECODE_STEP, PLAIN, FUSED, EARLY = "decode_step", "plain", "fused", "early"
@@ -67,8 +68,9 @@ class TorchBackend(Backend):
         return compiler.machine(device)
 
     def stored(self, program: Program, device: str) -> Program:
-        """Return graphs for a GPU, whose kernels read neither int6 nor codes with minima."""
-        return program if device == "cpu" else program.map(simplified)
+        """Return graphs for the CPU, whose products take weights in tiles, or for a GPU, whose
+        kernels read neither int6 nor codes with minima."""
+        return in_tiles(program) if device == "cpu" else program.map(simplified)
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         program, limits, device, progress = task.program, task.limits, task.device, task.progress

@@ -12,7 +12,7 @@ from g4ir.ir.graph import Node, Value
 from g4ir.model.decoder import TOKENS, VERIFY
 from g4ir.ops.attention import slot_positions
 from g4ir.ops.base import as_tuple, wide
-from g4ir.ops.codecs import dequantized, fake_quantized, quantized
+from g4ir.ops.codecs import dequantized, fake_quantized, from_tiles, quantized
 from g4ir.ops.moe import own_index
 from g4ir.ops.types import Type, torch_dtype
 
@@ -83,12 +83,15 @@ def dense(value: Any) -> Any:
         return fake_quantized(value.x, value.form)
     if not isinstance(value, Coded):
         return value
-    return dequantized(value.codes, value.scales, value.dtype)
+    codes, scales = value.codes, value.scales
+    if value.tiles:
+        codes, scales = from_tiles(codes), from_tiles(scales)
+    return dequantized(codes, scales, value.dtype)
 
 
 def _dequantize(m: Run, n: Node, codes: Tensor, scales: Tensor) -> Any:
     """Return the weight in codes where something takes it so: a kernel, or a large product."""
-    coded = Coded(codes, scales, torch_dtype(n.word("to")))
+    coded = Coded(codes, scales, torch_dtype(n.word("to")), n.op == "dequantize_tiles")
     if m.schedule.target.gpu:
         return coded if codes_of(m.graph, n.out) else dense(coded)
     return coded if m.device == "cpu" and n.out.type.numel() >= pyops.FROM else dense(coded)
@@ -102,13 +105,13 @@ def _linear(m: Run, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Tensor:
     made: Tensor
     if isinstance(x, Rounded) and isinstance(w, Coded):
         if m.device == "cpu" and x.form == "int8":
-            made = torch.ops.g4ir.linear_rounded(x.x, w.codes, w.scales)
+            made = torch.ops.g4ir.linear_rounded(x.x, w.codes, w.scales, w.tiles)
             return made
         if m.schedule.target.gpu and both_in_codes(m.graph, n):
             return product_of_codes(x.x, w)
     rows = dense(x)
     if isinstance(w, Coded) and m.device == "cpu":
-        made = torch.ops.g4ir.linear_coded(rows, w.codes, w.scales)
+        made = torch.ops.g4ir.linear_coded(rows, w.codes, w.scales, w.tiles)
         return made
     weight = dense(w)
     if m.device == "cpu" and weight.numel() >= pyops.FROM:
@@ -138,7 +141,8 @@ def _experts(
     act = n.word("act")
     if m.device == "cpu" and isinstance(gate_up, Coded) and isinstance(down, Coded):
         parts = (gate_up.codes, gate_up.scales, down.codes, down.scales)
-        made: Tensor = torch.ops.g4ir.experts_coded(x, weights, index, *parts, act, first)
+        tiles = (gate_up.tiles, down.tiles)
+        made: Tensor = torch.ops.g4ir.experts_coded(x, weights, index, *parts, act, *tiles, first)
         return made
     operands = (x, weights, index, dense(gate_up), dense(down), act, first)
     if m.device == "cpu":
@@ -250,6 +254,7 @@ TAKES: dict[str, tuple[type, ...]] = {"linear": (Coded, Rounded), "experts": (Co
 LOWERINGS: dict[str, Callable[..., Any]] = {
     "linear": _linear,
     "dequantize": _dequantize,
+    "dequantize_tiles": _dequantize,
     "fake_quantize": _fake_quantize,
     "experts": _experts,
     "cache_write": _cache_write,

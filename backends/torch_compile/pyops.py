@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from g4ir.ops.attention import attention
 from g4ir.ops.base import wide
-from g4ir.ops.codecs import dequantized, fake_quantized, numbers_in
+from g4ir.ops.codecs import TILE, dequantized, fake_quantized, from_tiles, numbers_in
 from g4ir.ops.mlp import activate
 from g4ir.ops.moe import own_index
 
@@ -74,8 +74,8 @@ _ARGUMENTS = {
     "takes": "is",
     "linear": "pppisssi",
     "takes_codes": "iiisss",
-    "linear_coded": "pipipipissssi",
-    "decode": "pipipisssi",
+    "linear_coded": "piipipipissssi",
+    "decode": "piipipisssi",
     "attend": "ppppppiissssssssdi",
 }
 
@@ -102,28 +102,30 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
     return _with_memory(failed, out, "the rows of a product {} in another form")
 
 
-def linear_coded(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+def linear_coded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool = False) -> Tensor:
     """Return x [..., k] @ w[n, k]^T for w = codes * scales; sums are fp32, rounded once. A few rows
-    are multiplied with the exact weight (those in bf16 as integers, where the CPU has instructions
-    for these: see cpu/float.h), more with w rounded to x's dtype."""
+    are multiplied with the exact weight (those in bf16 as integers, where the weight lies in tiles
+    and the CPU has instructions for them: see cpu/tiles.h), more with w rounded to x's dtype."""
     if not _has_kernel(x.dtype, codes, scales, x.numel() // x.shape[-1], x.shape[-1]):
-        return _decoded_linear(x, codes, scales)
-    return _coded(x, codes, scales, False)
+        return _decoded_linear(x, codes, scales, tiles)
+    return _coded(x, codes, scales, tiles, False)
 
 
-def linear_rounded(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+def linear_rounded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool = False) -> Tensor:
     """Return `linear_coded` of the rows fake_quantize(x, form=int8). A few rows in bf16 are
-    multiplied as codes, where the CPU can; others are rounded to x's dtype once more."""
-    if not _has_kernel(x.dtype, codes, scales, x.numel() // x.shape[-1], x.shape[-1], True):
-        return linear_coded(fake_quantized(x, "int8"), codes, scales)
-    return _coded(x, codes, scales, True)
+    multiplied as codes, where the weight lies in tiles and the CPU can; others are rounded to x's
+    dtype once more."""
+    rows, k = x.numel() // x.shape[-1], x.shape[-1]
+    if not (tiles and _has_kernel(x.dtype, codes, scales, rows, k, True)):
+        return linear_coded(fake_quantized(x, "int8"), codes, scales, tiles)
+    return _coded(x, codes, scales, tiles, True)
 
 
-def _coded(x: Tensor, codes: Tensor, scales: Tensor, rounded: bool) -> Tensor:
+def _coded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool, rounded: bool) -> Tensor:
     (n, groups), k = scales.shape, x.shape[-1]
     out, x = x.new_empty((*x.shape[:-1], n)), x.contiguous()
     failed = _kernels["linear_coded"](
-        *(codes.data_ptr(), FORMS[codes.dtype], scales.data_ptr(), DTYPES[scales.dtype]),
+        *(codes.data_ptr(), FORMS[codes.dtype], tiles, scales.data_ptr(), DTYPES[scales.dtype]),
         *(x.data_ptr(), rounded, out.data_ptr(), DTYPES[x.dtype]),
         *(x.numel() // k, n, k, groups, torch.get_num_threads()),
     )
@@ -173,27 +175,30 @@ def _has_kernel(
     return bool(_kernels["takes_codes"](form, rounded, number, rows, k, scales.shape[-1]))
 
 
-def decoded(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def decoded(codes: Tensor, scales: Tensor, dtype: torch.dtype, tiles: bool = False) -> Tensor:
     """Return the weight of codes, rounded to a dtype."""
     n, groups = scales.shape
     k = numbers_in(codes)
     if not _has_kernel(dtype, codes, scales, 1, k):
+        if tiles:
+            codes, scales = from_tiles(codes), from_tiles(scales)
         return dequantized(codes, scales, dtype)
     w = scales.new_empty((n, k), dtype=dtype)
-    _kernels["decode"](
-        *(codes.data_ptr(), FORMS[codes.dtype], scales.data_ptr(), DTYPES[scales.dtype]),
+    failed = _kernels["decode"](
+        *(codes.data_ptr(), FORMS[codes.dtype], tiles, scales.data_ptr(), DTYPES[scales.dtype]),
         *(w.data_ptr(), DTYPES[dtype], n, k, groups, torch.get_num_threads()),
     )
-    return w
+    return _with_memory(failed, w, "the rows of a weight {}")
 
 
-def _decoded_linear(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """Return a library's product; a part of the weight is made of its codes at a time."""
+def _decoded_linear(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool) -> Tensor:
+    """Return a library's product; a part of the weight, whole tiles, is made of its codes at a
+    time."""
     out = x.new_empty((*x.shape[:-1], codes.shape[0]))
-    step = max(1, WIDE_BLOCK // x.shape[-1])
+    step = max(1, WIDE_BLOCK // x.shape[-1] // TILE) * TILE
     for at in range(0, codes.shape[0], step):
         part = slice(at, at + step)
-        out[..., part] = _library_linear(x, decoded(codes[part], scales[part], x.dtype))
+        out[..., part] = _library_linear(x, decoded(codes[part], scales[part], x.dtype, tiles))
     return out
 
 
@@ -279,13 +284,15 @@ def experts_coded(
     down: Tensor,
     down_scales: Tensor,
     act: str,
+    gate_up_tiles: bool = False,
+    down_tiles: bool = False,
     first: Tensor | None = None,
 ) -> Tensor:
     """Compute the op `experts` on codes, as `linear_coded` does."""
 
     def one(rows: Tensor, e: int) -> Tensor:
-        gate, up = linear_coded(rows, gate_up[e], gate_up_scales[e]).chunk(2, -1)
-        return linear_coded(activate(gate, act) * up, down[e], down_scales[e])
+        gate, up = linear_coded(rows, gate_up[e], gate_up_scales[e], gate_up_tiles).chunk(2, -1)
+        return linear_coded(activate(gate, act) * up, down[e], down_scales[e], down_tiles)
 
     return _each_expert(x, weights, index, first, gate_up.shape[0], one)
 
@@ -374,11 +381,12 @@ def _grouped(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 
 _ROUTED = "Tensor x, Tensor weights, Tensor index"
+_CODED = "Tensor x, Tensor codes, Tensor scales, bool tiles=False"
 #: op -> what it takes, and the room for what it makes
 _OPS: dict[Callable[..., Tensor], tuple[str, Callable[..., Tensor]]] = {
     linear: ("Tensor x, Tensor w", _product),
-    linear_coded: ("Tensor x, Tensor codes, Tensor scales", _product),
-    linear_rounded: ("Tensor x, Tensor codes, Tensor scales", _product),
+    linear_coded: (_CODED, _product),
+    linear_rounded: (_CODED, _product),
     attend: (
         "Tensor q, Tensor positions, Tensor written, Tensor keys, Tensor values, int window, "
         "float scale",
@@ -387,7 +395,7 @@ _OPS: dict[Callable[..., Tensor], tuple[str, Callable[..., Tensor]]] = {
     experts: (f"{_ROUTED}, Tensor gate_up, Tensor down, str act, Tensor? first=None", _like),
     experts_coded: (
         f"{_ROUTED}, Tensor gate_up, Tensor gate_up_scales, Tensor down, Tensor down_scales, "
-        "str act, Tensor? first=None",
+        "str act, bool gate_up_tiles=False, bool down_tiles=False, Tensor? first=None",
         _like,
     ),
     encoder_attention: ("Tensor q, Tensor k, Tensor v, Tensor valid, float scale", _like),
@@ -402,7 +410,7 @@ _LIBRARY.impl("grouped_mm", grouped_mm, "CUDA")
 
 
 #: type of an operand -> the same in C
-_IN_C = {"Tensor": "AtenTensorHandle", "int": "int64_t", "float": "double"}
+_IN_C = {"Tensor": "AtenTensorHandle", "int": "int64_t", "float": "double", "bool": "int32_t"}
 
 
 def _declared(op: Any) -> str:

@@ -209,6 +209,51 @@ def by_rows(x: Any) -> Any:
     return packed(unpacked(x ^ COMPLEMENT).mT) if x.dtype == torch.uint8 else x.mT
 
 
+#: rows of a weight that lie together in tiles, and bytes of each that lie side by side
+TILE, WORD = 16, 4
+
+
+def fits_tiles(codes: Any, scales: Any) -> bool:
+    """Whether a weight whose codes and scales have these types can lie in tiles: whole tiles, and
+    scales that serve whole blocks of 32. Codes of fp8 have no product of integers."""
+    form = FORM_OF.get(codes.dtype, "")
+    if form in ("", "fp8") or not all(isinstance(d, int) for d in codes.shape):
+        return False
+    *_, rows, held = codes.shape
+    groups = int(scales.shape[-1]) // FORMS[form].scales
+    numbers = FORMS[form].numbers(held)
+    return rows % TILE == 0 and numbers > 0 and numbers % (EIGHTH * groups) == 0
+
+
+def to_tiles(x: Any) -> Any:
+    """Return codes or scales [.., N, E] in tiles: of each 16 rows the first words of 4 bytes (of
+    scales the first ones), then the second ones, and so on. Shape and dtype stay."""
+    parts = _tile_parts(x)
+    return parts.unflatten(-2, (-1, TILE)).mT.contiguous().view(parts.shape).view(x.dtype)
+
+
+def from_tiles(x: Any) -> Any:
+    """Return what `to_tiles` was given."""
+    parts = _tile_parts(x)
+    *lead, rows, words = parts.shape
+    tiles = parts.view(*lead, rows // TILE, words, TILE)
+    return tiles.mT.contiguous().view(parts.shape).view(x.dtype)
+
+
+def rows_from_tiles(x: Any, ids: Any) -> Any:
+    """Return rows `ids` of codes or scales [N, E] that lie in tiles: [*ids.shape, E]."""
+    parts = _tile_parts(x)
+    tiles = parts.view(parts.shape[0] // TILE, parts.shape[1], TILE)
+    return tiles[ids // TILE, :, ids % TILE].contiguous().view(x.dtype)
+
+
+def _tile_parts(x: Any) -> Any:
+    """Return codes as words, scales as they are."""
+    import torch
+
+    return x.contiguous().view(torch.int32) if dtype_name(x.dtype) in FORM_OF else x.contiguous()
+
+
 # --- numbers to codes --------------------------------------------------------------------------
 
 

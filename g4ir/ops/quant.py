@@ -13,11 +13,17 @@ from .codecs import (
     PACKED,
     PIECE,
     SHARE,
+    TILE,
+    WORD,
     by_columns,
     by_rows,
     dequantized,
     fake_quantized,
+    fits_tiles,
+    from_tiles,
     quantized,
+    rows_from_tiles,
+    to_tiles,
     unfolded,
 )
 from .types import FLOATS, ITEMSIZE, Type, Types, torch, torch_dtype
@@ -207,6 +213,84 @@ class dequantize_columns:
         "f8e4m3[48,4] f32[1,4]",
         to="f32",
     )
+
+
+@op
+class tiles:
+    """Codes or scales of w [.., N, K] in tiles of 16 rows: words of 4 bytes (of scales: numbers) of
+    the rows alternate, so that a processor's vector has one of each"""
+
+    budget = MOVES
+
+    @staticmethod
+    def infer(x: Type) -> Type:
+        row = int(x.shape[-1]) * ITEMSIZE[x.dtype]
+        fits = int(x.shape[-2]) % TILE == 0 and (x.dtype in FLOATS or row % WORD == 0)
+        require(fits, f"tiles: {x} has no whole tiles of {TILE} rows and {WORD} bytes")
+        return x
+
+    @staticmethod
+    def reference(x: Any) -> Any:
+        return to_tiles(x)
+
+    flops = free
+    samples = cases(
+        "i8[3,16,64]@-127:128", "u8[32,32]@0:256", "i16[16,86]@-32768:32768", "f32[16,2]"
+    )
+
+
+@op
+class dequantize_tiles:
+    """dequantize(codes, scales) of codes and scales in tiles"""
+
+    budget = Budget(1, 0, "one product, rounded once")
+    fold = False
+
+    @staticmethod
+    def infer(codes: Type, scales: Type, *, to: str) -> Type:
+        _require_fit("dequantize_tiles", codes, scales)
+        require(fits_tiles(codes, scales), f"dequantize_tiles: {codes}, {scales} fit no tiles")
+        return Type(to, (*codes.shape[:-1], _values(codes)))
+
+    @staticmethod
+    def reference(codes: Any, scales: Any, *, to: str) -> Any:
+        return dequantized(from_tiles(codes), from_tiles(scales), torch_dtype(to))
+
+    flops = free
+    traffic = nothing
+    samples = cases(
+        "i8[16,64]@-127:128 f32[16,1]",
+        "u8[2,32,32]@0:256 f32[2,32,2]",
+        "i32[16,70]@-2147483648:2147483648 f32[16,4]",
+        to="f32",
+    )
+
+
+@op
+class embedding_tiles:
+    """embedding_quantized(codes, scales, ids) of codes and scales in tiles"""
+
+    budget = Budget(2, 0, "two products, each rounded once")
+    kind = "embed"
+    rows = (2,)
+    fold = False
+
+    @staticmethod
+    def infer(codes: Type, scales: Type, ids: Type, *, scale: float, to: str) -> Type:
+        require(fits_tiles(codes, scales), f"embedding_tiles: {codes}, {scales} fit no tiles")
+        return embedding_quantized.infer(codes, scales, ids, scale=scale, to=to)
+
+    @staticmethod
+    def reference(codes: Any, scales: Any, ids: Any, *, scale: float, to: str) -> Any:
+        rows = rows_from_tiles(codes, ids), rows_from_tiles(scales, ids)
+        made = dequantized(*rows, torch_dtype(to))
+        return made * torch.tensor(scale).to(made.dtype)
+
+    @staticmethod
+    def traffic(ins: tuple[Type, ...], outs: tuple[Type, ...], **attrs: Any) -> Traffic:
+        return embedding_quantized.traffic(ins, outs, **attrs)
+
+    samples = cases("u8[32,32]@0:256 f32[32,2] i64[2,3]@0:32", scale=16.0, to="f32")
 
 
 @op

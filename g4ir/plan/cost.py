@@ -280,7 +280,10 @@ class _Roles:
             frozenset(v.name for v in g.params),
             frozenset(v.name for v in g.state),
             frozenset(v.name for v in g.next.values()),
-            {n.out.name: _coded_share(n) for n in g.find("dequantize", "dequantize_columns")},
+            {
+                n.out.name: _coded_share(n)
+                for n in g.find("dequantize", "dequantize_columns", "dequantize_tiles")
+            },
         )
 
     def role(self, v: Value) -> str:

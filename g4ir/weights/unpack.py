@@ -16,7 +16,7 @@ from g4ir.errors import EngineError
 from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ir.interpret import run_node
 from g4ir.model.names import CODES, SCALES
-from g4ir.ops.codecs import by_rows
+from g4ir.ops.codecs import by_rows, from_tiles
 
 from .pack import MadeParams, ParamSource
 
@@ -109,5 +109,6 @@ def _slice(join: Node, v: Value, joined: torch.Tensor) -> torch.Tensor:
 UNDONE: dict[str, Callable[[Node, Value, torch.Tensor], torch.Tensor]] = {
     "concat": _slice,
     "columns": lambda n, v, made: by_rows(made),
+    "tiles": lambda n, v, made: from_tiles(made),
     "scale": lambda n, v, made: made / n.number("value"),
 }

@@ -146,29 +146,34 @@ status g4ir_call_linear(tensor x, tensor w, tensor *out) {
 }
 
 static status linear_coded(const char *op, int rounded, tensor x, tensor codes, tensor scales,
-                           tensor *out) {
+                           int32_t tiles, tensor *out) {
     tensor operands[] = {x, codes, scales};
+    uint64_t numbers[] = {tiles};
     view a, b, c;
     void *y;
     if (!viewed(x, &a) || !viewed(codes, &b) || !viewed(scales, &c) || number(c.dtype) < 0)
-        return dispatched(op, 3, operands, out);
+        return dispatched_with(op, 3, operands, 1, numbers, out);
     int dtype = number(a.dtype), form = form_of(b.dtype);
     int64_t rows = rows_of(&a), n = b.sizes[0], k = a.sizes[a.dim - 1], groups = c.sizes[1];
-    if (!g4ir_takes_codes(form, rounded, dtype, rows, k, groups)) return dispatched(op, 3, operands, out);
+    if ((rounded && !tiles) || !g4ir_takes_codes(form, rounded, dtype, rows, k, groups))
+        return dispatched_with(op, 3, operands, 1, numbers, out);
     if (made(&a, n, out, &y)) return 1;
     void *state = without_lock();
-    int failed = g4ir_linear_coded(b.data, form, c.data, number(c.dtype), a.data, rounded, y, dtype,
-                                   rows, n, k, groups, threads());
+    int failed = g4ir_linear_coded(b.data, form, tiles, c.data, number(c.dtype), a.data, rounded, y,
+                                   dtype, rows, n, k, groups, threads());
     with_lock(state);
-    return finished(failed, op, 3, operands, out);
+    if (!failed) return 0;
+    aoti_torch_delete_tensor_object(*out);
+    return dispatched_with(op, 3, operands, 1, numbers, out);
 }
 
-status g4ir_call_linear_coded(tensor x, tensor codes, tensor scales, tensor *out) {
-    return linear_coded("g4ir::linear_coded", 0, x, codes, scales, out);
+status g4ir_call_linear_coded(tensor x, tensor codes, tensor scales, int32_t tiles, tensor *out) {
+    return linear_coded("g4ir::linear_coded", 0, x, codes, scales, tiles, out);
 }
 
-status g4ir_call_linear_rounded(tensor x, tensor codes, tensor scales, tensor *out) {
-    return linear_coded("g4ir::linear_rounded", 1, x, codes, scales, out);
+status g4ir_call_linear_rounded(tensor x, tensor codes, tensor scales, int32_t tiles,
+                                tensor *out) {
+    return linear_coded("g4ir::linear_rounded", 1, x, codes, scales, tiles, out);
 }
 
 static int held_as(int32_t dtype) {

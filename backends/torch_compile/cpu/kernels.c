@@ -6,9 +6,7 @@
 
 #include "quantised.h"
 
-#include "integer.h"
-
-#include "integer_avx512.h"
+#include "tiles.h"
 
 #include "quantised_calls.h"
 

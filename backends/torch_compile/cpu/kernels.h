@@ -16,16 +16,17 @@ int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, 
                 int64_t k, int threads);
 
 /* The same of weights in codes, for w = codes[n, k] * scales[n, groups], less minima that lie beside
- * scales, where the form has such; `rounded`: of rows of x that are rounded to 8 bits first, with a scale for
- * each 32 numbers. */
+ * scales, where the form has such; `tiles`: they lie in tiles of 16 rows (tiles.h), as n and
+ * groups allow it; `rounded`: rows of x, in bf16, are rounded to 8 bits first, with a scale for each 32
+ * numbers; tiles alone. */
 int g4ir_takes_codes(int form, int rounded, int dtype, int64_t rows, int64_t k, int64_t groups);
-int g4ir_linear_coded(const void *codes, int form, const void *scales, int scales_dtype,
+int g4ir_linear_coded(const void *codes, int form, int tiles, const void *scales, int scales_dtype,
                       const void *x, int rounded, void *y, int dtype, int64_t rows, int64_t n,
                       int64_t k, int64_t groups, int threads);
 
 /* y[n, k] = round(codes * scales), for what is taken as one row. */
-void g4ir_decode(const void *codes, int form, const void *scales, int scales_dtype, void *y,
-                 int dtype, int64_t n, int64_t k, int64_t groups, int threads);
+int g4ir_decode(const void *codes, int form, int tiles, const void *scales, int scales_dtype,
+                void *y, int dtype, int64_t n, int64_t k, int64_t groups, int threads);
 
 /* What rows of a cache may be held in beside dtypes (g4ir/ops/kv_quant.py). */
 enum { ROWS_INT8 = F16 + 1, ROWS_FP8 };

@@ -1,35 +1,19 @@
 /* Products and decoding of quantised weights, by scheme: what kernels.h declares. */
-#define FIXED_fp8
-#define ROUNDED_fp8
-
-#define PRODUCT_CODED(NAME, BYTES, PER)                                                         \
+#define PRODUCT_CODED(NAME)                                                                     \
     static void wide_##NAME(const void *x, int dtype, void *form, int64_t k) {                  \
         float *wide = form;                                                                     \
         for (int64_t i = 0; i < k; i += BLOCK) {                                                \
             for (int j = 0; j < BLOCK; j++) wide[i + j] = load(x, i + j, dtype);                \
             as_codes_##NAME(wide + i);                                                          \
         }                                                                                       \
-    }                                                                                           \
-    static int product_##NAME(const uint8_t *w, const void *scales, int scales_dtype,           \
-                              const void *x, int rounded, void *y, int dtype, int64_t rows,     \
-                              int64_t n, int64_t k, int64_t groups, int threads) {              \
-        product p = {.w = w, .bytes = BYTES, .stride = k, .scales = scales,                     \
-                     .scales_dtype = scales_dtype, .groups = groups, .each = k / groups * PER,  \
-                     .x = x, .to = wide_##NAME, .apart = k * sizeof(float), .y = y,             \
-                     .dtype = dtype, .rows = rows, .n = n, .k = k};                             \
-        if (rounded) { ROUNDED_##NAME }                                                         \
-        FIXED_##NAME                                                                            \
-        const dots *of = groups == 1 ? rowwise_##NAME##s : groupwise_##NAME##s;                 \
-        return multiply(&p, of, CODED_TOGETHER, threads);                                       \
     }
 
-/* Bytes of 256 numbers, and scales of a group. */
-PRODUCT_CODED(int8, 256, 1)
-PRODUCT_CODED(int6, 2 * SIXES_BYTES, 1)
-PRODUCT_CODED(int4, 128, 1)
-PRODUCT_CODED(fp8, 256, 1)
-PRODUCT_CODED(uint4, ABOVE_uint4, 2)
-PRODUCT_CODED(uint5, ABOVE_uint5, 2)
+PRODUCT_CODED(int8)
+PRODUCT_CODED(int6)
+PRODUCT_CODED(int4)
+PRODUCT_CODED(fp8)
+PRODUCT_CODED(uint4)
+PRODUCT_CODED(uint5)
 
 /* Rows of a weight for a library's product. */
 #define DECODE(NAME, BYTES, UNIT)                                                               \
@@ -160,27 +144,29 @@ static inline void decode_above_bf16(const int high, const uint8_t *w, const voi
 }
 #endif
 
-/* The functions of each form, the codes that share a scale at least, and scales of a group. */
+/* The functions of each form: what makes rows of x, products with a scale for a row or for each group,
+ * what makes rows of the weight; the codes that share a scale at least, scales of a group, and bytes of
+ * 256 numbers. */
 static const struct {
-    int (*product)(const uint8_t *, const void *, int, const void *, int, void *, int, int64_t,
-                   int64_t, int64_t, int64_t, int);
+    to_form *wide;
+    const dots *rowwise, *groupwise;
     void (*decode)(const uint8_t *, const void *, int, void *, int, int64_t, int64_t, int64_t,
                    int64_t);
-    int64_t group, scales;
+    int64_t group, scales, bytes;
 } OF[FORMS] = {
-    [INT8] = {product_int8, decode_int8, HALF, 1},
-    [INT6] = {product_int6, decode_int6, SIXES, 1},
-    [INT4] = {product_int4, decode_int4, BLOCK, 1},
-    [FP8] = {product_fp8, decode_fp8, HALF, 1},
-    [UINT4] = {product_uint4, decode_uint4, ABOVE, 2},
-    [UINT5] = {product_uint5, decode_uint5, ABOVE, 2},
+    [INT8] = {wide_int8, rowwise_int8s, groupwise_int8s, decode_int8, HALF, 1, 256},
+    [INT6] = {wide_int6, rowwise_int6s, groupwise_int6s, decode_int6, SIXES, 1, 2 * SIXES_BYTES},
+    [INT4] = {wide_int4, rowwise_int4s, groupwise_int4s, decode_int4, BLOCK, 1, 128},
+    [FP8] = {wide_fp8, rowwise_fp8s, groupwise_fp8s, decode_fp8, HALF, 1, 256},
+    [UINT4] = {wide_uint4, groupwise_uint4s, groupwise_uint4s, decode_uint4, ABOVE, 2, ABOVE_uint4},
+    [UINT5] = {wide_uint5, groupwise_uint5s, groupwise_uint5s, decode_uint5, ABOVE, 2, ABOVE_uint5},
 };
 
 /* Most rows that are multiplied with codes as they are. */
 #define CODED_ROWS 8
 
 int g4ir_takes_codes(int form, int rounded, int dtype, int64_t rows, int64_t k, int64_t groups) {
-    if (rounded && !(ROUNDS && dtype == BF16 && form != FP8)) return 0;
+    if (rounded && !(dtype == BF16 && has_tiles(form))) return 0;
     if (form < 0 || form >= FORMS || (dtype != BF16 && dtype != F32)) return 0;
     int64_t scales = OF[form].scales;
     if (groups % scales) return 0;
@@ -189,20 +175,25 @@ int g4ir_takes_codes(int form, int rounded, int dtype, int64_t rows, int64_t k, 
     return k / groups % OF[form].group == 0;
 }
 
-int g4ir_linear_coded(const void *codes, int form, const void *scales, int scales_dtype,
+int g4ir_linear_coded(const void *codes, int form, int tiles, const void *scales, int scales_dtype,
                       const void *x, int rounded, void *y, int dtype, int64_t rows, int64_t n,
                       int64_t k, int64_t groups, int threads) {
-    return OF[form].product(codes, scales, scales_dtype, x, rounded, y, dtype, rows, n, k, groups,
-                            threads);
+    product p = {.w = codes, .bytes = OF[form].bytes, .stride = k, .scales = scales,
+                 .scales_dtype = scales_dtype, .groups = groups,
+                 .each = k / groups * OF[form].scales, .x = x, .y = y, .dtype = dtype,
+                 .rows = rows, .n = n, .k = k};
+    if (tiles && dtype == BF16 && has_tiles(form))
+        return multiply_tiles(&p, form, rounded ? 1 : 2, threads);
+    p.to = OF[form].wide, p.apart = k * sizeof(float);
+    const dots *of = groups == 1 ? OF[form].rowwise : OF[form].groupwise;
+    if (tiles) return multiply_from_tiles(&p, of, threads);
+    return multiply(&p, of, CODED_TOGETHER, threads);
 }
-
-/* Rows of the weight in a unit of g4ir_decode. */
-#define DECODED_ROWS 16
 
 typedef struct {
     const void *codes, *scales;
     void *y;
-    int form, scales_dtype, dtype;
+    int form, tiles, scales_dtype, dtype;
     int64_t n, k, groups;
 } decoding;
 
@@ -225,13 +216,26 @@ static void decode_rows(const decoding *d, int64_t first, int64_t last) {
 
 static int decode_units(void *context, units *left) {
     const decoding *d = context;
-    for (int64_t i; (i = take_unit(left)) >= 0;)
-        decode_rows(d, i * DECODED_ROWS, least((i + 1) * DECODED_ROWS, d->n));
+    decoding own = *d;
+    product p = {.w = d->codes, .bytes = OF[d->form].bytes, .k = d->k, .scales = d->scales,
+                 .scales_dtype = d->scales_dtype, .groups = d->groups};
+    uint8_t *rows = d->tiles ? malloc(tile_bytes(&p)) : NULL;
+    if (d->tiles && !rows) return 1;
+    for (int64_t i; (i = take_unit(left)) >= 0;) {
+        if (!d->tiles) {
+            decode_rows(d, i * TILE, least((i + 1) * TILE, d->n));
+            continue;
+        }
+        own.codes = rows, own.scales = rows_of_tile(&p, i, rows);
+        own.y = (char *)d->y + i * TILE * d->k * (d->dtype == F32 ? 4 : 2);
+        decode_rows(&own, 0, TILE);
+    }
+    free(rows);
     return 0;
 }
 
-void g4ir_decode(const void *codes, int form, const void *scales, int scales_dtype, void *y,
-                 int dtype, int64_t n, int64_t k, int64_t groups, int threads) {
-    decoding d = {codes, scales, y, form, scales_dtype, dtype, n, k, groups};
-    run_region(decode_units, &d, (n + DECODED_ROWS - 1) / DECODED_ROWS, threads);
+int g4ir_decode(const void *codes, int form, int tiles, const void *scales, int scales_dtype, void *y,
+                int dtype, int64_t n, int64_t k, int64_t groups, int threads) {
+    decoding d = {codes, scales, y, form, tiles, scales_dtype, dtype, n, k, groups};
+    return run_region(decode_units, &d, (n + TILE - 1) / TILE, threads);
 }

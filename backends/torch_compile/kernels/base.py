@@ -68,6 +68,8 @@ class Coded:
     codes: Any
     scales: Any
     dtype: Any
+    #: whether codes and scales lie in tiles
+    tiles: bool = False
 
 
 def held(w: Any) -> tuple[Any, Any]:
