@@ -74,7 +74,7 @@ class TorchBackend(Backend):
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         program, limits, device, progress = task.program, task.limits, task.device, task.progress
-        steps = phase_steps(program, limits)
+        steps = phase_steps(program, limits, device)
         texts = [s.text for many in steps.values() for s in many if isinstance(s, Segment)]
         chooses = choice_texts(program, limits) if device == "cuda" else {}
         texts += chooses.values()
@@ -115,7 +115,7 @@ class TorchBackend(Backend):
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
         """Count the programs that an engine calls in all, and those that are compiled."""
-        phases = phase_steps(prepared.packing.program, prepared.limits)
+        phases = phase_steps(prepared.packing.program, prepared.limits, prepared.device)
         texts = [s.text for many in phases.values() for s in many if isinstance(s, Segment)]
         return {"programs": {"calls": len(texts), "compiled": len(set(texts))}}
 
@@ -141,7 +141,7 @@ def _check_programs(
     program: Program, limits: Limits, device: str, folder: Path, kept: Programs
 ) -> None:
     """Raise EngineError unless every segment has a program that was made of it."""
-    steps = phase_steps(program, limits)
+    steps = phase_steps(program, limits, device)
     texts: dict[str, list[str | None]] = {
         name: [s.text if isinstance(s, Segment) else None for s in many]
         for name, many in steps.items()

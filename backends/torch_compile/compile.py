@@ -64,7 +64,7 @@ SOURCES = (
 GPU_SOURCES = ("tunings.py", "tunings.yaml", "kernels/*.py")
 #: what the CPU kernels are made of, and how
 CPU_KERNELS = Path(__file__).with_name("cpu")
-KERNEL_SOURCES = ("kernels.c", "calls.c", "team.c")
+KERNEL_SOURCES = ("kernels.c", "step.c", "calls.c", "team.c")
 KERNEL_FLAGS = (
     "-O3",
     "-march=native",

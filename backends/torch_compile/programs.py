@@ -11,6 +11,7 @@ from g4ir.plan.engine_limits import Limits
 
 from .kernels.base import CANDIDATES
 from .segment import Step, graph_steps
+from .step_program import step_phases
 
 #: the graphs that a step may run; only an engine that drafts has `verify`, only one of pictures
 #: `prefill_media`
@@ -27,11 +28,15 @@ def phases(program: Program) -> list[str]:
     return [p for p in PHASES if p in program.graphs]
 
 
-def phase_steps(program: Program, limits: Limits) -> dict[str, list[Step]]:
-    """Return the steps of each phase and tower; an engine for one row has its batch dim fixed."""
+def phase_steps(program: Program, limits: Limits, device: str) -> dict[str, list[Step]]:
+    """Return the steps of each phase and tower that is compiled; an engine for one row has its
+    batch dim fixed."""
     fixed = {"B": 1} if limits.max_batch == 1 else {}
+    others = ("embed", *step_phases(program, limits, device))
     return {
-        name: graph_steps(bind(g, **fixed)) for name, g in program.graphs.items() if name != "embed"
+        name: graph_steps(bind(g, **fixed))
+        for name, g in program.graphs.items()
+        if name not in others
     }
 
 

@@ -77,6 +77,16 @@ _ARGUMENTS = {
     "linear_coded": "piipipipissssi",
     "decode": "piipipisssi",
     "attend": "ppppppiissssssssdi",
+    "run_instructions": "ppspi",
+}
+#: dtype of codes -> codes that share a scale at least, and scales of a group
+_GROUPS = {
+    torch.int8: (16, 1),
+    torch.uint8: (32, 1),
+    torch.float8_e4m3fn: (16, 1),
+    torch.int64: (128, 1),
+    torch.int32: (256, 2),
+    torch.int16: (256, 2),
 }
 
 
@@ -137,6 +147,20 @@ def _with_memory(failed: int, out: Tensor, use: str) -> Tensor:
     if failed:
         raise MemoryError(f"no memory for {use.format(list(out.shape))}")
     return out
+
+
+def takes_width(codes: Tensor, scales: int) -> bool:
+    """Whether products with codes [.., k] and so many scales a row are done here."""
+    (least, each), k = _GROUPS[codes.dtype], numbers_in(codes)
+    groups = scales // each
+    return scales % each == 0 and k % 32 == 0 and k % groups == 0 and k // groups % least == 0
+
+
+def run_instructions(instructions: Any, operands: Any, room: Tensor) -> None:
+    """Run a part of a step program (step_program.py)."""
+    places = instructions.ctypes.data, operands.ctypes.data, len(instructions), room.data_ptr()
+    if _kernels["run_instructions"](*places, torch.get_num_threads()):
+        raise MemoryError("no memory for the products of a step")
 
 
 def attend(

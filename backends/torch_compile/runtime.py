@@ -40,6 +40,7 @@ from .cuda_graph import (
 from .programs import CANDIDATES, CHAINS, END, KERNELS_FILE, phase_steps
 from .schedule import any_length
 from .segment import Glue, Segment, Step, state_steps
+from .step_program import StepProgram, record_step, step_phases
 from .target import find_target
 from .token_loop import Choose, Embed, RoundLoop, TokenLoop, end_by_torch
 
@@ -96,7 +97,7 @@ class TorchRuntime:
         #: the same for full chunks of prompts, where a recorded one serves every length
         records &= any_length(program.graphs["prefill"], target)
         self.record_chunk = WithFallback(recorded_at, CHUNKS) if records else None
-        steps = phase_steps(program, limits)
+        steps = phase_steps(program, limits, device)
         programs = {name: many for name, many in files.items() if name not in (CHAINS, END)}
         names = dict.fromkeys(f for many in programs.values() for f in many if f)
         if device == "cpu":  # programs call them
@@ -108,6 +109,8 @@ class TorchRuntime:
         self.choosers = {
             op: calls[files[op][0] or ""] for op in ("greedy", "candidates") if op in files
         }
+        #: phases that run as programs recorded for a session
+        self.recorded_phases = step_phases(program, limits, device)
         self.weights = self._load_params(steps, task.params, task.progress)
         self.plans: dict[tuple[str, bool], list[BoundStep]] = {}
         for phase, many in steps.items():
@@ -142,6 +145,8 @@ class TorchRuntime:
             if isinstance(s, Segment)
             for name in s.params
         )
+        graphs = (self.program.graphs[phase] for phase in self.recorded_phases)
+        names |= {v.name: None for g in graphs for v in g.params}
         loaded: dict[str, Tensor] = {}
         on_cpu = self.device == "cpu"
         source = params.apart() if isinstance(params, StoredParams) and on_cpu else params
@@ -170,6 +175,8 @@ class TorchRuntime:
         logits: bool,
         watch: Watch | None = None,
     ) -> Tensors | None:
+        if phase in self.recorded_phases:
+            return self._run_program(phase, feeds, state, watch)
         if watch is None and self._is_full(phase, feeds):
             return self._chunk(feeds, state, logits)
         if phase == "decode" and self.any_length:
@@ -179,6 +186,18 @@ class TorchRuntime:
             return self._replay(feeds, state, views)
         env = self._run_plan(self.plans[phase, logits], feeds, views, watch)
         return self._results(phase, env) if logits else None
+
+    def _run_program(
+        self, phase: str, feeds: Tensors, state: Caches, watch: Watch | None
+    ) -> Tensors:
+        """Run a step program over all slots of the session's caches: it reads those in use."""
+        views, g = state.views(self.limits.max_seq), self.program.graphs[phase]
+        shapes = tuple(tuple(feeds[v.name].shape) for v in g.inputs)
+
+        def make() -> StepProgram:
+            return record_step(g, self.weights, views, feeds)
+
+        return state.captured.get(StepProgram, (phase, shapes), make).run(feeds, watch)
 
     def _results(self, phase: str, env: Tensors) -> Tensors:
         return {v.name: env[v.name] for v in self.program.graphs[phase].outputs}

@@ -39,3 +39,8 @@ int g4ir_attend(const void *q, const int64_t *positions, const int64_t *written,
                 const void *v, void *out, int dtype, int held, int64_t batch, int64_t queries,
                 int64_t heads, int64_t kv_heads, int64_t d, int64_t slots, int64_t width,
                 int64_t window, double scale, int threads);
+
+/* Runs `count` instructions of step.c over their operands; `room`: three rows of the widest operand, in
+ * fp32. Returns 0, or 1 where memory is short. */
+int g4ir_run_instructions(const void *instructions, const void *operands, int64_t count, float *room,
+                          int threads);

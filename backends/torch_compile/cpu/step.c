@@ -1,0 +1,446 @@
+/* A decode step as one program: instructions over fixed addresses, made once for a session
+ * (step_program.py), so that nothing between two products is dispatched, allocated or interpreted. Rows
+ * are computed in fp32 and rounded where the definitions of the ops round (g4ir/ops). */
+#include "kernels.h"
+#include "number.h"
+#include "team.h"
+
+#include <math.h>
+#include <stddef.h>
+
+/* Numbers that are worked on at a time, and the least for which threads share an instruction. */
+#define PIECE 2048
+#define SHARED 16384
+
+/* Rows of `width` numbers: `outer` times `inner` of them, `apart` and `beside` numbers from one to the
+ * next. */
+typedef struct {
+    char *at;
+    int64_t outer, apart, inner, beside, width, dtype, bytes;
+} operand;
+
+/* What an instruction does; the order is that of step_program.py. */
+enum {
+    COPY, RMS_NORM, ADD, MUL, SCALE, SOFTCAP, GLU, ROPE, ROPE_TABLE, CACHE_WRITE, ATTENTION, LINEAR,
+    LINEAR_CODED, ROW_START, ADD_INTEGERS, TOP_K, EXPERTS
+};
+
+typedef struct {
+    int64_t kind, first; /* of its operands: results come last */
+    int64_t n[4];
+    double f;
+} instruction;
+
+typedef struct {
+    const instruction *i;
+    const operand *of;
+    float *room; /* three rows of the widest operand */
+    int threads;
+} running;
+
+static inline int64_t rows_of(const operand *o) { return o->outer * o->inner; }
+
+static inline char *row(const operand *o, int64_t r) {
+    return o->at + (r / o->inner * o->apart + r % o->inner * o->beside) * o->bytes;
+}
+
+static inline float rounded(float f, int64_t dtype) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    uint32_t near = (u + 0x7fffu + ((u >> 16) & 1)) & 0xffff0000u, nan = u | 0x400000u;
+    u = dtype == F32 ? u : (u & 0x7fffffffu) > 0x7f800000u ? nan : near;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+static void read_numbers(const void *from, int64_t dtype, float *to, int64_t count) {
+    if (dtype == F32)
+        memcpy(to, from, count * 4);
+    else
+        for (int64_t j = 0; j < count; j++) to[j] = widen(((const bf16 *)from)[j]);
+}
+
+static void write_numbers(void *to, int64_t dtype, const float *from, int64_t count) {
+    if (dtype == F32)
+        memcpy(to, from, count * 4);
+    else
+        for (int64_t j = 0; j < count; j++) {
+            float f = rounded(from[j], BF16);
+            uint32_t u;
+            memcpy(&u, &f, 4);
+            ((bf16 *)to)[j] = u >> 16;
+        }
+}
+
+/* ---- functions of one number ---- */
+
+/* e^x: a power of two times a polynomial on half of ln 2 to both sides. */
+static inline float exponential(float x) {
+    x = x > 88.0f ? 88.0f : x < -87.0f ? -87.0f : x;
+    float whole = (float)(int32_t)(x * 1.44269504f + (x < 0 ? -0.5f : 0.5f));
+    float r = x - whole * 0.693147182f, p = 1.0f / 5040;
+    p = p * r + 1.0f / 720, p = p * r + 1.0f / 120, p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6, p = p * r + 0.5f, p = p * r + 1.0f, p = p * r + 1.0f;
+    int32_t power = ((int32_t)whole + 127) << 23;
+    float scale;
+    memcpy(&scale, &power, 4);
+    return p * scale;
+}
+
+static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+/* tanh x: near 0 by its series' quotient, where 1 - 2 / (e^2x + 1) would lose digits. */
+static inline float tangent(float x) {
+    float a = fabsf(x), z = x * x;
+    float near = x * (135135 + z * (17325 + z * (378 + z))) / (135135 + z * (62370 + z * (3150 + z * 28)));
+    float far = 1.0f - 2.0f / (exponential(2 * a) + 1.0f);
+    return x != x ? x : a < 0.7f ? near : copysignf(far, x);
+}
+
+enum { GELU_TANH, GELU, SILU, RELU };
+
+static inline void activate(float *x, int64_t which, int64_t count) {
+    if (which == GELU_TANH)
+        for (int64_t j = 0; j < count; j++) {
+            float u = 0.797884561f * (x[j] + 0.044715f * x[j] * x[j] * x[j]);
+            x[j] = x[j] * sigmoid(2 * u);
+        }
+    else if (which == SILU)
+        for (int64_t j = 0; j < count; j++) x[j] = x[j] * sigmoid(x[j]);
+    else if (which == GELU)
+        for (int64_t j = 0; j < count; j++) x[j] = x[j] * 0.5f * (1 + erff(x[j] * 0.707106781f));
+    else
+        for (int64_t j = 0; j < count; j++) x[j] = x[j] < 0 ? 0 : x[j];
+}
+
+/* ---- instructions; operands in the order of their comment ---- */
+
+/* x, y: also to another dtype, and integers as bytes */
+static void copy(const running *a) {
+    const operand *x = a->of, *y = a->of + 1;
+    for (int64_t r = 0; r < rows_of(y); r++) {
+        if (x->dtype == y->dtype) {
+            memcpy(row(y, r), row(x, r), y->width * y->bytes);
+            continue;
+        }
+        read_numbers(row(x, r), x->dtype, a->room, y->width);
+        write_numbers(row(y, r), y->dtype, a->room, y->width);
+    }
+}
+
+/* x, w of all rows or none, y; f: eps */
+static void rms_norm(const running *a) {
+    const operand *x = a->of, *w = a->of + 1, *y = a->of + 2;
+    int64_t width = x->width;
+    float *h = a->room, *by = a->room + width;
+    if (w->at) read_numbers(w->at, w->dtype, by, width);
+    for (int64_t r = 0; r < rows_of(y); r++) {
+        read_numbers(row(x, r), x->dtype, h, width);
+        float sum = 0;
+        for (int64_t j = 0; j < width; j++) sum += h[j] * h[j];
+        float factor = 1.0f / sqrtf(sum / width + (float)a->i->f);
+        for (int64_t j = 0; j < width; j++) h[j] *= factor;
+        if (w->at)
+            for (int64_t j = 0; j < width; j++) h[j] *= by[j];
+        write_numbers(row(y, r), y->dtype, h, width);
+    }
+}
+
+/* x, other, y */
+static void add(const running *a) {
+    const operand *x = a->of, *other = a->of + 1, *y = a->of + 2;
+    float *one = a->room, *two = a->room + x->width;
+    for (int64_t r = 0; r < rows_of(y); r++) {
+        read_numbers(row(x, r), x->dtype, one, x->width);
+        read_numbers(row(other, r), other->dtype, two, x->width);
+        for (int64_t j = 0; j < x->width; j++) one[j] += two[j];
+        write_numbers(row(y, r), y->dtype, one, x->width);
+    }
+}
+
+/* x, w of one number or of a row's, y */
+static void mul(const running *a) {
+    const operand *x = a->of, *w = a->of + 1, *y = a->of + 2;
+    float *one = a->room, *two = a->room + x->width;
+    read_numbers(w->at, w->dtype, two, w->width);
+    for (int64_t j = w->width; j < x->width; j++) two[j] = two[0];
+    for (int64_t r = 0; r < rows_of(y); r++) {
+        read_numbers(row(x, r), x->dtype, one, x->width);
+        for (int64_t j = 0; j < x->width; j++) one[j] *= two[j];
+        write_numbers(row(y, r), y->dtype, one, x->width);
+    }
+}
+
+/* x, y; f: factor */
+static void scale(const running *a) {
+    const operand *x = a->of, *y = a->of + 1;
+    float factor = a->i->f;
+    for (int64_t r = 0; r < rows_of(y); r++) {
+        read_numbers(row(x, r), x->dtype, a->room, x->width);
+        for (int64_t j = 0; j < x->width; j++) a->room[j] *= factor;
+        write_numbers(row(y, r), y->dtype, a->room, x->width);
+    }
+}
+
+/* Runs the body for each piece of each row of the last of `count` operands. */
+static int by_pieces(const running *a, const operand *y, region *body) {
+    int64_t pieces = (y->width + PIECE - 1) / PIECE * rows_of(y);
+    return run_region(body, (void *)a, pieces, rows_of(y) * y->width < SHARED ? 1 : a->threads);
+}
+
+static inline char *piece(const operand *o, int64_t unit) {
+    int64_t each = (o->width + PIECE - 1) / PIECE;
+    return row(o, unit / each) + unit % each * PIECE * o->bytes;
+}
+
+/* How many numbers it has. */
+static inline int64_t piece_size(const operand *o, int64_t unit) {
+    int64_t from = unit % ((o->width + PIECE - 1) / PIECE) * PIECE;
+    return o->width - from < PIECE ? o->width - from : PIECE;
+}
+
+/* x, y; f: cap */
+static int softcap_pieces(void *context, units *left) {
+    const running *a = context;
+    const operand *x = a->of, *y = a->of + 1;
+    float h[PIECE], cap = a->i->f;
+    for (int64_t unit; (unit = take_unit(left)) >= 0;) {
+        int64_t n = piece_size(y, unit);
+        read_numbers(piece(x, unit), x->dtype, h, n);
+        for (int64_t j = 0; j < n; j++) h[j] = rounded(h[j] / cap, x->dtype);
+        for (int64_t j = 0; j < n; j++) h[j] = rounded(tangent(h[j]), x->dtype) * cap;
+        write_numbers(piece(y, unit), y->dtype, h, n);
+    }
+    return 0;
+}
+
+/* gate, up, y; n: activation */
+static int glu_pieces(void *context, units *left) {
+    const running *a = context;
+    const operand *gate = a->of, *up = a->of + 1, *y = a->of + 2;
+    float h[PIECE], other[PIECE];
+    for (int64_t unit; (unit = take_unit(left)) >= 0;) {
+        int64_t n = piece_size(y, unit);
+        read_numbers(piece(gate, unit), gate->dtype, h, n);
+        read_numbers(piece(up, unit), up->dtype, other, n);
+        activate(h, a->i->n[0], n);
+        for (int64_t j = 0; j < n; j++) h[j] = rounded(h[j], y->dtype) * other[j];
+        write_numbers(piece(y, unit), y->dtype, h, n);
+    }
+    return 0;
+}
+
+/* x, cos, sin, y; n: heads, which share a row of the tables */
+static void rope(const running *a) {
+    const operand *x = a->of, *cosines = a->of + 1, *sines = a->of + 2, *y = a->of + 3;
+    int64_t d = x->width, half = d / 2, dtype = x->dtype;
+    float *h = a->room, *c = h + d, *s = c + d;
+    for (int64_t r = 0; r < rows_of(y); r++) {
+        if (r % a->i->n[0] == 0) {
+            read_numbers(row(cosines, r / a->i->n[0]), cosines->dtype, c, d);
+            read_numbers(row(sines, r / a->i->n[0]), sines->dtype, s, d);
+        }
+        read_numbers(row(x, r), dtype, h, d);
+        for (int64_t j = 0; j < half; j++) {
+            float low = h[j], high = h[j + half];
+            h[j] = rounded(low * c[j], dtype) + rounded(-high * s[j], dtype);
+            h[j + half] = rounded(high * c[j + half], dtype) + rounded(low * s[j + half], dtype);
+        }
+        write_numbers(row(y, r), y->dtype, h, d);
+    }
+}
+
+/* positions, frequencies of half a row in fp32, cos, sin */
+static void rope_table(const running *a) {
+    const operand *positions = a->of, *cosines = a->of + 2, *sines = a->of + 3;
+    const float *frequencies = (const float *)a->of[1].at;
+    int64_t half = cosines->width / 2;
+    float *c = a->room, *s = c + 2 * half;
+    for (int64_t r = 0; r < rows_of(cosines); r++) {
+        float position = ((const int64_t *)positions->at)[r];
+        for (int64_t j = 0; j < half; j++) {
+            float angle = position * frequencies[j];
+            c[j] = c[j + half] = cosf(angle), s[j] = s[j + half] = sinf(angle);
+        }
+        write_numbers(row(cosines, r), cosines->dtype, c, 2 * half);
+        write_numbers(row(sines, r), sines->dtype, s, 2 * half);
+    }
+}
+
+/* rows [B * S, n, d], start, lengths, cache [C, B, n, d]; n: B, S, heads */
+static void cache_write(const running *a) {
+    const operand *x = a->of, *cache = a->of + 3;
+    const int64_t *start = (const int64_t *)a->of[1].at, *lengths = (const int64_t *)a->of[2].at;
+    int64_t batch = a->i->n[0], tokens = a->i->n[1], heads = a->i->n[2];
+    int64_t slots = rows_of(cache) / (batch * heads), size = x->width * x->bytes;
+    for (int64_t b = 0; b < batch; b++)
+        for (int64_t s = 0; s < lengths[b]; s++) {
+            int64_t slot = (start[b] + s) % slots;
+            if (lengths[b] - s > slots) continue;
+            for (int64_t h = 0; h < heads; h++)
+                memcpy(cache->at + ((slot * batch + b) * heads + h) * size,
+                       row(x, (b * tokens + s) * heads + h), size);
+        }
+}
+
+/* q, positions, written, k, v, out; n: B, S, window, heads of K; f: scale */
+static int attention(const running *a) {
+    const operand *q = a->of, *k = a->of + 3;
+    const int64_t *n = a->i->n;
+    return g4ir_attend(q->at, (const int64_t *)a->of[1].at, (const int64_t *)a->of[2].at, k->at,
+                       a->of[4].at, a->of[5].at, q->dtype, k->dtype, n[0], n[1],
+                       rows_of(q) / (n[0] * n[1]), n[3], q->width, rows_of(k) / (n[0] * n[3]),
+                       k->width, n[2], a->i->f, a->threads);
+}
+
+/* x, w, y */
+static int linear(const running *a) {
+    const operand *x = a->of, *w = a->of + 1, *y = a->of + 2;
+    return g4ir_linear(w->at, x->at, y->at, x->dtype, rows_of(x), y->width, x->width, a->threads);
+}
+
+/* x, codes, scales, y; n: form, tiles, rounded */
+static int linear_coded(const running *a) {
+    const operand *x = a->of, *codes = a->of + 1, *scales = a->of + 2, *y = a->of + 3;
+    const int64_t *n = a->i->n;
+    return g4ir_linear_coded(codes->at, n[0], n[1], scales->at, scales->dtype, x->at, n[2], y->at,
+                             x->dtype, rows_of(x), y->width, x->width, scales->width, a->threads);
+}
+
+/* positions [B, S], start */
+static void row_start(const running *a) {
+    int64_t *to = (int64_t *)a->of[1].at;
+    for (int64_t b = 0; b < rows_of(a->of); b++) to[b] = *(const int64_t *)row(a->of, b);
+}
+
+/* x, other, y */
+static void add_integers(const running *a) {
+    const int64_t *x = (const int64_t *)a->of[0].at, *other = (const int64_t *)a->of[1].at;
+    int64_t *y = (int64_t *)a->of[2].at;
+    for (int64_t j = 0; j < rows_of(a->of) * a->of->width; j++) y[j] = x[j] + other[j];
+}
+
+/* scores [T, E], factors [E], weights f32 [T, k], index [T, k]: softmax, the k largest, their share
+ * times the factor of their expert */
+static void top_k(const running *a) {
+    const operand *scores = a->of, *factors = a->of + 1, *weights = a->of + 2, *index = a->of + 3;
+    int64_t experts = scores->width, k = weights->width;
+    float *p = a->room, *by = p + experts;
+    read_numbers(factors->at, factors->dtype, by, experts);
+    for (int64_t r = 0; r < rows_of(scores); r++) {
+        float *to = (float *)row(weights, r), most = -INFINITY, all = 0, sum = 0;
+        int64_t *chosen = (int64_t *)row(index, r);
+        read_numbers(row(scores, r), scores->dtype, p, experts);
+        for (int64_t e = 0; e < experts; e++) most = p[e] > most || p[e] != p[e] ? p[e] : most;
+        for (int64_t e = 0; e < experts; e++) all += p[e] = expf(p[e] - most);
+        for (int64_t i = 0; i < k; i++) {
+            int64_t best = 0;
+            for (int64_t e = 1; e < experts; e++) best = p[e] > p[best] ? e : best;
+            to[i] = p[best] / all, chosen[i] = best, p[best] = -1;
+            sum += to[i];
+        }
+        for (int64_t i = 0; i < k; i++) to[i] = to[i] / sum * by[chosen[i]];
+    }
+}
+
+/* A product of `rows` rows with the weight of one expert; its form is negative where it is no codes. */
+static int expert_product(const running *a, const operand *w, int64_t e, int64_t form, int tiles,
+                          const char *x, char *y, int64_t rows, int64_t n, int64_t k, int64_t dtype) {
+    const operand *scales = w + 1;
+    const char *at = w->at + e * n * w->width * w->bytes;
+    if (form < 0) return g4ir_linear(at, x, y, dtype, rows, n, k, a->threads);
+    return g4ir_linear_coded(at, form, tiles, scales->at + e * n * scales->width * scales->bytes,
+                             scales->dtype, x, 0, y, dtype, rows, n, k, scales->width, a->threads);
+}
+
+/* The places of choices, sorted by expert. */
+static void by_expert(const int64_t *index, int64_t count, int64_t *order) {
+    for (int64_t i = 0; i < count; i++) {
+        int64_t at = i;
+        for (; at && index[order[at - 1]] > index[i]; at--) order[at] = order[at - 1];
+        order[at] = i;
+    }
+}
+
+/* x [T, D], weights [T, k], index [T, k], gate and up, their scales, down, its scales; room for rows of x
+ * [T * k, D], of both [T * k, 2 I], of the activation, of results, and for an order [T * k]; y. n:
+ * activation, forms of the weights, which of them lie in tiles. */
+static int experts(const running *a) {
+    const operand *x = a->of, *index = a->of + 2, *up = a->of + 3;
+    const operand *down = a->of + 5, *rows = a->of + 7, *both = a->of + 8, *act = a->of + 9;
+    const operand *made = a->of + 10;
+    int64_t *order = (int64_t *)a->of[11].at, k = index->width, count = rows_of(x) * k;
+    const int64_t *chosen = (const int64_t *)index->at, *n = a->i->n;
+    int64_t d = x->width, inner = act->width, size = x->bytes;
+    by_expert(chosen, count, order);
+    for (int64_t i = 0; i < count; i++) memcpy(row(rows, i), row(x, order[i] / k), d * size);
+    for (int64_t from = 0, end; from < count; from = end) {
+        int64_t e = chosen[order[from]];
+        for (end = from; end < count && chosen[order[end]] == e;) end++;
+        if (expert_product(a, up, e, n[1], n[3] & 1, row(rows, from), row(both, from), end - from,
+                           2 * inner, d, x->dtype))
+            return 1;
+        for (int64_t i = from; i < end; i++) {
+            float *h = a->room, *other = h + inner;
+            read_numbers(row(both, i), x->dtype, h, 2 * inner);
+            activate(h, n[0], inner);
+            for (int64_t j = 0; j < inner; j++) h[j] = rounded(h[j], x->dtype) * other[j];
+            write_numbers(row(act, i), x->dtype, h, inner);
+        }
+        if (expert_product(a, down, e, n[2], n[3] >> 1, row(act, from), row(made, from), end - from,
+                           d, inner, x->dtype))
+            return 1;
+    }
+    return 0;
+}
+
+/* The results of the experts of each token, weighted and added in the order of its choices. */
+static void weigh(const running *a) {
+    const operand *weights = a->of + 1, *made = a->of + 10, *y = a->of + 12;
+    const int64_t *order = (const int64_t *)a->of[11].at;
+    int64_t d = y->width, k = weights->width;
+    float *sum = a->room, *one = sum + d;
+    for (int64_t t = 0; t < rows_of(y); t++) {
+        for (int64_t j = 0; j < d; j++) sum[j] = 0;
+        for (int64_t s = 0, at; s < k; s++) {
+            for (at = 0; order[at] != t * k + s;) at++;
+            float by = ((const float *)weights->at)[t * k + s];
+            read_numbers(row(made, at), made->dtype, one, d);
+            for (int64_t j = 0; j < d; j++) sum[j] += one[j] * by;
+        }
+        write_numbers(row(y, t), y->dtype, sum, d);
+    }
+}
+
+static int run_one(const running *a) {
+    switch (a->i->kind) {
+    case COPY: copy(a); return 0;
+    case RMS_NORM: rms_norm(a); return 0;
+    case ADD: add(a); return 0;
+    case MUL: mul(a); return 0;
+    case SCALE: scale(a); return 0;
+    case SOFTCAP: return by_pieces(a, a->of + 1, softcap_pieces);
+    case GLU: return by_pieces(a, a->of + 2, glu_pieces);
+    case ROPE: rope(a); return 0;
+    case ROPE_TABLE: rope_table(a); return 0;
+    case CACHE_WRITE: cache_write(a); return 0;
+    case ATTENTION: return attention(a);
+    case LINEAR: return linear(a);
+    case LINEAR_CODED: return linear_coded(a);
+    case ROW_START: row_start(a); return 0;
+    case ADD_INTEGERS: add_integers(a); return 0;
+    case TOP_K: top_k(a); return 0;
+    case EXPERTS: if (experts(a)) return 1; weigh(a); return 0;
+    }
+    return 1;
+}
+
+int g4ir_run_instructions(const void *instructions, const void *operands, int64_t count, float *room,
+                          int threads) {
+    const instruction *i = instructions;
+    for (int64_t at = 0; at < count; at++) {
+        running a = {i + at, (const operand *)operands + i[at].first, room, threads};
+        if (run_one(&a)) return 1;
+    }
+    return 0;
+}

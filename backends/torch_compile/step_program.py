@@ -1,0 +1,499 @@
+"""A decode or verification step on the CPU as one program: a list of instructions for cpu/step.c.
+
+A session's caches, the engine's weights and the memory of every value in between have fixed
+addresses, so a step is recorded once, op by op, and then runs without torch, Python or an allocation
+between its products. What it computes and where it rounds is what the definitions of the ops say.
+A graph with an op that has no instruction here runs as compiled segments instead, as does one of many
+rows, whose products a library does faster.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from g4ir.ir.graph import Graph, Node, Program
+from g4ir.ir.rewrite import bind
+from g4ir.model.decoder import TOKENS, VERIFY
+from g4ir.ops.base import as_tuple
+from g4ir.ops.mlp import ACTIVATIONS
+from g4ir.ops.rope import ROTATION, inverse_frequencies
+from g4ir.ops.types import torch_dtype
+from g4ir.plan.engine_limits import Limits
+
+from ..base import Tensors, Watch
+from . import pyops
+from .kernels.base import Coded
+from .lower import Rounded
+
+Tensor = torch.Tensor
+
+#: instructions, numbered as in cpu/step.c
+KINDS = (
+    *("copy", "rms_norm", "add", "mul", "scale", "softcap", "glu", "rope", "rope_table"),
+    *("cache_write", "attention", "linear", "linear_coded", "row_start", "add_integers", "top_k"),
+    "experts",
+)
+#: those that need no room for rows in fp32
+_IN_PLACE = {"softcap", "glu", "cache_write", "attention", "linear", "linear_coded"}
+_INSTRUCTION = np.dtype([("kind", "i8"), ("first", "i8"), ("n", "i8", 4), ("f", "f8")])
+_OPERAND = np.dtype([("at", "u8"), ("sizes", "i8", 7)])
+#: most rows of a decode step: products of more are a library's
+ROWS = 8
+#: where a value's memory begins
+_LINE = 64
+#: ops that choose or name parts of what is there
+_VIEWS = {"heads", "merge_heads", "split", "unstack_layers"}
+
+
+class NoInstruction(Exception):
+    """An op, a dtype or a layout that has no instruction."""
+
+
+def step_phases(program: Program, limits: Limits, device: str) -> tuple[str, ...]:
+    """Return the graphs of an engine that run as step programs."""
+    if device != "cpu" or limits.max_batch > ROWS:
+        return ()
+    wanted = ("decode", *([VERIFY] if limits.max_batch == 1 else []))
+    return tuple(p for p in wanted if p in program.graphs and _records(program.graphs[p], limits))
+
+
+def _records(g: Graph, limits: Limits) -> bool:
+    """Whether every op of a graph has an instruction: it is recorded without memory."""
+    dims = {d: 2 for v in g.sources() for d in v.type.shape if isinstance(d, str)}
+    g = bind(g, **dims | {"B": limits.max_batch})
+    env = {v.name: _empty(v, "meta") for v in g.sources()}
+    try:
+        Recorder("meta").record(g, env)
+    except NoInstruction:
+        return False
+    return True
+
+
+def _empty(v: Any, device: str) -> Tensor:
+    shape = [int(d) for d in v.type.shape]
+    return torch.empty(shape, dtype=torch_dtype(v.type.dtype), device=device)
+
+
+class Arena:
+    """Memory for the values of a step, lent again once no value lies in it."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._lent: dict[int, Tensor] = {}
+        self._users: Counter[int] = Counter()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        size = -(-max(size, 1) // _LINE) * _LINE
+        free = self._free[size]
+        block = free.pop() if free else torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._lent[_storage(block)] = block
+        return block.view(dtype)[: torch.Size(shape).numel()].view(shape)
+
+    def use(self, t: Tensor, count: int) -> None:
+        """Add so many users of a tensor's memory; without any it is free."""
+        key = _storage(t)
+        self._users[key] += count
+        if not self._users[key] and key in self._lent:
+            block = self._lent.pop(key)
+            self._free[block.numel()].append(block)
+
+
+def _storage(t: Tensor) -> int:
+    key: int = t.untyped_storage()._cdata
+    return key
+
+
+class Recorder:
+    """Turns the nodes of a graph, all dims bound, into instructions."""
+
+    def __init__(self, device: str) -> None:
+        self.arena = Arena(device)
+        self.env: dict[str, Any] = {}
+        self.operands: list[tuple[int, tuple[int, ...]]] = []
+        self.instructions: list[tuple[int, int, tuple[int, ...], float]] = []
+        self.room = 1
+        #: what lies at the addresses; after how many instructions a node is done, and what it makes
+        self.tensors: list[Tensor] = []
+        self.ends: list[tuple[int, Tensors]] = []
+
+    def record(self, g: Graph, env: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Append the instructions of a graph; return its outputs, whose memory is not lent again."""
+        for name, t in env.items():
+            self._put(name, t)
+        for i, n in enumerate(g.nodes):
+            old = {v.name for v, _ in n.definition.updated(n.inputs, n.outputs)}
+            if any(len(g.users()[name]) > 1 for name in old):
+                raise NoInstruction(f"{n.result_names()}: what it overwrites is read elsewhere")
+            self.node(n)
+            self.ends.append((len(self.instructions), dict(self._shown(n))))
+            for name in g.last_uses.get(i, ()):
+                self._drop(name)
+        return {v.name: self.env[v.name] for v in g.outputs}
+
+    def _shown(self, n: Node) -> Iterator[tuple[str, Tensor]]:
+        """Yield the values of a node but for caches, and for weights that stay codes."""
+        updated = {new.name for _, new in n.definition.updated(n.inputs, n.outputs)}
+        for v in n.outputs:
+            if v.name not in updated and isinstance(value := self.env[v.name], Tensor):
+                yield v.name, value
+
+    def node(self, n: Node) -> None:
+        """Append what computes a node: its instructions, or those of its expansion."""
+        given = [self.env[v.name] for v in n.inputs]
+        if n.op in _VIEWS:
+            made = self._view(n, *given)
+        elif n.op in LOWERINGS:
+            made = as_tuple(LOWERINGS[n.op](self, n, *given))
+        elif n.definition.expand:
+            nodes, values = n.expanded
+            for inner in nodes:
+                self.node(inner)
+            made = tuple(self.env[v.name] for v in values)
+        else:
+            raise NoInstruction(n.op)
+        for v, value in zip(n.outputs, made, strict=True):
+            self._put(v.name, value)
+        if n.op not in LOWERINGS and n.definition.expand:
+            for inner in n.expanded[0]:
+                for v in inner.outputs:
+                    self._drop(v.name)
+
+    def _view(self, n: Node, x: Tensor) -> tuple[Tensor, ...]:
+        assert n.definition.reference
+        made = as_tuple(n.definition.reference(x, **n.attrs))
+        if any(_storage(t) != _storage(x) for t in made):
+            raise NoInstruction(f"{n.op} of rows that lie apart")
+        return made
+
+    def _put(self, name: str, value: Any) -> None:
+        self.env[name] = value
+        for t in _tensors(value):
+            self.arena.use(t, 1)
+
+    def _drop(self, name: str) -> None:
+        for t in _tensors(self.env.pop(name)):
+            self.arena.use(t, -1)
+
+    def emit(self, kind: str, *operands: Tensor | None, n: tuple[int, ...] = (), f: float = 0) -> None:
+        """Append an instruction; an operand that is None has the address 0."""
+        first = len(self.operands)
+        for t in operands:
+            self.operands.append((0, (0,) * 7) if t is None else (t.data_ptr(), _rows(t)))
+            self.tensors += [] if t is None else [t]
+            if t is not None and kind not in _IN_PLACE:
+                self.room = max(self.room, 3 * t.shape[-1])
+        self.instructions.append((KINDS.index(kind), first, (*n, 0, 0, 0, 0)[:4], f))
+
+    def like(self, x: Tensor, width: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Return room for rows as x has them, of `width` numbers."""
+        shape = (*x.shape[:-1], x.shape[-1] if width is None else width)
+        return self.arena.empty(shape, dtype or x.dtype)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Return x with its rows one behind the other."""
+        if x.is_contiguous():
+            return x
+        y = self.like(x)
+        self.emit("copy", x, y)
+        return y
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Rounded):
+        yield value.x
+    elif isinstance(value, Coded):
+        yield from (value.codes, value.scales)
+    else:
+        yield value
+
+
+def _rows(t: Tensor) -> tuple[int, ...]:
+    """Return outer, apart, inner, beside, width, dtype and bytes of a number: see cpu/step.c."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(t.shape[:-1], t.stride()[:-1]):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    if len(merged) > 2 or (t.shape[-1] > 1 and t.stride(-1) != 1):
+        raise NoInstruction(f"rows of {list(t.shape)} with strides {t.stride()}")
+    outer, inner = [(1, 0), (1, 0), *merged][-2:]
+    return (*outer, *inner, t.shape[-1], pyops.HELD.get(t.dtype, -1), t.element_size())
+
+
+def _computes(*tensors: Tensor) -> None:
+    for t in tensors:
+        if t.dtype not in (torch.bfloat16, torch.float32):
+            raise NoInstruction(f"numbers in {t.dtype}")
+
+
+# --- the instructions of each op ---------------------------------------------------------------
+
+
+def _norm(r: Recorder, n: Node, x: Tensor, w: Tensor | None = None) -> Tensor:
+    _computes(x)
+    y = r.like(x)
+    r.emit("rms_norm", x, w, y, f=n.number("eps"))
+    return y
+
+
+def _add(r: Recorder, n: Node, a: Tensor, b: Tensor) -> Tensor:
+    y = r.like(a)
+    if a.dtype == torch.int64:
+        r.emit("add_integers", r.whole(a), r.whole(b), y)
+    else:
+        _computes(a)
+        r.emit("add", a, b, y)
+    return y
+
+
+def _mul(r: Recorder, n: Node, x: Tensor, w: Tensor) -> Tensor:
+    _computes(x, w)
+    y = r.like(x)
+    r.emit("mul", x, w, y)
+    return y
+
+
+def _by_number(kind: str, attr: str) -> Callable[..., Tensor]:
+    """Return the lowering of an op with one number."""
+
+    def lower(r: Recorder, n: Node, x: Tensor) -> Tensor:
+        _computes(x)
+        y = r.like(x)
+        r.emit(kind, x, y, f=n.number(attr))
+        return y
+
+    return lower
+
+
+def _glu(r: Recorder, n: Node, gate: Tensor, up: Tensor) -> Tensor:
+    _computes(gate)
+    y = r.like(gate)
+    r.emit("glu", gate, up, y, n=(ACTIVATIONS.index(n.word("act")),))
+    return y
+
+
+def _rope(r: Recorder, n: Node, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    _computes(x)
+    y = r.like(x)
+    r.emit("rope", x, cos, sin, y, n=(x.shape[2],))
+    return y
+
+
+def _rope_table(r: Recorder, n: Node, positions: Tensor) -> tuple[Tensor, Tensor]:
+    dim, dtype = n.whole("dim"), torch_dtype(n.word("dtype"))
+    kind, theta, fraction, factor = (n.attrs[name] for name in [*ROTATION][:4])
+    frequencies = inverse_frequencies(str(kind), theta, dim, fraction, factor)
+    tables = [r.arena.empty((*positions.shape, dim), dtype) for _ in range(2)]
+    _computes(*tables)
+    r.emit("rope_table", r.whole(positions), frequencies, *tables)
+    return tables[0], tables[1]
+
+
+def _cast(r: Recorder, n: Node, x: Tensor) -> Tensor:
+    y = r.like(x, dtype=torch_dtype(n.word("dtype")))
+    _computes(x, y)
+    r.emit("copy", x, y)
+    return y
+
+
+def _stack_layers(r: Recorder, n: Node, x: Tensor) -> Tensor:
+    by_layer = x.permute(2, 0, 1, 3)
+    y = r.arena.empty(tuple(by_layer.shape), x.dtype)
+    r.emit("copy", by_layer, y)
+    return y
+
+
+def _row_start(r: Recorder, n: Node, positions: Tensor) -> Tensor:
+    y = r.arena.empty((positions.shape[0],), torch.int64)
+    r.emit("row_start", positions, y)
+    return y
+
+
+def _cache_write(
+    r: Recorder, n: Node, cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor
+) -> Tensor:
+    if new.dtype != cache.dtype:
+        raise NoInstruction(f"rows in {new.dtype} of a cache in {cache.dtype}")
+    r.emit("cache_write", new, start, lengths, cache, n=tuple(new.shape[:3]))
+    return cache
+
+
+def _attention(
+    r: Recorder, n: Node, q: Tensor, positions: Tensor, written: Tensor, *held: Tensor
+) -> Tensor:
+    if n.attrs["softcap"] or len(held) != 2:
+        raise NoInstruction("attention with a softcap, or over a chunk")
+    _computes(q)
+    out = r.like(q)
+    n_ = (*q.shape[:2], n.whole("window"), held[0].shape[2])
+    r.emit("attention", r.whole(q), positions, written, *held, out, n=n_, f=n.number("scale"))
+    return out
+
+
+def _dequantize(r: Recorder, n: Node, codes: Tensor, scales: Tensor) -> Coded:
+    tiles = n.op == "dequantize_tiles"
+    return Coded(codes, scales, torch_dtype(n.word("to")), tiles)
+
+
+def _fake_quantize(r: Recorder, n: Node, x: Tensor) -> Rounded:
+    return Rounded(x, n.word("form"))
+
+
+def _linear(r: Recorder, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Tensor:
+    rounded = isinstance(x, Rounded)
+    rows = x.x if isinstance(x, Rounded) else x
+    _computes(rows)
+    y = r.like(rows, int(n["w"].type.shape[0]))
+    if isinstance(w, Coded):
+        if rounded and not (w.tiles and x.form == "int8" and rows.dtype == torch.bfloat16):
+            raise NoInstruction("rows that are rounded, of a weight that is not in tiles")
+        use = (_form(w), w.tiles, rounded)
+        r.emit("linear_coded", r.whole(rows), w.codes, w.scales, y, n=use)
+    elif rounded or w.dtype != rows.dtype:
+        raise NoInstruction("rows that are rounded, of a dense weight")
+    else:
+        r.emit("linear", r.whole(rows), w, y)
+    return y
+
+
+def _form(w: Coded) -> int:
+    """Return the number of a weight's form; NoInstruction where the C kernels do not take it."""
+    groups, form = w.scales.shape[-1], pyops.FORMS.get(w.codes.dtype)
+    fits = w.scales.dtype in pyops.DTYPES and pyops.takes_width(w.codes, groups)
+    if form is None or not fits:
+        raise NoInstruction(f"a weight in {w.codes.dtype} with {groups} scales a row")
+    return form
+
+
+def _router(
+    r: Recorder, n: Node, x: Tensor, scale: Tensor, proj: Tensor, per_expert: Tensor
+) -> tuple[Tensor, Tensor]:
+    _computes(x, per_expert)
+    rows, scores = r.like(x), r.like(x, proj.shape[0])
+    r.emit("mul", x, scale, rows)
+    r.emit("scale", rows, rows, f=n.number("root"))
+    r.emit("linear", rows, proj, scores)
+    weights, index = (r.like(x, n.whole("top_k"), d) for d in (torch.float32, torch.int64))
+    r.emit("top_k", scores, per_expert, weights, index)
+    return weights, index
+
+
+def _experts(
+    r: Recorder,
+    n: Node,
+    x: Tensor,
+    weights: Tensor,
+    index: Tensor,
+    gate_up: Tensor | Coded,
+    down: Tensor | Coded,
+    *first: Tensor,
+) -> Tensor:
+    if first:
+        raise NoInstruction("experts of one rank")
+    _computes(x)
+    choices, inner = index.numel(), int(n["down"].type.shape[2])
+    d, y = x.shape[-1], r.like(x)
+    sizes = (d, 2 * inner, inner, d)
+    rooms = [r.arena.empty((choices, size), x.dtype) for size in sizes]
+    order = r.arena.empty((choices,), torch.int64)
+    parts = [*_weight(gate_up), *_weight(down)]
+    forms = [_form(w) if isinstance(w, Coded) else -1 for w in (gate_up, down)]
+    tiles = sum(isinstance(w, Coded) and w.tiles << i for i, w in enumerate((gate_up, down)))
+    act = ACTIVATIONS.index(n.word("act"))
+    r.emit("experts", r.whole(x), weights, index, *parts, *rooms, order, y, n=(act, *forms, tiles))
+    return y
+
+
+def _weight(w: Tensor | Coded) -> tuple[Tensor, Tensor | None]:
+    return (w.codes, w.scales) if isinstance(w, Coded) else (w, None)
+
+
+#: op -> (recorder, node, *values) -> what it makes; others are views, or are expanded
+LOWERINGS: dict[str, Callable[..., Any]] = {
+    "rms_norm": _norm,
+    "add": _add,
+    "mul": _mul,
+    "scale": _by_number("scale", "value"),
+    "softcap": _by_number("softcap", "cap"),
+    "glu": _glu,
+    "rope": _rope,
+    "rope_table": _rope_table,
+    "cast": _cast,
+    "stack_layers": _stack_layers,
+    "row_start": _row_start,
+    "cache_write": _cache_write,
+    "attention": _attention,
+    "dequantize": _dequantize,
+    "dequantize_tiles": _dequantize,
+    "fake_quantize": _fake_quantize,
+    "linear": _linear,
+    "router": _router,
+    "experts": _experts,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class StepProgram:
+    """A recorded step over a session's caches. Not safe for use from several threads at once."""
+
+    instructions: Any
+    operands: Any
+    room: Tensor
+    #: the graph's inputs and outputs
+    feeds: Tensors
+    outputs: Tensors
+    #: after how many instructions a node is done, and what it makes
+    ends: Sequence[tuple[int, Tensors]]
+    #: what lies at the addresses
+    held: tuple[Tensor, ...]
+
+    def run(self, feeds: Tensors, watch: Watch | None = None) -> Tensors:
+        """Run the step; returns the graph's outputs."""
+        for name, t in self.feeds.items():
+            t.copy_(feeds[name])
+        if watch is None:
+            self._run(0, len(self.instructions))
+        else:
+            at = 0
+            for end, made in self.ends:
+                self._run(at, end)
+                for name, t in made.items():
+                    watch(name, t)
+                at = end
+        return {name: t.clone() for name, t in self.outputs.items()}
+
+    def _run(self, start: int, end: int) -> None:
+        pyops.run_instructions(self.instructions[start:end], self.operands, self.room)
+
+
+def record_step(g: Graph, weights: Tensors, caches: Tensors, feeds: Tensors) -> StepProgram:
+    """Record a graph for these caches and feeds of these shapes."""
+    dims: dict[str, int] = {}
+    for v in (*g.inputs, *g.state):
+        shape = (feeds if v in g.inputs else caches)[v.name].shape
+        dims |= {d: size for d, size in zip(v.type.shape, shape) if isinstance(d, str)}
+    g = bind(g, **dims)
+    r = Recorder("cpu")
+    own = {v.name: _empty(v, "cpu") for v in g.inputs}
+    params = {v.name: weights[v.name] for v in g.params}
+    outputs = r.record(g, {**own, **params, **{v.name: caches[v.name] for v in g.state}})
+    return StepProgram(
+        np.array(r.instructions, _INSTRUCTION),
+        np.array(r.operands, _OPERAND),
+        torch.empty(r.room),
+        own,
+        outputs,
+        r.ends,
+        tuple(r.tensors),
+    )
