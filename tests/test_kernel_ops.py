@@ -199,7 +199,7 @@ def test_every_step_exports_for_a_gpu(
     """Whole decode and prefill steps, dynamic sizes and all; kernels appear as themselves."""
     p = program(name, form, rows)
     limits, target = Limits(max_batch=rows), Target("cuda", "h200", rows)
-    steps = phase_steps(p, limits)
+    steps = phase_steps(p, limits, "cuda")
     texts = {s.text for many in steps.values() for s in many if isinstance(s, Segment)}
     called = set()
     for text in (*sorted(texts), *choice_texts(p, limits).values()):

@@ -1,10 +1,10 @@
 """A decode or verification step on the CPU as one program: a list of instructions for cpu/step.c.
 
 A session's caches, the engine's weights and the memory of every value in between have fixed
-addresses, so a step is recorded once, op by op, and then runs without torch, Python or an allocation
-between its products. What it computes and where it rounds is what the definitions of the ops say.
-A graph with an op that has no instruction here runs as compiled segments instead, as does one of many
-rows, whose products a library does faster.
+addresses. So a step is recorded once, op by op, and then runs without torch, Python or an
+allocation between its products. What it computes and where it rounds is what the definitions of
+the ops say. A graph with an op that has no instruction here runs as compiled segments instead, and
+so does a step of many rows, whose products a library does faster.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import torch
 
 from g4ir.ir.graph import Graph, Node, Program
 from g4ir.ir.rewrite import bind
-from g4ir.model.decoder import TOKENS, VERIFY
+from g4ir.model.decoder import VERIFY
 from g4ir.ops.base import as_tuple
+from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.mlp import ACTIVATIONS
 from g4ir.ops.rope import ROTATION, inverse_frequencies
 from g4ir.ops.types import torch_dtype
@@ -37,7 +38,7 @@ Tensor = torch.Tensor
 KINDS = (
     *("copy", "rms_norm", "add", "mul", "scale", "softcap", "glu", "rope", "rope_table"),
     *("cache_write", "attention", "linear", "linear_coded", "row_start", "add_integers", "top_k"),
-    "experts",
+    *("experts", "narrow_row"),
 )
 #: those that need no room for rows in fp32
 _IN_PLACE = {"softcap", "glu", "cache_write", "attention", "linear", "linear_coded"}
@@ -125,7 +126,7 @@ class Recorder:
         self.ends: list[tuple[int, Tensors]] = []
 
     def record(self, g: Graph, env: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Append the instructions of a graph; return its outputs, whose memory is not lent again."""
+        """Append the instructions of a graph; return its outputs, which keep their memory."""
         for name, t in env.items():
             self._put(name, t)
         for i, n in enumerate(g.nodes):
@@ -152,7 +153,7 @@ class Recorder:
             made = self._view(n, *given)
         elif n.op in LOWERINGS:
             made = as_tuple(LOWERINGS[n.op](self, n, *given))
-        elif n.definition.expand:
+        elif n.definition.expand and n.op not in COLLECTIVES:
             nodes, values = n.expanded
             for inner in nodes:
                 self.node(inner)
@@ -182,7 +183,9 @@ class Recorder:
         for t in _tensors(self.env.pop(name)):
             self.arena.use(t, -1)
 
-    def emit(self, kind: str, *operands: Tensor | None, n: tuple[int, ...] = (), f: float = 0) -> None:
+    def emit(
+        self, kind: str, *operands: Tensor | None, n: tuple[int, ...] = (), f: float = 0
+    ) -> None:
         """Append an instruction; an operand that is None has the address 0."""
         first = len(self.operands)
         for t in operands:
@@ -300,13 +303,6 @@ def _rope_table(r: Recorder, n: Node, positions: Tensor) -> tuple[Tensor, Tensor
     return tables[0], tables[1]
 
 
-def _cast(r: Recorder, n: Node, x: Tensor) -> Tensor:
-    y = r.like(x, dtype=torch_dtype(n.word("dtype")))
-    _computes(x, y)
-    r.emit("copy", x, y)
-    return y
-
-
 def _stack_layers(r: Recorder, n: Node, x: Tensor) -> Tensor:
     by_layer = x.permute(2, 0, 1, 3)
     y = r.arena.empty(tuple(by_layer.shape), x.dtype)
@@ -317,6 +313,14 @@ def _stack_layers(r: Recorder, n: Node, x: Tensor) -> Tensor:
 def _row_start(r: Recorder, n: Node, positions: Tensor) -> Tensor:
     y = r.arena.empty((positions.shape[0],), torch.int64)
     r.emit("row_start", positions, y)
+    return y
+
+
+def _narrow_row(r: Recorder, n: Node, x: Tensor) -> Tensor:
+    _computes(x)
+    to = torch_dtype(n.word("to"))
+    y = r.like(x, int(n.out.type.shape[-1]), to)
+    r.emit("narrow_row", x, y, n=(pyops.HELD[to],))
     return y
 
 
@@ -402,6 +406,8 @@ def _experts(
     if first:
         raise NoInstruction("experts of one rank")
     _computes(x)
+    if weights.dtype != torch.float32:
+        raise NoInstruction(f"weights of experts in {weights.dtype}")
     choices, inner = index.numel(), int(n["down"].type.shape[2])
     d, y = x.shape[-1], r.like(x)
     sizes = (d, 2 * inner, inner, d)
@@ -429,9 +435,9 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
     "glu": _glu,
     "rope": _rope,
     "rope_table": _rope_table,
-    "cast": _cast,
     "stack_layers": _stack_layers,
     "row_start": _row_start,
+    "narrow_row": _narrow_row,
     "cache_write": _cache_write,
     "attention": _attention,
     "dequantize": _dequantize,

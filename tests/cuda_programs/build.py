@@ -151,7 +151,7 @@ def programs(
     program = split_program(run_program(plain, options=options)).program
     limits = Limits(max_batch=rows)
     seen: set[str] = set()
-    for phase, steps in phase_steps(program, limits).items():
+    for phase, steps in phase_steps(program, limits, "cuda").items():
         texts = [s.text for s in steps if isinstance(s, Segment)] if phase in phases else []
         for i, text in enumerate(dict.fromkeys(texts)):
             if text not in seen:

@@ -55,7 +55,7 @@ HOPPER = Target("cuda", "h200", 1)
 def steps_of(name: str, rows: int = 1) -> list[Step]:
     built = built_program(spec_called(name), dtype="bf16", gpu_rows=rows)
     limits = replace(LIMITS, max_batch=rows)
-    return phase_steps(split_program(built).program, limits)["decode"]
+    return phase_steps(split_program(built).program, limits, "cuda")["decode"]
 
 
 def not_compiled(launch: Any) -> Assembled:
@@ -226,7 +226,7 @@ def test_an_engine_names_its_chains(tmp_path: Path) -> None:
     """One or none for each segment, by files that are there and called like a chain."""
     built = built_program(spec_called("tiny-dense"), dtype="bf16", gpu_rows=1)
     program = split_program(built).program
-    steps, texts = phase_steps(program, LIMITS), choice_texts(program, LIMITS)
+    steps, texts = phase_steps(program, LIMITS, "cuda"), choice_texts(program, LIMITS)
     names: dict[str, str] = {}
 
     def file(text: str) -> str:
@@ -275,7 +275,7 @@ def test_a_plain_step_is_complete(tmp_path: Path) -> None:
     (tmp_path / f"{0:024x}.pt2").write_bytes(b"")
     kept: dict[str, Any] = {
         phase: tuple("a" if isinstance(s, Segment) else None for s in many)
-        for phase, many in phase_steps(program, LIMITS).items()
+        for phase, many in phase_steps(program, LIMITS, "cuda").items()
     } | dict.fromkeys(choice_texts(program, LIMITS), ("a",))
     with pytest.raises(EngineError, match="no program 'a'"):  # its names are all that is expected
         _check_programs(program, LIMITS, "cuda", tmp_path, kept)

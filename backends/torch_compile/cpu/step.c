@@ -22,7 +22,7 @@ typedef struct {
 /* What an instruction does; the order is that of step_program.py. */
 enum {
     COPY, RMS_NORM, ADD, MUL, SCALE, SOFTCAP, GLU, ROPE, ROPE_TABLE, CACHE_WRITE, ATTENTION, LINEAR,
-    LINEAR_CODED, ROW_START, ADD_INTEGERS, TOP_K, EXPERTS
+    LINEAR_CODED, ROW_START, ADD_INTEGERS, TOP_K, EXPERTS, NARROW_ROW
 };
 
 typedef struct {
@@ -115,17 +115,10 @@ static inline void activate(float *x, int64_t which, int64_t count) {
 
 /* ---- instructions; operands in the order of their comment ---- */
 
-/* x, y: also to another dtype, and integers as bytes */
+/* x, y */
 static void copy(const running *a) {
     const operand *x = a->of, *y = a->of + 1;
-    for (int64_t r = 0; r < rows_of(y); r++) {
-        if (x->dtype == y->dtype) {
-            memcpy(row(y, r), row(x, r), y->width * y->bytes);
-            continue;
-        }
-        read_numbers(row(x, r), x->dtype, a->room, y->width);
-        write_numbers(row(y, r), y->dtype, a->room, y->width);
-    }
+    for (int64_t r = 0; r < rows_of(y); r++) memcpy(row(y, r), row(x, r), y->width * y->bytes);
 }
 
 /* x, w of all rows or none, y; f: eps */
@@ -264,6 +257,51 @@ static void rope_table(const running *a) {
         }
         write_numbers(row(cosines, r), cosines->dtype, c, 2 * half);
         write_numbers(row(sines, r), sines->dtype, s, 2 * half);
+    }
+}
+
+static inline uint8_t to_fp8(float f) {
+    float a = fabsf(f) < 448.0f ? fabsf(f) : 448.0f;
+    uint32_t u;
+    memcpy(&u, &a, 4);
+    u += 0x7ffffu + ((u >> 20) & 1);
+    uint8_t code = a < 0x1p-6f ? (uint8_t)rintf(a * 512) : (uint8_t)(((u >> 23) - 120) << 3 | (u >> 20 & 7));
+    return (f != f ? 0x7f : code) | (signbit(f) ? 0x80 : 0);
+}
+
+/* One row in codes, then the scale of each 32 numbers, in bf16 (g4ir/ops/kv_quant.py). */
+static void to_int8(const float *x, char *to, int64_t d) {
+    for (int64_t g = 0; g < d; g += 32) {
+        int64_t end = g + 32 < d ? g + 32 : d;
+        float most = 0;
+        for (int64_t j = g; j < end; j++) most = fabsf(x[j]) > most || x[j] != x[j] ? fabsf(x[j]) : most;
+        float scale = widen(narrow(most / 127));
+        if (scale == 0) scale = 1;
+        for (int64_t j = g; j < end; j++) {
+            float code = rintf(x[j] / scale);
+            to[j] = (int8_t)(code > 127 ? 127 : code < -127 ? -127 : code);
+        }
+        bf16 held = narrow(scale);
+        memcpy(to + d + g / 16, &held, 2);
+    }
+}
+
+/* x, y; n: what rows are held in */
+static void narrow_row(const running *a) {
+    const operand *x = a->of, *y = a->of + 1;
+    const float most = 3.3895313892515355e38f;
+    float *h = a->room;
+    for (int64_t r = 0; r < rows_of(y); r++) {
+        read_numbers(row(x, r), x->dtype, h, x->width);
+        if (a->i->n[0] == ROWS_INT8) {
+            to_int8(h, row(y, r), x->width);
+            continue;
+        }
+        for (int64_t j = 0; j < x->width; j++)
+            if (a->i->n[0] == ROWS_FP8)
+                ((uint8_t *)row(y, r))[j] = to_fp8(h[j]);
+            else
+                ((bf16 *)row(y, r))[j] = narrow(h[j] > most ? most : h[j] < -most ? -most : h[j]);
     }
 }
 
@@ -430,6 +468,7 @@ static int run_one(const running *a) {
     case ROW_START: row_start(a); return 0;
     case ADD_INTEGERS: add_integers(a); return 0;
     case TOP_K: top_k(a); return 0;
+    case NARROW_ROW: narrow_row(a); return 0;
     case EXPERTS: if (experts(a)) return 1; weigh(a); return 0;
     }
     return 1;

@@ -1,0 +1,149 @@
+"""Step programs: every instruction against the op that it stands for, and whole steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from g4ir.backends.torch_compile import pyops
+from g4ir.backends.torch_compile.backend import BACKEND
+from g4ir.backends.torch_compile.compile import compile_kernels
+from g4ir.backends.torch_compile.step_program import (
+    LOWERINGS,
+    NoInstruction,
+    Recorder,
+    record_step,
+    step_phases,
+)
+from g4ir.ir.graph import Builder, Graph, Program
+from g4ir.ir.interpret import run_node
+from g4ir.ops import OPS
+from g4ir.ops.base import Sample
+from g4ir.ops.kv_quant import comparable
+from g4ir.ops.types import FLOATS, Type, torch_dtype
+from g4ir.plan.engine_limits import Limits
+from g4ir.spec.record import load_spec
+from g4ir.weights.pack import split_program
+from tests.configs import VARIANTS
+from tests.runner import built_program
+
+CASES = [(name, i) for name, op in OPS.items() for i in range(len(op.samples))]
+#: those that stay in fp32 whatever the model's dtype is: weights of experts
+FP32 = {("experts", 1)}
+#: weights that stay codes until a product takes them
+WEIGHTS = {"dequantize", "dequantize_tiles", "dense", "fake_quantize"}
+#: fused ops that are recorded by their parts
+EXPANDED = {
+    *("norm_rope", "norm_residual", "dual_norm_residual", "linear_glu", "glu_packed"),
+    *("qkv_write", "moe_mlp", "norm_moe_mlp", "q_attention", "qkv_attention", "norm_linear"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
+    compile_kernels(path)
+    pyops.load_kernels(path)
+
+
+def graph_of(name: str, s: Sample, dtype: str) -> Graph:
+    """A graph of one op, whose inputs are x0, x1, ...; those that it updates are caches."""
+    b = Builder("decode")
+    updated = {i for _, i in OPS[name].updates}
+    values = []
+    for i, t in enumerate(s.types()):
+        kept = t.dtype != "f32" or (name, i) in FP32
+        t = t if kept else Type(dtype, t.shape)
+        values.append(b.cache(f"x{i}", t) if i in updated else b.input(f"x{i}", t))
+    made = b.emit_all(name, *values, **s.attrs)
+    n = b.nodes[-1]
+    b.next = {old.name: new for old, new in OPS[name].updated(n.inputs, n.outputs)}
+    return b.graph(*made)
+
+
+def drawn(g: Graph, s: Sample) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(7)
+    out = {}
+    for i, v in enumerate(g.nodes[0].inputs):
+        shape, dtype = [int(d) for d in v.type.shape], torch_dtype(v.type.dtype)
+        if i in s.ints:
+            out[v.name] = torch.randint(*s.ints[i], shape, generator=random).to(dtype)
+        elif v.type.dtype in (*FLOATS, "f8e4m3"):
+            out[v.name] = torch.randn(shape, generator=random).to(dtype)
+        else:
+            out[v.name] = torch.randint(1, 100, shape, generator=random).to(dtype)
+    return out
+
+
+def recorded(g: Graph) -> bool:
+    env = {
+        v.name: torch.empty(v.type.shape, dtype=torch_dtype(v.type.dtype), device="meta")
+        for v in g.sources()
+    }
+    try:
+        Recorder("meta").record(g, env)
+    except NoInstruction:
+        return False
+    return True
+
+
+def distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest error, relative to the value or to the rms of its row."""
+    a, b = comparable(got).double(), comparable(want).double()
+    scale = torch.maximum(b.abs(), b.square().mean(-1, keepdim=True).sqrt()).clamp(min=1e-30)
+    return float(((a - b).abs() / scale).max())
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[1]}")
+def test_an_instruction_is_its_op(case: tuple[str, int], dtype: str) -> None:
+    name, at = case
+    s = OPS[name].samples[at]
+    try:
+        g = graph_of(name, s, dtype)
+    except Exception:  # the op is not one of bf16
+        assert dtype == "bf16"
+        return
+    if name in WEIGHTS or not recorded(g):
+        return
+    given = drawn(g, s)
+    caches = {v.name: given[v.name].clone() for v in g.state}
+    feeds = {v.name: given[v.name] for v in g.inputs}
+    program = record_step(g, {}, caches, feeds)
+    made = program.run(feeds)
+    # A row that is nearly between two codes may become either.
+    wide = dtype == "f32" and all(v.type.dtype not in ("i8", "f8e4m3") for v in g.state)
+    operands = [given[v.name].clone() for v in g.nodes[0].inputs]
+    want = run_node(
+        g.nodes[0], [t.double() if wide and t.dtype == torch.float32 else t for t in operands]
+    )
+    for v, expected in zip(g.nodes[0].outputs, want, strict=True):
+        assert made[v.name].dtype == torch_dtype(v.type.dtype)
+        if expected.dtype == torch.int64:
+            assert torch.equal(made[v.name], expected)
+        else:
+            assert distance(made[v.name], expected) <= OPS[name].budget.at(dtype)
+
+
+def test_what_is_recorded() -> None:
+    """Every instruction is tried above."""
+    found = {name for name, i in CASES if recorded(graph_of(name, OPS[name].samples[i], "f32"))}
+    assert found >= (LOWERINGS.keys() | EXPANDED) - WEIGHTS
+
+
+RECIPES = ("none", "int8", "int4", "fp8")
+
+
+@pytest.mark.parametrize("quant", RECIPES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_decode_steps_are_recorded(name: str, quant: str) -> None:
+    program = stored(name, quant)
+    assert step_phases(program, Limits(max_batch=1), "cpu")[:1] == ("decode",)
+    assert step_phases(program, Limits(max_batch=9), "cpu") == ()
+    assert step_phases(program, Limits(max_batch=1), "cuda") == ()
+
+
+def stored(name: str, quant: str) -> Program:
+    """The program of an engine as the CPU takes it."""
+    built = built_program(load_spec(name), dtype="bf16", quant=quant)
+    return split_program(BACKEND.stored(built, "cpu")).program
