@@ -72,7 +72,9 @@ def test_answers_are_those_of_one_row(engine: Engine, single: Engine) -> None:
     want, got = answers(single, asked), answers(engine, asked)
     assert [a.output() for a in got] == [a.output() for a in want]
     for a in got:
-        assert isinstance(a, Result) and 0 <= a.queued_s <= a.first_token_s <= a.total_s
+        assert isinstance(a, Result)
+        c = a.counts
+        assert 0 <= c.queued_s <= c.first_token_s <= c.total_s
         assert a.log().keys() - {"seed"} == want[0].log().keys()
 
 
@@ -158,7 +160,7 @@ def test_a_beginning_that_many_lines_share(engine: Engine) -> None:
     system = tokens(80, 50)
     asked = [{"tokens": system + tokens(9, i), "max_new_tokens": 3} for i in range(6)]
     got = answers(engine, asked)
-    assert [a.cached_tokens for a in got if isinstance(a, Result)] == [0, 0, 80, 80, 80, 80]
+    assert [a.counts.cached for a in got if isinstance(a, Result)] == [0, 0, 80, 80, 80, 80]
     alone = [answers(engine, [line])[0] for line in asked]
     assert [a.output()["tokens"] for a in got] == [a.output()["tokens"] for a in alone]
 

@@ -472,7 +472,7 @@ def test_soft_tokens_are_reused_of_equal_media_alone(loaded: Engine, files: Path
         (got,) = offline.answer_lines(io.BytesIO(line), "x")
         assert isinstance(got, Result)
         assert list(got.tokens) == loaded.generate(ids, 1, images=images)
-        assert fits(got.cached_tokens)
+        assert fits(got.counts.cached)
 
 
 # --- what is refused --------------------------------------------------------------------------

@@ -161,18 +161,19 @@ def _stream(offline: OfflineEngine, request: OfflineRequest, progress: console.P
         console.say(f"{count} new tokens in {time.perf_counter() - begun:.3f} s")
         raise
     print(text.rest() if text else "", flush=True)
-    for note in result.notes:
+    for note in result.request.notes:
         console.say(f"note: {note}")
     return result
 
 
-def _tell_summary(r: Result, seed: int | None) -> None:
+def _tell_summary(r: Result, given: int | None) -> None:
     """Print one line; with the seed where it was drawn and not asked for."""
-    speed = f", then {r.tokens_per_second:.1f} tokens/s" if r.tokens_per_second else ""
-    drawn = f"; drawn with --seed {r.seed}" if r.seed not in (None, seed) else ""
+    c, seed = r.counts, r.request.sampling.seed
+    speed = f", then {c.tokens_per_second:.1f} tokens/s" if c.tokens_per_second else ""
+    drawn = f"; drawn with --seed {seed}" if seed not in (None, given) else ""
     console.say(
-        f"{r.prompt_tokens} prompt tokens, {len(r.tokens)} new ones; first after "
-        f"{r.first_token_s:.3f} s{speed}{tally_text(r.tally)}; ended by {r.finish_reason}{drawn}"
+        f"{c.prompt} prompt tokens, {c.generated} new ones; first after {c.first_token_s:.3f} s"
+        f"{speed}{tally_text(r.tally)}; ended by {r.finish_reason}{drawn}"
     )
 
 

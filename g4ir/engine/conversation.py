@@ -95,19 +95,13 @@ class Turn:
 
     def output(self) -> dict[str, Any]:
         """Return it as values of JSON."""
-        c = self.counts
-        times = {"time_to_first_token_s": c.first_token_s, "total_s": c.total_s}
         return {
             "reasoning": self.message.get("reasoning_content", ""),
             "content": self.content,
             "tool_calls": self.calls,
             "finish_reason": self.finish_reason,
-            "prompt_tokens": c.prompt,
-            "cached_tokens": c.cached,
-            "new_tokens": c.generated,
             "reasoning_tokens": self.thought_tokens,
-            **{k: v if v is None else round(v, 6) for k, v in times.items()},
-            "tokens_per_second": self.tokens_per_second,
+            **self.counts.output(),
             **({"drafts": self.tally.to_dict()} if self.tally.rounds else {}),
         }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, BinaryIO, ClassVar
 
@@ -32,7 +32,7 @@ from g4ir.model.media import (
 from .engine import Engine
 from .jsonl import FIELDS, Line, ReadAhead, checked_fields, named, parse_line
 from .prompts import checked_ids, checked_prompt
-from .requests import Event, Request, RequestHandle
+from .requests import Counts, Event, Request, RequestHandle
 from .scheduler import Scheduler, SchedulerConfig
 from .speculative import AcceptanceStats
 from .tokenizer import Codec
@@ -73,18 +73,13 @@ class Medium:
 
 
 @dataclass(frozen=True)
-class OfflineRequest:
-    """A checked request. Its answer ends with one of `stop`, or after `max_new_tokens`. While its
-    `media` are not read, its tokens lack their soft tokens."""
+class OfflineRequest(Request):
+    """A checked request; until its `media` are read, its tokens lack their soft tokens. `line` is
+    its number in the input, `fields` what it was made of, and `where` for messages."""
 
-    id: int | str | None
-    tokens: tuple[int, ...]
-    max_new_tokens: int
-    sampling: SamplingParams
-    stop: frozenset[int]
-    soft: tuple[Soft, ...] = ()
+    id: int | str | None = None
+    line: int | None = None
     notes: tuple[str, ...] = ()
-    #: what it was made of, and what messages call it
     fields: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
     media: tuple[Medium, ...] = ()
@@ -111,25 +106,22 @@ class Failure:
 
 @dataclass(frozen=True)
 class Result:
-    """An answer and its timing, seconds."""
+    """An answer. `encode_s` seconds of the times in `counts` were for reading media and the
+    towers; `logprobs` are there where they were asked for."""
 
     failed: ClassVar[bool] = False
-    id: int | str | None
+    request: OfflineRequest
     tokens: tuple[int, ...]
     text: str | None
-    finish_reason: str  # stop or length
-    prompt_tokens: int
-    cached_tokens: int
-    tokens_per_second: float | None  # of the tokens after the first
-    first_token_s: float
-    total_s: float
-    soft_tokens: Mapping[str, int]  # by kind of media
-    encode_s: float  # part of first_token_s: reading media, and the towers
-    notes: tuple[str, ...]
-    seed: int | None  # of the draws, where there were any
-    logprobs: tuple[Logprobs, ...] | None  # where they were asked for
-    queued_s: float | None  # part of first_token_s
+    finish_reason: str
+    counts: Counts
+    encode_s: float
+    logprobs: tuple[Logprobs, ...] | None
     tally: AcceptanceStats
+
+    @property
+    def id(self) -> int | str | None:
+        return self.request.id
 
     def output(self) -> dict[str, Any]:
         """Return what stdout gets: id if there is one, tokens, text if a tokenizer is there, and
@@ -145,30 +137,22 @@ class Result:
         return {name: value for name, value in out.items() if value is not None}
 
     def log(self) -> dict[str, Any]:
-        """Return what the log gets; no text of the prompt or the answer.
-
-        tokens_per_second counts the tokens after the first, over the time they took; soft_tokens
-        and encode_s come with media, seed where tokens were drawn, drafts where tokens were
-        drafted, notes where there are any.
-        """
-        soft, tally, queued = self.soft_tokens, self.tally, self.queued_s
+        """Return what the log gets; no text of the prompt or the answer. soft_tokens and encode_s
+        come with media, seed where tokens were drawn, drafts where tokens were drafted, notes where
+        there are any."""
+        soft, queued = counts(self.request.soft), self.counts.queued_s
         some = {
-            "soft_tokens": dict(soft) or None,
+            "soft_tokens": soft or None,
             "encode_s": round(self.encode_s, 6) if soft else None,
             "queued_s": None if queued is None else round(queued, 6),
-            "seed": self.seed,
-            "drafts": tally.to_dict() if tally.rounds else None,
-            "notes": list(self.notes) or None,
+            "seed": self.request.sampling.seed,
+            "drafts": self.tally.to_dict() if self.tally.rounds else None,
+            "notes": list(self.request.notes) or None,
         }
         return {
             "event": "request",
             "id": self.id,
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "new_tokens": len(self.tokens),
-            "time_to_first_token_s": round(self.first_token_s, 6),
-            "tokens_per_second": self.tokens_per_second,
-            "total_s": round(self.total_s, 6),
+            **self.counts.output(),
             "finish_reason": self.finish_reason,
             **{name: value for name, value in some.items() if value is not None},
         }
@@ -176,15 +160,19 @@ class Result:
 
 @dataclass
 class _Submitted:
-    """A request in the scheduler, without its tokens, which belong to `handle` now."""
+    """A request in the scheduler, and what is known of its answer."""
 
     request: OfflineRequest
     handle: RequestHandle
     encode_s: float
-    soft_tokens: Mapping[str, int]
-    line: int | None
     logprobs: list[Logprobs] = field(default_factory=list)
     end: Event | None = None
+
+    def take(self, event: Event) -> None:
+        if event.logprobs:
+            self.logprobs.append(event.logprobs)
+        if event.finish:
+            self.end = event
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:
@@ -195,13 +183,13 @@ def check_flags(flags: Mapping[str, Any]) -> None:
         raise InputError(f"max_new_tokens {count}: expected at least 1")
 
 
-def _sampling(given: Mapping[str, Any], suppress: tuple[int, ...] = ()) -> SamplingParams:
+def _sampling(given: Mapping[str, Any]) -> SamplingParams:
     found = {k: given[k] for k in SAMPLING if given.get(k) is not None}
     if found.get("top_k") == 0:  # no limit, as in generation_config.json
         found["top_k"] = None
     if "logit_bias" in found:
         found["logit_bias"] = tuple((int(k), v) for k, v in found["logit_bias"].items())
-    return SamplingParams(**found, suppress=suppress)
+    return SamplingParams(**found)
 
 
 class OfflineEngine:
@@ -218,18 +206,23 @@ class OfflineEngine:
         self.scheduler = Scheduler(engine, replace(config or SchedulerConfig(), chunks=None))
         self.flags = {k: v for k, v in (flags or {}).items() if v is not None}
         self.codec = Codec(engine) if (engine.path / "tokenizer.json").is_file() else None
-        self.defaults, self.never = engine.defaults(), engine.suppressed()
+        self.defaults = engine.defaults()
         self._sampling({})  # a wrong flag is no request's fault
         checked_ids(self.flags.get("stop", []), engine.spec.text.vocab_size, "stop")
 
     def request(
-        self, fields: Mapping[str, Any], where: str, media: Sequence[tuple[str, str]] = ()
+        self,
+        fields: Mapping[str, Any],
+        where: str,
+        media: Sequence[tuple[str, str]] = (),
+        line: int | None = None,
     ) -> OfflineRequest:
         """Return a checked request out of fields as in FIELDS, with (kind, path) of more media;
-        InputError begins with `where`. The media are read by `answer`."""
+        InputError begins with `where`. The media are read by `answer`. One of a `line` shares
+        prefixes with others."""
         lists = [(k, p, f"{where}: {n}") for n, k in LISTS.items() for p in fields.get(n, [])]
         files = [*((k, p, f"--{k}") for k, p in media), *lists]
-        return self._request(fields, where, tuple(self._medium(fields, *f) for f in files))
+        return self._request(fields, where, tuple(self._medium(fields, *f) for f in files), line)
 
     def _medium(self, fields: Mapping[str, Any], kind: str, path: str, where: str) -> Medium:
         media = self.engine.media
@@ -247,6 +240,7 @@ class OfflineEngine:
         fields: Mapping[str, Any],
         where: str,
         media: tuple[Medium, ...],
+        line: int | None,
         soft: tuple[Soft, ...] = (),
     ) -> OfflineRequest:
         """Return a checked request; with the `soft` tokens of its media, once they are read."""
@@ -259,16 +253,24 @@ class OfflineEngine:
         checked_prompt(tokens, count, vocab, room, f"{where}: prompt")
         with named(where):
             sampling = self._sampling(fields)
-        stops = frozenset([*stop, *self.engine.stop_ids()])
-        made = OfflineRequest(fields.get("id"), tuple(tokens), count, sampling, stops, soft, notes)
-        return replace(made, fields=fields, where=where, media=media)
+        if sampling.temperature == 0 or sampling.seed is None:  # so that it can be reported
+            sampling = replace(sampling, seed=random_seed() if sampling.temperature else None)
+        return OfflineRequest(
+            tuple(tokens),
+            count,
+            replace(sampling, stop=frozenset([*stop, *self.engine.stop_ids()]), ignore_eos=True),
+            soft,
+            reuse=line is not None,
+            id=fields.get("id"),
+            line=line,
+            notes=notes,
+            fields=fields,
+            where=where,
+            media=media,
+        )
 
     def _tokens(
-        self,
-        fields: Mapping[str, Any],
-        where: str,
-        given: Sequence[str],
-        soft: Sequence[Soft],
+        self, fields: Mapping[str, Any], where: str, given: Sequence[str], soft: Sequence[Soft]
     ) -> tuple[list[int], tuple[str, ...]]:
         """Return the ids of the prompt and notes; media of the kinds `given` have a placeholder
         each in a text, or one for each of their `soft` tokens. InputError where the numbers cannot
@@ -294,25 +296,23 @@ class OfflineEngine:
         assert self.codec
         codec, special, text = self.codec, self.engine.spec.tokens, fields["prompt"]
         begin = None if special.bos is None else codec.tokenizer.id_to_token(special.bos)
+        kinds = self.engine.media.kinds
         with named(where):
-            marked, note = prompts.mark(
-                text, given, self.engine.media.kinds, special, codec.spell, begin
-            )
-        # What media are expanded to has special tokens, which are no turns.
-        bos = self._setting(fields, "bos") is not False
+            marked, note = prompts.mark(text, given, kinds, special, codec.spell, begin)
+            # What media are expanded to has special tokens, which are no turns.
+            marked = prompts.expand_text(marked, soft, special, codec.spell)
+        bos, ids = self._setting(fields, "bos") is not False, codec.encode(text, where)
+        raw = codec.instructed and not codec.has_turns(ids)
         head = codec.encode(text, where, bos=False)[:1]
-        raw = codec.instructed and not codec.has_turns(codec.encode(text, where))
         added = bos and codec.bos not in (None, *head) and not codec.adds_bos
         said = "; ".join([*[RAW] * raw, *[BOS_ADDED] * added])
-        with named(where):
-            marked = prompts.expand_text(marked, soft, special, codec.spell)
         return codec.encode(marked, where, bos), [note, said]
 
     def _setting(self, fields: Mapping[str, Any], name: str) -> Any:
         return fields.get(name, self.flags.get(name))
 
     def _sampling(self, fields: Mapping[str, Any]) -> SamplingParams:
-        found = _sampling({**self.defaults.sampling, **self.flags, **fields}, self.never)
+        found = _sampling({**self.defaults.sampling, **self.flags, **fields})
         biased = [token for token, _ in found.logit_bias]
         checked_ids(biased, self.engine.spec.text.vocab_size, "logit_bias")
         return found
@@ -325,7 +325,7 @@ class OfflineEngine:
         are NaN or infinite. Others can be answered then."""
         one = self._submit(request)
         for event in self.scheduler.run(one.handle):
-            _note(event, one)
+            one.take(event)
             if event.token is not None:
                 told(event.token)
         assert one.end
@@ -338,24 +338,24 @@ class OfflineEngine:
         the number of its line, and None if that cannot be read. No line is waited for while there
         is something to compute, or to return."""
         most, begun = self.engine.limits.max_batch, deque[_Submitted | Failure]()
-        with closing(ReadAhead(stream)) as lines:
-            try:
-                while begun or not lines.ended:
-                    if begun and (answer := self._result(begun[0])) is not None:
-                        begun.popleft()
-                        yield answer
-                        continue
-                    going = [b for b in begun if isinstance(b, _Submitted) and not b.end]
-                    room = len(going) < most + AHEAD and len(begun) < HELD_BACK * most
-                    line = lines.next(wait=not begun) if room else None
-                    if line is not None:
-                        begun.append(self._begin(line, source))
-                    elif begun:
-                        self._step(going)
-            finally:
-                for b in begun:
-                    if isinstance(b, _Submitted):
-                        b.handle.cancel()
+        lines = ReadAhead(stream)
+        try:
+            while begun or not lines.ended:
+                if begun and (answer := self._result(begun[0])) is not None:
+                    begun.popleft()
+                    yield answer
+                    continue
+                going = [b for b in begun if isinstance(b, _Submitted) and not b.end]
+                room = len(going) < most + AHEAD and len(begun) < HELD_BACK * most
+                line = lines.next(wait=not begun) if room else None
+                if line is not None:
+                    begun.append(self._begin(line, source))
+                elif begun:
+                    self._step(going)
+        finally:
+            for b in begun:
+                if isinstance(b, _Submitted):
+                    b.handle.cancel()
 
     def _step(self, going: Sequence[_Submitted]) -> None:
         by_handle: dict[RequestHandle, _Submitted] = {}
@@ -363,7 +363,7 @@ class OfflineEngine:
             if event.finish or event.logprobs:
                 by_handle = by_handle or {b.handle: b for b in going}
                 if b := by_handle.get(event.handle):  # none: of lines that nobody read to the end
-                    _note(event, b)
+                    b.take(event)
 
     def _begin(self, line: Line, source: str) -> _Submitted | Failure:
         number, text = line
@@ -371,28 +371,21 @@ class OfflineEngine:
         try:
             given = {"id": number, **parse_line(text, where)}
             name = given["id"] if FIELDS["id"][0](given["id"]) else None
-            return self._submit(self.request(checked_fields(given, where), where), number)
+            return self._submit(self.request(checked_fields(given, where), where, line=number))
         except G4Error as e:
             return Failure(name, str(e), number)
 
-    def _submit(self, asked: OfflineRequest, line: int | None = None) -> _Submitted:
-        """Read the media of a request, and put it in the queue; one that is no line alone."""
+    def _submit(self, asked: OfflineRequest) -> _Submitted:
+        """Read the media of a request, and put it in the queue."""
         begun, soft = time.perf_counter(), list[Soft]()
         for m in asked.media:
             with named(m.where):
                 soft.append(self.engine.encode(m.kind, m.path, **m.settings))
         if soft:
-            asked = self._request(asked.fields, asked.where, asked.media, tuple(soft))
-        encode_s, s = time.perf_counter() - begun, asked.sampling
-        if s.temperature == 0 or s.seed is None:  # so that it can be reported
-            s = replace(s, seed=random_seed() if s.temperature else None)
-        params, reuse = replace(s, stop=asked.stop, ignore_eos=True), line is not None
-        with named(asked.where) if reuse else nullcontext():
-            handle = self.scheduler.submit(
-                Request(asked.tokens, asked.max_new_tokens, params, asked.soft, reuse=reuse)
-            )
-        kept = replace(asked, tokens=(), soft=(), sampling=s)
-        return _Submitted(kept, handle, encode_s, counts(asked.soft), line)
+            asked = self._request(asked.fields, asked.where, asked.media, asked.line, tuple(soft))
+        encode_s = time.perf_counter() - begun
+        with named(asked.where) if asked.line is not None else nullcontext():
+            return _Submitted(asked, self.scheduler.submit(asked), encode_s)
 
     def _result(self, b: _Submitted | Failure) -> Result | Failure | None:
         """Return the answer to a line, None while it is not ready. What is no error of a request
@@ -405,30 +398,18 @@ class OfflineEngine:
             return self._told(b, b.end)
         if not isinstance(b.end.error, G4Error):
             raise b.end.error
-        return Failure(b.request.id, str(b.end.error), b.line)
+        return Failure(b.request.id, str(b.end.error), b.request.line)
 
     def _told(self, b: _Submitted, end: Event) -> Result:
         c, out = b.handle.counts, b.handle.answers[0].tokens
+        first, total = (b.encode_s + (seconds or 0.0) for seconds in (c.first_token_s, c.total_s))
         return Result(
-            id=b.request.id,
-            tokens=tuple(out),
-            text=self.codec.decode(out) if self.codec else None,
-            finish_reason=end.finish or "",
-            prompt_tokens=c.prompt,
-            cached_tokens=c.cached,
-            tokens_per_second=c.tokens_per_second,
-            first_token_s=b.encode_s + (c.first_token_s or 0.0),
-            total_s=b.encode_s + (c.total_s or 0.0),
-            soft_tokens=b.soft_tokens,
-            encode_s=b.encode_s,
-            notes=b.request.notes,
-            seed=b.request.sampling.seed,
-            logprobs=tuple(b.logprobs) or None,
-            queued_s=c.queued_s,
-            tally=b.handle.tally,
+            b.request,
+            tuple(out),
+            self.codec.decode(out) if self.codec else None,
+            end.finish or "",
+            replace(c, first_token_s=first, total_s=total),
+            b.encode_s,
+            tuple(b.logprobs) or None,
+            b.handle.tally,
         )
-
-
-def _note(event: Event, b: _Submitted) -> None:
-    b.logprobs += [event.logprobs] if event.logprobs else []
-    b.end = event if event.finish else b.end

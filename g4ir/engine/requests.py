@@ -68,6 +68,17 @@ class Counts:
         rest, seconds = self.generated - 1, (self.total_s or 0.0) - (self.first_token_s or 0.0)
         return round(rest / seconds, 3) if rest > 0 and seconds > 0 else None
 
+    def output(self) -> dict[str, Any]:
+        """Return them as values of JSON."""
+        times = {"time_to_first_token_s": self.first_token_s, "total_s": self.total_s}
+        return {
+            "prompt_tokens": self.prompt,
+            "cached_tokens": self.cached,
+            "new_tokens": self.generated,
+            **{k: v if v is None else round(v, 6) for k, v in times.items()},
+            "tokens_per_second": self.tokens_per_second,
+        }
+
 
 @dataclass(eq=False)
 class SequenceState:
