@@ -197,11 +197,12 @@ def _ended(turn: Turn) -> str:
 
 def short_summary(turn: Turn, room: int) -> str:
     """Return speed, use of the context and, if it is unusual, the finish reason of an answer."""
-    speed = f", {turn.tokens_per_second:.1f} tokens/s" if turn.tokens_per_second else ""
-    used = min(turn.counts.prompt + turn.counts.generated, room)
+    c = turn.counts
+    speed = f", {c.tokens_per_second:.1f} tokens/s" if c.tokens_per_second else ""
+    used = min(c.prompt + c.generated, room)
     usual = turn.finish_reason in ("stop", "tool_calls")
     end = "" if usual else f"; {_ended(turn)}"
-    return f"{turn.counts.generated} tokens{speed}; {used} of {room} in use{end}"
+    return f"{c.generated} tokens{speed}; {used} of {room} in use{end}"
 
 
 def summary(turn: Turn, room: int) -> str:
@@ -209,7 +210,7 @@ def summary(turn: Turn, room: int) -> str:
     c = turn.counts
     known = f" ({c.cached} known)" if c.cached else ""
     first = "" if c.first_token_s is None else f"; first after {c.first_token_s:.3f} s"
-    speed = f", then {turn.tokens_per_second:.1f} tokens/s" if turn.tokens_per_second else ""
+    speed = f", then {c.tokens_per_second:.1f} tokens/s" if c.tokens_per_second else ""
     held = min(c.prompt + c.generated, room)
     return (
         f"{c.prompt} prompt tokens{known}, {c.generated} new ones{first}{speed}"

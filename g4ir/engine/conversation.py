@@ -80,18 +80,12 @@ class Turn:
 
     @property
     def content(self) -> str:
-        """The text of the answer."""
         return self.message["content"] or ""
 
     @property
     def calls(self) -> list[dict[str, Any]]:
         """The calls of tools, in OpenAI's form."""
         return list(self.message.get("tool_calls", ()))
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Rate of the tokens after the first; None where there was one token only."""
-        return self.counts.tokens_per_second
 
     def output(self) -> dict[str, Any]:
         """Return it as values of JSON."""
@@ -118,10 +112,9 @@ class ChatSession:
     """One conversation. One thread at a time; `stop` from any, and from a handler of signals."""
 
     def __init__(self, engine: Engine, config: SchedulerConfig | None = None) -> None:
-        self.engine = engine
+        self.engine, self.defaults = engine, engine.defaults()
         turns = PromptBuilder.open(engine.path, engine.tokenizer(), engine.spec.chat)
         self.template, self.vocabulary = turns.template, turns.vocabulary
-        self.defaults = engine.defaults()
         self.messages: list[dict[str, Any]] = []
         #: parts of the next message
         self.attached: list[dict[str, Any]] = []
@@ -132,12 +125,13 @@ class ChatSession:
         self.stop_ids: frozenset[int] = frozenset()
         #: tokens that the conversation had at the end of the last answer
         self.held = 0
+        #: whether a message would be answered
+        self.alive = True
+        self._scheduler = Scheduler(engine, config)
+        #: soft tokens by identity of the part that they were made of
         self._soft: dict[int, tuple[Any, Soft]] = {}
         self._handle: RequestHandle | None = None
         self._stopped = False
-        self._scheduler = Scheduler(engine, config)
-        #: whether a message would be answered
-        self.alive = True
 
     def __enter__(self) -> ChatSession:
         return self
@@ -178,8 +172,8 @@ class ChatSession:
         return lost
 
     def set(self, name: str, text: str) -> None:
-        """Take a setting as it was typed; `default` for what the checkpoint says. InputError for
-        one that there is not, and for a value that it cannot have."""
+        """Take a setting as it was typed; `default` for the checkpoint's. InputError for a name or
+        a value that there is not."""
         if name not in SETTINGS:
             raise InputError(f"setting {name!r}: one of {', '.join(SETTINGS)}")
         try:
@@ -190,8 +184,7 @@ class ChatSession:
         self.choose({name: value})
 
     def choose(self, settings: Mapping[str, int | float | None]) -> None:
-        """Take settings by name; None: the checkpoint's. InputError for values that none can be,
-        and then all stay as they were."""
+        """Take settings by name, None for the checkpoint's; all or, with InputError, none."""
         found = {k: v for k, v in {**self.settings, **settings}.items() if v is not None}
         if found.get("max_new_tokens", 1) < 1:
             raise InputError(f"max_new_tokens {found['max_new_tokens']}: expected at least 1")
@@ -210,17 +203,15 @@ class ChatSession:
         value = {"messages": self.messages, **({"tools": self.tools} if self.tools else {})}
         text = json.dumps(value, ensure_ascii=False, indent=1)
         try:
-            raw = f"{text}\n".encode()
+            write_file(Path(path), [f"{text}\n".encode()])
         except UnicodeEncodeError:
             raise InputError(f"{path}: a message has half a character, which is no UTF-8") from None
-        write_file(Path(path), [raw])
 
     def load(self, path: str | Path) -> None:
-        """Go on with a conversation from a file as `save` writes them, or with a list of messages.
-        Its media are read. InputError where something is wrong; then nothing has changed."""
+        """Go on with a conversation from a file as `save` writes them, or with a list of messages,
+        whose media are read. InputError where something is wrong; then nothing has changed."""
         try:
-            value = decoded(Path(path).read_bytes().decode(), str(path))
-            messages, tools = _conversation(value)
+            messages, tools = _conversation(decoded(Path(path).read_bytes().decode(), str(path)))
             media = Conversation(read_messages(messages)).media
             soft = {id(m.part): (m.part, read_own(self.engine, m)) for m in media}
         except UnicodeDecodeError as e:
@@ -260,8 +251,8 @@ class ChatSession:
         return turn
 
     def retry(self, told: Told = lambda said: None) -> Turn:
-        """Answer the last message again, and return the new answer in place of the old one; one
-        that fails leaves the conversation as it was. InputError if there is none."""
+        """Answer the last message again, in place of the old answer, as `say`. InputError if there
+        is none."""
         return self._asked(self.messages[: self._last_message() + 1], told)
 
     def undo(self) -> None:
@@ -276,12 +267,12 @@ class ChatSession:
 
     def _asked(self, messages: list[dict[str, Any]], told: Told) -> Turn:
         before, self.messages = self.messages, messages
+        turn: Turn | None = None
         try:
             turn = self.reply(told)
-        except BaseException:
-            self.messages = before
-            raise
-        self.messages = before if turn.nothing else self.messages
+        finally:
+            if turn is None or turn.nothing:
+                self.messages = before
         return turn
 
     def reply(self, told: Told = lambda said: None) -> Turn:
@@ -298,10 +289,8 @@ class ChatSession:
             for event in self._scheduler.run(handle):
                 for said in answer.take(event):
                     told(said)
-        except RankError:
-            self.alive = False
-            raise
         except BaseException as e:
+            self.alive = self.alive and not isinstance(e, RankError)
             if not isinstance(e, Exception):  # it may have interrupted a step
                 self._scheduler.close()
             raise
@@ -310,8 +299,8 @@ class ChatSession:
         return self._taken(answer, handle)
 
     def stop(self) -> None:
-        """End the answer that is being generated where it is. From any thread, and from a handler
-        of signals."""
+        """End the answer that is being generated. From any thread, and from a handler of
+        signals."""
         self._stopped = True
         if handle := self._handle:
             handle.cancel()
@@ -367,7 +356,7 @@ class ChatSession:
 
 class Bounded:
     """Logits mask that ends thoughts after their budget, counted in each answer; `inner` is the
-    mask of all other tokens (see sampling.py)."""
+    mask of all other tokens."""
 
     def __init__(self, budget: ReasoningBudget, size: int, inner: LogitsMask | None = None) -> None:
         self.budget, self.size, self.inner = budget, size, inner
@@ -383,9 +372,7 @@ class Bounded:
         self._rows[id(generated)] = generated, budget, len(generated)
         if (forced := budget.forced()) is None:
             return self.inner.mask(generated) if self.inner else None
-        out = np.zeros(self.size, bool)
-        out[forced] = True
-        return out
+        return np.arange(self.size) == forced
 
 
 def _conversation(value: Any) -> tuple[list[dict[str, Any]], list[Any] | None]:

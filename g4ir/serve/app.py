@@ -23,10 +23,10 @@ from starlette.types import Receive, Scope, Send
 
 from g4ir import __version__
 from g4ir.chat import Event as Said
-from g4ir.engine.async_engine import AsyncEngine, AsyncEngineConfig, Stream
+from g4ir.engine.async_engine import AsyncEngine, AsyncEngineConfig
 from g4ir.engine.engine import Engine
 from g4ir.engine.output import Answer
-from g4ir.engine.requests import CANCELLED, FAILED, Event
+from g4ir.engine.requests import CANCELLED, FAILED, Event, RequestHandle
 from g4ir.engine.scheduler import SchedulerConfig
 from g4ir.errors import BusyError
 from g4ir.media.soft import counts
@@ -246,7 +246,7 @@ class Running:
         self.form = ResponseFormat(asked, server.name)
         count = asked.n * len(asked.jobs)
         self.answers = [asked.answer(server.prompts.vocabulary, i) for i in range(count)]
-        self.streams: list[Stream] = []
+        self.handles: list[RequestHandle] = []
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
@@ -254,7 +254,7 @@ class Running:
         """Put its jobs into the queue: all of them, or none."""
         try:
             for i, job in enumerate(self.asked.jobs):
-                self.streams.append(service.submit(job, self._told(i * self.asked.n)))
+                self.handles.append(service.submit(job, self._told(i * self.asked.n)))
         except Exception:
             self.end()
             raise
@@ -274,22 +274,22 @@ class Running:
             if self._queue.qsize() < settings.unread:
                 since = now
             elif now - since > settings.slow_s:
-                for stream in self.streams:
-                    stream.cancel()
+                for handle in self.handles:
+                    handle.cancel()
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (first + event.index, event))
 
         return forward
 
     def end(self) -> None:
         """Free its rows, and count it."""
-        if self.streams and not all(a.over for a in self.answers):
-            failed = any(s.handle.state == FAILED for s in self.streams)
+        if self.handles and not all(a.over for a in self.answers):
+            failed = any(handle.state == FAILED for handle in self.handles)
             self.server.metrics.cancelled.inc(not failed)
-        for stream in self.streams:
-            if not stream.handle.done:
-                stream.cancel()
-            self.server.metrics.took(stream.handle.counts)
-        self.streams = []
+        for handle in self.handles:
+            if not handle.done:
+                handle.cancel()
+            self.server.metrics.took(handle.counts)
+        self.handles = []
 
     async def _events(self) -> AsyncIterator[tuple[Answer, Event] | None]:
         """Yield events until every answer is over, and None where there was none for a while.
@@ -314,14 +314,14 @@ class Running:
         """Return what an event says. A row whose answer ended before it did goes to another."""
         new = answer.take(event)
         if answer.over and not event.finish:
-            stream, index = divmod(answer.index, self.asked.n)
-            self.streams[stream].stop(index)
+            job, index = divmod(answer.index, self.asked.n)
+            self.handles[job].stop(index)
         return new
 
     def _usage(self) -> dict[str, Any]:
-        made = [s.handle.counts for s in self.streams]
+        made = [handle.counts for handle in self.handles]
         prompt, cached = sum(c.prompt for c in made), sum(c.cached for c in made)
-        tallies = [s.handle.tally for s in self.streams if self.server.scheduler_config.draft]
+        tallies = [h.tally for h in self.handles if self.server.scheduler_config.draft]
         media = counts([soft for job in self.asked.jobs for soft in job.soft])
         return usage_of(prompt, cached, self.answers, tallies, media)
 

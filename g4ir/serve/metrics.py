@@ -59,7 +59,7 @@ class Metrics:
         totals, tally = service.totals, service.totals.tally
         gauges = {
             "rows": ("Rows of the engine.", service.scheduler.max_batch),
-            "num_requests_running": ("Rows that decode.", service.active),
+            "num_requests_running": ("Rows that decode.", service.scheduler.active),
             "num_requests_waiting": ("Requests that are waiting.", service.waiting),
         }
         for name, (words, value) in gauges.items():

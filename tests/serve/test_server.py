@@ -480,7 +480,7 @@ def test_a_client_that_leaves_before_the_first_piece(narrow: Running) -> None:
         asyncio.run(narrow.server.app()(scope, receive, send))
     service = narrow.server.service
     assert service and narrow.server.open == 0
-    eventually(lambda: service.totals.ended["cancelled"] == 1 and not service.active)
+    eventually(lambda: service.totals.ended["cancelled"] == 1 and not service.scheduler.active)
 
 
 @pytest.mark.parametrize("stream", [False, True])
