@@ -5,11 +5,10 @@
     for event in scheduler.run(handle):
         ...
 
-A request is queued, then prefilled, then decoded until its answers have ended. A step drops what
-was cancelled, decodes all running sequences, and computes one chunk of one prompt. Sequences are
-decoded in one of three ways, chosen each time: by steps that run ahead on the device while the
-batch stays the same and nothing needs the host (device_loop.py); by verification of draft tokens
-(speculative.py); by a step whose tokens the host chooses. One thread at a time;
+A step drops what was cancelled, decodes all running sequences, and computes one chunk of one prompt.
+Sequences are decoded in one of three ways, chosen each time: by steps that run ahead on the device
+while the batch stays the same and nothing needs the host (device_loop.py); by verification of draft
+tokens (speculative.py); by a step whose tokens the host chooses. One thread at a time;
 `RequestHandle.cancel` from any.
 """
 
@@ -19,6 +18,7 @@ import heapq
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 import torch
 
@@ -54,11 +54,11 @@ from .speculative import NGRAM, NO_DRAFT, RowDrafts, SpeculativeConfig, find_dra
 class SchedulerConfig:
     """`buckets`: batch sizes that sessions are made for (default 1, 2, 4, ... max_batch). `chunks`
     of prompts, of at most `chunk_tokens` (default: the engine's --prefill-chunk), are computed
-    between two steps while sequences decode; None: all prompts that have a slot, first. The batch
-    shrinks to a smaller bucket after `patience` steps in which it would have been enough.
-    `prefix_bytes` is the size of the prefix cache (default: from what is free). Tokens are drafted
-    as `draft` says, while at most `draft_rows` sequences decode: products of more tokens than that
-    cost more than reading the weights. A draft of 0 tokens has as many as the engine verifies."""
+    between two decode steps; None: all prompts that have a slot, first. The batch shrinks after
+    `patience` steps in which a smaller bucket would have been enough. `prefix_bytes`: size of the
+    prefix cache (default: from what is free). `draft`: speculative decoding, while at most
+    `draft_rows` sequences decode, since more tokens cost more than reading the weights; of 0 tokens
+    drafts as many as the engine verifies."""
 
     buckets: tuple[int, ...] | None = None
     chunks: int | None = 1
@@ -77,8 +77,6 @@ Made = dict[SequenceState, list[Drawn]]
 
 
 class Scheduler:
-    """The slots of an engine, and the requests that wait for one."""
-
     def __init__(self, engine: EngineParts, config: SchedulerConfig | None = None) -> None:
         config = config or SchedulerConfig()
         draft = find_draft(engine, config.draft.source, config.draft.tokens or None)
@@ -93,27 +91,25 @@ class Scheduler:
         self._number = 0
         #: the request in prefill, and the chunks that are left of its prompt
         self._prompt: tuple[RequestHandle, Generator[torch.Tensor | None, None, None]] | None = None
-        #: steps that run on the device, and the sequences that they are of
+        #: steps that run on the device, and their sequences
         self._loop: TokenSteps | DraftRounds | None = None
         self._looped: list[SequenceState] = []
 
     def check(self, request: Request) -> None:
         """Raise InputError for a request that no slot could answer. From any thread."""
         vocab, room = self.engine.spec.text.vocab_size, self.engine.limits.max_seq
-        s, count = request.sampling, len(request.tokens)
-        checked_prompt([*request.tokens], request.max_new_tokens, vocab, room, "prompt")
+        s, size, most = request.sampling, len(request.tokens), self.max_batch
+        checked_prompt(request.tokens, request.max_new_tokens, vocab, room, "prompt")
         check_prompt(self.engine, request.tokens, request.soft)
-        if not 1 <= request.n <= self.max_batch:
-            raise InputError(
-                f"n {request.n}: this engine answers 1 to {self.max_batch} times at once"
-            )
+        if not 1 <= request.n <= most:
+            raise InputError(f"n {request.n}: this engine answers 1 to {most} times at once")
         checked_ids([*s.stop], vocab, "stop")
         checked_ids([token for token, _ in s.logit_bias], vocab, "logit_bias")
         if s.logprobs is not None and s.logprobs > vocab:
             raise InputError(f"logprobs {s.logprobs}: the vocabulary has {vocab} tokens")
         for mark in request.marks:
-            if not 0 <= mark <= count:
-                raise InputError(f"mark {mark}: the prompt has {count} tokens")
+            if not 0 <= mark <= size:
+                raise InputError(f"mark {mark}: the prompt has {size} tokens")
 
     def handle(self, request: Request) -> RequestHandle:
         """Check a request, and return a handle that `admit` takes. From any thread."""
@@ -163,13 +159,11 @@ class Scheduler:
 
     def step(self) -> list[Event]:
         """Do one step, and return its events, in order."""
-        events = [*self._drop_cancelled(), *self._decode()]
-        chunks = self.config.chunks
-        if chunks is None:
-            while self._prompt or self._next_fits():
-                events += self._advance_prompt()
-            return events
-        for _ in range(chunks if self.active else 1):
+        events, chunks = [*self._drop_cancelled(), *self._decode()], self.config.chunks
+        left = count() if chunks is None else range(chunks if self.active else 1)
+        for _ in left:
+            if not self._prompt and not self._next_fits():
+                break
             events += self._advance_prompt()
         return events
 
@@ -215,8 +209,6 @@ class Scheduler:
         return self._emit(made)
 
     def _next_tokens(self, running: Sequence[SequenceState]) -> Made:
-        """Return the tokens of the next step: of one on the device, of a verification, or of one
-        that the host chooses."""
         if self._loop and self._loop.over:
             self._halt()
         if not self._loop:
@@ -364,8 +356,6 @@ class Scheduler:
 
     def _advance_prompt(self) -> list[Event]:
         """Compute one chunk of the prompt in prefill, or of the next."""
-        if not self._prompt and not self._next_fits():
-            return []
         handle = self._prompt[0] if self._prompt else heapq.heappop(self._queue)
         begun = time.perf_counter()
         try:
@@ -386,7 +376,6 @@ class Scheduler:
     def _begun(
         self, handle: RequestHandle
     ) -> tuple[RequestHandle, Generator[torch.Tensor | None, None, None]]:
-        """Begin the prompt of a request with what is known of it."""
         handle.state, handle.counts.queued_s = PREFILLING, handle.age()
         self.prefiller.lend(self.batch.release())
         chunks = self.prefiller.chunks(handle.request, self._until, handle.keys)

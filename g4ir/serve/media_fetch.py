@@ -24,7 +24,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from g4ir.chat.messages import Medium
 from g4ir.engine.engine import Engine
-from g4ir.engine.multimodal import held
+from g4ir.engine.multimodal import source_of
 from g4ir.engine.offline import MEDIA_SETTINGS
 from g4ir.errors import InputError
 
@@ -245,9 +245,9 @@ def read_bytes(
             raise missing("messages", f"this engine takes no {medium.kind} ({medium.place})")
     fetching, out = Fetching(sources), []
     for medium in media:
-        part = held(medium)
-        raw = part.data()
-        out.append((medium, fetching.read(part.text, part.where) if raw is None else raw))
+        found = source_of(medium)
+        raw = fetching.read(found.text, found.where) if found.raw is None else found.raw
+        out.append((medium, raw))
     return out
 
 

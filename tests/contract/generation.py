@@ -12,8 +12,7 @@ from g4ir.backends.sampling import SamplingParams
 from g4ir.engine.engine import Engine
 from g4ir.engine.requests import CANCELLED, FINISHED, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
-from g4ir.errors import InputError
-from tests.engines import CHUNK, MAX_SEQ, some_tokens
+from tests.engines import CHUNK, some_tokens
 
 #: by the reference, which is slow
 TEXTS: dict[Any, list[list[int]]] = {}
@@ -96,15 +95,6 @@ def test_rows_end_at_their_stop_tokens(any_engine: Engine, plain: Any) -> None:
     )
     assert got == want and all(len(row) < 20 for row in got)
     assert [[t for r, t in seen if r == row] for row in range(len(want))] == want
-
-
-@pytest.mark.usefixtures("chooser")
-def test_generate_up_to_max_seq(engine: Engine) -> None:
-    prompt = some_tokens(1, MAX_SEQ)[0].tolist()
-    assert len(engine.generate(prompt, 1, stop_ids=())) == 1
-    assert len(engine.generate(prompt[:-9], 10, stop_ids=())) == 10
-    with pytest.raises(InputError, match=f"max-seq {MAX_SEQ}"):
-        engine.generate(prompt, 2)
 
 
 @pytest.mark.usefixtures("chooser")

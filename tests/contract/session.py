@@ -21,7 +21,6 @@ from g4ir.engine.engine import Engine
 from g4ir.engine.inputs import padded
 from g4ir.engine.session import Session
 from g4ir.errors import InputError
-from g4ir.media.soft import Soft
 from tests.contract.flows import Flow
 from tests.engines import BUDGET, CHUNK, MAX_SEQ, agrees, some_tokens
 from tests.oracle import close_calls
@@ -329,23 +328,6 @@ def test_bytes_of_the_caches(flow: Flow, engine: Engine) -> None:
     assert all(t.any() for n, t in session.state.views(20).items() if n != TURNED)
     session.state.zero()
     assert not any(t.any() for t in session.state.views(20).values())
-
-
-@pytest.mark.parametrize(
-    "kind, name", [("image", "images"), ("video", "videos"), ("audio", "audio")]
-)
-def test_media_that_the_engine_does_not_take(engine: Engine, kind: str, name: str) -> None:
-    """One message, however they are given."""
-    session, soft = engine.session(1), Soft(kind, (torch.ones(1, engine.spec.text.hidden_size),))
-    for ask in (
-        lambda: session.prefill([[2, 5]], soft=[soft]),
-        lambda: session.prefill([[2, 5]], **{name: ["x"]}),
-        lambda: engine.encode(kind, "x"),
-        lambda: engine.generate([2, 5], 2, **{name: ["x"]}),
-    ):
-        with pytest.raises(InputError, match=f"^this engine takes text, no {kind}, and "):
-            ask()
-    assert session.length.tolist() == [0]
 
 
 def test_a_row_is_copied(engine: Engine, fresh: Any) -> None:
