@@ -174,18 +174,12 @@ def test_sessions_in_any_order_equal_full_recomputation(made: Make, variant: str
     acts.run(60, ["verify"] * 5)
 
 
-def test_verify_refuses(made: Make, tmp_path: Path) -> None:
+def test_verify_refuses(made: Make) -> None:
     session = made("tiny-ple").session(2)
-    with pytest.raises(
-        InputError, match="10 tokens; an engine of --draft-tokens 8 takes 9 at most"
-    ):
+    with pytest.raises(InputError, match="10 tokens; an engine of --draft-tokens 8 takes 9"):
         session.verify(some_tokens(2, 10))
     with pytest.raises(InputError, match="outside the vocabulary"):
         session.verify([[5, -1], [5, 6]])
-    with pytest.raises(InputError, match="would hold 97 tokens"):
-        session.prefill(some_tokens(2, 95))
-        session.verify(some_tokens(2, 2))
-    assert session.length.tolist() == [95, 95]
     plain = made("tiny-ple", draft_tokens=0)
     with pytest.raises(InputError, match="build the engine again with --draft-tokens K"):
         plain.session(1).verify([[5, 6]])
@@ -343,13 +337,10 @@ def test_drafts_that_an_engine_cannot_verify(made: Make) -> None:
     few, none = (made("tiny-ple", draft_tokens=n) for n in (MOST, 0))
     with pytest.raises(InputError, match="build it again with --draft-tokens 9 for more"):
         few.generate([2, 5, 7], 4, draft="ngram", draft_tokens=9)
-    for words in (("run", "--tokens", "2,5"), ("bench", *FLAGS)):
-        told = [
-            refused(words[0], e.path, *words[1:], "--draft", "ngram", *more)
-            for e, more in ((few, ("--draft-tokens", "-1")), (none, ()))
-        ]
-        assert "draft-tokens -1: expected 1 to 8, which this engine was built for" in told[0]
-        assert "verifies no drafted tokens; build the engine again with --draft-tokens K" in told[1]
+    told = refused("run", few.path, "--tokens", "2,5", "--draft", "ngram", "--draft-tokens", "-1")
+    assert "draft-tokens -1: expected 1 to 8, which this engine was built for" in told
+    told = refused("bench", none.path, *FLAGS, "--draft", "ngram")
+    assert "verifies no drafted tokens; build the engine again with --draft-tokens K" in told
 
 
 def test_the_report_tells_of_drafts(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import re
 import shutil
@@ -25,7 +24,7 @@ from g4ir.cli import run
 from g4ir.engine.engine import Engine
 from g4ir.engine.jsonl import FIELDS
 from g4ir.engine.load import load_engine
-from g4ir.engine.offline import MEDIA_SETTINGS, OfflineEngine, Result
+from g4ir.engine.offline import MEDIA_SETTINGS
 from g4ir.errors import InputError
 from g4ir.media.audio import Waveform, prepare_audio
 from g4ir.media.images import prepare_image, read_image
@@ -58,7 +57,6 @@ from tests.media_tools import (
     media_engine,
     media_tokenizer,
     noise,
-    png,
     processor,
 )
 
@@ -453,26 +451,6 @@ def test_one_bad_request_of_several(
     logs = [json.loads(line) for line in outcome.err.splitlines()]
     assert [log["event"] for log in logs] == ["request", "error", "request", "request"]
     assert logs[1] == {"event": "error", **second}
-
-
-def test_soft_tokens_are_reused_of_equal_media_alone(loaded: Engine, files: Path) -> None:
-    """Equal ids of other pixels are computed; what is before the first of them is not."""
-    image = loaded.spec.tokens.image
-    png(files / "e.png", seed=5)  # as many soft tokens as a.png
-    offline = OfflineEngine(loaded, {"max_new_tokens": 1})
-    asked: list[tuple[list[int], list[str], Callable[[int], bool]]] = [
-        ([2, 5, 6], [], lambda cached: cached == 0),
-        ([2, 5, 6, image, 7], ["a.png"], lambda cached: cached == 3),
-        ([2, 5, 6, image, 7], ["e.png"], lambda cached: cached <= 3),
-        ([2, 5, 6, image, 7], ["e.png"], lambda cached: cached > 3),
-        ([2, 5, 6, image, 7], ["a.png"], lambda cached: cached <= 3),
-    ]
-    for ids, images, fits in asked:
-        line = json.dumps({"tokens": ids, "images": images}).encode()
-        (got,) = offline.answer_lines(io.BytesIO(line), "x")
-        assert isinstance(got, Result)
-        assert list(got.tokens) == loaded.generate(ids, 1, images=images)
-        assert fits(got.counts.cached)
 
 
 # --- what is refused --------------------------------------------------------------------------

@@ -116,7 +116,9 @@ def test_seeds_and_penalties_alone_and_in_company(engine: Engine) -> None:
     jobs = [replace(job, marks=(len(job.tokens) // 2,)) for job in random_jobs(12, 2)]
     want = [alone(engine, job) for job in jobs]
     assert texts(Scheduler(engine, SchedulerConfig(patience=0)), jobs) == want
-    scheduler = Scheduler(engine, SchedulerConfig(buckets=(3, ROWS), chunks=3, chunk_tokens=5))
+    scheduler = Scheduler(
+        engine, SchedulerConfig(buckets=(3, ROWS), prefill_first=True, chunk_tokens=5)
+    )
     handles = [scheduler.submit(job) for job in jobs]
     finished(scheduler)
     assert [t.answers[0].tokens for t in handles] == want
@@ -359,7 +361,7 @@ def test_a_wrong_request_takes_no_slot(engine: Engine, says: str) -> None:
     assert not scheduler.busy
 
 
-@pytest.mark.parametrize("name", ["chunks", "chunk_tokens", "patience", "prefix_bytes"])
+@pytest.mark.parametrize("name", ["chunk_tokens", "patience", "prefix_bytes"])
 def test_settings_that_are_wrong(name: str) -> None:
     with pytest.raises(InputError, match=f"{name} -1: expected at least"):
         SchedulerConfig(**{name: -1})

@@ -54,7 +54,7 @@ class Writer:
 
     def __post_init__(self) -> None:
         sizes = tuple(sorted({self.w.batch, self.engine.limits.max_batch}))
-        config = SchedulerConfig(sizes, None, prefix_bytes=0, draft_rows=self.w.batch)
+        config = SchedulerConfig(sizes, True, prefix_bytes=0, draft_rows=self.w.batch)
         self.schedulers = {
             role: Scheduler(self.engine, replace(config, draft=draft))
             for role, draft in ((PLAIN, NO_DRAFT), (DRAFTED, self.draft))

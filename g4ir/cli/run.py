@@ -173,7 +173,7 @@ def _tell_summary(r: Result, given: int | None) -> None:
     drawn = f"; drawn with --seed {seed}" if seed not in (None, given) else ""
     console.say(
         f"{c.prompt} prompt tokens, {c.generated} new ones; first after {c.first_token_s:.3f} s"
-        f"{speed}{tally_text(r.tally)}; ended by {r.finish_reason}{drawn}"
+        f"{speed}{tally_text(r.handle.tally)}; ended by {r.finish_reason}{drawn}"
     )
 
 

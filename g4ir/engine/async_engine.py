@@ -1,7 +1,7 @@
 """The scheduler for many threads: one thread runs it, others submit requests.
 
-    with AsyncEngine(engine) as service:
-        handle = service.submit(Request((2, 5, 7)), callback)     # BusyError if the queue is full
+with AsyncEngine(engine) as service:
+    handle = service.submit(Request((2, 5, 7)), callback)     # BusyError if the queue is full
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     for event in scheduler.run(handle):
         ...
 
-A step drops what was cancelled, decodes all running sequences, and computes one chunk of one prompt.
+A step drops cancelled requests, decodes all running sequences, and computes one chunk of a prompt.
 Sequences are decoded in one of three ways, chosen each time: by steps that run ahead on the device
 while the batch stays the same and nothing needs the host (device_loop.py); by verification of draft
 tokens (speculative.py); by a step whose tokens the host chooses. One thread at a time;
@@ -18,7 +18,6 @@ import heapq
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 
 import torch
 
@@ -52,16 +51,16 @@ from .speculative import NGRAM, NO_DRAFT, RowDrafts, SpeculativeConfig, find_dra
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """`buckets`: batch sizes that sessions are made for (default 1, 2, 4, ... max_batch). `chunks`
-    of prompts, of at most `chunk_tokens` (default: the engine's --prefill-chunk), are computed
-    between two decode steps; None: all prompts that have a slot, first. The batch shrinks after
+    """`buckets`: batch sizes that sessions are made for (default 1, 2, 4, ... max_batch). One chunk
+    of a prompt, at most `chunk_tokens` long (default: --prefill-chunk), is computed between two
+    decode steps; with `prefill_first` all prompts that have a slot are. The batch shrinks after
     `patience` steps in which a smaller bucket would have been enough. `prefix_bytes`: size of the
     prefix cache (default: from what is free). `draft`: speculative decoding, while at most
     `draft_rows` sequences decode, since more tokens cost more than reading the weights; of 0 tokens
     drafts as many as the engine verifies."""
 
     buckets: tuple[int, ...] | None = None
-    chunks: int | None = 1
+    prefill_first: bool = False
     chunk_tokens: int | None = None
     patience: int = 16
     prefix_bytes: int | None = None
@@ -69,7 +68,7 @@ class SchedulerConfig:
     draft_rows: int = 2
 
     def __post_init__(self) -> None:
-        check_least(self, chunks=1, chunk_tokens=1, patience=0, prefix_bytes=0, draft_rows=1)
+        check_least(self, chunk_tokens=1, patience=0, prefix_bytes=0, draft_rows=1)
 
 
 #: new tokens of sequences
@@ -159,12 +158,11 @@ class Scheduler:
 
     def step(self) -> list[Event]:
         """Do one step, and return its events, in order."""
-        events, chunks = [*self._drop_cancelled(), *self._decode()], self.config.chunks
-        left = count() if chunks is None else range(chunks if self.active else 1)
-        for _ in left:
-            if not self._prompt and not self._next_fits():
-                break
+        events = [*self._drop_cancelled(), *self._decode()]
+        while self._prompt or self._next_fits():
             events += self._advance_prompt()
+            if not self.config.prefill_first:
+                break
         return events
 
     def _drop_cancelled(self) -> list[Event]:
