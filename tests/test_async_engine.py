@@ -110,19 +110,6 @@ def test_a_wrong_job_is_refused_where_it_is_asked(service: AsyncEngine) -> None:
     assert not service.waiting and service.alive
 
 
-def test_a_full_queue(service: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests beyond it are refused; later ones are taken."""
-    monkeypatch.setattr(service, "settings", AsyncEngineConfig(waiting=3))
-    gate = Gate(service, monkeypatch)
-    asked = [Asked(service, job(seed=i)) for i in range(3)]
-    with pytest.raises(BusyError, match=r"^3 requests of 15 prompt tokens wait already, of 3 and"):
-        Asked(service, job())
-    assert service.waiting == 3
-    gate.open.set()
-    assert [len(a.text()) for a in asked] == [6, 6, 6]
-    assert len(Asked(service, job()).text()) == 6
-
-
 def test_a_queue_full_of_tokens(service: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """One may always wait, however long it is."""
     monkeypatch.setattr(service, "settings", AsyncEngineConfig(waiting_tokens=20))
@@ -132,16 +119,6 @@ def test_a_queue_full_of_tokens(service: AsyncEngine, monkeypatch: pytest.Monkey
         Asked(service, job(1))
     gate.open.set()
     assert len(long.text()) == 6
-
-
-def test_cancelling_frees_the_slot(service: AsyncEngine) -> None:
-    asked = Asked(service, job(new=300))
-    events = asked.events()
-    next(events)
-    asked.handle.cancel()
-    assert [*events][-1].finish == CANCELLED
-    eventually(lambda: not service.scheduler.active)
-    assert asked.handle.counts.generated < 300
 
 
 def test_drain(engine: Engine) -> None:

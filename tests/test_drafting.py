@@ -90,13 +90,6 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [some_tokens(1, n, n)[0].tolist() for n in lengths]
 
 
-@pytest.mark.parametrize("slack", [0, 1, 5])
-def test_rings_have_the_slack_that_is_asked_for(slack: int) -> None:
-    g = g4ir.build_graph(g4ir.load_spec("tiny-ple"), "verify")
-    state = run_passes(g, options=PassOptions((RingOptions(slack),))).state
-    assert {v.type.shape[0] for v in state} == {"C", 8 + slack}
-
-
 DRAWN = {"temperature": 0.6, "seed": 5, "top_p": 0.7}
 
 

@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 import g4ir
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
-from g4ir.ir.graph import Program
 from g4ir.ir.interpret import interpret
-from g4ir.media.merge import block_ids, cut, merged
+from g4ir.media.merge import block_ids, cut
 from g4ir.media.soft import Soft
 from g4ir.model.decoder import BLOCKS
 from g4ir.model.media import KINDS, Media
@@ -134,17 +133,6 @@ def test_media_after_text(engine: Engine, letter: str) -> None:
     got = session.prefill(tokens, soft=softs_of(*rows))
     for r, logits in zip(rows, got, strict=True):
         agrees(logits, engine.session(1).prefill(r.tokens[None], soft=softs_of(r))[0])
-
-
-def test_blocks_are_needed(engine: Engine) -> None:
-    """The comparisons above would see it if pictures were causal."""
-    row = make_row(ROWS[0])
-    graphs = {name: g for name, g in engine.program.graphs.items() if name != BLOCKS}
-    causal, want = (
-        e.session(1).prefill(row.tokens[None], soft=softs_of(row))
-        for e in (replace(engine, program=Program(graphs)), engine)
-    )
-    assert relative(causal, want).max() > 0.01
 
 
 def test_text_alone_is_cut_as_ever(engine: Engine) -> None:
@@ -305,13 +293,3 @@ def test_cutting(rows: list[list[tuple[int, bool]]], chunk: int) -> None:
             at = end
         assert at == length
     assert all(piece.width > 0 for piece in pieces)
-
-
-def test_padding_is_in_no_block() -> None:
-    """Also where it looks like a placeholder."""
-    tokens, softs = torch.full((2, 5), 500), [Soft("image", (torch.ones(7, 4),))]
-    ids = {"image": 500, "video": 501}
-    prompt = merged(tokens, torch.tensor([5, 2]), softs, ids, blocks=True)
-    assert prompt.block_ids is not None and prompt.soft_rows is not None
-    assert prompt.block_ids.tolist() == [[0] * 5, [0, 0, -1, -1, -1]]
-    assert prompt.soft_rows.tolist() == [[0, 1, 2, 3, 4], [5, 6, -1, -1, -1]]

@@ -30,13 +30,19 @@ class HiddenStates:
 
     def take(self, made: torch.Tensor | None, before: torch.Tensor, after: torch.Tensor) -> None:
         """Keep the states of a step, of every token or of the last; None: it returned none. Rows
-        without a new token lose theirs."""
+        without a new token keep theirs."""
+        if made is None and self.states is None:
+            return
+        old, kept, new = self.of(before), self.known(before) & (after == before), after > before
         if made is not None:
             self.states = made.clone()
-            self._before = before if made.shape[1] > 1 else after - 1
-            self._after = torch.where(after > before, after, 0)
-        elif self.states is not None:
-            self.forget()
+            first = before if made.shape[1] > 1 else after - 1
+            if old is not None and bool(kept.any()):
+                rows = kept.to(made.device)[:, None, None]
+                self.states[:, :1] = torch.where(rows, old, self.states[:, :1])
+                first = torch.where(kept, before - 1, first)
+            self._before = first
+        self._after = torch.where(kept | new if made is not None else kept, after, 0)
 
     def stand(self, states: torch.Tensor, length: torch.Tensor) -> None:
         """Take in the states [batch, 1, hidden] of rows that hold so many tokens."""

@@ -5,7 +5,7 @@
     soft = engine.encode("audio", "speech.wav", too_long="refuse")
 
 An item is a path, decoded pixels (an array, or an image of Pillow) or samples, or what this package
-has prepared of them. Parts of messages are decoded strictly; nothing is fetched here.
+has prepared of them. Nothing is fetched here.
 """
 
 from __future__ import annotations

@@ -36,6 +36,8 @@ PARTED = 64
 Keys = tuple[int, ...]
 #: bytes that a key takes beside the snapshot that it finds
 KEY_BYTES = 40
+#: None for each chunk of a prompt, and the logits with the last
+Chunks = Generator[torch.Tensor | None, None, None]
 
 
 def prompt_keys(tokens: Sequence[int], soft: Sequence[Soft], holders: Mapping[str, int]) -> Keys:
@@ -96,14 +98,11 @@ class PrefixCache:
     def longest(self, salt: str, keys: Keys) -> tuple[int, Snapshot | None]:
         """Return the longest beginning of `keys` that is kept, shorter than they are: its length
         and its snapshot; or 0 and None."""
-        fits = [
-            name
-            for name in self._kept
-            if name[0] == salt and len(name[1]) < len(keys) and keys[: len(name[1])] == name[1]
-        ]
+        known = (k for s, k in self._kept if s == salt and len(k) < len(keys))
+        fits = [k for k in known if keys[: len(k)] == k]
         if not fits:
             return 0, None
-        name = max(fits, key=lambda name: len(name[1]))
+        name = salt, max(fits, key=len)
         self._kept.move_to_end(name)
         return len(name[1]), self._kept[name][0]
 
@@ -173,7 +172,7 @@ class Prefiller:
 
     def chunks(
         self, prompt: Request, until: Callable[[int], int], keys: Keys | None = None
-    ) -> Generator[torch.Tensor | None, None, None]:
+    ) -> Chunks:
         """Begin a prompt with what is known of it, and return an iterator that computes a chunk for
         each value: None, and logits with the last. A chunk ends where `until` (of the number of
         computed tokens) says, or sooner; in a medium sessions cut themselves. The iterator may be
@@ -187,7 +186,7 @@ class Prefiller:
 
     def _computed(
         self, prompt: Request, until: Callable[[int], int], keys: Keys, marks: set[int]
-    ) -> Generator[torch.Tensor | None, None, None]:
+    ) -> Chunks:
         start = self.known
         rows = {  # of each kind of media, together once
             kind: torch.cat([p for s in prompt.soft if s.kind == kind for p in s.pieces])

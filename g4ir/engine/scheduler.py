@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,10 +26,10 @@ from g4ir.errors import InputError, RankError
 from g4ir.ops.finite import not_finite
 
 from .batch import Batch, checked_buckets
-from .device_loop import DraftRounds, Tokens, TokenSteps, open_loop
+from .device_loop import Drafters, DraftRounds, Tokens, TokenSteps, open_loop
 from .inputs import check_prompt, padded
 from .parts import EngineParts
-from .prefill import Prefiller
+from .prefill import Chunks, Prefiller
 from .prompts import checked_ids, checked_prompt
 from .requests import (
     CANCELLED,
@@ -73,6 +73,7 @@ class SchedulerConfig:
 
 #: new tokens of sequences
 Made = dict[SequenceState, list[Drawn]]
+Running = Sequence[SequenceState]
 
 
 class Scheduler:
@@ -89,7 +90,7 @@ class Scheduler:
         self._queue: list[RequestHandle] = []
         self._number = 0
         #: the request in prefill, and the chunks that are left of its prompt
-        self._prompt: tuple[RequestHandle, Generator[torch.Tensor | None, None, None]] | None = None
+        self._prompt: tuple[RequestHandle, Chunks] | None = None
         #: steps that run on the device, and their sequences
         self._loop: TokenSteps | DraftRounds | None = None
         self._looped: list[SequenceState] = []
@@ -206,7 +207,7 @@ class Scheduler:
         self.totals.step_s[bucket] = self.totals.step_s.get(bucket, 0.0) + took
         return self._emit(made)
 
-    def _next_tokens(self, running: Sequence[SequenceState]) -> Made:
+    def _next_tokens(self, running: Running) -> Made:
         if self._loop and self._loop.over:
             self._halt()
         if not self._loop:
@@ -220,13 +221,13 @@ class Scheduler:
     def _received(self, tokens: Tokens) -> Made:
         """Append tokens of the device to their sequences, each up to its end."""
         made: Made = {}
-        for sequence in self._looped:
-            for token in tokens[sequence.slot]:
-                if sequence.over or sequence.finish or sequence.unwanted:
+        for s in self._looped:
+            for token in tokens[s.slot]:
+                if s.over or s.finish or s.unwanted:
                     break
                 if token is not None:
-                    sequence.tokens.append(token)
-                made.setdefault(sequence, []).append(None if token is None else Choice(token))
+                    s.tokens.append(token)
+                made.setdefault(s, []).append(None if token is None else Choice(token))
         return made
 
     def _halt(self) -> list[Made]:
@@ -253,7 +254,7 @@ class Scheduler:
             if not sequence.finish
         ]
 
-    def _drafters(self, running: Sequence[SequenceState]) -> dict[int, RowDrafts]:
+    def _drafters(self, running: Running) -> dict[int, RowDrafts]:
         """Return what drafts for each slot; nothing without speculative decoding, or if too many
         sequences decode."""
         draft, out = self.config.draft, dict[int, RowDrafts]()
@@ -264,9 +265,7 @@ class Scheduler:
                 out[s.slot] = s.drafter
         return out
 
-    def _drafts(
-        self, running: Sequence[SequenceState], drafters: Mapping[int, RowDrafts]
-    ) -> Mapping[int, Sequence[int]]:
+    def _drafts(self, running: Running, drafters: Drafters) -> Mapping[int, Sequence[int]]:
         if not drafters:
             return {s.slot: () for s in running}
         counts = {s.slot: drafters[s.slot].count(s.room - 1) for s in running}
@@ -274,9 +273,7 @@ class Scheduler:
             return {s.slot: drafters[s.slot].propose(s.tokens, counts[s.slot]) for s in running}
         return self.batch.session.draft({s.slot: s.tokens[-1] for s in running}, counts)
 
-    def _verified(
-        self, running: Sequence[SequenceState], drafters: Mapping[int, RowDrafts]
-    ) -> Made:
+    def _verified(self, running: Running, drafters: Drafters) -> Made:
         """Choose a token for each sequence, and another for each draft token that is right."""
         session, drafts = self.batch.session, self._drafts(running, drafters)
         kept, made = session.length.clone(), {s: list[Drawn]() for s in running}
@@ -346,8 +343,7 @@ class Scheduler:
     def _end(
         self, handle: RequestHandle, finish: str, error: Exception | None = None
     ) -> list[Event]:
-        left = [s for s in handle.answers if not s.finish]
-        return [self._ended(sequence, finish, error=error) for sequence in left]
+        return [self._ended(s, finish, error=error) for s in handle.answers if not s.finish]
 
     def _next_fits(self) -> bool:
         return bool(self._queue) and self._queue[0].request.n <= self.max_batch - self.active
@@ -371,9 +367,7 @@ class Scheduler:
             self.prefiller.forget()
             return self._end(handle, FAILED, e)
 
-    def _begun(
-        self, handle: RequestHandle
-    ) -> tuple[RequestHandle, Generator[torch.Tensor | None, None, None]]:
+    def _begun(self, handle: RequestHandle) -> tuple[RequestHandle, Chunks]:
         handle.state, handle.counts.queued_s = PREFILLING, handle.age()
         self.prefiller.lend(self.batch.release())
         chunks = self.prefiller.chunks(handle.request, self._until, handle.keys)

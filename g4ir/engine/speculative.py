@@ -89,8 +89,7 @@ class NgramProposer:
 
     def propose(self, count: int) -> list[int]:
         """Return up to `count` tokens: those behind the longest earlier match of the text's end,
-        the latest of equal ones. Where they run into the end itself, the text repeats itself and
-        so does the draft."""
+        the latest of equal ones; where they run into the end itself, the draft repeats itself."""
         ids = self._ids[: self._count]
         ends = np.flatnonzero(ids[:-1] == ids[-1]) if len(ids) else ids
         size = min(1, len(ends))
@@ -168,8 +167,8 @@ class RowDrafts:
 
 @dataclass
 class AcceptanceStats:
-    """Counts of rounds: `rounds` of a row, those that drafted too; tokens that came of them; how
-    often a token was drafted, and accepted, at each place of a draft."""
+    """Rounds of a row, those that drafted nothing too; tokens that came of them; how often a token
+    was drafted, and accepted, at each place of a draft."""
 
     rounds: int = 0
     tokens: int = 0
