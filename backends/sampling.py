@@ -124,8 +124,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Raw log-probabilities: of the chosen token, and (token, log-probability) of the most
-    probable ones, the most probable first."""
+    """Raw log-probabilities of the chosen token, and of the most probable ones in order."""
 
     chosen: float
     top: tuple[tuple[int, float], ...]
@@ -197,8 +196,7 @@ class Sampler:
         return len(self.generated) < self.params.min_tokens
 
     def shaped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits [vocab] as they are drawn from, float32; the given ones are not changed.
-        InputError if none may be chosen."""
+        """Return a copy of logits [vocab], float32, as they are drawn from. InputError if none."""
         if self.plain and not self._never:
             return logits.float()
         s, row = self.params, logits.to(torch.float32, copy=True)
@@ -238,8 +236,7 @@ class Sampler:
 
 
 def sample(logits: torch.Tensor, samplers: Mapping[int, Sampler]) -> dict[int, Drawn]:
-    """Choose a token for some rows of logits [B, vocab], as each alone would, and append it to what
-    its sampler has generated."""
+    """Choose a token for some rows of logits [B, vocab], and append it to the sampler's own."""
     # A sum is finite if all of its terms are; one transfer from a device for both.
     sums = logits.sum(-1, dtype=torch.float32)
     best, sums = torch.stack((logits.argmax(-1).double(), sums.double())).tolist()

@@ -113,8 +113,7 @@ class AsyncEngine:
                 raise TimeoutError(f"the service did not end within {timeout} seconds")
 
     def _check_room(self, request: Request) -> None:
-        """Raise EngineError if the thread has ended, and BusyError while it ends or where the queue
-        is full. One request may always wait, however long."""
+        """Raise EngineError or BusyError where no request is taken; one may always wait."""
         if self.error is not None:
             raise EngineError(f"{self.engine.path}: the service ended: {self.error}; start another")
         if self._draining or self._closing:

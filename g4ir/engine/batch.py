@@ -25,8 +25,7 @@ T = TypeVar("T", bound=Placed)
 
 
 def checked_buckets(buckets: Sequence[int] | None, most: int) -> tuple[int, ...]:
-    """Return sizes in order, the last of which is `most` (default: 1, 2, 4, ... and `most`);
-    InputError for others."""
+    """Return sizes in order, up to `most` (default: 1, 2, 4, ...); InputError for others."""
     powers = (1 << i for i in range((most - 1).bit_length()))
     sizes = (*powers, most) if buckets is None else tuple(sorted({*buckets}))
     if not sizes or sizes[0] < 1 or sizes[-1] != most:

@@ -61,8 +61,7 @@ Told = Callable[[Said], None]
 
 @dataclass(frozen=True)
 class Turn:
-    """An answer: its `message` in OpenAI's form, why it ended (stop, tool_calls, length or
-    interrupted), tokens and seconds."""
+    """An answer: `message` in OpenAI's form, why it ended, tokens and seconds."""
 
     message: dict[str, Any]
     finish_reason: str
@@ -172,8 +171,7 @@ class ChatSession:
         return lost
 
     def set(self, name: str, text: str) -> None:
-        """Take a setting as it was typed; `default` for the checkpoint's. InputError for a name or
-        a value that there is not."""
+        """Take a setting as typed, `default` for the checkpoint's; InputError for a wrong one."""
         if name not in SETTINGS:
             raise InputError(f"setting {name!r}: one of {', '.join(SETTINGS)}")
         try:
@@ -251,8 +249,7 @@ class ChatSession:
         return turn
 
     def retry(self, told: Told = lambda said: None) -> Turn:
-        """Answer the last message again, in place of the old answer, as `say`. InputError if there
-        is none."""
+        """Answer the last message again, in place of the old answer, as `say`."""
         return self._asked(self.messages[: self._last_message() + 1], told)
 
     def undo(self) -> None:
@@ -299,8 +296,7 @@ class ChatSession:
         return self._taken(answer, handle)
 
     def stop(self) -> None:
-        """End the answer that is being generated. From any thread, and from a handler of
-        signals."""
+        """End the answer that is being generated. From any thread or signal handler."""
         self._stopped = True
         if handle := self._handle:
             handle.cancel()
@@ -355,8 +351,7 @@ class ChatSession:
 
 
 class Bounded:
-    """Logits mask that ends thoughts after their budget, counted in each answer; `inner` is the
-    mask of all other tokens."""
+    """Logits mask that ends reasoning after its budget; `inner` masks all other tokens."""
 
     def __init__(self, budget: ReasoningBudget, size: int, inner: LogitsMask | None = None) -> None:
         self.budget, self.size, self.inner = budget, size, inner
@@ -390,11 +385,10 @@ def _conversation(value: Any) -> tuple[list[dict[str, Any]], list[Any] | None]:
 
 
 def _open_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the calls at the end of a conversation that have no answer."""
-    answers = [*takewhile(lambda m: m["role"] == "tool", reversed(messages))][::-1]
+    answers = [*takewhile(lambda m: m["role"] == "tool", reversed(messages))]
     before = messages[: len(messages) - len(answers)]
     left = [*(before[-1].get("tool_calls") or ())] if before else []
-    for a in answers:
+    for a in reversed(answers):
         found = next((c for c in left if c.get("id") == a.get("tool_call_id")), None)
         left = [c for c in left if c is not found]
     return left

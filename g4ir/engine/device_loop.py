@@ -32,8 +32,7 @@ Drafters = Mapping[int, RowDrafts]
 
 
 class TokenSteps:
-    """Decode steps, up to the first limit of a sequence. The session must not be used before
-    `close`."""
+    """Decode steps, up to the first limit of a sequence; `close` gives the session back."""
 
     def __init__(self, loop: Any, session: Session, running: Sequence[SequenceState]) -> None:
         self.loop, self.session = loop, session
@@ -74,8 +73,7 @@ class TokenSteps:
 
 
 class DraftRounds:
-    """Rounds of speculative decoding by the draft model, as TokenSteps. All rows draft equally many
-    tokens: as many as the one with the most accepted."""
+    """Rounds of drafts and verification, as TokenSteps; all rows draft equally many tokens."""
 
     def __init__(
         self, loop: Any, session: Session, running: Sequence[SequenceState], drafters: Drafters

@@ -135,7 +135,6 @@ def _merged(
 
 
 def _media(engine: EngineParts) -> Mapping[str, int]:
-    """The placeholder of each kind of media."""
     return placeholders(engine.spec.tokens, engine.media.kinds)
 
 

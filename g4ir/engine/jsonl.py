@@ -24,37 +24,30 @@ Line = tuple[int, bytes]
 Field = tuple[Callable[[Any], bool], str]
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _of(*types: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) in types
 
 
-def _number(value: Any) -> bool:
-    return _whole(value) or isinstance(value, float)
+def _list(kind: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) is list and {*map(type, value)} <= {kind}
 
 
 def _biases(value: Any) -> bool:
     """Whether it is {"177": -5.0, ...}: keys of JSON objects are text."""
     keys = isinstance(value, dict) and all(k.isdecimal() and k.isascii() for k in value)
-    return keys and all(len(k) < 10 and _number(v) for k, v in value.items())
+    return keys and all(len(k) < 10 and type(v) in (int, float) for k, v in value.items())
 
 
-def _list(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(fits, value))
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-WHOLE: Field = _whole, "a whole number"
-NUMBER: Field = _number, "a number"
-IDS: Field = _list(_whole), "a list of token ids"
-PATHS: Field = _list(_text), "a list of paths"
+TEXT: Field = _of(str), "a string"
+WHOLE: Field = _of(int), "a whole number"
+NUMBER: Field = _of(int, float), "a number"
+IDS: Field = _list(int), "a list of token ids"
+PATHS: Field = _list(str), "a list of paths"
 FIELDS: dict[str, Field] = {
-    "id": (lambda v: _whole(v) or _text(v), "a string or a whole number"),
-    "prompt": (_text, "a string"),
+    "id": (_of(str, int), "a string or a whole number"),
+    "prompt": TEXT,
     "tokens": IDS,
-    "bos": (lambda v: isinstance(v, bool), "true or false"),
+    "bos": (_of(bool), "true or false"),
     "max_new_tokens": WHOLE,
     "temperature": NUMBER,
     "top_k": WHOLE,

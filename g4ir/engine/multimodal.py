@@ -109,8 +109,7 @@ def _audio(engine: EngineParts, item: Any, too_long: str) -> Soft:
 
 
 def sound_settings(engine: EngineParts) -> AudioSettings:
-    """Return how the engine's checkpoint frames sounds, or the reference's defaults; no longer than
-    the engine was built for."""
+    """Return the checkpoint's settings of audio, bounded by what the engine was built for."""
     settings = audio_settings(engine.spec, read_extractor(engine.path))
     if isinstance(settings, MelSettings):
         return settings.at_most(max(engine.media.lengths))
@@ -212,8 +211,7 @@ def read_own(engine: EngineParts, medium: Medium) -> Soft:
 
 
 def soft_of(engine: EngineParts, medium: Medium, raw: bytes, **settings: Any) -> Soft:
-    """Return the soft tokens of a file's bytes, with settings of `encode`; readers take a path,
-    which errors then name."""
+    """Return the soft tokens of a file's bytes, with settings of `encode`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "medium"
         path.write_bytes(raw)

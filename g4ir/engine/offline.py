@@ -153,8 +153,7 @@ class Result:
         return replace(c, first_token_s=first, total_s=total)
 
     def output(self) -> dict[str, Any]:
-        """Return what stdout gets: id if there is one, tokens, text if a tokenizer is there, and
-        log-probabilities that were asked for."""
+        """Return what stdout gets; text needs a tokenizer, logprobs to be asked for."""
         read = [{"logprob": p.chosen, "top": p.top} for p in self.logprobs]
         out = {
             "id": self.id,
@@ -275,8 +274,7 @@ class OfflineEngine:
         )
 
     def _tokens(self, asked: Asked) -> tuple[list[int], tuple[str, ...]]:
-        """Return the ids of the prompt and notes; its media have a placeholder each in a text, or
-        one for each of their soft tokens. InputError where the numbers cannot fit."""
+        """Return ids and notes of the prompt, with a placeholder for each medium or soft token."""
         special, kinds = self.engine.spec.tokens, self.engine.media.kinds
         tokens, notes = asked.fields.get("tokens"), list[str | None]()
         if tokens is None:
@@ -366,7 +364,6 @@ class OfflineEngine:
             return Failure(name, str(e), number)
 
     def _submit(self, request: OfflineRequest) -> Result:
-        """Read the media of a request, and put it in the queue."""
         begun, soft, asked = time.perf_counter(), list[Soft](), request.asked
         for m in asked.media:
             with named(m.where):
@@ -379,8 +376,7 @@ class OfflineEngine:
 
 
 def _ended(b: Result | Failure) -> Result | Failure | None:
-    """Return the answer to a line, None while it is not ready. What is no error of a request ends
-    all."""
+    """Return a line's answer, None while it is not ready; raise what no request caused."""
     if isinstance(b, Failure):
         return b
     error = b.end and b.end.error

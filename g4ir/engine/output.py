@@ -123,8 +123,7 @@ class Answer:
         return message
 
     def history(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return its message as the next prompt takes it: without calls that were cut or have no
-        reading."""
+        """Return its message for the next prompt: without calls that were cut or are unreadable."""
         pairs = zip(message.get("tool_calls", ()), filter(is_call, self.said))
         calls = [call for call, said in pairs if said.arguments is not None]
         rest = {k: v for k, v in message.items() if k != "tool_calls"}

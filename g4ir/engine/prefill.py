@@ -67,8 +67,7 @@ def shared(a: Keys, b: Keys) -> int:
 
 
 class PrefixCache:
-    """Snapshots of one-row sessions, at most so many bytes of them, by prompts' beginnings under a
-    salt; the least recently used is dropped first."""
+    """Snapshots of one-row sessions by salt and tokens, least recently used dropped first."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.nbytes = most_bytes, 0
@@ -96,8 +95,7 @@ class PrefixCache:
         return True
 
     def longest(self, salt: str, keys: Keys) -> tuple[int, Snapshot | None]:
-        """Return the longest beginning of `keys` that is kept, shorter than they are: its length
-        and its snapshot; or 0 and None."""
+        """Return length and snapshot of the longest kept proper prefix of `keys`; or 0, None."""
         known = (k for s, k in self._kept if s == salt and len(k) < len(keys))
         fits = [k for k in known if keys[: len(k)] == k]
         if not fits:
@@ -128,8 +126,7 @@ class Prefiller:
         self.prefixes = PrefixCache(self._default_bytes() if prefix_bytes is None else prefix_bytes)
 
     def _default_bytes(self) -> int:
-        """A quarter of what is free beside the KV caches, but room for LEAST_PROMPTS long prompts
-        unless that is more than half of it."""
+        """A quarter of the free memory, or LEAST_PROMPTS long prompts if half of it holds them."""
         rows = 2 * self.engine.limits.max_batch * self.session.nbytes()  # two sizes of a batch
         free = max(free_on(self.engine.device) - rows, 0)
         wanted = max(LEAST_BYTES, LEAST_PROMPTS * self.prompt_bytes, min(free // 4, MOST_BYTES))

@@ -52,8 +52,7 @@ class Request:
 
 @dataclass
 class Counts:
-    """Tokens of a prompt and of its answers, and times in seconds since it was submitted; None: not
-    yet."""
+    """Tokens of a prompt and its answers; seconds since it was submitted, None: not yet."""
 
     prompt: int
     cached: int = 0
@@ -133,12 +132,11 @@ class RequestHandle:
         return (-mine, self.number) < (-theirs, other.number)
 
     def cancel(self) -> None:
-        """End it before the next step. May be called from any thread, at any time."""
+        """End it before the next step. From any thread, at any time."""
         self.cancelled = True
 
     def stop(self, index: int) -> None:
-        """End one answer before the next step, as if the model had ended it; the others go on. May
-        be called from any thread, at any time."""
+        """End one answer before the next step, as a stop token does. From any thread."""
         self.answers[index].enough = True
 
     @property

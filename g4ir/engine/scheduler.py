@@ -134,8 +134,7 @@ class Scheduler:
         return handle
 
     def run(self, handle: RequestHandle) -> Iterator[Event]:
-        """Step until a request has ended, and yield its events; it is cancelled if they are not
-        read to the end."""
+        """Step until a request has ended, and yield its events; leaving early cancels it."""
         try:
             while not handle.done:
                 yield from (event for event in self.step() if event.handle is handle)
@@ -219,7 +218,6 @@ class Scheduler:
         return self._received(self._loop.step())
 
     def _received(self, tokens: Tokens) -> Made:
-        """Append tokens of the device to their sequences, each up to its end."""
         made: Made = {}
         for s in self._looped:
             for token in tokens[s.slot]:
@@ -255,8 +253,7 @@ class Scheduler:
         ]
 
     def _drafters(self, running: Running) -> dict[int, RowDrafts]:
-        """Return what drafts for each slot; nothing without speculative decoding, or if too many
-        sequences decode."""
+        """Return what drafts for each slot; nothing while too many sequences decode."""
         draft, out = self.config.draft, dict[int, RowDrafts]()
         if draft and len(running) <= self.config.draft_rows:
             for s in running:
@@ -325,8 +322,7 @@ class Scheduler:
         error: Exception | None = None,
         zero: bool = False,
     ) -> Event:
-        """Free the slot of an answer and return its last event; the request ends with its last
-        answer."""
+        """Free an answer's slot and return its last event; the last one ends the request."""
         self.batch.drop(sequence, zero)
         handle, sequence.finish = sequence.handle, finish
         ends, counts = {s.finish for s in handle.answers}, handle.counts
@@ -349,7 +345,6 @@ class Scheduler:
         return bool(self._queue) and self._queue[0].request.n <= self.max_batch - self.active
 
     def _advance_prompt(self) -> list[Event]:
-        """Compute one chunk of the prompt in prefill, or of the next."""
         handle = self._prompt[0] if self._prompt else heapq.heappop(self._queue)
         begun = time.perf_counter()
         try:

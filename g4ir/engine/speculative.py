@@ -45,8 +45,7 @@ NO_DRAFT = SpeculativeConfig()
 
 
 def find_draft(engine: EngineParts, source: str, tokens: int | None = None) -> SpeculativeConfig:
-    """Return what was asked for; InputError where the engine cannot do it, with the way to build
-    one that can."""
+    """Return what was asked for; InputError where the engine cannot do it."""
     if source not in DRAFTS:
         raise InputError(f"draft {source!r}: expected one of {', '.join(DRAFTS)}")
     most = engine.draft_tokens
@@ -107,8 +106,7 @@ class NgramProposer:
 
 
 class Pace:
-    """How many tokens to draft for a row, by what became of the last ones. It follows from the
-    tokens alone, so that equal requests are computed equally."""
+    """How many tokens to draft for a row, by what became of the last ones alone."""
 
     def __init__(self, most: int) -> None:
         self.most = self._count = most
