@@ -108,7 +108,7 @@ class Prompts:
         if self.codec is None:
             require_tokenizer(self.engine.path)
         assert self.codec
-        return Vocabulary(self.codec.tokenizer)
+        return self.codec.vocabulary
 
     @cached_property
     def grammars(self) -> Grammars:
