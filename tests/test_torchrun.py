@@ -31,13 +31,14 @@ import g4ir
 from g4ir.chat.detokenizer import Detokenizer
 from g4ir.cli import main
 from g4ir.engine.artefact import open_artefact
-from g4ir.engine.load import _check_gpu
+from g4ir.engine.load import open_runtime
 from g4ir.errors import EngineError, InputError, MissingError
 from g4ir.model.draft import shipped_drafter
 from g4ir.parallel.group import RankLaunch, RankProcess, join, launched
 from g4ir.parallel.table import Share
 from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.spec.record import Spec, load_spec
+from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import MadeParams, StoredParams, rank_files
 from g4ir.weights.random import RandomCheckpoint
 from tests.cli_tools import refused
@@ -403,10 +404,7 @@ def test_a_rank_without_a_gpu(engine_of_two: Path) -> None:
     on_cuda = replace(found, manifest=replace(found.manifest, device="cuda"))
     alone = SimpleNamespace(rank=1, on_gpus=False)
     with pytest.raises(MissingError, match="rank 1 has no GPU of its own, or its torch no NCCL"):
-        _check_gpu(on_cuda, alone)  # type: ignore[arg-type]
-    for group in (SimpleNamespace(rank=1, on_gpus=True), None):
-        _check_gpu(on_cuda, group)  # type: ignore[arg-type]
-    _check_gpu(found, alone)  # type: ignore[arg-type]
+        open_runtime(on_cuda, True, True, no_progress, alone)  # type: ignore[arg-type]
 
 
 # --- what starts them -----------------------------------------------------------------------------
