@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +109,6 @@ class Group:
         #: held by the thread of rank 0 that sends a call
         self.turn = threading.RLock()
         self._calls = dist.new_group(backend="gloo", timeout=FOREVER)
-        self._nccl: Any = None
         self._processes: tuple[RankProcess, ...] = ()
         #: addresses of all ranks' buffers, this rank's buffer, and the handle that maps the others
         self._peers: tuple[torch.Tensor, Any, Any] | None = None
@@ -119,9 +119,8 @@ class Group:
 
     def run_node(self, n: Node, tensors: list[Any]) -> tuple[Any, ...]:
         """Run an op as `interpret` does; collectives over the ranks."""
-        if n.op == "all_reduce":
-            return self.all_reduce(tensors)
-        return self.all_gather(tensors) if n.op == "all_gather" else run_node(n, tensors)
+        own = {"all_reduce": self.all_reduce, "all_gather": self.all_gather}
+        return own[n.op](tensors) if n.op in own else run_node(n, tensors)
 
     def all_reduce(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the sums over ranks of tensors of one dtype, in one collective; see the op."""
@@ -146,10 +145,9 @@ class Group:
         return (torch.cat(self._all(x), -1),)
 
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
-        import torch
         import torch.distributed as dist
 
-        out = list(torch.empty((self.ranks, *x.shape), dtype=x.dtype, device=x.device))
+        out = list(x.new_empty((self.ranks, *x.shape)))
         with self._watched():
             dist.all_gather(out, x.contiguous())
         return out
@@ -169,25 +167,27 @@ class Group:
             dist.broadcast(back, 0)
         x.copy_(back[self.rank].view(x.dtype).view(x.shape))
 
+    @cached_property
+    def _nccl(self) -> Any:
+        import torch
+        import torch.distributed as dist
+
+        with self._watched():
+            made = dist.new_group(backend="nccl")
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=made)  # makes it
+        torch.cuda.synchronize()
+        return made
+
     def communicator(self) -> int:
         """Return the address of an `ncclComm_t` of all ranks, which lives as long as the group. A
         collective call. MissingError if this torch does not expose it."""
         import torch
-        import torch.distributed as dist
 
-        if self._nccl is None:
-            with self._watched():
-                made = dist.new_group(backend="nccl")
-                dist.all_reduce(torch.zeros(1, device="cuda"), group=made)  # makes it
-            torch.cuda.synchronize()
-            self._nccl = made
         backend = self._nccl._get_backend(torch.device("cuda"))
         address = getattr(backend, "_comm_ptr", None)
         if address is None:
-            raise MissingError(
-                f"rank {self.rank}: torch {torch.__version__} does not say where its NCCL "
-                f"communicator lies; install a newer one"
-            )
+            lacks = f"torch {torch.__version__} does not say where its NCCL communicator lies"
+            raise MissingError(f"rank {self.rank}: {lacks}; install a newer one")
         return int(address())
 
     def peers(self, size: int, able: bool) -> torch.Tensor | None:
@@ -244,14 +244,11 @@ class Group:
             call = [*call, [self.dropped.popleft() for _ in range(len(self.dropped))]]
         held = {name: t.detach().cpu() for name, t in tensors.items()}
         types = {name: [dtype_name(t.dtype), [*t.shape]] for name, t in held.items()}
-        text = json.dumps([call, types]).encode()
-        sizes = torch.tensor([len(text), sum(t.nbytes for t in held.values())])
-        words = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        data = [_bytes(t) for t in held.values()]
+        words, data = _words([call, types]), [_bytes(t) for t in held.values()]
+        sizes = torch.tensor([len(words), sum(map(len, data))])
         message = torch.cat([sizes.view(torch.uint8), words, *data])
-        frame = torch.zeros(FRAME, dtype=torch.uint8)
-        frame[: len(message)] = message[:FRAME]
-        self._broadcast(frame, wait)
+        message = torch.nn.functional.pad(message, (0, max(0, FRAME - len(message))))
+        self._broadcast(message[:FRAME], wait)
         if len(message) > FRAME:
             self._broadcast(message[FRAME:], wait)
 
@@ -288,15 +285,14 @@ class Group:
         import torch
         import torch.distributed as dist
 
-        text = json.dumps(value).encode()
+        words = _words(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
         with self._watched():
-            dist.all_gather(sizes, torch.tensor([len(text)]), group=self._calls)
-        most = max(int(n) for n in sizes)
-        own = torch.frombuffer(bytearray(text.ljust(most)), dtype=torch.uint8)
-        texts = [torch.empty_like(own) for _ in sizes]
-        with self._watched():
-            dist.all_gather(texts, own, group=self._calls)
+            dist.all_gather(sizes, torch.tensor([len(words)]), group=self._calls)
+            most = max(map(int, sizes))
+            texts = [words.new_empty(most) for _ in sizes]
+            padded = torch.nn.functional.pad(words, (0, most - len(words)), value=ord(" "))
+            dist.all_gather(texts, padded, group=self._calls)
         return [json.loads(t.numpy().tobytes()) for t in texts]
 
     # --- ends ---------------------------------------------------------------------------------
@@ -311,11 +307,8 @@ class Group:
         except RuntimeError as e:
             raise self._failed(self._why(str(e))) from e
 
-    def _others(self) -> list[RankProcess]:
-        return [p for p in self._processes if p.rank != self.rank]
-
     def _gone(self) -> str:
-        gone = " and ".join(str(p) for p in self._others() if p.ended)
+        gone = " and ".join(str(p) for p in self._processes if p.rank != self.rank and p.ended)
         return gone and f"{gone} ended; see what it said, and start all ranks again"
 
     def check(self) -> None:
@@ -335,12 +328,11 @@ class Group:
             if gone := self._gone():
                 return gone
             time.sleep(LOOK_S)
-        others = " or ".join(map(str, self._others())) or "the others"
+        others = " or ".join(str(p) for p in self._processes if p.rank != self.rank)
+        others = others or "the others"
         if "imed out" in error or "imeout" in error:
-            return (
-                f"no answer within {self.timeout_s:g} s (--rank-timeout) from {others}; start all "
-                f"ranks again"
-            )
+            late = f"no answer within {self.timeout_s:g} s (--rank-timeout)"
+            return f"{late} from {others}; start all ranks again"
         first = error.splitlines()[0].removeprefix("[")[:200]
         return f"the connection to {others} broke: {first}; start all ranks again"
 
@@ -424,8 +416,14 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor's bytes, in order: of one element too, whose stride may be any."""
     import torch
 
-    flat = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
-    return flat.copy_(x.reshape(-1)).view(torch.uint8)
+    return x.new_empty(x.numel()).copy_(x.reshape(-1)).view(torch.uint8)
+
+
+def _words(value: Any) -> torch.Tensor:
+    """Return a plain value as the bytes of its JSON."""
+    import torch
+
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def _first(error: Exception) -> str:

@@ -56,7 +56,10 @@ def shard(g: Graph, spec: Spec, ranks: int, ep: bool = False) -> Graph:
     for n in g.nodes:
         inputs = (state.get(v.name, params.get(v.name, _named(v))) for v in n.inputs)
         n = replace(n, inputs=tuple(inputs), outputs=tuple(map(_named, n.outputs)))
-        n = _heads(n, spec, ranks) if n.op == "heads" else _partial(n, sums)
+        if n.op == "heads":
+            n = _heads(n, spec, ranks)
+        elif n.outputs[0].name in sums or _is_head(n):
+            n = replace(n, outputs=(_part(n.outputs[0]),))
         nodes.append(_some(n, spec) if ep and n.op == "experts" else n)
     first = (_FIRST,) if any(_FIRST in n.inputs for n in nodes) else ()
     cut = replace(
@@ -83,8 +86,9 @@ def ranks_of(g: Graph) -> int:
 def _param(v: Value, spec: Spec, ranks: int, ep: bool) -> Value:
     """Return a rank's part of a param. That of a tied head has a name of its own: the embedding
     table stays whole."""
-    part = part_of(spec, _named(v).name, ep)
-    return Value(_named(v).name, part.cut_type(v.type, ranks)) if part else v
+    name = _named(v).name
+    part = part_of(spec, name, ep)
+    return Value(name, part.cut_type(v.type, ranks)) if part else v
 
 
 def _named(v: Value) -> Value:
@@ -107,21 +111,18 @@ def _check_groups(n: Node, spec: Spec, ranks: int, ep: bool) -> None:
 
 
 def _divides(n: Node, part: AxisShard, ranks: int) -> bool:
-    if not all(part.divides(int(v.type.shape[part.axis]), ranks) for v in n.inputs):
-        return False
+    types = tuple(part.cut_type(v.type, ranks) for v in n.inputs)
+    whole = all(part.divides(int(v.type.shape[part.axis]), ranks) for v in n.inputs)
     try:
-        types = tuple(part.cut_type(v.type, ranks) for v in n.inputs)
         made = n.definition.infer_types(types, n.attrs)
     except ValueError:
         return False  # elements of several groups, or half of what belongs to one
-    return made == (part.cut_type(n.out.type, ranks),)
+    return whole and made == (part.cut_type(n.out.type, ranks),)
 
 
 def _cache(v: Value, spec: Spec, ranks: int) -> Value:
-    match = _CACHE.fullmatch(v.name)
-    assert match
     slots, rows, _, dim = v.type.shape
-    heads = key_heads(spec.layers()[int(match[1])], ranks)
+    heads = key_heads(spec.layers()[int(_CACHE.sub(r"\1", v.name))], ranks)
     return Value(v.name, v.type.with_shape(slots, rows, heads, dim))
 
 
@@ -153,12 +154,6 @@ def _sums(g: Graph) -> Mapping[str, tuple[str, ...]]:
         place = name if name.endswith(".attn.o") else name.partition(".")[0]
         groups.setdefault(place, []).append(name)
     return {name: tuple(group) for group in groups.values() for name in group}
-
-
-def _partial(n: Node, sums: Mapping[str, tuple[str, ...]]) -> Node:
-    if n.outputs[0].name in sums or _is_head(n):
-        return replace(n, outputs=(_part(n.outputs[0]),))
-    return n
 
 
 def _is_head(n: Node) -> bool:

@@ -1,7 +1,6 @@
 """%x of a rank, all_reduce(%x)  ->  %r0.x, %r1.x, their sum: the ranks of a model as one graph
 
-It shows what the ranks compute side by side to those that know one alone. What all of them have
-alike is there once and keeps its name: sums, and whatever follows from sums and whole weights.
+Sums, and whatever follows from sums and whole weights, is there once and keeps its name.
 """
 
 from __future__ import annotations
