@@ -6,20 +6,15 @@ from __future__ import annotations
 import io
 import logging
 import math
-import random
 import struct
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers.models.gemma4.configuration_gemma4 import Gemma4AudioConfig
 from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
-from transformers.models.gemma4.modeling_gemma4 import Gemma4AudioSubSampleConvProjection
 from transformers.models.gemma4_unified.feature_extraction_gemma4_unified import (
     Gemma4UnifiedAudioFeatureExtractor,
 )
@@ -38,7 +33,7 @@ from g4ir.media.audio import (
 )
 from g4ir.model.audio import MelSettings, RawSettings, audio_settings
 from g4ir.spec.record import load_spec
-from tests.media_tools import damaged
+from tests.media_tools import outlives_damage
 
 RATE = 16_000
 E2B, UNIFIED = load_spec("e2b"), load_spec("12b")
@@ -116,17 +111,6 @@ def test_what_a_checkpoint_says_of_its_extractor_counts(config: dict[str, Any]) 
         check_mel(noise(length, 3), settings, **config)
 
 
-@pytest.mark.parametrize("length", [161, 1_281, 16_000])
-def test_soft_tokens_are_what_the_towers_convolutions_leave(length: int) -> None:
-    layer = Gemma4AudioSubSampleConvProjection(
-        Gemma4AudioConfig(hidden_size=8, num_attention_heads=2)
-    )
-    clip = prepare_audio(Waveform(noise(length), RATE), MEL)
-    with torch.no_grad():
-        rows, mask = layer(torch.from_numpy(clip.features)[None], torch.from_numpy(clip.mask)[None])
-    assert rows.shape[1] == mask.shape[1] >= clip.soft_tokens == int(mask.sum())
-
-
 def test_the_bins_follow_the_towers_channels() -> None:
     assert E2B.audio is not None
     small = replace(E2B, audio=replace(E2B.audio, subsampling_conv_channels=(16, 8)))
@@ -149,14 +133,6 @@ def test_raw_frames_equal_the_reference(length: int) -> None:
     np.testing.assert_array_equal(clip.mask, want["input_features_mask"][0])
     count = int(want["input_features_mask"].sum())
     assert clip.soft_tokens == count == RAW.soft_tokens(length)
-
-
-def test_raw_frames_are_cut_as_the_reference_cuts() -> None:
-    settings, samples = replace(RAW, max_tokens=4), noise(3_000)
-    want = Gemma4UnifiedAudioFeatureExtractor()([samples], max_length=4, return_tensors="np")
-    clip = prepare_audio(Waveform(samples, RATE), settings)
-    np.testing.assert_array_equal(clip.features, want["input_features"][0])
-    assert clip.soft_tokens == 4 and clip.left_out == 3_000 - 4 * 640
 
 
 # --- lengths, channels, types -----------------------------------------------------------------
@@ -249,19 +225,6 @@ def test_equal_rates_change_nothing_and_blocks_do_not_show(monkeypatch: pytest.M
         prepare_audio(Waveform(noise(1_000), 1_000), RAW)
 
 
-def test_a_float_file_of_another_rate(tmp_path: Path) -> None:
-    """Is heard as its samples at the extractor's rate."""
-    samples = noise(9_000)
-    found = read_audio(saved(tmp_path, wav_bytes(samples.tobytes(), tag=3, bits=32, rate=22_050)))
-    np.testing.assert_array_equal(found.samples.ravel(), samples)
-    got, want = (
-        prepare_audio(heard, MEL)
-        for heard in (found, Waveform(resample(samples, 22_050, RATE), RATE))
-    )
-    np.testing.assert_array_equal(got.features, want.features)
-    assert got.soft_tokens == want.soft_tokens > 0
-
-
 # --- WAV files --------------------------------------------------------------------------------
 
 
@@ -288,24 +251,6 @@ def saved(folder: Path, data: bytes, name: str = "a.wav") -> Path:
     path = folder / name
     path.write_bytes(data)
     return path
-
-
-#: tag, bits, encoder, error
-ENCODINGS: dict[str, tuple[int, int, Callable[[np.ndarray], np.ndarray], float]] = {
-    "pcm8": (1, 8, lambda x: np.round(x * 127 + 128).astype(np.uint8), 1.01 / 2**6),
-    "pcm16": (1, 16, lambda x: np.round(x * 32767).astype("<i2"), 1.01 / 2**14),
-    "float64": (3, 64, lambda x: x.astype("<f8"), 1e-7),
-}
-
-
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_every_encoding_is_read(tmp_path: Path, encoding: str) -> None:
-    tag, bits, encode, error = ENCODINGS[encoding]
-    values = np.clip(np.stack([noise(701, c) for c in range(3)], axis=1), -1, 1)
-    data = encode(values.astype(np.float64).reshape(-1)).tobytes()
-    found = read_audio(saved(tmp_path, wav_bytes(data, tag, 3, bits, 8_000)))
-    assert found.rate == 8_000 and found.samples.shape == (701, 3)
-    np.testing.assert_allclose(found.samples, values, rtol=0, atol=error)
 
 
 GOOD = (noise(400) * 9_000).astype("<i2").tobytes()
@@ -453,18 +398,12 @@ FORMATS |= {"AIFF": 1e-4, "CAF": 1e-4, "AU": 1e-4, "MP3": 0.2}
 def test_files_of_every_format_whole_cut_and_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Of 80 copies, cut or with other bytes: one InputError, or samples."""
-    data, draw = encoded(kind, channels=2), random.Random(kind)
+    data = encoded(kind, channels=2)
     found = read_audio(saved(tmp_path, data, "whole"))
     wanted = np.stack([noise(4_000, c).clip(-0.9, 0.9) for c in range(2)], axis=1)
     assert found.rate == RATE and np.abs(found.samples - wanted).mean() < FORMATS[kind]
     monkeypatch.setattr(audio, "MAX_VALUES", 1 << 20)
-    for _ in range(80):
-        path = saved(tmp_path, damaged(data, draw), "damaged")
-        try:
-            assert read_audio(path).samples.size
-        except InputError as e:
-            assert str(e).startswith(f"{path}: ")
+    outlives_damage(lambda path: read_audio(path).samples, data, tmp_path / f"damaged.{kind}")
     if kind in ("FLAC", "OGG", "CAF"):  # which do not say how long they are
         return
     for end in (len(data) // 2, len(data) - (400 if kind == "MP3" else 40)):

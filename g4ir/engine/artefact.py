@@ -336,9 +336,8 @@ def require_readable(m: Manifest) -> None:
     try:
         _manifest_of(json.loads(m.text()), Where(MANIFEST, 0))
     except SpecError as e:
-        raise EngineError(
-            f"the engine could not be read again: {e}; give plain names to files and folders"
-        ) from None
+        why = f"the engine could not be read again: {e}"
+        raise EngineError(f"{why}; give plain names to files and folders") from None
 
 
 def _manifest_of(values: Mapping[str, Any], where: Where) -> Manifest:
@@ -381,16 +380,14 @@ def _check_files(
         for found in map(Path(place).joinpath, (*folders, *names)):
             kind, at = found.lstat().st_mode, found.relative_to(path).as_posix()
             shown = f"{path}: {tensorfile.quoted(at)}"  # a name may be anything
-            if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
-                raise EngineError(
-                    f"{shown} is a link or no ordinary file; put the file itself there, or build "
-                    f"the engine again"
-                )
-            if stat.S_ISREG(kind) and at not in (*files, MANIFEST, SIGNATURE):
-                raise EngineError(
-                    f"{shown} is not among the files of {MANIFEST}; remove it, or build the engine "
-                    f"again"
-                )
+            if stat.S_ISDIR(kind):
+                continue
+            if not stat.S_ISREG(kind):
+                fix = "put the file itself there, or build the engine again"
+                raise EngineError(f"{shown} is a link or no ordinary file; {fix}")
+            if at not in (*files, MANIFEST, SIGNATURE):
+                foreign = f"{shown} is not among the files of {MANIFEST}"
+                raise EngineError(f"{foreign}; remove it, or build the engine again")
     every = [path / name for name in files]
     read = {*(every if rank is None else packings.rank_files(every, rank))}
     for file, kept in zip(every, files.values(), strict=True):
@@ -470,10 +467,9 @@ def _made_again(path: Path, m: Manifest, spec: Spec, drafter: Spec | None) -> pa
     for name, text in graph_texts(packing).items():
         stored, made = (path / name).read_bytes(), text.encode()
         if stored != made:
-            raise EngineError(
-                f"{path / name}: line {_first_difference(stored, made)} is not what this g4ir "
-                f"makes of the engine's spec and options; {rebuild(path, m, spec)}"
-            )
+            line = f"{path / name}: line {_first_difference(stored, made)}"
+            why = f"{line} is not what this g4ir makes of the engine's spec and options"
+            raise EngineError(f"{why}; {rebuild(path, m, spec)}")
     return packing
 
 

@@ -188,10 +188,8 @@ def _check_given(spec: Spec | None, o: BuildOptions, backend: Backend) -> None:
     """Raise InputError for options of weights that exclude each other."""
     checkpoint, seed = o.checkpoint, o.random_weights
     if o.mmproj is not None and (checkpoint is None or spec is None):
-        raise InputError(
-            f"--mmproj {o.mmproj}: it goes with --checkpoint FILE.gguf and, as no file says how "
-            f"towers compute, with --variant or --spec"
-        )
+        why = "it goes with --checkpoint FILE.gguf and, as no file says how towers compute"
+        raise InputError(f"--mmproj {o.mmproj}: {why}, with --variant or --spec")
     if o.mmproj is not None and o.link_weights:
         raise InputError("--link-weights refers to one checkpoint, and --mmproj is another")
     if checkpoint is not None and seed is not None:
@@ -264,10 +262,8 @@ def _check_agreed(
     rows = [r for r in rows if r[0].startswith(keys) and r[0] not in free]
     if rows:
         lines = "\n".join(f"  {key}: spec {a!r}, checkpoint {b!r}" for key, a, b in rows)
-        raise SpecError(
-            f"spec {spec.name} and {origin.stated} differ; leave out the variant to "
-            f"build what the checkpoint says, or correct one of them:\n{lines}"
-        )
+        fix = "leave out the variant to build what the checkpoint says, or correct one of them"
+        raise SpecError(f"spec {spec.name} and {origin.stated} differ; {fix}:\n{lines}")
 
 
 def _side_files(spec: Spec, origin: Origin) -> dict[str, bytes]:
@@ -347,9 +343,8 @@ def _limits(spec: Spec, o: BuildOptions, media: Media) -> Limits:
     seq = min(Limits.max_seq, longest) if o.max_seq is None else o.max_seq
     chunk, largest = min(o.prefill_chunk, seq), max(media.grids, default=0)
     if largest > seq:
-        log.warning(
-            "max-seq %d: an image of %d soft tokens, as built for, does not fit", seq, largest
-        )
+        what = "max-seq %d: an image of %d soft tokens, as built for, does not fit"
+        log.warning(what, seq, largest)
     if has_blocks(spec) and chunk < min(largest, seq):
         what = "prefill-chunk %d is raised to %d: an image's tokens are computed together"
         log.warning(what, chunk, min(largest, seq))
@@ -361,25 +356,18 @@ def _check_supported(b: Backend, o: BuildOptions, options: PassOptions, limits: 
     kv, count = options.of(NarrowOptions).to, options.of(RingOptions).slack
     if kv != OFF and kv not in b.kv_dtypes:
         other = " or ".join(resolve.KV_NAMES[d] for d in b.kv_dtypes) or "the dtype: leave it out"
-        raise InputError(
-            f"--kv-dtype {o.kv_dtype}: backend {b.name} cannot: {b.kv_reason}; it holds caches "
-            f"in {other}"
-        )
+        why = f"backend {b.name} cannot: {b.kv_reason}"
+        raise InputError(f"--kv-dtype {o.kv_dtype}: {why}; it holds caches in {other}")
     if options.of(ActivationOptions).to != OFF and not b.rounds_activations:
-        raise InputError(
-            f"--quant-activations {o.quant_activations}: backend {b.name} does not round rows as "
-            f"it runs; leave the option out"
-        )
+        why = f"backend {b.name} does not round rows as it runs"
+        raise InputError(f"--quant-activations {o.quant_activations}: {why}; leave the option out")
     if count and b.verifies_in_chunks and count >= limits.prefill_chunk:
-        raise InputError(
-            f"--draft-tokens {count}: backend {b.name} verifies {count + 1} tokens as it "
-            f"reads a chunk of a prompt; give --prefill-chunk {count + 1} or more"
-        )
+        why = f"backend {b.name} verifies {count + 1} tokens as it reads a chunk of a prompt"
+        fix = f"give --prefill-chunk {count + 1} or more"
+        raise InputError(f"--draft-tokens {count}: {why}; {fix}")
     if o.tp != 1 and not b.shares:
-        raise InputError(
-            f"--tp {o.tp}: engines of backend {b.name} run as one rank; leave the option "
-            f"out, or build with --backend torch"
-        )
+        why, fix = f"engines of backend {b.name} run as one rank", "build with --backend torch"
+        raise InputError(f"--tp {o.tp}: {why}; leave the option out, or {fix}")
 
 
 def _adapters(o: BuildOptions, origin: Origin | None) -> tuple[Adapter, ...]:
@@ -399,16 +387,13 @@ def _recipe(r: Resolved, opened: Checkpoint | None, origin: Origin | None) -> Re
     for both, or for quantised activations without either."""
     held = held_recipe(r.spec, opened.forms) if opened else None
     if held and r.recipe:
-        raise InputError(
-            f"--quant {r.recipe.name}: {origin and origin.path} is quantised already; leave "
-            f"--quant out, or give the checkpoint that it was made from"
-        )
+        why = f"{origin and origin.path} is quantised already"
+        fix = "leave --quant out, or give the checkpoint that it was made from"
+        raise InputError(f"--quant {r.recipe.name}: {why}; {fix}")
     form = r.options.of(ActivationOptions).to
     if form != OFF and not (held or r.recipe):
-        raise InputError(
-            f"--quant-activations {form}: no weight is in codes, and only products with such "
-            f"weights round what they take; give --quant int8, int4 or fp8 too"
-        )
+        why = "no weight is in codes, and only products with such weights round what they take"
+        raise InputError(f"--quant-activations {form}: {why}; give --quant int8, int4 or fp8 too")
     return held or r.recipe
 
 
@@ -480,8 +465,8 @@ def _check_range(r: Resolved, source: WeightSource) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """Facts of a build that are not in the manifest, which is the same for equal builds: seconds of
-    compilation, whether it was recorded as this user's; and the fit of 4-bit weights."""
+    """Seconds of compilation, whether the build was recorded as this user's, and the fit of 4-bit
+    weights."""
 
     compile_s: float
     known: bool
@@ -586,10 +571,9 @@ def check_space(p: Prepared, out: Path) -> None:
     need = weights + OTHER_BYTES
     if weights and free < need:
         link = "" if p.backend.packs_weights or p.drafter else ", use --link-weights"
-        raise EngineError(
-            f"{out.parent}: the engine needs {size_text(need)} ({size_text(weights)} of weights), "
-            f"{size_text(free)} are free; make room{link} or choose another --out"
-        )
+        needs = f"the engine needs {size_text(need)} ({size_text(weights)} of weights)"
+        fix = f"make room{link} or choose another --out"
+        raise EngineError(f"{out.parent}: {needs}, {size_text(free)} are free; {fix}")
 
 
 @contextmanager

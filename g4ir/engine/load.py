@@ -102,10 +102,9 @@ def open_runtime(
     """Return the runtime of a checked engine on params of its rank."""
     m = found.manifest
     if m.device == "cuda" and group and not group.on_gpus:
-        raise MissingError(
-            f"{found.path} was built for cuda, and rank {group.rank} has no GPU of its own, or "
-            f"its torch no NCCL; start as many ranks on a machine as it has GPUs"
-        )
+        why = f"rank {group.rank} has no GPU of its own, or its torch no NCCL"
+        fix = "start as many ranks on a machine as it has GPUs"
+        raise MissingError(f"{found.path} was built for cuda, and {why}; {fix}")
     backend = check_runnable(found, trust)
     params, told = _open_params(found), prefixed(progress, "load")
     task = Task(found.packing.program, m.limits, m.device, found.path, params, told, group)
@@ -172,10 +171,8 @@ def _check_machine(found: Artefact, backend: Backend) -> None:
     # Not `backend.needs`, which a build needs: loading needs no compiler.
     if m.device == "cuda" and not torch.cuda.is_available():
         again = "build it again with --device cpu, or " if "cpu" in backend.devices else ""
-        raise EngineError(
-            f"{path} was built for cuda and this torch sees no CUDA device; {again}run it where it "
-            f"was built"
-        )
+        why = f"{path} was built for cuda and this torch sees no CUDA device"
+        raise EngineError(f"{why}; {again}run it where it was built")
     built, here, why = m.machine, backend.machine(m.device), ""
     *kind, flags = built.split(" ")
     *kind_here, flags_here = here.split(" ")
@@ -199,21 +196,16 @@ def _open_params(found: Artefact) -> packings.ParamSource:
     for name, digest in kept.files.items():
         file = Path(kept.directory) / name
         if not file.is_file() or (found.whole and not has_digest(file, digest)):
-            raise EngineError(
-                f"{file} is missing or is not the file this engine was built from; restore it, or "
-                f"build again without --link-weights"
-            )
+            why = f"{file} is missing or is not the file this engine was built from"
+            raise EngineError(f"{why}; restore it, or build again without --link-weights")
     checkpoint = find_origin(kept.path).open(found.spec, m.media.kinds, m.dtype)
     if {*linked_files(checkpoint)} != kept.files.keys():
-        raise EngineError(
-            f"{kept.directory}: its weight files are not those that {found.path / MANIFEST} names; "
-            f"restore them, or build again without --link-weights"
-        )
+        why = f"its weight files are not those that {found.path / MANIFEST} names"
+        fix = "restore them, or build again without --link-weights"
+        raise EngineError(f"{kept.directory}: {why}; {fix}")
     if held_recipe(found.spec, checkpoint.forms) != (m.quant if m.quant and m.quant.held else None):
-        raise EngineError(
-            f"{found.path} takes codes in other forms than this g4ir reads from {kept.directory}; "
-            f"{rebuild(found.path, m, found.spec)}"
-        )
+        why = f"{found.path} takes codes in other forms than this g4ir reads from {kept.directory}"
+        raise EngineError(f"{why}; {rebuild(found.path, m, found.spec)}")
     return packings.MadeParams(found.packing, checkpoint, share=share)
 
 
@@ -224,10 +216,8 @@ def open_weights(engine: Engine, origin: Origin, kinds: Iterable[str]) -> Checkp
     adapters = [Adapter(Path(kept.path), kept.scale) for kept in engine.facts.adapters]
     for adapter, kept in zip(adapters, engine.facts.adapters):
         if not adapter.path.is_dir() or not has_digest(adapter.weights, kept.sha256):
-            raise EngineError(
-                f"{adapter.path} is missing or is not the adapter that {engine.path} was built "
-                f"with; restore it"
-            )
+            why = f"is missing or is not the adapter that {engine.path} was built with"
+            raise EngineError(f"{adapter.path} {why}; restore it")
     return with_adapters(source, engine.spec, adapters)
 
 
