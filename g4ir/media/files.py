@@ -36,6 +36,7 @@ def opened(path: Path, kind: str, max_bytes: int, fix: str) -> Iterator[BinaryIO
 def library(name: str, what: str) -> Any:
     """Import a decoder; MissingError, `PATH: audio needs soundfile` say, if it is not installed."""
     try:
+        importlib.import_module(name.partition(".")[0])
         return importlib.import_module(name)
     except (ImportError, OSError) as e:  # OSError: its C library is not there
         raise MissingError(f"{what}: pip install 'g4ir[mm]'") from e
