@@ -22,7 +22,6 @@ from g4ir.ir.rewrite import split_prologue
 from g4ir.ir.text import parse_graph
 from g4ir.ir.verify import verify
 from g4ir.model.decoder import BLOCKS, VERIFY
-from g4ir.model.draft import shipped_drafter
 from g4ir.model.media import find_media
 from g4ir.model.text import build_graph, build_program, has_blocks
 from g4ir.ops.codecs import dequantized
@@ -31,7 +30,7 @@ from g4ir.ops.types import Type
 from g4ir.parallel.lockstep import lockstep
 from g4ir.parallel.shard import collectives, shard, shard_program
 from g4ir.parallel.table import FIRST, Share, can_share, check_ranks, part_of
-from g4ir.parallel.unroll import split_name, unroll
+from g4ir.parallel.unroll import unroll
 from g4ir.passes import PassOptions, run_passes, run_program
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.plan_cache import RingOptions
@@ -434,33 +433,6 @@ def test_numbers_that_cannot_share_are_refused(said: str) -> None:
 def test_experts_cut_across_need_no_even_number() -> None:
     check_ranks(ODD_EXPERTS, 2, ep=True)
     check_ranks(ODD_EXPERTS, 4)
-
-
-@pytest.mark.parametrize("name, ep", [("tiny-ple", False), ("tiny-moe", True)])
-@pytest.mark.parametrize("ranks", RANKS)
-def test_ranks_side_by_side_are_one_graph(name: str, ranks: int, ep: bool) -> None:
-    """It has what one rank has by the same names, and the params of all; a drafter's too."""
-    spec, dtype = spec_of(name), torch.float64
-    own = shard_program(
-        build_program(spec, all_logits=True, drafter=shipped_drafter(spec)), spec, ranks, ep
-    )
-    share, given = Share(spec, 0, ranks, ep), weights(name, dtype)
-    cut = {n for n in own.params() if share.cuts(n)}
-    for g in own.graphs.values():
-        verify(unroll(g, cut, ranks))
-    g = unroll(own.graphs["prefill"], cut, ranks)
-    assert not list(collectives(g))
-    shares = [replace(share, rank=rank) for rank in range(ranks)]
-    params = {}
-    for v in g.params:
-        rank, param = split_name(v.name)
-        params[v.name] = shares[rank or 0].own(param, given.__getitem__)
-        assert (rank is None) == (param not in cut)
-    phase, inputs = chunks(name, dtype)[0]
-    state = empty_state(g, {"B": 2, "C": SLOTS}, dtype)
-    made, _ = interpret(g, inputs, params, state)
-    rows = valid_logits(inputs, made["logits"])
-    assert phase == "prefill" and distance(rows, alone(name, dtype)[: len(rows)]) < 1e-12
 
 
 def test_ranks_of_another_number_are_refused() -> None:

@@ -480,8 +480,12 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
     for graph in ("prefill", "decode"):
         progress(f"passes of {graph}: {p.acted.text(graph) or 'none acted'}")
     with _new_directory(out) as folder:
-        grid = _pack(p, folder, progress) if isinstance(p.weights, artefact.PackedWeights) else None
-        params = _params_of(p, folder)
+        params: packings.ParamSource = packings.MadeParams(p.packing, p.source, share=p.share(0))
+        grid = None
+        if isinstance(p.weights, artefact.PackedWeights):
+            grid = _pack(p, folder, progress)
+            files = packings.rank_files(folder.glob("*.safetensors"), 0)
+            params = packings.StoredParams.open(files)
         if untried := why_untried(p):
             log.warning("%s, and no text was tried: %s", TOO_LARGE, untried)
         elif p.dtype == "f16":
@@ -510,12 +514,6 @@ def _pack(p: Prepared, folder: Path, progress: Progress) -> artefact.Grid | None
     packings.write_shares(p.packing, params, p.ranks, folder, progress)
     exact, groups = (sum(n) for n in zip(*grids.values(), strict=True)) if grids else (0, 0)
     return artefact.Grid(groups, exact) if groups else None
-
-
-def _params_of(p: Prepared, folder: Path) -> packings.ParamSource:
-    files = packings.rank_files(folder.glob("*.safetensors"), 0)
-    made = packings.MadeParams(p.packing, p.source, share=p.share(0))
-    return packings.StoredParams.open(files) if files else made
 
 
 def _stored(file: Path) -> artefact.StoredFile:

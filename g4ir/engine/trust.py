@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 #: bytes of an Ed25519 signature (RFC 8032), and of a key file at most
 SIGNATURE_BYTES, KEY_BYTES = 64, 4096
 BUILT, TRUSTED = "built here", "trusted"
+#: folders of the user's state
+ENGINES, KEYS = "engines", "keys"
 #: of an engine or a key, as the name of a file
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -113,7 +116,7 @@ def record(digest: str, why: str, path: Path) -> None:
     """Keep a decision. OSError if the state folder cannot be written; TrustError if others could
     write to it."""
     now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    keep(_engines() / digest, asdict(Decision(why, now, str(path.resolve()))))
+    keep(state_root() / ENGINES / digest, asdict(Decision(why, now, str(path.resolve()))))
 
 
 def record_built(manifest: Manifest, path: Path) -> bool:
@@ -121,7 +124,8 @@ def record_built(manifest: Manifest, path: Path) -> bool:
     try:
         record(manifest.digest, BUILT, path)
     except (OSError, TrustError) as e:
-        why = f"{e.filename or _engines()}: {e.strerror}" if isinstance(e, OSError) else str(e)
+        where = getattr(e, "filename", None) or state_root() / ENGINES
+        why = f"{where}: {e.strerror}" if isinstance(e, OSError) else str(e)
         what = "loading this engine will ask for --trust, since that this user built it cannot be"
         log.warning(f"{what} kept: %s", why)
         return False
@@ -130,7 +134,7 @@ def record_built(manifest: Manifest, path: Path) -> bool:
 
 def find_decision(digest: str) -> Decision | None:
     """Return the decision for an engine; TrustError if others could have written it."""
-    kept = find_kept(_engines() / digest)
+    kept = find_kept(state_root() / ENGINES / digest)
     with suppress(KeyError, TypeError):
         return Decision(**{k: str(kept[k]) for k in ("why", "when", "path")})
     return None
@@ -138,36 +142,27 @@ def find_decision(digest: str) -> Decision | None:
 
 def revoke(digest: str) -> bool:
     """Forget the decision for an engine or a key, by its digest; returns whether there was one."""
-    files = [folder / digest for folder in (_engines(), _keys())]
-    known = [f for f in files if DIGEST.fullmatch(digest) and f.is_file()]
-    for file in known:
-        file.unlink()
+    known = [folder for folder in (ENGINES, KEYS) if digest in _names(folder)]
+    for folder in known:
+        (state_root() / folder / digest).unlink()
     return bool(known)
 
 
 def decisions() -> Iterator[tuple[str, Decision]]:
     """Yield (digest, decision) of every engine that is trusted here, in order of digest."""
-    for name in _names(_engines()):
+    for name in _names(ENGINES):
         if found := find_decision(name):
             yield name, found
 
 
 def trusted_keys() -> list[str]:
     """Return fingerprints of keys trusted here."""
-    return _names(_keys())
+    return _names(KEYS)
 
 
-def _names(folder: Path) -> list[str]:
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted(f.name for f in found if DIGEST.fullmatch(f.name))
-
-
-def _engines() -> Path:
-    return state_root() / "engines"
-
-
-def _keys() -> Path:
-    return state_root() / "keys"
+def _names(folder: str) -> list[str]:
+    path = state_root() / folder
+    return sorted(f.name for f in path.glob("*") if DIGEST.fullmatch(f.name))
 
 
 # --- signatures -------------------------------------------------------------------------------
@@ -195,7 +190,7 @@ def sign(found: Artefact, key_file: Path) -> str:
 def trust_key(key_file: Path) -> str:
     """Trust engines signed with a public key; returns its fingerprint."""
     key = _read_key(key_file, public=True)
-    write_file(private(_keys()) / fingerprint(key), [_public_pem(key)])
+    write_file(private(state_root() / KEYS) / fingerprint(key), [_public_pem(key)])
     return fingerprint(key)
 
 
@@ -205,13 +200,13 @@ def find_signer(found: Artefact) -> str | None:
     file, names = found.path / SIGNATURE, trusted_keys()
     if not names or not file.is_file():
         return None
-    check_private(_keys())
+    check_private(state_root() / KEYS)
     with open_regular(file) as stream:
         signature = stream.read(SIGNATURE_BYTES + 1)
     text = found.manifest.text().encode()
     for name in names:
         with suppress(InputError, _library()[-1]):  # a key that is not as trusted, or not the one
-            key = _read_key(_keys() / name, public=True)
+            key = _read_key(state_root() / KEYS / name, public=True)
             key.verify(signature, text)
             if fingerprint(key) == name:
                 return name
@@ -224,15 +219,15 @@ def fingerprint(key: Any) -> str:
 
 
 def _read_key(file: Path, public: bool) -> Any:
-    ed25519, serialization, _ = _library()
+    ed25519, pem, _ = _library()
     wanted = "a public key" if public else "a private key without password"
     try:
         with open_regular(file) as stream:
             raw = stream.read(KEY_BYTES)
-        if public:
-            key = serialization.load_pem_public_key(raw)
-        else:
-            key = serialization.load_pem_private_key(raw, password=None)
+        load = (
+            pem.load_pem_public_key if public else partial(pem.load_pem_private_key, password=None)
+        )
+        key = load(raw)
     except OSError as e:
         raise InputError(f"{file}: cannot be read ({e.strerror}); give a key as PEM") from None
     except (ValueError, TypeError) as e:
