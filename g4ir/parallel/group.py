@@ -98,6 +98,7 @@ class Group:
     def __init__(self, launch: RankLaunch, timeout_s: float, on_gpus: bool) -> None:
         import torch.distributed as dist
 
+        self._dist: Any = dist
         self.rank, self.ranks, self.timeout_s = launch.rank, launch.ranks, timeout_s
         #: whether this rank has a GPU of its own, and NCCL
         self.on_gpus = on_gpus
@@ -132,7 +133,7 @@ class Group:
         else:
             total = wide(flat).clone()
             with self._watched():
-                torch.distributed.all_reduce(total)
+                self._dist.all_reduce(total)
             total = total.to(flat.dtype)
         pieces = total.split([x.numel() for x in parts])
         return tuple(t.view(x.shape) for t, x in zip(pieces, parts, strict=True))
@@ -145,18 +146,15 @@ class Group:
         return (torch.cat(self._all(x), -1),)
 
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
-        import torch.distributed as dist
-
         out = list(x.new_empty((self.ranks, *x.shape)))
         with self._watched():
-            dist.all_gather(out, x.contiguous())
+            self._dist.all_gather(out, x.contiguous())
         return out
 
     def shown(self, x: torch.Tensor, see: Callable[[int, torch.Tensor], None] | None) -> None:
         """Show rank 0 each rank's tensor, all of one type: there `see(rank, tensor)` may write over
         it, and each rank gets its own back."""
         import torch
-        import torch.distributed as dist
 
         parts = self._all(_bytes(x))
         if see:
@@ -164,17 +162,16 @@ class Group:
                 see(rank, part.view(x.dtype).view(x.shape))
         back = torch.stack(parts)
         with self._watched():
-            dist.broadcast(back, 0)
+            self._dist.broadcast(back, 0)
         x.copy_(back[self.rank].view(x.dtype).view(x.shape))
 
     @cached_property
     def _nccl(self) -> Any:
         import torch
-        import torch.distributed as dist
 
         with self._watched():
-            made = dist.new_group(backend="nccl")
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=made)  # makes it
+            made = self._dist.new_group(backend="nccl")
+            self._dist.all_reduce(torch.zeros(1, device="cuda"), group=made)  # makes it
         torch.cuda.synchronize()
         return made
 
@@ -191,9 +188,8 @@ class Group:
         return int(address())
 
     def peers(self, size: int, able: bool) -> torch.Tensor | None:
-        """Return i64[1 + ranks] on this rank's GPU: its rank, and the addresses here of each rank's
-        symmetric buffer of `size` zeroed bytes. None on every rank, with a warning, unless all are
-        `able` to use it and have such memory."""
+        """Return i64[1 + ranks] on this rank's GPU: its rank, and the addresses of each rank's
+        symmetric buffer of `size` zeroed bytes. None, with a warning, unless all are `able`."""
         said = self.gathered(None if able and self.on_gpus else "a rank has no GPU for kernels")
         if not any(said) and self._peers is None:
             said = self.gathered(self._meet(size))
@@ -205,16 +201,15 @@ class Group:
     def _meet(self, size: int) -> str | None:
         """Allocate this rank's symmetric buffer and map the others'; return why it cannot."""
         import torch
-        import torch.distributed as dist
 
         try:
             from torch.distributed import _symmetric_memory as symmetric
 
-            assert dist.group.WORLD
+            assert self._dist.group.WORLD
             device = torch.device("cuda", torch.cuda.current_device())
             own = symmetric.empty(size, dtype=torch.uint8, device=device).zero_()
             torch.cuda.synchronize()
-            handle = symmetric.rendezvous(own, dist.group.WORLD)
+            handle = symmetric.rendezvous(own, self._dist.group.WORLD)
             at = [self.rank, *handle.buffer_ptrs]
             self._peers = torch.tensor(at, device=own.device), own, handle
         except (ImportError, RuntimeError, AttributeError, ValueError) as e:
@@ -225,8 +220,8 @@ class Group:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A context for a call that all ranks make: one at a time, not interrupted. After an error
-        of this rank the others are in the middle of it, so that no call can follow."""
+        """A context for a call that all ranks make, one at a time, not interrupted; none can follow
+        an error of this rank."""
         with put_off(), self.turn:
             try:
                 yield
@@ -235,8 +230,7 @@ class Group:
                 raise
 
     def tell(self, call: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Send a call of plain values, with tensors, to the workers, and the numbers of objects
-        that they may drop."""
+        """Send a call of plain values and tensors to the workers, and objects to drop."""
         import torch
 
         wait = timedelta(seconds=self.timeout_s)
@@ -253,8 +247,7 @@ class Group:
             self._broadcast(message[FRAME:], wait)
 
     def heard(self) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        """Wait for rank 0's next call; return it and its tensors, on the host. The last call is
-        empty."""
+        """Wait for rank 0's next call, the last of which is empty; return it and its tensors."""
         import torch
 
         message = self._broadcast(torch.zeros(FRAME, dtype=torch.uint8))
@@ -272,10 +265,8 @@ class Group:
         return call, tensors
 
     def _broadcast(self, x: torch.Tensor, wait: timedelta = FOREVER) -> torch.Tensor:
-        import torch.distributed as dist
-
         with self._watched():
-            work = dist.broadcast(x, 0, group=self._calls, async_op=True)
+            work = self._dist.broadcast(x, 0, group=self._calls, async_op=True)
             assert work
             work.wait(wait)
         return x
@@ -283,16 +274,15 @@ class Group:
     def gathered(self, value: Any) -> list[Any]:
         """All-gather a plain value; in order of rank."""
         import torch
-        import torch.distributed as dist
 
         words = _words(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
         with self._watched():
-            dist.all_gather(sizes, torch.tensor([len(words)]), group=self._calls)
+            self._dist.all_gather(sizes, torch.tensor([len(words)]), group=self._calls)
             most = max(map(int, sizes))
             texts = [words.new_empty(most) for _ in sizes]
             padded = torch.nn.functional.pad(words, (0, most - len(words)), value=ord(" "))
-            dist.all_gather(texts, padded, group=self._calls)
+            self._dist.all_gather(texts, padded, group=self._calls)
         return [json.loads(t.numpy().tobytes()) for t in texts]
 
     # --- ends ---------------------------------------------------------------------------------
@@ -338,13 +328,11 @@ class Group:
 
     def close(self) -> None:
         """Leave the group, unless a collective may still be under way: torch would wait for it."""
-        import torch.distributed as dist
-
         if not self.broken:
             if self.rank == 0:
                 self.tell([], {})
             self.broken = True
-            dist.destroy_process_group()
+            self._dist.destroy_process_group()
 
 
 def rank_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -366,9 +354,9 @@ def current() -> Group | None:
 
 @contextmanager
 def join(timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
-    """A context in which this process is a rank of those that torchrun started. Ranks wait for each
-    other, here and in each collective, at most `timeout_s`. InputError if torchrun started none;
-    MissingError if they cannot connect; RankError if one does not come."""
+    """A context in which this process is a rank of those that torchrun started, which wait for each
+    other at most `timeout_s`. InputError if torchrun started none; MissingError if they cannot
+    connect; RankError if one does not come."""
     launch = launched()
     if launch is None:
         raise InputError("this process is alone; start several: torchrun --nproc-per-node N ...")
@@ -386,8 +374,7 @@ def join(timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
 
 
 def _connect(launch: RankLaunch, timeout_s: float) -> bool:
-    """Make torch's default group: gloo, and NCCL if this rank has a GPU of its own; return whether
-    it has."""
+    """Make torch's default group: gloo, and NCCL if this rank has a GPU; return whether it has."""
     import torch
     import torch.distributed as dist
 
@@ -405,10 +392,9 @@ def _connect(launch: RankLaunch, timeout_s: float) -> bool:
     except (dist.DistStoreError, dist.DistNetworkError) as e:
         raise RankError(f"{who}: not all came within {timeout_s:g} s: {_first(e)}") from e
     except (RuntimeError, ValueError) as e:
-        raise MissingError(
-            f"{who}: the ranks cannot reach each other: {_first(e)}; name a network interface that "
-            f"they share: GLOO_SOCKET_IFNAME=NAME (lo on one machine; NCCL_SOCKET_IFNAME for NCCL)"
-        ) from e
+        why = f"{who}: the ranks cannot reach each other: {_first(e)}"
+        fix = "GLOO_SOCKET_IFNAME=NAME (lo on one machine; NCCL_SOCKET_IFNAME for NCCL)"
+        raise MissingError(f"{why}; name a network interface that they share: {fix}") from e
     return on_gpus
 
 

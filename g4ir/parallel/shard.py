@@ -1,9 +1,8 @@
 """linear(x, w_down)  ->  all_reduce(linear(x, w_down of a rank)), and what else a rank computes
 
-The plain graph of a model, before any pass, becomes that of one rank of several: weights are of the
-rank's part (table.py), the head's logits are gathered, caches hold the rank's key heads. Nothing in
-the graph says which rank: all run the same programs. The values behind a collective keep the names
-and types that they had, so that what follows is unchanged.
+The plain graph of a model, before any pass, becomes that of one rank of several, the same for each:
+weights are of the rank's part (table.py), the head's logits are gathered, caches hold the rank's
+key heads. Results of collectives keep names and types, so that what follows is unchanged.
 """
 
 from __future__ import annotations
@@ -103,11 +102,10 @@ def _check_groups(n: Node, spec: Spec, ranks: int, ep: bool) -> None:
     if part is None or _divides(n, part, ranks):
         return
     each = int(n.out.type.shape[-1]) // int(n["scales"].type.shape[-1])
-    raise InputError(
-        f"--tp {ranks}: {weight} has rows of {n.out.type.shape[-1]} in groups of {each}, which "
-        f"{ranks} ranks cannot share; take another number of them, or a recipe that leaves it out "
-        f"or holds it in a form with a scale for each row"
-    )
+    what = f"{weight} has rows of {n.out.type.shape[-1]} in groups of {each}"
+    fix = "or a recipe that leaves it out or holds it in a form with a scale for each row"
+    cannot = f"which {ranks} ranks cannot share; take another number of them"
+    raise InputError(f"--tp {ranks}: {what}, {cannot}, {fix}")
 
 
 def _divides(n: Node, part: AxisShard, ranks: int) -> bool:
@@ -132,10 +130,9 @@ def _heads(n: Node, spec: Spec, ranks: int) -> Node:
     if not match:
         return n  # of per-layer embeddings, which are whole
     if match[3] == "q" and count % ranks:
-        raise InputError(
-            f"--tp {ranks}: the drafter of {spec.name} has num_attention_heads {count}, which "
-            f"{ranks} ranks cannot share; take {count} or fewer, or leave the drafter out"
-        )
+        what = f"the drafter of {spec.name} has num_attention_heads {count}"
+        fix = f"take {count} or fewer, or leave the drafter out"
+        raise InputError(f"--tp {ranks}: {what}, which {ranks} ranks cannot share; {fix}")
     own = count // ranks if match[3] == "q" else key_heads(spec.layers()[int(match[2])], ranks)
     return replace(n, attrs={**n.attrs, "n": own})
 

@@ -45,9 +45,8 @@ _WEIGHT = re.compile(r"L(\d+)\.(.+)|draft\.L(\d+)\.(attn\.w[qo])")
 
 @dataclass(frozen=True)
 class AxisShard:
-    """A rank's part of `source` along `axis`, which is `blocks` blocks of `units` units each: of
-    every block as many units as there are for each rank, but at least one. An axis of 1 is that of
-    a row's own scale, which every rank has."""
+    """A rank's part of `source` along `axis`, which is `blocks` blocks of `units` units each: its
+    share of the units of every block, at least one. An axis of 1 is whole: a scale of a row."""
 
     source: str
     axis: int
@@ -101,8 +100,7 @@ class AxisShard:
 
 
 def part_of(spec: Spec, param: str, ep: bool = False) -> AxisShard | None:
-    """Return what a rank has of a param of a sharded graph, or of its codes or scales; None: all of
-    it."""
+    """Return a rank's part of a param of a sharded graph, or of its codes or scales; None: all."""
     for suffix in (CODES, SCALES):
         if param.endswith(suffix):
             part = part_of(spec, param.removesuffix(suffix), ep)
@@ -147,8 +145,7 @@ class Share:
         return self.ranks > 1 and (param == FIRST or self._part(param) is not None)
 
     def source(self, param: str) -> str | None:
-        """Return the param of the whole model that a param of a rank is cut from; None: it is a
-        rank's own."""
+        """Return the param of the whole model that a param is cut from; None: a rank's own."""
         if param == FIRST:
             return None
         return part.source if (part := self._part(param)) else param
@@ -188,7 +185,7 @@ def can_share(spec: Spec, ranks: int, ep: bool = False) -> bool:
 
 
 def check_ranks(spec: Spec, ranks: int, ep: bool = False) -> None:
-    """Raise InputError, naming the key and what would do, where a model cannot be cut so."""
+    """Raise InputError, naming the key and what would do, if a model cannot be cut so."""
     if ranks < 1:
         raise InputError(f"--tp {ranks}: expected at least 1")
     if ep and ranks == 1:
@@ -199,10 +196,8 @@ def check_ranks(spec: Spec, ranks: int, ep: bool = False) -> None:
         most = spec.text.num_attention_heads
         fine = ", ".join(str(n) for n in range(1, most + 1) if not _uneven(spec, n, ep))
         key, size = uneven
-        raise InputError(
-            f"--tp {ranks}: {spec.name} has {key} {size}, which {ranks} ranks cannot share; one of "
-            f"{fine}"
-        )
+        what = f"{spec.name} has {key} {size}, which {ranks} ranks cannot share"
+        raise InputError(f"--tp {ranks}: {what}; one of {fine}")
 
 
 def _uneven(spec: Spec, ranks: int, ep: bool) -> tuple[str, int] | None:
