@@ -166,13 +166,11 @@ GOOD_SAMPLES = noise(900)
 #: samples, their rate, what is wrong
 BAD_SAMPLES: dict[str, tuple[Any, Any, str]] = {
     "none": (np.zeros(0, np.float32), RATE, "no samples"),
-    "no channels": (np.zeros((5, 0), np.float32), RATE, "no samples"),
     "scalar": (np.float32(1), RATE, r"shape \[\]"),
     "cube": (np.zeros((2, 2, 2), np.float32), RATE, r"shape \[2, 2, 2\]"),
     "lying": (np.zeros((2, 900), np.float32), RATE, "900 channels, at most 64; .* transpose"),
     "complex": (np.zeros(900, np.complex64), RATE, "samples of type complex64; one of float16"),
     "bool": (np.zeros(900, np.bool_), RATE, "samples of type bool"),
-    "text": (np.array(["a", "b"]), RATE, "samples of type str"),
     "nan": (np.array([0, 1, np.nan]), RATE, "sample 2 is nan; samples must be finite"),
     "inf": (np.array([[0, 1], [np.inf, 0]]), RATE, "sample 1 is inf"),
     "overflow": (np.array([1e300]), RATE, "sample 0 is inf"),
@@ -258,9 +256,7 @@ GOOD = (noise(400) * 9_000).astype("<i2").tobytes()
 UNKNOWN = {
     "all ones": (0xFFFFFFFF, 0xFFFFFFFF),
     "nearly 2^32": (0xFFFFFFFF - 36, 0xFFFFFFFF),
-    "2^32 less a header": (0xFFFFFFFF - 44, 0xFFFFFFFF - 8),
     "2^31 - 1": (0x7FFFFFFF, 0x7FFFFFFF + 36),
-    "2^31": (0x80000000, 0x80000024),
     "2^31 less a page": (0x7FFFF000, 0x7FFFF024),
     "zeros": (0, 0),
     "an empty file's": (0, 36),
@@ -296,7 +292,6 @@ def test_chunks_of_all_kinds_and_large_sizes_are_read(tmp_path: Path) -> None:
 
 
 NAN = np.array([0.0, np.nan] * 400, "<f4").tobytes()
-EMPTY = b"LIST" + struct.pack("<I4s", 4, b"INFO")
 BAD_FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "the file is empty"),
     "head": (wav_bytes(GOOD)[:7], "corrupt, or an unsupported format: Format not recognised"),
@@ -311,10 +306,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "rate": (wav_bytes(GOOD, rate=0), "corrupt, or an unsupported format"),
     "wild rate": (wav_bytes(GOOD, rate=2**30), "sample rate 1073741824"),
     "no samples": (wav_bytes(b""), "no samples"),
-    "no samples, and a list": (wav_bytes(b"", riff=48) + EMPTY, "no samples"),
-    "order": (b"RIFF\0\0\0\0WAVEdata\2\0\0\0ab", "corrupt, .* No 'data' chunk"),
     "png": (b"\x89PNG\r\n\x1a\n" + GOOD, "not an audio file"),
-    "text": (b"hello", "not an audio file"),
     "aac": (b"\xff\xf1\x50\x80" + GOOD, "not an audio file"),
     "nan": (wav_bytes(NAN, tag=3, bits=32), "sample 1 is nan"),
 }

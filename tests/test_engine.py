@@ -176,16 +176,9 @@ def test_random_weights_are_those_of_a_checkpoint(tmp_path: Path) -> None:
 def test_linked_weights(engines: Any, tmp_path: Path, backend: str) -> None:
     """No copies; a checkpoint that has moved or changed is named."""
     source = Path(shutil.copytree(engines.checkpoint("tiny-moe"), tmp_path / "source"))
-    engine = g4ir.build(
-        None,
-        tmp_path / "linked",
-        checkpoint=source,
-        backend=backend,
-        link_weights=True,
-        max_seq=MAX_SEQ,
-        prefill_chunk=CHUNK,
-        **limits_of(backend, "tiny-moe"),  # so its programs are those of `engines`
-    )
+    limits = {"max_seq": MAX_SEQ, "prefill_chunk": CHUNK, **limits_of(backend, "tiny-moe")}
+    options = {"checkpoint": source, "backend": backend, "link_weights": True, **limits}
+    engine = g4ir.build(None, tmp_path / "linked", **options)  # programs are those of `engines`
     assert not any(n.endswith(".safetensors") for n in names(engine.path))
     assert engine.manifest["weights"]["directory"] == str(source.resolve())
     agrees(answer(engine), answer(engines("reference", "tiny-moe")))

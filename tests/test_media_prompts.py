@@ -27,14 +27,7 @@ from g4ir.engine.offline import MEDIA_SETTINGS
 from g4ir.errors import InputError
 from g4ir.media.audio import Waveform, prepare_audio
 from g4ir.media.images import prepare_image, read_image
-from g4ir.media.prompt import (
-    check_given,
-    expand_text,
-    mark,
-    place,
-    place_rows,
-    times_left_out,
-)
+from g4ir.media.prompt import check_given, expand_text, mark, place, place_rows, times_left_out
 from g4ir.media.soft import Soft, counts
 from g4ir.media.videos import Video, prepare_video, read_video, video_settings
 from g4ir.model.audio import audio_settings

@@ -21,18 +21,12 @@ from g4ir.engine import trust
 from g4ir.engine.artefact import MANIFEST, SIGNATURE, open_artefact
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine, open_runtime
-from g4ir.errors import (
-    EngineError,
-    G4Error,
-    InputError,
-    MissingError,
-    TrustError,
-    WeightsError,
-)
+from g4ir.errors import EngineError, G4Error, InputError, MissingError, TrustError, WeightsError
 from g4ir.ui import paths
 from g4ir.ui.progress import no_progress
 from tests.engines import resigned
 
+SMALL: dict[str, Any] = {"random_weights": 0, "backend": "reference", "max_seq": 32}
 #: a library that writes a file as soon as it is loaded
 EVIL = """#include <stdio.h>
 __attribute__((constructor)) void f(void) {{ fclose(fopen("{}", "w")); }}"""
@@ -106,9 +100,7 @@ def test_decisions(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_was_built_here_needs_no_question(tmp_path: Path) -> None:
-    engine = g4ir.build(
-        "tiny-dense", tmp_path / "e", random_weights=0, backend="reference", max_seq=32
-    )
+    engine = g4ir.build("tiny-dense", tmp_path / "e", **SMALL)
     digest = engine.manifest["digest"]
     decision = trust.find_decision(digest)
     assert decision and decision.why == trust.BUILT and decision.path == str(tmp_path / "e")
@@ -120,13 +112,12 @@ def test_what_was_built_here_needs_no_question(tmp_path: Path) -> None:
 def test_a_decision_that_cannot_be_kept_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options: dict[str, Any] = {"random_weights": 0, "backend": "reference", "max_seq": 32}
     (tmp_path / "file").write_text("")
     paths.private(paths.state_root()).chmod(0o775)
-    assert g4ir.build("tiny-dense", tmp_path / "d", **options).path.is_dir()
+    assert g4ir.build("tiny-dense", tmp_path / "d", **SMALL).path.is_dir()
     assert "chmod go-w" in caplog.text
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    g4ir.build("tiny-dense", tmp_path / "e", **options)
+    g4ir.build("tiny-dense", tmp_path / "e", **SMALL)
     assert "loading this engine will ask for --trust" in caplog.text
 
 

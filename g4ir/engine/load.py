@@ -93,11 +93,7 @@ def _engine(found: Artefact, runtime: Any, tables: dict[str, Any]) -> Engine:
 
 
 def open_runtime(
-    found: Artefact,
-    cuda_graph: bool,
-    trust: bool,
-    progress: Progress,
-    group: Group | None = None,
+    found: Artefact, cuda_graph: bool, trust: bool, progress: Progress, group: Group | None = None
 ) -> Runtime:
     """Return the runtime of a checked engine on params of its rank."""
     m = found.manifest

@@ -173,10 +173,7 @@ def read_video(path: str | Path, frames: int | None = None) -> Video:
 
 
 def read_footage(
-    path: str | Path,
-    settings: ImageSettings,
-    frames: int | None = None,
-    most: int | None = None,
+    path: str | Path, settings: ImageSettings, frames: int | None = None, most: int | None = None
 ) -> Footage:
     """Return `prepare_video` of `read_video`, with one frame at a time in full resolution. Errors
     as there, and InputError for more than `most` soft tokens."""
