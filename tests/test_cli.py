@@ -745,7 +745,7 @@ def test_a_signal_ends_a_build_that_leaves_nothing(
 def test_a_build_that_does_not_fit_is_refused_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("g4ir.engine.prepare.device_memory", lambda device: 600 << 20)
+    monkeypatch.setattr("g4ir.engine.build.device_memory", lambda device: 600 << 20)
     asked = Mock(side_effect=AssertionError)
     monkeypatch.setattr("g4ir.weights.random.RandomCheckpoint.tensor", asked)
     words = ("--variant", "e2b", "--random-weights", "0", "--out", tmp_path / "e")

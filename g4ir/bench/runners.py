@@ -18,9 +18,9 @@ from g4ir.backends.torch_compile.segment import Segment
 from g4ir.check.hf import cache_argument, hf_model, rows_kept
 from g4ir.check.peers import known_checkpoint, need_transformers
 from g4ir.check.reference import reference_engine
+from g4ir.engine.build import agreed_spec
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import open_weights
-from g4ir.engine.prepare import agreed_spec
 from g4ir.errors import InputError, check_all
 from g4ir.ops.types import torch_dtype
 from g4ir.weights.checkpoint import WeightSource

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 
 from g4ir.engine.artefact import LinkedWeights, MergedWeights
+from g4ir.engine.build import agreed_spec
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import open_weights
-from g4ir.engine.prepare import agreed_spec
 from g4ir.errors import InputError, MissingError
 from g4ir.model.names import HEAD, checkpoint_name
 from g4ir.model.tensors import text_tensors

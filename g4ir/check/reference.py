@@ -7,8 +7,8 @@ from pathlib import Path
 
 from g4ir.backends.reference import ReferenceRuntime, text_graphs
 from g4ir.engine.engine import Engine
-from g4ir.engine.leader import interpreted
 from g4ir.engine.load import open_weights
+from g4ir.engine.ranks.leader import interpreted
 from g4ir.ops.types import torch_dtype
 from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.drafter import random_weights

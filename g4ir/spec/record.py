@@ -165,13 +165,17 @@ def _shipped() -> list[str]:
     return sorted(p.stem for p in specs_dir().glob("*.yaml"))
 
 
-def load_spec(name_or_path: str | Path) -> Spec:
-    """Read the spec of a shipped variant (`e2b`) or of a YAML file (`my/variant.yaml`).
+def load_spec(name_or_path: str | Path, alone: bool = False) -> Spec:
+    """Read the spec of a shipped variant (`e2b`) or of a YAML file (`my/variant.yaml`), which may
+    not extend another if it stands `alone`.
 
     Raises SpecError naming file, line, key and the fix.
     """
     path = spec_path(name_or_path)
-    return _spec_from_tree(_with_bases(read_tree(path), path, ()), path.stem)
+    tree = read_tree(path)
+    if alone and "extends" in tree.entries:
+        raise fail(tree.keys["extends"], "extends", "an engine's spec stands alone")
+    return _spec_from_tree(_with_bases(tree, path, ()), path.stem)
 
 
 def spec_path(name_or_path: str | Path) -> Path:
