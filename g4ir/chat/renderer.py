@@ -42,13 +42,8 @@ def _json(
 ) -> str:
     """Return JSON without the escapes for HTML that jinja2's own filter writes. The parameters, in
     this order, are those of transformers' filter: templates give them by place too."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    form: dict[str, Any] = {"ensure_ascii": ensure_ascii, "sort_keys": sort_keys}
+    return json.dumps(value, indent=indent, separators=separators, **form)
 
 
 def _raise(message: Any) -> Any:
@@ -72,12 +67,9 @@ def _compiled(source: str, name: str) -> Template:
 
 
 def serve(memory: int) -> None:
-    """Answer each line of stdin, the arguments of `answer` as JSON, with a line, after a first one.
-
-    `memory`: most bytes of this process's address space.
-    """
+    """Answer each line of stdin, the arguments of `answer` as JSON, with a line. `memory`: most
+    bytes of this process's address space."""
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(**json.loads(line))), flush=True)
 
@@ -90,8 +82,14 @@ def answer(
     The process ends by SIGPROF after so many seconds of processor time. `most`: characters of text.
     """
     signal.setitimer(signal.ITIMER_PROF, seconds)
+    pieces, length = list[str](), 0
     try:
-        return {"text": _text(_compiled(source, name), variables, most)}
+        for piece in _compiled(source, name).generate(dict(variables)):
+            pieces.append(piece)
+            length += len(piece)
+            if length > most:
+                return {"error": f"it prints more than {most} characters"}
+        return {"text": "".join(pieces)}
     except RecursionError:
         return {"error": "it calls itself without end"}
     except MemoryError:
@@ -101,13 +99,3 @@ def answer(
         return {"error": str(e)[:400] or type(e).__name__, "line": line}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _text(template: Template, variables: Mapping[str, Any], most: int) -> str:
-    pieces, length = list[str](), 0
-    for piece in template.generate(dict(variables)):
-        length += len(piece)
-        if length > most:
-            raise TemplateError(f"it prints more than {most} characters")
-        pieces.append(piece)
-    return "".join(pieces)

@@ -35,9 +35,9 @@ class Sandbox:
     def render(self, source: str, name: str, variables: Mapping[str, Any]) -> str:
         """Return the text of a template. TemplateError if it raises or exceeds a limit, TypeError
         or ValueError for variables that are not JSON."""
+        request = {"source": source, "name": name, "variables": variables}
         limits = {"seconds": MOST_SECONDS, "most": MOST_TEXT}
-        request = {"source": source, "name": name, "variables": variables, **limits}
-        line = json.dumps(request, allow_nan=False)
+        line = json.dumps(request | limits, allow_nan=False)
         with self._lock:
             answer = json.loads(self._answer(line))
         if "error" in answer:
@@ -45,9 +45,9 @@ class Sandbox:
         return str(answer["text"])
 
     def _answer(self, request: str) -> str:
-        process = self._process = self._process or self._started()
+        process, answer = self._process or _started(), ""
+        self._process = process
         assert process.stdin and process.stdout
-        answer = ""
         try:
             with contextlib.suppress(BrokenPipeError):  # its end says why
                 process.stdin.write(request + "\n")
@@ -56,23 +56,11 @@ class Sandbox:
         finally:  # an interrupt too: the next request must not read this one's answer
             if not answer:
                 self.close()
+        if process.returncode == -signal.SIGPROF:
+            raise TemplateError(f"it takes more than {MOST_SECONDS:g} seconds")
         if not answer:
-            raise TemplateError(_ending(process.wait()))
+            raise TemplateError(f"its process ended with status {process.returncode}")
         return answer
-
-    def _started(self) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            python("g4ir.chat.renderer", f"serve({MOST_MEMORY})"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for this process
-        )
-        assert process.stdout
-        if not process.stdout.readline():
-            raise TemplateError(f"the rendering process does not start: {_ending(process.wait())}")
-        return process
 
     def close(self) -> None:
         """End the process."""
@@ -82,10 +70,15 @@ class Sandbox:
             process.communicate()
 
 
-def _ending(status: int) -> str:
-    if status == -signal.SIGPROF:
-        return f"it takes more than {MOST_SECONDS:g} seconds"
-    return f"its process ended with status {status}"
+def _started() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        python("g4ir.chat.renderer", f"serve({MOST_MEMORY})"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for this process
+    )
 
 
 _SANDBOX = Sandbox()
