@@ -38,7 +38,7 @@ from g4ir.model.media import AUDIO, IMAGE, VIDEO
 from .grammar import Grammars
 from .http_errors import Refused, bad, missing
 from .media_fetch import Sources, read_bytes, setting
-from .request_schema import EFFORTS, as_input, chosen, constraint_of
+from .request_schema import NO_EFFORTS, as_input, chosen, constraint_of
 from .tool_grammar import called
 
 #: settings of rows that have the names of fields
@@ -122,7 +122,7 @@ class Prompts:
             raise missing("messages", "the tokenizer of this model has no turns of a chat")
         options = dict(fields.get("chat_template_kwargs", {}))
         if "reasoning_effort" in fields:
-            options.setdefault("enable_thinking", EFFORTS[fields["reasoning_effort"]])
+            options.setdefault("enable_thinking", fields["reasoning_effort"] not in NO_EFFORTS)
         if "add_generation_prompt" in fields:
             options["add_generation_prompt"] = fields["add_generation_prompt"]
         self._check_length(_characters(fields["messages"]), "messages")
