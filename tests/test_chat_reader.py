@@ -36,7 +36,8 @@ def declared(schemas: Any) -> Any:
 
 def reader(case: dict[str, Any]) -> Reader:
     tail = case.get("tail", "<|turn>model\n")
-    return Reader(declared(case.get("tools")), tail, case.get("stop", ()))
+    options = {"stop": case.get("stop"), **case.get("options", {})}
+    return Reader(declared(case.get("tools")), tail, **options)
 
 
 def answered(reader: Reader, pieces: Iterable[str], reason: str = "stop") -> Answer:
@@ -84,7 +85,8 @@ def cuttings(text: str) -> Iterable[Sequence[str]]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.get("name", case["output"])[:50])
 def test_collected_answers_in_every_cutting(case: dict[str, Any]) -> None:
     ended = case.get("ended", "stop")
-    answer = one(case["output"], ended, **{k: case[k] for k in ("tail", "tools") if k in case})
+    given = {k: case[k] for k in ("tail", "tools", "options") if k in case}
+    answer = one(case["output"], ended, **given)
     calls = [{call["name"]: call["arguments"]} for call in answer.tool_calls]
     found = (answer.reasoning, answer.content, calls)
     assert found == (case.get("thought", ""), case.get("content", ""), case.get("calls", []))
@@ -127,16 +129,6 @@ def test_text_that_looks_like_a_control_token_is_text_where_ids_are_known() -> N
 # --- calls ------------------------------------------------------------------------------------
 
 A = f"{QUOTE}a{QUOTE}"
-GOOD = f"{CALL}call:g{{n:1}}{CALL_END}"
-
-
-def test_numbers_of_any_length() -> None:
-    for digits, wanted in ((4000, int("9" * 4000)), (5000, "9" * 5000)):
-        text = f"{CALL}call:f{{other:{'9' * digits}}}{CALL_END}"
-        (call,) = answered(Reader(declared("f")), [text]).tool_calls
-        assert call["arguments"] == {"other": wanted}
-
-
 CUT = [
     f"text:{A},n:12,deep:{{text:{QUOTE}rm -r x{QUOTE}}},list:[{A},{A}]",
     f"n:{QUOTE}12{QUOTE},on:true,other:word",
@@ -215,18 +207,8 @@ def test_what_ends_an_open_string_is_not_streamed(end: str) -> None:
     assert isinstance(call["arguments"], dict) and len(pieces) > 30
 
 
-def test_without_calls_they_are_content() -> None:
-    quiet = Reader(calls=False)
-    quiet.feed(f"See {GOOD}.")
-    assert (answer := quiet.finish()).content == "See call:g{n:1}." and not answer.tool_calls
-
-
-def test_a_name_of_a_thought_counts_where_there_may_be_one() -> None:
-    text = "thought\nA<channel|>B"
-    assert parts(answered(Reader(), [text]))[:2] == ("A", "B")
-    assert answered(Reader(thinking=False), [text]).content == "thought\nAB"
+def test_whether_a_thought_is_open() -> None:
     off = "<|turn>model\n<|channel>thought\n<channel|>"
-    assert answered(Reader(None, off), [text]).content == "thought\nAB"
     assert Reader(None, "<tool_response|><|channel>thought\n").thinking
     assert not Reader(None, off).thinking and not Reader().thinking
 
@@ -254,15 +236,6 @@ def test_the_string_that_is_complete_first_ends_the_content(text: str, stops: li
         assert found.stopped == bool(ends) and answer.finish_reason == (
             "stop" if ends else "length"
         )
-
-
-def test_stop_strings_end_content_alone() -> None:
-    text = (
-        f"<|channel>thought\nEND<channel|>EN{CALL}call:f{{a:{QUOTE}END{QUOTE}}}{CALL_END}D END no"
-    )
-    answer = one(text, stop="END")
-    assert parts(answer)[:2] == ("END", "END ")
-    assert len(answer.tool_calls) == 1 and answer.finish_reason == "tool_calls"
 
 
 @pytest.mark.parametrize(
@@ -397,31 +370,16 @@ def test_a_character_is_never_given_in_parts() -> None:
 
 def test_a_budget_ends_thoughts() -> None:
     opened, closed = (WORDS.controls[c] for c in ("<|channel>", "<channel|>"))
-    newline, word = WORDS.plain("\n")[0], WORDS.plain("ab")[0]
-
-    def forced(budget: Budget, ids: list[int]) -> list[int | None]:
-        out = []
-        for i in ids:
-            budget.push(i)
-            out.append(budget.forced())
-        return out
-
-    assert forced(Budget(WORDS, 2), [word, opened, word, word]) == [None, None, None, newline]
-    spent = Budget(WORDS, 1)
-    assert forced(spent, [opened, word, newline, closed, word]) == [
-        None,
-        newline,
-        closed,
-        None,
-        None,
-    ]
-    assert forced(spent, [opened]) == [closed]  # a thought that begins again has nothing left
-    assert forced(Budget(WORDS, 0), [word, opened]) == [None, closed]
+    (newline,), (word,), byte = (WORDS.plain(text) for text in ("\n", "a", "€"))
+    tokens = {"o": opened, "c": closed, "n": newline, "w": word, ".": None}
+    tokens |= {str(i): token for i, token in enumerate(byte)}
+    for limit, answer, forced in CALLS["budgets"]:
+        budget, found = Budget(WORDS, limit), list[Any]()
+        for letter in answer.split():
+            budget.push(tokens[letter])
+            found.append(budget.forced())
+        assert found == [tokens[letter] for letter in forced.split()], answer
     assert Budget(WORDS, 0, inside=True).forced() == closed
-    early = Budget(WORDS, 3)
-    assert forced(early, [opened, word, closed, word, opened, word, word]) == [None] * 6 + [newline]
-    byte = WORDS.plain("€")
-    assert forced(Budget(WORDS, 1), [opened, *byte, word])[1:] == [None] * 3 + [newline]
     with pytest.raises(InputError, match="budget -1"):
         Budget(WORDS, -1)
     with pytest.raises(InputError, match=r"no <\|channel>"):

@@ -18,6 +18,7 @@ from g4ir.backends.sampling import SamplingParams
 from g4ir.chat.special_tokens import CONTROLS
 from g4ir.engine.async_engine import AsyncEngineConfig
 from g4ir.engine.engine import Engine
+from g4ir.engine.load import load_engine
 from g4ir.engine.scheduler import SchedulerConfig
 from g4ir.serve.app import Server
 from g4ir.serve.auth import Auth
@@ -155,6 +156,14 @@ def running(
         process.drain(0.0)
         thread.join(WAIT)
         assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def ready(folder: Path, gate: Auth | None = None, **settings: Any) -> Iterator[Running]:
+    """As `running`, of an engine that has been loaded."""
+    with running(lambda: load_engine(folder), gate, **settings) as r:
+        eventually(lambda: r.server.service)
+        yield r
 
 
 def eventually(holds: Callable[[], Any]) -> None:

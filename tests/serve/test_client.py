@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
+import yaml
 
 from tests.serve.running import MAX_SEQ, NAME, Served, eventually
 
@@ -93,37 +95,36 @@ def said(got: Any, stream: bool, index: int = 0) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_thoughts_content_and_their_count(
-    client: openai.OpenAI, served: Served, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ("<|channel>", "thought\n", "hmm\n", "<channel|>", "héllo", "<turn|>")
-    served.dictate(monkeypatch, *words)
-    body = {"chat_template_kwargs": {"enable_thinking": True}}
-    got = ask(client, max_tokens=60, stream=stream, extra_body=body)
-    found = {"content": "héllo", "reasoning_content": "hmm", "calls": [], "finish": "stop"}
-    assert said(got, stream) == found
-    if not stream:
-        reasoning = got.usage.completion_tokens_details.reasoning_tokens
-        assert 0 < reasoning < got.usage.completion_tokens
+CASES = yaml.safe_load(Path(__file__).with_name("dictated.yaml").read_text())
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("count", [1, 2])
-def test_calls(
+@pytest.mark.parametrize(
+    ("case", "stream"),
+    [
+        pytest.param(case, stream, id=f"{case['name']}-{stream}")
+        for case in CASES
+        for stream in ([False] if "whole" in case else [False, True])
+    ],
+)
+def test_what_is_dictated(
     client: openai.OpenAI,
     served: Served,
+    case: dict[str, Any],
     stream: bool,
-    count: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    served.dictate(monkeypatch, *CALL * count, "<|tool_response>")
-    found = said(ask(client, max_tokens=90, tools=[TOOL], stream=stream), stream)
-    calls = [(c.function.name, json.loads(c.function.arguments)) for c in found["calls"]]
-    assert (found["finish"], found["content"]) == ("tool_calls", "")
-    assert calls == [("f", {"a": 3})] * count
-    assert len({c.id for c in found["calls"]}) == count
-    assert not stream or [c.index for c in found["calls"]] == [*range(count)]
+    served.dictate(monkeypatch, *case["words"])
+    got = ask(client, **{"max_tokens": 90, "stream": stream, **case["fields"]})
+    found = said(got, stream)
+    assert len({c.id for c in found["calls"]}) == len(found["calls"])
+    assert not stream or [c.index for c in found["calls"]] == [*range(len(found["calls"]))]
+    found["calls"] = [[c.function.name, json.loads(c.function.arguments)] for c in found["calls"]]
+    empty: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": [], "finish": "stop"}
+    assert found == {name: case.get(name, default) for name, default in empty.items()}
+    if found["reasoning_content"] and not stream:
+        reasoning = got.usage.completion_tokens_details.reasoning_tokens
+        assert 0 < reasoning < got.usage.completion_tokens
+    eventually(lambda: not served.busy)
 
 
 LONG = ("call:f{a:", "3", ",text:", '<|"|>', "some words of a text", " and more" * 3, '<|"|>', "}")
@@ -159,24 +160,6 @@ def test_a_call_that_is_cut(
         assert all(whole.startswith(c.function.arguments) for c in found["calls"])
 
 
-def test_one_call_where_no_more_are_asked_for(
-    client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served.dictate(monkeypatch, *CALL * 2, "<|tool_response>")
-    got = ask(client, max_tokens=90, tools=[TOOL], parallel_tool_calls=False)
-    assert len(got.choices[0].message.tool_calls) == 1 and got.choices[0].message.content is None
-    assert got.choices[0].finish_reason == "tool_calls"
-
-
-def test_calls_are_text_where_none_may_be_made(
-    client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served.dictate(monkeypatch, *CALL, "<turn|>")
-    got = ask(client, max_tokens=60, tools=[TOOL], tool_choice="none")
-    assert got.choices[0].message.tool_calls is None
-    assert "call:f{a:3}" in got.choices[0].message.content
-
-
 def test_a_conversation_goes_on_behind_an_answered_call(client: openai.OpenAI) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [
@@ -185,16 +168,6 @@ def test_a_conversation_goes_on_behind_an_answered_call(client: openai.OpenAI) -
         {"role": "tool", "tool_call_id": "c1", "content": "4"},
     ]
     assert ask(client, messages=messages, tools=[TOOL]).choices[0].finish_reason
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string(
-    client: openai.OpenAI, served: Served, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served.dictate(monkeypatch, "one two three four")
-    got = ask(client, max_tokens=300, stop=["three", "zz"], stream=stream)
-    assert said(got, stream)["content"] == "one two "
-    eventually(lambda: not served.busy)
 
 
 def test_stop_ids(client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

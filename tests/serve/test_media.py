@@ -21,11 +21,10 @@ import pytest
 import yaml
 
 from g4ir.chat.messages import Medium
-from g4ir.engine.load import load_engine
 from g4ir.errors import InputError
 from g4ir.serve import media_fetch
 from g4ir.serve.media_fetch import Fetching, Sources, is_public, setting
-from tests.serve.running import NAME, Running, chat_engine, eventually, running
+from tests.serve.running import NAME, Running, chat_engine, ready
 
 SECONDS = 0.6
 CASES = yaml.safe_load(Path(__file__).with_name("media.yaml").read_text())
@@ -89,8 +88,7 @@ def heard(seconds: float) -> dict[str, Any]:
 def short(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server of an engine that hears two seconds."""
     folder = chat_engine(tmp_path_factory.mktemp("short") / "engine", audio_seconds=[2])
-    with running(lambda: load_engine(folder)) as r:
-        eventually(lambda: r.server.service)
+    with ready(folder) as r:
         yield r
 
 

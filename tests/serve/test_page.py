@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from g4ir.engine.load import load_engine
 from g4ir.serve.app import Server
 from g4ir.serve.auth import Auth
 from g4ir.serve.page import ASSETS, HEADERS, read_assets
-from tests.serve.running import Running, running
+from tests.serve.running import Running, ready
 
 FOUND = {path: asset.content.decode() for path, asset in read_assets().items()}
 HTML, SCRIPT, STYLE = FOUND["/"], FOUND["/app.js"], FOUND["/style.css"]
@@ -50,7 +49,7 @@ def test_assets(served: Running, path: str) -> None:
 
 def test_who_has_no_key_sees_the_page_alone(engine_folder: Any) -> None:
     gate = Auth((b"k",), ("localhost",))
-    with running(lambda: load_engine(engine_folder), gate) as r, r.client() as client:
+    with ready(engine_folder, gate) as r, r.client() as client:
         assert client.get("/").status_code == 200
         assert client.get("/v1/models").status_code == 401
 

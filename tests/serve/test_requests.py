@@ -19,13 +19,12 @@ from hypothesis import strategies as st
 
 from g4ir.chat import prompt
 from g4ir.engine import tokenizer as engine_tokenizer
-from g4ir.engine.load import load_engine
 from g4ir.errors import CheckError, MissingError
 from g4ir.serve import request_schema
 from g4ir.serve.auth import Auth
 from g4ir.serve.http_errors import Refused, refusal
 from g4ir.serve.request_schema import CHAT, COMPLETIONS, parsed, read_fields
-from tests.serve.running import MAX_SEQ, NAME, Running, chat_tokenizer, eventually, running
+from tests.serve.running import MAX_SEQ, NAME, Running, chat_tokenizer, ready
 
 CASES = yaml.safe_load((Path(__file__).parent / "requests.yaml").read_text())
 BASE = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
@@ -37,8 +36,7 @@ JSON = {"Content-Type": "application/json"}
 def keyed(engine_folder: Path) -> Iterator[Running]:
     """A server with a key and small limits."""
     gate = Auth((b"another", KEY), ("localhost",), max_body=4096)
-    with running(lambda: load_engine(engine_folder), gate) as r:
-        eventually(lambda: r.server.service)
+    with ready(engine_folder, gate) as r:
         yield r
 
 
@@ -58,7 +56,7 @@ def content(case: dict[str, Any]) -> bytes:
         raws = {"LARGE": b" " * ((32 << 20) + 1), "NOT UTF-8": b"\xff\xfe"}
         raw: str = case["raw"]
         return raws.get(raw) or raw.replace("MODEL", NAME).encode()
-    body = case.get("completion") or BASE | case["chat"]
+    body = case["body"] if "body" in case else case.get("completion") or BASE | case["chat"]
     text = json.dumps({k: v for k, v in body.items() if v is not None})
     words = {"MODEL": NAME, "PIXELS": pixels(), "LONG": "long " * MAX_SEQ}
     for word, value in words.items():
@@ -66,30 +64,36 @@ def content(case: dict[str, Any]) -> bytes:
     return text.encode()
 
 
-def answer(r: Running, case: dict[str, Any], **headers: str) -> httpx.Response:
+def answer(r: Running, case: dict[str, Any]) -> httpx.Response:
+    given = {**JSON, **case.get("headers", {})}
+    headers = {name: value.encode() for name, value in given.items()}
     with r.client() as client:
         if path := case.get("get"):
             return client.get(path.replace("MODEL", NAME), headers=headers)
         path = "/v1/completions" if "completion" in case else "/v1/chat/completions"
-        return client.post(path, content=content(case), headers={**JSON, **headers})
+        return client.post(case.get("post", path), content=content(case), headers=headers)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_a_request(
-    case: dict[str, Any], served: Running, keyed: Running, monkeypatch: pytest.MonkeyPatch
+    case: dict[str, Any],
+    served: Running,
+    keyed: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     where = case.get("server")
     if where == "draining":
         monkeypatch.setattr(served.server, "draining", True)
     got = answer(keyed if where == "keyed" else served, case)
-    assert got.status_code == case["status"], got.text
+    assert got.status_code == case["status"] and "sesame" not in caplog.text, got.text
     if got.status_code == 200:
-        assert "error" not in got.json()
+        assert '"error"' not in got.text
         return
     error = got.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"} and error["message"]
     assert "Traceback" not in error["message"] and "/tmp" not in error["message"]
-    for name in {"param", "code"} & case.keys():
+    for name in {"param", "code", "message"} & case.keys():
         assert error[name] == case[name], error
     assert ("retry-after" in got.headers) == (got.status_code == 503)
 
@@ -148,28 +152,6 @@ def test_null_means_not_given() -> None:
 # --- who may ask ------------------------------------------------------------------------------
 
 
-def test_keys(keyed: Running, caplog: pytest.LogCaptureFixture) -> None:
-    for wrong in ("", "Bearer", "Bearer wrong", "Basic open-sesame", "Bearer é"):
-        with keyed.client(headers={"Authorization": wrong.encode()}) as client:
-            for path in ("/v1/models", "/metrics", "/v1/nothing"):
-                got = client.get(path)
-                assert got.status_code == 401, path
-                assert got.json()["error"]["code"] == "invalid_api_key"
-            assert client.get("/health").status_code == 200
-    assert "sesame" not in caplog.text
-    key = {"Authorization": f"Bearer {KEY.decode()}"}
-    assert answer(keyed, {"chat": {}}, **key).status_code == 200
-    assert answer(keyed, {"get": "/metrics"}, **key).status_code == 200
-
-
-def test_names_of_the_host(served: Running) -> None:
-    for host in ("evil.example", "evil.example:8000", "", "127.0.0.1.evil.example"):
-        for path in ("/health", "/v1/models", "/nothing"):
-            assert answer(served, {"get": path}, Host=host).status_code == 403
-    for host in ("localhost", "LOCALHOST:1", "127.0.0.1:80", "[::1]:8000"):
-        assert answer(served, {"get": "/health"}, Host=host).status_code == 200
-
-
 def test_a_body_in_parts_is_measured_too(keyed: Running) -> None:
     def parts() -> Iterator[bytes]:
         for _ in range(64):
@@ -179,28 +161,6 @@ def test_a_body_in_parts_is_measured_too(keyed: Running) -> None:
     with keyed.client() as client:
         got = client.post("/v1/chat/completions", content=parts(), headers=headers)
     assert got.status_code == 413
-
-
-def test_paths_methods_and_kinds_of_bodies(served: Running) -> None:
-    with served.client() as client:
-        assert client.get("/v1/nothing").json()["error"]["message"] == "no such path"
-        assert client.get("/v1/chat/completions").status_code == 405
-        text = client.post("/v1/chat/completions", content=content({"chat": {}}))
-        assert text.status_code == 415
-        assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
-        assert client.get("/version").json()["version"]
-
-
-def test_paths_that_were_nearly_right(served: Running) -> None:
-    with served.client(follow_redirects=False) as client:
-        assert client.get("/v1/models/").json()["object"] == "list"
-        assert client.get(f"/v1/models/{NAME}/").json()["id"] == NAME
-        assert client.get("/health/").status_code == 200
-        for path in ("/v1/chat/completions/", "/v1/chat/completions"):
-            assert client.post(path, json=BASE).status_code == 200
-        for path in ("/chat/completions", "/chat/completions/", "/v1/chat/completion"):
-            said = client.post(path, json=BASE).json()["error"]["message"]
-            assert said == "no such path; did you mean /v1/chat/completions?"
 
 
 @pytest.mark.parametrize(("head", "status"), [("", 200), ("Host: evil.example\r\n", 403)])
@@ -274,7 +234,7 @@ def test_brackets_inside_a_text_are_text(text: str) -> None:
     assert parsed(json.dumps({"prompt": text}).encode()) == {"prompt": text}
 
 
-def test_tokens_and_their_text(served: Running, keyed: Running) -> None:
+def test_tokens_and_their_text(served: Running) -> None:
     with served.client() as client:
         got = client.post("/tokenize", json={"model": NAME, "prompt": "ab c"}).json()
         assert got["count"] == len(got["tokens"]) > 3 and got["max_model_len"] == MAX_SEQ
@@ -291,20 +251,6 @@ def test_tokens_and_their_text(served: Running, keyed: Running) -> None:
         assert chat["count"] == asked["usage"]["prompt_tokens"]
         text = client.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]
         assert text.startswith("<bos><|turn>user\nHi<turn|>")
-        for path, body in (
-            ("tokenize", {}),
-            ("tokenize", {"prompt": 5}),
-            ("tokenize", {"prompt": "a", "add_special_tokens": 3}),
-            ("tokenize", {"messages": []}),
-            ("detokenize", {}),
-            ("detokenize", {"tokens": [9999]}),
-            ("detokenize", {"tokens": ["a"]}),
-            ("detokenize", {"tokens": [True]}),
-        ):
-            assert client.post(f"/{path}", json=body).status_code == 400, body
-    with keyed.client() as client:
-        for path in ("/tokenize", "/detokenize"):
-            assert client.post(path, json={}).status_code == 401
 
 
 # --- noise ------------------------------------------------------------------------------------
