@@ -10,17 +10,7 @@ tokenizer and ids. Errors of requests are InputError and begin with their place,
 `messages[2].content: ...`.
 """
 
-from .prompt import (
-    Piece,
-    Prompt,
-    ReasoningBudget,
-    TokenStream,
-    Vocabulary,
-    check_length,
-    encode,
-    longest_token,
-    text_ids,
-)
+from .prompt import Piece, Prompt, ReasoningBudget, TokenStream, Vocabulary, encode
 from .reader import Answer, Event, Reader, call_id
 from .template import Template, make_prompt, render
 
@@ -39,10 +29,7 @@ __all__ = [
     "TokenStream",
     "Vocabulary",
     "call_id",
-    "check_length",
     "encode",
-    "longest_token",
     "make_prompt",
     "render",
-    "text_ids",
 ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+
 from . import special_tokens as control
 from . import values
 

@@ -18,20 +18,9 @@ from typing import Any
 
 from g4ir.errors import InputError
 
+from . import special_tokens as control
 from .detokenizer import REPLACEMENT, Detokenizer, TextStream
 from .messages import Conversation, Medium, map_texts
-from .special_tokens import (
-    CHANNEL,
-    CHANNEL_END,
-    CONTROLS,
-    ENDS,
-    MODEL,
-    PLACEHOLDERS,
-    RESPONSE_END,
-    TURN,
-    TURN_END,
-    UNKNOWN,
-)
 
 #: characters that are tokenised in some ten milliseconds
 CHEAP = 1 << 16
@@ -99,7 +88,7 @@ class Prompt:
     @property
     def tail(self) -> str:
         """The end of the text, from which a reader sees in what state the answer begins."""
-        start = max(self.marked.rfind(TURN), self.marked.rfind(RESPONSE_END), 0)
+        start = max(self.marked.rfind(control.TURN), self.marked.rfind(control.RESPONSE_END), 0)
         return self.marked[start:].replace(self.mark, "")
 
     @property
@@ -107,9 +96,9 @@ class Prompt:
         """The text that the model's turn has so far, after its reasoning."""
         before, last = [Piece(""), *self.pieces()][-2:]
         text = "" if last.control else last.text
-        return text.removeprefix(MODEL) if before.text == TURN else text
+        return text.removeprefix(control.MODEL) if before.text == control.TURN else text
 
-    def pieces(self, controls: Collection[str] = CONTROLS) -> list[Piece]:
+    def pieces(self, controls: Collection[str] = control.CONTROLS) -> list[Piece]:
         """Return the text in pieces: the template's own control tokens, and all other text."""
         out, start = list[Piece](), 0
         for at, end in [*find(self.marked, controls), (len(self.marked), None)]:
@@ -125,7 +114,7 @@ class Prompt:
     def check_media(self) -> None:
         """Raise InputError where the template did not write one placeholder for each medium."""
         given = [m.kind for m in self.media]
-        kinds = {holder: kind for kind, holder in PLACEHOLDERS.items()}
+        kinds = {holder: kind for kind, holder in control.PLACEHOLDERS.items()}
         found = [kinds[p.text] for p in self.pieces() if p.control and p.text in kinds]
         if found != given:
             where = self.media[0].place if self.media else "messages"
@@ -179,10 +168,11 @@ class Vocabulary:
         added = tokenizer.get_added_tokens_decoder().items()
         #: string -> id of each control token: what the tokenizer calls special, and what means
         #: something in a conversation whatever it calls it; and the other way round
-        self.controls = {t.content: i for i, t in added if t.special or t.content in CONTROLS}
+        chats = set(control.CONTROLS)
+        self.controls = {t.content: i for i, t in added if t.special or t.content in chats}
         self.strings = {i: text for text, i in self.controls.items()}
         #: ids behind which a model's turn is over
-        self.ends = frozenset(self.controls[text] for text in ENDS if text in self.controls)
+        self.ends = frozenset(self.controls[text] for text in control.ENDS if text in self.controls)
 
     @cached_property
     def longest(self) -> int:
@@ -192,12 +182,12 @@ class Vocabulary:
     @property
     def chats(self) -> bool:
         """Whether the tokenizer has the turns of a chat."""
-        return {TURN, TURN_END} <= self.controls.keys()
+        return {control.TURN, control.TURN_END} <= self.controls.keys()
 
     def marks(self, tokens: Sequence[int], system: bool) -> tuple[int, ...]:
         """Return where other prompts are likely to go on in another way: behind the turn of the
         `system`, if there is one, and before that of the answer."""
-        turns = [i for i, token in enumerate(tokens) if token == self.controls[TURN]]
+        turns = [i for i, token in enumerate(tokens) if token == self.controls[control.TURN]]
         return tuple(dict.fromkeys([*turns[1:2] * (system and len(turns) > 2), *turns[-1:]]))
 
     def encode(self, prompt: Prompt, media: Iterable[Iterable[int | str]] = ()) -> list[int]:
@@ -211,7 +201,7 @@ class Vocabulary:
             parts: Iterable[int | str] = [piece.text]
             if piece.control:
                 parts = [self.controls[piece.text]]
-            if piece.control and piece.text in PLACEHOLDERS.values():
+            if piece.control and piece.text in control.PLACEHOLDERS.values():
                 parts = next(left, parts)
             for part in parts:
                 if isinstance(part, str):
@@ -226,7 +216,7 @@ class Vocabulary:
         cuts = [at + 1 for at, _ in find(text, self.controls)]
         parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
         out = [i for ids in text_ids(self.tokenizer, [p for p in parts if p]) for i in ids]
-        wrong = self.strings.keys() - {self.controls.get(UNKNOWN)}
+        wrong = self.strings.keys() - {self.controls.get(control.UNKNOWN)}
         if bad := next((self.strings[i] for i in out if i in wrong), None):
             raise InputError(f"messages: the tokenizer makes {bad} of a text that does not have it")
         return out
@@ -247,10 +237,10 @@ class TokenStream:
 
     def push(self, token: int) -> list[Piece]:
         """Return the pieces that this token completes."""
-        control = self.vocabulary.strings.get(token)
-        if control is None:
+        found = self.vocabulary.strings.get(token)
+        if found is None:
             return _pieces(self._text.push(token))
-        return [*self.rest(), Piece(control, True)]
+        return [*self.rest(), Piece(found, True)]
 
     def rest(self) -> list[Piece]:
         """Return the text that was held back, at the end."""
@@ -282,11 +272,10 @@ class ReasoningBudget:
         if limit < 0:
             raise InputError(f"thinking budget {limit}: expected 0 or more tokens")
         self.limit, self.used, self.inside = limit, 0, inside
-        if absent := next(
-            (c for c in (CHANNEL, CHANNEL_END) if c not in vocabulary.controls), None
-        ):
-            raise InputError(f"the tokenizer has no {absent}: reasoning cannot be ended by force")
-        self._open, self._close = (vocabulary.controls[c] for c in (CHANNEL, CHANNEL_END))
+        channel = (control.CHANNEL, control.CHANNEL_END)
+        if absent := [text for text in channel if text not in vocabulary.controls]:
+            raise InputError(f"the tokenizer has no {absent[0]}: reasoning cannot be ended by force")
+        self._open, self._close = (vocabulary.controls[text] for text in channel)
         newline = vocabulary.plain("\n")
         self._newline = newline[0] if len(newline) == 1 else None
         self._bytes, self._last = vocabulary.detokenizer.bytes, -1

@@ -11,16 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.backends.sampling import LogitsMask, SamplingParams
-from g4ir.chat import (
-    Prompt,
-    Reader,
-    ReasoningBudget,
-    Template,
-    Vocabulary,
-    check_length,
-    make_prompt,
-)
-from g4ir.chat.prompt import spelled
+from g4ir.chat import Prompt, Reader, ReasoningBudget, Template, Vocabulary, make_prompt
+from g4ir.chat.prompt import check_length, spelled
 from g4ir.engine.conversation import Bounded
 from g4ir.engine.engine import TOKENIZER, Engine
 from g4ir.engine.multimodal import soft_of

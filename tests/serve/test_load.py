@@ -10,7 +10,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from g4ir.chat import text_ids
+from g4ir.chat.prompt import text_ids
 from tests.serve.running import Running, chat_tokenizer
 
 ROOT = Path(__file__).parents[2]
