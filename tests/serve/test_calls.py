@@ -21,9 +21,10 @@ from g4ir.serve.grammar import Grammars, HeldMask, LazyMask, Mask
 from g4ir.serve.http_errors import Refused
 from g4ir.serve.request_schema import JSON, Constraint
 from g4ir.serve.tool_grammar import FORMATS, called, grammar_of
-from tests.serve.running import Running, chat_tokenizer
+from tests.serve.running import chat_tokenizer
 from tests.serve.test_client import SCHEMA, ask, formed, said
 
+CASES = yaml.safe_load(Path(__file__).with_name("calls.yaml").read_text())
 SIZE = 512
 ENDS = ("<eos>", "<turn|>", "<|tool_response>")
 FORMAT = jsonschema.FormatChecker(["date", "uuid", "ipv4", "email"])
@@ -227,69 +228,48 @@ def names(mask: Mask, *words: str) -> set[str]:
 
 
 def test_control_tokens_are_not_their_characters() -> None:
-    mask = held()
-    assert names(mask) == {"<|tool_call>"}
     head = ("<|tool_call>", "call:f{s:")
-    assert names(mask, *head) == {'<|"|>'}
-    inside = names(mask, *head, '<|"|>')
+    inside = names(held(), *head, '<|"|>')
     assert not inside & (vocabulary().controls.keys() - {'<|"|>'}) and {"{", "}", "a"} <= inside
     spelled = (*head, '<|"|>', "<tool_call|>"[:-1], ">", '<|"|>', "}", "<tool_call|>")
     answer = read(ids(*spelled), [tool("f", NEEDS)])
     assert answer.tool_calls == [{"name": "f", "arguments": {"s": "<tool_call|>"}}]
-    whole = (*head, '<|"|>', '<|"|>', "}", "<tool_call|>")
-    assert names(mask, *whole) == {"<|tool_call>", *ENDS}
-    assert names(held(many=False), *whole) == {*ENDS}
 
 
 def test_a_thought_is_free_of_all_but_control_tokens() -> None:
-    mask = held(thinking=True)
-    assert names(mask) == {"<|channel>", "<|tool_call>"}
-    thought = names(mask, "<|channel>", "a")
+    thought = names(held(thinking=True), "<|channel>", "a")
     assert thought & vocabulary().controls.keys() == {"<channel|>"} and {"z", "}"} <= thought
-    assert names(mask, "<|channel>", "a", "<channel|>") == {"<|tool_call>"}
     assert "<channel|>" in names(held(inside=True), "a")
-    assert names(held()) == {"<|tool_call>"}
 
 
-def test_members_come_in_their_order() -> None:
-    properties = {k: {"type": "boolean"} for k in "abc"}
-    schema = {"type": "object", "properties": properties, "required": ["b"]}
-    mask = held(schema)
-    head = ("<|tool_call>", "call:f{")
-    assert names(mask, *head) == {"a", "b"}
-    assert names(mask, *head, "a:true,") == {"b"}
-    assert names(mask, *head, "b:false") == {"}", ","}
-    assert names(mask, *head, "b:false,") == {"c"}
-    assert names(mask, *head, "b:false,c:true") == {"}"}
-
-
-@pytest.mark.parametrize("schema", [{}, None, {"type": "object"}, {"properties": {}}])
-def test_no_arguments(schema: Any) -> None:
-    mask = held(schema or {})
-    assert names(mask, "<|tool_call>", "call:f") == {"{"}
-    assert names(mask, "<|tool_call>", "call:f{") == {"}"}
-
-
-def test_json_or_a_call() -> None:
-    schema = {"type": "object", "properties": {"k": {"const": 1}}, "required": ["k"]}
-    mask = held(content=Constraint("response_format", JSON, schema))
-    assert names(mask) == {"<|tool_call>", "{"}
-    assert names(mask, '{"k": 1}') == {*ENDS}
-    assert "▁" in names(mask, '{"k":') and "▁" not in names(mask, '{"k": ')
-
-
-def test_names_of_the_allowed_functions() -> None:
+def masks() -> dict[str, Mask]:
+    flags = {k: {"type": "boolean"} for k in "abc"}
+    one = {"type": "object", "properties": {"k": {"const": 1}}, "required": ["k"]}
     tools = [tool("one", {}), tool("two", NEEDS), tool("three", NEEDS, strict=True)]
-    mask = grammars().some_calls(called(tools, {"one", "three"}, True))
-    assert isinstance(mask, LazyMask) and len(free(mask, ids("abc"))) == SIZE
-    assert names(mask, "abc", "<|tool_call>", "call:") == {"o", "t"}
-    assert names(mask, "abc", "<|tool_call>", "call:t") == {"h"}
-    assert isinstance(held(), HeldMask)
+    return {
+        "needs": held(),
+        "one": held(many=False),
+        "thinking": held(thinking=True),
+        "members": held({"type": "object", "properties": flags, "required": ["b"]}),
+        "empty": held({}),
+        "untyped": held({"properties": {}}),
+        "object": held({"type": "object"}),
+        "json": held(content=Constraint("response_format", JSON, one)),
+        "some": grammars().some_calls(called(tools, {"one", "three"}, True)),
+    }
+
+
+def test_what_may_follow() -> None:
+    """Members come in their order, and a function without arguments has none."""
+    made = masks()
+    for name, words, follow in CASES["follow"]:
+        assert names(made[name], *words) == {*follow}, (name, words)
+    assert "▁" in names(made["json"], '{"k":') and "▁" not in names(made["json"], '{"k": ')
+    assert isinstance(made["some"], LazyMask) and len(free(made["some"], ids("abc"))) == SIZE
+    assert isinstance(made["needs"], HeldMask)
 
 
 # --- unsupported schemas -----------------------------------------------------------------------
-
-CASES = yaml.safe_load(Path(__file__).with_name("calls.yaml").read_text())
 
 
 @pytest.mark.parametrize(("keyword", "schema"), CASES["refused"])
@@ -345,71 +325,47 @@ def test_a_tokenizer_without_calls() -> None:
 
 # --- over a server ---------------------------------------------------------------------------
 
-FORCED: dict[str, Any] = {
-    "single": {"tool_choice": "required", "parallel_tool_calls": False},
-    "several": {"tool_choice": "required"},
-    "named": {"tool_choice": {"type": "function", "function": {"name": "g"}}},
-    "allowed": {
-        "tool_choice": {
-            "type": "allowed_tools",
-            "allowed_tools": {
-                "mode": "required",
-                "tools": [{"type": "function", "function": {"name": "f"}}],
-            },
-        }
-    },
-}
 
-
-@pytest.mark.parametrize(
-    ("name", "stream", "thinking"),
-    [(name, i % 2 == 0, i in (1, 2)) for i, name in enumerate(FORCED)],
-)
-def test_forced_calls(client: openai.OpenAI, name: str, stream: bool, thinking: bool) -> None:
+@pytest.mark.parametrize("number", range(len(CASES["forced"])))
+def test_forced_calls(client: openai.OpenAI, number: int) -> None:
     """Random weights say anything, and still they call what is declared, as it is declared."""
     word = {"type": "string", "maxLength": 6}
     parameters = {"type": "object", "properties": {"w": word}, "required": ["w"]}
     schemas = {"f": SCHEMA, "g": parameters}
+    _, fields, functions, count = CASES["forced"][number]
+    stream, thinking = number % 2 == 0, number in (1, 2)
     body = {"chat_template_kwargs": {"enable_thinking": thinking}}
     given: dict[str, Any] = {"tools": [tool(n, s) for n, s in schemas.items()]}
     given |= {"max_tokens": 300, "n": 3}
     bias = {"logit_bias": {str(i): 10 for i in range(7, 9)}} if thinking else {}
-    given |= {**FORCED[name], **bias, "temperature": 1.2, "seed": 4, "stream": stream}
+    given |= {**fields, **bias, "temperature": 1.2, "seed": 4, "stream": stream}
     got = ask(client, **given, extra_body=body)
     chunks = [*got] if stream else got
     found = [f for i in range(3) if (f := said(chunks, stream, i))["finish"] != "length"]
     for f in found:
         calls = [(c.function.name, c.function.arguments) for c in f["calls"]]
         assert (f["finish"], f["content"]) == ("tool_calls", "") and calls
-        assert len(calls) == 1 or name in ("several", "allowed")
+        assert len(calls) == 1 or count == "many"
         for function, arguments in calls:
-            assert function in {"named": "g", "allowed": "f"}.get(name, "fg")
+            assert function in functions
             jsonschema.validate(json.loads(arguments), schemas[function])
     assert found
 
 
 @pytest.mark.parametrize("word", ["{", "<|tool_call>"])
-def test_a_schema_beside_tools(client: openai.OpenAI, served: Running, word: str) -> None:
+def test_a_schema_beside_tools(client: openai.OpenAI, word: str) -> None:
     """The answer is JSON of the schema or a call."""
-    assert served.server.prompts
-    vocabulary = served.server.prompts.vocabulary
-    first = vocabulary.controls.get(word) or vocabulary.plain(word)[0]
-    held = tool("f", SCHEMA, strict=True)
-    given: dict[str, Any] = {"response_format": formed(SCHEMA), "tools": [held]}
-    given |= {"logit_bias": {str(first): 100}, "parallel_tool_calls": False}
-    got = ask(client, **given, max_tokens=400, temperature=1.2)
-    (choice,) = got.choices
-    if word == "{":
-        text = choice.message.content
-    else:
-        text = choice.message.tool_calls[0].function.arguments
+    given: dict[str, Any] = {"response_format": formed(SCHEMA), "parallel_tool_calls": False}
+    given |= {"tools": [tool("f", SCHEMA, strict=True)], "logit_bias": {str(ids(word)[0]): 100}}
+    (choice,) = ask(client, **given, max_tokens=400, temperature=1.2).choices
+    called = choice.message.tool_calls
+    text = called[0].function.arguments if called else choice.message.content
     jsonschema.validate(json.loads(text), SCHEMA)
     assert choice.finish_reason == ("stop" if word == "{" else "tool_calls")
 
 
-def test_strict_tools_hold_the_calls_that_are_made(client: openai.OpenAI, served: Running) -> None:
-    assert served.server.prompts
-    call = served.server.prompts.vocabulary.controls["<|tool_call>"]
+def test_strict_tools_hold_the_calls_that_are_made(client: openai.OpenAI) -> None:
+    call = vocabulary().controls["<|tool_call>"]
     held = tool("f", SCHEMA, strict=True)
     got = ask(client, tools=[held], max_tokens=200, temperature=1, logit_bias={str(call): 100})
     for made in got.choices[0].message.tool_calls:

@@ -183,35 +183,28 @@ def continued(client: openai.OpenAI, head: Any, **body: Any) -> Any:
     return ask(client, messages=messages, max_tokens=40, temperature=1.2, extra_body=given)
 
 
-TOOLS = {"tools": [tool("f", {})]}
-THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
-
-
-def test_a_grammar_goes_on_from_the_head(client: openai.OpenAI) -> None:
-    heads = (('{"a": ', {}), ('{"a": 1}', {}), ('{\n"a"', {}), ('{"', TOOLS), ("{", THINKING))
-    for head, more in heads:
-        choice = continued(client, head, guided_json=SCHEMA, **more).choices[0]
+@pytest.mark.parametrize(("body", "heads", "allowed"), CASES["continued"])
+def test_a_constraint_goes_on_from_the_head(
+    client: openai.OpenAI, body: dict[str, Any], heads: list[str], allowed: str
+) -> None:
+    """Also beside tools, where thinking is on, and of a part of a text or a refusal."""
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    for i, head in enumerate(heads):
+        more = ({}, {"tools": [tool("f", {})]} if "guided_json" in body else {}, thinking)[i % 3]
+        content = [{"type": "text", "text": head}] if i % 2 else head
+        choice = continued(client, content, **body, **more).choices[0]
         text = head + choice.message.content
-        assert choice.finish_reason == "length" or re.fullmatch(AS_JSON, text)
-    for head in ('{"b', "Sure: ", '{"a": 12}', "<turn|>"):
+        assert choice.finish_reason == "length" or re.fullmatch(allowed, text), text
+
+
+def test_heads_that_cannot_be_continued(client: openai.OpenAI) -> None:
+    for head in CASES["no_heads"]:
         with pytest.raises(openai.BadRequestError, match="cannot begin what guided_json asks") as e:
-            continued(client, head, guided_json=SCHEMA)
+            continued(client, head, **CASES["continued"][0][0])
         assert e.value.param == "messages"
-
-
-def test_a_refusal_is_continued_too(client: openai.OpenAI) -> None:
-    messages = [*HI, {"role": "assistant", "content": None, "refusal": "ye"}]
+    refusal = [*HI, {"role": "assistant", "content": None, "refusal": "ye"}]
     body = {"continue_final_message": True, "guided_choice": ["yes", "no"]}
-    got = ask(client, messages=messages, extra_body=body)
-    assert got.choices[0].message.content == "s"
-
-
-def test_heads_of_other_constraints(client: openai.OpenAI) -> None:
-    got = continued(client, "12", regex=DIGITS)
-    assert re.fullmatch("[0-9]", got.choices[0].message.content)
-    for head, rest in (("ye", "s"), ("New ", "York"), ([{"type": "text", "text": "no "}], "way")):
-        got = continued(client, head, guided_choice=["yes", "New York", "no way"])
-        assert got.choices[0].message.content == rest
+    assert ask(client, messages=refusal, extra_body=body).choices[0].message.content == "s"
 
 
 # --- a budget of reasoning tokens -------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 from typing import Any
 
 import pytest
@@ -17,19 +16,10 @@ FOUND = {path: asset.content.decode() for path, asset in read_assets().items()}
 HTML, SCRIPT, STYLE = FOUND["/"], FOUND["/app.js"], FOUND["/style.css"]
 
 
-class Elements(HTMLParser):
-    """All elements: tag and attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(HTML)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.found.append((tag, dict(attrs)))
-
-
-ELEMENTS = Elements().found
+ELEMENTS = [
+    (tag, {k: v for k, _, v in re.findall(r'([\w-]+)(="([^"]*)")?', rest)})
+    for tag, rest in re.findall(r"<([a-z]\w*)([^>]*)>", HTML)
+]
 IDS = [a["id"] for _, a in ELEMENTS if "id" in a]
 
 
