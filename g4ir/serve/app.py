@@ -70,8 +70,6 @@ class Server:
         self.service: AsyncEngine | None = None
         #: whether no more requests are taken
         self.draining = False
-        #: requests that have not been answered to the end
-        self.open = 0
         self._large = asyncio.Semaphore(1)
 
     def start(self, engine: Engine) -> AsyncEngine:
@@ -109,18 +107,15 @@ class Server:
         """Return a handler that authenticates and reports errors as JSON."""
 
         async def handle(request: Request) -> Response:
-            self.open += 1
             try:
                 request.state.salt = self.gate.check(request)
                 return await handler(request)
             except Exception as e:
-                return self._refused(e, request)
-            finally:
-                self.open -= 1
+                return self._refused(e)
 
         return handle
 
-    def _refused(self, error: Exception, request: Request) -> Response:
+    def _refused(self, error: Exception) -> Response:
         if isinstance(error, BusyError) and self.draining:
             error = ending()
         hidden = str(self.prompts.engine.path) if self.prompts else ""
@@ -143,7 +138,7 @@ class Server:
             self.gate.check(request)
             raise Refused(error.status_code, message, headers=error.headers or {})
         except Refused as e:
-            return self._refused(e, request)
+            return self._refused(e)
 
     async def health(self, request: Request) -> Response:
         """Answer whether a request would be taken."""
@@ -354,14 +349,12 @@ class Streamed(StreamingResponse):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(running.stream(), 200, headers, "text/event-stream")
         self.running = running
-        running.server.open += 1  # until the stream ends
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self.running.end()
-            self.running.server.open -= 1
 
 
 def _text(value: Any) -> str:

@@ -31,7 +31,7 @@ MOST_LOGGED = 256
 Read = Callable[[Any, str], Any]
 
 MOST_MESSAGES, MOST_TOOLS, MOST_PROMPTS, MOST_INT = 4096, 128, 32, (1 << 31) - 1
-MOST_STOPS, MOST_BIASES, MOST_STOP_IDS, MOST_CHOICES = 16, 1024, 64, 1024
+MOST_STOPS, MOST_BIASES, MOST_STOP_IDS, MOST_CHOICES, MOST_OPTIONS = 16, 1024, 64, 1024, 32
 LEAST_TOP_P = 1e-6
 #: of a stop text in characters: each piece of an answer is compared with it
 MOST_STOP_TEXT = 4096
@@ -111,15 +111,22 @@ OBJECT, LIST = kind(dict, "an object"), kind(list, "a list")
 WHOLE, NUMBER = kind(int, "a whole number"), kind((int, float), "a number")
 
 
-def number(low: float, high: float, form: Read = NUMBER) -> Read:
-    """Take numbers of a range."""
+def that(
+    form: Read, holds: Callable[[Any], bool], words: str, found: Callable[[Any], Any] = shown
+) -> Read:
+    """Take values of a form of which something holds."""
 
     def read(value: Any, name: str) -> Any:
-        if not low <= form(value, name) <= high:
-            raise bad(name, f"must be {low} to {high}, found {shown(value)}")
+        if not holds(form(value, name)):
+            raise bad(name, f"must {words}, found {found(value)}")
         return value
 
     return read
+
+
+def number(low: float, high: float, form: Read = NUMBER) -> Read:
+    """Take numbers of a range."""
+    return that(form, lambda value: low <= value <= high, f"be {low} to {high}")
 
 
 def whole(low: int, high: int = MOST_INT) -> Read:
@@ -127,26 +134,16 @@ def whole(low: int, high: int = MOST_INT) -> Read:
     return number(low, high, WHOLE)
 
 
-def listed(most: int, least: int = 0) -> Read:
-    """Take lists of bounded length."""
-
-    def read(value: Any, name: str) -> Any:
-        if not least <= len(LIST(value, name)) <= most:
-            raise bad(name, f"must have {least} to {most} entries, found {len(value)}")
-        return value
-
-    return read
+def listed(most: int, least: int = 0, form: Read = LIST) -> Read:
+    """Take lists, or objects, of bounded length."""
+    words = f"have {least} to {most} entries"
+    return that(form, lambda value: least <= len(value) <= most, words, len)
 
 
 def one_of(*words: str) -> Read:
     """Take one of some words."""
-
-    def read(value: Any, name: str) -> Any:
-        if value not in words:
-            raise bad(name, f"must be one of {', '.join(words)}, found {shown(value)}")
-        return value
-
-    return read
+    known = f"be one of {', '.join(words)}"
+    return that(lambda value, _: value, lambda value: value in words, known)
 
 
 def unsupported(*neutral: Any, way: str = "leave it out") -> Read:
@@ -179,14 +176,11 @@ def _ids(value: Any, name: str) -> frozenset[int]:
 
 
 def _biases(value: Any, name: str) -> tuple[tuple[int, float], ...]:
-    given = OBJECT(value, name)
-    if len(given) > MOST_BIASES:
-        raise bad(name, f"must have at most {MOST_BIASES} entries, found {len(given)}")
+    given = listed(MOST_BIASES, form=OBJECT)(value, name)
     wrong = next((k for k in given if not (k.isascii() and k.isdigit() and len(k) < 10)), None)
     if wrong is not None:
         raise bad(name, f"keys must be token ids, found {shown(wrong)}")
-    out = {int(k): number(-100, 100)(v, name) for k, v in given.items()}
-    return tuple(out.items())
+    return (*{int(k): number(-100, 100)(v, name) for k, v in given.items()}.items(),)
 
 
 def _stream_options(value: Any, name: str) -> bool:
@@ -197,11 +191,10 @@ def _stream_options(value: Any, name: str) -> bool:
 
 def _options(value: Any, name: str) -> dict[str, Any]:
     """Return the chat template options; those that the server sets itself are refused."""
-    own, given = {"messages", "tools", "add_generation_prompt"}, OBJECT(value, name)
+    own = {"messages", "tools", "add_generation_prompt"}
+    given = listed(MOST_OPTIONS, form=OBJECT)(value, name)
     if wrong := next((k for k in given if k in own or not k.isidentifier()), None):
         raise bad(name, f"{shown(wrong)} is no option of a template")
-    if len(given) > 32:
-        raise bad(name, f"must have at most 32 entries, found {len(given)}")
     FLAG(given.get("enable_thinking", False), name)
     return dict(given)
 
