@@ -274,7 +274,8 @@ class ReasoningBudget:
         self.limit, self.used, self.inside = limit, 0, inside
         channel = (control.CHANNEL, control.CHANNEL_END)
         if absent := [text for text in channel if text not in vocabulary.controls]:
-            raise InputError(f"the tokenizer has no {absent[0]}: reasoning cannot be ended by force")
+            why = "reasoning cannot be ended by force"
+            raise InputError(f"the tokenizer has no {absent[0]}: {why}")
         self._open, self._close = (vocabulary.controls[text] for text in channel)
         newline = vocabulary.plain("\n")
         self._newline = newline[0] if len(newline) == 1 else None

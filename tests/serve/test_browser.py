@@ -26,7 +26,7 @@ pytestmark = [
 ]
 DOCS = Path(__file__).parents[2] / "docs"
 CASES = yaml.safe_load(Path(__file__).with_name("browser.yaml").read_text())
-END, CALL, TOOL = CASES["words"][:3]
+END = CASES["words"][0]
 READY = "document.getElementById('status').textContent.includes('rows')"
 #: what tells of its own answers: refusals, which Chromium writes down too
 REFUSED = ("status of 400", "status of 401")
@@ -78,7 +78,7 @@ class Steps:
 
     def __init__(self, page: Page, served: Running, patch: Any, folder: Path) -> None:
         self.page, self.served, self.patch, self.folder = page, served, patch, folder
-        self.type, self.until = page.type, page.until
+        self.type, self.until, self.rewrite = page.type, page.until, False
         for name in ("sun.png", "moon.png"):
             Image.new("RGB", (64, 48), (200, 120, 40)).save(folder / name)
 
@@ -127,6 +127,28 @@ class Steps:
     def drop(self, names: list[str]) -> None:
         self.page.drop_files(*(self.folder / name for name in names))
 
+    def look(self, size: list[int]) -> None:
+        self.page.look(*size)
+        self.page.run(f"globalThis.wide = {size[0]}")
+
+    def forbid(self, stores: list[str]) -> None:
+        forbidden = "get() { throw new DOMException('no', 'SecurityError'); }"
+        made = [f"Object.defineProperty(window, '{s}', {{ {forbidden} }})" for s in stores]
+        added = self.page.call("Page.addScriptToEvaluateOnNewDocument", source=";".join(made))
+        self.page.go(f"{self.served.url}/")
+        self.page.call("Page.removeScriptToEvaluateOnNewDocument", identifier=added["identifier"])
+        self.page.until(READY)
+
+    def pictures(self, name: str) -> None:
+        shots = []
+        for scheme in ("light", "dark"):
+            self.page.look(820, 720, scheme)
+            self.page.run("find('scroll').scrollTop = 1e6")
+            shots.append(self.page.screenshot())
+            if self.rewrite:
+                (DOCS / f"{name}-{scheme}.png").write_bytes(shots[-1])
+        assert shots[0] != shots[1]
+
     def break_(self, most: int) -> None:
         pieces, left = app.Running._pieces, [most]
 
@@ -142,32 +164,20 @@ class Steps:
 
 @pytest.mark.parametrize("name", CASES["tests"])
 def test_the_page(
-    page: Page, served: Running, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    page: Page,
+    served: Running,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    rewrite_golden: bool,
 ) -> None:
     page.call("Browser.grantPermissions", permissions=["clipboardReadWrite"], origin=served.url)
     steps = Steps(page, served, monkeypatch, tmp_path)
+    steps.rewrite = rewrite_golden
     for step in CASES["tests"][name]:
         ((verb, given),) = step.items()
         act: Callable[[Any], None] = getattr(steps, f"{verb}_" if verb in ("is", "break") else verb)
         act(given)
-
-
-def test_where_nothing_can_be_kept(
-    page: Page, served: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A browser that forbids storage chats too."""
-    forbidden = "get() { throw new DOMException('no', 'SecurityError'); }"
-    stores = ("localStorage", "sessionStorage")
-    script = ";".join(f"Object.defineProperty(window, '{s}', {{ {forbidden} }})" for s in stores)
-    added = page.call("Page.addScriptToEvaluateOnNewDocument", source=script)
-    page.go(f"{served.url}/")
-    page.call("Page.removeScriptToEvaluateOnNewDocument", identifier=added["identifier"])
-    page.until(READY)
-    page.run("find('system').value = 'Be brief.'; keep(); restore()")
-    assert page.run("body().messages[0].content") == "Be brief."
-    served.dictate(monkeypatch, "ok", END)
-    say(page, "hello")
-    assert last(page, ".assistant .text") == "ok"
 
 
 def test_the_key(tab: Page, engine_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,48 +210,3 @@ def test_the_key(tab: Page, engine_folder: Path, monkeypatch: pytest.MonkeyPatch
         assert last(tab, ".assistant .text") == "Come in."
         nothing_broke(tab, r.url)
         tab.leave()
-
-
-@pytest.mark.parametrize("width", [320, 390, 1400])
-def test_on_small_and_large_screens(page: Page, width: int) -> None:
-    """Nothing is wider than the screen, and how full the batch is can be read."""
-    page.look(width, 640)
-    say(page, "a" * 200)
-    # Not against innerWidth: a phone makes that as wide as what does not fit.
-    assert page.run("document.documentElement.scrollWidth") <= width
-    wide = "[...document.querySelectorAll('body *')].filter((e) => e.getBoundingClientRect().right"
-    assert page.run(f"{wide} > {width}).map((e) => e.id || e.className)") == []
-    assert page.run("window.innerWidth") == width
-    told = "tell('128 of 256 rows busy, 31 waiting')"
-    assert page.run(f"{told}, status.scrollWidth <= status.clientWidth")
-    assert page.run("find('text').getBoundingClientRect().bottom <= window.innerHeight")
-
-
-def test_pictures_of_the_docs(
-    page: Page, served: Running, monkeypatch: pytest.MonkeyPatch, rewrite_golden: bool
-) -> None:
-    """In light and dark, which differ."""
-    page.run(f"{TOOL}; find('thinking').checked = true; find('max_tokens').value = ''; keep()")
-    words = "thought\nRain decides it. I can ask for the weather in Oslo."
-    served.dictate(monkeypatch, "<|channel>", words, "<channel|>", *CALL)
-    page.type("Do I need an umbrella in Oslo today?")
-    page.press("Enter")
-    page.until("document.querySelector('.call textarea')")
-    answer = (
-        "**No umbrella today.** It is 7 °C in Oslo and stays dry.\n\n"
-        "```\ncity   degrees  rain\nOslo         7  none\n```\nA warm coat will do."
-    )
-    served.dictate(monkeypatch, "Cool, and no rain.", "<channel|>", answer, END)
-    page.type('{"degrees": 7, "rain": "none"}')
-    page.press("Tab")
-    page.press("Enter")
-    page.until("document.querySelectorAll('.speed').length === 2")
-    assert last(page, ".assistant .body > .text").startswith("No umbrella today.")
-    shots = []
-    for scheme in ("light", "dark"):
-        page.look(820, 720, scheme)
-        page.run("find('scroll').scrollTop = 1e6")
-        shots.append(page.screenshot())
-        if rewrite_golden:
-            (DOCS / f"page-{scheme}.png").write_bytes(shots[-1])
-    assert shots[0] != shots[1]

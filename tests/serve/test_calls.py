@@ -295,16 +295,6 @@ def test_forms_of_which_one_holds(forms: Any) -> None:
         check(read(walk(held(schema), seed), [tool("f", schema)]), [tool("f", schema)])
 
 
-def test_a_form_that_is_not_the_first_keeps_its_type() -> None:
-    """A declaration has the first form of a union alone; what is read may be any."""
-    forms = [{"type": "string", "minLength": 3}, {"type": "integer", "minimum": 5}]
-    tools = [tool("f", {"type": "object", "properties": {"a": {"anyOf": forms}}})]
-    call = ("<|tool_call>", "call:f{a:", "12", "}", "<tool_call|>")
-    assert read(ids(*call), tools).tool_calls[0]["arguments"] == {"a": 12}
-    call = ("<|tool_call>", "call:f{a:", '<|"|>', "123", '<|"|>', "}", "<tool_call|>")
-    assert read(ids(*call), tools).tool_calls[0]["arguments"] == {"a": "123"}
-
-
 def test_schemas_that_are_too_large() -> None:
     tower: Any = {"type": "boolean"}
     for _ in range(14):

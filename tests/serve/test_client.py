@@ -6,7 +6,6 @@ It sees no more of a server than `Served` has: g4ir-vllm/tests/ runs the same te
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -277,23 +276,6 @@ def test_any_object(client: openai.OpenAI) -> None:
     assert got.choices[0].message.content.lstrip()[0] == "{"
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"response_format": formed({"type": "nonsense"})},
-        {"response_format": formed({"type": "string", "pattern": "(?=a)b"})},
-        {"response_format": formed({"enum": ["x" * 70_000]})},
-        {"response_format": formed({"enum": [{"a": ["b<turn|>"]}]})},
-        {"response_format": formed({"type": "object", "properties": {"<turn|>": {}}})},
-        {"response_format": formed(SCHEMA), "extra_body": {"min_tokens": 3}},
-    ],
-)
-def test_schemas_that_cannot_be_held_to(client: openai.OpenAI, given: Any) -> None:
-    with pytest.raises(openai.BadRequestError) as e:
-        ask(client, **given)
-    assert e.value.param in ("response_format", "min_tokens")
-
-
 ERRORS = {
     "wrong": (openai.BadRequestError, {"temperature": -1}),
     "unknown": (openai.NotFoundError, {"model": "nope"}),
@@ -323,18 +305,3 @@ def test_a_client_without_a_stream_that_leaves(client: openai.OpenAI, served: Se
     with pytest.raises(openai.APITimeoutError):
         ask(client, max_tokens=500, extra_body={"ignore_eos": True}, timeout=0.3)
     eventually(lambda: not served.busy)
-
-
-def test_many_at_once(client: openai.OpenAI) -> None:
-    alone = [ask(client, seed=i, temperature=1).choices[0].message.content for i in range(12)]
-    together: dict[int, str] = {}
-
-    def one(i: int) -> None:
-        together[i] = ask(client, seed=i, temperature=1).choices[0].message.content
-
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(12)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert [together[i] for i in range(12)] == alone

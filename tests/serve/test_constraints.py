@@ -72,6 +72,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "root ::= " + "(" * 5000}, "Lark or GBNF"),
     ({"grammar": "x" * 70_000}, "too long"),
     ({"guided_json": '{"a":' * 5000}, "levels"),
+    ({"json_schema": {"enum": ["x" * 70_000]}}, "more than 65536 characters"),
 ]
 
 
@@ -230,8 +231,3 @@ def test_thoughts_end_at_their_budget(
         thought = choice.message.model_extra.get("reasoning_content") or ""
         assert len(thought) <= limit
         assert not body or re.fullmatch(DIGITS, choice.message.content)
-
-
-def test_efforts(client: openai.OpenAI) -> None:
-    for effort in ("none", "max"):
-        assert ask(client, extra_body={"reasoning_effort": effort}).choices

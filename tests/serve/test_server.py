@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ import g4ir
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
 from g4ir.engine.session import Session
-from g4ir.errors import InputError, TrustError
+from g4ir.errors import CheckError, InputError, MissingError, TrustError
 from g4ir.serve import server
 from g4ir.serve.auth import Auth, known_hosts, read_keys
 from g4ir.serve.http_errors import refusal
@@ -90,10 +91,9 @@ def test_while_the_engine_is_loading(engine_folder: Path) -> None:
 
 def test_a_full_queue(narrow: Running, gate: threading.Event) -> None:
     """A wait is told from the rate; several prompts are all taken, or none."""
-    codes: list[int] = []
     service = narrow.server.service
     assert service
-    with narrow.client() as client:
+    with narrow.client() as client, ThreadPoolExecutor() as other:
         several = {"prompt": ["a", "b"], "max_tokens": 400}
         assert client.post("/v1/completions", json=several).status_code == 429
         gate.set()
@@ -101,21 +101,14 @@ def test_a_full_queue(narrow: Running, gate: threading.Event) -> None:
         client.post(CHAT, json=SHORT)
         assert 0 < service.totals.row_s < WAIT
         gate.clear()
-
-        def one() -> None:
-            with narrow.client() as other:
-                codes.append(other.post(CHAT, json=SHORT).status_code)
-
-        waiting = threading.Thread(target=one)
-        waiting.start()
+        waiting = other.submit(httpx.post, f"{narrow.url}{CHAT}", json=SHORT, timeout=WAIT)
         eventually(lambda: service.waiting == 1)
         for stream, row_s, told in ((False, 0.0, "1"), (True, 30.0, "8"), (True, 1e6, "60")):
             service.totals.row_s = row_s
             got = client.post(CHAT, json=SHORT | {"stream": stream})
             assert failed(got, 429, "queue_full").headers["retry-after"] == told
         gate.set()
-        waiting.join(WAIT)
-        assert codes == [200]
+        assert waiting.result().status_code == 200
         assert 'g4ir_rejected_total{reason="queue_full"} 4.0' in client.get("/metrics").text
 
 
@@ -179,14 +172,22 @@ def test_more_connections_than_fit(served: Running, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
-    [(IndexError("index 8192"), "IndexError: index 8192"), (ValueError("xyzzy"), "ValueError")],
+    ("error", "status", "again", "logged"),
+    [
+        (MissingError("needs a library"), 400, None, ""),
+        (CheckError("logits: NaN"), 500, "false", "CheckError: logits: NaN"),
+        (RuntimeError("xyzzy"), 500, None, "RuntimeError"),
+        (IndexError("index 8192"), 500, None, "IndexError: index 8192"),
+    ],
 )
-def test_an_internal_error_is_logged_without_texts(
-    error: Exception, said: str, caplog: pytest.LogCaptureFixture
+def test_errors(
+    error: Exception, status: int, again: str | None, logged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert refusal(error, {}).status == 500
-    assert f": {said}\n" in caplog.text and "xyzzy" not in caplog.text
+    """What a client and the log are told, without texts of requests, and whether it asks again."""
+    found = refusal(error, {})
+    assert (found.status, found.headers.get("x-should-retry")) == (status, again)
+    assert "xyzzy" not in found.message + caplog.text
+    assert f": {logged}\n" in caplog.text or not logged
 
 
 def test_tokens_beyond_the_vocabulary(
@@ -220,9 +221,6 @@ def test_a_body_that_never_ends(served: Running, monkeypatch: pytest.MonkeyPatch
         assert half.recv(64).startswith(b"HTTP/1.1 408")
 
 
-# --- the process ------------------------------------------------------------------------------
-
-
 def started(folder: Path, *words: str) -> tuple[Any, str]:
     """A process of `g4ir serve` that is ready, and where."""
     command = [sys.executable, "-m", "g4ir.cli", "serve", str(folder), "--port", "0", *words]
@@ -251,8 +249,7 @@ def test_a_signal_lets_answers_end(engine_folder: Path, tmp_path: Path) -> None:
             client.stream("POST", CHAT, json=body | {"max_tokens": 50}) as shorter,
         ):
             process.send_signal(signal.SIGTERM)
-            with httpx.Client(base_url=url, headers=key) as other:
-                eventually(lambda: other.get("/health").status_code == 503)
+            eventually(lambda: httpx.get(f"{url}/health", headers=key).status_code == 503)
             got = [line for line in shorter.iter_lines() if line]
             process.send_signal(signal.SIGTERM)
             cut = [line for line in longer.iter_lines() if line]
