@@ -119,8 +119,6 @@ def test_text_that_looks_like_a_control_token_is_text_where_ids_are_known() -> N
     assert ids.finish().tool_calls == [{"name": "f", "arguments": {"a": f"{QUOTE}{CALL_END}"}}]
 
 
-# --- calls ------------------------------------------------------------------------------------
-
 A = f"{QUOTE}a{QUOTE}"
 CUT = [
     f"text:{A},n:12,deep:{{text:{QUOTE}rm -r x{QUOTE}}},list:[{A},{A}]",
@@ -205,9 +203,6 @@ def test_an_answer_is_read_once() -> None:
     assert call_id() != call_id() and call_id().startswith("call_")
 
 
-# --- stop strings -----------------------------------------------------------------------------
-
-
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 def test_the_string_that_is_complete_first_ends_the_content(text: str, stops: list[str]) -> None:
     ends = [(text.find(s) + len(s), -len(s)) for s in stops if s in text]
@@ -226,8 +221,6 @@ def test_bad_stop_strings() -> None:
         with pytest.raises(InputError, match=r"^stop"):
             Reader(stop=stop)  # type: ignore[arg-type]
 
-
-# --- properties -------------------------------------------------------------------------------
 
 ATOMS = st.sampled_from(
     [*CONTROLS, *"}{,\"'\\\n x<[]()=", "call:f{", "call:", "a:", "thought\n", "<|tool", "_call>"]
@@ -303,9 +296,6 @@ def test_time_grows_with_the_length(name: str) -> None:
     begun = time.process_time()
     answered(Reader(declared("f"), stop=["aab", "}}}"]), LONG[name])
     assert time.process_time() - begun < 4
-
-
-# --- tokens -----------------------------------------------------------------------------------
 
 
 def vocabulary() -> Vocabulary:

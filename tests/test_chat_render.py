@@ -37,9 +37,6 @@ def own(source: str = OWN) -> Template:
     return Template("small", "own.jinja", source)
 
 
-# --- the built-in forms -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("form", ["small", "large"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_published_prompts(case: dict[str, Any], form: str) -> None:
@@ -88,9 +85,6 @@ def test_media_are_kept_in_the_order_of_their_placeholders() -> None:
     assert [p.text for p in prompt.pieces() if p.control and "image" in p.text] == ["<|image|>"]
     with pytest.raises(InputError, match=r"messages\[0\].content\[0\]: .* no media"):
         make_prompt([{"role": "system", "content": [image]}, *HI])
-
-
-# --- templates of checkpoints -----------------------------------------------------------------
 
 
 def test_a_checkpoint_brings_its_own(tmp_path: Path) -> None:
@@ -207,9 +201,6 @@ def test_answers_of_tools_lie_behind_their_calls_in_templates_without_the_role(s
     assert not own().folds
 
 
-# --- contents are text ------------------------------------------------------------------------
-
-
 def tokenizer() -> Any:
     """One that knows all characters used here, merges some, and has the control tokens; two of
     them it does not call special, and a newline it does."""
@@ -323,8 +314,6 @@ def test_every_rare_character_at_once() -> None:
     assert make_prompt([{"role": "user", "content": text[:5]}]).mark == text[5]
     assert isinstance(make_prompt(HI), Prompt)
 
-
-# --- bad messages and tools -------------------------------------------------------------------
 
 DEEP = '{"a":' + "[" * 100_000 + "]" * 100_000 + "}"
 ARGUMENTS = "messages[1].tool_calls[0].function.arguments"

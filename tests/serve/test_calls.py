@@ -20,7 +20,7 @@ from g4ir.chat import Reader, TokenStream, Vocabulary
 from g4ir.serve.grammar import Grammars, HeldMask, LazyMask, Mask
 from g4ir.serve.http_errors import Refused
 from g4ir.serve.request_schema import JSON, Constraint
-from g4ir.serve.tool_grammar import FORMATS, called, grammar_of
+from g4ir.serve.tool_grammar import called, grammar_of
 from tests.serve.running import chat_tokenizer
 from tests.serve.test_client import SCHEMA, ask, formed, said
 
@@ -55,11 +55,13 @@ def free(mask: Mask, row: Sequence[int]) -> list[int]:
     return [i for i in range(SIZE) if view[i // 32] >> (i % 32) & 1]
 
 
-def walk(mask: Mask, seed: int, row: list[int] | None = None, patience: int = 60) -> list[int]:
+def walk(
+    mask: Mask, seed: int, begun: Sequence[int] = (), patience: int = 60, ends: Sequence[str] = ENDS
+) -> list[int]:
     """A random answer, which after some tokens hurries to its end."""
-    draw, row = random.Random(seed), [] if row is None else row
+    draw, row = random.Random(seed), [*begun]
     word = vocabulary().tokenizer.id_to_token
-    stops = {vocabulary().controls[t] for t in ENDS}
+    stops = {vocabulary().controls[t] for t in ends}
     while not stops & {*row[-1:]}:
         tokens = free(mask, row)
         assert tokens and len(row) < 4000, row
@@ -67,9 +69,8 @@ def walk(mask: Mask, seed: int, row: list[int] | None = None, patience: int = 60
             t for t in tokens if word(t) in CLOSING and (len(word(t)) > 1 or len(tokens) < 99)
         ]
         hurry = closing and (len(row) > patience or draw.random() < 0.2)
-        row.append(min(closing, key=lambda t: CLOSING.index(word(t))) if hurry else 0)
-        if not hurry:
-            row[-1] = draw.choice(tokens)
+        first = min(closing, key=lambda t: CLOSING.index(word(t)), default=0)
+        row.append(first if hurry else draw.choice(tokens))
     return row
 
 
@@ -90,51 +91,8 @@ def check(answer: Any, tools: Sequence[Any], most: int | None = None) -> None:
         jsonschema.validate(call["arguments"], schemas[call["name"]], format_checker=FORMAT)
 
 
-# --- random schemas ---------------------------------------------------------------------------
-
 KEYS = st.sampled_from(["a", "b", "key_2", "first name", "x-y", "ключ", 'q"r', "$f", "it's", "{z}"])
-VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-50, 50),
-    st.sampled_from([1.5, -2e-7, 1e22, 10**30]),
-    st.sampled_from(["", "x", "5", "true", "null", "<|tool_call ", "<turn", "a: {b}", "é\n\\ '"]),
-)
-
-
-def limited(kind: str, low: str, high: str) -> st.SearchStrategy[dict[str, Any]]:
-    bounds = st.tuples(st.integers(-9, 9), st.integers(1, 9))
-    return bounds.map(lambda b: {"type": kind, low: b[0], high: b[0] + b[1]})
-
-
-def counted(kind: str, low: str, high: str) -> st.SearchStrategy[dict[str, Any]]:
-    return st.tuples(st.integers(0, 3), st.none() | st.integers(0, 3)).map(
-        lambda c: {"type": kind, low: c[0]} | ({} if c[1] is None else {high: c[0] + c[1]})
-    )
-
-
-LEAVES = st.one_of(
-    st.sampled_from(["string", "integer", "number", "boolean", "null"]).map(lambda t: {"type": t}),
-    counted("string", "minLength", "maxLength"),
-    st.sampled_from(["^[a-c]{2,3}$", "^(x|yy)$", "[0-9x]", "^a", "^b/c", r"^\d+(\.\w)?$"]).map(
-        lambda p: {"type": "string", "pattern": p}
-    ),
-    st.sampled_from([*FORMATS]).map(lambda f: {"type": "string", "format": f}),
-    limited("integer", "minimum", "maximum"),
-    limited("number", "exclusiveMinimum", "maximum"),
-    limited("number", "minimum", "exclusiveMaximum"),
-    limited("integer", "exclusiveMinimum", "exclusiveMaximum").map(
-        lambda s: s | {"exclusiveMaximum": s["exclusiveMaximum"] + 40, "multipleOf": 7}
-    ),
-    st.lists(VALUES, min_size=1, max_size=4).map(lambda v: {"enum": v}),
-    VALUES.map(lambda v: {"const": v}),
-    st.lists(st.recursive(VALUES, lambda v: st.lists(v, max_size=2)), max_size=2).map(
-        lambda v: {"const": {"k": v}}
-    ),
-    st.just({"type": ["integer", "string", "null"]}),
-    st.just({"type": "object"}),
-    st.just({}),
-)
+LEAVES = st.sampled_from(CASES["leaves"])
 
 
 def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
@@ -151,9 +109,10 @@ def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
 def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     return st.one_of(
         objects(inner),
-        st.tuples(counted("array", "minItems", "maxItems"), inner).map(
-            lambda p: p[0] | {"items": p[1]}
+        st.tuples(inner, st.integers(0, 3), st.integers(0, 3)).map(
+            lambda p: {"type": "array", "items": p[0], "minItems": p[1], "maxItems": p[1] + p[2]}
         ),
+        inner.map(lambda s: {"type": "array", "items": s, "minItems": 1}),
         st.lists(inner, min_size=1, max_size=3).map(lambda forms: {"anyOf": forms}),
         inner.map(lambda s: {"type": "object", "additionalProperties": s}),
         inner.map(lambda s: {"allOf": [s], "description": "d"}),
@@ -184,14 +143,7 @@ def test_calls_among_free_text(schema: Any, seed: int) -> None:
     """Whatever stands before, a call that begins is one of the schema."""
     tools = [tool("f", schema, strict=True), tool("g", {"minContains": 1})]
     mask = grammars().some_calls(called(tools, None, True))
-    row = [*vocabulary().plain("so: {"), vocabulary().controls["<|tool_call>"]]
-    end = vocabulary().controls["<tool_call|>"]
-    draw = random.Random(seed)
-    while row[-1] != end:
-        tokens = free(mask, row)
-        assert len(tokens) < SIZE
-        closing = [t for t in tokens if vocabulary().tokenizer.id_to_token(t) in CLOSING]
-        row.append(draw.choice(closing if closing and len(row) > 40 else tokens))
+    row = walk(mask, seed, ids("so: {", "<|tool_call>"), 40, ends=["<tool_call|>"])
     assert len(free(mask, row)) == SIZE
     answer = read(row, tools)
     (call,) = answer.tool_calls
@@ -199,8 +151,6 @@ def test_calls_among_free_text(schema: Any, seed: int) -> None:
         jsonschema.validate(call["arguments"], schema)
     assert answer.content == "so: {"
 
-
-# --- the form ---------------------------------------------------------------------------------
 
 NEEDS = {"type": "object", "properties": {"s": {"type": "string"}}, "required": ["s"]}
 
@@ -211,15 +161,9 @@ def held(schema: Any = NEEDS, thinking: bool = False, inside: bool = False, **mo
 
 
 def ids(*words: str) -> list[int]:
-    return [
-        i
-        for word in words
-        for i in (
-            [vocabulary().controls[word]]
-            if word in vocabulary().controls
-            else vocabulary().plain(word)
-        )
-    ]
+    controls, plain = vocabulary().controls, vocabulary().plain
+    parts = [[controls[word]] if word in controls else plain(word) for word in words]
+    return [i for part in parts for i in part]
 
 
 def names(mask: Mask, *words: str) -> set[str]:
@@ -269,9 +213,6 @@ def test_what_may_follow() -> None:
     assert isinstance(made["needs"], HeldMask)
 
 
-# --- unsupported schemas -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("keyword", "schema"), CASES["refused"])
 def test_keywords_that_cannot_be_held_to(keyword: str, schema: Any) -> None:
     """A function that is not strict is called in the form of a call, and others are held to their
@@ -311,9 +252,6 @@ def test_a_tokenizer_without_calls() -> None:
         grammar_of(called([tool("f", {})], None, False), {"<|tool_call>": 1})
     assert e.value.status == 400 and "<tool_call|>" in e.value.message
     assert json.dumps(e.value.body())
-
-
-# --- over a server ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", range(len(CASES["forced"])))

@@ -96,9 +96,6 @@ def test_constraints_beside_tools(client: openai.OpenAI) -> None:
         ask(client, **given, tool_choice="required")
 
 
-# --- schemas without an end, and large ones ---------------------------------------------------
-
-
 def members(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
@@ -175,9 +172,6 @@ def test_a_grammar_that_is_given_up(
     assert e.value.param == "json_schema"
 
 
-# --- a head that is continued -----------------------------------------------------------------
-
-
 def continued(client: openai.OpenAI, head: Any, **body: Any) -> Any:
     messages = [*HI, {"role": "assistant", "content": head}]
     given = {"continue_final_message": True, "add_generation_prompt": False, **body}
@@ -206,9 +200,6 @@ def test_heads_that_cannot_be_continued(client: openai.OpenAI) -> None:
     refusal = [*HI, {"role": "assistant", "content": None, "refusal": "ye"}]
     body = {"continue_final_message": True, "guided_choice": ["yes", "no"]}
     assert ask(client, messages=refusal, extra_body=body).choices[0].message.content == "s"
-
-
-# --- a budget of reasoning tokens -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("body", [{}, {"regex": DIGITS}])

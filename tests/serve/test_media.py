@@ -64,9 +64,6 @@ def image(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-# --- data URLs --------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server of an engine that hears two seconds."""
@@ -110,9 +107,6 @@ def test_the_detail_of_an_image_chooses_its_budget() -> None:
         medium = Medium("image", {"type": "image_url", "image_url": {"detail": detail}}, "here")
         assert setting(engine, medium, None) == ({"budget": budget} if budget else {})
         assert setting(engine, medium, 140) == {"budget": 140}
-
-
-# --- hosts ------------------------------------------------------------------------------------
 
 
 class Site(http.server.BaseHTTPRequestHandler):
@@ -213,17 +207,10 @@ def test_addresses_that_are_not_asked(
         assert len(str(e.value)) < 300
 
 
-def resolved(*addresses: str) -> Any:
-    def found(name: str, port: int, **_: Any) -> Any:
-        return [(0, 0, 0, "", (address, port)) for address in addresses]
-
-    return found
-
-
 def test_a_name_must_lead_to_public_addresses(
     site: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, int]] = []
+    asked, found = list[Any](), ["10.0.0.1", "8.8.8.8"]
 
     def connected(address: tuple[str, int], timeout: float) -> Any:
         asked.append(address)
@@ -231,12 +218,15 @@ def test_a_name_must_lead_to_public_addresses(
         made.connect(site)
         return made
 
+    def resolved(name: str, port: int, **_: Any) -> Any:
+        return [(0, 0, 0, "", (address, port)) for address in found]
+
     named = Sources(frozenset([("pics.example", None)]))
     monkeypatch.setattr(media_fetch.socket, "create_connection", connected)
-    monkeypatch.setattr(media_fetch.socket, "getaddrinfo", resolved("10.0.0.1", "8.8.8.8"))
+    monkeypatch.setattr(media_fetch.socket, "getaddrinfo", resolved)
     assert Fetching(named).read("http://pics.example/picture", "a") == picture()
     assert asked == [("8.8.8.8", 80)]
-    monkeypatch.setattr(media_fetch.socket, "getaddrinfo", resolved("10.0.0.1", "::1"))
+    found[1] = "::1"
     with pytest.raises(InputError, match="no public address"):
         Fetching(named).read("http://pics.example/picture", "a")
     assert len(asked) == 1
@@ -252,9 +242,6 @@ def test_names_of_hosts() -> None:
             Sources.named([name], None, 1)
     made = Sources.named(["Pics.Example", "10.0.0.1:8080", "::1", "[::1]:81"], None, 1)
     assert made.hosts == {("pics.example", None), ("10.0.0.1", 8080), ("::1", None), ("::1", 81)}
-
-
-# --- files ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
