@@ -1,13 +1,21 @@
-"""Renders templates of strangers in a process of their own (`renderer`), under limits."""
+"""Renders templates of strangers in a process of their own, under limits.
+
+In it jinja2's immutable sandbox keeps a template from objects and files, and the system ends one
+that takes too much processor time or memory, whatever it does meanwhile.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import json
+import resource
 import signal
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from functools import lru_cache
 from threading import Lock
 from typing import Any
 
@@ -35,9 +43,8 @@ class Sandbox:
     def render(self, source: str, name: str, variables: Mapping[str, Any]) -> str:
         """Return the text of a template. TemplateError if it raises or exceeds a limit, TypeError
         or ValueError for variables that are not JSON."""
-        request = {"source": source, "name": name, "variables": variables}
-        limits = {"seconds": MOST_SECONDS, "most": MOST_TEXT}
-        line = json.dumps(request | limits, allow_nan=False)
+        request = (source, name, variables, MOST_TEXT, MOST_SECONDS)
+        line = json.dumps(request, allow_nan=False)
         with self._lock:
             answer = json.loads(self._answer(line))
         if "error" in answer:
@@ -72,7 +79,7 @@ class Sandbox:
 
 def _started() -> subprocess.Popen[str]:
     return subprocess.Popen(
-        python("g4ir.chat.renderer", f"serve({MOST_MEMORY})"),
+        python("g4ir.chat.sandbox", f"serve({MOST_MEMORY})"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -84,3 +91,86 @@ def _started() -> subprocess.Popen[str]:
 _SANDBOX = Sandbox()
 atexit.register(_SANDBOX.close)
 render = _SANDBOX.render
+
+
+def serve(memory: int) -> None:
+    """Answer each line of stdin with a line, in a process of at most so many bytes. It ends by
+    SIGPROF after the seconds of processor time that a line allows."""
+    compiled = _compiler()
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    for line in sys.stdin:
+        *request, seconds = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        answer = _rendered(compiled, *request)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(answer), flush=True)
+
+
+def _rendered(
+    compiled: Callable[[str, str], Any], source: str, name: str, variables: Any, most: int
+) -> dict[str, Any]:
+    """Return a `text` of at most so many characters, or its `error` and `line`."""
+    pieces, length = list[str](), 0
+    try:
+        for piece in compiled(source, name).generate(variables):
+            pieces.append(piece)
+            length += len(piece)
+            if length > most:
+                return {"error": f"it prints more than {most} characters"}
+        return {"text": "".join(pieces)}
+    except RecursionError:
+        return {"error": "it calls itself without end"}
+    except MemoryError:
+        return {"error": "it needs too much memory"}
+    except Exception as e:  # a template raises whatever its expressions do
+        return {"error": str(e)[:400] or type(e).__name__, "line": getattr(e, "lineno", None)}
+
+
+def _compiler() -> Callable[[str, str], Any]:
+    """Return what compiles the source of a template under a name, with what transformers gives to
+    templates."""
+    from jinja2 import Template, TemplateError, nodes
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}...{% endgeneration %}`, with which training templates mark answers: its
+        body, in a scope of its own."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    def refuse(message: Any) -> Any:
+        raise TemplateError(str(message))
+
+    extensions = ["jinja2.ext.loopcontrols", Generation]
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
+    made.filters["tojson"] = _json
+    made.globals["raise_exception"] = refuse
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+
+    @lru_cache(maxsize=8)
+    def compiled(source: str, name: str) -> Template:
+        code = made.compile(source, filename=name)
+        return Template.from_code(made, code, made.make_globals(None))
+
+    return compiled
+
+
+def _json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON without the escapes for HTML that jinja2's own filter writes. The parameters, in
+    this order, are those of transformers' filter: templates give them by place too."""
+    form: Any = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **form)
