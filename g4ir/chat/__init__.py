@@ -5,9 +5,8 @@
                    the checkpoint's own, or built in        contents never become control tokens
     ids --TokenStream--> pieces --Reader--> events, Answer  each piece text or a control token
 
-It knows nothing of HTTP and of engines: whoever serves gives the folder of a checkpoint, a
-tokenizer and ids. Errors of requests are InputError and begin with their place, as in
-`messages[2].content: ...`.
+It knows nothing of HTTP and of engines. Errors of requests are InputError and begin with their
+place, as in `messages[2].content: ...`.
 """
 
 from .prompt import Piece, Prompt, ReasoningBudget, TokenStream, Vocabulary, encode

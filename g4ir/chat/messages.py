@@ -1,8 +1,7 @@
 """Parses OpenAI messages into one form, the same for every template.
 
 A message becomes a dict as templates take it: arguments decoded, roles normalised, earlier
-reasoning removed from assistant texts. Its content is None, a text, or a list of texts and media.
-Every error begins with its location, `messages[2].content`.
+reasoning removed. Its content is None, a text, or a list of texts and media.
 """
 
 from __future__ import annotations
@@ -254,11 +253,8 @@ def _joined(content: Any) -> Any:
 
 
 def check_pairs(conversation: Conversation) -> None:
-    """Raise InputError where calls and answers do not belong to each other, or nothing is asked.
-
-    A model was never trained to go on from a call without an answer, and templates leave out an
-    answer without a call.
-    """
+    """Raise InputError where calls and answers do not belong to each other, or nothing is asked:
+    no model was trained to go on from a call without an answer, nor the other way round."""
     if not conversation.messages:
         raise InputError("messages: are empty; give at least one")
     waiting = list[Message]()
@@ -282,23 +278,20 @@ def check_pairs(conversation: Conversation) -> None:
 
 def _called(answer: Message, waiting: list[Message], where: str) -> Message:
     if not waiting:
-        raise InputError(
-            f"{where}: a tool's message must follow the assistant's message whose call it answers; "
-            f"add that message with its tool_calls, or remove this one"
-        )
+        what = "a tool's message must follow the assistant's message whose call it answers"
+        cure = "add that message with its tool_calls, or remove this one"
+        raise InputError(f"{where}: {what}; {cure}")
     given, name = answer.get("tool_call_id"), answer.get("name")
     if given is not None:
         found = [c for c in waiting if c.get("id") == given]
     else:
         # A template knows such an answer by its name, or by the one call that has no id either.
-        named = [(c, c["function"]["name"]) for c in waiting]
-        found = [c for c, own in named if name == own or (name is None and not c.get("id"))]
+        same = [c for c in waiting if c["function"]["name"] == name]
+        found = same if name is not None else [c for c in waiting if not c.get("id")]
         if len(waiting) > 1 and any("id" not in c for c in found):
             found = []
     if len(found) == 1:
         return found[0]
     ids = ", ".join(shown(c.get("id")) for c in waiting)
-    raise InputError(
-        f"{where}.tool_call_id: {shown(given)} is no call that waits for an answer "
-        f"({ids}); give the id of the call"
-    )
+    what = f"{shown(given)} is no call that waits for an answer ({ids}); give the id of the call"
+    raise InputError(f"{where}.tool_call_id: {what}")

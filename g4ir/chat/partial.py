@@ -1,11 +1,9 @@
 """The arguments of a call while they are generated: where they end, and their JSON so far.
 
-They end at the brace that closes the first one, strings left out; each character is looked at once.
-
-The JSON follows the syntax as `values.read_call` reads it, so that strings are streamed while they
-are open. Held back is what another reading of the call could change: the end of a string that may
-never be closed, and values whose type shows at their end. Syntax beside the format ends the stream;
-the rest then comes with the whole call.
+They end at the brace that closes the first one, strings left out. Strings are streamed while they
+are open. Held back is what another reading of the call (`values.read_call`) could change: the end
+of a string that may never be closed, and values whose type shows at their end. Syntax beside the
+format ends the stream; the rest then comes with the whole call.
 """
 
 from __future__ import annotations
@@ -95,8 +93,6 @@ class CallBody:
             self._say(raw)
         return None if self._place == DEAF else self.json
 
-    # --- where it ends --------------------------------------------------------------------------
-
     def scan(self, text: str, at: int) -> tuple[int, bool, str]:
         """Take a text. Return how far, whether the arguments end there, and where they were broken
         off by a control token: "outside" of strings or in a "string"."""
@@ -158,8 +154,6 @@ class CallBody:
         if self._place != DEAF and self._open:
             self._structure(found)
         return self._depth == 0
-
-    # --- its JSON -------------------------------------------------------------------------------
 
     def _text(self, text: str) -> None:
         """Take text without structure."""

@@ -1,10 +1,9 @@
 """A rendered prompt, in which user content never becomes a control token, and its token ids.
 
-Templates put contents between control tokens as they are, so a user who types `<turn|>` would end
-the turn. Before rendering every `<` of a content gets a mark behind it, a character that the
-conversation does not have. Control strings of the rendered text that have no mark are the
-template's own; the others are text, and are tokenised in two halves, which no tokenizer makes one
-token of. All else is tokenised as it would be in one piece.
+A user who types `<turn|>` must not end the turn. Before rendering every `<` of a content gets a
+mark behind it, a character that the conversation does not have. Control strings of the rendered
+text without a mark are the template's own; the others are tokenised in two halves, which no
+tokenizer makes one token of. All else is tokenised as it would be in one piece.
 """
 
 from __future__ import annotations
@@ -60,9 +59,8 @@ def guard(
     given = (conversation.messages, conversation.tools, dict(options))
     map_texts(given, look)
     if bad := next((c for c in seen if "\ud800" <= c <= "\udfff"), None):
-        raise InputError(
-            f"messages: a text has half a character (U+{ord(bad):04X}); it is no UTF-8"
-        )
+        what = f"a text has half a character (U+{ord(bad):04X})"
+        raise InputError(f"messages: {what}; it is no UTF-8")
     mark = next((chr(c) for c in _MARKS if chr(c) not in seen), None)
     if mark is None:
         raise InputError("messages: the conversation has every rare ideograph; leave one out")
@@ -119,10 +117,8 @@ class Prompt:
         if found != given:
             where = self.media[0].place if self.media else "messages"
             wrote, have = (", ".join(kinds) or "no media" for kinds in (found, given))
-            raise InputError(
-                f"{where}: the chat template has placeholders for {wrote}, and the messages have "
-                f"{have}; give media in messages of the user or of tools"
-            )
+            what = f"the chat template has placeholders for {wrote}, and the messages have {have}"
+            raise InputError(f"{where}: {what}; give media in messages of the user or of tools")
 
 
 def find(text: str, strings: Collection[str]) -> Iterator[tuple[int, int]]:
@@ -152,10 +148,9 @@ def check_length(characters: int, longest: int, room: int, what: str, cheap: int
     """Raise InputError for a text that cannot fit into `room` tokens, whatever its tokens are,
     before it is tokenised; texts of up to `cheap` characters are counted in tokens instead."""
     if characters > max((room + 1) * longest, cheap):
-        raise InputError(
-            f"{what}: {characters} characters are more than {room} tokens can have, which is what "
-            f"this engine holds: its longest token has {longest} characters"
-        )
+        most = f"more than {room} tokens can have, which is what this engine holds"
+        longest_is = f"its longest token has {longest} characters"
+        raise InputError(f"{what}: {characters} characters are {most}: {longest_is}")
 
 
 class Vocabulary:
@@ -198,11 +193,9 @@ class Vocabulary:
         """
         out, text, left = list[int](), "", iter(media)
         for piece in prompt.pieces(self.controls):
-            parts: Iterable[int | str] = [piece.text]
-            if piece.control:
-                parts = [self.controls[piece.text]]
-            if piece.control and piece.text in control.PLACEHOLDERS.values():
-                parts = next(left, parts)
+            own: Iterable[int | str] = [self.controls[piece.text] if piece.control else piece.text]
+            held = piece.control and piece.text in control.PLACEHOLDERS.values()
+            parts = next(left, own) if held else own
             for part in parts:
                 if isinstance(part, str):
                     text += part

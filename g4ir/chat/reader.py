@@ -5,11 +5,10 @@
         for event in reader.feed(text): ...        # event.kind: thought, content, arguments or call
     answer = reader.finish("stop")                  # answer.events: what was held back
 
-One machine over marked text, so that every cutting of a stream gives the same answer, in time that
-grows with its length. What is no call in the end is content, with its markers: nothing is lost.
-
-The arguments of a call are streamed while they are generated. Once some are out, the call stays a
-call: if the rest has no reading that begins with them, it follows as it was written.
+One machine over marked text: every cutting of a stream gives the same answer, in time that grows
+with its length. What is no call in the end is content, with its markers. The arguments of a call
+are streamed while they are generated; if the rest has no reading that begins with what is out, it
+follows as it was written.
 """
 
 from __future__ import annotations

@@ -65,18 +65,17 @@ def _check_counts(raw: bytes) -> None:
     """Refuse a body of more values than a request needs before they are made: `json.loads` holds
     the interpreter's lock, and takes a second for a million lists. Bytes inside strings do not
     count; they are only taken out if all bytes together are too many."""
-    if _counts(raw):
+    if _few(raw):
         return
     plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     if plain.count(b'"') <= 2 * MOST_STRINGS:
         plain = b"".join(plain.split(b'"')[::2])
-    if not _counts(plain):
+    if not _few(plain):
         most = f"{MOST_HELD} objects and lists, {MOST_STRINGS} strings or {MOST_VALUES} values"
         raise Refused(400, f"the body has more than {most}")
 
 
-def _counts(raw: bytes) -> bool:
-    """Whether the bytes that stand for values are few enough."""
+def _few(raw: bytes) -> bool:
     held, strings = raw.count(b"[") + raw.count(b"{"), raw.count(b'"')
     few = held <= MOST_HELD and strings <= 2 * MOST_STRINGS
     return few and raw.count(b",") <= MOST_VALUES
@@ -191,7 +190,7 @@ def _stream_options(value: Any, name: str) -> bool:
 
 def _options(value: Any, name: str) -> dict[str, Any]:
     """Return the chat template options; those that the server sets itself are refused."""
-    own = {"messages", "tools", "add_generation_prompt"}
+    own = {"messages", "tools", "form", "continued", "add_generation_prompt"}
     given = listed(MOST_OPTIONS, form=OBJECT)(value, name)
     if wrong := next((k for k in given if k in own or not k.isidentifier()), None):
         raise bad(name, f"{shown(wrong)} is no option of a template")

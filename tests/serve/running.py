@@ -16,7 +16,7 @@ import torch
 import g4ir
 from g4ir.backends.sampling import SamplingParams
 from g4ir.chat.special_tokens import CONTROLS
-from g4ir.engine.async_engine import AsyncEngineConfig
+from g4ir.engine.async_engine import AsyncEngine, AsyncEngineConfig
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
 from g4ir.engine.scheduler import SchedulerConfig
@@ -88,9 +88,13 @@ class Running:
     url: str
 
     @property
-    def scheduler(self) -> Any:
+    def service(self) -> AsyncEngine:
         assert self.server.service
-        return self.server.service.scheduler
+        return self.server.service
+
+    @property
+    def scheduler(self) -> Any:
+        return self.service.scheduler
 
     def client(self, **given: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=WAIT, **given)

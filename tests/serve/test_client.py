@@ -17,14 +17,8 @@ import yaml
 from tests.serve.running import MAX_SEQ, NAME, Served, eventually
 
 HI = [{"role": "user", "content": "Hi"}]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "f",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-    },
-}
-CALL = ("<|tool_call>", "call:f{a:", "3", "}", "<tool_call|>")
+CASES = yaml.safe_load(Path(__file__).with_name("dictated.yaml").read_text())
+TOOL, CALL = CASES[1]["fields"]["tools"][0], CASES[1]["words"][:-1]
 
 
 def ask(client: openai.OpenAI, **given: Any) -> Any:
@@ -94,9 +88,6 @@ def said(got: Any, stream: bool, index: int = 0) -> dict[str, Any]:
     }
 
 
-CASES = yaml.safe_load(Path(__file__).with_name("dictated.yaml").read_text())
-
-
 @pytest.mark.parametrize(
     ("case", "stream"),
     [
@@ -161,11 +152,8 @@ def test_a_call_that_is_cut(
 
 def test_a_conversation_goes_on_behind_an_answered_call(client: openai.OpenAI) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    messages = [
-        *HI,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": "4"},
-    ]
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = [*HI, asked, {"role": "tool", "tool_call_id": "c1", "content": "4"}]
     assert ask(client, messages=messages, tools=[TOOL]).choices[0].finish_reason
 
 
@@ -243,15 +231,9 @@ def test_what_is_known_of_a_prompt_is_told(client: openai.OpenAI) -> None:
     assert again.prompt_tokens_details.cached_tokens >= first.prompt_tokens // 2
 
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "a": {"type": "integer", "maximum": 99, "minimum": 0},
-        "b": {"enum": ["x", "y"]},
-    },
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
+NUMBER, LETTER = {"type": "integer", "maximum": 99, "minimum": 0}, {"enum": ["x", "y"]}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": NUMBER, "b": LETTER}}
+SCHEMA |= {"required": ["a", "b"], "additionalProperties": False}
 
 
 def formed(schema: Any) -> dict[str, Any]:

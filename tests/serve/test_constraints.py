@@ -23,11 +23,9 @@ from tests.serve.test_calls import ENDS, free, grammars, names, tool, vocabulary
 from tests.serve.test_client import HI, ask, joined
 
 DIGITS = "[0-9]{3}"
-LARK = 'start: "b" digit+\ndigit: /[0-9]/'
 CASES = yaml.safe_load(Path(__file__).with_name("constraints.yaml").read_text())
 #: field, value, and a regular expression of the texts that it allows
 HELD: list[tuple[str, Any, str]] = CASES["held"]
-SCHEMA, AS_JSON = next((value, form) for name, value, form in HELD if name == "json_schema")
 MORE = {"temperature": 1.3, "max_tokens": 40, "n": 2, "seed": 7}
 PATHS = ("chat", "thinking", "completions", "stream")
 
@@ -129,13 +127,12 @@ def test_no_reference_breaks_an_answer_off(defs: list[Any], seed: int) -> None:
     except Refused as e:
         assert "leads round" in e.message
         return
-    row: list[int] = []
-    for _ in range(40):
-        if row[-1:] and row[-1] in {vocabulary().controls[t] for t in ENDS}:
-            jsonschema.validate(json.loads(said(row)), schema)
-            return
+    row, ends = list[int](), {vocabulary().controls[t] for t in ENDS}
+    while len(row) < 40 and not ends & {*row[-1:]}:
         tokens = free(mask, row)
         row.append(tokens[seed % len(tokens)])
+    if ends & {*row[-1:]}:
+        jsonschema.validate(json.loads(said(row)), schema)
 
 
 def optional(count: int) -> dict[str, Any]:
@@ -165,9 +162,7 @@ def test_a_grammar_that_is_given_up(
     monkeypatch.setattr(grammar, "MOST_ITEMS", 100)
     body = {"json_schema": optional(300)}
     given = {"extra_body": body, "max_tokens": 20, "logit_bias": opened(served)}
-    with pytest.raises(
-        openai.APIError, match=r"json_schema: the grammar fails after \d+ tokens"
-    ) as e:
+    with pytest.raises(openai.APIError, match=r"json_schema: the grammar fails after \d+") as e:
         [*ask(client, **given, stream=True)] if stream else ask(client, **given)
     assert e.value.param == "json_schema"
 
@@ -210,15 +205,8 @@ def test_thoughts_end_at_their_budget(
     begins = served.server.prompts.vocabulary.controls["<|channel>"]  # type: ignore[union-attr]
     given = {"thinking_token_budget": limit, "chat_template_kwargs": {"enable_thinking": True}}
     bias = {str(begins): 60, **{str(i): 30 for i in served.ids("z")}}
-    got = ask(
-        client,
-        max_tokens=40,
-        n=2,
-        temperature=1,
-        logit_bias=bias,
-        extra_body={**given, **body},
-    )
-    for choice in got.choices:
+    more = {"logit_bias": bias, "extra_body": {**given, **body}}
+    for choice in ask(client, max_tokens=40, n=2, temperature=1, **more).choices:
         thought = choice.message.model_extra.get("reasoning_content") or ""
         assert len(thought) <= limit
         assert not body or re.fullmatch(DIGITS, choice.message.content)

@@ -91,8 +91,7 @@ def test_while_the_engine_is_loading(engine_folder: Path) -> None:
 
 def test_a_full_queue(narrow: Running, gate: threading.Event) -> None:
     """A wait is told from the rate; several prompts are all taken, or none."""
-    service = narrow.server.service
-    assert service
+    service = narrow.service
     with narrow.client() as client, ThreadPoolExecutor() as other:
         several = {"prompt": ["a", "b"], "max_tokens": 400}
         assert client.post("/v1/completions", json=several).status_code == 429
@@ -346,8 +345,7 @@ def test_a_reader_that_lags_is_cancelled(narrow: Running, monkeypatch: pytest.Mo
     monkeypatch.setattr(Request, "is_disconnected", slow)
     with narrow.client() as client:
         failed(client.post(CHAT, json=LONG | {"max_tokens": 600}), 503, "not_read")
-    service = narrow.server.service
-    assert service and service.totals.ended["cancelled"] == 1
+    assert narrow.service.totals.ended["cancelled"] == 1
     assert b"g4ir_cancelled_requests_total 1.0" in narrow.server.metrics.text()
 
 
@@ -355,9 +353,7 @@ def test_a_row_that_hit_its_stop_string_is_free(
     served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others go on: they are not cancelled, and say what they would have said."""
-    rows, verify = list[int](), Session.verify
-    service = served.server.service
-    assert service
+    rows, verify, service = list[int](), Session.verify, served.service
 
     def seen(self: Session, tokens: Any, lengths: Any) -> Any:
         rows.append(int((lengths > 0).sum()))
@@ -413,9 +409,8 @@ def test_a_client_that_leaves_before_the_first_piece(narrow: Running) -> None:
 
     with pytest.raises(ClientDisconnect):
         asyncio.run(narrow.server.app()(scope, receive, send))
-    service = narrow.server.service
-    assert service
-    eventually(lambda: service.totals.ended["cancelled"] == 1 and not service.active)
+    ended = narrow.service.totals.ended
+    eventually(lambda: ended["cancelled"] == 1 and not narrow.service.active)
 
 
 @pytest.mark.parametrize("stream", [False, True])
