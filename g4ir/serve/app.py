@@ -70,8 +70,6 @@ class Server:
         self.service: AsyncEngine | None = None
         #: whether no more requests are taken
         self.draining = False
-        #: requests that have not been answered to the end
-        self.open = 0
         self._large = asyncio.Semaphore(1)
 
     def start(self, engine: Engine) -> AsyncEngine:
@@ -86,26 +84,21 @@ class Server:
 
     def app(self) -> Starlette:
         """Return the application of ASGI."""
-        asked = {
-            "/health": self.health,
-            "/version": self.version,
-            "/metrics": self.numbers,
-            "/v1/models": self.models,
-            "/v1/models/{name:path}": self.models,
+        paths: dict[str, tuple[str, Handler]] = {
+            "/health": ("GET", self.health),
+            "/version": ("GET", self.version),
+            "/metrics": ("GET", self.numbers),
+            "/v1/models": ("GET", self.models),
+            "/v1/models/{name:path}": ("GET", self.models),
+            "/v1/chat/completions": ("POST", partial(self.answer, table=schema.CHAT)),
+            "/v1/completions": ("POST", partial(self.answer, table=schema.COMPLETIONS)),
+            "/tokenize": ("POST", partial(self.read, made=self._tokenized)),
+            "/detokenize": ("POST", partial(self.read, made=self._detokenized)),
         }
-        given = {
-            "/v1/chat/completions": partial(self.answer, table=schema.CHAT),
-            "/v1/completions": partial(self.answer, table=schema.COMPLETIONS),
-            "/tokenize": partial(self.read, made=self._tokenized),
-            "/detokenize": partial(self.read, made=self._detokenized),
-        }
-        self._paths = [*asked, *given]
-        routes = [
-            Route(path + end, self._route(handler), methods=[method])
-            for method, handlers in (("GET", asked), ("POST", given))
-            for path, handler in handlers.items()
-            for end in ("", "/")  # a client's base URL may end with one
-        ]
+        self._paths, routes = [*paths], []
+        for path, (method, handler) in paths.items():
+            ends = (path, f"{path}/")  # a client's base URL may end with one
+            routes += [Route(end, self._route(handler), methods=[method]) for end in ends]
         assets = read_assets() if self.page else {}
         routes += [Route(path, self._route(asset)) for path, asset in assets.items()]
         return Starlette(routes=routes, exception_handlers={HTTPException: self._unknown})
@@ -114,18 +107,15 @@ class Server:
         """Return a handler that authenticates and reports errors as JSON."""
 
         async def handle(request: Request) -> Response:
-            self.open += 1
             try:
                 request.state.salt = self.gate.check(request)
                 return await handler(request)
             except Exception as e:
-                return self._refused(e, request)
-            finally:
-                self.open -= 1
+                return self._refused(e)
 
         return handle
 
-    def _refused(self, error: Exception, request: Request) -> Response:
+    def _refused(self, error: Exception) -> Response:
         if isinstance(error, BusyError) and self.draining:
             error = ending()
         hidden = str(self.prompts.engine.path) if self.prompts else ""
@@ -148,9 +138,7 @@ class Server:
             self.gate.check(request)
             raise Refused(error.status_code, message, headers=error.headers or {})
         except Refused as e:
-            return self._refused(e, request)
-
-    # --- small paths --------------------------------------------------------------------------
+            return self._refused(e)
 
     async def health(self, request: Request) -> Response:
         """Answer whether a request would be taken."""
@@ -165,17 +153,14 @@ class Server:
 
     async def models(self, request: Request) -> Response:
         """Answer the one model that there is, in a list or by its name."""
-        if (name := request.path_params.get("name")) is None:
-            return _json({"object": "list", "data": [self._model()]})
-        self._check_model(name.rstrip("/"))
-        return _json(self._model())
-
-    def _model(self) -> dict[str, Any]:
-        out = {"id": self.name, "object": "model", "created": self.created, "owned_by": "g4ir"}
+        model = {"id": self.name, "object": "model", "created": self.created, "owned_by": "g4ir"}
         if self.prompts:
             engine = self.prompts.engine
-            out |= {"max_model_len": engine.limits.max_seq, "media": sorted(engine.media.kinds)}
-        return out
+            model |= {"max_model_len": engine.limits.max_seq, "media": sorted(engine.media.kinds)}
+        if (name := request.path_params.get("name")) is None:
+            return _json({"object": "list", "data": [model]})
+        self._check_model(name.rstrip("/"))
+        return _json(model)
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.name):
@@ -215,8 +200,6 @@ class Server:
         body = await self.gate.body(request)
         async with self._large if len(body) > LARGE else contextlib.nullcontext():
             return await run_in_threadpool(lambda: made(prompts, schema.parsed(body)))
-
-    # --- answers ------------------------------------------------------------------------------
 
     async def answer(self, request: Request, table: Mapping[str, schema.Read]) -> Response:
         """Answer a conversation, or prompts."""
@@ -366,14 +349,12 @@ class Streamed(StreamingResponse):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(running.stream(), 200, headers, "text/event-stream")
         self.running = running
-        running.server.open += 1  # until the stream ends
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self.running.end()
-            self.running.server.open -= 1
 
 
 def _text(value: Any) -> str:
