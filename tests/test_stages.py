@@ -471,7 +471,10 @@ def shown(engine: Engine, after: str = PASSES[-1]) -> tuple[Shown, StageComparis
     )
     trace, recording = StageRun(stage, 20, "cpu").trace(chunk), stage.recordings["prefill"]
     given = {v.name for v in recording.graphs[1].inputs} | {"L1.out", "L2.in"}
-    return Shown(recording, chunk, trace, comparison, given), comparison
+    one = Shown(
+        recording=recording, step=chunk, trace=trace, comparison=comparison, names=given
+    )
+    return one, comparison
 
 
 @pytest.mark.parametrize("after", ["fuse_glu", "fuse_moe"])
