@@ -13,7 +13,6 @@ import torch
 
 import g4ir
 from g4ir import passes as pipeline
-from g4ir.bench import measure, roof
 from g4ir.bench.workload import Workload, draw_tokens
 from g4ir.check.logits import verify_engine
 from g4ir.check.media import HEAD, STEPS, check_media
@@ -27,6 +26,7 @@ from g4ir.ir.distance import BUDGETS, Tolerance
 from g4ir.ir.graph import Graph
 from g4ir.ir.rewrite import rebuild
 from tests import cli_tools as cli
+from tests.small_bench import small_bench
 
 LIMITS: Mapping[str, Any] = {"backend": "reference", "max_seq": 136, "prefill_chunk": 70}
 NAMES = ("tiny-media", "tiny-unified")
@@ -99,9 +99,7 @@ def test_build_and_verify(tmp_path: Path) -> None:
 
 def test_bench(engine: Engine, no_media: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also beside an engine without media, on the same tokens."""
-    monkeypatch.setattr(roof, "BUFFER_BYTES", 1 << 16)
-    monkeypatch.setattr(roof, "SIDES", {"cpu": (16, 32)})
-    monkeypatch.setattr(measure, "ROUND_S", 0.0)
+    small_bench(monkeypatch)
     paths = [engine.path] + [no_media.path] * (engine.spec.name == no_media.spec.name)
     words = ("--input-len", "60", "--output-len", "2", "--rounds", "2", "--warmup", "0")
     said = cli.g4ir("bench", *paths, *words, "--json", "-")

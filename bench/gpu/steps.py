@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from bench.common import fill_with_noise, seconds
 from g4ir.backends.base import DeviceChoice
 from g4ir.backends.sampling import GREEDY
 from g4ir.bench.roof import Rates, synchronize
@@ -80,12 +81,6 @@ DRY = Scale(
 ROWS = (1, 8, 32)
 
 
-def timed(f: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
-    f()
-    return time.perf_counter() - begun
-
-
 def decode_cell(
     engine: Engine, scale: Scale, batch: int, context: int, rates: Rates
 ) -> dict[str, Any]:
@@ -125,10 +120,7 @@ def stepper(engine: Engine, batch: int, context: int) -> Callable[[], Any]:
     """Return what makes a step of rows that hold `context` tokens of noise: on the device alone
     where the engine can, else by the host."""
     session = engine.session(batch)
-    for name, t in session.state.tensors.items():
-        t.normal_()
-        if name.endswith(".rms"):
-            t.abs_()
+    fill_with_noise(session)
     first, lengths = torch.full((batch,), 5), torch.full((batch,), context - 1)
     loop = engine.runtime.token_loop(engine.embed, session.state, batch, DeviceChoice((GREEDY,)))
     if loop is None:
@@ -141,7 +133,7 @@ def stepper(engine: Engine, batch: int, context: int) -> Callable[[], Any]:
 def step_times(step: Callable[[], Any], scale: Scale) -> tuple[list[float], float]:
     """Return milliseconds of each step, by the device's clock, and those of the host a step."""
     if scale.device == "cpu":
-        times = [timed(step) * 1e3 for _ in range(scale.steps)]
+        times = [seconds(step) * 1e3 for _ in range(scale.steps)]
         return times, sum(times) / len(times)
     torch.cuda.synchronize()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(scale.steps + 1)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from g4ir.check.memory_check import param_bytes
 from g4ir.check.rounding_baseline import asked
 from g4ir.engine.engine import Engine
 from g4ir.engine.speculative import NONE, find_draft
@@ -70,7 +71,6 @@ class Contestant:
     """A runner and what is known of it besides its requests."""
 
     runner: BenchRunner
-    engine: Engine | None
     name: Line | None
     setup_s: dict[str, Number]
     peak: dict[str, int]
@@ -122,7 +122,7 @@ def run_bench(
     tokens = draw_tokens(w, first)
     contestants = _contestants(engines, w, tokens, peers, checkpoint, load_s, progress)
     progress("comparing outputs")
-    agreements = agreements_of(w, tokens, [(c.runner, c.engine) for c in contestants])
+    agreements = agreements_of(w, tokens, [c.runner for c in contestants])
     writer = Writer(first, drafts, w, repeated(w, tokens)) if drafts else None
     bench = _measured(w, tokens, contestants, rounds, warmup, writer, progress)
     return _report(bench, agreements, warmup, writer)
@@ -172,20 +172,11 @@ def _contestants(
     """Return the runners of the engines and the peers, with the seconds of loading each, of
     bringing its rows to their depth and of the first request of all, in which a peer compiles and
     CUDA graphs are captured; and the peak memory of that."""
-    names, device = folder_names([e.path for e in engines]), engines[0].device
-    loads: list[Number] = [*load_s, *[None] * len(engines)]
-    makers: list[tuple[Any, ...]] = [
-        (role, partial(EngineRunner, engine, w.batch, role), engine, name, load)
-        for engine, role, name, load in zip(engines, ENGINE_ROLES, names, loads)
-    ]
-    if peers:
-        progress("loading the peer")
-        start = time.perf_counter()
-        model = peer_model(engines[0], checkpoint)
-        load = time.perf_counter() - start
-        makers += [(m, partial(HfRunner, model, w.fed, m), None, None, load) for m in peers]
-    found = []
-    for role, make, engine, name, load in makers:
+    device = engines[0].device
+
+    def started(
+        role: str, make: Callable[[], BenchRunner], load: Number, name: Line | None = None
+    ) -> Contestant:
         progress(f"first request of {role}")
         reset_peak(device)
         runner = make()
@@ -194,7 +185,19 @@ def _contestants(
         filled = time.perf_counter() - start
         first = timed_request(runner, w, tokens).e2e
         setup = {"fill_context": filled, "first_request": first, "load": load}
-        found.append(Contestant(runner, engine, name, setup, peak_memory(device)))
+        return Contestant(runner, name, setup, peak_memory(device))
+
+    names, loads = folder_names([e.path for e in engines]), [*load_s, *[None] * len(engines)]
+    found = [
+        started(role, partial(EngineRunner, engine, w.batch, role), load, name)
+        for engine, role, name, load in zip(engines, ENGINE_ROLES, names, loads)
+    ]
+    if peers:
+        progress("loading the peer")
+        start = time.perf_counter()
+        model = peer_model(engines[0], checkpoint)
+        loaded = time.perf_counter() - start
+        found += [started(m, partial(HfRunner, model, w.fed, m), loaded) for m in peers]
     return found
 
 
@@ -207,7 +210,7 @@ def _measured(
     writer: Writer | None,
     progress: Progress,
 ) -> Bench:
-    engine = contestants[0].engine
+    engine = contestants[0].runner.engine
     assert engine
     meter = Meter(engine.device, torch_dtype(engine.dtype))
     progress("warming up")
@@ -248,27 +251,25 @@ def _run(bench: Bench, c: Contestant, void: bool) -> RunReport:
         c.setup_s,
         c.peak,
         c.name,
-        **(_engine_part(bench, c.engine, c.runner) if isinstance(c.runner, EngineRunner) else {}),
+        **(_engine_part(bench, c.runner) if isinstance(c.runner, EngineRunner) else {}),
     )
 
 
-def _engine_part(bench: Bench, engine: Engine | None, runner: EngineRunner) -> dict[str, Any]:
+def _engine_part(bench: Bench, runner: EngineRunner) -> dict[str, Any]:
     """Return the keys that only an engine knows of itself: its work, share of the roof, parts."""
-    assert engine
-    rounds = bench.requests[runner.role]
-    work = find_work(engine, bench.w, bench.tokens)
-    nbytes, flops = work.decode_cost().needed_bytes, work.prefill_cost().flops
+    engine, rounds = runner.engine, bench.requests[runner.role]
+    work, facts = find_work(engine, bench.w, bench.tokens), engine.facts
+    nbytes, flops = work.decode.cost().needed_bytes, work.prefill.cost().flops
     first_token, steps = (partial(shares, rounds, bench.rates, TAKE[k]) for k in ("ttft", "itl"))
-    m = engine.facts
     form = asked(engine, "quantize_activations")
     return {
         "engine": schema.EngineFacts(
-            m.digest,
+            facts.digest,
             engine.dtype,
-            m.backend,
+            facts.backend,
             engine.device,
-            m.weights.kind,
-            m.skipped_passes,
+            facts.weights.kind,
+            facts.skipped_passes,
             asdict(engine.limits),
             Line(engine.recipe.name) if engine.recipe else None,
             Line(form) if form != OFF else None,
@@ -277,13 +278,13 @@ def _engine_part(bench: Bench, engine: Engine | None, runner: EngineRunner) -> d
         "mbu": steps(lambda r: nbytes / r.bandwidth),
         "mfu": first_token(lambda r: flops / r.matmul),
         "roof_ratio": {
-            "prefill": first_token(lambda r: work.prefill_floor(r.roof())),
-            "decode": steps(lambda r: work.decode_floor(r.roof())),
+            "prefill": first_token(lambda r: work.prefill.floor(r.roof())),
+            "decode": steps(lambda r: work.decode.floor(r.roof())),
         },
         "calls_per_step": {**calls_per_step(engine), **_kernels(bench, runner)},
         "cache_bytes": runner.session.nbytes(),
         "bytes_per_token": nbytes // bench.w.batch,
-        "param_bytes": sum(v.type.nbytes() for v in engine.program.params().values()),
+        "param_bytes": param_bytes(engine),
     }
 
 
@@ -307,59 +308,33 @@ def _report(
 ) -> BenchReport:
     void = void_roles(agreements)
     runs = [_run(bench, c, c.runner.role in void) for c in bench.contestants]
-    own, w, rounds = runs[0], bench.w, len(bench.rates)
-    engine = bench.contestants[0].engine
-    assert engine and own.mbu and own.mfu and own.roof_ratio
-    peers = [r for r in runs if not r.engine]
-    workload = {**asdict(w), "text": w.text and on_one_line(w.text)}
+    w, engine = bench.w, bench.contestants[0].runner.engine
+    assert engine
     return BenchReport(
         schema.KIND,
         schema.VERSION,
         date=time.strftime("%Y%m%d-%H%M%S"),
         backend=f"g4ir-{engine.facts.backend}",
         model_id=engine.spec.name,
-        num_prompts=rounds * bench.per_round * w.batch,
-        max_concurrency=w.batch,
-        **_vllm_keys(own),
         workload=schema.WorkloadFacts(
-            **workload, rounds=rounds, requests_per_round=bench.per_round, warmup=warmup
+            **{**asdict(w), "text": w.text and on_one_line(w.text)},
+            rounds=len(bench.rates),
+            requests_per_round=bench.per_round,
+            warmup=warmup,
         ),
         env=environment(engine.device),
         roof=_roof_stats(bench.rates, engine.dtype),
-        mbu=own.mbu.value,
-        mfu=own.mfu.value,
-        roof_ratio={k: s.value for k, s in own.roof_ratio.items()},
-        outputs_agree=all(a.ok for a in agreements),
         agreement=tuple(agreements),
-        peer=min(peers, key=lambda r: r.stats["itl_ms"]["p50"].value).role if peers else None,
-        speedup={r.role: _speedup(own, r, bench) for r in runs[1:]},
+        speedup={r.role: _speedup(runs[0], r, bench) for r in runs[1:]},
         runs=tuple(runs),
         notes=tuple(map(on_one_line, _notes(engine, w))),
         drafts=writer.facts(bench.requests) if writer else None,
     )
 
 
-def _vllm_keys(run: RunReport) -> dict[str, Number]:
-    """Return keys as vLLM's benchmark names them; nothing where the outputs disagree."""
-    found = {
-        key: run.tokens_per_s[name].value
-        for key, name in (
-            ("request_throughput", "request"),
-            ("output_throughput", "output"),
-            ("total_token_throughput", "total"),
-        )
-    }
-    for key, stats in run.stats.items():
-        for name, statistic in schema.VLLM_STATISTICS.items():
-            found[f"{name}_{key}"] = stats[statistic].value
-    return {k: None if run.void else v for k, v in found.items()}
-
-
 def _roof_stats(rates: Sequence[Rates], dtype: str) -> schema.RoofStats:
     samples = tuple(asdict(r) for r in rates)
-    read, copy, matmul = (
-        around(median(v), v) for v in ([s[k] for s in samples] for k in ("read", "copy", "matmul"))
-    )
+    read, copy, matmul = (around(median(v), v) for v in zip(*(s.values() for s in samples)))
     return schema.RoofStats(read, copy, matmul, dtype, samples)
 
 
@@ -372,12 +347,11 @@ def _speedup(own: RunReport, other: RunReport, bench: Bench) -> Speedup | None:
     return Speedup(other.label, *(over(b, a, TAKE[k]) for k in ("ttft", "itl", "e2el")))
 
 
-def _notes(engine: Engine, w: Workload) -> list[str]:
-    notes = [SAME_WORK]
+def _notes(engine: Engine, w: Workload) -> Iterator[str]:
+    yield SAME_WORK
     if engine.facts.seed is not None:
-        notes.append(RANDOM_WEIGHTS)
+        yield RANDOM_WEIGHTS
     if w.text is None:
-        notes.append(f"prompts are random tokens (seed {w.seed})")
+        yield f"prompts are random tokens (seed {w.seed})"
     if engine.device == "cpu":
-        notes.append("peak memory is that of the process, other engines and peers included")
-    return notes
+        yield "peak memory is that of the process, other engines and peers included"

@@ -246,7 +246,7 @@ class StageComparison:
             self.worst[found.ops] = found
         if not error <= budget:
             before, after = (tuple(map(print_node, n)) for n in (made.before, made.after))
-            where = {"phase": made.step.phase, "at": made.step.at}
+            where: dict[str, Any] = {"phase": made.step.phase, "at": made.step.at}
             self.first = Difference(**vars(found), **where, before=before, after=after)
 
     def report(self) -> StageReport:

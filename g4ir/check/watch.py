@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class ChunkPosition:
 #: sees a chunk, the name of a value in it and the value
 ChunkWatch = Callable[[ChunkPosition, str, torch.Tensor], None]
 #: what a session is asked for
-Step = Callable[["Session"], object]
+Step = Callable[[Session], Any]
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,8 @@ class Watched:
 
 def first_difference(engine: Engine, peer: Engine, given: Turns, budget: Tolerance) -> str | None:
     """Run both chunk by chunk; name the first value that both make and that is out of tolerance."""
-
-    def feed(piece: torch.Tensor, session: Session) -> object:
-        return session.prefill(piece[None])
-
-    steps = (partial(feed, piece) for piece in given.chunks(engine.limits.prefill_chunk))
+    chunks = given.chunks(engine.limits.prefill_chunk)
+    steps = (methodcaller("prefill", piece[None]) for piece in chunks)
     found = first_value(engine, peer, steps, budget)
     return found[1] if found else None
 
