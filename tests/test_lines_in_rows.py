@@ -18,7 +18,6 @@ import torch
 
 import g4ir
 from g4ir.engine.engine import Engine
-from g4ir.engine.jsonl import ReadAhead
 from g4ir.engine.offline import AHEAD, Failure, OfflineEngine, Result
 from tests.engines import some_tokens
 
@@ -94,15 +93,6 @@ def test_what_is_wrong_is_its_own_error(engine: Engine) -> None:
     assert [a.output() for a in got if not a.failed] == [a.output() for a in answers(engine, good)]
 
 
-def test_an_error_that_is_no_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> Any:
-        raise ZeroDivisionError("a bug")
-
-    monkeypatch.setattr(engine.runtime, "run", broken)
-    with pytest.raises(ZeroDivisionError):
-        answers(engine, requests(2))
-
-
 def test_nan_of_one_line(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is its own error; the rows beside it are answered."""
     run = engine.runtime.run
@@ -145,12 +135,6 @@ def test_settings_that_rows_have(engine: Engine, single: Engine) -> None:
     assert all(p["logprob"] == p["top"][0][1] < 0 for p in told)
     read = [[p["logprob"] for p in a] for a in (told, other)]
     assert read[0] == pytest.approx(read[1], abs=1e-5)
-
-
-def test_one_request_with_settings_of_rows(engine: Engine) -> None:
-    offline, seen = OfflineEngine(engine), list[int]()
-    asked = offline.request({"tokens": tokens(9), "logit_bias": {"5": 1e6}}, "x")
-    assert offline.answer(asked, seen.append).tokens == (5,) * 64 == tuple(seen)
 
 
 def test_a_beginning_that_many_lines_share(engine: Engine) -> None:
@@ -212,15 +196,6 @@ def test_answers_before_the_next_line(engine: Engine) -> None:
     for thread in {*threading.enumerate()} - before:
         thread.join(5)
         assert not thread.is_alive()
-
-
-def test_a_pipe_that_fails() -> None:
-    class Torn(io.RawIOBase):
-        def readline(self, *_: Any) -> bytes:
-            raise OSError("torn")
-
-    with pytest.raises(OSError, match="torn"):
-        ReadAhead(Torn()).next(wait=True)  # type: ignore[arg-type]
 
 
 def test_the_command_ends_while_a_pipe_is_open(engine: Engine) -> None:

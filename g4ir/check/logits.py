@@ -1,21 +1,12 @@
 """Compares an engine with a peer: the interpreter on the same weights, or transformers.
 
-Both are given the same tokens in several turns and single steps; logits are compared at every
-position that yields them, then 16 greedy tokens. Where fp32 logits are out of tolerance, the
-rounding error of the interpreter on this very model is measured (against float64) and four times
-that is allowed. In 16 bits the reference's own rounding is the budget (see ir/distance.py); against
-transformers each layer is also computed in float64 on what the engine gave it, which shows a
-fault that is smaller than all rounding before it. Where something is out of tolerance, the values
-inside are compared in the order in which they are made, and the first that differs is named.
-
-Where an engine verifies drafted tokens, the single steps are made in such rounds too, and held to
-the same budget.
-
-The outputs of the layers at the end of each chunk are compared too: the curve shows where two
-models part. Logits near the softcap are alike whatever made them, so their number is watched. Where
-an engine takes media, its towers and a prompt with a picture are compared with the interpreter's,
-whomever the rest is compared with (see media.py). Of a quantised engine it is also told how far it
-lies from the weights that it was made of, where these are at hand (see quality.py).
+Both get the same tokens in several turns and single steps (and, with speculative decoding, these as
+draft tokens). Compared are logits, 16 greedy tokens, and the layers' outputs at the end of each
+chunk. Where fp32 logits are out of tolerance, four times the rounding error that the interpreter
+makes on this very model is allowed; in 16 bits the reference's own rounding is the budget
+(ir/distance.py), and against transformers each layer is also computed in float64 on what the engine
+gave it. Where something differs, the first value inside that does is named. Media are compared with
+the interpreter's (media.py), quantised engines also with the weights as they were (quality.py).
 """
 
 from __future__ import annotations

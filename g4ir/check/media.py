@@ -1,9 +1,8 @@
 """Compares what an engine makes of media with what the interpreter makes of them.
 
-The smallest tower of each part runs once: on a picture that leaves some of its budget to padding,
-and on a sound that is shorter than its graph. Soft tokens of the interpreter then stand in a prompt
-that goes through the engine's text graphs and through the interpreter's, in chunks that would cut
-the picture, and single steps after it. So a tower that is wrong fails alone, and so does
+The smallest tower of each part runs once, on an item that leaves some of it to padding. The
+interpreter's soft tokens then stand in a prompt that goes through both engines' text graphs, in
+chunks that would cut the picture, and single steps after it: a wrong tower fails alone, and so does
 `prefill_media`. Pixels and samples are drawn from a fixed seed.
 """
 

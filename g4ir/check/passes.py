@@ -1,16 +1,11 @@
 """Checks the pipeline pass by pass: each stage against the one before, the last with the backend.
 
-The interpreter runs every stage on the engine's own weights and the same tokens. Comparing whole
-runs would say little, because rounding grows from layer to layer. So a stage is forced by the one
+Rounding grows from layer to layer, so whole runs are not compared. A stage is forced by the one
 before it: a value's name is its identity under passes, and a node takes its inputs from the earlier
-stage's values of those names. An error of a node is then its own, and is compared with its op's
-tolerance. Values that only the new stage has (a packed projection, a shared table) are its own, and
-so are its KV caches, kept from step to step; the next value that both stages have tests them.
-
-The same with a backend: after each compiled region its results are compared and replaced by the
-interpreter's, and so are the KV caches after each step. Several ranks are interpreted side by side;
-each rank's values are compared with its own part. A backend shows no values inside a tower: its
-soft tokens are held to the joint tolerance of all its ops. steps.py has the steps.
+stage's values of those names; its error is then its own, and is held to its op's tolerance. Values
+that only the new stage has (a packed projection, a KV cache) are tested by the next value that both
+have. A backend is forced in the same way after each compiled region, its caches after each step.
+Several ranks are interpreted side by side. steps.py has the steps.
 """
 
 from __future__ import annotations

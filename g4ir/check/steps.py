@@ -1,9 +1,7 @@
 """The runs that `verify --each-pass` compares: one step is one run of a graph.
 
-Text is given as chunks, one longer than the window after a shorter one, then single steps. An
-engine with speculative decoding also verifies the last ones as draft tokens, some of them wrong:
-the next round is computed over what those left in the KV cache. An engine with media also runs the
-chunks through `prefill_media`, with a block in each, and the smallest tower of each part.
+Text is given as chunks, one longer than the window after a shorter one, then single steps; also as
+draft tokens, some of them wrong, and with blocks as media have, where the engine has those graphs.
 """
 
 from __future__ import annotations
