@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,18 @@ import pytest
 import torch
 
 import g4ir
-from g4ir import passes as pipeline
 from g4ir.bench.workload import Workload, draw_tokens
 from g4ir.check.logits import verify_engine
 from g4ir.check.media import HEAD, STEPS, check_media
 from g4ir.check.passes import verify_each_pass
-from g4ir.check.reference import reference_engine, wide_engine
 from g4ir.check.stages import BACKEND
 from g4ir.check.tokens import random_ids
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir.distance import BUDGETS, Tolerance
-from g4ir.ir.graph import Graph
-from g4ir.ir.rewrite import rebuild
 from tests import cli_tools as cli
 from tests.small_bench import small_bench
+from tests.test_stages import attrs, break_pass, nodes
 
 LIMITS: Mapping[str, Any] = {"backend": "reference", "max_seq": 136, "prefill_chunk": 70}
 NAMES = ("tiny-media", "tiny-unified")
@@ -267,21 +263,6 @@ def test_rounding_is_measured_where_the_budget_is_missed(
         assert found.ok and found.budget.relative and 1e-9 < found.budget.relative < 1e-4
 
 
-def test_weights_of_towers_are_left_where_they_are(built: dict[str, Engine]) -> None:
-    """The text's interpreters run no tower."""
-    engine = built["tiny-media"]
-    prefixes = ("vision.", "audio.")
-    assert any(name.startswith(prefixes) for name in engine.runtime.params)  # type: ignore[attr-defined]
-    for runtime in (
-        reference_engine(engine).runtime,
-        wide_engine(engine).runtime,
-        reference_engine(engine, held=True).runtime,
-    ):
-        held = runtime.params  # type: ignore[attr-defined]
-        assert len(held) > 10
-        assert not any(name.startswith(prefixes) for name in held)
-
-
 # --- verify --each-pass -----------------------------------------------------------------------
 
 
@@ -317,24 +298,9 @@ def test_each_pass_with_packed_weights(tmp_path: Path) -> None:
 def test_a_pass_that_breaks_one_graph(
     built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find, broken = pipeline.find_pass, "fuse_norm_residual"
-
-    def wrong(g: Graph) -> Graph:
-        if g.name != "vision_70":
-            return g
-        nodes = (
-            replace(n, attrs={**n.attrs, "eps": 0.5}) if n.op == "norm_residual" else n
-            for n in g.nodes
-        )
-        return rebuild(replace(g, nodes=tuple(nodes)))
-
-    def found(asked: str) -> Any:
-        function = find(asked)
-        if asked != broken:
-            return function
-        return lambda g, note, **options: wrong(function(g, note, **options))
-
-    monkeypatch.setattr(pipeline, "find_pass", found)
+    worse = nodes(attrs("norm_residual", eps=0.5))
+    broken = "fuse_norm_residual"
+    break_pass(monkeypatch, broken, lambda g: worse(g) if g.name == "vision_70" else g)
     culprit = verify_each_pass(built["tiny-media"], FEW).culprit
     assert culprit and culprit.name == broken and culprit.first
     assert culprit.first.phase == "vision_70"

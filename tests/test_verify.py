@@ -251,17 +251,6 @@ def test_curve_of_the_layers(engines: Any, backend: str, against: str) -> None:
     assert len(heights) == 8 and max(heights[:3]) < min(heights[3:])
 
 
-def test_last_layer_that_a_backend_does_not_show() -> None:
-    """The norm after it stands for it; other layers are left out."""
-    rows = {4: torch.ones(3), 9: torch.ones(3)}
-    mine = {"L0.out": rows, "final.norm": {4: torch.ones(3), 9: torch.tensor([1.0, 1.0, 1.1])}}
-    theirs = {f"L{i}.out": rows for i in range(3)} | {"final.norm": rows}
-    first, last = compare._layer_errors(3, mine, theirs)
-    assert (first.layer, first.value, first.relative) == (0, "L0.out", 0.0)
-    assert (last.layer, last.value) == (2, "final.norm")
-    assert last.relative == pytest.approx(0.1) and last.cosine < 1
-
-
 def test_curve_text() -> None:
     assert curve([0.0, 1e-8, 1e-4, float("nan")]) == (
         "_.@!  relative 0.0e+00 at the first, nan at the last"
