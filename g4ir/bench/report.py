@@ -224,7 +224,7 @@ class Bench:
         runs = [self._run(c, c.runner.role in void) for c in self.contestants]
         w, engine = self.w, self.engines[0]
         samples = tuple(asdict(r) for r in self.rates)
-        rates = (around(median(v), v) for v in zip(*(s.values() for s in samples)))
+        read, copy, matmul = (around(median(v), v) for v in zip(*(s.values() for s in samples)))
         return BenchReport(
             schema.KIND,
             schema.VERSION,
@@ -238,7 +238,7 @@ class Bench:
                 warmup=self.warmup,
             ),
             env=environment(engine.device),
-            roof=schema.RoofStats(*rates, matmul_dtype=engine.dtype, samples=samples),
+            roof=schema.RoofStats(read, copy, matmul, engine.dtype, samples),
             agreement=tuple(agreements),
             speedup={r.role: self._speedup(runs[0], r) for r in runs[1:]},
             runs=tuple(runs),

@@ -206,13 +206,10 @@ class VerifyReport:
 
 
 def _row(positions: Sequence[Position], label: str, key: str, sign: int) -> str:
-    def badness(p: Position) -> float:
-        value = sign * float(getattr(p, key))
-        return math.inf if math.isnan(value) else value
-
-    worst = max(positions, key=badness)
-    value = getattr(worst, key)
-    return f"  {label:10}{1 - value if sign < 0 else value:>12.2e}{worst.at:>10}"
+    values = [sign * float(getattr(p, key)) for p in positions]
+    worst = max(range(len(values)), key=lambda i: (math.isnan(values[i]), values[i]))
+    value = 1 + values[worst] if sign < 0 else values[worst]
+    return f"  {label:10}{value:>12.2e}{positions[worst].at:>10}"
 
 
 def curve(errors: Sequence[float]) -> str:
@@ -220,24 +217,20 @@ def curve(errors: Sequence[float]) -> str:
     height by the logarithm; `_` is no error, `!` not a number. Then the first and the last
     error."""
     step = -(-len(errors) // CURVE_WIDTH)
-    columns = [_worst(errors[i : i + step]) for i in range(0, len(errors), step)]
+    columns = [worst_of(errors[i : i + step]) for i in range(0, len(errors), step)]
     sizes = sorted(e for e in columns if 0 < e < math.inf)
     if not sizes and not any(columns):
         return f"{len(errors)} layers, bit for bit"
     low, high = (sizes[0], sizes[-1]) if sizes else (1.0, 1.0)
-    text = "".join(_level(e, low, high) for e in columns)
+
+    def level(error: float) -> str:
+        if error == 0 or not error < math.inf:
+            return LEVELS[0] if error == 0 else "!"
+        height = math.log(error / low) / math.log(high / low) if high > low else 0.0
+        return LEVELS[1 + round(height * (len(LEVELS) - 2))]
+
+    text = "".join(map(level, columns))
     return f"{text}  relative {errors[0]:.1e} at the first, {errors[-1]:.1e} at the last"
-
-
-def _worst(errors: Sequence[float]) -> float:
-    return max(math.inf if math.isnan(e) else e for e in errors)
-
-
-def _level(error: float, low: float, high: float) -> str:
-    if error == 0 or error == math.inf:
-        return LEVELS[0] if error == 0 else "!"
-    height = math.log(error / low) / math.log(high / low) if high > low else 0.0
-    return LEVELS[1 + round(height * (len(LEVELS) - 2))]
 
 
 def engine_name(engine: Engine) -> str:
