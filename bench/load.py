@@ -145,9 +145,6 @@ def report(took: float, requests: list[Asked], decoded: Counter[int]) -> str:
     return "\n".join([*facts, "", aligned(table, indent=0)])
 
 
-# --- what holds up a stream -----------------------------------------------------------------
-
-
 def tail(url: str, tokens: int, ended: Event, sent: Connection) -> None:
     """Read one stream after the other until `ended`, and send the gaps between pieces, as spans: in
     a process of its own, so that they are the server's and not those of the load."""

@@ -81,9 +81,6 @@ def as_read(made: BenchReport) -> BenchReport:
     return report_of(written(made))
 
 
-# ---- numbers ------------------------------------------------------------------------------------
-
-
 def test_a_spread_covers_every_round() -> None:
     rounds = np.random.default_rng(1).gamma(2.0, size=(5, 20)).tolist()
     whole = [x for r in rounds for x in r]
@@ -122,9 +119,6 @@ def test_the_share_of_a_roof_goes_by_the_rates_of_its_round() -> None:
     rounds = [[RequestTiming(1.0, (0.2,))], [RequestTiming(1.0, (0.1,))]]
     share = measure.shares(rounds, rates, lambda r: r.itl, lambda r: 10 / r.bandwidth)
     assert share == Stat(pytest.approx(10 / 150 / 0.15), pytest.approx(abs(0.5 - 10 / 150 / 0.15)))
-
-
-# ---- the workload -------------------------------------------------------------------------------
 
 
 def test_lengths_left_open_fit(moe: Engine) -> None:
@@ -182,9 +176,6 @@ def test_chunks_are_those_of_a_session(ple: Engine, w: Workload) -> None:
     assert seen == made
 
 
-# ---- runners ------------------------------------------------------------------------------------
-
-
 SLOW = pytest.param("hf-compile", marks=pytest.mark.full)  # a minute to compile
 
 
@@ -206,9 +197,6 @@ def test_a_runner_goes_back_to_its_depth(engines: Any, ple: Engine, mode: str) -
     torch.testing.assert_close(first, again, rtol=1e-5, atol=1e-5)
     runner.hold(tokens[:, :0])
     assert float((request()[0] - first[0]).abs().max()) > 0.1, "empty rows see no context"
-
-
-# ---- agreement ----------------------------------------------------------------------------------
 
 
 class Shifted:
@@ -276,9 +264,6 @@ def test_numbers_of_a_wrong_engine_are_void(moe: Engine, monkeypatch: pytest.Mon
     assert [keys[k] for k in ("output_throughput", "mean_ttft_ms", "p99_itl_ms")] == [None] * 3
 
 
-# ---- work ---------------------------------------------------------------------------------------
-
-
 def test_work_is_the_sum_of_its_chunks(ple: Engine) -> None:
     w = replace(DEEP, batch=2)
     work = find_work(ple, w, draw_tokens(w, ple))
@@ -325,9 +310,6 @@ def test_engines_are_named_by_folder() -> None:
         (["a/e", "a/e"], ["e (engine)", "e (engine-b)"]),
     ):
         assert folder_names([Path(p) for p in paths]) == names
-
-
-# ---- the report ---------------------------------------------------------------------------------
 
 
 def test_keys_of_vllm_are_what_its_formulas_say(report: BenchReport) -> None:
@@ -437,9 +419,6 @@ def paths(value: Any, depth: int = 5) -> Iterator[tuple[Any, ...]]:
             yield from ((key, *rest) for rest in paths(value[key], depth - 1))
 
 
-# ---- two reports --------------------------------------------------------------------------------
-
-
 def slower(report: BenchReport, factor: float) -> BenchReport:
     run = report.runs[0]
     itl = {k: replace(s, value=s.value * factor) for k, s in run.stats["itl_ms"].items()}
@@ -477,9 +456,6 @@ def test_what_makes_two_reports_incomparable_is_said(report: BenchReport) -> Non
     said = "\n".join(found.notes)
     assert "input_len: 30 in A, 7 in B" in said and "cores" in said and "another engine" in said
     assert "VOID" in compare_text(found)
-
-
-# ---- the command line ---------------------------------------------------------------------------
 
 
 def test_bench_writes_all_its_files(moe: Engine, tmp_path: Path) -> None:

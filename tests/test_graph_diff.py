@@ -89,9 +89,6 @@ def test_changes_rebuild_the_graph(variant: str) -> None:
         assert sorted(got) == sorted(new)
 
 
-# --- command line -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["narrow_kv", "fuse_qkv", "plan_cache"])
 def test_diff_of_a_pass(name: str) -> None:
     """Exit 0: a pass is there to change something."""
@@ -138,8 +135,6 @@ def test_two_variants() -> None:
     assert one.code == 1 and one.out.splitlines()[0] == "@@ L7 @@"
     assert "~ param %L7.norm_in: bf16[1536->2560]" in one.out
 
-
-# --- why --------------------------------------------------------------------------------------
 
 #: what a pass says about layer 6 of tiny-ple, which reads the cache of layer 2
 WHY = {

@@ -54,9 +54,6 @@ def no_media(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return g4ir.build("tiny-media", folder / "e", random_weights=1, media="none", **LIMITS)
 
 
-# --- tokens -----------------------------------------------------------------------------------
-
-
 def test_random_tokens_are_no_placeholders(engine: Engine, no_media: Engine) -> None:
     """All others are drawn; every engine of a spec is given the same."""
     ids = random_ids(engine, (3, 20_000), 0)
@@ -75,9 +72,6 @@ def test_given_placeholders_are_refused(
     at = rf"--tokens: token {HOLDERS[kind]} at index 1 is the placeholder of {kind}"
     with pytest.raises(InputError, match=at):
         check(built["tiny-media"], tokens=[5, HOLDERS[kind], 6])
-
-
-# --- the command line -------------------------------------------------------------------------
 
 
 def test_verify_against_transformers(built: dict[str, Engine]) -> None:
@@ -108,9 +102,6 @@ def test_bench_refuses_placeholders_of_a_text(
     workload = Workload(3, 2, text=str(tmp_path / "t.txt"))
     with pytest.raises(InputError, match=r"--text .*t\.txt: token 500 at index 1"):
         draw_tokens(workload, built["tiny-media"])
-
-
-# --- verify: what is sent ---------------------------------------------------------------------
 
 
 def test_report(engine: Engine) -> None:
@@ -152,9 +143,6 @@ def test_tolerance_of_16_bits(tmp_path: Path) -> None:
     media = check_media(g4ir.build("tiny-media", tmp_path / "e", random_weights=1, **options))
     assert media.ok and media.prompt and not media.not_run
     assert {t.budget for t in (*media.towers, media.prompt)} == {Tolerance(cosine=0.999)}
-
-
-# --- verify: what is wrong --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -263,9 +251,6 @@ def test_rounding_is_measured_where_the_budget_is_missed(
         assert found.ok and found.budget.relative and 1e-9 < found.budget.relative < 1e-4
 
 
-# --- verify --each-pass -----------------------------------------------------------------------
-
-
 def test_each_pass(engine: Engine) -> None:
     report = verify_each_pass(engine)
     assert report.ok and report.media == SMALLEST[engine.spec.name]
@@ -314,9 +299,6 @@ def test_each_pass_runs_the_backends_blocks(
     culprit = verify_each_pass(engine, [*range(5, 17)]).culprit
     assert culprit and culprit.name == BACKEND and culprit.first
     assert culprit.first.phase == "prefill_media" and culprit.first.value == "L0.attn.out"
-
-
-# --- show -------------------------------------------------------------------------------------
 
 
 def shown(*words: str | Path) -> str:

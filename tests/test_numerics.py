@@ -34,9 +34,6 @@ def oracle_of(name: str) -> Oracle:
     return find_oracle(spec_called(name))
 
 
-# --- every position ---------------------------------------------------------------------------
-
-
 @pytest.mark.covering
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("name", few(NAMES))
@@ -71,9 +68,6 @@ def test_oracle_is_strict(name: str) -> None:
     assert oracle_of(name).budget < 4e-4
 
 
-# --- the last token only ----------------------------------------------------------------------
-
-
 @pytest.mark.covering
 @pytest.mark.parametrize("size", [5, 64])
 @pytest.mark.parametrize("name", few(NAMES))
@@ -81,15 +75,9 @@ def test_last_token_graphs(name: str, size: int) -> None:
     parity.last_tokens(interpreted(oracle_of(name), all_logits=False), size, steps=3)
 
 
-# --- ragged rows ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", few(NAMES))
 def test_ragged_rows_equal_single_rows(name: str) -> None:
     parity.ragged_rows(interpreted(oracle_of(name), 5, all_logits=False))
-
-
-# --- greedy text ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", few(NAMES))
@@ -97,11 +85,6 @@ def test_greedy_text_is_identical(name: str, full: bool) -> None:
     s = interpreted(oracle_of(name), all_logits=False)
     parity.greedy_text(s, parity.GREEDY if full else FEWER)
 
-
-# --- KV sharing -------------------------------------------------------------------------------
-
-
-# --- what happens when a feature is dropped -----------------------------------------------------
 
 Change = Callable[[Graph], Graph]
 
@@ -226,9 +209,6 @@ def test_every_kind_of_tensor_is_used() -> None:
         assert program_error(oracle, program, changed) > 30 * oracle.budget, kind
 
 
-# --- the window -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("window", [1, 2, 4, 11, 12, 13])
 def test_window_truth_table(window: int) -> None:
     """Exactly `window` keys, the query's own included, as in the reference's mask."""
@@ -243,9 +223,6 @@ def test_window_truth_table(window: int) -> None:
     )
     assert torch.equal(got, want)
     assert got.sum(-1).tolist() == [min(q + 1, window) for q in range(length)]
-
-
-# --- a variant nobody shipped -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 5, 64])

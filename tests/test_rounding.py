@@ -59,8 +59,6 @@ def changed(engine: Engine, edits: Mapping[str, Change]) -> Engine:
 
 SIDES = ("hf", "reference")
 
-# ---- right engines -------------------------------------------------------------------------------
-
 
 def sound(engine: Engine, against: str) -> VerifyReport:
     report = verify_engine(engine, against)
@@ -131,9 +129,6 @@ def test_engines_that_show_less(built: Callable[..., Engine], phases: tuple[str,
     assert bool(report.local) == bool(phases)
     wrong = changed(engine, {"L2.mlp.w_gate_up": swapped})
     assert not verify_engine(replace(wrong, runtime=Silent(wrong.runtime, phases)), "hf").ok
-
-
-# ---- wrong engines -------------------------------------------------------------------------------
 
 
 def swapped(w: torch.Tensor) -> torch.Tensor:
@@ -220,9 +215,6 @@ def test_wrong_logits_fail_without_layers(built: Callable[..., Engine]) -> None:
     assert report.first_difference and "%L2." in report.first_difference
 
 
-# ---- where float64 has no room ---------------------------------------------------------------
-
-
 def test_without_room_the_other_mode_is_the_measure(
     built: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,9 +230,6 @@ def test_without_room_the_other_mode_is_the_measure(
     # The interpreter's other mode makes the same roundings: of a right engine it says nothing.
     plain = verify_engine(engine, "reference")
     assert plain.ok and plain.budget.cosine and plain.budget.rounding is None
-
-
-# ---- the measure itself --------------------------------------------------------------------------
 
 
 def test_distances_and_limits() -> None:

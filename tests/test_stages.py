@@ -62,9 +62,6 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return built(tmp_path_factory.mktemp("moe") / "e", "tiny-moe", "float32")
 
 
-# --- sound pipelines --------------------------------------------------------------------------
-
-
 def sound(engine: Engine) -> StagesReport:
     report = verify_each_pass(engine)
     assert report.ok and report.culprit is None, report.text()
@@ -135,9 +132,6 @@ def test_chunks(engines: Any) -> None:
     assert torch.cat([c.inputs["tokens"][0, : c.valid] for c in chunks]).equal(ids)
     assert [c.at for c in chunks] == [sum(c.valid for c in chunks[:i]) for i in range(11)]
     assert {c.phase for c in chunks_of_tokens(ids, 8, 1)} == {"decode"}
-
-
-# --- broken passes ----------------------------------------------------------------------------
 
 
 def break_pass(monkeypatch: pytest.MonkeyPatch, name: str, breaker: Breaker) -> None:
@@ -340,9 +334,6 @@ def test_engine_of_other_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert any("concat(%L2.mlp.w_up, %L2.mlp.w_gate)" in x for x in report.culprit.first.after)
 
 
-# --- backends ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("param, value", [("L3.attn.wo", "L3.attn.o"), ("L5.scalar", "L5.out")])
 def test_disturbed_runtime(ple: Engine, param: str, value: str) -> None:
     """The interpreter as a backend shows every value."""
@@ -439,9 +430,6 @@ def test_experts_chosen(
     assert comparison.first and comparison.excused == 0
 
 
-# --- weights ----------------------------------------------------------------------------------
-
-
 def test_weights_that_are_gone(tmp_path: Path) -> None:
     """A packed engine whose prologue did more than join: the checkpoint is asked for."""
     checkpoint = random_checkpoint(tmp_path / "c", "tiny-dense")
@@ -478,9 +466,6 @@ def test_what_is_no_number_is_an_error(ple: Engine, monkeypatch: pytest.MonkeyPa
         verify_each_pass(ple)
 
 
-# --- errors and budgets -----------------------------------------------------------------------
-
-
 def test_local_errors() -> None:
     """Against the larger of the value and its row's rms."""
     want = torch.tensor([[3.0, 4.0], [0.0, 0.1], [0.0, 0.0]])
@@ -511,9 +496,6 @@ def test_amplified_rounding_is_measured(ple: Engine, monkeypatch: pytest.MonkeyP
     assert report.ok, report.text()
     break_pass(monkeypatch, "plan_cache", nodes(attrs(scale=1.25), "L3.attn.out"))
     assert not verify_each_pass(ple).ok
-
-
-# --- report and command line ------------------------------------------------------------------
 
 
 def test_command(ple: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

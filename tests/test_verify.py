@@ -42,9 +42,6 @@ def disturbed(engine: Engine, param: str, factor: float = 0.3) -> Engine:
     return out
 
 
-# --- sound engines ----------------------------------------------------------------------------
-
-
 @pytest.mark.covering
 @pytest.mark.parametrize("spec", ["tiny-ple", "tiny-moe"])
 @pytest.mark.parametrize("backend", ["reference", "torch"])
@@ -126,9 +123,6 @@ def test_linked_checkpoint_is_found(tmp_path: Path) -> None:
         verify_engine(packed, "hf")
 
 
-# --- disturbed engines ------------------------------------------------------------------------
-
-
 @pytest.mark.covering
 @pytest.mark.parametrize(
     "param, value, against",
@@ -208,9 +202,6 @@ def test_rounding_is_measured_where_the_budget_is_missed(
     given = Turns(random_tokens(engine, 96), report.turns, engine.all_logits)
     rounding = compare.rounding_error(engine, given)
     assert 1e-7 < rounding < 1e-4 and report.budget == Tolerance(relative=4 * rounding)
-
-
-# --- the report -------------------------------------------------------------------------------
 
 
 def test_report(engines: Any) -> None:
@@ -316,9 +307,6 @@ def test_close_calls_may_go_either_way(
     both: Any = Fixed(*tokens), Fixed()
     found = compare._compare_greedy(*both, torch.arange(9), 40, 512, budget)
     assert (found.equal, found.differs) == (equal, differs)
-
-
-# --- transformers ------------------------------------------------------------------------
 
 
 def test_checkpoint_of_another_shape(engines: Any) -> None:

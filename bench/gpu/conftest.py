@@ -217,9 +217,6 @@ def small_rates(pytestconfig: pytest.Config) -> Iterator[None]:
         yield
 
 
-# --- the report -------------------------------------------------------------------------------
-
-
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write report.md: a table of each test's measurements."""
     option = session.config.option

@@ -112,9 +112,6 @@ def kernels_per_step(step: Callable[[], Any]) -> dict[str, float]:
     return {"kernels": len(kernels), "device_ms": sum(e.device_time for e in kernels) / 1e3}
 
 
-# ---- transformers -----------------------------------------------------------------------------
-
-
 #: mode -> label, whether its cache is static, whether single tokens are compiled
 MODES = {
     "hf": ("eager, growing cache", False, False),

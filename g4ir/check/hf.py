@@ -73,9 +73,6 @@ def rows_kept(model: Any) -> Any:
     return torch.tensor([-1]) if fails else 1
 
 
-# ---- weights ----------------------------------------------------------------------------------
-
-
 def known_checkpoint(engine: Engine, given: str | Path | None, asked: str) -> Path:
     """The given checkpoint, or the one that the engine refers to, or that of the local hub cache.
     InputError, which says what asked for it, where there is none."""

@@ -48,9 +48,6 @@ HEAD, BETWEEN, STEPS = 7, 4, 4
 MORE = 3
 
 
-# ---- what goes in -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Item:
     """One medium as its tower takes it, `feeds` by input. The first `rows` of the `size` soft
@@ -112,9 +109,6 @@ class _Seen:
     def encode(self, tower: str, feeds: Mapping[str, Tensor]) -> Tensor:
         self.runs.append((tower, feeds))
         return torch.zeros(self.shape(tower))
-
-
-# ---- the report -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -205,9 +199,6 @@ class MediaReport:
         return out
 
 
-# ---- the way through --------------------------------------------------------------------------
-
-
 def check_media(
     engine: Engine, reference: Engine | None = None, progress: Progress = no_progress
 ) -> MediaReport:
@@ -260,9 +251,6 @@ def _tower(engine: Engine, item: Item) -> tuple[TowerReport, Soft]:
         "size": item.size,
     }
     return TowerReport(**judged, **which), Soft(item.kind, (want,), item.times)
-
-
-# ---- a prompt ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,9 +32,6 @@ def joint_budget(ops: Iterable[str], dtype: str) -> float:
     return sum((OPS[op].budget.at(dtype) ** 2 for op in ops), 0.0) ** 0.5
 
 
-# ---- the report -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class OpError:
     """The largest error of an op (or of several in a row), at `value`, and what is allowed."""
@@ -146,9 +143,6 @@ class StagesReport:
         if self.culprit and self.culprit.first:
             lines.append(f"{self.culprit.name} moves {self.culprit.first.text()}")
         return "\n".join([*lines, "ok" if self.ok else "FAILED"])
-
-
-# ---- judging ----------------------------------------------------------------------------------
 
 
 def local_errors(got: Tensor, want: Tensor) -> Tensor:

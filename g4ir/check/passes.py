@@ -56,8 +56,6 @@ from .watch import first_not_finite
 
 Tensor = torch.Tensor
 
-# ---- the way through --------------------------------------------------------------------------
-
 
 def verify_each_pass(
     engine: Engine,
@@ -193,9 +191,6 @@ class Forced:
         return self.step.without_padding(chances, router.outputs[1].type)
 
 
-# ---- one stage forced by another ----------------------------------------------------------------
-
-
 def _stage_against(old: Stage, new: Stage, series: Sequence[Series], engine: Engine) -> StageReport:
     comparison = StageComparison(new.name, engine.dtype)
     for steps in series:
@@ -295,9 +290,6 @@ def _narrowed(old: Type, new: Type) -> int | None:
     axes = [i for i, (a, b) in enumerate(zip(old.shape, new.shape, strict=True)) if a != b]
     fits = len(axes) == 1 and (old.shape[axes[0]], new.shape[axes[0]]) == ("S", 1)
     return axes[0] if fits else None
-
-
-# ---- a backend forced by the interpreter --------------------------------------------------------
 
 
 def _backend_against(stage: Stage, series: Sequence[Series], engine: Engine) -> StageReport:

@@ -83,9 +83,6 @@ def find_quality(
             source.close()
 
 
-# --- formulas ---------------------------------------------------------------------------------
-
-
 def measured(
     got: torch.Tensor, want: torch.Tensor, ids: torch.Tensor, where: Sequence[int]
 ) -> Quality:

@@ -38,8 +38,6 @@ Tensor = torch.Tensor
 NO_EMBEDDING = Graph("nothing", (), (), (), (), ())
 BACKEND, STORED, MODEL, SHARD = "backend", "stored graphs", "model", "shard"
 
-# --- params -----------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class PlainParams:
@@ -118,9 +116,6 @@ class StageWeights:
         if v.name not in self._plain:
             self._plain[v.name] = self.plain(v).to(self.device)
         return self._plain[v.name]
-
-
-# --- stages -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
