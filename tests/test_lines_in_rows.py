@@ -17,7 +17,6 @@ import pytest
 
 import g4ir
 from g4ir.engine.engine import Engine
-from g4ir.engine.jsonl import ReadAhead
 from g4ir.engine.offline import AHEAD, Failure, OfflineEngine, Result
 from tests.engines import CASES, some_tokens
 
@@ -174,15 +173,6 @@ def test_answers_before_the_next_line(engine: Engine) -> None:
     for thread in {*threading.enumerate()} - before:
         thread.join(5)
         assert not thread.is_alive()
-
-
-def test_a_pipe_that_fails() -> None:
-    class Torn(io.RawIOBase):
-        def readline(self, *_: Any) -> bytes:
-            raise OSError("torn")
-
-    with pytest.raises(OSError, match="torn"):
-        ReadAhead(Torn()).next(wait=True)  # type: ignore[arg-type]
 
 
 def test_the_command_ends_while_a_pipe_is_open(engine: Engine) -> None:

@@ -498,7 +498,7 @@ def test_quality_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.Mon
     )
     report = verify_engine(engine)
     assert report.ok and "quality     not measured: give --checkpoint DIR" in report.text()
-    monkeypatch.setattr("g4ir.check.quality.device_memory", lambda device: 1 << 20)
+    monkeypatch.setattr("g4ir.check.memory_check.device_memory", lambda device: 1 << 20)
     report = verify_engine(engine, checkpoint=checkpoint)
     assert report.ok and "free" in report.text()
 
