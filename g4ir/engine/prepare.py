@@ -35,11 +35,9 @@ from g4ir.spec.reader import Line
 from g4ir.spec.record import Spec, diff_specs
 from g4ir.weights.adapter import Adapter, lies_in, with_adapters
 from g4ir.weights.checkpoint import GENERATION, Checkpoint, WeightSource
-from g4ir.weights.drafter import WithDrafter
-from g4ir.weights.hub import need_snapshot, snapshot_of
-from g4ir.weights.origin import Origin, existing_origin, find_origin
+from g4ir.weights.origin import Origin, existing_origin, find_origin, need_snapshot, snapshot_of
 from g4ir.weights.pack import make_packing
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.random import RandomCheckpoint, WithDrafter
 
 from .artefact import LinkedWeights, MergedAdapter, MergedWeights, PackedWeights, RandomWeights
 from .digests import remembered_digest
