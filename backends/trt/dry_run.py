@@ -51,9 +51,8 @@ from g4ir.spec.shrink import shrink, shrink_drafter, with_all_experts
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
 from g4ir.weights.checkpoint import WeightSource
-from g4ir.weights.drafter import WithDrafter
 from g4ir.weights.pack import MadeParams, Packing, ParamSource, make_packing
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.random import RandomCheckpoint, WithDrafter
 
 from ..experimental import experiment
 from ..primitives.graph import MEDIA, network_graph, tower_graphs

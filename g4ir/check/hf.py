@@ -26,8 +26,7 @@ from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
 from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.formats import is_coded
-from g4ir.weights.hub import snapshot_of
-from g4ir.weights.origin import CheckpointDirectory, Origin, find_origin
+from g4ir.weights.origin import CheckpointDirectory, Origin, find_origin, snapshot_of
 from g4ir.weights.random import RandomCheckpoint
 
 from .memory_check import param_bytes

@@ -27,8 +27,7 @@ from g4ir.parallel.table import Share
 from g4ir.parallel.unroll import split_name, unroll
 from g4ir.passes import run_program
 from g4ir.quant.rewrite import from_codes, quantised
-from g4ir.weights.pack import Packing, own_params, split_program
-from g4ir.weights.unpack import UnpackedWeights
+from g4ir.weights.pack import Packing, UnpackedWeights, own_params, split_program
 
 from .reference import original_weights
 from .steps import GraphStep

@@ -52,10 +52,8 @@ from g4ir.ui.units import size_text
 from g4ir.weights import pack as packings
 from g4ir.weights.adapter import Adapter, lies_in, with_adapters
 from g4ir.weights.checkpoint import GENERATION, Checkpoint, WeightSource, sha256
-from g4ir.weights.drafter import WithDrafter
-from g4ir.weights.hub import need_snapshot, snapshot_of
-from g4ir.weights.origin import Origin, existing_origin, find_origin
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.origin import Origin, existing_origin, find_origin, need_snapshot, snapshot_of
+from g4ir.weights.random import RandomCheckpoint, WithDrafter
 
 from . import artefact
 from .digests import remembered_digest

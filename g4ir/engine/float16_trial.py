@@ -22,8 +22,8 @@ from g4ir.ops.kv_quant import comparable
 from g4ir.passes.scale_residual import DIVISORS, ScaleOptions, divided_values
 from g4ir.quant.rewrite import quantised
 from g4ir.weights.checkpoint import Checkpoint
-from g4ir.weights.drafter import WithDrafter
 from g4ir.weights.pack import ParamSource, open_table
+from g4ir.weights.random import WithDrafter
 
 from .engine import TOKENIZER, read_tokenizer
 from .parts import embed_rows

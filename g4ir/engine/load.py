@@ -22,8 +22,8 @@ from g4ir.ui.progress import Progress, no_progress, prefixed
 from g4ir.weights import pack as packings
 from g4ir.weights.adapter import Adapter, with_adapters
 from g4ir.weights.checkpoint import Checkpoint
-from g4ir.weights.drafter import random_weights
 from g4ir.weights.origin import Origin, find_origin
+from g4ir.weights.random import random_weights
 
 from .artefact import MANIFEST, Artefact, PackedWeights, RandomWeights, open_artefact, rebuild
 from .digests import has_digest
