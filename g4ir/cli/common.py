@@ -13,8 +13,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import yaml
-
 from g4ir.errors import InputError
 from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.model.draft import DRAFT
@@ -27,6 +25,7 @@ from g4ir.plan.options import BuildOptions
 from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
 from g4ir.ui import console
+from g4ir.ui.files import read_table
 from g4ir.ui.units import parse_count
 
 if TYPE_CHECKING:
@@ -120,9 +119,7 @@ class Parser(argparse.ArgumentParser):
 @cache
 def tables() -> dict[str, Any]:
     """Return what verbs.yaml says."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    found: dict[str, Any] = yaml.load(Path(__file__).with_name("verbs.yaml").read_bytes(), loader)
-    return found
+    return read_table(Path(__file__).with_name("verbs.yaml"))
 
 
 def add_verb(verbs: Any, name: str) -> Parser:

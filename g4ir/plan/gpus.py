@@ -15,9 +15,8 @@ from decimal import Decimal
 from pathlib import Path
 from textwrap import fill
 
-import yaml
-
 from g4ir.errors import InputError
+from g4ir.ui.files import read_table
 
 from .cost import Roof
 
@@ -76,8 +75,7 @@ def parse_bytes(text: str, what: str) -> int:
 
 
 def _known() -> dict[str, Gpu]:
-    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-    rows = yaml.safe_load(text).items()
+    rows = read_table(Path(__file__).with_suffix(".yaml")).items()
     return {
         name: Gpu(name, parse_bytes(memory, name), rate * TERA, flops * TERA, source)
         for name, (memory, rate, flops, source) in rows
