@@ -29,15 +29,10 @@ from g4ir.spec.record import (
     spec_names,
     spec_path,
 )
-from g4ir.spec.rules import READABLE, readable_pattern, shortest_pattern
+from g4ir.spec.rules import READABLE, readable_pattern
 from tests.hub_configs import RELEASED, hub_config
 
 TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
-
-
-def anonymous(spec: Spec) -> Spec:
-    """Without what a config.json does not hold."""
-    return replace(spec, name="x", hub=None, chat="small")
 
 
 # --- shipped files --------------------------------------------------------------------------------
@@ -55,15 +50,9 @@ def test_shipped_spec_is_legal_and_round_trips(name: str, tmp_path: Path) -> Non
     assert again.digest() == spec.digest()
     assert json.loads(json.dumps(spec.to_dict())) == spec.to_dict()
     assert load_spec(spec_path(name)) == spec  # a path works like the name
-
-
-@pytest.mark.parametrize("name", spec_names())
-def test_shipped_spec_follows_the_json_schema(name: str) -> None:
-    schema = json_schema()
-    jsonschema.Draft202012Validator.check_schema(schema)
-    validator = jsonschema.Draft202012Validator(schema)
+    validator = jsonschema.Draft202012Validator(json_schema())
     validator.validate(yaml.safe_load(spec_path(name).read_text()))
-    validator.validate(yaml.safe_load(load_spec(name).to_yaml()))
+    validator.validate(yaml.safe_load(spec.to_yaml()))
 
 
 @pytest.mark.parametrize(
@@ -81,18 +70,10 @@ def test_shipped_spec_follows_the_json_schema(name: str) -> None:
 )
 def test_json_schema_refuses(change: dict[str, Any]) -> None:
     good = {"schema": 1, "extends": "tiny-moe"}
+    jsonschema.Draft202012Validator.check_schema(json_schema())
     validator = jsonschema.Draft202012Validator(json_schema())
     validator.validate(good)
     assert not validator.is_valid(good | change)
-
-
-def test_the_form_of_the_chat_is_data(tmp_path: Path) -> None:
-    forms = {name: load_spec(name).chat for name in RELEASED}
-    large = {"12b": "large", "26b-a4b": "large", "31b": "large"}
-    assert forms == {"e2b": "small", "e4b": "small"} | large
-    wrong = write(tmp_path, "schema: 1\nextends: e2b\nchat: medium\n")
-    with pytest.raises(SpecError, match=r"chat: must be one of small, large|chat.*small.*large"):
-        load_spec(wrong)
 
 
 def test_a_key_that_came_later_changes_no_digest() -> None:
@@ -120,23 +101,31 @@ def variant(tmp_path: Path, body: str) -> Spec:
     return load_spec(write(tmp_path, f"schema: 1\nextends: tiny-moe\ntext:\n{indented}"))
 
 
-@pytest.mark.parametrize(
-    "written, eps",
-    [("1e-6", 1e-6), ("1.0e-06", 1e-6), ("1E-3", 1e-3), (".5", 0.5), ("1", 1.0), ("+2.", 2.0)],
-)
-def test_numbers_that_yaml_reads_as_strings(tmp_path: Path, written: str, eps: float) -> None:
-    got = variant(tmp_path, f"rms_norm_eps: {written}").text.rms_norm_eps
-    assert got == eps and isinstance(got, float)
+READ: list[tuple[str, str, Any]] = [
+    *(("rms_norm_eps", text, 1e-6) for text in ("1e-6", "1.0e-06")),
+    *(("rms_norm_eps", text, float(text)) for text in ("1E-3", ".5", "1", "+2.")),
+    *(("use_double_wide_mlp", text, value) for text, value in {"on": True, "No": False}.items()),
+    ("use_double_wide_mlp", "TRUE", True),
+    *(("vocab_size", text, 262144) for text in ("262_144", "+262144", "262144")),
+    ("pattern", "[sliding, sliding, full, sliding, sliding, full]", (SLIDING, SLIDING, FULL)),
+]
 
 
-@pytest.mark.parametrize("written, value", [("on", True), ("No", False), ("TRUE", True)])
-def test_booleans(tmp_path: Path, written: str, value: bool) -> None:
-    assert variant(tmp_path, f"use_double_wide_mlp: {written}").text.use_double_wide_mlp is value
+@pytest.mark.parametrize(("key", "written", "value"), READ)
+def test_values_are_read_by_the_type_of_the_field(
+    key: str, written: str, value: Any, tmp_path: Path
+) -> None:
+    """Though YAML takes 1e-6 for a string; patterns compare by what they mean."""
+    got = getattr(variant(tmp_path, f"{key}: {written}").text, key)
+    assert got == value and type(got) is type(value)
 
 
-@pytest.mark.parametrize("written", ["262_144", "+262144", "262144"])
-def test_integers(tmp_path: Path, written: str) -> None:
-    assert variant(tmp_path, f"vocab_size: {written}").text.vocab_size == 262144
+@pytest.mark.parametrize("long, short", [("bfloat16", "bf16"), ("float16", "f16"), ("f32", "f32")])
+def test_dtype_spellings_in_a_file_that_another_extends(
+    tmp_path: Path, long: str, short: str
+) -> None:
+    write(tmp_path, f"schema: 1\nextends: e2b\ndtype: {long}\n", "base.yaml")
+    assert load_spec(write(tmp_path, "schema: 1\nextends: base.yaml\n")).dtype == short
 
 
 def test_every_key_has_a_description() -> None:
@@ -144,38 +133,6 @@ def test_every_key_has_a_description() -> None:
     texts = {(n, k): p.get("description", "") for n, d in defs for k, p in d["properties"].items()}
     assert len(texts) > 100
     assert {key: text for key, text in texts.items() if not 8 < len(text) < 100} == {}
-
-
-@pytest.mark.parametrize("long, short", [("bfloat16", "bf16"), ("float16", "f16"), ("f32", "f32")])
-def test_dtype_spellings(tmp_path: Path, long: str, short: str) -> None:
-    assert load_spec(write(tmp_path, f"schema: 1\nextends: e2b\ndtype: {long}\n")).dtype == short
-
-
-def test_patterns_compare_by_what_they_mean(tmp_path: Path) -> None:
-    whole = variant(tmp_path, "pattern: [sliding, sliding, full, sliding, sliding, full]")
-    short = variant(tmp_path, "pattern: [sliding, sliding, full]")
-    assert whole == short
-    assert whole.text.pattern == (SLIDING, SLIDING, FULL)
-
-
-def test_pattern_is_cut(tmp_path: Path) -> None:
-    text = variant(tmp_path, "num_hidden_layers: 2\npattern: [sliding, full, full, sliding]").text
-    assert text.layer_types == (SLIDING, FULL)
-
-
-@pytest.mark.parametrize(
-    "kinds, pattern",
-    [("f", "f"), ("ff", "f"), ("sf", "sf"), ("ssfssfsf", "ssfssfsf"), ("ssfss", "ssf")],
-)
-def test_shortest_pattern(kinds: str, pattern: str) -> None:
-    assert shortest_pattern(tuple(kinds)) == tuple(pattern)
-
-
-def test_last_sliding_layer_becomes_full(tmp_path: Path, caplog: Any) -> None:
-    with caplog.at_level(logging.WARNING):
-        spec = variant(tmp_path, "pattern: [sliding]")
-    assert spec.text.layer_types == (SLIDING,) * 5 + (FULL,)
-    assert "becomes a full one" in caplog.text
 
 
 ENDS_SLIDING = "num_hidden_layers: 40\npattern: [sliding, full, sliding, sliding, sliding]\n"
@@ -242,11 +199,6 @@ def test_extends_overrides_deeply(tmp_path: Path) -> None:
     assert spec.vision is None
 
 
-def test_extends_a_file_beside_it(tmp_path: Path) -> None:
-    write(tmp_path, "schema: 1\nextends: e2b\ndtype: f32\n", "base.yaml")
-    assert load_spec(write(tmp_path, "schema: 1\nextends: base.yaml\n")).dtype == "f32"
-
-
 # --- refusals -------------------------------------------------------------------------------------
 
 
@@ -292,13 +244,6 @@ def test_hf_round_trip(name: str, tmp_path: Path) -> None:
     assert Spec.from_hf(tmp_path / "config.json").name == Spec.from_hf(tmp_path).name
 
 
-def test_reading_does_not_change_the_dict() -> None:
-    config = hub_config("e2b")
-    before = deepcopy(config)
-    Spec.from_hf(config)
-    assert config == before
-
-
 def saved_by_transformers(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The config.json that transformers writes after it has read this one."""
     from transformers import AutoConfig
@@ -330,16 +275,6 @@ def test_defaults_of_missing_keys_are_those_of_transformers(tmp_path: Path) -> N
             bare |= {"vision_config": {}, "audio_config": {}}
         saved = saved_by_transformers(deepcopy(bare), tmp_path / kind)
         assert diff_specs(Spec.from_hf(bare, "x"), Spec.from_hf(saved, "x")) == []
-
-
-def test_kv_heads_of_full_layers_without_k_eq_v(tmp_path: Path) -> None:
-    spec = load_spec("tiny-ple")  # 2 and 1 heads, no K=V: only per_layer_config can say it
-    config = spec.to_hf()
-    assert config["per_layer_config"] == {
-        "3": {"head_dim": 64, "num_key_value_heads": 1},
-        "7": {"head_dim": 64, "num_key_value_heads": 1},
-    }
-    assert Spec.from_hf(config).text.full.num_key_value_heads == 1
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:
@@ -447,4 +382,4 @@ def test_composite_without_towers_drops_media_ids_outside_the_vocabulary() -> No
 )
 def test_housekeeping_is_ignored(path: str, value: Any) -> None:
     spec = Spec.from_hf(nested(hub_config("e2b"), path, value), name="e2b")
-    assert anonymous(spec) == anonymous(load_spec("e2b"))
+    assert diff_specs(spec, replace(load_spec("e2b"), hub=None, chat="small")) == []

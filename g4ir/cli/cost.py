@@ -13,10 +13,9 @@ from g4ir.errors import InputError
 from g4ir.ir.graph import Graph
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
-from g4ir.model.towers import is_tower
+from g4ir.model.towers import PARTS, is_tower
 from g4ir.plan.cost import (
     Cost,
-    NodeCost,
     Roof,
     Step,
     by_kind,
@@ -46,12 +45,9 @@ NOTE = (
 
 #: phase -> options that say nothing about it
 MEANINGLESS: dict[str, tuple[str, ...]] = {
-    "decode": ("prefill_chunk",),
-    "verify": ("prefill_chunk",),
-    "draft": ("prefill_chunk",),
+    **dict.fromkeys(("decode", VERIFY, DRAFT), ("prefill_chunk",)),
     "embed": ("context",),
-    "vision": ("prefill_chunk", "context", "batch"),
-    "audio": ("prefill_chunk", "context", "batch"),
+    **dict.fromkeys(PARTS, ("prefill_chunk", "context", "batch")),
 }
 
 
@@ -67,7 +63,9 @@ def cost(args: argparse.Namespace) -> int:
         find_format(weights)
     costs = graph_costs(graph, B=step.B, S=step.S, C=step.C, weights=weights)
     if args.layer is not None:
-        costs = _of_layer(costs, graph, args.layer)
+        costs = [c for c in costs if in_layer(c.node, args.layer)]
+        if not costs:
+            raise no_layer(graph, args.layer)
     report: dict[str, Any] = {
         "variant": spec.name,
         "phase": graph.name,
@@ -166,31 +164,15 @@ def _roof(args: argparse.Namespace) -> Roof | None:
     )
 
 
-def _of_layer(costs: Sequence[NodeCost], graph: Graph, layer: int) -> list[NodeCost]:
-    found = [c for c in costs if in_layer(c.node, layer)]
-    if not found:
-        raise no_layer(graph, layer)
-    return found
-
-
 def _dtype(graph: Graph) -> str:
     return Counter(v.type.dtype for v in graph.params).most_common(1)[0][0]
 
 
 def _row(cost: Cost, roof: Roof | None) -> dict[str, Any]:
-    row: dict[str, Any] = asdict(cost)
-    if roof:
-        f = floor(cost, roof)
-        row |= {
-            "memory_s": f.memory_s,
-            "compute_s": f.compute_s,
-            "floor_s": f.seconds,
-            "bound": f.bound,
-        }
-    return row
-
-
-# --- text -------------------------------------------------------------------------------------
+    if roof is None:
+        return asdict(cost)
+    f = floor(cost, roof)
+    return {**asdict(cost), **asdict(f), "floor_s": f.seconds, "bound": f.bound}
 
 
 def _lines(report: dict[str, Any], found: Sequence[Gain] = ()) -> Iterable[str]:

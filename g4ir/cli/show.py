@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,14 +37,10 @@ from .graphs import (
 from .kernels import scheduled
 from .specs import any_spec
 
-#: options of `--timeline` alone
-TIMELINE_OPTIONS = ("batch", "context", "prefill_chunk", "gpu", "plot", "constants")
 #: what goes with `--ops`; the rest chooses a graph, or something else to show
 WITH_OPS = ("ops", "json", "trace", "command")
 #: one token of one row
 ONE = {"B": 1, "S": 1, "M": 1, "C": 1}
-#: at most one of these
-VIEWS = ("timeline", "why", "collectives")
 
 
 NOTE = """\
@@ -55,19 +50,12 @@ units of a sum"""
 
 
 def _check(args: argparse.Namespace) -> None:
-    views = [v for v in VIEWS if getattr(args, v)]
-    for name in TIMELINE_OPTIONS:
-        if getattr(args, name) is not None and not args.timeline:
-            verbs = "" if name in ("plot", "constants") else ", or the verb cost or kernels"
-            raise InputError(f"{flag_of(name)} needs --timeline{verbs}")
     if args.collectives and ranks_of(args) is None:
         raise InputError("--collectives needs --tp N: a single rank has no collectives")
     if args.against and ranks_of(args) is not None:
         raise InputError(
             "--compare compares one rank alone: leave out --tp, or give an engine of one rank"
         )
-    if len(views) > 1:
-        raise InputError(f"give --{views[0]} or --{views[1]}, not both")
 
 
 def show(args: argparse.Namespace) -> int:
@@ -92,24 +80,22 @@ def show(args: argparse.Namespace) -> int:
 
 
 def _show_why(args: argparse.Namespace) -> int:
-    if args.after is not None:
-        raise InputError("give --why or --after, not both")
     find_pass(args.why)
     graph, skip = given_graph(args)
     rows: list[dict[str, str]] = []
+
+    def note(name: str, value: str, reason: str) -> None:
+        if name == args.why and (args.layer is None or in_layer(value, args.layer)):
+            rows.append({"value": f"%{value}", "reason": reason})
+
     if args.why in skip:
         rows.append({"value": graph.name, "reason": f"{args.why} is skipped"})
     else:
-
-        def note(name: str, value: str, reason: str) -> None:
-            if name == args.why and (args.layer is None or in_layer(value, args.layer)):
-                rows.append({"value": f"%{value}", "reason": reason})
-
         run_passes(graph, skip=skip, until=args.why, note=note, options=pass_options(args))
     if args.json:
         emit(rows)
-    for row in () if args.json else rows:
-        print(f"{row['value']}: {row['reason']}")
+    else:
+        print("".join(f"{row['value']}: {row['reason']}\n" for row in rows), end="")
     if not rows:
         console.say(f"{args.why} found no candidate in graph {graph.name}")
     return 0
@@ -142,15 +128,15 @@ def _show_collectives(args: argparse.Namespace, graph: Graph) -> int:
 
 def _show_ops(args: argparse.Namespace) -> int:
     given = [n for n, v in vars(args).items() if v not in (None, []) and v is not False]
-    others = [n for n in given if n not in WITH_OPS]
-    if others:
-        flags = ["the engine" if n == "engine" else f"--{n.replace('_', '-')}" for n in others]
+    if others := [n for n in given if n not in WITH_OPS]:
+        flags = ["the engine" if n == "engine" else flag_of(n) for n in others]
         raise InputError(f"--ops shows the ops of every graph: leave out {', '.join(flags)}")
+    facts = [_op_facts(o) for o in OPS.values()]
     if args.json:
-        emit([_op_facts(o) for o in OPS.values()])
+        emit(facts)
         return 0
     head = ("op", "kind", "rounded", "summed", "has", "meaning")
-    print(aligned([head, *map(_op_line, OPS.values())], indent=0, left=len(head)), end="")
+    print(aligned([head, *map(_op_line, facts)], indent=0, left=len(head)), end="")
     print(NOTE)
     return 0
 
@@ -175,8 +161,6 @@ def _layer_text(graph: Graph, layer: int) -> str:
 def _show_diff(args: argparse.Namespace) -> int:
     """Print a diff. A pass is there to change something: exit 0. Two variants: exit 1 where they
     differ, as `specs diff` and diff(1)."""
-    if args.why:
-        raise InputError("give --diff or --compare, or --why")
     a, b = _stages(args) if args.against is None else _variants(args)
     if args.layer is not None and not any(_has_layer(g, args.layer) for g in (a, b)):
         raise no_layer(a, args.layer)
@@ -223,7 +207,7 @@ def _op_facts(o: Op) -> dict[str, Any]:
     """Return what the record says; `kind` is null where it follows from the first result's name."""
     return {
         "op": o.name,
-        "meaning": _meaning(o),
+        "meaning": " ".join(o.doc.split("\n\n")[0].split()),
         "operands": _operands(o),
         "attributes": dict(o.attrs),
         "kind": o.kind,
@@ -246,20 +230,11 @@ def _operands(o: Op) -> list[str]:
     return found
 
 
-def _meaning(o: Op) -> str:
-    return " ".join(o.doc.split("\n\n")[0].split())
-
-
-def _op_line(o: Op) -> tuple[str, ...]:
-    notes = {
-        "expansion": o.expand is not None,
-        "caches": bool(o.updates),
-        "workspace": o.workspace is not None,
-        "view": o.glue,
-    }
-    has = ", ".join(name for name, held in notes.items() if held)
-    errors = (str(n) if n else "-" for n in (o.budget.rounded, o.budget.summed))
-    return o.name, o.kind or "by name", *errors, has, _meaning(o)
+def _op_line(facts: dict[str, Any]) -> tuple[str, ...]:
+    notes = {"expansion": "fused", "caches": "writes_caches", "workspace": "workspace"}
+    has = ", ".join(name for name, key in {**notes, "view": "view"}.items() if facts[key])
+    errors = (str(facts["budget"][key] or "-") for key in ("rounded", "summed"))
+    return facts["op"], facts["kind"] or "by name", *errors, has, facts["meaning"]
 
 
 def _show_timeline(args: argparse.Namespace, graph: Graph) -> int:
@@ -315,20 +290,14 @@ def _launch_lines(p: Any) -> list[Line]:
     groups: dict[str, list[Any]] = {}
     for x in p.launches:
         groups.setdefault(x.kernel, []).append(x)
-    whole = sum(p.us)
-
-    def line(name: str, found: Sequence[Any]) -> Line:
-        us, nbytes = _middle(found), sum(x.nbytes for x in found)
-        moved = si(nbytes, "B") if nbytes else ""
-        share = f"{200 * us / whole:.0f} %"
-        return [name, str(len(found)), moved, f"{us / len(found):.2f}", f"{us:.0f}", share]
-
-    ordered = sorted(groups.items(), key=lambda item: -_middle(item[1]))
-    return [line(name, found) for name, found in ordered]
-
-
-def _middle(found: Sequence[Any]) -> float:
-    return sum(sum(x.us) for x in found) / 2
+    times = {name: sum(sum(x.us) for x in found) / 2 for name, found in groups.items()}
+    lines: list[Line] = []
+    for name in sorted(groups, key=lambda name: -times[name]):
+        us, count = times[name], len(groups[name])
+        nbytes = sum(x.nbytes for x in groups[name])
+        moved, share = si(nbytes, "B") if nbytes else "", f"{200 * us / sum(p.us):.0f} %"
+        lines.append([name, str(count), moved, f"{us / count:.2f}", f"{us:.0f}", share])
+    return lines
 
 
 def _timeline_facts(p: Any, variant: str, rows: int, context: int) -> dict[str, Any]:

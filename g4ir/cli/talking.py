@@ -28,11 +28,11 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def check_talk(args: argparse.Namespace) -> None:
-    """Raise InputError for flags of a conversation that are wrong whatever the engine."""
-    if args.think_budget is not None and not args.think:
-        raise InputError("--think-budget is for --think, which is not given")
+    """Raise an error for a conversation that cannot be, before weights are loaded."""
     if (args.think_budget or 0) < 0:
         raise InputError(f"--think-budget {args.think_budget}: expected 0 or more tokens")
+    if vars(args).get("chat", True):
+        _check_turns(Path(args.engine))
 
 
 def check_draft(args: argparse.Namespace) -> None:
@@ -74,12 +74,11 @@ def tally_text(tally: AcceptanceStats | None) -> str:
     return f"; {told['tokens_per_round']:.2f} tokens a round{right}"
 
 
-def check_turns(path: str) -> None:
-    """Raise for an engine that cannot chat, before its weights are loaded: EngineError without a
-    tokenizer, InputError if the tokenizer has no turns."""
+def _check_turns(folder: Path) -> None:
+    """Raise for an engine that cannot chat: EngineError without a tokenizer, InputError if the
+    tokenizer has no turns."""
     from g4ir.engine.engine import TOKENIZER, read_tokenizer
 
-    folder = Path(path)
     file = folder / TOKENIZER
     if file.is_file():
         check_chats(Vocabulary(read_tokenizer(file, file.read_bytes())), folder)
@@ -190,9 +189,8 @@ def _harmless(c: str) -> str:
 
 
 def _ended(turn: Turn) -> str:
-    if turn.finish_reason == "interrupted":
-        return "interrupted"
-    return f"ended by {turn.finish_reason}"
+    reason = turn.finish_reason
+    return reason if reason == "interrupted" else f"ended by {reason}"
 
 
 def short_summary(turn: Turn, room: int) -> str:

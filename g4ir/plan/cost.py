@@ -1,15 +1,12 @@
 """The cost of a graph: FLOPs and bytes of every node, and the least time they take.
 
-A node's FLOPs and the bytes that it reads and writes come from its op (`flops`, `traffic`). This
-module says how large the operands are at one step and what the bytes belong to: a param is weight
-traffic, a cache is state traffic, the rest are activations. A fused op is opened (ir/flatten.py):
-it costs what its parts cost, but moves each operand once, and nothing in between. Nothing here runs
-a graph or needs torch.
+FLOPs and bytes of a node are those of its op (`flops`, `traffic`). Bytes of a param are weight
+traffic, those of a cache state traffic, the rest activations. A fused op is opened
+(ir/flatten.py): it costs what its parts cost, but moves each operand once, and nothing in between.
 
-Dims at a step of S tokens per row (M in a graph that verifies) on B rows whose caches hold C tokens
-each: a cache has min(its slots, C) slots in use before it is written, min(its slots, C + S) after.
-Weights are read once per step. A node that depends on params alone costs nothing: it runs once, at
-build.
+At a step of S tokens per sequence (M in a graph that verifies) on B sequences whose caches hold C
+tokens each, a cache has min(its slots, C) slots in use before it is written, min(its slots, C + S)
+after. Weights are read once per step. The weight prologue costs nothing: it runs once, at build.
 """
 
 from __future__ import annotations
@@ -29,8 +26,6 @@ from g4ir.ops.base import KINDS, nothing
 from g4ir.ops.types import ITEMSIZE, Type
 
 from .formats import find_format
-
-# --- sums -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -90,9 +85,6 @@ def kind_of(n: Node) -> str:
     """Return one of KINDS: that of a fused op's heaviest part. Passes keep the names of values, so
     a product keeps its kind."""
     return n.definition.kind or kind_of_name(n.outputs[0].name) or "other"
-
-
-# --- steps ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -155,8 +147,8 @@ def _positive(name: str, value: int) -> None:
 
 
 class _Meter:
-    """The costs of a graph's nodes at any step. Layers repeat each other: of nodes that cost the same
-    at every step one is computed."""
+    """The costs of a graph's nodes at any step. Layers repeat each other: of nodes that cost the
+    same at every step one is computed."""
 
     def __init__(self, g: Graph, experts: float | None, weights: str | None) -> None:
         if experts is not None and not experts > 0:
@@ -267,9 +259,6 @@ def _owners(n: Node, nodes: Iterable[Node]) -> dict[str, Value]:
         if m.definition.traffic is nothing and m.inputs[0].name in owners:
             owners = {v.name: owners[m.inputs[0].name] for v in m.outputs} | owners
     return owners
-
-
-# --- the roof ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,8 @@
-"""GPUs by name: memory, bandwidth and matmul rate from public data sheets, and sizes in bytes.
+"""GPUs by name, from public data sheets (gpus.yaml), and sizes in bytes.
 
-`memory_bytes` is what the driver reports as the card's total (the MiB that nvidia-smi prints),
-which is what a program can plan with; where that figure is not known for sure it is the size the
-card is sold with, in GB, and `source` says "as sold". The rates are the vendor's peaks: bf16
-(float16 on a card without bf16) with fp32 accumulation, without sparsity. `g4ir bench` measures
-what a card reaches.
+`memory_bytes` is the card's total as the driver reports it, or, if its `source` says "as sold", the
+size it is sold with, in GB. The rates are the vendor's peaks: bf16 (float16 on a card without) with
+fp32 accumulation, without sparsity. `g4ir bench` measures what a card reaches.
 """
 
 from __future__ import annotations
