@@ -63,6 +63,19 @@ SPARE = {p.values[0] for p in few(ALL) if p.marks} - {"31b-small"}
 SHORT = [pytest.param(*c, marks=[pytest.mark.full] * (c[0] in SPARE)) for c in CASES]
 
 
+def test_the_cases_have_every_kind() -> None:
+    raw, value = ([find(n) for n, f in CASES if f == form] for form in ("raw", "value"))
+    for specs in (raw, value):
+        tied = [(s, x) for s in specs for x in s.layers() if x.attention.k_eq_v]
+        assert {x.kind for _, x in tied} == {SLIDING, FULL}
+        assert any(x.donor is not None for _, x in tied)
+        assert any(x.attention.rope.factor for _, x in tied)
+    assert any(s.text.attn_logit_softcapping for s in raw)
+    assert any(s.text.num_attention_heads > 4 for s in value)
+    rotated = {n for n, f in CASES if f == "raw"} - {n for n, f in CASES if f == "value"}
+    assert rotated, "the form `value` leaves a layer whose dims are all rotated"
+
+
 # --- the interpreter --------------------------------------------------------------------------
 
 
@@ -217,17 +230,22 @@ def test_the_nearest_measurement_counts(
     assert choose_form(load_spec(spec), device, dtype, max_seq) == form
 
 
-LAYER = "device: cpu, dtype: bf16, head_dim: 512, rotated: 128, group: 8"
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("measured: [", "no table"),
         ("rows: []", "rows: unknown key"),
         ("measured: [{device: cpu}]", r"measured\[0\].dtype: is missing"),
-        (f"measured: [{{{LAYER}, context: 9, form: half}}]", "form: must be off or value or raw"),
-        (f"measured: [{{{LAYER}, context: 0, form: raw}}]", "context: must be at least 1"),
+        (
+            "measured: [{device: cpu, dtype: bf16, head_dim: 512, rotated: 128, group: 8, "
+            "context: 8192, form: half}]",
+            r"form: must be off or value or raw.*found 'half'",
+        ),
+        (
+            "measured: [{device: cpu, dtype: bf16, head_dim: 512, rotated: 128, group: 8, "
+            "context: 0, form: raw}]",
+            r"context: must be at least 1, found '0'",
+        ),
     ],
 )
 def test_a_damaged_table_is_named(text: str, message: str, tmp_path: Path) -> None:
@@ -236,3 +254,19 @@ def test_a_damaged_table_is_named(text: str, message: str, tmp_path: Path) -> No
     with pytest.raises(SpecError, match=message) as e:
         read_table(file)
     assert str(file) in str(e.value)
+
+
+def test_an_engine_keeps_its_form(tmp_path: Path) -> None:
+    """`auto` where nothing was measured is plain; the manifest's graphs say what was built."""
+    for form in (None, "raw"):
+        options = {"latent_kv": form} if form else {}
+        engine = g4ir.build(
+            "tiny-dense",
+            tmp_path / str(form),
+            random_weights=0,
+            backend="reference",
+            max_seq=64,
+            **options,
+        )
+        read = any(engine.program.graphs["decode"].find("attention_latent"))
+        assert read == (form is not None)

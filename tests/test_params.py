@@ -1,4 +1,4 @@
-"""Names and shapes of tensors against the reference's own modules."""
+"""Names and shapes of tensors against the reference's own modules, and sums of them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,26 @@ from typing import Any
 
 import pytest
 
-from g4ir.model.tensors import text_tensors, tower_tensors
+from g4ir.model.tensors import dead_tensors, numel, text_tensors, tower_tensors
+from g4ir.plan.count import counts
+from g4ir.plan.formats import weight_sizes
 from g4ir.spec.record import Spec, load_spec
 
 RELEASED = ("e2b", "e4b", "12b", "26b-a4b", "31b")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", RELEASED)
+def test_parts_are_the_tables(name: str, tied: bool) -> None:
+    spec = load_spec(name)
+    spec = replace(spec, text=replace(spec.text, tie_word_embeddings=tied))
+    count = counts(spec)
+    assert count.text == numel(text_tensors(spec)) == weight_sizes(spec, spec.dtype).total // 2
+    assert count.loaded - count.text == numel(tower_tensors(spec))
+    assert weight_sizes(spec, "f32").total == 4 * count.text
+
+
+# --- against the reference's own modules --------------------------------------------------------
 
 
 def shrunk(name: str) -> Spec:
@@ -59,3 +75,15 @@ def test_names_and_shapes_are_those_of_transformers(name: str) -> None:
     if name == "12b":
         towers = {reference_name(k): v for k, v in towers.items()}
     assert text | towers == theirs
+
+
+def test_dead_tensors_are_k_and_v_of_shared_layers() -> None:
+    spec = load_spec("tiny-ple")
+    dead = dead_tensors(spec)
+    assert {name.split(".")[1] for name in dead} == {"4", "5", "6", "7"}
+    assert dead["layers.4.self_attn.k_proj.weight"] == (64, 64)
+    assert dead["layers.7.self_attn.k_norm.weight"] == (64,)
+    assert not dead.keys() & text_tensors(spec).keys()
+
+
+# --- caches -------------------------------------------------------------------------------------

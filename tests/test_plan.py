@@ -309,21 +309,12 @@ def program_of(name: str, dtype: str, form: str) -> Program:
     return run_program(built, options=PassOptions((LatentOptions(form),)))
 
 
-FLAGS = {
-    "--max-seq": "max_seq",
-    "--max-batch": "max_batch",
-    "--prefill-chunk": "prefill_chunk",
-    "--dtype": "dtype",
-    "--ple-placement": "ple_placement",
-}
-
-
 def advised(message: str) -> list[dict[str, Any]]:
     """The settings that a refusal names: alternatives, or one that takes all of them."""
     names = {"bfloat16": "bf16", "float16": "f16"}
     found = [
-        {FLAGS[flag]: int(value) if value.isdigit() else names.get(value, value)}
-        for flag, value in re.findall(r"(--[a-z-]+) (\w+)", message.partition("short; ")[2])
+        {flag.replace("-", "_"): int(value) if value.isdigit() else names.get(value, value)}
+        for flag, value in re.findall(r"--([a-z-]+) (\w+)", message.partition("short; ")[2])
     ]
     if "all of these together" in message:
         found = [{k: v for f in found for k, v in f.items()}]
@@ -378,27 +369,12 @@ def ok(*words: str | Path) -> str:
     return outcome.out
 
 
-KEYS = """
-blocks cache device drafts dtype fits hub kv_dtype latent layers max_context media parameters
-ple_parameters ple_placement prefill_chunk ranks rows schema skipped_passes spec_digest variant
-weights
-"""
-PART_KEYS = {
-    "weights": "device format head host layers mapped nominal ple_table token_table total towers",
-    "cache": "naive_per_token per_token window built_per_token built_window",
-    "rows": "ctx batch naive planned built activations workspace",
-    "fits": """
-        cells device max_batch max_context memory ple_placement ranks reserve weight_bytes weights
-    """,
-}
-
-
 def test_json_keeps_its_keys() -> None:
     """Scripts read them: a change of one raises SCHEMA."""
     found = json.loads(ok("--variant", "e2b", "--gpu", "h100-80gb", "--json"))
     assert found["schema"] == SCHEMA == 1
-    assert found.keys() == set(KEYS.split())
-    for key, names in PART_KEYS.items():
+    assert found.keys() == set(CASES["keys"].split())
+    for key, names in CASES["keys of parts"].items():
         part = found[key] if isinstance(found[key], dict) else found[key][0]
         assert part.keys() == set(names.split())
 

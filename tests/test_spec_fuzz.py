@@ -241,19 +241,17 @@ def geometry(draw: Callable[..., Any], heads: int) -> dict[str, Any]:
     }
 
 
+def drawn(text: dict[str, Any]) -> Spec:
+    tokens = {"bos": 2, "eos": [1], "pad": 0}
+    tree = {"schema": 1, "name": "drawn", "model_type": "gemma4", "dtype": "f32"}
+    return load_text(yaml.safe_dump({**tree, "text": text, "tokens": tokens}).encode())
+
+
 # Each example is loaded, written and loaded again, as YAML and as a config.
 @settings(max_examples=settings.default.max_examples // 4)
 @given(legal_text())
 def test_every_legal_combination_loads(text: dict[str, Any]) -> None:
-    tree = {
-        "schema": 1,
-        "name": "drawn",
-        "model_type": "gemma4",
-        "dtype": "f32",
-        "text": text,
-        "tokens": {"bos": 2, "eos": [1], "pad": 0},
-    }
-    spec = load_text(yaml.safe_dump(tree).encode())
+    spec = drawn(text)
     consistent(spec)
     uniform = replace(
         spec.text,
@@ -289,9 +287,7 @@ def structure(spec: Spec) -> dict[str, Any]:
 @given(legal_text())
 def test_every_legal_spec_shrinks(text: dict[str, Any]) -> None:
     """To a legal one of the same structure with no more layers."""
-    tokens = {"bos": 2, "eos": [1], "pad": 0}
-    tree = {"schema": 1, "name": "drawn", "model_type": "gemma4", "dtype": "f32"}
-    spec = load_text(yaml.safe_dump({**tree, "text": text, "tokens": tokens}).encode())
+    spec = drawn(text)
     small = shrink(spec)
     consistent(small)
     assert small.text.num_hidden_layers <= spec.text.num_hidden_layers

@@ -17,18 +17,8 @@ from g4ir.spec.reader import did_you_mean
 from g4ir.ui import console
 from g4ir.ui.paths import cache_root, private
 
+from . import talking
 from .common import emit, load_to_generate, tables
-from .talking import (
-    DIM,
-    PLAIN,
-    Screen,
-    begun,
-    check_draft,
-    check_talk,
-    declare,
-    short_summary,
-    summary,
-)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,17 +39,17 @@ _BLOCK = re.compile(rf"\s*(/\w+\s+)?{QUOTES}")
 
 def chat(args: argparse.Namespace) -> int:
     """Talk with an engine."""
-    check_draft(args)
+    talking.check_draft(args)
     if sys.stdin is None:
         raise InputError("stdin is closed, and messages are read from it")
     for kind, path in args.media:
         check_there(kind, path)
-    check_talk(args)
+    talking.check_talk(args)
     terminal = sys.stdin.isatty() and sys.stdout.isatty() and not args.json
     with console.Progress() as progress:
         engine = load_to_generate(args, progress)
         try:
-            talk = begun(engine, args)
+            talk = talking.begun(engine, args)
             progress.stop()
             try:
                 return _talk(talk, args, terminal)
@@ -82,9 +72,6 @@ def _talk(talk: ChatSession, args: argparse.Namespace, terminal: bool) -> int:
     with history():
         repl.run(typed)
     return 0
-
-
-# --- lines ------------------------------------------------------------------------------------
 
 
 #: returns a line for a prompt, None after the last
@@ -165,15 +152,12 @@ def history() -> Iterator[None]:
                 place.chmod(0o600)
 
 
-# --- commands ---------------------------------------------------------------------------------
-
-
 class Repl:
     """Takes messages, commands and answers of tools, one after the other."""
 
     def __init__(self, talk: ChatSession, terminal: bool, json: bool = False) -> None:
         self.talk, self.terminal, self.json = talk, terminal, json
-        self.screen = Screen(terminal)
+        self.screen = talking.Screen(terminal)
         #: whether something was refused
         self.failed = False
         self._stats, self._leaves = "short", False
@@ -237,8 +221,6 @@ class Repl:
         else:
             getattr(self, command)(rest)
 
-    # --- answers ------------------------------------------------------------------------------
-
     def _answer(self, ask: Callable[[Any], Turn]) -> None:
         """Show an answer; Ctrl-C ends it."""
         stop = {signal.SIGINT: lambda number, frame: self.talk.stop()} if self.terminal else {}
@@ -252,15 +234,13 @@ class Repl:
         if not self.terminal:
             return
         if made := STATS[self._stats]:
-            print(f"{DIM}{made(turn, self.talk.engine.limits.max_seq)}{PLAIN}")
+            print(f"{talking.DIM}{made(turn, self.talk.engine.limits.max_seq)}{talking.PLAIN}")
         elif turn.finish_reason == "interrupted":
             self._tell("interrupted")
         if turn.full:
             self._tell("the context is full: /save FILE keeps the conversation, /clear begins anew")
         elif turn.nothing:
             self._tell("nothing was said yet: your message was taken back")
-
-    # --- what commands do ---------------------------------------------------------------------
 
     def attach(self, kind: str, path: str) -> None:
         """Read a file for the next message."""
@@ -277,7 +257,7 @@ class Repl:
         if text == "off":
             self.talk.set_tools(None)
         else:
-            declare(self.talk, _path(text))
+            talking.declare(self.talk, _path(text))
 
     def think(self, text: str) -> None:
         if text not in ("on", "off") and not re.fullmatch("[0-9]{1,9}", text):
@@ -378,7 +358,7 @@ def _path(text: str) -> str:
 
 #: what is shown after an answer
 STATS: dict[str, Callable[[Turn, int], str] | None] = {
-    "on": summary,
-    "short": short_summary,
+    "on": talking.summary,
+    "short": talking.short_summary,
     "off": None,
 }

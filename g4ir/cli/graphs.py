@@ -20,14 +20,7 @@ from g4ir.parallel.shard import shard
 from g4ir.passes import GPU_ROWS, PassOptions, find_pass, run_passes
 from g4ir.passes.latent_kv import FORMS, PLAIN
 from g4ir.passes.plan_cache import RingOptions
-from g4ir.plan.resolve import (
-    find_activations,
-    find_divisor,
-    find_draft_tokens,
-    find_kv_dtype,
-    find_latent,
-)
-from g4ir.plan.resolve import pass_options as pass_arguments
+from g4ir.plan import resolve
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
@@ -193,12 +186,12 @@ def pass_options(args: argparse.Namespace) -> PassOptions:
         raise InputError(f"--latent-kv {args.latent_kv!r}: expected one of {', '.join(FORMS)}")
     if args.engine is None:
         spec = spec_of(args)
-        kv = find_kv_dtype(args.kv_dtype, spec.dtype)
-        form = find_latent(args.latent_kv or PLAIN, spec, "cpu", spec.dtype, 1, kv)
-        activations = find_activations(args.quant_activations)
+        kv = resolve.find_kv_dtype(args.kv_dtype, spec.dtype)
+        form = resolve.find_latent(args.latent_kv or PLAIN, spec, "cpu", spec.dtype, 1, kv)
+        activations = resolve.find_activations(args.quant_activations)
         drafted, rows = drafted_tokens(args), _gpu_rows(args)
-        divisor = find_divisor(1 if args.residual_scale is None else args.residual_scale)
-        return pass_arguments(form, kv, activations, drafted, gpu_rows=rows, divisor=divisor)
+        divisor = resolve.find_divisor(1 if args.residual_scale is None else args.residual_scale)
+        return resolve.pass_options(form, kv, activations, drafted, gpu_rows=rows, divisor=divisor)
     return stored(args).manifest.options
 
 
@@ -221,7 +214,7 @@ def drafted_tokens(args: argparse.Namespace) -> int:
         raise InputError(
             "--draft-tokens 0: --phase verify shows a step over 1 drafted token or more"
         )
-    return find_draft_tokens(given, spec_of(args).text.max_position_embeddings)
+    return resolve.find_draft_tokens(given, spec_of(args).text.max_position_embeddings)
 
 
 def stored(args: argparse.Namespace) -> Artefact:

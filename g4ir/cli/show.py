@@ -21,19 +21,8 @@ from g4ir.ui.plots import check_plot, plot_launches
 from g4ir.ui.table import Line, aligned
 from g4ir.ui.units import count_text, si, size_text
 
+from . import graphs
 from .common import emit, flag_of
-from .graphs import (
-    check_graph,
-    chosen_graph,
-    engine_media,
-    given_graph,
-    in_layer,
-    no_layer,
-    pass_options,
-    plain_graph,
-    ranks_of,
-    spec_of,
-)
 from .kernels import scheduled
 from .specs import any_spec
 
@@ -50,9 +39,9 @@ units of a sum"""
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.collectives and ranks_of(args) is None:
+    if args.collectives and graphs.ranks_of(args) is None:
         raise InputError("--collectives needs --tp N: a single rank has no collectives")
-    if args.against and ranks_of(args) is not None:
+    if args.against and graphs.ranks_of(args) is not None:
         raise InputError(
             "--compare compares one rank alone: leave out --tp, or give an engine of one rank"
         )
@@ -62,14 +51,14 @@ def show(args: argparse.Namespace) -> int:
     """Print a graph, or what is asked of it."""
     if args.ops:
         return _show_ops(args)
-    check_graph(args)
+    graphs.check_graph(args)
     _check(args)
     args.gpu_kernels = args.timeline
     if args.diff or args.against is not None:
         return _show_diff(args)
     if args.why:
         return _show_why(args)
-    graph = chosen_graph(args)
+    graph = graphs.chosen_graph(args)
     if args.timeline:
         return _show_timeline(args, graph)
     if args.collectives:
@@ -81,17 +70,17 @@ def show(args: argparse.Namespace) -> int:
 
 def _show_why(args: argparse.Namespace) -> int:
     find_pass(args.why)
-    graph, skip = given_graph(args)
+    graph, skip = graphs.given_graph(args)
     rows: list[dict[str, str]] = []
 
     def note(name: str, value: str, reason: str) -> None:
-        if name == args.why and (args.layer is None or in_layer(value, args.layer)):
+        if name == args.why and (args.layer is None or graphs.in_layer(value, args.layer)):
             rows.append({"value": f"%{value}", "reason": reason})
 
     if args.why in skip:
         rows.append({"value": graph.name, "reason": f"{args.why} is skipped"})
     else:
-        run_passes(graph, skip=skip, until=args.why, note=note, options=pass_options(args))
+        run_passes(graph, skip=skip, until=args.why, note=note, options=graphs.pass_options(args))
     if args.json:
         emit(rows)
     else:
@@ -114,7 +103,7 @@ def _show_collectives(args: argparse.Namespace, graph: Graph) -> int:
         }
         for (op, types), count in found.items()
     ]
-    total, ranks = sum(found.values()), ranks_of(args)
+    total, ranks = sum(found.values()), graphs.ranks_of(args)
     if args.json:
         emit({"phase": graph.name, "ranks": ranks, "messages": total, "rows": rows})
         return 0
@@ -142,9 +131,9 @@ def _show_ops(args: argparse.Namespace) -> int:
 
 
 def _layer_text(graph: Graph, layer: int) -> str:
-    nodes = [n for n in graph.nodes if any(in_layer(v.name, layer) for v in n.outputs)]
+    nodes = [n for n in graph.nodes if any(graphs.in_layer(v.name, layer) for v in n.outputs)]
     if not nodes:
-        raise no_layer(graph, layer)
+        raise graphs.no_layer(graph, layer)
     read = {v.name for n in nodes for v in n.inputs}
     lines = [
         f"{kind} {v}: {v.type}"
@@ -163,7 +152,7 @@ def _show_diff(args: argparse.Namespace) -> int:
     differ, as `specs diff` and diff(1)."""
     a, b = _stages(args) if args.against is None else _variants(args)
     if args.layer is not None and not any(_has_layer(g, args.layer) for g in (a, b)):
-        raise no_layer(a, args.layer)
+        raise graphs.no_layer(a, args.layer)
     changes = [c for c in diff_graphs(a, b) if args.layer is None or c.layer == args.layer]
     emit([asdict(c) for c in changes]) if args.json else print(diff_text(changes), end="")
     if args.against is None and not changes:
@@ -177,7 +166,7 @@ def _stages(args: argparse.Namespace) -> tuple[Graph, Graph]:
             "--diff: give --after PASS for what a pass changes, or --compare B for two variants"
         )
     find_pass(args.after)
-    (graph, skip), options = given_graph(args), pass_options(args)
+    (graph, skip), options = graphs.given_graph(args), graphs.pass_options(args)
     if args.after in skip:
         raise InputError(f"--after {args.after}: the pass is skipped")
     stages = [graph]
@@ -188,11 +177,11 @@ def _stages(args: argparse.Namespace) -> tuple[Graph, Graph]:
 
 
 def _variants(args: argparse.Namespace) -> tuple[Graph, Graph]:
-    (graph, skip), options = given_graph(args), pass_options(args)
+    (graph, skip), options = graphs.given_graph(args), graphs.pass_options(args)
     dtype = graph.outputs[0].type.dtype
     all_logits = "logits.all" not in graph.producers()
-    spec, media = any_spec(args.against), engine_media(args)
-    other = plain_graph(spec, args.phase, all_logits, dtype, media)
+    spec, media = any_spec(args.against), graphs.engine_media(args)
+    other = graphs.plain_graph(spec, args.phase, all_logits, dtype, media)
     if args.after == "none":
         return graph, other
     one, two = (run_passes(g, skip=skip, until=args.after, options=options) for g in (graph, other))
@@ -200,7 +189,7 @@ def _variants(args: argparse.Namespace) -> tuple[Graph, Graph]:
 
 
 def _has_layer(g: Graph, layer: int) -> bool:
-    return any(in_layer(v.name, layer) for n in g.nodes for v in n.outputs)
+    return any(graphs.in_layer(v.name, layer) for n in g.nodes for v in n.outputs)
 
 
 def _op_facts(o: Op) -> dict[str, Any]:
@@ -244,7 +233,7 @@ def _show_timeline(args: argparse.Namespace, graph: Graph) -> int:
         raise InputError(f"--timeline is of decode, not of {graph.name}: leave out --phase")
     if args.plot:
         check_plot(args.plot)
-    spec = spec_of(args)
+    spec = graphs.spec_of(args)
     s, step, moved = scheduled(args, graph, spec)
     model = experiment("step_model")
     path = Path(args.constants) if args.constants else model.TABLE

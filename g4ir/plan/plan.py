@@ -28,6 +28,7 @@ from g4ir.ui.plots import CacheLines
 from g4ir.ui.units import count_text
 from g4ir.weights.pack import DEFAULT_PLACEMENT
 
+from . import resolve
 from .cost import Cost, floor
 from .count import counts, distinct_blocks, layer_blocks, ple_parts
 from .drafting import gains
@@ -57,17 +58,6 @@ from .records import (
     RankRow,
     Ranks,
     RankStep,
-)
-from .resolve import (
-    KV_NAMES,
-    NO_DRAFTER,
-    drafter_spec,
-    find_draft_tokens,
-    find_dtype,
-    find_kv_dtype,
-    find_latent,
-    find_placement,
-    pass_options,
 )
 
 CONTEXTS = (4096, 32768, 131072, 262144)
@@ -108,7 +98,7 @@ def make_plan(
     if tp != 1 or ep:
         check_ranks(spec, tp, ep)
     gpus = [m if isinstance(m, Gpu) else _sized(m) for m in _many(memory)]
-    placement = find_placement(options.ple_placement, spec, setup.device)
+    placement = resolve.find_placement(options.ple_placement, spec, setup.device)
     counted = _by_ranks(setup, placement, tp, ep, compare=bool(gpus))
     planner = _DevicePlanner(
         counted,
@@ -126,7 +116,7 @@ def make_plan(
         dtype=setup.dtype,
         device=setup.device,
         latent=setup.options.of(LatentOptions).form,
-        kv_dtype=KV_NAMES.get(setup.options.of(NarrowOptions).to),
+        kv_dtype=resolve.KV_NAMES.get(setup.options.of(NarrowOptions).to),
         ple_placement=made.setup.ple_placement,
         prefill_chunk=chunk,
         skip=setup.skip,
@@ -146,13 +136,17 @@ def make_plan(
 
 
 def _resolved(spec: Spec, options: BuildOptions, longest: int) -> Resolved:
-    dtype, device = find_dtype(options.dtype or spec.dtype), options.device or "cuda"
-    kv = find_kv_dtype(options.kv_dtype, dtype)
-    latent = find_latent(options.latent_kv, spec, device, dtype, longest, kv)
+    dtype, device = resolve.find_dtype(options.dtype or spec.dtype), options.device or "cuda"
+    kv = resolve.find_kv_dtype(options.kv_dtype, dtype)
+    latent = resolve.find_latent(options.latent_kv, spec, device, dtype, longest, kv)
     kinds = options.media if isinstance(options.media, str) else tuple(options.media)
-    drafter = None if options.drafter in NO_DRAFTER else drafter_spec(spec, options.drafter)
+    drafter = (
+        None
+        if options.drafter in resolve.NO_DRAFTER
+        else resolve.drafter_spec(spec, options.drafter)
+    )
     most = spec.text.max_position_embeddings
-    drafted = find_draft_tokens(options.draft_tokens, most, drafter is not None)
+    drafted = resolve.find_draft_tokens(options.draft_tokens, most, drafter is not None)
     return Resolved(
         spec=spec,
         device=device,
@@ -160,7 +154,7 @@ def _resolved(spec: Spec, options: BuildOptions, longest: int) -> Resolved:
         limits=Limits(),
         all_logits=options.all_logits,
         skip=tuple(options.skip),
-        options=pass_options(latent, kv, drafted=drafted, keep=layers_read(spec, drafter)),
+        options=resolve.pass_options(latent, kv, drafted=drafted, keep=layers_read(spec, drafter)),
         ple_placement=DEFAULT_PLACEMENT if spec.text.ple else None,
         media=find_media(spec, kinds),
         recipe=find_recipe(options.quant),
@@ -189,9 +183,6 @@ def _by_ranks(
             continue
         counted[n] = replace(found, share=share)
     return counted
-
-
-# --- what fits ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -301,9 +292,6 @@ def _drafts(made: Footprint, rows: Sequence[MemoryUse], gpus: Sequence[Gpu]) -> 
     )
 
 
-# --- ranks -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class StepModel:
     """Predicts steps on a GPU: from the decode graph of a rank, a context and a batch, by the way
@@ -344,9 +332,6 @@ def _steps(setup: Resolved, rows: Sequence[MemoryUse], model: StepModel) -> Iter
                 yield RankStep(ranks, r.ctx, r.batch, model.us(graphs[r.batch], r.ctx, r.batch))
 
 
-# --- sizes as given ----------------------------------------------------------------------------
-
-
 def _sized(memory: int) -> Gpu:
     (size,) = _positive("memory", memory)
     return Gpu(f"{size} bytes", size)
@@ -379,9 +364,6 @@ def _contexts(spec: Spec, ctx: int | Sequence[int] | None) -> tuple[int, ...]:
             f"ctx {contexts[-1]}: {spec.name} has {most} positions ({count_text(most)})"
         )
     return contexts
-
-
-# --- the KV cache ------------------------------------------------------------------------------
 
 
 def _rates(made: Footprint) -> CacheRates:

@@ -112,9 +112,6 @@ def _default(f: Any) -> Any:
     return f.default_factory() if f.default_factory is not MISSING else f.default
 
 
-# --- rules that join several fields -----------------------------------------------------------
-
-
 def check_spec(spec: Spec) -> Spec:
     """Return the spec itself if it breaks no rule; SpecError with the first problem otherwise.
 
@@ -134,8 +131,6 @@ def _tower_hint(spec: Spec, name: str) -> Any:
     classes = [towers[name] for towers in TOWERS.values() if name in towers]
     return next((c for c in classes if isinstance(getattr(spec, name), c)), classes[0]) | None
 
-
-# --- files ------------------------------------------------------------------------------------
 
 NOT_INHERITED = ("name", "hub")  # a relative of a variant is another model with other weights
 
@@ -270,9 +265,6 @@ def _reached(tree: Map, path: str) -> list[Where]:
     return places
 
 
-# --- views ------------------------------------------------------------------------------------
-
-
 def diff_specs(a: Spec, b: Spec) -> list[tuple[str, Any, Any]]:
     """Return fields that differ as (key path, value in a, value in b), in field order."""
     left, right = _flat(a.to_dict()), _flat(b.to_dict())
@@ -286,8 +278,6 @@ def _flat(value: dict[str, Any], path: str = "") -> dict[str, Any]:
         out |= _flat(item, join(path, key)) if isinstance(item, dict) else {join(path, key): item}
     return out
 
-
-# --- JSON Schema -----------------------------------------------------------------------------
 
 _JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", Line: "string"}
 
