@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import G4Error, InputError
@@ -46,17 +46,13 @@ def chat(args: argparse.Namespace) -> int:
         check_there(kind, path)
     talking.check_talk(args)
     terminal = sys.stdin.isatty() and sys.stdout.isatty() and not args.json
-    with console.Progress() as progress:
-        engine = load_to_generate(args, progress)
-        try:
-            talk = talking.begun(engine, args)
-            progress.stop()
-            try:
-                return _talk(talk, args, terminal)
-            finally:
-                talk.close()
-        finally:
-            engine.close()
+    with (
+        console.Progress() as progress,
+        closing(load_to_generate(args, progress)) as engine,
+        closing(talking.begun(engine, args)) as talk,
+    ):
+        progress.stop()
+        return _talk(talk, args, terminal)
 
 
 def _talk(talk: ChatSession, args: argparse.Namespace, terminal: bool) -> int:

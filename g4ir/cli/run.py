@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,30 +42,30 @@ def run(args: argparse.Namespace) -> int:
     flags |= {"seed": args.seed, "stop": token_ids(args.stop, "--stop")}
     check_flags(flags)
     asked = None if args.input_jsonl else _one_request(args)
-    with _opened(args.input_jsonl) as lines, console.Progress() as progress:
-        engine = load_to_generate(args, progress)
-        try:
-            if args.chat:
-                progress.stop()
-                answer_once(engine, args, _settled(args), flags["stop"])
-                return 0
-            offline = OfflineEngine(engine, flags, config)
-            if asked is None:
-                progress.stop()
-                source = "stdin" if args.input_jsonl == "-" else args.input_jsonl
-                answers = map(_log_and_emit, offline.answer_lines(lines, source))
-                return 1 if sum(a.failed for a in answers) else 0
-            where, fields = asked
-            request = offline.request(fields, where, args.media)
-            if args.json:
-                progress.stop()
-                _log_and_emit(offline.answer(request))
-            else:
-                progress("reading the prompt")
-                _tell_summary(_stream(offline, request, progress), args.seed)
+    with (
+        _opened(args.input_jsonl) as lines,
+        console.Progress() as progress,
+        closing(load_to_generate(args, progress)) as engine,
+    ):
+        if args.chat:
+            progress.stop()
+            answer_once(engine, args, _settled(args), flags["stop"])
             return 0
-        finally:
-            engine.close()
+        offline = OfflineEngine(engine, flags, config)
+        if asked is None:
+            progress.stop()
+            source = "stdin" if args.input_jsonl == "-" else args.input_jsonl
+            answers = map(_log_and_emit, offline.answer_lines(lines, source))
+            return 1 if sum(a.failed for a in answers) else 0
+        where, fields = asked
+        request = offline.request(fields, where, args.media)
+        if args.json:
+            progress.stop()
+            _log_and_emit(offline.answer(request))
+        else:
+            progress("reading the prompt")
+            _tell_summary(_stream(offline, request, progress), args.seed)
+        return 0
 
 
 def _settled(args: argparse.Namespace) -> list[tuple[str, str, dict[str, Any]]]:
@@ -170,11 +170,11 @@ def verified(
 
 
 def _reported(args: argparse.Namespace, engine: str, check: Callable[..., Any], trust: bool) -> int:
-    with console.Progress() as progress:
-        loaded = load(engine, progress, trust=trust, threads=vars(args).get("threads"))
-        try:
-            report = check(loaded, checkpoint=args.checkpoint, progress=progress)
-        finally:
-            loaded.close()
+    threads = vars(args).get("threads")
+    with (
+        console.Progress() as progress,
+        closing(load(engine, progress, trust=trust, threads=threads)) as loaded,
+    ):
+        report = check(loaded, checkpoint=args.checkpoint, progress=progress)
     emit(report.to_dict()) if args.json else print(report.text())
     return 0 if report.ok else 1

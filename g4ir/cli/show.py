@@ -94,15 +94,10 @@ def _show_collectives(args: argparse.Namespace, graph: Graph) -> int:
     """Print the collectives of a graph, equal ones together, and the bytes that a rank sends for
     one token of one sequence."""
     found = Counter((n.op, tuple(v.type.bind(ONE) for v in n.inputs)) for n in collectives(graph))
-    rows: list[dict[str, Any]] = [
-        {
-            "op": op,
-            "messages": count,
-            "tensors": [str(t) for t in types],
-            "bytes": sum(t.nbytes() for t in types),
-        }
-        for (op, types), count in found.items()
-    ]
+    rows: list[dict[str, Any]] = []
+    for (op, types), count in found.items():
+        tensors, nbytes = [str(t) for t in types], sum(t.nbytes() for t in types)
+        rows.append({"op": op, "messages": count, "tensors": tensors, "bytes": nbytes})
     total, ranks = sum(found.values()), graphs.ranks_of(args)
     if args.json:
         emit({"phase": graph.name, "ranks": ranks, "messages": total, "rows": rows})

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -217,8 +218,7 @@ def summary(turn: Turn, room: int) -> str:
 
 def answer_once(engine: Engine, args: argparse.Namespace, media: list[Any], stop: Any) -> None:
     """Answer one message, for `g4ir run --chat`. `media`: kind, path and settings of each file."""
-    talk = begun(engine, args)
-    try:
+    with closing(begun(engine, args)) as talk:
         talk.stop_ids = frozenset(stop or ())
         for kind, path, settings in media:
             talk.attach(kind, path, **settings)
@@ -231,5 +231,3 @@ def answer_once(engine: Engine, args: argparse.Namespace, media: list[Any], stop
         finally:
             screen.end()
         console.say(summary(turn, engine.limits.max_seq))
-    finally:
-        talk.close()
