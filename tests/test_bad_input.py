@@ -24,13 +24,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from g4ir.backends.reference import ReferenceBackend
-from g4ir.cli import run as run_verb
 from g4ir.engine import build as building
 from g4ir.engine import jsonl
 from g4ir.engine.artefact import MANIFEST, read_manifest
 from g4ir.engine.build import prepare, write_engine
 from g4ir.engine.load import load_engine
-from g4ir.engine.offline import AHEAD
 from g4ir.errors import EngineError
 from g4ir.plan.options import BuildOptions
 from g4ir.ui import files
@@ -426,26 +424,3 @@ def test_endless_input_is_bounded(
     told = json.loads(outcome.out)
     assert outcome.code == 1 and told["id"] is None and endless.count < 1 << 22
     has(told["error"], "stdin:", "1.00 MiB", "2.00 MiB", "what follows is not read")
-
-
-def test_requests_are_answered_as_they_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At most AHEAD lines are read that no slot is free for."""
-    engine = built(tmp_path / "e", "--variant", "tiny-dense", "--random-weights", "0")
-    done: list[str] = []
-
-    class Line:
-        def seekable(self) -> bool:
-            return True
-
-        def readline(self, size: int) -> bytes:
-            done.append("asked")
-            return b'{"tokens": [2, 5]}\n' if done.count("asked") < 8 else b""
-
-    emit = run_verb.emit
-    monkeypatch.setattr(run_verb, "emit", lambda value: (done.append("told"), emit(value)))
-    assert from_stdin(Line(), engine, monkeypatch).code == 0
-    assert done.count("told") == 7
-    waiting = [done[:i].count("asked") - done[:i].count("told") for i in range(len(done) + 1)]
-    assert max(waiting) <= 1 + AHEAD + 1  # the last line that is asked for ends the input

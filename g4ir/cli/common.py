@@ -150,8 +150,7 @@ def _check_rules(
     values = vars(args)
 
     def given(names: Iterable[str]) -> list[str]:
-        set_ = (n for n in names if values.get(n) is not None)
-        return [n for n in set_ if values[n] != parser.get_default(n)]
+        return [n for n in names if values.get(n) not in (None, parser.get_default(n))]
 
     for rule in rules:
         needed, some, two = rule.get("given", ()), rule.get("any"), rule.get("two")

@@ -148,13 +148,9 @@ class Footprint:
         """Return bytes of weights in the device's memory; on the CPU that is the host's."""
         w = self.weights[form]
         table = w.sizes.ple_table if self.placement == "device" else 0  # every rank has it whole
-        beside = table + self.tower_bytes + self.drafter_bytes
+        beside = table + param_bytes(self.needs.graphs, is_tower) + self.drafter_bytes
         own = round((w.device - table) * self.share)
         return own + beside + (w.host if self.setup.device == "cpu" else 0)
-
-    @cached_property
-    def tower_bytes(self) -> int:
-        return param_bytes(self.needs.graphs, is_tower)
 
     @cached_property
     def drafter_bytes(self) -> int:
