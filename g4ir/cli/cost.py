@@ -56,7 +56,6 @@ def cost(args: argparse.Namespace) -> int:
     verification step also the expected speed-up of speculative decoding."""
     check_graph(args)
     graph, spec = chosen_graph(args), spec_of(args)
-    single = _single_steps(args)
     step, weights = step_of(args, spec), args.weights
     roof = _roof(args)
     if weights is not None:
@@ -90,28 +89,22 @@ def cost(args: argparse.Namespace) -> int:
         if roof:
             report["prompt"]["floor_s"] = sum(floor(c, roof).seconds for c in chunks)
     found: Sequence[Gain] = ()
-    if single and args.layer is None:
-        found = _gains(single, graph, step, weights, roof)
+    if args.phase == VERIFY and args.layer is None:
+        found = _gains(args, graph, step, roof)
         report["drafts"] = {"acceptance": ACCEPTANCE, "rounds": [g.to_dict() for g in found]}
     emit(report) if args.json else print("\n".join(_lines(report, found)))
     return 0
 
 
-def _single_steps(args: argparse.Namespace) -> Graph | None:
-    if args.phase != VERIFY:
-        return None
+def _gains(args: argparse.Namespace, graph: Graph, step: Step, roof: Roof | None) -> Sequence[Gain]:
+    """Compare a verification step with steps of one token."""
     same = {"phase": "decode", "draft_tokens": drafted_tokens(args)}
-    return chosen_graph(argparse.Namespace(**{**vars(args), **same}))
-
-
-def _gains(
-    single: Graph, graph: Graph, step: Step, weights: str | None, roof: Roof | None
-) -> Sequence[Gain]:
+    single = chosen_graph(argparse.Namespace(**{**vars(args), **same}))
     held = step.C + step.S
 
     def cost(tokens: int) -> Cost:
         g = single if tokens == 1 else graph
-        return total(graph_costs(g, B=step.B, S=tokens, C=held - tokens, weights=weights))
+        return total(graph_costs(g, B=step.B, S=tokens, C=held - tokens, weights=args.weights))
 
     return gains(cost, step.S - 1, roof)
 

@@ -68,22 +68,24 @@ def scheduled(
 ) -> tuple[Schedule, Step, dict[str, int]]:
     """Return the kernels of a graph, the step that the options describe, and the bytes of weights
     and caches that it moves by a node's first result."""
-    rows = parse_count(args.batch, "--batch") if args.batch else 1
     step = step_of(args, spec)
-    s, moved = _placed(graph, _gpu(args.gpu or GPU), rows, step)
+    gpu = _short(find_gpu(args.gpu or GPU))
+    if gpu not in CARDS:
+        raise InputError(f"--gpu {args.gpu}: the kernels are for h100 and h200")
+    s, moved = _placed(graph, gpu, step)
     return s, step, moved
 
 
-def _placed(g: Graph, gpu: str, rows: int, step: Step) -> tuple[Schedule, dict[str, int]]:
+def _placed(g: Graph, gpu: str, step: Step) -> tuple[Schedule, dict[str, int]]:
     costs = graph_costs(g, B=step.B, S=step.S, C=step.C)
     moved = {c.node: c.cost.needed_bytes for c in costs}
-    return schedule(split_prologue(g)[1], Target("cuda", gpu, rows)), moved
+    return schedule(split_prologue(g)[1], Target("cuda", gpu, step.B)), moved
 
 
 def step_model(gpus: Sequence[Gpu]) -> StepModel | None:
     """Return what predicts the steps of ranks, on the first of these that kernels are for, on the
     default card if none is given; None if the kernels are for none of them."""
-    names = (_short(gpu.name) for gpu in gpus)
+    names = map(_short, gpus)
     gpu = next((name for name in names if name in CARDS), None if gpus else GPU)
     if gpu is None:
         return None
@@ -91,23 +93,15 @@ def step_model(gpus: Sequence[Gpu]) -> StepModel | None:
     model = experiment("step_model")
 
     def us(g: Graph, context: int, rows: int) -> dict[str, tuple[float, float]]:
-        s, moved = _placed(g, gpu, rows, Step(rows, 1, context - 1))
+        s, moved = _placed(g, gpu, Step(rows, 1, context - 1))
         return {way: model.predict(s, moved, context, way=way).us for way in model.WAYS}
 
     return StepModel(gpu, us)
 
 
-def _short(name: str) -> str:
+def _short(gpu: Gpu) -> str:
     """h200-141gb -> h200"""
-    return name.partition("-")[0]
-
-
-def _gpu(name: str) -> str:
-    """h200-141gb -> h200; only cards that the kernels are written for."""
-    found = _short(find_gpu(name).name)
-    if found not in CARDS:
-        raise InputError(f"--gpu {name}: the kernels are for h100 and h200")
-    return found
+    return gpu.name.partition("-")[0]
 
 
 def _plain(r: Row) -> dict[str, Any]:
