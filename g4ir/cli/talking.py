@@ -134,36 +134,22 @@ class Screen:
         self._at_start = True
 
     def __call__(self, event: Event) -> None:
-        """Show a piece of an answer."""
-        if event.kind == "thought":
-            self._reasoning(event.text)
-        elif event.kind == "call":
-            self._change("call")
-            arguments = event.text if event.arguments is None else event.arguments
+        """Show a piece of an answer; output of another kind begins on a new line."""
+        kind, text = event.kind, event.text
+        if kind == "thought" and not self.terminal:
+            return
+        new = kind != self._kind
+        if kind == "call":
+            arguments = text if event.arguments is None else event.arguments
             call = {"name": event.name, "arguments": arguments}
-            self._print(json.dumps(call, ensure_ascii=not self.terminal) + "\n")
-        elif event.kind == "content":
-            self._change("content")
-            self._print(event.text)
-
-    def _reasoning(self, text: str) -> None:
-        if not self.terminal:
-            return
-        new = self._kind != "thought"
-        self._change("thought")
-        if not self.hides_reasoning:
-            self._print(text)
-        elif new:
-            self._print("(thinking)")
-
-    def _change(self, kind: str) -> None:
-        """Begin output of another kind on a new line."""
-        if kind == self._kind:
-            return
-        self._line()
-        self._kind = kind
-        if kind == "thought":
-            print(DIM, end="")
+            text = json.dumps(call, ensure_ascii=not self.terminal) + "\n"
+        elif kind == "thought" and self.hides_reasoning:
+            text = "(thinking)" if new else ""
+        if new:
+            self._line()
+            self._kind = kind
+            print(DIM if kind == "thought" else "", end="")
+        self._print(text)
 
     def _line(self) -> None:
         if self._kind == "thought":
