@@ -103,6 +103,7 @@ EVENTS = [
     Event("thought", "hm\x1b[1m"),
     Event("thought", "."),
     Event("content", "a\n"),
+    Event("arguments", '{"a": '),  # a piece of the call, which is shown whole
     Event("call", '{"a": "é"}', "f", {"a": "é"}, 0),
     Event("content", "b"),
 ]

@@ -129,6 +129,7 @@ class Screen:
 
     def __init__(self, terminal: bool) -> None:
         self.terminal = terminal
+        self._shown = ("content", "call", "thought") if terminal else ("content", "call")
         self.hides_reasoning = False
         self._kind = ""
         self._at_start = True
@@ -136,7 +137,7 @@ class Screen:
     def __call__(self, event: Event) -> None:
         """Show a piece of an answer; output of another kind begins on a new line."""
         kind, text = event.kind, event.text
-        if kind == "thought" and not self.terminal:
+        if kind not in self._shown:
             return
         new = kind != self._kind
         if kind == "call":
