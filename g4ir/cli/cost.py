@@ -11,6 +11,7 @@ from typing import Any
 
 from g4ir.errors import InputError
 from g4ir.ir.graph import Graph
+from g4ir.ir.names import layer_of
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.model.towers import PARTS, is_tower
@@ -32,7 +33,7 @@ from g4ir.ui.table import aligned
 from g4ir.ui.units import parse_count, si
 
 from .common import emit, flag_of
-from .graphs import check_graph, chosen_graph, drafted_tokens, in_layer, no_layer, spec_of
+from .graphs import check_graph, chosen_graph, drafted_tokens, no_layer, spec_of
 
 #: default chunk size, and default context of a decode step
 TOKENS = 1024
@@ -62,7 +63,7 @@ def cost(args: argparse.Namespace) -> int:
         find_format(weights)
     costs = graph_costs(graph, B=step.B, S=step.S, C=step.C, weights=weights)
     if args.layer is not None:
-        costs = [c for c in costs if in_layer(c.node, args.layer)]
+        costs = [c for c in costs if layer_of(c.node) == args.layer]
         if not costs:
             raise no_layer(graph, args.layer)
     report: dict[str, Any] = {

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from g4ir.engine.artefact import Artefact, open_artefact
 from g4ir.errors import InputError
 from g4ir.ir.graph import Graph, Program
-from g4ir.ir.names import layer_of
 from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.model.draft import DRAFT, build_draft, shipped_drafter
 from g4ir.model.media import Media, offered
@@ -29,7 +29,7 @@ from g4ir.ui.units import parse_count
 from .common import flag_of, given_spec
 
 #: options that the artefact decides
-OF_ENGINE = (
+OF_ENGINE = [
     "variant",
     "spec",
     "all_logits",
@@ -41,7 +41,7 @@ OF_ENGINE = (
     "residual_scale",
     "tp",
     "ep",
-)
+]
 #: what the towers of each part are for
 OF_PART = {"vision": "image", "audio": "audio"}
 #: tokens drafted at a time, where a graph that verifies is shown and nothing is said
@@ -87,24 +87,14 @@ def plain_graph(
         return build_draft(spec, drafter or shipped_drafter(spec), dtype)
     if phase not in PARTS:
         return build_graph(spec, phase, all_logits, dtype, media, hidden=drafter is not None)
-    _check_part(spec, phase)
+    can = offered(spec)
+    if OF_PART[phase] not in can:
+        takes = ", ".join(("text", *can)) if can else "text alone"
+        raise InputError(f"--phase {phase}: {spec.name} takes {takes}, and has no such tower")
     if media is None:
         return default_tower(spec, phase, dtype)
-    towers = build_towers(spec, _of_part(media, phase), dtype)
-    return list(towers.values())[-1]
-
-
-def _check_part(spec: Spec, part: str) -> None:
-    can = offered(spec)
-    if OF_PART[part] not in can:
-        takes = ", ".join(("text", *can)) if can else "text alone"
-        raise InputError(f"--phase {part}: {spec.name} takes {takes}, and has no such tower")
-
-
-def _of_part(media: Media, part: str) -> Media:
-    if part == "vision":
-        return replace(media, lengths=())
-    return replace(media, budgets=(), frame=None)
+    others: dict[str, Any] = {"vision": {"lengths": ()}, "audio": {"budgets": (), "frame": None}}
+    return [*build_towers(spec, replace(media, **others[phase]), dtype).values()][-1]
 
 
 def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
@@ -166,11 +156,6 @@ def _absent(phase: str, spec: Spec, known: Iterable[str]) -> InputError:
     return InputError(f"{found}; build it with --media all")
 
 
-def engine_media(args: argparse.Namespace) -> Media | None:
-    """Return the media that an engine takes; None for a spec."""
-    return None if args.engine is None else stored(args).manifest.media
-
-
 def spec_of(args: argparse.Namespace) -> Spec:
     if args.engine is not None:
         return stored(args).spec
@@ -223,11 +208,6 @@ def stored(args: argparse.Namespace) -> Artefact:
         args.stored = open_artefact(Path(args.engine))
     found: Artefact = args.stored
     return found
-
-
-def in_layer(value: str, layer: int) -> bool:
-    """Whether a value's name is that of a layer, of the text model or of a tower."""
-    return layer_of(value) == layer
 
 
 def no_layer(graph: Graph, layer: int) -> InputError:

@@ -13,6 +13,7 @@ from g4ir.backends.experimental import experiment
 from g4ir.errors import InputError
 from g4ir.ir.diff import diff_graphs, diff_text
 from g4ir.ir.graph import Graph, print_node
+from g4ir.ir.names import layer_of
 from g4ir.ops import OPS, Op
 from g4ir.parallel.shard import collectives
 from g4ir.passes import find_pass, run_passes
@@ -74,7 +75,7 @@ def _show_why(args: argparse.Namespace) -> int:
     rows: list[dict[str, str]] = []
 
     def note(name: str, value: str, reason: str) -> None:
-        if name == args.why and (args.layer is None or graphs.in_layer(value, args.layer)):
+        if name == args.why and (args.layer is None or layer_of(value) == args.layer):
             rows.append({"value": f"%{value}", "reason": reason})
 
     if args.why in skip:
@@ -126,7 +127,7 @@ def _show_ops(args: argparse.Namespace) -> int:
 
 
 def _layer_text(graph: Graph, layer: int) -> str:
-    nodes = [n for n in graph.nodes if any(graphs.in_layer(v.name, layer) for v in n.outputs)]
+    nodes = [n for n in graph.nodes if any(layer_of(v.name) == layer for v in n.outputs)]
     if not nodes:
         raise graphs.no_layer(graph, layer)
     read = {v.name for n in nodes for v in n.inputs}
@@ -175,7 +176,9 @@ def _variants(args: argparse.Namespace) -> tuple[Graph, Graph]:
     (graph, skip), options = graphs.given_graph(args), graphs.pass_options(args)
     dtype = graph.outputs[0].type.dtype
     all_logits = "logits.all" not in graph.producers()
-    spec, media = any_spec(args.against), graphs.engine_media(args)
+    spec, media = any_spec(args.against), None
+    if args.engine is not None:
+        media = graphs.stored(args).manifest.media
     other = graphs.plain_graph(spec, args.phase, all_logits, dtype, media)
     if args.after == "none":
         return graph, other
@@ -184,7 +187,7 @@ def _variants(args: argparse.Namespace) -> tuple[Graph, Graph]:
 
 
 def _has_layer(g: Graph, layer: int) -> bool:
-    return any(graphs.in_layer(v.name, layer) for n in g.nodes for v in n.outputs)
+    return any(layer_of(v.name) == layer for n in g.nodes for v in n.outputs)
 
 
 def _op_facts(o: Op) -> dict[str, Any]:
