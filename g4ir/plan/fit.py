@@ -39,7 +39,7 @@ CHUNKS = (512, 256, 128, 64)
 class _Build:
     """A build's settings, and the memory that it needs with them."""
 
-    r: Resolved
+    setup: Resolved
     needs: Needs
     remake: Callable[[str], Needs]
     #: dtype -> bytes of the table of per-layer embeddings
@@ -48,11 +48,12 @@ class _Build:
 
     def parts(self) -> dict[str, int]:
         """Return bytes in the device's memory; on the CPU that is the host's."""
-        r, needs = self.r, self.needs
-        placed = ("device", "host") if r.device == "cpu" else ("device",)
-        sizes = (r.limits.max_batch, r.limits.max_seq, r.limits.prefill_chunk)
+        setup, needs = self.setup, self.needs
+        placed = ("device", "host") if setup.device == "cpu" else ("device",)
+        table = self.table(setup.dtype) if setup.ple_placement in placed else 0
+        sizes = (setup.limits.max_batch, setup.limits.max_seq, setup.limits.prefill_chunk)
         return {
-            "weights": needs.params + (self.table(r.dtype) if r.ple_placement in placed else 0),
+            "weights": needs.params + table,
             "caches": needs.cache(*sizes[:2]),
             "activations": needs.activations(*sizes),
             "workspace": needs.workspace(*sizes),
@@ -62,9 +63,9 @@ class _Build:
         return sum(self.parts().values())
 
     def with_limits(self, **changes: int) -> _Build:
-        limits = replace(self.r.limits, **changes)
+        limits = replace(self.setup.limits, **changes)
         chunk = min(max(limits.prefill_chunk, self.least_chunk), limits.max_seq)
-        return replace(self, r=replace(self.r, limits=replace(limits, prefill_chunk=chunk)))
+        return replace(self, setup=replace(self.setup, limits=replace(limits, prefill_chunk=chunk)))
 
     def without_media(self) -> _Build:
         graphs = self.needs.graphs
@@ -72,10 +73,10 @@ class _Build:
         return replace(self, needs=text, least_chunk=1)
 
     def with_dtype(self, dtype: str) -> _Build:
-        return replace(self, r=replace(self.r, dtype=dtype), needs=self.remake(dtype))
+        return replace(self, setup=replace(self.setup, dtype=dtype), needs=self.remake(dtype))
 
     def placed(self, placement: str | None) -> _Build:
-        return replace(self, r=replace(self.r, ple_placement=placement))
+        return replace(self, setup=replace(self.setup, ple_placement=placement))
 
 
 def require_fit(
@@ -144,15 +145,15 @@ def _needs(program: Program, drafted: int) -> Needs:
 
 
 def _message(build: _Build, memory: int, room: int, more: int, scratch: int) -> str:
-    parts, r = build.parts(), build.r
+    parts, setup, limits = build.parts(), build.setup, build.setup.limits
     parts["caches"] += more
     parts["workspace"] += scratch
     parts["reserve"] = memory - room - more - scratch
     total = sum(parts.values())
     shares = ", ".join(f"{k} {size_text(v)}" for k, v in parts.items())
     return (
-        f"{r.spec.name} at --max-batch {r.limits.max_batch} --max-seq {r.limits.max_seq} in "
-        f"{TORCH_NAMES[r.dtype]} needs {size_text(total)} on {r.device} ({shares}), which "
+        f"{setup.spec.name} at --max-batch {limits.max_batch} --max-seq {limits.max_seq} in "
+        f"{TORCH_NAMES[setup.dtype]} needs {size_text(total)} on {setup.device} ({shares}), which "
         f"has {size_text(memory)}: {size_text(total - memory)} ({total - memory} bytes) short; "
         f"{_advice(build, room)}"
     )
@@ -161,31 +162,31 @@ def _message(build: _Build, memory: int, room: int, more: int, scratch: int) -> 
 def _advice(build: _Build, room: int) -> str:
     if fixes := [f"{flag} {value}" for flag, value in _alternatives(build, room).items() if value]:
         return f"any of these fits: {', '.join(fixes)}"
-    chunk = min(build.r.limits.prefill_chunk, CHUNKS[-1])
+    chunk = min(build.setup.limits.prefill_chunk, CHUNKS[-1])
     smallest = build.with_limits(max_batch=1, prefill_chunk=chunk)
-    smallest = smallest.placed(build.r.ple_placement and "mmap")
-    smallest = smallest.with_dtype(min(build.r.dtype, "bf16", key=lambda d: ITEMSIZE[d]))
-    r, most = smallest.r, build.r.limits.max_seq
+    smallest = smallest.placed(build.setup.ple_placement and "mmap")
+    smallest = smallest.with_dtype(min(build.setup.dtype, "bf16", key=lambda d: ITEMSIZE[d]))
+    setup, most = smallest.setup, build.setup.limits.max_seq
     seq = largest(lambda n: smallest.with_limits(max_seq=n).need() <= room, most)
     if not seq:
         return "nothing of it fits: take a smaller variant or a device with more memory"
-    place = f" --ple-placement {r.ple_placement}" if r.ple_placement else ""
+    place = f" --ple-placement {setup.ple_placement}" if setup.ple_placement else ""
     return (
         f"all of these together fit: --max-batch 1 --max-seq {seq} --prefill-chunk "
-        f"{r.limits.prefill_chunk} --dtype {TORCH_NAMES[r.dtype]}{place}"
+        f"{setup.limits.prefill_chunk} --dtype {TORCH_NAMES[setup.dtype]}{place}"
     )
 
 
 def _alternatives(build: _Build, room: int) -> dict[str, Any]:
     """Return flag -> its value with which the build would fit, if there is one."""
-    r, limits = build.r, build.r.limits
+    setup, limits = build.setup, build.setup.limits
 
     def fits(changed: _Build) -> bool:
         return changed.need() <= room
 
     chunks = (c for c in CHUNKS if build.least_chunk <= c < limits.prefill_chunk)
-    dtypes = (d for d in DTYPES if ITEMSIZE[d] < ITEMSIZE[r.dtype])
-    places = ("host", "mmap") if r.ple_placement else ()
+    dtypes = (d for d in DTYPES if ITEMSIZE[d] < ITEMSIZE[setup.dtype])
+    places = ("host", "mmap") if setup.ple_placement else ()
     towers = any(is_tower(g.name) for g in build.needs.graphs)
     most = min(limits.max_batch, MOST_ROWS)
     return {
