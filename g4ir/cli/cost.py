@@ -26,7 +26,6 @@ from g4ir.plan.cost import (
     total,
 )
 from g4ir.plan.drafting import ACCEPTANCE, Gain, gains, gains_text
-from g4ir.plan.formats import find_format
 from g4ir.plan.gpus import find_gpu
 from g4ir.spec.record import Spec
 from g4ir.ui.table import aligned
@@ -59,8 +58,6 @@ def cost(args: argparse.Namespace) -> int:
     graph, spec = chosen_graph(args), spec_of(args)
     step, weights = step_of(args, spec), args.weights
     roof = _roof(args)
-    if weights is not None:
-        find_format(weights)
     costs = graph_costs(graph, B=step.B, S=step.S, C=step.C, weights=weights)
     if args.layer is not None:
         costs = [c for c in costs if layer_of(c.node) == args.layer]
