@@ -148,7 +148,7 @@ def find_pass(name: str) -> Callable[..., Graph]:
     module = _BY_NAME[name]
 
     def joined(g: Graph, note: Note = ignore) -> Graph:
-        return join(g, module.JOINS, note)
+        return join(g, note, rows=module.JOINS)
 
     function: Callable[..., Graph] = getattr(module, name, joined)
     return function

@@ -40,7 +40,6 @@ JOINS = (
         one_token=True,
         refuses=_refuses,
         inputs=_inputs,
-        drops=("form", "pairs"),
     ),
     Join(
         reader="attention",

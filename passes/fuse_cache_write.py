@@ -51,7 +51,7 @@ def _edit(g: Graph, n: Node, several: bool) -> Edit:
         raise Left("its caches are not written at the same slots")
     if not several and writes[0]["new"].type.shape[1] != 1:
         raise Left("several tokens are written at once")
-    narrowed = tuple(m for w in writes if (m := maker(g, w, "new", "narrow_row")))
+    narrowed = tuple(m for w in writes if (m := maker(g, w["new"], "narrow_row")))
     rows = _rows(g, n, [m["x"] for m in narrowed] or [w["new"] for w in writes], form)
     kv_heads = [made_by(g, v, "heads") for v in dict.fromkeys((rows.k, rows.v))]
     split = made_by(g, kv_heads[0]["x"], "split")

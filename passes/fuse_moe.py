@@ -1,6 +1,6 @@
 """linear(linear_glu(x, w), w_down) and experts(x', *router(x''))  ->  moe_mlp(x, x', x'', ...)
 
-The dense MLP and the routed experts beside it: x, x' and x'' are norms of one residual, so neither
+The dense MLP and the routed experts of a layer: x, x' and x'' are norms of one residual, so neither
 waits for the other, and a backend can run both in the same grids.
 """
 
@@ -8,27 +8,27 @@ from __future__ import annotations
 
 from g4ir.ir.graph import Graph, Node, Value
 
-from .match import Edit, Left, Note, edit_each, ignore, normed, only_user
+from .match import Edit, Left, Note, edit_each, ignore, made_by, normed, only_user
 
 AFTER = "fuse_glu"  # it takes the fused MLP
 
 
 def fuse_moe(g: Graph, note: Note = ignore) -> Graph:
     """Fuse the two feed-forward blocks of a layer with experts into one op."""
-    beside: dict[Value, list[Node]] = {}
+    routed: dict[Value, list[Node]] = {}
     for n in g.find("experts"):
-        beside.setdefault(normed(g, n["x"]), []).append(n)
+        routed.setdefault(normed(g, n["x"]), []).append(n)
 
     def edit(glu: Node) -> Edit:
-        routed = beside.get(normed(g, glu["x"]), [])
-        if not routed:
+        siblings = routed.get(normed(g, glu["x"]), [])
+        if not siblings:
             raise Left("no experts beside it")
-        found = _edit(g, glu, routed[0])
-        del routed[0]
+        found = _edit(g, glu, siblings[0])
+        del siblings[0]
         return found
 
     out = edit_each(g, g.find("linear_glu"), edit, note)
-    for n in (n for many in beside.values() for n in many):
+    for n in (n for siblings in routed.values() for n in siblings):
         note(n.out.name, "left: no gated MLP beside it")
     return out
 
@@ -41,9 +41,10 @@ def _edit(g: Graph, glu: Node, experts: Node) -> Edit:
     down = only_user(g, glu.out, "linear")
     if down["x"] != glu.out or down.out.type != experts.out.type:
         raise Left(f"{down.out} is no result beside {experts.out}")
-    router = g.producers().get(experts["weights"].name)
-    if router is None or router.op != "router" or router.outputs != experts.inputs[1:3]:
-        raise Left(f"{experts.out} does not follow one router")
+    not_routed = f"{experts.out} does not follow one router"
+    router = made_by(g, experts["weights"], "router", not_routed)
+    if router.outputs != experts.inputs[1:3]:
+        raise Left(not_routed)
     for v in router.outputs:
         only_user(g, v, "experts")
     if normed(g, router["x"]) != normed(g, experts["x"]):

@@ -31,7 +31,7 @@ def _refuses(g: Graph, norm: Node, product: Node) -> str:
         return f"{h} has {len(normed)} pre-norms"
     if normed and product["x"] == h:
         return f"{h} has a pre-norm, whose product it is joined with"
-    products = [u for u in g.users().get(h.name, []) if u.op in PRODUCTS and u["x"] == h]
+    products = [u for u in g.readers(h) if u.op in PRODUCTS and u["x"] == h]
     alone = bool(normed) or len(products) == 1
     return "" if alone else f"{h} goes into several products"
 

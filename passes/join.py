@@ -2,7 +2,8 @@
 
     reader(.., producer(..), ..)  ->  joined(..)
 
-The joined node has the reader's results, then the producer's other results.
+The joined node has the reader's results, then the producer's other results, and of the attributes
+of both those that the joined op has.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from g4ir.ir.graph import Attr, Graph, Node, Value
+from g4ir.ops import OPS
 
-from .match import Edit, Left, Note, after, edit_each
+from .match import Edit, Left, Note, after, edit_each, ignore
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,11 @@ class Join:
     #: only for one token of each sequence
     one_token: bool = False
     #: reason to leave the two apart, or ""
-    refuses: Callable[[Graph, Node, Node], str] = lambda g, producer, reader: ""
+    refuses: Callable[[Graph, Node, Node], str] | None = None
     #: inputs of the joined node; None: the reader's, the producer's in place of the operands
     inputs: Callable[[Node, Node], Sequence[Value]] | None = None
-    #: attributes of the joined node that the two lack, and those of the producer that it lacks
+    #: attributes of the joined node that neither of the two has
     attrs: Mapping[str, Attr] = field(default_factory=dict)
-    drops: tuple[str, ...] = ()
 
     def taken(self, n: Node) -> tuple[Value, ...]:
         """Return the reader's operands that the producer makes."""
@@ -51,10 +52,10 @@ class Join:
         taken = self.taken(n)
         if self.one_token and (taken[0].type.rank < 3 or taken[0].type.shape[1] != 1):
             raise Left(f"{taken[0]} is of several tokens")
-        if reason := self.refuses(g, producer, n):
+        if self.refuses and (reason := self.refuses(g, producer, n)):
             raise Left(reason)
         for v in taken:
-            alone = self.shared or g.users()[v.name] == [n]
+            alone = self.shared or g.readers(v) == [n]
             if not alone or n.inputs.count(v) > 1:
                 raise Left(f"{v} has another user")
         if len(producer.outputs) > len(taken) or self.shared:
@@ -66,26 +67,27 @@ class Join:
         """Return the joined node."""
         kept = () if self.shared else self.taken(n)
         results = (*n.outputs, *(v for v in producer.outputs if v not in kept))
-        own = {k: v for k, v in producer.attrs.items() if k not in self.drops}
+        attrs, known = {**self.attrs, **producer.attrs, **n.attrs}, OPS[self.joined].attrs
         inputs = self.inputs(producer, n) if self.inputs else self._in_place(producer, n)
-        return Node(self.joined, tuple(inputs), results, {**self.attrs, **own, **n.attrs})
+        own = {name: value for name, value in attrs.items() if name in known}
+        return Node(self.joined, tuple(inputs), results, own)
 
     def _in_place(self, producer: Node, n: Node) -> Sequence[Value]:
-        """Return the reader's inputs with the producer's in place of what it makes: all in place of
-        one operand, one each in place of several."""
+        """Return the reader's inputs with all of the producer's in place of one operand, or one
+        each in place of several."""
         taken = self.taken(n)
         parts = [producer.inputs] if len(taken) == 1 else [(v,) for v in producer.inputs]
         made = dict(zip(taken, parts, strict=True))
         return [x for v in n.inputs for x in made.get(v, (v,))]
 
 
-def join(g: Graph, rows: Sequence[Join], note: Note) -> Graph:
+def join(g: Graph, note: Note = ignore, *, rows: Sequence[Join]) -> Graph:
     """Join every reader with its producer if a row takes them."""
 
     def edit(n: Node) -> Edit:
         own = [row for row in rows if row.reader == n.op]
         taken = own[0].taken(n)
-        producer = g.producers().get(taken[0].name)
+        producer = g.producer(taken[0])
         row = next((row for row in own if producer and row.takes(n, producer)), None)
         if row is None or producer is None:
             ops = " or ".join(dict.fromkeys(row.producer for row in own))

@@ -1,4 +1,4 @@
-"""Functions that walk a graph, shared by passes."""
+"""Walks over a graph, and edits of it, that passes share."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Left(Exception):
 
 
 def ignore(value: str, reason: str) -> None:
-    """Take no note: for callers that do not ask."""
+    """The Note of callers that need none."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Nodes, those that replace them, and what is noted of it."""
+    """Nodes, the nodes that replace them, and the note."""
 
     old: Sequence[Node]
     new: Sequence[Node]
@@ -55,23 +55,23 @@ def edit_each(g: Graph, nodes: Iterable[Node], edit: Callable[[Node], Edit], not
     return splice_all(g, edits)
 
 
-def maker(g: Graph, n: Node, operand: str, op: str) -> Node | None:
-    """Return the node of this op that makes an operand, or None where another does."""
-    found = g.producers().get(n[operand].name)
-    return found if found and found.op == op else None
+def maker(g: Graph, v: Value, *ops: str) -> Node | None:
+    """Return the node that makes a value if it is of one of these ops."""
+    n = g.producer(v)
+    return n if n and n.op in ops else None
 
 
-def made_by(g: Graph, v: Value, op: str) -> Node:
-    """Return the node that makes a value; Left where it is of another op."""
-    n = g.producers().get(v.name)
-    if n is None or n.op != op:
-        raise Left(f"{v} is not made by {op}")
+def made_by(g: Graph, v: Value, op: str, otherwise: str = "") -> Node:
+    """Return the node that makes a value; Left if it is of another op."""
+    n = maker(g, v, op)
+    if n is None:
+        raise Left(otherwise or f"{v} is not made by {op}")
     return n
 
 
 def only_user(g: Graph, v: Value, op: str, reason: str = "has another user") -> Node:
-    """Return the one node that reads a value; Left where there are others, or another op."""
-    users = g.users().get(v.name, [])
+    """Return the one node that reads a value; Left if there are others, or it is of another op."""
+    users = g.readers(v)
     if [n.op for n in users] != [op]:
         raise Left(f"{v} {reason}")
     return users[0]
@@ -80,56 +80,61 @@ def only_user(g: Graph, v: Value, op: str, reason: str = "has another user") -> 
 def after(g: Graph, values: Iterable[Value]) -> list[Node]:
     """Return the nodes that follow from values, up to cache writes, the nearest first."""
     found: dict[int, Node] = {}
-    queue = [u for v in values for u in g.users().get(v.name, [])]
+    queue = [u for v in values for u in g.readers(v)]
     for n in queue:
         if id(n) not in found:
             found[id(n)] = n
             results = n.outputs if n.op != "cache_write" else ()
-            queue += [u for v in results for u in g.users().get(v.name, [])]
+            queue += [u for v in results for u in g.readers(v)]
     return list(found.values())
 
 
 def normed(g: Graph, v: Value) -> Value:
-    """Return the value that a pre-norm norms; a value that is none stands for itself."""
-    made = g.producers().get(v.name)
-    if made is not None and made.op == "rms_norm":
-        return made["x"]
-    fused = made is not None and made.op in ("norm_residual", "dual_norm_residual")
-    return made.outputs[0] if made is not None and fused else v
+    """Return the value that a pre-norm norms; any other value stands for itself."""
+    made = maker(g, v, "rms_norm", "norm_residual", "dual_norm_residual")
+    if made is None:
+        return v
+    return made["x"] if made.op == "rms_norm" else made.outputs[0]
+
+
+def cache_names(g: Graph) -> dict[str, str]:
+    """Name of a cache before or after its write -> the name of the state."""
+    return {v.name: v.name for v in g.state} | {v.name: name for name, v in g.next.items()}
 
 
 # --- weights -----------------------------------------------------------------------------------
 
 
 def held_as(g: Graph, w: Value) -> tuple[object, ...] | None:
-    """Return how a weight is held: those of equal tuples can be one weight. None for a value that
-    is neither a param nor made of codes."""
+    """Return the format of a weight: weights of equal formats can be one. None for a value that
+    is neither a param nor dequantised."""
     if w in g.params:
         return (w.type.dtype,)
-    made = g.producers().get(w.name)
-    if made is None or made.op != "dequantize":
+    made = maker(g, w, "dequantize")
+    if made is None:
         return None
     parts = ((v.type.dtype, v.type.shape[1:]) for v in made.inputs)
     return (*parts, *made.attrs.items())
 
 
 def stacked(b: Builder, g: Graph, weights: Sequence[Value], name: str) -> Value:
-    """Return weights held alike as one, rows after rows: codes and scales, where they have them."""
-    made = [g.producers().get(w.name) for w in weights]
-    if not made[0]:
+    """Concatenate weights of one format by rows: codes and scales if they are quantised."""
+    made = [n for w in weights if (n := g.producer(w))]
+    if not made:
         return b.emit("concat", *weights, axis=0, name=name)
-    rows = zip(*(n.inputs for n in made if n), strict=True)
-    names = [f"{name}.{made[0].definition.operands[i]}" for i in range(2)]
-    parts = [b.emit("concat", *vs, axis=0, name=n) for vs, n in zip(rows, names, strict=True)]
-    return b.emit("dequantize", *parts, name=f"{name}.dense", **made[0].attrs)
+    codes, scales = (
+        b.emit("concat", *(n[part] for n in made), axis=0, name=f"{name}.{part}")
+        for part in ("codes", "scales")
+    )
+    return b.emit("dequantize", codes, scales, name=f"{name}.dense", **made[0].attrs)
 
 
 def base(w: Value) -> str:
-    """Return the name of a weight however it is held."""
+    """Return the name of a weight, quantised or not."""
     return w.name.removesuffix(".dense")
 
 
 def makers(g: Graph, products: Iterable[Node]) -> list[Node]:
-    """Return the nodes that make weights of these products of codes, for nobody else."""
-    found = (g.producers().get(n["w"].name) for n in products)
-    return [m for m in found if m and len(g.users()[m.out.name]) == 1]
+    """Return the nodes that dequantise the weights of these products alone."""
+    found = (g.producer(n["w"]) for n in products)
+    return [m for m in found if m and len(g.readers(m.out)) == 1]

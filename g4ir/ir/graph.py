@@ -147,6 +147,14 @@ class Graph:
         """Value name -> the node that makes it."""
         return self._producers
 
+    def producer(self, v: Value) -> Node | None:
+        """Return the node that makes a value; None for a source."""
+        return self._producers.get(v.name)
+
+    def readers(self, v: Value) -> list[Node]:
+        """Return the nodes that read a value; RESULT stands for the graph's end."""
+        return self._users.get(v.name, [])
+
     def users(self) -> Mapping[str, list[Node]]:
         """Value name -> the nodes that read it; RESULT stands for the graph's end."""
         return self._users
