@@ -33,7 +33,7 @@ from g4ir.ir.graph import Graph, Program
 from g4ir.ir.verify import verify
 
 from .join import join
-from .match import Note, ignore
+from .match import ignore
 
 #: sees a pass and a graph
 Dump = Callable[[str, Graph], None]
@@ -46,23 +46,20 @@ SHARED = ("join", "match")
 
 
 def _ordered(modules: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
-    """Return the passes in order, each behind the one that its AFTER names. PassError unless they
-    are one chain."""
-    follower: dict[str | None, str] = {}
-    for name, module in modules.items():
-        other = follower.setdefault(module.AFTER, name)
-        if other != name:
+    """Return the passes in the order of their AFTER. PassError unless they are one chain."""
+    names: list[str | None] = [None]
+    while followers := [name for name, module in modules.items() if module.AFTER == names[-1]]:
+        if len(followers) > 1:
             raise PassError(
-                f"passes {other} and {name} both have AFTER = {module.AFTER!r}: change that of the "
-                f"one to run later to the other's name"
+                f"passes {' and '.join(followers)} both have AFTER = {names[-1]!r}: change that of "
+                f"the one to run later to the other's name"
             )
-    names: list[str] = []
-    while (after := names[-1] if names else None) in follower:
-        names.append(follower.pop(after))
-    if follower:
-        after, name = next(iter(follower.items()))
-        raise PassError(f"pass {name}: AFTER = {after!r} is no pass, or one that comes after it")
-    return {name: modules[name] for name in names}
+        names += followers
+    for name in modules:
+        if name not in names:
+            after = modules[name].AFTER
+            raise PassError(f"pass {name}: AFTER = {after!r} is no pass, or one that comes after it")
+    return {name: modules[name] for name in names if name}
 
 
 #: pass -> its module, in the order of the pipeline
@@ -145,13 +142,8 @@ def find_pass(name: str) -> Callable[..., Graph]:
     """Return the function of a pass; InputError lists the names."""
     if name not in PASSES:
         raise InputError(f"unknown pass {name!r}; one of {', '.join(PASSES)}")
-    module = _BY_NAME[name]
-
-    def joined(g: Graph, note: Note = ignore) -> Graph:
-        return join(g, note, rows=module.JOINS)
-
-    function: Callable[..., Graph] = getattr(module, name, joined)
-    return function
+    parts = vars(_BY_NAME[name])
+    return parts[name] if name in parts else partial(join, rows=parts["JOINS"])
 
 
 def run_passes(
@@ -168,7 +160,7 @@ def run_passes(
     Raises PassError with the passes that ran before.
     """
     skip = set(skip)
-    for name in (*skip, *([until] if until else [])):
+    for name in skip | ({until} if until else set()):
         find_pass(name)
     verify(g)
     done: list[str] = []
@@ -206,26 +198,18 @@ def run_program(
 def _run_one(
     g: Graph, name: str, done: Sequence[str], note: PassNote | None, options: PassOptions
 ) -> Graph:
-    def tell(value: str, reason: str) -> None:
-        if note:
-            note(name, value, reason)
-
+    """Run a pass and check that the interface stays; the state too unless the pass may change it."""
     run = find_pass(name)
     if name in OPTIONS:
         run = partial(run, options=options.of(type(OPTIONS[name])))
     try:
-        out = run(g, tell)
+        out = run(g, partial(note, name) if note else ignore)
         verify(out)
-        _keeps_interface(g, out, name)
+        if g.inputs != out.inputs or g.outputs != out.outputs:
+            raise PassError("the pass changed the graph's inputs or outputs")
+        if name not in CHANGES_STATE and g.state != out.state:
+            raise PassError("the pass changed the state and is not declared to")
     except G4Error as e:
         after = f" (after {', '.join(done)})" if done else ""
         raise PassError(f"pass {name} on graph {g.name}{after}: {e}") from e
     return out
-
-
-def _keeps_interface(before: Graph, after: Graph, name: str) -> None:
-    """Check that inputs and outputs stay; state too unless the pass is declared to change it."""
-    if before.inputs != after.inputs or before.outputs != after.outputs:
-        raise PassError("the pass changed the graph's inputs or outputs")
-    if name not in CHANGES_STATE and before.state != after.state:
-        raise PassError("the pass changed the state and is not declared to")

@@ -9,19 +9,12 @@ weights while the ranks wait for one another.
 
 from __future__ import annotations
 
-from g4ir.ir.graph import Graph, Node
 from g4ir.ops.reduce_norm import MOST_ROWS, WITH_SUMS
 
 from .join import Join
 
 AFTER = "fuse_cache_write"  # the norms of a layer are what they will be
 GPU_ROWS = MOST_ROWS
-
-
-def _refuses(g: Graph, sums: Node, norm: Node) -> str:
-    more = len(sums.outputs) > len(WITH_SUMS[norm.op][1])
-    return f"{sums.outputs[0]} is one collective with others" if more else ""
-
 
 JOINS = tuple(
     Join(
@@ -30,7 +23,6 @@ JOINS = tuple(
         producer="all_reduce",
         joined=joined,
         one_token=True,
-        refuses=_refuses,
     )
     for norm, (joined, operands) in WITH_SUMS.items()
 )

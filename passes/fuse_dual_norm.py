@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from g4ir.ir.graph import Graph, Node
 
-from .match import Edit, Left, Note, edit_each, ignore, made_by
+from .match import Edit, Note, edit_each, ignore, made_by, parts_of
 
 AFTER = "fuse_moe"  # it takes what fuse_norm_residual made
 
@@ -22,16 +22,7 @@ def _edit(g: Graph, n: Node) -> Edit:
     no_sum = f"{n['x']} is no sum of two norms"
     both = made_by(g, n["x"], "norm_residual", no_sum)
     one = made_by(g, both["residual"], "rms_norm", no_sum)
-    if len(both.inputs) != 3 or len(one.inputs) != 2:
-        raise Left(no_sum)
-    if len({m.attrs["eps"] for m in (one, both, n)}) > 1:
-        raise Left("the norms differ in eps")
-    for m, user in ((one, both), (both, n)):
-        v = m.outputs[0]
-        if len(m.outputs) > 1:
-            raise Left(f"{v} has a pre-norm of its own")
-        if g.readers(v) != [user] or user.inputs.count(v) > 1:
-            raise Left(f"{v} has another user")
     sums = (both["x"], both["w_post"], n["w_post"], n["residual"])
     made = Node("dual_norm_residual", (*one.inputs, *sums, *n.inputs[3:]), n.outputs, n.attrs)
-    return Edit([one, both, n], [made], f"fused with the norms of {one['x']} and {both['x']}")
+    note = f"fused with the norms of {one['x']} and {both['x']}"
+    return Edit(parts_of(g, made), [made], note)

@@ -8,7 +8,7 @@ the op belongs to the layer whose weight it multiplies with.
 
 from __future__ import annotations
 
-from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.graph import Graph, Node
 
 from .join import Join
 
@@ -16,13 +16,8 @@ AFTER = "fuse_all_reduce"  # products have their activations, sums over ranks th
 GPU_ROWS = 1
 
 PRODUCTS = ("linear", "linear_glu")
-#: a norm -> what it becomes with its product, and its inputs before the weight of that
-FUSED = {"norm_residual": ("norm_linear", 3), "dual_norm_residual": ("dual_norm_linear", 6)}
-
-
-def _inputs(norm: Node, product: Node) -> tuple[Value, ...]:
-    at = FUSED[norm.op][1]
-    return (*norm.inputs[:at], product["w"], *norm.inputs[at:], *product.inputs[2:])
+#: a norm -> what it becomes with its product
+FUSED = {"norm_residual": "norm_linear", "dual_norm_residual": "dual_norm_linear"}
 
 
 def _refuses(g: Graph, norm: Node, product: Node) -> str:
@@ -46,10 +41,9 @@ JOINS = tuple(
         shared=first == 0,
         one_token=True,
         refuses=_refuses,
-        inputs=_inputs,
         attrs={"act": ""},
     )
     for reader in PRODUCTS
-    for norm, (joined, _) in FUSED.items()
+    for norm, joined in FUSED.items()
     for first in (1, 0)
 )

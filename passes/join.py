@@ -2,8 +2,10 @@
 
     reader(.., producer(..), ..)  ->  joined(..)
 
-The joined node has the reader's results, then the producer's other results, and of the attributes
-of both those that the joined op has.
+The joined node has the reader's results, then the producer's other results. Its operands and
+attributes are, by name, those of the producer, else of the reader. An operand that neither has, or
+that the producer makes, is the next of the producer's that is left over; `*rest` is what then
+remains of both.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import dataclass, field
 from g4ir.ir.graph import Attr, Graph, Node, Value
 from g4ir.ops import OPS
 
-from .match import Edit, Left, Note, after, edit_each, ignore
+from .match import Edit, Left, Note, after, edit_each, ignore, parts_of
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,6 @@ class Join:
     one_token: bool = False
     #: reason to leave the two apart, or ""
     refuses: Callable[[Graph, Node, Node], str] | None = None
-    #: inputs of the joined node; None: the reader's, the producer's in place of the operands
-    inputs: Callable[[Node, Node], Sequence[Value]] | None = None
     #: attributes of the joined node that neither of the two has
     attrs: Mapping[str, Attr] = field(default_factory=dict)
 
@@ -47,38 +47,46 @@ class Join:
         made = producer.outputs[self.first :][: len(self.operands)]
         return producer.op == self.producer and made == self.taken(n)
 
-    def check(self, g: Graph, n: Node, producer: Node) -> None:
-        """Raise Left with the reason to leave the two apart."""
-        taken = self.taken(n)
-        if self.one_token and (taken[0].type.rank < 3 or taken[0].type.shape[1] != 1):
-            raise Left(f"{taken[0]} is of several tokens")
+    def edit(self, g: Graph, n: Node, producer: Node) -> Edit:
+        """Return the two as one; Left with the reason to leave them apart."""
+        value = self.taken(n)[0]
+        if n.inputs.count(value) > 1:
+            raise Left(f"{value} has another user")
+        if self.one_token and (value.type.rank < 3 or value.type.shape[1] != 1):
+            raise Left(f"{value} is of several tokens")
         if self.refuses and (reason := self.refuses(g, producer, n)):
             raise Left(reason)
-        for v in taken:
-            alone = self.shared or g.readers(v) == [n]
-            if not alone or n.inputs.count(v) > 1:
-                raise Left(f"{v} has another user")
-        if len(producer.outputs) > len(taken) or self.shared:
-            later = {v for m in after(g, producer.outputs) for v in m.outputs}
-            if later.intersection(n.inputs):
-                raise Left(f"{n.outputs[0]} reads what is made of {producer.outputs[0]}")
+        made = self.node(n, producer)
+        parts = parts_of(g, made)
+        later = {v for m in after(g, producer.outputs) if m != n for v in m.outputs}
+        if later.intersection(n.inputs):
+            raise Left(f"{n.outputs[0]} reads what is made of {producer.outputs[0]}")
+        return Edit(parts, [made], f"fused with {producer.outputs[0]}")
 
     def node(self, n: Node, producer: Node) -> Node:
         """Return the joined node."""
         kept = () if self.shared else self.taken(n)
         results = (*n.outputs, *(v for v in producer.outputs if v not in kept))
         attrs, known = {**self.attrs, **producer.attrs, **n.attrs}, OPS[self.joined].attrs
-        inputs = self.inputs(producer, n) if self.inputs else self._in_place(producer, n)
         own = {name: value for name, value in attrs.items() if name in known}
-        return Node(self.joined, tuple(inputs), results, own)
+        return Node(self.joined, self._inputs(n, producer), results, own)
 
-    def _in_place(self, producer: Node, n: Node) -> Sequence[Value]:
-        """Return the reader's inputs with all of the producer's in place of one operand, or one
-        each in place of several."""
-        taken = self.taken(n)
-        parts = [producer.inputs] if len(taken) == 1 else [(v,) for v in producer.inputs]
-        made = dict(zip(taken, parts, strict=True))
-        return [x for v in n.inputs for x in made.get(v, (v,))]
+    def _inputs(self, n: Node, producer: Node) -> tuple[Value, ...]:
+        names = OPS[self.joined].operands
+        given, rest = _by_name(producer, names)
+        more, others = _by_name(n, names)
+        given = {k: v for k, v in more.items() if v not in producer.outputs} | given
+        others = [v for v in others if v not in producer.outputs]
+        named = [given[k] if k in given else rest.pop(0) for k in names if k in given or rest]
+        return (*named, *rest, *others)
+
+
+def _by_name(n: Node, names: Sequence[str]) -> tuple[dict[str, Value], list[Value]]:
+    """Return the inputs that have one of these names, and the others."""
+    own = dict(zip(n.definition.operands, n.inputs, strict=False))
+    named = {name: v for name, v in own.items() if name in names}
+    others = [v for name, v in own.items() if name not in names]
+    return named, [*others, *n.inputs[len(own) :]]
 
 
 def join(g: Graph, note: Note = ignore, *, rows: Sequence[Join]) -> Graph:
@@ -93,7 +101,6 @@ def join(g: Graph, note: Note = ignore, *, rows: Sequence[Join]) -> Graph:
             ops = " or ".join(dict.fromkeys(row.producer for row in own))
             are = "is" if len(taken) == 1 else "are"
             raise Left(f"{' and '.join(map(str, taken))} {are} not made by {ops}")
-        row.check(g, n, producer)
-        return Edit([producer, n], [row.node(n, producer)], f"fused with {producer.outputs[0]}")
+        return row.edit(g, n, producer)
 
     return edit_each(g, g.find(*(row.reader for row in rows)), edit, note)

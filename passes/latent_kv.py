@@ -6,7 +6,7 @@ K = rope(rms_norm(raw, w)), V = rms_norm(raw); every attention(K, V) becomes att
   form "raw":    states k, v [C,B,n,d]   ->   states raw [C,B,n,d], rms f32[C,B,n,1]
 
 for p rotated pairs. "value" leaves a layer whose dims are all rotated, "off" leaves every layer.
-Those in `keep` stay as they are, since a drafter reads them too.
+Layers in `keep` stay as they are, since a draft model reads them too.
 K and V die where nothing else reads them.
 """
 
@@ -21,7 +21,7 @@ from g4ir.ops.attention import split_chunk
 from g4ir.ops.latent import PARTS
 from g4ir.ops.rope import rotated_pairs
 
-from .match import Left, Note, ignore, require_one_of
+from .match import Left, Note, cache_names, ignore, made_by, maker, require_one_of
 
 AFTER = "last_token_only"  # its readers are those that are left
 CHANGES_STATE = True
@@ -53,7 +53,8 @@ def latent_kv(g: Graph, note: Note = ignore, options: LatentOptions = OPTIONS) -
         try:
             if layer_of(k) in options.keep:
                 raise Left("a drafter reads it as K and V")
-            found = _match(g, k, v, readers)
+            found = _match(g, k, v)
+            _check_readers(g, found, readers)
             _check_form(found, options.form)
         except Left as reason:
             note(k, f"left: {reason}")
@@ -112,67 +113,63 @@ class _Match:
 
 def _pairs(g: Graph) -> dict[tuple[str, str], list[Node]]:
     """Return the states that attentions read together, in order of their first reader."""
-    origin = {v.name: v.name for v in g.state} | {v.name: name for name, v in g.next.items()}
+    names = cache_names(g)
     found: dict[tuple[str, str], list[Node]] = {}
     for n in g.find("attention"):
-        k, v = (origin.get(x.name) for x in n.caches)
-        if k is not None and v is not None:
+        k, v = (names.get(cache.name) for cache in n.caches)
+        if k and v:
             found.setdefault((k, v), []).append(n)
     return found
 
 
-def _match(g: Graph, k: str, v: str, readers: list[Node]) -> _Match:
-    made = g.producers()
+def _match(g: Graph, k: str, v: str) -> _Match:
     write_k, write_v = (_write(g, state) for state in (k, v))
-    norm, tables = _key(g, write_k["new"])
-    value = made.get(write_v["new"].name)
-    if not norm or not value or value.op != "rms_norm" or value.inputs != (norm["x"],):
-        raise Left("K and V do not come from one projection")
+    apart = "K and V do not come from one projection"
+    turned = g.producer(write_k["new"])
+    # The norm and the rotation of K are one node or two.
+    norm = maker(g, turned["x"], "rms_norm") if turned and turned.op == "rope" else turned
+    if turned is None or norm is None or norm.op not in ("norm_rope", "rms_norm"):
+        raise Left(apart)
+    value = made_by(g, write_v["new"], "rms_norm", apart)
+    if len(norm.inputs) < 2 or value.inputs != (norm["x"],):
+        raise Left(apart)
     if value.attrs["eps"] != norm.attrs["eps"]:
         raise Left("the norms of K and V differ in eps")
-    table = made.get(tables[0].name)
-    if table is None or table.op != "rope_table" or table.outputs != tables:
-        raise Left("K is rotated by a table that is not made here")
-    start = made.get(write_k["start"].name)
-    starts = start is not None and start.op == "row_start" and start.inputs == table.inputs
-    if not starts or write_k.inputs[2:] != write_v.inputs[2:]:
+    table = made_by(g, turned["cos"], "rope_table", _FOREIGN_TABLE)
+    if table.outputs != (turned["cos"], turned["sin"]):
+        raise Left(_FOREIGN_TABLE)
+    start = maker(g, write_k["start"], "row_start")
+    if not start or start.inputs != table.inputs or write_k.inputs[2:] != write_v.inputs[2:]:
         raise Left("K and V are not written at the positions of the rotation")
-    match = _Match(write_k, write_v, norm, table)
-    _check_readers(g, match, readers)
-    return match
+    return _Match(write_k, write_v, norm, table)
+
+
+_FOREIGN_TABLE = "K is rotated by a table that is not made here"
 
 
 def _write(g: Graph, state: str) -> Node:
-    write = g.producers().get(g.next[state].name) if state in g.next else None
-    if write is None or write.op != "cache_write" or write["cache"].name != state:
-        raise Left(f"%{state} is not written here")
+    elsewhere = f"%{state} is not written here"
+    if state not in g.next:
+        raise Left(elsewhere)
+    write = made_by(g, g.next[state], "cache_write", elsewhere)
+    if write["cache"].name != state:
+        raise Left(elsewhere)
     return write
-
-
-def _key(g: Graph, k: Value) -> tuple[Node | None, tuple[Value, ...]]:
-    """Return the norm and the tables of K = rope(rms_norm(raw, weight), cos, sin), fused or not."""
-    n = g.producers().get(k.name)
-    if n is not None and n.op == "norm_rope":
-        return n, n.inputs[2:]
-    norm = g.producers().get(n["x"].name) if n is not None and n.op == "rope" else None
-    if n is None or norm is None or norm.op != "rms_norm" or len(norm.inputs) != 2:
-        return None, ()
-    return norm, n.inputs[1:]
 
 
 def _check_readers(g: Graph, m: _Match, readers: list[Node]) -> None:
     """Check that the two caches are read together, and by these attentions alone."""
-    users, writes = g.users(), (m.write_k, m.write_v)
+    writes = (m.write_k, m.write_v)
     known = [*writes, *readers, RESULT]
     for w in writes:
-        others = [n for v in (w["cache"], w.out) for n in users.get(v.name, []) if n not in known]
+        others = [n for v in (w["cache"], w.out) for n in g.readers(v) if n not in known]
         if others or w["cache"] in g.results() or w.out in g.outputs:
             raise Left(f"{w['cache']} has another reader")
     fresh = tuple(w["new"] for w in writes)
     for n in readers:
-        together = [(w["cache"], w.out).index(v) for w, v in zip(writes, n.caches)]
+        after = {v == w.out for w, v in zip(writes, n.caches, strict=True)}
         chunk, _ = split_chunk(n.chunk, 2)
-        if len(set(together)) > 1 or chunk not in ((), fresh):
+        if len(after) > 1 or chunk not in ((), fresh):
             raise Left(f"{n.out} reads K and V of different moments")
         if chunk and n.inputs[1:2] != m.table.inputs:
             raise Left(f"{n.out} is at other positions than the rotation")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from g4ir.errors import InputError
+from g4ir.errors import InputError, VerifyError
 from g4ir.ir.graph import Builder, Graph, Node, Value
 from g4ir.ir.rewrite import splice_all
 
@@ -67,6 +67,33 @@ def made_by(g: Graph, v: Value, op: str, otherwise: str = "") -> Node:
     if n is None:
         raise Left(otherwise or f"{v} is not made by {op}")
     return n
+
+
+def parts_of(g: Graph, fused: Node) -> list[Node]:
+    """Return the nodes of the graph that a fused node stands for: its expansion is the pattern.
+    Left if a node differs from it, or a value inside has another user."""
+    try:
+        assert fused.inferred == tuple(v.type for v in fused.outputs)
+    except VerifyError as e:
+        raise Left(f"{fused.op} takes other operands") from e
+    pattern, results = fused.expanded
+    same = {v.name: v for v in fused.inputs}
+    same |= {v.name: own for v, own in zip(results, fused.outputs, strict=True)}
+    found: list[Node] = []
+    for wanted in reversed(pattern):
+        n = made_by(g, next(same[v.name] for v in wanted.outputs if v.name in same), wanted.op)
+        other = [k for k, value in wanted.attrs.items() if n.attrs.get(k) != value]
+        if other:
+            raise Left(f"{n.outputs[0]} has another {' and '.join(other)}")
+        for known, own in ((wanted.inputs, n.inputs), (wanted.outputs, n.outputs)):
+            alike = [same.setdefault(v.name, x) for v, x in zip(known, own, strict=False)]
+            if len(known) != len(own) or alike != [*own]:
+                raise Left(f"{n.outputs[0]} is not {n.op} as in {fused.op}")
+        found.insert(0, n)
+    for v in (v for n in found for v in n.outputs if v not in fused.outputs):
+        if v in fused.inputs or any(user not in found for user in g.readers(v)):
+            raise Left(f"{v} has another user")
+    return found
 
 
 def only_user(g: Graph, v: Value, op: str, reason: str = "has another user") -> Node:
