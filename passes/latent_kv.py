@@ -13,6 +13,7 @@ K and V die where nothing else reads them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from g4ir.ir.graph import RESULT, Builder, Graph, Node, Value
 from g4ir.ir.names import layer_of
@@ -48,11 +49,11 @@ OPTIONS = LatentOptions()
 def latent_kv(g: Graph, note: Note = ignore, options: LatentOptions = OPTIONS) -> Graph:
     """Make one cache for each layer where K = V."""
     edits: list[tuple[list[Node], list[Node]]] = []
-    written: dict[str, list[Node]] = {}
-    for (k, v), readers in _pairs(g).items():
+    replaced: dict[str, list[Node]] = {}
+    for (k, v), readers in _readers(g).items():
         try:
             if layer_of(k) in options.keep:
-                raise Left("a drafter reads it as K and V")
+                raise Left("a draft model reads it as K and V")
             found = _match(g, k, v)
             _check_readers(g, found, readers)
             _check_form(found, options.form)
@@ -63,9 +64,25 @@ def latent_kv(g: Graph, note: Note = ignore, options: LatentOptions = OPTIONS) -
         writes = [n for n in new if n.op == "cache_write"]
         edits.append(([found.write_k, found.write_v], new))
         edits += [([n], [found.read(n, options.form, writes)]) for n in readers]
-        written |= {k: writes, v: []}
+        replaced |= {k: writes, v: []}
         note(k, f"kept with %{v} as {' and '.join(str(w['cache']) for w in writes)}")
-    return _with_states(splice_all(g, edits), written) if edits else g
+    if not edits:
+        return g
+    state = [[w["cache"] for w in replaced[v.name]] if v.name in replaced else [v] for v in g.state]
+    later = {name: v for name, v in g.next.items() if name not in replaced}
+    later |= {w["cache"].name: w.out for writes in replaced.values() for w in writes}
+    return drop_dead(replace(splice_all(g, edits), state=tuple(chain(*state)), next=later))
+
+
+def _readers(g: Graph) -> dict[tuple[str, str], list[Node]]:
+    """Return the attentions that read two states together, in order of their first reader."""
+    names = cache_names(g)
+    found: dict[tuple[str, str], list[Node]] = {}
+    for n in g.find("attention"):
+        k, v = (names.get(cache.name) for cache in n.caches)
+        if k and v:
+            found.setdefault((k, v), []).append(n)
+    return found
 
 
 @dataclass(frozen=True)
@@ -111,50 +128,27 @@ class _Match:
         return Node("attention_latent", inputs, n.outputs, {"form": form, **n.attrs, **rotation})
 
 
-def _pairs(g: Graph) -> dict[tuple[str, str], list[Node]]:
-    """Return the states that attentions read together, in order of their first reader."""
-    names = cache_names(g)
-    found: dict[tuple[str, str], list[Node]] = {}
-    for n in g.find("attention"):
-        k, v = (names.get(cache.name) for cache in n.caches)
-        if k and v:
-            found.setdefault((k, v), []).append(n)
-    return found
-
-
 def _match(g: Graph, k: str, v: str) -> _Match:
-    write_k, write_v = (_write(g, state) for state in (k, v))
+    writes = {n["cache"].name: n for n in g.find("cache_write") if n.out in g.next.values()}
+    for state in (k, v):
+        if state not in writes:
+            raise Left(f"%{state} is not written here")
+    write_k, write_v = writes[k], writes[v]
     apart = "K and V do not come from one projection"
-    turned = g.producer(write_k["new"])
-    # The norm and the rotation of K are one node or two.
-    norm = maker(g, turned["x"], "rms_norm") if turned and turned.op == "rope" else turned
-    if turned is None or norm is None or norm.op not in ("norm_rope", "rms_norm"):
-        raise Left(apart)
     value = made_by(g, write_v["new"], "rms_norm", apart)
-    if len(norm.inputs) < 2 or value.inputs != (norm["x"],):
+    key = maker(g, write_k["new"], "norm_rope", "rope")
+    norm = maker(g, key["x"], "rms_norm") if key and key.op == "rope" else key
+    if not key or not norm or len(norm.inputs) < 2 or value.inputs != (norm["x"],):
         raise Left(apart)
     if value.attrs["eps"] != norm.attrs["eps"]:
         raise Left("the norms of K and V differ in eps")
-    table = made_by(g, turned["cos"], "rope_table", _FOREIGN_TABLE)
-    if table.outputs != (turned["cos"], turned["sin"]):
-        raise Left(_FOREIGN_TABLE)
+    table = maker(g, key["cos"], "rope_table")
+    if not table or table.outputs != (key["cos"], key["sin"]):
+        raise Left("K is rotated by a table that is not made here")
     start = maker(g, write_k["start"], "row_start")
     if not start or start.inputs != table.inputs or write_k.inputs[2:] != write_v.inputs[2:]:
         raise Left("K and V are not written at the positions of the rotation")
     return _Match(write_k, write_v, norm, table)
-
-
-_FOREIGN_TABLE = "K is rotated by a table that is not made here"
-
-
-def _write(g: Graph, state: str) -> Node:
-    elsewhere = f"%{state} is not written here"
-    if state not in g.next:
-        raise Left(elsewhere)
-    write = made_by(g, g.next[state], "cache_write", elsewhere)
-    if write["cache"].name != state:
-        raise Left(elsewhere)
-    return write
 
 
 def _check_readers(g: Graph, m: _Match, readers: list[Node]) -> None:
@@ -165,11 +159,10 @@ def _check_readers(g: Graph, m: _Match, readers: list[Node]) -> None:
         others = [n for v in (w["cache"], w.out) for n in g.readers(v) if n not in known]
         if others or w["cache"] in g.results() or w.out in g.outputs:
             raise Left(f"{w['cache']} has another reader")
-    fresh = tuple(w["new"] for w in writes)
     for n in readers:
         after = {v == w.out for w, v in zip(writes, n.caches, strict=True)}
         chunk, _ = split_chunk(n.chunk, 2)
-        if len(after) > 1 or chunk not in ((), fresh):
+        if len(after) > 1 or chunk not in ((), tuple(w["new"] for w in writes)):
             raise Left(f"{n.out} reads K and V of different moments")
         if chunk and n.inputs[1:2] != m.table.inputs:
             raise Left(f"{n.out} is at other positions than the rotation")
@@ -180,14 +173,3 @@ def _check_form(m: _Match, form: str) -> None:
         raise Left("the form `off` keeps K and V")
     if form == "value" and 2 * m.rotated == m.table.attrs["dim"]:
         raise Left("every dim of K is rotated, so that V says nothing of them")
-
-
-def _with_states(g: Graph, written: dict[str, list[Node]]) -> Graph:
-    """Put the new states in the place of the old ones."""
-    state: list[Value] = []
-    after: dict[str, Value] = {}
-    for v in g.state:
-        state += [w["cache"] for w in written[v.name]] if v.name in written else [v]
-    for name, v in g.next.items():
-        after |= {w["cache"].name: w.out for w in written[name]} if name in written else {name: v}
-    return drop_dead(replace(g, state=tuple(state), next=after))

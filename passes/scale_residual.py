@@ -52,46 +52,38 @@ def scale_residual(g: Graph, note: Note = ignore, options: ScaleOptions = OPTION
     if not divided:
         note(START, "left: no residual is added to it")
         return g
-    scaling = _Scaling(g, Builder(), 1 / options.divisor, divided, _stream(g), note)
+    scaling = _Scaling(g, 1 / options.divisor, divided, note)
     for n in g.nodes:
         scaling.copy(n)
     return replace(g, nodes=tuple(scaling.b.nodes))
 
 
 def divided_values(g: Graph) -> set[str]:
-    """Return the names of the values that the pass divides: the stream, and what is added to it,
-    from as far up as possible."""
-    stream = _stream(g)
-    divided = set(stream)
-    for n in g.find("add"):
-        if n.out.name in stream:
-            for v in n.inputs:
-                _divide_branch(g, v, divided)
-    return divided
-
-
-def _stream(g: Graph) -> set[str]:
-    """Return the names of the residual stream's values; PassError if one is read in another way
-    than by a norm or a product."""
-    starts = any(n["a"] in g.inputs and n["a"].name == START for n in g.find("add"))
-    stream = {START} if starts else set[str]()
+    """Return the names of the values that the pass divides: the residual stream, and what is added
+    to it, from as far up as possible. PassError if the stream is an output, or is read in another
+    way than by a norm or a product."""
+    if all(n["a"].name != START or n["a"] not in g.inputs for n in g.find("add")):
+        return set()
+    stream, divided = {START}, set[str]()
     for n in g.nodes:
         if stream.isdisjoint(v.name for v in n.inputs):
             continue
         if n.op in ("add", "mul"):
             stream.add(n.out.name)
+            for v in n.inputs if n.op == "add" else ():
+                _divide_branch(g, v, divided)
         elif n.op not in ("rms_norm", "linear"):
             raise PassError(f"{n.outputs[0]}: {n.op} reads the residual stream without a norm")
     for v in g.outputs:
         if v.name in stream:
             raise PassError(f"output {v} is part of the residual stream")
-    return stream
+    return divided | stream
 
 
 def _divide_branch(g: Graph, v: Value, divided: set[str]) -> None:
     """Add a value to `divided`, and its makers' inputs, if they can be divided in its place."""
     n = g.producer(v)
-    if n is None or v.name in divided or len(g.readers(v)) > 1:
+    if n is None or len(g.readers(v)) > 1:
         return
     if n.op in ("add", "all_reduce"):
         for x in n.inputs if n.op == "add" else (n.inputs[n.outputs.index(v)],):
@@ -103,25 +95,20 @@ def _divide_branch(g: Graph, v: Value, divided: set[str]) -> None:
     divided.add(v.name)
 
 
-@dataclass(frozen=True)
 class _Scaling:
     """Copies nodes to `b`, those of `divided` values with results times `s`."""
 
-    g: Graph
-    b: Builder
-    s: float
-    divided: set[str]
-    stream: set[str]
-    note: Note
+    def __init__(self, g: Graph, s: float, divided: set[str], note: Note) -> None:
+        self.g, self.s, self.divided, self.note = g, s, divided, note
+        self.b = Builder()
+        self.scaled: dict[str, Value] = {}
 
     def copy(self, n: Node) -> None:
-        made = {v.name for v in n.outputs} & self.divided
+        made = [v for v in n.outputs if v.name in self.divided]
         if n.op in ("add", "all_reduce") and made:
             pairs = zip(n.inputs, cycle(n.outputs), strict=False)
-            inputs = [self.small(x) if y.name in made else x for x, y in pairs]
-            self.change(n, *inputs)
-            if made & self.stream:
-                self.note(n.out.name, f"divided by {1 / self.s:g}")
+            self.change(n, *(self.small(x) if y in made else x for x, y in pairs))
+            self.note(n.outputs[0].name, f"divided by {1 / self.s:g}")
         elif n.op == "rms_norm" and (made or n["x"].name in self.divided):
             x = self.small(n["x"])
             weight = [self.times(w, self.s) if made else w for w in n.inputs[1:]]
@@ -150,9 +137,9 @@ class _Scaling:
 
     def times(self, v: Value, factor: float) -> Value:
         name = f"{v.name}.scaled"
-        if all(name != n.outputs[0].name for n in self.b.nodes):
-            return self.b.emit("scale", v, value=factor, name=name)
-        return replace(v, name=name)
+        if name not in self.scaled:
+            self.scaled[name] = self.b.emit("scale", v, value=factor, name=name)
+        return self.scaled[name]
 
     def change(self, n: Node, *inputs: Value, **attrs: float) -> None:
         self.b.nodes.append(replace(n, inputs=inputs, attrs={**n.attrs, **attrs}))
