@@ -1,15 +1,12 @@
 """Runs the passes in order and verifies in between.
 
-Each is a file of this folder with
+A pass is a file of this folder with
   a function of the same name, `Graph -> Graph`, whose argument `note(value, reason)` receives what
-      it did and why it left a candidate alone (`g4ir show --why PASS` prints that);
-      or JOINS, rows of join.py's table
+      it did and why it left a candidate alone; or JOINS, rows of join.py's table
   AFTER  the pass that it follows, with the reason; None: it is the first
 and, if it applies,
-  OPTIONS  default options, a frozen dataclass that checks its fields: the function's third
-      argument. The CLI, `plan`, the manifest and `verify` read it
-  GPU_ROWS  the most sequences of a step, for passes of decode steps that are one kernel graph on a
-      GPU
+  OPTIONS  default options, a frozen dataclass that checks its fields: the function's third argument
+  GPU_ROWS  the most sequences of a step, for passes of decode steps that are one kernel graph
   CHANGES_STATE  true: it may change the types of the caches
   CHANGES_MEANING  true: it may round, or change values that keep their names
 
@@ -48,7 +45,7 @@ SHARED = ("join", "match")
 def _ordered(modules: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
     """Return the passes in the order of their AFTER. PassError unless they are one chain."""
     names: list[str | None] = [None]
-    while followers := [name for name, module in modules.items() if module.AFTER == names[-1]]:
+    while followers := [name for name, module in modules.items() if names[-1] == module.AFTER]:
         if len(followers) > 1:
             raise PassError(
                 f"passes {' and '.join(followers)} both have AFTER = {names[-1]!r}: change that of "
@@ -57,8 +54,8 @@ def _ordered(modules: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
         names += followers
     for name in modules:
         if name not in names:
-            after = modules[name].AFTER
-            raise PassError(f"pass {name}: AFTER = {after!r} is no pass, or one that comes after it")
+            after = f"AFTER = {modules[name].AFTER!r}"
+            raise PassError(f"pass {name}: {after} is no pass, or one that comes after it")
     return {name: modules[name] for name in names if name}
 
 
@@ -184,12 +181,8 @@ def run_program(
 ) -> Program:
     """Apply `run_passes` to every graph, and count in `acted`; the caches they share must still
     agree."""
-
-    def one(g: Graph) -> Graph:
-        note = acted.note(g.name) if acted else None
-        return run_passes(g, skip=skip, dump=dump, note=note, options=options)
-
-    p = p.map(one)
+    run = partial(run_passes, skip=skip, dump=dump, options=options)
+    p = p.map(lambda g: run(g, note=acted.note(g.name) if acted else None))
     p.state()
     p.params()
     return p
@@ -198,7 +191,7 @@ def run_program(
 def _run_one(
     g: Graph, name: str, done: Sequence[str], note: PassNote | None, options: PassOptions
 ) -> Graph:
-    """Run a pass and check that the interface stays; the state too unless the pass may change it."""
+    """Run a pass and check what it must keep: inputs, outputs, and mostly the state."""
     run = find_pass(name)
     if name in OPTIONS:
         run = partial(run, options=options.of(type(OPTIONS[name])))

@@ -10,7 +10,7 @@ projection, v' is k', and the rows are those of the caches' form and dtype (see 
 
 from __future__ import annotations
 
-from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.graph import Attr, Graph, Node, Value
 
 from .match import Edit, Left, Note, edit_each, ignore, made_by, maker, only_user, parts_of
 
@@ -37,20 +37,21 @@ def _edit(g: Graph, n: Node, several: bool) -> Edit:
     if not several and row.type.shape[1] != 1:
         raise Left("several tokens are written at once")
     narrowed = maker(g, row, "narrow_row")
-    latent = made_by(g, narrowed["x"] if narrowed else row, "latent_row") if form == "value" else None
-    k = latent["k"] if latent else narrowed["x"] if narrowed else row
+    k = narrowed["x"] if narrowed else row
+    latent = made_by(g, k, "latent_row") if form == "value" else None
+    k = latent["k"] if latent else k
     key = made_by(g, k, "norm_rope") if form != "raw" else None
     kv_heads = made_by(g, key["x"] if key else k, "heads")
     split = made_by(g, kv_heads["x"], "split")
     q_heads = only_user(g, split.outputs[0], "heads")
     q = only_user(g, q_heads.out, "norm_rope")
-    attrs = {
-        "heads": q_heads.whole("n"),
-        "kv_heads": kv_heads.whole("n"),
+    attrs: dict[str, Attr] = {
+        "heads": q_heads.attrs["n"],
+        "kv_heads": kv_heads.attrs["n"],
         "values": len(split.outputs) == 3,
-        "eps": q.number("eps"),
+        "eps": q.attrs["eps"],
         "form": form,
-        "pairs": latent.whole("pairs") if latent else 0,
+        "pairs": latent.attrs["pairs"] if latent else 0,
     }
     norms = (q["w"], key["w"] if key else n["w"], *q.inputs[2:])
     slots = (writes[0]["start"], writes[0]["lengths"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from g4ir.ir.graph import Builder, Graph, Node
 
-from .match import Edit, Left, Note, base, edit_each, held_as, ignore, maker, makers, stacked
+from .match import Edit, Left, Note, base, edit_each, held_as, ignore, maker, packed
 
 AFTER = "fuse_qkv"  # it packs weights too
 
@@ -23,16 +23,14 @@ def _edit(g: Graph, act: Node) -> Edit:
         raise Left(f"{' and '.join(other)} is no projection")
     if gate["x"] != up["x"]:
         raise Left(f"{gate.out} and {up.out} project different inputs")
-    weights = (gate["w"], up["w"])
-    held = [held_as(g, w) for w in weights]
+    held = [held_as(g, n["w"]) for n in (gate, up)]
     if None in held:
         raise Left("a weight is no parameter")
     if held[0] != held[1]:
         raise Left("the weights are not held alike")
     if any(len(g.readers(n.out)) > 1 for n in (gate, up)):
         raise Left("a projection has another user")
-    b, scope = Builder(), base(weights[0]).rpartition(".")[0]
-    w = stacked(b, g, weights, f"{scope}.w_gate_up")
-    y = b.emit("linear", gate["x"], w, name=f"{scope}.gate_up")
+    b, scope = Builder(), base(gate["w"]).rpartition(".")[0]
+    y, old = packed(b, g, (gate, up), f"{scope}.w_gate_up", f"{scope}.gate_up")
     b.emit("glu_packed", y, name=act.out.name, **act.attrs)
-    return Edit([gate, up, act, *makers(g, (gate, up))], b.nodes, "packed")
+    return Edit([*old, act], b.nodes, "packed")

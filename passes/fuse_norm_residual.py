@@ -27,7 +27,7 @@ def _edit(g: Graph, add: Node) -> Edit:
     weighted = tuple(len(n.inputs) > 1 for n in pre)
     weights = [v for n in (*scalar, *pre) for v in n.inputs[1:]]
     inputs = (post["x"], residual, post["w"], *weights)
-    attrs = {"eps": post.number("eps"), "scaled": bool(scalar), "weighted": weighted}
+    attrs = {**post.attrs, "scaled": bool(scalar), "weighted": weighted}
     made = Node("norm_residual", inputs, (h, *(n.out for n in pre)), attrs)
     return Edit([post, add, *scalar, *pre], [made], f"fused with {len(pre)} pre-norms")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from g4ir.ir.graph import Builder, Graph, Node
 
-from .match import Edit, Left, Note, base, edit_each, held_as, ignore, makers, stacked
+from .match import Edit, Left, Note, base, edit_each, held_as, ignore, packed
 
 AFTER = "share_rope_tables"  # the last of what layers repeat is gone
 
@@ -33,12 +33,11 @@ def _edit(g: Graph, group: list[Node]) -> Edit:
     if len(group) == 1:
         raise Left("the only projection of its input")
     b = Builder()
-    w = stacked(b, g, weights, _joined([base(v) for v in weights]))
-    y = b.emit("linear", group[0]["x"], w, name=_joined([v.name for v in outs]))
+    weight, name = _joined([base(v) for v in weights]), _joined([v.name for v in outs])
+    y, old = packed(b, g, group, weight, name)
     sizes = tuple(int(v.type.shape[-1]) for v in outs)
     b.emit_all("split", y, sizes=sizes, name=[v.name for v in outs])
-    others = ", ".join(map(str, outs[1:]))
-    return Edit([*group, *makers(g, group)], b.nodes, f"packed with {others}")
+    return Edit(old, b.nodes, f"packed with {', '.join(map(str, outs[1:]))}")
 
 
 def _joined(names: list[str]) -> str:

@@ -144,24 +144,24 @@ def held_as(g: Graph, w: Value) -> tuple[object, ...] | None:
     return (*parts, *made.attrs.items())
 
 
-def stacked(b: Builder, g: Graph, weights: Sequence[Value], name: str) -> Value:
-    """Concatenate weights of one format by rows: codes and scales if they are quantised."""
-    made = [n for w in weights if (n := g.producer(w))]
-    if not made:
-        return b.emit("concat", *weights, axis=0, name=name)
-    codes, scales = (
-        b.emit("concat", *(n[part] for n in made), axis=0, name=f"{name}.{part}")
-        for part in ("codes", "scales")
-    )
-    return b.emit("dequantize", codes, scales, name=f"{name}.dense", **made[0].attrs)
-
-
 def base(w: Value) -> str:
     """Return the name of a weight, quantised or not."""
     return w.name.removesuffix(".dense")
 
 
-def makers(g: Graph, products: Iterable[Node]) -> list[Node]:
-    """Return the nodes that dequantise the weights of these products alone."""
-    found = (g.producer(n["w"]) for n in products)
-    return [m for m in found if m and len(g.readers(m.out)) == 1]
+def packed(
+    b: Builder, g: Graph, products: Sequence[Node], weight: str, name: str
+) -> tuple[Value, list[Node]]:
+    """Emit one product with the weights of several, concatenated by rows: codes and scales if they
+    are quantised. Returns it, and the nodes in whose place it is."""
+    made = [n for p in products if (n := g.producer(p["w"]))]
+    if made:
+        codes, scales = (
+            b.emit("concat", *(n[part] for n in made), axis=0, name=f"{weight}.{part}")
+            for part in ("codes", "scales")
+        )
+        w = b.emit("dequantize", codes, scales, name=f"{weight}.dense", **made[0].attrs)
+    else:
+        w = b.emit("concat", *(n["w"] for n in products), axis=0, name=weight)
+    own = [n for n in made if len(g.readers(n.out)) == 1]
+    return b.emit("linear", products[0]["x"], w, name=name), [*products, *own]
