@@ -327,7 +327,7 @@ def test_an_op_class_must_be_complete() -> None:
         (make(infer=typed, reference=typed, expand=typed), "exactly one of"),
         (make(infer=typed, reference=typed, samples=[]), "samples"),
         (make(infer=typed, reference=typed, budget=None), "a budget"),
-        (make(infer=typed, reference=typed, kind="tail"), "kind 'tail': one of attention"),
+        (make(infer=typed, reference=typed, kind="tail"), "a kind of attention"),
         (make(infer=odd, reference=typed), "attribute of kind dict"),
         (make(expand=lambda b, x, **attrs: x), r"attribute of kind \*\*"),
     ):

@@ -69,10 +69,10 @@ def visible_pairs(queries: int, keys: int, window: int) -> int:
 def attention_workspace(
     q: Type, kept: Sequence[Type], parts: int, softcap: float, raw: bool = False
 ) -> int:
-    """Count the bytes beside the result, as the torch backend computes an attention over `parts`
-    caches, of which `kept` are the first: it joins cache and chunk (T = slots + S rows), makes K
-    and V of raw rows and of rows in fewer bits, a mask [B,S,T] and its bias for each query head of
-    a group, and with a softcap the scores [B,nq,S,T]."""
+    """Count the bytes besides the result, as the torch backend computes an attention over `parts`
+    caches, the first of `kept`: cache and chunk joined (T = slots + S rows), K and V of raw and of
+    quantised rows, a mask [B,S,T] and its bias for each query head of a group, and with a softcap
+    the scores [B,nq,S,T]."""
     caches, chunk = kept[:parts], len(kept) > parts
     b, s, heads, d = map(int, q.shape)
     kv_heads, width = int(caches[0].shape[2]), ITEMSIZE[q.dtype]
@@ -172,17 +172,13 @@ class attention:
         cache_k, cache_v, *chunk = held
         fresh, block_ids = split_chunk(chunk, 2)
         key_pos = slot_positions(written, cache_k.shape[0])
-        keys, values = cache_k, cache_v
+        kept = [cache.transpose(0, 1) for cache in (cache_k, cache_v)]
         if fresh:
-            keys, values = (
-                torch.cat((old, new.transpose(0, 1)))
-                for old, new in zip((keys, values), fresh, strict=True)
-            )
+            kept = [torch.cat(both, 1) for both in zip(kept, fresh, strict=True)]
             key_pos = torch.cat((key_pos, positions.t()))
         last = None if block_ids is None else last_seen(positions, block_ids)
         mask = visible(key_pos, positions, window, last)
-        keys, values = (numbers(rows, q.dtype) for rows in (keys, values))
-        keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+        keys, values = (numbers(rows, q.dtype) for rows in kept)
         return attend(q, keys, values, mask[:, None, None], scale, softcap)
 
     @staticmethod

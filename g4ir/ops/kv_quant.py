@@ -30,8 +30,7 @@ def narrow_width(width: int, dtype: str) -> int:
 
 def held_width(t: Type) -> int:
     """Return the numbers that a row of a cache says, the inverse of `narrow_width`."""
-    size = int(t.shape[-1])
-    return numbers_in(size) if t.dtype == "i8" else size
+    return numbers_in(int(t.shape[-1])) if t.dtype == "i8" else int(t.shape[-1])
 
 
 def numbers_in(size: int) -> int:

@@ -62,17 +62,15 @@ class qkv_write:
         if form == "raw":
             rows = [k, b.emit("inverse_rms", k, eps=eps)]
         else:
-            rows = [
-                b.emit("norm_rope", k, norm_k, cos, sin, eps=eps),
-                b.emit("rms_norm", v, eps=eps),
-            ]
+            k = b.emit("norm_rope", k, norm_k, cos, sin, eps=eps)
+            rows = [k, b.emit("rms_norm", v, eps=eps)]
         if form == "value":
-            rows = [b.emit("latent_row", *rows[::-1], pairs=pairs)]
+            rows = [b.emit("latent_row", rows[1], k, pairs=pairs)]
         require(len(caches) == len(rows), f"{len(caches)} caches, form {form} has {len(rows)}")
+        held = [*zip(caches, rows, strict=True)]
         if form != "raw":
-            rows = [_held_as(b, c, row) for c, row in zip(caches, rows, strict=True)]
-        pairs_of = zip(caches, rows, strict=True)
-        return q, *(b.emit("cache_write", cache, row, start, lengths) for cache, row in pairs_of)
+            held = [(cache, _held_as(b, cache, row)) for cache, row in held]
+        return q, *(b.emit("cache_write", cache, row, start, lengths) for cache, row in held)
 
     samples = cases(
         f"f32[2,1,64] {_OTHERS} 2*f32[4,2,2,8] {{kv_heads=2, values=True, form='plain', pairs=0}}",

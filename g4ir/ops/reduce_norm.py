@@ -89,8 +89,9 @@ def _expand(b: Any, op: str, given: tuple[Any, ...], at: int, act: str, norm: An
     made = b.emit_all(op, *given[:at], *given[at + 1 : end], **norm)
     require(len(made) <= 2, f"{len(made) - 1} pre-norms, but one product")
     require(len(up) <= bool(act), f"{len(up)} inputs after those of the norm")
-    product = ("linear_glu", {"act": act}) if act else ("linear", {})
-    return b.emit(product[0], made[-1], given[at], *up, **product[1]), made[0]
+    x, w = made[-1], given[at]
+    y = b.emit("linear_glu", x, w, *up, act=act) if act else b.emit("linear", x, w)
+    return y, made[0]
 
 
 @op
