@@ -23,7 +23,7 @@ from g4ir.ir.flatten import inner_nodes
 from g4ir.ir.graph import Node, Value, infer
 from g4ir.ir.interpret import run_node
 from g4ir.ops import OPS, Sample
-from g4ir.ops.attention import slot_positions, visible
+from g4ir.ops.attention import slot_positions
 from g4ir.ops.base import as_tuple, op
 from g4ir.ops.budgets import MOVES
 from g4ir.ops.kv_quant import comparable
@@ -314,15 +314,6 @@ def test_last_row_takes_the_last_valid_token() -> None:
 
 
 # --- the cache --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("window", [0, 1, 2, 6, 7])
-def test_the_window_s_truth_table(window: int) -> None:
-    """Windows of 1, 2, L and L + 1 keys, and none, at L = 6."""
-    positions = torch.arange(6)[None]
-    mask = visible(positions.t(), positions, window)[0]
-    for q, k in itertools.product(range(6), range(6)):
-        assert mask[q, k].item() == (k <= q and (not window or k > q - window))
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.integers(1, 12))

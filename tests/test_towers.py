@@ -18,7 +18,6 @@ import g4ir
 from g4ir.errors import InputError
 from g4ir.media.audio import Clip, Waveform, prepare_audio
 from g4ir.media.images import prepare_image
-from g4ir.media.videos import Video, prepare_video, video_settings
 from g4ir.model.audio import audio_settings
 from g4ir.model.images import BUDGETS, image_settings
 from g4ir.model.media import KINDS
@@ -26,7 +25,6 @@ from g4ir.spec.record import Spec, load_spec
 from g4ir.spec.shrink import shrink
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
-from tests.media_tools import video_inputs
 
 TOWERS = ("e2b", "26b-a4b")  # clipped, 16 per head; plain and standardized, 20 per head
 UNIFIED = "12b"
@@ -101,20 +99,7 @@ def test_images(pairs: Any, variant: str, budget: int) -> None:
         assert error(soft.pieces[0], rows) < BUDGET
 
 
-def test_frames(pairs: Any) -> None:
-    """Each frame of a video is an image of its own."""
-    engine, model = pairs(TOWERS[0])
-    frames = np.stack([pixels(60, 40, seed) for seed in range(3)])
-    soft = engine.encode("video", Video(frames, 2.0))
-    footage = prepare_video(Video(frames, 2.0), video_settings(engine.spec))
-    with torch.no_grad():
-        given = {n: torch.from_numpy(x) for n, x in video_inputs(model, [footage]).items()}
-        wanted = model.get_video_features(**given)
-    assert len(soft.pieces) == 3 and soft.times == ("00:00", "00:00", "00:01")
-    assert error(torch.cat(soft.pieces), wanted.pooler_output[0]) < BUDGET
-
-
-# --- sound ------------------------------------------------------------------------------------
+# --- audio ------------------------------------------------------------------------------------
 
 #: samples at 16 kHz: one frame, odd lengths, at and beside the sizes of towers, the longest
 LENGTHS = (170, 7_777, 80_003, 160_000, 480_000)
