@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 
 from g4ir.ir.graph import Attr, Graph, Node, Value
 from g4ir.ops import OPS
@@ -72,21 +73,15 @@ class Join:
         return Node(self.joined, self._inputs(n, producer), results, own)
 
     def _inputs(self, n: Node, producer: Node) -> tuple[Value, ...]:
-        names = OPS[self.joined].operands
-        given, rest = _by_name(producer, names)
-        more, others = _by_name(n, names)
-        given = {k: v for k, v in more.items() if v not in producer.outputs} | given
-        others = [v for v in others if v not in producer.outputs]
+        names, given, rest = OPS[self.joined].operands, dict[str, Value](), list[Value]()
+        for m in (producer, n):
+            for name, v in zip(chain(m.definition.operands, repeat("")), m.inputs, strict=False):
+                if name in names and name not in given and v not in producer.outputs:
+                    given[name] = v
+                elif v not in producer.outputs:
+                    rest.append(v)
         named = [given[k] if k in given else rest.pop(0) for k in names if k in given or rest]
-        return (*named, *rest, *others)
-
-
-def _by_name(n: Node, names: Sequence[str]) -> tuple[dict[str, Value], list[Value]]:
-    """Return the inputs that have one of these names, and the others."""
-    own = dict(zip(n.definition.operands, n.inputs, strict=False))
-    named = {name: v for name, v in own.items() if name in names}
-    others = [v for name, v in own.items() if name not in names]
-    return named, [*others, *n.inputs[len(own) :]]
+        return (*named, *rest)
 
 
 def join(g: Graph, note: Note = ignore, *, rows: Sequence[Join]) -> Graph:

@@ -56,7 +56,10 @@ def latent_kv(g: Graph, note: Note = ignore, options: LatentOptions = OPTIONS) -
                 raise Left("a draft model reads it as K and V")
             found = _match(g, k, v)
             _check_readers(g, found, readers)
-            _check_form(found, options.form)
+            if options.form == PLAIN:
+                raise Left("the form `off` keeps K and V")
+            if options.form == "value" and 2 * found.rotated == found.table.attrs["dim"]:
+                raise Left("every dim of K is rotated, so that V says nothing of them")
         except Left as reason:
             note(k, f"left: {reason}")
             continue
@@ -166,10 +169,3 @@ def _check_readers(g: Graph, m: _Match, readers: list[Node]) -> None:
             raise Left(f"{n.out} reads K and V of different moments")
         if chunk and n.inputs[1:2] != m.table.inputs:
             raise Left(f"{n.out} is at other positions than the rotation")
-
-
-def _check_form(m: _Match, form: str) -> None:
-    if form == PLAIN:
-        raise Left("the form `off` keeps K and V")
-    if form == "value" and 2 * m.rotated == m.table.attrs["dim"]:
-        raise Left("every dim of K is rotated, so that V says nothing of them")

@@ -105,6 +105,10 @@ def attend(q: Any, keys: Any, values: Any, seen: Any, scale: float, softcap: flo
     return out.permute(0, 3, 1, 2, 4).reshape(b, s, heads, d)
 
 
+#: of the samples: queries, their positions and tokens in the cache
+_QUERY = "f32[2,5,4,8] i64[2,5]@9:14 i64[2]@9:10"
+
+
 @op
 class attention:
     """softmax(cap(q k^T * scale) + mask) v over the cache, then the fresh chunk where given
@@ -194,16 +198,12 @@ class attention:
         return attention_workspace(ins[0], ins[3:], 2, softcap)
 
     samples = cases(
-        "f32[2,5,4,8] i64[2,5]@9:14 i64[2]@9:10 2*f32[7,2,2,8] 2*f32[2,5,2,8] {window=4, "
-        "softcap=0.0}",
-        "f32[2,5,4,8] i64[2,5]@9:14 i64[2]@9:10 2*f32[7,2,2,8] 2*f32[2,5,2,8] i64[2,5]@-1:2 "
-        "{window=4, softcap=0.0}",
+        f"{_QUERY} 2*f32[7,2,2,8] 2*f32[2,5,2,8] {{window=4, softcap=0.0}}",
+        f"{_QUERY} 2*f32[7,2,2,8] 2*f32[2,5,2,8] i64[2,5]@-1:2 {{window=4, softcap=0.0}}",
         "f32[2,1,4,8] i64[2,1]@6:7 i64[2]@7:8 2*f32[16,2,1,8] {window=0, softcap=20.0}",
         "f32[1,1,4,8] i64[1,1]@29:30 i64[1]@30:31 2*f32[8,1,2,8] {window=8, softcap=0.0}",
-        "f32[2,5,4,8] i64[2,5]@9:14 i64[2]@9:10 2*f8e4m3[7,2,2,8]@1:64 2*f8e4m3[2,5,2,8]@1:64 "
-        "{window=4, softcap=0.0}",
-        "f32[2,5,4,8] i64[2,5]@9:14 i64[2]@9:10 2*i8[7,2,2,10]@1:64 2*i8[2,5,2,10]@1:64 "
-        "{window=4, softcap=0.0}",
+        f"{_QUERY} 2*f8e4m3[7,2,2,8]@1:64 2*f8e4m3[2,5,2,8]@1:64 {{window=4, softcap=0.0}}",
+        f"{_QUERY} 2*i8[7,2,2,10]@1:64 2*i8[2,5,2,10]@1:64 {{window=4, softcap=0.0}}",
         scale=1.0,
     )
 

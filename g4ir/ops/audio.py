@@ -251,10 +251,9 @@ class chunked_attention:
         return outs[0].numel() * (4 * seen + 2 * int(ins[3].shape[0]))
 
     samples = cases(
-        "3*f32[1,11,2,8] f32[5,16] f32[8] bool[1,11] {left=5, right=0, cap=50.0}",
-        "3*f32[2,3,2,8] f32[5,16] f32[8] bool[2,3] {left=3, right=2, cap=5.0}",
-        chunk=4,
-        invalid=-1000000000.0,
+        "3*f32[1,11,2,8] f32[5,16] f32[8] bool[1,11] {chunk=4, left=5, right=0, cap=50.0}",
+        "3*f32[2,3,2,8] f32[5,16] f32[8] bool[2,3] {chunk=4, left=3, right=2, cap=5.0}",
+        invalid=-1e9,
     )
 
 

@@ -265,11 +265,6 @@ class norm_moe_mlp:
 
     samples = cases(
         "2*f32[2,3,16] 2*f32[16] f32[8,16] f32[8] f32[40,16] f32[16,20] f32[8,24,16] "
-        "f32[8,16,12] f32[1] 2*f32[16]",
-        eps=1e-06,
-        scaled=True,
-        weighted=(True, True, False),
-        act="gelu_pytorch_tanh",
-        top_k=2,
-        root=0.25,
+        "f32[8,16,12] f32[1] 2*f32[16] {eps=1e-06, scaled=True, weighted=(True, True, False), "
+        "act='gelu_pytorch_tanh', top_k=2, root=0.25}"
     )

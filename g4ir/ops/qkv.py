@@ -23,6 +23,7 @@ def _held_as(b: Any, cache: Any, row: Any) -> Any:
 
 #: of the samples: weights of norms, rope tables, starts and lengths
 _OTHERS = "2*f32[8] 2*f32[2,1,8] i64[2]@3:9 i64[2]@0:2"
+_PLAIN = "kv_heads=2, values=True, form='plain', pairs=0"
 
 
 @op
@@ -73,17 +74,20 @@ class qkv_write:
         return q, *(b.emit("cache_write", cache, row, start, lengths) for cache, row in held)
 
     samples = cases(
-        f"f32[2,1,64] {_OTHERS} 2*f32[4,2,2,8] {{kv_heads=2, values=True, form='plain', pairs=0}}",
+        f"f32[2,1,64] {_OTHERS} 2*f32[4,2,2,8] {{{_PLAIN}}}",
         f"f32[2,1,40] {_OTHERS} 2*f32[9,2,1,8] {{kv_heads=1, values=False, form='plain', pairs=0}}",
         f"f32[2,1,48] {_OTHERS} f32[9,2,2,12] {{kv_heads=2, values=False, form='value', pairs=2}}",
         f"f32[2,1,48] {_OTHERS} f32[9,2,2,8] f32[9,2,2,1]"
         " {kv_heads=2, values=False, form='raw', pairs=0}",
-        f"f32[2,1,64] {_OTHERS} 2*f8e4m3[4,2,2,8]"
-        " {kv_heads=2, values=True, form='plain', pairs=0}",
-        f"f32[2,1,64] {_OTHERS} 2*i8[4,2,2,10] {{kv_heads=2, values=True, form='plain', pairs=0}}",
+        f"f32[2,1,64] {_OTHERS} 2*f8e4m3[4,2,2,8] {{{_PLAIN}}}",
+        f"f32[2,1,64] {_OTHERS} 2*i8[4,2,2,10] {{{_PLAIN}}}",
         heads=4,
         eps=1e-6,
     )
+
+
+_SLOTS = "2*f32[8] 2*f32[2,1,8] i64[2]@3:4 i64[2]@1:2 i64[2,1]@3:4 i64[2]@4:5"
+_ATTRS = "heads=4, eps=1e-06, scale=0.3, softcap=0.0"
 
 
 @op
@@ -109,14 +113,8 @@ class qkv_attention:
         return b.emit("attention", q, positions, written, k, v, **masking), k, v
 
     samples = cases(
-        "f32[2,1,64] 2*f32[8] 2*f32[2,1,8] i64[2]@3:4 i64[2]@1:2 i64[2,1]@3:4 i64[2]@4:5 "
-        "2*f32[9,2,2,8] {kv_heads=2, values=True, window=0}",
-        "f32[2,1,40] 2*f32[8] 2*f32[2,1,8] i64[2]@3:4 i64[2]@1:2 i64[2,1]@3:4 i64[2]@4:5 "
-        "2*f32[3,2,1,8] {kv_heads=1, values=False, window=3}",
-        heads=4,
-        eps=1e-06,
-        scale=0.3,
-        softcap=0.0,
+        f"f32[2,1,64] {_SLOTS} 2*f32[9,2,2,8] {{kv_heads=2, values=True, window=0, {_ATTRS}}}",
+        f"f32[2,1,40] {_SLOTS} 2*f32[3,2,1,8] {{kv_heads=1, values=False, window=3, {_ATTRS}}}",
     )
 
 
@@ -139,9 +137,6 @@ class q_attention:
         return b.emit("attention", q, *given[4:], **masking)
 
     samples = cases(
-        "f32[2,1,4,8] f32[8] 2*f32[2,1,8] i64[2,1]@6:7 i64[2]@7:8 2*f32[9,2,2,8]",
-        eps=1e-06,
-        window=0,
-        scale=0.3,
-        softcap=0.0,
+        "f32[2,1,4,8] f32[8] 2*f32[2,1,8] i64[2,1]@6:7 i64[2]@7:8 2*f32[9,2,2,8] {eps=1e-06, "
+        "window=0, scale=0.3, softcap=0.0}"
     )

@@ -74,11 +74,8 @@ class all_reduce_dual_norm_residual:
         return make.emit_all("dual_norm_residual", one, w_a, two, *rest, **norm)
 
     samples = cases(
-        "f32[2,3,16] f32[16] f32[2,3,16] 2*f32[16] f32[2,3,16] f32[1] f32[16]",
-        eps=1e-06,
-        scaled=True,
-        weighted=(True,),
-        ranks=1,
+        "f32[2,3,16] f32[16] f32[2,3,16] 2*f32[16] f32[2,3,16] f32[1] f32[16] {eps=1e-06, "
+        "scaled=True, weighted=(True,), ranks=1}"
     )
 
 
