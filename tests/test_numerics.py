@@ -17,7 +17,7 @@ from g4ir.ir.graph import Program
 from g4ir.ops.attention import visible
 from g4ir.spec.record import load_spec
 from tests import parity
-from tests.configs import FEATURES, NAMES, RANDOM_SEEDS, SMALL, few, random_spec, spec_called
+from tests.configs import FEATURES, NAMES, RANDOM_SEEDS, few, random_spec, spec_called
 from tests.oracle import Oracle, find_oracle, relative
 from tests.parity import CHUNKS, agrees, interpreted, prefill_then_decode
 from tests.runner import Session, built_program, open_session
@@ -83,20 +83,6 @@ def test_last_token_graphs(name: str, size: int) -> None:
 @pytest.mark.parametrize("name", few(NAMES))
 def test_ragged_rows_equal_single_rows(name: str) -> None:
     parity.ragged_rows(interpreted(oracle_of(name), 5, all_logits=False))
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_empty_row_is_untouched(name: str) -> None:
-    oracle = oracle_of(name)
-    session = open_session(oracle, 2, 5)
-    session.prefill(oracle.tokens[:, :20])
-    before = {k: v[:, 0].clone() for k, v in session.state.items()}
-    session.prefill(oracle.tokens[:, 20:33], torch.tensor([0, 13]))
-    session.decode(oracle.tokens[:, 33], torch.tensor([False, True]))
-    assert all(torch.equal(before[k], v[:, 0]) for k, v in session.state.items())
-    assert session.length.tolist() == [20, 34]
-    got = session.decode(oracle.tokens[:, 20])
-    agrees(got[:1], oracle.logits[:1, 20], oracle)
 
 
 # --- greedy text ------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from g4ir.passes import (
     GPU_ROWS,
     OPTIONS,
     PASSES,
-    SHARED,
     Acted,
     PassOptions,
     _ordered,
@@ -349,11 +348,6 @@ def test_every_pass_acts_as_often_as_expected(rewrite_golden: bool) -> None:
         COUNTS.write_text(yaml.safe_dump(found, sort_keys=False, default_flow_style=None, width=99))
     assert found == yaml.safe_load(COUNTS.read_text())
     assert {p for rows in found.values() for row in rows.values() for p in row} == {*PASSES}
-
-
-def test_every_file_is_a_pass_or_shared() -> None:
-    files = {path.stem for path in (ROOT / "passes").glob("*.py")} - {"__init__"}
-    assert files == {*PASSES, *SHARED}
 
 
 MISDEEDS: dict[str, tuple[Callable[[Graph], Graph], str]] = {
