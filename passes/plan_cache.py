@@ -3,7 +3,7 @@
 state [C,B,n,d] of a layer with a window of W keys   ->  state [W + slack,B,n,d]
 state written with the keys of another layer's state ->  that layer's state, written once
 
-With `slack` the newest of that many tokens can be taken back, and a ring still holds what the token
+With `slack` the newest of that many tokens can be rejected, and a ring still holds what the token
 after the others sees: what they overwrote is outside of its window.
 """
 
@@ -27,7 +27,7 @@ MOST_SLACK = 32
 
 @dataclass(frozen=True)
 class RingOptions:
-    """Slots of a ring beyond its window: the draft tokens that can be taken back."""
+    """Slots of a ring beyond its window: the draft tokens that can be rejected."""
 
     slack: int = 0
 

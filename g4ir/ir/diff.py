@@ -2,7 +2,7 @@
 
 Names are stable, so lines are matched by what a node makes from what; where only types and
 attributes differ, one line shows both. Lines are grouped by layer, and layers that differ in the
-same way are told once.
+same way are listed once.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class attention:
     probabilities and output are rounded to q's dtype, softmax is fp32 (rule 15). The mask
     comes from positions. A query without a visible key yields a finite value nobody reads.
 
-    Caches and chunk may be rows in fewer bits (see kv_quant.py), which are read as what they say,
+    Caches and chunk may be quantised rows (see kv_quant.py), which are read as what they say,
     rounded to q's dtype. The chunk is as the caches are, so that it does not matter how tokens
     are cut into chunks.
 
@@ -214,7 +214,7 @@ class cache_write:
 
     cache [C,B,n,d]; new [B,S,n,d], of which row b has lengths[b] valid tokens that start at
     position start[b]. Padding is never written and a row of length 0 is untouched. Any S, also
-    S > C: only the last C valid tokens of a row remain.
+    S > C: only the last C valid tokens of a sequence remain.
     """
 
     budget = MOVES

@@ -24,7 +24,7 @@ def _alone(op: str, b: Any, xs: tuple[Any, ...], ranks: int) -> tuple[Any, ...]:
 
 @op
 class all_reduce:
-    """y = sum over ranks of x, in order of rank in fp32, rounded once; several x in one message"""
+    """y = sum over ranks of x, by rank in fp32, rounded once; several x in one collective"""
 
     budget = Budget(1, 64, "sums of as many products as on one rank, rounded once for each rank")
     kind = "other"

@@ -1,4 +1,4 @@
-"""Rows of a cache in fewer bits than the model's dtype: made once, from then on moved as they are.
+"""Quantised rows of a KV cache: made once, from then on moved as they are.
 
 A row of d numbers is held as `bf16` or `f8e4m3` [.., d], each number rounded to the nearest and
 those beyond the dtype's range to its end; or as `i8` [.., d + 2 ceil(d / 32)]: a code for each
@@ -54,7 +54,7 @@ def as_read(t: Type, dtype: str) -> Type:
 
 @op
 class narrow_row:
-    """x as a cache of fewer bits holds it: `bf16`, `f8e4m3`, or `i8` with scales (see kv_quant.py)
+    """x as a quantised KV cache holds it: `bf16`, `f8e4m3`, or `i8` with scales (see kv_quant.py)
 
     Of float64 it makes the same numbers, floats in float64: this rounding is what is meant.
     """

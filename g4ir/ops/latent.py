@@ -151,7 +151,7 @@ class attention_latent:
     tensor [C,B,n,d + 2p], p = rotated_pairs(kind, d, fraction); `raw` two, [C,B,n,d] and
     [C,B,n,1], the result of `inverse_rms`. With a chunk there may be block_ids, as in `attention`.
     Roundings as in `attention`; those of K and V are stated above, at the forms. Rows of the form
-    `value` may be held in fewer bits, as in `attention`.
+    `value` may be quantised, as in `attention`.
     """
 
     budget = Budget(8, 512, "as attention, on keys that were made again and rounded")

@@ -16,7 +16,7 @@ PACKED = {"heads": "int", "kv_heads": "int", "values": "bool", "eps": "float"}
 
 
 def _held_as(b: Any, cache: Any, row: Any) -> Any:
-    """Emit what makes rows what their cache holds, where that has fewer bits."""
+    """Emit what makes rows what their cache holds, if it is quantised."""
     to = cache.type.dtype
     return row if row.type.dtype == to else b.emit("narrow_row", row, to=to)
 
@@ -35,7 +35,7 @@ class qkv_write:
     K = norm_rope(k, norm_k), V = rms_norm(v) (rules 12, 13). Results: q [B,S,heads,d], then the
     caches. Form `plain` has caches of K and V; `value` one, of `latent_row` with this many pairs;
     `raw` two, of k itself and its `inverse_rms`, for which norm_k is not used. Caches of the first
-    two may hold rows in fewer bits, of `narrow_row`.
+    two may hold quantised rows, of `narrow_row`.
     """
 
     budget = Budget(2, 16, "as norm_rope or rms_norm; what follows moves data")

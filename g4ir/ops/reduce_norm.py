@@ -56,7 +56,7 @@ class all_reduce_norm_residual:
 class all_reduce_dual_norm_residual:
     """h, n.. = dual_norm_residual(a, w_a, b, w_b, ..) of a, b = all_reduce(a, b)
 
-    The sums of the dense MLP and of the experts are one message. Inputs, and results, as in
+    The sums of the dense MLP and of the experts are one collective. Inputs, and results, as in
     `dual_norm_residual`.
     """
 
