@@ -9,20 +9,11 @@ weights while the ranks wait for one another.
 
 from __future__ import annotations
 
-from g4ir.ops.reduce_norm import MOST_ROWS, WITH_SUMS
+from g4ir.ops.reduce_norm import MOST_ROWS, NORM_OF
 
 from .join import Join
 
 AFTER = "fuse_cache_write"  # the norms of a layer are what they will be
 GPU_ROWS = MOST_ROWS
 
-JOINS = tuple(
-    Join(
-        reader=norm,
-        operands=operands,
-        producer="all_reduce",
-        joined=joined,
-        one_token=True,
-    )
-    for norm, (joined, operands) in WITH_SUMS.items()
-)
+JOINS = tuple(Join(op, one_token=True) for op in NORM_OF)

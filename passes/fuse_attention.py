@@ -21,14 +21,7 @@ def _refuses(g: Graph, before: Node, attention: Node) -> str:
     return f"{cache} is a quantised cache" if cache.type.dtype != attention["q"].type.dtype else ""
 
 
-JOINS = tuple(
-    Join(
-        reader="attention",
-        operands=("q",),
-        producer=producer,
-        joined=joined,
-        one_token=True,
-        refuses=_refuses,
-    )
-    for producer, joined in (("qkv_write", "qkv_attention"), ("norm_rope", "q_attention"))
+JOINS = (
+    Join("qkv_attention", one_token=True, refuses=_refuses),
+    Join("q_attention", one_token=True, refuses=_refuses),
 )

@@ -16,8 +16,6 @@ AFTER = "fuse_all_reduce"  # products have their activations, sums over ranks th
 GPU_ROWS = 1
 
 PRODUCTS = ("linear", "linear_glu")
-#: a norm -> what it becomes with its product
-FUSED = {"norm_residual": "norm_linear", "dual_norm_residual": "dual_norm_linear"}
 
 
 def _refuses(g: Graph, norm: Node, product: Node) -> str:
@@ -31,19 +29,7 @@ def _refuses(g: Graph, norm: Node, product: Node) -> str:
     return "" if alone else f"{h} goes into several products"
 
 
-JOINS = tuple(
-    Join(
-        reader=reader,
-        operands=("x",),
-        producer=norm,
-        joined=joined,
-        first=first,
-        shared=first == 0,
-        one_token=True,
-        refuses=_refuses,
-        attrs={"act": ""},
-    )
-    for reader in PRODUCTS
-    for norm, joined in FUSED.items()
-    for first in (1, 0)
+JOINS = (
+    Join("norm_linear", one_token=True, refuses=_refuses),
+    Join("dual_norm_linear", one_token=True, refuses=_refuses),
 )

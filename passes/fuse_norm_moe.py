@@ -11,13 +11,4 @@ from .join import Join
 AFTER = "fuse_norm_linear"  # products have what is theirs
 GPU_ROWS = 1
 
-JOINS = (
-    Join(
-        reader="moe_mlp",
-        operands=("x_dense", "x_moe", "x_router"),
-        producer="norm_residual",
-        joined="norm_moe_mlp",
-        first=1,
-        one_token=True,
-    ),
-)
+JOINS = (Join("norm_moe_mlp", one_token=True),)

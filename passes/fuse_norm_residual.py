@@ -21,7 +21,9 @@ def fuse_norm_residual(g: Graph, note: Note = ignore) -> Graph:
 def _edit(g: Graph, add: Node) -> Edit:
     post = _post_norm(g, add)
     (residual,) = (v for v in add.inputs if v != post.out)
-    scalar = [n for n in g.readers(add.out) if _is_scalar(g, n, add)]
+    scalar = [n for n in g.readers(add.out) if n.op == "mul" and n["x"] == add.out]
+    if len(g.readers(add.out)) > 1 or any(n["w"].type.shape != (1,) for n in scalar):
+        scalar = []
     h = (*scalar, add)[0].out
     pre = [n for n in g.readers(h) if _is_pre_norm(g, n, post) and n["x"] == h]
     weighted = tuple(len(n.inputs) > 1 for n in pre)
@@ -41,12 +43,6 @@ def _post_norm(g: Graph, add: Node) -> Node:
     if len(g.readers(post.out)) > 1 or add["a"] == add["b"]:
         raise Left(f"{post.out} has another user")
     return post
-
-
-def _is_scalar(g: Graph, n: Node, add: Node) -> bool:
-    """Whether a node multiplies the sum, which nothing else reads, by one value."""
-    alone = g.readers(add.out) == [n] and n.op == "mul" and n["x"] == add.out
-    return alone and n["w"].type.shape == (1,)
 
 
 def _is_pre_norm(g: Graph, n: Node, post: Node) -> bool:

@@ -6,4 +6,4 @@ from .join import Join
 
 AFTER = "fuse_gate_up"  # heads are cut from packed products by now
 
-JOINS = (Join(reader="rope", operands=("x",), producer="rms_norm", joined="norm_rope"),)
+JOINS = (Join("norm_rope"),)

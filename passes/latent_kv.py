@@ -71,10 +71,11 @@ def latent_kv(g: Graph, note: Note = ignore, options: LatentOptions = OPTIONS) -
         note(k, f"kept with %{v} as {' and '.join(str(w['cache']) for w in writes)}")
     if not edits:
         return g
-    state = [[w["cache"] for w in replaced[v.name]] if v.name in replaced else [v] for v in g.state]
+    caches = {name: [w["cache"] for w in writes] for name, writes in replaced.items()}
+    state = chain(*(caches.get(v.name, [v]) for v in g.state))
     later = {name: v for name, v in g.next.items() if name not in replaced}
     later |= {w["cache"].name: w.out for writes in replaced.values() for w in writes}
-    return drop_dead(replace(splice_all(g, edits), state=tuple(chain(*state)), next=later))
+    return drop_dead(replace(splice_all(g, edits), state=tuple(state), next=later))
 
 
 def _readers(g: Graph) -> dict[tuple[str, str], list[Node]]:

@@ -72,13 +72,16 @@ def made_by(g: Graph, v: Value, op: str, otherwise: str = "") -> Node:
 def parts_of(g: Graph, fused: Node) -> list[Node]:
     """Return the nodes of the graph that a fused node stands for: its expansion is the pattern.
     Left if a node differs from it, or a value inside has another user."""
+    other_operands = f"{fused.op} takes other operands"
     try:
-        assert fused.inferred == tuple(v.type for v in fused.outputs)
+        results = fused.inferred
     except VerifyError as e:
-        raise Left(f"{fused.op} takes other operands") from e
-    pattern, results = fused.expanded
+        raise Left(other_operands) from e
+    if results != tuple(v.type for v in fused.outputs):
+        raise Left(other_operands)
+    pattern, made = fused.expanded
     same = {v.name: v for v in fused.inputs}
-    same |= {v.name: own for v, own in zip(results, fused.outputs, strict=True)}
+    same |= {v.name: own for v, own in zip(made, fused.outputs, strict=True)}
     found: list[Node] = []
     for wanted in reversed(pattern):
         n = made_by(g, next(same[v.name] for v in wanted.outputs if v.name in same), wanted.op)
@@ -96,11 +99,11 @@ def parts_of(g: Graph, fused: Node) -> list[Node]:
     return found
 
 
-def only_user(g: Graph, v: Value, op: str, reason: str = "has another user") -> Node:
+def only_user(g: Graph, v: Value, op: str) -> Node:
     """Return the one node that reads a value; Left if there are others, or it is of another op."""
     users = g.readers(v)
     if [n.op for n in users] != [op]:
-        raise Left(f"{v} {reason}")
+        raise Left(f"{v} has another user")
     return users[0]
 
 

@@ -136,10 +136,10 @@ class _Scaling:
         return v if v.name in self.divided - {START} else self.times(v, self.s)
 
     def times(self, v: Value, factor: float) -> Value:
-        name = f"{v.name}.scaled"
-        if name not in self.scaled:
-            self.scaled[name] = self.b.emit("scale", v, value=factor, name=name)
-        return self.scaled[name]
+        if v.name not in self.scaled:
+            made = self.b.emit("scale", v, value=factor, name=f"{v.name}.scaled")
+            self.scaled[v.name] = made
+        return self.scaled[v.name]
 
     def change(self, n: Node, *inputs: Value, **attrs: float) -> None:
         self.b.nodes.append(replace(n, inputs=inputs, attrs={**n.attrs, **attrs}))

@@ -255,7 +255,7 @@ def op(cls: type) -> Op:
     parameters = tuple(_parameters(cls.__name__, function, parts))
     attrs = {p.name: str(p.annotation) for p in parameters if p.kind is p.KEYWORD_ONLY}
     made |= {"samples": tuple(parts["samples"]), "parameters": parameters, "attrs": attrs}
-    return Op(name=cls.__name__, doc=cls.__doc__, **made)
+    return Op(name=cls.__name__, doc=cls.__doc__ or "", **made)
 
 
 def require(condition: object, message: str) -> None:
