@@ -71,7 +71,6 @@ PASSES = tuple(_BY_NAME)
 
 
 def _with(attribute: str) -> dict[str, Any]:
-    """Return pass -> its attribute, of the passes that have it."""
     return {n: vars(m)[attribute] for n, m in _BY_NAME.items() if attribute in vars(m)}
 
 

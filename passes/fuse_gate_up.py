@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from g4ir.ir.graph import Builder, Graph, Node
 
-from .match import Edit, Left, Note, base, edit_each, held_as, ignore, maker, packed
+from .match import DENSE, Edit, Left, Note, edit_each, held_as, ignore, maker, packed
 
 AFTER = "fuse_qkv"  # it packs weights too
 
@@ -30,7 +30,7 @@ def _edit(g: Graph, act: Node) -> Edit:
         raise Left("the weights are not held alike")
     if any(len(g.readers(n.out)) > 1 for n in (gate, up)):
         raise Left("a projection has another user")
-    b, scope = Builder(), base(gate["w"]).rpartition(".")[0]
+    b, scope = Builder(), gate["w"].name.removesuffix(DENSE).rpartition(".")[0]
     y, old = packed(b, g, (gate, up), f"{scope}.w_gate_up", f"{scope}.gate_up")
     b.emit("glu_packed", y, name=act.out.name, **act.attrs)
     return Edit([*old, act], b.nodes, "packed")

@@ -14,7 +14,6 @@ from .join import Join
 
 AFTER = "fuse_all_reduce"  # products have their activations, sums over ranks their norms
 GPU_ROWS = 1
-
 PRODUCTS = ("linear", "linear_glu")
 
 

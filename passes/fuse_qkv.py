@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from g4ir.ir.graph import Builder, Graph, Node
 
-from .match import Edit, Left, Note, base, edit_each, held_as, ignore, packed
+from .match import DENSE, Edit, Left, Note, edit_each, held_as, ignore, packed
 
 AFTER = "share_rope_tables"  # the last of what layers repeat is gone
 
@@ -33,8 +33,8 @@ def _edit(g: Graph, group: list[Node]) -> Edit:
     if len(group) == 1:
         raise Left("the only projection of its input")
     b = Builder()
-    weight, name = _joined([base(v) for v in weights]), _joined([v.name for v in outs])
-    y, old = packed(b, g, group, weight, name)
+    weight = _joined([v.name.removesuffix(DENSE) for v in weights])
+    y, old = packed(b, g, group, weight, _joined([v.name for v in outs]))
     sizes = tuple(int(v.type.shape[-1]) for v in outs)
     b.emit_all("split", y, sizes=sizes, name=[v.name for v in outs])
     return Edit(old, b.nodes, f"packed with {', '.join(map(str, outs[1:]))}")

@@ -26,7 +26,6 @@ from .match import Left, Note, cache_names, ignore, made_by, maker, require_one_
 
 AFTER = "last_token_only"  # its readers are those that are left
 CHANGES_STATE = True
-
 #: the form in which K and V are cached
 PLAIN = "off"
 FORMS = (PLAIN, *PARTS)

@@ -14,8 +14,8 @@ Note = Callable[[str, str], None]
 
 #: the option of a pass that rounds, to leave everything
 OFF = "off"
-#: as GPU_ROWS: any number of sequences in a step
-ANY_ROWS = 1 << 30
+#: what the name of a dequantised weight ends with
+DENSE = ".dense"
 
 
 def require_one_of(option: str, value: object, known: Sequence[object]) -> None:
@@ -147,11 +147,6 @@ def held_as(g: Graph, w: Value) -> tuple[object, ...] | None:
     return (*parts, *made.attrs.items())
 
 
-def base(w: Value) -> str:
-    """Return the name of a weight, quantised or not."""
-    return w.name.removesuffix(".dense")
-
-
 def packed(
     b: Builder, g: Graph, products: Sequence[Node], weight: str, name: str
 ) -> tuple[Value, list[Node]]:
@@ -163,7 +158,7 @@ def packed(
             b.emit("concat", *(n[part] for n in made), axis=0, name=f"{weight}.{part}")
             for part in ("codes", "scales")
         )
-        w = b.emit("dequantize", codes, scales, name=f"{weight}.dense", **made[0].attrs)
+        w = b.emit("dequantize", codes, scales, name=f"{weight}{DENSE}", **made[0].attrs)
     else:
         w = b.emit("concat", *(n["w"] for n in products), axis=0, name=weight)
     own = [n for n in made if len(g.readers(n.out)) == 1]

@@ -13,7 +13,6 @@ from g4ir.ir.rewrite import rebuild
 from .match import Note, ignore
 
 AFTER = "scale_residual"  # which comes first
-
 _SHARED = "rope"
 
 
