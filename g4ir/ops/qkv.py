@@ -15,12 +15,6 @@ FORMS = ("plain", *PARTS)
 PACKED = {"heads": "int", "kv_heads": "int", "values": "bool", "eps": "float"}
 
 
-def _held_as(b: Any, cache: Any, row: Any) -> Any:
-    """Emit what makes rows what their cache holds, if it is quantised."""
-    to = cache.type.dtype
-    return row if row.type.dtype == to else b.emit("narrow_row", row, to=to)
-
-
 #: of the samples: weights of norms, rope tables, starts and lengths
 _OTHERS = "2*f32[8] 2*f32[2,1,8] i64[2]@3:9 i64[2]@0:2"
 _PLAIN = "kv_heads=2, values=True, form='plain', pairs=0"
@@ -68,9 +62,10 @@ class qkv_write:
         if form == "value":
             rows = [b.emit("latent_row", rows[1], k, pairs=pairs)]
         require(len(caches) == len(rows), f"{len(caches)} caches, form {form} has {len(rows)}")
-        held = [*zip(caches, rows, strict=True)]
-        if form != "raw":
-            held = [(cache, _held_as(b, cache, row)) for cache, row in held]
+        for i, (cache, row) in enumerate(zip(caches, rows, strict=True)):
+            if form != "raw" and row.type.dtype != cache.type.dtype:
+                rows[i] = b.emit("narrow_row", row, to=cache.type.dtype)
+        held = zip(caches, rows, strict=True)
         return q, *(b.emit("cache_write", cache, row, start, lengths) for cache, row in held)
 
     samples = cases(
