@@ -85,9 +85,9 @@ def parts_of(g: Graph, fused: Node) -> list[Node]:
     found: list[Node] = []
     for wanted in reversed(pattern):
         n = made_by(g, next(same[v.name] for v in wanted.outputs if v.name in same), wanted.op)
-        other = [k for k, value in wanted.attrs.items() if n.attrs.get(k) != value]
+        other = dict(n.attrs.items() ^ wanted.attrs.items())
         if other:
-            raise Left(f"{n.outputs[0]} has another {' and '.join(other)}")
+            raise Left(f"{n.outputs[0]} has another {' and '.join(sorted(other))}")
         for known, own in ((wanted.inputs, n.inputs), (wanted.outputs, n.outputs)):
             alike = [same.setdefault(v.name, x) for v, x in zip(known, own, strict=False)]
             if len(known) != len(own) or alike != [*own]:
