@@ -334,13 +334,13 @@ def test_trt_bytes_on_disk(tmp_path: Path) -> None:
 )
 def test_dry_run_finds_a_wrong_tower(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
     p = prepare(load_spec("e2b"), BuildOptions(backend="trt"), dry=True)
-    right = builder.chosen_lowerings
+    right = builder.lowerings
 
-    def wrong(settings: Any) -> Any:
-        found = right(settings)
+    def wrong(form: str) -> Any:
+        found = right(form)
         return {**found, op: lambda net, n, *xs: net.e.add(found[op](net, n, *xs), 0.01)}
 
-    monkeypatch.setattr(builder, "chosen_lowerings", wrong)
+    monkeypatch.setattr(builder, "lowerings", wrong)
     with pytest.raises(CheckError, match=r"soft of .* differ from the reference"):
         dry.check_small(emulated_api(), p, "f32")
 

@@ -56,7 +56,6 @@ class Plans:
     gpu: str
     settings: dict[str, str]
     layers: Count
-    shared_bytes: Bytes
     notes: tuple[Line, ...]
     scratch_bytes: Scratch
     #: of towers and of a drafter's step, by their networks

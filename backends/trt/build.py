@@ -30,11 +30,10 @@ from g4ir.weights.tensorfile import CODES, write_tensors
 
 from ..primitives.network import Network
 from .emitter import TrtEmitter
-from .forms import HARDWARE, WEIGHTS, chosen_lowerings, resolved
+from .forms import HARDWARE, WEIGHTS, lowerings, resolved
 from .interface import Interface, interface, phases_of
 from .log import all_taken, joined, logger, new_network, progress_monitor, stream_writer
 from .probe import MOST_SHARED_BYTES, Api
-from .recorder import SHARED_BYTES
 
 GIB = 1 << 30
 #: what the builder may use of the device while it times kernels, whatever weights leave
@@ -46,8 +45,6 @@ REMEDIES: Mapping[str, str] = {
     WRAPPER: "--set attention=plain, in which TensorRT finds no attention",
     "experts": "--set experts=all, whose products are plain ones",
     "attention": "--set attention=plain, whose attention is products and the plainest layers",
-    "norm_residual": "--set norms=layers, which needs no plugin",
-    "plugin": "--set attention=explicit --set experts=all --set norms=layers, which need none",
     "memory": "a smaller --prefill-chunk, --max-batch or --max-seq, or --set weights=streamed",
     "attn": "--set attention=plain, whose attention is products and the plainest layers",
     "": "--set attention=plain --set experts=all, the plainest form of the network",
@@ -76,20 +73,18 @@ def write_network(
     params: ParamSource | None,
     settings: Mapping[str, str],
     log: Any = None,
-    shared: int = SHARED_BYTES,
 ) -> Written:
-    """Write a graph (primitives/graph.py) as an INetworkDefinition; kernels of plugins keep to
-    `shared` bytes of shared memory. LowerError names the op and the value, and ends with what
-    TensorRT said."""
+    """Write a graph (primitives/graph.py) as an INetworkDefinition. LowerError names the op and the
+    value, and ends with what TensorRT said."""
     log = log or logger(api.trt)
     builder = api.trt.Builder(log)
     settings = resolved(settings)
-    network = new_network(builder, api.network_flags("plugin" in settings.values()), log)
+    network = new_network(builder, api.network_flags(), log)
     source = params.tensor if params else None
-    emitter = TrtEmitter(api.trt, network, source, shared, log.said)
-    lowerings = chosen_lowerings(settings)
+    emitter = TrtEmitter(api.trt, network, source, log.said)
+    lowered_by = lowerings(settings["attention"])
     with all_taken(log, f"the network of {graph.name}"):
-        Network(emitter, graph, limits, lowerings, settings["experts"]).emit()
+        Network(emitter, graph, limits, lowered_by, settings["experts"]).emit()
     return Written(builder, network, graph, settings, interface(graph, limits), log, emitter)
 
 

@@ -61,7 +61,6 @@ from ..primitives.network import BLOCK_IDS, NO_BLOCK
 from ..reference import ReferenceRuntime, WideRuntime
 from . import build
 from .files import draft_graph, networks
-from .forms import meaning
 from .host import capsule
 from .interface import spans
 from .probe import Api, probe
@@ -93,8 +92,8 @@ BUDGETS: Mapping[str, float] = {"f32": 1e-4, "f16": 1.5e-1, "bf16": 1.5e-1}
 
 
 def emulator(version: str = EMULATED) -> Api:
-    """Return the recorder in the place of TensorRT; it runs plugins too."""
-    return probe(recorder(version, meaning))
+    """Return the recorder in the place of TensorRT."""
+    return probe(recorder(version))
 
 
 def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
@@ -152,15 +151,9 @@ def check_sizes(
         raise LowerError(
             f"TensorRT takes tensors of up to {MAX_VOLUME} elements; {name} has {sizes[name]} in "
             f"the largest chunk: build with a smaller --prefill-chunk, --max-batch or "
-            f"--max-seq{_smaller(name, written.settings)}"
+            f"--max-seq"
         )
     return written, scratch
-
-
-def _smaller(name: str, settings: Mapping[str, str]) -> str:
-    if settings["experts"] != "plugin" and "experts" in name:
-        return ", or with --set experts=plugin, which multiplies chosen experts alone"
-    return ""
 
 
 def full_size(api: Api, p: Prepared) -> dict[str, Any]:
@@ -183,7 +176,6 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
         "caches": {"in_place": len(io.aliased)},
         "scratch_bytes": max([scratch, *(size for _, size in checked.values())]),
         **experiment("trt_step").decode_step(written, p.limits, written.settings["experts"]),
-        "shared_bytes": max(w.emitter.shared_used for w in (written, *beside.values())),
         "builder": str(build.estimate([*networks(program).values()])),
         "notes": [*written.emitter.notes, *_made_dense(p.packing)],
     }

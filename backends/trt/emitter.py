@@ -20,7 +20,7 @@ from g4ir.ops.types import FLOATS, Type, dtype_name, torch_dtype
 
 from ..primitives.emitter import Emitter, Operand, reshape_spec
 from .probe import CODES, data_type
-from .recorder import MAX_DIMS, MAX_TOP_K, SHARED_BYTES
+from .recorder import MAX_DIMS, MAX_TOP_K
 
 #: the root of a collective in which all ranks are alike
 NO_ROOT = -1
@@ -93,7 +93,6 @@ class TrtEmitter(Emitter):
         trt: Any,
         network: Any,
         params: Callable[[str], torch.Tensor] | None = None,
-        shared: int = SHARED_BYTES,
         said: Callable[[], str] = lambda: "its log says why",
     ) -> None:
         self.trt, self.network = trt, network
@@ -102,10 +101,6 @@ class TrtEmitter(Emitter):
         self.params = params
         #: TensorRT's last errors
         self.said = said
-        #: bytes of dynamic shared memory that kernels of plugins may use
-        self.shared = shared
-        #: the most that one of them uses
-        self.shared_used = 0
         #: tensors whose memory the network points to, until it is built
         self.held: list[torch.Tensor] = []
         #: weights of params that have a layer, by name

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
-
-from g4ir.ir.graph import Node
 
 from ..base import Setting
-from ..experimental import experiment
-from ..primitives import attention, moe, vision
-from ..primitives.emitter import Operand
+from ..primitives import attention, vision
 from ..primitives.lowerings import LOWERINGS as SHARED
-from ..primitives.network import Lowering, Network
+from ..primitives.network import EXPERTS, Lowering
 from .lowerings import all_gather, all_reduce, attend, attend_patches, in_blocks, plain_softmax
 
-#: the choice of a setting that asks for the experiment's kernels
-PLUGIN = "plugin"
 #: form of attention in layers -> op -> lowering, replacing the shared one
 ATTENTION: Mapping[str, Mapping[str, Lowering]] = {
     "explicit": {
@@ -50,28 +43,18 @@ WEIGHTS: Mapping[str, tuple[str, ...]] = {
 }
 #: where an engine runs -> level
 HARDWARE: Mapping[str, str] = {"exact": "NONE", "same-capability": "SAME_COMPUTE_CAPABILITY"}
-#: setting -> the layers that `auto` means
-AUTO, LAYERS = "auto", {"experts": "all", "norms": "layers"}
 
 SETTINGS: Mapping[str, Setting] = {
     "attention": Setting(
-        (*ATTENTION, PLUGIN),
+        tuple(ATTENTION),
         "explicit",
-        "products and a softmax; these with the softmax in plain layers; TensorRT's own attention "
-        "layer, in towers too; or, an experiment, Triton kernels for decode steps over full-length "
-        "caches",
+        "products and a softmax; these with the softmax in plain layers; or TensorRT's own "
+        "attention layer, in towers too",
     ),
     "experts": Setting(
-        (AUTO, "gather", "all", PLUGIN),
-        AUTO,
-        "all experts multiplied (auto, all), weights of the chosen experts gathered, or, an "
-        "experiment, Triton kernels that sort tokens by expert",
-    ),
-    "norms": Setting(
-        (AUTO, "layers", PLUGIN),
-        AUTO,
-        "between two blocks: layers (auto, layers), or, an experiment, one Triton kernel for norm, "
-        "sum and the next norm",
+        EXPERTS,
+        "auto",
+        "all experts multiplied (auto, all), or weights of the chosen experts gathered",
     ),
     "weights": Setting(
         tuple(WEIGHTS),
@@ -87,43 +70,13 @@ SETTINGS: Mapping[str, Setting] = {
 }
 
 
-def lowerings(form: str = "explicit", norms: str = "layers") -> Mapping[str, Lowering]:
-    """Return the lowering of each op, with attention and norms in one of these forms."""
-    if form not in SETTINGS["attention"].choices:
-        raise ValueError(f"attention {form!r}: one of {', '.join(SETTINGS['attention'].choices)}")
-    ends = plugins().BLOCK_ENDS if norms == PLUGIN else {}
-    return {**SHARED, "experts": experts, **AMONG_RANKS, **_attention(form), **ends}
-
-
-def _attention(form: str) -> Mapping[str, Lowering]:
-    if form != PLUGIN:
-        return ATTENTION[form]
-    made = plugins().ATTENTION
-    return {op: partial(lowering, form=in_blocks) for op, lowering in made.items()}
-
-
-def experts(net: Network, n: Node, *operands: Operand) -> Operand:
-    """Lower experts in the form that the network was asked for."""
-    lowering = plugins().experts if net.experts == PLUGIN else moe.experts
-    made: Operand = lowering(net, n, *operands)
-    return made
-
-
-def chosen_lowerings(settings: Mapping[str, str]) -> Mapping[str, Lowering]:
-    """Return the lowering of each op by settings without `auto`."""
-    return lowerings(settings["attention"], settings["norms"])
+def lowerings(form: str = "explicit") -> Mapping[str, Lowering]:
+    """Return the lowering of each op, with attention in one of its forms."""
+    if form not in ATTENTION:
+        raise ValueError(f"attention {form!r}: one of {', '.join(ATTENTION)}")
+    return {**SHARED, **AMONG_RANKS, **ATTENTION[form]}
 
 
 def resolved(settings: Mapping[str, str]) -> dict[str, str]:
-    """Replace `auto` by the layers that it means."""
-    return {k: LAYERS[k] if v == AUTO else v for k, v in settings.items()}
-
-
-def plugins() -> Any:
-    """Import the plugins, which need torch and, when a kernel is compiled, triton."""
-    return experiment("trt_plugins")
-
-
-def meaning(plugin: str, attributes: Mapping[str, Any], *tensors: Any) -> Any:
-    """Compute a plugin in torch, for the recorder."""
-    return plugins().meaning(plugin, attributes, *tensors)
+    """Replace the `auto` of experts by what it means here."""
+    return {name: "all" if value == "auto" else value for name, value in settings.items()}

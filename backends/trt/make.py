@@ -26,11 +26,10 @@ from . import build
 from .build import Written
 from .dry_run import check_sizes, emulator
 from .files import ENGINE, LOG, files, keep_log, networks
-from .forms import PLUGIN, plugins, resolved
+from .forms import resolved
 from .host import Host
 from .log import logger
 from .probe import Api
-from .recorder import SHARED_BYTES
 from .runtime import deserialize
 
 
@@ -45,7 +44,6 @@ class Make:
     machine: str
     cache_bytes: int
     notes: list[str] = field(default_factory=list)
-    shared: int = SHARED_BYTES
 
     def run(self) -> dict[str, Any]:
         """Write the plans; return what the manifest keeps. Where it fails, TensorRT's log is kept
@@ -82,7 +80,6 @@ class Make:
             "gpu": self.host.gpu(),
             "settings": self.settings,
             "layers": layers[ENGINE],
-            "shared_bytes": self.shared,
             "notes": self.notes,
             "scratch_bytes": {"estimated": scratch, "engine": found},
             "others": first,
@@ -99,26 +96,18 @@ class Make:
 
     def _choose(self) -> None:
         graph, self.settings = self.graphs[ENGINE], resolved(self.settings)
-        mixed = any(True for _ in graph.find("experts"))
-        if (mixed and self.settings["experts"] == PLUGIN) or self.settings["attention"] == PLUGIN:
-            self.task.progress("trial build of a plugin")
-            self.shared = plugins().shared_memory(self.api, self.task.device, self.log)
-            self._note(f"plugins use up to {self.shared} bytes of shared memory")
         form = self.settings["attention"]
         self._use_form(attention_form(graph, form, self._build_alone, self.task.progress))
 
     def _build_alone(self, g: Graph, form: str) -> None:
-        """Build a plan that is thrown away. Kernels that are timed for it are those of the whole
-        network, which have as much shared memory."""
+        """Build a plan that is thrown away."""
         settings = {**self.settings, "attention": form, "weights": "baked"}
         with tempfile.TemporaryDirectory() as folder:
             w = self._network(g, None, settings)
             self._build(w, settings, Path(folder) / "plan", lambda message: None)
 
     def _network(self, g: Graph, params: ParamSource | None, settings: dict[str, str]) -> Written:
-        return build.write_network(
-            self.api, g, self.task.limits, params, settings, self.log, self.shared
-        )
+        return build.write_network(self.api, g, self.task.limits, params, settings, self.log)
 
     def _build(self, w: Written, settings: dict[str, str], plan: Path, progress: Progress) -> None:
         config = build.configure(self.api, w, settings, self.host.memory(self.task.device))

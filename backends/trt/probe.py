@@ -59,7 +59,6 @@ NEEDED: tuple[tuple[str, str], ...] = (
     ("INetworkDefinition", "add_kv_cache_update"),
     ("INetworkDefinition", "set_weights_name"),
     ("NetworkDefinitionCreationFlag", "STRONGLY_TYPED"),
-    ("NetworkDefinitionCreationFlag", "PREFER_AOT_PYTHON_PLUGINS"),
     ("BuilderFlag", "WEIGHT_STREAMING"),
     ("BuilderFlag", "STRIP_PLAN"),
     ("BuilderFlag", "REFIT_IDENTICAL"),
@@ -91,12 +90,10 @@ class Api:
         """Whether this version has one of FEATURES."""
         return offers(self.trt, *FEATURES[feature])
 
-    def network_flags(self, plugins: bool) -> int:
-        """Return the flags: types are what the network says; kernels of plugins are compiled into
-        the plan."""
-        flags = self.trt.NetworkDefinitionCreationFlag
-        bits = 1 << int(flags.STRONGLY_TYPED) if self.has("weak typing") else 0
-        return bits | (1 << int(flags.PREFER_AOT_PYTHON_PLUGINS) if plugins else 0)
+    def network_flags(self) -> int:
+        """Return the flags of a network whose types are what it says."""
+        flag = self.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED
+        return 1 << int(flag) if self.has("weak typing") else 0
 
 
 def data_type(trt: Any, dtype: str) -> Any:

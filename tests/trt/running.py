@@ -51,13 +51,12 @@ def emit(
     weights: Callable[[str], torch.Tensor] | None,
     version: str = "11.4.0",
     attention: str = "explicit",
-    experts: str = "plugin",
-    norms: str = "layers",
+    experts: str = "all",
 ) -> Emitted:
     module = emulator(version).trt
     network = new_network(module)
     emitter = TrtEmitter(module, network, weights)
-    Network(emitter, graph, limits, lowerings(attention, norms), experts).emit()
+    Network(emitter, graph, limits, lowerings(attention), experts).emit()
     check(network)
     return Emitted(module, network, emitter, graph)
 

@@ -21,7 +21,7 @@ from g4ir.backends.trt import dry_run as dry
 from g4ir.backends.trt import probe, runtime
 from g4ir.backends.trt.files import networks
 from g4ir.backends.trt.forms import SETTINGS
-from g4ir.backends.trt.recorder import SHARED_BYTES, recorder
+from g4ir.backends.trt.recorder import recorder
 from g4ir.engine.build import prepare
 from g4ir.errors import (
     CheckError,
@@ -129,7 +129,7 @@ def test_dry_run(variant: str, tmp_path: Path) -> None:
     assert plan["layers"] == sum(plan["layer_kinds"].values()) > 500
     for part in ("logits", "soft", "drafts"):
         assert plan[f"{part}_error"]["f32"] < dry.BUDGETS["f32"]
-    assert plan["step_kernels"] < plan["layers"] / 3 and plan["shared_bytes"] <= SHARED_BYTES
+    assert plan["step_kernels"] < plan["layers"] / 3
     assert variant not in VARIANTS or 1 < plan["step_over_roof"] < 1.6
     assert plan["draft"].endswith(" layers") and "hidden" in plan["outputs"]
     assert len(plan["towers"]) <= 2 and any(n.startswith("vision_") for n in plan["towers"])
@@ -208,16 +208,16 @@ def test_dry_run_measures_rounding(
         load_spec("26b-a4b"), BuildOptions(backend="trt", settings=settings, media="none"), dry=True
     )
     dry.check_small(emulated_api(), p, dtype)
-    right = builder.chosen_lowerings
+    right = builder.lowerings
 
-    def wrong(settings: Any) -> Any:
-        found = right(settings)
+    def wrong(form: str) -> Any:
+        found = right(form)
 
         def attend(net: Any, n: Any, *xs: Any) -> Any:
             return net.e.add(found["attention"](net, n, *xs), 0.1)
 
         return {**found, "attention": attend}
 
-    monkeypatch.setattr(builder, "chosen_lowerings", wrong)
+    monkeypatch.setattr(builder, "lowerings", wrong)
     with pytest.raises(CheckError, match=f"more than rounding to {dtype}"):
         dry.check_small(emulated_api(), p, dtype)

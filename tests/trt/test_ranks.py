@@ -123,7 +123,7 @@ def test_networks_of_ranks_differ_in_weights_alone() -> None:
 
 def _given(layer: Any) -> dict[str, Any]:
     """What a layer was given beside tensors and weights."""
-    other = ("_network", "_calls", "_inputs", "_outputs", "_cached", "_weights", "_plugin")
+    other = ("_network", "_calls", "_inputs", "_outputs", "_cached", "_weights")
     return {k: str(v) for k, v in vars(layer).items() if k not in other}
 
 

@@ -34,9 +34,8 @@ LIMITS = Limits(max_batch=3, max_seq=96, prefill_chunk=12)
 #: every choice of every setting is in one of them
 SETTINGS: tuple[dict[str, str], ...] = (
     {"attention": "explicit", "experts": "auto", "weights": "baked", "hardware": "exact"},
-    {"attention": "fused", "experts": "gather", "norms": "layers", "weights": "streamed"},
-    {"attention": "explicit", "experts": "all", "norms": "layers", "weights": "refit"},
-    {"attention": "plugin", "experts": "plugin", "norms": "plugin", "hardware": "same-capability"},
+    {"attention": "fused", "experts": "gather", "weights": "streamed"},
+    {"attention": "plain", "experts": "all", "weights": "refit", "hardware": "same-capability"},
 )
 
 

@@ -434,7 +434,7 @@ def test_interrupted_build(trt: Build, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(fake, "_told", interrupted)
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        trt(settings={"norms": "layers"})  # whose first build is one that keeps what it timed
+        trt(settings={"experts": "all"})  # whose first build is one that keeps what it timed
     assert signal.getsignal(signal.SIGINT) is before
     assert not (tmp_path / "engine").exists() and not [*tmp_path.glob(".engine*")]
     assert builds_in(tmp_path) == 1
@@ -520,7 +520,6 @@ def test_engine_that_does_not_fit(trt: Build, monkeypatch: pytest.MonkeyPatch) -
         (["wrap_attention: expected 3 live inputs"], "", "attention=plain"),
         (["one", "two", "one"], "", "attention=plain"),
         (["two ops named L0.attn.out/reshape"], "L0.attn.out/reshape", "attention=plain, whose"),
-        (["L0.attn.norm/norm_residual: no kernel"], "", "norms=layers"),
         ([], "", "it gave no reason"),
     ],
 )
@@ -544,16 +543,16 @@ def tiny_network(settings: dict[str, str] | None = None) -> builder.Written:
 def test_a_call_that_only_logs_an_error_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorRT builds another network then: without the mask of an attention, say."""
     assert not tiny_network().log.errors
-    right = builder.chosen_lowerings
+    right = builder.lowerings
 
-    def chosen(settings: Any) -> Any:
+    def chosen(form: str) -> Any:
         def scale(net: Any, n: Any, *xs: Any) -> Any:
             net.e.network._tell("setMask: not beside\n    a causal kind")
-            return right(settings)["scale"](net, n, *xs)
+            return right(form)["scale"](net, n, *xs)
 
-        return {**right(settings), "scale": scale}
+        return {**right(form), "scale": scale}
 
-    monkeypatch.setattr(builder, "chosen_lowerings", chosen)
+    monkeypatch.setattr(builder, "lowerings", chosen)
     said = "a part of the network of prefill: setMask: not beside a causal kind$"
     with pytest.raises(LowerError, match=said):
         tiny_network()

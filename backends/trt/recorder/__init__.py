@@ -22,14 +22,11 @@ from .enums import ENUMS, VERSIONED
 from .layers import MAX_DIMS as MAX_DIMS
 from .layers import MAX_TOP_K as MAX_TOP_K
 from .layers import MAX_VOLUME as MAX_VOLUME
-from .layers import SHARED_BYTES as SHARED_BYTES
 from .network import aliases as aliases
 from .network import check as check
 from .network import execute as execute
 from .network import sizes as sizes
 from .network import traffic as traffic
-from .plugin import Meaning as Meaning
-from .plugin import plugin_module
 from .ranks import Exchange as Exchange
 from .ranks import communicator as communicator
 from .ranks import side_by_side as side_by_side
@@ -44,20 +41,16 @@ class Recorder(ModuleType):
     """The module: its names, and `calls`, everything that was asked of them."""
 
     calls: list[Call]
-    #: bytes of dynamic shared memory that a launch may ask for; another number stands for a
-    #: TensorRT that sets a kernel's attribute first
-    _shared_memory: int
     #: whether a CUDA graph is being recorded
     _capturing: bool
 
 
-def recorder(version: str = "11.4.0", meaning: Meaning | None = None) -> Any:
-    """Return the module as of one of VERSIONS; each call gives a new one with an empty record.
-    `meaning` says what plugins compute; without it their networks can be checked, not run."""
+def recorder(version: str = "11.4.0") -> Any:
+    """Return the module as of one of VERSIONS; each call gives a new one with an empty record."""
     if version not in VERSIONS:
         raise ValueError(f"recorder {version!r}: one of {', '.join(VERSIONS)}")
     module: Any = Recorder("tensorrt")
-    module.calls, module._shared_memory, module._capturing = [], SHARED_BYTES, False
+    module.calls, module._capturing = [], False
     bound = {"_calls": module.calls, "_module": module}
     for part in (engine, kinds, layers, layout, network):
         for name, thing in vars(part).items():
@@ -71,9 +64,7 @@ def recorder(version: str = "11.4.0", meaning: Meaning | None = None) -> Any:
     newest = vars(module).pop("INetworkDefinition11")
     if version.startswith("11."):
         module.INetworkDefinition = newest
-    vars(module).update(
-        {**ENUMS, **VERSIONED[version]}, __version__=version, plugin=plugin_module(meaning)
-    )
+    vars(module).update({**ENUMS, **VERSIONED[version]}, __version__=version)
     return module
 
 

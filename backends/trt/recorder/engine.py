@@ -233,11 +233,6 @@ def _rules(network: INetworkDefinition, config: IBuilderConfig) -> Iterator[tupl
     feature = config._module.PreviewFeature.__members__.get(name)
     asked = networks.ranks_of(network) == 1 or feature is None or feature in config._preview
     yield asked, f"the network has collectives, and PreviewFeature.{name} is not enabled"
-    room = network._module._shared_memory
-    for layer in (x for x in network._layers if x._kind == "plugin"):
-        types = [t._type for t in layer._inputs if t is not None]
-        asks = layer._plugin.launch(types).params["shared_mem"]
-        yield asks <= room, f"{layer._title}: {asks} bytes of dynamic shared memory, of {room}"
 
 
 def _built(network: INetworkDefinition, config: IBuilderConfig) -> Built:

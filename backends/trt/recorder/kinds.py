@@ -412,16 +412,3 @@ class IAttention(Layer):
             chosen = mask.dtype == torch.bool
             scores = scores.masked_fill(~mask, least) if chosen else scores + _wide(mask)
         return [(_wide(scores.softmax(-1).to(q.dtype)) @ _wide(v)).to(q.dtype)]
-
-
-class IPluginV3Layer(ILayer):
-    """A plugin that is compiled ahead of time, see plugin.py."""
-
-    _kind = "plugin"
-
-    def _infer(self) -> list[Output]:
-        types = [self._in(i)._type for i in range(len(self._inputs))]
-        return [(kind, tuple(dims)) for kind, dims in self._plugin.output_types(types)]
-
-    def _run(self, *ins: torch.Tensor) -> Tensors:
-        return list(self._plugin.run(*ins))

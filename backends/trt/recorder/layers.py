@@ -22,10 +22,6 @@ MAX_DIMS = 8
 MAX_TOP_K = 3840
 #: elements of a tensor: "volume limits" of the operator pages
 MAX_VOLUME = 2**31 - 1
-#: bytes of dynamic shared memory that every launch may ask for; for more of them a kernel's
-#: attribute is to be set first (CUDA programming guide), and nothing says that TensorRT does so for
-#: a plugin's
-SHARED_BYTES = 48 * 1024
 
 Shape = tuple[int, ...]
 Tensors = list[torch.Tensor]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -116,14 +116,6 @@ class INetworkDefinition(Recorded):
 
     def add_concatenation(self, inputs: Sequence[ITensor]) -> Layer:
         return layout.IConcatenationLayer(self, inputs)
-
-    def add_plugin(self, func: Callable[[], Any], aot: bool) -> Layer:
-        """Add a plugin that is compiled ahead of time; `func` as `tensorrt.plugin.op` gives it."""
-        need(aot, "add_plugin: only plugins that are compiled ahead of time")
-        inputs, _, plugin = func()
-        layer = kinds.IPluginV3Layer(self, inputs, plugin.of.outputs)
-        layer._plugin = plugin
-        return layer
 
 
 class INetworkDefinition11(INetworkDefinition):
@@ -267,7 +259,7 @@ def _is_view(layer: Layer) -> bool:
 KERNELS = frozenset(
     {
         *("matrix multiply", "softmax", "reduce", "top-k", "gather"),
-        *("concatenation", "KV cache update", "attention", "distributed collective", "plugin"),
+        *("concatenation", "KV cache update", "attention", "distributed collective"),
     }
 )
 #: tensors that lie in memory -> bytes of them that are read
