@@ -30,7 +30,7 @@ from g4ir.weights.tensorfile import CODES, write_tensors
 
 from ..primitives.network import Network
 from .emitter import TrtEmitter
-from .forms import HARDWARE, WEIGHTS, lowerings, resolved
+from .forms import HARDWARE, WEIGHTS, lowerings
 from .interface import Interface, interface, phases_of
 from .log import all_taken, joined, logger, new_network, progress_monitor, stream_writer
 from .probe import MOST_SHARED_BYTES, Api
@@ -53,16 +53,13 @@ REMEDIES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Written:
-    """A network that is complete, and what it is fed."""
+    """A network that is complete, and what it is fed. The emitter keeps alive what it points to."""
 
     builder: Any
     network: Any
     graph: Graph
-    #: without `auto`
-    settings: Mapping[str, str]
     interface: Interface
     log: Any
-    #: keeps alive what the network points to
     emitter: TrtEmitter
 
 
@@ -78,14 +75,12 @@ def write_network(
     value, and ends with what TensorRT said."""
     log = log or logger(api.trt)
     builder = api.trt.Builder(log)
-    settings = resolved(settings)
     network = new_network(builder, api.network_flags(), log)
-    source = params.tensor if params else None
-    emitter = TrtEmitter(api.trt, network, source, log.said)
-    lowered_by = lowerings(settings["attention"])
+    emitter = TrtEmitter(api.trt, network, params.tensor if params else None, log.said)
+    experts = "gather" if settings["experts"] == "gather" else "all"
     with all_taken(log, f"the network of {graph.name}"):
-        Network(emitter, graph, limits, lowered_by, settings["experts"]).emit()
-    return Written(builder, network, graph, settings, interface(graph, limits), log, emitter)
+        Network(emitter, graph, limits, lowerings(settings["attention"]), experts).emit()
+    return Written(builder, network, graph, interface(graph, limits), log, emitter)
 
 
 def attention_graphs(graph: Graph) -> list[Graph]:
@@ -133,18 +128,17 @@ def configure(api: Api, w: Written, settings: Mapping[str, str], memory: int) ->
 
 
 def _name_weights(w: Written) -> None:
-    constants = {name: weights for name, (weights, _) in w.emitter.constants.items()}
-    for name, weights in {**w.emitter.given, **constants}.items():
+    for name, weights in w.emitter.weights.items():
         if not w.network.set_weights_name(weights, name):
             raise LowerError(
-                f"TensorRT cannot leave weights {name} out of the plan: "
-                f"{joined(w.log.errors)}; try --set weights=baked"
+                f"TensorRT cannot leave weights {name} out of the plan: {w.log.said()}; try "
+                f"--set weights=baked"
             )
 
 
 def write_constants(w: Written, path: Path) -> None:
     """Write the constants of a network as safetensors, for a plan that was built without them."""
-    held = {name: t.reshape(-1) for name, (_, t) in w.emitter.constants.items()}
+    held = {name: t.reshape(-1) for name, t in w.emitter.constants.items()}
     # Each lies at a multiple of its size.
     names = sorted(held, key=lambda n: (-held[n].itemsize, n))
     table = {
@@ -157,10 +151,10 @@ def _add_profile(w: Written, config: Any, name: str) -> None:
     profile = w.builder.create_optimization_profile()
     for tensor in w.interface.dynamic():
         profile.set_shape(tensor, *w.interface.shapes(tensor, name))
-    if config.add_optimization_profile(profile) != list(w.interface.profiles).index(name):
+    if config.add_optimization_profile(profile) != w.interface.index(name):
         raise LowerError(
-            f"TensorRT refuses the profile of {name}: {joined(w.log.errors)}; check "
-            f"--max-batch, --max-seq and --prefill-chunk"
+            f"TensorRT refuses the profile of {name}: {w.log.said()}; check --max-batch, --max-seq "
+            f"and --prefill-chunk"
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -59,21 +59,12 @@ from ..experimental import experiment
 from ..primitives.graph import MEDIA, network_graph, tower_graphs
 from ..primitives.network import BLOCK_IDS, NO_BLOCK
 from ..reference import ReferenceRuntime, WideRuntime
-from . import build
+from . import build, recorder
 from .files import draft_graph, networks
 from .host import capsule
 from .interface import spans
 from .probe import Api, probe
-from .recorder import (
-    MAX_VOLUME,
-    Exchange,
-    RuleError,
-    check,
-    communicator,
-    recorder,
-    side_by_side,
-)
-from .recorder import sizes as network_sizes
+from .recorder import Exchange
 from .runtime import Opened, TrtRuntime, deserialize, refit, stream_weights
 
 if TYPE_CHECKING:
@@ -89,11 +80,13 @@ WIDTH = 24
 #: largest difference of a row relative to its rms. fp32 differs in the order of sums; the others
 #: also in where such a sum falls on rounding, which logits have a measure of their own for.
 BUDGETS: Mapping[str, float] = {"f32": 1e-4, "f16": 1.5e-1, "bf16": 1.5e-1}
+#: `logits`, `drafts` of each rank; `soft` tokens of each tower
+Results = dict[str, list[Tensor]]
 
 
 def emulator(version: str = EMULATED) -> Api:
     """Return the recorder in the place of TensorRT."""
-    return probe(recorder(version))
+    return probe(recorder.recorder(version))
 
 
 def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
@@ -105,55 +98,44 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
     with one_thread():
         errors = {d: check_small(api, p, d) for d in ("f32", p.dtype)}
     progress("writing the network at full size")
-    found = {
+    found = full_size(api, p)
+    need, has = (
+        build.estimate([*networks(p.packing.program).values()]).host_bytes,
+        device_memory("cpu"),
+    )
+    short = (
+        f"TensorRT's builder needs {size_text(need)} of host memory, this machine has "
+        f"{size_text(has)}: build on a larger one"
+    )
+    rounded = {
+        f"{name}_error": {d: float(f"{e[name]:.1e}") for d, e in errors.items()}
+        for name in errors["f32"]
+    }
+    return {
         "tensorrt": f"emulated {api.version}",
-        **{
-            f"{name}_error": {d: float(f"{e[name]:.1e}") for d, e in errors.items()}
-            for name in errors["f32"]
-        },
-        **full_size(api, p),
-        "short": _too_small(p),
+        **rounded,
+        **found,
+        "short": [short] if need > has else [],
         "dry_run_s": round(time.monotonic() - start, 1),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
-    return found
-
-
-def _too_small(p: Prepared) -> list[str]:
-    graphs = networks(p.packing.program).values()
-    need, has = build.estimate([*graphs]).host_bytes, device_memory("cpu")
-    if need <= has:
-        return []
-    return [
-        f"TensorRT's builder needs {size_text(need)} of host memory, this machine has "
-        f"{size_text(has)}: build on a larger one"
-    ]
 
 
 def check_sizes(
     api: Api, graph: Graph, limits: Limits, settings: Mapping[str, str]
 ) -> tuple[build.Written, int]:
     """Return the network at full size, without weights, on the recorder, and bytes of scratch
-    memory in the largest chunk where nothing is fused. LowerError where it breaks a rule, or where
-    a tensor would have more elements than TensorRT takes."""
+    memory in the largest chunk where nothing is fused. LowerError where it breaks a rule."""
     written = build.write_network(api, graph, limits, None, settings)
     try:
-        check(written.network)
-    except RuleError as e:
+        recorder.check(written.network)
+    except recorder.RuleError as e:
         raise LowerError(f"TensorRT would refuse the network: {e}") from e
     io = written.interface
     # Those of prefill are the largest, where there are any: nothing else has as many tokens.
     widest = [*io.of_phase(DRAFT), *io.of_phase("prefill")]
     largest = {name: io.shapes(name, widest[-1])[2] for name in io.dynamic()}
-    sizes, scratch = network_sizes(written.network, largest)
-    name = max(sizes, key=lambda n: sizes[n])
-    if sizes[name] > MAX_VOLUME:
-        raise LowerError(
-            f"TensorRT takes tensors of up to {MAX_VOLUME} elements; {name} has {sizes[name]} in "
-            f"the largest chunk: build with a smaller --prefill-chunk, --max-batch or "
-            f"--max-seq"
-        )
-    return written, scratch
+    return written, recorder.sizes(written.network, largest)[1]
 
 
 def full_size(api: Api, p: Prepared) -> dict[str, Any]:
@@ -163,23 +145,21 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
     towers = sorted(tower_graphs(program).values(), key=lambda g: g.inputs[0].type.numel())
     largest = {g.name.split("_")[0]: g for g in towers}  # others have the same layers
     others = draft_graph(program) | {g.name: g for g in largest.values()}
-    checked = {name: check_sizes(api, g, p.limits, p.settings) for name, g in others.items()}
-    beside = {name: w for name, (w, _) in checked.items()}
+    beside = {name: check_sizes(api, g, p.limits, p.settings) for name, g in others.items()}
     io, network = written.interface, written.network
     layers = (network.get_layer(i) for i in range(network.num_layers))
-    kinds = Counter(type(layer).__name__ for layer in layers)
     found = {
-        "layers": written.network.num_layers,
-        "layer_kinds": dict(kinds.most_common()),
+        "layers": network.num_layers,
+        "layer_kinds": dict(Counter(type(layer).__name__ for layer in layers).most_common()),
         "inputs": {n: str(t) for n, t in io.inputs.items() if n not in io.aliased.values()},
         "outputs": {n: str(t) for n, t in io.outputs.items() if n not in io.aliased},
         "caches": {"in_place": len(io.aliased)},
-        "scratch_bytes": max([scratch, *(size for _, size in checked.values())]),
-        **experiment("trt_step").decode_step(written, p.limits, written.settings["experts"]),
+        "scratch_bytes": max([scratch, *(size for _, size in beside.values())]),
+        **experiment("trt_step").decode_step(written, p.limits, p.settings["experts"]),
         "builder": str(build.estimate([*networks(program).values()])),
         "notes": [*written.emitter.notes, *_made_dense(p.packing)],
     }
-    sizes = {name: f"{w.network.num_layers} layers" for name, w in beside.items()}
+    sizes = {name: f"{w.network.num_layers} layers" for name, (w, _) in beside.items()}
     drafter = {DRAFT: sizes.pop(DRAFT)} if DRAFT in sizes else {}
     return {**found, **drafter, **({"towers": sizes} if sizes else {})}
 
@@ -259,23 +239,17 @@ def check_small(api: Api, p: Prepared, dtype: str) -> dict[str, float]:
 
     def linked(rank: int, exchange: Exchange) -> TrtRuntime:
         if len(params) > 1:
-            made[rank].link(partial(capsule, communicator(exchange)))
+            made[rank].link(partial(capsule, recorder.communicator(exchange)))
         return made[rank]
 
-    def interpreted(kind: type[ReferenceRuntime], rank: int, exchange: Exchange) -> Any:
-        return kind(program, SMALL, "cpu", params[rank], partial(run_beside, rank, exchange))
+    def of(kind: type[ReferenceRuntime]) -> Results:
+        def beside(rank: int, exchange: Exchange) -> ReferenceRuntime:
+            run = partial(run_beside, rank, exchange)
+            return kind(program, SMALL, "cpu", params[rank], run)
 
-    def results(opened: Callable[[int, Exchange], Any], one: Any) -> dict[str, Sequence[Tensor]]:
-        logits, drafts = zip(*run_ranks(program, params, opened), strict=True)
-        soft = [one.encode(name, feeds)[0] for name, feeds in tower_feeds(program)]
-        drafts = drafts if DRAFT in program.graphs else ()
-        found = {"logits": logits, "soft": soft, "drafts": drafts}
-        return {name: tensors for name, tensors in found.items() if tensors}
+        return results(program, params, beside, kind(program, SMALL, "cpu", params[0]))
 
-    def of(kind: type[ReferenceRuntime]) -> dict[str, Sequence[Tensor]]:
-        return results(partial(interpreted, kind), kind(program, SMALL, "cpu", params[0]))
-
-    got, want = results(linked, made[0]), of(ReferenceRuntime)
+    got, want = results(program, params, linked, made[0]), of(ReferenceRuntime)
     wide = cache(partial(of, WideRuntime))
     errors = {name: _worst(got[name], want[name]) for name in got}
     for name, error in errors.items():
@@ -303,23 +277,27 @@ def run_beside(rank: int, exchange: Exchange, n: Node, tensors: list[Any]) -> tu
     return tuple(exchanged(n, [[*own] for own in parts])[rank])
 
 
-def run_ranks(
-    program: Program, params: Sequence[ParamSource], opened: Callable[[int, Exchange], Any]
-) -> list[tuple[Tensor, Tensor]]:
-    """Return what `run_small` gives on each rank; `opened` gives their runtimes."""
+def results(
+    program: Program,
+    params: Sequence[ParamSource],
+    opened: Callable[[int, Exchange], Any],
+    one: Any,
+) -> Results:
+    """Return what `run_small` gives, of each rank's runtime (`opened`), and the soft tokens of
+    towers, which one runs."""
 
-    def run(rank: int, exchange: Exchange) -> tuple[Tensor, Tensor]:
+    def run(rank: int, exchange: Exchange) -> dict[str, Tensor]:
         return run_small(program, params[rank], opened(rank, exchange))
 
-    return side_by_side(len(params), run)
+    ranks = recorder.side_by_side(len(params), run)
+    soft = [one.encode(name, feeds)[0] for name, feeds in tower_feeds(program)]
+    found = {name: [of_rank[name] for of_rank in ranks] for name in ranks[0]}
+    return {**found, "soft": soft} if soft else found
 
 
-def _worst(got: Iterable[Tensor], want: Iterable[Tensor]) -> float:
-    return worst_of([_largest_error(*pair) for pair in zip(got, want, strict=True)])
-
-
-def _largest_error(got: Tensor, want: Tensor) -> float:
-    return row_errors(got, want).relative.max().item()
+def _worst(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+    pairs = zip(got, want, strict=True)
+    return worst_of([row_errors(a, b).relative.max().item() for a, b in pairs])
 
 
 def rounds_alike(got: Tensor, want: Tensor, wide: Tensor, dtype: str) -> bool:
@@ -331,11 +309,7 @@ def rounds_alike(got: Tensor, want: Tensor, wide: Tensor, dtype: str) -> bool:
 
 
 def emulated(
-    api: Api,
-    program: Program,
-    limits: Limits,
-    params: Any,
-    settings: Mapping[str, str],
+    api: Api, program: Program, limits: Limits, params: Any, settings: Mapping[str, str]
 ) -> TrtRuntime:
     """Return the program built and loaded by the recorder."""
 
@@ -349,22 +323,20 @@ def emulated(
         if settings["weights"] == "streamed":
             stream_weights(engine, 0)
         if settings["weights"] == "refit":
-            constants = {name: t for name, (_, t) in written.emitter.constants.items()}
-            refit(api, engine, written.log, constants.__getitem__, params.tensor)
+            constants = written.emitter.constants.__getitem__
+            refit(api, engine, written.log, constants, params.tensor)
         return Opened(api, engine, written.log, written.interface, "cpu")
-
-    main = opened(network_graph(program))
 
     def other(name: str) -> Opened:
         return opened(program.graphs[name])
 
-    return TrtRuntime(main, limits, None, params, other, program)
+    return TrtRuntime(opened(network_graph(program)), limits, None, params, other, program)
 
 
-def run_small(program: Program, params: Any, runtime: Any) -> tuple[Tensor, Tensor]:
-    """Return rows of logits [N, vocab]: rows of different lengths in chunks, one of them empty,
-    then decode steps; and what a drafter makes of the state behind the last, over each span,
-    [spans * B,1,hidden], or nothing of no drafter."""
+def run_small(program: Program, params: Any, runtime: Any) -> dict[str, Tensor]:
+    """Return `logits` [N, vocab]: rows of different lengths in chunks, one of them empty, then
+    decode steps; and `drafts`, what a drafter makes of the state behind the last, over each span,
+    [spans * B,1,hidden]."""
     embed = program.graphs["embed"]
     tables = {v.name: params.tensor(v.name) for v in embed.params}
     lengths = torch.tensor(LENGTHS)
@@ -383,13 +355,14 @@ def run_small(program: Program, params: Any, runtime: Any) -> tuple[Tensor, Tens
             feeds[BLOCK_IDS] = _blocks(valid, stop)
         made = runtime.run(phase, feeds, state, max(context, int(held.max())), True)
         found.append(made["logits"][valid > 0].flatten(0, -2).double())
+    results = {"logits": torch.cat(found)}
     if DRAFT not in program.graphs:
-        return torch.cat(found), torch.empty(0)
+        return results
     last = (held - 1)[:, None]
     feeds = {"embeds": feeds["embeds"][:, -1:], HIDDEN: made[HIDDEN][:, -1:]}
     feeds |= {"positions": held[:, None], "last": last, "written": held}
     drafted = [runtime.run(DRAFT, feeds, state, n, True)[NEXT_HIDDEN] for n in _contexts()]
-    return torch.cat(found), torch.cat(drafted).double()
+    return {**results, "drafts": torch.cat(drafted).double()}
 
 
 def _blocks(valid: Tensor, width: int) -> Tensor:

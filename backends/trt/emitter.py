@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,15 +40,16 @@ NAMES = {"add": "SUM", "mul": "PROD", "eq": "EQUAL", "gt": "GREATER", "lt": "LES
 COLLECTIVES = {"all_reduce": ("ALL_REDUCE", "SUM"), "all_gather": ("ALL_GATHER", "NONE")}
 
 
-@dataclass
+@dataclass(eq=False)
 class Stored:
-    """Stored numbers: weights, once there is a layer for them, and the output of that layer in each
-    shape. `numbers`: the tensor, flat, where the network has its weights."""
+    """The numbers of a param or of a constant, None where they are not there; and the tensors of
+    the network that are these in a shape: the first is their layer's."""
 
     name: str
     dtype: str
-    weights: Callable[[], Any]
+    count: int
     numbers: Callable[[], torch.Tensor | None]
+    param: bool = False
     tensors: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
 
@@ -76,7 +77,6 @@ class Laid:
     then reshaped, then transposed, which one layer does."""
 
     source: Operand
-    type: Type
     order: tuple[int, ...]
     reshaped: Type
     second: tuple[int, ...]
@@ -103,21 +103,19 @@ class TrtEmitter(Emitter):
         self.said = said
         #: tensors whose memory the network points to, until it is built
         self.held: list[torch.Tensor] = []
-        #: weights of params that have a layer, by name
-        self.given: dict[str, Any] = {}
-        #: weights of constants that have a layer, and the tensor they are, by name
-        self.constants: dict[str, tuple[Any, torch.Tensor]] = {}
+        #: by name: weights that have a layer, and the tensors of constants among them
+        self.weights: dict[str, Any] = {}
+        self.constants: dict[str, torch.Tensor] = {}
         #: what could not be done as asked
         self.notes: list[str] = []
         self._counts: Counter[str] = Counter()
         #: of params and of what is made of constants, by name; of constants, by what is in them
         self._known: dict[str, Stored] = {}
         self._small: dict[Any, Stored] = {}
+        #: tensors that several layers read, by what they are
         self._sizes: dict[Any, Any] = {}
         #: name of a dim -> an input that has it, and where
         self._inputs: dict[str, tuple[Operand, int]] = {}
-        #: keeps handles alive, so that their ids stay theirs
-        self._all: list[Any] = []
 
     # --- names and checks ---------------------------------------------------------------------
 
@@ -135,25 +133,26 @@ class TrtEmitter(Emitter):
         layer.name = name
         return layer
 
-    def made(self, layer: Any, primitive: str, t: Type, index: int = 0) -> Operand:
-        """Return an output of a new layer, whose type TensorRT must see as we do."""
+    def made(self, layer: Any, primitive: str, t: Type, **attributes: Any) -> Operand:
+        """Return the output of a new layer, which is given these attributes first."""
         self.named(layer, primitive)
-        return self.checked(layer, t, index)
+        for name, value in attributes.items():
+            setattr(layer, name, value)
+        return self.checked(layer, t)
 
     def checked(self, layer: Any, t: Type, index: int = 0) -> Operand:
-        tensor = layer.get_output(index)
-        want = data_type(self.trt, t.dtype), _dims(t)
+        """Return an output of a layer, whose type TensorRT must see as we do."""
+        tensor, kind = layer.get_output(index), data_type(self.trt, t.dtype)
         try:
-            found = tensor.dtype, tuple(tensor.shape)
+            dtype, dims = tensor.dtype, tuple(tensor.shape)
         except ValueError as e:  # a shape of -1 dims: TensorRT could not infer it
             raise LowerError(
                 f"{layer.name}: expected {t}, TensorRT finds no shape: {self.said()}"
             ) from e
-        if not _agree(want, found):
+        if dtype != kind or not _agree(_dims(t), dims):
             raise LowerError(
-                f"{layer.name}: expected {t}, TensorRT says {found[0]}{found[1]}: {self.said()}"
+                f"{layer.name}: expected {t}, TensorRT says {dtype}{dims}: {self.said()}"
             )
-        self._all.append(tensor)
         return Operand(t, tensor)
 
     def tensor(self, x: Operand) -> Any:
@@ -167,9 +166,7 @@ class TrtEmitter(Emitter):
     def _dequantized(self, d: Dequantized, t: Type) -> Any:
         kind = data_type(self.trt, t.dtype)
         layer = self.network.add_dequantize(self._stored(d.codes), self._stored(d.scales), kind)
-        self.named(layer, "dequantize")
-        layer.axis = d.axis
-        return self.checked(layer, t).handle
+        return self.made(layer, "dequantize", t, axis=d.axis).handle
 
     # --- sources ------------------------------------------------------------------------------
 
@@ -177,7 +174,6 @@ class TrtEmitter(Emitter):
         tensor = self.network.add_input(name, data_type(self.trt, t.dtype), _dims(t))
         if tensor is None:
             raise LowerError(f"TensorRT refused the input {name}: {t}: {self.said()}")
-        self._all.append(tensor)
         x = Operand(t, tensor)
         for i, d in enumerate(t.shape):
             if isinstance(d, str):
@@ -186,78 +182,64 @@ class TrtEmitter(Emitter):
         return x
 
     def param(self, v: Value) -> Operand:
+        """Return a weight; LowerError, when it is read, for another type."""
+
         def numbers() -> torch.Tensor | None:
-            return self.params(v.name).flatten() if self.params else None
-
-        stored = Stored(v.name, v.type.dtype, lambda: self._given_param(v), numbers)
-        return Operand(v.type, Constant(self._known.setdefault(v.name, stored), _dims(v.type)))
-
-    def _given_param(self, v: Value) -> Any:
-        """Return `trt.Weights` of a param, row by row; LowerError for another type."""
-        if self.params is None:
-            made = self.trt.Weights(data_type(self.trt, v.type.dtype), 0, v.type.numel())
-        else:
+            if self.params is None:
+                return None
             t = self.params(v.name)
             found = Type(dtype_name(t.dtype), tuple(t.shape))
             if found != v.type:
                 raise LowerError(f"param {v} is {found}, the graph says {v.type}")
-            made = self._weights(t.contiguous())
-        self.given[v.name] = made
-        return made
+            return t.flatten()
 
-    def _weights(self, t: torch.Tensor) -> Any:
-        self.held.append(t)
-        kind = data_type(self.trt, dtype_name(t.dtype))
-        return self.trt.Weights(kind, t.data_ptr(), t.numel())
+        return self._called(v.name, v.type, numbers, param=True)
+
+    def _called(
+        self, name: str, t: Type, numbers: Callable[[], torch.Tensor | None], param: bool = False
+    ) -> Operand:
+        """Return what is stored under a name: a param, or a constant that is made of others when
+        the network is written. A plan without weights has the latter from the constants beside it.
+        """
+        new = Stored(name, t.dtype, t.numel(), numbers, param)
+        return Operand(t, Constant(self._known.setdefault(name, new), _dims(t)))
 
     def constant(self, tensor: torch.Tensor) -> Operand:
         dtype, t = dtype_name(tensor.dtype), tensor.detach().contiguous()
         if dtype in STORED_AS:
             return self.cast(self.constant(t.to(torch_dtype(STORED_AS[dtype]))), dtype)
-        stored = self._once(t, dtype)
-        shape = tuple(t.shape)
-        return Operand(Type(dtype, shape), Constant(stored, shape))
-
-    def _once(self, t: torch.Tensor, dtype: str) -> Stored:
         key = (dtype, tuple(t.flatten().tolist())) if t.numel() <= MAX_DIMS else len(self._small)
         if key not in self._small:
-            name = f"constant.{len(self._small)}"
-            self._small[key] = Stored(name, dtype, lambda: self._given(name, t), t.flatten)
-        return self._small[key]
+            self._small[key] = Stored(f"constant.{len(self._small)}", dtype, t.numel(), t.flatten)
+        shape = tuple(t.shape)
+        return Operand(Type(dtype, shape), Constant(self._small[key], shape))
 
-    def _folded(self, name: str, t: Type, numbers: Callable[[], torch.Tensor | None]) -> Operand:
-        """Return a constant that is made of others when the network is written. As it is no param,
-        a plan without weights has it from the constants beside it."""
-
-        def weights() -> Any:
-            made = numbers()
-            if made is None:
-                return self.trt.Weights(data_type(self.trt, t.dtype), 0, t.numel())
-            return self._given(name, made.contiguous())
-
-        stored = self._known.setdefault(name, Stored(name, t.dtype, weights, numbers))
-        return Operand(t, Constant(stored, _dims(t)))
-
-    def _given(self, name: str, t: torch.Tensor) -> Any:
-        weights = self._weights(t)
-        self.constants[name] = weights, t
-        return weights
+    def _weights(self, s: Stored) -> Any:
+        """Return `trt.Weights` of stored numbers, by address."""
+        numbers, address = s.numbers(), 0
+        if numbers is not None:
+            numbers = numbers.contiguous()
+            address = numbers.data_ptr()
+            self.held.append(numbers)
+            if not s.param:
+                self.constants[s.name] = numbers
+        self.weights[s.name] = self.trt.Weights(data_type(self.trt, s.dtype), address, s.count)
+        return self.weights[s.name]
 
     def _stored(self, c: Constant) -> Any:
         """Return a constant layer, made where it is read first; other shapes of it are shuffles."""
-        made = c.stored.tensors
-        if c.shape not in made:
-            first = next(iter(made.values()), None)
-            scope, self.scope = self.scope, c.stored.name
-            if first is None:
-                layer = self.network.add_constant(c.shape, c.stored.weights())
+        s, scope = c.stored, self.scope
+        if c.shape not in s.tensors:
+            self.scope, t = s.name, Type(s.dtype, c.shape)
+            if s.tensors:
+                layer = self.network.add_shuffle(next(iter(s.tensors.values())))
+                made = self.made(layer, "view", t, reshape_dims=c.shape)
             else:
-                layer = self.network.add_shuffle(first)
-                layer.reshape_dims = c.shape
-            t = Type(c.stored.dtype, c.shape)
-            made[c.shape] = self.made(layer, "weights" if first is None else "view", t).handle
+                layer = self.network.add_constant(c.shape, self._weights(s))
+                made = self.made(layer, "weights", t)
             self.scope = scope
-        return made[c.shape]
+            s.tensors[c.shape] = made.handle
+        return s.tensors[c.shape]
 
     def output(self, name: str, x: Operand) -> None:
         tensor = self.tensor(x)
@@ -281,7 +263,7 @@ class TrtEmitter(Emitter):
         return self.made(self.network.add_unary(self.tensor(x), op), kind, t)
 
     def _binary(self, kind: str, a: Operand, b: Operand, t: Type) -> Operand:
-        op = getattr(self.trt.ElementWiseOperation, _called(kind))
+        op = getattr(self.trt.ElementWiseOperation, _operation(kind))
         return self.made(self.network.add_elementwise(self.tensor(a), self.tensor(b), op), kind, t)
 
     def _where(self, condition: Operand, a: Operand, b: Operand, t: Type) -> Operand:
@@ -296,7 +278,7 @@ class TrtEmitter(Emitter):
                 held = source()
                 return None if held is None else held.to(torch_dtype(t.dtype))
 
-            return self._folded(f"{x.handle.stored.name}.{t.dtype}", t, numbers)
+            return self._called(f"{x.handle.stored.name}.{t.dtype}", t, numbers)
         layer = self.network.add_cast(self.tensor(x), data_type(self.trt, t.dtype))
         return self.made(layer, f"to_{t.dtype}", t)
 
@@ -330,12 +312,11 @@ class TrtEmitter(Emitter):
         return self.made(layer, primitive, t)
 
     def _softmax(self, x: Operand, t: Type) -> Operand:
-        layer = self.named(self.network.add_softmax(self.tensor(x)), "softmax")
-        layer.axes = 1 << (x.rank - 1)
-        return self.checked(layer, t)
+        layer = self.network.add_softmax(self.tensor(x))
+        return self.made(layer, "softmax", t, axes=1 << (x.rank - 1))
 
     def _reduce(self, kind: str, x: Operand, axis: int, t: Type) -> Operand:
-        op = getattr(self.trt.ReduceOperation, _called(kind))
+        op = getattr(self.trt.ReduceOperation, _operation(kind))
         return self.made(self.network.add_reduce(self.tensor(x), op, 1 << axis, True), kind, t)
 
     def _topk(self, x: Operand, k: int, values: Type, index: Type) -> tuple[Operand, Operand]:
@@ -361,79 +342,77 @@ class TrtEmitter(Emitter):
             NO_ROOT,
             [*range(ranks)],
         )
-        self.named(layer, op).num_ranks = ranks
         first, *others = x.shape
         gathered = x.type.with_shape(ranks * int(first), *others) if join == "NONE" else x.type
-        return self.checked(layer, gathered)
+        return self.made(layer, op, gathered, num_ranks=ranks)
 
     # --- layout -------------------------------------------------------------------------------
 
     def _reshape(self, x: Operand, t: Type) -> Operand:
-        if isinstance(x.handle, Constant):
-            return Operand(t, Constant(x.handle.stored, _dims(t)))
-        whole = tuple(range(t.rank))
-        if isinstance(x.handle, Laid) and _is_order(x.handle.second):
-            h = x.handle
+        h = x.handle
+        if isinstance(h, Constant):
+            return Operand(t, replace(h, shape=_dims(t)))
+        if isinstance(h, Laid) and _is_order(h.second):
             turned = _permuted(h.source.type, h.order)
             if reshape_spec(turned, t).count(-1) <= 1:
-                return self._as_laid(h.source, t, h.order, t, whole, "reshape")
-        return self._as_laid(x, t, tuple(range(x.rank)), t, whole, "reshape")
+                return self._as_laid("reshape", h.source, h.order, t)
+        return self._as_laid("reshape", x, range(x.rank), t)
 
     def _transpose(self, x: Operand, order: Sequence[int], t: Type) -> Operand:
-        if not isinstance(x.handle, Laid):
-            whole = tuple(range(x.rank))
-            return self._as_laid(x, t, tuple(order), t, whole, "transpose")
         h = x.handle
-        second = tuple(h.second[i] for i in order)
+        if not isinstance(h, Laid):
+            return self._as_laid("transpose", x, order, t)
+        second = [h.second[i] for i in order]
         if _permuted(h.source.type, h.order) != h.reshaped:
-            return self._as_laid(h.source, t, h.order, h.reshaped, second, "transpose")
-        first = tuple(h.order[i] for i in second)
-        return self._as_laid(h.source, t, first, t, tuple(range(t.rank)), "transpose")
+            return self._as_laid("transpose", h.source, h.order, h.reshaped, second)
+        return self._as_laid("transpose", h.source, [h.order[i] for i in second], t)
 
-    def _as_laid(self, x: Operand, t: Type, *parts: Any) -> Operand:
-        order, reshaped, second, _ = parts
-        if t == x.type and _is_order(order) and reshaped == t and _is_order(second):
+    def _as_laid(
+        self,
+        primitive: str,
+        x: Operand,
+        order: Sequence[int],
+        reshaped: Type,
+        second: Sequence[int] | None = None,
+    ) -> Operand:
+        second = range(reshaped.rank) if second is None else second
+        if reshaped == x.type and _is_order(order) and _is_order(second):
             return x
-        laid = Laid(x, t, *parts)
-        self._all.append(laid)
-        return Operand(t, laid)
+        laid = Laid(x, tuple(order), reshaped, tuple(second), primitive)
+        return Operand(_permuted(reshaped, second), laid)
 
     def _laid(self, h: Laid) -> Any:
         if not h.tensors:
             turned = _permuted(h.source.type, h.order)
-            layer = self.named(self.network.add_shuffle(self.tensor(h.source)), h.primitive)
+            how: dict[str, Any] = {}
             if not _is_order(h.order):
-                layer.first_transpose = h.order
+                how["first_transpose"] = h.order
             if h.reshaped != turned:
-                layer.reshape_dims = tuple(reshape_spec(turned, h.reshaped))
+                how["reshape_dims"] = tuple(reshape_spec(turned, h.reshaped))
             if not _is_order(h.second):
-                layer.second_transpose = h.second
-            h.tensors.append(self.checked(layer, h.type).handle)
+                how["second_transpose"] = h.second
+            layer, t = self.network.add_shuffle(self.tensor(h.source)), h.reshaped
+            h.tensors.append(self.made(layer, h.primitive, _permuted(t, h.second), **how).handle)
         return h.tensors[0]
 
     def _unsqueeze(self, x: Operand, axes: Sequence[int], t: Type) -> Operand:
         """Add dims, by transposes where more than one of them would be -1."""
-        if isinstance(x.handle, Constant):
-            return Operand(t, Constant(x.handle.stored, _dims(t)))
         if isinstance(x.handle, Dequantized):
             d, kept = x.handle, [i for i in range(t.rank) if i not in axes]
-            codes = Constant(d.codes.stored, _dims(t))
-            return Operand(t, Dequantized(codes, d.scales, kept[d.axis]))
-        spec = reshape_spec(x.type, t)
-        if spec.count(-1) <= 1:
+            codes = replace(d.codes, shape=_dims(t))
+            return Operand(t, replace(d, codes=codes, axis=kept[d.axis]))
+        if isinstance(x.handle, Constant) or reshape_spec(x.type, t).count(-1) <= 1:
             return self._reshape(x, t)
         front = x.type.with_shape(*x.shape, *[1] * len(axes))
-        back = iter(range(x.rank))
-        ones = iter(range(x.rank, t.rank))
-        order = tuple(next(ones) if i in axes else next(back) for i in range(t.rank))
-        return self._as_laid(x, t, tuple(range(x.rank)), front, order, "unsqueeze")
+        back, ones = iter(range(x.rank)), iter(range(x.rank, t.rank))
+        order = [next(ones) if i in axes else next(back) for i in range(t.rank)]
+        return self._as_laid("unsqueeze", x, range(x.rank), front, order)
 
     def _concat(self, xs: Sequence[Operand], axis: int, t: Type) -> Operand:
         if all(map(_is_small, xs)):
-            return self._folded(f"{self._name('concat')}.weights", t, lambda: _joined(xs, axis))
-        layer = self.named(self.network.add_concatenation([*map(self.tensor, xs)]), "concat")
-        layer.axis = axis
-        return self.checked(layer, t)
+            return self._called(f"{self._name('concat')}.weights", t, lambda: _joined(xs, axis))
+        layer = self.network.add_concatenation([*map(self.tensor, xs)])
+        return self.made(layer, "concat", t, axis=axis)
 
     def _slice(self, x: Operand, axis: int, start: int, stop: int, t: Type) -> Operand:
         return self._sliced(x, axis, start, stop - start, "slice", t)
@@ -442,9 +421,8 @@ class TrtEmitter(Emitter):
         """Slice from the middle on, around the end."""
         last, size = x.rank - 1, int(x.shape[-1])
         layer = self.network.add_slice(self.tensor(x), (size // 2,), (size,), (1,))
-        self.named(layer, "swap_halves").axes = (last,)
-        layer.mode = self.trt.SampleMode.WRAP
-        return self.checked(layer, x.type)
+        wrap = self.trt.SampleMode.WRAP
+        return self.made(layer, "swap_halves", x.type, axes=(last,), mode=wrap)
 
     def _prefix(self, x: Operand, axis: int, like: Operand, t: Type) -> Operand:
         return self._sliced(x, axis, 0, self._dim(like, 0), "prefix", t)
@@ -503,23 +481,17 @@ class TrtEmitter(Emitter):
         return self.made(layer, "gather", t)
 
     def _gather_rows(self, x: Operand, index: Operand, t: Type) -> Operand:
-        """Gather rows. The batch is an elementwise dim, so that an index is of a row alone. There
-        are to be at least two dims beside it."""
-        if x.rank == 2:
-            return self.reshape(self.gather_rows(self.unsqueeze(x, 2), index), *t.shape)
-        key = ("row", id(index.handle))
+        """Gather rows. The batch is an elementwise dim, so that an index is of a row alone."""
+        key = ("row", index.handle)
         if key not in self._sizes:
             self._sizes[key] = self.unsqueeze(index, 2)
         index = self._sizes[key]
-        layer = self.network.add_gather_v2(
-            self.tensor(x), self.tensor(index), self.trt.GatherMode.ND
-        )
-        self.named(layer, "gather_rows")
-        layer.num_elementwise_dims = 1
-        return self.checked(layer, t)
+        tensors, mode = (self.tensor(x), self.tensor(index)), self.trt.GatherMode.ND
+        layer = self.network.add_gather_v2(*tensors, mode)
+        return self.made(layer, "gather_rows", t, num_elementwise_dims=1)
 
     def _append(self, cache: Operand, new: Operand, start: Operand, t: Type) -> Operand:
-        key = ("slot", id(start.handle))
+        key = ("slot", start.handle)
         if key not in self._sizes:
             self._sizes[key] = self.tensor(self.cast(start, "i32"))
         tensors = self.tensor(cache), self.tensor(new), self._sizes[key]
@@ -539,7 +511,7 @@ class TrtEmitter(Emitter):
         )
 
 
-def _called(kind: str) -> str:
+def _operation(kind: str) -> str:
     return NAMES.get(kind, kind.upper())
 
 
@@ -555,7 +527,7 @@ def _joined(xs: Sequence[Operand], axis: int) -> torch.Tensor | None:
 
 
 def _is_order(order: Sequence[int]) -> bool:
-    return [*order] == [*range(len(order))]
+    return [*order] == sorted(order)
 
 
 def _permuted(t: Type, order: Sequence[int]) -> Type:
@@ -569,8 +541,6 @@ def _dims(t: Type) -> tuple[int, ...]:
     return tuple(d if isinstance(d, int) else -1 for d in t.shape)
 
 
-def _agree(want: tuple[Any, tuple[int, ...]], found: tuple[Any, tuple[int, ...]]) -> bool:
-    """Whether types and ranks are equal, and dims where both know them."""
-    pairs = list(zip(want[1], found[1]))
-    same = want[0] == found[0] and len(want[1]) == len(found[1])
-    return same and all(a == b or -1 in (a, b) for a, b in pairs)
+def _agree(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether ranks are equal, and dims where both are known."""
+    return len(one) == len(other) and all(a == b or -1 in (a, b) for a, b in zip(one, other))

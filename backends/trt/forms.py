@@ -9,7 +9,7 @@ from ..base import Setting
 from ..primitives import attention, vision
 from ..primitives.lowerings import LOWERINGS as SHARED
 from ..primitives.network import EXPERTS, Lowering
-from .lowerings import all_gather, all_reduce, attend, attend_patches, in_blocks, plain_softmax
+from .lowerings import all_gather, all_reduce, attend, in_blocks, plain_softmax
 
 #: form of attention in layers -> op -> lowering, replacing the shared one
 ATTENTION: Mapping[str, Mapping[str, Lowering]] = {
@@ -29,7 +29,7 @@ ATTENTION: Mapping[str, Mapping[str, Lowering]] = {
     "fused": {
         "attention": partial(attention.attention, form=attend),
         "attention_latent": partial(attention.attention_latent, form=attend),
-        "encoder_attention": partial(vision.encoder_attention, form=attend_patches),
+        "encoder_attention": partial(vision.encoder_attention, form=attend),
     },
 }
 #: op that ranks do together -> lowering
@@ -75,8 +75,3 @@ def lowerings(form: str = "explicit") -> Mapping[str, Lowering]:
     if form not in ATTENTION:
         raise ValueError(f"attention {form!r}: one of {', '.join(ATTENTION)}")
     return {**SHARED, **AMONG_RANKS, **ATTENTION[form]}
-
-
-def resolved(settings: Mapping[str, str]) -> dict[str, str]:
-    """Replace the `auto` of experts by what it means here."""
-    return {name: "all" if value == "auto" else value for name, value in settings.items()}

@@ -56,6 +56,9 @@ class Interface:
         sizes = ((p, self.profiles[p].get(FULL)) for p in own)
         return next((p for p, r in sizes if r is None or r[2] >= tokens), own[-1])
 
+    def index(self, profile: str) -> int:
+        return list(self.profiles).index(profile)
+
     def span(self, profile: str) -> int | None:
         """Return how many slots every step of a profile looks at; None where steps differ, or there
         are no full-length caches."""

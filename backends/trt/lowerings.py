@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-import torch
 
 from g4ir.ir.graph import Graph, Node
 from g4ir.plan.engine_limits import Limits
@@ -125,45 +122,20 @@ def all_gather(net: Network, n: Node, x: Operand) -> Operand:
 def attend(
     net: Network, n: Node, q: Operand, keys: Operand, values: Operand, seen: Operand
 ) -> Operand:
-    """Attend by one IAttention over q [B,S,heads,d], keys and values [B,n,T,d] with the mask
-    [B,1,S,T] bool, whose heads are broadcast; never a causal kind beside it. There is no input
-    for a scale, so q is multiplied. It may be decomposed: no kernel for the size need exist."""
+    """Attend by one IAttention over q [B,S,heads,d], keys and values [B,n,T,d] with a bool mask
+    that fits [B,heads,S,T], in towers too; never a causal kind beside it. There is no input for a
+    scale, so q is multiplied. It may be decomposed: no kernel for the size need exist."""
     e = net.e
     assert isinstance(e, TrtEmitter)
-    if n.number("softcap"):
+    if n.attrs.get("softcap"):
         e.notes.append(f"{n.out}: explicit attention, since IAttention has no softcap")
         return in_blocks(net, n, q, keys, values, seen)
-    return _fused(e, times(e, q, n.number("scale")), keys, values, seen)
-
-
-def attend_patches(
-    net: Network, n: Node, q: Operand, keys: Operand, values: Operand, seen: Operand
-) -> Operand:
-    """Attend as `attend` does, in a tower; the mask [B,1,1,P] is of keys alone, and IAttention
-    wants a row for each query."""
-    e, p = net.e, int(q.shape[1])
-    assert isinstance(e, TrtEmitter)
-
-    def rows() -> Operand:
-        none = e.constant(torch.zeros(1, 1, p, 1, dtype=torch.bool))
-        return e.binary("or", seen, none)
-
-    mask = net.shared(("mask of patches", id(seen)), rows)
-    return _fused(e, times(e, q, n.number("scale")), keys, values, mask)
-
-
-def _fused(e: TrtEmitter, q: Operand, keys: Operand, values: Operand, mask: Operand) -> Operand:
-    """Attend with q [B,S,heads,d] scaled; mask [B,1,S,T]."""
-    q = e.transpose(q, 0, 2, 1, 3)
-    *rows, seen = map(e.tensor, (q, keys, values, mask))
-    layer = e.named(_attention(e, *rows), "attention")
-    layer.mask = seen
-    layer.decomposable = True
-    return e.transpose(e.checked(layer, q.type), 0, 2, 1, 3)
-
-
-def _attention(e: TrtEmitter, *tensors: Any) -> Any:
+    q = e.transpose(times(e, q, n.number("scale")), 0, 2, 1, 3)
+    *rows, mask = map(e.tensor, (q, keys, values, seen))
     norm = e.trt.AttentionNormalizationOp.SOFTMAX
     if offers(e.trt, *FEATURES["causal kind"]):
-        return e.network.add_attention_v2(*tensors, norm, e.trt.CausalMaskKind.NONE)
-    return e.network.add_attention(*tensors, norm, False)
+        layer = e.network.add_attention_v2(*rows, norm, e.trt.CausalMaskKind.NONE)
+    else:
+        layer = e.network.add_attention(*rows, norm, False)
+    made = e.made(layer, "attention", q.type, mask=mask, decomposable=True)
+    return e.transpose(made, 0, 2, 1, 3)

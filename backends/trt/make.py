@@ -7,8 +7,9 @@ import mmap
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from g4ir.backends.primitives.network import stored_bytes
 from g4ir.errors import LowerError, PlanError
@@ -17,7 +18,7 @@ from g4ir.model.draft import DRAFT
 from g4ir.parallel.shard import ranks_of
 from g4ir.plan.footprint import reserve
 from g4ir.ui.files import write_file
-from g4ir.ui.progress import Progress
+from g4ir.ui.progress import Progress, no_progress
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import ParamSource, params_of_rank
 
@@ -26,51 +27,44 @@ from . import build
 from .build import Written
 from .dry_run import check_sizes, emulator
 from .files import ENGINE, LOG, files, keep_log, networks
-from .forms import resolved
 from .host import Host
 from .log import logger
 from .probe import Api
 from .runtime import deserialize
 
+T = TypeVar("T")
+
 
 @dataclass
 class Make:
-    """One build. `settings` become those that it ends with; `cache_bytes`: of a session."""
+    """One build. `settings` become those that it ends with."""
 
     host: Host
     task: Task
-    graphs: Mapping[str, Graph]
     settings: dict[str, str]
-    machine: str
-    cache_bytes: int
     notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.api, self.graphs = self.host.tensorrt(), networks(self.task.program)
 
     def run(self) -> dict[str, Any]:
         """Write the plans; return what the manifest keeps. Where it fails, TensorRT's log is kept
         beside the engine, and the error ends with its name."""
-        self.api = self.host.tensorrt()
         self.log = logger(self.api.trt, self.task.folder / LOG)
         try:
             return self._made()
         except Exception as e:
-            self._keep_log(e)
+            if e.args:
+                e.args = (f"{e.args[0]}; {keep_log(self.task.folder)}", *e.args[1:])
             raise
         finally:
             self.log.close()
 
-    def _keep_log(self, error: Exception) -> None:
-        if error.args:
-            error.args = (f"{error.args[0]}; {keep_log(self.task.folder)}", *error.args[1:])
-
-    def _note(self, text: str) -> None:
-        self.notes.append(text)
-        self.task.progress(text)
-
     def _made(self) -> dict[str, Any]:
         scratch = self._check_sizes()
-        self._choose()
+        self._try_attention()
         self.task.progress(f"TensorRT's builder: {build.estimate([*self.graphs.values()])}")
-        layers = {name: self._plan(name, g) for name, g in self.graphs.items()}
+        layers = {name: self._or_plain(partial(self._plans, name)) for name in self.graphs}
         found = self._check_memory()
         first = {name: files(name, 0, ranks_of(g))[0] for name, g in self.graphs.items()}
         return {
@@ -85,56 +79,58 @@ class Make:
             "others": first,
         }
 
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self.task.progress(text)
+
     def _check_sizes(self) -> int:
         """Return the estimate of scratch memory."""
         self.task.progress("checking sizes")
-        emulated = emulator()
-        return max(
-            check_sizes(emulated, g, self.task.limits, self.settings)[1]
-            for g in self.graphs.values()
-        )
+        api, limits = emulator(), self.task.limits
+        return max(check_sizes(api, g, limits, self.settings)[1] for g in self.graphs.values())
 
-    def _choose(self) -> None:
-        graph, self.settings = self.graphs[ENGINE], resolved(self.settings)
-        form = self.settings["attention"]
-        self._use_form(attention_form(graph, form, self._build_alone, self.task.progress))
+    def _try_attention(self) -> None:
+        """Build each kind of attention of the text model alone, into plans that are thrown away."""
+        for g in build.attention_graphs(self.graphs[ENGINE]):
+            place = g.outputs[0].name
+            self.task.progress(f"trial build of the attention of {place}")
+            try:
+                self._or_plain(partial(self._build_alone, g))
+            except build.RefusedError as e:
+                raise LowerError(f"a trial build of the attention of {place} alone: {e}") from e
 
-    def _build_alone(self, g: Graph, form: str) -> None:
-        """Build a plan that is thrown away."""
-        settings = {**self.settings, "attention": form, "weights": "baked"}
+    def _build_alone(self, g: Graph) -> None:
+        settings = {**self.settings, "weights": "baked"}
         with tempfile.TemporaryDirectory() as folder:
-            w = self._network(g, None, settings)
-            self._build(w, settings, Path(folder) / "plan", lambda message: None)
+            self._build(self._network(g, None), settings, Path(folder) / "plan", no_progress)
 
-    def _network(self, g: Graph, params: ParamSource | None, settings: dict[str, str]) -> Written:
-        return build.write_network(self.api, g, self.task.limits, params, settings, self.log)
-
-    def _build(self, w: Written, settings: dict[str, str], plan: Path, progress: Progress) -> None:
-        config = build.configure(self.api, w, settings, self.host.memory(self.task.device))
-        timing = build.timing_file(self.host.timings(), self.machine)
-        build.build_plan(self.api, w, config, timing, plan, progress)
-
-    def _use_form(self, form: str) -> None:
-        if form != self.settings["attention"]:
-            self.settings["attention"] = form
-            self._note(
-                f"attention: {form}, since TensorRT takes the layers of the other form for an "
-                f"attention of its own and fails"
-            )
-
-    def _plan(self, name: str, graph: Graph) -> int:
-        """Write one network's files; return the number of its layers. Where its attention is
-        refused, it is tried once more in plain layers."""
+    def _or_plain(self, work: Callable[[], T]) -> T:
+        """Build something; where a refusal names the wrapper that takes layers for attention, once
+        more with attention in plain layers."""
         try:
-            return self._plan_once(name, graph)
+            return work()
         except build.RefusedError as e:
             if self.settings["attention"] == "plain" or build.WRAPPER not in str(e):
                 raise
-            self._use_form("plain")
-            return self._plan_once(name, graph)
+        self.settings["attention"] = "plain"
+        self._note(
+            "attention: plain, since TensorRT takes the layers of the other form for an attention "
+            "of its own and fails"
+        )
+        return work()
 
-    def _plan_once(self, name: str, graph: Graph) -> int:
-        """Write the plans of all ranks, one after the other: kernels are timed for the first."""
+    def _network(self, g: Graph, params: ParamSource | None) -> Written:
+        return build.write_network(self.api, g, self.task.limits, params, self.settings, self.log)
+
+    def _build(self, w: Written, settings: dict[str, str], plan: Path, progress: Progress) -> None:
+        config = build.configure(self.api, w, settings, self.host.memory(self.task.device))
+        timing = build.timing_file(self.host.timings(), self.host.machine(self.task.device))
+        build.build_plan(self.api, w, config, timing, plan, progress)
+
+    def _plans(self, name: str) -> int:
+        """Write the plans of all ranks, one after the other: kernels are timed for the first.
+        Return the number of its layers."""
+        graph = self.graphs[name]
         layers, *_ = [self._plan_of(name, graph, rank) for rank in range(ranks_of(graph))]
         return layers
 
@@ -144,7 +140,7 @@ class Make:
         params = self.task.params
         if rank:
             params = params_of_rank(params, self.task.folder, rank)
-        w = self._network(graph, params, self.settings)
+        w = self._network(graph, params)
         for note in () if rank else w.emitter.notes:
             self._note(note)
         self._build(w, self.settings, self.task.folder / plan, self.task.progress)
@@ -167,7 +163,7 @@ class Make:
         steps = [self.graphs[name] for name in (ENGINE, DRAFT) if name in self.graphs]
         parts = {
             "weights": 0 if streamed else sum(map(build.weight_bytes, steps)),
-            "caches": self.cache_bytes,
+            "caches": stored_bytes(self.task.program.graphs["prefill"], self.task.limits),
             "scratch": scratch,
             "reserve": reserve(memory),
         }
@@ -181,30 +177,6 @@ class Make:
         return scratch
 
 
-# --- small builds before the large one ---------------------------------------------------------
-
-
-def attention_form(
-    graph: Graph, form: str, build_alone: Callable[[Graph, str], None], progress: Progress
-) -> str:
-    """Return the form of attention that TensorRT builds: this one, or `plain` where a refusal names
-    the wrapper that takes layers for attention. LowerError of another refusal."""
-    for g in build.attention_graphs(graph):
-        place = g.outputs[0].name
-        progress(f"trial build of the attention of {place}")
-        try:
-            build_alone(g, form)
-        except build.RefusedError as e:
-            if form == "plain" or build.WRAPPER not in str(e):
-                raise LowerError(f"a trial build of the attention of {place} alone: {e}") from e
-            form = "plain"
-            build_alone(g, form)
-    return form
-
-
-# --- plans ------------------------------------------------------------------------------------
-
-
 def read_plan(path: Path, api: Api, log: Any) -> Any:
     """Return the engine of a plan, mapped, not read: a plan is as large as the weights."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
@@ -214,7 +186,4 @@ def read_plan(path: Path, api: Api, log: Any) -> Any:
 def make(host: Host, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
     """Build in this process, which a crash of the builder would end; return what the manifest
     keeps."""
-    host.tensorrt()
-    cache_bytes = stored_bytes(task.program.graphs["prefill"], task.limits)
-    graphs = networks(task.program)
-    return Make(host, task, graphs, dict(settings), host.machine(task.device), cache_bytes).run()
+    return Make(host, task, dict(settings)).run()

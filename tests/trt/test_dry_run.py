@@ -15,7 +15,6 @@ import pytest
 import torch
 import yaml
 
-from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.trt import build as builder
 from g4ir.backends.trt import dry_run as dry
 from g4ir.backends.trt import probe, runtime
@@ -25,7 +24,6 @@ from g4ir.backends.trt.recorder import recorder
 from g4ir.engine.build import prepare
 from g4ir.errors import (
     CheckError,
-    LowerError,
     MissingError,
 )
 from g4ir.plan.options import BuildOptions
@@ -100,16 +98,6 @@ def test_host_memory_of_the_builder(variant: str, measured: float) -> None:
     p = prepare(load_spec(variant), BuildOptions(backend="trt", media="none"), dry=True)
     graphs = [*networks(p.packing.program).values()]
     assert builder.estimate(graphs).host_bytes / builder.GIB == pytest.approx(measured, rel=0.1)
-
-
-def test_sizes_beyond_tensorrt(tmp_path: Path) -> None:
-    """Which layer, how large, the limit, and what to change."""
-    limits = {"max_batch": 4096, "max_seq": 1024, "prefill_chunk": 1024}
-    p = prepare(load_spec("tiny-ple"), BuildOptions(backend="trt", **limits), dry=True)  # type: ignore[arg-type]
-    with pytest.raises(LowerError) as error:
-        dry.check_sizes(emulated_api(), network_graph(p.packing.program), p.limits, p.settings)
-    message = str(error.value)
-    assert "2147483647 elements" in message and "attn" in message and "prefill-chunk" in message
 
 
 # --- dry runs ---------------------------------------------------------------------------------

@@ -386,8 +386,8 @@ def test_constants_are_made_of_constants() -> None:
     out = execute(e.network, {"x": torch.ones(3)})["y"]
     assert out.tolist() == [2.0, 3.5, 4.0]
     assert [x._kind for x in e.network._layers] == ["constant", "elementwise"]
-    ((_, kept),) = e.constants.values()
-    assert kept.tolist() == [1.0, 2.5, 3.0] and not e.given
+    (kept,) = e.constants.values()
+    assert kept.tolist() == [1.0, 2.5, 3.0] and e.weights.keys() == e.constants.keys()
 
 
 def test_changes_of_layout_are_one_layer() -> None:

@@ -372,7 +372,7 @@ def test_engine_of_other_tensors(shared: Engine) -> None:
     with pytest.raises(EngineError, match="embeds is f32, expected f16"):
         runtime.check_engine(made.api, made.engine, replace(other, inputs=wider))
     moved = dict.fromkeys(other.aliased, "lengths")
-    with pytest.raises(EngineError, match=r"lies at .*, expected that of lengths"):
+    with pytest.raises(EngineError, match=r"lies at the address of .*, expected lengths"):
         runtime.check_engine(made.api, made.engine, replace(other, aliased=moved))
 
 

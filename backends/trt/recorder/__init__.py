@@ -21,7 +21,6 @@ from . import engine, kinds, layers, layout, network
 from .enums import ENUMS, VERSIONED
 from .layers import MAX_DIMS as MAX_DIMS
 from .layers import MAX_TOP_K as MAX_TOP_K
-from .layers import MAX_VOLUME as MAX_VOLUME
 from .network import aliases as aliases
 from .network import check as check
 from .network import execute as execute

@@ -20,8 +20,6 @@ from .record import Attribute, Recorded, RuleError, api, need
 MAX_DIMS = 8
 #: the operator page of TopK
 MAX_TOP_K = 3840
-#: elements of a tensor: "volume limits" of the operator pages
-MAX_VOLUME = 2**31 - 1
 
 Shape = tuple[int, ...]
 Tensors = list[torch.Tensor]

@@ -14,6 +14,7 @@ from .layers import HELD, MAX_DIMS, ITensor, Layer, Shape, volume
 from .ranks import Exchange
 from .record import Attribute, Recorded, method, need
 
+_COLLECTIVE = "input dist_collective_op reduce_op root groups"
 #: method -> the layer that it adds, and its parameters
 ADDED: Mapping[str, tuple[type[Layer], str]] = {
     "add_constant": (kinds.IConstantLayer, "shape weights"),
@@ -34,29 +35,21 @@ ADDED: Mapping[str, tuple[type[Layer], str]] = {
     "add_gather": (layout.IGatherLayer, "input indices axis"),
     "add_gather_v2": (layout.IGatherLayer, "input indices mode"),
     "add_kv_cache_update": (kinds.IKVCacheUpdateLayer, "cache update write_indices cache_mode"),
-    "add_dist_collective": (
-        kinds.IDistCollectiveLayer,
-        "input dist_collective_op reduce_op root groups",
-    ),
+    "add_dist_collective": (kinds.IDistCollectiveLayer, _COLLECTIVE),
     "add_attention": (kinds.IAttention, "query key value norm_op causal"),
     "add_attention_v2": (kinds.IAttention, "query key value norm_op causal_kind"),
 }
 #: those that version 10 does not have
 NEW_IN_11 = ("add_attention_v2",)
-#: parameters that are tensors; others are what a layer is given beside them
-TENSORS = frozenset(
-    {
-        *("input", "input0", "input1", "input2", "scale", "condition", "then_input", "else_input"),
-        *("indices", "cache", "update", "write_indices", "query", "key", "value"),
-    }
-)
 
 
 def _adder(name: str, kind: type[Layer], parameters: str) -> Any:
     def added(network: INetworkDefinition, **given: Any) -> Layer:
-        layer = kind(network, [t for n, t in given.items() if n in TENSORS])
-        for n in given.keys() - TENSORS:
-            setattr(layer, f"_{n}", given[n])
+        """Add a layer of these tensors; other arguments become attributes."""
+        layer = kind(network, [x for x in given.values() if isinstance(x, ITensor)])
+        for n, x in given.items():
+            if not isinstance(x, ITensor):
+                setattr(layer, f"_{n}", x)
         return layer
 
     return method(name, parameters.split(), added)
@@ -256,11 +249,16 @@ def _is_view(layer: Layer) -> bool:
 
 
 #: layers that are kernels; all others are done within those that read them
-KERNELS = frozenset(
-    {
-        *("matrix multiply", "softmax", "reduce", "top-k", "gather"),
-        *("concatenation", "KV cache update", "attention", "distributed collective"),
-    }
+KERNELS = (
+    "matrix multiply",
+    "softmax",
+    "reduce",
+    "top-k",
+    "gather",
+    "concatenation",
+    "KV cache update",
+    "attention",
+    "distributed collective",
 )
 #: tensors that lie in memory -> bytes of them that are read
 Read = dict[ITensor, int]
