@@ -1,6 +1,6 @@
 """The way from a graph to a plan: network, builder configuration, profiles, the builder's answer.
 
-Everything takes the TensorRT module as an argument (probe.Api), so that all of it runs on the
+Everything takes the TensorRT module as an argument (host.Api), so that all of it runs on the
 recorder as well.
 """
 
@@ -30,10 +30,10 @@ from g4ir.weights.tensorfile import CODES, write_tensors
 
 from ..primitives.network import Network
 from .emitter import TrtEmitter
-from .forms import HARDWARE, WEIGHTS, lowerings
+from .host import MOST_SHARED_BYTES, Api
 from .interface import Interface, interface, phases_of
-from .log import all_taken, joined, logger, new_network, progress_monitor, stream_writer
-from .probe import MOST_SHARED_BYTES, Api
+from .log import all_taken, joined, logger, progress_monitor, stream_writer
+from .lowerings import HARDWARE, WEIGHTS, lowerings
 
 GIB = 1 << 30
 #: what the builder may use of the device while it times kernels, whatever weights leave
@@ -75,7 +75,10 @@ def write_network(
     value, and ends with what TensorRT said."""
     log = log or logger(api.trt)
     builder = api.trt.Builder(log)
-    network = new_network(builder, api.network_flags(), log)
+    flags = api.network_flags()
+    network = builder.create_network(flags)
+    if network is None:
+        raise LowerError(f"TensorRT makes no network with the flags {flags:#b}: {log.said()}")
     emitter = TrtEmitter(api.trt, network, params.tensor if params else None, log.said)
     experts = "gather" if settings["experts"] == "gather" else "all"
     with all_taken(log, f"the network of {graph.name}"):
@@ -206,12 +209,10 @@ def estimate(graphs: Sequence[Graph]) -> Estimate:
     host memory lies the builder's copy of the weights and what it holds of each layer, on the
     device lie the weights and the scratch of the kernels that are timed."""
     seconds = sum(ranks_of(g) * _seconds(g) for g in graphs)
-    host = max(weight_bytes(g) + HOST_BYTES + _layers(g) * LAYER_HOST_BYTES for g in graphs)
+    layers = [len({layer_of(v.name) for v in g.params} - {None}) for g in graphs]
+    each = zip(graphs, layers, strict=True)
+    host = max(weight_bytes(g) + HOST_BYTES + count * LAYER_HOST_BYTES for g, count in each)
     return Estimate(seconds, host, max(map(weight_bytes, graphs)) + LEAST_WORKSPACE)
-
-
-def _layers(g: Graph) -> int:
-    return len({n for v in g.params if (n := layer_of(v.name)) is not None})
 
 
 def _seconds(g: Graph) -> float:
@@ -229,12 +230,9 @@ def weight_bytes(g: Graph) -> int:
 def build_plan(
     api: Api, w: Written, config: Any, timing: Path, plan: Path, progress: Progress
 ) -> None:
-    """Run the builder, which writes its plan piece by piece: nothing holds all of it.
-
-    The timing cache is read first and written at the end, also where the build is refused or
-    interrupted (Ctrl-C, SIGTERM): the next build begins with what was timed. LowerError with the
-    builder's own words where it refuses; OSError where the plan cannot be written.
-    """
+    """Run the builder, which writes its plan piece by piece. The timing cache is read first and
+    written at the end, also where the build is refused or interrupted (Ctrl-C, SIGTERM). LowerError
+    with the builder's own words where it refuses; OSError where the plan cannot be written."""
     _begin_with(config, timing)
     w.builder.max_threads = max(1, os.cpu_count() or 1)
     w.log.errors.clear()

@@ -13,7 +13,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +28,15 @@ from g4ir.ui.subprocesses import python
 from g4ir.weights.pack import StoredParams, rank_files
 
 from ..base import Task
-from .files import keep_log
 from .host import Host
+from .interface import keep_log
+from .make import make
 
 JOB = "job.json"
 #: how long a child that is asked to end may take
 PATIENCE_S = 5.0
 #: prctl's PR_SET_PDEATHSIG: the signal that a process gets when its parent ends
 PARENT_DEATH = 1
-
-
-@dataclass(frozen=True)
-class Job:
-    """A build, beside its graphs and weights."""
-
-    limits: Mapping[str, int]
-    device: str
-    settings: Mapping[str, str]
-    graphs: tuple[str, ...]
 
 
 def command(folder: Path) -> list[str]:
@@ -58,8 +49,8 @@ def build_apart(
     """Return what the child process made in the task's folder. Its errors are raised here;
     LowerError where it ended without one, as when the builder crashes."""
     out, graphs = task.folder, task.program.graphs
-    job = Job(asdict(task.limits), task.device, dict(settings), tuple(graphs))
-    given = {JOB: json.dumps(asdict(job))}
+    job = {"limits": asdict(task.limits), "device": task.device, "settings": dict(settings)}
+    given = {JOB: json.dumps({**job, "graphs": [*graphs]})}
     given |= {_graph_file(name): str(g) for name, g in graphs.items()}
     for name, text in given.items():
         write_file(out / name, [text.encode()])
@@ -129,19 +120,17 @@ def _ending(code: int) -> str:
 
 def run_job(folder: Path, host: Host) -> dict[str, Any]:
     """Do the job and return the last line of the child process."""
-    # Imported late: the parent has no use for it.
-    from .make import make
-
-    job = Job(**json.loads((folder / JOB).read_text()))
-    program = Program({n: parse_graph((folder / _graph_file(n)).read_text()) for n in job.graphs})
+    job = json.loads((folder / JOB).read_text())
+    texts = {name: (folder / _graph_file(name)).read_text() for name in job["graphs"]}
+    program = Program({name: parse_graph(text) for name, text in texts.items()})
     params = StoredParams.open(rank_files(folder.glob("*.safetensors"), 0))
 
     def progress(message: str) -> None:
         _say({"progress": message})
 
-    task = Task(program, Limits(**job.limits), job.device, folder, params, progress)
+    task = Task(program, Limits(**job["limits"]), job["device"], folder, params, progress)
     try:
-        made = make(host, task, job.settings)
+        made = make(host, task, job["settings"])
     except G4Error as e:
         kind = next(c.__name__ for c in type(e).__mro__ if vars(errors).get(c.__name__) is c)
         return {"error": kind, "message": str(e)}

@@ -60,10 +60,8 @@ from ..primitives.graph import MEDIA, network_graph, tower_graphs
 from ..primitives.network import BLOCK_IDS, NO_BLOCK
 from ..reference import ReferenceRuntime, WideRuntime
 from . import build, recorder
-from .files import draft_graph, networks
-from .host import capsule
-from .interface import spans
-from .probe import Api, probe
+from .host import Api, capsule, probe
+from .interface import draft_graph, networks, spans
 from .recorder import Exchange
 from .runtime import Opened, TrtRuntime, deserialize, refit, stream_weights
 
@@ -337,12 +335,9 @@ def run_small(program: Program, params: Any, runtime: Any) -> dict[str, Tensor]:
     """Return `logits` [N, vocab]: rows of different lengths in chunks, one of them empty, then
     decode steps; and `drafts`, what a drafter makes of the state behind the last, over each span,
     [spans * B,1,hidden]."""
-    embed = program.graphs["embed"]
+    embed, plan, lengths = program.graphs["embed"], _plan(program), torch.tensor(LENGTHS)
     tables = {v.name: params.tensor(v.name) for v in embed.params}
-    lengths = torch.tensor(LENGTHS)
-    state = runtime.new_state(len(LENGTHS))
-    generator = torch.Generator().manual_seed(0)
-    plan = _plan(program)
+    state, generator = runtime.new_state(len(LENGTHS)), torch.Generator().manual_seed(0)
     tokens = torch.randint(3, 200, (len(LENGTHS), plan[-1].stop), generator=generator)
     held, found = torch.zeros_like(lengths), list[Tensor]()
     for phase, start, stop, context in plan:
@@ -356,13 +351,12 @@ def run_small(program: Program, params: Any, runtime: Any) -> dict[str, Tensor]:
         made = runtime.run(phase, feeds, state, max(context, int(held.max())), True)
         found.append(made["logits"][valid > 0].flatten(0, -2).double())
     results = {"logits": torch.cat(found)}
-    if DRAFT not in program.graphs:
-        return results
-    last = (held - 1)[:, None]
-    feeds = {"embeds": feeds["embeds"][:, -1:], HIDDEN: made[HIDDEN][:, -1:]}
-    feeds |= {"positions": held[:, None], "last": last, "written": held}
-    drafted = [runtime.run(DRAFT, feeds, state, n, True)[NEXT_HIDDEN] for n in _contexts()]
-    return {**results, "drafts": torch.cat(drafted).double()}
+    if DRAFT in program.graphs:
+        feeds = {"embeds": feeds["embeds"][:, -1:], HIDDEN: made[HIDDEN][:, -1:], "written": held}
+        feeds |= {"positions": held[:, None], "last": held[:, None] - 1}
+        drafts = [runtime.run(DRAFT, feeds, state, n, True)[NEXT_HIDDEN] for n in _contexts()]
+        results["drafts"] = torch.cat(drafts).double()
+    return results
 
 
 def _blocks(valid: Tensor, width: int) -> Tensor:

@@ -13,9 +13,8 @@ from g4ir.ui.progress import Progress
 
 
 def logger(trt: Any, file: Path | None = None) -> Any:
-    """Return an ILogger that keeps errors; every message goes to
-    `file`, as soon as it is there. TensorRT keeps the first logger that a process gives it, so
-    there is to be one for all networks of a build."""
+    """Return an ILogger that keeps errors and writes every message to `file` as it comes. TensorRT
+    keeps the first logger of a process: one is for all networks of a build."""
 
     class Log(trt.ILogger):
         def __init__(self) -> None:
@@ -59,14 +58,6 @@ def all_taken(log: Any, what: str) -> Iterator[None]:
         raise LowerError(f"TensorRT refused a part of {what}: {joined(refused)}")
 
 
-def new_network(builder: Any, flags: int, log: Any) -> Any:
-    """Return an empty network; LowerError if TensorRT makes none, as for a flag unknown to it."""
-    network = builder.create_network(flags)
-    if network is None:
-        raise LowerError(f"TensorRT makes no network with the flags {flags:#b}: {log.said()}")
-    return network
-
-
 def progress_monitor(trt: Any, progress: Progress) -> Any:
     """Return an IProgressMonitor that tells the phases that have begun and not ended, at most once
     a second, and ends the build if `stopped`."""
@@ -75,22 +66,21 @@ def progress_monitor(trt: Any, progress: Progress) -> Any:
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
             self.stopped, self.told = False, 0.0
-            #: name -> steps
-            self.phases: dict[str, int] = {}
-            self.done: dict[str, int] = {}
+            #: name -> steps done, of all
+            self.phases: dict[str, tuple[int, int]] = {}
 
         def phase_start(self, phase_name: str, parent_phase: str, num_steps: int) -> None:
-            self.phases[phase_name] = num_steps
+            self.phases[phase_name] = 0, num_steps
 
         def phase_finish(self, phase_name: str) -> None:
             self.phases.pop(phase_name, None)
 
         def step_complete(self, phase_name: str, step: int) -> bool:
-            self.done[phase_name] = step
+            if phase_name in self.phases:
+                self.phases[phase_name] = step, self.phases[phase_name][1]
             if time.monotonic() - self.told >= 1:
                 self.told = time.monotonic()
-                running = (f"{n} {self.done.get(n, 0)}/{s}" for n, s in self.phases.items())
-                progress("; ".join(running))
+                progress("; ".join(f"{n} {done}/{of}" for n, (done, of) in self.phases.items()))
             return not self.stopped
 
     return Monitor()

@@ -1,19 +1,22 @@
-"""TensorRT's own forms of attention beside the shared ones."""
+"""What TensorRT's lowerings are where they are not the shared ones; and the settings of a build,
+which choose among them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from g4ir.ir.graph import Graph, Node
 from g4ir.plan.engine_limits import Limits
 
-from ..primitives import attention as shared
+from ..base import Setting
+from ..primitives import attention, vision
 from ..primitives.emitter import Emitter, Operand
-from ..primitives.lowerings import pieces
-from ..primitives.network import Network, is_ring, stored_type
+from ..primitives.lowerings import LOWERINGS, pieces
+from ..primitives.network import EXPERTS, Lowering, Network, is_ring, stored_type
 from ..primitives.pointwise import times
 from .emitter import TrtEmitter
-from .probe import FEATURES, offers
+from .host import FEATURES, offers
 
 # --- attention in layers of its own -------------------------------------------------------------
 
@@ -69,12 +72,12 @@ def in_blocks(
     assert isinstance(e, TrtEmitter)
     scale, cap = n.number("scale"), n.number("softcap")
     if rows == chunk or isinstance(q.shape[1], int):
-        return shared.weigh(e, q, keys, values, seen, scale, cap, softmax)
+        return attention.weigh(e, q, keys, values, seen, scale, cap, softmax)
 
     def block(first: int) -> Operand:
         mask = net.shared(("rows", id(seen), first), lambda: e.block(seen, 2, first, rows))
         part = e.block(q, 1, first, rows)
-        return shared.weigh(e, part, keys, values, mask, scale, cap, softmax)
+        return attention.weigh(e, part, keys, values, mask, scale, cap, softmax)
 
     return e.reshape(e.concat([block(i) for i in range(0, chunk, rows)], 1), *q.shape)
 
@@ -139,3 +142,71 @@ def attend(
         layer = e.network.add_attention(*rows, norm, False)
     made = e.made(layer, "attention", q.type, mask=mask, decomposable=True)
     return e.transpose(made, 0, 2, 1, 3)
+
+
+# --- settings ---------------------------------------------------------------------------------
+
+#: form of attention in layers -> op -> lowering, replacing the shared one
+ATTENTION: Mapping[str, Mapping[str, Lowering]] = {
+    "explicit": {
+        "attention": partial(attention.attention, form=in_blocks),
+        "attention_latent": partial(attention.attention_latent, form=in_blocks),
+    },
+    "plain": {
+        "attention": partial(attention.attention, form=partial(in_blocks, softmax=plain_softmax)),
+        "attention_latent": partial(
+            attention.attention_latent, form=partial(in_blocks, softmax=plain_softmax)
+        ),
+        "encoder_attention": partial(
+            vision.encoder_attention, form=partial(vision.in_parts, softmax=plain_softmax)
+        ),
+    },
+    "fused": {
+        "attention": partial(attention.attention, form=attend),
+        "attention_latent": partial(attention.attention_latent, form=attend),
+        "encoder_attention": partial(vision.encoder_attention, form=attend),
+    },
+}
+#: op that ranks do together -> lowering
+AMONG_RANKS: Mapping[str, Lowering] = {"all_reduce": all_reduce, "all_gather": all_gather}
+#: how weights lie in an engine -> builder flags. Equal weights are what an engine is given again:
+#: only then are its kernels those of one that has them. It takes all weights, constants too.
+WEIGHTS: Mapping[str, tuple[str, ...]] = {
+    "baked": (),
+    "streamed": ("WEIGHT_STREAMING",),
+    "refit": ("STRIP_PLAN", "REFIT_IDENTICAL"),
+}
+#: where an engine runs -> level
+HARDWARE: Mapping[str, str] = {"exact": "NONE", "same-capability": "SAME_COMPUTE_CAPABILITY"}
+
+SETTINGS: Mapping[str, Setting] = {
+    "attention": Setting(
+        tuple(ATTENTION),
+        "explicit",
+        "products and a softmax; these with the softmax in plain layers; or TensorRT's own "
+        "attention layer, in towers too",
+    ),
+    "experts": Setting(
+        EXPERTS,
+        "auto",
+        "all experts multiplied (auto, all), or weights of the chosen experts gathered",
+    ),
+    "weights": Setting(
+        tuple(WEIGHTS),
+        "baked",
+        "in the plan; in the plan, and on the device as far as they fit; or out of the plan, which "
+        "takes them from the engine's safetensors when it is loaded",
+    ),
+    "hardware": Setting(
+        tuple(HARDWARE),
+        "exact",
+        "the plan runs on the GPU that it was built on; or on every GPU of its compute capability",
+    ),
+}
+
+
+def lowerings(form: str = "explicit") -> Mapping[str, Lowering]:
+    """Return the lowering of each op, with attention in one of its forms."""
+    if form not in ATTENTION:
+        raise ValueError(f"attention {form!r}: one of {', '.join(ATTENTION)}")
+    return {**LOWERINGS, **AMONG_RANKS, **ATTENTION[form]}

@@ -26,10 +26,9 @@ from ..base import Task
 from . import build
 from .build import Written
 from .dry_run import check_sizes, emulator
-from .files import ENGINE, LOG, files, keep_log, networks
-from .host import Host
+from .host import Api, Host
+from .interface import ENGINE, LOG, files, keep_log, networks
 from .log import logger
-from .probe import Api
 from .runtime import deserialize
 
 T = TypeVar("T")

@@ -30,8 +30,8 @@ from ..primitives.network import (
 )
 from ..primitives.runtime import NetworkCaches, NetworkRuntime
 from ..torch_compile.cuda_graph import Captured, Record, WithFallback
+from .host import DTYPES, Api, data_type
 from .interface import MOST_VERIFIED, Interface, phase_of
-from .probe import DTYPES, Api, data_type
 
 Feeds = dict[str, torch.Tensor]
 #: gives what contexts of this rank exchange by; all ranks ask at the same time
@@ -108,7 +108,7 @@ class TrtSteps:
             with self._stream() as stream:
                 if not context.set_optimization_profile_async(self.io.index(profile), stream):
                     raise self._error(f"no profile for {profile}")
-        if phase_of(profile) in RECORDED:
+        if self.scratch is not None and phase_of(profile) in RECORDED:
             lend(context, self.scratch)
         return context
 

@@ -12,7 +12,7 @@ from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.primitives.network import Network
 from g4ir.backends.trt.dry_run import emulator
 from g4ir.backends.trt.emitter import TrtEmitter
-from g4ir.backends.trt.forms import lowerings
+from g4ir.backends.trt.lowerings import lowerings
 from g4ir.backends.trt.recorder import check, execute, recorder
 from g4ir.ir.graph import Graph, Program
 from g4ir.ir.rewrite import split_prologue

@@ -17,9 +17,9 @@ import yaml
 
 from g4ir.backends.trt import build as builder
 from g4ir.backends.trt import dry_run as dry
-from g4ir.backends.trt import probe, runtime
-from g4ir.backends.trt.files import networks
-from g4ir.backends.trt.forms import SETTINGS
+from g4ir.backends.trt import host, runtime
+from g4ir.backends.trt.interface import networks
+from g4ir.backends.trt.lowerings import SETTINGS
 from g4ir.backends.trt.recorder import recorder
 from g4ir.engine.build import prepare
 from g4ir.errors import (
@@ -49,35 +49,35 @@ def test_tensorrt_without_its_libraries() -> None:
         raise OSError("libnvinfer.so.11: cannot open shared object file")
 
     with pytest.raises(MissingError, match=r"libnvinfer\.so\.11.*the bindings alone"):
-        probe.require_tensorrt(load)
+        host.require_tensorrt(load)
 
 
 @pytest.mark.parametrize("version", ["8.6.1", "10.14.1", "12.0.0", "9", "x.y"])
 def test_unsupported_versions(version: str) -> None:
     with pytest.raises(MissingError, match=r"not supported: install `tensorrt>=10\.15,<12`"):
-        probe.probe(SimpleNamespace(__version__=version))
+        host.probe(SimpleNamespace(__version__=version))
 
 
 def test_version_that_lacks_something() -> None:
     module = recorder("11.4.0")
     del module.BuilderFlag
     with pytest.raises(MissingError, match=r"lacks BuilderFlag\.WEIGHT_STREAMING"):
-        probe.probe(module)
+        host.probe(module)
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """None, another architecture, and the target."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(MissingError, match="no CUDA device"):
-        probe.require_gpu()
+        host.require_gpu()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(MissingError, match=r"capability 9\.0 .*A100.*has 8\.0"):
-        probe.require_gpu()
-    assert probe.architecture() == "sm_80"
+        host.require_gpu()
+    assert host.gpu_architecture() == "sm_80"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    probe.require_gpu()
+    host.require_gpu()
 
 
 # --- sizes ------------------------------------------------------------------------------------

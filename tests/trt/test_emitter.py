@@ -19,7 +19,7 @@ from g4ir.backends.primitives.lowerings import OUTSIDE
 from g4ir.backends.primitives.network import TURNED, stored_type
 from g4ir.backends.trt import lowerings as lowered
 from g4ir.backends.trt.emitter import TrtEmitter
-from g4ir.backends.trt.forms import ATTENTION, SETTINGS, lowerings
+from g4ir.backends.trt.lowerings import ATTENTION, SETTINGS, lowerings
 from g4ir.backends.trt.recorder import execute, sizes
 from g4ir.errors import LowerError
 from g4ir.ir.graph import Graph, Node, Value, infer

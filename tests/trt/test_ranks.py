@@ -16,7 +16,7 @@ import torch
 
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.trt import dry_run as dry
-from g4ir.backends.trt import probe
+from g4ir.backends.trt import host
 from g4ir.backends.trt.build import write_network
 from g4ir.backends.trt.host import recorded_by_all
 from g4ir.backends.trt.recorder import execute, recorder, side_by_side
@@ -261,8 +261,8 @@ def test_a_version_without_collectives(tmp_path: Path) -> None:
     """Said before anything is written."""
     module = recorder("10.16.1")
     module.INetworkDefinition = SimpleNamespace(add_kv_cache_update=True, set_weights_name=True)
-    api = probe.probe(module)
-    probe.check_ranks(api, 1)
+    api = host.probe(module)
+    host.check_ranks(api, 1)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MissingError) as e:
         use(patch, emulated(tmp_path, api=lambda: api))
         build(tmp_path / "engine", "tiny-moe", **TINY)

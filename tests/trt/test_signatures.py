@@ -20,7 +20,7 @@ from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.trt import log
 from g4ir.backends.trt.build import write_network
 from g4ir.backends.trt.dry_run import emulator, one_thread
-from g4ir.backends.trt.probe import FEATURES, NEEDED, Api
+from g4ir.backends.trt.host import FEATURES, NEEDED, Api
 from g4ir.backends.trt.recorder import Call, recorder
 from g4ir.ir.rewrite import split_prologue
 from g4ir.plan.engine_limits import Limits

@@ -24,10 +24,9 @@ from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.torch_compile.cuda_graph import Captured, WithFallback
 from g4ir.backends.trt import build as builder
 from g4ir.backends.trt import dry_run as dry
+from g4ir.backends.trt import host, runtime
 from g4ir.backends.trt import interface as interfaces
-from g4ir.backends.trt import probe, runtime
-from g4ir.backends.trt.files import CONSTANTS, LOG, PLAN, TENSORS
-from g4ir.backends.trt.interface import interface
+from g4ir.backends.trt.interface import CONSTANTS, LOG, PLAN, TENSORS, interface
 from g4ir.backends.trt.recorder import engine as fake
 from g4ir.backends.trt.recorder import recording
 from g4ir.check.logits import verify_engine
@@ -307,7 +306,7 @@ def _zeros(described: dict[str, Any], sizes: dict[str, int]) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtypes[described["dtype"]])
 
 
-def _log(api: probe.Api) -> Any:
+def _log(api: host.Api) -> Any:
     from g4ir.backends.trt.log import logger
 
     return logger(api.trt)

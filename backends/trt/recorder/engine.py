@@ -11,7 +11,7 @@ import ctypes
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 
 from . import network as networks
 from .enums import ENUMS, TORCH, Severity
-from .layers import ITensor, Shape, Weights, memory_at
+from .layers import ITensor, Shape, Weights, agree, memory_at
 from .network import INetworkDefinition
 from .ranks import Exchange, exchange_of
 from .record import Attribute, Recorded, RuleError, api, need
@@ -43,18 +43,14 @@ class Callback(Recorded):
 
 
 class ILogger(Callback):
-    """Derived classes give `log(severity, msg)`."""
-
     Severity = Severity
 
 
 class IProgressMonitor(Callback):
-    """Derived classes give `phase_start`, `step_complete` and `phase_finish`."""
+    pass
 
 
 class IStreamWriter(Callback):
-    """Derived classes give `write(data)`, which returns how many bytes it wrote."""
-
     write: Any = NotImplemented
 
 
@@ -188,8 +184,7 @@ class Builder(Recorded):
     def _plan(self, network: INetworkDefinition, config: IBuilderConfig) -> bytes | None:
         try:
             networks.check(network)
-            for condition, message in _rules(network, config):
-                need(condition, message)
+            _check_config(network, config)
             if config._timing:
                 config._timing._builds += 1
             need(_told(config._progress_monitor, len(network._layers)), "the build was cancelled")
@@ -212,27 +207,25 @@ def _told(monitor: Any, steps: int) -> bool:
     return going
 
 
-def _rules(network: INetworkDefinition, config: IBuilderConfig) -> Iterator[tuple[Any, str]]:
-    """Yield what must hold of a configuration, and what is wrong where it does not."""
+def _check_config(network: INetworkDefinition, config: IBuilderConfig) -> None:
     dynamic = [t for t in network._inputs if -1 in t._dims]
-    yield config._profiles or not dynamic, "inputs have dims of -1 and there is no profile"
+    need(config._profiles or not dynamic, "inputs have dims of -1 and there is no profile")
     for index, profile in enumerate(config._profiles):
         for t in dynamic:
             shapes = profile._ranges.get(t._name, ())
             where = f"profile {index}: {t._name} {list(t._dims)}"
-            yield shapes, f"{where} has no range"
+            need(shapes, f"{where} has no range")
             for shape in shapes:
-                fits = len(shape) == len(t._dims)
-                fits = fits and all(d in (-1, size) for d, size in zip(t._dims, shape))
-                yield fits, f"{where}: {list(shape)} does not fit"
+                need(agree(t._dims, shape), f"{where}: {list(shape)} does not fit")
     # By default kernels of an engine for several GPUs have 48 KiB, which leaves out the best ones.
     told = any(pool.name == "TACTIC_SHARED_MEMORY" for pool in config._pools)
     exact = config._hardware_compatibility_level.name == "NONE"
-    yield exact or told, "TACTIC_SHARED_MEMORY has no limit beside a hardware compatibility level"
+    level = "a hardware compatibility level"
+    need(exact or told, f"TACTIC_SHARED_MEMORY has no limit beside {level}")
     name = "MULTIDEVICE_RUNTIME_10_16"
     feature = config._module.PreviewFeature.__members__.get(name)
     asked = networks.ranks_of(network) == 1 or feature is None or feature in config._preview
-    yield asked, f"the network has collectives, and PreviewFeature.{name} is not enabled"
+    need(asked, f"the network has collectives, and PreviewFeature.{name} is not enabled")
 
 
 def _built(network: INetworkDefinition, config: IBuilderConfig) -> Built:
@@ -449,14 +442,12 @@ class IExecutionContext(Recorded):
         return self._shapeless()
 
     def execute_async_v3(self, stream_handle: int) -> bool:
-        wrong = next((m for condition, m in self._rules(stream_handle) if not condition), None)
-        if wrong:
-            return self._refuse(wrong)
-        inputs = {
-            n: memory_at(self._addresses[n], t._type[0], self._shape(n))
-            for n, t in self._inputs().items()
-        }
         try:
+            self._check(stream_handle)
+            inputs = {
+                n: memory_at(self._addresses[n], t._type[0], self._shape(n))
+                for n, t in self._inputs().items()
+            }
             made = self._engine._run(inputs, self._exchange)
         except RuleError as e:
             return self._refuse(str(e))
@@ -475,38 +466,37 @@ class IExecutionContext(Recorded):
     def _shapeless(self) -> list[str]:
         return [n for n, t in self._inputs().items() if n not in self._shapes and -1 in t._dims]
 
-    def _rules(self, stream: int) -> Iterator[tuple[Any, str]]:
-        """Yield what must hold before a step, and what is wrong where it does not; recorded steps
-        of a CUDA graph have rules of their own."""
+    def _check(self, stream: int) -> None:
+        """Check what must hold before a step; recorded steps of a CUDA graph have rules of their
+        own."""
         engine = self._engine
         lacking = [n for n in engine._tensors if n not in self._addresses]
-        yield not lacking, f"no address for {', '.join(lacking)}"
+        need(not lacking, f"no address for {', '.join(lacking)}")
         room = SCRATCH if self._profile or not engine._built.profiles else LEAST_SCRATCH
-        yield self._memory >= room, f"{self._memory} bytes of device memory, {room} are needed"
+        need(self._memory >= room, f"{self._memory} bytes of device memory, {room} are needed")
         stripped = set(engine._built.refittable.values()) - engine._weights.keys()
-        yield not stripped, f"{len(stripped)} weights were stripped and not set again"
-        yield not self._shapeless(), f"no shape for {', '.join(self._shapeless())}"
+        need(not stripped, f"{len(stripped)} weights were stripped and not set again")
+        need(not self._shapeless(), f"no shape for {', '.join(self._shapeless())}")
         alone = networks.ranks_of(engine._network) > 1 and self._exchange is None
-        yield not alone, "no communicator, by which ranks exchange"
-        yield from self._places()
+        need(not alone, "no communicator, by which ranks exchange")
+        self._check_places()
         if engine._module._capturing:
-            streams = engine._streams()
-            yield not streams, "weights are streamed: the step waits, and cannot be captured"
+            waits = "weights are streamed: the step waits, and cannot be captured"
+            need(not engine._streams(), waits)
             said = f"stream {stream}: its first step makes events, and cannot be captured"
-            yield stream in self._streams, said
+            need(stream in self._streams, said)
 
-    def _places(self) -> Iterator[tuple[Any, str]]:
-        spans = {
-            n: range(at, at + prod(self._shape(n)) * TORCH[t._type[0]].itemsize)
-            for n, t in self._inputs().items()
-            for at in [self._addresses[n]]
-        }
+    def _check_places(self) -> None:
+        spans = {}
+        for n, t in self._inputs().items():
+            size = prod(self._shape(n)) * TORCH[t._type[0]].itemsize
+            spans[n] = range(self._addresses[n], self._addresses[n] + size)
         for name in sorted(self._engine._tensors.keys() - spans.keys()):
             at, source = self._addresses[name], self._engine._aliases.get(name)
             same = not source or at == self._addresses[source]
-            yield same, f"{name} is {source} updated in place: give both one address"
+            need(same, f"{name} is {source} updated in place: give both one address")
             inside = [n for n, span in spans.items() if at in span and not source]
-            yield not inside, f"{name} lies over {', '.join(inside)}"
+            need(not inside, f"{name} lies over {', '.join(inside)}")
 
     def _refuse(self, message: str) -> bool:
         self._engine._logger.log(Severity.ERROR, message)

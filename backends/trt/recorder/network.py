@@ -58,8 +58,6 @@ def _adder(name: str, kind: type[Layer], parameters: str) -> Any:
 class INetworkDefinition(Recorded):
     """Made by `Builder.create_network`."""
 
-    _api_name = "INetworkDefinition"
-
     def __init__(self, module: Any, flags: int = 0, builder: Any = None) -> None:
         self._calls, self._module, self._flags = module.calls, module, int(flags)
         self._builder = builder
@@ -89,7 +87,7 @@ class INetworkDefinition(Recorded):
         return any(x._weights is weights for x in self._constant_layers())
 
     def _constant_layers(self) -> list[Any]:
-        return [x for x in self._layers if isinstance(x, kinds.IConstantLayer)]
+        return _of_kind(self, kinds.IConstantLayer)
 
     def add_input(self, name: str, dtype: Any, shape: Sequence[int]) -> ITensor:
         dims = tuple(int(d) for d in shape)
@@ -111,16 +109,8 @@ class INetworkDefinition(Recorded):
         return layout.IConcatenationLayer(self, inputs)
 
 
-class INetworkDefinition11(INetworkDefinition):
-    """INetworkDefinition of version 11."""
-
-
 for _name, _row in ADDED.items():
-    setattr(
-        INetworkDefinition11 if _name in NEW_IN_11 else INetworkDefinition,
-        _name,
-        _adder(_name, *_row),
-    )
+    setattr(INetworkDefinition, _name, _adder(_name, *_row))
 
 
 # --- a network as a whole ---------------------------------------------------------------------
@@ -144,21 +134,21 @@ def check(network: INetworkDefinition) -> None:
     need(not twice, f"several inputs or outputs are called {', '.join(twice)}")
     for layer in _updates(network):
         layer._need(layer._outputs[0]._is_output, "its output is no output of the network")
-    need(len(_ranks(network)) <= 1, f"collectives of {_ranks(network)} ranks in one network")
+    ranks = {x._num_ranks for x in _of_kind(network, kinds.IDistCollectiveLayer)}
+    need(len(ranks) <= 1, f"collectives of {sorted(ranks)} ranks in one network")
 
 
-def _ranks(network: INetworkDefinition) -> list[int]:
-    found = (x for x in network._layers if isinstance(x, kinds.IDistCollectiveLayer))
-    return sorted({x._num_ranks for x in found})
+def _of_kind(network: INetworkDefinition, kind: type[Layer]) -> list[Any]:
+    return [x for x in network._layers if isinstance(x, kind)]
 
 
 def ranks_of(network: INetworkDefinition) -> int:
     """Return how many ranks run a network together."""
-    return max(_ranks(network), default=1)
+    return max((x._num_ranks for x in _of_kind(network, kinds.IDistCollectiveLayer)), default=1)
 
 
 def _updates(network: INetworkDefinition) -> list[Layer]:
-    return [x for x in network._layers if isinstance(x, kinds.IKVCacheUpdateLayer)]
+    return _of_kind(network, kinds.IKVCacheUpdateLayer)
 
 
 def aliases(network: INetworkDefinition) -> dict[str, str]:
