@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from g4ir.backends.primitives.network import SLOTS, TURNED, is_ring, stored_type, turn
-from g4ir.ir.graph import Graph, Node
+from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ir.interpret import interpret
-from g4ir.ops.attention import slot_positions
+from g4ir.ops import OPS
+from g4ir.ops.attention import slot_positions, split_chunk
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import context_slots
@@ -65,6 +66,15 @@ class NetworkSession(ChunkedSession):
 def embed_with(graph: Graph, params: Feeds) -> Callable[[torch.Tensor], Feeds]:
     """Token ids -> rows, through the embed graph."""
     return lambda tokens: interpret(graph, {"tokens": tokens}, params, {})[0]
+
+
+def in_network(case: tuple[str, int]) -> bool:
+    """Whether a network may have a sample of an op: attention reads caches alone, which have the
+    chunk already."""
+    s = OPS[case[0]].samples[case[1]]
+    inputs = tuple(Value(f"x{i}", t) for i, t in enumerate(s.types()))
+    n = Node(case[0], inputs, (), s.attrs)
+    return not n.definition.held or not split_chunk(n.chunk, len(n.caches))[0]
 
 
 def cache_inputs(n: Node) -> list[int]:

@@ -348,6 +348,10 @@ def test_dry_run_finds_a_wrong_tower(monkeypatch: pytest.MonkeyPatch, op: str) -
 def test_dry_run_finds_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are looked at."""
     p = prepare(load_spec("12b"), BuildOptions(backend="trt"), dry=True)
-    monkeypatch.setattr(attention, "_last_seen", lambda e, positions, ids: e.cast(positions, "i32"))
+
+    def own(net: Any, positions: Any, block_ids: Any) -> Any:
+        return net.e.cast(net.operand(positions), "i32")
+
+    monkeypatch.setattr(attention, "_last_seen", own)
     with pytest.raises(CheckError, match=r"logits of .* differ from the reference"):
         dry.check_small(emulated_api(), p, "f32")

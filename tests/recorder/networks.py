@@ -12,7 +12,7 @@ from g4ir.backends.trt.recorder import recorder
 def new_network(module: Any) -> Any:
     """A strongly typed network without anything in it."""
     flag = module.NetworkDefinitionCreationFlag.STRONGLY_TYPED
-    return module.INetworkDefinition(module, 1 << int(flag))
+    return module.INetworkDefinition(1 << int(flag))
 
 
 class Net:

@@ -60,8 +60,8 @@ class IStreamWriter(Callback):
 class IOptimizationProfile(Recorded):
     """Ranges of the shapes of inputs."""
 
-    def __init__(self, module: Any) -> None:
-        self._module, self._ranges = module, dict[str, Range]()
+    def __init__(self) -> None:
+        self._ranges: dict[str, Range] = {}
 
     def set_shape(self, input: str, min: Any, opt: Any, max: Any) -> None:
         low, typical, high = (tuple(int(d) for d in s) for s in (min, opt, max))
@@ -74,18 +74,16 @@ class IOptimizationProfile(Recorded):
 class ITimingCache(Recorded):
     """Counts builds; the real one keeps what they timed."""
 
-    def __init__(self, module: Any, builds: int) -> None:
-        self._module, self._builds = module, builds
+    def __init__(self, builds: int) -> None:
+        self._builds = builds
 
     def serialize(self) -> bytes:
         return f"recorder timing {self._builds}".encode()
 
 
 class IBuilderConfig(Recorded):
-    """Made by `Builder.create_builder_config`."""
-
-    def __init__(self, module: Any) -> None:
-        self._module, self._set = module, {module.BuilderFlag.TF32}
+    def __init__(self) -> None:
+        self._set = {self._module.BuilderFlag.TF32}
         self._preview: set[Any] = set()
         self._profiles: list[IOptimizationProfile] = []
         self._pools: dict[Any, int] = {}
@@ -107,16 +105,13 @@ class IBuilderConfig(Recorded):
     def set_memory_pool_limit(self, pool: Any, pool_size: int) -> None:
         self._pools[pool] = pool_size
 
-    def get_memory_pool_limit(self, pool: Any) -> int:
-        return self._pools.get(pool, 0)
-
     def add_optimization_profile(self, profile: IOptimizationProfile) -> int:
         self._profiles.append(profile)
         return len(self._profiles) - 1
 
     def create_timing_cache(self, serialized_timing_cache: Any) -> Any:
         found = re.fullmatch(rb"recorder timing (\d+)|", bytes(serialized_timing_cache))
-        return self._module.ITimingCache(self._module, int(found[1] or 0)) if found else None
+        return self._module.ITimingCache(int(found[1] or 0)) if found else None
 
     def set_timing_cache(self, cache: ITimingCache, ignore_mismatch: bool) -> bool:
         self._timing = cache
@@ -125,25 +120,20 @@ class IBuilderConfig(Recorded):
     def get_timing_cache(self) -> Any:
         return self._timing
 
-    def _named(self, flag: str) -> bool:
-        return any(f.name == flag for f in self._set)
-
 
 # --- building ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Built:
-    """The network that a plan stands for. `weights`: a constant layer's index -> its values,
-    without those that were stripped; `refittable`: name of stripped weights -> index; `stripped`:
-    their digests."""
+    """The network that a plan stands for. `weights`: a constant layer's index -> its values;
+    `refittable`: name -> index of those that the plan does not have."""
 
     network: INetworkDefinition
     profiles: tuple[Mapping[str, Range], ...]
     weights: Mapping[int, torch.Tensor]
     refittable: Mapping[str, int]
     streamed: bool
-    stripped: Mapping[str, bytes]
 
 
 #: digest -> what was built in this process
@@ -160,13 +150,13 @@ class Builder(Recorded):
     max_threads = Attribute(1)
 
     def create_network(self, flags: int = 0) -> Any:
-        return self._module.INetworkDefinition(self._module, flags, self)
+        return self._module.INetworkDefinition(flags, self)
 
     def create_builder_config(self) -> Any:
-        return self._module.IBuilderConfig(self._module)
+        return self._module.IBuilderConfig()
 
     def create_optimization_profile(self) -> Any:
-        return self._module.IOptimizationProfile(self._module)
+        return self._module.IOptimizationProfile()
 
     def build_serialized_network(self, network: INetworkDefinition, config: IBuilderConfig) -> Any:
         return self._plan(network, config)
@@ -230,38 +220,28 @@ def _check_config(network: INetworkDefinition, config: IBuilderConfig) -> None:
 
 def _built(network: INetworkDefinition, config: IBuilderConfig) -> Built:
     """Build with copies of the weights: the caller's need not outlive the build."""
+    flags, names = {f.name for f in config._set}, dict[str, int]()
     constants = network._constant_layers()
-    names: dict[str, int] = {}
-    for x in constants if config._named("STRIP_PLAN") else ():
+    for x in constants if "STRIP_PLAN" in flags else ():
         name = network._weight_names.get(id(x._weights), "")
         x._need(name, "it is stripped, and has no name under which it could be set again")
         names[name] = x._index
-    kept = {
-        x._index: x._weights._tensor().clone().view(tuple(x._shape))
-        for x in constants
-        if x._index not in names.values()
-    }
+    weights = {x._index: x._weights._tensor().clone().view(tuple(x._shape)) for x in constants}
     profiles = tuple(dict(p._ranges) for p in config._profiles)
-    stripped = {n: _hash(network._layers[i]._weights._tensor()) for n, i in names.items()}
-    return Built(network, profiles, kept, names, config._named("WEIGHT_STREAMING"), stripped)
+    return Built(network, profiles, weights, names, "WEIGHT_STREAMING" in flags)
 
 
-def _bytes(values: torch.Tensor) -> bytes:
-    return values.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _hash(values: torch.Tensor) -> bytes:
-    return hashlib.sha256(_bytes(values)).digest()
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.reshape(-1).view(torch.uint8)
 
 
 def _digest(built: Built) -> str:
     layers = [(type(x).__name__, x._name) for x in built.network._layers]
     text = json.dumps([layers, built.profiles, built.refittable, built.streamed])
     hasher = hashlib.sha256(text.encode())
-    for name, digest in built.stripped.items():
-        hasher.update(name.encode() + digest)
     for index, values in built.weights.items():
-        hasher.update(f"{index} {values.dtype}".encode() + _bytes(values))
+        hasher.update(f"{index} {values.dtype}".encode())
+        hasher.update(_bytes(values).numpy().tobytes())
     return hasher.hexdigest()
 
 
@@ -285,16 +265,16 @@ class Runtime(Recorded):
         if version != self._module.__version__:
             self._logger.log(Severity.ERROR, f"the plan was built by version {version}")
             return None
-        return self._module.ICudaEngine(self._module, built, self._logger)
+        return self._module.ICudaEngine(built, self._logger)
 
 
 class ICudaEngine(Recorded):
     """A built network with its weights."""
 
-    def __init__(self, module: Any, built: Built, logger: ILogger) -> None:
-        self._module, self._built, self._logger = module, built, logger
-        self._network = built.network
-        self._weights = dict(built.weights)
+    def __init__(self, built: Built, logger: ILogger) -> None:
+        self._built, self._logger, self._network = built, logger, built.network
+        stripped = built.refittable.values()
+        self._weights = {i: w for i, w in built.weights.items() if i not in stripped}
         tensors = (*self._network._inputs, *self._network._outputs)
         self._tensors: dict[str, ITensor] = {t._name: t for t in tensors}
         self._aliases = networks.aliases(self._network)
@@ -344,38 +324,32 @@ class Refitter(Recorded):
 
     @api
     def __init__(self, engine: ICudaEngine, logger: ILogger) -> None:
-        self._engine, self._logger = engine, logger
-        self._given: dict[str, torch.Tensor] = {}
+        self._engine, self._logger, self._names = engine, logger, engine._built.refittable
 
     def get_all_weights(self) -> list[str]:
-        return list(self._engine._built.refittable)
+        return list(self._names)
 
     def get_missing_weights(self) -> list[str]:
         return self._missing()
 
     def _missing(self) -> list[str]:
-        return [n for n in self._engine._built.refittable if n not in self._given]
+        return [n for n, index in self._names.items() if index not in self._engine._weights]
 
     def get_weights_prototype(self, weights_name: str) -> Any:
-        weights = self._expected(weights_name)._weights
+        weights = self._engine._network._layers[self._names[weights_name]]._weights
         return self._module.Weights(weights._dtype, 0, weights._count)
 
     def set_named_weights(self, name: str, weights: Weights, location: Any) -> bool:
-        values = weights._tensor()
-        if _hash(values) != self._engine._built.stripped[name]:
+        index = self._names[name]
+        built = self._engine._built.weights[index]
+        if not torch.equal(_bytes(weights._tensor()), _bytes(built)):
             self._logger.log(Severity.ERROR, f"{name}: not the weights that it was built with")
             return False
-        self._given[name] = values.clone()
+        self._engine._weights[index] = built
         return True
 
     def refit_cuda_engine(self) -> bool:
-        for name, values in self._given.items():
-            layer = self._expected(name)
-            self._engine._weights[layer._index] = values.view(tuple(layer._shape))
         return not self._missing()
-
-    def _expected(self, name: str) -> Any:
-        return self._engine._network._layers[self._engine._built.refittable[name]]
 
 
 class IExecutionContext(Recorded):

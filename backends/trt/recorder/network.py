@@ -58,9 +58,8 @@ def _adder(name: str, kind: type[Layer], parameters: str) -> Any:
 class INetworkDefinition(Recorded):
     """Made by `Builder.create_network`."""
 
-    def __init__(self, module: Any, flags: int = 0, builder: Any = None) -> None:
-        self._calls, self._module, self._flags = module.calls, module, int(flags)
-        self._builder = builder
+    def __init__(self, flags: int = 0, builder: Any = None) -> None:
+        self._flags, self._builder = int(flags), builder
         self._inputs: list[ITensor] = []
         self._outputs: list[ITensor] = []
         self._layers: list[Layer] = []
