@@ -21,13 +21,11 @@ from ..base import Backend, Setting, Task
 from ..primitives.network import stored_bytes
 from ..primitives.weights import made_dense
 from .build import weight_bytes
-from .child import build_apart
 from .dry_run import dry_run
-from .host import CODES, Api, Host, check_ranks, recorded_by_all
+from .host import CODES, Api, Host, check_ranks, logger, recorded_by_all
 from .interface import ENGINE, files, interface, networks
-from .log import logger
 from .lowerings import SETTINGS, score_bytes
-from .make import make, read_plan
+from .make import build_apart, make, read_plan
 from .runtime import Opened, TrtRuntime, is_streaming, refit, stream_weights
 
 if TYPE_CHECKING:

@@ -30,9 +30,16 @@ from g4ir.weights.tensorfile import CODES, write_tensors
 
 from ..primitives.network import Network
 from .emitter import TrtEmitter
-from .host import MOST_SHARED_BYTES, Api
+from .host import (
+    MOST_SHARED_BYTES,
+    Api,
+    all_taken,
+    joined,
+    logger,
+    progress_monitor,
+    stream_writer,
+)
 from .interface import Interface, interface, phases_of
-from .log import all_taken, joined, logger, progress_monitor, stream_writer
 from .lowerings import HARDWARE, WEIGHTS, lowerings
 
 GIB = 1 << 30

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
-from g4ir.errors import EngineError, MissingError
+from g4ir.errors import EngineError, LowerError, MissingError
 from g4ir.parallel.group import Group
 from g4ir.plan.fit import device_memory
 from g4ir.ui.paths import cache_root
+from g4ir.ui.progress import Progress
 
 from ..torch_compile.cuda_graph import Record, recorded
 
@@ -65,23 +68,22 @@ FEATURES: Mapping[str, tuple[str, str]] = {
 }
 
 #: what every supported version has, and builds or engines here use
-NEEDED: tuple[tuple[str, str], ...] = (
-    ("INetworkDefinition", "add_kv_cache_update"),
-    ("INetworkDefinition", "set_weights_name"),
-    ("NetworkDefinitionCreationFlag", "STRONGLY_TYPED"),
-    ("BuilderFlag", "WEIGHT_STREAMING"),
-    ("BuilderFlag", "STRIP_PLAN"),
-    ("BuilderFlag", "REFIT_IDENTICAL"),
-    ("HardwareCompatibilityLevel", "SAME_COMPUTE_CAPABILITY"),
-    ("ExecutionContextAllocationStrategy", "USER_MANAGED"),
-    ("ICudaEngine", "get_aliased_input_tensor"),
-    ("Builder", "build_serialized_network_to_stream"),
-    ("IStreamWriter", "write"),
-    ("ICudaEngine", "device_memory_size_v2"),
-    ("ICudaEngine", "get_device_memory_size_for_profile_v2"),
-    ("ICudaEngine", "weight_streaming_budget_v2"),
-    ("ICudaEngine", "streamable_weights_size"),
-)
+NEEDED: Mapping[str, tuple[str, ...]] = {
+    "INetworkDefinition": ("add_kv_cache_update", "set_weights_name"),
+    "NetworkDefinitionCreationFlag": ("STRONGLY_TYPED",),
+    "BuilderFlag": ("WEIGHT_STREAMING", "STRIP_PLAN", "REFIT_IDENTICAL"),
+    "HardwareCompatibilityLevel": ("SAME_COMPUTE_CAPABILITY",),
+    "ExecutionContextAllocationStrategy": ("USER_MANAGED",),
+    "ICudaEngine": (
+        "get_aliased_input_tensor",
+        "device_memory_size_v2",
+        "get_device_memory_size_for_profile_v2",
+        "weight_streaming_budget_v2",
+        "streamable_weights_size",
+    ),
+    "Builder": ("build_serialized_network_to_stream",),
+    "IStreamWriter": ("write",),
+}
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ def probe(trt: Any) -> Api:
             f"TensorRT {version} is not supported: install `{RANGE}`, `pip install '{RANGE}'`; "
             f"{INSTEAD}"
         )
-    lacking = [f"{c}.{a}" for c, a in NEEDED if not offers(trt, c, a)]
+    needed = ((owner, name) for owner, names in NEEDED.items() for name in names)
+    lacking = [f"{owner}.{name}" for owner, name in needed if not offers(trt, owner, name)]
     if lacking:
         raise MissingError(
             f"TensorRT {version} lacks {', '.join(lacking)}: install another version of "
@@ -193,6 +196,101 @@ def free_memory(device: str) -> int:
 
 def _dotted(capability: tuple[int, ...]) -> str:
     return ".".join(map(str, capability))
+
+
+# --- what TensorRT calls back ------------------------------------------------------------------
+
+
+def logger(trt: Any, file: Path | None = None) -> Any:
+    """Return an ILogger that keeps errors and writes every message to `file` as it comes. TensorRT
+    keeps the first logger of a process: one is for all networks of a build."""
+
+    class Log(trt.ILogger):
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+            self.file = file.open("a", buffering=1, errors="replace") if file else None
+
+        def log(self, severity: Any, msg: str) -> None:
+            levels = trt.ILogger.Severity
+            if severity in (levels.INTERNAL_ERROR, levels.ERROR):
+                self.errors.append(" ".join(msg.split()))
+            if self.file:
+                with suppress(OSError):  # TensorRT takes no exception
+                    self.file.write(f"[{severity.name}] {msg}\n")
+
+        def close(self) -> None:
+            if self.file:
+                with suppress(OSError):
+                    self.file.close()
+                self.file = None
+
+        def said(self) -> str:
+            """Return the last errors, as the end of a message."""
+            return joined(self.errors[-3:]) or "TensorRT gave no reason"
+
+    return Log()
+
+
+def joined(errors: Sequence[str]) -> str:
+    """Return each error once, on one line."""
+    return " | ".join(dict.fromkeys(errors))[:2000]
+
+
+@contextmanager
+def all_taken(log: Any, what: str) -> Iterator[None]:
+    """A context that raises LowerError if TensorRT logs an error: calls that set an attribute only
+    log a refusal, and the network is built without it."""
+    start = len(log.errors)
+    yield
+    if refused := log.errors[start:]:
+        raise LowerError(f"TensorRT refused a part of {what}: {joined(refused)}")
+
+
+def progress_monitor(trt: Any, progress: Progress) -> Any:
+    """Return an IProgressMonitor that tells the phases that have begun and not ended, at most once
+    a second, and ends the build if `stopped`."""
+
+    class Monitor(trt.IProgressMonitor):
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.stopped, self.told = False, 0.0
+            #: name -> steps done, of all
+            self.phases: dict[str, tuple[int, int]] = {}
+
+        def phase_start(self, phase_name: str, parent_phase: str, num_steps: int) -> None:
+            self.phases[phase_name] = 0, num_steps
+
+        def phase_finish(self, phase_name: str) -> None:
+            self.phases.pop(phase_name, None)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            if phase_name in self.phases:
+                self.phases[phase_name] = step, self.phases[phase_name][1]
+            if time.monotonic() - self.told >= 1:
+                self.told = time.monotonic()
+                progress("; ".join(f"{n} {done}/{of}" for n, (done, of) in self.phases.items()))
+            return not self.stopped
+
+    return Monitor()
+
+
+def stream_writer(trt: Any, file: IO[bytes]) -> Any:
+    """Return an IStreamWriter into a file; `error` has what stopped it, as it may not raise."""
+
+    class Writer(trt.IStreamWriter):
+        def __init__(self) -> None:
+            trt.IStreamWriter.__init__(self)
+            self.error: OSError | None = None
+
+        def write(self, data: bytes) -> int:
+            try:
+                return file.write(data)
+            except OSError as e:
+                self.error = e
+                return 0
+
+    return Writer()
 
 
 # --- the machine ------------------------------------------------------------------------------

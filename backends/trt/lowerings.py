@@ -26,17 +26,12 @@ BYTES_PER_SCORE = 6
 MOST_SCORE_BYTES = 2 << 30
 
 
-def slots_of(n: Node, limits: Limits) -> int:
-    """Count the most keys an attention looks at: a ring as it is stored, or what a row may hold."""
-    cache = n.caches[0].type
-    return int(stored_type(cache, limits).shape[2]) if is_ring(cache) else limits.max_seq
-
-
 def row_bytes(n: Node, limits: Limits) -> int:
-    """Count the bytes of the scores of one query of every row."""
-    heads = n["q"].type.shape[2]
-    assert isinstance(heads, int)
-    return limits.max_batch * heads * slots_of(n, limits) * BYTES_PER_SCORE
+    """Count the bytes of the scores of one query of every row: beside a ring as it is stored, or
+    what a row may hold."""
+    cache, heads = n.caches[0].type, int(n["q"].type.shape[2])
+    slots = int(stored_type(cache, limits).shape[2]) if is_ring(cache) else limits.max_seq
+    return limits.max_batch * heads * slots * BYTES_PER_SCORE
 
 
 def block_rows(n: Node, limits: Limits) -> int:
@@ -207,6 +202,4 @@ SETTINGS: Mapping[str, Setting] = {
 
 def lowerings(form: str = "explicit") -> Mapping[str, Lowering]:
     """Return the lowering of each op, with attention in one of its forms."""
-    if form not in ATTENTION:
-        raise ValueError(f"attention {form!r}: one of {', '.join(ATTENTION)}")
     return {**LOWERINGS, **AMONG_RANKS, **ATTENTION[form]}

@@ -34,9 +34,8 @@ from bench.gpu.steps import Scale, decode_cell, prefill_cell, step_times, steppe
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.trt import build as building
 from g4ir.backends.trt import dry_run
-from g4ir.backends.trt.host import COMPARED, FEATURES, Host, require_tensorrt
+from g4ir.backends.trt.host import COMPARED, FEATURES, Host, logger, require_tensorrt
 from g4ir.backends.trt.interface import ENGINE, files
-from g4ir.backends.trt.log import logger
 from g4ir.backends.trt.lowerings import SETTINGS, WEIGHTS
 from g4ir.backends.trt.recorder import Call
 from g4ir.bench.roof import Meter

@@ -69,17 +69,6 @@ def test_the_example_runs_without_the_project() -> None:
     assert run_alone(example).splitlines() == ["8.0", "INetworkDefinition mark_output"]
 
 
-def test_its_tests_pass_without_the_project() -> None:
-    """But for those of this file, and those that need the wheels of the bindings."""
-    left_out = ("test_alone.py", "test_bindings.py")
-    files = [str(p) for p in sorted(HERE.glob("test_*.py")) if p.name not in left_out]
-    options = ["-q", "--noconftest", "-c", "/dev/null", "--import-mode=importlib"]
-    options += [f"--rootdir={ROOT}", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    code = f"sys.path.insert(0, {str(ROOT)!r})\nimport pytest\n"
-    printed = run_alone(f"{code}assert not pytest.main({[*options, *files]!r})")
-    assert " passed" in printed and "failed" not in printed
-
-
 def test_every_file_is_described() -> None:
     text = (FOLDER / "README.md").read_text()
     named = set(re.findall(r"^\| `(\w+\.py)` \|", text, re.M))

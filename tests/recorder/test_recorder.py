@@ -159,30 +159,6 @@ def run(n: Net, tensor: Any, **feeds: torch.Tensor) -> torch.Tensor:
     return execute(n.network, feeds)["y"]
 
 
-def test_bf16_is_rounded_once() -> None:
-    n = Net()
-    x = torch.randn(64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    got = run(n, n.exp(n.x(-1, dtype="BF16")), x0=x)
-    assert got.dtype == torch.bfloat16 and torch.equal(got, x.float().exp().bfloat16())
-
-
-def test_dequantised_codes() -> None:
-    """By one scale, or by one for each entry of an axis."""
-    n = Net()
-    held = n.constant(CODES)
-    for name, scales, axis in (
-        ("rows", [0.5, 2.0], 0),
-        ("columns", [1.0, 2.0, 3.0], -1),
-        ("all", 0.25, 0),
-    ):
-        n.output(n.dequantized(held, n.constant(torch.tensor(scales)), axis=axis), name)
-    check(n.network)
-    got = execute(n.network, {})
-    assert got["rows"].tolist() == [[-63.5, 0, 1.5], [254, -10, 2]]
-    assert got["columns"].tolist() == [[-127, 0, 9], [127, -10, 3]]
-    assert torch.equal(got["all"], CODES * 0.25)
-
-
 def test_traffic() -> None:
     """A product reads what it needs of its weights through other layers; an update writes what is
     new, and reads no cache; a part of a constant may be all that is read."""
@@ -198,17 +174,6 @@ def test_traffic() -> None:
     assert traffic(n.network, {}, {}) == (2 * 24 * 4 + 4, 1)
 
 
-def test_slices() -> None:
-    """What lies beyond the end lies at the start, in that mode alone."""
-    n = Net()
-    sliced = n.slice(n.x(4, 5), 3, 5, axis=1)
-    sliced._layer.mode = n.trt.SampleMode.WRAP
-    x = torch.arange(20.0).view(4, 5)
-    assert torch.equal(run(n, sliced, x0=x), x.roll(-3, 1))
-    n = Net()
-    assert torch.equal(run(n, n.slice(n.x(-1, 5), 2, 3, axis=1), x0=x), x[:, 2:])
-
-
 def test_cache_update_is_in_place() -> None:
     n = Net()
     n.output(cache(n), "next")
@@ -220,16 +185,6 @@ def test_cache_update_is_in_place() -> None:
     feeds["x2"] = torch.tensor([0, 14], dtype=torch.int32)
     with pytest.raises(RuleError, match="14 to 17"):
         execute(n.network, feeds)
-
-
-def test_gather() -> None:
-    n = Net()
-    x, at = torch.randn(2, 3), torch.tensor([[[0], [2]], [[1], [1]]])
-    got = run(n, n.gather_nd(n.x(2, 3), n.x(2, 2, 1, dtype="INT64"), 1), x0=x, x1=at)
-    assert torch.equal(got, torch.stack([x[0, [0, 2]], x[1, [1, 1]]]))
-    at[0, 0, 0] = 3
-    with pytest.raises(RuleError, match="index outside of 3"):
-        execute(n.network, {"x0": x, "x1": at})
 
 
 def test_shape_tensors_are_followed() -> None:
@@ -251,17 +206,6 @@ def test_bytes_that_are_there_at_a_time() -> None:
     n = Net()
     n.output(n.exp(n.exp(n.reshape(n.exp(n.exp(n.x(-1, 4))), (4, -1)))))
     assert sizes(n.network, {"x0": (100, 4)})[1] == 2 * 100 * 4 * 4
-
-
-def test_attention() -> None:
-    n = Net()
-    q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
-    mask = torch.ones(2, 1, 3, 5).tril(2).bool()
-    want = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, mask, scale=1.0, enable_gqa=True
-    )
-    got = run(n, attend(n, 2, 1, 3, 5), x0=q, x1=k, x2=v, x3=mask)
-    assert torch.allclose(got, want, atol=1e-5)
 
 
 def test_weights() -> None:

@@ -155,17 +155,12 @@ UNEVEN = {
     "sliding": {"head_dim": 32, "window": 13},
     "full": {"head_dim": 64, "k_eq_v": True},
 }
-MANY_SHARE = {"num_hidden_layers": 100, "pattern": ["full"], "num_kv_shared_layers": 99}
-ONE_PAIR = {"full": {"head_dim": 18, "rope": {"rotary_fraction": 0.15}}}
 
 
-@pytest.mark.parametrize(
-    "text", [UNEVEN, *(pytest.param(t, marks=pytest.mark.full) for t in (MANY_SHARE, ONE_PAIR))]
-)
-def test_dry_run_of_any_legal_spec(text: dict[str, Any], tmp_path: Path) -> None:
+def test_dry_run_of_any_legal_spec(tmp_path: Path) -> None:
     """What it makes in small is legal, and no deeper than what was given."""
     file = tmp_path / "mine.yaml"
-    file.write_text(yaml.safe_dump({"schema": 1, "extends": "tiny-dense", "text": text}))
+    file.write_text(yaml.safe_dump({"schema": 1, "extends": "tiny-dense", "text": UNEVEN}))
     p = prepare(load_spec(file), BuildOptions(backend="trt", media="none"), dry=True)
     with dry.one_thread():
         assert dry.check_small(emulated_api(), p, "f32")["logits"] < 1e-3

@@ -34,9 +34,7 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
-from tests.configs import VARIANTS
 from tests.oracle import relative
-from tests.test_parallel import MESSAGES
 from tests.test_torchrun import started
 from tests.trt.emulated import build, emulated, emulated_api, use
 from tests.trt.rank_driver import PROMPTS
@@ -100,12 +98,6 @@ def test_parts_lie_behind_one_another_in_the_last_dim(ranks: int) -> None:
     assert layers == {"shuffle": 2, "distributed collective": 1}
 
 
-def test_one_rank_exchanges_nothing() -> None:
-    for op in ("all_reduce", "all_gather"):
-        made, layers = exchanged(op, 1, torch.ones(1, 2, 3, 4))
-        assert torch.equal(made[0], torch.ones(2, 3, 4)) and layers == {"identity": 1}
-
-
 def test_networks_of_ranks_differ_in_weights_alone() -> None:
     """Which experts a rank has, too, is a weight."""
     p = prepared("tiny-moe", **TINY)
@@ -145,26 +137,6 @@ def test_ranks_in_small(version: str) -> None:
     preview = ("IBuilderConfig", "set_preview_feature") in used
     assert preview == (version == "10.16.1")
     fits_bindings(distinct(api.trt.calls), version)
-
-
-@pytest.mark.parametrize(
-    ("variant", "ranks"),
-    [
-        pytest.param(variant, ranks, marks=pytest.mark.full)
-        for variant in VARIANTS
-        for ranks in (2, 4)
-    ],
-)
-def test_dry_runs(variant: str, ranks: int) -> None:
-    """Of all variants with drafter and towers, experts cut and shared out."""
-    for ep in (False, True) if load_spec(variant).text.moe else (False,):
-        p = prepared(variant, tp=ranks, ep=ep, drafter="default")
-        found = dry.dry_run(p, no_progress)
-        for name in ("logits", "soft", "drafts"):
-            assert found[f"{name}_error"]["f32"] < dry.BUDGETS["f32"], name
-        assert found["step_messages"] == MESSAGES[variant]
-        assert found["layer_kinds"]["IDistCollectiveLayer"] == MESSAGES[variant]
-        assert found["step_over_roof"] > 1
 
 
 def test_a_report_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,19 +196,6 @@ def test_ranks_compute_what_one_does(two: Engine, tmp_path: Path) -> None:
     want = dry.run_small(one.program, one.runtime.source, one.runtime)["logits"]
     assert all(torch.equal(rows, made[0]) for rows in made)
     assert relative(made[0], want).max() < 1e-4
-
-
-def test_a_rank_reads_its_own_plan_alone(two: Engine, tmp_path: Path) -> None:
-    """That of another may be what it will, as its weights may."""
-    import shutil
-
-    copy = Path(shutil.copytree(two.path, tmp_path / "engine"))
-    plan = copy / "engine.rank1of2.plan"
-    plan.write_bytes(plan.read_bytes()[::-1])
-    assert open_artefact(copy, rank=0).rank == 0
-    for rank in (1, None):
-        with pytest.raises(EngineError, match=r"rank1of2\.plan: its SHA-256"):
-            open_artefact(copy, rank=rank)
 
 
 @pytest.mark.full

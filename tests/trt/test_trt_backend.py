@@ -30,7 +30,6 @@ from g4ir.backends.trt.interface import CONSTANTS, LOG, PLAN, TENSORS, interface
 from g4ir.backends.trt.recorder import engine as fake
 from g4ir.backends.trt.recorder import recording
 from g4ir.check.logits import verify_engine
-from g4ir.check.passes import verify_each_pass
 from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
@@ -82,23 +81,6 @@ def tokens(rows: int, count: int) -> torch.Tensor:
 
 
 # --- sessions ---------------------------------------------------------------------------------
-
-
-def test_each_pass_and_the_engine(trt: Build) -> None:
-    """Caches are compared where their positions lie, of rings that are turned too."""
-    engine = trt("tiny-dense", max_seq=40, max_batch=1)
-    found = verify_each_pass(engine)
-    assert found.ok, found
-    held = [v for v in engine.program.state() if v.endswith(".k")]
-    state = engine.runtime.new_state(1)
-    name = next(n for n in held if n in state.rings)
-    marks = torch.arange(state.held[name].shape[2]).float()
-    state.turned += 3
-    state.held[name][:] = marks.roll(3)[:, None]
-    shown = state.tensors[name]
-    assert torch.equal(shown[:, 0, 0, 0], marks) and not state.turned.any()
-    shown[2] = 9.0  # a view: the network reads it
-    assert (state.held[name][:, :, 2] == 9).all()
 
 
 def test_recorded_steps(trt: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,9 +289,7 @@ def _zeros(described: dict[str, Any], sizes: dict[str, int]) -> torch.Tensor:
 
 
 def _log(api: host.Api) -> Any:
-    from g4ir.backends.trt.log import logger
-
-    return logger(api.trt)
+    return host.logger(api.trt)
 
 
 def test_manifest(shared: Engine) -> None:
@@ -389,17 +369,6 @@ def test_a_step_that_tensorrt_refuses(shared: Engine) -> None:
 # --- building ---------------------------------------------------------------------------------
 
 
-def test_estimate_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Before the builder's own progress: minutes, host and device memory."""
-    use(monkeypatch, emulated(tmp_path))
-    said: list[str] = []
-    build(tmp_path / "engine", "tiny-ple", progress=said.append)
-    at = next(i for i, line in enumerate(said) if "TensorRT's builder: about" in line)
-    assert "GiB of host memory" in said[at] and "GiB of device memory" in said[at]
-    assert any("Building the network" in line for line in said[at + 1 :])
-    assert not any("Building the network" in line for line in said[:at])
-
-
 def timing(folder: Path) -> Path:
     return folder / "timings" / "cpu-sm_90-tensorrt-11.4.timing"
 
@@ -455,18 +424,6 @@ def refusing(monkeypatch: pytest.MonkeyPatch, refused: Callable[[list[str]], str
 
     monkeypatch.setattr(fake.Builder, "build_serialized_network_to_stream", refuse)
     return sizes
-
-
-def test_refused_network(trt: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The builder's words, our layer, what to try; no engine is left."""
-    said = "no kernel for {ForeignNode[L1.attn.out/matmul]}"
-    refusing(monkeypatch, lambda names: said if len(names) > 200 else "")
-    with pytest.raises(LowerError) as error:
-        trt()
-    message = str(error.value)
-    assert f"at layer L1.attn.out/matmul: {said}; try --set attention=plain" in message
-    assert not (tmp_path / "engine").exists()
-    assert [*(tmp_path / "timings").iterdir()]
 
 
 @pytest.mark.parametrize("least", [0, 200], ids=["alone", "in the whole network only"])
@@ -555,18 +512,6 @@ def test_a_call_that_only_logs_an_error_is_a_refusal(monkeypatch: pytest.MonkeyP
     said = "a part of the network of prefill: setMask: not beside a causal kind$"
     with pytest.raises(LowerError, match=said):
         tiny_network()
-    monkeypatch.undo()
-
-    def set_flag(config: Any, flag: Any) -> None:
-        config._log.log(emulated_api().trt.ILogger.Severity.ERROR, "no such flag")
-
-    log = tiny_network().log
-    config = emulated_api().trt.IBuilderConfig
-    monkeypatch.setattr(config, "set_flag", set_flag)
-    monkeypatch.setattr(config, "_log", log, raising=False)
-    monkeypatch.setattr(builder, "logger", lambda trt: log)
-    with pytest.raises(LowerError, match=r"a part of the configuration: no such flag$"):
-        tiny_network({"weights": "streamed"})
 
 
 def test_no_network_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
