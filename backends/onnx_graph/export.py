@@ -200,9 +200,3 @@ def summary(model: onnx.ModelProto) -> str:
     parts = [f"{size} in each of {many} layers" for size, many in sorted(kinds.items())]
     total = outside + sum(counts.values())
     return f"{total} nodes: {', '.join([f'{outside} outside layers', *parts])}"
-
-
-def describe(path: Path) -> dict[str, str]:
-    """Return the facts that a model file states."""
-    model = onnx.load(str(path), load_external_data=False)
-    return {p.key: p.value for p in model.metadata_props}

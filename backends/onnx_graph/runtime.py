@@ -29,7 +29,6 @@ from ..primitives.network import (
     stored_type,
 )
 from ..primitives.runtime import NetworkCaches, NetworkRuntime
-from .emitter import element_type
 from .export import DRAFT_FILE, MODEL, tower_file
 
 #: the model's own word for the caches that it updates in place
@@ -217,14 +216,7 @@ def _empty(t: Type) -> torch.Tensor:
 def _bind(bind: Any, tensors: Tensors) -> None:
     """Bind tensors by address: onnxruntime reads and writes torch's memory."""
     for name, t in tensors.items():
-        bind(name, "cpu", 0, _element(t), list(t.shape), t.data_ptr())
-
-
-_ELEMENTS = {torch_dtype(d): element_type(d) for d in ("f32", "f16", "i64", "i32", "bool")}
-
-
-def _element(t: torch.Tensor) -> Any:
-    return _ELEMENTS[t.dtype]
+        bind(name, "cpu", 0, t.numpy().dtype, list(t.shape), t.data_ptr())
 
 
 def _first_line(err: Exception) -> str:

@@ -152,13 +152,13 @@ def held_rows(net: Network, n: Node, held: tuple[Operand, ...]) -> list[Operand]
     """Return the rows of the caches that an attention reads, the chunk among them (graph.py)."""
     chunk, _ = split_chunk(n.chunk, len(n.caches))
     assert not chunk, f"{n.out}: a chunk beside its caches"
-    return [_rows(net, v, x) for v, x in zip(n.caches, held)]
 
+    def rows(cache: Value, x: Operand) -> Operand:
+        if is_ring(cache.type):
+            return x
+        return net.shared(("held", cache), lambda: net.e.prefix(x, 2, net.env[SLOTS]))
 
-def _rows(net: Network, cache: Value, x: Operand) -> Operand:
-    if is_ring(cache.type):
-        return x
-    return net.shared(("held", cache), lambda: net.e.prefix(x, 2, net.env[SLOTS]))
+    return [rows(v, x) for v, x in zip(n.caches, held)]
 
 
 def key_positions(net: Network, n: Node) -> Operand:

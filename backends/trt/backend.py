@@ -63,12 +63,8 @@ class Plans:
 
 @dataclass(frozen=True)
 class TrtBackend(Backend):
-    """Writes the networks, has TensorRT's builder make plans of them, runs the plans.
-
-    One plan holds the text model: prefill and decode are its profiles, and chunks with pictures
-    are prefill with block ids. Each tower is a plan with static shapes, a drafter's step is one
-    over the same caches.
-    """
+    """One plan holds the text model, prefill and decode as its profiles; each tower is a plan with
+    static shapes, a drafter's step is one over the same caches."""
 
     name: str = "trt"
     kv_dtypes: tuple[str, ...] = ()

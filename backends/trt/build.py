@@ -198,23 +198,13 @@ HOST_BYTES, LAYER_HOST_BYTES = 3 * GIB // 2, GIB // 10
 
 
 #: ops whose products' kernels are timed
-TIMED = (
-    "linear",
-    "linear_bias",
-    "linear_clipped",
-    "attention",
-    "attention_latent",
-    "experts",
-    "encoder_attention",
-    "chunked_attention",
-    "conv_halve",
-)
+TIMED = ("linear", "linear_bias", "linear_clipped", "experts", "conv_halve")
+ATTENTIONS = ("attention", "attention_latent", "encoder_attention", "chunked_attention")
 
 
 def estimate(graphs: Sequence[Graph]) -> Estimate:
     """Return the estimate for networks that are built one after the other, for each rank again. In
-    host memory lies the builder's copy of the weights and what it holds of each layer, on the
-    device lie the weights and the scratch of the kernels that are timed."""
+    host memory lies the builder's copy of the weights and what it holds of each layer."""
     seconds = sum(ranks_of(g) * _seconds(g) for g in graphs)
     layers = [len({layer_of(v.name) for v in g.params} - {None}) for g in graphs]
     each = zip(graphs, layers, strict=True)
@@ -225,12 +215,12 @@ def estimate(graphs: Sequence[Graph]) -> Estimate:
 def _seconds(g: Graph) -> float:
     """Estimate the seconds of a build; a tower has one shape. Spans of one phase differ in their
     attention alone: what else was timed for the first is in the timing cache."""
-    products = sum(1 for _ in g.find(*TIMED)) * max(1, len(phases_of(g)))
+    products = sum(1 for _ in g.find(*TIMED, *ATTENTIONS)) * max(1, len(phases_of(g)))
     return products * SECONDS_PER_PRODUCT + weight_bytes(g) / GIB * SECONDS_PER_GIB
 
 
 def weight_bytes(g: Graph) -> int:
-    """Count the bytes that a network holds of the params; tables of embeddings are not among it."""
+    """Count the bytes that a network holds of the params, without tables of embeddings."""
     return sum(v.type.nbytes() for v in g.params)
 
 
@@ -289,8 +279,7 @@ def timing_file(folder: Path, machine: str) -> Path:
 def refusal(errors: Sequence[str], layers: Sequence[str]) -> str:
     """Return a sentence: what the builder said, the layer of ours it spoke of, and what to try."""
     said = joined(errors) or "it gave no reason"
-    named = [n for n in layers if n and n in said]
-    layer = max(named, key=len, default="")
+    layer = max((n for n in layers if n in said), key=len, default="")
     about = f"{layer} {said}".lower()
     advice = next(text for word, text in REMEDIES.items() if word in about)
     place = f" at layer {layer}" if layer else ""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from g4ir.ir.distance import (
     row_errors,
     worst_of,
 )
-from g4ir.ir.graph import Graph, Node, Program, Value
+from g4ir.ir.graph import Graph, Node, Program
 from g4ir.ir.interpret import interpret, run_node
 from g4ir.model.decoder import HIDDEN, VERIFY
 from g4ir.model.draft import DRAFT, NEXT_HIDDEN, layers_read
@@ -144,6 +144,11 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
     largest = {g.name.split("_")[0]: g for g in towers}  # others have the same layers
     others = draft_graph(program) | {g.name: g for g in largest.values()}
     beside = {name: check_sizes(api, g, p.limits, p.settings) for name, g in others.items()}
+    dense = sum(1 for _ in p.packing.prologue.find("dense"))
+    made_dense = (
+        f"{dense} weights in codes are made dense at build: TensorRT takes 8 bits with a scale for "
+        f"each row of a matrix, and 4 bits in groups of 64 or 128"
+    )
     io, network = written.interface, written.network
     layers = (network.get_layer(i) for i in range(network.num_layers))
     found = {
@@ -155,21 +160,11 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
         "scratch_bytes": max([scratch, *(size for _, size in beside.values())]),
         **experiment("trt_step").decode_step(written, p.limits, p.settings["experts"]),
         "builder": str(build.estimate([*networks(program).values()])),
-        "notes": [*written.emitter.notes, *_made_dense(p.packing)],
+        "notes": [*written.emitter.notes, *([made_dense] if dense else [])],
     }
     sizes = {name: f"{w.network.num_layers} layers" for name, (w, _) in beside.items()}
     drafter = {DRAFT: sizes.pop(DRAFT)} if DRAFT in sizes else {}
     return {**found, **drafter, **({"towers": sizes} if sizes else {})}
-
-
-def _made_dense(packing: Packing) -> list[str]:
-    count = sum(1 for _ in packing.prologue.find("dense"))
-    if not count:
-        return []
-    return [
-        f"{count} weights in codes are made dense at build: TensorRT takes 8 bits with a scale for "
-        f"each row of a matrix, and 4 bits in groups of 64 or 128"
-    ]
 
 
 # --- in small ---------------------------------------------------------------------------------
@@ -338,7 +333,7 @@ def run_small(program: Program, params: Any, runtime: Any) -> dict[str, Tensor]:
     embed, plan, lengths = program.graphs["embed"], _plan(program), torch.tensor(LENGTHS)
     tables = {v.name: params.tensor(v.name) for v in embed.params}
     state, generator = runtime.new_state(len(LENGTHS)), torch.Generator().manual_seed(0)
-    tokens = torch.randint(3, 200, (len(LENGTHS), plan[-1].stop), generator=generator)
+    tokens = torch.randint(3, 200, (len(LENGTHS), plan[-1][2]), generator=generator)
     held, found = torch.zeros_like(lengths), list[Tensor]()
     for phase, start, stop, context in plan:
         size, every = stop - start, start >= max(LENGTHS)
@@ -366,46 +361,38 @@ def _blocks(valid: Tensor, width: int) -> Tensor:
 
 
 def tower_feeds(program: Program) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield the inputs of each tower; a fifth of them is padding."""
+    """Yield example inputs of each tower, a fifth of them padding: numbers, a mask, or places of a
+    picture 24 wide."""
     generator = torch.Generator().manual_seed(0)
     for name, g in tower_graphs(program).items():
-        yield name, {v.name: _input(v, generator) for v in g.inputs}
+        feeds = {}
+        for v in g.inputs:
+            shape = [int(d) for d in v.type.shape]
+            at = torch.arange(shape[1])
+            valid = at < shape[1] * 4 // 5
+            if v.type.dtype == "bool":
+                feeds[v.name] = valid[None]
+            elif v.type.dtype == "i64":
+                places = torch.stack((at % WIDTH, at // WIDTH), 1)
+                feeds[v.name] = torch.where(valid[:, None], places, -1)[None]
+            else:
+                feeds[v.name] = torch.rand(shape, generator=generator)
+        yield name, feeds
 
 
-def _input(v: Value, generator: torch.Generator) -> Tensor:
-    """Return an example input of a tower: numbers, a mask, or places of a picture 24 wide."""
-    shape = [int(d) for d in v.type.shape]
-    at = torch.arange(shape[1])
-    valid = at < shape[1] * 4 // 5
-    if v.type.dtype == "bool":
-        return valid[None]
-    if v.type.dtype == "i64":
-        places = torch.stack((at % WIDTH, at // WIDTH), 1)
-        return torch.where(valid[:, None], places, -1)[None]
-    return torch.rand(shape, generator=generator)
-
-
-class Stretch(NamedTuple):
-    """Tokens `start` to `stop` of the prompts, and how many rows are taken to hold at least."""
-
-    phase: str
-    start: int
-    stop: int
-    context: int
-
-
-def _plan(program: Program) -> list[Stretch]:
-    """Return the chunks of a prompt, a single token for each span of the caches, and, of a model
-    with a drafter, tokens that are verified: every profile has its step."""
-    chunk, length, contexts = SMALL.prefill_chunk, max(LENGTHS), _contexts()
+def _plan(program: Program) -> list[tuple[str, int, int, int]]:
+    """Return the phases of steps, each with the tokens that it has, from .. to, and how many rows
+    are taken to hold at least: the chunks of a prompt, a single token for each span of the caches,
+    and, of a model with a drafter, tokens that are verified: every profile has its step."""
+    length, contexts = max(LENGTHS), _contexts()
     first = MEDIA if MEDIA in program.graphs else "prefill"
+    starts = range(0, length, SMALL.prefill_chunk)
     steps = [
-        Stretch("prefill" if i else first, i, min(i + chunk, length), 0)
-        for i in range(0, length, chunk)
+        ("prefill" if i else first, i, min(i + SMALL.prefill_chunk, length), 0) for i in starts
     ]
-    steps += [Stretch("decode", length + i, length + i + 1, n) for i, n in enumerate(contexts)]
+    steps += [("decode", length + i, length + i + 1, n) for i, n in enumerate(contexts)]
     end = length + len(contexts)
-    return steps + ([Stretch(VERIFY, end, end + VERIFIED, 0)] if VERIFY in program.graphs else [])
+    return steps + ([(VERIFY, end, end + VERIFIED, 0)] if VERIFY in program.graphs else [])
 
 
 def _contexts() -> list[int]:

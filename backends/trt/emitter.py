@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from ..primitives.emitter import Emitter, Operand, reshape_spec
 from .host import CODES, data_type
 from .recorder import MAX_DIMS, MAX_TOP_K
 
+Made = TypeVar("Made")
 #: the root of a collective in which all ranks are alike
 NO_ROOT = -1
 #: most numbers of a constant that is made of others
@@ -112,8 +113,7 @@ class TrtEmitter(Emitter):
         #: of params and of what is made of constants, by name; of constants, by what is in them
         self._known: dict[str, Stored] = {}
         self._small: dict[Any, Stored] = {}
-        #: tensors that several layers read, by what they are
-        self._sizes: dict[Any, Any] = {}
+        self._shared: dict[Any, Any] = {}
         #: name of a dim -> an input that has it, and where
         self._inputs: dict[str, tuple[Operand, int]] = {}
 
@@ -140,6 +140,19 @@ class TrtEmitter(Emitter):
             setattr(layer, name, value)
         return self.checked(layer, t)
 
+    def _add(self, kind: str, primitive: str, t: Type, *given: Any, **attributes: Any) -> Operand:
+        """Add a layer (`add_KIND`) of what it is given, operands among it; return its output."""
+        tensors = (self.tensor(x) if isinstance(x, Operand) else x for x in given)
+        layer = getattr(self.network, f"add_{kind}")(*tensors)
+        return self.made(layer, primitive, t, **attributes)
+
+    def _once(self, key: Any, make: Callable[[], Made]) -> Made:
+        """Return what several layers read, made for the first of them."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        found: Made = self._shared[key]
+        return found
+
     def checked(self, layer: Any, t: Type, index: int = 0) -> Operand:
         """Return an output of a layer, whose type TensorRT must see as we do."""
         tensor, kind = layer.get_output(index), data_type(self.trt, t.dtype)
@@ -164,9 +177,8 @@ class TrtEmitter(Emitter):
         return self._stored(x.handle) if isinstance(x.handle, Constant) else x.handle
 
     def _dequantized(self, d: Dequantized, t: Type) -> Any:
-        kind = data_type(self.trt, t.dtype)
-        layer = self.network.add_dequantize(self._stored(d.codes), self._stored(d.scales), kind)
-        return self.made(layer, "dequantize", t, axis=d.axis).handle
+        parts, kind = (self._stored(d.codes), self._stored(d.scales)), data_type(self.trt, t.dtype)
+        return self._add("dequantize", "dequantize", t, *parts, kind, axis=d.axis).handle
 
     # --- sources ------------------------------------------------------------------------------
 
@@ -232,11 +244,10 @@ class TrtEmitter(Emitter):
         if c.shape not in s.tensors:
             self.scope, t = s.name, Type(s.dtype, c.shape)
             if s.tensors:
-                layer = self.network.add_shuffle(next(iter(s.tensors.values())))
-                made = self.made(layer, "view", t, reshape_dims=c.shape)
+                first = next(iter(s.tensors.values()))
+                made = self._add("shuffle", "view", t, first, reshape_dims=c.shape)
             else:
-                layer = self.network.add_constant(c.shape, self._weights(s))
-                made = self.made(layer, "weights", t)
+                made = self._add("constant", "weights", t, c.shape, self._weights(s))
             self.scope = scope
             s.tensors[c.shape] = made.handle
         return s.tensors[c.shape]
@@ -244,7 +255,7 @@ class TrtEmitter(Emitter):
     def output(self, name: str, x: Operand) -> None:
         tensor = self.tensor(x)
         if tensor.is_network_input or tensor.is_network_output:
-            tensor = self.made(self.network.add_identity(tensor), "output", x.type).handle
+            tensor = self._add("identity", "output", x.type, tensor).handle
         tensor.name = name
         self.network.mark_output(tensor)
 
@@ -254,21 +265,20 @@ class TrtEmitter(Emitter):
         if name not in ACTIVATIONS:
             return None
         kind = getattr(self.trt.ActivationType, ACTIVATIONS[name])
-        return self.made(self.network.add_activation(self.tensor(x), kind), name, x.type)
+        return self._add("activation", name, x.type, x, kind)
 
     def _unary(self, kind: str, x: Operand, t: Type) -> Operand:
         if found := self.activation(kind, x):
             return found
         op = getattr(self.trt.UnaryOperation, kind.upper())
-        return self.made(self.network.add_unary(self.tensor(x), op), kind, t)
+        return self._add("unary", kind, t, x, op)
 
     def _binary(self, kind: str, a: Operand, b: Operand, t: Type) -> Operand:
         op = getattr(self.trt.ElementWiseOperation, _operation(kind))
-        return self.made(self.network.add_elementwise(self.tensor(a), self.tensor(b), op), kind, t)
+        return self._add("elementwise", kind, t, a, b, op)
 
     def _where(self, condition: Operand, a: Operand, b: Operand, t: Type) -> Operand:
-        tensors = map(self.tensor, (condition, a, b))
-        return self.made(self.network.add_select(*tensors), "where", t)
+        return self._add("select", "where", t, condition, a, b)
 
     def _cast(self, x: Operand, t: Type) -> Operand:
         if _is_small(x) and x.dtype in FLOATS and t.dtype in FLOATS:
@@ -279,15 +289,15 @@ class TrtEmitter(Emitter):
                 return None if held is None else held.to(torch_dtype(t.dtype))
 
             return self._called(f"{x.handle.stored.name}.{t.dtype}", t, numbers)
-        layer = self.network.add_cast(self.tensor(x), data_type(self.trt, t.dtype))
-        return self.made(layer, f"to_{t.dtype}", t)
+        return self._add("cast", f"to_{t.dtype}", t, x, data_type(self.trt, t.dtype))
 
     # --- products and sums --------------------------------------------------------------------
 
     def _linear(self, x: Operand, w: Operand, columns: bool, t: Type) -> Operand:
         """Return x w^T, the weight as [1, ..., out, in]: ranks are equal, x is not transposed."""
         lead = range(x.rank - 2)
-        return self._product(x, self.unsqueeze(w, *lead) if lead else w, not columns, "linear", t)
+        w = self.unsqueeze(w, *lead) if lead else w
+        return self._product("linear", x, w, not columns, t)
 
     def _dequantize(self, codes: Operand, scales: Operand, axis: int, t: Type) -> Operand:
         """Return a weight of which each row has a scale; see `takes_codes`."""
@@ -301,50 +311,36 @@ class TrtEmitter(Emitter):
         raise ValueError(f"{codes.type}: TensorRT's constants have one type")
 
     def _matmul(self, a: Operand, b: Operand, transpose_b: bool, t: Type) -> Operand:
-        return self._product(a, b, transpose_b, "matmul", t)
+        return self._product("matmul", a, b, transpose_b, t)
 
-    def _product(
-        self, a: Operand, b: Operand, transpose_b: bool, primitive: str, t: Type
-    ) -> Operand:
+    def _product(self, primitive: str, a: Operand, b: Operand, turned: bool, t: Type) -> Operand:
         ops = self.trt.MatrixOperation
-        op = ops.TRANSPOSE if transpose_b else ops.NONE
-        layer = self.network.add_matrix_multiply(self.tensor(a), ops.NONE, self.tensor(b), op)
-        return self.made(layer, primitive, t)
+        op = ops.TRANSPOSE if turned else ops.NONE
+        return self._add("matrix_multiply", primitive, t, a, ops.NONE, b, op)
 
     def _softmax(self, x: Operand, t: Type) -> Operand:
-        layer = self.network.add_softmax(self.tensor(x))
-        return self.made(layer, "softmax", t, axes=1 << (x.rank - 1))
+        return self._add("softmax", "softmax", t, x, axes=1 << (x.rank - 1))
 
     def _reduce(self, kind: str, x: Operand, axis: int, t: Type) -> Operand:
         op = getattr(self.trt.ReduceOperation, _operation(kind))
-        return self.made(self.network.add_reduce(self.tensor(x), op, 1 << axis, True), kind, t)
+        return self._add("reduce", kind, t, x, op, 1 << axis, True)
 
     def _topk(self, x: Operand, k: int, values: Type, index: Type) -> tuple[Operand, Operand]:
         if k > MAX_TOP_K:
             raise ValueError(f"topk: {k} of {x.type}; TensorRT takes at most {MAX_TOP_K}")
-        layer = self.network.add_topk(
-            self.tensor(x),
-            self.trt.TopKOperation.MAX,
-            k,
-            1 << (x.rank - 1),
-            data_type(self.trt, index.dtype),
-        )
+        best, kind = self.trt.TopKOperation.MAX, data_type(self.trt, index.dtype)
+        layer = self.network.add_topk(self.tensor(x), best, k, 1 << (x.rank - 1), kind)
         return self.made(layer, "topk", values), self.checked(layer, index, 1)
 
     def exchange(self, op: str, x: Operand, ranks: int) -> Operand:
         """Return what an op of COLLECTIVES makes of the tensors of all ranks: their sum, or all of
         them, behind one another along the first dim. Nothing says which rank this is."""
         kind, join = COLLECTIVES[op]
-        layer = self.network.add_dist_collective(
-            self.tensor(x),
-            getattr(self.trt.CollectiveOperation, kind),
-            getattr(self.trt.ReduceOperation, join),
-            NO_ROOT,
-            [*range(ranks)],
-        )
+        how = getattr(self.trt.CollectiveOperation, kind), getattr(self.trt.ReduceOperation, join)
         first, *others = x.shape
-        gathered = x.type.with_shape(ranks * int(first), *others) if join == "NONE" else x.type
-        return self.made(layer, op, gathered, num_ranks=ranks)
+        t = x.type.with_shape(ranks * int(first), *others) if join == "NONE" else x.type
+        every = [*range(ranks)]
+        return self._add("dist_collective", op, t, x, *how, NO_ROOT, every, num_ranks=ranks)
 
     # --- layout -------------------------------------------------------------------------------
 
@@ -391,8 +387,8 @@ class TrtEmitter(Emitter):
                 how["reshape_dims"] = tuple(reshape_spec(turned, h.reshaped))
             if not _is_order(h.second):
                 how["second_transpose"] = h.second
-            layer, t = self.network.add_shuffle(self.tensor(h.source)), h.reshaped
-            h.tensors.append(self.made(layer, h.primitive, _permuted(t, h.second), **how).handle)
+            t = _permuted(h.reshaped, h.second)
+            h.tensors.append(self._add("shuffle", h.primitive, t, h.source, **how).handle)
         return h.tensors[0]
 
     def _unsqueeze(self, x: Operand, axes: Sequence[int], t: Type) -> Operand:
@@ -411,8 +407,7 @@ class TrtEmitter(Emitter):
     def _concat(self, xs: Sequence[Operand], axis: int, t: Type) -> Operand:
         if all(map(_is_small, xs)):
             return self._called(f"{self._name('concat')}.weights", t, lambda: _joined(xs, axis))
-        layer = self.network.add_concatenation([*map(self.tensor, xs)])
-        return self.made(layer, "concat", t, axis=axis)
+        return self._add("concatenation", "concat", t, [*map(self.tensor, xs)], axis=axis)
 
     def _slice(self, x: Operand, axis: int, start: int, stop: int, t: Type) -> Operand:
         return self._sliced(x, axis, start, stop - start, "slice", t)
@@ -420,9 +415,9 @@ class TrtEmitter(Emitter):
     def swap_halves(self, x: Operand) -> Operand:
         """Slice from the middle on, around the end."""
         last, size = x.rank - 1, int(x.shape[-1])
-        layer = self.network.add_slice(self.tensor(x), (size // 2,), (size,), (1,))
+        part, how = ((size // 2,), (size,), (1,)), {"axes": (last,)}
         wrap = self.trt.SampleMode.WRAP
-        return self.made(layer, "swap_halves", x.type, axes=(last,), mode=wrap)
+        return self._add("slice", "swap_halves", x.type, x, *part, **how, mode=wrap)
 
     def _prefix(self, x: Operand, axis: int, like: Operand, t: Type) -> Operand:
         return self._sliced(x, axis, 0, self._dim(like, 0), "prefix", t)
@@ -431,23 +426,16 @@ class TrtEmitter(Emitter):
         """Return entries first .. first + count - 1 of an axis whose size has a name, as far as it
         has them: it may have none."""
         name = str(x.shape[axis])
-        t = x.type.with_shape(
-            *(f"{name}@{first}" if i == axis else d for i, d in enumerate(x.shape))
-        )
-        return self._sliced(x, axis, *self._within(x, axis, first, count), "block", t)
+        shape = (f"{name}@{first}" if i == axis else d for i, d in enumerate(x.shape))
 
-    def _within(self, x: Operand, axis: int, first: int, count: int) -> tuple[Any, Any]:
-        """Return, i64[1] each, where a block of an axis begins, and its size."""
-        key = ("block", x.shape[axis], first, count)
-        if key not in self._sizes:
+        def place() -> tuple[Any, Any]:
             whole = Operand(Type("i64", (1,)), self._dim(x, axis))
-            start, stop = (
-                self.binary("min", whole, self.constant(torch.tensor([n])))
-                for n in (first, first + count)
-            )
-            self._sizes[key] = self.tensor(start), self.tensor(self.sub(stop, start))
-        found: tuple[Any, Any] = self._sizes[key]
-        return found
+            ends = (self.constant(torch.tensor([n])) for n in (first, first + count))
+            start, stop = (self.binary("min", whole, end) for end in ends)
+            return self.tensor(start), self.tensor(self.sub(stop, start))
+
+        start, size = self._once(("block", name, first, count), place)
+        return self._sliced(x, axis, start, size, "block", x.type.with_shape(*shape))
 
     def _sliced(
         self, x: Operand, axis: int, start: Any, size: Any, primitive: str, t: Type
@@ -465,38 +453,29 @@ class TrtEmitter(Emitter):
         """Return i64[1]: the size of one dim. Dims of one name are equal, so one tensor says it for
         all, an input's where one has it."""
         name = x.shape[axis]
-        key = ("dim", name)
-        if key not in self._sizes:
+
+        def make() -> Any:
             source, at = self._inputs.get(str(name)) or (x, axis)
-            layer = self.network.add_shape(self.tensor(source))
-            shape = self.made(layer, "shape", Type("i64", (source.rank,)))
-            layer = self.network.add_slice(shape.handle, (at,), (1,), (1,))
-            self._sizes[key] = self.made(layer, "dim", Type("i64", (1,))).handle
-        return self._sizes[key]
+            shape = self._add("shape", "shape", Type("i64", (source.rank,)), source)
+            return self._add("slice", "dim", Type("i64", (1,)), shape, (at,), (1,), (1,)).handle
+
+        return self._once(("dim", name), make)
 
     # --- by index -----------------------------------------------------------------------------
 
     def _gather(self, x: Operand, index: Operand, axis: int, t: Type) -> Operand:
-        layer = self.network.add_gather(self.tensor(x), self.tensor(index), axis)
-        return self.made(layer, "gather", t)
+        return self._add("gather", "gather", t, x, index, axis)
 
     def _gather_rows(self, x: Operand, index: Operand, t: Type) -> Operand:
         """Gather rows. The batch is an elementwise dim, so that an index is of a row alone."""
-        key = ("row", index.handle)
-        if key not in self._sizes:
-            self._sizes[key] = self.unsqueeze(index, 2)
-        index = self._sizes[key]
-        tensors, mode = (self.tensor(x), self.tensor(index)), self.trt.GatherMode.ND
-        layer = self.network.add_gather_v2(*tensors, mode)
-        return self.made(layer, "gather_rows", t, num_elementwise_dims=1)
+        at = self._once(("row", index.handle), lambda: self.unsqueeze(index, 2))
+        mode = self.trt.GatherMode.ND
+        return self._add("gather_v2", "gather_rows", t, x, at, mode, num_elementwise_dims=1)
 
     def _append(self, cache: Operand, new: Operand, start: Operand, t: Type) -> Operand:
-        key = ("slot", start.handle)
-        if key not in self._sizes:
-            self._sizes[key] = self.tensor(self.cast(start, "i32"))
-        tensors = self.tensor(cache), self.tensor(new), self._sizes[key]
-        layer = self.network.add_kv_cache_update(*tensors, self.trt.KVCacheMode.LINEAR)
-        return self.made(layer, "append", t)
+        at = self._once(("slot", start.handle), lambda: self.tensor(self.cast(start, "i32")))
+        mode = self.trt.KVCacheMode.LINEAR
+        return self._add("kv_cache_update", "append", t, cache, new, at, mode)
 
     # --- control ------------------------------------------------------------------------------
 

@@ -57,8 +57,7 @@ INSTEAD = (
 
 #: what only some of the supported versions have -> (class, attribute) of the module
 FEATURES: Mapping[str, tuple[str, str]] = {
-    # Attention with the kind of causal mask as an enum. The older method takes a bool, whose mask
-    # is aligned to the wrong corner as soon as a cache holds tokens.
+    # The older method takes a bool, whose mask is aligned to the wrong corner.
     "causal kind": ("INetworkDefinition", "add_attention_v2"),
     # Before 11, networks are weakly typed unless a flag says otherwise.
     "weak typing": ("BuilderFlag", "FP16"),
@@ -149,8 +148,7 @@ def check_ranks(api: Api, ranks: int) -> None:
 
 
 def require_tensorrt(load: Callable[[str], Any] = importlib.import_module) -> Api:
-    """Return the installed TensorRT; MissingError with the package, the versions and what else can
-    be done where there is none."""
+    """Return the installed TensorRT; MissingError where there is none."""
     try:
         trt = load("tensorrt")
     except (ImportError, OSError) as e:
@@ -331,7 +329,6 @@ def recorded_by_all(record: Record, agree: Callable[[bool], list[Any]]) -> Recor
 
 
 def cache_dir() -> Path:
-    """Return the folder where timing caches are kept between builds."""
     return cache_root() / "tensorrt"
 
 
@@ -351,6 +348,7 @@ class Host:
     free: Callable[[str], int] = free_memory
     #: ranks -> what the contexts of this one are given, by which they exchange
     communicator: Callable[[Group], Any] = communicator_of
+    #: where timing caches are kept between builds
     timings: Callable[[], Path] = cache_dir
     #: whether a build has a process of its own
     apart: bool = True

@@ -90,21 +90,18 @@ class Interface:
         return tuple(d if isinstance(d, int) else dims[d] for d in t.shape)
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "inputs": [_tensor(n, t) for n, t in self.inputs.items()],
-            "outputs": [
-                _tensor(n, t) | ({"aliased": self.aliased[n]} if n in self.aliased else {})
-                for n, t in self.outputs.items()
-            ],
-            "profiles": [
-                {"index": i, "phase": phase_of(name), "dims": {d: list(r) for d, r in dims.items()}}
-                for i, (name, dims) in enumerate(self.profiles.items())
-            ],
-        }
+        def described(tensors: Mapping[str, Type]) -> list[dict[str, Any]]:
+            return [{"name": n, "dtype": t.dtype, "shape": [*t.shape]} for n, t in tensors.items()]
 
-
-def _tensor(name: str, t: Type) -> dict[str, Any]:
-    return {"name": name, "dtype": t.dtype, "shape": list(t.shape)}
+        inputs, outputs = described(self.inputs), described(self.outputs)
+        for row in outputs:
+            if row["name"] in self.aliased:
+                row["aliased"] = self.aliased[row["name"]]
+        profiles = [
+            {"index": i, "phase": phase_of(name), "dims": {d: list(r) for d, r in dims.items()}}
+            for i, (name, dims) in enumerate(self.profiles.items())
+        ]
+        return {"inputs": inputs, "outputs": outputs, "profiles": profiles}
 
 
 def interface(g: Graph, limits: Limits) -> Interface:

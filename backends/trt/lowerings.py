@@ -15,6 +15,7 @@ from ..primitives.emitter import Emitter, Operand
 from ..primitives.lowerings import LOWERINGS, pieces
 from ..primitives.network import EXPERTS, Lowering, Network, is_ring, stored_type
 from ..primitives.pointwise import times
+from ..primitives.vision import Form
 from .emitter import TrtEmitter
 from .host import FEATURES, offers
 
@@ -141,29 +142,25 @@ def attend(
 
 # --- settings ---------------------------------------------------------------------------------
 
-#: form of attention in layers -> op -> lowering, replacing the shared one
+
+def _attention(form: Form, of_towers: Form | None = None) -> Mapping[str, Lowering]:
+    """Return the lowerings of attention in a form, and of that of towers where it has one."""
+    made = {
+        "attention": partial(attention.attention, form=form),
+        "attention_latent": partial(attention.attention_latent, form=form),
+    }
+    own = partial(vision.encoder_attention, form=of_towers)
+    return made | ({"encoder_attention": own} if of_towers else {})
+
+
+#: form of attention -> op -> lowering, replacing the shared one
 ATTENTION: Mapping[str, Mapping[str, Lowering]] = {
-    "explicit": {
-        "attention": partial(attention.attention, form=in_blocks),
-        "attention_latent": partial(attention.attention_latent, form=in_blocks),
-    },
-    "plain": {
-        "attention": partial(attention.attention, form=partial(in_blocks, softmax=plain_softmax)),
-        "attention_latent": partial(
-            attention.attention_latent, form=partial(in_blocks, softmax=plain_softmax)
-        ),
-        "encoder_attention": partial(
-            vision.encoder_attention, form=partial(vision.in_parts, softmax=plain_softmax)
-        ),
-    },
-    "fused": {
-        "attention": partial(attention.attention, form=attend),
-        "attention_latent": partial(attention.attention_latent, form=attend),
-        "encoder_attention": partial(vision.encoder_attention, form=attend),
-    },
+    "explicit": _attention(in_blocks),
+    "plain": _attention(
+        partial(in_blocks, softmax=plain_softmax), partial(vision.in_parts, softmax=plain_softmax)
+    ),
+    "fused": _attention(attend, attend),
 }
-#: op that ranks do together -> lowering
-AMONG_RANKS: Mapping[str, Lowering] = {"all_reduce": all_reduce, "all_gather": all_gather}
 #: how weights lie in an engine -> builder flags. Equal weights are what an engine is given again:
 #: only then are its kernels those of one that has them. It takes all weights, constants too.
 WEIGHTS: Mapping[str, tuple[str, ...]] = {
@@ -202,4 +199,5 @@ SETTINGS: Mapping[str, Setting] = {
 
 def lowerings(form: str = "explicit") -> Mapping[str, Lowering]:
     """Return the lowering of each op, with attention in one of its forms."""
-    return {**LOWERINGS, **AMONG_RANKS, **ATTENTION[form]}
+    own: dict[str, Lowering] = {"all_reduce": all_reduce, "all_gather": all_gather}
+    return {**LOWERINGS, **own, **ATTENTION[form]}

@@ -204,10 +204,6 @@ def make(host: Host, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
 # --- in a process of its own: where the builder crashes, this one goes on and says so -----------
 
 
-def command(folder: Path) -> list[str]:
-    return python(__name__, f"main({str(folder)!r})")
-
-
 def build_apart(
     task: Task, settings: Mapping[str, str], argv: Sequence[str] = ()
 ) -> dict[str, Any]:
@@ -220,7 +216,7 @@ def build_apart(
     for name, text in given.items():
         write_file(out / name, [text.encode()])
     try:
-        return _listen(argv or command(out), out, task.progress)
+        return _listen(argv or python(__name__, f"main({str(out)!r})"), out, task.progress)
     finally:
         for name in given:
             (out / name).unlink(missing_ok=True)
@@ -247,8 +243,10 @@ def _listen(argv: Sequence[str], out: Path, progress: Progress) -> dict[str, Any
         raise OSError(said["errno"], said["message"], said["file"])
     if "error" in said:
         raise getattr(errors, said["error"], LowerError)(said["message"])
+    code = child.returncode
+    ending = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     raise LowerError(
-        f"TensorRT's builder crashed ({_ending(child.returncode)}); {keep_log(out)}; build again: "
+        f"TensorRT's builder crashed ({ending}); {keep_log(out)}; build again: "
         f"kernels that were timed are not timed again, and --set attention=plain or --set "
         f"experts=all is another network"
     )
@@ -268,19 +266,14 @@ def _end(child: subprocess.Popen[str], patient: bool) -> None:
 
 def _heard(line: str, progress: Progress) -> dict[str, Any]:
     """Return what a line says, beside progress; libraries may print lines of their own."""
-    try:
+    said = None
+    with suppress(ValueError):
         said = json.loads(line)
-    except ValueError:
-        return {}
     if not isinstance(said, dict):
         return {}
     if "progress" in said:
         progress(said.pop("progress"))
     return said
-
-
-def _ending(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def run_job(folder: Path, host: Host) -> dict[str, Any]:

@@ -227,18 +227,15 @@ def test_an_engine_names_its_chains(tmp_path: Path) -> None:
     built = built_program(spec_called("tiny-dense"), dtype="bf16", gpu_rows=1)
     program = split_program(built).program
     steps, texts = phase_steps(program, LIMITS), choice_texts(program, LIMITS)
-    names: dict[str, str] = {}
-
-    def file(text: str) -> str:
-        name = names.setdefault(text, f"{len(names):024x}.pt2")
+    segments = [s.text for many in steps.values() for s in many if isinstance(s, Segment)]
+    names = {text: f"{i:024x}.pt2" for i, text in enumerate({*segments, *texts.values()})}
+    for text, name in names.items():
         (tmp_path / name).write_bytes(marker(text))
-        return name
-
     kept: dict[str, Any] = {
-        phase: tuple(file(s.text) if isinstance(s, Segment) else None for s in many)
+        phase: tuple(names[s.text] if isinstance(s, Segment) else None for s in many)
         for phase, many in steps.items()
     }
-    kept |= {op: (file(text),) for op, text in texts.items()}
+    kept |= {op: (names[text],) for op, text in texts.items()}
     chain = f"{0:024x}.chain"
     (tmp_path / chain).touch()
     many = steps["decode"]

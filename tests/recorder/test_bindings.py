@@ -52,13 +52,6 @@ def test_wrong_uses_are_found(call: Call, real: tuple[str, Bindings]) -> None:
     assert [*real[1].problems(call)]
 
 
-def test_versions_differ() -> None:
-    """A use that only one of the versions has is found with the other."""
-    call = Call("INetworkDefinition", "add_attention_v2", "get")
-    assert not real_api("10.16.1").has(call.owner, call.member)
-    assert real_api("11.4.0").has(call.owner, call.member)
-
-
 def test_signatures_are_parsed() -> None:
     """Brackets, defaults and overloads."""
     text = "2. f(self: a.B, x: list[tuple[int, str]] = [1, 2], y: C = <D.E: 0>, z: F = None) -> G"

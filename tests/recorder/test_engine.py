@@ -141,19 +141,6 @@ def test_streamed_weights_have_a_budget() -> None:
         engine.weight_streaming_budget_v2 = 0
 
 
-def test_plans_are_written_piece_by_piece() -> None:
-    small, kept = Small(), list[bytes]()
-
-    class Writer(small.trt.IStreamWriter):  # type: ignore[name-defined]
-        def write(self, data: bytes) -> int:
-            kept.append(data)
-            return len(data)
-
-    network, config = small.net.network, small.config
-    assert small.builder.build_serialized_network_to_stream(network, config, Writer())
-    assert len(kept) > 1 and b"".join(kept) == small.plan()
-
-
 def test_what_a_rule_says_is_in_the_builders_log() -> None:
     """As TensorRT's own words are, which says nothing more to who called it."""
     small = Small()

@@ -121,16 +121,6 @@ def test_legal_forms() -> None:
 # --- the module -------------------------------------------------------------------------------
 
 
-def test_versions_differ() -> None:
-    old, new = map(recorder, VERSIONS)
-    assert getattr(old.INetworkDefinition, "add_attention_v2", None) is None
-    assert new.INetworkDefinition.add_attention_v2
-    assert int(old.NetworkDefinitionCreationFlag.STRONGLY_TYPED) == 1
-    assert int(new.NetworkDefinitionCreationFlag.STRONGLY_TYPED) == 0
-    with pytest.raises(ValueError, match=r"one of 10\.16\.1, 11\.4\.0"):
-        recorder("9.0")
-
-
 def test_calls_are_recorded() -> None:
     n = Net()
     n.trt.calls.clear()

@@ -231,11 +231,6 @@ def test_a_version_without_collectives(tmp_path: Path) -> None:
     assert not [*tmp_path.glob("*engine*")]
 
 
-def test_ranks_that_cannot_share() -> None:
-    with pytest.raises(InputError, match="--tp 3: tiny-moe has num_attention_heads"):
-        prepared("tiny-moe", tp=3)
-
-
 def test_steps_are_recorded_by_all_or_none() -> None:
     def record(work: Any) -> Any:
         work()

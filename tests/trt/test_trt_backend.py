@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -38,14 +37,13 @@ from g4ir.errors import (
     LowerError,
     PlanError,
 )
-from g4ir.ir.graph import Graph
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.footprint import reserve
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.weights.pack import StoredParams
 from tests.engines import agrees
-from tests.trt.emulated import CHUNK, H100, MAX_SEQ, ROWS, build, emulated, emulated_api, use
+from tests.trt.emulated import CHUNK, MAX_SEQ, ROWS, build, emulated, emulated_api, use
 
 Build = Callable[..., Engine]
 
@@ -167,22 +165,6 @@ def test_what_steps_are_given(shared: Engine, monkeypatch: pytest.MonkeyPatch) -
         shared.session(1).prefill(tokens(1, 3))
 
 
-@pytest.mark.parametrize(("hardware", "room"), [("exact", 0), ("same-capability", 227 << 10)])
-def test_shared_memory_of_tactics(hardware: str, room: int) -> None:
-    """A compatible engine's kernels would get 48 KiB by default."""
-    api = emulated_api()
-    w = SimpleNamespace(
-        builder=api.trt.Builder(_log(api)),
-        graph=Graph("empty", (), (), (), (), ()),
-        interface=SimpleNamespace(profiles=()),
-        log=_log(api),
-    )
-    config = builder.configure(
-        api, cast(Any, w), {"weights": "baked", "hardware": hardware}, 80 << 30
-    )
-    assert config._pools.get(api.trt.MemoryPoolType.TACTIC_SHARED_MEMORY, 0) == room
-
-
 def test_weights_that_stay_on_the_device(trt: Build, tmp_path: Path) -> None:
     """What is free, but for caches, scratch memory, tables and the reserve."""
     free = 200 << 20
@@ -292,18 +274,6 @@ def _log(api: host.Api) -> Any:
     return host.logger(api.trt)
 
 
-def test_manifest(shared: Engine) -> None:
-    """Versions, GPU and settings are stamped; the plan is among the hashed files."""
-    engine, kept = shared, shared.manifest["compiled"]
-    assert engine.manifest["machine"] == "cpu sm_90 tensorrt-11.4"
-    assert (kept["tensorrt"], kept["gpu"]) == ("11.4.0", H100)
-    assert kept["settings"]["hardware"] == "same-capability"
-    assert kept["scratch_bytes"]["engine"] == fake.SCRATCH
-    assert kept["scratch_bytes"]["estimated"] > 0
-    assert {PLAN, TENSORS, LOG} <= engine.manifest["files"].keys()
-    assert engine.manifest["weights"]["kind"] == "packed"
-
-
 def test_foreign_plan(shared: Engine, tmp_path: Path) -> None:
     """What TensorRT itself refuses is said in its own words."""
     (tmp_path / PLAN).write_bytes(b"{}")
@@ -353,17 +323,6 @@ def test_engine_of_other_tensors(shared: Engine) -> None:
     moved = dict.fromkeys(other.aliased, "lengths")
     with pytest.raises(EngineError, match=r"lies at the address of .*, expected lengths"):
         runtime.check_engine(made.api, made.engine, replace(other, aliased=moved))
-
-
-def test_a_step_that_tensorrt_refuses(shared: Engine) -> None:
-    """Its message comes through."""
-    engine = shared
-    state = engine.runtime.new_state(2)
-    feeds = {**engine.embed(tokens(2, CHUNK + 1))}
-    feeds |= {"positions": torch.zeros(2, CHUNK + 1, dtype=torch.int64)}
-    feeds |= {"lengths": torch.ones(2, dtype=torch.int64)}
-    with pytest.raises(EngineError, match=r"does not take embeds .*outside profile 1"):
-        engine.runtime.run("prefill", feeds, state, 20, True)
 
 
 # --- building ---------------------------------------------------------------------------------

@@ -36,19 +36,12 @@ from .record import RuleError as RuleError
 VERSIONS = tuple(VERSIONED)
 
 
-class Recorder(ModuleType):
-    """The module: its names, and `calls`, everything that was asked of them."""
-
-    calls: list[Call]
-    #: whether a CUDA graph is being recorded
-    _capturing: bool
-
-
 def recorder(version: str = "11.4.0") -> Any:
-    """Return the module as of one of VERSIONS; each call gives a new one with an empty record."""
+    """Return the module as of one of VERSIONS, with `calls`, everything that is asked of it; each
+    call gives a new one with an empty record."""
     if version not in VERSIONS:
         raise ValueError(f"recorder {version!r}: one of {', '.join(VERSIONS)}")
-    module: Any = Recorder("tensorrt")
+    module: Any = ModuleType("tensorrt")
     module.calls, module._capturing = [], False
     bound = {"_calls": module.calls, "_module": module}
     for part in (engine, kinds, layers, layout, network):

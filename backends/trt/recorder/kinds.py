@@ -19,7 +19,6 @@ from .layers import (
     INDEXES,
     MAX_TOP_K,
     NUMBERS,
-    ILayer,
     ITensor,
     Known,
     Layer,
@@ -51,7 +50,7 @@ def _bits(mask: int, rank: int) -> list[int]:
 # --- sources and types ------------------------------------------------------------------------
 
 
-class IConstantLayer(ILayer):
+class IConstantLayer(Layer):
     _kind = "constant"
     weights = Attribute()
     shape = Attribute()
@@ -75,7 +74,7 @@ class IConstantLayer(ILayer):
         return [cached[self._index]]
 
 
-class IIdentityLayer(ILayer):
+class IIdentityLayer(Layer):
     _kind = "identity"
 
     def _infer(self) -> list[Output]:
@@ -85,7 +84,7 @@ class IIdentityLayer(ILayer):
         return [*ins]
 
 
-class ICastLayer(ILayer):
+class ICastLayer(Layer):
     _kind = "cast"
 
     def _infer(self) -> list[Output]:
@@ -96,7 +95,7 @@ class ICastLayer(ILayer):
         return [ins[0].to(TORCH[self._to_type])]
 
 
-class IDequantizeLayer(ILayer):
+class IDequantizeLayer(Layer):
     """One scale, or one for each entry of an axis."""
 
     _kind = "dequantize"
@@ -157,7 +156,7 @@ _ON_SIZES: Mapping[str, Callable[[int, int], int]] = {"SUB": int.__sub__, "MIN":
 _LOGIC, _COMPARISONS = ("AND", "OR", "XOR"), ("EQUAL", "GREATER", "LESS")
 
 
-class IUnaryLayer(ILayer):
+class IUnaryLayer(Layer):
     _kind = "unary"
 
     def _infer(self) -> list[Output]:
@@ -174,7 +173,7 @@ class IActivationLayer(IUnaryLayer):
     _op = property(lambda layer: layer._type)
 
 
-class IElementWiseLayer(ILayer):
+class IElementWiseLayer(Layer):
     _kind = "elementwise"
 
     def _infer(self) -> list[Output]:
@@ -195,7 +194,7 @@ class IElementWiseLayer(ILayer):
         return [_pointwise(_BINARY[self._op.name], *ins)]
 
 
-class ISelectLayer(ILayer):
+class ISelectLayer(Layer):
     _kind = "select"
 
     def _infer(self) -> list[Output]:
@@ -211,7 +210,7 @@ class ISelectLayer(ILayer):
 # --- products and sums ------------------------------------------------------------------------
 
 
-class IMatrixMultiplyLayer(ILayer):
+class IMatrixMultiplyLayer(Layer):
     _kind = "matrix multiply"
 
     def _infer(self) -> list[Output]:
@@ -233,7 +232,7 @@ class IMatrixMultiplyLayer(ILayer):
         return [a @ b]
 
 
-class ISoftMaxLayer(ILayer):
+class ISoftMaxLayer(Layer):
     """Of one axis, which is given."""
 
     _kind = "softmax"
@@ -256,7 +255,7 @@ _REDUCE: Mapping[str, Callable[..., torch.Tensor]] = {
 }
 
 
-class IReduceLayer(ILayer):
+class IReduceLayer(Layer):
     _kind = "reduce"
 
     def _infer(self) -> list[Output]:
@@ -272,7 +271,7 @@ class IReduceLayer(ILayer):
         return [out.to(x.dtype)]
 
 
-class ITopKLayer(ILayer):
+class ITopKLayer(Layer):
     _kind, _count = "top-k", 2
 
     def _infer(self) -> list[Output]:
@@ -291,10 +290,11 @@ class ITopKLayer(ILayer):
         return [values, index.to(TORCH[self._indices_type])]
 
 
-class IDistCollectiveLayer(ILayer):
+class IDistCollectiveLayer(Layer):
     """A collective: the sum of all ranks' tensors, or these along the first dim."""
 
     _kind = "distributed collective"
+    num_ranks = Attribute(1)
 
     @property
     def _gathers(self) -> bool:
@@ -329,7 +329,7 @@ class IDistCollectiveLayer(ILayer):
 # --- attention --------------------------------------------------------------------------------
 
 
-class IKVCacheUpdateLayer(ILayer):
+class IKVCacheUpdateLayer(Layer):
     """Written in place; network.check has the rest: its output is an output of the network."""
 
     _kind = "KV cache update"
@@ -361,8 +361,7 @@ class IKVCacheUpdateLayer(ILayer):
 
 
 class IAttention(Layer):
-    """No layer of the real network either: a helper that stands for several. A causal kind hides
-    what lies before a chunk, or excludes a mask: there is none."""
+    """A causal kind hides what lies before a chunk, or excludes a mask: there is none."""
 
     _kind = "attention"
     mask = Attribute()

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from .enums import DataType
-from .layers import INDEXES, ILayer, ITensor, Known, Output, Shape, Tensors, agree, volume
+from .layers import INDEXES, ITensor, Known, Layer, Output, Shape, Tensors, agree, volume
 from .record import Attribute
 
 
-class IShuffleLayer(ILayer):
+class IShuffleLayer(Layer):
     _kind = "shuffle"
     first_transpose = Attribute()
     reshape_dims = Attribute()
@@ -55,7 +55,7 @@ class IShuffleLayer(ILayer):
         return [x.permute(tuple(self._second_transpose or range(x.dim())))]
 
 
-class IConcatenationLayer(ILayer):
+class IConcatenationLayer(Layer):
     _kind = "concatenation"
     axis = Attribute(0)
 
@@ -76,7 +76,7 @@ class IConcatenationLayer(ILayer):
         return [torch.cat(ins, self._axis)]
 
 
-class ISliceLayer(ILayer):
+class ISliceLayer(Layer):
     """Of some axes, by steps of 1. In the mode that wraps, what is beyond the end is at the
     start."""
 
@@ -132,7 +132,7 @@ class ISliceLayer(ILayer):
         return [x]
 
 
-class IShapeLayer(ILayer):
+class IShapeLayer(Layer):
     _kind = "shape"
 
     def _infer(self) -> list[Output]:
@@ -145,7 +145,7 @@ class IShapeLayer(ILayer):
         return [torch.tensor(ins[0].shape, dtype=torch.int64)]
 
 
-class IGatherLayer(ILayer):
+class IGatherLayer(Layer):
     """Entries along an axis (DEFAULT), or at tuples in the index's last dim (ND), which may have
     leading dims of both in common."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import kinds, layout
-from .enums import Severity
+from .enums import TORCH, Severity
 from .layers import HELD, MAX_DIMS, ITensor, Layer, Shape, volume
 from .ranks import Exchange
 from .record import Attribute, Recorded, method, need
@@ -161,10 +161,7 @@ def execute(
     exchange: Exchange | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return outputs by name; caches that are updated share the memory of what was fed. `exchange`
-    gives the tensors of all ranks, where there are several (ranks.py).
-
-    RuleError where a feed, or what a layer makes of it, is not what the network says.
-    """
+    gives the tensors of all ranks. RuleError where a tensor is not what the network says."""
     network._exchange = exchange
     known, sizes = {t._name: t for t in network._inputs}, dict[str, int]()
     wrong = ", ".join(sorted(known.keys() ^ feeds.keys()))
@@ -198,9 +195,8 @@ def _bound(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> Iterator
 
 def sizes(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> tuple[dict[str, int], int]:
     """Return the elements of each tensor, by its name or its layer's, where inputs have these
-    shapes; and the most bytes of tensors that exist at a time, where no two layers are fused and
-    each tensor is there from its layer to its last reader. Inputs, outputs and constants lie
-    elsewhere."""
+    shapes; and the most bytes at a time of those between layers, where nothing is fused and each is
+    there up to its last reader."""
     with _bound(network, inputs):
         counts = {
             t._name or f"{layer._title} {i}": volume(t._dims)
@@ -208,6 +204,10 @@ def sizes(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> tuple[dic
             for i, t in enumerate(layer._outputs)
         }
         return counts, _live_bytes(network)
+
+
+def _bytes(t: ITensor) -> int:
+    return volume(t._dims) * TORCH[t._type[0]].itemsize
 
 
 def _live_bytes(network: INetworkDefinition) -> int:
@@ -221,11 +221,10 @@ def _live_bytes(network: INetworkDefinition) -> int:
     ends: dict[int, int] = {}
     live = most = 0
     for i, layer in enumerate(network._layers):
-        for t in layer._outputs:
-            elsewhere = layer._kind == "constant" or t._is_output or _is_view(layer)
-            if t in last and not elsewhere:
-                live += t._bytes
-                ends[last[t]] = ends.get(last[t], 0) + t._bytes
+        made = [t for t in layer._outputs if t in last and not t._is_output]
+        for t in [] if layer._kind == "constant" or _is_view(layer) else made:
+            live += _bytes(t)
+            ends[last[t]] = ends.get(last[t], 0) + _bytes(t)
         most = max(most, live)
         live -= ends.pop(i, 0)
     return most
@@ -257,23 +256,22 @@ def traffic(
     network: INetworkDefinition, inputs: Mapping[str, Shape], parts: Mapping[str, float]
 ) -> tuple[int, int]:
     """Return the bytes that are read and written, and the number of kernels, where inputs have
-    these shapes. A kernel reads what it needs of inputs, constants and other kernels' results, no
-    more than the smallest tensor on the way; an update writes what is new. `parts`: by name, how
-    much of the constants is read."""
+    these shapes. A kernel reads of tensors that lie in memory no more than the smallest tensor on
+    the way; an update writes what is new. `parts`: by name, how much of a constant is read."""
     with _bound(network, inputs):
-        read: dict[ITensor, Read] = {t: {t: t._bytes} for t in network._inputs}
+        read: dict[ITensor, Read] = {t: {t: _bytes(t)} for t in network._inputs}
         moved = kernels = 0
         for layer in network._layers:
             needed, ends = _needed(layer, read), layer._kind in KERNELS
             for t in layer._outputs:
                 if layer._kind == "constant":
                     share = parts.get(str(layer._name).removesuffix("/weights"), 1)
-                    read[t] = {t: int(share * t._bytes)}
+                    read[t] = {t: int(share * _bytes(t))}
                 elif ends or t._is_output:
-                    moved += (layer._in(1) if layer._kind == "KV cache update" else t)._bytes
-                    read[t] = {t: t._bytes}
+                    moved += _bytes(layer._in(1) if layer._kind == "KV cache update" else t)
+                    read[t] = {t: _bytes(t)}
                 else:
-                    read[t] = {x: min(n, t._bytes) for x, n in needed.items()}
+                    read[t] = {x: min(n, _bytes(t)) for x, n in needed.items()}
             if ends or any(t._is_output for t in layer._outputs):
                 moved += sum(needed.values())
                 kernels += 1
@@ -289,5 +287,5 @@ def _needed(layer: Layer, read: Mapping[ITensor, Read]) -> Read:
         for x, n in read[t].items():
             found[x] = max(found.get(x, 0), n)
     if layer._kind == "gather":
-        found = {x: min(n, layer._outputs[0]._bytes) for x, n in found.items()}
+        found = {x: min(n, _bytes(layer._outputs[0])) for x, n in found.items()}
     return found

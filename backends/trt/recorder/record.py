@@ -73,8 +73,7 @@ class Recorded:
 
 
 def method(name: str, parameters: Sequence[str], run: Callable[..., Any]) -> Any:
-    """Return a method of the real class, which calls `run(self, **arguments)`. Its use is
-    recorded as it was, by position or by keyword."""
+    """Return a method of the real class, which calls `run(self, **arguments)`."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(n, kind) for n in parameters])
 
