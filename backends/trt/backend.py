@@ -25,7 +25,7 @@ from .dry_run import dry_run
 from .host import CODES, Api, Host, check_ranks, logger, recorded_by_all
 from .interface import ENGINE, files, interface, networks
 from .lowerings import SETTINGS, score_bytes
-from .make import build_apart, make, read_plan
+from .make import Make, build_apart, read_plan
 from .runtime import Opened, TrtRuntime, is_streaming, refit, stream_weights
 
 if TYPE_CHECKING:
@@ -91,7 +91,9 @@ class TrtBackend(Backend):
         return program.map(lambda g: made_dense(g, takes_codes))
 
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
-        return build_apart(task, settings) if self.host.apart else make(self.host, task, settings)
+        if self.host.apart:
+            return build_apart(task, settings)
+        return Make(self.host, task, dict(settings)).run()
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         return stored_bytes(program.graphs["prefill"], limits)
@@ -184,9 +186,8 @@ class TrtBackend(Backend):
 
 
 def takes_codes(g: Graph, n: Node) -> bool:
-    """Whether TensorRT's layer takes the codes of a weight: 8 bits with a scale for each row, in
-    the engine's dtype, of a matrix. Its 4 bits come in groups of 64 or 128 of positive scales, its
-    experts are gathered."""
+    """Whether TensorRT's layer takes the codes of a weight: 8 bits of a matrix, with a scale for
+    each row in the engine's dtype."""
     codes, scales = n["codes"].type, n["scales"].type
     rows = codes.dtype in CODES and codes.rank == 2 and scales.shape[1] == 1
     return rows and scales.dtype == n.word("to")

@@ -30,15 +30,7 @@ from g4ir.weights.tensorfile import CODES, write_tensors
 
 from ..primitives.network import Network
 from .emitter import TrtEmitter
-from .host import (
-    MOST_SHARED_BYTES,
-    Api,
-    all_taken,
-    joined,
-    logger,
-    progress_monitor,
-    stream_writer,
-)
+from .host import MOST_SHARED_BYTES, Api, all_taken, joined, logger, progress_monitor, stream_writer
 from .interface import Interface, interface, phases_of
 from .lowerings import HARDWARE, WEIGHTS, lowerings
 
@@ -173,8 +165,8 @@ def _add_profile(w: Written, config: Any, name: str) -> None:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The costs of a build, before it is begun. No build was timed: seconds are a rule of thumb
-    (kernels of each product timed per profile), bytes follow from what the builder holds."""
+    """The costs of a build, before it is begun: seconds by a rule of thumb (kernels of each product
+    timed per profile), bytes by what the builder holds."""
 
     seconds: float
     host_bytes: int

@@ -22,14 +22,7 @@ import torch
 from torch import Tensor
 
 from g4ir.errors import CheckError, InputError, LowerError
-from g4ir.ir.distance import (
-    ROUNDED,
-    Anchor,
-    Tolerance,
-    rounding_room,
-    row_errors,
-    worst_of,
-)
+from g4ir.ir.distance import ROUNDED, Anchor, Tolerance, rounding_room, row_errors, worst_of
 from g4ir.ir.graph import Graph, Node, Program
 from g4ir.ir.interpret import interpret, run_node
 from g4ir.model.decoder import HIDDEN, VERIFY
@@ -133,7 +126,7 @@ def check_sizes(
     # Those of prefill are the largest, where there are any: nothing else has as many tokens.
     widest = [*io.of_phase(DRAFT), *io.of_phase("prefill")]
     largest = {name: io.shapes(name, widest[-1])[2] for name in io.dynamic()}
-    return written, recorder.sizes(written.network, largest)[1]
+    return written, recorder.scratch_bytes(written.network, largest)
 
 
 def full_size(api: Api, p: Prepared) -> dict[str, Any]:
@@ -171,10 +164,9 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
 
 
 def in_small(p: Prepared, dtype: str) -> tuple[Packing, list[ParamSource]]:
-    """Return the variant in small (shrink.py) through the same passes, with random weights of each
-    rank. It takes the same kinds of media, each in one size, and weights as the recipe says, where
-    it fits the small spec too. In 16 bits all experts are taken, so that rounding says how far two
-    runs may lie apart. As many ranks share it as can, up to those of the build."""
+    """Return the variant in small (shrink.py) through the same passes, with the same kinds of
+    media, each in one size, and random weights of each rank, in codes where the recipe fits it. In
+    16 bits all experts are taken, so that rounding says how far two runs may lie apart."""
     kinds = p.media.kinds
     spec = shrink(p.spec, media=bool(kinds))
     if dtype in ROUNDED:
@@ -327,9 +319,8 @@ def emulated(
 
 
 def run_small(program: Program, params: Any, runtime: Any) -> dict[str, Tensor]:
-    """Return `logits` [N, vocab]: rows of different lengths in chunks, one of them empty, then
-    decode steps; and `drafts`, what a drafter makes of the state behind the last, over each span,
-    [spans * B,1,hidden]."""
+    """Return `logits` [N, vocab] of rows of different lengths in chunks, one of them empty, then of
+    decode steps; and `drafts` [spans * B,1,hidden], by the state behind the last over each span."""
     embed, plan, lengths = program.graphs["embed"], _plan(program), torch.tensor(LENGTHS)
     tables = {v.name: params.tensor(v.name) for v in embed.params}
     state, generator = runtime.new_state(len(LENGTHS)), torch.Generator().manual_seed(0)

@@ -457,7 +457,8 @@ class TrtEmitter(Emitter):
         def make() -> Any:
             source, at = self._inputs.get(str(name)) or (x, axis)
             shape = self._add("shape", "shape", Type("i64", (source.rank,)), source)
-            return self._add("slice", "dim", Type("i64", (1,)), shape, (at,), (1,), (1,)).handle
+            part = (at,), (1,), (1,)
+            return self._add("slice", "dim", Type("i64", (1,)), shape, *part, axes=(0,)).handle
 
         return self._once(("dim", name), make)
 

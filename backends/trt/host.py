@@ -177,7 +177,6 @@ def require_gpu() -> None:
 
 
 def gpu_name() -> str:
-    """Return the current GPU by its product name."""
     return torch.cuda.get_device_name()
 
 
@@ -188,7 +187,6 @@ def gpu_architecture() -> str:
 
 
 def free_memory(device: str) -> int:
-    """Count the bytes of the current GPU that nobody has taken."""
     return int(torch.cuda.mem_get_info()[0])
 
 

@@ -61,9 +61,8 @@ def in_blocks(
     seen: Operand,
     softmax: Callable[[Emitter, Operand], Operand] | None = None,
 ) -> Operand:
-    """Attend by products and a softmax over q [B,S,heads,d], a static number of blocks of queries
-    one after the other; for the last blocks of a short chunk nothing is left. `softmax` in the
-    place of the layer."""
+    """Attend by products and a softmax (`softmax` in the place of the layer) over q [B,S,heads,d],
+    a static number of blocks of queries one after the other; some of a short chunk are empty."""
     e, chunk, rows = net.e, net.limits.prefill_chunk, block_rows(n, net.limits)
     assert isinstance(e, TrtEmitter)
     scale, cap = n.number("scale"), n.number("softcap")

@@ -73,9 +73,11 @@ class Make:
             self.log.close()
 
     def _made(self) -> dict[str, Any]:
-        scratch = self._check_sizes()
+        self.task.progress("checking sizes")
+        api, limits, graphs = emulator(), self.task.limits, self.graphs.values()
+        scratch = max(check_sizes(api, g, limits, self.settings)[1] for g in graphs)
         self._try_attention()
-        self.task.progress(f"TensorRT's builder: {build.estimate([*self.graphs.values()])}")
+        self.task.progress(f"TensorRT's builder: {build.estimate([*graphs])}")
         layers = {name: self._or_plain(partial(self._plans, name)) for name in self.graphs}
         found = self._check_memory()
         first = {name: files(name, 0, ranks_of(g))[0] for name, g in self.graphs.items()}
@@ -94,12 +96,6 @@ class Make:
     def _note(self, text: str) -> None:
         self.notes.append(text)
         self.task.progress(text)
-
-    def _check_sizes(self) -> int:
-        """Return the estimate of scratch memory."""
-        self.task.progress("checking sizes")
-        api, limits = emulator(), self.task.limits
-        return max(check_sizes(api, g, limits, self.settings)[1] for g in self.graphs.values())
 
     def _try_attention(self) -> None:
         """Build each kind of attention of the text model alone, into plans that are thrown away."""
@@ -195,12 +191,6 @@ def read_plan(path: Path, api: Api, log: Any) -> Any:
         return deserialize(api, plan, log)
 
 
-def make(host: Host, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
-    """Build in this process, which a crash of the builder would end; return what the manifest
-    keeps."""
-    return Make(host, task, dict(settings)).run()
-
-
 # --- in a process of its own: where the builder crashes, this one goes on and says so -----------
 
 
@@ -288,7 +278,7 @@ def run_job(folder: Path, host: Host) -> dict[str, Any]:
 
     task = Task(program, Limits(**job["limits"]), job["device"], folder, params, progress)
     try:
-        made = make(host, task, job["settings"])
+        made = Make(host, task, job["settings"]).run()
     except G4Error as e:
         kind = next(c.__name__ for c in type(e).__mro__ if vars(errors).get(c.__name__) is c)
         return {"error": kind, "message": str(e)}

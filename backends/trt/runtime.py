@@ -19,15 +19,7 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.weights.pack import ParamSource
 
 from ..base import Tensors, Watch
-from ..primitives.network import (
-    BLOCK_IDS,
-    NO_BLOCK,
-    ROWS,
-    SLOTS,
-    TURNED,
-    asked_rows,
-    full_slots,
-)
+from ..primitives.network import BLOCK_IDS, NO_BLOCK, ROWS, SLOTS, TURNED, asked_rows, full_slots
 from ..primitives.runtime import NetworkCaches, NetworkRuntime
 from ..torch_compile.cuda_graph import Captured, Record, WithFallback
 from .host import DTYPES, Api, data_type
@@ -46,8 +38,7 @@ RECORDED = ("decode", VERIFY, DRAFT)
 
 def step_slots(tokens: int, max_seq: int) -> int:
     """Return how much of the full-length caches a step of several tokens looks at: 256, 384, 512,
-    768, 1024, ...; few sizes, because each has recorded steps of its own, and at most half more
-    than is held."""
+    768, 1024, ...; few sizes, because each has recorded steps of its own."""
     size = LEAST_SLOTS
     while size < tokens:
         size += size // 2 if size & (size - 1) == 0 else size // 3
@@ -70,8 +61,7 @@ class Opened:
 
 class TrtSteps:
     """An engine with an execution context for each profile, whose steps go over the caches of
-    sessions; those of few tokens are recorded where they can be. A tower's has one context, static
-    shapes and no caches."""
+    sessions; those of few tokens are recorded. A tower's has one context and no caches."""
 
     def __init__(self, opened: Opened, limits: Limits, record: Record | None = None) -> None:
         self.api, self.engine, self.log = opened.api, opened.engine, opened.log
@@ -167,8 +157,7 @@ class TrtSteps:
 
     def _replay(self, profile: str, feeds: Feeds, state: NetworkCaches, slots: int) -> Feeds:
         """Replay a step in one launch. The graph belongs to these caches, to this many slots of
-        them, and to a number of tokens. A context of its own, which nothing else changes, is what
-        TensorRT asks of a context that was recorded."""
+        them, and to a number of tokens; TensorRT asks for a context that nothing else changes."""
         assert self.record
         record = self.record
 
@@ -343,20 +332,22 @@ class TrtRuntime(TrtSteps, NetworkRuntime):
 
 def check_engine(api: Api, engine: Any, io: Interface) -> None:
     """Raise EngineError where the engine's tensors are not those of the interface."""
+
+    def alike(what: str, found: str, expected: str) -> None:
+        if found != expected:
+            raise EngineError(
+                f"TensorRT engine: {what} {found}, expected {expected}; build it again"
+            )
+
     names = sorted(engine.get_tensor_name(i) for i in range(engine.num_io_tensors))
     described = {**io.inputs, **io.outputs}
-    _check_alike("its tensors are", ", ".join(names), ", ".join(sorted(described)))
+    alike("its tensors are", ", ".join(names), ", ".join(sorted(described)))
     types = {data_type(api.trt, dtype): dtype for dtype in DTYPES}
     for name, t in described.items():
-        _check_alike(f"{name} is", str(types.get(engine.get_tensor_dtype(name))), t.dtype)
+        alike(f"{name} is", str(types.get(engine.get_tensor_dtype(name))), t.dtype)
     for out, source in io.aliased.items():
         found = engine.get_aliased_input_tensor(out)
-        _check_alike(f"{out} lies at the address of", found or "nothing else", source)
-
-
-def _check_alike(what: str, found: str, expected: str) -> None:
-    if found != expected:
-        raise EngineError(f"TensorRT engine: {what} {found}, expected {expected}; build it again")
+        alike(f"{out} lies at the address of", found or "nothing else", source)
 
 
 def deserialize(api: Api, plan: Any, log: Any) -> Any:
@@ -372,8 +363,7 @@ def deserialize(api: Api, plan: Any, log: Any) -> Any:
 
 def stream_weights(engine: Any, free: int) -> None:
     """Keep as many of a plan's weights on the device as `free` bytes, beside the engine's scratch
-    memory, have room for; the others are copied there at every step. TensorRT's own choice would
-    be all that is free now, before caches exist."""
+    memory, have room for. TensorRT's own choice would be all that is free before caches exist."""
     engine.weight_streaming_budget_v2 = 0
     room = free - engine.device_memory_size_v2  # with what streaming itself takes
     engine.weight_streaming_budget_v2 = min(max(0, room), engine.streamable_weights_size)

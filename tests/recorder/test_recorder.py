@@ -10,25 +10,16 @@ import pytest
 import torch
 import yaml
 
-from g4ir.backends.trt.recorder import (
-    VERSIONS,
-    RuleError,
-    aliases,
-    check,
-    execute,
-    recorder,
-    sizes,
-    traffic,
-)
+from g4ir.backends.trt.recorder import RuleError, aliases, check, execute, scratch_bytes, traffic
 from tests.recorder.networks import Net
 
 RULES: Mapping[str, str] = yaml.safe_load(Path(__file__).with_name("rules.yaml").read_text())
 CODES = torch.tensor([[-127, 0, 3], [127, -5, 1]], dtype=torch.int8)
 
 
-def cache(n: Net, at: str = "INT32") -> Any:
+def cache(n: Net) -> Any:
     held, new = (n.x(2, 4, slots, 8, dtype="HALF") for slots in (16, 3))
-    return n.append(held, new, n.x(2, dtype=at))
+    return n.append(held, new, n.x(2, dtype="INT32"))
 
 
 def attend(n: Net, *mask: int) -> Any:
@@ -43,7 +34,7 @@ def codes(n: Net, scales: int = 2, dtype: torch.dtype = torch.int8, **how: Any) 
 def computed_size(n: Net) -> Any:
     layer = n.network.add_slice(n.x(4), (0,), (1,), (1,))
     layer.set_input(2, n.x(1, dtype="INT32"))
-    return layer.get_output(0)
+    return n.set(layer, axes=(0,))
 
 
 def written(n: Net, text: str) -> None:
@@ -115,7 +106,7 @@ def test_legal_forms() -> None:
     assert n.reshape(n.x(-1, -1, 6), (0, 0, 2, 3)).shape == (-1, -1, 2, 3)
     assert n.reshape(n.x(-1, 4), (-1,)).shape == (-1,)
     assert n.product(n.x(-1, -1, 4), n.x(1, 4, 2)).shape == (-1, -1, 2)
-    assert cache(n, at="INT64").shape == (2, 4, 16, 8)
+    assert cache(n).shape == (2, 4, 16, 8)
 
 
 # --- the module -------------------------------------------------------------------------------
@@ -187,15 +178,15 @@ def test_shape_tensors_are_followed() -> None:
     layer.set_input(2, size)
     assert layer.get_output(0).shape == (2, -1, 4)
     feeds = {"x0": torch.zeros(5), "x1": torch.zeros(2, 8, 4)}
-    assert run(n, layer.get_output(0), **feeds).shape[1] == 5
-    assert max(sizes(n.network, {"x0": (9,)})[0].values()) == 64
+    assert run(n, n.exp(layer.get_output(0)), **feeds).shape[1] == 5
+    assert scratch_bytes(n.network, {"x0": (9,)}) == 64 * 4
 
 
 def test_bytes_that_are_there_at_a_time() -> None:
     """Of tensors between layers; a view is no copy, inputs, outputs and constants lie elsewhere."""
     n = Net()
     n.output(n.exp(n.exp(n.reshape(n.exp(n.exp(n.x(-1, 4))), (4, -1)))))
-    assert sizes(n.network, {"x0": (100, 4)})[1] == 2 * 100 * 4 * 4
+    assert scratch_bytes(n.network, {"x0": (100, 4)}) == 2 * 100 * 4 * 4
 
 
 def test_weights() -> None:

@@ -21,9 +21,7 @@ from g4ir.backends.trt import host, runtime
 from g4ir.backends.trt.interface import networks
 from g4ir.backends.trt.recorder import recorder
 from g4ir.engine.build import prepare
-from g4ir.errors import (
-    MissingError,
-)
+from g4ir.errors import MissingError
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress

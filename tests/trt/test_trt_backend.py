@@ -32,11 +32,7 @@ from g4ir.check.logits import verify_engine
 from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
-from g4ir.errors import (
-    EngineError,
-    LowerError,
-    PlanError,
-)
+from g4ir.errors import EngineError, LowerError, PlanError
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.footprint import reserve
 from g4ir.plan.options import BuildOptions

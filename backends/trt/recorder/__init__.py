@@ -1,14 +1,6 @@
-"""A stand-in for the `tensorrt` module: it records calls, keeps TensorRT's rules, and executes.
-
-TensorRT's builder runs on machines with a GPU only. `recorder(version)` has the classes, methods,
-arguments and enum members that networks are written with here, as the real module of that version
-has them, and
-  - writes every use down in `module.calls` (see record.Call), to be held against the signatures
-    of the real bindings;
-  - raises RuleError where a network breaks what NVIDIA documents: types, ranks, shapes, aliasing;
-  - runs a network in torch, each layer by its own documented meaning.
-
-It needs torch and nothing else. README.md says how it is used, and what it cannot say.
+"""A stand-in for the `tensorrt` module: it records calls, to be held against the signatures of the
+real bindings; raises RuleError where a network breaks what NVIDIA documents; and runs networks in
+torch, each layer by its documented meaning. README.md says how it is used, and what it cannot say.
 """
 
 from __future__ import annotations
@@ -24,7 +16,7 @@ from .layers import MAX_TOP_K as MAX_TOP_K
 from .network import aliases as aliases
 from .network import check as check
 from .network import execute as execute
-from .network import sizes as sizes
+from .network import scratch_bytes as scratch_bytes
 from .network import traffic as traffic
 from .ranks import Exchange as Exchange
 from .ranks import communicator as communicator

@@ -1,8 +1,7 @@
 """Builder, runtime and engines of the recorder: a network is built, kept and run on the CPU.
 
-A plan is a short JSON text; what it stands for stays in this process (`_BUILT`), under a digest of
-layers and weights. Tensors are read and written at the addresses that a context is given, as in the
-real thing, so that a wrong address, shape or alias shows.
+A plan is a digest of layers and weights, by which this process has what it stands for (`_BUILT`).
+Tensors are read and written at the addresses that a context is given, as in the real thing.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from .network import INetworkDefinition
 from .ranks import Exchange, exchange_of
 from .record import Attribute, Recorded, RuleError, api, need
 
-FORMAT = "recorder plan"
 #: bytes of scratch memory that every engine asks for, and those of its first profile
 SCRATCH, LEAST_SCRATCH = 4096, 1024
 
@@ -136,8 +134,8 @@ class Built:
     streamed: bool
 
 
-#: digest -> what was built in this process
-_BUILT: dict[str, Built] = {}
+#: plan -> what was built in this process
+_BUILT: dict[bytes, Built] = {}
 
 
 class Builder(Recorded):
@@ -182,10 +180,9 @@ class Builder(Recorded):
         except RuleError as e:
             self._logger.log(Severity.ERROR, str(e))
             return None
-        digest = _digest(built)
-        _BUILT[digest] = built
-        text = {"format": FORMAT, "tensorrt": self._module.__version__, "digest": digest}
-        return json.dumps(text).encode()
+        plan = f"recorder plan of {self._module.__version__}: {_digest(built)}".encode()
+        _BUILT[plan] = built
+        return plan
 
 
 def _told(monitor: Any, steps: int) -> bool:
@@ -249,28 +246,19 @@ def _digest(built: Built) -> str:
 
 
 class Runtime(Recorded):
-    """Finds what a plan stands for."""
-
     @api
     def __init__(self, logger: ILogger) -> None:
         self._logger = logger
 
     def deserialize_cuda_engine(self, serialized_engine: Any) -> Any:
-        try:
-            plan = json.loads(bytes(memoryview(serialized_engine)))
-            version, built = plan["tensorrt"], _BUILT[plan["digest"]]
-        except (ValueError, LookupError, TypeError):
+        built = _BUILT.get(bytes(memoryview(serialized_engine)))
+        if built is None:
             self._logger.log(Severity.ERROR, "the plan was not built by this recorder")
-            return None
-        if version != self._module.__version__:
-            self._logger.log(Severity.ERROR, f"the plan was built by version {version}")
             return None
         return self._module.ICudaEngine(built, self._logger)
 
 
 class ICudaEngine(Recorded):
-    """A built network with its weights."""
-
     def __init__(self, built: Built, logger: ILogger) -> None:
         self._built, self._logger, self._network = built, logger, built.network
         stripped = built.refittable.values()
@@ -306,12 +294,6 @@ class ICudaEngine(Recorded):
     def _streams(self) -> bool:
         return (self._weight_streaming_budget_v2 or 0) < self._streamable()
 
-    def _run(
-        self, inputs: Mapping[str, torch.Tensor], exchange: Exchange | None
-    ) -> dict[str, torch.Tensor]:
-        self._network._constants = dict(self._weights)
-        return networks.execute(self._network, inputs, exchange)
-
     def create_execution_context(self, strategy: Any = _Strategy.STATIC) -> Any:
         chosen = self._weight_streaming_budget_v2 is not None or not self._streamable()
         need(chosen, "no weight_streaming_budget_v2: TensorRT's own is all memory that is free now")
@@ -320,8 +302,6 @@ class ICudaEngine(Recorded):
 
 
 class Refitter(Recorded):
-    """Gives an engine the weights that its plan lacks."""
-
     @api
     def __init__(self, engine: ICudaEngine, logger: ILogger) -> None:
         self._engine, self._logger, self._names = engine, logger, engine._built.refittable
@@ -422,7 +402,9 @@ class IExecutionContext(Recorded):
                 n: memory_at(self._addresses[n], t._type[0], self._shape(n))
                 for n, t in self._inputs().items()
             }
-            made = self._engine._run(inputs, self._exchange)
+            network = self._engine._network
+            network._constants = dict(self._engine._weights)
+            made = networks.execute(network, inputs, self._exchange)
         except RuleError as e:
             return self._refuse(str(e))
         for name, value in made.items():
@@ -441,8 +423,7 @@ class IExecutionContext(Recorded):
         return [n for n, t in self._inputs().items() if n not in self._shapes and -1 in t._dims]
 
     def _check(self, stream: int) -> None:
-        """Check what must hold before a step; recorded steps of a CUDA graph have rules of their
-        own."""
+        """Check what must hold before a step, or before it is captured."""
         engine = self._engine
         lacking = [n for n in engine._tensors if n not in self._addresses]
         need(not lacking, f"no address for {', '.join(lacking)}")
@@ -455,8 +436,10 @@ class IExecutionContext(Recorded):
         need(not alone, "no communicator, by which ranks exchange")
         self._check_places()
         if engine._module._capturing:
-            waits = "weights are streamed: the step waits, and cannot be captured"
-            need(not engine._streams(), waits)
+            need(
+                not engine._streams(),
+                "weights are streamed: the step waits, and cannot be captured",
+            )
             said = f"stream {stream}: its first step makes events, and cannot be captured"
             need(stream in self._streams, said)
 

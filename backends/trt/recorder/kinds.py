@@ -1,8 +1,5 @@
 """The layers: rules, types of results, and what each computes by its documented meaning.
-
-Elementwise work in half precision is done in fp32 and rounded once; products are torch's of that
-dtype. An update of a cache happens in the memory that was fed, as in TensorRT.
-"""
+Elementwise work in half precision is done in fp32 and rounded once."""
 
 from __future__ import annotations
 
@@ -146,7 +143,6 @@ _BINARY: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "FLOOR_DIV": torch.floor_divide,
     "AND": torch.logical_and,
     "OR": torch.logical_or,
-    "XOR": torch.logical_xor,
     "EQUAL": torch.eq,
     "GREATER": torch.gt,
     "LESS": torch.lt,
@@ -305,8 +301,7 @@ class IDistCollectiveLayer(Layer):
         join = {"ALL_REDUCE": "SUM", "ALL_GATHER": "NONE"}.get(op)
         joined = self._reduce_op.name
         self._need(join == joined and self._root == -1, f"{op} by {joined} is not recorded here")
-        # An empty group should mean all, and was seen to mean none.
-        every = [*self._groups] == [*range(ranks)] and ranks > 1
+        every = [*self._groups] == [*range(ranks)] and ranks > 1  # none was seen to mean no rank
         self._need(every, f"groups {[*self._groups]}: all of {ranks} ranks, in order")
         self._takes(x, FLOATS, "an exchange here")
         if not self._gathers:
@@ -340,7 +335,7 @@ class IKVCacheUpdateLayer(Layer):
         self._need(cache._layer is None, f"{cache._text}: a cache is a network input")
         self._takes(cache, FLOATS, "a cache")
         self._same(cache, new)
-        self._takes(at, INDEXES, "write_indices")
+        self._takes(at, {DataType.INT32}, "write_indices")
         ranks = len(cache._dims), len(new._dims), len(at._dims)
         self._need(ranks == (4, 4, 1), f"{text}: [B,N,S_max,H], [B,N,S,H] and [B]")
         (rows, heads, slots, size), (b, n, s, d) = cache._dims, new._dims

@@ -1,7 +1,5 @@
-"""Tensors, weights, and what all layers have.
-
-A layer's `_infer` checks its inputs and works out the types of its outputs: element type, and dims
-that are -1 where they are known at run time only. README.md says where the rules are written.
+"""Tensors, weights, and what all layers have. A layer's `_infer` checks its inputs and works out
+the types of its outputs: element type, and dims that are -1 where they are known at run time only.
 """
 
 from __future__ import annotations
@@ -16,10 +14,8 @@ import torch
 from .enums import TORCH, DataType
 from .record import Attribute, Recorded, RuleError, api, need
 
-#: `Dims.MAX_DIMS`
-MAX_DIMS = 8
-#: the operator page of TopK
-MAX_TOP_K = 3840
+#: `Dims.MAX_DIMS`; the operator page of TopK
+MAX_DIMS, MAX_TOP_K = 8, 3840
 
 Shape = tuple[int, ...]
 Tensors = list[torch.Tensor]

@@ -88,10 +88,6 @@ class ISliceLayer(Layer):
     def _wraps(self) -> bool:
         return self._mode is not None and self._mode.name == "WRAP"
 
-    @property
-    def _along(self) -> Sequence[int]:
-        return range(len(self._in()._dims)) if self._axes is None else self._axes
-
     def _parts(self) -> list[Any]:
         given = [*self._inputs[1:], None, None]
         return [h if t is None else t for t, h in zip(given, (self._start, self._shape))]
@@ -102,7 +98,7 @@ class ISliceLayer(Layer):
         return known or []
 
     def _infer(self) -> list[Output]:
-        x, axes = self._in(), self._along
+        x, axes = self._in(), self._axes
         parts = [self._numbers(p) for p in self._parts()]
         fit = {len(p) for p in parts} == {len(axes)} and set(self._stride) == {1}
         self._need(fit, f"{x._text}: start and shape {parts} are of axes {axes}")
@@ -123,7 +119,7 @@ class ISliceLayer(Layer):
     def _run(self, *ins: torch.Tensor) -> Tensors:
         x, given = ins[0], iter(ins[1:])
         parts = [next(given).tolist() if isinstance(p, ITensor) else p for p in self._parts()]
-        for axis, first, count in zip(self._along, *parts):
+        for axis, first, count in zip(self._axes, *parts):
             size = x.shape[axis]
             inside = self._wraps or 0 <= first <= first + count <= size
             self._need(inside, f"{count} from {first} of {list(x.shape)}, dim {axis}")

@@ -193,17 +193,11 @@ def _bound(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> Iterator
         network._epoch += 1
 
 
-def sizes(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> tuple[dict[str, int], int]:
-    """Return the elements of each tensor, by its name or its layer's, where inputs have these
-    shapes; and the most bytes at a time of those between layers, where nothing is fused and each is
-    there up to its last reader."""
+def scratch_bytes(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> int:
+    """Return the most bytes at a time of tensors between layers, where inputs have these shapes,
+    nothing is fused, and each tensor is there up to its last reader."""
     with _bound(network, inputs):
-        counts = {
-            t._name or f"{layer._title} {i}": volume(t._dims)
-            for layer in network._layers
-            for i, t in enumerate(layer._outputs)
-        }
-        return counts, _live_bytes(network)
+        return _live_bytes(network)
 
 
 def _bytes(t: ITensor) -> int:
@@ -237,17 +231,8 @@ def _is_view(layer: Layer) -> bool:
 
 
 #: layers that are kernels; all others are done within those that read them
-KERNELS = (
-    "matrix multiply",
-    "softmax",
-    "reduce",
-    "top-k",
-    "gather",
-    "concatenation",
-    "KV cache update",
-    "attention",
-    "distributed collective",
-)
+COMPUTING = ("matrix multiply", "softmax", "reduce", "top-k", "attention")
+MOVING = ("gather", "concatenation", "KV cache update", "distributed collective")
 #: tensors that lie in memory -> bytes of them that are read
 Read = dict[ITensor, int]
 
@@ -262,7 +247,7 @@ def traffic(
         read: dict[ITensor, Read] = {t: {t: _bytes(t)} for t in network._inputs}
         moved = kernels = 0
         for layer in network._layers:
-            needed, ends = _needed(layer, read), layer._kind in KERNELS
+            needed, ends = _needed(layer, read), layer._kind in COMPUTING + MOVING
             for t in layer._outputs:
                 if layer._kind == "constant":
                     share = parts.get(str(layer._name).removesuffix("/weights"), 1)
