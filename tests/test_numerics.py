@@ -7,13 +7,17 @@ The budget of each comparison is measured on the reference itself in the same ru
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from g4ir.ir.graph import Program
+from g4ir.ir.graph import Graph, Node, Program
+from g4ir.ir.rewrite import rebuild
+from g4ir.model.text import build_program
 from g4ir.ops.attention import visible
 from g4ir.spec.record import load_spec
 from tests import parity
@@ -184,6 +188,14 @@ def ablated_error(oracle: Oracle, change: Change) -> float:
 def program_error(oracle: Oracle, program: Program, tensors: Any) -> float:
     session = Session(program, tensors, 2, 128, 128, True)
     return relative(session.prefill(oracle.tokens, all_logits=True), oracle.logits).max().item()
+
+
+@pytest.mark.parametrize("dropped", ABLATIONS)
+def test_a_dropped_feature_shows(dropped: str) -> None:
+    name, change = ABLATIONS[dropped]
+    oracle = oracle_of(STANDING_FOR.get(name, name))
+    assert ablated_error(oracle, lambda g: g) <= oracle.budget
+    assert ablated_error(oracle, change) > 30 * oracle.budget
 
 
 def test_every_kind_of_tensor_is_used() -> None:
