@@ -165,9 +165,6 @@ bench: $(ENGINES)
 	        --peer hf --peer hf-static --peer hf-compile || exit; done
 	for engine in wide-long wide-rows; do \
 	    $(BIN)/g4ir bench $(BENCH)/$$engine $(BENCH)/wide --input-len 32 --output-len 33 || exit; done
-	$(BIN)/python bench/linear.py --save
-	$(BIN)/python bench/linear.py --codes --save
-	$(BIN)/python bench/towers.py --save
 
 clean:
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

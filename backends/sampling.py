@@ -1,11 +1,9 @@
 """Sampling: from logits to the next token, by the settings of each sequence.
 
-A sequence's logits go through, in this order: log-probabilities are read, which are raw; biases,
-suppressed tokens and the logits mask; penalties; temperature; min_p; top_k; top_p; the draw.
-
-The random number of a draw is a function of the sequence's seed and of the token's index in its
-answer (`uniform`). So a text depends neither on what is decoded beside it, nor on speculative
-decoding, nor on whether the host or the device chooses.
+The order: raw log-probabilities are read; biases, suppressed tokens and the logits mask; penalties;
+temperature; min_p; top_k; top_p; the draw. Its random number is a function of the sequence's seed
+and the token's index in the answer, so a text depends neither on the rest of the batch, nor on
+speculative decoding, nor on whether the host or the device chooses.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import secrets
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -67,12 +64,11 @@ class SamplingParams:
     never chosen.
 
     presence_penalty is subtracted from the logits of generated tokens, frequency_penalty once for
-    each occurrence; repetition_penalty divides positive logits of tokens of the prompt and answer,
-    and multiplies negative ones. min_p: the least probability of a token that can
-    be drawn, as a share of the largest. logit_bias: (token, what is added). `allowed` is a logits
-    mask. The sequence ends with one of `stop`, and with the checkpoint's own stop ids unless
-    `ignore_eos`; none of them is chosen before `min_tokens` are generated. logprobs: how many of
-    the most probable tokens are reported with each.
+    each occurrence; repetition_penalty divides positive logits of tokens of prompt and answer, and
+    multiplies negative ones. min_p: least probability, as a share of the largest. logit_bias:
+    (token, what is added). `allowed` is a logits mask. The sequence ends with one of `stop`, and
+    with the checkpoint's own stop ids unless `ignore_eos`; none of them is chosen before
+    `min_tokens` are generated. logprobs: how many of the most probable tokens are reported.
     """
 
     temperature: float = 0.0
@@ -93,9 +89,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         given = [(name, getattr(self, name.rstrip(":")), *limits) for name, *limits in LIMITS]
-        given += [
-            (f"logit_bias of token {token}:", bias, *ADDED) for token, bias in self.logit_bias
-        ]
+        given += [(f"logit_bias of token {t}:", bias, *ADDED) for t, bias in self.logit_bias]
         for name, value, least, most, expected in given:
             if value is None and getattr(SamplingParams, name.rstrip(":"), 0) is None:
                 continue  # not set
@@ -130,8 +124,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Raw log-probabilities: of the chosen token, and (token, log-probability) of the most
-    probable ones, the most probable first."""
+    """Raw log-probabilities of the chosen token, and of the most probable ones in order."""
 
     chosen: float
     top: tuple[tuple[int, float], ...]
@@ -148,7 +141,6 @@ Drawn = Choice | Exception | None
 
 
 _WORD = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
 
 
 def uniform(seed: int, index: int) -> float:
@@ -157,7 +149,7 @@ def uniform(seed: int, index: int) -> float:
 
 
 def _mixed(x: int) -> int:
-    x = (x + 1) * _GOLDEN & _WORD
+    x = (x + 1) * 0x9E3779B97F4A7C15 & _WORD
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _WORD
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _WORD
     return x ^ x >> 31
@@ -179,11 +171,13 @@ class Sampler:
         self.generated: list[int] = []
         self._never = frozenset(params.suppress)
         self._greedy = params.temperature == 0 and not params.changes
+        self._biases = [torch.tensor(column) for column in zip(*params.logit_bias)]
+        self._suppressed = torch.tensor(params.suppress, dtype=torch.int64)
+        self._stopping = torch.tensor(sorted(self.stops), dtype=torch.int64)
         #: where its logits are: how often it generated each token, and which it has seen
         self._counts: torch.Tensor | None = None
         self._followed = 0
-        #: whether nothing but `suppress`, temperature, top_k and top_p has a say, so that a device
-        #: can choose
+        #: whether only `suppress`, temperature, top_k and top_p matter, so that a device can choose
         plain = not params.changes and params.logprobs is None and not params.min_p
         self.plain = plain and params.min_tokens == 0
 
@@ -202,16 +196,16 @@ class Sampler:
         return len(self.generated) < self.params.min_tokens
 
     def shaped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits [vocab] as they are drawn from, float32; the given ones are not changed.
-        InputError if none may be chosen."""
+        """Return a copy of logits [vocab], float32, as they are drawn from. InputError if none."""
         if self.plain and not self._never:
             return logits.float()
         s, row = self.params, logits.to(torch.float32, copy=True)
-        if s.logit_bias:
-            row.index_add_(0, *(t.to(row.device) for t in self._biases))
-        for ids in (self._suppressed, self._stopping if self._is_short else None):
-            if ids is not None and len(ids):
-                row[ids.to(row.device)] = -math.inf
+        if self._biases:
+            tokens, biases = self._biases
+            row.index_add_(0, tokens.to(row.device), biases.to(row))
+        row[self._suppressed.to(row.device)] = -math.inf
+        if self._is_short:
+            row[self._stopping.to(row.device)] = -math.inf
         allowed = s.allowed.mask(self.generated) if s.allowed else None
         if allowed is not None:
             row.masked_fill_(~bits(allowed, len(row)).to(row.device), -math.inf)
@@ -226,19 +220,6 @@ class Sampler:
             weights = weights_of(row[None], s.temperature)[0]
             row.masked_fill_(weights < s.min_p, -math.inf)
         return row
-
-    @cached_property
-    def _biases(self) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, biases = zip(*self.params.logit_bias, strict=True)
-        return torch.tensor(tokens), torch.tensor(biases, dtype=torch.float32)
-
-    @cached_property
-    def _suppressed(self) -> torch.Tensor:
-        return torch.tensor(self.params.suppress, dtype=torch.int64)
-
-    @cached_property
-    def _stopping(self) -> torch.Tensor:
-        return torch.tensor(sorted(self.stops), dtype=torch.int64)
 
     def _penalise(self, row: torch.Tensor) -> None:
         if self._counts is None:
@@ -255,8 +236,7 @@ class Sampler:
 
 
 def sample(logits: torch.Tensor, samplers: Mapping[int, Sampler]) -> dict[int, Drawn]:
-    """Choose a token for some rows of logits [B, vocab], as each alone would, and append it to what
-    its sampler has generated."""
+    """Choose a token for some rows of logits [B, vocab], and append it to the sampler's own."""
     # A sum is finite if all of its terms are; one transfer from a device for both.
     sums = logits.sum(-1, dtype=torch.float32)
     best, sums = torch.stack((logits.argmax(-1).double(), sums.double())).tolist()
@@ -382,10 +362,10 @@ def draw(
     """Draw one of the candidates of each row, int64 [B]: the first at which the sum of
     probabilities exceeds the row's random number in [0, 1).
 
-    values [B, k] are logits, at least one of them finite, in descending order; index int64 [B, k]
-    their ids. Without `index` they are in the order of their ids, and all are candidates: top_k
-    and top_p of `draws` f64[B, 4] are left out. The probabilities are those of the k candidates
-    alone; `whole` [B, 1] counts more of them for top_p (see `weights_of`).
+    values [B, k] are logits in descending order, at least one of them finite, and index int64
+    [B, k] their ids. Without `index` all tokens are candidates in the order of their ids, and top_k
+    and top_p of `draws` f64[B, 4] are left out. `whole` [B, 1] is the sum of weights that top_p
+    refers to (default: that of the k candidates; see `weights_of`).
     """
     weights = weights_of(values, draws[:, TEMPERATURE, None])
     if index is not None:
@@ -404,7 +384,7 @@ def draw(
 
 
 def weights_of(values: torch.Tensor, temperature: Any) -> torch.Tensor:
-    """Return probabilities in float64 up to a factor, which is the same for all that begin with, or
-    contain, the largest. `temperature`: a number, or f64[B, 1]."""
+    """Return probabilities in float64 up to a factor, which is the same for all `values` with the
+    same largest. `temperature`: a number, or f64[B, 1]."""
     # The largest becomes 0 before the division, so that no temperature overflows.
     return ((values - values.amax(-1, keepdim=True)).double() / temperature).exp()

@@ -1,29 +1,23 @@
-"""Tools of the benchmark scripts beyond g4ir.bench: their arguments, a stopwatch, and the summary
-of a run."""
+"""Tools of the benchmark scripts: arguments, a stopwatch, and the summary of a run."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from g4ir.backends.torch_compile import pyops
-from g4ir.backends.torch_compile.compile import compile_kernels
-from g4ir.bench.measure import interleave
-from g4ir.bench.stats import Stat, around, median
 from g4ir.bench.system import environment
 from g4ir.bench.text import machine
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
-def arguments(doc: str | None, *names: str, words: Any = None, **flags: Any) -> argparse.Namespace:
+def arguments(doc: str | None, *names: str, **flags: Any) -> argparse.Namespace:
     """Return what the command line says: positional `names`, flags with these defaults, --save. A
     default of a tuple of numbers is given as 1,2,4; False is a switch."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
@@ -33,12 +27,13 @@ def arguments(doc: str | None, *names: str, words: Any = None, **flags: Any) -> 
         flag, kind = f"--{name.replace('_', '-')}", type(default)
         if default is False:
             parser.add_argument(flag, action="store_true")
-        elif kind is tuple:
-            inner = partial(_list, type(default[0]))
-            parser.add_argument(flag, type=inner, default=default)
+            continue
+        if kind is tuple:
+            read: Callable[[str], Any] = partial(_list, type(default[0]))
         else:
-            parser.add_argument(flag, type=str if default is None else kind, default=default)
-    return parser.parse_args(words)
+            read = str if default is None else kind
+        parser.add_argument(flag, type=read, default=default)
+    return parser.parse_args()
 
 
 def _list(kind: Callable[[str], Any], text: str) -> tuple[Any, ...]:
@@ -51,22 +46,12 @@ def seconds(f: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def medians(rounds: int, runs: dict[str, Callable[[], float]]) -> dict[str, float]:
-    """Return each run's median seconds over A-B-A-B rounds: every round calls every run once."""
-    _, times = interleave(rounds, lambda: None, runs)
-    return {name: median(values) for name, values in times.items()}
-
-
-def middle(many: list[float], factor: float = 1.0) -> Stat:
-    """Return the median of one value a round, with its spread."""
-    return around(median(many) * factor, [x * factor for x in many])
-
-
-def load_kernels() -> None:
-    """Compile the CPU kernels of this checkout, and load them."""
-    with tempfile.TemporaryDirectory() as folder:
-        compile_kernels(path := Path(folder) / "kernels.so")
-        pyops.load_kernels(path)
+def fill_with_noise(session: Any) -> None:
+    """Fill a session's caches with numbers that attention can read."""
+    for name, t in session.state.tensors.items():
+        t.normal_()
+        if name.endswith(".rms"):
+            t.abs_()
 
 
 def finish(args: argparse.Namespace, name: str, text: str, device: str = "cpu") -> None:

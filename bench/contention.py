@@ -13,18 +13,17 @@ bench/results/contention.txt.
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from statistics import median
 from typing import Any
 
+import httpx
 from common import arguments, finish
 
 from g4ir.ui.table import aligned
@@ -71,7 +70,7 @@ for line in sys.stdin:
 
 @contextmanager
 def process(*words: str, **pipes: Any) -> Iterator[subprocess.Popen[str]]:
-    """A context with a process of Python, which ends with it."""
+    """A context with a process, which ends with it."""
     with subprocess.Popen([*words], text=True, **pipes) as made:
         try:
             yield made
@@ -96,13 +95,10 @@ def engine_rate(made: subprocess.Popen[str], what: str, seconds: float) -> float
 def served_rate(url: str, seconds: float) -> float:
     """Return tokens/s of one stream, from its first token to its last."""
     body = {"prompt": [2, 5, 7, 9], "max_tokens": 900, "stream": True, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
     marks: list[float] = []
-    with urllib.request.urlopen(request) as answer:
-        for line in answer:
-            if line.startswith(b"data: {"):
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=600) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
                 marks.append(time.perf_counter())
             if marks and marks[-1] > marks[0] + seconds:
                 break
@@ -111,20 +107,19 @@ def served_rate(url: str, seconds: float) -> float:
 
 def measured(runs: dict[str, Callable[[], float]], rounds: int) -> list[list[str]]:
     """Return the rows of the summary: each run in each condition, in turn."""
-    found: dict[str, dict[str, list[float]]] = {n: {c: [] for c in CONDITIONS} for n in runs}
+    found: dict[tuple[str, str], list[float]] = {(n, c): [] for n in runs for c in CONDITIONS}
     for _ in range(rounds):
-        for condition, count in CONDITIONS.items():
-            for name, run in runs.items():
-                with ExitStack() as busy:
-                    for _ in range(count):
-                        busy.enter_context(process(sys.executable, "-c", "while True: pass"))
-                    time.sleep(0.3 if count else 0)
-                    found[name][condition].append(run())
-    beside = [c for c, count in CONDITIONS.items() if count]
+        for (name, condition), rates in found.items():
+            with ExitStack() as busy:
+                for _ in range(CONDITIONS[condition]):
+                    busy.enter_context(process(sys.executable, "-c", "while True: pass"))
+                time.sleep(0.3 * bool(CONDITIONS[condition]))
+                rates.append(runs[name]())
+    alone, *beside = CONDITIONS
     rows = [["", *CONDITIONS, *(f"share {c}" for c in beside)]]
-    for name, rates in found.items():
-        middle = {c: median(many) for c, many in rates.items()}
-        shares = [f"{middle[c] / middle['alone']:.2f}" for c in beside]
+    for name in runs:
+        middle = {c: median(found[name, c]) for c in CONDITIONS}
+        shares = [f"{middle[c] / middle[alone]:.2f}" for c in beside]
         rows.append([name, *(f"{middle[c]:.1f}" for c in CONDITIONS), *shares])
     return rows
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import arguments, finish, seconds
+from common import arguments, fill_with_noise, finish, seconds
 
 import g4ir
 from g4ir.bench.measure import interleave
@@ -40,13 +40,10 @@ def opened(spec: Spec, form: str, dtype: str, room: int) -> Any:
     """Build an engine; return a session of it whose caches are noise."""
     out = BUILD / f"{dtype}-{form}"
     shutil.rmtree(out, ignore_errors=True)
-    limits = {"max_seq": room, "prefill_chunk": 16}
-    how: dict[str, Any] = {"random_weights": 0, "dtype": dtype, "latent_kv": form, **limits}
-    session = g4ir.build(spec, out, progress=print, **how).session()
-    for name, t in session.state.tensors.items():
-        t.normal_()
-        if name.endswith(".rms"):
-            t.abs_()
+    options: dict[str, Any] = {"random_weights": 0, "dtype": dtype, "latent_kv": form}
+    engine = g4ir.build(spec, out, progress=print, max_seq=room, prefill_chunk=16, **options)
+    session = engine.session()
+    fill_with_noise(session)
     return session
 
 

@@ -3,10 +3,8 @@
     python bench/load.py URL [--requests 64] [--rate 2] [--input 16-256] [--output 16-64] [--seed 0]
                          [--key-file FILE] [--save]
 
-Requests come as a Poisson process of so many a second (0: all at once), with lengths drawn between
-two bounds, evenly in their logarithm, and tokens drawn at random: the same for the same seed. Each
-is a stream of /v1/completions without an end but its length. Refusals with 429 are counted, not
-sent again.
+Requests come as a Poisson process of so many a second (0: all at once), with random tokens, in
+lengths drawn between two bounds, evenly in their logarithm. Refusals are counted, not sent again.
 
     python bench/load.py URL --beside [--half 5000] [--pid SERVER]
 
@@ -22,11 +20,13 @@ import json
 import math
 import multiprocessing
 import random
+import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
@@ -42,8 +42,9 @@ from g4ir.ui.table import aligned
 SHARES = (0.5, 0.95, 0.99)
 #: ids that are tokens of text in all vocabularies of the family, the tiny ones included
 LOW, HIGH = 300, 480
-#: bytes of a body that are sent at once
+#: bytes of a body that are sent at once: the client copies what is left of a part with each write
 PART = 1 << 16
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 @dataclass
@@ -70,106 +71,98 @@ def drawn(args: Any) -> list[Asked]:
     return found
 
 
+def bounds(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    found = int(low), int(high or low)
+    if not 1 <= found[0] <= found[1]:
+        raise SystemExit(f"{text!r}: expected two numbers from 1 on, low-high")
+    return found
+
+
 async def ask(client: httpx.AsyncClient, asked: Asked) -> None:
     """Send a request when its time has come, and note when its text comes."""
     await asyncio.sleep(asked.at)
     body = {"prompt": asked.tokens, "max_tokens": asked.new, "ignore_eos": True, "stream": True}
     body |= {"stream_options": {"include_usage": True}, "temperature": 0}
     begun = time.perf_counter()
-    async with client.stream("POST", "/v1/completions", json=body) as response:
+    async with client.stream("POST", TEXT, json=body) as response:
         asked.status = response.status_code
         async for line in response.aiter_lines():
-            if asked.status == 200 and line.startswith("data: {"):
-                note(asked, json.loads(line[6:]), time.perf_counter() - begun)
+            if asked.status != 200 or not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                asked.status = 500
+            asked.made = (event.get("usage") or {}).get("completion_tokens", asked.made)
+            if any(choice.get("text") for choice in event.get("choices", ())):
+                asked.pieces.append(time.perf_counter() - begun)
     asked.took = time.perf_counter() - begun
 
 
-def note(asked: Asked, event: dict[str, Any], now: float) -> None:
-    if "error" in event:
-        asked.status = 500
-    if event.get("usage"):
-        asked.made = event["usage"]["completion_tokens"]
-    if any(choice.get("text") for choice in event.get("choices", ())):
-        asked.pieces.append(now)
-
-
-async def run(args: Any, requests: list[Asked]) -> tuple[float, dict[str, float]]:
-    """Send all of them; return the seconds that took and what the server counted meanwhile."""
+async def run(args: Any, requests: list[Asked]) -> tuple[float, Counter[int]]:
+    """Send all; return the seconds that took, and the server's steps by sequences decoded."""
     key = Path(args.key_file).read_text().split()[0] if args.key_file else ""
-    held = {"Authorization": f"Bearer {key}"} if key else {}
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(
-        base_url=args.url, headers=held, timeout=None, limits=limits
-    ) as client:
-        before = await counts(client)
-        begun = time.perf_counter()
+    client = httpx.AsyncClient(
+        base_url=args.url,
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        timeout=None,
+        limits=httpx.Limits(max_connections=None),
+    )
+    async with client:
+        before, begun = await steps(client), time.perf_counter()
         await asyncio.gather(*(ask(client, r) for r in requests))
         took = time.perf_counter() - begun
-        return took, {k: n - before.get(k, 0) for k, n in (await counts(client)).items()}
+        return took, await steps(client) - before
 
 
-async def counts(client: httpx.AsyncClient) -> dict[str, float]:
-    """Return the server's counts of steps by active rows, where it has such."""
-    lines = (await client.get("/metrics")).text.splitlines()
-    found = (line.rpartition(" ") for line in lines if line.startswith("g4ir_slot_steps_total{"))
-    return {name.partition('"')[2].rstrip('"}'): float(value) for name, _, value in found}
+async def steps(client: httpx.AsyncClient) -> Counter[int]:
+    lines = (await client.get("/metrics")).text
+    found = re.findall(r'^g4ir_slot_steps_total\{.*"(\d+)"\} (\S+)', lines, re.M)
+    return Counter({int(rows): int(float(count)) for rows, count in found})
 
 
-def quantiles(name: str, values: list[float], unit: float = 1e3) -> list[str]:
-    """Return a line of a table, in ms."""
-    ordered = sorted(values)
-    at = (ordered[min(len(ordered) - 1, int(s * len(ordered)))] for s in SHARES)
-    return [name, *((f"{x * unit:.0f}" for x in at) if values else ("-",) * len(SHARES))]
-
-
-def report(took: float, requests: list[Asked], steps: dict[str, float]) -> str:
+def report(took: float, requests: list[Asked], decoded: Counter[int]) -> str:
     """Return what a run was like."""
     good = [r for r in requests if r.status == 200]
-    gaps = [b - a for r in good for a, b in zip(r.pieces, r.pieces[1:], strict=False)]
-    table = [
-        ["ms", *(f"p{round(s * 100)}" for s in SHARES)],
-        quantiles("first text", [r.pieces[0] for r in good if r.pieces]),
-        quantiles("between texts", gaps),
-        quantiles("whole answer", [r.took for r in good]),
-    ]
+    times = {
+        "first text": [r.pieces[0] for r in good if r.pieces],
+        "between texts": [b - a for r in good for a, b in pairwise(r.pieces)],
+        "whole answer": [r.took for r in good],
+    }
+    table = [["ms", *(f"p{round(s * 100)}" for s in SHARES)]]
+    for name, values in times.items():
+        at = [sorted(values)[int(s * len(values))] for s in SHARES] if values else []
+        table.append([name, *([f"{x * 1e3:.0f}" for x in at] or ["-"] * len(SHARES))])
     ends = ", ".join(f"{n} x {s}" for s, n in sorted(Counter(r.status for r in requests).items()))
     made, read = sum(r.made for r in good), sum(len(r.tokens) for r in good)
     facts = [
         f"{len(requests)} requests in {took:.1f} s ({ends})",
         f"{made / took:.1f} tokens/s made, {read / took:.1f} tokens/s of prompts",
     ]
-    if total := sum(steps.values()):
-        full = sum(int(rows) * n for rows, n in steps.items()) / total
-        facts.append(f"{full:.2f} rows decoded at a time ({total:.0f} steps)")
+    if total := decoded.total():
+        full = sum(rows * n for rows, n in decoded.items()) / total
+        facts.append(f"{full:.2f} rows decoded at a time ({total} steps)")
     return "\n".join([*facts, "", aligned(table, indent=0)])
 
 
-# --- what holds up a stream -----------------------------------------------------------------
-
-
 def tail(url: str, tokens: int, ended: Event, sent: Connection) -> None:
-    """Read one stream after the other until `ended`, and send when its pieces came: in a process of
-    its own, so that gaps are the server's and not those of the load."""
+    """Read one stream after the other until `ended`, and send the gaps between pieces, as spans: in
+    a process of its own, so that they are the server's and not those of the load."""
     body = {"prompt": [LOW] * 4, "max_tokens": tokens, "ignore_eos": True, "stream": True}
-    times: list[float | None] = []
+    spans: list[tuple[float, float]] = []
     with httpx.Client(base_url=url, timeout=600) as client:
         while not ended.is_set():
-            times.append(None)  # the time between two streams is no gap
-            with client.stream("POST", "/v1/completions", json=body) as response:
+            times: list[float] = []
+            with client.stream("POST", TEXT, json=body) as response:
                 for line in response.iter_lines():
                     if line.startswith("data: {"):
                         times.append(time.monotonic())
-                        if len(times) == 4:
+                        if len(times) == 3 and not spans:
                             sent.send("begun")
                     if ended.is_set():
                         break
-    sent.send(times)
-
-
-def longest_gap(times: list[float | None], begun: float, ended: float) -> float:
-    """Return the longest time without a piece that overlaps a span."""
-    spans = [(a, b) for a, b in pairwise(times) if a is not None and b is not None]
-    return max((b - a for a, b in spans if b >= begun and a <= ended), default=0.0)
+            spans += pairwise(times)
+    sent.send(spans)
 
 
 def large_bodies(size: int) -> dict[str, tuple[str, bytes]]:
@@ -178,90 +171,81 @@ def large_bodies(size: int) -> dict[str, tuple[str, bytes]]:
     said = b'{"messages": [{"role": "user", "content": %s}]}' % text
     many = b", ".join([b'{"role": "user", "content": "%s"}' % (b"a b " * (size // 16384))] * 4096)
     return {
-        "one text": ("/v1/chat/completions", said),
-        "4096 messages": ("/v1/chat/completions", b'{"messages": [%s]}' % many),
-        "a prompt": ("/v1/completions", b'{"prompt": %s}' % text),
-        "texts": ("/v1/completions", b'{"prompt": ["a", %s]}' % text),
+        "one text": (CHAT, said),
+        "4096 messages": (CHAT, b'{"messages": [%s]}' % many),
+        "a prompt": (TEXT, b'{"prompt": %s}' % text),
+        "texts": (TEXT, b'{"prompt": ["a", %s]}' % text),
         "tokenize": ("/tokenize", b'{"prompt": %s}' % text),
-        "ids": ("/v1/completions", b'{"prompt": [%s5]}' % (b"5," * (size // 2))),
+        "ids": (TEXT, b'{"prompt": [%s5]}' % (b"5," * (size // 2))),
         "detokenize": ("/detokenize", b'{"tokens": [%s5]}' % (b"305," * (size // 4))),
-        "brackets": ("/v1/chat/completions", b'{"messages": [%s[]]}' % (b"[]," * (size // 3))),
-        "stop": ("/v1/completions", b'{"prompt": "a", "stop": %s}' % text),
+        "brackets": (CHAT, b'{"messages": [%s[]]}' % (b"[]," * (size // 3))),
+        "stop": (TEXT, b'{"prompt": "a", "stop": %s}' % text),
     }
+
+
+def loads(client: httpx.Client, args: Any) -> Iterator[tuple[str, partial[str]]]:
+    """Yield name -> what makes a kind of load, and returns the status of the answer."""
+    yield "nothing", partial(pause, 2)
+    form = b'"max_tokens": 4, "response_format": {"type": "json_object"}}'
+    body = b'{"messages": [{"role": "user", "content": "a"}], ' + form
+    yield "first JSON", partial(post, client, CHAT, body)
+    for size in args.bodies:
+        for name, given in large_bodies(size).items():
+            yield f"{name}, {size / 1e6:g} MB", partial(post, client, *given)
+    yield f"{args.half} half heads", partial(half_heads, args.url, args.half)
+
+
+def pause(duration: float) -> str:
+    time.sleep(duration)
+    return "-"
+
+
+def post(client: httpx.Client, path: str, body: bytes) -> str:
+    kind = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+    parts = (body[i : i + PART] for i in range(0, len(body), PART))
+    return str(client.post(path, content=parts, headers=kind).status_code)
+
+
+def half_heads(url: str, count: int) -> str:
+    """Open connections that send half a head each, and ask as somebody else after them."""
+    found = httpx.URL(url)
+    with contextlib.ExitStack() as held:
+        for _ in range(count):
+            with contextlib.suppress(OSError):
+                made = socket.create_connection((found.host, found.port or 80), 5)
+                held.enter_context(made).sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: loc")
+        return str(httpx.get(f"{url}/health", timeout=60).status_code)
 
 
 def beside(args: Any) -> str:
     """Return a table: the longest gap of a stream beside each kind of load."""
     spawn = multiprocessing.get_context("spawn")
-    ended, (times, sent) = spawn.Event(), spawn.Pipe(duplex=False)
+    ended, (told, sent) = spawn.Event(), spawn.Pipe(duplex=False)
+    rows: list[tuple[str, str, float, float]] = []
     with httpx.Client(base_url=args.url, timeout=600) as client:
         room = client.get("/v1/models").json()["data"][0]["max_model_len"]
         reader = spawn.Process(target=tail, args=(args.url, min(room - 8, 4096), ended, sent))
         reader.start()
         sent.close()  # the other end tells of a reader that failed
-        table, rows = [["load", "answer", "s", "longest gap ms"]], []
         try:
-            times.recv()
+            told.recv()
             for name, act in loads(client, args):
                 begun = time.monotonic()
-                answer = act()
-                rows.append((name, answer, begun, time.monotonic()))
+                rows.append((name, act(), begun, time.monotonic()))
                 time.sleep(0.5)
         finally:
             ended.set()
-        found = times.recv()
+        spans = told.recv()
         reader.join()
+    table = [["load", "answer", "s", "longest gap ms"]]
     for name, answer, begun, over in rows:
-        gap = 1e3 * longest_gap(found, begun, over)
-        table.append([name, answer, f"{over - begun:.2f}", f"{gap:.0f}"])
-    peak = f"\nmost memory of the server: {peak_mib(args.pid)} MiB" if args.pid else ""
-    return aligned(table, indent=0) + peak
-
-
-def loads(client: httpx.Client, args: Any) -> Iterator[tuple[str, Callable[[], str]]]:
-    def post(path: str, body: bytes) -> Callable[[], str]:
-        kind = {"Content-Type": "application/json", "Content-Length": str(len(body))}
-
-        def act() -> str:  # in parts: the client copies what is left of a part with each write
-            parts = (body[i : i + PART] for i in range(0, len(body), PART))
-            return str(client.post(path, content=parts, headers=kind).status_code)
-
-        return act
-
-    yield "nothing", lambda: time.sleep(2) or "-"
-    form = b'{"prompt": "a", "max_tokens": 4, "response_format": {"type": "json_object"}}'
-    chat = form.replace(b'"prompt": "a"', b'"messages": [{"role": "user", "content": "a"}]')
-    yield "first JSON", post("/v1/chat/completions", chat)
-    for size in args.bodies:
-        for name, (path, body) in large_bodies(size).items():
-            yield f"{name}, {size / 1e6:g} MB", post(path, body)
-    yield f"{args.half} half heads", lambda: half_heads(args.url, args.half)
-
-
-def half_heads(url: str, count: int) -> str:
-    """Open connections that send half a head each, and ask as somebody else after them."""
-    found, held = httpx.URL(url), []
-    for _ in range(count):
-        with contextlib.suppress(OSError):
-            held.append(socket.create_connection((found.host, found.port or 80), 5))
-            held[-1].sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: loc")
-    answer = httpx.get(f"{url}/health", timeout=60).status_code
-    for s in held:
-        s.close()
-    return str(answer)
-
-
-def peak_mib(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) >> 10 for line in lines if line.startswith("VmHWM:"))
-
-
-def bounds(text: str) -> tuple[int, int]:
-    low, _, high = text.partition("-")
-    found = int(low), int(high or low)
-    if not 1 <= found[0] <= found[1]:
-        raise SystemExit(f"{text!r}: expected two numbers from 1 on, low-high")
-    return found
+        gap = max((b - a for a, b in spans if b >= begun and a <= over), default=0.0)
+        table.append([name, answer, f"{over - begun:.2f}", f"{gap * 1e3:.0f}"])
+    text = aligned(table, indent=0)
+    if args.pid:
+        (peak,) = re.findall(r"VmHWM:\s+(\d+)", Path(f"/proc/{args.pid}/status").read_text())
+        text += f"\nmost memory of the server: {int(peak) >> 10} MiB"
+    return text
 
 
 def main() -> None:
@@ -273,8 +257,8 @@ def main() -> None:
         finish(args, "load-beside", beside(args))
         return
     requests = drawn(args)
-    took, steps = asyncio.run(run(args, requests))
-    finish(args, "load", report(took, requests, steps))
+    took, decoded = asyncio.run(run(args, requests))
+    finish(args, "load", report(took, requests, decoded))
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def main() -> None:
         lines.append([Path(args.file).name, name, f"{load_s:.1f}"])
         lines[-1] += [f"{speeds(w, many)['prefill'].value:.0f}", f"{decode_s * 1e3:.1f}"]
         if name == "g4ir":
-            nbytes = find_work(engine, w, tokens).decode_cost().needed_bytes
+            nbytes = find_work(engine, w, tokens).decode.cost().needed_bytes
             pair = found["llama.cpp"], many
             ratios = (f"{over(*pair, TAKE[k]).value:.2f}" for k in ("ttft", "itl"))
             cosine = float(torch.nn.functional.cosine_similarity(*logits, dim=0))

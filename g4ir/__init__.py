@@ -39,7 +39,7 @@ _EXPORTS = {
     "Engine": "engine.engine",
     "Session": "engine.session",
     "join": "parallel.group",
-    "follow": "engine.worker",
+    "follow": "engine.ranks.worker",
     "G4Error": "errors",
 }
 

@@ -1,15 +1,12 @@
 """Runs the passes in order and verifies in between.
 
-Each is a file of this folder with
+A pass is a file of this folder with
   a function of the same name, `Graph -> Graph`, whose argument `note(value, reason)` receives what
-      it did and why it left a candidate alone (`g4ir show --why PASS` prints that);
-      or JOINS, rows of join.py's table
+      it did and why it left a candidate alone; or JOINS, rows of join.py's table
   AFTER  the pass that it follows, with the reason; None: it is the first
 and, if it applies,
-  OPTIONS  default options, a frozen dataclass that checks its fields: the function's third
-      argument. The CLI, `plan`, the manifest and `verify` read it
-  GPU_ROWS  the most sequences of a step, for passes of decode steps that are one kernel graph on a
-      GPU
+  OPTIONS  default options, a frozen dataclass that checks its fields: the function's third argument
+  GPU_ROWS  the most sequences of a step, for passes of decode steps that are one kernel graph
   CHANGES_STATE  true: it may change the types of the caches
   CHANGES_MEANING  true: it may round, or change values that keep their names
 
@@ -33,7 +30,7 @@ from g4ir.ir.graph import Graph, Program
 from g4ir.ir.verify import verify
 
 from .join import join
-from .match import Note, ignore
+from .match import ignore
 
 #: sees a pass and a graph
 Dump = Callable[[str, Graph], None]
@@ -46,23 +43,20 @@ SHARED = ("join", "match")
 
 
 def _ordered(modules: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
-    """Return the passes in order, each behind the one that its AFTER names. PassError unless they
-    are one chain."""
-    follower: dict[str | None, str] = {}
-    for name, module in modules.items():
-        other = follower.setdefault(module.AFTER, name)
-        if other != name:
+    """Return the passes in the order of their AFTER. PassError unless they are one chain."""
+    names: list[str | None] = [None]
+    while followers := [name for name, module in modules.items() if names[-1] == module.AFTER]:
+        if len(followers) > 1:
             raise PassError(
-                f"passes {other} and {name} both have AFTER = {module.AFTER!r}: change that of the "
-                f"one to run later to the other's name"
+                f"passes {' and '.join(followers)} both have AFTER = {names[-1]!r}: change that of "
+                f"the one to run later to the other's name"
             )
-    names: list[str] = []
-    while (after := names[-1] if names else None) in follower:
-        names.append(follower.pop(after))
-    if follower:
-        after, name = next(iter(follower.items()))
-        raise PassError(f"pass {name}: AFTER = {after!r} is no pass, or one that comes after it")
-    return {name: modules[name] for name in names}
+        names += followers
+    for name in modules:
+        if name not in names:
+            after = f"AFTER = {modules[name].AFTER!r}"
+            raise PassError(f"pass {name}: {after} is no pass, or one that comes after it")
+    return {name: modules[name] for name in names if name}
 
 
 #: pass -> its module, in the order of the pipeline
@@ -77,7 +71,6 @@ PASSES = tuple(_BY_NAME)
 
 
 def _with(attribute: str) -> dict[str, Any]:
-    """Return pass -> its attribute, of the passes that have it."""
     return {n: vars(m)[attribute] for n, m in _BY_NAME.items() if attribute in vars(m)}
 
 
@@ -145,13 +138,8 @@ def find_pass(name: str) -> Callable[..., Graph]:
     """Return the function of a pass; InputError lists the names."""
     if name not in PASSES:
         raise InputError(f"unknown pass {name!r}; one of {', '.join(PASSES)}")
-    module = _BY_NAME[name]
-
-    def joined(g: Graph, note: Note = ignore) -> Graph:
-        return join(g, module.JOINS, note)
-
-    function: Callable[..., Graph] = getattr(module, name, joined)
-    return function
+    parts = vars(_BY_NAME[name])
+    return parts[name] if name in parts else partial(join, rows=parts["JOINS"])
 
 
 def run_passes(
@@ -168,7 +156,7 @@ def run_passes(
     Raises PassError with the passes that ran before.
     """
     skip = set(skip)
-    for name in (*skip, *([until] if until else [])):
+    for name in skip | ({until} if until else set()):
         find_pass(name)
     verify(g)
     done: list[str] = []
@@ -192,12 +180,8 @@ def run_program(
 ) -> Program:
     """Apply `run_passes` to every graph, and count in `acted`; the caches they share must still
     agree."""
-
-    def one(g: Graph) -> Graph:
-        note = acted.note(g.name) if acted else None
-        return run_passes(g, skip=skip, dump=dump, note=note, options=options)
-
-    p = p.map(one)
+    run = partial(run_passes, skip=skip, dump=dump, options=options)
+    p = p.map(lambda g: run(g, note=acted.note(g.name) if acted else None))
     p.state()
     p.params()
     return p
@@ -206,26 +190,18 @@ def run_program(
 def _run_one(
     g: Graph, name: str, done: Sequence[str], note: PassNote | None, options: PassOptions
 ) -> Graph:
-    def tell(value: str, reason: str) -> None:
-        if note:
-            note(name, value, reason)
-
+    """Run a pass and check what it must keep: inputs, outputs, and mostly the state."""
     run = find_pass(name)
     if name in OPTIONS:
         run = partial(run, options=options.of(type(OPTIONS[name])))
     try:
-        out = run(g, tell)
+        out = run(g, partial(note, name) if note else ignore)
         verify(out)
-        _keeps_interface(g, out, name)
+        if g.inputs != out.inputs or g.outputs != out.outputs:
+            raise PassError("the pass changed the graph's inputs or outputs")
+        if name not in CHANGES_STATE and g.state != out.state:
+            raise PassError("the pass changed the state and is not declared to")
     except G4Error as e:
         after = f" (after {', '.join(done)})" if done else ""
         raise PassError(f"pass {name} on graph {g.name}{after}: {e}") from e
     return out
-
-
-def _keeps_interface(before: Graph, after: Graph, name: str) -> None:
-    """Check that inputs and outputs stay; state too unless the pass is declared to change it."""
-    if before.inputs != after.inputs or before.outputs != after.outputs:
-        raise PassError("the pass changed the graph's inputs or outputs")
-    if name not in CHANGES_STATE and before.state != after.state:
-        raise PassError("the pass changed the state and is not declared to")

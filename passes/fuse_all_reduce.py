@@ -9,28 +9,11 @@ weights while the ranks wait for one another.
 
 from __future__ import annotations
 
-from g4ir.ir.graph import Graph, Node
-from g4ir.ops.reduce_norm import MOST_ROWS, WITH_SUMS
+from g4ir.ops.reduce_norm import MOST_ROWS, NORM_OF
 
 from .join import Join
 
 AFTER = "fuse_cache_write"  # the norms of a layer are what they will be
 GPU_ROWS = MOST_ROWS
 
-
-def _refuses(g: Graph, sums: Node, norm: Node) -> str:
-    more = len(sums.outputs) > len(WITH_SUMS[norm.op][1])
-    return f"{sums.outputs[0]} is one collective with others" if more else ""
-
-
-JOINS = tuple(
-    Join(
-        reader=norm,
-        operands=operands,
-        producer="all_reduce",
-        joined=joined,
-        one_token=True,
-        refuses=_refuses,
-    )
-    for norm, (joined, operands) in WITH_SUMS.items()
-)
+JOINS = tuple(Join(op, one_token=True) for op in NORM_OF)

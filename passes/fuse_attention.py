@@ -7,47 +7,20 @@ in the model's dtype: not in the latent form, and not quantised.
 
 from __future__ import annotations
 
-from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.graph import Graph, Node
 
 from .join import Join
-from .match import ANY_ROWS
 
 AFTER = "fuse_norm_moe"  # it takes what writes the caches
-GPU_ROWS = ANY_ROWS
-
-
-def _inputs(write: Node, attention: Node) -> tuple[Value, ...]:
-    return (*write.inputs[:7], *attention.inputs[1:3], *write.inputs[7:])
+GPU_ROWS = 1 << 30  # any number
 
 
 def _refuses(g: Graph, before: Node, attention: Node) -> str:
-    q, written = attention["q"], before.outputs[1:]
-    if attention.chunk:
-        return f"{q} is of several tokens"
-    if attention.caches[0].type.dtype != q.type.dtype:
-        return f"{attention.caches[0]} is a quantised cache"
-    if written and written != attention.caches:
-        return f"{attention.caches[0]} is not written with {q}"
-    return ""
+    cache = attention.caches[0]
+    return f"{cache} is a quantised cache" if cache.type.dtype != attention["q"].type.dtype else ""
 
 
 JOINS = (
-    Join(
-        reader="attention",
-        operands=("q",),
-        producer="qkv_write",
-        joined="qkv_attention",
-        one_token=True,
-        refuses=_refuses,
-        inputs=_inputs,
-        drops=("form", "pairs"),
-    ),
-    Join(
-        reader="attention",
-        operands=("q",),
-        producer="norm_rope",
-        joined="q_attention",
-        one_token=True,
-        refuses=_refuses,
-    ),
+    Join("qkv_attention", one_token=True, refuses=_refuses),
+    Join("q_attention", one_token=True, refuses=_refuses),
 )

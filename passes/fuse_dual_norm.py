@@ -6,34 +6,23 @@ what `fuse_norm_residual` made of the sum's own norm.
 
 from __future__ import annotations
 
-from functools import partial
-
 from g4ir.ir.graph import Graph, Node
 
-from .match import Edit, Left, Note, edit_each, ignore
+from .match import Edit, Note, edit_each, ignore, made_by, parts_of
 
 AFTER = "fuse_moe"  # it takes what fuse_norm_residual made
 
 
 def fuse_dual_norm(g: Graph, note: Note = ignore) -> Graph:
     """Fuse two post-norms, their sum and the norms after it into one op."""
-    return edit_each(g, g.find("norm_residual"), partial(_edit, g), note)
+    return edit_each(g, g.find("norm_residual"), lambda n: _edit(g, n), note)
 
 
 def _edit(g: Graph, n: Node) -> Edit:
-    both = g.producers().get(n["x"].name)
-    plain = both is not None and both.op == "norm_residual" and len(both.inputs) == 3
-    one = g.producers().get(both["residual"].name) if both is not None and plain else None
-    if both is None or one is None or one.op != "rms_norm" or len(one.inputs) != 2:
-        raise Left(f"{n['x']} is no sum of two norms")
-    if len({m.attrs["eps"] for m in (one, both, n)}) > 1:
-        raise Left("the norms differ in eps")
-    for m, user in ((one, both), (both, n)):
-        v = m.outputs[0]
-        if len(m.outputs) > 1:
-            raise Left(f"{v} has a pre-norm of its own")
-        if g.users()[v.name] != [user] or user.inputs.count(v) > 1:
-            raise Left(f"{v} has another user")
+    no_sum = f"{n['x']} is no sum of two norms"
+    both = made_by(g, n["x"], "norm_residual", no_sum)
+    one = made_by(g, both["residual"], "rms_norm", no_sum)
     sums = (both["x"], both["w_post"], n["w_post"], n["residual"])
     made = Node("dual_norm_residual", (*one.inputs, *sums, *n.inputs[3:]), n.outputs, n.attrs)
-    return Edit([one, both, n], [made], f"fused with the norms of {one['x']} and {both['x']}")
+    note = f"fused with the norms of {one['x']} and {both['x']}"
+    return Edit(parts_of(g, made), [made], note)

@@ -11,7 +11,4 @@ from .join import Join
 
 AFTER = "quantize_activations"  # products have their last operands
 
-JOINS = (
-    Join(reader="glu", operands=("gate",), producer="linear", joined="linear_glu"),
-    Join(reader="glu_packed", operands=("x",), producer="linear", joined="linear_glu"),
-)
+JOINS = (Join("linear_glu"),)

@@ -8,21 +8,13 @@ the op belongs to the layer whose weight it multiplies with.
 
 from __future__ import annotations
 
-from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ir.graph import Graph, Node
 
 from .join import Join
 
 AFTER = "fuse_all_reduce"  # products have their activations, sums over ranks their norms
 GPU_ROWS = 1
-
 PRODUCTS = ("linear", "linear_glu")
-#: a norm -> what it becomes with its product, and its inputs before the weight of that
-FUSED = {"norm_residual": ("norm_linear", 3), "dual_norm_residual": ("dual_norm_linear", 6)}
-
-
-def _inputs(norm: Node, product: Node) -> tuple[Value, ...]:
-    at = FUSED[norm.op][1]
-    return (*norm.inputs[:at], product["w"], *norm.inputs[at:], *product.inputs[2:])
 
 
 def _refuses(g: Graph, norm: Node, product: Node) -> str:
@@ -31,25 +23,12 @@ def _refuses(g: Graph, norm: Node, product: Node) -> str:
         return f"{h} has {len(normed)} pre-norms"
     if normed and product["x"] == h:
         return f"{h} has a pre-norm, whose product it is joined with"
-    products = [u for u in g.users().get(h.name, []) if u.op in PRODUCTS and u["x"] == h]
+    products = [u for u in g.readers(h) if u.op in PRODUCTS and u["x"] == h]
     alone = bool(normed) or len(products) == 1
     return "" if alone else f"{h} goes into several products"
 
 
-JOINS = tuple(
-    Join(
-        reader=reader,
-        operands=("x",),
-        producer=norm,
-        joined=joined,
-        first=first,
-        shared=first == 0,
-        one_token=True,
-        refuses=_refuses,
-        inputs=_inputs,
-        attrs={"act": ""},
-    )
-    for reader in PRODUCTS
-    for norm, (joined, _) in FUSED.items()
-    for first in (1, 0)
+JOINS = (
+    Join("norm_linear", one_token=True, refuses=_refuses),
+    Join("dual_norm_linear", one_token=True, refuses=_refuses),
 )

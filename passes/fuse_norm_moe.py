@@ -6,34 +6,9 @@ input row itself, and those of the experts and of the dense MLP.
 
 from __future__ import annotations
 
-from g4ir.ir.graph import Graph, Node, Value
-
 from .join import Join
 
 AFTER = "fuse_norm_linear"  # products have what is theirs
 GPU_ROWS = 1
-#: inputs of `moe_mlp` that has all experts
-WHOLE = 10
 
-
-def _inputs(norm: Node, moe: Node) -> tuple[Value, ...]:
-    return (*norm.inputs[:3], *moe.inputs[3:], *norm.inputs[3:])
-
-
-def _refuses(g: Graph, norm: Node, moe: Node) -> str:
-    part = len(moe.inputs) > WHOLE
-    return f"{moe['first']} says that the experts are a part" if part else ""
-
-
-JOINS = (
-    Join(
-        reader="moe_mlp",
-        operands=("x_dense", "x_moe", "x_router"),
-        producer="norm_residual",
-        joined="norm_moe_mlp",
-        first=1,
-        one_token=True,
-        refuses=_refuses,
-        inputs=_inputs,
-    ),
-)
+JOINS = (Join("norm_moe_mlp", one_token=True),)

@@ -6,56 +6,47 @@ The three norms of one residual in a layer with experts share their rsqrt.
 
 from __future__ import annotations
 
-from functools import partial
-
 from g4ir.ir.graph import Graph, Node
 
-from .match import Edit, Left, Note, edit_each, ignore
+from .match import Edit, Left, Note, edit_each, ignore, maker
 
 AFTER = "fuse_norm_rope"  # the norms of Q and K are no norms of a residual
 
 
 def fuse_norm_residual(g: Graph, note: Note = ignore) -> Graph:
     """Fuse post-norm, residual add, layer scalar and the following pre-norms into one op."""
-    return edit_each(g, g.find("add"), partial(_edit, g), note)
+    return edit_each(g, g.find("add"), lambda n: _edit(g, n), note)
 
 
 def _edit(g: Graph, add: Node) -> Edit:
     post = _post_norm(g, add)
     (residual,) = (v for v in add.inputs if v != post.out)
-    scalar = [n for n in g.users().get(add.out.name, []) if _is_scalar(g, n, add)]
+    scalar = [n for n in g.readers(add.out) if n.op == "mul" and n["x"] == add.out]
+    if len(g.readers(add.out)) > 1 or any(n["w"].type.shape != (1,) for n in scalar):
+        scalar = []
     h = (*scalar, add)[0].out
-    pre = [n for n in g.users().get(h.name, []) if _is_pre_norm(g, n, post) and n["x"] == h]
+    pre = [n for n in g.readers(h) if _is_pre_norm(g, n, post) and n["x"] == h]
     weighted = tuple(len(n.inputs) > 1 for n in pre)
     weights = [v for n in (*scalar, *pre) for v in n.inputs[1:]]
-    made = Node(
-        "norm_residual",
-        (post["x"], residual, post["w"], *weights),
-        (h, *(n.out for n in pre)),
-        {"eps": post.attrs["eps"], "scaled": bool(scalar), "weighted": weighted},
-    )
+    inputs = (post["x"], residual, post["w"], *weights)
+    attrs = {**post.attrs, "scaled": bool(scalar), "weighted": weighted}
+    made = Node("norm_residual", inputs, (h, *(n.out for n in pre)), attrs)
     return Edit([post, add, *scalar, *pre], [made], f"fused with {len(pre)} pre-norms")
 
 
 def _post_norm(g: Graph, add: Node) -> Node:
     # The second input is the branch; if both are norms, the first stays the residual.
-    makers = (g.producers().get(v.name) for v in reversed(add.inputs))
-    post = next((n for n in makers if n and n.op == "rms_norm" and len(n.inputs) == 2), None)
+    norms = (maker(g, v, "rms_norm") for v in reversed(add.inputs))
+    post = next((n for n in norms if n and len(n.inputs) == 2), None)
     if post is None:
         raise Left("adds no weighted norm")
-    if len(g.users()[post.out.name]) > 1 or add["a"] == add["b"]:
+    if len(g.readers(post.out)) > 1 or add["a"] == add["b"]:
         raise Left(f"{post.out} has another user")
     return post
 
 
-def _is_scalar(g: Graph, n: Node, add: Node) -> bool:
-    """Whether a node multiplies the sum, which nothing else reads, by one value."""
-    alone = g.users()[add.out.name] == [n] and n.op == "mul" and n["x"] == add.out
-    return alone and n["w"].type.shape == (1,)
-
-
 def _is_pre_norm(g: Graph, n: Node, post: Node) -> bool:
-    """Whether a node is a norm as the post-norm is, but not that of its own residual add."""
+    """Whether a node is a norm like the post-norm, but not the norm of its own residual add."""
     if n.op != "rms_norm" or n.attrs != post.attrs:
         return False
-    return [u.op for u in g.users().get(n.out.name, [])] != ["add"]
+    return [u.op for u in g.readers(n.out)] != ["add"]

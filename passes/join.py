@@ -1,97 +1,106 @@
 """Joins: a node and its only reader become one op. A pass lists its joins as rows; one runner.
 
-    reader(.., producer(..), ..)  ->  joined(..)
-
-The joined node has the reader's results, then the producer's other results.
+The joined op's expansion, a producer and its reader, is the pattern. Its results are the reader's,
+then the producer's others. Its operands and attributes are, by name, those of the producer, else of
+the reader; an operand that neither has is the next of the producer's that is left over, and `*rest`
+is what then remains of both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, repeat
+from typing import Any
 
-from g4ir.ir.graph import Attr, Graph, Node, Value
+from g4ir.ir.graph import Graph, Node, Value
+from g4ir.ops import OPS
 
-from .match import Edit, Left, Note, after, edit_each
+from .match import Edit, Left, Note, after, edit_each, ignore, parts_of
 
 
 @dataclass(frozen=True)
 class Join:
-    """A row: which two ops become which one."""
+    """A row: the op that two nodes become."""
 
-    reader: str
-    #: operands of the reader that are results of the producer, from its result `first` on
-    operands: tuple[str, ...]
-    producer: str
-    joined: str
-    first: int = 0
-    #: the value may have other readers: it stays a result
-    shared: bool = False
+    op: str
     #: only for one token of each sequence
     one_token: bool = False
-    #: reason to leave the two apart, or ""
-    refuses: Callable[[Graph, Node, Node], str] = lambda g, producer, reader: ""
-    #: inputs of the joined node; None: the reader's, the producer's in place of the operands
-    inputs: Callable[[Node, Node], Sequence[Value]] | None = None
-    #: attributes of the joined node that the two lack, and those of the producer that it lacks
-    attrs: Mapping[str, Attr] = field(default_factory=dict)
-    drops: tuple[str, ...] = ()
+    #: reason to leave producer and reader apart, or ""
+    refuses: Callable[[Graph, Node, Node], str] | None = None
 
-    def taken(self, n: Node) -> tuple[Value, ...]:
-        """Return the reader's operands that the producer makes."""
-        return tuple(n[operand] for operand in self.operands)
 
-    def takes(self, n: Node, producer: Node) -> bool:
-        """Whether the row is about these two nodes."""
-        made = producer.outputs[self.first :][: len(self.operands)]
-        return producer.op == self.producer and made == self.taken(n)
+@dataclass(frozen=True)
+class _Pair:
+    """An expansion: the reader takes a result of the producer as `operand`; the producer's results
+    of the indices `kept` are results of both."""
 
-    def check(self, g: Graph, n: Node, producer: Node) -> None:
-        """Raise Left with the reason to leave the two apart."""
-        taken = self.taken(n)
-        if self.one_token and (taken[0].type.rank < 3 or taken[0].type.shape[1] != 1):
-            raise Left(f"{taken[0]} is of several tokens")
-        if reason := self.refuses(g, producer, n):
+    row: Join
+    producer: str
+    reader: str
+    operand: str
+    kept: tuple[int, ...]
+    attrs: Mapping[str, Any]
+
+    def edit(self, g: Graph, n: Node, producer: Node) -> Edit:
+        """Return the two as one; Left with the reason to leave them apart."""
+        value = n[self.operand]
+        if n.inputs.count(value) > 1:
+            raise Left(f"{value} has another user")
+        if self.row.one_token and (value.type.rank < 3 or value.type.shape[1] != 1):
+            raise Left(f"{value} is of several tokens")
+        if self.row.refuses and (reason := self.row.refuses(g, producer, n)):
             raise Left(reason)
-        for v in taken:
-            alone = self.shared or g.users()[v.name] == [n]
-            if not alone or n.inputs.count(v) > 1:
-                raise Left(f"{v} has another user")
-        if len(producer.outputs) > len(taken) or self.shared:
-            later = {v for m in after(g, producer.outputs) for v in m.outputs}
-            if later.intersection(n.inputs):
-                raise Left(f"{n.outputs[0]} reads what is made of {producer.outputs[0]}")
+        made = self.joined(n, producer)
+        parts = parts_of(g, made)
+        later = {v for m in after(g, producer.outputs) if m != n for v in m.outputs}
+        if later.intersection(n.inputs):
+            raise Left(f"{n.outputs[0]} reads what is made of {producer.outputs[0]}")
+        return Edit(parts, [made], f"fused with {producer.outputs[0]}")
 
-    def node(self, n: Node, producer: Node) -> Node:
-        """Return the joined node."""
-        kept = () if self.shared else self.taken(n)
-        results = (*n.outputs, *(v for v in producer.outputs if v not in kept))
-        own = {k: v for k, v in producer.attrs.items() if k not in self.drops}
-        inputs = self.inputs(producer, n) if self.inputs else self._in_place(producer, n)
-        return Node(self.joined, tuple(inputs), results, {**self.attrs, **own, **n.attrs})
-
-    def _in_place(self, producer: Node, n: Node) -> Sequence[Value]:
-        """Return the reader's inputs with the producer's in place of what it makes: all in place of
-        one operand, one each in place of several."""
-        taken = self.taken(n)
-        parts = [producer.inputs] if len(taken) == 1 else [(v,) for v in producer.inputs]
-        made = dict(zip(taken, parts, strict=True))
-        return [x for v in n.inputs for x in made.get(v, (v,))]
+    def joined(self, n: Node, producer: Node) -> Node:
+        op = OPS[self.row.op]
+        given, rest = dict[str, Value](), list[Value]()
+        for m in (producer, n):
+            for name, v in zip(chain(m.definition.operands, repeat("")), m.inputs, strict=False):
+                if name in op.operands and name not in given and v not in producer.outputs:
+                    given[name] = v
+                elif v not in producer.outputs:
+                    rest.append(v)
+        named = [given[k] if k in given else rest.pop(0) for k in op.operands if k in given or rest]
+        attrs = {**self.attrs, **producer.attrs, **n.attrs}
+        own = {name: value for name, value in attrs.items() if name in op.attrs}
+        kept = (v for i, v in enumerate(producer.outputs) if i in self.kept)
+        return Node(op.name, (*named, *rest), (*n.outputs, *kept), own)
 
 
-def join(g: Graph, rows: Sequence[Join], note: Note) -> Graph:
+@cache
+def _pairs(row: Join) -> tuple[_Pair, ...]:
+    """Return the expansions of the samples."""
+    pairs = []
+    for sample in OPS[row.op].samples:
+        inputs = tuple(Value(f"x{i}", t) for i, t in enumerate(sample.types()))
+        (producer, reader), results = Node(row.op, inputs, inputs[:1], sample.attrs).expanded
+        named = zip(reader.definition.operands, reader.inputs, strict=False)
+        operand = next(name for name, v in named if v in producer.outputs)
+        kept = tuple(i for i, v in enumerate(producer.outputs) if v in results)
+        pairs.append(_Pair(row, producer.op, reader.op, operand, kept, sample.attrs))
+    return tuple(pairs)
+
+
+def join(g: Graph, note: Note = ignore, *, rows: Sequence[Join]) -> Graph:
     """Join every reader with its producer if a row takes them."""
+    pairs = [pair for row in rows for pair in _pairs(row)]
 
     def edit(n: Node) -> Edit:
-        own = [row for row in rows if row.reader == n.op]
-        taken = own[0].taken(n)
-        producer = g.producers().get(taken[0].name)
-        row = next((row for row in own if producer and row.takes(n, producer)), None)
-        if row is None or producer is None:
-            ops = " or ".join(dict.fromkeys(row.producer for row in own))
-            are = "is" if len(taken) == 1 else "are"
-            raise Left(f"{' and '.join(map(str, taken))} {are} not made by {ops}")
-        row.check(g, n, producer)
-        return Edit([producer, n], [row.node(n, producer)], f"fused with {producer.outputs[0]}")
+        own = [pair for pair in pairs if pair.reader == n.op]
+        value = n[own[0].operand]
+        producer = g.producer(value)
+        pair = next((pair for pair in own if producer and pair.producer == producer.op), None)
+        if pair is None or producer is None:
+            ops = " or ".join(dict.fromkeys(pair.producer for pair in own))
+            raise Left(f"{value} is not made by {ops}")
+        return pair.edit(g, n, producer)
 
-    return edit_each(g, g.find(*(row.reader for row in rows)), edit, note)
+    return edit_each(g, g.find(*(pair.reader for pair in pairs)), edit, note)

@@ -37,54 +37,45 @@ def last_token_only(g: Graph, note: Note = ignore) -> Graph:
 
 def _region(g: Graph, sink: Node) -> set[str]:
     """Return names of values of which only the last row is read."""
-    users, region = g.users(), set[str]()
+    region = set[str]()
+
+    def last_only(v: Value, user: Node) -> bool:
+        if user is sink:
+            return True
+        if not user.outputs or user.outputs[0].name not in region:
+            return False
+        return all(i in user.definition.rows for i, x in enumerate(user.inputs) if x == v)
+
     for n in reversed(g.nodes):
-        reads = {v: users.get(v.name, []) for v in n.outputs}
-        if not any(reads.values()) or not n.definition.rows:
-            continue
-        if all(_last_only(v, u, sink, region) for v, read in reads.items() for u in read):
+        reads = [(v, user) for v in n.outputs for user in g.readers(v)]
+        if n.definition.rows and reads and all(last_only(v, user) for v, user in reads):
             region.update(v.name for v in n.outputs)
     return region
 
 
-def _last_only(v: Value, user: Node, sink: Node, region: set[str]) -> bool:
-    if user is sink:
-        return True
-    at = {i for i, x in enumerate(user.inputs) if x == v}
-    inside = bool(user.outputs) and user.outputs[0].name in region
-    return inside and at <= {*user.definition.rows}
-
-
 def _narrow(g: Graph, sink: Node, region: set[str], note: Note) -> Graph:
-    b = Builder()
-    lengths = sink["lengths"]
-    last: dict[str, Value] = {}
+    b, last = Builder(), dict[str, Value]()
+    end = _end(g, b)
 
-    def narrow(v: Value) -> Value:
+    def row(v: Value) -> Value:
         if v.name in region:
             return v
         if v.name not in last:
-            last[v.name] = b.emit("last_row", v, lengths, name=f"{v.name}.last")
+            last[v.name] = b.emit("last_row", v, sink["lengths"], name=f"{v.name}.last")
             note(f"{v.name}.last", f"what follows reads only the last row of {v}")
         return last[v.name]
 
-    end = _end(g, b)
-    nodes: list[Node] = []
     for n in g.nodes:
-        if n is sink:
-            continue
         if n.outputs[0].name in region:
             rows = n.definition.rows
-            n = replace(
-                n, inputs=tuple(narrow(v) if i in rows else v for i, v in enumerate(n.inputs))
-            )
-            if n.op == "attention":
-                n = _read_written(g, n, end)
-        nodes += [*b.nodes, n]
-        b.nodes.clear()
-    result = {sink["x"].name: Value(sink.out.name, sink["x"].type)}
-    nodes = [replace(n, outputs=tuple(result.get(v.name, v) for v in n.outputs)) for n in nodes]
-    return drop_dead(rebuild(order(replace(g, nodes=tuple(nodes)))))
+            inputs = [row(v) if i in rows else v for i, v in enumerate(n.inputs)]
+            if n.op == "attention" and n.chunk and end:
+                inputs[2:] = [end, *(g.next[v.name] for v in n.caches)]
+            outputs = (replace(v, name=sink.out.name) if v == sink["x"] else v for v in n.outputs)
+            n = replace(n, inputs=tuple(inputs), outputs=tuple(outputs))
+        if n is not sink:
+            b.nodes.append(n)
+    return drop_dead(rebuild(order(replace(g, nodes=tuple(b.nodes)))))
 
 
 def _end(g: Graph, b: Builder) -> Value | None:
@@ -92,16 +83,6 @@ def _end(g: Graph, b: Builder) -> Value | None:
     write = next(g.find("cache_write"), None)
     if write is None:
         return None
-    for n in g.find("add"):
-        if n.inputs == write.inputs[2:]:
-            return n.out
-    return b.emit("add", *write.inputs[2:], name="end")
-
-
-def _read_written(g: Graph, n: Node, end: Value | None) -> Node:
-    """Return the same attention, over the caches that the chunk was written to."""
-    if not n.chunk or end is None:
-        return n
-    q, positions = n.inputs[:2]
-    caches = tuple(g.next[v.name] for v in n.caches)
-    return replace(n, inputs=(q, positions, end, *caches))
+    chunk = (write["start"], write["lengths"])
+    made = next((n.out for n in g.find("add") if n.inputs == chunk), None)
+    return made or b.emit("add", *chunk, name="end")

@@ -6,13 +6,14 @@ K = rope(rms_norm(raw, w)), V = rms_norm(raw); every attention(K, V) becomes att
   form "raw":    states k, v [C,B,n,d]   ->   states raw [C,B,n,d], rms f32[C,B,n,1]
 
 for p rotated pairs. "value" leaves a layer whose dims are all rotated, "off" leaves every layer.
-Those in `keep` stay as they are, since a drafter reads them too.
+Layers in `keep` stay as they are, since a draft model reads them too.
 K and V die where nothing else reads them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from g4ir.ir.graph import RESULT, Builder, Graph, Node, Value
 from g4ir.ir.names import layer_of
@@ -21,11 +22,10 @@ from g4ir.ops.attention import split_chunk
 from g4ir.ops.latent import PARTS
 from g4ir.ops.rope import rotated_pairs
 
-from .match import Left, Note, ignore, require_one_of
+from .match import Left, Note, cache_names, ignore, made_by, maker, require_one_of
 
 AFTER = "last_token_only"  # its readers are those that are left
 CHANGES_STATE = True
-
 #: the form in which K and V are cached
 PLAIN = "off"
 FORMS = (PLAIN, *PARTS)
@@ -48,13 +48,17 @@ OPTIONS = LatentOptions()
 def latent_kv(g: Graph, note: Note = ignore, options: LatentOptions = OPTIONS) -> Graph:
     """Make one cache for each layer where K = V."""
     edits: list[tuple[list[Node], list[Node]]] = []
-    written: dict[str, list[Node]] = {}
-    for (k, v), readers in _pairs(g).items():
+    replaced: dict[str, list[Node]] = {}
+    for (k, v), readers in _readers(g).items():
         try:
             if layer_of(k) in options.keep:
-                raise Left("a drafter reads it as K and V")
-            found = _match(g, k, v, readers)
-            _check_form(found, options.form)
+                raise Left("a draft model reads it as K and V")
+            found = _match(g, k, v)
+            _check_readers(g, found, readers)
+            if options.form == PLAIN:
+                raise Left("the form `off` keeps K and V")
+            if options.form == "value" and 2 * found.rotated == found.table.attrs["dim"]:
+                raise Left("every dim of K is rotated, so that V says nothing of them")
         except Left as reason:
             note(k, f"left: {reason}")
             continue
@@ -62,9 +66,26 @@ def latent_kv(g: Graph, note: Note = ignore, options: LatentOptions = OPTIONS) -
         writes = [n for n in new if n.op == "cache_write"]
         edits.append(([found.write_k, found.write_v], new))
         edits += [([n], [found.read(n, options.form, writes)]) for n in readers]
-        written |= {k: writes, v: []}
+        replaced |= {k: writes, v: []}
         note(k, f"kept with %{v} as {' and '.join(str(w['cache']) for w in writes)}")
-    return _with_states(splice_all(g, edits), written) if edits else g
+    if not edits:
+        return g
+    caches = {name: [w["cache"] for w in writes] for name, writes in replaced.items()}
+    state = chain(*(caches.get(v.name, [v]) for v in g.state))
+    later = {name: v for name, v in g.next.items() if name not in replaced}
+    later |= {w["cache"].name: w.out for writes in replaced.values() for w in writes}
+    return drop_dead(replace(splice_all(g, edits), state=tuple(state), next=later))
+
+
+def _readers(g: Graph) -> dict[tuple[str, str], list[Node]]:
+    """Return the attentions that read two states together, in order of their first reader."""
+    names = cache_names(g)
+    found: dict[tuple[str, str], list[Node]] = {}
+    for n in g.find("attention"):
+        k, v = (names.get(cache.name) for cache in n.caches)
+        if k and v:
+            found.setdefault((k, v), []).append(n)
+    return found
 
 
 @dataclass(frozen=True)
@@ -110,87 +131,41 @@ class _Match:
         return Node("attention_latent", inputs, n.outputs, {"form": form, **n.attrs, **rotation})
 
 
-def _pairs(g: Graph) -> dict[tuple[str, str], list[Node]]:
-    """Return the states that attentions read together, in order of their first reader."""
-    origin = {v.name: v.name for v in g.state} | {v.name: name for name, v in g.next.items()}
-    found: dict[tuple[str, str], list[Node]] = {}
-    for n in g.find("attention"):
-        k, v = (origin.get(x.name) for x in n.caches)
-        if k is not None and v is not None:
-            found.setdefault((k, v), []).append(n)
-    return found
-
-
-def _match(g: Graph, k: str, v: str, readers: list[Node]) -> _Match:
-    made = g.producers()
-    write_k, write_v = (_write(g, state) for state in (k, v))
-    norm, tables = _key(g, write_k["new"])
-    value = made.get(write_v["new"].name)
-    if not norm or not value or value.op != "rms_norm" or value.inputs != (norm["x"],):
-        raise Left("K and V do not come from one projection")
+def _match(g: Graph, k: str, v: str) -> _Match:
+    writes = {n["cache"].name: n for n in g.find("cache_write") if n.out in g.next.values()}
+    for state in (k, v):
+        if state not in writes:
+            raise Left(f"%{state} is not written here")
+    write_k, write_v = writes[k], writes[v]
+    apart = "K and V do not come from one projection"
+    value = made_by(g, write_v["new"], "rms_norm", apart)
+    key = maker(g, write_k["new"], "norm_rope", "rope")
+    norm = maker(g, key["x"], "rms_norm") if key and key.op == "rope" else key
+    if not key or not norm or len(norm.inputs) < 2 or value.inputs != (norm["x"],):
+        raise Left(apart)
     if value.attrs["eps"] != norm.attrs["eps"]:
         raise Left("the norms of K and V differ in eps")
-    table = made.get(tables[0].name)
-    if table is None or table.op != "rope_table" or table.outputs != tables:
+    table = maker(g, key["cos"], "rope_table")
+    if not table or table.outputs != (key["cos"], key["sin"]):
         raise Left("K is rotated by a table that is not made here")
-    start = made.get(write_k["start"].name)
-    starts = start is not None and start.op == "row_start" and start.inputs == table.inputs
-    if not starts or write_k.inputs[2:] != write_v.inputs[2:]:
+    start = maker(g, write_k["start"], "row_start")
+    if not start or start.inputs != table.inputs or write_k.inputs[2:] != write_v.inputs[2:]:
         raise Left("K and V are not written at the positions of the rotation")
-    match = _Match(write_k, write_v, norm, table)
-    _check_readers(g, match, readers)
-    return match
-
-
-def _write(g: Graph, state: str) -> Node:
-    write = g.producers().get(g.next[state].name) if state in g.next else None
-    if write is None or write.op != "cache_write" or write["cache"].name != state:
-        raise Left(f"%{state} is not written here")
-    return write
-
-
-def _key(g: Graph, k: Value) -> tuple[Node | None, tuple[Value, ...]]:
-    """Return the norm and the tables of K = rope(rms_norm(raw, weight), cos, sin), fused or not."""
-    n = g.producers().get(k.name)
-    if n is not None and n.op == "norm_rope":
-        return n, n.inputs[2:]
-    norm = g.producers().get(n["x"].name) if n is not None and n.op == "rope" else None
-    if n is None or norm is None or norm.op != "rms_norm" or len(norm.inputs) != 2:
-        return None, ()
-    return norm, n.inputs[1:]
+    return _Match(write_k, write_v, norm, table)
 
 
 def _check_readers(g: Graph, m: _Match, readers: list[Node]) -> None:
     """Check that the two caches are read together, and by these attentions alone."""
-    users, writes = g.users(), (m.write_k, m.write_v)
+    writes = (m.write_k, m.write_v)
     known = [*writes, *readers, RESULT]
     for w in writes:
-        others = [n for v in (w["cache"], w.out) for n in users.get(v.name, []) if n not in known]
+        others = [n for v in (w["cache"], w.out) for n in g.readers(v) if n not in known]
         if others or w["cache"] in g.results() or w.out in g.outputs:
             raise Left(f"{w['cache']} has another reader")
-    fresh = tuple(w["new"] for w in writes)
     for n in readers:
-        together = [(w["cache"], w.out).index(v) for w, v in zip(writes, n.caches)]
+        after = {v == w.out for w, v in zip(writes, n.caches, strict=True)}
         chunk, _ = split_chunk(n.chunk, 2)
-        if len(set(together)) > 1 or chunk not in ((), fresh):
+        if len(after) > 1 or chunk not in ((), tuple(w["new"] for w in writes)):
             raise Left(f"{n.out} reads K and V of different moments")
         if chunk and n.inputs[1:2] != m.table.inputs:
             raise Left(f"{n.out} is at other positions than the rotation")
-
-
-def _check_form(m: _Match, form: str) -> None:
-    if form == PLAIN:
-        raise Left("the form `off` keeps K and V")
-    if form == "value" and 2 * m.rotated == m.table.attrs["dim"]:
-        raise Left("every dim of K is rotated, so that V says nothing of them")
-
-
-def _with_states(g: Graph, written: dict[str, list[Node]]) -> Graph:
-    """Put the new states in the place of the old ones."""
-    state: list[Value] = []
-    after: dict[str, Value] = {}
-    for v in g.state:
-        state += [w["cache"] for w in written[v.name]] if v.name in written else [v]
-    for name, v in g.next.items():
-        after |= {w["cache"].name: w.out for w in written[name]} if name in written else {name: v}
-    return drop_dead(replace(g, state=tuple(state), next=after))

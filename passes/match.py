@@ -1,11 +1,11 @@
-"""Functions that walk a graph, shared by passes."""
+"""Walks over a graph, and edits of it, that passes share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from g4ir.errors import InputError
+from g4ir.errors import InputError, VerifyError
 from g4ir.ir.graph import Builder, Graph, Node, Value
 from g4ir.ir.rewrite import splice_all
 
@@ -14,8 +14,8 @@ Note = Callable[[str, str], None]
 
 #: the option of a pass that rounds, to leave everything
 OFF = "off"
-#: as GPU_ROWS: any number of sequences in a step
-ANY_ROWS = 1 << 30
+#: what the name of a dequantised weight ends with
+DENSE = ".dense"
 
 
 def require_one_of(option: str, value: object, known: Sequence[object]) -> None:
@@ -29,12 +29,12 @@ class Left(Exception):
 
 
 def ignore(value: str, reason: str) -> None:
-    """Take no note: for callers that do not ask."""
+    """The Note of callers that need none."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Nodes, those that replace them, and what is noted of it."""
+    """Nodes, the nodes that replace them, and the note."""
 
     old: Sequence[Node]
     new: Sequence[Node]
@@ -55,81 +55,111 @@ def edit_each(g: Graph, nodes: Iterable[Node], edit: Callable[[Node], Edit], not
     return splice_all(g, edits)
 
 
-def maker(g: Graph, n: Node, operand: str, op: str) -> Node | None:
-    """Return the node of this op that makes an operand, or None where another does."""
-    found = g.producers().get(n[operand].name)
-    return found if found and found.op == op else None
+def maker(g: Graph, v: Value, *ops: str) -> Node | None:
+    """Return the node that makes a value if it is of one of these ops."""
+    n = g.producer(v)
+    return n if n and n.op in ops else None
 
 
-def made_by(g: Graph, v: Value, op: str) -> Node:
-    """Return the node that makes a value; Left where it is of another op."""
-    n = g.producers().get(v.name)
-    if n is None or n.op != op:
-        raise Left(f"{v} is not made by {op}")
+def made_by(g: Graph, v: Value, op: str, otherwise: str = "") -> Node:
+    """Return the node that makes a value; Left if it is of another op."""
+    n = maker(g, v, op)
+    if n is None:
+        raise Left(otherwise or f"{v} is not made by {op}")
     return n
 
 
-def only_user(g: Graph, v: Value, op: str, reason: str = "has another user") -> Node:
-    """Return the one node that reads a value; Left where there are others, or another op."""
-    users = g.users().get(v.name, [])
+def parts_of(g: Graph, fused: Node) -> list[Node]:
+    """Return the nodes of the graph that a fused node stands for: its expansion is the pattern.
+    Left if a node differs from it, or a value inside has another user."""
+    other_operands = f"{fused.op} takes other operands"
+    try:
+        results = fused.inferred
+    except VerifyError as e:
+        raise Left(other_operands) from e
+    if results != tuple(v.type for v in fused.outputs):
+        raise Left(other_operands)
+    pattern, made = fused.expanded
+    same = {v.name: v for v in fused.inputs}
+    same |= {v.name: own for v, own in zip(made, fused.outputs, strict=True)}
+    found: list[Node] = []
+    for wanted in reversed(pattern):
+        n = made_by(g, next(same[v.name] for v in wanted.outputs if v.name in same), wanted.op)
+        other = dict(n.attrs.items() ^ wanted.attrs.items())
+        if other:
+            raise Left(f"{n.outputs[0]} has another {' and '.join(sorted(other))}")
+        for known, own in ((wanted.inputs, n.inputs), (wanted.outputs, n.outputs)):
+            alike = [same.setdefault(v.name, x) for v, x in zip(known, own, strict=False)]
+            if len(known) != len(own) or alike != [*own]:
+                raise Left(f"{n.outputs[0]} is not {n.op} as in {fused.op}")
+        found.insert(0, n)
+    for v in (v for n in found for v in n.outputs if v not in fused.outputs):
+        if v in fused.inputs or any(user not in found for user in g.readers(v)):
+            raise Left(f"{v} has another user")
+    return found
+
+
+def only_user(g: Graph, v: Value, op: str) -> Node:
+    """Return the one node that reads a value; Left if there are others, or it is of another op."""
+    users = g.readers(v)
     if [n.op for n in users] != [op]:
-        raise Left(f"{v} {reason}")
+        raise Left(f"{v} has another user")
     return users[0]
 
 
 def after(g: Graph, values: Iterable[Value]) -> list[Node]:
     """Return the nodes that follow from values, up to cache writes, the nearest first."""
     found: dict[int, Node] = {}
-    queue = [u for v in values for u in g.users().get(v.name, [])]
+    queue = [u for v in values for u in g.readers(v)]
     for n in queue:
         if id(n) not in found:
             found[id(n)] = n
             results = n.outputs if n.op != "cache_write" else ()
-            queue += [u for v in results for u in g.users().get(v.name, [])]
+            queue += [u for v in results for u in g.readers(v)]
     return list(found.values())
 
 
 def normed(g: Graph, v: Value) -> Value:
-    """Return the value that a pre-norm norms; a value that is none stands for itself."""
-    made = g.producers().get(v.name)
-    if made is not None and made.op == "rms_norm":
-        return made["x"]
-    fused = made is not None and made.op in ("norm_residual", "dual_norm_residual")
-    return made.outputs[0] if made is not None and fused else v
+    """Return the value that a pre-norm norms; any other value stands for itself."""
+    made = maker(g, v, "rms_norm", "norm_residual", "dual_norm_residual")
+    if made is None:
+        return v
+    return made["x"] if made.op == "rms_norm" else made.outputs[0]
+
+
+def cache_names(g: Graph) -> dict[str, str]:
+    """Name of a cache before or after its write -> the name of the state."""
+    return {v.name: v.name for v in g.state} | {v.name: name for name, v in g.next.items()}
 
 
 # --- weights -----------------------------------------------------------------------------------
 
 
 def held_as(g: Graph, w: Value) -> tuple[object, ...] | None:
-    """Return how a weight is held: those of equal tuples can be one weight. None for a value that
-    is neither a param nor made of codes."""
+    """Return the format of a weight: weights of equal formats can be one. None for a value that
+    is neither a param nor dequantised."""
     if w in g.params:
         return (w.type.dtype,)
-    made = g.producers().get(w.name)
-    if made is None or made.op != "dequantize":
+    made = maker(g, w, "dequantize")
+    if made is None:
         return None
     parts = ((v.type.dtype, v.type.shape[1:]) for v in made.inputs)
     return (*parts, *made.attrs.items())
 
 
-def stacked(b: Builder, g: Graph, weights: Sequence[Value], name: str) -> Value:
-    """Return weights held alike as one, rows after rows: codes and scales, where they have them."""
-    made = [g.producers().get(w.name) for w in weights]
-    if not made[0]:
-        return b.emit("concat", *weights, axis=0, name=name)
-    rows = zip(*(n.inputs for n in made if n), strict=True)
-    names = [f"{name}.{made[0].definition.operands[i]}" for i in range(2)]
-    parts = [b.emit("concat", *vs, axis=0, name=n) for vs, n in zip(rows, names, strict=True)]
-    return b.emit("dequantize", *parts, name=f"{name}.dense", **made[0].attrs)
-
-
-def base(w: Value) -> str:
-    """Return the name of a weight however it is held."""
-    return w.name.removesuffix(".dense")
-
-
-def makers(g: Graph, products: Iterable[Node]) -> list[Node]:
-    """Return the nodes that make weights of these products of codes, for nobody else."""
-    found = (g.producers().get(n["w"].name) for n in products)
-    return [m for m in found if m and len(g.users()[m.out.name]) == 1]
+def packed(
+    b: Builder, g: Graph, products: Sequence[Node], weight: str, name: str
+) -> tuple[Value, list[Node]]:
+    """Emit one product with the weights of several, concatenated by rows: codes and scales if they
+    are quantised. Returns it, and the nodes in whose place it is."""
+    made = [n for p in products if (n := g.producer(p["w"]))]
+    if made:
+        codes, scales = (
+            b.emit("concat", *(n[part] for n in made), axis=0, name=f"{weight}.{part}")
+            for part in ("codes", "scales")
+        )
+        w = b.emit("dequantize", codes, scales, name=f"{weight}{DENSE}", **made[0].attrs)
+    else:
+        w = b.emit("concat", *(n["w"] for n in products), axis=0, name=weight)
+    own = [n for n in made if len(g.readers(n.out)) == 1]
+    return b.emit("linear", products[0]["x"], w, name=name), [*products, *own]

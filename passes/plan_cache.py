@@ -3,7 +3,7 @@
 state [C,B,n,d] of a layer with a window of W keys   ->  state [W + slack,B,n,d]
 state written with the keys of another layer's state ->  that layer's state, written once
 
-With `slack` the newest of that many tokens can be taken back, and a ring still holds what the token
+With `slack` the newest of that many tokens can be rejected, and a ring still holds what the token
 after the others sees: what they overwrote is outside of its window.
 """
 
@@ -16,11 +16,10 @@ from g4ir.errors import InputError, PassError
 from g4ir.ir.graph import Graph, Node, Value
 from g4ir.ir.rewrite import drop_dead, rebuild
 
-from .match import Note, ignore
+from .match import Note, cache_names, ignore
 
 AFTER = "fuse_norm_residual"  # it needs nothing of these
 CHANGES_STATE = True
-
 
 #: draft tokens verified in one step: beyond about 32 the step becomes compute-bound
 MOST_SLACK = 32
@@ -28,7 +27,7 @@ MOST_SLACK = 32
 
 @dataclass(frozen=True)
 class RingOptions:
-    """Slots of a ring beyond its window: tokens that can be taken back, those of a draft."""
+    """Slots of a ring beyond its window: the draft tokens that can be rejected."""
 
     slack: int = 0
 
@@ -41,49 +40,30 @@ OPTIONS = RingOptions()
 
 
 def plan_cache(g: Graph, note: Note = ignore, options: RingOptions = OPTIONS) -> Graph:
-    """Make caches hold what attention can see, each once."""
+    """Size each cache by the tokens that attention sees, and hold it once."""
     g = _alias(g, note)
-    windows = _windows(g)
+    names = cache_names(g)
+    windows: dict[str, set[int]] = defaultdict(set)
+    for n in g.find("attention"):
+        for v in n.caches:
+            windows[names.get(v.name, "")].add(n.whole("window"))
     state = tuple(_resized(v, windows[v.name], options.slack, note) for v in g.state)
     return rebuild(replace(g, state=state))
 
 
 def _alias(g: Graph, note: Note) -> Graph:
-    """Let a state that repeats another's writes be that other state."""
+    """Replace a state that repeats another's writes by that other state."""
     owners: dict[tuple[Value, ...], Node] = {}
     rename: dict[str, Value] = {}
-    dropped: set[str] = set()
     for n in g.find("cache_write"):
-        state = n["cache"]
         owner = owners.setdefault(n.inputs[1:], n)
         if owner is not n:
-            rename[state.name], rename[n.out.name] = owner["cache"], owner.out
-            dropped.add(state.name)
-            note(state.name, f"reads {owner['cache']}")
-    if not dropped:
+            rename |= {n["cache"].name: owner["cache"], n.out.name: owner.out}
+            note(n["cache"].name, f"reads {owner['cache']}")
+    if not rename:
         return g
-    g = replace(
-        g,
-        state=tuple(v for v in g.state if v.name not in dropped),
-        next={k: v for k, v in g.next.items() if k not in dropped},
-        nodes=tuple(
-            n for n in g.nodes if not (n.op == "cache_write" and n["cache"].name in dropped)
-        ),
-    )
-    return drop_dead(rebuild(g, rename))
-
-
-def _windows(g: Graph) -> dict[str, set[int]]:
-    """Return state name -> windows of the attentions that read it, before or after its write."""
-    origin = {v.name: name for name, v in g.next.items()} | {v.name: v.name for v in g.state}
-    table: dict[str, set[int]] = defaultdict(set)
-    for n in g.find("attention"):
-        for v in n.caches:
-            if v.name in origin:
-                window = n.attrs["window"]
-                assert isinstance(window, int)
-                table[origin[v.name]].add(window)
-    return table
+    kept = {name: v for name, v in g.next.items() if name not in rename}
+    return drop_dead(rebuild(replace(g, next=kept), rename))
 
 
 def _resized(v: Value, windows: set[int], slack: int, note: Note) -> Value:

@@ -1,15 +1,15 @@
-"""linear(x, w)  ->  linear(fake_quantize(x), w), for weights in codes
+"""linear(x, w)  ->  linear(fake_quantize(x), w), for quantised weights
 
 This pass changes what a graph computes, by a rounding that the user asked for: a product of two
-rows of codes takes fewer instructions than one of codes and numbers. Routed experts take their rows
-as they are; "off" leaves everything.
+quantised matrices takes fewer instructions than one of codes and floats. Routed experts take their
+rows as they are; "off" leaves everything.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from g4ir.ir.graph import Builder, Graph, Node, Value
+from g4ir.ir.graph import Builder, Graph, Value
 from g4ir.ops.codecs import ACTIVATIONS
 
 from .match import OFF, Note, ignore, maker, require_one_of
@@ -40,26 +40,15 @@ def quantize_activations(
     to = options.to
     if to == OFF:
         return g
-    b = Builder(g.name)
-    made: dict[str, Value] = {}
+    b, made = Builder(g.name), dict[str, Value]()
     for n in g.nodes:
-        if n.op == "experts" and maker(g, n, "gate_up", "dequantize"):
+        if n.op == "experts" and maker(g, n["gate_up"], "dequantize"):
             note(n.out.name, "left: routed experts take their rows as they are")
-        if not _takes_codes(g, n):
-            b.nodes.append(n)
-            continue
-        x = n["x"]
-        if x.name not in made:
-            made[x.name] = b.emit("fake_quantize", x, form=to, name=f"{x.name}.rounded")
-            note(x.name, f"rounded to {to}")
-        b.nodes.append(replace(n, inputs=(made[x.name], n["w"])))
+        if n.op == "linear" and maker(g, n["w"], "dequantize"):
+            x, w = n.inputs
+            if x.name not in made and not maker(g, x, "fake_quantize"):
+                made[x.name] = b.emit("fake_quantize", x, form=to, name=f"{x.name}.rounded")
+                note(x.name, f"rounded to {to}")
+            n = replace(n, inputs=(made.get(x.name, x), w))
+        b.nodes.append(n)
     return replace(g, nodes=tuple(b.nodes))
-
-
-def _takes_codes(g: Graph, n: Node) -> bool:
-    """Whether it is a product with a weight in codes of a row that is not rounded."""
-    return (
-        n.op == "linear"
-        and maker(g, n, "w", "dequantize") is not None
-        and maker(g, n, "x", "fake_quantize") is None
-    )

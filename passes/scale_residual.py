@@ -14,6 +14,7 @@ Only what becomes subnormal is rounded: in float16 values below 2^-14, by 2^-25 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import cycle
 
 from g4ir.errors import PassError
 from g4ir.ir.graph import Builder, Graph, Node, Value
@@ -45,103 +46,100 @@ OPTIONS = ScaleOptions()
 
 def scale_residual(g: Graph, note: Note = ignore, options: ScaleOptions = OPTIONS) -> Graph:
     """Divide the residual stream."""
-    return g if options.divisor == 1 else _Scaling(g, 1 / options.divisor, note).graph()
+    if options.divisor == 1:
+        return g
+    divided = divided_values(g)
+    if not divided:
+        note(START, "left: no residual is added to it")
+        return g
+    scaling = _Scaling(g, 1 / options.divisor, divided, note)
+    for n in g.nodes:
+        scaling.copy(n)
+    return replace(g, nodes=tuple(scaling.b.nodes))
 
 
 def divided_values(g: Graph) -> set[str]:
-    """Return the names of the values that the pass divides."""
-    scaling = _Scaling(g, 0.5, ignore)
-    scaling.graph()
-    return scaling.divided
+    """Return the names of the values that the pass divides: the residual stream, and what is added
+    to it, from as far up as possible. PassError if the stream is an output, or is read in another
+    way than by a norm or a product."""
+    if all(n["a"].name != START or n["a"] not in g.inputs for n in g.find("add")):
+        return set()
+    stream, divided = {START}, set[str]()
+    for n in g.nodes:
+        if stream.isdisjoint(v.name for v in n.inputs):
+            continue
+        if n.op in ("add", "mul"):
+            stream.add(n.out.name)
+            for v in n.inputs if n.op == "add" else ():
+                _divide_branch(g, v, divided)
+        elif n.op not in ("rms_norm", "linear"):
+            raise PassError(f"{n.outputs[0]}: {n.op} reads the residual stream without a norm")
+    for v in g.outputs:
+        if v.name in stream:
+            raise PassError(f"output {v} is part of the residual stream")
+    return divided | stream
+
+
+def _divide_branch(g: Graph, v: Value, divided: set[str]) -> None:
+    """Add a value to `divided`, and its makers' inputs, if they can be divided in its place."""
+    n = g.producer(v)
+    if n is None or len(g.readers(v)) > 1:
+        return
+    if n.op in ("add", "all_reduce"):
+        for x in n.inputs if n.op == "add" else (n.inputs[n.outputs.index(v)],):
+            _divide_branch(g, x, divided)
+    elif n.op == "rms_norm" and len(n.inputs) == 2:
+        _divide_branch(g, n["x"], divided)
+    elif n.op not in WEIGHTS or n[WEIGHTS[n.op]] not in g.params:
+        return
+    divided.add(v.name)
 
 
 class _Scaling:
-    """The pass on one graph; `s` is the factor of the stream."""
+    """Copies nodes to `b`, those of `divided` values with results times `s`."""
 
-    def __init__(self, g: Graph, s: float, note: Note) -> None:
-        self.g, self.s, self.note = g, s, note
-        self.makers, self.users = g.producers(), g.users()
-        self.divided = {START} if any(_starts(g, n) for n in g.nodes) else set[str]()
-        #: first result of a node -> the nodes that replace it
-        self.changed: dict[str, list[Node]] = {}
-        self.scales: dict[str, Node] = {}
+    def __init__(self, g: Graph, s: float, divided: set[str], note: Note) -> None:
+        self.g, self.s, self.divided, self.note = g, s, divided, note
+        self.b = Builder()
+        self.scaled: dict[str, Value] = {}
 
-    def graph(self) -> Graph:
-        if not self.divided:
-            self.note(START, "left: no residual is added to it")
-        for n in self.g.nodes:
-            if any(v.name in self.divided for v in n.inputs):
-                self.read(n)
-        for v in self.g.outputs:
-            if v.name in self.divided:
-                raise PassError(f"output {v} is part of the residual stream")
-        nodes: list[Node] = []
-        for n in self.g.nodes:
-            for made in self.changed.get(n.outputs[0].name, [n]):
-                nodes += [self.scales.pop(v.name) for v in made.inputs if v.name in self.scales]
-                nodes.append(made)
-        return replace(self.g, nodes=tuple(nodes))
-
-    def read(self, n: Node) -> None:
-        """Change a node that reads the stream."""
-        if n.op == "add":
-            self.change(n, *map(self.branch, n.inputs))
-            self.divided.add(n.out.name)
-            self.note(n.out.name, f"divided by {1 / self.s:g}")
-        elif n.op == "mul":
-            self.divided.add(n.out.name)
-        elif n.op == "rms_norm":
-            self.change(n, self.branch(n["x"]), *n.inputs[1:], eps=n.number("eps") * self.s**2)
-        elif n.op != "linear":
-            raise PassError(f"{n.outputs[0]}: {n.op} reads the residual stream without a norm")
-        elif n["x"].name != START:
+    def copy(self, n: Node) -> None:
+        made = [v for v in n.outputs if v.name in self.divided]
+        if n.op in ("add", "all_reduce") and made:
+            pairs = zip(n.inputs, cycle(n.outputs), strict=False)
+            self.change(n, *(self.small(x) if y in made else x for x, y in pairs))
+            self.note(n.outputs[0].name, f"divided by {1 / self.s:g}")
+        elif n.op == "rms_norm" and (made or n["x"].name in self.divided):
+            x = self.small(n["x"])
+            weight = [self.times(w, self.s) if made else w for w in n.inputs[1:]]
+            self.change(n, x, *weight, eps=n.number("eps") * self.s**2)
+        elif n.op in WEIGHTS and made:
+            w = n[WEIGHTS[n.op]]
+            self.change(n, *(self.times(x, self.s) if x == w else x for x in n.inputs))
+        elif n.op == "linear" and n["x"].name in self.divided - {START}:
             self.multiply_back(n)
+        else:
+            self.b.nodes.append(n)
 
     def multiply_back(self, n: Node) -> None:
         """Take the factor out of a product of the stream."""
-        if n["w"] in self.g.params:
-            self.change(n, n["x"], self.scaled(n["w"], 1 / self.s))
+        x, w = n.inputs
+        if w in self.g.params:
+            self.change(n, x, self.times(w, 1 / self.s))
         else:
-            small = replace(n, outputs=(replace(n.out, name=f"{n.out.name}.divided"),))
-            back = Node("scale", small.outputs, n.outputs, {"value": 1 / self.s})
-            self.changed[n.out.name] = [small, back]
+            y = self.b.emit("linear", x, w, name=f"{n.out.name}.divided")
+            self.b.emit("scale", y, value=1 / self.s, name=n.out.name)
         self.note(n.out.name, f"multiplied by {1 / self.s:g}")
 
-    def branch(self, v: Value) -> Value:
-        """Return s times what is added to the stream, made so from as far up as possible."""
-        if v.name in self.divided and v.name != START:
-            return v
-        n = self.makers.get(v.name)
-        if n is None or len(self.users[v.name]) > 1 or v in self.g.outputs:
-            return self.scaled(v)
-        product = WEIGHTS.get(n.op)
-        if n.op in ("add", "all_reduce"):
-            known = self.changed.get(n.outputs[0].name, [n])[0].inputs
-            parts = n.inputs if n.op == "add" else (n.inputs[n.outputs.index(v)],)
-            self.change(n, *(self.branch(x) if x in parts else x for x in known))
-        elif n.op == "rms_norm" and len(n.inputs) == 2:
-            eps = n.number("eps") * self.s**2
-            self.change(n, self.branch(n["x"]), self.scaled(n["w"]), eps=eps)
-        elif product and n[product] in self.g.params:
-            w = n[product]
-            self.change(n, *(self.scaled(x) if x == w else x for x in n.inputs))
-        else:
-            return self.scaled(v)
-        self.divided.add(v.name)
-        return v
+    def small(self, v: Value) -> Value:
+        """Return s times a value."""
+        return v if v.name in self.divided - {START} else self.times(v, self.s)
 
-    def scaled(self, v: Value, value: float | None = None) -> Value:
-        """Emit the product of a value and `value`, or s."""
-        b, name = Builder(), f"{v.name}.scaled"
-        made = b.emit("scale", v, value=value or self.s, name=name)
-        if name not in self.scales:
-            self.scales[name] = b.nodes[0]
-        return made
+    def times(self, v: Value, factor: float) -> Value:
+        if v.name not in self.scaled:
+            made = self.b.emit("scale", v, value=factor, name=f"{v.name}.scaled")
+            self.scaled[v.name] = made
+        return self.scaled[v.name]
 
     def change(self, n: Node, *inputs: Value, **attrs: float) -> None:
-        made = replace(n, inputs=inputs, attrs={**n.attrs, **attrs})
-        self.changed[n.outputs[0].name] = [made]
-
-
-def _starts(g: Graph, n: Node) -> bool:
-    return n.op == "add" and n["a"] in g.inputs and n["a"].name == START
+        self.b.nodes.append(replace(n, inputs=inputs, attrs={**n.attrs, **attrs}))

@@ -13,7 +13,6 @@ from g4ir.ir.rewrite import rebuild
 from .match import Note, ignore
 
 AFTER = "scale_residual"  # which comes first
-
 _SHARED = "rope"
 
 
@@ -24,17 +23,11 @@ def share_rope_tables(g: Graph, note: Note = ignore) -> Graph:
     shared: dict[tuple[object, ...], Node] = {}
     rename: dict[str, Value] = {}
     for n in g.find("rope_table"):
+        parts = zip(("cos", "sin"), n.outputs, strict=True)
+        outputs = tuple(Value(f"{_SHARED}{len(shared)}.{part}", v.type) for part, v in parts)
         key = (n.inputs, tuple(sorted(n.attrs.items())))
-        table = shared.setdefault(key, _named(n, len(shared)))
+        table = shared.setdefault(key, replace(n, outputs=outputs))
         rename.update({v.name: t for v, t in zip(n.outputs, table.outputs, strict=True)})
         note(n.outputs[0].name, f"shared as {table.outputs[0]}")
     rest = tuple(n for n in g.nodes if n.op != "rope_table")
     return rebuild(replace(g, nodes=(*shared.values(), *rest)), rename)
-
-
-def _named(n: Node, index: int) -> Node:
-    outputs = tuple(
-        Value(f"{_SHARED}{index}.{part}", v.type)
-        for part, v in zip(("cos", "sin"), n.outputs, strict=True)
-    )
-    return replace(n, outputs=outputs)

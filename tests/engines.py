@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 import g4ir
 from g4ir.engine.artefact import MANIFEST, manifest_text
@@ -20,6 +21,8 @@ from g4ir.weights.write import write_checkpoint
 from tests.contract.flows import CHUNK, FLOWS, MAX_SEQ
 from tests.oracle import relative
 
+#: tables of several test modules
+CASES = yaml.safe_load(Path(__file__).with_name("engine_cases.yaml").read_text())
 #: of the row's rms
 BUDGET = 1e-4
 #: spec -> limits of its engines

@@ -21,6 +21,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from g4ir.model.tensors import text_tensors
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec
+from g4ir.weights.random import RandomCheckpoint
 
 #: name and shape of a tensor -> its type in the file
 Kind = Callable[[str, tuple[int, ...]], str]
@@ -115,6 +116,19 @@ def write_gguf(
     writer.add_tensor("rope_freqs.weight", _frequencies(spec))
     finish(writer)
     return meant
+
+
+def bare_file(
+    path: Path,
+    spec: Spec,
+    change: Callable[[dict[str, Any]], Any] = lambda values: None,
+    kind: str = "F16",
+) -> Path:
+    """A file with random weights."""
+    source = RandomCheckpoint(spec, 0, torch.float32)
+    tensors = {name: source.tensor(name) for name in text_tensors(spec)}
+    write_gguf(path, spec, tensors, all_of(kind), change=change)
+    return path
 
 
 #: of gemma4_unified, which the package's table does not know yet

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import random
 import wave
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import g4ir
+from g4ir.errors import InputError
 from g4ir.media.videos import Footage
 from g4ir.spec.parts import Tokens
 from g4ir.spec.record import load_spec
@@ -65,6 +66,17 @@ def damaged(data: bytes, draw: random.Random, head: int = 3_000) -> bytes:
         end = draw.choice((len(data), min(len(data), head), min(len(data), 64)))
         content[draw.randrange(end)] = draw.randrange(256)
     return bytes(content[: draw.choice((len(data), draw.randint(1, len(data))))])
+
+
+def outlives_damage(read: Callable[[Path], Any], data: bytes, path: Path) -> None:
+    """Of 80 copies, cut or with other bytes: one InputError that names the file, or its content."""
+    draw = random.Random(path.name)
+    for _ in range(80):
+        path.write_bytes(damaged(data, draw))
+        try:
+            assert len(read(path))
+        except InputError as e:
+            assert str(e).startswith(f"{path}: ")
 
 
 def noise(*shape: int, seed: int = 0) -> np.ndarray:

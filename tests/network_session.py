@@ -1,70 +1,21 @@
-"""A session over a network of tensor primitives: feeds and caches as a runtime has them."""
+"""Samples of ops as networks of tensor primitives take them, whose caches are of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-
 import torch
 
-from g4ir.backends.primitives.network import SLOTS, TURNED, is_ring, stored_type, turn
-from g4ir.ir.graph import Graph, Node
-from g4ir.ir.interpret import interpret
-from g4ir.ops.attention import slot_positions
-from g4ir.ops.types import torch_dtype
-from g4ir.plan.engine_limits import Limits
-from g4ir.plan.formats import context_slots
-from tests.runner import ChunkedSession
-
-Feeds = Mapping[str, torch.Tensor]
+from g4ir.ir.graph import Node, Value
+from g4ir.ops import OPS
+from g4ir.ops.attention import slot_positions, split_chunk
 
 
-@dataclass
-class NetworkSession(ChunkedSession):
-    """`made(feeds)` makes outputs by name, NAME.next among them."""
-
-    graph: Graph
-    embed: Callable[[torch.Tensor], Feeds]
-    made: Callable[[Feeds], Feeds]
-    limits: Limits
-    batch: int
-    chunk: int
-    all_logits: bool
-
-    def __post_init__(self) -> None:
-        kinds = {v.name: stored_type(v.type, self.limits) for v in self.graph.state}
-        self.caches = {
-            name: torch.zeros(
-                [int(d) for d in t.bind({"B": self.batch}).shape], dtype=torch_dtype(t.dtype)
-            )
-            for name, t in kinds.items()
-        }
-        self.length = torch.zeros(self.batch, dtype=torch.int64)
-        self.rings = [v.name for v in self.graph.state if is_ring(v.type)]
-        self.turned = torch.zeros(self.batch, dtype=torch.int64)
-
-    def _run(self, phase: str, tokens: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        after = self.length + valid
-        slots = context_slots(int(after.max()), self.limits.max_seq)
-        positions = self.length[:, None] + torch.arange(tokens.shape[1])
-        turn(positions, self.turned, [self.caches[name] for name in self.rings])
-        feeds = {
-            **self.embed(tokens),
-            **self.caches,
-            "positions": positions,
-            "lengths": valid,
-            SLOTS: torch.arange(slots),
-            TURNED: self.turned,
-        }
-        out = self.made(feeds)
-        self.caches = {name: out[f"{name}.next"] for name in self.caches}
-        self.length = after
-        return out["logits"]
-
-
-def embed_with(graph: Graph, params: Feeds) -> Callable[[torch.Tensor], Feeds]:
-    """Token ids -> rows, through the embed graph."""
-    return lambda tokens: interpret(graph, {"tokens": tokens}, params, {})[0]
+def in_network(case: tuple[str, int]) -> bool:
+    """Whether a network may have a sample of an op: attention reads caches alone, which have the
+    chunk already."""
+    s = OPS[case[0]].samples[case[1]]
+    inputs = tuple(Value(f"x{i}", t) for i, t in enumerate(s.types()))
+    n = Node(case[0], inputs, (), s.attrs)
+    return not n.definition.held or not split_chunk(n.chunk, len(n.caches))[0]
 
 
 def cache_inputs(n: Node) -> list[int]:

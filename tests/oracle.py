@@ -97,9 +97,8 @@ def randomize(model: torch.nn.Module, seed: int, weights: Weights | None = None)
     """Fill every parameter and layer scalar; `weights` says how far the spread may carry."""
     weights = weights or LIVELY
     g = torch.Generator().manual_seed(seed)
-    named = [*model.named_parameters(), *model.named_buffers()]
     with torch.no_grad():
-        for name, t in named:
+        for name, t in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("token_ordering"):
                 t.copy_(torch.randperm(len(t), generator=g))
                 continue
@@ -256,13 +255,10 @@ class Oracle:
             self.model.set_attn_implementation(attn)
         with torch.no_grad():
             if not cached:
-                return self.model(input_ids=tokens, use_cache=False, **self._every(tokens)).logits
+                keep = torch.arange(tokens.shape[1])  # all rows, by index (see `rows_kept`)
+                return self.model(tokens, use_cache=False, logits_to_keep=keep).logits
             step = self._cached()
             return torch.cat([step(column) for column in tokens.split(1, 1)], 1)
-
-    def _every(self, tokens: torch.Tensor) -> dict[str, Any]:
-        """Ask for all rows, by index (see `rows_kept`)."""
-        return {"logits_to_keep": torch.arange(tokens.shape[1])}
 
     def _cached(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """The model over a cache of its own: next tokens -> logits of each."""
@@ -271,8 +267,8 @@ class Oracle:
         cache = {cache_argument(self.model.forward): DynamicCache(config=self.model.config)}
 
         def step(tokens: torch.Tensor) -> torch.Tensor:
-            given = {**cache, **self._every(tokens)}
-            return self.model(input_ids=tokens, use_cache=True, **given).logits
+            keep = torch.arange(tokens.shape[1])
+            return self.model(tokens, use_cache=True, logits_to_keep=keep, **cache).logits
 
         return step
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,31 +37,52 @@ def rewrite(folder: Path, change: Callable[[Tensors], Any], **config: Any) -> Pa
     return folder
 
 
-def quantised_checkpoint(
-    oracle: Oracle,
-    folder: Path,
-    config: Mapping[str, Any],
-    pack: Pack,
-    which: Callable[[str, torch.Tensor], bool] = is_linear,
-    untied: bool = False,
-) -> Path:
-    """The oracle's checkpoint with modules packed; a tied head is left out, unless it is to be a
-    tensor of its own."""
-    save_checkpoint(oracle, folder)
+@dataclass(frozen=True)
+class Case:
+    """A way to store weights, a row of quantised_checkpoints.yaml."""
 
-    def change(tensors: Tensors) -> None:
-        if untied:
-            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-        for name in [n for n in tensors if n.endswith(".weight")]:
-            module = name.removesuffix(".weight")
-            if which(module, tensors[name]):
-                tensors.update(pack(module, tensors.pop(name)))
+    config: dict[str, Any]
+    pack: Pack
+    blocks: tuple[int, int] = (0, 0)
+    stacked: str = ""
 
-    edited = {"tie_word_embeddings": False} if untied else {}
-    return rewrite(folder, change, quantization_config=dict(config), **edited)
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Case:
+        name, *given = row["pack"]
+        pack = globals()[name]
+        config = row.get("config") or compressed(row["format"], row["weights"])
+        blocks, stacked = row.get("blocks", (0, 0)), row.get("stacked", "")
+        return cls(config, pack(*given) if given else pack, blocks, stacked)
+
+    def write(self, oracle: Oracle, folder: Path) -> Path:
+        """The oracle's checkpoint with modules packed: its linears, and a tied head is left out; in
+        the mobile form tables too, and a head of its own."""
+        save_checkpoint(oracle, folder)
+        mobile = self.config["quant_method"] == "gemma"
+        kept = self.config.get("modules_to_not_convert", ()) if mobile else TABLES
+
+        def change(tensors: Tensors) -> None:
+            if mobile:
+                tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+            for name in [n for n in tensors if n.endswith(".weight")]:
+                module = name.removesuffix(".weight")
+                if tensors[name].dim() == 2 and not module.endswith(tuple(kept)):
+                    tensors.update(self.pack(module, tensors.pop(name)))
+
+        edited = {"tie_word_embeddings": False} if mobile else {}
+        return rewrite(folder, change, quantization_config=self.config, **edited)
 
 
-# ---- compressed-tensors -----------------------------------------------------------------------
+def compressed(form: str, weights: dict[str, Any]) -> dict[str, Any]:
+    """The quantization_config of weights alone."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
 
 
 def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -74,12 +97,12 @@ def grouped(w: torch.Tensor, group: int) -> torch.Tensor:
     return w.unflatten(-1, (-1, group or w.shape[-1]))
 
 
-def packed_weight(bits: int, group: int, dtype: torch.dtype = torch.float32) -> Pack:
+def packed_weight(bits: int, group: int, dtype: str = "float32") -> Pack:
     """pack-quantized, symmetric: scale = absmax / (2^b - 1) * 2."""
 
     def pack(module: str, w: torch.Tensor) -> Tensors:
         x, top = grouped(w, group), (1 << bits) / 2
-        scale = (x.abs().amax(-1) / (top - 0.5)).to(dtype)
+        scale = (x.abs().amax(-1) / (top - 0.5)).to(getattr(torch, dtype))
         codes = (x / scale.float()[..., None]).round().clamp(-top, top - 1).flatten(-2)
         return {
             f"{module}.weight_packed": words(codes, bits),
@@ -109,8 +132,10 @@ def zeroed_weight(group: int) -> Pack:
     return pack
 
 
-def e4m3_weight(rows: int, columns: int, name: str = "weight_scale") -> Pack:
-    """e4m3 in blocks of rows x columns; 0: all of them. A row's scales are [N, 1]."""
+def e4m3_weight(
+    rows: int, columns: int, name: str = "weight_scale", shape: Sequence[int] | None = None
+) -> Pack:
+    """e4m3 in blocks of rows x columns; 0: all of them. Scales are of `shape` if given."""
 
     def pack(module: str, w: torch.Tensor) -> Tensors:
         n, k = w.shape
@@ -121,9 +146,19 @@ def e4m3_weight(rows: int, columns: int, name: str = "weight_scale") -> Pack:
         scale = blocks.abs().amax((1, 3)) / 448
         spread = scale.repeat_interleave(r, 0)[:n].repeat_interleave(c, 1)[:, :k]
         codes = (w / spread).clamp(-448, 448).to(E4M3)
+        scale = scale if shape is None else scale.view(tuple(shape))
         return {f"{module}.weight": codes, f"{module}.{name}": scale}
 
     return pack
+
+
+def e8m0_weight(module: str, w: torch.Tensor) -> Tensors:
+    """e4m3 with one power of two for each 32 x 32 numbers."""
+    made = e4m3_weight(32, 32)(module, w)
+    scale = made.pop(f"{module}.weight_scale").log2().ceil().exp2()
+    spread = scale.repeat_interleave(32, 0).repeat_interleave(32, 1)[: w.shape[0], : w.shape[1]]
+    codes = (w / spread).to(E4M3)
+    return {f"{module}.weight": codes, f"{module}.weight_scale_inv": scale.to(torch.float8_e8m0fnu)}
 
 
 def int8_weight(module: str, w: torch.Tensor) -> Tensors:
@@ -133,26 +168,12 @@ def int8_weight(module: str, w: torch.Tensor) -> Tensors:
     return {f"{module}.weight": codes, f"{module}.weight_scale": scale}
 
 
-def compressed(form: str, ignore: tuple[str, ...] = ("lm_head",), **weights: Any) -> dict[str, Any]:
-    """The quantization_config of weights alone."""
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "ignore": list(ignore),
-        "config_groups": {"group_0": group},
-    }
-
-
-# ---- mobile -----------------------------------------------------------------------------------
-
-
-def mobile_weight(bits: Callable[[str], int]) -> Pack:
+def mobile_weight(configs: Mapping[str, Any]) -> Pack:
     """2, 4 or 8 bits, a scale for each row; activations are not calibrated."""
 
     def pack(module: str, w: torch.Tensor) -> Tensors:
-        b = bits(module)
+        own = (c["num_bits"] for pattern, c in configs.items() if re.search(pattern, module))
+        b = next(own, 4)
         top = 1 << b - 1
         scale = w.abs().amax(-1, keepdim=True) / top
         codes = (w / scale).round().clamp(-top, top - 1)
@@ -172,9 +193,6 @@ def mobile_weight(bits: Callable[[str], int]) -> Pack:
 def four_in_a_byte(codes: torch.Tensor) -> torch.Tensor:
     parts = (codes + 2).to(torch.uint8).unflatten(-1, (-1, 4)).unbind(-1)
     return parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6
-
-
-# ---- what they mean ---------------------------------------------------------------------------
 
 
 def meaning(parts: Tensors, shape: tuple[int, ...], rows: int, columns: int) -> torch.Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +20,12 @@ from g4ir.spec.record import Spec
 from tests.configs import spec_called
 from tests.oracle import (
     Oracle,
-    find_bf16_oracle,
     find_oracle,
     first_difference,
     random_tokens,
     relative,
 )
 from tests.runner import build_engine, open_session, with_chunk
-from tests.uncompiled import uncompiled
 
 MAX_SEQ, CHUNK, GREEDY = 128, 64, 64
 ROWS = 5  # of an engine for several sequences
@@ -89,23 +86,17 @@ class Case:
     rows: int = ROWS
     all_logits: bool = True
     skip: tuple[str, ...] = ()
-    bf16: bool = False
     latent_kv: str = "off"
     chunk: int = CHUNK
-    compiled: bool = True
 
     def __str__(self) -> str:
         passes = ["no-pass"] if self.skip == PASSES else [f"no-{p}" for p in self.skip]
         parts = [self.name, f"{self.rows}-rows", "all" if self.all_logits else "last", *passes]
-        return "-".join(parts if self.compiled else [*parts, "uncompiled"])
+        return "-".join(parts)
 
     @property
     def spec(self) -> Spec:
         return spec_called(self.name)
-
-    @property
-    def oracle(self) -> Oracle:
-        return (find_bf16_oracle if self.bf16 else find_oracle)(self.spec)
 
 
 @dataclass(frozen=True)
@@ -119,20 +110,19 @@ def built(
     case: Case, factory: Any, backend: str, oracle: Oracle | None = None, **options: Any
 ) -> Iterator[Built]:
     """Build the engine for the tests of one parameter, then remove it."""
-    oracle, folder = oracle or case.oracle, factory.mktemp("engine")
-    with nullcontext() if case.compiled else uncompiled():
-        engine = build_engine(
-            oracle,
-            folder,
-            backend=backend,
-            max_batch=case.rows,
-            max_seq=MAX_SEQ,
-            prefill_chunk=case.chunk,
-            all_logits=case.all_logits,
-            skip=case.skip,
-            latent_kv=case.latent_kv,
-            **options,
-        )
+    oracle, folder = oracle or find_oracle(case.spec), factory.mktemp("engine")
+    engine = build_engine(
+        oracle,
+        folder,
+        backend=backend,
+        max_batch=case.rows,
+        max_seq=MAX_SEQ,
+        prefill_chunk=case.chunk,
+        all_logits=case.all_logits,
+        skip=case.skip,
+        latent_kv=case.latent_kv,
+        **options,
+    )
 
     def open_engine(rows: int, chunk: int) -> Any:
         return with_chunk(engine, min(chunk, case.chunk)).session(rows)

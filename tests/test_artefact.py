@@ -32,14 +32,9 @@ PROMPT = [2, 5, 7, 11, 400, 3, 9, 8, 7, 6, 5]
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = tmp_path_factory.mktemp("altered")
-    return g4ir.build(
-        None,
-        folder / "engine",
-        checkpoint=random_checkpoint(folder / "checkpoint", "tiny-ple"),
-        backend="reference",
-        max_seq=64,
-        prefill_chunk=16,
-    )
+    checkpoint = random_checkpoint(folder / "checkpoint", "tiny-ple")
+    options = {"backend": "reference", "max_seq": 64, "prefill_chunk": 16}
+    return g4ir.build(None, folder / "engine", checkpoint=checkpoint, **options)
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +106,8 @@ def test_graphs_of_another_g4ir_are_named_with_the_command(
     """A pass that has changed since: what was built is not what would be built now."""
     from g4ir.weights import pack
 
-    made = pack.make_packing
-    monkeypatch.setattr(
-        pack,
-        "make_packing",
-        lambda spec, all_logits, dtype, media, skip, options, *rest, **more: made(
-            spec, all_logits, dtype, media, ("fuse_gate_up",), options, *rest, **more
-        ),
-    )
+    made, other = pack.make_packing, {"skip": ("fuse_gate_up",)}
+    monkeypatch.setattr(pack, "make_packing", lambda **given: made(**given | other))
     refused(
         altered,
         f"g4ir build --spec {altered}/spec.yaml --backend reference --device cpu",
@@ -223,23 +212,10 @@ def test_the_command_that_builds_it_again_does(tmp_path: Path) -> None:
     """With all its options: the same manifest, digest and all."""
     spec, out = tmp_path / "media.yaml", tmp_path / "engine"
     spec.write_text(spec_called("tiny-media").to_yaml())
-    given = {
-        "skip": ("fuse_gate_up", "fuse_norm_residual"),
-        "image_budgets": (140, 70),
-        "audio_seconds": (1.0, 3.0),
-        "media": ("image", "audio"),
-    }
-    first = g4ir.build(
-        spec,
-        out,
-        backend="reference",
-        random_weights=3,
-        all_logits=True,
-        max_seq=256,
-        prefill_chunk=192,
-        dtype="bfloat16",
-        **given,
-    )
+    text = {"max_seq": 256, "prefill_chunk": 192, "dtype": "bfloat16", "all_logits": True}
+    media = {"image_budgets": (140, 70), "audio_seconds": (1.0, 3.0), "media": ("image", "audio")}
+    given = {**text, **media, "random_weights": 3, "skip": ("fuse_gate_up", "fuse_norm_residual")}
+    first = g4ir.build(spec, out, backend="reference", **given)
     found = open_artefact(out)
     words = shlex.split(rebuild(out, found.manifest, found.spec).partition("build it again: ")[2])
     assert main([*words[1:-1], str(tmp_path / "again")]) == 0

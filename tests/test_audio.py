@@ -6,20 +6,15 @@ from __future__ import annotations
 import io
 import logging
 import math
-import random
 import struct
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers.models.gemma4.configuration_gemma4 import Gemma4AudioConfig
 from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
-from transformers.models.gemma4.modeling_gemma4 import Gemma4AudioSubSampleConvProjection
 from transformers.models.gemma4_unified.feature_extraction_gemma4_unified import (
     Gemma4UnifiedAudioFeatureExtractor,
 )
@@ -38,7 +33,7 @@ from g4ir.media.audio import (
 )
 from g4ir.model.audio import MelSettings, RawSettings, audio_settings
 from g4ir.spec.record import load_spec
-from tests.media_tools import damaged
+from tests.media_tools import outlives_damage
 
 RATE = 16_000
 E2B, UNIFIED = load_spec("e2b"), load_spec("12b")
@@ -116,17 +111,6 @@ def test_what_a_checkpoint_says_of_its_extractor_counts(config: dict[str, Any]) 
         check_mel(noise(length, 3), settings, **config)
 
 
-@pytest.mark.parametrize("length", [161, 1_281, 16_000])
-def test_soft_tokens_are_what_the_towers_convolutions_leave(length: int) -> None:
-    layer = Gemma4AudioSubSampleConvProjection(
-        Gemma4AudioConfig(hidden_size=8, num_attention_heads=2)
-    )
-    clip = prepare_audio(Waveform(noise(length), RATE), MEL)
-    with torch.no_grad():
-        rows, mask = layer(torch.from_numpy(clip.features)[None], torch.from_numpy(clip.mask)[None])
-    assert rows.shape[1] == mask.shape[1] >= clip.soft_tokens == int(mask.sum())
-
-
 def test_the_bins_follow_the_towers_channels() -> None:
     assert E2B.audio is not None
     small = replace(E2B, audio=replace(E2B.audio, subsampling_conv_channels=(16, 8)))
@@ -149,14 +133,6 @@ def test_raw_frames_equal_the_reference(length: int) -> None:
     np.testing.assert_array_equal(clip.mask, want["input_features_mask"][0])
     count = int(want["input_features_mask"].sum())
     assert clip.soft_tokens == count == RAW.soft_tokens(length)
-
-
-def test_raw_frames_are_cut_as_the_reference_cuts() -> None:
-    settings, samples = replace(RAW, max_tokens=4), noise(3_000)
-    want = Gemma4UnifiedAudioFeatureExtractor()([samples], max_length=4, return_tensors="np")
-    clip = prepare_audio(Waveform(samples, RATE), settings)
-    np.testing.assert_array_equal(clip.features, want["input_features"][0])
-    assert clip.soft_tokens == 4 and clip.left_out == 3_000 - 4 * 640
 
 
 # --- lengths, channels, types -----------------------------------------------------------------
@@ -190,13 +166,11 @@ GOOD_SAMPLES = noise(900)
 #: samples, their rate, what is wrong
 BAD_SAMPLES: dict[str, tuple[Any, Any, str]] = {
     "none": (np.zeros(0, np.float32), RATE, "no samples"),
-    "no channels": (np.zeros((5, 0), np.float32), RATE, "no samples"),
     "scalar": (np.float32(1), RATE, r"shape \[\]"),
     "cube": (np.zeros((2, 2, 2), np.float32), RATE, r"shape \[2, 2, 2\]"),
     "lying": (np.zeros((2, 900), np.float32), RATE, "900 channels, at most 64; .* transpose"),
     "complex": (np.zeros(900, np.complex64), RATE, "samples of type complex64; one of float16"),
     "bool": (np.zeros(900, np.bool_), RATE, "samples of type bool"),
-    "text": (np.array(["a", "b"]), RATE, "samples of type str"),
     "nan": (np.array([0, 1, np.nan]), RATE, "sample 2 is nan; samples must be finite"),
     "inf": (np.array([[0, 1], [np.inf, 0]]), RATE, "sample 1 is inf"),
     "overflow": (np.array([1e300]), RATE, "sample 0 is inf"),
@@ -249,19 +223,6 @@ def test_equal_rates_change_nothing_and_blocks_do_not_show(monkeypatch: pytest.M
         prepare_audio(Waveform(noise(1_000), 1_000), RAW)
 
 
-def test_a_float_file_of_another_rate(tmp_path: Path) -> None:
-    """Is heard as its samples at the extractor's rate."""
-    samples = noise(9_000)
-    found = read_audio(saved(tmp_path, wav_bytes(samples.tobytes(), tag=3, bits=32, rate=22_050)))
-    np.testing.assert_array_equal(found.samples.ravel(), samples)
-    got, want = (
-        prepare_audio(heard, MEL)
-        for heard in (found, Waveform(resample(samples, 22_050, RATE), RATE))
-    )
-    np.testing.assert_array_equal(got.features, want.features)
-    assert got.soft_tokens == want.soft_tokens > 0
-
-
 # --- WAV files --------------------------------------------------------------------------------
 
 
@@ -290,32 +251,12 @@ def saved(folder: Path, data: bytes, name: str = "a.wav") -> Path:
     return path
 
 
-#: tag, bits, encoder, error
-ENCODINGS: dict[str, tuple[int, int, Callable[[np.ndarray], np.ndarray], float]] = {
-    "pcm8": (1, 8, lambda x: np.round(x * 127 + 128).astype(np.uint8), 1.01 / 2**6),
-    "pcm16": (1, 16, lambda x: np.round(x * 32767).astype("<i2"), 1.01 / 2**14),
-    "float64": (3, 64, lambda x: x.astype("<f8"), 1e-7),
-}
-
-
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_every_encoding_is_read(tmp_path: Path, encoding: str) -> None:
-    tag, bits, encode, error = ENCODINGS[encoding]
-    values = np.clip(np.stack([noise(701, c) for c in range(3)], axis=1), -1, 1)
-    data = encode(values.astype(np.float64).reshape(-1)).tobytes()
-    found = read_audio(saved(tmp_path, wav_bytes(data, tag, 3, bits, 8_000)))
-    assert found.rate == 8_000 and found.samples.shape == (701, 3)
-    np.testing.assert_allclose(found.samples, values, rtol=0, atol=error)
-
-
 GOOD = (noise(400) * 9_000).astype("<i2").tobytes()
 #: sizes of data and of the file that recorders and pipes leave in a header
 UNKNOWN = {
     "all ones": (0xFFFFFFFF, 0xFFFFFFFF),
     "nearly 2^32": (0xFFFFFFFF - 36, 0xFFFFFFFF),
-    "2^32 less a header": (0xFFFFFFFF - 44, 0xFFFFFFFF - 8),
     "2^31 - 1": (0x7FFFFFFF, 0x7FFFFFFF + 36),
-    "2^31": (0x80000000, 0x80000024),
     "2^31 less a page": (0x7FFFF000, 0x7FFFF024),
     "zeros": (0, 0),
     "an empty file's": (0, 36),
@@ -351,7 +292,6 @@ def test_chunks_of_all_kinds_and_large_sizes_are_read(tmp_path: Path) -> None:
 
 
 NAN = np.array([0.0, np.nan] * 400, "<f4").tobytes()
-EMPTY = b"LIST" + struct.pack("<I4s", 4, b"INFO")
 BAD_FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "the file is empty"),
     "head": (wav_bytes(GOOD)[:7], "corrupt, or an unsupported format: Format not recognised"),
@@ -366,10 +306,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "rate": (wav_bytes(GOOD, rate=0), "corrupt, or an unsupported format"),
     "wild rate": (wav_bytes(GOOD, rate=2**30), "sample rate 1073741824"),
     "no samples": (wav_bytes(b""), "no samples"),
-    "no samples, and a list": (wav_bytes(b"", riff=48) + EMPTY, "no samples"),
-    "order": (b"RIFF\0\0\0\0WAVEdata\2\0\0\0ab", "corrupt, .* No 'data' chunk"),
     "png": (b"\x89PNG\r\n\x1a\n" + GOOD, "not an audio file"),
-    "text": (b"hello", "not an audio file"),
     "aac": (b"\xff\xf1\x50\x80" + GOOD, "not an audio file"),
     "nan": (wav_bytes(NAN, tag=3, bits=32), "sample 1 is nan"),
 }
@@ -453,18 +390,12 @@ FORMATS |= {"AIFF": 1e-4, "CAF": 1e-4, "AU": 1e-4, "MP3": 0.2}
 def test_files_of_every_format_whole_cut_and_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Of 80 copies, cut or with other bytes: one InputError, or samples."""
-    data, draw = encoded(kind, channels=2), random.Random(kind)
+    data = encoded(kind, channels=2)
     found = read_audio(saved(tmp_path, data, "whole"))
     wanted = np.stack([noise(4_000, c).clip(-0.9, 0.9) for c in range(2)], axis=1)
     assert found.rate == RATE and np.abs(found.samples - wanted).mean() < FORMATS[kind]
     monkeypatch.setattr(audio, "MAX_VALUES", 1 << 20)
-    for _ in range(80):
-        path = saved(tmp_path, damaged(data, draw), "damaged")
-        try:
-            assert read_audio(path).samples.size
-        except InputError as e:
-            assert str(e).startswith(f"{path}: ")
+    outlives_damage(lambda path: read_audio(path).samples, data, tmp_path / f"damaged.{kind}")
     if kind in ("FLAC", "OGG", "CAF"):  # which do not say how long they are
         return
     for end in (len(data) // 2, len(data) - (400 if kind == "MP3" else 40)):

@@ -5,7 +5,6 @@ What is one input and one message lies in refused/*.yaml.
 
 from __future__ import annotations
 
-import builtins
 import errno
 import io
 import json
@@ -25,13 +24,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from g4ir.backends.reference import ReferenceBackend
-from g4ir.cli import run as run_verb
 from g4ir.engine import build as building
 from g4ir.engine import jsonl
 from g4ir.engine.artefact import MANIFEST, read_manifest
 from g4ir.engine.build import prepare, write_engine
 from g4ir.engine.load import load_engine
-from g4ir.engine.offline import AHEAD
 from g4ir.errors import EngineError
 from g4ir.plan.options import BuildOptions
 from g4ir.ui import files
@@ -113,21 +110,23 @@ VARIANT = ("--variant", "tiny-dense")
 @pytest.mark.parametrize("kind", ["directory", "file", "dangling link"])
 def test_the_output_exists(kind: str, tmp_path: Path) -> None:
     out = tmp_path / "e"
-    {"directory": out.mkdir, "file": out.touch, "dangling link": lambda: out.symlink_to("x")}[
-        kind
-    ]()
+    match kind:
+        case "directory":
+            out.mkdir()
+        case "file":
+            out.touch()
+        case _:
+            out.symlink_to("x")
     for words in ((), ("--dry-run",)):
         message = refused(*BUILD, *VARIANT, *RANDOM, *words, "--out", out)
         has(message, f"{out} exists", "--out")
     assert [p.name for p in tmp_path.iterdir()] == ["e"]
 
 
-def test_the_output_cannot_be_made(tmp_path: Path) -> None:
+def test_inputs_that_no_yaml_holds(engine: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     has(refused(*BUILD, *VARIANT, *RANDOM, "--out", tmp_path / "file" / "e"), tmp_path / "file")
-
-
-# --- what the machine lacks -------------------------------------------------------------------
+    has(refused("run", engine, "--prompt", "a\udcff"), "--prompt", "UTF-8 at character 1")
 
 
 # --- disks that fill up -----------------------------------------------------------------------
@@ -138,7 +137,6 @@ class FullDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fail: int) -> None:
         self.count, self.fail = 0, fail
-        monkeypatch.setattr(files, "open", self.open, raising=False)
         for module, name in (
             (files, "_new_file"),
             (building, "new_folder"),
@@ -150,48 +148,14 @@ class FullDisk:
         ):
             monkeypatch.setattr(module, name, self.counted(getattr(module, name)))
 
-    def tick(self) -> None:
-        self.count += 1
-        if self.count == self.fail:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
     def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.tick()
+            self.count += 1
+            if self.count == self.fail:
+                raise OSError(errno.ENOSPC, "No space left on device")
             return function(*args, **kwargs)
 
         return call
-
-    def open(self, file: Any, mode: str) -> Any:
-        stream = builtins.open(file, mode)  # noqa: SIM115
-        return _Counted(stream, self.tick) if "w" in mode else stream
-
-
-class _Counted:
-    """A file whose writes are counted, and fail halfway."""
-
-    def __init__(self, stream: Any, tick: Callable[[], None]) -> None:
-        self.stream, self.tick = stream, tick
-
-    def write(self, data: Any) -> None:
-        try:
-            self.tick()
-        except OSError:
-            self.stream.write(data[: len(data) // 2])
-            raise
-        self.stream.write(data)
-
-    def __enter__(self) -> _Counted:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stream.close()
-
-    def flush(self) -> None:
-        self.stream.flush()
-
-    def fileno(self) -> int:
-        return int(self.stream.fileno())
 
 
 def test_no_space_left_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,23 +174,12 @@ def test_no_space_left_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     writes = write(0)
     shutil.rmtree(out)
-    assert writes > len(prepared.packing.program.params()) + 20
-    for k in (*range(1, 12), *range(12, writes, 5), writes):
+    assert writes > 20
+    for k in range(1, writes + 1):
         with pytest.raises(EngineError, match="No space left on device; make room"):
             write(k)
         assert not list(out.parent.iterdir()), k
     assert write(0) == writes
-
-
-def test_no_space_left_on_the_command_line(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = text_checkpoint(tmp_path / "c")
-    with monkeypatch.context() as patch:
-        FullDisk(patch, 7)
-        outcome = g4ir(*BUILD, "--checkpoint", folder, "--out", out)
-    assert (outcome.code, outcome.out) == (2, "")
-    has(outcome.message, out.parent, "No space left on device", "--out")
 
 
 def test_the_umask_holds_for_engines(tmp_path: Path) -> None:
@@ -393,21 +346,18 @@ def test_built_for_another_device(copy: Path, monkeypatch: pytest.MonkeyPatch) -
 HERE = "x86_64 AVX2 avx,avx2,fma"
 
 
+OTHERS = ("aarch64 DEFAULT asimd", "x86_64 AVX512 avx,avx2,avx512f,fma")
+
+
 def test_built_for_another_machine(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReferenceBackend, "machine", lambda self, device: HERE)
-    for other in (
-        "aarch64 DEFAULT asimd",
-        "x86_64 AVX512 avx,avx2,avx512f,fma",
-        "x86_64 AVX2 avx,avx2,avx512f,fma",
-    ):
+    for other in (*OTHERS, "x86_64 AVX2 avx,avx2,avx512f,fma"):
         has(run(edited(copy, machine=other)), copy, other, HERE, "build it again")
+    versions = json.loads((copy / MANIFEST).read_text())["versions"]
+    with_torch = edited(copy, machine=HERE, versions={"torch": "1.0.0", "python": "3.8.0"})
+    has(run(with_torch), copy, "1.0.0", torch.__version__, "build it again")
+    edited(copy, versions=versions)
     assert load_engine(edited(copy, machine="x86_64 AVX2 avx,fma"))
-
-
-def test_built_with_another_torch(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReferenceBackend, "machine", lambda self, device: HERE)
-    edited(copy, machine=HERE, versions={"torch": "1.0.0", "python": "3.8.0"})
-    has(run(copy), copy, "1.0.0", torch.__version__, "build it again")
 
 
 def test_linked_weights_that_changed(tmp_path: Path) -> None:
@@ -422,10 +372,6 @@ def test_linked_weights_that_changed(tmp_path: Path) -> None:
 
 
 # --- requests ---------------------------------------------------------------------------------
-
-
-def test_a_prompt_that_is_not_utf_8(engine: Path) -> None:
-    has(refused("run", engine, "--prompt", "a\udcff"), "--prompt", "UTF-8 at character 1")
 
 
 def test_a_token_without_a_row_in_the_per_layer_table(tmp_path: Path) -> None:
@@ -478,26 +424,3 @@ def test_endless_input_is_bounded(
     told = json.loads(outcome.out)
     assert outcome.code == 1 and told["id"] is None and endless.count < 1 << 22
     has(told["error"], "stdin:", "1.00 MiB", "2.00 MiB", "what follows is not read")
-
-
-def test_requests_are_answered_as_they_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At most AHEAD lines are read that no slot is free for."""
-    engine = built(tmp_path / "e", "--variant", "tiny-dense", "--random-weights", "0")
-    done: list[str] = []
-
-    class Line:
-        def seekable(self) -> bool:
-            return True
-
-        def readline(self, size: int) -> bytes:
-            done.append("asked")
-            return b'{"tokens": [2, 5]}\n' if done.count("asked") < 8 else b""
-
-    emit = run_verb.emit
-    monkeypatch.setattr(run_verb, "emit", lambda value: (done.append("told"), emit(value)))
-    assert from_stdin(Line(), engine, monkeypatch).code == 0
-    assert done.count("told") == 7
-    waiting = [done[:i].count("asked") - done[:i].count("told") for i in range(len(done) + 1)]
-    assert max(waiting) <= 1 + AHEAD + 1  # the last line that is asked for ends the input

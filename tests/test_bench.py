@@ -16,23 +16,23 @@ import pytest
 import torch
 
 from g4ir.bench import measure, roof
-from g4ir.bench.agreement import Agreement, compared, pair_budget, void_roles
-from g4ir.bench.compare import MAIN, compare_reports, compare_text
+from g4ir.bench.agreement import Agreement, compared, void_roles
+from g4ir.bench.compare import compare_reports, compare_text
 from g4ir.bench.measure import RequestTiming
-from g4ir.bench.report import check_options, check_specs, folder_names, run_bench
+from g4ir.bench.report import check_specs, folder_names, run_bench
 from g4ir.bench.runners import (
     MODES,
+    BenchRunner,
     EngineRunner,
     HfRunner,
-    calls_per_step,
     peer_model,
     pieces,
     reference_runner,
 )
 from g4ir.bench.schema import VERSION, BenchReport, plain, read_report, report_of
 from g4ir.bench.stats import FLOOR, STATISTICS, Stat, around, percentile, stat
-from g4ir.bench.text import _shown, text
-from g4ir.bench.work import chunk_costs, find_work, request_chunks
+from g4ir.bench.text import ROWS, _shown, text
+from g4ir.bench.work import find_work, request_chunks
 from g4ir.bench.workload import Workload, draw_tokens, plan_workload
 from g4ir.check.reference import reference_engine
 from g4ir.check.watch import Watched, watching
@@ -44,6 +44,7 @@ from g4ir.ir.flatten import flatten
 from g4ir.plan.cost import graph_costs, total
 from tests.cli_tools import PROMPT, built, g4ir, refused, text_checkpoint
 from tests.engines import CHUNK, MAX_SEQ
+from tests.small_bench import small_bench
 
 SMALL = Workload(input_len=30, output_len=5, context=0)
 DEEP = Workload(input_len=30, output_len=5, context=26)
@@ -52,10 +53,7 @@ FLAGS = ("--input-len", "6", "--output-len", "4", "--rounds", "2", "--warmup", "
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small operands for the roof and one request a round: nothing here looks at speed."""
-    monkeypatch.setattr(roof, "BUFFER_BYTES", 1 << 16)
-    monkeypatch.setattr(roof, "SIDES", {"cpu": (16, 32)})
-    monkeypatch.setattr(measure, "ROUND_S", 0.0)
+    small_bench(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -83,28 +81,21 @@ def as_read(made: BenchReport) -> BenchReport:
     return report_of(written(made))
 
 
-# ---- numbers ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 10, 101])
-def test_percentiles_are_numpys(count: int) -> None:
-    samples = np.random.default_rng(count).normal(size=count).tolist()
-    for percent in (0, 10, 50, 90, 99, 100):
-        assert percentile(samples, percent) == pytest.approx(np.percentile(samples, percent))
-
-
 def test_a_spread_covers_every_round() -> None:
     rounds = np.random.default_rng(1).gamma(2.0, size=(5, 20)).tolist()
+    whole = [x for r in rounds for x in r]
     for name, statistic in STATISTICS.items():
         s = stat(rounds, statistic)
-        assert s.value == pytest.approx(statistic([x for r in rounds for x in r])), name
+        assert s.value == pytest.approx(statistic(whole)), name
         each = [statistic(r) for r in rounds]
         far = max(abs(x - s.value) for x in each)
         wide = 2.776 * float(np.std(each, ddof=1))
         assert s.spread == pytest.approx(max(far, wide, FLOOR * s.value)), name
+    for percent in (0, 10, 50, 99, 100):
+        assert percentile(whole, percent) == pytest.approx(np.percentile(whole, percent))
 
 
-@pytest.mark.parametrize("count", [3, 5, 12])
+@pytest.mark.parametrize("count", [3, 12])
 def test_a_further_round_lies_within_the_spread(count: int) -> None:
     """Nearly always, however few rounds there were: that is what Student's t is for."""
     draw = np.random.default_rng(count)
@@ -121,7 +112,6 @@ def test_a_value_and_its_spread() -> None:
     assert not Stat(10, 1).differs(Stat(12, 1)) and Stat(10, 1).differs(Stat(12.1, 1))
     assert _shown(Stat(0.00123, 0.0004), 1e3) == "1.23 ± 0.4"
     assert _shown(Stat(0.25, 0.0125), 1e3) == "250 ± 12"
-    assert _shown(Stat(31.4159, 0.0)) == "31.4 ± 0"
 
 
 def test_the_share_of_a_roof_goes_by_the_rates_of_its_round() -> None:
@@ -131,34 +121,11 @@ def test_the_share_of_a_roof_goes_by_the_rates_of_its_round() -> None:
     assert share == Stat(pytest.approx(10 / 150 / 0.15), pytest.approx(abs(0.5 - 10 / 150 / 0.15)))
 
 
-# ---- the workload -------------------------------------------------------------------------------
-
-
 def test_lengths_left_open_fit(moe: Engine) -> None:
     w = plan_workload([moe.limits])
     assert w.fed == MAX_SEQ and w.output_len == MAX_SEQ // 4
     assert plan_workload([moe.limits], input_len=MAX_SEQ - 1).output_len == 2
     assert plan_workload([moe.limits], context=MAX_SEQ - 2).fed == MAX_SEQ
-
-
-@pytest.mark.parametrize(
-    ("sizes", "named"),
-    [
-        ({"input_len": 0}, "--input-len 0: expected 1 to"),
-        ({"output_len": 1}, "--output-len 1: expected 2 to"),
-        ({"output_len": -3}, "--output-len -3"),
-        ({"batch": 0}, "--batch 0"),
-        ({"batch": 2}, "--batch 2: expected 1 to 1 (--max-batch 1)"),
-        ({"context": -1}, "--context -1"),
-        ({"context": MAX_SEQ}, "--max-seq 128"),
-        ({"seed": -1}, "--seed -1"),
-        ({"input_len": 100, "output_len": 30}, "are 129 tokens a row"),
-    ],
-)
-def test_sizes_out_of_range(moe: Engine, sizes: dict[str, int], named: str) -> None:
-    with pytest.raises(InputError) as e:
-        plan_workload([moe.limits], **sizes)
-    assert named in str(e.value)
 
 
 def test_tokens_follow_from_the_seed(ple: Engine) -> None:
@@ -172,19 +139,22 @@ def test_tokens_follow_from_the_seed(ple: Engine) -> None:
 
 
 def test_tokens_of_a_text(tmp_path: Path) -> None:
-    out = built(tmp_path / "e", "--checkpoint", text_checkpoint(tmp_path / "c"))
-    (tmp_path / "t.txt").write_text(f"{PROMPT} " * 20)
-    flags = ("--text", tmp_path / "t.txt", "--json", "-", *FLAGS)
+    out, file = (
+        built(tmp_path / "e", "--checkpoint", text_checkpoint(tmp_path / "c")),
+        tmp_path / "t",
+    )
+    file.write_text(f"{PROMPT} " * 20)
+    flags = ("--text", file, "--json", "-", *FLAGS)
     outcome = g4ir("bench", out, *flags)
     assert outcome.code == 0, outcome.err
-    assert json.loads(outcome.out)["workload"]["text"].endswith("t.txt")
-    (tmp_path / "t.txt").write_text("ab")
+    assert json.loads(outcome.out)["workload"]["text"] == str(file)
+    file.write_text("ab")
     assert "1 tokens; 9 are needed" in refused("bench", out, *flags)
-    (tmp_path / "t.txt").write_bytes(b"\xff\xfe\xff")
+    file.write_bytes(b"\xff\xfe\xff")
     assert "not UTF-8" in refused("bench", out, *flags)
 
 
-@pytest.mark.parametrize("w", [SMALL, DEEP, Workload(1, 2), Workload(CHUNK + 1, 3, context=7)])
+@pytest.mark.parametrize("w", [DEEP, Workload(1, 2), Workload(CHUNK + 1, 3, context=7)])
 def test_chunks_are_those_of_a_session(ple: Engine, w: Workload) -> None:
     """(graph, tokens, tokens held, logits) of each run that a session makes."""
     seen: list[tuple[str, int, int, bool]] = []
@@ -206,27 +176,17 @@ def test_chunks_are_those_of_a_session(ple: Engine, w: Workload) -> None:
     assert seen == made
 
 
-# ---- runners ------------------------------------------------------------------------------------
+SLOW = pytest.param("hf-compile", marks=pytest.mark.full)  # a minute to compile
 
 
-def modes() -> list[Any]:
-    slow = [pytest.param("hf-compile", marks=pytest.mark.full)]  # a minute to compile
-    return ["engine", "reference", *(m for m in MODES if m != "hf-compile"), *slow]
-
-
-@pytest.mark.parametrize("mode", modes())
+@pytest.mark.parametrize("mode", ["engine", "reference", "hf", "hf-static", SLOW])
 def test_a_runner_goes_back_to_its_depth(engines: Any, ple: Engine, mode: str) -> None:
     """What the rings overwrote since is back: the depth is beyond the window of 8."""
-    tokens = draw_tokens(DEEP, ple)
-    runner: Any = {
-        "engine": lambda: EngineRunner(ple, 1),
-        "reference": lambda: reference_runner(ple, 1),
-    }.get(mode)
-    if runner is None:
-        model = peer_model(ple, engines.checkpoint("tiny-ple"))
-        runner = HfRunner(model, DEEP.fed, mode)
+    tokens, runner = draw_tokens(DEEP, ple), BenchRunner()
+    if mode in MODES:
+        runner = HfRunner(peer_model(ple, engines.checkpoint("tiny-ple")), DEEP.fed, mode)
     else:
-        runner = runner()
+        runner = EngineRunner(ple, 1) if mode == "engine" else reference_runner(ple, 1)
     runner.hold(tokens[:, : DEEP.context])
 
     def request() -> torch.Tensor:
@@ -237,40 +197,6 @@ def test_a_runner_goes_back_to_its_depth(engines: Any, ple: Engine, mode: str) -
     torch.testing.assert_close(first, again, rtol=1e-5, atol=1e-5)
     runner.hold(tokens[:, :0])
     assert float((request()[0] - first[0]).abs().max()) > 0.1, "empty rows see no context"
-
-
-def test_a_peer_waits_at_its_depth(engines: Any, ple: Engine) -> None:
-    """A device still at work on the context would count as the request's time to first token."""
-    waited = list[bool]()
-    model = peer_model(ple, engines.checkpoint("tiny-ple"))
-    runner = HfRunner(model, DEEP.fed, "hf")
-
-    class Logits:
-        def argmax(self, dim: int) -> Logits:
-            return self
-
-        def tolist(self) -> None:
-            waited.append(True)
-
-    runner.step = lambda tokens: Logits()  # type: ignore[method-assign, assignment, return-value]
-    runner.hold(draw_tokens(DEEP, ple)[:, : DEEP.context])
-    runner.rewind()
-    assert waited == [True, True]
-
-
-def test_a_snapshot_keeps_ragged_rows(ple: Engine) -> None:
-    session = ple.session(2)
-    tokens = torch.arange(3, 43).view(2, 20)
-    session.prefill(tokens, torch.tensor([20, 7]))
-    kept = session.snapshot()
-    first = session.decode(torch.tensor([5, 6]))
-    session.prefill(tokens)
-    session.restore(kept)
-    assert session.length.tolist() == [20, 7]
-    assert torch.equal(session.decode(torch.tensor([5, 6])), first)
-
-
-# ---- agreement ----------------------------------------------------------------------------------
 
 
 class Shifted:
@@ -291,33 +217,23 @@ def shifted(engine: Engine) -> Engine:
     return replace(engine, runtime=Shifted(engine))  # type: ignore[arg-type]
 
 
-def agreement(base: list[list[float]], other: list[list[float]], budget: Tolerance) -> Agreement:
-    got, want = torch.tensor(other), torch.tensor(base)
-    return compared("b", got.float(), "a", want.float(), budget)
-
-
-def test_choices_are_compared() -> None:
-    wide = Tolerance(relative=0.1)
-    same = agreement([[1, 0, 0], [0, 2, 0]], [[1, 0, 0], [0, 2, 0]], wide)
-    assert (same.count, same.equal, same.close, same.ok) == (2, 2, 0, True)
-    close = agreement([[1.0, 0.99, 0]], [[0.99, 1.0, 0]], wide)
-    assert (close.equal, close.close, close.ok) == (0, 1, True)
-    far = agreement([[1.0, 0.5, 0]], [[0.5, 1.0, 0]], Tolerance(cosine=0.1))
-    assert far.ok, "within the gap that such a budget allows"
-    wrong = agreement([[1.0, 0, 0]], [[0, 1.0, 0]], Tolerance(cosine=-2.0))
-    assert (wrong.equal, wrong.close) == (0, 1)
-    one_bad = agreement([[1, 0], [1, 0]], [[1, 0], [0.5, 0]], wide)
-    assert not one_bad.ok and one_bad.equal == 2
-
-
-def test_what_is_not_a_number_disagrees() -> None:
-    nan = agreement([[1.0, 0.0]], [[math.nan, 0.0]], Tolerance(cosine=0.9))
-    assert not nan.ok and math.isnan(nan.cosine)
-
-
-def test_the_wider_budget_of_two_dtypes() -> None:
-    assert pair_budget(["f32", "bf16"], "hf") == pair_budget(["bf16", "bf16"], "hf")
-    assert pair_budget(["f32", "f32"], "hf").relative is not None
+@pytest.mark.parametrize(
+    "base, other, budget, counts, ok",
+    [
+        ([[1, 0, 0], [0, 2, 0]], [[1, 0, 0], [0, 2, 0]], Tolerance(relative=0.1), (2, 0), True),
+        ([[1.0, 0.99, 0]], [[0.99, 1.0, 0]], Tolerance(relative=0.1), (0, 1), True),
+        ([[1.0, 0, 0]], [[0, 1.0, 0]], Tolerance(cosine=-2.0), (0, 1), True),
+        ([[1, 0], [1, 0]], [[1, 0], [0.5, 0]], Tolerance(relative=0.1), (2, 0), False),
+        ([[1.0, 0.0]], [[math.nan, 0.0]], Tolerance(cosine=0.9), (1, 0), False),
+    ],
+)
+def test_choices_are_compared(
+    base: Any, other: Any, budget: Tolerance, counts: tuple[int, int], ok: bool
+) -> None:
+    """(equal, close), and whether they agree; what is not a number does not."""
+    got, want = (torch.tensor(rows, dtype=torch.float32) for rows in (other, base))
+    found = compared("b", got, "a", want, budget)
+    assert ((found.equal, found.close), found.ok) == (counts, ok)
 
 
 def test_void_is_who_agrees_with_nobody() -> None:
@@ -329,55 +245,38 @@ def test_void_is_who_agrees_with_nobody() -> None:
     assert void_roles([row("engine", False)]) == {"engine", "hf"}
 
 
-def test_numbers_of_a_wrong_engine_are_void(moe: Engine) -> None:
+def test_numbers_of_a_wrong_engine_are_void(moe: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a failed check."""
     both = as_read(run_bench([moe, shifted(moe)], SMALL, rounds=2, warmup=0))
     assert not both.outputs_agree
     assert [r.void for r in both.runs] == [False, True]
     assert both.speedup == {"engine-b": None}
-    assert both.output_throughput and both.output_throughput > 0
+    assert written(both)["output_throughput"] > 0
     shown = text(both)
     assert "engine-b against reference: same token" in shown and "DISAGREES" in shown
     assert shown.count("VOID") == len([x for x in shown.splitlines() if "VOID" in x]) > 5
-    alone = as_read(run_bench([shifted(moe)], SMALL, rounds=2, warmup=0))
-    assert alone.runs[0].void and alone.output_throughput is None
-    assert alone.mean_ttft_ms is None and alone.p99_itl_ms is None
-
-
-def test_a_disagreement_is_a_failed_check(moe: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from g4ir.cli import bench as verb
-
     broken = replace(shifted(moe), path=moe.path)
-    monkeypatch.setattr(verb, "load", lambda *_: broken)
+    monkeypatch.setattr("g4ir.cli.bench.load", lambda *_: broken)
     monkeypatch.setattr(Engine, "close", lambda self: None)
-    outcome = g4ir("bench", moe.path, *FLAGS)
-    assert outcome.code == 1
-    assert "DISAGREES" in outcome.out and "VOID" in outcome.out
-
-
-# ---- work ---------------------------------------------------------------------------------------
+    outcome = g4ir("bench", moe.path, *FLAGS, "--json", "-")
+    keys = json.loads(outcome.out)
+    assert outcome.code == 1 and keys["runs"][0]["void"]
+    assert [keys[k] for k in ("output_throughput", "mean_ttft_ms", "p99_itl_ms")] == [None] * 3
 
 
 def test_work_is_the_sum_of_its_chunks(ple: Engine) -> None:
     w = replace(DEEP, batch=2)
     work = find_work(ple, w, draw_tokens(w, ple))
     g = ple.program.graphs["prefill"]
-    early, last = work.prefill
-    assert [c.new for c, _ in work.prefill] == [CHUNK, 30 - CHUNK]
+    early, last = work.prefill.runs
+    assert [c.new for c, _ in work.prefill.runs] == [CHUNK, 30 - CHUNK]
     assert last[1] == graph_costs(g, B=2, S=30 - CHUNK, C=26 + CHUNK)
     skipped = {n.kind for n in graph_costs(g)} - {n.kind for n in early[1]}
     assert skipped == {"head"}, "only the last chunk computes logits"
-    assert work.prefill_cost() == total(early[1]) + total(last[1])
+    assert work.prefill.cost() == total(early[1]) + total(last[1])
     steps = [total(graph_costs(ple.program.graphs["decode"], B=2, C=56 + i)) for i in range(4)]
-    assert work.decode_cost().flops == sum(s.flops for s in steps) // 4
+    assert work.decode.cost().flops == sum(s.flops for s in steps) // 4
     assert work.experts is None
-
-
-def test_a_chunk_of_which_nobody_reads_logits_skips_what_comes_after(ple: Engine) -> None:
-    """tiny-ple's last layers read the caches of others: they run for the last row alone."""
-    early, last = list(request_chunks(Workload(2 * CHUNK, 2), CHUNK))[:2]
-    nodes = {n.node for n in chunk_costs(ple, early, 1)}
-    all_nodes = {n.node for n in chunk_costs(ple, last, 1)}
-    assert "L7.out" in all_nodes - nodes and "L2.out" in nodes
 
 
 def test_experts_are_counted(moe: Engine) -> None:
@@ -396,36 +295,21 @@ def test_experts_are_counted(moe: Engine) -> None:
         runner.step(piece)
     work = find_work(moe, SMALL, tokens)
     last = [len(set(runs[1].flatten().tolist())) for runs in chosen.values()]
-    assert work.prefill[-1][0].distinct == pytest.approx(sum(last) / len(last))
+    assert work.prefill.runs[-1][0].distinct == pytest.approx(sum(last) / len(last))
     top_k = moe.spec.text.moe.top_k_experts
-    assert all(c.distinct == top_k for c, _ in work.decode)
+    assert all(c.distinct == top_k for c, _ in work.decode.runs)
     assert work.experts and work.experts["source"].startswith("counted")
     expert = graph_costs(moe.program.graphs["decode"], C=30, experts=top_k)
-    assert total(work.decode[0][1]) == total(expert)
+    assert total(work.decode.runs[0][1]) == total(expert)
 
 
-@pytest.mark.parametrize(
-    ("paths", "names"),
-    [
-        (["a/e"], ["e"]),
+def test_engines_are_named_by_folder() -> None:
+    for paths, names in (
         (["a/e", "a/f"], ["e", "f"]),
         (["a/e", "b/e"], ["a/e", "b/e"]),
         (["a/e", "a/e"], ["e (engine)", "e (engine-b)"]),
-    ],
-)
-def test_engines_are_named_by_folder(paths: list[str], names: list[str]) -> None:
-    assert folder_names([Path(p) for p in paths]) == names
-
-
-def test_calls_are_counted(engines: Any) -> None:
-    torch_calls = calls_per_step(engines("torch", "tiny-moe"))
-    plan = engines("torch", "tiny-moe").runtime.plans["decode", True]
-    assert sum(torch_calls.values()) == len(plan)
-    graph = engines("reference", "tiny-moe").program.graphs["decode"]
-    assert calls_per_step(engines("reference", "tiny-moe")) == {"nodes": len(graph.nodes)}
-
-
-# ---- the report ---------------------------------------------------------------------------------
+    ):
+        assert folder_names([Path(p) for p in paths]) == names
 
 
 def test_keys_of_vllm_are_what_its_formulas_say(report: BenchReport) -> None:
@@ -435,43 +319,31 @@ def test_keys_of_vllm_are_what_its_formulas_say(report: BenchReport) -> None:
     assert itl.shape == (*ttft.shape, w.output_len - 1)
     e2e = ttft + itl.sum(-1)
     found = {"ttft": ttft, "itl": itl, "e2el": e2e, "tpot": (e2e - ttft) / (w.output_len - 1)}
-    keys = vars(report)
+    keys = written(report)
     for key, samples in found.items():
         assert keys[f"mean_{key}_ms"] == pytest.approx(samples.mean())
         assert keys[f"median_{key}_ms"] == pytest.approx(np.median(samples))
         assert keys[f"p99_{key}_ms"] == pytest.approx(np.percentile(samples, 99))
-    assert report.num_prompts == ttft.size
-    seconds = e2e.sum() / 1e3
-    assert report.request_throughput == pytest.approx(ttft.size / seconds)
-    assert report.output_throughput == pytest.approx(ttft.size * w.output_len / seconds)
-    everything = ttft.size * (w.output_len + w.input_len)
-    assert report.total_token_throughput == pytest.approx(everything / seconds)
+    assert keys["num_prompts"] == ttft.size
+    rate = ttft.size / e2e.sum() * 1e3
+    assert keys["request_throughput"] == pytest.approx(rate)
+    assert keys["output_throughput"] == pytest.approx(rate * w.output_len)
+    assert keys["total_token_throughput"] == pytest.approx(rate * (w.output_len + w.input_len))
 
 
 def test_shares_follow_from_samples_and_roof(report: BenchReport) -> None:
-    run, rates = report.runs[0], report.roof.samples
+    run, rates, keys = report.runs[0], report.roof.samples, written(report)
     assert run.work
     bandwidth = max(np.median([r[k] for r in rates]) for k in ("read", "copy"))
     work = run.work.decode
     moved = work.weight_bytes + work.state_bytes
     step = np.median(run.samples_ms.itl) / 1e3
-    assert report.mbu == pytest.approx(moved / step / bandwidth)
+    assert keys["mbu"] == pytest.approx(moved / step / bandwidth)
     assert run.bytes_per_token == moved // report.workload.batch
     rate = np.median([r["matmul"] for r in rates])
     prompt = np.median(run.samples_ms.ttft) / 1e3
-    assert report.mfu == pytest.approx(run.work.prefill.flops / prompt / rate)
-    assert report.roof_ratio["decode"] == pytest.approx(work.floor_ms / step / 1e3)
-
-
-def test_a_report_says_what_ran(report: BenchReport, moe: Engine) -> None:
-    run, env = report.runs[0], report.env
-    assert run.engine and run.engine.manifest == moe.manifest["digest"]
-    assert run.setup_s["load"] == 0.5 and (run.setup_s["first_request"] or 0) > 0
-    assert run.peak_memory["rss_bytes"] > 1 << 26
-    assert run.cache_bytes == moe.session().nbytes()
-    assert env["torch"] == torch.__version__ and env["cores"] == torch.get_num_threads()
-    assert {"cpu", "commit", "g4ir", "python", "isa"} <= env.keys()
-    assert report.agreement[0].base == "reference" and report.peer is None
+    assert keys["mfu"] == pytest.approx(run.work.prefill.flops / prompt / rate)
+    assert keys["roof_ratio"]["decode"] == pytest.approx(work.floor_ms / step / 1e3)
 
 
 def test_the_text_shows_agreement_before_any_speed(report: BenchReport) -> None:
@@ -547,9 +419,6 @@ def paths(value: Any, depth: int = 5) -> Iterator[tuple[Any, ...]]:
             yield from ((key, *rest) for rest in paths(value[key], depth - 1))
 
 
-# ---- two reports --------------------------------------------------------------------------------
-
-
 def slower(report: BenchReport, factor: float) -> BenchReport:
     run = report.runs[0]
     itl = {k: replace(s, value=s.value * factor) for k, s in run.stats["itl_ms"].items()}
@@ -558,7 +427,7 @@ def slower(report: BenchReport, factor: float) -> BenchReport:
 
 def test_differences_beyond_the_spreads_are_marked(report: BenchReport, tmp_path: Path) -> None:
     same = compare_reports(report, report)
-    assert same.differ == 0 and not same.notes and {r.metric for r in same.rows} == MAIN
+    assert same.differ == 0 and not same.notes and len(same.rows) == len(ROWS)
     other = slower(report, 100.0)
     found = compare_reports(report, other, every=True)
     marked = {r.metric for r in found.rows if r.differs}
@@ -569,7 +438,7 @@ def test_differences_beyond_the_spreads_are_marked(report: BenchReport, tmp_path
     assert g4ir("bench-compare", a, b, "--check").code == 1
     assert g4ir("bench-compare", a, a, "--check").code == 0
     outcome = g4ir("bench-compare", a, b, "--json", "--plot", tmp_path / "ab.svg")
-    assert json.loads(outcome.out)["differ"] == 3
+    assert json.loads(outcome.out)["differ"] == 4
     assert b"<svg" in (tmp_path / "ab.svg").read_bytes()
 
 
@@ -589,9 +458,6 @@ def test_what_makes_two_reports_incomparable_is_said(report: BenchReport) -> Non
     assert "VOID" in compare_text(found)
 
 
-# ---- the command line ---------------------------------------------------------------------------
-
-
 def test_bench_writes_all_its_files(moe: Engine, tmp_path: Path) -> None:
     files = {flag: tmp_path / f"r.{end}" for flag, end in (("--json", "json"), ("--plot", "png"))}
     words = [w for pair in files.items() for w in pair]
@@ -606,20 +472,8 @@ def test_bench_writes_all_its_files(moe: Engine, tmp_path: Path) -> None:
 def test_two_engines_and_a_peer_in_one_run(engines: Any, moe: Engine, tmp_path: Path) -> None:
     """A compiled engine, the interpreter and transformers agree and are told apart."""
     reference = engines("reference", "tiny-moe")
-    outcome = g4ir(
-        "bench",
-        moe.path,
-        reference.path,
-        *FLAGS,
-        "--peer",
-        "hf",
-        "--peer",
-        "hf-static",
-        "--checkpoint",
-        engines.checkpoint("tiny-moe"),
-        "--json",
-        "-",
-    )
+    peers = ("--peer", "hf", "--peer", "hf-static", "--checkpoint", engines.checkpoint("tiny-moe"))
+    outcome = g4ir("bench", moe.path, reference.path, *FLAGS, *peers, "--json", "-")
     assert outcome.code == 0, outcome.err
     made = json.loads(outcome.out)
     assert [r["role"] for r in made["runs"]] == ["engine", "engine-b", "hf", "hf-static"]
@@ -637,37 +491,12 @@ def test_two_engines_and_a_peer_in_one_run(engines: Any, moe: Engine, tmp_path: 
 def test_rows_share_a_batch(ple: Engine, engines: Any) -> None:
     """Three rows at a depth beyond the window, against transformers."""
     w = replace(DEEP, batch=3)
-    made = as_read(
-        run_bench(
-            [ple],
-            w,
-            peers=["hf-static"],
-            rounds=2,
-            warmup=0,
-            checkpoint=str(engines.checkpoint("tiny-ple")),
-        )
-    )
+    checkpoint = str(engines.checkpoint("tiny-ple"))
+    report = run_bench([ple], w, peers=["hf-static"], rounds=2, warmup=0, checkpoint=checkpoint)
+    made = as_read(report)
     assert made.outputs_agree, made.agreement
     assert made.agreement[0].count == 3 * w.output_len
-    assert made.max_concurrency == 3 and made.num_prompts == 6
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ((), "one engine or two, not 0"),
-        (("a", "b", "c"), "not 3"),
-        (("no-such",), "no-such is no engine directory"),
-        (("x", "--peer", "vllm"), "--peer 'vllm': expected one of hf, hf-static, hf-compile"),
-        (("x", "--peer", "hf", "--peer", "hf"), "each of them once"),
-        (("x", "--rounds", "1"), "--rounds 1: expected at least 2"),
-        (("x", "--warmup", "-1"), "--warmup -1"),
-        (("x", "--plot", "x.gif"), "ends in .png or .svg"),
-        (("x", "--json", "/no/such/r.json"), "--json /no/such/r.json: no such directory"),
-    ],
-)
-def test_bad_requests(words: tuple[str, ...], named: str) -> None:
-    assert named in refused("bench", *words)
+    assert written(made)["max_concurrency"] == 3 and written(made)["num_prompts"] == 6
 
 
 def test_engines_of_two_variants_cannot_agree(
@@ -678,24 +507,23 @@ def test_engines_of_two_variants_cannot_agree(
         check_specs({str(e.path): e.manifest for e in (moe, ple)})
     monkeypatch.setattr("g4ir.cli.bench.load", None)
     assert "their outputs cannot agree" in refused("bench", moe.path, ple.path)
-    assert "expected 1 to" in refused("bench", moe.path, "--input-len", "5000")
-    assert "no such file" in refused("bench", moe.path, "--text", "/no/such")
 
 
 def test_a_peer_needs_a_checkpoint_that_is_known(moe: Engine) -> None:
     assert "give --checkpoint DIR" in refused("bench", moe.path, *FLAGS, "--peer", "hf")
-    assert "no such directory" in refused(
-        "bench", moe.path, *FLAGS, "--peer", "hf", "--checkpoint", "/no/such"
-    )
+    words = (*FLAGS, "--peer", "hf", "--checkpoint", "/no/such")
+    assert "/no/such has no config.json" in refused("bench", moe.path, *words)
 
 
-def test_a_peer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    message = refused("bench", "engine", "--peer", "hf", code=3)
-    assert "pip install 'g4ir[hf]'" in message
-    check_options([], 2, 0)
-
-
-def test_a_plot_without_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "g4ir[plot]" in refused("bench", "engine", "--plot", "x.png", code=3)
+@pytest.mark.parametrize(
+    "module, words, extra",
+    [
+        ("transformers", ("--peer", "hf"), "pip install 'g4ir[hf]'"),
+        ("matplotlib.figure", ("--plot", "x.png"), "g4ir[plot]"),
+    ],
+)
+def test_what_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, module: str, words: tuple[str, ...], extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    assert extra in refused("bench", "engine", *words, code=3)

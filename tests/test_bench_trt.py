@@ -8,7 +8,7 @@ import pytest
 
 from bench.gpu import test_trt as trt
 from bench.gpu.conftest import read_results
-from g4ir.backends.trt.forms import SETTINGS
+from g4ir.backends.trt.lowerings import SETTINGS
 from tests.recorder.bindings import WHEELS, real_api
 from tests.test_bench_gpu import run
 

@@ -68,8 +68,6 @@ def test_the_mask_of_a_block(window: int) -> None:
     assert (got & ~visible(keys, positions, window)).any()
 
 
-# --- lowerings --------------------------------------------------------------------------------
-
 ATTENTIONS = [
     (op, i) for op in ("attention", "attention_latent") for i, _ in enumerate(OPS[op].samples)
 ]
@@ -142,9 +140,6 @@ def test_kernels_are_not_chosen() -> None:
         for n in nodes:
             assert reads_blocks(n) == (phase == BLOCKS and bool(n.attrs["window"]))
             assert (s.find(n) is None) == reads_blocks(n)
-
-
-# --- graphs -----------------------------------------------------------------------------------
 
 
 def odd(name: str, **text: Any) -> Spec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ CASES, STOPS = (json.loads((FOLDER / f"{name}.json").read_text()) for name in ("
 CALLS = yaml.safe_load((FOLDER / "calls.yaml").read_text())
 SCHEMA = CALLS["schema"]
 CASES += CALLS["cases"]
+CASES += [{"ended": "length", "options": {"stop": case["stop"]}, **case} for case in STOPS]
 
 
 def declared(schemas: Any) -> Any:
@@ -36,7 +37,7 @@ def declared(schemas: Any) -> Any:
 
 def reader(case: dict[str, Any]) -> Reader:
     tail = case.get("tail", "<|turn>model\n")
-    return Reader(declared(case.get("tools")), tail, case.get("stop", ()))
+    return Reader(declared(case.get("tools")), tail, **case.get("options", {}))
 
 
 def answered(reader: Reader, pieces: Iterable[str], reason: str = "stop") -> Answer:
@@ -50,16 +51,14 @@ def answered(reader: Reader, pieces: Iterable[str], reason: str = "stop") -> Ans
     read = [e.text if e.arguments is None else e.arguments for e in calls]
     assert [{"name": e.name, "arguments": a} for e, a in zip(calls, read)] == answer.tool_calls
     assert [e.index for e in calls] == [*range(len(calls))]
-    pieces = [e for e in events if e.kind == "arguments"]
-    for i, e in enumerate(calls):
-        mine = [p for p in pieces if p.index == i]
+    for e in calls:
+        assert e.arguments is None or json.loads(e.text) == e.arguments
+        mine = [p for p in events if p.kind == "arguments" and p.index == e.index]
         assert e.streamed == bool(mine) and all(p.text for p in mine)
         if mine:
             assert "".join(p.text for p in mine) == e.text
             assert [p.name for p in mine] == [e.name] + [None] * (len(mine) - 1)
             assert events.index(mine[-1]) < events.index(e)
-        assert e.arguments is None or json.loads(e.text) == e.arguments
-    assert {p.index for p in pieces} <= {*range(len(calls))}
     return answer
 
 
@@ -84,17 +83,13 @@ def cuttings(text: str) -> Iterable[Sequence[str]]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.get("name", case["output"])[:50])
 def test_collected_answers_in_every_cutting(case: dict[str, Any]) -> None:
     ended = case.get("ended", "stop")
-    answer = one(case["output"], ended, **{k: case[k] for k in ("tail", "tools") if k in case})
+    given = {k: case[k] for k in ("tail", "tools", "options") if k in case}
+    answer = one(case["output"], ended, **given)
     calls = [{call["name"]: call["arguments"]} for call in answer.tool_calls]
     found = (answer.reasoning, answer.content, calls)
     assert found == (case.get("thought", ""), case.get("content", ""), case.get("calls", []))
-    assert answer.finish_reason == ("tool_calls" if calls and ended == "stop" else ended)
-
-
-@pytest.mark.parametrize("case", STOPS, ids=lambda case: case["name"])
-def test_stops_in_every_cutting(case: dict[str, Any]) -> None:
-    answer = one(case["output"], "length", stop=case["stop"])
-    assert (answer.content, answer.finish_reason) == (case["content"], case["reason"])
+    wanted = "tool_calls" if calls and ended == "stop" else ended
+    assert answer.finish_reason == case.get("reason", wanted)
 
 
 def pieces_of(text: str) -> list[Piece]:
@@ -124,19 +119,7 @@ def test_text_that_looks_like_a_control_token_is_text_where_ids_are_known() -> N
     assert ids.finish().tool_calls == [{"name": "f", "arguments": {"a": f"{QUOTE}{CALL_END}"}}]
 
 
-# --- calls ------------------------------------------------------------------------------------
-
 A = f"{QUOTE}a{QUOTE}"
-GOOD = f"{CALL}call:g{{n:1}}{CALL_END}"
-
-
-def test_numbers_of_any_length() -> None:
-    for digits, wanted in ((4000, int("9" * 4000)), (5000, "9" * 5000)):
-        text = f"{CALL}call:f{{other:{'9' * digits}}}{CALL_END}"
-        (call,) = answered(Reader(declared("f")), [text]).tool_calls
-        assert call["arguments"] == {"other": wanted}
-
-
 CUT = [
     f"text:{A},n:12,deep:{{text:{QUOTE}rm -r x{QUOTE}}},list:[{A},{A}]",
     f"n:{QUOTE}12{QUOTE},on:true,other:word",
@@ -169,29 +152,19 @@ def test_a_cut_call_has_cut_arguments(body: str) -> None:
 
 def streamed(reader: Reader, text: str, size: int = 3) -> list[tuple[int, str]]:
     """The pieces of arguments, and how many characters were fed when each came."""
-    out = []
-    for at in range(0, len(text), size):
-        out += [
-            (at + size, e.text) for e in reader.feed(text[at : at + size]) if e.kind == "arguments"
-        ]
-    return out
+    cuts = [(at + size, text[at : at + size]) for at in range(0, len(text), size)]
+    return [(at, e.text) for at, cut in cuts for e in reader.feed(cut) if e.kind == "arguments"]
 
 
 SOURCE = "def f(a, b):\n    return {'a': [1, 2], 'b': (a, b)}  # \"quoted\", \\ and € }\n" * 40
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        f"text:{QUOTE}{SOURCE}{QUOTE}",
-        f"n:3,deep:{{text:{QUOTE}{SOURCE}{QUOTE}}},on:true",
-        f"list:[{QUOTE}a{QUOTE},{QUOTE}{SOURCE}{QUOTE}]",
-        f"other:[{{a:{{b:{QUOTE}{SOURCE}{QUOTE}}}}},1,null]",
-    ],
-    ids=["text", "deep", "list", "undeclared"],
-)
+STREAMED = ["text:S", "n:3,deep:{text:S},on:true", f"list:[{A},S]", "other:[{a:{b:S}},1,null]"]
+
+
+@pytest.mark.parametrize("body", STREAMED)
 def test_arguments_are_streamed_while_they_are_generated(body: str) -> None:
-    text = f"{CALL}call:f{{{body}}}{CALL_END}"
+    text = f"{CALL}call:f{{{body.replace('S', f'{QUOTE}{SOURCE}{QUOTE}')}}}{CALL_END}"
     reading = Reader(declared("f"))
     pieces = streamed(reading, text)
     (call,) = reading.finish().tool_calls
@@ -215,18 +188,8 @@ def test_what_ends_an_open_string_is_not_streamed(end: str) -> None:
     assert isinstance(call["arguments"], dict) and len(pieces) > 30
 
 
-def test_without_calls_they_are_content() -> None:
-    quiet = Reader(calls=False)
-    quiet.feed(f"See {GOOD}.")
-    assert (answer := quiet.finish()).content == "See call:g{n:1}." and not answer.tool_calls
-
-
-def test_a_name_of_a_thought_counts_where_there_may_be_one() -> None:
-    text = "thought\nA<channel|>B"
-    assert parts(answered(Reader(), [text]))[:2] == ("A", "B")
-    assert answered(Reader(thinking=False), [text]).content == "thought\nAB"
+def test_whether_a_thought_is_open() -> None:
     off = "<|turn>model\n<|channel>thought\n<channel|>"
-    assert answered(Reader(None, off), [text]).content == "thought\nAB"
     assert Reader(None, "<tool_response|><|channel>thought\n").thinking
     assert not Reader(None, off).thinking and not Reader().thinking
 
@@ -238,9 +201,6 @@ def test_an_answer_is_read_once() -> None:
     with pytest.raises(InputError, match="finished"):
         done.feed("b")
     assert call_id() != call_id() and call_id().startswith("call_")
-
-
-# --- stop strings -----------------------------------------------------------------------------
 
 
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
@@ -256,24 +216,11 @@ def test_the_string_that_is_complete_first_ends_the_content(text: str, stops: li
         )
 
 
-def test_stop_strings_end_content_alone() -> None:
-    text = (
-        f"<|channel>thought\nEND<channel|>EN{CALL}call:f{{a:{QUOTE}END{QUOTE}}}{CALL_END}D END no"
-    )
-    answer = one(text, stop="END")
-    assert parts(answer)[:2] == ("END", "END ")
-    assert len(answer.tool_calls) == 1 and answer.finish_reason == "tool_calls"
+def test_bad_stop_strings() -> None:
+    for stop in ([""], [1], ["a"] * 65, ["a" * 5000]):
+        with pytest.raises(InputError, match=r"^stop"):
+            Reader(stop=stop)  # type: ignore[arg-type]
 
-
-@pytest.mark.parametrize(
-    "stop", [[""], [1], ["a"] * 65, ["a" * 5000]], ids=["", "1", "many", "long"]
-)
-def test_bad_stop_strings(stop: Any) -> None:
-    with pytest.raises(InputError, match=r"^stop"):
-        Reader(stop=stop)
-
-
-# --- properties -------------------------------------------------------------------------------
 
 ATOMS = st.sampled_from(
     [*CONTROLS, *"}{,\"'\\\n x<[]()=", "call:f{", "call:", "a:", "thought\n", "<|tool", "_call>"]
@@ -287,7 +234,7 @@ SOUP = st.lists(ATOMS, max_size=24)
 @settings(max_examples=200)
 def test_every_cutting_of_anything(soup: list[str], data: Any, reason: str, known: bool) -> None:
     case = {"tools": "f"} if known else {}
-    case |= {"stop": ["x}", "}x"]} if data.draw(st.booleans()) else {}
+    case |= {"options": {"stop": ["x}", "}x"]}} if data.draw(st.booleans()) else {}
     text = "".join(soup)
     whole = parts(answered(reader(case), [text], reason))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
@@ -311,10 +258,8 @@ ARGUMENTS = st.dictionaries(KEYS, VALUES, max_size=4)
 
 @given(st.lists(st.tuples(KEYS, ARGUMENTS), min_size=1, max_size=3), PLAIN)
 def test_what_is_rendered_is_read_back(calls: list[tuple[str, Any]], thought: str) -> None:
-    asked = [
-        {"id": str(i), "type": "function", "function": {"name": name, "arguments": json.dumps(a)}}
-        for i, (name, a) in enumerate(calls)
-    ]
+    functions = [{"name": name, "arguments": json.dumps(a)} for name, a in calls]
+    asked = [{"id": str(i), "type": "function", "function": f} for i, f in enumerate(functions)]
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Go"}]
     start = len(make_prompt(messages).text)
     messages.append({"role": "assistant", "reasoning": thought, "tool_calls": asked})
@@ -353,9 +298,6 @@ def test_time_grows_with_the_length(name: str) -> None:
     assert time.process_time() - begun < 4
 
 
-# --- tokens -----------------------------------------------------------------------------------
-
-
 def vocabulary() -> Vocabulary:
     made = tokenizer()
     made.add_special_tokens([c for c in CONTROLS if c not in ("<pad>", "<eos>", "<bos>")])
@@ -373,14 +315,11 @@ def test_a_stream_of_ids_is_their_text(ids: list[int]) -> None:
     assert [p.text for p in pieces if p.control] == [
         WORDS.strings[i] for i in ids if i in WORDS.strings
     ]
-    runs, wanted = list[int](), ""
-    for i in [*ids, None]:
-        if i is not None and i not in WORDS.strings:
-            runs.append(i)
-        else:
-            wanted += WORDS.detokenizer.decode(runs)
-            wanted += WORDS.strings[i] if i is not None else ""
-            runs = []
+    wanted = ""
+    for special, group in groupby(ids, lambda i: i in WORDS.strings):
+        run = [*group]
+        text = WORDS.detokenizer.decode
+        wanted += "".join(WORDS.strings[i] for i in run) if special else text(run)
     assert "".join(p.text for p in pieces) == wanted
 
 
@@ -397,31 +336,16 @@ def test_a_character_is_never_given_in_parts() -> None:
 
 def test_a_budget_ends_thoughts() -> None:
     opened, closed = (WORDS.controls[c] for c in ("<|channel>", "<channel|>"))
-    newline, word = WORDS.plain("\n")[0], WORDS.plain("ab")[0]
-
-    def forced(budget: Budget, ids: list[int]) -> list[int | None]:
-        out = []
-        for i in ids:
-            budget.push(i)
-            out.append(budget.forced())
-        return out
-
-    assert forced(Budget(WORDS, 2), [word, opened, word, word]) == [None, None, None, newline]
-    spent = Budget(WORDS, 1)
-    assert forced(spent, [opened, word, newline, closed, word]) == [
-        None,
-        newline,
-        closed,
-        None,
-        None,
-    ]
-    assert forced(spent, [opened]) == [closed]  # a thought that begins again has nothing left
-    assert forced(Budget(WORDS, 0), [word, opened]) == [None, closed]
+    (newline,), (word,), byte = (WORDS.plain(text) for text in ("\n", "a", "€"))
+    tokens = {"o": opened, "c": closed, "n": newline, "w": word, ".": None}
+    tokens |= {str(i): token for i, token in enumerate(byte)}
+    for limit, answer, forced in CALLS["budgets"]:
+        budget, found = Budget(WORDS, limit), list[Any]()
+        for letter in answer.split():
+            budget.push(tokens[letter])
+            found.append(budget.forced())
+        assert found == [tokens[letter] for letter in forced.split()], answer
     assert Budget(WORDS, 0, inside=True).forced() == closed
-    early = Budget(WORDS, 3)
-    assert forced(early, [opened, word, closed, word, opened, word, word]) == [None] * 6 + [newline]
-    byte = WORDS.plain("€")
-    assert forced(Budget(WORDS, 1), [opened, *byte, word])[1:] == [None] * 3 + [newline]
     with pytest.raises(InputError, match="budget -1"):
         Budget(WORDS, -1)
     with pytest.raises(InputError, match=r"no <\|channel>"):

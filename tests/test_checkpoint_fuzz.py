@@ -67,152 +67,35 @@ def survives(path: Path) -> None:
         assert message.replace("\n", "").isprintable()
 
 
-# ---- bytes ----------------------------------------------------------------------------------
-
-
-def flip(data: bytes, at: int, value: int) -> bytes:
-    return data[:at] + bytes([data[at] ^ value]) + data[at + 1 :] if at < len(data) else data
-
-
-def cut(data: bytes, at: int, value: int) -> bytes:
-    return data[:at]
-
-
-def splice(data: bytes, at: int, value: int) -> bytes:
-    return data[:at] + data[at // 2 : at // 2 + value] + data[at:]
-
-
-def remove(data: bytes, at: int, value: int) -> bytes:
-    return data[:at] + data[at + value :]
-
-
-def length(data: bytes, at: int, value: int) -> bytes:
-    return (at * value).to_bytes(8, "little") + data[8:]
-
-
 PLACES = st.one_of(st.integers(0, 7), st.integers(8, 3000), st.integers(0, 20_000))
-EDITS = st.lists(
-    st.tuples(st.sampled_from([flip, cut, splice, remove, length]), PLACES, st.integers(1, 255)),
-    min_size=1,
-    max_size=4,
-)
+#: where bytes are replaced, how many, and by which
+EDIT = st.tuples(PLACES, st.sampled_from((0, 1, 8, 100, 1 << 20)), st.binary(max_size=8))
 
 
 @pytest.mark.parametrize("name", [SINGLE, INDEX])
-@given(edits=EDITS)
+@given(edits=st.lists(EDIT, min_size=1, max_size=4))
 def test_changed_bytes(single: Path, sharded: Path, name: str, edits: list[Any]) -> None:
     folder, most = (single, 1 << 20) if name == SINGLE else (sharded, 4000)
     data = original(folder, name)
-    for edit, at, value in edits:
-        data = edit(data, at % most, value)
+    for at, count, new in edits:
+        data = data[: at % most] + new + data[at % most + count :]
     (folder / name).write_bytes(data)
     survives(folder)
 
 
-# ---- JSON -----------------------------------------------------------------------------------
-
-TEXT = st.one_of(st.text(max_size=12), st.sampled_from(["F32", "U8", "F4", "../x", "/", "\ud800"]))
-NUMBERS = st.one_of(st.integers(-2, 600), st.integers(0, 1 << 70), st.floats())
+SHARD = "model-00001-of-00002.safetensors"
+WORDS = (
+    *("F32", "U8", "F4", "../x", "/", "\ud800", "config.json", INDEX, SINGLE, SHARD, f"../{SHARD}"),
+    *("/dev/zero.safetensors", f"{'x' * 5000}.safetensors", "\0.safetensors", ".", "data_offsets"),
+    *("group", "channel", "block", "tensor", "int", "float", "pack-quantized", "re:.*", "Linear"),
+)
+TEXT = st.one_of(st.text(max_size=12), st.sampled_from(WORDS))
+NUMBERS = st.one_of(st.integers(-3, 600), st.integers(0, 1 << 70), st.floats())
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), NUMBERS, TEXT),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(TEXT, inner, max_size=3)),
     max_leaves=6,
 )
-
-
-def header_of(data: bytes) -> tuple[dict[str, Any], bytes]:
-    size = int.from_bytes(data[:8], "little")
-    return json.loads(data[8 : 8 + size]), data[8 + size :]
-
-
-def with_header(text: bytes, data: bytes) -> bytes:
-    return len(text).to_bytes(8, "little") + text + data
-
-
-@st.composite
-def changed_headers(draw: st.DrawFn, header: dict[str, Any]) -> dict[str, Any]:
-    """A header with a few entries or fields replaced, renamed, swapped or removed."""
-    out: dict[str, Any] = dict(header)
-    names = st.sampled_from(sorted(header))
-    for _ in range(draw(st.integers(1, 3))):
-        name, other = draw(names), draw(names)
-        entry = out.get(name)
-        match draw(st.sampled_from(["field", "entry", "rename", "swap", "remove", "metadata"])):
-            case "field":
-                key = draw(st.sampled_from(["dtype", "shape", "data_offsets", "more"]))
-                value = draw(st.one_of(JSON, st.lists(NUMBERS, max_size=3)))
-                out[name] = {**(entry if isinstance(entry, dict) else {}), key: value}
-            case "entry":
-                out[name] = draw(JSON)
-            case "rename":
-                out[draw(TEXT)] = out.pop(name, {})
-            case "swap":
-                out[name], out[other] = out.get(other, {}), out.get(name, {})
-            case "remove":
-                out.pop(name, None)
-            case "metadata":
-                out["__metadata__"] = draw(JSON)
-    return out
-
-
-@given(data=st.data())
-def test_changed_header(single: Path, data: st.DataObject) -> None:
-    header, body = header_of(original(single, SINGLE))
-    text = json.dumps(data.draw(changed_headers(header))).encode()
-    (single / SINGLE).write_bytes(with_header(text, body))
-    survives(single)
-
-
-@given(value=JSON)
-def test_any_json_as_header(single: Path, value: Any) -> None:
-    (single / SINGLE).write_bytes(with_header(json.dumps(value).encode(), b""))
-    survives(single)
-
-
-SHARD = "model-00001-of-00002"
-NAMES = [SHARD, f"../{SHARD}", f"./{SHARD}", "/dev/zero", "x" * 5000, "\0", "\ud800"]
-FILES = st.one_of(
-    TEXT,
-    st.sampled_from(["config.json", "../config.json", INDEX, SINGLE, "/dev/zero", ".", ""]),
-    st.sampled_from([f"{name}.safetensors" for name in NAMES]),
-    JSON,
-)
-
-
-@given(
-    changes=st.dictionaries(st.one_of(st.integers(0, 40), TEXT), FILES, min_size=1, max_size=3),
-    dropped=st.integers(0, 80),
-)
-def test_changed_index(sharded: Path, changes: dict[Any, Any], dropped: int) -> None:
-    index = json.loads(original(sharded, INDEX))
-    names = list(index["weight_map"])
-    for key, file in changes.items():
-        name = names[key % len(names)] if isinstance(key, int) else key
-        index["weight_map"][name] = file
-    if dropped < len(names):
-        index["weight_map"].pop(names[dropped])
-    (sharded / INDEX).write_text(json.dumps(index))
-    survives(sharded)
-
-
-@given(value=st.one_of(JSON, st.fixed_dictionaries({"weight_map": JSON})))
-def test_any_json_as_index(sharded: Path, value: Any) -> None:
-    (sharded / INDEX).write_text(json.dumps(value))
-    survives(sharded)
-
-
-# ---- quantised weights ----------------------------------------------------------------------
-
-WORDS = ("group", "channel", "block", "tensor", "int", "float", "pack-quantized", "re:.*", "Linear")
-VALUES = st.one_of(JSON, st.integers(-3, 300), st.sampled_from((1 << 40, *WORDS)))
-DTYPES = (torch.int32, torch.uint8, torch.int8, torch.bfloat16, torch.float32, torch.int64)
-
-
-@cache
-def base(case: str) -> tuple[dict[str, Any], Tensors, Spec]:
-    folder = CASES[case].write(find_oracle(load_spec("tiny-ple")), Path(mkdtemp()) / "c")
-    config = json.loads((folder / "config.json").read_text())
-    return config, load_file(folder / "model.safetensors"), Spec.from_hf(folder)
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -223,13 +106,52 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(p for k, v in keys for p in places(v, (*path, k)))]
 
 
-def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """A copy with another value at a path."""
+def replaced(value: Any, path: tuple[Any, ...], new: Any, name: Any) -> Any:
+    """A copy with another value at a path, under another name if one is given."""
     if not path:
         return new
-    value = copy.copy(value)
-    value[path[0]] = replaced(value[path[0]], path[1:], new)
+    value, (key, *rest) = copy.copy(value), path
+    inner = replaced(value[key], tuple(rest), new, name)
+    if name is not None and not rest and isinstance(value, dict):
+        del value[key]
+        key = name
+    value[key] = inner
     return value
+
+
+@st.composite
+def changed(draw: st.DrawFn, value: Any) -> Any:
+    """A JSON value with a few of its parts replaced, under other names too."""
+    for _ in range(draw(st.integers(1, 3))):
+        path = draw(st.sampled_from(places(value)))
+        value = replaced(value, path, draw(JSON), draw(st.none() | TEXT))
+    return value
+
+
+@given(data=st.data())
+def test_changed_headers(single: Path, data: st.DataObject) -> None:
+    raw = original(single, SINGLE)
+    size = int.from_bytes(raw[:8], "little")
+    text = json.dumps(data.draw(changed(json.loads(raw[8 : 8 + size])))).encode()
+    (single / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
+    survives(single)
+
+
+@given(data=st.data())
+def test_changed_indexes(sharded: Path, data: st.DataObject) -> None:
+    made = data.draw(changed(json.loads(original(sharded, INDEX))))
+    (sharded / INDEX).write_text(json.dumps(made))
+    survives(sharded)
+
+
+DTYPES = (torch.int32, torch.uint8, torch.int8, torch.bfloat16, torch.float32, torch.int64)
+
+
+@cache
+def base(case: str) -> tuple[dict[str, Any], Tensors, Spec]:
+    folder = CASES[case].write(find_oracle(load_spec("tiny-ple")), Path(mkdtemp()) / "c")
+    config = json.loads((folder / "config.json").read_text())
+    return config, load_file(folder / "model.safetensors"), Spec.from_hf(folder)
 
 
 def quantised_survives(folder: Path, config: Any, tensors: Tensors, spec: Spec) -> None:
@@ -257,14 +179,8 @@ def test_quantisation_configs(
     tmp_path_factory: pytest.TempPathFactory, case: str, data: st.DataObject
 ) -> None:
     config, tensors, spec = base(case)
-    quant = config["quantization_config"]
-    for _ in range(data.draw(st.integers(1, 3))):
-        quant = replaced(quant, data.draw(st.sampled_from(places(quant))), data.draw(VALUES))
-        if not isinstance(quant, dict):
-            break
-    quantised_survives(
-        tmp_path_factory.mktemp("c"), config | {"quantization_config": quant}, tensors, spec
-    )
+    made = {"quantization_config": data.draw(changed(config["quantization_config"]))}
+    quantised_survives(tmp_path_factory.mktemp("c"), config | made, tensors, spec)
 
 
 @given(CASE, st.data())

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.util
 import io
 import itertools
 import json
-import os
 import re
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -23,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import jsonschema
 import pytest
 import torch
 import yaml
@@ -35,7 +29,6 @@ from torch._inductor.exc import InvalidCxxCompiler
 from g4ir.backends import BACKENDS, find_backend
 from g4ir.backends.sampling import SamplingParams
 from g4ir.chat.detokenizer import Detokenizer, TextStream
-from g4ir.cli import _parser
 from g4ir.cli.common import tables
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
@@ -48,7 +41,6 @@ from g4ir.passes import PASSES, pipeline, run_passes
 from g4ir.plan.gpus import GPUS, SIZE_RULE
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
-from g4ir.ui import console
 from tests.cli_tools import (
     BUILD,
     PROMPT,
@@ -152,27 +144,7 @@ def test_build_groups_every_option() -> None:
         assert all(s in help for s in find_backend(name).settings)
 
 
-def _arguments(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
-    """Yield the arguments of a parser and of its verbs, with the command they belong to."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for verb in action.choices.values():
-                yield from _arguments(verb)
-        else:
-            yield parser.prog, action
-
-
-def test_every_argument_has_help() -> None:
-    found = list(_arguments(_parser()))
-    assert len(found) > 200
-    assert [(verb, a.dest) for verb, a in found if not a.help or len(a.help) < 8] == []
-
-
 # --- specs and show ---------------------------------------------------------------------------
-
-
-def test_specs_schema() -> None:
-    jsonschema.Draft202012Validator.check_schema(json.loads(ok("specs", "schema")))
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "embed"])
@@ -211,27 +183,21 @@ def test_build_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_build_options(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "engine"
-    words = (
-        "--variant",
-        "tiny-moe",
-        "--random-weights",
-        "1",
-        "--dtype",
-        "bfloat16",
-        "--max-batch",
-        "3",
-        "--all-logits",
-        "--skip",
-        "fuse_qkv",
-        "--skip",
-        "plan_cache",
-    )
-    told = json.loads(ok(*BUILD, *words, "--json", "--out", out))
+    words = "--variant tiny-moe --random-weights 1 --dtype bfloat16 --max-batch 3 --all-logits"
+    words += " --skip fuse_qkv --skip plan_cache --latent-kv raw"
+    told = json.loads(ok(*BUILD, *words.split(), "--json", "--out", out))
     assert told["engine"] == str(out) and told["compile_s"] >= 0
     manifest = stored_manifest(out)
     assert manifest["limits"] == {"max_batch": 3, "max_seq": 64, "prefill_chunk": 16}
     assert (manifest["dtype"], manifest["all_logits"]) == ("bf16", True)
     assert manifest["skipped_passes"] == ["fuse_qkv", "plan_cache"]
+    kept = {"latent_kv": {"form": "raw", "keep": []}, "narrow_kv": {"to": "off"}}
+    kept |= {"quantize_activations": {"to": "off"}, "plan_cache": {"slack": 0}}
+    assert manifest["options"] == kept | {"scale_residual": {"divisor": 1}, "gpu_rows": 0}
+    for after in ((), ("--after", "latent_kv")):
+        assert "attention_latent(" in ok("show", out, *after)
+    given = ("show", out, "--latent-kv", "raw", "--after", "latent_kv")
+    assert "an engine has its own" in refused(*given)
 
 
 def test_dump_ir(tmp_path: Path) -> None:
@@ -305,12 +271,6 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_dry_run_counts_programs(tmp_path: Path) -> None:
-    words = ("--variant", "tiny-ple", "--random-weights", "0", "--backend", "torch", "--dry-run")
-    plan = json.loads(ok("build", *words, "--json", "--out", tmp_path / "x"))
-    assert 0 < plan["programs"]["compiled"] < plan["programs"]["calls"]
-
-
 def test_build_from_a_checkpoint(text_engine: Path, checkpoint: Path, tmp_path: Path) -> None:
     manifest = stored_manifest(text_engine)
     assert manifest["variant"] == "my-tiny"
@@ -325,11 +285,14 @@ def test_build_from_a_checkpoint(text_engine: Path, checkpoint: Path, tmp_path: 
     assert ok("run", tmp_path / "e", *words) == ok("run", text_engine, *words)
 
 
-def test_build_with_both_where_they_agree(checkpoint: Path, tmp_path: Path) -> None:
-    words = ("--variant", "tiny-ple", "--checkpoint", checkpoint, "--dry-run", "--json")
-    plan = json.loads(ok(*BUILD, *words, "--out", tmp_path / "e"))
+def test_dry_runs_of_other_sources(checkpoint: Path, tmp_path: Path) -> None:
+    """Of a variant and a checkpoint that agree; the compiled programs of a backend."""
+    words = ("--variant", "tiny-ple", "--dry-run", "--json", "--out", tmp_path / "e")
+    plan = json.loads(ok(*BUILD, "--checkpoint", checkpoint, *words))
     assert plan["variant"] == "tiny-ple"
     assert plan["disk_bytes"] == plan["param_bytes"] == 543_800 * 4
+    plan = json.loads(ok("build", "--backend", "torch", "--random-weights", "0", *words))
+    assert 0 < plan["programs"]["compiled"] < plan["programs"]["calls"]
 
 
 def test_what_a_killed_build_left_is_named(tmp_path: Path) -> None:
@@ -361,74 +324,39 @@ def test_run_text(text_engine: Path, text_loaded: Engine) -> None:
     assert answer["text"] == CODEC.decode(want)
 
 
-def instructed(engine: Path, out: Path, files: dict[str, str], bos: bool) -> Engine:
-    """The engine with files of an instruction-tuned checkpoint; its tokenizer.json may add the BOS
-    itself."""
-    shutil.copytree(engine, out)
-    for name, text in files.items():
-        (out / name).write_text(text)
-    made = tokenizer()
-    if bos:
-        special = [("<bos>", 2)]
-        made.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=special)
-    made.save(str(out / "tokenizer.json"))
-    loaded = load_engine(engine)
-    return dataclasses.replace(loaded, path=out)
+NO_BOS = {None: False, '{"add_bos_token": false}': False, '{"add_bos_token": true}': True}
 
 
-TEMPLATES = {
-    "a file": {"chat_template.jinja": "x"},
-    "a key": {"tokenizer_config.json": '{"add_bos_token": true, "chat_template": "x"}'},
-}
-
-
-@pytest.mark.parametrize("case", TEMPLATES)
-@pytest.mark.parametrize("bos", [False, True])
-def test_a_raw_prompt_at_a_chat_model_is_noted(
-    case: str, bos: bool, text_engine: Path, tmp_path: Path
-) -> None:
-    offline = OfflineEngine(instructed(text_engine, tmp_path / "e", TEMPLATES[case], bos))
-    for prompt in ("ab w3", "<bos>ab w3"):
-        request = offline.request({"prompt": prompt}, "x")
-        assert request.notes == (RAW,)
-        assert request.tokens == (2, *tokenizer().encode("ab w3").ids)
-    assert not offline.request({"prompt": "<eos>ab"}, "x").notes
-    assert not offline.request({"tokens": [2, 5]}, "x").notes
-
-
-NO_BOS = {
-    "no config": None,
-    "false": '{"add_bos_token": false}',
-    "true": '{"add_bos_token": true}',
-}
-
-
-@pytest.mark.parametrize("case", NO_BOS)
+@pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("own", [False, True], ids=["plain", "adds"])
 def test_a_raw_prompt_begins_with_one_bos(
-    case: str, own: bool, text_engine: Path, tmp_path: Path
+    own: bool, chat: bool, text_engine: Path, tmp_path: Path
 ) -> None:
-    """Whatever the files of the tokenizer say; it is logged where they do not add it."""
-    loaded = instructed(text_engine, tmp_path / "e", {}, own)
-    config = loaded.path / "tokenizer_config.json"
-    config.unlink(missing_ok=True)
-    if text := NO_BOS[case]:
-        config.write_text(text)
-    offline, ids = OfflineEngine(loaded), tuple(tokenizer().encode("ab w3").ids)
-    for prompt in ("ab w3", "<bos>ab w3"):
-        request = offline.request({"prompt": prompt}, "x")
-        assert request.tokens == (2, *ids)
-        added = prompt == "ab w3" and not own and case != "true"
-        assert request.notes == ((BOS_ADDED,) if added else ())
-        bare = offline.request({"prompt": prompt, "bos": False}, "x")
-        assert bare.tokens == (2, *ids)[prompt == "ab w3" :] and not bare.notes
-    assert OfflineEngine(loaded, {"bos": False}).request({"prompt": "ab"}, "x").tokens[:1] != (2,)
-
-
-def test_run_draws_by_seed(text_engine: Path) -> None:
-    words = ("run", text_engine, "--prompt", PROMPT, "--max-new-tokens", "20", "--json", "--seed")
-    first, again, other = (ok(*words, seed) for seed in ("1", "1", "2"))
-    assert first == again != other
+    """Whatever the tokenizer's files say. It is noted if they do not add it, and if the checkpoint
+    has a chat template."""
+    folder = shutil.copytree(text_engine, tmp_path / "e")
+    made, ids = tokenizer(), tuple(tokenizer().encode("ab w3").ids)
+    if own:
+        special = [("<bos>", 2)]
+        made.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=special)
+    made.save(str(folder / "tokenizer.json"))
+    if chat:
+        (folder / "chat_template.jinja").write_text("x")
+    loaded, config = load_engine(text_engine), folder / "tokenizer_config.json"
+    for text, says in NO_BOS.items():
+        config.unlink(missing_ok=True)
+        if text:
+            config.write_text(text)
+        offline = OfflineEngine(dataclasses.replace(loaded, path=folder))
+        for prompt in ("ab w3", "<bos>ab w3"):
+            request = offline.request({"prompt": prompt}, "x")
+            assert request.tokens == (2, *ids)
+            added = prompt == "ab w3" and not own and not says
+            said = "; ".join([RAW] * chat + [BOS_ADDED] * added)
+            assert request.notes == ((said,) if said else ())
+            bare = offline.request({"prompt": prompt, "bos": False}, "x")
+            assert bare.tokens == (2, *ids)[prompt == "ab w3" :]
+        assert not offline.request({"tokens": [2, 5]}, "x").notes
 
 
 def test_a_drawn_seed_is_told(text_engine: Path) -> None:
@@ -456,35 +384,11 @@ def test_an_interrupted_answer_ends_its_line(
     monkeypatch.undo()
     assert outcome.code == 130 and closed.called
     assert outcome.out == " ".join(map(str, loaded.generate([2, 5, 7], 3))) + "\n"
-    assert re.fullmatch(r"g4ir: 3 new tokens in [\d.]+ s\ng4ir: interrupted\n", outcome.err)
+    assert re.search(r"g4ir: 3 new tokens in [\d.]+ s\ng4ir: interrupted\n$", outcome.err)
 
 
-def test_run_stops(engine: Path, loaded: Engine) -> None:
-    want = loaded.generate([2, 5, 7], 12)
-    end = want[3]
-    words = ("run", engine, "--tokens", "2,5,7", "--json", "--max-new-tokens", "12")
-    answer = json.loads(ok(*words, "--stop", f"500,{end}"))
-    assert answer == {"tokens": want[: want.index(end) + 1], "finish_reason": "stop"}
-
-
-LOG = {
-    "type": "object",
-    "additionalProperties": False,
-    "properties": {
-        "event": {"const": "request"},
-        "id": {"type": ["string", "integer", "null"]},
-        "prompt_tokens": {"type": "integer", "minimum": 1},
-        "cached_tokens": {"type": "integer", "minimum": 0},
-        "new_tokens": {"type": "integer", "minimum": 1},
-        "time_to_first_token_s": {"type": "number", "exclusiveMinimum": 0},
-        "tokens_per_second": {"type": ["number", "null"]},
-        "total_s": {"type": "number", "exclusiveMinimum": 0},
-        "finish_reason": {"enum": ["stop", "length"]},
-    },
-}
-LOG["required"] = list(LOG["properties"])  # type: ignore[call-overload]
-LOG["properties"]["queued_s"] = {"type": "number", "minimum": 0}  # type: ignore[index]
-LOG["properties"]["seed"] = {"type": "integer"}  # type: ignore[index]
+LOGGED = {"event", "id", "prompt_tokens", "cached_tokens", "new_tokens", "finish_reason"}
+LOGGED |= {"time_to_first_token_s", "tokens_per_second", "total_s", "queued_s"}
 
 
 def test_run_json_lines(text_engine: Path, text_loaded: Engine, tmp_path: Path) -> None:
@@ -503,7 +407,8 @@ def test_run_json_lines(text_engine: Path, text_loaded: Engine, tmp_path: Path) 
     assert answers[0]["tokens"] == text_loaded.generate(ids, 5)
     assert answers[0]["text"] == CODEC.decode(answers[0]["tokens"])
     for log in logs:
-        jsonschema.validate(log, LOG)
+        assert log.keys() | {"queued_s"} == LOGGED | ({"seed"} & log.keys())
+        assert log["total_s"] >= log["time_to_first_token_s"] > 0
     assert logs[0]["prompt_tokens"] == len(ids)
     assert [x["new_tokens"] for x in logs] == [5, 1, 4]
     assert [x.get("seed") for x in logs] == [None, 3, None]
@@ -522,43 +427,29 @@ def test_run_json_lines_from_stdin(engine: Path, monkeypatch: pytest.MonkeyPatch
 
 # --- settings ---------------------------------------------------------------------------------
 
-FILE = {"temperature": 0.9, "top_k": 64, "top_p": 0.95}
-PRECEDENCE = {
-    "file": ({}, {}, FILE),
-    "flag over file": (
-        {},
-        {"temperature": 0.5, "top_k": 3},
-        {**FILE, "temperature": 0.5, "top_k": 3},
-    ),
-    "request over flag": (
+
+#: fields of a request, flags, what is asked for beside the checkpoint's settings
+PRECEDENCE: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ({}, {}, {}),
+    ({}, {"temperature": 0.5, "top_k": 3}, {"temperature": 0.5, "top_k": 3}),
+    (
         {"temperature": 0.1, "top_p": 0.2},
         {"temperature": 0.5},
-        {**FILE, "temperature": 0.1, "top_p": 0.2},
+        {"temperature": 0.1, "top_p": 0.2},
     ),
-    "request turns off": (
-        {"temperature": 0, "top_k": 0},
-        {},
-        {**FILE, "temperature": 0, "top_k": None},
-    ),
-}
+    ({"temperature": 0, "top_k": 0}, {}, {"temperature": 0, "top_k": None}),
+]
 
 
-@pytest.mark.parametrize("case", PRECEDENCE)
-def test_precedence(text_loaded: Engine, case: str) -> None:
-    fields, flags, want = PRECEDENCE[case]
-    got = OfflineEngine(text_loaded, flags).request({"tokens": [2], **fields}, "x").sampling
-    assert got == SamplingParams(**want, suppress=(390,))
-
-
-def test_stop_ids_add_up(loaded: Engine, text_loaded: Engine) -> None:
-    assert OfflineEngine(text_loaded).request({"tokens": [2]}, "x").stop == {1, 107}
-    assert OfflineEngine(text_loaded, {"stop": [9]}).request({"tokens": [2]}, "x").stop == {
-        1,
-        107,
-        9,
-    }
-    mine = OfflineEngine(text_loaded, {"stop": [9]}).request({"tokens": [2], "stop": [8]}, "x")
-    assert mine.stop == {1, 107, 8}
+def test_precedence(loaded: Engine, text_loaded: Engine) -> None:
+    file = {"temperature": 0.9, "top_k": 64, "top_p": 0.95}
+    for values, flags, want in PRECEDENCE:
+        request = OfflineEngine(text_loaded, flags).request({"tokens": [2], **values}, "x")
+        assert request.sampling == SamplingParams(**{**file, **want}, suppress=(390,))
+    stops = [({}, {}, {1, 107}), ({"stop": [9]}, {}, {1, 107, 9})]
+    for flags, values, ids in [*stops, ({"stop": [9]}, {"stop": [8]}, {1, 107, 8})]:
+        asked = OfflineEngine(text_loaded, flags).request({"tokens": [2], **values}, "x")
+        assert asked.stop == ids
     assert OfflineEngine(loaded).request({"tokens": [2]}, "x").stop == {1}  # the spec's
 
 
@@ -595,14 +486,6 @@ def test_streamed_text_is_the_text_of_all_ids(ids: list[int]) -> None:
         assert raw.decode(errors="replace") in CODEC.decode(ids)
 
 
-def test_a_character_is_streamed_whole() -> None:
-    stream = TextStream(CODEC)
-    euro = [f"<0x{byte:02X}>" for byte in "€".encode()]
-    ids = [CODEC.tokenizer.token_to_id(t) for t in ("ab", *euro, *euro, "▁w3", "▁a", *euro)]
-    assert [p for p in map(stream.push, ids) if p] == ["ab", "€", "€", " w3", " a", "€"]
-    assert stream.rest() == ""
-
-
 def test_a_failed_check_is_exit_1(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = SimpleNamespace(ok=False, text=lambda: "FAILED", to_dict=lambda: {"nll": float("nan")})
     monkeypatch.setattr("g4ir.check.logits.verify_engine", lambda *a, **k: report)
@@ -611,141 +494,13 @@ def test_a_failed_check_is_exit_1(engine: Path, monkeypatch: pytest.MonkeyPatch)
     assert g4ir("verify", engine, "--json").out == '{"nll": null}\n'
 
 
-# --- console ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "words"),
-    [
-        (KeyboardInterrupt(), 130, "g4ir: interrupted\n"),
-        (MemoryError(), 3, "g4ir: error: not enough memory; build for fewer rows"),
-        (
-            RuntimeError("x DefaultCPUAllocator: can't allocate memory"),
-            3,
-            "g4ir: error: not enough",
-        ),
-        (
-            PermissionError(13, "Permission denied", "x.yaml"),
-            2,
-            "g4ir: error: x.yaml: Permission denied\n",
-        ),
-        (
-            ValueError("odd\nmore"),
-            70,
-            "g4ir: internal error: ValueError: odd; run again with --trace",
-        ),
-    ],
-)
-def test_what_is_said_of_an_error(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, words: str
-) -> None:
-    def fail(name: object) -> None:
-        raise error
-
-    monkeypatch.setattr("g4ir.cli.specs.load_spec", fail)
-    outcome = g4ir("specs", "show", "e2b")
-    assert outcome.code == code
-    assert outcome.err.startswith(words)
-    assert outcome.err.count("\n") == 1
-    assert "Traceback" in g4ir("--trace", "specs", "show", "e2b").err
-
-
-def test_warnings_are_lines_of_the_tool(tmp_path: Path) -> None:
-    file = tmp_path / "s.yaml"
-    file.write_text("schema: 1\nextends: tiny-dense\ntext: {num_hidden_layers: 5}\n")
-    assert g4ir("specs", "validate", file).err.startswith("g4ir: warning: s: the last of 5 layers")
-
-
-def test_progress_shows_what_takes_long(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(console, "QUIET_S", 0.0)
-    monkeypatch.setattr(console, "PERIOD_S", 0.01)
-    with console.Progress() as progress:
-        for message in ("one", "two"):
-            progress(message)
-            time.sleep(0.2)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == ["g4ir: one (0 s)", "g4ir: two (0 s)"]
-
-
-def test_progress_rewrites_a_terminals_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(console, "QUIET_S", 0.0)
-    monkeypatch.setattr(console, "PERIOD_S", 0.01)
-    monkeypatch.setattr(console, "_on_terminal", lambda: True)
-    with console.Progress() as progress:
-        progress("one")
-        time.sleep(0.2)
-    text = capsys.readouterr().err
-    assert text.startswith("\r\x1b[Kg4ir: one (0 s)\r")
-    assert text.endswith("\r\x1b[K")
-    assert "\n" not in text
-
-
-def test_a_line_replaces_the_progress_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(console, "_on_terminal", lambda: True)
-    progress = console.Progress()
-    progress("one")
-    progress._show()
-    console.say("note: two")
-    assert capsys.readouterr().err.endswith("(0 s)\r\x1b[Kg4ir: note: two\n")
-    console.say("three")
-    assert capsys.readouterr().err == "g4ir: three\n"
-
-
-def shell(command: str) -> subprocess.CompletedProcess[str]:
-    """A shell line in which $G4IR is the tool; pipefail, so that its exit code counts."""
-    line = f"set -o pipefail; {command}".replace("$G4IR", f"{sys.executable} -m g4ir.cli")
-    return subprocess.run(["bash", "-c", line], capture_output=True, text=True)
-
-
-def test_a_reader_that_goes_away_is_no_error() -> None:
-    words = [sys.executable, "-m", "g4ir.cli", "show", "--variant", "tiny-ple"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
-        assert command.stdout and command.stderr
-        command.stdout.close()
-        assert (command.wait(), command.stderr.read()) == (141, b"")
-
-
-def test_a_full_or_closed_stdout() -> None:
-    for setting in ("", "PYTHONUNBUFFERED=1"):
-        done = shell(f"export {setting}; $G4IR specs > /dev/full")
-        assert done.returncode == 74
-        assert done.stderr == "g4ir: error: stdout: No space left on device\n"
-    assert "74 stdout cannot be written" in ok("--help")
-    done = shell("$G4IR specs >&-")
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_ends_a_build_that_leaves_nothing(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def ended(*_: object) -> None:
-        assert [*tmp_path.iterdir()]
-        os.kill(os.getpid(), number)
-        time.sleep(10)
-
-    monkeypatch.setattr("g4ir.backends.reference.ReferenceBackend.compile", ended)
-    words = ("--variant", "tiny-dense", "--random-weights", "0", "--out", tmp_path / "e")
-    outcome = g4ir(*BUILD, *words)
-    assert outcome.code == 128 + number and not [*tmp_path.iterdir()]
-    said = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
-    assert outcome.err == f"g4ir: {said}\n"
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
 # --- what does not fit ------------------------------------------------------------------------
 
 
 def test_a_build_that_does_not_fit_is_refused_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("g4ir.engine.prepare.device_memory", lambda device: 600 << 20)
+    monkeypatch.setattr("g4ir.engine.build.device_memory", lambda device: 600 << 20)
     asked = Mock(side_effect=AssertionError)
     monkeypatch.setattr("g4ir.weights.random.RandomCheckpoint.tensor", asked)
     words = ("--variant", "e2b", "--random-weights", "0", "--out", tmp_path / "e")
@@ -763,36 +518,12 @@ def test_memory_may_be_given_as_a_card_or_in_bytes(tmp_path: Path) -> None:
     assert "short;" in refused(*BUILD, *words[:-1], "--memory", "1MB", *out)
 
 
-def test_latent_form_is_built_shown_and_kept(tmp_path: Path) -> None:
-    out = tmp_path / "engine"
-    given = ("--variant", "tiny-moe", "--random-weights", "0", "--latent-kv", "raw")
-    ok(*BUILD, *given, "--out", out)
-    manifest = json.loads((out / "manifest.json").read_text())
-    kept = {"latent_kv": {"form": "raw", "keep": []}, "narrow_kv": {"to": "off"}}
-    kept |= {"quantize_activations": {"to": "off"}, "plan_cache": {"slack": 0}}
-    kept |= {"scale_residual": {"divisor": 1}}
-    assert manifest["options"] == {**kept, "gpu_rows": 0}
-    assert "attention_latent(" in ok("show", out) and "attention_latent(" in ok(
-        "show", out, "--after", "latent_kv"
-    )
-    shown = ok("show", "--variant", "tiny-moe", "--latent-kv", "value")
-    assert "form='value'" in shown
-    assert "form='value'" not in ok("show", "--variant", "tiny-moe")
-    assert "an engine has its own" in refused(
-        "show", out, "--latent-kv", "raw", "--after", "latent_kv"
-    )
-
-
 def test_json_lines_that_fail_alone(checkpoint: Path, tmp_path: Path) -> None:
     """A path that no file can have, a temperature beyond 64 bits, a tokenizer that would cut."""
     folder = Path(shutil.copytree(checkpoint, tmp_path / "c"))
     cut = json.loads((folder / "tokenizer.json").read_text())
-    cut["truncation"] = {
-        "max_length": 2,
-        "stride": 2,
-        "strategy": "LongestFirst",
-        "direction": "Right",
-    }
+    cut["truncation"] = {"max_length": 2, "stride": 2, "strategy": "LongestFirst"}
+    cut["truncation"]["direction"] = "Right"
     (folder / "tokenizer.json").write_text(json.dumps(cut))
     engine = built(tmp_path / "e", "--checkpoint", folder)
     lines = [
@@ -816,24 +547,22 @@ def test_json_lines_that_fail_alone(checkpoint: Path, tmp_path: Path) -> None:
 def test_show_ops_knows_every_op() -> None:
     table = g4ir("show", "--ops").out.partition("\nkind: ")[0].splitlines()[1:]
     printed = {x.split()[0]: x for x in table}
-    assert printed.keys() == OPS.keys()
-    for o in OPS.values():
-        meaning = " ".join(o.doc.split("\n\n")[0].split())
-        assert printed[o.name].endswith(meaning) and (o.kind or "by name") in printed[o.name]
-        assert ("expansion" in printed[o.name]) == (o.expand is not None)
     found = {o["op"]: o for o in json.loads(g4ir("show", "--ops", "--json").out)}
-    assert found.keys() == OPS.keys()
+    assert printed.keys() == found.keys() == OPS.keys()
+    for name, o in OPS.items():
+        assert printed[name].endswith(found[name]["meaning"])
+        assert (o.kind or "by name") in printed[name]
+        assert ("expansion" in printed[name]) == found[name]["fused"] == (o.expand is not None)
+        assert found[name]["budget"]["reason"] and found[name]["meaning"]
     attention = found["attention"]
     assert attention["operands"] == ["q", "positions", "written", "cache_k", "cache_v", "*chunk"]
-    assert attention["workspace"] and not attention["fused"] and attention["kind"] == "kv"
+    assert attention["workspace"] and attention["kind"] == "kv"
     assert found["rms_norm"]["operands"] == ["x", "w?"]
     assert found["rms_norm"]["attributes"] == {"eps": "float"}
-    assert found["qkv_write"]["fused"] and found["qkv_write"]["writes_caches"] == 2
-    assert all(o["budget"]["reason"] and o["meaning"] for o in found.values())
+    assert found["qkv_write"]["writes_caches"] == 2
     for words, said in (
-        (("--variant", "e2b"), "--variant"),
-        (("--timeline", "--layer", "0"), "--layer, --timeline"),
-        (("--phase", "decode", "--all-logits"), "--all-logits, --phase"),
-        (("engine", "--batch", "2"), "the engine, --batch"),
+        ("--timeline --layer 0", "--layer, --timeline"),
+        ("--phase decode --all-logits", "--all-logits, --phase"),
+        ("engine --batch 2", "the engine, --batch"),
     ):
-        assert refused("show", "--ops", *words).rstrip().endswith(f"leave out {said}")
+        assert refused("show", "--ops", *words.split()).rstrip().endswith(f"leave out {said}")

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,7 +38,8 @@ from g4ir.spec.record import DRAFTER, Spec, diff_specs, drafter_names, load_spec
 from g4ir.spec.shrink import shrink, shrink_drafter, with_all_experts
 from tests.cli_tools import built as built_by_command
 from tests.cli_tools import g4ir as command
-from tests.contract.flows import FLOWS
+from tests.contract.flows import FLOWS, in_a_loop
+from tests.engines import CASES
 from tests.media_tools import png, wav
 from tests.oracle import (
     Oracle,
@@ -255,19 +256,6 @@ def test_text_is_that_of_single_steps(built: Build, name: str) -> None:
         assert options or sum(tally.accepted.values()) > 0
 
 
-@pytest.mark.parametrize("name", ["e2b", pytest.param("12b", marks=pytest.mark.full)])
-def test_generate_of_transformers(built: Build, name: str) -> None:
-    """Its greedy text with the assistant, and ours with it."""
-    pair = copying(name)
-    engine, prompt = built(pair), pair.oracle.tokens[:1, :11]
-    model, assistant = pair.oracle.model, pair.assistant
-    assistant.generation_config.num_assistant_tokens = 3
-    assistant.generation_config.num_assistant_tokens_schedule = "constant"
-    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    theirs = model.generate(prompt, assistant_model=assistant, **options)[0, 11:].tolist()
-    assert engine.generate(prompt[0].tolist(), 30, stop_ids=(), draft="mtp") == theirs
-
-
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "rows of V alone": ("26b-a4b", {"latent_kv": "value"}),
     "rows before the norm": ("12b", {"latent_kv": "raw"}),
@@ -300,30 +288,17 @@ def test_a_network_of_the_drafter(
     assert engine.generate(given, 30, stop_ids=(), draft="mtp", tally=tally) == want
     assert sum(tally.accepted.values()) > 0
     if backend == "trt":
-        assert replaying(engine, monkeypatch).generate(given, 30, stop_ids=(), draft="mtp") == want
+        made = cast(Any, engine.runtime)
+        for steps in (made, made.drafter):
+            monkeypatch.setattr(steps, "record", recording(emulated_api().trt))
+        monkeypatch.setattr(engine, "_idle", None)
+        assert engine.generate(given, 30, stop_ids=(), draft="mtp") == want
 
 
-def replaying(engine: Engine, patch: pytest.MonkeyPatch) -> Engine:
-    """The engine with steps that are recorded and then replayed."""
-    made, record = cast(Any, engine.runtime), recording(emulated_api().trt)
-    for steps in (made, made.drafter):
-        patch.setattr(steps, "record", record)
-    patch.setattr(engine, "_idle", None)
-    return engine
-
-
-def texts_of(scheduler: Scheduler, jobs: list[Request]) -> list[list[int]]:
-    handles = [scheduler.submit(job) for job in jobs]
-    while scheduler.busy:
-        scheduler.step()
-    return [handle.answers[0].tokens for handle in handles]
-
-
-@pytest.mark.parametrize("name", ["tiny-media", "tiny-unified"])
-def test_pictures_and_sounds(tmp_path: Path, name: str) -> None:
+def test_images_and_audio(tmp_path: Path) -> None:
     """Behind chunks whose tokens see each other, too."""
     options = {"backend": "reference", "random_weights": 4, "max_seq": 256, "drafter": "default"}
-    engine = g4ir.build(name, tmp_path / "e", audio_seconds=(1,), **options)
+    engine = g4ir.build("tiny-unified", tmp_path / "e", audio_seconds=(1,), **options)
     ids = engine.spec.tokens
     assert ids.image is not None and ids.audio is not None
     given = [2, 9, ids.image, 14, 7, ids.audio, 21]
@@ -375,16 +350,6 @@ def drafted_after(session: Session, tokens: torch.Tensor) -> list[list[int]]:
     return want
 
 
-#: elements of the published checkpoints, and their int64 ones
-PUBLISHED = {
-    "e2b": 77_731_332 + 262_144,
-    "e4b": 78_517_764 + 262_144,
-    "12b": 422_856_964,
-    "26b-a4b": 419_711_236,
-    "31b": 469_518_596,
-}
-
-
 def test_specs() -> None:
     """Each belongs to the model of its name, survives being written, and has the published size."""
     for name in drafter_names():
@@ -394,23 +359,13 @@ def test_specs() -> None:
         assert diff_specs(replace(Spec.from_hf(spec.to_hf()), **named), spec) == []
         with pytest.raises(InputError, match="is a drafter"):
             g4ir.build_graph(spec)
-        if model in PUBLISHED:
-            assert numel(text_tensors(spec) | media_tensors(spec, ())) == PUBLISHED[model]
-
-
-GIVEN: dict[str, tuple[dict[str, Any], str]] = {
-    "no such directory": ({"drafter": "none/such"}, "no directory with config.json"),
-    "a GGUF file": ({"drafter": "a.gguf"}, "safetensors alone"),
-    "nothing to draft": ({"draft_tokens": 0}, "a drafter drafts at least 1"),
-    "links": ({"link_weights": True}, "--drafter is another"),
-    "a spec without weights": ({"drafter": "a.yaml"}, "a spec has no weights"),
-    "not in the cache": ({"drafter": "default"}, "variant .* has none"),
-}
+        if published := CASES["published_drafters"].get(model):
+            assert numel(text_tensors(spec) | media_tensors(spec, ())) == published
 
 
 def test_build_refused(tmp_path: Path) -> None:
     model, drafter = pair_of("e2b").save(tmp_path)
-    for options, words in GIVEN.values():
+    for words, options in CASES["drafters"].items():
         given = {"checkpoint": model, "drafter": drafter, "backend": "reference", **options}
         with pytest.raises(G4Error, match=words):
             g4ir.build(None, tmp_path / "out", **given)
@@ -424,21 +379,13 @@ def test_an_engine_without_a_drafter(tmp_path: Path) -> None:
         engine.generate([2, 5], 4, draft="mtp")
 
 
-BROKEN = {
-    "centroids.weight": "masked_embedding.centroids.weight.*missing.*fix: complete the download",
-    "token_ordering": "expected every token from 0 to 255 once",
-    "pre_projection.weight": "pre_projection.weight.*missing",
-    "layers.2.self_attn.q_proj.weight": "layers.2.self_attn.q_proj.weight.*missing",
-}
-
-
 def test_broken_checkpoint(tmp_path: Path) -> None:
     """It lacks a tensor, or has it changed."""
     from safetensors.torch import load_file, save_file
 
     model, drafter = pair_of("e2b").save(tmp_path)
     whole = load_file(file := drafter / "model.safetensors")
-    for name, says in BROKEN.items():
+    for name, says in CASES["broken_drafters"].items():
         stored = next(n for n in whole if n.endswith(name))
         tensors = {n: t for n, t in whole.items() if n != stored}
         if name == "token_ordering":
@@ -461,14 +408,6 @@ def test_each_pass_and_the_backend(tmp_path: Path) -> None:
     assert culprit and culprit.first and culprit.first.value == "draft.L1.mlp.down"
 
 
-def test_what_an_engine_keeps(built: Build, tmp_path: Path) -> None:
-    engine = built(pair_of("e2b"))
-    again = g4ir.load_engine(engine.path)
-    assert again.drafter == engine.drafter and DRAFT in again.program.graphs
-    given = pair_of("e2b").oracle.tokens[0, :9].tolist()
-    assert again.generate(given, 8, draft="mtp") == engine.generate(given, 8)
-
-
 def test_random_weights_are_those_of_the_seed(tmp_path: Path) -> None:
     options = {"backend": "reference", "random_weights": 4, "max_seq": 64, "drafter": "default"}
     one, two = (g4ir.build("tiny-ple", tmp_path / n, **options) for n in "ab")
@@ -477,7 +416,10 @@ def test_random_weights_are_those_of_the_seed(tmp_path: Path) -> None:
         assert a is not None and torch.equal(a, b)
     order = one.runtime.resident("draft.order")
     assert order is not None and torch.equal(order.sort().values, torch.arange(512))
-    assert one.draft_tokens == 4
+    again = g4ir.load_engine(one.path)
+    assert again.drafter == one.drafter and DRAFT in again.program.graphs
+    assert again.draft_tokens == 4
+    assert again.generate([2, 5, 7], 8, draft="mtp") == one.generate([2, 5, 7], 8)
 
 
 @pytest.fixture
@@ -488,23 +430,9 @@ def run_by_torch(full: bool) -> Iterator[None]:
 
 
 @pytest.fixture
-def looped(run_by_torch: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], list[Any]]:
+def looped(run_by_torch: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], Any]:
     """Turns rounds on as on a GPU, launch by launch; returns the rounds that were recorded."""
-
-    def turn_on(engine: Engine) -> list[Any]:
-        recorded: list[Any] = []
-
-        def record(work: Callable[[], None]) -> Callable[[], None]:
-            work()  # as recording a graph does
-            recorded.append(work)
-            return work
-
-        monkeypatch.setattr(engine.runtime, "record", record)
-        monkeypatch.setattr(engine.runtime, "any_length", True)
-        monkeypatch.setattr(engine, "_idle", None)
-        return recorded
-
-    return turn_on
+    return partial(in_a_loop, patch=monkeypatch)
 
 
 def test_rounds_on_the_device(built: Build, looped: Any) -> None:
@@ -539,7 +467,8 @@ def test_rounds_of_changing_batches(built: Build, looped: Any) -> None:
     while len(first.answers[0].tokens) < 6:
         scheduler.step()
     second = scheduler.submit(Request(tuple(given[1]), 30, params))
-    texts_of(scheduler, [])
+    while scheduler.busy:
+        scheduler.step()
     assert recorded and [h.answers[0].tokens for h in (first, second)] == want
     assert sum(second.tally.accepted.values()) > 0
 

@@ -16,12 +16,9 @@ import pytest
 import torch
 import yaml
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import g4ir
-from g4ir.chat.prompt import Vocabulary
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
@@ -37,21 +34,19 @@ from g4ir.weights.gguf import blocks as block_forms
 from g4ir.weights.gguf.blocks import CODED, DENSE, BlockFormat
 from g4ir.weights.gguf.checkpoint import open_gguf
 from g4ir.weights.gguf.container import read_container
-from g4ir.weights.gguf.metadata import SPEC_ONLY, read_spec, side_files
-from g4ir.weights.gguf.tables import TYPES
+from g4ir.weights.gguf.metadata import SPEC_ONLY, read_spec
 from g4ir.weights.origin import find_origin
-from g4ir.weights.random import RandomCheckpoint
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
-from tests.configs import NAMES, spec_called, two_layers, widened
+from tests.configs import NAMES, spec_called, widened
 from tests.gguf_files import (
     BLOCKS,
     TEMPLATE,
     Kind,
     all_of,
+    bare_file,
     finish,
     values_of,
-    vocabulary,
     write_gguf,
     write_values,
 )
@@ -60,14 +55,6 @@ from tests.oracle import Oracle, cosine, expressible, find_oracle, relative
 TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
 KINDS = ("F32", "F16", "BF16", *CODED, *DENSE)
 LIMITS = {"max_seq": 128, "max_batch": 2, "prefill_chunk": 16, "all_logits": True}
-
-
-# --- blocks ------------------------------------------------------------------------------------
-
-
-def test_types() -> None:
-    known = {int(t): (t.name, *GGML_QUANT_SIZES[t]) for t in GGMLQuantizationType}
-    assert {k: (t.name, t.block, t.nbytes) for k, t in TYPES.items()} == known
 
 
 @pytest.mark.parametrize("kind", [*CODED, *DENSE])
@@ -91,9 +78,6 @@ def test_blocks_to_the_bit(kind: str) -> None:
     assert torch.equal(form.numbers(data), want)
 
 
-# --- specs -------------------------------------------------------------------------------------
-
-
 def says(spec: Spec) -> bool:
     """Whether a GGUF file can say a spec."""
     sliding, full = spec.text.sliding.rope, spec.text.full.rope
@@ -103,20 +87,6 @@ def says(spec: Spec) -> bool:
 
 
 UNSAID = ("name", "hub", "chat", "dtype", "tokens.", "vision", "audio", "model_type", *SPEC_ONLY)
-
-
-def bare_file(
-    path: Path,
-    spec: Spec,
-    change: Callable[[dict[str, Any]], Any] = lambda values: None,
-    kind: str = "F16",
-    seed: int = 0,
-) -> Path:
-    """A file with random weights."""
-    source = RandomCheckpoint(spec, seed, torch.float32)
-    tensors = {name: source.tensor(name) for name in text_tensors(spec)}
-    write_gguf(path, spec, tensors, all_of(kind), change=change)
-    return path
 
 
 def assert_says(file: Path, spec: Spec) -> Spec:
@@ -156,9 +126,6 @@ def test_a_window_that_is_not_said(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert "gemma4.attention.sliding_window is missing: 512 is taken" in caplog.text
 
 
-# --- engines -----------------------------------------------------------------------------------
-
-
 def bare_tensors(oracle: Oracle) -> dict[str, torch.Tensor]:
     return {k.removeprefix("model."): v for k, v in oracle.tensors.items()}
 
@@ -194,17 +161,6 @@ def built(
         **{"dtype": "float32", **LIMITS, **options},
     )
     return engine, holding(oracle, meant), meant
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", TINY)
-def test_transformers_with_the_dequantised_weights(tmp_path: Path, name: str, kind: str) -> None:
-    spec = widened(name) if kind in BLOCKS or kind in DENSE else load_spec(name)
-    engine, peer, meant = built(tmp_path, spec, all_of(kind, "Q8_0"))
-    assert relative(logits(engine, peer), peer.logits).max() <= peer.budget
-    assert torch.equal(engine.param("L0.attn.wq"), meant["layers.0.self_attn.q_proj.weight"])
-    assert engine.manifest["quant"] or kind not in CODED
 
 
 def mixed(name: str, shape: tuple[int, ...]) -> str:
@@ -296,7 +252,7 @@ def opened(path: Path, spec: Spec, dtype: str = "f32") -> Checkpoint:
     return open_gguf(read_container(path), spec, dtype)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q4_1", "F16"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_tables(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_forms, "PIECE", 100)
     spec = widened("tiny-ple") if kind in BLOCKS else load_spec("tiny-ple")
@@ -436,14 +392,11 @@ def test_a_head_of_its_own(tmp_path: Path) -> None:
     assert relative(logits(engine, peer), peer.logits).max() <= peer.budget
 
 
-# --- the command line ----------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file in Q8_0 of tiny-ple; do not alter it."""
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    bare_file(path, load_spec("tiny-ple"), kind="Q8_0", seed=0)
+    bare_file(path, load_spec("tiny-ple"), kind="Q8_0")
     return path
 
 
@@ -481,145 +434,6 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     assert "no GGUF file" in refused(*words, tmp_path / "a.gguf")
     message = refused(*words, tmp_path / "model.safetensors")
     assert f"one file of a checkpoint; give its directory, {tmp_path}" in message
-
-
-# --- tokenizers ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tokenizers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """The file's, and one that transformers makes of the same vocabulary."""
-    from tokenizers import Tokenizer
-    from transformers.models.gemma.tokenization_gemma import GemmaTokenizer
-
-    made = vocabulary(512)
-    ids = {t: i for i, t in enumerate(made["tokenizer.ggml.tokens"])}
-    merges = [tuple(m.split(" ")) for m in made["tokenizer.ggml.merges"]]
-    peer = GemmaTokenizer(
-        vocab=ids, merges=merges, additional_special_tokens=["<turn|>", "<|channel>"]
-    )
-    folder = tmp_path_factory.mktemp("tokenizer")
-    peer.save_pretrained(folder)
-    raw = side_files(read_container(model))["tokenizer.json"].decode()
-    return Tokenizer.from_str(raw), Tokenizer.from_file(str(folder / "tokenizer.json"))
-
-
-PIECES = ["<eos>", "<bos>", "<turn|>", "<|channel>", "to", "into", "é", "界", "€"]
-PIECES += ["  ", "\n\n", " a"]
-
-
-@given(text=st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=4))).map("".join))
-def test_tokens(tokenizers: tuple[Any, Any], text: str) -> None:
-    own, peer = tokenizers
-    ids = own.encode(text, add_special_tokens=False).ids
-    assert ids == peer.encode(text, add_special_tokens=False).ids
-    for skip in (True, False):
-        assert own.decode(ids, skip_special_tokens=skip) == peer.decode(
-            ids, skip_special_tokens=skip
-        )
-
-
-#: token type -> tokens: text of every kind that published files define, marks, control tokens
-TYPED = {
-    4: ["\n", "\n\n\n", "\t", "\t\t", "<b>", "</td>", "[multimodal]", "  ", "   ", "▁▁▁▁", "<a b>"]
-    + ["<|tool_call>", "<tool_call|>", '<|"|>', "<|think|>"],
-    3: ["<unused5>"],
-    1: ["<turn|>"],  # ends a turn, whatever its type
-}
-ALL_TYPED = [text for texts in TYPED.values() for text in texts]
-SKIPPED = {"<|tool_call>", "<tool_call|>", '<|"|>', "<|think|>", "<unused5>", "<turn|>"}
-#: how files say what is merged: pairs, or SentencePiece's scores
-MERGED: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "merges": lambda v: None,
-    "merges of llama": lambda v: v.update({"tokenizer.ggml.model": "llama"}),
-    "scores": lambda v: (
-        v.update({"tokenizer.ggml.model": "llama"}),
-        v.pop("tokenizer.ggml.merges"),
-    ),
-}
-
-
-def rank_merges(values: dict[str, Any]) -> None:
-    """Give the first merges the best scores."""
-    at = {text: i for i, text in enumerate(values["tokenizer.ggml.tokens"])}
-    for i, merge in enumerate(values["tokenizer.ggml.merges"]):
-        values["tokenizer.ggml.scores"][at["".join(merge.split(" "))]] = float(-i)
-
-
-@pytest.fixture(scope="module", params=MERGED)
-def typed(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A file's tokenizer whose last tokens have the types above, and its ids by text."""
-    from tokenizers import Tokenizer
-
-    def change(values: dict[str, Any]) -> None:
-        words, kinds = (values[f"tokenizer.ggml.{k}"] for k in ("tokens", "token_type"))
-        new = [text for texts in TYPED.values() for text in texts if text not in words]
-        words[-len(new) :] = new
-        for kind, texts in TYPED.items():
-            for text in texts:
-                kinds[words.index(text)] = kind
-        rank_merges(values)
-        MERGED[request.param](values)
-
-    path = tmp_path_factory.mktemp("typed") / "a.gguf"
-    bare_file(path, load_spec("tiny-ple"), change)
-    return Tokenizer.from_str(side_files(read_container(path))["tokenizer.json"].decode())
-
-
-@given(text=st.lists(st.one_of(st.sampled_from(ALL_TYPED), st.text(max_size=4))))
-def test_a_text_comes_back_whole(typed: Any, text: list[str]) -> None:
-    """`decode(encode(t)) == t` for every token type; decoding skips control tokens alone."""
-    whole = "".join(text).replace("▁", " ")  # Gemma's own mark of a space
-    ids = typed.encode(whole, add_special_tokens=False).ids
-    assert typed.decode(ids, skip_special_tokens=False) == whole
-    if not any(mark in whole for mark in SKIPPED):
-        assert typed.decode(ids) == whole
-        assert Vocabulary(typed).plain(whole) == ids
-    alone = {t: typed.encode(t, add_special_tokens=False).ids for t in text if t}
-    for token in ALL_TYPED:
-        if token in alone:
-            assert len(alone[token]) == 1
-            assert (typed.decode(alone[token]) == "") == (token in SKIPPED)
-
-
-def test_merges_by_score(tmp_path: Path) -> None:
-    """Pairs in descending score say what merges say."""
-    files = []
-    for name in ("merges", "scores"):
-
-        def change(values: dict[str, Any], name: str = name) -> None:
-            halves = ["<bo", "s>", "<0x4", "1>"]  # of a control token and of a byte
-            values["tokenizer.ggml.tokens"][-4:] = halves
-            rank_merges(values)
-            MERGED[name](values)
-
-        path = bare_file(tmp_path / f"{name}.gguf", load_spec("tiny-ple"), change)
-        files.append(json.loads(side_files(read_container(path))["tokenizer.json"]))
-    merges, by_score = ([tuple(m) for m in f["model"]["merges"]] for f in files)
-    assert by_score[: len(merges)] == merges
-    words = {"".join(pair) for pair in by_score}
-    assert words and not words & {"<bos>", "<0x41>"}
-
-
-def test_side_files(model: Path, tmp_path: Path) -> None:
-    files = {k: v.decode() for k, v in side_files(read_container(model)).items()}
-    assert json.loads(files["tokenizer_config.json"]) == {"add_bos_token": True}
-    kept = {"bos_token_id": 2, "pad_token_id": 0, "eos_token_id": [1, 5]}
-    assert json.loads(files["generation_config.json"]) == kept
-
-    def change(values: dict[str, Any]) -> None:
-        values |= {"general.sampling.temp": 0.7, "general.sampling.top_k": 64}
-        values |= {"tokenizer.ggml.suppress_tokens": [7, 9], "tokenizer.ggml.model": "none"}
-        del values["tokenizer.chat_template"]
-
-    path = bare_file(tmp_path / "a.gguf", load_spec("tiny-ple"), change)
-    files = {k: v.decode() for k, v in side_files(read_container(path)).items()}
-    drawn = {"do_sample": True, "temperature": 0.7, "top_k": 64, "suppress_tokens": [7, 9]}
-    assert json.loads(files.pop("generation_config.json")) == kept | drawn
-    assert not files
-
-
-# --- what is refused ------------------------------------------------------------------------------
 
 
 def changed(v: dict[str, Any], case: Mapping[str, Any]) -> None:
@@ -727,178 +541,6 @@ def test_numbers_beyond_float16(tmp_path: Path) -> None:
     assert opened(file, spec, "bf16").tensor(name).max() > 65504
     with pytest.raises(WeightsError, match=r"blk\.0\.ffn_up\.weight: .* does not fit"):
         opened(file, spec, "f16").tensor(name)
-
-
-# --- the container -------------------------------------------------------------------------------
-
-
-def u32(n: int) -> bytes:
-    return n.to_bytes(4, "little")
-
-
-def u64(n: int) -> bytes:
-    return n.to_bytes(8, "little")
-
-
-def text(s: str | bytes) -> bytes:
-    raw = s.encode() if isinstance(s, str) else s
-    return u64(len(raw)) + raw
-
-
-def key(name: str, kind: int, value: bytes) -> bytes:
-    return text(name) + u32(kind) + value
-
-
-def tensor(name: str, dims: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
-    shape = b"".join(map(u64, dims))
-    return text(name) + u32(len(dims)) + shape + u32(kind) + u64(offset)
-
-
-def raw(*keys: bytes, tensors: tuple[bytes, ...] = (), data: int = 256, version: int = 3) -> bytes:
-    head = b"GGUF" + u32(version) + u64(len(tensors)) + u64(len(keys))
-    head += b"".join(keys) + b"".join(tensors)
-    return head + bytes(-len(head) % 32 + data)
-
-
-#: bytes of a file -> what is said of it
-BROKEN = {
-    "empty": (b"", "0 bytes are no GGUF file"),
-    "short": (b"GG", "2 bytes are no GGUF file"),
-    "magic": (b"GGML" + bytes(40), "begins with b'GGML'"),
-    "version": (raw(version=1), "has version 1"),
-    "big endian": (b"GGUF" + (3).to_bytes(4, "big") + bytes(40), "is big endian"),
-    "keys": (b"GGUF" + u32(3) + u64(0) + u64(2**63), "count of keys: 9223372036854775808"),
-    "many keys": (b"GGUF" + u32(3) + u64(0) + u64(9) + bytes(100), "126 bytes at 24 are beyond"),
-    "tensors": (b"GGUF" + u32(3) + u64(2**40) + u64(0), "count of tensors: 1099511627776"),
-    "key twice": (raw(key("a", 4, u32(1)), key("a", 4, u32(2))), "'a' is there twice"),
-    "no name": (raw(key("", 4, u32(1))), "a key after 0: '' is no name"),
-    "odd name": (raw(key("a\n", 4, u32(1))), "'a\\n' is no name"),
-    "long name": (raw(text("a" * 70000)), "70000 bytes of text, expected at most 65536"),
-    "no text": (raw(key("a", 8, text(b"\xff"))), "'a': not UTF-8 at byte 0"),
-    "long text": (raw(key("a", 8, u64(2**50))), "1125899906842624 bytes of text"),
-    "value": (raw(key("a", 13, u32(0))), "'a': unknown type 13 of a value"),
-    "bool": (raw(key("a", 7, b"\x02")), "expected a bool, 0 or 1, found 2"),
-    "array": (raw(key("a", 9, u32(4) + u64(2**60))), "count of items: 1152921504606846976"),
-    "array beyond": (raw(key("a", 9, u32(4) + u64(9999))), "count of items: 39996 bytes"),
-    "texts beyond": (raw(key("a", 9, u32(8) + u64(2) + u64(2**50))), "a text of the array is"),
-    "nested": (raw(key("a", 9, u32(9) + u64(1))), "an array of arrays"),
-    "kind of array": (raw(key("a", 9, u32(77) + u64(1))), "found type 77"),
-    "alignment": (raw(key("general.alignment", 4, u32(12))), "expected a multiple of 8 up to"),
-    "alignment 0": (raw(key("general.alignment", 4, u32(0))), "expected a multiple of 8 up to"),
-    "tensor twice": (raw(tensors=(tensor("a", (8,)),) * 2), "a tensor: 'a' is there twice"),
-    "dims": (raw(tensors=(tensor("a", (8,) * 5),)), "5 dims, expected 1 to 4"),
-    "no dims": (raw(tensors=(tensor("a", ()), tensor("b", (1,)))), "0 dims, expected 1 to 4"),
-    "dim 0": (raw(tensors=(tensor("a", (8, 0)),)), "dims [8, 0], expected none to be 0"),
-    "type": (raw(tensors=(tensor("a", (8,), 4),)), "tensor 'a': unknown type 4"),
-    "blocks": (raw(tensors=(tensor("a", (48,), 8),)), "rows of 48 are no blocks of 32 of Q8_0"),
-    "product": (raw(tensors=(tensor("a", (2**62, 2**62)),)), "are beyond the end of the data"),
-    "offset": (raw(tensors=(tensor("a", (8,), offset=8),)), "offset 8 is not aligned to 32"),
-    "beyond": (raw(tensors=(tensor("a", (8,), offset=256),)), "32 bytes at 256 are beyond"),
-    "overlap": (
-        raw(tensors=(tensor("a", (16,)), tensor("b", (8,), offset=32))),
-        "tensors 'a' and 'b' overlap at byte",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_refused_containers(tmp_path: Path, name: str) -> None:
-    data, text = BROKEN[name]
-    (tmp_path / "a.gguf").write_bytes(data)
-    with pytest.raises(WeightsError) as error:
-        read_container(tmp_path / "a.gguf")
-    message = str(error.value)
-    assert text in message and "a.gguf" in message and "fix:" in message, message
-    assert message.isascii() and message.isprintable()
-
-
-#: value of a key -> its type and bytes
-VALUES: dict[str, tuple[int, bytes, Any]] = {
-    "u8": (0, b"\xff", 255),
-    "i8": (1, b"\xff", -1),
-    "u16": (2, b"\xff\xff", 65535),
-    "i16": (3, b"\xff\xff", -1),
-    "i32": (5, b"\xff" * 4, -1),
-    "f32": (6, np.float32(0.1).tobytes(), float(np.float32(0.1))),
-    "bool": (7, b"\x01", True),
-    "text": (8, text("é"), "é"),
-    "u64": (10, u64(2**63), 2**63),
-    "i64": (11, b"\xff" * 8, -1),
-    "f64": (12, np.float64(0.1).tobytes(), 0.1),
-    "bools": (9, u32(7) + u64(2) + b"\x01\x00", [True, False]),
-    "texts": (9, u32(8) + u64(2) + text("a") + text(""), ["a", ""]),
-    "none": (9, u32(8) + u64(0), []),
-}
-
-
-def test_values(tmp_path: Path) -> None:
-    """Every type of a value, version 2, and data with gaps."""
-    keys = (key(name, kind, data) for name, (kind, data, _) in VALUES.items())
-    placed = (tensor("b", (8,), offset=64), tensor("a", (2, 3), 1))
-    (tmp_path / "a.gguf").write_bytes(raw(*keys, tensors=placed, version=2))
-    found = read_container(tmp_path / "a.gguf")
-    for name, (kind, _, value) in VALUES.items():
-        assert (found.items(name) if kind == 9 else found.values[name]) == value
-    assert found.tensors["a"].shape == (3, 2)
-    assert found.tensors["b"].entry.start - found.tensors["a"].entry.start == 64
-
-
-# --- fuzz ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file beside its original."""
-    path = tmp_path_factory.mktemp("fuzz") / "a.gguf"
-    bare_file(path, two_layers(32, 300), kind="Q8_0")
-    path.with_suffix(".original").write_bytes(path.read_bytes())
-    return path
-
-
-def survives(path: Path) -> None:
-    """Read all of it; only a G4Error, in printable ASCII, may come out."""
-    try:
-        origin = find_origin(path)
-        source = origin.open(origin.spec(), (), "bf16")
-        origin.side_files()
-        for name in source.entries.keys() | source.coded.keys():
-            source.tensor(name)
-    except G4Error as error:
-        message = str(error)
-        assert message.isascii() and len(message) < 3000
-        assert message.replace("\n", "").isprintable()
-
-
-def header_size(data: bytes) -> int:
-    return data.index(b"rope_freqs.weight")
-
-
-@given(share=st.floats(0, 1))
-def test_truncated(fuzzed: Path, share: float) -> None:
-    data = fuzzed.with_suffix(".original").read_bytes()
-    fuzzed.write_bytes(data[: int(share * (len(data) - 1))])
-    with pytest.raises(WeightsError):
-        read_container(fuzzed)
-
-
-PLACES = st.one_of(st.integers(0, 31), st.integers(0, 1500), st.integers(0, 1 << 20))
-EDITS = st.lists(
-    st.tuples(st.sampled_from((1, 4, 8)), PLACES, st.integers(0, 2**64 - 1)), min_size=1, max_size=3
-)
-
-
-@given(edits=EDITS)
-def test_changed_bytes(fuzzed: Path, edits: list[tuple[int, int, int]]) -> None:
-    """Bytes, or numbers of 4 or 8, anywhere in the header: lengths, counts, types and offsets."""
-    data = bytearray(fuzzed.with_suffix(".original").read_bytes())
-    for size, at, value in edits:
-        start = at % header_size(data)
-        data[start : start + size] = (value % 256**size).to_bytes(size, "little")
-    fuzzed.write_bytes(data)
-    survives(fuzzed)
-
-
-# --- llama.cpp -----------------------------------------------------------------------------------
 
 
 @pytest.mark.full

@@ -20,7 +20,7 @@ import g4ir
 from g4ir.check.logits import verify_engine
 from g4ir.errors import G4Error
 from g4ir.model.media import KINDS
-from g4ir.model.tensors import media_tensors, text_tensors
+from g4ir.model.tensors import media_tensors
 from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.origin import existing_origin, find_origin
@@ -28,7 +28,7 @@ from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
-from tests.gguf_files import all_of, finish, values_of, write_gguf, write_mmproj, write_values
+from tests.gguf_files import bare_file, finish, values_of, write_mmproj, write_values
 
 
 def with_vision(**changes: bool) -> Spec:
@@ -56,12 +56,6 @@ def towers_of(spec: Spec) -> dict[str, torch.Tensor]:
     return {name: source.tensor(name) for name in media_tensors(spec, KINDS)}
 
 
-def text_file(path: Path, spec: Spec) -> Path:
-    source = RandomCheckpoint(spec, 0, torch.float32)
-    write_gguf(path, spec, {n: source.tensor(n) for n in text_tensors(spec)}, all_of("F32"))
-    return path
-
-
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Checkpoint]:
     """`opened(folder, spec)`: towers of this folder, beside a text file that tests share."""
@@ -69,7 +63,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Checkpoint
 
     @cache
     def text(spec: Spec) -> Path:
-        return text_file(texts / f"{len([*texts.iterdir()])}.gguf", spec)
+        return bare_file(texts / f"{len([*texts.iterdir()])}.gguf", spec, kind="F32")
 
     def run(folder: Path, spec: Spec, kind: str = "F32", **options: Any) -> Checkpoint:
         towers = write_mmproj(folder / "towers.gguf", spec, towers_of(spec), kind, **options)
@@ -102,7 +96,7 @@ def test_a_whole_engine(tmp_path: Path) -> None:
     spec = load_spec("tiny-media")
     source = RandomCheckpoint(spec, 0, torch.float32)
     folder = write_checkpoint(tmp_path / "hf", spec, source, media=KINDS)
-    text, towers = text_file(tmp_path / "text.gguf", spec), tmp_path / "towers.gguf"
+    text, towers = bare_file(tmp_path / "text.gguf", spec, kind="F32"), tmp_path / "towers.gguf"
     write_mmproj(towers, spec, towers_of(spec))
     words = ("build", "--variant", "tiny-media", "--backend", "reference", "--dtype", "float32")
     words = (*words, "--checkpoint", text, "--max-seq", "640", "--out", tmp_path / "engine")
@@ -122,8 +116,6 @@ def test_a_whole_engine(tmp_path: Path) -> None:
     some = command(*words[:-1], tmp_path / "image", "--mmproj", towers, "--media", "image")
     assert some.code == 0 and g4ir.load_engine(tmp_path / "image").media.kinds == ("image",)
 
-
-# --- one file of text model and towers ----------------------------------------------------------
 
 #: names in ollama's files of what llama.cpp's converter calls otherwise
 OLLAMA = {
@@ -155,7 +147,7 @@ def whole_file(
     edit: Callable[[dict[str, Any]], Any] = lambda tensors: None,
 ) -> Path:
     """As ollama's converter writes a model: one file, its own names, all bounds once more."""
-    text = gguf.GGUFReader(text_file(path.with_suffix(".text"), spec))
+    text = gguf.GGUFReader(bare_file(path.with_suffix(".text"), spec, kind="F32"))
     towers = gguf.GGUFReader(write_mmproj(path.with_suffix(".towers"), spec, towers_of(spec)))
     vision, audio = spec.vision, spec.audio
     assert vision and audio
@@ -260,9 +252,6 @@ def test_refused_in_one_file(name: str, tmp_path: Path) -> None:
     assert case["says"] in str(e.value) and "a.gguf" in str(e.value), e.value
 
 
-# --- refusals ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", CASES["towers"])
 def test_refused(opened: Any, name: str, tmp_path: Path) -> None:
     case = CASES["towers"][name]
@@ -279,14 +268,15 @@ def test_another_tensor_and_another_shape(opened: Any, tmp_path: Path) -> None:
     other = replace(spec, vision=replace(spec.vision, intermediate_size=64, num_hidden_layers=3))
     towers = write_mmproj(tmp_path / "towers.gguf", other, towers_of(other))
     with pytest.raises(G4Error) as e:
-        existing_origin(text_file(tmp_path / "text.gguf", spec), towers).open(spec, KINDS, "f32")
+        text = bare_file(tmp_path / "text.gguf", spec, kind="F32")
+        existing_origin(text, towers).open(spec, KINDS, "f32")
     assert "'v.blk.2.ln1.weight': not in the spec" in str(e.value)
     opened(tmp_path, spec)  # a file of its own is fine
 
 
 def test_options(tmp_path: Path) -> None:
     spec = load_spec("tiny-media")
-    text, towers = text_file(tmp_path / "text.gguf", spec), tmp_path / "towers.gguf"
+    text, towers = bare_file(tmp_path / "text.gguf", spec, kind="F32"), tmp_path / "towers.gguf"
     write_mmproj(towers, spec, towers_of(spec))
     words = ("build", "--backend", "reference", "--out", tmp_path / "e", "--mmproj", towers)
     named = (*words, "--variant", "tiny-media")

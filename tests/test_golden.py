@@ -44,9 +44,3 @@ def test_transcript(name: str, rewrite_golden: bool) -> None:
         path.write_text(found)
     assert found == text or rewrite_golden
     assert commands(text)
-
-
-def test_a_change_is_seen() -> None:
-    (line,) = commands("$ g4ir specs show tiny-moe\n")
-    assert transcript([line]) != transcript([line]).replace("moe", "MoE")
-    assert FILES

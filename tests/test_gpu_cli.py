@@ -82,40 +82,6 @@ def test_kernels_of_weights_in_codes(capsys: pytest.CaptureFixture[str]) -> None
     assert many["dequantize"] == {"dequantize"} and many["linear"] == {OTHER}
 
 
-def test_kernels_as_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["kernels", "--variant", "e2b"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("decode on h200, up to 1 rows: ")
-    assert any("q_attention" in x and x.endswith("estimated") for x in lines)
-    assert lines[1].startswith("weights and caches to move at 1K: ")
-    assert main(["kernels", "--variant", "e2b", "--context", "4K"]) == 0
-    assert "to move at 4K: " in capsys.readouterr().out
-
-
-REFUSED: dict[str, tuple[int, str]] = {
-    "kernels --variant e2b --gpu rtx4090": (2, "h100 and h200"),
-    "kernels --variant e2b --gpu 24GiB": (2, "h100 and h200"),
-    "kernels --variant e2b --timeline": (2, "unrecognized arguments: --timeline"),
-    "kernels --variant e2b --nodes": (2, "unrecognized arguments: --nodes"),
-    "kernels --variant e2b --batch 0": (2, "--batch"),
-    "tune --variant e2b": (3, "no CUDA device"),
-    "tune": (2, "--variant or --spec"),
-    "tune --variant e2b --latent-kv x": (2, "off, value, raw"),
-    "tune --variant e2b --batch -1": (2, "--batch"),
-    "tune --variant e2c": (2, "e2b"),
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str
-) -> None:
-    code, said = REFUSED[words]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(words.split()) == code
-    assert said in capsys.readouterr().err
-
-
 def test_gpus_that_are_too_old_and_a_missing_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")

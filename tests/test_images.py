@@ -8,7 +8,6 @@ import json
 import os
 import re
 import struct
-import subprocess
 import sys
 import zlib
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -30,7 +29,7 @@ from g4ir.media.videos import read_video
 from g4ir.model.images import BUDGETS, ImageSettings, fit_image, image_settings, plan_image
 from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir
-from tests.media_tools import TOWER, UNIFIED, noise, processor, smooth
+from tests.media_tools import TOWER, UNIFIED, noise, outlives_damage, processor, smooth
 
 VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
 
@@ -100,38 +99,6 @@ def same_as_the_reference(variant: str, budget: int, pixels: np.ndarray) -> None
 def test_images_are_the_references(variant: str, budget: int, shape: tuple[int, int]) -> None:
     for pixels in (noise(*shape, 3), smooth(*shape)):
         same_as_the_reference(variant, budget, pixels)
-
-
-@settings(max_examples=30)
-@given(
-    st.integers(4, 900),
-    st.integers(4, 900),
-    st.sampled_from(BUDGETS[:3]),
-    st.sampled_from((TOWER, UNIFIED)),
-)
-def test_random_sizes_are_the_references(
-    height: int, width: int, budget: int, variant: str
-) -> None:
-    same_as_the_reference(variant, budget, noise(height, width, 3, seed=height))
-
-
-@pytest.mark.parametrize("shape", [(60, 90), (1, 300), (733, 41), (500, 1001)])
-def test_the_resize_is_about_pillows(shape: tuple[int, int]) -> None:
-    """The same filter with weights of fewer bits: a step of 255 for either direction. No resize,
-    and nothing may differ."""
-    s = cut(TOWER)
-    grid = fit_image(s, *shape)
-    fitting = noise(grid.height, grid.width, 3)
-    for pixels in (noise(*shape, 3), smooth(*shape), fitting):
-        wanted = pil_reference().Gemma4ImageProcessorPil()(
-            pixels, input_data_format="channels_last"
-        )
-        found = prepare_image(pixels, s)
-        exact = fit_image(s, *pixels.shape[1::-1]) == grid and pixels is fitting
-        most = 1e-6 if exact else 2.01 / 255
-        assert np.abs(found.patches - wanted["pixel_values"][0]).max() < most
-        assert np.array_equal(found.positions, wanted["image_position_ids"][0])
-        assert found.soft_tokens == wanted["num_soft_tokens_per_image"][0]
 
 
 def test_views_of_pixels_are_taken_as_they_look() -> None:
@@ -348,24 +315,9 @@ def test_limits_come_before_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyP
         read_image(path)
 
 
-@settings(max_examples=150)
-@given(st.sampled_from(FORMATS), st.data())
-def test_no_broken_file_gets_another_error(
-    tmp_path_factory: pytest.TempPathFactory, format: str, data: st.DataObject
-) -> None:
-    content = bytearray(encoded(format))
-    for _ in range(data.draw(st.integers(0, 6))):
-        place = data.draw(st.integers(0, min(len(content) - 1, 600)))
-        content[place] = data.draw(st.integers(0, 255))
-    end = data.draw(st.integers(1, len(content)) | st.just(len(content)))
-    path = tmp_path_factory.getbasetemp() / "broken"
-    path.write_bytes(content[:end])
-    try:
-        pixels = read_image(path)
-    except InputError as e:
-        assert str(path) in str(e)
-    else:
-        assert pixels.ndim == 3 and pixels.size
+@pytest.mark.parametrize("format", FORMATS)
+def test_damaged_images(tmp_path: Path, format: str) -> None:
+    outlives_damage(read_image, encoded(format), tmp_path / f"damaged.{format}")
 
 
 def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,18 +356,9 @@ def test_a_plan_is_what_preparing_gives(variant: str, budget: int | None) -> Non
 def test_the_planner_on_the_command_line() -> None:
     outcome = g4ir("plan", "--variant", "e2b", "--image", "1920x1080", "--json")
     (row,) = json.loads(outcome.out)["images"]
-    assert outcome.code == 0 and row == {
-        "variant": "e2b",
-        "image": [1920, 1080],
-        "budget": 280,
-        "resized": [1056, 576],
-        "patch_size": 16,
-        "grid": [66, 36],
-        "patches": 2376,
-        "padded_patches": 2520,
-        "soft_tokens": 264,
-        "prefill_tokens": 266,
-    }
+    sizes = {"image": [1920, 1080], "resized": [1056, 576], "grid": [66, 36]}
+    counts = {"patches": 2376, "padded_patches": 2520, "soft_tokens": 264, "prefill_tokens": 266}
+    assert row == {"variant": "e2b", "budget": 280, "patch_size": 16, **sizes, **counts}
     text = g4ir("plan", "--variant", "e2b,31b", "--image", "1920x1080,90x60", "--budget", "70,1120")
     assert text.code == 0 and len(text.out.splitlines()) == 9
     assert "1920x1080      70    528x288" in text.out and "66x36 = 2376" not in text.out
@@ -423,12 +366,3 @@ def test_the_planner_on_the_command_line() -> None:
     assert {x["variant"] for x in json.loads(everyone.out)["images"]} == set(VARIANTS)
     with pytest.raises(InputError, match="one of 70"):
         image_settings(load_spec(TOWER), True)
-
-
-def test_planning_an_image_needs_no_torch() -> None:
-    code = (
-        "import sys; from g4ir.cli import main; "
-        "main(['plan', '--variant', 'e2b', '--image', '64x64']); "
-        "assert not {'torch', 'numpy', 'PIL'} & set(sys.modules), 'imported'"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("tests/interpreted", "tests/experimental/interpreted")
+FOLDER = "tests/interpreted"
 
 
 def test_under_the_interpreter(full: bool) -> None:
-    interpret(*FOLDERS, *(["--full"] if full else []))
+    interpret(FOLDER, *(["--full"] if full else []))
 
 
 @pytest.mark.full
@@ -22,8 +22,8 @@ def test_under_the_interpreter(full: bool) -> None:
 def test_in_other_orders(order: str) -> None:
     """Programs of a grid as a GPU may run them, in memory that is not zero."""
     # Tests of orders choose their own.
-    own = f"--ignore={FOLDERS[0]}/test_orders.py"
-    interpret(FOLDERS[0], own, "--order", order, "--seed", "1", "--poison")
+    own = f"--ignore={FOLDER}/test_orders.py"
+    interpret(FOLDER, own, "--order", order, "--seed", "1", "--poison")
 
 
 def interpret(*args: str) -> None:

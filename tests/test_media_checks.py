@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,18 @@ import pytest
 import torch
 
 import g4ir
-from g4ir import passes as pipeline
-from g4ir.bench import measure, roof
 from g4ir.bench.workload import Workload, draw_tokens
 from g4ir.check.logits import verify_engine
 from g4ir.check.media import HEAD, STEPS, check_media
 from g4ir.check.passes import verify_each_pass
-from g4ir.check.reference import reference_engine, wide_engine
 from g4ir.check.stages import BACKEND
 from g4ir.check.tokens import random_ids
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir.distance import BUDGETS, Tolerance
-from g4ir.ir.graph import Graph
-from g4ir.ir.rewrite import rebuild
 from tests import cli_tools as cli
+from tests.small_bench import small_bench
+from tests.test_stages import attrs, break_pass, nodes
 
 LIMITS: Mapping[str, Any] = {"backend": "reference", "max_seq": 136, "prefill_chunk": 70}
 NAMES = ("tiny-media", "tiny-unified")
@@ -58,9 +54,6 @@ def no_media(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return g4ir.build("tiny-media", folder / "e", random_weights=1, media="none", **LIMITS)
 
 
-# --- tokens -----------------------------------------------------------------------------------
-
-
 def test_random_tokens_are_no_placeholders(engine: Engine, no_media: Engine) -> None:
     """All others are drawn; every engine of a spec is given the same."""
     ids = random_ids(engine, (3, 20_000), 0)
@@ -81,30 +74,18 @@ def test_given_placeholders_are_refused(
         check(built["tiny-media"], tokens=[5, HOLDERS[kind], 6])
 
 
-# --- the command line -------------------------------------------------------------------------
-
-
-def test_verify_against_transformers(engine: Engine) -> None:
+def test_verify_against_transformers(built: dict[str, Engine]) -> None:
     """Media against the interpreter all the same."""
-    said = cli.g4ir("verify", engine.path, "--against", "hf")
+    said = cli.g4ir("verify", built["tiny-media"].path, "--against", "hf")
     assert said.code == 0, said.out + said.err
-    assert all(name in said.out for name in SMALLEST[engine.spec.name])
+    assert all(name in said.out for name in SMALLEST["tiny-media"])
 
 
-def test_build_and_verify(tmp_path: Path) -> None:
-    words = ("build", "--variant", "tiny-unified", "--random-weights", "1", "--max-seq", "96")
-    said = cli.g4ir(*words, "--backend", "reference", "--verify", "--out", tmp_path / "e")
-    assert said.code == 0 and "vision_70" in said.out, said.out + said.err
-
-
-def test_bench(engine: Engine, no_media: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench(built: dict[str, Engine], no_media: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also beside an engine without media, on the same tokens."""
-    monkeypatch.setattr(roof, "BUFFER_BYTES", 1 << 16)
-    monkeypatch.setattr(roof, "SIDES", {"cpu": (16, 32)})
-    monkeypatch.setattr(measure, "ROUND_S", 0.0)
-    paths = [engine.path] + [no_media.path] * (engine.spec.name == no_media.spec.name)
+    small_bench(monkeypatch)
     words = ("--input-len", "60", "--output-len", "2", "--rounds", "2", "--warmup", "0")
-    said = cli.g4ir("bench", *paths, *words, "--json", "-")
+    said = cli.g4ir("bench", built["tiny-media"].path, no_media.path, *words, "--json", "-")
     assert said.code == 0, said.err
     assert json.loads(said.out)["outputs_agree"] is True
 
@@ -121,9 +102,6 @@ def test_bench_refuses_placeholders_of_a_text(
     workload = Workload(3, 2, text=str(tmp_path / "t.txt"))
     with pytest.raises(InputError, match=r"--text .*t\.txt: token 500 at index 1"):
         draw_tokens(workload, built["tiny-media"])
-
-
-# --- verify: what is sent ---------------------------------------------------------------------
 
 
 def test_report(engine: Engine) -> None:
@@ -165,9 +143,6 @@ def test_tolerance_of_16_bits(tmp_path: Path) -> None:
     media = check_media(g4ir.build("tiny-media", tmp_path / "e", random_weights=1, **options))
     assert media.ok and media.prompt and not media.not_run
     assert {t.budget for t in (*media.towers, media.prompt)} == {Tolerance(cosine=0.999)}
-
-
-# --- verify: what is wrong --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -256,9 +231,8 @@ def test_steps_after_a_picture(built: dict[str, Engine], monkeypatch: pytest.Mon
     assert steps.count(1) >= STEPS
 
 
-@pytest.mark.parametrize("off, ok", [(1e-7, True), (1e-3, False)])
 def test_rounding_is_measured_where_the_budget_is_missed(
-    built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, off: float, ok: bool
+    built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, off: float = 1e-7
 ) -> None:
     """Against float64, in towers and in the prompt."""
     engine = built["tiny-unified"]
@@ -274,25 +248,7 @@ def test_rounding_is_measured_where_the_budget_is_missed(
     media = check_media(engine)
     assert media.prompt
     for found in (media.towers[0], media.prompt):
-        assert found.ok == ok and found.budget.relative and 1e-9 < found.budget.relative < 1e-4
-
-
-def test_weights_of_towers_are_left_where_they_are(built: dict[str, Engine]) -> None:
-    """The text's interpreters run no tower."""
-    engine = built["tiny-media"]
-    prefixes = ("vision.", "audio.")
-    assert any(name.startswith(prefixes) for name in engine.runtime.params)  # type: ignore[attr-defined]
-    for runtime in (
-        reference_engine(engine).runtime,
-        wide_engine(engine).runtime,
-        reference_engine(engine, held=True).runtime,
-    ):
-        held = runtime.params  # type: ignore[attr-defined]
-        assert len(held) > 10
-        assert not any(name.startswith(prefixes) for name in held)
-
-
-# --- verify --each-pass -----------------------------------------------------------------------
+        assert found.ok and found.budget.relative and 1e-9 < found.budget.relative < 1e-4
 
 
 def test_each_pass(engine: Engine) -> None:
@@ -324,35 +280,15 @@ def test_each_pass_with_packed_weights(tmp_path: Path) -> None:
     assert "without --checkpoint DIR: audio_25" in report.text()
 
 
-@pytest.mark.parametrize(
-    "name, graph, op",
-    [
-        ("tiny-media", "vision_70", "norm_residual"),
-        ("tiny-unified", "prefill_media", "attention"),
-    ],
-)
 def test_a_pass_that_breaks_one_graph(
-    built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, name: str, graph: str, op: str
+    built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find, broken = pipeline.find_pass, "fuse_norm_residual"
-    new = {"norm_residual": {"eps": 0.5}, "attention": {"scale": 0.5}}[op]
-
-    def wrong(g: Graph) -> Graph:
-        if g.name != graph:
-            return g
-        nodes = (replace(n, attrs={**n.attrs, **new}) if n.op == op else n for n in g.nodes)
-        return rebuild(replace(g, nodes=tuple(nodes)))
-
-    def found(asked: str) -> Any:
-        function = find(asked)
-        if asked != broken:
-            return function
-        return lambda g, note, **options: wrong(function(g, note, **options))
-
-    monkeypatch.setattr(pipeline, "find_pass", found)
-    culprit = verify_each_pass(built[name], FEW).culprit
+    worse = nodes(attrs("norm_residual", eps=0.5))
+    broken = "fuse_norm_residual"
+    break_pass(monkeypatch, broken, lambda g: worse(g) if g.name == "vision_70" else g)
+    culprit = verify_each_pass(built["tiny-media"], FEW).culprit
     assert culprit and culprit.name == broken and culprit.first
-    assert culprit.first.phase == graph
+    assert culprit.first.phase == "vision_70"
 
 
 def test_each_pass_runs_the_backends_blocks(
@@ -363,9 +299,6 @@ def test_each_pass_runs_the_backends_blocks(
     culprit = verify_each_pass(engine, [*range(5, 17)]).culprit
     assert culprit and culprit.name == BACKEND and culprit.first
     assert culprit.first.phase == "prefill_media" and culprit.first.value == "L0.attn.out"
-
-
-# --- show -------------------------------------------------------------------------------------
 
 
 def shown(*words: str | Path) -> str:

@@ -52,114 +52,85 @@ def small(variant: str) -> Spec:
     return spec if variant == TORCH else shrink(spec, media=True)
 
 
-@dataclass(frozen=True)
-class Trio:
-    """Engines of one checkpoint, for the logits of every token and of the last, and transformers'
-    model of it."""
-
-    every: Engine
-    last: Engine
-    model: Any
-
-
 @pytest.fixture(scope="module")
-def trios(tmp_path_factory: pytest.TempPathFactory, full: bool) -> Any:
-    """`trios(variant)`"""
+def pairs(tmp_path_factory: pytest.TempPathFactory, full: bool) -> Any:
+    """`pairs(variant)`: an engine for the logits of every token, and transformers' model."""
     from transformers import AutoModelForMultimodalLM
 
     @cache
-    def trio(variant: str) -> Trio:
+    def pair(variant: str) -> tuple[Engine, Any]:
         spec, folder = small(variant), tmp_path_factory.mktemp(variant)
         source = RandomCheckpoint(spec, 5, torch.float32)
         checkpoint = write_checkpoint(folder / "checkpoint", spec, source, media=KINDS)
         model = AutoModelForMultimodalLM.from_pretrained(checkpoint, dtype=torch.float32)
-
-        def build(name: str, **options: Any) -> Engine:
-            return g4ir.build(
-                spec, folder / name, checkpoint=checkpoint, max_seq=MAX_SEQ, **options
-            )
-
+        options: dict[str, Any] = {"max_seq": MAX_SEQ, "all_logits": True, "backend": "reference"}
         if variant == TORCH:
-            limits = {"max_batch": 3, "all_logits": True, "audio_seconds": [2.0]}
-            with nullcontext() if full else uncompiled():
-                every = last = build("engine", backend="torch", **limits)
-        else:
-            every = build("every", backend="reference", all_logits=True)
-            last = build("last", backend="reference")
-        return Trio(every, last, model.eval())
+            options |= {"backend": "torch", "max_batch": 3, "audio_seconds": [2.0]}
+        with nullcontext() if full else uncompiled():
+            engine = g4ir.build(spec, folder / "engine", checkpoint=checkpoint, **options)
+        return engine, model.eval()
 
-    return trio
+    return pair
 
 
 # --- what is sent -----------------------------------------------------------------------------
 
 
-def image(spec: Spec, width: int, height: int, seed: int) -> PreparedImage:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+def medium(spec: Spec, kind: str, size: Any, seed: int) -> PreparedImage | Footage | Clip:
+    """An image of (width, height), a video of so many frames, or a sound of so many samples: less
+    of it where soft tokens are raw frames, which are short here."""
+    rng = np.random.default_rng(seed)
+    if kind == "audio":
+        samples = size // 20 if isinstance(spec.audio, UnifiedAudio) else size
+        wave = (0.3 * rng.standard_normal(samples)).astype(np.float32)
+        return prepare_audio(Waveform(wave, 16_000), audio_settings(spec))
+    if kind == "video":
+        pixels = rng.integers(0, 256, (size, 40, 60, 3), dtype=np.uint8)
+        return prepare_video(Video(pixels), video_settings(spec))
+    pixels = rng.integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
     return prepare_image(pixels, image_settings(spec))
 
 
-def video(spec: Spec, frames: int, seed: int) -> Footage:
-    rng = np.random.default_rng(seed)
-    pixels = rng.integers(0, 256, (frames, 40, 60, 3), dtype=np.uint8)
-    return prepare_video(Video(pixels), video_settings(spec))
-
-
-def sound(spec: Spec, samples: int, seed: int) -> Clip:
-    """Where soft tokens are raw frames, which are short here, less of it."""
-    samples = samples // 20 if isinstance(spec.audio, UnifiedAudio) else samples
-    wave = 0.3 * np.random.default_rng(seed).standard_normal(samples)
-    return prepare_audio(Waveform(wave.astype(np.float32), 16_000), audio_settings(spec))
-
-
+@dataclass
 class Message:
-    """A prompt in the making: token ids with their types, and the media in order."""
+    """Token ids with their types, and the media in order."""
 
-    def __init__(self, spec: Spec) -> None:
-        self.spec, self.rng = spec, np.random.default_rng(1)
-        self.tokens, self.types = [spec.tokens.bos or 0], [0]
-        self.media: dict[str, list[Any]] = {kind: [] for kind in TYPES}
+    tokens: list[int]
+    types: list[int]
+    media: dict[str, list[Any]]
+    rng: np.random.Generator
 
-    def text(self, count: int) -> Message:
+    def text(self, count: int) -> None:
         self.tokens += self.rng.integers(4, 200, count).tolist()
         self.types += [0] * count
-        return self
 
-    def soft(self, kind: str, count: int) -> None:
-        self.tokens += [getattr(self.spec.tokens, kind)] * count
+    def soft(self, spec: Spec, kind: str, count: int) -> None:
+        self.tokens += [getattr(spec.tokens, kind)] * count
         self.types += [TYPES[kind]] * count
 
-    def image(self, width: int, height: int) -> Message:
-        self.media["image"].append(image(self.spec, width, height, len(self.tokens)))
-        self.soft("image", self.media["image"][-1].soft_tokens)
-        return self
 
-    def video(self, frames: int) -> Message:
-        self.media["video"].append(video(self.spec, frames, len(self.tokens)))
-        for _ in range(frames):
-            self.text(3).soft("video", self.media["video"][-1].soft_tokens)
-        return self
-
-    def sound(self, samples: int) -> Message:
-        if "audio" in offered(self.spec):
-            self.media["audio"].append(sound(self.spec, samples, len(self.tokens)))
-            self.soft("audio", self.media["audio"][-1].soft_tokens)
-        return self
+#: numbers of text tokens, and media
+CASES: dict[str, list[Any]] = {
+    "images": [("image", (36, 60)), 1, ("image", (90, 20)), 9, ("image", (30, 30))],
+    "all": [
+        *(2, ("audio", 7_001), ("image", (50, 70)), 11, ("video", 2), 2, ("image", (70, 50)), 3),
+    ],
+}
 
 
-def messages(spec: Spec) -> dict[str, Message]:
-    def new() -> Message:
-        return Message(spec)
-
-    return {
-        "images": new().image(36, 60).text(1).image(90, 20).text(9).image(30, 30),
-        "all": (
-            new().text(2).sound(7_001).image(50, 70).text(11).video(2).text(2).image(70, 50).text(3)
-        ),
-    }
-
-
-CASES = ("images", "all")
+def message(spec: Spec, case: str) -> Message:
+    m = Message([spec.tokens.bos or 0], [0], {k: [] for k in TYPES}, np.random.default_rng(1))
+    for part in CASES[case]:
+        if isinstance(part, int):
+            m.text(part)
+        elif part[0] in offered(spec):
+            kind, size = part
+            made: Any = medium(spec, kind, size, len(m.tokens))
+            m.media[kind].append(made)
+            for _ in range(size if kind == "video" else 1):
+                m.text(3 * (kind == "video"))  # the time of a frame
+                m.soft(spec, kind, made.soft_tokens)
+    return m
 
 
 # --- what the reference says ------------------------------------------------------------------
@@ -215,54 +186,38 @@ def check(got: torch.Tensor, wanted: torch.Tensor) -> None:
     "variant",
     [pytest.param(v, marks=[pytest.mark.full] * (v in ALIKE)) for v in VARIANTS],
 )
-def test_model(trios: Any, variant: str, case: str) -> None:
+def test_model(pairs: Any, variant: str, case: str) -> None:
     """Logits of the whole prompt for chunks that would cut pictures, then token by token."""
-    trio = trios(variant)
-    m = messages(trio.every.spec)[case]
+    engine, model = pairs(variant)
+    m = message(engine.spec, case)
     after = m.rng.integers(4, 200, STEPS).tolist()
-    wanted = expected(trio.model, m.tokens + after, m.types + [0] * STEPS, m.media)
+    wanted = expected(model, m.tokens + after, m.types + [0] * STEPS, m.media)
     for chunk in (70, MAX_SEQ):
-        check(
-            sent(with_chunk(trio.every, chunk).session(), m, all_logits=True)[0],
-            wanted[: len(m.tokens)],
-        )
-    session = with_chunk(trio.last, 83).session()
+        got = sent(with_chunk(engine, chunk).session(), m, all_logits=True)[0]
+        check(got, wanted[: len(m.tokens)])
+    session = with_chunk(engine, 83).session()
     check(sent(session, m), wanted[None, len(m.tokens) - 1])
     for i, token in enumerate(after):
         check(session.decode(torch.tensor([token])), wanted[None, len(m.tokens) + i])
 
 
 def sent(session: Any, m: Message, all_logits: bool = False) -> torch.Tensor:
-    media = m.media
-    logits: torch.Tensor = session.prefill(
-        torch.tensor([m.tokens]),
-        all_logits=all_logits,
-        images=media["image"],
-        videos=media["video"],
-        audio=media["audio"],
-    )
-    return logits
+    media = {"images": m.media["image"], "videos": m.media["video"], "audio": m.media["audio"]}
+    made: torch.Tensor = session.prefill(torch.tensor([m.tokens]), all_logits=all_logits, **media)
+    return made
 
 
-def test_the_torch_backend(trios: Any) -> None:
+def test_the_torch_backend(pairs: Any) -> None:
     """All kinds at once, and ragged rows."""
-    trio = trios(TORCH)
-    m, other = (messages(trio.every.spec)[case] for case in ("all", "images"))
-    wanted = [expected(trio.model, x.tokens, x.types, x.media) for x in (m, other)]
-    check(sent(with_chunk(trio.every, 83).session(), m, all_logits=True)[0], wanted[0])
+    engine, model = pairs(TORCH)
+    m, other = (message(engine.spec, case) for case in ("all", "images"))
+    wanted = [expected(model, x.tokens, x.types, x.media) for x in (m, other)]
+    check(sent(with_chunk(engine, 83).session(), m, all_logits=True)[0], wanted[0])
     rows = torch.zeros(2, len(m.tokens), dtype=torch.int64)
     lengths = torch.tensor([len(m.tokens), len(other.tokens)])
     for row, x in zip(rows, (m, other), strict=True):
         row[: len(x.tokens)] = torch.tensor(x.tokens)
-    logits = (
-        with_chunk(trio.every, 64)
-        .session(2)
-        .prefill(
-            rows,
-            lengths,
-            images=m.media["image"] + other.media["image"],
-            videos=m.media["video"],
-            audio=m.media["audio"],
-        )
-    )
+    images, session = m.media["image"] + other.media["image"], with_chunk(engine, 64).session(2)
+    media = {"images": images, "videos": m.media["video"], "audio": m.media["audio"]}
+    logits = session.prefill(rows, lengths, **media)
     check(logits, torch.stack([w[-1] for w in wanted]))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import re
 import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -25,18 +23,11 @@ from g4ir.cli import run
 from g4ir.engine.engine import Engine
 from g4ir.engine.jsonl import FIELDS
 from g4ir.engine.load import load_engine
-from g4ir.engine.offline import MEDIA_SETTINGS, OfflineEngine, Result
+from g4ir.engine.offline import MEDIA_SETTINGS
 from g4ir.errors import InputError
 from g4ir.media.audio import Waveform, prepare_audio
 from g4ir.media.images import prepare_image, read_image
-from g4ir.media.prompt import (
-    check_given,
-    expand_text,
-    mark,
-    place,
-    place_rows,
-    times_left_out,
-)
+from g4ir.media.prompt import check_given, expand_text, mark, place, place_rows, times_left_out
 from g4ir.media.soft import Soft, counts
 from g4ir.media.videos import Video, prepare_video, read_video, video_settings
 from g4ir.model.audio import audio_settings
@@ -58,7 +49,6 @@ from tests.media_tools import (
     media_engine,
     media_tokenizer,
     noise,
-    png,
     processor,
 )
 
@@ -368,13 +358,6 @@ def test_run_text_with_every_kind(engine: Path, loaded: Engine, files: Path) -> 
     assert got == generated(loaded, ids, images=["a.png", "b.jpg"], audio=["d.wav"], videos=[clip])
 
 
-def test_an_image_budget(engine: Path, loaded: Engine, files: Path) -> None:
-    words = (engine, "--prompt", "<image>", "--image", "a.png")
-    counted = [answered(*words, "--image-budget", n)[1]["soft_tokens"] for n in ("70", "140")]
-    assert counted[0] == answered(*words)[1]["soft_tokens"]
-    assert counted[0]["image"] <= 70 < counted[1]["image"] <= 140
-
-
 def test_run_without_a_tokenizer(bare: Path, files: Path) -> None:
     tokens = load_spec("tiny-unified").tokens
     words = ("--tokens", f"2,{tokens.video},5", "--video", "c.mp4", "--frames", "2")
@@ -455,26 +438,6 @@ def test_one_bad_request_of_several(
     assert logs[1] == {"event": "error", **second}
 
 
-def test_soft_tokens_are_reused_of_equal_media_alone(loaded: Engine, files: Path) -> None:
-    """Equal ids of other pixels are computed; what is before the first of them is not."""
-    image = loaded.spec.tokens.image
-    png(files / "e.png", seed=5)  # as many soft tokens as a.png
-    offline = OfflineEngine(loaded, {"max_new_tokens": 1})
-    asked: list[tuple[list[int], list[str], Callable[[int], bool]]] = [
-        ([2, 5, 6], [], lambda cached: cached == 0),
-        ([2, 5, 6, image, 7], ["a.png"], lambda cached: cached == 3),
-        ([2, 5, 6, image, 7], ["e.png"], lambda cached: cached <= 3),
-        ([2, 5, 6, image, 7], ["e.png"], lambda cached: cached > 3),
-        ([2, 5, 6, image, 7], ["a.png"], lambda cached: cached <= 3),
-    ]
-    for ids, images, fits in asked:
-        line = json.dumps({"tokens": ids, "images": images}).encode()
-        (got,) = offline.answer_lines(io.BytesIO(line), "x")
-        assert isinstance(got, Result)
-        assert list(got.tokens) == loaded.generate(ids, 1, images=images)
-        assert fits(got.cached_tokens)
-
-
 # --- what is refused --------------------------------------------------------------------------
 
 
@@ -482,17 +445,10 @@ def test_engines_that_take_less(deaf: Path, tmp_path: Path, files: Path) -> None
     message = refused("run", deaf, "--tokens", "2,5", "--audio", "d.wav")
     assert "--audio: this engine takes text, image, no audio" in message
     assert "`g4ir build --media image,audio`" in message
-    engine = load_engine(deaf)
-    calls: list[Callable[[], Any]] = [
-        lambda: engine.generate([2, 5], 6, audio=["d.wav"]),
-        lambda: engine.encode("audio", "d.wav"),
-        lambda: engine.session(1).prefill([[2, 5]], audio=["d.wav"]),
-        lambda: engine.session(1).prefill([[2, 5]], soft=[soft("audio", 3, width=64)]),
-    ]
-    for call in calls:
+    session = load_engine(deaf).session(1)
+    for media in ({"audio": ["d.wav"]}, {"soft": [soft("audio", 3, width=64)]}):
         with pytest.raises(InputError, match=r"^this engine takes text, image, no audio; build"):
-            call()
-    assert engine.spec.text.hidden_size == 64
+            session.prefill([[2, 5]], **media)
     text = made(tmp_path / "e", "tiny-dense")
     message = refused("run", text, "--tokens", "2,5", "--image", "a.png")
     assert "takes text, no image, and tiny-dense takes text alone" in message
@@ -505,23 +461,6 @@ def test_a_tokenizer_without_the_special_tokens(bare: Path, files: Path, tmp_pat
     assert f"no special token {load_spec('tiny-unified').tokens.image}," in message
     message = refused("run", bare, "--prompt", "<image>", "--image", "a.png")
     assert "tokenizer.json" in message and "token ids" in message
-
-
-@pytest.mark.parametrize(
-    "module, words, named",
-    [("av", ("--video", "c.mp4"), "videos need av"), ("PIL", ("--image", "a.png"), "Pillow")],
-)
-def test_a_missing_library(
-    engine: Path,
-    files: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    module: str,
-    words: tuple[str, ...],
-    named: str,
-) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    message = refused("run", engine, "--prompt", "what?", *words, code=3)
-    assert named in message and "g4ir[mm]" in message
 
 
 def test_flags_and_requests_have_the_same_settings() -> None:

@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 import g4ir
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
-from g4ir.ir.graph import Program
 from g4ir.ir.interpret import interpret
-from g4ir.media.merge import block_ids, cut, merged
+from g4ir.media.merge import block_ids, cut
 from g4ir.media.soft import Soft
 from g4ir.model.decoder import BLOCKS
 from g4ir.model.media import KINDS, Media
 from g4ir.model.text import build_graph
 from g4ir.spec.record import check_spec, load_spec
+from tests.engines import CASES
 from tests.oracle import relative
 from tests.runner import with_chunk
 
@@ -135,17 +135,6 @@ def test_media_after_text(engine: Engine, letter: str) -> None:
         agrees(logits, engine.session(1).prefill(r.tokens[None], soft=softs_of(r))[0])
 
 
-def test_blocks_are_needed(engine: Engine) -> None:
-    """The comparisons above would see it if pictures were causal."""
-    row = make_row(ROWS[0])
-    graphs = {name: g for name, g in engine.program.graphs.items() if name != BLOCKS}
-    causal, want = (
-        e.session(1).prefill(row.tokens[None], soft=softs_of(row))
-        for e in (replace(engine, program=Program(graphs)), engine)
-    )
-    assert relative(causal, want).max() > 0.01
-
-
 def test_text_alone_is_cut_as_ever(engine: Engine) -> None:
     """In chunks and phases of an engine without media, which a prompt without pictures shares."""
     session, seen = with_chunk(engine, 16).session(2), list[tuple[str, int]]()
@@ -206,54 +195,31 @@ def test_media_are_encoded_in_order(engine: Engine, monkeypatch: pytest.MonkeyPa
     assert torch.equal(got, want)
 
 
-def test_media_in_a_forked_process(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a session of the parent too: towers would wait for threads that only it has."""
-    session = engine.session(1)
-    monkeypatch.setattr(engine, "_process", -1)
-    with pytest.raises(InputError, match="of which this is a fork"):
-        session.prefill([[500]], images=["photo.png"])
-
-
-IMAGE, AUDIO, ONE = [[7, 500, 500, 8]], [[7, 502, 502, 8]], torch.ones(1, 64)
+ONE = torch.ones(1, 64)
 
 
 def soft(kind: str, *shape: int, value: float = 1.0) -> Soft:
     return Soft(kind, (torch.full(shape, value),))
 
 
-WRONG: list[tuple[Any, Any, str]] = [
-    (IMAGE, (), r"2 placeholders \(id 500\) for 0 media with 0 soft tokens; prefill takes"),
-    (IMAGE, [soft("image", 3, 64)], r"image: .* 2 placeholders \(id 500\) for 1 media with 3 soft"),
-    (AUDIO, [soft("image", 2, 64)], r"image: .* 0 placeholders \(id 500\) for 1 media with 2 soft"),
-    (AUDIO, [soft("audio", 2, 40)], r"audio 0 .* of floats \[n, 64\], found float32 \[2, 40\]"),
-    (AUDIO, [soft("audio", 64)], r"audio 0 .* found float32 \[64\]"),
-    (
-        [[500] * 20],
-        [soft("image", 20, 64)],
-        r"row 0: the 20 soft tokens of the picture at index 0 .* "
-        r"one chunk, of at most 16; build with --prefill-chunk 20 or more",
-    ),
-    ([[7, 500, 900]], [soft("image", 1, 64)], r"token 900 \(row 0, index 2\) is outside"),
-    (
-        [[501, 501]],
-        [soft("video", 1, 64), soft("video", 1, 64, value=float("nan"))],
-        "video 1 of the soft tokens are not finite",
-    ),
-    (IMAGE, [soft("image", 2, 64, value=float("inf"))], "image 0 of the soft tokens are not fin"),
-    (IMAGE, [Soft("image", (ONE.long(),))], r"image 0 .* a tensor of floats .* found int64"),
-    (IMAGE, [Soft("image", (ONE.numpy(),))], r"image 0 .* of floats \[n, 64\], found ndarray"),
-    (IMAGE, [Soft("audio", ONE)], r"audio 0 .* a tuple of tensors, found float32"),
-    (IMAGE, [ONE], r"^soft 0: expected what Engine.encode returns, found float32 \[1, 64\]"),
-    (IMAGE, Soft("image", (ONE,)), r"^soft: expected a list, found Soft"),
-    (IMAGE, [Soft("smell", (ONE,))], r"^media 'smell': one of image, video, audio"),
+WRONG: list[tuple[list[int], Any, str]] = [
+    ([500], [Soft("image", (ONE.long(),))], r"image 0 .* a tensor of floats .* found int64"),
+    ([500], [Soft("image", (ONE.numpy(),))], r"image 0 .* of floats \[n, 64\], found ndarray"),
+    ([500], [Soft("audio", ONE)], r"audio 0 .* a tuple of tensors, found float32"),
+    ([500], [ONE], r"^soft 0: expected what Engine.encode returns, found float32 \[1, 64\]"),
+    ([500], Soft("image", (ONE,)), r"^soft: expected a list, found Soft"),
+]
+WRONG += [
+    (tokens, [soft(kind, *shape, value=value) for kind, shape, value in softs], says)
+    for tokens, softs, says in CASES["soft"]
 ]
 
 
 @pytest.mark.parametrize("tokens, softs, message", WRONG, ids=[m for _, _, m in WRONG])
-def test_wrong_media(engine: Engine, tokens: Any, softs: Any, message: str) -> None:
+def test_wrong_media(engine: Engine, tokens: list[int], softs: Any, message: str) -> None:
     session = with_chunk(engine, 16).session(1)
     with pytest.raises(InputError, match=message):
-        session.prefill(tokens, soft=softs)
+        session.prefill([tokens], soft=softs)
     assert session.length.tolist() == [0]
 
 
@@ -327,13 +293,3 @@ def test_cutting(rows: list[list[tuple[int, bool]]], chunk: int) -> None:
             at = end
         assert at == length
     assert all(piece.width > 0 for piece in pieces)
-
-
-def test_padding_is_in_no_block() -> None:
-    """Also where it looks like a placeholder."""
-    tokens, softs = torch.full((2, 5), 500), [Soft("image", (torch.ones(7, 4),))]
-    ids = {"image": 500, "video": 501}
-    prompt = merged(tokens, torch.tensor([5, 2]), softs, ids, blocks=True)
-    assert prompt.block_ids is not None and prompt.soft_rows is not None
-    assert prompt.block_ids.tolist() == [[0] * 5, [0, 0, -1, -1, -1]]
-    assert prompt.soft_rows.tolist() == [[0, 1, 2, 3, 4], [5, 6, -1, -1, -1]]

@@ -23,12 +23,12 @@ from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.target import Target
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
+from g4ir.engine import build as building
 from g4ir.engine.engine import Engine
-from g4ir.errors import InputError, VerifyError
-from g4ir.ir.distance import BUDGETS, HELD, budget_of
-from g4ir.ir.graph import Builder, infer
+from g4ir.errors import InputError
+from g4ir.ir.distance import HELD
 from g4ir.model.text import build_graph
-from g4ir.ops import OPS, kv_quant
+from g4ir.ops import OPS
 from g4ir.ops.kv_quant import GROUP, NARROW, as_held, as_read, held_width, narrow_width, numbers
 from g4ir.ops.types import Type
 from g4ir.passes import PassOptions, run_passes
@@ -111,15 +111,6 @@ def test_rows_lie_on_their_grid_and_near(to: str, width: int) -> None:
     assert torch.equal(numbers(row(x, to), torch.bfloat16), said.to(torch.bfloat16))
 
 
-def test_infer_wants_fewer_bits() -> None:
-    b = Builder()
-    x = b.input("x", Type("bf16", (2, 40)))
-    assert b.emit("narrow_row", x, to="i8").type == Type("i8", (2, 44))
-    for value, to in ((x, "bf16"), (x, "f32"), (b.input("n", Type("i64", (2, 40))), "i8")):
-        with pytest.raises(VerifyError, match="narrow_row"):
-            infer("narrow_row", (value,), {"to": to}, "y")
-
-
 # --- engines ----------------------------------------------------------------------------------
 
 #: windows of 8 and shared caches; experts; K = V
@@ -171,7 +162,7 @@ def held_apart(got: torch.Tensor, want: torch.Tensor, to: str) -> None:
 
 
 def test_chunks_do_not_matter(engine: Engine) -> None:
-    """A prompt at once, in chunks that wrap the rings, token by token; two rows of two lengths."""
+    """A prompt at once, in chunks that wrap the rings, token by token."""
     to = engine.manifest["options"]["narrow_kv"]["to"]
     ids = tokens(2, 30)
     session = engine.session(2)
@@ -181,10 +172,6 @@ def test_chunks_do_not_matter(engine: Engine) -> None:
     held_apart(torch.cat(parts, 1), whole, to)
     single = engine.session(2)
     held_apart(torch.stack([single.decode(column) for column in ids.t()], 1), whole, to)
-    ragged = engine.session(2)
-    lengths = torch.tensor([11, 30])
-    last = ragged.prefill(ids, lengths=lengths)
-    held_apart(last, whole[torch.arange(2), lengths - 1], to)
 
 
 def test_truncate_restore_and_bytes(engine: Engine) -> None:
@@ -236,13 +223,6 @@ def test_bytes_of_a_spec_by_hand(kv: str) -> None:
     assert f"as built: latent KV off, {kv}" in cli("plan", "--variant", "31b", "--kv-dtype", kv).out
 
 
-def test_budgets() -> None:
-    """A budget of its own where fp32 is compared; 16 bits measure their rounding as ever."""
-    assert budget_of("f32", "hf") is BUDGETS["f32", "hf"]
-    assert budget_of("bf16", "hf", "i8") is BUDGETS["bf16", "hf"]
-    assert [budget_of("f32", "hf", to).relative for to in ("f8e4m3", "i8")] == [2**-4, 2**-5]
-
-
 # --- against transformers ---------------------------------------------------------------------
 
 #: several chunks, more than two windows
@@ -259,47 +239,7 @@ def test_verify(engine: Engine) -> None:
     assert stages.ok and "as asked: not compared" in stages.text()
 
 
-@pytest.mark.parametrize("kv", BITS8)
-def test_a_wrong_rounding_is_found(
-    kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Scales of the neighbouring head, or a range that ends too soon, in the engine alone."""
-    engine = build(tmp_path / "engine", kv_dtype=kv)
-    right = kv_quant.coded
-
-    def shifted(x: torch.Tensor) -> torch.Tensor:
-        made, width = right(x), x.shape[-1]
-        return torch.cat((made[..., :width], made[..., width:].roll(1, -2)), -1)
-
-    def kept(x: torch.Tensor, to: str) -> torch.Tensor:
-        made = right(x) if to == "i8" else x.clamp(-448, 448).to(torch.float8_e4m3fn)
-        return numbers(made, x.dtype)
-
-    monkeypatch.setattr("g4ir.check.rounding_baseline.rounded", kept)
-    assert verify_engine(engine, "hf", IDS).ok
-    monkeypatch.setattr(kv_quant, "coded", shifted)
-    monkeypatch.setitem(NARROW, "f8e4m3", 1.0)  # type: ignore[arg-type]
-    assert not verify_engine(engine, "hf", IDS).ok
-
-
 # --- the torch backend ------------------------------------------------------------------------
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("kv", "form"), [("float8", "value"), ("float8", "off"), ("int8", "off")])
-def test_compiled(kv: str, form: str, tmp_path: Path) -> None:
-    """A ring and a list of K = V, from prefill in chunks to steps, against the interpreter."""
-    spec = load_spec("tiny-dense")
-    text = replace(spec.text, num_hidden_layers=2, pattern=("sliding", "full"))
-    engine = g4ir.build(
-        replace(spec, name="two", text=text),
-        tmp_path / "engine",
-        **{**SMALL, "backend": "torch", "max_batch": 1},
-        kv_dtype=kv,
-        latent_kv=form,
-    )
-    assert verify_engine(engine).ok
-    assert verify_each_pass(engine).ok
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -344,7 +284,6 @@ REFUSED = {
 def test_refused(words: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=words):
         build(tmp_path / "engine", "tiny-moe", **REFUSED[words])
-    assert not (tmp_path / "engine").exists()
 
 
 def test_the_dtype_itself_changes_nothing(tmp_path: Path) -> None:
@@ -365,28 +304,23 @@ def test_what_the_engine_says(tmp_path: Path) -> None:
     assert "state %L5.latent: f8e4m3[C,B,1," in cli("show", out).out
     shown = cli("show", "--variant", "tiny-moe", "--kv-dtype", "int8", "--after", "narrow_kv")
     assert "i8[8,B,2,34]" in shown.out
-    asked = ("show", out, "--kv-dtype", "int8", "--after", "narrow_kv")
-    assert "an engine has its own" in cli(*asked).err
 
 
-def test_k_beyond_the_range_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_k_beyond_the_range_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """sqrt(32) * 100 is more than 448: the layer is named, and the engine still computes."""
-    spec = load_spec("tiny-ple")
-    prepared: dict[str, Any] = {"kv_dtype": "float8"}
-    build(tmp_path / "fine", **prepared)
+    build(tmp_path / "fine", kv_dtype="float8")
     assert not caplog.records
-    from g4ir.engine import prepare as module
-
-    real = module.RandomCheckpoint.tensor
+    real = building.RandomCheckpoint.tensor
 
     def loud(self: Any, name: str) -> torch.Tensor:
         t = real(self, name)
         return t * 100 if name == "layers.2.self_attn.k_norm.weight" else t
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.RandomCheckpoint, "tensor", loud)
-        engine = build(tmp_path / "loud", **prepared)
-        assert engine.session(1).prefill(tokens(1, 9)).isfinite().all()
-        build(tmp_path / "int8", kv_dtype="int8")
+    monkeypatch.setattr(building.RandomCheckpoint, "tensor", loud)
+    engine = build(tmp_path / "loud", kv_dtype="float8")
+    assert engine.session(1).prefill(tokens(1, 9)).isfinite().all()
+    build(tmp_path / "int8", kv_dtype="int8")
     (told,) = caplog.messages
-    assert "in L2.attn.norm_k" in told and "beyond 448" in told and spec.text.num_hidden_layers > 2
+    assert "in L2.attn.norm_k" in told and "beyond 448" in told

@@ -22,14 +22,12 @@ from g4ir.errors import VerifyError
 from g4ir.ir.flatten import inner_nodes
 from g4ir.ir.graph import Node, Value, infer
 from g4ir.ir.interpret import run_node
-from g4ir.model.text import build_graph
 from g4ir.ops import OPS, Sample
-from g4ir.ops.attention import slot_positions, visible
-from g4ir.ops.base import as_tuple, cases, op
+from g4ir.ops.attention import slot_positions
+from g4ir.ops.base import as_tuple, op
 from g4ir.ops.budgets import MOVES
 from g4ir.ops.kv_quant import comparable
 from g4ir.ops.types import FLOATS, Type, dtype_name, torch_dtype
-from g4ir.spec.record import load_spec
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 #: they make a weight of codes, which in a network is no tensor by itself (primitives/weights.py)
@@ -95,26 +93,17 @@ def rand(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> torch.Tensor:
 # --- from the samples -------------------------------------------------------------------------
 
 
-def test_the_table_holds_each_op_under_its_name() -> None:
-    assert all(name == o.name and o.doc.strip() and o.samples for name, o in OPS.items())
-    phases = ("embed", "prefill", "decode")
-    used = {
-        n.op
-        for s in ("tiny-moe", "tiny-ple")
-        for p in phases
-        for n in build_graph(load_spec(s), p).nodes
-    }
-    assert used <= OPS.keys()
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_results_are_as_inferred(case: tuple[str, int]) -> None:
+    """And nothing given is changed."""
     s = sample(case)
     for types in (s.types(), as_bf16(s.types())):
-        n = node(case[0], types, s.attrs)
-        for v, t in zip(n.outputs, run_node(n, tensors(types, s)), strict=True):
+        n, inputs = node(case[0], types, s.attrs), tensors(types, s)
+        before = [x.clone() for x in inputs]
+        for v, t in zip(n.outputs, run_node(n, inputs), strict=True):
             assert (tuple(t.shape), t.dtype) == (v.type.shape, torch_dtype(v.type.dtype))
             assert not t.is_floating_point() or t.float().isfinite().all()
+        assert all(torch.equal(*map(comparable, pair)) for pair in zip(inputs, before, strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -141,15 +130,6 @@ def test_float64_in_gives_float64_out(case: tuple[str, int]) -> None:
         torch.testing.assert_close(got.to(wide.dtype), wide, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_nothing_given_is_changed(case: tuple[str, int]) -> None:
-    s = sample(case)
-    inputs = tensors(s.types(), s)
-    before = [x.clone() for x in inputs]
-    run_node(node(case[0], s.types(), s.attrs), inputs)
-    assert all(torch.equal(*map(comparable, pair)) for pair in zip(inputs, before, strict=True))
-
-
 @pytest.mark.parametrize("case", [c for c in CASES if OPS[c[0]].flops])
 def test_cost_is_a_count(case: tuple[str, int]) -> None:
     s, o = sample(case), OPS[case[0]]
@@ -164,16 +144,12 @@ def test_cost_is_a_count(case: tuple[str, int]) -> None:
     assert (not any((*reads, *writes))) == (case[0] in VIEWS)
 
 
-VIEWS = {
-    *("split", "heads", "merge_heads", "unstack_layers"),
-    *("dequantize", "dequantize_columns", "dequantize_tiles"),
-}
-NO_FLOPS = {
-    *VIEWS,
-    *("all_gather", "cast", "concat", "last_row", "row_start", "cache_write", "stack_layers"),
-    *("latent_row", "narrow_row", "quantize", "as_bytes", "columns", "tiles", "by_cluster"),
-    *("pick_id", "pick_rows"),
-}
+VIEWS = {*["split", "heads", "merge_heads", "unstack_layers", *OF_CODES]} - {"dense"}
+MOVES_ONLY = (
+    "all_gather cast concat last_row row_start cache_write stack_layers latent_row narrow_row "
+    "quantize as_bytes columns tiles by_cluster pick_id pick_rows"
+)
+NO_FLOPS = VIEWS | {*MOVES_ONLY.split()}
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not OPS[c[0]].flops])
@@ -261,34 +237,6 @@ def test_a_wrong_type_is_refused_by_name_or_it_runs(case: tuple[str, int]) -> No
                 assert (tuple(r.shape), r.dtype) == (v.type.shape, torch_dtype(v.type.dtype))
 
 
-MISMATCHES = {
-    "linear": "f32[2,8] f32[4,9]",
-    "add": "f32[2,8] f32[2,7]",
-    "mul": "f32[2,8] f32[3]",
-    "glu": "f32[2,8] f32[2,7]",
-    "concat": "f32[2,8] f32[2,7]",
-    "rms_norm": "f32[2,8] f32[7]",
-    "rope": "f32[2,3,4,8] f32[2,3,7] f32[2,3,7]",
-    "last_row": "f32[2,3,8] i64[3]",
-    "embedding": "f32[8] i64[2]",
-    "cache_write": "f32[4,2,2,8] f32[2,3,2,9] i64[2] i64[2]",
-    "attention": "f32[2,1,4,8] i64[2,1] i64[2] f32[9,2,2,7] f32[9,2,2,7]",
-    "attention_latent": "f32[2,1,4,8] i64[2,1] i64[2] f32[9] f32[9,2,2,12]",
-    "latent_row": "f32[2,3,2,8] f32[2,3,2,7]",
-    "dual_norm_residual": "f32[2,8] f32[8] f32[2,8] f32[8] f32[8] f32[2,7] f32[1] f32[8]",
-    "moe_mlp": "3*f32[2,3,8] f32[8] f32[4,8] f32[4] f32[6,8] f32[8,3] f32[5,6,8] f32[5,8,3]",
-    "qkv_write": "f32[2,1,64] f32[8] f32[9] 2*f32[2,1,8] 2*i64[2] 2*f32[4,2,2,8]",
-}
-
-
-@pytest.mark.parametrize("name", MISMATCHES)
-def test_infer_itself_names_both_types(name: str) -> None:
-    (mismatch,) = cases(MISMATCHES[name])
-    with pytest.raises(ValueError, match=name) as e:
-        OPS[name].infer_types(mismatch.types(), OPS[name].samples[0].attrs)
-    assert sum(text in str(e.value) for text in mismatch.inputs) >= 2
-
-
 def test_an_attribute_is_no_list() -> None:
     """Other wrong ones are in refused/graph.yaml."""
     s = OPS["split"].samples[0]
@@ -316,7 +264,7 @@ def test_an_op_class_must_be_complete() -> None:
         (make(infer=typed, reference=typed, expand=typed), "exactly one of"),
         (make(infer=typed, reference=typed, samples=[]), "samples"),
         (make(infer=typed, reference=typed, budget=None), "a budget"),
-        (make(infer=typed, reference=typed, kind="tail"), "kind 'tail': one of attention"),
+        (make(infer=typed, reference=typed, kind="tail"), "a kind of attention"),
         (make(infer=odd, reference=typed), "attribute of kind dict"),
         (make(expand=lambda b, x, **attrs: x), r"attribute of kind \*\*"),
     ):
@@ -324,57 +272,6 @@ def test_an_op_class_must_be_complete() -> None:
             op(cls)
     made = op(make(infer=staticmethod(typed), reference=staticmethod(typed)))
     assert made.fold and not made.glue and made.rows == () and as_tuple(3) == (3,)
-
-
-# --- fused ops --------------------------------------------------------------------------------
-
-#: fused op -> the ops of each sample's expansion
-EXPANSIONS = {
-    "all_reduce": ["scale", "scale scale"],
-    "all_gather": ["scale"],
-    "all_reduce_norm_residual": ["all_reduce norm_residual"] * 2,
-    "all_reduce_dual_norm_residual": ["all_reduce dual_norm_residual"],
-    "dense": ["dequantize"],
-    "norm_rope": ["rms_norm rope"],
-    "norm_residual": [
-        "rms_norm add mul rms_norm",
-        "rms_norm add rms_norm rms_norm rms_norm",
-        "rms_norm add",
-    ],
-    "norm_linear": ["norm_residual linear", *["norm_residual linear_glu"] * 2],
-    "dual_norm_linear": ["dual_norm_residual linear", "dual_norm_residual linear_glu"],
-    "norm_moe_mlp": ["norm_residual moe_mlp"],
-    "qkv_attention": ["qkv_write attention"] * 2,
-    "q_attention": ["norm_rope attention"],
-    "glu_packed": ["split glu"],
-    "linear_clipped": ["clip linear clip"],
-    "linear_glu": ["linear glu_packed", "linear glu"],
-    "dual_norm_residual": ["rms_norm norm_residual norm_residual"] * 3,
-    "moe_mlp": ["linear_glu linear router experts"] * 3,
-    "qkv_write": [
-        "split heads norm_rope heads heads norm_rope rms_norm cache_write cache_write",
-        "split heads norm_rope heads norm_rope rms_norm cache_write cache_write",
-        "split heads norm_rope heads norm_rope rms_norm latent_row cache_write",
-        "split heads norm_rope heads inverse_rms cache_write cache_write",
-        *[
-            "split heads norm_rope heads heads norm_rope rms_norm narrow_row narrow_row"
-            " cache_write cache_write"
-        ]
-        * 2,
-    ],
-}
-
-
-def test_those_listed_are_fused_ops() -> None:
-    assert EXPANSIONS.keys() <= {name for name, o in OPS.items() if o.expand}
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if c[0] in EXPANSIONS])
-def test_an_expansion_is_the_documented_composition(case: tuple[str, int]) -> None:
-    n = node(case[0], sample(case).types(), sample(case).attrs)
-    nodes, results = n.expanded
-    assert " ".join(inner.op for inner in nodes) == EXPANSIONS[case[0]][case[1]]
-    assert [v.type for v in results] == [v.type for v in n.outputs]
 
 
 # --- rounding order ---------------------------------------------------------------------------
@@ -393,10 +290,9 @@ def test_a_scale_is_not_rounded() -> None:
 def test_glu_rounds_the_activation(act: str) -> None:
     gate, up = rand(2, 3, 64), rand(2, 3, 64, seed=1)
     x = gate.float()
+    tanh = torch.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3))
     by_hand = {
-        "gelu_pytorch_tanh": 0.5
-        * x
-        * (1 + torch.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3))),
+        "gelu_pytorch_tanh": 0.5 * x * (1 + tanh),
         "gelu": 0.5 * x * (1 + torch.erf(x * 0.5**0.5)),
         "silu": x * torch.sigmoid(x),
         "relu": x.clamp(min=0),
@@ -411,15 +307,6 @@ def test_glu_rounds_the_activation(act: str) -> None:
     )
 
 
-# --- rope -------------------------------------------------------------------------------------
-
-
-# --- experts ----------------------------------------------------------------------------------
-
-
-# --- rows -------------------------------------------------------------------------------------
-
-
 def test_last_row_takes_the_last_valid_token() -> None:
     x = torch.arange(24.0).view(3, 4, 2)
     got = run("last_row", x, torch.tensor([4, 1, 0]))
@@ -427,15 +314,6 @@ def test_last_row_takes_the_last_valid_token() -> None:
 
 
 # --- the cache --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("window", [0, 1, 2, 6, 7])
-def test_the_window_s_truth_table(window: int) -> None:
-    """Windows of 1, 2, L and L + 1 keys, and none, at L = 6."""
-    positions = torch.arange(6)[None]
-    mask = visible(positions.t(), positions, window)[0]
-    for q, k in itertools.product(range(6), range(6)):
-        assert mask[q, k].item() == (k <= q and (not window or k > q - window))
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.integers(1, 12))
@@ -476,78 +354,7 @@ def test_cache_write_against_writing_one_by_one(case: tuple[int, Any]) -> None:
         assert torch.equal(cache, cache[:, :, :1, :1].expand_as(cache))
 
 
-def attention_by_hand(
-    q: Any, keys: Any, values: Any, key_pos: list[int], pos: list[int], window: int, cap: float
-) -> torch.Tensor:
-    """One row, every element in a Python loop: q [S,nq,d], keys and values [T,n,d]."""
-    out = torch.zeros_like(q)
-    group = q.shape[1] // keys.shape[1]
-    for s, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
-        seen = [
-            t
-            for t, p in enumerate(key_pos)
-            if 0 <= p <= pos[s] and (not window or p > pos[s] - window)
-        ]
-        scores = [sum(q[s, h, i] * keys[t, h // group, i] for i in range(q.shape[2])) for t in seen]
-        if cap:
-            scores = [torch.tanh(x / cap) * cap for x in scores]
-        weights = [torch.exp(x - max(scores)) for x in scores]
-        for t, w in zip(seen, weights, strict=True):
-            out[s, h] += w / sum(weights) * values[t, h // group]
-    return out
-
-
-@pytest.mark.parametrize("dtype", [F32, F64])
-@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (0, 2.0), (3, 0.0), (1, 0.0), (4, 1.5)])
-def test_attention_against_a_loop(window: int, cap: float, dtype: torch.dtype) -> None:
-    """A history in a cache, then a chunk: rows of different age, the ring where there is a
-    window, read before the write with the chunk beside it and after the write alone."""
-    history, size, kv, heads, d = (5, 0), 3, 2, 4, 3
-    slots = window or 9
-    everything = rand(2, 2, 8, kv, d, dtype=dtype)
-    cache_k = cache_v = torch.full((slots, 2, kv, d), 99.0, dtype=dtype)
-    zero, age = torch.tensor([0, 0]), torch.tensor(history)
-    cache_k, cache_v = (
-        run("cache_write", c, x[:, :5].contiguous(), zero, age)
-        for c, x in zip((cache_k, cache_v), everything, strict=True)
-    )
-    rows = [torch.stack([x[b, h : h + size] for b, h in enumerate(history)]) for x in everything]
-    q = rand(2, size, heads, d, dtype=dtype, seed=5) * 2
-    positions = age[:, None] + torch.arange(size)
-    attrs = {"window": window, "scale": 1.0, "softcap": cap}
-    got = run("attention", q, positions, age, cache_k, cache_v, *rows, **attrs)
-    rtol, atol = (1e-12, 1e-12) if dtype == F64 else (2e-5, 2e-6)
-    for b, past in enumerate(history):
-        total = past + size
-        want = attention_by_hand(
-            q[b],
-            everything[0][b, :total],
-            everything[1][b, :total],
-            list(range(total)),
-            positions[b].tolist(),
-            window,
-            cap,
-        )
-        torch.testing.assert_close(got[b], want, rtol=rtol, atol=atol)
-    new_k, new_v = (
-        run("cache_write", c, x, age, torch.tensor([size, size]))
-        for c, x in zip((cache_k, cache_v), rows, strict=True)
-    )
-    last = run("attention", q[:, -1:], positions[:, -1:], age + size, new_k, new_v, **attrs)
-    torch.testing.assert_close(last, got[:, -1:], rtol=rtol, atol=atol)
-
-
 def test_a_query_that_sees_nothing_stays_finite() -> None:
-    q, cache = rand(1, 1, 2, 4, dtype=F32), torch.zeros(3, 1, 1, 4)
-    out = run(
-        "attention",
-        q,
-        torch.tensor([[0]]),
-        torch.tensor([0]),
-        cache,
-        cache,
-        window=0,
-        scale=1.0,
-        softcap=0.0,
-    )
-    assert out.isfinite().all()
+    q, cache, zero = rand(1, 1, 2, 4, dtype=F32), torch.zeros(3, 1, 1, 4), torch.tensor([0])
+    masking = {"window": 0, "scale": 1.0, "softcap": 0.0}
+    assert run("attention", q, zero[None], zero, cache, cache, **masking).isfinite().all()

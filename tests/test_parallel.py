@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from itertools import count, islice, product
+from itertools import count, islice
 from typing import Any
 from zlib import crc32
 
@@ -22,7 +22,6 @@ from g4ir.ir.rewrite import split_prologue
 from g4ir.ir.text import parse_graph
 from g4ir.ir.verify import verify
 from g4ir.model.decoder import BLOCKS, VERIFY
-from g4ir.model.draft import shipped_drafter
 from g4ir.model.media import find_media
 from g4ir.model.text import build_graph, build_program, has_blocks
 from g4ir.ops.codecs import dequantized
@@ -30,13 +29,12 @@ from g4ir.ops.reduce_norm import NORM_OF
 from g4ir.ops.types import Type
 from g4ir.parallel.lockstep import lockstep
 from g4ir.parallel.shard import collectives, shard, shard_program
-from g4ir.parallel.table import FIRST, AxisShard, Share, can_share, check_ranks, part_of
-from g4ir.parallel.unroll import split_name, unroll
+from g4ir.parallel.table import FIRST, Share, can_share, check_ranks, part_of
+from g4ir.parallel.unroll import unroll
 from g4ir.passes import PassOptions, run_passes, run_program
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.plan_cache import RingOptions
 from g4ir.passes.scale_residual import ScaleOptions
-from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import from_codes, quantised
 from g4ir.spec.record import Spec, load_spec
@@ -63,9 +61,6 @@ SLACK = PassOptions((RingOptions(2),))
 
 #: seeds of random specs that two or more ranks can share
 SEEDS = tuple(islice((seed for seed in count() if can_share(random_spec(seed), 2)), 20))
-RANDOM = tuple(f"random-{seed}" for seed in SEEDS)
-#: those left to `--full`: others have every feature between them
-SPARE = {*RANDOM} - {*fewest_of(SEEDS)}
 
 
 @cache
@@ -192,7 +187,7 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
 #: name, ranks, and whether each has some of the experts
 CASES = [
     (name, ranks, ep)
-    for name in (*TINY, *RANDOM)
+    for name in (*TINY, *fewest_of(SEEDS))
     for ranks in RANKS
     for ep in (False, True)
     if can_share(spec_of(name), ranks, ep) and (spec_of(name).text.moe or not ep)
@@ -201,13 +196,8 @@ assert {(n, r, False) for n in TINY for r in RANKS} <= {*CASES}
 assert {r for _, r, ep in CASES if ep} == {*RANKS}
 
 
-def marked(case: tuple[str, int, bool], *marks: pytest.MarkDecorator) -> Any:
-    spare = (pytest.mark.full,) if case[0] in SPARE else ()
-    return pytest.param(*case, marks=(*marks, *spare))
-
-
 @pytest.mark.covering
-@pytest.mark.parametrize("name, ranks, ep", [*map(marked, CASES)])
+@pytest.mark.parametrize("name, ranks, ep", CASES)
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-4), (torch.float64, 1e-12)])
 def test_ranks_agree_with_one(
     name: str, ranks: int, ep: bool, dtype: torch.dtype, most: float
@@ -250,7 +240,7 @@ def fused_sums(g: Graph) -> list[Node]:
 
 @pytest.mark.parametrize(
     "name, ranks, ep",
-    [marked(c, *[pytest.mark.covering] * (c not in ALWAYS)) for c in CASES],
+    [pytest.param(*c, marks=[pytest.mark.covering] * (c not in ALWAYS)) for c in CASES],
 )
 def test_norms_make_their_sums(name: str, ranks: int, ep: bool) -> None:
     """As a GPU's steps have them: as many messages as before, all of layers fused, those of a layer
@@ -260,6 +250,7 @@ def test_norms_make_their_sums(name: str, ranks: int, ep: bool) -> None:
     p = run_program(own, options=gpu)
     g = p.graphs["decode"]
     assert len(fused_sums(g)) == 2 * spec_of(name).text.num_hidden_layers
+    assert not [*g.find("experts")]  # fused, shared out or not
     assert [*map(sent, collectives(g))] == [*map(sent, collectives(own.graphs["decode"]))]
     assert not fused_sums(p.graphs["prefill"])
     got = together(p, name, ranks, dtype)
@@ -315,20 +306,6 @@ def test_towers_are_whole(name: str) -> None:
     assert all(any(collectives(g)) for phase, g in own.graphs.items() if phase not in alike)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_experts_that_are_shared_out_are_all_there(ranks: int) -> None:
-    """Ranks run one graph; a number says which experts they have, whose fused block stays one."""
-    spec = spec_of("tiny-moe")
-    assert spec.text.moe
-    g = run_passes(sharded("tiny-moe", ranks, ep=True).graphs["decode"])
-    assert len(list(g.find("moe_mlp"))) == spec.text.num_hidden_layers and not [*g.find("experts")]
-    own = [rank_params(g, spec, weights("tiny-moe", torch.float32), r, ranks) for r in range(ranks)]
-    firsts, held = [int(p[FIRST]) for p in own], len(own[0]["L0.moe.down"])
-    assert firsts == [*range(0, spec.text.moe.num_experts, held)] and len(firsts) == ranks
-    whole = weights("tiny-moe", torch.float32)["L0.moe.down"]
-    assert torch.equal(torch.cat([p["L0.moe.down"] for p in own]), whole)
-
-
 # --- weights in codes -------------------------------------------------------------------------
 
 RECIPES = ("int8", "int4", "fp8")
@@ -343,34 +320,7 @@ def in_codes(name: str, recipe: str, dtype: torch.dtype) -> Program:
     return quantised(whole_program(spec, kind), spec, replace(found, rules=rules), kind)
 
 
-def _divides(p: Program, name: str, ranks: int, ep: bool) -> bool:
-    """Whether groups of 8 are whole on every rank; those of 32 are refused below."""
-    try:
-        return bool(shard_program(p, spec_of(name), ranks, ep))
-    except InputError as e:
-        assert "in groups of 8, which" in str(e)
-        return False
-
-
-CODED = [
-    (name, recipe, ranks, ep)
-    for name in TINY
-    for recipe in RECIPES
-    for ranks, ep in ((2, False), (2, True), (4, False), (4, True))
-    if (name, ranks, ep) in CASES
-    and _divides(in_codes(name, recipe, torch.float32), name, ranks, ep)
-]
-assert {c[:2] for c in CODED} >= {*product(TINY, RECIPES)}
-assert {c[1:3] for c in CODED} == {*product(RECIPES, RANKS)}
-
-
-#: the others with `--full`
-FEW_CODED = [
-    pytest.param(
-        *c, marks=[pytest.mark.full] * (c[0] != "tiny-moe" or c[2:] not in ((2, False), (4, True)))
-    )
-    for c in CODED
-]
+CODED = [("tiny-moe", recipe, *way) for recipe in RECIPES for way in ((2, False), (4, True))]
 
 
 def codes_of(p: Program, params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -388,7 +338,7 @@ def quantising(p: Program) -> list[Node]:
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("name, recipe, ranks, ep", FEW_CODED)
+@pytest.mark.parametrize("name, recipe, ranks, ep", CODED)
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-4), (torch.float64, 1e-12)])
 def test_codes_of_the_whole_are_cut(
     name: str, recipe: str, ranks: int, ep: bool, dtype: torch.dtype, most: float
@@ -404,7 +354,7 @@ def test_codes_of_the_whole_are_cut(
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize("name, recipe, ranks, ep", FEW_CODED)
+@pytest.mark.parametrize("name, recipe, ranks, ep", CODED)
 def test_a_rank_quantises_its_part(name: str, recipe: str, ranks: int, ep: bool) -> None:
     """At build: of rows and groups that is the same; of a row whose columns are cut, each rank's
     part has a scale of its own."""
@@ -439,30 +389,13 @@ MESSAGES = {"e2b": 71, "e4b": 85, "12b": 97, "26b-a4b": 61, "31b": 121}
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_messages_of_a_step(name: str, ranks: int) -> None:
-    spec = load_spec(name)
-    for ep in (False, True) if spec.text.moe else (False,):
-        g = run_passes(shard(build_graph(spec, "decode"), spec, ranks, ep))
-        assert len(list(collectives(g))) == MESSAGES[name]
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("ranks", RANKS)
-def test_a_rank_has_its_share(name: str, ranks: int) -> None:
     """Every matrix of the layers is cut but routers and per-layer embeddings."""
     spec = load_spec(name)
-    own = shard(build_graph(spec), spec, ranks)
-    whole = {v.name for v in own.params if v.type.rank > 1 and not part_of(spec, v.name)}
-    assert all(n.startswith("ple.") or ".ple." in n or n.endswith(".router") for n in whole)
-
-
-@pytest.mark.parametrize("heads, keys, ranks", [(8, 1, 4), (8, 2, 4), (16, 8, 4), (32, 4, 8)])
-def test_query_heads_meet_their_own_key_heads(heads: int, keys: int, ranks: int) -> None:
-    for rank in range(ranks):
-        ((first, size),) = AxisShard("wq", 0, heads).ranges(heads, rank, ranks)
-        ((k, n),) = AxisShard("wk", 0, keys).ranges(keys, rank, ranks)
-        group = size // n
-        assert all(k + i // group == (first + i) // (heads // keys) for i in range(size))
+    for ep in (False, True) if spec.text.moe else (False,):
+        own = shard(build_graph(spec, "decode"), spec, ranks, ep)
+        assert len(list(collectives(run_passes(own)))) == MESSAGES[name]
+        whole = {v.name for v in own.params if v.type.rank > 1 and not part_of(spec, v.name, ep)}
+        assert all(n.startswith("ple.") or ".ple." in n or n.endswith(".router") for n in whole)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -502,47 +435,6 @@ def test_experts_cut_across_need_no_even_number() -> None:
     check_ranks(ODD_EXPERTS, 4)
 
 
-@pytest.mark.parametrize("name, ep", [("tiny-ple", False), ("tiny-moe", True)])
-@pytest.mark.parametrize("ranks", RANKS)
-def test_ranks_side_by_side_are_one_graph(name: str, ranks: int, ep: bool) -> None:
-    """It has what one rank has by the same names, and the params of all; a drafter's too."""
-    spec, dtype = spec_of(name), torch.float64
-    own = shard_program(
-        build_program(spec, all_logits=True, drafter=shipped_drafter(spec)), spec, ranks, ep
-    )
-    share, given = Share(spec, 0, ranks, ep), weights(name, dtype)
-    cut = {n for n in own.params() if share.cuts(n)}
-    for g in own.graphs.values():
-        verify(unroll(g, cut, ranks))
-    g = unroll(own.graphs["prefill"], cut, ranks)
-    assert not list(collectives(g))
-    shares = [replace(share, rank=rank) for rank in range(ranks)]
-    params = {}
-    for v in g.params:
-        rank, param = split_name(v.name)
-        params[v.name] = shares[rank or 0].own(param, given.__getitem__)
-        assert (rank is None) == (param not in cut)
-    phase, inputs = chunks(name, dtype)[0]
-    state = empty_state(g, {"B": 2, "C": SLOTS}, dtype)
-    made, _ = interpret(g, inputs, params, state)
-    rows = valid_logits(inputs, made["logits"])
-    assert phase == "prefill" and distance(rows, alone(name, dtype)[: len(rows)]) < 1e-12
-
-
-@pytest.mark.parametrize("name, ep", [("tiny-moe", False), ("tiny-moe", True), ("tiny-ple", False)])
-@pytest.mark.parametrize("ranks", RANKS)
-def test_parts_joined_are_the_whole(name: str, ep: bool, ranks: int) -> None:
-    share, given = Share(spec_of(name), 0, ranks, ep), weights(name, torch.float32)
-
-    def read(rank: int, v: Value) -> torch.Tensor:
-        made = replace(share, rank=rank).own(v.name, given.__getitem__)
-        assert tuple(made.shape) == v.type.shape
-        return made
-
-    cut = [v for v in plain(name).params().values() if share.cuts(v.name)]
-    assert cut and all(torch.equal(share.joined(v, read), given[v.name]) for v in cut)
-
-
 def test_ranks_of_another_number_are_refused() -> None:
     b = Builder()
     g = b.graph(b.emit("all_reduce", b.input("x", Type("f32", (1, 8))), ranks=2, name="y"))
@@ -551,34 +443,6 @@ def test_ranks_of_another_number_are_refused() -> None:
         interpret(g, x, {}, {})
     with pytest.raises(InputError, match="%y = all_reduce is of 2 ranks, 3 run"):
         lockstep(g, x, [{}] * 3, [{}] * 3)
-
-
-@pytest.mark.parametrize("name, ranks, ep", [c for c in CASES if c[0] in TINY])
-@pytest.mark.parametrize("quant", [None, "int8"])
-def test_planned_bytes_are_those_of_a_rank(
-    name: str, ranks: int, ep: bool, quant: str | None
-) -> None:
-    """Weights as its prologue packs them, caches as its sessions have them."""
-    spec, options = spec_of(name), replace(PLANNED, quant=quant)
-    planned = make_plan(spec, options, ctx=[64, 256], batch=[1, 3], tp=ranks, ep=ep).ranks
-    assert planned
-    whole = quantised(build_program(spec), spec, find_recipe(quant), "f32")
-    g = run_program(shard_program(whole, spec, ranks, ep)).graphs["decode"]
-    _, main = split_prologue(g)
-    given = weights(name, torch.float32)
-    held = packed({"decode": g}, lambda g: rank_params(g, spec, given, 0, ranks))
-    assert planned.weights == sum(held[v.name].nbytes for v in main.params)
-    for row in planned.rows:
-        state = empty_state(g, {"B": row.batch, "C": row.ctx}, torch.float32)
-        assert row.cache == sum(t.nbytes for t in state.values())
-    assert planned.messages == len(list(collectives(g)))
-
-
-def test_key_heads_of_one_are_on_every_rank() -> None:
-    """12b: a cache of full layers has one head; two ranks hold it twice."""
-    one, two = (make_plan(load_spec("12b"), ctx=131072, tp=n) for n in (1, 2))
-    assert one.ranks is None
-    assert two.ranks and two.ranks.rows[0].cache > one.rows[0].built / 2
 
 
 def test_messages_are_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,3 @@ def test_dead_tensors_are_k_and_v_of_shared_layers() -> None:
     assert dead["layers.4.self_attn.k_proj.weight"] == (64, 64)
     assert dead["layers.7.self_attn.k_norm.weight"] == (64,)
     assert not dead.keys() & text_tensors(spec).keys()
-
-
-# --- caches -------------------------------------------------------------------------------------

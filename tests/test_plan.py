@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import resource
 import subprocess
 import sys
 from dataclasses import fields, replace
 from functools import cache, partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from hypothesis import strategies as st
 
 from g4ir import build
 from g4ir.backends.kv_cache import Caches
-from g4ir.cli import main
 from g4ir.engine.build import prepare
 from g4ir.errors import InputError, PlanError
 from g4ir.ir.graph import Graph, Program
@@ -31,14 +31,14 @@ from g4ir.model.text import build_graph, build_program
 from g4ir.passes import PassOptions, run_passes, run_program
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.plan.engine_limits import Limits
-from g4ir.plan.fit import _group_limits, device_memory, require_fit
+from g4ir.plan.fit import require_fit
 from g4ir.plan.footprint import RESERVE_BYTES, reserve
-from g4ir.plan.formats import kv_bytes, weight_sizes
-from g4ir.plan.gpus import SIZE_RULE, find_gpu, parse_bytes
+from g4ir.plan.formats import weight_sizes
+from g4ir.plan.gpus import find_gpu, parse_bytes
 from g4ir.plan.memory import Needs, live_sizes
 from g4ir.plan.options import BuildOptions, Resolved
 from g4ir.plan.plan import PLANNED, cache_lines, make_plan
-from g4ir.plan.records import SCHEMA, TOTALS
+from g4ir.plan.records import SCHEMA
 from g4ir.plan.table import comparison_text, plan_text
 from g4ir.spec.record import load_spec
 from g4ir.spec.shrink import shrink
@@ -51,16 +51,6 @@ CASES = yaml.safe_load(Path(__file__).with_name("plan_cases.yaml").read_text())
 VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
 GIB, GB = 2**30, 10**9
 FORMS = ("off", "value", "raw")
-
-
-def test_routers_keep_their_dtype() -> None:
-    spec = load_spec("26b-a4b")
-    kept, matrices = dict[str, Any](), dict[str, Any]()
-    for name, shape in text_tensors(spec).items():
-        (kept if len(shape) < 2 or ".router." in name else matrices)[name] = shape
-    scales = sum(math.prod(shape[:-1]) for shape in matrices.values())
-    int8 = weight_sizes(spec, "int8").total
-    assert int8 == 2 * numel(kept) + numel(matrices) + 2 * scales
 
 
 # --- planned is what is allocated ---------------------------------------------------------------
@@ -103,15 +93,6 @@ def test_plans_see_the_whole_program(name: str, form: str) -> None:
     assert both.workspace(2, 100, 1024) == plan.rows[0].workspace
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_plain_cache_formula(name: str) -> None:
-    """Against a sum over the layers, where no ring is longer than the context."""
-    spec = spec_called(name)
-    found = make_plan(spec, replace(PLANNED, latent_kv="off"), ctx=512, batch=3).rows[0]
-    kv = kv_bytes(spec, 512, 3)
-    assert (found.naive, found.planned, found.built) == (kv.naive, kv.planned, kv.planned)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_towers_are_counted_as_they_are_packed(variant: str) -> None:
     """What an engine that takes media needs more is what its towers hold."""
@@ -126,25 +107,6 @@ def test_towers_are_counted_as_they_are_packed(variant: str) -> None:
     ]
     more = built[1].param_bytes() - built[0].param_bytes()
     assert planned[1] - planned[0] == more > 0
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("placement", ["device", "host", "mmap"])
-def test_full_size_weights(dtype: str, placement: str) -> None:
-    spec = load_spec("e2b")
-    given = {"dtype": dtype, "ple_placement": placement, "media": "none"}
-    prepared = prepare(spec, BuildOptions(random_weights=0, backend="reference", **given))
-    plan = make_plan(spec, replace(PLANNED, dtype=dtype, ple_placement=placement))
-    found = plan.weights_as(prepared.dtype)
-    table = prepared.packing.program.params()["ple.table"].type.nbytes()
-    assert found.sizes.total == prepared.param_bytes()
-    assert found.sizes.ple_table == table
-    place = {"device": found.device, "host": found.host, "mmap": found.mapped}
-    rest = found.sizes.total - table
-    want = {"device": rest, "host": 0, "mmap": 0}
-    want[placement] += table
-    assert place == want
 
 
 def test_no_pass_no_planning() -> None:
@@ -172,11 +134,6 @@ def test_integer_formats_to_the_byte() -> None:
     assert int8.layers == vectors + sum(r * (c + 4) for r, c in matrices)
     assert all(c % 32 == 0 for _, c in matrices)
     assert int4.layers == vectors + sum(r * c // 32 * 18 for r, c in matrices)
-
-
-def test_unknown_format() -> None:
-    with pytest.raises(InputError, match="quant int2: expected none, fp8, int4, int8"):
-        weight_sizes(load_spec("e2b"), "int2")
 
 
 # --- activations and workspace ------------------------------------------------------------------
@@ -210,22 +167,13 @@ def by_definition(g: Graph, dims: dict[str, int]) -> int:
     return fixed + max(*steps, last)
 
 
-@pytest.mark.parametrize("name", [*NAMES[:10], "e2b", "26b-a4b"])
+@pytest.mark.parametrize("name", [*NAMES[:6], "e2b", "26b-a4b"])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_activations_by_definition(name: str, phase: str) -> None:
     for g in (build_graph(spec_called(name), phase), run_passes(build_graph(spec_called(name)))):
         main = split_prologue(g)[1]
         for dims in ({"B": 1, "S": 64, "C": 512}, {"B": 5, "S": 7, "C": 256}):
             assert max(s.at(dims) for s in live_sizes(main)) == by_definition(main, dims)
-
-
-def test_workspace_of_attention() -> None:
-    """e2b, a chunk of 512 tokens on 4096: 4608 keys of one head of 512, eight query heads."""
-    (found,) = make_plan(load_spec("e2b"), replace(PLANNED, prefill_chunk=512), ctx=4096).rows
-    keys = 4096 + 512
-    joined = 2 * keys * 512 * 2
-    mask, bias = 512 * keys, 8 * 512 * keys * 2
-    assert found.workspace == joined + mask + bias
 
 
 def test_workspace_of_a_softcap_and_of_latent_rows() -> None:
@@ -240,23 +188,6 @@ def test_workspace_of_a_softcap_and_of_latent_rows() -> None:
     assert make_plan(capped, ctx=4096).rows[0].workspace == needs["off"] + (
         32 * 1024 * keys * 2 * (2 + 4)
     )
-
-
-def test_needs_grow() -> None:
-    """What the search for the largest relies on."""
-    spec = load_spec("26b-a4b")
-    contexts = (1, 63, 64, 65, 500, 513, 1023, 1024, 1025, 4096, 100_000, 262_144)
-    for latent in FORMS:
-        plan = make_plan(
-            spec, replace(PLANNED, latent_kv=latent), ctx=contexts, batch=(1, 2, 3, 64)
-        )
-        for key in (*TOTALS, "activations", "workspace"):
-            by = {(r.ctx, r.batch): getattr(r, key) for r in plan.rows}
-            for batch in (1, 2, 3, 64):
-                sizes = [by[c, batch] for c in contexts]
-                assert sizes == sorted(sizes)
-            for c in contexts:
-                assert [by[c, b] for b in (1, 2, 3, 64)] == sorted(by[c, b] for b in (1, 2, 3, 64))
 
 
 # --- what fits ----------------------------------------------------------------------------------
@@ -300,34 +231,13 @@ def test_the_largest_fits_and_one_more_does_not(
     check_largest(name, memory, ctx, batch, latent_kv=latent, prefill_chunk=chunk, device=device)
 
 
-def test_the_largest_of_a_released_variant() -> None:
-    check_largest("e2b", 8 * GIB, 32768, 4, latent_kv="off")
-    check_largest("31b", 80 * GIB, 32768, 1, latent_kv="raw")
-
-
 def test_an_80_gb_card_and_the_largest_variant() -> None:
     """The naive count says 23K tokens, the engine holds more than 128K; 256K does not fit."""
-    plan = make_plan(load_spec("31b"), memory=find_gpu("h100-80gb"))
-    bf16 = plan.fits[0]
+    bf16, *_, int4 = make_plan(load_spec("31b"), memory=find_gpu("h100-80gb")).fits
     most = bf16.max_context[0]
     assert most.naive < 24 * 1024 < 128 * 1024 < most.planned == most.built < 256 * 1024
     assert [c.fits for c in bf16.cells] == [True, True, True, False]
-    assert [m.built for m in bf16.max_batch][-1] == 0
-    assert plan.fits[2].cells[-1].fits  # in 4 bits
-
-
-def test_the_table_outside_the_device_leaves_room() -> None:
-    spec, size = load_spec("e2b"), 8 * GIB
-
-    def largest(device: str, place: str) -> int:
-        options = replace(PLANNED, device=device, ple_placement=place)
-        return make_plan(spec, options, memory=size).fits[0].max_context[0].built
-
-    places = product(("cuda", "cpu"), ("device", "host", "mmap"))
-    most = {(device, place): largest(device, place) for device, place in places}
-    assert most["cuda", "device"] == 0 < most["cuda", "host"] == most["cuda", "mmap"]
-    # the host's memory is the CPU's own
-    assert most["cpu", "device"] == most["cpu", "host"] == 0 < most["cpu", "mmap"]
+    assert bf16.max_batch[-1].built == 0 and int4.cells[-1].fits
 
 
 def test_time_floors_are_those_of_the_cost_model() -> None:
@@ -369,6 +279,9 @@ def test_one_placement_serves_every_row_of_a_plan() -> None:
     assert make_plan(spec).ple_placement == "device"
     given = replace(PLANNED, ple_placement="device")
     assert make_plan(spec, given, memory=9 * GIB).ple_placement == "device"
+    cards = make_plan(spec, ctx=4096, memory=[find_gpu("h100-80gb"), find_gpu("rtx4060-8gb")])
+    assert [*dict.fromkeys(f.ple_placement for f in cards.fits)] == ["device", "mmap"]
+    assert "per-layer table: device or mmap" in plan_text(cards)
 
 
 # --- refusing a build ---------------------------------------------------------------------------
@@ -396,21 +309,12 @@ def program_of(name: str, dtype: str, form: str) -> Program:
     return run_program(built, options=PassOptions((LatentOptions(form),)))
 
 
-FLAGS = {
-    "--max-seq": "max_seq",
-    "--max-batch": "max_batch",
-    "--prefill-chunk": "prefill_chunk",
-    "--dtype": "dtype",
-    "--ple-placement": "ple_placement",
-}
-
-
 def advised(message: str) -> list[dict[str, Any]]:
     """The settings that a refusal names: alternatives, or one that takes all of them."""
     names = {"bfloat16": "bf16", "float16": "f16"}
     found = [
-        {FLAGS[flag]: int(value) if value.isdigit() else names.get(value, value)}
-        for flag, value in re.findall(r"(--[a-z-]+) (\w+)", message.partition("short; ")[2])
+        {flag.replace("-", "_"): int(value) if value.isdigit() else names.get(value, value)}
+        for flag, value in re.findall(r"--([a-z-]+) (\w+)", message.partition("short; ")[2])
     ]
     if "all of these together" in message:
         found = [{k: v for f in found for k, v in f.items()}]
@@ -440,41 +344,19 @@ def test_a_build_that_does_not_fit_is_refused_with_what_fits(case: str) -> None:
         check(name, memory + int(short[1]) - 2, **options)
 
 
-@pytest.mark.parametrize("setting", ["max_seq", "max_batch"])
-def test_the_advice_is_the_most_that_fits(setting: str) -> None:
+def test_the_advice_is_the_most_that_fits() -> None:
     with pytest.raises(PlanError) as refusal:
         check("31b", 80 * GB, max_batch=12)
-    (value,) = [s[setting] for s in advised(str(refusal.value)) if setting in s]
-    check("31b", 80 * GB, **{"max_batch": 12, setting: value})
-    with pytest.raises(PlanError):
-        check("31b", 80 * GB, **{"max_batch": 12, setting: value + 1})
+    for setting in advised(str(refusal.value)):
+        check("31b", 80 * GB, **{"max_batch": 12, **setting})
+        more = {key: value + 1 for key, value in setting.items()}
+        with pytest.raises(PlanError):
+            check("31b", 80 * GB, **{"max_batch": 12, **more})
 
 
 def test_nothing_fits() -> None:
     with pytest.raises(PlanError, match="smaller variant or a device with more memory"):
         check("31b", 24 * GB)
-
-
-def test_memory_of_the_host(tmp_path: Path) -> None:
-    import psutil
-
-    assert 0 < device_memory("cpu") <= psutil.virtual_memory().total
-    membership = tmp_path / "cgroup"
-    root = tmp_path / "fs"
-    inner = root / "a" / "b"
-    inner.mkdir(parents=True)
-    membership.write_text("0::/a/b\n")
-    assert list(_group_limits(root, membership)) == []
-    (inner / "memory.max").write_text("max\n")
-    (root / "a" / "memory.max").write_text("5000000\n")
-    (root / "memory.max").write_text("7000000\n")
-    (tmp_path / "memory.max").write_text("1\n")  # outside
-    assert list(_group_limits(root, membership)) == [5_000_000, 7_000_000]
-    (root / "memory" / "a").mkdir(parents=True)
-    (root / "memory" / "a" / "memory.limit_in_bytes").write_text("6000000\n")
-    membership.write_text("12:cpu,cpuacct:/a\n4:memory:/a\n")
-    assert list(_group_limits(root, membership)) == [6_000_000]
-    assert list(_group_limits(root, tmp_path / "absent")) == []
 
 
 # --- the command --------------------------------------------------------------------------------
@@ -487,76 +369,14 @@ def ok(*words: str | Path) -> str:
     return outcome.out
 
 
-KEYS = """
-blocks cache device drafts dtype fits hub kv_dtype latent layers max_context media parameters
-ple_parameters ple_placement prefill_chunk ranks rows schema skipped_passes spec_digest variant
-weights
-"""
-PART_KEYS = {
-    "weights": "device format head host layers mapped nominal ple_table token_table total towers",
-    "cache": "naive_per_token per_token window built_per_token built_window",
-    "rows": "ctx batch naive planned built activations workspace",
-    "fits": """
-        cells device max_batch max_context memory ple_placement ranks reserve weight_bytes weights
-    """,
-}
-
-
 def test_json_keeps_its_keys() -> None:
     """Scripts read them: a change of one raises SCHEMA."""
     found = json.loads(ok("--variant", "e2b", "--gpu", "h100-80gb", "--json"))
     assert found["schema"] == SCHEMA == 1
-    assert found.keys() == set(KEYS.split())
-    for key, names in PART_KEYS.items():
+    assert found.keys() == set(CASES["keys"].split())
+    for key, names in CASES["keys of parts"].items():
         part = found[key] if isinstance(found[key], dict) else found[key][0]
         assert part.keys() == set(names.split())
-
-
-def test_sweeps() -> None:
-    found = json.loads(
-        ok("--variant", "e4b,12b", "--ctx", "128K,4K,256K,4K", "--batch", "8,1", "--json")
-    )
-    assert found["schema"] == SCHEMA
-    e4b, twelve = found["plans"]
-    assert [(r["batch"], r["ctx"]) for r in twelve["rows"]] == [
-        (b, c) for b in (1, 8) for c in (4096, 131072, 262144)
-    ]
-    assert [r["ctx"] for r in e4b["rows"]] == [4096, 131072] * 2  # as far as it goes
-    text = ok("--variant", "12b", "--ctx", "4K,128K", "--batch", "1,8", "--gpu", "80GB")
-    assert "KV cache, batch 8" in text
-    assert "maximum context at batch 8" in text
-
-
-@pytest.mark.parametrize("variants", ["12b", "e4b,12b"])
-def test_units_of_memory(variants: str) -> None:
-    """A plan with a device says what GB and GiB are; one without has no memory to read."""
-    command = ("--variant", variants, "--ctx", "4K")
-    assert SIZE_RULE in ok(*command, "--gpu", "16GB").splitlines()
-    assert SIZE_RULE not in ok(*command)
-
-
-def test_a_spec_file_and_its_limit(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text(load_spec("tiny-ple").to_yaml())
-    plan = json.loads(ok("--spec", file, "--json"))
-    assert plan["variant"] == "tiny-ple"
-    assert [r["ctx"] for r in plan["rows"]] == [plan["max_context"]]
-    assert plan["hub"] is None
-
-
-@pytest.mark.parametrize("case", CASES["options"])
-def test_options(case: str) -> None:
-    words, key, expected = CASES["options"][case]
-    assert json.loads(ok("--variant", "e2b", *words.split(), "--json"))[key] == expected
-
-
-def test_sizes_of_devices_and_all_logits() -> None:
-    plan = json.loads(ok("--variant", "e2b", "--gpu", "24GiB", "--all-logits", "--json"))
-    assert plan["fits"][0]["memory"] == 24 * GIB and plan["rows"][0]["activations"] > GIB
-
-
-def test_each_of_several_variants_takes_what_it_has_a_use_for() -> None:
-    assert g4ir("plan", "--variant", "e2b,31b", "--ple-placement", "host").code == 0
 
 
 @pytest.mark.parametrize(("options", "message"), CASES["arguments"])
@@ -583,8 +403,7 @@ def test_plots_without_a_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert sorted(tmp_path.iterdir()) == [svg, png]
 
 
-@pytest.mark.parametrize("latent", FORMS)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("name", "latent"), [*(("31b", form) for form in FORMS), ("e2b", "raw")])
 def test_plotted_lines_are_the_rows(name: str, latent: str) -> None:
     plan = make_plan(load_spec(name), replace(PLANNED, latent_kv=latent))
     lines = cache_lines(plan)
@@ -637,24 +456,24 @@ def test_a_plan_is_instant_and_needs_no_torch(words: tuple[str, ...]) -> None:
     assert float(seconds) < 1
 
 
-def _processor_time(*words: str) -> float:
-    """Of a whole process of Python, seconds, the best of several."""
-    code = (
-        "import resource, subprocess, sys\n"
-        "subprocess.run([sys.executable, *sys.argv[1:]], stdout=-3, check=True)\n"
-        "used = resource.getrusage(resource.RUSAGE_CHILDREN)\n"
-        "print(used.ru_utime + used.ru_stime)"
-    )
-    command = [sys.executable, "-c", code, *words]
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(5)]
-    return min(float(run.stdout) for run in runs)
+def test_help_is_quick(tmp_path: Path) -> None:
+    """Start-up and help, of modules compiled as pip leaves them: 0.3 s, or on a slow machine three
+    times what Python needs to load the libraries that reading a spec takes."""
+    environ = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+    def processor_time(*words: str) -> float:
+        """Of a whole process of Python, seconds, the best of several."""
+        used = []
+        for _ in range(5):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run([sys.executable, *words], check=True, capture_output=True, env=environ)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        return min(used)
 
-def test_help_is_quick() -> None:
-    """Start-up and help: 0.3 s, or on a slow machine three times what Python needs to load the
-    libraries that reading a spec takes."""
-    bare = _processor_time("-c", "import argparse, dataclasses, difflib, logging, typing, yaml")
-    assert _processor_time("-m", "g4ir.cli", "--help") < max(0.3, 3 * bare)
+    bare = processor_time("-c", "import argparse, dataclasses, difflib, logging, typing, yaml")
+    assert processor_time("-m", "g4ir.cli", "--help") < max(0.3, 3 * bare)
 
 
 # --- words --------------------------------------------------------------------------------------
@@ -711,22 +530,3 @@ def test_two_cards_where_one_is_too_small() -> None:
         assert said in text
     assert "ranks" not in plan_text(one)
     assert "  cards needed" in comparison_text([plan, plan])
-
-
-def test_each_card_has_the_placement_that_a_build_chooses() -> None:
-    cards = [find_gpu(name) for name in ("h100-80gb", "rtx4060-8gb")]
-    plan = make_plan(load_spec("e2b"), ctx=4096, memory=cards)
-    found = {f.device: f.ple_placement for f in plan.fits}
-    assert found == {"h100-80gb": "device", "rtx4060-8gb": "mmap"}
-    assert "per-layer table: device or mmap" in plan_text(plan)
-
-
-def test_steps_are_not_predicted_for_a_card_of_another_name(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = ["plan", "--variant", "tiny-moe", "--tp", "2", "--ctx", "64", "--gpu"]
-    assert main([*words, "a6000-48gb"]) == 0
-    shown = capsys.readouterr()
-    assert "h200" not in shown.out and "not for a6000-48gb" in shown.err
-    assert main([*words, "a6000-48gb,h200-141gb"]) == 0
-    assert "predicted decode steps on h200" in capsys.readouterr().out

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import g4ir
 from g4ir.check.logits import verify_engine
@@ -28,87 +28,15 @@ from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
 from tests.oracle import Oracle, find_oracle, relative, save_checkpoint
-from tests.packing import (
-    Pack,
-    Tensors,
-    compressed,
-    e4m3_weight,
-    int8_weight,
-    is_linear,
-    meaning,
-    mobile_weight,
-    packed_weight,
-    quantised_checkpoint,
-    rewrite,
-    zeroed_weight,
-)
+from tests.packing import Case, Tensors, e4m3_weight, is_linear, meaning, mobile_weight, rewrite
 
-F32, BF16 = torch.float32, torch.bfloat16
+F32 = torch.float32
 LIMITS: dict[str, Any] = {"max_seq": 64, "prefill_chunk": 16, "all_logits": True, "dtype": "f32"}
-
-
-def fp8_config(rows: int, columns: int) -> dict[str, Any]:
-    shape = {"weight_block_size": [rows, columns]}
-    return {"quant_method": "fp8", **shape, "modules_to_not_convert": ["lm_head"]}
-
-
-MOBILE_BITS = {r"lm_head": 8, r"embed_tokens": 4, r"mlp\.down_proj": 8, r"self_attn\.o_proj": 2}
-
-
-def mobile_bits(module: str) -> int:
-    return next((b for p, b in MOBILE_BITS.items() if re.search(p, module)), 4)
-
-
-MOBILE = {
-    "quant_method": "gemma",
-    "num_bits": 4,
-    "quantize_embeddings": True,
-    "module_quant_configs": {p: {"num_bits": b} for p, b in MOBILE_BITS.items()},
-    "modules_to_not_convert": ["per_layer_model_projection"],
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A way to store weights that transformers reads too."""
-
-    config: dict[str, Any]
-    pack: Pack
-    which: Callable[[str, torch.Tensor], bool] = is_linear
-    untied: bool = False
-
-    def write(self, oracle: Oracle, folder: Path) -> Path:
-        return quantised_checkpoint(oracle, folder, self.config, self.pack, self.which, self.untied)
-
-
-def mobile_modules(module: str, w: torch.Tensor) -> bool:
-    return w.dim() == 2 and not module.endswith("per_layer_model_projection")
-
-
-def with_group(group: int, bits: int = 4, **more: Any) -> dict[str, Any]:
-    return {"num_bits": bits, "type": "int", "strategy": "group", "group_size": group, **more}
-
-
-def rows(bits: int, kind: str = "int") -> dict[str, Any]:
-    return {"num_bits": bits, "type": kind, "strategy": "channel"}
-
-
-FLOAT = {"num_bits": 8, "type": "float"}
-CASES = {
-    "int4 in groups": Case(compressed("pack-quantized", **with_group(16)), packed_weight(4, 16)),
-    "int4 in rows": Case(compressed("pack-quantized", **rows(4)), packed_weight(4, 0, BF16)),
-    "int4 with zero points": Case(
-        compressed("pack-quantized", **with_group(16, symmetric=False)), zeroed_weight(16)
-    ),
-    "int8 in words": Case(compressed("pack-quantized", **rows(8)), packed_weight(8, 0)),
-    "fp8 in rows": Case(compressed("float-quantized", **rows(8, "float")), e4m3_weight(1, 0)),
-    "fp8 in blocks": Case(
-        compressed("float-quantized", **FLOAT, strategy="block", block_structure=[16, 16]),
-        e4m3_weight(16, 16),
-    ),
-    "HF fp8": Case(fp8_config(16, 16), e4m3_weight(16, 16, "weight_scale_inv")),
-    "mobile": Case(MOBILE, mobile_weight(mobile_bits), mobile_modules, untied=True),
-}
+ROWS = yaml.safe_load(Path(__file__).with_name("quantised_checkpoints.yaml").read_text())
+CASES, OTHERS = (
+    {name: Case.of(row) for name, row in ROWS[kind].items()}
+    for kind in ("read_by_transformers", "others")
+)
 
 
 @contextmanager
@@ -177,70 +105,7 @@ def test_transformers_on_the_same_files(
     assert relative(got, theirs(folder, oracle)).max().item() < oracle.budget
 
 
-# ---- what transformers does not read ----------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """A way to store weights, and the blocks that share a scale."""
-
-    config: dict[str, Any]
-    pack: Pack
-    rows: int
-    columns: int
-    stacked: str = ""
-
-
-def e8m0_weight(module: str, w: torch.Tensor) -> Tensors:
-    """e4m3 with one power of two for each 32 x 32 numbers."""
-    made = e4m3_weight(32, 32)(module, w)
-    scale = made.pop(f"{module}.weight_scale").log2().ceil().exp2()
-    spread = scale.repeat_interleave(32, 0).repeat_interleave(32, 1)[: w.shape[0], : w.shape[1]]
-    codes = (w / spread).to(torch.float8_e4m3fn)
-    return {f"{module}.weight": codes, f"{module}.weight_scale_inv": scale.to(torch.float8_e8m0fnu)}
-
-
-def one_scale(name: str, shape: tuple[int, ...]) -> Pack:
-    """e4m3 with one scale."""
-
-    def pack(module: str, w: torch.Tensor) -> Tensors:
-        made = e4m3_weight(0, 0, name)(module, w)
-        return made | {f"{module}.{name}": made[f"{module}.{name}"].view(shape)}
-
-    return pack
-
-
-HF = "weight_scale_inv"
-OTHERS = {
-    "int4": Blocks(
-        compressed("pack-quantized", **with_group(16)), packed_weight(4, 16, BF16), 1, 16
-    ),
-    "int8": Blocks(compressed("int-quantized", **rows(8)), int8_weight, 1, 0),
-    "fp8": Blocks(compressed("naive-quantized", **rows(8, "float")), e4m3_weight(1, 0), 1, 0),
-    "fp8 of tensors": Blocks(
-        compressed("float-quantized", **FLOAT, strategy="tensor"),
-        one_scale("weight_scale", (1,)),
-        0,
-        0,
-    ),
-    "HF fp8, blocks that are cut": Blocks(fp8_config(64, 32), e4m3_weight(64, 32, HF), 64, 32),
-    "HF fp8, stacked": Blocks(
-        fp8_config(64, 32), e4m3_weight(64, 32, HF), 64, 32, stacked="_scale_inv"
-    ),
-    "HF fp8, powers of two": Blocks(
-        fp8_config(32, 32) | {"scale_fmt": "ue8m0"}, e8m0_weight, 32, 32
-    ),
-    "HF fp8 of tensors": Blocks(
-        {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},
-        one_scale(HF, ()),
-        0,
-        0,
-    ),
-    "mobile": Blocks({"quant_method": "gemma", "num_bits": 8}, int8_weight, 1, 0),
-}
-
-
-def moe_checkpoint(case: Blocks, oracle: Oracle, folder: Path) -> Oracle:
+def moe_checkpoint(case: Case, oracle: Oracle, folder: Path) -> Oracle:
     """Write a checkpoint with all matrices in codes but tables, head and router; experts one by
     one. Returns the dense model that it means."""
     model = copy.deepcopy(oracle.model)
@@ -248,7 +113,7 @@ def moe_checkpoint(case: Blocks, oracle: Oracle, folder: Path) -> Oracle:
 
     def packed_as(name: str, w: torch.Tensor) -> Tensors:
         made = case.pack(name, w)
-        means[name] = meaning(made, tuple(w.shape), case.rows, case.columns)
+        means[name] = meaning(made, tuple(w.shape), *case.blocks)
         return made
 
     def change(tensors: Tensors) -> None:
@@ -349,7 +214,7 @@ def test_grids_of_a_tower_that_is_left_out(tmp_path: Path) -> None:
     spec = find_origin(folder).spec()
 
     def change(tensors: Tensors) -> None:
-        tensors.update(mobile_weight(lambda name: 4)(module, torch.ones(4, 32)))
+        tensors.update(mobile_weight({})(module, torch.ones(4, 32)))
         tensors[f"{module}.input_activation_scale"] = torch.tensor(0.5)
 
     ignored = Checkpoint.open(rewrite(folder, change), spec).ignored
@@ -362,7 +227,8 @@ def test_links_keep_what_says_how_codes_are_held(tmp_path: Path) -> None:
     folder = CASES["HF fp8"].write(oracle, tmp_path / "c")
     linked = built(folder, tmp_path / "e", link_weights=True)
     assert torch.equal(logits(g4ir.load_engine(linked.path), oracle), logits(linked, oracle))
-    rewrite(folder, lambda tensors: None, quantization_config=fp8_config(15, 16))
+    config = {**CASES["HF fp8"].config, "weight_block_size": [15, 16]}
+    rewrite(folder, lambda tensors: None, quantization_config=config)
     with pytest.raises(EngineError, match=r"config\.json is missing or is not the file"):
         g4ir.load_engine(linked.path)
 

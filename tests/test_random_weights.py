@@ -13,12 +13,12 @@ from g4ir.model.tensors import media_tensors, text_tensors
 from g4ir.spec.record import load_spec
 from g4ir.weights.random import (
     BLOCK,
-    DISTRIBUTIONS,
     RandomCheckpoint,
     distribution,
     random_rows,
     random_tensor,
 )
+from g4ir.weights.tensorfile import TABLES
 
 NAME = "layers.3.mlp.up_proj.weight"
 
@@ -146,8 +146,9 @@ def test_distributions(name: str, shape: tuple[int, ...], centre: float, half: f
 def test_every_distribution_row_is_used() -> None:
     names = [n for s in ("tiny-moe", "tiny-ple") for n in text_tensors(load_spec(s))]
     names += [n for s in ("e2b", "12b", "31b") for n in media_tensors(load_spec(s), KINDS)]
-    used = {next(i for i, row in enumerate(DISTRIBUTIONS) if re.search(row[0], n)) for n in names}
-    assert used == set(range(len(DISTRIBUTIONS)))
+    rows = TABLES["distributions"]
+    used = {next(i for i, row in enumerate(rows) if re.search(row[0], n)) for n in names}
+    assert used == set(range(len(rows)))
 
 
 @pytest.mark.parametrize(

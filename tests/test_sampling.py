@@ -32,7 +32,7 @@ from g4ir.backends.sampling import (
 )
 from g4ir.engine.prompts import Defaults, read_defaults
 from g4ir.errors import InputError
-from tests.engines import random_checkpoint
+from tests.engines import CASES, random_checkpoint
 
 DRAWS = 20_000
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.5, 0.0])
@@ -98,47 +98,10 @@ def test_greedy_takes_the_lowest_of_equal_maxima() -> None:
     assert greedy(torch.zeros(2, 262_144)) == [0, 0]
 
 
-def test_greedy_leaves_the_logits_alone() -> None:
-    """And the filters of draws aside."""
-    logits = torch.tensor([[0.0, 5.0, 1.0]])
-    assert greedy(logits, suppress=(1,)) == [2]
-    assert greedy(logits, min_p=0.9, top_k=3, top_p=0.1) == [1]
-    assert logits.tolist() == [[0.0, 5.0, 1.0]]
-
-
-EVERY = [*range(6)]
-#: settings, and the tokens that may be drawn, each as often as it is probable among them
-KEPT: list[tuple[dict[str, Any], list[int]]] = [
-    ({"temperature": 0.3}, EVERY),
-    ({"temperature": 50.0}, EVERY),
-    ({"top_k": 1}, [1]),
-    ({"top_p": 1e-9}, [1]),
-    ({"temperature": 1e-30}, [1]),
-    ({"top_k": 2}, [1, 4]),
-    ({"top_k": 3}, [1, 4, 2]),
-    ({"top_k": 99}, EVERY),
-    ({"top_p": 0.3}, [1]),
-    ({"top_p": 0.6}, [1, 4]),
-    ({"top_p": 0.8}, [1, 4, 2]),
-    ({"top_p": 1.0}, EVERY),
-    # 0.47, 0.28 and 0.17 of all are 0.50, 0.30 and 0.19 of the first three.
-    ({"top_k": 3, "top_p": 0.79}, [1, 4]),
-    ({"temperature": 0.2, "top_p": 0.9}, [1]),
-]
-
-
-@pytest.mark.parametrize("given, keep", KEPT, ids=str)
+@pytest.mark.parametrize("given, keep", CASES["kept"], ids=str)
 def test_draws_are_as_often_as_probable(given: dict[str, Any], keep: list[int]) -> None:
     p = (LOGITS.double() / given.get("temperature", 1.0)).softmax(-1)
     fits(counts(**{"temperature": 1.0, **given}), only(p, keep))
-
-
-@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}])
-def test_suppressed_tokens_are_never_chosen(settings: dict[str, Any]) -> None:
-    rows = {i: Sampler(SamplingParams(suppress=(1, 4), seed=i, **settings)) for i in range(1000)}
-    sample(LOGITS.expand(1000, -1), rows)
-    found = {row.generated[0] for row in rows.values()}
-    assert 2 in found and not {1, 4} & found
 
 
 @pytest.mark.parametrize("k", [1, 7, 64, 300])
@@ -195,46 +158,13 @@ def test_what_is_no_number_draws_a_token() -> None:
         assert 0 <= int(found) < 9
 
 
-@pytest.mark.parametrize(
-    "values, expected",
-    [
-        (None, Defaults()),
-        ({}, Defaults()),
-        ({"eos_token_id": 5}, Defaults(stop=(5,))),
-        ({"eos_token_id": [1, 106, 50]}, Defaults(stop=(1, 106, 50))),
-        ({"eos_token_id": [1, 999_999]}, Defaults(stop=(1,))),
-        ({"suppress_tokens": [7, 8]}, Defaults(suppress=(7, 8))),
-        ({"suppress_tokens": None}, Defaults()),
-        ({"temperature": 0.7, "top_k": 64}, Defaults()),
-        (
-            {"do_sample": True, "top_k": 64, "top_p": 0.95},
-            Defaults(sampling={"temperature": 1.0, "top_k": 64, "top_p": 0.95}),
-        ),
-        ({"do_sample": True, "top_k": 0}, Defaults(sampling={"temperature": 1.0})),
-        (
-            {"do_sample": True, "min_p": 0.05},
-            Defaults(sampling={"temperature": 1.0, "min_p": 0.05}),
-        ),
-        (
-            {"min_p": 0.05, "repetition_penalty": 1.1},
-            Defaults(sampling={"repetition_penalty": 1.1}),
-        ),
-        (
-            {"repetition_penalty": 1.0, "presence_penalty": 0.5, "min_new_tokens": 3},
-            Defaults(sampling={"presence_penalty": 0.5, "min_tokens": 3}),
-        ),
-        (
-            {"no_repeat_ngram_size": 3, "typical_p": 1.0, "num_beams": 4, "xtc_probability": 0.5},
-            Defaults(unused=("no_repeat_ngram_size", "num_beams", "xtc_probability")),
-        ),
-        ({"_from_model_config": True, "transformers_version": "5.0"}, Defaults()),
-    ],
-)
-def test_read_defaults(tmp_path: Path, values: Any, expected: Defaults) -> None:
+@pytest.mark.parametrize("values, fields", CASES["defaults"])
+def test_read_defaults(tmp_path: Path, values: Any, fields: dict[str, Any]) -> None:
     file = tmp_path / "generation_config.json"
     if values is not None:
         file.write_text(json.dumps(values))
-    assert read_defaults(file, 512) == expected
+    want = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    assert read_defaults(file, 512) == Defaults(**want)
 
 
 def test_a_checkpoint_names_stop_ids_and_suppressed_ones(tmp_path: Path) -> None:
@@ -257,15 +187,6 @@ def test_a_checkpoint_names_stop_ids_and_suppressed_ones(tmp_path: Path) -> None
 
 
 VOCAB = 50
-PLAIN: list[dict[str, Any]] = [
-    {},
-    {"suppress": (1, 4)},
-    {"temperature": 1.0, "seed": 5},
-    {"temperature": 0.7, "top_k": 5, "seed": 6},
-    {"temperature": 0.7, "top_k": 5, "seed": 8, "suppress": (0, 2, 3)},
-    {"temperature": 1.0, "top_p": 0.8, "seed": 9},
-    {"temperature": 0.9, "top_p": 0.9, "seed": 3, "frequency_penalty": 0.4},
-]
 
 
 def logits_of(seed: int, rows: int = 1, vocab: int = VOCAB) -> torch.Tensor:
@@ -287,19 +208,6 @@ def numpy_shaped(
     for token, count in Counter(done).items():
         out[token] -= s.frequency_penalty * count + s.presence_penalty
     return out
-
-
-@pytest.mark.parametrize("vocab", [VOCAB, 5000])
-def test_plain_settings_draw_as_alone(vocab: int) -> None:
-    """All in one call, in which equal ways to choose are drawn together; 20 steps."""
-    rows = {2 * i: Sampler(SamplingParams(**given), [3]) for i, given in enumerate(PLAIN)}
-    alone = [Sampler(SamplingParams(**given), [3]) for given in PLAIN]
-    for step in range(20):
-        logits = logits_of(step, 2 * len(PLAIN), vocab)
-        want = [sample(logits[2 * i : 2 * i + 1], {0: s})[0] for i, s in enumerate(alone)]
-        got = sample(logits, rows)
-        assert [got[2 * i] for i in range(len(PLAIN))] == want
-    assert all(len(r.generated) == 20 for r in rows.values())
 
 
 def test_greedy_rows_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,14 +305,6 @@ def test_a_mask_is_asked_before_each_token(form: Any) -> None:
     assert rows[0].generated == wanted
     assert rows[1].generated == [int(logits[1].argmax())] * len(wanted)
     assert isinstance(sample(logits, rows)[0], Choice)  # the mask says nothing any more
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=100))
-def test_bits_of_words(allowed: list[bool]) -> None:
-    words = np.zeros(-(-len(allowed) // 32) * 32, dtype=np.uint8)
-    words[: len(allowed)] = allowed
-    read = np.packbits(words, bitorder="little").view(np.int32)
-    assert bits(read, len(allowed)).tolist() == allowed
 
 
 def test_masks_of_another_form() -> None:

@@ -36,7 +36,7 @@ from g4ir.engine.requests import (
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.errors import CheckError, InputError
 from g4ir.media.soft import Soft
-from tests.engines import some_tokens
+from tests.engines import CASES, some_tokens
 
 MAX_SEQ, CHUNK, ROWS = 96, 16, 8
 FREE = SamplingParams(ignore_eos=True)
@@ -100,29 +100,6 @@ def random_jobs(count: int, seed: int) -> list[Request]:
     return out
 
 
-def test_texts_are_those_of_generate(engine: Engine) -> None:
-    """Greedy and drawn; eight at a time, and by the engine one by one."""
-    rng, jobs, want = random.Random(1), list[Request](), list[list[int]]()
-    for i in range(20):
-        drawn = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": i} if i % 3 == 2 else {}
-        jobs.append(
-            Request(prompt(rng.randint(1, 60), i), rng.randint(1, 16), replace(FREE, **drawn))
-        )
-        want.append(
-            engine.generate([*jobs[i].tokens], jobs[i].max_new_tokens, stop_ids=(), **drawn)
-        )
-    scheduler = Scheduler(engine, SchedulerConfig(chunks=6))
-    handles = [scheduler.submit(job) for job in jobs]
-    finished(scheduler)
-    assert [t.answers[0].tokens for t in handles] == want
-    for t, job in zip(handles, jobs, strict=True):
-        c = t.counts
-        assert (c.prompt, c.cached, c.generated) == (len(job.tokens), 0, len(t.answers[0].tokens))
-        assert 0 <= c.queued_s <= c.first_token_s <= c.total_s
-    assert max(scheduler.totals.steps) == ROWS == max(scheduler.totals.step_s)
-    assert scheduler.totals.generated == sum(map(len, want))
-
-
 def test_caches_of_other_forms(tmp_path: Path) -> None:
     """Rows in fewer bits, and one cache in the place of K and V."""
     caches = {"kv_dtype": "int8", "latent_kv": "value", "max_batch": 3}
@@ -139,8 +116,18 @@ def test_seeds_and_penalties_alone_and_in_company(engine: Engine) -> None:
     jobs = [replace(job, marks=(len(job.tokens) // 2,)) for job in random_jobs(12, 2)]
     want = [alone(engine, job) for job in jobs]
     assert texts(Scheduler(engine, SchedulerConfig(patience=0)), jobs) == want
-    scheduler = Scheduler(engine, SchedulerConfig(buckets=(3, ROWS), chunks=3, chunk_tokens=5))
-    assert texts(scheduler, jobs) == want and scheduler.batch.sessions.keys() <= {3, ROWS}
+    scheduler = Scheduler(
+        engine, SchedulerConfig(buckets=(3, ROWS), prefill_first=True, chunk_tokens=5)
+    )
+    handles = [scheduler.submit(job) for job in jobs]
+    finished(scheduler)
+    assert [t.answers[0].tokens for t in handles] == want
+    assert scheduler.batch.sessions.keys() <= {3, ROWS} and ROWS in scheduler.totals.step_s
+    for t in handles:
+        c = t.counts
+        assert (c.prompt, c.generated) == (len(t.request.tokens), len(t.answers[0].tokens))
+        assert 0 <= c.queued_s <= c.first_token_s <= c.total_s
+    assert scheduler.totals.generated == sum(map(len, want))
 
 
 class Machine(RuleBasedStateMachine):
@@ -257,26 +244,18 @@ def test_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert text[at] not in handle.answers[0].tokens[: at + 1]
 
 
-def test_rows_decode_while_a_prompt_is_read(engine: Engine) -> None:
+@pytest.mark.parametrize("size", [None, 4])
+def test_sequences_decode_while_a_prompt_is_read(engine: Engine, size: int | None) -> None:
     """One chunk between two tokens of the others."""
-    scheduler = Scheduler(engine)
+    scheduler = Scheduler(engine, SchedulerConfig(chunk_tokens=size))
     scheduler.submit(Request(prompt(3), 40, FREE))
     scheduler.step()
-    late = scheduler.submit(Request(prompt(5 * CHUNK, 1), 2, FREE))
-    for _ in range(4):
+    late = scheduler.submit(Request(prompt(5 * (size or CHUNK), 1), 2, FREE))
+    for i in range(1, 5):
         assert [e.token is not None for e in scheduler.step()] == [True]
         assert late.state == "prefilling"
+        assert scheduler.totals.computed == 3 + i * (size or CHUNK)
     assert {e.handle for e in scheduler.step()} > {late}
-
-
-def test_smaller_pieces_while_rows_decode(engine: Engine) -> None:
-    scheduler = Scheduler(engine, SchedulerConfig(chunk_tokens=4))
-    scheduler.submit(Request(prompt(3), 30, FREE))
-    scheduler.step()
-    scheduler.submit(Request(prompt(17, 1), 2, FREE))
-    before = scheduler.totals.chunks
-    scheduler.step()
-    assert (scheduler.totals.chunks - before, scheduler.totals.computed) == (1, 3 + 4)
 
 
 def test_the_smallest_bucket_is_used(engine: Engine) -> None:
@@ -372,30 +351,17 @@ def test_an_exception_fails_the_requests_of_its_step(
     assert texts(scheduler, jobs) == want
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"tokens": ()}, "prompt is empty"),
-    ({"tokens": (2, 512)}, "token 512 at index 1 is outside the vocabulary"),
-    ({"tokens": prompt(MAX_SEQ)}, f"do not fit the engine's --max-seq {MAX_SEQ}"),
-    ({"max_new_tokens": 0}, "max_new_tokens 0"),
-    ({"n": ROWS + 1}, f"n {ROWS + 1}: this engine answers 1 to {ROWS}"),
-    ({"n": 0}, "n 0"),
-    ({"marks": (9,)}, "mark 9: the prompt has 3 tokens"),
-    ({"sampling": SamplingParams(stop=frozenset({600}))}, "stop: token 600"),
-    ({"sampling": SamplingParams(logit_bias=((-1, 1.0),))}, "logit_bias: token -1"),
-    ({"sampling": SamplingParams(logprobs=513)}, "logprobs 513"),
-    ({"soft": (Soft("image", (torch.ones(1, 64),)),)}, "this engine takes text, no image"),
-]
-
-
-@pytest.mark.parametrize("given, says", REFUSED, ids=[says for _, says in REFUSED])
-def test_a_wrong_job_takes_no_row(engine: Engine, given: dict[str, Any], says: str) -> None:
-    scheduler = Scheduler(engine)
+@pytest.mark.parametrize("says", CASES["requests"])
+def test_a_wrong_request_takes_no_slot(engine: Engine, says: str) -> None:
+    given, scheduler = CASES["requests"][says], Scheduler(engine)
+    fields = {"tokens": [2, 5, 7], "max_new_tokens": 4, **given}
+    fields["sampling"] = SamplingParams(**given.get("sampling", {}))
     with pytest.raises(InputError, match=says):
-        scheduler.submit(Request(**{"tokens": (2, 5, 7), "max_new_tokens": 4, **given}))
+        scheduler.submit(Request(**fields))
     assert not scheduler.busy
 
 
-@pytest.mark.parametrize("name", ["chunks", "chunk_tokens", "patience", "prefix_bytes"])
+@pytest.mark.parametrize("name", ["chunk_tokens", "patience", "prefix_bytes"])
 def test_settings_that_are_wrong(name: str) -> None:
     with pytest.raises(InputError, match=f"{name} -1: expected at least"):
         SchedulerConfig(**{name: -1})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from g4ir.engine.requests import Request
 from g4ir.engine.scheduler import Scheduler
 from g4ir.errors import InputError
 from g4ir.serve.prompts import Prompts
+from tests.engines import CASES
 from tests.media_tools import png
 from tests.serve.running import chat_engine
 from tests.talking import CALLING, THINKING, TOOLS, dictate, ids
@@ -73,21 +73,6 @@ def test_a_turn_computes_what_is_new(
             assert turn.counts.cached >= known and turn.finish_reason == "stop"
             assert turn.counts.prompt - turn.counts.cached < 75
         assert [m["role"] for m in talk.messages] == ["system", *["user", "assistant"] * 3]
-
-
-def test_what_is_known_changes_no_answer(engine: Engine, tmp_path: Path) -> None:
-    """A conversation that goes on says what one says that was loaded."""
-    with ChatSession(engine) as talk:
-        talk.choose({"max_new_tokens": 12, "temperature": 0})
-        talk.say("hello")
-        talk.save(tmp_path / "a.json")
-        went_on = talk.say("and now?")
-        assert went_on.counts.cached
-    with ChatSession(engine) as other:
-        other.choose({"max_new_tokens": 12, "temperature": 0})
-        other.load(tmp_path / "a.json")
-        again = other.say("and now?")
-        assert not again.counts.cached and again.message == went_on.message
 
 
 def test_a_full_context(talk: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,14 +266,7 @@ def test_settings(talk: ChatSession) -> None:
     talk.set("top_k", "default")
     before = dict(talk.settings)
     assert "top_k" not in before
-    for name, value, said in (
-        ("warmth", "1", "setting 'warmth': one of max_new_tokens"),
-        ("temperature", "hot", "temperature 'hot': expected a number"),
-        ("temperature", "-1", "temperature -1"),
-        ("top_k", "1.5", "expected a whole number"),
-        ("top_k", "-1", "expected 0"),
-        ("max_new_tokens", "0", "expected at least 1"),
-    ):
+    for name, value, said in CASES["settings"]:
         with pytest.raises(InputError) as e:
             talk.set(name, value)
         assert said in str(e.value) and talk.settings == before
@@ -336,46 +314,15 @@ def test_media_of_a_message(talk: ChatSession, tmp_path: Path) -> None:
     assert talk.say("and now?").counts.prompt == again.counts.prompt
 
 
-LINK = {"type": "image_url", "image_url": "http://x"}
-USER = {"role": "user", "content": "x"}
-CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-
-
-WRONG = {
-    "nothing": "is no JSON",
-    '{"messages": [], "messages": []}': "is no JSON",
-    "[NaN]": "is no JSON",
-    "7": "must be an object",
-    "{}": "messages: must be a list",
-    '{"messages": [], "model": "m"}': "model: is not known",
-    '{"messages": [], "tools": 7}': "tools: must be a list",
-    json.dumps([{"role": "robot", "content": "x"}]): "messages[0].role",
-    json.dumps([USER, CALLED, USER]): "has no answer",
-    json.dumps([{"role": "tool", "content": "x"}]): "must follow",
-    json.dumps([{"role": "user", "content": [LINK]}]): "nothing is fetched",
-}
-
-
 def test_wrong_files(talk: ChatSession, tmp_path: Path) -> None:
     path = tmp_path / "wrong.json"
     talk.set_system("stays")
-    for text, said in WRONG.items():
+    for text, said in CASES["conversations"].items():
         path.write_text(text)
         with pytest.raises(InputError) as e:
             talk.load(path)
         assert str(e.value).startswith(f"{path}: ") and said in str(e.value)
         assert talk.system == "stays" and talk.tools is None
-
-
-def test_a_file_with_an_open_call(talk: ChatSession, tmp_path: Path) -> None:
-    path = tmp_path / "talk.json"
-    path.write_text(json.dumps([USER, CALLED]))
-    talk.load(path)
-    assert [c["id"] for c in talk.open_calls] == ["a"]
-    talk.choose({"max_new_tokens": 2})
-    talk.answer_call("7")
-    assert talk.reply().counts.generated == 2
 
 
 def test_a_file_that_cannot_be_written(talk: ChatSession, tmp_path: Path) -> None:

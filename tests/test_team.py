@@ -18,6 +18,7 @@ import torch
 from g4ir.backends.torch_compile import compile as compiler
 from g4ir.backends.torch_compile import pyops
 from g4ir.ui import threads
+from g4ir.ui.memory import memory_limits
 from tests.cli_tools import refused
 
 PRODUCTS = [(512, 96), (64, 1024), (1000, 256), (37, 9216)]
@@ -129,6 +130,29 @@ QUOTAS: dict[str, tuple[str, dict[str, str], float | None]] = {
 }
 
 
+def container(root: Path, groups: str, files: dict[str, str]) -> None:
+    for name, text in {"proc/self/cgroup": groups, **files}.items():
+        path = root / name if name.startswith("proc") else root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+LIMITS: list[tuple[str, dict[str, str], list[int]]] = [
+    (V2, {}, []),
+    (V2, {"user/job/memory.max": "max\n", "user/memory.max": "5\n", "memory.max": "7\n"}, [5, 7]),
+    ("3:cpu:/a\n4:memory:/a\n", {"memory/a/memory.limit_in_bytes": "6\n", "memory.max": "1"}, [6]),
+]
+
+
+@pytest.mark.parametrize(("groups", "files", "limits"), LIMITS)
+def test_memory_of_a_container(
+    groups: str, files: dict[str, str], limits: list[int], tmp_path: Path
+) -> None:
+    assert [*memory_limits(tmp_path)] == []
+    container(tmp_path, groups, files)
+    assert [*memory_limits(tmp_path)] == limits
+
+
 @pytest.mark.parametrize(("groups", "files", "quota"), QUOTAS.values(), ids=QUOTAS.keys())
 def test_quota_of_a_container(
     groups: str,
@@ -137,10 +161,7 @@ def test_quota_of_a_container(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, text in {"proc/self/cgroup": groups, **files}.items():
-        path = tmp_path / name if name.startswith("proc") else tmp_path / "sys/fs/cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    container(tmp_path, groups, files)
     for visible in (1, 2, 8):
         monkeypatch.setattr(threads, "visible_cores", lambda n=visible: n)
         wanted = visible if quota is None else max(1, min(visible, int(quota)))

@@ -101,62 +101,34 @@ TOKENS = sorted(WORDS | {*ODD.split(), "{n=2.0}", "{axis=-1}", "\x00", "\n"})
 #: values of attributes
 VALUES = ("0", "-1", "2", "2.0", "True", "None", "'x'", "'f16'", "()", "(3,)", "(-2, 14)", "[1]")
 VALUES += ("1e999", "10**9", "1j", "9" * 400)
+NUMBERS = re.compile(r"\b(?:[0-9]+|[BSC]|[fi][0-9]+)\b")
 
 
 @st.composite
 def mutated(draw: st.DrawFn) -> str:
-    """A text with a few lines dropped, doubled or swapped, and words replaced or cut."""
+    """A text with lines dropped, doubled or swapped; words, numbers, attributes or characters are
+    replaced in others."""
     lines = draw(st.sampled_from(SEEDS)).splitlines()
     for _ in range(draw(st.integers(1, 2))):
         i, j = (draw(st.integers(0, len(lines) - 1)) for _ in range(2))
-        change = draw(st.sampled_from(sorted(CHANGES)))
-        lines = CHANGES[change](draw, lines, i, j)
+        line, words = lines[i], lines[i].split(" ")
+        at = draw(st.integers(0, len(line)))
+        words[draw(st.integers(0, len(words) - 1))] = draw(st.sampled_from(TOKENS))
+        number = NUMBERS.findall(line)[:1] or ["B"]
+        attribute = rf"={draw(st.sampled_from(VALUES))}\1"
+        changes = (
+            [],
+            [line, line],
+            [lines[j]],
+            [" ".join(words)],
+            [line[:at] + draw(st.sampled_from("0%()[]{}=,:'\"-*\\#eBS \t")) + line[at + 1 :]],
+            [line[:at]],
+            [re.sub(r"=[^,={}()%]+([,}])", attribute, line, count=1)],
+            [line.replace(*number, draw(st.sampled_from(("0", "1", "63", "B", "S", "f64"))))],
+        )
+        lines[i : i + 1] = draw(st.sampled_from(changes))
+        lines = lines or [""]
     return "\n".join(lines)
-
-
-def _word(draw: st.DrawFn, lines: list[str], i: int, _: int) -> list[str]:
-    words = lines[i].split(" ")
-    words[draw(st.integers(0, len(words) - 1))] = draw(st.sampled_from(TOKENS))
-    return [*lines[:i], " ".join(words), *lines[i + 1 :]]
-
-
-def _char(draw: st.DrawFn, lines: list[str], i: int, _: int) -> list[str]:
-    at = draw(st.integers(0, len(lines[i])))
-    char = draw(st.sampled_from("0123456789%()[]{}=,:.'\"_-+*/\\#eEBSC \t"))
-    return [*lines[:i], lines[i][:at] + char + lines[i][at + 1 :], *lines[i + 1 :]]
-
-
-def _swap(_: st.DrawFn, lines: list[str], i: int, j: int) -> list[str]:
-    lines = list(lines)
-    lines[i], lines[j] = lines[j], lines[i]
-    return lines or [""]
-
-
-def _attribute(draw: st.DrawFn, lines: list[str], i: int, _: int) -> list[str]:
-    value = draw(st.sampled_from(VALUES))
-    which = [k for k, line in enumerate(lines) if "=" in line and "{" in line]
-    at = min(which, key=lambda k: abs(k - i), default=0)
-    changed = re.sub(r"=[^,={}()%]+([,}])", rf"={value}\1", lines[at], count=1)
-    return [*lines[:at], changed, *lines[at + 1 :]]
-
-
-def _everywhere(draw: st.DrawFn, lines: list[str], i: int, _: int) -> list[str]:
-    words = re.findall(r"\b(?:[0-9]+|[BSC]|[fi][0-9]+)\b", lines[i]) or ["B"]
-    old = draw(st.sampled_from(words))
-    new = draw(st.sampled_from(("0", "1", "2", "63", "B", "S", "f64", "i64", "bf16")))
-    return re.sub(rf"\b{old}\b", new, "\n".join(lines)).split("\n")
-
-
-CHANGES = {
-    "attribute": _attribute,
-    "everywhere": _everywhere,
-    "drop": lambda _, lines, i, j: lines[:i] + lines[i + 1 :] or [""],
-    "double": lambda _, lines, i, j: lines[: i + 1] + lines[i:],
-    "swap": _swap,
-    "word": _word,
-    "cut": lambda _, lines, i, j: [*lines[:i], lines[i][:j], *lines[i + 1 :]],
-    "char": _char,
-}
 
 
 @given(mutated())

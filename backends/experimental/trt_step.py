@@ -1,9 +1,6 @@
-"""How long the network's decode step may take on a GPU that is not at hand.
-
-It is its bytes at the rate of a copy, a gap before each kernel, and messages of ranks by NCCL, as
-torch_compile/step_model.yaml has them. Which layers become one kernel is a guess
-(recorder/traffic.py).
-"""
+"""How long the network's decode step may take on a GPU that is not at hand: its bytes at the rate
+of a copy, a gap before each kernel, and messages of ranks by NCCL, as step_model.yaml has them.
+Which layers become one kernel is a guess (recorder/network.py)."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ def decode_step(w: Written, limits: Limits, experts: str) -> dict[str, Any]:
     io, chosen = w.interface, chosen_parts(w.graph)
     whole = io.of_phase("decode")[-1]
     shapes = {name: io.shapes(name, whole)[2] for name in io.dynamic()}
-    moved, kernels = traffic(w.network, shapes, {} if experts == "all" else chosen)
+    moved, kernels = traffic(w.network, shapes, chosen if experts == "gather" else {})
     constants = read_constants()
     rate, gap = constants.gpus[GPU].copy, sum(constants.gap) / 2
     roof = roof_bytes(w.graph, limits, chosen)

@@ -9,7 +9,7 @@ in codes go beyond it: they gather bytes, and have blocks of 32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,15 @@ OPERATORS: Mapping[str, Allowed] = {
 }
 
 
+def walk(nodes: Sequence[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Yield the nodes, and those of their branches."""
+    for n in nodes:
+        yield n
+        for a in n.attribute:
+            if a.type == onnx.AttributeProto.GRAPH:
+                yield from walk(a.g.node)
+
+
 def check_model(model: onnx.ModelProto) -> None:
     """Check a model: LowerError names the first node off the list, its operator and the limit."""
     graph = model.graph
@@ -106,20 +115,12 @@ def check_model(model: onnx.ModelProto) -> None:
     context = Context(
         {t.name: t for t in graph.initializer}, {v.name: v.type.tensor_type for v in known}
     )
-    _check_nodes(graph, context)
-
-
-def _check_nodes(graph: onnx.GraphProto, context: Context) -> None:
-    for n in graph.node:
-        wrong = _wrong(n, context)
-        if wrong:
+    for n in walk(graph.node):
+        if wrong := _wrong(n, context):
             raise LowerError(
                 f"node {n.name}: operator {n.op_type}: {wrong}; lower it to operators of "
                 f"backends/onnx_graph/allow_list.py"
             )
-        for a in n.attribute:
-            if a.type == onnx.AttributeProto.GRAPH:
-                _check_nodes(a.g, context)
 
 
 def _wrong(n: onnx.NodeProto, context: Context) -> str | None:

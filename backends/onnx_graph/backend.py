@@ -76,22 +76,18 @@ class OnnxBackend(Backend):
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
         require("onnx")
-        from .export import Nowhere, draft_model, network_model, node_counts, summary, tower_model
+        from .export import EMBED, MODEL, Nowhere, models, node_counts, summary
 
-        program, limits = prepared.packing.program, prepared.limits
-        model = network_model(program, limits, Nowhere(), prepared.settings["experts"])
-
-        def nodes(made: Any) -> str:
-            return f"{sum(node_counts(made).values())} nodes"
-
-        towers = {
-            name: nodes(tower_model(g, limits, Nowhere()))
-            for name, g in tower_graphs(program).items()
+        program, experts = prepared.packing.program, prepared.settings["experts"]
+        made = dict(models(program, prepared.limits, Nowhere(), experts))
+        found: dict[str, Any] = {"onnx": summary(made.pop(MODEL))}
+        del made[EMBED]
+        counts = {
+            file.removesuffix(".onnx"): f"{sum(node_counts(model).values())} nodes"
+            for file, model in made.items()
         }
-        found = {"onnx": summary(model), **({"towers": towers} if towers else {})}
-        if DRAFT in program.graphs:
-            found[DRAFT] = nodes(draft_model(program.graphs[DRAFT], limits, Nowhere()))
-        return found
+        drafter = {DRAFT: counts.pop(DRAFT)} if DRAFT in counts else {}
+        return {**found, **({"towers": counts} if counts else {}), **drafter}
 
     def load(self, task: Task, kept: Any, cuda_graph: bool = True) -> Any:
         require("onnxruntime")

@@ -8,18 +8,19 @@ engine keeps them, in its safetensors files; no protobuf holds more than small c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import onnx
 import torch
 from onnx import helper
 
 from g4ir.ir.graph import Value
-from g4ir.ops.types import Dim, Type, dtype_name, torch_dtype
+from g4ir.ops.types import Dim, Type, dtype_name
 
 from ..primitives.emitter import Emitter, Operand, reshape_spec
+from .allow_list import walk
 
 OPSET = 24
 #: of the IR's dtypes; the same operators in bf16 are legal ONNX, but no runtime here has them
@@ -45,23 +46,16 @@ _NAMES = {"eq": "Equal", "gt": "Greater", "lt": "Less", "floor_div": "Div"}
 class Place:
     """Where bytes lie: a file beside the model."""
 
-    file: str
+    location: str
     offset: int
     length: int
 
 
-class Storage(Protocol):
-    """Where data lie that are not in the model file."""
-
-    def weight(self, v: Value) -> Place: ...
-
-    def constant(self, data: bytes) -> Place: ...
-
-
 class OnnxEmitter(Emitter):
-    """Handles are tensor names; `model` makes the file's content of what was emitted."""
+    """Handles are tensor names; `model` makes the file's content of what was emitted. `storage`
+    says where data lie that are not in it: those of a weight, and of a constant."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Any) -> None:
         self.storage = storage
         self.inputs: list[onnx.ValueInfoProto] = []
         self.initializers: dict[str, onnx.TensorProto] = {}
@@ -309,15 +303,8 @@ class OnnxEmitter(Emitter):
         ]
         used = {i for n in walk(self.nodes) for i in n.input} | self.results.keys()
         held = [t for name, t in self.initializers.items() if name in used]
-        graph = helper.make_graph(
-            self.nodes,
-            name,
-            self.inputs,
-            results,
-            held,
-            doc_string=doc,
-            value_info=within,
-        )
+        parts = self.nodes, name, self.inputs, results, held
+        graph = helper.make_graph(*parts, doc_string=doc, value_info=within)
         opsets = [helper.make_opsetid("", OPSET)]
         model = helper.make_model(
             graph,
@@ -328,15 +315,6 @@ class OnnxEmitter(Emitter):
         )
         helper.set_model_props(model, dict(facts))
         return model
-
-
-def walk(nodes: Sequence[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Yield the nodes, and those of their branches."""
-    for n in nodes:
-        yield n
-        for a in n.attribute:
-            if a.type == onnx.AttributeProto.GRAPH:
-                yield from walk(a.g.node)
 
 
 def _rename(n: onnx.NodeProto, names: Mapping[str, str]) -> None:
@@ -354,15 +332,6 @@ def _info(name: str, t: Type) -> onnx.ValueInfoProto:
 def _outside(name: str, t: Type, place: Place) -> onnx.TensorProto:
     tensor = onnx.TensorProto(name=name, data_type=ELEMENTS[t.dtype], dims=t.shape)
     tensor.data_location = onnx.TensorProto.EXTERNAL
-    for key, value in (
-        ("location", place.file),
-        ("offset", place.offset),
-        ("length", place.length),
-    ):
+    for key, value in asdict(place).items():
         tensor.external_data.add(key=key, value=str(value))
     return tensor
-
-
-def element_type(dtype: str) -> Any:
-    """Return the numpy type of an IR dtype, as onnxruntime binds it."""
-    return torch.empty(0, dtype=torch_dtype(dtype)).numpy().dtype

@@ -14,7 +14,7 @@ weights-*.safetensors   hold the initialisers: the models point into them, and n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -87,26 +87,17 @@ class Nowhere:
 # --- models -----------------------------------------------------------------------------------
 
 
-def network_model(
+def models(
     program: Program, limits: Limits, storage: Any, experts: str = "auto"
-) -> onnx.ModelProto:
-    """Return the network of prefill and decode; LowerError where it leaves the allow-list."""
-    return _model("network", network_graph(program), limits, storage, experts)
-
-
-def tower_model(graph: Graph, limits: Limits, storage: Any) -> onnx.ModelProto:
-    """Return a tower; LowerError where it leaves the allow-list."""
-    return _model("tower", graph, limits, storage)
-
-
-def draft_model(graph: Graph, limits: Limits, storage: Any) -> onnx.ModelProto:
-    """Return a step of the drafter; LowerError where it leaves the allow-list."""
-    return _model("draft", graph, limits, storage)
-
-
-def embed_model(program: Program, limits: Limits, storage: Any) -> onnx.ModelProto:
-    """Return the model from token ids to rows of the tables."""
-    return _model("embed", program.graphs["embed"], limits, storage)
+) -> Iterator[tuple[str, onnx.ModelProto]]:
+    """Yield the models of an engine by their files, the network of prefill and decode first;
+    LowerError where one leaves the allow-list."""
+    yield MODEL, _model("network", network_graph(program), limits, storage, experts)
+    yield EMBED, _model("embed", program.graphs["embed"], limits, storage)
+    for name, g in tower_graphs(program).items():
+        yield tower_file(name), _model("tower", g, limits, storage)
+    if DRAFT in program.graphs:
+        yield DRAFT_FILE, _model("draft", program.graphs[DRAFT], limits, storage)
 
 
 def _model(
@@ -166,21 +157,11 @@ def _in_place(graph: Graph, e: OnnxEmitter) -> list[str]:
 def export(program: Program, limits: Limits, folder: Path, experts: str = "auto") -> dict[str, Any]:
     """Write the models into a directory that holds the weights; return what was written."""
     with open(folder / CONSTANTS, "wb") as file:
-        storage = Directory(folder, file)
-        models = {
-            MODEL: network_model(program, limits, storage, experts),
-            EMBED: embed_model(program, limits, storage),
-            **{
-                tower_file(name): tower_model(g, limits, storage)
-                for name, g in tower_graphs(program).items()
-            },
-        }
-        if DRAFT in program.graphs:
-            models[DRAFT_FILE] = draft_model(program.graphs[DRAFT], limits, storage)
-    for name, made in models.items():
-        (folder / name).write_bytes(made.SerializeToString(deterministic=True))
+        made = dict(models(program, limits, Directory(folder, file), experts))
+    for name, model in made.items():
+        (folder / name).write_bytes(model.SerializeToString(deterministic=True))
         _check_file(folder / name)
-    nodes = sum(node_counts(models[MODEL]).values())
+    nodes = sum(node_counts(made[MODEL]).values())
     return {"opset": OPSET, "nodes": nodes, "experts": experts}
 
 
@@ -219,9 +200,3 @@ def summary(model: onnx.ModelProto) -> str:
     parts = [f"{size} in each of {many} layers" for size, many in sorted(kinds.items())]
     total = outside + sum(counts.values())
     return f"{total} nodes: {', '.join([f'{outside} outside layers', *parts])}"
-
-
-def describe(path: Path) -> dict[str, str]:
-    """Return the facts that a model file states."""
-    model = onnx.load(str(path), load_external_data=False)
-    return {p.key: p.value for p in model.metadata_props}

@@ -29,7 +29,6 @@ from ..primitives.network import (
     stored_type,
 )
 from ..primitives.runtime import NetworkCaches, NetworkRuntime
-from .emitter import element_type
 from .export import DRAFT_FILE, MODEL, tower_file
 
 #: the model's own word for the caches that it updates in place
@@ -82,15 +81,32 @@ class OnnxRuntime(NetworkRuntime):
         progress(MODEL)
         coded = any(True for _ in graph.find("dequantize_columns"))
         self.mapped = self.outputs[0].type.dtype == "f32" and not coded
-        self.session = open_session(self.path, self.mapped)
-        self.names = {i.name for i in self.session.get_inputs()}
-        facts = self.session.get_modelmeta().custom_metadata_map
+        #: those of towers and the drafter are opened when they are first used
+        self._sessions: dict[str, onnxruntime.InferenceSession] = {}
+        facts = self._session(MODEL, self.mapped).get_modelmeta().custom_metadata_map
         if IN_PLACE not in facts:
             raise EngineError(f"{self.path} is not of this engine; build it again")
         self.in_place = frozenset(facts[IN_PLACE].split(","))
         self._counted: dict[int, torch.Tensor] = {}
-        #: of towers and the drafter, opened when they are first used
-        self._others: dict[Path, onnxruntime.InferenceSession] = {}
+
+    def _session(self, file: str, mapped: bool) -> onnxruntime.InferenceSession:
+        if file not in self._sessions:
+            self._sessions[file] = open_session(self.folder / file, mapped)
+        return self._sessions[file]
+
+    def _run(self, file: str, mapped: bool, feeds: Tensors, made: Tensors, where: str) -> None:
+        """Run a model on those of `feeds` that it has an input for."""
+        session, path = self._session(file, mapped), self.folder / file
+        names = [i.name for i in session.get_inputs() if i.name in feeds]
+        try:
+            binding = session.io_binding()
+            _bind(binding.bind_input, {name: feeds[name].contiguous() for name in names})
+            _bind(binding.bind_output, made)
+            session.run_with_iobinding(binding)
+        except Exception as err:
+            raise EngineError(
+                f"{path}: onnxruntime {onnxruntime.__version__} failed {where}: {_first_line(err)}"
+            ) from err
 
     def new_state(self, batch: int) -> OnnxCaches:
         types = {n: stored_type(v.type, self.limits) for n, v in self.state.items()}
@@ -123,14 +139,13 @@ class OnnxRuntime(NetworkRuntime):
             TURNED: state.turned,
         }
         state.turn(feeds["positions"])
-        inputs = {k: t.contiguous() for k, t in given.items() if k in self.names}
         outputs = {f"{name}.next": t for name, t in state.spare.items()}
         asked = {"B": batch, "S": size, "R": rows.shape[1]}
         made: dict[str, torch.Tensor] = {}
         if logits or watch:
             made = {v.name: _empty(v.type.bind(asked)) for v in self.outputs}
         where = f"in a {phase} chunk of {batch} x {size} tokens"
-        _run(self.session, {**inputs, **state.held}, {**outputs, **made}, self.path, where)
+        self._run(MODEL, self.mapped, {**given, **state.held}, {**outputs, **made}, where)
         state.swap()
         if watch:
             for name, t in made.items():
@@ -140,28 +155,17 @@ class OnnxRuntime(NetworkRuntime):
     def _draft(
         self, feeds: dict[str, torch.Tensor], state: OnnxCaches, context: int
     ) -> dict[str, torch.Tensor]:
-        path, graph = self.folder / DRAFT_FILE, self.graphs[DRAFT]
-        drafter = self._other(path, self.mapped)
-        names = {i.name for i in drafter.get_inputs()}
-        slots = self._count(state.slots(context))
+        slots, batch = self._count(state.slots(context)), len(feeds["written"])
         given = {**feeds, **state.held, SLOTS: slots, TURNED: state.turned}
-        inputs = {k: t.contiguous() for k, t in given.items() if k in names}
-        batch = len(feeds["written"])
-        made = {v.name: _empty(v.type.bind({"B": batch})) for v in graph.outputs}
-        _run(drafter, inputs, made, path, f"in a draft of {batch} rows")
+        made = {v.name: _empty(v.type.bind({"B": batch})) for v in self.graphs[DRAFT].outputs}
+        self._run(DRAFT_FILE, self.mapped, given, made, f"in a draft of {batch} rows")
         return made
 
     def encode(self, tower: str, feeds: Tensors) -> torch.Tensor:
-        path, (soft,) = self.folder / tower_file(tower), self.graphs[tower].outputs
-        session, out = self._other(path, soft.type.dtype == "f32"), _empty(soft.type)
-        inputs = {k: t.contiguous() for k, t in feeds.items()}
-        _run(session, inputs, {soft.name: out}, path, f"on {', '.join(feeds)}")
-        return out
-
-    def _other(self, path: Path, mapped: bool) -> onnxruntime.InferenceSession:
-        if path not in self._others:
-            self._others[path] = open_session(path, mapped)
-        return self._others[path]
+        (soft,) = self.graphs[tower].outputs
+        made, mapped = {soft.name: _empty(soft.type)}, soft.type.dtype == "f32"
+        self._run(tower_file(tower), mapped, feeds, made, f"on {', '.join(feeds)}")
+        return made[soft.name]
 
     def _count(self, n: int) -> torch.Tensor:
         if n not in self._counted:
@@ -169,8 +173,7 @@ class OnnxRuntime(NetworkRuntime):
         return self._counted[n]
 
     def close(self) -> None:
-        del self.session
-        self._others.clear()
+        self._sessions.clear()
         self.source.close()
 
 
@@ -210,29 +213,10 @@ def _empty(t: Type) -> torch.Tensor:
     return torch.empty([int(d) for d in t.shape], dtype=torch_dtype(t.dtype))
 
 
-def _run(session: Any, inputs: Tensors, outputs: Tensors, path: Path, where: str) -> None:
-    try:
-        binding = session.io_binding()
-        _bind(binding.bind_input, inputs)
-        _bind(binding.bind_output, outputs)
-        session.run_with_iobinding(binding)
-    except Exception as err:
-        raise EngineError(
-            f"{path}: onnxruntime {onnxruntime.__version__} failed {where}: {_first_line(err)}"
-        ) from err
-
-
 def _bind(bind: Any, tensors: Tensors) -> None:
     """Bind tensors by address: onnxruntime reads and writes torch's memory."""
     for name, t in tensors.items():
-        bind(name, "cpu", 0, _element(t), list(t.shape), t.data_ptr())
-
-
-_ELEMENTS = {torch_dtype(d): element_type(d) for d in ("f32", "f16", "i64", "i32", "bool")}
-
-
-def _element(t: torch.Tensor) -> Any:
-    return _ELEMENTS[t.dtype]
+        bind(name, "cpu", 0, t.numpy().dtype, list(t.shape), t.data_ptr())
 
 
 def _first_line(err: Exception) -> str:

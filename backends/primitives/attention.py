@@ -15,7 +15,7 @@ from g4ir.ops.types import FLOATS, torch_dtype
 
 from .emitter import Emitter, Operand
 from .network import SLOTS, TURNED, Network, full_slots, is_ring
-from .pointwise import normed, times, wide
+from .pointwise import capped, normed, times
 
 #: what decides a table of angles, beside the positions
 ROTATION = ("kind", "theta", "fraction", "factor", "dtype")
@@ -117,18 +117,6 @@ def _modulo(e: Emitter, x: Operand, n: int) -> Operand:
     return e.sub(x, e.mul(e.binary("floor_div", x, n), n))
 
 
-def _key_positions(
-    net: Network, slots: int | None, positions: Operand, written: Operand, fresh: bool
-) -> Operand:
-    """Return positions i32[B or 1, T] of a cache's slots, then of the chunk; negative where a ring,
-    of so many slots, has nothing."""
-    e = net.e
-    if slots is None:
-        return e.unsqueeze(e.cast(net.env[SLOTS], "i32"), 0)
-    held = _slot_positions(net, slots, e.cast(written, "i32"))
-    return e.concat([held, e.cast(positions, "i32")], 1) if fresh else held
-
-
 def _mask(
     e: Emitter, key: Operand, positions: Operand, window: int, last: Operand | None
 ) -> Operand:
@@ -145,64 +133,58 @@ def _mask(
     return e.unsqueeze(seen, 1)
 
 
-def _last_seen(e: Emitter, positions: Operand, block_ids: Operand) -> Operand:
+def _last_seen(net: Network, positions: Value, block_ids: Value) -> Operand:
     """Return i32[B, S]: the position of the last token of a query's block, or its own (rule 19).
     The largest of whole numbers is found in fp32, which holds every position."""
-    at, ids = e.cast(positions, "f32"), e.cast(block_ids, "i32")
-    same = e.binary("eq", e.unsqueeze(ids, 2), e.unsqueeze(ids, 1))
-    same = e.binary("and", same, e.binary("gt", e.unsqueeze(ids, 2), -1))
-    ends = e.reduce("max", e.where(same, e.unsqueeze(at, 1), -1), 2)
-    return e.cast(e.binary("max", at, e.reshape(ends, *at.shape)), "i32")
-
-
-def _rows(net: Network, cache: Value, x: Operand, fresh: tuple[Value, Operand] | None) -> Operand:
     e = net.e
 
     def make() -> Operand:
-        if not is_ring(cache.type):
-            return e.prefix(x, 2, net.env[SLOTS])
-        return e.concat([x, e.transpose(fresh[1], 0, 2, 1, 3)], 2) if fresh else x
+        at, ids = e.cast(net.operand(positions), "f32"), e.cast(net.operand(block_ids), "i32")
+        same = e.binary("eq", e.unsqueeze(ids, 2), e.unsqueeze(ids, 1))
+        same = e.binary("and", same, e.binary("gt", e.unsqueeze(ids, 2), -1))
+        ends = e.reduce("max", e.where(same, e.unsqueeze(at, 1), -1), 2)
+        return e.cast(e.binary("max", at, e.reshape(ends, *at.shape)), "i32")
 
-    return net.shared(("held", cache, fresh and fresh[0]), make)
+    return net.shared(("last seen", positions, block_ids), make)
 
 
 def held_rows(net: Network, n: Node, held: tuple[Operand, ...]) -> list[Operand]:
-    """Return the rows that an attention reads: `held` are its caches, then, where given, as many
-    tensors of the chunk."""
-    parts = len(n.caches)
-    chunk, _ = split_chunk(n.chunk, parts)
-    fresh = [*zip(chunk, held[parts : parts + len(chunk)], strict=True)]
-    return [_rows(net, v, held[i], fresh[i] if fresh else None) for i, v in enumerate(n.caches)]
+    """Return the rows of the caches that an attention reads, the chunk among them (graph.py)."""
+    chunk, _ = split_chunk(n.chunk, len(n.caches))
+    assert not chunk, f"{n.out}: a chunk beside its caches"
+
+    def rows(cache: Value, x: Operand) -> Operand:
+        if is_ring(cache.type):
+            return x
+        return net.shared(("held", cache), lambda: net.e.prefix(x, 2, net.env[SLOTS]))
+
+    return [rows(v, x) for v, x in zip(n.caches, held)]
 
 
 def key_positions(net: Network, n: Node) -> Operand:
-    """Return the positions of the rows of `held_rows`."""
-    cache, fresh = n.caches[0], bool(split_chunk(n.chunk, len(n.caches))[0])
-    slots = int(net.operand(cache).shape[2]) if is_ring(cache.type) else None
-    positions, written = n["positions"], n["written"]
-    return net.shared(
-        ("keys", slots, fresh, positions, written),
-        lambda: _key_positions(net, slots, net.operand(positions), net.operand(written), fresh),
-    )
+    """Return the positions i32[B or 1, T] of the rows of `held_rows`; negative where a ring has
+    nothing."""
+    cache, e = n.caches[0], net.e
+    if not is_ring(cache.type):
+        return net.shared("keys", lambda: e.unsqueeze(e.cast(net.env[SLOTS], "i32"), 0))
+    slots, written = int(net.operand(cache).shape[2]), n["written"]
+
+    def make() -> Operand:
+        return _slot_positions(net, slots, e.cast(net.operand(written), "i32"))
+
+    return net.shared(("keys", slots, written), make)
 
 
 def mask(net: Network, n: Node, key: Operand) -> Operand:
     """Return the mask [B, 1, S, T] of an attention whose keys are at these positions."""
     positions, window = n["positions"], n.whole("window")
     _, block_ids = split_chunk(n.chunk, len(n.caches))
-    return net.shared(
-        ("mask", id(key), positions, window, block_ids),
-        lambda: _mask(net.e, key, net.operand(positions), window, _last(net, positions, block_ids)),
-    )
 
+    def make() -> Operand:
+        last = None if block_ids is None else _last_seen(net, positions, block_ids)
+        return _mask(net.e, key, net.operand(positions), window, last)
 
-def _last(net: Network, positions: Value, block_ids: Value | None) -> Operand | None:
-    if block_ids is None:
-        return None
-    return net.shared(
-        ("last seen", positions, block_ids),
-        lambda: _last_seen(net.e, net.operand(positions), net.operand(block_ids)),
-    )
+    return net.shared(("mask", id(key), positions, window, block_ids), make)
 
 
 # --- heads on their way to attention and the caches ------------------------------------------
@@ -331,10 +313,7 @@ def weigh(
     rows = heads // count * s if isinstance(s, int) else f"{heads // count}{s}"
     grouped = e.reshape(e.transpose(q, 0, 2, 1, 3), b, count, rows, d)
     scores = e.reshape(e.matmul(grouped, keys, transpose_b=True), b, heads, s, t)
-    scores = times(e, scores, scale)
-    if cap:
-        scores = wide(e, scores, lambda x: e.div(x, cap))
-        scores = times(e, wide(e, scores, lambda x: e.unary("tanh", x)), cap)
+    scores = capped(e, times(e, scores, scale), cap)
     scores = e.where(seen, scores, least(scores.dtype))
     weights = e.cast((softmax or Emitter.softmax)(e, e.cast(scores, "f32")), q.dtype)
     out = e.matmul(e.reshape(weights, b, count, rows, t), values)

@@ -45,7 +45,7 @@ def network_graph(program: Program) -> Graph:
     for n in g.nodes:
         caches = _old_caches(g, n)
         if caches:
-            span = _span(g, caches[0])
+            span = g.producers()[g.next[caches[0].name].name].inputs[2:]
             if span not in ends:
                 ends[span] = _end(g, span, b)
             first = n.inputs.index(caches[0])
@@ -82,10 +82,6 @@ def _old_caches(g: Graph, n: Node) -> tuple[Value, ...]:
     """Return the caches that an attention reads as they were before its chunk."""
     old = n.definition.held and n.chunk and all(v in g.state for v in n.caches)
     return n.caches if old else ()
-
-
-def _span(g: Graph, cache: Value) -> tuple[Value, ...]:
-    return g.producers()[g.next[cache.name].name].inputs[2:]
 
 
 def _end(g: Graph, span: tuple[Value, ...], b: Builder) -> Value:

@@ -17,13 +17,13 @@ from .emitter import Operand
 from .network import Lowering, Network
 from .pointwise import (
     activate,
+    capped,
     layer_norm,
     normed,
     reciprocal_rms,
     times,
     weighed,
     weight_like,
-    wide,
 )
 from .weights import coded, dense_weight
 
@@ -42,13 +42,6 @@ def pieces(net: Network, x: Operand, *sizes: int) -> list[Operand]:
         net.e.slice(x, x.rank - 1, stop - size, stop)
         for size, stop in zip(sizes, stops, strict=True)
     ]
-
-
-def _softcap(net: Network, n: Node, x: Operand) -> Operand:
-    e, cap = net.e, n.number("cap")
-    x = wide(e, x, lambda h: e.div(h, cap))
-    x = wide(e, x, lambda h: e.unary("tanh", h))
-    return times(e, x, cap)
 
 
 def _clip(net: Network, n: Node, x: Operand, low: Operand, high: Operand) -> Operand:
@@ -159,7 +152,7 @@ LOWERINGS: Mapping[str, Lowering] = {
     "add": lambda net, n, a, b: net.e.add(a, b),
     "mul": lambda net, n, x, w: net.e.mul(x, weight_like(net.e, w, x)),
     "scale": lambda net, n, x: times(net.e, x, n.number("value")),
-    "softcap": _softcap,
+    "softcap": lambda net, n, x: capped(net.e, x, n.number("cap")),
     "clip": _clip,
     "limit": _limit,
     "cast": lambda net, n, x: net.e.cast(x, n.word("dtype")),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from g4ir.ir.graph import Node
@@ -39,14 +37,26 @@ def experts(
 ) -> Operand:
     """Return the experts' weighted sum, with the chosen weights gathered per token: three times
     their bytes, so for single tokens only unless asked for; else all experts on all tokens."""
+    e, act, both = net.e, n.word("act"), (gate_up, down)
     if first is not None:
-        weights, index = own_choices(net.e, weights, index, first, int(gate_up.shape[0]))
-    gathered, every = (
-        partial(form, net, x, weights, index, gate_up, down, n.word("act"))
-        for form in (_gathered, _every)
-    )
+        weights, index = own_choices(e, weights, index, first, int(gate_up.shape[0]))
+
+    def gathered() -> Operand:
+        made = (gathered_weights(net, w, index) for w in both)
+        y = _mlp(e, e.unsqueeze(x, 2, 3), act, *made)
+        y = e.mul(e.cast(y, "f32"), e.unsqueeze(weights, 3, 4))
+        return e.cast(e.reshape(e.reduce("sum", y, 2), *x.shape), x.dtype)
+
+    def every() -> Operand:
+        dense = (dense_weight(e, w) for w in both)
+        made = ((e.unsqueeze(w, 0), turned) for w, turned in dense)
+        y = _mlp(e, e.unsqueeze(x, 1), act, *made)
+        y = e.cast(e.transpose(y, 0, 2, 1, 3), "f32")
+        out = e.matmul(_by_expert(net, weights, index, int(gate_up.shape[0])), y)
+        return e.cast(e.reshape(out, *x.shape), x.dtype)
+
     if net.experts == "auto" and x.shape[1] != 1:
-        return net.e.when_one(x, 1, gathered, every)
+        return e.when_one(x, 1, gathered, every)
     return every() if net.experts == "all" else gathered()
 
 
@@ -60,46 +70,14 @@ def own_choices(
     return e.where(held, weights, 0.0), e.where(held, index, 0)
 
 
-def _gated(net: Network, y: Operand, act: str) -> Operand:
-    e, last, both = net.e, y.rank - 1, y.shape[-1]
-    assert isinstance(both, int)
+def _mlp(
+    e: Emitter, x: Operand, act: str, first: tuple[Operand, bool], second: tuple[Operand, bool]
+) -> Operand:
+    """Multiply by weights, each with whether it is transposed."""
+    y, last = _product(e, x, *first), x.rank - 1
+    both = int(y.shape[last])
     gate, up = e.slice(y, last, 0, both // 2), e.slice(y, last, both // 2, both)
-    return e.mul(activate(e, gate, act), up)
-
-
-def _gathered(
-    net: Network,
-    x: Operand,
-    weights: Operand,
-    index: Operand,
-    gate_up: Operand,
-    down: Operand,
-    act: str,
-) -> Operand:
-    e = net.e
-    first, second = (gathered_weights(net, w, index) for w in (gate_up, down))
-    y = _product(e, e.unsqueeze(x, 2, 3), *first)
-    y = _product(e, _gated(net, y, act), *second)
-    y = e.mul(e.cast(y, "f32"), e.unsqueeze(weights, 3, 4))
-    return e.cast(e.reshape(e.reduce("sum", y, 2), *x.shape), x.dtype)
-
-
-def _every(
-    net: Network,
-    x: Operand,
-    weights: Operand,
-    index: Operand,
-    gate_up: Operand,
-    down: Operand,
-    act: str,
-) -> Operand:
-    e = net.e
-    (first, turned), (second, turned_too) = (dense_weight(e, w) for w in (gate_up, down))
-    y = _product(e, e.unsqueeze(x, 1), e.unsqueeze(first, 0), turned)
-    y = _product(e, _gated(net, y, act), e.unsqueeze(second, 0), turned_too)
-    y = e.cast(e.transpose(y, 0, 2, 1, 3), "f32")
-    out = e.matmul(_by_expert(net, weights, index, int(gate_up.shape[0])), y)
-    return e.cast(e.reshape(out, *x.shape), x.dtype)
+    return _product(e, e.mul(activate(e, gate, act), up), *second)
 
 
 def _product(e: Emitter, x: Operand, w: Operand, columns: bool) -> Operand:

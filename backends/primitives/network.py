@@ -43,8 +43,8 @@ TURNED = "turned"
 BLOCK_IDS, NO_BLOCK = "block_ids", -1
 #: i64[B,R], where drafted tokens are verified: the rows of the chunk that logits are asked for
 ROWS = "rows"
-#: how routed experts are computed: weights of the chosen ones gathered, all of them multiplied, or
-#: gathered for single tokens only
+#: how routed experts are computed: gathered for single tokens only, weights of the chosen ones
+#: gathered, or all of them multiplied
 EXPERTS = ("auto", "gather", "all")
 
 Lowering = Callable[..., Any]

@@ -18,6 +18,14 @@ def times(e: Emitter, x: Operand, value: float) -> Operand:
     return x if value == 1 else wide(e, x, lambda h: e.mul(h, value))
 
 
+def capped(e: Emitter, x: Operand, cap: float) -> Operand:
+    """Return tanh(x / cap) * cap, each in fp32 and rounded once; x of no cap."""
+    if not cap:
+        return x
+    x = wide(e, x, lambda h: e.div(h, cap))
+    return times(e, wide(e, x, lambda h: e.unary("tanh", h)), cap)
+
+
 def weight_like(e: Emitter, w: Operand, x: Operand) -> Operand:
     """Return a weight of one dim, with the rank of x."""
     return e.unsqueeze(w, *range(x.rank - 1)) if x.rank > 1 else w

@@ -49,17 +49,14 @@ class NetworkCaches(CacheViews):
         turn(positions, self.turned, [self.held[name] for name in self.rings])
 
     def slots(self, context: int) -> int:
-        """Count the slots of full-length caches that `context` tokens use."""
         return context_slots(context, self.capacity)
 
     def views(self, context: int) -> dict[str, torch.Tensor]:
-        """Return the parts in use while rows hold at most `context` tokens."""
         slots = self.slots(context)
         parts = {n: t if n in self.rings else t[:, :, :slots] for n, t in self.held.items()}
         return parts | {TURNED: self.turned}
 
     def row(self, index: int, context: int) -> dict[str, torch.Tensor]:
-        """Return what one row has of them."""
         return {name: t[index] for name, t in self.views(context).items()}
 
     def nbytes(self) -> int:

@@ -23,7 +23,7 @@ from g4ir.model.decoder import VERIFY
 from g4ir.ops.base import as_tuple
 from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.mlp import ACTIVATIONS
-from g4ir.ops.rope import ROTATION, inverse_frequencies
+from g4ir.ops.rope import inverse_frequencies
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.engine_limits import Limits
 
@@ -295,8 +295,8 @@ def _rope(r: Recorder, n: Node, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _rope_table(r: Recorder, n: Node, positions: Tensor) -> tuple[Tensor, Tensor]:
     dim, dtype = n.whole("dim"), torch_dtype(n.word("dtype"))
-    kind, theta, fraction, factor = (n.attrs[name] for name in [*ROTATION][:4])
-    frequencies = inverse_frequencies(str(kind), theta, dim, fraction, factor)
+    theta, fraction, factor = (n.number(name) for name in ("theta", "fraction", "factor"))
+    frequencies = inverse_frequencies(n.word("kind"), theta, dim, fraction, factor)
     tables = [r.arena.empty((*positions.shape, dim), dtype) for _ in range(2)]
     _computes(*tables)
     r.emit("rope_table", r.whole(positions), frequencies, *tables)
@@ -355,16 +355,15 @@ def _fake_quantize(r: Recorder, n: Node, x: Tensor) -> Rounded:
 
 
 def _linear(r: Recorder, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Tensor:
-    rounded = isinstance(x, Rounded)
-    rows = x.x if isinstance(x, Rounded) else x
+    form, rows = (x.form, x.x) if isinstance(x, Rounded) else ("", x)
     _computes(rows)
     y = r.like(rows, int(n["w"].type.shape[0]))
     if isinstance(w, Coded):
-        if rounded and not (w.tiles and x.form == "int8" and rows.dtype == torch.bfloat16):
+        if form and not (w.tiles and form == "int8" and rows.dtype == torch.bfloat16):
             raise NoInstruction("rows that are rounded, of a weight that is not in tiles")
-        use = (_form(w), w.tiles, rounded)
+        use = (_form(w), w.tiles, bool(form))
         r.emit("linear_coded", r.whole(rows), w.codes, w.scales, y, n=use)
-    elif rounded or w.dtype != rows.dtype:
+    elif form or w.dtype != rows.dtype:
         raise NoInstruction("rows that are rounded, of a dense weight")
     else:
         r.emit("linear", r.whole(rows), w, y)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,17 +20,16 @@ from g4ir.weights.pack import StoredParams
 from ..base import Backend, Setting, Task
 from ..primitives.network import stored_bytes
 from ..primitives.weights import made_dense
-from . import probe
-from .child import build_apart
-from .files import ENGINE, files, networks
-from .forms import SETTINGS
-from .host import Host, recorded_by_all
+from .build import weight_bytes
+from .dry_run import dry_run
+from .host import CODES, Api, Host, check_ranks, logger, recorded_by_all
+from .interface import ENGINE, files, interface, networks
+from .lowerings import SETTINGS, score_bytes
+from .make import Make, build_apart, read_plan
+from .runtime import Opened, TrtRuntime, is_streaming, refit, stream_weights
 
 if TYPE_CHECKING:
     from g4ir.backends.base import Prepared
-
-    from .runtime import TrtRuntime
-
 
 #: a file beside the manifest
 PlainName = Annotated[str, Shaped(r"(?a:\w[\w.]*)", "engine.plan")]
@@ -56,7 +55,6 @@ class Plans:
     gpu: str
     settings: dict[str, str]
     layers: Count
-    shared_bytes: Bytes
     notes: tuple[Line, ...]
     scratch_bytes: Scratch
     #: of towers and of a drafter's step, by their networks
@@ -65,12 +63,8 @@ class Plans:
 
 @dataclass(frozen=True)
 class TrtBackend(Backend):
-    """Writes the networks, has TensorRT's builder make plans of them, runs the plans.
-
-    One plan holds the text model: prefill and decode are its profiles, and chunks with pictures
-    are prefill with block ids. Each tower is a plan with static shapes, a drafter's step is one
-    over the same caches.
-    """
+    """One plan holds the text model, prefill and decode as its profiles; each tower is a plan with
+    static shapes, a drafter's step is one over the same caches."""
 
     name: str = "trt"
     kv_dtypes: tuple[str, ...] = ()
@@ -87,7 +81,7 @@ class TrtBackend(Backend):
     host: Host = field(default_factory=Host)
 
     def needs(self, device: str, ranks: int) -> tuple[Callable[[], object], ...]:
-        return (lambda: probe.check_ranks(self.host.tensorrt(), ranks), self.host.check_gpu)
+        return (lambda: check_ranks(self.host.tensorrt(), ranks), self.host.check_gpu)
 
     def machine(self, device: str) -> str:
         return self.host.machine(device)
@@ -99,9 +93,7 @@ class TrtBackend(Backend):
     def compile(self, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
         if self.host.apart:
             return build_apart(task, settings)
-        from .make import make
-
-        return make(self.host, task, settings)
+        return Make(self.host, task, dict(settings)).run()
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:
         return stored_bytes(program.graphs["prefill"], limits)
@@ -110,59 +102,50 @@ class TrtBackend(Backend):
         self, program: Program, limits: Limits, device: str, settings: Mapping[str, str]
     ) -> int:
         """Count the bytes of attention's scores, unless one layer hides them."""
-        from .lowerings import score_bytes
-
         fused = settings["attention"] == "fused"
         return 0 if fused else score_bytes(program.graphs["prefill"], limits)
 
     def repeated_bytes(self, program: Program, settings: Mapping[str, str]) -> int:
         """Count the weights of every plan; a tower of several sizes is in several."""
-        from .build import weight_bytes
-
         whole = sum(ranks_of(g) * weight_bytes(g) for g in networks(program).values())
         return 0 if settings["weights"] == "refit" else whole
 
     def dry_run(self, prepared: Prepared, progress: Progress) -> dict[str, Any]:
-        from .dry_run import dry_run
-
         return dry_run(prepared, progress)
 
     def load(self, task: Task, kept: dict[str, Any], cuda_graph: bool = True) -> TrtRuntime:
-        from . import make, runtime
-        from .interface import interface
-        from .log import logger
-
-        api, graphs, folder = self.host.tensorrt(), networks(task.program), task.folder
-        group = task.group
+        api, graphs, group = self.host.tensorrt(), networks(task.program), task.group
         rank = group.rank if group else 0
         own = {name: files(name, rank, ranks_of(g)) for name, g in graphs.items()}
-        self._check_plans(kept, api, graphs, folder)
-        _check_present(folder, [plan for plan, *_ in own.values()])
+        self._check_plans(kept, api, graphs, task.folder)
+        for plan, *_ in own.values():
+            path = task.folder / plan
+            if not path.is_file() or not path.stat().st_size:
+                raise EngineError(f"{path} is missing or empty; build the engine again")
         log = logger(api.trt)
         weights = kept["settings"]["weights"]
 
-        def opened(name: str) -> runtime.Opened:
+        def opened(name: str) -> Opened:
             plan, _, beside = own[name]
             task.progress(f"reading {plan}")
-            engine = make.read_plan(folder / plan, api, log)
+            engine = read_plan(task.folder / plan, api, log)
             if weights == "streamed":
-                runtime.stream_weights(engine, self._spare(task))
+                stream_weights(engine, self._spare(task))
             if weights == "refit":
-                constants = StoredParams.open([folder / beside])
-                runtime.refit(api, engine, log, constants.tensor, task.params.tensor)
+                constants = StoredParams.open([task.folder / beside])
+                refit(api, engine, log, constants.tensor, task.params.tensor)
                 constants.close()
-            io = interface(graphs[name], task.limits)
-            return runtime.Opened(api, engine, log, io, task.device)
+            return Opened(api, engine, log, interface(graphs[name], task.limits), task.device)
 
         main = opened(ENGINE)
         record = self.host.record(task.device) if cuda_graph else None
         # Of several ranks each has room of its own, and what one does not record none does.
-        if record and (runtime.is_streaming(main.engine) or (group and weights == "streamed")):
+        if record and (is_streaming(main.engine) or (group and weights == "streamed")):
             task.progress("weights are streamed: decode steps run launch by launch")
             record = None
         if record and group:
             record = recorded_by_all(record, group.gathered)
-        loaded = runtime.TrtRuntime(main, task.limits, record, task.params, opened, task.program)
+        loaded = TrtRuntime(main, task.limits, record, task.params, opened, task.program)
         if group:
             loaded.link(partial(self.host.communicator, group))
         return loaded
@@ -174,47 +157,39 @@ class TrtBackend(Backend):
         return self.host.free(task.device) - taken
 
     def _check_plans(
-        self, kept: Mapping[str, Any], api: probe.Api, graphs: Mapping[str, Graph], folder: Path
+        self, kept: Mapping[str, Any], api: Api, graphs: Mapping[str, Graph], folder: Path
     ) -> None:
         """Raise EngineError where plans are not one for each network, or are another TensorRT's or
         another GPU's. A patch version counts too: plans are read by the version that wrote them."""
-        names = {name: files(name, 0, ranks_of(g))[0] for name, g in graphs.items()}
+        settings = kept["settings"]
+        others = {name: files(name, 0, ranks_of(g))[0] for name, g in graphs.items()}
         agreed = {
-            "settings": all(kept["settings"].get(n) in s.choices for n, s in SETTINGS.items()),
-            "plan": kept["plan"] == names.pop(ENGINE),
-            "others": kept["others"] == names,
+            "settings": all(settings.get(n) in s.choices for n, s in SETTINGS.items()),
+            "plan": kept["plan"] == others.pop(ENGINE),
+            "others": kept["others"] == others,
         }
-        for key, holds in agreed.items():
-            if not holds:
-                raise EngineError(
-                    f"{folder}: {key} of its compiled files are not those of its networks; build "
-                    f"it again"
-                )
+        for key in (key for key, holds in agreed.items() if not holds):
+            raise EngineError(
+                f"{folder}: {key} of its compiled files are not those of its networks; build it "
+                f"again"
+            )
         if kept["tensorrt"] != api.version:
             raise EngineError(
                 f"the plan was built by TensorRT {kept['tensorrt']}, this is {api.version}: "
                 f"install that version, or build the engine again"
             )
-        exact = kept["settings"]["hardware"] == "exact"
-        if exact and kept["gpu"] != self.host.gpu():
+        if settings["hardware"] == "exact" and kept["gpu"] != self.host.gpu():
             raise EngineError(
                 f"the plan was built on {kept['gpu']}, this is {self.host.gpu()}: build it again "
                 f"here, or build it with --set hardware=same-capability for both"
             )
 
 
-def _check_present(folder: Path, plans: Iterable[str]) -> None:
-    for plan in plans:
-        if not (folder / plan).is_file() or not (folder / plan).stat().st_size:
-            raise EngineError(f"{folder / plan} is missing or empty; build the engine again")
-
-
 def takes_codes(g: Graph, n: Node) -> bool:
-    """Whether TensorRT's layer takes the codes of a weight: 8 bits with a scale for each row, in
-    the engine's dtype, of a matrix. Its 4 bits come in groups of 64 or 128 of positive scales, its
-    experts are gathered."""
+    """Whether TensorRT's layer takes the codes of a weight: 8 bits of a matrix, with a scale for
+    each row in the engine's dtype."""
     codes, scales = n["codes"].type, n["scales"].type
-    rows = codes.dtype in probe.CODES and codes.rank == 2 and scales.shape[1] == 1
+    rows = codes.dtype in CODES and codes.rank == 2 and scales.shape[1] == 1
     return rows and scales.dtype == n.word("to")
 
 

@@ -1,6 +1,6 @@
 """The way from a graph to a plan: network, builder configuration, profiles, the builder's answer.
 
-Everything takes the TensorRT module as an argument (probe.Api), so that all of it runs on the
+Everything takes the TensorRT module as an argument (host.Api), so that all of it runs on the
 recorder as well.
 """
 
@@ -30,11 +30,9 @@ from g4ir.weights.tensorfile import CODES, write_tensors
 
 from ..primitives.network import Network
 from .emitter import TrtEmitter
-from .forms import HARDWARE, WEIGHTS, chosen_lowerings, resolved
+from .host import MOST_SHARED_BYTES, Api, all_taken, joined, logger, progress_monitor, stream_writer
 from .interface import Interface, interface, phases_of
-from .log import all_taken, joined, logger, new_network, progress_monitor, stream_writer
-from .probe import MOST_SHARED_BYTES, Api
-from .recorder import SHARED_BYTES
+from .lowerings import HARDWARE, WEIGHTS, lowerings
 
 GIB = 1 << 30
 #: what the builder may use of the device while it times kernels, whatever weights leave
@@ -46,8 +44,6 @@ REMEDIES: Mapping[str, str] = {
     WRAPPER: "--set attention=plain, in which TensorRT finds no attention",
     "experts": "--set experts=all, whose products are plain ones",
     "attention": "--set attention=plain, whose attention is products and the plainest layers",
-    "norm_residual": "--set norms=layers, which needs no plugin",
-    "plugin": "--set attention=explicit --set experts=all --set norms=layers, which need none",
     "memory": "a smaller --prefill-chunk, --max-batch or --max-seq, or --set weights=streamed",
     "attn": "--set attention=plain, whose attention is products and the plainest layers",
     "": "--set attention=plain --set experts=all, the plainest form of the network",
@@ -56,16 +52,13 @@ REMEDIES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Written:
-    """A network that is complete, and what it is fed."""
+    """A network that is complete, and what it is fed. The emitter keeps alive what it points to."""
 
     builder: Any
     network: Any
     graph: Graph
-    #: without `auto`
-    settings: Mapping[str, str]
     interface: Interface
     log: Any
-    #: keeps alive what the network points to
     emitter: TrtEmitter
 
 
@@ -76,21 +69,20 @@ def write_network(
     params: ParamSource | None,
     settings: Mapping[str, str],
     log: Any = None,
-    shared: int = SHARED_BYTES,
 ) -> Written:
-    """Write a graph (primitives/graph.py) as an INetworkDefinition; kernels of plugins keep to
-    `shared` bytes of shared memory. LowerError names the op and the value, and ends with what
-    TensorRT said."""
+    """Write a graph (primitives/graph.py) as an INetworkDefinition. LowerError names the op and the
+    value, and ends with what TensorRT said."""
     log = log or logger(api.trt)
     builder = api.trt.Builder(log)
-    settings = resolved(settings)
-    network = new_network(builder, api.network_flags("plugin" in settings.values()), log)
-    source = params.tensor if params else None
-    emitter = TrtEmitter(api.trt, network, source, shared, log.said)
-    lowerings = chosen_lowerings(settings)
+    flags = api.network_flags()
+    network = builder.create_network(flags)
+    if network is None:
+        raise LowerError(f"TensorRT makes no network with the flags {flags:#b}: {log.said()}")
+    emitter = TrtEmitter(api.trt, network, params.tensor if params else None, log.said)
+    experts = "gather" if settings["experts"] == "gather" else "all"
     with all_taken(log, f"the network of {graph.name}"):
-        Network(emitter, graph, limits, lowerings, settings["experts"]).emit()
-    return Written(builder, network, graph, settings, interface(graph, limits), log, emitter)
+        Network(emitter, graph, limits, lowerings(settings["attention"]), experts).emit()
+    return Written(builder, network, graph, interface(graph, limits), log, emitter)
 
 
 def attention_graphs(graph: Graph) -> list[Graph]:
@@ -138,18 +130,17 @@ def configure(api: Api, w: Written, settings: Mapping[str, str], memory: int) ->
 
 
 def _name_weights(w: Written) -> None:
-    constants = {name: weights for name, (weights, _) in w.emitter.constants.items()}
-    for name, weights in {**w.emitter.given, **constants}.items():
+    for name, weights in w.emitter.weights.items():
         if not w.network.set_weights_name(weights, name):
             raise LowerError(
-                f"TensorRT cannot leave weights {name} out of the plan: "
-                f"{joined(w.log.errors)}; try --set weights=baked"
+                f"TensorRT cannot leave weights {name} out of the plan: {w.log.said()}; try "
+                f"--set weights=baked"
             )
 
 
 def write_constants(w: Written, path: Path) -> None:
     """Write the constants of a network as safetensors, for a plan that was built without them."""
-    held = {name: t.reshape(-1) for name, (_, t) in w.emitter.constants.items()}
+    held = {name: t.reshape(-1) for name, t in w.emitter.constants.items()}
     # Each lies at a multiple of its size.
     names = sorted(held, key=lambda n: (-held[n].itemsize, n))
     table = {
@@ -162,10 +153,10 @@ def _add_profile(w: Written, config: Any, name: str) -> None:
     profile = w.builder.create_optimization_profile()
     for tensor in w.interface.dynamic():
         profile.set_shape(tensor, *w.interface.shapes(tensor, name))
-    if config.add_optimization_profile(profile) != list(w.interface.profiles).index(name):
+    if config.add_optimization_profile(profile) != w.interface.index(name):
         raise LowerError(
-            f"TensorRT refuses the profile of {name}: {joined(w.log.errors)}; check "
-            f"--max-batch, --max-seq and --prefill-chunk"
+            f"TensorRT refuses the profile of {name}: {w.log.said()}; check --max-batch, --max-seq "
+            f"and --prefill-chunk"
         )
 
 
@@ -174,8 +165,8 @@ def _add_profile(w: Written, config: Any, name: str) -> None:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The costs of a build, before it is begun. No build was timed: seconds are a rule of thumb
-    (kernels of each product timed per profile), bytes follow from what the builder holds."""
+    """The costs of a build, before it is begun: seconds by a rule of thumb (kernels of each product
+    timed per profile), bytes by what the builder holds."""
 
     seconds: float
     host_bytes: int
@@ -199,53 +190,38 @@ HOST_BYTES, LAYER_HOST_BYTES = 3 * GIB // 2, GIB // 10
 
 
 #: ops whose products' kernels are timed
-TIMED = (
-    "linear",
-    "linear_bias",
-    "linear_clipped",
-    "attention",
-    "attention_latent",
-    "experts",
-    "encoder_attention",
-    "chunked_attention",
-    "conv_halve",
-)
+TIMED = ("linear", "linear_bias", "linear_clipped", "experts", "conv_halve")
+ATTENTIONS = ("attention", "attention_latent", "encoder_attention", "chunked_attention")
 
 
 def estimate(graphs: Sequence[Graph]) -> Estimate:
     """Return the estimate for networks that are built one after the other, for each rank again. In
-    host memory lies the builder's copy of the weights and what it holds of each layer, on the
-    device lie the weights and the scratch of the kernels that are timed."""
+    host memory lies the builder's copy of the weights and what it holds of each layer."""
     seconds = sum(ranks_of(g) * _seconds(g) for g in graphs)
-    host = max(weight_bytes(g) + HOST_BYTES + _layers(g) * LAYER_HOST_BYTES for g in graphs)
+    layers = [len({layer_of(v.name) for v in g.params} - {None}) for g in graphs]
+    each = zip(graphs, layers, strict=True)
+    host = max(weight_bytes(g) + HOST_BYTES + count * LAYER_HOST_BYTES for g, count in each)
     return Estimate(seconds, host, max(map(weight_bytes, graphs)) + LEAST_WORKSPACE)
-
-
-def _layers(g: Graph) -> int:
-    return len({n for v in g.params if (n := layer_of(v.name)) is not None})
 
 
 def _seconds(g: Graph) -> float:
     """Estimate the seconds of a build; a tower has one shape. Spans of one phase differ in their
     attention alone: what else was timed for the first is in the timing cache."""
-    products = sum(1 for _ in g.find(*TIMED)) * max(1, len(phases_of(g)))
+    products = sum(1 for _ in g.find(*TIMED, *ATTENTIONS)) * max(1, len(phases_of(g)))
     return products * SECONDS_PER_PRODUCT + weight_bytes(g) / GIB * SECONDS_PER_GIB
 
 
 def weight_bytes(g: Graph) -> int:
-    """Count the bytes that a network holds of the params; tables of embeddings are not among it."""
+    """Count the bytes that a network holds of the params, without tables of embeddings."""
     return sum(v.type.nbytes() for v in g.params)
 
 
 def build_plan(
     api: Api, w: Written, config: Any, timing: Path, plan: Path, progress: Progress
 ) -> None:
-    """Run the builder, which writes its plan piece by piece: nothing holds all of it.
-
-    The timing cache is read first and written at the end, also where the build is refused or
-    interrupted (Ctrl-C, SIGTERM): the next build begins with what was timed. LowerError with the
-    builder's own words where it refuses; OSError where the plan cannot be written.
-    """
+    """Run the builder, which writes its plan piece by piece. The timing cache is read first and
+    written at the end, also where the build is refused or interrupted (Ctrl-C, SIGTERM). LowerError
+    with the builder's own words where it refuses; OSError where the plan cannot be written."""
     _begin_with(config, timing)
     w.builder.max_threads = max(1, os.cpu_count() or 1)
     w.log.errors.clear()
@@ -295,8 +271,7 @@ def timing_file(folder: Path, machine: str) -> Path:
 def refusal(errors: Sequence[str], layers: Sequence[str]) -> str:
     """Return a sentence: what the builder said, the layer of ours it spoke of, and what to try."""
     said = joined(errors) or "it gave no reason"
-    named = [n for n in layers if n and n in said]
-    layer = max(named, key=len, default="")
+    layer = max((n for n in layers if n in said), key=len, default="")
     about = f"{layer} {said}".lower()
     advice = next(text for word, text in REMEDIES.items() if word in about)
     place = f" at layer {layer}" if layer else ""

@@ -12,25 +12,18 @@ from __future__ import annotations
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from g4ir.errors import CheckError, InputError, LowerError
-from g4ir.ir.distance import (
-    ROUNDED,
-    Anchor,
-    Tolerance,
-    rounding_room,
-    row_errors,
-    worst_of,
-)
-from g4ir.ir.graph import Graph, Node, Program, Value
+from g4ir.ir.distance import ROUNDED, Anchor, Tolerance, rounding_room, row_errors, worst_of
+from g4ir.ir.graph import Graph, Node, Program
 from g4ir.ir.interpret import interpret, run_node
 from g4ir.model.decoder import HIDDEN, VERIFY
 from g4ir.model.draft import DRAFT, NEXT_HIDDEN, layers_read
@@ -51,30 +44,17 @@ from g4ir.spec.shrink import shrink, shrink_drafter, with_all_experts
 from g4ir.ui.progress import Progress
 from g4ir.ui.units import size_text
 from g4ir.weights.checkpoint import WeightSource
-from g4ir.weights.drafter import WithDrafter
 from g4ir.weights.pack import MadeParams, Packing, ParamSource, make_packing
-from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.random import RandomCheckpoint, WithDrafter
 
 from ..experimental import experiment
 from ..primitives.graph import MEDIA, network_graph, tower_graphs
 from ..primitives.network import BLOCK_IDS, NO_BLOCK
 from ..reference import ReferenceRuntime, WideRuntime
-from . import build
-from .files import draft_graph, networks
-from .forms import meaning
-from .host import capsule
-from .interface import spans
-from .probe import Api, probe
-from .recorder import (
-    MAX_VOLUME,
-    Exchange,
-    RuleError,
-    check,
-    communicator,
-    recorder,
-    side_by_side,
-)
-from .recorder import sizes as network_sizes
+from . import build, recorder
+from .host import Api, capsule, probe
+from .interface import draft_graph, networks, spans
+from .recorder import Exchange
 from .runtime import Opened, TrtRuntime, deserialize, refit, stream_weights
 
 if TYPE_CHECKING:
@@ -90,11 +70,13 @@ WIDTH = 24
 #: largest difference of a row relative to its rms. fp32 differs in the order of sums; the others
 #: also in where such a sum falls on rounding, which logits have a measure of their own for.
 BUDGETS: Mapping[str, float] = {"f32": 1e-4, "f16": 1.5e-1, "bf16": 1.5e-1}
+#: `logits`, `drafts` of each rank; `soft` tokens of each tower
+Results = dict[str, list[Tensor]]
 
 
 def emulator(version: str = EMULATED) -> Api:
-    """Return the recorder in the place of TensorRT; it runs plugins too."""
-    return probe(recorder(version, meaning))
+    """Return the recorder in the place of TensorRT."""
+    return probe(recorder.recorder(version))
 
 
 def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
@@ -106,61 +88,44 @@ def dry_run(p: Prepared, progress: Progress) -> dict[str, Any]:
     with one_thread():
         errors = {d: check_small(api, p, d) for d in ("f32", p.dtype)}
     progress("writing the network at full size")
-    found = {
+    found = full_size(api, p)
+    need, has = (
+        build.estimate([*networks(p.packing.program).values()]).host_bytes,
+        device_memory("cpu"),
+    )
+    short = (
+        f"TensorRT's builder needs {size_text(need)} of host memory, this machine has "
+        f"{size_text(has)}: build on a larger one"
+    )
+    rounded = {
+        f"{name}_error": {d: float(f"{e[name]:.1e}") for d, e in errors.items()}
+        for name in errors["f32"]
+    }
+    return {
         "tensorrt": f"emulated {api.version}",
-        **{
-            f"{name}_error": {d: float(f"{e[name]:.1e}") for d, e in errors.items()}
-            for name in errors["f32"]
-        },
-        **full_size(api, p),
-        "short": _too_small(p),
+        **rounded,
+        **found,
+        "short": [short] if need > has else [],
         "dry_run_s": round(time.monotonic() - start, 1),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
-    return found
-
-
-def _too_small(p: Prepared) -> list[str]:
-    graphs = networks(p.packing.program).values()
-    need, has = build.estimate([*graphs]).host_bytes, device_memory("cpu")
-    if need <= has:
-        return []
-    return [
-        f"TensorRT's builder needs {size_text(need)} of host memory, this machine has "
-        f"{size_text(has)}: build on a larger one"
-    ]
 
 
 def check_sizes(
     api: Api, graph: Graph, limits: Limits, settings: Mapping[str, str]
 ) -> tuple[build.Written, int]:
     """Return the network at full size, without weights, on the recorder, and bytes of scratch
-    memory in the largest chunk where nothing is fused. LowerError where it breaks a rule, or where
-    a tensor would have more elements than TensorRT takes."""
+    memory in the largest chunk where nothing is fused. LowerError where it breaks a rule."""
     written = build.write_network(api, graph, limits, None, settings)
     try:
-        check(written.network)
-    except RuleError as e:
+        recorder.check(written.network)
+    except recorder.RuleError as e:
         raise LowerError(f"TensorRT would refuse the network: {e}") from e
     io = written.interface
     # Those of prefill are the largest, where there are any: nothing else has as many tokens.
     widest = [*io.of_phase(DRAFT), *io.of_phase("prefill")]
     largest = {name: io.shapes(name, widest[-1])[2] for name in io.dynamic()}
-    sizes, scratch = network_sizes(written.network, largest)
-    name = max(sizes, key=lambda n: sizes[n])
-    if sizes[name] > MAX_VOLUME:
-        raise LowerError(
-            f"TensorRT takes tensors of up to {MAX_VOLUME} elements; {name} has {sizes[name]} in "
-            f"the largest chunk: build with a smaller --prefill-chunk, --max-batch or "
-            f"--max-seq{_smaller(name, written.settings)}"
-        )
-    return written, scratch
-
-
-def _smaller(name: str, settings: Mapping[str, str]) -> str:
-    if settings["experts"] != "plugin" and "experts" in name:
-        return ", or with --set experts=plugin, which multiplies chosen experts alone"
-    return ""
+    return written, recorder.scratch_bytes(written.network, largest)
 
 
 def full_size(api: Api, p: Prepared) -> dict[str, Any]:
@@ -170,46 +135,37 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
     towers = sorted(tower_graphs(program).values(), key=lambda g: g.inputs[0].type.numel())
     largest = {g.name.split("_")[0]: g for g in towers}  # others have the same layers
     others = draft_graph(program) | {g.name: g for g in largest.values()}
-    checked = {name: check_sizes(api, g, p.limits, p.settings) for name, g in others.items()}
-    beside = {name: w for name, (w, _) in checked.items()}
+    beside = {name: check_sizes(api, g, p.limits, p.settings) for name, g in others.items()}
+    dense = sum(1 for _ in p.packing.prologue.find("dense"))
+    made_dense = (
+        f"{dense} weights in codes are made dense at build: TensorRT takes 8 bits with a scale for "
+        f"each row of a matrix, and 4 bits in groups of 64 or 128"
+    )
     io, network = written.interface, written.network
     layers = (network.get_layer(i) for i in range(network.num_layers))
-    kinds = Counter(type(layer).__name__ for layer in layers)
     found = {
-        "layers": written.network.num_layers,
-        "layer_kinds": dict(kinds.most_common()),
+        "layers": network.num_layers,
+        "layer_kinds": dict(Counter(type(layer).__name__ for layer in layers).most_common()),
         "inputs": {n: str(t) for n, t in io.inputs.items() if n not in io.aliased.values()},
         "outputs": {n: str(t) for n, t in io.outputs.items() if n not in io.aliased},
         "caches": {"in_place": len(io.aliased)},
-        "scratch_bytes": max([scratch, *(size for _, size in checked.values())]),
-        **experiment("trt_step").decode_step(written, p.limits, written.settings["experts"]),
-        "shared_bytes": max(w.emitter.shared_used for w in (written, *beside.values())),
+        "scratch_bytes": max([scratch, *(size for _, size in beside.values())]),
+        **experiment("trt_step").decode_step(written, p.limits, p.settings["experts"]),
         "builder": str(build.estimate([*networks(program).values()])),
-        "notes": [*written.emitter.notes, *_made_dense(p.packing)],
+        "notes": [*written.emitter.notes, *([made_dense] if dense else [])],
     }
-    sizes = {name: f"{w.network.num_layers} layers" for name, w in beside.items()}
+    sizes = {name: f"{w.network.num_layers} layers" for name, (w, _) in beside.items()}
     drafter = {DRAFT: sizes.pop(DRAFT)} if DRAFT in sizes else {}
     return {**found, **drafter, **({"towers": sizes} if sizes else {})}
-
-
-def _made_dense(packing: Packing) -> list[str]:
-    count = sum(1 for _ in packing.prologue.find("dense"))
-    if not count:
-        return []
-    return [
-        f"{count} weights in codes are made dense at build: TensorRT takes 8 bits with a scale for "
-        f"each row of a matrix, and 4 bits in groups of 64 or 128"
-    ]
 
 
 # --- in small ---------------------------------------------------------------------------------
 
 
 def in_small(p: Prepared, dtype: str) -> tuple[Packing, list[ParamSource]]:
-    """Return the variant in small (shrink.py) through the same passes, with random weights of each
-    rank. It takes the same kinds of media, each in one size, and weights as the recipe says, where
-    it fits the small spec too. In 16 bits all experts are taken, so that rounding says how far two
-    runs may lie apart. As many ranks share it as can, up to those of the build."""
+    """Return the variant in small (shrink.py) through the same passes, with the same kinds of
+    media, each in one size, and random weights of each rank, in codes where the recipe fits it. In
+    16 bits all experts are taken, so that rounding says how far two runs may lie apart."""
     kinds = p.media.kinds
     spec = shrink(p.spec, media=bool(kinds))
     if dtype in ROUNDED:
@@ -267,23 +223,17 @@ def check_small(api: Api, p: Prepared, dtype: str) -> dict[str, float]:
 
     def linked(rank: int, exchange: Exchange) -> TrtRuntime:
         if len(params) > 1:
-            made[rank].link(partial(capsule, communicator(exchange)))
+            made[rank].link(partial(capsule, recorder.communicator(exchange)))
         return made[rank]
 
-    def interpreted(kind: type[ReferenceRuntime], rank: int, exchange: Exchange) -> Any:
-        return kind(program, SMALL, "cpu", params[rank], partial(run_beside, rank, exchange))
+    def of(kind: type[ReferenceRuntime]) -> Results:
+        def beside(rank: int, exchange: Exchange) -> ReferenceRuntime:
+            run = partial(run_beside, rank, exchange)
+            return kind(program, SMALL, "cpu", params[rank], run)
 
-    def results(opened: Callable[[int, Exchange], Any], one: Any) -> dict[str, Sequence[Tensor]]:
-        logits, drafts = zip(*run_ranks(program, params, opened), strict=True)
-        soft = [one.encode(name, feeds)[0] for name, feeds in tower_feeds(program)]
-        drafts = drafts if DRAFT in program.graphs else ()
-        found = {"logits": logits, "soft": soft, "drafts": drafts}
-        return {name: tensors for name, tensors in found.items() if tensors}
+        return results(program, params, beside, kind(program, SMALL, "cpu", params[0]))
 
-    def of(kind: type[ReferenceRuntime]) -> dict[str, Sequence[Tensor]]:
-        return results(partial(interpreted, kind), kind(program, SMALL, "cpu", params[0]))
-
-    got, want = results(linked, made[0]), of(ReferenceRuntime)
+    got, want = results(program, params, linked, made[0]), of(ReferenceRuntime)
     wide = cache(partial(of, WideRuntime))
     errors = {name: _worst(got[name], want[name]) for name in got}
     for name, error in errors.items():
@@ -311,23 +261,27 @@ def run_beside(rank: int, exchange: Exchange, n: Node, tensors: list[Any]) -> tu
     return tuple(exchanged(n, [[*own] for own in parts])[rank])
 
 
-def run_ranks(
-    program: Program, params: Sequence[ParamSource], opened: Callable[[int, Exchange], Any]
-) -> list[tuple[Tensor, Tensor]]:
-    """Return what `run_small` gives on each rank; `opened` gives their runtimes."""
+def results(
+    program: Program,
+    params: Sequence[ParamSource],
+    opened: Callable[[int, Exchange], Any],
+    one: Any,
+) -> Results:
+    """Return what `run_small` gives, of each rank's runtime (`opened`), and the soft tokens of
+    towers, which one runs."""
 
-    def run(rank: int, exchange: Exchange) -> tuple[Tensor, Tensor]:
+    def run(rank: int, exchange: Exchange) -> dict[str, Tensor]:
         return run_small(program, params[rank], opened(rank, exchange))
 
-    return side_by_side(len(params), run)
+    ranks = recorder.side_by_side(len(params), run)
+    soft = [one.encode(name, feeds)[0] for name, feeds in tower_feeds(program)]
+    found = {name: [of_rank[name] for of_rank in ranks] for name in ranks[0]}
+    return {**found, "soft": soft} if soft else found
 
 
-def _worst(got: Iterable[Tensor], want: Iterable[Tensor]) -> float:
-    return worst_of([_largest_error(*pair) for pair in zip(got, want, strict=True)])
-
-
-def _largest_error(got: Tensor, want: Tensor) -> float:
-    return row_errors(got, want).relative.max().item()
+def _worst(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+    pairs = zip(got, want, strict=True)
+    return worst_of([row_errors(a, b).relative.max().item() for a, b in pairs])
 
 
 def rounds_alike(got: Tensor, want: Tensor, wide: Tensor, dtype: str) -> bool:
@@ -339,11 +293,7 @@ def rounds_alike(got: Tensor, want: Tensor, wide: Tensor, dtype: str) -> bool:
 
 
 def emulated(
-    api: Api,
-    program: Program,
-    limits: Limits,
-    params: Any,
-    settings: Mapping[str, str],
+    api: Api, program: Program, limits: Limits, params: Any, settings: Mapping[str, str]
 ) -> TrtRuntime:
     """Return the program built and loaded by the recorder."""
 
@@ -357,29 +307,23 @@ def emulated(
         if settings["weights"] == "streamed":
             stream_weights(engine, 0)
         if settings["weights"] == "refit":
-            constants = {name: t for name, (_, t) in written.emitter.constants.items()}
-            refit(api, engine, written.log, constants.__getitem__, params.tensor)
+            constants = written.emitter.constants.__getitem__
+            refit(api, engine, written.log, constants, params.tensor)
         return Opened(api, engine, written.log, written.interface, "cpu")
-
-    main = opened(network_graph(program))
 
     def other(name: str) -> Opened:
         return opened(program.graphs[name])
 
-    return TrtRuntime(main, limits, None, params, other, program)
+    return TrtRuntime(opened(network_graph(program)), limits, None, params, other, program)
 
 
-def run_small(program: Program, params: Any, runtime: Any) -> tuple[Tensor, Tensor]:
-    """Return rows of logits [N, vocab]: rows of different lengths in chunks, one of them empty,
-    then decode steps; and what a drafter makes of the state behind the last, over each span,
-    [spans * B,1,hidden], or nothing of no drafter."""
-    embed = program.graphs["embed"]
+def run_small(program: Program, params: Any, runtime: Any) -> dict[str, Tensor]:
+    """Return `logits` [N, vocab] of rows of different lengths in chunks, one of them empty, then of
+    decode steps; and `drafts` [spans * B,1,hidden], by the state behind the last over each span."""
+    embed, plan, lengths = program.graphs["embed"], _plan(program), torch.tensor(LENGTHS)
     tables = {v.name: params.tensor(v.name) for v in embed.params}
-    lengths = torch.tensor(LENGTHS)
-    state = runtime.new_state(len(LENGTHS))
-    generator = torch.Generator().manual_seed(0)
-    plan = _plan(program)
-    tokens = torch.randint(3, 200, (len(LENGTHS), plan[-1].stop), generator=generator)
+    state, generator = runtime.new_state(len(LENGTHS)), torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, 200, (len(LENGTHS), plan[-1][2]), generator=generator)
     held, found = torch.zeros_like(lengths), list[Tensor]()
     for phase, start, stop, context in plan:
         size, every = stop - start, start >= max(LENGTHS)
@@ -391,13 +335,13 @@ def run_small(program: Program, params: Any, runtime: Any) -> tuple[Tensor, Tens
             feeds[BLOCK_IDS] = _blocks(valid, stop)
         made = runtime.run(phase, feeds, state, max(context, int(held.max())), True)
         found.append(made["logits"][valid > 0].flatten(0, -2).double())
-    if DRAFT not in program.graphs:
-        return torch.cat(found), torch.empty(0)
-    last = (held - 1)[:, None]
-    feeds = {"embeds": feeds["embeds"][:, -1:], HIDDEN: made[HIDDEN][:, -1:]}
-    feeds |= {"positions": held[:, None], "last": last, "written": held}
-    drafted = [runtime.run(DRAFT, feeds, state, n, True)[NEXT_HIDDEN] for n in _contexts()]
-    return torch.cat(found), torch.cat(drafted).double()
+    results = {"logits": torch.cat(found)}
+    if DRAFT in program.graphs:
+        feeds = {"embeds": feeds["embeds"][:, -1:], HIDDEN: made[HIDDEN][:, -1:], "written": held}
+        feeds |= {"positions": held[:, None], "last": held[:, None] - 1}
+        drafts = [runtime.run(DRAFT, feeds, state, n, True)[NEXT_HIDDEN] for n in _contexts()]
+        results["drafts"] = torch.cat(drafts).double()
+    return results
 
 
 def _blocks(valid: Tensor, width: int) -> Tensor:
@@ -407,46 +351,38 @@ def _blocks(valid: Tensor, width: int) -> Tensor:
 
 
 def tower_feeds(program: Program) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield the inputs of each tower; a fifth of them is padding."""
+    """Yield example inputs of each tower, a fifth of them padding: numbers, a mask, or places of a
+    picture 24 wide."""
     generator = torch.Generator().manual_seed(0)
     for name, g in tower_graphs(program).items():
-        yield name, {v.name: _input(v, generator) for v in g.inputs}
+        feeds = {}
+        for v in g.inputs:
+            shape = [int(d) for d in v.type.shape]
+            at = torch.arange(shape[1])
+            valid = at < shape[1] * 4 // 5
+            if v.type.dtype == "bool":
+                feeds[v.name] = valid[None]
+            elif v.type.dtype == "i64":
+                places = torch.stack((at % WIDTH, at // WIDTH), 1)
+                feeds[v.name] = torch.where(valid[:, None], places, -1)[None]
+            else:
+                feeds[v.name] = torch.rand(shape, generator=generator)
+        yield name, feeds
 
 
-def _input(v: Value, generator: torch.Generator) -> Tensor:
-    """Return an example input of a tower: numbers, a mask, or places of a picture 24 wide."""
-    shape = [int(d) for d in v.type.shape]
-    at = torch.arange(shape[1])
-    valid = at < shape[1] * 4 // 5
-    if v.type.dtype == "bool":
-        return valid[None]
-    if v.type.dtype == "i64":
-        places = torch.stack((at % WIDTH, at // WIDTH), 1)
-        return torch.where(valid[:, None], places, -1)[None]
-    return torch.rand(shape, generator=generator)
-
-
-class Stretch(NamedTuple):
-    """Tokens `start` to `stop` of the prompts, and how many rows are taken to hold at least."""
-
-    phase: str
-    start: int
-    stop: int
-    context: int
-
-
-def _plan(program: Program) -> list[Stretch]:
-    """Return the chunks of a prompt, a single token for each span of the caches, and, of a model
-    with a drafter, tokens that are verified: every profile has its step."""
-    chunk, length, contexts = SMALL.prefill_chunk, max(LENGTHS), _contexts()
+def _plan(program: Program) -> list[tuple[str, int, int, int]]:
+    """Return the phases of steps, each with the tokens that it has, from .. to, and how many rows
+    are taken to hold at least: the chunks of a prompt, a single token for each span of the caches,
+    and, of a model with a drafter, tokens that are verified: every profile has its step."""
+    length, contexts = max(LENGTHS), _contexts()
     first = MEDIA if MEDIA in program.graphs else "prefill"
+    starts = range(0, length, SMALL.prefill_chunk)
     steps = [
-        Stretch("prefill" if i else first, i, min(i + chunk, length), 0)
-        for i in range(0, length, chunk)
+        ("prefill" if i else first, i, min(i + SMALL.prefill_chunk, length), 0) for i in starts
     ]
-    steps += [Stretch("decode", length + i, length + i + 1, n) for i, n in enumerate(contexts)]
+    steps += [("decode", length + i, length + i + 1, n) for i, n in enumerate(contexts)]
     end = length + len(contexts)
-    return steps + ([Stretch(VERIFY, end, end + VERIFIED, 0)] if VERIFY in program.graphs else [])
+    return steps + ([(VERIFY, end, end + VERIFIED, 0)] if VERIFY in program.graphs else [])
 
 
 def _contexts() -> list[int]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,9 +19,10 @@ from g4ir.ir.graph import Value
 from g4ir.ops.types import FLOATS, Type, dtype_name, torch_dtype
 
 from ..primitives.emitter import Emitter, Operand, reshape_spec
-from .probe import CODES, data_type
-from .recorder import MAX_DIMS, MAX_TOP_K, SHARED_BYTES
+from .host import CODES, data_type
+from .recorder import MAX_DIMS, MAX_TOP_K
 
+Made = TypeVar("Made")
 #: the root of a collective in which all ranks are alike
 NO_ROOT = -1
 #: most numbers of a constant that is made of others
@@ -40,15 +41,16 @@ NAMES = {"add": "SUM", "mul": "PROD", "eq": "EQUAL", "gt": "GREATER", "lt": "LES
 COLLECTIVES = {"all_reduce": ("ALL_REDUCE", "SUM"), "all_gather": ("ALL_GATHER", "NONE")}
 
 
-@dataclass
+@dataclass(eq=False)
 class Stored:
-    """Stored numbers: weights, once there is a layer for them, and the output of that layer in each
-    shape. `numbers`: the tensor, flat, where the network has its weights."""
+    """The numbers of a param or of a constant, None where they are not there; and the tensors of
+    the network that are these in a shape: the first is their layer's."""
 
     name: str
     dtype: str
-    weights: Callable[[], Any]
+    count: int
     numbers: Callable[[], torch.Tensor | None]
+    param: bool = False
     tensors: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
 
@@ -76,7 +78,6 @@ class Laid:
     then reshaped, then transposed, which one layer does."""
 
     source: Operand
-    type: Type
     order: tuple[int, ...]
     reshaped: Type
     second: tuple[int, ...]
@@ -93,7 +94,6 @@ class TrtEmitter(Emitter):
         trt: Any,
         network: Any,
         params: Callable[[str], torch.Tensor] | None = None,
-        shared: int = SHARED_BYTES,
         said: Callable[[], str] = lambda: "its log says why",
     ) -> None:
         self.trt, self.network = trt, network
@@ -102,27 +102,20 @@ class TrtEmitter(Emitter):
         self.params = params
         #: TensorRT's last errors
         self.said = said
-        #: bytes of dynamic shared memory that kernels of plugins may use
-        self.shared = shared
-        #: the most that one of them uses
-        self.shared_used = 0
         #: tensors whose memory the network points to, until it is built
         self.held: list[torch.Tensor] = []
-        #: weights of params that have a layer, by name
-        self.given: dict[str, Any] = {}
-        #: weights of constants that have a layer, and the tensor they are, by name
-        self.constants: dict[str, tuple[Any, torch.Tensor]] = {}
+        #: by name: weights that have a layer, and the tensors of constants among them
+        self.weights: dict[str, Any] = {}
+        self.constants: dict[str, torch.Tensor] = {}
         #: what could not be done as asked
         self.notes: list[str] = []
         self._counts: Counter[str] = Counter()
         #: of params and of what is made of constants, by name; of constants, by what is in them
         self._known: dict[str, Stored] = {}
         self._small: dict[Any, Stored] = {}
-        self._sizes: dict[Any, Any] = {}
+        self._shared: dict[Any, Any] = {}
         #: name of a dim -> an input that has it, and where
         self._inputs: dict[str, tuple[Operand, int]] = {}
-        #: keeps handles alive, so that their ids stay theirs
-        self._all: list[Any] = []
 
     # --- names and checks ---------------------------------------------------------------------
 
@@ -140,25 +133,39 @@ class TrtEmitter(Emitter):
         layer.name = name
         return layer
 
-    def made(self, layer: Any, primitive: str, t: Type, index: int = 0) -> Operand:
-        """Return an output of a new layer, whose type TensorRT must see as we do."""
+    def made(self, layer: Any, primitive: str, t: Type, **attributes: Any) -> Operand:
+        """Return the output of a new layer, which is given these attributes first."""
         self.named(layer, primitive)
-        return self.checked(layer, t, index)
+        for name, value in attributes.items():
+            setattr(layer, name, value)
+        return self.checked(layer, t)
+
+    def _add(self, kind: str, primitive: str, t: Type, *given: Any, **attributes: Any) -> Operand:
+        """Add a layer (`add_KIND`) of what it is given, operands among it; return its output."""
+        tensors = (self.tensor(x) if isinstance(x, Operand) else x for x in given)
+        layer = getattr(self.network, f"add_{kind}")(*tensors)
+        return self.made(layer, primitive, t, **attributes)
+
+    def _once(self, key: Any, make: Callable[[], Made]) -> Made:
+        """Return what several layers read, made for the first of them."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        found: Made = self._shared[key]
+        return found
 
     def checked(self, layer: Any, t: Type, index: int = 0) -> Operand:
-        tensor = layer.get_output(index)
-        want = data_type(self.trt, t.dtype), _dims(t)
+        """Return an output of a layer, whose type TensorRT must see as we do."""
+        tensor, kind = layer.get_output(index), data_type(self.trt, t.dtype)
         try:
-            found = tensor.dtype, tuple(tensor.shape)
+            dtype, dims = tensor.dtype, tuple(tensor.shape)
         except ValueError as e:  # a shape of -1 dims: TensorRT could not infer it
             raise LowerError(
                 f"{layer.name}: expected {t}, TensorRT finds no shape: {self.said()}"
             ) from e
-        if not _agree(want, found):
+        if dtype != kind or not _agree(_dims(t), dims):
             raise LowerError(
-                f"{layer.name}: expected {t}, TensorRT says {found[0]}{found[1]}: {self.said()}"
+                f"{layer.name}: expected {t}, TensorRT says {dtype}{dims}: {self.said()}"
             )
-        self._all.append(tensor)
         return Operand(t, tensor)
 
     def tensor(self, x: Operand) -> Any:
@@ -170,11 +177,8 @@ class TrtEmitter(Emitter):
         return self._stored(x.handle) if isinstance(x.handle, Constant) else x.handle
 
     def _dequantized(self, d: Dequantized, t: Type) -> Any:
-        kind = data_type(self.trt, t.dtype)
-        layer = self.network.add_dequantize(self._stored(d.codes), self._stored(d.scales), kind)
-        self.named(layer, "dequantize")
-        layer.axis = d.axis
-        return self.checked(layer, t).handle
+        parts, kind = (self._stored(d.codes), self._stored(d.scales)), data_type(self.trt, t.dtype)
+        return self._add("dequantize", "dequantize", t, *parts, kind, axis=d.axis).handle
 
     # --- sources ------------------------------------------------------------------------------
 
@@ -182,7 +186,6 @@ class TrtEmitter(Emitter):
         tensor = self.network.add_input(name, data_type(self.trt, t.dtype), _dims(t))
         if tensor is None:
             raise LowerError(f"TensorRT refused the input {name}: {t}: {self.said()}")
-        self._all.append(tensor)
         x = Operand(t, tensor)
         for i, d in enumerate(t.shape):
             if isinstance(d, str):
@@ -191,83 +194,68 @@ class TrtEmitter(Emitter):
         return x
 
     def param(self, v: Value) -> Operand:
+        """Return a weight; LowerError, when it is read, for another type."""
+
         def numbers() -> torch.Tensor | None:
-            return self.params(v.name).flatten() if self.params else None
-
-        stored = Stored(v.name, v.type.dtype, lambda: self._given_param(v), numbers)
-        return Operand(v.type, Constant(self._known.setdefault(v.name, stored), _dims(v.type)))
-
-    def _given_param(self, v: Value) -> Any:
-        """Return `trt.Weights` of a param, row by row; LowerError for another type."""
-        if self.params is None:
-            made = self.trt.Weights(data_type(self.trt, v.type.dtype), 0, v.type.numel())
-        else:
+            if self.params is None:
+                return None
             t = self.params(v.name)
             found = Type(dtype_name(t.dtype), tuple(t.shape))
             if found != v.type:
                 raise LowerError(f"param {v} is {found}, the graph says {v.type}")
-            made = self._weights(t.contiguous())
-        self.given[v.name] = made
-        return made
+            return t.flatten()
 
-    def _weights(self, t: torch.Tensor) -> Any:
-        self.held.append(t)
-        kind = data_type(self.trt, dtype_name(t.dtype))
-        return self.trt.Weights(kind, t.data_ptr(), t.numel())
+        return self._called(v.name, v.type, numbers, param=True)
+
+    def _called(
+        self, name: str, t: Type, numbers: Callable[[], torch.Tensor | None], param: bool = False
+    ) -> Operand:
+        """Return what is stored under a name: a param, or a constant that is made of others when
+        the network is written. A plan without weights has the latter from the constants beside it.
+        """
+        new = Stored(name, t.dtype, t.numel(), numbers, param)
+        return Operand(t, Constant(self._known.setdefault(name, new), _dims(t)))
 
     def constant(self, tensor: torch.Tensor) -> Operand:
         dtype, t = dtype_name(tensor.dtype), tensor.detach().contiguous()
         if dtype in STORED_AS:
             return self.cast(self.constant(t.to(torch_dtype(STORED_AS[dtype]))), dtype)
-        stored = self._once(t, dtype)
-        shape = tuple(t.shape)
-        return Operand(Type(dtype, shape), Constant(stored, shape))
-
-    def _once(self, t: torch.Tensor, dtype: str) -> Stored:
         key = (dtype, tuple(t.flatten().tolist())) if t.numel() <= MAX_DIMS else len(self._small)
         if key not in self._small:
-            name = f"constant.{len(self._small)}"
-            self._small[key] = Stored(name, dtype, lambda: self._given(name, t), t.flatten)
-        return self._small[key]
+            self._small[key] = Stored(f"constant.{len(self._small)}", dtype, t.numel(), t.flatten)
+        shape = tuple(t.shape)
+        return Operand(Type(dtype, shape), Constant(self._small[key], shape))
 
-    def _folded(self, name: str, t: Type, numbers: Callable[[], torch.Tensor | None]) -> Operand:
-        """Return a constant that is made of others when the network is written. As it is no param,
-        a plan without weights has it from the constants beside it."""
-
-        def weights() -> Any:
-            made = numbers()
-            if made is None:
-                return self.trt.Weights(data_type(self.trt, t.dtype), 0, t.numel())
-            return self._given(name, made.contiguous())
-
-        stored = self._known.setdefault(name, Stored(name, t.dtype, weights, numbers))
-        return Operand(t, Constant(stored, _dims(t)))
-
-    def _given(self, name: str, t: torch.Tensor) -> Any:
-        weights = self._weights(t)
-        self.constants[name] = weights, t
-        return weights
+    def _weights(self, s: Stored) -> Any:
+        """Return `trt.Weights` of stored numbers, by address."""
+        numbers, address = s.numbers(), 0
+        if numbers is not None:
+            numbers = numbers.contiguous()
+            address = numbers.data_ptr()
+            self.held.append(numbers)
+            if not s.param:
+                self.constants[s.name] = numbers
+        self.weights[s.name] = self.trt.Weights(data_type(self.trt, s.dtype), address, s.count)
+        return self.weights[s.name]
 
     def _stored(self, c: Constant) -> Any:
         """Return a constant layer, made where it is read first; other shapes of it are shuffles."""
-        made = c.stored.tensors
-        if c.shape not in made:
-            first = next(iter(made.values()), None)
-            scope, self.scope = self.scope, c.stored.name
-            if first is None:
-                layer = self.network.add_constant(c.shape, c.stored.weights())
+        s, scope = c.stored, self.scope
+        if c.shape not in s.tensors:
+            self.scope, t = s.name, Type(s.dtype, c.shape)
+            if s.tensors:
+                first = next(iter(s.tensors.values()))
+                made = self._add("shuffle", "view", t, first, reshape_dims=c.shape)
             else:
-                layer = self.network.add_shuffle(first)
-                layer.reshape_dims = c.shape
-            t = Type(c.stored.dtype, c.shape)
-            made[c.shape] = self.made(layer, "weights" if first is None else "view", t).handle
+                made = self._add("constant", "weights", t, c.shape, self._weights(s))
             self.scope = scope
-        return made[c.shape]
+            s.tensors[c.shape] = made.handle
+        return s.tensors[c.shape]
 
     def output(self, name: str, x: Operand) -> None:
         tensor = self.tensor(x)
         if tensor.is_network_input or tensor.is_network_output:
-            tensor = self.made(self.network.add_identity(tensor), "output", x.type).handle
+            tensor = self._add("identity", "output", x.type, tensor).handle
         tensor.name = name
         self.network.mark_output(tensor)
 
@@ -277,21 +265,20 @@ class TrtEmitter(Emitter):
         if name not in ACTIVATIONS:
             return None
         kind = getattr(self.trt.ActivationType, ACTIVATIONS[name])
-        return self.made(self.network.add_activation(self.tensor(x), kind), name, x.type)
+        return self._add("activation", name, x.type, x, kind)
 
     def _unary(self, kind: str, x: Operand, t: Type) -> Operand:
         if found := self.activation(kind, x):
             return found
         op = getattr(self.trt.UnaryOperation, kind.upper())
-        return self.made(self.network.add_unary(self.tensor(x), op), kind, t)
+        return self._add("unary", kind, t, x, op)
 
     def _binary(self, kind: str, a: Operand, b: Operand, t: Type) -> Operand:
-        op = getattr(self.trt.ElementWiseOperation, _called(kind))
-        return self.made(self.network.add_elementwise(self.tensor(a), self.tensor(b), op), kind, t)
+        op = getattr(self.trt.ElementWiseOperation, _operation(kind))
+        return self._add("elementwise", kind, t, a, b, op)
 
     def _where(self, condition: Operand, a: Operand, b: Operand, t: Type) -> Operand:
-        tensors = map(self.tensor, (condition, a, b))
-        return self.made(self.network.add_select(*tensors), "where", t)
+        return self._add("select", "where", t, condition, a, b)
 
     def _cast(self, x: Operand, t: Type) -> Operand:
         if _is_small(x) and x.dtype in FLOATS and t.dtype in FLOATS:
@@ -301,16 +288,16 @@ class TrtEmitter(Emitter):
                 held = source()
                 return None if held is None else held.to(torch_dtype(t.dtype))
 
-            return self._folded(f"{x.handle.stored.name}.{t.dtype}", t, numbers)
-        layer = self.network.add_cast(self.tensor(x), data_type(self.trt, t.dtype))
-        return self.made(layer, f"to_{t.dtype}", t)
+            return self._called(f"{x.handle.stored.name}.{t.dtype}", t, numbers)
+        return self._add("cast", f"to_{t.dtype}", t, x, data_type(self.trt, t.dtype))
 
     # --- products and sums --------------------------------------------------------------------
 
     def _linear(self, x: Operand, w: Operand, columns: bool, t: Type) -> Operand:
         """Return x w^T, the weight as [1, ..., out, in]: ranks are equal, x is not transposed."""
         lead = range(x.rank - 2)
-        return self._product(x, self.unsqueeze(w, *lead) if lead else w, not columns, "linear", t)
+        w = self.unsqueeze(w, *lead) if lead else w
+        return self._product("linear", x, w, not columns, t)
 
     def _dequantize(self, codes: Operand, scales: Operand, axis: int, t: Type) -> Operand:
         """Return a weight of which each row has a scale; see `takes_codes`."""
@@ -324,121 +311,103 @@ class TrtEmitter(Emitter):
         raise ValueError(f"{codes.type}: TensorRT's constants have one type")
 
     def _matmul(self, a: Operand, b: Operand, transpose_b: bool, t: Type) -> Operand:
-        return self._product(a, b, transpose_b, "matmul", t)
+        return self._product("matmul", a, b, transpose_b, t)
 
-    def _product(
-        self, a: Operand, b: Operand, transpose_b: bool, primitive: str, t: Type
-    ) -> Operand:
+    def _product(self, primitive: str, a: Operand, b: Operand, turned: bool, t: Type) -> Operand:
         ops = self.trt.MatrixOperation
-        op = ops.TRANSPOSE if transpose_b else ops.NONE
-        layer = self.network.add_matrix_multiply(self.tensor(a), ops.NONE, self.tensor(b), op)
-        return self.made(layer, primitive, t)
+        op = ops.TRANSPOSE if turned else ops.NONE
+        return self._add("matrix_multiply", primitive, t, a, ops.NONE, b, op)
 
     def _softmax(self, x: Operand, t: Type) -> Operand:
-        layer = self.named(self.network.add_softmax(self.tensor(x)), "softmax")
-        layer.axes = 1 << (x.rank - 1)
-        return self.checked(layer, t)
+        return self._add("softmax", "softmax", t, x, axes=1 << (x.rank - 1))
 
     def _reduce(self, kind: str, x: Operand, axis: int, t: Type) -> Operand:
-        op = getattr(self.trt.ReduceOperation, _called(kind))
-        return self.made(self.network.add_reduce(self.tensor(x), op, 1 << axis, True), kind, t)
+        op = getattr(self.trt.ReduceOperation, _operation(kind))
+        return self._add("reduce", kind, t, x, op, 1 << axis, True)
 
     def _topk(self, x: Operand, k: int, values: Type, index: Type) -> tuple[Operand, Operand]:
         if k > MAX_TOP_K:
             raise ValueError(f"topk: {k} of {x.type}; TensorRT takes at most {MAX_TOP_K}")
-        layer = self.network.add_topk(
-            self.tensor(x),
-            self.trt.TopKOperation.MAX,
-            k,
-            1 << (x.rank - 1),
-            data_type(self.trt, index.dtype),
-        )
+        best, kind = self.trt.TopKOperation.MAX, data_type(self.trt, index.dtype)
+        layer = self.network.add_topk(self.tensor(x), best, k, 1 << (x.rank - 1), kind)
         return self.made(layer, "topk", values), self.checked(layer, index, 1)
 
     def exchange(self, op: str, x: Operand, ranks: int) -> Operand:
         """Return what an op of COLLECTIVES makes of the tensors of all ranks: their sum, or all of
         them, behind one another along the first dim. Nothing says which rank this is."""
         kind, join = COLLECTIVES[op]
-        layer = self.network.add_dist_collective(
-            self.tensor(x),
-            getattr(self.trt.CollectiveOperation, kind),
-            getattr(self.trt.ReduceOperation, join),
-            NO_ROOT,
-            [*range(ranks)],
-        )
-        self.named(layer, op).num_ranks = ranks
+        how = getattr(self.trt.CollectiveOperation, kind), getattr(self.trt.ReduceOperation, join)
         first, *others = x.shape
-        gathered = x.type.with_shape(ranks * int(first), *others) if join == "NONE" else x.type
-        return self.checked(layer, gathered)
+        t = x.type.with_shape(ranks * int(first), *others) if join == "NONE" else x.type
+        every = [*range(ranks)]
+        return self._add("dist_collective", op, t, x, *how, NO_ROOT, every, num_ranks=ranks)
 
     # --- layout -------------------------------------------------------------------------------
 
     def _reshape(self, x: Operand, t: Type) -> Operand:
-        if isinstance(x.handle, Constant):
-            return Operand(t, Constant(x.handle.stored, _dims(t)))
-        whole = tuple(range(t.rank))
-        if isinstance(x.handle, Laid) and _is_order(x.handle.second):
-            h = x.handle
+        h = x.handle
+        if isinstance(h, Constant):
+            return Operand(t, replace(h, shape=_dims(t)))
+        if isinstance(h, Laid) and _is_order(h.second):
             turned = _permuted(h.source.type, h.order)
             if reshape_spec(turned, t).count(-1) <= 1:
-                return self._as_laid(h.source, t, h.order, t, whole, "reshape")
-        return self._as_laid(x, t, tuple(range(x.rank)), t, whole, "reshape")
+                return self._as_laid("reshape", h.source, h.order, t)
+        return self._as_laid("reshape", x, range(x.rank), t)
 
     def _transpose(self, x: Operand, order: Sequence[int], t: Type) -> Operand:
-        if not isinstance(x.handle, Laid):
-            whole = tuple(range(x.rank))
-            return self._as_laid(x, t, tuple(order), t, whole, "transpose")
         h = x.handle
-        second = tuple(h.second[i] for i in order)
+        if not isinstance(h, Laid):
+            return self._as_laid("transpose", x, order, t)
+        second = [h.second[i] for i in order]
         if _permuted(h.source.type, h.order) != h.reshaped:
-            return self._as_laid(h.source, t, h.order, h.reshaped, second, "transpose")
-        first = tuple(h.order[i] for i in second)
-        return self._as_laid(h.source, t, first, t, tuple(range(t.rank)), "transpose")
+            return self._as_laid("transpose", h.source, h.order, h.reshaped, second)
+        return self._as_laid("transpose", h.source, [h.order[i] for i in second], t)
 
-    def _as_laid(self, x: Operand, t: Type, *parts: Any) -> Operand:
-        order, reshaped, second, _ = parts
-        if t == x.type and _is_order(order) and reshaped == t and _is_order(second):
+    def _as_laid(
+        self,
+        primitive: str,
+        x: Operand,
+        order: Sequence[int],
+        reshaped: Type,
+        second: Sequence[int] | None = None,
+    ) -> Operand:
+        second = range(reshaped.rank) if second is None else second
+        if reshaped == x.type and _is_order(order) and _is_order(second):
             return x
-        laid = Laid(x, t, *parts)
-        self._all.append(laid)
-        return Operand(t, laid)
+        laid = Laid(x, tuple(order), reshaped, tuple(second), primitive)
+        return Operand(_permuted(reshaped, second), laid)
 
     def _laid(self, h: Laid) -> Any:
         if not h.tensors:
             turned = _permuted(h.source.type, h.order)
-            layer = self.named(self.network.add_shuffle(self.tensor(h.source)), h.primitive)
+            how: dict[str, Any] = {}
             if not _is_order(h.order):
-                layer.first_transpose = h.order
+                how["first_transpose"] = h.order
             if h.reshaped != turned:
-                layer.reshape_dims = tuple(reshape_spec(turned, h.reshaped))
+                how["reshape_dims"] = tuple(reshape_spec(turned, h.reshaped))
             if not _is_order(h.second):
-                layer.second_transpose = h.second
-            h.tensors.append(self.checked(layer, h.type).handle)
+                how["second_transpose"] = h.second
+            t = _permuted(h.reshaped, h.second)
+            h.tensors.append(self._add("shuffle", h.primitive, t, h.source, **how).handle)
         return h.tensors[0]
 
     def _unsqueeze(self, x: Operand, axes: Sequence[int], t: Type) -> Operand:
         """Add dims, by transposes where more than one of them would be -1."""
-        if isinstance(x.handle, Constant):
-            return Operand(t, Constant(x.handle.stored, _dims(t)))
         if isinstance(x.handle, Dequantized):
             d, kept = x.handle, [i for i in range(t.rank) if i not in axes]
-            codes = Constant(d.codes.stored, _dims(t))
-            return Operand(t, Dequantized(codes, d.scales, kept[d.axis]))
-        spec = reshape_spec(x.type, t)
-        if spec.count(-1) <= 1:
+            codes = replace(d.codes, shape=_dims(t))
+            return Operand(t, replace(d, codes=codes, axis=kept[d.axis]))
+        if isinstance(x.handle, Constant) or reshape_spec(x.type, t).count(-1) <= 1:
             return self._reshape(x, t)
         front = x.type.with_shape(*x.shape, *[1] * len(axes))
-        back = iter(range(x.rank))
-        ones = iter(range(x.rank, t.rank))
-        order = tuple(next(ones) if i in axes else next(back) for i in range(t.rank))
-        return self._as_laid(x, t, tuple(range(x.rank)), front, order, "unsqueeze")
+        back, ones = iter(range(x.rank)), iter(range(x.rank, t.rank))
+        order = [next(ones) if i in axes else next(back) for i in range(t.rank)]
+        return self._as_laid("unsqueeze", x, range(x.rank), front, order)
 
     def _concat(self, xs: Sequence[Operand], axis: int, t: Type) -> Operand:
         if all(map(_is_small, xs)):
-            return self._folded(f"{self._name('concat')}.weights", t, lambda: _joined(xs, axis))
-        layer = self.named(self.network.add_concatenation([*map(self.tensor, xs)]), "concat")
-        layer.axis = axis
-        return self.checked(layer, t)
+            return self._called(f"{self._name('concat')}.weights", t, lambda: _joined(xs, axis))
+        return self._add("concatenation", "concat", t, [*map(self.tensor, xs)], axis=axis)
 
     def _slice(self, x: Operand, axis: int, start: int, stop: int, t: Type) -> Operand:
         return self._sliced(x, axis, start, stop - start, "slice", t)
@@ -446,10 +415,9 @@ class TrtEmitter(Emitter):
     def swap_halves(self, x: Operand) -> Operand:
         """Slice from the middle on, around the end."""
         last, size = x.rank - 1, int(x.shape[-1])
-        layer = self.network.add_slice(self.tensor(x), (size // 2,), (size,), (1,))
-        self.named(layer, "swap_halves").axes = (last,)
-        layer.mode = self.trt.SampleMode.WRAP
-        return self.checked(layer, x.type)
+        part, how = ((size // 2,), (size,), (1,)), {"axes": (last,)}
+        wrap = self.trt.SampleMode.WRAP
+        return self._add("slice", "swap_halves", x.type, x, *part, **how, mode=wrap)
 
     def _prefix(self, x: Operand, axis: int, like: Operand, t: Type) -> Operand:
         return self._sliced(x, axis, 0, self._dim(like, 0), "prefix", t)
@@ -458,23 +426,16 @@ class TrtEmitter(Emitter):
         """Return entries first .. first + count - 1 of an axis whose size has a name, as far as it
         has them: it may have none."""
         name = str(x.shape[axis])
-        t = x.type.with_shape(
-            *(f"{name}@{first}" if i == axis else d for i, d in enumerate(x.shape))
-        )
-        return self._sliced(x, axis, *self._within(x, axis, first, count), "block", t)
+        shape = (f"{name}@{first}" if i == axis else d for i, d in enumerate(x.shape))
 
-    def _within(self, x: Operand, axis: int, first: int, count: int) -> tuple[Any, Any]:
-        """Return, i64[1] each, where a block of an axis begins, and its size."""
-        key = ("block", x.shape[axis], first, count)
-        if key not in self._sizes:
+        def place() -> tuple[Any, Any]:
             whole = Operand(Type("i64", (1,)), self._dim(x, axis))
-            start, stop = (
-                self.binary("min", whole, self.constant(torch.tensor([n])))
-                for n in (first, first + count)
-            )
-            self._sizes[key] = self.tensor(start), self.tensor(self.sub(stop, start))
-        found: tuple[Any, Any] = self._sizes[key]
-        return found
+            ends = (self.constant(torch.tensor([n])) for n in (first, first + count))
+            start, stop = (self.binary("min", whole, end) for end in ends)
+            return self.tensor(start), self.tensor(self.sub(stop, start))
+
+        start, size = self._once(("block", name, first, count), place)
+        return self._sliced(x, axis, start, size, "block", x.type.with_shape(*shape))
 
     def _sliced(
         self, x: Operand, axis: int, start: Any, size: Any, primitive: str, t: Type
@@ -492,44 +453,30 @@ class TrtEmitter(Emitter):
         """Return i64[1]: the size of one dim. Dims of one name are equal, so one tensor says it for
         all, an input's where one has it."""
         name = x.shape[axis]
-        key = ("dim", name)
-        if key not in self._sizes:
+
+        def make() -> Any:
             source, at = self._inputs.get(str(name)) or (x, axis)
-            layer = self.network.add_shape(self.tensor(source))
-            shape = self.made(layer, "shape", Type("i64", (source.rank,)))
-            layer = self.network.add_slice(shape.handle, (at,), (1,), (1,))
-            self._sizes[key] = self.made(layer, "dim", Type("i64", (1,))).handle
-        return self._sizes[key]
+            shape = self._add("shape", "shape", Type("i64", (source.rank,)), source)
+            part = (at,), (1,), (1,)
+            return self._add("slice", "dim", Type("i64", (1,)), shape, *part, axes=(0,)).handle
+
+        return self._once(("dim", name), make)
 
     # --- by index -----------------------------------------------------------------------------
 
     def _gather(self, x: Operand, index: Operand, axis: int, t: Type) -> Operand:
-        layer = self.network.add_gather(self.tensor(x), self.tensor(index), axis)
-        return self.made(layer, "gather", t)
+        return self._add("gather", "gather", t, x, index, axis)
 
     def _gather_rows(self, x: Operand, index: Operand, t: Type) -> Operand:
-        """Gather rows. The batch is an elementwise dim, so that an index is of a row alone. There
-        are to be at least two dims beside it."""
-        if x.rank == 2:
-            return self.reshape(self.gather_rows(self.unsqueeze(x, 2), index), *t.shape)
-        key = ("row", id(index.handle))
-        if key not in self._sizes:
-            self._sizes[key] = self.unsqueeze(index, 2)
-        index = self._sizes[key]
-        layer = self.network.add_gather_v2(
-            self.tensor(x), self.tensor(index), self.trt.GatherMode.ND
-        )
-        self.named(layer, "gather_rows")
-        layer.num_elementwise_dims = 1
-        return self.checked(layer, t)
+        """Gather rows. The batch is an elementwise dim, so that an index is of a row alone."""
+        at = self._once(("row", index.handle), lambda: self.unsqueeze(index, 2))
+        mode = self.trt.GatherMode.ND
+        return self._add("gather_v2", "gather_rows", t, x, at, mode, num_elementwise_dims=1)
 
     def _append(self, cache: Operand, new: Operand, start: Operand, t: Type) -> Operand:
-        key = ("slot", id(start.handle))
-        if key not in self._sizes:
-            self._sizes[key] = self.tensor(self.cast(start, "i32"))
-        tensors = self.tensor(cache), self.tensor(new), self._sizes[key]
-        layer = self.network.add_kv_cache_update(*tensors, self.trt.KVCacheMode.LINEAR)
-        return self.made(layer, "append", t)
+        at = self._once(("slot", start.handle), lambda: self.tensor(self.cast(start, "i32")))
+        mode = self.trt.KVCacheMode.LINEAR
+        return self._add("kv_cache_update", "append", t, cache, new, at, mode)
 
     # --- control ------------------------------------------------------------------------------
 
@@ -544,7 +491,7 @@ class TrtEmitter(Emitter):
         )
 
 
-def _called(kind: str) -> str:
+def _operation(kind: str) -> str:
     return NAMES.get(kind, kind.upper())
 
 
@@ -560,7 +507,7 @@ def _joined(xs: Sequence[Operand], axis: int) -> torch.Tensor | None:
 
 
 def _is_order(order: Sequence[int]) -> bool:
-    return [*order] == [*range(len(order))]
+    return [*order] == sorted(order)
 
 
 def _permuted(t: Type, order: Sequence[int]) -> Type:
@@ -574,8 +521,6 @@ def _dims(t: Type) -> tuple[int, ...]:
     return tuple(d if isinstance(d, int) else -1 for d in t.shape)
 
 
-def _agree(want: tuple[Any, tuple[int, ...]], found: tuple[Any, tuple[int, ...]]) -> bool:
-    """Whether types and ranks are equal, and dims where both know them."""
-    pairs = list(zip(want[1], found[1]))
-    same = want[0] == found[0] and len(want[1]) == len(found[1])
-    return same and all(a == b or -1 in (a, b) for a, b in pairs)
+def _agree(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether ranks are equal, and dims where both are known."""
+    return len(one) == len(other) and all(a == b or -1 in (a, b) for a, b in zip(one, other))

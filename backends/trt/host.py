@@ -1,23 +1,295 @@
-"""The machine as the TensorRT backend sees it: alone, and by what several ranks exchange."""
+"""The machine as the backend sees it, with the TensorRT at hand: the only place that knows how
+versions differ.
+
+Versions from 10.15 (the first with a layer that updates caches in place) up to, but not including,
+12. The module itself is asked for each feature in which they differ, never for a version number:
+see FEATURES.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import importlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, Any
 
-from g4ir.errors import EngineError
+import torch
+
+from g4ir.errors import EngineError, LowerError, MissingError
 from g4ir.parallel.group import Group
 from g4ir.plan.fit import device_memory
 from g4ir.ui.paths import cache_root
+from g4ir.ui.progress import Progress
 
-from . import probe
+from ..torch_compile.cuda_graph import Record, recorded
 
-if TYPE_CHECKING:
-    from ..torch_compile.cuda_graph import Record
+#: from, and up to but not including
+SUPPORTED = ((10, 15), (12,))
+RANGE = "tensorrt>=10.15,<12"
+#: whose signatures every call is compared with
+COMPARED = ("10.16.1", "11.4.0")
+#: compute capability that engines are built for: H100, H200
+TARGET = (9, 0)
+#: bytes of shared memory that a block has there
+MOST_SHARED_BYTES = 227 * 1024
+#: dtype of the IR -> DataType
+DTYPES = {
+    "f32": "FLOAT",
+    "f16": "HALF",
+    "bf16": "BF16",
+    "i32": "INT32",
+    "i64": "INT64",
+    "bool": "BOOL",
+    "i8": "INT8",
+    "f8e4m3": "FP8",
+}
+#: those of them that are codes, which have a scale for each row
+CODES = ("i8", "f8e4m3")
 
+INSTEAD = (
+    "without it, --backend onnx builds the same network for onnxruntime, and --dry-run checks a "
+    "build up to TensorRT's builder"
+)
+
+#: what only some of the supported versions have -> (class, attribute) of the module
+FEATURES: Mapping[str, tuple[str, str]] = {
+    # The older method takes a bool, whose mask is aligned to the wrong corner.
+    "causal kind": ("INetworkDefinition", "add_attention_v2"),
+    # Before 11, networks are weakly typed unless a flag says otherwise.
+    "weak typing": ("BuilderFlag", "FP16"),
+    # Exchange among ranks, new in 10.16, where builders are to be asked for it.
+    "collectives": ("INetworkDefinition", "add_dist_collective"),
+    "collectives on trial": ("PreviewFeature", "MULTIDEVICE_RUNTIME_10_16"),
+}
+
+#: what every supported version has, and builds or engines here use
+NEEDED: Mapping[str, tuple[str, ...]] = {
+    "INetworkDefinition": ("add_kv_cache_update", "set_weights_name"),
+    "NetworkDefinitionCreationFlag": ("STRONGLY_TYPED",),
+    "BuilderFlag": ("WEIGHT_STREAMING", "STRIP_PLAN", "REFIT_IDENTICAL"),
+    "HardwareCompatibilityLevel": ("SAME_COMPUTE_CAPABILITY",),
+    "ExecutionContextAllocationStrategy": ("USER_MANAGED",),
+    "ICudaEngine": (
+        "get_aliased_input_tensor",
+        "device_memory_size_v2",
+        "get_device_memory_size_for_profile_v2",
+        "weight_streaming_budget_v2",
+        "streamable_weights_size",
+    ),
+    "Builder": ("build_serialized_network_to_stream",),
+    "IStreamWriter": ("write",),
+}
+
+
+@dataclass(frozen=True)
+class Api:
+    """A TensorRT module, or what stands for one."""
+
+    trt: Any
+    version: str
+
+    @property
+    def short(self) -> str:
+        """Major and minor, as they stand in a manifest."""
+        return ".".join(self.version.split(".")[:2])
+
+    def has(self, feature: str) -> bool:
+        """Whether this version has one of FEATURES."""
+        return offers(self.trt, *FEATURES[feature])
+
+    def network_flags(self) -> int:
+        """Return the flags of a network whose types are what it says."""
+        flag = self.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED
+        return 1 << int(flag) if self.has("weak typing") else 0
+
+
+def data_type(trt: Any, dtype: str) -> Any:
+    """Return the DataType of a dtype of the IR; ValueError where TensorRT has none."""
+    if dtype not in DTYPES:
+        raise ValueError(f"TensorRT networks have no {dtype}: one of {', '.join(DTYPES)}")
+    return getattr(trt.DataType, DTYPES[dtype])
+
+
+def probe(trt: Any) -> Api:
+    """Return the API; MissingError for a version not supported, or lacking something NEEDED."""
+    version = str(trt.__version__)
+    numbers = tuple(int(n) for n in version.split(".")[:3] if n.isdigit())
+    if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
+        raise MissingError(
+            f"TensorRT {version} is not supported: install `{RANGE}`, `pip install '{RANGE}'`; "
+            f"{INSTEAD}"
+        )
+    needed = ((owner, name) for owner, names in NEEDED.items() for name in names)
+    lacking = [f"{owner}.{name}" for owner, name in needed if not offers(trt, owner, name)]
+    if lacking:
+        raise MissingError(
+            f"TensorRT {version} lacks {', '.join(lacking)}: install another version of "
+            f"`{RANGE}`, of which {' and '.join(COMPARED)} were compared call by call; {INSTEAD}"
+        )
+    return Api(trt, version)
+
+
+def offers(trt: Any, owner: str, attribute: str) -> bool:
+    """Whether a class of a module has an attribute."""
+    return getattr(getattr(trt, owner, None), attribute, None) is not None
+
+
+def check_ranks(api: Api, ranks: int) -> None:
+    """Raise MissingError where this TensorRT cannot run several ranks."""
+    if ranks > 1 and not api.has("collectives"):
+        raise MissingError(
+            f"--tp {ranks}: TensorRT {api.version} lacks {'.'.join(FEATURES['collectives'])}, by "
+            f"which ranks exchange: install `tensorrt>=10.16,<12`, or build with --backend torch"
+        )
+
+
+def require_tensorrt(load: Callable[[str], Any] = importlib.import_module) -> Api:
+    """Return the installed TensorRT; MissingError where there is none."""
+    try:
+        trt = load("tensorrt")
+    except (ImportError, OSError) as e:
+        raise MissingError(
+            f"--backend trt needs TensorRT, which cannot be imported ({e}): `pip install "
+            f"'{RANGE}'`, with its libraries and builder (the bindings alone do not do), on Linux "
+            f"with an NVIDIA driver; {INSTEAD}"
+        ) from e
+    return probe(trt)
+
+
+def require_gpu() -> None:
+    """Raise MissingError where the GPU is not of the architecture that engines are built for."""
+    if not torch.cuda.is_available():
+        raise MissingError(
+            "--backend trt: this torch sees no CUDA device, and TensorRT times its kernels on the "
+            f"GPU that it builds for; build on an H100 or H200; {INSTEAD}"
+        )
+    found = torch.cuda.get_device_capability()
+    if found != TARGET:
+        raise MissingError(
+            f"--backend trt builds for compute capability {_dotted(TARGET)} (H100, H200); the "
+            f"current GPU, {torch.cuda.get_device_name()}, has {_dotted(found)}; choose another "
+            f"GPU with CUDA_VISIBLE_DEVICES, or use --backend torch on this one"
+        )
+
+
+def gpu_name() -> str:
+    return torch.cuda.get_device_name()
+
+
+def gpu_architecture() -> str:
+    """Return `sm_90` of the current GPU."""
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def free_memory(device: str) -> int:
+    return int(torch.cuda.mem_get_info()[0])
+
+
+def _dotted(capability: tuple[int, ...]) -> str:
+    return ".".join(map(str, capability))
+
+
+# --- what TensorRT calls back ------------------------------------------------------------------
+
+
+def logger(trt: Any, file: Path | None = None) -> Any:
+    """Return an ILogger that keeps errors and writes every message to `file` as it comes. TensorRT
+    keeps the first logger of a process: one is for all networks of a build."""
+
+    class Log(trt.ILogger):
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+            self.file = file.open("a", buffering=1, errors="replace") if file else None
+
+        def log(self, severity: Any, msg: str) -> None:
+            levels = trt.ILogger.Severity
+            if severity in (levels.INTERNAL_ERROR, levels.ERROR):
+                self.errors.append(" ".join(msg.split()))
+            if self.file:
+                with suppress(OSError):  # TensorRT takes no exception
+                    self.file.write(f"[{severity.name}] {msg}\n")
+
+        def close(self) -> None:
+            if self.file:
+                with suppress(OSError):
+                    self.file.close()
+                self.file = None
+
+        def said(self) -> str:
+            """Return the last errors, as the end of a message."""
+            return joined(self.errors[-3:]) or "TensorRT gave no reason"
+
+    return Log()
+
+
+def joined(errors: Sequence[str]) -> str:
+    """Return each error once, on one line."""
+    return " | ".join(dict.fromkeys(errors))[:2000]
+
+
+@contextmanager
+def all_taken(log: Any, what: str) -> Iterator[None]:
+    """A context that raises LowerError if TensorRT logs an error: calls that set an attribute only
+    log a refusal, and the network is built without it."""
+    start = len(log.errors)
+    yield
+    if refused := log.errors[start:]:
+        raise LowerError(f"TensorRT refused a part of {what}: {joined(refused)}")
+
+
+def progress_monitor(trt: Any, progress: Progress) -> Any:
+    """Return an IProgressMonitor that tells the phases that have begun and not ended, at most once
+    a second, and ends the build if `stopped`."""
+
+    class Monitor(trt.IProgressMonitor):
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.stopped, self.told = False, 0.0
+            #: name -> steps done, of all
+            self.phases: dict[str, tuple[int, int]] = {}
+
+        def phase_start(self, phase_name: str, parent_phase: str, num_steps: int) -> None:
+            self.phases[phase_name] = 0, num_steps
+
+        def phase_finish(self, phase_name: str) -> None:
+            self.phases.pop(phase_name, None)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            if phase_name in self.phases:
+                self.phases[phase_name] = step, self.phases[phase_name][1]
+            if time.monotonic() - self.told >= 1:
+                self.told = time.monotonic()
+                progress("; ".join(f"{n} {done}/{of}" for n, (done, of) in self.phases.items()))
+            return not self.stopped
+
+    return Monitor()
+
+
+def stream_writer(trt: Any, file: IO[bytes]) -> Any:
+    """Return an IStreamWriter into a file; `error` has what stopped it, as it may not raise."""
+
+    class Writer(trt.IStreamWriter):
+        def __init__(self) -> None:
+            trt.IStreamWriter.__init__(self)
+            self.error: OSError | None = None
+
+        def write(self, data: bytes) -> int:
+            try:
+                return file.write(data)
+            except OSError as e:
+                self.error = e
+                return 0
+
+    return Writer()
+
+
+# --- the machine ------------------------------------------------------------------------------
 
 #: the type that a capsule's address has; a capsule points to the name as long as it lives
 HANDLE = b"ncclComm_t"
@@ -40,7 +312,7 @@ def recorded_by_all(record: Record, agree: Callable[[bool], list[Any]]) -> Recor
     """Return what records a step where every rank can. One that ran it launch by launch would make
     no context where the others make theirs, and wait for it. `agree` gathers what ranks say."""
 
-    def recorded(work: Callable[[], None]) -> Callable[[], None]:
+    def record_all(work: Callable[[], None]) -> Callable[[], None]:
         said = EngineError("another rank could not record the step")
         made = None
         try:
@@ -51,17 +323,14 @@ def recorded_by_all(record: Record, agree: Callable[[bool], list[Any]]) -> Recor
             raise said
         return made
 
-    return recorded
+    return record_all
 
 
 def cache_dir() -> Path:
-    """Return the folder where timing caches are kept between builds."""
     return cache_root() / "tensorrt"
 
 
 def recorder_of(device: str) -> Record | None:
-    from ..torch_compile.cuda_graph import recorded
-
     return recorded if device == "cuda" else None
 
 
@@ -69,14 +338,15 @@ def recorder_of(device: str) -> Record | None:
 class Host:
     """A machine's abilities; other values stand for another machine."""
 
-    tensorrt: Callable[[], probe.Api] = probe.require_tensorrt
-    check_gpu: Callable[[], None] = probe.require_gpu
-    gpu: Callable[[], str] = probe.gpu
-    architecture: Callable[[], str] = probe.architecture
+    tensorrt: Callable[[], Api] = require_tensorrt
+    check_gpu: Callable[[], None] = require_gpu
+    gpu: Callable[[], str] = gpu_name
+    architecture: Callable[[], str] = gpu_architecture
     memory: Callable[[str], int] = device_memory
-    free: Callable[[str], int] = probe.free_memory
+    free: Callable[[str], int] = free_memory
     #: ranks -> what the contexts of this one are given, by which they exchange
     communicator: Callable[[Group], Any] = communicator_of
+    #: where timing caches are kept between builds
     timings: Callable[[], Path] = cache_dir
     #: whether a build has a process of its own
     apart: bool = True

@@ -1,20 +1,27 @@
-"""Inputs, outputs and profiles of an engine: all that is needed to use `engine.plan` without
+"""Files, inputs, outputs and profiles of an engine: all that is needed to use `engine.plan` without
 Python. `engine.io.json` lists them for one engine, docs/tensorrt.md says what each is."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from g4ir.ir.graph import Graph
+from g4ir.ir.graph import Graph, Program
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.ops.types import Type
 from g4ir.plan.engine_limits import Limits
 
+from ..primitives.graph import network_graph, tower_graphs
 from ..primitives.network import FULL, ROWS, SLOTS, full_slots, is_ring, network_inputs
 
+#: the network of the text model; those of towers and of a drafter's step are called as their graphs
+ENGINE = "engine"
+#: what the builder said, all of it
+LOG = "trt.log"
 #: phases of the text model's engine that have profiles, in the order of these
 PHASES = ("decode", "prefill", VERIFY)
 #: those of one token for each row, which have a profile for each span
@@ -56,6 +63,9 @@ class Interface:
         sizes = ((p, self.profiles[p].get(FULL)) for p in own)
         return next((p for p, r in sizes if r is None or r[2] >= tokens), own[-1])
 
+    def index(self, profile: str) -> int:
+        return list(self.profiles).index(profile)
+
     def span(self, profile: str) -> int | None:
         """Return how many slots every step of a profile looks at; None where steps differ, or there
         are no full-length caches."""
@@ -80,21 +90,18 @@ class Interface:
         return tuple(d if isinstance(d, int) else dims[d] for d in t.shape)
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "inputs": [_tensor(n, t) for n, t in self.inputs.items()],
-            "outputs": [
-                _tensor(n, t) | ({"aliased": self.aliased[n]} if n in self.aliased else {})
-                for n, t in self.outputs.items()
-            ],
-            "profiles": [
-                {"index": i, "phase": phase_of(name), "dims": {d: list(r) for d, r in dims.items()}}
-                for i, (name, dims) in enumerate(self.profiles.items())
-            ],
-        }
+        def described(tensors: Mapping[str, Type]) -> list[dict[str, Any]]:
+            return [{"name": n, "dtype": t.dtype, "shape": [*t.shape]} for n, t in tensors.items()]
 
-
-def _tensor(name: str, t: Type) -> dict[str, Any]:
-    return {"name": name, "dtype": t.dtype, "shape": list(t.shape)}
+        inputs, outputs = described(self.inputs), described(self.outputs)
+        for row in outputs:
+            if row["name"] in self.aliased:
+                row["aliased"] = self.aliased[row["name"]]
+        profiles = [
+            {"index": i, "phase": phase_of(name), "dims": {d: list(r) for d, r in dims.items()}}
+            for i, (name, dims) in enumerate(self.profiles.items())
+        ]
+        return {"inputs": inputs, "outputs": outputs, "profiles": profiles}
 
 
 def interface(g: Graph, limits: Limits) -> Interface:
@@ -106,7 +113,7 @@ def interface(g: Graph, limits: Limits) -> Interface:
         {v.name: v.type for v in g.outputs} | {o: inputs[i] for o, i in after.items()},
         after,
         frozenset(v.name for v in g.state if is_ring(v.type)),
-        {profile: _ranges(profile, g, limits) for profile in profiles_of(g, limits)},
+        profiles_of(g, limits),
     )
 
 
@@ -134,28 +141,24 @@ def phases_of(g: Graph) -> tuple[str, ...]:
     return tuple(p for p in PHASES if g.state and (p != VERIFY or ROWS in given))
 
 
-def profiles_of(g: Graph, limits: Limits) -> tuple[str, ...]:
-    """Return the profiles of a network, in order."""
-    wide = spans(limits) if SLOTS in network_inputs(g, limits) else ()
-    return tuple(
-        f"{phase}.{span}" if span else phase
-        for phase in phases_of(g)
-        for span in ((phase in SINGLE and wide) or (0,))
-    )
-
-
-def _ranges(profile: str, g: Graph, limits: Limits) -> dict[str, Range]:
-    phase, _, span = profile.partition(".")
-    rows, seq, inputs = limits.max_batch, limits.max_seq, network_inputs(g, limits)
+def profiles_of(g: Graph, limits: Limits) -> dict[str, dict[str, Range]]:
+    """Return the profiles of a network, in order, with the ranges of their dims."""
+    inputs, rows, seq = network_inputs(g, limits), limits.max_batch, limits.max_seq
     most = {"prefill": limits.prefill_chunk, VERIFY: _verified(g, limits)}
-    tokens = most.get(phase, 1)
-    ranges: dict[str, Range] = {"B": (1, rows, rows), "S": (1, tokens, tokens)}
-    if any("R" in t.shape for t in inputs.values()):
-        asked = most[VERIFY] if phase == VERIFY else 1
-        ranges["R"] = (1, asked, asked)
-    if SLOTS in inputs:
-        ranges[FULL] = (int(span),) * 3 if span else (1, min(seq, TYPICAL_SLOTS), seq)
-    return ranges
+    found: dict[str, dict[str, Range]] = {}
+    for phase in phases_of(g):
+        tokens = most.get(phase, 1)
+        dims: dict[str, Range] = {"B": (1, rows, rows), "S": (1, tokens, tokens)}
+        if any("R" in t.shape for t in inputs.values()):
+            asked = tokens if phase == VERIFY else 1
+            dims["R"] = (1, asked, asked)
+        if SLOTS not in inputs:
+            found[phase] = dims
+        elif phase in SINGLE:
+            found |= {f"{phase}.{n}": {**dims, FULL: (n, n, n)} for n in spans(limits)}
+        else:
+            found[phase] = {**dims, FULL: (1, min(seq, TYPICAL_SLOTS), seq)}
+    return found
 
 
 def _verified(g: Graph, limits: Limits) -> int:
@@ -168,3 +171,36 @@ def _verified(g: Graph, limits: Limits) -> int:
         if is_ring(v.type)
     )
     return min(max(rings, default=MOST_VERIFIED - 1) + 1, limits.prefill_chunk)
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+def files(name: str, rank: int = 0, ranks: int = 1) -> tuple[str, str, str]:
+    """Return the files of a network: its plan, what it is fed, and the constants of a plan without
+    weights. Of several ranks each has a plan, and constants, of its own."""
+    own = f"{name}.rank{rank}of{ranks}" if ranks > 1 else name
+    return f"{own}.plan", f"{name}.io.json", f"{own}.constants"
+
+
+PLAN, TENSORS, CONSTANTS = files(ENGINE)
+
+
+def keep_log(folder: Path) -> str:
+    """Return where the log of a build that fails is kept from now on: beside the engine that it
+    would have been, of which `folder` is the unfinished directory `.NAME.building-...`."""
+    name = folder.name.removeprefix(".").partition(".building-")[0]
+    try:
+        return f"TensorRT's log: {shutil.copy(folder / LOG, folder.parent / f'{name}.{LOG}')}"
+    except OSError as e:
+        return f"TensorRT's log could not be kept ({e.strerror})"
+
+
+def networks(program: Program) -> dict[str, Graph]:
+    """Return the graph of every network of an engine directory, by name."""
+    return {ENGINE: network_graph(program), **draft_graph(program), **tower_graphs(program)}
+
+
+def draft_graph(program: Program) -> dict[str, Graph]:
+    """Return the graph of the drafter's step by its name, where there is one."""
+    return {DRAFT: program.graphs[DRAFT]} if DRAFT in program.graphs else {}

@@ -1,22 +1,23 @@
-"""TensorRT's own forms of attention beside the shared ones."""
+"""What TensorRT's lowerings are where they are not the shared ones; and the settings of a build,
+which choose among them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from g4ir.ir.graph import Graph, Node
 from g4ir.plan.engine_limits import Limits
 
-from ..primitives import attention as shared
+from ..base import Setting
+from ..primitives import attention, vision
 from ..primitives.emitter import Emitter, Operand
-from ..primitives.lowerings import pieces
-from ..primitives.network import Network, is_ring, stored_type
+from ..primitives.lowerings import LOWERINGS, pieces
+from ..primitives.network import EXPERTS, Lowering, Network, is_ring, stored_type
 from ..primitives.pointwise import times
+from ..primitives.vision import Form
 from .emitter import TrtEmitter
-from .probe import FEATURES, offers
+from .host import FEATURES, offers
 
 # --- attention in layers of its own -------------------------------------------------------------
 
@@ -26,17 +27,12 @@ BYTES_PER_SCORE = 6
 MOST_SCORE_BYTES = 2 << 30
 
 
-def slots_of(n: Node, limits: Limits) -> int:
-    """Count the most keys an attention looks at: a ring as it is stored, or what a row may hold."""
-    cache = n.caches[0].type
-    return int(stored_type(cache, limits).shape[2]) if is_ring(cache) else limits.max_seq
-
-
 def row_bytes(n: Node, limits: Limits) -> int:
-    """Count the bytes of the scores of one query of every row."""
-    heads = n["q"].type.shape[2]
-    assert isinstance(heads, int)
-    return limits.max_batch * heads * slots_of(n, limits) * BYTES_PER_SCORE
+    """Count the bytes of the scores of one query of every row: beside a ring as it is stored, or
+    what a row may hold."""
+    cache, heads = n.caches[0].type, int(n["q"].type.shape[2])
+    slots = int(stored_type(cache, limits).shape[2]) if is_ring(cache) else limits.max_seq
+    return limits.max_batch * heads * slots * BYTES_PER_SCORE
 
 
 def block_rows(n: Node, limits: Limits) -> int:
@@ -65,19 +61,18 @@ def in_blocks(
     seen: Operand,
     softmax: Callable[[Emitter, Operand], Operand] | None = None,
 ) -> Operand:
-    """Attend by products and a softmax over q [B,S,heads,d], a static number of blocks of queries
-    one after the other; for the last blocks of a short chunk nothing is left. `softmax` in the
-    place of the layer."""
+    """Attend by products and a softmax (`softmax` in the place of the layer) over q [B,S,heads,d],
+    a static number of blocks of queries one after the other; some of a short chunk are empty."""
     e, chunk, rows = net.e, net.limits.prefill_chunk, block_rows(n, net.limits)
     assert isinstance(e, TrtEmitter)
     scale, cap = n.number("scale"), n.number("softcap")
     if rows == chunk or isinstance(q.shape[1], int):
-        return shared.weigh(e, q, keys, values, seen, scale, cap, softmax)
+        return attention.weigh(e, q, keys, values, seen, scale, cap, softmax)
 
     def block(first: int) -> Operand:
         mask = net.shared(("rows", id(seen), first), lambda: e.block(seen, 2, first, rows))
         part = e.block(q, 1, first, rows)
-        return shared.weigh(e, part, keys, values, mask, scale, cap, softmax)
+        return attention.weigh(e, part, keys, values, mask, scale, cap, softmax)
 
     return e.reshape(e.concat([block(i) for i in range(0, chunk, rows)], 1), *q.shape)
 
@@ -125,45 +120,83 @@ def all_gather(net: Network, n: Node, x: Operand) -> Operand:
 def attend(
     net: Network, n: Node, q: Operand, keys: Operand, values: Operand, seen: Operand
 ) -> Operand:
-    """Attend by one IAttention over q [B,S,heads,d], keys and values [B,n,T,d] with the mask
-    [B,1,S,T] bool, whose heads are broadcast; never a causal kind beside it. There is no input
-    for a scale, so q is multiplied. It may be decomposed: no kernel for the size need exist."""
+    """Attend by one IAttention over q [B,S,heads,d], keys and values [B,n,T,d] with a bool mask
+    that fits [B,heads,S,T], in towers too; never a causal kind beside it. There is no input for a
+    scale, so q is multiplied. It may be decomposed: no kernel for the size need exist."""
     e = net.e
     assert isinstance(e, TrtEmitter)
-    if n.number("softcap"):
+    if n.attrs.get("softcap"):
         e.notes.append(f"{n.out}: explicit attention, since IAttention has no softcap")
         return in_blocks(net, n, q, keys, values, seen)
-    return _fused(e, times(e, q, n.number("scale")), keys, values, seen)
-
-
-def attend_patches(
-    net: Network, n: Node, q: Operand, keys: Operand, values: Operand, seen: Operand
-) -> Operand:
-    """Attend as `attend` does, in a tower; the mask [B,1,1,P] is of keys alone, and IAttention
-    wants a row for each query."""
-    e, p = net.e, int(q.shape[1])
-    assert isinstance(e, TrtEmitter)
-
-    def rows() -> Operand:
-        none = e.constant(torch.zeros(1, 1, p, 1, dtype=torch.bool))
-        return e.binary("or", seen, none)
-
-    mask = net.shared(("mask of patches", id(seen)), rows)
-    return _fused(e, times(e, q, n.number("scale")), keys, values, mask)
-
-
-def _fused(e: TrtEmitter, q: Operand, keys: Operand, values: Operand, mask: Operand) -> Operand:
-    """Attend with q [B,S,heads,d] scaled; mask [B,1,S,T]."""
-    q = e.transpose(q, 0, 2, 1, 3)
-    *rows, seen = map(e.tensor, (q, keys, values, mask))
-    layer = e.named(_attention(e, *rows), "attention")
-    layer.mask = seen
-    layer.decomposable = True
-    return e.transpose(e.checked(layer, q.type), 0, 2, 1, 3)
-
-
-def _attention(e: TrtEmitter, *tensors: Any) -> Any:
+    q = e.transpose(times(e, q, n.number("scale")), 0, 2, 1, 3)
+    *rows, mask = map(e.tensor, (q, keys, values, seen))
     norm = e.trt.AttentionNormalizationOp.SOFTMAX
     if offers(e.trt, *FEATURES["causal kind"]):
-        return e.network.add_attention_v2(*tensors, norm, e.trt.CausalMaskKind.NONE)
-    return e.network.add_attention(*tensors, norm, False)
+        layer = e.network.add_attention_v2(*rows, norm, e.trt.CausalMaskKind.NONE)
+    else:
+        layer = e.network.add_attention(*rows, norm, False)
+    made = e.made(layer, "attention", q.type, mask=mask, decomposable=True)
+    return e.transpose(made, 0, 2, 1, 3)
+
+
+# --- settings ---------------------------------------------------------------------------------
+
+
+def _attention(form: Form, of_towers: Form | None = None) -> Mapping[str, Lowering]:
+    """Return the lowerings of attention in a form, and of that of towers where it has one."""
+    made = {
+        "attention": partial(attention.attention, form=form),
+        "attention_latent": partial(attention.attention_latent, form=form),
+    }
+    own = partial(vision.encoder_attention, form=of_towers)
+    return made | ({"encoder_attention": own} if of_towers else {})
+
+
+#: form of attention -> op -> lowering, replacing the shared one
+ATTENTION: Mapping[str, Mapping[str, Lowering]] = {
+    "explicit": _attention(in_blocks),
+    "plain": _attention(
+        partial(in_blocks, softmax=plain_softmax), partial(vision.in_parts, softmax=plain_softmax)
+    ),
+    "fused": _attention(attend, attend),
+}
+#: how weights lie in an engine -> builder flags. Equal weights are what an engine is given again:
+#: only then are its kernels those of one that has them. It takes all weights, constants too.
+WEIGHTS: Mapping[str, tuple[str, ...]] = {
+    "baked": (),
+    "streamed": ("WEIGHT_STREAMING",),
+    "refit": ("STRIP_PLAN", "REFIT_IDENTICAL"),
+}
+#: where an engine runs -> level
+HARDWARE: Mapping[str, str] = {"exact": "NONE", "same-capability": "SAME_COMPUTE_CAPABILITY"}
+
+SETTINGS: Mapping[str, Setting] = {
+    "attention": Setting(
+        tuple(ATTENTION),
+        "explicit",
+        "products and a softmax; these with the softmax in plain layers; or TensorRT's own "
+        "attention layer, in towers too",
+    ),
+    "experts": Setting(
+        EXPERTS,
+        "auto",
+        "all experts multiplied (auto, all), or weights of the chosen experts gathered",
+    ),
+    "weights": Setting(
+        tuple(WEIGHTS),
+        "baked",
+        "in the plan; in the plan, and on the device as far as they fit; or out of the plan, which "
+        "takes them from the engine's safetensors when it is loaded",
+    ),
+    "hardware": Setting(
+        tuple(HARDWARE),
+        "exact",
+        "the plan runs on the GPU that it was built on; or on every GPU of its compute capability",
+    ),
+}
+
+
+def lowerings(form: str = "explicit") -> Mapping[str, Lowering]:
+    """Return the lowering of each op, with attention in one of its forms."""
+    own: dict[str, Lowering] = {"all_reduce": all_reduce, "all_gather": all_gather}
+    return {**LOWERINGS, **own, **ATTENTION[form]}

@@ -2,77 +2,83 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
+import signal
+import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from g4ir import errors
 from g4ir.backends.primitives.network import stored_bytes
-from g4ir.errors import LowerError, PlanError
-from g4ir.ir.graph import Graph
+from g4ir.errors import G4Error, LowerError, PlanError
+from g4ir.ir.graph import Graph, Program
+from g4ir.ir.text import parse_graph
 from g4ir.model.draft import DRAFT
 from g4ir.parallel.shard import ranks_of
+from g4ir.plan.engine_limits import Limits
 from g4ir.plan.footprint import reserve
 from g4ir.ui.files import write_file
-from g4ir.ui.progress import Progress
+from g4ir.ui.progress import Progress, no_progress
+from g4ir.ui.subprocesses import python
 from g4ir.ui.units import size_text
-from g4ir.weights.pack import ParamSource, params_of_rank
+from g4ir.weights.pack import ParamSource, StoredParams, params_of_rank, rank_files
 
 from ..base import Task
 from . import build
 from .build import Written
 from .dry_run import check_sizes, emulator
-from .files import ENGINE, LOG, files, keep_log, networks
-from .forms import PLUGIN, plugins, resolved
-from .host import Host
-from .log import logger
-from .probe import Api
-from .recorder import SHARED_BYTES
+from .host import Api, Host, logger
+from .interface import ENGINE, LOG, files, keep_log, networks
 from .runtime import deserialize
+
+T = TypeVar("T")
+#: what the child process is to do, beside its graphs and weights
+JOB = "job.json"
+#: how long a child that is asked to end may take
+PATIENCE_S = 5.0
+#: prctl's PR_SET_PDEATHSIG: the signal that a process gets when its parent ends
+PARENT_DEATH = 1
 
 
 @dataclass
 class Make:
-    """One build. `settings` become those that it ends with; `cache_bytes`: of a session."""
+    """One build. `settings` become those that it ends with."""
 
     host: Host
     task: Task
-    graphs: Mapping[str, Graph]
     settings: dict[str, str]
-    machine: str
-    cache_bytes: int
     notes: list[str] = field(default_factory=list)
-    shared: int = SHARED_BYTES
+
+    def __post_init__(self) -> None:
+        self.api, self.graphs = self.host.tensorrt(), networks(self.task.program)
 
     def run(self) -> dict[str, Any]:
         """Write the plans; return what the manifest keeps. Where it fails, TensorRT's log is kept
         beside the engine, and the error ends with its name."""
-        self.api = self.host.tensorrt()
         self.log = logger(self.api.trt, self.task.folder / LOG)
         try:
             return self._made()
         except Exception as e:
-            self._keep_log(e)
+            if e.args:
+                e.args = (f"{e.args[0]}; {keep_log(self.task.folder)}", *e.args[1:])
             raise
         finally:
             self.log.close()
 
-    def _keep_log(self, error: Exception) -> None:
-        if error.args:
-            error.args = (f"{error.args[0]}; {keep_log(self.task.folder)}", *error.args[1:])
-
-    def _note(self, text: str) -> None:
-        self.notes.append(text)
-        self.task.progress(text)
-
     def _made(self) -> dict[str, Any]:
-        scratch = self._check_sizes()
-        self._choose()
-        self.task.progress(f"TensorRT's builder: {build.estimate([*self.graphs.values()])}")
-        layers = {name: self._plan(name, g) for name, g in self.graphs.items()}
+        self.task.progress("checking sizes")
+        api, limits, graphs = emulator(), self.task.limits, self.graphs.values()
+        scratch = max(check_sizes(api, g, limits, self.settings)[1] for g in graphs)
+        self._try_attention()
+        self.task.progress(f"TensorRT's builder: {build.estimate([*graphs])}")
+        layers = {name: self._or_plain(partial(self._plans, name)) for name in self.graphs}
         found = self._check_memory()
         first = {name: files(name, 0, ranks_of(g))[0] for name, g in self.graphs.items()}
         return {
@@ -82,70 +88,57 @@ class Make:
             "gpu": self.host.gpu(),
             "settings": self.settings,
             "layers": layers[ENGINE],
-            "shared_bytes": self.shared,
             "notes": self.notes,
             "scratch_bytes": {"estimated": scratch, "engine": found},
             "others": first,
         }
 
-    def _check_sizes(self) -> int:
-        """Return the estimate of scratch memory."""
-        self.task.progress("checking sizes")
-        emulated = emulator()
-        return max(
-            check_sizes(emulated, g, self.task.limits, self.settings)[1]
-            for g in self.graphs.values()
-        )
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self.task.progress(text)
 
-    def _choose(self) -> None:
-        graph, self.settings = self.graphs[ENGINE], resolved(self.settings)
-        mixed = any(True for _ in graph.find("experts"))
-        if (mixed and self.settings["experts"] == PLUGIN) or self.settings["attention"] == PLUGIN:
-            self.task.progress("trial build of a plugin")
-            self.shared = plugins().shared_memory(self.api, self.task.device, self.log)
-            self._note(f"plugins use up to {self.shared} bytes of shared memory")
-        form = self.settings["attention"]
-        self._use_form(attention_form(graph, form, self._build_alone, self.task.progress))
+    def _try_attention(self) -> None:
+        """Build each kind of attention of the text model alone, into plans that are thrown away."""
+        for g in build.attention_graphs(self.graphs[ENGINE]):
+            place = g.outputs[0].name
+            self.task.progress(f"trial build of the attention of {place}")
+            try:
+                self._or_plain(partial(self._build_alone, g))
+            except build.RefusedError as e:
+                raise LowerError(f"a trial build of the attention of {place} alone: {e}") from e
 
-    def _build_alone(self, g: Graph, form: str) -> None:
-        """Build a plan that is thrown away. Kernels that are timed for it are those of the whole
-        network, which have as much shared memory."""
-        settings = {**self.settings, "attention": form, "weights": "baked"}
+    def _build_alone(self, g: Graph) -> None:
+        settings = {**self.settings, "weights": "baked"}
         with tempfile.TemporaryDirectory() as folder:
-            w = self._network(g, None, settings)
-            self._build(w, settings, Path(folder) / "plan", lambda message: None)
+            self._build(self._network(g, None), settings, Path(folder) / "plan", no_progress)
 
-    def _network(self, g: Graph, params: ParamSource | None, settings: dict[str, str]) -> Written:
-        return build.write_network(
-            self.api, g, self.task.limits, params, settings, self.log, self.shared
-        )
-
-    def _build(self, w: Written, settings: dict[str, str], plan: Path, progress: Progress) -> None:
-        config = build.configure(self.api, w, settings, self.host.memory(self.task.device))
-        timing = build.timing_file(self.host.timings(), self.machine)
-        build.build_plan(self.api, w, config, timing, plan, progress)
-
-    def _use_form(self, form: str) -> None:
-        if form != self.settings["attention"]:
-            self.settings["attention"] = form
-            self._note(
-                f"attention: {form}, since TensorRT takes the layers of the other form for an "
-                f"attention of its own and fails"
-            )
-
-    def _plan(self, name: str, graph: Graph) -> int:
-        """Write one network's files; return the number of its layers. Where its attention is
-        refused, it is tried once more in plain layers."""
+    def _or_plain(self, work: Callable[[], T]) -> T:
+        """Build something; where a refusal names the wrapper that takes layers for attention, once
+        more with attention in plain layers."""
         try:
-            return self._plan_once(name, graph)
+            return work()
         except build.RefusedError as e:
             if self.settings["attention"] == "plain" or build.WRAPPER not in str(e):
                 raise
-            self._use_form("plain")
-            return self._plan_once(name, graph)
+        self.settings["attention"] = "plain"
+        self._note(
+            "attention: plain, since TensorRT takes the layers of the other form for an attention "
+            "of its own and fails"
+        )
+        return work()
 
-    def _plan_once(self, name: str, graph: Graph) -> int:
-        """Write the plans of all ranks, one after the other: kernels are timed for the first."""
+    def _network(self, g: Graph, params: ParamSource | None) -> Written:
+        return build.write_network(self.api, g, self.task.limits, params, self.settings, self.log)
+
+    def _build(self, w: Written, settings: dict[str, str], plan: Path, progress: Progress) -> None:
+        config = build.configure(self.api, w, settings, self.host.memory(self.task.device))
+        timing = build.timing_file(self.host.timings(), self.host.machine(self.task.device))
+        build.build_plan(self.api, w, config, timing, plan, progress)
+
+    def _plans(self, name: str) -> int:
+        """Write the plans of all ranks, one after the other: kernels are timed for the first.
+        Return the number of its layers."""
+        graph = self.graphs[name]
         layers, *_ = [self._plan_of(name, graph, rank) for rank in range(ranks_of(graph))]
         return layers
 
@@ -155,7 +148,7 @@ class Make:
         params = self.task.params
         if rank:
             params = params_of_rank(params, self.task.folder, rank)
-        w = self._network(graph, params, self.settings)
+        w = self._network(graph, params)
         for note in () if rank else w.emitter.notes:
             self._note(note)
         self._build(w, self.settings, self.task.folder / plan, self.task.progress)
@@ -178,7 +171,7 @@ class Make:
         steps = [self.graphs[name] for name in (ENGINE, DRAFT) if name in self.graphs]
         parts = {
             "weights": 0 if streamed else sum(map(build.weight_bytes, steps)),
-            "caches": self.cache_bytes,
+            "caches": stored_bytes(self.task.program.graphs["prefill"], self.task.limits),
             "scratch": scratch,
             "reserve": reserve(memory),
         }
@@ -192,40 +185,115 @@ class Make:
         return scratch
 
 
-# --- small builds before the large one ---------------------------------------------------------
-
-
-def attention_form(
-    graph: Graph, form: str, build_alone: Callable[[Graph, str], None], progress: Progress
-) -> str:
-    """Return the form of attention that TensorRT builds: this one, or `plain` where a refusal names
-    the wrapper that takes layers for attention. LowerError of another refusal."""
-    for g in build.attention_graphs(graph):
-        place = g.outputs[0].name
-        progress(f"trial build of the attention of {place}")
-        try:
-            build_alone(g, form)
-        except build.RefusedError as e:
-            if form == "plain" or build.WRAPPER not in str(e):
-                raise LowerError(f"a trial build of the attention of {place} alone: {e}") from e
-            form = "plain"
-            build_alone(g, form)
-    return form
-
-
-# --- plans ------------------------------------------------------------------------------------
-
-
 def read_plan(path: Path, api: Api, log: Any) -> Any:
     """Return the engine of a plan, mapped, not read: a plan is as large as the weights."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
         return deserialize(api, plan, log)
 
 
-def make(host: Host, task: Task, settings: Mapping[str, str]) -> dict[str, Any]:
-    """Build in this process, which a crash of the builder would end; return what the manifest
-    keeps."""
-    host.tensorrt()
-    cache_bytes = stored_bytes(task.program.graphs["prefill"], task.limits)
-    graphs = networks(task.program)
-    return Make(host, task, graphs, dict(settings), host.machine(task.device), cache_bytes).run()
+# --- in a process of its own: where the builder crashes, this one goes on and says so -----------
+
+
+def build_apart(
+    task: Task, settings: Mapping[str, str], argv: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return what the child process made in the task's folder. Its errors are raised here;
+    LowerError where it ended without one, as when the builder crashes."""
+    out, graphs = task.folder, task.program.graphs
+    job = {"limits": asdict(task.limits), "device": task.device, "settings": dict(settings)}
+    given = {JOB: json.dumps({**job, "graphs": [*graphs]})}
+    given |= {_graph_file(name): str(g) for name, g in graphs.items()}
+    for name, text in given.items():
+        write_file(out / name, [text.encode()])
+    try:
+        return _listen(argv or python(__name__, f"main({str(out)!r})"), out, task.progress)
+    finally:
+        for name in given:
+            (out / name).unlink(missing_ok=True)
+
+
+def _graph_file(name: str) -> str:
+    return f"{name}.job.g4ir"
+
+
+def _listen(argv: Sequence[str], out: Path, progress: Progress) -> dict[str, Any]:
+    said: dict[str, Any] = {}
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, errors="replace") as child:
+        assert child.stdout
+        try:
+            for line in child.stdout:
+                said |= _heard(line, progress)
+        except BaseException as e:
+            _end(child, patient=isinstance(e, KeyboardInterrupt))
+            raise
+    if "made" in said:
+        made: dict[str, Any] = said["made"]
+        return made
+    if "errno" in said:
+        raise OSError(said["errno"], said["message"], said["file"])
+    if "error" in said:
+        raise getattr(errors, said["error"], LowerError)(said["message"])
+    code = child.returncode
+    ending = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    raise LowerError(
+        f"TensorRT's builder crashed ({ending}); {keep_log(out)}; build again: "
+        f"kernels that were timed are not timed again, and --set attention=plain or --set "
+        f"experts=all is another network"
+    )
+
+
+def _end(child: subprocess.Popen[str], patient: bool) -> None:
+    """Ask the child to end, at the builder's next step; it keeps what was timed. Who pressed Ctrl-C
+    sees it going on, and may press it again; others are not kept waiting."""
+    try:
+        child.send_signal(signal.SIGINT if patient else signal.SIGTERM)
+        child.wait(None if patient else PATIENCE_S)
+    except (KeyboardInterrupt, subprocess.TimeoutExpired):
+        pass
+    finally:
+        child.kill()
+
+
+def _heard(line: str, progress: Progress) -> dict[str, Any]:
+    """Return what a line says, beside progress; libraries may print lines of their own."""
+    said = None
+    with suppress(ValueError):
+        said = json.loads(line)
+    if not isinstance(said, dict):
+        return {}
+    if "progress" in said:
+        progress(said.pop("progress"))
+    return said
+
+
+def run_job(folder: Path, host: Host) -> dict[str, Any]:
+    """Do the job and return the last line of the child process."""
+    job = json.loads((folder / JOB).read_text())
+    texts = {name: (folder / _graph_file(name)).read_text() for name in job["graphs"]}
+    program = Program({name: parse_graph(text) for name, text in texts.items()})
+    params = StoredParams.open(rank_files(folder.glob("*.safetensors"), 0))
+
+    def progress(message: str) -> None:
+        _say({"progress": message})
+
+    task = Task(program, Limits(**job["limits"]), job["device"], folder, params, progress)
+    try:
+        made = Make(host, task, job["settings"]).run()
+    except G4Error as e:
+        kind = next(c.__name__ for c in type(e).__mro__ if vars(errors).get(c.__name__) is c)
+        return {"error": kind, "message": str(e)}
+    except OSError as e:  # no space, or files that may not be written
+        return {"errno": e.errno or 0, "message": e.strerror or str(e), "file": e.filename}
+    return {"made": made}
+
+
+def _say(line: Mapping[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def main(folder: str) -> None:
+    """Build what `job.json` in a folder asks for. Prints a JSON object a line: `progress`, and at
+    the end `made` (what the manifest keeps), `error` or `errno`."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PARENT_DEATH, signal.SIGTERM)
+    _say(run_job(Path(folder), Host()))

@@ -1,11 +1,10 @@
-"""Running engines. The text model has one execution context per profile over the same caches, which
-torch owns; a tower has one static shape."""
+"""Running engines, over caches that torch owns."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,19 +19,11 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.weights.pack import ParamSource
 
 from ..base import Tensors, Watch
-from ..primitives.network import (
-    BLOCK_IDS,
-    NO_BLOCK,
-    ROWS,
-    SLOTS,
-    TURNED,
-    asked_rows,
-    full_slots,
-)
+from ..primitives.network import BLOCK_IDS, NO_BLOCK, ROWS, SLOTS, TURNED, asked_rows, full_slots
 from ..primitives.runtime import NetworkCaches, NetworkRuntime
 from ..torch_compile.cuda_graph import Captured, Record, WithFallback
+from .host import DTYPES, Api, data_type
 from .interface import MOST_VERIFIED, Interface, phase_of
-from .probe import DTYPES, Api, data_type
 
 Feeds = dict[str, torch.Tensor]
 #: gives what contexts of this rank exchange by; all ranks ask at the same time
@@ -47,8 +38,7 @@ RECORDED = ("decode", VERIFY, DRAFT)
 
 def step_slots(tokens: int, max_seq: int) -> int:
     """Return how much of the full-length caches a step of several tokens looks at: 256, 384, 512,
-    768, 1024, ...; few sizes, because each has recorded steps of its own, and at most half more
-    than is held."""
+    768, 1024, ...; few sizes, because each has recorded steps of its own."""
     size = LEAST_SLOTS
     while size < tokens:
         size += size // 2 if size & (size - 1) == 0 else size // 3
@@ -57,8 +47,7 @@ def step_slots(tokens: int, max_seq: int) -> int:
 
 @dataclass(frozen=True)
 class Opened:
-    """A deserialised engine on the device where torch allocates. EngineError where its tensors are
-    not those of the interface."""
+    """A deserialised engine; EngineError where its tensors are not those of the interface."""
 
     api: Api
     engine: Any
@@ -70,40 +59,152 @@ class Opened:
         check_engine(self.api, self.engine, self.io)
 
 
-class Runner:
-    """What steps and towers share."""
+class TrtSteps:
+    """An engine with an execution context for each profile, whose steps go over the caches of
+    sessions; those of few tokens are recorded. A tower's has one context and no caches."""
 
-    def __init__(self, opened: Opened) -> None:
-        self.opened, self.api, self.engine = opened, opened.api, opened.engine
-        self.log, self.io, self.device = opened.log, opened.io, opened.device
+    def __init__(self, opened: Opened, limits: Limits, record: Record | None = None) -> None:
+        self.api, self.engine, self.log = opened.api, opened.engine, opened.log
+        self.io, self.device, self.limits = opened.io, opened.device, limits
         # Not the default stream, on which TensorRT waits for the device at every step.
         self.side = torch.cuda.Stream() if self.device == "cuda" else None
         #: held during a step: contexts and scratch memory serve the sessions of all threads
         self.turn = threading.RLock()
+        #: makes of a step what replays it; None: steps run launch by launch
+        self.record = WithFallback(record) if record and not is_streaming(self.engine) else None
+        recorded = [p for p in self.io.profiles if phase_of(p) in RECORDED]
+        #: of recorded steps, which point into it and of which no two run at the same time
+        self.scratch = self._scratch(*recorded) if recorded else None
+        self.slots = torch.arange(full_slots(limits), device=self.device)
+        #: by rows and tokens of recorded steps, as long as those
+        self.no_blocks: dict[tuple[int, int], torch.Tensor] = {}
+        self.communicator: Communicator | None = None
+        #: contexts that are not given what they exchange by
+        self.apart: list[Any] = []
+        self.contexts = {profile: self._context(profile) for profile in self.io.profiles or ("",)}
 
-    def _new_context(self, what: str) -> Any:
+    # --- contexts and memory ------------------------------------------------------------------
+
+    def _context(self, profile: str) -> Any:
+        """Return an execution context of a profile. That of prefill gets scratch memory, which may
+        be gigabytes, when a chunk runs."""
         strategy = self.api.trt.ExecutionContextAllocationStrategy.USER_MANAGED
         context = self.engine.create_execution_context(strategy)
         if context is None:
-            raise self._error(f"no execution context for {what}", "free device memory")
+            raise self._error(
+                f"no execution context for {profile or 'a tower'}", "free device memory"
+            )
+        if profile:
+            with self._stream() as stream:
+                if not context.set_optimization_profile_async(self.io.index(profile), stream):
+                    raise self._error(f"no profile for {profile}")
+        if self.scratch is not None and phase_of(profile) in RECORDED:
+            lend(context, self.scratch)
         return context
 
-    def _index(self, profile: str) -> int:
-        return list(self.io.profiles).index(profile)
-
     def _scratch(self, *profiles: str) -> torch.Tensor:
-        sizes = [
-            self.engine.get_device_memory_size_for_profile_v2(self._index(p)) for p in profiles
-        ]
+        """Return memory that is enough for each of these profiles, or for an engine without any."""
+        of_profile = self.engine.get_device_memory_size_for_profile_v2
+        sizes = [of_profile(self.io.index(p)) for p in profiles if p]
         size = max(sizes) if sizes else self.engine.device_memory_size_v2
         return torch.empty(max(1, size), dtype=torch.uint8, device=self.device)
 
-    def _output(self, name: str, dims: Mapping[str, int]) -> torch.Tensor:
-        t = self.io.outputs[name]
-        shape = self.io.shape(name, dims)
-        return torch.empty(shape, dtype=torch_dtype(t.dtype), device=self.device)
+    def link(self, communicator: Communicator) -> None:
+        """Have steps exchange with those of other ranks."""
+        self.communicator, self.apart = communicator, [*self.contexts.values()]
 
-    def _execute(self, context: Any, inputs: Feeds, outputs: Feeds, fix: str) -> None:
+    def _connect(self) -> None:
+        """Give contexts what they exchange by. TensorRT waits until all ranks do so: hence it is
+        left to a step, when none can fail any more for what it alone lacks."""
+        if not self.communicator or not self.apart:
+            return
+        found = self.communicator()
+        for context in self.apart:
+            if not context.set_communicator(found):
+                raise self._error("it takes no communicator", "start all ranks again")
+        self.apart.clear()
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def step(self, phase: str, feeds: Feeds, state: NetworkCaches, tokens: int) -> Feeds:
+        """Run a step over full-length caches of which rows hold up to `tokens` afterwards, by the
+        profile whose span has room for them; return its outputs by name."""
+        self._connect()
+        profile = self.io.covering(phase, tokens)
+        slots = self.io.span(profile) or step_slots(tokens, self.limits.max_seq)
+        recorded = phase_of(profile) in RECORDED
+        if self.record and recorded:
+            return self._replay(profile, feeds, state, slots)
+        made = self._outputs(feeds)
+        with nullcontext() if recorded else self._lent(profile):
+            self._step(self.contexts[profile], feeds, state, slots, made)
+        return made
+
+    def encode_static(self, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Run a tower; return its one output."""
+        (name,) = self.io.outputs
+        made = self._output(name, {})
+        with self._lent(""):
+            self._execute(self.contexts[""], dict(feeds), {name: made})
+        return made
+
+    @contextmanager
+    def _lent(self, profile: str) -> Iterator[None]:
+        """A context in which a profile has scratch memory, which is torch's again afterwards."""
+        scratch = self._scratch(profile)
+        lend(self.contexts[profile], scratch)
+        yield
+
+    def _replay(self, profile: str, feeds: Feeds, state: NetworkCaches, slots: int) -> Feeds:
+        """Replay a step in one launch. The graph belongs to these caches, to this many slots of
+        them, and to a number of tokens; TensorRT asks for a context that nothing else changes."""
+        assert self.record
+        record = self.record
+
+        def make() -> Captured[Feeds]:
+            context, made = self._context(profile), self._outputs(feeds)
+            self.apart.append(context)
+            self._connect()
+
+            def step(given: Feeds) -> Feeds:
+                self._step(context, given, state, slots, made)
+                return made
+
+            return Captured(step, feeds, record)
+
+        key = profile, slots, feeds["positions"].shape[1]
+        return state.captured.get(Captured, key, make).replay(feeds)
+
+    def _outputs(self, feeds: Feeds) -> Feeds:
+        batch, size = feeds["positions"].shape
+        asked = feeds[ROWS].shape[1] if ROWS in feeds else 1
+        dims = {"B": batch, "S": size, "R": asked}
+        return {n: self._output(n, dims) for n in self.io.outputs if n not in self.io.aliased}
+
+    def _output(self, name: str, dims: Mapping[str, int]) -> torch.Tensor:
+        dtype = torch_dtype(self.io.outputs[name].dtype)
+        return torch.empty(self.io.shape(name, dims), dtype=dtype, device=self.device)
+
+    def _step(
+        self, context: Any, feeds: Feeds, state: NetworkCaches, slots: int, made: Feeds
+    ) -> None:
+        given = {**state.held, TURNED: state.turned, SLOTS: self.slots[:slots], **feeds}
+        if BLOCK_IDS in self.io.inputs and BLOCK_IDS not in feeds:
+            given[BLOCK_IDS] = self._no_blocks(*feeds["positions"].shape)
+        outputs = {o: state.held[i] for o, i in self.io.aliased.items()}
+        fix = "load it with cuda_graph=False to see where"
+        self._execute(context, given, outputs | made, fix)
+
+    def _no_blocks(self, batch: int, size: int) -> torch.Tensor:
+        key = batch, size
+        if key in self.no_blocks:
+            return self.no_blocks[key]
+        made = torch.full(key, NO_BLOCK, device=self.device)
+        return self.no_blocks.setdefault(key, made) if size <= MOST_VERIFIED else made
+
+    def _execute(
+        self, context: Any, inputs: Feeds, outputs: Feeds, fix: str = "build it again"
+    ) -> None:
         given = {name: inputs[name].contiguous() for name in self.io.inputs}
         with self._stream() as stream:
             self._bind(context, given, outputs)
@@ -113,7 +214,7 @@ class Runner:
     @contextmanager
     def _stream(self) -> Iterator[int]:
         """Yield the stream that TensorRT works on, in order with torch's: the current one, on which
-        a step is warmed up and recorded, but for the default stream: there the runner's own."""
+        a step is warmed up and recorded, but for the default stream: there one of its own."""
         if self.side is None:
             yield 0
             return
@@ -141,15 +242,15 @@ class Runner:
                 )
         for name, t in outputs.items():
             if not context.set_tensor_address(name, t.data_ptr()):
-                raise self._error(f"it does not write {name} {list(t.shape)}", "build it again")
+                raise self._error(f"it does not write {name} {list(t.shape)}")
         try:
             missing = context.infer_shapes()
         except RuntimeError as e:  # what the binding makes of an answer of -1
-            raise self._error(f"it finds no shapes for this step ({e})", "build it again") from e
+            raise self._error(f"it finds no shapes for this step ({e})") from e
         if missing:
-            raise self._error(f"it still lacks {', '.join(missing)}", "build it again")
+            raise self._error(f"it still lacks {', '.join(missing)}")
 
-    def _error(self, what: str, fix: str) -> EngineError:
+    def _error(self, what: str, fix: str = "build it again") -> EngineError:
         return EngineError(f"TensorRT engine: {what}: {self.log.said()}; {fix}")
 
 
@@ -158,142 +259,9 @@ def lend(context: Any, scratch: torch.Tensor) -> None:
     context.set_device_memory(scratch.data_ptr(), scratch.numel())
 
 
-class TrtTower(Runner):
-    """The engine of a tower: static shapes, no caches."""
-
-    def __init__(self, opened: Opened) -> None:
-        super().__init__(opened)
-        self.context = self._new_context("a tower")
-
-    def run(self, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Run the tower; return its one output."""
-        (out,) = self.run_all(feeds).values()
-        return out
-
-    def run_all(self, feeds: Mapping[str, torch.Tensor]) -> Feeds:
-        """Return the outputs by name. Scratch memory is torch's again afterwards, for the steps
-        that follow."""
-        scratch = self._scratch()
-        lend(self.context, scratch)
-        made = {name: self._output(name, {}) for name in self.io.outputs}
-        self._execute(self.context, dict(feeds), made, "build it again")
-        return made
-
-
-class TrtSteps(Runner):
-    """An engine whose steps go over the caches of sessions. Those of few tokens are recorded where
-    they can be."""
-
-    def __init__(self, opened: Opened, limits: Limits, record: Record | None) -> None:
-        super().__init__(opened)
-        io, device = opened.io, opened.device
-        self.limits = limits
-        #: makes of a step what replays it; None: steps run launch by launch
-        self.record = WithFallback(record) if record and not is_streaming(self.engine) else None
-        #: of recorded steps, which points into it
-        self.scratch = self._scratch(*(p for p in io.profiles if phase_of(p) in RECORDED))
-        self.slots = torch.arange(full_slots(limits), device=device)
-        #: by rows and tokens of recorded steps, as long as those
-        self.no_blocks: dict[tuple[int, int], torch.Tensor] = {}
-        self.communicator: Communicator | None = None
-        #: contexts that are not given what they exchange by
-        self.apart: list[Any] = []
-        self.contexts = {profile: self._context(profile) for profile in io.profiles}
-
-    def link(self, communicator: Communicator) -> None:
-        """Have steps exchange with those of other ranks."""
-        self.communicator, self.apart = communicator, [*self.contexts.values()]
-
-    def _connect(self) -> None:
-        """Give contexts what they exchange by. TensorRT waits until all ranks do so: hence it is
-        left to a step, when none can fail any more for what it alone lacks."""
-        if not self.communicator or not self.apart:
-            return
-        found = self.communicator()
-        for context in self.apart:
-            if not context.set_communicator(found):
-                raise self._error("it takes no communicator", "start all ranks again")
-        self.apart.clear()
-
-    def _context(self, profile: str) -> Any:
-        """Return an execution context of a profile. Those that are recorded share their scratch
-        memory, because no two run at the same time; that of prefill gets its own, which may be
-        gigabytes, when a chunk runs."""
-        context = self._new_context(profile)
-        with self._stream() as stream:
-            if not context.set_optimization_profile_async(self._index(profile), stream):
-                raise self._error(f"no profile for {profile}", "build it again")
-        if phase_of(profile) in RECORDED:
-            lend(context, self.scratch)
-        return context
-
-    def step(self, phase: str, feeds: Feeds, state: NetworkCaches, tokens: int) -> Feeds:
-        """Run a step over full-length caches of which rows hold up to `tokens` afterwards, by the
-        profile whose span has room for them; return its outputs by name."""
-        self._connect()
-        profile = self.io.covering(phase, tokens)
-        slots = self.io.span(profile) or step_slots(tokens, self.limits.max_seq)
-        recorded = phase_of(profile) in RECORDED
-        if self.record and recorded:
-            return self._replay(profile, feeds, state, slots)
-        scratch = self.scratch
-        if not recorded:
-            scratch = self._scratch(profile)
-            lend(self.contexts[profile], scratch)
-        made = self._outputs(feeds)
-        self._step(self.contexts[profile], feeds, state, slots, made)
-        return made
-
-    def _replay(self, profile: str, feeds: Feeds, state: NetworkCaches, slots: int) -> Feeds:
-        """Replay a step in one launch. The graph belongs to these caches, to this many slots of
-        them, and to a number of tokens. A context of its own, which nothing else changes, is what
-        TensorRT asks of a context that was recorded."""
-        assert self.record
-        record = self.record
-
-        def make() -> Captured[Feeds]:
-            context, made = self._context(profile), self._outputs(feeds)
-            self.apart.append(context)
-            self._connect()
-
-            def step(given: Feeds) -> Feeds:
-                self._step(context, given, state, slots, made)
-                return made
-
-            return Captured(step, feeds, record)
-
-        key = profile, slots, feeds["positions"].shape[1]
-        return state.captured.get(Captured, key, make).replay(feeds)
-
-    def _outputs(self, feeds: Feeds) -> Feeds:
-        batch, size = feeds["positions"].shape
-        asked = feeds[ROWS].shape[1] if ROWS in feeds else 1
-        dims = {"B": batch, "S": size, "R": asked}
-        return {n: self._output(n, dims) for n in self.io.outputs if n not in self.io.aliased}
-
-    def _step(
-        self, context: Any, feeds: Feeds, state: NetworkCaches, slots: int, made: Feeds
-    ) -> None:
-        held = state.held | {TURNED: state.turned, SLOTS: self.slots[:slots]}
-        given = {name: t for name, t in (held | feeds).items() if name in self.io.inputs}
-        outputs = {o: state.held[i] for o, i in self.io.aliased.items()}
-        if BLOCK_IDS in self.io.inputs and BLOCK_IDS not in feeds:
-            given[BLOCK_IDS] = self._no_blocks(*feeds["positions"].shape)
-        fix = "load it with cuda_graph=False to see where"
-        self._execute(context, given, outputs | made, fix)
-
-    def _no_blocks(self, batch: int, size: int) -> torch.Tensor:
-        key = batch, size
-        if key in self.no_blocks:
-            return self.no_blocks[key]
-        made = torch.full(key, NO_BLOCK, device=self.device)
-        return self.no_blocks.setdefault(key, made) if size <= MOST_VERIFIED else made
-
-
 class TrtRuntime(TrtSteps, NetworkRuntime):
     """A loaded engine of the TensorRT backend. `open_engine` opens the engines of towers and of a
-    drafter's step by name, which is done when they are first asked for. `program`: what
-    interpreters of the same engine are made of."""
+    drafter's step by name, which is done when they are first asked for."""
 
     def __init__(
         self,
@@ -307,22 +275,25 @@ class TrtRuntime(TrtSteps, NetworkRuntime):
         super().__init__(opened, limits, record)
         self.source, self.open_engine, self.recorder = params, open_engine, record
         self.program = program
-        self.towers: dict[str, TrtTower] = {}
-        self.drafter: TrtSteps | None = None
+        self.others: dict[str, TrtSteps] = {}
+
+    def _other(self, name: str) -> TrtSteps:
+        """Return the engine of a tower, or of the drafter's step, which reads these caches and
+        changes none."""
+        if name not in self.others:
+            self.others[name] = TrtSteps(self.open_engine(name), self.limits, self.recorder)
+            if self.communicator and name == DRAFT:
+                self.others[name].link(self.communicator)
+        return self.others[name]
 
     def link(self, communicator: Communicator) -> None:
         super().link(communicator)
         if DRAFT in self.program.graphs:
-            self._opened_drafter()  # now, since the others would wait where one could not
+            self._other(DRAFT)  # now, since the others would wait where one could not
 
     def new_state(self, batch: int) -> NetworkCaches:
-        return NetworkCaches(
-            {name: self.io.inputs[name] for name in self.io.aliased.values()},
-            self.io.rings,
-            batch,
-            self.limits,
-            self.device,
-        )
+        types = {name: self.io.inputs[name] for name in self.io.aliased.values()}
+        return NetworkCaches(types, self.io.rings, batch, self.limits, self.device)
 
     def run(
         self,
@@ -335,7 +306,7 @@ class TrtRuntime(TrtSteps, NetworkRuntime):
     ) -> Tensors | None:
         with self.turn:
             if phase == DRAFT:
-                return self._opened_drafter().step(phase, feeds, state, context)
+                return self._other(DRAFT).step(phase, feeds, state, context)
             if ROWS in self.io.inputs:
                 feeds = {**feeds, ROWS: asked_rows(phase, feeds)}
             state.turn(feeds["positions"])
@@ -345,62 +316,46 @@ class TrtRuntime(TrtSteps, NetworkRuntime):
                     watch(name, t)
         return made if logits else None
 
-    def _opened_drafter(self) -> TrtSteps:
-        """Return the engine of the drafter's step, which reads these caches and changes none."""
-        if self.drafter is None:
-            self.drafter = TrtSteps(self.open_engine(DRAFT), self.limits, self.recorder)
-            if self.communicator:
-                self.drafter.link(self.communicator)
-        return self.drafter
-
     def encode(self, tower: str, feeds: Mapping[str, torch.Tensor]) -> torch.Tensor:
         with self.turn:
-            if tower not in self.towers:
-                self.towers[tower] = TrtTower(self.open_engine(tower))
-            return self.towers[tower].run(feeds)
+            return self._other(tower).encode_static(feeds)
 
     def close(self) -> None:
         self.contexts.clear()
-        self.towers.clear()
-        self.drafter = None
+        self.others.clear()
         self.engine = None
         self.source.close()
 
 
+# --- engines ----------------------------------------------------------------------------------
+
+
 def check_engine(api: Api, engine: Any, io: Interface) -> None:
     """Raise EngineError where the engine's tensors are not those of the interface."""
-    names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
-    expected = [*io.inputs, *io.outputs]
-    if sorted(names) != sorted(expected):
-        raise EngineError(
-            f"TensorRT engine: its tensors are {', '.join(sorted(names))}, expected "
-            f"{', '.join(sorted(expected))}; build it again"
-        )
-    types = {data_type(api.trt, dtype): dtype for dtype in DTYPES}
-    for name in names:
-        t = io.inputs.get(name) or io.outputs[name]
-        found = types.get(engine.get_tensor_dtype(name))
-        if found != t.dtype:
+
+    def alike(what: str, found: str, expected: str) -> None:
+        if found != expected:
             raise EngineError(
-                f"TensorRT engine: {name} is {found}, expected {t.dtype}; build it again"
+                f"TensorRT engine: {what} {found}, expected {expected}; build it again"
             )
+
+    names = sorted(engine.get_tensor_name(i) for i in range(engine.num_io_tensors))
+    described = {**io.inputs, **io.outputs}
+    alike("its tensors are", ", ".join(names), ", ".join(sorted(described)))
+    types = {data_type(api.trt, dtype): dtype for dtype in DTYPES}
+    for name, t in described.items():
+        alike(f"{name} is", str(types.get(engine.get_tensor_dtype(name))), t.dtype)
     for out, source in io.aliased.items():
         found = engine.get_aliased_input_tensor(out)
-        if found != source:
-            raise EngineError(
-                f"TensorRT engine: {out} lies at {found or 'an address of its own'}, expected "
-                f"that of {source}; build it again"
-            )
+        alike(f"{out} lies at the address of", found or "nothing else", source)
 
 
 def deserialize(api: Api, plan: Any, log: Any) -> Any:
     """Return the engine of a plan (bytes or their mapping); EngineError in TensorRT's words."""
-    runtime = api.trt.Runtime(log)
-    engine = runtime.deserialize_cuda_engine(plan)
+    engine = api.trt.Runtime(log).deserialize_cuda_engine(plan)
     if engine is None:
-        said = " | ".join(log.errors) or "it gave no reason"
         raise EngineError(
-            f"TensorRT {api.version} does not take the plan: {said[:2000]}; build the engine again "
+            f"TensorRT {api.version} does not take the plan: {log.said()}; build the engine again "
             f"with this TensorRT on this GPU"
         )
     return engine
@@ -408,8 +363,7 @@ def deserialize(api: Api, plan: Any, log: Any) -> Any:
 
 def stream_weights(engine: Any, free: int) -> None:
     """Keep as many of a plan's weights on the device as `free` bytes, beside the engine's scratch
-    memory, have room for; the others are copied there at every step. TensorRT's own choice would
-    be all that is free now, before caches exist."""
+    memory, have room for. TensorRT's own choice would be all that is free before caches exist."""
     engine.weight_streaming_budget_v2 = 0
     room = free - engine.device_memory_size_v2  # with what streaming itself takes
     engine.weight_streaming_budget_v2 = min(max(0, room), engine.streamable_weights_size)
@@ -432,12 +386,12 @@ def refit(api: Api, engine: Any, log: Any, *sources: Callable[[str], torch.Tenso
         kept.append(t)
         weights = trt.Weights(refitter.get_weights_prototype(name).dtype, t.data_ptr(), t.numel())
         if not refitter.set_named_weights(name, weights, trt.TensorLocation.HOST):
-            raise EngineError(f"TensorRT engine: weights {name}: {' | '.join(log.errors)}")
+            raise EngineError(f"TensorRT engine: weights {name}: {log.said()}")
     if not refitter.refit_cuda_engine():
         missing = ", ".join(refitter.get_missing_weights()) or "none"
         raise EngineError(
-            f"TensorRT engine: its weights cannot be set: {' | '.join(log.errors)}; missing: "
-            f"{missing}; build it again"
+            f"TensorRT engine: its weights cannot be set: {log.said()}; missing: {missing}; build "
+            f"it again"
         )
 
 

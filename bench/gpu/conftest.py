@@ -58,6 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
         except G4Error as e:
             raise pytest.UsageError(f"--variants {variant}: {e}") from None
     option.out.mkdir(parents=True, exist_ok=True)
+    option.results = option.out / "results.jsonl"
     if option.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"
     if is_worker(config):
@@ -65,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     option.until = time.time() + option.budget * 60
     if option.again:
-        results_file(config).unlink(missing_ok=True)
+        option.results.unlink(missing_ok=True)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -79,9 +80,8 @@ def is_worker(config: pytest.Config) -> bool:
     return bool(getattr(config, "workerinput", None))
 
 
-def results_file(config: pytest.Config) -> Path:
-    path: Path = config.option.out / "results.jsonl"
-    return path
+def scale_of(config: pytest.Config, module: Any) -> Any:
+    return module.DRY if config.option.dry_run else module.CARD
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -89,13 +89,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     the setting decode_step."""
     scale = scale_of(metafunc.config, metafunc.module)
     given = {"variant": metafunc.config.option.variants or scale.variants, "step": scale.choices}
-    for name, values in given.items():
-        if name in metafunc.fixturenames:
-            metafunc.parametrize(name, values)
-
-
-def scale_of(config: pytest.Config, module: Any) -> Any:
-    return module.DRY if config.option.dry_run else module.CARD
+    for name in given.keys() & set(metafunc.fixturenames):
+        metafunc.parametrize(name, given[name])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -167,11 +162,9 @@ class Measure:
 
     def wrong(self) -> dict[str, Any]:
         """Return the measurements that failed, crashed or are not right."""
-        return {n: v for n, v in self.found.items() if is_wrong(v)}
-
-
-def is_wrong(values: Mapping[str, Any]) -> bool:
-    return BEGUN in values or FAILED in values or not values.get("ok", True)
+        return {
+            n: v for n, v in self.found.items() if {BEGUN, FAILED} & v.keys() or not v.get("ok", 1)
+        }
 
 
 def device_is_lost(e: Exception) -> bool:
@@ -179,22 +172,20 @@ def device_is_lost(e: Exception) -> bool:
     torch = sys.modules.get("torch")
     if torch is None or isinstance(e, torch.OutOfMemoryError):
         return False
-    if isinstance(e, torch.AcceleratorError):
-        return True
     try:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     except RuntimeError:
         return True
-    return False
+    return isinstance(e, torch.AcceleratorError)
 
 
 @pytest.fixture
 def measure(request: pytest.FixtureRequest) -> Iterator[Measure]:
     """`measure(name, make)` of this test; the test fails if one of its measurements did."""
     marker = request.node.get_closest_marker("limit")
-    limit = marker.args[0] if marker else LIMIT
-    measure = Measure(results_file(request.config), request.node.nodeid.split("/")[-1], limit)
+    limit, test = marker.args[0] if marker else LIMIT, request.node.nodeid.split("/")[-1]
+    measure = Measure(request.config.option.results, test, limit)
     yield measure
     assert not measure.wrong()
 
@@ -206,15 +197,13 @@ def scale(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(scope="session")
-def out(request: pytest.FixtureRequest) -> Path:
-    path: Path = request.config.option.out
-    return path
+def out(pytestconfig: pytest.Config) -> Any:
+    return pytestconfig.option.out
 
 
 @pytest.fixture(scope="session")
-def carry(request: pytest.FixtureRequest) -> Path | None:
-    path: Path | None = request.config.option.carry
-    return path
+def carry(pytestconfig: pytest.Config) -> Any:
+    return pytestconfig.option.carry
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -228,15 +217,13 @@ def small_rates(pytestconfig: pytest.Config) -> Iterator[None]:
         yield
 
 
-# --- the report -------------------------------------------------------------------------------
-
-
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write report.md: a table of each test's measurements."""
+    option = session.config.option
     if not is_worker(session.config):
-        found = read_results(results_file(session.config))
+        found = read_results(option.results)
         parts = (f"## {test}\n\n```\n{table(values)}```\n" for test, values in found.items())
-        (session.config.option.out / "report.md").write_text("\n".join(parts))
+        (option.out / "report.md").write_text("\n".join(parts))
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> str:

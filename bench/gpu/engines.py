@@ -90,16 +90,10 @@ def build(scale: Scale, variant: str, rows: int, step: str, out: Path) -> dict[s
 
 def longest(scale: Scale, variant: str, rows: int) -> dict[str, Any]:
     """Return the options of the build. PlanError if not even the shortest context fits."""
-    options: dict[str, Any] = {
-        "backend": scale.backend,
-        "device": scale.device,
-        "dtype": scale.dtype,
-        "random_weights": 0,
-        "max_batch": rows,
-        "prefill_chunk": scale.chunk,
-        "media": "none",
-    }
     name, _, quant = variant.partition("+")
+    options: dict[str, Any] = {"backend": scale.backend, "device": scale.device}
+    options |= {"dtype": scale.dtype, "random_weights": 0, "max_batch": rows, "media": "none"}
+    options["prefill_chunk"] = scale.chunk
     for context in reversed(scale.contexts):
         options["max_seq"] = context + scale.warmup + 2 * scale.steps
         try:

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from bench.common import fill_with_noise, seconds
 from g4ir.backends.base import DeviceChoice
 from g4ir.backends.sampling import GREEDY
 from g4ir.bench.roof import Rates, synchronize
-from g4ir.bench.runners import BenchRunner, EngineRunner, kernels_per_step, reference_runner
+from g4ir.bench.runners import EngineRunner, kernels_per_step, reference_runner
 from g4ir.bench.stats import percentile
 from g4ir.engine.engine import Engine
 from g4ir.plan.cost import Step, decode_costs, graph_costs, total
@@ -27,41 +28,26 @@ FEW, MANY = 200, 8000
 
 @dataclass(frozen=True)
 class Scale:
-    """How large a run is."""
+    """How large a run is: engines of `variants` with `choices` of the setting decode_step; steps
+    over rows that hold `contexts` tokens, and `prompts`; for kernels, `tokens` of a row and `new`
+    ones."""
 
-    device: str
-    backend: str
-    dtype: str
-    gpu: str
-    variants: tuple[str, ...]
-    #: tokens that rows hold when a step is timed, and of prompts
-    contexts: tuple[int, ...]
-    prompts: tuple[int, ...]
-    chunk: int
-    warmup: int
-    steps: int
-    #: tokens of a row and new ones, as kernels are compared
-    tokens: int
-    new: int
-    #: choices of the setting decode_step that the backend has
+    device: str = "cuda"
+    backend: str = "torch"
+    dtype: str = "bfloat16"
+    gpu: str = ""
+    variants: tuple[str, ...] = ("e2b", "26b-a4b", "31b", "e4b")
+    contexts: tuple[int, ...] = (1024, 8192, 32768, 131072)
+    prompts: tuple[int, ...] = (1024, 8192)
+    chunk: int = 2048
+    warmup: int = 10
+    steps: int = 64
+    tokens: int = 4096
+    new: int = 1024
     choices: tuple[str, ...] = ("plain",)
 
 
-CARD = Scale(
-    device="cuda",
-    backend="torch",
-    dtype="bfloat16",
-    gpu="",
-    variants=("e2b", "26b-a4b", "31b", "e4b"),
-    contexts=(1024, 8192, 32768, 131072),
-    prompts=(1024, 8192),
-    chunk=2048,
-    warmup=10,
-    steps=64,
-    tokens=4096,
-    new=1024,
-    choices=("plain", "fused", "early"),
-)
+CARD = Scale(choices=("plain", "fused", "early"))
 DRY = Scale(
     device="cpu",
     backend="reference",
@@ -80,17 +66,14 @@ DRY = Scale(
 ROWS = (1, 8, 32)
 
 
-def timed(f: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
-    f()
-    return time.perf_counter() - begun
-
-
 def decode_cell(
     engine: Engine, scale: Scale, batch: int, context: int, rates: Rates
 ) -> dict[str, Any]:
     """Measure steps at a context over caches of noise: times on the device and on the host."""
-    give_room(engine)
+    gc.collect()  # what earlier sessions held, and memory is counted anew
+    if scale.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     if context + scale.warmup + scale.steps > engine.limits.max_seq:
         return {"refused": f"the plan has room for {engine.limits.max_seq} tokens a row"}
     step = stepper(engine, batch, context)
@@ -109,26 +92,14 @@ def decode_cell(
     }
     if scale.device == "cpu":
         return found
-    memory = torch.cuda.max_memory_allocated()
-    return {**found, **kernels_per_step(step), "memory_bytes": memory}
-
-
-def give_room(engine: Engine) -> None:
-    """Give back what earlier sessions held, and count memory anew."""
-    gc.collect()
-    if engine.device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    return {**found, **kernels_per_step(step), "memory_bytes": torch.cuda.max_memory_allocated()}
 
 
 def stepper(engine: Engine, batch: int, context: int) -> Callable[[], Any]:
     """Return what makes a step of rows that hold `context` tokens of noise: on the device alone
     where the engine can, else by the host."""
     session = engine.session(batch)
-    for name, t in session.state.tensors.items():
-        t.normal_()
-        if name.endswith(".rms"):
-            t.abs_()
+    fill_with_noise(session)
     first, lengths = torch.full((batch,), 5), torch.full((batch,), context - 1)
     loop = engine.runtime.token_loop(engine.embed, session.state, batch, DeviceChoice((GREEDY,)))
     if loop is None:
@@ -141,7 +112,7 @@ def stepper(engine: Engine, batch: int, context: int) -> Callable[[], Any]:
 def step_times(step: Callable[[], Any], scale: Scale) -> tuple[list[float], float]:
     """Return milliseconds of each step, by the device's clock, and those of the host a step."""
     if scale.device == "cpu":
-        times = [timed(step) * 1e3 for _ in range(scale.steps)]
+        times = [seconds(step) * 1e3 for _ in range(scale.steps)]
         return times, sum(times) / len(times)
     torch.cuda.synchronize()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(scale.steps + 1)]
@@ -193,17 +164,13 @@ AGREED, AGREED_STEPS = 20, 8
 
 
 def agreement_cell(engine: Engine, batch: int) -> dict[str, Any]:
-    tokens = random_tokens(engine, batch, AGREED)
-    found = agreement(EngineRunner(engine, batch), reference_runner(engine, batch), tokens)
-    return {**found, "ok": found["cosine"] > LEAST[engine.device]}
-
-
-def agreement(ours: BenchRunner, theirs: BenchRunner, tokens: torch.Tensor) -> dict[str, Any]:
     """Compare logits behind a prompt and of steps behind it, which follow the other's choice."""
-    cosine, same = 1.0, 0
+    ours, theirs = EngineRunner(engine, batch), reference_runner(engine, batch)
+    tokens, cosine, same = random_tokens(engine, batch, AGREED), 1.0, 0
     for _ in range(AGREED_STEPS + 1):
         a, b = (r.step(tokens).float().cpu() for r in (ours, theirs))
         cosine = min(cosine, float(torch.nn.functional.cosine_similarity(a, b, -1).min()))
         same += int((a.argmax(-1) == b.argmax(-1)).sum())
         tokens = b.argmax(-1)[:, None]
-    return {"cosine": cosine, "same_tokens": same, "of": len(tokens) * (AGREED_STEPS + 1)}
+    ok = cosine > LEAST[engine.device]
+    return {"cosine": cosine, "same_tokens": same, "of": batch * (AGREED_STEPS + 1), "ok": ok}

@@ -22,8 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
+from bench.common import seconds
 from bench.gpu.engines import g4ir_said, named
-from bench.gpu.steps import CARD, DRY, ROWS, Scale, timed
+from bench.gpu.steps import CARD, DRY, ROWS, Scale
 from g4ir.backends.experimental.cuda_driver import CudaDriver
 from g4ir.backends.experimental.step_model import measured_text, read_constants
 from g4ir.backends.torch_compile.compile import toolchain
@@ -88,9 +89,9 @@ def gap(scale: Scale, early: bool) -> dict[str, Any]:
         for _ in range(CHAIN):
             start()
 
-    passes = partial(passes_seconds, recorded(chain), 10) if on_card else partial(timed, chain)
+    passes = partial(passes_seconds, recorded(chain), 10) if on_card else partial(seconds, chain)
     times = sorted(passes() / CHAIN * 1e6 for _ in range(10))
-    host = timed(chain) / CHAIN * 1e6
+    host = seconds(chain) / CHAIN * 1e6
     synchronize(scale.device)
     runs = round(int(counted) / CHAIN)
     return {

@@ -34,11 +34,9 @@ from bench.gpu.steps import Scale, decode_cell, prefill_cell, step_times, steppe
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.trt import build as building
 from g4ir.backends.trt import dry_run
-from g4ir.backends.trt.files import ENGINE, files
-from g4ir.backends.trt.forms import SETTINGS, WEIGHTS, plugins
-from g4ir.backends.trt.host import Host
-from g4ir.backends.trt.log import logger
-from g4ir.backends.trt.probe import COMPARED, FEATURES, require_tensorrt
+from g4ir.backends.trt.host import COMPARED, FEATURES, Host, logger, require_tensorrt
+from g4ir.backends.trt.interface import ENGINE, files
+from g4ir.backends.trt.lowerings import SETTINGS, WEIGHTS
 from g4ir.backends.trt.recorder import Call
 from g4ir.bench.roof import Meter
 from g4ir.bench.stats import percentile
@@ -87,9 +85,8 @@ ASKING = ("tiny-dense", "tiny-moe", "tiny-ple", "tiny-media")
 #: values of settings that together are all of them
 ASKED: tuple[dict[str, str], ...] = (
     {},
-    {"attention": "plain", "experts": "all", "norms": "layers", "weights": "refit"},
+    {"attention": "plain", "experts": "all", "weights": "refit", "hardware": "same-capability"},
     {"attention": "fused", "experts": "gather", "weights": "streamed"},
-    {"attention": "plugin", "experts": "plugin", "norms": "plugin", "hardware": "same-capability"},
 )
 CALLS = [(v, s) for v in ASKING for s in (ASKED if v == "tiny-moe" else ASKED[:1])]
 
@@ -120,7 +117,7 @@ FORMS = (
     Form("tiny-dense", "float32"),
     Form("tiny-dense", "float16"),
     *(Form("tiny-dense", settings=s) for s in _choices("attention")),
-    *(Form("tiny-moe", settings=s) for n in ("experts", "norms") for s in _choices(n)),
+    *(Form("tiny-moe", settings=s) for s in _choices("experts")),
     *(Form("tiny-moe", options={"latent_kv": form}) for form in ("value", "raw")),
     Form("tiny-ple"),
     Form("tiny-dense", options={"quant": "int8"}),
@@ -244,12 +241,6 @@ def _values(enum: Any) -> dict[str, int]:
 
 
 @pytest.mark.limit(300)
-def test_shared_memory(measure: Any, scale: Scale, host: Host) -> None:
-    """Do kernels of plugins get more than 48 KiB of shared memory?"""
-    measure("bytes", lambda: {"n": plugins().shared_memory(host.tensorrt(), scale.device)})
-
-
-@pytest.mark.limit(300)
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
 def test_tiny(measure: Any, scale: Scale, host: Host, out: Path, form: Form) -> None:
     measure("engine", partial(tiny, out, scale, host, form))
@@ -357,8 +348,7 @@ def alone(
 CUT = (
     *({"weights": w} for w in WEIGHTS),
     {"hardware": "same-capability"},
-    {"norms": "plugin"},
-    {"experts": "plugin"},
+    {"experts": "gather"},
 )
 
 

@@ -1,22 +1,15 @@
 """Tests of clients that vLLM's server does not pass -> in what it differs, as docs/vllm.md says."""
 
 REASONING = "a thought is the field `reasoning`, not `reasoning_content`"
-PARAMS = "errors do not name the field that is wrong"
 MORE = "vLLM takes what `g4ir serve` refuses"
-CASE = "test_schemas_that_cannot_be_held_to[given{}]"
 
 DIFFERENCES = {
     "test_one_model_is_asked_for": "there is no `/v1/models/NAME`",
-    "test_thoughts_content_and_their_count": REASONING,
-    "test_calls_are_text_where_none_may_be_made": "a call that may not be made is left out",
+    "test_what_is_dictated[thoughts-False]": REASONING,
+    "test_what_is_dictated[thoughts-True]": REASONING,
+    "test_what_is_dictated[calls_are_text_where_none_may_be_made-False]": "such a call is left out",
     "test_several_answers_to_several_prompts": "`n` above 1 wants a temperature above 0",
     "test_what_is_known_of_a_prompt_is_told": "tokens that were known are not told",
-    CASE.format(0): PARAMS,
-    CASE.format(1): PARAMS,
-    CASE.format(2): MORE,
-    CASE.format(3): MORE,
-    CASE.format(4): MORE,
-    CASE.format(5): MORE,
     "test_errors[False-unable]": MORE,
     "test_errors[True-unable]": MORE,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -13,7 +13,6 @@ from g4ir.check.memory_check import float64_refusal
 from g4ir.check.peers import EnginePeer, HfPeer
 from g4ir.check.reference import reference_engine
 from g4ir.check.tokens import Turns
-from g4ir.engine.engine import Engine
 from g4ir.ir.distance import (
     BUDGETS,
     ROUNDED,
@@ -57,55 +56,43 @@ class Agreement:
     def text(self) -> str:
         """Return what is compared, how far it lies apart, and the verdict."""
         # A report has null for what is not a number.
-        cosine, relative, middle, worst, base, base_worst = (
-            math.nan if x is None else x
-            for x in (
-                self.cosine,
-                self.relative,
-                self.distance_median,
-                self.distance_worst,
-                self.base_median,
-                self.base_worst,
-            )
-        )
+        n = {k: math.nan if v is None else v for k, v in vars(self).items()}
         close = f", {self.close} close calls" if self.close else ""
         apart = (
-            f", distance {middle:.1e} in the median and {worst:.1e} at worst, that of {self.base} "
-            f"{base:.1e} and {base_worst:.1e}"
+            f", distance {n['distance_median']:.1e} in the median and {n['distance_worst']:.1e} at "
+            f"worst, that of {self.base} {n['base_median']:.1e} and {n['base_worst']:.1e}"
         )
         return (
             f"{self.role} against {self.base}: same token {self.equal} of {self.count}{close}, "
-            f"cosine at least {cosine:.6f}, relative error at most {relative:.1e}"
-            f"{'' if math.isnan(base) else apart}: "
+            f"cosine at least {n['cosine']:.6f}, relative error at most {n['relative']:.1e}"
+            f"{'' if math.isnan(n['base_median']) else apart}: "
             f"{'ok' if self.ok else 'DISAGREES'} ({self.budget})"
         )
 
 
 def agreements_of(
-    w: Workload, tokens: torch.Tensor, runners: Sequence[tuple[BenchRunner, Engine | None]]
+    w: Workload, tokens: torch.Tensor, runners: Sequence[BenchRunner]
 ) -> list[Agreement]:
     """Compare everybody with the first peer, or with the interpreter where there is none."""
-    first = next(engine for _, engine in runners if engine)
-    peers = [runner for runner, _ in runners if isinstance(runner, HfRunner)]
+    first = next(r.engine for r in runners if r.engine)
+    peers = [r for r in runners if isinstance(r, HfRunner)]
     base: BenchRunner = peers[0] if peers else reference_runner(first, w.batch)
     base.hold(tokens[:, : w.context])
     want = logits_of(base, w, tokens)
-    against, dtype = "hf" if peers else "reference", first.dtype
-    sizes, anchor = [w.context + w.input_len, *[1] * (w.output_len - 1)], None
+    against, dtype, anchor = "hf" if peers else "reference", first.dtype, None
+    sizes = [w.context + w.input_len, *[1] * (w.output_len - 1)]
     given = [Turns(ids, sizes) for ids in tokens]
     if dtype in ROUNDED:
         own = reference_engine(first, held=True)
         peer = HfPeer(peers[0].model) if peers else EnginePeer(own)
         refusal = float64_refusal(own, w.fed, w.batch * w.output_len, own.device)
-        anchor = find_anchor(peer, given, refusal)
-    if anchor and anchor.reason:
-        anchor = replace(anchor, rows=want)
+        anchor = find_anchor(peer, given, want, refusal)
     measured = anchor and Tolerance(rounding=anchor.rounding(want, dtype))
     found = []
-    for runner, engine in runners:
+    for runner in runners:
         if runner is base:
             continue
-        other = (engine or first).dtype
+        other = (runner.engine or first).dtype
         budget = pair_budget([dtype, other], against)
         budget = measured if measured and other == dtype else budget
         got = logits_of(runner, w, tokens)
@@ -141,24 +128,25 @@ def compared(
 ) -> Agreement:
     """Compare rows of logits, and the tokens that they choose. `anchor`: what the distances of a
     budget with measured rounding start from."""
-    beside = anchor if budget.rounding else None
-    errors = beside.errors(got, want) if beside else row_errors(got, want)
-    equal, close = _choices(got, want, budget)
-    holds = budget.all_hold(errors) and equal + close == len(want)
-    worst = float(errors.cosine.min()), float(errors.relative.max())
-    distances: tuple[float, ...] = ()
-    if rounding := budget.rounding:
-        own = errors.distance.tolist()
-        distances = median_of(own), worst_of(own), rounding.median, rounding.worst
-    return Agreement(role, base, len(want), *worst, equal, close, holds, Line(budget), *distances)
-
-
-def _choices(got: torch.Tensor, want: torch.Tensor, budget: Tolerance) -> tuple[int, int]:
+    rounding = budget.rounding
+    errors = anchor.errors(got, want) if anchor and rounding else row_errors(got, want)
     mine, theirs = got.argmax(-1, keepdim=True), want.argmax(-1, keepdim=True)
     gap = (want.gather(1, theirs) - want.gather(1, mine))[:, 0]
     same = (mine == theirs)[:, 0]
     near = ~same & (gap <= budget.gap * want.pow(2).mean(-1).sqrt())
-    return int(same.sum()), int(near.sum())
+    equal, close, own = int(same.sum()), int(near.sum()), errors.distance.tolist()
+    return Agreement(
+        role,
+        base,
+        len(want),
+        float(errors.cosine.min()),
+        float(errors.relative.max()),
+        equal,
+        close,
+        budget.all_hold(errors) and equal + close == len(want),
+        Line(budget),
+        *((median_of(own), worst_of(own), rounding.median, rounding.worst) if rounding else ()),
+    )
 
 
 def void_roles(agreements: Sequence[Agreement]) -> set[str]:

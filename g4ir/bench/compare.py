@@ -9,25 +9,11 @@ from g4ir.ui.table import aligned
 
 from .schema import BenchReport, RunReport
 from .stats import Number, Stat
+from .text import ROWS
 
 #: part of the workload or the machine that numbers depend on
 WORKLOAD = ("input_len", "output_len", "batch", "context", "seed", "text")
 MACHINE = ("cpu", "gpu", "cores", "torch")
-#: shown, unless all are asked for
-MAIN = {
-    "ttft_p50",
-    "itl_p50",
-    "itl_p90",
-    "itl_p99",
-    "tpot_mean",
-    "e2el_p50",
-    "prefill_throughput",
-    "decode_throughput",
-    "mbu",
-    "mfu",
-    "roof_ratio_prefill",
-    "roof_ratio_decode",
-}
 
 
 @dataclass(frozen=True)
@@ -54,10 +40,11 @@ class ReportComparison:
 
 
 def compare_reports(a: BenchReport, b: BenchReport, every: bool = False) -> ReportComparison:
-    """Compare the runs that are in both reports."""
+    """Compare the runs that are in both reports, by `every` metric or those of the text."""
     others = {r.role: r for r in b.runs}
     pairs = [(r, others[r.role]) for r in a.runs if r.role in others]
-    rows = [row for pair in pairs for row in _rows(*pair) if every or row.metric in MAIN]
+    shown = {metric for _, metric in ROWS}
+    rows = [row for pair in pairs for row in _rows(*pair) if every or row.metric in shown]
     return ReportComparison(tuple(_notes(a, b, pairs)), tuple(rows), sum(r.differs for r in rows))
 
 

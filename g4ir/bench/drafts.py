@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -34,11 +35,11 @@ PLAIN, DRAFTED = "single steps", "drafted"
 
 def repeated(w: Workload, tokens: torch.Tensor) -> torch.Tensor:
     """Return i64[B, context + input_len]: the prompt of a text, or a piece of it repeated."""
-    prompt = tokens[:, : w.context + w.input_len]
+    count = w.context + w.input_len
+    prompt = tokens[:, :count]
     if w.text is not None:
         return prompt
-    times = -(-prompt.shape[1] // PIECE)
-    return prompt[:, :PIECE].repeat(1, times)[:, : prompt.shape[1]]
+    return prompt[:, :PIECE].repeat(1, -(-count // PIECE))[:, :count]
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Writer:
 
     def __post_init__(self) -> None:
         sizes = tuple(sorted({self.w.batch, self.engine.limits.max_batch}))
-        config = SchedulerConfig(sizes, None, prefix_bytes=0, draft_rows=self.w.batch)
+        config = SchedulerConfig(sizes, True, prefix_bytes=0, draft_rows=self.w.batch)
         self.schedulers = {
             role: Scheduler(self.engine, replace(config, draft=draft))
             for role, draft in ((PLAIN, NO_DRAFT), (DRAFTED, self.draft))
@@ -62,12 +63,12 @@ class Writer:
 
     def turns(self, count: int) -> dict[str, Callable[[], list[RequestTiming]]]:
         """Return what a round of a benchmark runs."""
-        return {
-            role: lambda role=role: [self._timed(role) for _ in range(count)]  # type: ignore[misc]
-            for role in self.schedulers
-        }
+        return {role: partial(self._timed, role, count) for role in self.schedulers}
 
-    def _timed(self, role: str) -> RequestTiming:
+    def _timed(self, role: str, count: int) -> list[RequestTiming]:
+        return [self._written(role) for _ in range(count)]
+
+    def _written(self, role: str) -> RequestTiming:
         """Time a text of `output_len` tokens a row: the prompts, then all of the rest."""
         scheduler, params = self.schedulers[role], SamplingParams(ignore_eos=True)
         marks = [time.perf_counter()]
@@ -89,19 +90,16 @@ class Writer:
 
     def facts(self, requests: dict[str, list[list[RequestTiming]]]) -> DraftFacts:
         """Return what a report keeps."""
-        plain, drafted = requests[PLAIN], requests[DRAFTED]
-        told = self.tally
-        accepted = [told.accepted[i] / n for i, n in sorted(told.drafted.items())]
+        plain, drafted, told = requests[PLAIN], requests[DRAFTED], self.tally
         rows = zip(self.texts[PLAIN], self.texts[DRAFTED], strict=True)
-        same = sum(a == b for one, other in rows for a, b in zip(one, other, strict=True))
         piece = f"{PIECE} random tokens again and again (seed {self.w.seed})"
         return DraftFacts(
             Line(self.draft.source),
             self.draft.tokens,
             Line("the text's tokens" if self.w.text is not None else piece),
             told.tokens / told.rounds,
-            tuple(accepted),
-            same,
+            tuple(told.accepted[i] / n for i, n in sorted(told.drafted.items())),
+            sum(a == b for one, other in rows for a, b in zip(one, other, strict=True)),
             self.w.batch * self.w.output_len,
             {role: speeds(self.w, requests[role])["decode"] for role in (PLAIN, DRAFTED)},
             over(plain, drafted, TAKE["itl"]),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from g4ir.check.memory_check import param_bytes
 from g4ir.check.rounding_baseline import asked
 from g4ir.engine.engine import Engine
 from g4ir.engine.speculative import NONE, find_draft
@@ -70,23 +71,9 @@ class Contestant:
     """A runner and what is known of it besides its requests."""
 
     runner: BenchRunner
-    engine: Engine | None
     name: Line | None
     setup_s: dict[str, Number]
     peak: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What is run over which tokens, and the rounds: the machine's rates, and each runner's
-    requests."""
-
-    w: Workload
-    tokens: torch.Tensor
-    contestants: Sequence[Contestant]
-    per_round: int
-    rates: list[Rates]
-    requests: dict[str, list[list[RequestTiming]]]
 
 
 def run_bench(
@@ -116,16 +103,15 @@ def run_bench(
     """
     check_options(peers, rounds, warmup)
     check_specs({str(e.path): e.manifest for e in engines})
-    first = engines[0]
-    check_compiler(peers, first.device)
-    drafts = find_draft(first, draft, draft_tokens)
-    tokens = draw_tokens(w, first)
-    contestants = _contestants(engines, w, tokens, peers, checkpoint, load_s, progress)
+    check_compiler(peers, engines[0].device)
+    drafts = find_draft(engines[0], draft, draft_tokens)
+    bench = Bench(engines, w, draw_tokens(w, engines[0]), rounds, warmup, progress)
+    bench.start(peers, checkpoint, load_s)
     progress("comparing outputs")
-    agreements = agreements_of(w, tokens, [(c.runner, c.engine) for c in contestants])
-    writer = Writer(first, drafts, w, repeated(w, tokens)) if drafts else None
-    bench = _measured(w, tokens, contestants, rounds, warmup, writer, progress)
-    return _report(bench, agreements, warmup, writer)
+    agreements = agreements_of(w, bench.tokens, [c.runner for c in bench.contestants])
+    writer = Writer(engines[0], drafts, w, repeated(w, bench.tokens)) if drafts else None
+    bench.measure(writer)
+    return bench.report(agreements, writer)
 
 
 def check_options(peers: Sequence[str], rounds: int, warmup: int) -> None:
@@ -160,224 +146,185 @@ def folder_names(paths: Sequence[Path]) -> list[Line]:
     return [on_one_line(f"{path.name} ({role})") for path, role in zip(paths, ENGINE_ROLES)]
 
 
-def _contestants(
-    engines: Sequence[Engine],
-    w: Workload,
-    tokens: torch.Tensor,
-    peers: Sequence[str],
-    checkpoint: str | None,
-    load_s: Sequence[float],
-    progress: Progress,
-) -> list[Contestant]:
-    """Return the runners of the engines and the peers, with the seconds of loading each, of
-    bringing its rows to their depth and of the first request of all, in which a peer compiles and
-    CUDA graphs are captured; and the peak memory of that."""
-    names, device = folder_names([e.path for e in engines]), engines[0].device
-    loads: list[Number] = [*load_s, *[None] * len(engines)]
-    makers: list[tuple[Any, ...]] = [
-        (role, partial(EngineRunner, engine, w.batch, role), engine, name, load)
-        for engine, role, name, load in zip(engines, ENGINE_ROLES, names, loads)
-    ]
-    if peers:
-        progress("loading the peer")
-        start = time.perf_counter()
-        model = peer_model(engines[0], checkpoint)
-        load = time.perf_counter() - start
-        makers += [(m, partial(HfRunner, model, w.fed, m), None, None, load) for m in peers]
-    found = []
-    for role, make, engine, name, load in makers:
-        progress(f"first request of {role}")
+@dataclass
+class Bench:
+    """What is run over which tokens, and the rounds: the machine's rates, and each runner's
+    requests."""
+
+    engines: Sequence[Engine]
+    w: Workload
+    tokens: torch.Tensor
+    rounds: int
+    warmup: int
+    progress: Progress
+    contestants: list[Contestant] = field(default_factory=list)
+    per_round: int = 1
+    rates: list[Rates] = field(default_factory=list)
+    requests: dict[str, list[list[RequestTiming]]] = field(default_factory=dict)
+
+    def start(self, peers: Sequence[str], checkpoint: str | None, load_s: Sequence[float]) -> None:
+        """Make the runners of the engines and the peers."""
+        names = folder_names([e.path for e in self.engines])
+        loads: list[Number] = [*load_s, *[None] * len(self.engines)]
+        for engine, role, name, load in zip(self.engines, ENGINE_ROLES, names, loads):
+            self._add(role, partial(EngineRunner, engine, self.w.batch, role), load, name)
+        if peers:
+            self.progress("loading the peer")
+            start = time.perf_counter()
+            model = peer_model(self.engines[0], checkpoint)
+            loaded = time.perf_counter() - start
+            for mode in peers:
+                self._add(mode, partial(HfRunner, model, self.w.fed, mode), loaded)
+
+    def _add(
+        self, role: str, make: Callable[[], BenchRunner], load: Number, name: Line | None = None
+    ) -> None:
+        """Make a runner; keep the seconds of loading it, of bringing its rows to their depth and of
+        the first request of all, in which a peer compiles and CUDA graphs are captured; and the
+        peak memory of that."""
+        self.progress(f"first request of {role}")
+        device = self.engines[0].device
         reset_peak(device)
         runner = make()
         start = time.perf_counter()
-        runner.hold(tokens[:, : w.context])
+        runner.hold(self.tokens[:, : self.w.context])
         filled = time.perf_counter() - start
-        first = timed_request(runner, w, tokens).e2e
+        first = timed_request(runner, self.w, self.tokens).e2e
         setup = {"fill_context": filled, "first_request": first, "load": load}
-        found.append(Contestant(runner, engine, name, setup, peak_memory(device)))
-    return found
+        self.contestants.append(Contestant(runner, name, setup, peak_memory(device)))
 
+    def measure(self, writer: Writer | None) -> None:
+        """Warm up, then take the rounds."""
+        engine, runners = self.engines[0], [c.runner for c in self.contestants]
+        meter = Meter(engine.device, torch_dtype(engine.dtype))
+        self.progress("warming up")
+        for runner in runners:
+            for _ in range(self.warmup):
+                timed_request(runner, self.w, self.tokens)
+        self.per_round = requests_per_round(timed_request(runners[0], self.w, self.tokens).e2e)
+        turns: dict[str, Callable[[], list[RequestTiming]]] = {
+            r.role: partial(turn, r, self.w, self.tokens, self.per_round) for r in runners
+        }
+        if writer:
+            drafted = writer.turns(self.per_round)
+            for write in drafted.values():
+                write()  # what is compiled or recorded at first is not timed
+            turns |= drafted
+        numbers = iter(range(1, self.rounds + 1))
 
-def _measured(
-    w: Workload,
-    tokens: torch.Tensor,
-    contestants: Sequence[Contestant],
-    rounds: int,
-    warmup: int,
-    writer: Writer | None,
-    progress: Progress,
-) -> Bench:
-    engine = contestants[0].engine
-    assert engine
-    meter = Meter(engine.device, torch_dtype(engine.dtype))
-    progress("warming up")
-    for c in contestants:
-        for _ in range(warmup):
-            timed_request(c.runner, w, tokens)
-    count = requests_per_round(timed_request(contestants[0].runner, w, tokens).e2e)
-    numbers = iter(range(1, rounds + 1))
+        def before() -> Rates:
+            self.progress(f"round {next(numbers)} of {self.rounds}")
+            return meter.measure()
 
-    def before() -> Rates:
-        progress(f"round {next(numbers)} of {rounds}")
-        return meter.measure()
+        self.rates, self.requests = interleave(self.rounds, before, turns)
 
-    turns: dict[str, Callable[[], list[RequestTiming]]] = {
-        c.runner.role: partial(turn, c.runner, w, tokens, count) for c in contestants
-    }
-    if writer:
-        drafted = writer.turns(count)
-        for write in drafted.values():
-            write()  # what is compiled or recorded at first is not timed
-        turns |= drafted
-    rates, requests = interleave(rounds, before, turns)
-    return Bench(w, tokens, contestants, count, rates, requests)
+    def report(self, agreements: Sequence[Agreement], writer: Writer | None) -> BenchReport:
+        """Return the report of the rounds."""
+        void = void_roles(agreements)
+        runs = [self._run(c, c.runner.role in void) for c in self.contestants]
+        w, engine = self.w, self.engines[0]
+        samples = tuple(asdict(r) for r in self.rates)
+        read, copy, matmul = (around(median(v), v) for v in zip(*(s.values() for s in samples)))
+        return BenchReport(
+            schema.KIND,
+            schema.VERSION,
+            date=time.strftime("%Y%m%d-%H%M%S"),
+            backend=f"g4ir-{engine.facts.backend}",
+            model_id=engine.spec.name,
+            workload=schema.WorkloadFacts(
+                **{**asdict(w), "text": w.text and on_one_line(w.text)},
+                rounds=self.rounds,
+                requests_per_round=self.per_round,
+                warmup=self.warmup,
+            ),
+            env=environment(engine.device),
+            roof=schema.RoofStats(read, copy, matmul, engine.dtype, samples),
+            agreement=tuple(agreements),
+            speedup={r.role: self._speedup(runs[0], r) for r in runs[1:]},
+            runs=tuple(runs),
+            notes=tuple(map(on_one_line, _notes(engine, w))),
+            drafts=writer.facts(self.requests) if writer else None,
+        )
 
-
-def _run(bench: Bench, c: Contestant, void: bool) -> RunReport:
-    rounds = bench.requests[c.runner.role]
-    return RunReport(
-        c.runner.role,
-        on_one_line(c.runner.label),
-        void,
-        schema.RawSamples(
+    def _run(self, c: Contestant, void: bool) -> RunReport:
+        rounds = self.requests[c.runner.role]
+        samples = schema.RawSamples(
             tuple(tuple(r.ttft * 1e3 for r in many) for many in rounds),
             tuple(tuple([x * 1e3 for x in r.itl] for r in many) for many in rounds),
-        ),
-        latencies(rounds),
-        speeds(bench.w, rounds),
-        c.setup_s,
-        c.peak,
-        c.name,
-        **(_engine_part(bench, c.engine, c.runner) if isinstance(c.runner, EngineRunner) else {}),
-    )
-
-
-def _engine_part(bench: Bench, engine: Engine | None, runner: EngineRunner) -> dict[str, Any]:
-    """Return the keys that only an engine knows of itself: its work, share of the roof, parts."""
-    assert engine
-    rounds = bench.requests[runner.role]
-    work = find_work(engine, bench.w, bench.tokens)
-    nbytes, flops = work.decode_cost().needed_bytes, work.prefill_cost().flops
-    first_token, steps = (partial(shares, rounds, bench.rates, TAKE[k]) for k in ("ttft", "itl"))
-    m = engine.facts
-    form = asked(engine, "quantize_activations")
-    return {
-        "engine": schema.EngineFacts(
-            m.digest,
-            engine.dtype,
-            m.backend,
-            engine.device,
-            m.weights.kind,
-            m.skipped_passes,
-            asdict(engine.limits),
-            Line(engine.recipe.name) if engine.recipe else None,
-            Line(form) if form != OFF else None,
-        ),
-        "work": work.facts(middle(bench.rates).roof()),
-        "mbu": steps(lambda r: nbytes / r.bandwidth),
-        "mfu": first_token(lambda r: flops / r.matmul),
-        "roof_ratio": {
-            "prefill": first_token(lambda r: work.prefill_floor(r.roof())),
-            "decode": steps(lambda r: work.decode_floor(r.roof())),
-        },
-        "calls_per_step": {**calls_per_step(engine), **_kernels(bench, runner)},
-        "cache_bytes": runner.session.nbytes(),
-        "bytes_per_token": nbytes // bench.w.batch,
-        "param_bytes": sum(v.type.nbytes() for v in engine.program.params().values()),
-    }
-
-
-def _kernels(bench: Bench, runner: EngineRunner) -> dict[str, float]:
-    if runner.engine.device != "cuda":
-        return {}
-    runner.rewind()
-    prompt, step, *_ = pieces(bench.w, bench.tokens)
-    runner.step(prompt)
-    held = runner.session.snapshot()
-
-    def once() -> None:
-        runner.session.restore(held)
-        runner.step(step)
-
-    return kernels_per_step(once)
-
-
-def _report(
-    bench: Bench, agreements: Sequence[Agreement], warmup: int, writer: Writer | None
-) -> BenchReport:
-    void = void_roles(agreements)
-    runs = [_run(bench, c, c.runner.role in void) for c in bench.contestants]
-    own, w, rounds = runs[0], bench.w, len(bench.rates)
-    engine = bench.contestants[0].engine
-    assert engine and own.mbu and own.mfu and own.roof_ratio
-    peers = [r for r in runs if not r.engine]
-    workload = {**asdict(w), "text": w.text and on_one_line(w.text)}
-    return BenchReport(
-        schema.KIND,
-        schema.VERSION,
-        date=time.strftime("%Y%m%d-%H%M%S"),
-        backend=f"g4ir-{engine.facts.backend}",
-        model_id=engine.spec.name,
-        num_prompts=rounds * bench.per_round * w.batch,
-        max_concurrency=w.batch,
-        **_vllm_keys(own),
-        workload=schema.WorkloadFacts(
-            **workload, rounds=rounds, requests_per_round=bench.per_round, warmup=warmup
-        ),
-        env=environment(engine.device),
-        roof=_roof_stats(bench.rates, engine.dtype),
-        mbu=own.mbu.value,
-        mfu=own.mfu.value,
-        roof_ratio={k: s.value for k, s in own.roof_ratio.items()},
-        outputs_agree=all(a.ok for a in agreements),
-        agreement=tuple(agreements),
-        peer=min(peers, key=lambda r: r.stats["itl_ms"]["p50"].value).role if peers else None,
-        speedup={r.role: _speedup(own, r, bench) for r in runs[1:]},
-        runs=tuple(runs),
-        notes=tuple(map(on_one_line, _notes(engine, w))),
-        drafts=writer.facts(bench.requests) if writer else None,
-    )
-
-
-def _vllm_keys(run: RunReport) -> dict[str, Number]:
-    """Return keys as vLLM's benchmark names them; nothing where the outputs disagree."""
-    found = {
-        key: run.tokens_per_s[name].value
-        for key, name in (
-            ("request_throughput", "request"),
-            ("output_throughput", "output"),
-            ("total_token_throughput", "total"),
         )
-    }
-    for key, stats in run.stats.items():
-        for name, statistic in schema.VLLM_STATISTICS.items():
-            found[f"{name}_{key}"] = stats[statistic].value
-    return {k: None if run.void else v for k, v in found.items()}
+        return RunReport(
+            c.runner.role,
+            on_one_line(c.runner.label),
+            void,
+            samples,
+            latencies(rounds),
+            speeds(self.w, rounds),
+            c.setup_s,
+            c.peak,
+            c.name,
+            **(self._engine_part(c.runner) if isinstance(c.runner, EngineRunner) else {}),
+        )
+
+    def _engine_part(self, runner: EngineRunner) -> dict[str, Any]:
+        """Return what only an engine knows of itself: its work, share of the roof, parts."""
+        engine, facts, rounds = runner.engine, runner.engine.facts, self.requests[runner.role]
+        work = find_work(engine, self.w, self.tokens)
+        nbytes, flops = work.decode.cost().needed_bytes, work.prefill.cost().flops
+        first_token, steps = (partial(shares, rounds, self.rates, TAKE[k]) for k in ("ttft", "itl"))
+        form = asked(engine, "quantize_activations")
+        return {
+            "engine": schema.EngineFacts(
+                facts.digest,
+                engine.dtype,
+                facts.backend,
+                engine.device,
+                facts.weights.kind,
+                facts.skipped_passes,
+                asdict(engine.limits),
+                Line(engine.recipe.name) if engine.recipe else None,
+                Line(form) if form != OFF else None,
+            ),
+            "work": work.facts(middle(self.rates).roof()),
+            "mbu": steps(lambda r: nbytes / r.bandwidth),
+            "mfu": first_token(lambda r: flops / r.matmul),
+            "roof_ratio": {
+                "prefill": first_token(lambda r: work.prefill.floor(r.roof())),
+                "decode": steps(lambda r: work.decode.floor(r.roof())),
+            },
+            "calls_per_step": {**calls_per_step(engine), **self._kernels(runner)},
+            "cache_bytes": runner.session.nbytes(),
+            "bytes_per_token": nbytes // self.w.batch,
+            "param_bytes": param_bytes(engine),
+        }
+
+    def _kernels(self, runner: EngineRunner) -> dict[str, float]:
+        if runner.engine.device != "cuda":
+            return {}
+        runner.rewind()
+        prompt, step, *_ = pieces(self.w, self.tokens)
+        runner.step(prompt)
+        held = runner.session.snapshot()
+
+        def once() -> None:
+            runner.session.restore(held)
+            runner.step(step)
+
+        return kernels_per_step(once)
+
+    def _speedup(self, own: RunReport, other: RunReport) -> Speedup | None:
+        """Return the median time of the other over our own, by round and over all; null where
+        either is void."""
+        if own.void or other.void:
+            return None
+        a, b = (self.requests[r.role] for r in (own, other))
+        return Speedup(other.label, *(over(b, a, TAKE[k]) for k in ("ttft", "itl", "e2el")))
 
 
-def _roof_stats(rates: Sequence[Rates], dtype: str) -> schema.RoofStats:
-    samples = tuple(asdict(r) for r in rates)
-    read, copy, matmul = (
-        around(median(v), v) for v in ([s[k] for s in samples] for k in ("read", "copy", "matmul"))
-    )
-    return schema.RoofStats(read, copy, matmul, dtype, samples)
-
-
-def _speedup(own: RunReport, other: RunReport, bench: Bench) -> Speedup | None:
-    """Return the median time of the other over our own, by round and over all; null where either is
-    void."""
-    if own.void or other.void:
-        return None
-    a, b = (bench.requests[r.role] for r in (own, other))
-    return Speedup(other.label, *(over(b, a, TAKE[k]) for k in ("ttft", "itl", "e2el")))
-
-
-def _notes(engine: Engine, w: Workload) -> list[str]:
-    notes = [SAME_WORK]
+def _notes(engine: Engine, w: Workload) -> Iterator[str]:
+    yield SAME_WORK
     if engine.facts.seed is not None:
-        notes.append(RANDOM_WEIGHTS)
+        yield RANDOM_WEIGHTS
     if w.text is None:
-        notes.append(f"prompts are random tokens (seed {w.seed})")
+        yield f"prompts are random tokens (seed {w.seed})"
     if engine.device == "cpu":
-        notes.append("peak memory is that of the process, other engines and peers included")
-    return notes
+        yield "peak memory is that of the process, other engines and peers included"

@@ -5,46 +5,45 @@ A transformers model has the same weights, process and threads, and computes las
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from g4ir.backends.torch_compile.compile import toolchain
 from g4ir.backends.torch_compile.programs import phase_steps
 from g4ir.backends.torch_compile.segment import Segment
-from g4ir.check.hf import cache_argument, hf_model, rows_kept
-from g4ir.check.peers import known_checkpoint, need_transformers
+from g4ir.check.hf import cache_argument, hf_model, hf_origin, need_transformers, rows_kept
 from g4ir.check.reference import reference_engine
 from g4ir.engine.engine import Engine
-from g4ir.engine.load import open_weights
-from g4ir.engine.prepare import agreed_spec
 from g4ir.errors import InputError, check_all
-from g4ir.ops.types import torch_dtype
-from g4ir.weights.checkpoint import WeightSource
-from g4ir.weights.origin import existing_origin
-from g4ir.weights.random import RandomCheckpoint
 
+from .roof import synchronize
 from .workload import Workload
 
 
-class BenchRunner(Protocol):
-    """Rows that take tokens. `role` names it in a report, `label` says what it is."""
+class BenchRunner:
+    """Rows that take tokens. `role` names it in a report, `label` says what it is; `engine` is None
+    for a peer."""
 
     role: str
     label: str
+    engine: Engine | None = None
 
     def hold(self, tokens: torch.Tensor) -> None:
         """Hold exactly i64[B, n], n possibly 0, and remember that."""
+        raise NotImplementedError
 
     def rewind(self) -> None:
         """Hold again what was last given to `hold`."""
+        raise NotImplementedError
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append i64[B, n]; return logits [B, vocab] after the last one, left on the device that
         made them. They are good until the next step."""
+        raise NotImplementedError
 
 
 def pieces(w: Workload, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -54,8 +53,10 @@ def pieces(w: Workload, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
     yield from tokens[:, start : w.fed].split(1, dim=1)
 
 
-class EngineRunner:
+class EngineRunner(BenchRunner):
     """An engine's session."""
+
+    engine: Engine
 
     def __init__(self, engine: Engine, batch: int, role: str = "engine") -> None:
         self.role, self.engine = role, engine
@@ -90,7 +91,9 @@ def calls_per_step(engine: Engine) -> dict[str, int]:
     """Count compiled regions and the eager ops between them; nodes if the backend is not torch."""
     if engine.facts.backend != "torch":
         return {"nodes": len(engine.program.graphs["decode"].nodes)}
-    steps = phase_steps(engine.program, engine.limits)["decode"]
+    steps = phase_steps(engine.program, engine.limits, engine.device).get("decode")
+    if steps is None:  # one program of instructions
+        return {"programs": 1, "glue": 0}
     regions = sum(isinstance(s, Segment) for s in steps)
     return {"programs": regions, "glue": len(steps) - regions}
 
@@ -111,77 +114,78 @@ def kernels_per_step(step: Callable[[], Any]) -> dict[str, float]:
     return {"kernels": len(kernels), "device_ms": sum(e.device_time for e in kernels) / 1e3}
 
 
-# ---- transformers -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Mode:
-    """How transformers runs."""
-
-    label: str
-    static: bool
-    compiled: bool
-
-
+#: mode -> label, whether its cache is static, whether single tokens are compiled
 MODES = {
-    "hf": Mode("eager, growing cache", static=False, compiled=False),
-    "hf-static": Mode("eager, static cache", static=True, compiled=False),
-    "hf-compile": Mode("decode compiled, static cache", static=True, compiled=True),
+    "hf": ("eager, growing cache", False, False),
+    "hf-static": ("eager, static cache", True, False),
+    "hf-compile": ("decode compiled, static cache", True, True),
 }
 
 
-class HfRunner:
+class HfRunner(BenchRunner):
     """A transformers model in one mode. A static cache has room for `max_len` tokens a row and no
-    more, since its cost follows its size; it is emptied in place, since compiled code is bound to
+    more, since its cost follows its size; it is filled in place, since compiled code is bound to
     its tensors."""
 
     def __init__(self, model: Any, max_len: int, mode: str) -> None:
         import transformers
 
-        self.role, self.mode, self.model, self.max_len = mode, MODES[mode], model, max_len
-        self.label = f"transformers {transformers.__version__} {self.mode.label}"
-        self.single = model.forward
-        if self.mode.compiled:
-            # As transformers' generate does: single tokens compiled, with CUDA graphs where there
-            # are any, and prompts eager, since every length would be compiled anew.
-            self.single = torch.compile(model.forward, mode="reduce-overhead")
-        self.argument, self.kept = cache_argument(model.forward), rows_kept(model)
+        self.role, self.model, self.max_len = mode, model, max_len
+        label, self.static, compiled = MODES[mode]
+        self.label = f"transformers {transformers.__version__} {label}"
+        # As transformers' generate does: single tokens compiled, with CUDA graphs where there are
+        # any, and prompts eager, since every length would be compiled anew.
+        forward = model.forward
+        self.single = torch.compile(forward, mode="reduce-overhead") if compiled else forward
+        self.argument, self.rows = cache_argument(forward), rows_kept(model)
         self.cache = self._new_cache()
-        self._held, self._length = torch.empty(0, 0, dtype=torch.int64), 0
+        self.length, self._kept = 0, (0, copy.deepcopy(self.cache))
 
     def _new_cache(self) -> Any:
         from transformers import DynamicCache, StaticCache
 
-        if self.mode.static:
+        if self.static:
             return StaticCache(config=self.model.config, max_cache_len=self.max_len)
         return DynamicCache(config=self.model.config)
 
     def hold(self, tokens: torch.Tensor) -> None:
-        self._held = tokens
-        self.rewind()
-
-    def rewind(self) -> None:
-        self._length = 0
-        if self.mode.static:
+        self.length = 0
+        if self.static:
             self.cache.reset()
         else:
             self.cache = self._new_cache()
-        if self._held.shape[1]:
-            # Waits for the device, so that no time of the context counts as that of a request.
-            self.step(self._held).argmax(-1).tolist()
+        if tokens.shape[1]:
+            self.step(tokens)
+        self._kept = self.length, copy.deepcopy(self.cache)
+
+    def rewind(self) -> None:
+        self.length, kept = self._kept
+        if not self.static:
+            self.cache = copy.deepcopy(kept)
+        elif not self.length:
+            self.cache.reset()
+        else:
+            for layer, then in zip(self.cache.layers, kept.layers, strict=True):
+                for name, value in vars(then).items():
+                    if isinstance(value, torch.Tensor):
+                        getattr(layer, name).copy_(value)
+                    else:
+                        setattr(layer, name, value)
+        # So that no time of the copies counts as that of a request.
+        synchronize(self.model.device.type)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         device = self.model.device
         n = tokens.shape[1]
-        position = torch.arange(self._length, self._length + n, device=device)
+        position = torch.arange(self.length, self.length + n, device=device)
         with torch.no_grad():
             out = (self.single if n == 1 else self.model.forward)(
                 input_ids=tokens.to(device),
                 use_cache=True,
                 position_ids=position[None].expand(len(tokens), -1),
-                **{self.argument: self.cache, "logits_to_keep": self.kept},
+                **{self.argument: self.cache, "logits_to_keep": self.rows},
             )
-        self._length += n
+        self.length += n
         logits: torch.Tensor = out.logits[:, -1]
         return logits
 
@@ -197,21 +201,10 @@ def check_peers(names: Sequence[str]) -> None:
 
 def check_compiler(names: Sequence[str], device: str) -> None:
     """Raise MissingError where a peer is to be compiled and cannot be."""
-    if any(MODES[name].compiled for name in names):
+    if any(MODES[name][2] for name in names):
         check_all(*toolchain(device))
 
 
 def peer_model(engine: Engine, checkpoint: str | Path | None = None) -> Any:
     """Return the transformers text model on an engine's weights, in its dtype and on its device."""
-    seed, dtype = engine.facts.seed, torch_dtype(engine.dtype)
-    source: WeightSource
-    if seed is not None and checkpoint is None:
-        source = RandomCheckpoint(engine.spec, seed, dtype, engine.device)
-    else:
-        origin = existing_origin(known_checkpoint(engine, checkpoint, "bench --peer"))
-        agreed_spec(engine.spec, origin)
-        source = open_weights(engine, origin, ())
-    try:
-        return hf_model(engine.spec, source, dtype, engine.device)
-    finally:
-        source.close()
+    return hf_model(engine, hf_origin(engine, checkpoint, "bench --peer"), engine.device)

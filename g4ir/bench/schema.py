@@ -1,15 +1,16 @@
 """Records of a report; `plain` writes one as JSON values, `read_report` reads and checks it.
 
-Keys in vLLM's names (request_throughput, mean_ttft_ms, ...) are about the first engine and are
-null where its outputs disagree with what it was compared with. `runs` holds every runner with its
-raw samples: `samples_ms.ttft[round][request]`, `samples_ms.itl[round][request][step]`. A stat is
-{value, spread}; see stats.py for what the spread is.
+Beside the fields of BenchReport a file has keys that follow from them (`summary`), some in vLLM's
+names (request_throughput, mean_ttft_ms, ...): they are about the first engine and are null where
+its outputs disagree with what it was compared with. `runs` holds every runner with its raw samples:
+`samples_ms.ttft[round][request]`, `samples_ms.itl[round][request][step]`. A stat is {value,
+spread}; see stats.py for what the spread is.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,10 @@ from .workload import Workload
 #: counts up when a key changes its meaning or goes away
 VERSION = 2
 KIND = "g4ir bench"
+#: vLLM's names: of a statistic and of a throughput -> ours, and of times
 VLLM_STATISTICS = {"mean": "mean", "median": "p50", "p99": "p99"}
+VLLM_RATES = {"request": "request", "output": "output", "total_token": "total"}
+VLLM_TIMES = ("ttft", "tpot", "itl", "e2el")
 Some = Annotated[int, Range(1)]
 Stats = dict[str, Stat]
 Samples = tuple[tuple[Any, ...], ...]
@@ -167,49 +171,55 @@ class DraftFacts:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """One run of g4ir bench. peer: the baseline with the fastest decode; speedup: of the first
-    engine over each other runner, null if void."""
+    """One run of g4ir bench. speedup: of the first engine over each other runner, null if void."""
 
     kind: Annotated[str, OneOf((KIND,))]
     schema: Annotated[int, Range(VERSION, VERSION)]
     date: str
     backend: str
     model_id: str
-    num_prompts: Amount
-    max_concurrency: Amount
-    request_throughput: Number
-    output_throughput: Number
-    total_token_throughput: Number
-    mean_ttft_ms: Number
-    median_ttft_ms: Number
-    p99_ttft_ms: Number
-    mean_tpot_ms: Number
-    median_tpot_ms: Number
-    p99_tpot_ms: Number
-    mean_itl_ms: Number
-    median_itl_ms: Number
-    p99_itl_ms: Number
-    mean_e2el_ms: Number
-    median_e2el_ms: Number
-    p99_e2el_ms: Number
     workload: WorkloadFacts
     env: dict[str, Any]
     roof: RoofStats
-    mbu: Number
-    mfu: Number
-    roof_ratio: dict[str, Number]
-    outputs_agree: bool
     agreement: Annotated[tuple[Agreement, ...], Length(1)]
-    peer: str | None
     speedup: dict[str, Speedup | None]
     runs: Annotated[tuple[RunReport, ...], Length(1)]
     notes: tuple[Line, ...]
     drafts: DraftFacts | None = None
 
+    @property
+    def outputs_agree(self) -> bool:
+        return all(a.ok for a in self.agreement)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the keys of a file that follow from the others: numbers of the first engine, and
+        the baseline with the fastest decode as `peer`."""
+        own, w, metrics = self.runs[0], self.workload, self.runs[0].metrics()
+        named = {f"{k}_throughput": f"{ours}_throughput" for k, ours in VLLM_RATES.items()}
+        named |= {
+            f"{k}_{time}_ms": f"{time}_{ours}"
+            for time in VLLM_TIMES
+            for k, ours in VLLM_STATISTICS.items()
+        }
+        found = {k: metrics[ours][1].value for k, ours in named.items() if ours in metrics}
+        peers = [r for r in self.runs if not r.engine and "itl_p50" in r.metrics()]
+        fastest = min(peers, key=lambda r: r.metrics()["itl_p50"][1].value, default=None)
+        return {
+            "num_prompts": w.rounds * w.requests_per_round * w.batch,
+            "max_concurrency": w.batch,
+            **{k: None if own.void else v for k, v in found.items()},
+            "mbu": own.mbu and own.mbu.value,
+            "mfu": own.mfu and own.mfu.value,
+            "roof_ratio": {k: s.value for k, s in (own.roof_ratio or {}).items()},
+            "outputs_agree": self.outputs_agree,
+            "peer": fastest and fastest.role,
+        }
+
 
 def plain(value: Any) -> Any:
     """Return a record as JSON values."""
-    return json.loads(json.dumps(asdict(value)))
+    more = value.summary() if isinstance(value, BenchReport) else {}
+    return json.loads(json.dumps({**asdict(value), **more}))
 
 
 def read_report(file: str | Path) -> BenchReport:
@@ -230,8 +240,10 @@ def read_report(file: str | Path) -> BenchReport:
 
 def report_of(values: Any, file: str = "report") -> BenchReport:
     """Convert JSON values to a report; InputError names the key that is missing or wrong."""
+    own = {f.name for f in fields(BenchReport)}
+    given = {k: v for k, v in values.items() if k in own}
     try:
-        made: BenchReport = build(BenchReport, tree_of(values, Where(file, 0), exact=True))
+        made: BenchReport = build(BenchReport, tree_of(given, Where(file, 0), exact=True))
     except SpecError as e:
         raise InputError(f"{e} (is it a report of g4ir bench?)") from None
     return made

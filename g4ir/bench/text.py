@@ -10,7 +10,7 @@ from g4ir.ui.plots import figure
 from g4ir.ui.table import aligned
 from g4ir.ui.units import scale, size_text
 
-from .schema import BenchReport, DraftFacts, RunReport, Speedup
+from .schema import BenchReport, DraftFacts, RunReport
 from .stats import Stat
 
 #: label -> metric; a line that no run has is left out
@@ -40,30 +40,21 @@ PANELS = {"prefill": ("ttft_ms", "TTFT p50, ms"), "decode": ("itl_ms", "ITL p50,
 
 def text(report: BenchReport) -> str:
     """Return environment, roofline, agreement, the runs side by side, and each run's details."""
-    lines = [*_head(report), "", _table(report.runs)]
     names = {r.role: r.name or r.role for r in report.runs}
-    own = next(iter(names.values()))
+    own, *_ = names.values()
+    lines = [*_head(report), "", _table(report.runs, names)]
     for role, s in report.speedup.items():
-        lines.append(f"{f'{own} over {names[role]}':26}{_speedup(s)}")
+        shown = "void: the outputs disagree"
+        if s:
+            shown = (
+                f"prefill x{_shown(s.prefill)}, decode x{_shown(s.decode)}, e2e x{_shown(s.e2e)}"
+            )
+        lines.append(f"{f'{own} over {names[role]}':26}{shown}")
     lines += _drafts(report.drafts) if report.drafts else []
     lines.append("")
     for run in report.runs:
         lines += _details(run)
     return "\n".join([*lines, *(f"note: {n}" for n in report.notes)])
-
-
-def _drafts(d: DraftFacts) -> Iterator[str]:
-    plain, drafted = d.decode_per_s.values()
-    right = " ".join(f"{100 * share:.0f}" for share in d.accepted)
-    yield (
-        f"{'drafts of ' + d.source:26}decode x{_shown(d.speedup)}, e2e x{_shown(d.speedup_e2e)}; "
-        f"tokens/s {_shown(drafted)}, without {_shown(plain)}"
-    )
-    yield (
-        f"{'':26}{d.tokens_per_round:.2f} tokens a round of {d.tokens} drafted at most"
-        + (f", {right} % accepted by place" if right else "")
-    )
-    yield f"{'':26}prompt: {d.prompt}; {d.same_tokens} of {d.all_tokens} tokens are the same"
 
 
 def _head(r: BenchReport) -> Iterator[str]:
@@ -101,21 +92,18 @@ def _rate(stat: Stat, unit: str) -> str:
     return f"{stat.value / size:.1f} ± {stat.spread / size:.1f} {prefix}{unit}"
 
 
-def _table(runs: Sequence[RunReport]) -> str:
-    lines = [["", *(r.name or r.role for r in runs)]]
-    metrics = [run.metrics() for run in runs]
+def _table(runs: Sequence[RunReport], names: Mapping[str, str]) -> str:
+    metrics, lines = [run.metrics() for run in runs], [["", *names.values()]]
     for label, name in ROWS:
-        if any(name in m for m in metrics):
-            cells = (_cell(r, m.get(name)) for r, m in zip(runs, metrics, strict=True))
+        cells = []
+        for run, known in zip(runs, metrics, strict=True):
+            unit, stat = known.get(name, ("", None))
+            after, factor = UNITS.get(unit, ("", 1.0))
+            shown = f"{'VOID ' * run.void}{_shown(stat, factor)}{after}" if stat else "-"
+            cells.append(shown)
+        if any(name in known for known in metrics):
             lines.append([label, *cells])
     return aligned(lines, indent=0).rstrip("\n")
-
-
-def _cell(run: RunReport, metric: tuple[str, Stat] | None) -> str:
-    if metric is None:
-        return "-"
-    unit, factor = UNITS.get(metric[0], ("", 1.0))
-    return f"{'VOID ' if run.void else ''}{_shown(metric[1], factor)}{unit}"
 
 
 def _shown(stat: Stat, factor: float = 1.0) -> str:
@@ -128,10 +116,18 @@ def _short(x: float) -> str:
     return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.3g}"
 
 
-def _speedup(s: Speedup | None) -> str:
-    if s is None:
-        return "void: the outputs disagree"
-    return f"prefill x{_shown(s.prefill)}, decode x{_shown(s.decode)}, e2e x{_shown(s.e2e)}"
+def _drafts(d: DraftFacts) -> Iterator[str]:
+    plain, drafted = d.decode_per_s.values()
+    right = " ".join(f"{100 * share:.0f}" for share in d.accepted)
+    yield (
+        f"{'drafts of ' + d.source:26}decode x{_shown(d.speedup)}, e2e x{_shown(d.speedup_e2e)}; "
+        f"tokens/s {_shown(drafted)}, without {_shown(plain)}"
+    )
+    yield (
+        f"{'':26}{d.tokens_per_round:.2f} tokens a round of {d.tokens} drafted at most"
+        + (f", {right} % accepted by place" if right else "")
+    )
+    yield f"{'':26}prompt: {d.prompt}; {d.same_tokens} of {d.all_tokens} tokens are the same"
 
 
 def _details(run: RunReport) -> Iterator[str]:

@@ -7,7 +7,7 @@ logits, and a chunk of one token is a decode step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -42,41 +42,39 @@ class GraphRun:
 
 
 @dataclass(frozen=True)
+class PhaseCost:
+    """Runs of a graph and the costs of their nodes; a prompt or a step is `count`-th of them."""
+
+    runs: tuple[tuple[GraphRun, list[NodeCost]], ...]
+    count: int = 1
+
+    def cost(self) -> Cost:
+        """Return the cost of a whole prompt, or of a step on average."""
+        whole = sum((total(costs) for _, costs in self.runs), Cost())
+        return Cost(*(v // self.count for v in asdict(whole).values()))
+
+    def floor(self, roof: Roof) -> float:
+        """Return its seconds at the roof: the runs follow each other."""
+        return sum(floor(total(costs), roof).seconds for _, costs in self.runs) / self.count
+
+    def facts(self, roof: Roof) -> PhaseWork:
+        """Return what a report keeps."""
+        cost = self.cost()
+        bound = floor(cost, roof).bound
+        return PhaseWork(**asdict(cost), floor_ms=self.floor(roof) * 1e3, bound=bound)
+
+
+@dataclass(frozen=True)
 class Work:
-    """The chunks of a prompt, and decode steps that stand for all of them, with their costs."""
+    """The chunks of a prompt, and decode steps that stand for all of them."""
 
-    prefill: tuple[tuple[GraphRun, list[NodeCost]], ...]
-    decode: tuple[tuple[GraphRun, list[NodeCost]], ...]
+    prefill: PhaseCost
+    decode: PhaseCost
     experts: dict[str, Any] | None
-
-    def prefill_cost(self) -> Cost:
-        """Return the cost of a whole prompt."""
-        return sum((total(c) for _, c in self.prefill), Cost())
-
-    def decode_cost(self) -> Cost:
-        """Return the cost of a step, on average."""
-        whole = sum((total(c) for _, c in self.decode), Cost())
-        return Cost(*(v // len(self.decode) for v in asdict(whole).values()))
-
-    def prefill_floor(self, roof: Roof) -> float:
-        """Return the seconds at the roof: the chunks follow each other."""
-        return sum(floor(total(c), roof).seconds for _, c in self.prefill)
-
-    def decode_floor(self, roof: Roof) -> float:
-        """Return the seconds of a step, on average."""
-        return sum(floor(total(c), roof).seconds for _, c in self.decode) / len(self.decode)
 
     def facts(self, roof: Roof) -> WorkFacts:
         """Return the part of the work that a report keeps."""
-
-        def phase(cost: Cost, seconds: float) -> PhaseWork:
-            return PhaseWork(**asdict(cost), floor_ms=seconds * 1e3, bound=floor(cost, roof).bound)
-
-        return WorkFacts(
-            phase(self.prefill_cost(), self.prefill_floor(roof)),
-            phase(self.decode_cost(), self.decode_floor(roof)),
-            self.experts,
-        )
+        return WorkFacts(self.prefill.facts(roof), self.decode.facts(roof), self.experts)
 
 
 def request_chunks(w: Workload, size: int) -> Iterator[GraphRun]:
@@ -92,8 +90,7 @@ def request_chunks(w: Workload, size: int) -> Iterator[GraphRun]:
 def find_work(engine: Engine, w: Workload, tokens: torch.Tensor) -> Work:
     """Return the cost of a request. Experts are counted by the interpreter, which runs the same
     tokens once more; an engine without experts is not run."""
-    chunks = list(request_chunks(w, engine.limits.prefill_chunk))
-    moe = engine.spec.text.moe
+    chunks, moe = list(request_chunks(w, engine.limits.prefill_chunk)), engine.spec.text.moe
     if moe:
         chunks = _counted(engine, w, tokens, chunks)
     prompts, steps = chunks[: 1 - w.output_len], chunks[1 - w.output_len :]
@@ -101,21 +98,18 @@ def find_work(engine: Engine, w: Workload, tokens: torch.Tensor) -> Work:
     some = [steps[i * len(steps) // count] for i in range(count)]
     experts: dict[str, Any] | None = None
     if moe:
-        prefill, decode = (
-            mean([c.distinct for c in many if c.distinct is not None]) for many in (prompts, steps)
-        )
         experts = {
             "source": "counted by the interpreter on the same tokens",
             "experts": moe.num_experts,
             "per_token": moe.top_k_experts,
-            "prefill_distinct": prefill,
-            "decode_distinct": decode,
         }
-
-    def priced(many: Sequence[GraphRun]) -> tuple[tuple[GraphRun, list[NodeCost]], ...]:
-        return tuple((c, chunk_costs(engine, c, w.batch)) for c in many)
-
-    return Work(priced(prompts), priced(some), experts)
+        for phase, many in (("prefill", prompts), ("decode", steps)):
+            seen = [c.distinct for c in many if c.distinct is not None]
+            experts[f"{phase}_distinct"] = mean(seen)
+    prefill, decode = (
+        tuple((c, chunk_costs(engine, c, w.batch)) for c in many) for many in (prompts, some)
+    )
+    return Work(PhaseCost(prefill), PhaseCost(decode, count), experts)
 
 
 def chunk_costs(engine: Engine, c: GraphRun, batch: int) -> list[NodeCost]:

@@ -5,22 +5,11 @@
                    the checkpoint's own, or built in        contents never become control tokens
     ids --TokenStream--> pieces --Reader--> events, Answer  each piece text or a control token
 
-It knows nothing of HTTP and of engines: whoever serves gives the folder of a checkpoint, a
-tokenizer and ids. Errors of requests are InputError and begin with their place, as in
-`messages[2].content: ...`.
+It knows nothing of HTTP and of engines. Errors of requests are InputError and begin with their
+place, as in `messages[2].content: ...`.
 """
 
-from .prompt import (
-    Piece,
-    Prompt,
-    ReasoningBudget,
-    TokenStream,
-    Vocabulary,
-    check_length,
-    encode,
-    longest_token,
-    text_ids,
-)
+from .prompt import Piece, Prompt, ReasoningBudget, TokenStream, Vocabulary, encode
 from .reader import Answer, Event, Reader, call_id
 from .template import Template, make_prompt, render
 
@@ -39,10 +28,7 @@ __all__ = [
     "TokenStream",
     "Vocabulary",
     "call_id",
-    "check_length",
     "encode",
-    "longest_token",
     "make_prompt",
     "render",
-    "text_ids",
 ]

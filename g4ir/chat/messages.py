@@ -1,17 +1,16 @@
 """Parses OpenAI messages into one form, the same for every template.
 
 A message becomes a dict as templates take it: arguments decoded, roles normalised, earlier
-reasoning removed from assistant texts. Its content is None, a text, or a list of texts and media.
-Every error begins with its location, `messages[2].content`.
+reasoning removed. Its content is None, a text, or a list of texts and media.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby, takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 from g4ir.errors import InputError
 
@@ -24,15 +23,17 @@ ROLES = {
     **dict.fromkeys(("assistant", "model"), ASSISTANT),
     "tool": TOOL,
 }
-#: type of a part -> kind of its medium
-MEDIA = {f"{kind}{end}": kind for kind in ("image", "audio", "video") for end in ("", "_url")}
-MEDIA["input_audio"] = "audio"
-#: types of parts that are texts, each under a key of the same name
-TEXTS = ("text", "refusal")
+#: type of a part -> kind of its medium; None: a text, under a key of the same name
+PARTS: dict[str, str | None] = dict.fromkeys(("text", "refusal"))
+PARTS |= {f"{kind}{end}": kind for kind in ("image", "audio", "video") for end in ("", "_url")}
+PARTS["input_audio"] = "audio"
 #: how deep lists and objects may lie in each other
 MOST_DEPTH = 64
+KINDS = {dict: "an object", list: "a list", str: "a text", bool: "a boolean"}
+KINDS |= {type(None): "nothing", int: "a number", float: "a number"}
 
 Message = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -68,119 +69,118 @@ class Conversation:
         return tuple(part for parts in contents for part in parts if isinstance(part, Medium))
 
 
-# --- reading ----------------------------------------------------------------------------------
-
-
 def read_messages(given: Any) -> tuple[Message, ...]:
     """Return messages in the normal form. InputError names the place and the fix."""
-    if not isinstance(given, list | tuple):
-        raise InputError(f"messages: must be a list of messages, found {kind_of(given)}")
+    expect(given, (list, tuple), "messages", "a list of messages")
     return tuple(_message(m, f"messages[{i}]") for i, m in enumerate(given))
 
 
 def _message(given: Any, where: str) -> Message:
-    given = an_object(given, where)
-    role = ROLES.get(given["role"]) if isinstance(given.get("role"), str) else None
-    if role is None:
-        known = ", ".join(ROLES)
-        raise InputError(f"{where}.role: must be one of {known}, found {shown(given.get('role'))}")
-    content = _content(given.get("content"), f"{where}.content", role)
+    role = _known(an_object(given, where), "role", ROLES, where)
+    content, at = given.get("content"), f"{where}.content"
+    if content is not None and not isinstance(content, str):
+        cure = "; write it as JSON text" if role == TOOL else ""
+        expect(content, (list, tuple), at, "text or a list of parts", cure)
+        content = [_part(p, f"{at}[{i}]") for i, p in enumerate(content)]
     out = {"role": role, "content": content}
     if role == TOOL:
         return out | _texts(given, where, "tool_call_id", "name")
     if role == ASSISTANT:
         return out | _of_assistant(given, content, where)
     if content is None:
-        raise InputError(f"{where}.content: is missing; give a text or a list of parts")
+        raise InputError(f"{at}: is missing; give a text or a list of parts")
     return out
 
 
 def _of_assistant(given: Message, content: Any, where: str) -> Message:
     if content is None:
         content = _texts(given, where, "refusal").get("refusal")
-    if isinstance(content, list):
-        content = [without_reasoning(p) if isinstance(p, str) else p for p in content]
-    out = {"content": without_reasoning(content) if isinstance(content, str) else content}
+    parts = content if isinstance(content, list) else [content]
+    parts = [without_reasoning(p) if isinstance(p, str) else p for p in parts]
+    out: Message = {"content": parts if isinstance(content, list) else parts[0]}
     said = _texts(given, where, "reasoning", "reasoning_content")
     if reasoning := said.get("reasoning") or said.get("reasoning_content"):
         out |= {"reasoning": reasoning, "reasoning_content": reasoning}
     for key, read in (("tool_calls", _call), ("tool_responses", _response)):
-        if items := [read(item, at) for item, at in _listed(given, key, where)]:
-            out[key] = items
+        items, at = given.get(key), f"{where}.{key}"
+        if items is not None and expect(items, (list, tuple), at, "a list"):
+            out[key] = [read(item, f"{at}[{i}]") for i, item in enumerate(items)]
     return out
-
-
-def _content(given: Any, where: str, role: str) -> Any:
-    if given is None or isinstance(given, str):
-        return given
-    if not isinstance(given, list | tuple):
-        cure = "; write it as JSON text" if role == TOOL else ""
-        raise InputError(f"{where}: must be text or a list of parts, found {kind_of(given)}{cure}")
-    return [_part(p, f"{where}[{i}]") for i, p in enumerate(given)]
 
 
 def _part(given: Any, where: str) -> str | Medium:
     if isinstance(given, str):
         return given
-    kind = an_object(given, where).get("type")
-    if isinstance(kind, str) and kind in MEDIA:
-        return Medium(MEDIA[kind], given, where)
-    if not isinstance(kind, str) or kind not in TEXTS:
-        known = ", ".join((*TEXTS, *MEDIA))
-        raise InputError(f"{where}.type: must be one of {known}, found {shown(kind)}")
-    text = given.get(kind)
-    if not isinstance(text, str):
-        raise InputError(f"{where}.{kind}: must be text, found {kind_of(text)}")
+    if kind := _known(an_object(given, where), "type", PARTS, where):
+        return Medium(kind, given, where)
+    name = given["type"]
+    text: str = expect(given.get(name), str, f"{where}.{name}", "text")
     return text
 
 
 def _call(given: Any, where: str) -> Message:
-    given = an_object(given, where)
-    if given.get("type", "function") != "function":
-        raise InputError(f"{where}.type: must be function, found {shown(given['type'])}")
-    function = an_object(given.get("function"), f"{where}.function")
-    name, place = function.get("name"), f"{where}.function.arguments"
+    function, place = function_of(given, where), f"{where}.function.arguments"
+    name, arguments = function.get("name"), function.get("arguments")
     if not isinstance(name, str) or not name.strip() or set(name) & {"{", "\n"}:
         what = f"must be the name of a function, found {shown(name)}"
         raise InputError(f"{where}.function.name: {what}")
-    held = {"name": name, "arguments": _arguments(function.get("arguments"), place)}
+    if isinstance(arguments, str):
+        value = decoded(arguments or "{}", place)
+    else:  # decoded by a kind client
+        value = {} if arguments is None else json_value(arguments, place)
+    held = {"name": name, "arguments": expect(value, dict, place, "a JSON object")}
     return {"type": "function", "function": held, **_texts(given, where, "id")}
 
 
 def _response(given: Any, where: str) -> Message:
-    given = an_object(given, where)
-    value = json_value(given.get("response"), f"{where}.response")
+    value = json_value(an_object(given, where).get("response"), f"{where}.response")
     return {"name": _texts(given, where, "name").get("name") or "unknown", "response": value}
 
 
-def _arguments(given: Any, where: str) -> dict[str, Any]:
-    """Return the arguments of a call, which come as JSON text, or decoded by kind clients."""
-    if given is None or given == "":
-        return {}
-    value = decoded(given, where) if isinstance(given, str) else json_value(given, where)
-    if not isinstance(value, dict):
-        raise InputError(f"{where}: must be a JSON object, found {kind_of(value)}")
-    return value
+def function_of(given: Any, where: str) -> Message:
+    """Return the function of a tool, or of a call of one."""
+    if an_object(given, where).get("type", "function") != "function":
+        raise InputError(f"{where}.type: must be function, found {shown(given['type'])}")
+    return an_object(given.get("function"), f"{where}.function")
 
 
-def _listed(given: Message, key: str, where: str) -> Iterator[tuple[Any, str]]:
-    items = given.get(key)
-    if items is not None and not isinstance(items, list | tuple):
-        raise InputError(f"{where}.{key}: must be a list, found {kind_of(items)}")
-    for i, item in enumerate(items or ()):
-        yield item, f"{where}.{key}[{i}]"
+def _known(given: Message, key: str, known: Mapping[str, T], where: str) -> T:
+    word = given.get(key)
+    if not isinstance(word, str) or word not in known:
+        what = f"must be one of {', '.join(known)}, found {shown(word)}"
+        raise InputError(f"{where}.{key}: {what}")
+    return known[word]
 
 
 def _texts(given: Message, where: str, *keys: str) -> dict[str, str]:
     """Return the optional texts that are given."""
     out = {key: given[key] for key in keys if given.get(key) is not None}
-    for key, value in out.items():
-        if not isinstance(value, str):
-            raise InputError(f"{where}.{key}: must be text, found {kind_of(value)}")
-    return out
+    return {key: expect(value, str, f"{where}.{key}", "text") for key, value in out.items()}
 
 
-# --- JSON -------------------------------------------------------------------------------------
+def expect(
+    given: Any, form: type | tuple[type, ...], where: str, words: str, cure: str = ""
+) -> Any:
+    """Return a value of some type; InputError says what it must be where it is not."""
+    if not isinstance(given, form):
+        raise InputError(f"{where}: must be {words}, found {kind_of(given)}{cure}")
+    return given
+
+
+def an_object(given: Any, where: str) -> dict[str, Any]:
+    """Return the object itself; InputError where it is none."""
+    found: dict[str, Any] = expect(given, dict, where, "an object")
+    return found
+
+
+def kind_of(value: Any) -> str:
+    """Return what a value of JSON is called."""
+    return KINDS.get(type(value), "no JSON")
+
+
+def shown(value: Any) -> str:
+    """Return the head of a value, for a message."""
+    return "nothing" if value is None else repr(value)[:60]
 
 
 def decoded(text: str, where: str) -> Any:
@@ -220,28 +220,6 @@ def json_value(value: Any, where: str, depth: int = 0) -> Any:
     raise InputError(f"{where[:200]}: is no value of JSON: {shown(value)}")
 
 
-def an_object(given: Any, where: str) -> dict[str, Any]:
-    """Return the object itself; InputError where it is none."""
-    if not isinstance(given, dict):
-        raise InputError(f"{where}: must be an object, found {kind_of(given)}")
-    return given
-
-
-def kind_of(value: Any) -> str:
-    """Return what a value of JSON is called."""
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "a boolean"}
-    kinds |= {type(None): "nothing", int: "a number", float: "a number"}
-    return kinds.get(type(value), "no JSON")
-
-
-def shown(value: Any) -> str:
-    """Return the head of a value, for a message."""
-    return "nothing" if value is None else repr(value)[:60]
-
-
-# --- texts ------------------------------------------------------------------------------------
-
-
 def without_reasoning(text: str) -> str:
     """Return an assistant text without its reasoning channels; an unclosed one runs to the end."""
     return "".join(part.partition(CHANNEL)[0] for part in text.split(CHANNEL_END))
@@ -274,62 +252,46 @@ def _joined(content: Any) -> Any:
     return out if any(isinstance(part, Medium) for part in out) else "".join(out)
 
 
-# --- calls and their answers ------------------------------------------------------------------
-
-
 def check_pairs(conversation: Conversation) -> None:
-    """Raise InputError where calls and answers do not belong to each other, or nothing is asked.
-
-    A model was never trained to go on from a call without an answer, and templates leave out an
-    answer without a call.
-    """
-    messages = conversation.messages
-    if not messages:
+    """Raise InputError where calls and answers do not belong to each other, or nothing is asked:
+    no model was trained to go on from a call without an answer, nor the other way round."""
+    if not conversation.messages:
         raise InputError("messages: are empty; give at least one")
     waiting = list[Message]()
-    for i, message in enumerate(messages):
-        where = f"messages[{i}]"
+    for i, message in enumerate((*conversation.messages, {"role": "end"})):
         if message["role"] == TOOL:
-            waiting.remove(_called(message, waiting, where))
+            waiting.remove(_called(message, waiting, f"messages[{i}]"))
             continue
-        _check_answered(waiting, i - 1)
+        for call in waiting[:1]:
+            name, own = call["function"]["name"], call.get("id")
+            named = f"{name!r} ({own})" if own else repr(name)
+            raise InputError(
+                f"messages[{i - 1}]: the call of {named} has no answer; add a tool message for it, "
+                f"which may say that it was not run"
+            )
         calls = message.get("tool_calls", [])
         ids = [call["id"] for call in calls if "id" in call]
         if len(set(ids)) < len(ids):
-            raise InputError(f"{where}.tool_calls: two calls have the same id")
+            raise InputError(f"messages[{i}].tool_calls: two calls have the same id")
         waiting = [] if message.get("tool_responses") else [*calls]
-    _check_answered(waiting, len(messages) - 1)
 
 
 def _called(answer: Message, waiting: list[Message], where: str) -> Message:
     if not waiting:
-        raise InputError(
-            f"{where}: a tool's message must follow the assistant's message whose call it answers; "
-            f"add that message with its tool_calls, or remove this one"
-        )
+        what = "a tool's message must follow the assistant's message whose call it answers"
+        cure = "add that message with its tool_calls, or remove this one"
+        raise InputError(f"{where}: {what}; {cure}")
     given, name = answer.get("tool_call_id"), answer.get("name")
     if given is not None:
         found = [c for c in waiting if c.get("id") == given]
     else:
         # A template knows such an answer by its name, or by the one call that has no id either.
-        named = [(c, c["function"]["name"]) for c in waiting]
-        found = [c for c, own in named if name == own or (name is None and not c.get("id"))]
+        same = [c for c in waiting if c["function"]["name"] == name]
+        found = same if name is not None else [c for c in waiting if not c.get("id")]
         if len(waiting) > 1 and any("id" not in c for c in found):
             found = []
     if len(found) == 1:
         return found[0]
     ids = ", ".join(shown(c.get("id")) for c in waiting)
-    raise InputError(
-        f"{where}.tool_call_id: {shown(given)} is no call that waits for an answer "
-        f"({ids}); give the id of the call"
-    )
-
-
-def _check_answered(waiting: list[Message], last: int) -> None:
-    if waiting:
-        name, own = waiting[0]["function"]["name"], waiting[0].get("id")
-        named = f"{name!r} ({own})" if own else repr(name)
-        raise InputError(
-            f"messages[{last}]: the call of {named} has no answer; add a tool message for it, "
-            f"which may say that it was not run"
-        )
+    what = f"{shown(given)} is no call that waits for an answer ({ids}); give the id of the call"
+    raise InputError(f"{where}.tool_call_id: {what}")

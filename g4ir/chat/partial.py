@@ -1,19 +1,15 @@
 """The arguments of a call while they are generated: where they end, and their JSON so far.
 
-They end at the brace that closes the first one, strings left out; each character is looked at once.
-
-The JSON follows the syntax as `values.read_call` reads it, so that strings are streamed while they
-are open. Held back is what another reading of the call could change: the end of a string that may
-never be closed, and values whose type shows at their end. Syntax beside the format ends the stream;
-the rest then comes with the whole call.
+They end at the brace that closes the first one, strings left out. Strings are streamed while they
+are open. Held back is what another reading of the call (`values.read_call`) could change: the end
+of a string that may never be closed, and values whose type shows at their end. Syntax beside the
+format ends the stream; the rest then comes with the whole call.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from . import special_tokens as control
 from . import values
@@ -34,20 +30,6 @@ FEWEST_STREAMED = 32
 KEY, VALUE, TEXT, AFTER, DEAF = range(5)
 
 
-@dataclass
-class _Open:
-    """An object or a list that is open, and how many elements it has."""
-
-    opener: str
-    schema: values.Schema
-    count: int = 0
-
-    def comma(self) -> str:
-        """Return what separates the next element."""
-        self.count += 1
-        return ", " if self.count > 1 else ""
-
-
 class CallBody:
     """The arguments of one call, which has begun with `head`. `plain`: a control token of calls
     ends it even inside of a string."""
@@ -61,10 +43,10 @@ class CallBody:
         self._said = 0  # characters of strings that are final
         self._taken = self._seen = len(head)  # characters that the JSON stands for, and all
         self._made, self._given = list[str](), 0
-        self._open = list[_Open]()
+        self._open = list[tuple[str, values.Schema]]()  # objects and lists
         self._raw = list[str]()  # of a key or value that has not ended
-        self._held, self._frozen = "", list[str]()  # of an open string
-        self._keys = {*values.properties(schema)}
+        self._held, self._frozen = "", False  # of an open string, and whether all of it is held
+        self._keys = {*values.properties(schema)}  # that have not come
         self._next = _keys_behind_commas(self._keys)
         self._schema, self._place = schema, VALUE  # of what comes next
         self._push(self._opener)
@@ -103,15 +85,13 @@ class CallBody:
         JSON if it has all of the text so far, but the head of a key, word or number."""
         raw = "".join(self._raw).lstrip()
         if self._place == TEXT:
-            self._cut()
+            self._say(self._unheld())
         elif self._place == VALUE and raw.startswith('"'):
             self._emit(self._comma() + control.spelled(raw))
         elif self._place == VALUE and raw and _QUOTE not in raw and values.is_text(self._schema):
             self._emit(f'{self._comma()}"')
             self._say(raw)
         return None if self._place == DEAF else self.json
-
-    # --- where it ends --------------------------------------------------------------------------
 
     def scan(self, text: str, at: int) -> tuple[int, bool, str]:
         """Take a text. Return how far, whether the arguments end there, and where they were broken
@@ -154,14 +134,14 @@ class CallBody:
         elif found not in '"\\':
             self._closed = found == _CALL_END
         if closes and self._place == TEXT:
-            self._cut()
+            self._say(self._unheld())
             self._seen += len(found)
             self._emit('"')
             self._place = AFTER
-            return False
-        self._text(found)
-        if closes and self._place == VALUE:
-            self._read(self._value, "")
+        else:
+            self._text(found)
+            if closes and self._place == VALUE:
+                self._structure("")
         return False
 
     def _outside(self, found: str) -> bool:
@@ -172,17 +152,8 @@ class CallBody:
         self._fresh = found in "{[(,:="
         self._seen += len(found)
         if self._place != DEAF and self._open:
-            self._read(self._structure, found)
+            self._structure(found)
         return self._depth == 0
-
-    # --- its JSON -------------------------------------------------------------------------------
-
-    def _read(self, take: Callable[[str], None], found: str) -> None:
-        """Take a token; syntax beside the format ends the stream."""
-        try:
-            take(found)
-        except values.Unreadable:
-            self._place = DEAF
 
     def _text(self, text: str) -> None:
         """Take text without structure."""
@@ -193,18 +164,25 @@ class CallBody:
             self._raw.append(text)
 
     def _structure(self, found: str) -> None:
-        if self._quote:
-            self._begin_string(found)
-        elif self._place == KEY and found == ":":
-            self._key()
-        elif self._place == VALUE and found in "{[" and not self._pending:
-            self._push(found)
-        elif found in (",", _CLOSERS[self._open[-1].opener]):
-            self._end(found)
-        elif found in '=:"()':
-            self._raw.append(found)
-        else:
-            raise values.Unreadable
+        """Take a token outside of strings, none where a string has ended; syntax beside the format
+        ends the stream."""
+        try:
+            if not found:
+                self._value("")
+            elif self._quote:
+                self._begin_string(found)
+            elif self._place == KEY and found == ":":
+                self._key()
+            elif self._place == VALUE and found in "{[" and not self._pending:
+                self._push(found)
+            elif found in (",", _CLOSERS[self._open[-1][0]]):
+                self._end(found)
+            elif found in '=:"()':
+                self._raw.append(found)
+            else:
+                raise values.Unreadable
+        except values.Unreadable:
+            self._place = DEAF
 
     @property
     def _pending(self) -> bool:
@@ -220,18 +198,17 @@ class CallBody:
             self._raw.append(quote)
 
     def _key(self) -> None:
-        key, top = values.read_key("".join(self._raw)), self._open[-1]
-        self._emit(f"{top.comma()}{json.dumps(key, ensure_ascii=False)}: ")
+        key, (_, schema) = values.read_key("".join(self._raw)), self._open[-1]
+        self._emit(f"{self._comma()}{json.dumps(key, ensure_ascii=False)}: ")
         self._raw, self._place = [], VALUE
-        self._schema = values.properties(top.schema).get(key, {})
+        self._schema = values.properties(schema).get(key, {})
         if len(self._open) == 1 and key in self._keys:
             self._keys.discard(key)
             self._next = _keys_behind_commas(self._keys)
 
     def _comma(self) -> str:
-        """Return what separates the next value; that of a key has none."""
-        top = self._open[-1]
-        return top.comma() if top.opener == "[" else ""
+        """Return what separates the next element; that of a key, and a first one, have none."""
+        return "" if not self._made or self._made[-1][-1] in "[{ " else ", "
 
     def _value(self, terminator: str) -> None:
         value = values.read_value("".join(self._raw), self._schema, self._last)
@@ -242,49 +219,48 @@ class CallBody:
         """Take a comma, or what closes the innermost object or list."""
         if self._place == VALUE and self._pending:
             self._value(found)
-        top = self._open[-1]
-        empty = self._place == (VALUE if top.opener == "[" else KEY) and found != ","
+        opener, schema = self._open[-1]
+        empty = self._place == (VALUE if opener == "[" else KEY) and found != ","
         if self._pending or not (self._place == AFTER or empty):
             raise values.Unreadable
         self._raw = []
         if found != ",":
             self._open.pop()
-            self._emit("]" if top.opener == "[" else "}")
+            self._emit("]" if opener == "[" else "}")
             self._place = AFTER
-        elif top.opener == "[":
-            self._place, self._schema = VALUE, values.items(top.schema)
+        elif opener == "[":
+            self._place, self._schema = VALUE, values.items(schema)
         else:
             self._place = KEY
 
     def _push(self, opener: str) -> None:
         if len(self._open) >= values.MOST_DEPTH:
             raise values.Unreadable
-        comma = self._comma() if self._open else ""
-        self._emit(comma + ("[" if opener == "[" else "{"))
-        self._open.append(_Open(opener, self._schema))
+        self._emit(self._comma() + ("[" if opener == "[" else "{"))
+        self._open.append((opener, self._schema))
         self._raw, self._place = [], KEY
         if opener == "[":
             self._place, self._schema = VALUE, values.items(self._schema)
 
-    def _cut(self) -> None:
-        """Make the text of an open string final."""
-        text, self._held, self._frozen = self._held + "".join(self._frozen), "", []
-        self._say(text)
+    def _unheld(self) -> str:
+        """Return what was held of an open string, all of which is its own."""
+        text, self._held, self._frozen = self._held, "", False
+        return text
 
     def _string(self, text: str) -> None:
         """Take text of an open string, and make final what no other reading of it could change:
         if it is never closed, it ends before a control token or the next declared key."""
+        text = self._held = self._held + text
         if self._frozen:
-            self._frozen.append(text)
             return
-        text = self._held + text
         mark, key = control.MARK.search(text), self._next.search(text) if self._next else None
-        cut, end = min(_tail(text), self._begun_key(text)), len(text)
         if key:
-            cut, end = len(text[: key.start()].rstrip()), key.start()
+            cut = len(text[: key.start()].rstrip())
         elif mark:
-            cut, end = _tail(text[: mark.start()]), mark.start()
-        self._held, self._frozen = text[cut:end], [text[end:]] if mark or key else []
+            cut = _tail(text[: mark.start()])
+        else:
+            cut = min(_tail(text), self._begun_key(text))
+        self._held, self._frozen = text[cut:], bool(key or mark)
         self._say(text[:cut])
 
     def _begun_key(self, text: str) -> int:
@@ -299,8 +275,8 @@ class CallBody:
         """Make text of a string final; what is held is not part of it."""
         if text:
             self._said += len(text)
-            behind = len(self._held) + sum(map(len, self._frozen))
-            self._emit(json.dumps(control.spelled(text), ensure_ascii=False)[1:-1], behind)
+            made = json.dumps(control.spelled(text), ensure_ascii=False)[1:-1]
+            self._emit(made, len(self._held))
 
     def _emit(self, text: str, behind: int = 0) -> None:
         """Make JSON final; the last `behind` characters of the call are not part of it."""

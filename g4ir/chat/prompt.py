@@ -1,10 +1,9 @@
 """A rendered prompt, in which user content never becomes a control token, and its token ids.
 
-Templates put contents between control tokens as they are, so a user who types `<turn|>` would end
-the turn. Before rendering every `<` of a content gets a mark behind it, a character that the
-conversation does not have. Control strings of the rendered text that have no mark are the
-template's own; the others are text, and are tokenised in two halves, which no tokenizer makes one
-token of. All else is tokenised as it would be in one piece.
+A user who types `<turn|>` must not end the turn. Before rendering every `<` of a content gets a
+mark behind it, a character that the conversation does not have. Control strings of the rendered
+text without a mark are the template's own; the others are tokenised in two halves, which no
+tokenizer makes one token of. All else is tokenised as it would be in one piece.
 """
 
 from __future__ import annotations
@@ -18,20 +17,9 @@ from typing import Any
 
 from g4ir.errors import InputError
 
+from . import special_tokens as control
 from .detokenizer import REPLACEMENT, Detokenizer, TextStream
 from .messages import Conversation, Medium, map_texts
-from .special_tokens import (
-    CHANNEL,
-    CHANNEL_END,
-    CONTROLS,
-    ENDS,
-    MODEL,
-    PLACEHOLDERS,
-    RESPONSE_END,
-    TURN,
-    TURN_END,
-    UNKNOWN,
-)
 
 #: characters that are tokenised in some ten milliseconds
 CHEAP = 1 << 16
@@ -71,9 +59,8 @@ def guard(
     given = (conversation.messages, conversation.tools, dict(options))
     map_texts(given, look)
     if bad := next((c for c in seen if "\ud800" <= c <= "\udfff"), None):
-        raise InputError(
-            f"messages: a text has half a character (U+{ord(bad):04X}); it is no UTF-8"
-        )
+        what = f"a text has half a character (U+{ord(bad):04X})"
+        raise InputError(f"messages: {what}; it is no UTF-8")
     mark = next((chr(c) for c in _MARKS if chr(c) not in seen), None)
     if mark is None:
         raise InputError("messages: the conversation has every rare ideograph; leave one out")
@@ -99,7 +86,7 @@ class Prompt:
     @property
     def tail(self) -> str:
         """The end of the text, from which a reader sees in what state the answer begins."""
-        start = max(self.marked.rfind(TURN), self.marked.rfind(RESPONSE_END), 0)
+        start = max(self.marked.rfind(control.TURN), self.marked.rfind(control.RESPONSE_END), 0)
         return self.marked[start:].replace(self.mark, "")
 
     @property
@@ -107,9 +94,9 @@ class Prompt:
         """The text that the model's turn has so far, after its reasoning."""
         before, last = [Piece(""), *self.pieces()][-2:]
         text = "" if last.control else last.text
-        return text.removeprefix(MODEL) if before.text == TURN else text
+        return text.removeprefix(control.MODEL) if before.text == control.TURN else text
 
-    def pieces(self, controls: Collection[str] = CONTROLS) -> list[Piece]:
+    def pieces(self, controls: Collection[str] = control.CONTROLS) -> list[Piece]:
         """Return the text in pieces: the template's own control tokens, and all other text."""
         out, start = list[Piece](), 0
         for at, end in [*find(self.marked, controls), (len(self.marked), None)]:
@@ -125,15 +112,13 @@ class Prompt:
     def check_media(self) -> None:
         """Raise InputError where the template did not write one placeholder for each medium."""
         given = [m.kind for m in self.media]
-        kinds = {holder: kind for kind, holder in PLACEHOLDERS.items()}
+        kinds = {holder: kind for kind, holder in control.PLACEHOLDERS.items()}
         found = [kinds[p.text] for p in self.pieces() if p.control and p.text in kinds]
         if found != given:
             where = self.media[0].place if self.media else "messages"
             wrote, have = (", ".join(kinds) or "no media" for kinds in (found, given))
-            raise InputError(
-                f"{where}: the chat template has placeholders for {wrote}, and the messages have "
-                f"{have}; give media in messages of the user or of tools"
-            )
+            what = f"the chat template has placeholders for {wrote}, and the messages have {have}"
+            raise InputError(f"{where}: {what}; give media in messages of the user or of tools")
 
 
 def find(text: str, strings: Collection[str]) -> Iterator[tuple[int, int]]:
@@ -163,10 +148,9 @@ def check_length(characters: int, longest: int, room: int, what: str, cheap: int
     """Raise InputError for a text that cannot fit into `room` tokens, whatever its tokens are,
     before it is tokenised; texts of up to `cheap` characters are counted in tokens instead."""
     if characters > max((room + 1) * longest, cheap):
-        raise InputError(
-            f"{what}: {characters} characters are more than {room} tokens can have, which is what "
-            f"this engine holds: its longest token has {longest} characters"
-        )
+        most = f"more than {room} tokens can have, which is what this engine holds"
+        longest_is = f"its longest token has {longest} characters"
+        raise InputError(f"{what}: {characters} characters are {most}: {longest_is}")
 
 
 class Vocabulary:
@@ -179,10 +163,11 @@ class Vocabulary:
         added = tokenizer.get_added_tokens_decoder().items()
         #: string -> id of each control token: what the tokenizer calls special, and what means
         #: something in a conversation whatever it calls it; and the other way round
-        self.controls = {t.content: i for i, t in added if t.special or t.content in CONTROLS}
+        chats = set(control.CONTROLS)
+        self.controls = {t.content: i for i, t in added if t.special or t.content in chats}
         self.strings = {i: text for text, i in self.controls.items()}
         #: ids behind which a model's turn is over
-        self.ends = frozenset(self.controls[text] for text in ENDS if text in self.controls)
+        self.ends = frozenset(self.controls[text] for text in control.ENDS if text in self.controls)
 
     @cached_property
     def longest(self) -> int:
@@ -192,12 +177,12 @@ class Vocabulary:
     @property
     def chats(self) -> bool:
         """Whether the tokenizer has the turns of a chat."""
-        return {TURN, TURN_END} <= self.controls.keys()
+        return {control.TURN, control.TURN_END} <= self.controls.keys()
 
     def marks(self, tokens: Sequence[int], system: bool) -> tuple[int, ...]:
         """Return where other prompts are likely to go on in another way: behind the turn of the
         `system`, if there is one, and before that of the answer."""
-        turns = [i for i, token in enumerate(tokens) if token == self.controls[TURN]]
+        turns = [i for i, token in enumerate(tokens) if token == self.controls[control.TURN]]
         return tuple(dict.fromkeys([*turns[1:2] * (system and len(turns) > 2), *turns[-1:]]))
 
     def encode(self, prompt: Prompt, media: Iterable[Iterable[int | str]] = ()) -> list[int]:
@@ -208,11 +193,9 @@ class Vocabulary:
         """
         out, text, left = list[int](), "", iter(media)
         for piece in prompt.pieces(self.controls):
-            parts: Iterable[int | str] = [piece.text]
-            if piece.control:
-                parts = [self.controls[piece.text]]
-            if piece.control and piece.text in PLACEHOLDERS.values():
-                parts = next(left, parts)
+            own: Iterable[int | str] = [self.controls[piece.text] if piece.control else piece.text]
+            held = piece.control and piece.text in control.PLACEHOLDERS.values()
+            parts = next(left, own) if held else own
             for part in parts:
                 if isinstance(part, str):
                     text += part
@@ -226,7 +209,7 @@ class Vocabulary:
         cuts = [at + 1 for at, _ in find(text, self.controls)]
         parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
         out = [i for ids in text_ids(self.tokenizer, [p for p in parts if p]) for i in ids]
-        wrong = self.strings.keys() - {self.controls.get(UNKNOWN)}
+        wrong = self.strings.keys() - {self.controls.get(control.UNKNOWN)}
         if bad := next((self.strings[i] for i in out if i in wrong), None):
             raise InputError(f"messages: the tokenizer makes {bad} of a text that does not have it")
         return out
@@ -247,10 +230,10 @@ class TokenStream:
 
     def push(self, token: int) -> list[Piece]:
         """Return the pieces that this token completes."""
-        control = self.vocabulary.strings.get(token)
-        if control is None:
+        found = self.vocabulary.strings.get(token)
+        if found is None:
             return _pieces(self._text.push(token))
-        return [*self.rest(), Piece(control, True)]
+        return [*self.rest(), Piece(found, True)]
 
     def rest(self) -> list[Piece]:
         """Return the text that was held back, at the end."""
@@ -282,11 +265,11 @@ class ReasoningBudget:
         if limit < 0:
             raise InputError(f"thinking budget {limit}: expected 0 or more tokens")
         self.limit, self.used, self.inside = limit, 0, inside
-        if absent := next(
-            (c for c in (CHANNEL, CHANNEL_END) if c not in vocabulary.controls), None
-        ):
-            raise InputError(f"the tokenizer has no {absent}: reasoning cannot be ended by force")
-        self._open, self._close = (vocabulary.controls[c] for c in (CHANNEL, CHANNEL_END))
+        channel = (control.CHANNEL, control.CHANNEL_END)
+        if absent := [text for text in channel if text not in vocabulary.controls]:
+            why = "reasoning cannot be ended by force"
+            raise InputError(f"the tokenizer has no {absent[0]}: {why}")
+        self._open, self._close = (vocabulary.controls[text] for text in channel)
         newline = vocabulary.plain("\n")
         self._newline = newline[0] if len(newline) == 1 else None
         self._bytes, self._last = vocabulary.detokenizer.bytes, -1

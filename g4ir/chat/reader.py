@@ -5,11 +5,10 @@
         for event in reader.feed(text): ...        # event.kind: thought, content, arguments or call
     answer = reader.finish("stop")                  # answer.events: what was held back
 
-One machine over marked text, so that every cutting of a stream gives the same answer, in time that
-grows with its length. What is no call in the end is content, with its markers: nothing is lost.
-
-The arguments of a call are streamed while they are generated. Once some are out, the call stays a
-call: if the rest has no reading that begins with them, it follows as it was written.
+One machine over marked text: every cutting of a stream gives the same answer, in time that grows
+with its length. What is no call in the end is content, with its markers. The arguments of a call
+are streamed while they are generated; if the rest has no reading that begins with what is out, it
+follows as it was written.
 """
 
 from __future__ import annotations
@@ -103,22 +102,26 @@ class Reader:
         calls: bool = True,
         thinking: bool | None = None,
     ) -> None:
-        lowered, _ = lower(read_tools(tools or None), reading=True)
-        self._schemas: Schemas = {
-            t["function"]["name"]: t["function"].get("parameters") or {} for t in lowered
-        }
-        self._stops = Stops(stop)
-        self._calls = calls
-        self._lexer = control.Lexer()
+        functions = [t["function"] for t in lower(read_tools(tools or None), reading=True)[0]]
+        self._schemas: Schemas = {f["name"]: f.get("parameters") or {} for f in functions}
+        self._stops, self._lexer = Stops(stop), control.Lexer()
+        self._calls, self._unmarked_reasoning = calls, thinking is not False
         self._state, self._held, self._opener = START, "", control.CALL
         self._retries = self._sent = 0
-        self._unmarked_reasoning = thinking is not False
         self._texts = defaultdict[str, list[str]](list)  # by kind, of all that was said
         self._new: list[Event] = []
         self._read: list[dict[str, Any]] = []
-        self._over = False
+        self._over = False  # whether the last thing was an end token
         self._answer: Answer | None = None
-        self._begin(prompt_tail)
+        # Go to the state in which the prompt ends.
+        marked = control.Lexer().feed(prompt_tail)
+        at = marked.rfind(_CHANNEL)
+        if at >= 0 and not control.MARK.search(marked, at + 1):
+            self._take(marked[at:])
+        elif marked.endswith(_CHANNEL_END):
+            self._state = CONTENT
+        self._texts.clear()
+        self._new = []
 
     @property
     def stopped(self) -> bool:
@@ -147,29 +150,11 @@ class Reader:
         if self._answer is None:
             self._take(self._lexer.rest())
             self._end(reason != "length" or self._over)
-            self._answer = self._made(reason)
+            reason = "stop" if self._over or self._stops.hit else reason
+            reason = "tool_calls" if reason == "stop" and self._read else reason
+            thought, content = ("".join(self._texts[kind]) for kind in ("thought", "content"))
+            self._answer = Answer(thought, content, self._read, reason, (*self._new,))
         return self._answer
-
-    def _made(self, reason: str) -> Answer:
-        if self._over or self._stops.hit:
-            reason = "stop"
-        if reason == "stop" and self._read:
-            reason = "tool_calls"
-        reasoning, content = self._texts["thought"], self._texts["content"]
-        return Answer("".join(reasoning), "".join(content), self._read, reason, (*self._new,))
-
-    # --- the machine --------------------------------------------------------------------------
-
-    def _begin(self, tail: str) -> None:
-        """Go to the state in which a prompt ends."""
-        marked = control.Lexer().feed(tail)
-        at = marked.rfind(_CHANNEL)
-        if at >= 0 and not control.MARK.search(marked, at + 1):
-            self._run(marked[at:])
-        elif marked.endswith(_CHANNEL_END):
-            self._state = CONTENT
-        self._texts.clear()
-        self._new = []
 
     def _take(self, marked: str) -> list[Event]:
         if self._answer is not None:
@@ -210,7 +195,8 @@ class Reader:
             self._give_up("")
         elif not (self._state == OPENING and self._held == _NAME):
             self._release()
-        self._emit("content", self._stops.rest())
+        if held := self._stops.rest():
+            self._add(Event("content", held))
 
     def _text(self, text: str, at: int, end: int) -> int:
         """Take text without control tokens; return how far."""
@@ -302,8 +288,6 @@ class Reader:
         if self._state != BEHIND or held.strip():
             self._say("thought" if self._state in (OPENING, THINKING) else "content", held)
 
-    # --- calls --------------------------------------------------------------------------------
-
     def _in_head(self, text: str, at: int, end: int) -> int:
         """Take the name of a call, to the brace behind it."""
         found = _BRACE.search(text, at, end)
@@ -370,41 +354,33 @@ class Reader:
 
     def _end_call(self, text: str, arguments: dict[str, Any] | None) -> None:
         """Emit the rest of a call; `text` is all of its JSON."""
-        self._emit("content", self._stops.rest())
         if self._sent:
             self._send(text[self._sent :])
         name, index = self._body.name, len(self._read)
         self._read.append({"name": name, "arguments": text if arguments is None else arguments})
-        self._new.append(Event("call", text, name, arguments, index, self._sent > 0))
+        self._add(Event("call", text, name, arguments, index, self._sent > 0))
         self._state = BEHIND
 
     def _send(self, piece: str) -> None:
         if piece:
-            self._emit("content", self._stops.rest())
             name = None if self._sent else self._body.name
-            self._new.append(Event(ARGUMENTS, piece, name, None, len(self._read)))
+            self._add(Event(ARGUMENTS, piece, name, None, len(self._read)))
             self._sent += len(piece)
 
-    # --- events -------------------------------------------------------------------------------
-
     def _say(self, kind: str, text: str) -> None:
-        if kind == "content":
-            text = self._stops.feed(text)
-        elif text:
-            self._emit("content", self._stops.rest())
-        self._emit(kind, text)
+        if text := self._stops.feed(text) if kind == "content" else text:
+            self._add(Event(kind, text))
 
-    def _emit(self, kind: str, text: str) -> None:
-        if text:
-            self._new.append(Event(kind, text))
-            self._texts[kind].append(text)
+    def _add(self, event: Event) -> None:
+        """Emit an event, before all but content what stop strings held back."""
+        held = "" if event.kind == "content" else self._stops.rest()
+        for new in (Event("content", held), event) if held else (event,):
+            self._new.append(new)
+            self._texts[new.kind].append(new.text)
 
 
 class Stops:
-    """Strings that end the content: the one that is complete first, of several the longest.
-
-    For each it is known how much of it the text ends with, so that nothing is compared twice.
-    """
+    """Strings that end the content: the one that is complete first, of several the longest."""
 
     def __init__(self, given: str | Sequence[str] | None) -> None:
         strings = [given] if isinstance(given, str) else [*(given or ())]
@@ -413,8 +389,7 @@ class Stops:
         for i, text in enumerate(strings):
             if not isinstance(text, str) or not 0 < len(text) <= LONGEST_STOP:
                 raise InputError(f"stop[{i}]: must be a text of 1 to {LONGEST_STOP} characters")
-        self._strings = [(text, _borders(text)) for text in strings]
-        self._known = [0] * len(strings)
+        self._strings = [*map(_Stop, strings)]
         self._held = ""
         self.hit = False
 
@@ -424,36 +399,38 @@ class Stops:
             return "" if self.hit else text
         text, start = self._held + text, len(self._held)
         for at in range(start, len(text)):
-            if longest := max(self._ended(i, text[at]) for i in range(len(self._strings))):
+            if longest := max([stop.ended(text[at]) for stop in self._strings]):
                 self.hit, self._held = True, ""
                 return text[: at + 1 - longest]
-        certain = len(text) - max(self._known)
+        certain = len(text) - max(stop.known for stop in self._strings)
         self._held = text[certain:]
         return text[:certain]
-
-    def _ended(self, i: int, character: str) -> int:
-        """Take a character for one string; return its length if it is complete."""
-        (text, borders), known = self._strings[i], self._known[i]
-        while known and text[known] != character:
-            known = borders[known - 1]
-        known += text[known] == character
-        complete = known == len(text)
-        self._known[i] = 0 if complete else known
-        return known if complete else 0
 
     def rest(self) -> str:
         """Return what was held back, where content ends or something else comes between."""
         held, self._held = self._held, ""
-        self._known = [0] * len(self._known)
+        for stop in self._strings:
+            stop.known = 0
         return held
 
 
-def _borders(text: str) -> list[int]:
-    """Return the length of the longest border of each prefix (KMP failure function)."""
-    out, known = [0] * len(text), 0
-    for i in range(1, len(text)):
-        while known and text[i] != text[known]:
-            known = out[known - 1]
-        known += text[i] == text[known]
-        out[i] = known
-    return out
+class _Stop:
+    """One string, and how much of it the text ends with (Knuth, Morris and Pratt): nothing is
+    compared twice. `borders`: length of the longest border of each of its prefixes."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.known, self.borders = text, 0, [0]
+        for character in text[1:]:
+            self.borders.append(self._longer(self.borders[-1], character))
+
+    def _longer(self, known: int, character: str) -> int:
+        while known and self.text[known] != character:
+            known = self.borders[known - 1]
+        return known + (self.text[known] == character)
+
+    def ended(self, character: str) -> int:
+        """Take a character; return the length of the string if it is complete."""
+        known = self._longer(self.known, character)
+        complete = known == len(self.text)
+        self.known = 0 if complete else known
+        return known if complete else 0

@@ -22,16 +22,7 @@ from .messages import read_messages as read
 from .prompt import Prompt, Vocabulary, guard
 from .sandbox import TemplateError
 from .sandbox import render as render_source
-from .special_tokens import (
-    BOS,
-    CHANNEL,
-    CHANNEL_END,
-    MODEL,
-    RESPONSE,
-    THOUGHT,
-    TURN,
-    TURN_END,
-)
+from .special_tokens import BOS, CHANNEL, CHANNEL_END, MODEL, RESPONSE, THOUGHT, TURN, TURN_END
 from .tools import lower, read_tools
 
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
@@ -120,10 +111,8 @@ class Template:
         """Return the prompt of a conversation. InputError if the template refuses it."""
         unknown = options.keys() - set(OPTIONS) if self.origin == BUILT_IN else ()
         if unknown:
-            known = ", ".join(OPTIONS)
-            raise InputError(
-                f"the built-in template has no option {min(unknown)!r}; it has {known}"
-            )
+            what, known = f"no option {min(unknown)!r}", ", ".join(OPTIONS)
+            raise InputError(f"the built-in template has {what}; it has {known}")
         messages = _folded(conversation) if self.folds else conversation.messages
         text = self._text(messages, {"tools": [*conversation.tools] or None, **options})
         if not options.get("add_generation_prompt", True) or not text.endswith(f"{TURN_END}\n"):
@@ -135,7 +124,7 @@ class Template:
     def _text(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
         variables = {
             **dict(self.variables),
-            "messages": [m | {"content": _content(m["content"])} for m in messages],
+            "messages": [m | {"content": _parts(m["content"])} for m in messages],
             "tools": None,
             "add_generation_prompt": True,
             **options,
@@ -204,16 +193,11 @@ def _response(calls: Sequence[Message], answer: Message) -> dict[str, Any]:
     return {"name": name, "response": "".join(part for part in content if isinstance(part, str))}
 
 
-def _content(content: Any) -> Any:
-    if not isinstance(content, list):
-        return content
-    return [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind}
-        for part in content
-    ]
-
-
-# --- the two ways to a prompt -----------------------------------------------------------------
+def _parts(content: Any) -> Any:
+    """Return a content as templates take it."""
+    parts = content if isinstance(content, list) else ()
+    made = [{"type": "text", "text": p} if isinstance(p, str) else {"type": p.kind} for p in parts]
+    return made if isinstance(content, list) else content
 
 
 def render(messages: Any, tools: Any = None, form: str | Template = "small", **options: Any) -> str:
@@ -245,9 +229,8 @@ def make_prompt(
     last = checked.messages[-1]
     if continued:
         if last["role"] != ASSISTANT or last.get("tool_calls") or not last["content"]:
-            raise InputError(
-                "messages[-1]: to be continued it must be the assistant's, with text only"
-            )
+            what = "to be continued it must be the assistant's, with text only"
+            raise InputError(f"messages[-1]: {what}")
         options["add_generation_prompt"] = False
     prompt = replace(_prompt(replace(checked, tools=lowered), form, options), said=said)
     prompt.check_media()
@@ -263,9 +246,8 @@ def _prompt(conversation: Conversation, form: str | Template, options: Mapping[s
 def check_chats(vocabulary: Vocabulary, folder: Path) -> None:
     """Raise InputError where the tokenizer of a folder has no turns of a chat."""
     if not vocabulary.chats:
-        raise InputError(
-            f"{folder}: its tokenizer has no turns of a chat: this model was not made for chats"
-        )
+        why = "its tokenizer has no turns of a chat: this model was not made for chats"
+        raise InputError(f"{folder}: {why}")
 
 
 @dataclass(frozen=True)

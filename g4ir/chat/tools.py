@@ -13,7 +13,7 @@ from typing import Any
 
 from g4ir.errors import InputError
 
-from .messages import MOST_DEPTH, an_object, json_value, kind_of, shown
+from .messages import MOST_DEPTH, an_object, expect, function_of, json_value, kind_of, shown
 
 TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
 NAME = re.compile(r"[\w.-]{1,128}")
@@ -25,6 +25,9 @@ NOTES = {"title", "$schema", "$id", "$comment", "$defs", "definitions", "example
 KEPT = ("description", "type", "enum", "nullable", "items", "properties", "required")
 #: how many schemas one tool may have once its references are resolved
 MOST_SCHEMAS = 4096
+
+#: a schema, and the references that led to it
+Led = tuple[dict[str, Any], tuple[str, ...]]
 
 
 def read_tools(given: Any) -> tuple[dict[str, Any], ...]:
@@ -45,21 +48,15 @@ def read_tools(given: Any) -> tuple[dict[str, Any], ...]:
 
 
 def _tool(given: Any, where: str) -> dict[str, Any]:
-    given = an_object(given, where)
-    if given.get("type", "function") != "function":
-        raise InputError(f"{where}.type: must be function, found {shown(given['type'])}")
-    where = f"{where}.function"
-    function = an_object(given.get("function"), where)
+    function, where = function_of(given, where), f"{where}.function"
     out = {k: function[k] for k in OF_FUNCTION if function.get(k) is not None}
     name = out.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         what = f"must be 1 to 128 letters, digits and _ - ., found {shown(name)}"
         raise InputError(f"{where}.name: {what}")
-    if not isinstance(out.setdefault("description", ""), str):
-        raise InputError(f"{where}.description: must be text, found {kind_of(out['description'])}")
+    expect(out.setdefault("description", ""), str, f"{where}.description", "text")
     for key in [key for key in ("parameters", "response") if key in out]:
-        an_object(json_value(out[key], f"{where}.{key}"), f"{where}.{key}")
-        check_schema(out[key], f"{where}.{key}")
+        check_schema(an_object(json_value(out[key], at := f"{where}.{key}"), at), at)
     if out.get("parameters"):
         out["parameters"] = {"type": "object", **out["parameters"]}
         if (kind := out["parameters"]["type"]) not in ("object", "OBJECT"):
@@ -71,8 +68,7 @@ def check_schema(schema: Any, where: str) -> None:
     """Raise InputError for values that a template would print as something else."""
     if isinstance(schema, bool):
         return
-    an_object(schema, where)
-    for kind in _list(schema.get("type", [])):
+    for kind in _list(an_object(schema, where).get("type", [])):
         if not isinstance(kind, str) or kind.lower() not in TYPES:
             raise InputError(f"{where}.type: must be of {', '.join(TYPES)}, found {shown(kind)}")
     required = schema.get("required", [])
@@ -81,23 +77,17 @@ def check_schema(schema: Any, where: str) -> None:
     for key, form in (("enum", list), ("description", str), ("properties", dict)):
         if key in schema and not isinstance(schema[key], form):
             raise InputError(f"{where}.{key}: must not be {kind_of(schema[key])}")
-    for key, inner in schema.get("properties", {}).items():
-        check_schema(inner, f"{where}.properties.{key}")
-    for inner in _list(schema.get("items", [])):
-        check_schema(inner, f"{where}.items")
+    inner = {f"properties.{key}": value for key, value in schema.get("properties", {}).items()}
     for key in ("anyOf", "oneOf", "allOf"):
-        branches = schema.get(key, [])
-        if not isinstance(branches, list):
+        if not isinstance(branches := schema.get(key, []), list):
             raise InputError(f"{where}.{key}: must be a list of schemas")
-        for i, inner in enumerate(branches):
-            check_schema(inner, f"{where}.{key}[{i}]")
+        inner |= {f"{key}[{i}]": value for i, value in enumerate(branches)}
+    for key, value in (*inner.items(), *(("items", v) for v in _list(schema.get("items", [])))):
+        check_schema(value, f"{where}.{key}")
 
 
 def _list(given: Any) -> list[Any]:
     return given if isinstance(given, list) else [given]
-
-
-# --- lowering ---------------------------------------------------------------------------------
 
 
 def lower(
@@ -149,7 +139,6 @@ class _Lowering:
         if not isinstance(given, Mapping):  # true and false are schemas
             return {}
         node, refs = self._flat(given, where, refs)
-        _normalise(node)
         self.said += [f"{where}: {key}" for key in node if key not in (*KEPT, *NOTES)]
         out = {k: node[k] for k in KEPT if node.get(k) is not None}
         if "enum" in out and (out.get("type") not in ("string", "STRING") or not out["enum"]):
@@ -165,10 +154,8 @@ class _Lowering:
             out["properties"] = {k: self.schema(v, f"{where}.{k}", refs) for k, v in inner}
         return out
 
-    def _flat(
-        self, given: Mapping[str, Any], where: str, refs: tuple[str, ...]
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return a schema without references and unions at its top."""
+    def _flat(self, given: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> Led:
+        """Return a schema without references and unions at its top, its type normalised."""
         node = dict(given)
         while True:
             if (ref := node.pop("$ref", None)) is not None:
@@ -177,8 +164,7 @@ class _Lowering:
                     self.said.append(f"{where}: $ref {shown(ref)}")
                 else:
                     check_schema(found, where)
-                    refs = (*refs, ref)
-                    node = {**found, **node}
+                    node, refs = {**found, **node}, (*refs, ref)
             elif all_of := node.pop("allOf", None):
                 for branch in all_of:
                     node = self._merged(node, branch, where)
@@ -186,6 +172,7 @@ class _Lowering:
                 plain, refs = self._union(union, where, refs)
                 node = {**plain, **node}
             else:
+                _normalise(node)
                 return node, refs
 
     def _merged(self, node: dict[str, Any], branch: Any, where: str) -> dict[str, Any]:
@@ -201,42 +188,34 @@ class _Lowering:
             out["required"] = [*dict.fromkeys(required)]
         return out
 
-    def _union(
-        self, branches: Sequence[Any], where: str, refs: tuple[str, ...]
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def _union(self, branches: Sequence[Any], where: str, refs: tuple[str, ...]) -> Led:
         """Return a union as one schema: exactly where it can be said, else with a loss."""
         full = [dict(b) if isinstance(b, Mapping) else {} for b in branches]
         known = [b for b in full if b.get("type") != "null"]
         null = {"nullable": True} if len(known) < len(full) else {}
-        if len(known) < 2:
-            return {**(known[0] if known else {}), **null}, refs
-        if all(isinstance(b.get("const"), str) for b in known):
+        if all(isinstance(b.get("const"), str) for b in known) and len(known) > 1:
             return {"type": "string", "enum": [b["const"] for b in known], **null}, refs
-        if all(b.keys() <= {"type", *NOTES} and isinstance(b.get("type"), str) for b in known):
+        plain = all(b.keys() <= {"type", *NOTES} and isinstance(b.get("type"), str) for b in known)
+        if plain and len(known) > 1:
             return {"type": [*dict.fromkeys(b["type"] for b in known)], **null}, refs
-        if self.reading:
-            return self._common(known, null, where, refs)
-        self.said.append(f"{where}: {len(known) - 1} of {len(known)} forms of a union")
-        return {**known[0], **null}, refs
+        if self.reading and len(known) > 1:
+            common, refs = self._common(known, where, refs)
+            return {**common, **null}, refs
+        if len(known) > 1:
+            self.said.append(f"{where}: {len(known) - 1} of {len(known)} forms of a union")
+        return {**(known[0] if known else {}), **null}, refs
 
-    def _common(
-        self,
-        known: Sequence[dict[str, Any]],
-        out: dict[str, Any],
-        where: str,
-        refs: tuple[str, ...],
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def _common(self, known: Sequence[dict[str, Any]], where: str, refs: tuple[str, ...]) -> Led:
         """Return the types of all forms of a union, and the properties in which they agree."""
-        kinds, properties, came = list[Any](), dict[str, Any](), refs
-        for branch in known:
-            node, led = self._flat(branch, where, refs)
-            _normalise(node)
-            kinds += _list(node.get("type", [*TYPES]))
-            out |= {"nullable": True} if node.get("nullable") else {}
-            came = (*came, *(ref for ref in led if ref not in came))
+        flat = [self._flat(branch, where, refs) for branch in known]
+        properties = dict[str, Any]()
+        for node, _ in flat:
             for key, schema in node.get("properties", {}).items():
                 properties[key] = schema if properties.get(key, schema) == schema else {}
-        return {"type": [*dict.fromkeys(kinds)], "properties": properties, **out}, came
+        kinds = [kind for node, _ in flat for kind in _list(node.get("type", [*TYPES]))]
+        null = {"nullable": True} if any(node.get("nullable") for node, _ in flat) else {}
+        came = dict.fromkeys((*refs, *(ref for _, led in flat for ref in led)))
+        return {"type": [*dict.fromkeys(kinds)], "properties": properties, **null}, (*came,)
 
 
 def _normalise(node: dict[str, Any]) -> None:

@@ -35,14 +35,8 @@ _LITERALS: dict[str, Any] = {"true": True, "false": False, "null": None}
 _PYTHON: dict[str, Any] = {"True": True, "False": False, "None": None}
 _LITERAL = re.compile(rf"(?:{_NUMBER.pattern}|(?i:true|false|null|none)\b)")
 #: type of a value -> types of a schema that allow it; numbers are not told apart
-_FITS: Mapping[type, set[str]] = {
-    bool: {"boolean"},
-    int: {"integer", "number"},
-    float: {"integer", "number"},
-    str: {"string"},
-    list: {"array"},
-    dict: {"object"},
-}
+_FITS: dict[type, set[str]] = {kind: {"integer", "number"} for kind in (int, float)}
+_FITS |= {bool: {"boolean"}, str: {"string"}, list: {"array"}, dict: {"object"}}
 #: how deep the values of a call may lie in each other
 MOST_DEPTH = 64
 CLOSERS = {"{": "}", "(": ")"}
@@ -83,9 +77,9 @@ def read_call(body: str, schemas: Schemas) -> dict[str, Any] | None:
         return None
     schema = schemas.get(head[1], {})
     strict = _Values(body, CLOSERS[head[2]])
-    written = _arguments(strict, head.end(), schema)
+    written = strict.arguments(head.end(), schema)
     if (written is None or strict.odd) and properties(schema):
-        drifted = _arguments(_Drifted(body, strict.last), head.end(), schema)
+        drifted = _Drifted(body, strict.last).arguments(head.end(), schema)
         written = written if drifted is None else drifted
     if written is not None or not body.rstrip().endswith(strict.last):
         return written
@@ -93,14 +87,6 @@ def read_call(body: str, schemas: Schemas) -> dict[str, Any] | None:
         return _repaired(body.rstrip()[head.end() : -1], schema)
     except Unreadable:
         return None
-
-
-def _arguments(values: _Values, start: int, schema: Schema) -> dict[str, Any] | None:
-    try:
-        found, end = values.object(start, schema, 0)
-    except Unreadable:
-        return None
-    return found if end == len(values.text) else None
 
 
 def _repaired(text: str, schema: Schema) -> dict[str, Any]:
@@ -119,25 +105,19 @@ def _repaired(text: str, schema: Schema) -> dict[str, Any]:
         if start.start() < at:  # it looks like a key, and lies in a value
             continue
         name, inside = start[1], properties(schema)[start[1]]
-        value = _alone(text, start.end(), inside)
-        if value is None or value[1] not in ends:
-            value = (_raw(text[start.end() : end], inside), end)
-        out[name], at = value
+        try:  # a value that is right as it is
+            out[name], at = _Values(text + "}", "}").value(start.end(), inside, 1)
+            at = len(text) - len(text[at:].lstrip())
+        except Unreadable:
+            at = -1
+        if at not in ends:
+            out[name], at = _raw(text[start.end() : end], inside), end
     return out
 
 
 def _either(words: Iterable[str]) -> str:
     """Return a regular expression of some words, the longest first."""
     return "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
-
-
-def _alone(text: str, start: int, schema: Schema) -> tuple[Any, int] | None:
-    """Return a value that is right as it is, and the place behind it and its white space."""
-    try:
-        found, end = _Values(text + "}", "}").value(start, schema, 1)
-    except Unreadable:
-        return None
-    return found, len(text) - len(text[end:].lstrip())
 
 
 def _raw(text: str, schema: Schema) -> str:
@@ -180,8 +160,13 @@ def is_text(schema: Schema) -> bool:
 
 def takes_text(schema: Schema) -> bool:
     """Whether a schema allows texts, so that a delimited one is not converted."""
+    return fits("", schema)
+
+
+def fits(value: Any, schema: Schema) -> bool:
+    """Whether a schema allows the type of a value; one without types allows all."""
     kinds = kinds_of(schema)
-    return not kinds or "string" in kinds
+    return not kinds or value is None or bool(_FITS[type(value)] & kinds)
 
 
 def read_key(raw: str) -> str:
@@ -204,14 +189,22 @@ def read_value(raw: str, schema: Schema, last: str) -> Any:
 
 
 class _Values:
-    """The values of one body. `last` is the brace that closes its outermost object."""
+    """The values of one body. `last` is the brace that closes its outermost object. Each method
+    takes a place in the text, and returns what it read with the place behind it."""
 
     #: whether a key may be written once only; else the last one holds
     once = False
 
     def __init__(self, text: str, last: str) -> None:
-        self.text, self.last = text, last
-        self.odd = False
+        self.text, self.last, self.odd = text, last, False
+
+    def arguments(self, at: int, schema: Schema) -> dict[str, Any] | None:
+        """Return the object at a place, which ends where the text does; None where it does not."""
+        try:
+            found, end = self.object(at, schema, 0)
+        except Unreadable:
+            return None
+        return found if end == len(self.text) else None
 
     def object(self, at: int, schema: Schema, depth: int) -> tuple[dict[str, Any], int]:
         """Read an object whose opening brace is before `at`."""
@@ -241,11 +234,9 @@ class _Values:
     def _comma(self, at: int, close: str) -> int:
         """Return the place behind a comma, which may be missing before the end alone."""
         at = self.space(at)
-        if self.text.startswith(",", at):
-            return at + 1
-        if self.text.startswith(close, at):
-            return at
-        raise Unreadable
+        if not self.text.startswith((",", close), at):
+            raise Unreadable
+        return at + self.text.startswith(",", at)
 
     def key(self, at: int, inside: Mapping[str, Schema]) -> tuple[str, int]:
         if found := _STRING.match(self.text, at):
@@ -262,7 +253,6 @@ class _Values:
         return key, at + 1
 
     def value(self, at: int, schema: Schema, depth: int) -> tuple[Any, int]:
-        """Read one value."""
         if depth > MOST_DEPTH:
             raise Unreadable
         at = self.space(at)
@@ -280,8 +270,7 @@ class _Values:
         return self._bare(at, schema)
 
     def _bare(self, at: int, schema: Schema) -> tuple[Any, int]:
-        found = _WORDS[self.last].match(self.text, at)
-        if found is None:
+        if (found := _WORDS[self.last].match(self.text, at)) is None:
             raise Unreadable
         value = _bare(found[0].strip(), schema)
         self.odd |= isinstance(value, str) and not fits(value, schema)
@@ -291,10 +280,9 @@ class _Values:
         closed = _JSON_STRING.match(self.text, at)
         end = closed.end() if closed else 0
         try:
-            value = _JSON.decode(spelled(self.text[at:end]))
+            return whole(_JSON.decode(spelled(self.text[at:end]))), end
         except ValueError:
             raise Unreadable from None
-        return whole(value), end
 
 
 class _Drifted(_Values):
@@ -339,12 +327,6 @@ class _Drifted(_Values):
         return _bare(found[0], schema), found.end()
 
 
-def fits(value: Any, schema: Schema) -> bool:
-    """Whether a schema allows the type of a value; one without types allows all."""
-    kinds = kinds_of(schema)
-    return not kinds or value is None or bool(_FITS[type(value)] & kinds)
-
-
 def _typed(text: str, schema: Schema) -> Any:
     """Return a delimited text as the one value of its schema's types that it spells; else as it
     is."""
@@ -380,8 +362,7 @@ def _literal(word: str, more: Mapping[str, Any]) -> Any:
     """Return the number, true or false that a word is; None for null and all others."""
     if word in (known := {**_LITERALS, **more}):
         return known[word]
-    number = _NUMBER.fullmatch(word)
-    if number is None:
+    if (number := _NUMBER.fullmatch(word)) is None:
         return None
     try:
         value = float(word) if number[1] or number[2] else int(word)

@@ -34,22 +34,23 @@ def wide_model(
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding):
-                stack.callback(module.register_forward_hook(_widened).remove)
+                hook = module.register_forward_hook(lambda module, args, made: made.double())
+                stack.callback(hook.remove)
         for i, layer in enumerate([*decoder.layers, decoder.norm]):
             if rows := (given or {}).get(i):
                 hook = layer.register_forward_pre_hook(_taker(rows), with_kwargs=True)
                 stack.callback(hook.remove)
         for name, module in decoder.named_modules():
             if margins is not None and (found := ROUTER.fullmatch(name)):
-                keep = _measurer(margins, int(found[1]))
-                stack.callback(module.register_forward_hook(keep).remove)
-        stack.enter_context(_experts(model, "eager"))
+                hook = module.register_forward_hook(_measurer(margins, int(found[1])))
+                stack.callback(hook.remove)
+        # Grouped products of experts have no float64.
+        before = model.config._experts_implementation
+        if before is not None:
+            stack.callback(model.set_experts_implementation, before)
+            model.set_experts_implementation("eager")
         stack.enter_context(WideProducts())
         yield
-
-
-def _widened(module: Any, given: Any, made: Tensor) -> Tensor:
-    return made.double()
 
 
 def _taker(rows: Mapping[int, Tensor]) -> Callable[..., Any]:
@@ -74,20 +75,6 @@ def _measurer(margins: dict[int, Tensor], layer: int) -> Callable[..., None]:
         margins[layer] = 1 - left / best[:, k - 1]
 
     return measure
-
-
-@contextmanager
-def _experts(model: Any, form: str) -> Iterator[None]:
-    """Set the form in which a model computes its experts; grouped products have no float64."""
-    before = model.config._experts_implementation
-    if before is None:
-        yield
-        return
-    model.set_experts_implementation(form)
-    try:
-        yield
-    finally:
-        model.set_experts_implementation(before)
 
 
 @contextmanager

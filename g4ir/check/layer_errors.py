@@ -12,6 +12,8 @@ from g4ir.ir.distance import max_or, row_errors
 from g4ir.ops.budgets import UNIT
 
 Tensor = torch.Tensor
+#: value -> index of a token -> the value's row there, f32[hidden]
+Rows = dict[str, dict[int, Tensor]]
 #: times the peer's distance that a layer may add, in the median and at its worst row: rounding
 #: of one layer on its own inputs is the same on both sides within a few percent
 LAYER_TYPICAL, LAYER_WORST = 1.5, 2.5
@@ -50,66 +52,57 @@ def local_text(errors: Sequence[LocalError]) -> str:
     )
 
 
-#: value -> index of a token -> row
-Rows = Mapping[str, Mapping[int, Tensor]]
-#: logits and layers of a run in 16 bits; the same in float64 on its own inputs; router margins
-Side = tuple[Tensor, Rows, Tensor, Rows, Mapping[int, Tensor]]
+@dataclass(frozen=True, eq=False)
+class Side:
+    """A run in 16 bits: the logits after the tokens `where` and the outputs of `count` layers; the
+    same in float64 on its own inputs; router margins by layer."""
+
+    count: int
+    where: Sequence[int]
+    logits: Tensor
+    rows: Rows
+    wide_logits: Tensor
+    wide_rows: Rows
+    margins: Mapping[int, Tensor]
+
+    def shown(self, layer: int) -> list[int]:
+        """Return the tokens at which a layer's output is shown; for the head, its input."""
+        rows = self.rows.get(f"L{min(layer, self.count - 1)}.out", {})
+        return [t for t in self.where if t in rows] if layer == self.count else sorted(rows)
+
+    def error(self, layer: int, parts: Sequence[int], unit: float) -> tuple[Tensor, Tensor]:
+        """Return the median distance, and the worst without near ties of a router of `parts`."""
+        at = self.shown(layer)
+        if layer == self.count:
+            found = [self.where.index(t) for t in at]
+            made, wide = self.logits[found], self.wide_logits[found]
+        else:
+            name = f"L{layer}.out"
+            made, wide = (
+                torch.stack([rows[name][t] for t in at]) for rows in (self.rows, self.wide_rows)
+            )
+        distance = row_errors(made, wide).distance
+        tied = torch.zeros(len(at), dtype=torch.bool)
+        for part in self.margins.keys() & set(parts):
+            tied |= self.margins[part][at] < CLOSE_UNITS * unit
+        clear = distance[~tied]
+        return distance.median(), clear.max() if len(clear) else distance.median()
 
 
-def local_errors(
-    count: int, where: Sequence[int], own: Side, peer: Side, *, dtype: str
-) -> tuple[LocalError, ...]:
-    """Return the error of each layer, then of the head; `where` are the tokens of the rows of
-    logits. Both sides show the same rows. A layer of which there are none counts as part of the
-    next; the head counts where what goes into it is shown, or it would stand for all layers."""
-    out, skipped = [], [0]
-    for i in range(count + 1):
-        shown = f"L{i}.out" in own[1] if i < count else bool(_ends(own[1], count, where))
-        if not shown:
-            skipped.append(i + 1)
+def local_errors(own: Side, peer: Side, *, dtype: str) -> tuple[LocalError, ...]:
+    """Return the error of each layer, then of the head. Both sides show the same rows. A layer of
+    which there are none counts as part of the next; the head counts where its input is shown, or it
+    would stand for all layers. A quarter of a unit is the least allowed: rounding once moves by up
+    to half."""
+    out, parts, unit = [], list[int](), UNIT[dtype]
+    for i in range(own.count + 1):
+        parts.append(i)
+        if not own.shown(i):
             continue
-        ours, theirs = (_local(side, i, count, where, skipped, dtype) for side in (own, peer))
-        label = "the head" if i == count else f"layer {i}"
-        out.append(_local_error(label, ours, theirs, UNIT[dtype]))
-        skipped = [i + 1]
+        median, worst = (max_or(d, 0.0) for d in own.error(i, parts, unit))
+        peer_median, peer_worst = (max_or(d, unit / 4) for d in peer.error(i, parts, unit))
+        ok = median <= LAYER_TYPICAL * peer_median and worst <= LAYER_WORST * peer_worst
+        label = "the head" if i == own.count else f"layer {i}"
+        out.append(LocalError(label, median, worst, peer_median, peer_worst, ok))
+        parts = []
     return tuple(out)
-
-
-def _local(
-    side: Side, layer: int, count: int, where: Sequence[int], parts: Sequence[int], dtype: str
-) -> tuple[Tensor, Tensor]:
-    """Return the distance of each row, and whether a router of `parts` was near a tie there."""
-    logits, rows, wide_logits, wide_rows, margins = side
-    if layer == count:
-        ends = _ends(rows, count, where)
-        at = [where[i] for i in ends]
-        distance = row_errors(logits[ends], wide_logits[ends]).distance
-    else:
-        held, wide = rows[f"L{layer}.out"], wide_rows[f"L{layer}.out"]
-        at = sorted(held)
-        pair = (torch.stack([t[i] for i in at]) for t in (held, wide))
-        distance = row_errors(*pair).distance
-    tied = torch.zeros(len(at), dtype=torch.bool)
-    for part in parts:
-        if part in margins:
-            tied |= margins[part][at] < CLOSE_UNITS * UNIT[dtype]
-    return distance, tied
-
-
-def _ends(rows: Rows, count: int, where: Sequence[int]) -> list[int]:
-    """Return which of the rows of logits are at tokens whose last layer is shown."""
-    last = rows.get(f"L{count - 1}.out", {})
-    return [i for i, at in enumerate(where) if at in last]
-
-
-def _local_error(
-    layer: str, own: tuple[Tensor, Tensor], peer: tuple[Tensor, Tensor], unit: float
-) -> LocalError:
-    """Compare; a quarter of a unit is the least allowed: rounding once moves by up to half."""
-    median, peer_median = (max_or(d.median(), unit / 4 * i) for i, (d, _) in enumerate((own, peer)))
-    worst, peer_worst = (
-        max_or(d[~tied].max() if bool((~tied).any()) else d.median(), unit / 4 * i)
-        for i, (d, tied) in enumerate((own, peer))
-    )
-    ok = median <= LAYER_TYPICAL * peer_median and worst <= LAYER_WORST * peer_worst
-    return LocalError(layer, median, worst, peer_median, peer_worst, ok)

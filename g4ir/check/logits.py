@@ -1,21 +1,12 @@
 """Compares an engine with a peer: the interpreter on the same weights, or transformers.
 
-Both are given the same tokens in several turns and single steps; logits are compared at every
-position that yields them, then 16 greedy tokens. Where fp32 logits are out of tolerance, the
-rounding error of the interpreter on this very model is measured (against float64) and four times
-that is allowed. In 16 bits the reference's own rounding is the budget (see ir/distance.py); against
-transformers each layer is also computed in float64 on what the engine gave it, which shows a
-fault that is smaller than all rounding before it. Where something is out of tolerance, the values
-inside are compared in the order in which they are made, and the first that differs is named.
-
-Where an engine verifies drafted tokens, the single steps are made in such rounds too, and held to
-the same budget.
-
-The outputs of the layers at the end of each chunk are compared too: the curve shows where two
-models part. Logits near the softcap are alike whatever made them, so their number is watched. Where
-an engine takes media, its towers and a prompt with a picture are compared with the interpreter's,
-whomever the rest is compared with (see media.py). Of a quantised engine it is also told how far it
-lies from the weights that it was made of, where these are at hand (see quality.py).
+Both get the same tokens in several turns and single steps (and, with speculative decoding, these as
+draft tokens). Compared are logits, 16 greedy tokens, and the layers' outputs at the end of each
+chunk. Where fp32 logits are out of tolerance, four times the rounding error that the interpreter
+makes on this very model is allowed; in 16 bits the reference's own rounding is the budget
+(ir/distance.py), and against transformers each layer is also computed in float64 on what the engine
+gave it. Where something differs, the first value inside that does is named. Media are compared with
+the interpreter's (media.py), quantised engines also with the weights as they were (quality.py).
 """
 
 from __future__ import annotations
@@ -24,30 +15,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from math import prod
 from pathlib import Path
 
 import torch
 
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
-from g4ir.ir.distance import (
-    ROUNDED,
-    Anchor,
-    Errors,
-    Tolerance,
-    budget_of,
-    row_errors,
-    widened,
-)
-from g4ir.model.tensors import text_tensors
-from g4ir.ops.types import ITEMSIZE
+from g4ir.ir.distance import ROUNDED, Anchor, Errors, Tolerance, budget_of, row_errors, widened
 from g4ir.ui.progress import Progress, no_progress
 
-from .layer_errors import LocalError
+from .hf import text_bytes
+from .layer_errors import LocalError, Rows
 from .media import check_media
-from .memory_check import float64_refusal
-from .peers import FINAL, EnginePeer, HfPeer, Peer, Rows, find_peer
+from .memory_check import float64_refusal, param_bytes
+from .peers import FINAL, EnginePeer, HfPeer, Peer, find_peer
 from .quality import find_quality, nll
 from .reference import reference_engine
 from .report import SATURATED, Greedy, LayerError, Position, Saturation, VerifyReport, engine_name
@@ -55,6 +36,7 @@ from .rounding_baseline import coarse
 from .tokens import Turns, chosen_tokens, plan_turns, wanted_tokens
 from .watch import first_difference, first_not_finite
 
+Tensor = torch.Tensor
 AGAINST = ("reference", "hf")
 
 GREEDY = 16
@@ -81,20 +63,14 @@ def verify_engine(
     if against not in AGAINST:
         raise InputError(f"--against {against!r}: expected {' or '.join(AGAINST)}")
     given = plan_turns(engine, chosen_tokens(engine, tokens, wanted_tokens(engine)))
-    with find_peer(engine, against, checkpoint, progress) as peer:
-        report = _compare(engine, peer, given, against, checkpoint, progress)
-        if not report.ok:
-            progress("looking for the first difference")
-            odd = any(math.isnan(p.absolute) for p in report.positions)
-            found = (odd and first_not_finite(engine, given)) or (
-                ROUNDS_ALONE
-                if report.plain_ok and not all(p.ok for p in report.rounds)
-                else _first(engine, peer, given, report.budget.inside)
-            )
-            report = replace(report, first_difference=found)
-        reference = peer.engine if isinstance(peer, EnginePeer) else None
+    peer = find_peer(engine, against, checkpoint, progress)
+    report = _compare(engine, peer, given, against, checkpoint, progress)
+    if not report.ok:
+        progress("looking for the first difference")
+        report = replace(report, first_difference=_first(engine, peer, given, report))
     if not engine.media.kinds:
         return report
+    reference = peer.engine if isinstance(peer, EnginePeer) else None
     return replace(report, media=check_media(engine, reference, progress))
 
 
@@ -106,11 +82,10 @@ def _compare(
     checkpoint: str | Path | None,
     progress: Progress,
 ) -> VerifyReport:
-    own, rounded, text = EnginePeer(engine), engine.dtype in ROUNDED, engine.spec.text
-    ids, where, count = given.ids, given.where, f"{len(given.ids)} tokens"
-    chunks = given.chunks(engine.limits.prefill_chunk)
-    ends = [n - 1 for n in accumulate(map(len, chunks))]
-    shown = range(len(ids)) if rounded else ends
+    own, text, count = EnginePeer(engine), engine.spec.text, f"{len(given.ids)} tokens"
+    ids, where = given.ids, given.where
+    ends = [n - 1 for n in accumulate(map(len, given.chunks(engine.limits.prefill_chunk)))]
+    shown = range(len(ids)) if engine.dtype in ROUNDED else ends
     mine: Rows = {}
     theirs: Rows = {}
     progress(f"{count} through the engine")
@@ -120,28 +95,14 @@ def _compare(
     steps = given.steps if engine.draft_tokens else 0
     # Rows of single steps as rounds make them, where the engine has such.
     rounds = torch.cat((got[: len(got) - steps], own.in_rounds(given))) if steps else got
-    errors, again = row_errors(got, want), row_errors(rounds, want)
-    budget = budget_of(engine.dtype, against, *coarse(engine))
+    budget, (errors, again) = _judged(engine, peer, given, (got, rounds), want, progress)
     local: tuple[LocalError, ...] = ()
-    if rounded:
-        device = engine.device if against == "reference" else "cpu"
-        refusal = float64_refusal(engine, len(ids), len(where), device)
-        progress(f"{count} through {against} {'again' if refusal else 'in float64'}")
-        if anchor := find_anchor(peer, [given], refusal):
-            anchor = replace(anchor, rows=want) if refusal else anchor
-            budget = Tolerance(rounding=anchor.rounding(want, engine.dtype))
-            errors, again = anchor.errors(got, want), anchor.errors(rounds, want)
-        if isinstance(peer, HfPeer) and not refusal:
-            progress("each layer in float64 on the engine's own inputs")
-            local = peer.local(given, (got, mine), (want, theirs), engine.dtype)
-    if budget.relative is not None and not all(
-        bool(budget.holds(e).all()) for e in (errors, again)
-    ):
-        progress(f"{count} through the reference in float64")
-        budget = widened(budget, rounding_error(engine, given))
+    if isinstance(peer, HfPeer) and budget.rounding and not budget.rounding.reason:
+        progress("each layer in float64 on the engine's own inputs")
+        local = peer.local(given, (got, mine), (want, theirs), engine.dtype)
     progress("greedy tokens")
-    greedy = _compare_greedy(own, peer, ids, engine.limits.max_seq, text.readable_ids, budget)
     likelihoods = nll(got, ids, where), nll(want, ids, where)
+    only = {name: {i: held[i] for i in held.keys() & {*ends}} for name, held in mine.items()}
     taken = _taken(engine, peer)
     return VerifyReport(
         engine_name(engine),
@@ -149,15 +110,41 @@ def _compare(
         budget,
         tuple(given.sizes),
         _positions(where, errors, budget),
-        greedy,
+        _compare_greedy(own, peer, ids, engine.limits.max_seq, text.readable_ids, budget),
         likelihoods if len(where) > 1 else None,
         None,
-        _layer_errors(text.num_hidden_layers, _only(mine, ends), theirs),
+        _layer_errors(text.num_hidden_layers, only, theirs),
         _saturation(text.final_logit_softcapping, got, want),
         local=local,
         rounds=_positions(where, again, budget)[len(where) - steps :],
         quality=find_quality(engine, got, given, checkpoint, taken, progress),
     )
+
+
+def _judged(
+    engine: Engine,
+    peer: Peer,
+    given: Turns,
+    many: tuple[Tensor, Tensor],
+    want: Tensor,
+    progress: Progress,
+) -> tuple[Tolerance, list[Errors]]:
+    """Return the tolerance, measured where the dtype or the rounding asks for it, and the errors of
+    each of `many`."""
+    name, dtype = "reference" if isinstance(peer, EnginePeer) else "hf", engine.dtype
+    budget, count = budget_of(dtype, name, *coarse(engine)), f"{len(given.ids)} tokens"
+    errors = [row_errors(rows, want) for rows in many]
+    if dtype in ROUNDED:
+        device = engine.device if name == "reference" else "cpu"
+        refusal = float64_refusal(engine, len(given.ids), len(given.where), device)
+        progress(f"{count} through {name} {'again' if refusal else 'in float64'}")
+        if anchor := find_anchor(peer, [given], want, refusal):
+            budget = Tolerance(rounding=anchor.rounding(want, dtype))
+            errors = [anchor.errors(rows, want) for rows in many]
+    if budget.relative is not None and not all(bool(budget.holds(e).all()) for e in errors):
+        progress(f"{count} through the reference in float64")
+        budget = widened(budget, rounding_error(engine, given))
+    return budget, errors
 
 
 def _positions(where: Sequence[int], errors: Errors, budget: Tolerance) -> tuple[Position, ...]:
@@ -168,29 +155,23 @@ def _positions(where: Sequence[int], errors: Errors, budget: Tolerance) -> tuple
 
 def _taken(engine: Engine, peer: Peer) -> int:
     """Count the bytes of weights that engine and peer hold where the engine runs."""
-    held = sum(v.type.nbytes() for v in engine.program.params().values())
     if isinstance(peer, EnginePeer):
-        return 2 * held
-    theirs = sum(prod(s) for s in text_tensors(engine.spec).values()) * ITEMSIZE[engine.dtype]
-    return held + theirs * (engine.device == "cpu")
+        return 2 * param_bytes(engine)
+    return param_bytes(engine) + text_bytes(engine) * (engine.device == "cpu")
 
 
-def find_anchor(peer: Peer, rows: Sequence[Turns], refusal: str | None) -> Anchor | None:
-    """Return what distances of a batch are measured from: the peer in float64,
-    rows of logits one request after the other; where that is refused no rows, and the other mode
-    alone. None where the other mode says nothing: the interpreter's makes nearly the same
-    roundings."""
+def find_anchor(
+    peer: Peer, rows: Sequence[Turns], want: Tensor, refusal: str | None
+) -> Anchor | None:
+    """Return what distances of a batch are measured from: the peer in float64, rows of logits one
+    request after the other; where that is refused its own rows `want`, and the other mode alone.
+    None where the other mode says nothing: the interpreter's makes nearly the same roundings."""
     if refusal and isinstance(peer, EnginePeer):
         return None
     other = torch.cat([peer.other(given).cpu() for given in rows])
     if refusal:
-        return Anchor("its other mode", other[:0], [other], refusal)
-    wide = torch.cat([peer.wide(given).cpu() for given in rows])
-    return Anchor("float64", wide, [other])
-
-
-def _only(rows: Rows, at: Sequence[int]) -> Rows:
-    return {name: {i: t for i, t in held.items() if i in set(at)} for name, held in rows.items()}
+        return Anchor("its other mode", want, [other], refusal)
+    return Anchor("float64", torch.cat([peer.wide(given).cpu() for given in rows]), [other])
 
 
 def _layer_errors(count: int, mine: Rows, theirs: Rows) -> tuple[LayerError, ...]:
@@ -206,7 +187,7 @@ def _layer_errors(count: int, mine: Rows, theirs: Rows) -> tuple[LayerError, ...
     return tuple(out)
 
 
-def _saturation(cap: float | None, got: torch.Tensor, want: torch.Tensor) -> Saturation | None:
+def _saturation(cap: float | None, got: Tensor, want: Tensor) -> Saturation | None:
     if not cap:
         return None
     shares = [float((t.abs().amax(-1) > SATURATED * cap).float().mean()) for t in (got, want)]
@@ -224,39 +205,33 @@ def rounding_error(engine: Engine, given: Turns) -> float:
     return max(float(row_errors(mode(given), wide).relative.max()) for mode in modes)
 
 
-# ---- what the logits say -----------------------------------------------------------------------
-
-
 def _compare_greedy(
-    own: Peer, peer: Peer, ids: torch.Tensor, room: int, readable: int, budget: Tolerance
+    own: Peer, peer: Peer, ids: Tensor, room: int, readable: int, budget: Tolerance
 ) -> Greedy:
     prompt = ids[: max(1, room - GREEDY + 1)]
     count = min(GREEDY, room - len(prompt) + 1)
     got, _ = own.greedy(prompt, count, readable)
     want, logits = peer.greedy(prompt, count, readable)
     equal = next((i for i in range(count) if got[i] != want[i]), count)
-    if equal == count or _is_close(logits[equal], budget):
+    if equal == count:
         return Greedy(count, equal, None)
-    return Greedy(count, equal, equal)
+    row = logits[equal]
+    best = row.topk(2).values
+    close = bool(best[0] - best[1] <= budget.gap * row.pow(2).mean().sqrt())
+    return Greedy(count, equal, None if close else equal)
 
 
-def _is_close(logits: torch.Tensor, budget: Tolerance) -> bool:
-    best = logits.topk(2).values
-    return bool(best[0] - best[1] <= budget.gap * logits.pow(2).mean().sqrt())
-
-
-# ---- the first value that differs -------------------------------------------------------------
-
-
-def _first(engine: Engine, peer: Peer, given: Turns, budget: Tolerance) -> str:
+def _first(engine: Engine, peer: Peer, given: Turns, report: VerifyReport) -> str:
+    """Name the first value inside that differs, or say where the difference is."""
+    odd = any(math.isnan(p.absolute) for p in report.positions)
+    if odd and (found := first_not_finite(engine, given)):
+        return found
+    if report.plain_ok and not all(p.ok for p in report.rounds):
+        return ROUNDS_ALONE
+    inner = peer.engine if isinstance(peer, EnginePeer) else reference_engine(engine)
+    inside = first_difference(engine, inner, given, report.budget.inside)
     if isinstance(peer, EnginePeer):
-        return first_difference(engine, peer.engine, given, budget) or (
-            "none inside; the logits differ"
-        )
-    reference = reference_engine(engine)
-    inside = first_difference(engine, reference, given, budget)
-    return (
-        f"{inside}, against reference"
-        if inside
-        else ("none against reference: the graph or the weights are not what transformers computes")
-    )
+        return inside or "none inside; the logits differ"
+    if inside:
+        return f"{inside}, against reference"
+    return "none against reference: the graph or the weights are not what transformers computes"

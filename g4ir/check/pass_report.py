@@ -13,6 +13,9 @@ from g4ir.ir.graph import Node, Value, print_node
 from g4ir.ops import OPS
 from g4ir.ops.finite import require_finite
 
+from .steps import GraphStep
+
+Tensor = torch.Tensor
 #: values compared at once, in float64
 BLOCK = 1 << 24
 #: what a value out of tolerance may still differ by: this many times its own rounding, measured
@@ -29,9 +32,6 @@ def joint_budget(ops: Iterable[str], dtype: str) -> float:
     return sum((OPS[op].budget.at(dtype) ** 2 for op in ops), 0.0) ** 0.5
 
 
-# ---- the report -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class OpError:
     """The largest error of an op (or of several in a row), at `value`, and what is allowed."""
@@ -41,18 +41,21 @@ class OpError:
     budget: float
     value: str
 
+    @property
+    def share(self) -> float:
+        """The error as a share of the budget; infinity where it is not a number."""
+        if math.isnan(self.error) or (self.error and not self.budget):
+            return math.inf
+        return self.error / self.budget if self.budget else 0.0
+
 
 @dataclass(frozen=True)
-class Difference:
+class Difference(OpError):
     """A value out of tolerance: the nodes that made it in the earlier stage and those that make it
     now, from values that both stages have."""
 
-    value: str
-    ops: str
     phase: str
     at: int
-    error: float
-    budget: float
     before: tuple[str, ...]
     after: tuple[str, ...]
 
@@ -73,9 +76,9 @@ class StageReport:
     a pass that is `meant` to change what is computed: those after it are, with it."""
 
     name: str
-    values: int
-    worst: tuple[OpError, ...]
-    first: Difference | None
+    values: int = 0
+    worst: tuple[OpError, ...] = ()
+    first: Difference | None = None
     excused: int = 0
     meant: bool = False
 
@@ -104,14 +107,14 @@ class StagesReport:
     tokens: int
     chunks: tuple[int, ...]
     stages: tuple[StageReport, ...]
-    media: tuple[str, ...] = ()
-    rounds: tuple[int, ...] = ()
-    unknown: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
+    media: tuple[str, ...]
+    rounds: tuple[int, ...]
+    unknown: tuple[str, ...]
+    left_out: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
-        return all(s.ok for s in self.stages)
+        return self.culprit is None
 
     @property
     def culprit(self) -> StageReport | None:
@@ -129,21 +132,20 @@ class StagesReport:
         """Return a few lines per stage."""
         sizes = ", ".join(map(str, self.chunks))
         lines = [f"{self.engine}, pass by pass on {self.tokens} tokens in chunks of {sizes}"]
-        lines += [f"  also in rounds of {', '.join(map(str, self.rounds))}"] if self.rounds else []
-        lines += [f"  also {', '.join(self.media)}"] if self.media else []
-        lines += [f"  not checked: {', '.join(self.left_out)}"] if self.left_out else []
-        if self.unknown:
-            lines.append(f"  not checked without --checkpoint DIR: {', '.join(self.unknown)}")
+        for label, names in (
+            ("also in rounds of", self.rounds),
+            ("also", self.media),
+            ("not checked:", self.left_out),
+            ("not checked without --checkpoint DIR:", self.unknown),
+        ):
+            lines += [f"  {label} {', '.join(map(str, names))}"] if names else []
         lines += [s.text() for s in self.stages]
         if self.culprit and self.culprit.first:
             lines.append(f"{self.culprit.name} moves {self.culprit.first.text()}")
         return "\n".join([*lines, "ok" if self.ok else "FAILED"])
 
 
-# ---- judging ----------------------------------------------------------------------------------
-
-
-def local_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+def local_errors(got: Tensor, want: Tensor) -> Tensor:
     """[..., n] -> f64[...]: largest difference of each row, relative to the larger of the wanted
     value and its row's rms. Rows of next to no size count relative to the whole. A value that is
     not a number stays so."""
@@ -156,14 +158,7 @@ def local_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     return torch.cat(errors).view(want.shape[:-1])
 
 
-def _are_equal(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Return whether they are equal, as most values of right stages are: seen in a tenth of the
-    time that their errors take."""
-    alike = got.dtype == want.dtype and got.device == want.device
-    return alike and torch.equal(got, want)
-
-
-def _block_errors(got: torch.Tensor, want: torch.Tensor, floor: float) -> torch.Tensor:
+def _block_errors(got: Tensor, want: Tensor, floor: float) -> Tensor:
     got, want = got.cpu().double(), want.cpu().double()
     rms = want.pow(2).mean(-1, keepdim=True).sqrt()
     return ((got - want).abs() / want.abs().maximum(rms).clamp(min=floor)).amax(-1)
@@ -171,12 +166,11 @@ def _block_errors(got: torch.Tensor, want: torch.Tensor, floor: float) -> torch.
 
 @dataclass(frozen=True)
 class Made:
-    """How a value came about: the nodes between it and values that were given; for a report, the
-    nodes that make it, earlier and now."""
+    """How a value of a step came about: the nodes between it and values that were given; for a
+    report, the nodes that make it, earlier and now."""
 
     value: Value
-    phase: str
-    at: int
+    step: GraphStep
     cone: tuple[Node, ...]
     before: tuple[Node, ...]
     after: tuple[Node, ...]
@@ -203,18 +197,21 @@ class StageComparison:
     def compare(
         self,
         made: Made,
-        got: torch.Tensor,
-        want: torch.Tensor,
-        wide: Callable[[], torch.Tensor],
-        close: Callable[[], torch.Tensor | None] = lambda: None,
+        got: Tensor,
+        want: Tensor,
+        wide: Callable[[], Tensor],
+        close: Callable[[], Tensor | None],
     ) -> None:
         """Compare a value; `wide` without its rounding and `close`, bool[B, S], rows that a router
         could have sent elsewhere, are computed if it is out of tolerance. Raises CheckError if the
         expected value is NaN or infinite, which is not a fault of the stage."""
-        what = f"%{made.value.name}, in {made.phase} at token {made.at}, before {self.name}"
+        step, name = made.step, made.value.name
+        what = f"%{name}, in {step.phase} at token {step.at}, before {self.name}"
         require_finite(want, what, self.dtype)
         budget = joint_budget((n.op for n in made.cone), self.dtype)
-        if _are_equal(got, want):
+        # Most values of right stages are equal: seen in a tenth of the time.
+        alike = got.dtype == want.dtype and got.device == want.device
+        if alike and torch.equal(got, want):
             self.decide(made, 0.0, budget)
             return
         errors = local_errors(got, want)
@@ -226,9 +223,7 @@ class StageComparison:
             budget = max(budget, MEASURED * float(rounding.max()))
         self.decide(made, float(errors.max()), budget)
 
-    def decide_experts(
-        self, made: Made, got: torch.Tensor, want: torch.Tensor, chances: torch.Tensor
-    ) -> None:
+    def decide_experts(self, made: Made, got: Tensor, want: Tensor, chances: Tensor) -> None:
         """Compare chosen experts: others are as good where they are as probable."""
         one, two = chances.gather(-1, got), chances.gather(-1, want)
         error = float(((one - two).abs() / two).max())
@@ -239,21 +234,14 @@ class StageComparison:
         if self.first:
             return
         self.values += 1
-        ops, name = made.ops(self.dtype), made.value.name
-        kept = self.worst.get(ops)
-        if kept is None or _share(error, budget) > _share(kept.error, kept.budget):
-            self.worst[ops] = OpError(ops, error, budget, name)
+        found = OpError(made.ops(self.dtype), error, budget, made.value.name)
+        kept = self.worst.get(found.ops)
+        if kept is None or found.share > kept.share:
+            self.worst[found.ops] = found
         if not error <= budget:
-            self.first = Difference(
-                name,
-                ops,
-                made.phase,
-                made.at,
-                error,
-                budget,
-                tuple(map(print_node, made.before)),
-                tuple(map(print_node, made.after)),
-            )
+            before, after = (tuple(map(print_node, n)) for n in (made.before, made.after))
+            where: dict[str, Any] = {"phase": made.step.phase, "at": made.step.at}
+            self.first = Difference(**vars(found), **where, before=before, after=after)
 
     def report(self) -> StageReport:
         """Return what was found."""
@@ -261,15 +249,8 @@ class StageComparison:
         return StageReport(self.name, self.values, worst, self.first, self.excused)
 
 
-def _rows_like(close: torch.Tensor | None, errors: torch.Tensor) -> torch.Tensor:
+def _rows_like(close: Tensor | None, errors: Tensor) -> Tensor:
     """Return bool[B, S] in the shape of errors [B, S, ...]; all False where the rows are others."""
     if close is None or close.shape != errors.shape[:2]:
         return torch.zeros_like(errors, dtype=torch.bool)
     return close.cpu().reshape(close.shape + (1,) * (errors.dim() - 2)).expand_as(errors)
-
-
-def _share(error: float, budget: float) -> float:
-    """Return the error as a share of the budget; infinity where it is not a number."""
-    if math.isnan(error) or (error and not budget):
-        return math.inf
-    return error / budget if budget else 0.0

@@ -11,12 +11,10 @@ from pathlib import Path
 import torch
 
 from g4ir.engine.engine import Engine
-from g4ir.plan.fit import device_memory
 from g4ir.ui.progress import Progress
-from g4ir.ui.units import size_text
-from g4ir.weights.checkpoint import WeightSource
 from g4ir.weights.pack import MadeParams
 
+from .memory_check import refusal
 from .peers import EnginePeer
 from .reference import original_weights, plain_engine, plain_packing
 from .tokens import Turns
@@ -70,30 +68,19 @@ def find_quality(
     if source is None:
         return Quality(reason="give --checkpoint DIR, the weights that it was made of")
     try:
-        if reason := _why_not(engine, source, taken):
+        if source.forms:
+            return Quality(reason="the checkpoint holds codes, and not what they were made of")
+        packing = plain_packing(engine)
+        need = sum(v.type.nbytes() for v in packing.program.params().values())
+        said = "the weights as they were take {} beside what is loaded"
+        if reason := refusal(said, need, engine.device, taken):
             return Quality(reason=reason)
         progress(f"{len(given.ids)} tokens through the weights as they were")
-        peer = EnginePeer(plain_engine(engine, MadeParams(plain_packing(engine), source)))
+        peer = EnginePeer(plain_engine(engine, MadeParams(packing, source)))
         return measured(got, peer.logits(given), given.ids, given.where)
     finally:
         if checkpoint is not None:
             source.close()
-
-
-def _why_not(engine: Engine, source: WeightSource, taken: int) -> str | None:
-    if source.forms:
-        return "the checkpoint holds codes, and not what they were made of"
-    params = plain_packing(engine).program.params().values()
-    need, free = sum(v.type.nbytes() for v in params), device_memory(engine.device) - taken
-    if need <= free:
-        return None
-    return (
-        f"the weights as they were take {size_text(need)} beside what is loaded, and "
-        f"{size_text(max(free, 0))} are free"
-    )
-
-
-# --- formulas ---------------------------------------------------------------------------------
 
 
 def measured(
@@ -114,7 +101,7 @@ def measured(
 
 def divergences(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     """Return the sum of p (log p - log q) of each row, p of `want` and q of `got`, in nats."""
-    log_p, log_q = (_log_chances(t.cpu()) for t in (want, got))
+    log_p, log_q = (t.cpu().double().log_softmax(-1) for t in (want, got))
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
@@ -122,9 +109,5 @@ def nll(logits: torch.Tensor, ids: torch.Tensor, where: Sequence[int]) -> float:
     """Return the mean of -log p(next token) over the positions that have a next token."""
     rows = [i for i, at in enumerate(where) if at + 1 < len(ids)]
     following = ids[[where[i] + 1 for i in rows]]
-    chances = _log_chances(logits[rows])
+    chances = logits[rows].double().log_softmax(-1)
     return -float(chances.gather(1, following[:, None]).mean())
-
-
-def _log_chances(logits: torch.Tensor) -> torch.Tensor:
-    return logits.double().log_softmax(-1)

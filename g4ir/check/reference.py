@@ -7,13 +7,13 @@ from pathlib import Path
 
 from g4ir.backends.reference import ReferenceRuntime, text_graphs
 from g4ir.engine.engine import Engine
-from g4ir.engine.leader import interpreted
 from g4ir.engine.load import open_weights
+from g4ir.engine.ranks.leader import interpreted
 from g4ir.ops.types import torch_dtype
 from g4ir.weights.checkpoint import WeightSource
-from g4ir.weights.drafter import random_weights
 from g4ir.weights.origin import find_origin
 from g4ir.weights.pack import DEFAULT_PLACEMENT, MadeParams, Packing, make_packing, open_table
+from g4ir.weights.random import random_weights
 
 
 def reference_engine(engine: Engine, held: bool = False) -> Engine:

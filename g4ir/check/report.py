@@ -47,6 +47,10 @@ class Greedy:
     equal: int
     differs: int | None
 
+    def text(self) -> str:
+        close = self.differs is None and self.equal < self.count
+        return f"{self.equal} of {self.count} equal{', then a close call' if close else ''}"
+
 
 @dataclass(frozen=True)
 class LayerError:
@@ -153,16 +157,23 @@ class VerifyReport:
     def text(self) -> str:
         """Return a short table."""
         fine, count = sum(p.ok for p in self.positions), sum(self.turns)
+        long = [str(n) for n in self.turns if n > 1]
+        steps = len(self.turns) - len(long)
+        turns = " + ".join([*long, f"{steps} single steps"] if steps else long)
         lines = [
-            f"{self.engine} against {self.against}, {count} tokens in {_turns(self.turns)}",
+            f"{self.engine} against {self.against}, {count} tokens in {turns}",
             f"  {'logits':10}{'worst':>12}{'position':>10}",
             *(_row(self.positions, *row) for row in _ROWS),
             f"  {'positions':10}{fine:>12} of {len(self.positions)} within tolerance: "
             f"{self.budget}",
-            *self._round_lines(),
-            *self._rounding_lines(),
-            f"  {'greedy':10}{_greedy_text(self.greedy):>12}",
         ]
+        if self.rounds:
+            fine = sum(p.ok for p in self.rounds)
+            lines.append(
+                f"  {'rounds':10}{fine:>12} of {len(self.rounds)} within it, verified as drafts"
+            )
+        lines += self._rounding_lines()
+        lines.append(f"  {'greedy':10}{self.greedy.text()}")
         if self.nll:
             lines.append("  {:10}{:>12.6f} and {:.6f} of the reference".format("NLL", *self.nll))
         lines += self.quality.lines() if self.quality else []
@@ -174,11 +185,6 @@ class VerifyReport:
         if self.first_difference:
             lines.append(f"  first value out of tolerance: {self.first_difference}")
         return "\n".join([*lines, "ok" if self.ok else "FAILED"])
-
-    def _round_lines(self) -> Iterator[str]:
-        if self.rounds:
-            fine = sum(p.ok for p in self.rounds)
-            yield f"  {'rounds':10}{fine:>12} of {len(self.rounds)} within it, verified as drafts"
 
     def _rounding_lines(self) -> Iterator[str]:
         rounding = self.budget.rounding
@@ -200,13 +206,10 @@ class VerifyReport:
 
 
 def _row(positions: Sequence[Position], label: str, key: str, sign: int) -> str:
-    def badness(p: Position) -> float:
-        value = sign * float(getattr(p, key))
-        return math.inf if math.isnan(value) else value
-
-    worst = max(positions, key=badness)
-    value = getattr(worst, key)
-    return f"  {label:10}{1 - value if sign < 0 else value:>12.2e}{worst.at:>10}"
+    values = [sign * float(getattr(p, key)) for p in positions]
+    worst = max(range(len(values)), key=lambda i: (math.isnan(values[i]), values[i]))
+    value = 1 + values[worst] if sign < 0 else values[worst]
+    return f"  {label:10}{value:>12.2e}{positions[worst].at:>10}"
 
 
 def curve(errors: Sequence[float]) -> str:
@@ -214,36 +217,20 @@ def curve(errors: Sequence[float]) -> str:
     height by the logarithm; `_` is no error, `!` not a number. Then the first and the last
     error."""
     step = -(-len(errors) // CURVE_WIDTH)
-    columns = [_worst(errors[i : i + step]) for i in range(0, len(errors), step)]
+    columns = [worst_of(errors[i : i + step]) for i in range(0, len(errors), step)]
     sizes = sorted(e for e in columns if 0 < e < math.inf)
     if not sizes and not any(columns):
         return f"{len(errors)} layers, bit for bit"
     low, high = (sizes[0], sizes[-1]) if sizes else (1.0, 1.0)
-    text = "".join(_level(e, low, high) for e in columns)
+
+    def level(error: float) -> str:
+        if error == 0 or not error < math.inf:
+            return LEVELS[0] if error == 0 else "!"
+        height = math.log(error / low) / math.log(high / low) if high > low else 0.0
+        return LEVELS[1 + round(height * (len(LEVELS) - 2))]
+
+    text = "".join(map(level, columns))
     return f"{text}  relative {errors[0]:.1e} at the first, {errors[-1]:.1e} at the last"
-
-
-def _worst(errors: Sequence[float]) -> float:
-    return max(math.inf if math.isnan(e) else e for e in errors)
-
-
-def _level(error: float, low: float, high: float) -> str:
-    if error == 0 or error == math.inf:
-        return LEVELS[0] if error == 0 else "!"
-    height = math.log(error / low) / math.log(high / low) if high > low else 0.0
-    return LEVELS[1 + round(height * (len(LEVELS) - 2))]
-
-
-def _turns(turns: Sequence[int]) -> str:
-    long = [str(n) for n in turns if n > 1]
-    steps = len(turns) - len(long)
-    return " + ".join([*long, f"{steps} single steps"] if steps else long)
-
-
-def _greedy_text(g: Greedy) -> str:
-    if g.differs is None and g.equal < g.count:
-        return f"{g.equal} of {g.count} equal, then a close call"
-    return f"{g.equal} of {g.count} equal"
 
 
 def engine_name(engine: Engine) -> str:

@@ -3,7 +3,7 @@ hold them, and what products with weights in codes take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,11 +28,11 @@ from g4ir.quant.rewrite import weights_of
 def asked(engine: Engine, name: str) -> str:
     """Return the dtype or format that a pass was asked to round to, or OFF."""
     options = engine.facts.options
-    found = {
-        "narrow_kv": options.of(NarrowOptions).to,
-        "quantize_activations": options.of(ActivationOptions).to,
-    }
-    return OFF if name in engine.facts.skipped_passes else found[name]
+    if name in engine.facts.skipped_passes:
+        return OFF
+    if name == "narrow_kv":
+        return options.of(NarrowOptions).to
+    return options.of(ActivationOptions).to
 
 
 def divisor(engine: Engine) -> int:
@@ -59,11 +59,7 @@ def round_activations(engine: Engine, model: Any) -> None:
     head = dict.fromkeys((HEAD, TOKEN_TABLE), model.get_output_embeddings())
     for weight in map(checkpoint_name, names):
         module = head.get(weight) or modules[weight.removesuffix(".weight")]
-        module.register_forward_pre_hook(_rounder(form))
-
-
-def _rounder(form: str) -> Callable[..., Any]:
-    return lambda module, given: (fake_quantized(given[0], form),)
+        module.register_forward_pre_hook(lambda _, given: (fake_quantized(given[0], form),))
 
 
 def rounding_caches(engine: Engine, model: Any) -> Callable[[], Any] | None:
@@ -71,10 +67,12 @@ def rounding_caches(engine: Engine, model: Any) -> Callable[[], Any] | None:
     rows are; None for an engine that holds them in its dtype."""
     from transformers import DynamicCache
 
-    to, readers = asked(engine, "narrow_kv"), _readers(engine)
+    to, layers = asked(engine, "narrow_kv"), model.get_decoder().layers
     if to == OFF:
         return None
-    layers = model.get_decoder().layers
+    # Layer -> the node that attends to the caches that it owns.
+    nodes = (n for n in engine.program.graphs["decode"].nodes if n.definition.held)
+    readers = {layer_of(n.caches[0].name): n for n in nodes}
 
     class RoundingCache(DynamicCache):
         """Rounds what it is given, then keeps it."""
@@ -85,13 +83,6 @@ def rounding_caches(engine: Engine, model: Any) -> Callable[[], Any] | None:
             return super().update(k, v, layer_idx, *more, **named)
 
     return lambda: RoundingCache(config=model.config.get_text_config())
-
-
-def _readers(engine: Engine) -> Mapping[int, Node]:
-    """Return layer -> the node that attends to the caches that it owns."""
-    nodes = engine.program.graphs["decode"].nodes
-    found = ((layer_of(n.caches[0].name), n) for n in nodes if n.definition.held)
-    return {layer: n for layer, n in found if layer is not None}
 
 
 def rounded(x: torch.Tensor, to: str) -> torch.Tensor:
@@ -106,7 +97,6 @@ def _as_read(
     n: Node, k: torch.Tensor, v: torch.Tensor, attention: Any, to: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return K and V [B,n,T,d] as a node reads them from its caches."""
-
     if n.op != "attention_latent":
         return rounded(k, to), rounded(v, to)
     pairs = rotated_pairs(n.word("kind"), k.shape[-1], n.number("fraction"))

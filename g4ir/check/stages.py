@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ import torch
 from g4ir.backends import find_backend
 from g4ir.engine.engine import Engine
 from g4ir.ir.graph import Graph, Node, Program, Value
-from g4ir.ir.interpret import empty_state, interpret, run_node
+from g4ir.ir.interpret import empty_state, interpret
 from g4ir.ir.rewrite import bind, drop_dead
+from g4ir.ir.wide import in_float64
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.model.names import checkpoint_name
@@ -27,78 +27,63 @@ from g4ir.parallel.table import Share
 from g4ir.parallel.unroll import split_name, unroll
 from g4ir.passes import run_program
 from g4ir.quant.rewrite import from_codes, quantised
-from g4ir.weights.checkpoint import WeightSource
-from g4ir.weights.pack import Packing, own_params, split_program
-from g4ir.weights.unpack import UnpackedWeights
+from g4ir.weights.pack import Packing, UnpackedWeights, own_params, split_program
 
 from .reference import original_weights
 from .steps import GraphStep
 
+Tensor = torch.Tensor
 #: the embedding of a step that has none
 NO_EMBEDDING = Graph("nothing", (), (), (), (), ())
 BACKEND, STORED, MODEL, SHARD = "backend", "stored graphs", "model", "shard"
 
 
-# --- params -----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class PlainParams:
+    """Params of the graph before all passes, of the model or of a rank (parallel/unroll.py): from
+    `whole`, or joined from what each of several ranks holds."""
 
-#: a param of the graph before all passes -> its tensor
-Plain = Callable[[Value], torch.Tensor]
+    share: Share
+    whole: Callable[[Value], Tensor]
+    held: Sequence[UnpackedWeights] = ()
+
+    @property
+    def unpacked(self) -> UnpackedWeights | None:
+        """What undoes the packing, where params come from that."""
+        return self.whole if isinstance(self.whole, UnpackedWeights) else None
+
+    def __call__(self, v: Value) -> Tensor:
+        """Return the tensor of a param, of a rank's own or of the model's."""
+        rank, name = split_name(v.name)
+        if rank is not None:
+            return self._own(rank, replace(v, name=name))
+        made: Tensor = self.share.joined(v, self._own) if self.held else self.whole(v)
+        return made
+
+    def _own(self, rank: int, v: Value) -> Tensor:
+        if self.held:
+            return self.held[rank](v)
+        share = replace(self.share, rank=rank)
+        made: Tensor = share.own(v.name, lambda name: self.whole(replace(v, name=name)))
+        return made
 
 
-def plain_params(engine: Engine, checkpoint: str | Path | None = None) -> Plain:
+def plain_params(engine: Engine, checkpoint: str | Path | None = None) -> PlainParams:
     """Return params by value, in the engine's dtype: from `checkpoint`, else from the engine.
 
     Raises WeightsError where the checkpoint does not fit the engine's spec; the function that is
     returned raises EngineError for what a packed engine no longer holds.
     """
-    whole = _whole_params(engine, checkpoint)
-    if engine.ranks == 1:
-        return whole
-    held = [engine.unpacked(rank) for rank in range(engine.ranks)]
-    return RankParams(engine.share, whole, held if isinstance(whole, UnpackedWeights) else ())
-
-
-def _whole_params(engine: Engine, checkpoint: str | Path | None) -> Plain:
     source = original_weights(engine, checkpoint)
-    return _named(source) if source else engine.unpacked()
+    if source is None:
+        ranks = range(engine.ranks) if engine.ranks > 1 else ()
+        held = [engine.unpacked(rank) for rank in ranks]
+        return PlainParams(engine.share, engine.unpacked(), held)
 
-
-@dataclass(frozen=True)
-class RankParams:
-    """Params of the graph of all ranks (parallel/unroll.py), and of the whole model: from `whole`,
-    which has them whole, or joined of what each rank holds."""
-
-    share: Share
-    whole: Plain
-    held: Sequence[UnpackedWeights]
-
-    def __call__(self, v: Value) -> torch.Tensor:
-        """Return the tensor of a param, of a rank's own or of the model's."""
-        rank, name = split_name(v.name)
-        if rank is not None:
-            return self._own(rank, replace(v, name=name))
-        made: torch.Tensor = self.share.joined(v, self._own) if self.held else self.whole(v)
-        return made
-
-    def _own(self, rank: int, v: Value) -> torch.Tensor:
-        if self.held:
-            return self.held[rank](v)
-        share = replace(self.share, rank=rank)
-        made: torch.Tensor = share.own(v.name, lambda name: self.whole(replace(v, name=name)))
-        return made
-
-
-def unpacked(plain: Plain) -> UnpackedWeights | None:
-    """Return what undoes the packing, where params come from that."""
-    whole = plain.whole if isinstance(plain, RankParams) else plain
-    return whole if isinstance(whole, UnpackedWeights) else None
-
-
-def _named(source: WeightSource) -> Plain:
-    def tensor(v: Value) -> torch.Tensor:
+    def stored(v: Value) -> Tensor:
         return source.tensor(checkpoint_name(v.name)).to(torch_dtype(v.type.dtype))
 
-    return tensor
+    return PlainParams(engine.share, stored)
 
 
 @dataclass
@@ -106,12 +91,12 @@ class StageWeights:
     """Params of any stage of the pipeline on one device. One tensor serves all stages that make it
     in the same way."""
 
-    plain: Plain
+    plain: PlainParams
     device: str
-    _made: dict[str, tuple[Graph, torch.Tensor]] = field(default_factory=dict)
-    _plain: dict[str, torch.Tensor] = field(default_factory=dict)
+    _made: dict[str, tuple[Graph, Tensor]] = field(default_factory=dict)
+    _plain: dict[str, Tensor] = field(default_factory=dict)
 
-    def params(self, packing: Packing, graph: Graph) -> dict[str, torch.Tensor]:
+    def params(self, packing: Packing, graph: Graph) -> dict[str, Tensor]:
         """Return the params of one of the packing's main graphs."""
         made = packing.prologue.producers()
         return {
@@ -119,20 +104,17 @@ class StageWeights:
             for v in graph.params
         }
 
-    def _param(self, prologue: Graph, v: Value) -> torch.Tensor:
+    def _param(self, prologue: Graph, v: Value) -> Tensor:
         recipe = drop_dead(replace(prologue, outputs=(v,)))
         if v.name not in self._made or self._made[v.name][0] != recipe:
             given = {x.name: self._held(x) for x in recipe.params}
             self._made[v.name] = recipe, interpret(recipe, {}, given, {})[0][v.name]
         return self._made[v.name][1]
 
-    def _held(self, v: Value) -> torch.Tensor:
+    def _held(self, v: Value) -> Tensor:
         if v.name not in self._plain:
             self._plain[v.name] = self.plain(v).to(self.device)
         return self._plain[v.name]
-
-
-# --- stages -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -193,21 +175,21 @@ class Stage:
     @cached_property
     def recordings(self) -> dict[str, Recording]:
         graphs = self.packing.program.graphs
-        embed = (graphs["embed"], self.params["embed"])
-        # Values of both graphs have one type by name.
-        judged = (bind(embed[0], S="M"), embed[1])
         recordings = {}
         for name in self.params.keys() - {"embed"}:
-            rows = judged if name == VERIFY else embed
-            first, given = (NO_EMBEDDING, {}) if is_tower(name) or name == DRAFT else rows
-            own = (given, self.params[name])
-            recordings[name] = Recording((first, graphs[name]), own, self.packing.prologue)
+            first, given = graphs["embed"], self.params["embed"]
+            if name == VERIFY:  # values of both graphs have one type by name
+                first = bind(first, S="M")
+            if is_tower(name) or name == DRAFT:
+                first, given = NO_EMBEDDING, {}
+            both, params = (first, graphs[name]), (given, self.params[name])
+            recordings[name] = Recording(both, params, self.packing.prologue)
         return recordings
 
-    def caches(self, slots: int, device: str) -> dict[str, torch.Tensor]:
+    def caches(self, slots: int, device: str) -> dict[str, Tensor]:
         """Return empty KV caches for one sequence."""
         state = tuple(self.packing.program.state().values())
-        empty = empty_state(Graph("caches", (), (), state, (), ()), {"B": 1, "C": slots})
+        empty = empty_state(replace(NO_EMBEDDING, state=state), {"B": 1, "C": slots})
         return {name: t.to(device) for name, t in empty.items()}
 
 
@@ -216,55 +198,51 @@ def stages_of(
 ) -> Iterator[Stage]:
     """Yield the model as written, sharded, and after each pass; then the engine's own graphs if
     they differ (an engine of an older version). Only `graphs` can be run."""
-    m = engine.facts
-    stored = functools.partial(find_backend(m.backend).stored, device=m.device)
+    facts, held = engine.facts, weights.plain.unpacked is not None
+    stored = partial(find_backend(facts.backend).stored, device=facts.device)
+    stage = partial(_stage, engine, weights, graphs)
     plain = _written(engine)
-    held = unpacked(weights.plain) is not None
     if held:
         plain = plain.map(from_codes)
     after: dict[str, dict[str, Graph]] = {MODEL: dict(plain.graphs)}
     if engine.ranks > 1:
         if engine.recipe and not engine.recipe.held:
             after.clear()  # each rank made codes of its part, with scales of their own
-        plain = shard_program(plain, engine.spec, engine.ranks, m.ep)
+        plain = shard_program(plain, engine.spec, engine.ranks, facts.ep)
         after[SHARD] = dict(plain.graphs)
 
     def keep(name: str, g: Graph) -> None:
         after.setdefault(name, {})[g.name] = g
 
-    run_program(
-        plain,
-        skip=m.skipped_passes,
-        dump=keep,
-        options=m.options,
-    )
+    run_program(plain, skip=facts.skipped_passes, dump=keep, options=facts.options)
     packing = None
     for name, made in after.items():
         packing = split_program(stored(Program(made)))
-        yield _stage(engine, name, packing, weights, graphs)
-    prologue = from_codes(engine.prologue) if held else engine.prologue
-    own = Packing(engine.program, prologue)
+        yield stage(name, packing)
+    own = Packing(engine.program, from_codes(engine.prologue) if held else engine.prologue)
     if packing != own:
-        yield _stage(engine, STORED, own, weights, graphs)
+        yield stage(STORED, own)
 
 
 def _written(engine: Engine) -> Program:
-    verifies = VERIFY in engine.program.graphs
     plain = build_program(
-        *(engine.spec, engine.all_logits, engine.dtype, engine.media, verifies, engine.drafter)
+        engine.spec,
+        engine.all_logits,
+        engine.dtype,
+        media=engine.media,
+        verifies=VERIFY in engine.program.graphs,
+        drafter=engine.drafter,
     )
     return quantised(plain, engine.spec, engine.recipe, engine.dtype)
 
 
 def _stage(
-    engine: Engine, name: str, packing: Packing, weights: StageWeights, graphs: Sequence[str]
+    engine: Engine, weights: StageWeights, graphs: Sequence[str], name: str, packing: Packing
 ) -> Stage:
     if engine.ranks > 1 and name != MODEL:
         packing = _side_by_side(packing, engine.share)
-    params: dict[str, Mapping[str, Any]] = {"embed": engine.tables}
-    for graph in graphs:
-        params[graph] = weights.params(packing, packing.program.graphs[graph])
-    return Stage(name, packing, params)
+    made = {g: weights.params(packing, packing.program.graphs[g]) for g in graphs}
+    return Stage(name, packing, {"embed": engine.tables, **made})
 
 
 def _side_by_side(packing: Packing, share: Share) -> Packing:
@@ -278,23 +256,16 @@ def _side_by_side(packing: Packing, share: Share) -> Packing:
 class Trace:
     """Every value of a stage in one step, and its KV cache before it."""
 
-    values: Mapping[str, torch.Tensor]
-    state: Mapping[str, torch.Tensor]
+    values: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
 
-    def in_float64(self, recording: Recording, cone: Iterable[Node], name: str) -> torch.Tensor:
+    def in_float64(self, recording: Recording, cone: Sequence[Node], name: str) -> Tensor:
         """Recompute `name` in float64 through the nodes of the cone."""
         known = {**recording.params[0], **recording.params[1], **self.state, **self.values}
-        own: dict[str, Any] = {}
-        for n in cone:
-            inputs = [own[v.name] if v.name in own else _double(known[v.name]) for v in n.inputs]
-            made = [_double(t) for t in run_node(n, inputs)]
-            own |= {v.name: t for v, t in zip(n.outputs, made, strict=True)}
-        out: torch.Tensor = own[name]
-        return out
-
-
-def _double(t: Any) -> Any:
-    return t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+        made = {v.name for n in cone for v in n.outputs}
+        needed = {v.name for n in cone for v in n.inputs} - made
+        graph = replace(NO_EMBEDDING, nodes=tuple(cone))
+        return in_float64(graph, {k: known[k] for k in needed}, {})[name]
 
 
 class StageRun:
@@ -308,7 +279,7 @@ class StageRun:
         values, before = step.feeds(self.device), self.state
         recording = self.stage.recordings[step.phase]
 
-        def keep(v: Value, t: torch.Tensor) -> None:
+        def keep(v: Value, t: Tensor) -> None:
             values[v.name] = t.to(self.device)
 
         for graph, params in zip(recording.graphs, recording.params, strict=True):

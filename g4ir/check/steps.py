@@ -1,9 +1,7 @@
 """The runs that `verify --each-pass` compares: one step is one run of a graph.
 
-Text is given as chunks, one longer than the window after a shorter one, then single steps. An
-engine with speculative decoding also verifies the last ones as draft tokens, some of them wrong:
-the next round is computed over what those left in the KV cache. An engine with media also runs the
-chunks through `prefill_media`, with a block in each, and the smallest tower of each part.
+Text is given as chunks, one longer than the window after a shorter one, then single steps; also as
+draft tokens, some of them wrong, and with blocks as media have, where the engine has those graphs.
 """
 
 from __future__ import annotations
@@ -62,31 +60,18 @@ def text_step(
     block_ids: torch.Tensor | None = None,
     verify: bool = False,
 ) -> GraphStep:
-    """Make the step of tokens i64[1, S], of which the first `valid` count. With `block_ids`,
-    i64[1, S], blocks of them attend to each other both ways; `verify`: as draft tokens."""
+    """Make the step of tokens i64[1, S], the first `valid` of them no padding; `block_ids`, i64[1,
+    S]: blocks that attend to each other both ways; `verify`: as draft tokens."""
     count = tokens.shape[1]
     inputs = {
         "tokens": tokens,
         "positions": at + torch.arange(count)[None],
         "lengths": torch.tensor([valid]),
     }
-    phase = "decode" if count == 1 else "prefill"
+    phase = VERIFY if verify else "decode" if count == 1 else "prefill"
     if block_ids is not None:
         inputs["block_ids"], phase = block_ids, BLOCKS
-    if verify:
-        phase = VERIFY
     return GraphStep(phase, at, at + valid, inputs, valid, "M" if verify else "S")
-
-
-def tower_step(item: Item) -> GraphStep:
-    return GraphStep(item.tower, 0, 1, item.feeds, item.rows, item.size)
-
-
-def draft_step(at: int, row: torch.Tensor, hidden: torch.Tensor) -> GraphStep:
-    """Make a step of the draft model after `at` tokens, from embedding and state, [1,1,hidden]."""
-    position = torch.tensor([[at]])
-    inputs = {"positions": position, "last": position - 1, "written": position[0]}
-    return GraphStep(DRAFT, at, at, {**inputs, "embeds": row, HIDDEN: hidden})
 
 
 def series_of(
@@ -94,20 +79,24 @@ def series_of(
 ) -> Iterator[Series]:
     """Yield the text with a step of the draft model, then as the engine has them the text in
     verification steps, with blocks, and each tower."""
-    yield [*chunks, *_drafted(engine, chunks[-1].end)]
+    drafted = [_draft_step(engine, chunks[-1].end)] if engine.drafter else []
+    yield [*chunks, *drafted]
     if VERIFY in engine.program.graphs:
         yield [*rounds_of(chunks, engine.draft_tokens + 1, engine.limits.max_seq)]
     if BLOCKS in engine.program.graphs and (blocked := [*_blocked(chunks)]):
         yield blocked
     for item in items:
-        yield [tower_step(item)]
+        yield [GraphStep(item.tower, 0, 1, item.feeds, item.rows, item.size)]
 
 
-def _drafted(engine: Engine, at: int) -> Iterator[GraphStep]:
-    if engine.drafter:
-        shape = (2, 1, 1, engine.spec.text.hidden_size)
-        rows = torch.randn(shape, generator=torch.Generator().manual_seed(at))
-        yield draft_step(at, *rows.to(torch_dtype(engine.dtype)))
+def _draft_step(engine: Engine, at: int) -> GraphStep:
+    """Make a step of the draft model after `at` tokens, on a random embedding and state."""
+    shape = (2, 1, 1, engine.spec.text.hidden_size)
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(at))
+    embeds, hidden = rows.to(torch_dtype(engine.dtype))
+    position = torch.tensor([[at]])
+    inputs = {"positions": position, "last": position - 1, "written": position[0]}
+    return GraphStep(DRAFT, at, at, {**inputs, "embeds": embeds, HIDDEN: hidden})
 
 
 def rounds_of(chunks: Sequence[GraphStep], width: int, room: int) -> Iterator[GraphStep]:

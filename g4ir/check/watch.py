@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from g4ir.backends.base import Runtime, Tensors
 from g4ir.engine.engine import Engine
 from g4ir.engine.session import Session
-from g4ir.ir.distance import Errors, Tolerance, row_errors
+from g4ir.ir.distance import Tolerance, row_errors
 from g4ir.ir.names import layer_of
 from g4ir.ops.finite import advice
 from g4ir.ops.kv_quant import comparable
@@ -33,7 +34,7 @@ class ChunkPosition:
 #: sees a chunk, the name of a value in it and the value
 ChunkWatch = Callable[[ChunkPosition, str, torch.Tensor], None]
 #: what a session is asked for
-Step = Callable[["Session"], object]
+Step = Callable[[Session], Any]
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,8 @@ class Watched:
 
 def first_difference(engine: Engine, peer: Engine, given: Turns, budget: Tolerance) -> str | None:
     """Run both chunk by chunk; name the first value that both make and that is out of tolerance."""
-
-    def feed(piece: torch.Tensor, session: Session) -> object:
-        return session.prefill(piece[None])
-
-    steps = (partial(feed, piece) for piece in given.chunks(engine.limits.prefill_chunk))
+    chunks = given.chunks(engine.limits.prefill_chunk)
+    steps = (methodcaller("prefill", piece[None]) for piece in chunks)
     found = first_value(engine, peer, steps, budget)
     return found[1] if found else None
 
@@ -88,10 +86,11 @@ def first_value(
             return
         errors = row_errors(got, want)
         if not bool(budget.holds(errors).all()):
-            found.append((place, _described(name, place, errors)))
+            apart = f"relative error {float(errors.relative.max()):.1e}"
+            cosine = f"cosine {float(errors.cosine.min()):.6f}"
+            found.append((place, f"{_placed(name, place)}: {apart}, {cosine}"))
 
-    one = watched(engine, keep, deep=True)
-    two = watched(peer, compare, deep=True)
+    one, two = watched(engine, keep, deep=True), watched(peer, compare, deep=True)
     for step in steps:
         made.clear()
         step(one)
@@ -128,13 +127,6 @@ def watched(engine: Engine, watch: ChunkWatch, deep: bool = False) -> Session:
 def watching(engine: Engine, watch: ChunkWatch, **more: Any) -> Engine:
     """The same engine, whose values are shown to `watch`; see Watched for what more there is."""
     return replace(engine, runtime=Watched(engine.runtime, watch, **more))  # type: ignore[arg-type]
-
-
-def _described(name: str, place: ChunkPosition, errors: Errors) -> str:
-    return (
-        f"{_placed(name, place)}: relative error {float(errors.relative.max()):.1e}, cosine "
-        f"{float(errors.cosine.min()):.6f}"
-    )
 
 
 def _placed(name: str, place: ChunkPosition) -> str:

@@ -55,14 +55,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="g4ir",
         description="Compiler and inference engine for Gemma 4 models.",
-        epilog="first steps:\n"
-        "  g4ir build --variant tiny-moe --backend torch --random-weights 0 --max-seq 512\n"
-        "  g4ir run engines/tiny-moe-torch --tokens 2,5,7,9\n"
-        "`g4ir VERB --help` describes a verb; README.md and docs/guide.md are the manual.\n\n"
-        "exit codes: 0 ok, 1 a check failed, 2 wrong usage or bad input, 3 the environment\n"
-        "lacks something, 4 another rank ended or does not answer, 70 a bug in g4ir,\n"
-        "74 stdout cannot be written, 128 + N ended by signal N (130 interrupted),\n"
-        "141 the reader of stdout went away",
+        epilog=tables()["epilog"],
     )
     parser.add_argument("--version", action="version", version=f"g4ir {__version__}")
     inner = {"": parser.add_subparsers(metavar="VERB", required=True)}
@@ -83,7 +76,7 @@ def run_command(args: argparse.Namespace) -> int:
     timeout_s = args.rank_timeout
     with join(TIMEOUT_S if timeout_s is None else timeout_s) as group:
         if group.rank:
-            from g4ir.engine.worker import follow
+            from g4ir.engine.ranks.worker import follow
 
             follow(group)
             return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from g4ir.bench.compare import compare_reports, compare_text
@@ -64,27 +65,24 @@ def _measured(args: argparse.Namespace, workload: Workload) -> BenchReport:
     draft = given_draft(args)["draft"]
     engines: list[Engine] = []
     seconds = []
-    with console.Progress() as progress:
-        try:
-            for path in args.engines:
-                start = time.perf_counter()
-                engines.append(load(path, progress, args.cuda_graph, args.trust, args.threads))
-                seconds.append(time.perf_counter() - start)
-            return run_bench(
-                engines,
-                workload,
-                peers=args.peer,
-                rounds=args.rounds,
-                warmup=args.warmup,
-                checkpoint=args.checkpoint,
-                load_s=seconds,
-                progress=progress,
-                draft=draft.source,
-                draft_tokens=draft.tokens or None,
-            )
-        finally:
-            for engine in engines:
-                engine.close()
+    with console.Progress() as progress, ExitStack() as opened:
+        for path in args.engines:
+            start = time.perf_counter()
+            engines.append(load(path, progress, args.cuda_graph, args.trust, args.threads))
+            opened.callback(engines[-1].close)
+            seconds.append(time.perf_counter() - start)
+        return run_bench(
+            engines,
+            workload,
+            peers=args.peer,
+            rounds=args.rounds,
+            warmup=args.warmup,
+            checkpoint=args.checkpoint,
+            load_s=seconds,
+            progress=progress,
+            draft=draft.source,
+            draft_tokens=draft.tokens or None,
+        )
 
 
 def _write(args: argparse.Namespace, report: BenchReport) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import re
 from dataclasses import asdict
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,6 @@ def build(args: argparse.Namespace) -> int:
     """Build an engine, or say what a build would make."""
     from g4ir.engine.build import check_absent, prepare, write_engine
 
-    if args.dry_run and args.verify:
-        raise InputError("--dry-run builds nothing that --verify could check")
     if args.verify and args.tp > 1:
         raise InputError(
             f"--verify runs the engine, which takes {args.tp} processes: build it, then verify it "
@@ -100,12 +98,8 @@ def _tell_notes(p: Prepared, dry: bool) -> None:
 
 
 def _tell_leftovers(out: Path) -> None:
-    for left in sorted(out.absolute().parent.glob(f".{_escaped(out.name)}{BUILDING}*")):
+    for left in sorted(out.absolute().parent.glob(f".{escape(out.name)}{BUILDING}*")):
         console.say(f"note: {left} is left of a killed build, or of one that still runs")
-
-
-def _escaped(name: str) -> str:
-    return re.sub(r"([*?\[])", r"[\1]", name)
 
 
 def _dry_run(p: Prepared, out: Path, as_json: bool, progress: console.Progress) -> int:

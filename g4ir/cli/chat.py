@@ -8,28 +8,17 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from g4ir.errors import G4Error, InputError
-from g4ir.model.media import AUDIO, IMAGE, VIDEO, check_there
+from g4ir.model.media import KINDS, check_there
 from g4ir.spec.reader import did_you_mean
 from g4ir.ui import console
 from g4ir.ui.paths import cache_root, private
 
-from .common import emit, load_to_generate
-from .talking import (
-    DIM,
-    PLAIN,
-    Screen,
-    begun,
-    check_draft,
-    check_talk,
-    check_turns,
-    declare,
-    short_summary,
-    summary,
-)
+from . import talking
+from .common import emit, load_to_generate, tables
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,30 +30,29 @@ PROMPT, MORE = ">>> ", "... "
 MOST_LINES = 1000
 #: what begins and ends a message of several lines, which a command may have too
 QUOTES = '"""'
+#: former name of a command, for one release -> its name
+FORMER_COMMANDS = {"/thoughts": "/reasoning"}
+#: command, a method of Repl -> its usage and its help
+COMMANDS: dict[str, tuple[str, str]] = tables()["chat commands"]
 _BLOCK = re.compile(rf"\s*(/\w+\s+)?{QUOTES}")
 
 
 def chat(args: argparse.Namespace) -> int:
     """Talk with an engine."""
-    check_talk(args)
-    check_draft(args)
+    talking.check_draft(args)
     if sys.stdin is None:
         raise InputError("stdin is closed, and messages are read from it")
     for kind, path in args.media:
         check_there(kind, path)
-    check_turns(args.engine)
+    talking.check_talk(args)
     terminal = sys.stdin.isatty() and sys.stdout.isatty() and not args.json
-    with console.Progress() as progress:
-        engine = load_to_generate(args, progress)
-        try:
-            talk = begun(engine, args)
-            progress.stop()
-            try:
-                return _talk(talk, args, terminal)
-            finally:
-                talk.close()
-        finally:
-            engine.close()
+    with (
+        console.Progress() as progress,
+        closing(load_to_generate(args, progress)) as engine,
+        closing(talking.begun(engine, args)) as talk,
+    ):
+        progress.stop()
+        return _talk(talk, args, terminal)
 
 
 def _talk(talk: ChatSession, args: argparse.Namespace, terminal: bool) -> int:
@@ -73,39 +61,33 @@ def _talk(talk: ChatSession, args: argparse.Namespace, terminal: bool) -> int:
     for kind, path in args.media:
         repl.attach(kind, path)
     if not terminal:
-        repl.run(Piped(sys.stdin.buffer))
+        repl.run(from_pipe(sys.stdin.buffer))
         return int(repl.failed)
     name, room = talk.engine.spec.name, talk.engine.limits.max_seq
     console.say(f"{name}, {room} tokens; /help lists commands, Ctrl-D leaves")
     with history():
-        repl.run(Typed())
+        repl.run(typed)
     return 0
 
 
-# --- lines ------------------------------------------------------------------------------------
+#: returns a line for a prompt, None after the last
+Lines = Callable[[str], str | None]
 
 
-class Typed:
+def typed(prompt: str) -> str | None:
     """Lines that somebody types."""
-
-    def __call__(self, prompt: str) -> str | None:
-        """Return a line, None after the last."""
-        try:
-            return input(prompt)
-        except EOFError:
-            print()
-            return None
+    try:
+        return input(prompt)
+    except EOFError:
+        print()
+        return None
 
 
-class Piped:
+def from_pipe(stream: Any) -> Lines:
     """Lines of a file or a pipe, in UTF-8."""
 
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-
-    def __call__(self, prompt: str) -> str | None:
-        """Return a line, None after the last."""
-        raw: bytes = self.stream.readline()
+    def line(prompt: str) -> str | None:
+        raw: bytes = stream.readline()
         if not raw:
             return None
         try:
@@ -113,8 +95,10 @@ class Piped:
         except UnicodeDecodeError as e:
             raise InputError(f"a line is not UTF-8 at byte {e.start}") from None
 
+    return line
 
-def whole(lines: Callable[[str], str | None], prompt: str) -> str | None:
+
+def whole(lines: Lines, prompt: str) -> str | None:
     '''Return a message, None after the last. It goes on behind a backslash at the end of a line,
     and from """ at the beginning to the next """. InputError where that does not come.'''
     line = lines(prompt)
@@ -129,17 +113,14 @@ def whole(lines: Callable[[str], str | None], prompt: str) -> str | None:
     return line
 
 
-def _quoted(lines: Callable[[str], str | None], first: str) -> str:
+def _quoted(lines: Lines, text: str) -> str:
     """Return a text up to the quotes that end it; line breaks next to the quotes are no part."""
-    out, line = list[str](), first
-    while QUOTES not in line:
-        out.append(line)
+    while QUOTES not in text:
         more = lines(MORE)
         if more is None:
             raise InputError(f"the message has no {QUOTES} that ends it; it was not sent")
-        line = more
-    text, _, rest = line.partition(QUOTES)
-    text = "\n".join([*out, text])
+        text += f"\n{more}"
+    text, _, rest = text.partition(QUOTES)
     return text.removeprefix("\n").removesuffix("\n") + rest
 
 
@@ -167,20 +148,17 @@ def history() -> Iterator[None]:
                 place.chmod(0o600)
 
 
-# --- commands ---------------------------------------------------------------------------------
-
-
 class Repl:
     """Takes messages, commands and answers of tools, one after the other."""
 
     def __init__(self, talk: ChatSession, terminal: bool, json: bool = False) -> None:
         self.talk, self.terminal, self.json = talk, terminal, json
-        self.screen = Screen(terminal)
+        self.screen = talking.Screen(terminal)
         #: whether something was refused
         self.failed = False
         self._stats, self._leaves = "short", False
 
-    def run(self, lines: Callable[[str], str | None]) -> None:
+    def run(self, lines: Lines) -> None:
         """Take all of the lines. What is wrong with one is said, and the next is taken."""
         while not self._leaves:
             try:
@@ -228,14 +206,16 @@ class Repl:
         name, _, below = name.partition("\n")
         rest = f"{below}{rest}".strip()
         name = FORMER_COMMANDS.get(name, name)
+        command = name.removeprefix("/")
         if name not in COMMANDS:
             raise InputError(
                 f"no command {name}; /help lists them, and a message that begins with / has a "
                 f"space before it{did_you_mean(name, COMMANDS)}"
             )
-        COMMANDS[name][0](self, rest)
-
-    # --- answers ------------------------------------------------------------------------------
+        if command in KINDS:
+            self.attach(command, rest)
+        else:
+            getattr(self, command)(rest)
 
     def _answer(self, ask: Callable[[Any], Turn]) -> None:
         """Show an answer; Ctrl-C ends it."""
@@ -250,7 +230,7 @@ class Repl:
         if not self.terminal:
             return
         if made := STATS[self._stats]:
-            print(f"{DIM}{made(turn, self.talk.engine.limits.max_seq)}{PLAIN}")
+            print(f"{talking.DIM}{made(turn, self.talk.engine.limits.max_seq)}{talking.PLAIN}")
         elif turn.finish_reason == "interrupted":
             self._tell("interrupted")
         if turn.full:
@@ -258,12 +238,9 @@ class Repl:
         elif turn.nothing:
             self._tell("nothing was said yet: your message was taken back")
 
-    # --- what commands do ---------------------------------------------------------------------
-
     def attach(self, kind: str, path: str) -> None:
         """Read a file for the next message."""
-        if not path:
-            raise InputError(f"/{kind}: give the path of a file")
+        _given(path, f"/{kind}: give the path of a file")
         soft = self.talk.attach(kind, _path(path))
         if self.terminal:
             self._tell(f"{soft.count} tokens, for the next message")
@@ -272,12 +249,11 @@ class Repl:
         self.talk.set_system(text)
 
     def tools(self, text: str) -> None:
-        if not text:
-            raise InputError("/tools: give a FILE of JSON, or off")
+        _given(text, "/tools: give a FILE of JSON, or off")
         if text == "off":
             self.talk.set_tools(None)
         else:
-            declare(self.talk, _path(text))
+            talking.declare(self.talk, _path(text))
 
     def think(self, text: str) -> None:
         if text not in ("on", "off") and not re.fullmatch("[0-9]{1,9}", text):
@@ -320,13 +296,11 @@ class Repl:
         self.talk.clear()
 
     def save(self, text: str) -> None:
-        if not text:
-            raise InputError("/save: give a FILE")
+        _given(text, "/save: give a FILE")
         self.talk.save(_path(text))
 
     def load(self, text: str) -> None:
-        if not text:
-            raise InputError("/load: give a FILE")
+        _given(text, "/load: give a FILE")
         self.talk.load(_path(text))
         if self.terminal:
             self._tell(f"{len(self.talk.messages)} messages")
@@ -334,7 +308,7 @@ class Repl:
     def show(self, text: str) -> None:
         talk = self.talk
         names = [t["function"]["name"] for t in talk.tools or ()]
-        thinking = "off" if not talk.thinking.on else talk.thinking.budget or "on"
+        thinking = "on" if talk.thinking.on else "off"
         if talk.thinking.on and talk.thinking.budget is not None:
             thinking = f"at most {talk.thinking.budget} tokens"
         given = {**talk.defaults.sampling, **talk.settings}
@@ -352,15 +326,18 @@ class Repl:
         self._tell("\n".join(f"{name:<9} {value}" for name, value in lines.items()))
 
     def help(self, text: str) -> None:
-        rows = [(f"{name} {usage}".strip(), what) for name, (_, usage, what) in COMMANDS.items()]
-        rows += [(QUOTES, f"begins a message of several lines, {QUOTES} ends it")]
-        rows += [("\\", "at the end of a line: the message goes on in the next")]
-        rows += [("Ctrl-C", "ends an answer"), ("Ctrl-D", "leaves")]
-        width = max(len(left) for left, _ in rows)
-        self._tell("\n".join(f"{left:<{width}}  {what}" for left, what in rows))
+        rows = {f"{name} {usage}".strip(): what for name, (usage, what) in COMMANDS.items()}
+        rows |= tables()["chat keys"]
+        width = max(map(len, rows))
+        self._tell("\n".join(f"{left:<{width}}  {what}" for left, what in rows.items()))
 
     def bye(self, text: str) -> None:
         self._leaves = True
+
+
+def _given(text: str, message: str) -> None:
+    if not text:
+        raise InputError(message)
 
 
 def _path(text: str) -> str:
@@ -377,40 +354,7 @@ def _path(text: str) -> str:
 
 #: what is shown after an answer
 STATS: dict[str, Callable[[Turn, int], str] | None] = {
-    "on": summary,
-    "short": short_summary,
+    "on": talking.summary,
+    "short": talking.short_summary,
     "off": None,
-}
-Act = Callable[[Repl, str], None]
-
-
-def _medium(kind: str) -> tuple[Act, str, str]:
-    return lambda repl, path: repl.attach(kind, path), "PATH", f"attach {kind} to the next message"
-
-
-#: former name of a command, for one release -> its name
-FORMER_COMMANDS = {"/thoughts": "/reasoning"}
-#: command -> its method, its usage and its help
-COMMANDS: dict[str, tuple[Act, str, str]] = {
-    "/system": (Repl.system, "TEXT", "system prompt; without TEXT: none"),
-    "/image": _medium(IMAGE),
-    "/audio": _medium(AUDIO),
-    "/video": _medium(VIDEO),
-    "/tools": (Repl.tools, "FILE|off", "tool definitions (JSON, OpenAI format)"),
-    "/think": (Repl.think, "on|off|N", "reasoning on or off; at most N reasoning tokens"),
-    "/reasoning": (Repl.reasoning, "show|hide", "show or hide the reasoning"),
-    "/set": (
-        Repl.set,
-        "[NAME [VALUE]]",
-        "set a sampling parameter; VALUE default: the checkpoint's; without VALUE: show it",
-    ),
-    "/stats": (Repl.stats, "on|short|off", "statistics after an answer"),
-    "/retry": (Repl.retry, "", "regenerate the last answer"),
-    "/undo": (Repl.undo, "", "remove the last message and its answer"),
-    "/show": (Repl.show, "", "current settings and context usage"),
-    "/clear": (Repl.clear, "", "clear the conversation; keep system prompt, tools and settings"),
-    "/save": (Repl.save, "FILE", "write messages and tools as JSON"),
-    "/load": (Repl.load, "FILE", "load a saved conversation"),
-    "/help": (Repl.help, "", "list the commands"),
-    "/bye": (Repl.bye, "", "leave"),
 }

@@ -13,8 +13,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import yaml
-
 from g4ir.errors import InputError
 from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.model.draft import DRAFT
@@ -27,6 +25,7 @@ from g4ir.plan.options import BuildOptions
 from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import SUFFIXES, Spec, load_spec, spec_names
 from g4ir.ui import console
+from g4ir.ui.files import read_table
 from g4ir.ui.units import parse_count
 
 if TYPE_CHECKING:
@@ -120,9 +119,7 @@ class Parser(argparse.ArgumentParser):
 @cache
 def tables() -> dict[str, Any]:
     """Return what verbs.yaml says."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    found: dict[str, Any] = yaml.load(Path(__file__).with_name("verbs.yaml").read_bytes(), loader)
-    return found
+    return read_table(Path(__file__).with_name("verbs.yaml"))
 
 
 def add_verb(verbs: Any, name: str) -> Parser:
@@ -132,14 +129,35 @@ def add_verb(verbs: Any, name: str) -> Parser:
     word = name.rpartition(" ")[2]
     parser: Parser = verbs.add_parser(word, help=table["help"], description=described)
     add_flags(parser, table["flags"], {**WORDS, **table.get("words", {})})
-    parser.set_defaults(command=partial(_do, table["does"]), **table.get("defaults", {}))
+    command = partial(_do, parser, table["does"], table.get("rules", ()))
+    parser.set_defaults(command=command, **table.get("defaults", {}))
     return parser
 
 
-def _do(function: str, args: argparse.Namespace) -> int:
+def _do(
+    parser: Parser, function: str, rules: Iterable[Mapping[str, Any]], args: argparse.Namespace
+) -> int:
+    _check_rules(parser, rules, args)
     module, _, name = function.partition(".")
     code: int = getattr(import_module(f".{module}", __package__), name)(args)
     return code
+
+
+def _check_rules(
+    parser: Parser, rules: Iterable[Mapping[str, Any]], args: argparse.Namespace
+) -> None:
+    """Raise InputError for flags that do not go together, by the rules of a verb."""
+    values = vars(args)
+
+    def given(names: Iterable[str]) -> list[str]:
+        return [n for n in names if values.get(n) not in (None, parser.get_default(n))]
+
+    for rule in rules:
+        needed, some, two = rule.get("given", ()), rule.get("any"), rule.get("two")
+        found = given(some or two or ())
+        broken = given(needed) == list(needed) and not given(rule.get("without", ()))
+        if broken and len(found) >= (1 if some else 2 if two else 0):
+            raise InputError(rule["says"].format(*map(flag_of, found), **values))
 
 
 def add_flags(parser: Group, entries: Iterable[Any], words: Mapping[str, Any]) -> None:

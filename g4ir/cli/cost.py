@@ -11,12 +11,12 @@ from typing import Any
 
 from g4ir.errors import InputError
 from g4ir.ir.graph import Graph
+from g4ir.ir.names import layer_of
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
-from g4ir.model.towers import is_tower
+from g4ir.model.towers import PARTS, is_tower
 from g4ir.plan.cost import (
     Cost,
-    NodeCost,
     Roof,
     Step,
     by_kind,
@@ -26,14 +26,13 @@ from g4ir.plan.cost import (
     total,
 )
 from g4ir.plan.drafting import ACCEPTANCE, Gain, gains, gains_text
-from g4ir.plan.formats import find_format
 from g4ir.plan.gpus import find_gpu
 from g4ir.spec.record import Spec
 from g4ir.ui.table import aligned
 from g4ir.ui.units import parse_count, si
 
 from .common import emit, flag_of
-from .graphs import check_graph, chosen_graph, drafted_tokens, in_layer, no_layer, spec_of
+from .graphs import check_graph, chosen_graph, drafted_tokens, no_layer, spec_of
 
 #: default chunk size, and default context of a decode step
 TOKENS = 1024
@@ -46,12 +45,9 @@ NOTE = (
 
 #: phase -> options that say nothing about it
 MEANINGLESS: dict[str, tuple[str, ...]] = {
-    "decode": ("prefill_chunk",),
-    "verify": ("prefill_chunk",),
-    "draft": ("prefill_chunk",),
+    **dict.fromkeys(("decode", VERIFY, DRAFT), ("prefill_chunk",)),
     "embed": ("context",),
-    "vision": ("prefill_chunk", "context", "batch"),
-    "audio": ("prefill_chunk", "context", "batch"),
+    **dict.fromkeys(PARTS, ("prefill_chunk", "context", "batch")),
 }
 
 
@@ -60,14 +56,13 @@ def cost(args: argparse.Namespace) -> int:
     verification step also the expected speed-up of speculative decoding."""
     check_graph(args)
     graph, spec = chosen_graph(args), spec_of(args)
-    single = _single_steps(args)
     step, weights = step_of(args, spec), args.weights
     roof = _roof(args)
-    if weights is not None:
-        find_format(weights)
     costs = graph_costs(graph, B=step.B, S=step.S, C=step.C, weights=weights)
     if args.layer is not None:
-        costs = _of_layer(costs, graph, args.layer)
+        costs = [c for c in costs if layer_of(c.node) == args.layer]
+        if not costs:
+            raise no_layer(graph, args.layer)
     report: dict[str, Any] = {
         "variant": spec.name,
         "phase": graph.name,
@@ -92,28 +87,22 @@ def cost(args: argparse.Namespace) -> int:
         if roof:
             report["prompt"]["floor_s"] = sum(floor(c, roof).seconds for c in chunks)
     found: Sequence[Gain] = ()
-    if single and args.layer is None:
-        found = _gains(single, graph, step, weights, roof)
+    if args.phase == VERIFY and args.layer is None:
+        found = _gains(args, graph, step, roof)
         report["drafts"] = {"acceptance": ACCEPTANCE, "rounds": [g.to_dict() for g in found]}
     emit(report) if args.json else print("\n".join(_lines(report, found)))
     return 0
 
 
-def _single_steps(args: argparse.Namespace) -> Graph | None:
-    if args.phase != VERIFY:
-        return None
+def _gains(args: argparse.Namespace, graph: Graph, step: Step, roof: Roof | None) -> Sequence[Gain]:
+    """Compare a verification step with steps of one token."""
     same = {"phase": "decode", "draft_tokens": drafted_tokens(args)}
-    return chosen_graph(argparse.Namespace(**{**vars(args), **same}))
-
-
-def _gains(
-    single: Graph, graph: Graph, step: Step, weights: str | None, roof: Roof | None
-) -> Sequence[Gain]:
+    single = chosen_graph(argparse.Namespace(**{**vars(args), **same}))
     held = step.C + step.S
 
     def cost(tokens: int) -> Cost:
         g = single if tokens == 1 else graph
-        return total(graph_costs(g, B=step.B, S=tokens, C=held - tokens, weights=weights))
+        return total(graph_costs(g, B=step.B, S=tokens, C=held - tokens, weights=args.weights))
 
     return gains(cost, step.S - 1, roof)
 
@@ -166,31 +155,15 @@ def _roof(args: argparse.Namespace) -> Roof | None:
     )
 
 
-def _of_layer(costs: Sequence[NodeCost], graph: Graph, layer: int) -> list[NodeCost]:
-    found = [c for c in costs if in_layer(c.node, layer)]
-    if not found:
-        raise no_layer(graph, layer)
-    return found
-
-
 def _dtype(graph: Graph) -> str:
     return Counter(v.type.dtype for v in graph.params).most_common(1)[0][0]
 
 
 def _row(cost: Cost, roof: Roof | None) -> dict[str, Any]:
-    row: dict[str, Any] = asdict(cost)
-    if roof:
-        f = floor(cost, roof)
-        row |= {
-            "memory_s": f.memory_s,
-            "compute_s": f.compute_s,
-            "floor_s": f.seconds,
-            "bound": f.bound,
-        }
-    return row
-
-
-# --- text -------------------------------------------------------------------------------------
+    if roof is None:
+        return asdict(cost)
+    f = floor(cost, roof)
+    return {**asdict(cost), **asdict(f), "floor_s": f.seconds, "bound": f.bound}
 
 
 def _lines(report: dict[str, Any], found: Sequence[Gain] = ()) -> Iterable[str]:

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from g4ir.engine.artefact import Artefact, open_artefact
 from g4ir.errors import InputError
 from g4ir.ir.graph import Graph, Program
-from g4ir.ir.names import layer_of
 from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.model.draft import DRAFT, build_draft, shipped_drafter
 from g4ir.model.media import Media, offered
@@ -20,14 +20,7 @@ from g4ir.parallel.shard import shard
 from g4ir.passes import GPU_ROWS, PassOptions, find_pass, run_passes
 from g4ir.passes.latent_kv import FORMS, PLAIN
 from g4ir.passes.plan_cache import RingOptions
-from g4ir.plan.resolve import (
-    find_activations,
-    find_divisor,
-    find_draft_tokens,
-    find_kv_dtype,
-    find_latent,
-)
-from g4ir.plan.resolve import pass_options as pass_arguments
+from g4ir.plan import resolve
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
@@ -36,7 +29,7 @@ from g4ir.ui.units import parse_count
 from .common import flag_of, given_spec
 
 #: options that the artefact decides
-OF_ENGINE = (
+OF_ENGINE = [
     "variant",
     "spec",
     "all_logits",
@@ -48,7 +41,7 @@ OF_ENGINE = (
     "residual_scale",
     "tp",
     "ep",
-)
+]
 #: what the towers of each part are for
 OF_PART = {"vision": "image", "audio": "audio"}
 #: tokens drafted at a time, where a graph that verifies is shown and nothing is said
@@ -94,24 +87,14 @@ def plain_graph(
         return build_draft(spec, drafter or shipped_drafter(spec), dtype)
     if phase not in PARTS:
         return build_graph(spec, phase, all_logits, dtype, media, hidden=drafter is not None)
-    _check_part(spec, phase)
+    can = offered(spec)
+    if OF_PART[phase] not in can:
+        takes = ", ".join(("text", *can)) if can else "text alone"
+        raise InputError(f"--phase {phase}: {spec.name} takes {takes}, and has no such tower")
     if media is None:
         return default_tower(spec, phase, dtype)
-    towers = build_towers(spec, _of_part(media, phase), dtype)
-    return list(towers.values())[-1]
-
-
-def _check_part(spec: Spec, part: str) -> None:
-    can = offered(spec)
-    if OF_PART[part] not in can:
-        takes = ", ".join(("text", *can)) if can else "text alone"
-        raise InputError(f"--phase {part}: {spec.name} takes {takes}, and has no such tower")
-
-
-def _of_part(media: Media, part: str) -> Media:
-    if part == "vision":
-        return replace(media, lengths=())
-    return replace(media, budgets=(), frame=None)
+    others: dict[str, Any] = {"vision": {"lengths": ()}, "audio": {"budgets": (), "frame": None}}
+    return [*build_towers(spec, replace(media, **others[phase]), dtype).values()][-1]
 
 
 def given_graph(args: argparse.Namespace) -> tuple[Graph, set[str]]:
@@ -173,11 +156,6 @@ def _absent(phase: str, spec: Spec, known: Iterable[str]) -> InputError:
     return InputError(f"{found}; build it with --media all")
 
 
-def engine_media(args: argparse.Namespace) -> Media | None:
-    """Return the media that an engine takes; None for a spec."""
-    return None if args.engine is None else stored(args).manifest.media
-
-
 def spec_of(args: argparse.Namespace) -> Spec:
     if args.engine is not None:
         return stored(args).spec
@@ -193,12 +171,12 @@ def pass_options(args: argparse.Namespace) -> PassOptions:
         raise InputError(f"--latent-kv {args.latent_kv!r}: expected one of {', '.join(FORMS)}")
     if args.engine is None:
         spec = spec_of(args)
-        kv = find_kv_dtype(args.kv_dtype, spec.dtype)
-        form = find_latent(args.latent_kv or PLAIN, spec, "cpu", spec.dtype, 1, kv)
-        activations = find_activations(args.quant_activations)
+        kv = resolve.find_kv_dtype(args.kv_dtype, spec.dtype)
+        form = resolve.find_latent(args.latent_kv or PLAIN, spec, "cpu", spec.dtype, 1, kv)
+        activations = resolve.find_activations(args.quant_activations)
         drafted, rows = drafted_tokens(args), _gpu_rows(args)
-        divisor = find_divisor(1 if args.residual_scale is None else args.residual_scale)
-        return pass_arguments(form, kv, activations, drafted, gpu_rows=rows, divisor=divisor)
+        divisor = resolve.find_divisor(1 if args.residual_scale is None else args.residual_scale)
+        return resolve.pass_options(form, kv, activations, drafted, gpu_rows=rows, divisor=divisor)
     return stored(args).manifest.options
 
 
@@ -221,7 +199,7 @@ def drafted_tokens(args: argparse.Namespace) -> int:
         raise InputError(
             "--draft-tokens 0: --phase verify shows a step over 1 drafted token or more"
         )
-    return find_draft_tokens(given, spec_of(args).text.max_position_embeddings)
+    return resolve.find_draft_tokens(given, spec_of(args).text.max_position_embeddings)
 
 
 def stored(args: argparse.Namespace) -> Artefact:
@@ -230,11 +208,6 @@ def stored(args: argparse.Namespace) -> Artefact:
         args.stored = open_artefact(Path(args.engine))
     found: Artefact = args.stored
     return found
-
-
-def in_layer(value: str, layer: int) -> bool:
-    """Whether a value's name is that of a layer, of the text model or of a tower."""
-    return layer_of(value) == layer
 
 
 def no_layer(graph: Graph, layer: int) -> InputError:

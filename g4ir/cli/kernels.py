@@ -4,7 +4,7 @@ fastest on the GPU at hand."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,12 @@ from g4ir.passes import PassOptions, run_program
 from g4ir.passes.latent_kv import FORMS, LatentOptions
 from g4ir.plan.cost import Step, graph_costs
 from g4ir.plan.gpus import Gpu, find_gpu
-from g4ir.plan.ranks import StepModel
+from g4ir.plan.plan import StepModel
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
 from g4ir.ui import console
-from g4ir.ui.table import aligned
+from g4ir.ui.table import Line, aligned
 from g4ir.ui.units import count_text, parse_count, si
 from g4ir.weights.pack import split_program
 
@@ -49,23 +49,15 @@ def kernels(args: argparse.Namespace) -> int:
     check_graph(args)
     graph, spec = chosen_graph(args), spec_of(args)
     s, step, moved = scheduled(args, graph, spec)
-    target, rows, found = s.target, s.target.rows, kernel_rows(s, moved)
-    starts, nbytes = sum(r.starts for r in found), sum(moved.values())
+    found, context = kernel_rows(s, moved), step.C + step.S
+    facts = {"phase": graph.name, "gpu": s.target.gpu, "batch": s.target.rows}
+    facts |= {"starts": sum(r.starts for r in found), "context": context}
+    facts["bytes"] = nbytes = sum(moved.values())
     if args.json:
-        emit(
-            {
-                "phase": graph.name,
-                "gpu": target.gpu,
-                "batch": rows,
-                "starts": starts,
-                "context": step.C + step.S,
-                "bytes": nbytes,
-                "rows": [_plain(r) for r in found],
-            }
-        )
+        emit(facts | {"rows": [_plain(r) for r in found]})
         return 0
-    print(f"{graph.name} on {target.gpu}, up to {rows} rows: {starts} kernels of our own")
-    print(f"weights and caches to move at {count_text(step.C + step.S)}: {si(nbytes, 'B')}")
+    print("{phase} on {gpu}, up to {batch} rows: {starts} kernels of our own".format(**facts))
+    print(f"weights and caches to move at {count_text(context)}: {si(nbytes, 'B')}")
     head = ("op", "nodes", "kernel", "shape", "bytes", "settings", "")
     print(aligned([head, *map(_line, found)]), end="")
     return 0
@@ -76,22 +68,24 @@ def scheduled(
 ) -> tuple[Schedule, Step, dict[str, int]]:
     """Return the kernels of a graph, the step that the options describe, and the bytes of weights
     and caches that it moves by a node's first result."""
-    rows = parse_count(args.batch, "--batch") if args.batch else 1
     step = step_of(args, spec)
-    s, moved = _placed(graph, _gpu(args.gpu or GPU), rows, step)
+    gpu = _short(find_gpu(args.gpu or GPU))
+    if gpu not in CARDS:
+        raise InputError(f"--gpu {args.gpu}: the kernels are for h100 and h200")
+    s, moved = _placed(graph, gpu, step)
     return s, step, moved
 
 
-def _placed(g: Graph, gpu: str, rows: int, step: Step) -> tuple[Schedule, dict[str, int]]:
+def _placed(g: Graph, gpu: str, step: Step) -> tuple[Schedule, dict[str, int]]:
     costs = graph_costs(g, B=step.B, S=step.S, C=step.C)
     moved = {c.node: c.cost.needed_bytes for c in costs}
-    return schedule(split_prologue(g)[1], Target("cuda", gpu, rows)), moved
+    return schedule(split_prologue(g)[1], Target("cuda", gpu, step.B)), moved
 
 
 def step_model(gpus: Sequence[Gpu]) -> StepModel | None:
     """Return what predicts the steps of ranks, on the first of these that kernels are for, on the
     default card if none is given; None if the kernels are for none of them."""
-    names = (_short(gpu.name) for gpu in gpus)
+    names = map(_short, gpus)
     gpu = next((name for name in names if name in CARDS), None if gpus else GPU)
     if gpu is None:
         return None
@@ -99,23 +93,15 @@ def step_model(gpus: Sequence[Gpu]) -> StepModel | None:
     model = experiment("step_model")
 
     def us(g: Graph, context: int, rows: int) -> dict[str, tuple[float, float]]:
-        s, moved = _placed(g, gpu, rows, Step(rows, 1, context - 1))
+        s, moved = _placed(g, gpu, Step(rows, 1, context - 1))
         return {way: model.predict(s, moved, context, way=way).us for way in model.WAYS}
 
     return StepModel(gpu, us)
 
 
-def _short(name: str) -> str:
+def _short(gpu: Gpu) -> str:
     """h200-141gb -> h200"""
-    return name.partition("-")[0]
-
-
-def _gpu(name: str) -> str:
-    """h200-141gb -> h200; only cards that the kernels are written for."""
-    found = _short(find_gpu(name).name)
-    if found not in CARDS:
-        raise InputError(f"--gpu {name}: the kernels are for h100 and h200")
-    return found
+    return gpu.name.partition("-")[0]
 
 
 def _plain(r: Row) -> dict[str, Any]:
@@ -124,15 +110,13 @@ def _plain(r: Row) -> dict[str, Any]:
 
 
 def _line(r: Row) -> tuple[str, ...]:
-    def text(pairs: tuple[tuple[str, int], ...]) -> str:
-        return " ".join(f"{k}={v}" for k, v in pairs)
-
     source = "" if not r.use else "measured" if r.measured else "estimated"
     moved = si(r.nbytes, "B") if r.nbytes else ""
-    return r.op, str(r.nodes), r.kernel, text(r.shape), moved, text(r.use), source
+    return r.op, str(r.nodes), r.kernel, _pairs(r.shape), moved, _pairs(r.use), source
 
 
-# --- tune ------------------------------------------------------------------------------------
+def _pairs(values: Iterable[tuple[str, int]]) -> str:
+    return " ".join(f"{k}={v}" for k, v in values)
 
 
 def tune(args: argparse.Namespace) -> int:
@@ -176,20 +160,9 @@ def _program(args: argparse.Namespace, rows: int) -> Program:
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    head = ("kernel", "shape", "settings", "us", "before", "of bandwidth")
-    lines = [
-        (
-            r["kernel"],
-            _pairs(r["shape"]),
-            _pairs(r["use"]),
-            f"{r['us']:.1f}",
-            f"{r['before_us']:.1f}",
-            f"{r['share_of_bandwidth']:.0%}",
-        )
-        for r in rows
-    ]
-    print(aligned([head, *lines]), end="")
-
-
-def _pairs(values: dict[str, int]) -> str:
-    return " ".join(f"{k}={v}" for k, v in values.items())
+    lines: list[Line] = [("kernel", "shape", "settings", "us", "before", "of bandwidth")]
+    for r in rows:
+        used = _pairs(r["shape"].items()), _pairs(r["use"].items())
+        times = f"{r['us']:.1f}", f"{r['before_us']:.1f}", f"{r['share_of_bandwidth']:.0%}"
+        lines.append((r["kernel"], *used, *times))
+    print(aligned(lines), end="")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 
-from g4ir.errors import InputError
 from g4ir.model.images import image_plan_text, parse_budgets, parse_sizes, plan_image
 from g4ir.model.media import offered
 from g4ir.plan.count import counts
@@ -19,14 +17,14 @@ from g4ir.ui import console
 from g4ir.ui.plots import check_plot, plot_caches
 from g4ir.ui.units import parse_counts
 
-from .common import emit, given_options
+from .common import emit, given_options, given_spec
 
 ALL = "all"
 
 
 def plan(args: argparse.Namespace) -> int:
     """Print what variants need."""
-    if args.image is not None or args.budget is not None:
+    if args.image is not None:
         return _images(args)
     specs = _specs(args)
     gpus = _gpus(args.gpu)
@@ -46,8 +44,6 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _images(args: argparse.Namespace) -> int:
-    if args.image is None:
-        raise InputError("--budget is of images: give their sizes with --image WxH")
     sizes = parse_sizes(args.image, "--image")
     budgets = parse_budgets(args.budget, "--budget")
     plans = [
@@ -64,10 +60,8 @@ def _images(args: argparse.Namespace) -> int:
 
 
 def _specs(args: argparse.Namespace) -> list[Spec]:
-    if args.spec is not None:
-        if args.variant is not None:
-            raise InputError("give either --variant or --spec, not both")
-        return [load_spec(Path(args.spec))]
+    if args.spec is not None and (spec := given_spec(args)):
+        return [spec]
     if args.variant in (None, ALL):
         shipped = [load_spec(name) for name in spec_names()]
         return sorted((s for s in shipped if s.hub), key=lambda s: counts(s).loaded)

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from g4ir.model.media import AUDIO, IMAGE, VIDEO, check_there
 from g4ir.ui import console
 
 from .common import emit, flag_of, load, load_to_generate, token_ids
-from .talking import answer_once, check_draft, check_talk, check_turns, given_draft, tally_text
+from .talking import answer_once, check_draft, check_talk, given_draft, tally_text
 
 if TYPE_CHECKING:
     from g4ir.engine.offline import Failure, OfflineEngine, OfflineRequest, Result
@@ -35,53 +35,37 @@ def run(args: argparse.Namespace) -> int:
     from g4ir.engine.scheduler import SchedulerConfig
 
     _check_media(args)
-    _check_chat(args)
-    _check_draft(args)
+    check_talk(args)
+    check_draft(args)
     config = SchedulerConfig(**given_draft(args))
     flags = {k: getattr(args, k) for k in FLAGS}
     flags |= {"seed": args.seed, "stop": token_ids(args.stop, "--stop")}
     check_flags(flags)
     asked = None if args.input_jsonl else _one_request(args)
-    with _opened(args.input_jsonl) as lines, console.Progress() as progress:
-        engine = load_to_generate(args, progress)
-        try:
-            if args.chat:
-                progress.stop()
-                answer_once(engine, args, _settled(args), flags["stop"])
-                return 0
-            offline = OfflineEngine(engine, flags, config)
-            if asked is not None:
-                where, fields = asked
-                _answer_one(offline, offline.request(fields, where, args.media), args, progress)
-                return 0
+    with (
+        _opened(args.input_jsonl) as lines,
+        console.Progress() as progress,
+        closing(load_to_generate(args, progress)) as engine,
+    ):
+        if args.chat:
+            progress.stop()
+            answer_once(engine, args, _settled(args), flags["stop"])
+            return 0
+        offline = OfflineEngine(engine, flags, config)
+        if asked is None:
             progress.stop()
             source = "stdin" if args.input_jsonl == "-" else args.input_jsonl
             answers = map(_log_and_emit, offline.answer_lines(lines, source))
             return 1 if sum(a.failed for a in answers) else 0
-        finally:
-            engine.close()
-
-
-def _check_chat(args: argparse.Namespace) -> None:
-    if args.chat:
-        check_turns(args.engine)
-    if args.bos is False and (args.chat or args.tokens is not None):
-        raise InputError("--no-bos is for raw text: leave it out with --chat and --tokens")
-    if args.chat:
-        if args.prompt is None:
-            raise InputError("--chat is for --prompt: tokens and JSON lines are taken as they are")
-        check_talk(args)
-        return
-    for name in ("system", "tools", "think", "think_budget"):
-        given = getattr(args, name)
-        if given is not None and given is not False:  # a budget of 0 is given
-            raise InputError(f"{flag_of(name)} is for --chat, which is not given")
-
-
-def _check_draft(args: argparse.Namespace) -> None:
-    check_draft(args)
-    if args.draft_rows is not None and not args.input_jsonl:
-        raise InputError("--draft-rows is for --input-jsonl, which is not given")
+        where, fields = asked
+        request = offline.request(fields, where, args.media)
+        if args.json:
+            progress.stop()
+            _log_and_emit(offline.answer(request))
+        else:
+            progress("reading the prompt")
+            _tell_summary(_stream(offline, request, progress), args.seed)
+        return 0
 
 
 def _settled(args: argparse.Namespace) -> list[tuple[str, str, dict[str, Any]]]:
@@ -93,20 +77,6 @@ def _settled(args: argparse.Namespace) -> list[tuple[str, str, dict[str, Any]]]:
         value = getattr(args, setting)
         out.append((kind, path, {} if value is None else {keyword: value}))
     return out
-
-
-def _answer_one(
-    offline: OfflineEngine,
-    request: OfflineRequest,
-    args: argparse.Namespace,
-    progress: console.Progress,
-) -> None:
-    if args.json:
-        progress.stop()
-        _log_and_emit(offline.answer(request))
-        return
-    progress("reading the prompt")
-    _tell_summary(_stream(offline, request, progress), args.seed)
 
 
 def _check_media(args: argparse.Namespace) -> None:
@@ -131,10 +101,9 @@ def _opened(source: str | None) -> Any:
 
 
 def _one_request(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    tokens = token_ids(args.tokens, "--tokens")
-    if tokens is None:
+    if args.tokens is None:
         return "--prompt", {"prompt": args.prompt}
-    return "--tokens", {"tokens": tokens}
+    return "--tokens", {"tokens": token_ids(args.tokens, "--tokens")}
 
 
 def _log_and_emit(result: Result | Failure) -> Result | Failure:
@@ -161,18 +130,19 @@ def _stream(offline: OfflineEngine, request: OfflineRequest, progress: console.P
         console.say(f"{count} new tokens in {time.perf_counter() - begun:.3f} s")
         raise
     print(text.rest() if text else "", flush=True)
-    for note in result.notes:
+    for note in result.request.notes:
         console.say(f"note: {note}")
     return result
 
 
-def _tell_summary(r: Result, seed: int | None) -> None:
+def _tell_summary(r: Result, given: int | None) -> None:
     """Print one line; with the seed where it was drawn and not asked for."""
-    speed = f", then {r.tokens_per_second:.1f} tokens/s" if r.tokens_per_second else ""
-    drawn = f"; drawn with --seed {r.seed}" if r.seed not in (None, seed) else ""
+    c, seed = r.counts, r.request.sampling.seed
+    speed = f", then {c.tokens_per_second:.1f} tokens/s" if c.tokens_per_second else ""
+    drawn = f"; drawn with --seed {seed}" if seed not in (None, given) else ""
     console.say(
-        f"{r.prompt_tokens} prompt tokens, {len(r.tokens)} new ones; first after "
-        f"{r.first_token_s:.3f} s{speed}{tally_text(r.tally)}; ended by {r.finish_reason}{drawn}"
+        f"{c.prompt} prompt tokens, {c.generated} new ones; first after {c.first_token_s:.3f} s"
+        f"{speed}{tally_text(r.handle.tally)}; ended by {r.finish_reason}{drawn}"
     )
 
 
@@ -181,10 +151,6 @@ def verify(args: argparse.Namespace) -> int:
     tokens = token_ids(args.tokens, "--tokens")
     if not args.each_pass:
         return verified(args.engine, args, args.against, tokens, args.trust)
-    if args.against != "reference":
-        raise InputError(
-            f"--each-pass compares with the interpreter: leave out --against {args.against}"
-        )
     from g4ir.check.passes import verify_each_pass
 
     check = partial(verify_each_pass, tokens=tokens)
@@ -205,11 +171,11 @@ def verified(
 
 
 def _reported(args: argparse.Namespace, engine: str, check: Callable[..., Any], trust: bool) -> int:
-    with console.Progress() as progress:
-        loaded = load(engine, progress, trust=trust, threads=vars(args).get("threads"))
-        try:
-            report = check(loaded, checkpoint=args.checkpoint, progress=progress)
-        finally:
-            loaded.close()
+    threads = vars(args).get("threads")
+    with (
+        console.Progress() as progress,
+        closing(load(engine, progress, trust=trust, threads=threads)) as loaded,
+    ):
+        report = check(loaded, checkpoint=args.checkpoint, progress=progress)
     emit(report.to_dict()) if args.json else print(report.text())
     return 0 if report.ok else 1

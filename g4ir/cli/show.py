@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from g4ir.backends.experimental import experiment
 from g4ir.errors import InputError
 from g4ir.ir.diff import diff_graphs, diff_text
 from g4ir.ir.graph import Graph, print_node
+from g4ir.ir.names import layer_of
 from g4ir.ops import OPS, Op
 from g4ir.parallel.shard import collectives
 from g4ir.passes import find_pass, run_passes
@@ -22,30 +22,15 @@ from g4ir.ui.plots import check_plot, plot_launches
 from g4ir.ui.table import Line, aligned
 from g4ir.ui.units import count_text, si, size_text
 
+from . import graphs
 from .common import emit, flag_of
-from .graphs import (
-    check_graph,
-    chosen_graph,
-    engine_media,
-    given_graph,
-    in_layer,
-    no_layer,
-    pass_options,
-    plain_graph,
-    ranks_of,
-    spec_of,
-)
 from .kernels import scheduled
 from .specs import any_spec
 
-#: options of `--timeline` alone
-TIMELINE_OPTIONS = ("batch", "context", "prefill_chunk", "gpu", "plot", "constants")
 #: what goes with `--ops`; the rest chooses a graph, or something else to show
 WITH_OPS = ("ops", "json", "trace", "command")
 #: one token of one row
 ONE = {"B": 1, "S": 1, "M": 1, "C": 1}
-#: at most one of these
-VIEWS = ("timeline", "why", "collectives")
 
 
 NOTE = """\
@@ -55,33 +40,26 @@ units of a sum"""
 
 
 def _check(args: argparse.Namespace) -> None:
-    views = [v for v in VIEWS if getattr(args, v)]
-    for name in TIMELINE_OPTIONS:
-        if getattr(args, name) is not None and not args.timeline:
-            verbs = "" if name in ("plot", "constants") else ", or the verb cost or kernels"
-            raise InputError(f"{flag_of(name)} needs --timeline{verbs}")
-    if args.collectives and ranks_of(args) is None:
+    if args.collectives and graphs.ranks_of(args) is None:
         raise InputError("--collectives needs --tp N: a single rank has no collectives")
-    if args.against and ranks_of(args) is not None:
+    if args.against and graphs.ranks_of(args) is not None:
         raise InputError(
             "--compare compares one rank alone: leave out --tp, or give an engine of one rank"
         )
-    if len(views) > 1:
-        raise InputError(f"give --{views[0]} or --{views[1]}, not both")
 
 
 def show(args: argparse.Namespace) -> int:
     """Print a graph, or what is asked of it."""
     if args.ops:
         return _show_ops(args)
-    check_graph(args)
+    graphs.check_graph(args)
     _check(args)
     args.gpu_kernels = args.timeline
     if args.diff or args.against is not None:
         return _show_diff(args)
     if args.why:
         return _show_why(args)
-    graph = chosen_graph(args)
+    graph = graphs.chosen_graph(args)
     if args.timeline:
         return _show_timeline(args, graph)
     if args.collectives:
@@ -92,24 +70,22 @@ def show(args: argparse.Namespace) -> int:
 
 
 def _show_why(args: argparse.Namespace) -> int:
-    if args.after is not None:
-        raise InputError("give --why or --after, not both")
     find_pass(args.why)
-    graph, skip = given_graph(args)
+    graph, skip = graphs.given_graph(args)
     rows: list[dict[str, str]] = []
+
+    def note(name: str, value: str, reason: str) -> None:
+        if name == args.why and (args.layer is None or layer_of(value) == args.layer):
+            rows.append({"value": f"%{value}", "reason": reason})
+
     if args.why in skip:
         rows.append({"value": graph.name, "reason": f"{args.why} is skipped"})
     else:
-
-        def note(name: str, value: str, reason: str) -> None:
-            if name == args.why and (args.layer is None or in_layer(value, args.layer)):
-                rows.append({"value": f"%{value}", "reason": reason})
-
-        run_passes(graph, skip=skip, until=args.why, note=note, options=pass_options(args))
+        run_passes(graph, skip=skip, until=args.why, note=note, options=graphs.pass_options(args))
     if args.json:
         emit(rows)
-    for row in () if args.json else rows:
-        print(f"{row['value']}: {row['reason']}")
+    else:
+        print("".join(f"{row['value']}: {row['reason']}\n" for row in rows), end="")
     if not rows:
         console.say(f"{args.why} found no candidate in graph {graph.name}")
     return 0
@@ -119,16 +95,11 @@ def _show_collectives(args: argparse.Namespace, graph: Graph) -> int:
     """Print the collectives of a graph, equal ones together, and the bytes that a rank sends for
     one token of one sequence."""
     found = Counter((n.op, tuple(v.type.bind(ONE) for v in n.inputs)) for n in collectives(graph))
-    rows: list[dict[str, Any]] = [
-        {
-            "op": op,
-            "messages": count,
-            "tensors": [str(t) for t in types],
-            "bytes": sum(t.nbytes() for t in types),
-        }
-        for (op, types), count in found.items()
-    ]
-    total, ranks = sum(found.values()), ranks_of(args)
+    rows: list[dict[str, Any]] = []
+    for (op, types), count in found.items():
+        tensors, nbytes = [str(t) for t in types], sum(t.nbytes() for t in types)
+        rows.append({"op": op, "messages": count, "tensors": tensors, "bytes": nbytes})
+    total, ranks = sum(found.values()), graphs.ranks_of(args)
     if args.json:
         emit({"phase": graph.name, "ranks": ranks, "messages": total, "rows": rows})
         return 0
@@ -142,23 +113,23 @@ def _show_collectives(args: argparse.Namespace, graph: Graph) -> int:
 
 def _show_ops(args: argparse.Namespace) -> int:
     given = [n for n, v in vars(args).items() if v not in (None, []) and v is not False]
-    others = [n for n in given if n not in WITH_OPS]
-    if others:
-        flags = ["the engine" if n == "engine" else f"--{n.replace('_', '-')}" for n in others]
+    if others := [n for n in given if n not in WITH_OPS]:
+        flags = ["the engine" if n == "engine" else flag_of(n) for n in others]
         raise InputError(f"--ops shows the ops of every graph: leave out {', '.join(flags)}")
+    facts = [_op_facts(o) for o in OPS.values()]
     if args.json:
-        emit([_op_facts(o) for o in OPS.values()])
+        emit(facts)
         return 0
     head = ("op", "kind", "rounded", "summed", "has", "meaning")
-    print(aligned([head, *map(_op_line, OPS.values())], indent=0, left=len(head)), end="")
+    print(aligned([head, *map(_op_line, facts)], indent=0, left=len(head)), end="")
     print(NOTE)
     return 0
 
 
 def _layer_text(graph: Graph, layer: int) -> str:
-    nodes = [n for n in graph.nodes if any(in_layer(v.name, layer) for v in n.outputs)]
+    nodes = [n for n in graph.nodes if any(layer_of(v.name) == layer for v in n.outputs)]
     if not nodes:
-        raise no_layer(graph, layer)
+        raise graphs.no_layer(graph, layer)
     read = {v.name for n in nodes for v in n.inputs}
     lines = [
         f"{kind} {v}: {v.type}"
@@ -175,11 +146,9 @@ def _layer_text(graph: Graph, layer: int) -> str:
 def _show_diff(args: argparse.Namespace) -> int:
     """Print a diff. A pass is there to change something: exit 0. Two variants: exit 1 where they
     differ, as `specs diff` and diff(1)."""
-    if args.why:
-        raise InputError("give --diff or --compare, or --why")
     a, b = _stages(args) if args.against is None else _variants(args)
     if args.layer is not None and not any(_has_layer(g, args.layer) for g in (a, b)):
-        raise no_layer(a, args.layer)
+        raise graphs.no_layer(a, args.layer)
     changes = [c for c in diff_graphs(a, b) if args.layer is None or c.layer == args.layer]
     emit([asdict(c) for c in changes]) if args.json else print(diff_text(changes), end="")
     if args.against is None and not changes:
@@ -193,7 +162,7 @@ def _stages(args: argparse.Namespace) -> tuple[Graph, Graph]:
             "--diff: give --after PASS for what a pass changes, or --compare B for two variants"
         )
     find_pass(args.after)
-    (graph, skip), options = given_graph(args), pass_options(args)
+    (graph, skip), options = graphs.given_graph(args), graphs.pass_options(args)
     if args.after in skip:
         raise InputError(f"--after {args.after}: the pass is skipped")
     stages = [graph]
@@ -204,11 +173,13 @@ def _stages(args: argparse.Namespace) -> tuple[Graph, Graph]:
 
 
 def _variants(args: argparse.Namespace) -> tuple[Graph, Graph]:
-    (graph, skip), options = given_graph(args), pass_options(args)
+    (graph, skip), options = graphs.given_graph(args), graphs.pass_options(args)
     dtype = graph.outputs[0].type.dtype
     all_logits = "logits.all" not in graph.producers()
-    spec, media = any_spec(args.against), engine_media(args)
-    other = plain_graph(spec, args.phase, all_logits, dtype, media)
+    spec, media = any_spec(args.against), None
+    if args.engine is not None:
+        media = graphs.stored(args).manifest.media
+    other = graphs.plain_graph(spec, args.phase, all_logits, dtype, media)
     if args.after == "none":
         return graph, other
     one, two = (run_passes(g, skip=skip, until=args.after, options=options) for g in (graph, other))
@@ -216,14 +187,14 @@ def _variants(args: argparse.Namespace) -> tuple[Graph, Graph]:
 
 
 def _has_layer(g: Graph, layer: int) -> bool:
-    return any(in_layer(v.name, layer) for n in g.nodes for v in n.outputs)
+    return any(layer_of(v.name) == layer for n in g.nodes for v in n.outputs)
 
 
 def _op_facts(o: Op) -> dict[str, Any]:
     """Return what the record says; `kind` is null where it follows from the first result's name."""
     return {
         "op": o.name,
-        "meaning": _meaning(o),
+        "meaning": " ".join(o.doc.split("\n\n")[0].split()),
         "operands": _operands(o),
         "attributes": dict(o.attrs),
         "kind": o.kind,
@@ -246,20 +217,11 @@ def _operands(o: Op) -> list[str]:
     return found
 
 
-def _meaning(o: Op) -> str:
-    return " ".join(o.doc.split("\n\n")[0].split())
-
-
-def _op_line(o: Op) -> tuple[str, ...]:
-    notes = {
-        "expansion": o.expand is not None,
-        "caches": bool(o.updates),
-        "workspace": o.workspace is not None,
-        "view": o.glue,
-    }
-    has = ", ".join(name for name, held in notes.items() if held)
-    errors = (str(n) if n else "-" for n in (o.budget.rounded, o.budget.summed))
-    return o.name, o.kind or "by name", *errors, has, _meaning(o)
+def _op_line(facts: dict[str, Any]) -> tuple[str, ...]:
+    notes = {"expansion": "fused", "caches": "writes_caches", "workspace": "workspace"}
+    has = ", ".join(name for name, key in {**notes, "view": "view"}.items() if facts[key])
+    errors = (str(facts["budget"][key] or "-") for key in ("rounded", "summed"))
+    return facts["op"], facts["kind"] or "by name", *errors, has, facts["meaning"]
 
 
 def _show_timeline(args: argparse.Namespace, graph: Graph) -> int:
@@ -269,7 +231,7 @@ def _show_timeline(args: argparse.Namespace, graph: Graph) -> int:
         raise InputError(f"--timeline is of decode, not of {graph.name}: leave out --phase")
     if args.plot:
         check_plot(args.plot)
-    spec = spec_of(args)
+    spec = graphs.spec_of(args)
     s, step, moved = scheduled(args, graph, spec)
     model = experiment("step_model")
     path = Path(args.constants) if args.constants else model.TABLE
@@ -315,20 +277,14 @@ def _launch_lines(p: Any) -> list[Line]:
     groups: dict[str, list[Any]] = {}
     for x in p.launches:
         groups.setdefault(x.kernel, []).append(x)
-    whole = sum(p.us)
-
-    def line(name: str, found: Sequence[Any]) -> Line:
-        us, nbytes = _middle(found), sum(x.nbytes for x in found)
-        moved = si(nbytes, "B") if nbytes else ""
-        share = f"{200 * us / whole:.0f} %"
-        return [name, str(len(found)), moved, f"{us / len(found):.2f}", f"{us:.0f}", share]
-
-    ordered = sorted(groups.items(), key=lambda item: -_middle(item[1]))
-    return [line(name, found) for name, found in ordered]
-
-
-def _middle(found: Sequence[Any]) -> float:
-    return sum(sum(x.us) for x in found) / 2
+    times = {name: sum(sum(x.us) for x in found) / 2 for name, found in groups.items()}
+    lines: list[Line] = []
+    for name in sorted(groups, key=lambda name: -times[name]):
+        us, count = times[name], len(groups[name])
+        nbytes = sum(x.nbytes for x in groups[name])
+        moved, share = si(nbytes, "B") if nbytes else "", f"{200 * us / sum(p.us):.0f} %"
+        lines.append([name, str(count), moved, f"{us / count:.2f}", f"{us:.0f}", share])
+    return lines
 
 
 def _timeline_facts(p: Any, variant: str, rows: int, context: int) -> dict[str, Any]:

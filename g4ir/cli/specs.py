@@ -74,14 +74,11 @@ def validate(args: argparse.Namespace) -> int:
     """Check a spec file."""
     console.spec_warnings()
     spec = load_spec(Path(args.file))
-    row = {"name": spec.name, "digest": spec.digest(), "text_parameters": counts(spec).text}
+    size, layers = counts(spec).text, spec.text.num_hidden_layers
     if args.json:
-        emit(row)
+        emit({"name": spec.name, "digest": spec.digest(), "text_parameters": size})
     else:
-        print(
-            f"{args.file}: ok: {spec.name}, {spec.text.num_hidden_layers} layers, "
-            f"{row['text_parameters']:,} text parameters"
-        )
+        print(f"{args.file}: ok: {spec.name}, {layers} layers, {size:,} text parameters")
     return 0
 
 

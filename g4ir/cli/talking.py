@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,11 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def check_talk(args: argparse.Namespace) -> None:
-    """Raise InputError for flags of a conversation that are wrong whatever the engine."""
-    if args.think_budget is not None and not args.think:
-        raise InputError("--think-budget is for --think, which is not given")
+    """Raise an error for a conversation that cannot be, before weights are loaded."""
     if (args.think_budget or 0) < 0:
         raise InputError(f"--think-budget {args.think_budget}: expected 0 or more tokens")
+    if vars(args).get("chat", True):
+        _check_turns(Path(args.engine))
 
 
 def check_draft(args: argparse.Namespace) -> None:
@@ -74,12 +75,11 @@ def tally_text(tally: AcceptanceStats | None) -> str:
     return f"; {told['tokens_per_round']:.2f} tokens a round{right}"
 
 
-def check_turns(path: str) -> None:
-    """Raise for an engine that cannot chat, before its weights are loaded: EngineError without a
-    tokenizer, InputError if the tokenizer has no turns."""
+def _check_turns(folder: Path) -> None:
+    """Raise for an engine that cannot chat: EngineError without a tokenizer, InputError if the
+    tokenizer has no turns."""
     from g4ir.engine.engine import TOKENIZER, read_tokenizer
 
-    folder = Path(path)
     file = folder / TOKENIZER
     if file.is_file():
         check_chats(Vocabulary(read_tokenizer(file, file.read_bytes())), folder)
@@ -129,41 +129,28 @@ class Screen:
 
     def __init__(self, terminal: bool) -> None:
         self.terminal = terminal
+        self._shown = ("content", "call", "thought") if terminal else ("content", "call")
         self.hides_reasoning = False
         self._kind = ""
         self._at_start = True
 
     def __call__(self, event: Event) -> None:
-        """Show a piece of an answer."""
-        if event.kind == "thought":
-            self._reasoning(event.text)
-        elif event.kind == "call":
-            self._change("call")
-            arguments = event.text if event.arguments is None else event.arguments
+        """Show a piece of an answer; output of another kind begins on a new line."""
+        kind, text = event.kind, event.text
+        if kind not in self._shown:
+            return
+        new = kind != self._kind
+        if kind == "call":
+            arguments = text if event.arguments is None else event.arguments
             call = {"name": event.name, "arguments": arguments}
-            self._print(json.dumps(call, ensure_ascii=not self.terminal) + "\n")
-        elif event.kind == "content":
-            self._change("content")
-            self._print(event.text)
-
-    def _reasoning(self, text: str) -> None:
-        if not self.terminal:
-            return
-        new = self._kind != "thought"
-        self._change("thought")
-        if not self.hides_reasoning:
-            self._print(text)
-        elif new:
-            self._print("(thinking)")
-
-    def _change(self, kind: str) -> None:
-        """Begin output of another kind on a new line."""
-        if kind == self._kind:
-            return
-        self._line()
-        self._kind = kind
-        if kind == "thought":
-            print(DIM, end="")
+            text = json.dumps(call, ensure_ascii=not self.terminal) + "\n"
+        elif kind == "thought" and self.hides_reasoning:
+            text = "(thinking)" if new else ""
+        if new:
+            self._line()
+            self._kind = kind
+            print(DIM if kind == "thought" else "", end="")
+        self._print(text)
 
     def _line(self) -> None:
         if self._kind == "thought":
@@ -190,18 +177,18 @@ def _harmless(c: str) -> str:
 
 
 def _ended(turn: Turn) -> str:
-    if turn.finish_reason == "interrupted":
-        return "interrupted"
-    return f"ended by {turn.finish_reason}"
+    reason = turn.finish_reason
+    return reason if reason == "interrupted" else f"ended by {reason}"
 
 
 def short_summary(turn: Turn, room: int) -> str:
     """Return speed, use of the context and, if it is unusual, the finish reason of an answer."""
-    speed = f", {turn.tokens_per_second:.1f} tokens/s" if turn.tokens_per_second else ""
-    used = min(turn.counts.prompt + turn.counts.generated, room)
+    c = turn.counts
+    speed = f", {c.tokens_per_second:.1f} tokens/s" if c.tokens_per_second else ""
+    used = min(c.prompt + c.generated, room)
     usual = turn.finish_reason in ("stop", "tool_calls")
     end = "" if usual else f"; {_ended(turn)}"
-    return f"{turn.counts.generated} tokens{speed}; {used} of {room} in use{end}"
+    return f"{c.generated} tokens{speed}; {used} of {room} in use{end}"
 
 
 def summary(turn: Turn, room: int) -> str:
@@ -209,7 +196,7 @@ def summary(turn: Turn, room: int) -> str:
     c = turn.counts
     known = f" ({c.cached} known)" if c.cached else ""
     first = "" if c.first_token_s is None else f"; first after {c.first_token_s:.3f} s"
-    speed = f", then {turn.tokens_per_second:.1f} tokens/s" if turn.tokens_per_second else ""
+    speed = f", then {c.tokens_per_second:.1f} tokens/s" if c.tokens_per_second else ""
     held = min(c.prompt + c.generated, room)
     return (
         f"{c.prompt} prompt tokens{known}, {c.generated} new ones{first}{speed}"
@@ -219,8 +206,7 @@ def summary(turn: Turn, room: int) -> str:
 
 def answer_once(engine: Engine, args: argparse.Namespace, media: list[Any], stop: Any) -> None:
     """Answer one message, for `g4ir run --chat`. `media`: kind, path and settings of each file."""
-    talk = begun(engine, args)
-    try:
+    with closing(begun(engine, args)) as talk:
         talk.stop_ids = frozenset(stop or ())
         for kind, path, settings in media:
             talk.attach(kind, path, **settings)
@@ -233,5 +219,3 @@ def answer_once(engine: Engine, args: argparse.Namespace, media: list[Any], stop
         finally:
             screen.end()
         console.say(summary(turn, engine.limits.max_seq))
-    finally:
-        talk.close()

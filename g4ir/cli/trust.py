@@ -24,9 +24,6 @@ def inspect(args: argparse.Namespace) -> int:
 
 def trust(args: argparse.Namespace) -> int:
     """Trust an engine or a key, revoke that, or list what is trusted."""
-    given = [x for x in (args.engine, args.key, args.revoke) if x is not None]
-    if len(given) > 1:
-        raise InputError("give one of ENGINE, --key, --revoke")
     if args.engine is not None:
         found = open_artefact(Path(args.engine), check_weights=True)
         decisions.record(found.manifest.digest, decisions.TRUSTED, found.path)
@@ -57,13 +54,9 @@ def _list(args: argparse.Namespace) -> int:
 def sign(args: argparse.Namespace) -> int:
     """Sign an engine, or make a key pair."""
     if args.new_key is not None:
-        if args.engine is not None or args.key is not None:
-            raise InputError("--new-key makes keys and nothing else: leave out ENGINE and --key")
         files = Path(f"{args.new_key}.pem"), Path(f"{args.new_key}.pub.pem")
         decisions.make_key(*files)
         return _said(args, {"private_key": str(files[0]), "public_key": str(files[1])})
-    if args.engine is None or args.key is None:
-        raise InputError("give ENGINE and --key FILE, or --new-key NAME")
     found = open_artefact(Path(args.engine), check_weights=True)
     return _said(args, {"signed_with": decisions.sign(found, Path(args.key))})
 

@@ -22,14 +22,14 @@ import json
 import os
 import shlex
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, make_dataclass, replace
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Annotated, Any
 
 from g4ir.backends import find_backend
-from g4ir.backends.base import Nothing
 from g4ir.errors import EngineError, G4Error, InputError, SpecError
 from g4ir.model.draft import check_pair, layers_read
 from g4ir.model.media import Media, build_words, check_media
@@ -256,38 +256,38 @@ def graph_texts(packing: packings.Packing) -> dict[str, str]:
 
 
 def open_artefact(path: Path, check_weights: bool = False, rank: int | None = None) -> Artefact:
-    """Check an engine directory as far as that needs neither its device nor its backend: every
-    field of the manifest, every file's digest (weight files on request), the graphs against the
-    spec, the headers of packed params against the graphs. With `rank`, the digests of other ranks'
-    files are not checked.
+    """Check an engine directory as far as that does not need its device: every field of the
+    manifest, every file's digest (weight files on request), the graphs against the spec, the
+    headers of packed params against the graphs. With `rank`, the digests of other ranks' files are
+    not checked.
 
     Raises EngineError that names the file, the field, and the fix.
     """
     try:
-        return _open(path, check_weights, rank)
-    except SpecError as e:
-        raise EngineError(f"{e}; build the engine again") from None
+        with _schema_errors():
+            m = read_manifest(path)
+            _check_files(path, m.files, check_weights, rank)
+            spec = load_spec(path / SPEC, alone=True)
+            _check_spec(path / MANIFEST, m, spec)
+            drafter = _read_drafter(path, m, spec)
+            packing = _made_again(path, m, spec, drafter)
+            stored = _stored_params(path, m, packing)
     except (OSError, ValueError, RecursionError) as e:
         raise EngineError(f"{path} cannot be read as an engine: {e}; build it again") from None
-
-
-def _open(path: Path, check_weights: bool, rank: int | None) -> Artefact:
-    manifest = read_manifest(path)
-    wanted = {SPEC, "prologue.g4ir", *(f"graph.{n}.g4ir" for n in manifest.graphs)}
-    wanted |= {DRAFTER} if manifest.drafter_digest else set()
-    if absent := sorted(wanted - manifest.files.keys()):
-        raise _altered(path / MANIFEST, f"{absent[0]} is not among its files")
-    _check_files(path, manifest.files, check_weights, rank)
-    spec = _read_spec(path / SPEC)
-    _check_spec(path, manifest, spec)
-    drafter = _read_drafter(path, manifest, spec)
-    packing = _made_again(path, manifest, spec, drafter)
-    stored = _stored_params(path, manifest, packing)
     own = stored[rank or 0] if stored else None
-    return Artefact(path, manifest, spec, packing, own, check_weights, drafter, rank or 0)
+    return Artefact(path, m, spec, packing, own, check_weights, drafter, rank or 0)
 
 
-def _altered(place: Path | Where, what: str) -> EngineError:
+@contextmanager
+def _schema_errors() -> Iterator[None]:
+    """A context in which a field that breaks its schema is an EngineError."""
+    try:
+        yield
+    except SpecError as e:
+        raise EngineError(f"{e}; build the engine again") from None
+
+
+def _altered(place: Path, what: str) -> EngineError:
     return EngineError(f"{place}: {what}; build the engine again")
 
 
@@ -297,15 +297,23 @@ def read_manifest(path: Path) -> Manifest:
     unfinished = path.resolve().name.startswith(".") and BUILDING in path.resolve().name
     if unfinished or not file.is_file():
         raise _no_engine(path, unfinished)
-    values, raw = _read_values(file)
+    try:
+        with tensorfile.open_regular(file) as stream:
+            raw = stream.read(LARGEST + 1)
+        if len(raw) > LARGEST:
+            raise EngineError(f"larger than {LARGEST} bytes")
+        values = tensorfile.parse_json(file, raw)
+    except (G4Error, OSError) as e:
+        raise EngineError(f"{file} is altered or damaged: {e}; build the engine again") from e
+    values.pop("digest", None)
+    # The whole text is compared, so that not even a space can change.
+    if raw != manifest_text(values).encode():
+        raise _altered(file, "its digest does not match its content")
     if values.get("format") != FORMAT:
         raise _altered(file, f"format {values.get('format')!r}, this g4ir reads {FORMAT}")
-    try:
+    with _schema_errors():
         manifest = _manifest_of(values, Where(str(file), 0))
-    except SpecError as e:
-        raise EngineError(f"{e}; build the engine again") from None
-    # What is read is what is written: no field of another type, none left out, none in another
-    # order.
+    # What is read is what is written: no field of another type, left out, or in another order.
     written = manifest.text().encode()
     if written != raw:
         raise _altered(file, f"line {_first_difference(raw, written)} is not as g4ir writes it")
@@ -326,49 +334,28 @@ def _no_engine(path: Path, unfinished: bool) -> EngineError:
 def require_readable(m: Manifest) -> None:
     """Raise EngineError if the manifest could not be read again, as a path with a line break."""
     try:
-        same = _manifest_of(json.loads(m.text()), Where(MANIFEST, 0)).text() == m.text()
+        _manifest_of(json.loads(m.text()), Where(MANIFEST, 0))
     except SpecError as e:
-        raise EngineError(
-            f"the engine could not be read again: {e}; give plain names to files and folders"
-        ) from None
-    assert same, "a manifest that reads as another one"
+        why = f"the engine could not be read again: {e}"
+        raise EngineError(f"{why}; give plain names to files and folders") from None
 
 
-def _read_values(file: Path) -> tuple[dict[str, Any], bytes]:
-    """Return the manifest as JSON, without its digest, which is right; and its bytes."""
-    try:
-        with tensorfile.open_regular(file) as stream:
-            raw = stream.read(LARGEST + 1)
-        if len(raw) > LARGEST:
-            raise EngineError(f"larger than {LARGEST} bytes")
-        values = tensorfile.parse_json(file, raw)
-    except (G4Error, OSError) as e:
-        raise EngineError(f"{file} is altered or damaged: {e}; build the engine again") from e
-    values.pop("digest", None)
-    # The whole text is compared, so that not even a space can change.
-    if raw != manifest_text(values).encode():
-        raise _altered(file, "its digest does not match its content")
-    return values, raw
-
-
-def _manifest_of(values: dict[str, Any], where: Where) -> Manifest:
-    given = {k: v for k, v in values.items() if k not in ("format", "compiled", "digest")}
+def _manifest_of(values: Mapping[str, Any], where: Where) -> Manifest:
+    given = {k: v for k, v in values.items() if k not in ("format", "digest")}
     weights = given.get("weights")
     kind = weights.get("kind") if isinstance(weights, dict) else None
     if not isinstance(kind, str) or kind not in WEIGHTS:
         raise fail(where, "weights", f"expected one of the kinds {', '.join(WEIGHTS)}")
-    compiled = values.get("compiled")
-    if not isinstance(compiled, dict):
-        raise fail(where, "compiled", "expected a mapping")
-    own = {"weights": WEIGHTS[kind], "compiled": Nothing, "options": _OptionsFile}
-    node = reader.tree_of({**given, "compiled": {}}, where)
     try:
-        read: Manifest = reader.build(Manifest, node, hints=reader.hints_of(Manifest) | own)
+        record = find_backend(str(given.get("backend"))).record
+        own = {"weights": WEIGHTS[kind], "compiled": record, "options": _OptionsFile}
+        hints = reader.hints_of(Manifest) | own
+        read: Manifest = reader.build(Manifest, reader.tree_of(given, where), hints=hints)
     except InputError as e:  # of a record that checks itself
-        raise fail(where, "options", str(e)) from None
+        raise fail(where, "", str(e)) from None
     found = vars(read.options)
     options = PassOptions(tuple(found[name] for name in OPTIONS), found["gpu_rows"])
-    return replace(read, compiled=compiled, options=options)
+    return replace(read, options=options)
 
 
 #: the pass options as they are in the file: a record of each pass by its name, and `gpu_rows`
@@ -382,47 +369,29 @@ _OptionsFile = make_dataclass(
 )
 
 
-@dataclass(frozen=True)
-class _Compiled:
-    compiled: Any
-
-
-def read_compiled(found: Artefact, record: Any) -> Any:
-    """Return the manifest's values of compiled files as the backend wrote them: plain, of the type
-    `record`, nothing more and nothing less."""
-    kept = found.manifest.compiled
-    where = Where(str(found.path / MANIFEST), 0)
-    try:
-        read = reader.build(
-            _Compiled, reader.tree_of({"compiled": kept}, where), hints={"compiled": record}
-        )
-    except SpecError as e:
-        raise EngineError(f"{e}; build the engine again") from None
-    plain = asdict(read)["compiled"]
-    if json.dumps(plain) != json.dumps(kept):
-        raise _altered(where, "compiled is not as g4ir writes it")
-    return plain
-
-
 # --- agreement --------------------------------------------------------------------------------
-
-
-def _read_spec(file: Path) -> Spec:
-    tree = reader.read_tree(file)
-    if "extends" in tree.entries:
-        raise fail(tree.keys["extends"], "extends", "an engine's spec stands alone")
-    return load_spec(file)
 
 
 def _check_files(
     path: Path, files: Mapping[str, StoredFile], weights: bool, rank: int | None
 ) -> None:
     """Check that every file of the manifest is there, ordinary and unchanged, and no other."""
-    _check_inside(path, files)
+    for place, folders, names in os.walk(path, onerror=_raised):
+        for found in map(Path(place).joinpath, (*folders, *names)):
+            kind, at = found.lstat().st_mode, found.relative_to(path).as_posix()
+            shown = f"{path}: {tensorfile.quoted(at)}"  # a name may be anything
+            if stat.S_ISDIR(kind):
+                continue
+            if not stat.S_ISREG(kind):
+                fix = "put the file itself there, or build the engine again"
+                raise EngineError(f"{shown} is a link or no ordinary file; {fix}")
+            if at not in (*files, MANIFEST, SIGNATURE):
+                foreign = f"{shown} is not among the files of {MANIFEST}"
+                raise EngineError(f"{foreign}; remove it, or build the engine again")
     every = [path / name for name in files]
     read = {*(every if rank is None else packings.rank_files(every, rank))}
-    for name, kept in files.items():
-        file, large = path / name, name.endswith(WEIGHT_FILES)
+    for file, kept in zip(every, files.values(), strict=True):
+        large = file.name.endswith(WEIGHT_FILES)
         if not file.is_file():
             raise EngineError(f"{file} is missing; build the engine again")
         if file.stat().st_size != kept.bytes:
@@ -434,51 +403,31 @@ def _check_files(
             raise _altered(file, "its SHA-256 is not the manifest's")
 
 
-def _check_inside(path: Path, files: Mapping[str, StoredFile]) -> None:
-    """Check that there are no links, no devices, and nothing that the manifest does not name."""
-    for place, folders, names in os.walk(path, onerror=_raised):
-        for name in (*folders, *names):
-            file = Path(place, name)
-            kind, at = file.lstat().st_mode, PurePosixPath(file.relative_to(path)).as_posix()
-            shown = f"{path}: {tensorfile.quoted(at)}"  # a name may be anything
-            if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
-                raise EngineError(
-                    f"{shown} is a link or no ordinary file; put the file itself there, or build "
-                    f"the engine again"
-                )
-            if stat.S_ISREG(kind) and at not in (*files, MANIFEST, SIGNATURE):
-                raise EngineError(
-                    f"{shown} is not among the files of {MANIFEST}; remove it, or build the engine "
-                    f"again"
-                )
-
-
 def _raised(error: OSError) -> None:
     """Raise the error: a folder that cannot be listed was not checked."""
     raise error
 
 
-def _check_spec(path: Path, m: Manifest, spec: Spec) -> None:
-    where = Where(str(path / MANIFEST), 0)
+def _check_spec(file: Path, m: Manifest, spec: Spec) -> None:
     if (m.variant, m.spec_digest) != (spec.name, spec.digest()):
-        raise fail(where, "spec_digest", "is not that of spec.yaml")
+        raise _altered(file, f"spec_digest: is not that of {SPEC}")
     most, limits = spec.text.max_position_embeddings, m.limits
     if not limits.prefill_chunk <= limits.max_seq <= most:
-        raise fail(where, "limits", f"expected prefill_chunk <= max_seq <= {most}")
+        raise _altered(file, f"limits: expected prefill_chunk <= max_seq <= {most}")
     if (grid := m.notes.grid) and grid.exact > grid.groups:
-        raise fail(where, "notes.grid.exact", f"expected at most groups, {grid.groups}")
+        raise _altered(file, f"notes.grid.exact: expected at most groups, {grid.groups}")
     try:
         check_ranks(spec, m.ranks, m.ep)
-        if find_placement(m.ple_placement, spec, m.device) != m.ple_placement:
-            raise fail(where, "ple_placement", "is missing")
+        placement = find_placement(m.ple_placement, spec, m.device)
         check_media(m.media, spec, MOST_SIZES)
         if m.quant:
             m.quant.schemes(weights_of(spec))
         for name in m.skipped_passes:
             find_pass(name)
-        find_backend(m.backend)
     except G4Error as e:
-        raise _altered(where, str(e)) from None
+        raise _altered(file, str(e)) from None
+    if placement != m.ple_placement:
+        raise _altered(file, "ple_placement: is missing")
 
 
 def _read_drafter(path: Path, m: Manifest, spec: Spec) -> Spec | None:
@@ -486,16 +435,15 @@ def _read_drafter(path: Path, m: Manifest, spec: Spec) -> Spec | None:
     for this model."""
     if (DRAFTER in m.files) != (m.drafter_digest is not None):
         raise _altered(path / DRAFTER, "drafter_digest is not of it")
-    drafter = _read_spec(path / DRAFTER) if m.drafter_digest else None
-    where = Where(str(path / MANIFEST), 0)
-    if drafter and drafter.digest() != m.drafter_digest:
-        raise _altered(path / DRAFTER, f"not the drafter of {MANIFEST}")
+    drafter = load_spec(path / DRAFTER, alone=True) if m.drafter_digest else None
     if drafter:
+        if drafter.digest() != m.drafter_digest:
+            raise _altered(path / DRAFTER, f"not the drafter of {MANIFEST}")
         check_pair(spec, drafter)
+        if not m.options.of(RingOptions).slack:
+            raise _altered(path / MANIFEST, "options.plan_cache.slack: is missing")
     if m.options.of(LatentOptions).keep != layers_read(spec, drafter):
-        raise fail(where, "options.latent_kv.keep", "is not as drafted from")
-    if drafter and not m.options.of(RingOptions).slack:
-        raise fail(where, "options.plan_cache.slack", "is missing")
+        raise _altered(path / MANIFEST, "options.latent_kv.keep: is not as drafted from")
     return drafter
 
 
@@ -519,10 +467,9 @@ def _made_again(path: Path, m: Manifest, spec: Spec, drafter: Spec | None) -> pa
     for name, text in graph_texts(packing).items():
         stored, made = (path / name).read_bytes(), text.encode()
         if stored != made:
-            raise EngineError(
-                f"{path / name}: line {_first_difference(stored, made)} is not what this g4ir "
-                f"makes of the engine's spec and options; {rebuild(path, m, spec)}"
-            )
+            line = f"{path / name}: line {_first_difference(stored, made)}"
+            why = f"{line} is not what this g4ir makes of the engine's spec and options"
+            raise EngineError(f"{why}; {rebuild(path, m, spec)}")
     return packing
 
 
@@ -541,12 +488,12 @@ def _stored_params(
     if packed != bool(files):
         count = f"{len(files)} weight files are named"
         raise _altered(path / MANIFEST, f"weights are {m.weights.kind}, and {count}")
-    ranks = range(m.ranks if packed else 0)
-    found = [packings.StoredParams.open(packings.rank_files(files, rank)) for rank in ranks]
-    for rank, params in enumerate(found):
-        if not params.headers:
+    found = []
+    for rank in range(m.ranks if packed else 0):
+        found.append(packings.StoredParams.open(packings.rank_files(files, rank)))
+        if not found[-1].headers:
             raise _altered(path / MANIFEST, f"no weight file of rank {rank} is named")
-        params.check(packing.program)
+        found[-1].check(packing.program)
     return found
 
 

@@ -1,23 +1,17 @@
-"""The scheduler for many threads: one thread runs it, others submit requests and read events.
+"""The scheduler for many threads: one thread runs it, others submit requests.
 
-    with AsyncEngine(engine) as service:
-        stream = service.submit(Request((2, 5, 7)))     # BusyError if the queue is full
-        for event in stream:
-            ...
-
-A slow reader delays nobody: its events wait, and it is cancelled after a time.
+with AsyncEngine(engine) as service:
+    handle = service.submit(Request((2, 5, 7)), callback)     # BusyError if the queue is full
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 
 from g4ir.errors import BusyError, EngineError
 
@@ -30,8 +24,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AsyncEngineConfig:
-    """At most `waiting` requests of together `waiting_tokens` prompt tokens have no slot yet. A
-    reader that has had `unread` events to read for `slow_s` seconds is cancelled."""
+    """At most `waiting` requests of together `waiting_tokens` prompt tokens have no slot yet. The
+    server cancels a client that has had `unread` events to read for `slow_s` seconds."""
 
     waiting: int = 64
     waiting_tokens: int = 1 << 20
@@ -40,52 +34,6 @@ class AsyncEngineConfig:
 
     def __post_init__(self) -> None:
         check_least(self, waiting=1, waiting_tokens=1, unread=1, slow_s=0)
-
-
-class Stream:
-    """The events of one request, for one reader. It ends after the last event of each answer.
-
-    `cancel` and `stop` may be called by any thread; what is unread can still be read.
-    """
-
-    def __init__(self, handle: RequestHandle, settings: AsyncEngineConfig) -> None:
-        self.handle = handle
-        self._settings, self._events = settings, SimpleQueue[Event]()
-        #: answers whose ends are still to be read, and still to be delivered
-        self._left, self._open = len(handle.answers), {a.index for a in handle.answers}
-        #: since when there is little to read
-        self._since = time.monotonic()
-
-    def __iter__(self) -> Iterator[Event]:
-        while (event := self.get()) is not None:
-            yield event
-
-    def get(self, timeout: float | None = None) -> Event | None:
-        """Return the next event, None after the last; TimeoutError after so many seconds."""
-        if not self._left:
-            return None
-        try:
-            event = self._events.get(timeout=timeout)
-        except Empty:
-            raise TimeoutError(f"no event within {timeout} seconds") from None
-        self._left -= bool(event.finish)
-        return event
-
-    def cancel(self) -> None:
-        """Free its slots before the next step."""
-        self.handle.cancel()
-
-    def stop(self, index: int) -> None:
-        """Free the slot of one answer before the next step; the others go on."""
-        self.handle.stop(index)
-
-    def _put(self, event: Event) -> None:
-        now = time.monotonic()
-        if self._events.qsize() < self._settings.unread:
-            self._since = now
-        elif now - self._since >= self._settings.slow_s and not self.handle.done:
-            self.cancel()
-        self._events.put(event)
 
 
 class AsyncEngine:
@@ -103,7 +51,8 @@ class AsyncEngine:
         #: what ended the thread, if anything did
         self.error: BaseException | None = None
         self._inbox: deque[RequestHandle] = deque()
-        self._streams: dict[RequestHandle, tuple[Stream, Callable[[Event], None]]] = {}
+        #: callbacks of requests that have not ended, and which of their answers have not
+        self._running: dict[RequestHandle, tuple[Callable[[Event], None], set[int]]] = {}
         self._lock = threading.Condition()
         self._draining = self._closing = False
         self._thread = threading.Thread(target=self._run, name="g4ir-scheduler", daemon=True)
@@ -115,19 +64,18 @@ class AsyncEngine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def submit(self, request: Request, told: Callable[[Event], None] | None = None) -> Stream:
-        """Check a request, put it in the queue and return its stream; `told` is called with the
-        events instead, in the service's thread, and must not wait for anything. InputError for a
-        request that no slot could answer; BusyError if the queue is full, while draining and after
-        closing."""
+    def submit(self, request: Request, callback: Callable[[Event], None]) -> RequestHandle:
+        """Check a request and put it in the queue. The callback gets its events, in the service's
+        thread, and must not wait for anything; one that raises an exception cancels the request.
+        InputError for a request that no slot could answer; BusyError if the queue is full, while
+        draining and after closing."""
         handle = self.scheduler.handle(request)
         with self._lock:
             self._check_room(request)
-            stream = Stream(handle, self.settings)
-            self._streams[handle] = stream, told or stream._put
+            self._running[handle] = callback, {answer.index for answer in handle.answers}
             self._inbox.append(handle)
             self._lock.notify_all()
-        return stream
+        return handle
 
     @property
     def alive(self) -> bool:
@@ -138,22 +86,17 @@ class AsyncEngine:
     def waiting(self) -> int:
         """Number of requests that have no slot yet."""
         with self._lock:
-            return sum(not handle.started for handle in self._streams)
+            return sum(not handle.started for handle in self._running)
 
     def wait_s(self) -> float:
         """Return about how many seconds pass until those who wait now have slots."""
         return self.waiting * self.totals.row_s / self.scheduler.max_batch
 
-    @property
-    def active(self) -> int:
-        """Number of sequences that decode."""
-        return self.scheduler.active
-
     def drain(self, timeout: float | None = None) -> bool:
         """Take no more requests, and wait until all have ended; whether they did in time."""
         with self._lock:
             self._draining = True
-            ended = self._lock.wait_for(lambda: not self._streams, timeout)
+            ended = self._lock.wait_for(lambda: not self._running, timeout)
         return ended and self.error is None
 
     def close(self, timeout: float | None = None) -> None:
@@ -161,8 +104,8 @@ class AsyncEngine:
         longer than so many seconds."""
         with self._lock:
             self._draining = self._closing = True
-            for stream, _ in self._streams.values():
-                stream.cancel()
+            for handle in self._running:
+                handle.cancel()
             self._lock.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
@@ -170,13 +113,12 @@ class AsyncEngine:
                 raise TimeoutError(f"the service did not end within {timeout} seconds")
 
     def _check_room(self, request: Request) -> None:
-        """Raise EngineError if the thread has ended, and BusyError while it ends or where the queue
-        is full. One request may always wait, however long."""
+        """Raise EngineError or BusyError where no request is taken; one may always wait."""
         if self.error is not None:
             raise EngineError(f"{self.engine.path}: the service ended: {self.error}; start another")
         if self._draining or self._closing:
             raise BusyError("the service is ending and takes no more requests; ask another one")
-        waiting = [handle for handle in self._streams if not handle.started]
+        waiting = [handle for handle in self._running if not handle.started]
         tokens, s = sum(handle.counts.prompt for handle in waiting), self.settings
         full = len(waiting) >= s.waiting or tokens + len(request.tokens) > s.waiting_tokens
         if waiting and full:
@@ -207,26 +149,25 @@ class AsyncEngine:
             return self.scheduler.busy
 
     def _deliver(self, event: Event) -> None:
-        """Hand an event to its reader. One that raises an exception is cancelled."""
-        stream, put = self._streams[event.handle]
+        callback, left = self._running[event.handle]
         if event.finish:
-            stream._open.discard(event.index)
+            left.discard(event.index)
         try:
-            put(event)
+            callback(event)
         except Exception:
-            log.exception("a reader of events failed; its request is cancelled")
-            stream.cancel()
-        if not stream._open:
+            log.exception("a callback failed; its request is cancelled")
+            event.handle.cancel()
+        if not left:
             with self._lock:
-                del self._streams[event.handle]
+                del self._running[event.handle]
                 self._lock.notify_all()
 
     def _end_all(self) -> None:
         with self._lock:
-            left, self._streams = [*self._streams.values()], {}
+            running, self._running = self._running, {}
             self._lock.notify_all()
         error = EngineError(f"{self.engine.path}: the service ended: {self.error or 'closed'}")
-        for stream, put in left:
-            for index in sorted(stream._open):
+        for handle, (callback, left) in running.items():
+            for index in sorted(left):
                 with suppress(Exception):
-                    put(Event(stream.handle, index, finish=FAILED, error=error))
+                    callback(Event(handle, index, finish=FAILED, error=error))

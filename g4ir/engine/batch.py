@@ -1,9 +1,8 @@
 """The sequences that decode together, in a session of the smallest bucket that holds them.
 
-Every row of a session is computed in every step, whether it is active or not, and a step of one row
-costs less than one of eight. So there is a session for each bucket (1, 2, 4, ... rows), made when
-it is first needed. Sequences are copied to a larger one when one more has to fit, and to a smaller
-one after `patience` steps in which it would have been enough.
+Every row of a session is computed in every step, active or not. So there is a session for each
+bucket (1, 2, 4, ... rows), made when it is first needed, and sequences are copied to a larger one
+at once, to a smaller one after `patience` steps in which it would have been enough.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from .session import Session
 
 
 class Placed(Protocol):
-    """Has a slot, the number of a row; -1: none."""
-
+    #: number of its row; -1: none
     slot: int
 
 
@@ -27,8 +25,7 @@ T = TypeVar("T", bound=Placed)
 
 
 def checked_buckets(buckets: Sequence[int] | None, most: int) -> tuple[int, ...]:
-    """Return sizes in order, the last of which is `most` (default: 1, 2, 4, ... and `most`);
-    InputError for others."""
+    """Return sizes in order, up to `most` (default: 1, 2, 4, ...); InputError for others."""
     powers = (1 << i for i in range((most - 1).bit_length()))
     sizes = (*powers, most) if buckets is None else tuple(sorted({*buckets}))
     if not sizes or sizes[0] < 1 or sizes[-1] != most:
@@ -68,8 +65,7 @@ class Batch(Generic[T]):
             self.held[slot], holder.slot = holder, slot
 
     def adopt(self, session: Session, holder: T) -> bool:
-        """Take over a session of one row for the only holder, so that nothing is copied; whether it
-        can."""
+        """Take over a session of one row for the only holder, instead of a copy; whether it can."""
         if self.holders or 1 not in self.sizes or 1 in self.sessions:
             return False
         self.sessions[1], self.held, holder.slot = session, [holder], 0
@@ -90,8 +86,7 @@ class Batch(Generic[T]):
             holder.slot = -1
 
     def shrinks(self, coming: int = 0) -> bool:
-        """Count a step; whether a smaller bucket has long been enough for who is there and who is
-        expected."""
+        """Count a step; whether a smaller bucket has long been enough, for `coming` more too."""
         size = self._fitting(len(self.holders) + coming)
         self._spare = self._spare + 1 if size < len(self.held) else 0
         return self._spare > self.patience
@@ -101,7 +96,7 @@ class Batch(Generic[T]):
         self._move(self._fitting(len(self.holders) + coming))
 
     def forget(self) -> None:
-        """Drop all sequences, and the sessions too: a failed step leaves them undefined."""
+        """Drop all sequences and sessions: a failed step leaves them undefined."""
         for holder in self.holders:
             holder.slot = -1
         self.held = []

@@ -1,4 +1,5 @@
-"""Builds an engine directory (artefact.py says what is in one).
+"""Builds an engine directory (artefact.py says what is in one): `prepare` checks a build up to
+compilation and resolves every option that is not given, `write_engine` does it.
 
 It is written under a temporary name and renamed at the end; the manifest is the last file, so
 that a build killed at any moment leaves nothing that loads.
@@ -14,33 +15,58 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from g4ir import __version__
-from g4ir.backends.base import Prepared, Task
-from g4ir.errors import EngineError
+from g4ir.backends import find_backend
+from g4ir.backends.base import Backend, Prepared, Task, checked_settings
+from g4ir.errors import EngineError, InputError, PlanError, SpecError, check_all
+from g4ir.ir.graph import Program
+from g4ir.model.draft import layers_read, shipped_drafter
+from g4ir.model.media import Media, find_media
+from g4ir.model.names import checkpoint_name
+from g4ir.model.text import has_blocks
 from g4ir.ops.finite import TOO_LARGE
+from g4ir.ops.kv_quant import NARROW
+from g4ir.ops.types import TORCH_NAMES, torch_dtype
+from g4ir.passes import Acted, Dump, PassOptions
+from g4ir.passes.match import OFF
+from g4ir.passes.narrow_kv import NarrowOptions
+from g4ir.passes.plan_cache import RingOptions
+from g4ir.passes.quantize_activations import ActivationOptions
+from g4ir.plan import resolve
+from g4ir.plan.engine_limits import Limits
+from g4ir.plan.fit import device_memory, fitting_placement, require_fit
+from g4ir.plan.formats import cache_bytes
 from g4ir.plan.options import BuildOptions, Resolved, options_text
+from g4ir.quant.recipe import Recipe, find_recipe
+from g4ir.quant.rewrite import held_recipe
 from g4ir.spec.reader import Line, on_one_line
-from g4ir.spec.record import Spec, load_spec
+from g4ir.spec.record import Spec, diff_specs, load_spec
 from g4ir.ui.files import new_folder, write_file
 from g4ir.ui.progress import Progress, no_progress, prefixed
 from g4ir.ui.units import size_text
 from g4ir.weights import pack as packings
-from g4ir.weights.checkpoint import sha256
+from g4ir.weights.adapter import Adapter, lies_in, with_adapters
+from g4ir.weights.checkpoint import GENERATION, Checkpoint, WeightSource, sha256
+from g4ir.weights.origin import Origin, existing_origin, find_origin, need_snapshot, snapshot_of
+from g4ir.weights.random import RandomCheckpoint, WithDrafter
 
 from . import artefact
-from .artefact import Grid, LinkedWeights, Manifest, PackedWeights, RandomWeights, StoredFile
 from .digests import remembered_digest
-from .engine import Engine
+from .drafters import find_drafter
+from .engine import TOKENIZER, Engine, read_tokenizer
 from .float16_trial import try_float16, why_untried
-from .load import described, load_engine
-from .prepare import prepare as prepare
+from .load import described, linked_files, load_engine
+from .prompts import read_defaults
 from .trust import record_built
 
+DEFAULTS = BuildOptions()
+#: resolved options that no graph depends on
+NOT_OF_GRAPHS = ("device", "limits", "ple_placement")
 #: disk space for the files of an engine that are no weights
 OTHER_BYTES = 64 << 20
 
@@ -97,14 +123,352 @@ def check_absent(out: Path) -> None:
         raise EngineError(f"{out} exists; remove it or choose another --out")
 
 
+# --- what a build resolves to, checked up to compilation --------------------------------------
+
+
+def prepare(
+    spec: Spec | None,
+    options: BuildOptions = DEFAULTS,
+    *,
+    dry: bool = False,
+    dump: Dump | None = None,
+) -> Prepared:
+    """Check a build as far as it goes without compiling; returns what `write_engine` needs. `dry`
+    also goes without what the environment lacks, a device or weights; `dump` sees each graph after
+    each pass."""
+    backend, seed = find_backend(options.backend), options.random_weights
+    device = options.device or backend.devices[0]
+    if device not in backend.devices:
+        runs = ", ".join(backend.devices)
+        raise InputError(f"backend {backend.name} runs on {runs}, not {device!r}")
+    settings = checked_settings(backend, options.settings or {})
+    _check_given(spec, options, backend)
+    needs = () if dry else backend.needs(device, options.tp)
+    if absent := _absent_weights(spec, options, dry):
+        check_all(*needs, *absent)
+    origin = _origin(spec, options)
+    agreed = agreed_spec(spec, origin) if origin else spec
+    assert agreed
+    drafter = find_drafter(agreed, options, dry)
+    side = _side_files(agreed, origin) if origin else {}
+    r = _resolved(agreed, options, backend, device, origin, drafter.spec if drafter else None)
+    check_all(*needs)
+    checkpoint = origin.open(agreed, r.media.kinds, r.dtype) if origin else None
+    adapters = _adapters(options, origin)
+    if checkpoint:
+        checkpoint = with_adapters(checkpoint, agreed, adapters)
+    r = replace(r, recipe=_recipe(r, checkpoint, origin))
+    acted = Acted()
+    of_graphs = {k: v for k, v in vars(r).items() if k not in NOT_OF_GRAPHS}
+    stored = partial(backend.stored, device=device)
+    packing = packings.make_packing(**of_graphs, stored=stored, dump=dump, acted=acted)
+    r, short = _fitted(r, options, backend, settings, packing.program, dry)
+    source: WeightSource = checkpoint or RandomCheckpoint(r.spec, seed or 0, torch_dtype(r.dtype))
+    weights = _weights(source, options, backend.packs_weights, adapters)
+    if weights is not None:
+        _check_range(r, source)
+    if drafter:
+        source = WithDrafter(source, drafter.open(r.dtype, seed or 0))
+    return Prepared(
+        **vars(r),
+        backend=backend,
+        settings=settings,
+        packing=packing,
+        acted=acted,
+        source=source,
+        weights=weights,
+        side_files=side,
+        short=short,
+    )
+
+
+def _check_given(spec: Spec | None, o: BuildOptions, backend: Backend) -> None:
+    """Raise InputError for options of weights that exclude each other."""
+    checkpoint, seed = o.checkpoint, o.random_weights
+    if o.mmproj is not None and (checkpoint is None or spec is None):
+        why = "it goes with --checkpoint FILE.gguf and, as no file says how towers compute"
+        raise InputError(f"--mmproj {o.mmproj}: {why}, with --variant or --spec")
+    if o.mmproj is not None and o.link_weights:
+        raise InputError("--link-weights refers to one checkpoint, and --mmproj is another")
+    if checkpoint is not None and seed is not None:
+        raise InputError("give either a checkpoint or --random-weights, not both")
+    if seed is not None and not 0 <= seed < 1 << 63:
+        raise InputError(f"--random-weights {seed}: expected a seed from 0 to 2^63 - 1")
+    if spec is None and checkpoint is None:
+        needs = "give a variant, a spec or a checkpoint"
+        raise InputError(needs if seed is None else "--random-weights needs --variant or --spec")
+    if o.adapter and seed is not None:
+        raise InputError("--adapter goes with a checkpoint, and not with --random-weights")
+    if not o.link_weights:
+        return
+    if seed is not None:
+        raise InputError("--link-weights refers to a checkpoint's files; random weights have none")
+    if o.adapter:
+        raise InputError("--link-weights refers to the checkpoint's files, which --adapter changes")
+    if backend.packs_weights:
+        what = f"what backend {backend.name} writes refers to packed weights"
+        raise InputError(f"--link-weights: {what}; leave the option out")
+
+
+def _absent_weights(spec: Spec | None, o: BuildOptions, dry: bool) -> list[Callable[[], object]]:
+    """Return checks for weights that are to come from the local hub cache and are not there."""
+    if dry or spec is None or o.random_weights is not None:
+        return []
+    absent: list[Callable[[], object]] = []
+    if o.checkpoint is None and snapshot_of(spec) is None:
+        absent.append(partial(need_snapshot, spec))
+    if o.drafter == resolve.DEFAULT and snapshot_of(shipped_drafter(spec)) is None:
+        absent.append(partial(need_snapshot, shipped_drafter(spec), "--drafter"))
+    return absent
+
+
+def _origin(spec: Spec | None, o: BuildOptions) -> Origin | None:
+    """Return the checkpoint; None for random weights, and in a dry run that has none."""
+    if o.random_weights is not None:
+        return None
+    if o.checkpoint is not None:
+        return existing_origin(o.checkpoint, o.mmproj)
+    found = snapshot_of(spec) if spec else None
+    return find_origin(found) if found else None
+
+
+#: fields of the text model that only images use
+OF_PICTURES = ("text.use_bidirectional_attention",)
+_SEEN = ("vision.", "tokens.boi", "tokens.eoi", "tokens.pad")
+#: kind of media -> keys of a spec that its soft tokens follow from
+OF_MEDIA = {
+    "image": (*_SEEN, "tokens.image"),
+    "video": (*_SEEN, "tokens.video"),
+    "audio": ("audio.", "tokens.audio", "tokens.boa", "tokens.eoa", "tokens.pad"),
+}
+
+
+def agreed_spec(spec: Spec | None, origin: Origin, pictures: bool = True) -> Spec:
+    """Return the spec, after comparing its text part with what the checkpoint says; fields of
+    images alone only with `pictures`."""
+    if spec is None:
+        return origin.spec()
+    _check_agreed(spec, origin, ("text.",), origin.spec_only + (() if pictures else OF_PICTURES))
+    return spec
+
+
+def _check_agreed(
+    spec: Spec, origin: Origin, keys: tuple[str, ...], free: tuple[str, ...] = ()
+) -> None:
+    """Raise SpecError if a checkpoint says something else of these keys."""
+    rows = diff_specs(spec, origin.spec())
+    rows = [r for r in rows if r[0].startswith(keys) and r[0] not in free]
+    if rows:
+        lines = "\n".join(f"  {key}: spec {a!r}, checkpoint {b!r}" for key, a, b in rows)
+        fix = "leave out the variant to build what the checkpoint says, or correct one of them"
+        raise SpecError(f"spec {spec.name} and {origin.stated} differ; {fix}:\n{lines}")
+
+
+def _side_files(spec: Spec, origin: Origin) -> dict[str, bytes]:
+    """Return a checkpoint's side files by name; an error if one cannot be read later."""
+    side = origin.side_files()
+    if TOKENIZER in side:
+        read_tokenizer(origin.path / TOKENIZER, side[TOKENIZER])
+    if GENERATION in side:
+        read_defaults(origin.path / GENERATION, spec.text.vocab_size, side[GENERATION])
+    return side
+
+
+def _resolved(
+    spec: Spec,
+    o: BuildOptions,
+    backend: Backend,
+    device: str,
+    origin: Origin | None,
+    drafter: Spec | None,
+) -> Resolved:
+    dtype = _dtype(backend, o.dtype, spec)
+    asked = o.media if isinstance(o.media, str) else tuple(o.media)
+    kinds, extractor = (origin.kinds(asked, spec), origin.extractor()) if origin else (asked, None)
+    media = find_media(spec, kinds, o.image_budgets, o.audio_seconds, extractor)
+    if origin and media.kinds and origin.says_towers:
+        _check_agreed(spec, origin, tuple(key for kind in media.kinds for key in OF_MEDIA[kind]))
+    limits = _limits(spec, o, media)
+    kv = resolve.find_kv_dtype(o.kv_dtype, dtype)
+    options = resolve.pass_options(
+        resolve.find_latent(o.latent_kv, spec, device, dtype, limits.max_seq, kv),
+        kv,
+        activations=resolve.find_activations(o.quant_activations),
+        drafted=resolve.find_draft_tokens(o.draft_tokens, limits.max_seq, drafter is not None),
+        keep=layers_read(spec, drafter),
+        gpu_rows=backend.fused_rows(limits.max_batch, device, o.settings or {}),
+        divisor=resolve.find_divisor(o.residual_scale),
+    )
+    _check_supported(backend, o, options, limits)
+    return Resolved(
+        spec=spec,
+        device=device,
+        dtype=dtype,
+        limits=limits,
+        all_logits=o.all_logits,
+        skip=tuple(o.skip),
+        options=options,
+        ple_placement=resolve.find_placement(o.ple_placement, spec, device),
+        media=media,
+        recipe=find_recipe(o.quant),
+        drafter=drafter,
+        ranks=o.tp,
+        ep=o.ep,
+    )
+
+
+def _dtype(backend: Backend, given: str | None, spec: Spec) -> str:
+    kind = resolve.find_dtype(given or spec.dtype)
+    if kind in backend.dtypes:
+        return kind
+    if given is None:
+        return backend.dtypes[0]
+    can = ", ".join(TORCH_NAMES[d] for d in backend.dtypes)
+    raise InputError(f"--dtype {given}: backend {backend.name} computes in {can}")
+
+
+def _limits(spec: Spec, o: BuildOptions, media: Media) -> Limits:
+    """Return the limits; the prefill chunk is widened to the largest image whose tokens see each
+    other, which is never cut (media/merge.py). Warns if the user gave a smaller one, and of images
+    longer than max_seq."""
+    longest = spec.text.max_position_embeddings
+    for name in ("max_batch", "max_seq", "prefill_chunk"):
+        value = getattr(o, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')} {value}: expected at least 1")
+    if o.max_seq is not None and o.max_seq > longest:
+        raise InputError(f"--max-seq {o.max_seq}: {spec.name} has {longest} positions")
+    seq = min(Limits.max_seq, longest) if o.max_seq is None else o.max_seq
+    chunk, largest = min(o.prefill_chunk, seq), max(media.grids, default=0)
+    if largest > seq:
+        what = "max-seq %d: an image of %d soft tokens, as built for, does not fit"
+        log.warning(what, seq, largest)
+    if has_blocks(spec) and chunk < min(largest, seq):
+        what = "prefill-chunk %d is raised to %d: an image's tokens are computed together"
+        log.warning(what, chunk, min(largest, seq))
+        chunk = min(largest, seq)
+    return Limits(o.max_batch, seq, chunk)
+
+
+def _check_supported(b: Backend, o: BuildOptions, options: PassOptions, limits: Limits) -> None:
+    kv, count = options.of(NarrowOptions).to, options.of(RingOptions).slack
+    if kv != OFF and kv not in b.kv_dtypes:
+        other = " or ".join(resolve.KV_NAMES[d] for d in b.kv_dtypes) or "the dtype: leave it out"
+        why = f"backend {b.name} cannot: {b.kv_reason}"
+        raise InputError(f"--kv-dtype {o.kv_dtype}: {why}; it holds caches in {other}")
+    if options.of(ActivationOptions).to != OFF and not b.rounds_activations:
+        why = f"backend {b.name} does not round rows as it runs"
+        raise InputError(f"--quant-activations {o.quant_activations}: {why}; leave the option out")
+    if count and b.verifies_in_chunks and count >= limits.prefill_chunk:
+        why = f"backend {b.name} verifies {count + 1} tokens as it reads a chunk of a prompt"
+        fix = f"give --prefill-chunk {count + 1} or more"
+        raise InputError(f"--draft-tokens {count}: {why}; {fix}")
+    if o.tp != 1 and not b.shares:
+        why, fix = f"engines of backend {b.name} run as one rank", "build with --backend torch"
+        raise InputError(f"--tp {o.tp}: {why}; leave the option out, or {fix}")
+
+
+def _adapters(o: BuildOptions, origin: Origin | None) -> tuple[Adapter, ...]:
+    """Return the adapters to merge. Warns of one in the checkpoint's directory that is not."""
+    given = (o.adapter,) if isinstance(o.adapter, str | Path) else o.adapter
+    adapters = tuple(map(Adapter.of, given))
+    folder = origin.path if origin and origin.path.is_dir() else None
+    beside = lies_in(folder) if folder else None
+    if beside and folder not in [a.path for a in adapters]:
+        what = "%s: holds a LoRA adapter (%s), which is not merged; give --adapter %s to merge it"
+        log.warning(what, folder, beside, folder)
+    return adapters
+
+
+def _recipe(r: Resolved, opened: Checkpoint | None, origin: Origin | None) -> Recipe | None:
+    """Return the quantisation config that was given, or that of a quantised checkpoint; InputError
+    for both, or for quantised activations without either."""
+    held = held_recipe(r.spec, opened.forms) if opened else None
+    if held and r.recipe:
+        why = f"{origin and origin.path} is quantised already"
+        fix = "leave --quant out, or give the checkpoint that it was made from"
+        raise InputError(f"--quant {r.recipe.name}: {why}; {fix}")
+    form = r.options.of(ActivationOptions).to
+    if form != OFF and not (held or r.recipe):
+        why = "no weight is in codes, and only products with such weights round what they take"
+        raise InputError(f"--quant-activations {form}: {why}; give --quant int8, int4 or fp8 too")
+    return held or r.recipe
+
+
+def _fitted(
+    r: Resolved,
+    o: BuildOptions,
+    backend: Backend,
+    settings: Mapping[str, str],
+    program: Program,
+    dry: bool,
+) -> tuple[Resolved, str]:
+    """Place the per-layer embedding table in the memory where it fits; return that, and why the
+    engine does not fit its device: PlanError, unless it is a dry run."""
+    import torch
+
+    if o.memory is None and dry and r.device == "cuda" and not torch.cuda.is_available():
+        return r, ""
+    memory, limits = o.memory if o.memory is not None else device_memory(r.device), r.limits
+    more = backend.cache_bytes(program, limits)
+    more -= cache_bytes(program, limits.max_batch, limits.max_seq)
+    scratch = backend.scratch_bytes(program, limits, r.device, settings)
+    if o.ple_placement is None and r.ple_placement == "device":
+        r = replace(r, ple_placement=fitting_placement(program, r, memory, more + scratch))
+    try:
+        require_fit(program, r, memory, more, scratch, partial(backend.stored, device=r.device))
+    except PlanError as e:
+        if not dry:
+            raise
+        return r, str(e)
+    return r, ""
+
+
+def _weights(
+    source: WeightSource, o: BuildOptions, packs: bool, adapters: tuple[Adapter, ...]
+) -> Any:
+    """Return one of artefact.WEIGHTS; None without weights."""
+    seed = o.random_weights
+    if adapters:
+        merged = (
+            artefact.MergedAdapter(Line(a.path.resolve()), a.factor, remembered_digest(a.weights))
+            for a in adapters
+        )
+        return artefact.MergedWeights(adapters=tuple(merged))
+    if isinstance(source, Checkpoint) and o.link_weights:
+        files = {name: remembered_digest(p) for name, p in linked_files(source).items()}
+        return artefact.LinkedWeights("linked", Line(source.directory.resolve()), files)
+    if isinstance(source, Checkpoint) or (packs and seed is not None):
+        return artefact.PackedWeights(seed=seed)
+    return None if seed is None else artefact.RandomWeights("random", seed)
+
+
+def _check_range(r: Resolved, source: WeightSource) -> None:
+    """Warn of the layer whose K may be farthest beyond the range of a float8 cache: after a norm of
+    weight w no element of d is larger than sqrt(d) * max |w|. Such elements saturate."""
+    most = NARROW.get(r.options.of(NarrowOptions).to)
+    if most is None:
+        return
+    names = [f"L{x.index}.attn.norm_k" for x in r.spec.layers() if x.donor is None]
+    weights = {name: source.tensor(checkpoint_name(name)) for name in names}
+    reach = {name: len(w) ** 0.5 * float(w.abs().max()) for name, w in weights.items()}
+    worst = max(reach, key=reach.__getitem__)
+    if reach[worst] > most:
+        what = "kv-dtype float8: K may reach %.0f in %s, and numbers beyond %.0f are cut to it"
+        log.warning(f"{what}; int8 has no such limit", reach[worst], worst, most)
+
+
+# --- writing ----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Written:
-    """Facts of a build that are not in the manifest, which is the same for equal builds: seconds of
-    compilation, whether it was recorded as this user's; and the fit of 4-bit weights."""
+    """Seconds of compilation, whether the build was recorded as this user's, and the fit of 4-bit
+    weights."""
 
     compile_s: float
     known: bool
-    grid: Grid | None
+    grid: artefact.Grid | None
 
 
 def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
@@ -114,27 +478,26 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
     for graph in ("prefill", "decode"):
         progress(f"passes of {graph}: {p.acted.text(graph) or 'none acted'}")
     with _new_directory(out) as folder:
-        untried = why_untried(p)
-        tries = p.dtype == "f16" and untried is None
-        packed = p.backend.packs_weights or (tries and isinstance(p.weights, PackedWeights))
-        grid = _pack(p, folder, progress) if packed else None
-        if tries:
-            progress("trying float16 on a text")
-            try_float16(p, folder, _params_of(p, folder), _manifest(p))
-        elif untried:
+        params: packings.ParamSource = packings.MadeParams(p.packing, p.source, share=p.share(0))
+        grid = None
+        if isinstance(p.weights, artefact.PackedWeights):
+            grid = _pack(p, folder, progress)
+            files = packings.rank_files(folder.glob("*.safetensors"), 0)
+            params = packings.StoredParams.open(files)
+        if untried := why_untried(p):
             log.warning("%s, and no text was tried: %s", TOO_LARGE, untried)
-        start = time.perf_counter()
-        params, told = _params_of(p, folder), prefixed(progress, "build")
+        elif p.dtype == "f16":
+            progress("trying float16 on a text")
+            try_float16(p, params)
+        start, told = time.perf_counter(), prefixed(progress, "build")
         task = Task(p.packing.program, p.limits, p.device, folder, params, told)
         compiled = p.backend.compile(task, p.settings)
         seconds = time.perf_counter() - start
-        # After compiling, which fails sooner, unless that needs them.
-        if isinstance(p.weights, PackedWeights) and not packed:
-            grid = _pack(p, folder, progress)
         texts = {**artefact.graph_texts(p.packing), artefact.SPEC: p.spec.to_yaml()}
         if p.drafter:
             texts[artefact.DRAFTER] = p.drafter.to_yaml()
-        for name, raw in {**{n: t.encode() for n, t in texts.items()}, **p.side_files}.items():
+        side = {**{name: text.encode() for name, text in texts.items()}, **p.side_files}
+        for name, raw in side.items():
             write_file(folder / name, [raw])
         manifest = _manifest(p, compiled, grid, folder)
         artefact.require_readable(manifest)
@@ -142,38 +505,30 @@ def write_engine(p: Prepared, out: Path, progress: Progress) -> Written:
     return Written(seconds, record_built(manifest, out), grid)
 
 
-def _pack(p: Prepared, folder: Path, progress: Progress) -> Grid | None:
+def _pack(p: Prepared, folder: Path, progress: Progress) -> artefact.Grid | None:
     """Write the params; return the fit of 4-bit weights, if any were made."""
     grids: dict[str, tuple[int, int]] = {}
     params = packings.MadeParams(p.packing, p.source, grids, p.share(0))
     packings.write_shares(p.packing, params, p.ranks, folder, progress)
     exact, groups = (sum(n) for n in zip(*grids.values(), strict=True)) if grids else (0, 0)
-    return Grid(groups, exact) if groups else None
+    return artefact.Grid(groups, exact) if groups else None
 
 
-def _params_of(p: Prepared, folder: Path) -> packings.ParamSource:
-    files = packings.rank_files(folder.glob("*.safetensors"), 0)
-    made = packings.MadeParams(p.packing, p.source, share=p.share(0))
-    return packings.StoredParams.open(files) if files else made
-
-
-def _stored(file: Path) -> StoredFile:
+def _stored(file: Path) -> artefact.StoredFile:
     large = file.name.endswith(artefact.WEIGHT_FILES)
-    return StoredFile((remembered_digest if large else sha256)(file), file.stat().st_size)
+    return artefact.StoredFile((remembered_digest if large else sha256)(file), file.stat().st_size)
 
 
 def _manifest(
-    p: Prepared,
-    compiled: Mapping[str, Any] = MappingProxyType({}),
-    grid: Grid | None = None,
-    folder: Path | None = None,
-) -> Manifest:
-    """Return the manifest of the files in a folder; before compilation of `p` alone."""
+    p: Prepared, compiled: Mapping[str, Any], grid: artefact.Grid | None, folder: Path
+) -> artefact.Manifest:
     import torch
 
-    files = sorted(f for f in folder.rglob("*") if f.is_file()) if folder else []
-    known = {f.name for f in fields(Manifest)}
-    return Manifest(
+    known = {f.name for f in fields(artefact.Manifest)}
+    ignored = {on_one_line(k): Line(v) for k, v in p.source.ignored.items()}
+    defaults = {Line(k): f"{v:g}" for k, v in p.source.defaults.items()}
+    files = sorted(f for f in folder.rglob("*") if f.is_file())
+    return artefact.Manifest(
         g4ir=__version__,
         variant=p.spec.name,
         spec_digest=p.spec.digest(),
@@ -188,18 +543,14 @@ def _manifest(
         weights=p.weights,
         compiled=dict(compiled),
         versions=artefact.Versions(torch.__version__, platform.python_version()),
-        notes=artefact.Notes(
-            {on_one_line(k): Line(v) for k, v in p.source.ignored.items()},
-            {Line(k): f"{v:g}" for k, v in p.source.defaults.items()},
-            grid,
-        ),
-        files={f.relative_to(folder).as_posix(): _stored(f) for f in files if folder},
+        notes=artefact.Notes(ignored, defaults, grid),
+        files={f.relative_to(folder).as_posix(): _stored(f) for f in files},
     )
 
 
 def disk_bytes(p: Prepared) -> int:
     """Return the bytes of weights in the engine directory."""
-    if isinstance(p.weights, RandomWeights | LinkedWeights):
+    if isinstance(p.weights, artefact.RandomWeights | artefact.LinkedWeights):
         return 0
     return p.written_bytes() + p.backend.repeated_bytes(p.packing.program, p.settings)
 
@@ -216,10 +567,9 @@ def check_space(p: Prepared, out: Path) -> None:
     need = weights + OTHER_BYTES
     if weights and free < need:
         link = "" if p.backend.packs_weights or p.drafter else ", use --link-weights"
-        raise EngineError(
-            f"{out.parent}: the engine needs {size_text(need)} ({size_text(weights)} of weights), "
-            f"{size_text(free)} are free; make room{link} or choose another --out"
-        )
+        needs = f"the engine needs {size_text(need)} ({size_text(weights)} of weights)"
+        fix = f"make room{link} or choose another --out"
+        raise EngineError(f"{out.parent}: {needs}, {size_text(free)} are free; {fix}")
 
 
 @contextmanager
@@ -233,9 +583,9 @@ def _new_directory(out: Path) -> Iterator[Path]:
         os.rename(folder, out)
     except OSError as e:
         where = e.filename or folder or out
+        why = f"{where}: {e.strerror or e}"
         raise EngineError(
-            f"cannot write the engine: {where}: {e.strerror or e}; make room or choose another "
-            f"--out"
+            f"cannot write the engine: {why}; make room or choose another --out"
         ) from e
     finally:
         if folder:

@@ -61,8 +61,7 @@ Told = Callable[[Said], None]
 
 @dataclass(frozen=True)
 class Turn:
-    """An answer: its `message` in OpenAI's form, why it ended (stop, tool_calls, length or
-    interrupted), tokens and seconds."""
+    """An answer: `message` in OpenAI's form, why it ended, tokens and seconds."""
 
     message: dict[str, Any]
     finish_reason: str
@@ -80,7 +79,6 @@ class Turn:
 
     @property
     def content(self) -> str:
-        """The text of the answer."""
         return self.message["content"] or ""
 
     @property
@@ -88,26 +86,15 @@ class Turn:
         """The calls of tools, in OpenAI's form."""
         return list(self.message.get("tool_calls", ()))
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Rate of the tokens after the first; None where there was one token only."""
-        return self.counts.tokens_per_second
-
     def output(self) -> dict[str, Any]:
         """Return it as values of JSON."""
-        c = self.counts
-        times = {"time_to_first_token_s": c.first_token_s, "total_s": c.total_s}
         return {
             "reasoning": self.message.get("reasoning_content", ""),
             "content": self.content,
             "tool_calls": self.calls,
             "finish_reason": self.finish_reason,
-            "prompt_tokens": c.prompt,
-            "cached_tokens": c.cached,
-            "new_tokens": c.generated,
             "reasoning_tokens": self.thought_tokens,
-            **{k: v if v is None else round(v, 6) for k, v in times.items()},
-            "tokens_per_second": self.tokens_per_second,
+            **self.counts.output(),
             **({"drafts": self.tally.to_dict()} if self.tally.rounds else {}),
         }
 
@@ -124,10 +111,9 @@ class ChatSession:
     """One conversation. One thread at a time; `stop` from any, and from a handler of signals."""
 
     def __init__(self, engine: Engine, config: SchedulerConfig | None = None) -> None:
-        self.engine = engine
+        self.engine, self.defaults = engine, engine.defaults()
         turns = PromptBuilder.open(engine.path, engine.tokenizer(), engine.spec.chat)
         self.template, self.vocabulary = turns.template, turns.vocabulary
-        self.defaults = engine.defaults()
         self.messages: list[dict[str, Any]] = []
         #: parts of the next message
         self.attached: list[dict[str, Any]] = []
@@ -138,12 +124,13 @@ class ChatSession:
         self.stop_ids: frozenset[int] = frozenset()
         #: tokens that the conversation had at the end of the last answer
         self.held = 0
+        #: whether a message would be answered
+        self.alive = True
+        self._scheduler = Scheduler(engine, config)
+        #: soft tokens by identity of the part that they were made of
         self._soft: dict[int, tuple[Any, Soft]] = {}
         self._handle: RequestHandle | None = None
         self._stopped = False
-        self._scheduler = Scheduler(engine, config)
-        #: whether a message would be answered
-        self.alive = True
 
     def __enter__(self) -> ChatSession:
         return self
@@ -184,8 +171,7 @@ class ChatSession:
         return lost
 
     def set(self, name: str, text: str) -> None:
-        """Take a setting as it was typed; `default` for what the checkpoint says. InputError for
-        one that there is not, and for a value that it cannot have."""
+        """Take a setting as typed, `default` for the checkpoint's; InputError for a wrong one."""
         if name not in SETTINGS:
             raise InputError(f"setting {name!r}: one of {', '.join(SETTINGS)}")
         try:
@@ -196,8 +182,7 @@ class ChatSession:
         self.choose({name: value})
 
     def choose(self, settings: Mapping[str, int | float | None]) -> None:
-        """Take settings by name; None: the checkpoint's. InputError for values that none can be,
-        and then all stay as they were."""
+        """Take settings by name, None for the checkpoint's; all or, with InputError, none."""
         found = {k: v for k, v in {**self.settings, **settings}.items() if v is not None}
         if found.get("max_new_tokens", 1) < 1:
             raise InputError(f"max_new_tokens {found['max_new_tokens']}: expected at least 1")
@@ -216,17 +201,15 @@ class ChatSession:
         value = {"messages": self.messages, **({"tools": self.tools} if self.tools else {})}
         text = json.dumps(value, ensure_ascii=False, indent=1)
         try:
-            raw = f"{text}\n".encode()
+            write_file(Path(path), [f"{text}\n".encode()])
         except UnicodeEncodeError:
             raise InputError(f"{path}: a message has half a character, which is no UTF-8") from None
-        write_file(Path(path), [raw])
 
     def load(self, path: str | Path) -> None:
-        """Go on with a conversation from a file as `save` writes them, or with a list of messages.
-        Its media are read. InputError where something is wrong; then nothing has changed."""
+        """Go on with a conversation from a file as `save` writes them, or with a list of messages,
+        whose media are read. InputError where something is wrong; then nothing has changed."""
         try:
-            value = decoded(Path(path).read_bytes().decode(), str(path))
-            messages, tools = _conversation(value)
+            messages, tools = _conversation(decoded(Path(path).read_bytes().decode(), str(path)))
             media = Conversation(read_messages(messages)).media
             soft = {id(m.part): (m.part, read_own(self.engine, m)) for m in media}
         except UnicodeDecodeError as e:
@@ -266,8 +249,7 @@ class ChatSession:
         return turn
 
     def retry(self, told: Told = lambda said: None) -> Turn:
-        """Answer the last message again, and return the new answer in place of the old one; one
-        that fails leaves the conversation as it was. InputError if there is none."""
+        """Answer the last message again, in place of the old answer, as `say`."""
         return self._asked(self.messages[: self._last_message() + 1], told)
 
     def undo(self) -> None:
@@ -282,12 +264,12 @@ class ChatSession:
 
     def _asked(self, messages: list[dict[str, Any]], told: Told) -> Turn:
         before, self.messages = self.messages, messages
+        turn: Turn | None = None
         try:
             turn = self.reply(told)
-        except BaseException:
-            self.messages = before
-            raise
-        self.messages = before if turn.nothing else self.messages
+        finally:
+            if turn is None or turn.nothing:
+                self.messages = before
         return turn
 
     def reply(self, told: Told = lambda said: None) -> Turn:
@@ -304,10 +286,8 @@ class ChatSession:
             for event in self._scheduler.run(handle):
                 for said in answer.take(event):
                     told(said)
-        except RankError:
-            self.alive = False
-            raise
         except BaseException as e:
+            self.alive = self.alive and not isinstance(e, RankError)
             if not isinstance(e, Exception):  # it may have interrupted a step
                 self._scheduler.close()
             raise
@@ -316,8 +296,7 @@ class ChatSession:
         return self._taken(answer, handle)
 
     def stop(self) -> None:
-        """End the answer that is being generated where it is. From any thread, and from a handler
-        of signals."""
+        """End the answer that is being generated. From any thread or signal handler."""
         self._stopped = True
         if handle := self._handle:
             handle.cancel()
@@ -372,8 +351,7 @@ class ChatSession:
 
 
 class Bounded:
-    """Logits mask that ends thoughts after their budget, counted in each answer; `inner` is the
-    mask of all other tokens (see sampling.py)."""
+    """Logits mask that ends reasoning after its budget; `inner` masks all other tokens."""
 
     def __init__(self, budget: ReasoningBudget, size: int, inner: LogitsMask | None = None) -> None:
         self.budget, self.size, self.inner = budget, size, inner
@@ -389,9 +367,7 @@ class Bounded:
         self._rows[id(generated)] = generated, budget, len(generated)
         if (forced := budget.forced()) is None:
             return self.inner.mask(generated) if self.inner else None
-        out = np.zeros(self.size, bool)
-        out[forced] = True
-        return out
+        return np.arange(self.size) == forced
 
 
 def _conversation(value: Any) -> tuple[list[dict[str, Any]], list[Any] | None]:
@@ -409,11 +385,10 @@ def _conversation(value: Any) -> tuple[list[dict[str, Any]], list[Any] | None]:
 
 
 def _open_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the calls at the end of a conversation that have no answer."""
-    answers = [*takewhile(lambda m: m["role"] == "tool", reversed(messages))][::-1]
+    answers = [*takewhile(lambda m: m["role"] == "tool", reversed(messages))]
     before = messages[: len(messages) - len(answers)]
     left = [*(before[-1].get("tool_calls") or ())] if before else []
-    for a in answers:
+    for a in reversed(answers):
         found = next((c for c in left if c.get("id") == a.get("tool_call_id")), None)
         left = [c for c in left if c is not found]
     return left

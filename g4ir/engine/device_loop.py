@@ -28,11 +28,11 @@ NUMBERS = 128
 
 #: new tokens by row of the session; None: logits that are NaN or infinite
 Tokens = Mapping[int, Sequence[int | None]]
+Drafters = Mapping[int, RowDrafts]
 
 
 class TokenSteps:
-    """Decode steps, up to the first limit of a sequence. The session must not be used before
-    `close`."""
+    """Decode steps, up to the first limit of a sequence; `close` gives the session back."""
 
     def __init__(self, loop: Any, session: Session, running: Sequence[SequenceState]) -> None:
         self.loop, self.session = loop, session
@@ -73,23 +73,17 @@ class TokenSteps:
 
 
 class DraftRounds:
-    """Rounds of speculative decoding by the draft model, as TokenSteps. All rows draft equally many
-    tokens: as many as the one with the most accepted."""
+    """Rounds of drafts and verification, as TokenSteps; all rows draft equally many tokens."""
 
     def __init__(
-        self,
-        loop: Any,
-        session: Session,
-        running: Sequence[SequenceState],
-        drafters: Mapping[int, RowDrafts],
+        self, loop: Any, session: Session, running: Sequence[SequenceState], drafters: Drafters
     ) -> None:
         self.loop, self.session, self.drafters = loop, session, drafters
-        self.rooms = {s.slot: s.room for s in running}
-        self._most_drafts = max(d.pace.most for d in drafters.values())
+        self.running = running
         tokens, active, draws = _rows(session, running)
         self._limits = session.length.clone()
-        for row, room in self.rooms.items():
-            self._limits[row] += room
+        for s in running:
+            self._limits[s.slot] += s.room
         self._taken, self._fed = torch.zeros_like(tokens), torch.zeros_like(tokens)
         numbers = None
         if any(s.sampler.params.way != GREEDY for s in running):
@@ -102,24 +96,21 @@ class DraftRounds:
     @property
     def over(self) -> bool:
         """Whether random numbers may run out in the next step."""
-        return int(self._taken.max()) + self._most_drafts + 1 > NUMBERS
+        most = max(d.pace.most for d in self.drafters.values())
+        return int(self._taken.max()) + most + 1 > NUMBERS
 
     def step(self) -> Tokens:
         """Return the tokens of the next round."""
-        count = max(d.count(self.rooms[row] - 1) for row, d in self.drafters.items())
+        count = max(self.drafters[s.slot].count(s.room - 1) for s in self.running)
         made = self.loop.run(count)
         before = self.session.length + self._taken
         kept = torch.tensor([len(tokens) for tokens in made.tokens])
         fed = (self._limits - before).clamp(max=count + 1) * (kept > 0)
         self._fed = torch.maximum(self._fed, self._taken + fed)
         self._taken += kept
-        out: dict[int, Sequence[int | None]] = {}
         for row, drafter in self.drafters.items():
-            tokens = made.tokens[row]
-            self.rooms[row] -= len(tokens)
-            drafter.told(count, len(tokens))
-            out[row] = tokens if made.finite[row] else [None]
-        return out
+            drafter.told(count, len(made.tokens[row]))
+        return {row: made.tokens[row] if made.finite[row] else [None] for row in self.drafters}
 
     def close(self) -> list[Tokens]:
         """Let the session take over."""
@@ -145,7 +136,7 @@ def open_loop(
     session: Session,
     running: Sequence[SequenceState],
     suppress: tuple[int, ...],
-    drafters: Mapping[int, RowDrafts],
+    drafters: Drafters,
 ) -> TokenSteps | DraftRounds | None:
     """Return a loop for these sequences, with rounds if they have `drafters`; None if the host has
     to choose: the runtime has no such step, a table lies elsewhere, or a sequence's settings need

@@ -11,6 +11,7 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from g4ir.errors import TrustError
 from g4ir.ui.files import write_file
@@ -28,7 +29,10 @@ def has_digest(file: Path, digest: str) -> bool:
     if file.stat().st_size < LARGE:
         return sha256(file) == digest
     facts = _facts(file)
-    return _kept(digest, facts) == facts or _compared(file, digest) == digest
+    with suppress(TrustError):
+        if find_kept(_kept_file(digest, facts)) == facts:
+            return True
+    return _compared(file, digest) == digest
 
 
 def remembered_digest(file: Path) -> str:
@@ -45,8 +49,7 @@ def _compared(file: Path, wanted: str | None) -> str:
     settled = before == _facts(file) and before[-1] + TICK_NS <= begun
     if settled and wanted in (None, found):
         with suppress(OSError, TrustError):  # it saves time alone
-            private(_kept_file(found, before).parent)
-            write_file(_kept_file(found, before), [json.dumps(before).encode()])
+            keep(_kept_file(found, before), before)
     return found
 
 
@@ -61,10 +64,17 @@ def _kept_file(digest: str, facts: list[int]) -> Path:
     return state_root() / "digests" / f"{digest}-{facts[0]:x}-{facts[1]:x}"
 
 
-def _kept(digest: str, facts: list[int]) -> list[int] | None:
-    file = _kept_file(digest, facts)
-    with suppress(OSError, ValueError, TrustError):
-        check_private(file.parent)
-        kept: list[int] = json.loads(file.read_text())
-        return kept
+def keep(file: Path, value: Any) -> None:
+    """Write JSON to a file of this user alone. OSError if it cannot be written; TrustError if
+    others could write there."""
+    write_file(private(file.parent) / file.name, [json.dumps(value).encode()])
+
+
+def find_kept(file: Path) -> Any:
+    """Return what `keep` wrote; None if there is nothing. TrustError if others could write it."""
+    if not file.is_file():
+        return None
+    check_private(file.parent)
+    with suppress(OSError, ValueError):
+        return json.loads(file.read_text())
     return None

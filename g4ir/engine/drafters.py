@@ -12,7 +12,7 @@ from g4ir.plan.options import BuildOptions
 from g4ir.plan.resolve import DEFAULT, NO_DRAFTER, drafter_spec
 from g4ir.spec.record import SUFFIXES, Spec
 from g4ir.weights.checkpoint import Checkpoint, WeightSource
-from g4ir.weights.hub import need_snapshot, snapshot_of
+from g4ir.weights.origin import need_snapshot, snapshot_of
 from g4ir.weights.random import RandomCheckpoint
 
 

@@ -130,7 +130,7 @@ class Engine(EngineParts):
             scheduler, self._idle = self._idle, None
         config = SchedulerConfig(
             buckets=tuple(sorted({slots, self.limits.max_batch})),
-            chunks=None,
+            prefill_first=True,
             prefix_bytes=0,
             draft=draft,
             draft_rows=slots,

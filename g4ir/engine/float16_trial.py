@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from g4ir.backends.base import Prepared, Tensors, Watch
+from g4ir.backends.base import Prepared
 from g4ir.backends.reference import ReferenceRuntime, WideRuntime, text_graphs
 from g4ir.errors import WeightsError
 from g4ir.ir.graph import Program
@@ -22,11 +22,11 @@ from g4ir.ops.kv_quant import comparable
 from g4ir.passes.scale_residual import DIVISORS, ScaleOptions, divided_values
 from g4ir.quant.rewrite import quantised
 from g4ir.weights.checkpoint import Checkpoint
-from g4ir.weights.drafter import WithDrafter
 from g4ir.weights.pack import ParamSource, open_table
+from g4ir.weights.random import WithDrafter
 
-from .artefact import Manifest
-from .engine import TOKENIZER, Engine, read_tokenizer
+from .engine import TOKENIZER, read_tokenizer
+from .parts import embed_rows
 
 TEXT = (
     "The quick brown fox jumps over the lazy dog. def area(r): return 3.14159 * r ** 2\n"
@@ -52,15 +52,16 @@ def why_untried(p: Prepared) -> str | None:
     return None if TOKENIZER in p.side_files else "the checkpoint has no tokenizer.json"
 
 
-def try_float16(p: Prepared, folder: Path, params: ParamSource, facts: Manifest) -> None:
-    """Interpret the text graphs on a few dozen tokens of text; `facts` is the manifest without
-    files. WeightsError names the first value that is NaN or infinite, and a residual scale that
-    would do; a peak near the end of the range is logged as a warning."""
+def try_float16(p: Prepared, params: ParamSource) -> None:
+    """Interpret the text graphs on a few dozen tokens of text. WeightsError names the first value
+    that is NaN or infinite, and a residual scale that would do; a peak near the end of the range is
+    logged as a warning."""
     try:
-        peaks = _prefill(p, folder, params, facts, _Trial)
+        peaks = _peaks(p, params, ReferenceRuntime, MOST)
     except WeightsError as e:
-        found = _scale_for(p, _prefill(p, folder, params, facts, _Wide))
-        raise WeightsError(f"{e}{found}") from None
+        raise WeightsError(
+            f"{e}{_scale_for(p, _peaks(p, params, WideRuntime, math.inf))}"
+        ) from None
     name, peak = max(peaks.items(), key=lambda x: x[1])
     if peak > NEAR * MOST:
         what = (
@@ -70,26 +71,48 @@ def try_float16(p: Prepared, folder: Path, params: ParamSource, facts: Manifest)
         log.warning(f"{what}: build with --dtype bfloat16%s", *given)
 
 
-def _prefill(
-    p: Prepared, folder: Path, params: ParamSource, facts: Manifest, runs: type[_Trial]
+def _peaks(
+    p: Prepared, params: ParamSource, interpreter: type[ReferenceRuntime], most: float
 ) -> dict[str, float]:
-    runtime = runs(text_graphs(p.packing.program), p.limits, "cpu", params)
-    program, runtime.peaks = runtime.program, {}
-    tables = {v.name: open_table(params, v, "mmap", "cpu") for v in program.graphs["embed"].params}
-    engine = Engine(
-        path=folder,
-        facts=facts,
-        spec=p.spec,
-        limits=p.limits,
-        all_logits=p.all_logits,
-        device="cpu",
-        dtype=p.dtype,
-        program=program,
-        runtime=runtime,
-        tables=tables,
-    )
-    engine.session().prefill(_tokens(p))
-    return runtime.peaks
+    """Return the peak of each value of a prefill; WeightsError for one above `most`."""
+    import torch
+
+    runtime = interpreter(text_graphs(p.packing.program), p.limits, "cpu", params)
+    embed, state = runtime.program.graphs["embed"], runtime.new_state(1)
+    peaks: dict[str, float] = {}
+    tables = {v.name: open_table(params, v, "mmap", "cpu") for v in embed.params}
+
+    def look(name: str, value: Any) -> None:
+        if not value.is_floating_point():
+            return
+        largest = float(comparable(value).abs().max())
+        if not largest <= most:
+            layer = layer_of(name)
+            where = "outside the layers" if layer is None else f"layer {layer}"
+            raise WeightsError(
+                f"float16, tried on a text of {MOST_TOKENS} tokens: %{name} ({where}): NaN or "
+                f"infinite; {advice('f16')}"
+            )
+        peaks[name] = max(peaks.get(name, 0.0), largest)
+
+    start = 0
+    for tokens in torch.tensor([_tokens(p)]).split(p.limits.prefill_chunk, dim=1):
+        end = start + tokens.shape[1]
+        feeds = embed_rows(embed, tables, tokens)
+        feeds |= {"positions": torch.arange(start, end)[None]}
+        feeds |= {"lengths": torch.tensor([end - start])}
+        phase = "decode" if end - start == 1 else "prefill"
+        runtime.run(phase, feeds, state, end, True, look)
+        start = end
+    return peaks
+
+
+def _tokens(p: Prepared) -> list[int]:
+    tokenizer = read_tokenizer(Path(TOKENIZER), p.side_files[TOKENIZER])
+    ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
+    bos = [] if p.spec.tokens.bos is None else [p.spec.tokens.bos]
+    known = [i for i in (*bos, *ids) if i < p.spec.text.readable_ids]
+    return known[: min(MOST_TOKENS, p.limits.max_seq)]
 
 
 def _scale_for(p: Prepared, peaks: dict[str, float]) -> str:
@@ -107,49 +130,3 @@ def _scale_for(p: Prepared, peaks: dict[str, float]) -> str:
     found = next(enough, None) if rest <= MOST else None
     told = f", or --residual-scale {found}: the residual stream reaches {stream:.0f}"
     return told if found else ""
-
-
-def _tokens(p: Prepared) -> Any:
-    import torch
-
-    tokenizer = read_tokenizer(Path(TOKENIZER), p.side_files[TOKENIZER])
-    ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
-    bos = [] if p.spec.tokens.bos is None else [p.spec.tokens.bos]
-    known = [i for i in (*bos, *ids) if i < p.spec.text.readable_ids]
-    return torch.tensor([known[: min(MOST_TOKENS, p.limits.max_seq)]])
-
-
-class _Trial(ReferenceRuntime):
-    """An interpreter that keeps the largest magnitude of each value, and refuses one out of
-    range."""
-
-    peaks: dict[str, float]
-    most = MOST
-
-    def run(
-        self,
-        phase: str,
-        feeds: dict[str, Any],
-        state: Any,
-        context: int,
-        logits: bool,
-        watch: Watch | None = None,
-    ) -> Tensors | None:
-        return super().run(phase, feeds, state, context, logits, self._look)
-
-    def _look(self, name: str, value: Any) -> None:
-        if not value.is_floating_point():
-            return
-        largest = float(comparable(value).abs().max())
-        if not largest <= self.most:
-            layer = layer_of(name)
-            where = "outside the layers" if layer is None else f"layer {layer}"
-            raise WeightsError(
-                f"float16, tried on a text of {MOST_TOKENS} tokens: %{name} ({where}): NaN or "
-                f"infinite; {advice('f16')}"
-            )
-        self.peaks[name] = max(self.peaks.get(name, 0.0), largest)
-
-
-class _Wide(_Trial, WideRuntime):
-    most = math.inf

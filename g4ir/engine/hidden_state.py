@@ -8,8 +8,7 @@ import torch
 
 
 class HiddenStates:
-    """The draft model's input: for each row the last hidden states of some of its newest tokens,
-    [batch, S, hidden] where the engine runs, so that tokens can be taken back."""
+    """Hidden states [batch, S, hidden] of each row's newest tokens, for the draft model."""
 
     def __init__(self, batch: int) -> None:
         self.states: torch.Tensor | None = None

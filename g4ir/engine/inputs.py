@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,10 +25,6 @@ class SessionInputs:
     engine: EngineParts
     batch: int
 
-    @cached_property  # kind -> the id of its placeholders
-    def _media(self) -> dict[str, int]:
-        return dict(placeholders(self.engine.spec.tokens, self.engine.media.kinds))
-
     def prompt(
         self,
         held: torch.Tensor,
@@ -40,11 +35,10 @@ class SessionInputs:
     ) -> Prompt:
         """Return tokens [batch, S] with their media, for rows that hold `held` tokens."""
         tokens, lengths = self.tokens(held, tokens, lengths)
-        engine = self.engine
         check_list("soft", soft)
-        items = listed(engine.media, engine.spec, **lists)
-        softs = [*soft, *(encode(engine, kind, item) for kind, item in items)]
-        return _merged(engine, tokens, lengths, softs, self._media)
+        items = listed(self.engine.media, self.engine.spec, **lists)
+        softs = [*soft, *(encode(self.engine, kind, item) for kind, item in items)]
+        return _merged(self.engine, tokens, lengths, softs)
 
     def single(self, held: torch.Tensor, next_tokens: Any, active: Any) -> Prompt:
         """Return one token a row, int64 [batch], of the rows that are `active` (bool [batch])."""
@@ -57,7 +51,6 @@ class SessionInputs:
                 raise InputError(
                     f"decode: expected {self.batch} booleans as active, found {lengths.tolist()}"
                 )
-            lengths = lengths.long()
         return Prompt(*self.tokens(held, tokens[:, None], lengths))
 
     def drafted(
@@ -112,7 +105,7 @@ class SessionInputs:
                 f"prefill: expected {self.batch} lengths of 0 to {width}, found {lengths.tolist()}"
             )
         tokens = tokens.where(torch.arange(width) < lengths[:, None], 0)
-        _check_ids(tokens, self._media, self.engine.spec.text.readable_ids)
+        _check_ids(self.engine, tokens)
         after = held + lengths
         if int(after.max()) > limit:
             row = int(after.argmax())
@@ -125,28 +118,29 @@ class SessionInputs:
 
 def check_prompt(engine: EngineParts, tokens: Sequence[int], soft: Sequence[Soft] = ()) -> None:
     """Raise InputError for what a session would refuse of one row's prompt, its length aside."""
-    media, rows = placeholders(engine.spec.tokens, engine.media.kinds), torch.tensor([tokens])
+    rows = torch.tensor([tokens])
     check_list("soft", soft)
-    _check_ids(rows, media, engine.spec.text.readable_ids)
-    prompt = _merged(engine, rows, torch.tensor([len(tokens)]), soft, media)
+    _check_ids(engine, rows)
+    prompt = _merged(engine, rows, torch.tensor([len(tokens)]), soft)
     prompt.pieces(engine.limits.prefill_chunk)
 
 
 def _merged(
-    engine: EngineParts,
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    softs: Sequence[Soft],
-    media: Mapping[str, int],
+    engine: EngineParts, tokens: torch.Tensor, lengths: torch.Tensor, softs: Sequence[Soft]
 ) -> Prompt:
     check_softs(softs, engine.spec.text.hidden_size)
     for s in softs:
         check_taken(s.kind, engine.media, engine.spec)
-    return merged(tokens, lengths, softs, media, BLOCKS in engine.program.graphs)
+    return merged(tokens, lengths, softs, _media(engine), BLOCKS in engine.program.graphs)
 
 
-def _check_ids(tokens: torch.Tensor, media: Mapping[str, int], vocab: int) -> None:
-    for i in media.values():  # whose rows no table is asked for
+def _media(engine: EngineParts) -> Mapping[str, int]:
+    return placeholders(engine.spec.tokens, engine.media.kinds)
+
+
+def _check_ids(engine: EngineParts, tokens: torch.Tensor) -> None:
+    vocab = engine.spec.text.readable_ids
+    for i in _media(engine).values():  # whose rows no table is asked for
         tokens = tokens.masked_fill(tokens == i, 0)
     if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
         row, at = ((tokens < 0) | (tokens >= vocab)).nonzero()[0].tolist()

@@ -1,13 +1,15 @@
-"""Reads JSON lines one by one, each a request or its own error; of a pipe what has come."""
+"""Reads JSON lines one by one, each a request or its own error; a pipe without waiting for it."""
 
 from __future__ import annotations
 
 import json
 import os
-import select
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import UnsupportedOperation
+from itertools import count
+from queue import Empty, Queue
+from threading import Thread
 from typing import Any, BinaryIO
 
 from g4ir.errors import InputError
@@ -22,37 +24,30 @@ Line = tuple[int, bytes]
 Field = tuple[Callable[[Any], bool], str]
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _of(*types: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) in types
 
 
-def _number(value: Any) -> bool:
-    return _whole(value) or isinstance(value, float)
+def _list(kind: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) is list and {*map(type, value)} <= {kind}
 
 
 def _biases(value: Any) -> bool:
     """Whether it is {"177": -5.0, ...}: keys of JSON objects are text."""
     keys = isinstance(value, dict) and all(k.isdecimal() and k.isascii() for k in value)
-    return keys and all(len(k) < 10 and _number(v) for k, v in value.items())
+    return keys and all(len(k) < 10 and type(v) in (int, float) for k, v in value.items())
 
 
-def _list(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(fits, value))
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-WHOLE: Field = _whole, "a whole number"
-NUMBER: Field = _number, "a number"
-IDS: Field = _list(_whole), "a list of token ids"
-PATHS: Field = _list(_text), "a list of paths"
+TEXT: Field = _of(str), "a string"
+WHOLE: Field = _of(int), "a whole number"
+NUMBER: Field = _of(int, float), "a number"
+IDS: Field = _list(int), "a list of token ids"
+PATHS: Field = _list(str), "a list of paths"
 FIELDS: dict[str, Field] = {
-    "id": (lambda v: _whole(v) or _text(v), "a string or a whole number"),
-    "prompt": (_text, "a string"),
+    "id": (_of(str, int), "a string or a whole number"),
+    "prompt": TEXT,
     "tokens": IDS,
-    "bos": (lambda v: isinstance(v, bool), "true or false"),
+    "bos": (_of(bool), "true or false"),
     "max_new_tokens": WHOLE,
     "temperature": NUMBER,
     "top_k": WHOLE,
@@ -113,69 +108,53 @@ def named(where: str) -> Iterator[None]:
 
 
 class ReadAhead:
-    """The lines of a stream that are not blank, with their numbers; the next can be asked for
-    without waiting. One of more than LINE_BYTES, or beyond INPUT_BYTES, is the last; `parse_line`
-    refuses it."""
+    """The lines of a stream that are not blank, with their numbers. A pipe is read by a thread, so
+    that `next` need not wait. A line of more than LINE_BYTES, or beyond INPUT_BYTES, is the last;
+    `parse_line` refuses it."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self.ended = False
-        self._stream, self._pipe = stream, _Pipe.of(stream)
-        self._count = self._total = 0
+        self._lines, self._come = _numbered(stream), Queue[Line | Exception | None](1)
+        try:
+            self._pipe = None if stream.seekable() else os.dup(stream.fileno())
+        except UnsupportedOperation:  # not of a file
+            self._pipe = None
+        if self._pipe is not None:
+            Thread(target=self._read, args=(self._pipe,), daemon=True).start()
 
     def next(self, wait: bool) -> Line | None:
-        """Return the next line; None where there is none: at the end, and without `wait` also while
-        none has come."""
-        source = self._pipe or self._stream
-        while not self.ended:
-            if not wait and self._pipe and not self._pipe.ready(LINE_BYTES + 1):
-                return None
-            line = source.readline(LINE_BYTES + 1)
-            self._count, self._total = self._count + 1, self._total + len(line)
-            if self._count == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if self._total > INPUT_BYTES:
-                line = line.ljust(LINE_BYTES + 1)
-            self.ended = not line or len(line) > LINE_BYTES
-            if line.strip() or len(line) > LINE_BYTES:
-                return self._count, line
-        return None
-
-    def close(self) -> None:
-        """Want no more lines."""
-        self.ended = True
-
-
-class _Pipe:
-    """What may make its reader wait for a line."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd, self.held, self.over = fd, bytearray(), False
-
-    @classmethod
-    def of(cls, stream: BinaryIO) -> _Pipe | None:
-        try:
-            return None if stream.seekable() else cls(stream.fileno())
-        except UnsupportedOperation:  # not of a file
+        """Return the next line; None at the end, and without `wait` while none has come."""
+        if self.ended:
             return None
+        try:
+            found = next(self._lines, None) if self._pipe is None else self._come.get(wait)
+        except Empty:
+            return None
+        if isinstance(found, Exception):
+            raise found
+        self.ended = found is None
+        return found
 
-    def ready(self, size: int) -> bool:
-        """Whether `readline` would not wait."""
-        while not self._has(size) and select.select([self.fd], [], [], 0)[0]:
-            self._read()
-        return self._has(size)
+    def _read(self, pipe: int) -> None:
+        # A file of its own: Python stumbles at its exit over a thread that waits for sys.stdin.
+        try:
+            with open(pipe, "rb") as own:
+                for line in _numbered(own):
+                    self._come.put(line)
+            self._come.put(None)
+        except Exception as e:
+            self._come.put(e)
 
-    def readline(self, size: int) -> bytes:
-        while not self._has(size):
-            self._read()
-        end = self.held.find(b"\n", 0, size) + 1 or size
-        line = bytes(self.held[:end])
-        del self.held[:end]
-        return line
 
-    def _has(self, size: int) -> bool:
-        return self.over or len(self.held) >= size or b"\n" in self.held
-
-    def _read(self) -> None:
-        data = os.read(self.fd, 1 << 16)
-        self.held += data
-        self.over = not data
+def _numbered(stream: BinaryIO) -> Iterator[Line]:
+    total = 0
+    for number in count(1):
+        line = stream.readline(LINE_BYTES + 1)
+        total += len(line)
+        line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+        if total > INPUT_BYTES:
+            line = line.ljust(LINE_BYTES + 1)
+        if line.strip() or len(line) > LINE_BYTES:
+            yield number, line
+        if not line or len(line) > LINE_BYTES:
+            return

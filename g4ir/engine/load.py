@@ -22,26 +22,18 @@ from g4ir.ui.progress import Progress, no_progress, prefixed
 from g4ir.weights import pack as packings
 from g4ir.weights.adapter import Adapter, with_adapters
 from g4ir.weights.checkpoint import Checkpoint
-from g4ir.weights.drafter import random_weights
 from g4ir.weights.origin import Origin, find_origin
+from g4ir.weights.random import random_weights
 
-from .artefact import (
-    MANIFEST,
-    Artefact,
-    PackedWeights,
-    RandomWeights,
-    open_artefact,
-    read_compiled,
-    rebuild,
-)
+from .artefact import MANIFEST, Artefact, PackedWeights, RandomWeights, open_artefact, rebuild
 from .digests import has_digest
 from .engine import Engine, Refusing
-from .leader import lead
+from .ranks.leader import lead
 from .trust import require_trust
 
 
 def load_engine(
-    path: str | Path | Artefact,
+    path: str | Path,
     *,
     check_weights: bool = True,
     ple_placement: str | None = None,
@@ -49,7 +41,7 @@ def load_engine(
     trust: bool = False,
     progress: Progress = no_progress,
 ) -> Engine:
-    """Load an engine directory, or one that was checked already; compiles nothing.
+    """Load an engine directory; compiles nothing.
 
     Every file is compared with the manifest's digests before any compiled file is opened;
     check_weights=False leaves out the weight files, which take about a second per GiB the first
@@ -58,18 +50,16 @@ def load_engine(
     steps on CUDA kernel by kernel, not as one recorded graph.
     trust=True runs native code of an engine that this user did not build here (trust.py).
     An engine of several ranks is loaded by rank 0 of the processes that torchrun started, once it
-    has joined its group; the others follow (worker.py).
+    has joined its group; the others follow (ranks/worker.py).
     Raises EngineError naming the file, or another machine, and the fix; TrustError for such code.
     """
     group = current()
-    if not isinstance(path, Artefact):
-        path = open_artefact(Path(path), check_weights, group.rank if group else None)
-    found, m = path, path.manifest
-    here = group.ranks if group else 1
+    found = open_artefact(Path(path), check_weights, group.rank if group else None)
+    m, here = found.manifest, group.ranks if group else 1
     if here != m.ranks:
         raise EngineError(_of_ranks(found, here))
     opens = partial(open_runtime, found, cuda_graph, trust, progress, group)
-    options = {"check_weights": found.whole, "cuda_graph": cuda_graph, "trust": trust}
+    options = {"check_weights": check_weights, "cuda_graph": cuda_graph, "trust": trust}
     runtime = lead(group, str(found.path), m.digest, options, opens) if group else opens()
     placed = find_placement(ple_placement or m.ple_placement, found.spec, m.device)
     params = found.packing.program.graphs["embed"].params
@@ -103,20 +93,18 @@ def _engine(found: Artefact, runtime: Any, tables: dict[str, Any]) -> Engine:
 
 
 def open_runtime(
-    found: Artefact,
-    cuda_graph: bool,
-    trust: bool,
-    progress: Progress,
-    group: Group | None = None,
+    found: Artefact, cuda_graph: bool, trust: bool, progress: Progress, group: Group | None = None
 ) -> Runtime:
     """Return the runtime of a checked engine on params of its rank."""
     m = found.manifest
+    if m.device == "cuda" and group and not group.on_gpus:
+        why = f"rank {group.rank} has no GPU of its own, or its torch no NCCL"
+        fix = "start as many ranks on a machine as it has GPUs"
+        raise MissingError(f"{found.path} was built for cuda, and {why}; {fix}")
     backend = check_runnable(found, trust)
-    kept = read_compiled(found, backend.record)
-    _check_gpu(found, group)
     params, told = _open_params(found), prefixed(progress, "load")
     task = Task(found.packing.program, m.limits, m.device, found.path, params, told, group)
-    return backend.load(task, kept, cuda_graph)
+    return backend.load(task, m.to_dict()["compiled"], cuda_graph)
 
 
 def check_runnable(found: Artefact, trust: bool = False) -> Backend:
@@ -127,14 +115,6 @@ def check_runnable(found: Artefact, trust: bool = False) -> Backend:
     if backend.native and not trust:
         require_trust(found)
     return backend
-
-
-def _check_gpu(found: Artefact, group: Group | None) -> None:
-    if found.manifest.device == "cuda" and group and not group.on_gpus:
-        raise MissingError(
-            f"{found.path} was built for cuda, and rank {group.rank} has no GPU of its own, or "
-            f"its torch no NCCL; start as many ranks on a machine as it has GPUs"
-        )
 
 
 def _of_ranks(found: Artefact, here: int) -> str:
@@ -149,9 +129,8 @@ def _of_ranks(found: Artefact, here: int) -> str:
 
 
 def _backend_of(found: Artefact) -> Backend:
-    m, where = found.manifest, found.path / MANIFEST
+    m, where, backend = found.manifest, found.path / MANIFEST, find_backend(found.manifest.backend)
     try:
-        backend = find_backend(m.backend)
         settings = checked_settings(backend, m.settings)
     except InputError as e:
         raise EngineError(f"{where}: {e}; build the engine again") from None
@@ -188,10 +167,8 @@ def _check_machine(found: Artefact, backend: Backend) -> None:
     # Not `backend.needs`, which a build needs: loading needs no compiler.
     if m.device == "cuda" and not torch.cuda.is_available():
         again = "build it again with --device cpu, or " if "cpu" in backend.devices else ""
-        raise EngineError(
-            f"{path} was built for cuda and this torch sees no CUDA device; {again}run it where it "
-            f"was built"
-        )
+        why = f"{path} was built for cuda and this torch sees no CUDA device"
+        raise EngineError(f"{why}; {again}run it where it was built")
     built, here, why = m.machine, backend.machine(m.device), ""
     *kind, flags = built.split(" ")
     *kind_here, flags_here = here.split(" ")
@@ -215,21 +192,16 @@ def _open_params(found: Artefact) -> packings.ParamSource:
     for name, digest in kept.files.items():
         file = Path(kept.directory) / name
         if not file.is_file() or (found.whole and not has_digest(file, digest)):
-            raise EngineError(
-                f"{file} is missing or is not the file this engine was built from; restore it, or "
-                f"build again without --link-weights"
-            )
+            why = f"{file} is missing or is not the file this engine was built from"
+            raise EngineError(f"{why}; restore it, or build again without --link-weights")
     checkpoint = find_origin(kept.path).open(found.spec, m.media.kinds, m.dtype)
     if {*linked_files(checkpoint)} != kept.files.keys():
-        raise EngineError(
-            f"{kept.directory}: its weight files are not those that {found.path / MANIFEST} names; "
-            f"restore them, or build again without --link-weights"
-        )
+        why = f"its weight files are not those that {found.path / MANIFEST} names"
+        fix = "restore them, or build again without --link-weights"
+        raise EngineError(f"{kept.directory}: {why}; {fix}")
     if held_recipe(found.spec, checkpoint.forms) != (m.quant if m.quant and m.quant.held else None):
-        raise EngineError(
-            f"{found.path} takes codes in other forms than this g4ir reads from {kept.directory}; "
-            f"{rebuild(found.path, m, found.spec)}"
-        )
+        why = f"{found.path} takes codes in other forms than this g4ir reads from {kept.directory}"
+        raise EngineError(f"{why}; {rebuild(found.path, m, found.spec)}")
     return packings.MadeParams(found.packing, checkpoint, share=share)
 
 
@@ -240,10 +212,8 @@ def open_weights(engine: Engine, origin: Origin, kinds: Iterable[str]) -> Checkp
     adapters = [Adapter(Path(kept.path), kept.scale) for kept in engine.facts.adapters]
     for adapter, kept in zip(adapters, engine.facts.adapters):
         if not adapter.path.is_dir() or not has_digest(adapter.weights, kept.sha256):
-            raise EngineError(
-                f"{adapter.path} is missing or is not the adapter that {engine.path} was built "
-                f"with; restore it"
-            )
+            why = f"is missing or is not the adapter that {engine.path} was built with"
+            raise EngineError(f"{adapter.path} {why}; restore it")
     return with_adapters(source, engine.spec, adapters)
 
 

@@ -5,7 +5,7 @@
     soft = engine.encode("audio", "speech.wav", too_long="refuse")
 
 An item is a path, decoded pixels (an array, or an image of Pillow) or samples, or what this package
-has prepared of them. Parts of messages are decoded strictly; nothing is fetched here.
+has prepared of them. Nothing is fetched here.
 """
 
 from __future__ import annotations
@@ -109,8 +109,7 @@ def _audio(engine: EngineParts, item: Any, too_long: str) -> Soft:
 
 
 def sound_settings(engine: EngineParts) -> AudioSettings:
-    """Return how the engine's checkpoint frames sounds, or the reference's defaults; no longer than
-    the engine was built for."""
+    """Return the checkpoint's settings of audio, bounded by what the engine was built for."""
     settings = audio_settings(engine.spec, read_extractor(engine.path))
     if isinstance(settings, MelSettings):
         return settings.at_most(max(engine.media.lengths))
@@ -160,66 +159,59 @@ def _run(engine: EngineParts, tower: str, feeds: Mapping[str, Any]) -> torch.Ten
 
 
 _DATA = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+-]+=[\w.+-]+)*;base64,", re.ASCII)
-#: type of a part -> where its data lie
-_KEYS = {"image": ("image", "url"), "audio": ("audio", "url"), "video": ("video", "url")}
-_KEYS |= {f"{kind}_url": (f"{kind}_url", "url") for kind in ("image", "audio", "video")}
-_KEYS["input_audio"] = ("input_audio", "data")
 _FILE = "file://"
 
 
 @dataclass(frozen=True)
-class Held:
-    """The `text` that a part has for its data, and `where` it is, for errors; `plain`: base64
-    without the head of a data URL will do."""
+class Source:
+    """Data of a part: `raw` bytes that were given in base64, else the URL or path `text`; `where`
+    it is, for errors."""
 
     text: str
     where: str
-    plain: bool
-
-    def data(self) -> bytes | None:
-        """Return the bytes of a data URL; None: it is something else. InputError where what it has
-        is no base64."""
-        head = _DATA.match(self.text)
-        if head is None and not self.plain:
-            return None
-        try:
-            return base64.b64decode(self.text[head.end() if head else 0 :], validate=True)
-        except (binascii.Error, ValueError):
-            raise InputError(f"{self.where}: is no base64") from None
+    raw: bytes | None
 
 
-def held(medium: Medium) -> Held:
-    """Return what a part has for its data; InputError where it has nothing."""
-    outer, inner = _KEYS[medium.part["type"]]
+def source_of(medium: Medium) -> Source:
+    """Return where the data of a part are; InputError where it has none, or no base64."""
+    outer = medium.part["type"]
+    inner = "data" if outer == "input_audio" else "url"
     where, found = f"{medium.place}.{outer}", medium.part.get(outer)
     text = found if isinstance(found, str) else an_object(found, where).get(inner)
+    where = f"{where}.{inner}"
     if not isinstance(text, str):
-        raise InputError(f"{where}.{inner}: is missing; give a data URL")
-    return Held(text, f"{where}.{inner}", inner == "data")
+        raise InputError(f"{where}: is missing; give a data URL")
+    head = _DATA.match(text)
+    if head is None and inner == "url":
+        return Source(text, where, None)
+    try:
+        raw = base64.b64decode(text[head.end() if head else 0 :], validate=True)
+    except (binascii.Error, ValueError):
+        raise InputError(f"{where}: is no base64") from None
+    return Source(text, where, raw)
 
 
 def read_own(engine: EngineParts, medium: Medium) -> Soft:
     """Return the soft tokens of a medium of somebody who may read files here: a data URL, a file's
     URL or its path. Refused are kinds that the engine does not take, and what the readers of files
     refuse."""
-    part = held(medium)
     check_taken(medium.kind, engine.media, engine.spec)
-    if part.plain or part.text.startswith("data:"):
-        raw = part.data()
-        if raw is None:
-            raise InputError(f"{part.where}: is no data URL in base64")
-        return soft_of(engine, medium, raw)
-    is_url = part.text.startswith(_FILE)
-    if "://" in part.text and not is_url:
-        raise InputError(f"{part.where}: is neither a path nor a data URL; nothing is fetched")
-    path = unquote(part.text.removeprefix(_FILE)) if is_url else part.text
+    source = source_of(medium)
+    if source.raw is not None:
+        return soft_of(engine, medium, source.raw)
+    if source.text.startswith("data:"):
+        raise InputError(f"{source.where}: is no data URL in base64")
+    path = source.text
+    if path.startswith(_FILE):
+        path = unquote(path.removeprefix(_FILE))
+    elif "://" in path:
+        raise InputError(f"{source.where}: is neither a path nor a data URL; nothing is fetched")
     check_there(medium.kind, path)
     return encode(engine, medium.kind, path)
 
 
 def soft_of(engine: EngineParts, medium: Medium, raw: bytes, **settings: Any) -> Soft:
-    """Return the soft tokens of a file's bytes, with settings of `encode`; readers take a path,
-    which errors then name."""
+    """Return the soft tokens of a file's bytes, with settings of `encode`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "medium"
         path.write_bytes(raw)

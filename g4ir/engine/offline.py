@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, BinaryIO, ClassVar
 
@@ -32,9 +32,8 @@ from g4ir.model.media import (
 from .engine import Engine
 from .jsonl import FIELDS, Line, ReadAhead, checked_fields, named, parse_line
 from .prompts import checked_ids, checked_prompt
-from .requests import Event, Request, RequestHandle
+from .requests import Counts, Event, Request, RequestHandle
 from .scheduler import Scheduler, SchedulerConfig
-from .speculative import AcceptanceStats
 from .tokenizer import Codec
 
 MAX_NEW_TOKENS = 64
@@ -73,21 +72,25 @@ class Medium:
 
 
 @dataclass(frozen=True)
-class OfflineRequest:
-    """A checked request. Its answer ends with one of `stop`, or after `max_new_tokens`. While its
-    `media` are not read, its tokens lack their soft tokens."""
+class Asked:
+    """What a request is made of: `fields` as in FIELDS, flags and defaults among them; its media
+    and, once they are read, their `soft` tokens. `where` it is, for messages; `line`: its number
+    in the input."""
 
-    id: int | str | None
-    tokens: tuple[int, ...]
-    max_new_tokens: int
-    sampling: SamplingParams
-    stop: frozenset[int]
-    soft: tuple[Soft, ...] = ()
-    notes: tuple[str, ...] = ()
-    #: what it was made of, and what messages call it
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    where: str = ""
+    fields: Mapping[str, Any]
+    where: str
+    line: int | None
     media: tuple[Medium, ...] = ()
+    soft: tuple[Soft, ...] = ()
+
+
+@dataclass(frozen=True)
+class OfflineRequest(Request):
+    """A checked request; until its media are read, its tokens lack their soft tokens."""
+
+    id: int | str | None = None
+    notes: tuple[str, ...] = ()
+    asked: Asked = field(default_factory=lambda: Asked({}, "", None))
 
 
 @dataclass(frozen=True)
@@ -109,82 +112,78 @@ class Failure:
         return {"event": "error", **self.output()}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Result:
-    """An answer and its timing, seconds."""
+    """A submitted request, and its answer from `end` on. Before it was submitted, its media were
+    read and went through the towers for `encode_s` seconds."""
 
     failed: ClassVar[bool] = False
-    id: int | str | None
-    tokens: tuple[int, ...]
-    text: str | None
-    finish_reason: str  # stop or length
-    prompt_tokens: int
-    cached_tokens: int
-    tokens_per_second: float | None  # of the tokens after the first
-    first_token_s: float
-    total_s: float
-    soft_tokens: Mapping[str, int]  # by kind of media
-    encode_s: float  # part of first_token_s: reading media, and the towers
-    notes: tuple[str, ...]
-    seed: int | None  # of the draws, where there were any
-    logprobs: tuple[Logprobs, ...] | None  # where they were asked for
-    queued_s: float | None  # part of first_token_s
-    tally: AcceptanceStats
+    request: OfflineRequest
+    handle: RequestHandle
+    encode_s: float
+    codec: Codec | None
+    #: where they were asked for
+    logprobs: list[Logprobs] = field(default_factory=list)
+    end: Event | None = None
+
+    def take(self, event: Event) -> None:
+        """Take an event of the request."""
+        if event.logprobs:
+            self.logprobs.append(event.logprobs)
+        if event.finish:
+            self.end = event
+
+    @property
+    def id(self) -> int | str | None:
+        return self.request.id
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(self.handle.answers[0].tokens)
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.end.finish if self.end else None
+
+    @property
+    def counts(self) -> Counts:
+        """Of the scheduler; times begin when media were read."""
+        c = self.handle.counts
+        first, total = (self.encode_s + (s or 0.0) for s in (c.first_token_s, c.total_s))
+        return replace(c, first_token_s=first, total_s=total)
 
     def output(self) -> dict[str, Any]:
-        """Return what stdout gets: id if there is one, tokens, text if a tokenizer is there, and
-        log-probabilities that were asked for."""
-        read = self.logprobs and [{"logprob": p.chosen, "top": p.top} for p in self.logprobs]
+        """Return what stdout gets; text needs a tokenizer, logprobs to be asked for."""
+        read = [{"logprob": p.chosen, "top": p.top} for p in self.logprobs]
         out = {
             "id": self.id,
             "tokens": list(self.tokens),
-            "text": self.text,
+            "text": self.codec and self.codec.detokenizer.decode([*self.tokens]),
             "finish_reason": self.finish_reason,
-            "logprobs": read,
+            "logprobs": read or None,
         }
         return {name: value for name, value in out.items() if value is not None}
 
     def log(self) -> dict[str, Any]:
-        """Return what the log gets; no text of the prompt or the answer.
-
-        tokens_per_second counts the tokens after the first, over the time they took; soft_tokens
-        and encode_s come with media, seed where tokens were drawn, drafts where tokens were
-        drafted, notes where there are any.
-        """
-        soft, tally, queued = self.soft_tokens, self.tally, self.queued_s
+        """Return what the log gets; no text of the prompt or the answer. soft_tokens and encode_s
+        come with media, seed where tokens were drawn, drafts where tokens were drafted, notes where
+        there are any."""
+        soft, c, tally = counts(self.request.soft), self.counts, self.handle.tally
         some = {
-            "soft_tokens": dict(soft) or None,
+            "soft_tokens": soft or None,
             "encode_s": round(self.encode_s, 6) if soft else None,
-            "queued_s": None if queued is None else round(queued, 6),
-            "seed": self.seed,
+            "queued_s": None if c.queued_s is None else round(c.queued_s, 6),
+            "seed": self.request.sampling.seed,
             "drafts": tally.to_dict() if tally.rounds else None,
-            "notes": list(self.notes) or None,
+            "notes": list(self.request.notes) or None,
         }
         return {
             "event": "request",
             "id": self.id,
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "new_tokens": len(self.tokens),
-            "time_to_first_token_s": round(self.first_token_s, 6),
-            "tokens_per_second": self.tokens_per_second,
-            "total_s": round(self.total_s, 6),
+            **c.output(),
             "finish_reason": self.finish_reason,
             **{name: value for name, value in some.items() if value is not None},
         }
-
-
-@dataclass
-class _Submitted:
-    """A request in the scheduler, without its tokens, which belong to `handle` now."""
-
-    request: OfflineRequest
-    handle: RequestHandle
-    encode_s: float
-    soft_tokens: Mapping[str, int]
-    line: int | None
-    logprobs: list[Logprobs] = field(default_factory=list)
-    end: Event | None = None
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:
@@ -195,13 +194,13 @@ def check_flags(flags: Mapping[str, Any]) -> None:
         raise InputError(f"max_new_tokens {count}: expected at least 1")
 
 
-def _sampling(given: Mapping[str, Any], suppress: tuple[int, ...] = ()) -> SamplingParams:
+def _sampling(given: Mapping[str, Any]) -> SamplingParams:
     found = {k: given[k] for k in SAMPLING if given.get(k) is not None}
     if found.get("top_k") == 0:  # no limit, as in generation_config.json
         found["top_k"] = None
     if "logit_bias" in found:
         found["logit_bias"] = tuple((int(k), v) for k, v in found["logit_bias"].items())
-    return SamplingParams(**found, suppress=suppress)
+    return SamplingParams(**found)
 
 
 class OfflineEngine:
@@ -215,26 +214,34 @@ class OfflineEngine:
     ) -> None:
         """Take settings `flags`, named as in FIELDS, for requests that do not give their own."""
         self.engine = engine
-        self.scheduler = Scheduler(engine, replace(config or SchedulerConfig(), chunks=None))
+        self.scheduler = Scheduler(engine, replace(config or SchedulerConfig(), prefill_first=True))
         self.flags = {k: v for k, v in (flags or {}).items() if v is not None}
         self.codec = Codec(engine) if (engine.path / "tokenizer.json").is_file() else None
-        self.defaults, self.never = engine.defaults(), engine.suppressed()
-        self._sampling({})  # a wrong flag is no request's fault
+        self.defaults = engine.defaults()
+        _sampling({**self.defaults.sampling, **self.flags})  # a wrong flag is no request's fault
         checked_ids(self.flags.get("stop", []), engine.spec.text.vocab_size, "stop")
 
     def request(
-        self, fields: Mapping[str, Any], where: str, media: Sequence[tuple[str, str]] = ()
+        self,
+        fields: Mapping[str, Any],
+        where: str,
+        media: Sequence[tuple[str, str]] = (),
+        line: int | None = None,
     ) -> OfflineRequest:
         """Return a checked request out of fields as in FIELDS, with (kind, path) of more media;
-        InputError begins with `where`. The media are read by `answer`."""
+        InputError begins with `where`. The media are read by `answer`. One of a `line` shares
+        prefixes with others."""
         lists = [(k, p, f"{where}: {n}") for n, k in LISTS.items() for p in fields.get(n, [])]
         files = [*((k, p, f"--{k}") for k, p in media), *lists]
-        return self._request(fields, where, tuple(self._medium(fields, *f) for f in files))
+        asked = Asked({**self.defaults.sampling, **self.flags, **fields}, where, line)
+        return self._request(
+            replace(asked, media=tuple(self._medium(asked.fields, *file) for file in files))
+        )
 
     def _medium(self, fields: Mapping[str, Any], kind: str, path: str, where: str) -> Medium:
         media = self.engine.media
         setting, keyword = MEDIA_SETTINGS[kind]
-        value = self._setting(fields, setting)
+        value = fields.get(setting)
         with named(where):
             check_taken(kind, media, self.engine.spec)
             if kind == IMAGE and value is not None:
@@ -242,80 +249,62 @@ class OfflineEngine:
             check_there(kind, path)
         return Medium(kind, path, {} if value is None else {keyword: value}, where)
 
-    def _request(
-        self,
-        fields: Mapping[str, Any],
-        where: str,
-        media: tuple[Medium, ...],
-        soft: tuple[Soft, ...] = (),
-    ) -> OfflineRequest:
-        """Return a checked request; with the `soft` tokens of its media, once they are read."""
+    def _request(self, asked: Asked) -> OfflineRequest:
         vocab, room = self.engine.spec.text.vocab_size, self.engine.limits.max_seq
-        tokens, notes = self._tokens(fields, where, [m.kind for m in media], soft)
-        count = self._setting(fields, "max_new_tokens")
+        (tokens, notes), where = self._tokens(asked), asked.where
+        count = asked.fields.get("max_new_tokens")
         if count is None:
             count = max(1, min(MAX_NEW_TOKENS, room + 1 - len(tokens)))
-        stop = checked_ids(self._setting(fields, "stop") or [], vocab, f"{where}: stop")
+        stop = checked_ids(asked.fields.get("stop", []), vocab, f"{where}: stop")
         checked_prompt(tokens, count, vocab, room, f"{where}: prompt")
         with named(where):
-            sampling = self._sampling(fields)
+            sampling = _sampling(asked.fields)
+        if sampling.temperature == 0 or sampling.seed is None:  # so that it can be reported
+            sampling = replace(sampling, seed=random_seed() if sampling.temperature else None)
         stops = frozenset([*stop, *self.engine.stop_ids()])
-        made = OfflineRequest(fields.get("id"), tuple(tokens), count, sampling, stops, soft, notes)
-        return replace(made, fields=fields, where=where, media=media)
+        return OfflineRequest(
+            tuple(tokens),
+            count,
+            replace(sampling, stop=stops, ignore_eos=True),
+            asked.soft,
+            reuse=asked.line is not None,
+            id=asked.fields.get("id"),
+            notes=notes,
+            asked=asked,
+        )
 
-    def _tokens(
-        self,
-        fields: Mapping[str, Any],
-        where: str,
-        given: Sequence[str],
-        soft: Sequence[Soft],
-    ) -> tuple[list[int], tuple[str, ...]]:
-        """Return the ids of the prompt and notes; media of the kinds `given` have a placeholder
-        each in a text, or one for each of their `soft` tokens. InputError where the numbers cannot
-        fit."""
+    def _tokens(self, asked: Asked) -> tuple[list[int], tuple[str, ...]]:
+        """Return ids and notes of the prompt, with a placeholder for each medium or soft token."""
         special, kinds = self.engine.spec.tokens, self.engine.media.kinds
-        tokens, notes = fields.get("tokens"), list[str | None]()
+        tokens, notes = asked.fields.get("tokens"), list[str | None]()
         if tokens is None:
-            tokens, notes = self._encoded(fields, where, given, soft)
-        with named(where):
-            prompts.check_given(tokens, given, special, kinds)
-            if soft:
+            tokens, notes = self._encoded(asked)
+        with named(asked.where):
+            prompts.check_given(tokens, [m.kind for m in asked.media], special, kinds)
+            if asked.soft:
                 encode, before = self.codec.plain if self.codec else None, tokens
-                tokens = prompts.place(tokens, soft, special, encode, kinds)
+                tokens = prompts.place(tokens, asked.soft, special, encode, kinds)
                 if not encode and prompts.times_left_out([before], [tokens], special):
                     notes.append(prompts.NO_TIMES)
         return tokens, tuple(n for n in notes if n)
 
-    def _encoded(
-        self, fields: Mapping[str, Any], where: str, given: Sequence[str], soft: Sequence[Soft]
-    ) -> tuple[list[int], list[str | None]]:
+    def _encoded(self, asked: Asked) -> tuple[list[int], list[str | None]]:
         if self.codec is None:
             self.engine.tokenizer()  # says what is missing
         assert self.codec
-        codec, special, text = self.codec, self.engine.spec.tokens, fields["prompt"]
+        codec, special, text = self.codec, self.engine.spec.tokens, asked.fields["prompt"]
         begin = None if special.bos is None else codec.tokenizer.id_to_token(special.bos)
-        with named(where):
-            marked, note = prompts.mark(
-                text, given, self.engine.media.kinds, special, codec.spell, begin
-            )
-        # What media are expanded to has special tokens, which are no turns.
-        bos = self._setting(fields, "bos") is not False
-        head = codec.encode(text, where, bos=False)[:1]
-        raw = codec.instructed and not codec.has_turns(codec.encode(text, where))
+        given, kinds = [m.kind for m in asked.media], self.engine.media.kinds
+        with named(asked.where):
+            marked, note = prompts.mark(text, given, kinds, special, codec.spell, begin)
+            # What media are expanded to has special tokens, which are no turns.
+            marked = prompts.expand_text(marked, asked.soft, special, codec.spell)
+        bos, ids = asked.fields.get("bos", True), codec.encode(text, asked.where)
+        raw = codec.instructed and not codec.has_turns(ids)
+        head = codec.encode(text, asked.where, bos=False)[:1]
         added = bos and codec.bos not in (None, *head) and not codec.adds_bos
         said = "; ".join([*[RAW] * raw, *[BOS_ADDED] * added])
-        with named(where):
-            marked = prompts.expand_text(marked, soft, special, codec.spell)
-        return codec.encode(marked, where, bos), [note, said]
-
-    def _setting(self, fields: Mapping[str, Any], name: str) -> Any:
-        return fields.get(name, self.flags.get(name))
-
-    def _sampling(self, fields: Mapping[str, Any]) -> SamplingParams:
-        found = _sampling({**self.defaults.sampling, **self.flags, **fields}, self.never)
-        biased = [token for token, _ in found.logit_bias]
-        checked_ids(biased, self.engine.spec.text.vocab_size, "logit_bias")
-        return found
+        return codec.encode(marked, asked.where, bos), [note, said]
 
     def answer(
         self, request: OfflineRequest, told: Callable[[int], None] = lambda token: None
@@ -325,110 +314,74 @@ class OfflineEngine:
         are NaN or infinite. Others can be answered then."""
         one = self._submit(request)
         for event in self.scheduler.run(one.handle):
-            _note(event, one)
+            one.take(event)
             if event.token is not None:
                 told(event.token)
-        assert one.end
-        if one.end.error:
+        if one.end and one.end.error:
             raise one.end.error
-        return self._told(one, one.end)
+        return one
 
     def answer_lines(self, stream: BinaryIO, source: str) -> Iterator[Result | Failure]:
         """Yield an answer to every JSON line, or its error, in order. A request without an id has
         the number of its line, and None if that cannot be read. No line is waited for while there
         is something to compute, or to return."""
-        most, begun = self.engine.limits.max_batch, deque[_Submitted | Failure]()
-        with closing(ReadAhead(stream)) as lines:
-            try:
-                while begun or not lines.ended:
-                    if begun and (answer := self._result(begun[0])) is not None:
-                        begun.popleft()
-                        yield answer
-                        continue
-                    going = [b for b in begun if isinstance(b, _Submitted) and not b.end]
-                    room = len(going) < most + AHEAD and len(begun) < HELD_BACK * most
-                    line = lines.next(wait=not begun) if room else None
-                    if line is not None:
-                        begun.append(self._begin(line, source))
-                    elif begun:
-                        self._step(going)
-            finally:
-                for b in begun:
-                    if isinstance(b, _Submitted):
-                        b.handle.cancel()
+        most, begun = self.engine.limits.max_batch, deque[Result | Failure]()
+        lines = ReadAhead(stream)
+        try:
+            while begun or not lines.ended:
+                if begun and (answer := _ended(begun[0])):
+                    begun.popleft()
+                    yield answer
+                    continue
+                going = [b for b in begun if isinstance(b, Result) and not b.end]
+                room = len(going) < most + AHEAD and len(begun) < HELD_BACK * most
+                line = lines.next(wait=not begun) if room else None
+                if line is not None:
+                    begun.append(self._begin(line, source))
+                elif begun:
+                    self._step(going)
+        finally:
+            for b in begun:
+                if isinstance(b, Result):
+                    b.handle.cancel()
 
-    def _step(self, going: Sequence[_Submitted]) -> None:
-        by_handle: dict[RequestHandle, _Submitted] = {}
+    def _step(self, going: Sequence[Result]) -> None:
+        by_handle: dict[RequestHandle, Result] = {}
         for event in self.scheduler.step():
             if event.finish or event.logprobs:
                 by_handle = by_handle or {b.handle: b for b in going}
                 if b := by_handle.get(event.handle):  # none: of lines that nobody read to the end
-                    _note(event, b)
+                    b.take(event)
 
-    def _begin(self, line: Line, source: str) -> _Submitted | Failure:
+    def _begin(self, line: Line, source: str) -> Result | Failure:
         number, text = line
         where, name = f"{source}:{number}", None
         try:
             given = {"id": number, **parse_line(text, where)}
             name = given["id"] if FIELDS["id"][0](given["id"]) else None
-            return self._submit(self.request(checked_fields(given, where), where), number)
+            return self._submit(self.request(checked_fields(given, where), where, line=number))
         except G4Error as e:
             return Failure(name, str(e), number)
 
-    def _submit(self, asked: OfflineRequest, line: int | None = None) -> _Submitted:
-        """Read the media of a request, and put it in the queue; one that is no line alone."""
-        begun, soft = time.perf_counter(), list[Soft]()
+    def _submit(self, request: OfflineRequest) -> Result:
+        begun, soft, asked = time.perf_counter(), list[Soft](), request.asked
         for m in asked.media:
             with named(m.where):
                 soft.append(self.engine.encode(m.kind, m.path, **m.settings))
         if soft:
-            asked = self._request(asked.fields, asked.where, asked.media, tuple(soft))
-        encode_s, s = time.perf_counter() - begun, asked.sampling
-        if s.temperature == 0 or s.seed is None:  # so that it can be reported
-            s = replace(s, seed=random_seed() if s.temperature else None)
-        params, reuse = replace(s, stop=asked.stop, ignore_eos=True), line is not None
-        with named(asked.where) if reuse else nullcontext():
-            handle = self.scheduler.submit(
-                Request(asked.tokens, asked.max_new_tokens, params, asked.soft, reuse=reuse)
-            )
-        kept = replace(asked, tokens=(), soft=(), sampling=s)
-        return _Submitted(kept, handle, encode_s, counts(asked.soft), line)
-
-    def _result(self, b: _Submitted | Failure) -> Result | Failure | None:
-        """Return the answer to a line, None while it is not ready. What is no error of a request
-        ends all."""
-        if isinstance(b, Failure):
-            return b
-        if b.end is None:
-            return None
-        if b.end.error is None:
-            return self._told(b, b.end)
-        if not isinstance(b.end.error, G4Error):
-            raise b.end.error
-        return Failure(b.request.id, str(b.end.error), b.line)
-
-    def _told(self, b: _Submitted, end: Event) -> Result:
-        c, out = b.handle.counts, b.handle.answers[0].tokens
-        return Result(
-            id=b.request.id,
-            tokens=tuple(out),
-            text=self.codec.decode(out) if self.codec else None,
-            finish_reason=end.finish or "",
-            prompt_tokens=c.prompt,
-            cached_tokens=c.cached,
-            tokens_per_second=c.tokens_per_second,
-            first_token_s=b.encode_s + (c.first_token_s or 0.0),
-            total_s=b.encode_s + (c.total_s or 0.0),
-            soft_tokens=b.soft_tokens,
-            encode_s=b.encode_s,
-            notes=b.request.notes,
-            seed=b.request.sampling.seed,
-            logprobs=tuple(b.logprobs) or None,
-            queued_s=c.queued_s,
-            tally=b.handle.tally,
-        )
+            request = self._request(replace(asked, soft=tuple(soft)))
+        encode_s = time.perf_counter() - begun
+        with named(asked.where) if asked.line is not None else nullcontext():
+            return Result(request, self.scheduler.submit(request), encode_s, self.codec)
 
 
-def _note(event: Event, b: _Submitted) -> None:
-    b.logprobs += [event.logprobs] if event.logprobs else []
-    b.end = event if event.finish else b.end
+def _ended(b: Result | Failure) -> Result | Failure | None:
+    """Return a line's answer, None while it is not ready; raise what no request caused."""
+    if isinstance(b, Failure):
+        return b
+    error = b.end and b.end.error
+    if isinstance(error, G4Error):
+        return Failure(b.id, str(error), b.request.asked.line)
+    if error:
+        raise error
+    return b if b.end else None

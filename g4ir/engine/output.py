@@ -17,16 +17,6 @@ from .requests import CANCELLED, FAILED, LENGTH, STOP, Event
 LEAST = -9999.0
 
 
-def token_text(vocabulary: Vocabulary, token: int) -> tuple[str, list[int]]:
-    """Return the text of one token and its bytes, which may be part of a character."""
-    if (byte := vocabulary.detokenizer.bytes.get(token)) is not None:
-        return vocabulary.tokenizer.id_to_token(token) or "", [byte]
-    text = vocabulary.strings.get(token) or vocabulary.tokenizer.decode(
-        [token], skip_special_tokens=False
-    )
-    return text, [*text.encode()]
-
-
 class Answer:
     """One answer while it comes. `take` returns what is certain with each token.
 
@@ -58,7 +48,7 @@ class Answer:
         self._stops = Stops(stop)
 
     def take(self, event: Event) -> list[Said]:
-        """Return the pieces that an event completes. EngineError where the row failed."""
+        """Return the pieces that an event completes. EngineError where the sequence failed."""
         if self.over:
             return []
         if event.finish == FAILED:
@@ -67,8 +57,10 @@ class Answer:
         if event.token is not None:
             self.tokens += 1
             self.reasoning += bool(self.reader and self.reader.thinking)
-            if event.finish != STOP:
-                self._note(event, event.token)
+            if event.finish != STOP and (read := event.logprobs):
+                top = [self._entry(other, value) for other, value in read.top]
+                own = self._entry(event.token, read.chosen)
+                self.logprobs.append(own | {"top_logprobs": top})
             pieces = self._stream.push(event.token)
             if self.reader:
                 out = self._kept(self.reader.feed_tokens(pieces))
@@ -80,13 +72,15 @@ class Answer:
             out += self._end(event.finish or STOP)
         return out
 
-    def _note(self, event: Event, token: int) -> None:
-        if read := event.logprobs:
-            top = [self._entry(other, value) for other, value in read.top]
-            self.logprobs.append(self._entry(token, read.chosen) | {"top_logprobs": top})
-
     def _entry(self, token: int, value: float) -> dict[str, Any]:
-        text, raw = token_text(self.vocabulary, token)
+        """A token's text, its log-probability, and its bytes, which may be part of a character."""
+        tokenizer = self.vocabulary.tokenizer
+        if (byte := self.vocabulary.detokenizer.bytes.get(token)) is not None:
+            text, raw = tokenizer.id_to_token(token) or "", [byte]
+        else:
+            text = self.vocabulary.strings.get(token)
+            text = text or tokenizer.decode([token], skip_special_tokens=False)
+            raw = [*text.encode()]
         return {"token": text, "logprob": value if math.isfinite(value) else LEAST, "bytes": raw}
 
     def _end(self, finish: str) -> list[Said]:
@@ -129,8 +123,7 @@ class Answer:
         return message
 
     def history(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return its message as the next prompt takes it: without calls that were cut or have no
-        reading."""
+        """Return its message for the next prompt: without calls that were cut or are unreadable."""
         pairs = zip(message.get("tool_calls", ()), filter(is_call, self.said))
         calls = [call for call, said in pairs if said.arguments is not None]
         rest = {k: v for k, v in message.items() if k != "tool_calls"}

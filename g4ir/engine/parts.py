@@ -23,8 +23,7 @@ from g4ir.quant.recipe import Recipe
 from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import Spec
 from g4ir.weights.checkpoint import GENERATION
-from g4ir.weights.pack import params_of_rank
-from g4ir.weights.unpack import UnpackedWeights
+from g4ir.weights.pack import UnpackedWeights, params_of_rank
 
 from .artefact import Manifest
 from .prompts import Defaults, read_defaults

@@ -36,11 +36,13 @@ PARTED = 64
 Keys = tuple[int, ...]
 #: bytes that a key takes beside the snapshot that it finds
 KEY_BYTES = 40
+#: None for each chunk of a prompt, and the logits with the last
+Chunks = Generator[torch.Tensor | None, None, None]
 
 
 def prompt_keys(tokens: Sequence[int], soft: Sequence[Soft], holders: Mapping[str, int]) -> Keys:
-    """Return the keys of a prompt, whose placeholders are given by kind. Those of media follow from
-    what the towers made, so that equal ids of other pixels differ; they are negative."""
+    """Return the keys of a prompt, whose placeholders are given by kind. Those of media are digests
+    of their soft tokens, so that equal ids of other pixels differ; they are negative."""
     made: dict[int, list[int]] = {}
     for s in soft:
         first = -_digest(s) - 1
@@ -65,12 +67,11 @@ def shared(a: Keys, b: Keys) -> int:
 
 
 class PrefixCache:
-    """Snapshots of one-row sessions, at most so many bytes of them; the least recently used is
-    dropped first. What is kept under a salt is found under the same salt only."""
+    """Snapshots of one-row sessions by salt and tokens, least recently used dropped first."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.nbytes = most_bytes, 0
-        #: snapshots that were not kept because each is larger than all the room
+        #: snapshots that were not kept because each is larger than the cache
         self.too_large = 0
         self._kept: OrderedDict[tuple[str, Keys], tuple[Snapshot, int]] = OrderedDict()
 
@@ -94,16 +95,12 @@ class PrefixCache:
         return True
 
     def longest(self, salt: str, keys: Keys) -> tuple[int, Snapshot | None]:
-        """Return the longest beginning of `keys` that is kept, shorter than they are: its length
-        and what was held; or 0 and None."""
-        fits = [
-            name
-            for name in self._kept
-            if name[0] == salt and len(name[1]) < len(keys) and keys[: len(name[1])] == name[1]
-        ]
+        """Return length and snapshot of the longest kept proper prefix of `keys`; or 0, None."""
+        known = (k for s, k in self._kept if s == salt and len(k) < len(keys))
+        fits = [k for k in known if keys[: len(k)] == k]
         if not fits:
             return 0, None
-        name = max(fits, key=lambda name: len(name[1]))
+        name = salt, max(fits, key=len)
         self._kept.move_to_end(name)
         return len(name[1]), self._kept[name][0]
 
@@ -129,8 +126,7 @@ class Prefiller:
         self.prefixes = PrefixCache(self._default_bytes() if prefix_bytes is None else prefix_bytes)
 
     def _default_bytes(self) -> int:
-        """Return a quarter of what is free once all rows have their caches, but room for
-        LEAST_PROMPTS long prompts unless that is more than half of it."""
+        """A quarter of the free memory, or LEAST_PROMPTS long prompts if half of it holds them."""
         rows = 2 * self.engine.limits.max_batch * self.session.nbytes()  # two sizes of a batch
         free = max(free_on(self.engine.device) - rows, 0)
         wanted = max(LEAST_BYTES, LEAST_PROMPTS * self.prompt_bytes, min(free // 4, MOST_BYTES))
@@ -173,11 +169,11 @@ class Prefiller:
 
     def chunks(
         self, prompt: Request, until: Callable[[int], int], keys: Keys | None = None
-    ) -> Generator[torch.Tensor | None, None, None]:
+    ) -> Chunks:
         """Begin a prompt with what is known of it, and return an iterator that computes a chunk for
         each value: None, and logits with the last. A chunk ends where `until` (of the number of
-        computed tokens) says, or sooner; in a medium sessions cut themselves. It may be left before
-        its end: what was computed is known to the next prompt. After an exception: `forget`."""
+        computed tokens) says, or sooner; in a medium sessions cut themselves. The iterator may be
+        left early: what was computed is known to the next prompt. After an exception: `forget`."""
         keys = self.keys(prompt) if keys is None else keys
         self.known, parted = self._found(prompt, keys)
         self._given = (prompt.salt, keys if prompt.reuse else ())
@@ -187,7 +183,7 @@ class Prefiller:
 
     def _computed(
         self, prompt: Request, until: Callable[[int], int], keys: Keys, marks: set[int]
-    ) -> Generator[torch.Tensor | None, None, None]:
+    ) -> Chunks:
         start = self.known
         rows = {  # of each kind of media, together once
             kind: torch.cat([p for s in prompt.soft if s.kind == kind for p in s.pieces])
@@ -213,14 +209,12 @@ class Prefiller:
         for kind, made in rows.items():
             first = prompt.tokens[:start].count(self.holders[kind])
             count = prompt.tokens[start:stop].count(self.holders[kind])
-            if count:
-                out.append(Soft(kind, (made[first : first + count],)))
+            out += [Soft(kind, (made[first : first + count],))] if count else []
         return out
 
     def _found(self, prompt: Request, keys: Keys) -> tuple[int, int]:
         """Hold as much of a prompt as is known, but its last token. Return how much that is, and
-        where it parts from the one before, if that is worth a mark: where two prompts part, a third
-        is likely to."""
+        where it parts from the one before if that is worth a mark, as a third is likely to."""
         salt, held = self._given
         if not prompt.reuse:
             self.session.reset()

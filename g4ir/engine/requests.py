@@ -52,8 +52,7 @@ class Request:
 
 @dataclass
 class Counts:
-    """Tokens of a prompt and of its answers, and times in seconds since it was submitted; None: not
-    yet."""
+    """Tokens of a prompt and its answers; seconds since it was submitted, None: not yet."""
 
     prompt: int
     cached: int = 0
@@ -67,6 +66,17 @@ class Counts:
         """Rate of the tokens after the first; None where there was one token only."""
         rest, seconds = self.generated - 1, (self.total_s or 0.0) - (self.first_token_s or 0.0)
         return round(rest / seconds, 3) if rest > 0 and seconds > 0 else None
+
+    def output(self) -> dict[str, Any]:
+        """Return them as values of JSON."""
+        times = {"time_to_first_token_s": self.first_token_s, "total_s": self.total_s}
+        return {
+            "prompt_tokens": self.prompt,
+            "cached_tokens": self.cached,
+            "new_tokens": self.generated,
+            **{k: v if v is None else round(v, 6) for k, v in times.items()},
+            "tokens_per_second": self.tokens_per_second,
+        }
 
 
 @dataclass(eq=False)
@@ -122,12 +132,11 @@ class RequestHandle:
         return (-mine, self.number) < (-theirs, other.number)
 
     def cancel(self) -> None:
-        """End it before the next step. May be called from any thread, at any time."""
+        """End it before the next step. From any thread, at any time."""
         self.cancelled = True
 
     def stop(self, index: int) -> None:
-        """End one answer before the next step, as if the model had ended it; the others go on. May
-        be called from any thread, at any time."""
+        """End one answer before the next step, as a stop token does. From any thread."""
         self.answers[index].enough = True
 
     @property

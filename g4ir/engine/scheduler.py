@@ -5,11 +5,10 @@
     for event in scheduler.run(handle):
         ...
 
-A request is queued, then prefilled, then decoded until its answers have ended. A step drops what
-was cancelled, decodes all running sequences, and computes one chunk of one prompt. Sequences are
-decoded in one of three ways, chosen each time: by steps that run ahead on the device while the
-batch stays the same and nothing needs the host (device_loop.py); by verification of draft tokens
-(speculative.py); by a step whose tokens the host chooses. One thread at a time;
+A step drops cancelled requests, decodes all running sequences, and computes one chunk of a prompt.
+Sequences are decoded in one of three ways, chosen each time: by steps that run ahead on the device
+while the batch stays the same and nothing needs the host (device_loop.py); by verification of draft
+tokens (speculative.py); by a step whose tokens the host chooses. One thread at a time;
 `RequestHandle.cancel` from any.
 """
 
@@ -17,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,10 +26,10 @@ from g4ir.errors import InputError, RankError
 from g4ir.ops.finite import not_finite
 
 from .batch import Batch, checked_buckets
-from .device_loop import DraftRounds, Tokens, TokenSteps, open_loop
+from .device_loop import Drafters, DraftRounds, Tokens, TokenSteps, open_loop
 from .inputs import check_prompt, padded
 from .parts import EngineParts
-from .prefill import Prefiller
+from .prefill import Chunks, Prefiller
 from .prompts import checked_ids, checked_prompt
 from .requests import (
     CANCELLED,
@@ -52,16 +51,16 @@ from .speculative import NGRAM, NO_DRAFT, RowDrafts, SpeculativeConfig, find_dra
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """`buckets`: batch sizes that sessions are made for (default 1, 2, 4, ... max_batch). `chunks`
-    of prompts, of at most `chunk_tokens` (default: the engine's --prefill-chunk), are computed
-    between two steps while sequences decode; None: all prompts that have a slot, first. The batch
-    shrinks to a smaller bucket after `patience` steps in which it would have been enough.
-    `prefix_bytes` is the size of the prefix cache (default: from what is free). Tokens are drafted
-    as `draft` says, while at most `draft_rows` sequences decode: products of more tokens than that
-    cost more than reading the weights. A draft of 0 tokens has as many as the engine verifies."""
+    """`buckets`: batch sizes that sessions are made for (default 1, 2, 4, ... max_batch). One chunk
+    of a prompt, at most `chunk_tokens` long (default: --prefill-chunk), is computed between two
+    decode steps; with `prefill_first` all prompts that have a slot are. The batch shrinks after
+    `patience` steps in which a smaller bucket would have been enough. `prefix_bytes`: size of the
+    prefix cache (default: from what is free). `draft`: speculative decoding, while at most
+    `draft_rows` sequences decode, since more tokens cost more than reading the weights; of 0 tokens
+    drafts as many as the engine verifies."""
 
     buckets: tuple[int, ...] | None = None
-    chunks: int | None = 1
+    prefill_first: bool = False
     chunk_tokens: int | None = None
     patience: int = 16
     prefix_bytes: int | None = None
@@ -69,16 +68,15 @@ class SchedulerConfig:
     draft_rows: int = 2
 
     def __post_init__(self) -> None:
-        check_least(self, chunks=1, chunk_tokens=1, patience=0, prefix_bytes=0, draft_rows=1)
+        check_least(self, chunk_tokens=1, patience=0, prefix_bytes=0, draft_rows=1)
 
 
 #: new tokens of sequences
 Made = dict[SequenceState, list[Drawn]]
+Running = Sequence[SequenceState]
 
 
 class Scheduler:
-    """The slots of an engine, and the requests that wait for one."""
-
     def __init__(self, engine: EngineParts, config: SchedulerConfig | None = None) -> None:
         config = config or SchedulerConfig()
         draft = find_draft(engine, config.draft.source, config.draft.tokens or None)
@@ -92,28 +90,26 @@ class Scheduler:
         self._queue: list[RequestHandle] = []
         self._number = 0
         #: the request in prefill, and the chunks that are left of its prompt
-        self._prompt: tuple[RequestHandle, Generator[torch.Tensor | None, None, None]] | None = None
-        #: steps that run on the device, and the sequences that they are of
+        self._prompt: tuple[RequestHandle, Chunks] | None = None
+        #: steps that run on the device, and their sequences
         self._loop: TokenSteps | DraftRounds | None = None
         self._looped: list[SequenceState] = []
 
     def check(self, request: Request) -> None:
         """Raise InputError for a request that no slot could answer. From any thread."""
         vocab, room = self.engine.spec.text.vocab_size, self.engine.limits.max_seq
-        s, count = request.sampling, len(request.tokens)
-        checked_prompt([*request.tokens], request.max_new_tokens, vocab, room, "prompt")
+        s, size, most = request.sampling, len(request.tokens), self.max_batch
+        checked_prompt(request.tokens, request.max_new_tokens, vocab, room, "prompt")
         check_prompt(self.engine, request.tokens, request.soft)
-        if not 1 <= request.n <= self.max_batch:
-            raise InputError(
-                f"n {request.n}: this engine answers 1 to {self.max_batch} times at once"
-            )
+        if not 1 <= request.n <= most:
+            raise InputError(f"n {request.n}: this engine answers 1 to {most} times at once")
         checked_ids([*s.stop], vocab, "stop")
         checked_ids([token for token, _ in s.logit_bias], vocab, "logit_bias")
         if s.logprobs is not None and s.logprobs > vocab:
             raise InputError(f"logprobs {s.logprobs}: the vocabulary has {vocab} tokens")
         for mark in request.marks:
-            if not 0 <= mark <= count:
-                raise InputError(f"mark {mark}: the prompt has {count} tokens")
+            if not 0 <= mark <= size:
+                raise InputError(f"mark {mark}: the prompt has {size} tokens")
 
     def handle(self, request: Request) -> RequestHandle:
         """Check a request, and return a handle that `admit` takes. From any thread."""
@@ -138,8 +134,7 @@ class Scheduler:
         return handle
 
     def run(self, handle: RequestHandle) -> Iterator[Event]:
-        """Step until a request has ended, and yield its events; it is cancelled if they are not
-        read to the end."""
+        """Step until a request has ended, and yield its events; leaving early cancels it."""
         try:
             while not handle.done:
                 yield from (event for event in self.step() if event.handle is handle)
@@ -164,13 +159,10 @@ class Scheduler:
     def step(self) -> list[Event]:
         """Do one step, and return its events, in order."""
         events = [*self._drop_cancelled(), *self._decode()]
-        chunks = self.config.chunks
-        if chunks is None:
-            while self._prompt or self._next_fits():
-                events += self._advance_prompt()
-            return events
-        for _ in range(chunks if self.active else 1):
+        while self._prompt or self._next_fits():
             events += self._advance_prompt()
+            if not self.config.prefill_first:
+                break
         return events
 
     def _drop_cancelled(self) -> list[Event]:
@@ -214,9 +206,7 @@ class Scheduler:
         self.totals.step_s[bucket] = self.totals.step_s.get(bucket, 0.0) + took
         return self._emit(made)
 
-    def _next_tokens(self, running: Sequence[SequenceState]) -> Made:
-        """Return the tokens of the next step: of one on the device, of a verification, or of one
-        that the host chooses."""
+    def _next_tokens(self, running: Running) -> Made:
         if self._loop and self._loop.over:
             self._halt()
         if not self._loop:
@@ -228,15 +218,14 @@ class Scheduler:
         return self._received(self._loop.step())
 
     def _received(self, tokens: Tokens) -> Made:
-        """Append tokens of the device to their sequences, each up to its end."""
         made: Made = {}
-        for sequence in self._looped:
-            for token in tokens[sequence.slot]:
-                if sequence.over or sequence.finish or sequence.unwanted:
+        for s in self._looped:
+            for token in tokens[s.slot]:
+                if s.over or s.finish or s.unwanted:
                     break
                 if token is not None:
-                    sequence.tokens.append(token)
-                made.setdefault(sequence, []).append(None if token is None else Choice(token))
+                    s.tokens.append(token)
+                made.setdefault(s, []).append(None if token is None else Choice(token))
         return made
 
     def _halt(self) -> list[Made]:
@@ -263,9 +252,8 @@ class Scheduler:
             if not sequence.finish
         ]
 
-    def _drafters(self, running: Sequence[SequenceState]) -> dict[int, RowDrafts]:
-        """Return what drafts for each slot; nothing without speculative decoding, or if too many
-        sequences decode."""
+    def _drafters(self, running: Running) -> dict[int, RowDrafts]:
+        """Return what drafts for each slot; nothing while too many sequences decode."""
         draft, out = self.config.draft, dict[int, RowDrafts]()
         if draft and len(running) <= self.config.draft_rows:
             for s in running:
@@ -274,9 +262,7 @@ class Scheduler:
                 out[s.slot] = s.drafter
         return out
 
-    def _drafts(
-        self, running: Sequence[SequenceState], drafters: Mapping[int, RowDrafts]
-    ) -> Mapping[int, Sequence[int]]:
+    def _drafts(self, running: Running, drafters: Drafters) -> Mapping[int, Sequence[int]]:
         if not drafters:
             return {s.slot: () for s in running}
         counts = {s.slot: drafters[s.slot].count(s.room - 1) for s in running}
@@ -284,9 +270,7 @@ class Scheduler:
             return {s.slot: drafters[s.slot].propose(s.tokens, counts[s.slot]) for s in running}
         return self.batch.session.draft({s.slot: s.tokens[-1] for s in running}, counts)
 
-    def _verified(
-        self, running: Sequence[SequenceState], drafters: Mapping[int, RowDrafts]
-    ) -> Made:
+    def _verified(self, running: Running, drafters: Drafters) -> Made:
         """Choose a token for each sequence, and another for each draft token that is right."""
         session, drafts = self.batch.session, self._drafts(running, drafters)
         kept, made = session.length.clone(), {s: list[Drawn]() for s in running}
@@ -338,8 +322,7 @@ class Scheduler:
         error: Exception | None = None,
         zero: bool = False,
     ) -> Event:
-        """Free the slot of an answer and return its last event; the request ends with its last
-        answer."""
+        """Free an answer's slot and return its last event; the last one ends the request."""
         self.batch.drop(sequence, zero)
         handle, sequence.finish = sequence.handle, finish
         ends, counts = {s.finish for s in handle.answers}, handle.counts
@@ -356,16 +339,12 @@ class Scheduler:
     def _end(
         self, handle: RequestHandle, finish: str, error: Exception | None = None
     ) -> list[Event]:
-        left = [s for s in handle.answers if not s.finish]
-        return [self._ended(sequence, finish, error=error) for sequence in left]
+        return [self._ended(s, finish, error=error) for s in handle.answers if not s.finish]
 
     def _next_fits(self) -> bool:
         return bool(self._queue) and self._queue[0].request.n <= self.max_batch - self.active
 
     def _advance_prompt(self) -> list[Event]:
-        """Compute one chunk of the prompt in prefill, or of the next."""
-        if not self._prompt and not self._next_fits():
-            return []
         handle = self._prompt[0] if self._prompt else heapq.heappop(self._queue)
         begun = time.perf_counter()
         try:
@@ -383,10 +362,7 @@ class Scheduler:
             self.prefiller.forget()
             return self._end(handle, FAILED, e)
 
-    def _begun(
-        self, handle: RequestHandle
-    ) -> tuple[RequestHandle, Generator[torch.Tensor | None, None, None]]:
-        """Begin the prompt of a request with what is known of it."""
+    def _begun(self, handle: RequestHandle) -> tuple[RequestHandle, Chunks]:
         handle.state, handle.counts.queued_s = PREFILLING, handle.age()
         self.prefiller.lend(self.batch.release())
         chunks = self.prefiller.chunks(handle.request, self._until, handle.keys)

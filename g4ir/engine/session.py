@@ -170,8 +170,7 @@ class Session:
         self.hidden.forget(index)
 
     def copy_row(self, source: Session, start: int, row: int) -> None:
-        """Hold in a row what row `start` of a session of the same engine holds, this one or another
-        of any number of rows."""
+        """Copy row `start` of a session of the same engine, of any number of rows, to a row."""
         self._inputs.rows(row, "copy to")
         source._inputs.rows(start, "copy from")
         if source.engine is not self.engine:
@@ -183,8 +182,7 @@ class Session:
         self.length[row], self._written[row] = held, source._written[start]
 
     def snapshot(self) -> Snapshot:
-        """Return a copy of what every row holds, for `restore` on this session. Unlike `truncate`,
-        which copies nothing, it also brings back what rings have overwritten since."""
+        """Copy what every row holds, for `restore`, which also brings back what rings overwrote."""
         held, length = int(self.length.max()), self.length.clone()
         caches = self.state.kept(held) if held else None
         return Snapshot(length, self._written.clone(), caches, self.hidden.copy(length))
@@ -230,8 +228,7 @@ class Session:
     def _chunks(
         self, prompt: Prompt, every: bool, last: bool = True
     ) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor | None]]:
-        """Yield each chunk as it is run, the rows that end in it, and its logits where they are
-        needed ([B, 1 or S, vocab] on the device): of `every` chunk, or of a row's `last`."""
+        """Yield each chunk, the rows that end in it, and its logits: of `every`, or the `last`."""
         for piece in prompt.pieces(self.engine.limits.prefill_chunk):
             ends = (piece.count > 0) & (piece.start + piece.count == prompt.lengths)
             wanted = every or (last and bool(ends.any()))

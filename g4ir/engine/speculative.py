@@ -45,8 +45,7 @@ NO_DRAFT = SpeculativeConfig()
 
 
 def find_draft(engine: EngineParts, source: str, tokens: int | None = None) -> SpeculativeConfig:
-    """Return what was asked for; InputError where the engine cannot do it, with the way to build
-    one that can."""
+    """Return what was asked for; InputError where the engine cannot do it."""
     if source not in DRAFTS:
         raise InputError(f"draft {source!r}: expected one of {', '.join(DRAFTS)}")
     most = engine.draft_tokens
@@ -89,8 +88,7 @@ class NgramProposer:
 
     def propose(self, count: int) -> list[int]:
         """Return up to `count` tokens: those behind the longest earlier match of the text's end,
-        the latest of equal ones. Where they run into the end itself, the text repeats itself and
-        so does the draft."""
+        the latest of equal ones; where they run into the end itself, the draft repeats itself."""
         ids = self._ids[: self._count]
         ends = np.flatnonzero(ids[:-1] == ids[-1]) if len(ids) else ids
         size = min(1, len(ends))
@@ -108,8 +106,7 @@ class NgramProposer:
 
 
 class Pace:
-    """How many tokens to draft for a row, by what became of the last ones. It follows from the
-    tokens alone, so that equal requests are computed equally."""
+    """How many tokens to draft for a row, by what became of the last ones alone."""
 
     def __init__(self, most: int) -> None:
         self.most = self._count = most
@@ -168,8 +165,8 @@ class RowDrafts:
 
 @dataclass
 class AcceptanceStats:
-    """Counts of rounds: `rounds` of a row, those that drafted too; tokens that came of them; how
-    often a token was drafted, and accepted, at each place of a draft."""
+    """Rounds of a row, those that drafted nothing too; tokens that came of them; how often a token
+    was drafted, and accepted, at each place of a draft."""
 
     rounds: int = 0
     tokens: int = 0

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
-from g4ir.chat.detokenizer import Detokenizer
-from g4ir.chat.prompt import check_length, longest_token, text_ids
+from g4ir.chat.prompt import Vocabulary, check_length, text_ids
 from g4ir.errors import InputError
 from g4ir.weights.tensorfile import parse_json
 
@@ -17,8 +15,8 @@ class Codec:
     """The checkpoint's own tokenizer, as transformers would use it."""
 
     def __init__(self, engine: Engine) -> None:
-        self.tokenizer = engine.tokenizer()
-        self.detokenizer = Detokenizer(self.tokenizer)
+        self.vocabulary = Vocabulary(engine.tokenizer())
+        self.tokenizer, self.detokenizer = self.vocabulary.tokenizer, self.vocabulary.detokenizer
         path, template = (engine.path / n for n in ("tokenizer_config.json", "chat_template.jinja"))
         config = parse_json(path, path.read_bytes()) if path.is_file() else {}
         self.room, self.bos = engine.limits.max_seq, engine.spec.tokens.bos
@@ -28,16 +26,11 @@ class Codec:
         #: whether the checkpoint has a chat template
         self.instructed = template.is_file() or bool(config.get("chat_template"))
 
-    @cached_property
-    def longest(self) -> int:
-        """Number of characters of the longest token."""
-        return longest_token(self.tokenizer)
-
     def encode(self, text: str, what: str, bos: bool = True) -> list[int]:
         """Return token ids of a raw prompt, which begin with one `bos` whatever the tokenizer's
         files say: no model of the family was trained without. `bos` False: as it is written.
         InputError for a text that no engine of this size can hold."""
-        check_length(len(text), self.longest, self.room, what)
+        check_length(len(text), self.vocabulary.longest, self.room, what)
         try:
             text.encode()
         except UnicodeEncodeError as e:
@@ -50,9 +43,8 @@ class Codec:
         return ids[1:] if ids[:2] == [self.bos] * 2 else ids
 
     def has_turns(self, ids: Sequence[int]) -> bool:
-        """Whether there are special tokens behind the first, as a chat template would put."""
-        special = {i for i, t in self.tokenizer.get_added_tokens_decoder().items() if t.special}
-        return not special.isdisjoint(ids[1:])
+        """Whether there are control tokens behind the first, as a chat template would put."""
+        return not self.vocabulary.strings.keys().isdisjoint(ids[1:])
 
     def plain(self, text: str) -> list[int]:
         """Return token ids of a part of a text, nothing added."""
@@ -76,7 +68,3 @@ class Codec:
                 f"text with media needs: give token ids"
             )
         return text
-
-    def decode(self, ids: list[int]) -> str:
-        """Return the text without special tokens."""
-        return self.detokenizer.decode(ids)

@@ -14,7 +14,6 @@ Decisions are files in the user's own state folder, one for each digest or key.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import shlex
@@ -22,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,15 @@ from g4ir.ui.units import size_text
 from g4ir.weights.tensorfile import open_regular
 
 from .artefact import SIGNATURE, Artefact, LinkedWeights, Manifest, RandomWeights
+from .digests import find_kept, keep
 
 log = logging.getLogger(__name__)
 
 #: bytes of an Ed25519 signature (RFC 8032), and of a key file at most
 SIGNATURE_BYTES, KEY_BYTES = 64, 4096
 BUILT, TRUSTED = "built here", "trusted"
+#: folders of the user's state
+ENGINES, KEYS = "engines", "keys"
 #: of an engine or a key, as the name of a file
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -72,18 +75,13 @@ def require_trust(found: Artefact) -> None:
 def provenance(found: Artefact) -> dict[str, str]:
     """Return the engine's name, its builder as far as known, how 4-bit codes fit its weights, and
     whether its native code is run here; plain text by name. Nothing of the engine is run."""
-    m = found.manifest
-    decision, signer = find_decision(m.digest), find_signer(found)
-    signature, built, native = "none", "unknown", "none"
-    if signer:
-        signature = f"key {signer}, trusted"
-    elif (found.path / SIGNATURE).is_file():
-        signature = "of a key that is not trusted here"
+    m, decision, signer = found.manifest, find_decision(found.manifest.digest), find_signer(found)
+    signed = (found.path / SIGNATURE).is_file()
+    why = f"signed with {signer}" if signer else decision and decision.why
+    signature, built = "of a key that is not trusted here" if signed else "none", "unknown"
     if decision and decision.why == BUILT:
         built = f"this user, here, {decision.when}, as {decision.path}"
-    if find_backend(m.backend).native:
-        why = f"signed with {signer}" if signer else decision and decision.why
-        native = f"is run: {why}" if why else "is not run without --trust"
+    runs = f"is run: {why}" if why else "is not run without --trust"
     return {
         "engine": str(found.path),
         "digest": m.digest,
@@ -92,9 +90,9 @@ def provenance(found: Artefact) -> dict[str, str]:
         "made_with": f"g4ir {m.g4ir}, torch {m.versions.torch}, Python {m.versions.python}",
         "weights": _weights_text(found),
         **({"grid": str(m.notes.grid)} if m.notes.grid else {}),
-        "signature": signature,
+        "signature": f"key {signer}, trusted" if signer else signature,
         "built_by": built,
-        "native_code": native,
+        "native_code": runs if find_backend(m.backend).native else "none",
     }
 
 
@@ -118,8 +116,7 @@ def record(digest: str, why: str, path: Path) -> None:
     """Keep a decision. OSError if the state folder cannot be written; TrustError if others could
     write to it."""
     now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    text = json.dumps(asdict(Decision(why, now, str(path.resolve()))))
-    write_file(private(_engines()) / digest, [text.encode()])
+    keep(state_root() / ENGINES / digest, asdict(Decision(why, now, str(path.resolve()))))
 
 
 def record_built(manifest: Manifest, path: Path) -> bool:
@@ -127,61 +124,45 @@ def record_built(manifest: Manifest, path: Path) -> bool:
     try:
         record(manifest.digest, BUILT, path)
     except (OSError, TrustError) as e:
-        why = f"{e.filename or _engines()}: {e.strerror}" if isinstance(e, OSError) else str(e)
-        log.warning(
-            "loading this engine will ask for --trust, since that this user built it "
-            "cannot be kept: %s",
-            why,
-        )
+        where = getattr(e, "filename", None) or state_root() / ENGINES
+        why = f"{where}: {e.strerror}" if isinstance(e, OSError) else str(e)
+        what = "loading this engine will ask for --trust, since that this user built it cannot be"
+        log.warning(f"{what} kept: %s", why)
         return False
     return True
 
 
 def find_decision(digest: str) -> Decision | None:
     """Return the decision for an engine; TrustError if others could have written it."""
-    file = _engines() / digest
-    if not file.is_file():
-        return None
-    check_private(file.parent)
-    try:
-        kept = json.loads(file.read_text())
+    kept = find_kept(state_root() / ENGINES / digest)
+    with suppress(KeyError, TypeError):
         return Decision(**{k: str(kept[k]) for k in ("why", "when", "path")})
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return None
 
 
 def revoke(digest: str) -> bool:
     """Forget the decision for an engine or a key, by its digest; returns whether there was one."""
-    files = [folder / digest for folder in (_engines(), _keys())]
-    known = [f for f in files if DIGEST.fullmatch(digest) and f.is_file()]
-    for file in known:
-        file.unlink()
+    known = [folder for folder in (ENGINES, KEYS) if digest in _names(folder)]
+    for folder in known:
+        (state_root() / folder / digest).unlink()
     return bool(known)
 
 
 def decisions() -> Iterator[tuple[str, Decision]]:
     """Yield (digest, decision) of every engine that is trusted here, in order of digest."""
-    for name in _names(_engines()):
+    for name in _names(ENGINES):
         if found := find_decision(name):
             yield name, found
 
 
 def trusted_keys() -> list[str]:
     """Return fingerprints of keys trusted here."""
-    return _names(_keys())
+    return _names(KEYS)
 
 
-def _names(folder: Path) -> list[str]:
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted(f.name for f in found if DIGEST.fullmatch(f.name))
-
-
-def _engines() -> Path:
-    return state_root() / "engines"
-
-
-def _keys() -> Path:
-    return state_root() / "keys"
+def _names(folder: str) -> list[str]:
+    path = state_root() / folder
+    return sorted(f.name for f in path.glob("*") if DIGEST.fullmatch(f.name))
 
 
 # --- signatures -------------------------------------------------------------------------------
@@ -189,12 +170,11 @@ def _keys() -> Path:
 
 def make_key(private_file: Path, public_file: Path) -> None:
     """Write a new pair of Ed25519 keys as PEM; the private one for this user alone."""
-    serialization = _library().hazmat.primitives.serialization
-    key = _library().hazmat.primitives.asymmetric.ed25519.Ed25519PrivateKey.generate()
+    ed25519, serialization, _ = _library()
+    key, pem = ed25519.Ed25519PrivateKey.generate(), serialization.Encoding.PEM
     for file in (private_file, public_file):
         if file.exists() or file.is_symlink():
             raise InputError(f"{file} exists; choose another name")
-    pem = serialization.Encoding.PEM
     secret = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     write_file(private_file, [secret], mode=0o600)
     write_file(public_file, [_public_pem(key.public_key())])
@@ -210,9 +190,8 @@ def sign(found: Artefact, key_file: Path) -> str:
 def trust_key(key_file: Path) -> str:
     """Trust engines signed with a public key; returns its fingerprint."""
     key = _read_key(key_file, public=True)
-    name = fingerprint(key)
-    write_file(private(_keys()) / name, [_public_pem(key)])
-    return name
+    write_file(private(state_root() / KEYS) / fingerprint(key), [_public_pem(key)])
+    return fingerprint(key)
 
 
 def find_signer(found: Artefact) -> str | None:
@@ -221,21 +200,17 @@ def find_signer(found: Artefact) -> str | None:
     file, names = found.path / SIGNATURE, trusted_keys()
     if not names or not file.is_file():
         return None
-    check_private(_keys())
+    check_private(state_root() / KEYS)
     with open_regular(file) as stream:
         signature = stream.read(SIGNATURE_BYTES + 1)
     text = found.manifest.text().encode()
-    return next((name for name in names if _signed(name, text, signature)), None)
-
-
-def _signed(name: str, text: bytes, signature: bytes) -> bool:
-    """Whether a trusted key made the signature; False if its file is no longer what was trusted."""
-    invalid = _library().exceptions.InvalidSignature
-    with suppress(InputError, invalid):
-        key = _read_key(_keys() / name, public=True)
-        key.verify(signature, text)
-        return fingerprint(key) == name
-    return False
+    for name in names:
+        with suppress(InputError, _library()[-1]):  # a key that is not as trusted, or not the one
+            key = _read_key(state_root() / KEYS / name, public=True)
+            key.verify(signature, text)
+            if fingerprint(key) == name:
+                return name
+    return None
 
 
 def fingerprint(key: Any) -> str:
@@ -244,17 +219,15 @@ def fingerprint(key: Any) -> str:
 
 
 def _read_key(file: Path, public: bool) -> Any:
-    primitives = _library().hazmat.primitives
-    serialization, ed25519 = primitives.serialization, primitives.asymmetric.ed25519
+    ed25519, pem, _ = _library()
     wanted = "a public key" if public else "a private key without password"
     try:
         with open_regular(file) as stream:
             raw = stream.read(KEY_BYTES)
-        key = (
-            serialization.load_pem_public_key(raw)
-            if public
-            else serialization.load_pem_private_key(raw, password=None)
+        load = (
+            pem.load_pem_public_key if public else partial(pem.load_pem_private_key, password=None)
         )
+        key = load(raw)
     except OSError as e:
         raise InputError(f"{file}: cannot be read ({e.strerror}); give a key as PEM") from None
     except (ValueError, TypeError) as e:
@@ -265,17 +238,18 @@ def _read_key(file: Path, public: bool) -> Any:
 
 
 def _public_pem(key: Any) -> bytes:
-    serialization = _library().hazmat.primitives.serialization
-    pem, form = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    made: bytes = key.public_bytes(pem, form)
+    _, serialization, _ = _library()
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    made: bytes = key.public_bytes(serialization.Encoding.PEM, form)
     return made
 
 
-def _library() -> Any:
+def _library() -> tuple[Any, Any, Any]:
+    """Return the modules of keys and of their files, and the error of a wrong signature."""
     try:
-        import cryptography.exceptions
-        import cryptography.hazmat.primitives.asymmetric.ed25519
-        import cryptography.hazmat.primitives.serialization
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as e:
         raise MissingError("signatures need `pip install 'g4ir[sign]'`") from e
-    return cryptography
+    return ed25519, serialization, InvalidSignature

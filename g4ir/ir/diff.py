@@ -2,13 +2,14 @@
 
 Names are stable, so lines are matched by what a node makes from what; where only types and
 attributes differ, one line shows both. Lines are grouped by layer, and layers that differ in the
-same way are told once.
+same way are listed once.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -45,22 +46,20 @@ def diff_graphs(a: Graph, b: Graph) -> list[Change]:
 
 def diff_text(changes: Iterable[Change]) -> str:
     """Return changes under a heading per layer, which names all layers with the same changes."""
-    groups: dict[int | None, list[str]] = {}
+    groups = defaultdict[int | None, list[str]](list)
     for c in changes:
-        groups.setdefault(c.layer, []).append(c.text())
-    alike: dict[tuple[str, ...], list[int | None]] = {}
+        groups[c.layer].append(c.text())
+    alike = defaultdict[tuple[str, ...], list[int | None]](list)
     for layer, lines in groups.items():
-        alike.setdefault(tuple(_relative(line, layer) for line in lines), []).append(layer)
-    return "".join(
-        f"@@ {_heading(layers)} @@\n" + "".join(f"{line}\n" for line in groups[layers[0]])
-        for layers in alike.values()
-    )
+        alike[tuple(_relative(line, layer) for line in lines)].append(layer)
+    parts = ([f"@@ {_heading(layers)} @@", *groups[layers[0]]] for layers in alike.values())
+    return "".join(f"{line}\n" for lines in parts for line in lines)
 
 
 def _by_layer(g: Graph) -> dict[int | None, list[str]]:
-    groups: dict[int | None, list[str]] = {}
+    groups = defaultdict[int | None, list[str]](list)
     for line in print_graph(g).splitlines()[1:-1]:
-        groups.setdefault(_layer(line), []).append(line.strip())
+        groups[_layer(line)].append(line.strip())
     return groups
 
 
@@ -113,12 +112,12 @@ def _relative(line: str, layer: int | None) -> str:
 
 def _heading(layers: Sequence[int | None]) -> str:
     """`[0, 2, 3, 4]` -> `L0, L2 to L4`"""
-    runs: list[list[int]] = []
+    runs: list[str] = []
     for n in layers:
         if n is None:
             return "outside the layers"
-        if runs and runs[-1][-1] == n - 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
-    return ", ".join(f"L{r[0]} to L{r[-1]}" if len(r) > 1 else f"L{r[0]}" for r in runs)
+        if n - 1 not in layers:
+            runs.append(f"L{n}")
+        elif n + 1 not in layers:
+            runs[-1] += f" to L{n}"
+    return ", ".join(runs)

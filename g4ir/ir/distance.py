@@ -1,17 +1,14 @@
-"""Measures how far rows of logits lie apart, and says how far they may.
+"""Tolerances of logits: how far rows may lie from those of a reference.
 
-In fp32 a fixed budget does, relative to the row's rms. In 16 bits rounding depends on the model
-and its weights, so the peer says how much is normal: its own distance to the same model in
-float64 on the same tokens (each weight rounded to 16 bits, then computed wide), measured in two
-of its modes. A right engine lies as far from float64 as the peer does; not nearer to the peer,
-since the two round on different sides. The median row may lie `TYPICAL` times as far as the
-peer's, and any row `WORST` times as far as the peer's worst: near ties of a router turn over in
-16 bits, on one side at one token, on the other at another, and such rows are far from float64 on
-either side. A row of something else is no such row, and a peer has only so many of them: hence
-`MOST`, and the share of far rows.
-
-Where float64 does not fit, distances are taken from the peer itself: the engine's, and that of
-the peer's other mode.
+In fp32 a fixed tolerance does, relative to the row's rms. In 16 bits rounding depends on the model
+and its weights, so the reference says how much is normal: its own distance to the same model in
+float64 on the same tokens (weights rounded to 16 bits), measured in two of its modes. A right
+engine lies as far from float64 as the reference does; not nearer to the reference, since the two
+round on different sides. The median row may lie `TYPICAL` times as far as the reference's, and any
+row `WORST` times as far as its worst: near ties of a router turn over in 16 bits, at one token on
+one side, at another on the other. A row of something else is no such row, and a reference has only
+so many of them: hence `MOST`, and the share of far rows. If float64 does not fit, distances are
+taken from the reference itself: the engine's, and that of the reference's other mode.
 """
 
 from __future__ import annotations
@@ -27,14 +24,14 @@ from g4ir.ops.budgets import UNIT
 Tensor = torch.Tensor
 #: dtypes whose rounding is measured
 ROUNDED = ("bf16", "f16")
-#: times the peer's median and worst distance: medians of right computations of one model lie up
-#: to 2.6 apart where a router's near ties turn over, and within 1.1 elsewhere
+#: times the reference's median and worst distance: medians of right computations of one model lie
+#: up to 2.6 apart where a router's near ties turn over, and within 1.1 elsewhere
 TYPICAL, WORST = 2.0, 4.0
-#: of the row's rms: what a row may be away unless the peer's own are (zeros are 1 away, another
-#: token's row 1.4); and then times the peer's worst
+#: of the row's rms: what a row may be away unless the reference's own are (zeros are 1 away,
+#: another token's row 1.4); and then times the reference's worst
 MOST, BEYOND = 0.5, 1.5
-#: far is beyond so many times the limit of the median. There may be twice the peer's share of far
-#: rows, a twentieth of all, and two
+#: far is beyond so many times the limit of the median. There may be twice the reference's share of
+#: far rows, a twentieth of all, and two
 FAR, FAR_TIMES, FAR_SHARE, FAR_ROWS = 2.0, 2.0, 0.05, 2
 #: fewest rows whose median says anything
 GROUP = 8
@@ -42,10 +39,10 @@ GROUP = 8
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far a peer's rows lie from `anchor`, as root mean squares relative to that of the
+    """How far a reference's rows lie from `anchor`, as root mean squares relative to that of the
     anchor's row; the larger of its modes. `unit` is half a step of the dtype, the least that is
-    allowed; `far` the share of the peer's rows that are far. `reason` says why the anchor is not
-    float64."""
+    allowed; `far` the share of the reference's rows that are far. `reason` says why the anchor is
+    not float64."""
 
     anchor: str
     median: float
@@ -65,8 +62,8 @@ class Rounding:
         return min(WORST * max(self.worst, self.unit), max(MOST, BEYOND * self.worst))
 
     def fits(self, distances: Sequence[float]) -> bool:
-        """Whether rows of the engine as a whole are as near as the peer's: their median, and how
-        many are far. False where one is not a number."""
+        """Whether rows of the engine as a whole are as near as the reference's: their median,
+        and how many are far. False where one is not a number."""
         far = sum(not d <= FAR * self.median_limit for d in distances)
         room = (FAR_TIMES * self.far + FAR_SHARE) * len(distances) + FAR_ROWS
         return median_of(distances) <= self.median_limit and far <= room
@@ -77,8 +74,8 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The difference that a row of logits may have: its largest difference relative to the peer
-    row's rms, the cosine of the two rows, or the distance that the peer's own rounding allows."""
+    """Limit for a row of logits: its largest difference relative to the rms of the reference's row,
+    the cosine of the two rows, or the distance that the reference's own rounding allows."""
 
     relative: float | None = None
     cosine: float | None = None
@@ -103,13 +100,11 @@ class Tolerance:
 
     @property
     def inside(self) -> Tolerance:
-        """The budget of values inside, beside those of a peer of the same dtype."""
+        """The budget of values inside, beside those of a reference of the same dtype."""
         if self.rounding is None:
             return self
-        away = TYPICAL * max(self.rounding.median, self.rounding.unit)
-        return Tolerance(
-            cosine=max(1 - away * away / 2, BUDGETS["bf16", "reference"].cosine or 0.0)
-        )
+        away, least = self.rounding.median_limit, BUDGETS["bf16", "reference"].cosine or 0.0
+        return Tolerance(cosine=max(1 - away * away / 2, least))
 
     @property
     def gap(self) -> float:
@@ -178,8 +173,8 @@ def row_errors(got: Tensor, want: Tensor) -> Errors:
 
 @dataclass(frozen=True, eq=False)
 class Anchor:
-    """The origin of distances, in 16 bits: rows [N, n] of `name`, and rows of the peer in its other
-    modes. With a `reason` the rows are the peer's own."""
+    """The origin of distances, in 16 bits: rows [N, n] of `name`, and rows of the reference in its
+    other modes. With a `reason` the rows are the reference's own."""
 
     name: str
     rows: Tensor
@@ -188,25 +183,17 @@ class Anchor:
     reason: str | None = None
 
     def rounding(self, want: Tensor, dtype: str) -> Rounding:
-        """Return the rounding of a peer whose rows are `want`."""
+        """Return the rounding of a reference whose rows are `want`."""
         modes = self.others if self.reason else [want, *self.others]
         found = [row_errors(t, self.rows).distance for t in modes]
-        made = Rounding(
-            self.name,
-            max(float(d.median()) for d in found),
-            max(float(d.max()) for d in found),
-            UNIT[dtype] / 2,
-            self.reason,
-        )
+        median, worst = max(float(d.median()) for d in found), max(float(d.max()) for d in found)
+        made = Rounding(self.name, median, worst, UNIT[dtype] / 2, self.reason)
         far = [float((d > FAR * made.median_limit).double().mean()) for d in found]
         return replace(made, far=max(far))
 
     def errors(self, got: Tensor, want: Tensor) -> Errors:
-        """Return errors of the engine against the peer; the distance is that to the anchor."""
-        beside = row_errors(got, want)
-        return Errors(
-            beside.absolute, beside.relative, beside.cosine, row_errors(got, self.rows).distance
-        )
+        """Return errors of the engine against the reference; the distance is that to the anchor."""
+        return replace(row_errors(got, want), distance=row_errors(got, self.rows).distance)
 
 
 def rounding_room(rounding: float) -> float:
@@ -215,7 +202,7 @@ def rounding_room(rounding: float) -> float:
 
 
 def widened(budget: Tolerance, rounding: float) -> Tolerance:
-    """Return a budget with room for the rounding error."""
+    """Return a tolerance with room for the rounding error."""
     assert budget.relative is not None
     return Tolerance(relative=max(budget.relative, rounding_room(rounding)))
 

@@ -40,7 +40,6 @@ def flatten(g: Graph) -> Graph:
 
 
 def with_messages(g: Graph) -> Graph:
-    """Return the graph with each message as a node of its own, apart from the norm of its sums."""
-    return replace(
-        g, nodes=tuple(m for n in g.nodes for m in (parts(n) if n.op in NORM_OF else [n]))
-    )
+    """Return the graph with each collective as a node of its own, apart from the norm after it."""
+    nodes = (m for n in g.nodes for m in (parts(n) if n.op in NORM_OF else [n]))
+    return replace(g, nodes=tuple(nodes))

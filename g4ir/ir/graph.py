@@ -8,9 +8,10 @@ alone belongs to the weight prologue, which runs once at build.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from g4ir.errors import VerifyError
 from g4ir.ops import OPS, Op
@@ -74,8 +75,7 @@ class Node:
     @property
     def caches(self) -> tuple[Value, ...]:
         """The KV cache that an attention reads: K and V, or one latent form of both."""
-        first, end = self._held()
-        return self.inputs[first:end]
+        return self.inputs[slice(*self._held())]
 
     @property
     def chunk(self) -> tuple[Value, ...]:
@@ -83,29 +83,27 @@ class Node:
         return self.inputs[self._held()[1] :]
 
     def _held(self) -> tuple[int, int]:
-        assert self.definition.held
-        return self.definition.held(**self.attrs)
+        held = self.definition.held
+        assert held
+        return held(**self.attrs)
 
-    # `infer_types` has checked attributes against the op; these narrow their type.
+    # Attributes, whose kinds `infer_types` has checked, as Python types.
 
     def number(self, attr: str) -> float:
-        value = self.attrs[attr]
-        assert isinstance(value, int | float)
-        return float(value)
+        return float(self._attr(attr, int | float))
 
     def whole(self, attr: str) -> int:
-        value = self.attrs[attr]
-        assert isinstance(value, int)
-        return value
+        return int(self._attr(attr, int))
 
     def wholes(self, attr: str) -> tuple[int, ...]:
-        value = self.attrs[attr]
-        assert isinstance(value, tuple)
-        return tuple(int(i) for i in value)
+        return tuple(map(int, self._attr(attr, tuple)))
 
     def word(self, attr: str) -> str:
+        return str(self._attr(attr, str))
+
+    def _attr(self, attr: str, kind: Any) -> Any:
         value = self.attrs[attr]
-        assert isinstance(value, str)
+        assert isinstance(value, kind)
         return value
 
 
@@ -131,21 +129,28 @@ class Graph:
 
     def __str__(self) -> str:
         """Return one line per value and node."""
-        lines = [f"graph {self.name} {{"]
-        for kind, values in (("input", self.inputs), ("param", self.params), ("state", self.state)):
-            lines += [f"  {kind} {v}: {v.type}" for v in values]
-        lines += [f"  {print_node(n)}" for n in self.nodes]
-        lines += [f"  output {v}" for v in self.outputs]
-        lines += [f"  next %{name} = {v}" for name, v in self.next.items()]
-        return "\n".join([*lines, "}"]) + "\n"
+        sources = {"input": self.inputs, "param": self.params, "state": self.state}
+        lines = [f"{kind} {v}: {v.type}" for kind, values in sources.items() for v in values]
+        lines += map(print_node, self.nodes)
+        lines += [f"output {v}" for v in self.outputs]
+        lines += [f"next %{name} = {v}" for name, v in self.next.items()]
+        return f"graph {self.name} {{\n" + "".join(f"  {line}\n" for line in lines) + "}\n"
 
     def find(self, *ops: str) -> Iterator[Node]:
         """Yield the nodes of these ops, in order."""
         return (n for n in self.nodes if n.op in ops)
 
     def producers(self) -> Mapping[str, Node]:
-        """Value name -> the node that makes it."""
+        """Return value name -> the node that makes it."""
         return self._producers
+
+    def producer(self, v: Value) -> Node | None:
+        """Return the node that makes a value; None for a source."""
+        return self._producers.get(v.name)
+
+    def readers(self, v: Value) -> list[Node]:
+        """Return the nodes that read a value; RESULT stands for the graph's end."""
+        return self._users.get(v.name, [])
 
     def users(self) -> Mapping[str, list[Node]]:
         """Value name -> the nodes that read it; RESULT stands for the graph's end."""
@@ -170,9 +175,8 @@ class Graph:
     def last_uses(self) -> dict[int, list[str]]:
         """Node index -> values that die there, so that a long graph stays small in memory."""
         keep = {v.name for v in (*self.results(), *self.state)}
-        last: dict[str, int] = {}
-        for i, n in enumerate(self.nodes):
-            last.update({v.name: i for v in (*n.inputs, *n.outputs)})
+        nodes = enumerate(self.nodes)
+        last = {v.name: i for i, n in nodes for v in (*n.inputs, *n.outputs)}
         table: dict[int, list[str]] = {}
         for name, i in last.items():
             if name not in keep:
@@ -199,30 +203,28 @@ class Program:
     graphs: Mapping[str, Graph]
 
     def state(self) -> dict[str, Value]:
-        """Return each cache once; VerifyError where two graphs disagree on its type."""
-        return _unify(self.graphs.values(), "state")
+        """Return each cache once; VerifyError if two graphs disagree on its type."""
+        return self._unify("state")
 
     def params(self) -> dict[str, Value]:
         return dict(self._params)
 
     @cached_property
     def _params(self) -> dict[str, Value]:
-        return _unify(self.graphs.values(), "params")
+        return self._unify("params")
 
     def map(self, f: Callable[[Graph], Graph]) -> Program:
         return Program({name: f(g) for name, g in self.graphs.items()})
 
-
-def _unify(graphs: Iterable[Graph], kind: str) -> dict[str, Value]:
-    merged: dict[str, Value] = {}
-    for g in graphs:
-        for v in getattr(g, kind):
-            found = merged.setdefault(v.name, v)
-            if found is not v and found != v:
-                raise VerifyError(
-                    f"{kind} %{v.name} is {v.type} in graph {g.name} and {found.type} in another"
-                )
-    return merged
+    def _unify(self, kind: str) -> dict[str, Value]:
+        merged: dict[str, Value] = {}
+        for g in self.graphs.values():
+            for v in getattr(g, kind):
+                found = merged.setdefault(v.name, v)
+                if found is not v and found != v:
+                    both = f"{v.type} in graph {g.name} and {found.type} in another"
+                    raise VerifyError(f"{kind} %{v.name} is {both}")
+        return merged
 
 
 class Builder:
@@ -264,14 +266,19 @@ class Builder:
 
     def _fresh(self, op: str, count: int) -> list[str]:
         self._count += 1
-        return [
-            f"{self.scope}{op}{self._count}" + (f".{i}" if count > 1 else "") for i in range(count)
-        ]
+        name = f"{self.scope}{op}{self._count}"
+        return [f"{name}.{i}" for i in range(count)] if count > 1 else [name]
 
     def graph(self, *outputs: Value) -> Graph:
-        params, state = tuple(self.params.values()), tuple(self.state.values())
-        nodes = tuple(self.nodes)
-        return Graph(self.name, tuple(self.inputs), params, state, nodes, outputs, dict(self.next))
+        return Graph(
+            name=self.name,
+            inputs=tuple(self.inputs),
+            params=tuple(self.params.values()),
+            state=tuple(self.state.values()),
+            nodes=tuple(self.nodes),
+            outputs=outputs,
+            next=dict(self.next),
+        )
 
 
 #: results of `infer`, which follow from its key alone; layers of a model repeat them

@@ -60,9 +60,8 @@ def run_node(n: Node, tensors: list[Any]) -> tuple[Any, ...]:
     definition = n.definition
     if definition.reference:
         return as_tuple(definition.reference(*tensors, **n.attrs))
-    env: dict[str, Any] = {}
     nodes, results = n.expanded
-    env.update({v.name: t for v, t in zip(n.inputs, tensors, strict=True)})
+    env = {v.name: t for v, t in zip(n.inputs, tensors, strict=True)}
     for inner in nodes:
         made = run_node(inner, [env[v.name] for v in inner.inputs])
         env.update({v.name: t for v, t in zip(inner.outputs, made, strict=True)})

@@ -70,17 +70,13 @@ def rebuild(g: Graph, rename: Mapping[str, Value] | None = None) -> Graph:
 
     nodes = []
     for n in g.nodes:
-        inputs = tuple(look(v) for v in n.inputs)
+        inputs = tuple(map(look, n.inputs))
         types = infer(n.op, inputs, n.attrs, f"graph {g.name}: {n.outputs[0]}")
         outputs = tuple(Value(v.name, t) for v, t in zip(n.outputs, types, strict=True))
         now.update({v.name: v for v in outputs})
         nodes.append(replace(n, inputs=inputs, outputs=outputs))
-    return replace(
-        g,
-        nodes=tuple(nodes),
-        outputs=tuple(look(v) for v in g.outputs),
-        next={k: look(v) for k, v in g.next.items()},
-    )
+    after = {name: look(v) for name, v in g.next.items()}
+    return replace(g, nodes=tuple(nodes), outputs=tuple(map(look, g.outputs)), next=after)
 
 
 def drop_dead(g: Graph) -> Graph:
@@ -101,33 +97,25 @@ def drop_dead(g: Graph) -> Graph:
 
 def bind(g: Graph, **dims: int | str) -> Graph:
     """Replace named dims by ints, or by other names, and infer the types again."""
-
-    def b(v: Value) -> Value:
-        return Value(v.name, v.type.bind(dims))
-
-    bound = replace(
-        g,
-        inputs=tuple(map(b, g.inputs)),
-        params=tuple(map(b, g.params)),
-        state=tuple(map(b, g.state)),
+    inputs, params, state = (
+        tuple(Value(v.name, v.type.bind(dims)) for v in values)
+        for values in (g.inputs, g.params, g.state)
     )
-    return rebuild(bound)
+    return rebuild(replace(g, inputs=inputs, params=params, state=state))
 
 
 def split_prologue(g: Graph) -> tuple[Graph, Graph]:
     """(prologue, main): nodes that depend on params alone, and the rest, which takes their
     results as params. Checked and run like any other graph."""
-    params = {v.name: v for v in g.params}
-    fixed = dict(params)
+    fixed = {v.name for v in g.params}
     early: list[Node] = []
+    late: list[Node] = []
     for n in g.nodes:
-        if n.definition.fold and n.inputs and all(v.name in fixed for v in n.inputs):
-            early.append(n)
-            fixed.update({v.name: v for v in n.outputs})
-    ids = {id(n) for n in early}
-    late = tuple(n for n in g.nodes if id(n) not in ids)
+        folds = n.definition.fold and n.inputs and all(v.name in fixed for v in n.inputs)
+        (early if folds else late).append(n)
+        fixed.update(v.name for v in n.outputs if folds)
     read = {v.name for n in late for v in n.inputs} | {v.name for v in g.results()}
     packed = tuple(v for n in early for v in n.outputs if v.name in read)
-    main = replace(g, nodes=late, params=tuple(v for v in g.params if v.name in read) + packed)
+    params = tuple(v for v in g.params if v.name in read)
     prologue = Graph(f"{g.name}.prologue", (), g.params, (), tuple(early), packed)
-    return drop_dead(prologue), main
+    return drop_dead(prologue), replace(g, nodes=tuple(late), params=params + packed)

@@ -81,7 +81,7 @@ class _Reader:
     def node(self, match: re.Match[str]) -> Node:
         outs, op, ins, attrs, types = match.groups()
         inputs = tuple(self.use(n) for n in self.names(ins))
-        names, type_texts = self.names(outs), re.split(r", ", types)
+        names, type_texts = self.names(outs), types.split(", ")
         if len(names) != len(type_texts):
             raise self.fail(f"{len(names)} results but {len(type_texts)} types")
         outputs = tuple(self.define(n, t) for n, t in zip(names, type_texts, strict=True))
@@ -111,14 +111,7 @@ def parse_graph(text: str) -> Graph:
             nexts[match[1]] = r.use(match[2])
         else:
             raise r.fail(f"expected input, param, state, a node, output, next or }}: {line!r}")
-    g = Graph(
-        head[1],
-        tuple(sources["input"]),
-        tuple(sources["param"]),
-        tuple(sources["state"]),
-        tuple(nodes),
-        tuple(outputs),
-        nexts,
-    )
+    inputs, params, state = (tuple(values) for values in sources.values())
+    g = Graph(head[1], inputs, params, state, tuple(nodes), tuple(outputs), nexts)
     verify(g)
     return g

@@ -49,5 +49,5 @@ def in_float64(
     return known
 
 
-def _double(t: Tensor) -> Tensor:
-    return t.double() if t.is_floating_point() else t
+def _double(t: Any) -> Any:
+    return t.double() if isinstance(t, Tensor) and t.is_floating_point() else t

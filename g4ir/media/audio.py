@@ -3,22 +3,19 @@
     audio = read_audio("speech.wav")                    # or Waveform(array, rate)
     clip = prepare_audio(audio, audio_settings(spec))   # features, mask, soft_tokens
 
-Two kinds of features, by the spec: log-mel frames for the tower of `gemma4`, and raw
-frames of samples for `gemma4_unified`. From decoded samples onwards the arithmetic is ours (numpy)
-and equal to the feature extractors of transformers 5.17; files are decoded by soundfile.
-
-Sample rates. The reference's extractors take 16 kHz and do not resample; its `load_audio` does,
-with whichever of three libraries is installed, so it has no single answer. We take the one with a
-published formula: the windowed sinc of `torchaudio.functional.resample` with its defaults. As
-there, channels are averaged first.
+Features are log-mel frames for the tower of `gemma4`, and raw frames of samples for
+`gemma4_unified`. From decoded samples onwards the arithmetic is ours (numpy) and equal to the
+feature extractors of transformers 5.17, which take 16 kHz. Other rates are resampled by the
+windowed sinc of `torchaudio.functional.resample` with its defaults, after channels are averaged:
+the reference's `load_audio` takes whichever of three libraries is installed.
 """
 
 from __future__ import annotations
 
-import importlib
 import io
 import logging
 import math
+import re
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,10 +25,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from g4ir.errors import InputError, MissingError
+from g4ir.errors import InputError
 from g4ir.model.audio import RATES, AudioSettings, MelSettings, RawSettings, round_up
 
-from .files import check_file, is_cut, is_unknown
+from .files import is_cut, is_unknown, library, opened
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -77,18 +74,19 @@ def prepare_audio(audio: Waveform, settings: AudioSettings, too_long: str = CUT)
     """
     if too_long not in (CUT, REFUSE):
         raise InputError(f"too_long {too_long!r}: {CUT} or {REFUSE}")
-    rate, most = settings.sampling_rate, settings.max_samples
-    _check_rate(audio.rate, audio.name)
+    rate, most, given = settings.sampling_rate, settings.max_samples, audio.rate
+    whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
+    if not whole or not RATES[0] <= given <= RATES[1]:
+        wanted = f"a whole number {RATES[0]}..{RATES[1]} Hz"
+        raise InputError(f"{audio.name}: sample rate {given!r}; {wanted}")
     mono = to_mono(audio.samples, audio.name)
     length = resampled_length(len(mono), audio.rate, rate)
     kept = length if most is None else min(length, most)
     _check_length(audio.name, length, kept, settings, too_long)
     features, mask = find_features(resample(mono, audio.rate, rate, kept), settings)
     if not np.isfinite(features).all():
-        raise InputError(
-            f"{audio.name}: samples up to {np.abs(mono).max():g} overflow the "
-            "spectrum; scale them into [-1, 1]"
-        )
+        loud = f"samples up to {np.abs(mono).max():g} overflow the spectrum"
+        raise InputError(f"{audio.name}: {loud}; scale them into [-1, 1]")
     return Clip(features, mask, settings.soft_tokens(kept), length - kept)
 
 
@@ -97,19 +95,16 @@ def _check_length(
 ) -> None:
     rate, fewest = settings.sampling_rate, settings.fewest_samples
     if length < fewest:
-        raise InputError(
-            f"{name}: {length} samples at {rate} Hz are too short for a soft token; "
-            f"at least {fewest}"
-        )
+        short = f"{length} samples at {rate} Hz are too short for a soft token"
+        raise InputError(f"{name}: {short}; at least {fewest}")
     if kept < length:
         excess = f"{name}: {length / rate:.2f} s is longer than the limit of {kept / rate:g} s"
         if too_long == REFUSE:
             raise InputError(f"{excess}; shorten it, or allow a cut (audio_too_long: {CUT})")
         log.warning("%s; the last %.2f s are left out", excess, (length - kept) / rate)
     if kept > MAX_RESAMPLED:
-        raise InputError(
-            f"{name}: {kept} samples at {rate} Hz, more than {MAX_RESAMPLED}; send it in parts"
-        )
+        most = f"more than {MAX_RESAMPLED}"
+        raise InputError(f"{name}: {kept} samples at {rate} Hz, {most}; send it in parts")
 
 
 # --- samples ----------------------------------------------------------------------------------
@@ -120,45 +115,29 @@ SCALES |= {"uint8": (128, 1 << 7), "int16": (0, 1 << 15), "int32": (0, 1 << 31)}
 
 
 def to_mono(samples: NDArray[Any], name: str = "audio") -> F32:
-    """Average the channels: [N] or [N, channels] of any type in SCALES -> f32 [N].
-
-    InputError for other types and shapes, no samples, too many channels, and NaN or infinity.
-    """
+    """Average the channels: [N] or [N, channels] of any type in SCALES -> f32 [N]. InputError for
+    other types and shapes, no samples, too many channels, and NaN or infinity."""
     samples = np.asarray(samples)
     if samples.ndim not in (1, 2):
         raise InputError(f"{name}: shape {list(samples.shape)}; samples are [N] or [N, channels]")
     if samples.size == 0:
         raise InputError(f"{name}: no samples")
     if samples.ndim == 2 and samples.shape[1] > MAX_CHANNELS:
-        raise InputError(
-            f"{name}: {samples.shape[1]} channels, at most {MAX_CHANNELS}; "
-            "samples are [N, channels], transpose them"
-        )
-    values = _floats(samples, name)
-    if not np.isfinite(values).all():
-        first = np.argwhere(~np.isfinite(values))[0]
-        raise InputError(
-            f"{name}: sample {int(first[0])} is {values[tuple(first)]}; "
-            "samples must be finite numbers"
-        )
-    return values if values.ndim == 1 else values.mean(axis=1, dtype=np.float64).astype(np.float32)
-
-
-def _floats(samples: NDArray[Any], name: str) -> F32:
-    kind = samples.dtype.name
-    if kind not in SCALES:
+        many = f"{samples.shape[1]} channels, at most {MAX_CHANNELS}"
+        raise InputError(f"{name}: {many}; samples are [N, channels], transpose them")
+    if (kind := samples.dtype.name) not in SCALES:
         raise InputError(f"{name}: samples of type {kind}; one of {', '.join(SCALES)}")
     zero, full = SCALES[kind]
-    with np.errstate(over="ignore"):  # infinity is found by the caller
+    with np.errstate(over="ignore"):
         if kind.startswith("float"):
-            return samples.astype(np.float32, copy=False)  # of files: no copy of an hour's samples
-        return ((samples.astype(np.float64) - zero) / full).astype(np.float32)
-
-
-def _check_rate(rate: int, name: str) -> None:
-    whole = isinstance(rate, int | np.integer) and not isinstance(rate, bool)
-    if not whole or not RATES[0] <= rate <= RATES[1]:
-        raise InputError(f"{name}: sample rate {rate!r}; a whole number {RATES[0]}..{RATES[1]} Hz")
+            values = samples.astype(np.float32, copy=False)  # no copy of an hour's samples
+        else:
+            values = ((samples.astype(np.float64) - zero) / full).astype(np.float32)
+    if not np.isfinite(values).all():
+        first = np.argwhere(~np.isfinite(values))[0]
+        bad = f"sample {int(first[0])} is {values[tuple(first)]}"
+        raise InputError(f"{name}: {bad}; samples must be finite numbers")
+    return values if values.ndim == 1 else values.mean(axis=1, dtype=np.float64).astype(np.float32)
 
 
 # The filter of torchaudio.functional.resample: zero crossings on each side, and the cut-off as a
@@ -186,16 +165,12 @@ def resample(samples: F32, old: int, new: int, first: int | None = None) -> F32:
     old, new = int(old) // common, int(new) // common
     taps = _taps(old, new)
     reach = taps.shape[1] // 2
-    padded = np.pad(samples, (reach - 1, reach))
-    blocks = (np.arange(i, min(i + _BLOCK, count)) for i in range(0, count, _BLOCK))
-    return np.concatenate([_interpolated(padded, taps, at * old // new, at % new) for at in blocks])
-
-
-def _interpolated(padded: F32, taps: F64, start: NDArray[Any], phase: NDArray[Any]) -> F32:
-    out = np.zeros(len(start))
-    for tap in range(taps.shape[1]):
-        out += padded[start + tap] * taps[phase, tap]
-    return out.astype(np.float32)
+    padded, out = np.pad(samples, (reach - 1, reach)), np.zeros(count, np.float32)
+    for begin in range(0, count, _BLOCK):
+        at = np.arange(begin, min(begin + _BLOCK, count))
+        start, phase = at * old // new, at % new
+        out[at] = sum(padded[start + tap] * taps[phase, tap] for tap in range(taps.shape[1]))
+    return out
 
 
 @lru_cache(maxsize=8)
@@ -266,13 +241,10 @@ def _hann(length: int) -> F32:
 
 @lru_cache(maxsize=8)
 def mel_filters(settings: MelSettings) -> F64:
-    """Return triangles on the HTK mel scale, not normalised: f64 [fft / 2 + 1, bins].
-
-    The uppermost may fall between two points and be zero, as in the reference.
-    """
-    low, high = (
-        2595.0 * np.log10(1.0 + f / 700.0) for f in (settings.min_frequency, settings.max_frequency)
-    )
+    """Return triangles on the HTK mel scale, not normalised: f64 [fft / 2 + 1, bins]. The uppermost
+    may fall between two points and be zero, as in the reference."""
+    ends = np.array([settings.min_frequency, settings.max_frequency])
+    low, high = 2595.0 * np.log10(1.0 + ends / 700.0)
     mels = np.linspace(low, high, settings.bins + 2)
     centers = 700.0 * (np.power(10, mels / 2595.0) - 1.0)
     points = np.linspace(0, settings.sampling_rate // 2, settings.fft // 2 + 1)
@@ -298,32 +270,22 @@ def read_audio(path: str | Path) -> Waveform:
     samples or too large; MissingError if soundfile is not installed.
     """
     path = Path(path)
-    try:
-        check_file(path, "audio", MAX_BYTES, "send it in parts")
-        with path.open("rb") as file:
-            return _read(file, path)
-    except OSError as e:
-        raise InputError(f"{path}: cannot be read: {e.strerror or e}") from e
+    with opened(path, "audio", MAX_BYTES, "send it in parts") as file:
+        head = file.read(12)
+        if not MAGIC.match(head):  # libsndfile knows dozens more
+            begins = f"it begins with {head[:4]!r}"
+            raise InputError(f"{path}: not an audio file ({begins}); send WAV, FLAC, OGG or MP3")
+        if head[:4] in WAVES and head[8:] == b"WAVE":
+            return _decode(io.BytesIO(_plain_wav(head + file.read(), path)), path)
+        if is_cut(file, path.stat().st_size):
+            raise InputError(f"{path}: truncated: its header announces more than the file has")
+        file.seek(0)
+        return _decode(file, path)
 
 
-def _read(file: BinaryIO, path: Path) -> Waveform:
-    head = file.read(12)
-    if not head.startswith(MAGIC) and not _is_mpeg(head):
-        raise InputError(
-            f"{path}: not an audio file (it begins with {head[:4]!r}); send WAV, FLAC, OGG or MP3"
-        )
-    if head[:4] in WAVES and head[8:] == b"WAVE":
-        file = io.BytesIO(_plain_wav(head + file.read(), path))
-    elif is_cut(file, path.stat().st_size):
-        raise InputError(f"{path}: truncated: its header announces more than the file has")
-    file.seek(0)
-    return _decode(file, path)
-
-
-#: first bytes of formats that soundfile may know
-MAGIC = (
-    *(b"RIFF", b"RF64", b"BW64", b"RIFX", b"riff", b"fLaC", b"OggS"),
-    *(b"FORM", b"caff", b".snd", b"ID3"),
+#: first bytes of the formats that are opened; those of MPEG audio are a frame of layer I to III
+MAGIC = re.compile(
+    rb"RIFF|RF64|BW64|RIFX|riff|fLaC|OggS|FORM|caff|\.snd|ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff]"
 )
 WAVES = (b"RIFF", b"RF64", b"BW64")  # the latter two have 64-bit sizes in a chunk `ds64`
 UNKNOWN_SIZE = (1 << 32) - 1  # libsndfile reads to the end of the file
@@ -331,12 +293,9 @@ UNKNOWN_FRAMES = 1 << 62  # or more: the number of samples of a FLAC that went t
 
 
 def _plain_wav(data: bytes, path: Path) -> bytes:
-    """Return a WAV file with a header that libsndfile understands.
-
-    libsndfile shortens truncated files silently, takes a size of 0 (a recorder that could not seek
-    back) literally and does not know BW64. So the size of the samples is checked here, an unknown
-    one becomes UNKNOWN_SIZE, and 64-bit headers become plain ones.
-    """
+    """Return a WAV file with a plain header. libsndfile shortens truncated files silently, takes a
+    size of 0 (a recorder that could not seek back) literally and does not know BW64; here the size
+    of the samples is checked, and an unknown one becomes UNKNOWN_SIZE."""
     riff, large, at = int.from_bytes(data[4:8], "little"), 0, 12
     while at + 8 <= len(data):
         mark, size = struct.unpack_from("<4sI", data, at)
@@ -358,10 +317,7 @@ def _plain_wav(data: bytes, path: Path) -> bytes:
 
 
 def _decode(file: BinaryIO, path: Path) -> Waveform:
-    try:
-        soundfile: Any = importlib.import_module("soundfile")
-    except (ImportError, OSError) as e:  # OSError: its C library is not there
-        raise MissingError(f"{path}: audio needs soundfile: pip install 'g4ir[mm]'") from e
+    soundfile = library("soundfile", f"{path}: audio needs soundfile")
     try:
         with soundfile.SoundFile(file) as source:
             frames, channels, rate = source.frames, source.channels, source.samplerate
@@ -386,14 +342,5 @@ def _decode(file: BinaryIO, path: Path) -> Waveform:
 
 def _check_values(path: Path, frames: int, channels: int) -> None:
     if frames * channels > MAX_VALUES:
-        raise InputError(
-            f"{path}: {frames} samples of {channels} channels, more than "
-            f"{MAX_VALUES} values; send it in parts"
-        )
-
-
-def _is_mpeg(head: bytes) -> bool:
-    """Whether a header of MPEG audio begins here: version 1, 2 or 2.5, layer I, II or III."""
-    (word,) = struct.unpack(">I", head[:4].ljust(4, b"\0"))
-    version, layer, bit_rate, rate = word >> 19 & 3, word >> 17 & 3, word >> 12 & 15, word >> 10 & 3
-    return word >> 21 == 0x7FF and version != 1 and layer != 0 and bit_rate != 15 and rate != 3
+        many = f"{frames} samples of {channels} channels, more than {MAX_VALUES} values"
+        raise InputError(f"{path}: {many}; send it in parts")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from g4ir.errors import InputError
+from g4ir.errors import InputError, MissingError
 
 EBML, SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 #: outermost elements that hold content: of MP4, AVI and WAV, Matroska, AIFF, AU and Wave64
@@ -13,16 +16,30 @@ CONTENT = (b"moov", b"moof", b"mdat", b"RIFF", SEGMENT, b"FORM", b".snd", b"riff
 _MOST = 1 << 16  # elements to look at, so that the walk through a damaged file ends
 
 
-def check_file(path: Path, kind: str, max_bytes: int, fix: str = "") -> None:
-    """Raise InputError unless there is a file that is neither empty nor too large."""
-    if not path.is_file():
-        raise InputError(f"{path}: no such {kind} file")
-    size = path.stat().st_size
-    if size == 0:
-        raise InputError(f"{path}: the file is empty")
-    if size > max_bytes:
-        fix = fix or f"send a smaller {kind}"
-        raise InputError(f"{path}: {size} bytes, at most {max_bytes}; {fix}")
+@contextmanager
+def opened(path: Path, kind: str, max_bytes: int, fix: str) -> Iterator[BinaryIO]:
+    """A context with a file to read. InputError unless it is there, neither empty nor too large."""
+    try:
+        if not path.is_file():
+            raise InputError(f"{path}: no such {kind} file")
+        size = path.stat().st_size
+        if size == 0:
+            raise InputError(f"{path}: the file is empty")
+        if size > max_bytes:
+            raise InputError(f"{path}: {size} bytes, at most {max_bytes}; {fix}")
+        with path.open("rb") as file:
+            yield file
+    except OSError as e:
+        raise InputError(f"{path}: cannot be read: {e.strerror or e}") from e
+
+
+def library(name: str, what: str) -> Any:
+    """Import a decoder; MissingError, `PATH: audio needs soundfile` say, if it is not installed."""
+    try:
+        importlib.import_module(name.partition(".")[0])
+        return importlib.import_module(name)
+    except (ImportError, OSError) as e:  # OSError: its C library is not there
+        raise MissingError(f"{what}: pip install 'g4ir[mm]'") from e
 
 
 def check_size(path: Path, width: int, height: int, max_pixels: int) -> None:

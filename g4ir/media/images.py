@@ -4,13 +4,11 @@
     image = prepare_image(pixels, image_settings(spec, 280))   # patches, positions, soft_tokens
 
 From pixels onwards the arithmetic is equal to the bit to the image processors of transformers 5.17
-on a CPU. Their resize works on uint8 throughout, so it rounds and clamps after either direction;
-computed in floats and rounded once, single pixels would differ by several steps.
+on a CPU, whose resize works on uint8 and so rounds and clamps after either direction.
 
-Files. As the reference's `load_image` we apply the EXIF orientation and convert to RGB by Pillow:
-alpha is dropped, palettes are looked up, of animations the first frame counts. (Its processors,
-given a path, decode with torchvision instead, which ignores the orientation.) Pillow clips pixels
-of more than 8 bits; we scale them.
+As the reference's `load_image` we apply the EXIF orientation and convert to RGB by Pillow: alpha is
+dropped, palettes are looked up, of animations the first frame counts. (Its processors, given a
+path, ignore the orientation.) Pixels of more than 8 bits, which Pillow clips, are scaled.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from g4ir.errors import G4Error, InputError, MissingError
+from g4ir.errors import G4Error, InputError
 from g4ir.model.images import CHANNELS, Grid, ImageSettings, fit_image
 
-from .files import check_file, check_size
+from .files import check_size, library, opened
 
 if TYPE_CHECKING:
     import torch
@@ -59,10 +57,8 @@ class PreparedImage:
 def prepare_image(
     pixels: NDArray[Any], settings: ImageSettings, name: str = "image"
 ) -> PreparedImage:
-    """Return the patches of uint8 pixels [H, W, 3].
-
-    InputError, naming the image, for another type or shape, and for sizes as in `fit_image`.
-    """
+    """Return the patches of uint8 pixels [H, W, 3]. InputError, naming the image, for another type
+    or shape, and for sizes as in `fit_image`."""
     check_pixels(pixels, 3, name)
     height, width, _ = pixels.shape
     grid = fit_image(settings, width, height, name)
@@ -78,17 +74,15 @@ def pixels_of(image: Any) -> Any:
     pillow = sys.modules.get("PIL.Image")  # whoever has such an image has imported it
     if pillow is None or not isinstance(image, pillow.Image):
         return image
-    _, ops = _pillow(Path("image"))
-    return _rgb(image, ops, "image")
+    return _rgb(image, "image")
 
 
 def check_pixels(pixels: NDArray[Any], ndim: int, name: str) -> None:
     """Raise InputError unless it is a uint8 array [.., H, W, 3] of `ndim` axes."""
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8:
         found = pixels.dtype if isinstance(pixels, np.ndarray) else type(pixels).__name__
-        raise InputError(
-            f"{name}: {found} pixels; give a numpy array of uint8, 0 to 255, or an image of Pillow"
-        )
+        fix = "give a numpy array of uint8, 0 to 255, or an image of Pillow"
+        raise InputError(f"{name}: {found} pixels; {fix}")
     if pixels.ndim != ndim or pixels.shape[-1] != CHANNELS:
         wanted = "frames, height, width, 3" if ndim == 4 else "height, width, 3"
         raise InputError(f"{name}: pixels of shape {list(pixels.shape)}; expected [{wanted}]")
@@ -121,8 +115,7 @@ def patchify(frames: U8, cell: int) -> F32:
 def positions_of(grid: Grid, settings: ImageSettings) -> I64:
     """Return (x, y) of every row of the input in reading order, then of padding."""
     size = grid.width // settings.cell, grid.height // settings.cell
-    x, y = np.meshgrid(*map(np.arange, size))
-    found = np.stack([x, y], axis=-1).reshape(-1, 2)
+    found = np.stack(np.meshgrid(*map(np.arange, size)), axis=-1).reshape(-1, 2)
     fill = settings.rows - len(found)
     return np.pad(found, ((0, fill), (0, 0)), constant_values=NO_PATCH)
 
@@ -131,29 +124,22 @@ def positions_of(grid: Grid, settings: ImageSettings) -> I64:
 
 
 def read_image(path: str | Path) -> U8:
-    """Return the pixels of an image file, uint8 [H, W, 3].
-
-    InputError, naming the file, for one that is missing, empty, no image of FORMATS, corrupt,
-    truncated or too large; MissingError if Pillow is not installed.
-    """
-    path = Path(path)
-    try:
-        check_file(path, "image", MAX_BYTES)
-        with path.open("rb") as file:
-            return _decode(file, path)
-    except OSError as e:
-        raise InputError(f"{path}: cannot be read: {e.strerror or e}") from e
+    """Return the pixels of an image file, uint8 [H, W, 3]. InputError, naming the file, if it is
+    missing, empty, no image of FORMATS, corrupt, truncated or too large; MissingError if Pillow is
+    not installed."""
+    with opened(Path(path), "image", MAX_BYTES, "send a smaller image") as file:
+        return _decode(file, Path(path))
 
 
 def _decode(file: BinaryIO, path: Path) -> U8:
-    image_module, ops = _pillow(path)
+    image_module = library("PIL.Image", f"{path}: images need Pillow")
     with warnings.catch_warnings():  # of sizes below our limit, and of broken metadata
         warnings.simplefilter("ignore")
         try:
             with image_module.open(file, formats=FORMATS) as image:  # reads the header only
                 width, height = image.size
                 check_size(path, width, height, MAX_PIXELS)
-                return _rgb(image, ops, str(path))
+                return _rgb(image, str(path))
         except (G4Error, MemoryError):
             raise
         except image_module.UnidentifiedImageError as e:
@@ -164,12 +150,12 @@ def _decode(file: BinaryIO, path: Path) -> U8:
             raise InputError(f"{path}: corrupt or truncated: {e}") from e
 
 
-def _rgb(image: Any, ops: Any, name: str) -> U8:
+def _rgb(image: Any, name: str) -> U8:
     tags = getattr(image, "tag_v2", {})
     limits = [tags.get(tag) for tag in SAMPLE_LIMITS]
     white_is_zero = tags.get(PHOTOMETRIC) == 0
     deep = image.format == "PNG" and image.mode == "I"  # 16 bits in older Pillows
-    image = ops.exif_transpose(image)
+    image = library("PIL.ImageOps", f"{name}: images need Pillow").exif_transpose(image)
     if image.mode[0] not in "IF":
         return np.array(image.convert("RGB"))
     values = np.asarray(image)
@@ -201,11 +187,3 @@ def _eight_bits(values: NDArray[Any], limits: Sequence[Any], name: str) -> U8:
             (row.astype(np.float64) - low).clip(0, high - low) * (255 / (high - low))
         )
     return out
-
-
-def _pillow(path: Path) -> tuple[Any, Any]:
-    try:
-        from PIL import Image, ImageOps
-    except ImportError as e:
-        raise MissingError(f"{path}: images need Pillow: pip install 'g4ir[mm]'") from e
-    return Image, ImageOps

@@ -1,10 +1,8 @@
 """Replaces placeholders by soft tokens, and cuts prompts into chunks, but no image.
 
-    check_softs(softs, hidden)
     prompt = merged(tokens, lengths, softs, ids, blocks=True)
     for piece in prompt.pieces(chunk):
         part = piece.take(prompt.tokens, 0)     # [B, width]
-        ids = prompt.blocks(piece)              # i64 [B, width] or None
         prompt.put_soft(embeds, piece)          # embeds [B, width, hidden] of part
 
 A block is a run of adjacent placeholders of images or video frames. If a model attends to images in
@@ -122,18 +120,13 @@ def check_softs(softs: Sequence[Any], hidden: int) -> None:
         what = f"{soft.kind} {i} of the soft tokens"
         if not isinstance(soft.pieces, list | tuple):
             raise InputError(f"{what}: expected a tuple of tensors, found {_shown(soft.pieces)}")
-        for piece in soft.pieces:
-            _check_piece(piece, hidden, what)
-
-
-def _check_piece(piece: Any, hidden: int, what: str) -> None:
-    floats = isinstance(piece, Tensor) and piece.is_floating_point()
-    if not floats or piece.dim() != 2 or piece.shape[1] != hidden:
-        raise InputError(
-            f"{what}: expected a tensor of floats [n, {hidden}], found {_shown(piece)}"
-        )
-    if not bool(torch.isfinite(piece).all()):
-        raise InputError(f"{what} are not finite: NaN or infinity in {_shown(piece)}")
+        for x in soft.pieces:
+            floats = isinstance(x, Tensor) and x.is_floating_point()
+            if not floats or x.dim() != 2 or x.shape[1] != hidden:
+                wanted = f"expected a tensor of floats [n, {hidden}]"
+                raise InputError(f"{what}: {wanted}, found {_shown(x)}")
+            if not bool(torch.isfinite(x).all()):
+                raise InputError(f"{what} are not finite: NaN or infinity in {_shown(x)}")
 
 
 def _shown(x: Any) -> str:
@@ -184,8 +177,7 @@ def _check_blocks(block_ids: Tensor, chunk: int) -> None:
         return
     pairs = torch.stack((rows, block_ids[block_ids >= 0]), 1)
     found, sizes = pairs.unique(dim=0, return_counts=True)
-    longest = int(sizes.max())
-    if longest > chunk:
+    if (longest := int(sizes.max())) > chunk:
         row, at = found[sizes.argmax()].tolist()
         raise InputError(
             f"row {row}: the {longest} soft tokens of the picture at index {at} see each other "

@@ -6,13 +6,11 @@
     check_given(ids, ["image"], tokens, media.kinds)    # before the media are read
     ids = place(ids, softs, tokens, encode, media.kinds)
 
-A medium is one placeholder in a prompt, or one placeholder for each of its soft tokens. The former
-is expanded to the latter between marks of begin and end; each frame of a video has its own marks,
-with its time before them (rule 38, and `Gemma4Processor.replace_*_token` of transformers).
-
-Text is expanded before it is tokenised, as in the reference: a frame's time may share a token with
-the text before it. Prompts of ids are expanded as ids. Ids and markers of kinds that an engine does
-not take are plain tokens and text.
+A medium is one placeholder in a prompt, which is expanded between marks of begin and end, or one
+placeholder for each of its soft tokens; each frame of a video has its own marks, with its time
+before them (rule 38, and `Gemma4Processor.replace_*_token` of transformers). Text is expanded
+before it is tokenised: a frame's time may share a token with the text before it. Ids and markers of
+kinds that an engine does not take are plain tokens and text.
 """
 
 from __future__ import annotations
@@ -69,13 +67,7 @@ def place(
     encode: Encode | None = None,
     kinds: Collection[str] = KINDS,
 ) -> list[int]:
-    """Return the ids of a prompt with every placeholder of `softs`.
-
-    Placeholders of a kind stay as they are if there are as many as soft tokens, and are expanded in
-    order if as many as media; else InputError names the kind and the numbers. Marks around a
-    placeholder are not doubled. `encode` None leaves out the times of frames; `kinds`: those that
-    the engine takes.
-    """
+    """`place_rows` of one prompt."""
     return place_rows([ids], softs, tokens, encode, kinds)[0]
 
 
@@ -86,27 +78,24 @@ def place_rows(
     encode: Encode | None = None,
     kinds: Collection[str] = KINDS,
 ) -> list[list[int]]:
-    """`place` for a batch: the media belong to its placeholders row by row."""
-    single = _singles(rows, softs, placeholders(tokens, kinds))
-    left = {holder: iter([m for m in softs if m.kind == kind]) for kind, holder in single.items()}
-    return [_placed(row, left, tokens, encode) for row in rows]
+    """Return the ids of prompts with every placeholder of `softs`, which belong to theirs row by
+    row.
 
-
-def _singles(
-    rows: Sequence[Sequence[int]], softs: Sequence[Soft], ids: Mapping[str, int]
-) -> dict[str, int]:
-    """Kind -> id of the placeholders that stand for a whole medium."""
-    out, soft = {}, counts(softs)
-    holders: Mapping[str, int | None] = {**dict.fromkeys(soft), **ids}
+    Placeholders of a kind stay as they are if there are as many as soft tokens, and are expanded in
+    order if as many as media; else InputError names the kind and the numbers. Marks around a
+    placeholder are not doubled. `encode` None leaves out the times of frames; `kinds`: those that
+    the engine takes.
+    """
+    soft, left = counts(softs), dict[int, Iterator[Soft]]()  # by placeholders of whole media
+    holders: Mapping[str, int | None] = {**dict.fromkeys(soft), **placeholders(tokens, kinds)}
     for kind, holder in holders.items():
         found = sum(t == holder for row in rows for t in row)
-        media = sum(s.kind == kind for s in softs)
-        if found == soft.get(kind, 0):
-            continue
-        if holder is None or found != media:
-            raise count_error(kind, holder, found, media, soft.get(kind, 0))
-        out[kind] = holder
-    return out
+        media, count = [s for s in softs if s.kind == kind], soft.get(kind, 0)
+        if found != count and (holder is None or found != len(media)):
+            raise count_error(kind, holder, found, len(media), count)
+        if found != count and holder is not None:
+            left[holder] = iter(media)
+    return [_placed(row, left, tokens, encode) for row in rows]
 
 
 def _placed(
@@ -178,10 +167,8 @@ def mark(
     text = _MARKER.sub(swapped, text)
     for kind, n in left.items():
         if n < 0:
-            notes.append(
-                f"{-n} of {room[kind] - n} <{kind}> in the prompt are text: "
-                f"{given.count(kind)} --{kind} given"
-            )
+            extra = f"{-n} of {room[kind] - n} <{kind}> in the prompt are text"
+            notes.append(f"{extra}: {given.count(kind)} --{kind} given")
     strings = {k: spell(holders[k]) for k in given if k in holders}
     first = [k for k in given if k in strings and strings[k] not in text]
     if first:
@@ -211,7 +198,8 @@ def expand_text(text: str, softs: Sequence[Soft], tokens: Tokens, spell: Spell) 
         media = [s for s in softs if s.kind == kind]
         holder = spell(placeholders(tokens)[kind])
         if text.count(holder) == len(media):
-            patterns.append(f"(?P<{kind}>{_with_marks(holder, kind, tokens, spell)})")
+            ends = ("" if m is None else f"(?:{re.escape(spell(m))})?" for m in marks(kind, tokens))
+            patterns.append(f"(?P<{kind}>{re.escape(holder).join(ends)})")
             left[kind] = iter(media)
 
     def expanded(found: re.Match[str]) -> str:
@@ -219,8 +207,3 @@ def expand_text(text: str, softs: Sequence[Soft], tokens: Tokens, spell: Spell) 
         return "".join(p if isinstance(p, str) else spell(p) for p in parts)
 
     return re.sub("|".join(patterns), expanded, text) if patterns else text
-
-
-def _with_marks(holder: str, kind: str, tokens: Tokens, spell: Spell) -> str:
-    begin, end = ("" if m is None else f"(?:{re.escape(spell(m))})?" for m in marks(kind, tokens))
-    return f"{begin}{re.escape(holder)}{end}"

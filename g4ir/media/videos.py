@@ -3,14 +3,12 @@
     clip = read_footage("clip.mp4", video_settings(spec))          # patches, positions, times
     clip = prepare_video(Video(frames, rate), video_settings(spec))
 
-Frames are sampled evenly and each is prepared like an image of a smaller budget (rules 31, 38).
-From decoded frames onwards all is equal to the bit to the video processors of transformers 5.17;
-decoding is a library's (av).
+Frames are sampled evenly and each is prepared like an image of a smaller budget (rules 31, 38),
+equal to the bit to the video processors of transformers 5.17; files are decoded by av.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,11 +21,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from g4ir.errors import G4Error, InputError, MissingError
+from g4ir.errors import G4Error, InputError
 from g4ir.model.images import CHANNELS, FRAME_BUDGET, Grid, ImageSettings, fit_image, image_settings
 from g4ir.spec.record import Spec
 
-from .files import check_file, check_size, is_cut
+from .files import check_size, is_cut, library, opened
 from .images import F32, I64, U8, check_pixels, patchify, positions_of, resize
 
 FRAMES = 32  # sampled of a video; the reference's default, as is the next
@@ -39,8 +37,7 @@ class Video:
     """Frames uint8 [T, H, W, 3], all of a video or a choice of them."""
 
     frames: U8
-    rate: float | None = None  # of the whole video, frames per second
-    indices: tuple[int, ...] | None = None  # of a choice: which frames of the video these are
+    rate: float | None = None  # frames per second
     name: str = "video"  # for messages: the file's name
     seconds: tuple[float, ...] | None = None  # presentation time of each frame; None: index / rate
 
@@ -112,33 +109,17 @@ def frame_times(
 
 
 def prepare_video(video: Video, settings: ImageSettings, frames: int | None = None) -> Footage:
-    """Return the patches of the sampled frames; a video with `indices` was sampled before.
-
-    InputError, naming the video, for another type or shape, a rate that is no positive number,
-    and numbers of frames as in `sample_frames`.
-    """
-    name, rate = video.name, video.rate
+    """Return the patches of the sampled frames. InputError, naming the video, for another type or
+    shape, a rate that is no positive number, and numbers of frames as in `sample_frames`."""
+    name, rate, total, seconds = video.name, video.rate, len(video.frames), video.seconds
     check_pixels(video.frames, 4, name)
     if rate is not None and not (np.isfinite(rate) and rate > 0):
         raise InputError(f"{name}: {rate!r} frames per second; expected a number above 0")
-    times, chosen = _chosen(video, frames)
-    return _footage(chosen, times, settings, name)
-
-
-def _chosen(video: Video, frames: int | None) -> tuple[tuple[str, ...], Iterable[U8]]:
-    total, known, seconds = len(video.frames), video.indices, video.seconds
     if seconds is not None and len(seconds) != total:
-        raise InputError(f"{video.name}: {total} frames at {len(seconds)} seconds; one for each")
-    if known is None:
-        indices = spread_frames(seconds or range(total), frames, video.name)
-        picked = seconds and tuple(seconds[i] for i in indices)
-        return frame_times(indices, video.rate, picked), (video.frames[i] for i in indices)
-    if frames not in (None, total) or len(known) != total or not total:
-        raise InputError(
-            f"{video.name}: {total} frames at {len(known)} indices; a video with "
-            "indices is sampled already, one frame for each"
-        )
-    return frame_times(known, video.rate, seconds), video.frames
+        raise InputError(f"{name}: {total} frames at {len(seconds)} seconds; one for each")
+    indices = spread_frames(seconds or range(total), frames, name)
+    times = frame_times(indices, rate, seconds and tuple(seconds[i] for i in indices))
+    return _footage((video.frames[i] for i in indices), times, settings, name)
 
 
 def _footage(
@@ -181,23 +162,18 @@ CONTAINERS = ("mov", "matroska", "avi", "mpegts", "mpeg", "ogg", "flv", "gif")
 def read_video(path: str | Path, frames: int | None = None) -> Video:
     """Read sampled frames of a video file in full resolution, as players show them: turned and
     mirrored by the display matrix, without what edit lists hide, spread by presentation time.
-
-    InputError, naming the file, for one that is missing, empty, none of CONTAINERS, without
-    images, corrupt, truncated or too large; MissingError if av is not installed.
-    """
+    InputError, naming the file, for one that is missing, empty, none of CONTAINERS, without images,
+    corrupt, truncated or too large; MissingError if av is not installed."""
     path = Path(path)
     sample = _sample(path, frames)
     pixels = [*_decoded(path, sample)]
     if len({frame.shape for frame in pixels}) > 1:
         raise InputError(f"{path}: its frames have several sizes; encode it with one")
-    return Video(np.stack(pixels), sample.rate, sample.indices, str(path), sample.seconds)
+    return Video(np.stack(pixels), sample.rate, str(path), sample.seconds)
 
 
 def read_footage(
-    path: str | Path,
-    settings: ImageSettings,
-    frames: int | None = None,
-    most: int | None = None,
+    path: str | Path, settings: ImageSettings, frames: int | None = None, most: int | None = None
 ) -> Footage:
     """Return `prepare_video` of `read_video`, with one frame at a time in full resolution. Errors
     as there, and InputError for more than `most` soft tokens."""
@@ -223,14 +199,9 @@ LOST = 16  # frames that a decoder may drop at cuts: H.264 refers back no furthe
 
 def _sample(path: Path, frames: int | None) -> _Sample:
     """Choose frames by the timestamps of the packets; nothing is decoded."""
-    try:
-        check_file(path, "video", MAX_BYTES)
-        with path.open("rb") as file:
-            cut = is_cut(file, path.stat().st_size)
-    except OSError as e:
-        raise InputError(f"{path}: cannot be read: {e.strerror or e}") from e
-    if cut:
-        raise InputError(f"{path}: truncated: its header announces more than the file has")
+    with opened(path, "video", MAX_BYTES, "send a smaller video") as file:
+        if is_cut(file, path.stat().st_size):
+            raise InputError(f"{path}: truncated: its header announces more than the file has")
     with _opened(path) as container:
         stream = container.streams.video[0]
         check_size(path, stream.width, stream.height, MAX_PIXELS)
@@ -313,10 +284,7 @@ def _display_matrix(frame: Any) -> Any:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """The container of a video file. Whatever av raises inside is one InputError."""
-    try:
-        av = importlib.import_module("av")
-    except ImportError as e:
-        raise MissingError(f"{path}: videos need av: pip install 'g4ir[mm]'") from e
+    av = library("av", f"{path}: videos need av")
     try:
         with path.open("rb") as file, _container(av, file) as container:
             if not container.streams.video:

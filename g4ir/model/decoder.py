@@ -13,7 +13,7 @@ from g4ir.ops.types import Type
 from g4ir.spec.parts import SLIDING, Layer, Rope
 from g4ir.spec.record import Spec
 
-#: some tokens at once that may be taken back: those that were drafted, and the one before them
+#: some tokens at once that may be rejected: those that were drafted, and the one before them
 VERIFY = "verify"
 #: prefill of chunks in which the tokens of an image see each other
 BLOCKS = "prefill_media"

@@ -18,7 +18,7 @@ HEAD, FINAL_NORM = "lm_head.weight", "norm.weight"
 ORDER = "drafter.masked_embedding.token_ordering"
 #: what the names of a drafter's params and tensors begin with, beside those of its model
 OF_DRAFTER = "draft."
-#: what the parts of a weight `w` in codes are called on both sides: `w.codes`, `w.scales`
+#: what the parts of a quantised weight `w` are called on both sides: `w.codes`, `w.scales`
 CODES, SCALES = ".codes", ".scales"
 _TOP = {
     "embed.table": TOKEN_TABLE,

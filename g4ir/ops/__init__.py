@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,15 +34,11 @@ class _TypeBuilder:
 
 
 def completed(o: Op) -> Op:
-    """Return an op with `infer`, derived from `expand` if the class has none."""
-    return o if o.infer else replace(o, infer=_derived(o))
-
-
-def _derived(o: Op) -> Callable[..., tuple[Type, ...]]:
-    """Return `infer` of a fused op. Its errors name the ops from the fused one to the one that
-    refuses its operands."""
-    assert o.expand
+    """Return an op with `infer`, derived from `expand` if the class has none. Its errors name the
+    ops from the fused one to the one that refuses its operands."""
     expand = o.expand
+    if o.infer or not expand:
+        return o
 
     def infer(*types: Type, **attrs: Any) -> tuple[Type, ...]:
         try:
@@ -52,7 +47,7 @@ def _derived(o: Op) -> Callable[..., tuple[Type, ...]]:
             raise ValueError(f"{o.name}: {e}") from e
         return tuple(v.type for v in as_tuple(made))
 
-    return infer
+    return replace(o, infer=infer)
 
 
 _FAMILIES = [

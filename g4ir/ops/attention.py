@@ -69,10 +69,10 @@ def visible_pairs(queries: int, keys: int, window: int) -> int:
 def attention_workspace(
     q: Type, kept: Sequence[Type], parts: int, softcap: float, raw: bool = False
 ) -> int:
-    """Count the bytes beside the result, as the torch backend computes an attention over `parts`
-    caches, of which `kept` are the first: it joins cache and chunk (T = slots + S rows), makes K
-    and V of raw rows and of rows in fewer bits, a mask [B,S,T] and its bias for each query head of
-    a group, and with a softcap the scores [B,nq,S,T]."""
+    """Count the bytes besides the result, as the torch backend computes an attention over `parts`
+    caches, the first of `kept`: cache and chunk joined (T = slots + S rows), K and V of raw and of
+    quantised rows, a mask [B,S,T] and its bias for each query head of a group, and with a softcap
+    the scores [B,nq,S,T]."""
     caches, chunk = kept[:parts], len(kept) > parts
     b, s, heads, d = map(int, q.shape)
     kv_heads, width = int(caches[0].shape[2]), ITEMSIZE[q.dtype]
@@ -105,6 +105,10 @@ def attend(q: Any, keys: Any, values: Any, seen: Any, scale: float, softcap: flo
     return out.permute(0, 3, 1, 2, 4).reshape(b, s, heads, d)
 
 
+#: of the samples: queries, their positions and tokens in the cache
+_QUERY = "f32[2,5,4,8] i64[2,5]@9:14 i64[2]@9:10"
+
+
 @op
 class attention:
     """softmax(cap(q k^T * scale) + mask) v over the cache, then the fresh chunk where given
@@ -114,7 +118,7 @@ class attention:
     probabilities and output are rounded to q's dtype, softmax is fp32 (rule 15). The mask
     comes from positions. A query without a visible key yields a finite value nobody reads.
 
-    Caches and chunk may be rows in fewer bits (see kv_quant.py), which are read as what they say,
+    Caches and chunk may be quantised rows (see kv_quant.py), which are read as what they say,
     rounded to q's dtype. The chunk is as the caches are, so that it does not matter how tokens
     are cut into chunks.
 
@@ -172,17 +176,13 @@ class attention:
         cache_k, cache_v, *chunk = held
         fresh, block_ids = split_chunk(chunk, 2)
         key_pos = slot_positions(written, cache_k.shape[0])
-        keys, values = cache_k, cache_v
+        kept = [cache.transpose(0, 1) for cache in (cache_k, cache_v)]
         if fresh:
-            keys, values = (
-                torch.cat((old, new.transpose(0, 1)))
-                for old, new in zip((keys, values), fresh, strict=True)
-            )
+            kept = [torch.cat(both, 1) for both in zip(kept, fresh, strict=True)]
             key_pos = torch.cat((key_pos, positions.t()))
         last = None if block_ids is None else last_seen(positions, block_ids)
         mask = visible(key_pos, positions, window, last)
-        keys, values = (numbers(rows, q.dtype) for rows in (keys, values))
-        keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+        keys, values = (numbers(rows, q.dtype) for rows in kept)
         return attend(q, keys, values, mask[:, None, None], scale, softcap)
 
     @staticmethod
@@ -198,16 +198,12 @@ class attention:
         return attention_workspace(ins[0], ins[3:], 2, softcap)
 
     samples = cases(
-        "f32[2,5,4,8] i64[2,5]@9:14 i64[2]@9:10 2*f32[7,2,2,8] 2*f32[2,5,2,8] {window=4, "
-        "softcap=0.0}",
-        "f32[2,5,4,8] i64[2,5]@9:14 i64[2]@9:10 2*f32[7,2,2,8] 2*f32[2,5,2,8] i64[2,5]@-1:2 "
-        "{window=4, softcap=0.0}",
+        f"{_QUERY} 2*f32[7,2,2,8] 2*f32[2,5,2,8] {{window=4, softcap=0.0}}",
+        f"{_QUERY} 2*f32[7,2,2,8] 2*f32[2,5,2,8] i64[2,5]@-1:2 {{window=4, softcap=0.0}}",
         "f32[2,1,4,8] i64[2,1]@6:7 i64[2]@7:8 2*f32[16,2,1,8] {window=0, softcap=20.0}",
         "f32[1,1,4,8] i64[1,1]@29:30 i64[1]@30:31 2*f32[8,1,2,8] {window=8, softcap=0.0}",
-        "f32[2,5,4,8] i64[2,5]@9:14 i64[2]@9:10 2*f8e4m3[7,2,2,8]@1:64 2*f8e4m3[2,5,2,8]@1:64 "
-        "{window=4, softcap=0.0}",
-        "f32[2,5,4,8] i64[2,5]@9:14 i64[2]@9:10 2*i8[7,2,2,10]@1:64 2*i8[2,5,2,10]@1:64 "
-        "{window=4, softcap=0.0}",
+        f"{_QUERY} 2*f8e4m3[7,2,2,8]@1:64 2*f8e4m3[2,5,2,8]@1:64 {{window=4, softcap=0.0}}",
+        f"{_QUERY} 2*i8[7,2,2,10]@1:64 2*i8[2,5,2,10]@1:64 {{window=4, softcap=0.0}}",
         scale=1.0,
     )
 
@@ -218,7 +214,7 @@ class cache_write:
 
     cache [C,B,n,d]; new [B,S,n,d], of which row b has lengths[b] valid tokens that start at
     position start[b]. Padding is never written and a row of length 0 is untouched. Any S, also
-    S > C: only the last C valid tokens of a row remain.
+    S > C: only the last C valid tokens of a sequence remain.
     """
 
     budget = MOVES

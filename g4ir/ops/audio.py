@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .base import cases, op, per_result, require, wide
+from .base import cases, dot_products, op, per_result, require, wide
 from .budgets import MOVES, POINTWISE, Budget
 from .types import Dim, Type, Types, torch
 
 
 def _half(size: Dim) -> int:
     require(isinstance(size, int), f"halved dim {size} must be an int")
-    return (int(size) + 1) // 2
+    return -(-int(size) // 2)
 
 
 @op
@@ -105,7 +105,6 @@ class sigmoid_glu:
         return torch.nn.functional.glu(x, -1)
 
     flops = per_result(4)
-
     samples = cases("f32[2,5,8]")
 
 
@@ -129,10 +128,7 @@ class causal_conv:
         padded = torch.nn.functional.pad(x.transpose(1, 2), (w.shape[-1] - 1, 0))
         return torch.nn.functional.conv1d(padded, w, groups=w.shape[0]).transpose(1, 2).contiguous()
 
-    @staticmethod
-    def flops(ins: Types, outs: Types) -> int:
-        return 2 * outs[0].numel() * int(ins[1].shape[2])
-
+    flops = dot_products(1)
     samples = cases("f32[2,7,6] f32[6,1,5]", "f32[1,2,6] f32[6,1,5]")
 
 
@@ -163,10 +159,7 @@ class relative_keys:
         table = torch.cat((time.sin(), time.cos()), -1).to(w.dtype)
         return torch.nn.functional.linear(table, w)
 
-    @staticmethod
-    def flops(ins: Types, outs: Types, **_: Any) -> int:
-        return 2 * outs[0].numel() * int(ins[0].shape[1])
-
+    flops = dot_products(0)
     samples = cases("f32[8,16]", count=5)
 
 
@@ -258,10 +251,9 @@ class chunked_attention:
         return outs[0].numel() * (4 * seen + 2 * int(ins[3].shape[0]))
 
     samples = cases(
-        "3*f32[1,11,2,8] f32[5,16] f32[8] bool[1,11] {left=5, right=0, cap=50.0}",
-        "3*f32[2,3,2,8] f32[5,16] f32[8] bool[2,3] {left=3, right=2, cap=5.0}",
-        chunk=4,
-        invalid=-1000000000.0,
+        "3*f32[1,11,2,8] f32[5,16] f32[8] bool[1,11] {chunk=4, left=5, right=0, cap=50.0}",
+        "3*f32[2,3,2,8] f32[5,16] f32[8] bool[2,3] {chunk=4, left=3, right=2, cap=5.0}",
+        invalid=-1e9,
     )
 
 

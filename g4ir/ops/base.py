@@ -14,9 +14,8 @@ Costs, of types whose dims are all ints:
   traffic(ins, outs, **attrs)   bytes read of each input and written to each result; default:
                                 every operand once
   workspace(ins, outs, **attrs) bytes allocated besides the results; default: none
-A cache comes with as many slots as hold a token, so its size says what an op can read of it
-(plan/cost.py). A fused op with neither flops nor traffic costs what its expansion costs, without
-the values in between.
+A cache has as many slots as hold a token (plan/cost.py). A fused op with neither flops nor traffic
+costs what its expansion costs, without the values in between.
   rows       inputs whose row [b, s] alone decides row [b, s] of every output
   updates    (result, input) pairs: the result is the new contents of that cache
   held       (first, last + 1) of the caches among an attention's inputs, or a function of the
@@ -129,10 +128,11 @@ class Op:
 
     def infer_types(self, types: Types, attrs: Mapping[str, Any]) -> Types:
         """Run `infer`, always for a tuple; ValueError where an attribute is not of its kind."""
+        known = f"one of {', '.join(self.attrs)}" if self.attrs else "none"
         for name, value in attrs.items():
             kind = self.attrs.get(name)
             fits = kind is not None and _KINDS[kind](value)
-            require(fits, f"attribute {name}={value!r}: expected {kind or self._expected()}")
+            require(fits, f"attribute {name}={value!r}: expected {kind or known}")
         self._require_count(len(types))
         assert self.infer
         return as_tuple(self.infer(*types, **attrs))
@@ -149,9 +149,6 @@ class Op:
         most = len(self.operands) if len(self.operands) == len(tensors) else count
         names = ", ".join(p.name for p in tensors)
         require(least <= count <= most, f"{count} inputs, expected {names}")
-
-    def _expected(self) -> str:
-        return f"one of {', '.join(self.attrs)}" if self.attrs else "none"
 
 
 def _is_int(x: Any) -> bool:
@@ -207,6 +204,16 @@ def per_result(count: int) -> Callable[..., int]:
 free = per_result(0)
 
 
+def per_input(count: int) -> Callable[..., int]:
+    """Return the FLOPs of an op with so many for each element of its first input."""
+    return lambda ins, outs, **attrs: count * ins[0].numel()
+
+
+def dot_products(operand: int) -> Callable[..., int]:
+    """Return the FLOPs of an op whose results are dot products with rows of an operand."""
+    return lambda ins, outs, **attrs: 2 * outs[0].numel() * int(ins[operand].shape[-1])
+
+
 def every_operand(ins: Types, outs: Types, **attrs: Any) -> Traffic:
     """Return the traffic of an op that reads and writes each operand once."""
     return tuple(t.nbytes() for t in ins), tuple(t.nbytes() for t in outs)
@@ -228,14 +235,16 @@ def op(cls: type) -> Op:
         k: v.__func__ if isinstance(v, staticmethod) else v for k, v in vars(cls).items()
     }
     infer, expand = parts.get("infer"), parts.get("expand")
-    if not cls.__doc__ or not (infer or expand):
-        raise TypeError(f"op {cls.__name__} needs a docstring, and infer or expand")
-    if (parts.get("reference") is None) == (expand is None):
-        raise TypeError(f"op {cls.__name__} needs exactly one of reference and expand")
-    if not parts.get("samples") or not isinstance(parts.get("budget"), Budget):
-        raise TypeError(f"op {cls.__name__} needs samples and a budget")
-    if parts.get("kind") not in (None, *KINDS):
-        raise TypeError(f"op {cls.__name__}: kind {parts['kind']!r}: one of {', '.join(KINDS)}")
+    missing = {
+        "a docstring, and infer or expand": not cls.__doc__ or not (infer or expand),
+        "exactly one of reference and expand": (parts.get("reference") is None) == (expand is None),
+        "samples": not parts.get("samples"),
+        "a budget": not isinstance(parts.get("budget"), Budget),
+        f"a kind of {', '.join(KINDS)}": parts.get("kind") not in (None, *KINDS),
+    }
+    if any(missing.values()):
+        what = next(part for part, lacks in missing.items() if lacks)
+        raise TypeError(f"op {cls.__name__} needs {what}")
     made: dict[str, Any] = {f.name: parts[f.name] for f in fields(Op) if f.name in parts}
     if expand is None or parts.keys() & {"flops", "traffic"}:
         made = {"flops": per_result(1), "traffic": every_operand, **made}
@@ -246,7 +255,7 @@ def op(cls: type) -> Op:
     parameters = tuple(_parameters(cls.__name__, function, parts))
     attrs = {p.name: str(p.annotation) for p in parameters if p.kind is p.KEYWORD_ONLY}
     made |= {"samples": tuple(parts["samples"]), "parameters": parameters, "attrs": attrs}
-    return Op(name=cls.__name__, doc=cls.__doc__, **made)
+    return Op(name=cls.__name__, doc=cls.__doc__ or "", **made)
 
 
 def require(condition: object, message: str) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Traffic, cases, free, gathered, op, require
+from .base import Traffic, cases, free, gathered, op, per_input, require, wide
 from .budgets import MOVES, PRODUCT
 from .types import Type, Types, torch
 
@@ -68,9 +68,8 @@ class cluster_head:
 
     @staticmethod
     def flops(ins: Types, outs: Types, **_: Any) -> int:
-        return 2 * ins[0].numel() * int(ins[1].shape[0]) + 2 * outs[0].numel() * int(
-            ins[0].shape[-1]
-        )
+        x, heads = ins[:2]
+        return 2 * x.numel() * int(heads.shape[0]) + 2 * outs[0].numel() * int(x.shape[-1])
 
     @staticmethod
     def traffic(ins: Types, outs: Types, **_: Any) -> Traffic:
@@ -101,9 +100,7 @@ class pick_id:
         return ids[:, 0].gather(1, at[:, None])[:, 0]
 
     flops = free
-
     traffic = gathered
-
     samples = cases("i64[3,1,7]@0:99 i64[3]@0:7")
 
 
@@ -128,10 +125,7 @@ class greedy:
     def reference(logits: Any) -> Any:
         return logits[:, 0].argmax(-1)
 
-    @staticmethod
-    def flops(ins: Types, outs: Types) -> int:
-        return ins[0].numel()
-
+    flops = per_input(1)
     samples = cases("f32[3,1,33]")
 
 
@@ -154,11 +148,7 @@ class candidates:
     @staticmethod
     def reference(logits: Any, *, k: int) -> tuple[Any, Any]:
         values, index = logits[:, 0].sort(dim=-1, descending=True, stable=True)
-        wide = values if values.element_size() == 8 else values.float()
-        return wide[:, :k], index[:, :k]
+        return wide(values)[:, :k], index[:, :k]
 
-    @staticmethod
-    def flops(ins: Types, outs: Types, **_: Any) -> int:
-        return ins[0].numel()
-
+    flops = per_input(1)
     samples = cases("f32[3,1,33]", k=5)

@@ -1,4 +1,4 @@
-"""Weights held in fewer bits: codes, and a scale for each row or each group of a row.
+"""Quantised weights: codes, and a scale for each row or each group of a row.
 
 One definition serves every format: w = round(code * scale), rounded once to the model's dtype.
 Codes are `i8` [.., K], `f8e4m3` [.., K], or 4 bits, two in a byte: `u8` [.., K/2] with the even

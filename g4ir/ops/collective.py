@@ -1,8 +1,7 @@
-"""Exchange among ranks that compute parts of one model.
+"""Collectives of ranks that compute parts of one model, each by the same graph on its weights.
 
-Each rank runs the same graph on weights of its own. What these ops mean for several ranks needs
-the tensors of all: `g4ir.parallel.lockstep` runs the ranks side by side and defines it. A rank that
-is alone has its own tensors back.
+`g4ir.parallel.lockstep` runs the ranks together and so defines what these ops mean. A rank that is
+alone has its own tensors back.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def _alone(op: str, b: Any, xs: tuple[Any, ...], ranks: int) -> tuple[Any, ...]:
 
 @op
 class all_reduce:
-    """y = sum over ranks of x, in order of rank in fp32, rounded once; several x in one message"""
+    """y = sum over ranks of x, by rank in fp32, rounded once; several x in one collective"""
 
     budget = Budget(1, 64, "sums of as many products as on one rank, rounded once for each rank")
     kind = "other"

@@ -168,9 +168,7 @@ class last_row:
         return x[row, (lengths - 1).clamp(min=0)].unsqueeze(1)
 
     flops = free
-
     traffic = gathered
-
     samples = cases("f32[2,5,8] i64[2]@0:6")
 
 
@@ -192,9 +190,7 @@ class pick_rows:
         return x[torch.arange(x.shape[0], device=x.device)[:, None], rows]
 
     flops = free
-
     traffic = gathered
-
     samples = cases("f32[2,5,8] i64[2,3]@0:5")
 
 

@@ -28,7 +28,6 @@ class embedding:
         return table[ids] * torch.tensor(scale).to(table.dtype)
 
     traffic = gathered
-
     samples = cases("f32[11,8] i64[2,3]@0:11", scale=39.191835884530846)
 
 

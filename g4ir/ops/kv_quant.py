@@ -1,4 +1,4 @@
-"""Rows of a cache in fewer bits than the model's dtype: made once, from then on moved as they are.
+"""Quantised rows of a KV cache: made once, from then on moved as they are.
 
 A row of d numbers is held as `bf16` or `f8e4m3` [.., d], each number rounded to the nearest and
 those beyond the dtype's range to its end; or as `i8` [.., d + 2 ceil(d / 32)]: a code for each
@@ -30,8 +30,7 @@ def narrow_width(width: int, dtype: str) -> int:
 
 def held_width(t: Type) -> int:
     """Return the numbers that a row of a cache says, the inverse of `narrow_width`."""
-    size = int(t.shape[-1])
-    return numbers_in(size) if t.dtype == "i8" else size
+    return numbers_in(int(t.shape[-1])) if t.dtype == "i8" else int(t.shape[-1])
 
 
 def numbers_in(size: int) -> int:
@@ -55,7 +54,7 @@ def as_read(t: Type, dtype: str) -> Type:
 
 @op
 class narrow_row:
-    """x as a cache of fewer bits holds it: `bf16`, `f8e4m3`, or `i8` with scales (see kv_quant.py)
+    """x as a quantised KV cache holds it: `bf16`, `f8e4m3`, or `i8` with scales (see kv_quant.py)
 
     Of float64 it makes the same numbers, floats in float64: this rounding is what is meant.
     """

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .attention import MASKING, attention, attention_workspace, slot_positions, split_chunk
-from .base import cases, free, op, require, wide
+from .base import cases, free, op, per_input, require, wide
 from .budgets import MOVES, Budget
 from .kv_quant import as_read, held_width, numbers
 from .norm import reciprocal_rms
@@ -48,10 +48,7 @@ class inverse_rms:
     def reference(x: Any, *, eps: float) -> Any:
         return reciprocal_rms(wide(x), eps)
 
-    @staticmethod
-    def flops(ins: Types, outs: Types, **_: Any) -> int:
-        return 2 * ins[0].numel()
-
+    flops = per_input(2)
     samples = cases("f32[2,3,4,8]", "f32[2,3,33]", eps=1e-06)
 
 
@@ -93,26 +90,18 @@ def keys_values_of_value(row: Any, w: Any) -> tuple[Any, Any]:
     return torch.cat((low, k[..., pairs:half], high, k[..., half + pairs :]), -1), v
 
 
-def keys_values_of_raw(
-    raw: Any, rms: Any, w: Any, positions: Any, **rotation: Any
+def keys_values(
+    form: str, row: tuple[Any, ...], w: Any, positions: Any, **rotation: Any
 ) -> tuple[Any, Any]:
-    """Make K and V [X,Y,n,d] of a projection [X,Y,n,d] and its rms^-1 [X,Y,n,1] at `positions`
+    """Return K and V of rows in either form: `raw`, [X,Y,n,d] and rms^-1 [X,Y,n,1] at `positions`
     i64[X,Y], with the roundings of `rms_norm`, `rope_table` (its attributes but dim) and `rope`."""
+    if form == "value":
+        return keys_values_of_value(row[0], w)
+    raw, rms = row
     h = wide(raw) * rms
     cos, sin = rope_table.reference(positions, dim=w.shape[0], **rotation)
     k = rope.reference((h * wide(w)).to(raw.dtype), cos, sin)
     return k.to(raw.dtype), h.to(raw.dtype)
-
-
-def keys_values(
-    form: str, row: tuple[Any, ...], w: Any, positions: Any, **rotation: Any
-) -> tuple[Any, Any]:
-    """Return K and V of rows in either form."""
-    if form == "value":
-        (latent,) = row
-        return keys_values_of_value(latent, w)
-    raw, rms = row
-    return keys_values_of_raw(raw, rms, w, positions, **rotation)
 
 
 def _as_keys(form: str, given: Sequence[Type], d: int, pairs: int, dtype: str) -> list[Type]:
@@ -162,7 +151,7 @@ class attention_latent:
     tensor [C,B,n,d + 2p], p = rotated_pairs(kind, d, fraction); `raw` two, [C,B,n,d] and
     [C,B,n,1], the result of `inverse_rms`. With a chunk there may be block_ids, as in `attention`.
     Roundings as in `attention`; those of K and V are stated above, at the forms. Rows of the form
-    `value` may be held in fewer bits, as in `attention`.
+    `value` may be quantised, as in `attention`.
     """
 
     budget = Budget(8, 512, "as attention, on keys that were made again and rounded")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import cases, free, nothing, op, require
+from .base import cases, dot_products, free, nothing, op, require
 from .budgets import MOVES, PRODUCT, Budget
-from .types import Dim, Type, Types, torch
+from .types import Type, Types, torch
 
 
 @op
@@ -26,10 +26,7 @@ class linear:
     def reference(x: Any, w: Any) -> Any:
         return torch.nn.functional.linear(x, w)
 
-    @staticmethod
-    def flops(ins: Types, outs: Types) -> int:
-        return 2 * outs[0].numel() * int(ins[1].shape[1])
-
+    flops = dot_products(1)
     samples = cases("f32[2,3,16] f32[24,16]", "f32[1,1,33] f32[7,33]")
 
 
@@ -84,19 +81,14 @@ class concat:
 
     @staticmethod
     def infer(*xs: Type, axis: int) -> Type:
-        first, total = xs[0], 0
+        first = xs[0]
         require(0 <= axis < first.rank, f"concat: {first} has no axis {axis}")
-        for x in xs:
-            same = x.shape[:axis] + x.shape[axis + 1 :] == (
-                first.shape[:axis] + first.shape[axis + 1 :]
-            )
-            size = x.shape[axis]
-            require(
-                x.dtype == first.dtype and same and isinstance(size, int),
-                f"concat: {x} does not fit {first} along axis {axis}",
-            )
-            total += int(size)
-        return first.with_shape(*first.shape[:axis], total, *first.shape[axis + 1 :])
+        before, after = first.shape[:axis], first.shape[axis + 1 :]
+        sizes = [x.shape[axis] if x.rank == first.rank else 0 for x in xs]
+        for x, size in zip(xs, sizes, strict=True):
+            fits = isinstance(size, int) and x == first.with_shape(*before, size, *after)
+            require(fits, f"concat: {x} does not fit {first} along axis {axis}")
+        return first.with_shape(*before, sum(map(int, sizes)), *after)
 
     @staticmethod
     def reference(*xs: Any, axis: int) -> Any:
@@ -160,8 +152,9 @@ class merge_heads:
 
     @staticmethod
     def infer(x: Type) -> Type:
-        n, d = _ints(x.shape[-2:])
-        return x.with_shape(*x.shape[:-2], n * d)
+        *lead, n, d = x.shape
+        require(isinstance(n, int) and isinstance(d, int), f"dims {x.shape[-2:]} must be ints")
+        return x.with_shape(*lead, int(n) * int(d))
 
     @staticmethod
     def reference(x: Any) -> Any:
@@ -170,8 +163,3 @@ class merge_heads:
     flops = free
     traffic = nothing
     samples = cases("f32[2,3,4,8]")
-
-
-def _ints(dims: tuple[Dim, ...]) -> tuple[int, ...]:
-    require(all(isinstance(d, int) for d in dims), f"dims {dims} must be ints")
-    return tuple(int(d) for d in dims)

@@ -38,7 +38,6 @@ class activation:
         return activate(x, act)
 
     flops = per_result(8)
-
     samples = [Sample(("f32[2,3,16]",), {"act": a}) for a in ACTIVATIONS]
 
 
@@ -60,7 +59,6 @@ class glu:
         return activate(gate, act) * up
 
     flops = per_result(8)
-
     samples = [Sample(("f32[2,3,16]",) * 2, {"act": a}) for a in ACTIVATIONS]
 
 
@@ -80,7 +78,6 @@ class glu_packed:
         return b.emit("glu", gate, up, act=act)
 
     flops = per_result(8)
-
     samples = cases("f32[2,3,32]", act="gelu_pytorch_tanh")
 
 

@@ -122,10 +122,8 @@ class experts:
         experts, double, hidden = gate_up.shape
         require(hidden == x.shape[-1], f"experts: gate_up {gate_up} does not fit {x}")
         even = isinstance(double, int) and double % 2 == 0
-        require(
-            even and down.shape == (experts, hidden, int(double) // 2),
-            f"experts: down {down} does not fit gate_up {gate_up}",
-        )
+        fits = even and down.shape == (experts, hidden, int(double) // 2)
+        require(fits, f"experts: down {down} does not fit gate_up {gate_up}")
         for w in (gate_up, down):
             require(w.dtype == x.dtype, f"experts: {w} and {x} differ in dtype")
         fits = weights.shape == index.shape and weights.shape[:-1] == x.shape[:-1]
@@ -136,9 +134,9 @@ class experts:
 
     @staticmethod
     def reference(*given: Any, act: str, total: int = 0) -> Any:
-        x, weights, index, gate_up, down, first = (*given, None)[:6]
+        x, weights, index, gate_up, down, *first = given
         count = len(gate_up)
-        own = index if first is None else own_index(index, first, count)
+        own = own_index(index, first[0], count) if first else index
         tokens, slots = x.flatten(0, -2), own.flatten(0, -2)
         out = wide(tokens).new_zeros(*slots.shape, tokens.shape[-1])
         for e in slots[slots < count].unique().tolist():
@@ -191,11 +189,9 @@ def _require_part(gate_up: Type, first: list[Type], total: int) -> None:
     held = gate_up.shape[0]
     if not first:
         require(total == 0, f"experts: {total} in all need an operand first; {gate_up}")
-        return
-    fits = first == [Type("i64", (1,))]
-    require(fits, f"experts: first {first[0]} is not i64[1]; gate_up {gate_up}")
-    fits = isinstance(held, int) and held <= total
-    require(fits, f"experts: gate_up {gate_up} is no part of {total} experts; first {first[0]}")
+    else:
+        fits = first == [Type("i64", (1,))] and isinstance(held, int) and held <= total
+        require(fits, f"experts: gate_up {gate_up} is no part of {total}; first {first[0]}")
 
 
 @op
@@ -219,17 +215,16 @@ class moe_mlp:
 
     @staticmethod
     def expand(b: Any, *given: Any, act: str, **routing: Any) -> tuple[Any, Any]:
-        x_dense, x_moe, *router, w_dense, w_dense_down, gate_up, down, first = (*given, None)[:11]
+        x_dense, x_moe, *router = given[:6]
+        w_dense, w_dense_down, gate_up, down, *first = given[6:]
         total, held = router[2].type.shape[0], gate_up.type.shape[:1]
-        fits = first is not None or held == (total,)
+        fits = first or held == (total,)
         require(fits, f"router_proj {router[2].type} does not fit gate_up {gate_up.type}")
         y = b.emit("linear_glu", x_dense, w_dense, act=act)
         dense = b.emit("linear", y, w_dense_down)
-        chosen = (x_moe, *b.emit_all("router", *router, **routing), gate_up, down)
-        if first is None:
-            moe = b.emit("experts", *chosen, act=act)
-        else:
-            moe = b.emit("experts", *chosen, first, act=act, total=total)
+        weights, index = b.emit_all("router", *router, **routing)
+        part = {"total": total} if first else {}
+        moe = b.emit("experts", x_moe, weights, index, gate_up, down, *first, act=act, **part)
         require(dense.type == moe.type, f"dense {dense.type} and moe {moe.type} differ")
         return dense, moe
 
@@ -270,11 +265,6 @@ class norm_moe_mlp:
 
     samples = cases(
         "2*f32[2,3,16] 2*f32[16] f32[8,16] f32[8] f32[40,16] f32[16,20] f32[8,24,16] "
-        "f32[8,16,12] f32[1] 2*f32[16]",
-        eps=1e-06,
-        scaled=True,
-        weighted=(True, True, False),
-        act="gelu_pytorch_tanh",
-        top_k=2,
-        root=0.25,
+        "f32[8,16,12] f32[1] 2*f32[16] {eps=1e-06, scaled=True, weighted=(True, True, False), "
+        "act='gelu_pytorch_tanh', top_k=2, root=0.25}"
     )

@@ -43,7 +43,6 @@ class rms_norm:
         return h.to(x.dtype)
 
     flops = per_result(4)
-
     samples = cases("f32[2,3,33] f32[33]", "f32[2,3,4,8]", eps=1e-06)
 
 
@@ -144,5 +143,4 @@ class layer_norm:
         return torch.nn.functional.layer_norm(x, w.shape, w, b, eps)
 
     flops = per_result(8)
-
     samples = cases("f32[2,3,8] f32[8] {eps=1e-06}", "f32[2,3,8] 2*f32[8] {eps=1e-05}")

@@ -15,14 +15,9 @@ FORMS = ("plain", *PARTS)
 PACKED = {"heads": "int", "kv_heads": "int", "values": "bool", "eps": "float"}
 
 
-def _held_as(b: Any, cache: Any, row: Any) -> Any:
-    """Emit what makes rows what their cache holds, where that has fewer bits."""
-    to = cache.type.dtype
-    return row if row.type.dtype == to else b.emit("narrow_row", row, to=to)
-
-
 #: of the samples: weights of norms, rope tables, starts and lengths
 _OTHERS = "2*f32[8] 2*f32[2,1,8] i64[2]@3:9 i64[2]@0:2"
+_PLAIN = "kv_heads=2, values=True, form='plain', pairs=0"
 
 
 @op
@@ -34,7 +29,7 @@ class qkv_write:
     K = norm_rope(k, norm_k), V = rms_norm(v) (rules 12, 13). Results: q [B,S,heads,d], then the
     caches. Form `plain` has caches of K and V; `value` one, of `latent_row` with this many pairs;
     `raw` two, of k itself and its `inverse_rms`, for which norm_k is not used. Caches of the first
-    two may hold rows in fewer bits, of `narrow_row`.
+    two may hold quantised rows, of `narrow_row`.
     """
 
     budget = Budget(2, 16, "as norm_rope or rms_norm; what follows moves data")
@@ -62,30 +57,32 @@ class qkv_write:
         if form == "raw":
             rows = [k, b.emit("inverse_rms", k, eps=eps)]
         else:
-            rows = [
-                b.emit("norm_rope", k, norm_k, cos, sin, eps=eps),
-                b.emit("rms_norm", v, eps=eps),
-            ]
+            k = b.emit("norm_rope", k, norm_k, cos, sin, eps=eps)
+            rows = [k, b.emit("rms_norm", v, eps=eps)]
         if form == "value":
-            rows = [b.emit("latent_row", *rows[::-1], pairs=pairs)]
+            rows = [b.emit("latent_row", rows[1], k, pairs=pairs)]
         require(len(caches) == len(rows), f"{len(caches)} caches, form {form} has {len(rows)}")
-        if form != "raw":
-            rows = [_held_as(b, c, row) for c, row in zip(caches, rows, strict=True)]
-        pairs_of = zip(caches, rows, strict=True)
-        return q, *(b.emit("cache_write", cache, row, start, lengths) for cache, row in pairs_of)
+        for i, (cache, row) in enumerate(zip(caches, rows, strict=True)):
+            if form != "raw" and row.type.dtype != cache.type.dtype:
+                rows[i] = b.emit("narrow_row", row, to=cache.type.dtype)
+        held = zip(caches, rows, strict=True)
+        return q, *(b.emit("cache_write", cache, row, start, lengths) for cache, row in held)
 
     samples = cases(
-        f"f32[2,1,64] {_OTHERS} 2*f32[4,2,2,8] {{kv_heads=2, values=True, form='plain', pairs=0}}",
+        f"f32[2,1,64] {_OTHERS} 2*f32[4,2,2,8] {{{_PLAIN}}}",
         f"f32[2,1,40] {_OTHERS} 2*f32[9,2,1,8] {{kv_heads=1, values=False, form='plain', pairs=0}}",
         f"f32[2,1,48] {_OTHERS} f32[9,2,2,12] {{kv_heads=2, values=False, form='value', pairs=2}}",
         f"f32[2,1,48] {_OTHERS} f32[9,2,2,8] f32[9,2,2,1]"
         " {kv_heads=2, values=False, form='raw', pairs=0}",
-        f"f32[2,1,64] {_OTHERS} 2*f8e4m3[4,2,2,8]"
-        " {kv_heads=2, values=True, form='plain', pairs=0}",
-        f"f32[2,1,64] {_OTHERS} 2*i8[4,2,2,10] {{kv_heads=2, values=True, form='plain', pairs=0}}",
+        f"f32[2,1,64] {_OTHERS} 2*f8e4m3[4,2,2,8] {{{_PLAIN}}}",
+        f"f32[2,1,64] {_OTHERS} 2*i8[4,2,2,10] {{{_PLAIN}}}",
         heads=4,
         eps=1e-6,
     )
+
+
+_SLOTS = "2*f32[8] 2*f32[2,1,8] i64[2]@3:4 i64[2]@1:2 i64[2,1]@3:4 i64[2]@4:5"
+_ATTRS = "heads=4, eps=1e-06, scale=0.3, softcap=0.0"
 
 
 @op
@@ -111,14 +108,8 @@ class qkv_attention:
         return b.emit("attention", q, positions, written, k, v, **masking), k, v
 
     samples = cases(
-        "f32[2,1,64] 2*f32[8] 2*f32[2,1,8] i64[2]@3:4 i64[2]@1:2 i64[2,1]@3:4 i64[2]@4:5 "
-        "2*f32[9,2,2,8] {kv_heads=2, values=True, window=0}",
-        "f32[2,1,40] 2*f32[8] 2*f32[2,1,8] i64[2]@3:4 i64[2]@1:2 i64[2,1]@3:4 i64[2]@4:5 "
-        "2*f32[3,2,1,8] {kv_heads=1, values=False, window=3}",
-        heads=4,
-        eps=1e-06,
-        scale=0.3,
-        softcap=0.0,
+        f"f32[2,1,64] {_SLOTS} 2*f32[9,2,2,8] {{kv_heads=2, values=True, window=0, {_ATTRS}}}",
+        f"f32[2,1,40] {_SLOTS} 2*f32[3,2,1,8] {{kv_heads=1, values=False, window=3, {_ATTRS}}}",
     )
 
 
@@ -141,9 +132,6 @@ class q_attention:
         return b.emit("attention", q, *given[4:], **masking)
 
     samples = cases(
-        "f32[2,1,4,8] f32[8] 2*f32[2,1,8] i64[2,1]@6:7 i64[2]@7:8 2*f32[9,2,2,8]",
-        eps=1e-06,
-        window=0,
-        scale=0.3,
-        softcap=0.0,
+        "f32[2,1,4,8] f32[8] 2*f32[2,1,8] i64[2,1]@6:7 i64[2]@7:8 2*f32[9,2,2,8] {eps=1e-06, "
+        "window=0, scale=0.3, softcap=0.0}"
     )

@@ -342,9 +342,8 @@ class fake_quantize:
 
     @staticmethod
     def infer(x: Type, *, form: str) -> Type:
-        require(
-            form in ACTIVATIONS, f"fake_quantize: form {form!r}: one of {', '.join(ACTIVATIONS)}"
-        )
+        known = ", ".join(ACTIVATIONS)
+        require(form in ACTIVATIONS, f"fake_quantize: form {form!r}: one of {known}")
         fits = x.dtype in FLOATS and x.rank > 0 and isinstance(x.shape[-1], int)
         require(fits, f"fake_quantize: {x} has no rows of a known size")
         return x

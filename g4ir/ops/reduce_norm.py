@@ -56,7 +56,7 @@ class all_reduce_norm_residual:
 class all_reduce_dual_norm_residual:
     """h, n.. = dual_norm_residual(a, w_a, b, w_b, ..) of a, b = all_reduce(a, b)
 
-    The sums of the dense MLP and of the experts are one message. Inputs, and results, as in
+    The sums of the dense MLP and of the experts are one collective. Inputs, and results, as in
     `dual_norm_residual`.
     """
 
@@ -74,11 +74,8 @@ class all_reduce_dual_norm_residual:
         return make.emit_all("dual_norm_residual", one, w_a, two, *rest, **norm)
 
     samples = cases(
-        "f32[2,3,16] f32[16] f32[2,3,16] 2*f32[16] f32[2,3,16] f32[1] f32[16]",
-        eps=1e-06,
-        scaled=True,
-        weighted=(True,),
-        ranks=1,
+        "f32[2,3,16] f32[16] f32[2,3,16] 2*f32[16] f32[2,3,16] f32[1] f32[16] {eps=1e-06, "
+        "scaled=True, weighted=(True,), ranks=1}"
     )
 
 
@@ -89,8 +86,9 @@ def _expand(b: Any, op: str, given: tuple[Any, ...], at: int, act: str, norm: An
     made = b.emit_all(op, *given[:at], *given[at + 1 : end], **norm)
     require(len(made) <= 2, f"{len(made) - 1} pre-norms, but one product")
     require(len(up) <= bool(act), f"{len(up)} inputs after those of the norm")
-    product = ("linear_glu", {"act": act}) if act else ("linear", {})
-    return b.emit(product[0], made[-1], given[at], *up, **product[1]), made[0]
+    x, w = made[-1], given[at]
+    y = b.emit("linear_glu", x, w, *up, act=act) if act else b.emit("linear", x, w)
+    return y, made[0]
 
 
 @op

@@ -86,7 +86,6 @@ class rope:
         return x * cos.unsqueeze(2) + rotate_half(x) * sin.unsqueeze(2)
 
     flops = per_result(3)
-
     samples = cases("f32[2,3,4,8] 2*f32[2,3,8]")
 
 
@@ -103,5 +102,4 @@ class norm_rope:
         return b.emit("rope", b.emit("rms_norm", x, w, eps=eps), cos, sin)
 
     flops = per_result(7)
-
     samples = cases("f32[2,3,4,8] f32[8] 2*f32[2,3,8]", eps=1e-06)

@@ -8,15 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 from .attention import attend, require_groups
-from .base import cases, op, per_result, require, wide
+from .base import Traffic, cases, op, per_input, per_result, require, wide
 from .budgets import MOVES, Budget
 from .rope import inverse_frequencies, rotate_half
 from .types import FLOATS, ITEMSIZE, Type, Types, torch, torch_dtype
 
 
-def _positions(x: Type, positions: Type, name: str) -> None:
-    want = Type("i64", (*x.shape[:2], 2))
-    require(positions == want, f"{name}: positions {positions} do not fit {x}")
+def _require_positions(name: str, positions: Type, x: Type | None = None) -> None:
+    fits = positions.dtype == "i64" and positions.rank == 3 and positions.shape[2] == 2
+    require(fits, f"{name}: {positions} is not i64[B,P,2]; {x or ''}")
+    fits = x is None or positions.shape[:2] == x.shape[:2]
+    require(fits, f"{name}: positions {positions} do not fit {x}")
 
 
 @op
@@ -47,8 +49,7 @@ class valid_patches:
 
     @staticmethod
     def infer(positions: Type) -> Type:
-        fits = positions.dtype == "i64" and positions.rank == 3 and positions.shape[2] == 2
-        require(fits, f"valid_patches: {positions} is not i64[B,P,2]")
+        _require_positions("valid_patches", positions)
         return Type("bool", positions.shape[:2])
 
     @staticmethod
@@ -74,7 +75,7 @@ class axial_embedding:
         fits = axis in (0, 1) and table.rank == 3 and table.shape[axis] == 2
         require(fits, f"axial_embedding: {table} has no two tables along axis {axis}")
         out = Type(table.dtype, (*positions.shape[:2], table.shape[2]))
-        _positions(out, positions, "axial_embedding")
+        _require_positions("axial_embedding", positions, out)
         return out
 
     @staticmethod
@@ -84,7 +85,7 @@ class axial_embedding:
         return (x + y).masked_fill((positions == -1).all(-1)[..., None], 0)
 
     @staticmethod
-    def traffic(ins: Types, outs: Types, **_: Any) -> Any:
+    def traffic(ins: Types, outs: Types, **_: Any) -> Traffic:
         """Count the rows of the tables that are asked for."""
         rows = outs[0].nbytes()
         return (2 * rows, ins[1].nbytes()), (rows,)
@@ -104,8 +105,7 @@ class axial_rope_table:
 
     @staticmethod
     def infer(positions: Type, *, theta: float, dim: int, dtype: str) -> tuple[Type, Type]:
-        fits = positions.dtype == "i64" and positions.rank == 3 and positions.shape[2] == 2
-        require(fits, f"axial_rope_table: {positions} is not i64[B,P,2]")
+        _require_positions("axial_rope_table", positions)
         require(dim > 0 and dim % 4 == 0, f"axial_rope_table: dim {dim} is not made of 4 quarters")
         require(theta > 0, f"axial_rope_table: theta {theta}")
         table = Type(dtype, (*positions.shape[:2], dim))
@@ -143,7 +143,6 @@ class axial_rope:
         return x * cos.unsqueeze(2) + turned * sin.unsqueeze(2)
 
     flops = per_result(3)
-
     samples = cases("f32[1,3,4,8] 2*f32[1,3,8]")
 
 
@@ -196,7 +195,7 @@ class pool_patches:
 
     @staticmethod
     def infer(x: Type, positions: Type, *, k: int, root: float) -> Type:
-        _positions(x, positions, "pool_patches")
+        _require_positions("pool_patches", positions, x)
         size = x.shape[1]
         fits = x.rank == 3 and isinstance(size, int) and k > 0 and int(size) % k**2 == 0
         require(fits, f"pool_patches: {x} is not made of squares of {k} x {k}")
@@ -213,10 +212,7 @@ class pool_patches:
         weights = torch.where(square[:, None] == squares[:, None], share, 0)
         return wide((weights @ wide(x)).to(x.dtype)) * root
 
-    @staticmethod
-    def flops(ins: Types, outs: Types, **_: Any) -> int:
-        """Count the sum over the patches."""
-        return ins[0].numel()
+    flops = per_input(1)
 
     @staticmethod
     def workspace(ins: Types, outs: Types, *, k: int, **_: Any) -> int:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,7 @@ class Group:
     def __init__(self, launch: RankLaunch, timeout_s: float, on_gpus: bool) -> None:
         import torch.distributed as dist
 
+        self._dist: Any = dist
         self.rank, self.ranks, self.timeout_s = launch.rank, launch.ranks, timeout_s
         #: whether this rank has a GPU of its own, and NCCL
         self.on_gpus = on_gpus
@@ -108,7 +110,6 @@ class Group:
         #: held by the thread of rank 0 that sends a call
         self.turn = threading.RLock()
         self._calls = dist.new_group(backend="gloo", timeout=FOREVER)
-        self._nccl: Any = None
         self._processes: tuple[RankProcess, ...] = ()
         #: addresses of all ranks' buffers, this rank's buffer, and the handle that maps the others
         self._peers: tuple[torch.Tensor, Any, Any] | None = None
@@ -119,9 +120,8 @@ class Group:
 
     def run_node(self, n: Node, tensors: list[Any]) -> tuple[Any, ...]:
         """Run an op as `interpret` does; collectives over the ranks."""
-        if n.op == "all_reduce":
-            return self.all_reduce(tensors)
-        return self.all_gather(tensors) if n.op == "all_gather" else run_node(n, tensors)
+        own = {"all_reduce": self.all_reduce, "all_gather": self.all_gather}
+        return own[n.op](tensors) if n.op in own else run_node(n, tensors)
 
     def all_reduce(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the sums over ranks of tensors of one dtype, in one collective; see the op."""
@@ -133,7 +133,7 @@ class Group:
         else:
             total = wide(flat).clone()
             with self._watched():
-                torch.distributed.all_reduce(total)
+                self._dist.all_reduce(total)
             total = total.to(flat.dtype)
         pieces = total.split([x.numel() for x in parts])
         return tuple(t.view(x.shape) for t, x in zip(pieces, parts, strict=True))
@@ -146,19 +146,15 @@ class Group:
         return (torch.cat(self._all(x), -1),)
 
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
-        import torch
-        import torch.distributed as dist
-
-        out = list(torch.empty((self.ranks, *x.shape), dtype=x.dtype, device=x.device))
+        out = list(x.new_empty((self.ranks, *x.shape)))
         with self._watched():
-            dist.all_gather(out, x.contiguous())
+            self._dist.all_gather(out, x.contiguous())
         return out
 
     def shown(self, x: torch.Tensor, see: Callable[[int, torch.Tensor], None] | None) -> None:
         """Show rank 0 each rank's tensor, all of one type: there `see(rank, tensor)` may write over
         it, and each rank gets its own back."""
         import torch
-        import torch.distributed as dist
 
         parts = self._all(_bytes(x))
         if see:
@@ -166,34 +162,34 @@ class Group:
                 see(rank, part.view(x.dtype).view(x.shape))
         back = torch.stack(parts)
         with self._watched():
-            dist.broadcast(back, 0)
+            self._dist.broadcast(back, 0)
         x.copy_(back[self.rank].view(x.dtype).view(x.shape))
+
+    @cached_property
+    def _nccl(self) -> Any:
+        import torch
+
+        with self._watched():
+            made = self._dist.new_group(backend="nccl")
+            self._dist.all_reduce(torch.zeros(1, device="cuda"), group=made)  # makes it
+        torch.cuda.synchronize()
+        return made
 
     def communicator(self) -> int:
         """Return the address of an `ncclComm_t` of all ranks, which lives as long as the group. A
         collective call. MissingError if this torch does not expose it."""
         import torch
-        import torch.distributed as dist
 
-        if self._nccl is None:
-            with self._watched():
-                made = dist.new_group(backend="nccl")
-                dist.all_reduce(torch.zeros(1, device="cuda"), group=made)  # makes it
-            torch.cuda.synchronize()
-            self._nccl = made
         backend = self._nccl._get_backend(torch.device("cuda"))
         address = getattr(backend, "_comm_ptr", None)
         if address is None:
-            raise MissingError(
-                f"rank {self.rank}: torch {torch.__version__} does not say where its NCCL "
-                f"communicator lies; install a newer one"
-            )
+            lacks = f"torch {torch.__version__} does not say where its NCCL communicator lies"
+            raise MissingError(f"rank {self.rank}: {lacks}; install a newer one")
         return int(address())
 
     def peers(self, size: int, able: bool) -> torch.Tensor | None:
-        """Return i64[1 + ranks] on this rank's GPU: its rank, and the addresses here of each rank's
-        symmetric buffer of `size` zeroed bytes. None on every rank, with a warning, unless all are
-        `able` to use it and have such memory."""
+        """Return i64[1 + ranks] on this rank's GPU: its rank, and the addresses of each rank's
+        symmetric buffer of `size` zeroed bytes. None, with a warning, unless all are `able`."""
         said = self.gathered(None if able and self.on_gpus else "a rank has no GPU for kernels")
         if not any(said) and self._peers is None:
             said = self.gathered(self._meet(size))
@@ -205,16 +201,15 @@ class Group:
     def _meet(self, size: int) -> str | None:
         """Allocate this rank's symmetric buffer and map the others'; return why it cannot."""
         import torch
-        import torch.distributed as dist
 
         try:
             from torch.distributed import _symmetric_memory as symmetric
 
-            assert dist.group.WORLD
+            assert self._dist.group.WORLD
             device = torch.device("cuda", torch.cuda.current_device())
             own = symmetric.empty(size, dtype=torch.uint8, device=device).zero_()
             torch.cuda.synchronize()
-            handle = symmetric.rendezvous(own, dist.group.WORLD)
+            handle = symmetric.rendezvous(own, self._dist.group.WORLD)
             at = [self.rank, *handle.buffer_ptrs]
             self._peers = torch.tensor(at, device=own.device), own, handle
         except (ImportError, RuntimeError, AttributeError, ValueError) as e:
@@ -225,8 +220,8 @@ class Group:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A context for a call that all ranks make: one at a time, not interrupted. After an error
-        of this rank the others are in the middle of it, so that no call can follow."""
+        """A context for a call that all ranks make, one at a time, not interrupted; none can follow
+        an error of this rank."""
         with put_off(), self.turn:
             try:
                 yield
@@ -235,8 +230,7 @@ class Group:
                 raise
 
     def tell(self, call: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Send a call of plain values, with tensors, to the workers, and the numbers of objects
-        that they may drop."""
+        """Send a call of plain values and tensors to the workers, and objects to drop."""
         import torch
 
         wait = timedelta(seconds=self.timeout_s)
@@ -244,20 +238,16 @@ class Group:
             call = [*call, [self.dropped.popleft() for _ in range(len(self.dropped))]]
         held = {name: t.detach().cpu() for name, t in tensors.items()}
         types = {name: [dtype_name(t.dtype), [*t.shape]] for name, t in held.items()}
-        text = json.dumps([call, types]).encode()
-        sizes = torch.tensor([len(text), sum(t.nbytes for t in held.values())])
-        words = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        data = [_bytes(t) for t in held.values()]
+        words, data = _words([call, types]), [_bytes(t) for t in held.values()]
+        sizes = torch.tensor([len(words), sum(map(len, data))])
         message = torch.cat([sizes.view(torch.uint8), words, *data])
-        frame = torch.zeros(FRAME, dtype=torch.uint8)
-        frame[: len(message)] = message[:FRAME]
-        self._broadcast(frame, wait)
+        message = torch.nn.functional.pad(message, (0, max(0, FRAME - len(message))))
+        self._broadcast(message[:FRAME], wait)
         if len(message) > FRAME:
             self._broadcast(message[FRAME:], wait)
 
     def heard(self) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        """Wait for rank 0's next call; return it and its tensors, on the host. The last call is
-        empty."""
+        """Wait for rank 0's next call, the last of which is empty; return it and its tensors."""
         import torch
 
         message = self._broadcast(torch.zeros(FRAME, dtype=torch.uint8))
@@ -275,10 +265,8 @@ class Group:
         return call, tensors
 
     def _broadcast(self, x: torch.Tensor, wait: timedelta = FOREVER) -> torch.Tensor:
-        import torch.distributed as dist
-
         with self._watched():
-            work = dist.broadcast(x, 0, group=self._calls, async_op=True)
+            work = self._dist.broadcast(x, 0, group=self._calls, async_op=True)
             assert work
             work.wait(wait)
         return x
@@ -286,17 +274,15 @@ class Group:
     def gathered(self, value: Any) -> list[Any]:
         """All-gather a plain value; in order of rank."""
         import torch
-        import torch.distributed as dist
 
-        text = json.dumps(value).encode()
+        words = _words(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
         with self._watched():
-            dist.all_gather(sizes, torch.tensor([len(text)]), group=self._calls)
-        most = max(int(n) for n in sizes)
-        own = torch.frombuffer(bytearray(text.ljust(most)), dtype=torch.uint8)
-        texts = [torch.empty_like(own) for _ in sizes]
-        with self._watched():
-            dist.all_gather(texts, own, group=self._calls)
+            self._dist.all_gather(sizes, torch.tensor([len(words)]), group=self._calls)
+            most = max(map(int, sizes))
+            texts = [words.new_empty(most) for _ in sizes]
+            padded = torch.nn.functional.pad(words, (0, most - len(words)), value=ord(" "))
+            self._dist.all_gather(texts, padded, group=self._calls)
         return [json.loads(t.numpy().tobytes()) for t in texts]
 
     # --- ends ---------------------------------------------------------------------------------
@@ -311,11 +297,8 @@ class Group:
         except RuntimeError as e:
             raise self._failed(self._why(str(e))) from e
 
-    def _others(self) -> list[RankProcess]:
-        return [p for p in self._processes if p.rank != self.rank]
-
     def _gone(self) -> str:
-        gone = " and ".join(str(p) for p in self._others() if p.ended)
+        gone = " and ".join(str(p) for p in self._processes if p.rank != self.rank and p.ended)
         return gone and f"{gone} ended; see what it said, and start all ranks again"
 
     def check(self) -> None:
@@ -335,24 +318,21 @@ class Group:
             if gone := self._gone():
                 return gone
             time.sleep(LOOK_S)
-        others = " or ".join(map(str, self._others())) or "the others"
+        others = " or ".join(str(p) for p in self._processes if p.rank != self.rank)
+        others = others or "the others"
         if "imed out" in error or "imeout" in error:
-            return (
-                f"no answer within {self.timeout_s:g} s (--rank-timeout) from {others}; start all "
-                f"ranks again"
-            )
+            late = f"no answer within {self.timeout_s:g} s (--rank-timeout)"
+            return f"{late} from {others}; start all ranks again"
         first = error.splitlines()[0].removeprefix("[")[:200]
         return f"the connection to {others} broke: {first}; start all ranks again"
 
     def close(self) -> None:
         """Leave the group, unless a collective may still be under way: torch would wait for it."""
-        import torch.distributed as dist
-
         if not self.broken:
             if self.rank == 0:
                 self.tell([], {})
             self.broken = True
-            dist.destroy_process_group()
+            self._dist.destroy_process_group()
 
 
 def rank_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -374,9 +354,9 @@ def current() -> Group | None:
 
 @contextmanager
 def join(timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
-    """A context in which this process is a rank of those that torchrun started. Ranks wait for each
-    other, here and in each collective, at most `timeout_s`. InputError if torchrun started none;
-    MissingError if they cannot connect; RankError if one does not come."""
+    """A context in which this process is a rank of those that torchrun started, which wait for each
+    other at most `timeout_s`. InputError if torchrun started none; MissingError if they cannot
+    connect; RankError if one does not come."""
     launch = launched()
     if launch is None:
         raise InputError("this process is alone; start several: torchrun --nproc-per-node N ...")
@@ -394,8 +374,7 @@ def join(timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
 
 
 def _connect(launch: RankLaunch, timeout_s: float) -> bool:
-    """Make torch's default group: gloo, and NCCL if this rank has a GPU of its own; return whether
-    it has."""
+    """Make torch's default group: gloo, and NCCL if this rank has a GPU; return whether it has."""
     import torch
     import torch.distributed as dist
 
@@ -413,10 +392,9 @@ def _connect(launch: RankLaunch, timeout_s: float) -> bool:
     except (dist.DistStoreError, dist.DistNetworkError) as e:
         raise RankError(f"{who}: not all came within {timeout_s:g} s: {_first(e)}") from e
     except (RuntimeError, ValueError) as e:
-        raise MissingError(
-            f"{who}: the ranks cannot reach each other: {_first(e)}; name a network interface that "
-            f"they share: GLOO_SOCKET_IFNAME=NAME (lo on one machine; NCCL_SOCKET_IFNAME for NCCL)"
-        ) from e
+        why = f"{who}: the ranks cannot reach each other: {_first(e)}"
+        fix = "GLOO_SOCKET_IFNAME=NAME (lo on one machine; NCCL_SOCKET_IFNAME for NCCL)"
+        raise MissingError(f"{why}; name a network interface that they share: {fix}") from e
     return on_gpus
 
 
@@ -424,8 +402,14 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor's bytes, in order: of one element too, whose stride may be any."""
     import torch
 
-    flat = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
-    return flat.copy_(x.reshape(-1)).view(torch.uint8)
+    return x.new_empty(x.numel()).copy_(x.reshape(-1)).view(torch.uint8)
+
+
+def _words(value: Any) -> torch.Tensor:
+    """Return a plain value as the bytes of its JSON."""
+    import torch
+
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def _first(error: Exception) -> str:

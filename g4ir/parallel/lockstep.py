@@ -1,8 +1,5 @@
-"""Defines the meaning of a sharded graph: the ranks interpret it node by node, side by side.
-
-The definition of the collectives, and the oracle of every engine of several ranks: no processes and
-no network are needed.
-"""
+"""Defines the meaning of a sharded graph and its collectives: the ranks interpret it node by node,
+side by side, without processes or network. The oracle of every engine of several ranks."""
 
 from __future__ import annotations
 
@@ -22,15 +19,12 @@ def lockstep(
     g: Graph, inputs: Tensors, params: Sequence[Tensors], state: Sequence[Tensors]
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Run `g` once for each rank, with the same inputs and params and caches of its own; returns
-    each rank's (outputs, state), as `interpret` does. InputError if a collective is of another
-    number of ranks."""
+    each rank's (outputs, state), as `interpret` does."""
     g = with_messages(g)
-    envs = [
-        {v.name: given[v.name] for v in g.sources()}
-        for given in (
-            {**inputs, **own, **caches} for own, caches in zip(params, state, strict=True)
-        )
-    ]
+    envs = []
+    for own, caches in zip(params, state, strict=True):
+        given = {**inputs, **own, **caches}
+        envs.append({v.name: given[v.name] for v in g.sources()})
     for i, n in enumerate(g.nodes):
         tensors = [[env[v.name] for v in n.inputs] for env in envs]
         results = (
@@ -56,10 +50,8 @@ def exchanged(n: Node, tensors: list[list[Any]]) -> list[list[Any]]:
 
     ranks = len(tensors)
     if n.whole("ranks") != ranks:
-        raise InputError(
-            f"{n.result_names()} = {n.op} is of {n.attrs['ranks']} ranks, {ranks} run; shard the "
-            f"graph for {ranks}"
-        )
+        what = f"{n.result_names()} = {n.op} is of {n.attrs['ranks']} ranks, {ranks} run"
+        raise InputError(f"{what}; shard the graph for {ranks}")
     if n.op == "all_gather":
         return [[torch.cat([x for (x,) in tensors], -1)]] * ranks
     return [[rank_sum(parts) for parts in zip(*tensors, strict=True)]] * ranks

@@ -1,9 +1,8 @@
 """linear(x, w_down)  ->  all_reduce(linear(x, w_down of a rank)), and what else a rank computes
 
-The plain graph of a model, before any pass, becomes that of one rank of several: weights are of the
-rank's part (table.py), the head's logits are gathered, caches hold the rank's key heads. Nothing in
-the graph says which rank: all run the same programs. The values behind a collective keep the names
-and types that they had, so that what follows is unchanged.
+The plain graph of a model, before any pass, becomes that of one rank of several, the same for each:
+weights are of the rank's part (table.py), the head's logits are gathered, caches hold the rank's
+key heads. Results of collectives keep names and types, so that what follows is unchanged.
 """
 
 from __future__ import annotations
@@ -56,7 +55,10 @@ def shard(g: Graph, spec: Spec, ranks: int, ep: bool = False) -> Graph:
     for n in g.nodes:
         inputs = (state.get(v.name, params.get(v.name, _named(v))) for v in n.inputs)
         n = replace(n, inputs=tuple(inputs), outputs=tuple(map(_named, n.outputs)))
-        n = _heads(n, spec, ranks) if n.op == "heads" else _partial(n, sums)
+        if n.op == "heads":
+            n = _heads(n, spec, ranks)
+        elif n.outputs[0].name in sums or _is_head(n):
+            n = replace(n, outputs=(_part(n.outputs[0]),))
         nodes.append(_some(n, spec) if ep and n.op == "experts" else n)
     first = (_FIRST,) if any(_FIRST in n.inputs for n in nodes) else ()
     cut = replace(
@@ -83,8 +85,9 @@ def ranks_of(g: Graph) -> int:
 def _param(v: Value, spec: Spec, ranks: int, ep: bool) -> Value:
     """Return a rank's part of a param. That of a tied head has a name of its own: the embedding
     table stays whole."""
-    part = part_of(spec, _named(v).name, ep)
-    return Value(_named(v).name, part.cut_type(v.type, ranks)) if part else v
+    name = _named(v).name
+    part = part_of(spec, name, ep)
+    return Value(name, part.cut_type(v.type, ranks)) if part else v
 
 
 def _named(v: Value) -> Value:
@@ -99,29 +102,25 @@ def _check_groups(n: Node, spec: Spec, ranks: int, ep: bool) -> None:
     if part is None or _divides(n, part, ranks):
         return
     each = int(n.out.type.shape[-1]) // int(n["scales"].type.shape[-1])
-    raise InputError(
-        f"--tp {ranks}: {weight} has rows of {n.out.type.shape[-1]} in groups of {each}, which "
-        f"{ranks} ranks cannot share; take another number of them, or a recipe that leaves it out "
-        f"or holds it in a form with a scale for each row"
-    )
+    what = f"{weight} has rows of {n.out.type.shape[-1]} in groups of {each}"
+    fix = "or a recipe that leaves it out or holds it in a form with a scale for each row"
+    cannot = f"which {ranks} ranks cannot share; take another number of them"
+    raise InputError(f"--tp {ranks}: {what}, {cannot}, {fix}")
 
 
 def _divides(n: Node, part: AxisShard, ranks: int) -> bool:
-    if not all(part.divides(int(v.type.shape[part.axis]), ranks) for v in n.inputs):
-        return False
+    types = tuple(part.cut_type(v.type, ranks) for v in n.inputs)
+    whole = all(part.divides(int(v.type.shape[part.axis]), ranks) for v in n.inputs)
     try:
-        types = tuple(part.cut_type(v.type, ranks) for v in n.inputs)
         made = n.definition.infer_types(types, n.attrs)
     except ValueError:
         return False  # elements of several groups, or half of what belongs to one
-    return made == (part.cut_type(n.out.type, ranks),)
+    return whole and made == (part.cut_type(n.out.type, ranks),)
 
 
 def _cache(v: Value, spec: Spec, ranks: int) -> Value:
-    match = _CACHE.fullmatch(v.name)
-    assert match
     slots, rows, _, dim = v.type.shape
-    heads = key_heads(spec.layers()[int(match[1])], ranks)
+    heads = key_heads(spec.layers()[int(_CACHE.sub(r"\1", v.name))], ranks)
     return Value(v.name, v.type.with_shape(slots, rows, heads, dim))
 
 
@@ -131,10 +130,9 @@ def _heads(n: Node, spec: Spec, ranks: int) -> Node:
     if not match:
         return n  # of per-layer embeddings, which are whole
     if match[3] == "q" and count % ranks:
-        raise InputError(
-            f"--tp {ranks}: the drafter of {spec.name} has num_attention_heads {count}, which "
-            f"{ranks} ranks cannot share; take {count} or fewer, or leave the drafter out"
-        )
+        what = f"the drafter of {spec.name} has num_attention_heads {count}"
+        fix = f"take {count} or fewer, or leave the drafter out"
+        raise InputError(f"--tp {ranks}: {what}, which {ranks} ranks cannot share; {fix}")
     own = count // ranks if match[3] == "q" else key_heads(spec.layers()[int(match[2])], ranks)
     return replace(n, attrs={**n.attrs, "n": own})
 
@@ -153,12 +151,6 @@ def _sums(g: Graph) -> Mapping[str, tuple[str, ...]]:
         place = name if name.endswith(".attn.o") else name.partition(".")[0]
         groups.setdefault(place, []).append(name)
     return {name: tuple(group) for group in groups.values() for name in group}
-
-
-def _partial(n: Node, sums: Mapping[str, tuple[str, ...]]) -> Node:
-    if n.outputs[0].name in sums or _is_head(n):
-        return replace(n, outputs=(_part(n.outputs[0]),))
-    return n
 
 
 def _is_head(n: Node) -> bool:

@@ -1,12 +1,11 @@
 """Which part of each weight a rank has: a table by the tensor's place in the model.
 
-Columns first, rows second (tensor parallel as in Megatron-LM): what comes out of a product is cut
-where the next one takes it, so that a layer needs one sum over ranks behind attention and one
-behind its MLP. Heads are never cut; where there are fewer key heads than ranks, several ranks hold
-the same one. What is not in the table is whole on every rank: norms, scalars, routers, embeddings.
-With expert parallelism (`ep`) a rank has some of the experts, whole, and a number says which.
-Codes and scales are cut as the weights that they are of; a scale of a whole row is on every rank.
-Of a drafter the attention is cut, since it reads caches that are; its rest is small, and whole.
+Columns first, rows second (tensor parallel as in Megatron-LM): a layer needs one sum over ranks
+after attention and one after its MLP. Heads are never cut; with fewer key heads than ranks, several
+ranks hold the same one. Weights outside the table are whole on every rank: norms, scalars, routers,
+embeddings. With expert parallelism (`ep`) a rank has some of the experts, and a number says which.
+Quantised weights and scales are cut as the weights; a scale of a whole row is on every rank. Of a
+draft model attention is cut, since it reads caches that are.
 """
 
 from __future__ import annotations
@@ -40,17 +39,14 @@ CUTS = {
 }
 #: in the place of these, where experts are shared out
 EXPERT_CUTS = {"moe.gate_up": (0, "experts"), "moe.down": (0, "experts")}
-_WEIGHT = re.compile(r"L(\d+)\.(.+)")
-#: of a drafter: its heads read the caches of a rank, whose heads they go with
-DRAFT_CUTS = {"attn.wq": 0, "attn.wo": 1}
-_DRAFT_WEIGHT = re.compile(r"draft\.L\d+\.(attn\.w[qo])")
+#: of a draft model attention alone: its heads read the caches of a rank, whose heads they go with
+_WEIGHT = re.compile(r"L(\d+)\.(.+)|draft\.L(\d+)\.(attn\.w[qo])")
 
 
 @dataclass(frozen=True)
 class AxisShard:
-    """A rank's part of `source` along `axis`, which is `blocks` blocks of `units` units each: of
-    every block as many units as there are for each rank, but at least one. An axis of 1 is that of
-    a row's own scale, which every rank has."""
+    """A rank's part of `source` along `axis`, which is `blocks` blocks of `units` units each: its
+    share of the units of every block, at least one. An axis of 1 is whole: a scale of a row."""
 
     source: str
     axis: int
@@ -60,10 +56,6 @@ class AxisShard:
     def share(self, ranks: int) -> int:
         """Count the units of a block that a rank has."""
         return max(1, self.units // ranks)
-
-    def size(self, whole: int, ranks: int) -> int:
-        """Return what an axis of `whole` numbers has on a rank."""
-        return whole if whole == 1 else whole * self.share(ranks) // self.units
 
     def divides(self, whole: int, ranks: int) -> bool:
         """Whether an axis of `whole` elements, of several values each, can be cut so."""
@@ -89,8 +81,9 @@ class AxisShard:
 
     def cut_type(self, t: Type, ranks: int) -> Type:
         """Return the type of a rank's part."""
-        shape = list(t.shape)
-        shape[self.axis] = self.size(int(shape[self.axis]), ranks)
+        shape, whole = list(t.shape), int(t.shape[self.axis])
+        if whole != 1:
+            shape[self.axis] = whole * self.share(ranks) // self.units
         return t.with_shape(*shape)
 
     def joined(self, parts: Sequence[Any], whole: int) -> Any:
@@ -107,8 +100,7 @@ class AxisShard:
 
 
 def part_of(spec: Spec, param: str, ep: bool = False) -> AxisShard | None:
-    """Return what a rank has of a param of a sharded graph, or of its codes or scales; None: all of
-    it."""
+    """Return a rank's part of a param of a sharded graph, or of its codes or scales; None: all."""
     for suffix in (CODES, SCALES):
         if param.endswith(suffix):
             part = part_of(spec, param.removesuffix(suffix), ep)
@@ -116,13 +108,12 @@ def part_of(spec: Spec, param: str, ep: bool = False) -> AxisShard | None:
     if param == HEAD:
         source = TABLE if spec.text.tie_word_embeddings else HEAD
         return AxisShard(source, 0, spec.text.vocab_size)
-    if match := _DRAFT_WEIGHT.fullmatch(param):  # shared evenly, as the heads of the model are
-        return AxisShard(param, DRAFT_CUTS[match[1]], spec.text.num_attention_heads)
     match, cuts = _WEIGHT.fullmatch(param), CUTS | EXPERT_CUTS if ep else CUTS
-    if not match or match[2] not in cuts:
+    index, name, *_ = [x for x in match.groups() if x] if match else ("", "")
+    if name not in cuts:
         return None
-    axis, by = cuts[match[2]]
-    return AxisShard(param, axis, *_units(spec, spec.layers()[int(match[1])], by))
+    axis, by = cuts[name]
+    return AxisShard(param, axis, *_units(spec, spec.layers()[int(index)], by))
 
 
 def _units(spec: Spec, layer: Layer, by: str) -> tuple[int, int]:
@@ -154,12 +145,10 @@ class Share:
         return self.ranks > 1 and (param == FIRST or self._part(param) is not None)
 
     def source(self, param: str) -> str | None:
-        """Return the param of the whole model that a param of a rank is cut from; None: it is a
-        rank's own."""
+        """Return the param of the whole model that a param is cut from; None: a rank's own."""
         if param == FIRST:
             return None
-        part = self._part(param)
-        return part.source if part else param
+        return part.source if (part := self._part(param)) else param
 
     def own(self, param: str, read: Callable[[str], Any]) -> Any:
         """Return the rank's part of a param; `read` gives those of the whole model."""
@@ -196,7 +185,7 @@ def can_share(spec: Spec, ranks: int, ep: bool = False) -> bool:
 
 
 def check_ranks(spec: Spec, ranks: int, ep: bool = False) -> None:
-    """Raise InputError, naming the key and what would do, where a model cannot be cut so."""
+    """Raise InputError, naming the key and what would do, if a model cannot be cut so."""
     if ranks < 1:
         raise InputError(f"--tp {ranks}: expected at least 1")
     if ep and ranks == 1:
@@ -207,10 +196,8 @@ def check_ranks(spec: Spec, ranks: int, ep: bool = False) -> None:
         most = spec.text.num_attention_heads
         fine = ", ".join(str(n) for n in range(1, most + 1) if not _uneven(spec, n, ep))
         key, size = uneven
-        raise InputError(
-            f"--tp {ranks}: {spec.name} has {key} {size}, which {ranks} ranks cannot share; one of "
-            f"{fine}"
-        )
+        what = f"{spec.name} has {key} {size}, which {ranks} ranks cannot share"
+        raise InputError(f"--tp {ranks}: {what}; one of {fine}")
 
 
 def _uneven(spec: Spec, ranks: int, ep: bool) -> tuple[str, int] | None:

@@ -1,13 +1,12 @@
 """%x of a rank, all_reduce(%x)  ->  %r0.x, %r1.x, their sum: the ranks of a model as one graph
 
-It shows what the ranks compute side by side to those that know one alone. What all of them have
-alike is there once and keeps its name: sums, and whatever follows from sums and whole weights.
+Sums, and whatever follows from sums and whole weights, is there once and keeps its name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 
@@ -30,8 +29,8 @@ def split_name(name: str) -> tuple[int | None, str]:
 
 
 def unroll(g: Graph, own: Collection[str], ranks: int) -> Graph:
-    """Return the graph of all ranks, from that of each. `own` are the params of which each has its
-    own, as it has caches; its results, too, are there for each rank where they are a rank's own."""
+    """Return the graph of all ranks, from that of each; `own` are the params of which each has its
+    own, as it has caches and results that follow from them."""
     known, b = {*own, *(v.name for v in g.state)}, Builder()
     for n in with_messages(g).nodes:
         if n.op in COLLECTIVES:
@@ -44,10 +43,10 @@ def unroll(g: Graph, own: Collection[str], ranks: int) -> Graph:
     each = partial(_each, own=known, ranks=ranks)
     return replace(
         g,
-        params=tuple(each(g.params)),
-        state=tuple(each(g.state)),
+        params=each(g.params),
+        state=each(g.state),
         nodes=tuple(b.nodes),
-        outputs=tuple(each(g.outputs)),
+        outputs=each(g.outputs),
         next={
             own_name(name, rank): _own(v, known, rank)
             for name, v in g.next.items()
@@ -60,9 +59,9 @@ def _own(v: Value, own: Collection[str], rank: int) -> Value:
     return Value(own_name(v.name, rank), v.type) if v.name in own else v
 
 
-def _each(values: Sequence[Value], own: Collection[str], ranks: int) -> Iterator[Value]:
-    for v in values:
-        yield from (_own(v, own, rank) for rank in range(ranks if v.name in own else 1))
+def _each(values: Sequence[Value], own: Collection[str], ranks: int) -> tuple[Value, ...]:
+    counted = ((v, rank) for v in values for rank in range(ranks if v.name in own else 1))
+    return tuple(_own(v, own, rank) for v, rank in counted)
 
 
 def _of_rank(n: Node, own: Collection[str], rank: int) -> Node:

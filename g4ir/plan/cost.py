@@ -1,15 +1,12 @@
 """The cost of a graph: FLOPs and bytes of every node, and the least time they take.
 
-A node's FLOPs and the bytes that it reads and writes come from its op (`flops`, `traffic`). This
-module says how large the operands are at one step and what the bytes belong to: a param is weight
-traffic, a cache is state traffic, the rest are activations. A fused op is opened (ir/flatten.py):
-it costs what its parts cost, but moves each operand once, and nothing in between. Nothing here runs
-a graph or needs torch.
+FLOPs and bytes of a node are those of its op (`flops`, `traffic`). Bytes of a param are weight
+traffic, those of a cache state traffic, the rest activations. A fused op is opened
+(ir/flatten.py): it costs what its parts cost, but moves each operand once, and nothing in between.
 
-Dims at a step of S tokens per row (M in a graph that verifies) on B rows whose caches hold C tokens
-each: a cache has min(its slots, C) slots in use before it is written, min(its slots, C + S) after.
-Weights are read once per step. A node that depends on params alone costs nothing: it runs once, at
-build.
+At a step of S tokens per sequence (M in a graph that verifies) on B sequences whose caches hold C
+tokens each, a cache has min(its slots, C) slots in use before it is written, min(its slots, C + S)
+after. Weights are read once per step. The weight prologue costs nothing: it runs once, at build.
 """
 
 from __future__ import annotations
@@ -29,8 +26,6 @@ from g4ir.ops.base import KINDS, nothing
 from g4ir.ops.types import ITEMSIZE, Type
 
 from .formats import find_format
-
-# --- sums -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -90,9 +85,6 @@ def kind_of(n: Node) -> str:
     """Return one of KINDS: that of a fused op's heaviest part. Passes keep the names of values, so
     a product keeps its kind."""
     return n.definition.kind or kind_of_name(n.outputs[0].name) or "other"
-
-
-# --- steps ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -155,27 +147,40 @@ def _positive(name: str, value: int) -> None:
 
 
 class _Meter:
-    """The costs of the nodes of a graph at any step.
-
-    Layers repeat each other: nodes that cost the same whatever the step form a group, of which one
-    is looked at.
-    """
+    """The costs of a graph's nodes at any step. Layers repeat each other: of nodes that cost the
+    same at every step one is computed."""
 
     def __init__(self, g: Graph, experts: float | None, weights: str | None) -> None:
         if experts is not None and not experts > 0:
             raise InputError(f"experts={experts!r}: expected a positive number")
         self.format = None if weights is None else find_format(weights)
         self.counted = {} if experts is None else {"experts": {"distinct": experts}}
-        _, self.graph = split_prologue(g)
-        self.roles = _Roles.of(self.graph)
-        self.chunked = any({"S", "M"} & {*v.type.shape} for v in self.graph.inputs)
-        self.keys = [self._key(n) for n in self.graph.nodes]
+        self.graph = g = split_prologue(g)[1]
+        self.chunked = any({"S", "M"} & {*v.type.shape} for v in g.inputs)
+        #: quantised weight -> share of its bytes that codes and scales have
+        self.coded = {
+            n.out.name: sum(v.type.nbytes() for v in n.inputs) / n.out.type.nbytes()
+            for n in g.find("dequantize", "dequantize_columns", "dequantize_tiles")
+        }
+        self.written = {v.name for v in g.next.values()}
+        states = {v.name for v in g.state} | self.written
+        weight = {v.name for v in g.params} | self.coded.keys()
+        self.roles = dict.fromkeys(states, "state") | dict.fromkeys(weight, "weight")
+        self.keys = [self._key(n) for n in g.nodes]
         self.groups: dict[Any, list[Node]] = {}
-        for key, n in zip(self.keys, self.graph.nodes, strict=True):
+        for key, n in zip(self.keys, g.nodes, strict=True):
             self.groups.setdefault(key, []).append(n)
 
     def _key(self, n: Node) -> Any:
-        return n.op, kind_of(n), self.roles.signature(n), tuple(n.attrs.items())
+        """Return what bears on a node's cost."""
+        operands = tuple(
+            (v.type, self._role(v), v.name in self.written, self.coded.get(v.name))
+            for v in (*n.inputs, *n.outputs)
+        )
+        return n.op, kind_of(n), operands, tuple(n.attrs.items())
+
+    def _role(self, v: Value) -> str:
+        return self.roles.get(v.name, "other")
 
     def nodes(self, step: Step) -> list[NodeCost]:
         parts = {key: self._parts(group[0], step) for key, group in self.groups.items()}
@@ -197,42 +202,54 @@ class _Meter:
         return sum(parts, Cost())
 
     def _parts(self, n: Node, step: Step) -> dict[str, Cost]:
+        """Return the cost of a node by kind. Its parts move each operand at most once, and nothing
+        that lies between two of them."""
         step = step if self.chunked else Step(step.B, 1, step.C)
         nodes = inner_nodes(n)
-        bill = _Bill(step, self.roles, _owners(n, nodes))
+        owners, left = _owners(n, nodes), Counter[str]()
         for v in (*n.inputs, *n.outputs):
-            bill.left[v.name] += self.roles.bound(v, step).nbytes()
+            left[v.name] += self._bound(v, step).nbytes()
         parts: dict[str, Cost] = {}
         for m in nodes:
             kind = kind_of(m)
-            parts[kind] = parts.get(kind, Cost()) + self._cost(m, bill)
+            parts[kind] = parts.get(kind, Cost()) + self._cost(m, step, owners, left)
         return {kind: cost for kind, cost in parts.items() if cost != Cost()}
 
-    def _cost(self, n: Node, bill: _Bill) -> Cost:
-        """Return the cost of one part of a node. Values between two parts move nothing."""
+    def _cost(self, n: Node, step: Step, owners: Mapping[str, Value], left: Counter[str]) -> Cost:
+        """Return the cost of one part of a node; `left`: bytes of operands yet to be moved."""
         values = (*n.inputs, *n.outputs)
-        types = tuple(self.roles.bound(v, bill.step) for v in values)
+        types = tuple(self._bound(v, step) for v in values)
         ins, outs = types[: len(n.inputs)], types[len(n.inputs) :]
         op = n.definition
         assert op.flops and op.traffic
         moved = {"weight": 0, "state": 0, "other": 0}
         reads, writes = op.traffic(ins, outs, **n.attrs, **self.counted.get(n.op, {}))
         for v, t, size in zip(values, types, (*reads, *writes), strict=True):
-            role, share, size = bill.take(v, size)
-            if share is not None:
-                size = round(size * share)
-            elif role == "weight":
-                size = self._stored(n, t, size)
-            moved[role] += size
+            if owner := owners.get(v.name):
+                size = min(size, left[owner.name])
+                left[owner.name] -= size
+                role = self._role(owner)
+                moved[role] += self._stored(n, owner, t, size) if role == "weight" else size
         return Cost(op.flops(ins, outs, **n.attrs), *moved.values())
 
-    def _stored(self, n: Node, t: Type, size: int) -> int:
-        """Return the bytes of a param in the weight format, for `size` in its own dtype."""
+    def _stored(self, n: Node, weight: Value, t: Type, size: int) -> int:
+        """Return the bytes of a weight in its format, for `size` in its own dtype."""
+        if weight.name in self.coded:
+            return round(size * self.coded[weight.name])
         if self.format is None:
             return size
         table = kind_of(n) in ("head", "embed")
         each = self.format.table if table else self.format.matrix
         return round(size * (each if t.rank > 1 else self.format.vector) / ITEMSIZE[t.dtype])
+
+    def _bound(self, v: Value, step: Step) -> Type:
+        """Return the type with its dims as they are at a step; a cache with its slots in use."""
+        t = v.type.bind({"B": step.B, "S": step.S, "M": step.S})
+        if self._role(v) != "state":
+            return t
+        tokens = step.C + (step.S if v.name in self.written else 0)
+        slots = t.shape[0]
+        return t.with_shape(min(slots, tokens) if isinstance(slots, int) else tokens, *t.shape[1:])
 
 
 def _owners(n: Node, nodes: Iterable[Node]) -> dict[str, Value]:
@@ -242,77 +259,6 @@ def _owners(n: Node, nodes: Iterable[Node]) -> dict[str, Value]:
         if m.definition.traffic is nothing and m.inputs[0].name in owners:
             owners = {v.name: owners[m.inputs[0].name] for v in m.outputs} | owners
     return owners
-
-
-@dataclass(frozen=True)
-class _Bill:
-    """The bytes that the parts of one node have moved of its operands: each at most once."""
-
-    step: Step
-    roles: _Roles
-    owners: Mapping[str, Value]
-    left: Counter[str] = field(default_factory=Counter)  # bytes of each operand yet to be moved
-
-    def take(self, v: Value, size: int) -> tuple[str, float | None, int]:
-        """Return (role, share, bytes) that a part moves of a value that alone would take `size`;
-        the share is what codes and scales take of a weight that is made of them."""
-        owner = self.owners.get(v.name)
-        if owner is None:
-            return "other", None, 0
-        size = min(size, self.left[owner.name])
-        self.left[owner.name] -= size
-        return self.roles.role(owner), self.roles.coded.get(owner.name), size
-
-
-@dataclass(frozen=True)
-class _Roles:
-    """The roles of a graph's values: params, caches before their write, caches after it; weights
-    that are made of codes, and what these take of their bytes."""
-
-    params: frozenset[str]
-    before: frozenset[str]
-    after: frozenset[str]
-    coded: Mapping[str, float]
-
-    @staticmethod
-    def of(g: Graph) -> _Roles:
-        return _Roles(
-            frozenset(v.name for v in g.params),
-            frozenset(v.name for v in g.state),
-            frozenset(v.name for v in g.next.values()),
-            {
-                n.out.name: _coded_share(n)
-                for n in g.find("dequantize", "dequantize_columns", "dequantize_tiles")
-            },
-        )
-
-    def role(self, v: Value) -> str:
-        if v.name in self.params or v.name in self.coded:
-            return "weight"
-        return "state" if v.name in self.before or v.name in self.after else "other"
-
-    def signature(self, n: Node) -> tuple[Any, ...]:
-        """Return what bears on a node's cost: its operands' types and roles."""
-        return tuple(
-            (v.type, self.role(v), v.name in self.after, self.coded.get(v.name))
-            for v in (*n.inputs, *n.outputs)
-        )
-
-    def bound(self, v: Value, step: Step) -> Type:
-        """Return the type with its dims as they are at a step; a cache with its slots in use."""
-        t = v.type.bind({"B": step.B, "S": step.S, "M": step.S})
-        if self.role(v) != "state":
-            return t
-        tokens = step.C + (step.S if v.name in self.after else 0)
-        slots = t.shape[0]
-        return t.with_shape(min(slots, tokens) if isinstance(slots, int) else tokens, *t.shape[1:])
-
-
-def _coded_share(n: Node) -> float:
-    return sum(v.type.nbytes() for v in n.inputs) / n.out.type.nbytes()
-
-
-# --- the roof ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

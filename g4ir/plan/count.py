@@ -158,17 +158,6 @@ class Block:
     vectors: int  # norm weights, scalars, per-expert scales
     dead: int  # K and V that only published files hold
 
-    def to_dict(self) -> dict[str, Any]:
-        beside = self.mlp + self.router
-        return vars(self) | {
-            "layers": list(self.layers),
-            "ffn": beside + self.experts,
-            "ffn_active": beside + self.experts_active,
-            "total": self.total,
-            "active": self.active,
-            "published": self.total + self.dead,
-        }
-
     @property
     def total(self) -> int:
         return self.attention + self.mlp + self.router + self.experts
@@ -176,6 +165,16 @@ class Block:
     @property
     def active(self) -> int:
         return self.total - self.experts + self.experts_active
+
+    def to_dict(self) -> dict[str, Any]:
+        return vars(self) | {
+            "layers": list(self.layers),
+            "ffn": self.total - self.attention,
+            "ffn_active": self.active - self.attention,
+            "total": self.total,
+            "active": self.active,
+            "published": self.total + self.dead,
+        }
 
 
 def layer_blocks(spec: Spec) -> tuple[Block, ...]:

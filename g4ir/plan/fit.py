@@ -8,11 +8,9 @@ activations, workspace, and the reserve.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from g4ir.errors import PlanError
@@ -25,61 +23,23 @@ from g4ir.ops.types import ITEMSIZE, TORCH_NAMES
 from g4ir.passes import run_passes
 from g4ir.passes.plan_cache import RingOptions
 from g4ir.quant.rewrite import quantised
-from g4ir.spec.record import Spec
+from g4ir.ui.memory import device_memory as device_memory
 from g4ir.ui.units import size_text
 from g4ir.weights.pack import DEFAULT_PLACEMENT, as_it_is, split_program
 
-from .engine_limits import Limits
 from .footprint import MOST_ROWS, largest, reserve
 from .formats import DTYPES
 from .memory import Needs
 from .options import Resolved
 
-CGROUPS = Path("/sys/fs/cgroup")
 CHUNKS = (512, 256, 128, 64)
-
-
-def device_memory(device: str) -> int:
-    """Return the bytes of memory of `cuda` (the current device) or of this machine's `cpu`: what is
-    fitted, or the limit of the control groups that the process is in, if that is less."""
-    if device == "cuda":
-        import torch
-
-        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([physical, *_group_limits(CGROUPS, Path("/proc/self/cgroup"))])
-
-
-def _group_limits(root: Path, membership: Path) -> Iterator[int]:
-    """Yield memory limits of the process's control group and of those above it, in both layouts."""
-    for line in _read(membership).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            name = "memory.limit_in_bytes" if controllers else "memory.max"
-            folder = root / controllers / path.strip("/")
-            for place in (folder, *folder.parents):
-                if place == root.parent:
-                    break
-                if (text := _read(place / name).strip()).isdigit():
-                    yield int(text)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True)
 class _Build:
-    """The settings that decide the memory that a build needs."""
+    """A build's settings, and the memory that it needs with them."""
 
-    spec: Spec
-    device: str
-    dtype: str
-    placement: str | None
-    limits: Limits
+    setup: Resolved
     needs: Needs
     remake: Callable[[str], Needs]
     #: dtype -> bytes of the table of per-layer embeddings
@@ -88,11 +48,12 @@ class _Build:
 
     def parts(self) -> dict[str, int]:
         """Return bytes in the device's memory; on the CPU that is the host's."""
-        limits, needs = self.limits, self.needs
-        placed = ("device", "host") if self.device == "cpu" else ("device",)
-        sizes = (limits.max_batch, limits.max_seq, limits.prefill_chunk)
+        setup, needs = self.setup, self.needs
+        placed = ("device", "host") if setup.device == "cpu" else ("device",)
+        table = self.table(setup.dtype) if setup.ple_placement in placed else 0
+        sizes = (setup.limits.max_batch, setup.limits.max_seq, setup.limits.prefill_chunk)
         return {
-            "weights": needs.params + (self.table(self.dtype) if self.placement in placed else 0),
+            "weights": needs.params + table,
             "caches": needs.cache(*sizes[:2]),
             "activations": needs.activations(*sizes),
             "workspace": needs.workspace(*sizes),
@@ -102,9 +63,9 @@ class _Build:
         return sum(self.parts().values())
 
     def with_limits(self, **changes: int) -> _Build:
-        limits = replace(self.limits, **changes)
+        limits = replace(self.setup.limits, **changes)
         chunk = min(max(limits.prefill_chunk, self.least_chunk), limits.max_seq)
-        return replace(self, limits=replace(limits, prefill_chunk=chunk))
+        return replace(self, setup=replace(self.setup, limits=replace(limits, prefill_chunk=chunk)))
 
     def without_media(self) -> _Build:
         graphs = self.needs.graphs
@@ -112,7 +73,10 @@ class _Build:
         return replace(self, needs=text, least_chunk=1)
 
     def with_dtype(self, dtype: str) -> _Build:
-        return replace(self, dtype=dtype, needs=self.remake(dtype))
+        return replace(self, setup=replace(self.setup, dtype=dtype), needs=self.remake(dtype))
+
+    def placed(self, placement: str | None) -> _Build:
+        return replace(self, setup=replace(self.setup, ple_placement=placement))
 
 
 def require_fit(
@@ -157,13 +121,9 @@ def fitting_placement(program: Program, r: Resolved, memory: int, more: int = 0)
 def _build(program: Program, r: Resolved, remake: Callable[[str], Needs] | None = None) -> _Build:
     needs = _needs(program, r.options.of(RingOptions).slack)
     return _Build(
-        spec=r.spec,
-        device=r.device,
-        dtype=r.dtype,
-        placement=r.ple_placement,
-        limits=r.limits,
-        needs=needs,
-        remake=remake or (lambda _: needs),
+        r,
+        needs,
+        remake or (lambda _: needs),
         table=partial(_table_bytes, program, r.dtype),
         least_chunk=max(r.media.grids, default=1) if BLOCKS in program.graphs else 1,
     )
@@ -185,63 +145,57 @@ def _needs(program: Program, drafted: int) -> Needs:
 
 
 def _message(build: _Build, memory: int, room: int, more: int, scratch: int) -> str:
-    parts, limits = build.parts(), build.limits
+    parts, setup, limits = build.parts(), build.setup, build.setup.limits
     parts["caches"] += more
     parts["workspace"] += scratch
     parts["reserve"] = memory - room - more - scratch
     total = sum(parts.values())
     shares = ", ".join(f"{k} {size_text(v)}" for k, v in parts.items())
     return (
-        f"{build.spec.name} at --max-batch {limits.max_batch} --max-seq {limits.max_seq} in "
-        f"{TORCH_NAMES[build.dtype]} needs {size_text(total)} on {build.device} ({shares}), which "
+        f"{setup.spec.name} at --max-batch {limits.max_batch} --max-seq {limits.max_seq} in "
+        f"{TORCH_NAMES[setup.dtype]} needs {size_text(total)} on {setup.device} ({shares}), which "
         f"has {size_text(memory)}: {size_text(total - memory)} ({total - memory} bytes) short; "
         f"{_advice(build, room)}"
     )
 
 
 def _advice(build: _Build, room: int) -> str:
-    if fixes := [f"{flag} {value}" for flag, value in _alternatives(build, room)]:
+    if fixes := [f"{flag} {value}" for flag, value in _alternatives(build, room).items() if value]:
         return f"any of these fits: {', '.join(fixes)}"
-    smallest = _smallest(build)
-    seq = largest(lambda n: smallest.with_limits(max_seq=n).need() <= room, build.limits.max_seq)
+    chunk = min(build.setup.limits.prefill_chunk, CHUNKS[-1])
+    smallest = build.with_limits(max_batch=1, prefill_chunk=chunk)
+    smallest = smallest.placed(build.setup.ple_placement and "mmap")
+    smallest = smallest.with_dtype(min(build.setup.dtype, "bf16", key=lambda d: ITEMSIZE[d]))
+    setup, most = smallest.setup, build.setup.limits.max_seq
+    seq = largest(lambda n: smallest.with_limits(max_seq=n).need() <= room, most)
     if not seq:
         return "nothing of it fits: take a smaller variant or a device with more memory"
-    place = f" --ple-placement {placement}" if (placement := smallest.placement) else ""
+    place = f" --ple-placement {setup.ple_placement}" if setup.ple_placement else ""
     return (
         f"all of these together fit: --max-batch 1 --max-seq {seq} --prefill-chunk "
-        f"{smallest.limits.prefill_chunk} --dtype {TORCH_NAMES[smallest.dtype]}{place}"
+        f"{setup.limits.prefill_chunk} --dtype {TORCH_NAMES[setup.dtype]}{place}"
     )
 
 
-def _smallest(build: _Build) -> _Build:
-    chunk = min(build.limits.prefill_chunk, CHUNKS[-1])
-    build = build.with_limits(max_batch=1, prefill_chunk=chunk)
-    build = replace(build, placement=build.placement and "mmap")
-    return build.with_dtype(min(build.dtype, "bf16", key=lambda d: ITEMSIZE[d]))
+def _alternatives(build: _Build, room: int) -> dict[str, Any]:
+    """Return flag -> its value with which the build would fit, if there is one."""
+    setup, limits = build.setup, build.setup.limits
 
+    def fits(changed: _Build) -> bool:
+        return changed.need() <= room
 
-def _alternatives(build: _Build, room: int) -> Iterator[tuple[str, Any]]:
-    limits = build.limits
-
-    def fits(**changes: int) -> bool:
-        return build.with_limits(**changes).need() <= room
-
-    if seq := largest(lambda n: fits(max_seq=n), limits.max_seq):
-        yield "--max-seq", seq
-    if rows := largest(lambda n: fits(max_batch=n), min(limits.max_batch, MOST_ROWS)):
-        yield "--max-batch", rows
-    chunks = [c for c in CHUNKS if build.least_chunk <= c < limits.prefill_chunk]
-    if chunk := next((c for c in chunks if fits(prefill_chunk=c)), 0):
-        yield "--prefill-chunk", chunk
-    for dtype in DTYPES:
-        smaller = ITEMSIZE[dtype] < ITEMSIZE[build.dtype]
-        if smaller and build.with_dtype(dtype).need() <= room:
-            yield "--dtype", TORCH_NAMES[dtype]
-            break
-    if any(is_tower(g.name) for g in build.needs.graphs) and build.without_media().need() <= room:
-        yield "--media", "none"
-    if build.placement:
-        for place in ("host", "mmap"):
-            if replace(build, placement=place).need() <= room:
-                yield "--ple-placement", place
-                break
+    chunks = (c for c in CHUNKS if build.least_chunk <= c < limits.prefill_chunk)
+    dtypes = (d for d in DTYPES if ITEMSIZE[d] < ITEMSIZE[setup.dtype])
+    places = ("host", "mmap") if setup.ple_placement else ()
+    towers = any(is_tower(g.name) for g in build.needs.graphs)
+    most = min(limits.max_batch, MOST_ROWS)
+    return {
+        "--max-seq": largest(lambda n: fits(build.with_limits(max_seq=n)), limits.max_seq),
+        "--max-batch": largest(lambda n: fits(build.with_limits(max_batch=n)), most),
+        "--prefill-chunk": next(
+            (c for c in chunks if fits(build.with_limits(prefill_chunk=c))), None
+        ),
+        "--dtype": next((TORCH_NAMES[d] for d in dtypes if fits(build.with_dtype(d))), None),
+        "--media": "none" if towers and fits(build.without_media()) else None,
+        "--ple-placement": next((p for p in places if fits(build.placed(p))), None),
+    }

@@ -7,8 +7,8 @@ activations and workspace are estimates (memory.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache, partial
 
 from g4ir.ir.graph import Graph, Program
 from g4ir.ir.rewrite import bind, split_prologue
@@ -72,9 +72,6 @@ class StepCosts:
     make: Callable[[], Graph]
     #: whether the graph's weights are quantised already
     quantised: bool = False
-    _known: dict[tuple[int | None, int, str | None, int], Cost] = field(
-        default_factory=dict, compare=False, repr=False
-    )
 
     @cached_property
     def graph(self) -> Graph:
@@ -86,19 +83,20 @@ class StepCosts:
 
     def at(self, ctx: int, batch: int, form: str, dtype: str, tokens: int = 1) -> Cost:
         """Return a cost: FLOPs and caches depend on the context, weights on the format."""
+        held = max(ctx - tokens, 0)
         if self.quantised:
-            return self._cost(ctx, batch, None, tokens)
-        step = self._cost(ctx, batch, dtype, tokens)
-        weights = self._cost(None, batch, form, tokens)
+            return self._cost(held, batch, None, tokens)
+        step = self._cost(held, batch, dtype, tokens)
+        weights = self._cost(0, batch, form, tokens)
         return Cost(step.flops, weights.weight_bytes, step.state_bytes)
 
-    def _cost(self, ctx: int | None, batch: int, form: str | None, tokens: int) -> Cost:
-        key = (ctx, batch, form, tokens)
-        if key not in self._known:
-            held = max((ctx or 0) - tokens, 0)
-            costs = graph_costs(self.graph, B=batch, S=tokens, C=held, weights=form)
-            self._known[key] = total(costs)
-        return self._known[key]
+    @cached_property
+    def _cost(self) -> Callable[[int, int, str | None, int], Cost]:
+        @cache
+        def cost(held: int, batch: int, form: str | None, tokens: int) -> Cost:
+            return total(graph_costs(self.graph, B=batch, S=tokens, C=held, weights=form))
+
+        return cost
 
 
 @dataclass(frozen=True)
@@ -114,9 +112,6 @@ class Footprint:
     draft: StepCosts | None
     #: of the weights, for one of several ranks
     share: float = 1.0
-    _rows: dict[tuple[int, int, int], MemoryUse] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
 
     def placed(self, ple_placement: str | None) -> Footprint:
         return replace(self, setup=replace(self.setup, ple_placement=ple_placement))
@@ -153,36 +148,33 @@ class Footprint:
         """Return bytes of weights in the device's memory; on the CPU that is the host's."""
         w = self.weights[form]
         table = w.sizes.ple_table if self.placement == "device" else 0  # every rank has it whole
-        beside = table + self.tower_bytes + self.drafter_bytes
+        beside = table + param_bytes(self.needs.graphs, is_tower) + self.drafter_bytes
         own = round((w.device - table) * self.share)
         return own + beside + (w.host if self.setup.device == "cpu" else 0)
-
-    @cached_property
-    def tower_bytes(self) -> int:
-        return param_bytes(self.needs.graphs, is_tower)
 
     @cached_property
     def drafter_bytes(self) -> int:
         return param_bytes(self.needs.graphs, lambda name: name == DRAFT)
 
     @cached_property
-    def naive_per_token(self) -> int:
+    def row(self) -> Callable[[int, int, int], MemoryUse]:
+        """Function of a context, a batch and a prefill chunk."""
         spec = _rank_spec(self.setup.spec, self.setup.ranks)
-        return kv_bytes(spec, 1, 1, self.setup.dtype).per_token
+        naive = kv_bytes(spec, 1, 1, self.setup.dtype).per_token
 
-    def row(self, ctx: int, batch: int, chunk: int) -> MemoryUse:
-        key = (ctx, batch, chunk)
-        if key not in self._rows:
-            self._rows[key] = MemoryUse(
+        @cache
+        def row(ctx: int, batch: int, chunk: int) -> MemoryUse:
+            return MemoryUse(
                 ctx,
                 batch,
-                self.naive_per_token * ctx * batch,
+                naive * ctx * batch,
                 self.plain.cache(batch, ctx),
                 self.needs.cache(batch, ctx),
                 self.needs.activations(batch, ctx, chunk),
                 self.needs.workspace(batch, ctx, chunk),
             )
-        return self._rows[key]
+
+        return row
 
     def need(self, row: MemoryUse, form: str, kind: str) -> int:
         """Return bytes in the device's memory with one of TOTALS, without the reserve."""

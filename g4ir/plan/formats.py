@@ -1,9 +1,8 @@
-"""Counts bytes of weights in a format and of caches, before anything is allocated.
+"""Counts bytes of weights in a format and of KV caches, before anything is allocated.
 
-f32, bf16 and f16 hold every element in that type. Any other format is a recipe (quant/recipe.py),
-which holds matrices in codes and scales and everything else in the engine's dtype. FORMATS is the
-estimate of the built-in ones that costs of graphs before quantising are made of; `weight_sizes` is
-exact.
+f32, bf16 and f16 hold every element in that type; any other format is a quantisation config
+(quant/recipe.py). FORMATS estimates the built-in ones, for costs of graphs that are not quantised
+yet; `weight_sizes` is exact.
 """
 
 from __future__ import annotations
@@ -54,9 +53,6 @@ def find_format(name: str) -> Format:
     return FORMATS[name]
 
 
-# --- weights ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class WeightSizes:
     """Bytes of the decoder in one format; a tied head is the token table and counted once."""
@@ -95,8 +91,6 @@ def nominal(parameters: int) -> int:
     """Return a parameter count as it is quoted: two digits (31,273,088,876 -> 31,000,000,000)."""
     return int(float(f"{parameters:.1e}"))
 
-
-# --- caches -----------------------------------------------------------------------------------
 
 #: contexts are rounded up, so that few distinct sizes occur: (up to, step)
 _STEPS = ((512, 64), (1 << 62, 256))

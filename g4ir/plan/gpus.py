@@ -1,10 +1,8 @@
-"""GPUs by name: memory, bandwidth and matmul rate from public data sheets, and sizes in bytes.
+"""GPUs by name, from public data sheets (gpus.yaml), and sizes in bytes.
 
-`memory_bytes` is what the driver reports as the card's total (the MiB that nvidia-smi prints),
-which is what a program can plan with; where that figure is not known for sure it is the size the
-card is sold with, in GB, and `source` says "as sold". The rates are the vendor's peaks: bf16
-(float16 on a card without bf16) with fp32 accumulation, without sparsity. `g4ir bench` measures
-what a card reaches.
+`memory_bytes` is the card's total as the driver reports it, or, if its `source` says "as sold", the
+size it is sold with, in GB. The rates are the vendor's peaks: bf16 (float16 on a card without) with
+fp32 accumulation, without sparsity. `g4ir bench` measures what a card reaches.
 """
 
 from __future__ import annotations
@@ -15,9 +13,8 @@ from decimal import Decimal
 from pathlib import Path
 from textwrap import fill
 
-import yaml
-
 from g4ir.errors import InputError
+from g4ir.ui.files import read_table
 
 from .cost import Roof
 
@@ -76,8 +73,7 @@ def parse_bytes(text: str, what: str) -> int:
 
 
 def _known() -> dict[str, Gpu]:
-    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-    rows = yaml.safe_load(text).items()
+    rows = read_table(Path(__file__).with_suffix(".yaml")).items()
     return {
         name: Gpu(name, parse_bytes(memory, name), rate * TERA, flops * TERA, source)
         for name, (memory, rate, flops, source) in rows

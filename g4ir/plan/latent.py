@@ -1,8 +1,7 @@
-"""Says which form of the K=V caches is fastest where: a shipped table of measurements.
+"""The latent KV cache that is fastest on a device: a shipped table of measurements.
 
-`latent.yaml` is written by `python bench/latent.py --save` from what it measured: for each
-device, dtype, shape of the layer and context, the form whose decode step was fastest. Where
-nothing was measured, K and V are cached plainly.
+`python bench/latent.py --save` writes latent.yaml: for each device, dtype, shape of the layer and
+context, the form whose decode step was fastest. Where nothing was measured, K and V are cached.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Annotated
 from g4ir.errors import SpecError
 from g4ir.ops.rope import rotated_pairs
 from g4ir.passes.latent_kv import FORMS, PLAIN
-from g4ir.spec.parts import AttentionKind
 from g4ir.spec.reader import Count, OneOf, build, read_tree
 from g4ir.spec.record import Spec
 
@@ -56,25 +54,22 @@ def choose_form(spec: Spec, device: str, dtype: str, max_seq: int) -> str:
     The measurement at the nearest context counts, at most a factor of two away; `off` where there
     is none, or where the layers of the spec would want different forms.
     """
-    heads = spec.text.num_attention_heads
     kinds = {x.attention for x in spec.layers() if x.donor is None and x.attention.k_eq_v}
-    found = {_nearest(read_table(), (device, dtype, *_shape(k, heads)), max_seq) for k in kinds}
+    found = set()
+    for kind in kinds:
+        pairs = rotated_pairs(kind.rope.kind, kind.head_dim, kind.rope.rotary_fraction)
+        group = spec.text.num_attention_heads // kind.num_key_value_heads
+        found.add(_nearest((device, dtype, kind.head_dim, 2 * pairs, group), max_seq))
     return found.pop() if len(found) == 1 else PLAIN
 
 
-def _shape(kind: AttentionKind, heads: int) -> tuple[int, int, int]:
-    rope = kind.rope
-    pairs = rotated_pairs(rope.kind, kind.head_dim, rope.rotary_fraction)
-    return kind.head_dim, 2 * pairs, heads // kind.num_key_value_heads
-
-
-def _nearest(table: Iterable[LatentMeasurement], key: tuple[object, ...], context: int) -> str:
+def _nearest(key: tuple[object, ...], context: int) -> str:
     """Return the form of a key (device, dtype, head_dim, rotated, group) nearest a context."""
 
     def away(row: LatentMeasurement) -> float:
         return abs(log2(row.context / context))
 
-    rows = [r for r in table if (r.device, r.dtype, r.head_dim, r.rotated, r.group) == key]
+    rows = [r for r in read_table() if (r.device, r.dtype, r.head_dim, r.rotated, r.group) == key]
     near = min(rows, key=away, default=None)
     return near.form if near and away(near) <= log2(REACH) else PLAIN
 

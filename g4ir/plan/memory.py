@@ -1,18 +1,14 @@
-"""The bytes that an engine needs besides its weights, from its optimised graphs, before it exists.
+"""The bytes that an engine needs besides its weights, from its optimised graphs.
 
-Exact: the caches, which are the graphs' state. Estimated, each as the most over all steps of a
-phase, for B rows, chunks of S tokens and caches of C slots:
+The KV cache, which is the graphs' state, is exact. Estimated as the most over all steps, for B
+sequences, chunks of S tokens and caches of C slots:
 
-    activations   values that a later node reads, with the graph's inputs; a view takes nothing, a
-                  cache is written in place. At the end the logits, and their copy in fp32.
-    workspace     what one node allocates for itself, as the torch backend computes it: attention
-                  joins the cache and the chunk (T = slots + S rows), rebuilds K and V from the
-                  `raw` form, and makes a mask [B,S,T] and its bias for each query head of a group;
-                  with a softcap the scores [B,nq,S,T] exist too. Routed experts gather their rows.
+    activations   values that a later node reads, inputs, logits and their copy in fp32; a view
+                  takes nothing, a cache is written in place
+    workspace     what one node allocates for itself, as the torch backend computes it
 
-Fused ops are opened (ir/flatten.py): what lies between their parts counts, as if no kernel kept
-it on the chip. The peaks of both need not coincide, so their sum is rather too much than too
-little.
+Fused ops are opened (ir/flatten.py), as if no kernel kept on the chip what lies between their
+parts; and the peaks of both need not coincide. So the sum is rather too much than too little.
 """
 
 from __future__ import annotations
@@ -32,9 +28,6 @@ from g4ir.ops.types import ITEMSIZE, Type
 from .formats import capacity
 
 Dims = Mapping[str, int]
-
-
-# --- sums of products of dims ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -63,20 +56,12 @@ def _terms(types: Iterable[Type]) -> Counter[tuple[str, ...]]:
     return terms
 
 
-# --- activations -------------------------------------------------------------------------------
-
-
 def live_sizes(g: Graph) -> frozenset[Size]:
     """Return sizes of what is alive while a node runs, and at the end; without those that another
     is never less than."""
     root = _storage(g)
-    last = {
-        root[v.name]: i
-        for i, n in enumerate(g.nodes)
-        for v in (*n.inputs, *n.outputs)
-        if v.name in root
-    }
-    last |= {root[v.name]: len(g.nodes) for v in g.results() if v.name in root}
+    steps = [(n.inputs, n.outputs) for n in g.nodes] + [(tuple(g.results()), ())]
+    last = {root[v.name]: i for i, s in enumerate(steps) for v in (*s[0], *s[1]) if v.name in root}
     ends: dict[int, list[str]] = {}
     for name, i in last.items():
         ends.setdefault(i, []).append(name)
@@ -91,10 +76,8 @@ def live_sizes(g: Graph) -> frozenset[Size]:
 
 
 def _largest(sizes: Iterable[Size]) -> frozenset[Size]:
-    kept = list(dict.fromkeys(sizes))
-    return frozenset(
-        s for s in kept if not any(s is not other and s.within(other) for other in kept)
-    )
+    kept = set(sizes)
+    return frozenset(s for s in kept if not any(s != other and s.within(other) for other in kept))
 
 
 def _storage(g: Graph) -> dict[str, str]:
@@ -112,34 +95,22 @@ def _storage(g: Graph) -> dict[str, str]:
     return root
 
 
-# --- workspace ---------------------------------------------------------------------------------
-
-
-def _workspace(n: Node, dims: Dims) -> int:
-    size = n.definition.workspace
-    ins, outs = (tuple(v.type.bind(dims) for v in vs) for vs in (n.inputs, n.outputs))
-    return size(ins, outs, **n.attrs) if size else 0
+def _workspace(nodes: Iterable[Node], dims: Dims) -> int:
+    """Return the largest workspace of nodes that have one."""
+    sizes = [0]
+    for n in nodes:
+        ins, outs = (tuple(v.type.bind(dims) for v in vs) for vs in (n.inputs, n.outputs))
+        assert n.definition.workspace
+        sizes.append(n.definition.workspace(ins, outs, **n.attrs))
+    return max(sizes)
 
 
 def bytes_beside_attention(g: Graph, batch: int, context: int, chunk: int) -> int:
     """Return the bytes of a graph's activations, and of the workspace of its nodes, where attention
     needs none."""
     needs, dims = Needs((g,)), _dims(batch, context, chunk)
-    others = [n for n in needs._costly if not n.definition.held]
-    workspace = max((_workspace(n, dims) for n in others), default=0)
-    return needs.activations(batch, context, chunk) + workspace
-
-
-def _distinct(g: Graph) -> list[Node]:
-    found: dict[Any, Node] = {}
-    for n in g.nodes:
-        if n.definition.workspace:
-            key = (n.op, tuple(v.type for v in n.inputs), tuple(n.attrs.items()))
-            found.setdefault(key, n)
-    return list(found.values())
-
-
-# --- all of it ---------------------------------------------------------------------------------
+    others = (n for n in needs.costly if not n.definition.held)
+    return needs.activations(batch, context, chunk) + _workspace(others, dims)
 
 
 @dataclass(frozen=True)
@@ -159,8 +130,7 @@ class Needs:
         return max(size.at(dims) for size in self._live)
 
     def workspace(self, batch: int, context: int, chunk: int) -> int:
-        dims = _dims(batch, context, chunk)
-        return max((_workspace(n, dims) for n in self._costly), default=0)
+        return _workspace(self.costly, _dims(batch, context, chunk))
 
     @cached_property
     def params(self) -> int:
@@ -177,8 +147,12 @@ class Needs:
         return _largest(size for g in self._flat for size in live_sizes(g))
 
     @cached_property
-    def _costly(self) -> list[Node]:
-        return [n for g in self._flat for n in _distinct(g)]
+    def costly(self) -> list[Node]:
+        """Nodes with a workspace, one of those that need the same."""
+        found: dict[Any, Node] = {}
+        for n in (n for g in self._flat for n in g.nodes if n.definition.workspace):
+            found.setdefault((n.op, *(v.type for v in n.inputs), *n.attrs.items()), n)
+        return list(found.values())
 
     @cached_property
     def _flat(self) -> tuple[Graph, ...]:

@@ -11,17 +11,16 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-import yaml
-
 from g4ir.model.media import Media
 from g4ir.passes import PASSES, PassOptions
 from g4ir.quant.recipe import Recipe
 from g4ir.spec.record import Spec
+from g4ir.ui.files import read_table
 
 from .engine_limits import Limits
 from .gpus import gpu_names
 
-_HELP: dict[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+_HELP: dict[str, str] = read_table(Path(__file__).with_suffix(".yaml"))
 _FILLED = {"limits": Limits(), "passes": fill(", ".join(PASSES), 76), "gpus": gpu_names()}
 
 

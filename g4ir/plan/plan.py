@@ -7,14 +7,17 @@ json.dumps(plan.to_dict())      # as JSON (records.py)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from g4ir.errors import InputError
+from g4ir.ir.graph import Graph
 from g4ir.model.draft import layers_read
 from g4ir.model.media import find_media
+from g4ir.parallel.shard import collectives
 from g4ir.parallel.table import can_share, check_ranks
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.narrow_kv import NarrowOptions
@@ -25,30 +28,41 @@ from g4ir.ui.plots import CacheLines
 from g4ir.ui.units import count_text
 from g4ir.weights.pack import DEFAULT_PLACEMENT
 
+from . import resolve
 from .cost import Cost, floor
 from .count import counts, distinct_blocks, layer_blocks, ple_parts
 from .drafting import gains
 from .engine_limits import Limits
-from .footprint import MOST_ROWS, Footprint, StepCosts, largest, measure, reserve
+from .footprint import (
+    MOST_ROWS,
+    Footprint,
+    StepCosts,
+    largest,
+    measure,
+    reserve,
+    step_graph,
+)
 from .formats import INTEGERS, capacity, kv_bytes
 from .gpus import Gpu
 from .media import media_plan
 from .options import BuildOptions, Resolved
-from .ranks import COUNTS, StepModel, plan_ranks
-from .records import TOTALS, CacheRates, DeviceUse, Drafts, Fit, Largest, MemoryUse, Plan
-from .resolve import (
-    KV_NAMES,
-    NO_DRAFTER,
-    drafter_spec,
-    find_draft_tokens,
-    find_dtype,
-    find_kv_dtype,
-    find_latent,
-    find_placement,
-    pass_options,
+from .records import (
+    TOTALS,
+    CacheRates,
+    DeviceUse,
+    Drafts,
+    Fit,
+    Largest,
+    MemoryUse,
+    Plan,
+    RankRow,
+    Ranks,
+    RankStep,
 )
 
 CONTEXTS = (4096, 32768, 131072, 262144)
+#: numbers of ranks that are compared
+COUNTS = (1, 2, 4, 8)
 #: defaults of a plan
 PLANNED = BuildOptions(device="cuda", media="none")
 
@@ -84,7 +98,7 @@ def make_plan(
     if tp != 1 or ep:
         check_ranks(spec, tp, ep)
     gpus = [m if isinstance(m, Gpu) else _sized(m) for m in _many(memory)]
-    placement = find_placement(options.ple_placement, spec, setup.device)
+    placement = resolve.find_placement(options.ple_placement, spec, setup.device)
     counted = _by_ranks(setup, placement, tp, ep, compare=bool(gpus))
     planner = _DevicePlanner(
         counted,
@@ -102,7 +116,7 @@ def make_plan(
         dtype=setup.dtype,
         device=setup.device,
         latent=setup.options.of(LatentOptions).form,
-        kv_dtype=KV_NAMES.get(setup.options.of(NarrowOptions).to),
+        kv_dtype=resolve.KV_NAMES.get(setup.options.of(NarrowOptions).to),
         ple_placement=made.setup.ple_placement,
         prefill_chunk=chunk,
         skip=setup.skip,
@@ -117,21 +131,22 @@ def make_plan(
         kinds=setup.media.kinds,
         media=media_plan(spec),
         drafts=_drafts(made, rows, gpus),
-        ranks=plan_ranks(planner.rank, planner.rows(planner.rank), steps)
-        if planner.shared
-        else None,
+        ranks=_ranks(planner.rank, planner.rows(planner.rank), steps) if planner.shared else None,
     )
 
 
 def _resolved(spec: Spec, options: BuildOptions, longest: int) -> Resolved:
-    dtype, device = find_dtype(options.dtype or spec.dtype), options.device or "cuda"
-    kv = find_kv_dtype(options.kv_dtype, dtype)
-    latent = find_latent(options.latent_kv, spec, device, dtype, longest, kv)
+    dtype, device = resolve.find_dtype(options.dtype or spec.dtype), options.device or "cuda"
+    kv = resolve.find_kv_dtype(options.kv_dtype, dtype)
+    latent = resolve.find_latent(options.latent_kv, spec, device, dtype, longest, kv)
     kinds = options.media if isinstance(options.media, str) else tuple(options.media)
-    media, recipe = find_media(spec, kinds), find_recipe(options.quant)
-    drafter = None if options.drafter in NO_DRAFTER else drafter_spec(spec, options.drafter)
+    drafter = (
+        None
+        if options.drafter in resolve.NO_DRAFTER
+        else resolve.drafter_spec(spec, options.drafter)
+    )
     most = spec.text.max_position_embeddings
-    drafted = find_draft_tokens(options.draft_tokens, most, drafter is not None)
+    drafted = resolve.find_draft_tokens(options.draft_tokens, most, drafter is not None)
     return Resolved(
         spec=spec,
         device=device,
@@ -139,10 +154,10 @@ def _resolved(spec: Spec, options: BuildOptions, longest: int) -> Resolved:
         limits=Limits(),
         all_logits=options.all_logits,
         skip=tuple(options.skip),
-        options=pass_options(latent, kv, drafted=drafted, keep=layers_read(spec, drafter)),
+        options=resolve.pass_options(latent, kv, drafted=drafted, keep=layers_read(spec, drafter)),
         ple_placement=DEFAULT_PLACEMENT if spec.text.ple else None,
-        media=media,
-        recipe=recipe,
+        media=find_media(spec, kinds),
+        recipe=find_recipe(options.quant),
         drafter=drafter,
         ranks=1,
         ep=False,
@@ -168,9 +183,6 @@ def _by_ranks(
             continue
         counted[n] = replace(found, share=share)
     return counted
-
-
-# --- what fits ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -280,18 +292,55 @@ def _drafts(made: Footprint, rows: Sequence[MemoryUse], gpus: Sequence[Gpu]) -> 
     )
 
 
-# --- sizes as given ----------------------------------------------------------------------------
+@dataclass(frozen=True)
+class StepModel:
+    """Predicts steps on a GPU: from the decode graph of a rank, a context and a batch, by the way
+    to exchange the least and the most microseconds."""
+
+    gpu: str
+    us: Callable[[Graph, int, int], Mapping[str, tuple[float, float]]]
+
+
+def _ranks(rank: Footprint, rows: Sequence[MemoryUse], model: StepModel | None) -> Ranks:
+    """Return what one rank needs at every context and batch of `rows`, from its measurement."""
+    sent = list(collectives(rank.decode.graph))
+    token = {"B": 1, "S": 1, "M": 1}
+    return Ranks(
+        count=rank.setup.ranks,
+        weights=rank.decode.param_bytes,
+        drafter=rank.drafter_bytes,
+        rows=tuple(RankRow(r.ctx, r.batch, r.built) for r in rows),
+        messages=len(sent),
+        message_bytes=sum(v.type.bind(token).nbytes() for n in sent for v in n.inputs),
+        gpu=model.gpu if model else None,
+        steps=tuple(_steps(rank.setup, rows, model)) if model else (),
+    )
+
+
+def _steps(setup: Resolved, rows: Sequence[MemoryUse], model: StepModel) -> Iterator[RankStep]:
+    own = {setup.ranks} if setup.ranks <= COUNTS[-1] else set()
+    for ranks in sorted({*COUNTS, *own}):
+        if ranks not in own and not can_share(setup.spec, ranks, setup.ep):
+            continue
+        one = replace(setup, ranks=ranks, ep=setup.ep and ranks > 1)
+        with suppress(InputError):  # the ranks would cut groups of quantised weights
+            graphs = {}
+            for batch in {r.batch for r in rows}:
+                options = replace(one.options, gpu_rows=batch)
+                graphs[batch] = step_graph(replace(one, options=options), "decode")
+            for r in rows:
+                yield RankStep(ranks, r.ctx, r.batch, model.us(graphs[r.batch], r.ctx, r.batch))
+
+
+def _sized(memory: int) -> Gpu:
+    (size,) = _positive("memory", memory)
+    return Gpu(f"{size} bytes", size)
 
 
 def _many(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _sized(memory: int) -> Gpu:
-    (size,) = _positive("memory", memory)
-    return Gpu(f"{size} bytes", size)
 
 
 def _positive(name: str, given: int | Sequence[int], most: int | None = None) -> tuple[int, ...]:
@@ -315,9 +364,6 @@ def _contexts(spec: Spec, ctx: int | Sequence[int] | None) -> tuple[int, ...]:
             f"ctx {contexts[-1]}: {spec.name} has {most} positions ({count_text(most)})"
         )
     return contexts
-
-
-# --- the KV cache ------------------------------------------------------------------------------
 
 
 def _rates(made: Footprint) -> CacheRates:

@@ -14,9 +14,7 @@ from .gpus import SIZE_RULE
 from .records import TOTALS
 
 if TYPE_CHECKING:
-    from .records import DeviceUse, Fit, Plan, RankStep
-
-NAMES = {"naive": "naive: full context", "planned": "planned: windows"}
+    from .records import DeviceUse, Fit, Plan
 
 
 def _section(head: str, lines: Iterable[Line], indent: int = 2) -> str:
@@ -33,7 +31,6 @@ def plan_text(plan: Plan, nominal: bool = False) -> str:
         _weights(plan, nominal),
         *(_caches(plan, batch) for batch in sorted({r.batch for r in plan.rows})),
         _ranks(plan),
-        _steps(plan),
         _drafts(plan),
         _media(plan),
         _devices(plan) if several else _fit(plan),
@@ -54,7 +51,7 @@ def _title(plan: Plan) -> str:
     if plan.ple_placement:
         places = dict.fromkeys(str(f.ple_placement) for f in plan.fits) or [plan.ple_placement]
         about.append(f"per-layer table: {' or '.join(places)}")
-    return ", ".join(about) + "\n" + _units(plan)
+    return f"{', '.join(about)}\n{_units(plan)}"
 
 
 def _units(plan: Plan) -> str:
@@ -64,14 +61,12 @@ def _units(plan: Plan) -> str:
 
 def _parameters(plan: Plan) -> str:
     n = plan.counts
-    always = {
+    rows = {
         "published": n.hub_parameters,
         "as loaded": n.loaded,
         "decoder": n.text,
         "active per token": n.active,
         "token table" if n.head else "token table, also the head": n.embed,
-    }
-    others = {
         "head": n.head,
         "per-layer table": n.ple_table,
         "per-layer embeddings, rest": n.ple_other,
@@ -81,23 +76,15 @@ def _parameters(plan: Plan) -> str:
         "audio": n.audio,
         "projections from both": n.embed_vision + n.embed_audio,
     }
-    rows = always | {k: v for k, v in others.items() if v}
-    return _section("parameters", ([k, f"{v:,}"] for k, v in rows.items()))
+    return _section("parameters", ([k, f"{v:,}"] for k, v in rows.items() if v))
 
 
 def _blocks(plan: Plan) -> str:
     moe, ple = bool(plan.counts.experts), bool(plan.counts.ple_table)
-    fields = {
-        "attention": True,
-        "mlp": True,
-        "experts": moe,
-        "router": moe,
-        "total": True,
-        "active": moe,
-        "ple": ple,
-    }
+    shown = {"experts": moe, "router": moe, "active": moe, "ple": ple}
+    names = ("attention", "mlp", "experts", "router", "total", "active", "ple")
+    chosen = [name for name in names if shown.get(name, True)]
     heads = {"total": "block", "ple": "per-layer"}
-    chosen = [name for name, shown in fields.items() if shown]
     lines: list[Line] = [["layers", *(heads.get(name, name) for name in chosen)]]
     for b in plan.blocks:
         shared = "" if b.donor is None else f", K and V of layer {b.donor}"
@@ -122,14 +109,20 @@ def _weights(plan: Plan, nominal: bool) -> str:
 
 def _caches(plan: Plan, batch: int) -> str:
     rows = [r for r in plan.rows if r.batch == batch]
-    built = f"as built: latent KV {plan.latent}" + (f", {plan.kv_dtype}" if plan.kv_dtype else "")
-    names = {**NAMES, "built": built, "activations": "activations", "workspace": "workspace"}
+    names = {
+        "naive": "naive: full context",
+        "planned": "planned: windows",
+        "built": ", ".join(filter(None, (f"as built: latent KV {plan.latent}", plan.kv_dtype))),
+        "activations": "activations",
+        "workspace": "workspace",
+    }
     lines: list[Line] = [["context", *(count_text(r.ctx) for r in rows)]]
     lines += [[name, *(size_text(getattr(r, key)) for r in rows)] for key, name in names.items()]
     return _section(f"KV cache, batch {batch}", lines)
 
 
 def _ranks(plan: Plan) -> str:
+    """Describe a rank, and the predicted steps of these and other numbers of ranks."""
     r = plan.ranks
     if r is None:
         return ""
@@ -139,30 +132,20 @@ def _ranks(plan: Plan) -> str:
         f"that are only gathered from\n"
         f"{r.messages} collectives in a decode step, {size_text(r.message_bytes)} per sequence"
     )
-    columns = [(count_text(row.ctx), str(row.batch), size_text(row.cache)) for row in r.rows]
-    return _section(head, zip(("context", "batch", "KV cache of a rank"), *columns, strict=True))
-
-
-def _steps(plan: Plan) -> str:
-    if plan.ranks is None or not plan.ranks.steps:
-        return ""
-    steps = plan.ranks.steps
-    head = f"predicted decode steps on {plan.ranks.gpu}, ms with one-shot collectives (with NCCL)\n"
-    tables = ([s for s in steps if s.batch == b] for b in sorted({s.batch for s in steps}))
-    return head + "".join(map(_step_table, tables))
-
-
-def _step_table(steps: Sequence[RankStep]) -> str:
-    lines: list[Line] = [["context", *map(count_text, dict.fromkeys(s.ctx for s in steps))]]
-    for ranks in dict.fromkeys(s.ranks for s in steps):
-        cells = [_step_text(s) for s in steps if s.ranks == ranks]
-        lines.append(["1 rank" if ranks == 1 else f"{ranks} ranks", *cells])
-    return _section(f"  batch {steps[0].batch}", lines, indent=4)
-
-
-def _step_text(s: RankStep) -> str:
-    first, *others = (f"{sum(us) / 2e3:.2f}" for us in s.us.values())
-    return first if s.ranks == 1 else f"{first} ({', '.join(others)})"
+    lines: list[Line] = [("context", "batch", "KV cache of a rank")]
+    lines += [(count_text(row.ctx), str(row.batch), size_text(row.cache)) for row in r.rows]
+    text = _section(head, zip(*lines, strict=True))
+    if r.steps:
+        text += f"\npredicted decode steps on {r.gpu}, ms with one-shot collectives (with NCCL)\n"
+    for batch in sorted({s.batch for s in r.steps}):
+        steps = [s for s in r.steps if s.batch == batch]
+        table = {"context": [*map(count_text, dict.fromkeys(s.ctx for s in steps))]}
+        for s in steps:
+            first, *others = (f"{sum(us) / 2e3:.2f}" for us in s.us.values())
+            name, more = ("1 rank", "") if s.ranks == 1 else (f"{s.ranks} ranks", ", ".join(others))
+            table.setdefault(name, []).append(f"{first} ({more})" if more else first)
+        text += _section(f"  batch {batch}", ([k, *v] for k, v in table.items()), indent=4)
+    return text
 
 
 def _drafts(plan: Plan) -> str:
@@ -189,15 +172,10 @@ def _media(plan: Plan) -> str:
     lines: list[Line] = [["", "soft tokens", "input rows", "GFLOP"]]
     for part in plan.media:
         size = size_text(part.params * ITEMSIZE[plan.dtype])
-        lines.append([f"{part.name}, {part.params / 1e6:.1f}M, {size}", "", "", ""])
-        lines += [
-            [f"  {s.label}", str(s.soft_tokens), str(s.rows), f"{s.flops / 1e9:.1f}"]
-            for s in part.sizes
-        ]
+        lines.append([f"{part.name}, {part.params / 1e6:.1f}M, {size}"])
+        for s in part.sizes:
+            lines.append([f"  {s.label}", str(s.soft_tokens), str(s.rows), f"{s.flops / 1e9:.1f}"])
     return _section(f"media, {about}", lines)
-
-
-# --- what fits ---------------------------------------------------------------------------------
 
 
 def _fit(plan: Plan) -> str:
@@ -237,10 +215,9 @@ def _by_format(
     plan: Plan, batch: int, cell: Callable[[DeviceUse], str], label: str = ""
 ) -> list[Line]:
     """Return a row of contexts, and a row of each weight format."""
-    found = [[c for c in f.cells if c.batch == batch] for f in plan.fits]
-    lines: list[Line] = [["context", *(count_text(c.ctx) for c in found[0])]]
-    names = (f"{f.weights}{label}" for f in plan.fits)
-    return [*lines, *([n, *map(cell, cells)] for n, cells in zip(names, found, strict=True))]
+    found = {f.weights: [c for c in f.cells if c.batch == batch] for f in plan.fits}
+    heads: Line = ["context", *(count_text(c.ctx) for c in found[plan.fits[0].weights])]
+    return [heads, *([f"{name}{label}", *map(cell, cells)] for name, cells in found.items())]
 
 
 def _needed(plan: Plan, batch: int) -> str:
@@ -250,8 +227,8 @@ def _needed(plan: Plan, batch: int) -> str:
     def need(size: int) -> str:
         return size_text(size) if size <= room else f"short {size_text(size - room)}"
 
-    heads, naive, *_ = _by_format(plan, batch, lambda c: need(c.naive), ", naive")
-    lines = [heads, naive, *_by_format(plan, batch, lambda c: need(c.built), ", as built")[1:]]
+    lines = _by_format(plan, batch, lambda c: need(c.naive), ", naive")[:2]
+    lines += _by_format(plan, batch, lambda c: need(c.built), ", as built")[1:]
     if plan.ranks:
         lines += _by_format(plan, batch, lambda c: str(c.cards or "-"), ", cards needed")[1:]
     where = "on each rank " if first.ranks > 1 else ""
@@ -279,9 +256,6 @@ def _maximum(plan: Plan) -> str:
     return f"{each}maximum context at batch {f.max_context[0].at}"
 
 
-# --- several variants --------------------------------------------------------------------------
-
-
 def comparison_text(plans: Sequence[Plan], nominal: bool = False) -> str:
     """Return one line per variant, then what fits each device."""
     batches = sorted({r.batch for r in plans[0].rows})
@@ -305,17 +279,16 @@ def _cache_table(plans: Sequence[Plan], batch: int) -> str:
     lines: list[Line] = [["", *map(count_text, contexts)]]
     for p in plans:
         found = {r.ctx: r for r in p.rows if r.batch == batch}
-        form = f"{p.latent}, {p.kv_dtype}" if p.kv_dtype else p.latent
-        for key in TOTALS:
+        built = ", ".join(filter(None, (p.latent, p.kv_dtype)))
+        labels = (f"{p.spec.name:<8} naive", f"{'':<8} planned", f"{'':<8} as built ({built})")
+        for key, label in zip(TOTALS, labels, strict=True):
             sizes = [size_text(getattr(found[c], key)) if c in found else "" for c in contexts]
-            label = f"as built ({form})" if key == "built" else key
-            lines.append([f"{p.spec.name if key == 'naive' else '':<8} {label}", *sizes])
+            lines.append([label, *sizes])
     return _section(f"KV cache, batch {batch}", lines)
 
 
 def _matrix(plans: Sequence[Plan]) -> str:
-    first = plans[0].fits
-    by_plan = [_by_device(p) for p in plans]
+    first, by_plan = plans[0].fits, [_by_device(p) for p in plans]
     lines: list[Line] = [["", "memory", *(p.spec.name for p in plans)]]
     for name, own in by_plan[0].items():
         cells = ["/".join(_most(f)[-1] for f in fits[name]) for fits in by_plan]

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from g4ir.chat import Event as Said
@@ -33,12 +34,8 @@ class ResponseFormat:
         prefix, name = "cmpl-", "text_completion"
         if self.chat:
             prefix, name = "chatcmpl-", "chat.completion.chunk" if chunk else "chat.completion"
-        return {
-            "id": f"{prefix}{self.id}",
-            "object": name,
-            "created": self.created,
-            "model": self.model,
-        }
+        head = {"id": f"{prefix}{self.id}", "object": name}
+        return head | {"created": self.created, "model": self.model}
 
     def whole(self, answers: Iterable[Answer], usage: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to a request that asked for no stream."""
@@ -56,21 +53,12 @@ class ResponseFormat:
         entries = a.taken_logprobs()
         if self.chat:
             return {"content": entries}
-        offset, offsets = a.offset, []
-        for e in entries:
-            offsets.append(offset)
-            offset += len(e["token"])
-        a.offset = offset
-        return {
-            "tokens": [e["token"] for e in entries],
-            "token_logprobs": [e["logprob"] for e in entries],
-            "top_logprobs": [
-                {t["token"]: t["logprob"] for t in e["top_logprobs"]} for e in entries
-            ],
-            "text_offset": offsets,
-        }
-
-    # --- streams ------------------------------------------------------------------------------
+        tokens = [e["token"] for e in entries]
+        *offsets, a.offset = accumulate(map(len, tokens), initial=a.offset)
+        top = [{t["token"]: t["logprob"] for t in e["top_logprobs"]} for e in entries]
+        logprobs = [e["logprob"] for e in entries]
+        out = {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top}
+        return out | {"text_offset": offsets}
 
     def first(self, count: int) -> list[dict[str, Any]]:
         """Return the chunks before the first token: who speaks."""
@@ -128,21 +116,16 @@ def usage_of(
     many were drafted for it."""
     made, told = [*answers], [*tallies]
     new = sum(a.tokens for a in made)
-    drafts = {}
+    said = {"reasoning_tokens": sum(a.reasoning for a in made)}
     if told:
         right = sum(t.accepted.total() for t in told)
         wrong = sum(t.drafted.total() for t in told) - right
-        drafts = {"accepted_prediction_tokens": right, "rejected_prediction_tokens": wrong}
+        said |= {"accepted_prediction_tokens": right, "rejected_prediction_tokens": wrong}
+    seen = {f"{kind}_tokens": count for kind, count in (media or {}).items()}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {
-            "cached_tokens": cached,
-            **{f"{kind}_tokens": count for kind, count in (media or {}).items()},
-        },
-        "completion_tokens_details": {
-            "reasoning_tokens": sum(a.reasoning for a in made),
-            **drafts,
-        },
+        "prompt_tokens_details": {"cached_tokens": cached, **seen},
+        "completion_tokens_details": said,
     }

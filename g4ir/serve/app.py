@@ -23,10 +23,10 @@ from starlette.types import Receive, Scope, Send
 
 from g4ir import __version__
 from g4ir.chat import Event as Said
-from g4ir.engine.async_engine import AsyncEngine, AsyncEngineConfig, Stream
+from g4ir.engine.async_engine import AsyncEngine, AsyncEngineConfig
 from g4ir.engine.engine import Engine
 from g4ir.engine.output import Answer
-from g4ir.engine.requests import CANCELLED, FAILED, Event
+from g4ir.engine.requests import CANCELLED, FAILED, Event, RequestHandle
 from g4ir.engine.scheduler import SchedulerConfig
 from g4ir.errors import BusyError
 from g4ir.media.soft import counts
@@ -70,8 +70,6 @@ class Server:
         self.service: AsyncEngine | None = None
         #: whether no more requests are taken
         self.draining = False
-        #: requests that have not been answered to the end
-        self.open = 0
         self._large = asyncio.Semaphore(1)
 
     def start(self, engine: Engine) -> AsyncEngine:
@@ -86,26 +84,21 @@ class Server:
 
     def app(self) -> Starlette:
         """Return the application of ASGI."""
-        asked = {
-            "/health": self.health,
-            "/version": self.version,
-            "/metrics": self.numbers,
-            "/v1/models": self.models,
-            "/v1/models/{name:path}": self.models,
+        paths: dict[str, tuple[str, Handler]] = {
+            "/health": ("GET", self.health),
+            "/version": ("GET", self.version),
+            "/metrics": ("GET", self.numbers),
+            "/v1/models": ("GET", self.models),
+            "/v1/models/{name:path}": ("GET", self.models),
+            "/v1/chat/completions": ("POST", partial(self.answer, table=schema.CHAT)),
+            "/v1/completions": ("POST", partial(self.answer, table=schema.COMPLETIONS)),
+            "/tokenize": ("POST", partial(self.read, made=self._tokenized)),
+            "/detokenize": ("POST", partial(self.read, made=self._detokenized)),
         }
-        given = {
-            "/v1/chat/completions": partial(self.answer, table=schema.CHAT),
-            "/v1/completions": partial(self.answer, table=schema.COMPLETIONS),
-            "/tokenize": partial(self.read, made=self._tokenized),
-            "/detokenize": partial(self.read, made=self._detokenized),
-        }
-        self._paths = [*asked, *given]
-        routes = [
-            Route(path + end, self._route(handler), methods=[method])
-            for method, handlers in (("GET", asked), ("POST", given))
-            for path, handler in handlers.items()
-            for end in ("", "/")  # a client's base URL may end with one
-        ]
+        self._paths, routes = [*paths], []
+        for path, (method, handler) in paths.items():
+            ends = (path, f"{path}/")  # a client's base URL may end with one
+            routes += [Route(end, self._route(handler), methods=[method]) for end in ends]
         assets = read_assets() if self.page else {}
         routes += [Route(path, self._route(asset)) for path, asset in assets.items()]
         return Starlette(routes=routes, exception_handlers={HTTPException: self._unknown})
@@ -114,18 +107,15 @@ class Server:
         """Return a handler that authenticates and reports errors as JSON."""
 
         async def handle(request: Request) -> Response:
-            self.open += 1
             try:
                 request.state.salt = self.gate.check(request)
                 return await handler(request)
             except Exception as e:
-                return self._refused(e, request)
-            finally:
-                self.open -= 1
+                return self._refused(e)
 
         return handle
 
-    def _refused(self, error: Exception, request: Request) -> Response:
+    def _refused(self, error: Exception) -> Response:
         if isinstance(error, BusyError) and self.draining:
             error = ending()
         hidden = str(self.prompts.engine.path) if self.prompts else ""
@@ -148,9 +138,7 @@ class Server:
             self.gate.check(request)
             raise Refused(error.status_code, message, headers=error.headers or {})
         except Refused as e:
-            return self._refused(e, request)
-
-    # --- small paths --------------------------------------------------------------------------
+            return self._refused(e)
 
     async def health(self, request: Request) -> Response:
         """Answer whether a request would be taken."""
@@ -165,17 +153,14 @@ class Server:
 
     async def models(self, request: Request) -> Response:
         """Answer the one model that there is, in a list or by its name."""
-        if (name := request.path_params.get("name")) is None:
-            return _json({"object": "list", "data": [self._model()]})
-        self._check_model(name.rstrip("/"))
-        return _json(self._model())
-
-    def _model(self) -> dict[str, Any]:
-        out = {"id": self.name, "object": "model", "created": self.created, "owned_by": "g4ir"}
+        model = {"id": self.name, "object": "model", "created": self.created, "owned_by": "g4ir"}
         if self.prompts:
             engine = self.prompts.engine
-            out |= {"max_model_len": engine.limits.max_seq, "media": sorted(engine.media.kinds)}
-        return out
+            model |= {"max_model_len": engine.limits.max_seq, "media": sorted(engine.media.kinds)}
+        if (name := request.path_params.get("name")) is None:
+            return _json({"object": "list", "data": [model]})
+        self._check_model(name.rstrip("/"))
+        return _json(model)
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.name):
@@ -216,8 +201,6 @@ class Server:
         async with self._large if len(body) > LARGE else contextlib.nullcontext():
             return await run_in_threadpool(lambda: made(prompts, schema.parsed(body)))
 
-    # --- answers ------------------------------------------------------------------------------
-
     async def answer(self, request: Request, table: Mapping[str, schema.Read]) -> Response:
         """Answer a conversation, or prompts."""
         _, service = self._ready()
@@ -246,7 +229,7 @@ class Running:
         self.form = ResponseFormat(asked, server.name)
         count = asked.n * len(asked.jobs)
         self.answers = [asked.answer(server.prompts.vocabulary, i) for i in range(count)]
-        self.streams: list[Stream] = []
+        self.handles: list[RequestHandle] = []
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
@@ -254,7 +237,7 @@ class Running:
         """Put its jobs into the queue: all of them, or none."""
         try:
             for i, job in enumerate(self.asked.jobs):
-                self.streams.append(service.submit(job, self._told(i * self.asked.n)))
+                self.handles.append(service.submit(job, self._told(i * self.asked.n)))
         except Exception:
             self.end()
             raise
@@ -274,22 +257,22 @@ class Running:
             if self._queue.qsize() < settings.unread:
                 since = now
             elif now - since > settings.slow_s:
-                for stream in self.streams:
-                    stream.cancel()
+                for handle in self.handles:
+                    handle.cancel()
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (first + event.index, event))
 
         return forward
 
     def end(self) -> None:
         """Free its rows, and count it."""
-        if self.streams and not all(a.over for a in self.answers):
-            failed = any(s.handle.state == FAILED for s in self.streams)
+        if self.handles and not all(a.over for a in self.answers):
+            failed = any(handle.state == FAILED for handle in self.handles)
             self.server.metrics.cancelled.inc(not failed)
-        for stream in self.streams:
-            if not stream.handle.done:
-                stream.cancel()
-            self.server.metrics.took(stream.handle.counts)
-        self.streams = []
+        for handle in self.handles:
+            if not handle.done:
+                handle.cancel()
+            self.server.metrics.took(handle.counts)
+        self.handles = []
 
     async def _events(self) -> AsyncIterator[tuple[Answer, Event] | None]:
         """Yield events until every answer is over, and None where there was none for a while.
@@ -314,14 +297,14 @@ class Running:
         """Return what an event says. A row whose answer ended before it did goes to another."""
         new = answer.take(event)
         if answer.over and not event.finish:
-            stream, index = divmod(answer.index, self.asked.n)
-            self.streams[stream].stop(index)
+            job, index = divmod(answer.index, self.asked.n)
+            self.handles[job].stop(index)
         return new
 
     def _usage(self) -> dict[str, Any]:
-        made = [s.handle.counts for s in self.streams]
+        made = [handle.counts for handle in self.handles]
         prompt, cached = sum(c.prompt for c in made), sum(c.cached for c in made)
-        tallies = [s.handle.tally for s in self.streams if self.server.scheduler_config.draft]
+        tallies = [h.tally for h in self.handles if self.server.scheduler_config.draft]
         media = counts([soft for job in self.asked.jobs for soft in job.soft])
         return usage_of(prompt, cached, self.answers, tallies, media)
 
@@ -366,14 +349,12 @@ class Streamed(StreamingResponse):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(running.stream(), 200, headers, "text/event-stream")
         self.running = running
-        running.server.open += 1  # until the stream ends
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self.running.end()
-            self.running.server.open -= 1
 
 
 def _text(value: Any) -> str:

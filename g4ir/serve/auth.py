@@ -41,12 +41,9 @@ class Auth:
         raw = given.strip().encode()
         found = [hmac.compare_digest(raw, key) for key in self.keys]  # each takes its time
         if scheme.lower() != "bearer" or not any(found):
-            raise Refused(
-                401,
-                "the API key is missing or wrong: send Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            message = "the API key is missing or wrong: send Authorization: Bearer KEY"
+            headers = {"WWW-Authenticate": "Bearer"}
+            raise Refused(401, message, code="invalid_api_key", headers=headers)
         return hashlib.sha256(raw).hexdigest()
 
     def _check_host(self, request: Request) -> None:

@@ -32,8 +32,7 @@ MOST_ROUNDS = 64
 
 
 class Grammars:
-    """Makes masks for one tokenizer, whose tables are made once. `ends` are
-    the ids behind which an answer is over."""
+    """Makes masks for one tokenizer. `ends` are the ids behind which an answer is over."""
 
     def __init__(self, vocabulary: Vocabulary, size: int, ends: Sequence[int]) -> None:
         self.vocabulary, self.size, self.ends = vocabulary, size, [*ends]
@@ -41,13 +40,10 @@ class Grammars:
 
     @cached_property
     def _tables(self) -> Any:
-        text = self.vocabulary.tokenizer.to_str()
-        added = self.vocabulary.tokenizer.get_added_tokens_decoder().values()
-        if any(t.content in CONTROLS and not t.special for t in added):
-            held = json.loads(text)
-            for token in held["added_tokens"]:  # never the characters of its text
-                token["special"] |= token["content"] in CONTROLS
-            text = json.dumps(held)
+        held = json.loads(self.vocabulary.tokenizer.to_str())
+        for token in held["added_tokens"]:  # never the characters of its text
+            token["special"] |= token["content"] in CONTROLS
+        text = json.dumps(held)
         return llguidance().LLTokenizer(text, n_vocab=self.size, eos_token=self.ends)
 
     def prepare(self) -> None:
@@ -86,7 +82,8 @@ class Grammars:
         """Return what holds each call of an answer, if there is one, and leaves the rest free."""
         controls = self.vocabulary.controls
         text = grammar_of(functions, controls, many=False)
-        return LazyMask(self._matcher(text, "tools"), "tools", controls[CALL], controls[CALL_END])
+        matcher, ends = self._matcher(text, "tools"), controls[CALL_END]
+        return LazyMask(matcher, "tools", begins=controls[CALL], ends=ends)
 
     def _grammar(self, c: Constraint) -> str:
         library = llguidance()
@@ -118,8 +115,7 @@ class Grammars:
 
     def _check_texts(self, texts: Iterable[str], field: str) -> None:
         """Refuse a text that llguidance would take for a control token."""
-        controls = self.vocabulary.controls
-        if found := next((c for t in texts for c in controls if c in t), None):
+        if found := next((c for t in texts for c in self.vocabulary.controls if c in t), None):
             raise bad(field, f"{found} in a literal text is not supported")
 
     def _held(self, grammar: str, field: str, thinking: bool, inside: bool) -> HeldMask:
@@ -128,7 +124,7 @@ class Grammars:
         reasoning = np.full(-(-self.size // 32), -1, np.int32)
         for i in {*controls.values(), *self.ends} - {channel[1]}:
             _set(reasoning, i, False)
-        return HeldMask(self._matcher(grammar, field), field, channel, reasoning, thinking, inside)
+        return HeldMask(self._matcher(grammar, field), field, inside, channel, reasoning, thinking)
 
     def _matcher(self, grammar: str, field: str) -> Any:
         """Return what follows a grammar; refused if it is none, or one that llguidance gives up
@@ -164,20 +160,22 @@ class Mask:
 
     matcher: Any
     named: str
+    #: whether an answer begins in its reasoning
+    inside: bool = False
     rows: dict[int, _Row] = field(default_factory=dict, init=False)
+    #: whether an answer is held from its beginning
+    held = False
 
     def mask(self, generated: Sequence[int]) -> Any:
         """Return int32 words of bits; None: all tokens may follow."""
         row = self.rows.get(id(generated))
         if row is None:  # it holds the list, so that no other one gets its id
-            row = self.rows[id(generated)] = self._first(generated)
+            begun = self.matcher.deep_copy() if self.held else None
+            row = self.rows[id(generated)] = _Row(generated, begun, self.inside)
         for token in generated[row.read :]:
             self._read(row, token)
         row.read = len(generated)
         return self._words(row)
-
-    def _first(self, generated: Sequence[int]) -> _Row:
-        raise NotImplementedError
 
     def _read(self, row: _Row, token: int) -> None:
         raise NotImplementedError
@@ -196,13 +194,10 @@ class Mask:
 class HeldMask(Mask):
     """Constrains a whole answer after its reasoning, which is free text."""
 
-    channel: tuple[int | None, int | None]
-    reasoning: Any
-    thinking: bool
-    inside: bool
-
-    def _first(self, generated: Sequence[int]) -> _Row:
-        return _Row(generated, self.matcher.deep_copy(), self.inside)
+    channel: tuple[int | None, int | None] = (None, None)
+    reasoning: Any = None
+    thinking: bool = False
+    held = True
 
     def _read(self, row: _Row, token: int) -> None:
         begins, ends = self.channel
@@ -227,11 +222,8 @@ class HeldMask(Mask):
 class LazyMask(Mask):
     """Holds calls, each from the token that begins it to that which ends it."""
 
-    begins: int
-    ends: int
-
-    def _first(self, generated: Sequence[int]) -> _Row:
-        return _Row(generated, None)
+    begins: int = -1
+    ends: int = -1
 
     def _read(self, row: _Row, token: int) -> None:
         if row.matcher is None and token == self.begins:
@@ -250,9 +242,6 @@ def _said(error: str) -> str:
 def _set(words: Any, token: int, value: bool) -> None:
     view, one = words.view(np.uint32), np.uint32(1 << token % 32)
     view[token // 32] = view[token // 32] | one if value else view[token // 32] & ~one
-
-
-# --- schemas of which no value ends: references that lead round ---------------------------------
 
 
 def check_finite(schema: Mapping[str, Any], field: str) -> None:

@@ -17,14 +17,14 @@ import stat
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from g4ir.chat.messages import Medium
 from g4ir.engine.engine import Engine
-from g4ir.engine.multimodal import held
+from g4ir.engine.multimodal import source_of
 from g4ir.engine.offline import MEDIA_SETTINGS
 from g4ir.errors import InputError
 
@@ -69,9 +69,8 @@ def _host(text: str) -> tuple[str, int | None]:
     except ValueError:
         name, port = None, None
     if not name or found.path or found.query or "@" in text or "*" in text:
-        raise InputError(
-            f"--media-hosts {text}: expected the name or the address of a host, or NAME:PORT"
-        )
+        what = "expected the name or the address of a host, or NAME:PORT"
+        raise InputError(f"--media-hosts {text}: {what}")
     return name, port
 
 
@@ -100,10 +99,8 @@ class Fetching:
 
     def _check_size(self, size: int, where: str) -> None:
         if size > self.left:
-            most = f"{self.sources.most} bytes together"
-            raise InputError(f"{where}: the media have more than {most}")
-
-    # --- files --------------------------------------------------------------------------------
+            most = self.sources.most
+            raise InputError(f"{where}: the media have more than {most} bytes together")
 
     def _file(self, url: SplitResult, where: str) -> bytes:
         folder = self.sources.folder
@@ -126,8 +123,6 @@ class Fetching:
             raise refused from None
         self._check_size(len(raw), where)
         return raw
-
-    # --- hosts --------------------------------------------------------------------------------
 
     def _get(self, url: SplitResult, port: int | None, where: str) -> bytes:
         name = url.hostname or ""
@@ -159,7 +154,7 @@ class Fetching:
     def _answer(self, url: SplitResult, name: str, address: str, port: int, where: str) -> bytes:
         path = (url.path or "/") + (f"?{url.query}" if url.query else "")
         headers = {"Accept-Encoding": "identity", "User-Agent": "g4ir", "Connection": "close"}
-        with self._connected(url.scheme, name, address, port) as connection:
+        with self._connected(url.scheme == "https", name, address, port) as connection:
             connection.request("GET", path, headers=headers)
             answer = connection.getresponse()
             if answer.status != 200:
@@ -177,52 +172,38 @@ class Fetching:
         return bytes(out)
 
     @contextlib.contextmanager
-    def _connected(
-        self, scheme: str, name: str, address: str, port: int
-    ) -> Iterator[http.client.HTTPConnection]:
+    def _connected(self, secure: bool, name: str, address: str, port: int) -> Iterator[Any]:
         """A context with a connection, which ends with the time that is left whatever it does."""
         left = self.end - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        connection = http.client.HTTPConnection(name, port)
-        if scheme == "https":
-            connection = http.client.HTTPSConnection(name, port)
-        held = _Held(socket.create_connection((address, port), left))
-        timer = threading.Timer(max(self.end - time.monotonic(), 0), held.cut)
+        made = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        connection = made(name, port)
+        connection.sock = plain = socket.create_connection((address, port), left)
+        twin = plain.dup()  # TLS takes the other one
+        timer = threading.Timer(max(self.end - time.monotonic(), 0), _cut, [twin])
         timer.daemon = True
         timer.start()
         try:
-            if scheme == "https":
-                held.socket = ssl.create_default_context().wrap_socket(
-                    held.socket, server_hostname=name, do_handshake_on_connect=False
-                )
-                held.socket.do_handshake()
-            connection.sock = held.socket
+            if secure:
+                context = ssl.create_default_context()
+                connection.sock = context.wrap_socket(plain, server_hostname=name)
             yield connection
         finally:
             timer.cancel()
-            held.close()
+            timer.join()
+            twin.close()
+            connection.close()
+
+
+def _cut(end: socket.socket) -> None:
+    """End what waits for a connection."""
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
 
 
 def _opened(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
-@dataclass
-class _Held:
-    """A socket that another thread may end."""
-
-    socket: Any
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def cut(self) -> None:
-        """End what waits for it; that of TLS has a method of its own, which is not for this."""
-        with self.lock, contextlib.suppress(OSError):
-            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        with self.lock:
-            self.socket.close()
 
 
 def is_public(address: str) -> bool:
@@ -245,9 +226,9 @@ def read_bytes(
             raise missing("messages", f"this engine takes no {medium.kind} ({medium.place})")
     fetching, out = Fetching(sources), []
     for medium in media:
-        part = held(medium)
-        raw = part.data()
-        out.append((medium, fetching.read(part.text, part.where) if raw is None else raw))
+        found = source_of(medium)
+        raw = fetching.read(found.text, found.where) if found.raw is None else found.raw
+        out.append((medium, raw))
     return out
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
+import yaml
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from g4ir.engine.async_engine import AsyncEngine
 from g4ir.engine.requests import Counts
 
+TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 #: seconds between two tokens
@@ -56,37 +60,12 @@ class Metrics:
         """Yield what the scheduler counts by itself."""
         if (service := self.service) is None:
             return
-        totals, tally = service.totals, service.totals.tally
-        gauges = {
-            "rows": ("Rows of the engine.", service.scheduler.max_batch),
-            "num_requests_running": ("Rows that decode.", service.active),
-            "num_requests_waiting": ("Requests that are waiting.", service.waiting),
-        }
-        for name, (words, value) in gauges.items():
-            yield GaugeMetricFamily(f"g4ir_{name}", words, value)
-        large = service.scheduler.prefixes.too_large
-        counters: dict[str, tuple[str, float]] = {
-            "generation_tokens": ("Tokens generated.", totals.generated),
-            "prefix_cache_hits": ("Tokens of prompts that were known.", totals.cached),
-            "checkpoint_hits": ("Times that a prompt's head was restored.", totals.restored),
-            "prefix_cache_too_large": ("Prompts not kept: larger than the prefix cache.", large),
-            "prefill_tokens": ("Tokens of prompts that were computed.", totals.computed),
-            "prefill_seconds": ("Seconds of computing prompts.", totals.chunk_s),
-            "draft_rounds": ("Steps of a row that drafts tokens.", tally.rounds),
-            "draft_round_tokens": ("Tokens that came of them.", tally.tokens),
-        }
-        for name, (words, count) in counters.items():
-            yield CounterMetricFamily(f"g4ir_{name}", words, count)
-        right = "Drafted tokens that were right, by place."
-        labelled: dict[str, tuple[str, str, dict[Any, float]]] = {
-            "slot_steps": ("Steps by rows that decoded.", "active", {**totals.steps}),
-            "decode_step_seconds": ("Seconds of steps.", "bucket", {**totals.step_s}),
-            "request_success": ("Answers by their end.", "finished_reason", {**totals.ended}),
-            "draft_tokens": ("Drafted tokens by place.", "position", {**tally.drafted}),
-            "draft_accepted_tokens": (right, "position", {**tally.accepted}),
-        }
-        for name, (words, label, values) in labelled.items():
+        for name, words, place in TABLE["gauges"]:
+            yield GaugeMetricFamily(f"g4ir_{name}", words, attrgetter(place)(service))
+        for name, words, place in TABLE["counters"]:
+            yield CounterMetricFamily(f"g4ir_{name}", words, attrgetter(place)(service))
+        for name, words, place, label in TABLE["labelled"]:
             family = CounterMetricFamily(f"g4ir_{name}", words, labels=[label])
-            for key, number in values.items():
+            for key, number in {**attrgetter(place)(service)}.items():
                 family.add_metric([str(key)], number)
             yield family

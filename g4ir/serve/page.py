@@ -47,7 +47,5 @@ class Asset:
 
 def read_assets() -> dict[str, Asset]:
     """Return path -> file."""
-    folder = files("g4ir.serve") / "assets"
-    return {
-        path: Asset((folder / name).read_bytes(), kind) for path, (name, kind) in ASSETS.items()
-    }
+    folder, named = files("g4ir.serve") / "assets", ASSETS.items()
+    return {path: Asset((folder / name).read_bytes(), kind) for path, (name, kind) in named}

@@ -11,16 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.backends.sampling import LogitsMask, SamplingParams
-from g4ir.chat import (
-    Prompt,
-    Reader,
-    ReasoningBudget,
-    Template,
-    Vocabulary,
-    check_length,
-    make_prompt,
-)
-from g4ir.chat.prompt import spelled
+from g4ir.chat import Prompt, Reader, ReasoningBudget, Template, Vocabulary, make_prompt
+from g4ir.chat.prompt import check_length, spelled
 from g4ir.engine.conversation import Bounded
 from g4ir.engine.engine import TOKENIZER, Engine
 from g4ir.engine.multimodal import soft_of
@@ -38,7 +30,7 @@ from g4ir.model.media import AUDIO, IMAGE, VIDEO
 from .grammar import Grammars
 from .http_errors import Refused, bad, missing
 from .media_fetch import Sources, read_bytes, setting
-from .request_schema import EFFORTS, as_input, chosen, constraint_of
+from .request_schema import NO_EFFORTS, as_input, chosen, constraint_of
 from .tool_grammar import called
 
 #: settings of rows that have the names of fields
@@ -75,10 +67,8 @@ class PreparedRequest:
 def require_tokenizer(path: Path) -> None:
     """Raise EngineError for an engine without a tokenizer."""
     if not (path / TOKENIZER).is_file():
-        raise EngineError(
-            f"{path} has no {TOKENIZER}: it cannot be served; build it from a checkpoint that has "
-            f"one, or put one into its folder"
-        )
+        cure = "build it from a checkpoint that has one, or put one into its folder"
+        raise EngineError(f"{path} has no {TOKENIZER}: it cannot be served; {cure}")
 
 
 def _characters(messages: Sequence[Any]) -> int:
@@ -98,17 +88,19 @@ class Prompts:
     _media: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.codec = Codec(self.engine) if (self.engine.path / "tokenizer.json").is_file() else None
         self.template = Template.open(self.engine.path, self.engine.spec.chat)
         self.defaults = self.engine.defaults()
 
     @cached_property
-    def vocabulary(self) -> Vocabulary:
+    def codec(self) -> Codec:
         """The engine's tokenizer; EngineError where it has none."""
-        if self.codec is None:
-            require_tokenizer(self.engine.path)
-        assert self.codec
-        return Vocabulary(self.codec.tokenizer)
+        require_tokenizer(self.engine.path)
+        return Codec(self.engine)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The same, as conversations need it."""
+        return self.codec.vocabulary
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -122,17 +114,13 @@ class Prompts:
             raise missing("messages", "the tokenizer of this model has no turns of a chat")
         options = dict(fields.get("chat_template_kwargs", {}))
         if "reasoning_effort" in fields:
-            options.setdefault("enable_thinking", EFFORTS[fields["reasoning_effort"]])
+            options.setdefault("enable_thinking", fields["reasoning_effort"] not in NO_EFFORTS)
         if "add_generation_prompt" in fields:
             options["add_generation_prompt"] = fields["add_generation_prompt"]
         self._check_length(_characters(fields["messages"]), "messages")
-        prompt = make_prompt(
-            fields["messages"],
-            (fields.get("tools") or None) if chosen(fields).mode != "none" else None,
-            self.template,
-            continued=fields.get("continue_final_message", False),
-            **options,
-        )
+        tools = (fields.get("tools") or None) if chosen(fields).mode != "none" else None
+        options["continued"] = fields.get("continue_final_message", False)
+        prompt = make_prompt(fields["messages"], tools, self.template, **options)
         self._check_length(len(prompt.text), "messages")
         soft = self._soft(prompt, fields)
         expanded = [[*expansion(s, self.engine.spec.tokens)] for s in soft]
@@ -149,11 +137,10 @@ class Prompts:
         items = read_bytes(self.engine, prompt.media, self.sources)
         given = {IMAGE: fields.get("image_budget"), VIDEO: fields.get("frames")}
         given[AUDIO] = fields.get("audio_too_long", REFUSE)
+        engine = self.engine
         with self._media:  # one tower at a time
-            return tuple(
-                soft_of(self.engine, m, raw, **setting(self.engine, m, given[m.kind]))
-                for m, raw in items
-            )
+            said = [(m, raw, setting(engine, m, given[m.kind])) for m, raw in items]
+            return tuple(soft_of(engine, medium, raw, **own) for medium, raw, own in said)
 
     def _held(
         self, sampling: SamplingParams, fields: Mapping[str, Any], prompt: Prompt, thinking: bool
@@ -166,9 +153,8 @@ class Prompts:
         head = _head(fields, prompt) if fields.get("continue_final_message") else ""
         allowed: LogitsMask | None = None
         if functions and (forced or constraint) and not (head and constraint):
-            allowed = self.grammars.calls(
-                functions, thinking, inside, many=choice.many, content=constraint
-            )
+            many, calls = choice.many, self.grammars.calls
+            allowed = calls(functions, thinking, inside, many=many, content=constraint)
         elif constraint:
             allowed = self.grammars.text(constraint, thinking, inside, head)
         elif choice.names is not None or any(f.held for f in functions):
@@ -207,7 +193,6 @@ class Prompts:
             raise Refused(400, str(e), param=name, code="context_length_exceeded") from None
 
     def _ids(self, prompt: Any, fields: Mapping[str, Any]) -> list[int]:
-        assert self.codec
         try:
             if isinstance(prompt, str):
                 self._check_length(len(prompt), "prompt")

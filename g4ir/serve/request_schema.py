@@ -19,7 +19,6 @@ import yaml
 
 from g4ir.chat.messages import MOST_DEPTH, kind_of, shown
 from g4ir.errors import InputError
-from g4ir.media.audio import CUT, REFUSE
 
 from .http_errors import Refused, bad, missing
 
@@ -31,20 +30,16 @@ MOST_LOGGED = 256
 #: returns the value of a field, or refuses it; is given its name too
 Read = Callable[[Any, str], Any]
 
-MOST_MESSAGES, MOST_TOOLS, MOST_PROMPTS = 4096, 128, 32
-MOST_STOPS, MOST_BIASES, MOST_STOP_IDS, MOST_CHOICES = 16, 1024, 64, 1024
-MOST_TOP, MOST_TOKENS, MOST_INT = 20, 1 << 20, (1 << 31) - 1
+MOST_MESSAGES, MOST_TOOLS, MOST_PROMPTS, MOST_INT = 4096, 128, 32, (1 << 31) - 1
+MOST_STOPS, MOST_BIASES, MOST_STOP_IDS, MOST_CHOICES, MOST_OPTIONS = 16, 1024, 64, 1024, 32
 LEAST_TOP_P = 1e-6
 #: of a stop text in characters: each piece of an answer is compared with it
 MOST_STOP_TEXT = 4096
 #: of a whole body: objects and lists, strings, and values
 MOST_HELD, MOST_STRINGS, MOST_VALUES = 1 << 16, 1 << 18, 1 << 21
 DEEP = f"the body lies deeper than {MOST_DEPTH} levels"
-#: efforts -> whether the model thinks
-EFFORTS = {
-    **dict.fromkeys(("none", "minimal"), False),
-    **dict.fromkeys(("low", "medium", "high", "xhigh", "max"), True),
-}
+#: efforts at which the model does not think
+NO_EFFORTS = ("none", "minimal")
 
 
 def parsed(raw: bytes) -> dict[str, Any]:
@@ -70,18 +65,17 @@ def _check_counts(raw: bytes) -> None:
     """Refuse a body of more values than a request needs before they are made: `json.loads` holds
     the interpreter's lock, and takes a second for a million lists. Bytes inside strings do not
     count; they are only taken out if all bytes together are too many."""
-    if _counts(raw):
+    if _few(raw):
         return
     plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     if plain.count(b'"') <= 2 * MOST_STRINGS:
         plain = b"".join(plain.split(b'"')[::2])
-    if not _counts(plain):
+    if not _few(plain):
         most = f"{MOST_HELD} objects and lists, {MOST_STRINGS} strings or {MOST_VALUES} values"
         raise Refused(400, f"the body has more than {most}")
 
 
-def _counts(raw: bytes) -> bool:
-    """Whether the bytes that stand for values are few enough."""
+def _few(raw: bytes) -> bool:
     held, strings = raw.count(b"[") + raw.count(b"{"), raw.count(b'"')
     few = held <= MOST_HELD and strings <= 2 * MOST_STRINGS
     return few and raw.count(b",") <= MOST_VALUES
@@ -100,9 +94,6 @@ def _check_depth(body: Any) -> None:
     raise Refused(400, DEEP)
 
 
-# --- kinds of fields --------------------------------------------------------------------------
-
-
 def kind(form: type | tuple[type, ...], words: str) -> Read:
     """Take values of one type; a boolean is no number."""
 
@@ -119,15 +110,22 @@ OBJECT, LIST = kind(dict, "an object"), kind(list, "a list")
 WHOLE, NUMBER = kind(int, "a whole number"), kind((int, float), "a number")
 
 
-def number(low: float, high: float, form: Read = NUMBER) -> Read:
-    """Take numbers of a range."""
+def that(
+    form: Read, holds: Callable[[Any], bool], words: str, found: Callable[[Any], Any] = shown
+) -> Read:
+    """Take values of a form of which something holds."""
 
     def read(value: Any, name: str) -> Any:
-        if not low <= form(value, name) <= high:
-            raise bad(name, f"must be {low} to {high}, found {shown(value)}")
+        if not holds(form(value, name)):
+            raise bad(name, f"must {words}, found {found(value)}")
         return value
 
     return read
+
+
+def number(low: float, high: float, form: Read = NUMBER) -> Read:
+    """Take numbers of a range."""
+    return that(form, lambda value: low <= value <= high, f"be {low} to {high}")
 
 
 def whole(low: int, high: int = MOST_INT) -> Read:
@@ -135,29 +133,19 @@ def whole(low: int, high: int = MOST_INT) -> Read:
     return number(low, high, WHOLE)
 
 
-def listed(most: int, least: int = 0) -> Read:
-    """Take lists of bounded length."""
-
-    def read(value: Any, name: str) -> Any:
-        if not least <= len(LIST(value, name)) <= most:
-            raise bad(name, f"must have {least} to {most} entries, found {len(value)}")
-        return value
-
-    return read
+def listed(most: int, least: int = 0, form: Read = LIST) -> Read:
+    """Take lists, or objects, of bounded length."""
+    words = f"have {least} to {most} entries"
+    return that(form, lambda value: least <= len(value) <= most, words, len)
 
 
 def one_of(*words: str) -> Read:
     """Take one of some words."""
-
-    def read(value: Any, name: str) -> Any:
-        if value not in words:
-            raise bad(name, f"must be one of {', '.join(words)}, found {shown(value)}")
-        return value
-
-    return read
+    known = f"be one of {', '.join(words)}"
+    return that(lambda value, _: value, lambda value: value in words, known)
 
 
-def _unsupported(*neutral: Any, way: str = "leave it out") -> Read:
+def unsupported(*neutral: Any, way: str = "leave it out") -> Read:
     """Accept neutral values alone, which are ignored."""
 
     def read(value: Any, name: str) -> None:
@@ -187,14 +175,11 @@ def _ids(value: Any, name: str) -> frozenset[int]:
 
 
 def _biases(value: Any, name: str) -> tuple[tuple[int, float], ...]:
-    given = OBJECT(value, name)
-    if len(given) > MOST_BIASES:
-        raise bad(name, f"must have at most {MOST_BIASES} entries, found {len(given)}")
+    given = listed(MOST_BIASES, form=OBJECT)(value, name)
     wrong = next((k for k in given if not (k.isascii() and k.isdigit() and len(k) < 10)), None)
     if wrong is not None:
         raise bad(name, f"keys must be token ids, found {shown(wrong)}")
-    out = {int(k): number(-100, 100)(v, name) for k, v in given.items()}
-    return tuple(out.items())
+    return (*{int(k): number(-100, 100)(v, name) for k, v in given.items()}.items(),)
 
 
 def _stream_options(value: Any, name: str) -> bool:
@@ -205,11 +190,10 @@ def _stream_options(value: Any, name: str) -> bool:
 
 def _options(value: Any, name: str) -> dict[str, Any]:
     """Return the chat template options; those that the server sets itself are refused."""
-    own, given = {"messages", "tools", "add_generation_prompt"}, OBJECT(value, name)
+    own = {"messages", "tools", "form", "continued", "add_generation_prompt"}
+    given = listed(MOST_OPTIONS, form=OBJECT)(value, name)
     if wrong := next((k for k in given if k in own or not k.isidentifier()), None):
         raise bad(name, f"{shown(wrong)} is no option of a template")
-    if len(given) > 32:
-        raise bad(name, f"must have at most 32 entries, found {len(given)}")
     FLAG(given.get("enable_thinking", False), name)
     return dict(given)
 
@@ -269,8 +253,6 @@ def _name(value: Any, where: str) -> str:
     return str(function["name"])
 
 
-# --- constraints ------------------------------------------------------------------------------
-
 JSON, REGEX, CHOICE, GRAMMAR = "json", "regex", "choice", "grammar"
 
 
@@ -302,14 +284,13 @@ def constrained(form: str) -> Read:
 
 def _schema(value: Any, name: str) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = OBJECT(
-            parsed(value.encode()) if isinstance(value, str) else value, name
-        )
+        found = parsed(value.encode()) if isinstance(value, str) else value
     except UnicodeError:
         raise bad(name, "no UTF-8") from None
     except Refused as e:
-        raise e if e.param else bad(name, e.message.replace("the body", "the text")) from None
-    return found
+        raise bad(name, e.message.replace("the body", "the text")) from None
+    schema: dict[str, Any] = OBJECT(found, name)
+    return schema
 
 
 def _format(value: Any, name: str) -> Constraint | None:
@@ -340,106 +321,51 @@ def _structured(value: Any, name: str) -> Constraint | None:
     return constrained(known[form])(inner, f"{name}.{form}")
 
 
-#: field -> its constraint; names of vLLM, SGLang and llama-server, each read the same way
-CONSTRAINTS: Mapping[str, Read] = {
-    "response_format": _format,
-    "structured_outputs": _structured,
-    **{f"guided_{form}": constrained(form) for form in (JSON, REGEX, CHOICE, GRAMMAR)},
-    "json_schema": constrained(JSON),
-    "regex": constrained(REGEX),
-    "grammar": constrained(GRAMMAR),
-    "ebnf": constrained(GRAMMAR),
-}
+#: name in fields.yaml -> what reads a field; and what makes that, of the rest of its row
+_NAMED = (_top_p, _stop, _ids, _biases, _stream_options, _options, _messages, _prompts, _choice)
+READERS: dict[str, Read] = {f.__name__[1:]: f for f in (*_NAMED, _format, _structured)}
+READERS |= {"text": TEXT, "flag": FLAG}
+MAKERS = (whole, number, listed, one_of, unsupported, constrained)
 
 
 def constraint_of(fields: Mapping[str, Any]) -> Constraint | None:
     """Return the constraint of a request's answers; refused where it has two."""
-    found = [c for name in CONSTRAINTS if (c := fields.get(name)) is not None]
+    found = [value for value in fields.values() if isinstance(value, Constraint)]
     if len(found) > 1:
         raise bad(found[1].field, f"cannot be combined with {found[0].field}; give one of them")
     return found[0] if found else None
 
 
-# --- tables -----------------------------------------------------------------------------------
+_FIELDS = yaml.safe_load(Path(__file__).with_name("fields.yaml").read_text())
 
-_FOREIGN = yaml.safe_load(Path(__file__).with_name("foreign_fields.yaml").read_text())
+
+def _table(part: str) -> dict[str, Read]:
+    """Return a part of fields.yaml: field -> its reader."""
+    makers: dict[str, Callable[..., Read]] = {make.__name__: make for make in MAKERS}
+    out = {}
+    for name, row in _FIELDS[part].items():
+        out[name] = READERS[row] if isinstance(row, str) else makers[row[0]](*row[1:])
+    return out
+
+
 #: field of another server -> its neutral values, and the way out
 REFUSED: Mapping[str, tuple[list[Any], str]] = {
     name: (neutral, group["way"])
-    for group in _FOREIGN["refused"]
+    for group in _FIELDS["refused"]
     for name, neutral in group["neutral"].items()
 }
-HARMLESS = frozenset(_FOREIGN["harmless"])
-COMMON: Mapping[str, Read] = {
-    **dict.fromkeys(("model", "cache_salt"), TEXT),
-    **dict.fromkeys(("stream", "ignore_eos", "cache_prompt"), FLAG),
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "best_of"), whole(1)),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty"), number(-2, 2)),
-    "repetition_penalty": number(0.01, 100),
-    "temperature": number(0, 100),
-    "top_p": _top_p,
-    "top_k": whole(-1),
-    "min_p": number(0, 1),
-    "n": whole(1, 128),
-    "seed": whole(-(1 << 63), (1 << 63) - 1),
-    "min_tokens": whole(0),
-    "stream_options": _stream_options,
-    "stop": _stop,
-    "stop_token_ids": _ids,
-    "logit_bias": _biases,
-    **CONSTRAINTS,
-    **{name: _unsupported(*neutral, way=way) for name, (neutral, way) in REFUSED.items()},
-}
-CHAT: Mapping[str, Read] = {
-    **COMMON,
-    "messages": _messages,
-    "logprobs": FLAG,
-    "top_logprobs": whole(0, MOST_TOP),
-    "tools": listed(MOST_TOOLS),
-    "tool_choice": _choice,
-    "parallel_tool_calls": FLAG,
-    "reasoning_effort": one_of(*EFFORTS),
-    "chat_template_kwargs": _options,
-    "add_generation_prompt": FLAG,
-    "continue_final_message": FLAG,
-    "thinking_token_budget": whole(0),
-    "image_budget": whole(1),
-    "frames": whole(1),
-    "audio_too_long": one_of(CUT, REFUSE),
-    "add_special_tokens": _unsupported(False),
-}
-_OF_CHATS = _unsupported([], False, "none", {}, way="it is a field of /v1/chat/completions")
-COMPLETIONS: Mapping[str, Read] = {
-    **dict.fromkeys(CHAT.keys() - {"messages"}, _OF_CHATS),
-    **COMMON,
-    "prompt": _prompts,
-    "add_special_tokens": FLAG,
-    "logprobs": whole(0, MOST_TOP),
-}
-#: of /tokenize, which takes a prompt or a conversation, and of /detokenize
-TOKENIZE: Mapping[str, Read] = {
-    **{name: COMMON[name] for name in ("model", "chat_template")},
-    "prompt": TEXT,
-    "add_special_tokens": FLAG,
-    "return_token_strs": _unsupported(False),
-}
-_OF_PROMPTS = (
-    "messages",
-    "tools",
-    "tool_choice",
-    "chat_template_kwargs",
-    "image_budget",
-    "frames",
-    "audio_too_long",
-    "reasoning_effort",
-    "add_generation_prompt",
-    "continue_final_message",
-)
-TOKENIZE_CHAT: Mapping[str, Read] = {
-    **{k: v for k, v in TOKENIZE.items() if k != "prompt"},
-    **{name: CHAT[name] for name in (*_OF_PROMPTS, "add_special_tokens")},
-}
-DETOKENIZE: Mapping[str, Read] = {"model": TEXT, "tokens": listed(MOST_TOKENS)}
+HARMLESS = frozenset(_FIELDS["harmless"])
+_FOREIGN = {name: unsupported(*neutral, way=way) for name, (neutral, way) in REFUSED.items()}
+CONSTRAINTS = _table("constraints")
+COMMON = {**_table("common"), **CONSTRAINTS, **_FOREIGN}
+CHAT = {**COMMON, **_table("chat")}
+_OF_CHATS = unsupported([], False, "none", {}, way="it is a field of /v1/chat/completions")
+COMPLETIONS = {name: _OF_CHATS for name in CHAT if name != "messages"}
+COMPLETIONS |= {**COMMON, **_table("completions")}
+TOKENIZE = {name: COMMON[name] for name in ("model", "chat_template")} | _table("tokenize")
+TOKENIZE_CHAT = {name: read for name, read in TOKENIZE.items() if name != "prompt"}
+TOKENIZE_CHAT |= {name: CHAT[name] for name in _FIELDS["tokenize_chat"]}
+DETOKENIZE = _table("detokenize")
 #: fields of which a path takes one
 CONTENTS = ("messages", "prompt", "tokens")
 #: values by which a client means that the field is absent

@@ -156,7 +156,7 @@ class ServerProcess(uvicorn.Server):
     def drain(self, seconds: float) -> None:
         """Let running answers end for so many seconds, cancel the rest, and leave."""
         end, service = time.monotonic() + seconds, self.server.service
-        while self.server.open and time.monotonic() < end:
+        while self.server_state.tasks and time.monotonic() < end:
             time.sleep(0.01)
         if service:
             service.close()

@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, combinations
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from g4ir.chat.messages import shown
 from g4ir.chat.special_tokens import CALL, CALL_END, QUOTE
@@ -23,19 +26,12 @@ from g4ir.errors import MissingError
 
 from .http_errors import Refused, missing
 
-#: keywords that say nothing about a value, beside those of chat.tools
-SILENT = NOTES | {"description", "default", "readOnly", "writeOnly", "discriminator"}
-LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+TABLES = yaml.safe_load(Path(__file__).with_name("schemas.yaml").read_text())
+FORMATS: Mapping[str, str] = TABLES["formats"]
 #: type -> the keywords that say something about its values
-OF_KIND: Mapping[str, tuple[str, ...]] = {
-    "string": ("minLength", "maxLength", "pattern", "format"),
-    "integer": LIMITS,
-    "number": LIMITS,
-    "array": ("items", "minItems", "maxItems"),
-    "object": ("properties", "required", "additionalProperties"),
-}
-OF_ANY = frozenset(k for keywords in OF_KIND.values() for k in keywords)
-FORMS = ("anyOf", "oneOf", "allOf", "$ref", "enum", "const", "type", "nullable")
+OF_KIND: Mapping[str, list[str]] = TABLES["of_kind"]
+OF_ANY = frozenset(keyword for keywords in OF_KIND.values() for keyword in keywords)
+FORMS, LIMITS, SILENT = {*TABLES["forms"]}, OF_KIND["number"], NOTES | {*TABLES["silent"]}
 #: the largest minLength, maxLength, minItems and maxItems
 MOST_COUNTED = 1 << 14
 #: whole numbers have at most 18 digits, and so has what stands before and behind a point
@@ -48,24 +44,8 @@ _NUMBERS = {
     "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,2})?/",
 }
 _COMMA, _KEY = ' "," ', "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
-_DAY = (
-    "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
-    "|02-(0[1-9]|1[0-9]|2[0-8]))"
-)
-_CLOCK = "([01][0-9]|2[0-3]):[0-5][0-9]"
-_TIME = rf"{_CLOCK}:[0-5][0-9](\.[0-9]{{1,6}})?(Z|[+-]{_CLOCK})"
-_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-#: format -> a regular expression
-FORMATS = {
-    "date": _DAY,
-    "time": _TIME,
-    "date-time": f"{_DAY}T{_TIME}",
-    "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
-    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
-    "email": r"[A-Za-z0-9_+-]{1,32}(\.[A-Za-z0-9_+-]{1,32}){0,3}"
-    r"@[a-z0-9]{1,63}(\.[a-z0-9]{1,63}){1,4}",
-    "uri": r"https?:\/\/[a-z0-9]{1,63}(\.[a-z0-9]{1,63}){0,4}(\/[A-Za-z0-9_.~-]{0,99}){0,16}",
-}
+Node = Mapping[str, Any]
+Refs = tuple[str, ...]
 
 _ESCAPE = r"\\[^bBAZzkpP0-9]"
 #: escapes and classes of characters in a pattern
@@ -240,7 +220,7 @@ class _Schema:
             arguments = self.value(schema, function.where, ())
         return f"{json.dumps(function.name)} {arguments}"
 
-    def value(self, given: Any, where: str, refs: tuple[str, ...]) -> str:
+    def value(self, given: Any, where: str, refs: Refs) -> str:
         """Return the values of a schema."""
         given = {} if given is True else given
         if not isinstance(given, Mapping):
@@ -249,7 +229,7 @@ class _Schema:
         self.rules.count += 1
         if self.rules.count > MOST_SCHEMAS:
             raise refused(where, "the schemas of all tools are too large for one grammar")
-        known = SILENT | OF_ANY | {*FORMS}
+        known = SILENT | OF_ANY | FORMS
         if odd := next((k for k in node if k not in known and not k.startswith("x-")), None):
             raise refused(f"{where}.{odd}", "this keyword is not supported; leave it out")
         if "anyOf" in node or "oneOf" in node:
@@ -257,18 +237,14 @@ class _Schema:
         elif "const" in node or "enum" in node:
             found = self._listed(node, where)
         elif kinds := _kinds(node):
-            found = [_KINDS[kind](self, node, where, refs) for kind in kinds]
+            found = [self._of_kind(kind, node, where, refs) for kind in kinds]
         else:
             return self.rules.anything()
         if node.get("nullable") is True:
             found = [*found, '"null"']
         return self.rules.rule(" | ".join(found))
 
-    # --- references and unions ----------------------------------------------------------------
-
-    def _flat(
-        self, given: Mapping[str, Any], where: str, refs: tuple[str, ...]
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def _flat(self, given: Node, where: str, refs: Refs) -> tuple[dict[str, Any], Refs]:
         """Return a schema together with what it refers to, and with all that it must be too."""
         node = dict(given)
         while "$ref" in node or "allOf" in node:
@@ -284,7 +260,7 @@ class _Schema:
                 node = _merged(node, part, where)
         return node, refs
 
-    def _union(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> list[str]:
+    def _union(self, node: Node, where: str, refs: Refs) -> list[str]:
         name = "anyOf" if "anyOf" in node else "oneOf"
         where = f"{where}.{name}"
         beside = node.keys() - SILENT - {name, "nullable", "type"}
@@ -298,7 +274,7 @@ class _Schema:
                 raise refused(where, "two of its forms may hold at once; give anyOf")
         return [self.value(f, f"{where}[{i}]", refs) for i, f in enumerate(forms)]
 
-    def _listed(self, node: Mapping[str, Any], where: str) -> list[str]:
+    def _listed(self, node: Node, where: str) -> list[str]:
         name = "const" if "const" in node else "enum"
         kinds = _kinds(node, inferred=False)
         limits = {k for kind in kinds or OF_KIND for k in OF_KIND.get(kind, ())}
@@ -310,9 +286,16 @@ class _Schema:
             raise refused(f"{where}.{name}", "has no value of its type")
         return [self.rules.literal(v) for v in fit]
 
-    # --- types --------------------------------------------------------------------------------
+    def _of_kind(self, kind: str, node: Node, where: str, refs: Refs) -> str:
+        if kind in ("integer", "number"):
+            return self._number(kind, node, where)
+        if kind == "string":
+            return self._string(node, where)
+        if kind in ("array", "object"):
+            return (self._array if kind == "array" else self._object)(node, where, refs)
+        return '"null"' if kind == "null" else '"true" | "false"'
 
-    def _string(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
+    def _string(self, node: Node, where: str) -> str:
         least, most = _counts(node, "minLength", "maxLength", where)
         if most == 0:
             return self.rules.string("")
@@ -329,9 +312,7 @@ class _Schema:
             empty = empty and may_be_empty
         return self.rules.string(self.rules.terminal(*held) + "?" * empty)
 
-    def _number(
-        self, node: Mapping[str, Any], where: str, refs: tuple[str, ...], kind: str = "number"
-    ) -> str:
+    def _number(self, kind: str, node: Node, where: str) -> str:
         if not node.keys() & {*LIMITS}:
             return self.rules.terminal(_NUMBERS[kind])
         low, high = _range(node, kind == "integer", where)
@@ -346,16 +327,7 @@ class _Schema:
             raise refused(where, "its limits leave no number")
         return self.rules.rule("%json " + json.dumps(limits))
 
-    def _integer(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
-        return self._number(node, where, refs, "integer")
-
-    def _boolean(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
-        return '"true" | "false"'
-
-    def _null(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
-        return '"null"'
-
-    def _array(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
+    def _array(self, node: Node, where: str, refs: Refs) -> str:
         least, most = _counts(node, "minItems", "maxItems", where)
         items = node.get("items", True)
         if isinstance(items, list):
@@ -363,7 +335,7 @@ class _Schema:
         item = "" if most == 0 else self.value(items, f"{where}.items", refs)
         return self.rules.array(item, least, most)
 
-    def _object(self, node: Mapping[str, Any], where: str, refs: tuple[str, ...]) -> str:
+    def _object(self, node: Node, where: str, refs: Refs) -> str:
         more = node.get("additionalProperties", True)
         known, required = dict(node.get("properties", {})), node.get("required", [])
         for name in required:
@@ -386,12 +358,7 @@ class _Schema:
         return self.rules.rule(f'"{{" {first} "}}"')
 
 
-_KINDS: Mapping[str, Callable[[_Schema, Mapping[str, Any], str, tuple[str, ...]], str]] = {
-    kind: getattr(_Schema, f"_{kind}") for kind in TYPES
-}
-
-
-def _kinds(node: Mapping[str, Any], inferred: bool = True) -> list[str]:
+def _kinds(node: Node, inferred: bool = True) -> list[str]:
     """Return the types of a schema; those of which it has keywords, where it says none."""
     given = node.get("type")
     if given is None:
@@ -410,7 +377,7 @@ def _is(value: Any, kind: str) -> bool:
     return isinstance(value, kinds[kind])
 
 
-def _merged(node: Mapping[str, Any], part: Any, where: str) -> dict[str, Any]:
+def _merged(node: Node, part: Any, where: str) -> dict[str, Any]:
     """Return the intersection of two schemas whose keywords do not meet."""
     if part is True:
         return dict(node)
@@ -449,17 +416,17 @@ def _apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     return not both or any(_apart(*pair) for pair in listed)
 
 
-def _types(node: Mapping[str, Any]) -> set[str]:
+def _types(node: Node) -> set[str]:
     own = {"null"} if node.get("nullable") is True else set()
     return {*(_kinds(node) or TYPES), *own}
 
 
-def _values(node: Mapping[str, Any]) -> list[Any] | None:
+def _values(node: Node) -> list[Any] | None:
     found = [node["const"]] if "const" in node else node.get("enum")
     return [*found, None] if found and node.get("nullable") is True else found
 
 
-def _counts(node: Mapping[str, Any], low: str, high: str, where: str) -> tuple[int, int | None]:
+def _counts(node: Node, low: str, high: str, where: str) -> tuple[int, int | None]:
     for key in {low, high} & node.keys():
         if not _is(node[key], "integer") or not 0 <= node[key] <= MOST_COUNTED:
             what = f"must be a whole number of 0 to {MOST_COUNTED}, found {node[key]!r}"
@@ -470,7 +437,7 @@ def _counts(node: Mapping[str, Any], low: str, high: str, where: str) -> tuple[i
     return least, most
 
 
-def _range(node: Mapping[str, Any], whole: bool, where: str) -> tuple[float, float]:
+def _range(node: Node, whole: bool, where: str) -> tuple[float, float]:
     if wrong := next((k for k in LIMITS if k in node and not _is(node[k], "number")), None):
         raise refused(f"{where}.{wrong}", f"must be a number, found {shown(node[wrong])}")
     limits = {k: max(-MOST_NUMBER, min(node[k], MOST_NUMBER)) for k in LIMITS if k in node}

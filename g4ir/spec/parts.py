@@ -1,5 +1,5 @@
 """Parts of a variant as frozen dataclasses. Field names follow the upstream configuration where it
-has one name for the thing."""
+has one name for the thing; parts.yaml describes the fields."""
 
 from __future__ import annotations
 
@@ -29,13 +29,7 @@ Places = Annotated[tuple[str, ...], Length(1, 16)]
 @dataclass(frozen=True)
 class Rope:
     """Rotary embedding of one attention kind (semantics: `default` rotates all of head_dim;
-    `proportional` rotates int(rotary_fraction * head_dim // 2) pairs, exponent over head_dim).
-
-    kind: default: rotate all of head_dim; proportional: rotate rotary_fraction of it
-    theta: base of the frequencies, such as 10000
-    rotary_fraction: share of head_dim that is rotated; below 1 with kind proportional only
-    factor: divisor of the inverse frequencies, for longer contexts; none by default
-    """
+    `proportional` rotates int(rotary_fraction * head_dim // 2) pairs, exponent over head_dim)."""
 
     kind: Annotated[str, OneOf(("default", "proportional"))]
     theta: Positive
@@ -49,14 +43,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """Geometry of one attention kind. `window` counts keys including the query itself.
-
-    head_dim: elements of one head; even
-    num_key_value_heads: key and value heads; a divisor of num_attention_heads
-    rope: rotary position embedding of these layers
-    window: keys a query sees, itself included; sliding layers only
-    k_eq_v: V is the K projection before norm and rotation; there is no v_proj tensor
-    """
+    """Geometry of one attention kind. `window` counts keys including the query itself."""
 
     head_dim: Count
     num_key_value_heads: Count
@@ -67,13 +54,7 @@ class AttentionKind:
 
 @dataclass(frozen=True)
 class Moe:
-    """Routed experts beside the dense MLP. `layers` None means every layer.
-
-    num_experts: routed experts per layer
-    top_k_experts: experts that run per token
-    intermediate_size: inner width of one expert's MLP
-    layers: indices from 0 of the layers with experts; every layer by default
-    """
+    """Routed experts beside the dense MLP. `layers` None means every layer."""
 
     num_experts: Annotated[int, Range(1, 65536)]
     top_k_experts: Count
@@ -83,11 +64,7 @@ class Moe:
 
 @dataclass(frozen=True)
 class Ple:
-    """Per-layer embeddings: one row of num_hidden_layers * dim per token id.
-
-    dim: width of one layer's row; a table row has num_hidden_layers * dim elements
-    vocab_size: rows of the table: token ids from 0 that have per-layer embeddings
-    """
+    """Per-layer embeddings: one row of num_hidden_layers * dim per token id."""
 
     dim: Count
     vocab_size: Count
@@ -95,28 +72,7 @@ class Ple:
 
 @dataclass(frozen=True)
 class Text:
-    """The decoder.
-
-    vocab_size: rows of the token table, and logits per position
-    hidden_size: width of the residual stream
-    intermediate_size: inner width of the dense MLP
-    num_hidden_layers: decoder layers
-    num_attention_heads: query heads of every layer
-    pattern: kinds of the layers, repeated and cut to num_hidden_layers; the last layer is full
-    sliding: attention of sliding-window layers
-    full: attention of full (global) layers
-    max_position_embeddings: maximum context length in tokens
-    num_kv_shared_layers: last layers that read an earlier layer's K and V
-    use_double_wide_mlp: layers with shared K and V have twice the intermediate_size
-    moe: routed experts beside the dense MLP; none by default
-    ple: per-layer embeddings; none by default
-    rms_norm_eps: epsilon of the RMS norms
-    hidden_activation: activation of the gated MLPs
-    final_logit_softcapping: soft cap c of the logits: c * tanh(x / c); none by default
-    attn_logit_softcapping: soft cap of the attention scores; none by default
-    use_bidirectional_attention: vision: soft tokens of one image see each other on sliding layers
-    tie_word_embeddings: the token table is also the output matrix
-    """
+    """The decoder."""
 
     vocab_size: Count
     hidden_size: Count
@@ -156,19 +112,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Ids with a meaning. `eos` lists every id that ends a text; media ids mark soft tokens.
-
-    bos: token id at the start of a text
-    eos: token ids that end a text
-    pad: token id of padding
-    image: token id replaced by soft tokens of an image
-    video: token id replaced by soft tokens of a video frame
-    audio: token id replaced by soft tokens of audio
-    boi: token id before an image
-    eoi: token id after an image
-    boa: token id before audio
-    eoa: token id after audio
-    """
+    """Ids with a meaning. `eos` lists every id that ends a text; media ids mark soft tokens."""
 
     bos: Index | None = None
     eos: tuple[Index, ...] = ()
@@ -184,25 +128,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Vision:
-    """The vision tower of `gemma4`: patches -> transformer -> pooling by position.
-
-    hidden_size: width of the tower
-    intermediate_size: inner width of its MLPs
-    num_hidden_layers: layers of the tower
-    num_attention_heads: query heads
-    num_key_value_heads: key and value heads
-    head_dim: elements of one head; a multiple of 4
-    patch_size: side of a patch in pixels
-    pooling_kernel_size: patches per side that are pooled into one soft token
-    position_embedding_size: rows per axis of the position table
-    rope_theta: base of the two-dimensional rotary frequencies
-    rms_norm_eps: epsilon of the RMS norms
-    hidden_activation: activation of the gated MLPs
-    max_position_embeddings: max_position_embeddings of the config.json; changes no value
-    default_output_length: soft tokens per image unless a request says otherwise
-    use_clipped_linears: linears clip their inputs and outputs to ranges from the checkpoint
-    standardize: soft tokens are shifted and scaled by tensors of the checkpoint
-    """
+    """The vision tower of `gemma4`: patches -> transformer -> pooling by position."""
 
     hidden_size: Count
     intermediate_size: Count
@@ -224,25 +150,7 @@ class Vision:
 
 @dataclass(frozen=True)
 class Audio:
-    """The audio tower of `gemma4`: mel frames -> two strided convolutions -> conformer.
-
-    hidden_size: width of the conformer
-    num_hidden_layers: conformer layers
-    num_attention_heads: attention heads
-    output_proj_dims: width of the tower's output
-    subsampling_conv_channels: channels of the two strided convolutions
-    conv_kernel_size: frames of the depthwise convolution's kernel
-    residual_weight: factor of the feed-forward blocks in the residual sum
-    attention_chunk_size: frames per attention block
-    attention_context_left: frames to the left that a query sees, itself included, plus 1
-    attention_context_right: frames a block sees to the right
-    attention_logit_cap: soft cap of the attention scores
-    attention_invalid_logits_value: score of a masked position
-    gradient_clipping: activations are clamped to plus or minus this
-    hidden_act: activation of the feed-forward and convolution blocks
-    rms_norm_eps: epsilon of the RMS norms
-    use_clipped_linears: linears clip their inputs and outputs to ranges from the checkpoint
-    """
+    """The audio tower of `gemma4`: mel frames -> two strided convolutions -> conformer."""
 
     hidden_size: Count
     num_hidden_layers: Layers
@@ -264,16 +172,7 @@ class Audio:
 
 @dataclass(frozen=True)
 class UnifiedVision:
-    """The image path of `gemma4_unified`: merged patches through one linear, no tower.
-
-    mm_embed_dim: width of a patch's embedding
-    mm_posemb_size: rows per axis of the position table
-    patch_size: side of a patch in pixels
-    pooling_kernel_size: patches per side that are merged into one soft token
-    output_proj_dims: width of the output; equals mm_embed_dim
-    num_soft_tokens: soft tokens per image unless a request says otherwise
-    rms_norm_eps: epsilon of the RMS norms
-    """
+    """The image path of `gemma4_unified`: merged patches through one linear, no tower."""
 
     mm_embed_dim: Count
     mm_posemb_size: Count
@@ -286,11 +185,7 @@ class UnifiedVision:
 
 @dataclass(frozen=True)
 class UnifiedAudio:
-    """The audio path of `gemma4_unified`: raw frames of `audio_embed_dim` samples, one linear.
-
-    audio_embed_dim: samples of audio per soft token
-    rms_norm_eps: epsilon of the RMS norms
-    """
+    """The audio path of `gemma4_unified`: raw frames of `audio_embed_dim` samples, one linear."""
 
     audio_embed_dim: Count
     rms_norm_eps: Positive = 1e-6
@@ -299,11 +194,7 @@ class UnifiedAudio:
 @dataclass(frozen=True)
 class Centroids:
     """Heads of clusters of tokens, all of one size: only the tokens of the `top_k` clusters whose
-    heads score best have logits.
-
-    count: clusters; a divisor of text.vocab_size
-    top_k: clusters whose tokens have logits
-    """
+    heads score best have logits."""
 
     count: Count
     top_k: Count
@@ -311,12 +202,7 @@ class Centroids:
 
 @dataclass(frozen=True)
 class Drafter:
-    """The ways in which a drafter meets the model that it drafts for.
-
-    backbone_hidden_size: hidden_size of the target model
-    centroids: clustered output head; a logit for every token by default
-    position: next: a draft token's own position; last: that of the newest token in the KV cache
-    """
+    """The ways in which a drafter meets the model that it drafts for."""
 
     backbone_hidden_size: Count
     centroids: Centroids | None = None
@@ -325,17 +211,7 @@ class Drafter:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Where a checkpoint may keep each part; the first prefix that is present counts.
-
-    text: prefixes of the decoder's tensors; tried on embed_tokens.weight
-    head: names of the untied output matrix
-    vision: prefixes of the vision tower
-    audio: prefixes of the audio tower
-    vision_embedder: prefixes of a unified model's patch embedder
-    embed_vision: prefixes of the projection from image features to hidden_size
-    embed_audio: prefixes of the projection from audio features to hidden_size
-    drafter: prefixes of a drafter's own tensors outside its layers
-    """
+    """Where a checkpoint may keep each part; the first prefix that is present counts."""
 
     text: Places = ("model.language_model.", "language_model.", "model.", "")
     head: Places = ("lm_head.weight",)
@@ -373,20 +249,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Variant:
-    """The fields of a variant, and its layers.
-
-    name: name of the variant; the file's name by default
-    model_type: model_type of the config.json
-    dtype: dtype of weights and activations
-    text: the decoder
-    tokens: special token ids
-    hub: Hugging Face repository of the weights, such as google/gemma-4-E2B-it
-    chat: built-in chat template, for a checkpoint without one
-    vision: image tower; none by default
-    audio: audio tower; none by default
-    prefixes: tensor name prefixes in a checkpoint
-    drafter: set if this is a draft model (MTP), whose layers read the target's KV cache
-    """
+    """The fields of a variant, and its layers."""
 
     name: Annotated[str, Shaped(NAME, "my-variant")]
     model_type: Annotated[str, OneOf(MODEL_TYPES)]

@@ -10,10 +10,10 @@ import hashlib
 import importlib.util
 import json
 import logging
-import re
 import types
 import typing
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -40,6 +40,7 @@ from g4ir.spec.reader import (
     shown,
     tree_of,
 )
+from g4ir.ui.files import read_table
 
 from .parts import CHAT_FORMS, TOWERS, Variant, slug
 from .rules import Problem, canonical, problems, readable_pattern
@@ -111,9 +112,6 @@ def _default(f: Any) -> Any:
     return f.default_factory() if f.default_factory is not MISSING else f.default
 
 
-# --- rules that join several fields -----------------------------------------------------------
-
-
 def check_spec(spec: Spec) -> Spec:
     """Return the spec itself if it breaks no rule; SpecError with the first problem otherwise.
 
@@ -133,8 +131,6 @@ def _tower_hint(spec: Spec, name: str) -> Any:
     classes = [towers[name] for towers in TOWERS.values() if name in towers]
     return next((c for c in classes if isinstance(getattr(spec, name), c)), classes[0]) | None
 
-
-# --- files ------------------------------------------------------------------------------------
 
 NOT_INHERITED = ("name", "hub")  # a relative of a variant is another model with other weights
 
@@ -165,13 +161,17 @@ def _shipped() -> list[str]:
     return sorted(p.stem for p in specs_dir().glob("*.yaml"))
 
 
-def load_spec(name_or_path: str | Path) -> Spec:
-    """Read the spec of a shipped variant (`e2b`) or of a YAML file (`my/variant.yaml`).
+def load_spec(name_or_path: str | Path, alone: bool = False) -> Spec:
+    """Read the spec of a shipped variant (`e2b`) or of a YAML file (`my/variant.yaml`), which may
+    not extend another if it stands `alone`.
 
     Raises SpecError naming file, line, key and the fix.
     """
     path = spec_path(name_or_path)
-    return _spec_from_tree(_with_bases(read_tree(path), path, ()), path.stem)
+    tree = read_tree(path)
+    if alone and "extends" in tree.entries:
+        raise fail(tree.keys["extends"], "extends", "an engine's spec stands alone")
+    return _spec_from_tree(_with_bases(tree, path, ()), path.stem)
 
 
 def spec_path(name_or_path: str | Path) -> Path:
@@ -269,9 +269,6 @@ def _reached(tree: Map, path: str) -> list[Where]:
     return places
 
 
-# --- views ------------------------------------------------------------------------------------
-
-
 def diff_specs(a: Spec, b: Spec) -> list[tuple[str, Any, Any]]:
     """Return fields that differ as (key path, value in a, value in b), in field order."""
     left, right = _flat(a.to_dict()), _flat(b.to_dict())
@@ -286,9 +283,6 @@ def _flat(value: dict[str, Any], path: str = "") -> dict[str, Any]:
     return out
 
 
-# --- JSON Schema -----------------------------------------------------------------------------
-
-_FIELD_DOC = re.compile(r"^ {4}(\w+): (.+)$", re.MULTILINE)
 _JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", Line: "string"}
 
 
@@ -300,13 +294,15 @@ def _schema_defs(cls: type, partial: bool, defs: dict[str, Any]) -> str:
     name = cls.__name__ + ("Patch" if partial else "")
     if name not in defs:
         defs[name] = {}  # keeps a recursive type from looping
-        hints, docs = hints_of(cls), _field_docs(cls)
+        hints = hints_of(cls)
+        docs = _described().get("Variant" if cls is Spec else cls.__name__, {})
         defs[name] = {
             "type": "object",
             "description": " ".join((cls.__doc__ or "").split("\n\n")[0].split()),
             "additionalProperties": False,
             "properties": {
-                f.name: _schema_of(hints[f.name], partial, defs) | docs.get(f.name, {})
+                f.name: _schema_of(hints[f.name], partial, defs)
+                | ({"description": docs[f.name]} if f.name in docs else {})
                 for f in fields(cls)
             },
             "required": [] if partial else [f.name for f in fields(cls) if required(f)],
@@ -314,12 +310,9 @@ def _schema_defs(cls: type, partial: bool, defs: dict[str, Any]) -> str:
     return name
 
 
-def _field_docs(cls: type) -> dict[str, dict[str, str]]:
-    """Return field -> its description, from the lines `field: text` of the docstrings of a
-    dataclass and its bases."""
-    docs = (c.__doc__ or "" for c in reversed(cls.__mro__) if is_dataclass(c))
-    lines = (match for doc in docs for match in _FIELD_DOC.findall(doc))
-    return {name: {"description": text} for name, text in lines}
+@cache
+def _described() -> dict[str, dict[str, str]]:
+    return read_table(Path(__file__).with_name("parts.yaml"))
 
 
 def _schema_of(hint: Any, partial: bool, defs: dict[str, Any]) -> dict[str, Any]:

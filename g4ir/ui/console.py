@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -32,11 +33,9 @@ OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE
 
 
 def say(line: str) -> None:
-    """Print one line on stderr, in place of a progress line if there is one. A closed stderr is no
-    reason to stop working."""
+    """Print one line on stderr, in place of a progress line if there is one."""
     Progress.clear()
-    with contextlib.suppress(OSError, ValueError):
-        print(f"g4ir: {line}", file=sys.stderr, flush=True)
+    _write(f"g4ir: {line}\n")
 
 
 class Progress:
@@ -50,8 +49,7 @@ class Progress:
     _on_line = False
 
     def __init__(self) -> None:
-        self._message = self._shown = ""
-        self._begun = time.monotonic()
+        self._message = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -80,19 +78,18 @@ class Progress:
             _write("\r\x1b[K")
 
     def _watch(self) -> None:
+        begun, shown = time.monotonic(), ""
         while not self._stop.wait(PERIOD_S):
-            if time.monotonic() - self._begun >= QUIET_S and self._message:
-                self._show()
-
-    def _show(self) -> None:
-        seconds = time.monotonic() - self._begun
-        if _on_terminal():
-            line = f"g4ir: {self._message} ({seconds:.0f} s)"
-            Progress._on_line = True
-            _write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
-        elif self._message != self._shown:
-            _write(f"g4ir: {self._message} ({seconds:.0f} s)\n")
-        self._shown = self._message
+            seconds, message = time.monotonic() - begun, self._message
+            if seconds < QUIET_S or not message:
+                continue
+            line = f"g4ir: {message} ({seconds:.0f} s)"
+            if _on_terminal():
+                Progress._on_line = True
+                _write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
+            elif message != shown:
+                _write(f"{line}\n")
+            shown = message
 
 
 def _on_terminal() -> bool:
@@ -100,6 +97,7 @@ def _on_terminal() -> bool:
 
 
 def _write(text: str) -> None:
+    """Write to stderr; a closed one is no reason to stop working."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -205,21 +203,17 @@ class _Output:
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        method = getattr(self._stream, name)
+        return partial(_named, method) if name in ("write", "flush") else method
 
-    def write(self, text: str) -> int:
-        return int(self._named("write", text))
 
-    def flush(self) -> None:
-        self._named("flush")
-
-    def _named(self, method: str, *given: str) -> Any:
-        try:
-            return getattr(self._stream, method)(*given)
-        except BrokenPipeError:
-            raise
-        except OSError as e:
-            raise OutputError(e.errno, e.strerror) from e
+def _named(method: Callable[..., Any], *given: str) -> Any:
+    try:
+        return method(*given)
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        raise OutputError(e.errno, e.strerror) from e
 
 
 def output() -> Any:

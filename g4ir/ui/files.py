@@ -7,7 +7,14 @@ import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+import yaml
+
+
+def read_table(path: Path) -> Any:
+    """Parse a YAML file of this package, by libyaml if PyYAML has it."""
+    return yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def write_file(path: Path, *parts: Iterable[bytes | memoryview], mode: int = 0o666) -> None:

@@ -1,9 +1,31 @@
-"""Free memory of the machine and of a GPU."""
+"""Memory of the machine and of a GPU."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
+
+from .threads import control_groups
+
+
+def device_memory(device: str) -> int:
+    """Return the bytes of memory of `cuda` (the current device) or of this machine's `cpu`: what is
+    fitted, or the limit of the control groups that the process is in, if that is less."""
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *memory_limits()])
+
+
+def memory_limits(root: Path = Path("/")) -> Iterator[int]:
+    """Yield the memory limits of the process's control groups."""
+    for group in control_groups("memory", root):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):  # "max": no limit
+                yield int((group / name).read_text())
 
 
 def free_memory() -> int:

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from g4ir.errors import MissingError, TrustError
@@ -148,22 +148,17 @@ def _private_temporary(root: Path) -> tempfile.TemporaryDirectory[str]:
 def claimed(name: str, wait: bool) -> Iterator[bool]:
     """A lock between processes by name: yields whether it was taken; `wait`: block until it is.
     Without file locks it always yields True."""
-    try:
-        file = os.open(private(state_root() / "claims") / name, os.O_RDWR | os.O_CREAT, 0o600)
-    except (OSError, TrustError):
-        yield True
-        return
-    try:
-        alone = True
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            alone = False
-        except OSError:
-            pass
+    alone = True
+    with ExitStack() as held:
+        with suppress(OSError, TrustError):
+            claims = private(state_root() / "claims")
+            file = os.open(claims / name, os.O_RDWR | os.O_CREAT, 0o600)
+            held.callback(os.close, file)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                alone = False
         yield alone
-    finally:
-        os.close(file)
 
 
 def private(folder: Path) -> Path:

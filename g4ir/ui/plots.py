@@ -79,21 +79,13 @@ def plot_caches(path: str | Path, lines: Sequence[CacheLines], title: str) -> No
     with figure(path) as axes:
         for i, line in enumerate(lines):
             for total, sizes in line.totals.items():
-                axes.plot(
-                    line.contexts,
-                    [n / GIB for n in sizes],
-                    STYLES[total],
-                    color=f"C{i}",
-                    label=f"{line.name} {total}",
-                )
+                gib, label = [n / GIB for n in sizes], f"{line.name} {total}"
+                axes.plot(line.contexts, gib, STYLES[total], color=f"C{i}", label=label)
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xlabel("context, tokens")
-        axes.set_ylabel("K and V, GiB")
+        axes.set(yscale="log", xlabel="context, tokens", ylabel="K and V, GiB", title=title)
         ticks = sorted({c for line in lines for c in line.contexts})
         axes.set_xticks(ticks, [count_text(c) for c in ticks])
         axes.grid(True, which="major", alpha=0.3)
-        axes.set_title(title)
         axes.legend(fontsize="small", ncols=2)
 
 
@@ -102,21 +94,16 @@ def plot_launches(
 ) -> None:
     """Plot a step as bars of microseconds on one line, a colour a kind of kernel, those that take
     longest first in the legend; a line where the roof is."""
-    times: dict[str, float] = {}
+    bars: dict[str, list[tuple[float, float]]] = {}
+    now = 0.0
     for kind, us in launches:
-        times[kind] = times.get(kind, 0.0) + us
-    kinds = sorted(times, key=lambda kind: -times[kind])
+        bars.setdefault(kind, []).append((now, us))
+        now += us
+    times = {kind: sum(us for _, us in found) for kind, found in bars.items()}
     with figure(path, 11, 3.2) as axes:
-        begun: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
-        now = 0.0
-        for kind, us in launches:
-            begun[kind].append((now, us))
-            now += us
-        for i, kind in enumerate(kinds):
-            label = f"{kind}: {times[kind]:.0f} us"
-            axes.broken_barh(
-                begun[kind], (0, 1), color=f"C{i % 10}", alpha=1 - i // 10 / 2, label=label
-            )
+        for i, kind in enumerate(sorted(times, key=lambda kind: -times[kind])):
+            look = {"color": f"C{i % 10}", "alpha": 1 - i // 10 / 2}
+            axes.broken_barh(bars[kind], (0, 1), label=f"{kind}: {times[kind]:.0f} us", **look)
         axes.axvline(roof, color="black", linestyle="--", label=f"roof: {roof:.0f} us")
         axes.set(title=title, xlabel="microseconds, predicted", yticks=[], xlim=(0, now))
         axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.25))

@@ -9,7 +9,6 @@ kernels have a thread pool of their own (backends/torch_compile/cpu/team.c).
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 from collections.abc import Iterator, MutableMapping
@@ -45,33 +44,33 @@ def visible_cores() -> int:
 def usable_cores(root: Path = Path("/")) -> int:
     """Return how many cores this process can keep busy: its affinity, limited by the CPU quota of
     its control group (rounded down, at least one)."""
-    quota = min(_quotas(root), default=math.inf)
-    return max(1, min(visible_cores(), int(min(quota, 1e6))))
+    quotas = (quota for group in control_groups("cpu", root) for quota in _quota(group))
+    return max(1, min(visible_cores(), int(min((1e6, *quotas)))))
 
 
-def _quotas(root: Path) -> Iterator[float]:
-    """Yield the CPU quotas, in cores, of this process's control groups and their parents: cpu.max
-    in version 2, cpu.cfs_quota_us in version 1, where -1 means none."""
+def control_groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
+    """Yield the control groups of this process and their parents that may limit `cpu` or `memory`,
+    in version 2 and in version 1, which has a tree for each controller."""
     mount = root / "sys/fs/cgroup"
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
+            if controllers and controller not in controllers.split(","):
                 continue
             top = mount / controllers
             own = top / path.lstrip("/")
             for group in (own, *own.parents):
-                yield from _quota(group)
+                yield group
                 if group == top:
                     break
 
 
 def _quota(group: Path) -> Iterator[float]:
-    for read in (
-        lambda: (group / "cpu.max").read_text().split(),
-        lambda: [(group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")],
-    ):
+    """Yield a CPU quota in cores: cpu.max in version 2, cpu.cfs_quota_us in version 1, where -1
+    means none."""
+    for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
         with contextlib.suppress(OSError, ValueError):
-            quota, period = map(float, read())
+            words = (word for name in names for word in (group / name).read_text().split())
+            quota, period = map(float, words)
             if quota > 0 < period:
                 yield quota / period

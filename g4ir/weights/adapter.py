@@ -1,8 +1,7 @@
 """LoRA adapters as PEFT saves them, merged into a checkpoint's weights: W + scale * B @ A.
 
-`scale` is lora_alpha / r (or / sqrt(r) with use_rslora), times the factor of the user. The sum is
-made in float32 when a weight is read, before it is packed, quantised or sharded; a projection K
-that serves as V too (`k_eq_v`) changes both.
+The sum is made in float32 when a weight is read, before it is packed, quantised or sharded; a
+projection K that serves as V too (`k_eq_v`) changes both.
 """
 
 from __future__ import annotations
@@ -13,62 +12,28 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.errors import InputError, WeightsError
 from g4ir.model.media import KINDS
 from g4ir.model.names import HEAD, TOKEN_TABLE
 from g4ir.model.tensors import Shape, dead_tensors, media_tensors, text_tensors
+from g4ir.ops.types import torch
 from g4ir.spec.record import Spec
 
 from .checkpoint import PICKLES, Checkpoint
-from .formats.base import (
-    CodedWeight,
-    Files,
-    Found,
-    MadeWeight,
-    by_plain_name,
-    plain_name,
-    shown,
-    wrong,
-)
+from .formats.base import Files, Found, Part, by_plain_name, plain_name, shown, wrong
 from .match import tower_names
-from .tensorfile import FLOATS, broken, parse_json, quoted, read_header, read_limited
-
-if TYPE_CHECKING:
-    import torch
+from .tensorfile import FLOATS, TABLES, broken, parse_json, quoted, read_header, read_limited
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-#: most bytes of an adapter's config
 LIMIT = 4 << 20
 _PART = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.default)?(?:\.weight)?")
-#: keys that are read, and keys that change nothing about a trained adapter
-_READ = {
-    *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
-    *("base_model_name_or_path", "init_lora_weights", "bias"),
-}
-_OF_TRAINING = {
-    *("task_type", "inference_mode", "revision", "target_modules", "exclude_modules"),
-    *("lora_dropout", "auto_mapping", "peft_version", "layers_to_transform", "layers_pattern"),
-    *("loftq_config", "eva_config", "corda_config", "runtime_config", "megatron_config"),
-    *("megatron_core", "ensure_weight_tying", "qalora_group_size"),
-}
-#: values of keys that are read; of `init_lora_weights` those that leave the model's weights alone
-_ALLOWED: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": (None, "none"),
-    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
-}
-TIED = (
-    "the table of tokens is the head too (tie_word_embeddings is true), and an adapter changes one "
-    "of them"
-)
+TIED = "the table of tokens is the head too (tie_word_embeddings is true), and an adapter changes"
+TIED += " one of them"
 MERGE = (
     "fix: merge the adapter with PEFT (merge_and_unload, save_pretrained) and give that checkpoint"
 )
-
-
-#: A and B of a module
 Parts = Mapping[str, Found]
 
 
@@ -104,12 +69,13 @@ class Adapter:
         """The config; WeightsError for what is not a plain LoRA."""
         file = self.path / CONFIG
         values = parse_json(file, read_limited(file, LIMIT))
-        other = {k: v for k, v in values.items() if k not in _READ | _OF_TRAINING and v}
-        for key, allowed in _ALLOWED.items():
+        keys = TABLES["adapter"]
+        known = {*keys["read"], *keys["training"]}
+        other = {k: v for k, v in values.items() if k not in known and v}
+        for key, allowed in keys["allowed"].items():
             if values.get(key) not in allowed:
                 other[key] = values.get(key)
-        if other:
-            key, value = next(iter(other.items()))
+        for key, value in other.items():
             raise WeightsError(f"{file}: {key}: {quoted(value)} is not applied; {MERGE}")
         return values
 
@@ -124,9 +90,7 @@ class Adapter:
         if not file.is_file():
             pickles = [p.name for p in self.path.iterdir() if p.name.endswith(PICKLES)]
             found = f"only {pickles[0]}: pickles are never opened" if pickles else "none"
-            raise WeightsError(
-                f"{self.path}: expected {WEIGHTS}, found {found}; fix: save it again"
-            )
+            raise broken(self.path, f"expected {WEIGHTS}, found {found}", "fix: save it again")
         return file
 
     def scale(self, module: str, rank: int) -> float:
@@ -139,13 +103,11 @@ class Adapter:
         return self.factor * alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def _number(self, key: str, patterns: str, module: str) -> float:
-        """Return a module's own value, or that of all; keys of patterns are ends of names."""
         own = self.config.get(patterns) or {}
         names = own if isinstance(own, dict) else {"": None}
         if odd := next((name for name in names if not re.fullmatch(r"[\w.]{1,200}", name)), None):
-            raise WeightsError(
-                f"{self.path / CONFIG}: {patterns}: {quoted(odd)} is no name of a module; {MERGE}"
-            )
+            what = f"{patterns}: {quoted(odd)} is no name of a module"
+            raise broken(self.path / CONFIG, what, MERGE)
         ends = (v for name, v in names.items() if f".{module}".endswith(f".{name}"))
         value: Any = next(ends, self.config.get(key))
         if type(value) not in (int, float) or not 0 < value < 1 << 31:
@@ -160,8 +122,7 @@ def lies_in(directory: Path) -> str | None:
 
 
 def with_adapters(model: Checkpoint, spec: Spec, adapters: Iterable[Adapter]) -> Checkpoint:
-    """Return a checkpoint whose weights have these adapters merged, one after the other; reads no
-    tensor data. WeightsError names the adapter's file, its tensor, and the fix."""
+    """Return a checkpoint with these adapters merged, one after the other; reads no tensor data."""
     for adapter in adapters:
         model = _merged(model, spec, adapter)
     return model
@@ -169,28 +130,42 @@ def with_adapters(model: Checkpoint, spec: Spec, adapters: Iterable[Adapter]) ->
 
 def _merged(model: Checkpoint, spec: Spec, adapter: Adapter) -> Checkpoint:
     file = adapter.weights
-    header = read_header(file)
-    names = by_plain_name(file, ((name, (header, e)) for name, e in header.entries.items()))
-    files, weights = Files(adapter.path, names), dict(model.coded)
+    names = by_plain_name(file, [read_header(file)])
+    files, weights = Files(adapter.path, names), dict(model.weights)
     ignored = dict(model.ignored)
     for (module, embedding), parts in _modules(file, names).items():
         found = next(iter(parts.values()))
         bare, shape, why = _target(spec, adapter, module, found)
-        if not why and bare not in model.entries and bare not in model.coded:
+        if not why and bare not in weights:
             why = "part of an adapter for a tower, which this engine leaves out"
         if why:
             ignored |= {plain: why for plain, at in names.items() if at in parts.values()}
             continue
-        if isinstance(model.coded.get(bare), CodedWeight):
+        if weights[bare].scheme:
             what = f"{bare} is quantised in {model.directory}, and an adapter needs its numbers"
-            raise wrong(
-                found, what, "fix: give the bf16 weights that it was quantised from, and --quant"
-            )
-        low = _Low(files, *_factors(parts, embedding, shape), embedding)
-        scale = adapter.scale(module, low.rank)
-        weights[bare] = _merged_weight(model, weights.get(bare), bare, shape, low, scale)
-    entries = {name: at for name, at in model.entries.items() if name not in weights}
-    return replace(model, entries=entries, coded=weights, ignored=ignored)
+            fix = "fix: give the bf16 weights that it was quantised from, and --quant"
+            raise wrong(found, what, fix)
+        a, b = _factors(parts, embedding, shape)
+        scale = adapter.scale(module, a[1].shape[0])
+        low = (b, a) if not embedding else (a, b)
+        values = partial(_sum, weights[bare].parts[""], files, low, embedding, scale)
+        weights[bare] = replace(weights[bare], parts={"": values})
+    return replace(model, weights=weights, ignored=ignored, opened=(*model.opened, files))
+
+
+def _sum(
+    own: Part,
+    files: Files,
+    low: tuple[Found, Found],
+    embedding: bool,
+    scale: float,
+    rows: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return values, or `rows` of them, plus B [N, r] @ A [r, K]; transposed for a table [K, N]."""
+    left, right = (files.rows(part).float() for part in low)
+    left, right = (left.T, right.T) if embedding else (left, right)
+    left = left if rows is None else left.index_select(0, rows)
+    return own(rows).float() + scale * (left @ right)
 
 
 def _modules(file: Path, names: Mapping[str, Found]) -> Mapping[tuple[str, bool], Parts]:
@@ -243,41 +218,3 @@ def _factors(parts: Parts, embedding: bool, shape: Shape) -> tuple[Found, Found]
             fix = "fix: give an adapter of this model"
             raise wrong(part, f"{expected}, found {shown(part)}", fix)
     return a, b
-
-
-@dataclass(frozen=True)
-class _Low:
-    """A change of low rank: A [r, K] and B [N, r] of a weight [N, K], of a table [K, N]."""
-
-    files: Files
-    a: Found
-    b: Found
-    embedding: bool
-
-    @property
-    def rank(self) -> int:
-        return self.a[1].shape[0]
-
-    def product(self, rows: torch.Tensor | None) -> torch.Tensor:
-        """Return B @ A in float32, as the weight lies; of its rows `rows` where given."""
-        a, b = (self.files.tensor(part).float() for part in (self.a, self.b))
-        left, right = (a.T, b.T) if self.embedding else (b, a)
-        return (left if rows is None else left.index_select(0, rows)) @ right
-
-
-def _merged_weight(
-    model: Checkpoint,
-    made: CodedWeight | MadeWeight | None,
-    bare: str,
-    shape: Shape,
-    low: _Low,
-    scale: float,
-) -> MadeWeight:
-    def numbers(rows: torch.Tensor | None) -> torch.Tensor:
-        if isinstance(made, MadeWeight):
-            own = made.numbers(rows)
-        else:
-            own = model.stored.rows(model.entries[bare], rows)
-        return own.float() + scale * low.product(rows)
-
-    return MadeWeight(shape, numbers, partial(model.release, bare))

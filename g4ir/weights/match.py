@@ -1,5 +1,4 @@
-"""Matches the tensors of a checkpoint with its spec: names, shapes and dtypes, before any data is
-read."""
+"""Matches the tensors of a checkpoint with its spec before any data is read."""
 
 from __future__ import annotations
 
@@ -11,28 +10,20 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from g4ir.errors import WeightsError
 from g4ir.model.names import HEAD, ORDER, TOKEN_TABLE
 from g4ir.model.tensors import CLIP_BOUNDS, DRAFTER, Tensors, dead_tensors, text_tensors
 from g4ir.spec.record import Spec
 
 from . import tensorfile
-from .formats.base import CODED, plain_name
-from .tensorfile import Entry, Header, quoted
+from .formats.base import CODED, Found, plain_name
+from .tensorfile import TABLES, Entry, Header, quoted
 
 SHOWN = 5  # mismatches listed in one message
 WHOLE = ("I64", "I32")  # dtypes of token ids
 V_PROJ = "self_attn.v_proj.weight"
-#: buffers that follow from the spec
 COMPUTED = re.compile(r"(?:^|\.)(?:rotary_emb\w*\.\w*inv_freq|embed_scale|inv_timescales)$")
-#: tensors of an adapter that was not merged
 ADAPTER = re.compile(r"\.(?:base_layer|lora_\w+|modules_to_save)\.|\.lora_magnitude_vector")
-
-#: experts as MLX stores them, gate and up apart
 MLX_EXPERTS = ".switch_glu."
-
-#: stored tensors by name
-Found = dict[str, tuple[Header, Entry]]
 
 
 @dataclass(frozen=True)
@@ -45,30 +36,14 @@ class Mismatch:
     fix: str
 
 
-FIXES = {
-    "spec": "build with the spec of this checkpoint (its config.json), or complete the download",
-    "adapter": "save the model with its adapter merged (PEFT: merge_and_unload), or the adapter "
-    "alone and give it as --adapter DIR",
-    "mlx": "take the checkpoint that MLX converted, or a compressed-tensors or GGUF file of it",
-    "k_eq_v": "set k_eq_v of that attention kind as the checkpoint's config.json says",
-    "dtype": "save the checkpoint in BF16, F16 or F32 (dequantise it first)",
-    "drafter": "complete the download, or take the config.json that belongs to the drafter",
-    "media": "complete the download, or leave the towers out (--media none)",
-    "gguf": "take a file that llama.cpp's converter made of this variant, or the file's own spec",
-    "mmproj": "take the mmproj file that llama.cpp's converter made of this variant, or name the "
-    "kinds of media that it has (--media)",
-    "type": "take a file in BF16, F16, Q8_0, Q6_K or Q4_0, or requantise it with llama-quantize",
-    "tie": "set tie_word_embeddings to what the checkpoint's config.json says",
-    "head": "leave the head out of the file, or set tie_word_embeddings to false",
-}
+FIXES: dict[str, str] = TABLES["fixes"]
 
 
 def head_names(spec: Spec) -> list[str]:
-    """Return the names of an untied head."""
     return [*dict.fromkeys(map(plain_name, spec.prefixes.head))]
 
 
-def find_prefix(directory: Path, spec: Spec, names: Mapping[str, tuple[Header, Entry]]) -> str:
+def find_prefix(directory: Path, spec: Spec, names: Mapping[str, Found]) -> str:
     """Return the prefix of this checkpoint's text tower: the one with most hits."""
     valid = text_tensors(spec).keys() - {HEAD}
     prefixes = dict.fromkeys(map(plain_name, spec.prefixes.text))
@@ -76,11 +51,10 @@ def find_prefix(directory: Path, spec: Spec, names: Mapping[str, tuple[Header, E
     best = max(hits, key=lambda p: hits[p])
     if not hits[best]:
         accepted = ", ".join(f"{p}{TOKEN_TABLE}" for p in hits)
-        raise WeightsError(
-            f"{directory}: no text tensor of spec {spec.name} under any accepted prefix "
-            f"(expected {accepted}; found {', '.join(map(quoted, sorted(names)[:3])) or 'none'}); "
-            f"fix: {FIXES['spec']}"
-        )
+        found = ", ".join(map(quoted, sorted(names)[:3])) or "none"
+        what = f"no text tensor of spec {spec.name} under any accepted prefix"
+        what += f" (expected {accepted}; found {found})"
+        raise tensorfile.broken(directory, what, f"fix: {FIXES['spec']}")
     return best
 
 
@@ -113,16 +87,15 @@ def absent_value(name: str) -> float | None:
 
 @dataclass
 class TensorMatch:
-    """Matches stored tensors with a spec in one walk: those that the spec needs (`live`, by bare
-    name), those that are not used (`ignored`, stored name -> why), defaults of absent ones, and
-    every mismatch: unknown tensors, missing ones, wrong shapes and dtypes."""
+    """Matches stored tensors with a spec in one walk: needed ones (`live`, by bare name), unused
+    ones (`ignored`, stored name -> why), defaults of absent ones, and every mismatch."""
 
     spec: Spec
     directory: Path
     prefix: str
     towers: Tensors
-    names: Found
-    live: Found = field(default_factory=dict)
+    names: Mapping[str, Found]
+    live: dict[str, Found] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, float] = field(default_factory=dict)
     mismatches: list[Mismatch] = field(default_factory=list)
@@ -150,18 +123,18 @@ class TensorMatch:
         return {HEAD: shapes[TOKEN_TABLE]} | shapes
 
     @cached_property
-    def stored_towers(self) -> dict[str, str]:
-        found: dict[str, str] = {}
+    def needed(self) -> dict[str, str]:
+        """Stored name -> bare name of the tensors that the spec needs."""
+        out = {self.prefix + bare: bare for bare in text_tensors(self.spec) if bare != HEAD}
         for bare in self.towers:
-            names = tower_names(self.spec, bare)
-            stored = next((name for name in names if name in self.names), None)
-            if stored is not None:
-                found[stored] = bare
-        return found
+            names = (name for name in tower_names(self.spec, bare) if name in self.names)
+            if stored := next(names, None):
+                out[stored] = bare
+        return out
 
     @cached_property
-    def dead(self) -> Tensors:
-        return dead_tensors(self.spec)
+    def dead(self) -> set[str]:
+        return {self.prefix + bare for bare in dead_tensors(self.spec)}
 
     @cached_property
     def head(self) -> str | None:
@@ -169,12 +142,9 @@ class TensorMatch:
 
     def _role(self, name: str) -> str | None:
         """Return the bare name of a needed tensor, or why it is ignored; None if unknown."""
-        bare = name.removeprefix(self.prefix) if name.startswith(self.prefix) else None
-        if bare in self.shapes and bare not in self.towers and bare != HEAD:
-            return bare
-        if name in self.stored_towers:
-            return self.stored_towers[name]
-        if bare in self.dead:
+        if name in self.needed:
+            return self.needed[name]
+        if name in self.dead:
             return "K or V of a layer that reads another layer's K and V"
         if tower := tower_of(self.spec, name):
             return f"part of {tower}, which this engine leaves out"

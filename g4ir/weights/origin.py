@@ -1,9 +1,11 @@
-"""Finds what lies at a checkpoint's path, a Hugging Face directory or a GGUF file: its spec, the
-files that an engine keeps, and its weights."""
+"""Finds what lies at a checkpoint's path, a Hugging Face directory or a GGUF file, and snapshots in
+the hub's local cache."""
 
 from __future__ import annotations
 
 import logging
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +13,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from g4ir.errors import InputError
+from g4ir.model.tensors import text_tensors, tower_tensors
+from g4ir.ops.types import ITEMSIZE
 from g4ir.spec.record import Spec
+from g4ir.ui.paths import hub_cache
+from g4ir.ui.units import size_text
 
 from .adapter import Adapter, lies_in
 from .checkpoint import (
@@ -26,48 +32,128 @@ from .formats.base import plain_name
 from .gguf.checkpoint import holds_towers, open_gguf, with_towers
 from .gguf.container import Container, read_container
 from .gguf.metadata import SPEC_ONLY, read_spec, side_files
-from .hub import in_cache_folder
+from .tensorfile import quoted
 
 log = logging.getLogger(__name__)
 
-#: how files of towers alone begin
-MMPROJ = "mmproj"
+MMPROJ = "mmproj"  # how files of towers alone begin
 #: ends of files that are one of a checkpoint's several
 OF_DIRECTORY = (".safetensors", ".json")
 
 
+_SPEC_ONLY = ("text.moe.layers", "text.attn_logit_softcapping", "text.sliding.k_eq_v")
+
+
 @dataclass(frozen=True)
-class Origin:
-    """A checkpoint at a path, and what it says of itself."""
+class CheckpointDirectory:
+    """A Hugging Face checkpoint, and what it says of itself."""
 
     path: Path
     #: fields that it cannot say: where only these differ, the spec is right
-    spec_only: ClassVar[tuple[str, ...]] = ()
-    #: whether its spec has its towers
-    says_towers: ClassVar[bool] = False
+    spec_only: ClassVar[tuple[str, ...]] = _SPEC_ONLY
+    says_towers: ClassVar[bool] = True
 
     @property
     def stated(self) -> Path:
         """The file that says its spec."""
-        return self.path
+        return self.path / CONFIG
 
     def spec(self) -> Spec:
         """Return its spec; SpecError or WeightsError names the file and what is wrong there."""
-        raise NotImplementedError
+        if not self.stated.is_file():
+            if lies_in(self.path):
+                raise InputError(
+                    f"--checkpoint {self.path}: a LoRA adapter of {Adapter(self.path).base}, and "
+                    f"no model; give --checkpoint with that model, and --adapter {self.path}"
+                )
+            found = sorted(self.path.glob(f"*{GGUF}"), key=lambda p: (p.name.startswith(MMPROJ), p))
+            near = f"; give --checkpoint {found[0]}" if found else ""
+            if found[1:]:
+                near += f", or another of {', '.join(p.name for p in found[1:5])}"
+            raise InputError(
+                f"{self.path} has no {CONFIG}: not a Hugging Face checkpoint directory{near}"
+            )
+        return Spec.from_hf(self.stated)
+
+    def published(self) -> bool:
+        """Whether transformers loads these weights: it does not know other tools' names, and with
+        PEFT it would load an adapter that lies here too."""
+        names = (name for header in read_headers(self.path) for name in header.entries)
+        return not lies_in(self.path) and all(name == plain_name(name) for name in names)
 
     def side_files(self) -> dict[str, bytes]:
-        raise NotImplementedError
+        return read_side_files(self.path)
 
     def extractor(self) -> Mapping[str, Any] | None:
-        return None
+        return read_extractor(self.path)
 
     def kinds(self, asked: str | Sequence[str], spec: Spec) -> str | Sequence[str]:
         """Return the kinds of media of a build; InputError for one that it has no tower of."""
         return asked
 
     def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
-        """Open its weights, for an engine of this dtype; WeightsError where they do not fit."""
-        raise NotImplementedError
+        """Open its weights, for an engine of this dtype; WeightsError if they do not fit."""
+        return Checkpoint.open(self.path, spec, kinds, dtype)
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A GGUF file: text model, tokenizer, chat template; `towers`: a file of its towers."""
+
+    path: Path
+    towers: Path | None = None
+    spec_only: ClassVar[tuple[str, ...]] = (*_SPEC_ONLY, *SPEC_ONLY)
+    says_towers: ClassVar[bool] = False
+
+    @property
+    def stated(self) -> Path:
+        return self.path
+
+    @cached_property
+    def container(self) -> Container:
+        return read_container(self.path)
+
+    def spec(self) -> Spec:
+        return read_spec(self.container)
+
+    def side_files(self) -> dict[str, bytes]:
+        return side_files(self.container)
+
+    def extractor(self) -> Mapping[str, Any] | None:
+        return None
+
+    @cached_property
+    def whole(self) -> bool:
+        return holds_towers(self.container)
+
+    def kinds(self, asked: str | Sequence[str], spec: Spec) -> str | Sequence[str]:
+        described = spec.vision is not None or spec.audio is not None
+        if self.towers or (self.whole and described):
+            return asked
+        words = asked.split(",") if isinstance(asked, str) else asked
+        wanted = [w for w in words if w.strip() not in ("", "all", "none")]
+        what, fix = "holds the text model alone", "give the file of its towers too, --mmproj FILE"
+        if self.whole:
+            what = "holds its towers, and not all of how they compute"
+            fix = "give --variant or --spec too"
+        if wanted:
+            raise InputError(
+                f"--media {','.join(wanted)[:80]}: {self.path} {what}; {fix}, or leave the option "
+                f"out"
+            )
+        if self.whole and "none" not in words:
+            log.warning("%s %s: they are left out; %s", self.path, what, fix)
+        return "none"
+
+    def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
+        found, kinds = open_gguf(self.container, spec, dtype), tuple(kinds)
+        if not kinds and not self.towers:
+            return found
+        file = read_container(self.towers) if self.towers else self.container
+        return with_towers(found, file, spec, kinds, dtype, own=not self.towers)
+
+
+Origin = CheckpointDirectory | GgufFile
 
 
 def find_origin(path: Path | str) -> Origin:
@@ -103,97 +189,58 @@ def existing_origin(path: Path | str, mmproj: Path | str | None = None) -> Origi
     return replace(found, towers=Path(mmproj))
 
 
-@dataclass(frozen=True)
-class CheckpointDirectory(Origin):
-    """A Hugging Face checkpoint."""
+def hub_snapshot(hub_id: str, revision: str = "main") -> Path | None:
+    """Return the downloaded snapshot of `org/name` in the local cache, or None."""
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id):
+        raise InputError(f"hub id must look like org/name, found {quoted(hub_id)}")
+    return _snapshot(hub_cache() / ("models--" + hub_id.replace("/", "--")), revision)
 
-    spec_only = (
-        "text.moe.layers",
-        "text.attn_logit_softcapping",
-        "text.sliding.k_eq_v",
+
+def _snapshot(repo: Path, revision: str = "main") -> Path | None:
+    reference = repo / "refs" / revision
+    if not reference.is_file():
+        return None
+    commit = reference.read_text(encoding="utf-8", errors="replace").strip()
+    snapshot = repo / "snapshots" / commit
+    return snapshot if re.fullmatch(r"[0-9A-Za-z]{1,64}", commit) and snapshot.is_dir() else None
+
+
+def in_cache_folder(path: Path) -> Path:
+    """Return the snapshot that a cache folder `models--org--name` stands for; any other path as it
+    is. InputError where the folder has no snapshot, or several of which none is `main`."""
+    folder = path / "snapshots"
+    if not folder.is_dir():
+        return path
+    found = sorted(p for p in folder.iterdir() if p.is_dir())
+    main = _snapshot(path) or (found[0] if len(found) == 1 else None)
+    if main is None:
+        names = ", ".join(p.name for p in found[:8])
+        fix = f"give one of them: {names}" if found else "download the model again"
+        raise InputError(
+            f"{path}: a folder of the hub's cache with {len(found)} snapshots, of which none is "
+            f"main; {fix}"
+        )
+    return main
+
+
+def snapshot_of(spec: Spec) -> Path | None:
+    """Return the downloaded snapshot of a spec's weights, or None."""
+    return hub_snapshot(spec.hub) if spec.hub else None
+
+
+def need_snapshot(spec: Spec, option: str = "--checkpoint") -> Path:
+    """Return the snapshot of a spec's weights; InputError with the download command if absent."""
+    found = snapshot_of(spec)
+    if found is not None:
+        return found
+    given = f"{option} DIR"
+    if option == "--checkpoint":
+        given += " or --random-weights SEED"
+    if spec.hub is None:
+        raise InputError(f"variant {spec.name} has no hub id: give {given}")
+    tensors = [*text_tensors(spec).values(), *tower_tensors(spec).values()]
+    size = size_text(sum(map(math.prod, tensors)) * ITEMSIZE[spec.dtype])
+    raise InputError(
+        f"no weights of {spec.hub} in the local Hugging Face cache; download them (about {size}) "
+        f"with `hf download {spec.hub}`, or give {given}"
     )
-    says_towers = True
-
-    @property
-    def stated(self) -> Path:
-        return self.path / CONFIG
-
-    def spec(self) -> Spec:
-        if not self.stated.is_file():
-            if lies_in(self.path):
-                raise InputError(
-                    f"--checkpoint {self.path}: a LoRA adapter of {Adapter(self.path).base}, and "
-                    f"no model; give --checkpoint with that model, and --adapter {self.path}"
-                )
-            found = sorted(self.path.glob(f"*{GGUF}"), key=lambda p: (p.name.startswith(MMPROJ), p))
-            near = f"; give --checkpoint {found[0]}" if found else ""
-            if found[1:]:
-                near += f", or another of {', '.join(p.name for p in found[1:5])}"
-            raise InputError(
-                f"{self.path} has no {CONFIG}: not a Hugging Face checkpoint directory{near}"
-            )
-        return Spec.from_hf(self.stated)
-
-    def published(self) -> bool:
-        """Whether transformers loads these weights: it does not know other tools' names, and with
-        PEFT it would load an adapter that lies here too."""
-        names = (name for header in read_headers(self.path) for name in header.entries)
-        return not lies_in(self.path) and all(name == plain_name(name) for name in names)
-
-    def side_files(self) -> dict[str, bytes]:
-        return read_side_files(self.path)
-
-    def extractor(self) -> Mapping[str, Any] | None:
-        return read_extractor(self.path)
-
-    def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
-        return Checkpoint.open(self.path, spec, kinds, dtype)
-
-
-@dataclass(frozen=True)
-class GgufFile(Origin):
-    """A GGUF file: text model, tokenizer, chat template; `towers`: a file of its towers."""
-
-    towers: Path | None = None
-    spec_only = (*CheckpointDirectory.spec_only, *SPEC_ONLY)
-
-    @cached_property
-    def container(self) -> Container:
-        return read_container(self.path)
-
-    def spec(self) -> Spec:
-        return read_spec(self.container)
-
-    def side_files(self) -> dict[str, bytes]:
-        return side_files(self.container)
-
-    @cached_property
-    def whole(self) -> bool:
-        return holds_towers(self.container)
-
-    def kinds(self, asked: str | Sequence[str], spec: Spec) -> str | Sequence[str]:
-        described = spec.vision is not None or spec.audio is not None
-        if self.towers or (self.whole and described):
-            return asked
-        words = asked.split(",") if isinstance(asked, str) else asked
-        wanted = [w for w in words if w.strip() not in ("", "all", "none")]
-        what, fix = "holds the text model alone", "give the file of its towers too, --mmproj FILE"
-        if self.whole:
-            what = "holds its towers, and not all of how they compute"
-            fix = "give --variant or --spec too"
-        if wanted:
-            raise InputError(
-                f"--media {','.join(wanted)[:80]}: {self.path} {what}; {fix}, or leave the option "
-                f"out"
-            )
-        if self.whole and "none" not in words:
-            log.warning("%s %s: they are left out; %s", self.path, what, fix)
-        return "none"
-
-    def open(self, spec: Spec, kinds: Iterable[str], dtype: str) -> Checkpoint:
-        found, kinds = open_gguf(self.container, spec, dtype), tuple(kinds)
-        if self.towers:
-            return with_towers(found, read_container(self.towers), spec, kinds, dtype)
-        if not kinds:
-            return found
-        return with_towers(found, self.container, spec, kinds, dtype, own=True)

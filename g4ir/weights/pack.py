@@ -1,24 +1,25 @@
-"""Makes params of the optimised graphs from checkpoint tensors: the weight prologue, per tensor."""
+"""Makes params of the optimised graphs from checkpoint tensors, by the weight prologue, and a
+model's own weights from those params again."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from g4ir.errors import EngineError, VerifyError, WeightsError
 from g4ir.ir.graph import Graph, Node, Program, Value
-from g4ir.ir.interpret import interpret
+from g4ir.ir.interpret import interpret, run_node
 from g4ir.ir.rewrite import drop_dead, split_prologue
 from g4ir.model.media import Media
-from g4ir.model.names import SCALES, checkpoint_name
+from g4ir.model.names import CODES, SCALES, checkpoint_name
 from g4ir.model.text import build_program
-from g4ir.ops.codecs import on_grid
+from g4ir.ops.codecs import by_rows, from_tiles, on_grid
 from g4ir.ops.finite import cast
-from g4ir.ops.types import TORCH_NAMES, dtype_name, torch_dtype
+from g4ir.ops.types import TORCH_NAMES, dtype_name, torch, torch_dtype
 from g4ir.parallel.shard import shard_program
 from g4ir.parallel.table import Share
 from g4ir.passes import Acted, Dump, PassOptions, run_program
@@ -28,12 +29,8 @@ from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
 
 from . import tensorfile
+from .checkpoint import WeightSource
 from .formats.base import Files
-
-if TYPE_CHECKING:
-    import torch
-
-    from .checkpoint import WeightSource
 
 #: `mmap` maps a table up to this size whole (or makes it), and reads a larger one row by row
 TABLE_BYTES = 256 << 20
@@ -148,11 +145,10 @@ class MadeParams:
             watch = None if self.grids is None else keep
             self._made.update(interpret(recipe, {}, dict(seen), {}, watch)[0])
             self._require_finite(recipe)
-            if self.grids is not None:
-                for n in recipe.find("quantize"):
-                    if n.word("form") == "int4":
-                        w, codes, scales = (seen[v.name] for v in (n["w"], *n.outputs))
-                        self.grids[n["w"].name] = on_grid(w, codes, scales), scales.numel()
+            for n in recipe.find("quantize"):
+                if self.grids is not None and n.word("form") == "int4":
+                    w, codes, scales = (seen[v.name] for v in (n["w"], *n.outputs))
+                    self.grids[n["w"].name] = on_grid(w, codes, scales), scales.numel()
         return self._made.pop(param)
 
     def _require_finite(self, recipe: Graph) -> None:
@@ -167,10 +163,8 @@ class MadeParams:
     def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of a table, or of its codes or scales, which follow from that row alone."""
         recipe = self.packing.recipe(param)
-        flat = ids.reshape(-1)
-        given = {
-            v.name: self._given(v, lambda name: self.source.rows(name, flat)) for v in recipe.params
-        }
+        read = partial(self.source.rows, ids=ids.reshape(-1))
+        given = {v.name: self._given(v, read) for v in recipe.params}
         made: torch.Tensor = interpret(recipe, {}, given, {})[0][param]
         return made.view(*ids.shape, -1)
 
@@ -236,7 +230,7 @@ class StoredParams:
                 raise _wrong(header.path, name, f"expected {v.type}, found {shown}")
 
     def tensor(self, param: str) -> torch.Tensor:
-        return self.files.tensor(self.files.names[param])
+        return self.files.rows(self.files.names[param])
 
     def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:
         rows = self.files.rows(self.files.names[param], ids.reshape(-1).cpu())
@@ -359,3 +353,94 @@ def _stored_as(v: Value) -> tuple[str, tuple[int, ...]]:
 
 def _wrong(path: Path, name: str, what: str) -> EngineError:
     return EngineError(f"{path}: tensor {tensorfile.quoted(name)} {what}; build the engine again")
+
+
+@dataclass(frozen=True)
+class UnpackedWeights:
+    """A model's own weights from what an engine holds. One that refers to a checkpoint or a seed
+    still has them; a packed one has the results of its prologue, of which `concat` is undone by
+    slices, without a copy. Of a quantised weight it has codes and scales, or what they mean."""
+
+    held: ParamSource
+    params: Mapping[str, Value]
+    prologue: Graph
+    path: Path
+
+    def holds(self, v: Value) -> bool:
+        after = (n for n in self.prologue.find(*UNDONE) if v in n.inputs)
+        return v.name in self.params or any(self.holds(n.out) for n in after)
+
+    def __call__(self, v: Value) -> torch.Tensor:
+        """Return the tensor of a param; EngineError where what is held does not say what it was."""
+        if isinstance(self.held, MadeParams):
+            return self.held.given(v)
+        if v.name in self.params:
+            return self.held.tensor(v.name)
+        for n in self.prologue.find(*UNDONE):
+            if v in n.inputs and self.holds(n.out):
+                return UNDONE[n.op](n, v, self(n.out))
+        raise EngineError(
+            f"{self.path} no longer holds %{v.name}, only what was made of it: give --checkpoint "
+            f"DIR"
+        )
+
+    def weight(self, v: Value) -> torch.Tensor:
+        """Return a weight as the engine computes with it: dequantised if it is quantised."""
+        parts = self._parts(v)
+        if not parts:
+            return self(v)
+        made = self._codes_of(parts)
+        if made is None:
+            return self._dense(v, parts[0])
+        dequantize = Node("dequantize", parts, (v,), {"to": v.type.dtype})
+        (dense,) = run_node(dequantize, list(made))
+        return dense
+
+    def _parts(self, v: Value) -> tuple[Value, ...]:
+        made = (x for n in self.prologue.nodes for x in n.outputs)
+        known = dict(self.params) | {x.name: x for x in (*self.prologue.params, *made)}
+        names = (f"{v.name}{CODES}", f"{v.name}{SCALES}")
+        return tuple(known[name] for name in names if name in known)
+
+    def _codes_of(self, parts: tuple[Value, ...]) -> tuple[torch.Tensor, ...] | None:
+        """Return codes and scales; None where the engine holds what was made of them."""
+        quantize = self.prologue.producers().get(parts[0].name)
+        if isinstance(self.held, MadeParams):
+            if quantize:
+                return run_node(quantize, [self.held.given(quantize["w"])])
+            return tuple(map(self.held.given, parts))
+        if all(map(self.holds, parts)):
+            return tuple(map(self, parts))
+        for n in self.prologue.find("as_bytes"):
+            if (cut := self._cut(n, parts[0])) and all(map(self.holds, n.outputs)):
+                return tuple(cut(self(made)) for made in n.outputs)
+        return None
+
+    def _dense(self, v: Value, codes: Value) -> torch.Tensor:
+        for n in self.prologue.find("dense"):
+            if cut := self._cut(n, codes):
+                return cut(self(n.out))
+        raise EngineError(f"{self.path} holds nothing that was made of %{v.name}")
+
+    def _cut(self, n: Node, codes: Value) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return a function that slices a weight out of a packed one; None if it is elsewhere."""
+        joined = self.prologue.producers().get(n["codes"].name)
+        if n["codes"] == codes:
+            return lambda t: t
+        if joined and joined.op == "concat" and codes in joined.inputs:
+            return partial(_slice, joined, codes)
+        return None
+
+
+def _slice(join: Node, v: Value, joined: torch.Tensor) -> torch.Tensor:
+    axis = join.whole("axis")
+    sizes = [int(x.type.shape[axis]) for x in join.inputs]
+    return joined.split(sizes, axis)[join.inputs.index(v)]
+
+
+UNDONE: dict[str, Callable[[Node, Value, torch.Tensor], torch.Tensor]] = {
+    "concat": _slice,
+    "columns": lambda n, v, made: by_rows(made),
+    "tiles": lambda n, v, made: from_tiles(made),
+    "scale": lambda n, v, made: made / n.number("value"),
+}

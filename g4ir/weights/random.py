@@ -14,21 +14,22 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod, sqrt
-from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 
 from g4ir.errors import InputError
 from g4ir.model.media import KINDS
-from g4ir.model.names import ORDER, PLE_TABLE, TOKEN_TABLE
+from g4ir.model.names import OF_DRAFTER, ORDER
 from g4ir.model.tensors import media_tensors, text_tensors
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec
-from g4ir.weights.checkpoint import check_rows
+from g4ir.weights.checkpoint import WeightSource, check_rows
+from g4ir.weights.tensorfile import TABLES
 
 Shape = tuple[int, ...]
 BLOCK_BITS = 18  # 2^18 int32 values are 1 MiB: the working set stays in a core's cache
@@ -37,50 +38,32 @@ LIMIT = 1 << 48  # largest number of elements of a tensor
 M1, M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
 
 
-def _fan_in(shape: Shape) -> float:
-    """Return half-width of a uniform distribution with standard deviation 1 / sqrt(last dim)."""
-    return sqrt(3.0 / max(prod(shape[-1:]), 1))
+def _one(shape: Shape) -> float:
+    return 1.0
 
 
 def _root(shape: Shape) -> float:
     return max(prod(shape[-1:]), 1) ** -0.5
 
 
-# name pattern -> (centre, half-width of the uniform distribution), first match wins.
-# Router logits come out O(1), although their input carries a factor hidden^-0.5, and so do
-# per-layer embeddings after their factor of 16. Token embeddings come out smaller, so that what
-# follows a token depends on more than that token; the final norm makes up for it. Attention
-# scores are not divided by the root of the head dim, so query norms carry it; a block adds less
-# to the residual stream than the stream holds. Without either, rounding differences grow from
-# layer to layer until any two ways to compute the model part.
-Size = Callable[[Shape], float]
-# Towers: clip bounds lie where some values of every tensor reach them; positions are small beside
-# patches.
-DISTRIBUTIONS: tuple[tuple[str, Size, Size], ...] = (
-    (r"(input|output)_min$", lambda shape: -3.0, lambda shape: 0.5),
-    (r"(input|output)_max$", lambda shape: 3.0, lambda shape: 0.5),
-    (r"position_embedding_table$|pos_embedding$", lambda shape: 0.0, lambda shape: 0.5),
-    (r"^vision\.std_scale$|\.patch_ln\d\.weight$", lambda shape: 1.0, lambda shape: 0.3),
-    (r"per_dim_scale$|std_bias$|\.bias$", lambda shape: 0.0, lambda shape: 0.3),
-    (r"norm_(pre_attn|post_attn|out)\.weight$", lambda shape: 1.0, lambda shape: 0.3),
-    (r"conv(1d)?\.weight$", lambda shape: 0.0, lambda shape: sqrt(3.0 / max(prod(shape[1:]), 1))),
-    (r"layer_scalar$", lambda shape: 0.95, lambda shape: 0.05),
-    (r"q_norm\.weight$", _root, lambda shape: 0.3 * _root(shape)),
-    (r"post_\w*norm(_\d)?\.weight$", lambda shape: 0.3, lambda shape: 0.1),
-    (r"^norm\.weight$", lambda shape: 4.0, lambda shape: 1.2),
-    (r"norm(_\d)?\.weight$", lambda shape: 1.0, lambda shape: 0.3),
-    (r"router\.(scale|per_expert_scale)$", lambda shape: 1.0, lambda shape: 0.3),
-    (r"router\.proj\.weight$", lambda shape: 0.0, lambda shape: sqrt(3.0)),
-    (f"{re.escape(PLE_TABLE)}$", lambda shape: 0.0, lambda shape: sqrt(3.0) / 16.0),
-    (f"{re.escape(TOKEN_TABLE)}$", lambda shape: 0.0, lambda shape: 0.25 * _fan_in(shape)),
-    (r"", lambda shape: 0.0, _fan_in),
-)
+def _fan_in(shape: Shape) -> float:
+    """Return half-width of a uniform distribution with standard deviation 1 / sqrt(last dim)."""
+    return sqrt(3.0 / max(prod(shape[-1:]), 1))
+
+
+def _kernel(shape: Shape) -> float:
+    return sqrt(3.0 / max(prod(shape[1:]), 1))
+
+
+UNITS = {"one": _one, "root": _root, "fan_in": _fan_in, "kernel": _kernel}
 
 
 def distribution(name: str, shape: Shape) -> tuple[float, float]:
     """Return centre and half-width of the values of this tensor."""
-    centre, spread = next((c, s) for p, c, s in DISTRIBUTIONS if re.search(p, name))
-    return centre(shape), spread(shape)
+    found = (row for row in TABLES["distributions"] if re.search(row[0], name))
+    _, centre, spread, unit = next(found)
+    each = UNITS[unit](shape)
+    return centre * each, spread * each
 
 
 def random_tensor(
@@ -144,8 +127,7 @@ def _row_bits(seed: int, name: str, rows: torch.Tensor, columns: int) -> torch.T
 
 
 def _scale(name: str, shape: Shape) -> tuple[float, float]:
-    """Return centre and scale per unit of the 24-bit integer, as float32 values. InputError for a
-    tensor of too many elements."""
+    """Return centre and scale per unit of the 24-bit integer, as float32 values."""
     if prod(shape) > LIMIT:
         raise InputError(f"random tensor {name}: {prod(shape)} elements, at most {LIMIT}")
     centre, spread = torch.tensor(distribution(name, shape), dtype=torch.float32).tolist()
@@ -185,16 +167,13 @@ def _finish(x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class RandomCheckpoint:
+class RandomCheckpoint(WeightSource):
     """A WeightSource of random values for every tensor of a spec; holds no memory."""
 
     spec: Spec
     seed: int
     dtype: torch.dtype = torch.bfloat16
     device: torch.device | str = "cpu"
-    ignored: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    defaults: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    forms: Mapping[str, Scheme] = field(default_factory=lambda: MappingProxyType({}))
 
     def tensor(self, name: str) -> torch.Tensor:
         dtype = torch.float32 if name == ORDER else self.dtype
@@ -218,3 +197,60 @@ class RandomCheckpoint:
     @cached_property
     def _shapes(self) -> Mapping[str, Shape]:
         return text_tensors(self.spec) | media_tensors(self.spec, KINDS)
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class WithDrafter:
+    """A WeightSource of two: `draft.NAME` is the drafter's tensor NAME."""
+
+    model: WeightSource
+    drafter: WeightSource
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def ignored(self) -> Mapping[str, str]:
+        return {**self.model.ignored, **_scoped(self.drafter.ignored)}
+
+    @property
+    def defaults(self) -> Mapping[str, float]:
+        return {**self.model.defaults, **_scoped(self.drafter.defaults)}
+
+    @property
+    def forms(self) -> Mapping[str, Scheme]:
+        return self.model.forms
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._of(name).tensor(name.removeprefix(OF_DRAFTER))
+
+    def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
+        return self._of(name).rows(name.removeprefix(OF_DRAFTER), ids)
+
+    def release(self, name: str) -> None:
+        self._of(name).release(name.removeprefix(OF_DRAFTER))
+
+    def close(self) -> None:
+        self.model.close()
+        self.drafter.close()
+
+    def _of(self, name: str) -> WeightSource:
+        return self.drafter if name.startswith(OF_DRAFTER) else self.model
+
+
+def _scoped(values: Mapping[str, T]) -> dict[str, T]:
+    return {f"{OF_DRAFTER}{name}": value for name, value in values.items()}
+
+
+def random_weights(
+    spec: Spec, drafter: Spec | None, seed: int, dtype: torch.dtype, device: str = "cpu"
+) -> WeightSource:
+    """Return the weights that a seed gives a model, and its drafter if it has one."""
+    model = RandomCheckpoint(spec, seed, dtype, device)
+    if drafter is None:
+        return model
+    return WithDrafter(model, RandomCheckpoint(drafter, seed, dtype, device))

@@ -1,8 +1,7 @@
 """Reads and writes safetensors files: our own code checks the header before anything is mapped.
 
 Layout (https://github.com/huggingface/safetensors#format): 8 bytes little-endian length N,
-N bytes of JSON (name -> dtype, shape, data_offsets), then the data. Nothing here imports torch
-at module level, so headers can be checked without it.
+N bytes of JSON (name -> dtype, shape, data_offsets), then the data.
 """
 
 from __future__ import annotations
@@ -15,54 +14,31 @@ import os
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
+import yaml
 from safetensors import SafetensorError, safe_open
 
 from g4ir.errors import WeightsError
+from g4ir.ops.types import torch
 from g4ir.spec.reader import json_object
 from g4ir.ui.files import write_file
-
-if TYPE_CHECKING:
-    import torch
 
 HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
 MAX_DIMS = 64
 MAX_BYTES = 1 << 62
-# Every dtype of the format by bits per element; the model itself accepts only FLOATS.
-_DTYPES = {
-    4: ("F4",),
-    6: ("F6_E2M3", "F6_E3M2"),
-    8: ("F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E5M2FNUZ", "F8_E4M3FNUZ", "BOOL", "U8", "I8"),
-    16: ("U16", "I16", "F16", "BF16"),
-    32: ("U32", "I32", "F32"),
-    64: ("U64", "I64", "F64", "C64"),
-}
-BITS = {name: bits for bits, names in _DTYPES.items() for name in names}
-TORCH = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "I16": "int16",
-    "I32": "int32",
-    "I64": "int64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "F8_E8M0": "float8_e8m0fnu",
-}
+TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
+#: every dtype of the format; the model itself accepts only FLOATS
+BITS: dict[str, int] = {name: bits for name, (bits, *_) in TABLES["dtypes"].items()}
+TORCH: dict[str, str] = {name: found[1] for name, found in TABLES["dtypes"].items() if found[1:]}
 FLOATS = ("BF16", "F16", "F32")
 CODES = {name: code for code, name in TORCH.items()}
 DOWNLOAD = "fix: download or save the file again"
 LENGTH_BYTES = 8  # that say how long the header is
-#: the addresses of tensors in files that we write are multiples of it: a cache line
-ALIGNED = 64
+ALIGNED = 64  # of tensors in files that we write: a cache line
 #: MAP_NORESERVE has a name from Python 3.11 on (Linux, uapi/asm-generic/mman-common.h)
 PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
 MADV_POPULATE_READ = 22  # Linux 5.14 (uapi/asm-generic/mman-common.h)
@@ -100,16 +76,12 @@ def quoted(text: object, limit: int = 120) -> str:
     return shown if len(shown) <= limit else shown[:limit] + "..."
 
 
-def broken(path: Path, what: str) -> WeightsError:
-    """Return the error of a file that another download mends."""
-    return WeightsError(f"{path}: {what}; {DOWNLOAD}")
+def broken(path: object, what: str, fix: str = DOWNLOAD) -> WeightsError:
+    return WeightsError(f"{path}: {what}; {fix}")
 
 
 def read_header(path: Path) -> Header:
-    """Read and check the header of one file; reads no tensor data.
-
-    Raises WeightsError naming the file, the tensor, what was expected and found.
-    """
+    """Read and check the header of one file; reads no tensor data."""
     try:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
@@ -121,7 +93,11 @@ def read_header(path: Path) -> Header:
     data = LENGTH_BYTES + len(raw)
     entries = [_entry(path, name, fields, data) for name, fields in table.items()]
     _check_layout(path, sorted(entries, key=lambda e: (e.start, e.end)), data, status.st_size)
-    _check_library(path)
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise broken(path, f"safetensors refuses it: {quoted(str(error))}") from None
     return Header(path, status.st_size, identity(status), {e.name: e for e in entries}, metadata)
 
 
@@ -133,7 +109,6 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def read_limited(path: Path, most: int) -> bytes:
-    """Read an ordinary file of at most so many bytes."""
     with open_regular(path) as file:
         raw = file.read(most + 1)
     if len(raw) > most:
@@ -173,33 +148,32 @@ def _metadata(path: Path, value: Any) -> dict[str, str]:
     return value
 
 
-def _is_ints(value: Any, most: int) -> bool:
-    fits = isinstance(value, list) and len(value) <= most
-    return fits and all(type(n) is int and 0 <= n <= MAX_BYTES for n in value)
+def _is_ints(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n <= MAX_BYTES for n in value)
 
 
 def _entry(path: Path, name: str, fields: Any, data: int) -> Entry:
     """Check one tensor's fields on their own; `data` is where the file's data begins."""
 
-    def wrong(key: str, expected: str, found: object) -> WeightsError:
-        what = f"tensor {quoted(name)}: {key} must be {expected}, found {quoted(found)}"
-        return broken(path, what)
+    def require(good: bool, key: str, expected: str, found: object) -> None:
+        if not good:
+            what = f"tensor {quoted(name)}: {key} must be {expected}, found {quoted(found)}"
+            raise broken(path, what)
 
     keys = ("dtype", "shape", "data_offsets")
-    if not isinstance(fields, dict) or set(fields) != set(keys):
-        raise wrong("its entry", "an object with dtype, shape and data_offsets", fields)
-    dtype, shape, offsets = (fields[key] for key in keys)
-    if not isinstance(dtype, str) or dtype not in BITS:
-        raise wrong("dtype", f"one of {' '.join(BITS)}", dtype)
-    if not _is_ints(shape, MAX_DIMS):
-        raise wrong("shape", f"at most {MAX_DIMS} non-negative integers", shape)
-    if not _is_ints(offsets, 2) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise wrong("data_offsets", "two ascending byte offsets", offsets)
+    known = isinstance(fields, dict) and fields.keys() == {*keys}
+    require(known, "its entry", "an object with dtype, shape and data_offsets", fields)
+    dtype, shape, at = (fields[key] for key in keys)
+    known = isinstance(dtype, str) and dtype in BITS
+    require(known, "dtype", f"one of {' '.join(BITS)}", dtype)
+    fits = _is_ints(shape) and len(shape) <= MAX_DIMS
+    require(fits, "shape", f"at most {MAX_DIMS} non-negative integers", shape)
+    ascend = _is_ints(at) and len(at) == 2 and at[0] <= at[1]
+    require(ascend, "data_offsets", "two ascending byte offsets", at)
     bits = prod(shape) * BITS[dtype]
-    if bits != 8 * (offsets[1] - offsets[0]):
-        need = quoted(f"{bits // 8} bytes apart, {dtype} {shape}")
-        raise wrong("data_offsets", need, offsets)
-    return Entry(name, dtype, tuple(shape), data + offsets[0], data + offsets[1])
+    need = f"{bits // 8} bytes apart, {dtype} {shape}"
+    require(bits == 8 * (at[1] - at[0]), "data_offsets", quoted(need), at)
+    return Entry(name, dtype, tuple(shape), data + at[0], data + at[1])
 
 
 def _check_layout(path: Path, entries: list[Entry], data: int, size: int) -> None:
@@ -215,25 +189,13 @@ def _check_layout(path: Path, entries: list[Entry], data: int, size: int) -> Non
         raise broken(path, f"file {state}: expected {at} bytes, found {size}")
 
 
-def _check_library(path: Path) -> None:
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise broken(path, f"safetensors refuses it: {quoted(str(error))}") from None
-
-
 def identity(status: os.stat_result) -> tuple[int, ...]:
-    """Return what recognises a file, should another take its place."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def map_file(header: Header) -> mmap.mmap:
-    """Map a checked file; a file that changed since the check is refused.
-
-    The mapping stays valid while any view of it lives, also after the owner dropped it. What is
-    written into it is this process's own and never reaches the file.
-    """
+    """Map a checked file; one that changed since the check is refused. The mapping is valid while
+    any view of it lives; what is written into it never reaches the file."""
     try:
         with open_regular(header.path) as file:
             if identity(os.fstat(file.fileno())) != header.identity:
@@ -248,10 +210,7 @@ def map_file(header: Header) -> mmap.mmap:
 
 
 def view(mapped: mmap.mmap, entry: Entry) -> torch.Tensor:
-    """Return a tensor on the mapped bytes: no copy, nothing read.
-
-    Data that is not aligned to its element size (the format allows it) is copied.
-    """
+    """Return a tensor on the mapped bytes; unaligned data, which the format allows, is copied."""
     dtype = torch_dtype(entry)
     data = _mapped_bytes(mapped, entry)
     aligned = data if entry.start % dtype.itemsize == 0 else data.clone()
@@ -265,15 +224,10 @@ def view_rows(mapped: mmap.mmap, entry: Entry, ids: torch.Tensor) -> torch.Tenso
 
 
 def torch_dtype(entry: Entry) -> torch.dtype:
-    """Return the torch dtype of a stored tensor."""
-    import torch
-
     return getattr(torch, TORCH[entry.dtype])
 
 
 def _mapped_bytes(mapped: mmap.mmap, entry: Entry) -> torch.Tensor:
-    import torch
-
     if not entry.nbytes:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mapped, dtype=torch.uint8, count=entry.nbytes, offset=entry.start)
@@ -294,14 +248,8 @@ def read_pages(tensor: torch.Tensor) -> None:
     start = tensor.data_ptr() // page * page
     length = tensor.data_ptr() + tensor.nbytes - start
     if length > 0:  # where the system does not know the advice, pages come when they are used
-        _madvise()(start, length, MADV_POPULATE_READ)
-
-
-@cache
-def _madvise() -> Any:
-    function: Any = ctypes.CDLL(None).madvise
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return function
+        madvise = ctypes.CDLL(None).madvise
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_POPULATE_READ)
 
 
 def write_tensors(
@@ -310,12 +258,9 @@ def write_tensors(
     tensor: Callable[[str], torch.Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write one file, tensor by tensor, under a temporary name that is renamed at the end.
-
-    `table` maps a name to (dtype code, shape); `tensor(name)` is called once each, in the order in
-    which they are written: sizes that are a multiple of ALIGNED bytes first, so that these tensors
-    begin at one.
-    """
+    """Write one file, tensor by tensor, under a temporary name that is renamed at the end. `table`:
+    name -> (dtype code, shape); tensors of a multiple of ALIGNED bytes come first, so that they are
+    aligned."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     sizes = {name: prod(shape) * BITS[code] // 8 for name, (code, shape) in table.items()}
     names = sorted(table, key=lambda name: sizes[name] % ALIGNED > 0)
@@ -330,7 +275,5 @@ def write_tensors(
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    import torch
-
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]

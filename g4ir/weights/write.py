@@ -6,11 +6,12 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.errors import WeightsError
 from g4ir.model.names import HEAD, ORDER
 from g4ir.model.tensors import Tensors, dead_tensors, media_tensors, text_tensors
+from g4ir.ops.types import torch
 from g4ir.spec.record import Spec
 from g4ir.ui.files import new_folder, write_file
 
@@ -18,9 +19,6 @@ from . import tensorfile
 from .checkpoint import CONFIG, INDEX, SINGLE, WeightSource
 from .match import tower_names
 from .random import random_tensor
-
-if TYPE_CHECKING:
-    import torch
 
 
 def write_checkpoint(
@@ -34,13 +32,10 @@ def write_checkpoint(
     config: bool = True,
     media: Iterable[str] = (),
 ) -> Path:
-    """Write an HF checkpoint directory: config.json, safetensors and, if sharded, the index.
+    """Write a Hugging Face checkpoint directory, complete or not at all; it must not exist.
 
-    `prefix` defaults to what transformers uses for that config (with towers or text alone).
-    `dead` adds the unused K/V of KV-shared layers, as the hub's files have them; `media` the
-    towers of these kinds. Peak memory is one tensor. The directory must not exist; it appears
-    complete or not at all.
-    """
+    `prefix` defaults to what transformers uses for that config. `dead` adds the unused K/V of
+    KV-shared layers, as the hub's files have them; `media` the towers of these kinds."""
     if directory.exists():
         raise WeightsError(f"{directory}: exists already; fix: choose another directory")
     values = spec.to_hf() if config else {}

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from g4ir.backends.primitives.network import TURNED
 from g4ir.engine.engine import Engine
 
-#: options of a build, and the first line of what is said of them
-Refusal = tuple[dict[str, Any], str]
 #: turns on another way to choose tokens; returns the steps that are prepared for it, or None
 Chooser = Callable[[Engine, pytest.MonkeyPatch], list[Any] | None]
 
@@ -62,8 +61,8 @@ class Flow:
     #: a dtype of 16 bits that it computes in, and how far its logits may lie from the reference's
     #: in it, where each layer adds up to 2^-5 (tests/test_bf16.py) and there are eight
     half: tuple[str, float]
-    #: why something is not offered -> how it is asked for, and the refusal
-    refuses: Mapping[str, Refusal]
+    #: why something is not offered -> how it is asked for, and what it `says`
+    refuses: Mapping[str, dict[str, Any]]
     choosers: Mapping[str, Chooser] = field(default_factory=lambda: {"host": on_the_host})
     #: surrounds building and loading
     using: Callable[[Path], AbstractContextManager[None]] = lambda folder: nullcontext()
@@ -97,69 +96,12 @@ class Flow:
         return cache.index_select(slots, at).narrow(rows, row, 1)
 
 
-PACKED = "--link-weights: what backend {} writes refers to packed weights; leave the option out"
-SETTING = "--set experts: backend {} has the settings: none"
-
+#: fields of a flow that are no data
+OF_CODE: dict[str, dict[str, Any]] = {
+    "torch": {"choosers": {"host": on_the_host, "loop": in_a_loop}},
+    "trt": {"using": recorded_tensorrt},
+}
 FLOWS = {
-    "reference": Flow(
-        "reference",
-        ("bfloat16", 0.0),
-        {
-            "one definition of every op": (
-                {"settings": {"experts": "all"}},
-                SETTING.format("reference"),
-            ),
-            "no GPU here": (
-                {"device": "cuda"},
-                "--device cuda: this torch sees no CUDA device; use --device cpu",
-            ),
-        },
-        covering=True,
-    ),
-    "torch": Flow(
-        "torch",
-        ("bfloat16", 0.09),
-        {
-            "kernels are chosen by measuring": (
-                {"settings": {"experts": "all"}},
-                SETTING.format("torch").replace("none", "decode_step"),
-            ),
-            "no GPU here": (
-                {"device": "cuda"},
-                "device cuda: this torch sees no CUDA device; install a CUDA build of torch on a "
-                "machine with a GPU, or build with --device cpu",
-            ),
-        },
-        choosers={"host": on_the_host, "loop": in_a_loop},
-        slow=True,
-    ),
-    "onnx": Flow(
-        "onnx",
-        ("float16", 0.05),
-        {
-            "onnxruntime has few operators in bf16": (
-                {"dtype": "bfloat16"},
-                "--dtype bfloat16: backend onnx computes in float32, float16",
-            ),
-            "CPU only": ({"device": "cuda"}, "backend onnx runs on cpu, not 'cuda'"),
-            "its files refer to packed weights": ({"link_weights": True}, PACKED.format("onnx")),
-        },
-        axes=(0, 2),
-        writes_padding=True,
-        covering=True,
-    ),
-    "trt": Flow(
-        "trt",
-        ("bfloat16", 0.05),
-        {
-            "a GPU's plans": ({"device": "cpu"}, "backend trt runs on cuda, not 'cpu'"),
-            "its plan contains packed weights": ({"link_weights": True}, PACKED.format("trt")),
-        },
-        using=recorded_tensorrt,
-        emulated=True,
-        axes=(0, 2),
-        writes_padding=True,
-        specs=("tiny-ple",),
-        steps=60,
-    ),
+    name: Flow(name, **given, **OF_CODE.get(name, {}))
+    for name, given in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()
 }

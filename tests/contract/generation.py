@@ -12,8 +12,7 @@ from g4ir.backends.sampling import SamplingParams
 from g4ir.engine.engine import Engine
 from g4ir.engine.requests import CANCELLED, FINISHED, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
-from g4ir.errors import InputError
-from tests.engines import CHUNK, MAX_SEQ, some_tokens
+from tests.engines import CHUNK, some_tokens
 
 #: by the reference, which is slow
 TEXTS: dict[Any, list[list[int]]] = {}
@@ -99,15 +98,6 @@ def test_rows_end_at_their_stop_tokens(any_engine: Engine, plain: Any) -> None:
 
 
 @pytest.mark.usefixtures("chooser")
-def test_generate_up_to_max_seq(engine: Engine) -> None:
-    prompt = some_tokens(1, MAX_SEQ)[0].tolist()
-    assert len(engine.generate(prompt, 1, stop_ids=())) == 1
-    assert len(engine.generate(prompt[:-9], 10, stop_ids=())) == 10
-    with pytest.raises(InputError, match=f"max-seq {MAX_SEQ}"):
-        engine.generate(prompt, 2)
-
-
-@pytest.mark.usefixtures("chooser")
 def test_a_request_that_joins_and_one_that_is_cancelled(engine: Engine) -> None:
     """Neither changes the text of another, whoever chooses; tokens come as they are read."""
     want = [engine.generate(p, 20, stop_ids=()) for p in PROMPTS]
@@ -147,32 +137,26 @@ def test_settings_in_one_batch(engine: Engine) -> None:
 
 
 def test_generate_uses_its_caches_again(engine: Engine) -> None:
-    """What a longer text left in them changes nothing; another number of rows has its own."""
+    """What a longer text left in them changes nothing; another number of rows, a call within a call
+    and one after a call that its caller broke off have their own."""
     prompt, other = [2, 5, 7], some_tokens(1, 3 * CHUNK, seed=5)[0].tolist()
     first = engine.generate(prompt, 6, stop_ids=())
-    kept = engine._idle
+    kept, inner = engine._idle, list[Any]()
     engine.generate(other, 9, stop_ids=())
     assert engine.generate(prompt, 6, stop_ids=()) == first
     assert engine._idle is kept and not kept.active
     assert engine.generate([prompt, other], 6, stop_ids=())[0] == first
     assert engine._idle is not kept
 
+    def within(token: int) -> None:
+        inner.append(engine.generate(prompt, 6, stop_ids=()))
 
-def test_generate_within_generate(engine: Engine) -> None:
-    """Or after one that its caller broke off: each has caches of its own."""
-    want = engine.generate([2, 5, 7], 4, stop_ids=())
-    inner: list[Any] = []
-    outer = engine.generate(
-        [2, 5, 7],
-        4,
-        stop_ids=(),
-        on_token=lambda _: inner.append(engine.generate([2, 5, 7], 4, stop_ids=())),
-    )
-    assert outer == want and inner == [want] * 4
+    assert engine.generate(prompt, 6, stop_ids=(), on_token=within) == first
+    assert inner == [first] * 6
 
     def stop(token: int) -> None:
         raise KeyError(token)
 
     with pytest.raises(KeyError):
         engine.generate([9, 9], 4, stop_ids=(), on_token=stop)
-    assert engine.generate([2, 5, 7], 4, stop_ids=()) == want
+    assert engine.generate(prompt, 6, stop_ids=()) == first

@@ -227,18 +227,15 @@ def test_an_engine_names_its_chains(tmp_path: Path) -> None:
     built = built_program(spec_called("tiny-dense"), dtype="bf16", gpu_rows=1)
     program = split_program(built).program
     steps, texts = phase_steps(program, LIMITS, "cuda"), choice_texts(program, LIMITS)
-    names: dict[str, str] = {}
-
-    def file(text: str) -> str:
-        name = names.setdefault(text, f"{len(names):024x}.pt2")
+    segments = [s.text for many in steps.values() for s in many if isinstance(s, Segment)]
+    names = {text: f"{i:024x}.pt2" for i, text in enumerate({*segments, *texts.values()})}
+    for text, name in names.items():
         (tmp_path / name).write_bytes(marker(text))
-        return name
-
     kept: dict[str, Any] = {
-        phase: tuple(file(s.text) if isinstance(s, Segment) else None for s in many)
+        phase: tuple(names[s.text] if isinstance(s, Segment) else None for s in many)
         for phase, many in steps.items()
     }
-    kept |= {op: (file(text),) for op, text in texts.items()}
+    kept |= {op: (names[text],) for op, text in texts.items()}
     chain = f"{0:024x}.chain"
     (tmp_path / chain).touch()
     many = steps["decode"]
@@ -353,45 +350,30 @@ def test_what_the_driver_is_told() -> None:
         CudaDriver(Library(209)).load(b"", "a", 0)
 
 
-def test_steps_whose_chains_cannot_be_recorded(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("other", [None, "no such driver"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_chains_that_cannot_be_recorded(
+    other: str | None,
+    fails: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """They are recorded by their programs; what fails then too is told to the caller."""
+    """A step is recorded by its programs where its chains cannot be, on one rank or on all."""
     engine = object.__new__(runtime.TorchRuntime)
-    engine.recorded_plans, engine.group = {"decode": []}, None
+    engine.recorded_plans = {"decode": []}
+    engine.group = cast(Any, SimpleNamespace(gathered=lambda said: [said, other]))
+    work = list[int]().clear
 
     def record(work: Callable[[], None]) -> Callable[[], None]:
-        if engine.recorded_plans or failing:
+        if fails and engine.recorded_plans:
             raise EngineError("no such edges")
         return work
 
     monkeypatch.setattr(runtime, "recorded", record)
-    failing, work = False, list[int]().clear
-    assert engine._recorded(work) == work and not engine.recorded_plans
-    assert "by their compiled regions, which is slower: no such edges" in caplog.text
-    failing = True
-    with pytest.raises(EngineError, match="no such edges"):
-        engine._recorded(work)
-
-
-@pytest.mark.parametrize("other", [None, "no such driver"])
-def test_ranks_record_in_the_same_way(
-    other: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By their programs where one of them has to, though this one need not."""
-    engine = object.__new__(runtime.TorchRuntime)
-    engine.recorded_plans = {"decode": []}
-    engine.group = cast(Any, SimpleNamespace(gathered=lambda said: [said, other]))
-    times, work = list[Any](), list[int]().clear
-
-    def record(work: Callable[[], None]) -> Callable[[], None]:
-        times.append(work)
-        return work
-
-    monkeypatch.setattr(runtime, "recorded", record)
     assert engine._recorded(work) == work
-    assert (len(times), bool(engine.recorded_plans)) == ((1, True) if other is None else (2, False))
-    assert caplog.text.count("no such driver") == (other is not None)
+    assert bool(engine.recorded_plans) == (other is None and not fails)
+    said = ["no such edges"] * fails or [other] * (other is not None)
+    assert all(f"which is slower: {text}" in caplog.text for text in said)
 
 
 def test_steps_without_a_driver_run_by_their_programs(

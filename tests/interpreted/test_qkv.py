@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from g4ir.backends.torch_compile.kernels.qkv_triton import qkv_write
-from g4ir.ops.latent import keys_values_of_raw, keys_values_of_value
+from g4ir.ops.latent import keys_values, keys_values_of_value
 from g4ir.ops.rope import rope_table, rotated_pairs
 
 from .samples import Try, kernel_called
@@ -42,7 +42,7 @@ def test_forms_agree(d: int, slots: int, start: tuple[int, ...], fraction: float
         qkv_write(x, w, w, *tables, at, at * 0 + 1, caches, 4, 2, False, form, own, EPS, 1)
         held[form] = [cache[at % slots, torch.arange(b)][:, None] for cache in caches]
     key, value = held["plain"]
-    remade = keys_values_of_raw(*held["raw"], w, at[:, None], dtype="bf16", **rotation)
+    remade = keys_values("raw", held["raw"], w, at[:, None], dtype="bf16", **rotation)
     assert torch.equal(remade[0], key) and torch.equal(remade[1], value)
     k, v = keys_values_of_value(held["value"][0], w)
     turned = [i + half for half in (0, d // 2) for i in range(pairs)]

@@ -8,8 +8,10 @@ of its own.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
+import mmap
 import os
 import re
 import subprocess
@@ -148,48 +150,32 @@ class Parameter:
     optional: bool
 
 
-_MODULES = (
-    "tensorrt_bindings.tensorrt",
-    "tensorrt.tensorrt",
-    "typing_extensions",
-    "typing",
-    "collections.abc",
+#: before names of classes: modules, or C++'s namespace where a class is bound behind its user
+_PREFIXES = re.compile(
+    r"\b((tensorrt_bindings|tensorrt)\.tensorrt\.|typing_extensions\.|typing\.|collections\.abc\."
+    r"|nvinfer1::)"
 )
-#: and before names of C++, by which a signature calls a class that is bound behind it
-_PREFIXES = re.compile(rf"\b(({'|'.join(map(re.escape, _MODULES))})\.|nvinfer1::)")
-_NUMBERED = re.compile(r"^\d+\. ")
 
 
 def parse_signature(text: str) -> list[Parameter] | None:
-    """Parameters of a line such as `f(self: A, x: B = 1) -> C`, without `self`; None where the
-    line is no signature."""
-    text = _NUMBERED.sub("", text)
-    found = re.match(r"^\w*\((.*)\) -> .+$", text)
-    if not found or text.startswith("(*args") or "(*args, **kwargs)" in text:
+    """Parameters of a line such as `1. f(self: A, x: B = <C.D: 0>) -> E`, without `self`; None
+    where the line is no signature."""
+    found = re.fullmatch(r"(\d+\. )?\w*\((.*)\) -> .+", text)
+    if not found or "*args" in text:
         return None
-    parts = [p for p in split_commas(found[1]) if p]
-    parameters = [_parameter(p) for p in parts]
+    plain = re.sub(r"<[^<>]*>", "...", _PREFIXES.sub("", found[2]))
+    (made,) = ast.parse(f"def f({plain}): ...").body
+    assert isinstance(made, ast.FunctionDef)
+    args = made.args.args
+    defaults = [None] * (len(args) - len(made.args.defaults)) + [*made.args.defaults]
+    parameters = [_parameter(*pair) for pair in zip(args, defaults, strict=True)]
     return parameters[1:] if parameters and parameters[0].name in ("self", "arg0") else parameters
 
 
-def _parameter(text: str) -> Parameter:
-    name, _, rest = text.partition(":")
-    kind, equals, default = rest.partition(" = ")
-    kind = _PREFIXES.sub("", kind.strip())
-    return Parameter(name.strip(), kind + (" | None" if default == "None" else ""), bool(equals))
-
-
-def split_commas(text: str) -> list[str]:
-    """At commas outside of brackets."""
-    parts, depth, last = [], 0, ""
-    for c in text:
-        depth += (c in "([<{") - (c in ")]>}")
-        if c == "," and depth == 0:
-            parts.append(last.strip())
-            last = ""
-        else:
-            last += c
-    return [*parts, last.strip()]
+def _parameter(arg: ast.arg, default: ast.expr | None) -> Parameter:
+    kind = ast.unparse(arg.annotation) if arg.annotation else ""
+    none = default is not None and ast.unparse(default) == "None"
+    return Parameter(arg.arg, kind + (" | None" if none else ""), default is not None)
 
 
 # --- checks -----------------------------------------------------------------------------------
@@ -302,14 +288,8 @@ _KINDS = {
     # Sequences of whole numbers are turned into these.
     "Dims": _is_sizes,
     "Permutation": _is_sizes,
-    "Buffer": lambda v: isinstance(v, bytes | bytearray | memoryview) or _is_mapping(v),
+    "Buffer": lambda v: isinstance(v, bytes | bytearray | memoryview | mmap.mmap),
 }
-
-
-def _is_mapping(value: Any) -> bool:
-    import mmap
-
-    return isinstance(value, mmap.mmap)
 
 
 def fits(value: Any, kind: str) -> bool:

@@ -12,7 +12,7 @@ from g4ir.backends.trt.recorder import recorder
 def new_network(module: Any) -> Any:
     """A strongly typed network without anything in it."""
     flag = module.NetworkDefinitionCreationFlag.STRONGLY_TYPED
-    return module.INetworkDefinition(module, 1 << int(flag))
+    return module.INetworkDefinition(1 << int(flag))
 
 
 class Net:
@@ -64,9 +64,8 @@ class Net:
     def concat(self, *tensors: Any) -> Any:
         return self.set(self.network.add_concatenation([*tensors]), axis=0)
 
-    def slice(self, x: Any, start: int, count: int, axis: int | None = 0) -> Any:
-        layer = self.network.add_slice(x, (start,), (count,), (1,))
-        return self.set(layer, **({} if axis is None else {"axes": (axis,)}))
+    def slice(self, x: Any, start: int, count: int, axis: int = 0) -> Any:
+        return self.set(self.network.add_slice(x, (start,), (count,), (1,)), axes=(axis,))
 
     def gather(self, x: Any, index: Any, axis: int = 0) -> Any:
         return self.network.add_gather(x, index, axis).get_output(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
@@ -41,43 +40,9 @@ def run_alone(code: str) -> str:
     return done.stdout
 
 
-def imported(path: Path) -> set[str]:
-    """Modules that a file imports, anywhere in it and for typing too; `.` and what follows are of
-    its own folder, more dots lie outside of it."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add("." * node.level + (node.module or ""))
-    return found
-
-
-def test_imports() -> None:
-    """The standard library and torch; the tests import the recorder and one another."""
-    names = {n for path in FOLDER.glob("*.py") for n in imported(path)}
-    assert not [n for n in names if n.startswith("..")]
-    third = {n.split(".")[0] for n in names if not n.startswith(".")}
-    assert third <= sys.stdlib_module_names | {"torch"}
-    used = {n for path in HERE.glob("*.py") for n in imported(path)}
-    ours = {n for n in used if n.split(".")[0] in ("g4ir", "tests", "passes", "backends")}
-    assert all(f"{n}.".startswith((f"{NAME}.", "tests.recorder.")) for n in ours)
-
-
 def test_the_example_runs_without_the_project() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", (FOLDER / "README.md").read_text(), re.S)
     assert run_alone(example).splitlines() == ["8.0", "INetworkDefinition mark_output"]
-
-
-def test_its_tests_pass_without_the_project() -> None:
-    """But for those of this file, and those that need the wheels of the bindings."""
-    left_out = ("test_alone.py", "test_bindings.py")
-    files = [str(p) for p in sorted(HERE.glob("test_*.py")) if p.name not in left_out]
-    options = ["-q", "--noconftest", "-c", "/dev/null", "--import-mode=importlib"]
-    options += [f"--rootdir={ROOT}", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    code = f"sys.path.insert(0, {str(ROOT)!r})\nimport pytest\n"
-    printed = run_alone(f"{code}assert not pytest.main({[*options, *files]!r})")
-    assert " passed" in printed and "failed" not in printed
 
 
 def test_every_file_is_described() -> None:

@@ -141,19 +141,6 @@ def test_streamed_weights_have_a_budget() -> None:
         engine.weight_streaming_budget_v2 = 0
 
 
-def test_plans_are_written_piece_by_piece() -> None:
-    small, kept = Small(), list[bytes]()
-
-    class Writer(small.trt.IStreamWriter):  # type: ignore[name-defined]
-        def write(self, data: bytes) -> int:
-            kept.append(data)
-            return len(data)
-
-    network, config = small.net.network, small.config
-    assert small.builder.build_serialized_network_to_stream(network, config, Writer())
-    assert len(kept) > 1 and b"".join(kept) == small.plan()
-
-
 def test_what_a_rule_says_is_in_the_builders_log() -> None:
     """As TensorRT's own words are, which says nothing more to who called it."""
     small = Small()
@@ -170,23 +157,6 @@ def exchanging(op: str, ranks: int, dtype: str = "FLOAT") -> Any:
     n = Net()
     n.output(n.exchange(n.x(-1, 3, dtype=dtype), op, ranks, tuple(range(ranks))))
     return n.network
-
-
-def exchanged(op: str, parts: torch.Tensor, dtype: str = "FLOAT") -> list[torch.Tensor]:
-    """What each rank has of the parts of all."""
-    nets = [exchanging(op, len(parts), dtype) for _ in parts]
-    return side_by_side(len(parts), lambda i, ex: execute(nets[i], {"x0": parts[i]}, ex)["y"])
-
-
-def test_what_is_exchanged() -> None:
-    """Sums, and what lies behind one another along the first dim, alike on all ranks; sums are
-    rounded on their way: 256 + 1 is 256 in bf16, twice."""
-    parts = torch.randn(4, 2, 3)
-    for op, want in ("ALL_REDUCE", parts.sum(0)), ("ALL_GATHER", parts.reshape(-1, 3)):
-        made = exchanged(op, parts)
-        assert all(torch.equal(y, made[0]) and torch.allclose(y, want) for y in made)
-    parts = torch.tensor([256.0, 1.0, 1.0]).bfloat16()[:, None].expand(3, 3).reshape(3, 1, 3)
-    assert exchanged("ALL_REDUCE", parts, "BF16")[0].tolist() == [[256.0] * 3]
 
 
 def test_a_rank_that_fails_ends_the_others() -> None:

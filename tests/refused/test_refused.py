@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from g4ir.errors import G4Error
+from tests.refused import ways
 from tests.refused.cases import Case, cases, fits
-from tests.refused.ways import WAYS, Shared, World
+from tests.refused.ways import Shared, World
 
 FOLDER = Path(__file__).parent
 
@@ -29,7 +30,7 @@ def world(shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wo
 def message_of(case: Case, world: World) -> str:
     """What is said of the input, with names for paths."""
     try:
-        found = WAYS[case.way](world, **world.fill(case.given))
+        found = getattr(ways, case.way)(world, **world.fill(case.given))
     except G4Error as e:
         found = str(e)
     assert isinstance(found, str), f"taken: {found!r}"

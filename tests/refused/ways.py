@@ -423,29 +423,3 @@ def line(world: World, line: Any, name: Any = None, engine: str = "engine") -> s
     assert (second["line"], second["id"]) == (3, name)
     assert json.loads(outcome.err.splitlines()[1]) == {"event": "error", **second}
     return str(second["error"])
-
-
-WAYS: dict[str, Callable[..., Any]] = {
-    f.__name__: f
-    for f in (
-        spec,
-        graph,
-        op,
-        named_spec,
-        config,
-        config_file,
-        header,
-        weight_file,
-        checkpoint,
-        build_of,
-        codes,
-        manifest,
-        engine_files,
-        build,
-        generate,
-        call,
-        command,
-        media,
-        line,
-    )
-}

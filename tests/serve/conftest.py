@@ -8,8 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from g4ir.engine.load import load_engine
-from tests.serve.running import Running, chat_engine, eventually, running
+from tests.serve.running import Running, chat_engine, ready
 
 
 @pytest.fixture(scope="session")
@@ -19,8 +18,7 @@ def engine_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def served(engine_folder: Path) -> Iterator[Running]:
-    with running(lambda: load_engine(engine_folder)) as r:
-        eventually(lambda: r.server.service)
+    with ready(engine_folder) as r:
         yield r
 
 

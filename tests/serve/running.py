@@ -16,8 +16,9 @@ import torch
 import g4ir
 from g4ir.backends.sampling import SamplingParams
 from g4ir.chat.special_tokens import CONTROLS
-from g4ir.engine.async_engine import AsyncEngineConfig
+from g4ir.engine.async_engine import AsyncEngine, AsyncEngineConfig
 from g4ir.engine.engine import Engine
+from g4ir.engine.load import load_engine
 from g4ir.engine.scheduler import SchedulerConfig
 from g4ir.serve.app import Server
 from g4ir.serve.auth import Auth
@@ -87,16 +88,20 @@ class Running:
     url: str
 
     @property
-    def scheduler(self) -> Any:
+    def service(self) -> AsyncEngine:
         assert self.server.service
-        return self.server.service.scheduler
+        return self.server.service
+
+    @property
+    def scheduler(self) -> Any:
+        return self.service.scheduler
 
     def client(self, **given: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=WAIT, **given)
 
     @property
     def busy(self) -> int:
-        return self.scheduler.active + self.server.open
+        return self.scheduler.active + len(self.process.server_state.tasks)
 
     def ids(self, text: str) -> list[int]:
         assert self.server.prompts
@@ -155,6 +160,14 @@ def running(
         process.drain(0.0)
         thread.join(WAIT)
         assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def ready(folder: Path, gate: Auth | None = None, **settings: Any) -> Iterator[Running]:
+    """As `running`, of an engine that has been loaded."""
+    with running(lambda: load_engine(folder), gate, **settings) as r:
+        eventually(lambda: r.server.service)
+        yield r
 
 
 def eventually(holds: Callable[[], Any]) -> None:

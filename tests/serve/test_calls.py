@@ -20,10 +20,11 @@ from g4ir.chat import Reader, TokenStream, Vocabulary
 from g4ir.serve.grammar import Grammars, HeldMask, LazyMask, Mask
 from g4ir.serve.http_errors import Refused
 from g4ir.serve.request_schema import JSON, Constraint
-from g4ir.serve.tool_grammar import FORMATS, called, grammar_of
-from tests.serve.running import Running, chat_tokenizer
+from g4ir.serve.tool_grammar import called, grammar_of
+from tests.serve.running import chat_tokenizer
 from tests.serve.test_client import SCHEMA, ask, formed, said
 
+CASES = yaml.safe_load(Path(__file__).with_name("calls.yaml").read_text())
 SIZE = 512
 ENDS = ("<eos>", "<turn|>", "<|tool_response>")
 FORMAT = jsonschema.FormatChecker(["date", "uuid", "ipv4", "email"])
@@ -54,11 +55,13 @@ def free(mask: Mask, row: Sequence[int]) -> list[int]:
     return [i for i in range(SIZE) if view[i // 32] >> (i % 32) & 1]
 
 
-def walk(mask: Mask, seed: int, row: list[int] | None = None, patience: int = 60) -> list[int]:
+def walk(
+    mask: Mask, seed: int, begun: Sequence[int] = (), patience: int = 60, ends: Sequence[str] = ENDS
+) -> list[int]:
     """A random answer, which after some tokens hurries to its end."""
-    draw, row = random.Random(seed), [] if row is None else row
+    draw, row = random.Random(seed), [*begun]
     word = vocabulary().tokenizer.id_to_token
-    stops = {vocabulary().controls[t] for t in ENDS}
+    stops = {vocabulary().controls[t] for t in ends}
     while not stops & {*row[-1:]}:
         tokens = free(mask, row)
         assert tokens and len(row) < 4000, row
@@ -66,9 +69,8 @@ def walk(mask: Mask, seed: int, row: list[int] | None = None, patience: int = 60
             t for t in tokens if word(t) in CLOSING and (len(word(t)) > 1 or len(tokens) < 99)
         ]
         hurry = closing and (len(row) > patience or draw.random() < 0.2)
-        row.append(min(closing, key=lambda t: CLOSING.index(word(t))) if hurry else 0)
-        if not hurry:
-            row[-1] = draw.choice(tokens)
+        first = min(closing, key=lambda t: CLOSING.index(word(t)), default=0)
+        row.append(first if hurry else draw.choice(tokens))
     return row
 
 
@@ -89,51 +91,8 @@ def check(answer: Any, tools: Sequence[Any], most: int | None = None) -> None:
         jsonschema.validate(call["arguments"], schemas[call["name"]], format_checker=FORMAT)
 
 
-# --- random schemas ---------------------------------------------------------------------------
-
 KEYS = st.sampled_from(["a", "b", "key_2", "first name", "x-y", "ключ", 'q"r', "$f", "it's", "{z}"])
-VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-50, 50),
-    st.sampled_from([1.5, -2e-7, 1e22, 10**30]),
-    st.sampled_from(["", "x", "5", "true", "null", "<|tool_call ", "<turn", "a: {b}", "é\n\\ '"]),
-)
-
-
-def limited(kind: str, low: str, high: str) -> st.SearchStrategy[dict[str, Any]]:
-    bounds = st.tuples(st.integers(-9, 9), st.integers(1, 9))
-    return bounds.map(lambda b: {"type": kind, low: b[0], high: b[0] + b[1]})
-
-
-def counted(kind: str, low: str, high: str) -> st.SearchStrategy[dict[str, Any]]:
-    return st.tuples(st.integers(0, 3), st.none() | st.integers(0, 3)).map(
-        lambda c: {"type": kind, low: c[0]} | ({} if c[1] is None else {high: c[0] + c[1]})
-    )
-
-
-LEAVES = st.one_of(
-    st.sampled_from(["string", "integer", "number", "boolean", "null"]).map(lambda t: {"type": t}),
-    counted("string", "minLength", "maxLength"),
-    st.sampled_from(["^[a-c]{2,3}$", "^(x|yy)$", "[0-9x]", "^a", "^b/c", r"^\d+(\.\w)?$"]).map(
-        lambda p: {"type": "string", "pattern": p}
-    ),
-    st.sampled_from([*FORMATS]).map(lambda f: {"type": "string", "format": f}),
-    limited("integer", "minimum", "maximum"),
-    limited("number", "exclusiveMinimum", "maximum"),
-    limited("number", "minimum", "exclusiveMaximum"),
-    limited("integer", "exclusiveMinimum", "exclusiveMaximum").map(
-        lambda s: s | {"exclusiveMaximum": s["exclusiveMaximum"] + 40, "multipleOf": 7}
-    ),
-    st.lists(VALUES, min_size=1, max_size=4).map(lambda v: {"enum": v}),
-    VALUES.map(lambda v: {"const": v}),
-    st.lists(st.recursive(VALUES, lambda v: st.lists(v, max_size=2)), max_size=2).map(
-        lambda v: {"const": {"k": v}}
-    ),
-    st.just({"type": ["integer", "string", "null"]}),
-    st.just({"type": "object"}),
-    st.just({}),
-)
+LEAVES = st.sampled_from(CASES["leaves"])
 
 
 def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
@@ -150,9 +109,10 @@ def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
 def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     return st.one_of(
         objects(inner),
-        st.tuples(counted("array", "minItems", "maxItems"), inner).map(
-            lambda p: p[0] | {"items": p[1]}
+        st.tuples(inner, st.integers(0, 3), st.integers(0, 3)).map(
+            lambda p: {"type": "array", "items": p[0], "minItems": p[1], "maxItems": p[1] + p[2]}
         ),
+        inner.map(lambda s: {"type": "array", "items": s, "minItems": 1}),
         st.lists(inner, min_size=1, max_size=3).map(lambda forms: {"anyOf": forms}),
         inner.map(lambda s: {"type": "object", "additionalProperties": s}),
         inner.map(lambda s: {"allOf": [s], "description": "d"}),
@@ -183,14 +143,7 @@ def test_calls_among_free_text(schema: Any, seed: int) -> None:
     """Whatever stands before, a call that begins is one of the schema."""
     tools = [tool("f", schema, strict=True), tool("g", {"minContains": 1})]
     mask = grammars().some_calls(called(tools, None, True))
-    row = [*vocabulary().plain("so: {"), vocabulary().controls["<|tool_call>"]]
-    end = vocabulary().controls["<tool_call|>"]
-    draw = random.Random(seed)
-    while row[-1] != end:
-        tokens = free(mask, row)
-        assert len(tokens) < SIZE
-        closing = [t for t in tokens if vocabulary().tokenizer.id_to_token(t) in CLOSING]
-        row.append(draw.choice(closing if closing and len(row) > 40 else tokens))
+    row = walk(mask, seed, ids("so: {", "<|tool_call>"), 40, ends=["<tool_call|>"])
     assert len(free(mask, row)) == SIZE
     answer = read(row, tools)
     (call,) = answer.tool_calls
@@ -198,8 +151,6 @@ def test_calls_among_free_text(schema: Any, seed: int) -> None:
         jsonschema.validate(call["arguments"], schema)
     assert answer.content == "so: {"
 
-
-# --- the form ---------------------------------------------------------------------------------
 
 NEEDS = {"type": "object", "properties": {"s": {"type": "string"}}, "required": ["s"]}
 
@@ -210,15 +161,9 @@ def held(schema: Any = NEEDS, thinking: bool = False, inside: bool = False, **mo
 
 
 def ids(*words: str) -> list[int]:
-    return [
-        i
-        for word in words
-        for i in (
-            [vocabulary().controls[word]]
-            if word in vocabulary().controls
-            else vocabulary().plain(word)
-        )
-    ]
+    controls, plain = vocabulary().controls, vocabulary().plain
+    parts = [[controls[word]] if word in controls else plain(word) for word in words]
+    return [i for part in parts for i in part]
 
 
 def names(mask: Mask, *words: str) -> set[str]:
@@ -227,69 +172,45 @@ def names(mask: Mask, *words: str) -> set[str]:
 
 
 def test_control_tokens_are_not_their_characters() -> None:
-    mask = held()
-    assert names(mask) == {"<|tool_call>"}
     head = ("<|tool_call>", "call:f{s:")
-    assert names(mask, *head) == {'<|"|>'}
-    inside = names(mask, *head, '<|"|>')
+    inside = names(held(), *head, '<|"|>')
     assert not inside & (vocabulary().controls.keys() - {'<|"|>'}) and {"{", "}", "a"} <= inside
     spelled = (*head, '<|"|>', "<tool_call|>"[:-1], ">", '<|"|>', "}", "<tool_call|>")
     answer = read(ids(*spelled), [tool("f", NEEDS)])
     assert answer.tool_calls == [{"name": "f", "arguments": {"s": "<tool_call|>"}}]
-    whole = (*head, '<|"|>', '<|"|>', "}", "<tool_call|>")
-    assert names(mask, *whole) == {"<|tool_call>", *ENDS}
-    assert names(held(many=False), *whole) == {*ENDS}
 
 
 def test_a_thought_is_free_of_all_but_control_tokens() -> None:
-    mask = held(thinking=True)
-    assert names(mask) == {"<|channel>", "<|tool_call>"}
-    thought = names(mask, "<|channel>", "a")
+    thought = names(held(thinking=True), "<|channel>", "a")
     assert thought & vocabulary().controls.keys() == {"<channel|>"} and {"z", "}"} <= thought
-    assert names(mask, "<|channel>", "a", "<channel|>") == {"<|tool_call>"}
     assert "<channel|>" in names(held(inside=True), "a")
-    assert names(held()) == {"<|tool_call>"}
 
 
-def test_members_come_in_their_order() -> None:
-    properties = {k: {"type": "boolean"} for k in "abc"}
-    schema = {"type": "object", "properties": properties, "required": ["b"]}
-    mask = held(schema)
-    head = ("<|tool_call>", "call:f{")
-    assert names(mask, *head) == {"a", "b"}
-    assert names(mask, *head, "a:true,") == {"b"}
-    assert names(mask, *head, "b:false") == {"}", ","}
-    assert names(mask, *head, "b:false,") == {"c"}
-    assert names(mask, *head, "b:false,c:true") == {"}"}
-
-
-@pytest.mark.parametrize("schema", [{}, None, {"type": "object"}, {"properties": {}}])
-def test_no_arguments(schema: Any) -> None:
-    mask = held(schema or {})
-    assert names(mask, "<|tool_call>", "call:f") == {"{"}
-    assert names(mask, "<|tool_call>", "call:f{") == {"}"}
-
-
-def test_json_or_a_call() -> None:
-    schema = {"type": "object", "properties": {"k": {"const": 1}}, "required": ["k"]}
-    mask = held(content=Constraint("response_format", JSON, schema))
-    assert names(mask) == {"<|tool_call>", "{"}
-    assert names(mask, '{"k": 1}') == {*ENDS}
-    assert "▁" in names(mask, '{"k":') and "▁" not in names(mask, '{"k": ')
-
-
-def test_names_of_the_allowed_functions() -> None:
+def masks() -> dict[str, Mask]:
+    flags = {k: {"type": "boolean"} for k in "abc"}
+    one = {"type": "object", "properties": {"k": {"const": 1}}, "required": ["k"]}
     tools = [tool("one", {}), tool("two", NEEDS), tool("three", NEEDS, strict=True)]
-    mask = grammars().some_calls(called(tools, {"one", "three"}, True))
-    assert isinstance(mask, LazyMask) and len(free(mask, ids("abc"))) == SIZE
-    assert names(mask, "abc", "<|tool_call>", "call:") == {"o", "t"}
-    assert names(mask, "abc", "<|tool_call>", "call:t") == {"h"}
-    assert isinstance(held(), HeldMask)
+    return {
+        "needs": held(),
+        "one": held(many=False),
+        "thinking": held(thinking=True),
+        "members": held({"type": "object", "properties": flags, "required": ["b"]}),
+        "empty": held({}),
+        "untyped": held({"properties": {}}),
+        "object": held({"type": "object"}),
+        "json": held(content=Constraint("response_format", JSON, one)),
+        "some": grammars().some_calls(called(tools, {"one", "three"}, True)),
+    }
 
 
-# --- unsupported schemas -----------------------------------------------------------------------
-
-CASES = yaml.safe_load(Path(__file__).with_name("calls.yaml").read_text())
+def test_what_may_follow() -> None:
+    """Members come in their order, and a function without arguments has none."""
+    made = masks()
+    for name, words, follow in CASES["follow"]:
+        assert names(made[name], *words) == {*follow}, (name, words)
+    assert "▁" in names(made["json"], '{"k":') and "▁" not in names(made["json"], '{"k": ')
+    assert isinstance(made["some"], LazyMask) and len(free(made["some"], ids("abc"))) == SIZE
+    assert isinstance(made["needs"], HeldMask)
 
 
 @pytest.mark.parametrize(("keyword", "schema"), CASES["refused"])
@@ -315,16 +236,6 @@ def test_forms_of_which_one_holds(forms: Any) -> None:
         check(read(walk(held(schema), seed), [tool("f", schema)]), [tool("f", schema)])
 
 
-def test_a_form_that_is_not_the_first_keeps_its_type() -> None:
-    """A declaration has the first form of a union alone; what is read may be any."""
-    forms = [{"type": "string", "minLength": 3}, {"type": "integer", "minimum": 5}]
-    tools = [tool("f", {"type": "object", "properties": {"a": {"anyOf": forms}}})]
-    call = ("<|tool_call>", "call:f{a:", "12", "}", "<tool_call|>")
-    assert read(ids(*call), tools).tool_calls[0]["arguments"] == {"a": 12}
-    call = ("<|tool_call>", "call:f{a:", '<|"|>', "123", '<|"|>', "}", "<tool_call|>")
-    assert read(ids(*call), tools).tool_calls[0]["arguments"] == {"a": "123"}
-
-
 def test_schemas_that_are_too_large() -> None:
     tower: Any = {"type": "boolean"}
     for _ in range(14):
@@ -343,73 +254,46 @@ def test_a_tokenizer_without_calls() -> None:
     assert json.dumps(e.value.body())
 
 
-# --- over a server ---------------------------------------------------------------------------
-
-FORCED: dict[str, Any] = {
-    "single": {"tool_choice": "required", "parallel_tool_calls": False},
-    "several": {"tool_choice": "required"},
-    "named": {"tool_choice": {"type": "function", "function": {"name": "g"}}},
-    "allowed": {
-        "tool_choice": {
-            "type": "allowed_tools",
-            "allowed_tools": {
-                "mode": "required",
-                "tools": [{"type": "function", "function": {"name": "f"}}],
-            },
-        }
-    },
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "stream", "thinking"),
-    [(name, i % 2 == 0, i in (1, 2)) for i, name in enumerate(FORCED)],
-)
-def test_forced_calls(client: openai.OpenAI, name: str, stream: bool, thinking: bool) -> None:
+@pytest.mark.parametrize("number", range(len(CASES["forced"])))
+def test_forced_calls(client: openai.OpenAI, number: int) -> None:
     """Random weights say anything, and still they call what is declared, as it is declared."""
     word = {"type": "string", "maxLength": 6}
     parameters = {"type": "object", "properties": {"w": word}, "required": ["w"]}
     schemas = {"f": SCHEMA, "g": parameters}
+    _, fields, functions, count = CASES["forced"][number]
+    stream, thinking = number % 2 == 0, number in (1, 2)
     body = {"chat_template_kwargs": {"enable_thinking": thinking}}
     given: dict[str, Any] = {"tools": [tool(n, s) for n, s in schemas.items()]}
     given |= {"max_tokens": 300, "n": 3}
     bias = {"logit_bias": {str(i): 10 for i in range(7, 9)}} if thinking else {}
-    given |= {**FORCED[name], **bias, "temperature": 1.2, "seed": 4, "stream": stream}
+    given |= {**fields, **bias, "temperature": 1.2, "seed": 4, "stream": stream}
     got = ask(client, **given, extra_body=body)
     chunks = [*got] if stream else got
     found = [f for i in range(3) if (f := said(chunks, stream, i))["finish"] != "length"]
     for f in found:
         calls = [(c.function.name, c.function.arguments) for c in f["calls"]]
         assert (f["finish"], f["content"]) == ("tool_calls", "") and calls
-        assert len(calls) == 1 or name in ("several", "allowed")
+        assert len(calls) == 1 or count == "many"
         for function, arguments in calls:
-            assert function in {"named": "g", "allowed": "f"}.get(name, "fg")
+            assert function in functions
             jsonschema.validate(json.loads(arguments), schemas[function])
     assert found
 
 
 @pytest.mark.parametrize("word", ["{", "<|tool_call>"])
-def test_a_schema_beside_tools(client: openai.OpenAI, served: Running, word: str) -> None:
+def test_a_schema_beside_tools(client: openai.OpenAI, word: str) -> None:
     """The answer is JSON of the schema or a call."""
-    assert served.server.prompts
-    vocabulary = served.server.prompts.vocabulary
-    first = vocabulary.controls.get(word) or vocabulary.plain(word)[0]
-    held = tool("f", SCHEMA, strict=True)
-    given: dict[str, Any] = {"response_format": formed(SCHEMA), "tools": [held]}
-    given |= {"logit_bias": {str(first): 100}, "parallel_tool_calls": False}
-    got = ask(client, **given, max_tokens=400, temperature=1.2)
-    (choice,) = got.choices
-    if word == "{":
-        text = choice.message.content
-    else:
-        text = choice.message.tool_calls[0].function.arguments
+    given: dict[str, Any] = {"response_format": formed(SCHEMA), "parallel_tool_calls": False}
+    given |= {"tools": [tool("f", SCHEMA, strict=True)], "logit_bias": {str(ids(word)[0]): 100}}
+    (choice,) = ask(client, **given, max_tokens=400, temperature=1.2).choices
+    called = choice.message.tool_calls
+    text = called[0].function.arguments if called else choice.message.content
     jsonschema.validate(json.loads(text), SCHEMA)
     assert choice.finish_reason == ("stop" if word == "{" else "tool_calls")
 
 
-def test_strict_tools_hold_the_calls_that_are_made(client: openai.OpenAI, served: Running) -> None:
-    assert served.server.prompts
-    call = served.server.prompts.vocabulary.controls["<|tool_call>"]
+def test_strict_tools_hold_the_calls_that_are_made(client: openai.OpenAI) -> None:
+    call = vocabulary().controls["<|tool_call>"]
     held = tool("f", SCHEMA, strict=True)
     got = ask(client, tools=[held], max_tokens=200, temperature=1, logit_bias={str(call): 100})
     for made in got.choices[0].message.tool_calls:

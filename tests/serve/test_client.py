@@ -6,24 +6,19 @@ It sees no more of a server than `Served` has: g4ir-vllm/tests/ runs the same te
 from __future__ import annotations
 
 import json
-import threading
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
+import yaml
 
 from tests.serve.running import MAX_SEQ, NAME, Served, eventually
 
 HI = [{"role": "user", "content": "Hi"}]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "f",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-    },
-}
-CALL = ("<|tool_call>", "call:f{a:", "3", "}", "<tool_call|>")
+CASES = yaml.safe_load(Path(__file__).with_name("dictated.yaml").read_text())
+TOOL, CALL = CASES[1]["fields"]["tools"][0], CASES[1]["words"][:-1]
 
 
 def ask(client: openai.OpenAI, **given: Any) -> Any:
@@ -93,37 +88,33 @@ def said(got: Any, stream: bool, index: int = 0) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_thoughts_content_and_their_count(
-    client: openai.OpenAI, served: Served, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ("<|channel>", "thought\n", "hmm\n", "<channel|>", "héllo", "<turn|>")
-    served.dictate(monkeypatch, *words)
-    body = {"chat_template_kwargs": {"enable_thinking": True}}
-    got = ask(client, max_tokens=60, stream=stream, extra_body=body)
-    found = {"content": "héllo", "reasoning_content": "hmm", "calls": [], "finish": "stop"}
-    assert said(got, stream) == found
-    if not stream:
-        reasoning = got.usage.completion_tokens_details.reasoning_tokens
-        assert 0 < reasoning < got.usage.completion_tokens
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("count", [1, 2])
-def test_calls(
+@pytest.mark.parametrize(
+    ("case", "stream"),
+    [
+        pytest.param(case, stream, id=f"{case['name']}-{stream}")
+        for case in CASES
+        for stream in ([False] if "whole" in case else [False, True])
+    ],
+)
+def test_what_is_dictated(
     client: openai.OpenAI,
     served: Served,
+    case: dict[str, Any],
     stream: bool,
-    count: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    served.dictate(monkeypatch, *CALL * count, "<|tool_response>")
-    found = said(ask(client, max_tokens=90, tools=[TOOL], stream=stream), stream)
-    calls = [(c.function.name, json.loads(c.function.arguments)) for c in found["calls"]]
-    assert (found["finish"], found["content"]) == ("tool_calls", "")
-    assert calls == [("f", {"a": 3})] * count
-    assert len({c.id for c in found["calls"]}) == count
-    assert not stream or [c.index for c in found["calls"]] == [*range(count)]
+    served.dictate(monkeypatch, *case["words"])
+    got = ask(client, **{"max_tokens": 90, "stream": stream, **case["fields"]})
+    found = said(got, stream)
+    assert len({c.id for c in found["calls"]}) == len(found["calls"])
+    assert not stream or [c.index for c in found["calls"]] == [*range(len(found["calls"]))]
+    found["calls"] = [[c.function.name, json.loads(c.function.arguments)] for c in found["calls"]]
+    empty: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": [], "finish": "stop"}
+    assert found == {name: case.get(name, default) for name, default in empty.items()}
+    if found["reasoning_content"] and not stream:
+        reasoning = got.usage.completion_tokens_details.reasoning_tokens
+        assert 0 < reasoning < got.usage.completion_tokens
+    eventually(lambda: not served.busy)
 
 
 LONG = ("call:f{a:", "3", ",text:", '<|"|>', "some words of a text", " and more" * 3, '<|"|>', "}")
@@ -159,42 +150,11 @@ def test_a_call_that_is_cut(
         assert all(whole.startswith(c.function.arguments) for c in found["calls"])
 
 
-def test_one_call_where_no_more_are_asked_for(
-    client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served.dictate(monkeypatch, *CALL * 2, "<|tool_response>")
-    got = ask(client, max_tokens=90, tools=[TOOL], parallel_tool_calls=False)
-    assert len(got.choices[0].message.tool_calls) == 1 and got.choices[0].message.content is None
-    assert got.choices[0].finish_reason == "tool_calls"
-
-
-def test_calls_are_text_where_none_may_be_made(
-    client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served.dictate(monkeypatch, *CALL, "<turn|>")
-    got = ask(client, max_tokens=60, tools=[TOOL], tool_choice="none")
-    assert got.choices[0].message.tool_calls is None
-    assert "call:f{a:3}" in got.choices[0].message.content
-
-
 def test_a_conversation_goes_on_behind_an_answered_call(client: openai.OpenAI) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    messages = [
-        *HI,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": "4"},
-    ]
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = [*HI, asked, {"role": "tool", "tool_call_id": "c1", "content": "4"}]
     assert ask(client, messages=messages, tools=[TOOL]).choices[0].finish_reason
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string(
-    client: openai.OpenAI, served: Served, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served.dictate(monkeypatch, "one two three four")
-    got = ask(client, max_tokens=300, stop=["three", "zz"], stream=stream)
-    assert said(got, stream)["content"] == "one two "
-    eventually(lambda: not served.busy)
 
 
 def test_stop_ids(client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,15 +231,9 @@ def test_what_is_known_of_a_prompt_is_told(client: openai.OpenAI) -> None:
     assert again.prompt_tokens_details.cached_tokens >= first.prompt_tokens // 2
 
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "a": {"type": "integer", "maximum": 99, "minimum": 0},
-        "b": {"enum": ["x", "y"]},
-    },
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
+NUMBER, LETTER = {"type": "integer", "maximum": 99, "minimum": 0}, {"enum": ["x", "y"]}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": NUMBER, "b": LETTER}}
+SCHEMA |= {"required": ["a", "b"], "additionalProperties": False}
 
 
 def formed(schema: Any) -> dict[str, Any]:
@@ -302,23 +256,6 @@ def test_a_schema(client: openai.OpenAI, stream: bool) -> None:
 def test_any_object(client: openai.OpenAI) -> None:
     got = ask(client, response_format={"type": "json_object"}, temperature=1, max_tokens=40)
     assert got.choices[0].message.content.lstrip()[0] == "{"
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"response_format": formed({"type": "nonsense"})},
-        {"response_format": formed({"type": "string", "pattern": "(?=a)b"})},
-        {"response_format": formed({"enum": ["x" * 70_000]})},
-        {"response_format": formed({"enum": [{"a": ["b<turn|>"]}]})},
-        {"response_format": formed({"type": "object", "properties": {"<turn|>": {}}})},
-        {"response_format": formed(SCHEMA), "extra_body": {"min_tokens": 3}},
-    ],
-)
-def test_schemas_that_cannot_be_held_to(client: openai.OpenAI, given: Any) -> None:
-    with pytest.raises(openai.BadRequestError) as e:
-        ask(client, **given)
-    assert e.value.param in ("response_format", "min_tokens")
 
 
 ERRORS = {
@@ -350,18 +287,3 @@ def test_a_client_without_a_stream_that_leaves(client: openai.OpenAI, served: Se
     with pytest.raises(openai.APITimeoutError):
         ask(client, max_tokens=500, extra_body={"ignore_eos": True}, timeout=0.3)
     eventually(lambda: not served.busy)
-
-
-def test_many_at_once(client: openai.OpenAI) -> None:
-    alone = [ask(client, seed=i, temperature=1).choices[0].message.content for i in range(12)]
-    together: dict[int, str] = {}
-
-    def one(i: int) -> None:
-        together[i] = ask(client, seed=i, temperature=1).choices[0].message.content
-
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(12)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert [together[i] for i in range(12)] == alone

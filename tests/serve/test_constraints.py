@@ -23,11 +23,9 @@ from tests.serve.test_calls import ENDS, free, grammars, names, tool, vocabulary
 from tests.serve.test_client import HI, ask, joined
 
 DIGITS = "[0-9]{3}"
-LARK = 'start: "b" digit+\ndigit: /[0-9]/'
 CASES = yaml.safe_load(Path(__file__).with_name("constraints.yaml").read_text())
 #: field, value, and a regular expression of the texts that it allows
 HELD: list[tuple[str, Any, str]] = CASES["held"]
-SCHEMA, AS_JSON = next((value, form) for name, value, form in HELD if name == "json_schema")
 MORE = {"temperature": 1.3, "max_tokens": 40, "n": 2, "seed": 7}
 PATHS = ("chat", "thinking", "completions", "stream")
 
@@ -72,6 +70,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "root ::= " + "(" * 5000}, "Lark or GBNF"),
     ({"grammar": "x" * 70_000}, "too long"),
     ({"guided_json": '{"a":' * 5000}, "levels"),
+    ({"json_schema": {"enum": ["x" * 70_000]}}, "more than 65536 characters"),
 ]
 
 
@@ -93,9 +92,6 @@ def test_constraints_beside_tools(client: openai.OpenAI) -> None:
     assert re.fullmatch(DIGITS, got.choices[0].message.content)
     with pytest.raises(openai.BadRequestError, match="forced call"):
         ask(client, **given, tool_choice="required")
-
-
-# --- schemas without an end, and large ones ---------------------------------------------------
 
 
 def members(**properties: Any) -> dict[str, Any]:
@@ -131,13 +127,12 @@ def test_no_reference_breaks_an_answer_off(defs: list[Any], seed: int) -> None:
     except Refused as e:
         assert "leads round" in e.message
         return
-    row: list[int] = []
-    for _ in range(40):
-        if row[-1:] and row[-1] in {vocabulary().controls[t] for t in ENDS}:
-            jsonschema.validate(json.loads(said(row)), schema)
-            return
+    row, ends = list[int](), {vocabulary().controls[t] for t in ENDS}
+    while len(row) < 40 and not ends & {*row[-1:]}:
         tokens = free(mask, row)
         row.append(tokens[seed % len(tokens)])
+    if ends & {*row[-1:]}:
+        jsonschema.validate(json.loads(said(row)), schema)
 
 
 def optional(count: int) -> dict[str, Any]:
@@ -167,14 +162,9 @@ def test_a_grammar_that_is_given_up(
     monkeypatch.setattr(grammar, "MOST_ITEMS", 100)
     body = {"json_schema": optional(300)}
     given = {"extra_body": body, "max_tokens": 20, "logit_bias": opened(served)}
-    with pytest.raises(
-        openai.APIError, match=r"json_schema: the grammar fails after \d+ tokens"
-    ) as e:
+    with pytest.raises(openai.APIError, match=r"json_schema: the grammar fails after \d+") as e:
         [*ask(client, **given, stream=True)] if stream else ask(client, **given)
     assert e.value.param == "json_schema"
-
-
-# --- a head that is continued -----------------------------------------------------------------
 
 
 def continued(client: openai.OpenAI, head: Any, **body: Any) -> Any:
@@ -183,38 +173,28 @@ def continued(client: openai.OpenAI, head: Any, **body: Any) -> Any:
     return ask(client, messages=messages, max_tokens=40, temperature=1.2, extra_body=given)
 
 
-TOOLS = {"tools": [tool("f", {})]}
-THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
-
-
-def test_a_grammar_goes_on_from_the_head(client: openai.OpenAI) -> None:
-    heads = (('{"a": ', {}), ('{"a": 1}', {}), ('{\n"a"', {}), ('{"', TOOLS), ("{", THINKING))
-    for head, more in heads:
-        choice = continued(client, head, guided_json=SCHEMA, **more).choices[0]
+@pytest.mark.parametrize(("body", "heads", "allowed"), CASES["continued"])
+def test_a_constraint_goes_on_from_the_head(
+    client: openai.OpenAI, body: dict[str, Any], heads: list[str], allowed: str
+) -> None:
+    """Also beside tools, where thinking is on, and of a part of a text or a refusal."""
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    for i, head in enumerate(heads):
+        more = ({}, {"tools": [tool("f", {})]} if "guided_json" in body else {}, thinking)[i % 3]
+        content = [{"type": "text", "text": head}] if i % 2 else head
+        choice = continued(client, content, **body, **more).choices[0]
         text = head + choice.message.content
-        assert choice.finish_reason == "length" or re.fullmatch(AS_JSON, text)
-    for head in ('{"b', "Sure: ", '{"a": 12}', "<turn|>"):
+        assert choice.finish_reason == "length" or re.fullmatch(allowed, text), text
+
+
+def test_heads_that_cannot_be_continued(client: openai.OpenAI) -> None:
+    for head in CASES["no_heads"]:
         with pytest.raises(openai.BadRequestError, match="cannot begin what guided_json asks") as e:
-            continued(client, head, guided_json=SCHEMA)
+            continued(client, head, **CASES["continued"][0][0])
         assert e.value.param == "messages"
-
-
-def test_a_refusal_is_continued_too(client: openai.OpenAI) -> None:
-    messages = [*HI, {"role": "assistant", "content": None, "refusal": "ye"}]
+    refusal = [*HI, {"role": "assistant", "content": None, "refusal": "ye"}]
     body = {"continue_final_message": True, "guided_choice": ["yes", "no"]}
-    got = ask(client, messages=messages, extra_body=body)
-    assert got.choices[0].message.content == "s"
-
-
-def test_heads_of_other_constraints(client: openai.OpenAI) -> None:
-    got = continued(client, "12", regex=DIGITS)
-    assert re.fullmatch("[0-9]", got.choices[0].message.content)
-    for head, rest in (("ye", "s"), ("New ", "York"), ([{"type": "text", "text": "no "}], "way")):
-        got = continued(client, head, guided_choice=["yes", "New York", "no way"])
-        assert got.choices[0].message.content == rest
-
-
-# --- a budget of reasoning tokens -------------------------------------------------------------
+    assert ask(client, messages=refusal, extra_body=body).choices[0].message.content == "s"
 
 
 @pytest.mark.parametrize("body", [{}, {"regex": DIGITS}])
@@ -225,20 +205,8 @@ def test_thoughts_end_at_their_budget(
     begins = served.server.prompts.vocabulary.controls["<|channel>"]  # type: ignore[union-attr]
     given = {"thinking_token_budget": limit, "chat_template_kwargs": {"enable_thinking": True}}
     bias = {str(begins): 60, **{str(i): 30 for i in served.ids("z")}}
-    got = ask(
-        client,
-        max_tokens=40,
-        n=2,
-        temperature=1,
-        logit_bias=bias,
-        extra_body={**given, **body},
-    )
-    for choice in got.choices:
+    more = {"logit_bias": bias, "extra_body": {**given, **body}}
+    for choice in ask(client, max_tokens=40, n=2, temperature=1, **more).choices:
         thought = choice.message.model_extra.get("reasoning_content") or ""
         assert len(thought) <= limit
         assert not body or re.fullmatch(DIGITS, choice.message.content)
-
-
-def test_efforts(client: openai.OpenAI) -> None:
-    for effort in ("none", "max"):
-        assert ask(client, extra_body={"reasoning_effort": effort}).choices

@@ -5,13 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import threading
-import time
-from itertools import pairwise
 from pathlib import Path
 
-from g4ir.chat import text_ids
-from tests.serve.running import Running, chat_tokenizer
+from tests.serve.running import Running
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,12 +27,6 @@ def test_every_request_is_answered_and_counted(served: Running) -> None:
         assert re.search(rf"{line} +\d+ +\d+ +\d+", text), text
 
 
-def test_refusals_are_counted(served: Running) -> None:
-    """Prompts that are too long; nothing is sent twice."""
-    text = load(served.url, "--requests", "2", "--rate", "50", "--input", "700", "--output", "3")
-    assert "(2 x 400)" in text and re.search("first text +- +- +-", text)
-
-
 def test_a_stream_goes_on_beside_what_takes_long(served: Running) -> None:
     """Loosely: other work shares these cores. Gaps are compared with those of the stream alone."""
     text = load(served.url, "--beside", "--bodies", "2000000", "--half", "200")
@@ -47,21 +37,3 @@ def test_a_stream_goes_on_beside_what_takes_long(served: Running) -> None:
     assert answers["first JSON"] == answers["200 half heads"] == "200"
     assert {a for name, a in answers.items() if name.endswith("MB")} == {"200", "400"}
     assert max(gaps.values()) < 1500 + 4 * gaps["nothing"], text
-
-
-def test_a_long_text_is_tokenised_beside_others() -> None:
-    """The tokenizer releases the interpreter's lock: another thread goes on meanwhile."""
-    tokenizer, ticks, over = chat_tokenizer(), [time.perf_counter()], threading.Event()
-
-    def tick() -> None:
-        while not over.wait(0.005):
-            ticks.append(time.perf_counter())
-
-    thread = threading.Thread(target=tick)
-    thread.start()
-    begun = time.perf_counter()
-    text_ids(tokenizer, ["some words, " * 150_000])
-    took = time.perf_counter() - begun
-    over.set()
-    thread.join()
-    assert max(b - a for a, b in pairwise(ticks)) < 0.6 * took

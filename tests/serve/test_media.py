@@ -6,6 +6,7 @@ import base64
 import contextlib
 import http.server
 import io
+import json
 import os
 import socket
 import threading
@@ -21,11 +22,10 @@ import pytest
 import yaml
 
 from g4ir.chat.messages import Medium
-from g4ir.engine.load import load_engine
 from g4ir.errors import InputError
 from g4ir.serve import media_fetch
 from g4ir.serve.media_fetch import Fetching, Sources, is_public, setting
-from tests.serve.running import NAME, Running, chat_engine, eventually, running
+from tests.serve.running import NAME, Running, chat_engine, ready
 
 SECONDS = 0.6
 CASES = yaml.safe_load(Path(__file__).with_name("media.yaml").read_text())
@@ -64,54 +64,41 @@ def image(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-# --- data URLs --------------------------------------------------------------------------------
-
-
-def test_sounds(served: Running) -> None:
-    raw = base64.b64encode(sound()).decode()
-    for part in (
-        {"type": "input_audio", "input_audio": {"data": raw, "format": "wav"}},
-        {"type": "audio_url", "audio_url": {"url": data("audio/wav", sound())}},
-    ):
-        got = ask(served, part)
-        assert got.status_code == 200, got.text
-        assert got.json()["usage"]["prompt_tokens"] > 10
-    part["audio_url"] = {"url": data("audio/wav", sound()[:30])}
-    got = ask(served, part)
-    assert got.status_code == 400 and "messages[0]" in got.json()["error"]["message"]
-
-
-def heard(seconds: float) -> dict[str, Any]:
-    return {"type": "audio_url", "audio_url": {"url": data("audio/wav", sound(seconds))}}
-
-
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server of an engine that hears two seconds."""
     folder = chat_engine(tmp_path_factory.mktemp("short") / "engine", audio_seconds=[2])
-    with running(lambda: load_engine(folder)) as r:
-        eventually(lambda: r.server.service)
+    with ready(folder) as r:
         yield r
 
 
-def test_a_sound_is_cut_only_where_that_is_asked_for(short: Running) -> None:
-    whole = ask(short, heard(2)).json()["usage"]["prompt_tokens_details"]
-    assert whole["audio_tokens"] == 50 and "image_tokens" not in whole
-    for more in ({}, {"audio_too_long": "refuse"}):
-        got = ask(short, heard(2.5), **more)
+def urls() -> dict[str, str]:
+    """The data URLs of parts."""
+    from PIL import Image
+
+    file, whole = io.BytesIO(), data("audio/wav", sound(2))
+    frames = [Image.new("RGB", (96, 48), (i * 40, 30, 30)) for i in range(3)]
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=500)
+    video, junk = data("image/gif", file.getvalue()), data("image/gif", b"junk")
+    made = {"SOUND": whole, "RAW": whole.partition(",")[2], "VIDEO": video, "JUNK": junk}
+    made |= {"LONG": data("audio/wav", sound(2.5)), "CUT": data("audio/wav", sound()[:30])}
+    return made | {"PICTURE": data("image/png", picture())}
+
+
+@pytest.mark.parametrize("case", CASES["parts"], ids=lambda case: case["name"])
+def test_parts(short: Running, case: dict[str, Any]) -> None:
+    """A sound is cut only where that is asked for, and usage counts media by their kind."""
+    text = json.dumps(case["part"])
+    for word, url in urls().items():
+        text = text.replace(f'"{word}"', f'"{url}"')
+    got = ask(short, json.loads(text), **case.get("fields", {}))
+    if "tokens" in case:
+        found = got.json()["usage"]["prompt_tokens_details"]
+        assert {k: v for k, v in found.items() if k != "cached_tokens"} == case["tokens"], got.text
+    else:
         error = got.json()["error"]
-        assert got.status_code == 400 and error["param"] == "messages"
-        assert "2.50 s is longer than the limit of 2.008 s" in error["message"]
-        assert error["message"].startswith("messages[0].content[0]")
-    got = ask(short, heard(2.5), audio_too_long="cut")
-    assert got.json()["usage"]["prompt_tokens_details"] | {"cached_tokens": 0} == whole
-    got = ask(short, heard(2.5), audio_too_long="shrink")
-    assert got.status_code == 400 and got.json()["error"]["param"] == "audio_too_long"
-
-
-def test_usage_counts_media(served: Running) -> None:
-    got = ask(served, image(data("image/png", picture()))).json()["usage"]
-    assert 0 < got["prompt_tokens_details"]["image_tokens"] <= 70 < got["prompt_tokens"]
+        assert got.status_code == 400 and case["says"] in error["message"], error
+        assert error["param"] == case.get("param", error["param"])
 
 
 def test_the_detail_of_an_image_chooses_its_budget() -> None:
@@ -120,36 +107,6 @@ def test_the_detail_of_an_image_chooses_its_budget() -> None:
         medium = Medium("image", {"type": "image_url", "image_url": {"detail": detail}}, "here")
         assert setting(engine, medium, None) == ({"budget": budget} if budget else {})
         assert setting(engine, medium, 140) == {"budget": 140}
-
-
-def test_settings_of_media_that_are_wrong(served: Running) -> None:
-    part = image(data("image/png", picture()))
-    for fields, says in (
-        ({"image_budget": 99}, "built for 70"),
-        ({"image_budget": "x"}, "image_budget: must be a whole number"),
-        ({"frames": 0}, "frames: must be"),
-    ):
-        got = ask(served, part, **fields)
-        assert got.status_code == 400 and says in got.json()["error"]["message"], got.text
-    part["image_url"]["detail"] = "best"
-    got = ask(served, part)
-    assert got.status_code == 400 and "detail: must be auto, low" in got.json()["error"]["message"]
-
-
-def test_videos(served: Running) -> None:
-    from PIL import Image
-
-    file = io.BytesIO()
-    frames = [Image.new("RGB", (96, 48), (i * 40, 30, 30)) for i in range(3)]
-    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=500)
-    got = ask(served, {"type": "video_url", "video_url": {"url": data("image/gif", b"junk")}})
-    assert got.status_code == 400 and "messages[0]" in got.json()["error"]["message"]
-    part = {"type": "video_url", "video_url": {"url": data("image/gif", file.getvalue())}}
-    got = ask(served, part)
-    assert got.status_code == 200, got.text
-
-
-# --- hosts ------------------------------------------------------------------------------------
 
 
 class Site(http.server.BaseHTTPRequestHandler):
@@ -250,17 +207,10 @@ def test_addresses_that_are_not_asked(
         assert len(str(e.value)) < 300
 
 
-def resolved(*addresses: str) -> Any:
-    def found(name: str, port: int, **_: Any) -> Any:
-        return [(0, 0, 0, "", (address, port)) for address in addresses]
-
-    return found
-
-
 def test_a_name_must_lead_to_public_addresses(
     site: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, int]] = []
+    asked, found = list[Any](), ["10.0.0.1", "8.8.8.8"]
 
     def connected(address: tuple[str, int], timeout: float) -> Any:
         asked.append(address)
@@ -268,12 +218,15 @@ def test_a_name_must_lead_to_public_addresses(
         made.connect(site)
         return made
 
+    def resolved(name: str, port: int, **_: Any) -> Any:
+        return [(0, 0, 0, "", (address, port)) for address in found]
+
     named = Sources(frozenset([("pics.example", None)]))
     monkeypatch.setattr(media_fetch.socket, "create_connection", connected)
-    monkeypatch.setattr(media_fetch.socket, "getaddrinfo", resolved("10.0.0.1", "8.8.8.8"))
+    monkeypatch.setattr(media_fetch.socket, "getaddrinfo", resolved)
     assert Fetching(named).read("http://pics.example/picture", "a") == picture()
     assert asked == [("8.8.8.8", 80)]
-    monkeypatch.setattr(media_fetch.socket, "getaddrinfo", resolved("10.0.0.1", "::1"))
+    found[1] = "::1"
     with pytest.raises(InputError, match="no public address"):
         Fetching(named).read("http://pics.example/picture", "a")
     assert len(asked) == 1
@@ -289,9 +242,6 @@ def test_names_of_hosts() -> None:
             Sources.named([name], None, 1)
     made = Sources.named(["Pics.Example", "10.0.0.1:8080", "::1", "[::1]:81"], None, 1)
     assert made.hosts == {("pics.example", None), ("10.0.0.1", 8080), ("::1", None), ("::1", 81)}
-
-
-# --- files ------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
-from typing import Any
 
 import pytest
 
-from g4ir.engine.load import load_engine
 from g4ir.serve.app import Server
-from g4ir.serve.auth import Auth
 from g4ir.serve.page import ASSETS, HEADERS, read_assets
-from tests.serve.running import Running, running
+from tests.serve.running import Running
 
 FOUND = {path: asset.content.decode() for path, asset in read_assets().items()}
 HTML, SCRIPT, STYLE = FOUND["/"], FOUND["/app.js"], FOUND["/style.css"]
 
 
-class Elements(HTMLParser):
-    """All elements: tag and attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(HTML)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.found.append((tag, dict(attrs)))
-
-
-ELEMENTS = Elements().found
+ELEMENTS = [
+    (tag, {k: v for k, _, v in re.findall(r'([\w-]+)(="([^"]*)")?', rest)})
+    for tag, rest in re.findall(r"<([a-z]\w*)([^>]*)>", HTML)
+]
 IDS = [a["id"] for _, a in ELEMENTS if "id" in a]
 
 
@@ -46,13 +33,6 @@ def test_assets(served: Running, path: str) -> None:
         assert again.status_code == 304 and not again.content
         assert client.get(path, headers={"If-None-Match": '"other"'}).status_code == 200
         assert client.get(path, headers={"Host": "evil.example"}).status_code == 403
-
-
-def test_who_has_no_key_sees_the_page_alone(engine_folder: Any) -> None:
-    gate = Auth((b"k",), ("localhost",))
-    with running(lambda: load_engine(engine_folder), gate) as r, r.client() as client:
-        assert client.get("/").status_code == 200
-        assert client.get("/v1/models").status_code == 401
 
 
 def test_it_can_be_left_out() -> None:
@@ -110,15 +90,15 @@ def test_every_control_has_a_name() -> None:
     assert dict(ELEMENTS)["html"]["lang"] == "en"
 
 
+def luminance(colour: str) -> float:
+    parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
 def _contrast(a: str, b: str) -> float:
     """WCAG 2: ratio of the luminances of two colours."""
-
-    def luminance(colour: str) -> float:
-        parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-        return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    light, dark = sorted((luminance(a), luminance(b)), reverse=True)
+    dark, light = sorted((luminance(a), luminance(b)))
     return (light + 0.05) / (dark + 0.05)
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import socket
-import struct
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,13 +16,11 @@ from hypothesis import strategies as st
 
 from g4ir.chat import prompt
 from g4ir.engine import tokenizer as engine_tokenizer
-from g4ir.engine.load import load_engine
-from g4ir.errors import CheckError, MissingError
 from g4ir.serve import request_schema
 from g4ir.serve.auth import Auth
-from g4ir.serve.http_errors import Refused, refusal
+from g4ir.serve.http_errors import Refused
 from g4ir.serve.request_schema import CHAT, COMPLETIONS, parsed, read_fields
-from tests.serve.running import MAX_SEQ, NAME, Running, chat_tokenizer, eventually, running
+from tests.serve.running import MAX_SEQ, NAME, Running, chat_tokenizer, ready
 
 CASES = yaml.safe_load((Path(__file__).parent / "requests.yaml").read_text())
 BASE = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
@@ -37,19 +32,8 @@ JSON = {"Content-Type": "application/json"}
 def keyed(engine_folder: Path) -> Iterator[Running]:
     """A server with a key and small limits."""
     gate = Auth((b"another", KEY), ("localhost",), max_body=4096)
-    with running(lambda: load_engine(engine_folder), gate) as r:
-        eventually(lambda: r.server.service)
+    with ready(engine_folder, gate) as r:
         yield r
-
-
-def pixels() -> str:
-    """A data URL with the head of a picture of 60,000 x 60,000 pixels."""
-    head = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
-    parts = [b"\x89PNG\r\n\x1a\n"]
-    for kind, data in ((b"IHDR", head), (b"IDAT", zlib.compress(b"\0" * 10)), (b"IEND", b"")):
-        crc = struct.pack(">I", zlib.crc32(kind + data))
-        parts += [struct.pack(">I", len(data)), kind, data, crc]
-    return "data:image/png;base64," + base64.b64encode(b"".join(parts)).decode()
 
 
 def content(case: dict[str, Any]) -> bytes:
@@ -58,38 +42,46 @@ def content(case: dict[str, Any]) -> bytes:
         raws = {"LARGE": b" " * ((32 << 20) + 1), "NOT UTF-8": b"\xff\xfe"}
         raw: str = case["raw"]
         return raws.get(raw) or raw.replace("MODEL", NAME).encode()
-    body = case.get("completion") or BASE | case["chat"]
+    body = case["body"] if "body" in case else case.get("completion") or BASE | case["chat"]
     text = json.dumps({k: v for k, v in body.items() if v is not None})
-    words = {"MODEL": NAME, "PIXELS": pixels(), "LONG": "long " * MAX_SEQ}
+    longest = "some words, " * 20_000
+    words = {"MODEL": NAME, "LONG": "long " * MAX_SEQ}
+    words |= {"LONGEST": longest, "FLAMINGO": f"🦩{longest}"}
     for word, value in words.items():
         text = text.replace(f'"{word}"', f'"{value}"')
     return text.encode()
 
 
-def answer(r: Running, case: dict[str, Any], **headers: str) -> httpx.Response:
+def answer(r: Running, case: dict[str, Any]) -> httpx.Response:
+    given = {**JSON, **case.get("headers", {})}
+    headers = {name: value.encode() for name, value in given.items()}
     with r.client() as client:
         if path := case.get("get"):
             return client.get(path.replace("MODEL", NAME), headers=headers)
         path = "/v1/completions" if "completion" in case else "/v1/chat/completions"
-        return client.post(path, content=content(case), headers={**JSON, **headers})
+        return client.post(case.get("post", path), content=content(case), headers=headers)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_a_request(
-    case: dict[str, Any], served: Running, keyed: Running, monkeypatch: pytest.MonkeyPatch
+    case: dict[str, Any],
+    served: Running,
+    keyed: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     where = case.get("server")
     if where == "draining":
         monkeypatch.setattr(served.server, "draining", True)
     got = answer(keyed if where == "keyed" else served, case)
-    assert got.status_code == case["status"], got.text
+    assert got.status_code == case["status"] and "sesame" not in caplog.text, got.text
     if got.status_code == 200:
-        assert "error" not in got.json()
+        assert '"error"' not in got.text
         return
     error = got.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"} and error["message"]
     assert "Traceback" not in error["message"] and "/tmp" not in error["message"]
-    for name in {"param", "code"} & case.keys():
+    for name in {"param", "code", "message"} & case.keys():
         assert error[name] == case[name], error
     assert ("retry-after" in got.headers) == (got.status_code == 503)
 
@@ -105,18 +97,14 @@ def test_the_numbers_of_a_prompt_that_is_too_long(served: Running) -> None:
         assert client.post("/v1/completions", json=body | {"max_tokens": 1}).status_code == 200
 
 
-def asks(neutral: list[Any]) -> Any:
-    """A value that asks for something."""
-    return next(v for v in (True, False, "on", 3) if v not in neutral)
-
-
 def test_fields_of_other_servers() -> None:
     for name, (neutral, way) in request_schema.REFUSED.items():
+        asks = next(value for value in (True, False, "on", 3) if value not in neutral)
         for table, base in ((CHAT, BASE), (COMPLETIONS, {"prompt": "a"})):
             for value in (None, *neutral):
                 assert read_fields({**base, name: value}, table).keys() == base.keys()
             with pytest.raises(Refused) as e:
-                read_fields({**base, name: asks(neutral)}, table)
+                read_fields({**base, name: asks}, table)
             assert (e.value.status, e.value.param, e.value.code) == (400, name, "not_supported")
             assert way in e.value.message
 
@@ -130,14 +118,6 @@ def test_an_unknown_field_is_logged_once(
     assert [r.args for r in caplog.records] == [("'temprature'",)]
 
 
-def test_whether_a_client_asks_again() -> None:
-    errors = (MissingError("needs a library"), CheckError("logits: NaN"), RuntimeError("secret"))
-    for error, status, again in zip(errors, (400, 500, 500), (None, "false", None)):
-        found = refusal(error, {})
-        assert (found.status, found.headers.get("x-should-retry")) == (status, again)
-        assert "secret" not in found.message
-
-
 def test_null_means_not_given() -> None:
     for name in CHAT.keys() - {"messages"}:
         assert read_fields({**BASE, name: None}, CHAT).keys() == BASE.keys() - {name}
@@ -145,62 +125,11 @@ def test_null_means_not_given() -> None:
         read_fields({**BASE, "messages": None}, CHAT)
 
 
-# --- who may ask ------------------------------------------------------------------------------
-
-
-def test_keys(keyed: Running, caplog: pytest.LogCaptureFixture) -> None:
-    for wrong in ("", "Bearer", "Bearer wrong", "Basic open-sesame", "Bearer é"):
-        with keyed.client(headers={"Authorization": wrong.encode()}) as client:
-            for path in ("/v1/models", "/metrics", "/v1/nothing"):
-                got = client.get(path)
-                assert got.status_code == 401, path
-                assert got.json()["error"]["code"] == "invalid_api_key"
-            assert client.get("/health").status_code == 200
-    assert "sesame" not in caplog.text
-    key = {"Authorization": f"Bearer {KEY.decode()}"}
-    assert answer(keyed, {"chat": {}}, **key).status_code == 200
-    assert answer(keyed, {"get": "/metrics"}, **key).status_code == 200
-
-
-def test_names_of_the_host(served: Running) -> None:
-    for host in ("evil.example", "evil.example:8000", "", "127.0.0.1.evil.example"):
-        for path in ("/health", "/v1/models", "/nothing"):
-            assert answer(served, {"get": path}, Host=host).status_code == 403
-    for host in ("localhost", "LOCALHOST:1", "127.0.0.1:80", "[::1]:8000"):
-        assert answer(served, {"get": "/health"}, Host=host).status_code == 200
-
-
 def test_a_body_in_parts_is_measured_too(keyed: Running) -> None:
-    def parts() -> Iterator[bytes]:
-        for _ in range(64):
-            yield b" " * 1024
-
     headers = {**JSON, "Authorization": f"Bearer {KEY.decode()}"}
     with keyed.client() as client:
-        got = client.post("/v1/chat/completions", content=parts(), headers=headers)
+        got = client.post("/v1/chat/completions", content=iter([b" " * 1024] * 64), headers=headers)
     assert got.status_code == 413
-
-
-def test_paths_methods_and_kinds_of_bodies(served: Running) -> None:
-    with served.client() as client:
-        assert client.get("/v1/nothing").json()["error"]["message"] == "no such path"
-        assert client.get("/v1/chat/completions").status_code == 405
-        text = client.post("/v1/chat/completions", content=content({"chat": {}}))
-        assert text.status_code == 415
-        assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
-        assert client.get("/version").json()["version"]
-
-
-def test_paths_that_were_nearly_right(served: Running) -> None:
-    with served.client(follow_redirects=False) as client:
-        assert client.get("/v1/models/").json()["object"] == "list"
-        assert client.get(f"/v1/models/{NAME}/").json()["id"] == NAME
-        assert client.get("/health/").status_code == 200
-        for path in ("/v1/chat/completions/", "/v1/chat/completions"):
-            assert client.post(path, json=BASE).status_code == 200
-        for path in ("/chat/completions", "/chat/completions/", "/v1/chat/completion"):
-            said = client.post(path, json=BASE).json()["error"]["message"]
-            assert said == "no such path; did you mean /v1/chat/completions?"
 
 
 @pytest.mark.parametrize(("head", "status"), [("", 200), ("Host: evil.example\r\n", 403)])
@@ -211,23 +140,11 @@ def test_a_health_check_of_http_1_0(served: Running, head: str, status: int) -> 
         assert s.recv(64).startswith(f"HTTP/1.1 {status}".encode())
 
 
-LONG = "some words, " * 20_000
-TOO_LONG = {
-    "/v1/chat/completions": [
-        {"messages": [{"role": "user", "content": LONG}]},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "🦩" + LONG}]}]},
-        {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": LONG}]},
-    ],
-    "/v1/completions": [{"prompt": LONG}, {"prompt": ["a", LONG]}],
-    "/tokenize": [{"prompt": LONG}, {"messages": [{"role": "user", "content": LONG}]}],
-}
-
-
+@pytest.mark.parametrize("case", [c for c in CASES if c["name"].startswith("too_long")], ids=str)
 def test_a_text_that_cannot_fit_is_not_tokenised(
-    served: Running, monkeypatch: pytest.MonkeyPatch
+    case: dict[str, Any], served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[int] = []
-    made = prompt.text_ids
+    seen, made = list[int](), prompt.text_ids
 
     def counted(tokenizer: Any, texts: Any, special: bool = False) -> Any:
         seen.extend(map(len, texts))
@@ -235,12 +152,8 @@ def test_a_text_that_cannot_fit_is_not_tokenised(
 
     for module in (prompt, engine_tokenizer):
         monkeypatch.setattr(module, "text_ids", counted)
-    with served.client() as client:
-        for path, body in [(path, body) for path, bodies in TOO_LONG.items() for body in bodies]:
-            error = client.post(path, json=body).json()["error"]
-            assert error["code"] == "context_length_exceeded", error
-            assert f"than {MAX_SEQ} tokens can have" in error["message"]
-    assert max(seen, default=0) < 1000
+    said = answer(served, case).json()["error"]["message"]
+    assert f"than {MAX_SEQ} tokens can have" in said and max(seen, default=0) < 1000
 
 
 @settings(max_examples=30)
@@ -252,21 +165,17 @@ def test_a_text_of_as_many_tokens_as_fit_has_a_length_that_fits(text: str, room:
         prompt.check_length(len(text), prompt.longest_token(tokenizer), room, "a text", cheap=0)
 
 
-MANY = {
-    "lists": b"[" + b"[]," * 70_000 + b"[]]",
-    "objects": b"[" + b"{}," * 70_000 + b"{}]",
-    "strings": b"[" + b'"",' * 300_000 + b'""]',
-    "numbers": b"[" + b"1," * 2_200_000 + b"1]",
-}
+MANY = {"[]": 70_000, "{}": 70_000, '""': 300_000, "1": 2_200_000}
 
 
-@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize("value", MANY)
 def test_a_body_of_too_many_values_is_not_parsed(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json, "loads", None)
+    body = f'{{"messages": [{",".join([value] * MANY[value])}]}}'
     with pytest.raises(Refused, match="the body has more than"):
-        parsed(b'{"messages": ' + MANY[name] + b"}")
+        parsed(body.encode())
 
 
 @pytest.mark.parametrize("text", ["[{," * 100_000, '"' * 600_000, "\\" * 300_000 + '"[' * 99_999])
@@ -274,7 +183,7 @@ def test_brackets_inside_a_text_are_text(text: str) -> None:
     assert parsed(json.dumps({"prompt": text}).encode()) == {"prompt": text}
 
 
-def test_tokens_and_their_text(served: Running, keyed: Running) -> None:
+def test_tokens_and_their_text(served: Running) -> None:
     with served.client() as client:
         got = client.post("/tokenize", json={"model": NAME, "prompt": "ab c"}).json()
         assert got["count"] == len(got["tokens"]) > 3 and got["max_model_len"] == MAX_SEQ
@@ -291,23 +200,7 @@ def test_tokens_and_their_text(served: Running, keyed: Running) -> None:
         assert chat["count"] == asked["usage"]["prompt_tokens"]
         text = client.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]
         assert text.startswith("<bos><|turn>user\nHi<turn|>")
-        for path, body in (
-            ("tokenize", {}),
-            ("tokenize", {"prompt": 5}),
-            ("tokenize", {"prompt": "a", "add_special_tokens": 3}),
-            ("tokenize", {"messages": []}),
-            ("detokenize", {}),
-            ("detokenize", {"tokens": [9999]}),
-            ("detokenize", {"tokens": ["a"]}),
-            ("detokenize", {"tokens": [True]}),
-        ):
-            assert client.post(f"/{path}", json=body).status_code == 400, body
-    with keyed.client() as client:
-        for path in ("/tokenize", "/detokenize"):
-            assert client.post(path, json={}).status_code == 401
 
-
-# --- noise ------------------------------------------------------------------------------------
 
 LEAVES = st.one_of(
     st.none(),
@@ -356,14 +249,7 @@ def test_noise_is_refused_and_the_server_lives(
 
 DEEP = 100_000
 NONE = ("[" * DEEP, '{"a":' * DEEP + "1" + "}" * DEEP, '{"a":' + "[" * 80 + "]" * 80 + "}")
-NONE += (
-    '{"temperature": 1e999}',
-    '{"seed": ' + "9" * 5000 + "}",
-    '{"a": Infinity}',
-    "",
-    "\0",
-    '"a"',
-)
+NONE += ('{"temperature": 1e999}', '{"seed": ' + "9" * 5000 + "}", '{"a": Infinity}', "", '"a"')
 
 
 def test_bodies_that_are_no_object() -> None:

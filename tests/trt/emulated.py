@@ -14,8 +14,7 @@ import g4ir
 from g4ir.backends import find_backend
 from g4ir.backends.trt.backend import BACKEND, TrtBackend
 from g4ir.backends.trt.dry_run import emulator
-from g4ir.backends.trt.host import Host, capsule
-from g4ir.backends.trt.probe import Api
+from g4ir.backends.trt.host import Api, Host, capsule
 from g4ir.backends.trt.recorder import communicator
 from g4ir.engine.engine import Engine
 

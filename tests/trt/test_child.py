@@ -17,9 +17,10 @@ import pytest
 
 from g4ir.backends.base import Prepared, Task
 from g4ir.backends.trt import build as trt_build
-from g4ir.backends.trt import child, log
+from g4ir.backends.trt import host as log
+from g4ir.backends.trt import make as child
 from g4ir.backends.trt.backend import BACKEND
-from g4ir.backends.trt.files import LOG, PLAN
+from g4ir.backends.trt.interface import LOG, PLAN
 from g4ir.engine.build import prepare
 from g4ir.errors import LowerError, MissingError
 from g4ir.plan.options import BuildOptions

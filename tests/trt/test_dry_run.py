@@ -15,19 +15,13 @@ import pytest
 import torch
 import yaml
 
-from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.trt import build as builder
 from g4ir.backends.trt import dry_run as dry
-from g4ir.backends.trt import probe, runtime
-from g4ir.backends.trt.files import networks
-from g4ir.backends.trt.forms import SETTINGS
-from g4ir.backends.trt.recorder import SHARED_BYTES, recorder
+from g4ir.backends.trt import host, runtime
+from g4ir.backends.trt.interface import networks
+from g4ir.backends.trt.recorder import recorder
 from g4ir.engine.build import prepare
-from g4ir.errors import (
-    CheckError,
-    LowerError,
-    MissingError,
-)
+from g4ir.errors import MissingError
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
@@ -51,35 +45,35 @@ def test_tensorrt_without_its_libraries() -> None:
         raise OSError("libnvinfer.so.11: cannot open shared object file")
 
     with pytest.raises(MissingError, match=r"libnvinfer\.so\.11.*the bindings alone"):
-        probe.require_tensorrt(load)
+        host.require_tensorrt(load)
 
 
 @pytest.mark.parametrize("version", ["8.6.1", "10.14.1", "12.0.0", "9", "x.y"])
 def test_unsupported_versions(version: str) -> None:
     with pytest.raises(MissingError, match=r"not supported: install `tensorrt>=10\.15,<12`"):
-        probe.probe(SimpleNamespace(__version__=version))
+        host.probe(SimpleNamespace(__version__=version))
 
 
 def test_version_that_lacks_something() -> None:
     module = recorder("11.4.0")
     del module.BuilderFlag
     with pytest.raises(MissingError, match=r"lacks BuilderFlag\.WEIGHT_STREAMING"):
-        probe.probe(module)
+        host.probe(module)
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """None, another architecture, and the target."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(MissingError, match="no CUDA device"):
-        probe.require_gpu()
+        host.require_gpu()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(MissingError, match=r"capability 9\.0 .*A100.*has 8\.0"):
-        probe.require_gpu()
-    assert probe.architecture() == "sm_80"
+        host.require_gpu()
+    assert host.gpu_architecture() == "sm_80"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    probe.require_gpu()
+    host.require_gpu()
 
 
 # --- sizes ------------------------------------------------------------------------------------
@@ -102,16 +96,6 @@ def test_host_memory_of_the_builder(variant: str, measured: float) -> None:
     assert builder.estimate(graphs).host_bytes / builder.GIB == pytest.approx(measured, rel=0.1)
 
 
-def test_sizes_beyond_tensorrt(tmp_path: Path) -> None:
-    """Which layer, how large, the limit, and what to change."""
-    limits = {"max_batch": 4096, "max_seq": 1024, "prefill_chunk": 1024}
-    p = prepare(load_spec("tiny-ple"), BuildOptions(backend="trt", **limits), dry=True)  # type: ignore[arg-type]
-    with pytest.raises(LowerError) as error:
-        dry.check_sizes(emulated_api(), network_graph(p.packing.program), p.limits, p.settings)
-    message = str(error.value)
-    assert "2147483647 elements" in message and "attn" in message and "prefill-chunk" in message
-
-
 # --- dry runs ---------------------------------------------------------------------------------
 
 
@@ -129,7 +113,7 @@ def test_dry_run(variant: str, tmp_path: Path) -> None:
     assert plan["layers"] == sum(plan["layer_kinds"].values()) > 500
     for part in ("logits", "soft", "drafts"):
         assert plan[f"{part}_error"]["f32"] < dry.BUDGETS["f32"]
-    assert plan["step_kernels"] < plan["layers"] / 3 and plan["shared_bytes"] <= SHARED_BYTES
+    assert plan["step_kernels"] < plan["layers"] / 3
     assert variant not in VARIANTS or 1 < plan["step_over_roof"] < 1.6
     assert plan["draft"].endswith(" layers") and "hidden" in plan["outputs"]
     assert len(plan["towers"]) <= 2 and any(n.startswith("vision_") for n in plan["towers"])
@@ -167,17 +151,12 @@ UNEVEN = {
     "sliding": {"head_dim": 32, "window": 13},
     "full": {"head_dim": 64, "k_eq_v": True},
 }
-MANY_SHARE = {"num_hidden_layers": 100, "pattern": ["full"], "num_kv_shared_layers": 99}
-ONE_PAIR = {"full": {"head_dim": 18, "rope": {"rotary_fraction": 0.15}}}
 
 
-@pytest.mark.parametrize(
-    "text", [UNEVEN, *(pytest.param(t, marks=pytest.mark.full) for t in (MANY_SHARE, ONE_PAIR))]
-)
-def test_dry_run_of_any_legal_spec(text: dict[str, Any], tmp_path: Path) -> None:
+def test_dry_run_of_any_legal_spec(tmp_path: Path) -> None:
     """What it makes in small is legal, and no deeper than what was given."""
     file = tmp_path / "mine.yaml"
-    file.write_text(yaml.safe_dump({"schema": 1, "extends": "tiny-dense", "text": text}))
+    file.write_text(yaml.safe_dump({"schema": 1, "extends": "tiny-dense", "text": UNEVEN}))
     p = prepare(load_spec(file), BuildOptions(backend="trt", media="none"), dry=True)
     with dry.one_thread():
         assert dry.check_small(emulated_api(), p, "f32")["logits"] < 1e-3
@@ -188,36 +167,3 @@ def test_a_dry_run_allows_what_the_reference_rounds(monkeypatch: pytest.MonkeyPa
     p = prepare(load_spec("tiny-ple"), BuildOptions(backend="trt"), dry=True)
     monkeypatch.setattr(dry, "BUDGETS", {"f32": 1e-9})
     assert dry.check_small(emulated_api(), p, "f32")["logits"] > 1e-9
-
-
-@pytest.mark.parametrize(
-    ("attention", "dtype"),
-    [
-        pytest.param(a, d, marks=() if (a, d) == ("fused", "bf16") else pytest.mark.full)
-        for a in SETTINGS["attention"].choices
-        for d in ("bf16", "f16")
-    ],
-)
-def test_dry_run_measures_rounding(
-    attention: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Experts, and attention that rounds elsewhere than the reference: right in 16 bits; where a
-    tenth is added, it is not."""
-    settings = {"attention": attention}
-    p = prepare(
-        load_spec("26b-a4b"), BuildOptions(backend="trt", settings=settings, media="none"), dry=True
-    )
-    dry.check_small(emulated_api(), p, dtype)
-    right = builder.chosen_lowerings
-
-    def wrong(settings: Any) -> Any:
-        found = right(settings)
-
-        def attend(net: Any, n: Any, *xs: Any) -> Any:
-            return net.e.add(found["attention"](net, n, *xs), 0.1)
-
-        return {**found, "attention": attend}
-
-    monkeypatch.setattr(builder, "chosen_lowerings", wrong)
-    with pytest.raises(CheckError, match=f"more than rounding to {dtype}"):
-        dry.check_small(emulated_api(), p, dtype)

@@ -16,7 +16,7 @@ import torch
 
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.trt import dry_run as dry
-from g4ir.backends.trt import probe
+from g4ir.backends.trt import host
 from g4ir.backends.trt.build import write_network
 from g4ir.backends.trt.host import recorded_by_all
 from g4ir.backends.trt.recorder import execute, recorder, side_by_side
@@ -34,8 +34,7 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
-from tests.configs import VARIANTS
-from tests.test_parallel import MESSAGES
+from tests.oracle import relative
 from tests.test_torchrun import started
 from tests.trt.emulated import build, emulated, emulated_api, use
 from tests.trt.rank_driver import PROMPTS
@@ -99,12 +98,6 @@ def test_parts_lie_behind_one_another_in_the_last_dim(ranks: int) -> None:
     assert layers == {"shuffle": 2, "distributed collective": 1}
 
 
-def test_one_rank_exchanges_nothing() -> None:
-    for op in ("all_reduce", "all_gather"):
-        made, layers = exchanged(op, 1, torch.ones(1, 2, 3, 4))
-        assert torch.equal(made[0], torch.ones(2, 3, 4)) and layers == {"identity": 1}
-
-
 def test_networks_of_ranks_differ_in_weights_alone() -> None:
     """Which experts a rank has, too, is a weight."""
     p = prepared("tiny-moe", **TINY)
@@ -123,7 +116,7 @@ def test_networks_of_ranks_differ_in_weights_alone() -> None:
 
 def _given(layer: Any) -> dict[str, Any]:
     """What a layer was given beside tensors and weights."""
-    other = ("_network", "_calls", "_inputs", "_outputs", "_cached", "_weights", "_plugin")
+    other = ("_network", "_calls", "_inputs", "_outputs", "_cached", "_weights")
     return {k: str(v) for k, v in vars(layer).items() if k not in other}
 
 
@@ -144,26 +137,6 @@ def test_ranks_in_small(version: str) -> None:
     preview = ("IBuilderConfig", "set_preview_feature") in used
     assert preview == (version == "10.16.1")
     fits_bindings(distinct(api.trt.calls), version)
-
-
-@pytest.mark.parametrize(
-    ("variant", "ranks"),
-    [
-        pytest.param(variant, ranks, marks=pytest.mark.full)
-        for variant in VARIANTS
-        for ranks in (2, 4)
-    ],
-)
-def test_dry_runs(variant: str, ranks: int) -> None:
-    """Of all variants with drafter and towers, experts cut and shared out."""
-    for ep in (False, True) if load_spec(variant).text.moe else (False,):
-        p = prepared(variant, tp=ranks, ep=ep, drafter="default")
-        found = dry.dry_run(p, no_progress)
-        for name in ("logits", "soft", "drafts"):
-            assert found[f"{name}_error"]["f32"] < dry.BUDGETS["f32"], name
-        assert found["step_messages"] == MESSAGES[variant]
-        assert found["layer_kinds"]["IDistCollectiveLayer"] == MESSAGES[variant]
-        assert found["step_over_roof"] > 1
 
 
 def test_a_report_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,27 +188,14 @@ def test_ranks_compute_what_one_does(two: Engine, tmp_path: Path) -> None:
     def run(rank: int, exchange: Any) -> torch.Tensor:
         found, runtime = of_rank(two.path, rank, exchange)
         assert isinstance(runtime, TrtRuntime)
-        return dry.run_small(found.packing.program, runtime.source, runtime)[0]
+        return dry.run_small(found.packing.program, runtime.source, runtime)["logits"]
 
     with pytest.MonkeyPatch.context() as patch:
         use(patch, emulated(two.path.parent))
         made = side_by_side(2, run)
-    want, _ = dry.run_small(one.program, one.runtime.source, one.runtime)
+    want = dry.run_small(one.program, one.runtime.source, one.runtime)["logits"]
     assert all(torch.equal(rows, made[0]) for rows in made)
-    assert dry._largest_error(made[0], want) < 1e-4
-
-
-def test_a_rank_reads_its_own_plan_alone(two: Engine, tmp_path: Path) -> None:
-    """That of another may be what it will, as its weights may."""
-    import shutil
-
-    copy = Path(shutil.copytree(two.path, tmp_path / "engine"))
-    plan = copy / "engine.rank1of2.plan"
-    plan.write_bytes(plan.read_bytes()[::-1])
-    assert open_artefact(copy, rank=0).rank == 0
-    for rank in (1, None):
-        with pytest.raises(EngineError, match=r"rank1of2\.plan: its SHA-256"):
-            open_artefact(copy, rank=rank)
+    assert relative(made[0], want).max() < 1e-4
 
 
 @pytest.mark.full
@@ -260,8 +220,8 @@ def test_a_version_without_collectives(tmp_path: Path) -> None:
     """Said before anything is written."""
     module = recorder("10.16.1")
     module.INetworkDefinition = SimpleNamespace(add_kv_cache_update=True, set_weights_name=True)
-    api = probe.probe(module)
-    probe.check_ranks(api, 1)
+    api = host.probe(module)
+    host.check_ranks(api, 1)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MissingError) as e:
         use(patch, emulated(tmp_path, api=lambda: api))
         build(tmp_path / "engine", "tiny-moe", **TINY)
@@ -269,11 +229,6 @@ def test_a_version_without_collectives(tmp_path: Path) -> None:
         "--tp 2: TensorRT 10.16.1 lacks INetworkDefinition.add_dist_collective, by which ranks"
     )
     assert not [*tmp_path.glob("*engine*")]
-
-
-def test_ranks_that_cannot_share() -> None:
-    with pytest.raises(InputError, match="--tp 3: tiny-moe has num_attention_heads"):
-        prepared("tiny-moe", tp=3)
 
 
 def test_steps_are_recorded_by_all_or_none() -> None:

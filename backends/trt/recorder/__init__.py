@@ -1,14 +1,6 @@
-"""A stand-in for the `tensorrt` module: it records calls, keeps TensorRT's rules, and executes.
-
-TensorRT's builder runs on machines with a GPU only. `recorder(version)` has the classes, methods,
-arguments and enum members that networks are written with here, as the real module of that version
-has them, and
-  - writes every use down in `module.calls` (see record.Call), to be held against the signatures
-    of the real bindings;
-  - raises RuleError where a network breaks what NVIDIA documents: types, ranks, shapes, aliasing;
-  - runs a network in torch, each layer by its own documented meaning.
-
-It needs torch and nothing else. README.md says how it is used, and what it cannot say.
+"""A stand-in for the `tensorrt` module: it records calls, to be held against the signatures of the
+real bindings; raises RuleError where a network breaks what NVIDIA documents; and runs networks in
+torch, each layer by its documented meaning. README.md says how it is used, and what it cannot say.
 """
 
 from __future__ import annotations
@@ -21,15 +13,11 @@ from . import engine, kinds, layers, layout, network
 from .enums import ENUMS, VERSIONED
 from .layers import MAX_DIMS as MAX_DIMS
 from .layers import MAX_TOP_K as MAX_TOP_K
-from .layers import MAX_VOLUME as MAX_VOLUME
-from .layers import SHARED_BYTES as SHARED_BYTES
 from .network import aliases as aliases
 from .network import check as check
 from .network import execute as execute
-from .network import sizes as sizes
+from .network import scratch_bytes as scratch_bytes
 from .network import traffic as traffic
-from .plugin import Meaning as Meaning
-from .plugin import plugin_module
 from .ranks import Exchange as Exchange
 from .ranks import communicator as communicator
 from .ranks import side_by_side as side_by_side
@@ -40,40 +28,23 @@ from .record import RuleError as RuleError
 VERSIONS = tuple(VERSIONED)
 
 
-class Recorder(ModuleType):
-    """The module: its names, and `calls`, everything that was asked of them."""
-
-    calls: list[Call]
-    #: bytes of dynamic shared memory that a launch may ask for; another number stands for a
-    #: TensorRT that sets a kernel's attribute first
-    _shared_memory: int
-    #: whether a CUDA graph is being recorded
-    _capturing: bool
-
-
-def recorder(version: str = "11.4.0", meaning: Meaning | None = None) -> Any:
-    """Return the module as of one of VERSIONS; each call gives a new one with an empty record.
-    `meaning` says what plugins compute; without it their networks can be checked, not run."""
+def recorder(version: str = "11.4.0") -> Any:
+    """Return the module as of one of VERSIONS, with `calls`, everything that is asked of it; each
+    call gives a new one with an empty record."""
     if version not in VERSIONS:
         raise ValueError(f"recorder {version!r}: one of {', '.join(VERSIONS)}")
-    module: Any = Recorder("tensorrt")
-    module.calls, module._shared_memory, module._capturing = [], SHARED_BYTES, False
+    module: Any = ModuleType("tensorrt")
+    module.calls, module._capturing = [], False
     bound = {"_calls": module.calls, "_module": module}
     for part in (engine, kinds, layers, layout, network):
         for name, thing in vars(part).items():
             own = isinstance(thing, type) and thing.__module__ == part.__name__
             if own and issubclass(thing, Recorded) and name not in ("Layer", "Callback"):
-                setattr(
-                    module,
-                    name,
-                    type(name, (thing,), {**bound, "_api_name": name.removesuffix("11")}),
-                )
-    newest = vars(module).pop("INetworkDefinition11")
-    if version.startswith("11."):
-        module.INetworkDefinition = newest
-    vars(module).update(
-        {**ENUMS, **VERSIONED[version]}, __version__=version, plugin=plugin_module(meaning)
-    )
+                setattr(module, name, type(name, (thing,), {**bound, "_api_name": name}))
+    if version.startswith("10."):
+        for name in network.NEW_IN_11:
+            setattr(module.INetworkDefinition, name, None)
+    vars(module).update({**ENUMS, **VERSIONED[version]}, __version__=version)
     return module
 
 

@@ -1,8 +1,7 @@
 """Builder, runtime and engines of the recorder: a network is built, kept and run on the CPU.
 
-A plan is a short JSON text; what it stands for stays in this process (`_BUILT`), under a digest of
-layers and weights. Tensors are read and written at the addresses that a context is given, as in the
-real thing, so that a wrong address, shape or alias shows.
+A plan is a digest of layers and weights, by which this process has what it stands for (`_BUILT`).
+Tensors are read and written at the addresses that a context is given, as in the real thing.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import ctypes
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -20,12 +19,11 @@ import torch
 
 from . import network as networks
 from .enums import ENUMS, TORCH, Severity
-from .layers import ITensor, Shape, Weights, memory_at
+from .layers import ITensor, Shape, Weights, agree, memory_at
 from .network import INetworkDefinition
 from .ranks import Exchange, exchange_of
 from .record import Attribute, Recorded, RuleError, api, need
 
-FORMAT = "recorder plan"
 #: bytes of scratch memory that every engine asks for, and those of its first profile
 SCRATCH, LEAST_SCRATCH = 4096, 1024
 
@@ -43,18 +41,14 @@ class Callback(Recorded):
 
 
 class ILogger(Callback):
-    """Derived classes give `log(severity, msg)`."""
-
     Severity = Severity
 
 
 class IProgressMonitor(Callback):
-    """Derived classes give `phase_start`, `step_complete` and `phase_finish`."""
+    pass
 
 
 class IStreamWriter(Callback):
-    """Derived classes give `write(data)`, which returns how many bytes it wrote."""
-
     write: Any = NotImplemented
 
 
@@ -64,8 +58,8 @@ class IStreamWriter(Callback):
 class IOptimizationProfile(Recorded):
     """Ranges of the shapes of inputs."""
 
-    def __init__(self, module: Any) -> None:
-        self._module, self._ranges = module, dict[str, Range]()
+    def __init__(self) -> None:
+        self._ranges: dict[str, Range] = {}
 
     def set_shape(self, input: str, min: Any, opt: Any, max: Any) -> None:
         low, typical, high = (tuple(int(d) for d in s) for s in (min, opt, max))
@@ -78,18 +72,16 @@ class IOptimizationProfile(Recorded):
 class ITimingCache(Recorded):
     """Counts builds; the real one keeps what they timed."""
 
-    def __init__(self, module: Any, builds: int) -> None:
-        self._module, self._builds = module, builds
+    def __init__(self, builds: int) -> None:
+        self._builds = builds
 
     def serialize(self) -> bytes:
         return f"recorder timing {self._builds}".encode()
 
 
 class IBuilderConfig(Recorded):
-    """Made by `Builder.create_builder_config`."""
-
-    def __init__(self, module: Any) -> None:
-        self._module, self._set = module, {module.BuilderFlag.TF32}
+    def __init__(self) -> None:
+        self._set = {self._module.BuilderFlag.TF32}
         self._preview: set[Any] = set()
         self._profiles: list[IOptimizationProfile] = []
         self._pools: dict[Any, int] = {}
@@ -111,16 +103,13 @@ class IBuilderConfig(Recorded):
     def set_memory_pool_limit(self, pool: Any, pool_size: int) -> None:
         self._pools[pool] = pool_size
 
-    def get_memory_pool_limit(self, pool: Any) -> int:
-        return self._pools.get(pool, 0)
-
     def add_optimization_profile(self, profile: IOptimizationProfile) -> int:
         self._profiles.append(profile)
         return len(self._profiles) - 1
 
     def create_timing_cache(self, serialized_timing_cache: Any) -> Any:
         found = re.fullmatch(rb"recorder timing (\d+)|", bytes(serialized_timing_cache))
-        return self._module.ITimingCache(self._module, int(found[1] or 0)) if found else None
+        return self._module.ITimingCache(int(found[1] or 0)) if found else None
 
     def set_timing_cache(self, cache: ITimingCache, ignore_mismatch: bool) -> bool:
         self._timing = cache
@@ -129,29 +118,24 @@ class IBuilderConfig(Recorded):
     def get_timing_cache(self) -> Any:
         return self._timing
 
-    def _named(self, flag: str) -> bool:
-        return any(f.name == flag for f in self._set)
-
 
 # --- building ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Built:
-    """The network that a plan stands for. `weights`: a constant layer's index -> its values,
-    without those that were stripped; `refittable`: name of stripped weights -> index; `stripped`:
-    their digests."""
+    """The network that a plan stands for. `weights`: a constant layer's index -> its values;
+    `refittable`: name -> index of those that the plan does not have."""
 
     network: INetworkDefinition
     profiles: tuple[Mapping[str, Range], ...]
     weights: Mapping[int, torch.Tensor]
     refittable: Mapping[str, int]
     streamed: bool
-    stripped: Mapping[str, bytes]
 
 
-#: digest -> what was built in this process
-_BUILT: dict[str, Built] = {}
+#: plan -> what was built in this process
+_BUILT: dict[bytes, Built] = {}
 
 
 class Builder(Recorded):
@@ -164,13 +148,13 @@ class Builder(Recorded):
     max_threads = Attribute(1)
 
     def create_network(self, flags: int = 0) -> Any:
-        return self._module.INetworkDefinition(self._module, flags, self)
+        return self._module.INetworkDefinition(flags, self)
 
     def create_builder_config(self) -> Any:
-        return self._module.IBuilderConfig(self._module)
+        return self._module.IBuilderConfig()
 
     def create_optimization_profile(self) -> Any:
-        return self._module.IOptimizationProfile(self._module)
+        return self._module.IOptimizationProfile()
 
     def build_serialized_network(self, network: INetworkDefinition, config: IBuilderConfig) -> Any:
         return self._plan(network, config)
@@ -188,8 +172,7 @@ class Builder(Recorded):
     def _plan(self, network: INetworkDefinition, config: IBuilderConfig) -> bytes | None:
         try:
             networks.check(network)
-            for condition, message in _rules(network, config):
-                need(condition, message)
+            _check_config(network, config)
             if config._timing:
                 config._timing._builds += 1
             need(_told(config._progress_monitor, len(network._layers)), "the build was cancelled")
@@ -197,10 +180,9 @@ class Builder(Recorded):
         except RuleError as e:
             self._logger.log(Severity.ERROR, str(e))
             return None
-        digest = _digest(built)
-        _BUILT[digest] = built
-        text = {"format": FORMAT, "tensorrt": self._module.__version__, "digest": digest}
-        return json.dumps(text).encode()
+        plan = f"recorder plan of {self._module.__version__}: {_digest(built)}".encode()
+        _BUILT[plan] = built
+        return plan
 
 
 def _told(monitor: Any, steps: int) -> bool:
@@ -212,68 +194,51 @@ def _told(monitor: Any, steps: int) -> bool:
     return going
 
 
-def _rules(network: INetworkDefinition, config: IBuilderConfig) -> Iterator[tuple[Any, str]]:
-    """Yield what must hold of a configuration, and what is wrong where it does not."""
+def _check_config(network: INetworkDefinition, config: IBuilderConfig) -> None:
     dynamic = [t for t in network._inputs if -1 in t._dims]
-    yield config._profiles or not dynamic, "inputs have dims of -1 and there is no profile"
+    need(config._profiles or not dynamic, "inputs have dims of -1 and there is no profile")
     for index, profile in enumerate(config._profiles):
         for t in dynamic:
             shapes = profile._ranges.get(t._name, ())
             where = f"profile {index}: {t._name} {list(t._dims)}"
-            yield shapes, f"{where} has no range"
+            need(shapes, f"{where} has no range")
             for shape in shapes:
-                fits = len(shape) == len(t._dims)
-                fits = fits and all(d in (-1, size) for d, size in zip(t._dims, shape))
-                yield fits, f"{where}: {list(shape)} does not fit"
+                need(agree(t._dims, shape), f"{where}: {list(shape)} does not fit")
     # By default kernels of an engine for several GPUs have 48 KiB, which leaves out the best ones.
     told = any(pool.name == "TACTIC_SHARED_MEMORY" for pool in config._pools)
     exact = config._hardware_compatibility_level.name == "NONE"
-    yield exact or told, "TACTIC_SHARED_MEMORY has no limit beside a hardware compatibility level"
+    level = "a hardware compatibility level"
+    need(exact or told, f"TACTIC_SHARED_MEMORY has no limit beside {level}")
     name = "MULTIDEVICE_RUNTIME_10_16"
     feature = config._module.PreviewFeature.__members__.get(name)
     asked = networks.ranks_of(network) == 1 or feature is None or feature in config._preview
-    yield asked, f"the network has collectives, and PreviewFeature.{name} is not enabled"
-    room = network._module._shared_memory
-    for layer in (x for x in network._layers if x._kind == "plugin"):
-        types = [t._type for t in layer._inputs if t is not None]
-        asks = layer._plugin.launch(types).params["shared_mem"]
-        yield asks <= room, f"{layer._title}: {asks} bytes of dynamic shared memory, of {room}"
+    need(asked, f"the network has collectives, and PreviewFeature.{name} is not enabled")
 
 
 def _built(network: INetworkDefinition, config: IBuilderConfig) -> Built:
     """Build with copies of the weights: the caller's need not outlive the build."""
+    flags, names = {f.name for f in config._set}, dict[str, int]()
     constants = network._constant_layers()
-    names: dict[str, int] = {}
-    for x in constants if config._named("STRIP_PLAN") else ():
+    for x in constants if "STRIP_PLAN" in flags else ():
         name = network._weight_names.get(id(x._weights), "")
         x._need(name, "it is stripped, and has no name under which it could be set again")
         names[name] = x._index
-    kept = {
-        x._index: x._weights._tensor().clone().view(tuple(x._shape))
-        for x in constants
-        if x._index not in names.values()
-    }
+    weights = {x._index: x._weights._tensor().clone().view(tuple(x._shape)) for x in constants}
     profiles = tuple(dict(p._ranges) for p in config._profiles)
-    stripped = {n: _hash(network._layers[i]._weights._tensor()) for n, i in names.items()}
-    return Built(network, profiles, kept, names, config._named("WEIGHT_STREAMING"), stripped)
+    return Built(network, profiles, weights, names, "WEIGHT_STREAMING" in flags)
 
 
-def _bytes(values: torch.Tensor) -> bytes:
-    return values.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _hash(values: torch.Tensor) -> bytes:
-    return hashlib.sha256(_bytes(values)).digest()
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.reshape(-1).view(torch.uint8)
 
 
 def _digest(built: Built) -> str:
     layers = [(type(x).__name__, x._name) for x in built.network._layers]
     text = json.dumps([layers, built.profiles, built.refittable, built.streamed])
     hasher = hashlib.sha256(text.encode())
-    for name, digest in built.stripped.items():
-        hasher.update(name.encode() + digest)
     for index, values in built.weights.items():
-        hasher.update(f"{index} {values.dtype}".encode() + _bytes(values))
+        hasher.update(f"{index} {values.dtype}".encode())
+        hasher.update(_bytes(values).numpy().tobytes())
     return hasher.hexdigest()
 
 
@@ -281,32 +246,23 @@ def _digest(built: Built) -> str:
 
 
 class Runtime(Recorded):
-    """Finds what a plan stands for."""
-
     @api
     def __init__(self, logger: ILogger) -> None:
         self._logger = logger
 
     def deserialize_cuda_engine(self, serialized_engine: Any) -> Any:
-        try:
-            plan = json.loads(bytes(memoryview(serialized_engine)))
-            version, built = plan["tensorrt"], _BUILT[plan["digest"]]
-        except (ValueError, LookupError, TypeError):
+        built = _BUILT.get(bytes(memoryview(serialized_engine)))
+        if built is None:
             self._logger.log(Severity.ERROR, "the plan was not built by this recorder")
             return None
-        if version != self._module.__version__:
-            self._logger.log(Severity.ERROR, f"the plan was built by version {version}")
-            return None
-        return self._module.ICudaEngine(self._module, built, self._logger)
+        return self._module.ICudaEngine(built, self._logger)
 
 
 class ICudaEngine(Recorded):
-    """A built network with its weights."""
-
-    def __init__(self, module: Any, built: Built, logger: ILogger) -> None:
-        self._module, self._built, self._logger = module, built, logger
-        self._network = built.network
-        self._weights = dict(built.weights)
+    def __init__(self, built: Built, logger: ILogger) -> None:
+        self._built, self._logger, self._network = built, logger, built.network
+        stripped = built.refittable.values()
+        self._weights = {i: w for i, w in built.weights.items() if i not in stripped}
         tensors = (*self._network._inputs, *self._network._outputs)
         self._tensors: dict[str, ITensor] = {t._name: t for t in tensors}
         self._aliases = networks.aliases(self._network)
@@ -338,12 +294,6 @@ class ICudaEngine(Recorded):
     def _streams(self) -> bool:
         return (self._weight_streaming_budget_v2 or 0) < self._streamable()
 
-    def _run(
-        self, inputs: Mapping[str, torch.Tensor], exchange: Exchange | None
-    ) -> dict[str, torch.Tensor]:
-        self._network._constants = dict(self._weights)
-        return networks.execute(self._network, inputs, exchange)
-
     def create_execution_context(self, strategy: Any = _Strategy.STATIC) -> Any:
         chosen = self._weight_streaming_budget_v2 is not None or not self._streamable()
         need(chosen, "no weight_streaming_budget_v2: TensorRT's own is all memory that is free now")
@@ -352,42 +302,34 @@ class ICudaEngine(Recorded):
 
 
 class Refitter(Recorded):
-    """Gives an engine the weights that its plan lacks."""
-
     @api
     def __init__(self, engine: ICudaEngine, logger: ILogger) -> None:
-        self._engine, self._logger = engine, logger
-        self._given: dict[str, torch.Tensor] = {}
+        self._engine, self._logger, self._names = engine, logger, engine._built.refittable
 
     def get_all_weights(self) -> list[str]:
-        return list(self._engine._built.refittable)
+        return list(self._names)
 
     def get_missing_weights(self) -> list[str]:
         return self._missing()
 
     def _missing(self) -> list[str]:
-        return [n for n in self._engine._built.refittable if n not in self._given]
+        return [n for n, index in self._names.items() if index not in self._engine._weights]
 
     def get_weights_prototype(self, weights_name: str) -> Any:
-        weights = self._expected(weights_name)._weights
+        weights = self._engine._network._layers[self._names[weights_name]]._weights
         return self._module.Weights(weights._dtype, 0, weights._count)
 
     def set_named_weights(self, name: str, weights: Weights, location: Any) -> bool:
-        values = weights._tensor()
-        if _hash(values) != self._engine._built.stripped[name]:
+        index = self._names[name]
+        built = self._engine._built.weights[index]
+        if not torch.equal(_bytes(weights._tensor()), _bytes(built)):
             self._logger.log(Severity.ERROR, f"{name}: not the weights that it was built with")
             return False
-        self._given[name] = values.clone()
+        self._engine._weights[index] = built
         return True
 
     def refit_cuda_engine(self) -> bool:
-        for name, values in self._given.items():
-            layer = self._expected(name)
-            self._engine._weights[layer._index] = values.view(tuple(layer._shape))
         return not self._missing()
-
-    def _expected(self, name: str) -> Any:
-        return self._engine._network._layers[self._engine._built.refittable[name]]
 
 
 class IExecutionContext(Recorded):
@@ -454,15 +396,15 @@ class IExecutionContext(Recorded):
         return self._shapeless()
 
     def execute_async_v3(self, stream_handle: int) -> bool:
-        wrong = next((m for condition, m in self._rules(stream_handle) if not condition), None)
-        if wrong:
-            return self._refuse(wrong)
-        inputs = {
-            n: memory_at(self._addresses[n], t._type[0], self._shape(n))
-            for n, t in self._inputs().items()
-        }
         try:
-            made = self._engine._run(inputs, self._exchange)
+            self._check(stream_handle)
+            inputs = {
+                n: memory_at(self._addresses[n], t._type[0], self._shape(n))
+                for n, t in self._inputs().items()
+            }
+            network = self._engine._network
+            network._constants = dict(self._engine._weights)
+            made = networks.execute(network, inputs, self._exchange)
         except RuleError as e:
             return self._refuse(str(e))
         for name, value in made.items():
@@ -480,38 +422,38 @@ class IExecutionContext(Recorded):
     def _shapeless(self) -> list[str]:
         return [n for n, t in self._inputs().items() if n not in self._shapes and -1 in t._dims]
 
-    def _rules(self, stream: int) -> Iterator[tuple[Any, str]]:
-        """Yield what must hold before a step, and what is wrong where it does not; recorded steps
-        of a CUDA graph have rules of their own."""
+    def _check(self, stream: int) -> None:
+        """Check what must hold before a step, or before it is captured."""
         engine = self._engine
         lacking = [n for n in engine._tensors if n not in self._addresses]
-        yield not lacking, f"no address for {', '.join(lacking)}"
+        need(not lacking, f"no address for {', '.join(lacking)}")
         room = SCRATCH if self._profile or not engine._built.profiles else LEAST_SCRATCH
-        yield self._memory >= room, f"{self._memory} bytes of device memory, {room} are needed"
+        need(self._memory >= room, f"{self._memory} bytes of device memory, {room} are needed")
         stripped = set(engine._built.refittable.values()) - engine._weights.keys()
-        yield not stripped, f"{len(stripped)} weights were stripped and not set again"
-        yield not self._shapeless(), f"no shape for {', '.join(self._shapeless())}"
+        need(not stripped, f"{len(stripped)} weights were stripped and not set again")
+        need(not self._shapeless(), f"no shape for {', '.join(self._shapeless())}")
         alone = networks.ranks_of(engine._network) > 1 and self._exchange is None
-        yield not alone, "no communicator, by which ranks exchange"
-        yield from self._places()
+        need(not alone, "no communicator, by which ranks exchange")
+        self._check_places()
         if engine._module._capturing:
-            streams = engine._streams()
-            yield not streams, "weights are streamed: the step waits, and cannot be captured"
+            need(
+                not engine._streams(),
+                "weights are streamed: the step waits, and cannot be captured",
+            )
             said = f"stream {stream}: its first step makes events, and cannot be captured"
-            yield stream in self._streams, said
+            need(stream in self._streams, said)
 
-    def _places(self) -> Iterator[tuple[Any, str]]:
-        spans = {
-            n: range(at, at + prod(self._shape(n)) * TORCH[t._type[0]].itemsize)
-            for n, t in self._inputs().items()
-            for at in [self._addresses[n]]
-        }
+    def _check_places(self) -> None:
+        spans = {}
+        for n, t in self._inputs().items():
+            size = prod(self._shape(n)) * TORCH[t._type[0]].itemsize
+            spans[n] = range(self._addresses[n], self._addresses[n] + size)
         for name in sorted(self._engine._tensors.keys() - spans.keys()):
             at, source = self._addresses[name], self._engine._aliases.get(name)
             same = not source or at == self._addresses[source]
-            yield same, f"{name} is {source} updated in place: give both one address"
+            need(same, f"{name} is {source} updated in place: give both one address")
             inside = [n for n, span in spans.items() if at in span and not source]
-            yield not inside, f"{name} lies over {', '.join(inside)}"
+            need(not inside, f"{name} lies over {', '.join(inside)}")
 
     def _refuse(self, message: str) -> bool:
         self._engine._logger.log(Severity.ERROR, message)

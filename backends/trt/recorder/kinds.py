@@ -1,8 +1,5 @@
 """The layers: rules, types of results, and what each computes by its documented meaning.
-
-Elementwise work in half precision is done in fp32 and rounded once; products are torch's of that
-dtype. An update of a cache happens in the memory that was fed, as in TensorRT.
-"""
+Elementwise work in half precision is done in fp32 and rounded once."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from .layers import (
     INDEXES,
     MAX_TOP_K,
     NUMBERS,
-    ILayer,
     ITensor,
     Known,
     Layer,
@@ -51,7 +47,7 @@ def _bits(mask: int, rank: int) -> list[int]:
 # --- sources and types ------------------------------------------------------------------------
 
 
-class IConstantLayer(ILayer):
+class IConstantLayer(Layer):
     _kind = "constant"
     weights = Attribute()
     shape = Attribute()
@@ -75,7 +71,7 @@ class IConstantLayer(ILayer):
         return [cached[self._index]]
 
 
-class IIdentityLayer(ILayer):
+class IIdentityLayer(Layer):
     _kind = "identity"
 
     def _infer(self) -> list[Output]:
@@ -85,7 +81,7 @@ class IIdentityLayer(ILayer):
         return [*ins]
 
 
-class ICastLayer(ILayer):
+class ICastLayer(Layer):
     _kind = "cast"
 
     def _infer(self) -> list[Output]:
@@ -96,7 +92,7 @@ class ICastLayer(ILayer):
         return [ins[0].to(TORCH[self._to_type])]
 
 
-class IDequantizeLayer(ILayer):
+class IDequantizeLayer(Layer):
     """One scale, or one for each entry of an axis."""
 
     _kind = "dequantize"
@@ -147,7 +143,6 @@ _BINARY: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "FLOOR_DIV": torch.floor_divide,
     "AND": torch.logical_and,
     "OR": torch.logical_or,
-    "XOR": torch.logical_xor,
     "EQUAL": torch.eq,
     "GREATER": torch.gt,
     "LESS": torch.lt,
@@ -157,7 +152,7 @@ _ON_SIZES: Mapping[str, Callable[[int, int], int]] = {"SUB": int.__sub__, "MIN":
 _LOGIC, _COMPARISONS = ("AND", "OR", "XOR"), ("EQUAL", "GREATER", "LESS")
 
 
-class IUnaryLayer(ILayer):
+class IUnaryLayer(Layer):
     _kind = "unary"
 
     def _infer(self) -> list[Output]:
@@ -174,7 +169,7 @@ class IActivationLayer(IUnaryLayer):
     _op = property(lambda layer: layer._type)
 
 
-class IElementWiseLayer(ILayer):
+class IElementWiseLayer(Layer):
     _kind = "elementwise"
 
     def _infer(self) -> list[Output]:
@@ -195,7 +190,7 @@ class IElementWiseLayer(ILayer):
         return [_pointwise(_BINARY[self._op.name], *ins)]
 
 
-class ISelectLayer(ILayer):
+class ISelectLayer(Layer):
     _kind = "select"
 
     def _infer(self) -> list[Output]:
@@ -211,7 +206,7 @@ class ISelectLayer(ILayer):
 # --- products and sums ------------------------------------------------------------------------
 
 
-class IMatrixMultiplyLayer(ILayer):
+class IMatrixMultiplyLayer(Layer):
     _kind = "matrix multiply"
 
     def _infer(self) -> list[Output]:
@@ -233,7 +228,7 @@ class IMatrixMultiplyLayer(ILayer):
         return [a @ b]
 
 
-class ISoftMaxLayer(ILayer):
+class ISoftMaxLayer(Layer):
     """Of one axis, which is given."""
 
     _kind = "softmax"
@@ -256,7 +251,7 @@ _REDUCE: Mapping[str, Callable[..., torch.Tensor]] = {
 }
 
 
-class IReduceLayer(ILayer):
+class IReduceLayer(Layer):
     _kind = "reduce"
 
     def _infer(self) -> list[Output]:
@@ -272,7 +267,7 @@ class IReduceLayer(ILayer):
         return [out.to(x.dtype)]
 
 
-class ITopKLayer(ILayer):
+class ITopKLayer(Layer):
     _kind, _count = "top-k", 2
 
     def _infer(self) -> list[Output]:
@@ -291,10 +286,11 @@ class ITopKLayer(ILayer):
         return [values, index.to(TORCH[self._indices_type])]
 
 
-class IDistCollectiveLayer(ILayer):
+class IDistCollectiveLayer(Layer):
     """A collective: the sum of all ranks' tensors, or these along the first dim."""
 
     _kind = "distributed collective"
+    num_ranks = Attribute(1)
 
     @property
     def _gathers(self) -> bool:
@@ -305,8 +301,7 @@ class IDistCollectiveLayer(ILayer):
         join = {"ALL_REDUCE": "SUM", "ALL_GATHER": "NONE"}.get(op)
         joined = self._reduce_op.name
         self._need(join == joined and self._root == -1, f"{op} by {joined} is not recorded here")
-        # An empty group should mean all, and was seen to mean none.
-        every = [*self._groups] == [*range(ranks)] and ranks > 1
+        every = [*self._groups] == [*range(ranks)] and ranks > 1  # none was seen to mean no rank
         self._need(every, f"groups {[*self._groups]}: all of {ranks} ranks, in order")
         self._takes(x, FLOATS, "an exchange here")
         if not self._gathers:
@@ -329,7 +324,7 @@ class IDistCollectiveLayer(ILayer):
 # --- attention --------------------------------------------------------------------------------
 
 
-class IKVCacheUpdateLayer(ILayer):
+class IKVCacheUpdateLayer(Layer):
     """Written in place; network.check has the rest: its output is an output of the network."""
 
     _kind = "KV cache update"
@@ -340,7 +335,7 @@ class IKVCacheUpdateLayer(ILayer):
         self._need(cache._layer is None, f"{cache._text}: a cache is a network input")
         self._takes(cache, FLOATS, "a cache")
         self._same(cache, new)
-        self._takes(at, INDEXES, "write_indices")
+        self._takes(at, {DataType.INT32}, "write_indices")
         ranks = len(cache._dims), len(new._dims), len(at._dims)
         self._need(ranks == (4, 4, 1), f"{text}: [B,N,S_max,H], [B,N,S,H] and [B]")
         (rows, heads, slots, size), (b, n, s, d) = cache._dims, new._dims
@@ -361,8 +356,7 @@ class IKVCacheUpdateLayer(ILayer):
 
 
 class IAttention(Layer):
-    """No layer of the real network either: a helper that stands for several. A causal kind hides
-    what lies before a chunk, or excludes a mask: there is none."""
+    """A causal kind hides what lies before a chunk, or excludes a mask: there is none."""
 
     _kind = "attention"
     mask = Attribute()
@@ -412,16 +406,3 @@ class IAttention(Layer):
             chosen = mask.dtype == torch.bool
             scores = scores.masked_fill(~mask, least) if chosen else scores + _wide(mask)
         return [(_wide(scores.softmax(-1).to(q.dtype)) @ _wide(v)).to(q.dtype)]
-
-
-class IPluginV3Layer(ILayer):
-    """A plugin that is compiled ahead of time, see plugin.py."""
-
-    _kind = "plugin"
-
-    def _infer(self) -> list[Output]:
-        types = [self._in(i)._type for i in range(len(self._inputs))]
-        return [(kind, tuple(dims)) for kind, dims in self._plugin.output_types(types)]
-
-    def _run(self, *ins: torch.Tensor) -> Tensors:
-        return list(self._plugin.run(*ins))

@@ -1,7 +1,5 @@
-"""Tensors, weights, and what all layers have.
-
-A layer's `_infer` checks its inputs and works out the types of its outputs: element type, and dims
-that are -1 where they are known at run time only. README.md says where the rules are written.
+"""Tensors, weights, and what all layers have. A layer's `_infer` checks its inputs and works out
+the types of its outputs: element type, and dims that are -1 where they are known at run time only.
 """
 
 from __future__ import annotations
@@ -16,16 +14,8 @@ import torch
 from .enums import TORCH, DataType
 from .record import Attribute, Recorded, RuleError, api, need
 
-#: `Dims.MAX_DIMS`
-MAX_DIMS = 8
-#: the operator page of TopK
-MAX_TOP_K = 3840
-#: elements of a tensor: "volume limits" of the operator pages
-MAX_VOLUME = 2**31 - 1
-#: bytes of dynamic shared memory that every launch may ask for; for more of them a kernel's
-#: attribute is to be set first (CUDA programming guide), and nothing says that TensorRT does so for
-#: a plugin's
-SHARED_BYTES = 48 * 1024
+#: `Dims.MAX_DIMS`; the operator page of TopK
+MAX_DIMS, MAX_TOP_K = 8, 3840
 
 Shape = tuple[int, ...]
 Tensors = list[torch.Tensor]
@@ -43,8 +33,7 @@ HELD = {*CASTABLE, DataType.FP8}
 
 
 class Weights(Recorded):
-    """Memory that is not copied. A null pointer with a count stands for weights that are not there:
-    their network can be checked, not run."""
+    """Memory that is not copied; none (a null pointer) in a network that is checked, not run."""
 
     @api
     def __init__(self, type: Any, ptr: int, count: int) -> None:
@@ -112,17 +101,8 @@ class ITensor(Recorded):
         assert self._layer
         return self._layer._types[self._index]
 
-    @property
-    def _dims(self) -> Shape:
-        return self._type[1]
-
-    @property
-    def _bytes(self) -> int:
-        return volume(self._dims) * TORCH[self._type[0]].itemsize
-
-    @property
-    def _text(self) -> str:
-        return f"{self._title}: {self._type[0].name}{list(self._dims)}"
+    _dims = property(lambda t: t._type[1])
+    _text = property(lambda t: f"{t._title}: {t._type[0].name}{list(t._dims)}")
 
     def _known(self) -> Known:
         return self._layer._known() if self._layer and self._index == 0 else None
@@ -134,19 +114,16 @@ class ITensor(Recorded):
 
 
 class Layer(Recorded):
-    """The common part of ILayer and IAttention: inputs, outputs, a name. Its rules are looked at
-    when its outputs are first asked for their types, or its network is checked."""
+    """Its rules are looked at when its outputs are first asked for their types, or its network is
+    checked. `_kind`: what it is in messages, `_count`: of its outputs."""
 
-    #: name of what it is in messages
-    _kind = ""
-    #: of its outputs
-    _count = 1
+    _kind, _count = "", 1
 
-    def __init__(self, network: Any, inputs: Sequence[ITensor | None], outputs: int = 0) -> None:
+    def __init__(self, network: Any, inputs: Sequence[ITensor | None]) -> None:
         self._calls, self._network = network._calls, network
         self._index = len(network._layers)
         self._inputs: list[ITensor | None] = list(inputs)
-        self._outputs = [ITensor(network, self, i) for i in range(outputs or self._count)]
+        self._outputs = [ITensor(network, self, i) for i in range(self._count)]
         self._cached: tuple[int, list[Output]] | None = None
         network._layers.append(self)
 
@@ -217,9 +194,3 @@ class Layer(Recorded):
         sizes = {d for d in dims if d not in (1, -1)}
         self._need(len(sizes) <= 1, f"{texts}: {list(dims)} cannot be broadcast")
         return sizes.pop() if sizes else -1 if -1 in dims else 1
-
-
-class ILayer(Layer):
-    """Base of the layers."""
-
-    num_ranks = Attribute(1)

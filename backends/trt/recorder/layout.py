@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from .enums import DataType
-from .layers import INDEXES, ILayer, ITensor, Known, Output, Shape, Tensors, agree, volume
+from .layers import INDEXES, ITensor, Known, Layer, Output, Shape, Tensors, agree, volume
 from .record import Attribute
 
 
-class IShuffleLayer(ILayer):
+class IShuffleLayer(Layer):
     _kind = "shuffle"
     first_transpose = Attribute()
     reshape_dims = Attribute()
@@ -55,7 +55,7 @@ class IShuffleLayer(ILayer):
         return [x.permute(tuple(self._second_transpose or range(x.dim())))]
 
 
-class IConcatenationLayer(ILayer):
+class IConcatenationLayer(Layer):
     _kind = "concatenation"
     axis = Attribute(0)
 
@@ -76,7 +76,7 @@ class IConcatenationLayer(ILayer):
         return [torch.cat(ins, self._axis)]
 
 
-class ISliceLayer(ILayer):
+class ISliceLayer(Layer):
     """Of some axes, by steps of 1. In the mode that wraps, what is beyond the end is at the
     start."""
 
@@ -88,10 +88,6 @@ class ISliceLayer(ILayer):
     def _wraps(self) -> bool:
         return self._mode is not None and self._mode.name == "WRAP"
 
-    @property
-    def _along(self) -> Sequence[int]:
-        return range(len(self._in()._dims)) if self._axes is None else self._axes
-
     def _parts(self) -> list[Any]:
         given = [*self._inputs[1:], None, None]
         return [h if t is None else t for t, h in zip(given, (self._start, self._shape))]
@@ -102,7 +98,7 @@ class ISliceLayer(ILayer):
         return known or []
 
     def _infer(self) -> list[Output]:
-        x, axes = self._in(), self._along
+        x, axes = self._in(), self._axes
         parts = [self._numbers(p) for p in self._parts()]
         fit = {len(p) for p in parts} == {len(axes)} and set(self._stride) == {1}
         self._need(fit, f"{x._text}: start and shape {parts} are of axes {axes}")
@@ -123,7 +119,7 @@ class ISliceLayer(ILayer):
     def _run(self, *ins: torch.Tensor) -> Tensors:
         x, given = ins[0], iter(ins[1:])
         parts = [next(given).tolist() if isinstance(p, ITensor) else p for p in self._parts()]
-        for axis, first, count in zip(self._along, *parts):
+        for axis, first, count in zip(self._axes, *parts):
             size = x.shape[axis]
             inside = self._wraps or 0 <= first <= first + count <= size
             self._need(inside, f"{count} from {first} of {list(x.shape)}, dim {axis}")
@@ -132,7 +128,7 @@ class ISliceLayer(ILayer):
         return [x]
 
 
-class IShapeLayer(ILayer):
+class IShapeLayer(Layer):
     _kind = "shape"
 
     def _infer(self) -> list[Output]:
@@ -145,7 +141,7 @@ class IShapeLayer(ILayer):
         return [torch.tensor(ins[0].shape, dtype=torch.int64)]
 
 
-class IGatherLayer(ILayer):
+class IGatherLayer(Layer):
     """Entries along an axis (DEFAULT), or at tuples in the index's last dim (ND), which may have
     leading dims of both in common."""
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from . import kinds, layout
-from .enums import Severity
+from .enums import TORCH, Severity
 from .layers import HELD, MAX_DIMS, ITensor, Layer, Shape, volume
 from .ranks import Exchange
 from .record import Attribute, Recorded, method, need
 
+_COLLECTIVE = "input dist_collective_op reduce_op root groups"
 #: method -> the layer that it adds, and its parameters
 ADDED: Mapping[str, tuple[type[Layer], str]] = {
     "add_constant": (kinds.IConstantLayer, "shape weights"),
@@ -34,29 +35,21 @@ ADDED: Mapping[str, tuple[type[Layer], str]] = {
     "add_gather": (layout.IGatherLayer, "input indices axis"),
     "add_gather_v2": (layout.IGatherLayer, "input indices mode"),
     "add_kv_cache_update": (kinds.IKVCacheUpdateLayer, "cache update write_indices cache_mode"),
-    "add_dist_collective": (
-        kinds.IDistCollectiveLayer,
-        "input dist_collective_op reduce_op root groups",
-    ),
+    "add_dist_collective": (kinds.IDistCollectiveLayer, _COLLECTIVE),
     "add_attention": (kinds.IAttention, "query key value norm_op causal"),
     "add_attention_v2": (kinds.IAttention, "query key value norm_op causal_kind"),
 }
 #: those that version 10 does not have
 NEW_IN_11 = ("add_attention_v2",)
-#: parameters that are tensors; others are what a layer is given beside them
-TENSORS = frozenset(
-    {
-        *("input", "input0", "input1", "input2", "scale", "condition", "then_input", "else_input"),
-        *("indices", "cache", "update", "write_indices", "query", "key", "value"),
-    }
-)
 
 
 def _adder(name: str, kind: type[Layer], parameters: str) -> Any:
     def added(network: INetworkDefinition, **given: Any) -> Layer:
-        layer = kind(network, [t for n, t in given.items() if n in TENSORS])
-        for n in given.keys() - TENSORS:
-            setattr(layer, f"_{n}", given[n])
+        """Add a layer of these tensors; other arguments become attributes."""
+        layer = kind(network, [x for x in given.values() if isinstance(x, ITensor)])
+        for n, x in given.items():
+            if not isinstance(x, ITensor):
+                setattr(layer, f"_{n}", x)
         return layer
 
     return method(name, parameters.split(), added)
@@ -65,11 +58,8 @@ def _adder(name: str, kind: type[Layer], parameters: str) -> Any:
 class INetworkDefinition(Recorded):
     """Made by `Builder.create_network`."""
 
-    _api_name = "INetworkDefinition"
-
-    def __init__(self, module: Any, flags: int = 0, builder: Any = None) -> None:
-        self._calls, self._module, self._flags = module.calls, module, int(flags)
-        self._builder = builder
+    def __init__(self, flags: int = 0, builder: Any = None) -> None:
+        self._flags, self._builder = int(flags), builder
         self._inputs: list[ITensor] = []
         self._outputs: list[ITensor] = []
         self._layers: list[Layer] = []
@@ -96,7 +86,7 @@ class INetworkDefinition(Recorded):
         return any(x._weights is weights for x in self._constant_layers())
 
     def _constant_layers(self) -> list[Any]:
-        return [x for x in self._layers if isinstance(x, kinds.IConstantLayer)]
+        return _of_kind(self, kinds.IConstantLayer)
 
     def add_input(self, name: str, dtype: Any, shape: Sequence[int]) -> ITensor:
         dims = tuple(int(d) for d in shape)
@@ -117,25 +107,9 @@ class INetworkDefinition(Recorded):
     def add_concatenation(self, inputs: Sequence[ITensor]) -> Layer:
         return layout.IConcatenationLayer(self, inputs)
 
-    def add_plugin(self, func: Callable[[], Any], aot: bool) -> Layer:
-        """Add a plugin that is compiled ahead of time; `func` as `tensorrt.plugin.op` gives it."""
-        need(aot, "add_plugin: only plugins that are compiled ahead of time")
-        inputs, _, plugin = func()
-        layer = kinds.IPluginV3Layer(self, inputs, plugin.of.outputs)
-        layer._plugin = plugin
-        return layer
-
-
-class INetworkDefinition11(INetworkDefinition):
-    """INetworkDefinition of version 11."""
-
 
 for _name, _row in ADDED.items():
-    setattr(
-        INetworkDefinition11 if _name in NEW_IN_11 else INetworkDefinition,
-        _name,
-        _adder(_name, *_row),
-    )
+    setattr(INetworkDefinition, _name, _adder(_name, *_row))
 
 
 # --- a network as a whole ---------------------------------------------------------------------
@@ -159,21 +133,21 @@ def check(network: INetworkDefinition) -> None:
     need(not twice, f"several inputs or outputs are called {', '.join(twice)}")
     for layer in _updates(network):
         layer._need(layer._outputs[0]._is_output, "its output is no output of the network")
-    need(len(_ranks(network)) <= 1, f"collectives of {_ranks(network)} ranks in one network")
+    ranks = {x._num_ranks for x in _of_kind(network, kinds.IDistCollectiveLayer)}
+    need(len(ranks) <= 1, f"collectives of {sorted(ranks)} ranks in one network")
 
 
-def _ranks(network: INetworkDefinition) -> list[int]:
-    found = (x for x in network._layers if isinstance(x, kinds.IDistCollectiveLayer))
-    return sorted({x._num_ranks for x in found})
+def _of_kind(network: INetworkDefinition, kind: type[Layer]) -> list[Any]:
+    return [x for x in network._layers if isinstance(x, kind)]
 
 
 def ranks_of(network: INetworkDefinition) -> int:
     """Return how many ranks run a network together."""
-    return max(_ranks(network), default=1)
+    return max((x._num_ranks for x in _of_kind(network, kinds.IDistCollectiveLayer)), default=1)
 
 
 def _updates(network: INetworkDefinition) -> list[Layer]:
-    return [x for x in network._layers if isinstance(x, kinds.IKVCacheUpdateLayer)]
+    return _of_kind(network, kinds.IKVCacheUpdateLayer)
 
 
 def aliases(network: INetworkDefinition) -> dict[str, str]:
@@ -187,10 +161,7 @@ def execute(
     exchange: Exchange | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return outputs by name; caches that are updated share the memory of what was fed. `exchange`
-    gives the tensors of all ranks, where there are several (ranks.py).
-
-    RuleError where a feed, or what a layer makes of it, is not what the network says.
-    """
+    gives the tensors of all ranks. RuleError where a tensor is not what the network says."""
     network._exchange = exchange
     known, sizes = {t._name: t for t in network._inputs}, dict[str, int]()
     wrong = ", ".join(sorted(known.keys() ^ feeds.keys()))
@@ -222,18 +193,15 @@ def _bound(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> Iterator
         network._epoch += 1
 
 
-def sizes(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> tuple[dict[str, int], int]:
-    """Return the elements of each tensor, by its name or its layer's, where inputs have these
-    shapes; and the most bytes of tensors that exist at a time, where no two layers are fused and
-    each tensor is there from its layer to its last reader. Inputs, outputs and constants lie
-    elsewhere."""
+def scratch_bytes(network: INetworkDefinition, inputs: Mapping[str, Shape]) -> int:
+    """Return the most bytes at a time of tensors between layers, where inputs have these shapes,
+    nothing is fused, and each tensor is there up to its last reader."""
     with _bound(network, inputs):
-        counts = {
-            t._name or f"{layer._title} {i}": volume(t._dims)
-            for layer in network._layers
-            for i, t in enumerate(layer._outputs)
-        }
-        return counts, _live_bytes(network)
+        return _live_bytes(network)
+
+
+def _bytes(t: ITensor) -> int:
+    return volume(t._dims) * TORCH[t._type[0]].itemsize
 
 
 def _live_bytes(network: INetworkDefinition) -> int:
@@ -247,11 +215,10 @@ def _live_bytes(network: INetworkDefinition) -> int:
     ends: dict[int, int] = {}
     live = most = 0
     for i, layer in enumerate(network._layers):
-        for t in layer._outputs:
-            elsewhere = layer._kind == "constant" or t._is_output or _is_view(layer)
-            if t in last and not elsewhere:
-                live += t._bytes
-                ends[last[t]] = ends.get(last[t], 0) + t._bytes
+        made = [t for t in layer._outputs if t in last and not t._is_output]
+        for t in [] if layer._kind == "constant" or _is_view(layer) else made:
+            live += _bytes(t)
+            ends[last[t]] = ends.get(last[t], 0) + _bytes(t)
         most = max(most, live)
         live -= ends.pop(i, 0)
     return most
@@ -264,12 +231,8 @@ def _is_view(layer: Layer) -> bool:
 
 
 #: layers that are kernels; all others are done within those that read them
-KERNELS = frozenset(
-    {
-        *("matrix multiply", "softmax", "reduce", "top-k", "gather"),
-        *("concatenation", "KV cache update", "attention", "distributed collective", "plugin"),
-    }
-)
+COMPUTING = ("matrix multiply", "softmax", "reduce", "top-k", "attention")
+MOVING = ("gather", "concatenation", "KV cache update", "distributed collective")
 #: tensors that lie in memory -> bytes of them that are read
 Read = dict[ITensor, int]
 
@@ -278,23 +241,22 @@ def traffic(
     network: INetworkDefinition, inputs: Mapping[str, Shape], parts: Mapping[str, float]
 ) -> tuple[int, int]:
     """Return the bytes that are read and written, and the number of kernels, where inputs have
-    these shapes. A kernel reads what it needs of inputs, constants and other kernels' results, no
-    more than the smallest tensor on the way; an update writes what is new. `parts`: by name, how
-    much of the constants is read."""
+    these shapes. A kernel reads of tensors that lie in memory no more than the smallest tensor on
+    the way; an update writes what is new. `parts`: by name, how much of a constant is read."""
     with _bound(network, inputs):
-        read: dict[ITensor, Read] = {t: {t: t._bytes} for t in network._inputs}
+        read: dict[ITensor, Read] = {t: {t: _bytes(t)} for t in network._inputs}
         moved = kernels = 0
         for layer in network._layers:
-            needed, ends = _needed(layer, read), layer._kind in KERNELS
+            needed, ends = _needed(layer, read), layer._kind in COMPUTING + MOVING
             for t in layer._outputs:
                 if layer._kind == "constant":
                     share = parts.get(str(layer._name).removesuffix("/weights"), 1)
-                    read[t] = {t: int(share * t._bytes)}
+                    read[t] = {t: int(share * _bytes(t))}
                 elif ends or t._is_output:
-                    moved += (layer._in(1) if layer._kind == "KV cache update" else t)._bytes
-                    read[t] = {t: t._bytes}
+                    moved += _bytes(layer._in(1) if layer._kind == "KV cache update" else t)
+                    read[t] = {t: _bytes(t)}
                 else:
-                    read[t] = {x: min(n, t._bytes) for x, n in needed.items()}
+                    read[t] = {x: min(n, _bytes(t)) for x, n in needed.items()}
             if ends or any(t._is_output for t in layer._outputs):
                 moved += sum(needed.values())
                 kernels += 1
@@ -310,5 +272,5 @@ def _needed(layer: Layer, read: Mapping[ITensor, Read]) -> Read:
         for x, n in read[t].items():
             found[x] = max(found.get(x, 0), n)
     if layer._kind == "gather":
-        found = {x: min(n, layer._outputs[0]._bytes) for x, n in found.items()}
+        found = {x: min(n, _bytes(layer._outputs[0])) for x, n in found.items()}
     return found

@@ -1,5 +1,4 @@
-"""Reads `quantization_config` of a config.json, and finds the weights that are in codes: one module
-for each way to store them. What is not understood is refused by name, before any codes are read."""
+"""Reads `quantization_config` of a config.json and finds quantised weights, one module a format."""
 
 from __future__ import annotations
 
@@ -7,14 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from g4ir.errors import WeightsError
 from g4ir.spec.reader import Where, tree_of
-from g4ir.weights.tensorfile import parse_json, quoted, read_limited
+from g4ir.weights.tensorfile import broken, parse_json, quoted, read_limited
 
 from . import compressed_tensors, huggingface, mlx
 from .base import KEY, Files, QuantisedTensors
 
-#: most bytes of a config.json
 LIMIT = 4 << 20
 #: quant_method -> its reader: the config's tree and the files -> what is in codes
 METHODS: Mapping[str, Callable[[Any, Files], QuantisedTensors]] = {
@@ -35,25 +32,20 @@ def _values(config: Path) -> dict[str, Any]:
 
 
 def read_coded(config: Path, files: Files) -> QuantisedTensors:
-    """Return what a checkpoint holds in codes, by the `quantization_config` of its config.json.
-
-    Raises SpecError for a key that is not understood, WeightsError for a method that is not read
-    and for tensors that do not fit.
-    """
+    """Return a checkpoint's tensors with its quantised weights. SpecError for a key that is not
+    understood, WeightsError for a method that is not read and for tensors that do not fit."""
     whole = _values(config)
     values, of_mlx = whole.get(KEY), whole.get(mlx.KEY)
     if of_mlx is not None or mlx.is_mlx(values):
         stated: Any = values if of_mlx is None else of_mlx
         if not mlx.is_mlx(stated):
-            raise WeightsError(f"{config}: {mlx.KEY}: {quoted(stated)} is not read; {mlx.OTHER}")
+            raise broken(config, f"{mlx.KEY}: {quoted(stated)} is not read", mlx.OTHER)
         return mlx.read(config, stated, files)
     if values is None:
         return QuantisedTensors(files.names, {}, {})
     method = str(values.get("quant_method")) if isinstance(values, dict) else None
     if method is None or method not in METHODS:
-        raise WeightsError(
-            f"{config}: {KEY}: quant_method {quoted(method)} is not read, only "
-            f"{', '.join(METHODS)}; fix: take a compressed-tensors or GGUF file of the model, or "
-            f"its bf16 weights with --quant"
-        )
+        what = f"{KEY}: quant_method {quoted(method)} is not read, only {', '.join(METHODS)}"
+        fix = "fix: take a compressed-tensors or GGUF file of the model, or its bf16 weights with"
+        raise broken(config, what, f"{fix} --quant")
     return METHODS[method](tree_of(values, Where(str(config), 0), exact=True), files)

@@ -1,35 +1,30 @@
-"""The part that all formats share: names of tensors as transformers has them, quantised weights,
-stored tensors by name, scales of blocks as scales of rows, experts that are stored one by one."""
+"""The part that all formats share: names as transformers has them, stored weights, scales of blocks
+as scales of rows, experts that are stored one by one, patterns of modules."""
 
 from __future__ import annotations
 
 import math
+import mmap
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated
 
 from g4ir.errors import WeightsError
 from g4ir.model.names import CODES, SCALES
 from g4ir.ops.codecs import dequantized
-from g4ir.ops.types import torch_dtype
+from g4ir.ops.types import torch, torch_dtype
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.reader import Length
 from g4ir.weights import tensorfile
 from g4ir.weights.tensorfile import Entry, Header, quoted
 
-if TYPE_CHECKING:
-    import mmap
-
-    import torch
-
 Found = tuple[Header, Entry]
 KEY = "quantization_config"
 FIX = f"fix: correct {KEY} of config.json, or download the checkpoint again"
-#: a list of modules
 NameList = Annotated[tuple[Annotated[str, Length(1, 500)], ...], Length(0, 2000)]
 #: dtype of an entry that stands for codes and scales
 CODED = "codes"
@@ -37,26 +32,17 @@ CODED = "codes"
 FILE_SCALES = {"BF16": "bf16", "F16": "f16", "F32": "f32", "F8_E8M0": "f32"}
 #: numbers that share a scale at least, where blocks do not divide rows
 LEAST_GROUP = 16
-#: elements that are looked at together
 PIECE = 1 << 24
 MODULES = ("gate_proj", "up_proj", "down_proj")
 _EXPERT = re.compile(rf"(.*\.experts)\.(\d{{1,5}})\.({'|'.join(MODULES)})\.weight")
 STACKED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
-
-
-# ---- names that other tools give a tensor -----------------------------------------------------
-
-T = TypeVar("T")
 #: part of a name -> what stands there in transformers' names
-RENAMED = tuple(
-    (re.compile(pattern), to)
-    for pattern, to in (
-        (r"(?:^|(?<=\.))_orig_mod\.", ""),  # torch.compile, of the model or of a part of it
-        (r"^(?:module|base_model\.model)\.", ""),  # DistributedDataParallel, PEFT
-        (r"^(?:model\.)?language_model\.model\.", "language_model."),  # MLX
-        (r"^(?:model\.)?(?:language_model\.)?lm_head\.", "lm_head."),  # MLX, older transformers
-    )
-)
+RENAMED = {
+    r"(?:^|(?<=\.))_orig_mod\.": "",  # torch.compile, of the model or of a part of it
+    r"^(?:module|base_model\.model)\.": "",  # DistributedDataParallel, PEFT
+    r"^(?:model\.)?language_model\.model\.": "language_model.",  # MLX
+    r"^(?:model\.)?(?:language_model\.)?lm_head\.": "lm_head.",  # MLX, older transformers
+}
 
 
 def plain_name(name: str) -> str:
@@ -64,78 +50,66 @@ def plain_name(name: str) -> str:
     before = ""
     while before != name:  # one tool may wrap what another has wrapped
         before = name
-        for pattern, to in RENAMED:
-            name = pattern.sub(to, name)
+        for pattern, to in RENAMED.items():
+            name = re.sub(pattern, to, name)
     return name
 
 
-def by_plain_name(place: Path, names: Iterable[tuple[str, T]]) -> Mapping[str, T]:
+def by_plain_name(place: Path, headers: Iterable[Header]) -> Mapping[str, Found]:
     """Return tensors by their plain names; WeightsError for two of one name."""
-    out: dict[str, T] = {}
-    stored: dict[str, str] = {}
-    for name, found in names:
-        plain = plain_name(name)
-        if plain in out:
-            what = f"{quoted(stored[plain])} and {quoted(name)} are the same tensor"
+    out: dict[str, Found] = {}
+    for found in ((header, entry) for header in headers for entry in header.entries.values()):
+        first = out.setdefault(plain_name(found[1].name), found)
+        if first is not found:
+            what = f"{quoted(first[1].name)} and {quoted(found[1].name)} are the same tensor"
             raise tensorfile.broken(place, what)
-        out[plain], stored[plain] = found, name
     return out
 
 
-# ---- weights ------------------------------------------------------------------------------
-
-#: rows -> codes or scales of these rows of a table, in canonical form; None: of the whole weight
+#: rows i64[n] of a table -> their values, codes or scales; None: those of the whole weight
 Part = Callable[["torch.Tensor | None"], "torch.Tensor"]
 
 
 @dataclass(frozen=True, eq=False)
-class CodedWeight:
-    """A weight of `shape` in a scheme. `rows` i64[n] are of a table, [rows, columns]; `release`
-    gives back the pages of what was read; `fault`: why it may not be used."""
+class StoredWeight:
+    """A weight of `shape`. `parts`: its values ("") and, of a quantised one, its codes and scales
+    in canonical form, by the suffix of their names; `release` gives back the pages that were read;
+    `fault`: why it may not be used."""
 
-    scheme: Scheme
     shape: tuple[int, ...]
-    codes: Part
-    scales: Part
+    parts: Mapping[str, Part]
     release: Callable[[], None] = lambda: None
+    scheme: Scheme | None = None
     fault: str = ""
-    #: dtype of the engine, which scales have where the scheme says none
-    dtype: str = "f32"
-
-    def part(self, suffix: str, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Return codes or scales, by the suffix of their name; f32 numbers where it has none."""
-        if suffix:
-            return {CODES: self.codes, SCALES: self.scales}[suffix](rows)
-        import torch
-
-        scales = self.scales(rows).to(torch_dtype(self.scheme.scale or self.dtype))
-        return dequantized(self.codes(rows), scales, torch.float32)
 
 
-@dataclass(frozen=True, eq=False)
-class MadeWeight:
-    """A weight of `shape` that a file holds in a form with no codes times scales: `numbers` makes
-    it, or rows of it, as CodedWeight's parts are made."""
+def quantised_weight(
+    scheme: Scheme,
+    shape: tuple[int, ...],
+    codes: Part,
+    scales: Part,
+    release: Callable[[], None],
+    dtype: str = "f32",
+) -> StoredWeight:
+    """Return a weight of codes and scales; scales have the engine's `dtype` if the scheme says
+    none, and values are f32."""
 
-    shape: tuple[int, ...]
-    numbers: Part
-    release: Callable[[], None] = lambda: None
+    def values(rows: torch.Tensor | None) -> torch.Tensor:
+        rounded = scales(rows).to(torch_dtype(scheme.scale or dtype))
+        return dequantized(codes(rows), rounded, torch.float32)
 
-    def part(self, suffix: str, rows: torch.Tensor | None = None) -> torch.Tensor:
-        return self.numbers(rows)
-
-
-# ---- stored tensors ---------------------------------------------------------------------------
+    return StoredWeight(shape, {"": values, CODES: codes, SCALES: scales}, release, scheme)
 
 
 @dataclass
 class Files:
-    """Tensors by their name in the files, mapped on first use. `of_text` says whether a name is of
-    the text model, `closed` that all reads have ended."""
+    """Tensors by their name in the files, mapped on first use. `of_text`: whether a name is of the
+    text model; `dtype`: the engine's."""
 
     directory: Path
-    names: Mapping[str, Found]
+    names: Mapping[str, Found] = field(default_factory=dict)
     of_text: Callable[[str], bool] = lambda name: True
+    dtype: str = "f32"
     closed: bool = False
     _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
 
@@ -146,15 +120,17 @@ class Files:
             self._maps[header.path] = tensorfile.map_file(header)
         return self._maps[header.path]
 
-    def tensor(self, found: Found) -> torch.Tensor:
-        return tensorfile.view(self.map(found[0]), found[1])
-
-    def rows(self, found: Found, ids: torch.Tensor | None) -> torch.Tensor:
+    def rows(self, found: Found, ids: torch.Tensor | None = None) -> torch.Tensor:
         """Return rows of a stored tensor: [len(ids), ...]; a view of all for None."""
         if ids is None:
-            return self.tensor(found)
+            return tensorfile.view(self.map(found[0]), found[1])
         made = tensorfile.view_rows(self.map(found[0]), found[1], ids)
         return made.view(len(ids), *found[1].shape[1:])
+
+    def weight(self, found: Found) -> StoredWeight:
+        """Return a weight that is stored as its values."""
+        release = partial(self.release, (found,))
+        return StoredWeight(found[1].shape, {"": partial(self.rows, found)}, release)
 
     def release(self, found: Iterable[Found]) -> None:
         for header, entry in found:
@@ -172,58 +148,61 @@ class QuantisedTensors:
     entry. `ignored` tensors -> why."""
 
     names: Mapping[str, Found]
-    weights: Mapping[Entry, CodedWeight | MadeWeight]
+    weights: Mapping[Entry, StoredWeight]
     ignored: Mapping[str, str]
 
 
-@dataclass
-class Modules:
-    """The tensors of a checkpoint by module, taken out as they are understood."""
+#: a quantised weight, and its tensor that messages name
+Taken = tuple[Found, StoredWeight]
 
-    files: Files
-    suffixes: tuple[str, ...]
-    plain: dict[str, Found] = field(default_factory=dict)
-    parts: dict[str, dict[str, Found]] = field(default_factory=dict)
-    weights: dict[str, tuple[Found, CodedWeight]] = field(default_factory=dict)
-    ignored: dict[str, str] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for name, found in self.files.names.items():
-            if len(name) > MOST_NAME:
-                what = f"a name of {len(name)} characters, at most {MOST_NAME} are read"
-                raise wrong(found, what)
-            suffix = next((s for s in self.suffixes if name.endswith(s)), None)
-            if suffix is None:
-                self.plain[name] = found
-            else:
-                self.parts.setdefault(name.removesuffix(suffix), {})[suffix] = found
+def read_modules(
+    files: Files,
+    suffixes: tuple[str, ...],
+    take: Callable[[str, dict[str, Found]], Taken | None],
+    unused: Mapping[str, str],
+) -> QuantisedTensors:
+    """Return a checkpoint's tensors with its quantised weights. `take` makes a module's weight of
+    its tensors by suffix, None if it is not quantised; `unused` suffixes -> why."""
+    names: dict[str, Found] = {}
+    modules: dict[str, dict[str, Found]] = {}
+    ignored: dict[str, str] = {}
+    for name, found in files.names.items():
+        if len(name) > MOST_NAME:
+            what = f"a name of {len(name)} characters, at most {MOST_NAME} are read"
+            raise wrong(found, what)
+        suffix = next((s for s in (*suffixes, *unused) if name.endswith(s)), None)
+        if suffix is None:
+            names[name] = found
+        elif suffix in unused:
+            ignored[found[1].name] = unused[suffix]
+        else:
+            modules.setdefault(name.removesuffix(suffix), {})[suffix] = found
+    weights: dict[str, Taken] = {}
+    for module, parts in modules.items():
+        if taken := take(module, parts):
+            weights[module if STACKED.fullmatch(module) else f"{module}.weight"] = taken
+        else:
+            names |= {f"{module}{suffix}": found for suffix, found in parts.items()}
+    return _replaced(names, stacked(weights), ignored)
 
-    def named(self, parts: Mapping[str, Found]) -> Found:
-        """Return the tensor that stands for a module in messages."""
-        return next(parts[s] for s in self.suffixes if s in parts)
 
-    def add(self, module: str, found: Found, weight: CodedWeight) -> None:
-        """Take a module's weight, of which `found` is one tensor."""
-        name = module if STACKED.fullmatch(module) else f"{module}.weight"
-        self.weights[name] = found, weight
-
-    def done(self) -> QuantisedTensors:
-        entries = dict(self.plain)
-        weights: dict[Entry, CodedWeight | MadeWeight] = {}
-        for name, ((header, entry), weight) in stacked(self.weights).items():
-            stand_in = replace(entry, dtype=CODED, shape=weight.shape)
-            entries[name], weights[stand_in] = (header, stand_in), weight
-        return QuantisedTensors(entries, weights, self.ignored)
+def _replaced(
+    names: dict[str, Found], weights: Mapping[str, Taken], ignored: Mapping[str, str]
+) -> QuantisedTensors:
+    by_entry: dict[Entry, StoredWeight] = {}
+    for name, ((header, entry), weight) in weights.items():
+        stand_in = replace(entry, dtype=CODED, shape=weight.shape)
+        names[name], by_entry[stand_in] = (header, stand_in), weight
+    return QuantisedTensors(names, by_entry, ignored)
 
 
 def wrong(found: Found, what: str, fix: str = tensorfile.DOWNLOAD) -> WeightsError:
-    """Return the error of a stored tensor."""
     header, entry = found
-    return WeightsError(f"{header.path}: tensor {quoted(entry.name)}: {what}; {fix}")
+    return tensorfile.broken(header.path, f"tensor {quoted(entry.name)}: {what}", fix)
 
 
 def shown(found: Found) -> str:
-    """Return dtype and shape of a stored tensor as text."""
     return f"{found[1].dtype} {list(found[1].shape)}"
 
 
@@ -233,9 +212,6 @@ def require(found: Found, dtypes: Iterable[str], shape: tuple[int, ...] | None =
     if found[1].dtype not in dtypes or (shape is not None and found[1].shape != shape):
         want = " or ".join(dtypes) + (f" {list(shape)}" if shape is not None else "")
         raise wrong(found, f"expected {want}, found {shown(found)}")
-
-
-# ---- scales -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -262,8 +238,6 @@ class ScaleBlocks:
         self, scales: torch.Tensor, weight: tuple[int, ...], ids: torch.Tensor | None
     ) -> torch.Tensor:
         """Return scales of blocks as scales of rows [.., N, G]; of rows `ids` alone where given."""
-        import torch
-
         rows, columns = self.block(weight)
         scales = scales.reshape(self.shape(weight))
         group = self.group(weight)
@@ -277,34 +251,25 @@ class ScaleBlocks:
         return scales
 
 
-@dataclass(frozen=True)
-class _Scales:
-    files: Files
-    found: Found
-    shape: tuple[int, ...]
-    grid: ScaleBlocks
+def _stored_scales(files: Files, found: Found, shape: tuple[int, ...], grid: ScaleBlocks) -> Part:
+    """Return a reader of scales of rows; one number, no matrix, may serve the whole weight."""
+    flat = math.prod(grid.shape(shape)) == 1 and found[1].shape in ((), (1,))
+    require(found, FILE_SCALES, found[1].shape if flat else grid.shape(shape))
+    by_row = grid.block(shape)[0] == 1 and not flat
 
-    @property
-    def flat(self) -> bool:
-        """Whether one number, which is no matrix, serves all of the weight."""
-        return math.prod(self.grid.shape(self.shape)) == 1 and self.found[1].shape in ((), (1,))
-
-    def check(self) -> None:
-        shape = self.found[1].shape if self.flat else self.grid.shape(self.shape)
-        require(self.found, FILE_SCALES, shape)
-
-    def read(self, ids: torch.Tensor | None) -> torch.Tensor:
-        entry = self.found[1]
-        one_by_one = self.grid.block(self.shape)[0] == 1 and not self.flat
-        stored = self.files.rows(self.found, ids) if one_by_one else self.files.tensor(self.found)
-        stored = stored.float() if entry.dtype == "F8_E8M0" else stored
+    def read(ids: torch.Tensor | None) -> torch.Tensor:
+        stored = files.rows(found, ids if by_row else None)
+        stored = stored.float() if found[1].dtype == "F8_E8M0" else stored
         good = (stored.float() > 0) & stored.isfinite()
         if not bool(good.all()):
             what = f"a scale is {float(stored[~good].flatten()[0]):g}"
             fix = "fix: download the file again"
-            raise wrong(self.found, f"{what}, expected positive and finite numbers", fix)
-        shape = (len(stored), *self.shape[1:]) if one_by_one else self.shape
-        return self.grid.spread(stored, shape, None if one_by_one else ids)
+            raise wrong(found, f"{what}, expected positive and finite numbers", fix)
+        if by_row:
+            return grid.spread(stored, (len(stored), *shape[1:]), None)
+        return grid.spread(stored, shape, ids)
+
+    return read
 
 
 def as_it_is(t: torch.Tensor) -> torch.Tensor:
@@ -321,22 +286,22 @@ def coded_weight(
     grid: ScaleBlocks,
     convert: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
     dtype: str | None = "",
-) -> CodedWeight:
+) -> StoredWeight:
     """Make a weight [.., N, K] of stored codes and scales, these in `dtype`, else the file's."""
     if len(shape) < 2 or not all(shape):
         raise wrong(codes, f"expected a matrix, found {shown(codes)}")
     group = grid.group(shape)
     if group < min(LEAST_GROUP, shape[-1]):
         raise wrong(codes, f"blocks of {grid.columns} columns do not divide rows of {shape[-1]}")
-    stored = _Scales(files, scales, shape, grid)
-    stored.check()
+    read = _stored_scales(files, scales, shape, grid)
     kept = FILE_SCALES[scales[1].dtype] if dtype == "" else dtype
-    return CodedWeight(
+    return quantised_weight(
         Scheme(form, 0 if group == shape[-1] else group, kept),
         shape,
         lambda ids: convert(files.rows(codes, ids)),
-        stored.read,
-        lambda: files.release((codes, scales)),
+        read,
+        partial(files.release, (codes, scales)),
+        files.dtype,
     )
 
 
@@ -344,8 +309,6 @@ def e4m3(found: Found) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return what looks at e4m3 codes of a stored tensor: WeightsError for NaN."""
 
     def convert(codes: torch.Tensor) -> torch.Tensor:
-        import torch
-
         for piece in codes.view(torch.uint8).flatten().split(PIECE):
             if bool((piece & 127 == 127).any()):
                 raise wrong(found, "a code is NaN, which stands for no number")
@@ -354,16 +317,11 @@ def e4m3(found: Found) -> Callable[[torch.Tensor], torch.Tensor]:
     return convert
 
 
-# ---- experts one by one -----------------------------------------------------------------------
-
-Weights = dict[str, tuple[Found, CodedWeight]]
-
-
-def stacked(weights: Weights) -> Weights:
+def stacked(weights: Mapping[str, Taken]) -> dict[str, Taken]:
     """Return weights with those of single experts joined: `experts.E.gate_proj.weight` and
     `up_proj` to `experts.gate_up_proj` [E, 2I, D], `down_proj` to `experts.down_proj` [E, D, I]."""
-    out: Weights = {}
-    layers: dict[str, dict[tuple[int, str], tuple[Found, CodedWeight]]] = {}
+    out: dict[str, Taken] = {}
+    layers: dict[str, dict[tuple[int, str], Taken]] = {}
     for name, weight in weights.items():
         if match := _EXPERT.fullmatch(name):
             layers.setdefault(match[1], {})[int(match[2]), match[3]] = weight
@@ -375,14 +333,13 @@ def stacked(weights: Weights) -> Weights:
             if (e, module) not in found:
                 first = next(iter(found.values()))[0]
                 raise wrong(first, f"{prefix}.{e}.{module} is not in codes, but other experts are")
-        out[f"{prefix}.gate_up_proj"] = _stack(
-            [found[e, m] for e in range(count) for m in MODULES[:2]], 2
-        )
+        gate_up = [found[e, m] for e in range(count) for m in MODULES[:2]]
+        out[f"{prefix}.gate_up_proj"] = _stack(gate_up, 2)
         out[f"{prefix}.down_proj"] = _stack([found[e, MODULES[2]] for e in range(count)], 1)
     return out
 
 
-def _stack(parts: list[tuple[Found, CodedWeight]], each: int) -> tuple[Found, CodedWeight]:
+def _stack(parts: list[Taken], each: int) -> Taken:
     found, first = parts[0]
     for other, weight in parts:
         if (weight.scheme, weight.shape) != (first.scheme, first.shape):
@@ -390,27 +347,19 @@ def _stack(parts: list[tuple[Found, CodedWeight]], each: int) -> tuple[Found, Co
             raise wrong(other, f"{expected}, found {list(weight.shape)} in {weight.scheme}")
     n, k = first.shape
 
-    def join(read: Callable[[CodedWeight], torch.Tensor]) -> torch.Tensor:
-        import torch
-
-        made = torch.stack([read(w) for _, w in parts])
+    def join(suffix: str, rows: torch.Tensor | None) -> torch.Tensor:
+        made = torch.stack([w.parts[suffix](None) for _, w in parts])
         return made.view(len(parts) // each, each * n, -1)
 
     def release() -> None:
         for _, w in parts:
             w.release()
 
-    return found, CodedWeight(
-        first.scheme,
-        (len(parts) // each, each * n, k),
-        lambda ids: join(lambda w: w.codes(None)),
-        lambda ids: join(lambda w: w.scales(None)),
-        release,
-        next((w.fault for _, w in parts if w.fault), ""),
-    )
+    shape = (len(parts) // each, each * n, k)
+    joined = {suffix: partial(join, suffix) for suffix in first.parts}
+    fault = next((w.fault for _, w in parts if w.fault), "")
+    return found, StoredWeight(shape, joined, release, first.scheme, fault)
 
-
-# ---- patterns of strangers: regular expressions that cannot run for ever ------------------------
 
 #: characters of a pattern and of a tensor's name; patterns of a list
 MOST_LENGTH, MOST_NAME, MOST_PATTERNS = 400, 200, 1000
@@ -427,7 +376,6 @@ _INNER = re.compile(r"\(([^()]*)\)")
 
 
 def _ways(plain: str) -> int:
-    """Return how many ways there are, at most, to take alternatives and optional parts."""
     plain = _GROUP.sub("(", plain)
     ways: int = 1 << plain.count("?")
     while inner := _INNER.search(plain):
@@ -449,13 +397,12 @@ def _is_slow(pattern: str) -> bool:
 def compiled(pattern: str, where: str) -> re.Pattern[str]:
     """Compile a pattern; WeightsError if it is no regular expression or a slow one."""
     if _is_slow(pattern):
-        raise WeightsError(
-            f"{where}: pattern {quoted(pattern)} may take for ever; write a simpler one"
-        )
+        what = f"pattern {quoted(pattern)} may take for ever"
+        raise tensorfile.broken(where, what, "write a simpler one")
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as e:
-        raise WeightsError(f"{where}: pattern {quoted(pattern)}: {e}; correct it") from None
+        raise tensorfile.broken(where, f"pattern {quoted(pattern)}: {e}", "correct it") from None
 
 
 @dataclass(frozen=True)
@@ -471,9 +418,8 @@ class Names:
         names = tuple(names)
         found = [n.removeprefix("re:") for n in names if n.startswith("re:")]
         if len(found) > MOST_PATTERNS:
-            raise WeightsError(
-                f"{where}: {len(found)} patterns, at most {MOST_PATTERNS}; name modules"
-            )
+            what = f"{len(found)} patterns, at most {MOST_PATTERNS}"
+            raise tensorfile.broken(where, what, "name modules")
         return cls(frozenset(names), tuple(compiled(p, where) for p in found))
 
     def hold(self, module: str, kind: str) -> bool:

@@ -9,37 +9,37 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
 
 from g4ir.errors import WeightsError
+from g4ir.model.names import CODES, SCALES
 from g4ir.ops.codecs import unpacked
+from g4ir.ops.types import torch
 from g4ir.spec.reader import Length, Line, Node, OneOf, Range, build
-from g4ir.weights.tensorfile import quoted
+from g4ir.weights.tensorfile import broken, quoted
 
 from .base import (
     FIX,
     KEY,
-    CodedWeight,
     Files,
     Found,
-    Modules,
     Names,
     QuantisedTensors,
     ScaleBlocks,
+    StoredWeight,
+    Taken,
     as_it_is,
     coded_weight,
     e4m3,
+    quantised_weight,
+    read_modules,
     require,
     wrong,
 )
 
-if TYPE_CHECKING:
-    import torch
-
 PACKED = "pack-quantized"
-#: (format, type) -> bits that are read
 READ = {
     (PACKED, "int"): (4, 8),
     ("int-quantized", "int"): (8,),
@@ -48,20 +48,13 @@ READ = {
     ("naive-quantized", "float"): (8,),
 }
 OTHERWISE = "fix: take a pack-quantized or float-quantized file, or the bf16 weights with --quant"
-#: tensors of a module in codes
 WEIGHT, WORDS, SCALE, SHAPE = ".weight", ".weight_packed", ".weight_scale", ".weight_shape"
 ZERO, INDEX = ".weight_zero_point", ".weight_g_idx"
-#: of activations and caches, which are not rounded
 ACTIVATIONS = (
-    ".input_scale",
-    ".input_zero_point",
-    ".output_scale",
-    ".output_zero_point",
-    ".q_scale",
-    ".k_scale",
-    ".v_scale",
+    *(".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point"),
+    *(".q_scale", ".k_scale", ".v_scale"),
 )
-SUFFIXES = (WORDS, WEIGHT, SCALE, SHAPE, ZERO, INDEX, *ACTIVATIONS)
+SUFFIXES = (WORDS, WEIGHT, SCALE, SHAPE, ZERO, INDEX)
 #: modules that are no Linear, by the end of their name
 TABLES = ("embed_tokens", "embed_tokens_per_layer")
 NOT_ROUNDED = "a scale of activations or caches, which are not rounded"
@@ -72,7 +65,7 @@ _Word = Annotated[str, Length(1, 500)]
 
 @dataclass(frozen=True)
 class Numbers:
-    """How weights or activations are held."""
+    """How weights or activations are quantised."""
 
     num_bits: Annotated[int, Range(1, 16)] = 8
     type: Annotated[str, OneOf(("int", "float"))] = "int"
@@ -134,19 +127,17 @@ class CompressedTensorsConfig:
 
 
 def read(tree: Node, files: Files) -> QuantisedTensors:
-    """Return what is in codes; SpecError or WeightsError for what is not understood."""
     config: CompressedTensorsConfig = build(CompressedTensorsConfig, tree, KEY)
     where = str(tree.where)
     _check(config, where)
-    modules, choice = Modules(files, SUFFIXES), ModuleChoice(config, where)
-    for module, parts in modules.parts.items():
-        _take(modules, module, parts, choice)
+    take = partial(_take, files, Choice.of(config, where))
+    found = read_modules(files, SUFFIXES, take, dict.fromkeys(ACTIVATIONS, NOT_ROUNDED))
     groups = config.config_groups.values()
-    if modules.ignored or any(g.input_activations or g.output_activations for g in groups):
+    if found.ignored or any(g.input_activations or g.output_activations for g in groups):
         log.warning("%s: activations are not rounded, as weights are", where)
     if config.kv_cache_scheme is not None:
         log.warning("%s: kv_cache_scheme is left out: caches are not rounded", where)
-    return modules.done()
+    return found
 
 
 def _check(config: CompressedTensorsConfig, where: str) -> None:
@@ -183,59 +174,50 @@ def _check_group(where: str, config: CompressedTensorsConfig, group: ModuleGroup
 
 
 def _unread(where: str, key: str, value: Any) -> WeightsError:
-    return WeightsError(f"{where}: {key} {quoted(value)} is not read; {OTHERWISE}")
+    return broken(where, f"{key} {quoted(value)} is not read", OTHERWISE)
 
 
 @dataclass(frozen=True)
-class ModuleChoice:
+class Choice:
     """Which modules a config puts in codes, and how."""
 
-    config: CompressedTensorsConfig
-    where: str
+    ignored: Names
+    groups: tuple[tuple[Names, Numbers, str], ...]
 
-    @cached_property
-    def ignored(self) -> Names:
-        return Names.of(self.config.ignore or (), self.where)
+    @classmethod
+    def of(cls, config: CompressedTensorsConfig, where: str) -> Choice:
+        groups = [
+            (Names.of(group.targets, where), group.weights, group.format or config.format)
+            for group in config.config_groups.values()
+            if group.weights
+        ]
+        return cls(Names.of(config.ignore or (), where), tuple(groups))
 
-    @cached_property
-    def _groups(self) -> list[tuple[ModuleGroup, Names]]:
-        groups = self.config.config_groups.values()
-        return [(g, Names.of(g.targets, self.where)) for g in groups]
-
-    def group(self, module: str, kind: str) -> ModuleGroup | None:
-        return next((g for g, names in self._groups if names.hold(module, kind)), None)
+    def find(self, module: str, kind: str) -> tuple[Numbers, str] | None:
+        found = ((n, form) for names, n, form in self.groups if names.hold(module, kind))
+        return next(found, None)
 
 
-def _kind(module: str, parts: Mapping[str, Found]) -> str:
+def _take(files: Files, choice: Choice, module: str, parts: Mapping[str, Found]) -> Taken | None:
+    kind = "Embedding" if module.endswith(TABLES) else "Linear"
     plain = parts.get(WEIGHT)
     if SCALE not in parts and plain and len(plain[1].shape) != 2:
-        return ""
-    return "Embedding" if module.endswith(TABLES) else "Linear"
-
-
-def _take(modules: Modules, module: str, parts: dict[str, Found], choice: ModuleChoice) -> None:
-    for suffix in ACTIVATIONS:
-        if found := parts.pop(suffix, None):
-            modules.ignored[found[1].name] = NOT_ROUNDED
-    if not parts:
-        return
-    kind = _kind(module, parts)
-    group, ignored = choice.group(module, kind), choice.ignored.hold(module, kind)
-    held, found = SCALE in parts or WORDS in parts, modules.named(parts)
-    if held and ignored:
+        kind = ""
+    chosen, ignored = choice.find(module, kind), choice.ignored.hold(module, kind)
+    found = next(parts[s] for s in SUFFIXES if s in parts)
+    if SCALE not in parts and WORDS not in parts:
+        if kind and chosen and not ignored and files.of_text(module):
+            what = "is in no codes: config_groups name its module, `ignore` does not"
+            raise wrong(found, what, FIX)
+        return None
+    if ignored:
         raise wrong(found, "is in codes, but `ignore` names its module", FIX)
-    if held and (group is None or group.weights is None):
+    if chosen is None:
         raise wrong(found, "is in codes, but no target of config_groups names its module", FIX)
-    if held and group and group.weights:
-        form = group.format or choice.config.format
-        modules.add(module, found, _weight(modules.files, parts, group.weights, form))
-        return
-    if kind and group and not ignored and modules.files.of_text(module):
-        raise wrong(found, "is in no codes: config_groups name its module, `ignore` does not", FIX)
-    modules.plain |= {f[1].name: f for f in parts.values()}
+    return found, _weight(files, parts, *chosen)
 
 
-def _weight(files: Files, parts: Mapping[str, Found], numbers: Numbers, form: str) -> CodedWeight:
+def _weight(files: Files, parts: Mapping[str, Found], numbers: Numbers, form: str) -> StoredWeight:
     own = {PACKED: (WORDS, SHAPE)}.get(form, (WEIGHT,))
     known = (*own, SCALE, *([] if numbers.symmetric else [ZERO]))
     if found := parts.get(INDEX):
@@ -245,7 +227,7 @@ def _weight(files: Files, parts: Mapping[str, Found], numbers: Numbers, form: st
     if missing := next((suffix for suffix in known if suffix not in parts), None):
         first = next(parts[s] for s in SUFFIXES if s in parts)
         raise wrong(first, f"its module has no {missing[1:]}")
-    codes, scales, grid = parts[own[0]], parts[SCALE], numbers.grid
+    codes, grid = parts[own[0]], numbers.grid
     assert grid
     if form == PACKED:
         return _packed(files, parts, numbers, grid)
@@ -253,19 +235,19 @@ def _weight(files: Files, parts: Mapping[str, Found], numbers: Numbers, form: st
     require(codes, [dtype])
     check = e4m3(codes) if name == "fp8" else as_it_is
     _divides(codes, codes[1].shape, numbers)
-    return coded_weight(files, name, codes[1].shape, codes, scales, grid, check)
+    return coded_weight(files, name, codes[1].shape, codes, parts[SCALE], grid, check)
 
 
 def _packed(
     files: Files, parts: Mapping[str, Found], numbers: Numbers, grid: ScaleBlocks
-) -> CodedWeight:
+) -> StoredWeight:
     """Return a weight of 4 or 8 bits in words of 32; with zero points its codes are int8."""
     codes, bits = parts[WORDS], numbers.num_bits
     require(codes, ["I32"])
     *rows, words = codes[1].shape or (0,)
     shape = (*rows, words * 32 // bits)
     require(parts[SHAPE], ["I64", "I32"], (len(shape),))
-    said = tuple(files.tensor(parts[SHAPE]).tolist())
+    said = tuple(files.rows(parts[SHAPE]).tolist())
     if said != shape:
         raise wrong(parts[SHAPE], f"says {list(said)}, weight_packed {list(shape)}")
     _divides(codes, shape, numbers)
@@ -281,22 +263,17 @@ def _divides(codes: Found, shape: tuple[int, ...], numbers: Numbers) -> None:
 
 
 def _bytes(words: torch.Tensor) -> torch.Tensor:
-    import torch
-
     return words.contiguous().view(torch.uint8)
 
 
 def _int8(words: torch.Tensor) -> torch.Tensor:
-    import torch
-
     return (_bytes(words) ^ 128).view(torch.int8)
 
 
-#: bits -> words to canonical codes
 _FROM_WORDS: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = {4: _bytes, 8: _int8}
 
 
-def _with_zeros(files: Files, w: CodedWeight, zeros: Found, grid: ScaleBlocks) -> CodedWeight:
+def _with_zeros(files: Files, w: StoredWeight, zeros: Found, grid: ScaleBlocks) -> StoredWeight:
     """Apply zero points, packed along the output axis as i32 [N/8, G]: int8 codes q - z."""
     n, groups = grid.shape(w.shape)[-2:]
     if len(w.shape) != 2:
@@ -304,9 +281,10 @@ def _with_zeros(files: Files, w: CodedWeight, zeros: Found, grid: ScaleBlocks) -
     require(zeros, ["I32"], (-(-n // 8), groups))
 
     def codes(ids: torch.Tensor | None) -> torch.Tensor:
-        z = unpacked(_bytes(files.tensor(zeros).t()))[:, :n].t()
-        q = unpacked(w.codes(ids))
+        z = unpacked(_bytes(files.rows(zeros).t()))[:, :n].t()
+        q = unpacked(w.parts[CODES](ids))
         z = grid.spread(z, w.shape, ids)
         return (q.unflatten(-1, (z.shape[-1], -1)) - z[..., None]).flatten(-2)
 
-    return replace(w, codes=codes)
+    assert w.scheme
+    return quantised_weight(w.scheme, w.shape, codes, w.parts[SCALES], w.release, files.dtype)

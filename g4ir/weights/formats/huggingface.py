@@ -1,12 +1,11 @@
-"""Formats that transformers itself writes.
+"""Formats that transformers itself writes; activations and caches are not rounded.
 
 fp8: e4m3 codes, a scale for each block or one for all of a weight. `weight_scale_inv` is
 multiplied, in spite of its name.
 
 The mobile form (`quant_method` gemma): 2, 4 or 8 bits for each module, a scale for each row. Codes
 lie along K, low bits first, as code + 2^(b-1) in bytes; 8 bits as they are. Scales are rounded to
-the engine's dtype before they are multiplied. A grid of a module's inputs and outputs
-(`input_activation_scale`) is not followed.
+the engine's dtype before they are multiplied.
 """
 
 from __future__ import annotations
@@ -14,37 +13,36 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from functools import partial
+from typing import Annotated, Any
 
-from g4ir.errors import WeightsError
+from g4ir.ops.types import torch
 from g4ir.spec.reader import Length, Node, OneOf, Range, build
+from g4ir.weights.tensorfile import broken
 
 from .base import (
     FIX,
     KEY,
-    STACKED,
-    CodedWeight,
     Files,
     Found,
-    Modules,
     NameList,
     QuantisedTensors,
     ScaleBlocks,
+    Taken,
     as_it_is,
     coded_weight,
     compiled,
     e4m3,
     excluded,
+    read_modules,
     require,
     wrong,
 )
 
-if TYPE_CHECKING:
-    import torch
-
 log = logging.getLogger(__name__)
 WEIGHT = ".weight"
-INVERSE, STACKED_SCALE, ACTIVATION = ".weight_scale_inv", "_scale_inv", ".activation_scale"
+INVERSE, STACKED_SCALE = ".weight_scale_inv", "_scale_inv"
+UNUSED = {".activation_scale": "a scale of activations, which are not rounded"}
 _Side = Annotated[int, Range(1, 1 << 16)]
 
 
@@ -64,29 +62,22 @@ class Fp8Config:
 
 
 def read_fp8(tree: Node, files: Files) -> QuantisedTensors:
-    """Return what is in codes; SpecError or WeightsError for what is not understood."""
     config: Fp8Config = build(Fp8Config, tree, KEY)
-    modules = Modules(files, (INVERSE, STACKED_SCALE, ACTIVATION, WEIGHT))
-    for module, parts in modules.parts.items():
-        _take_fp8(modules, module, parts, config, str(tree.where))
+    take = partial(_take_fp8, files, config, str(tree.where))
+    found = read_modules(files, (INVERSE, STACKED_SCALE, WEIGHT), take, UNUSED)
     log.warning("%s: activations are not rounded, as weights are", tree.where)
-    return modules.done()
+    return found
 
 
 def _take_fp8(
-    modules: Modules, module: str, parts: dict[str, Found], config: Fp8Config, where: str
-) -> None:
-    if found := parts.pop(ACTIVATION, None):
-        modules.ignored[found[1].name] = "a scale of activations, which are not rounded"
-    if STACKED.fullmatch(module) and module in modules.plain:
-        parts[WEIGHT] = modules.plain.pop(module)
+    files: Files, config: Fp8Config, where: str, module: str, parts: Mapping[str, Found]
+) -> Taken | None:
     scales = parts.get(INVERSE) or parts.get(STACKED_SCALE)
-    weight = parts.get(WEIGHT)
+    weight = parts.get(WEIGHT) or files.names.get(module)  # stacked experts have no suffix
     if scales is None:
         if weight and weight[1].dtype == "F8_E4M3":
             raise wrong(weight, "its module has no weight_scale_inv")
-        modules.plain |= {f[1].name: f for f in parts.values()}
-        return
+        return None
     if weight is None:
         raise wrong(scales, "its module has no weight")
     names = config.modules_to_not_convert or config.ignored_layers or ()
@@ -94,18 +85,16 @@ def _take_fp8(
         raise wrong(weight, "is in codes, but modules_to_not_convert names its module", FIX)
     require(weight, ["F8_E4M3"])
     grid = ScaleBlocks(*(config.weight_block_size or (0, 0)))
-    shape, check = weight[1].shape, e4m3(weight)
-    made = coded_weight(modules.files, "fp8", shape, weight, scales, grid, check)
-    modules.add(module, weight, made)
+    return weight, coded_weight(files, "fp8", weight[1].shape, weight, scales, grid, e4m3(weight))
 
-
-# ---- the mobile form --------------------------------------------------------------------------
 
 SCALE = ".weight_scale"
 TABLE, TABLE_SCALE = ".embedding_quantized", ".embedding_scale"
 RANGES = (".input_activation_scale", ".output_activation_scale")
-CACHES = (".k_cache_scale", ".v_cache_scale")
-MOBILE = (SCALE, TABLE, TABLE_SCALE, *RANGES, *CACHES, WEIGHT)
+CACHES = dict.fromkeys(
+    (".k_cache_scale", ".v_cache_scale"), "a scale of caches, which are not rounded"
+)
+MOBILE = (SCALE, TABLE, TABLE_SCALE, *RANGES, WEIGHT)
 ROUNDED = "activations are rounded to a grid of their own, which engines do not do"
 OTHERWISE = "fix: take the weights in bf16, trained for 4 bits, with --quant int4"
 
@@ -138,66 +127,52 @@ class MobileConfig:
 
 
 def read_mobile(tree: Node, files: Files) -> QuantisedTensors:
-    """Return what is in codes; SpecError or WeightsError for what is not understood."""
     config: MobileConfig = build(MobileConfig, tree, KEY)
-    modules = Modules(files, MOBILE)
-    for module, parts in modules.parts.items():
-        _take_mobile(modules, module, parts, config, str(tree.where))
-    return modules.done()
+    ranges: dict[str, str] = {}
+    take = partial(_take_mobile, files, config, str(tree.where), ranges)
+    found = read_modules(files, MOBILE, take, CACHES)
+    return replace(found, ignored={**found.ignored, **ranges})
 
 
 def _take_mobile(
-    modules: Modules, module: str, parts: dict[str, Found], config: MobileConfig, where: str
-) -> None:
-    for suffix in CACHES:
-        if found := parts.pop(suffix, None):
-            modules.ignored[found[1].name] = "a scale of caches, which are not rounded"
+    files: Files,
+    config: MobileConfig,
+    where: str,
+    ignored: dict[str, str],
+    module: str,
+    parts: dict[str, Found],
+) -> Taken | None:
     ranges = [found for suffix in RANGES if (found := parts.pop(suffix, None))]
     if not parts.keys() & {SCALE, TABLE, TABLE_SCALE}:
         if ranges:
             raise wrong(ranges[0], "is of a module without weight_scale")
-        modules.plain |= {f[1].name: f for f in parts.values()}
-        return
+        return None
     table = not parts.keys().isdisjoint((TABLE, TABLE_SCALE))
     codes, scales = (parts.get(s) for s in ((TABLE, TABLE_SCALE) if table else (WEIGHT, SCALE)))
     if scales is None or codes is None or len(parts) > 2:
-        raise wrong(modules.named(parts), "expected codes and their scales, and no others")
+        found = next(parts[s] for s in MOBILE if s in parts)
+        raise wrong(found, "expected codes and their scales, and no others")
     if excluded(module, config.modules_to_not_convert or (), where):
         raise wrong(codes, "is in codes, but modules_to_not_convert names its module", FIX)
     if table and not config.quantize_embeddings:
         raise wrong(codes, "is in codes, but quantize_embeddings is false", FIX)
-    fault = _grid_fault(modules, ranges)
-    form = _form(config, module, where)
-    weight = _weight(modules.files, form, codes, scales, table)
-    modules.add(module, codes, replace(weight, fault=fault))
-
-
-def _grid_fault(modules: Modules, ranges: list[Found]) -> str:
-    """Return why a module with a grid for its activations may not be used; "" where it has none."""
-    fault = ""
+    rounded = [found for found in ranges if _is_set(files, found)]
     for found in ranges:
-        is_set = _is_set(modules.files, found)
-        modules.ignored[found[1].name] = ROUNDED if is_set else "0: activations are not rounded"
-        fault = str(wrong(found, ROUNDED, OTHERWISE)) if is_set else fault
-    return fault
+        ignored[found[1].name] = ROUNDED if found in rounded else "0: activations are not rounded"
+    form = _form(config, module, where)
+    require(codes, [form.dtype])
+    shape = (*codes[1].shape[:-1], codes[1].shape[-1] * form.packed) if codes[1].shape else ()
+    grid = ScaleBlocks(1, _columns(scales, shape) if table else 0)
+    weight = coded_weight(files, form.name, shape, codes, scales, grid, form.convert, None)
+    fault = str(wrong(rounded[-1], ROUNDED, OTHERWISE)) if rounded else ""
+    return codes, replace(weight, fault=fault)
 
 
 def _form(config: MobileConfig, module: str, where: str) -> MobileFormat:
     bits = config.bits(module, where)
     if bits not in FORMS:
-        raise WeightsError(
-            f"{where}: {KEY}: num_bits {bits} of {module}: expected 2, 4 or 8; {FIX}"
-        )
+        raise broken(where, f"{KEY}: num_bits {bits} of {module}: expected 2, 4 or 8", FIX)
     return FORMS[bits]
-
-
-def _weight(
-    files: Files, form: MobileFormat, codes: Found, scales: Found, table: bool
-) -> CodedWeight:
-    require(codes, [form.dtype])
-    shape = (*codes[1].shape[:-1], codes[1].shape[-1] * form.packed) if codes[1].shape else ()
-    grid = ScaleBlocks(1, _columns(scales, shape) if table else 0)
-    return coded_weight(files, form.name, shape, codes, scales, grid, form.convert, None)
 
 
 def _columns(scales: Found, shape: tuple[int, ...]) -> int:
@@ -212,13 +187,11 @@ def _is_set(files: Files, found: Found) -> bool:
     require(found, ["F32", "BF16", "F16"])
     if found[1].shape not in ((), (1,)):
         raise wrong(found, f"expected one number, found {list(found[1].shape)}")
-    return float(files.tensor(found).flatten()[0]) != 0
+    return float(files.rows(found).flatten()[0]) != 0
 
 
 def _from_2_bits(t: torch.Tensor) -> torch.Tensor:
     """Return bytes of four 2-bit codes as bytes of two 4-bit codes: code + 2 becomes code + 8."""
-    import torch
-
     a, b, c, d = ((t >> at & 3) + 6 for at in (0, 2, 4, 6))
     return torch.stack((a | b << 4, c | d << 4), -1).flatten(-2)
 

@@ -9,32 +9,32 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.errors import WeightsError
+from g4ir.ops.types import torch
 from g4ir.weights.tensorfile import FLOATS, quoted
 
 from .base import (
-    CODED,
     PIECE,
     Files,
     Found,
-    MadeWeight,
     QuantisedTensors,
+    StoredWeight,
+    Taken,
     plain_name,
+    read_modules,
     require,
     wrong,
 )
 
-if TYPE_CHECKING:
-    import torch
-
 log = logging.getLogger(__name__)
 
 KEY, NEEDED = "quantization", {"group_size", "bits"}
-#: bits of a code that divide a byte
+PARTS = (".weight", ".scales", ".biases")
 READ = (2, 4, 8)
 OTHER = (
     "fix: take the bf16 weights of the model with --quant, or a compressed-tensors or GGUF file of "
@@ -48,35 +48,35 @@ def is_mlx(values: Any) -> bool:
 
 
 def read(config: Path, values: Mapping[str, Any], files: Files) -> QuantisedTensors:
-    """Return what is quantised; WeightsError names the module and what is not read of it."""
     mode = values.get("mode", "affine")
     if mode != "affine":
         raise WeightsError(f"{config}: {KEY}: MLX's mode {quoted(mode)} is not read; {OTHER}")
-    own = {plain_name(f"{k}.weight"): v for k, v in values.items() if isinstance(v, dict | bool)}
-    names, weights = dict(files.names), {}
-    for name in files.names:
-        weight, biases = name[: -len("scales")] + "weight", name[: -len("scales")] + "biases"
-        if not name.endswith(".scales") or weight not in names or biases not in names:
-            continue
-        parts = [names.pop(part) for part in (weight, name, biases)]
-        stated = own.get(weight, values)
-        header, entry = parts[0]
-        made = _weight(config, files, stated if isinstance(stated, dict) else values, parts)
-        stand_in = replace(entry, dtype=CODED, shape=made.shape)
-        names[weight], weights[stand_in] = (header, stand_in), made
-    if weights:
+    own = {plain_name(f"{k}.weight"): v for k, v in values.items() if isinstance(v, dict)}
+
+    def take(module: str, parts: Mapping[str, Found]) -> Taken | None:
+        if parts.keys() != {*PARTS}:
+            return None
+        stated = own.get(f"{module}.weight", values)
+        return parts[PARTS[0]], _weight(config, files, stated, *(parts[p] for p in PARTS))
+
+    found = read_modules(files, PARTS, take, {})
+    if found.weights:
         log.warning(
             "%s: %d weights of MLX become numbers of the engine's dtype, as no format here has "
             "their scales and biases; --quant quantises them again",
-            *(config.parent, len(weights)),
+            *(config.parent, len(found.weights)),
         )
-    return QuantisedTensors(names, weights, {})
+    return found
 
 
 def _weight(
-    config: Path, files: Files, stated: Mapping[str, Any], parts: list[Found]
-) -> MadeWeight:
-    codes, scales, biases = parts
+    config: Path,
+    files: Files,
+    stated: Mapping[str, Any],
+    codes: Found,
+    scales: Found,
+    biases: Found,
+) -> StoredWeight:
     bits, group = stated.get("bits"), stated.get("group_size")
     if bits not in READ or type(group) is not int or not 0 < group <= 1 << 16:
         what = f"{quoted(bits)} bits in groups of {quoted(group)} ({config.name}: {KEY})"
@@ -86,36 +86,21 @@ def _weight(
     require(scales, FLOATS, (rows, groups))
     require(biases, FLOATS, (rows, groups))
     header, entry = codes
-    raw = replace(entry, dtype="U8", shape=(rows, entry.shape[1] * 4))
-    affine = Affine(files, (header, raw), scales, biases, bits)
-    return MadeWeight((rows, groups * group), affine.numbers, lambda: files.release(parts))
+    raw = header, replace(entry, dtype="U8", shape=(rows, entry.shape[1] * 4))
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
 
+    def piece(raw: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        q = (raw[..., None] >> shifts) & (1 << bits) - 1
+        grouped = q.view(len(raw), groups, -1).float()
+        return (grouped * scale.float()[..., None] + bias.float()[..., None]).flatten(1)
 
-@dataclass(frozen=True)
-class Affine:
-    """Codes u8[N, bytes], scales and biases [N, groups] of a weight."""
-
-    files: Files
-    codes: Found
-    scales: Found
-    biases: Found
-    bits: int
-
-    def numbers(self, rows: torch.Tensor | None) -> torch.Tensor:
-        """Return the weight in float32, or rows of it, converted a piece at a time."""
-        import torch
-
-        parts = [self.files.rows(part, rows) for part in (self.codes, self.scales, self.biases)]
-        each = max(1, PIECE // (parts[0].shape[1] * 8 // self.bits))
-        made = torch.cat([self._piece(*p) for p in zip(*(t.split(each) for t in parts))])
+    def values(ids: torch.Tensor | None) -> torch.Tensor:
+        each = max(1, PIECE // (groups * group))
+        parts = [files.rows(part, ids).split(each) for part in (raw, scales, biases)]
+        made = torch.cat([piece(*p) for p in zip(*parts)])
         if not bool(made.isfinite().all()):
-            raise wrong(self.scales, "a scale or bias is NaN or infinite")
+            raise wrong(scales, "a scale or bias is NaN or infinite")
         return made
 
-    def _piece(self, raw: torch.Tensor, scales: torch.Tensor, biases: torch.Tensor) -> torch.Tensor:
-        import torch
-
-        shifts = torch.arange(0, 8, self.bits, dtype=torch.uint8)
-        codes = (raw[..., None] >> shifts) & (1 << self.bits) - 1
-        grouped = codes.view(len(raw), scales.shape[1], -1).float()
-        return (grouped * scales.float()[..., None] + biases.float()[..., None]).flatten(1)
+    release = partial(files.release, (codes, scales, biases))
+    return StoredWeight((rows, groups * group), {"": values}, release)

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from g4ir.ops.codecs import dequantized, packed, to_blocks
+from g4ir.ops.types import torch
 from g4ir.quant.recipe import Scheme
 
-if TYPE_CHECKING:
-    import torch
-
-    #: u8[n, bytes of a block] -> something of each of the n blocks, [n, ..]
-    Part = Callable[[torch.Tensor], torch.Tensor]
+#: u8[n, bytes of a block] -> something of each of the n blocks, [n, ..]
+Part = Callable[["torch.Tensor"], "torch.Tensor"]
 
 #: bytes of blocks that are looked at together: few enough to stay in a core's cache
 PIECE = 1 << 18
@@ -33,23 +30,17 @@ class BlockFormat:
     scales: Part
 
     def numbers(self, blocks: torch.Tensor) -> torch.Tensor:
-        import torch
-
         made: torch.Tensor = dequantized(self.codes(blocks), self.scales(blocks), torch.float32)
         return made
 
 
 def _half(b: torch.Tensor, at: int, count: int = 1) -> torch.Tensor:
     """Return the float16 from a byte of each block on: f16[n, count]."""
-    import torch
-
     return b[:, at : at + 2 * count].contiguous().view(torch.float16)
 
 
 def _shifted(b: torch.Tensor, shifts: range, each: int) -> torch.Tensor:
     """Return `each` bytes shifted right by the first, then by the next, then the next bytes."""
-    import torch
-
     by = torch.tensor(shifts, dtype=torch.uint8)[:, None]
     return (b.unflatten(-1, (-1, 1, each)) >> by).flatten(1)
 
@@ -65,34 +56,25 @@ def _bits(b: torch.Tensor, each: int) -> torch.Tensor:
 
 
 def _signed(b: torch.Tensor, zero: int) -> torch.Tensor:
-    import torch
-
     return b.to(torch.int8) - zero
 
 
 def _i8(b: torch.Tensor) -> torch.Tensor:
-    import torch
-
     return b.view(torch.int8)
 
 
 def _q6_k(b: torch.Tensor) -> torch.Tensor:
     """Return the halves of blocks one after the other: i64[n, 26]."""
-    import torch
-
     parts = (b[:, at : at + 2 * each].unflatten(-1, (2, each)) for at, each in _Q6_K)
     return torch.cat([*parts], -1).flatten(1).view(torch.int64)
 
 
 #: where the parts of int6 lie in a block of Q6_K, and their bytes in each half of it
 _Q6_K = ((0, 64), (128, 32), (192, 8))
-#: what the nibbles of IQ4 types stand for
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def _iq4(nibbles: torch.Tensor) -> torch.Tensor:
-    import torch
-
     return torch.tensor(_IQ4, dtype=torch.int8)[nibbles.int()]
 
 
@@ -105,7 +87,6 @@ def _with_minimum(q: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return q * _half(b, 0).float() + _half(b, 2).float()
 
 
-#: type -> how it becomes codes and scales
 CODED = {
     "Q8_0": BlockFormat(Scheme("int8", 32, "f16"), lambda b: _i8(b[:, 2:]), lambda b: _half(b, 0)),
     "Q4_0": BlockFormat(
@@ -145,8 +126,6 @@ DENSE: dict[str, Part] = {
 
 def by_pieces(blocks: torch.Tensor, convert: Part) -> torch.Tensor:
     """Return what `convert` makes of blocks u8[n, bytes], a piece at a time."""
-    import torch
-
     step = max(1, PIECE // blocks.shape[-1])
     first = convert(blocks[:step])
     if len(blocks) <= step:

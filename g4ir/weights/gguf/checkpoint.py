@@ -1,4 +1,4 @@
-"""Opens GGUF files as a checkpoint of a spec: a `Checkpoint` whose weights may be quantised.
+"""Opens GGUF files as a checkpoint of a spec.
 
 Plain tensors are views of the mapped file; blocks are converted when they are read, of a table only
 the rows in use. Towers are in a file of their own (`mmproj`), as llama.cpp's converter writes it,
@@ -10,86 +10,97 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from math import isqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4ir.errors import WeightsError
 from g4ir.model.media import AUDIO, KINDS, PICTURES
 from g4ir.model.names import HEAD, checkpoint_name
 from g4ir.model.tensors import CLIP_BOUNDS, Shape, dead_tensors, media_tensors, text_tensors
 from g4ir.ops.finite import cast
-from g4ir.ops.types import TORCH_NAMES
+from g4ir.ops.types import TORCH_NAMES, torch
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec
-from g4ir.weights.checkpoint import Checkpoint
-from g4ir.weights.formats.base import CodedWeight, Files, MadeWeight
+from g4ir.weights.checkpoint import Checkpoint, dtype_of
+from g4ir.weights.formats.base import Files, StoredWeight, quantised_weight
 from g4ir.weights.match import Mismatch, absent_value, report
 from g4ir.weights.tensorfile import FLOATS, broken, quoted
 
-from .blocks import CODED, DENSE, by_pieces
-from .container import ARCHITECTURE, Array, Container, Tensor, shortest
-from .tables import HALVES, ROPE, TABLES, TOWERS, fused_parts, known_names
-
-if TYPE_CHECKING:
-    import torch
-
-    from .blocks import Part
+from .blocks import CODED, DENSE, Part, by_pieces
+from .container import (
+    ARCHITECTURE,
+    HALVES,
+    ROPE,
+    TABLES,
+    TOWERS,
+    Array,
+    Container,
+    Tensor,
+    fused_parts,
+    known_names,
+    shortest,
+)
 
 log = logging.getLogger(__name__)
 
-#: types that are read
 READ = (*FLOATS, *CODED, *DENSE)
-#: tensors whose rows follow each other in a weight
-Tensors = tuple[Tensor, ...]
+Tensors = tuple[Tensor, ...]  # whose rows follow each other in a weight
 
 
 def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
-    """Return the checkpoint that a file holds; reads no tensor data.
-
-    What graphs do not take in codes is made numbers of `dtype` when it is read. Raises WeightsError
-    naming file, tensor, expected, found and the fix.
-    """
+    """Return the checkpoint that a file holds; reads no tensor data. Weights that graphs do not
+    take quantised have `dtype`."""
     live, ignored, problems = _sorted(file, spec)
-    shapes = text_tensors(spec)
-    absent = [name for name in shapes if name not in live]
-    defaults = {n: value for n in absent if (value := absent_value(n)) is not None}
     names = known_names(spec.text.num_hidden_layers)
     stored = {bare: name for name, bare in reversed(names.items())}
-    for bare in (n for n in absent if n not in defaults):
-        text = f"missing: expected shape {list(shapes[bare])}"
-        fix = "tie" if bare == HEAD else "gguf"
-        problems.append(Mismatch(file.path.name, stored[bare], text, fix))
-    problems += [p for name, t in live.items() for p in _mismatch(t, shapes[name], "gguf")]
+    defaults = _checked(file, spec, live, text_tensors(spec), problems, stored)
+    dense = Counter(t.stored.name for ts in live.values() for t in ts if t.stored.name in DENSE)
+    if dense:
+        shown = ", ".join(f"{n} of {kind}" for kind, n in sorted(dense.items()))
+        what = "%s: tensors with minima become %s, as no codes of a form say the same: %s"
+        log.warning(what, file.path, TORCH_NAMES[dtype], shown)
+    files = Files(file.path.parent)
+    taken = {checkpoint_name(param) for param in weights_of(spec)}
+    plain = {name: (t[0].header, t[0].entry) for name, t in live.items() if _is_plain(t)}
+    weights = {name: files.weight(found) for name, found in plain.items()}
+    for name in live.keys() - plain.keys():
+        weights[name] = Blocks(files, live[name], dtype).weight(quantised=name in taken)
+    return Checkpoint(
+        file.path.parent, weights, dtype_of(plain), file.headers, ignored, defaults, (files,)
+    )
+
+
+def _mismatch(file: Container, name: str, text: str, fix: str = "gguf") -> Mismatch:
+    return Mismatch(file.path.name, name, text, fix)
+
+
+def _checked(
+    file: Container,
+    spec: Spec,
+    live: Mapping[str, Tensors],
+    shapes: Mapping[str, Shape],
+    problems: list[Mismatch],
+    stored: Mapping[str, str],
+    values: Mapping[str, float] | None = None,
+    fix: str = "gguf",
+) -> dict[str, float]:
+    """Return the defaults of absent tensors, `values` first. WeightsError for these problems, for
+    tensors that are missing (under their `stored` names), and for types and shapes that differ."""
+    known = values or {}
+    absent = {n: known.get(n, absent_value(n)) for n in shapes if n not in live}
+    for bare in (name for name, value in absent.items() if value is None):
+        text = f"missing: expected shape {[*shapes[bare]]}"
+        own = "tie" if bare == HEAD else fix
+        problems.append(_mismatch(file, stored.get(bare, bare), text, own))
+    for bare, tensors in live.items():
+        problems += _misfits(tensors, _stored_shape(bare, shapes[bare]), fix)
     if problems:
         raise WeightsError(report(file.path, spec, problems))
-    plain = {n: (t[0].header, t[0].entry) for n, t in live.items() if _is_plain(t)}
-    coded: dict[str, CodedWeight | MadeWeight] = {}
-    files = Files(file.path.parent, plain)
-    taken = {checkpoint_name(param) for param in weights_of(spec)}
-    for name in live.keys() - plain.keys():
-        blocks = Blocks(files, live[name])
-        coded[name] = (name in taken and blocks.in_codes()) or blocks.as_numbers(dtype)
-    _log_numbers(file, [live[n] for n, w in coded.items() if isinstance(w, MadeWeight)], dtype)
-    return Checkpoint(file.path.parent, plain, file.headers, ignored, defaults, files, coded)
-
-
-def _log_numbers(file: Container, weights: list[Tensors], dtype: str) -> None:
-    kinds = Counter(t.stored.name for w in weights for t in w if t.stored.name in DENSE)
-    if kinds:
-        shown = ", ".join(f"{n} of {kind}" for kind, n in sorted(kinds.items()))
-        log.warning(
-            "%s: tensors with minima become %s, as no codes of a form say the same: %s",
-            file.path,
-            TORCH_NAMES[dtype],
-            shown,
-        )
-
-
-# ---- names, shapes and types ------------------------------------------------------------------
+    return {name: value for name, value in absent.items() if value is not None}
 
 
 def _sorted(
@@ -110,15 +121,14 @@ def _sorted(
         elif name.startswith(TOWERS):
             ignored[name] = "part of a tower, which this engine leaves out"
         elif name != ROPE:
-            problems.append(Mismatch(file.path.name, name, "not in the spec", "gguf"))
+            problems.append(_mismatch(file, name, "not in the spec"))
 
     def second(name: str) -> bool:
         return name.endswith(HALVES[1])
 
     for names in places.values():
         if len(names) != len({second(n) for n in names}):
-            text = f"the same weight as {quoted(names[0])}"
-            problems.append(Mismatch(file.path.name, names[1], text, "gguf"))
+            problems.append(_mismatch(file, names[1], f"the same weight as {quoted(names[0])}"))
         names.sort(key=second)
     live = {bare: tuple(tensors[n] for n in names) for bare, names in places.items()}
     return live, ignored, problems
@@ -127,12 +137,12 @@ def _sorted(
 def _unfused(file: Container, spec: Spec) -> tuple[dict[str, Tensor], list[Mismatch]]:
     """Return the tensors, a fused one as the matrices whose rows it holds."""
     known = known_names(spec.text.num_hidden_layers)
-    live, dead = text_tensors(spec), dead_tensors(spec)
+    live = text_tensors(spec)
+    possible = dead_tensors(spec) | live
     out: dict[str, Tensor] = {}
     problems = []
     for name, tensor in file.tensors.items():
-        shapes = {part: (live | dead).get(known.get(part, "")) for part in fused_parts(name)}
-        parts = {part: shape[0] for part, shape in shapes.items() if shape}
+        parts = {p: possible[known[p]][0] for p in fused_parts(name) if known.get(p) in possible}
         if parts and tensor.shape[0] != sum(parts.values()):  # without K and V that none reads
             parts = {part: rows for part, rows in parts.items() if known[part] in live}
         if not parts:
@@ -140,21 +150,19 @@ def _unfused(file: Container, spec: Spec) -> tuple[dict[str, Tensor], list[Misma
         elif len(tensor.shape) != 2 or tensor.shape[0] != sum(parts.values()):
             rows = " and ".join(f"{rows} of {part}" for part, rows in parts.items())
             text = f"expected the rows of several matrices, {rows}, found {list(tensor.shape)}"
-            problems.append(Mismatch(file.path.name, name, text, "gguf"))
+            problems.append(_mismatch(file, name, text))
         elif twice := next((part for part in parts if part in file.tensors), None):
-            text = f"holds rows of {quoted(twice)}, which is there too"
-            problems.append(Mismatch(file.path.name, name, text, "gguf"))
+            problems.append(
+                _mismatch(file, name, f"holds rows of {quoted(twice)}, which is there too")
+            )
         else:
             starts = accumulate(parts.values(), initial=0)
-            out |= {
-                part: tensor.rows(name, start, rows)
-                for (part, rows), start in zip(parts.items(), starts, strict=False)
-            }
+            for (part, count), start in zip(parts.items(), starts, strict=False):
+                out[part] = tensor.rows(name, start, count)
     return out, problems
 
 
-def _mismatch(tensors: Tensors, wanted: Shape, fix: str) -> Iterator[Mismatch]:
-    """Yield what is wrong with the type or the shape of a weight's tensors."""
+def _misfits(tensors: Tensors, wanted: Shape, fix: str) -> Iterator[Mismatch]:
     name = tensors[0].entry.name
     shape = _stacked(tensors)
     text, kind = "", "type"
@@ -184,73 +192,50 @@ def _is_plain(tensors: Tensors) -> bool:
     return len(tensors) == 1 and tensors[0].stored.dtype in FLOATS
 
 
-# ---- blocks -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Blocks:
-    """The tensors of one weight, as what an engine holds is made of them."""
+    """The tensors of one weight; its values have the engine's `dtype`."""
 
     files: Files
     tensors: Tensors
+    dtype: str
 
-    @property
-    def shape(self) -> Shape:
+    def weight(self, quantised: bool) -> StoredWeight:
         shape = _stacked(self.tensors)
         assert shape is not None
-        return shape
-
-    def in_codes(self) -> CodedWeight | None:
+        release = partial(self.files.release, [(t.header, t.entry) for t in self.tensors])
         kinds = {t.stored.name for t in self.tensors}
-        coded = CODED.get(next(iter(kinds))) if len(kinds) == 1 else None
+        coded = CODED.get(kinds.pop()) if quantised and len(kinds) == 1 else None
         if coded is None:
-            return None
-        codes = partial(self._joined, lambda t, rows: self._converted(t, coded.codes, rows))
-        scales = partial(self._joined, lambda t, rows: self._converted(t, coded.scales, rows))
-        return CodedWeight(coded.scheme, self.shape, codes, scales, self._release)
+            return StoredWeight(shape, {"": partial(self._joined, None)}, release)
+        codes, scales = (partial(self._joined, part) for part in (coded.codes, coded.scales))
+        return quantised_weight(coded.scheme, shape, codes, scales, release)
 
-    def as_numbers(self, dtype: str) -> MadeWeight:
-        numbers = partial(self._joined, lambda t, rows: self._numbers(t, dtype, rows))
-        return MadeWeight(self.shape, numbers, self._release)
-
-    def _joined(
-        self,
-        make: Callable[[Tensor, torch.Tensor | None], torch.Tensor],
-        rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        import torch
-
-        made = [make(t, rows) for t in self.tensors]
+    def _joined(self, part: Part | None, rows: torch.Tensor | None) -> torch.Tensor:
+        """Return what `part` makes of the blocks, values for None."""
+        made = [
+            self._values(t, rows) if part is None else self._converted(t, part, rows)
+            for t in self.tensors
+        ]
         return made[0] if len(made) == 1 else torch.cat(made, -2)
 
-    def _numbers(self, t: Tensor, dtype: str, rows: torch.Tensor | None) -> torch.Tensor:
+    def _values(self, t: Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         kind, name = t.stored.name, t.entry.name
         if kind in FLOATS:
-            return cast(self._raw(t, rows), dtype, name)
+            return cast(self.files.rows((t.header, t.entry), rows), self.dtype, name)
         numbers = CODED[kind].numbers if kind in CODED else DENSE[kind]
-        return self._converted(t, lambda b: cast(numbers(b), dtype, name), rows)
+        return self._converted(t, lambda b: cast(numbers(b), self.dtype, name), rows)
 
     def _converted(self, t: Tensor, convert: Part, rows: torch.Tensor | None) -> torch.Tensor:
-        raw = self._raw(t, rows)
-        blocks = raw.reshape(-1, t.stored.nbytes)
-        made = by_pieces(blocks, convert)
+        raw = self.files.rows((t.header, t.entry), rows)
+        made = by_pieces(raw.reshape(-1, t.stored.nbytes), convert)
         if made.is_floating_point() and not bool(made.isfinite().all()):
             what = f"tensor {quoted(t.entry.name)}: a scale is NaN or infinite"
             raise broken(t.header.path, what)
         each = raw.shape[-1] // t.stored.nbytes
         return made.reshape(*raw.shape[:-1], each * made.shape[-1])
 
-    def _raw(self, t: Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-        return self.files.rows((t.header, t.entry), rows)
 
-    def _release(self) -> None:
-        self.files.release((t.header, t.entry) for t in self.tensors)
-
-
-# ---- towers -------------------------------------------------------------------------------------
-
-#: model type -> projectors of pictures and of sound
-PROJECTORS = {"gemma4": ("gemma4v", "gemma4a"), "gemma4_unified": ("gemma4uv", "gemma4ua")}
 #: bound of a clipped linear -> its param's
 _BOUNDS = {bound: bound.replace("put_", "_") for bound in CLIP_BOUNDS}
 #: the bounds of all clipped linears of the vision tower once more, then four of the projector
@@ -258,7 +243,6 @@ CLAMPS = "v.clamp_data"
 
 
 def holds_towers(file: Container) -> bool:
-    """Whether a text model's file holds towers too."""
     return any(name.startswith(TOWERS) for name in file.tensors)
 
 
@@ -271,51 +255,41 @@ def with_towers(
     own: bool = False,
 ) -> Checkpoint:
     """Return a checkpoint that holds the towers of these kinds of media too; reads no tensor data.
-    `own`: the file is the text model's.
-
-    Raises WeightsError naming file, key or tensor, expected, found and the fix.
-    """
+    `own`: the file is the text model's."""
     kinds = set(kinds)
     (_check_own_metadata if own else _check_metadata)(file, spec, kinds)
     shapes, known = media_tensors(spec, kinds), _known(spec)
     stored = _stored_names(file, own)
     clamps = _clamps(file, spec) if "vision.encoder" in " ".join(shapes) else {}
-    places = {
-        bare: name for n, name in stored.items() for bare in known.get(n, ()) if bare in shapes
+    live = {
+        bare: (file.tensors[name],)
+        for own_name, name in stored.items()
+        for bare in known.get(own_name, ())
+        if bare in shapes
     }
-    absent = [bare for bare in shapes if bare not in places]
-    values = {bare: clamps.get(bare, absent_value(bare)) for bare in absent}
-    defaults = {bare: value for bare, value in values.items() if value is not None}
     possible = media_tensors(spec, KINDS).keys()
     unknown = [name for n, name in stored.items() if possible.isdisjoint(known.get(n, ()))]
     unknown += [CLAMPS] if clamps and shapes.keys().isdisjoint(clamps) else []
-    missing = {bare: f"missing: expected shape {[*shapes[bare]]}" for bare in absent}
-    texts = dict.fromkeys(unknown, "not in the spec")
-    texts |= {bare: text for bare, text in missing.items() if bare not in defaults}
-    problems = [Mismatch(file.path.name, name, text, "mmproj") for name, text in texts.items()]
-    for bare, name in places.items():
-        wanted = _stored_shape(bare, shapes[bare])
-        problems += _mismatch((file.tensors[name],), wanted, "mmproj")
-    if problems:
-        raise WeightsError(report(file.path, spec, problems))
-    files = Files(file.path.parent, {})
+    problems = [_mismatch(file, name, "not in the spec", "mmproj") for name in unknown]
+    defaults = _checked(file, spec, live, shapes, problems, {}, clamps, "mmproj")
+    files = Files(file.path.parent)
     made = {
-        bare: _weight(files, file.tensors[name], bare, shapes[bare], dtype)
-        for bare, name in places.items()
+        bare: _published(Blocks(files, tensors, dtype), bare, shapes[bare])
+        for bare, tensors in live.items()
     }
-    used = {*places.values(), CLAMPS}
+    used = {CLAMPS, *(tensor.entry.name for (tensor,) in live.values())}
     return replace(
         text,
+        weights={**text.weights, **made},
         ignored={n: why for n, why in text.ignored.items() if n not in used},
-        coded={**text.coded, **made},
         defaults={**text.defaults, **defaults},
         headers=(*text.headers, *(h for h in file.headers if h not in text.headers)),
+        opened=(*text.opened, files),
     )
 
 
 def _stored_names(file: Container, own: bool) -> dict[str, str]:
-    """Return llama.cpp's name -> name in the file of the tensors of towers; `own`: beside the text
-    model's."""
+    """Return llama.cpp's name -> name in the file, of towers; `own`: beside the text model's."""
     top, layer = TABLES["other_audio"], TABLES["other_audio_layer"]
     other = next(iter(top)) in file.tensors
 
@@ -370,45 +344,46 @@ def _known(spec: Spec) -> dict[str, tuple[str, ...]]:
     return known
 
 
+_PARTS = {"vision": PICTURES, "audio": (AUDIO,)}
+
+
 def _check_metadata(file: Container, spec: Spec, kinds: set[str]) -> None:
-    architecture = file.values.get("general.architecture")
-    if architecture != "clip":
-        raise _contradiction(file, "general.architecture", "clip", architecture)
-    projectors = PROJECTORS[spec.model_type]
-    asked = (("vision", PICTURES, spec.vision), ("audio", (AUDIO,), spec.audio))
-    for (part, served, tower), projector in zip(asked, projectors, strict=True):
-        if not kinds.intersection(served):
-            continue
-        expected: dict[str, Any] = {"projector_type": projector}
-        if heads := getattr(tower, "num_attention_heads", None):
-            expected |= {"attention.head_count": heads}
-        for name, value in expected.items():
-            key = f"clip.{part}.{name}"
-            if file.values.get(key) != value:
-                raise _contradiction(file, key, value, file.values.get(key))
-    if kinds.intersection(PICTURES):
-        for name, value in (("image_mean", 0), ("image_std", 1)):
-            key = f"clip.vision.{name}"
-            found = file.values.get(key)
-            given = file.items(key) if isinstance(found, Array) and found.count == 3 else found
-            if given not in (None, [value] * 3):
-                raise _contradiction(file, key, [value] * 3, given)
+    expected: dict[str, Any] = {"general.architecture": "clip"}
+    projectors = TABLES["projectors"][spec.model_type]
+    for (part, served), projector in zip(_PARTS.items(), projectors, strict=True):
+        if kinds.intersection(served):
+            expected[f"clip.{part}.projector_type"] = projector
+            if heads := getattr(getattr(spec, part), "num_attention_heads", None):
+                expected[f"clip.{part}.attention.head_count"] = heads
+    _require(file, expected)
+    for name, value in (
+        (("image_mean", 0), ("image_std", 1)) if kinds.intersection(PICTURES) else ()
+    ):
+        key = f"clip.vision.{name}"
+        found = file.values.get(key)
+        given = file.items(key) if isinstance(found, Array) and found.count == 3 else found
+        if given not in (None, [value] * 3):
+            raise _contradiction(file, key, [value] * 3, given)
 
 
 def _check_own_metadata(file: Container, spec: Spec, kinds: set[str]) -> None:
-    for part, served in (("vision", PICTURES), ("audio", (AUDIO,))):
+    expected: dict[str, Any] = {}
+    for part, served in _PARTS.items():
         tower, prefix = getattr(spec, part), f"{ARCHITECTURE}.{part}."
-        if not kinds.intersection(served):
-            continue
-        said = {key: getattr(tower, field, None) for key, field in TABLES["said"][part].items()}
-        said |= {"num_channels": 3} if part == "vision" else {}
-        said |= {"feed_forward_length": 4 * tower.hidden_size} if part == "audio" else {}
-        for key, found in file.values.items():
-            name = key.removeprefix(prefix)
-            if name != key and shortest(found) != said.get(name):
-                raise _contradiction(
-                    file, key, said.get(name), found, "give the variant of this file"
-                )
+        if kinds.intersection(served):
+            said = {key: getattr(tower, field, None) for key, field in TABLES["said"][part].items()}
+            said |= {"num_channels": 3} if part == "vision" else {}
+            said |= {"feed_forward_length": 4 * tower.hidden_size} if part == "audio" else {}
+            named = (key for key in file.values if key.startswith(prefix))
+            expected |= {key: said.get(key.removeprefix(prefix)) for key in named}
+    _require(file, expected, "give the variant of this file")
+
+
+def _require(file: Container, expected: Mapping[str, Any], *fix: str) -> None:
+    for key, value in expected.items():
+        found = file.values.get(key)
+        if shortest(found) != value:
+            raise _contradiction(file, key, value, found, *fix)
 
 
 def _contradiction(
@@ -421,8 +396,6 @@ def _contradiction(
     wanted = "no such key" if expected is None else f"expected {quoted(expected)}"
     return file.wrong(key, wanted, found, fix)
 
-
-# ---- how tensors lie --------------------------------------------------------------------------
 
 #: rows of pixels: colours lie apart in the file, and side by side in a checkpoint
 _PIXELS = (
@@ -445,8 +418,6 @@ def _stored_shape(bare: str, shape: Shape) -> Shape:
 
 
 def _as_published(t: torch.Tensor, bare: str, shape: Shape) -> torch.Tensor:
-    import torch
-
     if bare.endswith(_PIXELS):
         side = isqrt(shape[-1] // 3)
         return t.reshape(*shape[:-1], 3, side, side).movedim(-3, -1).reshape(shape)
@@ -458,10 +429,10 @@ def _as_published(t: torch.Tensor, bare: str, shape: Shape) -> torch.Tensor:
     return t.reshape(shape)
 
 
-def _weight(files: Files, t: Tensor, bare: str, shape: Shape, dtype: str) -> MadeWeight:
-    stored = Blocks(files, (t,)).as_numbers(dtype)
+def _published(stored: Blocks, bare: str, shape: Shape) -> StoredWeight:
+    weight = stored.weight(quantised=False)
 
-    def numbers(rows: torch.Tensor | None) -> torch.Tensor:
-        return _as_published(stored.numbers(rows), bare, shape)
+    def values(rows: torch.Tensor | None) -> torch.Tensor:
+        return _as_published(weight.parts[""](rows), bare, shape)
 
-    return MadeWeight(shape, numbers, stored.release)
+    return StoredWeight(shape, {"": values}, weight.release)

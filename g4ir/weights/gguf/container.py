@@ -1,4 +1,5 @@
-"""Reads the container of a GGUF file: metadata and the table of tensors, never their data.
+"""Reads the container of a GGUF file: metadata and the table of tensors, never their data. Types of
+tensors and the names of llama.cpp's converter are in tables.yaml.
 
 Layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little endian throughout: magic,
 version, count of tensors, count of keys; each key with its type and value; each tensor with its
@@ -20,16 +21,31 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
+
 from g4ir.errors import WeightsError
-from g4ir.weights.tensorfile import DOWNLOAD, Entry, Header, broken, identity, open_regular, quoted
+from g4ir.model.names import checkpoint_name
+from g4ir.weights.tensorfile import (
+    DOWNLOAD,
+    Entry,
+    Header,
+    broken,
+    identity,
+    map_file,
+    open_regular,
+    quoted,
+)
 
-from .tables import TYPES, GgufType
-
+#: divides the frequencies of full layers: the spec's reader looks at it, no graph does
+ROPE = "rope_freqs.weight"
+TOWERS = ("v.", "a.", "mm.")
+#: halves of a weight that some files store apart: rows of the first, then those of the second
+HALVES = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
+TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
 #: what mends a value: the file was read whole, so another download has it too
 CONVERT = "fix: take a file that a current llama.cpp converts from the checkpoint"
 #: name of a file of a split model: its model, its number, their count
 SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
-#: `general.architecture` of a text model, and what its keys begin with
 ARCHITECTURE = "gemma4"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT, ALIGNMENT_KEY = 32, "general.alignment"
@@ -37,26 +53,28 @@ ALIGNMENT, ALIGNMENT_KEY = 32, "general.alignment"
 MOST_KEYS, MOST_TENSORS, MOST_ITEMS, MOST_DIMS = 1 << 16, 1 << 16, 1 << 21, 4
 MOST_NAME, MOST_KEY, MOST_STRING = 256, 1 << 16, 1 << 24
 MOST_ALIGNMENT = 1 << 16
-#: the least bytes of a key with its value, and of a tensor's entry
 LEAST_KEY, LEAST_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 8 + 4 + 8
-#: type of a value -> how it lies in the file
-NUMBERS = {
-    0: struct.Struct("<B"),
-    1: struct.Struct("<b"),
-    2: struct.Struct("<H"),
-    3: struct.Struct("<h"),
-    4: struct.Struct("<I"),
-    5: struct.Struct("<i"),
-    6: struct.Struct("<f"),
-    7: struct.Struct("<B"),
-    10: struct.Struct("<Q"),
-    11: struct.Struct("<q"),
-    12: struct.Struct("<d"),
-}
-#: the largest number of float32
+NUMBERS = {kind: struct.Struct(f"<{code}") for kind, code in TABLES["numbers"].items()}
 MOST_FLOAT = float.fromhex("0x1.fffffep127")
-U32, U64 = NUMBERS[4], NUMBERS[10]
+U32, F32, U64 = NUMBERS[4], NUMBERS[6], NUMBERS[10]
 BOOL, STRING, ARRAY = 7, 8, 9
+
+
+@dataclass(frozen=True)
+class GgufType:
+    """A type: its name, the elements and bytes of a block; the safetensors dtype of plain
+    numbers."""
+
+    name: str
+    block: int
+    nbytes: int
+    dtype: str | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+TYPES = {code: GgufType(*row) for code, row in TABLES["types"].items()}
 
 
 @dataclass(frozen=True)
@@ -110,14 +128,11 @@ class Container:
         found = self.values.get(key)
         if not isinstance(found, Array):
             raise self.wrong(key, "expected an array", found)
-        with open_regular(self.path) as file, _mapped(self.path, file.fileno()) as data:
-            return list(_Reader(self.path, data).items(quoted(key), found))
+        return list(_Reader(self.path, map_file(self.headers[0])).items(quoted(key), found))
 
     def floats(self, tensor: Tensor) -> list[float]:
-        with open_regular(tensor.header.path) as file:
-            file.seek(tensor.entry.start)
-            raw = file.read(tensor.entry.nbytes)
-        return [value for (value,) in NUMBERS[6].iter_unpack(raw)]
+        raw = map_file(tensor.header)[tensor.entry.start : tensor.entry.end]
+        return [value for (value,) in F32.iter_unpack(raw)]
 
     def wrong(self, key: str, expected: str, found: object, fix: str = CONVERT) -> WeightsError:
         shown = "none" if found is None else quoted(found)
@@ -125,11 +140,7 @@ class Container:
 
 
 def read_container(path: Path) -> Container:
-    """Read and check everything but the data of tensors; any file of a split model stands for all
-    of them.
-
-    Raises WeightsError naming the file, and the key or tensor, with what was expected and found.
-    """
+    """Read and check all but the data of tensors; any file of a split model stands for all."""
     found = _read_file(path)
     count = found.values.get("split.count", 1)
     return found if count in (0, 1) else _joined(found, count)
@@ -145,31 +156,17 @@ def _read_file(path: Path) -> Container:
     try:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
-            if status.st_size < len(MAGIC):
-                raise broken(path, f"{status.st_size} bytes are no GGUF file")
-            header = Header(path, status.st_size, identity(status), {}, {})
-            with _mapped(path, file.fileno()) as data:
-                return _Reader(path, data).read(header)
     except OSError as error:
         raise broken(path, f"cannot be read ({error.strerror or error})") from None
+    if status.st_size < len(MAGIC):
+        raise broken(path, f"{status.st_size} bytes are no GGUF file")
+    header = Header(path, status.st_size, identity(status), {}, {})
+    return _Reader(path, map_file(header)).read(header)
 
 
 def _joined(part: Container, count: Any) -> Container:
-    split = SPLIT.fullmatch(part.path.name)
-    if not split or int(split[2]) != count:
-        raise WeightsError(
-            f"{part.path}: split.count: one of {quoted(count)} files of a model; fix: give them "
-            f"the names that they were published under, NAME-00001-of-0000N.gguf and so on, in one "
-            f"directory, or join them with llama.cpp's `llama-gguf-split --merge`"
-        )
-    paths = [part.path.with_name(f"{split[1]}-{i + 1:05}-of-{split[2]}.gguf") for i in range(count)]
-    if missing := [p.name for p in paths if not p.is_file()]:
-        raise WeightsError(
-            f"{part.path}: one of {count} files of a model, of which {', '.join(missing[:5])} "
-            f"{'is' if len(missing) == 1 else 'are'} missing; fix: complete the download"
-        )
-    parts = [part if p == part.path else _read_file(p) for p in paths]
     tensors: dict[str, Tensor] = {}
+    parts = [part if p == part.path else _read_file(p) for p in _part_paths(part.path, count)]
     for i, own in enumerate(parts):
         for key, value in (("split.count", count), ("split.no", i)):
             if own.values.get(key) != value:
@@ -185,11 +182,23 @@ def _joined(part: Container, count: Any) -> Container:
     return Container(tuple(h for own in parts for h in own.headers), parts[0].values, tensors)
 
 
-def _mapped(path: Path, descriptor: int) -> mmap.mmap:
-    try:
-        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{path}: cannot be mapped ({error}); fix: retry") from None
+def _part_paths(path: Path, count: Any) -> list[Path]:
+    split = SPLIT.fullmatch(path.name)
+    if not split or int(split[2]) != count:
+        fix = (
+            "fix: give them the names that they were published under, NAME-00001-of-0000N.gguf and "
+            "so on, in one directory, or join them with llama.cpp's `llama-gguf-split --merge`"
+        )
+        raise broken(path, f"split.count: one of {quoted(count)} files of a model", fix)
+    paths = [path.with_name(f"{split[1]}-{i + 1:05}-of-{split[2]}.gguf") for i in range(count)]
+    if missing := [p.name for p in paths if not p.is_file()]:
+        absent = f"{', '.join(missing[:5])} {'is' if len(missing) == 1 else 'are'} missing"
+        what = f"one of {count} files of a model, of which {absent}"
+        raise broken(path, what, "fix: complete the download")
+    return paths
+
+
+_Info = tuple[GgufType, tuple[int, ...], int]
 
 
 @dataclass
@@ -209,11 +218,11 @@ class _Reader:
         for _ in range(self._count("count of keys", MOST_KEYS, LEAST_KEY)):
             key = self._name("a key", MOST_KEY, values)
             values[key] = self._value(quoted(key), self._number(U32, f"type of {quoted(key)}"))
-        infos: dict[str, tuple[GgufType, tuple[int, ...], int]] = {}
+        infos: dict[str, _Info] = {}
         for _ in range(count):
             name = self._name("a tensor", MOST_NAME, infos)
             infos[name] = self._info(f"tensor {quoted(name)}")
-        entries = self._placed(infos, self._alignment(values))
+        entries = self._placed(infos, values.get(ALIGNMENT_KEY, ALIGNMENT))
         tensors = {name: Tensor(*infos[name][:2], e, header) for name, e in entries.items()}
         return Container((header,), values, tensors)
 
@@ -226,51 +235,36 @@ class _Reader:
         if version not in VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
             what = "is big endian" if swapped else f"has version {version}"
-            raise WeightsError(
-                f"{self.path}: {what}, and versions {VERSIONS[0]} and {VERSIONS[1]} in little "
-                f"endian are read; fix: take a file made by a current llama.cpp"
-            )
-
-    def _alignment(self, values: Mapping[str, Any]) -> int:
-        given = values.get(ALIGNMENT_KEY, ALIGNMENT)
-        if type(given) is not int or not 8 <= given <= MOST_ALIGNMENT or given % 8:
-            self._fail(
-                f"{ALIGNMENT_KEY}: expected a multiple of 8 up to {MOST_ALIGNMENT}, found "
-                f"{quoted(given)}"
-            )
-        return int(given)
-
-    # ---- pieces ---------------------------------------------------------------------------------
+            what += f", and versions {VERSIONS[0]} and {VERSIONS[1]} in little endian are read"
+            raise broken(self.path, what, "fix: take a file made by a current llama.cpp")
 
     def _fail(self, what: str) -> NoReturn:
         raise broken(self.path, what)
 
-    def _need(self, count: int, what: str) -> None:
+    def _take(self, count: int, what: str) -> int:
         if count > self.size - self.at:
             self._fail(f"{what}: {count} bytes at {self.at} are beyond the end, {self.size}")
+        self.at += count
+        return self.at - count
 
     def _number(self, form: struct.Struct, what: str) -> Any:
-        self._need(form.size, what)
-        (value,) = form.unpack_from(self.data, self.at)
-        self.at += form.size
-        return value
+        return form.unpack_from(self.data, self._take(form.size, what))[0]
 
     def _count(self, what: str, most: int, least: int) -> int:
         """Read how many things follow that have at least so many bytes each."""
         count: int = self._number(U64, what)
         if count > most:
             self._fail(f"{what}: {count}, expected at most {most}")
-        self._need(count * least, what)
+        self.at = self._take(count * least, what)
         return count
 
     def _text(self, what: str, most: int) -> str:
         length = self._number(U64, what)
         if length > most:
             self._fail(f"{what}: {length} bytes of text, expected at most {most}")
-        self._need(length, what)
-        self.at += length
+        start = self._take(length, what)
         try:
-            return self.data[self.at - length : self.at].decode()
+            return self.data[start : self.at].decode()
         except UnicodeDecodeError as error:
             self._fail(f"{what}: not UTF-8 at byte {error.start}")
 
@@ -281,8 +275,6 @@ class _Reader:
         if name in others:
             self._fail(f"{what}: {quoted(name)} is there twice")
         return name
-
-    # ---- values ---------------------------------------------------------------------------------
 
     def _value(self, what: str, kind: int) -> Any:
         if kind == ARRAY:
@@ -322,15 +314,14 @@ class _Reader:
         self.at = at
 
     def items(self, what: str, array: Array) -> Iterator[Any]:
-        self.at = array.start
+        unpack, data, at = U64.unpack_from, self.data, array.start
         if array.kind != STRING:
             form = NUMBERS[array.kind]
-            self._need(array.count * form.size, what)
-            raw = self.data[self.at : self.at + array.count * form.size]
-            numbers = (value for (value,) in form.iter_unpack(raw))
-            yield from map(bool, numbers) if array.kind == BOOL else numbers
+            self.at = at
+            self._take(array.count * form.size, what)
+            for (value,) in form.iter_unpack(data[at : self.at]):
+                yield bool(value) if array.kind == BOOL else value
             return
-        unpack, data, at = U64.unpack_from, self.data, array.start
         for i in range(array.count):
             try:
                 end = at + U64.size + unpack(data, at)[0]
@@ -339,9 +330,7 @@ class _Reader:
                 self._fail(f"{what}: item {i} is no UTF-8 text ({error})")
             at = end
 
-    # ---- tensors --------------------------------------------------------------------------------
-
-    def _info(self, what: str) -> tuple[GgufType, tuple[int, ...], int]:
+    def _info(self, what: str) -> _Info:
         count = self._number(U32, f"{what}: count of dims")
         if not 1 <= count <= MOST_DIMS:
             self._fail(f"{what}: {count} dims, expected 1 to {MOST_DIMS}")
@@ -356,21 +345,21 @@ class _Reader:
             self._fail(f"{what}: rows of {dims[0]} are no blocks of {stored.block} of {stored}")
         return stored, dims[::-1], self._number(U64, f"{what}: offset")
 
-    def _placed(
-        self, infos: Mapping[str, tuple[GgufType, tuple[int, ...], int]], alignment: int
-    ) -> dict[str, Entry]:
+    def _placed(self, infos: Mapping[str, _Info], alignment: Any) -> dict[str, Entry]:
+        if type(alignment) is not int or not 8 <= alignment <= MOST_ALIGNMENT or alignment % 8:
+            expected = f"expected a multiple of 8 up to {MOST_ALIGNMENT}"
+            self._fail(f"{ALIGNMENT_KEY}: {expected}, found {quoted(alignment)}")
         data = -(-self.at // alignment) * alignment
         room = max(0, self.size - data)
         entries: dict[str, Entry] = {}
         for name, (stored, shape, offset) in infos.items():
             nbytes = math.prod(shape) // stored.block * stored.nbytes
+            what = f"tensor {quoted(name)}"
             if offset % alignment:
-                self._fail(f"tensor {quoted(name)}: offset {offset} is not aligned to {alignment}")
+                self._fail(f"{what}: offset {offset} is not aligned to {alignment}")
             if offset + nbytes > self.size - data:
-                self._fail(
-                    f"tensor {quoted(name)}: {nbytes} bytes at {offset} are beyond the end of the "
-                    f"data, {room} (truncated?)"
-                )
+                place = f"beyond the end of the data, {room} (truncated?)"
+                self._fail(f"{what}: {nbytes} bytes at {offset} are {place}")
             if not stored.dtype:
                 shape = (*shape[:-1], shape[-1] // stored.block * stored.nbytes)
             start = data + offset
@@ -388,9 +377,22 @@ def shortest(value: Any) -> Any:
     if not isinstance(value, float) or not math.isfinite(value):
         return value
     near = (float(f"{value:.{digits}g}") for digits in range(6, 10))
-    return next((x for x in near if abs(x) <= MOST_FLOAT and _single(x) == value), value)
+    return next(
+        (x for x in near if abs(x) <= MOST_FLOAT and F32.unpack(F32.pack(x)) == (value,)), value
+    )
 
 
-def _single(value: float) -> float:
-    (single,) = NUMBERS[6].unpack(NUMBERS[6].pack(value))
-    return float(single)
+def known_names(layers: int) -> dict[str, str]:
+    """Return name in a GGUF file -> name in a checkpoint, for a model of so many layers; several
+    names may lead to one weight."""
+    names = {name: checkpoint_name(param) for name, param in TABLES["text"].items()}
+    for i in range(layers):
+        for name, param in TABLES["layer"].items():
+            names[f"blk.{i}.{name}"] = checkpoint_name(f"L{i}.{param}")
+    return names
+
+
+def fused_parts(name: str) -> tuple[str, ...]:
+    """Return the names of the matrices whose rows a fused tensor holds; none for another tensor."""
+    *layer, own = name.split(".", 2)
+    return tuple(".".join((*layer, part)) for part in TABLES["fused"].get(own, ()))

@@ -1,9 +1,9 @@
 """Makes of a GGUF file's metadata its spec, by way of a Hugging Face config, and the files that an
-engine keeps beside its weights: tokenizer.json as transformers builds Gemma's
-(models/gemma/tokenization_gemma.py), the chat template, the defaults of generation.
+engine keeps: tokenizer.json as transformers builds Gemma's (models/gemma/tokenization_gemma.py),
+the chat template, the defaults of generation.
 
-Keys are those of llama.cpp's converter for the architecture `gemma4`. What no key says follows from
-tensors: the sizes of the tables, a head of its own, K=V, and how much of a head is rotated.
+What no key says follows from tensors: the sizes of the tables, a head of its own, K=V, and how much
+of a head is rotated.
 """
 
 from __future__ import annotations
@@ -14,32 +14,23 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from g4ir.errors import SpecError, WeightsError
+from g4ir.errors import SpecError
 from g4ir.spec.parts import FULL, SLIDING
 from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import Spec
-from g4ir.weights.tensorfile import quoted
+from g4ir.weights.tensorfile import broken, quoted
 
-from .container import ARCHITECTURE, CONVERT, Array, Container, shortest
-from .tables import ROPE, TABLES
+from .container import ARCHITECTURE, CONVERT, ROPE, TABLES, Array, Container, shortest
 
 log = logging.getLogger(__name__)
 
 #: kind of layer -> what its keys end in, and its name in a config
 KINDS = {SLIDING: ("_swa", "sliding_attention"), FULL: ("", "full_attention")}
-#: key -> the value that other readers of the architecture take where a file does not say it
-DEFAULTS = {
-    "attention.sliding_window": 512,
-    "attention.key_length": 512,
-    "attention.key_length_swa": 256,
-}
 #: the dims of a full layer's head, or those of them that are rotated
 COUNT = "rope.dimension_count"
-#: other names of keys
 OTHER_NAMES = {"rope.freq_base_swa": "rope.local.freq_base"}
 #: keys of towers in the same file, which checkpoint.py reads
 OF_TOWERS = ("vision.", "audio.")
-#: frequencies of what is not rotated are divided by this
 UNROTATED = 1e30
 MOST_PAIRS = 1 << 15
 #: what a GGUF file cannot say: where only these differ, the spec is right
@@ -47,11 +38,8 @@ SPEC_ONLY = ("text.use_bidirectional_attention", "text.hidden_activation")
 
 
 def read_spec(file: Container) -> Spec:
-    """Return the spec of the text model in a file, in bfloat16.
-
-    Raises SpecError naming file and key: another architecture, what is missing or contradicts, and
-    any key of the architecture that is not known, for it may change the forward pass.
-    """
+    """Return the spec of the text model in a file, in bfloat16. SpecError for another architecture,
+    what is missing or contradicts, and any unknown key: it may change the forward pass."""
     keys = _Keys(file)
     keys.check_architecture()
     config = _config(keys)
@@ -72,6 +60,10 @@ class _Keys:
     def wrong(self, name: str, what: str) -> SpecError:
         return self.fail(f"{ARCHITECTURE}.{name}", what)
 
+    def contradiction(self, name: str, found: object, where: str, other: object) -> SpecError:
+        what = f"{quoted(found)}, and {where} {quoted(other)}"
+        return self.wrong(name, f"{what}; take another conversion of the model")
+
     def get(self, name: str) -> Any:
         key = f"{ARCHITECTURE}.{name}"
         self.seen.add(key)
@@ -81,19 +73,15 @@ class _Keys:
             raise self.contradiction(name, found, f"{ARCHITECTURE}.{OTHER_NAMES[name]} is", other)
         return other if found is None else found
 
-    def contradiction(self, name: str, found: object, where: str, other: object) -> SpecError:
-        fix = "take another conversion of the model"
-        return self.wrong(name, f"{quoted(found)}, and {where} {quoted(other)}; {fix}")
-
-    def need(self, name: str) -> Any:
+    def need(self, name: str, default: Any = None) -> Any:
         found = self.get(name)
+        found = default if found is None else found
         if found is None:
             raise self.wrong(name, "is missing; take a newer conversion")
         return found
 
     def number(self, name: str, default: Any = None) -> Any:
-        found = self.need(name) if default is None else self.get(name)
-        found = default if found is None else found
+        found = self.need(name, default)
         if type(found) not in (int, float):
             raise self.wrong(name, f"expected a number, found {quoted(found)}")
         return shortest(found)
@@ -107,10 +95,10 @@ class _Keys:
     def by_layer(self, name: str, layers: int, kind: type = int) -> list[Any]:
         """Return a value for each layer, from an array or from one for all."""
         found = self.need(name)
-        alike = not isinstance(found, Array)
-        fits = alike or found.count == layers
-        values = [found] * layers if alike else self.file.items(f"{ARCHITECTURE}.{name}") * fits
-        if not fits or any(type(v) is not kind for v in values):
+        values = [found] * layers
+        if isinstance(found, Array):
+            values = self.file.items(f"{ARCHITECTURE}.{name}") if found.count == layers else []
+        if len(values) != layers or any(type(v) is not kind for v in values):
             expected = f"expected {layers} values of type {kind.__name__}, one for each layer"
             raise self.wrong(name, expected)
         return values
@@ -121,66 +109,63 @@ class _Keys:
             raise self.wrong(name, f"layers of one kind must be alike, found {shown}")
         return values[0]
 
-    def of_all(self, name: str, layers: int) -> int:
-        return self.one(name, self.by_layer(name, layers))
+    def rows(self, name: str) -> int:
+        tensor = self.file.tensors.get(name)
+        if tensor is None or len(tensor.shape) != 2:
+            what = "expected a matrix, found none; download the file again"
+            raise self.fail(f"tensor {name}", what)
+        return tensor.shape[0]
 
     def check_architecture(self) -> None:
         found = self.file.values.get("general.architecture")
         if found != ARCHITECTURE:
             other = "its towers alone" if found == "clip" else quoted(found)
-            raise self.fail(
-                "general.architecture",
-                f"expected {quoted(ARCHITECTURE)}, found {other}; give the file of a Gemma 4 text "
-                f"model",
-            )
+            what = f"expected {quoted(ARCHITECTURE)}, found {other}"
+            fix = "give the file of a Gemma 4 text model"
+            raise self.fail("general.architecture", f"{what}; {fix}")
         if (kind := self.file.values.get("general.type")) == "adapter":
-            raise self.fail(
-                "general.type",
-                f"{quoted(kind)}: a LoRA adapter and no model; give the model's file, and the "
-                f"adapter as PEFT's directory (--adapter DIR)",
-            )
+            what = f"{quoted(kind)}: a LoRA adapter and no model"
+            fix = "give the model's file, and the adapter as PEFT's directory (--adapter DIR)"
+            raise self.fail("general.type", f"{what}; {fix}")
 
     def check_rest(self) -> None:
         for key in self.file.values:
             name = key.removeprefix(f"{ARCHITECTURE}.")
             if name != key and key not in self.seen and not name.startswith(OF_TOWERS):
-                near = did_you_mean(key, self.seen)
-                raise self.fail(
-                    quoted(key), f"unknown key, which may change the forward pass{near}"
+                what = (
+                    f"unknown key, which may change the forward pass{did_you_mean(key, self.seen)}"
                 )
+                raise self.fail(quoted(key), what)
 
 
 def _config(keys: _Keys) -> dict[str, Any]:
     layers = keys.integer("block_count")
     sliding = _pattern(keys, layers)
-    tensors = keys.file.tensors
+    heads = "attention.head_count"
+    sizes, experts = (
+        {field: keys.integer(*key) for field, key in TABLES[table].items()}
+        for table in ("config", "experts")
+    )
     config: dict[str, Any] = {
+        **sizes,
+        **(experts if experts["num_experts"] else {}),
         "model_type": f"{ARCHITECTURE}_text",
         "dtype": "bfloat16",
-        "vocab_size": _rows(keys, "token_embd.weight"),
-        "hidden_size": keys.integer("embedding_length"),
+        "vocab_size": keys.rows("token_embd.weight"),
         "num_hidden_layers": layers,
         "layer_types": [KINDS[SLIDING if s else FULL][1] for s in sliding],
-        "num_attention_heads": keys.of_all("attention.head_count", layers),
-        "max_position_embeddings": keys.integer("context_length"),
+        "num_attention_heads": keys.one(heads, keys.by_layer(heads, layers)),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "final_logit_softcapping": keys.number("final_logit_softcapping", 0) or None,
         "sliding_window": _window(keys),
-        "tie_word_embeddings": "output.weight" not in tensors,
+        "tie_word_embeddings": "output.weight" not in keys.file.tensors,
+        "enable_moe_block": experts["num_experts"] > 0,
         **_feed_forward(keys, layers),
         **_attention(keys, sliding),
-        "hidden_size_per_layer_input": keys.integer("embedding_length_per_layer_input", 0),
         **token_ids(keys.file, vocabulary(keys.file)),
     }
-    experts = {
-        "num_experts": keys.integer("expert_count", 0),
-        "top_k_experts": keys.integer("expert_used_count", 0),
-        "moe_intermediate_size": keys.integer("expert_feed_forward_length", 0),
-    }
-    config["enable_moe_block"] = experts["num_experts"] > 0
-    config |= experts if experts["num_experts"] else {}
-    if config["hidden_size_per_layer_input"]:
-        config["vocab_size_per_layer_input"] = _rows(keys, "per_layer_token_embd.weight")
+    if sizes["hidden_size_per_layer_input"]:
+        config["vocab_size_per_layer_input"] = keys.rows("per_layer_token_embd.weight")
     stated, rows = keys.get("vocab_size"), config["vocab_size"]
     if stated not in (None, rows):
         raise keys.wrong("vocab_size", f"{quoted(stated)}, and token_embd.weight has {rows} rows")
@@ -196,13 +181,6 @@ def _pattern(keys: _Keys, layers: int) -> list[bool]:
     if not layers or sliding[-1]:
         raise keys.wrong(name, "the last layer must be a full one, false")
     return sliding
-
-
-def _rows(keys: _Keys, name: str) -> int:
-    tensor = keys.file.tensors.get(name)
-    if tensor is None or len(tensor.shape) != 2:
-        raise keys.fail(f"tensor {name}", "expected a matrix, found none; download the file again")
-    return tensor.shape[0]
 
 
 def _feed_forward(keys: _Keys, layers: int) -> dict[str, Any]:
@@ -224,11 +202,9 @@ def _feed_forward(keys: _Keys, layers: int) -> dict[str, Any]:
 def _window(keys: _Keys) -> int:
     name = "attention.sliding_window"
     if keys.get(name) is None:
-        log.warning(
-            "%s: %s.%s is missing: %d is taken, as other readers do",
-            *(keys.file.path, ARCHITECTURE, name, DEFAULTS[name]),
-        )
-    return keys.integer(name, DEFAULTS[name])
+        what = "%s: %s.%s is missing: %d is taken, as other readers do"
+        log.warning(what, keys.file.path, ARCHITECTURE, name, TABLES["defaults"][name])
+    return keys.integer(name, TABLES["defaults"][name])
 
 
 def _attention(keys: _Keys, sliding: list[bool]) -> dict[str, Any]:
@@ -261,23 +237,22 @@ def _attention(keys: _Keys, sliding: list[bool]) -> dict[str, Any]:
 
 
 def _kv_heads(keys: _Keys, sliding: list[bool]) -> list[int]:
-    heads = keys.by_layer("attention.head_count_kv", len(sliding))
-    name = "attention.global_head_count_kv"
-    full = keys.integer(name, 0)
+    name = "attention.head_count_kv"
+    heads = keys.by_layer(name, len(sliding))
+    full = keys.integer("attention.global_head_count_kv", 0)
     if not full:
         return heads
-    by_layer = isinstance(keys.get("attention.head_count_kv"), Array)
-    own = [h for h, s in zip(heads, sliding, strict=True) if not s]
-    if by_layer and {*own} != {full}:
-        where = f"{ARCHITECTURE}.attention.head_count_kv of the full layers is"
-        raise keys.contradiction(name, full, where, sorted({*own})[0])
+    own = {h for h, s in zip(heads, sliding, strict=True) if not s}
+    if isinstance(keys.get(name), Array) and own != {full}:
+        where = f"{ARCHITECTURE}.{name} of the full layers is"
+        raise keys.contradiction("attention.global_head_count_kv", full, where, min(own))
     return [h if s else full for h, s in zip(heads, sliding, strict=True)]
 
 
 def _head_dim(keys: _Keys, name: str, layers: list[int]) -> int:
     norms = (f"blk.{i}.attn_q_norm.weight" for i in layers)
     norm = next((n for n in norms if n in keys.file.tensors), None)
-    size = keys.file.tensors[norm].shape[-1] if norm else DEFAULTS[name]
+    size = keys.file.tensors[norm].shape[-1] if norm else TABLES["defaults"][name]
     dim = keys.integer(name, size)
     if norm and dim != size:
         raise keys.contradiction(name, dim, f"tensor {norm} has", size)
@@ -290,7 +265,7 @@ def _shares_values(keys: _Keys, sliding: list[bool], full: dict[str, int]) -> bo
     names = [f"blk.{i}.attn" for i, s in enumerate(sliding) if not s]
     own = [n for n in names if f"{n}_k.weight" in tensors]
     if fused := [tensors[f"{n}_qkv.weight"] for n in names if f"{n}_qkv.weight" in tensors]:
-        heads = keys.of_all("attention.head_count", len(sliding))
+        heads = keys.by_layer("attention.head_count", len(sliding))[0]
         return fused[0].shape[0] == (heads + full["num_key_value_heads"]) * full["head_dim"]
     return bool(own) and all(f"{n}_v.weight" not in tensors for n in own)
 
@@ -328,16 +303,12 @@ def _rotated_by_tensor(keys: _Keys, pairs: int) -> int:
     values = keys.file.floats(tensor) if pairs <= MOST_PAIRS else []
     count = values.count(1.0)
     if not count or list(map(shortest, values)) != [1.0] * count + [UNROTATED] * (pairs - count):
-        raise keys.fail(
-            f"tensor {ROPE}", "expected ones, then 1e30: another scaling of frequencies is not read"
-        )
+        what = "expected ones, then 1e30: another scaling of frequencies is not read"
+        raise keys.fail(f"tensor {ROPE}", what)
     return count
 
 
-# ---- tokenizer ----------------------------------------------------------------------------------
-
-#: values of `tokenizer.ggml.model`: byte-pair merges, and SentencePiece, whose merges may be given
-#: by scores alone
+#: values of `tokenizer.ggml.model`: merges of SentencePiece may be given by scores alone
 SCORED = "llama"
 MODELS = (SCORED, "gemma4")
 PREFIX = "tokenizer.ggml."
@@ -352,25 +323,18 @@ ENDS = ("<eos>", "<turn|>", "<|tool_response>")
 UNKNOWN = "<unk>"
 #: what a space is within a token; of merges, what a space within a piece is
 SPACE, MERGED_SPACE = "\u2581", "\u0120"
-#: key of the file -> key of generation_config.json
-SAMPLING = {
-    "general.sampling.temp": "temperature",
-    "general.sampling.top_k": "top_k",
-    "general.sampling.top_p": "top_p",
-}
 
 
 def token_ids(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
-    """Return the ids of special tokens as a config has them, with those of the texts that end a
-    turn; those that the file does not name are left out."""
-    keys = {"bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id"}
-    found = {name: _id(file, key) for name, key in keys.items()}
+    """Return the ids of special tokens as a config has them, with those that end a turn."""
     ends = [_id(file, key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
-    named = [ids.get(text) for text in ENDS]
-    eos = sorted({i for i in (*ends, *named) if i is not None})
-    return {k: v for k, v in found.items() if v is not None} | (
-        {"eos_token_id": eos} if eos else {}
-    )
+    eos = {i for i in (*ends, *map(ids.get, ENDS)) if i is not None}
+    found = {
+        "bos_token_id": _id(file, "bos_token_id"),
+        "pad_token_id": _id(file, "padding_token_id"),
+        "eos_token_id": sorted(eos) or None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def side_files(file: Container) -> dict[str, bytes]:
@@ -393,19 +357,16 @@ def _json(value: Any) -> bytes:
 
 
 def _generation(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
-    out: dict[str, Any] = token_ids(file, ids)
-    drawn = {to: _number(file, k) for k, to in SAMPLING.items() if k in file.values}
-    out |= {"do_sample": True, **drawn} if drawn else {}
+    out = token_ids(file, ids)
+    for key, name in TABLES["sampling"].items():
+        if key in file.values:
+            found = file.values[key]
+            if type(found) not in (int, float):
+                raise file.wrong(key, "expected a number", found)
+            out |= {"do_sample": True, name: shortest(found)}
     if isinstance(file.values.get(f"{PREFIX}suppress_tokens"), Array):
         out["suppress_tokens"] = file.items(f"{PREFIX}suppress_tokens")
     return out
-
-
-def _number(file: Container, key: str) -> Any:
-    found = file.values[key]
-    if type(found) not in (int, float):
-        raise file.wrong(key, "expected a number", found)
-    return shortest(found)
 
 
 def _id(file: Container, name: str) -> int | None:
@@ -419,9 +380,7 @@ def _id(file: Container, name: str) -> int | None:
 def vocabulary(file: Container) -> dict[str, int]:
     """Return text -> id of all tokens; none in a file without a vocabulary."""
     key = f"{PREFIX}tokens"
-    if key not in file.values:
-        return {}
-    tokens = file.items(key)
+    tokens = file.items(key) if key in file.values else []
     if not all(isinstance(t, str) for t in tokens):
         raise file.wrong(key, "expected texts", tokens[0])
     known = {*tokens}
@@ -437,26 +396,27 @@ def vocabulary(file: Container) -> dict[str, int]:
 def _tokenizer(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
     model = file.values[f"{PREFIX}model"]
     if model not in MODELS:
-        raise file.wrong(
-            f"{PREFIX}model",
-            f"expected {' or '.join(MODELS)}",
-            model,
-            "fix: this is the tokenizer of another family; take a conversion of a Gemma 4 model",
-        )
-    rows = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0
+        expected = f"expected {' or '.join(MODELS)}"
+        fix = "fix: this is the tokenizer of another family; take a conversion of a Gemma 4 model"
+        raise file.wrong(f"{PREFIX}model", expected, model, fix)
+    table = file.tensors.get("token_embd.weight")
+    rows = table.shape[0] if table else 0
     if not 0 < len(ids) <= rows:
         raise file.wrong(f"{PREFIX}tokens", f"expected 1 to {rows} tokens", len(ids))
     kinds = _kinds(file, ids)
     scored = model == SCORED and f"{PREFIX}merges" not in file.values
     merges = _merges_by_score(file, ids, kinds) if scored else list(_merges(file, ids))
-    own = {"unk_token": _unknown(file, ids), "vocab": ids, "merges": merges}
+    given = _id(file, "unknown_token_id")
+    named = (text for text, i in ids.items() if i == given)
+    unknown = next(named, UNKNOWN if UNKNOWN in ids else None)
     added = [
         _added(i, text, kind)
         for (text, i), kind in zip(ids.items(), kinds, strict=True)
         if kind in (CONTROL, USER_DEFINED) or text in ENDS
     ]
-    model = {**TABLES["tokenizer_model"], **own}
-    return {**TABLES["tokenizer"], "added_tokens": added, "model": model}
+    own = {"unk_token": unknown, "vocab": ids, "merges": merges}
+    made = {**TABLES["tokenizer_model"], **own}
+    return {**TABLES["tokenizer"], "added_tokens": added, "model": made}
 
 
 def _added(i: int, text: str, kind: int) -> dict[str, Any]:
@@ -473,12 +433,6 @@ def _kinds(file: Container, ids: Mapping[str, int]) -> list[Any]:
     if len(kinds) != len(ids):
         raise file.wrong(key, f"expected {len(ids)} items, one for each token", len(kinds))
     return kinds
-
-
-def _unknown(file: Container, ids: Mapping[str, int]) -> str | None:
-    given = _id(file, "unknown_token_id")
-    named = (text for text, i in ids.items() if i == given)
-    return next(named, UNKNOWN if UNKNOWN in ids else None)
 
 
 def _merges_by_score(
@@ -506,8 +460,6 @@ def _merges(file: Container, ids: Mapping[str, int]) -> Iterator[list[str]]:
         pair = merge.split(" ") if isinstance(merge, str) else []
         pair = [p if p in ids else p.replace(MERGED_SPACE, SPACE) for p in pair]
         if len(pair) != 2 or any(p not in ids for p in (*pair, "".join(pair))):
-            raise WeightsError(
-                f"{file.path}: {PREFIX}merges: item {i}, {quoted(merge)}, is not two tokens that "
-                f"are a third together; {CONVERT}"
-            )
+            what = f"item {i}, {quoted(merge)}, is not two tokens that are a third together"
+            raise broken(file.path, f"{PREFIX}merges: {what}", CONVERT)
         yield pair

@@ -12,9 +12,9 @@ from typing import Any
 from g4ir.parallel.group import Group
 from g4ir.ui.progress import no_progress
 
-from .artefact import open_artefact
+from ..artefact import open_artefact
+from ..load import open_runtime
 from .leader import LOAD, opened, perform
-from .load import open_runtime
 
 #: what ends rank 0, which then ends the others: a server answers what it has begun
 NOT_OURS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

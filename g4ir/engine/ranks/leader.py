@@ -19,7 +19,7 @@ from g4ir.backends.reference import interpreter
 from g4ir.errors import EngineError, RankError
 from g4ir.parallel.group import Group
 
-from .parts import EngineParts
+from ..parts import EngineParts
 
 #: RPC that loads an engine; every other RPC has the name of the method it calls
 LOAD = "load"
@@ -47,7 +47,7 @@ class Led:
             return partial(self._call, name)
         if name in MAKERS:
             return partial(self._make, name)
-        return (lambda *_: None) if name in LOOPS else getattr(self.own, name)
+        return _no_loop if name in LOOPS else getattr(self.own, name)
 
     def _call(self, name: str, *args: Any, see: See | None = None) -> Any:
         if name == "close" and self.group.broken:
@@ -66,6 +66,10 @@ class Led:
             number = next(self.group.numbers)
             self.group.tell([self.number, name, [*args], number], {})
         return Led(self.group, own, number)
+
+
+def _no_loop(*_: Any) -> None:
+    """Return None: a rank has no loop on the device."""
 
 
 def _sent(name: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any], Watch | None]:

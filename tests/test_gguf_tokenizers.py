@@ -1,0 +1,157 @@
+"""Tokenizers and other files that GGUF files hold for an engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from g4ir.chat.prompt import Vocabulary
+from g4ir.spec.record import load_spec
+from g4ir.weights.gguf.container import read_container
+from g4ir.weights.gguf.metadata import side_files
+from tests.gguf_files import bare_file, vocabulary
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of tiny-ple; do not alter it."""
+    return bare_file(tmp_path_factory.mktemp("gguf") / "tiny.gguf", load_spec("tiny-ple"))
+
+
+@pytest.fixture(scope="module")
+def tokenizers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """The file's, and one that transformers makes of the same vocabulary."""
+    from tokenizers import Tokenizer
+    from transformers.models.gemma.tokenization_gemma import GemmaTokenizer
+
+    made = vocabulary(512)
+    ids = {t: i for i, t in enumerate(made["tokenizer.ggml.tokens"])}
+    merges = [tuple(m.split(" ")) for m in made["tokenizer.ggml.merges"]]
+    peer = GemmaTokenizer(
+        vocab=ids, merges=merges, additional_special_tokens=["<turn|>", "<|channel>"]
+    )
+    folder = tmp_path_factory.mktemp("tokenizer")
+    peer.save_pretrained(folder)
+    raw = side_files(read_container(model))["tokenizer.json"].decode()
+    return Tokenizer.from_str(raw), Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+PIECES = ["<eos>", "<bos>", "<turn|>", "<|channel>", "to", "into", "é", "界", "€"]
+PIECES += ["  ", "\n\n", " a"]
+
+
+@given(text=st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=4))).map("".join))
+def test_tokens(tokenizers: tuple[Any, Any], text: str) -> None:
+    own, peer = tokenizers
+    ids = own.encode(text, add_special_tokens=False).ids
+    assert ids == peer.encode(text, add_special_tokens=False).ids
+    for skip in (True, False):
+        assert own.decode(ids, skip_special_tokens=skip) == peer.decode(
+            ids, skip_special_tokens=skip
+        )
+
+
+#: token type -> tokens: text of every kind that published files define, marks, control tokens
+TYPED = {
+    4: ["\n", "\n\n\n", "\t", "\t\t", "<b>", "</td>", "[multimodal]", "  ", "   ", "▁▁▁▁", "<a b>"]
+    + ["<|tool_call>", "<tool_call|>", '<|"|>', "<|think|>"],
+    3: ["<unused5>"],
+    1: ["<turn|>"],  # ends a turn, whatever its type
+}
+ALL_TYPED = [text for texts in TYPED.values() for text in texts]
+SKIPPED = {"<|tool_call>", "<tool_call|>", '<|"|>', "<|think|>", "<unused5>", "<turn|>"}
+#: how files say what is merged: pairs, or SentencePiece's scores
+MERGED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "merges": lambda v: None,
+    "merges of llama": lambda v: v.update({"tokenizer.ggml.model": "llama"}),
+    "scores": lambda v: (
+        v.update({"tokenizer.ggml.model": "llama"}),
+        v.pop("tokenizer.ggml.merges"),
+    ),
+}
+
+
+def rank_merges(values: dict[str, Any]) -> None:
+    """Give the first merges the best scores."""
+    at = {text: i for i, text in enumerate(values["tokenizer.ggml.tokens"])}
+    for i, merge in enumerate(values["tokenizer.ggml.merges"]):
+        values["tokenizer.ggml.scores"][at["".join(merge.split(" "))]] = float(-i)
+
+
+@pytest.fixture(scope="module", params=MERGED)
+def typed(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A file's tokenizer whose last tokens have the types above, and its ids by text."""
+    from tokenizers import Tokenizer
+
+    def change(values: dict[str, Any]) -> None:
+        words, kinds = (values[f"tokenizer.ggml.{k}"] for k in ("tokens", "token_type"))
+        new = [text for texts in TYPED.values() for text in texts if text not in words]
+        words[-len(new) :] = new
+        for kind, texts in TYPED.items():
+            for text in texts:
+                kinds[words.index(text)] = kind
+        rank_merges(values)
+        MERGED[request.param](values)
+
+    path = tmp_path_factory.mktemp("typed") / "a.gguf"
+    bare_file(path, load_spec("tiny-ple"), change)
+    return Tokenizer.from_str(side_files(read_container(path))["tokenizer.json"].decode())
+
+
+@given(text=st.lists(st.one_of(st.sampled_from(ALL_TYPED), st.text(max_size=4))))
+def test_a_text_comes_back_whole(typed: Any, text: list[str]) -> None:
+    """`decode(encode(t)) == t` for every token type; decoding skips control tokens alone."""
+    whole = "".join(text).replace("▁", " ")  # Gemma's own mark of a space
+    ids = typed.encode(whole, add_special_tokens=False).ids
+    assert typed.decode(ids, skip_special_tokens=False) == whole
+    if not any(mark in whole for mark in SKIPPED):
+        assert typed.decode(ids) == whole
+        assert Vocabulary(typed).plain(whole) == ids
+    alone = {t: typed.encode(t, add_special_tokens=False).ids for t in text if t}
+    for token in ALL_TYPED:
+        if token in alone:
+            assert len(alone[token]) == 1
+            assert (typed.decode(alone[token]) == "") == (token in SKIPPED)
+
+
+def test_merges_by_score(tmp_path: Path) -> None:
+    """Pairs in descending score say what merges say."""
+    files = []
+    for name in ("merges", "scores"):
+
+        def change(values: dict[str, Any], name: str = name) -> None:
+            halves = ["<bo", "s>", "<0x4", "1>"]  # of a control token and of a byte
+            values["tokenizer.ggml.tokens"][-4:] = halves
+            rank_merges(values)
+            MERGED[name](values)
+
+        path = bare_file(tmp_path / f"{name}.gguf", load_spec("tiny-ple"), change)
+        files.append(json.loads(side_files(read_container(path))["tokenizer.json"]))
+    merges, by_score = ([tuple(m) for m in f["model"]["merges"]] for f in files)
+    assert by_score[: len(merges)] == merges
+    words = {"".join(pair) for pair in by_score}
+    assert words and not words & {"<bos>", "<0x41>"}
+
+
+def test_side_files(model: Path, tmp_path: Path) -> None:
+    files = {k: v.decode() for k, v in side_files(read_container(model)).items()}
+    assert json.loads(files["tokenizer_config.json"]) == {"add_bos_token": True}
+    kept = {"bos_token_id": 2, "pad_token_id": 0, "eos_token_id": [1, 5]}
+    assert json.loads(files["generation_config.json"]) == kept
+
+    def change(values: dict[str, Any]) -> None:
+        values |= {"general.sampling.temp": 0.7, "general.sampling.top_k": 64}
+        values |= {"tokenizer.ggml.suppress_tokens": [7, 9], "tokenizer.ggml.model": "none"}
+        del values["tokenizer.chat_template"]
+
+    path = bare_file(tmp_path / "a.gguf", load_spec("tiny-ple"), change)
+    files = {k: v.decode() for k, v in side_files(read_container(path)).items()}
+    drawn = {"do_sample": True, "temperature": 0.7, "top_k": 64, "suppress_tokens": [7, 9]}
+    assert json.loads(files.pop("generation_config.json")) == kept | drawn
+    assert not files
