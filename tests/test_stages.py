@@ -347,19 +347,16 @@ def test_disturbed_runtime(ple: Engine, param: str, value: str) -> None:
 
 
 def test_broken_lowering(engines: Any, monkeypatch: pytest.MonkeyPatch, layer: int = 5) -> None:
-    """A compiled program of one layer that gets its last result 1 % wrong."""
-    engine = engines("torch", "tiny-ple")
-    plan = engine.runtime.plans["decode", True]
-    at = next(i for i, s in enumerate(plan) if f"L{layer}.out" in s.outputs)
+    """An instruction of one layer that makes its result 1 % wrong."""
+    engine, right = engines("torch", "tiny-ple"), step_program.LOWERINGS["mul"]
 
-    def wrong(operands: list[torch.Tensor]) -> Any:
-        made = list(plan[at].call(operands))
-        where = plan[at].outputs.index(f"L{layer}.out")
-        made[where] = made[where] * 1.01
+    def wrong(r: Any, n: Any, *given: torch.Tensor) -> torch.Tensor:
+        made = right(r, n, *given)
+        if n.out.name.startswith(f"L{layer}.out/"):
+            r.emit("scale", made, made, f=1.01)
         return made
 
-    steps = [replace(s, call=wrong) if i == at else s for i, s in enumerate(plan)]
-    monkeypatch.setitem(engine.runtime.plans, ("decode", True), steps)
+    monkeypatch.setitem(step_program.LOWERINGS, "mul", wrong)
     culprit = verify_each_pass(engine).culprit
     assert culprit and culprit.name == BACKEND and culprit.first
     assert (culprit.first.value, culprit.first.phase) == (f"L{layer}.out", "decode")
