@@ -375,7 +375,7 @@ def test_k_beyond_the_range_is_told(tmp_path: Path, caplog: pytest.LogCaptureFix
     prepared: dict[str, Any] = {"kv_dtype": "float8"}
     build(tmp_path / "fine", **prepared)
     assert not caplog.records
-    from g4ir.engine import prepare as module
+    from g4ir.engine import build as module
 
     real = module.RandomCheckpoint.tensor
 
