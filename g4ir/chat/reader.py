@@ -204,35 +204,26 @@ class Reader:
             return self._in_head(text, at, end)
         run, before = self._held + text[at:end], len(self._held)
         self._held = ""
-        if self._state in (START, OPENING):
-            self._name(run)
-        elif self._state == THINKING:
-            self._think(run)
-        elif self._state == BEHIND:
+        if self._state == BEHIND:
             return at + self._behind(run) - before
-        else:
-            self._say("content", run)
+        if self._state in (START, OPENING):
+            run = self._unnamed(run)
+        if self._state == THINKING and run.endswith("\n"):  # one before the end is not part of it
+            self._held, run = "\n", run[:-1]
+        self._say("thought" if self._state == THINKING else "content", run)
         return end
 
-    def _name(self, run: str) -> None:
-        """Reasoning may be named before it begins, and the name may be all of an opener that is
-        left."""
+    def _unnamed(self, run: str) -> str:
+        """Return what follows the name of reasoning, which may come before it begins, and may be
+        all of an opener that is left."""
         opened = self._state == OPENING
         named = opened or self._unmarked_reasoning
         if named and run != control.THOUGHT and control.THOUGHT.startswith(run):
             self._held = run
-        elif opened or (named and run.startswith(control.THOUGHT)):
-            self._state = THINKING
-            self._think(run.removeprefix(control.THOUGHT))
-        else:
-            self._state = CONTENT
-            self._say("content", run)
-
-    def _think(self, run: str) -> None:
-        """One newline before the end of reasoning is not part of it."""
-        if run.endswith("\n"):
-            self._held, run = "\n", run[:-1]
-        self._say("thought", run)
+            return ""
+        thinks = opened or (named and run.startswith(control.THOUGHT))
+        self._state = THINKING if thinks else CONTENT
+        return run.removeprefix(control.THOUGHT) if thinks else run
 
     def _behind(self, run: str) -> int:
         """After an unclosed call another may begin; return how much was read."""
