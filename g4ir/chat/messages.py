@@ -265,8 +265,8 @@ def check_pairs(conversation: Conversation) -> None:
         if message["role"] == TOOL:
             waiting.remove(_called(message, waiting, f"messages[{i}]"))
             continue
-        for call in waiting[:1]:
-            name, own = call["function"]["name"], call.get("id")
+        if waiting:
+            name, own = waiting[0]["function"]["name"], waiting[0].get("id")
             named = f"{name!r} ({own})" if own else repr(name)
             raise InputError(
                 f"messages[{i - 1}]: the call of {named} has no answer; add a tool message for it, "

@@ -256,21 +256,18 @@ class Reader:
 
     def _close(self, mark: str = _CALL) -> None:
         """End what a control token ends: reasoning, or the state after a call."""
-        if self._state in (OPENING, THINKING):
-            if mark == _CALL_END:
-                return
-            # The newline before the end, or a name alone, is no part of the reasoning.
-            if self._state == OPENING and self._held != _NAME:
-                self._release()
-        elif self._state == BEHIND:
-            if mark == _CHANNEL_END:
-                return
+        state, named = self._state, self._held == _NAME
+        if mark == {OPENING: _CALL_END, THINKING: _CALL_END, BEHIND: _CHANNEL_END}.get(state):
+            return
+        if state == START and mark != _CALL and not (mark == _CHANNEL_END and named):
+            return
+        # The newline before the end, or a name alone, is no part of the reasoning.
+        if (
+            state == BEHIND
+            or (state == START and mark == _CALL)
+            or (state == OPENING and not named)
+        ):
             self._release()
-        elif self._state == START:
-            if mark == _CALL:
-                self._release()
-            elif mark != _CHANNEL_END or self._held != _NAME:
-                return
         self._state, self._held = CONTENT, ""
 
     def _release(self) -> None:
