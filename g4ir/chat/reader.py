@@ -262,11 +262,8 @@ class Reader:
         if state == START and mark != _CALL and not (mark == _CHANNEL_END and named):
             return
         # The newline before the end, or a name alone, is no part of the reasoning.
-        if (
-            state == BEHIND
-            or (state == START and mark == _CALL)
-            or (state == OPENING and not named)
-        ):
+        opened = state == OPENING and not named
+        if opened or state == BEHIND or (state == START and mark == _CALL):
             self._release()
         self._state, self._held = CONTENT, ""
 
