@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.backends.primitives.lowerings import LOWERINGS
-from g4ir.backends.primitives.network import TURNED, Network, stored_type
 from g4ir.backends.torch_compile.kernels.base import reads_blocks
 from g4ir.backends.torch_compile.lower import SegmentModule
 from g4ir.backends.torch_compile.schedule import schedule
@@ -25,13 +23,10 @@ from g4ir.ops.attention import last_seen, slot_positions, visible
 from g4ir.ops.types import Type
 from g4ir.passes import PASSES, PassOptions, run_passes, run_program
 from g4ir.passes.latent_kv import LatentOptions
-from g4ir.plan.engine_limits import Limits
 from g4ir.spec.parts import SLIDING
 from g4ir.spec.record import Spec, check_spec, load_spec
 from tests.configs import spec_called
-from tests.network_session import as_stored
 from tests.test_ops import node, tensors
-from tests.trt.running import computed, new_emitter
 
 #: positions of the chunk's tokens, and their blocks; the second row is padded
 CHUNK = ([9, 10, 11, 12, 13, 14, 15, 16], [3, 4, 5, 6, 7, 8, 9, 10])
@@ -102,29 +97,6 @@ def one_row(t: Type) -> Type:
     return t.with_shape(
         *(1 if d == 2 and i == t.shape.index(2) else d for i, d in enumerate(t.shape))
     )
-
-
-@pytest.mark.parametrize("case", SAMPLES)
-def test_primitives(case: tuple[str, int]) -> None:
-    s = OPS[case[0]].samples[case[1]]
-    n, given = node(case[0], s.types(), s.attrs), tensors(s.types(), s)
-    first, parts = (3, 2) if case[0] == "attention" else (4, 1 + (s.attrs["form"] == "raw"))
-    held = {
-        v.name: as_stored(t, given[2], len(t) + 8) if first <= i < first + parts else t
-        for i, (v, t) in enumerate(zip(n.inputs, given, strict=True))
-    }
-    held[TURNED] = torch.zeros(2, dtype=torch.int64)
-    e = new_emitter()
-    net = Network(e, None, Limits(2, 64, 8), LOWERINGS)  # type: ignore[arg-type]
-    for i, v in enumerate(n.inputs):
-        ring = first <= i < first + parts
-        kind = stored_type(v.type, net.limits) if ring else v.type
-        net.env[v.name] = e.input(v.name, kind)
-    net.env[TURNED] = e.input(TURNED, Type("i64", (2,)))
-    net.node(n)
-    e.output("y", net.env[n.out.name])
-    got = computed(e, held)["y"]
-    torch.testing.assert_close(got, run_node(n, given)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_kernels_are_not_chosen() -> None:
