@@ -39,7 +39,7 @@ from .graphs import check_graph, chosen_graph, drafted_tokens, in_layer, no_laye
 TOKENS = 1024
 RATES = {"bandwidth": "--bandwidth", "flop_rate": "--flop-rate"}
 NOTE = (
-    "time: the longer of bytes (weights and caches) and FLOPs at the roof; activations are left\n"
+    "time: the longer of bytes (weights and caches) and FLOPs at the roofline; no activations\n"
     "out, since fused nodes keep them on the chip"
 )
 
