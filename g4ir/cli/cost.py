@@ -39,8 +39,8 @@ from .graphs import check_graph, chosen_graph, drafted_tokens, in_layer, no_laye
 TOKENS = 1024
 RATES = {"bandwidth": "--bandwidth", "flop_rate": "--flop-rate"}
 NOTE = (
-    "time: the longer of bytes (weights and caches) and FLOPs at the roofline; no activations\n"
-    "out, since fused nodes keep them on the chip"
+    "time: the longer of bytes (weights and caches) and FLOPs at the roofline; activations\n"
+    "are left out, since fused nodes keep them on the chip"
 )
 
 
