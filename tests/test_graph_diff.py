@@ -79,7 +79,7 @@ def test_order_means_nothing() -> None:
     assert diff_graphs(parse_graph(BEFORE), parse_graph("".join(lines))) == []
 
 
-@pytest.mark.parametrize("variant", ["e2b", "26b-a4b"])
+@pytest.mark.parametrize("variant", ["e2b", "26b-a4b", "31b"])
 def test_changes_rebuild_the_graph(variant: str) -> None:
     """Take the changed lines out, put the new ones in: the graph after the pass."""
     stages = [build_graph(load_spec(variant), "prefill")]
@@ -120,7 +120,10 @@ def test_diff_of_a_pass(name: str) -> None:
 def test_diff_of_an_engines_pass(tmp_path: Path) -> None:
     """With the options that the engine was built with."""
     out = tmp_path / "e"
-    words = [
+    built = g4ir(
+        "build",
+        "--variant",
+        "tiny-dense",
         "--random-weights",
         "1",
         "--backend",
@@ -129,8 +132,9 @@ def test_diff_of_an_engines_pass(tmp_path: Path) -> None:
         "64",
         "--latent-kv",
         "raw",
-    ]
-    built = g4ir("build", "--variant", "tiny-dense", *words, "--out", out)
+        "--out",
+        out,
+    )
     assert built.code == 0, built.err
     outcome = g4ir("show", out, "--after", "latent_kv", "--diff")
     assert outcome.code == 0 and "- state %L5.k: f32[C,B,1,64]" in outcome.out

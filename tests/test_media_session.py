@@ -230,7 +230,7 @@ WRONG: list[tuple[Any, Any, str]] = [
     (
         [[500] * 20],
         [soft("image", 20, 64)],
-        r"row 0: the 20 soft tokens of the image at index 0 .* "
+        r"row 0: the 20 soft tokens of the picture at index 0 .* "
         r"one chunk, of at most 16; build with --prefill-chunk 20 or more",
     ),
     ([[7, 500, 900]], [soft("image", 1, 64)], r"token 900 \(row 0, index 2\) is outside"),
