@@ -12,7 +12,7 @@ from g4ir.plan.engine_limits import Limits
 from .kernels.base import CANDIDATES
 from .segment import Step, graph_steps
 
-#: the graphs that a step may run; only an engine that drafts has `verify`, only one of pictures
+#: the graphs that a step may run; only an engine that drafts has `verify`, only one of images
 #: `prefill_media`
 PHASES = ("prefill", "decode", "verify", "prefill_media")
 KERNELS_FILE = "kernels.so"

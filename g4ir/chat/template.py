@@ -270,7 +270,7 @@ class PromptBuilder:
 
     def prompts(self, given: Any, kinds: Sequence[str] = ()) -> list[Any]:
         """Return the ids of a prompt, or of each of several; one is a text or a list of messages.
-        A single text is of a message that has media of `kinds`, sounds behind it."""
+        A single text is of a message that has media of `kinds`, audio behind it."""
         if isinstance(given, str):
             sounds = [{"type": kind} for kind in kinds if kind == "audio"]
             seen = [{"type": kind} for kind in kinds if kind != "audio"]

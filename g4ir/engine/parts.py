@@ -117,7 +117,7 @@ class EngineParts:
 
     @property
     def draft_tokens(self) -> int:
-        """Maximum draft tokens of a verification step; 0: it was not built for drafting."""
+        """Maximum draft tokens of a verification step; 0: no speculative decoding."""
         return self.facts.options.of(RingOptions).slack
 
     def defaults(self) -> Defaults:
