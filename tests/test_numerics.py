@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from g4ir.ir.graph import Graph, Node, Program
 from g4ir.ir.rewrite import rebuild
 from g4ir.model.text import build_program
-from g4ir.ops.attention import visible
 from g4ir.spec.record import load_spec
 from tests import parity
 from tests.configs import FEATURES, NAMES, RANDOM_SEEDS, few, random_spec, spec_called
@@ -133,22 +131,6 @@ def test_every_kind_of_tensor_is_used() -> None:
         own = kind.removeprefix("model.")
         changed = {k: v * 1.5 + 0.1 if k.endswith(own) else v for k, v in oracle.tensors.items()}
         assert program_error(oracle, program, changed) > 30 * oracle.budget, kind
-
-
-@pytest.mark.parametrize("window", [1, 2, 4, 11, 12, 13])
-def test_window_truth_table(window: int) -> None:
-    """Exactly `window` keys, the query's own included, as in the reference's mask."""
-    from transformers.masking_utils import sliding_window_causal_mask_function
-
-    length = 12
-    at = torch.arange(length)[None]
-    got = visible(at.t(), at, window)[0]
-    rule = sliding_window_causal_mask_function(window)
-    want = torch.tensor(
-        [[bool(rule(0, 0, at[0, q], at[0, k])) for k in range(length)] for q in range(length)]
-    )
-    assert torch.equal(got, want)
-    assert got.sum(-1).tolist() == [min(q + 1, window) for q in range(length)]
 
 
 @pytest.mark.parametrize("size", [1, 5, 64])
