@@ -75,12 +75,6 @@ ATTENTIONS = [
 SAMPLES = [(op, i) for op, i in ATTENTIONS if OPS[op].samples[i].inputs[-1].startswith("i64[2,")]
 
 
-def test_samples_have_blocks() -> None:
-    """Of every form."""
-    forms = {OPS[op].samples[i].attrs.get("form") for op, i in SAMPLES}
-    assert forms == {None, "value", "raw"}
-
-
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("case", ATTENTIONS)

@@ -26,8 +26,7 @@ from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
 from tests.configs import two_layers
 from tests.oracle import find_oracle
-from tests.packing import Tensors
-from tests.test_quantised_checkpoints import CASES
+from tests.test_quantised_checkpoints import CASES, Tensors
 
 SPEC = two_layers(8, 16)
 

@@ -425,17 +425,6 @@ def test_a_variant_that_differs(model: Path, tmp_path: Path) -> None:
     assert command(*words, "--variant", "tiny-ple", "--media", "none").code == 0
 
 
-def test_what_is_no_checkpoint(tmp_path: Path) -> None:
-    words = ("build", "--backend", "reference", "--out", tmp_path / "e", "--checkpoint")
-    assert "absent.gguf: no such file" in refused(*words, tmp_path / "absent.gguf")
-    (tmp_path / "model.safetensors").write_bytes(b"12345678")
-    (tmp_path / "a.gguf").write_bytes(b"")
-    assert f"give --checkpoint {tmp_path / 'a.gguf'}" in refused(*words, tmp_path)
-    assert "no GGUF file" in refused(*words, tmp_path / "a.gguf")
-    message = refused(*words, tmp_path / "model.safetensors")
-    assert f"one file of a checkpoint; give its directory, {tmp_path}" in message
-
-
 def changed(v: dict[str, Any], case: Mapping[str, Any]) -> None:
     """Change metadata as a case of gguf_refused.yaml says."""
     for key, value in case.get("set", {}).items():

@@ -61,7 +61,6 @@ from g4ir.quant.rewrite import from_codes, quantised, weights_of
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import split_program
-from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.tensorfile import read_header
 from tests.cli_tools import g4ir as command
 from tests.coded_products import asked_of
@@ -347,40 +346,6 @@ def test_a_wrong_code_fails(tmp_path: Path) -> None:
     assert not verify_engine(engine, against="hf").ok
 
 
-@pytest.mark.parametrize("backend", ["reference", "onnx"])
-def test_packed_linked_and_random_weights(tmp_path: Path, backend: str) -> None:
-    """The same codes from files, from links to them, and from the seed they were made of."""
-    checkpoint = random_checkpoint(tmp_path / "c", "tiny-ple", seed=3)
-    ways: dict[str, dict[str, Any]] = {
-        "random": {"random_weights": 3},
-        "packed": {"checkpoint": checkpoint},
-    }
-    if backend == "reference":
-        ways["linked"] = {"checkpoint": checkpoint, "link_weights": True}
-    tokens, seen = torch.arange(2, 40)[None], []
-    for way, given_ in ways.items():
-        engine = g4ir.build(
-            "tiny-ple", tmp_path / way, backend=backend, quant="int4", **LIMITS, **given_
-        )
-        seen.append(engine.session().prefill(tokens))
-        for weight in ("L0.attn.wq", "L3.mlp.w_up", "embed.table", "ple.table", "L0.norm_in"):
-            mine = engine.param(weight)
-            assert mine.dtype == F32
-            made = random_weight(weight)
-            assert torch.equal(mine, made), (way, weight)
-    assert all(torch.equal(s, seen[0]) for s in seen)
-    assert verify_engine(engine, against="hf", checkpoint=checkpoint).ok
-
-
-def random_weight(name: str) -> torch.Tensor:
-    """A weight of tiny-ple as the engines above compute with it."""
-    spec = load_spec("tiny-ple")
-    w = RandomCheckpoint(spec, 3, F32).tensor(checkpoint_name(name))
-    rules = recipe_called("int4")
-    scheme = rules.schemes(weights_of(spec)).get(name)
-    return w if scheme is None else meaning(w, scheme, "f32")
-
-
 @pytest.mark.parametrize("form", SCHEMES)
 def test_a_product_takes_codes_as_they_are(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, through a fused op too; what takes no codes gets the weight."""
@@ -537,21 +502,6 @@ def test_by_columns_and_back(rows: int, size: int, dtype: str) -> None:
     x = torch.randint(0, 256, (2, 2 * rows, size), dtype=torch.uint8)
     x = x.view(torch.int8) if dtype == "i8" else x
     assert torch.equal(quant.by_rows(quant.by_columns(x)), x)
-
-
-def test_a_rule_of_ones_own(tmp_path: Path) -> None:
-    file = tmp_path / "gates.yaml"
-    file.write_text("rules:\n- tensors: [L*.mlp.w_gate]\n  form: int4\n")
-    engine = g4ir.build(
-        "tiny-dense", tmp_path / "e", backend="reference", random_weights=0, quant=file, **LIMITS
-    )
-    rule = {"tensors": ["L*.mlp.w_gate"], "form": "int4"}
-    rule |= dict.fromkeys(("otherwise", "group", "scale"))
-    assert engine.manifest["quant"] == {"rules": [rule], "name": "gates.yaml"}
-    assert verify_engine(engine, against="hf").ok
-    assert verify_engine(g4ir.load_engine(tmp_path / "e"), against="reference").ok
-    shown = command("show", str(tmp_path / "e"), "--why", "fuse_gate_up").out
-    assert "%L0.mlp.act: left: the weights are not held alike" in shown
 
 
 def test_groups_and_scales_of_ones_own() -> None:
