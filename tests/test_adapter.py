@@ -29,24 +29,7 @@ from tests.cli_tools import refused
 from tests.gguf_files import bare_file
 
 Tensors = dict[str, torch.Tensor]
-CONFIG = {
-    "peft_type": "LORA",
-    "base_model_name_or_path": "google/gemma-tiny",
-    "r": 4,
-    "lora_alpha": 16,
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "modules_to_save": None,
-    "use_dora": False,
-    "use_rslora": False,
-    "target_modules": ["q_proj", "k_proj"],
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "init_lora_weights": True,
-    "inference_mode": True,
-    "lora_dropout": 0.1,
-    "task_type": "CAUSAL_LM",
-}
+CONFIG = yaml.safe_load(Path(__file__).with_name("adapter_config.yaml").read_text())
 STEM = "base_model.model.model.language_model."
 #: of the checkpoint's names; layer 5 of tiny-dense is a full one, with K=V
 TARGETS = ("layers.0.self_attn.q_proj", "layers.5.self_attn.k_proj", "layers.2.mlp.down_proj")
@@ -234,7 +217,6 @@ def test_commands(dense: Path, tmp_path: Path) -> None:
 
 
 def test_an_adapter_beside_a_checkpoint(tmp_path: Path) -> None:
-    """Is named where it is not merged."""
     spec = load_spec("tiny-dense")
     folder = write_checkpoint(tmp_path / "c", spec, RandomCheckpoint(spec, 1, torch.float32))
     write_adapter(folder, spec, of_text())
@@ -271,7 +253,6 @@ def test_refused(dense: Path, tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("kind", ["F16", "Q4_1", "Q8_0"])
 def test_gguf_files(tmp_path: Path, kind: str) -> None:
-    """Merged into values, and refused for quantised weights."""
     spec, name = load_spec("tiny-dense"), f"{TARGETS[0]}.weight"
     base = find_origin(bare_file(tmp_path / "a.gguf", spec, kind=kind)).open(spec, (), "f32")
     adapter = Adapter(write_adapter(tmp_path / "a", spec, of_text(TARGETS[:1])))

@@ -122,7 +122,6 @@ def test_primitives(case: tuple[str, int]) -> None:
 
 
 def test_kernels_are_not_chosen() -> None:
-    """They know no blocks; what has none keeps its kernel."""
     spec, target = load_spec("26b-a4b"), Target("cuda", "h200", 1)
     for phase in ("prefill", BLOCKS):
         g = run_passes(build_graph(spec, phase, dtype="bf16"))
@@ -233,7 +232,6 @@ def two_chunks(g: Graph, blocks: bool = True) -> list[torch.Tensor]:
 
 
 def draw(t: Type, random: torch.Generator, name: str) -> torch.Tensor:
-    """Weights that keep activations about one."""
     shape = [int(d) for d in t.shape]
     seeded = torch.Generator().manual_seed(sum(name.encode()) + 7 * len(name))
     g = random if name in ("embeds", "ple_rows") else seeded

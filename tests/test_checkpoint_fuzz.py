@@ -98,7 +98,6 @@ JSON = st.recursive(
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths of all values inside one."""
     if not isinstance(value, dict | list):
         return [path]
     keys = value.items() if isinstance(value, dict) else enumerate(value)
@@ -106,7 +105,6 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def replaced(value: Any, path: tuple[Any, ...], new: Any, name: Any) -> Any:
-    """A copy with another value at a path, under another name if one is given."""
     if not path:
         return new
     value, (key, *rest) = copy.copy(value), path
@@ -120,7 +118,6 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any, name: Any) -> Any:
 
 @st.composite
 def changed(draw: st.DrawFn, value: Any) -> Any:
-    """A JSON value with a few of its parts replaced, under other names too."""
     for _ in range(draw(st.integers(1, 3))):
         path = draw(st.sampled_from(places(value)))
         value = replaced(value, path, draw(JSON), draw(st.none() | TEXT))
@@ -154,7 +151,6 @@ def base(case: str) -> tuple[dict[str, Any], Tensors, Spec]:
 
 
 def quantised_survives(folder: Path, config: Any, tensors: Tensors, spec: Spec) -> None:
-    """Open and read all that is in codes; only an error of ours, in printable text, may come."""
     (folder / "config.json").write_text(json.dumps(config))
     save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
     try:

@@ -20,6 +20,7 @@ from g4ir.weights.gguf.container import TYPES, read_container
 from g4ir.weights.gguf.metadata import side_files
 from g4ir.weights.origin import find_origin
 from tests.configs import two_layers
+from tests.gguf_files import CASES as TOKENS
 from tests.gguf_files import bare_file, vocabulary
 
 CASES = yaml.safe_load(Path(__file__).with_name("gguf_containers.yaml").read_text())
@@ -31,7 +32,6 @@ def test_types() -> None:
 
 
 def raw(words: str) -> bytes:
-    """Bytes as gguf_containers.yaml writes them."""
     return b"".join(map(_word, words.split(" "))) if words else b""
 
 
@@ -80,7 +80,6 @@ def test_refused_containers(tmp_path: Path, name: str) -> None:
 
 
 def test_values(tmp_path: Path) -> None:
-    """Every type of a value, version 2, and data with gaps."""
     keys = [(name, kind, data) for name, (kind, data, _) in CASES["values"].items()]
     placed = (("b", [8], 0, 64), ("a", [2, 3], 1))
     (tmp_path / "a.gguf").write_bytes(whole(keys, placed, version=2))
@@ -93,7 +92,6 @@ def test_values(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file beside its original."""
     path = tmp_path_factory.mktemp("fuzz") / "a.gguf"
     bare_file(path, two_layers(32, 300), kind="Q8_0")
     path.with_suffix(".original").write_bytes(path.read_bytes())
@@ -151,7 +149,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """The file's, and one that transformers makes of the same vocabulary."""
     from tokenizers import Tokenizer
     from transformers.models.gemma.tokenization_gemma import GemmaTokenizer
 
@@ -167,11 +164,9 @@ def tokenizers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[A
     return Tokenizer.from_str(raw), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-PIECES = ["<eos>", "<bos>", "<turn|>", "<|channel>", "to", "into", "é", "界", "€"]
-PIECES += ["  ", "\n\n", " a"]
-
-
-@given(text=st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=4))).map("".join))
+@given(
+    text=st.lists(st.one_of(st.sampled_from(TOKENS["pieces"]), st.text(max_size=4))).map("".join)
+)
 def test_tokens(tokenizers: tuple[Any, Any], text: str) -> None:
     own, peer = tokenizers
     ids = own.encode(text, add_special_tokens=False).ids
@@ -182,15 +177,8 @@ def test_tokens(tokenizers: tuple[Any, Any], text: str) -> None:
         )
 
 
-#: token type -> tokens: text of every kind that published files define, marks, control tokens
-TYPED = {
-    4: ["\n", "\n\n\n", "\t", "\t\t", "<b>", "</td>", "[multimodal]", "  ", "   ", "▁▁▁▁", "<a b>"]
-    + ["<|tool_call>", "<tool_call|>", '<|"|>', "<|think|>"],
-    3: ["<unused5>"],
-    1: ["<turn|>"],  # ends a turn, whatever its type
-}
+TYPED: dict[int, list[str]] = TOKENS["typed"]
 ALL_TYPED = [text for texts in TYPED.values() for text in texts]
-SKIPPED = {"<|tool_call>", "<tool_call|>", '<|"|>', "<|think|>", "<unused5>", "<turn|>"}
 #: how files say what is merged: pairs, or SentencePiece's scores
 MERGED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "merges": lambda v: None,
@@ -203,7 +191,6 @@ MERGED: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def rank_merges(values: dict[str, Any]) -> None:
-    """Give the first merges the best scores."""
     at = {text: i for i, text in enumerate(values["tokenizer.ggml.tokens"])}
     for i, merge in enumerate(values["tokenizer.ggml.merges"]):
         values["tokenizer.ggml.scores"][at["".join(merge.split(" "))]] = float(-i)
@@ -235,18 +222,17 @@ def test_a_text_comes_back_whole(typed: Any, text: list[str]) -> None:
     whole = "".join(text).replace("▁", " ")  # Gemma's own mark of a space
     ids = typed.encode(whole, add_special_tokens=False).ids
     assert typed.decode(ids, skip_special_tokens=False) == whole
-    if not any(mark in whole for mark in SKIPPED):
+    if not any(mark in whole for mark in TOKENS["skipped"]):
         assert typed.decode(ids) == whole
         assert Vocabulary(typed).plain(whole) == ids
     alone = {t: typed.encode(t, add_special_tokens=False).ids for t in text if t}
     for token in ALL_TYPED:
         if token in alone:
             assert len(alone[token]) == 1
-            assert (typed.decode(alone[token]) == "") == (token in SKIPPED)
+            assert (typed.decode(alone[token]) == "") == (token in TOKENS["skipped"])
 
 
 def test_merges_by_score(tmp_path: Path) -> None:
-    """Pairs in descending score say what merges say."""
     files = []
     for name in ("merges", "scores"):
 

@@ -28,6 +28,7 @@ from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
+from tests.gguf_files import CASES as NAMES
 from tests.gguf_files import bare_file, finish, values_of, write_mmproj, write_values
 
 
@@ -92,7 +93,6 @@ def test_tensors_as_a_checkpoint_has_them(
 
 
 def test_a_whole_engine(tmp_path: Path) -> None:
-    """From two files: the towers of the Hugging Face checkpoint, through the command line."""
     spec = load_spec("tiny-media")
     source = RandomCheckpoint(spec, 0, torch.float32)
     folder = write_checkpoint(tmp_path / "hf", spec, source, media=KINDS)
@@ -117,27 +117,14 @@ def test_a_whole_engine(tmp_path: Path) -> None:
     assert some.code == 0 and g4ir.load_engine(tmp_path / "image").media.kinds == ("image",)
 
 
-#: names in ollama's files of what llama.cpp's converter calls otherwise
-OLLAMA = {
-    "a.input_projection.weight": "a.pre_encode.out.weight",
-    "a.pre_encode.out.weight": "mm.a.fc.weight",
-    "a.pre_encode.out.bias": "mm.a.fc.bias",
-}
-OLLAMA_LAYER = {
-    "ln2": "layer_pre_norm",
-    "attn_pre_norm": "ln1",
-    "attn_post_norm": "ln2",
-    "attn_k_rel": "linear_pos",
-}
-LINEARS = ("attn_q", "attn_k", "attn_v", "attn_out", "ffn_gate", "ffn_up", "ffn_down")
-BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+BOUNDS = tuple(NAMES["bounds"])
 
 
 def ollama_name(name: str) -> str:
     if name.startswith("a.blk."):
         *layer, own, end = name.split(".")
-        return ".".join((*layer, OLLAMA_LAYER.get(own, own), end))
-    return OLLAMA.get(name, name)
+        return ".".join((*layer, NAMES["ollama_layer"].get(own, own), end))
+    return str(NAMES["ollama"].get(name, name))
 
 
 def whole_file(
@@ -173,7 +160,7 @@ def whole_file(
     tensors = {t.name: t.data for t in text.tensors}
     tensors |= {ollama_name(t.name): t.data for t in towers.tensors}
     if vision.use_clipped_linears:
-        parts = product(range(vision.num_hidden_layers), LINEARS, BOUNDS)
+        parts = product(range(vision.num_hidden_layers), NAMES["linears"], BOUNDS)
         bounds = [float(tensors[f"v.blk.{i}.{n}.{b}"][0]) for i, n, b in parts]
         tensors["v.clamp_data"] = np.array([*bounds, *[0.0] * 4], np.float32)
     edit(tensors)

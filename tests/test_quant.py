@@ -88,7 +88,6 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, to: str = "f32") -> to
 
 
 def meaning(w: torch.Tensor, scheme: Scheme, dtype: str) -> torch.Tensor:
-    """A weight as an engine of this dtype computes with it."""
     made = OPS["quantize"].reference(w, **scheme.attrs(dtype))  # type: ignore[misc]
     return dequantize(*made, to=dtype)
 
@@ -98,14 +97,12 @@ def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def error(w: torch.Tensor, form: str) -> float:
-    """Relative rms error of a weight's value."""
     made = dequantize(*quantize(w, form))
     return float((made - w.float()).pow(2).mean().sqrt() / w.float().pow(2).mean().sqrt())
 
 
 @pytest.mark.parametrize(("form", "largest"), [("int8", 127), ("fp8", 448)])
 def test_codes_by_hand(form: str, largest: int) -> None:
-    """The scale is rounded first, then codes are."""
     w = gaussian(7, 96)
     codes, scales = quantize(w, form)
     s = w.float().abs().amax(1, keepdim=True) / largest
@@ -203,7 +200,6 @@ def test_every_code_of_weights_trained_for_4_bits_is_recovered(seed: int) -> Non
 
 @pytest.mark.parametrize("code", [7.5, -7.5, 7, -7, 8])
 def test_weights_of_other_grids_are_recovered(code: float) -> None:
-    """With the codes of either sign."""
     w, _ = grid(code, seed=1)
     assert torch.equal(dequantize(*quantize(w, "int4"), to="bf16"), w)
 
@@ -222,7 +218,6 @@ def test_errors_of_gaussian_weights() -> None:
 
 
 def recipe_called(name: str) -> Recipe:
-    """A built-in recipe, or rules of a scheme of the matrix."""
     rows = MATRIX["schemes"].get(name, {}).get("rules", ())
     rules = tuple(Rule(**{**row, "tensors": tuple(row["tensors"])}) for row in rows)
     found = Recipe(rules, name) if rules else find_recipe(name)
@@ -231,7 +226,6 @@ def recipe_called(name: str) -> Recipe:
 
 
 def with_weights(oracle: Oracle, recipe: Recipe, dtype: str = "f32") -> Oracle:
-    """The same model with what the codes of its weights mean."""
     model = copy.deepcopy(oracle.model)
     held = {k.removeprefix("model."): v for k, v in model.named_parameters()}
     held.setdefault(HEAD, model.lm_head.weight)
@@ -288,7 +282,6 @@ def test_weights_are_packed_in_codes(name: str) -> None:
 
 
 def test_cost_counts_codes() -> None:
-    """The bytes of a step at batch 1: those of a table of published models."""
     sizes = {}
     for name, recipe in (("e2b", "int8"), ("26b-a4b", "int4"), ("31b", "int4")):
         spec = load_spec(name)
@@ -375,7 +368,6 @@ def test_dense_weights_of_a_gpu_are_counted() -> None:
 
 
 def test_formulas_of_quality() -> None:
-    """By hand: two tokens at odds of 3 to 1 and of 1 to 1."""
     want, got = torch.tensor([[3.0, 1.0], [1.0, 3.0]]).log(), torch.zeros(2, 2)
     kl = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
     assert divergences(got, want).tolist() == pytest.approx([kl, kl])
@@ -422,7 +414,6 @@ def test_quality_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_build_tells_how_4_bits_fit(tmp_path: Path, exact: bool) -> None:
-    """Weights on a grid come out as they were, and that is said; of others too."""
     checkpoint = random_checkpoint(tmp_path / "c", "tiny-dense", seed=3)
     file = checkpoint / "model.safetensors"
     tensors = load_file(file)
@@ -449,7 +440,6 @@ def test_a_build_tells_how_4_bits_fit(tmp_path: Path, exact: bool) -> None:
 @pytest.mark.parametrize("experts", ["gather", "all"])
 @pytest.mark.parametrize("form", [FORM_OF[codes] for codes in PACKED])
 def test_experts_and_tables_of_a_network(tmp_path: Path, form: str, experts: str) -> None:
-    """Of every form, also where their codes are gathered."""
     file = tmp_path / "r.yaml"
     file.write_text(
         f"rules:\n- tensors: [L*.moe.gate_up, L*.moe.down, embed.table]\n  form: {form}\n"

@@ -46,7 +46,6 @@ def is_linear(module: str, w: torch.Tensor) -> bool:
 
 
 def rewrite(folder: Path, change: Callable[[Tensors], Any], **config: Any) -> Path:
-    """Change the tensors of a checkpoint in place, and keys of its config.json."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     change(tensors)
@@ -93,7 +92,6 @@ class Case:
 
 
 def compressed(form: str, weights: dict[str, Any]) -> dict[str, Any]:
-    """The quantization_config of weights alone."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return {
         "quant_method": "compressed-tensors",
@@ -181,7 +179,6 @@ def e8m0_weight(module: str, w: torch.Tensor) -> Tensors:
 
 
 def int8_weight(module: str, w: torch.Tensor) -> Tensors:
-    """int-quantized: a scale for each row."""
     scale = w.abs().amax(-1, keepdim=True) / 127.5
     codes = (w / scale).round().clamp(-128, 127).to(torch.int8)
     return {f"{module}.weight": codes, f"{module}.weight_scale": scale}
@@ -260,7 +257,6 @@ def packed_zero_points() -> Iterator[None]:
 
 
 def theirs(folder: Path, oracle: Oracle) -> torch.Tensor:
-    """The logits of transformers on a checkpoint."""
     pytest.importorskip("accelerate")
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM

@@ -93,21 +93,18 @@ def test_no_rows_and_no_elements() -> None:
     assert random_tensor(0, NAME, (0, 4), torch.float32).shape == (0, 4)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "centre", "half"),
-    [
-        ("layers.0.layer_scalar", (1,), 0.95, 0.05),
-        ("layers.0.self_attn.q_norm.weight", (4096,), 1 / 64, 0.3 / 64),
-        ("layers.0.post_feedforward_layernorm_2.weight", (4096,), 0.3, 0.1),
-        ("norm.weight", (4096,), 4.0, 1.2),
-        ("layers.0.router.scale", (4096,), 1.0, 0.3),
-        ("layers.0.router.proj.weight", (8, 512), 0.0, 3**0.5),
-        ("embed_tokens_per_layer.weight", (8, 512), 0.0, 3**0.5 / 16),
-        ("embed_tokens.weight", (8, 512), 0.0, 0.25 * (3 / 512) ** 0.5),
-        ("layers.0.experts.down_proj", (4, 8, 512), 0.0, (3 / 512) ** 0.5),
-    ],
-)
-def test_distributions(name: str, shape: tuple[int, ...], centre: float, half: float) -> None:
+LAYERS = {
+    "layers.0.layer_scalar": ((1,), 0.95, 0.05),
+    "layers.0.self_attn.q_norm.weight": ((4096,), 1 / 64, 0.3 / 64),
+    "norm.weight": ((4096,), 4.0, 1.2),
+    "embed_tokens.weight": ((8, 512), 0.0, 0.25 * (3 / 512) ** 0.5),
+    "layers.0.experts.down_proj": ((4, 8, 512), 0.0, (3 / 512) ** 0.5),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_distributions(name: str) -> None:
+    shape, centre, half = LAYERS[name]
     assert distribution(name, shape) == pytest.approx((centre, half))
     values = random_tensor(0, name, shape, torch.float32)
     assert values.min() >= centre - 1.00001 * half and values.max() <= centre + 1.00001 * half
