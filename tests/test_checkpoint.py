@@ -288,21 +288,6 @@ def test_a_head_under_another_name(tmp_path: Path, dense: Spec, head: str) -> No
             read("embed_tokens.weight")
 
 
-def test_a_tensor_under_two_names(tmp_path: Path, dense: Spec) -> None:
-    folder = save(tmp_path / "c", dense, lambda t: t.update({f"module.{Q0}": t[Q0].clone()}))
-    refuse(folder, dense, f"'{Q0}'", f"'module.{Q0}'", "are the same tensor")
-
-
-def test_an_adapter_that_is_not_merged(tmp_path: Path, dense: Spec) -> None:
-    def edit(tensors: Tensors) -> None:
-        stem = f"base_model.model.{Q0.removesuffix('.weight')}"
-        tensors[f"{stem}.base_layer.weight"] = tensors.pop(Q0)
-        tensors[f"{stem}.lora_A.default.weight"] = torch.zeros(4, 64)
-
-    folder = save(tmp_path / "c", dense, edit)
-    refuse(folder, dense, "part of an adapter that is not merged", "merge_and_unload", "--adapter")
-
-
 MLX, MLX_OTHERS = CASES["mlx"], CASES["mlx_others"]
 
 

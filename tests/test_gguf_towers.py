@@ -140,20 +140,12 @@ def whole_file(
     assert vision and audio
     values = values_of(text) | {
         "tokenizer.ggml.model": "llama",
-        "gemma4.vision.feed_forward_length": vision.intermediate_size,
-        "gemma4.vision.patch_size": vision.patch_size,
         "gemma4.vision.num_channels": 3,
-        "gemma4.vision.projector.scale_factor": vision.pooling_kernel_size,
         "gemma4.audio.feed_forward_length": 4 * audio.hidden_size,
-        "gemma4.audio.conv_kernel_size": audio.conv_kernel_size,
     }
-    for part, tower in (("vision", vision), ("audio", audio)):
-        values |= {
-            f"gemma4.{part}.block_count": tower.num_hidden_layers,
-            f"gemma4.{part}.embedding_length": tower.hidden_size,
-            f"gemma4.{part}.attention.head_count": tower.num_attention_heads,
-            f"gemma4.{part}.attention.layer_norm_epsilon": 1e-6,
-        }
+    for part, keys in NAMES["said"].items():
+        values[f"gemma4.{part}.attention.layer_norm_epsilon"] = 1e-6
+        values |= {f"gemma4.{part}.{k}": getattr(getattr(spec, part), f) for k, f in keys.items()}
     change(values)
     writer = gguf.GGUFWriter(path, "gemma4")
     write_values(writer, values)
