@@ -204,13 +204,6 @@ def test_commands(dense: Path, tmp_path: Path) -> None:
     assert made.code == 0, made.err
     shown = command("show", tmp_path / "e", "--provenance")
     assert f"with 0.5 x {folder}, with 1 x {folder}" in shown.out
-    alone = (*WORDS, "--out", tmp_path / "n", "--checkpoint", folder)
-    message = refused(*alone)
-    assert "a LoRA adapter of google/gemma-tiny, and no model" in message
-    assert f"--adapter {folder}" in message
-    assert "and not with --random-weights" in refused(
-        *(*WORDS, "--variant", "tiny-dense", "--random-weights", "0", "--adapter", folder)
-    )
     assert "which --adapter changes" in refused(
         *words[:-1], tmp_path / "l", "--link-weights", "--adapter", folder
     )
