@@ -362,16 +362,8 @@ def test_mlx_refused(tmp_path: Path, dense: Spec, case: str) -> None:
     assert words in str(e.value) and "fix:" in str(e.value), e.value
 
 
-def test_what_mlx_stores_otherwise(tmp_path: Path) -> None:
-    moe, media = load_spec("tiny-moe"), load_spec("tiny-media")
-
-    def apart(tensors: Tensors) -> None:
-        stem = f"{PREFIX}layers.0.experts."
-        gate, up = tensors.pop(f"{stem}gate_up_proj").chunk(2, 1)
-        tensors[f"{stem}switch_glu.gate_proj.weight"] = gate.contiguous()
-        tensors[f"{stem}switch_glu.up_proj.weight"] = up.contiguous()
-
-    refuse(save(tmp_path / "moe", moe, apart), moe, "experts in MLX's layout", "that MLX converted")
+def test_convolutions_that_mlx_stores_otherwise(tmp_path: Path) -> None:
+    media = load_spec("tiny-media")
     folder = write_checkpoint(tmp_path / "c", media, source(media), media=("audio",))
     tensors = load_file(folder / "model.safetensors")
     for name in [n for n in tensors if n.endswith("conv.weight")]:
@@ -397,13 +389,6 @@ def test_a_folder_of_the_hub_cache(tmp_path: Path, dense: Spec) -> None:
     (repo / "snapshots").mkdir()
     with pytest.raises(InputError, match=r"with 0 snapshots.*download the model again"):
         find_origin(repo)
-
-
-def test_a_folder_of_gguf_files(tmp_path: Path) -> None:
-    for name in ("mmproj-a.gguf", "model-Q4_0.gguf", "model-Q8_0.gguf"):
-        (tmp_path / name).write_bytes(b"")
-    with pytest.raises(InputError, match=r"model-Q4_0\.gguf, or another of model-Q8_0\.gguf, mm"):
-        find_origin(tmp_path).spec()
 
 
 def test_a_pipe_is_refused_without_waiting(tmp_path: Path, dense: Spec) -> None:

@@ -20,7 +20,7 @@ import g4ir
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
-from g4ir.errors import EngineError, InputError
+from g4ir.errors import EngineError
 from g4ir.model.names import checkpoint_name
 from g4ir.ops.codecs import packed, unpacked
 from g4ir.quant.rewrite import weights_of
@@ -452,11 +452,3 @@ def test_towers_in_codes(tmp_path: Path) -> None:
         assert torch.equal(opened.tensor(bare), want)
     engine = built(folder, tmp_path / "e", media=("image",))
     assert engine.recipe is None and not Checkpoint.open(folder, spec).forms
-
-
-def test_quantised_twice(tmp_path: Path) -> None:
-    oracle = find_oracle(load_spec("tiny-ple"))
-    folder = CASES["int8 in words"].write(oracle, tmp_path / "c")
-    with pytest.raises(InputError, match=r"--quant int4: .*c is quantised already; leave --quant"):
-        built(folder, tmp_path / "e", quant="int4")
-    assert not (tmp_path / "e").exists()
