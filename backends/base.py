@@ -196,7 +196,7 @@ class Backend(ABC):
         return {}
 
     def cache_bytes(self, program: Program, limits: Limits) -> int:
-        """Return the bytes of the caches of a session of max_batch rows."""
+        """Return the bytes of the caches of a session of max_batch sequences."""
         return cache_bytes(program, limits.max_batch, limits.max_seq)
 
     def scratch_bytes(
@@ -256,5 +256,5 @@ class Prepared(Resolved):
         return sum(size * (self.ranks if name in own else 1) for name, size in sizes.items())
 
     def cache_bytes(self) -> int:
-        """Count the bytes of the caches of a session of max_batch rows."""
+        """Count the bytes of the caches of a session of max_batch sequences."""
         return self.backend.cache_bytes(self.packing.program, self.limits)

@@ -13,6 +13,7 @@ token. How exact each is says `g4ir verify` of an engine.
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,12 +83,8 @@ def keep_table(spec: Spec, rows: list[dict[str, Any]]) -> None:
     rotated = 2 * rotated_pairs(full.rope.kind, full.head_dim, full.rope.rotary_fraction)
     shape = (full.head_dim, rotated, heads // full.num_key_value_heads)
     new = [LatentMeasurement("cpu", r["dtype"], *shape, r["context"], r["fastest"]) for r in rows]
-    write_table([*new, *(r for r in read_table() if key(r) not in set(map(key, new)))])
-
-
-def key(r: LatentMeasurement) -> tuple[Any, ...]:
-    """Return the facts that a row is about."""
-    return (r.device, r.dtype, r.head_dim, r.rotated, r.group, r.context)
+    facts = {replace(r, form="off") for r in new}
+    write_table([*new, *(r for r in read_table() if replace(r, form="off") not in facts)])
 
 
 def main() -> None:

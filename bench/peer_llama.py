@@ -22,7 +22,7 @@ import g4ir
 from g4ir.bench.agreement import logits_of
 from g4ir.bench.measure import TAKE, interleave, over, speeds, timed_request, turn
 from g4ir.bench.roof import Meter, middle
-from g4ir.bench.runners import EngineRunner
+from g4ir.bench.runners import BenchRunner, EngineRunner
 from g4ir.bench.stats import median
 from g4ir.bench.work import find_work
 from g4ir.bench.workload import Workload, draw_tokens, plan_workload
@@ -32,7 +32,7 @@ HEAD = ["file", "", "load s", "prefill tokens/s", "decode ms", "read GB/s", "flo
 HEAD += ["llama.cpp / g4ir: prefill, decode", "cosine"]
 
 
-class LlamaRunner:
+class LlamaRunner(BenchRunner):
     """llama.cpp on a file, one row, as it comes: caches in float16, products of rounded rows."""
 
     role = "llama.cpp"

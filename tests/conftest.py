@@ -135,3 +135,12 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from tests.engines import Engines
 
     return Engines(tmp_path_factory.mktemp("engines"))
+
+
+@pytest.fixture(scope="module")
+def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """`make_engine(variant, **options)`: see tests/engines.py."""
+    from tests.engines import RandomEngines
+
+    with RandomEngines(tmp_path_factory.mktemp("random")) as made:
+        yield made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,22 @@ class Engines:
                 prefill_chunk=CHUNK,
                 **{**limits_of(backend, name), **options},
             )
+
+
+class RandomEngines(ExitStack):
+    """Engines of random weights on the reference backend, by variant and options, each once."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder, self.found = folder, dict[str, Engine]()
+
+    def __call__(self, variant: str, **options: Any) -> Engine:
+        key = f"{variant} {options}"
+        if key not in self.found:
+            given = {"backend": "reference", "random_weights": 0, **options}
+            made = g4ir.build(variant, self.folder / f"e{len(self.found)}", **given)
+            self.found[key] = self.enter_context(made)
+        return self.found[key]
 
 
 def stored_manifest(folder: Path) -> dict[str, Any]:

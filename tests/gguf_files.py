@@ -16,6 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+import yaml
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from g4ir.model.tensors import text_tensors
@@ -25,12 +26,9 @@ from g4ir.weights.random import RandomCheckpoint
 
 #: name and shape of a tensor -> its type in the file
 Kind = Callable[[str, tuple[int, ...]], str]
-#: types of which it takes blocks apart only -> where their float16 lie
-BLOCKS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
-DRAWN = {**BLOCKS, "Q8_0": (0,), "Q4_0": (0,)}
-#: how large the numbers of such a block are at d = 1
-SIZES = {"Q8_0": 73.0, "Q4_0": 4.6, "Q4_K": 300.0, "Q5_K": 600.0, "Q6_K": 1300.0}
-SIZES |= {"IQ4_NL": 65.0, "IQ4_XS": 1200.0}
+CASES: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+BLOCKS: dict[str, list[int]] = CASES["blocks"]
+DRAWN = {**BLOCKS, "Q8_0": [0], "Q4_0": [0]}
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
@@ -52,7 +50,6 @@ def _names(layers: int) -> gguf.TensorNameMap:
 
 
 def stored_name(spec: Spec, bare: str) -> str:
-    """The name that llama.cpp's converter gives a tensor of a checkpoint."""
     layer = bare.split(".")[1] if bare.startswith("layers.") else ""
     if bare.endswith("router.scale"):
         return f"blk.{layer}.ffn_gate_inp.scale"
@@ -66,7 +63,6 @@ def stored_name(spec: Spec, bare: str) -> str:
 
 
 def stored(t: torch.Tensor, kind: str, seed: int) -> tuple[Any, Any]:
-    """(the data of a tensor in a type, what it stands for)."""
     values = t.float().numpy()
     to = GGMLQuantizationType[kind]
     if kind in BLOCKS:
@@ -85,7 +81,7 @@ def blocks(kind: str, shape: tuple[int, ...], seed: int) -> Any:
     count = int(np.prod(shape)) // block
     raw = rng.integers(0, 256, (count, nbytes), dtype=np.uint8)
     for at in DRAWN[kind]:
-        d = rng.uniform(0.5, 1, count) * shape[-1] ** -0.5 / SIZES[kind]
+        d = rng.uniform(0.5, 1, count) * shape[-1] ** -0.5 / CASES["sizes"][kind]
         raw[:, at : at + 2] = d.astype(np.float16).view(np.uint8).reshape(count, 2)
     return raw.reshape(*shape[:-1], -1)
 
@@ -124,21 +120,10 @@ def bare_file(
     change: Callable[[dict[str, Any]], Any] = lambda values: None,
     kind: str = "F16",
 ) -> Path:
-    """A file with random weights."""
     source = RandomCheckpoint(spec, 0, torch.float32)
     tensors = {name: source.tensor(name) for name in text_tensors(spec)}
     write_gguf(path, spec, tensors, all_of(kind), change=change)
     return path
-
-
-#: of gemma4_unified, which the package's table does not know yet
-UNIFIED = {
-    "vision_embedder.patch_dense": "v.patch_embd",
-    "vision_embedder.patch_ln1": "v.patch_norm.1",
-    "vision_embedder.patch_ln2": "v.patch_norm.2",
-    "vision_embedder.pos_norm": "v.patch_norm.3",
-    "vision_embedder.pos": "v.position_embd",
-}
 
 
 @cache
@@ -147,14 +132,13 @@ def _tower_names() -> gguf.TensorNameMap:
 
 
 def stored_tower_name(bare: str) -> str:
-    """The name that llama.cpp's converter gives a tensor of a tower."""
     name = bare.replace("pos_embedding", "pos.weight")
     if name.endswith(("per_dim_scale", "position_embedding_table")):
         name += ".weight"
     name = name.replace(".linear.", ".")
     base, _, end = name.rpartition(".")
-    if base in UNIFIED:
-        return f"{UNIFIED[base]}.{end}"
+    if base in CASES["unified"]:
+        return f"{CASES['unified'][base]}.{end}"
     part, _, rest = base.partition(".")
     place = {"vision": "model.vision_tower.", "audio": "conformer."}.get(part)
     base = f"{place}{rest}".rstrip(".") if place else f"model.{base}"
@@ -166,7 +150,6 @@ def stored_tower_name(bare: str) -> str:
 
 
 def _as_converted(bare: str, t: torch.Tensor) -> torch.Tensor:
-    """What the converter makes of a tensor."""
     if bare.endswith("per_dim_scale"):
         return torch.nn.functional.softplus(t)
     if bare.endswith("depthwise_conv1d.weight"):
@@ -259,7 +242,6 @@ def write_values(writer: gguf.GGUFWriter, values: Mapping[str, Any]) -> None:
 
 
 def values_of(reader: gguf.GGUFReader) -> dict[str, Any]:
-    """The metadata of a file as `write_values` takes it."""
     own = ("GGUF.", "general.architecture")
     return {k: v.contents() for k, v in reader.fields.items() if not k.startswith(own)}
 
@@ -272,7 +254,6 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 def metadata(spec: Spec) -> dict[str, Any]:
-    """What llama.cpp's converter writes of a spec, with a tokenizer."""
     text, layers = spec.text, spec.layers()
     out: dict[str, Any] = {
         "block_count": text.num_hidden_layers,
@@ -303,34 +284,24 @@ def metadata(spec: Spec) -> dict[str, Any]:
 
 
 def _alike(values: list[int]) -> Any:
-    """One value for all layers, or an array."""
     return values if len(set(values)) > 1 else values[0]
 
 
 def vocabulary(size: int) -> dict[str, Any]:
     """Special tokens, every byte, and a few words, with what joins characters to them."""
-    words = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<turn|>", "<|channel>"]
-    kinds = [3, 1, 3, 3, 3, 3, 4]  # <eos> is not marked in files that people have
-    words += [f"<0x{i:02X}>" for i in range(256)]
-    letters = ["▁", *"abcdeinort\n", "é", "界"]
-    merges = ["a b", "▁ a", "t o", "n t", "i n", "▁ to", "▁a n", "e r", "\n \n", "in to", "c d"]
-    words += [*letters, *(m.replace(" ", "") for m in merges)]
+    merges = CASES["merges"]
+    words = [*CASES["special"], *(f"<0x{i:02X}>" for i in range(256)), *CASES["letters"]]
+    words += [merge.replace(" ", "") for merge in merges]
     words += [f"▁w{i}" for i in range(size - len(words))]
-    kinds += [6] * 256 + [1] * (size - 256 - 7)
-    return {
-        "tokenizer.ggml.model": "gemma4",
-        "tokenizer.ggml.tokens": words,
-        "tokenizer.ggml.scores": [-1000.0] * size,
-        "tokenizer.ggml.token_type": kinds,
-        "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.bos_token_id": 2,
-        "tokenizer.ggml.eos_token_id": 5,
-        "tokenizer.ggml.unknown_token_id": 3,
-        "tokenizer.ggml.padding_token_id": 0,
-        "tokenizer.ggml.add_bos_token": True,
-        "tokenizer.ggml.add_space_prefix": False,
-        "tokenizer.chat_template": TEMPLATE,
+    values = {
+        **CASES["tokenizer"],
+        "tokens": words,
+        "scores": [-1000.0] * size,
+        "token_type": [*CASES["special"].values(), *[6] * 256, *[1] * (size - 256 - 7)],
+        "merges": list(merges),
     }
+    named = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+    return named | {"tokenizer.chat_template": TEMPLATE}
 
 
 def main() -> None:

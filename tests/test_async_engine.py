@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
-import g4ir
 from g4ir.backends.sampling import SamplingParams
 from g4ir.engine.async_engine import AsyncEngine, AsyncEngineConfig
 from g4ir.engine.engine import Engine
@@ -24,11 +22,8 @@ WAIT = 30.0
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    folder: Path = tmp_path_factory.mktemp("service") / "engine"
-    limits = {"max_seq": 400, "prefill_chunk": 16, "max_batch": 4}
-    with g4ir.build("tiny-ple", folder, backend="reference", random_weights=0, **limits) as e:
-        yield e
+def engine(make_engine: Any) -> Engine:
+    return make_engine("tiny-ple", max_seq=400, prefill_chunk=16, max_batch=4)
 
 
 @pytest.fixture

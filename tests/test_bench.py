@@ -128,16 +128,6 @@ def test_lengths_left_open_fit(moe: Engine) -> None:
     assert plan_workload([moe.limits], context=MAX_SEQ - 2).fed == MAX_SEQ
 
 
-def test_tokens_follow_from_the_seed(ple: Engine) -> None:
-    w = replace(SMALL, batch=3)
-    tokens = draw_tokens(w, ple)
-    assert tokens.shape == (3, w.fed)
-    assert torch.equal(tokens, draw_tokens(w, ple))
-    assert not torch.equal(tokens, draw_tokens(replace(w, seed=1), ple))
-    many = draw_tokens(replace(w, input_len=20_000), ple)
-    assert int(many.max()) == ple.spec.text.ple.vocab_size - 1
-
-
 def test_tokens_of_a_text(tmp_path: Path) -> None:
     out, file = (
         built(tmp_path / "e", "--checkpoint", text_checkpoint(tmp_path / "c")),

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from g4ir.ir.interpret import interpret
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS
 from g4ir.passes import PASSES
 from tests.configs import SMALL, fewest, spec_called
-from tests.oracle import Oracle, close_calls, cosine, find_bf16_oracle, graph_params
+from tests.oracle import Oracle, close_calls, cosine, find_bf16_oracle
 from tests.parity import prefill_then_decode
 from tests.runner import open_session
 
@@ -46,12 +45,6 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor
 def apart(got: torch.Tensor, want: torch.Tensor) -> float:
     """Return the largest difference relative to the rms."""
     return float((got.double() - want.double()).abs().max() / want.double().pow(2).mean().sqrt())
-
-
-@pytest.fixture
-def layer() -> Any:
-    """Layer 3 of the reference's smallest mixture of experts: it has a part of every kind."""
-    return oracle_of("combined").model.model.layers[3]
 
 
 # --- whole models -----------------------------------------------------------------------------
@@ -100,45 +93,6 @@ def test_embedding_scale_is_rounded_first(size: int) -> None:
     got = apply("embedding", module.weight.data, ids, scale=size**0.5)
     assert torch.equal(got, module(ids))
     assert torch.equal(got, module.weight.data[ids] * torch.tensor(SCALES[size], dtype=BF16))
-
-
-@pytest.mark.parametrize("name", ["e2b-small", "e4b-small", "combined"])
-def test_per_layer_inputs(name: str) -> None:
-    """The chain from token ids to each layer's row: two tables, projection, norm, sum, mean."""
-    oracle = oracle_of(name)
-    text, spec, tokens = oracle.model.model, oracle.spec, oracle.tokens
-    graph = build_graph(spec, "embed", dtype="bf16")
-    rows, _ = interpret(graph, {"tokens": tokens}, graph_params(graph, oracle.tensors), {})
-    with torch.no_grad():
-        embeds = text.embed_tokens(tokens)
-        want = text.project_per_layer_inputs(embeds, text.get_per_layer_inputs(tokens, None))
-    assert torch.equal(rows["embeds"], embeds)
-    session = open_session(oracle, 2, 64, True, skip=PASSES)
-    found: dict[str, torch.Tensor] = {}
-    session.watch = lambda value, tensor: found.update({value.name: tensor})
-    session.prefill(tokens, all_logits=True)
-    for i in range(spec.text.num_hidden_layers):
-        assert torch.equal(found[f"L{i}.ple"], want[:, :, i]), f"layer {i}"
-
-
-@pytest.mark.parametrize("count", [1, 64])
-def test_router(layer: Any, count: int) -> None:
-    """The same experts and the same fp32 weights; the root of the size is not rounded."""
-    router, h = layer.router, noise(count, layer.hidden_size, seed=count)
-    with torch.no_grad():
-        _, weights, index = router(h)
-        got, chosen = apply(
-            "router",
-            apply("rms_norm", h, eps=router.eps),
-            router.scale,
-            router.proj.weight,
-            router.per_expert_scale,
-            top_k=index.shape[-1],
-            root=layer.hidden_size**-0.5,
-        )
-    assert torch.equal(chosen, index)
-    assert got.dtype == weights.dtype == torch.float32
-    assert torch.equal(got, weights)
 
 
 @pytest.mark.parametrize("kind", ["sliding", "full"])

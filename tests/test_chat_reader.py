@@ -244,12 +244,9 @@ def test_every_cutting_of_anything(soup: list[str], data: Any, reason: str, know
 
 PLAIN = st.text(max_size=12).filter(lambda t: not any(c in t for c in CONTROLS))
 KEYS = st.text("abcXYZ_-.9도", min_size=1, max_size=5)
+NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 VALUES = st.recursive(
-    PLAIN
-    | st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False),
+    PLAIN | st.none() | st.booleans() | NUMBERS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=8,
 )
@@ -272,29 +269,12 @@ def test_what_is_rendered_is_read_back(calls: list[tuple[str, Any]], thought: st
     assert (answer.content, answer.finish_reason) == ("", "tool_calls")
 
 
-N = 40_000
-LONG = {
-    "string": f"{CALL}call:f{{text:{QUOTE}{'a}' * (N // 2)}{QUOTE}}}{CALL_END}",
-    "open string": f"{CALL}call:f{{text:{QUOTE}{'a,text:' * (N // 7)}",
-    "list": f"{CALL}call:f{{list:[{'1,' * (N // 2)}]}}{CALL_END}",
-    "depth": f"{CALL}call:f{{a:{'[' * (N // 2)}{']' * (N // 2)}}}{CALL_END}",
-    "broken": f"{CALL}call:f{{a:{QUOTE}x}}{CALL_END} " * (N // 40),
-    "broken after another": f"{CALL}call:f{{a:{QUOTE}x}}{CALL_END}" * (N // 40),
-    "heads": f"{CALL}call:f " * (N // 20),
-    "space": f"{CALL}call:f{{}}{' ' * N}",
-    "quotes": f"{CALL}call:f{{a:{chr(34) * N}}}{CALL_END}",
-    "apostrophes": f"{CALL}call:f{{text:{chr(39) * N}{QUOTE}}}{CALL_END}",
-    "brackets": "<" * N,
-    "thought": "<|channel>thought\n" + "\n" * N,
-    "words in (": f"{CALL}call:f({'a:b,' * (N // 4)}){CALL_END}",
-}
-
-
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", CALLS["long"])
 def test_time_grows_with_the_length(name: str) -> None:
     """In pieces of one character; what looks at all before again would take minutes."""
+    head, part, count, end = CALLS["long"][name]
     begun = time.process_time()
-    answered(Reader(declared("f"), stop=["aab", "}}}"]), LONG[name])
+    answered(Reader(declared("f"), stop=["aab", "}}}"]), head + part * count + end)
     assert time.process_time() - begun < 4
 
 

@@ -56,12 +56,9 @@ def call(name: str, id: str | None = None, arguments: Any = "{}") -> dict[str, A
     return out if id is None else out | {"id": id}
 
 
-def test_texts_beside_each_other_keep_their_spaces() -> None:
-    parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "world "}]
+def test_texts_beside_each_other_keep_their_spaces_and_an_answer_is_continued() -> None:
+    parts = ["Hello ", {"type": "text", "text": "world "}]
     assert "Hello world<turn|>" in make_prompt([{"role": "user", "content": parts}]).text
-
-
-def test_an_answer_is_continued() -> None:
     messages = [*HI, {"role": "assistant", "content": "Once upon"}]
     assert make_prompt(messages, continued=True).text.endswith("<|turn>model\nOnce upon")
     with pytest.raises(InputError, match="must be the assistant's"):

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 import g4ir
@@ -31,6 +32,7 @@ from g4ir.weights.write import write_checkpoint
 
 PREFIX = "model.language_model."
 Q0 = PREFIX + "layers.0.self_attn.q_proj.weight"
+CASES = yaml.safe_load(Path(__file__).with_name("checkpoint_cases.yaml").read_text())
 Tensors = dict[str, torch.Tensor]
 
 
@@ -62,7 +64,6 @@ def save(directory: Path, spec: Spec, edit: Callable[[Tensors], Any] = lambda t:
 
 
 def refuse(directory: Path, spec: Spec, *words: str) -> str:
-    """Opening fails with one message that holds every word and a fix."""
     with pytest.raises(WeightsError) as caught:
         Checkpoint.open(directory, spec)
     message = str(caught.value)
@@ -130,8 +131,6 @@ def test_writer_refuses_an_existing_directory_and_leaves_nothing_on_failure(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_float_dtypes(tmp_path: Path, dense: Spec, dtype: torch.dtype) -> None:
-    """Of all tensors; a norm may be wider."""
-
     def edit(tensors: Tensors) -> None:
         wide = {PREFIX + "norm.weight": torch.float32}
         tensors.update({k: v.to(wide.get(k, dtype)) for k, v in tensors.items()})
@@ -167,19 +166,7 @@ def test_dead_kv_of_shared_layers_is_ignored_and_reported(tmp_path: Path, ple: S
         opened.tensor("layers.7.self_attn.k_proj.weight")
 
 
-IGNORED = (
-    "model.vision_tower.std_bias",
-    "model.audio_tower.layers.0.norm_out.weight",
-    "model.embed_vision.embedding_projection.weight",
-    "model.embed_audio.embedding_projection.weight",
-    "model.vision_embedder.patch_ln1.bias",
-    f"{PREFIX}rotary_emb.inv_freq",
-    f"{PREFIX}rotary_emb.full_attention_inv_freq",
-    f"{PREFIX}rotary_emb_local.inv_freq",
-)
-
-
-@pytest.mark.parametrize("name", IGNORED)
+@pytest.mark.parametrize("name", CASES["ignored"])
 def test_ignored_and_reported(tmp_path: Path, dense: Spec, name: str) -> None:
     path = save(tmp_path / "c", dense, lambda t: t.update({name: torch.zeros(8).long()}))
     ((found, why),) = Checkpoint.open(path, dense).ignored.items()
@@ -202,21 +189,13 @@ def test_rows_equal_the_table(tmp_path: Path, ple: Spec) -> None:
     assert opened.rows("embed_tokens_per_layer.weight", ids[:0]).shape == (0, 3, table.shape[1])
 
 
-@pytest.mark.parametrize(
-    ("name", "ids", "word"),
-    [
-        ("embed_tokens.weight", torch.tensor([512]), "0..511"),
-        ("embed_tokens.weight", torch.tensor([-1]), "0..511"),
-        ("embed_tokens.weight", torch.tensor([0.5]), "int64"),
-        ("norm.weight", torch.tensor([0]), "2-D"),
-    ],
-)
-def test_bad_rows(tmp_path: Path, dense: Spec, name: str, ids: torch.Tensor, word: str) -> None:
-    opened = Checkpoint.open(save(tmp_path / "c", dense), dense)
+@pytest.mark.parametrize("name, ids, word", CASES["rows"])
+def test_bad_rows(tmp_path: Path, dense: Spec, name: str, ids: list[float], word: str) -> None:
+    given, opened = torch.tensor(ids), Checkpoint.open(save(tmp_path / "c", dense), dense)
     with pytest.raises(InputError, match=word):
-        opened.rows(name, ids)
+        opened.rows(name, given)
     with pytest.raises(InputError, match=word):
-        source(dense).rows(name, ids)
+        source(dense).rows(name, given)
 
 
 def test_views_survive_release_and_close(tmp_path: Path, dense: Spec) -> None:
@@ -243,7 +222,6 @@ def test_views_are_lazy(tmp_path: Path) -> None:
 
 
 def write_holes(directory: Path, spec: Spec) -> None:
-    """A checkpoint of zeros that takes no disk space."""
     header: dict[str, Any] = {}
     at = 0
     for name, shape in text_tensors(spec).items():
@@ -278,28 +256,13 @@ def test_a_file_that_changes_after_the_check_is_refused(tmp_path: Path, dense: S
         opened.tensor("norm.weight")
 
 
-#: what other tools make of transformers' names of the text model
-LAYOUTS: dict[str, Callable[[str], str]] = {
-    "MLX": lambda n: f"language_model.model.{n}",
-    "text alone": lambda n: f"model.{n}",
-    "torch.compile": lambda n: f"_orig_mod.{PREFIX}{n}",
-    "torch.compile of a part": lambda n: f"model.language_model._orig_mod.{n}",
-    "of each layer": lambda n: PREFIX + n.replace(".self_attn.", "._orig_mod.self_attn."),
-    "DDP": lambda n: f"module.{PREFIX}{n}",
-    "PEFT": lambda n: f"base_model.model.{PREFIX}{n}",
-    "all of them": lambda n: f"_orig_mod.module.base_model.model._orig_mod.{PREFIX}{n}",
-}
-#: names that a head has beside the published one
-HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", CASES["layouts"])
 def test_layouts(tmp_path: Path, layout: str) -> None:
     spec = load_spec("tiny-ple")
 
     def edit(tensors: Tensors) -> None:
         for name in [*tensors]:
-            tensors[LAYOUTS[layout](name.removeprefix(PREFIX))] = tensors.pop(name)
+            tensors[CASES["layouts"][layout].format(name.removeprefix(PREFIX))] = tensors.pop(name)
 
     opened = Checkpoint.open(save(tmp_path / "c", spec, edit), spec)
     for name in text_tensors(spec):
@@ -307,9 +270,8 @@ def test_layouts(tmp_path: Path, layout: str) -> None:
     assert not opened.ignored
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", CASES["heads"])
 def test_a_head_under_another_name(tmp_path: Path, dense: Spec, head: str) -> None:
-    """Of its own; tied and equal; tied and different."""
     made = source(dense).tensor("embed_tokens.weight")
     own = untied(dense)
     folder = save(tmp_path / "own", own, lambda t: t.update({head: t.pop("lm_head.weight")}))
@@ -326,28 +288,7 @@ def test_a_head_under_another_name(tmp_path: Path, dense: Spec, head: str) -> No
             read("embed_tokens.weight")
 
 
-def test_a_tensor_under_two_names(tmp_path: Path, dense: Spec) -> None:
-    folder = save(tmp_path / "c", dense, lambda t: t.update({f"module.{Q0}": t[Q0].clone()}))
-    refuse(folder, dense, f"'{Q0}'", f"'module.{Q0}'", "are the same tensor")
-
-
-def test_an_adapter_that_is_not_merged(tmp_path: Path, dense: Spec) -> None:
-    def edit(tensors: Tensors) -> None:
-        stem = f"base_model.model.{Q0.removesuffix('.weight')}"
-        tensors[f"{stem}.base_layer.weight"] = tensors.pop(Q0)
-        tensors[f"{stem}.lora_A.default.weight"] = torch.zeros(4, 64)
-
-    folder = save(tmp_path / "c", dense, edit)
-    refuse(folder, dense, "part of an adapter that is not merged", "merge_and_unload", "--adapter")
-
-
-MLX = {"group_size": 32, "bits": 4, "mode": "affine"}
-#: modules that MLX quantises otherwise
-MLX_OTHERS: dict[str, Any] = {
-    "language_model.model.layers.0.mlp.up_proj": {"group_size": 32, "bits": 8},
-    "language_model.model.layers.0.self_attn.o_proj": {"group_size": 64, "bits": 2},
-    "language_model.model.layers.1.mlp.up_proj": False,
-}
+MLX, MLX_OTHERS = CASES["mlx"], CASES["mlx_others"]
 
 
 def mlx_checkpoint(
@@ -396,7 +337,6 @@ def test_weights_that_mlx_quantised(
 
 
 def test_an_engine_of_weights_that_mlx_quantised(tmp_path: Path, dense: Spec) -> None:
-    """Beside transformers, which does not read them, and quantised again."""
     mlx_checkpoint(tmp_path / "c", dense, {**MLX, **MLX_OTHERS})
     shared = {"checkpoint": tmp_path / "c", "backend": "reference", "max_seq": 64}
     engine = g4ir.build(None, tmp_path / "e", dtype="float32", **shared)
@@ -405,44 +345,25 @@ def test_an_engine_of_weights_that_mlx_quantised(tmp_path: Path, dense: Spec) ->
     assert again.manifest["quant"]["name"] == "int4"
 
 
-MLX_REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "mode": ({**MLX, "mode": "mxfp4"}, None, "MLX's mode 'mxfp4' is not read; fix: take the bf16"),
-    "bits": ({**MLX, "bits": 6}, None, "6 bits in groups of 32 (config.json: quantization), and 2"),
-    "other": ({"scheme": 7}, None, "quantization: {'scheme': 7} is not read; fix: take the bf16"),
-    "group": ({**MLX, "group_size": 16}, None, "expected U32 "),
-    "NaN": (
-        {**MLX, **MLX_OTHERS},
-        lambda t: t["language_model.model.layers.0.self_attn.q_proj.scales"].fill_(math.nan),
-        "a scale or bias is NaN or infinite",
-    ),
-    "no biases": (
-        {**MLX, **MLX_OTHERS},
-        lambda t: t.pop("language_model.model.layers.0.self_attn.q_proj.biases"),
-        "found U32",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", MLX_REFUSED)
+@pytest.mark.parametrize("case", CASES["mlx_refused"])
 def test_mlx_refused(tmp_path: Path, dense: Spec, case: str) -> None:
-    said, edit, words = MLX_REFUSED[case]
-    mlx_checkpoint(tmp_path / "c", dense, said, edit=edit or (lambda t: None))
+    said, part, words = CASES["mlx_refused"][case]
+    name = "layers.0.self_attn.q_proj"
+
+    def edit(tensors: Tensors) -> None:
+        if part:
+            made = tensors.pop(f"language_model.model.{name}.{part}")
+            if part == "scales":
+                tensors[f"language_model.model.{name}.{part}"] = made * math.nan
+
+    mlx_checkpoint(tmp_path / "c", dense, said, edit=edit)
     with pytest.raises(WeightsError) as e:
-        Checkpoint.open(tmp_path / "c", dense).tensor("layers.0.self_attn.q_proj.weight")
+        Checkpoint.open(tmp_path / "c", dense).tensor(f"{name}.weight")
     assert words in str(e.value) and "fix:" in str(e.value), e.value
 
 
-def test_what_mlx_stores_otherwise(tmp_path: Path) -> None:
-    """Experts and convolutions: called what they are."""
-    moe, media = load_spec("tiny-moe"), load_spec("tiny-media")
-
-    def apart(tensors: Tensors) -> None:
-        stem = f"{PREFIX}layers.0.experts."
-        gate, up = tensors.pop(f"{stem}gate_up_proj").chunk(2, 1)
-        tensors[f"{stem}switch_glu.gate_proj.weight"] = gate.contiguous()
-        tensors[f"{stem}switch_glu.up_proj.weight"] = up.contiguous()
-
-    refuse(save(tmp_path / "moe", moe, apart), moe, "experts in MLX's layout", "that MLX converted")
+def test_convolutions_that_mlx_stores_otherwise(tmp_path: Path) -> None:
+    media = load_spec("tiny-media")
     folder = write_checkpoint(tmp_path / "c", media, source(media), media=("audio",))
     tensors = load_file(folder / "model.safetensors")
     for name in [n for n in tensors if n.endswith("conv.weight")]:
@@ -468,13 +389,6 @@ def test_a_folder_of_the_hub_cache(tmp_path: Path, dense: Spec) -> None:
     (repo / "snapshots").mkdir()
     with pytest.raises(InputError, match=r"with 0 snapshots.*download the model again"):
         find_origin(repo)
-
-
-def test_a_folder_of_gguf_files(tmp_path: Path) -> None:
-    for name in ("mmproj-a.gguf", "model-Q4_0.gguf", "model-Q8_0.gguf"):
-        (tmp_path / name).write_bytes(b"")
-    with pytest.raises(InputError, match=r"model-Q4_0\.gguf, or another of model-Q8_0\.gguf, mm"):
-        find_origin(tmp_path).spec()
 
 
 def test_a_pipe_is_refused_without_waiting(tmp_path: Path, dense: Spec) -> None:
@@ -550,7 +464,6 @@ def test_names_are_shown_as_printable_ascii(tmp_path: Path, dense: Spec) -> None
 
 
 def test_tensors_begin_at_a_cache_line(tmp_path: Path) -> None:
-    """Those of whole lines, whatever the others are."""
     table = {"a": ("F32", (3,)), "b": ("BF16", (32,)), "c": ("U8", (1,)), "d": ("F32", (2, 16))}
     table["e"] = ("F32", (0, 3))
     made = {n: torch.arange(math.prod(s)).to(DTYPES[d]).view(s) for n, (d, s) in table.items()}
@@ -563,15 +476,7 @@ def test_tensors_begin_at_a_cache_line(tmp_path: Path) -> None:
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
 
 
-@pytest.mark.parametrize(
-    ("env", "where"),
-    [
-        ({"HF_HUB_CACHE": "/a", "HF_HOME": "/b"}, "/a"),
-        ({"HF_HOME": "/b"}, "/b/hub"),
-        ({"XDG_CACHE_HOME": "/x"}, "/x/huggingface/hub"),
-        ({"HOME": "/h"}, "/h/.cache/huggingface/hub"),
-    ],
-)
+@pytest.mark.parametrize("env, where", CASES["hub_cache"])
 def test_hub_cache(env: dict[str, str], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)

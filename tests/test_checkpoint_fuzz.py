@@ -26,8 +26,7 @@ from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
 from tests.configs import two_layers
 from tests.oracle import find_oracle
-from tests.packing import Tensors
-from tests.test_quantised_checkpoints import CASES
+from tests.test_quantised_checkpoints import CASES, Tensors
 
 SPEC = two_layers(8, 16)
 
@@ -99,7 +98,6 @@ JSON = st.recursive(
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths of all values inside one."""
     if not isinstance(value, dict | list):
         return [path]
     keys = value.items() if isinstance(value, dict) else enumerate(value)
@@ -107,7 +105,6 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def replaced(value: Any, path: tuple[Any, ...], new: Any, name: Any) -> Any:
-    """A copy with another value at a path, under another name if one is given."""
     if not path:
         return new
     value, (key, *rest) = copy.copy(value), path
@@ -121,7 +118,6 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any, name: Any) -> Any:
 
 @st.composite
 def changed(draw: st.DrawFn, value: Any) -> Any:
-    """A JSON value with a few of its parts replaced, under other names too."""
     for _ in range(draw(st.integers(1, 3))):
         path = draw(st.sampled_from(places(value)))
         value = replaced(value, path, draw(JSON), draw(st.none() | TEXT))
@@ -155,7 +151,6 @@ def base(case: str) -> tuple[dict[str, Any], Tensors, Spec]:
 
 
 def quantised_survives(folder: Path, config: Any, tensors: Tensors, spec: Spec) -> None:
-    """Open and read all that is in codes; only an error of ours, in printable text, may come."""
     (folder / "config.json").write_text(json.dumps(config))
     save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
     try:

@@ -8,7 +8,8 @@ import json
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,28 +63,9 @@ Make = Callable[..., Engine]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
-    folder, found = tmp_path_factory.mktemp("drafting"), dict[str, Engine]()
-
-    def engine(variant: str, draft_tokens: int = MOST) -> Engine:
-        name = f"{variant}-{draft_tokens}"
-        if name not in found:
-            found[name] = g4ir.build(
-                variant,
-                folder / name,
-                backend="reference",
-                dtype="float32",
-                random_weights=3,
-                draft_tokens=draft_tokens,
-                max_seq=MAX_SEQ,
-                prefill_chunk=CHUNK,
-                max_batch=3,
-            )
-        return found[name]
-
-    yield engine
-    for e in found.values():
-        e.close()
+def made(make_engine: Make) -> Make:
+    limits = {"max_seq": MAX_SEQ, "prefill_chunk": CHUNK, "max_batch": 3, "draft_tokens": MOST}
+    return partial(make_engine, random_weights=3, dtype="float32", **limits)
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -359,13 +341,8 @@ IDS = [*range(5, 26)]
 
 
 @pytest.fixture(scope="module")
-def checked(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    return small(tmp_path_factory.mktemp("draft") / "e")
-
-
-def small(folder: Path, spec: str = "tiny-dense", **options: Any) -> Engine:
-    limits = {"max_seq": 48, "prefill_chunk": 16, "draft_tokens": 4, "dtype": "float32"}
-    return g4ir.build(spec, folder, backend="reference", random_weights=1, **limits | options)
+def checked(made: Make) -> Engine:
+    return made("tiny-dense", max_seq=48, max_batch=1, draft_tokens=4)
 
 
 def turned(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,8 +374,8 @@ def test_each_pass_is_seen_in_rounds(checked: Engine) -> None:
     assert report.to_dict()["rounds"] == (5, 4) and not report.media
 
 
-def test_rounds_that_pass_an_engines_end(tmp_path: Path) -> None:
-    engine = small(tmp_path / "e", "tiny-ple", all_logits=True, max_seq=32, draft_tokens=31)
+def test_rounds_that_pass_an_engines_end(made: Make) -> None:
+    engine = made("tiny-ple", all_logits=True, max_seq=32, max_batch=1, draft_tokens=31)
     report, stages = verify_engine(engine), verify_each_pass(engine)
     assert report.ok and report.rounds, report.text()
     assert stages.ok and max(stages.rounds) <= 32, stages.text()

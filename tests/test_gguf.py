@@ -79,7 +79,6 @@ def test_blocks_to_the_bit(kind: str) -> None:
 
 
 def says(spec: Spec) -> bool:
-    """Whether a GGUF file can say a spec."""
     sliding, full = spec.text.sliding.rope, spec.text.full.rope
     ropes = sliding.kind == "default" and full.kind == "proportional" and full.factor is None
     wide = spec.text.use_double_wide_mlp and not spec.text.num_kv_shared_layers
@@ -90,7 +89,6 @@ UNSAID = ("name", "hub", "chat", "dtype", "tokens.", "vision", "audio", "model_t
 
 
 def assert_says(file: Path, spec: Spec) -> Spec:
-    """Return the spec of a file, which must be `spec` in all that files say."""
     found = read_spec(read_container(file))
     assert not [row for row in diff_specs(spec, found) if not row[0].startswith(UNSAID)]
     return found
@@ -131,7 +129,6 @@ def bare_tensors(oracle: Oracle) -> dict[str, torch.Tensor]:
 
 
 def holding(oracle: Oracle, meant: dict[str, torch.Tensor]) -> Oracle:
-    """The same model with other weights."""
     model = copy.deepcopy(oracle.model)
     state = {(k if k == HEAD else f"model.{k}"): v for k, v in meant.items()}
     state.setdefault("lm_head.weight", meant[TOKEN_TABLE])
@@ -242,7 +239,6 @@ def test_an_engine_that_refers_to_its_file(tmp_path: Path) -> None:
 
 
 def test_bfloat16(tmp_path: Path) -> None:
-    """Numbers with minima are rounded to fp32 and then to the dtype, however they are held."""
     engine, _, meant = built(tmp_path, widened("tiny-dense"), all_of("Q4_K"), dtype="bfloat16")
     name = "layers.0.mlp.up_proj.weight"
     assert torch.equal(engine.param("L0.mlp.w_up"), meant[name].to(torch.bfloat16))
@@ -323,7 +319,6 @@ FUSED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_gate_up": ("ffn_gate",
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 @pytest.mark.parametrize("name", ["tiny-ple", "tiny-dense"])
 def test_fused_tensors_and_other_names(tmp_path: Path, name: str, kind: str) -> None:
-    """Layers with K and V, with K alone, and with neither."""
     spec = load_spec(name)
     file = bare_file(tmp_path / "a.gguf", spec, kind=kind)
     held = {t.name: t for t in gguf.GGUFReader(file).tensors}
@@ -425,17 +420,6 @@ def test_a_variant_that_differs(model: Path, tmp_path: Path) -> None:
     assert command(*words, "--variant", "tiny-ple", "--media", "none").code == 0
 
 
-def test_what_is_no_checkpoint(tmp_path: Path) -> None:
-    words = ("build", "--backend", "reference", "--out", tmp_path / "e", "--checkpoint")
-    assert "absent.gguf: no such file" in refused(*words, tmp_path / "absent.gguf")
-    (tmp_path / "model.safetensors").write_bytes(b"12345678")
-    (tmp_path / "a.gguf").write_bytes(b"")
-    assert f"give --checkpoint {tmp_path / 'a.gguf'}" in refused(*words, tmp_path)
-    assert "no GGUF file" in refused(*words, tmp_path / "a.gguf")
-    message = refused(*words, tmp_path / "model.safetensors")
-    assert f"one file of a checkpoint; give its directory, {tmp_path}" in message
-
-
 def changed(v: dict[str, Any], case: Mapping[str, Any]) -> None:
     """Change metadata as a case of gguf_refused.yaml says."""
     for key, value in case.get("set", {}).items():
@@ -467,8 +451,6 @@ def without(part: str) -> Callable[[str, Any], dict[str, Any]]:
 
 
 def retyped(part: str, kind: str) -> Callable[[str, Any], dict[str, Any]]:
-    """Tensors of a name as zeros of a type."""
-
     def edit(name: str, t: Any) -> dict[str, Any]:
         if part not in name:
             return {name: (t.data, t.tensor_type)}
@@ -494,7 +476,6 @@ def same_name(name: str, t: Any) -> dict[str, Any]:
 
 
 def fused_too(name: str, t: Any) -> dict[str, Any]:
-    """The file with a fused tensor beside its parts."""
     fused = {"blk.0.attn_qkv.weight": (np.concatenate([t.data] * 2), t.tensor_type)}
     return as_it_is(name, t) | (fused if name == "blk.0.attn_q.weight" else {})
 
@@ -519,7 +500,6 @@ def test_refused_tensors(model: Path, tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(("kind", "at"), [("Q8_0", 34), ("Q4_K", 0), ("Q5_K", 176 + 2)])
 def test_scales_that_are_not_finite(tmp_path: Path, kind: str, at: int) -> None:
-    """A block's scale, or its minimum."""
     spec = widened("tiny-ple")
     file = bare_file(tmp_path / "a.gguf", spec, kind=kind)
     entry = read_container(file).tensors["blk.2.attn_q.weight"].entry

@@ -76,7 +76,7 @@ def test_order_means_nothing() -> None:
     assert diff_graphs(parse_graph(BEFORE), parse_graph("".join(lines))) == []
 
 
-@pytest.mark.parametrize("variant", ["e2b", "26b-a4b"])
+@pytest.mark.parametrize("variant", ["e2b", "26b-a4b", "31b"])
 def test_changes_rebuild_the_graph(variant: str) -> None:
     """Take the changed lines out, put the new ones in: the graph after the pass."""
     stages = [build_graph(load_spec(variant), "prefill")]

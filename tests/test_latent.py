@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import g4ir
 from g4ir.errors import InputError, SpecError
 from g4ir.passes.latent_kv import LatentOptions, latent_kv
 from g4ir.plan.latent import TABLE, LatentMeasurement, choose_form, read_table, write_table
@@ -163,19 +162,3 @@ def test_a_damaged_table_is_named(text: str, message: str, tmp_path: Path) -> No
     with pytest.raises(SpecError, match=message) as e:
         read_table(file)
     assert str(file) in str(e.value)
-
-
-def test_an_engine_keeps_its_form(tmp_path: Path) -> None:
-    """`auto` where nothing was measured is plain; the manifest's graphs say what was built."""
-    for form in (None, "raw"):
-        options = {"latent_kv": form} if form else {}
-        engine = g4ir.build(
-            "tiny-dense",
-            tmp_path / str(form),
-            random_weights=0,
-            backend="reference",
-            max_seq=64,
-            **options,
-        )
-        read = any(engine.program.graphs["decode"].find("attention_latent"))
-        assert read == (form is not None)

@@ -9,13 +9,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import g4ir
 from g4ir.engine.engine import Engine
 from g4ir.engine.offline import AHEAD, Failure, OfflineEngine, Result
 from tests.engines import CASES, some_tokens
@@ -23,23 +20,17 @@ from tests.engines import CASES, some_tokens
 ROWS = 4
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """Of several rows."""
-    with built(tmp_path_factory.mktemp("rows"), ROWS) as made:
-        yield made
+LIMITS = {"max_seq": 160, "prefill_chunk": 32}
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """The same of one row."""
-    with built(tmp_path_factory.mktemp("row"), 1) as made:
-        yield made
+def engine(make_engine: Any) -> Engine:
+    return make_engine("tiny-ple", max_batch=ROWS, **LIMITS)
 
 
-def built(folder: Path, rows: int) -> Engine:
-    options = {"backend": "reference", "random_weights": 0, "max_seq": 160, "prefill_chunk": 32}
-    return g4ir.build("tiny-ple", folder / "engine", max_batch=rows, **options)
+@pytest.fixture(scope="module")
+def single(make_engine: Any) -> Engine:
+    return make_engine("tiny-ple", max_batch=1, **LIMITS)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

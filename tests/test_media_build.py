@@ -7,15 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-import g4ir
 from g4ir.engine.build import prepare
-from g4ir.errors import InputError, PlanError, SpecError, WeightsError
+from g4ir.errors import PlanError, SpecError, WeightsError
 from g4ir.ir.interpret import interpret
-from g4ir.media.audio import Waveform
 from g4ir.model.audio import MelSettings
 from g4ir.model.media import KINDS
 from g4ir.model.names import checkpoint_name
@@ -89,14 +86,6 @@ def test_limits_of_sound_are_exact(soft: int) -> None:
     assert settings.soft_tokens(settings.max_samples) <= soft
     if soft < 750:
         assert settings.soft_tokens(settings.max_samples + settings.pad_multiple) > soft
-
-
-def test_sound_is_cut_at_what_the_engine_was_built_for(tmp_path: Path) -> None:
-    engine = g4ir.build("tiny-media", tmp_path / "e", media="audio", audio_seconds=[0.5], **OPTIONS)
-    sound = Waveform(np.zeros(32_000, np.float32), 16_000)
-    assert engine.encode("audio", sound).count == engine.media.lengths[0]
-    with pytest.raises(InputError, match=r"2\.00 s is longer than the limit of 0\.5"):
-        engine.encode("audio", sound, too_long="refuse")
 
 
 # --- memory -----------------------------------------------------------------------------------

@@ -445,10 +445,6 @@ def test_engines_that_take_less(deaf: Path, tmp_path: Path, files: Path) -> None
     message = refused("run", deaf, "--tokens", "2,5", "--audio", "d.wav")
     assert "--audio: this engine takes text, image, no audio" in message
     assert "`g4ir build --media image,audio`" in message
-    session = load_engine(deaf).session(1)
-    for media in ({"audio": ["d.wav"]}, {"soft": [soft("audio", 3, width=64)]}):
-        with pytest.raises(InputError, match=r"^this engine takes text, image, no audio; build"):
-            session.prefill([[2, 5]], **media)
     text = made(tmp_path / "e", "tiny-dense")
     message = refused("run", text, "--tokens", "2,5", "--image", "a.png")
     assert "takes text, no image, and tiny-dense takes text alone" in message

@@ -6,7 +6,7 @@ tests/test_media_models.py compares with transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +17,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import g4ir
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir.interpret import interpret
@@ -47,17 +46,13 @@ LETTERS = {"I": "image", "V": "video", "A": "audio"}
 HOLDERS = {"image": 500, "video": 501, "audio": 502}
 
 
-def built(folder: Path, **options: Any) -> Engine:
-    """It sees pictures both ways, and has K = V on its full layers."""
-    limits = {"max_batch": len(ROWS), "max_seq": 128, "prefill_chunk": WHOLE, "all_logits": True}
-    given = {"backend": "reference", "random_weights": 0, "audio_seconds": (1,), **limits}
-    return g4ir.build("tiny-unified", folder / "engine", **given, **options)
+#: the engine sees pictures both ways, and has K = V on its full layers
+LIMITS = {"max_batch": len(ROWS), "max_seq": 128, "prefill_chunk": WHOLE, "all_logits": True}
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: Any) -> Iterator[Engine]:
-    with built(tmp_path_factory.mktemp("media")) as engine:
-        yield engine
+def engine(make_engine: Any) -> Engine:
+    return make_engine("tiny-unified", audio_seconds=(1,), **LIMITS)
 
 
 @dataclass(frozen=True)
@@ -95,10 +90,10 @@ def agrees(got: torch.Tensor, want: torch.Tensor) -> None:
     assert got.shape == want.shape and relative(got, want).max() < 1e-4
 
 
-@pytest.mark.parametrize("latent_kv", ["off", "raw"])
-def test_ragged_rows_with_media(engine: Engine, tmp_path: Path, latent_kv: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"latent_kv": "raw"}], ids=str)
+def test_ragged_rows_with_media(make_engine: Any, options: dict[str, Any]) -> None:
     """Blocks at different places of the rows, in chunks that would cut them; then decoding."""
-    made = engine if latent_kv == "off" else built(tmp_path, latent_kv=latent_kv)
+    made = make_engine("tiny-unified", audio_seconds=(1,), **LIMITS, **options)
     rows, lengths = [make_row(r + "." * STEPS, i) for i, r in enumerate(ROWS)], [*map(len, ROWS)]
     prompts = [Row(r.tokens[:n], r.vectors[:n], r.layout[:n]) for r, n in zip(rows, lengths)]
     tokens = torch.full((len(rows), max(lengths)), 500)  # a placeholder in the padding
@@ -199,7 +194,7 @@ ONE = torch.ones(1, 64)
 
 
 def soft(kind: str, *shape: int, value: float = 1.0) -> Soft:
-    return Soft(kind, (torch.full(shape, value),))
+    return Soft(kind, (torch.full(shape, float(value)),))
 
 
 WRONG: list[tuple[list[int], Any, str]] = [

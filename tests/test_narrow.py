@@ -23,7 +23,6 @@ from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.target import Target
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
-from g4ir.engine import build as building
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir.distance import HELD
@@ -38,6 +37,7 @@ from g4ir.plan.formats import kv_bytes
 from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.plan.resolve import KV_DTYPES, KV_NAMES
 from g4ir.spec.record import load_spec
+from g4ir.weights.random import RandomCheckpoint
 from tests.cli_tools import g4ir as cli
 from tests.oracle import relative
 from tests.test_quant import gaussian
@@ -312,13 +312,13 @@ def test_k_beyond_the_range_is_told(
     """sqrt(32) * 100 is more than 448: the layer is named, and the engine still computes."""
     build(tmp_path / "fine", kv_dtype="float8")
     assert not caplog.records
-    real = building.RandomCheckpoint.tensor
+    real = RandomCheckpoint.tensor
 
     def loud(self: Any, name: str) -> torch.Tensor:
         t = real(self, name)
         return t * 100 if name == "layers.2.self_attn.k_norm.weight" else t
 
-    monkeypatch.setattr(building.RandomCheckpoint, "tensor", loud)
+    monkeypatch.setattr(RandomCheckpoint, "tensor", loud)
     engine = build(tmp_path / "loud", kv_dtype="float8")
     assert engine.session(1).prefill(tokens(1, 9)).isfinite().all()
     build(tmp_path / "int8", kv_dtype="int8")

@@ -15,12 +15,10 @@ import torch
 
 from g4ir.cli import main
 from g4ir.errors import InputError
-from g4ir.ir.flatten import with_messages
 from g4ir.ir.graph import Builder, Graph, Node, Program, Value
 from g4ir.ir.interpret import empty_state, interpret, run_node
 from g4ir.ir.rewrite import split_prologue
 from g4ir.ir.text import parse_graph
-from g4ir.ir.verify import verify
 from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.model.media import find_media
 from g4ir.model.text import build_graph, build_program, has_blocks
@@ -30,7 +28,6 @@ from g4ir.ops.types import Type
 from g4ir.parallel.lockstep import lockstep
 from g4ir.parallel.shard import collectives, shard, shard_program
 from g4ir.parallel.table import FIRST, Share, can_share, check_ranks, part_of
-from g4ir.parallel.unroll import unroll
 from g4ir.passes import PassOptions, run_passes, run_program
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.plan_cache import RingOptions
@@ -261,37 +258,6 @@ def test_norms_make_their_sums(name: str, ranks: int, ep: bool) -> None:
 
 def sent(n: Node) -> tuple[str, list[str], object]:
     return n.op, [str(v.type) for v in n.inputs], n.attrs["ranks"]
-
-
-@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe"])
-def test_sums_with_their_norms_round_as_apart(name: str) -> None:
-    """Bit for bit in bf16, in lockstep and as one graph of all ranks."""
-    spec, ranks, dtype = spec_of(name), 2, torch.bfloat16
-    own = shard(build_graph(spec, "decode", dtype="bf16"), spec, ranks)
-    fused = run_passes(own, options=PassOptions(gpu_rows=32))
-    apart = run_passes(own)
-    assert fused_sums(fused) and with_messages(fused).nodes != fused.nodes
-    given = {n: t.to(dtype) for n, t in weights(name, torch.float32).items()}
-    feeds, params = decode_feeds(name, dtype), []
-    for rank in range(ranks):
-        of_rank = rank_params(own, spec, given, rank, ranks)
-        params.append(packed({"decode": apart}, lambda g, of_rank=of_rank: of_rank))
-    made = []
-    for g in (fused, apart):
-        state = [empty_state(g, {"B": 2, "C": SLOTS}, dtype) for _ in range(ranks)]
-        made.append(lockstep(split_prologue(g)[1], feeds, params, state)[1])
-    (one, caches), (other, others) = made
-    assert one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
-    assert all(torch.equal(caches[k], others[k]) for k in caches)
-    cut = {v.name for v in own.params if part_of(spec, v.name)}
-    verify(unroll(fused, cut, ranks))
-    assert not list(collectives(unroll(fused, cut, ranks)))
-
-
-def decode_feeds(name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    made = chunks(name, torch.float32)
-    feeds = next(feeds for phase, feeds in made if phase == "decode")
-    return {k: t.to(dtype) if t.is_floating_point() else t for k, t in feeds.items()}
 
 
 @pytest.mark.parametrize("name", ["tiny-media", "tiny-unified"])

@@ -259,11 +259,6 @@ def test_a_pipeline_changes_no_result(spec: str, skip: str) -> None:
     assert want.isfinite().all() and worst < 1e-12
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_no_pass_is_the_graph_itself(spec: str) -> None:
-    assert optimised(spec, "all") == program(spec)
-
-
 # --- counts -----------------------------------------------------------------------------------
 
 ALL = [*(n for n in spec_names() if n not in SPECS), *SPECS]

@@ -3,11 +3,10 @@ hold what the codes mean."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from g4ir.errors import G4Error, WeightsError
 from g4ir.ir.graph import Builder, Program
 from g4ir.ir.interpret import interpret
 from g4ir.ir.rewrite import split_prologue
-from g4ir.model.names import HEAD, checkpoint_name
+from g4ir.model.names import checkpoint_name
 from g4ir.model.text import build_program
 from g4ir.ops import OPS, quant
 from g4ir.ops.codecs import (
@@ -57,11 +56,10 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.plan.memory import bytes_beside_attention
 from g4ir.plan.options import BuildOptions
 from g4ir.quant.recipe import Recipe, Rule, Scheme, built_in, find_recipe
-from g4ir.quant.rewrite import from_codes, quantised, weights_of
+from g4ir.quant.rewrite import quantised, weights_of
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import split_program
-from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.tensorfile import read_header
 from tests.cli_tools import g4ir as command
 from tests.coded_products import asked_of
@@ -89,7 +87,6 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, to: str = "f32") -> to
 
 
 def meaning(w: torch.Tensor, scheme: Scheme, dtype: str) -> torch.Tensor:
-    """A weight as an engine of this dtype computes with it."""
     made = OPS["quantize"].reference(w, **scheme.attrs(dtype))  # type: ignore[misc]
     return dequantize(*made, to=dtype)
 
@@ -99,14 +96,12 @@ def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def error(w: torch.Tensor, form: str) -> float:
-    """Relative rms error of a weight's value."""
     made = dequantize(*quantize(w, form))
     return float((made - w.float()).pow(2).mean().sqrt() / w.float().pow(2).mean().sqrt())
 
 
 @pytest.mark.parametrize(("form", "largest"), [("int8", 127), ("fp8", 448)])
 def test_codes_by_hand(form: str, largest: int) -> None:
-    """The scale is rounded first, then codes are."""
     w = gaussian(7, 96)
     codes, scales = quantize(w, form)
     s = w.float().abs().amax(1, keepdim=True) / largest
@@ -204,7 +199,6 @@ def test_every_code_of_weights_trained_for_4_bits_is_recovered(seed: int) -> Non
 
 @pytest.mark.parametrize("code", [7.5, -7.5, 7, -7, 8])
 def test_weights_of_other_grids_are_recovered(code: float) -> None:
-    """With the codes of either sign."""
     w, _ = grid(code, seed=1)
     assert torch.equal(dequantize(*quantize(w, "int4"), to="bf16"), w)
 
@@ -223,7 +217,6 @@ def test_errors_of_gaussian_weights() -> None:
 
 
 def recipe_called(name: str) -> Recipe:
-    """A built-in recipe, or rules of a scheme of the matrix."""
     rows = MATRIX["schemes"].get(name, {}).get("rules", ())
     rules = tuple(Rule(**{**row, "tensors": tuple(row["tensors"])}) for row in rows)
     found = Recipe(rules, name) if rules else find_recipe(name)
@@ -231,22 +224,8 @@ def recipe_called(name: str) -> Recipe:
     return found
 
 
-def with_weights(oracle: Oracle, recipe: Recipe, dtype: str = "f32") -> Oracle:
-    """The same model with what the codes of its weights mean."""
-    model = copy.deepcopy(oracle.model)
-    held = {k.removeprefix("model."): v for k, v in model.named_parameters()}
-    held.setdefault(HEAD, model.lm_head.weight)
-    weights = weights_of(oracle.spec)
-    with torch.no_grad():
-        for name, scheme in recipe.schemes(weights).items():
-            t = held[checkpoint_name(name)]
-            t.copy_(meaning(t.float(), scheme, dtype))
-    return replace(oracle, model=model)
-
-
-def quantised_program(spec: Spec, recipe: Recipe, passes: bool = True) -> Program:
-    program = quantised(build_program(spec, True, "f32"), spec, recipe, "f32")
-    return run_program(program) if passes else program
+def quantised_program(spec: Spec, recipe: Recipe) -> Program:
+    return run_program(quantised(build_program(spec, True, "f32"), spec, recipe, "f32"))
 
 
 def logits(program: Program, oracle: Oracle, tensors: Any = None) -> torch.Tensor:
@@ -263,11 +242,13 @@ def test_passes_change_nothing(name: str, recipe: str) -> None:
     """Packed codes mean what the packed weights would be, bit for bit."""
     spec, rules = load_spec(name), recipe_called(recipe)
     oracle = find_oracle(spec)
-    dense = with_weights(oracle, rules)
+    dense = dict(oracle.tensors)
+    for param, scheme in rules.schemes(weights_of(spec)).items():
+        key = f"model.{checkpoint_name(param)}"
+        dense[key] = meaning(dense[key].float(), scheme, "f32")
+    plain = run_program(build_program(spec, True, "f32"))
     got = logits(quantised_program(spec, rules), oracle)
-    assert torch.equal(
-        got, logits(run_program(build_program(spec, True, "f32")), oracle, dense.tensors)
-    )
+    assert torch.equal(got, logits(plain, oracle, dense))
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -289,7 +270,6 @@ def test_weights_are_packed_in_codes(name: str) -> None:
 
 
 def test_cost_counts_codes() -> None:
-    """The bytes of a step at batch 1: those of a table of published models."""
     sizes = {}
     for name, recipe in (("e2b", "int8"), ("26b-a4b", "int4"), ("31b", "int4")):
         spec = load_spec(name)
@@ -347,40 +327,6 @@ def test_a_wrong_code_fails(tmp_path: Path) -> None:
     assert not verify_engine(engine, against="hf").ok
 
 
-@pytest.mark.parametrize("backend", ["reference", "onnx"])
-def test_packed_linked_and_random_weights(tmp_path: Path, backend: str) -> None:
-    """The same codes from files, from links to them, and from the seed they were made of."""
-    checkpoint = random_checkpoint(tmp_path / "c", "tiny-ple", seed=3)
-    ways: dict[str, dict[str, Any]] = {
-        "random": {"random_weights": 3},
-        "packed": {"checkpoint": checkpoint},
-    }
-    if backend == "reference":
-        ways["linked"] = {"checkpoint": checkpoint, "link_weights": True}
-    tokens, seen = torch.arange(2, 40)[None], []
-    for way, given_ in ways.items():
-        engine = g4ir.build(
-            "tiny-ple", tmp_path / way, backend=backend, quant="int4", **LIMITS, **given_
-        )
-        seen.append(engine.session().prefill(tokens))
-        for weight in ("L0.attn.wq", "L3.mlp.w_up", "embed.table", "ple.table", "L0.norm_in"):
-            mine = engine.param(weight)
-            assert mine.dtype == F32
-            made = random_weight(weight)
-            assert torch.equal(mine, made), (way, weight)
-    assert all(torch.equal(s, seen[0]) for s in seen)
-    assert verify_engine(engine, against="hf", checkpoint=checkpoint).ok
-
-
-def random_weight(name: str) -> torch.Tensor:
-    """A weight of tiny-ple as the engines above compute with it."""
-    spec = load_spec("tiny-ple")
-    w = RandomCheckpoint(spec, 3, F32).tensor(checkpoint_name(name))
-    rules = recipe_called("int4")
-    scheme = rules.schemes(weights_of(spec)).get(name)
-    return w if scheme is None else meaning(w, scheme, "f32")
-
-
 @pytest.mark.parametrize("form", SCHEMES)
 def test_a_product_takes_codes_as_they_are(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, through a fused op too; what takes no codes gets the weight."""
@@ -410,7 +356,6 @@ def test_dense_weights_of_a_gpu_are_counted() -> None:
 
 
 def test_formulas_of_quality() -> None:
-    """By hand: two tokens at odds of 3 to 1 and of 1 to 1."""
     want, got = torch.tensor([[3.0, 1.0], [1.0, 3.0]]).log(), torch.zeros(2, 2)
     kl = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
     assert divergences(got, want).tolist() == pytest.approx([kl, kl])
@@ -457,7 +402,6 @@ def test_quality_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_build_tells_how_4_bits_fit(tmp_path: Path, exact: bool) -> None:
-    """Weights on a grid come out as they were, and that is said; of others too."""
     checkpoint = random_checkpoint(tmp_path / "c", "tiny-dense", seed=3)
     file = checkpoint / "model.safetensors"
     tensors = load_file(file)
@@ -484,7 +428,6 @@ def test_a_build_tells_how_4_bits_fit(tmp_path: Path, exact: bool) -> None:
 @pytest.mark.parametrize("experts", ["gather", "all"])
 @pytest.mark.parametrize("form", [FORM_OF[codes] for codes in PACKED])
 def test_experts_and_tables_of_a_network(tmp_path: Path, form: str, experts: str) -> None:
-    """Of every form, also where their codes are gathered."""
     file = tmp_path / "r.yaml"
     file.write_text(
         f"rules:\n- tensors: [L*.moe.gate_up, L*.moe.down, embed.table]\n  form: {form}\n"
@@ -537,29 +480,6 @@ def test_by_columns_and_back(rows: int, size: int, dtype: str) -> None:
     x = torch.randint(0, 256, (2, 2 * rows, size), dtype=torch.uint8)
     x = x.view(torch.int8) if dtype == "i8" else x
     assert torch.equal(quant.by_rows(quant.by_columns(x)), x)
-
-
-def test_a_rule_of_ones_own(tmp_path: Path) -> None:
-    file = tmp_path / "gates.yaml"
-    file.write_text("rules:\n- tensors: [L*.mlp.w_gate]\n  form: int4\n")
-    engine = g4ir.build(
-        "tiny-dense", tmp_path / "e", backend="reference", random_weights=0, quant=file, **LIMITS
-    )
-    rule = {"tensors": ["L*.mlp.w_gate"], "form": "int4"}
-    rule |= dict.fromkeys(("otherwise", "group", "scale"))
-    assert engine.manifest["quant"] == {"rules": [rule], "name": "gates.yaml"}
-    assert verify_engine(engine, against="hf").ok
-    assert verify_engine(g4ir.load_engine(tmp_path / "e"), against="reference").ok
-    shown = command("show", str(tmp_path / "e"), "--why", "fuse_gate_up").out
-    assert "%L0.mlp.act: left: the weights are not held alike" in shown
-
-
-def test_groups_and_scales_of_ones_own() -> None:
-    program = quantised_program(load_spec("tiny-dense"), recipe_called("own groups"))
-    params = program.map(from_codes).params()
-    rows, columns = params["L0.mlp.w_up.codes"].type.shape
-    assert params["L0.mlp.w_up.scales"].type == Type("f16", (rows, int(columns) // 32))
-    assert params["L0.mlp.w_down.scales"].type == Type("f32", (columns, 1))
 
 
 @pytest.mark.parametrize("form", ["int6", *BLOCK_PARTS])

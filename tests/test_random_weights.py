@@ -93,54 +93,21 @@ def test_no_rows_and_no_elements() -> None:
     assert random_tensor(0, NAME, (0, 4), torch.float32).shape == (0, 4)
 
 
-@pytest.mark.parametrize(("seed", "name"), [(8, NAME), (7, NAME.replace("3", "4")), (-1, NAME)])
-def test_seeds_and_names_are_independent(seed: int, name: str) -> None:
-    one = random_tensor(7, NAME, (512, 512), torch.float32).flatten()
-    two = random_tensor(seed, name, (512, 512), torch.float32).flatten()
-    assert torch.corrcoef(torch.stack([one, two]))[0, 1].abs() < 0.01
+LAYERS = {
+    "layers.0.layer_scalar": ((1,), 0.95, 0.05),
+    "layers.0.self_attn.q_norm.weight": ((4096,), 1 / 64, 0.3 / 64),
+    "norm.weight": ((4096,), 4.0, 1.2),
+    "embed_tokens.weight": ((8, 512), 0.0, 0.25 * (3 / 512) ** 0.5),
+    "layers.0.experts.down_proj": ((4, 8, 512), 0.0, (3 / 512) ** 0.5),
+}
 
 
-def test_blocks_and_neighbours_are_uncorrelated() -> None:
-    values = random_tensor(2, NAME, (16, BLOCK), torch.float64)
-    blocks = torch.corrcoef(values)
-    assert blocks.fill_diagonal_(0).abs().max() < 0.01
-    flat = values[0]
-    for lag in (1, 2, 3, 4, 8, 64, 1024, BLOCK // 2):
-        pair = torch.stack([flat[:-lag], flat[lag:]])
-        assert torch.corrcoef(pair)[0, 1].abs() < 0.015, lag
-
-
-def test_uniform_over_the_whole_range() -> None:
-    shape = (1024, 1024)
-    spread = distribution(NAME, shape)[1]
-    values = random_tensor(5, NAME, shape, torch.float32) / spread
-    counts = torch.histc(values, 64, -1, 1)
-    expected = counts.sum() / 64
-    assert ((counts - expected) ** 2 / expected).sum() < 120  # 63 degrees of freedom
-    assert values.min() >= -1 and values.max() <= 1
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "centre", "half"),
-    [
-        ("layers.0.layer_scalar", (1,), 0.95, 0.05),
-        ("layers.0.self_attn.q_norm.weight", (4096,), 1 / 64, 0.3 / 64),
-        ("layers.0.post_feedforward_layernorm_2.weight", (4096,), 0.3, 0.1),
-        ("norm.weight", (4096,), 4.0, 1.2),
-        ("layers.0.router.scale", (4096,), 1.0, 0.3),
-        ("layers.0.router.proj.weight", (8, 512), 0.0, 3**0.5),
-        ("embed_tokens_per_layer.weight", (8, 512), 0.0, 3**0.5 / 16),
-        ("embed_tokens.weight", (8, 512), 0.0, 0.25 * (3 / 512) ** 0.5),
-        ("layers.0.experts.down_proj", (4, 8, 512), 0.0, (3 / 512) ** 0.5),
-    ],
-)
-def test_distributions(name: str, shape: tuple[int, ...], centre: float, half: float) -> None:
+@pytest.mark.parametrize("name", LAYERS)
+def test_distributions(name: str) -> None:
+    shape, centre, half = LAYERS[name]
     assert distribution(name, shape) == pytest.approx((centre, half))
     values = random_tensor(0, name, shape, torch.float32)
     assert values.min() >= centre - 1.00001 * half and values.max() <= centre + 1.00001 * half
-    if values.numel() > 1000:
-        assert abs(values.mean() - centre) < 0.1 * half
-        assert abs(values.std() - half / 3**0.5) < 0.05 * half
 
 
 def test_every_distribution_row_is_used() -> None:

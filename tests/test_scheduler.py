@@ -6,9 +6,8 @@ import gc
 import random
 import threading
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-import g4ir
 from g4ir.backends.sampling import SamplingParams
 from g4ir.engine import prefill
 from g4ir.engine.batch import checked_buckets
@@ -42,18 +40,13 @@ MAX_SEQ, CHUNK, ROWS = 96, 16, 8
 FREE = SamplingParams(ignore_eos=True)
 
 
-def built(folder: Path, variant: str, **options: Any) -> Engine:
-    limits = {"max_seq": MAX_SEQ, "prefill_chunk": CHUNK, "max_batch": ROWS}
-    return g4ir.build(
-        variant, folder, backend="reference", random_weights=0, **{**limits, **options}
-    )
+LIMITS = {"max_seq": MAX_SEQ, "prefill_chunk": CHUNK, "max_batch": ROWS}
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(make_engine: Any) -> Engine:
     """Per-layer embeddings, shared K and V, rings of 8."""
-    with built(tmp_path_factory.mktemp("scheduler") / "e", "tiny-ple") as engine:
-        yield engine
+    return make_engine("tiny-ple", **LIMITS)
 
 
 def prompt(count: int, seed: int = 0) -> tuple[int, ...]:
@@ -100,16 +93,16 @@ def random_jobs(count: int, seed: int) -> list[Request]:
     return out
 
 
-def test_caches_of_other_forms(tmp_path: Path) -> None:
-    """Rows in fewer bits, and one cache in the place of K and V."""
+def test_caches_of_other_forms(make_engine: Any) -> None:
+    """Quantised KV caches, and one cache in the place of K and V."""
     caches = {"kv_dtype": "int8", "latent_kv": "value", "max_batch": 3}
-    with built(tmp_path / "engine", "tiny-moe", **caches) as engine:
-        jobs = [Request(prompt(n, n), 9, FREE) for n in (20, 7, 33, 12)]
-        jobs += [replace(jobs[0], marks=(9,)), replace(jobs[0], tokens=(*jobs[0].tokens[:9], 4, 5))]
-        want = [engine.generate([*j.tokens], 9, stop_ids=()) for j in jobs]
-        scheduler = Scheduler(engine, SchedulerConfig(patience=0))
-        assert texts(scheduler, jobs) == want
-        assert scheduler.totals.restored == 1 and scheduler.batch.moved
+    engine = make_engine("tiny-moe", **LIMITS | caches)
+    jobs = [Request(prompt(n, n), 9, FREE) for n in (20, 7, 33, 12)]
+    jobs += [replace(jobs[0], marks=(9,)), replace(jobs[0], tokens=(*jobs[0].tokens[:9], 4, 5))]
+    want = [engine.generate([*j.tokens], 9, stop_ids=()) for j in jobs]
+    scheduler = Scheduler(engine, SchedulerConfig(patience=0))
+    assert texts(scheduler, jobs) == want
+    assert scheduler.totals.restored == 1 and scheduler.batch.moved
 
 
 def test_seeds_and_penalties_alone_and_in_company(engine: Engine) -> None:
@@ -459,11 +452,9 @@ def test_the_default_of_the_prefix_cache(engine: Engine, monkeypatch: pytest.Mon
 
 
 @pytest.fixture(scope="module")
-def unified(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def unified(make_engine: Any) -> Engine:
     """It sees pictures both ways."""
-    folder = tmp_path_factory.mktemp("media") / "engine"
-    with built(folder, "tiny-unified", max_seq=256, prefill_chunk=70, max_batch=4) as engine:
-        yield engine
+    return make_engine("tiny-unified", max_seq=256, prefill_chunk=70, max_batch=4)
 
 
 def picture(engine: Engine, seed: int, count: int = 12) -> Soft:

@@ -434,9 +434,8 @@ def load_step(
     folder: Path,
     group: Group | None = None,
 ) -> list[BoundStep]:
-    """Return a decode step whose compiled regions are replaced by kernel graphs, and whose
-    all-reduces with a norm are one kernel if ranks share memory; the plan itself, with a warning,
-    if the driver refuses the kernels."""
+    """Return a decode step of kernel graphs, whose all-reduces with a norm are one kernel if ranks
+    share memory; the plan itself, with a warning, if the driver refuses the kernels."""
     named = {file: text for text, file in zip(chain_texts(steps), files, strict=True) if file}
     try:
         driver = CudaDriver()

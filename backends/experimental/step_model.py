@@ -140,7 +140,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step's kernels in order, and bytes a microsecond of the roof that it is held to."""
+    """A step's kernels in order, and bytes a microsecond of the roofline that it is held to."""
 
     launches: tuple[Launch, ...]
     nbytes: int
@@ -159,7 +159,7 @@ class Prediction:
 
     @property
     def share(self) -> Pair:
-        """Share of the roof that is reached, the pessimistic number first."""
+        """Share of the roofline that is reached, the pessimistic number first."""
         fast, slow = self.us
         return self.roof_us / slow, self.roof_us / fast
 

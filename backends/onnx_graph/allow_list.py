@@ -3,8 +3,8 @@ parser takes, with the parser's limits.
 
 onnxruntime takes more than the parser does (a softcap in Attention, circular TensorScatter, other
 reductions in ScatterND), so that a model that runs here could still be refused there. The limits
-are those of the parser's operator table as of TensorRT 11.2 (opsets 9 to 24). Networks of weights
-in codes go beyond it: they gather bytes, and have blocks of 32.
+are those of the parser's operator table as of TensorRT 11.2 (opsets 9 to 24). Networks of quantised
+weights go beyond it: they gather bytes, and have blocks of 32.
 """
 
 from __future__ import annotations

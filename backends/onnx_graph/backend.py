@@ -61,7 +61,7 @@ class OnnxBackend(Backend):
         return (partial(require, *NEEDS),)
 
     def stored(self, program: Program, device: str) -> Program:
-        """Return graphs whose weights in codes lie by columns, as onnxruntime's products take them;
+        """Return graphs whose quantised weights lie by columns, as onnxruntime takes them;
         tables lie by rows."""
         return program.map(simplified).map(by_columns)
 

@@ -303,8 +303,7 @@ class OnnxEmitter(Emitter):
         ]
         used = {i for n in walk(self.nodes) for i in n.input} | self.results.keys()
         held = [t for name, t in self.initializers.items() if name in used]
-        parts = self.nodes, name, self.inputs, results, held
-        graph = helper.make_graph(*parts, doc_string=doc, value_info=within)
+        graph = helper.make_graph(self.nodes, name, self.inputs, results, held, doc, within)
         opsets = [helper.make_opsetid("", OPSET)]
         model = helper.make_model(
             graph,

@@ -4,8 +4,8 @@ model.onnx      one network for prefill and decode (a decode step is a chunk of 
 draft.onnx      a step of the drafter, where there is one
 embed.onnx      token ids -> the rows that model.onnx takes; g4ir itself gathers them from the
                 tables
-vision_N.onnx   a picture, or a frame of a video, of at most N soft tokens -> its soft tokens
-audio_N.onnx    a sound of at most N soft tokens -> its soft tokens
+vision_N.onnx   an image, or a frame of a video, of at most N soft tokens -> its soft tokens
+audio_N.onnx    an audio clip of at most N soft tokens -> its soft tokens
 constants.bin   tables of angles, and others that are large
 weights-*.safetensors   hold the initialisers: the models point into them, and nothing is stored
                 twice. Models and these files stay in one directory.

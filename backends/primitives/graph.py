@@ -29,7 +29,7 @@ PREFILL, TEXT = (MEDIA, "prefill"), ("embed", "prefill", "decode", VERIFY, DRAFT
 def network_graph(program: Program) -> Graph:
     """Return the one graph of a network: prefill, of which a decode step is a chunk of one token.
 
-    Where pictures are seen both ways it is prefill_media, which a chunk without pictures feeds
+    Where images are seen both ways it is prefill_media, which a chunk without images feeds
     block ids of -1: a second network of the text model would hold its weights twice. The mask
     that they make is one for all layers, and for a single token a few numbers.
 
@@ -74,7 +74,7 @@ def _of_given_rows(g: Graph) -> Graph:
 
 
 def tower_graphs(program: Program) -> dict[str, Graph]:
-    """Return the graphs that make soft tokens: of pictures of a size, or sounds of a length."""
+    """Return the graphs that make soft tokens: of images of a size, or audio of a length."""
     return {name: g for name, g in program.graphs.items() if name not in TEXT}
 
 

@@ -39,7 +39,7 @@ from .emitter import Emitter, Operand
 FULL = "C"
 SLOTS = "slots"
 TURNED = "turned"
-#: i64[B,S], where the variant sees pictures both ways: equal within a picture, else NO_BLOCK
+#: i64[B,S], where the variant sees images both ways: equal within an image, else NO_BLOCK
 BLOCK_IDS, NO_BLOCK = "block_ids", -1
 #: i64[B,R], where drafted tokens are verified: the rows of the chunk that logits are asked for
 ROWS = "rows"
@@ -166,7 +166,7 @@ def turn(positions: torch.Tensor, turned: torch.Tensor, rings: Sequence[torch.Te
     the end of one. A single token crosses nothing.
 
     A turn copies the rings once in about R tokens. To end the chunk there instead would be a second
-    step, which reads all weights, and a picture, which is seen both ways, cannot be cut.
+    step, which reads all weights, and an image, which is seen both ways, cannot be cut.
     """
     if not rings or positions.shape[1] == 1:
         return

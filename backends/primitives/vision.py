@@ -64,7 +64,7 @@ def axial_embedding(net: Network, n: Node, table: Operand, positions: Operand) -
 
 
 def axial_rope_table(net: Network, n: Node, positions: Operand) -> tuple[Operand, ...]:
-    """Return rows of tables of every place: a picture of P patches is at most P wide or high. Their
+    """Return rows of tables of every place: an image of P patches is at most P wide or high. Their
     first row is that of padding, -1."""
     e, quarter = net.e, n.whole("dim") // 4
     places = torch.arange(-1, int(positions.shape[1]))

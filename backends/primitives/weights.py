@@ -1,4 +1,4 @@
-"""Weights in codes: how a target's products take them, and how rows of them are gathered."""
+"""Quantised weights: how a target's products take them, and how rows of them are gathered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def made_dense(g: Graph, takes: Callable[[Graph, Node], bool]) -> Graph:
 
 
 def by_columns(g: Graph) -> Graph:
-    """Return a graph whose weights in codes lie by columns. Two codes of 4 bits lie in a byte, so
+    """Return a graph whose quantised weights lie by columns. Two codes of 4 bits lie in a byte, so
     that of an odd number of rows the weight is made at build."""
     even = made_dense(g, lambda _, n: int(n["codes"].type.shape[-2]) % _packed(n) == 0)
 
@@ -63,7 +63,7 @@ class Coded(Operand):
 
 
 def coded(net: Network, n: Node, codes: Operand, scales: Operand) -> Coded:
-    """Return a weight in codes, which each node that takes it turns into what it needs."""
+    """Return a quantised weight, which each node that takes it turns into what it needs."""
     return Coded(n.out.type, None, codes, scales, n.op == "dequantize_columns")
 
 

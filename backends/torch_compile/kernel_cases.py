@@ -34,7 +34,7 @@ Tensor = torch.Tensor
 BUDGET = 1e-2
 #: and where the references in bf16 are further off than that, as a multiple of their error
 LEEWAY = 1.25
-#: what is fed to a graph in tests has these dims: new tokens of a row in prefill
+#: what is fed to a graph in tests has these dims: new tokens of a sequence in prefill
 CHUNK = 64
 
 

@@ -13,7 +13,7 @@ from .kernels.base import CANDIDATES
 from .segment import Step, graph_steps
 from .step_program import step_phases
 
-#: the graphs that a step may run; only an engine that drafts has `verify`, only one of pictures
+#: the graphs that a step may run; only an engine that drafts has `verify`, only one of images
 #: `prefill_media`
 PHASES = ("prefill", "decode", "verify", "prefill_media")
 KERNELS_FILE = "kernels.so"

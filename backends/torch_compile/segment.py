@@ -73,8 +73,8 @@ def graph_steps(g: Graph) -> list[Step]:
 
 
 def chain_texts(steps: Sequence[Step]) -> list[str | None]:
-    """Return what each step may be a chain of kernels for: a segment, or a message with the norm of
-    its sums, the segment behind it; None for other glue."""
+    """Return what each step may be a kernel graph for: a segment, or a collective with the norm of
+    its sums, the segment behind it; None for other eager ops."""
     behind = [*steps[1:], None]
     return [
         s.text if isinstance(s, Segment) else _fused(s.node, after)
@@ -105,7 +105,7 @@ def state_steps(steps: Sequence[Step]) -> list[Step]:
 
 def _group(g: Graph, alone: Collection[str]) -> dict[str, Key]:
     """Return (stage, level) by first output; a level counts what lies between nodes of a stage:
-    glue, and the nodes that are to be segments of their own, `alone`, by their first outputs."""
+    eager ops, and nodes that are to be segments of their own, `alone`, by their first outputs."""
     producers = g.producers()
     stage: dict[str, str] = {}
     after_layers: set[str] = set()

@@ -14,7 +14,7 @@ HOPPER = "h100"
 
 @dataclass(frozen=True)
 class Target:
-    """The device; on CUDA the GPU whose tunings count and the most rows of a batch.
+    """The device; on CUDA the GPU whose tunings count and the most sequences of a batch.
 
     `gpu` is empty where kernels are not used: on the CPU, and on GPUs before Hopper.
     """

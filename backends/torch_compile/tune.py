@@ -32,7 +32,7 @@ from .target import Target
 from .tunings import add_measured
 
 T = TypeVar("T")
-#: new tokens of a row in prefill
+#: new tokens of a sequence in prefill
 CHUNK = 1024
 #: setting -> values tried; those that a kernel does not have are left out
 VALUES: dict[str, tuple[int, ...]] = {

@@ -6,7 +6,7 @@
     - {k_max: 2048, use: {block_n: 8, ...}}                                        an estimate
 
 Keys beside `gpu`, `use` and `us` are conditions on the shape: `n: 8192` is equality, `n_min` and
-`n_max` are bounds. The shape of a weight in codes names their form, as in `int4: 32`: how many
+`n_max` are bounds. The shape of a quantised weight names their form, as in `int4: 32`: how many
 share a scale. An entry with `us`, the microseconds that it took, was measured on its GPU, at the
 whole shape.
 """

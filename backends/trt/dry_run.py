@@ -65,7 +65,7 @@ EMULATED = "11.4.0"
 SMALL = Limits(max_batch=3, max_seq=4200, prefill_chunk=11)
 #: tokens that each row of the small network is given, and tokens that are verified after steps
 LENGTHS, VERIFIED = (29, 0, 17), 2
-#: patches in a row of the picture that small towers are given
+#: patches in a row of the image that small towers are given
 WIDTH = 24
 #: largest difference of a row relative to its rms. fp32 differs in the order of sums; the others
 #: also in where such a sum falls on rounding, which logits have a measure of their own for.

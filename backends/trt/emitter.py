@@ -177,8 +177,9 @@ class TrtEmitter(Emitter):
         return self._stored(x.handle) if isinstance(x.handle, Constant) else x.handle
 
     def _dequantized(self, d: Dequantized, t: Type) -> Any:
-        parts, kind = (self._stored(d.codes), self._stored(d.scales)), data_type(self.trt, t.dtype)
-        return self._add("dequantize", "dequantize", t, *parts, kind, axis=d.axis).handle
+        codes, scales = self._stored(d.codes), self._stored(d.scales)
+        kind = data_type(self.trt, t.dtype)
+        return self._add("dequantize", "dequantize", t, codes, scales, kind, axis=d.axis).handle
 
     # --- sources ------------------------------------------------------------------------------
 
@@ -336,11 +337,12 @@ class TrtEmitter(Emitter):
         """Return what an op of COLLECTIVES makes of the tensors of all ranks: their sum, or all of
         them, behind one another along the first dim. Nothing says which rank this is."""
         kind, join = COLLECTIVES[op]
-        how = getattr(self.trt.CollectiveOperation, kind), getattr(self.trt.ReduceOperation, join)
+        operation = getattr(self.trt.CollectiveOperation, kind)
+        by, every = getattr(self.trt.ReduceOperation, join), [*range(ranks)]
+        layer = self.network.add_dist_collective(self.tensor(x), operation, by, NO_ROOT, every)
         first, *others = x.shape
         t = x.type.with_shape(ranks * int(first), *others) if join == "NONE" else x.type
-        every = [*range(ranks)]
-        return self._add("dist_collective", op, t, x, *how, NO_ROOT, every, num_ranks=ranks)
+        return self.made(layer, op, t, num_ranks=ranks)
 
     # --- layout -------------------------------------------------------------------------------
 
@@ -414,10 +416,9 @@ class TrtEmitter(Emitter):
 
     def swap_halves(self, x: Operand) -> Operand:
         """Slice from the middle on, around the end."""
-        last, size = x.rank - 1, int(x.shape[-1])
-        part, how = ((size // 2,), (size,), (1,)), {"axes": (last,)}
-        wrap = self.trt.SampleMode.WRAP
-        return self._add("slice", "swap_halves", x.type, x, *part, **how, mode=wrap)
+        last, size, wrap = x.rank - 1, int(x.shape[-1]), self.trt.SampleMode.WRAP
+        layer = self.network.add_slice(self.tensor(x), (size // 2,), (size,), (1,))
+        return self.made(layer, "swap_halves", x.type, axes=(last,), mode=wrap)
 
     def _prefix(self, x: Operand, axis: int, like: Operand, t: Type) -> Operand:
         return self._sliced(x, axis, 0, self._dim(like, 0), "prefix", t)
@@ -457,8 +458,8 @@ class TrtEmitter(Emitter):
         def make() -> Any:
             source, at = self._inputs.get(str(name)) or (x, axis)
             shape = self._add("shape", "shape", Type("i64", (source.rank,)), source)
-            part = (at,), (1,), (1,)
-            return self._add("slice", "dim", Type("i64", (1,)), shape, *part, axes=(0,)).handle
+            layer = self.network.add_slice(shape.handle, (at,), (1,), (1,))
+            return self.made(layer, "dim", Type("i64", (1,)), axes=(0,)).handle
 
         return self._once(("dim", name), make)
 

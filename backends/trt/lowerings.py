@@ -89,7 +89,7 @@ def plain_softmax(e: Emitter, x: Operand) -> Operand:
 
 
 def all_reduce(net: Network, n: Node, *xs: Operand) -> tuple[Operand, ...]:
-    """Return sums over ranks, in one message. That of two ranks is rounded once in any dtype; more
+    """Return sums over ranks in one collective: that of two is rounded once in any dtype; more
     would be rounded on their way, and travel in fp32."""
     e, ranks, last = net.e, n.whole("ranks"), xs[0].rank - 1
     assert isinstance(e, TrtEmitter)

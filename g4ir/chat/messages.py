@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import groupby, takewhile
+from itertools import groupby
 from typing import Any, TypeVar
 
 from g4ir.errors import InputError
@@ -52,19 +52,22 @@ class Conversation:
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
 
-    def answers(self, index: int) -> list[Message]:
-        """Return the tools' messages directly behind a message."""
-        return [*takewhile(lambda m: m["role"] == TOOL, self.messages[index + 1 :])]
+    @property
+    def turns(self) -> list[tuple[Message, list[Message]]]:
+        """The messages but those of tools, each with the answers to its calls."""
+        out = list[tuple[Message, list[Message]]]()
+        for message in self.messages:
+            if message["role"] != TOOL:
+                out.append((message, []))
+            elif out and out[-1][0].get("tool_calls") and not out[-1][0].get("tool_responses"):
+                out[-1][1].append(message)
+        return out
 
     @property
     def media(self) -> tuple[Medium, ...]:
         """The media in the order of their placeholders: answers are written behind the calls, which
         is before the text of the message that called."""
-        written = list[Message]()
-        for i, message in enumerate(self.messages):
-            if message["role"] != TOOL:
-                folded = message.get("tool_calls") and not message.get("tool_responses")
-                written += [*(self.answers(i) if folded else ()), message]
+        written = [m for message, answers in self.turns for m in (*answers, message)]
         contents = [m["content"] for m in written if isinstance(m["content"], list)]
         return tuple(part for parts in contents for part in parts if isinstance(part, Medium))
 
@@ -262,8 +265,8 @@ def check_pairs(conversation: Conversation) -> None:
         if message["role"] == TOOL:
             waiting.remove(_called(message, waiting, f"messages[{i}]"))
             continue
-        for call in waiting[:1]:
-            name, own = call["function"]["name"], call.get("id")
+        if waiting:
+            name, own = waiting[0]["function"]["name"], waiting[0].get("id")
             named = f"{name!r} ({own})" if own else repr(name)
             raise InputError(
                 f"messages[{i - 1}]: the call of {named} has no answer; add a tool message for it, "

@@ -204,35 +204,26 @@ class Reader:
             return self._in_head(text, at, end)
         run, before = self._held + text[at:end], len(self._held)
         self._held = ""
-        if self._state in (START, OPENING):
-            self._name(run)
-        elif self._state == THINKING:
-            self._think(run)
-        elif self._state == BEHIND:
+        if self._state == BEHIND:
             return at + self._behind(run) - before
-        else:
-            self._say("content", run)
+        if self._state in (START, OPENING):
+            run = self._unnamed(run)
+        if self._state == THINKING and run.endswith("\n"):  # one before the end is not part of it
+            self._held, run = "\n", run[:-1]
+        self._say("thought" if self._state == THINKING else "content", run)
         return end
 
-    def _name(self, run: str) -> None:
-        """Reasoning may be named before it begins, and the name may be all of an opener that is
-        left."""
+    def _unnamed(self, run: str) -> str:
+        """Return what follows the name of reasoning, which may come before it begins, and may be
+        all of an opener that is left."""
         opened = self._state == OPENING
         named = opened or self._unmarked_reasoning
         if named and run != control.THOUGHT and control.THOUGHT.startswith(run):
             self._held = run
-        elif opened or (named and run.startswith(control.THOUGHT)):
-            self._state = THINKING
-            self._think(run.removeprefix(control.THOUGHT))
-        else:
-            self._state = CONTENT
-            self._say("content", run)
-
-    def _think(self, run: str) -> None:
-        """One newline before the end of reasoning is not part of it."""
-        if run.endswith("\n"):
-            self._held, run = "\n", run[:-1]
-        self._say("thought", run)
+            return ""
+        thinks = opened or (named and run.startswith(control.THOUGHT))
+        self._state = THINKING if thinks else CONTENT
+        return run.removeprefix(control.THOUGHT) if thinks else run
 
     def _behind(self, run: str) -> int:
         """After an unclosed call another may begin; return how much was read."""
@@ -265,21 +256,15 @@ class Reader:
 
     def _close(self, mark: str = _CALL) -> None:
         """End what a control token ends: reasoning, or the state after a call."""
-        if self._state in (OPENING, THINKING):
-            if mark == _CALL_END:
-                return
-            # The newline before the end, or a name alone, is no part of the reasoning.
-            if self._state == OPENING and self._held != _NAME:
-                self._release()
-        elif self._state == BEHIND:
-            if mark == _CHANNEL_END:
-                return
+        state, named = self._state, self._held == _NAME
+        if mark == {OPENING: _CALL_END, THINKING: _CALL_END, BEHIND: _CHANNEL_END}.get(state):
+            return
+        if state == START and mark != _CALL and not (mark == _CHANNEL_END and named):
+            return
+        # The newline before the end, or a name alone, is no part of the reasoning.
+        opened = state == OPENING and not named
+        if opened or state == BEHIND or (state == START and mark == _CALL):
             self._release()
-        elif self._state == START:
-            if mark == _CALL:
-                self._release()
-            elif mark != _CHANNEL_END or self._held != _NAME:
-                return
         self._state, self._held = CONTENT, ""
 
     def _release(self) -> None:

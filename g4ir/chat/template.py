@@ -175,13 +175,11 @@ def _of_config(given: Any, path: Path) -> str:
 def _folded(conversation: Conversation) -> list[Message]:
     """Return messages with the answers of tools in the message that called."""
     out = list[Message]()
-    for i, message in enumerate(conversation.messages):
-        calls = message.get("tool_calls", [])
-        if calls and not message.get("tool_responses"):
-            answers = conversation.answers(i)
-            message = message | {"tool_responses": [_response(calls, a) for a in answers]}
-        if message["role"] != TOOL:
-            out.append(message)
+    for message, answers in conversation.turns:
+        if message.get("tool_calls") and not message.get("tool_responses"):
+            responses = [_response(message["tool_calls"], answer) for answer in answers]
+            message = message | {"tool_responses": responses}
+        out.append(message)
     return out
 
 
@@ -272,7 +270,7 @@ class PromptBuilder:
 
     def prompts(self, given: Any, kinds: Sequence[str] = ()) -> list[Any]:
         """Return the ids of a prompt, or of each of several; one is a text or a list of messages.
-        A single text is of a message that has media of `kinds`, sounds behind it."""
+        A single text is of a message that has media of `kinds`, audio behind it."""
         if isinstance(given, str):
             sounds = [{"type": kind} for kind in kinds if kind == "audio"]
             seen = [{"type": kind} for kind in kinds if kind != "audio"]

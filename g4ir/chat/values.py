@@ -30,9 +30,6 @@ _WORDS = {
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _JSON = json.JSONDecoder(strict=False)
 _JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
-_LITERALS: dict[str, Any] = {"true": True, "false": False, "null": None}
-#: as Python writes them: words, but where a schema allows no text
-_PYTHON: dict[str, Any] = {"True": True, "False": False, "None": None}
 _LITERAL = re.compile(rf"(?:{_NUMBER.pattern}|(?i:true|false|null|none)\b)")
 #: type of a value -> types of a schema that allow it; numbers are not told apart
 _FITS: dict[type, set[str]] = {kind: {"integer", "number"} for kind in (int, float)}
@@ -333,7 +330,7 @@ def _typed(text: str, schema: Schema) -> Any:
     if takes_text(schema):
         return text
     word = text.strip()
-    value = _literal(word, _PYTHON)
+    value = _literal(word, python=True)
     if value is None and word in ("null", "None"):
         return None if schema.get("nullable") else text
     if value is None and word[:1] in ("[", "{"):
@@ -346,22 +343,20 @@ def _typed(text: str, schema: Schema) -> Any:
 
 
 def _bare(word: str, schema: Schema) -> Any:
-    value = _literal(word, {} if takes_text(schema) else _PYTHON)
-    if is_text(schema) and value is not None and word != "null":
-        return word
-    if word == "None" and not takes_text(schema) and schema.get("nullable"):
+    python = not takes_text(schema)
+    value = _literal(word, python)
+    if word == "null" or (word == "None" and python and schema.get("nullable")):
         return None
-    if value is None and word != "null":
-        if '"' in word or not word:
-            raise Unreadable
-        return word
-    return value
+    if '"' in word or not word:
+        raise Unreadable
+    return word if value is None or is_text(schema) else value
 
 
-def _literal(word: str, more: Mapping[str, Any]) -> Any:
-    """Return the number, true or false that a word is; None for null and all others."""
-    if word in (known := {**_LITERALS, **more}):
-        return known[word]
+def _literal(word: str, python: bool) -> Any:
+    """Return the number, true or false that a word is, as JSON writes it or also Python; None for
+    all others."""
+    if word in ("true", "false") or (python and word in ("True", "False")):
+        return word.lower() == "true"
     if (number := _NUMBER.fullmatch(word)) is None:
         return None
     try:

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from g4ir.engine.session import Session
 
 Tensor = torch.Tensor
-#: of a sound's graph, what the sound takes at most, and its soft tokens at most
+#: of an audio clip's graph, what the audio takes at most, and its soft tokens at most
 SHARE, LONGEST = 0.6, 48
-#: pixels of a picture, height and width: no budget is filled by sides of these proportions
+#: pixels of an image, height and width: no budget is filled by sides of these proportions
 SIDES = (48, 72)
 #: tokens of text before the first medium of a prompt, after each, and single steps after all
 HEAD, BETWEEN, STEPS = 7, 4, 4

@@ -55,7 +55,7 @@ class EnginePeer:
 
     def in_rounds(self, given: Turns) -> Tensor:
         """Return the logits after each single step at the end of the turns, where these are
-        verified in rounds: half of each is right, the rest is wrong and taken back."""
+        verified in rounds: half of each is right, the rest is wrong and rejected."""
         session, most = self.engine.session(), self.engine.draft_tokens + 1
         tokens, at, rows = given.ids, len(given.ids) - given.steps, list[Tensor]()
         for t in tokens[:at].split([*given.sizes[: len(given.sizes) - given.steps]]):

@@ -1,4 +1,4 @@
-"""The cost of fewer bits: next tokens of a quantised engine beside those of the same model with its
+"""The cost of quantisation: next tokens of an engine beside those of the same model with its
 weights as they were. Numbers to read; nothing passes or fails by them.
 """
 

@@ -1,5 +1,5 @@
 """Lets a transformers model round what an engine was asked to round: K and V as its narrowed caches
-hold them, and what products with weights in codes take."""
+hold them, and what products with quantised weights take."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def coarse(engine: Engine) -> tuple[str, ...]:
 
 
 def round_activations(engine: Engine, model: Any) -> None:
-    """Have a transformers model round what its products take, for the weights in codes."""
+    """Have a transformers model round what its products take, for the quantised weights."""
     form = asked(engine, "quantize_activations")
     if form == OFF or engine.recipe is None:
         return

@@ -38,8 +38,8 @@ from .graphs import check_graph, chosen_graph, drafted_tokens, no_layer, spec_of
 TOKENS = 1024
 RATES = {"bandwidth": "--bandwidth", "flop_rate": "--flop-rate"}
 NOTE = (
-    "time: the longer of bytes (weights and caches) and FLOPs at the roof; activations are left\n"
-    "out, since fused nodes keep them on the chip"
+    "time: the longer of bytes (weights and caches) and FLOPs at the roofline; activations\n"
+    "are left out, since fused nodes keep them on the chip"
 )
 
 

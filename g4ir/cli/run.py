@@ -136,7 +136,6 @@ def _stream(offline: OfflineEngine, request: OfflineRequest, progress: console.P
 
 
 def _tell_summary(r: Result, given: int | None) -> None:
-    """Print one line; with the seed where it was drawn and not asked for."""
     c, seed = r.counts, r.request.sampling.seed
     speed = f", then {c.tokens_per_second:.1f} tokens/s" if c.tokens_per_second else ""
     drawn = f"; drawn with --seed {seed}" if seed not in (None, given) else ""

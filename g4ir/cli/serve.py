@@ -17,12 +17,6 @@ if TYPE_CHECKING:
     from g4ir.engine.engine import Engine
 
 
-def _prefix_bytes(text: str | None) -> int | None:
-    if text is None or text.strip() == "0":
-        return None if text is None else 0
-    return parse_bytes(text, "--prefix-memory")
-
-
 def serve(args: argparse.Namespace) -> int:
     """Answer HTTP requests until a signal."""
     try:
@@ -46,9 +40,12 @@ def serve(args: argparse.Namespace) -> int:
     name = args.served_name or Path(args.engine).resolve().name
     sources = Sources.named(args.media_hosts, args.media_dir, args.max_body << 20)
     waiting = AsyncEngineConfig(waiting=args.queue)
+    memory = args.prefix_memory
+    if memory is not None:
+        memory = 0 if memory.strip() == "0" else parse_bytes(memory, "--prefix-memory")
     config = SchedulerConfig(
         chunk_tokens=args.chunk_tokens,
-        prefix_bytes=_prefix_bytes(args.prefix_memory),
+        prefix_bytes=memory,
         **given_draft(args),
     )
     app = Server(name, gate, waiting, config, sources, page=not args.no_page)

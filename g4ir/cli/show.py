@@ -225,7 +225,7 @@ def _op_line(facts: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _show_timeline(args: argparse.Namespace, graph: Graph) -> int:
-    """Print the kernels of a decode step with their predicted times, and the share of the roof;
+    """Print the kernels of a decode step with their predicted times, and the share of the roofline;
     draw them where a file is named."""
     if graph.name != "decode":
         raise InputError(f"--timeline is of decode, not of {graph.name}: leave out --phase")
@@ -252,7 +252,7 @@ def _show_timeline(args: argparse.Namespace, graph: Graph) -> int:
     print(_summary(found, step.B))
     if args.tp is not None:
         fast, slow = ways[model.NCCL].us
-        print(f"messages by one-shot kernels; by NCCL {fast / 1e3:.2f} to {slow / 1e3:.2f} ms")
+        print(f"one-shot all-reduce; by NCCL {fast / 1e3:.2f} to {slow / 1e3:.2f} ms")
     head = ["kernel", "launches", "bytes", "us each", "us", "of the step"]
     print(aligned([head, *_launch_lines(found)]), end="")
     return 0

@@ -186,8 +186,7 @@ def short_summary(turn: Turn, room: int) -> str:
     c = turn.counts
     speed = f", {c.tokens_per_second:.1f} tokens/s" if c.tokens_per_second else ""
     used = min(c.prompt + c.generated, room)
-    usual = turn.finish_reason in ("stop", "tool_calls")
-    end = "" if usual else f"; {_ended(turn)}"
+    end = "" if turn.finish_reason in ("stop", "tool_calls") else f"; {_ended(turn)}"
     return f"{c.generated} tokens{speed}; {used} of {room} in use{end}"
 
 

@@ -101,7 +101,7 @@ class Turn:
 
 @dataclass
 class Thinking:
-    """Whether the model thinks, and after how many tokens its thoughts are ended; None: never."""
+    """Whether the model thinks, and after how many tokens its reasoning is ended; None: never."""
 
     on: bool = False
     budget: int | None = None
@@ -155,7 +155,7 @@ class ChatSession:
         return first["content"] if first.get("role") in ("system", "developer") else None
 
     def attach(self, kind: str, path: str | Path, **options: Any) -> Soft:
-        """Read a picture, a sound or a film for the next message; `options` as `Engine.encode` has
+        """Read an image, audio or a video for the next message; `options` as `Engine.encode` has
         them. InputError for a file that is not there, or none of its kind."""
         check_there(kind, path)
         soft = self.engine.encode(kind, path, **options)
@@ -240,7 +240,7 @@ class ChatSession:
         stopped before its first token, leaves the conversation as it was."""
         attached = self.attached
         content: Any = text
-        if attached:  # the model was trained with sounds behind the text
+        if attached:  # the model was trained with audio behind the text
             sounds = [p for p in attached if p["type"] == f"{AUDIO}_url"]
             seen = [p for p in attached if p not in sounds]
             content = [*seen, {"type": "text", "text": text}, *sounds]

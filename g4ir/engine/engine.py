@@ -62,9 +62,8 @@ class Engine(EngineParts):
         """Return the checkpoint's own tokenizer (library `tokenizers`)."""
         path = self.path / TOKENIZER
         if not path.is_file():
-            raise EngineError(
-                f"{self.path} has no tokenizer.json (the checkpoint had none): give token ids"
-            )
+            why = f"{self.path} has no {TOKENIZER} (the checkpoint had none)"
+            raise EngineError(f"{why}: give token ids")
         return _within(read_tokenizer(path, path.read_bytes()), self.spec.text.vocab_size, path)
 
     def generate(
@@ -210,10 +209,8 @@ def _prompts(given: Any) -> tuple[list[list[int]], bool]:
 
     rows = plain(given)
     if isinstance(rows, str) or (isinstance(rows, list) and str in map(type, rows)):
-        raise InputError(
-            "prompt tokens: found text; give chat=True for what a user says, or encode it with the "
-            "engine's tokenizer first: engine.tokenizer().encode(text).ids"
-        )
+        fix = "give chat=True for what a user says, or encode it with the engine's tokenizer first"
+        raise InputError(f"prompt tokens: found text; {fix}: engine.tokenizer().encode(text).ids")
     if not isinstance(rows, list):
         raise InputError(f"prompt tokens: found {type(given).__name__}; expected a list of ids")
     many = {isinstance(x, list) for x in rows}
@@ -253,9 +250,8 @@ def _requests(
 ) -> list[Request]:
     limits, vocab = engine.limits, engine.spec.text.vocab_size
     if not 1 <= len(prompts) <= limits.max_batch:
-        raise InputError(
-            f"batch {len(prompts)}: this engine was built for 1 to {limits.max_batch} rows"
-        )
+        built = f"this engine was built for 1 to {limits.max_batch} rows"
+        raise InputError(f"batch {len(prompts)}: {built}")
     seed = random_seed() if params.seed is None else params.seed
     holders = placeholders(engine.spec.tokens, engine.media.kinds)
     rest, out = [*soft], list[Request]()

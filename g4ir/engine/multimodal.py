@@ -51,7 +51,7 @@ def encode(
     """Return the soft tokens of one item.
 
     `budget`: soft tokens of an image at most, one of those the engine was built for; `frames` of a
-    video (default 32, or all of a shorter one); `too_long`: whether a sound beyond the limit is
+    video (default 32, or all of a shorter one); `too_long`: whether audio beyond the limit is
     cut or refused. InputError for a kind that the engine does not take, what is no such file, and
     in a forked process; MissingError where a library for decoding is missing.
     """
@@ -92,7 +92,7 @@ def _seen(engine: EngineParts, patches: Any, positions: Any, soft: int) -> torch
     grids = {image_settings(engine.spec, n).rows: n for n in engine.media.grids}
     if len(patches) not in grids:
         raise InputError(
-            f"a picture of {len(patches)} rows of patches: this engine was built for "
+            f"an image of {len(patches)} rows of patches: this engine was built for "
             f"{', '.join(map(str, sorted(grids)))}"
         )
     feeds = {"patches": patches, "positions": positions}
@@ -120,7 +120,7 @@ def _heard(engine: EngineParts, clip: Clip) -> torch.Tensor:
     fits = [n for n in engine.media.lengths if n >= clip.soft_tokens]
     if not fits:
         raise InputError(
-            f"a sound of {clip.soft_tokens} soft tokens: this engine was built for at most "
+            f"an audio clip of {clip.soft_tokens} soft tokens: this engine was built for at most "
             f"{max(engine.media.lengths)}; build it with a longer --audio-seconds"
         )
     frames = fits[0] * STRIDE
@@ -132,7 +132,7 @@ def _heard(engine: EngineParts, clip: Clip) -> torch.Tensor:
 
 
 def _framed(engine: EngineParts, clip: Clip) -> torch.Tensor:
-    """Run a sound of any length in parts, since each frame stands alone."""
+    """Run an audio clip of any length in parts, since each frame stands alone."""
     step, parts = max(engine.media.lengths), list[torch.Tensor]()
     for at in range(0, len(clip.features), step):
         part = clip.features[at : at + step]

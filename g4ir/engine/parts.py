@@ -90,10 +90,8 @@ class EngineParts:
     def check_process(self) -> None:
         """Raise InputError in a forked child, which would wait for threads of the parent."""
         if os.getpid() != self._process:
-            raise InputError(
-                f"{self.path}: loaded by process {self._process}, of which this is a fork; load "
-                f"the engine in the process that uses it"
-            )
+            why = f"loaded by process {self._process}, of which this is a fork"
+            raise InputError(f"{self.path}: {why}; load the engine in the process that uses it")
 
     @property
     def ranks(self) -> int:
@@ -119,7 +117,7 @@ class EngineParts:
 
     @property
     def draft_tokens(self) -> int:
-        """Maximum draft tokens of a verification step; 0: it was not built for drafting."""
+        """Maximum draft tokens of a verification step; 0: no speculative decoding."""
         return self.facts.options.of(RingOptions).slack
 
     def defaults(self) -> Defaults:

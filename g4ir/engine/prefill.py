@@ -235,7 +235,7 @@ class Prefiller:
         return length, here if here >= length + PARTED else 0
 
     def _cuts_medium(self, prompt: Request, at: int) -> bool:
-        """Whether soft tokens stand on both sides of a place: a cut might be in a picture."""
+        """Whether soft tokens stand on both sides of a place: a cut might be in an image."""
         ids = self.holders.values()
         return bool(prompt.soft) and prompt.tokens[at - 1] in ids and prompt.tokens[at] in ids
 

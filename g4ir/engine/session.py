@@ -69,7 +69,7 @@ class Session:
         not take are tokens like any other.
 
         InputError, and nothing is appended, for a token outside the vocabulary, a row that would
-        pass max_seq, media of another kind or number, and a picture that fits no chunk.
+        pass max_seq, media of another kind or number, and an image that fits no chunk.
         """
         if all_logits and not self.engine.all_logits:
             raise InputError(
@@ -140,7 +140,7 @@ class Session:
 
     def truncate(self, n: Any) -> None:
         """Keep the first n tokens (an int or int64 [batch]) of each row. InputError, and nothing is
-        changed, where a ring no longer holds what would be seen. Cut within a picture that is seen
+        changed, where a ring no longer holds what would be seen. Cut within an image that is seen
         both ways, what is kept of it has seen what is dropped."""
         keep = self._inputs.kept(self.length, n)
         for window, slots in self.engine.rings:

@@ -1,8 +1,7 @@
-"""Decides whose native code is run: engines that this user built here or decided for, or that a
-known key signed.
+"""Decides whose native code is run.
 
-Compiled programs of an engine are native code. They can do all that the user can, and no check of a
-file can tell what they will do. So they are run
+Compiled programs of an engine are native code, which can do all that the user can; no check of a
+file can tell what they will do. They are run
 
 - if this user built the engine on this machine: `build` records the engine's digest;
 - if the user decided so: `--trust` for one command, `g4ir trust ENGINE` once and for all;
@@ -66,9 +65,9 @@ def require_trust(found: Artefact) -> None:
     path = shlex.quote(str(found.path))
     raise TrustError(
         f"{found.path}: its compiled programs are native code, which can do all that you can, this "
-        f"user did not build it on this machine, and {said}. `g4ir inspect {path}` "
-        f"says what it is; if you know who made it, give --trust (Python: trust=True), or "
-        f"`g4ir trust {path}` once"
+        f"user did not build it on this machine, and {said}. `g4ir inspect {path}` says what it "
+        f"is; if you know who made it, give --trust (Python: trust=True), or `g4ir trust {path}` "
+        f"once"
     )
 
 

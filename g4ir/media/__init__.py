@@ -1,1 +1,1 @@
-"""Decodes images, videos and sound with limits, and makes of them what the towers take."""
+"""Decodes images, videos and audio with limits, and makes of them what the towers take."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Soft:
     """The soft tokens of one medium, in the order of its placeholders.
 
-    `pieces` are [n, hidden] each: one of an image or a sound, one per frame of a video, whose
+    `pieces` are [n, hidden] each: one of an image or audio clip, one per frame of a video, whose
     `times` are the frames' minutes and seconds."""
 
     kind: str  # image, video or audio

@@ -216,7 +216,7 @@ def _sample(path: Path, frames: int | None) -> _Sample:
     seconds = [(t - ticks[0]) * unit.numerator / unit.denominator for t in ticks]
     indices = spread_frames(seconds, frames, str(path))
     late = ticks[0] * unit.numerator / unit.denominator - start
-    late = late if late >= 1 else 0.0  # where the sound begins first
+    late = late if late >= 1 else 0.0  # where the audio begins first
     keys = None if by_index else tuple(ticks[i] for i in indices)
     times = tuple(late + seconds[i] for i in indices)
     return _Sample(len(ticks), rate, indices, times, keys)

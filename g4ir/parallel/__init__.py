@@ -1,1 +1,1 @@
-"""One model on several ranks: which part of each tensor a rank has, and what ranks exchange."""
+"""One model on several ranks: which part of each tensor a rank has, and their collectives."""

@@ -26,7 +26,6 @@ from .table import FIRST, HEAD, TABLE, AxisShard, check_ranks, key_heads, part_o
 #: values that are sums of what every rank has; of a drafter those of attention, the rest is whole
 _SUMS = re.compile(r"(draft\.)?L\d+\.attn\.o|L\d+\.(mlp\.down|moe\.out)")
 _HEADS = re.compile(r"(draft\.)?L(\d+)\.attn\.([qkv])\.heads")
-#: the first of a rank's experts
 _FIRST = Value(FIRST, Type("i64", (1,)))
 _CACHE = re.compile(r"L(\d+)\.[kv]")
 

@@ -2,7 +2,7 @@
 
     require_fit(program, resolved, memory=device_memory("cuda"))
 
-The need is that of `g4ir plan`: weights on the device, caches of max_batch rows of max_seq tokens,
+The need is that of `g4ir plan`: weights on the device, caches of max_batch x max_seq tokens,
 activations, workspace, and the reserve.
 """
 

@@ -88,7 +88,7 @@ def find_draft_tokens(given: int | None, max_seq: int, drafter: bool = False) ->
     if drafter and given == 0:
         raise InputError("draft-tokens 0: a drafter drafts at least 1; leave --drafter out")
     if not 0 <= given <= most:
-        raise InputError(f"draft-tokens {given}: expected 0 (no drafting) to {most}")
+        raise InputError(f"draft-tokens {given}: expected 0 (no speculative decoding) to {most}")
     return given
 
 

@@ -1,1 +1,1 @@
-"""Weights in fewer bits: which tensors, in which form, and the graphs that take them."""
+"""Quantised weights: which tensors, in which form, and the graphs that take them."""

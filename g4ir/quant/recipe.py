@@ -10,7 +10,7 @@
       otherwise: int8                    # where the groups do not divide a row
 
 A tensor that no rule names stays as it is. The built-in recipes are such files, beside this one.
-The recipe of a checkpoint that is in codes already says what it holds: nothing is quantised.
+The recipe of a checkpoint that is quantised already says what it holds: nothing is quantised.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from g4ir.spec.reader import Index, Length, OneOf, Shaped, build, fail, parse_tr
 
 SUFFIXES = (".yaml", ".yml")
 NONE = "none"
-#: name of the recipe of a checkpoint that is in codes already; no file is called so
+#: name of the recipe of a checkpoint that is quantised already; no file is called so
 HELD = "checkpoint"
 #: names of one rule: room for each weight of a model
 MOST_NAMES = 10_000
@@ -125,7 +125,7 @@ class Recipe:
 
     @property
     def held(self) -> bool:
-        """Whether weights come in codes, so that none is quantised at build."""
+        """Whether weights come quantised, so that none is quantised at build."""
         return self.name == HELD
 
     def schemes(self, weights: Mapping[str, Type]) -> dict[str, Scheme]:

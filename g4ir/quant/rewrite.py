@@ -1,7 +1,7 @@
 """w  ->  dequantize(quantize(w)), for the weights that a recipe names.
 
 `quantize` depends on params alone and runs at build; `dequantize` stays in the graph, before the
-product that takes it. A table is gathered from in codes: `embedding` becomes `embedding_quantized`.
+product that takes it. A table is gathered from as codes: `embedding` becomes `embedding_quantized`.
 Where the checkpoint holds codes already, they and their scales are params.
 """
 
@@ -20,7 +20,7 @@ from g4ir.spec.record import Spec
 
 from .recipe import ENGINE, HELD, Recipe, Rule, Scheme
 
-#: op -> its operands that may be held in fewer bits
+#: op -> its operands that may be quantised
 WEIGHTS = {"linear": ("w",), "experts": ("gate_up", "down"), "embedding": ("table",)}
 #: ops that take codes and scales
 TAKERS = ("dequantize", "embedding_quantized")
@@ -38,7 +38,7 @@ def weights_of(spec: Spec) -> Mapping[str, Type]:
 
 def quantised(program: Program, spec: Spec, recipe: Recipe | None, dtype: str) -> Program:
     """Return the program of a spec with weights as the recipe says; as it is without one. Rows of
-    tables are gathered in codes. InputError where the recipe does not fit the spec."""
+    tables are gathered as codes. InputError where the recipe does not fit the spec."""
     if recipe is None:
         return program
     schemes = recipe.schemes(weights_of(spec))

@@ -40,10 +40,13 @@ class Grammars:
 
     @cached_property
     def _tables(self) -> Any:
-        held = json.loads(self.vocabulary.tokenizer.to_str())
-        for token in held["added_tokens"]:  # never the characters of its text
-            token["special"] |= token["content"] in CONTROLS
-        text = json.dumps(held)
+        text = self.vocabulary.tokenizer.to_str()
+        added = self.vocabulary.tokenizer.get_added_tokens_decoder().values()
+        if any(t.content in CONTROLS and not t.special for t in added):  # reading it takes seconds
+            held = json.loads(text)
+            for token in held["added_tokens"]:  # never the characters of its text
+                token["special"] |= token["content"] in CONTROLS
+            text = json.dumps(held)
         return llguidance().LLTokenizer(text, n_vocab=self.size, eos_token=self.ends)
 
     def prepare(self) -> None:

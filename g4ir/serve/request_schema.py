@@ -322,10 +322,12 @@ def _structured(value: Any, name: str) -> Constraint | None:
 
 
 #: name in fields.yaml -> what reads a field; and what makes that, of the rest of its row
-_NAMED = (_top_p, _stop, _ids, _biases, _stream_options, _options, _messages, _prompts, _choice)
-READERS: dict[str, Read] = {f.__name__[1:]: f for f in (*_NAMED, _format, _structured)}
-READERS |= {"text": TEXT, "flag": FLAG}
-MAKERS = (whole, number, listed, one_of, unsupported, constrained)
+READERS: dict[str, Read] = {"text": TEXT, "flag": FLAG, "top_p": _top_p, "stop": _stop, "ids": _ids}
+READERS |= {"biases": _biases, "stream_options": _stream_options, "options": _options}
+READERS |= {"messages": _messages, "prompts": _prompts, "choice": _choice}
+READERS |= {"format": _format, "structured": _structured}
+MAKERS: dict[str, Callable[..., Read]] = {"whole": whole, "number": number, "listed": listed}
+MAKERS |= {"one_of": one_of, "unsupported": unsupported, "constrained": constrained}
 
 
 def constraint_of(fields: Mapping[str, Any]) -> Constraint | None:
@@ -341,10 +343,9 @@ _FIELDS = yaml.safe_load(Path(__file__).with_name("fields.yaml").read_text())
 
 def _table(part: str) -> dict[str, Read]:
     """Return a part of fields.yaml: field -> its reader."""
-    makers: dict[str, Callable[..., Read]] = {make.__name__: make for make in MAKERS}
     out = {}
     for name, row in _FIELDS[part].items():
-        out[name] = READERS[row] if isinstance(row, str) else makers[row[0]](*row[1:])
+        out[name] = READERS[row] if isinstance(row, str) else MAKERS[row[0]](*row[1:])
     return out
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Annotated, Any
 
 from .reader import Count, Fraction, Index, Length, OneOf, Positive, Range, Shaped
@@ -271,23 +272,24 @@ class Variant:
 
     def layers(self) -> tuple[Layer, ...]:
         """Return the decoder layers, resolved. Those of a drafter have no donor among them."""
-        text, kinds = self.text, self.text.layer_types
-        first, owners = text.first_kv_shared_layer, self.owners()
+        return self._layers
+
+    @cached_property
+    def _layers(self) -> tuple[Layer, ...]:
+        text, owners, moe = self.text, self.owners(), self.text.moe
         out = []
-        for i, kind in enumerate(kinds):
-            shared = i >= first
+        for i, kind in enumerate(text.layer_types):
+            shared = i >= text.first_kv_shared_layer
             wide = shared and text.use_double_wide_mlp
-            moe = text.moe
-            out.append(
-                Layer(
-                    index=i,
-                    kind=kind,
-                    attention=text.sliding if kind == SLIDING else text.full,
-                    intermediate_size=text.intermediate_size * (2 if wide else 1),
-                    donor=owners.get(kind) if shared else None,
-                    has_moe=moe is not None and (moe.layers is None or i in moe.layers),
-                )
+            layer = Layer(
+                index=i,
+                kind=kind,
+                attention=text.sliding if kind == SLIDING else text.full,
+                intermediate_size=text.intermediate_size * (2 if wide else 1),
+                donor=owners.get(kind) if shared else None,
+                has_moe=moe is not None and (moe.layers is None or i in moe.layers),
             )
+            out.append(layer)
         return tuple(out)
 
     def to_dict(self) -> dict[str, Any]:

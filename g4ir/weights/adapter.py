@@ -24,10 +24,9 @@ from g4ir.spec.record import Spec
 from .checkpoint import PICKLES, Checkpoint
 from .formats.base import Files, Found, Part, by_plain_name, plain_name, shown, wrong
 from .match import tower_names
-from .tensorfile import FLOATS, TABLES, broken, parse_json, quoted, read_header, read_limited
+from .tensorfile import FLOATS, TABLES, broken, quoted, read_header, read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-LIMIT = 4 << 20
 _PART = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.default)?(?:\.weight)?")
 TIED = "the table of tokens is the head too (tie_word_embeddings is true), and an adapter changes"
 TIED += " one of them"
@@ -58,17 +57,15 @@ class Adapter:
             if not math.isfinite(factor):
                 raise InputError(f"--adapter {given}: {quoted(number)} is no scale; give DIR=0.5")
         if not (path / CONFIG).is_file():
-            raise InputError(
-                f"--adapter {given}: {path} has no {CONFIG}; give the directory that PEFT's "
-                f"save_pretrained wrote"
-            )
+            fix = "give the directory that PEFT's save_pretrained wrote"
+            raise InputError(f"--adapter {given}: {path} has no {CONFIG}; {fix}")
         return cls(path, factor)
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """The config; WeightsError for what is not a plain LoRA."""
         file = self.path / CONFIG
-        values = parse_json(file, read_limited(file, LIMIT))
+        values = read_json(file)
         keys = TABLES["adapter"]
         known = {*keys["read"], *keys["training"]}
         other = {k: v for k, v in values.items() if k not in known and v}
@@ -88,8 +85,8 @@ class Adapter:
     def weights(self) -> Path:
         file = self.path / WEIGHTS
         if not file.is_file():
-            pickles = [p.name for p in self.path.iterdir() if p.name.endswith(PICKLES)]
-            found = f"only {pickles[0]}: pickles are never opened" if pickles else "none"
+            pickle = next((p.name for p in self.path.iterdir() if p.name.endswith(PICKLES)), None)
+            found = f"only {pickle}: pickles are never opened" if pickle else "none"
             raise broken(self.path, f"expected {WEIGHTS}, found {found}", "fix: save it again")
         return file
 

@@ -23,7 +23,15 @@ from g4ir.weights import tensorfile
 from g4ir.weights.formats import Files, read_coded
 from g4ir.weights.formats.base import Found, StoredWeight, by_plain_name, wrong
 from g4ir.weights.match import FIXES, SHOWN, TensorMatch, find_prefix, is_text, report
-from g4ir.weights.tensorfile import Header, broken, open_regular, parse_json, quoted, read_limited
+from g4ir.weights.tensorfile import (
+    Header,
+    broken,
+    open_regular,
+    parse_json,
+    quoted,
+    read_json,
+    read_limited,
+)
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 GENERATION = "generation_config.json"
@@ -267,8 +275,7 @@ def _no_weights(directory: Path) -> str:
 
 
 def _read_index(directory: Path, index: Path) -> dict[str, set[str]]:
-    raw = read_limited(_inside(directory, INDEX, index), INDEX_LIMIT)
-    weight_map = parse_json(index, raw).get("weight_map")
+    weight_map = read_json(_inside(directory, INDEX, index), INDEX_LIMIT).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(f"{index}: weight_map must map tensor names to files; fix: download it")
     shards: dict[str, set[str]] = {}

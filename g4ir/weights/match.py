@@ -15,7 +15,7 @@ from g4ir.model.tensors import CLIP_BOUNDS, DRAFTER, Tensors, dead_tensors, text
 from g4ir.spec.record import Spec
 
 from . import tensorfile
-from .formats.base import CODED, Found, plain_name
+from .formats.base import CODED, Found, plain_name, shown
 from .tensorfile import TABLES, Entry, Header, quoted
 
 SHOWN = 5  # mismatches listed in one message
@@ -159,7 +159,8 @@ class TensorMatch:
         elif MLX_EXPERTS in name:
             text, fix = "experts in MLX's layout", "mlx"
         elif bare.endswith(V_PROJ) and (kind := _kind_of(self.spec, bare)):
-            text = f"unknown: expected no v_proj ({kind}.k_eq_v is true), found {_shape(entry)}"
+            text = f"unknown: expected no v_proj ({kind}.k_eq_v is true)"
+            text += f", found {quoted(shown((header, entry)))}"
             fix = "k_eq_v"
         else:
             hint = len(self.mismatches) < SHOWN
@@ -174,7 +175,7 @@ class TensorMatch:
             text = f"expected dtype {' or '.join(dtypes)}, found {entry.dtype}"
             yield Mismatch(header.path.name, entry.name, text, "dtype")
         elif entry.shape != tuple(shape):
-            text = f"expected shape {list(shape)}, found {_shape(entry)}"
+            text = f"expected shape {list(shape)}, found {quoted(shown((header, entry)))}"
             moved = len(entry.shape) > 2 and sorted(entry.shape) == sorted(shape)
             text += " (channels last, as MLX stores convolutions)" if moved else ""
             yield Mismatch(header.path.name, entry.name, text, "mlx" if moved else "spec")
@@ -211,10 +212,6 @@ def _tied_dtype(header: Header, head: Entry, embed: Entry) -> Iterator[Mismatch]
     elif head.dtype != embed.dtype:
         text = f"tied to {TOKEN_TABLE}: expected dtype {embed.dtype}, found {head.dtype}"
         yield Mismatch(header.path.name, head.name, text, "tie")
-
-
-def _shape(entry: Entry) -> str:
-    return quoted(f"{entry.dtype} {list(entry.shape)}")
 
 
 def _nearest(name: str, candidates: list[str], prefix: str) -> str:

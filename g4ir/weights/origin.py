@@ -1,5 +1,4 @@
-"""Finds what lies at a checkpoint's path, a Hugging Face directory or a GGUF file, and snapshots in
-the hub's local cache."""
+"""Finds what lies at a checkpoint's path, and snapshots in the hub's local cache."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ from .checkpoint import (
     read_side_files,
 )
 from .formats.base import plain_name
-from .gguf.checkpoint import holds_towers, open_gguf, with_towers
-from .gguf.container import Container, read_container
+from .gguf.checkpoint import open_gguf, with_towers
+from .gguf.container import TOWERS, Container, read_container
 from .gguf.metadata import SPEC_ONLY, read_spec, side_files
 from .tensorfile import quoted
 
@@ -62,22 +61,19 @@ class CheckpointDirectory:
         """Return its spec; SpecError or WeightsError names the file and what is wrong there."""
         if not self.stated.is_file():
             if lies_in(self.path):
-                raise InputError(
-                    f"--checkpoint {self.path}: a LoRA adapter of {Adapter(self.path).base}, and "
-                    f"no model; give --checkpoint with that model, and --adapter {self.path}"
-                )
+                what = f"a LoRA adapter of {Adapter(self.path).base}, and no model"
+                fix = f"give --checkpoint with that model, and --adapter {self.path}"
+                raise InputError(f"--checkpoint {self.path}: {what}; {fix}")
             found = sorted(self.path.glob(f"*{GGUF}"), key=lambda p: (p.name.startswith(MMPROJ), p))
             near = f"; give --checkpoint {found[0]}" if found else ""
             if found[1:]:
                 near += f", or another of {', '.join(p.name for p in found[1:5])}"
-            raise InputError(
-                f"{self.path} has no {CONFIG}: not a Hugging Face checkpoint directory{near}"
-            )
+            what = "not a Hugging Face checkpoint directory"
+            raise InputError(f"{self.path} has no {CONFIG}: {what}{near}")
         return Spec.from_hf(self.stated)
 
     def published(self) -> bool:
-        """Whether transformers loads these weights: it does not know other tools' names, and with
-        PEFT it would load an adapter that lies here too."""
+        """Whether transformers loads these weights; with PEFT it would load an adapter here too."""
         names = (name for header in read_headers(self.path) for name in header.entries)
         return not lies_in(self.path) and all(name == plain_name(name) for name in names)
 
@@ -124,7 +120,7 @@ class GgufFile:
 
     @cached_property
     def whole(self) -> bool:
-        return holds_towers(self.container)
+        return any(name.startswith(TOWERS) for name in self.container.tensors)
 
     def kinds(self, asked: str | Sequence[str], spec: Spec) -> str | Sequence[str]:
         described = spec.vision is not None or spec.audio is not None
@@ -137,10 +133,8 @@ class GgufFile:
             what = "holds its towers, and not all of how they compute"
             fix = "give --variant or --spec too"
         if wanted:
-            raise InputError(
-                f"--media {','.join(wanted)[:80]}: {self.path} {what}; {fix}, or leave the option "
-                f"out"
-            )
+            fix += ", or leave the option out"
+            raise InputError(f"--media {','.join(wanted)[:80]}: {self.path} {what}; {fix}")
         if self.whole and "none" not in words:
             log.warning("%s %s: they are left out; %s", self.path, what, fix)
         return "none"
@@ -161,9 +155,8 @@ def find_origin(path: Path | str) -> Origin:
     path = Path(path)
     if path.is_file():
         if path.name.endswith(OF_DIRECTORY):
-            raise InputError(
-                f"--checkpoint {path}: one file of a checkpoint; give its directory, {path.parent}"
-            )
+            what = f"one file of a checkpoint; give its directory, {path.parent}"
+            raise InputError(f"--checkpoint {path}: {what}")
         return GgufFile(path)
     if path.suffix == GGUF and not path.is_dir():
         raise InputError(f"--checkpoint {path}: no such file")
@@ -177,13 +170,9 @@ def existing_origin(path: Path | str, mmproj: Path | str | None = None) -> Origi
         raise InputError(f"--checkpoint {path}: no such directory")
     if mmproj is None:
         return found
-    if not isinstance(found, GgufFile):
-        raise InputError(
-            f"--mmproj {mmproj}: {path} is no GGUF file, and has its own towers; leave the option "
-            f"out"
-        )
-    if found.whole:
-        raise InputError(f"--mmproj {mmproj}: {path} holds its own towers; leave the option out")
+    if not isinstance(found, GgufFile) or found.whole:
+        own = "holds" if isinstance(found, GgufFile) else "is no GGUF file, and has"
+        raise InputError(f"--mmproj {mmproj}: {path} {own} its own towers; leave the option out")
     if not Path(mmproj).is_file():
         raise InputError(f"--mmproj {mmproj}: no such file")
     return replace(found, towers=Path(mmproj))
@@ -216,10 +205,8 @@ def in_cache_folder(path: Path) -> Path:
     if main is None:
         names = ", ".join(p.name for p in found[:8])
         fix = f"give one of them: {names}" if found else "download the model again"
-        raise InputError(
-            f"{path}: a folder of the hub's cache with {len(found)} snapshots, of which none is "
-            f"main; {fix}"
-        )
+        what = f"a folder of the hub's cache with {len(found)} snapshots, of which none is main"
+        raise InputError(f"{path}: {what}; {fix}")
     return main
 
 

@@ -1,5 +1,4 @@
-"""Makes params of the optimised graphs from checkpoint tensors, by the weight prologue, and a
-model's own weights from those params again."""
+"""Makes params of graphs from checkpoint tensors, by the weight prologue, and the reverse."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from g4ir.errors import EngineError, VerifyError, WeightsError
+from g4ir.errors import EngineError, VerifyError
 from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.interpret import interpret, run_node
 from g4ir.ir.rewrite import drop_dead, split_prologue
@@ -96,9 +95,8 @@ def make_packing(
     ep: bool = False,
     acted: Acted | None = None,
 ) -> Packing:
-    """Return the graphs of an engine and the prologue of their params; of one of several `ranks`,
-    which with `ep` has some of the experts. `stored`: Backend.stored; `acted` counts what the
-    passes did."""
+    """Return the graphs of an engine, or of one of its `ranks`, and the prologue of their params.
+    `stored`: Backend.stored; `acted` counts what the passes did."""
     verifies = options.of(RingOptions).slack > 0
     made = build_program(spec, all_logits, dtype, media, verifies, drafter)
     plain = shard_program(quantised(made, spec, recipe, dtype), spec, ranks, ep)
@@ -155,10 +153,9 @@ class MadeParams:
         for name, t in self._made.items():
             if name.endswith(SCALES) and not bool(t.isfinite().all()):
                 names = ", ".join(checkpoint_name(v.name) for v in recipe.params)
-                raise WeightsError(
-                    f"{names}: NaN or infinite, which no code stands for; fix: download the "
-                    f"checkpoint again, or build without --quant"
-                )
+                fix = "fix: download the checkpoint again, or build without --quant"
+                what = "NaN or infinite, which no code stands for"
+                raise tensorfile.broken(names, what, fix)
 
     def rows(self, param: str, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of a table, or of its codes or scales, which follow from that row alone."""
@@ -178,9 +175,8 @@ class MadeParams:
         made = self.share.own(v.name, whole) if self.share else whole(v.name)
         name = self._source(v) or v.name
         if not made.is_floating_point() and dtype_name(made.dtype) != v.type.dtype:
-            raise WeightsError(
-                f"{name}: codes are {made.dtype}, the engine takes {v.type.dtype}; build it again"
-            )
+            what = f"codes are {made.dtype}, the engine takes {v.type.dtype}"
+            raise tensorfile.broken(name, what, "build it again")
         return cast(made, v.type.dtype, name)
 
     def _source(self, v: Value) -> str | None:
@@ -312,8 +308,7 @@ def write_params(
     names: Collection[str] | None = None,
     stem: str = "weights",
 ) -> list[Path]:
-    """Write every param, or those of `names`, into safetensors shards, tensor by tensor; returns
-    the files. `progress` hears of every tenth of the bytes."""
+    """Write every param, or those of `names`, into safetensors shards; returns the files."""
     known = packing.program.params()
     params = [v for name, v in known.items() if names is None or name in names]
     shards: list[list[Value]] = [[]]
@@ -357,9 +352,8 @@ def _wrong(path: Path, name: str, what: str) -> EngineError:
 
 @dataclass(frozen=True)
 class UnpackedWeights:
-    """A model's own weights from what an engine holds. One that refers to a checkpoint or a seed
-    still has them; a packed one has the results of its prologue, of which `concat` is undone by
-    slices, without a copy. Of a quantised weight it has codes and scales, or what they mean."""
+    """A model's own weights from what an engine holds: of packed ones, slices of the results of its
+    prologue, and codes and scales or what they mean."""
 
     held: ParamSource
     params: Mapping[str, Value]
@@ -379,14 +373,14 @@ class UnpackedWeights:
         for n in self.prologue.find(*UNDONE):
             if v in n.inputs and self.holds(n.out):
                 return UNDONE[n.op](n, v, self(n.out))
-        raise EngineError(
-            f"{self.path} no longer holds %{v.name}, only what was made of it: give --checkpoint "
-            f"DIR"
-        )
+        what = f"no longer holds %{v.name}, only what was made of it"
+        raise EngineError(f"{self.path} {what}: give --checkpoint DIR")
 
     def weight(self, v: Value) -> torch.Tensor:
         """Return a weight as the engine computes with it: dequantised if it is quantised."""
-        parts = self._parts(v)
+        made_here = (x for n in self.prologue.nodes for x in n.outputs)
+        known = dict(self.params) | {x.name: x for x in (*self.prologue.params, *made_here)}
+        parts = tuple(known[n] for end in (CODES, SCALES) if (n := f"{v.name}{end}") in known)
         if not parts:
             return self(v)
         made = self._codes_of(parts)
@@ -395,12 +389,6 @@ class UnpackedWeights:
         dequantize = Node("dequantize", parts, (v,), {"to": v.type.dtype})
         (dense,) = run_node(dequantize, list(made))
         return dense
-
-    def _parts(self, v: Value) -> tuple[Value, ...]:
-        made = (x for n in self.prologue.nodes for x in n.outputs)
-        known = dict(self.params) | {x.name: x for x in (*self.prologue.params, *made)}
-        names = (f"{v.name}{CODES}", f"{v.name}{SCALES}")
-        return tuple(known[name] for name in names if name in known)
 
     def _codes_of(self, parts: tuple[Value, ...]) -> tuple[torch.Tensor, ...] | None:
         """Return codes and scales; None where the engine holds what was made of them."""

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod, sqrt
-from typing import TypeVar
+from typing import Any
 
 import torch
 
@@ -62,8 +62,7 @@ def distribution(name: str, shape: Shape) -> tuple[float, float]:
     """Return centre and half-width of the values of this tensor."""
     found = (row for row in TABLES["distributions"] if re.search(row[0], name))
     _, centre, spread, unit = next(found)
-    each = UNITS[unit](shape)
-    return centre * each, spread * each
+    return centre * UNITS[unit](shape), spread * UNITS[unit](shape)
 
 
 def random_tensor(
@@ -199,9 +198,6 @@ class RandomCheckpoint(WeightSource):
         return text_tensors(self.spec) | media_tensors(self.spec, KINDS)
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True)
 class WithDrafter:
     """A WeightSource of two: `draft.NAME` is the drafter's tensor NAME."""
@@ -242,7 +238,7 @@ class WithDrafter:
         return self.drafter if name.startswith(OF_DRAFTER) else self.model
 
 
-def _scoped(values: Mapping[str, T]) -> dict[str, T]:
+def _scoped(values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{OF_DRAFTER}{name}": value for name, value in values.items()}
 
 

@@ -65,10 +65,10 @@ def _write_weights(
 ) -> None:
     code = tensorfile.CODES[str(source.dtype).removeprefix("torch.")]
     extra = dead_tensors(spec) if dead else {}
-    shapes = {**text_tensors(spec), **extra}
-    bare = {(name if name == HEAD else prefix + name): name for name in shapes}
+    text = text_tensors(spec) | extra
+    bare = {(name if name == HEAD else prefix + name): name for name in text}
     bare |= {tower_names(spec, name)[0]: name for name in towers}
-    shapes |= towers
+    shapes = text | towers
 
     def tensor(name: str) -> torch.Tensor:
         key = bare[name]

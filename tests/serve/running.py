@@ -52,13 +52,8 @@ def chat_tokenizer() -> Any:
 
 def chat_engine(folder: Path, max_seq: int = MAX_SEQ, **options: Any) -> Path:
     """An engine directory with it, that takes pictures and sounds."""
-    limits: dict[str, Any] = {
-        "max_seq": max_seq,
-        "prefill_chunk": 128,
-        "max_batch": 4,
-        "image_budgets": [70],
-    }
-    limits |= options
+    limits: dict[str, Any] = {"prefill_chunk": 128, "max_batch": 4, "image_budgets": [70]}
+    limits |= {"max_seq": max_seq, **options}
     g4ir.build("tiny-media", folder, backend="reference", random_weights=0, **limits).close()
     return add_file(folder, "tokenizer.json", chat_tokenizer().to_str())
 
@@ -110,15 +105,12 @@ class Running:
     def dictate(self, patch: Any, *texts: str) -> None:
         prompts = self.server.prompts
         assert prompts
-        ids = [
-            prompts.vocabulary.controls.get(text) or prompts.vocabulary.plain(text)
-            for text in texts
-        ]
-        script = [i for part in ids for i in (part if isinstance(part, list) else [part])]
-        made = prompts._sampling
+        controls, made, script = prompts.vocabulary.controls, prompts._sampling, list[int]()
+        for text in texts:
+            script += [controls[text]] if text in controls else self.ids(text)
 
         def dictated(*given: Any) -> SamplingParams:
-            return replace(made(*given), allowed=Script(script, 512))
+            return replace(made(*given), allowed=Script(script))
 
         patch.setattr(prompts, "_sampling", dictated)
 
@@ -128,12 +120,11 @@ class Script:
     """Allows the tokens of a script, one by one, and any behind them."""
 
     tokens: Sequence[int]
-    size: int
 
     def mask(self, generated: Sequence[int]) -> Any:
         if len(generated) >= len(self.tokens):
             return None
-        out = torch.zeros(self.size, dtype=torch.bool)
+        out = torch.zeros(512, dtype=torch.bool)
         out[self.tokens[len(generated)]] = True
         return out
 

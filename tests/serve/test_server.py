@@ -220,17 +220,8 @@ def test_a_body_that_never_ends(served: Running, monkeypatch: pytest.MonkeyPatch
         assert half.recv(64).startswith(b"HTTP/1.1 408")
 
 
-def started(folder: Path, *words: str) -> tuple[Any, str]:
-    """A process of `g4ir serve` that is ready, and where."""
-    command = [sys.executable, "-m", "g4ir.cli", "serve", str(folder), "--port", "0", *words]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr
-    url = ""
-    for line in process.stderr:
-        url = line.partition("listening at ")[2].strip() or url
-        if line == "g4ir: ready\n":
-            return process, url
-    raise AssertionError("it ended")
+def launched(*words: str) -> Any:
+    return subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True)
 
 
 def test_a_signal_lets_answers_end(engine_folder: Path, tmp_path: Path) -> None:
@@ -238,7 +229,9 @@ def test_a_signal_lets_answers_end(engine_folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("k1\n\nk2\n")
     words = ("--api-key-file", str(keys), "--served-name", "mine", "--drain", "50")
-    process, url = started(engine_folder, *words)
+    process = launched("-m", "g4ir.cli", "serve", str(engine_folder), "--port", "0", *words)
+    url = process.stderr.readline().partition("listening at ")[2].strip()
+    next(line for line in process.stderr if line == "g4ir: ready\n")
     key = {"Authorization": "Bearer k2"}
     body = LONG | {"stream": True, "stream_options": {"include_usage": True}}
     with httpx.Client(base_url=url, timeout=WAIT, headers=key) as client:
@@ -270,8 +263,7 @@ sys.exit(main(["serve", sys.argv[1], "--port", "0"]))
 
 
 def test_a_signal_while_the_engine_is_loading(engine_folder: Path) -> None:
-    command = [sys.executable, "-c", LOADING, str(engine_folder)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = launched("-c", LOADING, str(engine_folder))
     assert process.stderr and "listening at" in process.stderr.readline()
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)

@@ -61,7 +61,7 @@ def use(monkeypatch: pytest.MonkeyPatch, backend: TrtBackend) -> None:
     def find(name: str) -> Any:
         return backend if name == "trt" else find_backend(name)
 
-    for user in ("prepare", "load"):
+    for user in ("build", "load"):
         monkeypatch.setattr(f"g4ir.engine.{user}.find_backend", find)
 
 

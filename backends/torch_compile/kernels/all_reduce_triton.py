@@ -1,4 +1,4 @@
-"""Sums over ranks with the residual and the norms after them: one-shot kernels.
+"""Sums over ranks with the residual and the norms after them: one-shot all-reduce.
 
 Each rank has a buffer that all others can read and write. A program computes a row: it copies its
 rank's part there, raises a flag at every rank, waits for the flags of all, reads the other parts
@@ -189,7 +189,7 @@ def all_reduce_norm_residual(
     b: Tensor | None = None,
     w_b: Tensor | None = None,
 ) -> list[Tensor]:
-    """Return `norm_residual` of the sums of what ranks have of x and of b, in one message
+    """Return `norm_residual` of the sums of what ranks have of x and of b, in one collective
 
     x, b, residual and results [B, 1, D], at most 32 rows; peers as in `meeting_at`; the rest as in
     `norm_residual`. Off a GPU for a rank that is alone.

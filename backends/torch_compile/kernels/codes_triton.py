@@ -1,4 +1,4 @@
-"""Weights as kernels read them: in a float dtype, or in codes with scales (g4ir/ops/codecs.py).
+"""Weights as kernels read them: in a float dtype, or as codes with scales (g4ir/ops/codecs.py).
 
 FORM is empty for a float dtype, else the form of the codes. GROUP is how many codes share a scale;
 0: those of a row, whose scale is applied to the row's sum. Products with one row of x keep code *

@@ -87,7 +87,7 @@ LATENT = [
     sample((60_000, 52_345), W, W, _use(2), form="raw", pairs=8),  # angles far from the start
 ]
 
-#: rows in fewer bits: rings, lists, one key, more shares than blocks, padded columns, groups
+#: quantised rows: rings, lists, one key, more shares than blocks, padded columns, groups
 NARROW = [
     sample(lengths, *layout, _use(splits, 8), 0, heads, d, narrow=narrow)
     for narrow in ("i8", "f8e4m3")

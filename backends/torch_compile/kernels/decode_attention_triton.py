@@ -507,7 +507,7 @@ def decode_attention(
     """Compute `attention` of the newest token of each row over its cache, [B,1,nq,d]
 
     q [B,1,nq,d]; end i64[B] tokens in the cache, the query's among them: its position is end - 1;
-    caches k, v [C,B,n,d], any strides but the last, or rows in fewer bits (ops/kv_quant.py), whose
+    caches k, v [C,B,n,d], any strides but the last, or quantised rows (ops/kv_quant.py), whose
     d is a multiple of 32 where they are codes; arrivals i64[B,n], 0 before and after. A row without
     tokens yields 0. splits: programs for each row and key head, each of at least block_n keys.
 

@@ -152,7 +152,7 @@ SUMMED = [
     (33, 21, 100, WIDEST, 3),
 ]
 GATED = [(1, 5, 33, ONE), (3, 32, 96, MANY), (16, 5, 33, MANY), (2, 37, 45, ONE)]
-#: the same of weights in codes, and the codes: of rows and of groups, more and fewer than a block
+#: the same of quantised weights, and the codes: of rows and of groups, more and fewer than a block
 INT8, INT4, FP8 = ("int8", 0), ("int4", 32), ("fp8", 0)
 CODED = [
     (1, 17, 104, ONE, INT8),
@@ -224,7 +224,7 @@ NORM_CASES: list[tuple[Any, ...]] = [
     (96, 6, "", False, True, (), 0, _norm_use(4, 2)),
     (1536, 24, "gelu", False, False, (True,), 1, _norm_use(4, 3, 4)),
 ]
-#: the same of weights in codes, and the codes
+#: the same of quantised weights, and the codes
 NORM_CODED: list[tuple[Any, ...]] = [
     (96, 6, "", False, True, (True,), 0, _norm_use(4, 2), ("int4", 32)),
     (104, 5, "silu", False, False, (True,), 1, _norm_use(4, 2), ("int8", 0)),

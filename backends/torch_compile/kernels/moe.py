@@ -161,7 +161,7 @@ SORTED: list[tuple[Any, ...]] = [
     (17, 20, 11, 29, 12, 2),
     (3, 18, 8, 16, 128, 8),
 ]
-#: the same in codes: rows, d, inner, dense, experts, top_k, the dense MLP's form, the experts'
+#: the same, quantised: rows, d, inner, dense, experts, top_k, the dense MLP's form, the experts'
 INT8, INT4, FP8 = ("int8", 0), ("int4", 32), ("fp8", 0)
 CODED = [
     (1, 64, 32, 32, 6, 2, INT8, INT4),

@@ -20,7 +20,7 @@ from .base import (
 
 
 def _shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    held = n.caches[0].type.dtype  # in fewer bits than the queries: the library's
+    held = n.caches[0].type.dtype  # narrower than the queries: the library's
     return attention_shape(n) if n.chunk and held == n["q"].type.dtype else None
 
 

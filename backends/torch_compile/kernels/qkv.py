@@ -24,7 +24,7 @@ from .base import (
 
 
 def _write_shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    """Return the shape; None where rows are held in fewer bits."""
+    """Return the shape; None where rows are quantised."""
     q, cache = (v.type for v in n.outputs[:2])
     return {"d": size(q, -1)} if cache.dtype == q.dtype else None
 
@@ -64,7 +64,7 @@ def _q_heads(run: Run, n: Node, choice: Choice, x: Any, w: Any, cos: Any, sin: A
 
 
 def _attention_shape(g: Graph, n: Node, target: Target) -> Shape | None:
-    """Return the shape; None for several tokens, and where rows are held in fewer bits."""
+    """Return the shape; None for several tokens, and where rows are quantised."""
     out, heads = n.outputs[0].type, kv_heads(n)
     if not is_row(out) or n.caches[0].type.dtype != out.dtype:
         return None

@@ -97,7 +97,7 @@ def _words(words, row, head, WORDS, EACH):
 
 @triton.jit
 def _leave(words, value, keep):
-    """Store fp32 numbers as words that are not zero; they go to L2 at once."""
+    """Store fp32 numbers as non-zero words; they go to L2 at once."""
     tl.store(words, value.to(tl.int32, bitcast=True) | 1, mask=keep, cache_modifier=".wt")
 
 

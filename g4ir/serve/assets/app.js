@@ -437,7 +437,7 @@ function leaveCalls() {
 
 const part = (m) => ({ type: `${m.kind}_url`, [`${m.kind}_url`]: { url: m.url } });
 
-// Pictures stand before the text, sounds behind it.
+// Images stand before the text, audio behind it.
 function content(words, media) {
   if (!media.length) return words;
   const sounds = media.filter((m) => m.kind === "audio").map(part);
@@ -495,7 +495,7 @@ async function read(files) {
   for (const file of files) {
     const kind = file.type.split("/")[0];
     if (!["image", "audio", "video"].includes(kind)) {
-      showError(`${file.name}: pictures, sounds and films can be attached`);
+      showError(`${file.name}: images, audio and videos can be attached`);
     } else if (state.media && !state.media.includes(kind)) {
       showError(`${file.name}: this model takes no ${kind}`);
     } else {

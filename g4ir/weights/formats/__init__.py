@@ -7,40 +7,35 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.spec.reader import Where, tree_of
-from g4ir.weights.tensorfile import broken, parse_json, quoted, read_limited
+from g4ir.weights.tensorfile import broken, quoted, read_json
 
-from . import compressed_tensors, huggingface, mlx
+from . import compressed_tensors
 from .base import KEY, Files, QuantisedTensors
+from .huggingface import MLX_KEY, MLX_OTHER, is_mlx, read_fp8, read_mlx, read_mobile
 
-LIMIT = 4 << 20
 #: quant_method -> its reader: the config's tree and the files -> what is in codes
 METHODS: Mapping[str, Callable[[Any, Files], QuantisedTensors]] = {
     "compressed-tensors": compressed_tensors.read,
-    "fp8": huggingface.read_fp8,
-    "gemma": huggingface.read_mobile,
+    "fp8": read_fp8,
+    "gemma": read_mobile,
 }
 
 
 def is_coded(config: Path) -> bool:
     """Whether a config.json says that weights are in codes."""
-    values = _values(config)
-    return any(values.get(key) is not None for key in (KEY, mlx.KEY))
-
-
-def _values(config: Path) -> dict[str, Any]:
-    return parse_json(config, read_limited(config, LIMIT))
+    values = read_json(config)
+    return any(values.get(key) is not None for key in (KEY, MLX_KEY))
 
 
 def read_coded(config: Path, files: Files) -> QuantisedTensors:
-    """Return a checkpoint's tensors with its quantised weights. SpecError for a key that is not
-    understood, WeightsError for a method that is not read and for tensors that do not fit."""
-    whole = _values(config)
-    values, of_mlx = whole.get(KEY), whole.get(mlx.KEY)
-    if of_mlx is not None or mlx.is_mlx(values):
+    """Return a checkpoint's tensors with its quantised weights, or an error for what is unknown."""
+    whole = read_json(config)
+    values, of_mlx = whole.get(KEY), whole.get(MLX_KEY)
+    if of_mlx is not None or is_mlx(values):
         stated: Any = values if of_mlx is None else of_mlx
-        if not mlx.is_mlx(stated):
-            raise broken(config, f"{mlx.KEY}: {quoted(stated)} is not read", mlx.OTHER)
-        return mlx.read(config, stated, files)
+        if not is_mlx(stated):
+            raise broken(config, f"{MLX_KEY}: {quoted(stated)} is not read", MLX_OTHER)
+        return read_mlx(config, stated, files)
     if values is None:
         return QuantisedTensors(files.names, {}, {})
     method = str(values.get("quant_method")) if isinstance(values, dict) else None

@@ -91,8 +91,7 @@ def quantised_weight(
     release: Callable[[], None],
     dtype: str = "f32",
 ) -> StoredWeight:
-    """Return a weight of codes and scales; scales have the engine's `dtype` if the scheme says
-    none, and values are f32."""
+    """Return a weight of codes and scales, these in the engine's `dtype` if it has none."""
 
     def values(rows: torch.Tensor | None) -> torch.Tensor:
         rounded = scales(rows).to(torch_dtype(scheme.scale or dtype))
@@ -144,8 +143,7 @@ class Files:
 
 @dataclass(frozen=True)
 class QuantisedTensors:
-    """A checkpoint's tensors with one entry in the place of codes and scales: `weights` by that
-    entry. `ignored` tensors -> why."""
+    """A checkpoint's tensors, one entry instead of codes and scales; `weights` by that entry."""
 
     names: Mapping[str, Found]
     weights: Mapping[Entry, StoredWeight]
@@ -216,8 +214,7 @@ def require(found: Found, dtypes: Iterable[str], shape: tuple[int, ...] | None =
 
 @dataclass(frozen=True)
 class ScaleBlocks:
-    """Scales of blocks of a weight [.., N, K]: each of `rows` x `columns` numbers, those at the end
-    may be cut; of all of it where both are 0."""
+    """Scales of blocks of `rows` x `columns` of a weight [.., N, K], cut at its ends; 0: all."""
 
     rows: int
     columns: int
@@ -273,7 +270,6 @@ def _stored_scales(files: Files, found: Found, shape: tuple[int, ...], grid: Sca
 
 
 def as_it_is(t: torch.Tensor) -> torch.Tensor:
-    """Return codes that are canonical in the file."""
     return t
 
 
@@ -405,26 +401,23 @@ def compiled(pattern: str, where: str) -> re.Pattern[str]:
         raise tensorfile.broken(where, f"pattern {quoted(pattern)}: {e}", "correct it") from None
 
 
-@dataclass(frozen=True)
-class Names:
-    """Modules by name or class, and by patterns, which are marked `re:`."""
+#: of a module's name and class
+Selects = Callable[[str, str], bool]
 
-    exact: frozenset[str]
-    patterns: tuple[re.Pattern[str], ...]
 
-    @classmethod
-    def of(cls, names: Iterable[str], where: str) -> Names:
-        """Return a list of `where`; WeightsError for a pattern that is not taken."""
-        names = tuple(names)
-        found = [n.removeprefix("re:") for n in names if n.startswith("re:")]
-        if len(found) > MOST_PATTERNS:
-            what = f"{len(found)} patterns, at most {MOST_PATTERNS}"
-            raise tensorfile.broken(where, what, "name modules")
-        return cls(frozenset(names), tuple(compiled(p, where) for p in found))
+def selector(names: tuple[str, ...], where: str) -> Selects:
+    """Return whether a list of `where` names a module: by its name or class, or by a pattern, which
+    is marked `re:`. WeightsError for a pattern that is not taken."""
+    patterns = [compiled(n.removeprefix("re:"), where) for n in names if n.startswith("re:")]
+    if len(patterns) > MOST_PATTERNS:
+        what = f"{len(patterns)} patterns, at most {MOST_PATTERNS}"
+        raise tensorfile.broken(where, what, "name modules")
+    exact = frozenset(names)
 
-    def hold(self, module: str, kind: str) -> bool:
-        known = module in self.exact or kind in self.exact
-        return known or any(p.match(module) for p in self.patterns)
+    def selects(module: str, kind: str) -> bool:
+        return not exact.isdisjoint((module, kind)) or any(p.match(module) for p in patterns)
+
+    return selects
 
 
 def excluded(module: str, names: Iterable[str], where: str) -> bool:

@@ -25,9 +25,9 @@ from .base import (
     KEY,
     Files,
     Found,
-    Names,
     QuantisedTensors,
     ScaleBlocks,
+    Selects,
     StoredWeight,
     Taken,
     as_it_is,
@@ -36,6 +36,7 @@ from .base import (
     quantised_weight,
     read_modules,
     require,
+    selector,
     wrong,
 )
 
@@ -130,10 +131,15 @@ def read(tree: Node, files: Files) -> QuantisedTensors:
     config: CompressedTensorsConfig = build(CompressedTensorsConfig, tree, KEY)
     where = str(tree.where)
     _check(config, where)
-    take = partial(_take, files, Choice.of(config, where))
+    groups = [
+        (selector(group.targets, where), group.weights, group.format or config.format)
+        for group in config.config_groups.values()
+        if group.weights
+    ]
+    take = partial(_take, files, selector(config.ignore or (), where), groups)
     found = read_modules(files, SUFFIXES, take, dict.fromkeys(ACTIVATIONS, NOT_ROUNDED))
-    groups = config.config_groups.values()
-    if found.ignored or any(g.input_activations or g.output_activations for g in groups):
+    given = config.config_groups.values()
+    if found.ignored or any(g.input_activations or g.output_activations for g in given):
         log.warning("%s: activations are not rounded, as weights are", where)
     if config.kv_cache_scheme is not None:
         log.warning("%s: kv_cache_scheme is left out: caches are not rounded", where)
@@ -177,33 +183,19 @@ def _unread(where: str, key: str, value: Any) -> WeightsError:
     return broken(where, f"{key} {quoted(value)} is not read", OTHERWISE)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Which modules a config puts in codes, and how."""
-
-    ignored: Names
-    groups: tuple[tuple[Names, Numbers, str], ...]
-
-    @classmethod
-    def of(cls, config: CompressedTensorsConfig, where: str) -> Choice:
-        groups = [
-            (Names.of(group.targets, where), group.weights, group.format or config.format)
-            for group in config.config_groups.values()
-            if group.weights
-        ]
-        return cls(Names.of(config.ignore or (), where), tuple(groups))
-
-    def find(self, module: str, kind: str) -> tuple[Numbers, str] | None:
-        found = ((n, form) for names, n, form in self.groups if names.hold(module, kind))
-        return next(found, None)
+#: modules of a group, and how they are quantised
+_Group = tuple[Selects, Numbers, str]
 
 
-def _take(files: Files, choice: Choice, module: str, parts: Mapping[str, Found]) -> Taken | None:
+def _take(
+    files: Files, ignore: Selects, groups: list[_Group], module: str, parts: Mapping[str, Found]
+) -> Taken | None:
     kind = "Embedding" if module.endswith(TABLES) else "Linear"
     plain = parts.get(WEIGHT)
     if SCALE not in parts and plain and len(plain[1].shape) != 2:
         kind = ""
-    chosen, ignored = choice.find(module, kind), choice.ignored.hold(module, kind)
+    chosen = next((group for group in groups if group[0](module, kind)), None)
+    ignored = ignore(module, kind)
     found = next(parts[s] for s in SUFFIXES if s in parts)
     if SCALE not in parts and WORDS not in parts:
         if kind and chosen and not ignored and files.of_text(module):
@@ -214,7 +206,7 @@ def _take(files: Files, choice: Choice, module: str, parts: Mapping[str, Found])
         raise wrong(found, "is in codes, but `ignore` names its module", FIX)
     if chosen is None:
         raise wrong(found, "is in codes, but no target of config_groups names its module", FIX)
-    return found, _weight(files, parts, *chosen)
+    return found, _weight(files, parts, *chosen[1:])
 
 
 def _weight(files: Files, parts: Mapping[str, Found], numbers: Numbers, form: str) -> StoredWeight:

@@ -1,4 +1,4 @@
-"""Formats that transformers itself writes; activations and caches are not rounded.
+"""Formats that transformers itself and MLX write; activations and caches are not rounded.
 
 fp8: e4m3 codes, a scale for each block or one for all of a weight. `weight_scale_inv` is
 multiplied, in spite of its name.
@@ -6,6 +6,10 @@ multiplied, in spite of its name.
 The mobile form (`quant_method` gemma): 2, 4 or 8 bits for each module, a scale for each row. Codes
 lie along K, low bits first, as code + 2^(b-1) in bytes; 8 bits as they are. Scales are rounded to
 the engine's dtype before they are multiplied.
+
+MLX: w = scale * q + bias, with one of each for a group of a row; `quantization` of config.json has
+`bits` and `group_size`, and others under a module's name, false if it is not quantised. Codes lie
+in words of 32 bits, low bits first. No scheme of ours has both in 16 bits: weights become values.
 """
 
 from __future__ import annotations
@@ -14,26 +18,30 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 from g4ir.ops.types import torch
 from g4ir.spec.reader import Length, Node, OneOf, Range, build
-from g4ir.weights.tensorfile import broken
+from g4ir.weights.tensorfile import FLOATS, broken, quoted
 
 from .base import (
     FIX,
     KEY,
+    PIECE,
     Files,
     Found,
     NameList,
     QuantisedTensors,
     ScaleBlocks,
+    StoredWeight,
     Taken,
     as_it_is,
     coded_weight,
     compiled,
     e4m3,
     excluded,
+    plain_name,
     read_modules,
     require,
     wrong,
@@ -159,20 +167,16 @@ def _take_mobile(
     rounded = [found for found in ranges if _is_set(files, found)]
     for found in ranges:
         ignored[found[1].name] = ROUNDED if found in rounded else "0: activations are not rounded"
-    form = _form(config, module, where)
+    bits = config.bits(module, where)
+    if bits not in FORMS:
+        raise broken(where, f"{KEY}: num_bits {bits} of {module}: expected 2, 4 or 8", FIX)
+    form = FORMS[bits]
     require(codes, [form.dtype])
     shape = (*codes[1].shape[:-1], codes[1].shape[-1] * form.packed) if codes[1].shape else ()
     grid = ScaleBlocks(1, _columns(scales, shape) if table else 0)
     weight = coded_weight(files, form.name, shape, codes, scales, grid, form.convert, None)
     fault = str(wrong(rounded[-1], ROUNDED, OTHERWISE)) if rounded else ""
     return codes, replace(weight, fault=fault)
-
-
-def _form(config: MobileConfig, module: str, where: str) -> MobileFormat:
-    bits = config.bits(module, where)
-    if bits not in FORMS:
-        raise broken(where, f"{KEY}: num_bits {bits} of {module}: expected 2, 4 or 8", FIX)
-    return FORMS[bits]
 
 
 def _columns(scales: Found, shape: tuple[int, ...]) -> int:
@@ -211,3 +215,70 @@ FORMS: Mapping[int, MobileFormat] = {
     4: MobileFormat("U8", 2, "int4", as_it_is),
     8: MobileFormat("I8", 1, "int8", as_it_is),
 }
+
+
+MLX_KEY, NEEDED = "quantization", {"group_size", "bits"}
+MLX_PARTS = (".weight", ".scales", ".biases")
+MLX_BITS = (2, 4, 8)
+MLX_OTHER = "fix: take the bf16 weights of the model with --quant, or a compressed-tensors or "
+MLX_OTHER += "GGUF file of it"
+
+
+def is_mlx(values: Any) -> bool:
+    """Whether this says how MLX quantised weights; mlx-lm writes it under the usual key too."""
+    return isinstance(values, dict) and values.keys() >= NEEDED and "quant_method" not in values
+
+
+def read_mlx(config: Path, values: Mapping[str, Any], files: Files) -> QuantisedTensors:
+    mode = values.get("mode", "affine")
+    if mode != "affine":
+        raise broken(config, f"{MLX_KEY}: MLX's mode {quoted(mode)} is not read", MLX_OTHER)
+    own = {plain_name(f"{k}.weight"): v for k, v in values.items() if isinstance(v, dict)}
+
+    def take(module: str, parts: Mapping[str, Found]) -> Taken | None:
+        if parts.keys() != {*MLX_PARTS}:
+            return None
+        stated = own.get(f"{module}.weight", values)
+        found = [parts[part] for part in MLX_PARTS]
+        return found[0], _mlx_weight(config, files, stated, found)
+
+    found = read_modules(files, MLX_PARTS, take, {})
+    if found.weights:
+        log.warning(
+            "%s: %d weights of MLX become numbers of the engine's dtype, as no format here has "
+            "their scales and biases; --quant quantises them again",
+            *(config.parent, len(found.weights)),
+        )
+    return found
+
+
+def _mlx_weight(
+    config: Path, files: Files, stated: Mapping[str, Any], parts: list[Found]
+) -> StoredWeight:
+    codes, scales, biases = parts
+    bits, group = stated.get("bits"), stated.get("group_size")
+    if bits not in MLX_BITS or type(group) is not int or not 0 < group <= 1 << 16:
+        what = f"{quoted(bits)} bits in groups of {quoted(group)} ({config.name}: {MLX_KEY})"
+        raise wrong(codes, f"{what}, and {', '.join(map(str, MLX_BITS))} bits are read", MLX_OTHER)
+    rows, groups = scales[1].shape if len(scales[1].shape) == 2 else (0, 0)
+    require(codes, ("U32",), (rows, groups * group * bits // 32))
+    require(scales, FLOATS, (rows, groups))
+    require(biases, FLOATS, (rows, groups))
+    header, entry = codes
+    raw = header, replace(entry, dtype="U8", shape=(rows, entry.shape[1] * 4))
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+
+    def piece(raw: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        q = (raw[..., None] >> shifts) & (1 << bits) - 1
+        grouped = q.view(len(raw), groups, -1).float()
+        return (grouped * scale.float()[..., None] + bias.float()[..., None]).flatten(1)
+
+    def values(ids: torch.Tensor | None) -> torch.Tensor:
+        each = max(1, PIECE // (groups * group))
+        pieces = (files.rows(part, ids).split(each) for part in (raw, scales, biases))
+        made = torch.cat([piece(*p) for p in zip(*pieces)])
+        if not bool(made.isfinite().all()):
+            raise wrong(scales, "a scale or bias is NaN or infinite")
+        return made
+
+    return StoredWeight((rows, groups * group), {"": values}, partial(files.release, parts))

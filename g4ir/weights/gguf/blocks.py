@@ -1,8 +1,7 @@
-"""Turns the blocks of GGUF files into numbers, and into codes and scales where that loses nothing.
+"""Turns the blocks of GGUF files into values, and into codes and scales where that loses nothing.
 
-Layouts are those of ggml's `ggml-common.h` and `ggml-quants.c`. A block is a row of bytes; `d` is
-its scale in float16. Types whose minima are float16 too (Q4_1, Q5_1) have no form of codes: they
-become numbers. Every product here is exact in float32.
+Layouts are those of ggml's `ggml-common.h` and `ggml-quants.c`. A block is a row of bytes. Types
+whose minima are float16 too (Q4_1, Q5_1) become values. Every product is exact in float32.
 """
 
 from __future__ import annotations
@@ -21,22 +20,26 @@ Part = Callable[["torch.Tensor"], "torch.Tensor"]
 PIECE = 1 << 18
 
 
+def _half(b: torch.Tensor, at: int, count: int = 1) -> torch.Tensor:
+    """Return the float16 from a byte of each block on: f16[n, count]."""
+    return b[:, at : at + 2 * count].contiguous().view(torch.float16)
+
+
+def _first(b: torch.Tensor) -> torch.Tensor:
+    return _half(b, 0)
+
+
 @dataclass(frozen=True)
 class BlockFormat:
     """A type that is codes times scales: codes in the form of ops/codecs.py, scales [n, groups]."""
 
     scheme: Scheme
     codes: Part
-    scales: Part
+    scales: Part = _first
 
     def numbers(self, blocks: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = dequantized(self.codes(blocks), self.scales(blocks), torch.float32)
         return made
-
-
-def _half(b: torch.Tensor, at: int, count: int = 1) -> torch.Tensor:
-    """Return the float16 from a byte of each block on: f16[n, count]."""
-    return b[:, at : at + 2 * count].contiguous().view(torch.float16)
 
 
 def _shifted(b: torch.Tensor, shifts: range, each: int) -> torch.Tensor:
@@ -87,18 +90,13 @@ def _with_minimum(q: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return q * _half(b, 0).float() + _half(b, 2).float()
 
 
+_INT8 = Scheme("int8", 32, "f16")
 CODED = {
-    "Q8_0": BlockFormat(Scheme("int8", 32, "f16"), lambda b: _i8(b[:, 2:]), lambda b: _half(b, 0)),
+    "Q8_0": BlockFormat(_INT8, lambda b: _i8(b[:, 2:])),
     "Q4_0": BlockFormat(
-        Scheme("int4", 32, "f16"),
-        lambda b: packed(_signed(_nibbles(b[:, 2:], 16), 8)),
-        lambda b: _half(b, 0),
+        Scheme("int4", 32, "f16"), lambda b: packed(_signed(_nibbles(b[:, 2:], 16), 8))
     ),
-    "Q5_0": BlockFormat(
-        Scheme("int8", 32, "f16"),
-        lambda b: _signed(_nibbles(b[:, 6:], 16) | _bits(b[:, 2:6], 1), 16),
-        lambda b: _half(b, 0),
-    ),
+    "Q5_0": BlockFormat(_INT8, lambda b: _signed(_nibbles(b[:, 6:], 16) | _bits(b[:, 2:6], 1), 16)),
     "Q4_K": BlockFormat(
         Scheme("uint4", 256, "f16"),
         lambda b: to_blocks(_nibbles(b[:, 16:], 32), b[:, 4:16], "uint4"),
@@ -110,14 +108,11 @@ CODED = {
         lambda b: _half(b, 0, 2),
     ),
     "Q6_K": BlockFormat(Scheme("int6", 256, "f16"), _q6_k, lambda b: _half(b, 208)),
-    "IQ4_NL": BlockFormat(
-        Scheme("int8", 32, "f16"), lambda b: _iq4(_nibbles(b[:, 2:], 16)), lambda b: _half(b, 0)
-    ),
+    "IQ4_NL": BlockFormat(_INT8, lambda b: _iq4(_nibbles(b[:, 2:], 16))),
     "IQ4_XS": BlockFormat(
         Scheme("int8", 32, "f32"), lambda b: _iq4(_nibbles(b[:, 8:], 16)), _iq4_xs_scales
     ),
 }
-#: type -> its numbers, where they are not codes times scales
 DENSE: dict[str, Part] = {
     "Q4_1": lambda b: _with_minimum(_nibbles(b[:, 4:], 16), b),
     "Q5_1": lambda b: _with_minimum(_nibbles(b[:, 8:], 16) | _bits(b[:, 4:8], 1), b),

@@ -57,7 +57,7 @@ def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
     live, ignored, problems = _sorted(file, spec)
     names = known_names(spec.text.num_hidden_layers)
     stored = {bare: name for name, bare in reversed(names.items())}
-    defaults = _checked(file, spec, live, text_tensors(spec), problems, stored)
+    defaults = _checked(file, spec, live, text_tensors(spec), problems, stored, {})
     dense = Counter(t.stored.name for ts in live.values() for t in ts if t.stored.name in DENSE)
     if dense:
         shown = ", ".join(f"{n} of {kind}" for kind, n in sorted(dense.items()))
@@ -85,13 +85,12 @@ def _checked(
     shapes: Mapping[str, Shape],
     problems: list[Mismatch],
     stored: Mapping[str, str],
-    values: Mapping[str, float] | None = None,
+    values: Mapping[str, float],
     fix: str = "gguf",
 ) -> dict[str, float]:
     """Return the defaults of absent tensors, `values` first. WeightsError for these problems, for
     tensors that are missing (under their `stored` names), and for types and shapes that differ."""
-    known = values or {}
-    absent = {n: known.get(n, absent_value(n)) for n in shapes if n not in live}
+    absent = {n: values.get(n, absent_value(n)) for n in shapes if n not in live}
     for bare in (name for name, value in absent.items() if value is None):
         text = f"missing: expected shape {[*shapes[bare]]}"
         own = "tie" if bare == HEAD else fix
@@ -242,10 +241,6 @@ _BOUNDS = {bound: bound.replace("put_", "_") for bound in CLIP_BOUNDS}
 CLAMPS = "v.clamp_data"
 
 
-def holds_towers(file: Container) -> bool:
-    return any(name.startswith(TOWERS) for name in file.tensors)
-
-
 def with_towers(
     text: Checkpoint,
     file: Container,
@@ -307,8 +302,8 @@ def _stored_names(file: Container, own: bool) -> dict[str, str]:
 
 
 def _clamps(file: Container, spec: Spec) -> dict[str, float]:
-    """Return name -> bound of the vision tower's clipped linears; empty where a file has none of
-    CLAMPS. They must be those of the tensors that hold one bound each."""
+    """Return name -> bound of the vision tower's clipped linears, from CLAMPS if it is there. They
+    must be those of the tensors that hold one bound each."""
     tensor = file.tensors.get(CLAMPS)
     if tensor is None:
         return {}

@@ -1,10 +1,9 @@
-"""Reads the container of a GGUF file: metadata and the table of tensors, never their data. Types of
-tensors and the names of llama.cpp's converter are in tables.yaml.
+"""Reads the container of a GGUF file: metadata and the table of tensors, never their data.
 
 Layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little endian throughout: magic,
-version, count of tensors, count of keys; each key with its type and value; each tensor with its
-name, dims (those that lie together first), type and offset; then the data, aligned. Every count is
-held against what is left of the file before anything is made of it.
+version, counts; each key with its type and value; each tensor with its name, dims (those that lie
+together first), type and offset; then the data, aligned. Every count is held against what is left
+of the file before anything is made of it.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ BOOL, STRING, ARRAY = 7, 8, 9
 
 @dataclass(frozen=True)
 class GgufType:
-    """A type: its name, the elements and bytes of a block; the safetensors dtype of plain
-    numbers."""
+    """A type: its name, elements and bytes of a block; safetensors dtype of plain numbers."""
 
     name: str
     block: int
@@ -88,8 +86,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor: its type, its shape with the dims that lie together last, and its bytes, as an
-    entry of rows of bytes where the type has blocks, in the file of `header`."""
+    """A tensor: type, shape with the dims that lie together last, its bytes (in rows of blocks)."""
 
     stored: GgufType
     shape: tuple[int, ...]
@@ -107,8 +104,7 @@ class Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Container:
-    """A checked file, or the files of a split model: values by key, tensors by name. The first of
-    `headers` is that of the file that holds the metadata."""
+    """A checked file, or those of a split model, the one with the metadata first."""
 
     headers: tuple[Header, ...]
     values: Mapping[str, Any]
@@ -383,8 +379,7 @@ def shortest(value: Any) -> Any:
 
 
 def known_names(layers: int) -> dict[str, str]:
-    """Return name in a GGUF file -> name in a checkpoint, for a model of so many layers; several
-    names may lead to one weight."""
+    """Return name in a GGUF file -> name in a checkpoint; several names may lead to one weight."""
     names = {name: checkpoint_name(param) for name, param in TABLES["text"].items()}
     for i in range(layers):
         for name, param in TABLES["layer"].items():

@@ -1,9 +1,6 @@
 """Makes of a GGUF file's metadata its spec, by way of a Hugging Face config, and the files that an
 engine keeps: tokenizer.json as transformers builds Gemma's (models/gemma/tokenization_gemma.py),
-the chat template, the defaults of generation.
-
-What no key says follows from tensors: the sizes of the tables, a head of its own, K=V, and how much
-of a head is rotated.
+the chat template, the defaults of generation. What no key says follows from tensors.
 """
 
 from __future__ import annotations
@@ -141,7 +138,10 @@ class _Keys:
 def _config(keys: _Keys) -> dict[str, Any]:
     layers = keys.integer("block_count")
     sliding = _pattern(keys, layers)
-    heads = "attention.head_count"
+    heads, window = "attention.head_count", "attention.sliding_window"
+    if keys.get(window) is None:
+        what = "%s: %s.%s is missing: %d is taken, as other readers do"
+        log.warning(what, keys.file.path, ARCHITECTURE, window, TABLES["defaults"][window])
     sizes, experts = (
         {field: keys.integer(*key) for field, key in TABLES[table].items()}
         for table in ("config", "experts")
@@ -157,7 +157,7 @@ def _config(keys: _Keys) -> dict[str, Any]:
         "num_attention_heads": keys.one(heads, keys.by_layer(heads, layers)),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "final_logit_softcapping": keys.number("final_logit_softcapping", 0) or None,
-        "sliding_window": _window(keys),
+        "sliding_window": keys.integer(window, TABLES["defaults"][window]),
         "tie_word_embeddings": "output.weight" not in keys.file.tensors,
         "enable_moe_block": experts["num_experts"] > 0,
         **_feed_forward(keys, layers),
@@ -197,14 +197,6 @@ def _feed_forward(keys: _Keys, layers: int) -> dict[str, Any]:
     double = shared > 0 and wide == 2 * width
     sizes_of = {"intermediate_size": width, "num_kv_shared_layers": shared}
     return {**sizes_of, "use_double_wide_mlp": double}
-
-
-def _window(keys: _Keys) -> int:
-    name = "attention.sliding_window"
-    if keys.get(name) is None:
-        what = "%s: %s.%s is missing: %d is taken, as other readers do"
-        log.warning(what, keys.file.path, ARCHITECTURE, name, TABLES["defaults"][name])
-    return keys.integer(name, TABLES["defaults"][name])
 
 
 def _attention(keys: _Keys, sliding: list[bool]) -> dict[str, Any]:
@@ -403,7 +395,10 @@ def _tokenizer(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
     rows = table.shape[0] if table else 0
     if not 0 < len(ids) <= rows:
         raise file.wrong(f"{PREFIX}tokens", f"expected 1 to {rows} tokens", len(ids))
-    kinds = _kinds(file, ids)
+    key = f"{PREFIX}token_type"
+    kinds = file.items(key) if key in file.values else [1] * len(ids)
+    if len(kinds) != len(ids):
+        raise file.wrong(key, f"expected {len(ids)} items, one for each token", len(kinds))
     scored = model == SCORED and f"{PREFIX}merges" not in file.values
     merges = _merges_by_score(file, ids, kinds) if scored else list(_merges(file, ids))
     given = _id(file, "unknown_token_id")
@@ -420,19 +415,10 @@ def _tokenizer(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _added(i: int, text: str, kind: int) -> dict[str, Any]:
-    """Return an added token; decoding skips only `special` ones. Spaces are matched as the
-    normalizer leaves them."""
+    """Return an added token; spaces are matched as the normalizer leaves them."""
     special = kind == CONTROL or text in ENDS or MARK.fullmatch(text) is not None
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     return {"id": i, "content": text, **flags, "normalized": SPACE in text, "special": special}
-
-
-def _kinds(file: Container, ids: Mapping[str, int]) -> list[Any]:
-    key = f"{PREFIX}token_type"
-    kinds = file.items(key) if key in file.values else [1] * len(ids)
-    if len(kinds) != len(ids):
-        raise file.wrong(key, f"expected {len(ids)} items, one for each token", len(kinds))
-    return kinds
 
 
 def _merges_by_score(
