@@ -14,6 +14,7 @@ import yaml
 
 import g4ir
 from g4ir import passes as pipeline
+from g4ir.backends.torch_compile import step_program
 from g4ir.check import pass_report
 from g4ir.check.pass_report import StageComparison, StagesReport, joint_budget, local_errors
 from g4ir.check.passes import Shown, verify_each_pass
