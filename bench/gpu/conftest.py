@@ -89,8 +89,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     the setting decode_step."""
     scale = scale_of(metafunc.config, metafunc.module)
     given = {"variant": metafunc.config.option.variants or scale.variants, "step": scale.choices}
-    for name in given.keys() & set(metafunc.fixturenames):
-        metafunc.parametrize(name, given[name])
+    for name, values in given.items():
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, values)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
