@@ -289,7 +289,7 @@ def test_a_network_of_the_drafter(
     assert sum(tally.accepted.values()) > 0
     if backend == "trt":
         made = cast(Any, engine.runtime)
-        for steps in (made, made.drafter):
+        for steps in (made, *made.others.values()):
             monkeypatch.setattr(steps, "record", recording(emulated_api().trt))
         monkeypatch.setattr(engine, "_idle", None)
         assert engine.generate(given, 30, stop_ids=(), draft="mtp") == want

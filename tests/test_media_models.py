@@ -118,9 +118,9 @@ CASES: dict[str, list[Any]] = {
 }
 
 
-def message(spec: Spec, case: str) -> Message:
+def message(spec: Spec, parts: Sequence[Any]) -> Message:
     m = Message([spec.tokens.bos or 0], [0], {k: [] for k in TYPES}, np.random.default_rng(1))
-    for part in CASES[case]:
+    for part in parts:
         if isinstance(part, int):
             m.text(part)
         elif part[0] in offered(spec):
@@ -189,7 +189,7 @@ def check(got: torch.Tensor, wanted: torch.Tensor) -> None:
 def test_model(pairs: Any, variant: str, case: str) -> None:
     """Logits of the whole prompt for chunks that would cut pictures, then token by token."""
     engine, model = pairs(variant)
-    m = message(engine.spec, case)
+    m = message(engine.spec, CASES[case])
     after = m.rng.integers(4, 200, STEPS).tolist()
     wanted = expected(model, m.tokens + after, m.types + [0] * STEPS, m.media)
     for chunk in (70, MAX_SEQ):
@@ -210,7 +210,7 @@ def sent(session: Any, m: Message, all_logits: bool = False) -> torch.Tensor:
 def test_the_torch_backend(pairs: Any) -> None:
     """All kinds at once, and ragged rows."""
     engine, model = pairs(TORCH)
-    m, other = (message(engine.spec, case) for case in ("all", "images"))
+    m, other = (message(engine.spec, CASES[case]) for case in ("all", "images"))
     wanted = [expected(model, x.tokens, x.types, x.media) for x in (m, other)]
     check(sent(with_chunk(engine, 83).session(), m, all_logits=True)[0], wanted[0])
     rows = torch.zeros(2, len(m.tokens), dtype=torch.int64)

@@ -39,7 +39,7 @@ from g4ir.spec.shrink import shrink
 from tests.engines import agrees
 from tests.media_tools import noise
 from tests.oracle import cosine
-from tests.test_media_models import Message
+from tests.test_media_models import message
 from tests.test_ops import node, tensors
 from tests.trt.emulated import emulated, emulated_api, use
 from tests.trt.running import computed, new_emitter
@@ -107,11 +107,15 @@ def items(engine: Engine) -> list[tuple[str, Any]]:
     ]
 
 
+#: numbers of text tokens, and media
+PARTS: list[Any] = [2, ("image", (50, 70)), 1, ("image", (90, 20)), 7, ("audio", 5_001)]
+PARTS += [("video", 2), 2, ("audio", 7_001), 3]
+
+
 def logits(engine: Engine, chunk: int) -> list[torch.Tensor]:
     """Of a prompt in chunks, with pictures near each other, frames, and two sounds where they are
     heard; of a ragged turn of text, and of a few steps."""
-    m = Message(engine.spec).text(2).image(50, 70).text(1).image(90, 20).text(7).sound(5_001)
-    m = m.video(2).text(2).sound(7_001).text(3)
+    m = message(engine.spec, PARTS)
     session, limits = engine.session(2), engine.limits
     tokens, lengths = torch.tensor([m.tokens] * 2), [len(m.tokens), 0]
     media = {"images": m.media["image"], "videos": m.media["video"], "audio": m.media["audio"]}

@@ -306,9 +306,7 @@ class LoadedChain:
     def run(self, operands: Sequence[torch.Tensor], early: bool) -> tuple[torch.Tensor, ...]:
         """Start all kernels and return what they make; `early`: whether the first one may begin
         while the kernel in front of the chain runs, which has to be a chain's."""
-        made = (
-            torch.empty(size, dtype=torch.uint8, device=self.device) for size in self.chain.made
-        )
+        made = (room(size, self.device) for size in self.chain.made)
         tensors = [*operands, *made]
         at = [t.data_ptr() for t in tensors]
         for start, readers in self.starts:
@@ -323,6 +321,11 @@ class LoadedChain:
             )
             early = True
         return tuple(_tensor(tensors, result) for result in self.chain.results)
+
+
+def room(size: int, device: str) -> torch.Tensor:
+    """Return memory of so many bytes."""
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def _reader(operand: str) -> Callable[[Sequence[int]], Any]:

@@ -11,7 +11,6 @@ from g4ir.plan.engine_limits import Limits
 
 from .kernels.base import CANDIDATES
 from .segment import Step, graph_steps
-from .step_program import step_phases
 
 #: the graphs that a step may run; only an engine that drafts has `verify`, only one of images
 #: `prefill_media`
@@ -31,6 +30,8 @@ def phases(program: Program) -> list[str]:
 def phase_steps(program: Program, limits: Limits, device: str) -> dict[str, list[Step]]:
     """Return the steps of each phase and tower that is compiled; an engine for one row has its
     batch dim fixed."""
+    from .step_program import step_phases  # which imports torch
+
     fixed = {"B": 1} if limits.max_batch == 1 else {}
     others = ("embed", *step_phases(program, limits, device))
     return {

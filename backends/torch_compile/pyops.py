@@ -78,7 +78,10 @@ _ARGUMENTS = {
     "decode": "piipipisssi",
     "attend": "ppppppiissssssssdi",
     "run_instructions": "ppspi",
+    "step_version": "",
 }
+#: of the instructions of cpu/step.c
+STEP_VERSION = 1
 #: dtype of codes -> codes that share a scale at least, and scales of a group
 _GROUPS = {
     torch.int8: (16, 1),
@@ -97,6 +100,8 @@ def load_kernels(path: Path) -> None:
         kernel = library[f"g4ir_{name}"]
         kernel.restype, kernel.argtypes = ctypes.c_int, [_TYPES[a] for a in arguments]
         _kernels[name] = kernel
+    if _kernels["step_version"]() != STEP_VERSION:
+        raise ValueError("kernels of another version; build the engine again")
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
@@ -159,7 +164,8 @@ def takes_width(codes: Tensor, scales: int) -> bool:
 def run_instructions(instructions: Any, operands: Any, room: Tensor) -> None:
     """Run a part of a step program (step_program.py)."""
     places = instructions.ctypes.data, operands.ctypes.data, len(instructions), room.data_ptr()
-    if _kernels["run_instructions"](*places, torch.get_num_threads()):
+    failed = _kernels["run_instructions"](*places, torch.get_num_threads())
+    if failed:
         raise MemoryError("no memory for the products of a step")
 
 

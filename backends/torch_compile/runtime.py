@@ -176,7 +176,8 @@ class TorchRuntime:
         watch: Watch | None = None,
     ) -> Tensors | None:
         if phase in self.recorded_phases:
-            return self._run_program(phase, feeds, state, watch)
+            made = self._run_program(phase, feeds, state, watch)
+            return made if logits else None
         if watch is None and self._is_full(phase, feeds):
             return self._chunk(feeds, state, logits)
         if phase == "decode" and self.any_length:
@@ -191,6 +192,8 @@ class TorchRuntime:
         self, phase: str, feeds: Tensors, state: Caches, watch: Watch | None
     ) -> Tensors:
         """Run a step program over all slots of the session's caches: it reads those in use."""
+        if not self.weights:
+            raise EngineError("the engine is closed")
         views, g = state.views(self.limits.max_seq), self.program.graphs[phase]
         shapes = tuple(tuple(feeds[v.name].shape) for v in g.inputs)
 

@@ -1,10 +1,10 @@
-"""A decode or verification step on the CPU as one program: a list of instructions for cpu/step.c.
+"""A decode step on the CPU as one program: a list of instructions for cpu/step.c.
 
-A session's caches, the engine's weights and the memory of every value in between have fixed
-addresses. So a step is recorded once, op by op, and then runs without torch, Python or an
-allocation between its products. What it computes and where it rounds is what the definitions of
-the ops say. A graph with an op that has no instruction here runs as compiled segments instead, and
-so does a step of many rows, whose products a library does faster.
+A session's caches, the engine's weights and the memory of all values have fixed addresses. So a
+step is recorded once, op by op, and then runs without torch or Python between its products. What
+it computes and where it rounds is what the definitions of the ops say. A graph with an op that has
+no instruction here runs as compiled segments instead, and so does a step of many rows, whose
+products a library does faster.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 
 from g4ir.ir.graph import Graph, Node, Program
 from g4ir.ir.rewrite import bind
-from g4ir.model.decoder import VERIFY
 from g4ir.ops.base import as_tuple
 from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.mlp import ACTIVATIONS
@@ -31,6 +30,7 @@ from ..base import Tensors, Watch
 from . import pyops
 from .kernels.base import Coded
 from .lower import Rounded
+from .target import cpu_flags
 
 Tensor = torch.Tensor
 
@@ -40,16 +40,23 @@ KINDS = (
     *("cache_write", "attention", "linear", "linear_coded", "row_start", "add_integers", "top_k"),
     *("experts", "narrow_row"),
 )
-#: those that need no room for rows in fp32
-_IN_PLACE = {"softcap", "glu", "cache_write", "attention", "linear", "linear_coded"}
+#: those that need no scratch memory for rows in fp32
+_WITHOUT_SCRATCH = {"softcap", "glu", "cache_write", "attention", "linear", "linear_coded"}
 _INSTRUCTION = np.dtype([("kind", "i8"), ("first", "i8"), ("n", "i8", 4), ("f", "f8")])
 _OPERAND = np.dtype([("at", "u8"), ("sizes", "i8", 7)])
 #: most rows of a decode step: products of more are a library's
 ROWS = 8
-#: where a value's memory begins
+#: instruction -> how many of its operands, the first ones, may have strides; others: all
+STRIDED = {"linear": 0, "linear_coded": 0, "attention": 0, "add_integers": 0, "experts": 0}
+STRIDED |= {"cache_write": 1, "top_k": 0}
+#: alignment of a value's memory
 _LINE = 64
-#: ops that choose or name parts of what is there
+#: ops whose results are views
 _VIEWS = {"heads", "merge_heads", "split", "unstack_layers"}
+
+
+#: whether the CPU multiplies rounded rows with tiles of any form
+_VNNI = {"avx512_vnni", "avx512bw"} <= {*cpu_flags()}
 
 
 class NoInstruction(Exception):
@@ -60,8 +67,7 @@ def step_phases(program: Program, limits: Limits, device: str) -> tuple[str, ...
     """Return the graphs of an engine that run as step programs."""
     if device != "cpu" or limits.max_batch > ROWS:
         return ()
-    wanted = ("decode", *([VERIFY] if limits.max_batch == 1 else []))
-    return tuple(p for p in wanted if p in program.graphs and _records(program.graphs[p], limits))
+    return ("decode",) if _records(program.graphs["decode"], limits) else ()
 
 
 def _records(g: Graph, limits: Limits) -> bool:
@@ -82,7 +88,7 @@ def _empty(v: Any, device: str) -> Tensor:
 
 
 class Arena:
-    """Memory for the values of a step, lent again once no value lies in it."""
+    """Memory for the values of a step, reused after their last use."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -99,7 +105,7 @@ class Arena:
         return block.view(dtype)[: torch.Size(shape).numel()].view(shape)
 
     def use(self, t: Tensor, count: int) -> None:
-        """Add so many users of a tensor's memory; without any it is free."""
+        """Add so many users of a tensor's memory; memory without users is reused."""
         key = _storage(t)
         self._users[key] += count
         if not self._users[key] and key in self._lent:
@@ -121,7 +127,8 @@ class Recorder:
         self.operands: list[tuple[int, tuple[int, ...]]] = []
         self.instructions: list[tuple[int, int, tuple[int, ...], float]] = []
         self.room = 1
-        #: what lies at the addresses; after how many instructions a node is done, and what it makes
+        #: tensors whose memory the instructions use; after how many instructions a node is done,
+        #: and what it makes
         self.tensors: list[Tensor] = []
         self.ends: list[tuple[int, Tensors]] = []
 
@@ -137,6 +144,8 @@ class Recorder:
             self.ends.append((len(self.instructions), dict(self._shown(n))))
             for name in g.last_uses.get(i, ()):
                 self._drop(name)
+        if any(self.env[new.name] is not self.env[old] for old, new in g.next.items()):
+            raise NoInstruction("new contents of a cache in other memory")
         return {v.name: self.env[v.name] for v in g.outputs}
 
     def _shown(self, n: Node) -> Iterator[tuple[str, Tensor]]:
@@ -171,7 +180,7 @@ class Recorder:
         assert n.definition.reference
         made = as_tuple(n.definition.reference(x, **n.attrs))
         if any(_storage(t) != _storage(x) for t in made):
-            raise NoInstruction(f"{n.op} of rows that lie apart")
+            raise NoInstruction(f"{n.op} of rows that are not contiguous")
         return made
 
     def _put(self, name: str, value: Any) -> None:
@@ -187,11 +196,13 @@ class Recorder:
         self, kind: str, *operands: Tensor | None, n: tuple[int, ...] = (), f: float = 0
     ) -> None:
         """Append an instruction; an operand that is None has the address 0."""
-        first = len(self.operands)
+        first, strided = len(self.operands), STRIDED.get(kind, len(operands))
+        if any(t is not None and not t.is_contiguous() for t in operands[strided:]):
+            raise NoInstruction(f"{kind} of an operand that is not contiguous")
         for t in operands:
             self.operands.append((0, (0,) * 7) if t is None else (t.data_ptr(), _rows(t)))
             self.tensors += [] if t is None else [t]
-            if t is not None and kind not in _IN_PLACE:
+            if t is not None and kind not in _WITHOUT_SCRATCH:
                 self.room = max(self.room, 3 * t.shape[-1])
         self.instructions.append((KINDS.index(kind), first, (*n, 0, 0, 0, 0)[:4], f))
 
@@ -201,11 +212,12 @@ class Recorder:
         return self.arena.empty(shape, dtype or x.dtype)
 
     def whole(self, x: Tensor) -> Tensor:
-        """Return x with its rows one behind the other."""
+        """Return x, or a contiguous copy of it for the instruction that follows."""
         if x.is_contiguous():
             return x
         y = self.like(x)
         self.emit("copy", x, y)
+        self.arena.use(y, 0)
         return y
 
 
@@ -359,7 +371,7 @@ def _linear(r: Recorder, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Ten
     _computes(rows)
     y = r.like(rows, int(n["w"].type.shape[0]))
     if isinstance(w, Coded):
-        if form and not (w.tiles and form == "int8" and rows.dtype == torch.bfloat16):
+        if form and not (w.tiles and form == "int8" and rows.dtype == torch.bfloat16 and _VNNI):
             raise NoInstruction("rows that are rounded, of a weight that is not in tiles")
         use = (_form(w), w.tiles, bool(form))
         r.emit("linear_coded", r.whole(rows), w.codes, w.scales, y, n=use)
@@ -389,6 +401,8 @@ def _router(
     r.emit("linear", rows, proj, scores)
     weights, index = (r.like(x, n.whole("top_k"), d) for d in (torch.float32, torch.int64))
     r.emit("top_k", scores, per_expert, weights, index)
+    for t in (rows, scores):
+        r.arena.use(t, 0)
     return weights, index
 
 
@@ -417,6 +431,8 @@ def _experts(
     tiles = sum(isinstance(w, Coded) and w.tiles << i for i, w in enumerate((gate_up, down)))
     act = ACTIVATIONS.index(n.word("act"))
     r.emit("experts", r.whole(x), weights, index, *parts, *rooms, order, y, n=(act, *forms, tiles))
+    for t in (*rooms, order):
+        r.arena.use(t, 0)
     return y
 
 
@@ -460,7 +476,7 @@ class StepProgram:
     outputs: Tensors
     #: after how many instructions a node is done, and what it makes
     ends: Sequence[tuple[int, Tensors]]
-    #: what lies at the addresses
+    #: keeps the memory alive that is neither a cache nor a weight
     held: tuple[Tensor, ...]
 
     def run(self, feeds: Tensors, watch: Watch | None = None) -> Tensors:
@@ -493,6 +509,7 @@ def record_step(g: Graph, weights: Tensors, caches: Tensors, feeds: Tensors) -> 
     own = {v.name: _empty(v, "cpu") for v in g.inputs}
     params = {v.name: weights[v.name] for v in g.params}
     outputs = r.record(g, {**own, **params, **{v.name: caches[v.name] for v in g.state}})
+    loaded = {_storage(t) for t in params.values()}
     return StepProgram(
         np.array(r.instructions, _INSTRUCTION),
         np.array(r.operands, _OPERAND),
@@ -500,5 +517,5 @@ def record_step(g: Graph, weights: Tensors, caches: Tensors, feeds: Tensors) -> 
         own,
         outputs,
         r.ends,
-        tuple(r.tensors),
+        tuple(t for t in r.tensors if _storage(t) not in loaded),
     )

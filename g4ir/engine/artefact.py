@@ -55,7 +55,7 @@ from g4ir.weights.origin import OF_DIRECTORY
 
 from .digests import has_digest
 
-FORMAT = 16
+FORMAT = 17
 MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 SPEC, DRAFTER = "spec.yaml", "drafter.yaml"
 #: part of the name of an unfinished directory

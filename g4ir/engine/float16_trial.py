@@ -80,7 +80,11 @@ def _peaks(
     runtime = interpreter(text_graphs(p.packing.program), p.limits, "cpu", params)
     embed, state = runtime.program.graphs["embed"], runtime.new_state(1)
     peaks: dict[str, float] = {}
-    tables = {v.name: open_table(params, v, "mmap", "cpu") for v in embed.params}
+    tiled = {v.name for n in embed.find("embedding_tiles") for v in n.inputs}
+    tables = {
+        v.name: params.tensor(v.name) if v.name in tiled else open_table(params, v, "mmap", "cpu")
+        for v in embed.params
+    }
 
     def look(name: str, value: Any) -> None:
         if not value.is_floating_point():

@@ -1,6 +1,6 @@
-/* A decode step as one program: instructions over fixed addresses, made once for a session
- * (step_program.py), so that nothing between two products is dispatched, allocated or interpreted. Rows
- * are computed in fp32 and rounded where the definitions of the ops round (g4ir/ops). */
+/* A decode step as one program: instructions over fixed addresses, recorded once for a session by
+ * step_program.py. Rows are computed in fp32 and rounded where the definitions of the ops round
+ * (g4ir/ops). */
 #include "kernels.h"
 #include "number.h"
 #include "team.h"
@@ -12,8 +12,8 @@
 #define PIECE 2048
 #define SHARED 16384
 
-/* Rows of `width` numbers: `outer` times `inner` of them, `apart` and `beside` numbers from one to the
- * next. */
+/* Rows of `width` numbers: `outer` times `inner` of them, with the strides `apart` and `beside`, in
+ * numbers. */
 typedef struct {
     char *at;
     int64_t outer, apart, inner, beside, width, dtype, bytes;
@@ -34,7 +34,7 @@ typedef struct {
 typedef struct {
     const instruction *i;
     const operand *of;
-    float *room; /* three rows of the widest operand */
+    float *room; /* scratch: three rows of the widest operand */
     int threads;
 } running;
 
@@ -81,7 +81,7 @@ static inline float exponential(float x) {
     float r = x - whole * 0.693147182f, p = 1.0f / 5040;
     p = p * r + 1.0f / 720, p = p * r + 1.0f / 120, p = p * r + 1.0f / 24;
     p = p * r + 1.0f / 6, p = p * r + 0.5f, p = p * r + 1.0f, p = p * r + 1.0f;
-    int32_t power = ((int32_t)whole + 127) << 23;
+    uint32_t power = (uint32_t)((int32_t)whole + 127) << 23;
     float scale;
     memcpy(&scale, &power, 4);
     return p * scale;
@@ -175,7 +175,7 @@ static void scale(const running *a) {
     }
 }
 
-/* Runs the body for each piece of each row of the last of `count` operands. */
+/* Runs the body for each piece of each row of y. */
 static int by_pieces(const running *a, const operand *y, region *body) {
     int64_t pieces = (y->width + PIECE - 1) / PIECE * rows_of(y);
     return run_region(body, (void *)a, pieces, rows_of(y) * y->width < SHARED ? 1 : a->threads);
@@ -471,7 +471,7 @@ static int run_one(const running *a) {
     case NARROW_ROW: narrow_row(a); return 0;
     case EXPERTS: if (experts(a)) return 1; weigh(a); return 0;
     }
-    return 1;
+    return 2;
 }
 
 int g4ir_run_instructions(const void *instructions, const void *operands, int64_t count, float *room,
@@ -479,7 +479,11 @@ int g4ir_run_instructions(const void *instructions, const void *operands, int64_
     const instruction *i = instructions;
     for (int64_t at = 0; at < count; at++) {
         running a = {i + at, (const operand *)operands + i[at].first, room, threads};
-        if (run_one(&a)) return 1;
+        int failed = run_one(&a);
+        if (failed) return failed;
     }
     return 0;
 }
+
+/* Of the instructions and their operands: step_program.py has to be of the same. */
+int g4ir_step_version(void) { return 1; }
