@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from g4ir.backends.torch_compile import compile as compiler
-from g4ir.backends.torch_compile import pyops
+from g4ir.backends.torch_compile import lower, pyops, tiles
 from g4ir.backends.torch_compile.lower import SegmentModule
 from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.target import Target
@@ -67,7 +67,8 @@ def asked_of(
         asked.append(codes.dtype)
         return kernel(x, codes, scales, tiles)
 
-    patch.setattr(pyops, "FROM", 1)
+    for module in (lower, tiles):
+        patch.setattr(module, "FROM", 1)
     patch.setattr(torch.ops.g4ir, name, counted)
     got = SegmentModule(schedule(g, Target("cpu")))(*(made[v.name] for v in g.sources()))
     for v, t in zip(g.outputs, got, strict=True):

@@ -16,9 +16,9 @@ from g4ir.ops.codecs import dequantized, fake_quantized, from_tiles, quantized
 from g4ir.ops.moe import own_index
 from g4ir.ops.types import Type, torch_dtype
 
-from . import pyops
 from .attention import attention, attention_latent, encoder_attention
 from .kernels.base import Coded, Run, Schedule, both_in_codes, codes_of
+from .target import FROM
 
 Tensor = torch.Tensor
 
@@ -94,7 +94,7 @@ def _dequantize(m: Run, n: Node, codes: Tensor, scales: Tensor) -> Any:
     coded = Coded(codes, scales, torch_dtype(n.word("to")), n.op == "dequantize_tiles")
     if m.schedule.target.gpu:
         return coded if codes_of(m.graph, n.out) else dense(coded)
-    return coded if m.device == "cpu" and n.out.type.numel() >= pyops.FROM else dense(coded)
+    return coded if m.device == "cpu" and n.out.type.numel() >= FROM else dense(coded)
 
 
 def _fake_quantize(m: Run, n: Node, x: Tensor) -> Rounded:
@@ -114,7 +114,7 @@ def _linear(m: Run, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Tensor:
         made = torch.ops.g4ir.linear_coded(rows, w.codes, w.scales, w.tiles)
         return made
     weight = dense(w)
-    if m.device == "cpu" and weight.numel() >= pyops.FROM:
+    if m.device == "cpu" and weight.numel() >= FROM:
         made = torch.ops.g4ir.linear(rows, weight)
         return made
     return torch.nn.functional.linear(rows, weight)

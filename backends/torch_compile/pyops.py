@@ -32,8 +32,6 @@ from .target import cpu_flags
 Tensor = torch.Tensor
 
 _ATTENTION: Any = attention.reference
-#: below this many elements of the weight, calling back costs more than it gains
-FROM = 1 << 16
 #: from this many rows on, a 16-bit product without instructions for it costs more than an fp32 one
 #: with the weight made wide for it (measured at 12288 x 1536: bf16 1.3x and fp16 1.2x at 5 rows,
 #: 2.2x and 4.4x at 32, 2.7x and 5.3x at 64)

@@ -216,8 +216,13 @@ class TorchRuntime:
             step.run(env, watch)
         return env
 
-    def _step(self, phase: str, views: Tensors) -> Callable[[Tensors], Tensors]:
-        """Return a step that makes all results of a graph, over these caches."""
+    def _step(self, phase: str, state: Caches) -> Callable[[Tensors], Tensors]:
+        """Return a step that makes all results of a graph, over all slots of these caches."""
+        if phase in self.recorded_phases:
+            return lambda feeds: self._run_program(phase, feeds, state, None)
+        return self._plan_step(phase, state.views(self.limits.max_seq))
+
+    def _plan_step(self, phase: str, views: Tensors) -> Callable[[Tensors], Tensors]:
         plan, plans = self.plans[phase, True], self.recorded_plans  # looked up when it is recorded
         return lambda feeds: self._results(
             phase, self._run_plan(plans.get(phase, plan), feeds, views)
@@ -264,7 +269,7 @@ class TorchRuntime:
     def _replay(self, feeds: dict[str, Tensor], state: Caches, views: Tensors) -> Tensors:
         """Replay a step in one launch; the graph is of the session's caches and so many slots."""
         assert self.record
-        step, record = self._step("decode", views), self.record
+        step, record = self._plan_step("decode", views), self.record
         captured = state.captured.get(Captured, id(views), lambda: Captured(step, feeds, record))
         return captured.replay(feeds)
 
@@ -276,7 +281,7 @@ class TorchRuntime:
         if self.record is None or not self.any_length:
             return None
         record = self.record
-        run = self._step("decode", state.views(self.limits.max_seq))
+        run = self._step("decode", state)
 
         def step(feeds: dict[str, Tensor]) -> Tensor:
             return run(feeds)["logits"]
@@ -294,13 +299,13 @@ class TorchRuntime:
         without a draft model. It belongs to the session's caches."""
         if self.record is None or not self.any_length or DRAFT not in self.program.graphs:
             return None
-        views, record = state.views(self.limits.max_seq), self.record
+        record = self.record
 
         def make() -> RoundLoop:
             return RoundLoop(
                 embed,
-                self._step(DRAFT, views),
-                self._step(VERIFY, views),
+                self._step(DRAFT, state),
+                self._step(VERIFY, state),
                 self._chooser(choice),
                 last,
                 self.device,

@@ -8,6 +8,8 @@ from pathlib import Path
 
 #: compute capability that the kernels need
 LEAST = (9, 0)
+#: elements of a weight from which on the CPU's C kernels gain
+FROM = 1 << 16
 #: goes for a GPU that is not at hand
 HOPPER = "h100"
 

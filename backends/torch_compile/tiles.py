@@ -12,7 +12,7 @@ from dataclasses import replace
 from g4ir.ir.graph import Builder, Graph, Node, Program
 from g4ir.ops.codecs import fits_tiles
 
-from . import pyops
+from .target import FROM
 
 #: op on codes and scales -> the same of tiles
 OF_TILES = {"dequantize": "dequantize_tiles", "embedding_quantized": "embedding_tiles"}
@@ -26,7 +26,7 @@ def in_tiles(program: Program) -> Program:
 
 
 def _fits(n: Node) -> bool:
-    return n.out.type.numel() >= pyops.FROM and fits_tiles(n["codes"].type, n["scales"].type)
+    return n.out.type.numel() >= FROM and fits_tiles(n["codes"].type, n["scales"].type)
 
 
 def _nodes(g: Graph, tiled: set[str]) -> Iterator[Node]:
