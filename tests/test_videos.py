@@ -347,6 +347,24 @@ def test_frames_are_upright(tmp_path: Path, case: str) -> None:
     assert tall == (int(footage.positions[0, :, 1].max()) > int(footage.positions[0, :, 0].max()))
 
 
+@pytest.mark.parametrize("ending", ["mkv", "webm"])
+@pytest.mark.parametrize("degrees", [90, 180])
+def test_rotation_in_other_containers(tmp_path: Path, ending: str, degrees: int) -> None:
+    path, plain = tmp_path / f"a.{ending}", film(tmp_path / f"b.{ending}")
+    if not hasattr(av.VideoStream, "set_display_rotation"):
+        pytest.skip("this av writes no display matrix")
+    with av.open(str(plain)) as source, av.open(str(path), "w") as out:
+        (given,) = source.streams.video
+        stream = out.add_stream_from_template(given)
+        stream.set_display_rotation(degrees)
+        for packet in source.demux(given):
+            if packet.dts is not None:
+                packet.stream = stream
+                out.mux(packet)
+    wanted = [np.rot90(x, degrees // 90) for x in read_video(plain, 2).frames]
+    assert np.array_equal(read_video(path, 2).frames, wanted)
+
+
 def test_an_oblique_angle_is_refused(tmp_path: Path) -> None:
     path = with_matrix(film(tmp_path / "a.mp4"), (1, 1, -1, 1))
     with pytest.raises(InputError, match=r"a\.mp4: is shown at an oblique angle"):
