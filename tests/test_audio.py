@@ -136,6 +136,14 @@ def test_raw_frames_equal_the_reference(length: int) -> None:
     assert clip.soft_tokens == count == RAW.soft_tokens(length)
 
 
+def test_raw_frames_are_cut_as_the_reference_cuts() -> None:
+    settings, samples = replace(RAW, max_tokens=4), noise(3_000)
+    want = Gemma4UnifiedAudioFeatureExtractor()([samples], max_length=4, return_tensors="np")
+    clip = prepare_audio(Waveform(samples, RATE), settings)
+    np.testing.assert_array_equal(clip.features, want["input_features"][0])
+    assert clip.soft_tokens == 4 and clip.left_out == 3_000 - 4 * 640
+
+
 # --- lengths, channels, types -----------------------------------------------------------------
 
 
