@@ -53,6 +53,22 @@ def stream(lines: list[Any]) -> io.BytesIO:
     return io.BytesIO("\n".join(texts).encode())
 
 
+def test_few_lines_are_read_ahead(single: Engine) -> None:
+    """At most AHEAD that no slot is free for."""
+
+    class Counted(io.BytesIO):
+        read = 0
+
+        def readline(self, *given: Any) -> bytes:
+            self.read += 1
+            return super().readline(*given)
+
+    lines = Counted(b'{"tokens": [2, 5], "max_new_tokens": 3}\n' * 12)
+    answers = OfflineEngine(single).answer_lines(lines, "x")
+    waiting = [lines.read - told for told, _ in enumerate(answers)]
+    assert len(waiting) == 12 and max(waiting) <= 1 + AHEAD + 1  # one more finds the end
+
+
 def test_an_input_that_fails() -> None:
     class Torn(io.RawIOBase):
         def readline(self, *_: Any) -> bytes:
