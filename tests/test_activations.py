@@ -198,7 +198,7 @@ def test_what_the_engine_says(tmp_path: Path) -> None:
 
 REFUSED = {
     "quant-activations 'int4': expected one of int8, f": {"quant_activations": "int4"},
-    "--quant-activations int8: no weight is in codes": {"quant": None},
+    "--quant-activations int8: no weight is quantised": {"quant": None},
     "--quant-activations int8: backend onnx does not round rows": {"backend": "onnx"},
     "--quant-activations int8: backend trt does not": {"backend": "trt", "device": "cuda"},
 }

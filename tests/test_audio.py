@@ -8,6 +8,7 @@ import logging
 import math
 import struct
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,14 @@ def test_raw_frames_equal_the_reference(length: int) -> None:
     assert clip.soft_tokens == count == RAW.soft_tokens(length)
 
 
+def test_raw_frames_are_cut_as_the_reference_cuts() -> None:
+    settings, samples = replace(RAW, max_tokens=4), noise(3_000)
+    want = Gemma4UnifiedAudioFeatureExtractor()([samples], max_length=4, return_tensors="np")
+    clip = prepare_audio(Waveform(samples, RATE), settings)
+    np.testing.assert_array_equal(clip.features, want["input_features"][0])
+    assert clip.soft_tokens == 4 and clip.left_out == 3_000 - 4 * 640
+
+
 # --- lengths, channels, types -----------------------------------------------------------------
 
 
@@ -249,6 +258,25 @@ def saved(folder: Path, data: bytes, name: str = "a.wav") -> Path:
     path = folder / name
     path.write_bytes(data)
     return path
+
+
+#: tag, bits, encoder, error
+ENCODINGS: dict[str, tuple[int, int, Callable[[np.ndarray], np.ndarray], float]] = {
+    "pcm8": (1, 8, lambda x: np.round(x * 127 + 128).astype(np.uint8), 1.01 / 2**6),
+    "pcm16": (1, 16, lambda x: np.round(x * 32767).astype("<i2"), 1.01 / 2**14),
+    "float32": (3, 32, lambda x: x.astype("<f4"), 0),
+    "float64": (3, 64, lambda x: x.astype("<f8"), 1e-7),
+}
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_every_encoding_is_read(tmp_path: Path, encoding: str) -> None:
+    tag, bits, encode, error = ENCODINGS[encoding]
+    values = np.clip(np.stack([noise(701, c) for c in range(3)], axis=1), -1, 1)
+    data = encode(values.reshape(-1)).tobytes()
+    found = read_audio(saved(tmp_path, wav_bytes(data, tag, 3, bits, 8_000)))
+    assert found.rate == 8_000 and found.samples.shape == (701, 3)
+    np.testing.assert_allclose(found.samples, values, rtol=0, atol=error)
 
 
 GOOD = (noise(400) * 9_000).astype("<i2").tobytes()

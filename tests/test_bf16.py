@@ -144,6 +144,37 @@ def test_softcap_rounds_three_times() -> None:
     assert apply("softcap", torch.tensor(1e4, dtype=BF16), cap=30.0) == 30.0
 
 
+@pytest.mark.parametrize("name", fewest(n for n in NAMES if spec_called(n).text.ple))
+def test_per_layer_inputs(name: str) -> None:
+    """The chain from token ids to each layer's row: two tables, projection, norm, sum, mean."""
+    oracle = oracle_of(name)
+    text, tokens = oracle.model.model, oracle.tokens
+    with torch.no_grad():
+        embeds = text.embed_tokens(tokens)
+        want = text.project_per_layer_inputs(embeds, text.get_per_layer_inputs(tokens, None))
+    session = open_session(oracle, 2, 64, True, skip=PASSES)
+    found: dict[str, torch.Tensor] = {}
+    session.watch = lambda value, tensor: found.update({value.name: tensor})
+    session.prefill(tokens, all_logits=True)
+    for i in range(oracle.spec.text.num_hidden_layers):
+        assert torch.equal(found[f"L{i}.ple"], want[:, :, i]), f"layer {i}"
+
+
+@pytest.mark.parametrize("count", [1, 64])
+def test_router(count: int) -> None:
+    """The same experts and the same fp32 weights; the root of the size is not rounded."""
+    layer = oracle_of("combined").model.model.layers[3]
+    router, h = layer.router, noise(count, layer.hidden_size, seed=count)
+    with torch.no_grad():
+        _, weights, index = router(h)
+        normed = apply("rms_norm", h, eps=router.eps)
+        held = router.scale, router.proj.weight, router.per_expert_scale
+        root = layer.hidden_size**-0.5
+        got, chosen = apply("router", normed, *held, top_k=index.shape[-1], root=root)
+    assert torch.equal(chosen, index)
+    assert got.dtype == weights.dtype == torch.float32 and torch.equal(got, weights)
+
+
 # --- ops whose sums have a free order -------------------------------------------------------------
 
 

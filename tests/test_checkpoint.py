@@ -22,6 +22,7 @@ from g4ir.check.logits import verify_engine
 from g4ir.errors import InputError, WeightsError
 from g4ir.model.tensors import dead_tensors, text_tensors
 from g4ir.spec.record import Spec, load_spec
+from g4ir.ui.files import write_file
 from g4ir.ui.paths import hub_cache
 from g4ir.weights import tensorfile
 from g4ir.weights.checkpoint import Checkpoint
@@ -498,3 +499,15 @@ def test_hub_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub_snapshot("google/gemma") is None
     with pytest.raises(InputError, match="org/name"):
         hub_snapshot("../../etc")
+
+
+def test_writing_is_atomic(tmp_path: Path) -> None:
+    def pieces() -> Any:
+        yield b"half"
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "f").write_bytes(b"old")
+    with pytest.raises(OSError, match="No space"):
+        write_file(tmp_path / "f", pieces())
+    assert [p.name for p in tmp_path.iterdir()] == ["f"]
+    assert (tmp_path / "f").read_bytes() == b"old"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import io
@@ -29,6 +30,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 from g4ir.backends import BACKENDS, find_backend
 from g4ir.backends.sampling import SamplingParams
 from g4ir.chat.detokenizer import Detokenizer, TextStream
+from g4ir.cli import _parser
 from g4ir.cli.common import tables
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
@@ -40,7 +42,7 @@ from g4ir.ops import OPS
 from g4ir.passes import PASSES, pipeline, run_passes
 from g4ir.plan.gpus import GPUS, SIZE_RULE
 from g4ir.plan.options import BuildOptions
-from g4ir.spec.record import load_spec
+from g4ir.spec.record import json_schema, load_spec
 from tests.cli_tools import (
     BUILD,
     PROMPT,
@@ -144,7 +146,27 @@ def test_build_groups_every_option() -> None:
         assert all(s in help for s in find_backend(name).settings)
 
 
+def _arguments(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
+    """Yield the arguments of a parser and of its verbs, with the command they belong to."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for verb in action.choices.values():
+                yield from _arguments(verb)
+        else:
+            yield parser.prog, action
+
+
+def test_every_argument_has_help() -> None:
+    found = list(_arguments(_parser()))
+    assert len(found) > 200
+    assert [(verb, a.dest) for verb, a in found if not a.help or len(a.help) < 8] == []
+
+
 # --- specs and show ---------------------------------------------------------------------------
+
+
+def test_specs_schema() -> None:
+    assert json.loads(ok("specs", "schema")) == json_schema()
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "embed"])

@@ -27,6 +27,7 @@ from g4ir.ir.graph import Graph, Value
 from g4ir.ir.interpret import interpret
 from g4ir.ir.rewrite import split_prologue
 from g4ir.model.text import build_graph
+from g4ir.ops import OPS
 from g4ir.ops.attention import slot_positions, visible, visible_pairs
 from g4ir.ops.moe import distinct_experts
 from g4ir.ops.types import torch_dtype
@@ -247,6 +248,22 @@ def test_operands_of_a_fused_op_move_once() -> None:
     assert cost.weight_bytes == sizes[1] + sizes[2]
     row = n.inputs[7].type
     assert cost.state_bytes == 2 * 4 * int(row.shape[2]) * int(row.shape[3]) * 2
+
+
+#: ops that serve several parts, whose kind goes by the name of their result
+NO_KIND = """
+activation as_bytes causal_conv columns concat dense dequantize dequantize_columns dequantize_tiles
+dual_norm_linear fake_quantize glu glu_packed heads last_row linear linear_bias linear_clipped
+linear_glu merge_heads norm_linear pick_rows quantize scale sigmoid_glu softcap split stack_layers
+tiles unstack_layers
+"""
+
+
+def test_every_op_has_a_kind() -> None:
+    others = {name for name, op in OPS.items() if not op.kind}
+    assert others == set(NO_KIND.split())
+    named = [c for v in TINY for c in graph_costs(graph(v)) if c.op in others]
+    assert named and all(c.kind != "other" for c in named)
 
 
 # --- weights ----------------------------------------------------------------------------------

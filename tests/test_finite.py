@@ -137,6 +137,19 @@ def test_a_residual_scale_keeps_the_stream_in_range(
     assert float(row_errors(got, want).relative.max()) < 0.1
 
 
+@pytest.mark.parametrize(
+    ("spec", "more"),
+    [("tiny-ple", {}), ("tiny-moe", {"quant": "int8", "latent_kv": "raw"})],
+    ids=str,
+)
+def test_a_residual_scale_changes_no_bit_in_float32(
+    make_engine: Any, spec: str, more: dict[str, Any]
+) -> None:
+    given, ids = {"max_seq": 64, "prefill_chunk": 16, **more}, torch.arange(2, 34)[None]
+    one, other = (make_engine(spec, residual_scale=n, **given) for n in (1, 16))
+    assert torch.equal(one.session().prefill(ids), other.session().prefill(ids))
+
+
 @pytest.mark.parametrize(("value", "warned"), [(1.0, False), (12_000.0, True)])
 def test_a_build_warns_near_the_end_of_the_range(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, value: float, warned: bool

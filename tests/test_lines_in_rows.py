@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from g4ir.engine.engine import Engine
+from g4ir.engine.jsonl import ReadAhead
 from g4ir.engine.offline import AHEAD, Failure, OfflineEngine, Result
 from tests.engines import CASES, some_tokens
 
@@ -50,6 +51,15 @@ def requests(count: int) -> list[dict[str, Any]]:
 def stream(lines: list[Any]) -> io.BytesIO:
     texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
     return io.BytesIO("\n".join(texts).encode())
+
+
+def test_an_input_that_fails() -> None:
+    class Torn(io.RawIOBase):
+        def readline(self, *_: Any) -> bytes:
+            raise OSError("torn")
+
+    with pytest.raises(OSError, match="torn"):
+        ReadAhead(Torn()).next(wait=True)  # type: ignore[arg-type]
 
 
 def answers(engine: Engine, lines: list[Any], **flags: Any) -> list[Result | Failure]:

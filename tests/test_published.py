@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from g4ir.plan.cost import (
     graph_costs,
     total,
 )
+from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir
 
@@ -122,6 +124,16 @@ def test_cache(name: str) -> None:
         assert found["planned"] / GIB == pytest.approx(gib, abs=5.1e-4)
         assert found["naive"] == naive * ctx
         assert public in (None, round(found["naive"] / GIB, 2 if (public or 1) < 0.1 else 1))
+
+
+def test_latent_forms_of_the_largest() -> None:
+    """31b at 256K: 220 GiB naive, 20.8 planned, 10.8 in the half form."""
+    forms = [replace(PLANNED, latent_kv=form) for form in ("off", "value", "raw")]
+    found = [make_plan(load_spec("31b"), form, ctx=262144).rows[0] for form in forms]
+    assert {(round(r.naive / GIB), round(r.planned / GIB, 1)) for r in found} == {(220, 20.8)}
+    assert [round(r.built / GIB, 1) for r in found] == [20.8, 13.3, 10.8]
+    plain, value, raw = (r.built - TABLES["cache"]["31b"]["bytes"][2] for r in found)
+    assert value / plain == 5 / 8 and raw / plain <= 0.502
 
 
 @pytest.mark.parametrize("name, gb", [("31b", 62.0), ("26b-a4b", 52.0), ("e2b", 10.2)])

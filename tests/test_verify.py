@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,16 @@ def disturbed(engine: Engine, param: str, factor: float = 0.3) -> Engine:
         for k, t in out.runtime.params.items()  # type: ignore[attr-defined]
     }
     return out
+
+
+def test_transformers_is_not_imported_without_need(engines: Any) -> None:
+    code = (
+        "import sys, g4ir; from g4ir.check.logits import verify_engine\n"
+        "assert verify_engine(g4ir.load_engine(sys.argv[1]), tokens=[5, 6, 7]).ok\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    path = engines("reference", "tiny-moe").path
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=120)
 
 
 @pytest.mark.covering

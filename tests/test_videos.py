@@ -347,6 +347,24 @@ def test_frames_are_upright(tmp_path: Path, case: str) -> None:
     assert tall == (int(footage.positions[0, :, 1].max()) > int(footage.positions[0, :, 0].max()))
 
 
+@pytest.mark.parametrize("ending", ["mkv", "webm"])
+@pytest.mark.parametrize("degrees", [90, 180])
+def test_rotation_in_other_containers(tmp_path: Path, ending: str, degrees: int) -> None:
+    path, plain = tmp_path / f"a.{ending}", film(tmp_path / f"b.{ending}")
+    if not hasattr(av.VideoStream, "set_display_rotation"):
+        pytest.skip("this av writes no display matrix")
+    with av.open(str(plain)) as source, av.open(str(path), "w") as out:
+        (given,) = source.streams.video
+        stream = out.add_stream_from_template(given)
+        stream.set_display_rotation(degrees)
+        for packet in source.demux(given):
+            if packet.dts is not None:
+                packet.stream = stream
+                out.mux(packet)
+    wanted = [np.rot90(x, degrees // 90) for x in read_video(plain, 2).frames]
+    assert np.array_equal(read_video(path, 2).frames, wanted)
+
+
 def test_an_oblique_angle_is_refused(tmp_path: Path) -> None:
     path = with_matrix(film(tmp_path / "a.mp4"), (1, 1, -1, 1))
     with pytest.raises(InputError, match=r"a\.mp4: is shown at an oblique angle"):
@@ -375,6 +393,32 @@ def test_edit_lists_are_followed(tmp_path: Path, b_frames: int, case: str) -> No
     path = with_edits(film(tmp_path / "a.mp4", b_frames=b_frames), edits)
     for count in {1, min(7, len(shown)), None}:
         assert numbers(path, count) == [shown[i] for i in sample_frames(len(shown), count)]
+
+
+def cut_out(source: Path, path: Path, start: float) -> Path:
+    """A clip from `start` on without encoding, as `ffmpeg -ss START -c copy` makes it."""
+    with av.open(str(source)) as given, av.open(str(path), "w") as out:
+        (stream,) = given.streams.video
+        packets = [p for p in given.demux(stream) if p.dts is not None]
+        first = round(start / stream.time_base)
+        keys = [i for i, p in enumerate(packets) if p.is_keyframe and p.pts <= first]
+        copy = out.add_stream_from_template(stream)
+        for packet in packets[keys[-1] :]:
+            packet.pts, packet.dts, packet.stream = packet.pts - first, packet.dts - first, copy
+            out.mux(packet)
+    return path
+
+
+@pytest.mark.parametrize("ending", ["mp4", "mkv", "avi"])
+@pytest.mark.parametrize("b_frames", [0, 2])
+def test_clips_cut_without_encoding(tmp_path: Path, ending: str, b_frames: int) -> None:
+    path = cut_out(film(tmp_path / "a.mp4", b_frames=b_frames), tmp_path / f"b.{ending}", 1.5)
+    video = read_video(path, 5)
+    if ending == "mp4":
+        assert [number(f) for f in video.frames] == [15, 20, 25, 30, 35]
+        assert video.seconds == (0, 0.5, 1, 1.5, 2) and numbers(path) == [*range(15, 40)]
+    else:  # which begin at the key frame, as players do
+        assert len(video.frames) == 5 and number(video.frames[0]) <= 15
 
 
 def test_frames_that_begin_after_the_audio(tmp_path: Path) -> None:

@@ -365,7 +365,7 @@ def compile_chains(
     texts = chain_texts(steps)
     files: dict[str | None, str | None] = {None: None}
     for text in dict.fromkeys(t for t in texts if t):
-        progress(f"chains of kernels: segment {len(files)}")
+        progress(f"kernel graphs: segment {len(files)}")
         make = partial(recorded_chain, text, target, chain_dims(limits))
         files[text] = _compiled(make, text, out)
     return tuple(files[t or None] for t in texts)

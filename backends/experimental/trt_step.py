@@ -1,5 +1,5 @@
 """How long the network's decode step may take on a GPU that is not at hand: its bytes at the rate
-of a copy, a gap before each kernel, and messages of ranks by NCCL, as step_model.yaml has them.
+of a copy, a gap before each kernel, and collectives by NCCL, as step_model.yaml has them.
 Which layers become one kernel is a guess (recorder/network.py)."""
 
 from __future__ import annotations

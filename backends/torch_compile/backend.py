@@ -35,7 +35,7 @@ PROGRAM, CHAIN = re.compile(r"[0-9a-f]{24}\.pt2"), re.compile(r"[0-9a-f]{24}\.ch
 JOBS = max(1, min(os.cpu_count() or 1, 8))
 
 
-#: graph or op that chooses -> the program of each step, by file; None for glue
+#: graph or op that chooses -> the program of each step, by file; None for eager ops
 Programs = dict[str, tuple[str | None, ...]]
 
 

@@ -90,7 +90,7 @@ def dense(value: Any) -> Any:
 
 
 def _dequantize(m: Run, n: Node, codes: Tensor, scales: Tensor) -> Any:
-    """Return the weight in codes where something takes it so: a kernel, or a large product."""
+    """Return the quantised weight where something takes it so: a kernel, or a large product."""
     coded = Coded(codes, scales, torch_dtype(n.word("to")), n.op == "dequantize_tiles")
     if m.schedule.target.gpu:
         return coded if codes_of(m.graph, n.out) else dense(coded)
@@ -197,7 +197,7 @@ def _cache_write(m: Run, n: Node, cache: Tensor, new: Tensor, *place: Tensor) ->
 
 def _write(m: Run, n: Node, cache: Tensor, new: Tensor, start: Tensor, lengths: Tensor) -> None:
     """One token goes to its slot, and so do those of a chunk: on a GPU, of any; on the CPU, of one
-    that may be taken back, for which every cache has slots. Other chunks on the CPU make the whole
+    that may be rejected, for which every cache has slots. Other chunks on the CPU make the whole
     cache anew, where copying is what was measured."""
     if n["new"].type.shape[1] == 1:
         rows = torch.arange(new.shape[0], device=new.device)

@@ -138,7 +138,7 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
     beside = {name: check_sizes(api, g, p.limits, p.settings) for name, g in others.items()}
     dense = sum(1 for _ in p.packing.prologue.find("dense"))
     made_dense = (
-        f"{dense} weights in codes are made dense at build: TensorRT takes 8 bits with a scale for "
+        f"{dense} quantised weights are made dense at build: TensorRT takes 8 bits, a scale for "
         f"each row of a matrix, and 4 bits in groups of 64 or 128"
     )
     io, network = written.interface, written.network
@@ -164,7 +164,7 @@ def full_size(api: Api, p: Prepared) -> dict[str, Any]:
 
 def in_small(p: Prepared, dtype: str) -> tuple[Packing, list[ParamSource]]:
     """Return the variant in small (shrink.py) through the same passes, with the same kinds of
-    media, each in one size, and random weights of each rank, in codes where the recipe fits it. In
+    media, each in one size, and random weights of each rank, quantised where the recipe fits it. In
     16 bits all experts are taken, so that rounding says how far two runs may lie apart."""
     kinds = p.media.kinds
     spec = shrink(p.spec, media=bool(kinds))
@@ -352,7 +352,7 @@ def _blocks(valid: Tensor, width: int) -> Tensor:
 
 def tower_feeds(program: Program) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield example inputs of each tower, a fifth of them padding: numbers, a mask, or places of a
-    picture 24 wide."""
+    image 24 wide."""
     generator = torch.Generator().manual_seed(0)
     for name, g in tower_graphs(program).items():
         feeds = {}

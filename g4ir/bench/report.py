@@ -266,7 +266,7 @@ class Bench:
         )
 
     def _engine_part(self, runner: EngineRunner) -> dict[str, Any]:
-        """Return what only an engine knows of itself: its work, share of the roof, parts."""
+        """Return what only an engine knows of itself: its work, share of the roofline, parts."""
         engine, facts, rounds = runner.engine, runner.engine.facts, self.requests[runner.role]
         work = find_work(engine, self.w, self.tokens)
         nbytes, flops = work.decode.cost().needed_bytes, work.prefill.cost().flops

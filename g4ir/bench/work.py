@@ -54,7 +54,7 @@ class PhaseCost:
         return Cost(*(v // self.count for v in asdict(whole).values()))
 
     def floor(self, roof: Roof) -> float:
-        """Return its seconds at the roof: the runs follow each other."""
+        """Return its seconds at the roofline: the runs follow each other."""
         return sum(floor(total(costs), roof).seconds for _, costs in self.runs) / self.count
 
     def facts(self, roof: Roof) -> PhaseWork:

@@ -99,7 +99,7 @@ def hf_model(
     engine: Engine, origin: Origin | None, device: str = "cpu", attention: str = "sdpa"
 ) -> Any:
     """Return the transformers text model on weights of a checkpoint, or of the engine's seed,
-    without the library that packed them; of weights in codes, what they mean."""
+    without the library that packed them; of quantised weights, what they mean."""
     dtype, seed = torch_dtype(engine.dtype), engine.facts.seed
     source: WeightSource
     if origin is not None:

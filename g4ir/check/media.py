@@ -2,7 +2,7 @@
 
 The smallest tower of each part runs once, on an item that leaves some of it to padding. The
 interpreter's soft tokens then stand in a prompt that goes through both engines' text graphs, in
-chunks that would cut the picture, and single steps after it: a wrong tower fails alone, and so does
+chunks that would cut the image, and single steps after it: a wrong tower fails alone, and so does
 `prefill_media`. Pixels and samples are drawn from a fixed seed.
 """
 

@@ -243,12 +243,12 @@ OF_MEDIA = {
 }
 
 
-def agreed_spec(spec: Spec | None, origin: Origin, pictures: bool = True) -> Spec:
+def agreed_spec(spec: Spec | None, origin: Origin, images: bool = True) -> Spec:
     """Return the spec, after comparing its text part with what the checkpoint says; fields of
     images alone only with `pictures`."""
     if spec is None:
         return origin.spec()
-    _check_agreed(spec, origin, ("text.",), origin.spec_only + (() if pictures else OF_PICTURES))
+    _check_agreed(spec, origin, ("text.",), origin.spec_only + (() if images else OF_PICTURES))
     return spec
 
 
@@ -390,7 +390,7 @@ def _recipe(r: Resolved, opened: Checkpoint | None, origin: Origin | None) -> Re
         raise InputError(f"--quant {r.recipe.name}: {why}; {fix}")
     form = r.options.of(ActivationOptions).to
     if form != OFF and not (held or r.recipe):
-        why = "no weight is in codes, and only products with such weights round what they take"
+        why = "no weight is quantised, and only products with such weights round what they take"
         raise InputError(f"--quant-activations {form}: {why}; give --quant int8, int4 or fp8 too")
     return held or r.recipe
 

@@ -180,7 +180,7 @@ def _check_blocks(block_ids: Tensor, chunk: int) -> None:
     if (longest := int(sizes.max())) > chunk:
         row, at = found[sizes.argmax()].tolist()
         raise InputError(
-            f"row {row}: the {longest} soft tokens of the picture at index {at} see each other "
+            f"row {row}: the {longest} soft tokens of the image at index {at} see each other "
             f"and must be in one chunk, of at most {chunk}; build with --prefill-chunk {longest} "
-            f"or more, or give the picture fewer soft tokens"
+            f"or more, or give the image fewer soft tokens"
         )

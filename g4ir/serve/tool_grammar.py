@@ -293,7 +293,7 @@ class _Schema:
             return self._string(node, where)
         if kind in ("array", "object"):
             return (self._array if kind == "array" else self._object)(node, where, refs)
-        return '"null"' if kind == "null" else '"true" | "false"'
+        return {"null": '"null"', "boolean": '"true" | "false"'}[kind]
 
     def _string(self, node: Node, where: str) -> str:
         least, most = _counts(node, "minLength", "maxLength", where)

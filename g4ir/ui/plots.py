@@ -93,7 +93,7 @@ def plot_launches(
     path: str | Path, launches: Sequence[tuple[str, float]], roof: float, title: str
 ) -> None:
     """Plot a step as bars of microseconds on one line, a colour a kind of kernel, those that take
-    longest first in the legend; a line where the roof is."""
+    longest first in the legend; a line where the roofline is."""
     bars: dict[str, list[tuple[float, float]]] = {}
     now = 0.0
     for kind, us in launches:

@@ -60,7 +60,7 @@ class WeightSource(Protocol):
 
     @property
     def forms(self) -> Mapping[str, Scheme]:
-        """Weights in codes already -> how. `X.codes` and `X.scales` of such a weight X are tensors
+        """Quantised weight -> how. `X.codes` and `X.scales` of such a weight X are tensors
         (ops/codecs.py says their layout); X itself is what they mean, in f32."""
         return {}
 
@@ -342,12 +342,12 @@ def _side_file(path: Path, most: int) -> bytes:
     return raw
 
 
-#: where a checkpoint says how sounds are framed -> under which key
+#: where a checkpoint says how audio is framed -> under which key
 EXTRACTORS = {"processor_config.json": "feature_extractor", "preprocessor_config.json": None}
 
 
 def read_extractor(folder: Path | None) -> Mapping[str, Any] | None:
-    """Read the feature extractor of sounds from files of a checkpoint or engine, or None."""
+    """Read the feature extractor of audio from files of a checkpoint or engine, or None."""
     for name, key in EXTRACTORS.items() if folder else ():
         file = Path(folder or "", name)
         whole = parse_json(file, file.read_bytes()) if file.is_file() else {}

@@ -12,7 +12,8 @@ from g4ir.backends.sampling import SamplingParams
 from g4ir.engine.engine import Engine
 from g4ir.engine.requests import CANCELLED, FINISHED, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
-from tests.engines import CHUNK, some_tokens
+from g4ir.errors import InputError
+from tests.engines import CHUNK, MAX_SEQ, some_tokens
 
 #: by the reference, which is slow
 TEXTS: dict[Any, list[list[int]]] = {}
@@ -134,6 +135,15 @@ def test_settings_in_one_batch(engine: Engine) -> None:
 
     alone = [texts(Scheduler(engine), [request])[0] for request in asked]
     assert texts(Scheduler(engine), asked) == alone
+
+
+@pytest.mark.usefixtures("chooser")
+def test_generate_up_to_max_seq(engine: Engine) -> None:
+    prompt = some_tokens(1, MAX_SEQ)[0].tolist()
+    assert len(engine.generate(prompt, 1, stop_ids=())) == 1
+    assert len(engine.generate(prompt[:-9], 10, stop_ids=())) == 10
+    with pytest.raises(InputError, match=f"max-seq {MAX_SEQ}"):
+        engine.generate(prompt, 2)
 
 
 def test_generate_uses_its_caches_again(engine: Engine) -> None:

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -374,6 +375,9 @@ def test_chains_that_cannot_be_recorded(
     assert bool(engine.recorded_plans) == (other is None and not fails)
     said = ["no such edges"] * fails or [other] * (other is not None)
     assert all(f"which is slower: {text}" in caplog.text for text in said)
+    monkeypatch.setattr(runtime, "recorded", Mock(side_effect=EngineError("no graph")))
+    with pytest.raises(EngineError, match="no graph"):
+        engine._recorded(work)
 
 
 def test_steps_without_a_driver_run_by_their_programs(

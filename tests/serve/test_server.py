@@ -29,10 +29,11 @@ import g4ir
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
 from g4ir.engine.session import Session
-from g4ir.errors import CheckError, InputError, MissingError, TrustError
+from g4ir.errors import CheckError, EngineError, InputError, MissingError, TrustError
 from g4ir.serve import server
 from g4ir.serve.auth import Auth, known_hosts, read_keys
 from g4ir.serve.http_errors import refusal
+from g4ir.serve.server import Address, Server, ServerProcess
 from tests.cli_tools import refused, tokenizer
 from tests.engines import add_file
 from tests.serve.running import NAME, WAIT, Running, chat_tokenizer, eventually, ready, running
@@ -114,6 +115,12 @@ def test_a_full_queue(narrow: Running, gate: threading.Event) -> None:
 def count(text: str, name: str) -> float:
     found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.M)
     return float(found[1]) if found else 0.0
+
+
+def test_the_tables_of_grammars_are_made_before_a_request(served: Running) -> None:
+    """They hold the interpreter's lock for seconds."""
+    prompts = served.server.prompts
+    assert prompts and "_tables" in vars(prompts.grammars)
 
 
 def test_counts(served: Running) -> None:
@@ -270,6 +277,15 @@ def test_a_signal_while_the_engine_is_loading(engine_folder: Path) -> None:
     assert process.wait(WAIT) == 0
     assert time.monotonic() - began < 10
     assert process.stderr.read() == "g4ir: ended while the engine was being loaded\n"
+
+
+def test_an_engine_that_cannot_be_loaded() -> None:
+    def loader() -> Engine:
+        raise EngineError("no such engine")
+
+    process = ServerProcess(Server(NAME), Address(port=0), lambda line: None, loader)
+    process.load(loader)
+    assert process.should_exit and isinstance(process.error, EngineError)
 
 
 def test_what_cannot_be_served_is_refused_before_anybody_is_told(

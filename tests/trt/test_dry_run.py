@@ -21,7 +21,7 @@ from g4ir.backends.trt import host, runtime
 from g4ir.backends.trt.interface import networks
 from g4ir.backends.trt.recorder import recorder
 from g4ir.engine.build import prepare
-from g4ir.errors import MissingError
+from g4ir.errors import CheckError, MissingError
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
@@ -128,7 +128,7 @@ def test_dry_run(variant: str, tmp_path: Path) -> None:
     [
         pytest.param("int8", 25, None, marks=pytest.mark.full),
         pytest.param("fp8", 25, None, marks=pytest.mark.full),
-        ("int4", 1, "36 weights in codes are made dense at build"),  # the head is kept
+        ("int4", 1, "36 quantised weights are made dense at build"),  # the head is kept
     ],
 )
 def test_dry_run_of_weights_in_codes(quant: str, kept: int, note: str | None) -> None:
@@ -167,3 +167,25 @@ def test_a_dry_run_allows_what_the_reference_rounds(monkeypatch: pytest.MonkeyPa
     p = prepare(load_spec("tiny-ple"), BuildOptions(backend="trt"), dry=True)
     monkeypatch.setattr(dry, "BUDGETS", {"f32": 1e-9})
     assert dry.check_small(emulated_api(), p, "f32")["logits"] > 1e-9
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("f16", marks=pytest.mark.full)])
+def test_dry_run_measures_rounding(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts, and attention that rounds elsewhere than the reference: right in 16 bits; where a
+    tenth is added, it is not."""
+    options = BuildOptions(backend="trt", settings={"attention": "fused"}, media="none")
+    p = prepare(load_spec("26b-a4b"), options, dry=True)
+    dry.check_small(emulated_api(), p, dtype)
+    right = builder.lowerings
+
+    def wrong(form: str) -> Any:
+        found = right(form)
+
+        def attend(net: Any, n: Any, *xs: Any) -> Any:
+            return net.e.add(found["attention"](net, n, *xs), 0.1)
+
+        return {**found, "attention": attend}
+
+    monkeypatch.setattr(builder, "lowerings", wrong)
+    with pytest.raises(CheckError, match=f"more than rounding to {dtype}"):
+        dry.check_small(emulated_api(), p, dtype)

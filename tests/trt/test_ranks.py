@@ -4,6 +4,7 @@ TensorRT's place."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache, partial
@@ -170,6 +171,17 @@ def test_a_plan_for_each_rank(two: Engine) -> None:
     assert (kept["plan"], kept["others"]) == ("engine.rank0of2.plan", {})
     with pytest.raises(InputError, match="built for 2 ranks, and 1 is running"):
         two.generate([2, 5], 3)
+
+
+def test_a_rank_reads_its_own_plan_alone(two: Engine, tmp_path: Path) -> None:
+    """That of another may be what it will, as its weights may."""
+    copy = Path(shutil.copytree(two.path, tmp_path / "engine"))
+    plan = copy / "engine.rank1of2.plan"
+    plan.write_bytes(plan.read_bytes()[::-1])
+    assert open_artefact(copy, rank=0).rank == 0
+    for rank in (1, None):
+        with pytest.raises(EngineError, match=r"rank1of2\.plan: its SHA-256"):
+            open_artefact(copy, rank=rank)
 
 
 def of_rank(path: Path, rank: int, exchange: Any) -> tuple[Artefact, Any]:

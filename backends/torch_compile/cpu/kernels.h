@@ -15,7 +15,7 @@ int g4ir_takes(int dtype, int64_t rows);
 int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, int64_t n,
                 int64_t k, int threads);
 
-/* The same of weights in codes, for w = codes[n, k] * scales[n, groups], less minima that lie beside
+/* The same of quantised weights, for w = codes[n, k] * scales[n, groups], less minima that lie beside
  * scales, where the form has such; `tiles`: they lie in tiles of 16 rows (tiles.h), as n and
  * groups allow it; `rounded`: rows of x, in bf16, are rounded to 8 bits first, with a scale for each 32
  * numbers; tiles alone. */

@@ -269,7 +269,7 @@ static inline uint8_t to_fp8(float f) {
     return (f != f ? 0x7f : code) | (signbit(f) ? 0x80 : 0);
 }
 
-/* One row in codes, then the scale of each 32 numbers, in bf16 (g4ir/ops/kv_quant.py). */
+/* The codes of one row, then the scale of each 32 numbers, in bf16 (g4ir/ops/kv_quant.py). */
 static void to_int8(const float *x, char *to, int64_t d) {
     for (int64_t g = 0; g < d; g += 32) {
         int64_t end = g + 32 < d ? g + 32 : d;

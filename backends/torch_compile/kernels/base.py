@@ -63,7 +63,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Coded:
-    """A weight in codes, for kernels and lowerings that take it so; dtype: what it stands in."""
+    """A quantised weight, for kernels and lowerings that take it so; dtype: what it stands in."""
 
     codes: Any
     scales: Any
@@ -89,7 +89,7 @@ class Kernel:
     differ   share of bf16 results that may differ from the op's; None: their error against float64
              is compared with that of the op
     use      settings where no entry of the table of tunings fits
-    coded    whether weights may come in codes
+    coded    whether weights may come quantised
     every_slot  whether it goes through all slots of the caches that it is given, used or not
     ending   (graph, node) -> the node that makes the result whole, where the kernel's is not
     """
@@ -192,7 +192,7 @@ def size(t: Type, axis: int) -> int:
 
 
 def codes_of(g: Graph, v: Value) -> dict[str, int]:
-    """Return {form: how many codes share a scale} of a weight in codes that kernels read as such;
+    """Return {form: how many codes share a scale} of a quantised weight that kernels read as such;
     nothing of any other. A part of a row has a power of two of them, from 16 on."""
     n = g.producers().get(v.name)
     if n is None or n.op != "dequantize":

@@ -13,7 +13,7 @@ from . import compressed_tensors
 from .base import KEY, Files, QuantisedTensors
 from .huggingface import MLX_KEY, MLX_OTHER, is_mlx, read_fp8, read_mlx, read_mobile
 
-#: quant_method -> its reader: the config's tree and the files -> what is in codes
+#: quant_method -> its reader: the config's tree and the files -> what is quantised
 METHODS: Mapping[str, Callable[[Any, Files], QuantisedTensors]] = {
     "compressed-tensors": compressed_tensors.read,
     "fp8": read_fp8,
@@ -22,7 +22,7 @@ METHODS: Mapping[str, Callable[[Any, Files], QuantisedTensors]] = {
 
 
 def is_coded(config: Path) -> bool:
-    """Whether a config.json says that weights are in codes."""
+    """Whether a config.json says that weights are quantised."""
     values = read_json(config)
     return any(values.get(key) is not None for key in (KEY, MLX_KEY))
 

@@ -328,7 +328,7 @@ def stacked(weights: Mapping[str, Taken]) -> dict[str, Taken]:
         for e, module in product(range(count), MODULES):
             if (e, module) not in found:
                 first = next(iter(found.values()))[0]
-                raise wrong(first, f"{prefix}.{e}.{module} is not in codes, but other experts are")
+                raise wrong(first, f"{prefix}.{e}.{module} is not quantised, but other experts are")
         gate_up = [found[e, m] for e in range(count) for m in MODULES[:2]]
         out[f"{prefix}.gate_up_proj"] = _stack(gate_up, 2)
         out[f"{prefix}.down_proj"] = _stack([found[e, MODULES[2]] for e in range(count)], 1)

@@ -1,4 +1,4 @@
-"""compressed-tensors: `config_groups` say which modules are in codes and how; scales multiply.
+"""compressed-tensors: `config_groups` say which modules are quantised and how; scales multiply.
 
 Layouts as in the library of that name: `weight_packed` i32 [N, K*b/32] holds codes + 2^(b-1), low
 bits first, so that the bytes of 4-bit rows are those of ops/codecs.py; int8 and e4m3 lie as they
@@ -203,9 +203,9 @@ def _take(
             raise wrong(found, what, FIX)
         return None
     if ignored:
-        raise wrong(found, "is in codes, but `ignore` names its module", FIX)
+        raise wrong(found, "is quantised, but `ignore` names its module", FIX)
     if chosen is None:
-        raise wrong(found, "is in codes, but no target of config_groups names its module", FIX)
+        raise wrong(found, "is quantised, but no target of config_groups names its module", FIX)
     return found, _weight(files, parts, *chosen[1:])
 
 

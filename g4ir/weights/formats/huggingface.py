@@ -90,7 +90,7 @@ def _take_fp8(
         raise wrong(scales, "its module has no weight")
     names = config.modules_to_not_convert or config.ignored_layers or ()
     if excluded(module, names, where):
-        raise wrong(weight, "is in codes, but modules_to_not_convert names its module", FIX)
+        raise wrong(weight, "is quantised, but modules_to_not_convert names its module", FIX)
     require(weight, ["F8_E4M3"])
     grid = ScaleBlocks(*(config.weight_block_size or (0, 0)))
     return weight, coded_weight(files, "fp8", weight[1].shape, weight, scales, grid, e4m3(weight))
@@ -161,9 +161,9 @@ def _take_mobile(
         found = next(parts[s] for s in MOBILE if s in parts)
         raise wrong(found, "expected codes and their scales, and no others")
     if excluded(module, config.modules_to_not_convert or (), where):
-        raise wrong(codes, "is in codes, but modules_to_not_convert names its module", FIX)
+        raise wrong(codes, "is quantised, but modules_to_not_convert names its module", FIX)
     if table and not config.quantize_embeddings:
-        raise wrong(codes, "is in codes, but quantize_embeddings is false", FIX)
+        raise wrong(codes, "is quantised, but quantize_embeddings is false", FIX)
     rounded = [found for found in ranges if _is_set(files, found)]
     for found in ranges:
         ignored[found[1].name] = ROUNDED if found in rounded else "0: activations are not rounded"
