@@ -278,7 +278,7 @@ PROGRAMS: dict[str, tuple[Any, Any, str]] = {
     "elsewhere": (None, _other_name, "no program '../../evil.pt2'"),
     "no programs": (_junk, None, r"\.pt2 cannot be loaded"),
     "fewer": (None, lambda m: m["compiled"]["prefill"].pop(), "one for each segment"),
-    "more rows": (None, lambda m: m["limits"].update(max_batch=64), "another segment"),
+    "more rows": (None, lambda m: m["limits"].update(max_batch=64), "programs of"),
 }
 
 
