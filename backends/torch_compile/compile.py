@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 import zipfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -284,7 +285,7 @@ class _Worker:
     """One process that runs `serve`. Its output and its compiler's are kept, not shown."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        self._printed = tempfile.TemporaryFile(buffering=0)
+        self._printed = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         self._process = subprocess.Popen(
             words,
             stdin=subprocess.PIPE,
@@ -562,13 +563,10 @@ def exported(text: str, target: Target) -> Any:
         )
 
 
-def _quiet_compiler() -> Any:
-    """Keep the exporter's warnings out of the user's terminal."""
-    import contextlib
-    import warnings
-
-    stack = contextlib.ExitStack()
-    stack.enter_context(warnings.catch_warnings())
-    warnings.simplefilter("ignore")
+@contextmanager
+def _quiet_compiler() -> Iterator[None]:
+    """A context that keeps the exporter's warnings out of the user's terminal."""
     logging.getLogger("torch").setLevel(logging.ERROR)
-    return stack
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

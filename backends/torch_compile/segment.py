@@ -195,31 +195,34 @@ def _step(g: Graph, nodes: list[Node], keys: dict[str, Key], key: Key) -> Step:
     if len(nodes) == 1 and nodes[0].definition.glue:
         return Glue(nodes[0])
     nodes = _writes_last(g, nodes)
-    inside = {v.name for n in nodes for v in n.outputs}
     outside = {v.name for n in g.nodes if keys[n.outputs[0].name] != key for v in n.inputs}
     outside |= {v.name for v in g.outputs}
-    state = {v.name for v in g.state}
-    params = {v.name for v in g.params}
-    read = list(dict.fromkeys(v for n in nodes for v in n.inputs if v.name not in inside))
-    updates = [pair for n in nodes for pair in _updates(n)]
     outputs = [v for n in nodes for v in _returned(n, outside)]
-    sub = Graph(
-        "segment",
-        tuple(v for v in read if v.name not in params and v.name not in state),
-        tuple(v for v in read if v.name in params),
-        tuple(v for v in read if v.name in state),
-        tuple(nodes),
-        tuple(outputs),
-        {old.name: new for old, new in updates},
-    )
+    sub = part(g, "segment", nodes, outputs)
     return Segment(
         text=print_graph(canonical(sub)),
         inputs=_names(sub.inputs),
         params=_names(sub.params),
         state=_names(sub.state),
         outputs=_names(sub.outputs),
-        writes=_names(old for old, _ in updates),
+        writes=tuple(sub.next),
         sums=key[0] == ALONE,
+    )
+
+
+def part(g: Graph, name: str, nodes: Sequence[Node], outputs: Iterable[Value]) -> Graph:
+    """Return some nodes of a graph as a graph, with what they read and the caches they write."""
+    made = {v.name for n in nodes for v in n.outputs}
+    read = dict.fromkeys(v for n in nodes for v in n.inputs if v.name not in made)
+    params, state = ({v.name for v in values} for values in (g.params, g.state))
+    return Graph(
+        name,
+        tuple(v for v in read if v.name not in params | state),
+        tuple(v for v in read if v.name in params),
+        tuple(v for v in read if v.name in state),
+        tuple(nodes),
+        tuple(outputs),
+        {old.name: new for n in nodes for old, new in _updates(n)},
     )
 
 
