@@ -67,35 +67,57 @@ class Nothing:
     """The record of a backend that compiles nothing."""
 
 
+@dataclass(frozen=True, eq=False)
+class CacheSnapshot:
+    """A copy of the parts of caches that `context` tokens use."""
+
+    context: int
+    tensors: Tensors
+
+
 class State(Protocol):
     """The caches of one session."""
 
+    @abstractmethod
     def views(self, context: int) -> Tensors:
         """Return the parts in use while rows hold at most `context` tokens."""
 
+    @abstractmethod
     def row(self, index: int, context: int) -> Tensors:
         """Return what one row has of these parts, whatever the number of rows: of the same shapes
         in every state of a runtime."""
 
+    @abstractmethod
     def nbytes(self) -> int:
         """Count the allocated bytes."""
 
+    @abstractmethod
     def zero(self) -> None: ...
 
     def clear(self, row: int, context: int) -> None:
         """Write zeros over what one row has of these parts."""
+        for t in self.row(row, context).values():
+            t.zero_()
 
     def copy(self, source: Any, start: int, row: int, context: int) -> None:
         """Give a row the parts that row `start` of another state has, or of this one."""
+        mine = self.row(row, context)
+        for name, t in source.row(start, context).items():
+            mine[name].copy_(t)
 
-    def kept(self, context: int) -> Any:
+    def kept(self, context: int) -> CacheSnapshot:
         """Return a copy of these parts, which `put` writes back."""
+        return CacheSnapshot(context, {name: t.clone() for name, t in self.views(context).items()})
 
-    def put(self, kept: Any) -> None: ...
+    def put(self, kept: CacheSnapshot) -> None:
+        views = self.views(kept.context)
+        for name, t in kept.tensors.items():
+            views[name].copy_(t)
 
 
 class Runtime(Protocol):
-    """A loaded engine. `decode` takes chunks of one token, `prefill` of any length."""
+    """A loaded engine. `decode` takes chunks of one token, `prefill` of any length. Unless it says
+    so, the host chooses tokens and drafts, and weights lie in layouts of its own."""
 
     #: where its params come from
     source: ParamSource
@@ -122,15 +144,18 @@ class Runtime(Protocol):
     def token_loop(self, embed: Embed, state: Any, batch: int, choice: DeviceChoice) -> Any:
         """Return decode steps that choose tokens on the device (torch_compile/token_loop.py), or
         None."""
+        return None
 
     def round_loop(
         self, embed: Embed, state: Any, batch: int, choice: DeviceChoice, last: bool
     ) -> Any:
         """Return verification steps that draft and choose on the device
         (torch_compile/token_loop.py), or None."""
+        return None
 
     def resident(self, param: str) -> torch.Tensor | None:
         """Return a param that the runtime holds whole, for others to read."""
+        return None
 
     def close(self) -> None: ...
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
 
@@ -13,15 +12,9 @@ from g4ir.ir.graph import Program
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.formats import cache_types, capacity, context_slots
 
+from .base import State
+
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, eq=False)
-class CacheSnapshot:
-    """A copy of the parts of caches that `context` tokens use."""
-
-    context: int
-    tensors: Mapping[str, torch.Tensor]
 
 
 class CaptureCache:
@@ -44,34 +37,7 @@ class CaptureCache:
         return {key for made, key in self._made if made is kind}
 
 
-class CacheViews:
-    """Copies parts of caches, in whatever form a backend has them."""
-
-    def views(self, context: int) -> Mapping[str, torch.Tensor]:
-        raise NotImplementedError
-
-    def row(self, index: int, context: int) -> Mapping[str, torch.Tensor]:
-        raise NotImplementedError
-
-    def clear(self, row: int, context: int) -> None:
-        for t in self.row(row, context).values():
-            t.zero_()
-
-    def copy(self, source: Any, start: int, row: int, context: int) -> None:
-        mine = self.row(row, context)
-        for name, t in source.row(start, context).items():
-            mine[name].copy_(t)
-
-    def kept(self, context: int) -> CacheSnapshot:
-        return CacheSnapshot(context, {name: t.clone() for name, t in self.views(context).items()})
-
-    def put(self, kept: CacheSnapshot) -> None:
-        views = self.views(kept.context)
-        for name, t in kept.tensors.items():
-            views[name].copy_(t)
-
-
-class Caches(CacheViews):
+class Caches(State):
     """Zeroed caches, slot-major; `views` cuts full-length ones to the slots in use."""
 
     def __init__(self, program: Program, batch: int, max_seq: int, device: str) -> None:
@@ -86,7 +52,6 @@ class Caches(CacheViews):
         self.captured = CaptureCache()
 
     def views(self, context: int) -> Mapping[str, torch.Tensor]:
-        """Return the caches for a step after which rows hold at most `context` tokens."""
         slots = context_slots(context, self.capacity)
         if slots not in self._views:
             self._views[slots] = {
@@ -95,7 +60,6 @@ class Caches(CacheViews):
         return self._views[slots]
 
     def row(self, index: int, context: int) -> dict[str, torch.Tensor]:
-        """Return what one row has of them."""
         return {name: t[:, index] for name, t in self.views(context).items()}
 
     def nbytes(self) -> int:

@@ -23,7 +23,7 @@ from .base import Backend, Runtime, Task, Tensors, Watch
 from .kv_cache import Caches
 
 
-class ReferenceRuntime:
+class ReferenceRuntime(Runtime):
     """Runs each graph through the ops' references."""
 
     def __init__(
@@ -66,12 +66,6 @@ class ReferenceRuntime:
         outputs, _ = interpret(self.program.graphs[tower], dict(feeds), self.params, {})
         soft: torch.Tensor = outputs["soft"]
         return soft
-
-    def token_loop(self, *_: Any) -> None:
-        """Return None: the host chooses."""
-
-    def round_loop(self, *_: Any) -> None:
-        """Return None: the host drafts."""
 
     def resident(self, param: str) -> torch.Tensor | None:
         return self.params.get(param)

@@ -16,7 +16,7 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.ui.progress import Progress
 from g4ir.weights.pack import ParamSource
 
-from ..base import Tensors, Watch
+from ..base import Runtime, Tensors, Watch
 from ..primitives.graph import network_graph
 from ..primitives.network import (
     BLOCK_IDS,
@@ -28,7 +28,7 @@ from ..primitives.network import (
     is_ring,
     stored_type,
 )
-from ..primitives.runtime import NetworkCaches, NetworkRuntime
+from ..primitives.runtime import NetworkCaches
 from .export import DRAFT_FILE, MODEL, tower_file
 
 #: the model's own word for the caches that it updates in place
@@ -62,7 +62,7 @@ class OnnxCaches(NetworkCaches):
             t.zero_()
 
 
-class OnnxRuntime(NetworkRuntime):
+class OnnxRuntime(Runtime):
     """A loaded engine of the onnx backend."""
 
     def __init__(

@@ -1,9 +1,8 @@
-"""What runtimes of networks share: the caches of a session, and what they leave to the host."""
+"""What runtimes of networks share: the caches of a session."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 
@@ -11,11 +10,12 @@ from g4ir.ops.types import Type, torch_dtype
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.formats import context_slots
 
-from ..kv_cache import CacheViews, CaptureCache
+from ..base import State
+from ..kv_cache import CaptureCache
 from .network import TURNED, as_in_ir, full_slots, turn
 
 
-class NetworkCaches(CacheViews):
+class NetworkCaches(State):
     """The caches of a session in the layouts of a network, [B, heads, slots, head_dim], zeroed, and
     how far the rings among them are turned, i64[B]."""
 
@@ -65,16 +65,3 @@ class NetworkCaches(CacheViews):
     def zero(self) -> None:
         for t in (*self.held.values(), self.turned):
             t.zero_()
-
-
-class NetworkRuntime:
-    """A runtime whose host chooses tokens and drafts, and whose weights are the engine's own."""
-
-    def token_loop(self, *_: Any) -> None:
-        """Return None: the host chooses."""
-
-    def round_loop(self, *_: Any) -> None:
-        """Return None: the host drafts."""
-
-    def resident(self, param: str) -> None:
-        """Return None: the engine holds weights in layouts of its own."""

@@ -6,6 +6,8 @@ q [B,S,nq,d] beside keys and values [T,B,n,d] (slot-major, as the caches are) an
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from g4ir.ir.graph import Node
@@ -80,19 +82,17 @@ def attention_latent(
     return _attend(n, q, keys, values, mask, chunk=bool(fresh))
 
 
-def encoder_attention(m: Run, n: Node, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
+def encoder_attention(m: Run, n: Node, q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Any:
     """Attend by the library, which never holds the scores; on the CPU without a mask if it can."""
     scale = n.number("scale")
     if m.device == "cpu":
-        out: Tensor = torch.ops.g4ir.encoder_attention(q, k, v, valid, scale)
-        return out
+        return torch.ops.g4ir.encoder_attention(q, k, v, valid, scale)
     return pyops.masked_attention(q, k, v, valid, scale)
 
 
-def _reference(n: Node, *operands: Tensor) -> Tensor:
+def _reference(n: Node, *operands: Tensor) -> Any:
     assert n.definition.reference
-    out: Tensor = n.definition.reference(*operands, **n.attrs)
-    return out
+    return n.definition.reference(*operands, **n.attrs)
 
 
 def _mask(

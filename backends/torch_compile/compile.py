@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 import zipfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -78,8 +79,8 @@ KERNEL_FLAGS = (
     "-fPIC",
     "-Wl,-Bsymbolic",  # other engines' kernels may be loaded
 )
-#: what is kept of what a worker prints, and how long is waited for the rest of it
-PRINTED_LINES, LAST_WORDS_S = 200, 2.0
+#: lines that are shown of what a worker prints
+PRINTED_LINES = 200
 #: how the system and compilers word a full disk
 FULL = ("No space left on device", "Disk quota exceeded")
 #: sizes at which programs are traced; each named dim is dynamic from 1 up
@@ -284,23 +285,15 @@ class _Worker:
     """One process that runs `serve`. Its output and its compiler's are kept, not shown."""
 
     def __init__(self, words: Sequence[str]) -> None:
+        self._printed = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         self._process = subprocess.Popen(
             words,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._printed,
             text=True,
-            errors="backslashreplace",
             start_new_session=True,
         )
-        self._printed: deque[str] = deque(maxlen=PRINTED_LINES)
-        self._reader = Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self._process.stderr
-        for line in self._process.stderr:
-            self._printed.append(line)
 
     def kill(self) -> None:
         if self._process.poll() is None:
@@ -309,15 +302,8 @@ class _Worker:
 
     def close(self) -> None:
         """Wait for its end, which `kill` brought about."""
-        process = self._process
-        process.wait()
-        self._reader.join(LAST_WORDS_S)
-        assert process.stdin and process.stdout and process.stderr
-        with suppress(BrokenPipeError):
-            process.stdin.close()
-        process.stdout.close()
-        if not self._reader.is_alive():
-            process.stderr.close()
+        with suppress(BrokenPipeError), self._process, self._printed:
+            self._process.wait()
 
     def compile(self, text: str, target: Target, path: Path) -> None:
         """Have the worker compile; LowerError with its message, caused by what it printed."""
@@ -330,15 +316,18 @@ class _Worker:
             pass  # its answer is the end of its output
         answer = process.stdout.readline()
         if not answer:
-            status = process.wait()
-            self._reader.join(LAST_WORDS_S)
-            raise LowerError(_end_of_worker(status)) from self._output()
+            raise LowerError(_end_of_worker(process.wait())) from self._output()
         if error := json.loads(answer):
             raise LowerError(error) from self._output()
-        self._printed.clear()
+        self._printed.seek(0)  # for the process too
+        self._printed.truncate()
 
     def _output(self) -> Exception:
-        return RuntimeError("what the compiling process printed:\n" + "".join(self._printed))
+        self._printed.seek(0)
+        lines = self._printed.read().decode(errors="backslashreplace").splitlines()
+        return RuntimeError(
+            "\n".join(["what the compiling process printed:", *lines[-PRINTED_LINES:]])
+        )
 
 
 def _end_of_worker(status: int) -> str:
@@ -574,13 +563,10 @@ def exported(text: str, target: Target) -> Any:
         )
 
 
-def _quiet_compiler() -> Any:
-    """Keep the exporter's warnings out of the user's terminal."""
-    import contextlib
-    import warnings
-
-    stack = contextlib.ExitStack()
-    stack.enter_context(warnings.catch_warnings())
-    warnings.simplefilter("ignore")
+@contextmanager
+def _quiet_compiler() -> Iterator[None]:
+    """A context that keeps the exporter's warnings out of the user's terminal."""
     logging.getLogger("torch").setLevel(logging.ERROR)
-    return stack
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -44,12 +44,10 @@ class Captured(Generic[T]):
     def _run(self) -> None:
         self._made = self._step(self._feeds)
 
-    def _feed(self, feeds: dict[str, torch.Tensor]) -> None:
+    def replay(self, feeds: dict[str, torch.Tensor]) -> T:
+        """Do the step once; what it returns the next one writes over."""
         for name, t in feeds.items():
             self._feeds[name].copy_(t)
-
-    def replay(self, feeds: dict[str, torch.Tensor]) -> T:
-        self._feed(feeds)
         self._play()
         return self._made
 
@@ -92,30 +90,27 @@ class CaptureArena:
         return graph.replay
 
 
-class LazyCapture(Captured[T]):
-    """A step of fixed sizes that may not be done twice, since it writes over what it reads: it is
-    launched the first time, recorded the second, and replayed from then on.
+class LazyCapture:
+    """Work that may not be done twice, since it writes over what it reads: it is launched the first
+    time, recorded the second, and replayed from then on.
 
     A recording costs about as much as some launches save. So work that is done once is spared it.
     """
 
     def __init__(
         self,
-        step: Callable[[dict[str, torch.Tensor]], T],
-        feeds: dict[str, torch.Tensor],
+        work: Callable[[], None],
         place: CaptureArena,
         record: Callable[[Callable[[], None], CaptureArena], Callable[[], None]],
     ) -> None:
-        super().__init__(step, feeds, lambda work: lambda: place.launch(work))
-        self._runs, self._record_at = 0, lambda: record(self._run, place)
+        self._runs, self._play = 0, lambda: place.launch(work)
+        self._record = lambda: record(work, place)
 
-    def run(self, feeds: dict[str, torch.Tensor]) -> T:
-        """Do the step once; what it returns the next one writes over."""
+    def __call__(self) -> None:
         self._runs += 1
         if self._runs == 2:
-            self._feed(feeds)
-            self._play = self._record_at()
-        return self.replay(feeds)
+            self._play = self._record()
+        self._play()
 
 
 class WithFallback:

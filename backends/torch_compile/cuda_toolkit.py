@@ -210,17 +210,8 @@ def _linked(headers: Path, library: Path) -> Path:
     """Make a folder in the user's cache: `include`, and `lib64/libcuda.so`."""
     said = f"{headers}\0{library}"
     folder = kept_folder() / hashlib.sha256(said.encode()).hexdigest()[:16]
-    if not (folder / "lib64" / "libcuda.so").exists() or not (folder / "include").exists():
-        _make_links(folder, headers, library)
-    return folder
-
-
-def kept_folder() -> Path:
-    """Return the folder where folders of links are kept."""
-    return Path.home() / ".cache" / "g4ir" / "cuda"
-
-
-def _make_links(folder: Path, headers: Path, library: Path) -> None:
+    if (folder / "lib64" / "libcuda.so").exists() and (folder / "include").exists():
+        return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         made = Path(tempfile.mkdtemp(dir=folder.parent))
@@ -234,3 +225,9 @@ def _make_links(folder: Path, headers: Path, library: Path) -> None:
             f"{folder}: cannot be written ({e}); CUDA programs need it to find {headers} and "
             f"{library}: make it writable, or set CUDA_HOME to a CUDA toolkit"
         ) from e
+    return folder
+
+
+def kept_folder() -> Path:
+    """Return the folder where folders of links are kept."""
+    return Path.home() / ".cache" / "g4ir" / "cuda"

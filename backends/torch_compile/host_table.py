@@ -86,14 +86,11 @@ def open_host_table(source: ParamSource, v: Value, placement: str, device: str) 
     no memory can be registered the host gathers rows, and says so.
     """
     cuda, at = torch.cuda.cudart(), torch.device(device)
-    if placement == "mmap" and (table := registered_file(source, v, cuda)) is not None:
+    file = registered_file(source, v, cuda) if placement == "mmap" else None
+    table = copied(source, v) if file is None else file
+    found, why = None, "it cannot be registered with CUDA"
+    if file is not None or register(table, PORTABLE | MAPPED, cuda):
         found, why = tried(HostTable(table, at))
-    else:
-        table = copied(source, v)
-        if register(table, PORTABLE | MAPPED, cuda):
-            found, why = tried(HostTable(table, at))
-        else:
-            found, why = None, "it cannot be registered with CUDA"
     if found is not None:
         return found
     log.warning(

@@ -25,7 +25,7 @@ from .kernels.base import Choice, Schedule, Use
 from .kernels.launch import Launch, recorded
 from .lower import SegmentModule
 from .schedule import schedule
-from .segment import canonical
+from .segment import canonical, part
 from .target import Target
 
 Tensor = torch.Tensor
@@ -105,21 +105,10 @@ def _with_weights(g: Graph, n: Node) -> list[Node]:
 def _alone(g: Graph, nodes: list[Node], choice: Choice) -> Graph:
     ending = choice.kernel.ending(g, nodes[-1])
     nodes = [*nodes, ending] if ending else nodes
-    made = {v.name for m in nodes for v in m.outputs}
-    read = list(dict.fromkeys(v for m in nodes for v in m.inputs if v.name not in made))
-    params, state = ({v.name for v in vs} for vs in (g.params, (*g.state, *g.next.values())))
-    updated = {
-        old.name: new for m in nodes for old, new in m.definition.updated(m.inputs, m.outputs)
-    }
-    return Graph(
-        "case",
-        tuple(v for v in read if v.name not in params | state),
-        tuple(v for v in read if v.name in params),
-        tuple(v for v in read if v.name in state),
-        tuple(nodes),
-        tuple(v for v in nodes[-1].outputs if v not in updated.values()),
-        dict(updated.items()),
-    )
+    written = replace(g, state=(*g.state, *g.next.values()))  # which are caches here as well
+    case = part(written, "case", nodes, ())
+    outputs = (v for v in nodes[-1].outputs if v not in case.next.values())
+    return replace(case, outputs=tuple(outputs))
 
 
 def operands(case: Case, device: str, seed: int = 0) -> dict[str, Tensor]:

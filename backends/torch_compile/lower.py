@@ -101,22 +101,18 @@ def _fake_quantize(m: Run, n: Node, x: Tensor) -> Rounded:
     return Rounded(x, n.word("form"))
 
 
-def _linear(m: Run, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Tensor:
-    made: Tensor
+def _linear(m: Run, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Any:
     if isinstance(x, Rounded) and isinstance(w, Coded):
         if m.device == "cpu" and x.form == "int8":
-            made = torch.ops.g4ir.linear_rounded(x.x, w.codes, w.scales, w.tiles)
-            return made
+            return torch.ops.g4ir.linear_rounded(x.x, w.codes, w.scales, w.tiles)
         if m.schedule.target.gpu and both_in_codes(m.graph, n):
             return product_of_codes(x.x, w)
     rows = dense(x)
     if isinstance(w, Coded) and m.device == "cpu":
-        made = torch.ops.g4ir.linear_coded(rows, w.codes, w.scales, w.tiles)
-        return made
+        return torch.ops.g4ir.linear_coded(rows, w.codes, w.scales, w.tiles)
     weight = dense(w)
     if m.device == "cpu" and weight.numel() >= FROM:
-        made = torch.ops.g4ir.linear(rows, weight)
-        return made
+        return torch.ops.g4ir.linear(rows, weight)
     return torch.nn.functional.linear(rows, weight)
 
 
@@ -137,18 +133,14 @@ def _experts(
     gate_up: Tensor | Coded,
     down: Tensor | Coded,
     first: Tensor | None = None,
-) -> Tensor:
+) -> Any:
     act = n.word("act")
     if m.device == "cpu" and isinstance(gate_up, Coded) and isinstance(down, Coded):
         parts = (gate_up.codes, gate_up.scales, down.codes, down.scales)
         tiles = (gate_up.tiles, down.tiles)
-        made: Tensor = torch.ops.g4ir.experts_coded(x, weights, index, *parts, act, *tiles, first)
-        return made
+        return torch.ops.g4ir.experts_coded(x, weights, index, *parts, act, *tiles, first)
     operands = (x, weights, index, dense(gate_up), dense(down), act, first)
-    if m.device == "cpu":
-        out: Tensor = torch.ops.g4ir.experts(*operands)
-        return out
-    return grouped_experts(*operands)
+    return torch.ops.g4ir.experts(*operands) if m.device == "cpu" else grouped_experts(*operands)
 
 
 def grouped_experts(

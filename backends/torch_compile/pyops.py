@@ -333,29 +333,8 @@ def _each_expert(
     experts: int,
     one: Callable[[Tensor, int], Tensor],
 ) -> Tensor:
-    tokens, slots = x.flatten(0, -2), index.flatten(0, -2)
-    scale = weights.flatten(0, -2)
-    if first is not None:
-        return _own_experts(x, scale, own_index(slots, first, experts), experts, one)
-    if tokens.shape[0] == 1:
-        made = torch.cat([one(tokens, e) for e in slots[0].tolist()])
-        return (wide(made) * scale[0, :, None]).sum(0).to(x.dtype).view_as(x)
-    ids = slots.flatten()
-    order = ids.argsort(stable=True)
-    counts = torch.bincount(ids, minlength=experts).tolist()
-    gathered = tokens[order // slots.shape[1]]
-    made = torch.cat([one(p, e) for e, p in enumerate(gathered.split(counts)) if p.shape[0]])
-    out = torch.empty_like(wide(made))
-    out[order] = wide(made)
-    out = out.view(*slots.shape, -1) * scale[..., None]
-    return out.sum(1).to(x.dtype).view_as(x)
-
-
-def _own_experts(
-    x: Tensor, scale: Tensor, slots: Tensor, experts: int, one: Callable[[Tensor, int], Tensor]
-) -> Tensor:
-    """Compute the part of some experts: slots [tokens, k] of others hold `experts`."""
-    tokens = x.flatten(0, -2)
+    own = index if first is None else own_index(index, first, experts)  # others: `experts`
+    tokens, slots, scale = (t.flatten(0, -2) for t in (x, own, weights))
     out = wide(tokens).new_zeros((*slots.shape, x.shape[-1]))
     for e in slots[slots < experts].unique().tolist():
         token, slot = torch.where(slots == e)
@@ -408,30 +387,21 @@ def _grouped(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], w.shape[1]))
 
 
-_ROUTED = "Tensor x, Tensor weights, Tensor index"
-_CODED = "Tensor x, Tensor codes, Tensor scales, bool tiles=False"
-#: op -> what it takes, and the room for what it makes
-_OPS: dict[Callable[..., Tensor], tuple[str, Callable[..., Tensor]]] = {
-    linear: ("Tensor x, Tensor w", _product),
-    linear_coded: (_CODED, _product),
-    linear_rounded: (_CODED, _product),
-    attend: (
-        "Tensor q, Tensor positions, Tensor written, Tensor keys, Tensor values, int window, "
-        "float scale",
-        _like,
-    ),
-    experts: (f"{_ROUTED}, Tensor gate_up, Tensor down, str act, Tensor? first=None", _like),
-    experts_coded: (
-        f"{_ROUTED}, Tensor gate_up, Tensor gate_up_scales, Tensor down, Tensor down_scales, "
-        "str act, bool gate_up_tiles=False, bool down_tiles=False, Tensor? first=None",
-        _like,
-    ),
-    encoder_attention: ("Tensor q, Tensor k, Tensor v, Tensor valid, float scale", _like),
-    grouped_mm: ("Tensor x, Tensor w, Tensor ends", _grouped),
+#: op -> the room for what it makes
+_OPS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
+    linear: _product,
+    linear_coded: _product,
+    linear_rounded: _product,
+    attend: _like,
+    experts: _like,
+    experts_coded: _like,
+    encoder_attention: _like,
+    grouped_mm: _grouped,
 }
 _LIBRARY = torch.library.Library("g4ir", "DEF")
-for _op, (_operands, _room) in _OPS.items():
-    _LIBRARY.define(f"{_op.__name__}({_operands}) -> Tensor")
+for _op, _room in _OPS.items():
+    _schema = torch.library.infer_schema(_op, mutates_args=(), op_name=_op.__name__)
+    _LIBRARY.define(_schema.replace("SymInt", "int"))  # no number of theirs is a dim
     _LIBRARY.impl(_op.__name__, _op, "CPU")
     torch.library.register_fake(f"g4ir::{_op.__name__}", _room)
 _LIBRARY.impl("grouped_mm", grouped_mm, "CUDA")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -260,11 +261,11 @@ class TorchRuntime:
             env = self._run_plan(plan, given, views)
             return self._results("prefill", env) if logits else None
 
-        def make() -> LazyCapture[Tensors | None]:
+        def make() -> Captured[Tensors | None]:
             arena = captured.get(CaptureArena, CHUNK, lambda: self.place(CHUNK))
-            return LazyCapture(step, feeds, arena, record)
+            return Captured(step, feeds, lambda work: LazyCapture(work, arena, record))
 
-        return captured.get(LazyCapture, logits, make).run(feeds)
+        return captured.get(Captured, (CHUNK, logits), make).replay(feeds)
 
     def _replay(self, feeds: dict[str, Tensor], state: Caches, views: Tensors) -> Tensors:
         """Replay a step in one launch; the graph is of the session's caches and so many slots."""
@@ -436,20 +437,12 @@ def _bind(
     group: Group | None = None,
 ) -> BoundStep:
     """Bind a step; `alias` maps a written cache's value to the cache, written in place."""
+    names = s.inputs
     if isinstance(s, Glue):
-        return _bind_glue(s, alias, group)
+        call = partial(group.run_node if group else run_node, s.node)
+    else:
+        names += s.params + s.state
     assert call
-    names = [*s.inputs, *s.params, *s.state]
     operands = tuple(weights.get(n, NOTHING) for n in names)
     slots = tuple((i, alias.get(n, n)) for i, n in enumerate(names) if n not in weights)
     return BoundStep(call, operands, slots, s.outputs)
-
-
-def _bind_glue(s: Glue, alias: Mapping[str, str], group: Group | None) -> BoundStep:
-    run = group.run_node if group else run_node
-
-    def call(operands: list[Tensor]) -> tuple[Tensor, ...]:
-        return run(s.node, operands)
-
-    slots = tuple((i, alias.get(n, n)) for i, n in enumerate(s.inputs))
-    return BoundStep(call, (NOTHING,) * len(slots), slots, s.outputs)

@@ -91,6 +91,16 @@ class Row:
     nbytes: int = 0  # that the nodes have to move, at the first of an op's kernels
 
 
+def _keys(n: Node, choice: Choice | None) -> list[_Key]:
+    if not choice:
+        return [(n.op, MESSAGE if n.op in COLLECTIVES else OTHER, (), (), False, 0)]
+    shape, starts = tuple(choice.shape.items()), choice.kernel.starts
+    return [
+        (n.op, name, shape, tuple(t.use.items()), t.measured, starts[name])
+        for name, t in choice.tunings.items()
+    ]
+
+
 def kernel_rows(s: Schedule, moved: Mapping[str, int] | None = None) -> list[Row]:
     """Return every node that computes, counted, in order of appearance; `moved`: bytes by a node's
     first result."""
@@ -100,18 +110,10 @@ def kernel_rows(s: Schedule, moved: Mapping[str, int] | None = None) -> list[Row
         choice = s.find(n)
         if not choice and n.definition.traffic is nothing:
             continue  # a view, or codes that a kernel takes
-        size = (moved or {}).get(n.outputs[0].name, 0)
-        if not choice:
-            key: _Key = (n.op, MESSAGE if n.op in COLLECTIVES else OTHER, (), (), False, 0)
+        for key in _keys(n, choice):
             counted[key] += 1
-            nbytes[key] += size
-            continue
-        shape: Pairs = tuple(choice.shape.items())
-        for name, t in choice.tunings.items():
-            use, starts = tuple(t.use.items()), choice.kernel.starts[name]
-            key = n.op, name, shape, use, t.measured, starts
-            counted[key] += 1
-            nbytes[key] += size if name == choice.name else 0
+            if not choice or key[1] == choice.name:
+                nbytes[key] += (moved or {}).get(n.outputs[0].name, 0)
     return [Row(*k[:-1], nodes=n, starts=n * k[-1], nbytes=nbytes[k]) for k, n in counted.items()]
 
 

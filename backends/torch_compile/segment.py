@@ -48,11 +48,11 @@ class Glue:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        return tuple(v.name for v in self.node.inputs)
+        return _names(self.node.inputs)
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        return tuple(v.name for v in self.node.outputs)
+        return _names(self.node.outputs)
 
     writes: tuple[str, ...] = ()
 
@@ -170,17 +170,13 @@ def _layer(n: Node) -> str:
 def _order_groups(g: Graph, groups: dict[Key, list[Node]], keys: dict[str, Key]) -> list[Key]:
     """Return groups in topological order, stable by first node; caches are read, then written."""
     producers = g.producers()
-    needs: dict[Key, set[Key]] = {k: set() for k in groups}
+    needs: dict[Key, set[Key]] = {}
     for k, nodes in groups.items():
+        before = [producers[v.name] for n in nodes for v in n.inputs if v.name in producers]
         for n in nodes:
-            for v in n.inputs:
-                if v.name in producers:
-                    needs[k].add(keys[producers[v.name].outputs[0].name])
-            for old, _ in _updates(n):
-                for m in g.nodes:
-                    if m is not n and old in m.inputs:
-                        needs[k].add(keys[m.outputs[0].name])
-        needs[k].discard(k)
+            replaced = {old for old, _ in _updates(n)}
+            before += [m for m in g.nodes if m is not n and replaced.intersection(m.inputs)]
+        needs[k] = {keys[m.outputs[0].name] for m in before} - {k}
     done: dict[Key, None] = {}
     while len(done) < len(groups):
         ready = next((k for k in groups if k not in done and needs[k] <= done.keys()), None)
@@ -195,31 +191,34 @@ def _step(g: Graph, nodes: list[Node], keys: dict[str, Key], key: Key) -> Step:
     if len(nodes) == 1 and nodes[0].definition.glue:
         return Glue(nodes[0])
     nodes = _writes_last(g, nodes)
-    inside = {v.name for n in nodes for v in n.outputs}
     outside = {v.name for n in g.nodes if keys[n.outputs[0].name] != key for v in n.inputs}
     outside |= {v.name for v in g.outputs}
-    state = {v.name for v in g.state}
-    params = {v.name for v in g.params}
-    read = list(dict.fromkeys(v for n in nodes for v in n.inputs if v.name not in inside))
-    updates = [pair for n in nodes for pair in _updates(n)]
     outputs = [v for n in nodes for v in _returned(n, outside)]
-    sub = Graph(
-        "segment",
-        tuple(v for v in read if v.name not in params and v.name not in state),
-        tuple(v for v in read if v.name in params),
-        tuple(v for v in read if v.name in state),
-        tuple(nodes),
-        tuple(outputs),
-        {old.name: new for old, new in updates},
-    )
+    sub = part(g, "segment", nodes, outputs)
     return Segment(
         text=print_graph(canonical(sub)),
         inputs=_names(sub.inputs),
         params=_names(sub.params),
         state=_names(sub.state),
         outputs=_names(sub.outputs),
-        writes=_names(old for old, _ in updates),
+        writes=tuple(sub.next),
         sums=key[0] == ALONE,
+    )
+
+
+def part(g: Graph, name: str, nodes: Sequence[Node], outputs: Iterable[Value]) -> Graph:
+    """Return some nodes of a graph as a graph, with what they read and the caches they write."""
+    made = {v.name for n in nodes for v in n.outputs}
+    read = dict.fromkeys(v for n in nodes for v in n.inputs if v.name not in made)
+    params, state = ({v.name for v in values} for values in (g.params, g.state))
+    return Graph(
+        name,
+        tuple(v for v in read if v.name not in params | state),
+        tuple(v for v in read if v.name in params),
+        tuple(v for v in read if v.name in state),
+        tuple(nodes),
+        tuple(outputs),
+        {old.name: new for n in nodes for old, new in _updates(n)},
     )
 
 
@@ -251,25 +250,23 @@ def _writes_last(g: Graph, nodes: list[Node]) -> list[Node]:
 
 def canonical(g: Graph) -> Graph:
     """Name values by order of appearance, so that equal layers have equal text."""
-    names: dict[str, str] = {}
-    for prefix, values in (("x", g.inputs), ("w", g.params), ("c", g.state)):
-        names.update({v.name: f"{prefix}{i}" for i, v in enumerate(values)})
     made = [v for n in g.nodes for v in n.outputs]
-    names.update({v.name: f"v{i}" for i, v in enumerate(made)})
+    groups = (("x", g.inputs), ("w", g.params), ("c", g.state), ("v", made))
+    now = {
+        v.name: Value(f"{prefix}{i}", v.type)
+        for prefix, values in groups
+        for i, v in enumerate(values)
+    }
 
-    def c(v: Value) -> Value:
-        return Value(names[v.name], v.type)
+    def named(values: Iterable[Value]) -> tuple[Value, ...]:
+        return tuple(now[v.name] for v in values)
 
-    def many(vs: Iterable[Value]) -> tuple[Value, ...]:
-        return tuple(map(c, vs))
-
-    nodes = tuple(replace(n, inputs=many(n.inputs), outputs=many(n.outputs)) for n in g.nodes)
     return Graph(
         g.name,
-        many(g.inputs),
-        many(g.params),
-        many(g.state),
-        nodes,
-        many(g.outputs),
-        {names[k]: c(v) for k, v in g.next.items()},
+        named(g.inputs),
+        named(g.params),
+        named(g.state),
+        tuple(replace(n, inputs=named(n.inputs), outputs=named(n.outputs)) for n in g.nodes),
+        named(g.outputs),
+        {now[old].name: now[new.name] for old, new in g.next.items()},
     )

@@ -13,7 +13,7 @@ whole shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -87,23 +87,18 @@ def read_tunings(path: Path | None = None) -> Mapping[str, tuple[Mapping[str, An
 
 def _check(path: Path, kernel: str, entry: Mapping[str, Any]) -> None:
     use = entry.get("use")
-    whole = isinstance(use, dict) and all(_positive(v) for v in use.values())
-    rest = {k: v for k, v in entry.items() if k not in _OWN}
-    fits = (
-        whole
-        and all(v == 0 or _positive(v) for v in rest.values())
-        and all(not isinstance(v, bool) for v in rest.values())
-    )
-    fits = fits and isinstance(entry.get("gpu", ""), str)
-    if not fits or ("us" in entry and "gpu" not in entry):
+    rest = [v for k, v in entry.items() if k not in _OWN]
+    whole = isinstance(use, dict) and _are_whole(use.values(), 1) and _are_whole(rest, 0)
+    named = isinstance(entry.get("gpu", ""), str) and ("gpu" in entry or "us" not in entry)
+    if not (whole and named):
         raise SpecError(
             f"{path}: {kernel}: {entry}: expected whole numbers, `use` with settings above 0, and "
             f"a gpu beside us; correct the entry"
         )
 
 
-def _positive(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x > 0
+def _are_whole(values: Iterable[Any], least: int) -> bool:
+    return all(isinstance(v, int) and not isinstance(v, bool) and v >= least for v in values)
 
 
 def add_measured(

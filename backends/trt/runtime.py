@@ -18,9 +18,9 @@ from g4ir.ops.types import torch_dtype
 from g4ir.plan.engine_limits import Limits
 from g4ir.weights.pack import ParamSource
 
-from ..base import Tensors, Watch
+from ..base import Runtime, Tensors, Watch
 from ..primitives.network import BLOCK_IDS, NO_BLOCK, ROWS, SLOTS, TURNED, asked_rows, full_slots
-from ..primitives.runtime import NetworkCaches, NetworkRuntime
+from ..primitives.runtime import NetworkCaches
 from ..torch_compile.cuda_graph import Captured, Record, WithFallback
 from .host import DTYPES, Api, data_type
 from .interface import MOST_VERIFIED, Interface, phase_of
@@ -259,7 +259,7 @@ def lend(context: Any, scratch: torch.Tensor) -> None:
     context.set_device_memory(scratch.data_ptr(), scratch.numel())
 
 
-class TrtRuntime(TrtSteps, NetworkRuntime):
+class TrtRuntime(TrtSteps, Runtime):
     """A loaded engine of the TensorRT backend. `open_engine` opens the engines of towers and of a
     drafter's step by name, which is done when they are first asked for."""
 
