@@ -241,14 +241,14 @@ def test_an_80_gb_card_and_the_largest_variant() -> None:
 
 
 def test_time_floors_are_those_of_the_cost_model() -> None:
-    from g4ir.plan.cost import decode_costs, floor, total
+    from g4ir.plan.cost import floor, graph_costs, total
 
     spec, gpu = load_spec("26b-a4b"), find_gpu("h200-141gb")
     plan = make_plan(spec, ctx=(4096, 8192), batch=(1, 8), memory=gpu)
     graph = run_passes(build_graph(spec, "decode"))
     for f in plan.fits:
         for c in f.cells:
-            costs = decode_costs(graph, c.ctx, B=c.batch, weights=f.weights)
+            costs = graph_costs(graph, C=c.ctx - 1, B=c.batch, weights=f.weights)
             assert c.decode_floor_s == pytest.approx(floor(total(costs), gpu.roof).seconds)
     sized = make_plan(spec, memory=gpu.memory_bytes).fits[0]
     assert {c.decode_floor_s for c in sized.cells} == {None}

@@ -65,8 +65,6 @@ from .prompts import read_defaults
 from .trust import record_built
 
 DEFAULTS = BuildOptions()
-#: resolved options that no graph depends on
-NOT_OF_GRAPHS = ("device", "limits", "ple_placement")
 #: disk space for the files of an engine that are no weights
 OTHER_BYTES = 64 << 20
 
@@ -159,9 +157,8 @@ def prepare(
         checkpoint = with_adapters(checkpoint, agreed, adapters)
     r = replace(r, recipe=_recipe(r, checkpoint, origin))
     acted = Acted()
-    of_graphs = {k: v for k, v in vars(r).items() if k not in NOT_OF_GRAPHS}
     stored = partial(backend.stored, device=device)
-    packing = packings.make_packing(**of_graphs, stored=stored, dump=dump, acted=acted)
+    packing = packings.make_packing(**r.of_graphs(), stored=stored, dump=dump, acted=acted)
     r, short = _fitted(r, options, backend, settings, packing.program, dry)
     source: WeightSource = checkpoint or RandomCheckpoint(r.spec, seed or 0, torch_dtype(r.dtype))
     weights = _weights(source, options, backend.packs_weights, adapters)

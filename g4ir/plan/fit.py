@@ -17,15 +17,13 @@ from g4ir.errors import PlanError
 from g4ir.ir.graph import Program
 from g4ir.ir.rewrite import bind, split_prologue
 from g4ir.model.decoder import BLOCKS, VERIFY
-from g4ir.model.text import PLE_PARAM, build_graph
-from g4ir.model.towers import build_towers, is_tower
+from g4ir.model.text import PLE_PARAM
+from g4ir.model.towers import is_tower
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES
-from g4ir.passes import run_passes
 from g4ir.passes.plan_cache import RingOptions
-from g4ir.quant.rewrite import quantised
 from g4ir.ui.memory import device_memory as device_memory
 from g4ir.ui.units import size_text
-from g4ir.weights.pack import DEFAULT_PLACEMENT, as_it_is, split_program
+from g4ir.weights.pack import DEFAULT_PLACEMENT, as_it_is, make_packing, split_program
 
 from .footprint import MOST_ROWS, largest, reserve
 from .formats import DTYPES
@@ -96,13 +94,8 @@ def require_fit(
     """
 
     def remake(dtype: str) -> Needs:
-        text = build_graph(r.spec, "prefill", r.all_logits, dtype)
-        graphs = Program(
-            {g.name: g for g in (text, *build_towers(r.spec, r.media, dtype).values())}
-        )
-        held = quantised(graphs, r.spec, r.recipe, dtype)
-        made = held.map(lambda g: run_passes(g, skip=r.skip, options=r.options))
-        return _needs(stored(made), r.options.of(RingOptions).slack)
+        made = make_packing(**replace(r, dtype=dtype).of_graphs(), stored=stored)
+        return _needs(made.program, r.options.of(RingOptions).slack)
 
     build = _build(program, r, remake)
     room = memory - reserve(memory) - more - scratch

@@ -42,7 +42,7 @@ from .footprint import (
     reserve,
     step_graph,
 )
-from .formats import INTEGERS, capacity, kv_bytes
+from .formats import INTEGERS, capacity, naive_bytes
 from .gpus import Gpu
 from .media import media_plan
 from .options import BuildOptions, Resolved
@@ -371,12 +371,11 @@ def _rates(made: Footprint) -> CacheRates:
     windows = [layer.attention.window or 1 for layer in made.setup.spec.layers()]
     near = -(-max(windows) // 256) * 256
     far = 2 * near
-    kv = kv_bytes(made.setup.spec, far, 1, made.setup.dtype)
     rates = []
     for needs in (made.plain, made.needs):
         per_token = (needs.cache(1, far) - needs.cache(1, near)) // (far - near)
         rates += [per_token, needs.cache(1, near) - per_token * near]
-    return CacheRates(kv.per_token, *rates)
+    return CacheRates(naive_bytes(made.setup.spec, made.setup.dtype), *rates)
 
 
 def cache_lines(plan: Plan) -> CacheLines:
