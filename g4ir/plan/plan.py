@@ -98,15 +98,14 @@ def make_plan(
     if tp != 1 or ep:
         check_ranks(spec, tp, ep)
     gpus = [m if isinstance(m, Gpu) else _sized(m) for m in _many(memory)]
-    placement = resolve.find_placement(options.ple_placement, spec, setup.device)
-    counted = _by_ranks(setup, placement, tp, ep, compare=bool(gpus))
+    counted = _by_ranks(setup, tp, ep, compare=bool(gpus))
     planner = _DevicePlanner(
         counted,
         rank=counted[tp],
         shared=tp != 1 or ep,
         shape=tuple((c, b) for b in batches for c in contexts),
         chunk=chunk,
-        free=options.ple_placement is None and placement == "device",
+        free=options.ple_placement is None and setup.ple_placement == "device",
     )
     made = counted[1].placed(planner.placed(planner.rank, gpus).setup.ple_placement)
     rows, layers = planner.rows(made), layer_blocks(spec)
@@ -155,7 +154,7 @@ def _resolved(spec: Spec, options: BuildOptions, longest: int) -> Resolved:
         all_logits=options.all_logits,
         skip=tuple(options.skip),
         options=resolve.pass_options(latent, kv, drafted=drafted, keep=layers_read(spec, drafter)),
-        ple_placement=DEFAULT_PLACEMENT if spec.text.ple else None,
+        ple_placement=resolve.find_placement(options.ple_placement, spec, device),
         media=find_media(spec, kinds),
         recipe=find_recipe(options.quant),
         drafter=drafter,
@@ -164,17 +163,15 @@ def _resolved(spec: Spec, options: BuildOptions, longest: int) -> Resolved:
     )
 
 
-def _by_ranks(
-    setup: Resolved, placement: str | None, tp: int, ep: bool, compare: bool
-) -> dict[int, Footprint]:
+def _by_ranks(setup: Resolved, tp: int, ep: bool, compare: bool) -> dict[int, Footprint]:
     """Measure one rank of `tp` and, to compare, of each other count that can share the model."""
-    counted = {1: measure(setup).placed(placement)}
+    counted = {1: measure(setup)}
     if tp == 1 and not ep:
         return counted
     others = [n for n in COUNTS if n > 1 and can_share(setup.spec, n, ep)] if compare else []
     whole = counted[1].decode.param_bytes
     for n in {tp, *others} - {1}:
-        found = measure(replace(setup, ranks=n, ep=ep)).placed(placement)
+        found = measure(replace(setup, ranks=n, ep=ep))
         try:
             share = found.decode.param_bytes / whole
         except InputError:  # the ranks would cut groups of quantised weights
