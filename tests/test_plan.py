@@ -31,7 +31,7 @@ from g4ir.model.text import build_graph, build_program
 from g4ir.passes import PassOptions, run_passes, run_program
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.plan.engine_limits import Limits
-from g4ir.plan.fit import require_fit
+from g4ir.plan.fit import fitted
 from g4ir.plan.footprint import RESERVE_BYTES, reserve
 from g4ir.plan.formats import weight_sizes
 from g4ir.plan.gpus import find_gpu, parse_bytes
@@ -288,7 +288,7 @@ def test_one_placement_serves_every_row_of_a_plan() -> None:
 
 
 def check(name: str, memory: int, **changes: Any) -> None:
-    """require_fit for an engine by these settings."""
+    """Raise PlanError where an engine by these settings does not fit."""
     spec = spec_called(name)
     given = {"dtype": "bf16", "device": "cuda", "ple_placement": None, "latent": "off"} | changes
     form, media = given.pop("latent"), given.pop("media", Media())
@@ -300,7 +300,9 @@ def check(name: str, memory: int, **changes: Any) -> None:
     options = PassOptions((LatentOptions(form),))
     plain = {"all_logits": False, "skip": (), "recipe": None, "drafter": None}
     own = {"limits": limits, "options": options, "media": media, "ranks": 1, "ep": False}
-    require_fit(program, Resolved(spec, **plain, **own, **given), memory)
+    _, short = fitted(program, Resolved(spec, **plain, **own, **given), memory)
+    if short:
+        raise PlanError(short)
 
 
 @cache

@@ -39,7 +39,7 @@ from g4ir.passes.plan_cache import RingOptions
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.plan import resolve
 from g4ir.plan.engine_limits import Limits
-from g4ir.plan.fit import device_memory, fitting_placement, require_fit
+from g4ir.plan.fit import device_memory, fitted
 from g4ir.plan.formats import cache_bytes
 from g4ir.plan.options import BuildOptions, Resolved, options_text
 from g4ir.quant.recipe import Recipe, find_recipe
@@ -410,15 +410,12 @@ def _fitted(
     more = backend.cache_bytes(program, limits)
     more -= cache_bytes(program, limits.max_batch, limits.max_seq)
     scratch = backend.scratch_bytes(program, limits, r.device, settings)
-    if o.ple_placement is None and r.ple_placement == "device":
-        r = replace(r, ple_placement=fitting_placement(program, r, memory, more + scratch))
-    try:
-        require_fit(program, r, memory, more, scratch, partial(backend.stored, device=r.device))
-    except PlanError as e:
-        if not dry:
-            raise
-        return r, str(e)
-    return r, ""
+    free = o.ple_placement is None and r.ple_placement == "device"
+    stored = partial(backend.stored, device=r.device)
+    r, short = fitted(program, r, memory, free, more, scratch, stored)
+    if short and not dry:
+        raise PlanError(short)
+    return r, short
 
 
 def _weights(

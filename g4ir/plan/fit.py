@@ -1,6 +1,6 @@
 """Checks whether an engine fits its device: asked before anything is loaded.
 
-    require_fit(program, resolved, memory=device_memory("cuda"))
+    resolved, short = fitted(program, resolved, memory=device_memory("cuda"))
 
 The need is that of `g4ir plan`: weights on the device, caches of max_batch x max_seq tokens,
 activations, workspace, and the reserve.
@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from g4ir.errors import PlanError
 from g4ir.ir.graph import Program
 from g4ir.ir.rewrite import bind, split_prologue
 from g4ir.model.decoder import BLOCKS, VERIFY
@@ -77,49 +76,41 @@ class _Build:
         return replace(self, setup=replace(self.setup, ple_placement=placement))
 
 
-def require_fit(
+def fitted(
     program: Program,
     r: Resolved,
     memory: int,
+    free: bool = False,
     more: int = 0,
     scratch: int = 0,
     stored: Callable[[Program], Program] = as_it_is,
-) -> None:
-    """Raise PlanError where an engine needs more than `memory` bytes of its device, with the
-    number short and each single setting that would fit.
+) -> tuple[Resolved, str]:
+    """Return the settings, and why the engine needs more than `memory` bytes of its device, with
+    the number short and each single setting that would fit; "" if it fits. `free`: the table of
+    per-layer embeddings goes into its file unless all fits with it on the device.
 
     `program` holds the optimised graphs, with or without their prologue. `more`: bytes of caches
     that a backend's layouts need beyond the planned ones; `scratch`: of workspace that its steps
     need beyond the planned one; `stored`: how it stores weights.
     """
+    drafted = r.options.of(RingOptions).slack
 
     def remake(dtype: str) -> Needs:
         made = make_packing(**replace(r, dtype=dtype).of_graphs(), stored=stored)
-        return _needs(made.program, r.options.of(RingOptions).slack)
+        return _needs(made.program, drafted)
 
-    build = _build(program, r, remake)
-    room = memory - reserve(memory) - more - scratch
-    if build.need() > room:
-        raise PlanError(_message(build, memory, room, more, scratch))
-
-
-def fitting_placement(program: Program, r: Resolved, memory: int, more: int = 0) -> str:
-    """Return where the table of per-layer embeddings lies by default: on the device if all fits
-    there, else in its file. Arguments as those of `require_fit`."""
-    build = _build(program, replace(r, ple_placement="device"))
-    fits = build.need() <= memory - reserve(memory) - more
-    return "device" if fits else DEFAULT_PLACEMENT
-
-
-def _build(program: Program, r: Resolved, remake: Callable[[str], Needs] | None = None) -> _Build:
-    needs = _needs(program, r.options.of(RingOptions).slack)
-    return _Build(
+    build = _Build(
         r,
-        needs,
-        remake or (lambda _: needs),
+        _needs(program, drafted),
+        remake,
         table=partial(_table_bytes, program, r.dtype),
         least_chunk=max(r.media.grids, default=1) if BLOCKS in program.graphs else 1,
     )
+    room = memory - reserve(memory) - more - scratch
+    if free and build.need() > room:
+        build = build.placed(DEFAULT_PLACEMENT)
+    short = build.need() > room
+    return build.setup, _message(build, memory, room, more, scratch) if short else ""
 
 
 def _table_bytes(program: Program, own: str, dtype: str) -> int:
