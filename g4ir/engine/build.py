@@ -290,11 +290,11 @@ def _resolved(
     options = resolve.pass_options(
         resolve.find_latent(o.latent_kv, spec, device, dtype, limits.max_seq, kv),
         kv,
-        activations=resolve.find_activations(o.quant_activations),
+        activations=o.quant_activations,
         drafted=resolve.find_draft_tokens(o.draft_tokens, limits.max_seq, drafter is not None),
         keep=layers_read(spec, drafter),
         gpu_rows=backend.fused_rows(limits.max_batch, device, o.settings or {}),
-        divisor=resolve.find_divisor(o.residual_scale),
+        divisor=o.residual_scale,
     )
     _check_supported(backend, o, options, limits)
     return Resolved(
