@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from g4ir.ir.graph import Program
-from g4ir.ir.rewrite import bind, split_prologue
+from g4ir.ir.rewrite import bind
 from g4ir.model.decoder import BLOCKS, VERIFY
 from g4ir.model.text import PLE_PARAM
 from g4ir.model.towers import is_tower
@@ -38,16 +37,17 @@ class _Build:
 
     setup: Resolved
     needs: Needs
-    remake: Callable[[str], Needs]
-    #: dtype -> bytes of the table of per-layer embeddings
-    table: Callable[[str], int]
+    #: how a backend stores weights
+    stored: Callable[[Program], Program]
+    #: bytes of the table of per-layer embeddings
+    table: int
     least_chunk: int = 1  # what the largest image needs whose tokens see each other
 
     def parts(self) -> dict[str, int]:
         """Return bytes in the device's memory; on the CPU that is the host's."""
         setup, needs = self.setup, self.needs
         placed = ("device", "host") if setup.device == "cpu" else ("device",)
-        table = self.table(setup.dtype) if setup.ple_placement in placed else 0
+        table = self.table if setup.ple_placement in placed else 0
         sizes = (setup.limits.max_batch, setup.limits.max_seq, setup.limits.prefill_chunk)
         return {
             "weights": needs.params + table,
@@ -70,7 +70,8 @@ class _Build:
         return replace(self, needs=text, least_chunk=1)
 
     def with_dtype(self, dtype: str) -> _Build:
-        return replace(self, setup=replace(self.setup, dtype=dtype), needs=self.remake(dtype))
+        r = replace(self.setup, dtype=dtype)
+        return _build(make_packing(**r.of_graphs(), stored=self.stored).program, r, self.stored)
 
     def placed(self, placement: str | None) -> _Build:
         return replace(self, setup=replace(self.setup, ple_placement=placement))
@@ -93,19 +94,7 @@ def fitted(
     that a backend's layouts need beyond the planned ones; `scratch`: of workspace that its steps
     need beyond the planned one; `stored`: how it stores weights.
     """
-    drafted = r.options.of(RingOptions).slack
-
-    def remake(dtype: str) -> Needs:
-        made = make_packing(**replace(r, dtype=dtype).of_graphs(), stored=stored)
-        return _needs(made.program, drafted)
-
-    build = _Build(
-        r,
-        _needs(program, drafted),
-        remake,
-        table=partial(_table_bytes, program, r.dtype),
-        least_chunk=max(r.media.grids, default=1) if BLOCKS in program.graphs else 1,
-    )
+    build = _build(program, r, stored)
     room = memory - reserve(memory) - more - scratch
     if free and build.need() > room:
         build = build.placed(DEFAULT_PLACEMENT)
@@ -113,19 +102,19 @@ def fitted(
     return build.setup, _message(build, memory, room, more, scratch) if short else ""
 
 
-def _table_bytes(program: Program, own: str, dtype: str) -> int:
-    """Return the bytes of the table of per-layer embeddings with another dtype in the place of the
-    engine's own; codes keep theirs."""
-    parts = split_prologue(program.graphs["embed"])[1].params
-    types = (v.type for v in parts if v.name.startswith(PLE_PARAM))
-    return sum(t.numel() * ITEMSIZE[dtype if t.dtype == own else t.dtype] for t in types)
-
-
-def _needs(program: Program, drafted: int) -> Needs:
-    mains = split_program(program).program.graphs
-    if VERIFY in mains:
-        mains = {**mains, VERIFY: bind(mains[VERIFY], M=drafted + 1)}
-    return Needs(tuple(g for name, g in mains.items() if name != "embed"))
+def _build(program: Program, r: Resolved, stored: Callable[[Program], Program]) -> _Build:
+    graphs = split_program(program).program.graphs
+    if VERIFY in graphs:
+        drafted = r.options.of(RingOptions).slack
+        graphs = {**graphs, VERIFY: bind(graphs[VERIFY], M=drafted + 1)}
+    tables = (v.type.nbytes() for v in graphs["embed"].params if v.name.startswith(PLE_PARAM))
+    return _Build(
+        r,
+        Needs(tuple(g for name, g in graphs.items() if name != "embed")),
+        stored,
+        table=sum(tables),
+        least_chunk=max(r.media.grids, default=1) if BLOCKS in graphs else 1,
+    )
 
 
 def _message(build: _Build, memory: int, room: int, more: int, scratch: int) -> str:
