@@ -22,8 +22,7 @@ from g4ir.engine.requests import Request
 from g4ir.engine.scheduler import Scheduler
 from g4ir.ir.graph import Node, Value
 from g4ir.ops.types import Type, dtype_name
-from g4ir.parallel.group import FRAME, GATHERED, Group
-from g4ir.parallel.lockstep import exchanged
+from g4ir.parallel.group import FRAME, GATHERED, Group, exchanged
 from g4ir.ui import console
 from tests.uncompiled import uncompiled
 

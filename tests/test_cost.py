@@ -38,14 +38,13 @@ from g4ir.plan.cost import (
     NodeCost,
     Roof,
     by_kind,
-    decode_costs,
     floor,
     graph_costs,
     prefill_chunks,
     total,
 )
 from g4ir.plan.count import counts
-from g4ir.plan.formats import FORMATS, kv_bytes
+from g4ir.plan.formats import FORMATS
 from g4ir.plan.gpus import GPUS, find_gpu, parse_bytes
 from g4ir.spec.record import load_spec
 from tests.cli_tools import built, g4ir
@@ -179,11 +178,9 @@ def test_a_step_reads_each_cache_as_often_as_layers_share_it(name: str, context:
         row = 2 * kind.num_key_value_heads * kind.head_dim * {"bf16": 2, "f32": 4}[dtype]
         reads += row * min(context, kind.window or context)
         writes += row * (layer.donor is None)
-    costs = decode_costs(graph(name), context)
+    costs = graph_costs(graph(name), C=context - 1)
     assert sum(c.cost.state_bytes for c in costs if c.op == "attention") == reads
     assert by_kind(costs)["kv"].state_bytes == reads + writes == total(costs).state_bytes
-    if all(layer.donor is None for layer in spec.layers()):
-        assert reads == kv_bytes(spec, context).planned
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 8, 9, 40])
@@ -274,7 +271,7 @@ def test_a_step_reads_the_active_parameters(name: str) -> None:
     """Once each, with the scalars of the layers; the token's table row is the embed graph's."""
     spec = load_spec(name)
     count = counts(spec)
-    read = total(decode_costs(graph(name), 1)).weight_bytes
+    read = total(graph_costs(graph(name))).weight_bytes
     assert read == 2 * (count.active + count.layer_scalars + count.final_norm)
 
 
@@ -332,7 +329,6 @@ REFUSED = [
     *((partial(graph_costs, **options), message) for options, message in CASES["steps"]),
     *((partial(prefill_chunks, tokens=n), "expected a positive integer") for n in (0, -1)),
     *((partial(prefill_chunks, tokens=5, chunk=n), "expected a positive integer") for n in (0, -2)),
-    (partial(decode_costs, context=0), "context=0"),
 ]
 
 
@@ -404,7 +400,7 @@ def shown(*words: str | Path) -> dict[str, Any]:
 def test_show_cost_says_what_the_model_says() -> None:
     words = ("--variant", "e2b", "--context", "8K", "--batch", "4", "--weights", "fp8")
     report = shown(*words, "--gpu", "h100-80gb")
-    kinds = by_kind(decode_costs(graph("e2b"), 8192, B=4, weights="fp8"))
+    kinds = by_kind(graph_costs(graph("e2b"), C=8191, B=4, weights="fp8"))
     roof = GPUS["h100-80gb"].roof
     for kind, cost in {**kinds, "total": sum(kinds.values(), Cost())}.items():
         row = report["total"] if kind == "total" else report["kinds"][kind]

@@ -33,9 +33,8 @@ from g4ir.ops.types import Type
 from g4ir.passes import PassOptions, run_passes
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.passes.narrow_kv import NarrowOptions
-from g4ir.plan.formats import kv_bytes
 from g4ir.plan.plan import PLANNED, make_plan
-from g4ir.plan.resolve import KV_DTYPES, KV_NAMES
+from g4ir.plan.resolve import KV_NAMES
 from g4ir.spec.record import load_spec
 from g4ir.weights.random import RandomCheckpoint
 from tests.cli_tools import g4ir as cli
@@ -209,13 +208,11 @@ def test_truncate_restore_and_bytes(engine: Engine) -> None:
 @pytest.mark.parametrize("kv", BITS8)
 def test_bytes_of_a_spec_by_hand(kv: str) -> None:
     """31B: 50 sliding layers of 16 heads of 256, 10 of 4 heads of 512; a scale for 32 numbers."""
-    spec, held = load_spec("31b"), KV_DTYPES[kv]
-    more = 1 + (kv == "int8") * 2 / 32
-    found = kv_bytes(spec, 32768, 1, held)
-    assert found.window == 50 * 16 * 256 * 2 * 1024 * more
-    assert found.per_token_full == 10 * 4 * 512 * 2 * more
+    spec, more = load_spec("31b"), 1 + (kv == "int8") * 2 / 32
+    window, per_token = 50 * 16 * 256 * 2 * 1024 * more, 10 * 4 * 512 * 2 * more
     plan = make_plan(spec, replace(PLANNED, kv_dtype=kv, latent_kv="off"), ctx=32768)
-    assert plan.rows[0].built == found.planned and plan.to_dict()["kv_dtype"] == kv
+    assert (plan.cache.built_window, plan.cache.built_per_token) == (window, per_token)
+    assert plan.rows[0].built == window + 32768 * per_token and plan.to_dict()["kv_dtype"] == kv
     latent = make_plan(spec, replace(PLANNED, kv_dtype=kv, latent_kv="value"), ctx=32768)
     assert latent.cache.built_per_token == 10 * 4 * (512 + 128) * more
     plain = make_plan(spec, replace(PLANNED, latent_kv="off"), ctx=32768)

@@ -24,8 +24,8 @@ from g4ir.ir.text import print_graph
 from g4ir.model.tensors import dead_tensors
 from g4ir.ops import OPS
 from g4ir.ops.kv_quant import as_held, comparable
-from g4ir.ops.types import Type
-from g4ir.plan.formats import capacity, kv_bytes, weight_sizes
+from g4ir.ops.types import ITEMSIZE, Type
+from g4ir.plan.formats import capacity, weight_sizes
 from g4ir.plan.options import BuildOptions
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.write import write_checkpoint
@@ -95,8 +95,10 @@ def test_a_compiled_chunk(tmp_path: Path, to: str) -> None:
 
 def caches_are_planned(engine: Engine, rows: int) -> None:
     """Rings of a window's size, the context for full layers, nothing for layers that share."""
-    session, dtype = engine.session(rows), engine.dtype
-    planned = kv_bytes(engine.spec, capacity(engine.limits.max_seq), rows, dtype).planned
+    session, most = engine.session(rows), capacity(engine.limits.max_seq)
+    owners = [layer.attention for layer in engine.spec.layers() if layer.donor is None]
+    slots = [min(a.window or most, most) * a.num_key_value_heads * a.head_dim for a in owners]
+    planned = 2 * sum(slots) * rows * ITEMSIZE[engine.dtype]
     allocated = sum(t.untyped_storage().nbytes() for t in session.state.tensors.values())
     assert session.nbytes() == allocated == planned
 

@@ -25,7 +25,6 @@ from g4ir.model.text import build_graph, build_program, has_blocks
 from g4ir.ops.codecs import dequantized
 from g4ir.ops.reduce_norm import NORM_OF
 from g4ir.ops.types import Type
-from g4ir.parallel.lockstep import lockstep
 from g4ir.parallel.shard import collectives, shard, shard_program
 from g4ir.parallel.table import FIRST, Share, can_share, check_ranks, part_of
 from g4ir.passes import PassOptions, run_passes, run_program
@@ -36,6 +35,7 @@ from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import from_codes, quantised
 from g4ir.spec.record import Spec, load_spec
 from tests.configs import VARIANTS, fewest_of, random_spec
+from tests.lockstep import lockstep
 
 TINY = ("tiny-dense", "tiny-moe", "tiny-ple")
 RANKS = (2, 4)

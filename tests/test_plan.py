@@ -31,7 +31,7 @@ from g4ir.model.text import build_graph, build_program
 from g4ir.passes import PassOptions, run_passes, run_program
 from g4ir.passes.latent_kv import LatentOptions
 from g4ir.plan.engine_limits import Limits
-from g4ir.plan.fit import require_fit
+from g4ir.plan.fit import fitted
 from g4ir.plan.footprint import RESERVE_BYTES, reserve
 from g4ir.plan.formats import weight_sizes
 from g4ir.plan.gpus import find_gpu, parse_bytes
@@ -241,14 +241,14 @@ def test_an_80_gb_card_and_the_largest_variant() -> None:
 
 
 def test_time_floors_are_those_of_the_cost_model() -> None:
-    from g4ir.plan.cost import decode_costs, floor, total
+    from g4ir.plan.cost import floor, graph_costs, total
 
     spec, gpu = load_spec("26b-a4b"), find_gpu("h200-141gb")
     plan = make_plan(spec, ctx=(4096, 8192), batch=(1, 8), memory=gpu)
     graph = run_passes(build_graph(spec, "decode"))
     for f in plan.fits:
         for c in f.cells:
-            costs = decode_costs(graph, c.ctx, B=c.batch, weights=f.weights)
+            costs = graph_costs(graph, C=c.ctx - 1, B=c.batch, weights=f.weights)
             assert c.decode_floor_s == pytest.approx(floor(total(costs), gpu.roof).seconds)
     sized = make_plan(spec, memory=gpu.memory_bytes).fits[0]
     assert {c.decode_floor_s for c in sized.cells} == {None}
@@ -288,7 +288,7 @@ def test_one_placement_serves_every_row_of_a_plan() -> None:
 
 
 def check(name: str, memory: int, **changes: Any) -> None:
-    """require_fit for an engine by these settings."""
+    """Raise PlanError where an engine by these settings does not fit."""
     spec = spec_called(name)
     given = {"dtype": "bf16", "device": "cuda", "ple_placement": None, "latent": "off"} | changes
     form, media = given.pop("latent"), given.pop("media", Media())
@@ -300,7 +300,9 @@ def check(name: str, memory: int, **changes: Any) -> None:
     options = PassOptions((LatentOptions(form),))
     plain = {"all_logits": False, "skip": (), "recipe": None, "drafter": None}
     own = {"limits": limits, "options": options, "media": media, "ranks": 1, "ep": False}
-    require_fit(program, Resolved(spec, **plain, **own, **given), memory)
+    _, short = fitted(program, Resolved(spec, **plain, **own, **given), memory)
+    if short:
+        raise PlanError(short)
 
 
 @cache

@@ -20,7 +20,6 @@ from g4ir.plan.cost import (
     NodeCost,
     Roof,
     by_kind,
-    decode_costs,
     floor,
     graph_costs,
     total,
@@ -169,14 +168,14 @@ def layer_of(c: NodeCost) -> int:
 def test_decode_reads_what_the_table_says(name: str, weights: str) -> None:
     for batch, expected in TABLES["decode"][name][weights].items():
         for context, gb in zip(CONTEXTS, expected, strict=True):
-            cost = total(decode_costs(graph(name), context, B=batch, weights=weights))
+            cost = total(graph_costs(graph(name), C=context - 1, B=batch, weights=weights))
             assert cost.needed_bytes / 1e9 == printed(gb), (batch, context)
 
 
 @pytest.mark.parametrize("name", TABLES["floors"])
 def test_the_floor_of_a_step(name: str) -> None:
     for weights, expected in TABLES["floors"][name].items():
-        costs = decode_costs(graph(name), 1024, weights=weights)
+        costs = graph_costs(graph(name), C=1023, weights=weights)
         for rate, ms in zip((4.3e12, 3.35e12), expected, strict=True):
             f = floor(total(costs), Roof(rate, FLOP_RATE))
             assert f.bound == "memory" and f.seconds * 1e3 == printed(ms, 2)
@@ -187,13 +186,13 @@ def test_cache_reads_at_128k(form: str) -> None:
     for name, gb in TABLES["cache_reads"][form].items():
         plain = build_graph(load_spec(name), "decode")
         g = run_passes(plain, options=PassOptions((LatentOptions(form),)))
-        assert by_kind(decode_costs(g, 131072))["kv"].state_bytes / 1e9 == printed(gb), name
+        assert by_kind(graph_costs(g, C=131071))["kv"].state_bytes / 1e9 == printed(gb), name
 
 
 @pytest.mark.parametrize("name", TABLES["shares"])
 def test_shares_of_the_bytes_of_one_sequence(name: str) -> None:
     """Printed to a percent; the router, 0.3 % of the 26B, is not among its experts there."""
-    costs = decode_costs(graph(name, skip=("fuse_moe",)), 1)
+    costs = graph_costs(graph(name, skip=("fuse_moe",)))
     kinds = by_kind(c for c in costs if c.op != "router")
     read = total(costs).weight_bytes
     found = {kind: 100 * kinds[kind].weight_bytes / read for kind in TABLES["shares"][name]}

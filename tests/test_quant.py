@@ -51,7 +51,7 @@ from g4ir.ops.codecs import (
 )
 from g4ir.ops.types import Type
 from g4ir.passes import run_program
-from g4ir.plan.cost import decode_costs, total
+from g4ir.plan.cost import graph_costs, total
 from g4ir.plan.engine_limits import Limits
 from g4ir.plan.memory import bytes_beside_attention
 from g4ir.plan.options import BuildOptions
@@ -276,8 +276,7 @@ def test_cost_counts_codes() -> None:
         program = quantised(build_program(spec), spec, find_recipe(recipe), "bf16")
         made = run_program(program)
         plain, built, turned = (
-            total(decode_costs(p.graphs["decode"], 1))
-            for p in (program, made, made.map(by_columns))
+            total(graph_costs(p.graphs["decode"])) for p in (program, made, made.map(by_columns))
         )
         assert plain.weight_bytes == built.weight_bytes == turned.weight_bytes
         sizes[name] = round(built.weight_bytes / 1e9, 2)

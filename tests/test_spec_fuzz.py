@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from g4ir.errors import SpecError
 from g4ir.model.tensors import dead_tensors, text_tensors
 from g4ir.plan.count import counts
-from g4ir.plan.formats import kv_bytes
 from g4ir.spec.record import Spec, check_spec, diff_specs, load_spec, spec_names, spec_path
 from g4ir.spec.shrink import shrink
 
@@ -129,7 +128,7 @@ def consistent(spec: Spec) -> None:
     live = text_tensors(spec)
     assert not live.keys() & dead_tensors(spec).keys()
     assert all(dim > 0 for shape in live.values() for dim in shape)
-    assert counts(spec).active > 0 and kv_bytes(spec, 100).planned <= kv_bytes(spec, 100).naive
+    assert counts(spec).active > 0
     assert load_text(spec.to_yaml().encode()) == spec
 
 

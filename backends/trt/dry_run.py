@@ -31,7 +31,7 @@ from g4ir.model.media import AUDIO, find_media
 from g4ir.model.text import build_program
 from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.types import torch_dtype
-from g4ir.parallel.lockstep import exchanged
+from g4ir.parallel.group import exchanged
 from g4ir.parallel.shard import shard_program
 from g4ir.parallel.table import Share, can_share
 from g4ir.passes.latent_kv import LatentOptions

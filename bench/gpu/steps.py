@@ -20,7 +20,7 @@ from g4ir.bench.roof import Rates, synchronize
 from g4ir.bench.runners import EngineRunner, kernels_per_step, reference_runner
 from g4ir.bench.stats import percentile
 from g4ir.engine.engine import Engine
-from g4ir.plan.cost import Step, decode_costs, graph_costs, total
+from g4ir.plan.cost import Step, graph_costs, total
 
 #: ids of random tokens lie below
 FEW, MANY = 200, 8000
@@ -80,7 +80,7 @@ def decode_cell(
     for _ in range(scale.warmup):
         step()
     times, host = step_times(step, scale)
-    cost = total(decode_costs(engine.program.graphs["decode"], context, B=batch))
+    cost = total(graph_costs(engine.program.graphs["decode"], C=context - 1, B=batch))
     floor = cost.needed_bytes / rates.bandwidth * 1e3
     p50 = percentile(times, 50)
     found = {

@@ -32,7 +32,7 @@ from g4ir.model.text import TEXT_GRAPHS
 from g4ir.model.towers import build_towers, is_tower
 from g4ir.ops.kv_quant import comparable
 from g4ir.ops.types import Type
-from g4ir.parallel.unroll import own_name
+from g4ir.parallel.shard import own_name
 from g4ir.passes import CHANGES_MEANING
 from g4ir.ui.progress import Progress, no_progress
 

@@ -22,9 +22,8 @@ from g4ir.model.names import checkpoint_name
 from g4ir.model.text import TEXT_GRAPHS, build_program
 from g4ir.model.towers import is_tower
 from g4ir.ops.types import Type, torch_dtype
-from g4ir.parallel.shard import shard_program
+from g4ir.parallel.shard import shard_program, split_name, unroll
 from g4ir.parallel.table import Share
-from g4ir.parallel.unroll import split_name, unroll
 from g4ir.passes import run_program
 from g4ir.quant.rewrite import from_codes, quantised
 from g4ir.weights.pack import Packing, UnpackedWeights, own_params, split_program
@@ -40,7 +39,7 @@ BACKEND, STORED, MODEL, SHARD = "backend", "stored graphs", "model", "shard"
 
 @dataclass(frozen=True)
 class PlainParams:
-    """Params of the graph before all passes, of the model or of a rank (parallel/unroll.py): from
+    """Params of the graph before all passes, of the model or of a rank (parallel/shard.py): from
     `whole`, or joined from what each of several ranks holds."""
 
     share: Share

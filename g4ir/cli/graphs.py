@@ -173,10 +173,10 @@ def pass_options(args: argparse.Namespace) -> PassOptions:
         spec = spec_of(args)
         kv = resolve.find_kv_dtype(args.kv_dtype, spec.dtype)
         form = resolve.find_latent(args.latent_kv or PLAIN, spec, "cpu", spec.dtype, 1, kv)
-        activations = resolve.find_activations(args.quant_activations)
         drafted, rows = drafted_tokens(args), _gpu_rows(args)
-        divisor = resolve.find_divisor(1 if args.residual_scale is None else args.residual_scale)
-        return resolve.pass_options(form, kv, activations, drafted, gpu_rows=rows, divisor=divisor)
+        given, divisor = args.quant_activations, args.residual_scale
+        divisor = 1 if divisor is None else divisor
+        return resolve.pass_options(form, kv, given, drafted, gpu_rows=rows, divisor=divisor)
     return stored(args).manifest.options
 
 

@@ -39,7 +39,7 @@ from g4ir.passes.plan_cache import RingOptions
 from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.plan import resolve
 from g4ir.plan.engine_limits import Limits
-from g4ir.plan.fit import device_memory, fitting_placement, require_fit
+from g4ir.plan.fit import device_memory, fitted
 from g4ir.plan.formats import cache_bytes
 from g4ir.plan.options import BuildOptions, Resolved, options_text
 from g4ir.quant.recipe import Recipe, find_recipe
@@ -65,8 +65,6 @@ from .prompts import read_defaults
 from .trust import record_built
 
 DEFAULTS = BuildOptions()
-#: resolved options that no graph depends on
-NOT_OF_GRAPHS = ("device", "limits", "ple_placement")
 #: disk space for the files of an engine that are no weights
 OTHER_BYTES = 64 << 20
 
@@ -159,9 +157,8 @@ def prepare(
         checkpoint = with_adapters(checkpoint, agreed, adapters)
     r = replace(r, recipe=_recipe(r, checkpoint, origin))
     acted = Acted()
-    of_graphs = {k: v for k, v in vars(r).items() if k not in NOT_OF_GRAPHS}
     stored = partial(backend.stored, device=device)
-    packing = packings.make_packing(**of_graphs, stored=stored, dump=dump, acted=acted)
+    packing = packings.make_packing(**r.of_graphs(), stored=stored, dump=dump, acted=acted)
     r, short = _fitted(r, options, backend, settings, packing.program, dry)
     source: WeightSource = checkpoint or RandomCheckpoint(r.spec, seed or 0, torch_dtype(r.dtype))
     weights = _weights(source, options, backend.packs_weights, adapters)
@@ -293,11 +290,11 @@ def _resolved(
     options = resolve.pass_options(
         resolve.find_latent(o.latent_kv, spec, device, dtype, limits.max_seq, kv),
         kv,
-        activations=resolve.find_activations(o.quant_activations),
+        activations=o.quant_activations,
         drafted=resolve.find_draft_tokens(o.draft_tokens, limits.max_seq, drafter is not None),
         keep=layers_read(spec, drafter),
         gpu_rows=backend.fused_rows(limits.max_batch, device, o.settings or {}),
-        divisor=resolve.find_divisor(o.residual_scale),
+        divisor=o.residual_scale,
     )
     _check_supported(backend, o, options, limits)
     return Resolved(
@@ -413,15 +410,12 @@ def _fitted(
     more = backend.cache_bytes(program, limits)
     more -= cache_bytes(program, limits.max_batch, limits.max_seq)
     scratch = backend.scratch_bytes(program, limits, r.device, settings)
-    if o.ple_placement is None and r.ple_placement == "device":
-        r = replace(r, ple_placement=fitting_placement(program, r, memory, more + scratch))
-    try:
-        require_fit(program, r, memory, more, scratch, partial(backend.stored, device=r.device))
-    except PlanError as e:
-        if not dry:
-            raise
-        return r, str(e)
-    return r, ""
+    free = o.ple_placement is None and r.ple_placement == "device"
+    stored = partial(backend.stored, device=r.device)
+    r, short = fitted(program, r, memory, free, more, scratch, stored)
+    if short and not dry:
+        raise PlanError(short)
+    return r, short
 
 
 def _weights(

@@ -1,7 +1,7 @@
 """Collectives of ranks that compute parts of one model, each by the same graph on its weights.
 
-`g4ir.parallel.lockstep` runs the ranks together and so defines what these ops mean. A rank that is
-alone has its own tensors back.
+`g4ir.parallel.group.exchanged` defines what they mean. A rank that is alone has its
+own tensors back.
 """
 
 from __future__ import annotations

@@ -343,6 +343,20 @@ def rank_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total.to(parts[0].dtype)
 
 
+def exchanged(n: Node, tensors: list[list[Any]]) -> list[list[Any]]:
+    """Return each rank's results of a collective, from the inputs of each: the op's definition.
+    InputError if it is of another number of ranks."""
+    import torch
+
+    ranks = len(tensors)
+    if n.whole("ranks") != ranks:
+        what = f"{n.result_names()} = {n.op} is of {n.attrs['ranks']} ranks, {ranks} run"
+        raise InputError(f"{what}; shard the graph for {ranks}")
+    if n.op == "all_gather":
+        return [[torch.cat([x for (x,) in tensors], -1)]] * ranks
+    return [[rank_sum(parts) for parts in zip(*tensors, strict=True)]] * ranks
+
+
 #: the group that this process has joined: torch, too, has one for each process
 _joined: list[Group] = []
 

@@ -122,13 +122,6 @@ def graph_costs(
     return _Meter(g, experts, weights).nodes(Step(B, S, C))
 
 
-def decode_costs(g: Graph, context: int, **options: Any) -> list[NodeCost]:
-    """Cost one decode step at which each row attends to `context` tokens, its own among them;
-    options of `graph_costs`."""
-    _positive("context", context)
-    return graph_costs(g, C=context - 1, **options)
-
-
 def prefill_chunks(
     g: Graph, tokens: int, chunk: int | None = None, *, B: int = 1, weights: str | None = None
 ) -> list[Cost]:

@@ -9,13 +9,12 @@ from typing import Any
 
 from g4ir.model.names import HEAD, PLE_TABLE, TOKEN_TABLE
 from g4ir.model.tensors import (
-    Shape,
     Tensors,
     dead_tensors,
     layer_tensors,
     numel,
+    part_tensors,
     text_tensors,
-    tower_tensors,
 )
 from g4ir.spec.parts import Layer
 from g4ir.spec.record import Spec
@@ -105,18 +104,20 @@ class ParameterCounts:
 
 def counts(spec: Spec) -> ParameterCounts:
     """Count parameters of a variant, to the unit, from the tensor tables."""
-    live, dead, towers = text_tensors(spec), dead_tensors(spec), tower_tensors(spec)
+    live, dead, towers = text_tensors(spec), dead_tensors(spec), part_tensors(spec)
     parts: Counter[str] = Counter()
     for name, shape in live.items():
         parts[_text_part(name)] += math.prod(shape)
-    for name, shape in towers.items():
-        parts[_tower_part(spec, name, shape)] += math.prod(shape)
+    for part, tensors in towers.items():
+        field = "embed_vision" if part == "vision_embedder" else part
+        for shape in tensors.values():
+            parts[field if shape else f"{field}_scalars"] += math.prod(shape)
     moe = spec.text.moe
     return ParameterCounts(
         **parts,
         dead=numel(dead),
         dead_tensors=len(dead),
-        live_tensors=len(live) + len(towers),
+        live_tensors=len(live) + sum(map(len, towers.values())),
         layer_scalars=sum(name.endswith(".layer_scalar") for name in live),
         top_k=moe.top_k_experts if moe else 0,
         num_experts=moe.num_experts if moe else 0,
@@ -129,15 +130,6 @@ def _text_part(name: str) -> str:
     if "per_layer_" in name:
         return "ple_other"
     return "experts" if ".experts." in name else "layers"
-
-
-def _tower_part(spec: Spec, name: str, shape: Shape) -> str:
-    if name.startswith(spec.prefixes.embed_audio[0]):
-        return "embed_audio"
-    if name.startswith((spec.prefixes.embed_vision[0], spec.prefixes.vision_embedder[0])):
-        return "embed_vision"
-    tower = "audio" if name.startswith(spec.prefixes.audio[0]) else "vision"
-    return tower if shape else f"{tower}_scalars"
 
 
 @dataclass(frozen=True)

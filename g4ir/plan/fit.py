@@ -1,6 +1,6 @@
 """Checks whether an engine fits its device: asked before anything is loaded.
 
-    require_fit(program, resolved, memory=device_memory("cuda"))
+    resolved, short = fitted(program, resolved, memory=device_memory("cuda"))
 
 The need is that of `g4ir plan`: weights on the device, caches of max_batch x max_seq tokens,
 activations, workspace, and the reserve.
@@ -10,22 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-from g4ir.errors import PlanError
 from g4ir.ir.graph import Program
-from g4ir.ir.rewrite import bind, split_prologue
+from g4ir.ir.rewrite import bind
 from g4ir.model.decoder import BLOCKS, VERIFY
-from g4ir.model.text import PLE_PARAM, build_graph
-from g4ir.model.towers import build_towers, is_tower
+from g4ir.model.text import PLE_PARAM
+from g4ir.model.towers import is_tower
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES
-from g4ir.passes import run_passes
 from g4ir.passes.plan_cache import RingOptions
-from g4ir.quant.rewrite import quantised
 from g4ir.ui.memory import device_memory as device_memory
 from g4ir.ui.units import size_text
-from g4ir.weights.pack import DEFAULT_PLACEMENT, as_it_is, split_program
+from g4ir.weights.pack import DEFAULT_PLACEMENT, as_it_is, make_packing, split_program
 
 from .footprint import MOST_ROWS, largest, reserve
 from .formats import DTYPES
@@ -41,16 +37,17 @@ class _Build:
 
     setup: Resolved
     needs: Needs
-    remake: Callable[[str], Needs]
-    #: dtype -> bytes of the table of per-layer embeddings
-    table: Callable[[str], int]
+    #: how a backend stores weights
+    stored: Callable[[Program], Program]
+    #: bytes of the table of per-layer embeddings
+    table: int
     least_chunk: int = 1  # what the largest image needs whose tokens see each other
 
     def parts(self) -> dict[str, int]:
         """Return bytes in the device's memory; on the CPU that is the host's."""
         setup, needs = self.setup, self.needs
         placed = ("device", "host") if setup.device == "cpu" else ("device",)
-        table = self.table(setup.dtype) if setup.ple_placement in placed else 0
+        table = self.table if setup.ple_placement in placed else 0
         sizes = (setup.limits.max_batch, setup.limits.max_seq, setup.limits.prefill_chunk)
         return {
             "weights": needs.params + table,
@@ -73,75 +70,51 @@ class _Build:
         return replace(self, needs=text, least_chunk=1)
 
     def with_dtype(self, dtype: str) -> _Build:
-        return replace(self, setup=replace(self.setup, dtype=dtype), needs=self.remake(dtype))
+        r = replace(self.setup, dtype=dtype)
+        return _build(make_packing(**r.of_graphs(), stored=self.stored).program, r, self.stored)
 
     def placed(self, placement: str | None) -> _Build:
         return replace(self, setup=replace(self.setup, ple_placement=placement))
 
 
-def require_fit(
+def fitted(
     program: Program,
     r: Resolved,
     memory: int,
+    free: bool = False,
     more: int = 0,
     scratch: int = 0,
     stored: Callable[[Program], Program] = as_it_is,
-) -> None:
-    """Raise PlanError where an engine needs more than `memory` bytes of its device, with the
-    number short and each single setting that would fit.
+) -> tuple[Resolved, str]:
+    """Return the settings, and why the engine needs more than `memory` bytes of its device, with
+    the number short and each single setting that would fit; "" if it fits. `free`: the table of
+    per-layer embeddings goes into its file unless all fits with it on the device.
 
     `program` holds the optimised graphs, with or without their prologue. `more`: bytes of caches
     that a backend's layouts need beyond the planned ones; `scratch`: of workspace that its steps
     need beyond the planned one; `stored`: how it stores weights.
     """
-
-    def remake(dtype: str) -> Needs:
-        text = build_graph(r.spec, "prefill", r.all_logits, dtype)
-        graphs = Program(
-            {g.name: g for g in (text, *build_towers(r.spec, r.media, dtype).values())}
-        )
-        held = quantised(graphs, r.spec, r.recipe, dtype)
-        made = held.map(lambda g: run_passes(g, skip=r.skip, options=r.options))
-        return _needs(stored(made), r.options.of(RingOptions).slack)
-
-    build = _build(program, r, remake)
+    build = _build(program, r, stored)
     room = memory - reserve(memory) - more - scratch
-    if build.need() > room:
-        raise PlanError(_message(build, memory, room, more, scratch))
+    if free and build.need() > room:
+        build = build.placed(DEFAULT_PLACEMENT)
+    short = build.need() > room
+    return build.setup, _message(build, memory, room, more, scratch) if short else ""
 
 
-def fitting_placement(program: Program, r: Resolved, memory: int, more: int = 0) -> str:
-    """Return where the table of per-layer embeddings lies by default: on the device if all fits
-    there, else in its file. Arguments as those of `require_fit`."""
-    build = _build(program, replace(r, ple_placement="device"))
-    fits = build.need() <= memory - reserve(memory) - more
-    return "device" if fits else DEFAULT_PLACEMENT
-
-
-def _build(program: Program, r: Resolved, remake: Callable[[str], Needs] | None = None) -> _Build:
-    needs = _needs(program, r.options.of(RingOptions).slack)
+def _build(program: Program, r: Resolved, stored: Callable[[Program], Program]) -> _Build:
+    graphs = split_program(program).program.graphs
+    if VERIFY in graphs:
+        drafted = r.options.of(RingOptions).slack
+        graphs = {**graphs, VERIFY: bind(graphs[VERIFY], M=drafted + 1)}
+    tables = (v.type.nbytes() for v in graphs["embed"].params if v.name.startswith(PLE_PARAM))
     return _Build(
         r,
-        needs,
-        remake or (lambda _: needs),
-        table=partial(_table_bytes, program, r.dtype),
-        least_chunk=max(r.media.grids, default=1) if BLOCKS in program.graphs else 1,
+        Needs(tuple(g for name, g in graphs.items() if name != "embed")),
+        stored,
+        table=sum(tables),
+        least_chunk=max(r.media.grids, default=1) if BLOCKS in graphs else 1,
     )
-
-
-def _table_bytes(program: Program, own: str, dtype: str) -> int:
-    """Return the bytes of the table of per-layer embeddings with another dtype in the place of the
-    engine's own; codes keep theirs."""
-    parts = split_prologue(program.graphs["embed"])[1].params
-    types = (v.type for v in parts if v.name.startswith(PLE_PARAM))
-    return sum(t.numel() * ITEMSIZE[dtype if t.dtype == own else t.dtype] for t in types)
-
-
-def _needs(program: Program, drafted: int) -> Needs:
-    mains = split_program(program).program.graphs
-    if VERIFY in mains:
-        mains = {**mains, VERIFY: bind(mains[VERIFY], M=drafted + 1)}
-    return Needs(tuple(g for name, g in mains.items() if name != "embed"))
 
 
 def _message(build: _Build, memory: int, room: int, more: int, scratch: int) -> str:

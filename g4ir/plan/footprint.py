@@ -31,7 +31,7 @@ from g4ir.weights.pack import DEFAULT_PLACEMENT
 
 from .cost import Cost, graph_costs, total
 from .count import counts
-from .formats import FORMATS, INTEGERS, kv_bytes, nominal, weight_sizes
+from .formats import FORMATS, INTEGERS, naive_bytes, nominal, weight_sizes
 from .memory import Needs, param_bytes
 from .options import Resolved
 from .records import MemoryUse, WeightBytes
@@ -160,7 +160,7 @@ class Footprint:
     def row(self) -> Callable[[int, int, int], MemoryUse]:
         """Function of a context, a batch and a prefill chunk."""
         spec = _rank_spec(self.setup.spec, self.setup.ranks)
-        naive = kv_bytes(spec, 1, 1, self.setup.dtype).per_token
+        naive = naive_bytes(spec, self.setup.dtype)
 
         @cache
         def row(ctx: int, batch: int, chunk: int) -> MemoryUse:

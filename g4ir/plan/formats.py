@@ -14,7 +14,6 @@ from g4ir.errors import InputError
 from g4ir.ir.graph import Program
 from g4ir.model.names import HEAD, PLE_TABLE, TOKEN_TABLE, checkpoint_name
 from g4ir.model.tensors import text_tensors
-from g4ir.ops.kv_quant import narrow_width
 from g4ir.ops.types import ITEMSIZE, Type
 from g4ir.quant.recipe import Recipe, find_recipe
 from g4ir.quant.rewrite import weights_of
@@ -118,29 +117,7 @@ def cache_bytes(program: Program, batch: int, max_seq: int) -> int:
     return sum(t.nbytes() for t in cache_types(program, batch, max_seq).values())
 
 
-@dataclass(frozen=True)
-class KvBytes:
-    """Bytes of the K and V caches. Layers that share another's K and V have none."""
-
-    per_token: int  # one more token where no layer forgets
-    per_token_full: int  # one more token once all windows are full
-    window: int  # what the windows hold at most
-    naive: int  # every owning layer keeps the whole context
-    planned: int  # sliding layers keep their window
-
-
-def kv_bytes(spec: Spec, ctx: int, batch: int = 1, dtype: str | None = None) -> KvBytes:
-    """Return cache bytes at a context of `ctx` tokens for `batch` rows, from the spec alone, for
-    rows held in `dtype` (default: the spec's)."""
-    kind = dtype or spec.dtype
-    full = window = held = per_token = 0
-    for a in (layer.attention for layer in spec.layers() if layer.donor is None):
-        row = narrow_width(a.head_dim, kind) * ITEMSIZE[kind]
-        slot = 2 * batch * a.num_key_value_heads * row  # K and V
-        per_token += slot
-        if a.window is None:
-            full += slot
-        else:
-            window += slot * a.window
-            held += slot * min(a.window, ctx)
-    return KvBytes(per_token, full, window, per_token * ctx, held + full * ctx)
+def naive_bytes(spec: Spec, dtype: str) -> int:
+    """Return the cache bytes of one token in all layers that own K and V."""
+    owners = (layer.attention for layer in spec.layers() if layer.donor is None)
+    return sum(2 * a.num_key_value_heads * a.head_dim for a in owners) * ITEMSIZE[dtype]

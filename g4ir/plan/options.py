@@ -77,6 +77,10 @@ def options_text() -> str:
     return "\n".join(f"    {name}: {text}" for name, text in helps)
 
 
+#: resolved options that no graph depends on
+NOT_OF_GRAPHS = ("device", "limits", "ple_placement")
+
+
 @dataclass(frozen=True)
 class Resolved:
     """A spec and the options of its engine, each resolved: what graphs, sizes and the manifest
@@ -96,3 +100,7 @@ class Resolved:
     #: how many share the model, and whether each has some of the experts
     ranks: int
     ep: bool
+
+    def of_graphs(self) -> dict[str, Any]:
+        """Return what the graphs depend on, the arguments of `make_packing`."""
+        return {k: v for k, v in vars(self).items() if k not in NOT_OF_GRAPHS}

@@ -42,7 +42,7 @@ from .footprint import (
     reserve,
     step_graph,
 )
-from .formats import INTEGERS, capacity, kv_bytes
+from .formats import INTEGERS, capacity, naive_bytes
 from .gpus import Gpu
 from .media import media_plan
 from .options import BuildOptions, Resolved
@@ -98,15 +98,14 @@ def make_plan(
     if tp != 1 or ep:
         check_ranks(spec, tp, ep)
     gpus = [m if isinstance(m, Gpu) else _sized(m) for m in _many(memory)]
-    placement = resolve.find_placement(options.ple_placement, spec, setup.device)
-    counted = _by_ranks(setup, placement, tp, ep, compare=bool(gpus))
+    counted = _by_ranks(setup, tp, ep, compare=bool(gpus))
     planner = _DevicePlanner(
         counted,
         rank=counted[tp],
         shared=tp != 1 or ep,
         shape=tuple((c, b) for b in batches for c in contexts),
         chunk=chunk,
-        free=options.ple_placement is None and placement == "device",
+        free=options.ple_placement is None and setup.ple_placement == "device",
     )
     made = counted[1].placed(planner.placed(planner.rank, gpus).setup.ple_placement)
     rows, layers = planner.rows(made), layer_blocks(spec)
@@ -155,7 +154,7 @@ def _resolved(spec: Spec, options: BuildOptions, longest: int) -> Resolved:
         all_logits=options.all_logits,
         skip=tuple(options.skip),
         options=resolve.pass_options(latent, kv, drafted=drafted, keep=layers_read(spec, drafter)),
-        ple_placement=DEFAULT_PLACEMENT if spec.text.ple else None,
+        ple_placement=resolve.find_placement(options.ple_placement, spec, device),
         media=find_media(spec, kinds),
         recipe=find_recipe(options.quant),
         drafter=drafter,
@@ -164,17 +163,15 @@ def _resolved(spec: Spec, options: BuildOptions, longest: int) -> Resolved:
     )
 
 
-def _by_ranks(
-    setup: Resolved, placement: str | None, tp: int, ep: bool, compare: bool
-) -> dict[int, Footprint]:
+def _by_ranks(setup: Resolved, tp: int, ep: bool, compare: bool) -> dict[int, Footprint]:
     """Measure one rank of `tp` and, to compare, of each other count that can share the model."""
-    counted = {1: measure(setup).placed(placement)}
+    counted = {1: measure(setup)}
     if tp == 1 and not ep:
         return counted
     others = [n for n in COUNTS if n > 1 and can_share(setup.spec, n, ep)] if compare else []
     whole = counted[1].decode.param_bytes
     for n in {tp, *others} - {1}:
-        found = measure(replace(setup, ranks=n, ep=ep)).placed(placement)
+        found = measure(replace(setup, ranks=n, ep=ep))
         try:
             share = found.decode.param_bytes / whole
         except InputError:  # the ranks would cut groups of quantised weights
@@ -371,12 +368,11 @@ def _rates(made: Footprint) -> CacheRates:
     windows = [layer.attention.window or 1 for layer in made.setup.spec.layers()]
     near = -(-max(windows) // 256) * 256
     far = 2 * near
-    kv = kv_bytes(made.setup.spec, far, 1, made.setup.dtype)
     rates = []
     for needs in (made.plain, made.needs):
         per_token = (needs.cache(1, far) - needs.cache(1, near)) // (far - near)
         rates += [per_token, needs.cache(1, near) - per_token * near]
-    return CacheRates(kv.per_token, *rates)
+    return CacheRates(naive_bytes(made.setup.spec, made.setup.dtype), *rates)
 
 
 def cache_lines(plan: Plan) -> CacheLines:

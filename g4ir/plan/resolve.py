@@ -66,19 +66,6 @@ def find_kv_dtype(given: str | None, dtype: str) -> str:
     return OFF if to == dtype else to
 
 
-def find_activations(given: str | None) -> str:
-    """Return the format of activations before products with quantised weights, or OFF."""
-    if given is not None:
-        _one_of("quant-activations", given, ACTIVATIONS)
-    return given or OFF
-
-
-def find_divisor(given: int) -> int:
-    """Return the divisor of the residual stream; InputError if the pass has no such."""
-    _one_of("--residual-scale", given, DIVISORS)
-    return given
-
-
 def find_draft_tokens(given: int | None, max_seq: int, drafter: bool = False) -> int:
     """Return the maximum draft tokens of a verification step: by default 4 with a draft model,
     else 0. InputError for more than a step takes, or 0 with a draft model."""
@@ -116,7 +103,7 @@ def _given_drafter(path: Path) -> Spec:
 def pass_options(
     latent: str,
     kv: str,
-    activations: str = OFF,
+    activations: str | None = None,
     drafted: int = 0,
     keep: Sequence[int] = (),
     gpu_rows: int = 0,
@@ -124,9 +111,12 @@ def pass_options(
 ) -> PassOptions:
     """Return the options of the passes. keep: layers whose cache is K and V, not latent; drafted:
     rejected tokens that a ring cache has room for; gpu_rows: batch size of a step that is one
-    kernel graph on a GPU (0: none)."""
+    kernel graph on a GPU (0: none). InputError for activations or a divisor that no pass has."""
+    if activations is not None:
+        _one_of("quant-activations", activations, ACTIVATIONS)
+    _one_of("--residual-scale", divisor, DIVISORS)
     layout = LatentOptions(latent, tuple(keep)), NarrowOptions(kv)
-    others = ScaleOptions(divisor), RingOptions(drafted), ActivationOptions(activations)
+    others = ScaleOptions(divisor), RingOptions(drafted), ActivationOptions(activations or OFF)
     return PassOptions((*others, *layout), gpu_rows)
 
 

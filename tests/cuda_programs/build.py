@@ -139,7 +139,7 @@ def programs(
     from g4ir.model.text import build_program
     from g4ir.passes import run_program
     from g4ir.plan.engine_limits import Limits
-    from g4ir.plan.resolve import find_activations, pass_options
+    from g4ir.plan.resolve import pass_options
     from g4ir.quant.recipe import find_recipe
     from g4ir.quant.rewrite import quantised
     from g4ir.spec.record import load_spec
@@ -147,7 +147,7 @@ def programs(
 
     spec = load_spec(variant)
     plain = quantised(build_program(spec, dtype="bf16"), spec, find_recipe(quant), "bf16")
-    options = pass_options(form, "off", find_activations(activations), gpu_rows=rows)
+    options = pass_options(form, "off", activations, gpu_rows=rows)
     program = split_program(run_program(plain, options=options)).program
     limits = Limits(max_batch=rows)
     seen: set[str] = set()

@@ -23,7 +23,7 @@ from g4ir.backends.torch_compile.kernels.all_reduce_triton import (
 )
 from g4ir.ir.graph import Builder, Graph
 from g4ir.ops.types import Type
-from g4ir.parallel.lockstep import lockstep
+from tests.lockstep import lockstep
 
 from .orders import Grid, Started, Turns, _stepping
 

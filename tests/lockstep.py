@@ -1,18 +1,16 @@
-"""Defines the meaning of a sharded graph and its collectives: the ranks interpret it node by node,
-side by side, without processes or network. The oracle of every engine of several ranks."""
+"""Interprets a sharded graph on all ranks side by side, without processes or network: the oracle
+of every engine of several ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from g4ir.errors import InputError
 from g4ir.ir.flatten import with_messages
-from g4ir.ir.graph import Graph, Node
+from g4ir.ir.graph import Graph
 from g4ir.ir.interpret import Tensors, run_node
 from g4ir.ops.collective import COLLECTIVES
-
-from .group import rank_sum
+from g4ir.parallel.group import exchanged
 
 
 def lockstep(
@@ -41,17 +39,3 @@ def lockstep(
         )
         for env in envs
     ]
-
-
-def exchanged(n: Node, tensors: list[list[Any]]) -> list[list[Any]]:
-    """Return each rank's results of a collective, from the inputs of each. InputError if it is of
-    another number of ranks."""
-    import torch
-
-    ranks = len(tensors)
-    if n.whole("ranks") != ranks:
-        what = f"{n.result_names()} = {n.op} is of {n.attrs['ranks']} ranks, {ranks} run"
-        raise InputError(f"{what}; shard the graph for {ranks}")
-    if n.op == "all_gather":
-        return [[torch.cat([x for (x,) in tensors], -1)]] * ranks
-    return [[rank_sum(parts) for parts in zip(*tensors, strict=True)]] * ranks
