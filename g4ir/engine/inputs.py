@@ -116,13 +116,14 @@ class SessionInputs:
         return tokens, lengths
 
 
-def check_prompt(engine: EngineParts, tokens: Sequence[int], soft: Sequence[Soft] = ()) -> None:
-    """Raise InputError for what a session would refuse of one row's prompt, its length aside."""
+def row_prompt(engine: EngineParts, tokens: Sequence[int], soft: Sequence[Soft] = ()) -> Prompt:
+    """Return the prompt of one row. InputError for what a session would refuse, its length aside."""
     rows = torch.tensor([tokens])
     check_list("soft", soft)
     _check_ids(engine, rows)
     prompt = _merged(engine, rows, torch.tensor([len(tokens)]), soft)
-    prompt.pieces(engine.limits.prefill_chunk)
+    prompt.pieces(engine.limits.prefill_chunk)  # refuses a block longer than a chunk
+    return prompt
 
 
 def _merged(

@@ -27,7 +27,7 @@ from g4ir.ops.finite import not_finite
 
 from .batch import Batch, checked_buckets
 from .device_loop import Drafters, DraftRounds, Tokens, TokenSteps, open_loop
-from .inputs import check_prompt, padded
+from .inputs import padded, row_prompt
 from .parts import EngineParts
 from .prefill import Chunks, Prefiller
 from .prompts import checked_ids, checked_prompt
@@ -100,7 +100,7 @@ class Scheduler:
         vocab, room = self.engine.spec.text.vocab_size, self.engine.limits.max_seq
         s, size, most = request.sampling, len(request.tokens), self.max_batch
         checked_prompt(request.tokens, request.max_new_tokens, vocab, room, "prompt")
-        check_prompt(self.engine, request.tokens, request.soft)
+        row_prompt(self.engine, request.tokens, request.soft)
         if not 1 <= request.n <= most:
             raise InputError(f"n {request.n}: this engine answers 1 to {most} times at once")
         checked_ids([*s.stop], vocab, "stop")

@@ -87,14 +87,15 @@ class Session:
                 out[row, start : start + count] = rows[row, :count]
         return out
 
-    def prefill_steps(
-        self, tokens: Any, lengths: Any = None, soft: Sequence[Soft] = (), wanted: bool = True
-    ) -> Iterator[torch.Tensor | None]:
-        """Prefill, a chunk for each value of the iterator: None, until a row has ended; then the
-        logits [B, vocab], if they are `wanted`, on the engine's device and in its dtype, which the
-        next step may write over. InputError as `prefill`, at once. Nothing else may be appended
-        before the last chunk, but the iterator may be left early."""
-        return self._steps(self._inputs.prompt(self.length, tokens, lengths, soft), wanted)
+    def prefill_steps(self, tokens: Any, wanted: bool = True) -> Iterator[torch.Tensor | None]:
+        """Prefill tokens, or part of a checked prompt, a chunk for each value of the iterator:
+        None, until a row has ended; then the logits [B, vocab], if they are `wanted`, on the
+        engine's device and in its dtype, which the next step may write over. InputError as
+        `prefill`, at once. Nothing else may be appended before the last chunk, but the iterator may
+        be left early."""
+        if not isinstance(tokens, Prompt):
+            tokens = Prompt(*self._inputs.tokens(self.length, tokens, None))
+        return self._steps(tokens, wanted)
 
     def decode(self, next_tokens: Any, active: Any = None) -> torch.Tensor:
         """Append one token a row, int64 [batch]; return float32 [batch, vocab]. Rows where `active`
