@@ -72,25 +72,20 @@ class Medium:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a request is made of: `fields` as in FIELDS, flags and defaults among them; its media
-    and, once they are read, their `soft` tokens. `where` it is, for messages; `line`: its number
-    in the input."""
-
-    fields: Mapping[str, Any]
-    where: str
-    line: int | None
-    media: tuple[Medium, ...] = ()
-    soft: tuple[Soft, ...] = ()
-
-
-@dataclass(frozen=True)
 class OfflineRequest(Request):
-    """A checked request; until its media are read, its tokens lack their soft tokens."""
+    """A checked request of `fields` as in FIELDS, flags and defaults among them; until its `media`
+    are read, its tokens lack their soft tokens. `where` it is, for messages; `line`: its number in
+    the input."""
 
-    id: int | str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    where: str = ""
+    line: int | None = None
+    media: tuple[Medium, ...] = ()
     notes: tuple[str, ...] = ()
-    asked: Asked = field(default_factory=lambda: Asked({}, "", None))
+
+    @property
+    def id(self) -> int | str | None:
+        return self.fields.get("id")
 
 
 @dataclass(frozen=True)
@@ -233,10 +228,9 @@ class OfflineEngine:
         prefixes with others."""
         lists = [(k, p, f"{where}: {n}") for n, k in LISTS.items() for p in fields.get(n, [])]
         files = [*((k, p, f"--{k}") for k, p in media), *lists]
-        asked = Asked({**self.defaults.sampling, **self.flags, **fields}, where, line)
-        return self._request(
-            replace(asked, media=tuple(self._medium(asked.fields, *file) for file in files))
-        )
+        fields = {**self.defaults.sampling, **self.flags, **fields}
+        read = tuple(self._medium(fields, *file) for file in files)
+        return self._filled(OfflineRequest((), fields=fields, where=where, line=line, media=read))
 
     def _medium(self, fields: Mapping[str, Any], kind: str, path: str, where: str) -> Medium:
         media = self.engine.media
@@ -249,7 +243,8 @@ class OfflineEngine:
             check_there(kind, path)
         return Medium(kind, path, {} if value is None else {keyword: value}, where)
 
-    def _request(self, asked: Asked) -> OfflineRequest:
+    def _filled(self, asked: OfflineRequest) -> OfflineRequest:
+        """Return a request with its tokens and settings."""
         vocab, room = self.engine.spec.text.vocab_size, self.engine.limits.max_seq
         (tokens, notes), where = self._tokens(asked), asked.where
         count = asked.fields.get("max_new_tokens")
@@ -262,18 +257,13 @@ class OfflineEngine:
         if sampling.temperature == 0 or sampling.seed is None:  # so that it can be reported
             sampling = replace(sampling, seed=random_seed() if sampling.temperature else None)
         stops = frozenset([*stop, *self.engine.stop_ids()])
-        return OfflineRequest(
-            tuple(tokens),
-            count,
-            replace(sampling, stop=stops, ignore_eos=True),
-            asked.soft,
-            reuse=asked.line is not None,
-            id=asked.fields.get("id"),
-            notes=notes,
-            asked=asked,
+        sampling = replace(sampling, stop=stops, ignore_eos=True)
+        own, reuse = tuple(tokens), asked.line is not None
+        return replace(
+            asked, tokens=own, max_new_tokens=count, sampling=sampling, reuse=reuse, notes=notes
         )
 
-    def _tokens(self, asked: Asked) -> tuple[list[int], tuple[str, ...]]:
+    def _tokens(self, asked: OfflineRequest) -> tuple[list[int], tuple[str, ...]]:
         """Return ids and notes of the prompt, with a placeholder for each medium or soft token."""
         special, kinds = self.engine.spec.tokens, self.engine.media.kinds
         tokens, notes = asked.fields.get("tokens"), list[str | None]()
@@ -288,7 +278,7 @@ class OfflineEngine:
                     notes.append(prompts.NO_TIMES)
         return tokens, tuple(n for n in notes if n)
 
-    def _encoded(self, asked: Asked) -> tuple[list[int], list[str | None]]:
+    def _encoded(self, asked: OfflineRequest) -> tuple[list[int], list[str | None]]:
         if self.codec is None:
             self.engine.tokenizer()  # says what is missing
         assert self.codec
@@ -364,14 +354,14 @@ class OfflineEngine:
             return Failure(name, str(e), number)
 
     def _submit(self, request: OfflineRequest) -> Result:
-        begun, soft, asked = time.perf_counter(), list[Soft](), request.asked
-        for m in asked.media:
+        begun, soft = time.perf_counter(), list[Soft]()
+        for m in request.media:
             with named(m.where):
                 soft.append(self.engine.encode(m.kind, m.path, **m.settings))
         if soft:
-            request = self._request(replace(asked, soft=tuple(soft)))
+            request = self._filled(replace(request, soft=tuple(soft)))
         encode_s = time.perf_counter() - begun
-        with named(asked.where) if asked.line is not None else nullcontext():
+        with named(request.where) if request.line is not None else nullcontext():
             return Result(request, self.scheduler.submit(request), encode_s, self.codec)
 
 
@@ -381,7 +371,7 @@ def _ended(b: Result | Failure) -> Result | Failure | None:
         return b
     error = b.end and b.end.error
     if isinstance(error, G4Error):
-        return Failure(b.id, str(error), b.request.asked.line)
+        return Failure(b.id, str(error), b.request.line)
     if error:
         raise error
     return b if b.end else None
