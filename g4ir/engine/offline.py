@@ -20,13 +20,12 @@ from g4ir.errors import G4Error, InputError
 from g4ir.media import prompt as prompts
 from g4ir.media.soft import Soft, counts
 from g4ir.model.media import (
-    AUDIO,
     IMAGE,
     LISTS,
-    VIDEO,
     check_budget,
     check_taken,
     check_there,
+    encode_options,
 )
 
 from .engine import Engine
@@ -47,12 +46,6 @@ BOS_ADDED = (
     "the prompt begins with <bos>, which the tokenizer's files do not add; --no-bos leaves it out"
 )
 
-#: kind -> (setting, what `Engine.encode` calls it)
-MEDIA_SETTINGS = {
-    IMAGE: ("image_budget", "budget"),
-    VIDEO: ("frames", "frames"),
-    AUDIO: ("audio_too_long", "too_long"),
-}
 #: sampling settings of a request or a flag
 SAMPLING = [f.name for f in fields(SamplingParams) if f.name in FIELDS and f.name != "stop"]
 #: requests admitted beyond the batch size, so that a free slot never waits for input
@@ -62,25 +55,15 @@ HELD_BACK = 64
 
 
 @dataclass(frozen=True)
-class Medium:
-    """A file of a request. `settings` are keywords of `Engine.encode`, `where` is for messages."""
-
-    kind: str
-    path: str
-    settings: Mapping[str, Any]
-    where: str
-
-
-@dataclass(frozen=True)
 class OfflineRequest(Request):
     """A checked request of `fields` as in FIELDS, flags and defaults among them; until its `media`
-    are read, its tokens lack their soft tokens. `where` it is, for messages; `line`: its number in
-    the input."""
+    (kind, path, and where it is named) are read, its tokens lack their soft tokens. `where` it is,
+    for messages; `line`: its number in the input."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
     line: int | None = None
-    media: tuple[Medium, ...] = ()
+    media: tuple[tuple[str, str, str], ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -227,21 +210,15 @@ class OfflineEngine:
         InputError begins with `where`. The media are read by `answer`. One of a `line` shares
         prefixes with others."""
         lists = [(k, p, f"{where}: {n}") for n, k in LISTS.items() for p in fields.get(n, [])]
-        files = [*((k, p, f"--{k}") for k, p in media), *lists]
+        files = (*((k, p, f"--{k}") for k, p in media), *lists)
         fields = {**self.defaults.sampling, **self.flags, **fields}
-        read = tuple(self._medium(fields, *file) for file in files)
-        return self._filled(OfflineRequest((), fields=fields, where=where, line=line, media=read))
-
-    def _medium(self, fields: Mapping[str, Any], kind: str, path: str, where: str) -> Medium:
-        media = self.engine.media
-        setting, keyword = MEDIA_SETTINGS[kind]
-        value = fields.get(setting)
-        with named(where):
-            check_taken(kind, media, self.engine.spec)
-            if kind == IMAGE and value is not None:
-                check_budget(value, media)
-            check_there(kind, path)
-        return Medium(kind, path, {} if value is None else {keyword: value}, where)
+        for kind, path, place in files:
+            with named(place):
+                check_taken(kind, self.engine.media, self.engine.spec)
+                if kind == IMAGE and fields.get("image_budget") is not None:
+                    check_budget(fields["image_budget"], self.engine.media)
+                check_there(kind, path)
+        return self._filled(OfflineRequest((), fields=fields, where=where, line=line, media=files))
 
     def _filled(self, asked: OfflineRequest) -> OfflineRequest:
         """Return a request with its tokens and settings."""
@@ -270,7 +247,7 @@ class OfflineEngine:
         if tokens is None:
             tokens, notes = self._encoded(asked)
         with named(asked.where):
-            prompts.check_given(tokens, [m.kind for m in asked.media], special, kinds)
+            prompts.check_given(tokens, [kind for kind, *_ in asked.media], special, kinds)
             if asked.soft:
                 encode, before = self.codec.plain if self.codec else None, tokens
                 tokens = prompts.place(tokens, asked.soft, special, encode, kinds)
@@ -284,7 +261,7 @@ class OfflineEngine:
         assert self.codec
         codec, special, text = self.codec, self.engine.spec.tokens, asked.fields["prompt"]
         begin = None if special.bos is None else codec.tokenizer.id_to_token(special.bos)
-        given, kinds = [m.kind for m in asked.media], self.engine.media.kinds
+        given, kinds = [kind for kind, *_ in asked.media], self.engine.media.kinds
         with named(asked.where):
             marked, note = prompts.mark(text, given, kinds, special, codec.spell, begin)
             # What media are expanded to has special tokens, which are no turns.
@@ -355,9 +332,10 @@ class OfflineEngine:
 
     def _submit(self, request: OfflineRequest) -> Result:
         begun, soft = time.perf_counter(), list[Soft]()
-        for m in request.media:
-            with named(m.where):
-                soft.append(self.engine.encode(m.kind, m.path, **m.settings))
+        for kind, path, place in request.media:
+            with named(place):
+                options = encode_options(kind, request.fields)
+                soft.append(self.engine.encode(kind, path, **options))
         if soft:
             request = self._filled(replace(request, soft=tuple(soft)))
         encode_s = time.perf_counter() - begun

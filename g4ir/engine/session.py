@@ -94,7 +94,7 @@ class Session:
         `prefill`, at once. Nothing else may be appended before the last chunk, but the iterator may
         be left early."""
         if not isinstance(tokens, Prompt):
-            tokens = Prompt(*self._inputs.tokens(self.length, tokens, None))
+            tokens = self._inputs.prompt(self.length, tokens, None, ())
         return self._steps(tokens, wanted)
 
     def decode(self, next_tokens: Any, active: Any = None) -> torch.Tensor:

@@ -25,7 +25,6 @@ from g4ir.errors import EngineError, InputError
 from g4ir.media.audio import REFUSE
 from g4ir.media.prompt import expansion
 from g4ir.media.soft import Soft
-from g4ir.model.media import AUDIO, IMAGE, VIDEO
 
 from .grammar import Grammars
 from .http_errors import Refused, bad, missing
@@ -135,11 +134,9 @@ class Prompts:
 
     def _soft(self, prompt: Prompt, fields: Mapping[str, Any]) -> tuple[Soft, ...]:
         items = read_bytes(self.engine, prompt.media, self.sources)
-        given = {IMAGE: fields.get("image_budget"), VIDEO: fields.get("frames")}
-        given[AUDIO] = fields.get("audio_too_long", REFUSE)
-        engine = self.engine
+        engine, fields = self.engine, {"audio_too_long": REFUSE, **fields}
         with self._media:  # one tower at a time
-            said = [(m, raw, setting(engine, m, given[m.kind])) for m, raw in items]
+            said = [(m, raw, setting(engine, m, fields)) for m, raw in items]
             return tuple(soft_of(engine, medium, raw, **own) for medium, raw, own in said)
 
     def _held(
