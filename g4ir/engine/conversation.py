@@ -14,7 +14,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import numpy as np
 from g4ir.backends.sampling import SEEDS, LogitsMask, SamplingParams
 from g4ir.chat import Event as Said
 from g4ir.chat import Prompt, Reader, ReasoningBudget, make_prompt
-from g4ir.chat.messages import Conversation, an_object, check_pairs, decoded, read_messages
+from g4ir.chat.messages import Conversation, Medium, an_object, check_pairs, decoded, read_messages
 from g4ir.chat.template import PromptBuilder
 from g4ir.chat.tools import lower, read_tools
 from g4ir.errors import InputError, RankError
@@ -209,8 +208,8 @@ class ChatSession:
         """Go on with a conversation from a file as `save` writes them, or with a list of messages,
         whose media are read. InputError where something is wrong; then nothing has changed."""
         try:
-            messages, tools = _conversation(decoded(Path(path).read_bytes().decode(), str(path)))
-            media = Conversation(read_messages(messages)).media
+            value = decoded(Path(path).read_bytes().decode(), str(path))
+            messages, tools, media = _conversation(value)
             soft = {id(m.part): (m.part, read_own(self.engine, m)) for m in media}
         except UnicodeDecodeError as e:
             raise InputError(f"{path}: not UTF-8 at byte {e.start}") from None
@@ -223,7 +222,8 @@ class ChatSession:
     @property
     def open_calls(self) -> list[dict[str, Any]]:
         """The calls of the last answer that have no answer yet."""
-        return _open_calls(self.messages)
+        messages = tuple(self.messages)
+        return check_pairs(Conversation(messages), may_wait=True) if messages else []
 
     def answer_call(self, text: str) -> None:
         """Answer the first open call, with JSON or any text."""
@@ -370,28 +370,19 @@ class Bounded:
         return np.arange(self.size) == forced
 
 
-def _conversation(value: Any) -> tuple[list[dict[str, Any]], list[Any] | None]:
+def _conversation(
+    value: Any,
+) -> tuple[list[dict[str, Any]], list[Any] | None, tuple[Medium, ...]]:
+    """Return the messages, tools and media of what a file holds."""
     held = {"messages": value} if isinstance(value, list) else an_object(value, "the file")
     if unknown := held.keys() - {"messages", "tools"}:
         raise InputError(f"{min(unknown)}: is not known; a conversation has messages and tools")
     messages, tools = held.get("messages"), held.get("tools")
-    read_messages(messages)
-    assert isinstance(messages, list)
-    closed = [*messages, *(_call_answer(c, "") for c in _open_calls(messages))]
-    if messages:
-        check_pairs(Conversation(read_messages(closed)))
+    read = Conversation(read_messages(messages))
+    if read.messages:
+        check_pairs(read, may_wait=True)
     read_tools(tools)
-    return messages, tools
-
-
-def _open_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    answers = [*takewhile(lambda m: m["role"] == "tool", reversed(messages))]
-    before = messages[: len(messages) - len(answers)]
-    left = [*(before[-1].get("tool_calls") or ())] if before else []
-    for a in reversed(answers):
-        found = next((c for c in left if c.get("id") == a.get("tool_call_id")), None)
-        left = [c for c in left if c is not found]
-    return left
+    return [*messages], tools, read.media
 
 
 def _call_answer(call: Mapping[str, Any], text: str) -> dict[str, Any]:
