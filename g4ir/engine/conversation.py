@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from g4ir.backends.sampling import SEEDS, LogitsMask, SamplingParams
+from g4ir.backends.sampling import LogitsMask, SamplingParams
 from g4ir.chat import Event as Said
 from g4ir.chat import Prompt, Reader, ReasoningBudget, make_prompt
 from g4ir.chat.messages import Conversation, Medium, an_object, check_pairs, decoded, read_messages
@@ -340,8 +340,6 @@ class ChatSession:
         self, settings: Mapping[str, int | float], prompt: Prompt | None = None
     ) -> SamplingParams:
         given: dict[str, Any] = {k: v for k, v in settings.items() if k != "max_new_tokens"}
-        if "seed" in given:
-            given["seed"] %= SEEDS
         given["stop"] = self.vocabulary.ends | self.stop_ids
         if prompt and self.thinking.budget is not None:
             inside = Reader(prompt_tail=prompt.tail).thinking

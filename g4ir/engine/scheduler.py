@@ -133,13 +133,14 @@ class Scheduler:
         heapq.heappush(self._queue, handle)
         return handle
 
-    def run(self, handle: RequestHandle) -> Iterator[Event]:
-        """Step until a request has ended, and yield its events; leaving early cancels it."""
+    def run(self, *handles: RequestHandle) -> Iterator[Event]:
+        """Step until requests have ended, and yield their events; leaving early cancels them."""
         try:
-            while not handle.done:
-                yield from (event for event in self.step() if event.handle is handle)
+            while not all(handle.done for handle in handles):
+                yield from (event for event in self.step() if event.handle in handles)
         finally:
-            handle.cancel()
+            for handle in handles:
+                handle.cancel()
 
     @property
     def waiting(self) -> int:
