@@ -35,7 +35,7 @@ from .engine import Engine
 from .multimodal import read_own
 from .output import Answer
 from .prompts import sampling_params
-from .requests import CANCELLED, Counts, Request, RequestHandle
+from .requests import CANCELLED, Counts, Request, RequestHandle, check_least
 from .scheduler import Scheduler, SchedulerConfig
 from .speculative import AcceptanceStats
 
@@ -183,8 +183,7 @@ class ChatSession:
     def choose(self, settings: Mapping[str, int | float | None]) -> None:
         """Take settings by name, None for the checkpoint's; all or, with InputError, none."""
         found = {k: v for k, v in {**self.settings, **settings}.items() if v is not None}
-        if found.get("max_new_tokens", 1) < 1:
-            raise InputError(f"max_new_tokens {found['max_new_tokens']}: expected at least 1")
+        check_least(found, max_new_tokens=1)
         if found.get("top_k", 0) < 0:
             raise InputError(f"top_k {found['top_k']}: expected 0 (no limit) or more")
         self._sampling(found)

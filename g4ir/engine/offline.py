@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, BinaryIO, ClassVar
 
 from g4ir.backends.sampling import Logprobs, SamplingParams, random_seed
-from g4ir.errors import G4Error, InputError
+from g4ir.errors import G4Error
 from g4ir.media import prompt as prompts
 from g4ir.media.soft import Soft, counts
 from g4ir.model.media import (
@@ -31,7 +31,7 @@ from g4ir.model.media import (
 from .engine import Engine
 from .jsonl import FIELDS, Line, ReadAhead, checked_fields, named, parse_line
 from .prompts import checked_ids, checked_prompt
-from .requests import Counts, Event, Request, RequestHandle
+from .requests import Counts, Event, Request, RequestHandle, check_least
 from .scheduler import Scheduler, SchedulerConfig
 from .tokenizer import Codec
 
@@ -167,9 +167,7 @@ class Result:
 def check_flags(flags: Mapping[str, Any]) -> None:
     """Raise InputError for settings that no engine takes."""
     _sampling(flags)
-    count = flags.get("max_new_tokens")
-    if count is not None and count < 1:
-        raise InputError(f"max_new_tokens {count}: expected at least 1")
+    check_least(flags, max_new_tokens=1)
 
 
 def _sampling(given: Mapping[str, Any]) -> SamplingParams:
@@ -313,12 +311,10 @@ class OfflineEngine:
                     b.handle.cancel()
 
     def _step(self, going: Sequence[Result]) -> None:
-        by_handle: dict[RequestHandle, Result] = {}
+        by_handle = {b.handle: b for b in going}
         for event in self.scheduler.step():
-            if event.finish or event.logprobs:
-                by_handle = by_handle or {b.handle: b for b in going}
-                if b := by_handle.get(event.handle):  # none: of lines that nobody read to the end
-                    b.take(event)
+            if b := by_handle.get(event.handle):  # none: of lines that nobody read to the end
+                b.take(event)
 
     def _begin(self, line: Line, source: str) -> Result | Failure:
         number, text = line

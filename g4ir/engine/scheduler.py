@@ -68,7 +68,7 @@ class SchedulerConfig:
     draft_rows: int = 2
 
     def __post_init__(self) -> None:
-        check_least(self, chunk_tokens=1, patience=0, prefix_bytes=0, draft_rows=1)
+        check_least(vars(self), chunk_tokens=1, patience=0, prefix_bytes=0, draft_rows=1)
 
 
 #: new tokens of sequences
