@@ -22,7 +22,7 @@ import numpy as np
 from g4ir.backends.sampling import LogitsMask, SamplingParams
 from g4ir.chat import Event as Said
 from g4ir.chat import Prompt, Reader, ReasoningBudget, make_prompt
-from g4ir.chat.messages import Conversation, Medium, an_object, check_pairs, decoded, read_messages
+from g4ir.chat.messages import Conversation, an_object, check_pairs, decoded, read_messages
 from g4ir.chat.template import PromptBuilder
 from g4ir.chat.tools import lower, read_tools
 from g4ir.errors import InputError, RankError
@@ -208,8 +208,19 @@ class ChatSession:
         whose media are read. InputError where something is wrong; then nothing has changed."""
         try:
             value = decoded(Path(path).read_bytes().decode(), str(path))
-            messages, tools, media = _conversation(value)
-            soft = {id(m.part): (m.part, read_own(self.engine, m)) for m in media}
+            held: dict[str, Any] = {"messages": value}
+            if not isinstance(value, list):
+                held = an_object(value, "the file")
+            if unknown := held.keys() - {"messages", "tools"}:
+                has = "a conversation has messages and tools"
+                raise InputError(f"{min(unknown)}: is not known; {has}")
+            messages: Any = held.get("messages")
+            tools = held.get("tools")
+            read = Conversation(read_messages(messages))
+            if read.messages:
+                check_pairs(read, may_wait=True)
+            read_tools(tools)
+            soft = {id(m.part): (m.part, read_own(self.engine, m)) for m in read.media}
         except UnicodeDecodeError as e:
             raise InputError(f"{path}: not UTF-8 at byte {e.start}") from None
         except InputError as e:
@@ -365,21 +376,6 @@ class Bounded:
         if (forced := budget.forced()) is None:
             return self.inner.mask(generated) if self.inner else None
         return np.arange(self.size) == forced
-
-
-def _conversation(
-    value: Any,
-) -> tuple[list[dict[str, Any]], list[Any] | None, tuple[Medium, ...]]:
-    """Return the messages, tools and media of what a file holds."""
-    held = {"messages": value} if isinstance(value, list) else an_object(value, "the file")
-    if unknown := held.keys() - {"messages", "tools"}:
-        raise InputError(f"{min(unknown)}: is not known; a conversation has messages and tools")
-    messages, tools = held.get("messages"), held.get("tools")
-    read = Conversation(read_messages(messages))
-    if read.messages:
-        check_pairs(read, may_wait=True)
-    read_tools(tools)
-    return [*messages], tools, read.media
 
 
 def _call_answer(call: Mapping[str, Any], text: str) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class Engine(EngineParts):
         if chat:
             turns = PromptBuilder.open(self.path, self.tokenizer(), self.spec.chat)
             prompt = turns.prompts(prompt, [kind for kind, _ in media])
-            stop_ids = {*self.stop_ids(), *turns.ends} if stop_ids is None else stop_ids
+            stop_ids = {*self.stop_ids(), *turns.vocabulary.ends} if stop_ids is None else stop_ids
         prompts, single = _prompts(prompt)
         prompts, soft = _with_media(self, prompts, media)
         stop = frozenset(self.stop_ids() if stop_ids is None else stop_ids)
