@@ -255,16 +255,19 @@ def _joined(content: Any) -> Any:
     return out if any(isinstance(part, Medium) for part in out) else "".join(out)
 
 
-def check_pairs(conversation: Conversation) -> None:
+def check_pairs(conversation: Conversation, may_wait: bool = False) -> list[Message]:
     """Raise InputError where calls and answers do not belong to each other, or nothing is asked:
-    no model was trained to go on from a call without an answer, nor the other way round."""
+    no model was trained to go on from a call without an answer, nor the other way round. Return the
+    calls that wait for an answer, as those of the last message may where it `may_wait`."""
     if not conversation.messages:
         raise InputError("messages: are empty; give at least one")
-    waiting = list[Message]()
-    for i, message in enumerate((*conversation.messages, {"role": "end"})):
+    waiting, end = list[Message](), {"role": "end"}
+    for i, message in enumerate((*conversation.messages, end)):
         if message["role"] == TOOL:
             waiting.remove(_called(message, waiting, f"messages[{i}]"))
             continue
+        if message is end and may_wait:
+            break
         if waiting:
             name, own = waiting[0]["function"]["name"], waiting[0].get("id")
             named = f"{name!r} ({own})" if own else repr(name)
@@ -272,11 +275,12 @@ def check_pairs(conversation: Conversation) -> None:
                 f"messages[{i - 1}]: the call of {named} has no answer; add a tool message for it, "
                 f"which may say that it was not run"
             )
-        calls = message.get("tool_calls", [])
-        ids = [call["id"] for call in calls if "id" in call]
+        calls = message.get("tool_calls") or []
+        ids = [call["id"] for call in calls if call.get("id") is not None]
         if len(set(ids)) < len(ids):
             raise InputError(f"messages[{i}].tool_calls: two calls have the same id")
         waiting = [] if message.get("tool_responses") else [*calls]
+    return waiting
 
 
 def _called(answer: Message, waiting: list[Message], where: str) -> Message:
@@ -291,7 +295,7 @@ def _called(answer: Message, waiting: list[Message], where: str) -> Message:
         # A template knows such an answer by its name, or by the one call that has no id either.
         same = [c for c in waiting if c["function"]["name"] == name]
         found = same if name is not None else [c for c in waiting if not c.get("id")]
-        if len(waiting) > 1 and any("id" not in c for c in found):
+        if len(waiting) > 1 and any(c.get("id") is None for c in found):
             found = []
     if len(found) == 1:
         return found[0]

@@ -263,11 +263,6 @@ class PromptBuilder:
         check_chats(vocabulary, folder)
         return PromptBuilder(Template.open(folder, form), vocabulary)
 
-    @property
-    def ends(self) -> frozenset[int]:
-        """Ids behind which the model's turn is over."""
-        return self.vocabulary.ends
-
     def prompts(self, given: Any, kinds: Sequence[str] = ()) -> list[Any]:
         """Return the ids of a prompt, or of each of several; one is a text or a list of messages.
         A single text is of a message that has media of `kinds`, audio behind it."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from g4ir.chat.detokenizer import TextStream
 from g4ir.engine.jsonl import named
 from g4ir.errors import InputError
-from g4ir.model.media import AUDIO, IMAGE, VIDEO, check_there
+from g4ir.model.media import MEDIA_SETTINGS, check_there
 from g4ir.ui import console
 
 from .common import emit, flag_of, load, load_to_generate, token_ids
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from g4ir.engine.offline import Failure, OfflineEngine, OfflineRequest, Result
 
 #: setting of media -> the kind that it is for
-SETTING_KINDS = {"image_budget": IMAGE, "frames": VIDEO, "audio_too_long": AUDIO}
+SETTING_KINDS = {setting: kind for kind, (setting, _) in MEDIA_SETTINGS.items()}
 FLAGS = ("bos", "max_new_tokens", "temperature", "top_k", "top_p", *SETTING_KINDS)
 
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         if args.chat:
             progress.stop()
-            answer_once(engine, args, _settled(args), flags["stop"])
+            answer_once(engine, args, flags["stop"])
             return 0
         offline = OfflineEngine(engine, flags, config)
         if asked is None:
@@ -66,17 +66,6 @@ def run(args: argparse.Namespace) -> int:
             progress("reading the prompt")
             _tell_summary(_stream(offline, request, progress), args.seed)
         return 0
-
-
-def _settled(args: argparse.Namespace) -> list[tuple[str, str, dict[str, Any]]]:
-    from g4ir.engine.offline import MEDIA_SETTINGS
-
-    out = []
-    for kind, path in args.media:
-        setting, keyword = MEDIA_SETTINGS[kind]
-        value = getattr(args, setting)
-        out.append((kind, path, {} if value is None else {keyword: value}))
-    return out
 
 
 def _check_media(args: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ from g4ir.chat import Event, Vocabulary
 from g4ir.chat.messages import decoded
 from g4ir.chat.template import check_chats
 from g4ir.errors import EngineError, InputError
+from g4ir.model.media import encode_options
 from g4ir.ui import console
 
 from .common import emit, flag_of
@@ -203,12 +204,12 @@ def summary(turn: Turn, room: int) -> str:
     )
 
 
-def answer_once(engine: Engine, args: argparse.Namespace, media: list[Any], stop: Any) -> None:
-    """Answer one message, for `g4ir run --chat`. `media`: kind, path and settings of each file."""
+def answer_once(engine: Engine, args: argparse.Namespace, stop: Any) -> None:
+    """Answer one message, for `g4ir run --chat`."""
     with closing(begun(engine, args)) as talk:
         talk.stop_ids = frozenset(stop or ())
-        for kind, path, settings in media:
-            talk.attach(kind, path, **settings)
+        for kind, path in args.media:
+            talk.attach(kind, path, **encode_options(kind, vars(args)))
         if args.json:
             emit(talk.say(args.prompt).output())
             return

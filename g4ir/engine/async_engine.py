@@ -33,7 +33,7 @@ class AsyncEngineConfig:
     slow_s: float = 30.0
 
     def __post_init__(self) -> None:
-        check_least(self, waiting=1, waiting_tokens=1, unread=1, slow_s=0)
+        check_least(vars(self), waiting=1, waiting_tokens=1, unread=1, slow_s=0)
 
 
 class AsyncEngine:

@@ -14,13 +14,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from g4ir.backends.sampling import SEEDS, LogitsMask, SamplingParams
+from g4ir.backends.sampling import LogitsMask, SamplingParams
 from g4ir.chat import Event as Said
 from g4ir.chat import Prompt, Reader, ReasoningBudget, make_prompt
 from g4ir.chat.messages import Conversation, an_object, check_pairs, decoded, read_messages
@@ -36,7 +35,7 @@ from .engine import Engine
 from .multimodal import read_own
 from .output import Answer
 from .prompts import sampling_params
-from .requests import CANCELLED, Counts, Request, RequestHandle
+from .requests import CANCELLED, Counts, Request, RequestHandle, check_least
 from .scheduler import Scheduler, SchedulerConfig
 from .speculative import AcceptanceStats
 
@@ -184,8 +183,7 @@ class ChatSession:
     def choose(self, settings: Mapping[str, int | float | None]) -> None:
         """Take settings by name, None for the checkpoint's; all or, with InputError, none."""
         found = {k: v for k, v in {**self.settings, **settings}.items() if v is not None}
-        if found.get("max_new_tokens", 1) < 1:
-            raise InputError(f"max_new_tokens {found['max_new_tokens']}: expected at least 1")
+        check_least(found, max_new_tokens=1)
         if found.get("top_k", 0) < 0:
             raise InputError(f"top_k {found['top_k']}: expected 0 (no limit) or more")
         self._sampling(found)
@@ -209,9 +207,20 @@ class ChatSession:
         """Go on with a conversation from a file as `save` writes them, or with a list of messages,
         whose media are read. InputError where something is wrong; then nothing has changed."""
         try:
-            messages, tools = _conversation(decoded(Path(path).read_bytes().decode(), str(path)))
-            media = Conversation(read_messages(messages)).media
-            soft = {id(m.part): (m.part, read_own(self.engine, m)) for m in media}
+            value = decoded(Path(path).read_bytes().decode(), str(path))
+            held: dict[str, Any] = {"messages": value}
+            if not isinstance(value, list):
+                held = an_object(value, "the file")
+            if unknown := held.keys() - {"messages", "tools"}:
+                has = "a conversation has messages and tools"
+                raise InputError(f"{min(unknown)}: is not known; {has}")
+            messages: Any = held.get("messages")
+            tools = held.get("tools")
+            read = Conversation(read_messages(messages))
+            if read.messages:
+                check_pairs(read, may_wait=True)
+            read_tools(tools)
+            soft = {id(m.part): (m.part, read_own(self.engine, m)) for m in read.media}
         except UnicodeDecodeError as e:
             raise InputError(f"{path}: not UTF-8 at byte {e.start}") from None
         except InputError as e:
@@ -223,7 +232,8 @@ class ChatSession:
     @property
     def open_calls(self) -> list[dict[str, Any]]:
         """The calls of the last answer that have no answer yet."""
-        return _open_calls(self.messages)
+        messages = tuple(self.messages)
+        return check_pairs(Conversation(messages), may_wait=True) if messages else []
 
     def answer_call(self, text: str) -> None:
         """Answer the first open call, with JSON or any text."""
@@ -340,8 +350,6 @@ class ChatSession:
         self, settings: Mapping[str, int | float], prompt: Prompt | None = None
     ) -> SamplingParams:
         given: dict[str, Any] = {k: v for k, v in settings.items() if k != "max_new_tokens"}
-        if "seed" in given:
-            given["seed"] %= SEEDS
         given["stop"] = self.vocabulary.ends | self.stop_ids
         if prompt and self.thinking.budget is not None:
             inside = Reader(prompt_tail=prompt.tail).thinking
@@ -368,30 +376,6 @@ class Bounded:
         if (forced := budget.forced()) is None:
             return self.inner.mask(generated) if self.inner else None
         return np.arange(self.size) == forced
-
-
-def _conversation(value: Any) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    held = {"messages": value} if isinstance(value, list) else an_object(value, "the file")
-    if unknown := held.keys() - {"messages", "tools"}:
-        raise InputError(f"{min(unknown)}: is not known; a conversation has messages and tools")
-    messages, tools = held.get("messages"), held.get("tools")
-    read_messages(messages)
-    assert isinstance(messages, list)
-    closed = [*messages, *(_call_answer(c, "") for c in _open_calls(messages))]
-    if messages:
-        check_pairs(Conversation(read_messages(closed)))
-    read_tools(tools)
-    return messages, tools
-
-
-def _open_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    answers = [*takewhile(lambda m: m["role"] == "tool", reversed(messages))]
-    before = messages[: len(messages) - len(answers)]
-    left = [*(before[-1].get("tool_calls") or ())] if before else []
-    for a in reversed(answers):
-        found = next((c for c in left if c.get("id") == a.get("tool_call_id")), None)
-        left = [c for c in left if c is not found]
-    return left
 
 
 def _call_answer(call: Mapping[str, Any], text: str) -> dict[str, Any]:

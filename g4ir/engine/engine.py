@@ -112,7 +112,7 @@ class Engine(EngineParts):
         if chat:
             turns = PromptBuilder.open(self.path, self.tokenizer(), self.spec.chat)
             prompt = turns.prompts(prompt, [kind for kind, _ in media])
-            stop_ids = {*self.stop_ids(), *turns.ends} if stop_ids is None else stop_ids
+            stop_ids = {*self.stop_ids(), *turns.vocabulary.ends} if stop_ids is None else stop_ids
         prompts, single = _prompts(prompt)
         prompts, soft = _with_media(self, prompts, media)
         stop = frozenset(self.stop_ids() if stop_ids is None else stop_ids)
@@ -277,13 +277,12 @@ def _drained(
     tally: AcceptanceStats | None,
 ) -> list[list[int]]:
     with engine.lent_scheduler(len(requests), draft) as scheduler:
-        handles = {scheduler.submit(request): row for row, request in enumerate(requests)}
-        while scheduler.busy:
-            for event in scheduler.step():
-                if event.error:
-                    raise event.error
-                if event.token is not None and on_token:
-                    on_token(handles[event.handle], event.token)
+        handles = [scheduler.submit(request) for request in requests]
+        for event in scheduler.run(*handles):
+            if event.error:
+                raise event.error
+            if event.token is not None and on_token:
+                on_token(handles.index(event.handle), event.token)
     for handle in handles:
         if tally is not None:
             tally.join(handle.tally)

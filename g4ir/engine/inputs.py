@@ -36,9 +36,13 @@ class SessionInputs:
         """Return tokens [batch, S] with their media, for rows that hold `held` tokens."""
         tokens, lengths = self.tokens(held, tokens, lengths)
         check_list("soft", soft)
-        items = listed(self.engine.media, self.engine.spec, **lists)
-        softs = [*soft, *(encode(self.engine, kind, item) for kind, item in items)]
-        return _merged(self.engine, tokens, lengths, softs)
+        engine = self.engine
+        items = listed(engine.media, engine.spec, **lists)
+        softs = [*soft, *(encode(engine, kind, item) for kind, item in items)]
+        check_softs(softs, engine.spec.text.hidden_size)
+        for s in softs:
+            check_taken(s.kind, engine.media, engine.spec)
+        return merged(tokens, lengths, softs, _media(engine), BLOCKS in engine.program.graphs)
 
     def single(self, held: torch.Tensor, next_tokens: Any, active: Any) -> Prompt:
         """Return one token a row, int64 [batch], of the rows that are `active` (bool [batch])."""
@@ -116,22 +120,11 @@ class SessionInputs:
         return tokens, lengths
 
 
-def check_prompt(engine: EngineParts, tokens: Sequence[int], soft: Sequence[Soft] = ()) -> None:
-    """Raise InputError for what a session would refuse of one row's prompt, its length aside."""
-    rows = torch.tensor([tokens])
-    check_list("soft", soft)
-    _check_ids(engine, rows)
-    prompt = _merged(engine, rows, torch.tensor([len(tokens)]), soft)
-    prompt.pieces(engine.limits.prefill_chunk)
-
-
-def _merged(
-    engine: EngineParts, tokens: torch.Tensor, lengths: torch.Tensor, softs: Sequence[Soft]
-) -> Prompt:
-    check_softs(softs, engine.spec.text.hidden_size)
-    for s in softs:
-        check_taken(s.kind, engine.media, engine.spec)
-    return merged(tokens, lengths, softs, _media(engine), BLOCKS in engine.program.graphs)
+def row_prompt(engine: EngineParts, tokens: Sequence[int], soft: Sequence[Soft] = ()) -> Prompt:
+    """Return the prompt of an empty row; InputError for what a session would refuse."""
+    prompt = SessionInputs(engine, 1).prompt(torch.tensor([0]), [tokens], None, soft)
+    prompt.pieces(engine.limits.prefill_chunk)  # refuses a block longer than a chunk
+    return prompt
 
 
 def _media(engine: EngineParts) -> Mapping[str, int]:

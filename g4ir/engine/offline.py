@@ -16,23 +16,22 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, BinaryIO, ClassVar
 
 from g4ir.backends.sampling import Logprobs, SamplingParams, random_seed
-from g4ir.errors import G4Error, InputError
+from g4ir.errors import G4Error
 from g4ir.media import prompt as prompts
 from g4ir.media.soft import Soft, counts
 from g4ir.model.media import (
-    AUDIO,
     IMAGE,
     LISTS,
-    VIDEO,
     check_budget,
     check_taken,
     check_there,
+    encode_options,
 )
 
 from .engine import Engine
 from .jsonl import FIELDS, Line, ReadAhead, checked_fields, named, parse_line
 from .prompts import checked_ids, checked_prompt
-from .requests import Counts, Event, Request, RequestHandle
+from .requests import Counts, Event, Request, RequestHandle, check_least
 from .scheduler import Scheduler, SchedulerConfig
 from .tokenizer import Codec
 
@@ -47,12 +46,6 @@ BOS_ADDED = (
     "the prompt begins with <bos>, which the tokenizer's files do not add; --no-bos leaves it out"
 )
 
-#: kind -> (setting, what `Engine.encode` calls it)
-MEDIA_SETTINGS = {
-    IMAGE: ("image_budget", "budget"),
-    VIDEO: ("frames", "frames"),
-    AUDIO: ("audio_too_long", "too_long"),
-}
 #: sampling settings of a request or a flag
 SAMPLING = [f.name for f in fields(SamplingParams) if f.name in FIELDS and f.name != "stop"]
 #: requests admitted beyond the batch size, so that a free slot never waits for input
@@ -62,35 +55,20 @@ HELD_BACK = 64
 
 
 @dataclass(frozen=True)
-class Medium:
-    """A file of a request. `settings` are keywords of `Engine.encode`, `where` is for messages."""
-
-    kind: str
-    path: str
-    settings: Mapping[str, Any]
-    where: str
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a request is made of: `fields` as in FIELDS, flags and defaults among them; its media
-    and, once they are read, their `soft` tokens. `where` it is, for messages; `line`: its number
-    in the input."""
-
-    fields: Mapping[str, Any]
-    where: str
-    line: int | None
-    media: tuple[Medium, ...] = ()
-    soft: tuple[Soft, ...] = ()
-
-
-@dataclass(frozen=True)
 class OfflineRequest(Request):
-    """A checked request; until its media are read, its tokens lack their soft tokens."""
+    """A checked request of `fields` as in FIELDS, flags and defaults among them; until its `media`
+    (kind, path, and where it is named) are read, its tokens lack their soft tokens. `where` it is,
+    for messages; `line`: its number in the input."""
 
-    id: int | str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    where: str = ""
+    line: int | None = None
+    media: tuple[tuple[str, str, str], ...] = ()
     notes: tuple[str, ...] = ()
-    asked: Asked = field(default_factory=lambda: Asked({}, "", None))
+
+    @property
+    def id(self) -> int | str | None:
+        return self.fields.get("id")
 
 
 @dataclass(frozen=True)
@@ -189,9 +167,7 @@ class Result:
 def check_flags(flags: Mapping[str, Any]) -> None:
     """Raise InputError for settings that no engine takes."""
     _sampling(flags)
-    count = flags.get("max_new_tokens")
-    if count is not None and count < 1:
-        raise InputError(f"max_new_tokens {count}: expected at least 1")
+    check_least(flags, max_new_tokens=1)
 
 
 def _sampling(given: Mapping[str, Any]) -> SamplingParams:
@@ -232,24 +208,18 @@ class OfflineEngine:
         InputError begins with `where`. The media are read by `answer`. One of a `line` shares
         prefixes with others."""
         lists = [(k, p, f"{where}: {n}") for n, k in LISTS.items() for p in fields.get(n, [])]
-        files = [*((k, p, f"--{k}") for k, p in media), *lists]
-        asked = Asked({**self.defaults.sampling, **self.flags, **fields}, where, line)
-        return self._request(
-            replace(asked, media=tuple(self._medium(asked.fields, *file) for file in files))
-        )
+        files = (*((k, p, f"--{k}") for k, p in media), *lists)
+        fields = {**self.defaults.sampling, **self.flags, **fields}
+        for kind, path, place in files:
+            with named(place):
+                check_taken(kind, self.engine.media, self.engine.spec)
+                if kind == IMAGE and fields.get("image_budget") is not None:
+                    check_budget(fields["image_budget"], self.engine.media)
+                check_there(kind, path)
+        return self._filled(OfflineRequest((), fields=fields, where=where, line=line, media=files))
 
-    def _medium(self, fields: Mapping[str, Any], kind: str, path: str, where: str) -> Medium:
-        media = self.engine.media
-        setting, keyword = MEDIA_SETTINGS[kind]
-        value = fields.get(setting)
-        with named(where):
-            check_taken(kind, media, self.engine.spec)
-            if kind == IMAGE and value is not None:
-                check_budget(value, media)
-            check_there(kind, path)
-        return Medium(kind, path, {} if value is None else {keyword: value}, where)
-
-    def _request(self, asked: Asked) -> OfflineRequest:
+    def _filled(self, asked: OfflineRequest) -> OfflineRequest:
+        """Return a request with its tokens and settings."""
         vocab, room = self.engine.spec.text.vocab_size, self.engine.limits.max_seq
         (tokens, notes), where = self._tokens(asked), asked.where
         count = asked.fields.get("max_new_tokens")
@@ -262,25 +232,20 @@ class OfflineEngine:
         if sampling.temperature == 0 or sampling.seed is None:  # so that it can be reported
             sampling = replace(sampling, seed=random_seed() if sampling.temperature else None)
         stops = frozenset([*stop, *self.engine.stop_ids()])
-        return OfflineRequest(
-            tuple(tokens),
-            count,
-            replace(sampling, stop=stops, ignore_eos=True),
-            asked.soft,
-            reuse=asked.line is not None,
-            id=asked.fields.get("id"),
-            notes=notes,
-            asked=asked,
+        sampling = replace(sampling, stop=stops, ignore_eos=True)
+        own, reuse = tuple(tokens), asked.line is not None
+        return replace(
+            asked, tokens=own, max_new_tokens=count, sampling=sampling, reuse=reuse, notes=notes
         )
 
-    def _tokens(self, asked: Asked) -> tuple[list[int], tuple[str, ...]]:
+    def _tokens(self, asked: OfflineRequest) -> tuple[list[int], tuple[str, ...]]:
         """Return ids and notes of the prompt, with a placeholder for each medium or soft token."""
         special, kinds = self.engine.spec.tokens, self.engine.media.kinds
         tokens, notes = asked.fields.get("tokens"), list[str | None]()
         if tokens is None:
             tokens, notes = self._encoded(asked)
         with named(asked.where):
-            prompts.check_given(tokens, [m.kind for m in asked.media], special, kinds)
+            prompts.check_given(tokens, [kind for kind, *_ in asked.media], special, kinds)
             if asked.soft:
                 encode, before = self.codec.plain if self.codec else None, tokens
                 tokens = prompts.place(tokens, asked.soft, special, encode, kinds)
@@ -288,13 +253,13 @@ class OfflineEngine:
                     notes.append(prompts.NO_TIMES)
         return tokens, tuple(n for n in notes if n)
 
-    def _encoded(self, asked: Asked) -> tuple[list[int], list[str | None]]:
+    def _encoded(self, asked: OfflineRequest) -> tuple[list[int], list[str | None]]:
         if self.codec is None:
             self.engine.tokenizer()  # says what is missing
         assert self.codec
         codec, special, text = self.codec, self.engine.spec.tokens, asked.fields["prompt"]
         begin = None if special.bos is None else codec.tokenizer.id_to_token(special.bos)
-        given, kinds = [m.kind for m in asked.media], self.engine.media.kinds
+        given, kinds = [kind for kind, *_ in asked.media], self.engine.media.kinds
         with named(asked.where):
             marked, note = prompts.mark(text, given, kinds, special, codec.spell, begin)
             # What media are expanded to has special tokens, which are no turns.
@@ -346,12 +311,10 @@ class OfflineEngine:
                     b.handle.cancel()
 
     def _step(self, going: Sequence[Result]) -> None:
-        by_handle: dict[RequestHandle, Result] = {}
+        by_handle = {b.handle: b for b in going}
         for event in self.scheduler.step():
-            if event.finish or event.logprobs:
-                by_handle = by_handle or {b.handle: b for b in going}
-                if b := by_handle.get(event.handle):  # none: of lines that nobody read to the end
-                    b.take(event)
+            if b := by_handle.get(event.handle):  # none: of lines that nobody read to the end
+                b.take(event)
 
     def _begin(self, line: Line, source: str) -> Result | Failure:
         number, text = line
@@ -364,14 +327,15 @@ class OfflineEngine:
             return Failure(name, str(e), number)
 
     def _submit(self, request: OfflineRequest) -> Result:
-        begun, soft, asked = time.perf_counter(), list[Soft](), request.asked
-        for m in asked.media:
-            with named(m.where):
-                soft.append(self.engine.encode(m.kind, m.path, **m.settings))
+        begun, soft = time.perf_counter(), list[Soft]()
+        for kind, path, place in request.media:
+            with named(place):
+                options = encode_options(kind, request.fields)
+                soft.append(self.engine.encode(kind, path, **options))
         if soft:
-            request = self._request(replace(asked, soft=tuple(soft)))
+            request = self._filled(replace(request, soft=tuple(soft)))
         encode_s = time.perf_counter() - begun
-        with named(asked.where) if asked.line is not None else nullcontext():
+        with named(request.where) if request.line is not None else nullcontext():
             return Result(request, self.scheduler.submit(request), encode_s, self.codec)
 
 
@@ -381,7 +345,7 @@ def _ended(b: Result | Failure) -> Result | Failure | None:
         return b
     error = b.end and b.end.error
     if isinstance(error, G4Error):
-        return Failure(b.id, str(error), b.request.asked.line)
+        return Failure(b.id, str(error), b.request.line)
     if error:
         raise error
     return b if b.end else None

@@ -23,6 +23,7 @@ from g4ir.model.media import placeholders
 from g4ir.ui.memory import free_on
 from g4ir.ui.units import size_text
 
+from .inputs import row_prompt
 from .parts import EngineParts
 from .requests import Request
 from .session import Session, Snapshot
@@ -184,33 +185,17 @@ class Prefiller:
     def _computed(
         self, prompt: Request, until: Callable[[int], int], keys: Keys, marks: set[int]
     ) -> Chunks:
-        start = self.known
-        rows = {  # of each kind of media, together once
-            kind: torch.cat([p for s in prompt.soft if s.kind == kind for p in s.pieces])
-            for kind in dict.fromkeys(s.kind for s in prompt.soft)
-        }
+        start, whole = self.known, row_prompt(self.engine, prompt.tokens, prompt.soft)
         while start < len(keys):
             end = min((m for m in marks if m > start), default=len(keys))
             stop = min(max(until(start), start + 1), end)
             while stop < end and self._cuts_medium(prompt, stop):
                 stop += 1
-            tokens = torch.tensor([prompt.tokens[start:stop]])
-            soft = self._soft(prompt, rows, start, stop)
-            for logits in self.session.prefill_steps(tokens, None, soft, stop == len(keys)):
+            for logits in self.session.prefill_steps(whole.part(start, stop), stop == len(keys)):
                 start = self.held
                 if start in marks and prompt.reuse:
                     self.prefixes.keep(prompt.salt, keys[:start], self.session)
                 yield logits
-
-    def _soft(
-        self, prompt: Request, rows: Mapping[str, torch.Tensor], start: int, stop: int
-    ) -> list[Soft]:
-        out: list[Soft] = []
-        for kind, made in rows.items():
-            first = prompt.tokens[:start].count(self.holders[kind])
-            count = prompt.tokens[start:stop].count(self.holders[kind])
-            out += [Soft(kind, (made[first : first + count],))] if count else []
-        return out
 
     def _found(self, prompt: Request, keys: Keys) -> tuple[int, int]:
         """Hold as much of a prompt as is known, but its last token. Return how much that is, and

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from g4ir.backends.sampling import SamplingParams
+from g4ir.backends.sampling import SEEDS, SamplingParams
 from g4ir.errors import InputError, WeightsError
 from g4ir.weights.tensorfile import parse_json, quoted
 
@@ -128,7 +128,10 @@ def _ids(path: Path, values: dict[str, Any], key: str, vocab: int) -> tuple[int,
 
 
 def sampling_params(defaults: Defaults, given: Mapping[str, Any]) -> SamplingParams:
-    """Return `given` settings over the checkpoint's; a top_k of 0 or less is no limit."""
+    """Return `given` settings over the checkpoint's; a top_k of 0 or less is no limit, and seeds
+    go round."""
     found = {**defaults.sampling, **given}
+    if found.get("seed") is not None:
+        found["seed"] %= SEEDS
     top_k = found.get("top_k") or 0
     return SamplingParams(**{**found, "top_k": top_k if top_k > 0 else None})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +21,10 @@ FINISHED, CANCELLED, FAILED = "finished", "cancelled", "failed"
 STOP, LENGTH = "stop", "length"
 
 
-def check_least(config: Any, **least: float) -> None:
-    """Raise InputError for a field that is less than this; None is no number."""
+def check_least(given: Mapping[str, Any], **least: float) -> None:
+    """Raise InputError for a number that is less than this; None is none."""
     for name, number in least.items():
-        value = getattr(config, name)
+        value = given.get(name)
         if value is not None and not value >= number:
             raise InputError(f"{name} {value}: expected at least {number}")
 

@@ -27,7 +27,7 @@ from g4ir.ops.finite import not_finite
 
 from .batch import Batch, checked_buckets
 from .device_loop import Drafters, DraftRounds, Tokens, TokenSteps, open_loop
-from .inputs import check_prompt, padded
+from .inputs import padded, row_prompt
 from .parts import EngineParts
 from .prefill import Chunks, Prefiller
 from .prompts import checked_ids, checked_prompt
@@ -68,7 +68,7 @@ class SchedulerConfig:
     draft_rows: int = 2
 
     def __post_init__(self) -> None:
-        check_least(self, chunk_tokens=1, patience=0, prefix_bytes=0, draft_rows=1)
+        check_least(vars(self), chunk_tokens=1, patience=0, prefix_bytes=0, draft_rows=1)
 
 
 #: new tokens of sequences
@@ -100,7 +100,7 @@ class Scheduler:
         vocab, room = self.engine.spec.text.vocab_size, self.engine.limits.max_seq
         s, size, most = request.sampling, len(request.tokens), self.max_batch
         checked_prompt(request.tokens, request.max_new_tokens, vocab, room, "prompt")
-        check_prompt(self.engine, request.tokens, request.soft)
+        row_prompt(self.engine, request.tokens, request.soft)
         if not 1 <= request.n <= most:
             raise InputError(f"n {request.n}: this engine answers 1 to {most} times at once")
         checked_ids([*s.stop], vocab, "stop")
@@ -133,13 +133,14 @@ class Scheduler:
         heapq.heappush(self._queue, handle)
         return handle
 
-    def run(self, handle: RequestHandle) -> Iterator[Event]:
-        """Step until a request has ended, and yield its events; leaving early cancels it."""
+    def run(self, *handles: RequestHandle) -> Iterator[Event]:
+        """Step until requests have ended, and yield their events; leaving early cancels them."""
         try:
-            while not handle.done:
-                yield from (event for event in self.step() if event.handle is handle)
+            while not all(handle.done for handle in handles):
+                yield from (event for event in self.step() if event.handle in handles)
         finally:
-            handle.cancel()
+            for handle in handles:
+                handle.cancel()
 
     @property
     def waiting(self) -> int:

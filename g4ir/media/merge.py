@@ -63,6 +63,13 @@ class Prompt:
         """Return the steps, each of at most `chunk` tokens a row."""
         return cut(self.lengths, chunk, self.block_ids)
 
+    def part(self, start: int, stop: int) -> Prompt:
+        """Return the tokens of one row from `start` to `stop`, neither of which is in a block."""
+        rows = None if self.soft_rows is None else self.soft_rows[:, start:stop]
+        ids = None if self.block_ids is None else self.block_ids[:, start:stop]
+        lengths = torch.tensor([stop - start])
+        return Prompt(self.tokens[:, start:stop], lengths, rows, self.table, ids)
+
     def blocks(self, piece: Piece) -> Tensor | None:
         """Return the block ids, i64[B, width]; None if the piece has no block."""
         if self.block_ids is None:

@@ -27,6 +27,12 @@ IMAGE, VIDEO, AUDIO = KINDS = ("image", "video", "audio")
 PICTURES = (IMAGE, VIDEO)
 #: what a list of media is called, as a keyword and in a JSON line -> its kind
 LISTS = {"images": IMAGE, "videos": VIDEO, "audio": AUDIO}
+#: kind -> its setting in requests, and what `Engine.encode` calls it
+MEDIA_SETTINGS = {
+    IMAGE: ("image_budget", "budget"),
+    VIDEO: ("frames", "frames"),
+    AUDIO: ("audio_too_long", "too_long"),
+}
 #: seconds of audio that towers are compiled for unless asked otherwise; the last is the longest
 SECONDS = (5.0, 10.0, 20.0, 30.0)
 #: of any audio clip
@@ -90,6 +96,12 @@ def check_media(media: Media, spec: Spec, most: int) -> None:
 def _rising(numbers: tuple[int, ...]) -> bool:
     """Whether numbers above 0 rise, and stay below what no image or clip reaches."""
     return max(numbers, default=0) < 1 << 20 and all(a < b for a, b in zip((0, *numbers), numbers))
+
+
+def encode_options(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `Engine.encode` for one medium of a request with these settings."""
+    name, keyword = MEDIA_SETTINGS[kind]
+    return {} if settings.get(name) is None else {keyword: settings[name]}
 
 
 def check_taken(kind: str, media: Media, spec: Spec) -> None:

@@ -16,7 +16,7 @@ import ssl
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from g4ir.chat.messages import Medium
 from g4ir.engine.engine import Engine
 from g4ir.engine.multimodal import source_of
-from g4ir.engine.offline import MEDIA_SETTINGS
 from g4ir.errors import InputError
+from g4ir.model.media import encode_options
 
 from .http_errors import bad, missing
 
@@ -232,13 +232,14 @@ def read_bytes(
     return out
 
 
-def setting(engine: Engine, medium: Medium, given: Any) -> dict[str, Any]:
-    """Return how `Engine.encode` reads a medium: as the request says (`given`), or an image as its
+def setting(engine: Engine, medium: Medium, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how `Engine.encode` reads a medium: as the request's fields say, or an image as its
     own `detail` does."""
     outer = medium.part.get("image_url")
     detail = outer.get("detail") if isinstance(outer, dict) else None
     if detail not in (None, "auto", *DETAILS):
         raise bad(f"{medium.place}.image_url.detail", f"must be auto, {', '.join(DETAILS)}")
-    if given is None and detail in DETAILS:
-        given = engine.media.budgets[DETAILS[detail]]
-    return {} if given is None else {MEDIA_SETTINGS[medium.kind][1]: given}
+    options = encode_options(medium.kind, fields)
+    if detail in DETAILS:
+        options.setdefault("budget", engine.media.budgets[DETAILS[detail]])
+    return options

@@ -19,13 +19,11 @@ from g4ir.engine.multimodal import soft_of
 from g4ir.engine.output import Answer
 from g4ir.engine.prompts import checked_ids, sampling_params
 from g4ir.engine.requests import Request
-from g4ir.engine.scheduler import SEEDS
 from g4ir.engine.tokenizer import Codec
 from g4ir.errors import EngineError, InputError
 from g4ir.media.audio import REFUSE
 from g4ir.media.prompt import expansion
 from g4ir.media.soft import Soft
-from g4ir.model.media import AUDIO, IMAGE, VIDEO
 
 from .grammar import Grammars
 from .http_errors import Refused, bad, missing
@@ -33,10 +31,10 @@ from .media_fetch import Sources, read_bytes, setting
 from .request_schema import NO_EFFORTS, as_input, chosen, constraint_of
 from .tool_grammar import called
 
-#: settings of rows that have the names of fields
-SAME = (
-    *("top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
-    *("logit_bias", "ignore_eos", "min_tokens"),
+#: sampling settings that have the names of fields
+SETTINGS = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "logit_bias", "ignore_eos", "min_tokens"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
 )
 
 
@@ -135,11 +133,9 @@ class Prompts:
 
     def _soft(self, prompt: Prompt, fields: Mapping[str, Any]) -> tuple[Soft, ...]:
         items = read_bytes(self.engine, prompt.media, self.sources)
-        given = {IMAGE: fields.get("image_budget"), VIDEO: fields.get("frames")}
-        given[AUDIO] = fields.get("audio_too_long", REFUSE)
-        engine = self.engine
+        engine, fields = self.engine, {"audio_too_long": REFUSE, **fields}
         with self._media:  # one tower at a time
-            said = [(m, raw, setting(engine, m, given[m.kind])) for m, raw in items]
+            said = [(m, raw, setting(engine, m, fields)) for m, raw in items]
             return tuple(soft_of(engine, medium, raw, **own) for medium, raw, own in said)
 
     def _held(
@@ -220,9 +216,7 @@ class Prompts:
 
     def _sampling(self, fields: Mapping[str, Any], top: int | None) -> SamplingParams:
         """Return the sampling parameters: of the request, else of the checkpoint."""
-        given = {k: fields[k] for k in ("temperature", "top_k", *SAME) if k in fields}
-        if "seed" in fields:
-            given["seed"] = fields["seed"] % SEEDS
+        given = {k: fields[k] for k in SETTINGS if k in fields}
         stop = fields.get("stop_token_ids", frozenset())
         if constraint_of(fields) or ("messages" in fields and not fields.get("ignore_eos")):
             stop |= self.vocabulary.ends

@@ -105,8 +105,8 @@ def test_the_detail_of_an_image_chooses_its_budget() -> None:
     engine: Any = SimpleNamespace(media=SimpleNamespace(budgets=(70, 140, 280)))
     for detail, budget in (("low", 70), ("high", 280), ("original", 280), ("auto", 0), (None, 0)):
         medium = Medium("image", {"type": "image_url", "image_url": {"detail": detail}}, "here")
-        assert setting(engine, medium, None) == ({"budget": budget} if budget else {})
-        assert setting(engine, medium, 140) == {"budget": 140}
+        assert setting(engine, medium, {}) == ({"budget": budget} if budget else {})
+        assert setting(engine, medium, {"image_budget": 140}) == {"budget": 140}
 
 
 class Site(http.server.BaseHTTPRequestHandler):
