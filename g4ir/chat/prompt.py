@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -105,10 +105,6 @@ class Prompt:
             out += [Piece(self.marked[at:end], True)] if end else []
             start = end or at
         return out
-
-    def cut(self, end: str) -> Prompt:
-        """Return the prompt without an end that it has."""
-        return replace(self, marked=self.marked.removesuffix(end))
 
     def check_media(self) -> None:
         """Raise InputError where the template did not write one placeholder for each medium."""

@@ -232,7 +232,8 @@ def make_prompt(
         options["add_generation_prompt"] = False
     prompt = replace(_prompt(replace(checked, tools=lowered), form, options), said=said)
     prompt.check_media()
-    return prompt.cut(f"{TURN_END}\n") if continued else prompt
+    head = prompt.marked.removesuffix(f"{TURN_END}\n")
+    return replace(prompt, marked=head) if continued else prompt
 
 
 def _prompt(conversation: Conversation, form: str | Template, options: Mapping[str, Any]) -> Prompt:

@@ -90,7 +90,7 @@ def _repaired(text: str, schema: Schema) -> dict[str, Any]:
     """Read arguments as far as the schema says what must be meant: a text between quotes of any
     kind, of which some may be missing, up to the next declared key or the end."""
     first: dict[str, re.Match[str]] = {}
-    if keys := _either(properties(schema)):
+    if keys := either(properties(schema)):
         for found in re.finditer(rf"(?:^|,)\s*({keys})\s*:", text):
             first.setdefault(found[1], found)
     starts = [*first.values()]
@@ -112,7 +112,7 @@ def _repaired(text: str, schema: Schema) -> dict[str, Any]:
     return out
 
 
-def _either(words: Iterable[str]) -> str:
+def either(words: Iterable[str]) -> str:
     """Return a regular expression of some words, the longest first."""
     return "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
 
@@ -304,7 +304,7 @@ class _Drifted(_Values):
     def key(self, at: int, inside: Mapping[str, Schema]) -> tuple[str, int]:
         if not inside:
             return super().key(at, inside)
-        found = re.compile(rf"([{_QUOTE}\"']?)({_either(inside)})\1\s*[:=]").match(self.text, at)
+        found = re.compile(rf"([{_QUOTE}\"']?)({either(inside)})\1\s*[:=]").match(self.text, at)
         if found is None:
             raise Unreadable
         return found[2], found.end()
