@@ -318,8 +318,7 @@ class _Drifted(_Values):
     def _bare(self, at: int, schema: Schema) -> tuple[Any, int]:
         named = "|".join(map(re.escape, schema.get("enum", ())))
         pattern = rf"(?:{named})(?!\w)|{_LITERAL.pattern}" if named else _LITERAL.pattern
-        found = re.compile(pattern).match(self.text, at)
-        if found is None:
+        if (found := re.compile(pattern).match(self.text, at)) is None:
             raise Unreadable
         return _bare(found[0], schema), found.end()
 
