@@ -298,7 +298,7 @@ def test_a_stream_of_ids_is_their_text(ids: list[int]) -> None:
     wanted = ""
     for special, group in groupby(ids, lambda i: i in WORDS.strings):
         run = [*group]
-        text = WORDS.detokenizer.decode
+        text = WORDS.decode
         wanted += "".join(WORDS.strings[i] for i in run) if special else text(run)
     assert "".join(p.text for p in pieces) == wanted
 

@@ -29,7 +29,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from g4ir.backends import BACKENDS, find_backend
 from g4ir.backends.sampling import SamplingParams
-from g4ir.chat.detokenizer import Detokenizer, TextStream
+from g4ir.chat.prompt import TextStream, Vocabulary
 from g4ir.cli import _parser
 from g4ir.cli.common import tables
 from g4ir.engine.engine import Engine
@@ -489,7 +489,7 @@ def test_suppressed_tokens_are_never_drawn(loaded: Engine, tmp_path: Path) -> No
 # --- text -------------------------------------------------------------------------------------
 
 
-CODEC = Detokenizer(tokenizer())
+CODEC = Vocabulary(tokenizer())
 EMOJI = [4 + byte for byte in "a😀é😀€".encode()]
 
 

@@ -341,7 +341,7 @@ def test_generate_takes_what_users_say(engine: Engine, tmp_path: Path) -> None:
     with ChatSession(engine) as talk:
         talk.choose({"max_new_tokens": 6})
         prompt = make_prompt(messages, None, talk.template)
-        answer = Reader(prompt_tail=prompt.tail).feed(talk.vocabulary.detokenizer.decode(said))
+        answer = Reader(prompt_tail=prompt.tail).feed(talk.vocabulary.decode(said))
         assert talk.say("hello").content == "".join(e.text for e in answer)
     png(tmp_path / "a.png")
     seen = engine.generate("what is this?", 4, chat=True, images=[tmp_path / "a.png"])

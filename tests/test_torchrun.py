@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file
 
 import g4ir
-from g4ir.chat.detokenizer import Detokenizer
+from g4ir.chat import Vocabulary
 from g4ir.cli import main
 from g4ir.engine.artefact import open_artefact
 from g4ir.engine.load import open_runtime
@@ -251,7 +251,7 @@ def test_ranks_serve_rows_together(tmp_path: Path) -> None:
     it has answered, and then the others."""
     options, tokenizer = {"backend": "reference", "random_weights": 0, **LIMITS}, chat_tokenizer()
     with g4ir.build("tiny-moe", tmp_path / "one", **options) as engine:
-        want = [Detokenizer(tokenizer).decode(engine.generate(p, 12, stop_ids=())) for p in PROMPTS]
+        want = [Vocabulary(tokenizer).decode(engine.generate(p, 12, stop_ids=())) for p in PROMPTS]
     two = g4ir.build("tiny-moe", tmp_path / "two", tp=2, **options).path
     add_file(two, "tokenizer.json", tokenizer.to_str())
     port = free_port()

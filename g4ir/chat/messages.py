@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any
 
 from g4ir.errors import InputError
 
@@ -33,7 +33,6 @@ KINDS = {dict: "an object", list: "a list", str: "a text", bool: "a boolean"}
 KINDS |= {type(None): "nothing", int: "a number", float: "a number"}
 
 Message = dict[str, Any]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def function_of(given: Any, where: str) -> Message:
     return an_object(given.get("function"), f"{where}.function")
 
 
-def _known(given: Message, key: str, known: Mapping[str, T], where: str) -> T:
+def _known(given: Message, key: str, known: Mapping[str, Any], where: str) -> Any:
     word = given.get(key)
     if not isinstance(word, str) or word not in known:
         what = f"must be one of {', '.join(known)}, found {shown(word)}"

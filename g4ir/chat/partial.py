@@ -47,7 +47,7 @@ class CallBody:
         self._raw = list[str]()  # of a key or value that has not ended
         self._held, self._frozen = "", False  # of an open string, and whether all of it is held
         self._keys = {*values.properties(schema)}  # that have not come
-        self._next = _keys_behind_commas(self._keys)
+        self._next: re.Pattern[str] | None = None  # one of them behind a comma
         self._schema, self._place = schema, VALUE  # of what comes next
         self._push(self._opener)
 
@@ -194,6 +194,8 @@ class CallBody:
         if self._place == VALUE and quote == _QUOTE and values.takes_text(self._schema):
             self._emit(self._comma() + '"')
             self._place, self._raw = TEXT, []
+            named = values.either(self._keys)
+            self._next = re.compile(rf",\s*(?:{named})\s*:") if named else None
         else:
             self._raw.append(quote)
 
@@ -202,9 +204,8 @@ class CallBody:
         self._emit(f"{self._comma()}{json.dumps(key, ensure_ascii=False)}: ")
         self._raw, self._place = [], VALUE
         self._schema = values.properties(schema).get(key, {})
-        if len(self._open) == 1 and key in self._keys:
+        if len(self._open) == 1:
             self._keys.discard(key)
-            self._next = _keys_behind_commas(self._keys)
 
     def _comma(self) -> str:
         """Return what separates the next element; that of a key, and a first one, have none."""
@@ -288,8 +289,3 @@ def _tail(text: str) -> int:
     """Return where the tail of a text begins that is held back."""
     found = _TAIL.search(text, max(0, len(text) - LONGEST_TAIL))
     return found.start() if found else len(text)
-
-
-def _keys_behind_commas(keys: set[str]) -> re.Pattern[str] | None:
-    named = "|".join(map(re.escape, sorted(keys)))
-    return re.compile(rf",\s*(?:{named})\s*:") if keys else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -18,9 +18,10 @@ from typing import Any
 from g4ir.errors import InputError
 
 from . import special_tokens as control
-from .detokenizer import REPLACEMENT, Detokenizer, TextStream
 from .messages import Conversation, Medium, map_texts
 
+#: stands for bytes that are no character
+REPLACEMENT = "\ufffd"
 #: characters that are tokenised in some ten milliseconds
 CHEAP = 1 << 16
 #: characters to mark with: ideographs so rare that no conversation has all of them, and printable,
@@ -105,10 +106,6 @@ class Prompt:
             start = end or at
         return out
 
-    def cut(self, end: str) -> Prompt:
-        """Return the prompt without an end that it has."""
-        return replace(self, marked=self.marked.removesuffix(end))
-
     def check_media(self) -> None:
         """Raise InputError where the template did not write one placeholder for each medium."""
         given = [m.kind for m in self.media]
@@ -139,11 +136,6 @@ def text_ids(tokenizer: Any, texts: Sequence[str], special: bool = False) -> lis
     return [e.ids for e in tokenizer.encode_batch_fast([*texts], add_special_tokens=special)]
 
 
-def longest_token(tokenizer: Any) -> int:
-    """Return the number of characters of the longest token."""
-    return max(map(len, tokenizer.get_vocab()), default=1)
-
-
 def check_length(characters: int, longest: int, room: int, what: str, cheap: int = CHEAP) -> None:
     """Raise InputError for a text that cannot fit into `room` tokens, whatever its tokens are,
     before it is tokenised; texts of up to `cheap` characters are counted in tokens instead."""
@@ -158,8 +150,13 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        #: ids to text
-        self.detokenizer = Detokenizer(tokenizer)
+        #: id of a byte token -> its byte
+        self.bytes: dict[int, int] = {}
+        for byte in range(256):
+            name = f"<0x{byte:02X}>"
+            token = tokenizer.token_to_id(name)
+            if token is not None and tokenizer.decode([token]) not in ("", name):
+                self.bytes[token] = byte
         added = tokenizer.get_added_tokens_decoder().items()
         #: string -> id of each control token: what the tokenizer calls special, and what means
         #: something in a conversation whatever it calls it; and the other way round
@@ -172,7 +169,7 @@ class Vocabulary:
     @cached_property
     def longest(self) -> int:
         """Number of characters of the longest token."""
-        return longest_token(self.tokenizer)
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     @property
     def chats(self) -> bool:
@@ -214,10 +211,100 @@ class Vocabulary:
             raise InputError(f"messages: the tokenizer makes {bad} of a text that does not have it")
         return out
 
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text without special tokens.
+
+        Byte tokens are decoded here as UTF-8: one that begins or continues no character becomes
+        U+FFFD and leaves its neighbours as they are, where the library replaces the whole run.
+        """
+        ids = list(ids)
+        text: str = self.tokenizer.decode(ids)
+        if REPLACEMENT not in text or self.bytes.keys().isdisjoint(ids):
+            return text
+        stream = TextStream(self)
+        return "".join([*map(stream.push, ids), stream.rest()])
+
 
 def encode(prompt: Prompt, tokenizer: Any) -> list[int]:
     """Return the ids of a prompt; see `Vocabulary.encode`."""
     return Vocabulary(tokenizer).encode(prompt)
+
+
+class TextStream:
+    """Token ids in, text out as soon as it is final; the pieces concatenate to `decode(ids)`.
+
+    A token's text may depend on the token before it, so a piece is the difference of two
+    decodings, with the last piece's tokens as context. Special tokens do not end a character.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self._text = vocabulary.tokenizer.decode
+        self._ids: list[int] = []  # the last piece's tokens, then those not yet final
+        self._known = 0  # how many of them are the last piece's
+        self._bytes = b""  # of a character that is not complete
+
+    def push(self, token: int) -> str:
+        """Return the text that becomes final with this token."""
+        byte = self.vocabulary.bytes.get(token)
+        if byte is not None:
+            return self._byte(token, byte)
+        if not self._text([token]):  # a special one
+            self._ids += [] if self._bytes else [token]
+            return ""
+        wrong = self._wrong()
+        self._ids.append(token)
+        # In a token itself U+FFFD is no sign of an incomplete character.
+        name = self.vocabulary.tokenizer.id_to_token(token) or ""
+        return wrong + self._piece(ends=REPLACEMENT in name)
+
+    def _byte(self, token: int, byte: int) -> str:
+        self._bytes += bytes([byte])
+        self._ids.append(token)
+        state = _utf8(self._bytes)
+        if state is None:
+            return ""
+        if state:
+            self._bytes = b""
+            return self._piece()
+        if len(self._bytes) == 1:
+            return self._wrong()
+        self._bytes, last = self._bytes[:-1], self._ids.pop()
+        return self._wrong() + self._byte(last, byte)
+
+    def _wrong(self) -> str:
+        """Emit the incomplete character as U+FFFD, if there is one."""
+        if not self._bytes:
+            return ""
+        self._ids = self._ids[: -len(self._bytes)]
+        self._bytes = b""
+        return REPLACEMENT
+
+    def rest(self) -> str:
+        """Return the text held back, at the end or before a token that is no text."""
+        wrong = self._wrong()
+        return (self._piece() if len(self._ids) > self._known else "") + wrong
+
+    def _piece(self, ends: bool = True) -> str:
+        """Return the text behind the last piece. Unless it `ends` a character, tokens of a
+        byte-level vocabulary may end within one."""
+        before = self._text(self._ids[: self._known])
+        piece: str = self._text(self._ids)[len(before) :]
+        if not ends and piece.endswith(REPLACEMENT):
+            return ""
+        if piece:
+            self._ids = self._ids[self._known :]
+            self._known = len(self._ids)
+        return piece
+
+
+def _utf8(raw: bytes) -> bool | None:
+    """Whether bytes are one character of UTF-8; None: the beginning of one."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError as e:
+        return None if e.reason == "unexpected end of data" else False
+    return True
 
 
 class TokenStream:
@@ -226,7 +313,7 @@ class TokenStream:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self._text = TextStream(vocabulary.detokenizer)
+        self._text = TextStream(vocabulary)
 
     def push(self, token: int) -> list[Piece]:
         """Return the pieces that this token completes."""
@@ -272,7 +359,7 @@ class ReasoningBudget:
         self._open, self._close = (vocabulary.controls[text] for text in channel)
         newline = vocabulary.plain("\n")
         self._newline = newline[0] if len(newline) == 1 else None
-        self._bytes, self._last = vocabulary.detokenizer.bytes, -1
+        self._bytes, self._last = vocabulary.bytes, -1
 
     def push(self, token: int) -> None:
         """Take a token of the answer, forced or not."""

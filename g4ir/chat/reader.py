@@ -374,48 +374,35 @@ class Stops:
         for i, text in enumerate(strings):
             if not isinstance(text, str) or not 0 < len(text) <= LONGEST_STOP:
                 raise InputError(f"stop[{i}]: must be a text of 1 to {LONGEST_STOP} characters")
-        self._strings = [*map(_Stop, strings)]
+        #: how much of each the text ends with
+        self._known = dict.fromkeys(strings, 0)
         self._held = ""
         self.hit = False
 
     def feed(self, text: str) -> str:
         """Return what is certain to lie before a stop string."""
-        if not self._strings or self.hit:
+        if not self._known or self.hit:
             return "" if self.hit else text
-        text, start = self._held + text, len(self._held)
-        for at in range(start, len(text)):
-            if longest := max([stop.ended(text[at]) for stop in self._strings]):
-                self.hit, self._held = True, ""
-                return text[: at + 1 - longest]
-        certain = len(text) - max(stop.known for stop in self._strings)
+        text, start, ends = self._held + text, len(self._held), []
+        for stop, known in self._known.items():
+            at = start - known  # what lies before cannot begin it
+            if (found := text.find(stop, at)) >= 0:
+                ends.append((found + len(stop), -len(stop)))
+                continue
+            at = max(at, len(text) - len(stop) + 1)
+            while not stop.startswith(text[at:]):
+                at += 1
+            self._known[stop] = len(text) - at
+        if ends:
+            self.hit, self._held = True, ""
+            end, length = min(ends)
+            return text[: end + length]
+        certain = len(text) - max(self._known.values())
         self._held = text[certain:]
         return text[:certain]
 
     def rest(self) -> str:
         """Return what was held back, where content ends or something else comes between."""
         held, self._held = self._held, ""
-        for stop in self._strings:
-            stop.known = 0
+        self._known = dict.fromkeys(self._known, 0)
         return held
-
-
-class _Stop:
-    """One string, and how much of it the text ends with (Knuth, Morris and Pratt): nothing is
-    compared twice. `borders`: length of the longest border of each of its prefixes."""
-
-    def __init__(self, text: str) -> None:
-        self.text, self.known, self.borders = text, 0, [0]
-        for character in text[1:]:
-            self.borders.append(self._longer(self.borders[-1], character))
-
-    def _longer(self, known: int, character: str) -> int:
-        while known and self.text[known] != character:
-            known = self.borders[known - 1]
-        return known + (self.text[known] == character)
-
-    def ended(self, character: str) -> int:
-        """Take a character; return the length of the string if it is complete."""
-        known = self._longer(self.known, character)
-        complete = known == len(self.text)
-        self.known = 0 if complete else known
-        return known if complete else 0

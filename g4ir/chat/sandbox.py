@@ -52,8 +52,16 @@ class Sandbox:
         return str(answer["text"])
 
     def _answer(self, request: str) -> str:
-        process, answer = self._process or _started(), ""
-        self._process = process
+        if self._process is None:
+            self._process = subprocess.Popen(
+                python("g4ir.chat.sandbox", f"serve({MOST_MEMORY})"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for this process
+            )
+        process, answer = self._process, ""
         assert process.stdin and process.stdout
         try:
             with contextlib.suppress(BrokenPipeError):  # its end says why
@@ -75,17 +83,6 @@ class Sandbox:
         if process is not None:
             process.kill()
             process.communicate()
-
-
-def _started() -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        python("g4ir.chat.sandbox", f"serve({MOST_MEMORY})"),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,  # Ctrl-C is for this process
-    )
 
 
 _SANDBOX = Sandbox()

@@ -232,7 +232,8 @@ def make_prompt(
         options["add_generation_prompt"] = False
     prompt = replace(_prompt(replace(checked, tools=lowered), form, options), said=said)
     prompt.check_media()
-    return prompt.cut(f"{TURN_END}\n") if continued else prompt
+    head = prompt.marked.removesuffix(f"{TURN_END}\n")
+    return replace(prompt, marked=head) if continued else prompt
 
 
 def _prompt(conversation: Conversation, form: str | Template, options: Mapping[str, Any]) -> Prompt:
@@ -248,35 +249,34 @@ def check_chats(vocabulary: Vocabulary, folder: Path) -> None:
         raise InputError(f"{folder}: {why}")
 
 
-@dataclass(frozen=True)
-class PromptBuilder:
-    """From what users say to ids: a template, and the tokenizer of what it writes."""
+def open_chat(folder: Path, tokenizer: Any, form: str) -> tuple[Template, Vocabulary]:
+    """Read the template of a folder, or take the built-in one of this form, for a tokenizer.
+    InputError where that has no turns of a chat."""
+    vocabulary = Vocabulary(tokenizer)
+    check_chats(vocabulary, folder)
+    return Template.open(folder, form), vocabulary
 
-    template: Template
-    vocabulary: Vocabulary
 
-    @staticmethod
-    def open(folder: Path, tokenizer: Any, form: str) -> PromptBuilder:
-        """Read the template of a folder, or take the built-in one of this form. InputError where
-        the tokenizer has no turns of a chat."""
-        vocabulary = Vocabulary(tokenizer)
-        check_chats(vocabulary, folder)
-        return PromptBuilder(Template.open(folder, form), vocabulary)
+def prompt_ids(
+    given: Any, template: Template, vocabulary: Vocabulary, kinds: Sequence[str] = ()
+) -> list[Any]:
+    """Return the ids of a prompt, or of each of several; one is a text or a list of messages. A
+    single text is of a message that has media of `kinds`, audio behind it."""
 
-    def prompts(self, given: Any, kinds: Sequence[str] = ()) -> list[Any]:
-        """Return the ids of a prompt, or of each of several; one is a text or a list of messages.
-        A single text is of a message that has media of `kinds`, audio behind it."""
-        if isinstance(given, str):
-            sounds = [{"type": kind} for kind in kinds if kind == "audio"]
-            seen = [{"type": kind} for kind in kinds if kind != "audio"]
-            content = [*seen, {"type": "text", "text": given}, *sounds] if kinds else given
-            return self._ids([{"role": "user", "content": content}])
-        if not isinstance(given, list | tuple) or not given:
-            what = "an empty list" if isinstance(given, list | tuple) else kind_of(given)
-            raise InputError(f"prompt: expected a text or messages, found {what}")
-        if isinstance(given[0], dict):
-            return self._ids(given)
-        return [self.prompts(one) if isinstance(one, str) else self._ids(one) for one in given]
+    def asked(content: Any) -> list[Message]:
+        return [{"role": "user", "content": content}]
 
-    def _ids(self, messages: Any) -> list[int]:
-        return self.vocabulary.encode(make_prompt(messages, None, self.template))
+    def encoded(messages: Any) -> list[int]:
+        return vocabulary.encode(make_prompt(messages, None, template))
+
+    if isinstance(given, str):
+        sounds = [{"type": kind} for kind in kinds if kind == "audio"]
+        seen = [{"type": kind} for kind in kinds if kind != "audio"]
+        content = [*seen, {"type": "text", "text": given}, *sounds] if kinds else given
+        return encoded(asked(content))
+    if not isinstance(given, list | tuple) or not given:
+        what = "an empty list" if isinstance(given, list | tuple) else kind_of(given)
+        raise InputError(f"prompt: expected a text or messages, found {what}")
+    if isinstance(given[0], dict):
+        return encoded(given)
+    return [encoded(asked(one) if isinstance(one, str) else one) for one in given]

@@ -90,7 +90,7 @@ def _repaired(text: str, schema: Schema) -> dict[str, Any]:
     """Read arguments as far as the schema says what must be meant: a text between quotes of any
     kind, of which some may be missing, up to the next declared key or the end."""
     first: dict[str, re.Match[str]] = {}
-    if keys := _either(properties(schema)):
+    if keys := either(properties(schema)):
         for found in re.finditer(rf"(?:^|,)\s*({keys})\s*:", text):
             first.setdefault(found[1], found)
     starts = [*first.values()]
@@ -112,7 +112,7 @@ def _repaired(text: str, schema: Schema) -> dict[str, Any]:
     return out
 
 
-def _either(words: Iterable[str]) -> str:
+def either(words: Iterable[str]) -> str:
     """Return a regular expression of some words, the longest first."""
     return "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
 
@@ -304,7 +304,7 @@ class _Drifted(_Values):
     def key(self, at: int, inside: Mapping[str, Schema]) -> tuple[str, int]:
         if not inside:
             return super().key(at, inside)
-        found = re.compile(rf"([{_QUOTE}\"']?)({_either(inside)})\1\s*[:=]").match(self.text, at)
+        found = re.compile(rf"([{_QUOTE}\"']?)({either(inside)})\1\s*[:=]").match(self.text, at)
         if found is None:
             raise Unreadable
         return found[2], found.end()
@@ -318,8 +318,7 @@ class _Drifted(_Values):
     def _bare(self, at: int, schema: Schema) -> tuple[Any, int]:
         named = "|".join(map(re.escape, schema.get("enum", ())))
         pattern = rf"(?:{named})(?!\w)|{_LITERAL.pattern}" if named else _LITERAL.pattern
-        found = re.compile(pattern).match(self.text, at)
-        if found is None:
+        if (found := re.compile(pattern).match(self.text, at)) is None:
             raise Unreadable
         return _bare(found[0], schema), found.end()
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4ir.chat.detokenizer import TextStream
+from g4ir.chat.prompt import TextStream
 from g4ir.engine.jsonl import named
 from g4ir.errors import InputError
 from g4ir.model.media import MEDIA_SETTINGS, check_there
@@ -103,7 +103,7 @@ def _log_and_emit(result: Result | Failure) -> Result | Failure:
 
 def _stream(offline: OfflineEngine, request: OfflineRequest, progress: console.Progress) -> Result:
     """Print each piece as it comes: text, or ids without a tokenizer."""
-    text = TextStream(offline.codec.detokenizer) if offline.codec else None
+    text = TextStream(offline.codec.vocabulary) if offline.codec else None
     begun, count = time.perf_counter(), 0
 
     def told(token: int) -> None:

@@ -23,7 +23,7 @@ from g4ir.backends.sampling import LogitsMask, SamplingParams
 from g4ir.chat import Event as Said
 from g4ir.chat import Prompt, Reader, ReasoningBudget, make_prompt
 from g4ir.chat.messages import Conversation, an_object, check_pairs, decoded, read_messages
-from g4ir.chat.template import PromptBuilder
+from g4ir.chat.template import open_chat
 from g4ir.chat.tools import lower, read_tools
 from g4ir.errors import InputError, RankError
 from g4ir.media.prompt import expansion
@@ -111,8 +111,8 @@ class ChatSession:
 
     def __init__(self, engine: Engine, config: SchedulerConfig | None = None) -> None:
         self.engine, self.defaults = engine, engine.defaults()
-        turns = PromptBuilder.open(engine.path, engine.tokenizer(), engine.spec.chat)
-        self.template, self.vocabulary = turns.template, turns.vocabulary
+        tokenizer = engine.tokenizer()
+        self.template, self.vocabulary = open_chat(engine.path, tokenizer, engine.spec.chat)
         self.messages: list[dict[str, Any]] = []
         #: parts of the next message
         self.attached: list[dict[str, Any]] = []

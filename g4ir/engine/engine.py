@@ -16,7 +16,7 @@ import numpy as np
 
 from g4ir.backends.sampling import SEEDS, SamplingParams, random_seed
 from g4ir.chat.prompt import text_ids
-from g4ir.chat.template import PromptBuilder
+from g4ir.chat.template import open_chat, prompt_ids
 from g4ir.errors import EngineError, InputError, MissingError
 from g4ir.media.prompt import NO_TIMES, check_given, place_rows, times_left_out
 from g4ir.media.soft import Soft
@@ -110,9 +110,9 @@ class Engine(EngineParts):
         drafts = find_draft(self, draft, draft_tokens)
         media = listed(self.media, self.spec, images=images, videos=videos, audio=audio)
         if chat:
-            turns = PromptBuilder.open(self.path, self.tokenizer(), self.spec.chat)
-            prompt = turns.prompts(prompt, [kind for kind, _ in media])
-            stop_ids = {*self.stop_ids(), *turns.vocabulary.ends} if stop_ids is None else stop_ids
+            template, words = open_chat(self.path, self.tokenizer(), self.spec.chat)
+            prompt = prompt_ids(prompt, template, words, [kind for kind, _ in media])
+            stop_ids = {*self.stop_ids(), *words.ends} if stop_ids is None else stop_ids
         prompts, single = _prompts(prompt)
         prompts, soft = _with_media(self, prompts, media)
         stop = frozenset(self.stop_ids() if stop_ids is None else stop_ids)

@@ -136,7 +136,7 @@ class Result:
         out = {
             "id": self.id,
             "tokens": list(self.tokens),
-            "text": self.codec and self.codec.detokenizer.decode([*self.tokens]),
+            "text": self.codec and self.codec.vocabulary.decode([*self.tokens]),
             "finish_reason": self.finish_reason,
             "logprobs": read or None,
         }

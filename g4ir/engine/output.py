@@ -75,7 +75,7 @@ class Answer:
     def _entry(self, token: int, value: float) -> dict[str, Any]:
         """A token's text, its log-probability, and its bytes, which may be part of a character."""
         tokenizer = self.vocabulary.tokenizer
-        if (byte := self.vocabulary.detokenizer.bytes.get(token)) is not None:
+        if (byte := self.vocabulary.bytes.get(token)) is not None:
             text, raw = tokenizer.id_to_token(token) or "", [byte]
         else:
             text = self.vocabulary.strings.get(token)

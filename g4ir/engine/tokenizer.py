@@ -16,7 +16,7 @@ class Codec:
 
     def __init__(self, engine: Engine) -> None:
         self.vocabulary = Vocabulary(engine.tokenizer())
-        self.tokenizer, self.detokenizer = self.vocabulary.tokenizer, self.vocabulary.detokenizer
+        self.tokenizer = self.vocabulary.tokenizer
         path, template = (engine.path / n for n in ("tokenizer_config.json", "chat_template.jinja"))
         config = parse_json(path, path.read_bytes()) if path.is_file() else {}
         self.room, self.bos = engine.limits.max_seq, engine.spec.tokens.bos
