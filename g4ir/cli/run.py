@@ -19,7 +19,7 @@ from g4ir.model.media import AUDIO, IMAGE, VIDEO, check_there
 from g4ir.ui import console
 
 from .common import emit, flag_of, load, load_to_generate, token_ids
-from .talking import answer_once, check_draft, check_talk, given_draft, tally_text
+from .talking import answer_once, answer_summary, check_draft, check_talk, given_draft
 
 if TYPE_CHECKING:
     from g4ir.engine.offline import Failure, OfflineEngine, OfflineRequest, Result
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             _log_and_emit(offline.answer(request))
         else:
             progress("reading the prompt")
-            _tell_summary(_stream(offline, request, progress), args.seed)
+            _say_summary(_stream(offline, request, progress), args.seed)
         return 0
 
 
@@ -135,14 +135,10 @@ def _stream(offline: OfflineEngine, request: OfflineRequest, progress: console.P
     return result
 
 
-def _tell_summary(r: Result, given: int | None) -> None:
-    c, seed = r.counts, r.request.sampling.seed
-    speed = f", then {c.tokens_per_second:.1f} tokens/s" if c.tokens_per_second else ""
+def _say_summary(r: Result, given: int | None) -> None:
+    seed = r.request.sampling.seed
     drawn = f"; drawn with --seed {seed}" if seed not in (None, given) else ""
-    console.say(
-        f"{c.prompt} prompt tokens, {c.generated} new ones; first after {c.first_token_s:.3f} s"
-        f"{speed}{tally_text(r.handle.tally)}; ended by {r.finish_reason}{drawn}"
-    )
+    console.say(f"{answer_summary(r.counts, r.handle.tally, r.finish_reason)}{drawn}")
 
 
 def verify(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from g4ir.backends.experimental import experiment
 from g4ir.errors import InputError
 from g4ir.ir.diff import diff_graphs, diff_text
-from g4ir.ir.graph import Graph, print_node
+from g4ir.ir.graph import Graph, Node, print_node
 from g4ir.ir.names import layer_of
 from g4ir.ops import OPS, Op
 from g4ir.parallel.shard import collectives
@@ -31,8 +31,6 @@ from .specs import any_spec
 WITH_OPS = ("ops", "json", "trace", "command")
 #: one token of one row
 ONE = {"B": 1, "S": 1, "M": 1, "C": 1}
-
-
 NOTE = """\
 kind: the part of the model; `by name`: that of the first result's name
 rounded, summed: how far two right computations may lie apart, in units of the dtype and in fp32
@@ -127,7 +125,7 @@ def _show_ops(args: argparse.Namespace) -> int:
 
 
 def _layer_text(graph: Graph, layer: int) -> str:
-    nodes = [n for n in graph.nodes if any(layer_of(v.name) == layer for v in n.outputs)]
+    nodes = _nodes_of(graph, layer)
     if not nodes:
         raise graphs.no_layer(graph, layer)
     read = {v.name for n in nodes for v in n.inputs}
@@ -147,7 +145,7 @@ def _show_diff(args: argparse.Namespace) -> int:
     """Print a diff. A pass is there to change something: exit 0. Two variants: exit 1 where they
     differ, as `specs diff` and diff(1)."""
     a, b = _stages(args) if args.against is None else _variants(args)
-    if args.layer is not None and not any(_has_layer(g, args.layer) for g in (a, b)):
+    if args.layer is not None and not any(_nodes_of(g, args.layer) for g in (a, b)):
         raise graphs.no_layer(a, args.layer)
     changes = [c for c in diff_graphs(a, b) if args.layer is None or c.layer == args.layer]
     emit([asdict(c) for c in changes]) if args.json else print(diff_text(changes), end="")
@@ -162,13 +160,9 @@ def _stages(args: argparse.Namespace) -> tuple[Graph, Graph]:
             "--diff: give --after PASS for what a pass changes, or --compare B for two variants"
         )
     find_pass(args.after)
-    (graph, skip), options = graphs.given_graph(args), graphs.pass_options(args)
-    if args.after in skip:
-        raise InputError(f"--after {args.after}: the pass is skipped")
+    graph, skip = graphs.given_graph(args)
     stages = [graph]
-    run_passes(
-        graph, skip=skip, until=args.after, dump=lambda _, g: stages.append(g), options=options
-    )
+    graphs.behind(args, graph, skip, dump=lambda _, g: stages.append(g))
     return stages[-2], stages[-1]
 
 
@@ -186,8 +180,8 @@ def _variants(args: argparse.Namespace) -> tuple[Graph, Graph]:
     return one, two
 
 
-def _has_layer(g: Graph, layer: int) -> bool:
-    return any(layer_of(v.name) == layer for n in g.nodes for v in n.outputs)
+def _nodes_of(g: Graph, layer: int) -> list[Node]:
+    return [n for n in g.nodes if any(layer_of(v.name) == layer for v in n.outputs)]
 
 
 def _op_facts(o: Op) -> dict[str, Any]:
