@@ -50,6 +50,12 @@ def emit(value: Any, indent: int | None = None) -> None:
     print(json.dumps(strict(value), indent=indent), flush=True)
 
 
+def output(args: argparse.Namespace, value: Any, text: str) -> int:
+    """Print a result, with `--json` its values and else a text; returns the exit code 0."""
+    emit(value) if args.json else print(text, end="")
+    return 0
+
+
 def strict(value: Any) -> Any:
     """Return JSON values only: null for what is not a finite number."""
     if isinstance(value, dict):

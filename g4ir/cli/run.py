@@ -18,7 +18,7 @@ from g4ir.errors import InputError
 from g4ir.model.media import AUDIO, IMAGE, VIDEO, check_there
 from g4ir.ui import console
 
-from .common import emit, flag_of, load, load_to_generate, token_ids
+from .common import emit, flag_of, load, load_to_generate, output, token_ids
 from .talking import answer_once, answer_summary, check_draft, check_talk, given_draft
 
 if TYPE_CHECKING:
@@ -172,5 +172,5 @@ def _reported(args: argparse.Namespace, engine: str, check: Callable[..., Any], 
         closing(load(engine, progress, trust=trust, threads=threads)) as loaded,
     ):
         report = check(loaded, checkpoint=args.checkpoint, progress=progress)
-    emit(report.to_dict()) if args.json else print(report.text())
+    output(args, report.to_dict(), f"{report.text()}\n")
     return 0 if report.ok else 1
