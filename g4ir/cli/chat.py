@@ -49,7 +49,7 @@ def chat(args: argparse.Namespace) -> int:
     with (
         console.Progress() as progress,
         closing(load_to_generate(args, progress)) as engine,
-        closing(talking.begun(engine, args)) as talk,
+        talking.begun(engine, args) as talk,
     ):
         progress.stop()
         return _talk(talk, args, terminal)

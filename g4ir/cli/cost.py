@@ -58,7 +58,7 @@ def cost(args: argparse.Namespace) -> int:
         "batch": step.B,
         "new_tokens": step.S,
         "context": step.C + step.S,
-        "weights": weights or _dtype(graph),
+        "weights": weights or Counter(v.type.dtype for v in graph.params).most_common(1)[0][0],
         "layer": args.layer,
         "roof": roof and asdict(roof),
         "total": _row(total(costs), roof),
@@ -141,10 +141,6 @@ def _roof(args: argparse.Namespace) -> Roof | None:
         args.flop_rate or (card.flops_per_s if card else 0.0),
         " with ".join(names),
     )
-
-
-def _dtype(graph: Graph) -> str:
-    return Counter(v.type.dtype for v in graph.params).most_common(1)[0][0]
 
 
 def _row(cost: Cost, roof: Roof | None) -> dict[str, Any]:

@@ -32,7 +32,8 @@ def plan(args: argparse.Namespace) -> int:
         check_plot(args.plot)
     plans = [_made(spec, args, gpus, several=len(specs) > 1) for spec in specs]
     if args.plot:
-        _plot(plans, args.plot)
+        lines = [cache_lines(p) for p in plans]
+        plot_caches(args.plot, lines, f"K and V caches, one row, {plans[0].dtype}")
     if len(plans) == 1:
         return output(args, plans[0].to_dict(), plan_text(plans[0], args.nominal))
     several = {"schema": SCHEMA, "plans": [p.to_dict() for p in plans]}
@@ -87,8 +88,3 @@ def _made(spec: Spec, args: argparse.Namespace, gpus: list[Gpu], several: bool) 
         names = ", ".join(gpu.name for gpu in gpus)
         console.say(f"note: steps are predicted for {' and '.join(CARDS)}, not for {names}")
     return make_plan(spec, options, ctx=ctx, batch=batch, memory=gpus, **how)
-
-
-def _plot(plans: list[Plan], path: str) -> None:
-    lines = [cache_lines(p) for p in plans]
-    plot_caches(path, lines, f"K and V caches, one row, {plans[0].dtype}")

@@ -6,7 +6,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,14 +92,13 @@ def _check_turns(folder: Path) -> None:
         )
 
 
-def begun(engine: Engine, args: argparse.Namespace) -> ChatSession:
-    """Return a conversation with what the flags say; who asked for it closes it."""
+@contextmanager
+def begun(engine: Engine, args: argparse.Namespace) -> Iterator[ChatSession]:
+    """A context with a conversation of what the flags say."""
     from g4ir.engine.conversation import ChatSession
     from g4ir.engine.scheduler import SchedulerConfig
 
-    config = SchedulerConfig(**given_draft(args))
-    talk = ChatSession(engine, config)
-    try:
+    with closing(ChatSession(engine, SchedulerConfig(**given_draft(args)))) as talk:
         if talk.template.note:
             console.say(f"note: {talk.template.note}")
         talk.set_system(args.system or "")
@@ -106,10 +106,7 @@ def begun(engine: Engine, args: argparse.Namespace) -> ChatSession:
             declare(talk, args.tools)
         talk.thinking.on, talk.thinking.budget = args.think, args.think_budget
         talk.choose({name: getattr(args, name) for name in SAMPLING})
-    except BaseException:
-        talk.close()
-        raise
-    return talk
+        yield talk
 
 
 def declare(talk: ChatSession, path: str) -> None:
@@ -208,7 +205,7 @@ def _ended(reason: str | None) -> str:
 
 def answer_once(engine: Engine, args: argparse.Namespace, media: list[Any], stop: Any) -> None:
     """Answer one message, for `g4ir run --chat`. `media`: kind, path and settings of each file."""
-    with closing(begun(engine, args)) as talk:
+    with begun(engine, args) as talk:
         talk.stop_ids = frozenset(stop or ())
         for kind, path, settings in media:
             talk.attach(kind, path, **settings)
