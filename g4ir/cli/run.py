@@ -144,12 +144,7 @@ def _say_summary(r: Result, given: int | None) -> None:
 def verify(args: argparse.Namespace) -> int:
     """Compare an engine with a reference."""
     tokens = token_ids(args.tokens, "--tokens")
-    if not args.each_pass:
-        return verified(args.engine, args, args.against, tokens, args.trust)
-    from g4ir.check.passes import verify_each_pass
-
-    check = partial(verify_each_pass, tokens=tokens)
-    return _reported(args, args.engine, check, args.trust)
+    return verified(args.engine, args, args.against, tokens, args.trust, args.each_pass)
 
 
 def verified(
@@ -158,19 +153,20 @@ def verified(
     against: str = "reference",
     tokens: list[int] | None = None,
     trust: bool = False,
+    each_pass: bool = False,
 ) -> int:
     """Run `verify` on an engine directory; `build --verify` does this too."""
     from g4ir.check.logits import verify_engine
+    from g4ir.check.passes import verify_each_pass
 
-    return _reported(args, engine, partial(verify_engine, against=against, tokens=tokens), trust)
-
-
-def _reported(args: argparse.Namespace, engine: str, check: Callable[..., Any], trust: bool) -> int:
+    check: Callable[..., Any] = partial(verify_engine, against=against)
+    if each_pass:
+        check = verify_each_pass
     threads = vars(args).get("threads")
     with (
         console.Progress() as progress,
         closing(load(engine, progress, trust=trust, threads=threads)) as loaded,
     ):
-        report = check(loaded, checkpoint=args.checkpoint, progress=progress)
+        report = check(loaded, tokens=tokens, checkpoint=args.checkpoint, progress=progress)
     output(args, report.to_dict(), f"{report.text()}\n")
     return 0 if report.ok else 1
