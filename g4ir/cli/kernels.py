@@ -49,10 +49,9 @@ def kernels(args: argparse.Namespace) -> int:
     check_graph(args)
     graph, spec = chosen_graph(args), spec_of(args)
     s, step, moved = scheduled(args, graph, spec)
-    found, context = kernel_rows(s, moved), step.C + step.S
+    found, context, nbytes = kernel_rows(s, moved), step.C + step.S, sum(moved.values())
     facts = {"phase": graph.name, "gpu": s.target.gpu, "batch": s.target.rows}
-    facts |= {"starts": sum(r.starts for r in found), "context": context}
-    facts["bytes"] = nbytes = sum(moved.values())
+    facts |= {"starts": sum(r.starts for r in found), "context": context, "bytes": nbytes}
     text = "{phase} on {gpu}, up to {batch} rows: {starts} kernels of our own\n".format(**facts)
     text += f"weights and caches to move at {count_text(context)}: {si(nbytes, 'B')}\n"
     head = ("op", "nodes", "kernel", "shape", "bytes", "settings", "")

@@ -112,8 +112,6 @@ def any_spec(source: str) -> Spec:
 
 
 def _stated_spec(source: str) -> Spec:
-    """Read what a checkpoint, or a config.json, says of itself."""
-    path = Path(source)
-    if path.suffix == ".json":
+    if Path(source).suffix == ".json":
         return Spec.from_hf(source)
-    return find_origin(path).spec()
+    return find_origin(Path(source)).spec()
