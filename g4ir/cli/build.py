@@ -24,7 +24,7 @@ from g4ir.spec.record import Spec
 from g4ir.ui import console
 from g4ir.ui.units import size_text
 
-from .common import emit, given_options, given_spec
+from .common import emit, given_options, given_spec, output
 from .run import verified
 
 
@@ -63,8 +63,7 @@ def build(args: argparse.Namespace) -> int:
     if args.verify:
         return verified(str(out), args, trust=not written.known)
     made = {"engine": str(out), "compile_s": seconds, "grid": written.grid and asdict(written.grid)}
-    emit(made) if args.json else print(out)
-    return 0
+    return output(args, made, f"{out}\n")
 
 
 def _out(args: argparse.Namespace, spec: Spec | None) -> Path:

@@ -32,8 +32,8 @@ MOST_LINES = 1000
 QUOTES = '"""'
 #: former name of a command, for one release -> its name
 FORMER_COMMANDS = {"/thoughts": "/reasoning"}
-#: command, a method of Repl -> its usage and its help
-COMMANDS: dict[str, tuple[str, str]] = tables()["chat commands"]
+#: command, a method of Repl -> its row in verbs.yaml
+COMMANDS: dict[str, list[str]] = tables()["chat commands"]
 _BLOCK = re.compile(rf"\s*(/\w+\s+)?{QUOTES}")
 
 
@@ -49,7 +49,7 @@ def chat(args: argparse.Namespace) -> int:
     with (
         console.Progress() as progress,
         closing(load_to_generate(args, progress)) as engine,
-        closing(talking.begun(engine, args)) as talk,
+        talking.begun(engine, args) as talk,
     ):
         progress.stop()
         return _talk(talk, args, terminal)
@@ -212,6 +212,9 @@ class Repl:
                 f"no command {name}; /help lists them, and a message that begins with / has a "
                 f"space before it{did_you_mean(name, COMMANDS)}"
             )
+        allowed = COMMANDS[name][2:]
+        if allowed and not re.fullmatch(allowed[0], rest):
+            raise InputError(allowed[1].format(text=rest))
         if command in KINDS:
             self.attach(command, rest)
         else:
@@ -240,7 +243,6 @@ class Repl:
 
     def attach(self, kind: str, path: str) -> None:
         """Read a file for the next message."""
-        _given(path, f"/{kind}: give the path of a file")
         soft = self.talk.attach(kind, _path(path))
         if self.terminal:
             self._tell(f"{soft.count} tokens, for the next message")
@@ -249,26 +251,19 @@ class Repl:
         self.talk.set_system(text)
 
     def tools(self, text: str) -> None:
-        _given(text, "/tools: give a FILE of JSON, or off")
         if text == "off":
             self.talk.set_tools(None)
         else:
             talking.declare(self.talk, _path(text))
 
     def think(self, text: str) -> None:
-        if text not in ("on", "off") and not re.fullmatch("[0-9]{1,9}", text):
-            raise InputError(f"/think {text!r}: on, off, or a number of tokens")
         self.talk.thinking.on = text != "off"
         self.talk.thinking.budget = int(text) if text.isdigit() else None
 
     def reasoning(self, text: str) -> None:
-        if text not in ("show", "hide"):
-            raise InputError(f"/reasoning {text!r}: show or hide")
         self.screen.hides_reasoning = text == "hide"
 
     def stats(self, text: str) -> None:
-        if text not in STATS:
-            raise InputError(f"/stats {text!r}: {', '.join(STATS)}")
         self._stats = text
 
     def set(self, text: str) -> None:
@@ -296,11 +291,9 @@ class Repl:
         self.talk.clear()
 
     def save(self, text: str) -> None:
-        _given(text, "/save: give a FILE")
         self.talk.save(_path(text))
 
     def load(self, text: str) -> None:
-        _given(text, "/load: give a FILE")
         self.talk.load(_path(text))
         if self.terminal:
             self._tell(f"{len(self.talk.messages)} messages")
@@ -326,18 +319,13 @@ class Repl:
         self._tell("\n".join(f"{name:<9} {value}" for name, value in lines.items()))
 
     def help(self, text: str) -> None:
-        rows = {f"{name} {usage}".strip(): what for name, (usage, what) in COMMANDS.items()}
+        rows = {f"{name} {usage}".strip(): what for name, (usage, what, *_) in COMMANDS.items()}
         rows |= tables()["chat keys"]
         width = max(map(len, rows))
         self._tell("\n".join(f"{left:<{width}}  {what}" for left, what in rows.items()))
 
     def bye(self, text: str) -> None:
         self._leaves = True
-
-
-def _given(text: str, message: str) -> None:
-    if not text:
-        raise InputError(message)
 
 
 def _path(text: str) -> str:

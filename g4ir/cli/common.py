@@ -50,6 +50,12 @@ def emit(value: Any, indent: int | None = None) -> None:
     print(json.dumps(strict(value), indent=indent), flush=True)
 
 
+def output(args: argparse.Namespace, value: Any, text: str) -> int:
+    """Print a result, with `--json` its values and else a text; returns the exit code 0."""
+    emit(value) if args.json else print(text, end="")
+    return 0
+
+
 def strict(value: Any) -> Any:
     """Return JSON values only: null for what is not a finite number."""
     if isinstance(value, dict):
@@ -129,16 +135,13 @@ def add_verb(verbs: Any, name: str) -> Parser:
     word = name.rpartition(" ")[2]
     parser: Parser = verbs.add_parser(word, help=table["help"], description=described)
     add_flags(parser, table["flags"], {**WORDS, **table.get("words", {})})
-    command = partial(_do, parser, table["does"], table.get("rules", ()))
-    parser.set_defaults(command=command, **table.get("defaults", {}))
+    parser.set_defaults(command=partial(_do, parser, table), **table.get("defaults", {}))
     return parser
 
 
-def _do(
-    parser: Parser, function: str, rules: Iterable[Mapping[str, Any]], args: argparse.Namespace
-) -> int:
-    _check_rules(parser, rules, args)
-    module, _, name = function.partition(".")
+def _do(parser: Parser, table: Mapping[str, Any], args: argparse.Namespace) -> int:
+    _check_rules(parser, table.get("rules", ()), args)
+    module, _, name = table["does"].partition(".")
     code: int = getattr(import_module(f".{module}", __package__), name)(args)
     return code
 

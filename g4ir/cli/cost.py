@@ -15,23 +15,14 @@ from g4ir.ir.names import layer_of
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.model.towers import PARTS, is_tower
-from g4ir.plan.cost import (
-    Cost,
-    Roof,
-    Step,
-    by_kind,
-    floor,
-    graph_costs,
-    prefill_chunks,
-    total,
-)
+from g4ir.plan.cost import Cost, Roof, Step, by_kind, floor, graph_costs, prefill_chunks, total
 from g4ir.plan.drafting import ACCEPTANCE, Gain, gains, gains_text
 from g4ir.plan.gpus import find_gpu
 from g4ir.spec.record import Spec
 from g4ir.ui.table import aligned
 from g4ir.ui.units import parse_count, si
 
-from .common import emit, flag_of
+from .common import flag_of, output
 from .graphs import check_graph, chosen_graph, drafted_tokens, no_layer, spec_of
 
 #: default chunk size, and default context of a decode step
@@ -41,8 +32,6 @@ NOTE = (
     "time: the longer of bytes (weights and caches) and FLOPs at the roofline; activations\n"
     "are left out, since fused nodes keep them on the chip"
 )
-
-
 #: phase -> options that say nothing about it
 MEANINGLESS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("decode", VERIFY, DRAFT), ("prefill_chunk",)),
@@ -69,7 +58,7 @@ def cost(args: argparse.Namespace) -> int:
         "batch": step.B,
         "new_tokens": step.S,
         "context": step.C + step.S,
-        "weights": weights or _dtype(graph),
+        "weights": weights or Counter(v.type.dtype for v in graph.params).most_common(1)[0][0],
         "layer": args.layer,
         "roof": roof and asdict(roof),
         "total": _row(total(costs), roof),
@@ -90,8 +79,7 @@ def cost(args: argparse.Namespace) -> int:
     if args.phase == VERIFY and args.layer is None:
         found = _gains(args, graph, step, roof)
         report["drafts"] = {"acceptance": ACCEPTANCE, "rounds": [g.to_dict() for g in found]}
-    emit(report) if args.json else print("\n".join(_lines(report, found)))
-    return 0
+    return output(args, report, "".join(f"{line}\n" for line in _lines(report, found)))
 
 
 def _gains(args: argparse.Namespace, graph: Graph, step: Step, roof: Roof | None) -> Sequence[Gain]:
@@ -153,10 +141,6 @@ def _roof(args: argparse.Namespace) -> Roof | None:
         args.flop_rate or (card.flops_per_s if card else 0.0),
         " with ".join(names),
     )
-
-
-def _dtype(graph: Graph) -> str:
-    return Counter(v.type.dtype for v in graph.params).most_common(1)[0][0]
 
 
 def _row(cost: Cost, roof: Roof | None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from g4ir.model.media import Media, offered
 from g4ir.model.text import TEXT_GRAPHS, build_graph
 from g4ir.model.towers import PARTS, build_towers, default_tower
 from g4ir.parallel.shard import shard
-from g4ir.passes import GPU_ROWS, PassOptions, find_pass, run_passes
+from g4ir.passes import GPU_ROWS, Dump, PassOptions, find_pass, run_passes
 from g4ir.passes.latent_kv import FORMS, PLAIN
 from g4ir.passes.plan_cache import RingOptions
 from g4ir.plan import resolve
@@ -26,22 +26,8 @@ from g4ir.quant.rewrite import quantised
 from g4ir.spec.record import Spec
 from g4ir.ui.units import parse_count
 
-from .common import flag_of, given_spec
+from .common import flag_of, given_spec, tables
 
-#: options that the artefact decides
-OF_ENGINE = [
-    "variant",
-    "spec",
-    "all_logits",
-    "quant",
-    "quant_activations",
-    "kv_dtype",
-    "latent_kv",
-    "draft_tokens",
-    "residual_scale",
-    "tp",
-    "ep",
-]
 #: what the towers of each part are for
 OF_PART = {"vision": "image", "audio": "audio"}
 #: tokens drafted at a time, where a graph that verifies is shown and nothing is said
@@ -50,8 +36,9 @@ DRAFTED = 4
 
 def check_graph(args: argparse.Namespace) -> None:
     """Fill in the default phase; InputError for options that an engine has already."""
-    if args.engine is not None and any(getattr(args, name) for name in OF_ENGINE):
-        flags = ", ".join(map(flag_of, OF_ENGINE))
+    decided = tables()["of engine"]
+    if args.engine is not None and any(getattr(args, name) for name in decided):
+        flags = ", ".join(map(flag_of, decided))
         raise InputError(f"an engine has its own spec: leave out {flags}")
     args.phase = args.phase or "decode"
 
@@ -64,12 +51,18 @@ def chosen_graph(args: argparse.Namespace) -> Graph:
             raise InputError("--skip needs --after or --why: an engine's graph is what was built")
         return found_graph(stored(args).packing.program, args.phase, spec_of(args))
     graph, skip = given_graph(args)
-    if args.after == "none":
-        return graph
+    return graph if args.after == "none" else behind(args, graph, skip)
+
+
+def behind(
+    args: argparse.Namespace, graph: Graph, skip: Collection[str], dump: Dump | None = None
+) -> Graph:
+    """Return a graph behind the pass of `--after`."""
     if args.after in skip:
         find_pass(args.after)
         raise InputError(f"--after {args.after}: the pass is skipped")
-    return run_passes(graph, skip=skip, until=args.after, options=pass_options(args))
+    options = pass_options(args)
+    return run_passes(graph, skip=skip, until=args.after, dump=dump, options=options)
 
 
 def plain_graph(

@@ -30,7 +30,7 @@ from g4ir.ui.table import Line, aligned
 from g4ir.ui.units import count_text, parse_count, si
 from g4ir.weights.pack import split_program
 
-from .common import emit, given_spec
+from .common import given_spec, output
 from .cost import step_of
 from .graphs import check_graph, chosen_graph, spec_of
 
@@ -49,18 +49,14 @@ def kernels(args: argparse.Namespace) -> int:
     check_graph(args)
     graph, spec = chosen_graph(args), spec_of(args)
     s, step, moved = scheduled(args, graph, spec)
-    found, context = kernel_rows(s, moved), step.C + step.S
+    found, context, nbytes = kernel_rows(s, moved), step.C + step.S, sum(moved.values())
     facts = {"phase": graph.name, "gpu": s.target.gpu, "batch": s.target.rows}
-    facts |= {"starts": sum(r.starts for r in found), "context": context}
-    facts["bytes"] = nbytes = sum(moved.values())
-    if args.json:
-        emit(facts | {"rows": [_plain(r) for r in found]})
-        return 0
-    print("{phase} on {gpu}, up to {batch} rows: {starts} kernels of our own".format(**facts))
-    print(f"weights and caches to move at {count_text(context)}: {si(nbytes, 'B')}")
+    facts |= {"starts": sum(r.starts for r in found), "context": context, "bytes": nbytes}
+    text = "{phase} on {gpu}, up to {batch} rows: {starts} kernels of our own\n".format(**facts)
+    text += f"weights and caches to move at {count_text(context)}: {si(nbytes, 'B')}\n"
     head = ("op", "nodes", "kernel", "shape", "bytes", "settings", "")
-    print(aligned([head, *map(_line, found)]), end="")
-    return 0
+    rows = [_plain(r) for r in found]
+    return output(args, facts | {"rows": rows}, text + aligned([head, *map(_line, found)]))
 
 
 def scheduled(
@@ -142,9 +138,8 @@ def tune(args: argparse.Namespace) -> int:
     with console.Progress() as progress, torch.no_grad():
         bandwidth = Meter("cuda", torch.bfloat16).measure().bandwidth
         tuning.tune(program, args.phase, target, tokens, bandwidth, keep, progress)
-    rows_of_table = tuning.report(found)
-    emit(rows_of_table) if args.json else _print(rows_of_table)
-    return 0
+    report = tuning.report(found)
+    return output(args, report, _tuned_text(report))
 
 
 def _program(args: argparse.Namespace, rows: int) -> Program:
@@ -159,10 +154,10 @@ def _program(args: argparse.Namespace, rows: int) -> Program:
     return split_program(run_program(plain, skip=args.skip, options=options)).program
 
 
-def _print(rows: list[dict[str, Any]]) -> None:
+def _tuned_text(rows: list[dict[str, Any]]) -> str:
     lines: list[Line] = [("kernel", "shape", "settings", "us", "before", "of bandwidth")]
     for r in rows:
         used = _pairs(r["shape"].items()), _pairs(r["use"].items())
         times = f"{r['us']:.1f}", f"{r['before_us']:.1f}", f"{r['share_of_bandwidth']:.0%}"
         lines.append((r["kernel"], *used, *times))
-    print(aligned(lines), end="")
+    return aligned(lines)

@@ -17,7 +17,7 @@ from g4ir.ui import console
 from g4ir.ui.plots import check_plot, plot_caches
 from g4ir.ui.units import parse_counts
 
-from .common import emit, given_options, given_spec
+from .common import given_options, given_spec, output
 
 ALL = "all"
 
@@ -32,15 +32,12 @@ def plan(args: argparse.Namespace) -> int:
         check_plot(args.plot)
     plans = [_made(spec, args, gpus, several=len(specs) > 1) for spec in specs]
     if args.plot:
-        _plot(plans, args.plot)
-    if args.json:
-        one = plans[0].to_dict()
-        emit(one if len(plans) == 1 else {"schema": SCHEMA, "plans": [p.to_dict() for p in plans]})
-    elif len(plans) == 1:
-        print(plan_text(plans[0], args.nominal), end="")
-    else:
-        print(comparison_text(plans, args.nominal), end="")
-    return 0
+        lines = [cache_lines(p) for p in plans]
+        plot_caches(args.plot, lines, f"K and V caches, one row, {plans[0].dtype}")
+    if len(plans) == 1:
+        return output(args, plans[0].to_dict(), plan_text(plans[0], args.nominal))
+    several = {"schema": SCHEMA, "plans": [p.to_dict() for p in plans]}
+    return output(args, several, comparison_text(plans, args.nominal))
 
 
 def _images(args: argparse.Namespace) -> int:
@@ -52,11 +49,8 @@ def _images(args: argparse.Namespace) -> int:
         for size in sizes
         for budget in budgets
     ]
-    if args.json:
-        emit({"schema": SCHEMA, "images": [p.to_dict() for p in plans]})
-    else:
-        print(image_plan_text(plans), end="")
-    return 0
+    found = {"schema": SCHEMA, "images": [p.to_dict() for p in plans]}
+    return output(args, found, image_plan_text(plans))
 
 
 def _specs(args: argparse.Namespace) -> list[Spec]:
@@ -94,8 +88,3 @@ def _made(spec: Spec, args: argparse.Namespace, gpus: list[Gpu], several: bool) 
         names = ", ".join(gpu.name for gpu in gpus)
         console.say(f"note: steps are predicted for {' and '.join(CARDS)}, not for {names}")
     return make_plan(spec, options, ctx=ctx, batch=batch, memory=gpus, **how)
-
-
-def _plot(plans: list[Plan], path: str) -> None:
-    lines = [cache_lines(p) for p in plans]
-    plot_caches(path, lines, f"K and V caches, one row, {plans[0].dtype}")

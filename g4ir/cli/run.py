@@ -18,8 +18,8 @@ from g4ir.errors import InputError
 from g4ir.model.media import MEDIA_SETTINGS, check_there
 from g4ir.ui import console
 
-from .common import emit, flag_of, load, load_to_generate, token_ids
-from .talking import answer_once, check_draft, check_talk, given_draft, tally_text
+from .common import emit, flag_of, load, load_to_generate, output, token_ids
+from .talking import answer_once, answer_summary, check_draft, check_talk, given_draft
 
 if TYPE_CHECKING:
     from g4ir.engine.offline import Failure, OfflineEngine, OfflineRequest, Result
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             _log_and_emit(offline.answer(request))
         else:
             progress("reading the prompt")
-            _tell_summary(_stream(offline, request, progress), args.seed)
+            _say_summary(_stream(offline, request, progress), args.seed)
         return 0
 
 
@@ -124,25 +124,16 @@ def _stream(offline: OfflineEngine, request: OfflineRequest, progress: console.P
     return result
 
 
-def _tell_summary(r: Result, given: int | None) -> None:
-    c, seed = r.counts, r.request.sampling.seed
-    speed = f", then {c.tokens_per_second:.1f} tokens/s" if c.tokens_per_second else ""
+def _say_summary(r: Result, given: int | None) -> None:
+    seed = r.request.sampling.seed
     drawn = f"; drawn with --seed {seed}" if seed not in (None, given) else ""
-    console.say(
-        f"{c.prompt} prompt tokens, {c.generated} new ones; first after {c.first_token_s:.3f} s"
-        f"{speed}{tally_text(r.handle.tally)}; ended by {r.finish_reason}{drawn}"
-    )
+    console.say(f"{answer_summary(r.counts, r.handle.tally, r.finish_reason)}{drawn}")
 
 
 def verify(args: argparse.Namespace) -> int:
     """Compare an engine with a reference."""
     tokens = token_ids(args.tokens, "--tokens")
-    if not args.each_pass:
-        return verified(args.engine, args, args.against, tokens, args.trust)
-    from g4ir.check.passes import verify_each_pass
-
-    check = partial(verify_each_pass, tokens=tokens)
-    return _reported(args, args.engine, check, args.trust)
+    return verified(args.engine, args, args.against, tokens, args.trust, args.each_pass)
 
 
 def verified(
@@ -151,19 +142,20 @@ def verified(
     against: str = "reference",
     tokens: list[int] | None = None,
     trust: bool = False,
+    each_pass: bool = False,
 ) -> int:
     """Run `verify` on an engine directory; `build --verify` does this too."""
     from g4ir.check.logits import verify_engine
+    from g4ir.check.passes import verify_each_pass
 
-    return _reported(args, engine, partial(verify_engine, against=against, tokens=tokens), trust)
-
-
-def _reported(args: argparse.Namespace, engine: str, check: Callable[..., Any], trust: bool) -> int:
+    check: Callable[..., Any] = partial(verify_engine, against=against)
+    if each_pass:
+        check = verify_each_pass
     threads = vars(args).get("threads")
     with (
         console.Progress() as progress,
         closing(load(engine, progress, trust=trust, threads=threads)) as loaded,
     ):
-        report = check(loaded, checkpoint=args.checkpoint, progress=progress)
-    emit(report.to_dict()) if args.json else print(report.text())
+        report = check(loaded, tokens=tokens, checkpoint=args.checkpoint, progress=progress)
+    output(args, report.to_dict(), f"{report.text()}\n")
     return 0 if report.ok else 1

@@ -12,7 +12,7 @@ from typing import Any
 from g4ir.backends.experimental import experiment
 from g4ir.errors import InputError
 from g4ir.ir.diff import diff_graphs, diff_text
-from g4ir.ir.graph import Graph, print_node
+from g4ir.ir.graph import Graph, Node, print_node
 from g4ir.ir.names import layer_of
 from g4ir.ops import OPS, Op
 from g4ir.parallel.shard import collectives
@@ -23,7 +23,7 @@ from g4ir.ui.table import Line, aligned
 from g4ir.ui.units import count_text, si, size_text
 
 from . import graphs
-from .common import emit, flag_of
+from .common import flag_of, output
 from .kernels import scheduled
 from .specs import any_spec
 
@@ -31,12 +31,11 @@ from .specs import any_spec
 WITH_OPS = ("ops", "json", "trace", "command")
 #: one token of one row
 ONE = {"B": 1, "S": 1, "M": 1, "C": 1}
-
-
 NOTE = """\
 kind: the part of the model; `by name`: that of the first result's name
 rounded, summed: how far two right computations may lie apart, in units of the dtype and in fp32
-units of a sum"""
+units of a sum
+"""
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -65,8 +64,7 @@ def show(args: argparse.Namespace) -> int:
     if args.collectives:
         return _show_collectives(args, graph)
     text = str(graph) if args.layer is None else _layer_text(graph, args.layer)
-    emit({"graph": graph.name, "text": text}) if args.json else print(text, end="")
-    return 0
+    return output(args, {"graph": graph.name, "text": text}, text)
 
 
 def _show_why(args: argparse.Namespace) -> int:
@@ -82,10 +80,7 @@ def _show_why(args: argparse.Namespace) -> int:
         rows.append({"value": graph.name, "reason": f"{args.why} is skipped"})
     else:
         run_passes(graph, skip=skip, until=args.why, note=note, options=graphs.pass_options(args))
-    if args.json:
-        emit(rows)
-    else:
-        print("".join(f"{row['value']}: {row['reason']}\n" for row in rows), end="")
+    output(args, rows, "".join(f"{row['value']}: {row['reason']}\n" for row in rows))
     if not rows:
         console.say(f"{args.why} found no candidate in graph {graph.name}")
     return 0
@@ -96,19 +91,15 @@ def _show_collectives(args: argparse.Namespace, graph: Graph) -> int:
     one token of one sequence."""
     found = Counter((n.op, tuple(v.type.bind(ONE) for v in n.inputs)) for n in collectives(graph))
     rows: list[dict[str, Any]] = []
+    table = [("op", "messages", "tensors of a rank", "each")]
     for (op, types), count in found.items():
         tensors, nbytes = [str(t) for t in types], sum(t.nbytes() for t in types)
         rows.append({"op": op, "messages": count, "tensors": tensors, "bytes": nbytes})
+        table.append((op, str(count), " ".join(tensors), size_text(nbytes)))
     total, ranks = sum(found.values()), graphs.ranks_of(args)
-    if args.json:
-        emit({"phase": graph.name, "ranks": ranks, "messages": total, "rows": rows})
-        return 0
-    print(f"{graph.name} on {ranks} ranks: {total} messages a step")
-    table = [
-        (r["op"], str(r["messages"]), " ".join(r["tensors"]), size_text(r["bytes"])) for r in rows
-    ]
-    print(aligned([("op", "messages", "tensors of a rank", "each"), *table]), end="")
-    return 0
+    facts = {"phase": graph.name, "ranks": ranks, "messages": total, "rows": rows}
+    head = f"{graph.name} on {ranks} ranks: {total} messages a step\n"
+    return output(args, facts, head + aligned(table))
 
 
 def _show_ops(args: argparse.Namespace) -> int:
@@ -117,17 +108,13 @@ def _show_ops(args: argparse.Namespace) -> int:
         flags = ["the engine" if n == "engine" else flag_of(n) for n in others]
         raise InputError(f"--ops shows the ops of every graph: leave out {', '.join(flags)}")
     facts = [_op_facts(o) for o in OPS.values()]
-    if args.json:
-        emit(facts)
-        return 0
     head = ("op", "kind", "rounded", "summed", "has", "meaning")
-    print(aligned([head, *map(_op_line, facts)], indent=0, left=len(head)), end="")
-    print(NOTE)
-    return 0
+    table = aligned([head, *map(_op_line, facts)], indent=0, left=len(head))
+    return output(args, facts, table + NOTE)
 
 
 def _layer_text(graph: Graph, layer: int) -> str:
-    nodes = [n for n in graph.nodes if any(layer_of(v.name) == layer for v in n.outputs)]
+    nodes = _nodes_of(graph, layer)
     if not nodes:
         raise graphs.no_layer(graph, layer)
     read = {v.name for n in nodes for v in n.inputs}
@@ -147,10 +134,10 @@ def _show_diff(args: argparse.Namespace) -> int:
     """Print a diff. A pass is there to change something: exit 0. Two variants: exit 1 where they
     differ, as `specs diff` and diff(1)."""
     a, b = _stages(args) if args.against is None else _variants(args)
-    if args.layer is not None and not any(_has_layer(g, args.layer) for g in (a, b)):
+    if args.layer is not None and not any(_nodes_of(g, args.layer) for g in (a, b)):
         raise graphs.no_layer(a, args.layer)
     changes = [c for c in diff_graphs(a, b) if args.layer is None or c.layer == args.layer]
-    emit([asdict(c) for c in changes]) if args.json else print(diff_text(changes), end="")
+    output(args, [asdict(c) for c in changes], diff_text(changes))
     if args.against is None and not changes:
         console.say(f"{args.after} changes nothing in graph {a.name}")
     return int(args.against is not None and bool(changes))
@@ -162,13 +149,9 @@ def _stages(args: argparse.Namespace) -> tuple[Graph, Graph]:
             "--diff: give --after PASS for what a pass changes, or --compare B for two variants"
         )
     find_pass(args.after)
-    (graph, skip), options = graphs.given_graph(args), graphs.pass_options(args)
-    if args.after in skip:
-        raise InputError(f"--after {args.after}: the pass is skipped")
+    graph, skip = graphs.given_graph(args)
     stages = [graph]
-    run_passes(
-        graph, skip=skip, until=args.after, dump=lambda _, g: stages.append(g), options=options
-    )
+    graphs.behind(args, graph, skip, dump=lambda _, g: stages.append(g))
     return stages[-2], stages[-1]
 
 
@@ -186,8 +169,8 @@ def _variants(args: argparse.Namespace) -> tuple[Graph, Graph]:
     return one, two
 
 
-def _has_layer(g: Graph, layer: int) -> bool:
-    return any(layer_of(v.name) == layer for n in g.nodes for v in n.outputs)
+def _nodes_of(g: Graph, layer: int) -> list[Node]:
+    return [n for n in g.nodes if any(layer_of(v.name) == layer for v in n.outputs)]
 
 
 def _op_facts(o: Op) -> dict[str, Any]:
@@ -240,22 +223,17 @@ def _show_timeline(args: argparse.Namespace, graph: Graph) -> int:
     if args.plot:
         kinds = [(x.kernel, sum(x.us) / 2) for x in found.launches]
         plot_launches(args.plot, kinds, found.roof_us, f"{spec.name}, {found.gpu}")
-    if args.json:
-        said = _timeline_facts(found, spec.name, step.B, step.C + step.S)
-        if args.tp is not None:
-            said |= {"ranks": args.tp, "time_us_by": {way: _us(p) for way, p in ways.items()}}
-        emit(said)
-        return 0
+    facts = _timeline_facts(found, spec.name, step.B, step.C + step.S)
     rows = "1 row" if step.B == 1 else f"{step.B} rows"
     on = found.gpu if args.tp is None else f"one of {args.tp} {found.gpu}"
-    print(f"{spec.name} decode on {on}, {rows} of {count_text(step.C + step.S)} tokens")
-    print(_summary(found, step.B))
+    text = f"{spec.name} decode on {on}, {rows} of {count_text(step.C + step.S)} tokens\n"
+    text += _summary(found, step.B)
     if args.tp is not None:
+        facts |= {"ranks": args.tp, "time_us_by": {way: _us(p) for way, p in ways.items()}}
         fast, slow = ways[model.NCCL].us
-        print(f"one-shot all-reduce; by NCCL {fast / 1e3:.2f} to {slow / 1e3:.2f} ms")
+        text += f"one-shot all-reduce; by NCCL {fast / 1e3:.2f} to {slow / 1e3:.2f} ms\n"
     head = ["kernel", "launches", "bytes", "us each", "us", "of the step"]
-    print(aligned([head, *_launch_lines(found)]), end="")
-    return 0
+    return output(args, facts, text + aligned([head, *_launch_lines(found)]))
 
 
 def _summary(p: Any, rows: int) -> str:
@@ -264,7 +242,7 @@ def _summary(p: Any, rows: int) -> str:
     return (
         f"{len(p.launches)} launches, predicted {fast / 1e3:.2f} to {slow / 1e3:.2f} ms, {rates}\n"
         f"roof {p.roof_us / 1e3:.2f} ms: {si(p.nbytes, 'B')} at {p.rate / 1e6:.2f} TB/s, of which "
-        f"it reaches {100 * low:.0f} to {100 * high:.0f} %"
+        f"it reaches {100 * low:.0f} to {100 * high:.0f} %\n"
     )
 
 

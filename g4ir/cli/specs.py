@@ -25,19 +25,15 @@ from g4ir.ui import console
 from g4ir.ui.table import aligned
 from g4ir.weights.origin import find_origin
 
-from .common import emit
+from .common import emit, output
 
 
 def list_specs(args: argparse.Namespace) -> int:
     """List the shipped variants."""
     rows = [_spec_row(name) for name in spec_names()]
-    if args.json:
-        emit(rows)
-        return 0
     keys = [k for k in rows[0] if k != "file"]
     table = [keys, *([_cell(row[k]) for k in keys] for row in rows)]
-    print(aligned(table, indent=0, left=len(keys)), end="")
-    return 0
+    return output(args, rows, aligned(table, indent=0, left=len(keys)))
 
 
 def _spec_row(name: str) -> dict[str, Any]:
@@ -66,8 +62,7 @@ def _cell(value: Any) -> str:
 def show_spec(args: argparse.Namespace) -> int:
     """Print a spec."""
     spec = load_spec(args.name)
-    emit(spec.to_dict()) if args.json else print(spec.to_yaml(), end="")
-    return 0
+    return output(args, spec.to_dict(), spec.to_yaml())
 
 
 def validate(args: argparse.Namespace) -> int:
@@ -75,11 +70,9 @@ def validate(args: argparse.Namespace) -> int:
     console.spec_warnings()
     spec = load_spec(Path(args.file))
     size, layers = counts(spec).text, spec.text.num_hidden_layers
-    if args.json:
-        emit({"name": spec.name, "digest": spec.digest(), "text_parameters": size})
-    else:
-        print(f"{args.file}: ok: {spec.name}, {layers} layers, {size:,} text parameters")
-    return 0
+    found = {"name": spec.name, "digest": spec.digest(), "text_parameters": size}
+    text = f"{args.file}: ok: {spec.name}, {layers} layers, {size:,} text parameters\n"
+    return output(args, found, text)
 
 
 def from_hf(args: argparse.Namespace) -> int:
@@ -87,8 +80,7 @@ def from_hf(args: argparse.Namespace) -> int:
     console.spec_warnings()
     spec = _stated_spec(args.source)
     spec = replace(spec, name=slug(args.name)) if args.name else spec
-    emit(spec.to_dict()) if args.json else print(spec.to_yaml(), end="")
-    return 0
+    return output(args, spec.to_dict(), spec.to_yaml())
 
 
 def to_hf(args: argparse.Namespace) -> int:
@@ -100,10 +92,8 @@ def to_hf(args: argparse.Namespace) -> int:
 def diff(args: argparse.Namespace) -> int:
     """Print the fields that differ; exit 1 where there are any, like diff(1)."""
     rows = diff_specs(any_spec(args.a), any_spec(args.b))
-    if args.json:
-        emit([{"key": key, "a": a, "b": b} for key, a, b in rows])
-    for key, a, b in () if args.json else rows:
-        print(f"{key}: {json.dumps(a)} -> {json.dumps(b)}")
+    text = "".join(f"{key}: {json.dumps(a)} -> {json.dumps(b)}\n" for key, a, b in rows)
+    output(args, [{"key": key, "a": a, "b": b} for key, a, b in rows], text)
     return 1 if rows else 0
 
 
@@ -122,8 +112,6 @@ def any_spec(source: str) -> Spec:
 
 
 def _stated_spec(source: str) -> Spec:
-    """Read what a checkpoint, or a config.json, says of itself."""
-    path = Path(source)
-    if path.suffix == ".json":
+    if Path(source).suffix == ".json":
         return Spec.from_hf(source)
-    return find_origin(path).spec()
+    return find_origin(Path(source)).spec()

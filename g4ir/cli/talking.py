@@ -6,7 +6,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from .common import emit, flag_of
 if TYPE_CHECKING:
     from g4ir.engine.conversation import ChatSession, Turn
     from g4ir.engine.engine import Engine
+    from g4ir.engine.requests import Counts
     from g4ir.engine.speculative import AcceptanceStats
 
 SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
@@ -91,14 +93,13 @@ def _check_turns(folder: Path) -> None:
         )
 
 
-def begun(engine: Engine, args: argparse.Namespace) -> ChatSession:
-    """Return a conversation with what the flags say; who asked for it closes it."""
+@contextmanager
+def begun(engine: Engine, args: argparse.Namespace) -> Iterator[ChatSession]:
+    """A context with a conversation of what the flags say."""
     from g4ir.engine.conversation import ChatSession
     from g4ir.engine.scheduler import SchedulerConfig
 
-    config = SchedulerConfig(**given_draft(args))
-    talk = ChatSession(engine, config)
-    try:
+    with closing(ChatSession(engine, SchedulerConfig(**given_draft(args)))) as talk:
         if talk.template.note:
             console.say(f"note: {talk.template.note}")
         talk.set_system(args.system or "")
@@ -106,10 +107,7 @@ def begun(engine: Engine, args: argparse.Namespace) -> ChatSession:
             declare(talk, args.tools)
         talk.thinking.on, talk.thinking.budget = args.think, args.think_budget
         talk.choose({name: getattr(args, name) for name in SAMPLING})
-    except BaseException:
-        talk.close()
-        raise
-    return talk
+        yield talk
 
 
 def declare(talk: ChatSession, path: str) -> None:
@@ -177,36 +175,38 @@ def _harmless(c: str) -> str:
     return c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else f"\\x{ord(c):02x}"
 
 
-def _ended(turn: Turn) -> str:
-    reason = turn.finish_reason
-    return reason if reason == "interrupted" else f"ended by {reason}"
-
-
 def short_summary(turn: Turn, room: int) -> str:
     """Return speed, use of the context and, if it is unusual, the finish reason of an answer."""
     c = turn.counts
     speed = f", {c.tokens_per_second:.1f} tokens/s" if c.tokens_per_second else ""
     used = min(c.prompt + c.generated, room)
-    end = "" if turn.finish_reason in ("stop", "tool_calls") else f"; {_ended(turn)}"
+    end = "" if turn.finish_reason in ("stop", "tool_calls") else _ended(turn.finish_reason)
     return f"{c.generated} tokens{speed}; {used} of {room} in use{end}"
 
 
 def summary(turn: Turn, room: int) -> str:
     """Return a line about an answer: how fast it was, and how much the engine holds of it all."""
-    c = turn.counts
+    told = answer_summary(turn.counts, turn.tally, turn.finish_reason)
+    held = min(turn.counts.prompt + turn.counts.generated, room)
+    return f"{told}; {held} of {room} tokens are held"
+
+
+def answer_summary(c: Counts, tally: AcceptanceStats | None, reason: str | None) -> str:
+    """Return how many tokens an answer has, how fast they came, and what ended it."""
     known = f" ({c.cached} known)" if c.cached else ""
     first = "" if c.first_token_s is None else f"; first after {c.first_token_s:.3f} s"
     speed = f", then {c.tokens_per_second:.1f} tokens/s" if c.tokens_per_second else ""
-    held = min(c.prompt + c.generated, room)
-    return (
-        f"{c.prompt} prompt tokens{known}, {c.generated} new ones{first}{speed}"
-        f"{tally_text(turn.tally)}; {_ended(turn)}; {held} of {room} tokens are held"
-    )
+    new = f"{c.generated} new ones{first}{speed}"
+    return f"{c.prompt} prompt tokens{known}, {new}{tally_text(tally)}{_ended(reason)}"
+
+
+def _ended(reason: str | None) -> str:
+    return "; interrupted" if reason == "interrupted" else f"; ended by {reason}"
 
 
 def answer_once(engine: Engine, args: argparse.Namespace, stop: Any) -> None:
     """Answer one message, for `g4ir run --chat`."""
-    with closing(begun(engine, args)) as talk:
+    with begun(engine, args) as talk:
         talk.stop_ids = frozenset(stop or ())
         for kind, path in args.media:
             talk.attach(kind, path, **encode_options(kind, vars(args)))

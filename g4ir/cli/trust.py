@@ -14,7 +14,7 @@ from g4ir.engine.artefact import open_artefact
 from g4ir.engine.trust import provenance
 from g4ir.errors import InputError
 
-from .common import emit
+from .common import output
 
 
 def inspect(args: argparse.Namespace) -> int:
@@ -41,14 +41,9 @@ def trust(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     engines, keys = list(decisions.decisions()), decisions.trusted_keys()
-    if args.json:
-        emit({"engines": [{"digest": d, **asdict(x)} for d, x in engines], "keys": keys})
-        return 0
-    for digest, x in engines:
-        print(f"engine {digest}  {x.why}, {x.when}, {x.path}")
-    for key in keys:
-        print(f"key    {key}")
-    return 0
+    facts = {"engines": [{"digest": d, **asdict(x)} for d, x in engines], "keys": keys}
+    text = "".join(f"engine {digest}  {x.why}, {x.when}, {x.path}\n" for digest, x in engines)
+    return output(args, facts, text + "".join(f"key    {key}\n" for key in keys))
 
 
 def sign(args: argparse.Namespace) -> int:
@@ -62,9 +57,5 @@ def sign(args: argparse.Namespace) -> int:
 
 
 def _said(args: argparse.Namespace, values: Mapping[str, Any], width: int = 0) -> int:
-    if args.json:
-        emit(values)
-    else:
-        for key, value in values.items():
-            print(f"{key.replace('_', ' '):<{width}} {value}")
-    return 0
+    lines = [f"{key.replace('_', ' '):<{width}} {value}\n" for key, value in values.items()]
+    return output(args, values, "".join(lines))

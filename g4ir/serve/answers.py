@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 from g4ir.chat import Event as Said
 from g4ir.chat.reader import ARGUMENTS
 from g4ir.engine.output import Answer, as_call, is_call
-from g4ir.engine.speculative import AcceptanceStats
+from g4ir.engine.requests import RequestHandle
+from g4ir.media.soft import Soft, counts
 
 from .prompts import PreparedRequest
 
@@ -106,22 +107,19 @@ class ResponseFormat:
 
 
 def usage_of(
-    prompt: int,
-    cached: int,
-    answers: Iterable[Answer],
-    tallies: Iterable[AcceptanceStats] = (),
-    media: Mapping[str, int] | None = None,
+    handles: Sequence[RequestHandle], answers: Sequence[Answer], drafts: bool, media: Sequence[Soft]
 ) -> dict[str, Any]:
-    """Return how many tokens a request took, those of its `media` by kind; with `tallies` also how
-    many were drafted for it."""
-    made, told = [*answers], [*tallies]
-    new = sum(a.tokens for a in made)
-    said = {"reasoning_tokens": sum(a.reasoning for a in made)}
-    if told:
-        right = sum(t.accepted.total() for t in told)
-        wrong = sum(t.drafted.total() for t in told) - right
+    """Return how many tokens a request took, those of its `media` by kind; where it `drafts`, also
+    how many were drafted for it."""
+    made = [handle.counts for handle in handles]
+    prompt, cached = sum(c.prompt for c in made), sum(c.cached for c in made)
+    new = sum(a.tokens for a in answers)
+    said = {"reasoning_tokens": sum(a.reasoning for a in answers)}
+    if drafts and handles:
+        right = sum(h.tally.accepted.total() for h in handles)
+        wrong = sum(h.tally.drafted.total() for h in handles) - right
         said |= {"accepted_prediction_tokens": right, "rejected_prediction_tokens": wrong}
-    seen = {f"{kind}_tokens": count for kind, count in (media or {}).items()}
+    seen = {f"{kind}_tokens": count for kind, count in counts(media).items()}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,

@@ -29,7 +29,6 @@ from g4ir.engine.output import Answer
 from g4ir.engine.requests import CANCELLED, FAILED, Event, RequestHandle
 from g4ir.engine.scheduler import SchedulerConfig
 from g4ir.errors import BusyError
-from g4ir.media.soft import counts
 
 from . import request_schema as schema
 from .answers import ResponseFormat, usage_of
@@ -302,11 +301,9 @@ class Running:
         return new
 
     def _usage(self) -> dict[str, Any]:
-        made = [handle.counts for handle in self.handles]
-        prompt, cached = sum(c.prompt for c in made), sum(c.cached for c in made)
-        tallies = [h.tally for h in self.handles if self.server.scheduler_config.draft]
-        media = counts([soft for job in self.asked.jobs for soft in job.soft])
-        return usage_of(prompt, cached, self.answers, tallies, media)
+        drafts = bool(self.server.scheduler_config.draft)
+        media = [soft for job in self.asked.jobs for soft in job.soft]
+        return usage_of(self.handles, self.answers, drafts, media)
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer at once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
@@ -257,13 +257,13 @@ def check_finite(schema: Mapping[str, Any], field: str) -> None:
         if isinstance(part, Mapping) and id(part) not in parts:
             parts[id(part)] = part
             waiting += _inner(part, schema)
-    order, ends = [*parts.values()], set[int]()
+    order, ends = [(i, _needs(part, schema)) for i, part in parts.items()], set[int]()
     for _ in range(MOST_ROUNDS):
         before = len(ends)
         order.reverse()
-        for part in order:
-            if id(part) not in ends and _ends(part, schema, ends):
-                ends.add(id(part))
+        for i, needs in order:
+            if all(any(id(x) in ends for x in needed) for needed in needs):
+                ends.add(i)
         if len(ends) == before:
             break
     if endless := [part for i, part in parts.items() if i not in ends]:
@@ -286,12 +286,8 @@ def _inner(part: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[Any]:
         yield target(root, part["$ref"])
 
 
-def _ends(part: Mapping[str, Any], root: Mapping[str, Any], ends: Collection[int]) -> bool:
-    """Whether a part has a finite value, given the parts that are known to have one."""
-
-    def known(inner: Any) -> bool:
-        return not isinstance(inner, Mapping) or id(inner) in ends
-
+def _needs(part: Mapping[str, Any], root: Mapping[str, Any]) -> list[list[Any]]:
+    """Return lists of schemas: a part has a finite value where one of each list has."""
     needed = _listed(part, "allOf")
     if "$ref" in part:
         needed.append(target(root, part["$ref"]))
@@ -300,4 +296,5 @@ def _ends(part: Mapping[str, Any], root: Mapping[str, Any], ends: Collection[int
     if part.get("type") in ("array", ["array"]) and part.get("minItems"):
         needed += [part.get("items"), *_listed(part, "prefixItems")]
     unions = [u for key in ("anyOf", "oneOf") if (u := _listed(part, key))]
-    return all(map(known, needed)) and all(any(map(known, u)) for u in unions)
+    lists = [*([n] for n in needed), *unions]
+    return [found for found in lists if all(isinstance(x, Mapping) for x in found)]

@@ -16,7 +16,6 @@ from g4ir.engine.requests import Counts
 
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-
 #: seconds between two tokens
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
 
@@ -28,10 +27,11 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.service: AsyncEngine | None = None
         held: Any = {"registry": self.registry}
-        timed = held | {"buckets": SECONDS}
-        self.first = Histogram("g4ir_time_to_first_token_seconds", "From submission.", **timed)
-        self.whole = Histogram("g4ir_e2e_request_latency_seconds", "From submission.", **timed)
-        self.queued = Histogram("g4ir_request_queue_time_seconds", "Without a row.", **timed)
+        #: a time of Counts -> its histogram
+        self.times = {
+            place: Histogram(f"g4ir_{name}", words, **held, buckets=SECONDS)
+            for name, words, place in TABLE["times"]
+        }
         name, words = "g4ir_inter_token_latency_seconds", "Between two tokens of an answer."
         self.tokens = Histogram(name, words, **held, buckets=BETWEEN)
         words = "Requests that were cancelled before their end."
@@ -47,9 +47,8 @@ class Metrics:
     def took(self, counts: Counts) -> None:
         """Count a request that ended."""
         self.prompts.inc(counts.prompt)
-        times = ((self.first, counts.first_token_s), (self.whole, counts.total_s))
-        for histogram, seconds in (*times, (self.queued, counts.queued_s)):
-            if seconds is not None:
+        for place, histogram in self.times.items():
+            if (seconds := getattr(counts, place)) is not None:
                 histogram.observe(seconds)
 
     def describe(self) -> list[Metric]:
@@ -60,10 +59,9 @@ class Metrics:
         """Yield what the scheduler counts by itself."""
         if (service := self.service) is None:
             return
-        for name, words, place in TABLE["gauges"]:
-            yield GaugeMetricFamily(f"g4ir_{name}", words, attrgetter(place)(service))
-        for name, words, place in TABLE["counters"]:
-            yield CounterMetricFamily(f"g4ir_{name}", words, attrgetter(place)(service))
+        for form, part in ((GaugeMetricFamily, "gauges"), (CounterMetricFamily, "counters")):
+            for name, words, place in TABLE[part]:
+                yield form(f"g4ir_{name}", words, attrgetter(place)(service))
         for name, words, place, label in TABLE["labelled"]:
             family = CounterMetricFamily(f"g4ir_{name}", words, labels=[label])
             for key, number in {**attrgetter(place)(service)}.items():

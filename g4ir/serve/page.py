@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
+from pathlib import Path
 
+import yaml
 from starlette.requests import Request
 from starlette.responses import Response
 
-#: path -> its file and its type
-ASSETS = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/app.js": ("app.js", "text/javascript; charset=utf-8"),
-    "/style.css": ("style.css", "text/css; charset=utf-8"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-}
-#: the page runs its own files alone, and asks this server alone
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-HEADERS = {
-    "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
+TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+ASSETS: Mapping[str, tuple[str, str]] = TABLE["assets"]
+HEADERS: Mapping[str, str] = TABLE["headers"]
 
 
 @dataclass(frozen=True)
@@ -47,5 +34,5 @@ class Asset:
 
 def read_assets() -> dict[str, Asset]:
     """Return path -> file."""
-    folder, named = files("g4ir.serve") / "assets", ASSETS.items()
+    folder, named = Path(__file__).with_name("assets"), ASSETS.items()
     return {path: Asset((folder / name).read_bytes(), kind) for path, (name, kind) in named}

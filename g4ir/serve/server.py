@@ -20,6 +20,7 @@ from g4ir.engine.artefact import open_artefact, require_readable
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import check_runnable
 from g4ir.errors import InputError, RankError
+from g4ir.ui import console
 
 from .app import Server
 from .prompts import require_tokenizer
@@ -138,14 +139,8 @@ class ServerProcess(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Take the signals that end a server; unlike uvicorn, do not raise them again."""
-        main = threading.current_thread() is threading.main_thread()
-        taken = (signal.SIGINT, signal.SIGTERM) if main else ()
-        before = {s: signal.signal(s, self.handle_exit) for s in taken}
-        try:
+        with console.handled(dict.fromkeys((signal.SIGINT, signal.SIGTERM), self.handle_exit)):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """End, without waiting in here: a thread waits."""
