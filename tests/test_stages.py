@@ -19,8 +19,15 @@ from g4ir.check import pass_report
 from g4ir.check.pass_report import StageComparison, StagesReport, joint_budget, local_errors
 from g4ir.check.passes import Shown, verify_each_pass
 from g4ir.check.reference import reference_engine
-from g4ir.check.stages import BACKEND, STORED, StageRun, StageWeights, plain_params, stages_of
-from g4ir.check.steps import chunks_of_tokens
+from g4ir.check.stages import (
+    BACKEND,
+    STORED,
+    StageRun,
+    StageWeights,
+    chunks_of_tokens,
+    plain_params,
+    stages_of,
+)
 from g4ir.engine.engine import Engine
 from g4ir.errors import CheckError, EngineError, WeightsError
 from g4ir.ir.graph import Graph, Node, Value
@@ -388,10 +395,9 @@ def shown(engine: Engine, after: str = PASSES[-1]) -> tuple[Shown, StageComparis
         next(chunks_of_tokens(torch.arange(20), 8, 16)),
         StageComparison(BACKEND, engine.dtype),
     )
-    trace, recording = StageRun(stage, 20, "cpu").trace(chunk), stage.recordings["prefill"]
-    given = {v.name for v in recording.graphs[1].inputs} | {"L1.out", "L2.in"}
-    one = Shown(recording=recording, step=chunk, trace=trace, comparison=comparison, names=given)
-    return one, comparison
+    trace = StageRun(stage, 20, "cpu").trace(chunk)
+    given = {v.name for v in trace.recording.graph.inputs} | {"L1.out", "L2.in"}
+    return Shown(trace, comparison, given), comparison
 
 
 @pytest.mark.parametrize("after", ["fuse_glu", "fuse_moe"])

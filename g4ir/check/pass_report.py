@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 from g4ir.ir.graph import Node, Value, print_node
 from g4ir.ops import OPS
 from g4ir.ops.finite import require_finite
+from g4ir.ops.kv_quant import comparable
 
-from .steps import GraphStep
+from .stages import GraphStep
 
 Tensor = torch.Tensor
 #: values compared at once, in float64
@@ -200,13 +201,26 @@ class StageComparison:
         got: Tensor,
         want: Tensor,
         wide: Callable[[], Tensor],
-        close: Callable[[], Tensor | None],
+        look: Callable[[Value], Any],
+        routers: Sequence[Node] = (),
     ) -> None:
-        """Compare a value; `wide` without its rounding and `close`, bool[B, S], rows that a router
-        could have sent elsewhere, are computed if it is out of tolerance. Raises CheckError if the
-        expected value is NaN or infinite, which is not a fault of the stage."""
-        step, name = made.step, made.value.name
-        what = f"%{name}, in {step.phase} at token {step.at}, before {self.name}"
+        """Compare a value. wide: it without rounding; look: operands of routers; routers: those
+        whose near ties excuse a row. Whole numbers are equal, but for experts as probable. Raises
+        CheckError if the expected value is NaN or infinite, which is not a fault of the stage."""
+        step, maker = made.step, made.cone[-1]
+
+        def valid(t: Tensor) -> Tensor:
+            out: Tensor = comparable(step.without_padding(t, made.value.type))
+            return out
+
+        got, want = valid(got), valid(want)
+        if not want.is_floating_point():
+            if maker.op == "router" and not got.equal(want):
+                self._decide_experts(made, got, want, _chances(step, maker, look))
+            else:
+                self.decide(made, 0.0 if got.equal(want) else math.inf, 0.0)
+            return
+        what = f"%{made.value.name}, in {step.phase} at token {step.at}, before {self.name}"
         require_finite(want, what, self.dtype)
         budget = joint_budget((n.op for n in made.cone), self.dtype)
         # Most values of right stages are equal: seen in a tenth of the time.
@@ -216,14 +230,34 @@ class StageComparison:
             return
         errors = local_errors(got, want)
         if budget and not bool((errors <= budget).all()):
-            excused = _rows_like(close(), errors)
+            excused = self._excused(step, routers, look, errors)
             self.excused += int((excused & ~(errors <= budget)).sum())
             errors = errors.masked_fill(excused, 0.0)
-            rounding = local_errors(want, wide()).masked_fill(excused, 0.0)
+            rounding = local_errors(want, valid(wide())).masked_fill(excused, 0.0)
             budget = max(budget, MEASURED * float(rounding.max()))
         self.decide(made, float(errors.max()), budget)
 
-    def decide_experts(self, made: Made, got: Tensor, want: Tensor, chances: Tensor) -> None:
+    def _excused(
+        self,
+        step: GraphStep,
+        routers: Sequence[Node],
+        look: Callable[[Value], Any],
+        errors: Tensor,
+    ) -> Tensor:
+        """Return bool, as errors [B, S, ...]: rows in which a router chose by next to nothing."""
+        excused = torch.zeros_like(errors, dtype=torch.bool)
+        for router in routers:
+            k = router.outputs[1].type.shape[-1]
+            assert isinstance(k, int)
+            best = _chances(step, router, look).sort(-1, descending=True).values
+            # Where all are chosen, none is left that could have been.
+            last, rest = best[..., k - 1 : k], best[..., k : k + 1]
+            close = ((last - rest) / last <= CLOSE_EXPERTS[self.dtype]).any(-1)
+            if close.shape == errors.shape[:2]:
+                excused |= close.cpu().reshape(close.shape + (1,) * (errors.dim() - 2))
+        return excused
+
+    def _decide_experts(self, made: Made, got: Tensor, want: Tensor, chances: Tensor) -> None:
         """Compare chosen experts: others are as good where they are as probable."""
         one, two = chances.gather(-1, got), chances.gather(-1, want)
         error = float(((one - two).abs() / two).max())
@@ -249,8 +283,12 @@ class StageComparison:
         return StageReport(self.name, self.values, worst, self.first, self.excused)
 
 
-def _rows_like(close: Tensor | None, errors: Tensor) -> Tensor:
-    """Return bool[B, S] in the shape of errors [B, S, ...]; all False where the rows are others."""
-    if close is None or close.shape != errors.shape[:2]:
-        return torch.zeros_like(errors, dtype=torch.bool)
-    return close.cpu().reshape(close.shape + (1,) * (errors.dim() - 2)).expand_as(errors)
+def _chances(step: GraphStep, router: Node, look: Callable[[Value], Any]) -> Tensor:
+    """Return f32[B, S, experts]: the router's probabilities of all experts."""
+    x, scale, proj, per_expert = map(look, router.inputs)
+    reference = router.definition.reference
+    assert reference
+    every, ones = {**router.attrs, "top_k": proj.shape[0]}, torch.ones_like(per_expert)
+    weights, index = reference(x, scale, proj, ones, **every)
+    chances = torch.zeros_like(weights).scatter(-1, index, weights)
+    return step.without_padding(chances, router.outputs[1].type)
