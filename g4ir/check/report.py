@@ -10,14 +10,15 @@ from typing import Any
 from g4ir.engine.engine import Engine
 from g4ir.ir.distance import GROUP, Tolerance, median_of, worst_of
 
-from .layer_errors import LocalError, local_text
 from .media import MediaReport
-from .quality import Quality
 
 #: a row is at the softcap where its largest logit is beyond this share of the cap
 SATURATED = 0.99
 #: share of rows at the softcap from which on there is an alarm: a sound model is seldom as sure
 SATURATED_ROWS = 0.1
+#: times the peer's distance that a layer may add, in the median and at its worst row: rounding
+#: of one layer on its own inputs is the same on both sides within a few percent
+LAYER_TYPICAL, LAYER_WORST = 1.5, 2.5
 #: columns and levels of the curve
 CURVE_WIDTH = 60
 LEVELS = "_.:-=+*#@"
@@ -83,6 +84,62 @@ class Saturation:
             f"reference's are at the softcap\n  (a logit beyond {SATURATED:.0%} of {self.cap:g}; "
             f"up to {SATURATED_ROWS:.0%} is normal): there, agreement says little"
         )
+
+
+@dataclass(frozen=True)
+class LocalError:
+    """The error that a layer (the head after the last) adds to the distance to float64: in the
+    median and at its worst row without a near tie of its router, of the engine and of the peer."""
+
+    layer: str
+    median: float
+    worst: float
+    peer_median: float
+    peer_worst: float
+    ok: bool
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """Ratios to the peer, of the medians and of the worst rows."""
+        return self.median / self.peer_median, self.worst / self.peer_worst
+
+
+def local_text(errors: Sequence[LocalError]) -> str:
+    """Name the layers that lie farthest from float64, in the median and at a row."""
+    far = []
+    for i in range(2):
+        e = max(errors, key=lambda e: math.inf if math.isnan(e.ratios[i]) else e.ratios[i])
+        far.append(f"{e.ratios[i]:.2f} ({e.layer})")
+    return (
+        f"median {far[0]} and worst row {far[1]} x the reference's; up to "
+        f"{LAYER_TYPICAL:g} and {LAYER_WORST:g}"
+    )
+
+
+@dataclass(frozen=True)
+class Quality:
+    """The distance of the engine's next tokens to those of the weights as they were: the mean
+    Kullback-Leibler divergence of theirs from the engine's (nats), the share of positions with the
+    same best token, and the mean negative log likelihood of the given text, the engine's first.
+    Without numbers, the `reason` why there are none."""
+
+    positions: int = 0
+    divergence: float | None = None
+    same_top: float | None = None
+    nll: tuple[float, float] | None = None
+    reason: str | None = None
+
+    def lines(self) -> list[str]:
+        """Return the lines of a report."""
+        if self.divergence is None or self.same_top is None:
+            return [f"  {'quality':10}  not measured: {self.reason}"]
+        lines = [
+            f"  {'quality':10}{self.divergence:>12.2e} of KL divergence from the weights as they "
+            f"were, same top token {self.same_top:.1%} of {self.positions}"
+        ]
+        if self.nll:
+            lines.append("  {:10}{:>12.6f} of NLL, and {:.6f} of those".format("", *self.nll))
+        return lines
 
 
 @dataclass(frozen=True)
