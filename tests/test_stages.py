@@ -15,10 +15,16 @@ import yaml
 import g4ir
 from g4ir import passes as pipeline
 from g4ir.backends.torch_compile import step_program
-from g4ir.check import pass_report
-from g4ir.check.pass_report import StageComparison, StagesReport, joint_budget, local_errors
-from g4ir.check.passes import Shown, verify_each_pass
+from g4ir.check import passes as each_pass
+from g4ir.check.passes import (
+    Shown,
+    StageComparison,
+    joint_budget,
+    local_errors,
+    verify_each_pass,
+)
 from g4ir.check.reference import reference_engine
+from g4ir.check.report import StagesReport
 from g4ir.check.stages import (
     BACKEND,
     STORED,
@@ -407,7 +413,7 @@ def test_close_call_of_a_router(
 ) -> None:
     """A compiled layer may send a row to another expert that is as good; only such rows may
     differ, and they are counted. The router is seen in a fused op too."""
-    monkeypatch.setitem(pass_report.CLOSE_EXPERTS, "f32", close)
+    monkeypatch.setitem(each_pass.CLOSE_EXPERTS, "f32", close)
     one, comparison = shown(moe, after)
     want = one.trace.values["L2.out"]
     got = want.clone()
@@ -423,7 +429,7 @@ def test_experts_chosen(
 ) -> None:
     """Another expert in the list is right only if it is as probable; rows that no router touched
     have no excuse."""
-    monkeypatch.setitem(pass_report.CLOSE_EXPERTS, "f32", close)
+    monkeypatch.setitem(each_pass.CLOSE_EXPERTS, "f32", close)
     one, comparison = shown(moe, after="fuse_glu")
     index = one.trace.values["L2.moe.index"].clone()
     index[0, 1] = index[0, 1].flip(0)

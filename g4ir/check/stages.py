@@ -143,7 +143,7 @@ class Recording:
     @cached_property
     def makers(self) -> dict[str, Node]:
         """The node that makes each value."""
-        return self.embed.producers() | self.graph.producers()
+        return {**self.embed.producers(), **self.graph.producers()}
 
     @cached_property
     def types(self) -> dict[str, Type]:
@@ -209,7 +209,6 @@ def stages_of(
     they differ (an engine of an older version). Only `graphs` can be run."""
     facts, held = engine.facts, weights.plain.unpacked is not None
     stored = partial(find_backend(facts.backend).stored, device=facts.device)
-    stage = partial(_stage, engine, weights, graphs)
     plain = _written(engine)
     if held:
         plain = plain.map(from_codes)
@@ -219,6 +218,12 @@ def stages_of(
             after.clear()  # each rank made codes of its part, with scales of their own
         plain = shard_program(plain, engine.spec, engine.ranks, facts.ep)
         after[SHARD] = dict(plain.graphs)
+
+    def stage(name: str, packing: Packing) -> Stage:
+        if engine.ranks > 1 and name != MODEL:
+            packing = _side_by_side(packing, engine.share)
+        made = {g: weights.params(packing, packing.program.graphs[g]) for g in graphs}
+        return Stage(name, packing, {"embed": engine.tables, **made})
 
     def keep(name: str, g: Graph) -> None:
         after.setdefault(name, {})[g.name] = g
@@ -243,15 +248,6 @@ def _written(engine: Engine) -> Program:
         drafter=engine.drafter,
     )
     return quantised(plain, engine.spec, engine.recipe, engine.dtype)
-
-
-def _stage(
-    engine: Engine, weights: StageWeights, graphs: Sequence[str], name: str, packing: Packing
-) -> Stage:
-    if engine.ranks > 1 and name != MODEL:
-        packing = _side_by_side(packing, engine.share)
-    made = {g: weights.params(packing, packing.program.graphs[g]) for g in graphs}
-    return Stage(name, packing, {"embed": engine.tables, **made})
 
 
 def _side_by_side(packing: Packing, share: Share) -> Packing:
