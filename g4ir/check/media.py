@@ -305,12 +305,8 @@ def _prompt_report(engine: Engine, reference: Engine, p: MediaPrompt) -> PromptR
     judged, holds = _judged(
         engine.dtype, got, want, lambda: p.logits(wide_engine(reference), every)
     )
-    what: dict[str, Any] = {
-        "tokens": tokens + len(p.after),
-        "chunk": p.chunk,
-        "soft": counts(p.soft),
-    }
-    report = PromptReport(**judged, **what, phases=tuple(phases))
+    count, soft = tokens + len(p.after), counts(p.soft)
+    report = PromptReport(**judged, tokens=count, chunk=p.chunk, soft=soft, phases=tuple(phases))
     if report.ok:
         return report
     if found := first_value(engine, reference, p.steps(), report.budget.inside):

@@ -59,6 +59,8 @@ from .tokens import Turns, chosen_tokens, window_of
 from .watch import first_not_finite
 
 Tensor = torch.Tensor
+#: the tensor of a node's input
+Look = Callable[[Value], Any]
 #: values compared at once, in float64
 BLOCK = 1 << 24
 #: what a value out of tolerance may still differ by: this many times its own rounding, measured
@@ -378,7 +380,7 @@ class StageComparison:
         got: Tensor,
         want: Tensor,
         wide: Callable[[], Tensor],
-        look: Callable[[Value], Any],
+        look: Look,
         routers: Sequence[Node] = (),
     ) -> None:
         """Compare a value. wide: it without rounding; look: operands of routers; routers: those
@@ -415,11 +417,7 @@ class StageComparison:
         self.decide(made, float(errors.max()), budget)
 
     def _excused(
-        self,
-        step: GraphStep,
-        routers: Sequence[Node],
-        look: Callable[[Value], Any],
-        errors: Tensor,
+        self, step: GraphStep, routers: Sequence[Node], look: Look, errors: Tensor
     ) -> Tensor:
         """Return bool, as errors [B, S, ...]: rows in which a router chose by next to nothing."""
         excused = torch.zeros_like(errors, dtype=torch.bool)
@@ -460,7 +458,7 @@ class StageComparison:
         return StageReport(self.name, self.values, worst, self.first, self.excused)
 
 
-def _chances(step: GraphStep, router: Node, look: Callable[[Value], Any]) -> Tensor:
+def _chances(step: GraphStep, router: Node, look: Look) -> Tensor:
     """Return f32[B, S, experts]: the router's probabilities of all experts."""
     x, scale, proj, per_expert = map(look, router.inputs)
     reference = router.definition.reference

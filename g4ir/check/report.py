@@ -132,11 +132,8 @@ class Quality:
         if self.divergence is None or self.same_top is None:
             yield "quality", f"  not measured: {self.reason}"
             return
-        yield (
-            "quality",
-            f"{self.divergence:>12.2e} of KL divergence from the weights as they "
-            f"were, same top token {self.same_top:.1%} of {self.positions}",
-        )
+        far = f"{self.divergence:>12.2e} of KL divergence from the weights as they were"
+        yield "quality", f"{far}, same top token {self.same_top:.1%} of {self.positions}"
         if self.nll:
             yield "", "{:>12.6f} of NLL, and {:.6f} of those".format(*self.nll)
 
@@ -228,10 +225,8 @@ class VerifyReport:
             yield label, _worst(self.positions, [getattr(p, away) for p in self.positions])
         yield "1 - cosine", _worst(self.positions, [1 - p.cosine for p in self.positions])
         fine = sum(p.ok for p in self.positions)
-        yield (
-            "positions",
-            f"{fine:>12} of {len(self.positions)} within tolerance: {self.budget}",
-        )
+        held = f"{fine:>12} of {len(self.positions)} within tolerance"
+        yield "positions", f"{held}: {self.budget}"
         if self.rounds:
             fine = sum(p.ok for p in self.rounds)
             yield "rounds", f"{fine:>12} of {len(self.rounds)} within it, verified as drafts"
@@ -247,11 +242,9 @@ class VerifyReport:
 
     def _rounding_rows(self, rounding: Rounding) -> Iterator[tuple[str, str]]:
         worst = worst_of(distances(self.positions))
-        yield (
-            "distance",
-            f"{self.median_distance:>12.2e} in the median, worst {worst:.2e}; the "
-            f"reference's {rounding.median:.2e} and {rounding.worst:.2e}",
-        )
+        own = f"{self.median_distance:>12.2e} in the median, worst {worst:.2e}"
+        usual = f"the reference's {rounding.median:.2e} and {rounding.worst:.2e}"
+        yield "distance", f"{own}; {usual}"
         if not self.typical:
             yield "", "the positions as a whole are out of tolerance"
         if rounding.reason:
