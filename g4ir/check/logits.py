@@ -81,7 +81,7 @@ def verify_engine(
         raise InputError(f"--against {against!r}: expected {' or '.join(AGAINST)}")
     given = plan_turns(engine, chosen_tokens(engine, tokens, wanted_tokens(engine)))
     peer = find_peer(engine, against, checkpoint, progress)
-    report = _compare(engine, peer, given, against, checkpoint, progress)
+    report = _compare(engine, peer, given, checkpoint, progress)
     if not report.ok:
         progress("looking for the first difference")
         report = replace(report, first_difference=_first(engine, peer, given, report))
@@ -92,12 +92,7 @@ def verify_engine(
 
 
 def _compare(
-    engine: Engine,
-    peer: Peer,
-    given: Turns,
-    against: str,
-    checkpoint: str | Path | None,
-    progress: Progress,
+    engine: Engine, peer: Peer, given: Turns, checkpoint: str | Path | None, progress: Progress
 ) -> VerifyReport:
     own, text, count = EnginePeer(engine), engine.spec.text, f"{len(given.ids)} tokens"
     ids, where = given.ids, given.where
@@ -107,7 +102,7 @@ def _compare(
     theirs: Rows = {}
     progress(f"{count} through the engine")
     got = own.logits(given, shown, mine)
-    progress(f"{count} through {against}")
+    progress(f"{count} through {peer.name}")
     want = peer.logits(given, shown, theirs)
     steps = given.steps if engine.draft_tokens else 0
     # Rows of single steps as rounds make them, where the engine has such.
@@ -123,7 +118,7 @@ def _compare(
     taken = _taken(engine, peer)
     return VerifyReport(
         engine_name(engine),
-        against,
+        peer.name,
         budget,
         tuple(given.sizes),
         _positions(where, errors, budget),
@@ -148,13 +143,13 @@ def _judged(
 ) -> tuple[Tolerance, list[Errors]]:
     """Return the tolerance, measured where the dtype or the rounding asks for it, and the errors of
     each of `many`."""
-    name, dtype = "reference" if isinstance(peer, EnginePeer) else "hf", engine.dtype
-    budget, count = budget_of(dtype, name, *coarse(engine)), f"{len(given.ids)} tokens"
+    dtype, count = engine.dtype, f"{len(given.ids)} tokens"
+    budget = budget_of(dtype, peer.name, *coarse(engine))
     errors = [row_errors(rows, want) for rows in many]
     if dtype in ROUNDED:
-        device = engine.device if name == "reference" else "cpu"
+        device = engine.device if isinstance(peer, EnginePeer) else "cpu"
         refused = float64_refusal(engine, len(given.ids), len(given.where), device)
-        progress(f"{count} through {name} {'again' if refused else 'in float64'}")
+        progress(f"{count} through {peer.name} {'again' if refused else 'in float64'}")
         if anchor := find_anchor(peer, [given], want, refused):
             budget = Tolerance(rounding=anchor.rounding(want, dtype))
             errors = [anchor.errors(rows, want) for rows in many]

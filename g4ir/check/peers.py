@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -48,6 +48,7 @@ CLOSE_UNITS = 8
 class EnginePeer:
     """A peer that is any engine, one row at a time."""
 
+    name: ClassVar = "reference"
     engine: Engine
 
     def logits(self, given: Turns, ends: Sequence[int] = (), layers: Rows | None = None) -> Tensor:
@@ -109,6 +110,7 @@ class HfPeer:
     """A transformers text model: one pass without a cache, greedy tokens with one. `caches` makes
     the cache of either where K and V are to be rounded."""
 
+    name: ClassVar = "hf"
     model: Any
     caches: Callable[[], Any] | None = None
 
