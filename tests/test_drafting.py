@@ -26,8 +26,7 @@ from g4ir.bench.schema import read_report
 from g4ir.bench.text import text as bench_text
 from g4ir.check.logits import ROUNDS_ALONE, verify_engine
 from g4ir.check.passes import verify_each_pass
-from g4ir.check.stages import BACKEND
-from g4ir.check.steps import chunks_of_tokens, rounds_of
+from g4ir.check.stages import BACKEND, chunks_of_tokens, rounds_of
 from g4ir.cli.talking import tally_text
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine

@@ -1,7 +1,7 @@
 """Caches in fewer bits than the model's dtype: the rows, the graphs, sessions, plans, refusals.
 
 What an engine computes with them is held against transformers whose caches round K and V the same
-way (check/rounding_baseline.py): in fp32 both give the same logits, but where a number lies so near
+way (check/hf.py): in fp32 both give the same logits, but where a number lies so near
 the middle of two that they take different ones.
 """
 

@@ -26,8 +26,7 @@ from g4ir.backends.onnx_graph.runtime import open_session
 from g4ir.backends.primitives.weights import by_columns
 from g4ir.backends.torch_compile import pyops
 from g4ir.backends.torch_compile.segment import graph_steps
-from g4ir.check.logits import verify_engine
-from g4ir.check.quality import divergences, measured
+from g4ir.check.logits import divergences, measured, verify_engine
 from g4ir.engine.build import prepare, write_engine
 from g4ir.errors import G4Error, WeightsError
 from g4ir.ir.graph import Builder, Program
@@ -394,7 +393,7 @@ def test_quality_that_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.Mon
     )
     report = verify_engine(engine)
     assert report.ok and "quality     not measured: give --checkpoint DIR" in report.text()
-    monkeypatch.setattr("g4ir.check.memory_check.device_memory", lambda device: 1 << 20)
+    monkeypatch.setattr("g4ir.check.reference.device_memory", lambda device: 1 << 20)
     report = verify_engine(engine, checkpoint=checkpoint)
     assert report.ok and "free" in report.text()
 

@@ -13,13 +13,12 @@ import torch
 
 import g4ir
 from g4ir.bench.runners import peer_model
-from g4ir.check import memory_check
-from g4ir.check.layer_errors import LAYER_TYPICAL, LAYER_WORST
+from g4ir.check import reference
 from g4ir.check.logits import verify_engine
 from g4ir.check.peers import EnginePeer, HfPeer
 from g4ir.check.reference import reference_engine
-from g4ir.check.report import VerifyReport
-from g4ir.check.tokens import Turns, random_tokens
+from g4ir.check.report import LAYER_TYPICAL, LAYER_WORST, VerifyReport
+from g4ir.check.tokens import Turns, random_ids
 from g4ir.engine.engine import Engine
 from g4ir.ir import distance
 from g4ir.ir.distance import Anchor, row_errors
@@ -218,7 +217,7 @@ def test_wrong_logits_fail_without_layers(built: Callable[..., Engine]) -> None:
 def test_without_room_the_other_mode_is_the_measure(
     built: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_check, "device_memory", lambda device: 1 << 20)
+    monkeypatch.setattr(reference, "device_memory", lambda device: 1 << 20)
     engine = built("tiny-dense", "bfloat16", 0)
     report = verify_engine(engine, "hf")
     assert report.ok, report.text()
@@ -285,7 +284,7 @@ def test_single_tokens_are_judged_alone(built: Callable[..., Engine]) -> None:
 def test_the_wide_interpreter_is_transformers_in_float64(built: Callable[..., Engine]) -> None:
     """Two float64 computations of one model in 16 bits agree to far more than 16 bits."""
     engine = built("tiny-ple", "bfloat16", 1)
-    ids, turns = random_tokens(engine, 40), [40]
+    ids, turns = random_ids(engine, (40,)), [40]
     model = peer_model(engine)
     want = HfPeer(model).wide(Turns(ids, turns, True))
     got = EnginePeer(engine).wide(Turns(ids, [1] * 40))

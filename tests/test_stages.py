@@ -15,12 +15,25 @@ import yaml
 import g4ir
 from g4ir import passes as pipeline
 from g4ir.backends.torch_compile import step_program
-from g4ir.check import pass_report
-from g4ir.check.pass_report import StageComparison, StagesReport, joint_budget, local_errors
-from g4ir.check.passes import Shown, verify_each_pass
+from g4ir.check import passes as each_pass
+from g4ir.check.passes import (
+    Shown,
+    StageComparison,
+    joint_budget,
+    local_errors,
+    verify_each_pass,
+)
 from g4ir.check.reference import reference_engine
-from g4ir.check.stages import BACKEND, STORED, StageRun, StageWeights, plain_params, stages_of
-from g4ir.check.steps import chunks_of_tokens
+from g4ir.check.report import StagesReport
+from g4ir.check.stages import (
+    BACKEND,
+    STORED,
+    StageRun,
+    StageWeights,
+    chunks_of_tokens,
+    plain_params,
+    stages_of,
+)
 from g4ir.engine.engine import Engine
 from g4ir.errors import CheckError, EngineError, WeightsError
 from g4ir.ir.graph import Graph, Node, Value
@@ -388,10 +401,9 @@ def shown(engine: Engine, after: str = PASSES[-1]) -> tuple[Shown, StageComparis
         next(chunks_of_tokens(torch.arange(20), 8, 16)),
         StageComparison(BACKEND, engine.dtype),
     )
-    trace, recording = StageRun(stage, 20, "cpu").trace(chunk), stage.recordings["prefill"]
-    given = {v.name for v in recording.graphs[1].inputs} | {"L1.out", "L2.in"}
-    one = Shown(recording=recording, step=chunk, trace=trace, comparison=comparison, names=given)
-    return one, comparison
+    trace = StageRun(stage, 20, "cpu").trace(chunk)
+    given = {v.name for v in trace.recording.graph.inputs} | {"L1.out", "L2.in"}
+    return Shown(trace, comparison, given), comparison
 
 
 @pytest.mark.parametrize("after", ["fuse_glu", "fuse_moe"])
@@ -401,7 +413,7 @@ def test_close_call_of_a_router(
 ) -> None:
     """A compiled layer may send a row to another expert that is as good; only such rows may
     differ, and they are counted. The router is seen in a fused op too."""
-    monkeypatch.setitem(pass_report.CLOSE_EXPERTS, "f32", close)
+    monkeypatch.setitem(each_pass.CLOSE_EXPERTS, "f32", close)
     one, comparison = shown(moe, after)
     want = one.trace.values["L2.out"]
     got = want.clone()
@@ -417,7 +429,7 @@ def test_experts_chosen(
 ) -> None:
     """Another expert in the list is right only if it is as probable; rows that no router touched
     have no excuse."""
-    monkeypatch.setitem(pass_report.CLOSE_EXPERTS, "f32", close)
+    monkeypatch.setitem(each_pass.CLOSE_EXPERTS, "f32", close)
     one, comparison = shown(moe, after="fuse_glu")
     index = one.trace.values["L2.moe.index"].clone()
     index[0, 1] = index[0, 1].flip(0)

@@ -21,7 +21,7 @@ from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.check.reference import reference_engine
 from g4ir.check.report import LEVELS, Saturation, curve
-from g4ir.check.tokens import Turns, random_tokens
+from g4ir.check.tokens import Turns, random_ids
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, MissingError, SpecError
 from g4ir.ir.distance import BUDGETS, Tolerance
@@ -209,7 +209,7 @@ def test_rounding_is_measured_where_the_budget_is_missed(
     assert not verify_engine(disturbed(engines("reference", "tiny-ple"), "L3.attn.wo", 0.01)).ok
     engine = engines("torch", "tiny-ple")
     report = verify_engine(engine)
-    given = Turns(random_tokens(engine, 96), report.turns, engine.all_logits)
+    given = Turns(random_ids(engine, (96,)), report.turns, engine.all_logits)
     rounding = compare.rounding_error(engine, given)
     assert 1e-7 < rounding < 1e-4 and report.budget == Tolerance(relative=4 * rounding)
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from g4ir.check.logits import find_anchor, rounding_error
-from g4ir.check.memory_check import float64_refusal
 from g4ir.check.peers import EnginePeer, HfPeer
-from g4ir.check.reference import reference_engine
+from g4ir.check.reference import float64_refusal, reference_engine
 from g4ir.check.tokens import Turns
 from g4ir.ir.distance import (
     BUDGETS,

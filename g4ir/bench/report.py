@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from g4ir.check.memory_check import param_bytes
-from g4ir.check.rounding_baseline import asked
+from g4ir.check.hf import asked
+from g4ir.check.reference import param_bytes
 from g4ir.engine.engine import Engine
 from g4ir.engine.speculative import NONE, find_draft
 from g4ir.errors import InputError

@@ -1,11 +1,17 @@
-"""The transformers text model on an engine's weights."""
+"""The transformers text model on an engine's weights, and its other roundings.
+
+It rounds what an engine was asked to round: K and V as its narrowed caches hold them, and what
+products with quantised weights take. Or nothing: in float64 on weights of 16 bits (ir/wide.py),
+which takes the memory of activations, whatever the size of the model.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +22,22 @@ from g4ir.engine.build import agreed_spec
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import open_weights
 from g4ir.errors import InputError, MissingError
-from g4ir.model.names import HEAD, checkpoint_name
+from g4ir.ir.graph import Node
+from g4ir.ir.names import layer_of
+from g4ir.ir.wide import WideProducts
+from g4ir.model.names import HEAD, TOKEN_TABLE, checkpoint_name
 from g4ir.model.tensors import text_tensors
+from g4ir.model.text import build_graph
+from g4ir.ops import OPS
+from g4ir.ops.codecs import fake_quantized
+from g4ir.ops.kv_quant import numbers
+from g4ir.ops.latent import keys_values_of_value
+from g4ir.ops.rope import rotated_pairs
 from g4ir.ops.types import ITEMSIZE, torch_dtype
+from g4ir.passes.match import OFF
+from g4ir.passes.narrow_kv import NarrowOptions
+from g4ir.passes.quantize_activations import ActivationOptions
+from g4ir.passes.scale_residual import ScaleOptions
 from g4ir.plan.fit import device_memory
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec
@@ -29,7 +48,10 @@ from g4ir.weights.formats import is_coded
 from g4ir.weights.origin import CheckpointDirectory, Origin, find_origin, snapshot_of
 from g4ir.weights.random import RandomCheckpoint
 
-from .memory_check import param_bytes
+from .reference import param_bytes
+
+Tensor = torch.Tensor
+ROUTER = re.compile(r"layers\.(\d+)\.router")
 
 
 def need_transformers(asked: str) -> None:
@@ -202,3 +224,154 @@ def _load_hf(directory: Path, dtype: str) -> Any:
     finally:
         logging.set_verbosity(level)
         logging.enable_progress_bar()
+
+
+def asked(engine: Engine, name: str) -> str:
+    """Return the dtype or format that a pass was asked to round to, or OFF."""
+    options = engine.facts.options
+    if name in engine.facts.skipped_passes:
+        return OFF
+    if name == "narrow_kv":
+        return options.of(NarrowOptions).to
+    return options.of(ActivationOptions).to
+
+
+def divisor(engine: Engine) -> int:
+    """Return what the residual stream of an engine is divided by."""
+    skipped = "scale_residual" in engine.facts.skipped_passes
+    return 1 if skipped else engine.facts.options.of(ScaleOptions).divisor
+
+
+def coarse(engine: Engine) -> tuple[str, ...]:
+    """Return the grids that an engine was asked to round to."""
+    found = (asked(engine, name) for name in ("narrow_kv", "quantize_activations"))
+    return tuple(to for to in found if to != OFF)
+
+
+def round_activations(engine: Engine, model: Any) -> None:
+    """Have a transformers model round what its products take, for the quantised weights."""
+    form = asked(engine, "quantize_activations")
+    if form == OFF or engine.recipe is None:
+        return
+    held = engine.recipe.schemes(weights_of(engine.spec))
+    graph = build_graph(engine.spec, "prefill", all_logits=True)
+    names = {n["w"].name for n in graph.find("linear")} & held.keys()
+    modules = dict(model.get_decoder().named_modules())
+    head = dict.fromkeys((HEAD, TOKEN_TABLE), model.get_output_embeddings())
+    for weight in map(checkpoint_name, names):
+        module = head.get(weight) or modules[weight.removesuffix(".weight")]
+        module.register_forward_pre_hook(lambda _, given: (fake_quantized(given[0], form),))
+
+
+def rounding_caches(engine: Engine, model: Any) -> Callable[[], Any] | None:
+    """Return what makes caches for a transformers model whose K and V are rounded as the engine's
+    rows are; None for an engine that holds them in its dtype."""
+    from transformers import DynamicCache
+
+    to, layers = asked(engine, "narrow_kv"), model.get_decoder().layers
+    if to == OFF:
+        return None
+    # Layer -> the node that attends to the caches that it owns.
+    nodes = (n for n in engine.program.graphs["decode"].nodes if n.definition.held)
+    readers = {layer_of(n.caches[0].name): n for n in nodes}
+
+    class RoundingCache(DynamicCache):
+        """Rounds what it is given, then keeps it."""
+
+        def update(self, k: Any, v: Any, layer_idx: int, *more: Any, **named: Any) -> Any:
+            attention = layers[layer_idx].self_attn
+            k, v = _as_read(readers[layer_idx], k, v, attention, to)
+            return super().update(k, v, layer_idx, *more, **named)
+
+    return lambda: RoundingCache(config=model.config.get_text_config())
+
+
+def rounded(x: Tensor, to: str) -> Tensor:
+    """Return the numbers that rows [.., d] say once they are held in a dtype, in their own."""
+    reference = OPS["narrow_row"].reference
+    assert reference
+    out: Tensor = numbers(reference(x, to=to), x.dtype)
+    return out
+
+
+def _as_read(n: Node, k: Tensor, v: Tensor, attention: Any, to: str) -> tuple[Tensor, Tensor]:
+    """Return K and V [B,n,T,d] as a node reads them from its caches."""
+    if n.op != "attention_latent":
+        return rounded(k, to), rounded(v, to)
+    pairs = rotated_pairs(n.word("kind"), k.shape[-1], n.number("fraction"))
+    join = OPS["latent_row"].reference
+    assert join
+    row = join(v, k, pairs=pairs)
+    return keys_values_of_value(rounded(row, to), attention.k_norm.weight.to(row.dtype))
+
+
+@contextmanager
+def wide_model(
+    model: Any,
+    given: Mapping[int, Mapping[int, Tensor]] | None = None,
+    margins: dict[int, Tensor] | None = None,
+) -> Iterator[None]:
+    """Make a transformers text model compute in float64 on its own weights. Rows of its tables are
+    made as ever, then widened: their scale and its rounding belong to the model.
+
+    given: by layer (the final norm after the last), by index of a token, what it takes instead of
+    what it would be given.
+    margins: by layer, how far the first expert that a router leaves out lies behind the last that
+    it takes, relative to that, f32[T].
+    """
+    decoder = model.get_decoder()
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding):
+                hook = module.register_forward_hook(lambda module, args, made: made.double())
+                stack.callback(hook.remove)
+        for i, layer in enumerate([*decoder.layers, decoder.norm]):
+            if rows := (given or {}).get(i):
+                hook = layer.register_forward_pre_hook(_taker(rows), with_kwargs=True)
+                stack.callback(hook.remove)
+        for name, module in decoder.named_modules():
+            if margins is not None and (found := ROUTER.fullmatch(name)):
+                hook = module.register_forward_hook(_measurer(margins, int(found[1])))
+                stack.callback(hook.remove)
+        # Grouped products of experts have no float64.
+        before = model.config._experts_implementation
+        if before is not None:
+            stack.callback(model.set_experts_implementation, before)
+            model.set_experts_implementation("eager")
+        stack.enter_context(WideProducts())
+        yield
+
+
+def _taker(rows: Mapping[int, Tensor]) -> Callable[..., Any]:
+    """Return a hook that puts rows in the place of a layer's input."""
+    at = torch.tensor(sorted(rows))
+    values = torch.stack([rows[i] for i in at.tolist()])
+
+    def take(module: Any, args: Any, kwargs: Any) -> Any:
+        hidden = args[0].clone()
+        hidden[0, at.to(hidden.device)] = values.to(hidden)
+        return (hidden, *args[1:]), kwargs
+
+    return take
+
+
+def _measurer(margins: dict[int, Tensor], layer: int) -> Callable[..., None]:
+    def measure(router: Any, given: Any, made: Any) -> None:
+        k = made[2].shape[-1]
+        best = made[0].topk(min(k + 1, made[0].shape[-1]), -1).values.float().cpu()
+        # All experts taken: no tie.
+        left = best[:, -1] if best.shape[-1] > k else torch.zeros(len(best))
+        margins[layer] = 1 - left / best[:, k - 1]
+
+    return measure
+
+
+@contextmanager
+def other_attention(model: Any) -> Iterator[None]:
+    """Put a model into its other mode of attention."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager" if before == "sdpa" else "sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

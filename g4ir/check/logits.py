@@ -6,7 +6,7 @@ chunk. Where fp32 logits are out of tolerance, four times the rounding error tha
 makes on this very model is allowed; in 16 bits the reference's own rounding is the budget
 (ir/distance.py), and against transformers each layer is also computed in float64 on what the engine
 gave it. Where something differs, the first value inside that does is named. Media are compared with
-the interpreter's (media.py), quantised engines also with the weights as they were (quality.py).
+the interpreter's (media.py), quantised engines also with the weights as they were: numbers to read.
 """
 
 from __future__ import annotations
@@ -23,16 +23,31 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir.distance import ROUNDED, Anchor, Errors, Tolerance, budget_of, row_errors, widened
 from g4ir.ui.progress import Progress, no_progress
+from g4ir.weights.pack import MadeParams
 
-from .hf import text_bytes
-from .layer_errors import LocalError, Rows
+from .hf import coarse, text_bytes
 from .media import check_media
-from .memory_check import float64_refusal, param_bytes
-from .peers import FINAL, EnginePeer, HfPeer, Peer, find_peer
-from .quality import find_quality, nll
-from .reference import reference_engine
-from .report import SATURATED, Greedy, LayerError, Position, Saturation, VerifyReport, engine_name
-from .rounding_baseline import coarse
+from .peers import FINAL, EnginePeer, HfPeer, Peer, Rows, find_peer
+from .reference import (
+    float64_refusal,
+    original_weights,
+    param_bytes,
+    plain_engine,
+    plain_packing,
+    reference_engine,
+    refusal,
+)
+from .report import (
+    SATURATED,
+    Greedy,
+    LayerError,
+    LocalError,
+    Position,
+    Quality,
+    Saturation,
+    VerifyReport,
+    engine_name,
+)
 from .tokens import Turns, chosen_tokens, plan_turns, wanted_tokens
 from .watch import first_difference, first_not_finite
 
@@ -40,6 +55,8 @@ Tensor = torch.Tensor
 AGAINST = ("reference", "hf")
 
 GREEDY = 16
+#: rows of logits whose chances are worked out together
+ROWS = 16
 #: what is said where prompts and single steps are right
 ROUNDS_ALONE = "in rounds of drafts alone, which `g4ir verify ENGINE --each-pass` looks into"
 
@@ -64,7 +81,7 @@ def verify_engine(
         raise InputError(f"--against {against!r}: expected {' or '.join(AGAINST)}")
     given = plan_turns(engine, chosen_tokens(engine, tokens, wanted_tokens(engine)))
     peer = find_peer(engine, against, checkpoint, progress)
-    report = _compare(engine, peer, given, against, checkpoint, progress)
+    report = _compare(engine, peer, given, checkpoint, progress)
     if not report.ok:
         progress("looking for the first difference")
         report = replace(report, first_difference=_first(engine, peer, given, report))
@@ -75,12 +92,7 @@ def verify_engine(
 
 
 def _compare(
-    engine: Engine,
-    peer: Peer,
-    given: Turns,
-    against: str,
-    checkpoint: str | Path | None,
-    progress: Progress,
+    engine: Engine, peer: Peer, given: Turns, checkpoint: str | Path | None, progress: Progress
 ) -> VerifyReport:
     own, text, count = EnginePeer(engine), engine.spec.text, f"{len(given.ids)} tokens"
     ids, where = given.ids, given.where
@@ -90,7 +102,7 @@ def _compare(
     theirs: Rows = {}
     progress(f"{count} through the engine")
     got = own.logits(given, shown, mine)
-    progress(f"{count} through {against}")
+    progress(f"{count} through {peer.name}")
     want = peer.logits(given, shown, theirs)
     steps = given.steps if engine.draft_tokens else 0
     # Rows of single steps as rounds make them, where the engine has such.
@@ -106,7 +118,7 @@ def _compare(
     taken = _taken(engine, peer)
     return VerifyReport(
         engine_name(engine),
-        against,
+        peer.name,
         budget,
         tuple(given.sizes),
         _positions(where, errors, budget),
@@ -131,14 +143,14 @@ def _judged(
 ) -> tuple[Tolerance, list[Errors]]:
     """Return the tolerance, measured where the dtype or the rounding asks for it, and the errors of
     each of `many`."""
-    name, dtype = "reference" if isinstance(peer, EnginePeer) else "hf", engine.dtype
-    budget, count = budget_of(dtype, name, *coarse(engine)), f"{len(given.ids)} tokens"
+    dtype, count = engine.dtype, f"{len(given.ids)} tokens"
+    budget = budget_of(dtype, peer.name, *coarse(engine))
     errors = [row_errors(rows, want) for rows in many]
     if dtype in ROUNDED:
-        device = engine.device if name == "reference" else "cpu"
-        refusal = float64_refusal(engine, len(given.ids), len(given.where), device)
-        progress(f"{count} through {name} {'again' if refusal else 'in float64'}")
-        if anchor := find_anchor(peer, [given], want, refusal):
+        device = engine.device if isinstance(peer, EnginePeer) else "cpu"
+        refused = float64_refusal(engine, len(given.ids), len(given.where), device)
+        progress(f"{count} through {peer.name} {'again' if refused else 'in float64'}")
+        if anchor := find_anchor(peer, [given], want, refused):
             budget = Tolerance(rounding=anchor.rounding(want, dtype))
             errors = [anchor.errors(rows, want) for rows in many]
     if budget.relative is not None and not all(bool(budget.holds(e).all()) for e in errors):
@@ -235,3 +247,65 @@ def _first(engine: Engine, peer: Peer, given: Turns, report: VerifyReport) -> st
     if inside:
         return f"{inside}, against reference"
     return "none against reference: the graph or the weights are not what transformers computes"
+
+
+def find_quality(
+    engine: Engine,
+    got: Tensor,
+    given: Turns,
+    checkpoint: str | Path | None,
+    taken: int,
+    progress: Progress,
+) -> Quality | None:
+    """Return the quality of a quantised engine whose logits are `got`; None for another engine.
+
+    The weights as they were come from `checkpoint`, else from where the engine makes its own.
+    `taken`: bytes of the device that others hold.
+    """
+    if engine.recipe is None:
+        return None
+    source = original_weights(engine, checkpoint)
+    if source is None:
+        return Quality(reason="give --checkpoint DIR, the weights that it was made of")
+    try:
+        if source.forms:
+            return Quality(reason="the checkpoint holds codes, and not what they were made of")
+        packing = plain_packing(engine)
+        need = sum(v.type.nbytes() for v in packing.program.params().values())
+        said = "the weights as they were take {} beside what is loaded"
+        if reason := refusal(said, need, engine.device, taken):
+            return Quality(reason=reason)
+        progress(f"{len(given.ids)} tokens through the weights as they were")
+        peer = EnginePeer(plain_engine(engine, MadeParams(packing, source)))
+        return measured(got, peer.logits(given), given.ids, given.where)
+    finally:
+        if checkpoint is not None:
+            source.close()
+
+
+def measured(got: Tensor, want: Tensor, ids: Tensor, where: Sequence[int]) -> Quality:
+    """Return the quality of logits [N, vocab] after the tokens `where` of `ids`."""
+    pairs = [*zip(got.split(ROWS), want.split(ROWS), strict=True)]
+    divergence = torch.cat([divergences(*pair) for pair in pairs])
+    same = torch.cat([a.argmax(-1) == b.argmax(-1) for a, b in pairs])
+    known = nll(got, ids, where), nll(want, ids, where)
+    return Quality(
+        len(where),
+        float(divergence.mean()),
+        float(same.double().mean()),
+        known if any(at + 1 < len(ids) for at in where) else None,
+    )
+
+
+def divergences(got: Tensor, want: Tensor) -> Tensor:
+    """Return the sum of p (log p - log q) of each row, p of `want` and q of `got`, in nats."""
+    log_p, log_q = (t.cpu().double().log_softmax(-1) for t in (want, got))
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def nll(logits: Tensor, ids: Tensor, where: Sequence[int]) -> float:
+    """Return the mean of -log p(next token) over the positions that have a next token."""
+    rows = [i for i, at in enumerate(where) if at + 1 < len(ids)]
+    following = ids[[where[i] + 1 for i in rows]]
+    chances = logits[rows].double().log_softmax(-1)
+    return -float(chances.gather(1, following[:, None]).mean())

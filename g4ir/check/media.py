@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import methodcaller
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from g4ir.backends.base import Tensors
 from g4ir.engine.engine import Engine
 from g4ir.engine.multimodal import sound_settings
 from g4ir.ir.distance import BUDGETS, Anchor, Tolerance, row_errors, widened
-from g4ir.ir.graph import Program
 from g4ir.ir.interpret import interpret
 from g4ir.ir.wide import in_float64
 from g4ir.media.audio import Waveform
@@ -90,25 +90,18 @@ def _sound(engine: Engine) -> Item:
 
 
 def _item(engine: Engine, kind: str, given: Any, **options: Any) -> Item:
-    seen = _Seen(engine.program)
-    soft = replace(engine, runtime=seen).encode(kind, given, **options)  # type: ignore[arg-type]
-    ((tower, feeds),) = seen.runs
-    return Item(tower, kind, feeds, soft.count, seen.shape(tower)[1], soft.times)
+    """Prepare an item: its tower's inputs, as they come to a runtime."""
+    runs: list[tuple[str, Mapping[str, Tensor], int]] = []
 
+    def encode(tower: str, feeds: Mapping[str, Tensor]) -> Tensor:
+        shape = [int(d) for d in engine.program.graphs[tower].outputs[0].type.shape]
+        runs.append((tower, feeds, shape[1]))
+        return torch.zeros(shape)
 
-class _Seen:
-    """A runtime that keeps what towers are given, and makes zeros of it."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.runs: list[tuple[str, Mapping[str, Tensor]]] = []
-
-    def shape(self, tower: str) -> list[int]:
-        return [int(d) for d in self.program.graphs[tower].outputs[0].type.shape]
-
-    def encode(self, tower: str, feeds: Mapping[str, Tensor]) -> Tensor:
-        self.runs.append((tower, feeds))
-        return torch.zeros(self.shape(tower))
+    seen: Any = SimpleNamespace(encode=encode)
+    soft = replace(engine, runtime=seen).encode(kind, given, **options)
+    ((tower, feeds, size),) = runs
+    return Item(tower, kind, feeds, soft.count, size, soft.times)
 
 
 @dataclass(frozen=True)
@@ -244,13 +237,8 @@ def _tower(engine: Engine, item: Item) -> tuple[TowerReport, Soft]:
         return in_float64(graph, item.feeds, params)["soft"][0, : item.rows]
 
     judged, _ = _judged(engine.dtype, got, want, exact)
-    which: dict[str, Any] = {
-        "tower": item.tower,
-        "kind": item.kind,
-        "rows": item.rows,
-        "size": item.size,
-    }
-    return TowerReport(**judged, **which), Soft(item.kind, (want,), item.times)
+    report = TowerReport(**judged, tower=item.tower, kind=item.kind, rows=item.rows, size=item.size)
+    return report, Soft(item.kind, (want,), item.times)
 
 
 @dataclass(frozen=True, eq=False)
@@ -305,33 +293,24 @@ def _prompt_report(engine: Engine, reference: Engine, p: MediaPrompt) -> PromptR
     )
     tokens = p.tokens.shape[1]
     every = engine.all_logits and tokens * engine.spec.text.vocab_size <= EVERY_LOGITS
-    phases = _Phases(engine.runtime)
-    got = p.logits(replace(engine, runtime=phases), every)  # type: ignore[arg-type]
+    phases: dict[str, None] = {}
+
+    def run(phase: str, *rest: Any) -> Tensors | None:
+        phases[phase] = None
+        return engine.runtime.run(phase, *rest)
+
+    noted: Any = SimpleNamespace(run=run, new_state=engine.runtime.new_state)
+    got = p.logits(replace(engine, runtime=noted), every)
     want = p.logits(reference, every)
     judged, holds = _judged(
         engine.dtype, got, want, lambda: p.logits(wide_engine(reference), every)
     )
-    ran = tuple(dict.fromkeys(phases.ran))
-    report = PromptReport(
-        **judged, tokens=tokens + len(p.after), chunk=p.chunk, soft=counts(p.soft), phases=ran
-    )
+    count, soft = tokens + len(p.after), counts(p.soft)
+    report = PromptReport(**judged, tokens=count, chunk=p.chunk, soft=soft, phases=tuple(phases))
     if report.ok:
         return report
     if found := first_value(engine, reference, p.steps(), report.budget.inside):
         return replace(report, phase=found[0].phase, first_difference=found[1])
-    early = BLOCKS if BLOCKS in ran else "prefill"
+    early = BLOCKS if BLOCKS in phases else "prefill"
     phase = "decode" if bool(holds[: -len(p.after)].all()) else early
     return replace(report, phase=phase, first_difference="none inside; the logits differ")
-
-
-class _Phases:
-    """A runtime that notes which graphs ran."""
-
-    def __init__(self, runtime: Any) -> None:
-        self.runtime, self.new_state = runtime, runtime.new_state
-        self.ran: list[str] = []
-
-    def run(self, phase: str, *rest: Any) -> Tensors | None:
-        self.ran.append(phase)
-        out: Tensors | None = self.runtime.run(phase, *rest)
-        return out

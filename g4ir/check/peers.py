@@ -3,36 +3,52 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
 from g4ir.engine.engine import Engine
+from g4ir.ir.distance import max_or, row_errors
+from g4ir.ops.budgets import UNIT
 from g4ir.ui.progress import Progress
 
-from .float64 import other_attention, wide_model
-from .hf import cache_argument, need_transformers, rows_kept, verified_model
-from .layer_errors import LocalError, Rows, Side, local_errors
+from .hf import (
+    cache_argument,
+    divisor,
+    need_transformers,
+    other_attention,
+    round_activations,
+    rounding_caches,
+    rows_kept,
+    verified_model,
+    wide_model,
+)
 from .reference import reference_engine, wide_engine
-from .rounding_baseline import divisor, round_activations, rounding_caches
+from .report import LAYER_TYPICAL, LAYER_WORST, LocalError
 from .tokens import Turns
 from .watch import ChunkPosition, watched
 
 Tensor = torch.Tensor
+#: value -> index of a token -> the value's row there, f32[hidden]
+Rows = dict[str, dict[int, Tensor]]
 #: logits of a run, and the outputs of its layers
 Shown = tuple[Tensor, Rows]
 #: names of what is compared layer by layer
 LAYER_OUT, FINAL = re.compile(r"L\d+\.out"), "final.norm"
+#: units of the dtype by which the first expert left out lies behind the last one taken, relative
+#: to it, where either may be taken
+CLOSE_UNITS = 8
 
 
 @dataclass(frozen=True)
 class EnginePeer:
     """A peer that is any engine, one row at a time."""
 
+    name: ClassVar = "reference"
     engine: Engine
 
     def logits(self, given: Turns, ends: Sequence[int] = (), layers: Rows | None = None) -> Tensor:
@@ -94,6 +110,7 @@ class HfPeer:
     """A transformers text model: one pass without a cache, greedy tokens with one. `caches` makes
     the cache of either where K and V are to be rounded."""
 
+    name: ClassVar = "hf"
     model: Any
     caches: Callable[[], Any] | None = None
 
@@ -121,24 +138,58 @@ class HfPeer:
 
     def local(self, given: Turns, own: Shown, theirs: Shown, dtype: str) -> tuple[LocalError, ...]:
         """Compare each layer, and the head, in float64 on what the engine gave it, beside the same
-        of the peer in 16 bits: what a layer adds of its own, whatever the ones before it added."""
+        of the peer in 16 bits: what a layer adds of its own, whatever the ones before it added.
+        The head counts where its input is shown, or it would stand for all layers. A quarter of a
+        unit is the least allowed: rounding once moves by up to half."""
         count = len(self.model.get_decoder().layers)
-        both = {
-            i: sorted(own[1].get(n, {}).keys() & theirs[1].get(n, {}).keys())
-            for i, n in ((i, f"L{i}.out") for i in range(count))
-        }
-        if not any(both.values()):
+        at = {}
+        for i in range(count):
+            mine, others = (shown[1].get(f"L{i}.out", {}) for shown in (own, theirs))
+            if both := sorted(mine.keys() & others.keys()):
+                at[i] = both
+        if not at:
             return ()  # the engine shows none of its layers
-        sides = []
-        for logits, shown in (own, theirs):
-            rows = {i: {t: shown[f"L{i}.out"][t] for t in at} for i, at in both.items() if at}
-            margins: dict[int, Tensor] = {}
-            made: Rows = {}
-            with wide_model(self.model, {i + 1: many for i, many in rows.items()}, margins):
-                head = self.logits(given, range(len(given.ids)), made)
-            named = {f"L{i}.out": many for i, many in rows.items()}
-            sides.append(Side(count, given.where, logits, named, head, made, margins))
-        return local_errors(*sides, dtype=dtype)
+        if ends := [t for t in given.where if t in at.get(count - 1, ())]:
+            at[count] = ends
+        found, peers = (self._added(given, shown, at, dtype) for shown in (own, theirs))
+        out = []
+        for i, added in found.items():
+            median, worst = map(float, added)
+            peer_median, peer_worst = (max_or(t, UNIT[dtype] / 4) for t in peers[i])
+            ok = median <= LAYER_TYPICAL * peer_median and worst <= LAYER_WORST * peer_worst
+            label = "the head" if i == count else f"layer {i}"
+            out.append(LocalError(label, median, worst, peer_median, peer_worst, ok))
+        return tuple(out)
+
+    def _added(
+        self, given: Turns, shown: Shown, at: Mapping[int, Sequence[int]], dtype: str
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return, by layer (the head after the last), the median distance to float64 on its own
+        inputs at the tokens `at`, and the worst without near ties of a router. A layer of which
+        none are shown counts as part of the next."""
+        (logits, rows), count = shown, len(self.model.get_decoder().layers)
+        inputs = {i + 1: {t: rows[f"L{i}.out"][t] for t in at[i]} for i in at if i < count}
+        margins: dict[int, Tensor] = {}
+        wide: Rows = {}
+        with wide_model(self.model, inputs, margins):
+            wide_logits = self.logits(given, range(len(given.ids)), wide)
+        out, parts = {}, set[int]()
+        for i in range(count + 1):
+            parts.add(i)
+            if i not in at:
+                continue
+            if i == count:
+                found = [given.where.index(t) for t in at[i]]
+                errors = row_errors(logits[found], wide_logits[found])
+            else:
+                errors = row_errors(*(_rows_at(x[f"L{i}.out"], at[i]) for x in (rows, wide)))
+            tied = torch.zeros(len(at[i]), dtype=torch.bool)
+            for part in margins.keys() & parts:
+                tied |= margins[part][at[i]] < CLOSE_UNITS * UNIT[dtype]
+            median, clear = errors.distance.median(), errors.distance[~tied]
+            out[i] = median, clear.max() if len(clear) else median
+            parts.clear()
+        return out
 
     def greedy(self, prompt: Tensor, count: int, readable: int) -> tuple[list[int], Tensor]:
         """Return as EnginePeer."""
@@ -157,6 +208,10 @@ class HfPeer:
 
 
 Peer: TypeAlias = EnginePeer | HfPeer
+
+
+def _rows_at(rows: Mapping[int, Tensor], at: Sequence[int]) -> Tensor:
+    return torch.stack([rows[i] for i in at])
 
 
 @contextmanager

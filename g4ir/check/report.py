@@ -1,4 +1,4 @@
-"""The report of a comparison: what was compared, and how far apart it was."""
+"""Reports of comparisons: what was compared, and how far apart it was."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from g4ir.engine.engine import Engine
-from g4ir.ir.distance import GROUP, Tolerance, median_of, worst_of
+from g4ir.ir.distance import GROUP, Rounding, Tolerance, median_of, worst_of
 
-from .layer_errors import LocalError, local_text
 from .media import MediaReport
-from .quality import Quality
 
 #: a row is at the softcap where its largest logit is beyond this share of the cap
 SATURATED = 0.99
 #: share of rows at the softcap from which on there is an alarm: a sound model is seldom as sure
 SATURATED_ROWS = 0.1
+#: times the peer's distance that a layer may add, in the median and at its worst row: rounding
+#: of one layer on its own inputs is the same on both sides within a few percent
+LAYER_TYPICAL, LAYER_WORST = 1.5, 2.5
 #: columns and levels of the curve
 CURVE_WIDTH = 60
 LEVELS = "_.:-=+*#@"
-#: label, field, whether large is bad
-_ROWS = (("max abs", "absolute", 1), ("relative", "relative", 1), ("1 - cosine", "cosine", -1))
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,60 @@ class Saturation:
 
 
 @dataclass(frozen=True)
+class LocalError:
+    """The error that a layer (the head after the last) adds to the distance to float64: in the
+    median and at its worst row without a near tie of its router, of the engine and of the peer."""
+
+    layer: str
+    median: float
+    worst: float
+    peer_median: float
+    peer_worst: float
+    ok: bool
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """Ratios to the peer, of the medians and of the worst rows."""
+        return self.median / self.peer_median, self.worst / self.peer_worst
+
+
+def local_text(errors: Sequence[LocalError]) -> str:
+    """Name the layers that lie farthest from float64, in the median and at a row."""
+    far = []
+    for i in range(2):
+        e = max(errors, key=lambda e: math.inf if math.isnan(e.ratios[i]) else e.ratios[i])
+        far.append(f"{e.ratios[i]:.2f} ({e.layer})")
+    return (
+        f"median {far[0]} and worst row {far[1]} x the reference's; up to "
+        f"{LAYER_TYPICAL:g} and {LAYER_WORST:g}"
+    )
+
+
+@dataclass(frozen=True)
+class Quality:
+    """The distance of the engine's next tokens to those of the weights as they were: the mean
+    Kullback-Leibler divergence of theirs from the engine's (nats), the share of positions with the
+    same best token, and the mean negative log likelihood of the given text, the engine's first.
+    Without numbers, the `reason` why there are none."""
+
+    positions: int = 0
+    divergence: float | None = None
+    same_top: float | None = None
+    nll: tuple[float, float] | None = None
+    reason: str | None = None
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Yield the labels and texts of a report."""
+        if self.divergence is None or self.same_top is None:
+            yield "quality", f"  not measured: {self.reason}"
+            return
+        far = f"{self.divergence:>12.2e} of KL divergence from the weights as they were"
+        yield "quality", f"{far}, same top token {self.same_top:.1%} of {self.positions}"
+        if self.nll:
+            yield "", "{:>12.6f} of NLL, and {:.6f} of those".format(*self.nll)
+
+
+@dataclass(frozen=True)
 class VerifyReport:
     """A report of what was compared, and how far apart it was."""
 
@@ -129,16 +182,14 @@ class VerifyReport:
         if rounding is None:
             return True
         single = {sum(self.turns[:i]) for i, n in enumerate(self.turns) if n == 1}
-        away = {p.at: math.nan if p.distance is None else p.distance for p in self.positions}
-        steps = [d for at, d in away.items() if at in single]
-        rounds = [math.nan if p.distance is None else p.distance for p in self.rounds]
-        parts = [part for part in (steps, rounds) if len(part) >= GROUP]
-        return all(map(rounding.fits, ([*away.values()], *parts)))
+        steps = distances([p for p in self.positions if p.at in single])
+        parts = [part for part in (steps, distances(self.rounds)) if len(part) >= GROUP]
+        return all(map(rounding.fits, (distances(self.positions), *parts)))
 
     @property
     def median_distance(self) -> float:
         """Median distance of the positions to the anchor; not a number where one is not."""
-        return median_of([p.distance for p in self.positions if p.distance is not None])
+        return median_of(distances(self.positions))
 
     @property
     def ok(self) -> bool:
@@ -156,29 +207,11 @@ class VerifyReport:
 
     def text(self) -> str:
         """Return a short table."""
-        fine, count = sum(p.ok for p in self.positions), sum(self.turns)
         long = [str(n) for n in self.turns if n > 1]
         steps = len(self.turns) - len(long)
         turns = " + ".join([*long, f"{steps} single steps"] if steps else long)
-        lines = [
-            f"{self.engine} against {self.against}, {count} tokens in {turns}",
-            f"  {'logits':10}{'worst':>12}{'position':>10}",
-            *(_row(self.positions, *row) for row in _ROWS),
-            f"  {'positions':10}{fine:>12} of {len(self.positions)} within tolerance: "
-            f"{self.budget}",
-        ]
-        if self.rounds:
-            fine = sum(p.ok for p in self.rounds)
-            lines.append(
-                f"  {'rounds':10}{fine:>12} of {len(self.rounds)} within it, verified as drafts"
-            )
-        lines += self._rounding_lines()
-        lines.append(f"  {'greedy':10}{self.greedy.text()}")
-        if self.nll:
-            lines.append("  {:10}{:>12.6f} and {:.6f} of the reference".format("NLL", *self.nll))
-        lines += self.quality.lines() if self.quality else []
-        if self.layers:
-            lines.append(f"  {'layers':10}{curve([e.relative for e in self.layers])}")
+        lines = [f"{self.engine} against {self.against}, {sum(self.turns)} tokens in {turns}"]
+        lines += [f"  {label:10}{said}" for label, said in self._rows()]
         lines += self.media.lines() if self.media else []
         if self.saturation and self.saturation.alarm:
             lines.append(self.saturation.text())
@@ -186,30 +219,50 @@ class VerifyReport:
             lines.append(f"  first value out of tolerance: {self.first_difference}")
         return "\n".join([*lines, "ok" if self.ok else "FAILED"])
 
-    def _rounding_lines(self) -> Iterator[str]:
-        rounding = self.budget.rounding
-        if rounding is None:
-            return
-        worst = worst_of([p.distance for p in self.positions if p.distance is not None])
-        yield (
-            f"  {'distance':10}{self.median_distance:>12.2e} in the median, worst {worst:.2e}; the "
-            f"reference's {rounding.median:.2e} and {rounding.worst:.2e}"
-        )
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        yield "logits", f"{'worst':>12}{'position':>10}"
+        for label, away in (("max abs", "absolute"), ("relative", "relative")):
+            yield label, _worst(self.positions, [getattr(p, away) for p in self.positions])
+        yield "1 - cosine", _worst(self.positions, [1 - p.cosine for p in self.positions])
+        fine = sum(p.ok for p in self.positions)
+        held = f"{fine:>12} of {len(self.positions)} within tolerance"
+        yield "positions", f"{held}: {self.budget}"
+        if self.rounds:
+            fine = sum(p.ok for p in self.rounds)
+            yield "rounds", f"{fine:>12} of {len(self.rounds)} within it, verified as drafts"
+        if self.budget.rounding:
+            yield from self._rounding_rows(self.budget.rounding)
+        yield "greedy", self.greedy.text()
+        if self.nll:
+            yield "NLL", "{:>12.6f} and {:.6f} of the reference".format(*self.nll)
+        if self.quality:
+            yield from self.quality.rows()
+        if self.layers:
+            yield "layers", curve([e.relative for e in self.layers])
+
+    def _rounding_rows(self, rounding: Rounding) -> Iterator[tuple[str, str]]:
+        worst = worst_of(distances(self.positions))
+        own = f"{self.median_distance:>12.2e} in the median, worst {worst:.2e}"
+        usual = f"the reference's {rounding.median:.2e} and {rounding.worst:.2e}"
+        yield "distance", f"{own}; {usual}"
         if not self.typical:
-            yield f"  {'':10}the positions as a whole are out of tolerance"
+            yield "", "the positions as a whole are out of tolerance"
         if rounding.reason:
-            yield f"  {'':10}{rounding.reason}"
+            yield "", rounding.reason
         if self.local:
-            yield f"  {'one layer':10}{local_text(self.local)}"
+            yield "one layer", local_text(self.local)
         if bad := [e.layer for e in self.local if not e.ok]:
-            yield f"  {'':10}out of tolerance: {', '.join(bad)}"
+            yield "", f"out of tolerance: {', '.join(bad)}"
 
 
-def _row(positions: Sequence[Position], label: str, key: str, sign: int) -> str:
-    values = [sign * float(getattr(p, key)) for p in positions]
-    worst = max(range(len(values)), key=lambda i: (math.isnan(values[i]), values[i]))
-    value = 1 + values[worst] if sign < 0 else values[worst]
-    return f"  {label:10}{value:>12.2e}{positions[worst].at:>10}"
+def distances(positions: Sequence[Position]) -> list[float]:
+    """Return how far rows lie from the anchor; nothing of those that were not measured."""
+    return [p.distance for p in positions if p.distance is not None]
+
+
+def _worst(positions: Sequence[Position], errors: Sequence[float]) -> str:
+    worst = max(range(len(errors)), key=lambda i: (math.isnan(errors[i]), errors[i]))
+    return f"{errors[worst]:>12.2e}{positions[worst].at:>10}"
 
 
 def curve(errors: Sequence[float]) -> str:
@@ -231,6 +284,119 @@ def curve(errors: Sequence[float]) -> str:
 
     text = "".join(map(level, columns))
     return f"{text}  relative {errors[0]:.1e} at the first, {errors[-1]:.1e} at the last"
+
+
+@dataclass(frozen=True)
+class OpError:
+    """The largest error of an op (or of several in a row), at `value`, and what is allowed."""
+
+    ops: str
+    error: float
+    budget: float
+    value: str
+
+    @property
+    def share(self) -> float:
+        """The error as a share of the budget; infinity where it is not a number."""
+        if math.isnan(self.error) or (self.error and not self.budget):
+            return math.inf
+        return self.error / self.budget if self.budget else 0.0
+
+
+@dataclass(frozen=True)
+class Difference(OpError):
+    """A value out of tolerance: the nodes that made it in the earlier stage and those that make it
+    now, from values that both stages have."""
+
+    phase: str
+    at: int
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+    def text(self) -> str:
+        """Describe what moved, how far, and the nodes that make it in either stage."""
+        lines = [
+            f"%{self.value} ({self.ops}), in {self.phase} at token {self.at}: error "
+            f"{self.error:.1e}, tolerance {self.budget:.1e}",
+            *(f"  - {line}" for line in self.before),
+            *(f"  + {line}" for line in self.after),
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """One pass, or the backend: tensors compared, and the worst of each op. Nothing is compared of
+    a pass that is `meant` to change what is computed: those after it are, with it."""
+
+    name: str
+    values: int = 0
+    worst: tuple[OpError, ...] = ()
+    first: Difference | None = None
+    excused: int = 0
+    meant: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return self.first is None
+
+    def text(self) -> str:
+        moved = [w for w in self.worst if w.error != 0]
+        what = f"{self.values} values" if self.values else "changes nothing"
+        what = "rounds what caches hold, as asked: not compared" if self.meant else what
+        what += "" if moved or not self.values else ", bit for bit"
+        more = f", {self.excused} rows left to close calls of a router" if self.excused else ""
+        lines = [f"  {self.name:20} {'ok' if self.ok else 'FAILED'}, {what}{more}"]
+        lines += [f"    {w.ops:32} {w.error:8.1e} of {w.budget:.1e}  %{w.value}" for w in moved]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class StagesReport:
+    """All stages up to the first that fails. `rounds` are tokens that were verified at once.
+    `media` are graphs for media that were run too, `left_out` those that were not, `unknown` those
+    whose weights before packing are lost."""
+
+    engine: str
+    tokens: int
+    chunks: tuple[int, ...]
+    stages: tuple[StageReport, ...]
+    media: tuple[str, ...]
+    rounds: tuple[int, ...]
+    unknown: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return self.culprit is None
+
+    @property
+    def culprit(self) -> StageReport | None:
+        """The first stage that moves a value by more than its op's budget."""
+        return next((s for s in self.stages if not s.ok), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        out = {**asdict(self), "ok": self.ok, "failed": self.culprit and self.culprit.name}
+        for row, s in zip(out["stages"], self.stages, strict=True):
+            row["ok"] = s.ok
+        return out
+
+    def text(self) -> str:
+        """Return a few lines per stage."""
+        sizes = ", ".join(map(str, self.chunks))
+        lines = [f"{self.engine}, pass by pass on {self.tokens} tokens in chunks of {sizes}"]
+        for label, names in (
+            ("also in rounds of", self.rounds),
+            ("also", self.media),
+            ("not checked:", self.left_out),
+            ("not checked without --checkpoint DIR:", self.unknown),
+        ):
+            lines += [f"  {label} {', '.join(map(str, names))}"] if names else []
+        lines += [s.text() for s in self.stages]
+        if self.culprit and self.culprit.first:
+            lines.append(f"{self.culprit.name} moves {self.culprit.first.text()}")
+        return "\n".join([*lines, "ok" if self.ok else "FAILED"])
 
 
 def engine_name(engine: Engine) -> str:

@@ -1,4 +1,9 @@
-"""The stages of a pipeline: the graphs after each pass, params of any of them, and their runs."""
+"""The stages of a pipeline: the graphs after each pass, params of any of them, and their runs.
+
+One step is one run of a graph. Text is given as chunks, one longer than the window after a shorter
+one, then single steps; also as draft tokens, some of them wrong, and with blocks as media have,
+where the engine has those graphs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.interpret import empty_state, interpret
 from g4ir.ir.rewrite import bind, drop_dead
 from g4ir.ir.wide import in_float64
-from g4ir.model.decoder import VERIFY
+from g4ir.model.decoder import BLOCKS, HIDDEN, VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.model.names import checkpoint_name
 from g4ir.model.text import TEXT_GRAPHS, build_program
@@ -28,13 +33,17 @@ from g4ir.passes import run_program
 from g4ir.quant.rewrite import from_codes, quantised
 from g4ir.weights.pack import Packing, UnpackedWeights, own_params, split_program
 
+from .media import Item
 from .reference import original_weights
-from .steps import GraphStep
 
 Tensor = torch.Tensor
 #: the embedding of a step that has none
 NO_EMBEDDING = Graph("nothing", (), (), (), (), ())
 BACKEND, STORED, MODEL, SHARD = "backend", "stored graphs", "model", "shard"
+#: single steps at the end of the tokens
+STEPS = 4
+#: invalid tokens at the end of each longer chunk: a pass must not take them for the last
+PADDING = 2
 
 
 @dataclass(frozen=True)
@@ -118,45 +127,45 @@ class StageWeights:
 
 @dataclass(frozen=True)
 class Recording:
-    """The graphs of one phase: embedding, then text; or nothing, then a tower.
+    """One phase: the embedding, then the text's graph; or nothing, then a tower. `params` are those
+    of both."""
 
-    `nodes` has the maker of every value, in order; `types` these and the inputs; `kept` the values
-    that become the KV cache.
-    """
-
-    graphs: tuple[Graph, Graph]
-    params: tuple[Mapping[str, Any], Mapping[str, Any]]
+    embed: Graph
+    graph: Graph
+    params: Mapping[str, Any]
     prologue: Graph
 
     @cached_property
-    def nodes(self) -> dict[str, Node]:
-        return {k: n for g in self.graphs for k, n in g.producers().items()}
+    def nodes(self) -> tuple[Node, ...]:
+        return (*self.embed.nodes, *self.graph.nodes)
 
     @cached_property
-    def place(self) -> dict[int, int]:
-        return {id(n): i for i, n in enumerate(n for g in self.graphs for n in g.nodes)}
+    def makers(self) -> dict[str, Node]:
+        """The node that makes each value."""
+        return {**self.embed.producers(), **self.graph.producers()}
 
     @cached_property
     def types(self) -> dict[str, Type]:
-        inputs = {v.name: v.type for g in self.graphs for v in g.inputs}
-        return inputs | {v.name: v.type for n in self.nodes.values() for v in n.outputs}
+        """Types of the inputs and of what nodes make."""
+        made = (v for n in self.nodes for v in n.outputs)
+        return {v.name: v.type for v in (*self.embed.inputs, *self.graph.inputs, *made)}
 
     @cached_property
     def kept(self) -> set[str]:
-        return {v.name for v in self.graphs[1].next.values()}
+        """The values that become the KV cache."""
+        return {v.name for v in self.graph.next.values()}
 
     def cone(self, name: str, given: Container[str]) -> tuple[Node, ...]:
         """Return the nodes between a value and values that are given, in order."""
-        found: dict[int, Node] = {}
-        queue = [name]
+        found, queue = set[int](), [name]
         while queue:
-            n = self.nodes.get(queue.pop())
+            n = self.makers.get(queue.pop())
             if n and id(n) not in found:
-                found[id(n)] = n
+                found.add(id(n))
                 queue += [v.name for v in n.inputs if v.name not in given]
-        return tuple(sorted(found.values(), key=lambda n: self.place[id(n)]))
+        return tuple(n for n in self.nodes if id(n) in found)
 
-    def makers(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
+    def with_params(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
         """Return the nodes, after those that make their params."""
         made = self.prologue.producers()
         early = {v.name: made[v.name] for n in nodes for v in n.inputs if v.name in made}
@@ -176,13 +185,13 @@ class Stage:
         graphs = self.packing.program.graphs
         recordings = {}
         for name in self.params.keys() - {"embed"}:
-            first, given = graphs["embed"], self.params["embed"]
+            embed, given = graphs["embed"], self.params["embed"]
             if name == VERIFY:  # values of both graphs have one type by name
-                first = bind(first, S="M")
+                embed = bind(embed, S="M")
             if is_tower(name) or name == DRAFT:
-                first, given = NO_EMBEDDING, {}
-            both, params = (first, graphs[name]), (given, self.params[name])
-            recordings[name] = Recording(both, params, self.packing.prologue)
+                embed, given = NO_EMBEDDING, {}
+            params = {**given, **self.params[name]}
+            recordings[name] = Recording(embed, graphs[name], params, self.packing.prologue)
         return recordings
 
     def caches(self, slots: int, device: str) -> dict[str, Tensor]:
@@ -199,7 +208,6 @@ def stages_of(
     they differ (an engine of an older version). Only `graphs` can be run."""
     facts, held = engine.facts, weights.plain.unpacked is not None
     stored = partial(find_backend(facts.backend).stored, device=facts.device)
-    stage = partial(_stage, engine, weights, graphs)
     plain = _written(engine)
     if held:
         plain = plain.map(from_codes)
@@ -209,6 +217,12 @@ def stages_of(
             after.clear()  # each rank made codes of its part, with scales of their own
         plain = shard_program(plain, engine.spec, engine.ranks, facts.ep)
         after[SHARD] = dict(plain.graphs)
+
+    def stage(name: str, packing: Packing) -> Stage:
+        if engine.ranks > 1 and name != MODEL:
+            packing = _side_by_side(packing, engine.share)
+        made = {g: weights.params(packing, packing.program.graphs[g]) for g in graphs}
+        return Stage(name, packing, {"embed": engine.tables, **made})
 
     def keep(name: str, g: Graph) -> None:
         after.setdefault(name, {})[g.name] = g
@@ -235,15 +249,6 @@ def _written(engine: Engine) -> Program:
     return quantised(plain, engine.spec, engine.recipe, engine.dtype)
 
 
-def _stage(
-    engine: Engine, weights: StageWeights, graphs: Sequence[str], name: str, packing: Packing
-) -> Stage:
-    if engine.ranks > 1 and name != MODEL:
-        packing = _side_by_side(packing, engine.share)
-    made = {g: weights.params(packing, packing.program.graphs[g]) for g in graphs}
-    return Stage(name, packing, {"embed": engine.tables, **made})
-
-
 def _side_by_side(packing: Packing, share: Share) -> Packing:
     own = own_params(packing, share)
     cut = {v.name for v in packing.prologue.params if share.cuts(v.name)}
@@ -253,14 +258,17 @@ def _side_by_side(packing: Packing, share: Share) -> Packing:
 
 @dataclass(frozen=True)
 class Trace:
-    """Every value of a stage in one step, and its KV cache before it."""
+    """Every value of a stage in one step, and its KV cache before and after it."""
 
+    recording: Recording
+    step: GraphStep
     values: Mapping[str, Tensor]
     state: Mapping[str, Tensor]
+    after: Mapping[str, Tensor]
 
-    def in_float64(self, recording: Recording, cone: Sequence[Node], name: str) -> Tensor:
+    def in_float64(self, cone: Sequence[Node], name: str) -> Tensor:
         """Recompute `name` in float64 through the nodes of the cone."""
-        known = {**recording.params[0], **recording.params[1], **self.state, **self.values}
+        known = {**self.recording.params, **self.state, **self.values}
         made = {v.name for n in cone for v in n.outputs}
         needed = {v.name for n in cone for v in n.inputs} - made
         graph = replace(NO_EMBEDDING, nodes=tuple(cone))
@@ -281,8 +289,130 @@ class StageRun:
         def keep(v: Value, t: Tensor) -> None:
             values[v.name] = t.to(self.device)
 
-        for graph, params in zip(recording.graphs, recording.params, strict=True):
-            state = {v.name: self.state[v.name] for v in graph.state}
-            _, after = interpret(graph, dict(values), params, state, keep)
+        for graph in (recording.embed, recording.graph):
+            _, after = interpret(graph, values, recording.params, before, keep)
             self.state = {**self.state, **after}
-        return Trace(values, before)
+        return Trace(recording, step, values, before, self.state)
+
+
+@dataclass(frozen=True, eq=False)
+class GraphStep:
+    """One run of graph `phase`, after `at` tokens. end: tokens in the KV cache afterwards; padded:
+    the dim, a name or of axis 1 a size, of which the first `valid` entries are no padding."""
+
+    phase: str
+    at: int
+    end: int
+    inputs: Mapping[str, Tensor]
+    valid: int = 1
+    padded: str | int | None = None
+
+    def feeds(self, device: str) -> dict[str, Tensor]:
+        """Return the inputs on a device; token ids stay on the host, with the embedding tables."""
+        return {k: t if k == "tokens" else t.to(device) for k, t in self.inputs.items()}
+
+    def without_padding(self, t: Tensor, of: Type) -> Tensor:
+        if isinstance(self.padded, int):
+            padded = of.rank > 1 and of.shape[1] == self.padded
+            return t[:, : self.valid] if padded else t
+        if self.padded not in of.shape:
+            return t
+        return t.narrow(of.shape.index(self.padded), 0, self.valid)
+
+
+#: steps over the same KV cache
+Series = Sequence[GraphStep]
+
+
+def text_step(
+    at: int,
+    tokens: Tensor,
+    valid: int,
+    block_ids: Tensor | None = None,
+    verify: bool = False,
+) -> GraphStep:
+    """Make the step of tokens i64[1, S], the first `valid` of them no padding; `block_ids`, i64[1,
+    S]: blocks that attend to each other both ways; `verify`: as draft tokens."""
+    count = tokens.shape[1]
+    inputs = {
+        "tokens": tokens,
+        "positions": at + torch.arange(count)[None],
+        "lengths": torch.tensor([valid]),
+    }
+    phase = VERIFY if verify else "decode" if count == 1 else "prefill"
+    if block_ids is not None:
+        inputs["block_ids"], phase = block_ids, BLOCKS
+    return GraphStep(phase, at, at + valid, inputs, valid, "M" if verify else "S")
+
+
+def series_of(
+    engine: Engine, chunks: Sequence[GraphStep], items: Sequence[Item]
+) -> Iterator[Series]:
+    """Yield the text with a step of the draft model, then as the engine has them the text in
+    verification steps, with blocks, and each tower."""
+    drafted = [_draft_step(engine, chunks[-1].end)] if engine.drafter else []
+    yield [*chunks, *drafted]
+    if VERIFY in engine.program.graphs:
+        yield [*rounds_of(chunks, engine.draft_tokens + 1, engine.limits.max_seq)]
+    if BLOCKS in engine.program.graphs and (blocked := [*_blocked(chunks)]):
+        yield blocked
+    for item in items:
+        yield [GraphStep(item.tower, 0, 1, item.feeds, item.rows, item.size)]
+
+
+def _draft_step(engine: Engine, at: int) -> GraphStep:
+    """Make a step of the draft model after `at` tokens, on a random embedding and state."""
+    shape = (2, 1, 1, engine.spec.text.hidden_size)
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(at))
+    embeds, hidden = rows.to(torch_dtype(engine.dtype))
+    position = torch.tensor([[at]])
+    inputs = {"positions": position, "last": position - 1, "written": position[0]}
+    return GraphStep(DRAFT, at, at, {**inputs, "embeds": embeds, HIDDEN: hidden})
+
+
+def rounds_of(chunks: Sequence[GraphStep], width: int, room: int) -> Iterator[GraphStep]:
+    """Yield the chunks before the single steps at the end, then these in two verification steps of
+    up to `width` tokens, which end with wrong ones; the second has padding too."""
+    begun = max((i for i, c in enumerate(chunks, 1) if c.phase != "decode"), default=0)
+    yield from chunks[:begun]
+    right = torch.cat([c.inputs["tokens"] for c in chunks[begun:]], 1)
+    half = min(width, right.shape[1] + 1) // 2
+    wrong = right.flip(1).repeat(1, width)
+    for first, padding in ((0, 0), (half, 1)):
+        at = chunks[begun].at + first
+        given = torch.cat((right[:, first : first + half], wrong), 1)[:, : min(width, room - at)]
+        yield text_step(at, given, max(1, given.shape[1] - padding), verify=True)
+
+
+def _blocked(chunks: Sequence[GraphStep]) -> Iterator[GraphStep]:
+    """Yield the longer chunks, each with a block of all but its first token."""
+    at = 0
+    for c in chunks:
+        if c.phase == "prefill":
+            ids = torch.full_like(c.inputs["tokens"], -1)
+            ids[:, 1 : c.valid] = at + 1
+            yield text_step(at, c.inputs["tokens"], c.valid, block_ids=ids)
+            at += c.valid
+
+
+def chunks_of_tokens(ids: Tensor, window: int, limit: int) -> Iterator[GraphStep]:
+    """Yield a chunk, one a little longer than the window, a short one, single steps; each cut where
+    an engine would cut it."""
+    padding = PADDING if limit > 2 * PADDING else 0
+    at = 0
+    for size in _turns(len(ids), window):
+        for start in range(0, size, limit - padding):
+            valid = min(limit - padding, size - start)
+            tokens = ids[None, at : at + valid]
+            if size > 1:
+                tokens = torch.nn.functional.pad(tokens, (0, padding))
+            yield text_step(at, tokens, valid)
+            at += valid
+
+
+def _turns(count: int, window: int) -> list[int]:
+    steps = min(STEPS, count // 3)
+    rest = count - steps
+    short = min(3, rest // 4)
+    long = min(window + 1, max(rest - short - 1, 0))
+    return [n for n in (rest - short - long, long, short, *[1] * steps) if n]

@@ -23,7 +23,7 @@ EVERY_LOGITS = 1 << 28
 def chosen_tokens(engine: Engine, given: Sequence[int] | None, count: int) -> torch.Tensor:
     """Return the given tokens as i64[T], checked; where there are none, `count` of a fixed seed."""
     if given is None:
-        return random_tokens(engine, count)
+        return random_ids(engine, (count,))
     limit = engine.limits.max_seq
     ids = checked_ids(list(given), engine.spec.text.readable_ids, "verify")
     if not 2 <= len(ids) <= limit:
@@ -43,12 +43,7 @@ def check_no_media(engine: Engine, ids: Sequence[int], what: str) -> None:
             )
 
 
-def random_tokens(engine: Engine, count: int) -> torch.Tensor:
-    """Return i64[count] from a fixed seed."""
-    return random_ids(engine, (count,), SEED)
-
-
-def random_ids(engine: Engine, shape: Sequence[int], seed: int) -> torch.Tensor:
+def random_ids(engine: Engine, shape: Sequence[int], seed: int = SEED) -> torch.Tensor:
     """Return i64 of this shape. Every table has a row for each id, and none is a placeholder of
     media, whichever of them an engine of this spec takes."""
     top = engine.spec.text.readable_ids
