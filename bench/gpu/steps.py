@@ -16,9 +16,9 @@ import torch
 from bench.common import fill_with_noise, seconds
 from g4ir.backends.base import DeviceChoice
 from g4ir.backends.sampling import GREEDY
+from g4ir.bench.measure import percentile
 from g4ir.bench.roof import Rates, synchronize
 from g4ir.bench.runners import EngineRunner, kernels_per_step, reference_runner
-from g4ir.bench.stats import percentile
 from g4ir.engine.engine import Engine
 from g4ir.plan.cost import Step, decode_costs, graph_costs, total
 

@@ -32,8 +32,8 @@ from g4ir.backends.torch_compile.cuda_graph import recorded
 from g4ir.backends.torch_compile.kernels.launch import begin, ready
 from g4ir.backends.torch_compile.kernels.resources import assemble
 from g4ir.backends.torch_compile.target import find_target
+from g4ir.bench.measure import percentile
 from g4ir.bench.roof import Meter, passes_seconds, synchronize
-from g4ir.bench.stats import percentile
 from g4ir.bench.system import environment
 from g4ir.errors import check_all
 from g4ir.ui.files import write_file

@@ -38,8 +38,8 @@ from g4ir.backends.trt.host import COMPARED, FEATURES, Host, logger, require_ten
 from g4ir.backends.trt.interface import ENGINE, files
 from g4ir.backends.trt.lowerings import SETTINGS, WEIGHTS
 from g4ir.backends.trt.recorder import Call
+from g4ir.bench.measure import percentile
 from g4ir.bench.roof import Meter
-from g4ir.bench.stats import percentile
 from g4ir.check.logits import verify_engine
 from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine

@@ -26,9 +26,12 @@ from .agreement import Agreement, agreements_of, void_roles
 from .drafts import Writer, repeated
 from .measure import (
     TAKE,
+    Number,
     RequestTiming,
+    around,
     interleave,
     latencies,
+    median,
     over,
     requests_per_round,
     shares,
@@ -49,7 +52,6 @@ from .runners import (
     pieces,
 )
 from .schema import BenchReport, RunReport, Speedup
-from .stats import Number, around, median
 from .system import environment, peak_memory, reset_peak
 from .work import find_work
 from .workload import Workload, draw_tokens
