@@ -23,8 +23,7 @@ import triton
 import triton.language as tl
 
 from bench.common import seconds
-from bench.gpu.engines import g4ir_said, named
-from bench.gpu.steps import CARD, DRY, ROWS, Scale
+from bench.gpu.engines import CARD, DRY, ROWS, Scale, g4ir_said, named
 from g4ir.backends.experimental.cuda_driver import CudaDriver
 from g4ir.backends.experimental.step_model import measured_text, read_constants
 from g4ir.backends.torch_compile.compile import toolchain

@@ -29,8 +29,7 @@ import pytest
 import torch
 
 import g4ir
-from bench.gpu.engines import copy_folder
-from bench.gpu.steps import Scale, decode_cell, prefill_cell, step_times, stepper
+from bench.gpu.engines import Scale, copy_folder, decode_cell, prefill_cell, step_times, stepper
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.trt import build as building
 from g4ir.backends.trt import dry_run
@@ -54,18 +53,7 @@ from g4ir.ui.memory import free_memory
 from g4ir.ui.paths import private
 
 CARD = Scale(
-    device="cuda",
-    backend="trt",
-    dtype="bfloat16",
-    gpu="",
-    variants=("e2b", "26b-a4b", "31b"),
-    contexts=(128, 1024, 8192),
-    prompts=(1024, 8192),
-    chunk=1024,
-    warmup=10,
-    steps=64,
-    tokens=0,
-    new=0,
+    backend="trt", variants=("e2b", "26b-a4b", "31b"), contexts=(128, 1024, 8192), chunk=1024
 )
 DRY = replace(
     CARD,

@@ -90,11 +90,6 @@ def _interval(rounds: Samples) -> float:
     return t * statistics.stdev(rounds)
 
 
-def stats(rounds: Sequence[Samples]) -> dict[str, Stat]:
-    """Return every statistic of STATISTICS."""
-    return {name: stat(rounds, f) for name, f in STATISTICS.items()}
-
-
 @dataclass(frozen=True)
 class RequestTiming:
     """Seconds to the first token, and between each token and the one before it."""
@@ -163,10 +158,11 @@ TAKE: dict[str, Take] = {
 
 def latencies(rounds: Rounds) -> dict[str, dict[str, Stat]]:
     """Return every statistic of ttft, itl, tpot and e2el, in milliseconds."""
-    return {
-        f"{key}_ms": stats([[x * 1e3 for r in many for x in take(r)] for many in rounds])
-        for key, take in TAKE.items()
-    }
+    found = {}
+    for key, take in TAKE.items():
+        samples = [[x * 1e3 for r in many for x in take(r)] for many in rounds]
+        found[f"{key}_ms"] = {name: stat(samples, f) for name, f in STATISTICS.items()}
+    return found
 
 
 def speeds(w: Workload, rounds: Rounds) -> dict[str, Stat]:
@@ -193,19 +189,21 @@ def shares(
     rounds: Rounds, rates: Sequence[Rates], take: Take, seconds_at: Callable[[Rates], float]
 ) -> Stat:
     """Return least time at the measured rates over median time; each round by its own rates."""
-    by_round = [seconds_at(r) / _median(many, take) for r, many in zip(rates, rounds, strict=True)]
-    return around(seconds_at(middle(rates)) / _median(_all(rounds), take), by_round)
+    return _quotient([seconds_at(r) for r in (middle(rates), *rates)], _medians(rounds, take))
 
 
 def over(a: Rounds, b: Rounds, take: Take) -> Stat:
     """Return the median time of one over that of the other, by round and over all."""
-    by_round = [_median(x, take) / _median(y, take) for x, y in zip(a, b, strict=True)]
-    return around(_median(_all(a), take) / _median(_all(b), take), by_round)
+    return _quotient(_medians(a, take), _medians(b, take))
 
 
-def _median(many: Sequence[RequestTiming], take: Take) -> float:
-    return median([x for r in many for x in take(r)])
+def _medians(rounds: Rounds, take: Take) -> list[float]:
+    """Return the median over all rounds, then that of each."""
+    every = [r for many in rounds for r in many]
+    return [median([x for r in many for x in take(r)]) for many in (every, *rounds)]
 
 
-def _all(rounds: Rounds) -> list[RequestTiming]:
-    return [r for many in rounds for r in many]
+def _quotient(a: Sequence[float], b: Sequence[float]) -> Stat:
+    """Return one over the other, each over all rounds and then by round."""
+    whole, *by_round = (x / y for x, y in zip(a, b, strict=True))
+    return around(whole, by_round)

@@ -19,18 +19,22 @@ from g4ir.check.hf import cache_argument, hf_model, hf_origin, need_transformers
 from g4ir.check.reference import reference_engine
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError, check_all
+from g4ir.spec.reader import Line
 
 from .roof import synchronize
 from .workload import Workload
 
 
 class BenchRunner:
-    """Rows that take tokens. `role` names it in a report, `label` says what it is; `engine` is None
-    for a peer."""
+    """Rows that take tokens. `role` names it in a report, `label` says what it is; `engine` and its
+    folder's `name` are None for a peer. setup_s, peak_memory: of its first request."""
 
     role: str
     label: str
     engine: Engine | None = None
+    name: Line | None = None
+    setup_s: dict[str, float | None]
+    peak_memory: dict[str, int]
 
     def hold(self, tokens: torch.Tensor) -> None:
         """Hold exactly i64[B, n], n possibly 0, and remember that."""
@@ -58,8 +62,10 @@ class EngineRunner(BenchRunner):
 
     engine: Engine
 
-    def __init__(self, engine: Engine, batch: int, role: str = "engine") -> None:
-        self.role, self.engine = role, engine
+    def __init__(
+        self, engine: Engine, batch: int, role: str = "engine", name: Line | None = None
+    ) -> None:
+        self.role, self.engine, self.name = role, engine, name
         backend = engine.facts.backend
         self.label = f"{engine.path} ({engine.spec.name}, {backend}, {engine.device})"
         self.session = engine.session(batch)
