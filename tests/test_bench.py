@@ -32,14 +32,16 @@ from g4ir.bench.runners import (
     BenchRunner,
     EngineRunner,
     HfRunner,
+    Workload,
+    draw_tokens,
     peer_model,
     pieces,
+    plan_workload,
     reference_runner,
 )
 from g4ir.bench.schema import VERSION, BenchReport, plain, read_report, report_of
 from g4ir.bench.text import ROWS, _shown, compare_reports, compare_text, text
 from g4ir.bench.work import find_work, request_chunks
-from g4ir.bench.workload import Workload, draw_tokens, plan_workload
 from g4ir.check.reference import reference_engine
 from g4ir.check.watch import Watched, watching
 from g4ir.cli.common import strict

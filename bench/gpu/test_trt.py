@@ -257,11 +257,9 @@ def opened(
         how: dict[str, Any] = {"backend": "trt", "device": scale.device, "random_weights": 0}
         return g4ir.build(spec, path, dtype=dtype, progress=print, **how, **options)
     finally:
-        kept = [(log, log.name) for log in path.parent.glob(f"{path.name}*.log")]
-        kept += [(file, f"{path.name}/{file.name}") for file in path.glob("*")]
-        for file, name in kept:
+        for file in (*path.parent.glob(f"{path.name}*.log"), *path.glob("*")):
             if file.is_file() and file.stat().st_size < SMALL:
-                copy = out / "engines" / name
+                copy = out / "engines" / file.relative_to(path.parent)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 write_file(copy, [file.read_bytes()])
         if host.timings().exists():

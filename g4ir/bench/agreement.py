@@ -26,8 +26,7 @@ from g4ir.ir.distance import (
 from g4ir.spec.reader import Line
 
 from .measure import Amount, Number
-from .runners import BenchRunner, HfRunner, pieces, reference_runner
-from .workload import Workload
+from .runners import BenchRunner, HfRunner, Workload, pieces, reference_runner
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ import torch
 from g4ir.spec.reader import Range
 
 from .roof import Rates, middle
-from .runners import BenchRunner, pieces
-from .workload import Workload
+from .runners import BenchRunner, Workload, pieces
 
 #: a runner's share of a round lasts at least this long, or takes this many requests
 ROUND_S = 0.5

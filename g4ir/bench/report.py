@@ -44,9 +44,11 @@ from .runners import (
     BenchRunner,
     EngineRunner,
     HfRunner,
+    Workload,
     calls_per_step,
     check_compiler,
     check_peers,
+    draw_tokens,
     kernels_per_step,
     peer_model,
     pieces,
@@ -54,7 +56,6 @@ from .runners import (
 from .schema import BenchReport, RunReport, Speedup
 from .system import environment, peak_memory, reset_peak
 from .work import find_work
-from .workload import Workload, draw_tokens
 
 ENGINE_ROLES = ("engine", "engine-b")
 

@@ -19,7 +19,7 @@ from g4ir.spec.reader import Length, Line, OneOf, Range, Where, build, json_obje
 
 from .agreement import Agreement
 from .measure import Amount, Number, Stat
-from .workload import Workload
+from .runners import Workload
 
 #: counts up when a key changes its meaning or goes away
 VERSION = 2

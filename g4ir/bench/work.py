@@ -21,9 +21,8 @@ from g4ir.ir.rewrite import drop_dead
 from g4ir.plan.cost import Cost, NodeCost, Roof, floor, graph_costs, total
 
 from .measure import mean
-from .runners import EngineRunner, pieces
+from .runners import EngineRunner, Workload, pieces
 from .schema import PhaseWork, WorkFacts
-from .workload import Workload
 
 #: decode steps whose cost is worked out, spread evenly over a request
 DECODE_STEPS = 16
