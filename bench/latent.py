@@ -22,8 +22,7 @@ import torch
 from common import arguments, fill_with_noise, finish, seconds
 
 import g4ir
-from g4ir.bench.measure import interleave
-from g4ir.bench.stats import median, stat
+from g4ir.bench.measure import interleave, median, stat
 from g4ir.ops.rope import rotated_pairs
 from g4ir.passes.latent_kv import FORMS
 from g4ir.plan.latent import LatentMeasurement, read_table, write_table

@@ -20,12 +20,10 @@ from common import arguments, finish, seconds
 
 import g4ir
 from g4ir.bench.agreement import logits_of
-from g4ir.bench.measure import TAKE, interleave, over, speeds, timed_request, turn
+from g4ir.bench.measure import TAKE, interleave, median, over, speeds, timed_request, turn
 from g4ir.bench.roof import Meter, middle
-from g4ir.bench.runners import BenchRunner, EngineRunner
-from g4ir.bench.stats import median
+from g4ir.bench.runners import BenchRunner, EngineRunner, Workload, draw_tokens, plan_workload
 from g4ir.bench.work import find_work
-from g4ir.bench.workload import Workload, draw_tokens, plan_workload
 from g4ir.ui.table import aligned
 
 HEAD = ["file", "", "load s", "prefill tokens/s", "decode ms", "read GB/s", "floor"]

@@ -19,7 +19,7 @@ from common import arguments, finish, seconds
 
 import g4ir
 from g4ir.backends.sampling import SamplingParams
-from g4ir.bench.stats import median, stat
+from g4ir.bench.measure import median, stat
 from g4ir.check.tokens import random_ids
 from g4ir.engine.engine import Engine
 from g4ir.engine.requests import PREFILLING, QUEUED, Request, RequestHandle

@@ -17,23 +17,31 @@ import torch
 
 from g4ir.bench import measure, roof
 from g4ir.bench.agreement import Agreement, compared, void_roles
-from g4ir.bench.compare import compare_reports, compare_text
-from g4ir.bench.measure import RequestTiming
+from g4ir.bench.measure import (
+    FLOOR,
+    STATISTICS,
+    RequestTiming,
+    Stat,
+    around,
+    percentile,
+    stat,
+)
 from g4ir.bench.report import check_specs, folder_names, run_bench
 from g4ir.bench.runners import (
     MODES,
     BenchRunner,
     EngineRunner,
     HfRunner,
+    Workload,
+    draw_tokens,
     peer_model,
     pieces,
+    plan_workload,
     reference_runner,
 )
 from g4ir.bench.schema import VERSION, BenchReport, plain, read_report, report_of
-from g4ir.bench.stats import FLOOR, STATISTICS, Stat, around, percentile, stat
-from g4ir.bench.text import ROWS, _shown, text
+from g4ir.bench.text import ROWS, _shown, compare_reports, compare_text, text
 from g4ir.bench.work import find_work, request_chunks
-from g4ir.bench.workload import Workload, draw_tokens, plan_workload
 from g4ir.check.reference import reference_engine
 from g4ir.check.watch import Watched, watching
 from g4ir.cli.common import strict

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -14,9 +15,9 @@ import pytest
 import torch
 
 from bench.gpu import test_preflight as preflight
-from bench.gpu.cases import case_name, programs
 from bench.gpu.conftest import Measure, read_results
 from bench.gpu.engines import copy_folder, take_carried
+from bench.gpu.test_kernels import case_name, programs
 from g4ir.backends.experimental.step_model import read_constants
 from g4ir.backends.torch_compile import compile as compiler
 from g4ir.backends.torch_compile.kernel_cases import all_cases
@@ -241,11 +242,12 @@ def test_programs_are_carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_cases_keep_their_names_beside_others() -> None:
-    """A case is named by what it is, and each has a name of its own."""
+    """A case is named by what it is, each by a name of its own; other processes can have it."""
     targets = [Target("cpu", "h200", n) for n in (1, 3)]
 
     def names(*variants: str) -> list[str]:
-        return [case_name(c) for c in all_cases(programs(list(variants), 1), targets, 48, 16)]
+        cases = pickle.dumps([*all_cases(programs(list(variants), 1), targets, 48, 16)])
+        return [case_name(c) for c in pickle.loads(cases)]
 
     alone, beside = names("tiny-moe"), names("tiny-dense", "tiny-moe")
     assert len(set(beside)) == len(beside) and set(alone) < set(beside)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import g4ir
-from g4ir.bench.workload import Workload, draw_tokens
+from g4ir.bench.runners import Workload, draw_tokens
 from g4ir.check.logits import verify_engine
 from g4ir.check.media import HEAD, STEPS, check_media
 from g4ir.check.passes import verify_each_pass

@@ -12,8 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu.engines import build_all, open_engine, take_carried
-from bench.gpu.steps import CARD, DRY, ROWS, Scale, agreement_cell, decode_cell, prefill_cell
+from bench.gpu.engines import (
+    CARD,
+    DRY,
+    ROWS,
+    Scale,
+    agreement_cell,
+    build_all,
+    decode_cell,
+    open_engine,
+    prefill_cell,
+    take_carried,
+)
 from g4ir.bench.roof import Meter
 
 __all__ = ["CARD", "DRY"]

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import hashlib
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from bench.gpu.cases import case_name, compile_ahead, one_kernel, programs
-from bench.gpu.steps import CARD, DRY, Scale
-from g4ir.backends.torch_compile.kernel_cases import all_cases
+from bench.gpu.engines import CARD, DRY, Scale
+from g4ir.backends.torch_compile.kernel_cases import (
+    Case,
+    all_cases,
+    bytes_of_case,
+    errors_of_case,
+    launches_of_case,
+)
 from g4ir.backends.torch_compile.kernels.interpreter import interpreted
+from g4ir.backends.torch_compile.segment import canonical
 from g4ir.backends.torch_compile.target import Target, find_target
 from g4ir.bench.roof import Meter
+from g4ir.ir.graph import Program
+from g4ir.ir.text import print_graph
+from g4ir.model.text import build_program
+from g4ir.passes import PassOptions, run_program
+from g4ir.passes.latent_kv import LatentOptions
+from g4ir.quant.recipe import find_recipe
+from g4ir.quant.rewrite import quantised
+from g4ir.spec.record import load_spec
+from g4ir.weights.pack import split_program
 
 __all__ = ["CARD", "DRY"]
 
@@ -31,3 +53,69 @@ def test_kernels(measure: Any, scale: Scale, variant: str, rows: int) -> None:
     with interpreted() if interpreting else torch.no_grad():
         for name, case in cases.items():
             measure(name, partial(one_kernel, case, scale.device, rate))
+
+
+def programs(variants: list[str], rows: int) -> Iterator[Program]:
+    """Yield the programs of every variant for so many rows, with latent caches too if it has
+    any."""
+    for variant in variants:
+        name, _, quant = variant.partition("+")
+        spec = load_spec(name)
+        graphs = build_program(spec, dtype="bf16")
+        graphs = quantised(graphs, spec, find_recipe(quant or None), "bf16")
+        latent = spec.text.full.k_eq_v and not quant
+        for form in ("off", "value", "raw") if latent else ("off",):
+            done = run_program(graphs, options=PassOptions((LatentOptions(form),), rows))
+            yield split_program(done).program
+
+
+def case_name(case: Case) -> str:
+    """Return a name that says what the case is, the same whatever other variants are measured."""
+    text = f"{case.target} {case.tokens}\n{print_graph(canonical(case.graph))}"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{case.name} B={case.target.rows} {digest}"
+
+
+def compile_ahead(cases: list[Case]) -> None:
+    """Fill Triton's cache with as many processes as there are cores: a kernel takes seconds."""
+    jobs = min(os.cpu_count() or 1, 16, len(cases))
+    if jobs < 2:
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        failed = sum(pool.map(compile_launches, cases))
+    print(f"{failed} kernels refused", flush=True)
+
+
+def compile_launches(case: Case) -> int:
+    """Compile, not run, the kernels of a case; return how many were refused."""
+    refused = 0
+    for kernel, grid, args, meta in launches_of_case(case):
+        try:
+            kernel.warmup(*args, grid=grid, **meta)
+        except Exception:
+            refused += 1
+    return refused
+
+
+def one_kernel(case: Case, device: str, bandwidth: float) -> dict[str, Any]:
+    """Compare a kernel with the op's reference, and time it against its bytes at `bandwidth`."""
+    seed = 0 if device == "cpu" else int(time.time())
+    errors = errors_of_case(case, device, seed)
+    tunings = case.choice.tunings
+    found: dict[str, Any] = {
+        "seed": seed,
+        "use": " ".join(f"{name} {dict(t.use)}" for name, t in tunings.items()),
+        "measured_tuning": all(t.measured for t in tunings.values()),
+        **asdict(errors),
+        "ok": errors.ok,
+    }
+    if device == "cpu":
+        return found
+    from g4ir.backends.torch_compile.tune import time_case
+
+    floor = bytes_of_case(case) / bandwidth * 1e6
+    try:
+        found["us"] = time_case(case)
+    except torch.OutOfMemoryError as e:  # the results are right or wrong all the same
+        return {**found, "out_of_memory": str(e)[:300]}
+    return {**found, "floor_us": floor, "share_of_bandwidth": floor / found["us"]}

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.gpu.engines import engine_path, g4ir_said
-from bench.gpu.steps import CARD, DRY, Scale
+from bench.gpu.engines import CARD, DRY, Scale, engine_path, g4ir_said
 
 __all__ = ["CARD", "DRY"]
 

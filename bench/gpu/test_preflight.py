@@ -23,8 +23,7 @@ import triton
 import triton.language as tl
 
 from bench.common import seconds
-from bench.gpu.engines import g4ir_said, named
-from bench.gpu.steps import CARD, DRY, ROWS, Scale
+from bench.gpu.engines import CARD, DRY, ROWS, Scale, g4ir_said, named
 from g4ir.backends.experimental.cuda_driver import CudaDriver
 from g4ir.backends.experimental.step_model import measured_text, read_constants
 from g4ir.backends.torch_compile.compile import toolchain
@@ -32,8 +31,8 @@ from g4ir.backends.torch_compile.cuda_graph import recorded
 from g4ir.backends.torch_compile.kernels.launch import begin, ready
 from g4ir.backends.torch_compile.kernels.resources import assemble
 from g4ir.backends.torch_compile.target import find_target
+from g4ir.bench.measure import percentile
 from g4ir.bench.roof import Meter, passes_seconds, synchronize
-from g4ir.bench.stats import percentile
 from g4ir.bench.system import environment
 from g4ir.errors import check_all
 from g4ir.ui.files import write_file

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.gpu.engines import build, engine_path, g4ir_said
-from bench.gpu.steps import CARD, DRY, Scale
+from bench.gpu.engines import CARD, DRY, Scale, build, engine_path, g4ir_said
 from g4ir.errors import MissingError
 
 __all__ = ["CARD", "DRY"]

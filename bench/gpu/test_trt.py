@@ -29,8 +29,7 @@ import pytest
 import torch
 
 import g4ir
-from bench.gpu.engines import copy_folder
-from bench.gpu.steps import Scale, decode_cell, prefill_cell, step_times, stepper
+from bench.gpu.engines import Scale, copy_folder, decode_cell, prefill_cell, step_times, stepper
 from g4ir.backends.primitives.graph import network_graph
 from g4ir.backends.trt import build as building
 from g4ir.backends.trt import dry_run
@@ -38,8 +37,8 @@ from g4ir.backends.trt.host import COMPARED, FEATURES, Host, logger, require_ten
 from g4ir.backends.trt.interface import ENGINE, files
 from g4ir.backends.trt.lowerings import SETTINGS, WEIGHTS
 from g4ir.backends.trt.recorder import Call
+from g4ir.bench.measure import percentile
 from g4ir.bench.roof import Meter
-from g4ir.bench.stats import percentile
 from g4ir.check.logits import verify_engine
 from g4ir.engine.build import prepare
 from g4ir.engine.engine import Engine
@@ -54,18 +53,7 @@ from g4ir.ui.memory import free_memory
 from g4ir.ui.paths import private
 
 CARD = Scale(
-    device="cuda",
-    backend="trt",
-    dtype="bfloat16",
-    gpu="",
-    variants=("e2b", "26b-a4b", "31b"),
-    contexts=(128, 1024, 8192),
-    prompts=(1024, 8192),
-    chunk=1024,
-    warmup=10,
-    steps=64,
-    tokens=0,
-    new=0,
+    backend="trt", variants=("e2b", "26b-a4b", "31b"), contexts=(128, 1024, 8192), chunk=1024
 )
 DRY = replace(
     CARD,
@@ -269,11 +257,9 @@ def opened(
         how: dict[str, Any] = {"backend": "trt", "device": scale.device, "random_weights": 0}
         return g4ir.build(spec, path, dtype=dtype, progress=print, **how, **options)
     finally:
-        kept = [(log, log.name) for log in path.parent.glob(f"{path.name}*.log")]
-        kept += [(file, f"{path.name}/{file.name}") for file in path.glob("*")]
-        for file, name in kept:
+        for file in (*path.parent.glob(f"{path.name}*.log"), *path.glob("*")):
             if file.is_file() and file.stat().st_size < SMALL:
-                copy = out / "engines" / name
+                copy = out / "engines" / file.relative_to(path.parent)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 write_file(copy, [file.read_bytes()])
         if host.timings().exists():

@@ -24,9 +24,8 @@ from g4ir.ir.distance import (
 )
 from g4ir.spec.reader import Line
 
-from .runners import BenchRunner, HfRunner, pieces, reference_runner
-from .stats import Amount, Number
-from .workload import Workload
+from .measure import Amount, Number
+from .runners import BenchRunner, HfRunner, Workload, pieces, reference_runner
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from g4ir.engine.speculative import NO_DRAFT, AcceptanceStats, SpeculativeConfig
 from g4ir.spec.reader import Line
 
 from .measure import TAKE, RequestTiming, over, speeds
+from .runners import Workload
 from .schema import DraftFacts
-from .workload import Workload
 
 #: tokens of the piece that a prompt repeats
 PIECE = 24

@@ -1,25 +1,92 @@
-"""Timed requests in interleaved rounds, and the statistics that are read off them."""
+"""Timed requests in interleaved rounds, and the statistics that are read off them.
+
+A statistic is taken over the samples of all rounds. Its spread says where 95 % of further rounds
+would lie: the standard deviation of the statistic from round to round times Student's t for so few
+rounds, and no less than the largest distance of a round or FLOOR of the value: what differs from
+process to process (where memory lies, clocks) is the same in every round of a run.
+"""
 
 from __future__ import annotations
 
 import gc
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from statistics import fmean as mean
+from statistics import median
+from typing import Annotated, Any, TypeVar
 
+import numpy as np
 import torch
 
+from g4ir.spec.reader import Range
+
 from .roof import Rates, middle
-from .runners import BenchRunner, pieces
-from .stats import Stat, around, mean, median, stat, stats
-from .workload import Workload
+from .runners import BenchRunner, Workload, pieces
 
 #: a runner's share of a round lasts at least this long, or takes this many requests
 ROUND_S = 0.5
 MOST_REQUESTS = 20
+#: least relative spread that is claimed
+FLOOR = 0.02
+#: Student's t, 97.5 %, for 1, 2, ... degrees of freedom; more are as the last
+STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+Samples = Sequence[float]
+T = TypeVar("T")
+Amount = Annotated[int, Range(0)]
+#: null where there is none, or where it is no number
+Number = float | None
+
+
+@dataclass(frozen=True)
+class Stat:
+    """A value; each round's lies within value - spread and value + spread."""
+
+    value: float
+    spread: Annotated[float, Range(0)]
+
+    def differs(self, other: Stat) -> bool:
+        """Whether the two lie further apart than both spreads explain."""
+        return abs(self.value - other.value) > self.spread + other.spread
+
+
+def percentile(samples: Samples, percent: float) -> float:
+    """Interpolate linearly between the two nearest samples."""
+    return float(np.percentile(samples, percent))
+
+
+#: name -> statistic of a list of samples
+STATISTICS: dict[str, Callable[[Samples], float]] = {
+    "mean": mean,
+    "p50": median,
+    "p90": partial(percentile, percent=90),
+    "p99": partial(percentile, percent=99),
+    "min": min,
+}
+
+
+def stat(rounds: Sequence[Sequence[T]], statistic: Callable[[Sequence[T]], float]) -> Stat:
+    """Return one statistic of the samples of several rounds."""
+    value = statistic([x for samples in rounds for x in samples])
+    return around(value, [statistic(samples) for samples in rounds])
+
+
+def around(value: float, rounds: Samples) -> Stat:
+    """Return a value and what it was in each round."""
+    largest = max(abs(x - value) for x in rounds)
+    return Stat(value, max(largest, _interval(rounds), FLOOR * abs(value)))
+
+
+def _interval(rounds: Samples) -> float:
+    """Return half of the interval that holds 95 % of rounds; 0 for one, which says nothing."""
+    if len(rounds) < 2:
+        return 0.0
+    t = STUDENT_T[min(len(rounds) - 1, len(STUDENT_T)) - 1]
+    return t * statistics.stdev(rounds)
 
 
 @dataclass(frozen=True)
@@ -90,10 +157,11 @@ TAKE: dict[str, Take] = {
 
 def latencies(rounds: Rounds) -> dict[str, dict[str, Stat]]:
     """Return every statistic of ttft, itl, tpot and e2el, in milliseconds."""
-    return {
-        f"{key}_ms": stats([[x * 1e3 for r in many for x in take(r)] for many in rounds])
-        for key, take in TAKE.items()
-    }
+    found = {}
+    for key, take in TAKE.items():
+        samples = [[x * 1e3 for r in many for x in take(r)] for many in rounds]
+        found[f"{key}_ms"] = {name: stat(samples, f) for name, f in STATISTICS.items()}
+    return found
 
 
 def speeds(w: Workload, rounds: Rounds) -> dict[str, Stat]:
@@ -120,19 +188,21 @@ def shares(
     rounds: Rounds, rates: Sequence[Rates], take: Take, seconds_at: Callable[[Rates], float]
 ) -> Stat:
     """Return least time at the measured rates over median time; each round by its own rates."""
-    by_round = [seconds_at(r) / _median(many, take) for r, many in zip(rates, rounds, strict=True)]
-    return around(seconds_at(middle(rates)) / _median(_all(rounds), take), by_round)
+    return _quotient([seconds_at(r) for r in (middle(rates), *rates)], _medians(rounds, take))
 
 
 def over(a: Rounds, b: Rounds, take: Take) -> Stat:
     """Return the median time of one over that of the other, by round and over all."""
-    by_round = [_median(x, take) / _median(y, take) for x, y in zip(a, b, strict=True)]
-    return around(_median(_all(a), take) / _median(_all(b), take), by_round)
+    return _quotient(_medians(a, take), _medians(b, take))
 
 
-def _median(many: Sequence[RequestTiming], take: Take) -> float:
-    return median([x for r in many for x in take(r)])
+def _medians(rounds: Rounds, take: Take) -> list[float]:
+    """Return the median over all rounds, then that of each."""
+    every = [r for many in rounds for r in many]
+    return [median([x for r in many for x in take(r)]) for many in (every, *rounds)]
 
 
-def _all(rounds: Rounds) -> list[RequestTiming]:
-    return [r for many in rounds for r in many]
+def _quotient(a: Sequence[float], b: Sequence[float]) -> Stat:
+    """Return one over the other, each over all rounds and then by round."""
+    whole, *by_round = (x / y for x, y in zip(a, b, strict=True))
+    return around(whole, by_round)

@@ -26,9 +26,12 @@ from .agreement import Agreement, agreements_of, void_roles
 from .drafts import Writer, repeated
 from .measure import (
     TAKE,
+    Number,
     RequestTiming,
+    around,
     interleave,
     latencies,
+    median,
     over,
     requests_per_round,
     shares,
@@ -41,39 +44,20 @@ from .runners import (
     BenchRunner,
     EngineRunner,
     HfRunner,
+    Workload,
     calls_per_step,
     check_compiler,
     check_peers,
+    draw_tokens,
     kernels_per_step,
     peer_model,
     pieces,
 )
 from .schema import BenchReport, RunReport, Speedup
-from .stats import Number, around, median
 from .system import environment, peak_memory, reset_peak
 from .work import find_work
-from .workload import Workload, draw_tokens
 
 ENGINE_ROLES = ("engine", "engine-b")
-#: what a step is, for whomever is measured
-SAME_WORK = (
-    "every runner leaves its logits on the device that made them and takes the largest there; the "
-    "chosen tokens come to the host at each step"
-)
-RANDOM_WEIGHTS = (
-    "random weights: routing is near uniform and text means nothing; speed of dense parts does not "
-    "depend on it"
-)
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """A runner and what is known of it besides its requests."""
-
-    runner: BenchRunner
-    name: Line | None
-    setup_s: dict[str, Number]
-    peak: dict[str, int]
 
 
 def run_bench(
@@ -108,7 +92,7 @@ def run_bench(
     bench = Bench(engines, w, draw_tokens(w, engines[0]), rounds, warmup, progress)
     bench.start(peers, checkpoint, load_s)
     progress("comparing outputs")
-    agreements = agreements_of(w, bench.tokens, [c.runner for c in bench.contestants])
+    agreements = agreements_of(w, bench.tokens, bench.runners)
     writer = Writer(engines[0], drafts, w, repeated(w, bench.tokens)) if drafts else None
     bench.measure(writer)
     return bench.report(agreements, writer)
@@ -157,7 +141,7 @@ class Bench:
     rounds: int
     warmup: int
     progress: Progress
-    contestants: list[Contestant] = field(default_factory=list)
+    runners: list[BenchRunner] = field(default_factory=list)
     per_round: int = 1
     rates: list[Rates] = field(default_factory=list)
     requests: dict[str, list[list[RequestTiming]]] = field(default_factory=dict)
@@ -167,7 +151,7 @@ class Bench:
         names = folder_names([e.path for e in self.engines])
         loads: list[Number] = [*load_s, *[None] * len(self.engines)]
         for engine, role, name, load in zip(self.engines, ENGINE_ROLES, names, loads):
-            self._add(role, partial(EngineRunner, engine, self.w.batch, role), load, name)
+            self._add(role, partial(EngineRunner, engine, self.w.batch, role, name), load)
         if peers:
             self.progress("loading the peer")
             start = time.perf_counter()
@@ -176,9 +160,7 @@ class Bench:
             for mode in peers:
                 self._add(mode, partial(HfRunner, model, self.w.fed, mode), loaded)
 
-    def _add(
-        self, role: str, make: Callable[[], BenchRunner], load: Number, name: Line | None = None
-    ) -> None:
+    def _add(self, role: str, make: Callable[[], BenchRunner], load: Number) -> None:
         """Make a runner; keep the seconds of loading it, of bringing its rows to their depth and of
         the first request of all, in which a peer compiles and CUDA graphs are captured; and the
         peak memory of that."""
@@ -190,12 +172,13 @@ class Bench:
         runner.hold(self.tokens[:, : self.w.context])
         filled = time.perf_counter() - start
         first = timed_request(runner, self.w, self.tokens).e2e
-        setup = {"fill_context": filled, "first_request": first, "load": load}
-        self.contestants.append(Contestant(runner, name, setup, peak_memory(device)))
+        runner.setup_s = {"fill_context": filled, "first_request": first, "load": load}
+        runner.peak_memory = peak_memory(device)
+        self.runners.append(runner)
 
     def measure(self, writer: Writer | None) -> None:
         """Warm up, then take the rounds."""
-        engine, runners = self.engines[0], [c.runner for c in self.contestants]
+        engine, runners = self.engines[0], self.runners
         meter = Meter(engine.device, torch_dtype(engine.dtype))
         self.progress("warming up")
         for runner in runners:
@@ -221,7 +204,7 @@ class Bench:
     def report(self, agreements: Sequence[Agreement], writer: Writer | None) -> BenchReport:
         """Return the report of the rounds."""
         void = void_roles(agreements)
-        runs = [self._run(c, c.runner.role in void) for c in self.contestants]
+        runs = [self._run(r, r.role in void) for r in self.runners]
         w, engine = self.w, self.engines[0]
         samples = tuple(asdict(r) for r in self.rates)
         read, copy, matmul = (around(median(v), v) for v in zip(*(s.values() for s in samples)))
@@ -246,23 +229,23 @@ class Bench:
             drafts=writer.facts(self.requests) if writer else None,
         )
 
-    def _run(self, c: Contestant, void: bool) -> RunReport:
-        rounds = self.requests[c.runner.role]
+    def _run(self, runner: BenchRunner, void: bool) -> RunReport:
+        rounds = self.requests[runner.role]
         samples = schema.RawSamples(
             tuple(tuple(r.ttft * 1e3 for r in many) for many in rounds),
             tuple(tuple([x * 1e3 for x in r.itl] for r in many) for many in rounds),
         )
         return RunReport(
-            c.runner.role,
-            on_one_line(c.runner.label),
+            runner.role,
+            on_one_line(runner.label),
             void,
             samples,
             latencies(rounds),
             speeds(self.w, rounds),
-            c.setup_s,
-            c.peak,
-            c.name,
-            **(self._engine_part(c.runner) if isinstance(c.runner, EngineRunner) else {}),
+            runner.setup_s,
+            runner.peak_memory,
+            runner.name,
+            **(self._engine_part(runner) if isinstance(runner, EngineRunner) else {}),
         )
 
     def _engine_part(self, runner: EngineRunner) -> dict[str, Any]:
@@ -321,9 +304,15 @@ class Bench:
 
 
 def _notes(engine: Engine, w: Workload) -> Iterator[str]:
-    yield SAME_WORK
+    yield (
+        "every runner leaves its logits on the device that made them and takes the largest there; "
+        "the chosen tokens come to the host at each step"
+    )
     if engine.facts.seed is not None:
-        yield RANDOM_WEIGHTS
+        yield (
+            "random weights: routing is near uniform and text means nothing; speed of dense parts "
+            "does not depend on it"
+        )
     if w.text is None:
         yield f"prompts are random tokens (seed {w.seed})"
     if engine.device == "cpu":

@@ -12,14 +12,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from statistics import median
 from typing import Any
 
 import torch
 
 from g4ir.plan.cost import Roof
 from g4ir.ui.memory import free_on
-
-from .stats import median
 
 #: the buffer: larger than any cache
 BUFFER_BYTES = 1 << 30

@@ -4,7 +4,7 @@ Beside the fields of BenchReport a file has keys that follow from them (`summary
 names (request_throughput, mean_ttft_ms, ...): they are about the first engine and are null where
 its outputs disagree with what it was compared with. `runs` holds every runner with its raw samples:
 `samples_ms.ttft[round][request]`, `samples_ms.itl[round][request][step]`. A stat is {value,
-spread}; see stats.py for what the spread is.
+spread}; see measure.py for what the spread is.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from g4ir.errors import InputError, SpecError
 from g4ir.spec.reader import Length, Line, OneOf, Range, Where, build, json_object, tree_of
 
 from .agreement import Agreement
-from .stats import Amount, Number, Stat
-from .workload import Workload
+from .measure import Amount, Number, Stat
+from .runners import Workload
 
 #: counts up when a key changes its meaning or goes away
 VERSION = 2

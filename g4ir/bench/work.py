@@ -6,7 +6,6 @@ logits, and a chunk of one token is a decode step.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -18,12 +17,12 @@ from g4ir.check.watch import ChunkPosition, watching
 from g4ir.engine.engine import Engine
 from g4ir.ir.flatten import flatten
 from g4ir.ir.graph import Graph
+from g4ir.ir.rewrite import drop_dead
 from g4ir.plan.cost import Cost, NodeCost, Roof, floor, graph_costs, total
 
-from .runners import EngineRunner, pieces
+from .measure import mean
+from .runners import EngineRunner, Workload, pieces
 from .schema import PhaseWork, WorkFacts
-from .stats import mean
-from .workload import Workload
 
 #: decode steps whose cost is worked out, spread evenly over a request
 DECODE_STEPS = 16
@@ -114,23 +113,13 @@ def find_work(engine: Engine, w: Workload, tokens: torch.Tensor) -> Work:
 
 def chunk_costs(engine: Engine, c: GraphRun, batch: int) -> list[NodeCost]:
     """Return the costs of the nodes that a run of a chunk needs."""
-    g = engine.program.graphs[c.phase]
-    live = _live(g, c)
-    costs = graph_costs(g, B=batch, S=c.new, C=c.held, experts=c.distinct)
-    return [n for n in costs if n.node in live]
+    g = _needed(engine.program.graphs[c.phase], c)
+    return graph_costs(g, B=batch, S=c.new, C=c.held, experts=c.distinct)
 
 
-def _live(g: Graph, c: GraphRun) -> set[str]:
-    """Return the first results of the nodes that run: all for logits, else those that the caches
-    follow from."""
-    if c.logits:
-        return {n.outputs[0].name for n in g.nodes}
-    wanted, live = {v.name for v in g.next.values()}, set()
-    for n in reversed(g.nodes):
-        if any(v.name in wanted for v in n.outputs):
-            live.add(n.outputs[0].name)
-            wanted |= {v.name for v in n.inputs}
-    return live
+def _needed(g: Graph, c: GraphRun) -> Graph:
+    """Return the nodes that run: all for logits, else those that the caches follow from."""
+    return g if c.logits else drop_dead(replace(g, outputs=()))
 
 
 def _counted(
@@ -138,13 +127,13 @@ def _counted(
 ) -> list[GraphRun]:
     """Return the chunks with their `distinct`. Fused ops are opened: each router is a node."""
     engine = replace(engine, program=engine.program.map(flatten))
-    routers = {p: [*g.find("router")] for p, g in engine.program.graphs.items()}
-    names = {n.outputs[1].name for nodes in routers.values() for n in nodes}
-    counts: defaultdict[ChunkPosition, dict[str, int]] = defaultdict(dict)
+    graphs = engine.program.graphs
+    names = {n.outputs[1].name for g in graphs.values() for n in g.find("router")}
+    counts: dict[tuple[ChunkPosition, str], int] = {}
 
     def see(place: ChunkPosition, name: str, t: torch.Tensor) -> None:
         if name in names:
-            counts[place][name] = int(t.unique().numel())
+            counts[place, name] = int(t.unique().numel())
 
     runner = EngineRunner(watching(reference_engine(engine, held=True), see), w.batch)
     runner.hold(tokens[:, : w.context])
@@ -152,8 +141,8 @@ def _counted(
         runner.step(piece)
     found = []
     for c in chunks:
-        seen = counts[ChunkPosition(c.phase, c.held, c.held + c.new - 1)]
-        live = _live(engine.program.graphs[c.phase], c)
-        ran = [seen[n.outputs[1].name] for n in routers[c.phase] if n.outputs[0].name in live]
+        place = ChunkPosition(c.phase, c.held, c.held + c.new - 1)
+        routers = _needed(graphs[c.phase], c).find("router")
+        ran = [counts[place, n.outputs[1].name] for n in routers]
         found.append(replace(c, distinct=mean(ran)) if ran else c)
     return found

@@ -8,11 +8,10 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from g4ir.bench.compare import compare_reports, compare_text
 from g4ir.bench.report import check_options, check_specs, run_bench
+from g4ir.bench.runners import Workload, plan_workload
 from g4ir.bench.schema import BenchReport, plain, read_report
-from g4ir.bench.text import plot_bench, text
-from g4ir.bench.workload import Workload, plan_workload
+from g4ir.bench.text import compare_reports, compare_text, plot_bench, text
 from g4ir.engine.artefact import read_manifest
 from g4ir.engine.engine import Engine
 from g4ir.errors import InputError

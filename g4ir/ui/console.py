@@ -238,7 +238,9 @@ def report(error: BaseException, trace: bool) -> int:
         traceback.print_exception(error)
     code, text = _verdict(error)
     if code in (PIPE_CLOSED, NO_OUTPUT):
-        _discard_output()
+        # What is still buffered must not fail again at exit.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if text:
         say(text)
     return code
@@ -273,9 +275,3 @@ def _verdict(error: BaseException) -> tuple[int, str]:
         f"internal error: {type(error).__name__}: {first}; run again with --trace and report what "
         "it prints"
     )
-
-
-def _discard_output() -> None:
-    """Drop what is still buffered: it must not fail again at exit."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -28,16 +28,13 @@ FORMATS = {".png": "png", ".svg": "svg"}
 GIB = 1 << 30
 
 
-def check_plot(path: str | Path) -> None:
-    """Raise an error for what can be wrong with a plot before there is anything to draw."""
+def check_plot(path: str | Path) -> type[Figure]:
+    """Raise an error for what can be wrong with a plot before there is anything to draw; return
+    what to draw on."""
     if Path(path).suffix.lower() not in FORMATS:
         raise InputError(f"--plot {path}: expected a name that ends in {' or '.join(FORMATS)}")
     if not Path(path).absolute().parent.is_dir():
         raise InputError(f"--plot {path}: no such directory")
-    _figure_class()
-
-
-def _figure_class() -> type[Figure]:
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
@@ -51,9 +48,8 @@ def figure(
 ) -> Iterator[Any]:
     """A context that gives axes to draw on (an array of them for several columns); the file appears
     whole at the end. Sizes in inches."""
-    check_plot(path)
     # A figure made without pyplot has the file's own canvas and never asks for a display.
-    made = _figure_class()(figsize=(width, height), layout="constrained")
+    made = check_plot(path)(figsize=(width, height), layout="constrained")
     yield made.subplots(1, columns)
     buffer = io.BytesIO()
     made.savefig(buffer, format=FORMATS[Path(path).suffix.lower()], dpi=150)

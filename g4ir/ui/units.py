@@ -41,14 +41,9 @@ def rounded_count(n: int) -> str:
 
 def size_text(n: int) -> str:
     """Bytes in three digits: 20.8 GiB, 512 MiB"""
-    unit, size = (
-        ("GiB", 1 << 30)
-        if n >= 1 << 29
-        else ("MiB", 1 << 20)
-        if n >= KIB * KIB / 2
-        else ("KiB", KIB)
-    )
-    value = n / size
+    sizes = {"GiB": KIB**3, "MiB": KIB**2}
+    unit = next((unit for unit, size in sizes.items() if n >= size / 2), "KiB")
+    value = n / sizes.get(unit, KIB)
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
 
 

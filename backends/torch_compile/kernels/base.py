@@ -77,6 +77,10 @@ def held(w: Any) -> tuple[Any, Any]:
     return (w.codes, w.scales) if isinstance(w, Coded) else (w, None)
 
 
+def _whole(g: Graph, n: Node) -> Node | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Kernel:
     """The kernel that nodes of an op become on a GPU where `rule` says so.
@@ -104,7 +108,7 @@ class Kernel:
     use: Use | None = None
     coded: bool = False
     every_slot: bool = False
-    ending: Callable[[Graph, Node], Node | None] = lambda g, n: None
+    ending: Callable[[Graph, Node], Node | None] = _whole  # a function with a name can be pickled
 
     def settings(self, gpu: str, shape: Shape) -> dict[str, Tuning]:
         """Return the settings of each kernel. LowerError where nobody has any for it."""
