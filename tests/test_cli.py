@@ -454,11 +454,7 @@ def test_run_json_lines_from_stdin(engine: Path, monkeypatch: pytest.MonkeyPatch
 PRECEDENCE: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({}, {}, {}),
     ({}, {"temperature": 0.5, "top_k": 3}, {"temperature": 0.5, "top_k": 3}),
-    (
-        {"temperature": 0.1, "top_p": 0.2},
-        {"temperature": 0.5},
-        {"temperature": 0.1, "top_p": 0.2},
-    ),
+    ({"temperature": 0.1, "top_p": 0.2}, {"temperature": 0.5}, {"temperature": 0.1, "top_p": 0.2}),
     ({"temperature": 0, "top_k": 0}, {}, {"temperature": 0, "top_k": None}),
 ]
 

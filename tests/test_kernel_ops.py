@@ -34,11 +34,7 @@ from g4ir.backends.torch_compile.kernel_cases import (
 )
 from g4ir.backends.torch_compile.kernels.assembly import compile_for
 from g4ir.backends.torch_compile.kernels.launch import recorded
-from g4ir.backends.torch_compile.kernels.resources import (
-    SHARED_BYTES,
-    Resources,
-    resources,
-)
+from g4ir.backends.torch_compile.kernels.resources import SHARED_BYTES, Resources, resources
 from g4ir.backends.torch_compile.programs import choice_texts, phase_steps
 from g4ir.backends.torch_compile.segment import Segment
 from g4ir.backends.torch_compile.target import Target
@@ -125,9 +121,7 @@ def test_ops_keep_the_rules() -> None:
     }
     names = {(op._schema.name.removeprefix("g4ir::"), coded) for op, coded in checked}
     assert {(name, False) for name in expected} <= names
-    takers = {
-        *("skinny_linear", "norm_linear", "moe_gate_up", "moe_down"),
-    }
+    takers = {*("skinny_linear", "norm_linear", "moe_gate_up", "moe_down")}
     assert {(name, True) for name in ("dequantize", *takers)} <= names
 
 

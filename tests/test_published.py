@@ -16,15 +16,7 @@ from g4ir.ir.graph import Graph
 from g4ir.model.text import build_graph
 from g4ir.passes import PassOptions, run_passes
 from g4ir.passes.latent_kv import LatentOptions
-from g4ir.plan.cost import (
-    NodeCost,
-    Roof,
-    by_kind,
-    decode_costs,
-    floor,
-    graph_costs,
-    total,
-)
+from g4ir.plan.cost import NodeCost, Roof, by_kind, decode_costs, floor, graph_costs, total
 from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.spec.record import load_spec
 from tests.cli_tools import g4ir

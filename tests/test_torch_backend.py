@@ -364,8 +364,7 @@ def test_processes_share_the_work(
     """What another process is at comes last, and then from the cache."""
     done, made = stub(monkeypatch), [f"{name(t)}.pt2" for t in TWO]
     waiting = Thread(
-        target=compiler.compile_all,
-        args=(TWO, Target("cpu"), tmp_path / "out", 1, no_progress),
+        target=compiler.compile_all, args=(TWO, Target("cpu"), tmp_path / "out", 1, no_progress)
     )
     with claimed(made[0], wait=False) as alone, claimed(made[0], wait=False) as again:
         assert alone and not again

@@ -11,12 +11,7 @@ from g4ir.backends.torch_compile import tunings
 from g4ir.backends.torch_compile.kernels import KERNELS
 from g4ir.backends.torch_compile.target import Target, gpu_name
 from g4ir.backends.torch_compile.tune import COPIES, ROOM, SPREAD, VALUES, copies
-from g4ir.backends.torch_compile.tunings import (
-    Tuning,
-    add_measured,
-    find_tuning,
-    read_tunings,
-)
+from g4ir.backends.torch_compile.tunings import Tuning, add_measured, find_tuning, read_tunings
 from g4ir.errors import LowerError, SpecError
 
 TEXT = """\
