@@ -39,6 +39,7 @@ from g4ir.ops.types import Type
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec, load_spec
+from tests.cases import TABLES
 from tests.cli_tools import g4ir as command
 from tests.media_tools import mp4, png, wav
 from tests.test_imports import ROOMS
@@ -48,26 +49,9 @@ README = ROOT / "README.md"
 FILES = {path.name: path for path in (README, *sorted((ROOT / "docs").glob("*.md")))}
 MOST_LINES = 150
 #: what needs a compiled engine, transformers, or seconds
-LONG = (
-    "build ",
-    "run ",
-    "verify ",
-    "bench engine ",
-    "bench-compare ",
-    "inspect engine",
-    "show engine",
-    "plan --variant e2b --media ",
-)
+LONG = tuple(TABLES["docs"]["long"])
 #: what needs a checkpoint, somebody else's engine or an hour, or changes whom the user trusts
-PARSED = (
-    "bench build/",
-    "build --checkpoint gemma-",
-    "build --spec bench/",
-    "run engines/",
-    "run engine-of-a-friend ",
-    "sign ",
-    "trust ",
-)
+PARSED = tuple(TABLES["docs"]["parsed"])
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from g4ir.errors import LowerError
 from g4ir.ir.graph import Program
 from g4ir.plan.engine_limits import Limits
 from g4ir.weights.pack import split_program
+from tests.cases import TABLES
 from tests.configs import VARIANTS, spec_called
 from tests.runner import built_program
 
@@ -205,16 +206,7 @@ def test_every_step_exports_for_a_gpu(
     assert ("dequantize" in called) == ("+" in name)
 
 
-WRITES = """\
-graph segment {{
-  input %new: bf16[B,S,2,8]
-  input %start: i64[B]
-  input %lengths: i64[B]
-  state %k: bf16[{slots},B,2,8]
-  %k.next = cache_write(%k, %new, %start, %lengths): bf16[{slots},B,2,8]
-  next %k = %k.next
-}}
-"""
+WRITES = TABLES["graphs"]["chunk"]
 
 
 @pytest.mark.parametrize("slots", [1024, "C"], ids=["ring", "list"])
