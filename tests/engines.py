@@ -124,12 +124,7 @@ def add_file(folder: Path, name: str, text: str) -> Path:
     return resigned(
         folder,
         lambda m: m["files"].update(
-            {
-                name: {
-                    "sha256": sha256(folder / name),
-                    "bytes": (folder / name).stat().st_size,
-                }
-            }
+            {name: {"sha256": sha256(folder / name), "bytes": (folder / name).stat().st_size}}
         ),
     )
 

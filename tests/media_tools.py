@@ -20,19 +20,12 @@ from g4ir.errors import InputError
 from g4ir.media.videos import Footage
 from g4ir.spec.parts import Tokens
 from g4ir.spec.record import load_spec
+from tests.cases import TABLES
 from tests.engines import add_file
 from tests.torchvision_half import find_torchvision
 
 #: as the checkpoints spell them
-SPECIAL = {
-    "image": "<|image|>",
-    "video": "<|video|>",
-    "audio": "<|audio|>",
-    "boi": "<|image>",
-    "eoi": "<image|>",
-    "boa": "<|audio>",
-    "eoa": "<audio|>",
-}
+SPECIAL = TABLES["media tools"]["tokens"]
 RATE = 16_000
 #: a variant of each kind of model
 TOWER, UNIFIED = "e2b", "12b"

@@ -18,13 +18,7 @@ from g4ir.engine.engine import Engine
 from g4ir.passes import PASSES
 from g4ir.spec.record import Spec
 from tests.configs import spec_called
-from tests.oracle import (
-    Oracle,
-    find_oracle,
-    first_difference,
-    random_tokens,
-    relative,
-)
+from tests.oracle import Oracle, find_oracle, first_difference, random_tokens, relative
 from tests.runner import build_engine, open_session, with_chunk
 
 MAX_SEQ, CHUNK, GREEDY = 128, 64, 64

@@ -22,20 +22,12 @@ from g4ir.chat import Vocabulary
 from g4ir.chat.special_tokens import CALL, CALL_END, CHANNEL, CHANNEL_END, TURN_END
 from g4ir.cli import main
 from g4ir.engine.conversation import ChatSession
+from tests.cases import TABLES
 
 #: one call, and a thought with content behind it
 CALLING = [CALL, "call:weather{city:", '<|"|>', "oslo", '<|"|>', "}", CALL_END, "<|tool_response>"]
 THINKING = [CHANNEL, "thought\nhm", CHANNEL_END, "hi €"]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "Says the weather",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-        },
-    }
-]
+TOOLS = TABLES["talking"]["tools"]
 
 
 @dataclass

@@ -33,15 +33,7 @@ from g4ir.errors import EngineError
 from g4ir.plan.options import BuildOptions
 from g4ir.ui import files
 from g4ir.weights import write
-from tests.cli_tools import (
-    BUILD,
-    Outcome,
-    built,
-    g4ir,
-    plain_checkpoint,
-    refused,
-    text_checkpoint,
-)
+from tests.cli_tools import BUILD, Outcome, built, g4ir, plain_checkpoint, refused, text_checkpoint
 from tests.engines import resigned
 
 RANDOM = ("--random-weights", "0")

@@ -43,6 +43,7 @@ from g4ir.passes import PASSES, pipeline, run_passes
 from g4ir.plan.gpus import GPUS, SIZE_RULE
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import json_schema, load_spec
+from tests.cases import TABLES
 from tests.cli_tools import (
     BUILD,
     PROMPT,
@@ -236,19 +237,7 @@ def test_dump_ir(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("trt", ("TensorRT, which cannot", "no CUDA device", "48.1 GiB")),
-        ("trt --drafter default", ("TensorRT", "no CUDA device", "48.1 GiB", "-it-assistant")),
-        ("trt --random-weights 0", ("TensorRT", "no CUDA device")),
-        ("trt --tp 2", ("TensorRT", "no CUDA device", "hf download google/gemma-4-26B")),
-        ("onnx", ("library onnx and onnxruntime", "hf download google/gemma-4-26B")),
-        ("torch --device cuda", ("C++ compiler", "no CUDA device", "hf download")),
-        ("torch --device cuda --random-weights 0", ("C++ compiler", "no CUDA device")),
-        ("reference --device cuda", ("no CUDA device", "hf download")),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), TABLES["cli"]["lacks"])
 def test_all_that_a_build_lacks_is_said_at_once(
     words: str, said: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -451,16 +440,7 @@ def test_run_json_lines_from_stdin(engine: Path, monkeypatch: pytest.MonkeyPatch
 
 
 #: fields of a request, flags, what is asked for beside the checkpoint's settings
-PRECEDENCE: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
-    ({}, {}, {}),
-    ({}, {"temperature": 0.5, "top_k": 3}, {"temperature": 0.5, "top_k": 3}),
-    (
-        {"temperature": 0.1, "top_p": 0.2},
-        {"temperature": 0.5},
-        {"temperature": 0.1, "top_p": 0.2},
-    ),
-    ({"temperature": 0, "top_k": 0}, {}, {"temperature": 0, "top_k": None}),
-]
+PRECEDENCE = TABLES["cli"]["precedence"]
 
 
 def test_precedence(loaded: Engine, text_loaded: Engine) -> None:
@@ -582,9 +562,5 @@ def test_show_ops_knows_every_op() -> None:
     assert found["rms_norm"]["operands"] == ["x", "w?"]
     assert found["rms_norm"]["attributes"] == {"eps": "float"}
     assert found["qkv_write"]["writes_caches"] == 2
-    for words, said in (
-        ("--timeline --layer 0", "--layer, --timeline"),
-        ("--phase decode --all-logits", "--all-logits, --phase"),
-        ("engine --batch 2", "the engine, --batch"),
-    ):
+    for words, said in TABLES["cli"]["show ops"]:
         assert refused("show", "--ops", *words.split()).rstrip().endswith(f"leave out {said}")

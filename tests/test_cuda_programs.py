@@ -8,21 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import TABLES
 from tests.cuda_programs.build import Built, Kernel, Program, entry_name, line, wide_numbers
 
 ROOT = Path(__file__).parents[1]
 PYTHON = ROOT / "build" / "cuda-env" / "bin" / "python"
 
-PTX = """\
-.visible .entry _decode(
-	.param .u64 .ptr .global .align 1 _decode_param_0,
-	.param .u32 _decode_param_1,
-	.param .f32 _decode_param_2
-)
-.reqntid 256
-{
-	.reg .f64 	%fd<3>;
-"""
+PTX = TABLES["cuda programs"]["ptx"]
 
 
 def test_operands_in_fp64_are_counted() -> None:

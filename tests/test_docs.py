@@ -39,6 +39,7 @@ from g4ir.ops.types import Type
 from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec, load_spec
+from tests.cases import TABLES
 from tests.cli_tools import g4ir as command
 from tests.media_tools import mp4, png, wav
 from tests.test_imports import ROOMS
@@ -48,26 +49,9 @@ README = ROOT / "README.md"
 FILES = {path.name: path for path in (README, *sorted((ROOT / "docs").glob("*.md")))}
 MOST_LINES = 150
 #: what needs a compiled engine, transformers, or seconds
-LONG = (
-    "build ",
-    "run ",
-    "verify ",
-    "bench engine ",
-    "bench-compare ",
-    "inspect engine",
-    "show engine",
-    "plan --variant e2b --media ",
-)
+LONG = tuple(TABLES["docs"]["long"])
 #: what needs a checkpoint, somebody else's engine or an hour, or changes whom the user trusts
-PARSED = (
-    "bench build/",
-    "build --checkpoint gemma-",
-    "build --spec bench/",
-    "run engines/",
-    "run engine-of-a-friend ",
-    "sign ",
-    "trust ",
-)
+PARSED = tuple(TABLES["docs"]["parsed"])
 
 
 @dataclass(frozen=True)
@@ -136,14 +120,8 @@ def test_dots_stand_for_lines_or_for_a_part_of_one() -> None:
 
 def test_no_example_is_forgotten() -> None:
     assert len(SHORT) >= 11 and len(BUILT) >= 12
-    assert {e.file for e in ALL} >= {
-        "README.md",
-        "guide.md",
-        "quantization.md",
-        "media.md",
-        "cuda.md",
-        "tensorrt.md",
-    }
+    named = {"README.md", "guide.md", "quantization.md", "media.md", "cuda.md", "tensorrt.md"}
+    assert {e.file for e in ALL} >= named
 
 
 @pytest.mark.parametrize("example", SHORT, ids=str)
@@ -265,17 +243,8 @@ def cited_rules(text: str) -> set[int]:
 
 
 def test_citations_are_read() -> None:
-    assert cited_rules("(rule 14), Rules 1, 2 and 4; rules 26 to\n29, 42") == {
-        14,
-        1,
-        2,
-        4,
-        26,
-        27,
-        28,
-        29,
-        42,
-    }
+    rules = cited_rules("(rule 14), Rules 1, 2 and 4; rules 26 to\n29, 42")
+    assert rules == {14, 1, 2, 4, 26, 27, 28, 29, 42}
     assert not cited_rules("a rule of 3, and rulers 4")
 
 
@@ -636,13 +605,7 @@ def test_an_op_and_a_pass_are_one_file_each(tmp_path: Path) -> None:
 
 
 #: what a step of the guide changes, and the tests that look at it
-AFFECTED = (
-    "test_ops.py",
-    "test_passes.py",
-    "test_golden.py",
-    "test_graph_diff.py",
-    "test_imports.py",
-)
+AFFECTED = tuple(TABLES["docs"]["affected"])
 
 
 def pytest_in(tree: Path, *words: str) -> None:

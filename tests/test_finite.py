@@ -105,8 +105,7 @@ def test_a_refusal_names_the_residual_scale_that_would_do(
 
 
 @pytest.mark.parametrize(
-    "also, much",
-    [("layers.2.layer_scalar", 16.0), ("layers.3.input_layernorm.weight", 60_000.0)],
+    "also, much", [("layers.2.layer_scalar", 16.0), ("layers.3.input_layernorm.weight", 60_000.0)]
 )
 def test_what_no_scale_keeps_in_range_is_for_bf16(tmp_path: Path, also: str, much: float) -> None:
     """A stream too large for every scale, and a value outside of the stream."""

@@ -13,21 +13,10 @@ from g4ir.ir.text import parse_graph
 from g4ir.model.text import build_graph
 from g4ir.passes import run_passes
 from g4ir.spec.record import load_spec
+from tests.cases import TABLES
 from tests.cli_tools import g4ir
 
-BEFORE = """graph g {
-  input %x: f32[B,S,8]
-  param %L0.w: f32[4,8]
-  param %L1.w: f32[4,8]
-  param %L2.w: f32[4,8]
-  param %L9.w: f32[4,8]
-  %L0.y = linear(%x, %L0.w): f32[B,S,4]
-  %L1.y = linear(%x, %L1.w): f32[B,S,4]
-  %L2.y = linear(%x, %L2.w): f32[B,S,4]
-  %L9.y = linear(%x, %L9.w): f32[B,S,4]
-  output %L9.y
-}
-"""
+BEFORE = TABLES["graphs"]["layers"]
 
 
 def changed(*pairs: tuple[str, str]) -> Graph:

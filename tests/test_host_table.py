@@ -74,11 +74,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "placement, takes, flags",
-    [
-        ("mmap", (FILE, COPY), FILE),
-        ("mmap", (COPY,), COPY),
-        ("host", (FILE, COPY), COPY),
-    ],
+    [("mmap", (FILE, COPY), FILE), ("mmap", (COPY,), COPY), ("host", (FILE, COPY), COPY)],
 )
 def test_what_is_registered(
     engine: Engine,

@@ -10,67 +10,17 @@ from pathlib import Path
 import pytest
 
 from g4ir.backends.experimental import EXPERIMENTS
+from tests.cases import TABLES
 
 ROOT = Path(__file__).parents[1]
 
-#: the folders of the package, each with one meaning (its docstring); a module imports its own room
-#: and those before it, at the top, inside functions and for typing alike
-ROOMS = (
-    "errors",
-    "ui",
-    "ops",
-    "ir",
-    "passes",
-    "spec",
-    "model",
-    "parallel",
-    "quant",
-    "weights",
-    "plan",
-    "backends",
-    "media",
-    "chat",
-    "engine",
-    "check",
-    "bench",
-    "serve",
-    "cli",
-)
-#: reading, building, rewriting, planning and printing a graph needs no torch, and `--help` is fast
-NO_TORCH_ON_IMPORT = (
-    "errors",
-    "ui",
-    "ops",
-    "ir",
-    "passes",
-    "spec",
-    "model",
-    "parallel",
-    "quant",
-    "plan",
-    "chat",
-    "cli",
-)
+RULES = TABLES["imports"]
+ROOMS = tuple(RULES["rooms"])
+NO_TORCH_ON_IMPORT = tuple(RULES["no torch on import"])
 #: modules of these that compute
 COMPUTE = {"g4ir.ops.finite", "g4ir.ir.interpret", "g4ir.ir.wide", "g4ir.ir.distance"}
-
-# Pickle runs code from a file; the environment must not steer behaviour; hasattr hides the type.
-BANNED_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
-BANNED_NAMES = {
-    "torch.load",
-    "torch.save",
-    "os.environ",
-    "os.getenv",
-    "os.putenv",
-    "hasattr",
-    "eval",
-    "exec",
-}
-ALLOWED = {
-    "g4ir.parallel.group": {"os.environ"},  # where torchrun says which rank a process is
-    "g4ir.ui.paths": {"os.environ"},  # where the user's caches and decisions lie is said there
-    "g4ir.ui.threads": {"os.environ"},  # OpenMP reads its settings there
-}
+BANNED_MODULES, BANNED_NAMES = {*RULES["banned modules"]}, {*RULES["banned names"]}
+ALLOWED = {module: {*names} for module, names in RULES["allowed"].items()}
 
 
 def name_of(path: Path) -> str:

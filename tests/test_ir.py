@@ -17,6 +17,7 @@ from g4ir.model.text import build_graph, build_program
 from g4ir.ops.types import ITEMSIZE, TORCH_NAMES, Type, dtype_name, parse_type, torch_dtype
 from g4ir.passes import run_passes
 from g4ir.spec.record import load_spec
+from tests.cases import TABLES
 
 X = Type("f32", ("B", 4))
 
@@ -170,14 +171,7 @@ def test_splice_defines_the_same_values() -> None:
 
 
 def test_splice_moves_a_node_behind_what_it_needs() -> None:
-    g = parse_graph("""graph g {
-      input %x: f32[B,4]
-      %a = scale(%x) {value=1.0}: f32[B,4]
-      %b = scale(%a) {value=2.0}: f32[B,4]
-      %c = scale(%x) {value=3.0}: f32[B,4]
-      %d = add(%b, %c): f32[B,4]
-      output %d
-    }""")
+    g = parse_graph(TABLES["graphs"]["splice"])
     b = Builder()
     b.emit("add", g.nodes[0].out, g.nodes[2].out, name="b")
     out = splice(g, [g.nodes[1]], b.nodes)

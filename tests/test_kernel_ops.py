@@ -34,11 +34,7 @@ from g4ir.backends.torch_compile.kernel_cases import (
 )
 from g4ir.backends.torch_compile.kernels.assembly import compile_for
 from g4ir.backends.torch_compile.kernels.launch import recorded
-from g4ir.backends.torch_compile.kernels.resources import (
-    SHARED_BYTES,
-    Resources,
-    resources,
-)
+from g4ir.backends.torch_compile.kernels.resources import SHARED_BYTES, Resources, resources
 from g4ir.backends.torch_compile.programs import choice_texts, phase_steps
 from g4ir.backends.torch_compile.segment import Segment
 from g4ir.backends.torch_compile.target import Target
@@ -46,6 +42,7 @@ from g4ir.errors import LowerError
 from g4ir.ir.graph import Program
 from g4ir.plan.engine_limits import Limits
 from g4ir.weights.pack import split_program
+from tests.cases import TABLES
 from tests.configs import VARIANTS, spec_called
 from tests.runner import built_program
 
@@ -125,9 +122,7 @@ def test_ops_keep_the_rules() -> None:
     }
     names = {(op._schema.name.removeprefix("g4ir::"), coded) for op, coded in checked}
     assert {(name, False) for name in expected} <= names
-    takers = {
-        *("skinny_linear", "norm_linear", "moe_gate_up", "moe_down"),
-    }
+    takers = {*("skinny_linear", "norm_linear", "moe_gate_up", "moe_down")}
     assert {(name, True) for name in ("dequantize", *takers)} <= names
 
 
@@ -211,16 +206,7 @@ def test_every_step_exports_for_a_gpu(
     assert ("dequantize" in called) == ("+" in name)
 
 
-WRITES = """\
-graph segment {{
-  input %new: bf16[B,S,2,8]
-  input %start: i64[B]
-  input %lengths: i64[B]
-  state %k: bf16[{slots},B,2,8]
-  %k.next = cache_write(%k, %new, %start, %lengths): bf16[{slots},B,2,8]
-  next %k = %k.next
-}}
-"""
+WRITES = TABLES["graphs"]["chunk"]
 
 
 @pytest.mark.parametrize("slots", [1024, "C"], ids=["ring", "list"])

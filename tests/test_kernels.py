@@ -435,10 +435,7 @@ class Products(torch.nn.Module):
     of codes with scales of rows and of groups, and these of rounded rows."""
 
     def forward(
-        self,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        codes: tuple[tuple[torch.Tensor, torch.Tensor], ...],
+        self, x: torch.Tensor, w: torch.Tensor, codes: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     ) -> tuple[torch.Tensor, ...]:
         linear, coded = torch.ops.g4ir.linear, torch.ops.g4ir.linear_coded
         half = linear(x[..., :128], w[:, :128].clone())  # rows that lie apart in memory

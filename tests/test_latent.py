@@ -19,6 +19,7 @@ from g4ir.plan.latent import TABLE, LatentMeasurement, choose_form, read_table, 
 from g4ir.spec.parts import FULL, SLIDING, Rope
 from g4ir.spec.record import Spec, check_spec, load_spec
 from g4ir.spec.shrink import shrink
+from tests.cases import TABLES
 from tests.configs import spec_called
 from tests.oracle import Oracle, close_calls, cosine, find_bf16_oracle, find_oracle
 from tests.parity import prefill_then_decode
@@ -106,22 +107,7 @@ def test_the_shipped_table_is_one() -> None:
     assert len(set(keys)) == len(keys) and not any(r.device == "cuda" for r in rows)
 
 
-@pytest.mark.parametrize(
-    ("spec", "device", "dtype", "max_seq", "form"),
-    [
-        ("31b", "cpu", "bf16", 8192, "raw"),
-        ("31b", "cpu", "bf16", 4096, "raw"),
-        ("31b", "cpu", "bf16", 16384, "value"),
-        ("31b", "cpu", "bf16", 12000, "value"),
-        ("31b", "cpu", "bf16", 4095, "off"),
-        ("31b", "cpu", "bf16", 131072, "off"),
-        ("31b", "cpu", "f32", 8192, "off"),
-        ("31b", "cuda", "bf16", 8192, "off"),
-        ("e2b", "cpu", "bf16", 8192, "off"),
-        ("tiny-dense", "cpu", "bf16", 8192, "off"),
-        ("26b-a4b", "cpu", "bf16", 8192, "raw"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "device", "dtype", "max_seq", "form"), TABLES["latent"]["forms"])
 def test_the_nearest_measurement_counts(
     spec: str,
     device: str,

@@ -169,10 +169,7 @@ def test_a_wrong_tower_is_named(
 
 @pytest.mark.parametrize(
     "tower, feed, change",
-    [
-        ("vision_70", "positions", lambda t: t.clamp(min=0)),
-        ("audio_125", "mask", torch.ones_like),
-    ],
+    [("vision_70", "positions", lambda t: t.clamp(min=0)), ("audio_125", "mask", torch.ones_like)],
 )
 def test_padding_that_is_seen(
     built: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, tower: str, feed: str, change: Any

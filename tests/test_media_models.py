@@ -113,7 +113,7 @@ class Message:
 CASES: dict[str, list[Any]] = {
     "images": [("image", (36, 60)), 1, ("image", (90, 20)), 9, ("image", (30, 30))],
     "all": [
-        *(2, ("audio", 7_001), ("image", (50, 70)), 11, ("video", 2), 2, ("image", (70, 50)), 3),
+        *(2, ("audio", 7_001), ("image", (50, 70)), 11, ("video", 2), 2, ("image", (70, 50)), 3)
     ],
 }
 
@@ -183,8 +183,7 @@ def check(got: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.covering
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
-    "variant",
-    [pytest.param(v, marks=[pytest.mark.full] * (v in ALIKE)) for v in VARIANTS],
+    "variant", [pytest.param(v, marks=[pytest.mark.full] * (v in ALIKE)) for v in VARIANTS]
 )
 def test_model(pairs: Any, variant: str, case: str) -> None:
     """Logits of the whole prompt for chunks that would cut pictures, then token by token."""

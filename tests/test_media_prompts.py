@@ -34,6 +34,7 @@ from g4ir.model.images import image_settings
 from g4ir.model.media import KINDS, LISTS, MEDIA_SETTINGS, Media, check_budget, check_taken
 from g4ir.spec.parts import Tokens
 from g4ir.spec.record import load_spec
+from tests.cases import TABLES
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
 from tests.cli_tools import tokenizer as plain_tokenizer
@@ -199,15 +200,7 @@ def reference(variant: str) -> tuple[Any, Any, Tokens]:
 PICTURES = [noise(60, 200, 3), noise(96, 48, 3, seed=1)]
 FRAMES = noise(40, 48, 64, 3)
 SOUNDS = [np.sin(np.arange(n, dtype=np.float32)) for n in (5_000, 20_001)]
-PROMPTS: dict[str, tuple[str, str]] = {
-    "image": ("i", "<bos>what is <|image|>?"),
-    "two images": ("ii", "<|image|>and <|image|>\nof a"),
-    "video": ("v", "<bos>see <|video|> 00:0"),
-    "video first": ("v", "<|video|>"),
-    "two videos": ("vv", "a <|video|> 0<|video|>b"),
-    "audio": ("a", "hear <|audio|>."),
-    "all": ("aviai", "<bos>a <|audio|> 00 <|video|>b<|image|><|audio|>\n<|image|> c"),
-}
+PROMPTS: dict[str, tuple[str, str]] = TABLES["media prompts"]["prompts"]
 
 
 def ours(variant: str, kinds: str) -> dict[str, list[Soft]]:
@@ -399,12 +392,7 @@ def test_generate_refuses(loaded: Engine, files: Path, media: Any, words: str) -
 
 def test_lines_with_each_kind_of_media(engine: Path, files: Path, tmp_path: Path) -> None:
     """Answered as by flags."""
-    lines: list[tuple[dict[str, Any], str]] = [
-        ({"prompt": "<image>see", "images": ["a.png"], "image_budget": 140}, "--image a.png"),
-        ({"prompt": "<video>see", "videos": ["c.mp4"], "frames": 2}, "--video c.mp4 --frames 2"),
-        ({"prompt": "hear", "audio": ["d.wav"], "audio_too_long": "refuse"}, "--audio d.wav"),
-        ({"prompt": "text", "images": []}, ""),
-    ]
+    lines: list[tuple[dict[str, Any], str]] = TABLES["media prompts"]["lines"]
     file = tmp_path / "in.jsonl"
     file.write_text("\n".join(json.dumps(line) for line, _ in lines))
     outcome = command("run", engine, "--input-jsonl", file, "--max-new-tokens", "6")

@@ -37,6 +37,7 @@ from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.plan.resolve import KV_NAMES
 from g4ir.spec.record import load_spec
 from g4ir.weights.random import RandomCheckpoint
+from tests.cases import TABLES
 from tests.cli_tools import g4ir as cli
 from tests.oracle import relative
 from tests.test_quant import gaussian
@@ -114,16 +115,7 @@ def test_rows_lie_on_their_grid_and_near(to: str, width: int) -> None:
 
 #: windows of 8 and shared caches; experts; K = V
 SPECS = ("tiny-ple", "tiny-moe", "tiny-dense")
-SMALL: dict[str, Any] = {
-    "backend": "reference",
-    "device": "cpu",
-    "dtype": "float32",
-    "max_batch": 2,
-    "max_seq": 64,
-    "prefill_chunk": 16,
-    "all_logits": True,
-    "random_weights": 0,
-}
+SMALL: dict[str, Any] = TABLES["narrow"]["options"]
 
 
 def build(folder: Path, spec: str = "tiny-ple", **options: Any) -> Engine:
@@ -275,17 +267,7 @@ def test_compiled(kv: str, form: str, tmp_path: Path) -> None:
 
 # --- options and refusals ---------------------------------------------------------------------
 
-REFUSED = {
-    "kv-dtype 'fp8': expected one of bfloat16, float8, int8": {"kv_dtype": "fp8"},
-    "as much room as float16": {"kv_dtype": "bfloat16", "dtype": "float16"},
-    "latent-kv raw: it holds projections": {"kv_dtype": "float8", "latent_kv": "raw"},
-    "--kv-dtype int8: backend onnx cannot": {"kv_dtype": "int8", "backend": "onnx"},
-    "float8: backend trt cannot: TensorRT's": {
-        "kv_dtype": "float8",
-        "backend": "trt",
-        "device": "cuda",
-    },
-}
+REFUSED = TABLES["narrow"]["refused"]
 
 
 @pytest.mark.parametrize("words", REFUSED)

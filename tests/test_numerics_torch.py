@@ -31,10 +31,7 @@ from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.write import write_checkpoint
 from tests import engines, parity
 from tests.configs import NAMES, few, spec_called
-from tests.oracle import (
-    find_oracle,
-    save_checkpoint,
-)
+from tests.oracle import find_oracle, save_checkpoint
 from tests.parity import MAX_SEQ, Case, agrees, built
 
 

@@ -46,6 +46,7 @@ from g4ir.quant.recipe import find_recipe
 from g4ir.quant.rewrite import quantised
 from g4ir.spec.parts import Moe
 from g4ir.spec.record import Spec, check_spec, load_spec, spec_names
+from tests.cases import TABLES
 
 PHASES = ("prefill", "decode")
 
@@ -196,14 +197,7 @@ def test_each_pass_keeps_the_laws_in_its_place(spec: str, phase: str, form: str)
 
 # Chunks as (padded length, valid tokens of each row): longer than the window of 8, ragged, rows of
 # length 0, single tokens, and a chunk after them.
-CHUNKS = (
-    (11, (11, 7, 0)),
-    (5, (0, 5, 3)),
-    (1, (1, 1, 1)),
-    (1, (1, 0, 1)),
-    (9, (2, 9, 9)),
-    (1, (1, 1, 1)),
-)
+CHUNKS = TABLES["passes"]["chunks"]
 
 
 def random_weight(v: Value) -> torch.Tensor:
@@ -384,14 +378,7 @@ def test_an_unknown_pass_is_refused_with_the_list(how: dict[str, Any]) -> None:
         find_pass("fuse_all")
 
 
-@pytest.mark.parametrize(
-    ("after", "said"),
-    [
-        ({"a": None, "b": "a", "c": "a"}, "passes b and c both have AFTER = 'a': change that of"),
-        ({"a": None, "b": "c", "c": "b"}, "pass b: AFTER = 'c' is no pass, or one that comes aft"),
-        ({"a": None, "b": "d"}, "pass b: AFTER = 'd' is no pass"),
-    ],
-)
+@pytest.mark.parametrize(("after", "said"), TABLES["passes"]["no chain"])
 def test_passes_are_one_chain(after: dict[str, str | None], said: str) -> None:
     modules: Any = {name: SimpleNamespace(AFTER=other) for name, other in after.items()}
     with pytest.raises(PassError, match=said):

@@ -494,8 +494,7 @@ def test_counts_and_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("tiny-moe", {"ep": True}), ("e2b", {}), ("tiny-ple", {"quant": "int8"})],
+    ("name", "options"), [("tiny-moe", {"ep": True}), ("e2b", {}), ("tiny-ple", {"quant": "int8"})]
 )
 def test_what_fits_is_of_a_rank(name: str, options: dict[str, Any]) -> None:
     """With the weights and caches that a build of as many ranks counts for one."""

@@ -11,13 +11,7 @@ from g4ir.errors import InputError
 from g4ir.model.media import KINDS
 from g4ir.model.tensors import media_tensors, text_tensors
 from g4ir.spec.record import load_spec
-from g4ir.weights.random import (
-    BLOCK,
-    RandomCheckpoint,
-    distribution,
-    random_rows,
-    random_tensor,
-)
+from g4ir.weights.random import BLOCK, RandomCheckpoint, distribution, random_rows, random_tensor
 from g4ir.weights.tensorfile import TABLES
 
 NAME = "layers.3.mlp.up_proj.weight"

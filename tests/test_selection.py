@@ -72,9 +72,7 @@ def test_a_branch_is_compared_with_its_merge_base(repository: Repository) -> Non
     assert since(repository) == {"committed.py", "staged.py", "a.py", "b.py", ".gitignore"}
 
 
-def test_main_is_compared_with_where_it_was_before_its_last_landing(
-    repository: Repository,
-) -> None:
+def test_main_is_compared_with_where_it_was_before_its_last_landing(repository: Repository) -> None:
     root = repository.root
     git(root, "checkout", "-q", "-b", "branch")
     for name in ("d.py", "e.py"):

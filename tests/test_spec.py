@@ -30,6 +30,7 @@ from g4ir.spec.record import (
     spec_path,
 )
 from g4ir.spec.rules import READABLE, readable_pattern
+from tests.cases import TABLES
 from tests.hub_configs import RELEASED, hub_config
 
 CASES = yaml.safe_load(Path(__file__).with_name("spec_cases.yaml").read_text())
@@ -135,18 +136,9 @@ def test_the_shown_pattern_gives_the_layers(pattern: list[str], layers: int) -> 
     assert len(shown) <= max(len(pattern), READABLE)
 
 
-@pytest.mark.parametrize(
-    ("command", "warnings"),
-    [
-        (("specs", "validate", "{}"), 1),
-        (("build", "--backend", "reference", "--random-weights=0", "--dry-run", "--spec", "{}"), 1),
-        (("plan", "--spec", "{}"), 0),
-        (("show", "--spec", "{}"), 0),
-        (("specs", "show", "{}"), 0),
-    ],
-)
+@pytest.mark.parametrize(("command", "warnings"), TABLES["spec"]["warnings"])
 def test_a_forced_layer_warns_once(
-    command: tuple[str, ...], warnings: int, tmp_path: Path, capsys: Any
+    command: list[str], warnings: int, tmp_path: Path, capsys: Any
 ) -> None:
     body = "schema: 1\nextends: tiny-moe\ntext: {num_hidden_layers: 7}\n"
     file = write(tmp_path, body)

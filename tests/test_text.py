@@ -17,6 +17,7 @@ from g4ir.ir.text import parse_graph, print_graph
 from g4ir.model.text import PHASES, build_graph
 from g4ir.passes import pipeline, run_passes
 from g4ir.spec.record import load_spec, spec_names
+from tests.cases import TABLES
 
 
 def same(g: Graph) -> None:
@@ -41,22 +42,7 @@ def test_round_trip_after_every_pass(name: str, phase: str) -> None:
         same(part)
 
 
-SMALL = """\
-graph g {
-  input %x: f32[B,S,8]
-  input %at: i64[B]
-  input %n: i64[B]
-  param %w: f32[12,8]
-  state %k: f32[C,B,3,2]
-  %y = linear(%x, %w): f32[B,S,12]
-  %a, %b = split(%y) {sizes=(6, 6)}: f32[B,S,6], f32[B,S,6]
-  %h = heads(%a) {n=3}: f32[B,S,3,2]
-  %g = glu(%a, %b) {act='silu'}: f32[B,S,6]
-  %k.next = cache_write(%k, %h, %at, %n): f32[C,B,3,2]
-  output %g
-  next %k = %k.next
-}
-"""
+SMALL = TABLES["graphs"]["small"]
 
 
 def test_the_text_of_a_small_graph() -> None:

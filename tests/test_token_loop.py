@@ -17,12 +17,7 @@ from g4ir.backends.experimental.end_of_step import end_step
 from g4ir.backends.experimental.step_model import read_constants
 from g4ir.backends.sampling import SamplingParams
 from g4ir.backends.torch_compile import cuda_graph, host_table
-from g4ir.backends.torch_compile.cuda_graph import (
-    CHUNKS,
-    CaptureArena,
-    WithFallback,
-    recorded_at,
-)
+from g4ir.backends.torch_compile.cuda_graph import CHUNKS, CaptureArena, WithFallback, recorded_at
 from g4ir.backends.torch_compile.host_table import HostTable
 from g4ir.backends.torch_compile.kernels import KERNELS
 from g4ir.backends.torch_compile.kernels.launch import recorded
@@ -331,9 +326,7 @@ def test_chunks_that_cannot_be_recorded(
     assert [p.said for p in places] == [["launch", "record", "launch"], ["launch", "launch"]]
 
 
-def test_recordings_of_a_place_share_its_stream_and_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_recordings_of_a_place_share_its_stream_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first run of each is on the stream on which it is recorded."""
 
     def capture(graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> On:

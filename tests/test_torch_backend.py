@@ -47,6 +47,7 @@ from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.paths import claimed
 from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import split_program
+from tests.cases import TABLES
 from tests.coded_products import cpu_kernels  # noqa: F401
 from tests.configs import RANDOM, SMALL, spec_called
 from tests.runner import built_program
@@ -107,28 +108,7 @@ def test_steps_of_a_graph(name: str, form: str, phase: str) -> None:
     assert all(i in made for s in some for i in s.inputs if i in every) and "logits" not in made
 
 
-WRITE = """\
-graph decode {{
-  input %L0.attn.qkv: f32[B,1,64]
-  input %{q}: f32[B,1,4,8]
-  input %cos: f32[B,1,8]
-  input %sin: f32[B,1,8]
-  input %positions: i64[B,1]
-  input %start: i64[B]
-  input %lengths: i64[B]
-  param %norm_q: f32[8]
-  param %norm_k: f32[8]
-  state %L0.k: f32[C,B,2,8]
-  state %L0.v: f32[C,B,2,8]
-  %L0.q, %L0.k.next, %L0.v.next = qkv_write(%L0.attn.qkv, %norm_q, %norm_k, %cos, %sin, %start, %lengths, %L0.k, %L0.v) {{eps=1e-06, form='plain', heads=4, kv_heads=2, pairs=0, values=True}}: f32[B,1,4,8], f32[C,B,2,8], f32[C,B,2,8]
-  %{reader} = attention(%{reads}, %positions, %start, %L0.k, %L0.v) {{scale=1.0, softcap=0.0, window=0}}: f32[B,1,4,8]
-  %L2.out = attention(%L0.q, %positions, %start, %L0.k.next, %L0.v.next) {{scale=1.0, softcap=0.0, window=0}}: f32[B,1,4,8]
-  output %{reader}
-  output %L2.out
-  next %L0.k = %L0.k.next
-  next %L0.v = %L0.v.next
-}}
-"""  # noqa: E501
+WRITE = TABLES["graphs"]["writes and readers"]
 
 
 @pytest.mark.parametrize("reader", ["L0.out", "L1.out"])
@@ -274,14 +254,7 @@ def test_experts(form: str, case: str, dtype: torch.dtype, first: int | None) ->
 
 # --- programs ---------------------------------------------------------------------------------
 
-TEXT = """\
-graph segment {
-  input %x0: f32[B,S,8]
-  param %w0: f32[4,8]
-  %v0 = linear(%x0, %w0): f32[B,S,4]
-  output %v0
-}
-"""
+TEXT = TABLES["graphs"]["linear"]
 
 
 @pytest.fixture
@@ -364,8 +337,7 @@ def test_processes_share_the_work(
     """What another process is at comes last, and then from the cache."""
     done, made = stub(monkeypatch), [f"{name(t)}.pt2" for t in TWO]
     waiting = Thread(
-        target=compiler.compile_all,
-        args=(TWO, Target("cpu"), tmp_path / "out", 1, no_progress),
+        target=compiler.compile_all, args=(TWO, Target("cpu"), tmp_path / "out", 1, no_progress)
     )
     with claimed(made[0], wait=False) as alone, claimed(made[0], wait=False) as again:
         assert alone and not again
@@ -496,14 +468,7 @@ def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: str) -> None:
     monkeypatch.setattr(sys, "executable", str(script))
 
 
-@pytest.mark.parametrize(
-    ("script", "message"),
-    [
-        ("exit 1", "ended with status 1"),
-        ("kill -KILL $$", "killed, most likely for memory"),
-        ("echo frame 12 of a stack >&2; kill -ABRT $$", "ended by SIGABRT; run again with --trace"),
-    ],
-)
+@pytest.mark.parametrize(("script", "message"), TABLES["torch backend"]["children"])
 def test_a_process_that_dies_is_an_error(
     script: str,
     message: str,
@@ -677,16 +642,7 @@ class Slots(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-DRAFTED = """\
-graph verify {{
-  input %new: {dtype}[B,M,2,{width}]
-  input %start: i64[B]
-  input %lengths: i64[B]
-  state %k: {dtype}[{slots},B,2,{width}]
-  %k.next = cache_write(%k, %new, %start, %lengths): {dtype}[{slots},B,2,{width}]
-  next %k = %k.next
-}}
-"""
+DRAFTED = TABLES["graphs"]["drafted"]
 
 
 class Sizes(TorchDispatchMode):
@@ -703,16 +659,7 @@ class Sizes(TorchDispatchMode):
 
 @pytest.mark.parametrize("slots", ["19", "C"], ids=["ring", "list"])
 @pytest.mark.parametrize(("dtype", "width"), [("f32", 8), ("bf16", 8), ("f8e4m3", 8), ("i8", 10)])
-@pytest.mark.parametrize(
-    ("start", "lengths"),
-    [
-        ([0], [4]),
-        ([17], [4]),
-        ([18, 0, 16], [3, 0, 4]),
-        ([55, 18, 37], [4, 1, 2]),
-        ([3, 19, 38], [0, 0, 0]),
-    ],
-)
+@pytest.mark.parametrize(("start", "lengths"), TABLES["torch backend"]["drafted"])
 def test_tokens_that_may_be_taken_back_touch_their_own_slots(
     slots: str, dtype: str, width: int, start: list[int], lengths: list[int]
 ) -> None:

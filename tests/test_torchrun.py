@@ -39,6 +39,7 @@ from g4ir.plan.plan import PLANNED, make_plan
 from g4ir.spec.record import Spec, load_spec
 from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import StoredParams, rank_files
+from tests.cases import TABLES
 from tests.cli_tools import refused
 from tests.engines import add_file, random_checkpoint
 from tests.oracle import relative
@@ -49,14 +50,7 @@ from tests.uncompiled import uncompiled
 ROOT = Path(__file__).parents[1]
 LIMITS: dict[str, Any] = {"max_seq": 64, "prefill_chunk": 8, "max_batch": 2}
 #: groups that two ranks need not share, of tiny models too
-RECIPE = """
-rules:
-- tensors: [embed.table]
-  form: int8
-- tensors: [L*.attn.w*, L*.mlp.w_*, L*.moe.gate_up, L*.moe.down]
-  form: int4
-  group: 8
-"""
+RECIPE = TABLES["torchrun"]["recipe"]
 #: seconds in which all processes have ended
 ENDED_S = 60.0
 
@@ -192,15 +186,7 @@ def test_ranks_see_pictures(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name, ranks, backend",
-    [
-        ("tiny-dense", 2, "torch"),
-        ("tiny-moe", 4, "torch"),
-        ("tiny-ple", 4, "torch"),
-        ("tiny-ple", 2, "reference"),
-    ],
-)
+@pytest.mark.parametrize("name, ranks, backend", TABLES["torchrun"]["compiled"])
 def test_compiled_ranks_are_as_one(tmp_path: Path, name: str, ranks: int, backend: str) -> None:
     check_against_one(tmp_path, name, ranks, backend, compiled=True)
 

@@ -11,23 +11,11 @@ from g4ir.backends.torch_compile import tunings
 from g4ir.backends.torch_compile.kernels import KERNELS
 from g4ir.backends.torch_compile.target import Target, gpu_name
 from g4ir.backends.torch_compile.tune import COPIES, ROOM, SPREAD, VALUES, copies
-from g4ir.backends.torch_compile.tunings import (
-    Tuning,
-    add_measured,
-    find_tuning,
-    read_tunings,
-)
+from g4ir.backends.torch_compile.tunings import Tuning, add_measured, find_tuning, read_tunings
 from g4ir.errors import LowerError, SpecError
+from tests.cases import TABLES
 
-TEXT = """\
-gemv:
-  - {gpu: h200, n: 8, k: 64, use: {block: 1}, us: 3.5}
-  - {gpu: h100, n: 8, use: {block: 2}}
-  - {n_max: 100, k_min: 10, use: {block: 4}}
-  - {use: {block: 8}}
-strict:
-  - {n: 8, use: {block: 1}}
-"""
+TEXT = TABLES["tunings"]["table"]
 
 
 @pytest.fixture
@@ -40,17 +28,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     read_tunings.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("gpu", "shape", "block", "measured"),
-    [
-        ("h200", {"n": 8, "k": 64}, 1, True),
-        ("h100", {"n": 8, "k": 64}, 2, False),
-        ("sm_100", {"n": 8, "k": 64}, 4, False),
-        ("h200", {"n": 100, "k": 10}, 4, False),
-        ("h200", {"n": 101, "k": 10}, 8, False),
-        ("h200", {"n": 8, "k": 9}, 8, False),
-    ],
-)
+@pytest.mark.parametrize(("gpu", "shape", "block", "measured"), TABLES["tunings"]["fits"])
 def test_first_entry_that_fits(
     table: Path, gpu: str, shape: dict[str, int], block: int, measured: bool
 ) -> None:
@@ -96,20 +74,7 @@ def test_a_shape_may_have_a_size_of_nothing(table: Path) -> None:
     assert find_tuning("attention", "h200", {"d": 512, "window": 0}).use == {"splits": 4}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[]",
-        "gemv: 3",
-        "gemv: [{n: 8}]",
-        "gemv: [{use: {block: 0}}]",
-        "gemv: [{use: {block: x}}]",
-        "gemv: [{n: yes, use: {}}]",
-        "gemv: [{use: {block: 1}, us: 2.0}]",
-        "{",
-        "gemv: [{gpu: 3, use: {}}]",
-    ],
-)
+@pytest.mark.parametrize("text", TABLES["tunings"]["no table"])
 def test_no_such_table(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
@@ -117,20 +82,9 @@ def test_no_such_table(tmp_path: Path, text: str) -> None:
         read_tunings(path)
 
 
-@pytest.mark.parametrize(
-    ("product", "capability", "name"),
-    [
-        ("NVIDIA H200", (9, 0), "h200"),
-        ("NVIDIA H100 80GB HBM3", (9, 0), "h100"),
-        ("NVIDIA GH200 480GB", (9, 0), "h200"),
-        ("NVIDIA H20", (9, 0), "h100"),
-        ("NVIDIA B200", (10, 0), "sm_100"),
-        ("NVIDIA A100-SXM4-80GB", (8, 0), ""),
-        ("NVIDIA L40S", (8, 9), ""),
-    ],
-)
-def test_gpu_names(product: str, capability: tuple[int, int], name: str) -> None:
-    assert gpu_name(product, capability) == name
+@pytest.mark.parametrize(("product", "capability", "name"), TABLES["tunings"]["gpus"])
+def test_gpu_names(product: str, capability: list[int], name: str) -> None:
+    assert gpu_name(product, tuple(capability)) == name
 
 
 def test_targets_differ_as_programs_do() -> None:

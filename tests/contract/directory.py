@@ -95,10 +95,7 @@ def test_a_forked_child_gets_an_error(engine: Engine) -> None:
         child = os.fork()
     if not child:
         said = 0
-        for use in (
-            lambda: engine.generate([2, 5], 2),
-            lambda: session.prefill([[2, 5]]),
-        ):
+        for use in (lambda: engine.generate([2, 5], 2), lambda: session.prefill([[2, 5]])):
             try:
                 use()
             except InputError as e:

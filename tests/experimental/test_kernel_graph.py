@@ -123,8 +123,7 @@ def test_an_assembled_chain(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [v if v == "26b-a4b" else pytest.param(v, marks=pytest.mark.full) for v in VARIANTS],
+    "name", [v if v == "26b-a4b" else pytest.param(v, marks=pytest.mark.full) for v in VARIANTS]
 )
 def test_every_layer_is_a_chain(name: str) -> None:
     """Of one row and of more, but for what the library multiplies."""
@@ -195,10 +194,7 @@ def one_start(function: int = 0, grid: Any = (1, 1, 1), *operands: str) -> dict[
     ],
 )
 def test_lists_that_are_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, Any],
-    message: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
 ) -> None:
     text, chain, cubins = a_chain()
     write_chain(tmp_path / "a.chain", text, chain, cubins)

@@ -35,6 +35,7 @@ from g4ir.parallel.shard import shard
 from g4ir.passes import PassOptions, run_passes
 from g4ir.plan.cost import graph_costs
 from g4ir.spec.record import load_spec
+from tests.cases import TABLES
 from tests.cli_tools import g4ir, refused
 
 
@@ -142,12 +143,7 @@ def test_what_was_measured_takes_the_place(tmp_path: Path) -> None:
 def test_constants_refused(tmp_path: Path) -> None:
     values = yaml.safe_load(TABLE.read_text())
     path = tmp_path / "c.yaml"
-    for change, said in (
-        ({"gap": [0.9]}, "gap: must have 2 items, has 1"),
-        ({"gap": "fast"}, "gap: expected a list"),
-        ({"speed": 1}, "speed: unknown key"),
-        ({"gpus": {}}, None),
-    ):
+    for change, said in TABLES["step model"]["constants"]:
         path.write_text(yaml.safe_dump(values | change))
         read_constants.cache_clear()
         if said is None:
@@ -241,17 +237,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "norm_linear" in text and "qkv_attention: " in drawn.read_text()
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--phase prefill", "--timeline is of decode, not of prefill"),
-        ("--why fuse_qkv", "give --timeline or --why, not both"),
-        ("--gpu a100-80gb", "the kernels are for h100 and h200"),
-        ("--plot x.pdf", "expected a name that ends in .png or .svg"),
-        ("--constants none.yaml", "none.yaml: cannot be read"),
-        ("--chunk 4", "--prefill-chunk"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), TABLES["step model"]["refused"])
 def test_the_command_refuses(words: str, said: str) -> None:
     assert said in refused(*WORDS, *words.split())
 

@@ -380,7 +380,4 @@ def poisoned() -> Iterator[None]:
 
 
 WHOLE = (torch.int32, torch.int64)
-ORDERS: dict[str, Callable[[int], Any]] = {
-    "interleaved": interleaved,
-    "overlapping": overlapping,
-}
+ORDERS: dict[str, Callable[[int], Any]] = {"interleaved": interleaved, "overlapping": overlapping}

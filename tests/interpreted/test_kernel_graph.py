@@ -32,6 +32,7 @@ from g4ir.backends.torch_compile.token_loop import STOPS, end_by_torch
 from g4ir.errors import EngineError
 from g4ir.ir.interpret import run_node
 from g4ir.ir.text import parse_graph
+from tests.cases import TABLES
 
 from .orders import Queue, overlapping, poisoned
 from .test_lowering import ROWS, SLOTS, drawn, graph_of
@@ -110,16 +111,7 @@ CASES = [
     ("tiny-dense+fp8", "one"),
     *(
         pytest.param(name, rows, marks=pytest.mark.full)
-        for name, rows in (
-            ("tiny-dense", "one"),
-            ("tiny-ple", "one"),
-            ("tiny-ple", "ragged"),
-            ("tiny-moe", "one"),
-            ("tiny-moe", "ragged"),
-            ("tiny-moe+int4", "ragged"),
-            ("e2b-small", "one"),
-            ("combined", "one"),
-        )
+        for name, rows in TABLES["kernel graph"]["full"]
     ),
 ]
 

@@ -31,6 +31,7 @@ from g4ir.parallel.shard import shard
 from g4ir.passes import PassOptions, run_passes
 from g4ir.plan.engine_limits import Limits
 from g4ir.weights.pack import split_program
+from tests.cases import TABLES
 from tests.configs import spec_called
 from tests.runner import built_program
 
@@ -41,21 +42,7 @@ WORST = 0.4
 #: tokens for which a router may choose otherwise, between scores that lie a rounding apart
 SPARED = 0.2
 #: name, form of latent caches, and the recipe of weights in fewer bits behind a +
-MODELS = (
-    ("tiny-dense", "off"),
-    ("tiny-moe", "off"),
-    ("tiny-ple", "off"),
-    ("e2b-small", "off"),
-    ("26b-a4b-small", "off"),
-    ("26b-a4b-small", "value"),
-    ("31b-small", "value"),
-    ("31b-small", "raw"),
-    ("combined", "off"),
-    ("tiny-ple+int4", "off"),
-    ("tiny-moe+int4", "off"),
-    ("tiny-moe+int8", "off"),
-    ("tiny-dense+fp8", "off"),
-)
+MODELS = tuple(map(tuple, TABLES["lowering"]["models"]))
 SLOTS = 40
 
 

@@ -145,11 +145,7 @@ def test_shares_of_attention(monkeypatch: pytest.MonkeyPatch, order: str, splits
 
 
 @pytest.mark.parametrize(
-    ("name", "broken"),
-    [
-        ("_last", _last_without_an_atomic),
-        ("_finish", _counts_before_it_stores),
-    ],
+    ("name", "broken"), [("_last", _last_without_an_atomic), ("_finish", _counts_before_it_stores)]
 )
 def test_a_race_is_found(monkeypatch: pytest.MonkeyPatch, name: str, broken: object) -> None:
     """Both are right one program after the other, and wrong in some order on a GPU."""
@@ -200,13 +196,7 @@ def test_kernels_wait_for_those_in_front(kernel: Kernel) -> None:
             AssertionError,
             None,
         ),
-        (
-            "norm_router",
-            moe_triton,
-            {"ready_and_begin": _begin_and_ready},
-            AssertionError,
-            None,
-        ),
+        ("norm_router", moe_triton, {"ready_and_begin": _begin_and_ready}, AssertionError, None),
     ],
     ids=[
         "no wait",

@@ -8,12 +8,9 @@ import triton
 import triton.language as tl
 
 from g4ir.backends.torch_compile.kernels.launch import start
-from g4ir.backends.torch_compile.kernels.prefill_attention_triton import (
-    _block,
-    _is_partial,
-    _runs,
-)
+from g4ir.backends.torch_compile.kernels.prefill_attention_triton import _block, _is_partial, _runs
 from g4ir.ops.attention import slot_positions, visible
+from tests.cases import TABLES
 
 
 @triton.jit
@@ -42,22 +39,7 @@ def _blocks(first: int, last: int, begin: int, slots: int, window: int) -> torch
     return blocks[: int(count)]
 
 
-WALKS = [
-    # first and last query of the tile, tokens in the cache, slots, window
-    (0, 7, 0, 64, 0),
-    (0, 7, 40, 64, 0),
-    (14, 21, 5, 64, 0),
-    (16, 31, 40, 64, 0),
-    (16, 20, 40, 64, 20),
-    (0, 7, 70, 32, 0),
-    (0, 7, 40, 64, 20),
-    (24, 39, 40, 64, 20),
-    (0, 7, 70, 32, 32),
-    (8, 15, 70, 40, 32),
-    (8, 15, 20, 40, 32),
-    (40, 55, 70, 40, 32),
-    (31, 31, 1000, 45, 32),
-]
+WALKS = TABLES["prefill attention"]["shapes"]
 
 
 @pytest.mark.parametrize("first, last, begin, slots, window", WALKS)

@@ -24,29 +24,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.cases import TABLES
+
 #: the recorder's version -> the wheel's, and what its libraries say that they are
 WHEELS = {"11.4.0": ("11.4.0.106", 110400), "10.16.1": ("10.16.1.11", 101601)}
 PACKAGE = "tensorrt-cu13-bindings"
 FOLDER = Path(__file__).parents[2] / "build" / "bindings"
 #: library -> its symbols: what they return, and their C arguments
-STUBS: Mapping[str, str] = {
-    "nvinfer": """
-        void *createInferBuilder_INTERNAL(void *logger, int version) { return 0; }
-        void *createInferRefitter_INTERNAL(void *engine, void *logger, int version) { return 0; }
-        void *createInferRuntime_INTERNAL(void *logger, int version) { return 0; }
-        void *getBuilderPluginRegistry(int capability) { return 0; }
-        void *getPluginRegistry(void) { return 0; }
-        int getInferLibVersion(void) { return VERSION; }
-    """,
-    "nvinfer_plugin": """
-        _Bool initLibNvInferPlugins(void *logger, const char *space) { return 0; }
-    """,
-    "nvonnxparser": """
-        void *createNvOnnxParser_INTERNAL(void *net, void *logger, int version) { return 0; }
-        void *createNvOnnxParserRefitter_INTERNAL(void *r, void *logger, int v) { return 0; }
-        int getNvOnnxParserVersion(void) { return VERSION; }
-    """,
-}
+STUBS: Mapping[str, str] = TABLES["bindings"]["stubs"]
 
 #: run in the process that imports a wheel; prints the API as JSON
 _DUMP = r"""

@@ -31,8 +31,7 @@ PATHS = ("chat", "thinking", "completions", "stream")
 
 
 @pytest.mark.parametrize(
-    ("path", "name", "value", "allowed"),
-    [(PATHS[i % 4], *held) for i, held in enumerate(HELD)],
+    ("path", "name", "value", "allowed"), [(PATHS[i % 4], *held) for i, held in enumerate(HELD)]
 )
 def test_constraints(client: openai.OpenAI, path: str, name: str, value: Any, allowed: str) -> None:
     """Random weights say anything, and still only what the constraint allows."""

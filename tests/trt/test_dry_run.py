@@ -25,6 +25,7 @@ from g4ir.errors import CheckError, MissingError
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.ui.progress import no_progress
+from tests.cases import TABLES
 from tests.configs import VARIANTS
 from tests.trt.emulated import emulated_api
 
@@ -143,14 +144,7 @@ def test_dry_run_of_weights_in_codes(quant: str, kept: int, note: str | None) ->
     assert note is None or found["notes"][0].startswith(note)
 
 
-UNEVEN = {
-    "num_hidden_layers": 40,
-    "pattern": ["sliding", "full", "sliding", "sliding", "sliding"],
-    "num_kv_shared_layers": 17,
-    "use_double_wide_mlp": True,
-    "sliding": {"head_dim": 32, "window": 13},
-    "full": {"head_dim": 64, "k_eq_v": True},
-}
+UNEVEN = TABLES["dry run"]["uneven"]
 
 
 def test_dry_run_of_any_legal_spec(tmp_path: Path) -> None:

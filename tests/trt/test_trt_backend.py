@@ -38,6 +38,7 @@ from g4ir.plan.footprint import reserve
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import load_spec
 from g4ir.weights.pack import StoredParams
+from tests.cases import TABLES
 from tests.engines import agrees
 from tests.trt.emulated import CHUNK, MAX_SEQ, ROWS, build, emulated, emulated_api, use
 
@@ -422,18 +423,7 @@ def test_engine_that_does_not_fit(trt: Build, monkeypatch: pytest.MonkeyPatch) -
         trt()
 
 
-@pytest.mark.parametrize(
-    ("said", "layer", "advice"),
-    [
-        (["L1.mlp.experts/linear failed"], "L1.mlp.experts/linear", "experts=all"),
-        (["L1.mlp.experts/linear.2 failed"], "L1.mlp.experts/linear.2", "experts=all"),
-        (["could not allocate memory"], "", "--prefill-chunk"),
-        (["wrap_attention: expected 3 live inputs"], "", "attention=plain"),
-        (["one", "two", "one"], "", "attention=plain"),
-        (["two ops named L0.attn.out/reshape"], "L0.attn.out/reshape", "attention=plain, whose"),
-        ([], "", "it gave no reason"),
-    ],
-)
+@pytest.mark.parametrize(("said", "layer", "advice"), TABLES["trt backend"]["advice"])
 def test_refusals(said: list[str], layer: str, advice: str) -> None:
     """Every message once, the longest name that occurs, advice by what they speak of."""
     names = ["", "L1.mlp.experts/linear", "L1.mlp.experts/linear.2", "L0.attn.out/reshape"]
