@@ -236,11 +236,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def _library(path: Path, *flags: str) -> Path:
-    source = compiler.CPU_KERNELS / "kernels.c"
+    named = (str(compiler.CPU_KERNELS / name) for name in ("kernels.c", "step.c"))
+    sources = [word for source in named for word in ("-x", "c", source)]
     options = (
         "-O2 -fopenmp -fassociative-math -fno-signed-zeros -fno-trapping-math -shared -fPIC -w"
     )
-    command = ["g++", "-x", "c", *options.split(), *flags, str(source), "-o", str(path)]
+    command = ["g++", *options.split(), *flags, *sources, "-o", str(path)]
     subprocess.run(command, check=True)
     return path
 
