@@ -33,8 +33,8 @@ CONDITIONS = {"alone": 0, "beside one": 1, "beside two": 2}
 #: a process that reads what to measure for how many seconds, and answers with tokens/s
 MEASURED = """
 import sys, time
-import g4ir
-import torch
+del sys.path[0]  # this folder, which may be another checkout than the interpreter's
+import g4ir, torch
 
 engine, threads, length = g4ir.load_engine(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 if threads:
