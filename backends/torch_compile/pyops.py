@@ -162,9 +162,9 @@ def takes_width(codes: Tensor, scales: int) -> bool:
 def run_instructions(instructions: Any, operands: Any, room: Tensor) -> None:
     """Run a part of a step program (step_program.py)."""
     places = instructions.ctypes.data, operands.ctypes.data, len(instructions), room.data_ptr()
-    failed = _kernels["run_instructions"](*places, torch.get_num_threads())
-    if failed:
-        raise MemoryError("no memory for the products of a step")
+    if failed := _kernels["run_instructions"](*places, torch.get_num_threads()):
+        why = "no memory for its products" if failed == 1 else "its kernels are of another version"
+        raise (MemoryError if failed == 1 else RuntimeError)(f"a decode step ended: {why}")
 
 
 def attend(

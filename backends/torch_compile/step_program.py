@@ -53,8 +53,6 @@ STRIDED |= {"cache_write": 1, "top_k": 0}
 _LINE = 64
 #: ops whose results are views
 _VIEWS = {"heads", "merge_heads", "split", "unstack_layers"}
-
-
 #: whether the CPU multiplies rounded rows with tiles of any form
 _VNNI = {"avx512_vnni", "avx512bw"} <= {*cpu_flags()}
 
@@ -265,7 +263,7 @@ def _norm(r: Recorder, n: Node, x: Tensor, w: Tensor | None = None) -> Tensor:
 def _add(r: Recorder, n: Node, a: Tensor, b: Tensor) -> Tensor:
     y = r.like(a)
     if a.dtype == torch.int64:
-        r.emit("add_integers", r.whole(a), r.whole(b), y)
+        r.emit("add_integers", a, b, y)
     else:
         _computes(a)
         r.emit("add", a, b, y)

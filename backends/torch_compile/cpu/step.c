@@ -76,8 +76,9 @@ static void write_numbers(void *to, int64_t dtype, const float *from, int64_t co
 
 /* e^x: a power of two times a polynomial on half of ln 2 to both sides. */
 static inline float exponential(float x) {
-    x = x > 88.0f ? 88.0f : x < -87.0f ? -87.0f : x;
-    float whole = (float)(int32_t)(x * 1.44269504f + (x < 0 ? -0.5f : 0.5f));
+    x = x > 88.0f ? 88.0f : x;
+    x = x < -87.0f ? -87.0f : x;
+    float whole = rintf(x * 1.44269504f);
     float r = x - whole * 0.693147182f, p = 1.0f / 5040;
     p = p * r + 1.0f / 720, p = p * r + 1.0f / 120, p = p * r + 1.0f / 24;
     p = p * r + 1.0f / 6, p = p * r + 0.5f, p = p * r + 1.0f, p = p * r + 1.0f;
@@ -94,7 +95,7 @@ static inline float tangent(float x) {
     float a = fabsf(x), z = x * x;
     float near = x * (135135 + z * (17325 + z * (378 + z))) / (135135 + z * (62370 + z * (3150 + z * 28)));
     float far = 1.0f - 2.0f / (exponential(2 * a) + 1.0f);
-    return x != x ? x : a < 0.7f ? near : copysignf(far, x);
+    return a < 0.7f ? near : copysignf(far, x);
 }
 
 enum { GELU_TANH, GELU, SILU, RELU };
@@ -234,7 +235,7 @@ static void rope(const running *a) {
             read_numbers(row(sines, r / a->i->n[0]), sines->dtype, s, d);
         }
         read_numbers(row(x, r), dtype, h, d);
-        for (int64_t j = 0; j < half; j++) {
+        _Pragma("GCC ivdep") for (int64_t j = 0; j < half; j++) {
             float low = h[j], high = h[j + half];
             h[j] = rounded(low * c[j], dtype) + rounded(-high * s[j], dtype);
             h[j + half] = rounded(high * c[j + half], dtype) + rounded(low * s[j + half], dtype);
