@@ -1,98 +1,227 @@
 """An engine beside llama.cpp, with the GGUF file that it was built from, on the CPU.
 
-    python bench/peer_llama.py ENGINE FILE [--input-len 512] [--output-len 33] [--rounds 3] [--save]
+    python bench/peer_llama.py ENGINE FILE [--sequences 1,2,4,8] [--input-len 256] [--steps 8]
+                               [--rounds 6] [--busy 0] [--program DIR] [--save]
 
-An engine and llama.cpp's Python binding (`pip install llama-cpp-python`) hold the same file in one
-process, with as many threads, and take turns with a read of the memory. `floor` is the share of
-that read's rate at which an engine reads the bytes that its step needs. --save writes
+An engine (`--max-batch` as many as the sequences) and llama.cpp's Python binding (`pip install
+llama-cpp-python`) hold the same file in one process, with as many threads, and take turns: a read
+of the memory, a prompt, decode steps of so many sequences in one batch. `--program` adds the
+programs of a folder (`llama-batched-bench` of ik_llama.cpp), run once a round in a process of
+their own with weights repacked at load; `--busy` keeps so many cores busy beside all of it.
+Memory has several speeds: rounds are told apart by the read around them. `share` is the part of
+that read's rate at which the engine reads the bytes of its step. --save writes
 bench/results/peer_llama.txt.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import gc
+import json
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import numpy as np
-import torch
-from common import arguments, finish, seconds
+import g4ir  # before torch: it sets how threads wait
 
-import g4ir
-from g4ir.bench.agreement import logits_of
-from g4ir.bench.measure import TAKE, interleave, median, over, speeds, timed_request, turn
-from g4ir.bench.roof import Meter, middle
-from g4ir.bench.runners import BenchRunner, EngineRunner, Workload, draw_tokens, plan_workload
+import numpy as np  # isort: skip
+import torch  # isort: skip
+from common import arguments, finish, seconds
+from contention import process
+
+from g4ir.bench.roof import Meter
+from g4ir.bench.runners import draw_tokens, plan_workload
 from g4ir.bench.work import find_work
 from g4ir.ui.table import aligned
 
-HEAD = ["file", "", "load s", "prefill tokens/s", "decode ms", "read GB/s", "floor"]
-HEAD += ["llama.cpp / g4ir: prefill, decode", "cosine"]
+HEAD = ["memory", "read GB/s", "rounds", "what", "g4ir", "share", "llama.cpp", "g4ir is faster by"]
+#: reads that differ by more than this are two states of the memory
+STATES = 1.25
+PROMPT = 0
 
 
-class LlamaRunner(BenchRunner):
-    """llama.cpp on a file, one row, as it comes: caches in float16, products of rounded rows."""
+class Ours:
+    """Sessions of an engine."""
 
-    role = "llama.cpp"
+    def __init__(self, engine: Any, sequences: tuple[int, ...]) -> None:
+        self.sessions = {n: engine.session(n) for n in sequences}
 
-    def __init__(self, file: Path, w: Workload) -> None:
-        import llama_cpp
-
-        self._api, self.label = llama_cpp, f"llama-cpp-python {llama_cpp.__version__}"
-        threads = torch.get_num_threads()
-        self._model = llama_cpp.Llama(
-            str(file),
-            n_ctx=w.fed + 1,
-            n_batch=w.input_len,
-            n_threads=threads,
-            n_threads_batch=threads,
-            verbose=False,
-        )
-
-    def hold(self, tokens: torch.Tensor) -> None:
-        assert not tokens.shape[1], "its rows start empty"
-        self.rewind()
-
-    def rewind(self) -> None:
-        self._model.reset()
-        self._model._ctx.kv_cache_clear()
+    def prompt(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Read i64[B,T] into empty rows; return the last logits."""
+        session = self.sessions[len(tokens)]
+        session.reset()
+        logits: torch.Tensor = session.prefill(tokens)
+        return logits.float()
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        self._model.eval(tokens[0].tolist())
-        logits = self._api.llama_get_logits_ith(self._model.ctx, -1)
-        row = np.ctypeslib.as_array(logits, shape=(self._model.n_vocab(),))
-        return torch.from_numpy(row)[None]
+        """Append i64[B]; return the tokens chosen."""
+        logits: torch.Tensor = self.sessions[len(tokens)].decode(tokens)
+        return logits.argmax(-1)
+
+
+class Llama:
+    """llama.cpp on a file, as it comes: caches in float16, products of rounded rows."""
+
+    def __init__(self, file: str, room: int, sequences: int, chunk: int) -> None:
+        import llama_cpp as api
+
+        self.api, self.label = api, f"llama-cpp-python {api.__version__}"
+        self._silent = api.llama_log_callback(lambda *_: None)
+        api.llama_log_set(self._silent, None)
+        api.llama_backend_init()
+        model = api.llama_model_load_from_file(file.encode(), api.llama_model_default_params())
+        given = api.llama_context_default_params()
+        given.n_ctx, given.n_seq_max, given.kv_unified = room * sequences, sequences, False
+        given.n_batch = given.n_ubatch = max(chunk, sequences)
+        given.n_threads = given.n_threads_batch = torch.get_num_threads()
+        self._context = api.llama_init_from_model(model, given)
+        self._vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
+        self._batch = api.llama_batch_init(given.n_batch, 0, 1)
+        self._length = 0
+
+    def _decode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Append i64[B,T] to rows of as many tokens; return f32[B,vocab] after the last ones."""
+        b, (rows, count) = self._batch, tokens.shape
+        b.n_tokens = rows * count
+        for at, token in enumerate(tokens.flatten().tolist()):
+            row, place = divmod(at, count)
+            b.token[at], b.pos[at], b.n_seq_id[at] = token, self._length + place, 1
+            b.seq_id[at][0], b.logits[at] = row, place == count - 1
+        if self.api.llama_decode(self._context, b):
+            raise SystemExit("llama.cpp: no room for the batch")
+        self._length += count
+        found = []
+        for row in range(rows):
+            logits = self.api.llama_get_logits_ith(self._context, (row + 1) * count - 1)
+            found.append(np.ctypeslib.as_array(logits, shape=(self._vocab,)).copy())
+        return torch.from_numpy(np.stack(found))
+
+    def prompt(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.api.llama_memory_clear(self.api.llama_get_memory(self._context), True)
+        self._length = 0
+        if len(tokens) == 1:
+            return self._decode(tokens)
+        for t in tokens.split(1, dim=1):  # a batch holds one prompt
+            logits = self._decode(t)
+        return logits
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._decode(tokens[:, None]).argmax(-1)
+
+
+def timed(runner: Any, tokens: torch.Tensor, steps: int) -> tuple[float, float]:
+    """Return the seconds of a prompt, and of the median of some decode steps behind it."""
+    gc.collect()
+    held: dict[str, torch.Tensor] = {}
+    prompt_s = seconds(lambda: held.update(logits=runner.prompt(tokens)))
+    token = held["logits"].reshape(len(tokens), -1).argmax(-1)
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        token = runner.step(token)
+        times.append(time.perf_counter() - start)
+    return prompt_s, median(times)
+
+
+def by_program(folder: str, file: str, args: Any) -> Iterator[tuple[int, float]]:
+    """Yield (sequences or PROMPT, seconds of a step or a prompt) as llama-batched-bench says."""
+    words = [f"{folder}/llama-batched-bench", "-m", file, "-rtr", "--output-format", "jsonl"]
+    words += ["-t", str(torch.get_num_threads()), "-npl", ",".join(map(str, args.sequences))]
+    words += ["-npp", str(args.input_len), "-ntg", str(args.steps), "-c", str(args.room)]
+    made = subprocess.run(words, capture_output=True, text=True, check=True)
+    for line in made.stdout.splitlines():
+        if line.startswith("{"):
+            row = json.loads(line)
+            yield row["pl"], row["t_tg"] / row["tg"]
+            if row["pl"] == 1:
+                yield PROMPT, row["t_pp"]
+
+
+def states(reads: list[float]) -> dict[str, list[int]]:
+    """Return the rounds by the state of the memory."""
+    low, high = min(reads), max(reads)
+    if high < STATES * low:
+        return {"one state": [*range(len(reads))]}
+    fast = [i for i, r in enumerate(reads) if r > (low * high) ** 0.5]
+    return {"slow": [i for i in range(len(reads)) if i not in fast], "fast": fast}
+
+
+#: contestant -> what (sequences of a step, PROMPT) -> seconds
+Found = dict[str, defaultdict[int, list[float]]]
+
+
+def measure(args: Any, ours: Ours, llama: Llama, tokens: torch.Tensor) -> tuple[list[float], Found]:
+    """Run the rounds; return the read's rate around each, and all seconds."""
+    meter, reads = Meter("cpu", torch.bfloat16), []
+    found: Found = {name: defaultdict(list) for name in ("g4ir", "llama.cpp", "program")}
+    for _ in range(args.rounds):
+        rates = [meter.measure().read]
+        for n in args.sequences:
+            for name, runner in (("g4ir", ours), ("llama.cpp", llama)):
+                prompt_s, step_s = timed(runner, tokens[:n], args.steps)
+                found[name][n].append(step_s)
+                if n == 1:
+                    found[name][PROMPT].append(prompt_s)
+            rates.append(meter.measure().read)
+        if args.program:
+            for what, took in by_program(args.program, args.file, args):
+                found["program"][what].append(took)
+            rates.append(meter.measure().read)
+        reads.append(median(rates) / 1e9)
+    return reads, found
+
+
+def rows(
+    args: Any, reads: list[float], found: Found, nbytes: Callable[[int], int]
+) -> Iterator[list[str]]:
+    """Yield the table: by state of the memory, the prompt and steps of so many sequences."""
+    yield HEAD + (["program", "g4ir is faster by"] if args.program else [])
+    for state, at in states(reads).items():
+        for what in (PROMPT, *args.sequences):
+            taken = {
+                name: median([by[what][i] for i in at]) for name, by in found.items() if by[what]
+            }
+            own = taken["g4ir"]
+            rate = args.input_len if what == PROMPT else 0
+            texts = {k: f"{rate / s:.0f}" if rate else f"{s * 1e3:.1f}" for k, s in taken.items()}
+            share = nbytes(what) / own / 1e9 / median([reads[i] for i in at]) if what else 0
+            name = f"step of {what}, ms" if what else f"prompt of {args.input_len}, tokens/s"
+            cells = [state, f"{median([reads[i] for i in at]):.0f}", str(len(at)), name]
+            cells += [texts["g4ir"], f"{share:.2f}" if what else ""]
+            for peer in ("llama.cpp", "program")[: len(taken) - 1]:
+                cells += [texts[peer], f"{taken[peer] / own:.2f}"]
+            yield cells
 
 
 def main() -> None:
-    args = arguments(__doc__, "engine", "file", input_len=512, output_len=33, rounds=3)
-    made: dict[str, Any] = {}
-    loads = [seconds(lambda: made.update(engine=g4ir.load_engine(args.engine)))]
-    engine = made["engine"]
-    w = plan_workload([engine.limits], args.input_len, args.output_len)
-    tokens = draw_tokens(w, engine)
-    loads.append(seconds(lambda: made.update(llama=LlamaRunner(Path(args.file), w))))
-    runners = {"g4ir": EngineRunner(engine, 1), "llama.cpp": made["llama"]}
-    logits = [logits_of(r, w, tokens)[0] for r in runners.values()]
-    for runner in runners.values():
-        timed_request(runner, w, tokens)
-    turns = {name: partial(turn, r, w, tokens, 1) for name, r in runners.items()}
-    rates, found = interleave(args.rounds, Meter("cpu", torch.bfloat16).measure, turns)
-    fastest = middle(rates).bandwidth
-    lines = [HEAD]
-    for (name, many), load_s in zip(found.items(), loads, strict=True):
-        decode_s = median([x for round_ in many for request in round_ for x in request.itl])
-        lines.append([Path(args.file).name, name, f"{load_s:.1f}"])
-        lines[-1] += [f"{speeds(w, many)['prefill'].value:.0f}", f"{decode_s * 1e3:.1f}"]
-        if name == "g4ir":
-            nbytes = find_work(engine, w, tokens).decode.cost().needed_bytes
-            pair = found["llama.cpp"], many
-            ratios = (f"{over(*pair, TAKE[k]).value:.2f}" for k in ("ttft", "itl"))
-            cosine = float(torch.nn.functional.cosine_similarity(*logits, dim=0))
-            lines[-1] += [f"{fastest / 1e9:.0f}", f"{nbytes / fastest / decode_s:.2f}"]
-            lines[-1] += [", ".join(ratios), f"{cosine:.6f}"]
-    finish(args, "peer_llama", aligned(lines, indent=0))
-    engine.close()
+    flags: dict[str, Any] = {"sequences": (1,), "input_len": 256, "steps": 8, "rounds": 6}
+    args = arguments(__doc__, "engine", "file", **flags, busy=0, program=None)
+    with g4ir.load_engine(args.engine) as engine, ExitStack() as busy:
+        most = max(args.sequences)
+        w = plan_workload([engine.limits], args.input_len, args.steps + 1, most)
+        args.room = w.fed + 1
+        drawn = draw_tokens(w, engine)
+        tokens = drawn[:, : args.input_len]
+        ours = Ours(engine, args.sequences)
+        llama = Llama(args.file, args.room, most, args.input_len)
+        logits = [r.prompt(tokens[:1]).flatten() for r in (ours, llama)]
+        cosine = float(torch.nn.functional.cosine_similarity(*logits, dim=0))
+        for _ in range(args.busy):
+            busy.enter_context(process(sys.executable, "-c", "while True: pass"))
+        reads, found = measure(args, ours, llama, tokens)
+
+        def nbytes(sequences: int) -> int:
+            size = plan_workload([engine.limits], args.input_len, args.steps + 1, sequences)
+            return find_work(engine, size, drawn[:sequences]).decode.cost().needed_bytes
+
+        table = aligned(rows(args, reads, found, nbytes), indent=0)
+    label = f"{Path(args.file).name} beside {llama.label}; cosine of logits {cosine:.6f}"
+    finish(args, "peer_llama", f"{label}\n\n{table}")
 
 
 if __name__ == "__main__":

@@ -189,6 +189,7 @@ def test_what_the_engine_says(tmp_path: Path) -> None:
     assert "quant_activations int8" in cli(*words, "--dry-run").out
     assert cli(*words, "--out", out).code == 0
     assert "= fake_quantize" in cli("show", out).out
+    assert cli("cost", out).out.splitlines()[0].endswith("weights int4/int8")
     found = open_artefact(out)
     assert found.manifest.options.of(ActivationOptions).to == "int8"
     assert "--quant-activations int8 " in rebuild(out, found.manifest, found.spec)

@@ -15,6 +15,7 @@ from g4ir.ir.names import layer_of
 from g4ir.model.decoder import VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.model.towers import PARTS, is_tower
+from g4ir.ops.codecs import FORM_OF
 from g4ir.plan.cost import Cost, Roof, Step, by_kind, floor, graph_costs, prefill_chunks, total
 from g4ir.plan.drafting import ACCEPTANCE, Gain, gains, gains_text
 from g4ir.plan.gpus import find_gpu
@@ -32,6 +33,8 @@ NOTE = (
     "time: the longer of bytes (weights and caches) and FLOPs at the roofline; activations\n"
     "are left out, since fused nodes keep them on the chip"
 )
+#: share of the weights' bytes below which a form is not named
+LITTLE = 0.15
 #: phase -> options that say nothing about it
 MEANINGLESS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("decode", VERIFY, DRAFT), ("prefill_chunk",)),
@@ -58,7 +61,7 @@ def cost(args: argparse.Namespace) -> int:
         "batch": step.B,
         "new_tokens": step.S,
         "context": step.C + step.S,
-        "weights": weights or Counter(v.type.dtype for v in graph.params).most_common(1)[0][0],
+        "weights": weights or _forms(graph),
         "layer": args.layer,
         "roof": roof and asdict(roof),
         "total": _row(total(costs), roof),
@@ -80,6 +83,14 @@ def cost(args: argparse.Namespace) -> int:
         found = _gains(args, graph, step, roof)
         report["drafts"] = {"acceptance": ACCEPTANCE, "rounds": [g.to_dict() for g in found]}
     return output(args, report, "".join(f"{line}\n" for line in _lines(report, found)))
+
+
+def _forms(graph: Graph) -> str:
+    """Return the dtypes of the params or the forms of their codes, largest share first."""
+    nbytes: Counter[str] = Counter()
+    for v in graph.params:
+        nbytes[FORM_OF.get(v.type.dtype, v.type.dtype)] += v.type.nbytes()
+    return "/".join(d for d, n in nbytes.most_common() if n >= LITTLE * nbytes.total())
 
 
 def _gains(args: argparse.Namespace, graph: Graph, step: Step, roof: Roof | None) -> Sequence[Gain]:
