@@ -70,7 +70,7 @@ CODED = {
 }
 
 
-@pytest.mark.parametrize("form", ["int8", "int4", "int6", "uint4", "uint5"])
+@pytest.mark.parametrize("form", CODED)
 @pytest.mark.parametrize("lead", [(), (3,)])
 def test_tiles_are_undone(form: str, lead: tuple[int, ...]) -> None:
     """Whole, and row by row."""

@@ -20,17 +20,18 @@ import torch
 from g4ir.ir.graph import Graph, Node, Program
 from g4ir.ir.rewrite import bind
 from g4ir.ops.base import as_tuple
+from g4ir.ops.codecs import FORM_OF
 from g4ir.ops.collective import COLLECTIVES
 from g4ir.ops.mlp import ACTIVATIONS
 from g4ir.ops.rope import inverse_frequencies
-from g4ir.ops.types import torch_dtype
+from g4ir.ops.types import dtype_name, torch_dtype
 from g4ir.plan.engine_limits import Limits
 
 from ..base import Tensors, Watch
 from . import pyops
 from .kernels.base import Coded
 from .lower import Rounded
-from .target import cpu_flags
+from .tiles import multiplies_tiles
 
 Tensor = torch.Tensor
 
@@ -53,8 +54,6 @@ STRIDED |= {"cache_write": 1, "top_k": 0}
 _LINE = 64
 #: ops whose results are views
 _VIEWS = {"heads", "merge_heads", "split", "unstack_layers"}
-#: whether the CPU multiplies rounded rows with tiles of any form
-_VNNI = {"avx512_vnni", "avx512bw"} <= {*cpu_flags()}
 
 
 class NoInstruction(Exception):
@@ -369,7 +368,8 @@ def _linear(r: Recorder, n: Node, x: Tensor | Rounded, w: Tensor | Coded) -> Ten
     _computes(rows)
     y = r.like(rows, int(n["w"].type.shape[0]))
     if isinstance(w, Coded):
-        if form and not (w.tiles and form == "int8" and rows.dtype == torch.bfloat16 and _VNNI):
+        takes = w.tiles and multiplies_tiles(FORM_OF[dtype_name(w.codes.dtype)])
+        if form and not (takes and form == "int8" and rows.dtype == torch.bfloat16):
             raise NoInstruction("rows that are rounded, of a weight that is not in tiles")
         use = (_form(w), w.tiles, bool(form))
         r.emit("linear_coded", r.whole(rows), w.codes, w.scales, y, n=use)

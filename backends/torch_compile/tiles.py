@@ -1,4 +1,5 @@
-"""Quantised weights of the CPU's integer products in tiles of 16 rows (cpu/tiles.h).
+"""Quantised weights of the CPU's products in tiles of 16 rows (cpu/tiles.h), for processors that
+multiply tiles.
 
 A weight lies in tiles where products alone take it, and a table that is also the head; a table that
 is only gathered from keeps its rows, which are read one by one.
@@ -10,12 +11,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from g4ir.ir.graph import Builder, Graph, Node, Program
-from g4ir.ops.codecs import fits_tiles
+from g4ir.ops.codecs import FORM_OF, fits_tiles
 
-from .target import FROM
+from .target import FROM, cpu_flags
 
 #: op on codes and scales -> the same of tiles
 OF_TILES = {"dequantize": "dequantize_tiles", "embedding_quantized": "embedding_tiles"}
+#: sets of extensions of a CPU with any of which it multiplies tiles: of most forms, and of others
+_EXTENSIONS = ({"avx512_vnni", "avx512bw"}, {"avx2", "fma"})
+_OF_FORM = {"fp8": ({"avx512_vnni", "avx512bw", "avx512_bf16", "avx512_vbmi"},)}
+
+
+def multiplies_tiles(form: str) -> bool:
+    """Whether this CPU has instructions for products of tiles of a form."""
+    return any(need <= {*cpu_flags()} for need in _OF_FORM.get(form, _EXTENSIONS))
 
 
 def in_tiles(program: Program) -> Program:
@@ -26,7 +35,9 @@ def in_tiles(program: Program) -> Program:
 
 
 def _fits(n: Node) -> bool:
-    return n.out.type.numel() >= FROM and fits_tiles(n["codes"].type, n["scales"].type)
+    codes, scales = n["codes"].type, n["scales"].type
+    fits = n.out.type.numel() >= FROM and fits_tiles(codes, scales)
+    return fits and multiplies_tiles(FORM_OF[codes.dtype])
 
 
 def _nodes(g: Graph, tiled: set[str]) -> Iterator[Node]:

@@ -173,7 +173,9 @@ def _check_machine(found: Artefact, backend: Backend) -> None:
     *kind, flags = built.split(" ")
     *kind_here, flags_here = here.split(" ")
     if kind != kind_here or not set(flags.split(",")) <= set(flags_here.split(",")):
-        why = f"for another machine ({built}); this is {here}"
+        lacks = ", ".join(sorted({*flags.split(",")} - {*flags_here.split(",")}))
+        without = f", without {lacks}" if kind == kind_here else ""
+        why = f"for another machine ({built}); this is {here}{without}"
     elif built != "any" and m.versions.torch != torch.__version__:
         why = f"with torch {m.versions.torch}, this is {torch.__version__}"
     if why:

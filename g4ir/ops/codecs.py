@@ -215,9 +215,9 @@ TILE, WORD = 16, 4
 
 def fits_tiles(codes: Any, scales: Any) -> bool:
     """Whether a weight whose codes and scales have these types can lie in tiles: whole tiles, and
-    scales that serve whole blocks of 32. Codes of fp8 have no product of integers."""
+    scales that serve whole blocks of 32."""
     form = FORM_OF.get(codes.dtype, "")
-    if form in ("", "fp8") or not all(isinstance(d, int) for d in codes.shape):
+    if not form or not all(isinstance(d, int) for d in codes.shape):
         return False
     *_, rows, held = codes.shape
     groups = int(scales.shape[-1]) // FORMS[form].scales
