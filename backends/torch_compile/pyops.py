@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from g4ir.ops.attention import attention
+from g4ir.ops.attention import attend as attend_all
+from g4ir.ops.attention import attention, slot_positions, visible
 from g4ir.ops.base import wide
 from g4ir.ops.codecs import TILE, dequantized, fake_quantized, from_tiles, numbers_in
+from g4ir.ops.kv_quant import numbers
 from g4ir.ops.mlp import activate
 from g4ir.ops.moe import own_index
 
@@ -71,10 +73,12 @@ _TYPES: dict[str, Any] = {
 _ARGUMENTS = {
     "takes": "is",
     "linear": "pppisssi",
-    "takes_codes": "iiisss",
+    "takes_codes": "iiiisss",
     "linear_coded": "piipipipissssi",
     "decode": "piipipisssi",
     "attend": "ppppppiissssssssdi",
+    "takes_chunk": "iis",
+    "attend_chunk": "pppppppppissssssssdi",
     "run_instructions": "ppspi",
     "step_version": "",
 }
@@ -119,7 +123,7 @@ def linear_coded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool = False) 
     """Return x [..., k] @ w[n, k]^T for w = codes * scales; sums are fp32, rounded once. A few rows
     are multiplied with the exact weight (those in bf16 as integers, where the weight lies in tiles
     and the CPU has instructions for them: see cpu/tiles.h), more with w rounded to x's dtype."""
-    if not _has_kernel(x.dtype, codes, scales, x.numel() // x.shape[-1], x.shape[-1]):
+    if not _has_kernel(x.dtype, codes, scales, tiles, _rows(x), x.shape[-1]):
         return _decoded_linear(x, codes, scales, tiles)
     return _coded(x, codes, scales, tiles, False)
 
@@ -128,8 +132,7 @@ def linear_rounded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool = False
     """Return `linear_coded` of the rows fake_quantize(x, form=int8). A few rows in bf16 are
     multiplied as codes, where the weight lies in tiles and the CPU can; others are rounded to x's
     dtype once more."""
-    rows, k = x.numel() // x.shape[-1], x.shape[-1]
-    if not (tiles and _has_kernel(x.dtype, codes, scales, rows, k, True)):
+    if not _has_kernel(x.dtype, codes, scales, tiles, _rows(x), x.shape[-1], rounded=True):
         return linear_coded(fake_quantized(x, "int8"), codes, scales, tiles)
     return _coded(x, codes, scales, tiles, True)
 
@@ -192,22 +195,64 @@ def attend(
     return _with_memory(failed, out, "the sums of an attention {}")
 
 
+def attend_chunk(
+    q: Tensor,
+    positions: Tensor,
+    last: Tensor,
+    written: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    fresh_keys: Tensor,
+    fresh_values: Tensor,
+    window: int,
+    scale: float,
+) -> Tensor:
+    """Compute the op `attention` of a prompt's chunk, whose queries see up to position `last`."""
+    kept = (keys, values), (fresh_keys, fresh_values)
+    kernel = _kernels and q.dtype in DTYPES and keys.dtype in HELD
+    if not (kernel and _kernels["takes_chunk"](DTYPES[q.dtype], HELD[keys.dtype], q.shape[-1])):
+        at = torch.cat((slot_positions(written, len(keys)), positions.t()))
+        seen = visible(at, positions, window, last)[:, None, None]
+        both = (torch.cat((old.transpose(0, 1), new), 1) for old, new in zip(*kept, strict=True))
+        made: Tensor = attend_all(q, *(numbers(t, q.dtype) for t in both), seen, scale)
+        return made
+    given = [t.contiguous() for t in (q, positions, last, written, *kept[0], *kept[1])]
+    (b, s, heads, d), (slots, _, kv_heads, width) = q.shape, keys.shape
+    out = torch.empty_like(given[0])
+    failed = _kernels["attend_chunk"](
+        *(t.data_ptr() for t in (*given, out)),
+        *(HELD[keys.dtype], b, s, heads, kv_heads, d, slots, width, window, scale),
+        torch.get_num_threads(),
+    )
+    return _with_memory(failed, out, "the packed keys of an attention {}")
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // x.shape[-1]
+
+
 def _has_kernel(
-    dtype: torch.dtype, codes: Tensor, scales: Tensor, rows: int, k: int, rounded: bool = False
+    dtype: torch.dtype,
+    codes: Tensor,
+    scales: Tensor,
+    tiles: bool,
+    rows: int,
+    k: int,
+    rounded: bool = False,
 ) -> bool:
     if not _kernels or scales.dtype not in DTYPES:
         return False
     if not (codes.is_contiguous() and scales.is_contiguous()):
         return False
     form, number = FORMS.get(codes.dtype, -1), DTYPES.get(dtype, -1)
-    return bool(_kernels["takes_codes"](form, rounded, number, rows, k, scales.shape[-1]))
+    return bool(_kernels["takes_codes"](form, tiles, rounded, number, rows, k, scales.shape[-1]))
 
 
 def decoded(codes: Tensor, scales: Tensor, dtype: torch.dtype, tiles: bool = False) -> Tensor:
     """Return the weight of codes, rounded to a dtype."""
     n, groups = scales.shape
     k = numbers_in(codes)
-    if not _has_kernel(dtype, codes, scales, 1, k):
+    if not _has_kernel(dtype, codes, scales, tiles, 1, k):
         if tiles:
             codes, scales = from_tiles(codes), from_tiles(scales)
         return dequantized(codes, scales, dtype)
@@ -393,6 +438,7 @@ _OPS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
     linear_coded: _product,
     linear_rounded: _product,
     attend: _like,
+    attend_chunk: _like,
     experts: _like,
     experts_coded: _like,
     encoder_attention: _like,
@@ -422,7 +468,7 @@ def _declared(op: Any) -> str:
 
 
 #: those that calls.c has
-_IN_CALLS = (linear, linear_coded, linear_rounded, attend)
+_IN_CALLS = (linear, linear_coded, linear_rounded, attend, attend_chunk)
 #: op -> its function there
 CALLS = {
     op.default: [_declared(op.default)]

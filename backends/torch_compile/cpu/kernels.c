@@ -8,6 +8,10 @@
 
 #include "tiles.h"
 
+#include "gemm.h"
+
 #include "quantised_calls.h"
 
 #include "attention.h"
+
+#include "prefill_attention.h"
