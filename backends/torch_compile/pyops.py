@@ -2,9 +2,10 @@
 vision tower.
 
 Products of a few rows go through the C kernels of cpu/, which for one row run at the speed at which
-memory delivers the weight; the library's products do not. Compiled regions call them directly
-(cpu/calls.c). More rows, and other dtypes, call back into Python, which costs some 10 us: they go
-through the library, those of 16 bits in fp32 where the CPU has no instructions for them.
+memory delivers the weight; the library's products do not. So do bf16 products of more rows, if the
+CPU has instructions for them but no matrix unit (cpu/gemm.h). Compiled regions call the kernels
+directly (cpu/calls.c). Other products call back into Python, which costs some 10 us: they go
+through the library, those of 16 bits in fp32 if the CPU has no instructions for them.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ _kernels: dict[str, Callable[..., int]] = {}
 DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 _CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int64, torch.int32, torch.int16)
 FORMS = {dtype: number for number, dtype in enumerate(_CODES)}
+#: form of a weight that is not quantised
+DENSE = -1
 #: dtype of a cache -> its number there
 HELD = {**DTYPES, torch.int8: 3, torch.float8_e4m3fn: 4}
 #: letter -> type of an argument there, and the arguments of each function
@@ -73,8 +76,10 @@ _TYPES: dict[str, Any] = {
 _ARGUMENTS = {
     "takes": "is",
     "linear": "pppisssi",
-    "takes_codes": "iiiisss",
+    "takes_codes": "iiisss",
     "linear_coded": "piipipipissssi",
+    "takes_gemm": "iisss",
+    "gemm": "pipippssssi",
     "decode": "piipipisssi",
     "attend": "ppppppiissssssssdi",
     "takes_chunk": "iis",
@@ -111,7 +116,7 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
     (n, k), dtype = w.shape, DTYPES.get(x.dtype, -1)
     rows = x.numel() // k
     if not (_kernels and _kernels["takes"](dtype, rows)):
-        return _library_linear(x, w)
+        return _gemm(x, w) if _takes_gemm(x, w, None) else _library_linear(x, w)
     out, x = x.new_empty((*x.shape[:-1], n)), x.contiguous()
     failed = _kernels["linear"](
         *(w.data_ptr(), x.data_ptr(), out.data_ptr(), dtype), *(rows, n, k, torch.get_num_threads())
@@ -123,8 +128,9 @@ def linear_coded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool = False) 
     """Return x [..., k] @ w[n, k]^T for w = codes * scales; sums are fp32, rounded once. A few rows
     are multiplied with the exact weight (those in bf16 as integers, where the weight lies in tiles
     and the CPU has instructions for them: see cpu/tiles.h), more with w rounded to x's dtype."""
-    if not _has_kernel(x.dtype, codes, scales, tiles, _rows(x), x.shape[-1]):
-        return _decoded_linear(x, codes, scales, tiles)
+    if not _has_kernel(x.dtype, codes, scales, x.numel() // x.shape[-1], x.shape[-1]):
+        taken = tiles and _takes_gemm(x, codes, scales)
+        return _gemm(x, codes, scales) if taken else _decoded_linear(x, codes, scales, tiles)
     return _coded(x, codes, scales, tiles, False)
 
 
@@ -132,7 +138,8 @@ def linear_rounded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool = False
     """Return `linear_coded` of the rows fake_quantize(x, form=int8). A few rows in bf16 are
     multiplied as codes, where the weight lies in tiles and the CPU can; others are rounded to x's
     dtype once more."""
-    if not _has_kernel(x.dtype, codes, scales, tiles, _rows(x), x.shape[-1], rounded=True):
+    rows, k = x.numel() // x.shape[-1], x.shape[-1]
+    if not (tiles and _has_kernel(x.dtype, codes, scales, rows, k, True)):
         return linear_coded(fake_quantized(x, "int8"), codes, scales, tiles)
     return _coded(x, codes, scales, tiles, True)
 
@@ -143,6 +150,29 @@ def _coded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool, rounded: bool)
     failed = _kernels["linear_coded"](
         *(codes.data_ptr(), FORMS[codes.dtype], tiles, scales.data_ptr(), DTYPES[scales.dtype]),
         *(x.data_ptr(), rounded, out.data_ptr(), DTYPES[x.dtype]),
+        *(x.numel() // k, n, k, groups, torch.get_num_threads()),
+    )
+    return _with_memory(failed, out, "the rows of a product {} in another form")
+
+
+def _takes_gemm(x: Tensor, w: Tensor, scales: Tensor | None) -> bool:
+    """Whether cpu/gemm.h multiplies rows with a dense weight, or with one in tiles."""
+    form = DENSE if scales is None and w.dtype == x.dtype else FORMS.get(w.dtype, -2)
+    if not _kernels or not w.is_contiguous() or (scales is not None and scales.dtype not in DTYPES):
+        return False
+    rows, k = x.numel() // x.shape[-1], x.shape[-1]
+    return bool(_kernels["takes_gemm"](form, DTYPES.get(x.dtype, -1), rows, w.shape[0], k))
+
+
+def _gemm(x: Tensor, w: Tensor, scales: Tensor | None = None) -> Tensor:
+    n, k = w.shape[0], x.shape[-1]
+    out, x = x.new_empty((*x.shape[:-1], n)), x.contiguous()
+    form, at, dtype, groups = DENSE, None, 0, 1
+    if scales is not None:
+        form, at, dtype = FORMS[w.dtype], scales.data_ptr(), DTYPES[scales.dtype]
+        groups = scales.shape[-1]
+    failed = _kernels["gemm"](
+        *(w.data_ptr(), form, at, dtype, x.data_ptr(), out.data_ptr()),
         *(x.numel() // k, n, k, groups, torch.get_num_threads()),
     )
     return _with_memory(failed, out, "the rows of a product {} in another form")
@@ -227,32 +257,22 @@ def attend_chunk(
     return _with_memory(failed, out, "the packed keys of an attention {}")
 
 
-def _rows(x: Tensor) -> int:
-    return x.numel() // x.shape[-1]
-
-
 def _has_kernel(
-    dtype: torch.dtype,
-    codes: Tensor,
-    scales: Tensor,
-    tiles: bool,
-    rows: int,
-    k: int,
-    rounded: bool = False,
+    dtype: torch.dtype, codes: Tensor, scales: Tensor, rows: int, k: int, rounded: bool = False
 ) -> bool:
     if not _kernels or scales.dtype not in DTYPES:
         return False
     if not (codes.is_contiguous() and scales.is_contiguous()):
         return False
     form, number = FORMS.get(codes.dtype, -1), DTYPES.get(dtype, -1)
-    return bool(_kernels["takes_codes"](form, tiles, rounded, number, rows, k, scales.shape[-1]))
+    return bool(_kernels["takes_codes"](form, rounded, number, rows, k, scales.shape[-1]))
 
 
 def decoded(codes: Tensor, scales: Tensor, dtype: torch.dtype, tiles: bool = False) -> Tensor:
     """Return the weight of codes, rounded to a dtype."""
     n, groups = scales.shape
     k = numbers_in(codes)
-    if not _has_kernel(dtype, codes, scales, tiles, 1, k):
+    if not _has_kernel(dtype, codes, scales, 1, k):
         if tiles:
             codes, scales = from_tiles(codes), from_tiles(scales)
         return dequantized(codes, scales, dtype)

@@ -134,13 +134,15 @@ status g4ir_call_linear(tensor x, tensor w, tensor *out) {
     tensor operands[] = {x, w};
     view a, b;
     void *y;
-    if (!viewed(x, &a) || !viewed(w, &b) || a.dtype != b.dtype ||
-        !g4ir_takes(number(a.dtype), rows_of(&a)))
+    if (!viewed(x, &a) || !viewed(w, &b) || a.dtype != b.dtype)
         return dispatched(op, 2, operands, out);
-    int64_t n = b.sizes[0], k = b.sizes[1];
+    int64_t rows = rows_of(&a), n = b.sizes[0], k = b.sizes[1];
+    int dtype = number(a.dtype), few = g4ir_takes(dtype, rows);
+    if (!few && !g4ir_takes_gemm(DENSE, dtype, rows, n, k)) return dispatched(op, 2, operands, out);
     if (made(&a, n, out, &y)) return 1;
     void *state = without_lock();
-    int failed = g4ir_linear(b.data, a.data, y, number(a.dtype), rows_of(&a), n, k, threads());
+    int failed = few ? g4ir_linear(b.data, a.data, y, dtype, rows, n, k, threads())
+                     : g4ir_gemm(b.data, DENSE, NULL, 0, a.data, y, rows, n, k, 1, threads());
     with_lock(state);
     return finished(failed, op, 2, operands, out);
 }
@@ -155,12 +157,16 @@ static status linear_coded(const char *op, int rounded, tensor x, tensor codes, 
         return dispatched_with(op, 3, operands, 1, numbers, out);
     int dtype = number(a.dtype), form = form_of(b.dtype);
     int64_t rows = rows_of(&a), n = b.sizes[0], k = a.sizes[a.dim - 1], groups = c.sizes[1];
-    if (!g4ir_takes_codes(form, tiles, rounded, dtype, rows, k, groups))
+    int few = (tiles || !rounded) && g4ir_takes_codes(form, rounded, dtype, rows, k, groups);
+    if (!few && !(tiles && !rounded && g4ir_takes_gemm(form, dtype, rows, n, k)))
         return dispatched_with(op, 3, operands, 1, numbers, out);
     if (made(&a, n, out, &y)) return 1;
     void *state = without_lock();
-    int failed = g4ir_linear_coded(b.data, form, tiles, c.data, number(c.dtype), a.data, rounded, y,
-                                   dtype, rows, n, k, groups, threads());
+    int scales_dtype = number(c.dtype);
+    int failed = few ? g4ir_linear_coded(b.data, form, tiles, c.data, scales_dtype, a.data, rounded,
+                                         y, dtype, rows, n, k, groups, threads())
+                     : g4ir_gemm(b.data, form, c.data, scales_dtype, a.data, y, rows, n, k, groups,
+                                 threads());
     with_lock(state);
     if (!failed) return 0;
     aoti_torch_delete_tensor_object(*out);

@@ -2,15 +2,17 @@
  * quantised products inline the loops of product.h. */
 #include "product.h"
 
+#include "gemm.h"
+
 #include "float.h"
 
 #include "quantised.h"
 
 #include "tiles.h"
 
-#include "gemm.h"
-
 #include "quantised_calls.h"
+
+#include "unpack.h"
 
 #include "attention.h"
 

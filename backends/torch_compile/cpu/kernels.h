@@ -19,11 +19,17 @@ int g4ir_linear(const void *w, const void *x, void *y, int dtype, int64_t rows, 
  * scales, where the form has such; `tiles`: they lie in tiles of 16 rows (tiles.h), as n and
  * groups allow it; `rounded`: rows of x, in bf16, are rounded to 8 bits first, with a scale for each 32
  * numbers; tiles alone. */
-int g4ir_takes_codes(int form, int tiles, int rounded, int dtype, int64_t rows, int64_t k,
-                     int64_t groups);
+int g4ir_takes_codes(int form, int rounded, int dtype, int64_t rows, int64_t k, int64_t groups);
 int g4ir_linear_coded(const void *codes, int form, int tiles, const void *scales, int scales_dtype,
                       const void *x, int rounded, void *y, int dtype, int64_t rows, int64_t n,
                       int64_t k, int64_t groups, int threads);
+
+/* The same product in bf16 of more rows, with a dense weight (form DENSE, no scales) or a quantised one in
+ * tiles, whose numbers are rounded to bf16. */
+enum { DENSE = -1 };
+int g4ir_takes_gemm(int form, int dtype, int64_t rows, int64_t n, int64_t k);
+int g4ir_gemm(const void *w, int form, const void *scales, int scales_dtype, const void *x, void *y,
+              int64_t rows, int64_t n, int64_t k, int64_t groups, int threads);
 
 /* y[n, k] = round(codes * scales), for what is taken as one row. */
 int g4ir_decode(const void *codes, int form, int tiles, const void *scales, int scales_dtype,

@@ -1,9 +1,9 @@
 /* Attention of a prompt's chunk over the KV cache and the chunk itself (g4ir/ops/attention.py), by the
  * micro-kernel of gemm.h. Query heads that share K and V are rows of one matrix; a unit of work is a
- * block of ACROSS of them. It goes over the keys that its queries see, BLOCK_KEYS at a time, with a
+ * block of COLUMNS of them. It goes over the keys that its queries see, BLOCK_KEYS at a time, with a
  * running softmax: scores never leave a core's cache. Scores and sums are fp32; weights of values are
  * rounded to bf16. */
-#ifdef MANY_ROWS
+#ifdef GEMM
 #define BLOCK_KEYS 128
 
 typedef struct {
@@ -16,7 +16,7 @@ typedef struct {
     /* derived */
     int64_t group, blocks;   /* query heads of a head of K; blocks of keys */
     uint32_t *packed[2];     /* K, V [batch, kv_heads, blocks, BLOCK_KEYS * d / 2] */
-    int32_t *at, *low, *high; /* positions of keys, -1: none; the least and most of DOWN keys */
+    int32_t *at, *low, *high; /* positions of keys, -1: none; the least and most of ROWS keys */
 } prefill;
 
 static inline int64_t words_in_block(const prefill *a) { return BLOCK_KEYS * a->d / 2; }
@@ -30,11 +30,11 @@ static int32_t position_of(const prefill *a, int64_t b, int64_t i) {
 }
 
 static void find_positions(const prefill *a, int64_t b) {
-    int64_t groups = a->blocks * BLOCK_KEYS / DOWN;
+    int64_t groups = a->blocks * BLOCK_KEYS / ROWS;
     for (int64_t g = 0; g < groups; g++) {
         int32_t low = INT32_MAX, high = -1;
-        for (int64_t i = g * DOWN; i < (g + 1) * DOWN; i++) {
-            int32_t at = a->at[b * groups * DOWN + i] = position_of(a, b, i);
+        for (int64_t i = g * ROWS; i < (g + 1) * ROWS; i++) {
+            int32_t at = a->at[b * groups * ROWS + i] = position_of(a, b, i);
             low = at < low ? at : low;
             high = at > high ? at : high;
         }
@@ -56,7 +56,7 @@ static const bf16 *row_of_key(const prefill *a, int value, int64_t b, int64_t h,
     return room;
 }
 
-/* Packs K [BLOCK_KEYS / DOWN, d / 2, DOWN] words of two neighbours, V [d / DOWN, BLOCK_KEYS / 2, DOWN]
+/* Packs K [BLOCK_KEYS / ROWS, d / 2, ROWS] words of two neighbours, V [d / ROWS, BLOCK_KEYS / 2, ROWS]
  * words of two keys. */
 static void pack_block(const prefill *a, int64_t unit, char *room) {
     int64_t block = unit % a->blocks, h = unit / a->blocks % a->kv_heads, b = unit / a->blocks / a->kv_heads;
@@ -65,19 +65,19 @@ static void pack_block(const prefill *a, int64_t unit, char *room) {
         const bf16 *rows[2];
         for (int s = 0; s < 2; s++) {
             const uint32_t *row = (const uint32_t *)row_of_key(a, 0, b, h, block * BLOCK_KEYS + i + s, room);
-            uint32_t *to = k + (i + s) / DOWN * DOWN * a->d / 2 + (i + s) % DOWN;
-            for (int64_t j = 0; j < a->d / 2; j++) to[j * DOWN] = row[j];
+            uint32_t *to = k + (i + s) / ROWS * ROWS * a->d / 2 + (i + s) % ROWS;
+            for (int64_t j = 0; j < a->d / 2; j++) to[j * ROWS] = row[j];
         }
         for (int s = 0; s < 2; s++)
             rows[s] = row_of_key(a, 1, b, h, block * BLOCK_KEYS + i + s, room + s * 6 * a->d);
         for (int64_t j = 0; j < a->d; j++)
-            v[(j / DOWN * BLOCK_KEYS / 2 + i / 2) * DOWN + j % DOWN] = rows[0][j] | (uint32_t)rows[1][j] << 16;
+            v[(j / ROWS * BLOCK_KEYS / 2 + i / 2) * ROWS + j % ROWS] = rows[0][j] | (uint32_t)rows[1][j] << 16;
     }
 }
 
 /* Whether a block has keys. */
 static int exists(const prefill *a, int64_t unit) {
-    int64_t groups = BLOCK_KEYS / DOWN, b = unit / a->blocks / a->kv_heads, any = -1;
+    int64_t groups = BLOCK_KEYS / ROWS, b = unit / a->blocks / a->kv_heads, any = -1;
     const int32_t *high = a->high + (b * a->blocks + unit % a->blocks) * groups;
     for (int64_t g = 0; g < groups; g++) any = high[g] > any ? high[g] : any;
     return any >= 0;
@@ -95,12 +95,12 @@ static int pack_units(void *context, units *left) {
 /* ---- a block of queries ---- */
 
 typedef struct {
-    uint32_t *q;         /* [d / 2, ACROSS] words of two neighbours */
-    float *scores;       /* [BLOCK_KEYS, ACROSS] */
-    uint32_t *weights;   /* [BLOCK_KEYS / 2, ACROSS] words of two keys */
-    float *sums;         /* [d, ACROSS] */
-    float most[ACROSS], total[ACROSS];
-    int32_t from[ACROSS], last[ACROSS]; /* positions that a query sees */
+    uint32_t *q;         /* [d / 2, COLUMNS] words of two neighbours */
+    float *scores;       /* [BLOCK_KEYS, COLUMNS] */
+    uint32_t *weights;   /* [BLOCK_KEYS / 2, COLUMNS] words of two keys */
+    float *sums;         /* [d, COLUMNS] */
+    float most[COLUMNS], total[COLUMNS];
+    int32_t from[COLUMNS], last[COLUMNS]; /* positions that a query sees */
     int32_t first_from, most_from, least_last, most_last; /* over the block's queries */
 } query_block;
 
@@ -111,10 +111,10 @@ static int64_t query_row(const prefill *a, int64_t b, int64_t h, int64_t r) {
 static void load_queries(const prefill *a, int64_t b, int64_t h, int64_t first, query_block *own) {
     int64_t rows = a->queries * a->group;
     own->first_from = own->least_last = INT32_MAX, own->most_from = own->most_last = -1;
-    for (int64_t l = 0; l < ACROSS; l++) {
+    for (int64_t l = 0; l < COLUMNS; l++) {
         int64_t r = least(first + l, rows - 1), s = b * a->queries + r / a->group;
         const uint32_t *row = (const uint32_t *)((const bf16 *)a->q + query_row(a, b, h, r) * a->d);
-        for (int64_t j = 0; j < a->d / 2; j++) own->q[j * ACROSS + l] = row[j];
+        for (int64_t j = 0; j < a->d / 2; j++) own->q[j * COLUMNS + l] = row[j];
         int64_t from = a->window ? a->positions[s] - a->window + 1 : 0;
         own->from[l] = from = from < 0 ? 0 : from, own->last[l] = a->last[s];
         own->most[l] = UNSEEN, own->total[l] = 0;
@@ -123,7 +123,7 @@ static void load_queries(const prefill *a, int64_t b, int64_t h, int64_t first, 
         if (a->last[s] < own->least_last) own->least_last = a->last[s];
         if (a->last[s] > own->most_last) own->most_last = a->last[s];
     }
-    memset(own->sums, 0, a->d * ACROSS * sizeof *own->sums);
+    memset(own->sums, 0, a->d * COLUMNS * sizeof *own->sums);
 }
 
 /* 2^y; y is at most 0. */
@@ -143,7 +143,7 @@ static int weigh_lane(const prefill *a, query_block *own, int l, const int32_t *
     __m512 before = _mm512_loadu_ps(own->most + l), top = before, sum = _mm512_setzero_ps();
     __m512 scale = _mm512_set1_ps(a->scale), unseen = _mm512_set1_ps(UNSEEN);
     for (int64_t t = 0; t < count; t++) {
-        float *score = own->scores + t * ACROSS + l;
+        float *score = own->scores + t * COLUMNS + l;
         __m512 s = _mm512_mul_ps(_mm512_loadu_ps(score), scale);
         if (!all) {
             __m512i key = _mm512_set1_epi32(at[t]);
@@ -156,12 +156,12 @@ static int weigh_lane(const prefill *a, query_block *own, int l, const int32_t *
     for (int64_t t = 0; t < count; t += 2) {
         __m512 p[2];
         for (int s = 0; s < 2; s++) {
-            __m512 score = _mm512_loadu_ps(own->scores + (t + s) * ACROSS + l);
+            __m512 score = _mm512_loadu_ps(own->scores + (t + s) * COLUMNS + l);
             __mmask16 seen = _mm512_cmp_ps_mask(score, unseen, _CMP_NLE_UQ);
             p[s] = _mm512_maskz_mov_ps(seen, power_512(_mm512_sub_ps(score, top)));
             sum = _mm512_add_ps(sum, p[s]);
         }
-        _mm512_storeu_si512(own->weights + t / 2 * ACROSS + l, words_of(p[0], p[1]));
+        _mm512_storeu_si512(own->weights + t / 2 * COLUMNS + l, words_of(p[0], p[1]));
     }
     *factor = power_512(_mm512_sub_ps(before, top));
     __m512 total = _mm512_loadu_ps(own->total + l);
@@ -171,21 +171,21 @@ static int weigh_lane(const prefill *a, query_block *own, int l, const int32_t *
 }
 
 static void weigh_keys(const prefill *a, query_block *own, const int32_t *at, int64_t count, int all) {
-    __m512 factor[ACROSS / LANE];
+    __m512 factor[COLUMNS / LANE];
     int grown = 0;
-    for (int v = 0; v < ACROSS / LANE; v++)
+    for (int v = 0; v < COLUMNS / LANE; v++)
         grown |= weigh_lane(a, own, v * LANE, at, count, all, factor + v);
     for (int64_t j = 0; grown && j < a->d; j++)
-        UNROLLED for (int v = 0; v < ACROSS / LANE; v++) {
-            float *sum = own->sums + j * ACROSS + v * LANE;
+        UNROLLED for (int v = 0; v < COLUMNS / LANE; v++) {
+            float *sum = own->sums + j * COLUMNS + v * LANE;
             _mm512_storeu_ps(sum, _mm512_mul_ps(_mm512_loadu_ps(sum), factor[v]));
         }
 }
 
-/* Attends to what is seen of a block of keys: to groups of DOWN of them, from the first one seen to the
+/* Attends to what is seen of a block of keys: to groups of ROWS of them, from the first one seen to the
  * last. */
 static void attend_block(const prefill *a, int64_t b, int64_t h, int64_t block, query_block *own) {
-    int64_t groups = BLOCK_KEYS / DOWN, at = (b * a->blocks + block) * groups, first = 0, last = groups;
+    int64_t groups = BLOCK_KEYS / ROWS, at = (b * a->blocks + block) * groups, first = 0, last = groups;
     const int32_t *low = a->low + at, *high = a->high + at;
     while (first < last && (high[first] < own->first_from || low[first] > own->most_last)) first++;
     while (first < last && (high[last - 1] < own->first_from || low[last - 1] > own->most_last)) last--;
@@ -195,47 +195,47 @@ static void attend_block(const prefill *a, int64_t b, int64_t h, int64_t block, 
     int64_t unit = (b * a->kv_heads + h) * a->blocks + block, words = a->d / 2;
     const uint32_t *k = a->packed[0] + unit * words_in_block(a), *v = a->packed[1] + unit * words_in_block(a);
     for (int64_t g = first; g < last; g++)
-        multiply_words_3(words, k + g * words * DOWN, own->q, own->scores + (g - first) * DOWN * ACROSS, 0);
-    weigh_keys(a, own, a->at + (at + first) * DOWN, (last - first) * DOWN, all);
-    for (int64_t c = 0; c < a->d; c += DOWN)
-        multiply_words_3((last - first) * DOWN / 2, v + c * BLOCK_KEYS / 2 + first * DOWN / 2 * DOWN,
-                         own->weights, own->sums + c * ACROSS, 1);
+        micro_kernel_3(words, k + g * words * ROWS, own->q, own->scores + (g - first) * ROWS * COLUMNS, 0);
+    weigh_keys(a, own, a->at + (at + first) * ROWS, (last - first) * ROWS, all);
+    for (int64_t c = 0; c < a->d; c += ROWS)
+        micro_kernel_3((last - first) * ROWS / 2, v + c * BLOCK_KEYS / 2 + first * ROWS / 2 * ROWS,
+                         own->weights, own->sums + c * COLUMNS, 1);
 }
 
 static void store_queries(const prefill *a, int64_t b, int64_t h, int64_t first, query_block *own) {
-    for (int v = 0; v < ACROSS; v += LANE) {
+    for (int v = 0; v < COLUMNS; v += LANE) {
         __m512 total = _mm512_loadu_ps(own->total + v), one = _mm512_set1_ps(1);
         __mmask16 any = _mm512_cmp_ps_mask(total, _mm512_setzero_ps(), _CMP_NEQ_UQ);
         __m512 inverse = _mm512_maskz_div_ps(any, one, total);
         for (int64_t j = 0; j < a->d; j += 2) {
             __m512 sums[2];
             for (int s = 0; s < 2; s++)
-                sums[s] = _mm512_mul_ps(_mm512_loadu_ps(own->sums + (j + s) * ACROSS + v), inverse);
-            _mm512_storeu_si512(own->q + j / 2 * ACROSS + v, words_of(sums[0], sums[1]));
+                sums[s] = _mm512_mul_ps(_mm512_loadu_ps(own->sums + (j + s) * COLUMNS + v), inverse);
+            _mm512_storeu_si512(own->q + j / 2 * COLUMNS + v, words_of(sums[0], sums[1]));
         }
     }
-    for (int64_t l = 0; l < least(ACROSS, a->queries * a->group - first); l++) {
+    for (int64_t l = 0; l < least(COLUMNS, a->queries * a->group - first); l++) {
         uint32_t *to = (uint32_t *)((bf16 *)a->out + query_row(a, b, h, first + l) * a->d);
-        for (int64_t j = 0; j < a->d / 2; j++) to[j] = own->q[j * ACROSS + l];
+        for (int64_t j = 0; j < a->d / 2; j++) to[j] = own->q[j * COLUMNS + l];
     }
 }
 
 static int prefill_units(void *context, units *left) {
     const prefill *a = context;
     query_block own;
-    int64_t rows = a->queries * a->group, parts = (rows + ACROSS - 1) / ACROSS;
-    own.q = aligned_alloc(LINE, (a->d / 2 * 3 + BLOCK_KEYS / 2 * 3) * ACROSS * 4);
+    int64_t rows = a->queries * a->group, parts = (rows + COLUMNS - 1) / COLUMNS;
+    own.q = aligned_alloc(LINE, (a->d / 2 * 3 + BLOCK_KEYS / 2 * 3) * COLUMNS * 4);
     if (!own.q) return 1;
-    own.sums = (float *)(own.q + a->d / 2 * ACROSS);
-    own.scores = own.sums + a->d * ACROSS;
-    own.weights = (uint32_t *)(own.scores + BLOCK_KEYS * ACROSS);
+    own.sums = (float *)(own.q + a->d / 2 * COLUMNS);
+    own.scores = own.sums + a->d * COLUMNS;
+    own.weights = (uint32_t *)(own.scores + BLOCK_KEYS * COLUMNS);
     for (int64_t i; (i = take_unit(left)) >= 0;) {
         /* the last queries first: they see most */
         int64_t head = i % (a->batch * a->kv_heads), part = parts - 1 - i / (a->batch * a->kv_heads);
         int64_t b = head / a->kv_heads, h = head % a->kv_heads;
-        load_queries(a, b, h, part * ACROSS, &own);
+        load_queries(a, b, h, part * COLUMNS, &own);
         for (int64_t block = 0; block < a->blocks; block++) attend_block(a, b, h, block, &own);
-        store_queries(a, b, h, part * ACROSS, &own);
+        store_queries(a, b, h, part * COLUMNS, &own);
     }
     free(own.q);
     return 0;
@@ -256,9 +256,9 @@ int g4ir_attend_chunk(const void *q, const int64_t *positions, const int64_t *la
     if (!a.packed[0]) return 1;
     a.packed[1] = a.packed[0] + packs * words_in_block(&a);
     a.at = (int32_t *)(a.packed[1] + packs * words_in_block(&a));
-    a.low = a.at + keys, a.high = a.low + keys / DOWN;
+    a.low = a.at + keys, a.high = a.low + keys / ROWS;
     for (int64_t b = 0; b < batch; b++) find_positions(&a, b);
-    int64_t parts = (queries * a.group + ACROSS - 1) / ACROSS;
+    int64_t parts = (queries * a.group + COLUMNS - 1) / COLUMNS;
     int failed = run_region(pack_units, &a, packs, threads);
     if (!failed) failed = run_region(prefill_units, &a, parts * batch * kv_heads, threads);
     free(a.packed[0]);
@@ -266,7 +266,7 @@ int g4ir_attend_chunk(const void *q, const int64_t *positions, const int64_t *la
 }
 
 int g4ir_takes_chunk(int dtype, int held, int64_t d) {
-    return dtype == BF16 && held >= BF16 && held <= ROWS_FP8 && d % DOWN == 0;
+    return dtype == BF16 && held >= BF16 && held <= ROWS_FP8 && d % ROWS == 0;
 }
 #else
 int g4ir_takes_chunk(int dtype, int held, int64_t d) { return 0; }

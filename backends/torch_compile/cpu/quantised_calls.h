@@ -165,15 +165,13 @@ static const struct {
 /* Most rows that are multiplied with codes as they are. */
 #define CODED_ROWS 8
 
-int g4ir_takes_codes(int form, int tiles, int rounded, int dtype, int64_t rows, int64_t k,
-                     int64_t groups) {
-    if (rounded && !(tiles && dtype == BF16 && has_tiles(form))) return 0;
+int g4ir_takes_codes(int form, int rounded, int dtype, int64_t rows, int64_t k, int64_t groups) {
+    if (rounded && !(dtype == BF16 && has_tiles(form))) return 0;
     if (form < 0 || form >= FORMS || (dtype != BF16 && dtype != F32)) return 0;
     int64_t scales = OF[form].scales;
     if (groups % scales) return 0;
     groups /= scales;
-    int many = tiles && !rounded && dtype == BF16 && takes_many(form);
-    if (rows < 1 || (rows > CODED_ROWS && !many) || k % BLOCK || groups < 1 || k % groups) return 0;
+    if (rows < 1 || rows > CODED_ROWS || k % BLOCK || groups < 1 || k % groups) return 0;
     return k / groups % OF[form].group == 0;
 }
 
@@ -184,7 +182,6 @@ int g4ir_linear_coded(const void *codes, int form, int tiles, const void *scales
                  .scales_dtype = scales_dtype, .groups = groups,
                  .each = k / groups * OF[form].scales, .x = x, .y = y, .dtype = dtype,
                  .rows = rows, .n = n, .k = k};
-    if (rows > CODED_ROWS) return multiply_many(&p, form, threads);
     if (tiles && dtype == BF16 && has_tiles(form))
         return multiply_tiles(&p, form, rounded ? 1 : 2, threads);
     p.to = OF[form].wide, p.apart = k * sizeof(float);
