@@ -19,9 +19,9 @@ import torch
 
 from g4ir.backends.torch_compile import compile as compiler
 from g4ir.backends.torch_compile import pyops, runtime
-from g4ir.backends.torch_compile.target import Target, cpu_flags
+from g4ir.backends.torch_compile.target import Target, cpu_flags, has_gemm
 from g4ir.ops import OPS
-from g4ir.ops.attention import slot_positions, visible
+from g4ir.ops.attention import last_seen, slot_positions, visible
 from g4ir.ops.codecs import (
     BLOCK_PARTS,
     FORMS,
@@ -45,11 +45,14 @@ pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 BUDGET = {torch.float32: 1e-5, torch.bfloat16: 2**-8}  # of the largest result: one rounding
 #: of the last, few rows of x lie in a core's nearest cache, and more do not
-SHAPES = ((1, 1), (7, 33), (24, 64), (5, 127), (64, 256), (3, 1000), (130, 515), (37, 9216))
+SHAPES = (
+    *((1, 1), (7, 33), (24, 64), (5, 127), (64, 256), (3, 1000), (130, 515), (37, 9216)),
+    (32, 800),
+)
 
 
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
-@pytest.mark.parametrize("rows", [*range(1, 10), 24, 25])
+@pytest.mark.parametrize("rows", [*range(1, 10), 24, 25, 515])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_linear(dtype: torch.dtype, rows: int, n: int, k: int) -> None:
     g = torch.Generator().manual_seed(n * k + rows)
@@ -87,7 +90,7 @@ def test_tiles_are_undone(form: str, lead: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 40])
 @pytest.mark.parametrize("form", CODED)
 @pytest.mark.parametrize(
-    ("n", "k"), [(1, 64), (7, 96), (5, 40), (64, 384), (48, 1024), (130, 1024)]
+    ("n", "k"), [(1, 64), (7, 96), (5, 40), (64, 384), (32, 512), (48, 1024), (130, 1024)]
 )
 def test_linear_of_codes(dtype: torch.dtype, rows: int, form: str, n: int, k: int) -> None:
     """Scales of rows and of groups, of either dtype; rows of no whole blocks go another way."""
@@ -269,7 +272,7 @@ def test_with_bf16_instructions(library: Callable[..., Path]) -> None:
 SETS = {"plain C": (), "AVX2": ("avx2", "fma", "f16c"), "AVX-512": ("avx512f", "avx512bw")}
 
 
-@pytest.fixture(scope="module", params=SETS.values(), ids=SETS.keys())
+@pytest.fixture(params=SETS.values(), ids=SETS.keys())
 def other_cpu(request: pytest.FixtureRequest, library: Callable[..., Path]) -> Iterator[None]:
     """Kernels as CPUs without integer products run them."""
     if not {*request.param} <= {*cpu_flags(), "f16c"}:
@@ -350,6 +353,58 @@ def test_attention_of_few(dtype: torch.dtype, shape: tuple[int, int, int, int], 
 def test_attention_over_narrow_rows(dtype: torch.dtype, held: torch.dtype) -> None:
     for shape, d in (((2, 1, 2, 4), 40), ((1, 3, 1, 5), 256)):
         check_attention(dtype, held, shape, d, d)
+
+
+#: the same of chunks: heads of a group times queries fill blocks of 48 and do not
+CHUNKS = ((1, 5, 1, 8), (2, 37, 2, 4), (1, 130, 1, 3), (3, 1, 1, 2))
+
+
+def check_chunk(held: torch.dtype, shape: tuple[int, int, int, int], d: int) -> None:
+    """Against float64, over every kind of cache, with and without blocks of soft tokens; empty
+    slots hold no number."""
+    b, s, kv_heads, group = shape
+    g = torch.Generator().manual_seed(d + s)
+    for (slots, window), blocks in itertools.product(SLOTS_WINDOWS, (False, True)):
+        most = 3 * slots if window else max(slots - s, 0)
+        written = torch.randint(0, most + 1, (b,), generator=g)
+        positions = written[:, None] + torch.arange(s)
+        q = (torch.randn(b, s, kv_heads * group, d, generator=g) * 2 * d**-0.5).bfloat16()
+        kept = [cached(held, g, slots, b, kv_heads, d) for _ in "kv"]
+        kept += [cached(held, g, b, s, kv_heads, d) for _ in "kv"]
+        ids = torch.randint(-1, 1, (b, s), generator=g).cummax(1).values
+        last = last_seen(positions, ids) if blocks else positions
+        exact = [numbers(rows, torch.bfloat16).double() for rows in kept]
+        if held == torch.bfloat16:
+            for rows in kept[:2]:
+                rows[slot_positions(written, slots) < 0] = float("nan")
+        given = (*exact, ids) if blocks else exact
+        attrs = {"window": window, "scale": 0.75}
+        want = ATTENTION(q.double(), positions, written, *given, **attrs, softcap=0.0)
+        got = pyops.attend_chunk(q, positions, last, written, *kept, **attrs)
+        assert got.dtype == q.dtype and got.shape == q.shape
+        assert (got.double() - want).abs().max() <= 2**-7 * want.abs().max()
+
+
+@pytest.mark.parametrize("held", [torch.bfloat16, *BITS8], ids=str)
+@pytest.mark.parametrize("shape", CHUNKS, ids=str)
+@pytest.mark.parametrize("d", [8, 40, 256, 512])
+@pytest.mark.skipif(not has_gemm(), reason="other CPUs attend by compiled programs")
+def test_attention_of_a_chunk(held: torch.dtype, shape: tuple[int, int, int, int], d: int) -> None:
+    check_chunk(held, shape, d)
+
+
+@pytest.mark.skipif(not has_gemm(), reason="other CPUs attend by compiled programs")
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_a_chunk_keeps_what_is_no_number(name: str) -> None:
+    """Queries that see it, of its head."""
+    q, k, v = (torch.ones(1, 70, heads, 64).bfloat16() for heads in (4, 2, 2))
+    {"q": q[:, 60, 2], "k": k[:, 60, 1]}[name].fill_(float("nan"))
+    cache, positions = torch.zeros(16, 1, 2, 64).bfloat16(), torch.arange(70)[None]
+    written = torch.tensor([0])
+    got = pyops.attend_chunk(q, positions, positions, written, cache, cache, k, v, 5, 1.0)
+    lost = got.isnan().all(-1).nonzero().tolist()
+    seen = [[0, 60, 2]] if name == "q" else [[0, s, h] for s in range(60, 65) for h in (2, 3)]
+    assert lost == seen and got.isnan().sum() == 64 * len(seen)
 
 
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)

@@ -21,6 +21,7 @@ from g4ir.ops.types import torch_dtype
 
 from . import pyops
 from .kernels.base import Run
+from .target import has_gemm
 
 Tensor = torch.Tensor
 
@@ -35,13 +36,17 @@ def attention(
     cache_v: Tensor,
     *chunk: Tensor,
 ) -> Tensor:
-    """Attend in the form that measured fastest: on a CPU our kernel for few tokens, plain products
-    per head for a chunk over a ring in an engine for one row; else the library, grouped."""
+    """Attend in the form that measured fastest: on a CPU our kernel for few tokens, and for a chunk
+    if it has instructions for it; plain products per head for a chunk over a ring in an engine for
+    one row; else the library, grouped."""
     if n.attrs["softcap"]:
         return _reference(n, q, positions, written, cache_k, cache_v, *chunk)
     if _is_few(m, n, chunk):
         return _attend_few(n, q, positions, written, cache_k, cache_v)
     fresh, block_ids = split_chunk(chunk, 2)
+    if fresh and _has_chunk_kernel(m, q):
+        kept = cache_k, cache_v, *fresh
+        return _attend_chunk(n, q, positions, written, kept, block_ids)
     mask = _mask(n, positions, written, cache_k, bool(fresh), block_ids)
     keys, values = _joined((cache_k, cache_v), fresh, q.dtype)
     return _attend(n, q, keys, values, mask, chunk=bool(fresh))
@@ -68,6 +73,10 @@ def attention_latent(
         out = _attend_few(n, query, positions, written, caches[0], caches[0])
         return out[..., : w.shape[0]]
     fresh, block_ids = split_chunk(held[parts:], parts)
+    if fresh and form == "value" and _has_chunk_kernel(m, query):
+        kept = caches[0], caches[0], fresh[0], fresh[0]
+        out = _attend_chunk(n, query, positions, written, kept, block_ids)
+        return out[..., : w.shape[0]]
     mask = _mask(n, positions, written, caches[0], bool(fresh), block_ids)
     if form == "value":
         (rows,) = _joined(caches, fresh, q.dtype)
@@ -130,6 +139,27 @@ def _attend_few(
     window = n.whole("window")
     out = torch.ops.g4ir.attend(rows, positions, written, keys, values, window, n.number("scale"))
     return out.to(q.dtype)
+
+
+def _has_chunk_kernel(m: Run, q: Tensor) -> bool:
+    """Whether cpu/prefill_attention.h attends for the queries of a chunk."""
+    fits = q.dtype == torch.bfloat16 and q.shape[-1] % 8 == 0
+    return m.device == "cpu" and fits and has_gemm()
+
+
+def _attend_chunk(
+    n: Node,
+    q: Tensor,
+    positions: Tensor,
+    written: Tensor,
+    kept: tuple[Tensor, ...],
+    block_ids: Tensor | None,
+) -> Tensor:
+    """Attend for a chunk; `kept`: K and V of the cache, then those of the chunk."""
+    last = positions if block_ids is None else last_seen(positions, block_ids)
+    masking = n.whole("window"), n.number("scale")
+    out: Tensor = torch.ops.g4ir.attend_chunk(q, positions, last, written, *kept, *masking)
+    return out
 
 
 def _joined(

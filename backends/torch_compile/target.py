@@ -50,6 +50,12 @@ def find_target(device: str, rows: int) -> Target:
     return Target(device, name, rows)
 
 
+def has_gemm() -> bool:
+    """Whether the C kernels compute products of many rows and attention of prompts (cpu/gemm.h):
+    the CPU multiplies bf16 and has no matrix unit, with which a library is faster."""
+    return "avx512_bf16" in cpu_flags() and "amx_bf16" not in cpu_flags()
+
+
 @cache
 def cpu_flags() -> tuple[str, ...]:
     """Return the vector extensions of this CPU, sorted; compiled code may use any of them."""

@@ -100,7 +100,7 @@ static status made(const view *x, int64_t n, tensor *to, void **data) {
            aoti_torch_get_data_ptr(*to, data);
 }
 
-#define MOST_OPERANDS 7
+#define MOST_OPERANDS 10
 
 /* The op of pyops.py, which takes its operands, tensors and then numbers, from the stack and leaves its
  * result there. */
@@ -134,13 +134,15 @@ status g4ir_call_linear(tensor x, tensor w, tensor *out) {
     tensor operands[] = {x, w};
     view a, b;
     void *y;
-    if (!viewed(x, &a) || !viewed(w, &b) || a.dtype != b.dtype ||
-        !g4ir_takes(number(a.dtype), rows_of(&a)))
+    if (!viewed(x, &a) || !viewed(w, &b) || a.dtype != b.dtype)
         return dispatched(op, 2, operands, out);
-    int64_t n = b.sizes[0], k = b.sizes[1];
+    int64_t rows = rows_of(&a), n = b.sizes[0], k = b.sizes[1];
+    int dtype = number(a.dtype), few = g4ir_takes(dtype, rows);
+    if (!few && !g4ir_takes_gemm(DENSE, dtype, rows, n, k)) return dispatched(op, 2, operands, out);
     if (made(&a, n, out, &y)) return 1;
     void *state = without_lock();
-    int failed = g4ir_linear(b.data, a.data, y, number(a.dtype), rows_of(&a), n, k, threads());
+    int failed = few ? g4ir_linear(b.data, a.data, y, dtype, rows, n, k, threads())
+                     : g4ir_gemm(b.data, DENSE, NULL, 0, a.data, y, rows, n, k, 1, threads());
     with_lock(state);
     return finished(failed, op, 2, operands, out);
 }
@@ -155,12 +157,16 @@ static status linear_coded(const char *op, int rounded, tensor x, tensor codes, 
         return dispatched_with(op, 3, operands, 1, numbers, out);
     int dtype = number(a.dtype), form = form_of(b.dtype);
     int64_t rows = rows_of(&a), n = b.sizes[0], k = a.sizes[a.dim - 1], groups = c.sizes[1];
-    if ((rounded && !tiles) || !g4ir_takes_codes(form, rounded, dtype, rows, k, groups))
+    int few = (tiles || !rounded) && g4ir_takes_codes(form, rounded, dtype, rows, k, groups);
+    if (!few && !(tiles && !rounded && g4ir_takes_gemm(form, dtype, rows, n, k)))
         return dispatched_with(op, 3, operands, 1, numbers, out);
     if (made(&a, n, out, &y)) return 1;
     void *state = without_lock();
-    int failed = g4ir_linear_coded(b.data, form, tiles, c.data, number(c.dtype), a.data, rounded, y,
-                                   dtype, rows, n, k, groups, threads());
+    int scales_dtype = number(c.dtype);
+    int failed = few ? g4ir_linear_coded(b.data, form, tiles, c.data, scales_dtype, a.data, rounded,
+                                         y, dtype, rows, n, k, groups, threads())
+                     : g4ir_gemm(b.data, form, c.data, scales_dtype, a.data, y, rows, n, k, groups,
+                                 threads());
     with_lock(state);
     if (!failed) return 0;
     aoti_torch_delete_tensor_object(*out);
@@ -204,4 +210,31 @@ status g4ir_call_attend(tensor q, tensor positions, tensor written, tensor k, te
     if (!failed) return 0;
     aoti_torch_delete_tensor_object(*out);
     return dispatched_with(op, 5, operands, 2, numbers, out);
+}
+
+status g4ir_call_attend_chunk(tensor q, tensor positions, tensor last, tensor written, tensor k,
+                              tensor v, tensor fresh_k, tensor fresh_v, int64_t window,
+                              double scale, tensor *out) {
+    static const char op[] = "g4ir::attend_chunk";
+    tensor operands[] = {q, positions, last, written, k, v, fresh_k, fresh_v};
+    uint64_t numbers[2] = {(uint64_t)window};
+    memcpy(numbers + 1, &scale, sizeof scale);
+    view of[8];
+    void *y;
+    bool whole = true;
+    for (int i = 0; i < 8; i++) whole &= viewed(operands[i], of + i);
+    int held = whole ? held_as(of[4].dtype) : -1;
+    if (!whole || !g4ir_takes_chunk(number(of[0].dtype), held, of[0].sizes[3]))
+        return dispatched_with(op, 8, operands, 2, numbers, out);
+    const int64_t *queries = of[0].sizes, *keys = of[4].sizes, d = queries[3];
+    if (made(of, d, out, &y)) return 1;
+    void *state = without_lock();
+    int failed = g4ir_attend_chunk(of[0].data, of[1].data, of[2].data, of[3].data, of[4].data,
+                                   of[5].data, of[6].data, of[7].data, y, held, queries[0],
+                                   queries[1], queries[2], keys[2], d, keys[0], keys[3], window,
+                                   scale, threads());
+    with_lock(state);
+    if (!failed) return 0;
+    aoti_torch_delete_tensor_object(*out);
+    return dispatched_with(op, 8, operands, 2, numbers, out);
 }

@@ -2,6 +2,8 @@
  * quantised products inline the loops of product.h. */
 #include "product.h"
 
+#include "gemm.h"
+
 #include "float.h"
 
 #include "quantised.h"
@@ -10,4 +12,8 @@
 
 #include "quantised_calls.h"
 
+#include "unpack.h"
+
 #include "attention.h"
+
+#include "prefill_attention.h"

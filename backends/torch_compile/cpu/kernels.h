@@ -24,6 +24,13 @@ int g4ir_linear_coded(const void *codes, int form, int tiles, const void *scales
                       const void *x, int rounded, void *y, int dtype, int64_t rows, int64_t n,
                       int64_t k, int64_t groups, int threads);
 
+/* The same product in bf16 of more rows, with a dense weight (form DENSE, no scales) or a quantised one in
+ * tiles, whose numbers are rounded to bf16. */
+enum { DENSE = -1 };
+int g4ir_takes_gemm(int form, int dtype, int64_t rows, int64_t n, int64_t k);
+int g4ir_gemm(const void *w, int form, const void *scales, int scales_dtype, const void *x, void *y,
+              int64_t rows, int64_t n, int64_t k, int64_t groups, int threads);
+
 /* y[n, k] = round(codes * scales), for what is taken as one row. */
 int g4ir_decode(const void *codes, int form, int tiles, const void *scales, int scales_dtype,
                 void *y, int dtype, int64_t n, int64_t k, int64_t groups, int threads);
@@ -39,6 +46,15 @@ int g4ir_attend(const void *q, const int64_t *positions, const int64_t *written,
                 const void *v, void *out, int dtype, int held, int64_t batch, int64_t queries,
                 int64_t heads, int64_t kv_heads, int64_t d, int64_t slots, int64_t width,
                 int64_t window, double scale, int threads);
+
+/* The same of a prompt's chunk, in bf16: queries see the cache, then k and v[batch, queries, kv_heads,
+ * width] of the chunk, up to position last[batch, queries]. Whether a CPU has it: */
+int g4ir_takes_chunk(int dtype, int held, int64_t d);
+int g4ir_attend_chunk(const void *q, const int64_t *positions, const int64_t *last,
+                      const int64_t *written, const void *k, const void *v, const void *fresh_k,
+                      const void *fresh_v, void *out, int held, int64_t batch, int64_t queries,
+                      int64_t heads, int64_t kv_heads, int64_t d, int64_t slots, int64_t width,
+                      int64_t window, double scale, int threads);
 
 /* Runs `count` instructions of step.c over their operands; `room`: three rows of the widest operand, in
  * fp32. Returns 0; 1 where memory is short; 2 where an instruction is unknown. */

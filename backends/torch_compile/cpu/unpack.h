@@ -1,0 +1,72 @@
+/* Weights in tiles as panels of gemm.h: values are rounded to bf16 as decode() rounds them. */
+#ifdef GEMM
+ALWAYS unpack_tile(const int form, const product *p, int64_t tile, int64_t first, int64_t last,
+                   uint32_t *to, int64_t apart) {
+    const int together = BLOCKS_OF(form), minima = form >= UINT4, dtype = p->scales_dtype;
+    const uint8_t *w = codes_of_tile(p, tile) + first / BLOCK / together * WORDS_OF(form) * LINE;
+    const char *scales = scales_of_tile(p, tile);
+    for (int64_t i = first; i < last; i += together * BLOCK, w += WORDS_OF(form) * LINE) {
+        int64_t group = i / p->each * (1 + minima);
+        row_floats scale = tile_scales(scales, group * TILE, dtype), least = {0};
+        if (minima) least = tile_scales(scales, (group + 1) * TILE, dtype);
+        UNROLLED for (int b = 0; b < together; b++) {
+            row_words c[8];
+            codes_of(form, w, b, c);
+            row_floats factor[2] = {scale, scale}, below = {0};
+            if (form == INT6) {
+                row_words shared = words_at(w, SIXES_SHARED / 4 + b / 2);
+                factor[0] = scale * signed_byte(shared, b % 2 * 2);
+                factor[1] = scale * signed_byte(shared, b % 2 * 2 + 1);
+            }
+            if (minima) {
+                row_words one = words_at(w, WORDS_OF(form) - 3);
+                row_words other = words_at(w, WORDS_OF(form) - 2);
+                row_words both = words_at(w, WORDS_OF(form) - 1);
+                factor[0] = factor[1] = scale * integer_in(one, both, one, b, 0);
+                below = least * integer_in(other, both, other, b, 1);
+            }
+            UNROLLED for (int j = 0; j < BLOCK / 2; j++, to += apart) {
+                row_words even = IN_PAIRS(form) ? c[j / 4 * 2] >> j % 4 * 8 : c[j / 2] >> j % 2 * 16;
+                row_words odd = IN_PAIRS(form) ? c[j / 4 * 2 + 1] >> j % 4 * 8 : even >> 8;
+                row_floats first = __builtin_convertvector((row_sums)(even & 255) - BIAS[form], row_floats);
+                row_floats second = __builtin_convertvector((row_sums)(odd & 255) - BIAS[form], row_floats);
+                row_floats f = factor[j / (HALF / 2)];
+                _mm512_storeu_si512(to, words_of((__m512)(first * f - below), (__m512)(second * f - below)));
+            }
+        }
+    }
+}
+#define UNPACK(FORM)                                                                            \
+    static void unpack_##FORM(const product *p, int64_t tile, int64_t first, int64_t last,      \
+                              uint32_t *to, int64_t apart) {                                    \
+        unpack_tile(FORM, p, tile, first, last, to, apart);                                     \
+    }
+UNPACK(INT8)
+UNPACK(INT6)
+UNPACK(INT4)
+UNPACK(UINT4)
+UNPACK(UINT5)
+static pack_weight *const unpacks[FORMS] = {
+    [INT8] = unpack_INT8, [INT6] = unpack_INT6, [INT4] = unpack_INT4, [UINT4] = unpack_UINT4,
+    [UINT5] = unpack_UINT5};
+
+int g4ir_takes_gemm(int form, int dtype, int64_t rows, int64_t n, int64_t k) {
+    if (dtype != BF16 || rows < 1 || n < 1 || n % LANE || k < 1 || k % BLOCK) return 0;
+    return form == DENSE || (form >= 0 && form < FORMS && unpacks[form]);
+}
+
+int g4ir_gemm(const void *w, int form, const void *scales, int scales_dtype, const void *x, void *y,
+              int64_t rows, int64_t n, int64_t k, int64_t groups, int threads) {
+    product p = {.w = w, .scales = scales, .scales_dtype = scales_dtype, .groups = groups, .x = x, .y = y,
+                 .dtype = BF16, .rows = rows, .n = n, .k = k};
+    if (form == DENSE) return multiply_packed(&p, pack_dense, threads);
+    p.bytes = OF[form].bytes, p.each = k / groups * OF[form].scales;
+    return multiply_packed(&p, unpacks[form], threads);
+}
+#else
+int g4ir_takes_gemm(int form, int dtype, int64_t rows, int64_t n, int64_t k) { return 0; }
+int g4ir_gemm(const void *w, int form, const void *scales, int scales_dtype, const void *x, void *y,
+              int64_t rows, int64_t n, int64_t k, int64_t groups, int threads) {
+    return 1;
+}
+#endif
