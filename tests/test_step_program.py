@@ -13,6 +13,7 @@ from g4ir.backends.torch_compile.backend import BACKEND
 from g4ir.backends.torch_compile.compile import compile_kernels
 from g4ir.backends.torch_compile.step_program import (
     LOWERINGS,
+    Arena,
     NoInstruction,
     Recorder,
     record_step,
@@ -94,7 +95,7 @@ def recorded(g: Graph) -> bool:
         for v in g.sources()
     }
     try:
-        Recorder("meta").record(g, env)
+        Recorder(Arena("meta")).record(g, env)
     except NoInstruction:
         return False
     return True
@@ -116,7 +117,7 @@ def test_an_instruction_is_its_op(case: tuple[str, int], dtype: str) -> None:
     given = drawn(g, s)
     caches = {v.name: given[v.name].clone() for v in g.state}
     feeds = {v.name: given[v.name] for v in g.inputs}
-    program = record_step(g, {}, caches, feeds)
+    program = record_step(g, {}, caches, feeds, Arena("cpu"))
     made = program.run(feeds)
     # A row that is nearly between two codes may become either.
     wide = dtype == "f32" and all(v.type.dtype not in ("i8", "f8e4m3") for v in g.state)
@@ -147,7 +148,8 @@ def test_what_is_no_number_is_not_swallowed(name: str, bad: float) -> None:
     given = drawn(g, OPS[name].samples[at])
     given["x0"].view(-1)[0] = bad
     feeds = {v.name: given[v.name] for v in g.inputs}
-    made = record_step(g, {}, {v.name: given[v.name] for v in g.state}, feeds).run(feeds)
+    caches = {v.name: given[v.name] for v in g.state}
+    made = record_step(g, {}, caches, feeds, Arena("cpu")).run(feeds)
     got = made[g.outputs[0].name].flatten()
     if bad != bad or name != "softcap":
         assert not got.isfinite().all()
