@@ -3,11 +3,13 @@ contract (tests/contract/test_torch.py)."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import g4ir
 from g4ir.backends.torch_compile import pyops
 from g4ir.backends.torch_compile.backend import BACKEND
 from g4ir.backends.torch_compile.compile import compile_kernels
@@ -16,9 +18,11 @@ from g4ir.backends.torch_compile.step_program import (
     Arena,
     NoInstruction,
     Recorder,
+    StepProgram,
     record_step,
     step_phases,
 )
+from g4ir.engine.session import Session
 from g4ir.ir.graph import Builder, Graph, Program
 from g4ir.ir.interpret import run_node
 from g4ir.ops import OPS
@@ -29,7 +33,9 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.spec.record import load_spec
 from g4ir.weights.pack import split_program
 from tests.configs import VARIANTS
+from tests.engines import some_tokens
 from tests.runner import built_program
+from tests.uncompiled import uncompiled
 
 CASES = [(name, i) for name, op in OPS.items() for i in range(len(op.samples))]
 #: those that stay in fp32 whatever the model's dtype is: weights of experts
@@ -160,6 +166,33 @@ def test_a_step_whose_logits_nobody_reads(engines: Any) -> None:
     session = engines("torch", "tiny-moe").session()
     session.prefill(torch.tensor([[2, 5, 7]]))
     assert [*session.prefill_steps(torch.tensor([[9]]), wanted=False)] == [None]
+
+
+@pytest.mark.parametrize("name", ["tiny-ple", "tiny-moe"])
+def test_a_verification_is_single_steps(tmp_path: Path, name: str) -> None:
+    """Bit by bit, also past a window and in pieces: draft tokens never change a text."""
+    limits = {"max_batch": 3, "max_seq": 64, "prefill_chunk": 16, "draft_tokens": 10}
+    options = {"backend": "torch", "random_weights": 0, "dtype": "bfloat16"}
+    with uncompiled(), g4ir.build(name, tmp_path / "e", **options, **limits) as engine:
+        tokens, session = some_tokens(3, 32), engine.session(3)
+        session.prefill(tokens[:, :21])
+        drafts, counts = tokens[:, 21:], torch.tensor([11, 0, 5])
+        steps = [session.verify(drafts[:, i : i + 1], (counts > i).long()) for i in range(11)]
+        want, caches = torch.cat(steps, 1), held(session)
+        for width in (2, 3, 11):
+            session.truncate(21)
+            few = counts.clamp(max=width)
+            got = session.verify(drafts[:, :width], few)
+            for row, count in enumerate(few.tolist()):
+                assert torch.equal(got[row, :count], want[row, :count])
+        assert all(torch.equal(t, caches[n]) for n, t in held(session).items())
+        programs = session.state.captured
+        assert programs.keys(StepProgram) == {("decode", 1), ("verify", 2)}
+        assert len(programs.keys(Arena)) == 1
+
+
+def held(session: Session) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in session.state.views(64).items()}
 
 
 RECIPES = ("none", "int8", "int4", "fp8")
