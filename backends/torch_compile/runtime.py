@@ -14,7 +14,8 @@ import torch
 from g4ir.backends import sampling
 from g4ir.errors import EngineError
 from g4ir.ir.interpret import run_node
-from g4ir.model.decoder import VERIFY
+from g4ir.ir.rewrite import bind
+from g4ir.model.decoder import TOKENS, VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.ops import OPS
 from g4ir.ops.base import as_tuple
@@ -41,7 +42,7 @@ from .cuda_graph import (
 from .programs import CANDIDATES, CHAINS, END, KERNELS_FILE, phase_steps
 from .schedule import any_length
 from .segment import Glue, Segment, Step, state_steps
-from .step_program import ROWS, Arena, StepProgram, record_step, step_phases
+from .step_program import ROWS, Arena, StepProgram, of_tokens, record_step, step_phases
 from .target import find_target
 from .token_loop import Choose, Embed, RoundLoop, TokenLoop, end_by_torch
 
@@ -205,13 +206,19 @@ class TorchRuntime:
             ]
             return {name: torch.cat([p[name] for p in pieces], 1) for name in pieces[0]}
         phase = phase if tokens > 1 else "decode"
-        views, g = state.views(self.limits.max_seq), self.program.graphs[phase]
-        arena = state.captured.get(Arena, "", lambda: Arena("cpu"))
+        views, captured = state.views(self.limits.max_seq), state.captured
+        arena = captured.get(Arena, "", lambda: Arena("cpu"))
 
-        def make() -> StepProgram:
-            return record_step(g, self.weights, views, feeds, arena)
+        def recorded(count: int) -> StepProgram:
+            g = bind(self.program.graphs[phase], **{str(TOKENS[VERIFY]): count})
+            make = partial(record_step, g, self.weights, views, feeds, arena)
+            return captured.get(StepProgram, (phase, count), make)
 
-        return state.captured.get(StepProgram, (phase, tokens), make).run(feeds, watch)
+        if tokens <= 3 or watch:
+            return recorded(tokens).run(feeds, watch)
+        key = ("linear", tokens)
+        step = captured.get(StepProgram, key, lambda: of_tokens(recorded(2), recorded(3), tokens))
+        return step.run(feeds)
 
     def _results(self, phase: str, env: Tensors) -> Tensors:
         return {v.name: env[v.name] for v in self.program.graphs[phase].outputs}

@@ -12,6 +12,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from heapq import heappop, heappush
+from itertools import count
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -93,19 +97,22 @@ class Arena:
     """Memory for the values of steps, reused after their last use and by every step of a session.
 
     Blocks have the size of the same value in a step of ROWS rows, so steps of any number of rows
-    share them; memory that no step touches is never made resident."""
+    share them, and a value has the same address in all of them: the first block that is free.
+    Memory that no step touches is never made resident."""
 
     def __init__(self, device: str) -> None:
         self.device, self.rows = device, ROWS
-        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self._lent: dict[int, Tensor] = {}
+        #: heaps of free blocks by size, and blocks in use by storage: each with its number
+        self._free: defaultdict[int, list[tuple[int, Tensor]]] = defaultdict(list)
+        self._lent: dict[int, tuple[int, Tensor]] = {}
         self._users: Counter[int] = Counter()
+        self._numbers = count()
 
     def begin(self, rows: int) -> None:
         """Lend all memory anew, to a step of so many rows: its values replace those of others."""
         self.rows = rows
-        for block in self._lent.values():
-            self._free[block.numel()].append(block)
+        for number, block in self._lent.values():
+            heappush(self._free[block.numel()], (number, block))
         self._lent.clear()
         self._users.clear()
 
@@ -113,18 +120,23 @@ class Arena:
         size = torch.Size(shape).numel() * dtype.itemsize
         size = size * max(ROWS, self.rows) // self.rows
         size = -(-max(size, 1) // _LINE) * _LINE
-        free = self._free[size]
-        block = free.pop() if free else torch.empty(size, dtype=torch.uint8, device=self.device)
-        self._lent[_storage(block)] = block
+        if free := self._free[size]:
+            number, block = heappop(free)
+        else:
+            number, block = (
+                next(self._numbers),
+                torch.empty(size, dtype=torch.uint8, device=self.device),
+            )
+        self._lent[_storage(block)] = number, block
         return block.view(dtype)[: torch.Size(shape).numel()].view(shape)
 
-    def use(self, t: Tensor, count: int) -> None:
+    def use(self, t: Tensor, more: int) -> None:
         """Add so many users of a tensor's memory; memory without users is reused."""
         key = _storage(t)
-        self._users[key] += count
+        self._users[key] += more
         if not self._users[key] and key in self._lent:
-            block = self._lent.pop(key)
-            self._free[block.numel()].append(block)
+            number, block = self._lent.pop(key)
+            heappush(self._free[block.numel()], (number, block))
 
 
 def _storage(t: Tensor) -> int:
@@ -319,10 +331,14 @@ def _rope(r: Recorder, n: Node, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y
 
 
+#: of every program in the same memory
+_frequencies = cache(inverse_frequencies)
+
+
 def _rope_table(r: Recorder, n: Node, positions: Tensor) -> tuple[Tensor, Tensor]:
     dim, dtype = n.whole("dim"), torch_dtype(n.word("dtype"))
     theta, fraction, factor = (n.number(name) for name in ("theta", "fraction", "factor"))
-    frequencies = inverse_frequencies(n.word("kind"), theta, dim, fraction, factor)
+    frequencies = _frequencies(n.word("kind"), theta, dim, fraction, factor)
     tables = [r.arena.empty((*positions.shape, dim), dtype) for _ in range(2)]
     _computes(*tables)
     r.emit("rope_table", r.whole(positions), frequencies, *tables)
@@ -522,7 +538,7 @@ def record_step(
         shape = (feeds if v in g.inputs else caches)[v.name].shape
         dims |= {d: size for d, size in zip(v.type.shape, shape) if isinstance(d, str)}
     g = bind(g, **dims)
-    arena.begin(torch.Size(g.inputs[0].type.shape[:2]).numel())
+    arena.begin(prod(_sizes(g.inputs[0])[0][:2]))
     r = Recorder(arena)
     own = {v.name: arena.empty(*_sizes(v)) for v in g.inputs}
     params = {v.name: weights[v.name] for v in g.params}
@@ -537,4 +553,33 @@ def record_step(
         outputs,
         r.ends,
         tuple(t for key, t in held.items() if key not in loaded),
+    )
+
+
+def of_tokens(two: StepProgram, three: StepProgram, tokens: int) -> StepProgram:
+    """Return the program of a step of `tokens` tokens per sequence, two or more, without recording
+    it: addresses and sizes are linear in the tokens, so those of steps of two and of three tokens
+    say all of them."""
+    # Values of other memory would be read from addresses that nothing has.
+    assert [*map(_storage, two.held)] == [*map(_storage, three.held)]
+
+    def numbers(a: Any, b: Any) -> Any:
+        one, other = a.view(np.int64), b.view(np.int64)
+        return (one + (tokens - 2) * (other - one)).view(a.dtype)
+
+    def tensor(a: Tensor, b: Tensor) -> Tensor:
+        shape = [n + (tokens - 2) * (more - n) for n, more in zip(a.shape, b.shape, strict=True)]
+        return a.as_strided(shape, torch.empty(shape, device="meta").stride())
+
+    def tensors(a: Tensors, b: Tensors) -> Tensors:
+        return {name: tensor(t, b[name]) for name, t in a.items()}
+
+    return StepProgram(
+        numbers(two.instructions, three.instructions),
+        numbers(two.operands, three.operands),
+        two.room,
+        tensors(two.feeds, three.feeds),
+        tensors(two.outputs, three.outputs),
+        (),
+        two.held,
     )

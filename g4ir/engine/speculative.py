@@ -133,11 +133,11 @@ class StepCosts:
         known = {t: median(s) for (b, t), s in self._seconds.items() if b == batch and s}
         tokens, widths = np.arange(1, most + 1), sorted(known)
         if widths[:1] != [1]:
-            return (1 + COST * (tokens - 1)).tolist()  # type: ignore[no-any-return]
+            return (1 + COST * (tokens - 1)).tolist()
         seconds = np.array([known[t] for t in widths])
         seconds = np.minimum.accumulate(seconds[::-1])[::-1] / known[1]
         beyond = np.maximum(tokens - widths[-1], 0)
-        return (np.interp(tokens, widths, seconds) + COST * beyond).tolist()  # type: ignore[no-any-return]
+        return (np.interp(tokens, widths, seconds) + COST * beyond).tolist()
 
 
 class Pace:
