@@ -141,7 +141,8 @@ class StepCosts:
 
 
 class Pace:
-    """How many tokens to draft for a row, by what became of the last ones and by what steps cost."""
+    """How many tokens to draft for a sequence, by what became of its last drafts and by the cost of
+    steps."""
 
     def __init__(self, most: int) -> None:
         self.most = self._count = most
