@@ -209,10 +209,12 @@ class TorchRuntime:
         views, captured = state.views(self.limits.max_seq), state.captured
         arena = captured.get(Arena, "", lambda: Arena("cpu"))
 
-        def recorded(count: int) -> StepProgram:
+        def record(count: int) -> StepProgram:
             g = bind(self.program.graphs[phase], **{str(TOKENS[VERIFY]): count})
-            make = partial(record_step, g, self.weights, views, feeds, arena)
-            return captured.get(StepProgram, (phase, count), make)
+            return record_step(g, self.weights, views, feeds, arena)
+
+        def recorded(count: int) -> StepProgram:
+            return captured.get(StepProgram, (phase, count), lambda: record(count))
 
         if tokens <= 3 or watch:
             return recorded(tokens).run(feeds, watch)
