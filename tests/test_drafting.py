@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ from g4ir.engine.speculative import (
     NgramProposer,
     Pace,
     SpeculativeConfig,
+    StepCosts,
 )
 from g4ir.errors import InputError
 from g4ir.model.decoder import VERIFY
@@ -89,7 +91,7 @@ def test_text_is_that_of_single_steps(
         return [t if rng.random() < 0.7 else rng.randrange(3, 500) for t in right]
 
     monkeypatch.setattr(NgramProposer, "propose", propose)
-    monkeypatch.setattr(Pace, "count", lambda _: 4)
+    monkeypatch.setattr(Pace, "count", lambda *_: 4)
     tally, seen = AcceptanceStats(), list[tuple[int, int]]()
     options = {"draft": "ngram", "tally": tally, **how}
     got = engine.generate(
@@ -186,22 +188,53 @@ def test_pace(told: list[tuple[int, int]]) -> None:
     pause is longer than the longest."""
     pace, idle = Pace(8), 0
     for drafted, right in told:
-        count = pace.count()
+        count = pace.count(COSTS)
         assert 0 <= count <= 8
         idle = 0 if count else idle + 1
         assert idle <= LONGEST_PAUSE
         if count:
-            pace.told(min(drafted, count), min(right, drafted, count))
+            pace.told(min(drafted, count), min(right, drafted, count), COSTS)
 
 
-def test_pace_of_drafts_that_are_always_wrong_or_right() -> None:
-    wrong = Pace(8)
-    drafted = [wrong.count() for _ in range(400) if wrong.told(wrong._count, 0) or True]
-    assert sum(drafted) * COST < 0.1 * 400
-    right = Pace(8)
-    for _ in range(100):
-        assert right.count() == 8
-        right.told(8, 8)
+#: of steps that are not measured
+COSTS = StepCosts().of(1, 9)
+
+
+def paced(chance: float, costs: list[float], rounds: int = 400) -> tuple[float, list[int]]:
+    """Steps of one token that a text takes, by each of its tokens, whose drafts are right with this
+    chance; and the counts of drafts."""
+    pace, rng, took, tokens, counts = Pace(8), random.Random(0), 0.0, 0, list[int]()
+    for _ in range(rounds):
+        counts.append(count := pace.count(costs))
+        right = next((i for i in range(count) if rng.random() >= chance), count)
+        pace.told(count, right, costs)
+        took, tokens = took + costs[count], tokens + right + 1
+    return took / tokens, counts[rounds // 2 :]
+
+
+def test_pace_follows_what_is_right_and_what_steps_cost() -> None:
+    """Wrong drafts cost next to nothing; right ones are as many as steps make cheap."""
+    cheap, dear = [1 + 0.02 * i for i in range(9)], [1 + 0.6 * i for i in range(9)]
+    assert paced(0, COSTS)[0] < 1.03 and paced(0, dear)[0] < 1.1
+    assert {*paced(1, COSTS)[1]} == {*paced(1, dear)[1]} == {8}
+    assert paced(0.2, cheap)[0] < 0.87 and paced(0.2, dear)[0] < 1.1
+    steps = [1, 1.02, 1.04, 1.1, 2, 3, 4, 5, 6]
+    took, counts = paced(0.8, steps)
+    assert took < 0.5 and max(counts) == 3
+    assert median(paced(0.8, cheap)[1]) > median(paced(0.5, cheap)[1]) >= 1
+
+
+def test_costs_of_steps() -> None:
+    """The median of the newest ones, by batch; between and beyond what is measured, lines."""
+    costs = StepCosts()
+    for batch, tokens, times in ((1, 1, (9, 2, 2)), (1, 3, (90, 3, 99, 3)), (1, 4, (5, 2.8))):
+        for seconds in times:
+            costs.add(batch, tokens, seconds)
+    assert costs.of(1, 6) == pytest.approx([1, 1.2, 1.4, 1.4, 1.4 + COST, 1.4 + 2 * COST])
+    assert costs.of(2, 3) == pytest.approx([1, 1 + COST, 1 + 2 * COST])
+    for _ in range(99):
+        costs.add(1, 1, 1.4)
+    assert costs.of(1, 3) == pytest.approx([1, 1.5, 2])
 
 
 def test_tally() -> None:

@@ -3,21 +3,25 @@ contract (tests/contract/test_torch.py)."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import g4ir
 from g4ir.backends.torch_compile import pyops
 from g4ir.backends.torch_compile.backend import BACKEND
 from g4ir.backends.torch_compile.compile import compile_kernels
 from g4ir.backends.torch_compile.step_program import (
     LOWERINGS,
+    Arena,
     NoInstruction,
     Recorder,
     record_step,
     step_phases,
 )
+from g4ir.engine.session import Session
 from g4ir.ir.graph import Builder, Graph, Program
 from g4ir.ir.interpret import run_node
 from g4ir.ops import OPS
@@ -28,7 +32,9 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.spec.record import load_spec
 from g4ir.weights.pack import split_program
 from tests.configs import VARIANTS
+from tests.engines import some_tokens
 from tests.runner import built_program
+from tests.uncompiled import uncompiled
 
 CASES = [(name, i) for name, op in OPS.items() for i in range(len(op.samples))]
 #: those that stay in fp32 whatever the model's dtype is: weights of experts
@@ -94,7 +100,7 @@ def recorded(g: Graph) -> bool:
         for v in g.sources()
     }
     try:
-        Recorder("meta").record(g, env)
+        Recorder(Arena("meta")).record(g, env)
     except NoInstruction:
         return False
     return True
@@ -116,7 +122,7 @@ def test_an_instruction_is_its_op(case: tuple[str, int], dtype: str) -> None:
     given = drawn(g, s)
     caches = {v.name: given[v.name].clone() for v in g.state}
     feeds = {v.name: given[v.name] for v in g.inputs}
-    program = record_step(g, {}, caches, feeds)
+    program = record_step(g, {}, caches, feeds, Arena("cpu"))
     made = program.run(feeds)
     # A row that is nearly between two codes may become either.
     wide = dtype == "f32" and all(v.type.dtype not in ("i8", "f8e4m3") for v in g.state)
@@ -147,7 +153,8 @@ def test_what_is_no_number_is_not_swallowed(name: str, bad: float) -> None:
     given = drawn(g, OPS[name].samples[at])
     given["x0"].view(-1)[0] = bad
     feeds = {v.name: given[v.name] for v in g.inputs}
-    made = record_step(g, {}, {v.name: given[v.name] for v in g.state}, feeds).run(feeds)
+    caches = {v.name: given[v.name] for v in g.state}
+    made = record_step(g, {}, caches, feeds, Arena("cpu")).run(feeds)
     got = made[g.outputs[0].name].flatten()
     if bad != bad or name != "softcap":
         assert not got.isfinite().all()
@@ -158,6 +165,32 @@ def test_a_step_whose_logits_nobody_reads(engines: Any) -> None:
     session = engines("torch", "tiny-moe").session()
     session.prefill(torch.tensor([[2, 5, 7]]))
     assert [*session.prefill_steps(torch.tensor([[9]]), wanted=False)] == [None]
+
+
+@pytest.mark.parametrize("name", ["tiny-ple", "tiny-moe"])
+def test_a_verification_is_single_steps(tmp_path: Path, name: str) -> None:
+    """Bit by bit, also past a window and in pieces: draft tokens never change a text."""
+    limits = {"max_batch": 3, "max_seq": 64, "prefill_chunk": 16, "draft_tokens": 10}
+    options = {"backend": "torch", "random_weights": 0, "dtype": "bfloat16"}
+    with uncompiled(), g4ir.build(name, tmp_path / "e", **options, **limits) as engine:
+        for rows, widths in ((1, (2, 3, 5, 8, 11)), (3, (2, 11))):
+            tokens, session = some_tokens(rows, 32), engine.session(rows)
+            session.prefill(tokens[:, :21])
+            drafts, counts = tokens[:, 21:], torch.tensor([11, 0, 5])[:rows]
+            steps = [session.verify(drafts[:, i : i + 1], (counts > i).long()) for i in range(11)]
+            want, caches = torch.cat(steps, 1), held(session)
+            for width in widths:
+                session.truncate(21)
+                few = counts.clamp(max=width)
+                got = session.verify(drafts[:, :width], few)
+                for row, count in enumerate(few.tolist()):
+                    assert torch.equal(got[row, :count], want[row, :count])
+            assert all(torch.equal(t, caches[n]) for n, t in held(session).items())
+            assert len(session.state.captured.keys(Arena)) == 1  # for steps of all widths
+
+
+def held(session: Session) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in session.state.views(64).items()}
 
 
 RECIPES = ("none", "int8", "int4", "fp8")

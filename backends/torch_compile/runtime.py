@@ -14,7 +14,8 @@ import torch
 from g4ir.backends import sampling
 from g4ir.errors import EngineError
 from g4ir.ir.interpret import run_node
-from g4ir.model.decoder import VERIFY
+from g4ir.ir.rewrite import bind
+from g4ir.model.decoder import TOKENS, VERIFY
 from g4ir.model.draft import DRAFT
 from g4ir.ops import OPS
 from g4ir.ops.base import as_tuple
@@ -41,7 +42,7 @@ from .cuda_graph import (
 from .programs import CANDIDATES, CHAINS, END, KERNELS_FILE, phase_steps
 from .schedule import any_length
 from .segment import Glue, Segment, Step, state_steps
-from .step_program import StepProgram, record_step, step_phases
+from .step_program import ROWS, Arena, StepProgram, of_tokens, record_step, step_phases
 from .target import find_target
 from .token_loop import Choose, Embed, RoundLoop, TokenLoop, end_by_torch
 
@@ -192,16 +193,34 @@ class TorchRuntime:
     def _run_program(
         self, phase: str, feeds: Tensors, state: Caches, watch: Watch | None
     ) -> Tensors:
-        """Run a step program over all slots of the session's caches: it reads those in use."""
+        """Run a step program over all slots of the session's caches: it reads those in use. More
+        rows than a step has are pieces of fewer tokens, one after the other, but for a watch."""
         if not self.weights:
             raise EngineError("the engine is closed")
-        views, g = state.views(self.limits.max_seq), self.program.graphs[phase]
-        shapes = tuple(tuple(feeds[v.name].shape) for v in g.inputs)
+        batch, tokens = feeds["positions"].shape
+        width = ROWS // batch
+        if tokens > width and watch is None:
+            pieces = [
+                self._run_program(phase, _piece(feeds, at, width), state, watch)
+                for at in range(0, tokens, width)
+            ]
+            return {name: torch.cat([p[name] for p in pieces], 1) for name in pieces[0]}
+        phase = phase if tokens > 1 else "decode"
+        views, captured = state.views(self.limits.max_seq), state.captured
+        arena = captured.get(Arena, "", lambda: Arena("cpu"))
 
-        def make() -> StepProgram:
-            return record_step(g, self.weights, views, feeds)
+        def record(count: int) -> StepProgram:
+            g = bind(self.program.graphs[phase], **{str(TOKENS[VERIFY]): count})
+            return record_step(g, self.weights, views, feeds, arena)
 
-        return state.captured.get(StepProgram, (phase, shapes), make).run(feeds, watch)
+        def recorded(count: int) -> StepProgram:
+            return captured.get(StepProgram, (phase, count), lambda: record(count))
+
+        if tokens <= 3 or watch:
+            return recorded(tokens).run(feeds, watch)
+        key = ("linear", tokens)
+        step = captured.get(StepProgram, key, lambda: of_tokens(recorded(2), recorded(3), tokens))
+        return step.run(feeds)
 
     def _results(self, phase: str, env: Tensors) -> Tensors:
         return {v.name: env[v.name] for v in self.program.graphs[phase].outputs}
@@ -374,6 +393,12 @@ def check_aligned(caches: Tensors) -> None:
                 f"cache {name} lies at {t.data_ptr():#x}, which is no multiple of 16: a program "
                 f"would write to a copy; use an allocator that aligns its memory"
             )
+
+
+def _piece(feeds: Tensors, at: int, width: int) -> dict[str, Tensor]:
+    """Return the feeds of `width` tokens, from `at` on, of each row."""
+    piece = {name: t[:, at : at + width] for name, t in feeds.items() if name != "lengths"}
+    return piece | {"lengths": (feeds["lengths"] - at).clamp(0, width)}
 
 
 def _placed(t: Tensor, device: str, mapped: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""A decode step on the CPU as one program: a list of instructions for cpu/step.c.
+"""A decode or verification step on the CPU as one program: a list of instructions for cpu/step.c.
 
 A session's caches, the engine's weights and the memory of all values have fixed addresses. So a
 step is recorded once, op by op, and then runs without torch or Python between its products. What
@@ -12,13 +12,18 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from heapq import heappop, heappush
+from itertools import count
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
-from g4ir.ir.graph import Graph, Node, Program
+from g4ir.ir.graph import Graph, Node, Program, Value
 from g4ir.ir.rewrite import bind
+from g4ir.model.decoder import VERIFY
 from g4ir.ops.base import as_tuple
 from g4ir.ops.codecs import FORM_OF
 from g4ir.ops.collective import COLLECTIVES
@@ -45,7 +50,7 @@ KINDS = (
 _WITHOUT_SCRATCH = {"softcap", "glu", "cache_write", "attention", "linear", "linear_coded"}
 _INSTRUCTION = np.dtype([("kind", "i8"), ("first", "i8"), ("n", "i8", 4), ("f", "f8")])
 _OPERAND = np.dtype([("at", "u8"), ("sizes", "i8", 7)])
-#: most rows of a decode step: products of more are a library's
+#: most rows of a step: products of more are a library's
 ROWS = 8
 #: instruction -> how many of its operands, the first ones, may have strides; others: all
 STRIDED = {"linear": 0, "linear_coded": 0, "attention": 0, "add_integers": 0, "experts": 0}
@@ -64,50 +69,73 @@ def step_phases(program: Program, limits: Limits, device: str) -> tuple[str, ...
     """Return the graphs of an engine that run as step programs."""
     if device != "cpu" or limits.max_batch > ROWS:
         return ()
-    return ("decode",) if _records(program.graphs["decode"], limits) else ()
+    phases = [p for p in ("decode", VERIFY) if p in program.graphs]
+    return tuple(p for p in phases if _records(program.graphs[p], limits))
 
 
 def _records(g: Graph, limits: Limits) -> bool:
     """Whether every op of a graph has an instruction: it is recorded without memory."""
     dims = {d: 2 for v in g.sources() for d in v.type.shape if isinstance(d, str)}
     g = bind(g, **dims | {"B": limits.max_batch})
-    env = {v.name: _empty(v, "meta") for v in g.sources()}
+    env = {}
+    for v in g.sources():
+        shape, dtype = _sizes(v)
+        env[v.name] = torch.empty(shape, dtype=dtype, device="meta")
     try:
-        Recorder("meta").record(g, env)
+        Recorder(Arena("meta")).record(g, env)
     except NoInstruction:
         return False
     return True
 
 
-def _empty(v: Any, device: str) -> Tensor:
-    shape = [int(d) for d in v.type.shape]
-    return torch.empty(shape, dtype=torch_dtype(v.type.dtype), device=device)
+def _sizes(v: Value) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(int(d) for d in v.type.shape), torch_dtype(v.type.dtype)
 
 
 class Arena:
-    """Memory for the values of a step, reused after their last use."""
+    """Memory for the values of steps, reused after their last use and by every step of a session.
+
+    Blocks have the size of the same value in a step of ROWS rows, so steps of any number of rows
+    share them, and a value has the same address in all of them: the first block that is free.
+    Memory that no step touches is never made resident."""
 
     def __init__(self, device: str) -> None:
-        self.device = device
-        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self._lent: dict[int, Tensor] = {}
+        self.device, self.rows = device, ROWS
+        #: heaps of free blocks by size, and blocks in use by storage: each with its number
+        self._free: defaultdict[int, list[tuple[int, Tensor]]] = defaultdict(list)
+        self._lent: dict[int, tuple[int, Tensor]] = {}
         self._users: Counter[int] = Counter()
+        self._numbers = count()
+
+    def begin(self, rows: int) -> None:
+        """Lend all memory anew, to a step of so many rows: its values replace those of others."""
+        self.rows = rows
+        for number, block in self._lent.values():
+            heappush(self._free[block.numel()], (number, block))
+        self._lent.clear()
+        self._users.clear()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize
+        size = size * max(ROWS, self.rows) // self.rows
         size = -(-max(size, 1) // _LINE) * _LINE
-        free = self._free[size]
-        block = free.pop() if free else torch.empty(size, dtype=torch.uint8, device=self.device)
-        self._lent[_storage(block)] = block
+        if free := self._free[size]:
+            number, block = heappop(free)
+        else:
+            number, block = (
+                next(self._numbers),
+                torch.empty(size, dtype=torch.uint8, device=self.device),
+            )
+        self._lent[_storage(block)] = number, block
         return block.view(dtype)[: torch.Size(shape).numel()].view(shape)
 
-    def use(self, t: Tensor, count: int) -> None:
+    def use(self, t: Tensor, more: int) -> None:
         """Add so many users of a tensor's memory; memory without users is reused."""
         key = _storage(t)
-        self._users[key] += count
+        self._users[key] += more
         if not self._users[key] and key in self._lent:
-            block = self._lent.pop(key)
-            self._free[block.numel()].append(block)
+            number, block = self._lent.pop(key)
+            heappush(self._free[block.numel()], (number, block))
 
 
 def _storage(t: Tensor) -> int:
@@ -118,8 +146,8 @@ def _storage(t: Tensor) -> int:
 class Recorder:
     """Turns the nodes of a graph, all dims bound, into instructions."""
 
-    def __init__(self, device: str) -> None:
-        self.arena = Arena(device)
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
         self.env: dict[str, Any] = {}
         self.operands: list[tuple[int, tuple[int, ...]]] = []
         self.instructions: list[tuple[int, int, tuple[int, ...], float]] = []
@@ -302,10 +330,14 @@ def _rope(r: Recorder, n: Node, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y
 
 
+#: of every program in the same memory
+_frequencies = cache(inverse_frequencies)
+
+
 def _rope_table(r: Recorder, n: Node, positions: Tensor) -> tuple[Tensor, Tensor]:
     dim, dtype = n.whole("dim"), torch_dtype(n.word("dtype"))
     theta, fraction, factor = (n.number(name) for name in ("theta", "fraction", "factor"))
-    frequencies = inverse_frequencies(n.word("kind"), theta, dim, fraction, factor)
+    frequencies = _frequencies(n.word("kind"), theta, dim, fraction, factor)
     tables = [r.arena.empty((*positions.shape, dim), dtype) for _ in range(2)]
     _computes(*tables)
     r.emit("rope_table", r.whole(positions), frequencies, *tables)
@@ -496,17 +528,22 @@ class StepProgram:
         pyops.run_instructions(self.instructions[start:end], self.operands, self.room)
 
 
-def record_step(g: Graph, weights: Tensors, caches: Tensors, feeds: Tensors) -> StepProgram:
-    """Record a graph for these caches and feeds of these shapes."""
+def record_step(
+    g: Graph, weights: Tensors, caches: Tensors, feeds: Tensors, arena: Arena
+) -> StepProgram:
+    """Record a graph for these caches and feeds of these shapes. Programs of one arena must not run
+    at the same time."""
     dims: dict[str, int] = {}
     for v in (*g.inputs, *g.state):
         shape = (feeds if v in g.inputs else caches)[v.name].shape
         dims |= {d: size for d, size in zip(v.type.shape, shape) if isinstance(d, str)}
     g = bind(g, **dims)
-    r = Recorder("cpu")
-    own = {v.name: _empty(v, "cpu") for v in g.inputs}
+    arena.begin(prod(_sizes(g.inputs[0])[0][:2]))
+    r = Recorder(arena)
+    own = {v.name: arena.empty(*_sizes(v)) for v in g.inputs}
     params = {v.name: weights[v.name] for v in g.params}
     outputs = r.record(g, {**own, **params, **{v.name: caches[v.name] for v in g.state}})
+    held = {_storage(t): t for t in r.tensors}
     loaded = {_storage(t) for t in params.values()}
     return StepProgram(
         np.array(r.instructions, _INSTRUCTION),
@@ -515,5 +552,34 @@ def record_step(g: Graph, weights: Tensors, caches: Tensors, feeds: Tensors) -> 
         own,
         outputs,
         r.ends,
-        tuple(t for t in r.tensors if _storage(t) not in loaded),
+        tuple(t for key, t in held.items() if key not in loaded),
+    )
+
+
+def of_tokens(two: StepProgram, three: StepProgram, tokens: int) -> StepProgram:
+    """Return the program of a step of `tokens` tokens per sequence, two or more, without recording
+    it: addresses and sizes are linear in the tokens, so those of steps of two and of three tokens
+    say all of them."""
+    # Values of other memory would be read from addresses that nothing has.
+    assert [*map(_storage, two.held)] == [*map(_storage, three.held)]
+
+    def numbers(a: Any, b: Any) -> Any:
+        one, other = a.view(np.int64), b.view(np.int64)
+        return (one + (tokens - 2) * (other - one)).view(a.dtype)
+
+    def tensor(a: Tensor, b: Tensor) -> Tensor:
+        shape = [n + (tokens - 2) * (more - n) for n, more in zip(a.shape, b.shape, strict=True)]
+        return a.as_strided(shape, torch.empty(shape, device="meta").stride())
+
+    def tensors(a: Tensors, b: Tensors) -> Tensors:
+        return {name: tensor(t, b[name]) for name, t in a.items()}
+
+    return StepProgram(
+        numbers(two.instructions, three.instructions),
+        numbers(two.operands, three.operands),
+        two.room,
+        tensors(two.feeds, three.feeds),
+        tensors(two.outputs, three.outputs),
+        (),
+        two.held,
     )

@@ -101,7 +101,8 @@ class DraftRounds:
 
     def step(self) -> Tokens:
         """Return the tokens of the next round."""
-        count = max(self.drafters[s.slot].count(s.room - 1) for s in self.running)
+        batch = self.session.batch
+        count = max(self.drafters[s.slot].count(s.room - 1, batch) for s in self.running)
         made = self.loop.run(count)
         before = self.session.length + self._taken
         kept = torch.tensor([len(tokens) for tokens in made.tokens])
@@ -109,7 +110,7 @@ class DraftRounds:
         self._fed = torch.maximum(self._fed, self._taken + fed)
         self._taken += kept
         for row, drafter in self.drafters.items():
-            drafter.told(count, len(made.tokens[row]))
+            drafter.told(count, len(made.tokens[row]), batch)
         return {row: made.tokens[row] if made.finite[row] else [None] for row in self.drafters}
 
     def close(self) -> list[Tokens]:

@@ -46,7 +46,7 @@ from .requests import (
     Totals,
     check_least,
 )
-from .speculative import NGRAM, NO_DRAFT, RowDrafts, SpeculativeConfig, find_draft
+from .speculative import NGRAM, NO_DRAFT, RowDrafts, SpeculativeConfig, StepCosts, find_draft
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class Scheduler:
         self.batch: Batch[SequenceState] = Batch(engine, sizes, config.patience)
         self.prefiller = Prefiller(engine, config.prefix_bytes)
         self.prefixes, self.totals = self.prefiller.prefixes, Totals()
+        self.costs = StepCosts()
         self.suppress, self._eos = engine.suppressed(), frozenset(engine.stop_ids())
         self._queue: list[RequestHandle] = []
         self._number = 0
@@ -259,21 +260,24 @@ class Scheduler:
         if draft and len(running) <= self.config.draft_rows:
             for s in running:
                 tallies = self.totals.tally, s.handle.tally
-                s.drafter = s.drafter or RowDrafts(draft, s.handle.request.tokens, tallies)
+                prompt = s.handle.request.tokens
+                s.drafter = s.drafter or RowDrafts(draft, prompt, tallies, self.costs)
                 out[s.slot] = s.drafter
         return out
 
     def _drafts(self, running: Running, drafters: Drafters) -> Mapping[int, Sequence[int]]:
         if not drafters:
             return {s.slot: () for s in running}
-        counts = {s.slot: drafters[s.slot].count(s.room - 1) for s in running}
+        batch = self.batch.session.batch
+        counts = {s.slot: drafters[s.slot].count(s.room - 1, batch) for s in running}
         if self.config.draft.source == NGRAM:
             return {s.slot: drafters[s.slot].propose(s.tokens, counts[s.slot]) for s in running}
         return self.batch.session.draft({s.slot: s.tokens[-1] for s in running}, counts)
 
     def _verified(self, running: Running, drafters: Drafters) -> Made:
         """Choose a token for each sequence, and another for each draft token that is right."""
-        session, drafts = self.batch.session, self._drafts(running, drafters)
+        begun, session = time.perf_counter(), self.batch.session
+        drafts = self._drafts(running, drafters)
         kept, made = session.length.clone(), {s: list[Drawn]() for s in running}
         fed = {s.slot: (s.tokens[-1], *drafts[s.slot]) for s in running}
         logits, going = session.verify(*padded(fed, session.batch)), running
@@ -289,8 +293,9 @@ class Scheduler:
                 kept[s.slot] += len(choices)
             session.truncate(kept)
         if drafters:
+            self.costs.add(session.batch, logits.shape[1], time.perf_counter() - begun)
             for s in running:
-                drafters[s.slot].told(len(drafts[s.slot]), len(made[s]))
+                drafters[s.slot].told(len(drafts[s.slot]), len(made[s]), session.batch)
         return made
 
     def _coming(self, taken: int = 0) -> int:

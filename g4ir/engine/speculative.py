@@ -9,9 +9,10 @@ or from a draft model, which continues from the hidden state of the large one.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import numpy as np
 
@@ -24,8 +25,12 @@ NONE, NGRAM, MTP = "none", "ngram", "mtp"
 DRAFTS = (NONE, NGRAM, MTP)
 #: tokens at the end of a text that must be found again for a draft, and that are compared at most
 LEAST_MATCH, MOST_MATCH = 2, 16
-#: what a drafted token costs as a share of a step; a right one saves a step
+#: what a draft token costs as a share of a step, until steps of so many tokens are measured
 COST = 0.12
+#: measured steps of a width that count: the newest
+NEWEST = 9
+#: how much the rounds before count against a new one
+MEMORY = 0.7
 #: steps of pause after drafts that did not pay: at first, and at most
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64
 
@@ -105,27 +110,65 @@ class NgramProposer:
         return found
 
 
+class StepCosts:
+    """What steps cost by their tokens per sequence, in steps of one token: measured as they happen.
+
+    Costs decide how many tokens are drafted, and so how fast a text comes, never what it says."""
+
+    def __init__(self) -> None:
+        #: (batch, tokens) -> seconds of the newest steps, without the first one, which also
+        #: prepares such steps
+        self._seconds: dict[tuple[int, int], deque[float]] = {}
+
+    def add(self, batch: int, tokens: int, seconds: float) -> None:
+        """Take in a step of `batch` sequences and so many tokens each."""
+        if (batch, tokens) in self._seconds:
+            self._seconds[batch, tokens].append(seconds)
+        else:
+            self._seconds[batch, tokens] = deque(maxlen=NEWEST)
+
+    def of(self, batch: int, most: int) -> list[float]:
+        """Return the costs of steps of 1 to `most` tokens per sequence. No step costs more than one
+        of more tokens; between measured ones costs are linear, and COST for each token beyond."""
+        known = {t: median(s) for (b, t), s in self._seconds.items() if b == batch and s}
+        tokens, widths = np.arange(1, most + 1), sorted(known)
+        if widths[:1] != [1]:
+            return (1 + COST * (tokens - 1)).tolist()
+        seconds = np.array([known[t] for t in widths])
+        seconds = np.minimum.accumulate(seconds[::-1])[::-1] / known[1]
+        beyond = np.maximum(tokens - widths[-1], 0)
+        return (np.interp(tokens, widths, seconds) + COST * beyond).tolist()
+
+
 class Pace:
-    """How many tokens to draft for a row, by what became of the last ones alone."""
+    """How many tokens to draft for a sequence, by what became of its last drafts and by the cost of
+    steps."""
 
     def __init__(self, most: int) -> None:
         self.most = self._count = most
+        #: draft tokens that were right, and that were looked at; older rounds count less
+        self._right, self._tried = 1.0, 2.0
         #: steps that were saved, less those that drafts cost
         self._credit = 1.0
         self._pause, self._next_pause = 0, FIRST_PAUSE
 
-    def count(self) -> int:
-        """Return how many tokens the next round drafts at most; 0 while it pauses."""
+    def count(self, costs: Sequence[float]) -> int:
+        """Return how many tokens the next round drafts at most: as many as gain most if each is
+        right with the same chance; 0 while it pauses. costs: of steps of 1, 2, ... tokens."""
         if self._pause:
             self._pause -= 1
             return 0
-        return self._count
+        share = self._right / self._tried
+        tokens = np.cumsum(share ** np.arange(self._count + 1))
+        return 1 + int(np.argmax(tokens[1:] / costs[1 : self._count + 1]))
 
-    def told(self, drafted: int, accepted: int) -> None:
+    def told(self, drafted: int, accepted: int, costs: Sequence[float]) -> None:
         """Take in what became of a round's drafts."""
         if not drafted:
             return
-        self._credit = min(2.0, self._credit + accepted - COST * (drafted + 1))
+        self._right = MEMORY * self._right + accepted
+        self._tried = MEMORY * self._tried + min(drafted, accepted + 1)
+        self._credit = min(2.0, self._credit + accepted + 1 - costs[drafted])
         self._count = min(self.most, 2 * self._count if accepted == drafted else accepted + 1)
         if accepted == drafted:
             self._next_pause = FIRST_PAUSE
@@ -138,20 +181,25 @@ class RowDrafts:
     """Draft tokens of one sequence: their pace and counts, and its text if they come from that."""
 
     def __init__(
-        self, draft: SpeculativeConfig, prompt: Sequence[int], tallies: Sequence[AcceptanceStats]
+        self,
+        draft: SpeculativeConfig,
+        prompt: Sequence[int],
+        tallies: Sequence[AcceptanceStats],
+        costs: StepCosts,
     ) -> None:
         self.source, self.pace, self._tallies = draft.source, Pace(draft.tokens), tallies
+        self._costs = costs
         self.text = NgramProposer(prompt) if draft.source == NGRAM else None
         #: generated tokens that the text has already
         self._followed = 0
 
-    def count(self, room: int) -> int:
-        """Return how many tokens to draft, at most `room`."""
-        return max(0, min(self.pace.count(), room))
+    def count(self, room: int, batch: int) -> int:
+        """Return how many tokens to draft in a step of `batch` sequences, at most `room`."""
+        return max(0, min(self.pace.count(self._costs.of(batch, self.pace.most + 1)), room))
 
-    def told(self, drafted: int, tokens: int) -> None:
+    def told(self, drafted: int, tokens: int, batch: int) -> None:
         """Count a round that drafted so many tokens and yielded so many."""
-        self.pace.told(drafted, tokens - 1)
+        self.pace.told(drafted, tokens - 1, self._costs.of(batch, self.pace.most + 1))
         for tally in self._tallies:
             tally.add(drafted, tokens)
 

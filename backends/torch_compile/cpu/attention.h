@@ -4,8 +4,8 @@
  * core's own cache meanwhile. A thread has so many at least. */
 #define KEYS 96
 #define KEYS_LEAST 48
-/* The score of what a query does not see. */
-#define UNSEEN -3e38f
+/* Below every score. */
+#define LOWEST -3e38f
 
 typedef float eight __attribute__((vector_size(32)));
 typedef float any_eight __attribute__((vector_size(32), aligned(4), may_alias));
@@ -20,7 +20,8 @@ typedef struct {
     int64_t batch, queries, heads, kv_heads, d, slots, width, window;
     float scale;
     /* The same of all: */
-    int64_t parts, group, rows; /* of the keys; heads and queries that share keys */
+    int64_t parts, group;       /* of the keys; heads that share keys */
+    int64_t rows, padded;       /* of all queries, and of one in whole groups of TOGETHER */
     int64_t wide;               /* numbers of a row as it is taken */
     int as_held;                /* whether that is as it is held, else in fp32 */
     float *partial;
@@ -43,36 +44,35 @@ typedef struct {
 
 /* By parts: sums of values [rows, wide], then the most and the total of each row. */
 static inline int64_t partial_size(const attention *a) {
-    return a->rows * a->wide + 2 * ((a->rows + TOGETHER - 1) / TOGETHER * TOGETHER);
+    return a->rows * a->wide + 2 * a->queries * a->padded;
 }
 
 static inline int64_t held_bytes(const attention *a) {
     return a->held == F32 ? 4 : a->held > F16 ? 1 : 2;
 }
 
-/* The first position that a row of the batch reads of its cache, and how many. */
-static int64_t span(const attention *a, int64_t b, int64_t *count) {
-    const int64_t *at = a->positions + b * a->queries;
-    int64_t first = at[0], last = at[0];
-    for (int64_t s = 1; s < a->queries; s++) {
-        first = least(first, at[s]);
-        last = -least(-last, -at[s]);
-    }
-    int64_t oldest = a->written[b] - a->slots, end = least(last + 1, a->written[b]);
-    first = a->window ? first - a->window + 1 : 0;
+/* Positions of keys: those that are not read yet of a query's part. */
+typedef struct {
+    int64_t from, end;
+} keys_left;
+
+/* The keys that a part of a query reads of its cache. */
+static keys_left keys_of(const attention *a, int64_t b, int64_t s, int64_t part) {
+    int64_t last = a->positions[b * a->queries + s], oldest = a->written[b] - a->slots;
+    int64_t first = a->window ? last - a->window + 1 : 0;
     first = -least(-first, -oldest);
     first = first < 0 ? 0 : first;
-    *count = end > first ? end - first : 0;
-    return first;
+    int64_t count = least(last + 1, a->written[b]) - first;
+    count = count > 0 ? count : 0;
+    return (keys_left){first + count * part / a->parts, first + count * (part + 1) / a->parts};
 }
 
-/* Keys (0) or values (1) of a head from the i-th on that are read. */
-static row_run run_of(const attention *a, int value, int64_t b, int64_t h, int64_t first,
-                      int64_t count, int64_t i) {
-    int64_t slot = (first + i) % a->slots, row = (slot * a->batch + b) * a->kv_heads + h;
+/* Up to KEYS keys (0) or values (1) of a head. */
+static row_run run_of(const attention *a, int value, int64_t b, int64_t h, keys_left left) {
+    int64_t slot = left.from % a->slots, row = (slot * a->batch + b) * a->kv_heads + h;
     const char *rows = a->kept[value];
     return (row_run){rows + row * a->width * held_bytes(a), a->batch * a->kv_heads * a->width,
-                     least(count - i, a->slots - slot)};
+                     least(KEYS, least(left.end - left.from, a->slots - slot))};
 }
 
 static inline float widen_fp8(uint8_t c) {
@@ -141,17 +141,6 @@ static void score_keys(const attention *a, row_run keys, row_run values, const c
     }
 }
 
-/* Marks what rows do not see of keys whose positions begin with `first`. */
-static void mark_unseen(const attention *a, int64_t b, int64_t first, int64_t keys, int64_t r,
-                        int64_t here, sums *scores) {
-    for (int64_t q = 0; q < here; q++) {
-        int64_t last = a->positions[b * a->queries + (r + q) / a->group];
-        int64_t from = a->window ? last - a->window + 1 : 0;
-        for (int64_t t = 0; t < least(keys, from - first); t++) scores[t][q] = UNSEEN;
-        for (int64_t t = -least(0, first - last - 1); t < keys; t++) scores[t][q] = UNSEEN;
-    }
-}
-
 static inline eight chosen(whole_eight which, eight yes, eight no) {
     return (eight)((which & (whole_eight)yes) | (~which & (whole_eight)no));
 }
@@ -178,14 +167,11 @@ static int weigh(any_eight *scores, int64_t count, float scale, any_eight *most,
                  eight *factor) {
     eight top = *most, sum = {0};
     for (int64_t t = 0; t < count; t++) {
-        eight s = scores[t];
-        scores[t] = s = chosen(s <= UNSEEN, s, s * scale);
+        eight s = scores[t] = scores[t] * scale;
         top = chosen(s > top, s, top);
     }
     for (int64_t t = 0; t < count; t++) {
-        eight s = scores[t];
-        scores[t] = s = chosen(s <= UNSEEN, s - s, power(s - top));
-        sum += s;
+        sum += scores[t] = power(scores[t] - top);
     }
     *factor = power(*most - top);
     whole_eight grown = top > *most;
@@ -306,42 +292,51 @@ static void add_values(const attention *a, row_run values, const sums *weights, 
     }
 }
 
-static void attend_keys(const attention *a, int64_t b, int64_t h, int64_t from, int64_t end,
-                        int64_t first, int64_t count, room *own, float *out) {
-    int64_t groups = (a->rows + TOGETHER - 1) / TOGETHER;
-    float *most = out + a->rows * a->wide, *total = most + groups * TOGETHER;
-    for (int64_t i = 0; i < a->rows * a->wide; i++) out[i] = 0;
-    for (int64_t g = 0; g < groups * TOGETHER; g++) most[g] = UNSEEN, total[g] = 0;
-    for (int64_t i = from, taken; i < end; i += taken) {
-        row_run keys = run_of(a, 0, b, h, first, count, i);
-        row_run values = run_of(a, 1, b, h, first, count, i);
-        keys.count = values.count = taken = least(keys.count, least(KEYS, end - i));
-        if (!a->as_held) keys = widened(a, keys, own->made);
-        for (int64_t g = 0; g < groups; g++) {
-            int64_t r = g * TOGETHER, here = least(TOGETHER, a->rows - r);
-            sums *scores = own->scores + g * KEYS;
-            eight factor;
-            score_keys(a, keys, values, own->q + r * query_bytes(a), here, scores);
-            mark_unseen(a, b, first + i, taken, r, here, scores);
-            if (!weigh((any_eight *)scores, taken, a->scale, (any_eight *)(most + r),
-                       (any_eight *)(total + r), &factor))
-                continue;
-            for (int64_t q = 0; q < here; q++)
-                for (int64_t c = 0; c < a->wide; c++) out[(r + q) * a->wide + c] *= factor[q];
-        }
-        if (!a->as_held) values = widened(a, values, own->made);
-        for (int64_t r = 0; r < a->rows; r += TOGETHER)
-            add_values(a, values, own->scores + r / TOGETHER * KEYS, own,
-                       least(TOGETHER, a->rows - r), out + r * a->wide);
+/* The next keys of one query, whose rows are `q`, `out`, `most` and `total`. Returns how many. */
+static int64_t attend_keys(const attention *a, int64_t b, int64_t h, keys_left left, room *own,
+                           const char *q, float *out, float *most, float *total) {
+    row_run keys = run_of(a, 0, b, h, left), values = run_of(a, 1, b, h, left);
+    if (!a->as_held) keys = widened(a, keys, own->made);
+    for (int64_t r = 0; r < a->group; r += TOGETHER) {
+        int64_t here = least(TOGETHER, a->group - r);
+        sums *scores = own->scores + r / TOGETHER * KEYS;
+        eight factor;
+        score_keys(a, keys, values, q + r * query_bytes(a), here, scores);
+        if (!weigh((any_eight *)scores, keys.count, a->scale, (any_eight *)(most + r),
+                   (any_eight *)(total + r), &factor))
+            continue;
+        for (int64_t i = 0; i < here; i++)
+            for (int64_t c = 0; c < a->wide; c++) out[(r + i) * a->wide + c] *= factor[i];
     }
+    if (!a->as_held) values = widened(a, values, own->made);
+    for (int64_t r = 0; r < a->group; r += TOGETHER)
+        add_values(a, values, own->scores + r / TOGETHER * KEYS, own, least(TOGETHER, a->group - r),
+                   out + r * a->wide);
+    return keys.count;
 }
 
+/* Each query takes its own keys in the order in which it takes them alone: what it computes does not
+ * depend on the others. They take turns, so that keys come from memory once. */
 static void attend_part(const attention *a, int64_t unit, room *own) {
-    int64_t head = unit / a->parts, part = unit % a->parts, count;
-    int64_t b = head / a->kv_heads, h = head % a->kv_heads, first = span(a, b, &count);
+    int64_t head = unit / a->parts, b = head / a->kv_heads, h = head % a->kv_heads, taken;
+    float *out = a->partial + unit * partial_size(a), *most = out + a->rows * a->wide;
+    float *total = most + a->queries * a->padded;
+    keys_left left[a->queries];
     formed_queries(a, b, h, own->q);
-    attend_keys(a, b, h, count * part / a->parts, count * (part + 1) / a->parts, first, count, own,
-                a->partial + unit * partial_size(a));
+    for (int64_t i = 0; i < a->rows * a->wide; i++) out[i] = 0;
+    for (int64_t i = 0; i < a->queries * a->padded; i++) most[i] = LOWEST, total[i] = 0;
+    for (int64_t s = 0; s < a->queries; s++) left[s] = keys_of(a, b, s, unit % a->parts);
+    do {
+        taken = 0;
+        for (int64_t s = 0; s < a->queries; s++) {
+            int64_t r = s * a->group;
+            if (left[s].from == left[s].end) continue;
+            left[s].from += attend_keys(a, b, h, left[s], own, own->q + r * query_bytes(a),
+                                        out + r * a->wide, most + s * a->padded,
+                                        total + s * a->padded);
+            taken = 1;
+        }
+    } while (taken);
 }
 
 /* Adds the parts of one row of queries. */
@@ -349,8 +344,9 @@ static void join_parts(const attention *a, int64_t at) {
     int64_t b = at / a->heads / a->queries, s = at / a->heads % a->queries, head = at % a->heads;
     int64_t r = s * a->group + head % a->group, size = partial_size(a);
     const float *part = a->partial + (b * a->kv_heads + head / a->group) * a->parts * size;
-    int64_t most = a->rows * a->wide + r, total = most + (size - a->rows * a->wide) / 2;
-    float top = UNSEEN, sum = 0, factors[a->parts];
+    int64_t most = a->rows * a->wide + s * a->padded + head % a->group;
+    int64_t total = most + a->queries * a->padded;
+    float top = LOWEST, sum = 0, factors[a->parts];
     for (int64_t i = 0; i < a->parts; i++)
         if (part[i * size + most] > top) top = part[i * size + most];
     for (int64_t i = 0; i < a->parts; i++) {
@@ -369,7 +365,7 @@ static void join_parts(const attention *a, int64_t at) {
 }
 
 static int make_room(const attention *a, room *own) {
-    int64_t groups = (a->rows + TOGETHER - 1) / TOGETHER, lines = LINE - 1;
+    int64_t groups = a->padded / TOGETHER, lines = LINE - 1;
     int64_t q = (a->rows * query_bytes(a) + lines) / LINE * LINE;
     int64_t made = a->as_held ? 0 : KEYS * a->wide * sizeof(float);
     char *at = aligned_alloc(LINE, q + made + (groups * KEYS + KEYS / 2) * sizeof(sums));
@@ -408,6 +404,7 @@ int g4ir_attend(const void *q, const int64_t *positions, const int64_t *written,
                    .queries = queries, .heads = heads, .kv_heads = kv_heads, .d = d,
                    .slots = slots, .width = width, .window = window, .scale = scale * 1.4426950408889634,
                    .group = heads / kv_heads, .rows = queries * heads / kv_heads,
+                   .padded = (heads / kv_heads + TOGETHER - 1) / TOGETHER * TOGETHER,
                    .wide = (d + PAIR - 1) / PAIR * PAIR, .as_held = held == dtype && d % PAIR == 0};
     int64_t shared = batch * kv_heads, units;
     a.parts = least((threads + shared - 1) / shared, slots / KEYS_LEAST + 1);
