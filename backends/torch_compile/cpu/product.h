@@ -67,9 +67,10 @@ static inline const char *row_of(const product *p, int64_t r) {
     return (const char *)p->x + r * p->apart;
 }
 
-/* Reads what lies ahead of what is taken now of one row of `outs`, into the nearest cache. */
+/* Reads what lies ahead of what is taken now of one row of `outs`, into the second cache: into the
+ * nearest one it is a seventh slower for one row of x in bf16 (Zen 4), and a third for four. */
 static inline void read_ahead(const void *now, const int outs) {
-    __builtin_prefetch((const char *)now + AHEAD / outs, 0, 3);
+    __builtin_prefetch((const char *)now + AHEAD / outs, 0, 2);
 }
 
 /* Sums of one row of the weight with up to TOGETHER rows of x. */
