@@ -5,7 +5,8 @@ Where attention reads what was written: in decode, whose kernel takes a single t
 network, whose caches have room for a chunk (`several`). Otherwise attention reads the chunk apart
 from the caches as they were, so its rows are needed themselves. V without a norm is v' (form
 `unnormed`). Where K and V come from one projection, v' is k', and the rows are those of the caches'
-form and dtype (see `latent_kv`, `narrow_kv`). A layer that reads another layer's caches has q alone and is left.
+form and dtype (see `latent_kv`, `narrow_kv`). A layer that reads another layer's caches has q alone
+and is left.
 """
 
 from __future__ import annotations

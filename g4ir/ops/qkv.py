@@ -29,9 +29,9 @@ class qkv_write:
     qkv [B,S,(heads + kv_heads * (1 + values)) * d]: q, k and, with `values`, v, else v = k.
     norm_q, norm_k [d]; cos, sin [B,S,d]; start, lengths i64[B] and the caches as in `cache_write`.
     K = norm_rope(k, norm_k), V = rms_norm(v) (rules 12, 13). Results: q [B,S,heads,d], then the
-    caches. Form `plain` has caches of K and V; so has `unnormed`, with V = v; `value` one, of `latent_row` with this many pairs;
-    `raw` two, of k itself and its `inverse_rms`, for which norm_k is not used. Caches of the first
-    two may hold quantised rows, of `narrow_row`.
+    caches. Form `plain` has caches of K and V, and so has `unnormed`, with V = v; `value` one, of
+    `latent_row` with this many pairs; `raw` two, of k itself and its `inverse_rms`, for which
+    norm_k is not used. Caches of the first three may hold quantised rows, of `narrow_row`.
     """
 
     budget = Budget(2, 16, "as norm_rope or rms_norm; what follows moves data")
@@ -74,7 +74,7 @@ class qkv_write:
     samples = cases(
         f"f32[2,1,64] {_OTHERS} 2*f32[4,2,2,8] {{{_PLAIN}}}",
         f"f32[2,1,40] {_OTHERS} 2*f32[9,2,1,8] {{kv_heads=1, values=False, form='plain', pairs=0}}",
-        f"f32[2,1,64] {_OTHERS} 2*f32[4,2,2,8] {{kv_heads=2, values=True, form='unnormed', pairs=0}}",
+        f"f32[2,1,64] {_OTHERS} 2*f32[4,2,2,8] {{{_PLAIN.replace('plain', 'unnormed')}}}",
         f"f32[2,1,48] {_OTHERS} f32[9,2,2,12] {{kv_heads=2, values=False, form='value', pairs=2}}",
         f"f32[2,1,48] {_OTHERS} f32[9,2,2,8] f32[9,2,2,1]"
         " {kv_heads=2, values=False, form='raw', pairs=0}",

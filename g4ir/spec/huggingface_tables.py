@@ -9,8 +9,17 @@ from typing import Any
 
 from g4ir.ui.files import read_table
 
-from .parts import ASSISTANT, FAMILIES, FULL, SLIDING, Text
-from .parts import Audio, UnifiedAudio, UnifiedVision, Vision
+from .parts import (
+    ASSISTANT,
+    FAMILIES,
+    FULL,
+    SLIDING,
+    Audio,
+    Text,
+    UnifiedAudio,
+    UnifiedVision,
+    Vision,
+)
 
 _TABLES = read_table(Path(__file__).with_name("huggingface.yaml"))
 _PARTS = {

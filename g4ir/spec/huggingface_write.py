@@ -90,7 +90,10 @@ def _inexpressible_kinds(spec: Variant) -> Iterator[tuple[str, str]]:
             yield f"text.full.{name}", f"it of {spec.model_type}, whose layers are alike in it"
     for kind in (sliding, full):
         if kind.rope.rotary_fraction != 1:
-            yield "text.full.rope.rotary_fraction", f"that {spec.model_type} rotates a part of heads"
+            yield (
+                "text.full.rope.rotary_fraction",
+                f"that {spec.model_type} rotates a part of heads",
+            )
 
 
 def _text_to_hf(spec: Variant, dtype: str) -> dict[str, Any]:

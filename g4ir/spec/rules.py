@@ -216,7 +216,9 @@ def readable_pattern(text: Text) -> tuple[str, ...]:
     """Return the pattern as a spec file shows it: the canonical one, or, if that is longer than
     READABLE, the shortest that gives every layer but a last one that is full anyway."""
     pattern = shortest_pattern(text.layer_types)
-    return pattern if len(pattern) <= READABLE or not text.last_layer_full else shortest_pattern(text.layer_types[:-1])
+    if len(pattern) <= READABLE or not text.last_layer_full:
+        return pattern
+    return shortest_pattern(text.layer_types[:-1])
 
 
 def shortest_pattern(kinds: tuple[str, ...]) -> tuple[str, ...]:

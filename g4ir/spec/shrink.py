@@ -39,8 +39,8 @@ def shrink(spec: Spec, media: bool = False) -> Spec:
 
     Kept: pattern, which layers own and share K and V (at least two owners of each kind, if the
     spec has them), K=V, ratios of query to KV heads, number of KV heads if it is one, wide MLP,
-    experts, per-layer embeddings, softcaps, rope, bidirectional attention, tying, norms. Legal for every
-    legal spec, and never with more layers.
+    experts, per-layer embeddings, softcaps, rope, bidirectional attention, tying, norms. Legal for
+    every legal spec, and never with more layers.
     """
     text = spec.text
     owners, sharers = _layers(text)

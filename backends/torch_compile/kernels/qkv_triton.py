@@ -120,7 +120,8 @@ def _qkv_write(
     lengths [B]; q [B, HEADS, D]; arrivals [B, KV]. Grid: N, B.
 
     first, second: the caches, [slots, B, KV, width] of any strides but the last; second is None
-    in the form `value`. V of the form `unnormed` is not normed. FORM is empty where all heads are queries. H: power of two, at least D/2.
+    in the form `value`. V of the form `unnormed` is not normed. FORM is empty where all heads are
+    queries. H: power of two, at least D/2.
     """
     begin(AHEAD)
     head, row = tl.program_id(0), tl.program_id(1)
@@ -263,9 +264,9 @@ def qkv_write(
     the keys' projection. norm_q, norm_k [d]; cos, sin [B,1,d]; start i64[B] the position of the
     token, below 2^31, and so its slot, modulo C; lengths i64[B], 0 for a row that leaves its caches
     as they are and 1 for the others. caches [C,B,n,*], any strides but the last, of one of four
-    forms: `plain` k, v of width d; `unnormed` the same, v as projected; `value` one of d + 2 pairs, the `latent_row`; `raw` the
-    projection, d, and its reciprocal rms, f32, 1. The zeros are counters of the attention that
-    reads the caches.
+    forms: `plain` k, v of width d; `unnormed` the same, v as projected; `value` one of d + 2 pairs,
+    the `latent_row`; `raw` the projection, d, and its reciprocal rms, f32, 1. The zeros are
+    counters of the attention that reads the caches.
     """
     d = norm_q.shape[0]
     if not takes(qkv):
