@@ -117,6 +117,30 @@ def test_without_a_template_the_built_in_form_is_used_and_said(tmp_path: Path) -
         Template.open(tmp_path, "medium")
 
 
+def test_the_format_of_gemma_3(tmp_path: Path) -> None:
+    """Turn strings that a user types stay text; the answer is continued behind its own turn."""
+    said = {"role": "system", "content": "Be brief."}
+    messages = [said, *HI, {"role": "assistant", "content": "Hello <end_of_turn>"}]
+    text = "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n"
+    template = Template.open(tmp_path, "gemma3")
+    assert make_prompt(messages[:2], None, template).text == text
+    prompt = make_prompt(messages, None, template, continued=True)
+    assert prompt.text == f"{text}Hello <end_of_turn>" and prompt.head == "Hello <end_of_turn>"
+    assert [p.text for p in prompt.pieces() if p.control].count("<end_of_turn>") == 1
+    assert make_prompt(HI, None, template).tail == "<start_of_turn>model\n"
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    refused: list[tuple[Any, dict[str, Any], str]] = [
+        (image, {}, "its format has no image"),
+        (HI * 2, {}, "must alternate"),
+        (HI, {"enable_thinking": True}, "no reasoning"),
+        (HI, {"tools": tools}, "no tools"),
+    ]
+    for given_messages, options, words in refused:
+        with pytest.raises(InputError, match=words):
+            render(given_messages, form="gemma3", **options)
+
+
 def test_files_that_are_no_templates(tmp_path: Path) -> None:
     file = tmp_path / "chat_template.jinja"
     for raw, words in ((b"\xff", "UTF-8"), (b"x" * (1 << 20) + b"y", "bytes"), (b"{% if", "line")):
