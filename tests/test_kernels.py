@@ -347,7 +347,9 @@ def test_tiles_in_vectors_of_either_width(library: Callable[..., Path], form: st
             shape = 1, BF16, 1, 1024, scales.shape[-1]
             takes = pyops._kernels["takes_codes"](pyops.FORMS[codes.dtype], *shape)
             assert bool(takes) == tiles.multiplies_tiles(form)
-        return [p(x[:rows], *weight) for p in PRODUCTS for rows in range(1, 9)]
+        # AVX2 has no tiles of fp8: rows that are rounded become bf16 once more
+        products = PRODUCTS[:1] if form == "fp8" else PRODUCTS
+        return [p(x[:rows], *weight) for p in products for rows in range(1, 9)]
 
     wide = made(cpu_flags())
     with pytest.MonkeyPatch.context() as patch:
