@@ -335,6 +335,7 @@ def test_built_for_another_machine(copy: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ReferenceBackend, "machine", lambda self, device: HERE)
     for other in (*OTHERS, "x86_64 AVX2 avx,avx2,avx512f,fma"):
         has(run(edited(copy, machine=other)), copy, other, HERE, "build it again")
+    assert "without avx512f" in run(copy)
     versions = json.loads((copy / MANIFEST).read_text())["versions"]
     with_torch = edited(copy, machine=HERE, versions={"torch": "1.0.0", "python": "3.8.0"})
     has(run(with_torch), copy, "1.0.0", torch.__version__, "build it again")

@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from g4ir.backends.torch_compile import compile as compiler
-from g4ir.backends.torch_compile import pyops, runtime
+from g4ir.backends.torch_compile import pyops, runtime, tiles
 from g4ir.backends.torch_compile.target import Target, cpu_flags, has_gemm
+from g4ir.ir.graph import Builder, Program
 from g4ir.ops import OPS
 from g4ir.ops.attention import last_seen, slot_positions, visible
 from g4ir.ops.codecs import (
@@ -33,7 +34,7 @@ from g4ir.ops.codecs import (
 )
 from g4ir.ops.kv_quant import coded, numbers
 from g4ir.ops.moe import experts as experts_op
-from g4ir.ops.types import ITEMSIZE, torch_dtype
+from g4ir.ops.types import ITEMSIZE, Type, torch_dtype
 from tests.coded_products import (
     GROUPS,
     QUANTIZE,
@@ -79,11 +80,11 @@ def test_tiles_are_undone(form: str, lead: tuple[int, ...]) -> None:
     """Whole, and row by row."""
     parts = QUANTIZE(torch.randn(*lead, 48, 512), form=form, group=256, scale="bf16")
     for t in parts:
-        tiles = to_tiles(t)
-        assert tiles.shape == t.shape and torch.equal(from_tiles(tiles), t)
-        assert not torch.equal(tiles, t)
+        tiled = to_tiles(t)
+        assert tiled.shape == t.shape and torch.equal(from_tiles(tiled), t)
+        assert not torch.equal(tiled, t)
         ids = torch.tensor([[47, 0, 16], [5, 5, 31]])
-        assert lead or torch.equal(rows_from_tiles(tiles, ids), t[ids])
+        assert lead or torch.equal(rows_from_tiles(tiled, ids), t[ids])
 
 
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
@@ -135,8 +136,8 @@ def test_decoded_codes_are_the_definition(dtype: torch.dtype, form: str) -> None
         scales = (torch.rand(codes.shape[0], groups) * 2**-6).to(torch_dtype(scale))
         for at in (some, some.repeat(16, 1)):
             weight = at, scales.repeat(len(at) // len(some), 1)
-            for *parts, tiles in layouts(*weight):
-                got = pyops.decoded(*parts, dtype, tiles)
+            for *parts, tiled in layouts(*weight):
+                got = pyops.decoded(*parts, dtype, tiled)
                 assert torch.equal(got, dequantized(*weight, dtype))
 
 
@@ -177,7 +178,10 @@ def test_groups_and_outliers(
             assert ((got - want[:rows]).abs() <= budget[:rows]).all()
 
 
-@pytest.mark.parametrize("product", [pyops.linear_coded, pyops.linear_rounded])
+PRODUCTS = (pyops.linear_coded, pyops.linear_rounded)
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("form", CODED)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_no_number_stays_none(form: str, bad: float, product: Any) -> None:
@@ -300,6 +304,65 @@ def test_codes_on_other_cpus(
 ) -> None:
     test_groups_and_outliers(dtype, form, group, scale, 48, 704)
     test_decoded_codes_are_the_definition(dtype, form)
+    for bad, product in itertools.product((float("nan"), -float("inf")), PRODUCTS):
+        test_what_is_no_number_stays_none(form, bad, product)
+
+
+INTEGERS = {*CODED} - {"fp8"}
+VNNI = ("avx512_vnni", "avx512bw")
+LAYOUTS = (
+    *((("avx", "fma"), set()), (("asimd", "bf16"), set())),
+    *((("avx2", "fma"), INTEGERS), (VNNI, INTEGERS), (("avx512bw",), set())),
+    ((*VNNI, "avx512_bf16", "avx512vbmi"), {*CODED}),
+)
+
+
+@pytest.mark.parametrize(("flags", "tiled"), LAYOUTS)
+def test_the_processor_decides_the_layout(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], tiled: set[str]
+) -> None:
+    """Weights keep their rows where no instruction multiplies tiles."""
+    monkeypatch.setattr(tiles, "cpu_flags", lambda: flags)
+    monkeypatch.setattr(tiles, "FROM", 1)
+    for form in CODED:
+        b = Builder()
+        types = OPS["quantize"].infer(Type("f32", (16, 256)), form=form, group=0, scale="f32")
+        parts = [b.param(f"w.{part}", t) for part, t in zip(("codes", "scales"), types)]
+        w = b.emit("dequantize", *parts, to="bf16")
+        y = b.emit("linear", b.input("x", Type("bf16", (1, 1, 256))), w)
+        g = tiles.in_tiles(Program({"decode": b.graph(y)})).graphs["decode"]
+        assert len([*g.find("dequantize_tiles")]) == (form in tiled)
+
+
+@pytest.mark.skipif(not {"avx2", *VNNI} <= {*cpu_flags()}, reason="this CPU has not both widths")
+@pytest.mark.parametrize("form", CODED)
+def test_tiles_in_vectors_of_either_width(library: Callable[..., Path], form: str) -> None:
+    """The same sums of integers: equal bit for bit with one factor a sum, as good as equal where
+    there are several; and what tiles.py says of a processor is what its kernels do."""
+    g = torch.Generator().manual_seed(len(form))
+    x, w = torch.randn(8, 1024, generator=g).bfloat16(), torch.randn(48, 1024, generator=g)
+    codes, scales = QUANTIZE(w, form=form, group=CODED[form][0], scale="f16")
+    weight = to_tiles(codes), to_tiles(scales), True
+
+    def made(flags: tuple[str, ...]) -> list[torch.Tensor]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tiles, "cpu_flags", lambda: flags)
+            shape = 1, BF16, 1, 1024, scales.shape[-1]
+            takes = pyops._kernels["takes_codes"](pyops.FORMS[codes.dtype], *shape)
+            assert bool(takes) == tiles.multiplies_tiles(form)
+        # AVX2 has no tiles of fp8: rows that are rounded become bf16 once more
+        products = PRODUCTS[:1] if form == "fp8" else PRODUCTS
+        return [p(x[:rows], *weight) for p in products for rows in range(1, 9)]
+
+    wide = made(cpu_flags())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pyops, "_kernels", {})
+        pyops.load_kernels(library("-mavx2", "-mfma", "-mf16c"))
+        narrow = made(("avx2", "fma"))
+    near = {"rtol": 2**-7, "atol": 2**-7}
+    exact = {"rtol": 0, "atol": 0} if form in ("int4", "int8") else near
+    for one, other in zip(wide, narrow, strict=True):
+        torch.testing.assert_close(one, other, **exact)
 
 
 #: rows of the batch, queries, heads of keys, heads of a group

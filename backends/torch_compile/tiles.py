@@ -19,7 +19,7 @@ from .target import FROM, cpu_flags
 OF_TILES = {"dequantize": "dequantize_tiles", "embedding_quantized": "embedding_tiles"}
 #: sets of extensions of a CPU with any of which it multiplies tiles: of most forms, and of others
 _EXTENSIONS = ({"avx512_vnni", "avx512bw"}, {"avx2", "fma"})
-_OF_FORM = {"fp8": ({"avx512_vnni", "avx512bw", "avx512_bf16", "avx512_vbmi"},)}
+_OF_FORM = {"fp8": ({"avx512_vnni", "avx512bw", "avx512_bf16", "avx512vbmi"},)}
 
 
 def multiplies_tiles(form: str) -> bool:
