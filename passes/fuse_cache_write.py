@@ -3,9 +3,10 @@ q', k', v' the heads of split(qkv)  ->  q, caches = qkv_write(qkv, ..)
 
 Where attention reads what was written: in decode, whose kernel takes a single token, and in a
 network, whose caches have room for a chunk (`several`). Otherwise attention reads the chunk apart
-from the caches as they were, so its rows are needed themselves. Where K and V come from one
-projection, v' is k', and the rows are those of the caches' form and dtype (see `latent_kv`,
-`narrow_kv`). A layer that reads another layer's caches has q alone and is left.
+from the caches as they were, so its rows are needed themselves. V without a norm is v' (form
+`unnormed`). Where K and V come from one projection, v' is k', and the rows are those of the caches'
+form and dtype (see `latent_kv`, `narrow_kv`). A layer that reads another layer's caches has q alone
+and is left.
 """
 
 from __future__ import annotations
@@ -33,11 +34,10 @@ def fuse_cache_write(g: Graph, note: Note = ignore, several: bool = False) -> Gr
 def _edit(g: Graph, n: Node, several: bool) -> Edit:
     form = str(n.attrs.get("form", "plain"))
     writes = [_write(g, v) for v in n.caches]
-    row = writes[0]["new"]
+    row, other = writes[0]["new"], writes[-1]["new"]
     if not several and row.type.shape[1] != 1:
         raise Left("several tokens are written at once")
-    narrowed = maker(g, row, "narrow_row")
-    k = narrowed["x"] if narrowed else row
+    k = _wide(g, row)
     latent = made_by(g, k, "latent_row") if form == "value" else None
     k = latent["k"] if latent else k
     key = made_by(g, k, "norm_rope") if form != "raw" else None
@@ -45,6 +45,8 @@ def _edit(g: Graph, n: Node, several: bool) -> Edit:
     split = made_by(g, kv_heads["x"], "split")
     q_heads = only_user(g, split.outputs[0], "heads")
     q = only_user(g, q_heads.out, "norm_rope")
+    if form == "plain" and not maker(g, _wide(g, other), "rms_norm"):
+        form = "unnormed"
     attrs: dict[str, Attr] = {
         "heads": q_heads.attrs["n"],
         "kv_heads": kv_heads.attrs["n"],
@@ -59,6 +61,12 @@ def _edit(g: Graph, n: Node, several: bool) -> Edit:
     made = Node("qkv_write", inputs, (q.out, *(w.out for w in writes)), attrs)
     written = " and ".join(map(str, n.caches))
     return Edit(parts_of(g, made), [made], f"{split['x']} is written as {written}")
+
+
+def _wide(g: Graph, row: Value) -> Value:
+    """Return a row before it is quantised."""
+    narrowed = maker(g, row, "narrow_row")
+    return narrowed["x"] if narrowed else row
 
 
 def _write(g: Graph, v: Value) -> Node:

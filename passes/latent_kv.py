@@ -143,6 +143,8 @@ def _match(g: Graph, k: str, v: str) -> _Match:
     norm = maker(g, key["x"], "rms_norm") if key and key.op == "rope" else key
     if not key or not norm or len(norm.inputs) < 2 or value.inputs != (norm["x"],):
         raise Left(apart)
+    if norm["w"].type.dtype != norm.out.type.dtype:
+        raise Left("the weight of K's norm has another dtype than the cache")
     if value.attrs["eps"] != norm.attrs["eps"]:
         raise Left("the norms of K and V differ in eps")
     table = maker(g, key["cos"], "rope_table")

@@ -17,6 +17,9 @@ from tests.covering import covering
 
 VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
 RANDOM_SEEDS = range(20)
+#: of Gemma 3
+GEMMA3_SEEDS = range(1000, 1004)
+ALL_SEEDS = (*RANDOM_SEEDS, *GEMMA3_SEEDS)
 
 
 # --- drawing ----------------------------------------------------------------------------------
@@ -25,6 +28,8 @@ RANDOM_SEEDS = range(20)
 def random_spec(seed: int) -> Spec:
     """A legal spec with every structural choice drawn; the same for a seed on every machine."""
     rng = random.Random(seed)
+    if seed >= GEMMA3_SEEDS.start:
+        return _random_gemma3(rng, f"random-{seed}")
     while True:
         text = _random_text(rng)
         spec = Spec(
@@ -32,6 +37,29 @@ def random_spec(seed: int) -> Spec:
         )
         if _shares_legally(text):
             return check_spec(canonical(spec))
+
+
+def _random_gemma3(rng: random.Random, name: str) -> Spec:
+    """One geometry for all layers, any last layer, scores divided by any root."""
+    layers, heads, dim = rng.randint(4, 7), rng.choice((2, 4, 6)), rng.choice((16, 32))
+    kv = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
+    base = load_spec("tiny-gemma3")
+    rope = rng.choice((Rope("default", 1e6), Rope("proportional", 1e6, factor=8.0)))
+    text = replace(
+        base.text,
+        vocab_size=rng.choice((128, 250)),
+        hidden_size=heads * rng.choice((8, 12)),
+        intermediate_size=rng.choice((48, 72)),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        pattern=(*(SLIDING,) * rng.randint(1, layers - 2), FULL),
+        sliding=AttentionKind(dim, kv, Rope("default", 1e4), rng.choice((4, 9, 13))),
+        full=AttentionKind(dim, kv, rope),
+        query_pre_attn_scalar=rng.choice((dim, 7, 24)),
+        rms_norm_eps=rng.choice((1e-6, 1e-5)),
+        tie_word_embeddings=rng.random() < 0.7,
+    )
+    return check_spec(canonical(replace(base, name=name, text=text)))
 
 
 def _random_text(rng: random.Random) -> Text:
@@ -115,6 +143,8 @@ FEATURES: dict[str, Callable[[Text], Any]] = {
     "grouped queries": lambda t: t.full.num_key_value_heads < t.num_attention_heads,
     "rope factor": lambda t: t.full.rope.factor,
     "partial rope": lambda t: t.full.rope.rotary_fraction < 1,
+    "divided scores": lambda t: t.query_pre_attn_scalar,
+    "sliding last layer": lambda t: t.layer_types[-1] == SLIDING,
 }
 
 
@@ -154,7 +184,7 @@ def leftover() -> Spec:
 
 
 SMALL = tuple(f"{v}-small" for v in VARIANTS)
-RANDOM = tuple(f"random-{i}" for i in RANDOM_SEEDS)
+RANDOM = tuple(f"random-{i}" for i in ALL_SEEDS)
 NAMES = (*SMALL, "combined", *RANDOM)
 
 
@@ -168,7 +198,7 @@ def fewest_of(seeds: Sequence[int]) -> tuple[str, ...]:
     return tuple(f"random-{seeds[i]}" for i in kept)
 
 
-FEW = fewest_of(RANDOM_SEEDS)
+FEW = fewest_of(ALL_SEEDS)
 
 
 def few(names: Iterable[str]) -> list[Any]:

@@ -56,8 +56,9 @@ def cast(model: Any, dtype: torch.dtype) -> Any:
     (`model.to` would round them)."""
     for p in model.parameters():
         p.data = p.data.to(dtype)
-    for layer in model.model.layers:
-        layer.layer_scalar = layer.layer_scalar.to(dtype)
+    for name, t in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            t.data = t.data.to(dtype)
     return model
 
 
@@ -96,6 +97,9 @@ def _capped_attention(cap: float) -> str:
 def randomize(model: torch.nn.Module, seed: int, weights: Weights | None = None) -> None:
     """Fill every parameter and layer scalar; `weights` says how far the spread may carry."""
     weights = weights or LIVELY
+    text = model.config.get_text_config()
+    divided = getattr(text, "query_pre_attn_scalar", 1) ** 0.5
+    zero = 1.0 if text.model_type == "gemma3_text" else 0.0  # of the norms' weights
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, t in (*model.named_parameters(), *model.named_buffers()):
@@ -109,7 +113,9 @@ def randomize(model: torch.nn.Module, seed: int, weights: Weights | None = None)
                 low = weights.scalar
                 t.copy_(low + (1 - low) * torch.rand(t.shape, generator=g))
             elif t.dim() == 1:
-                t.copy_((1 + 0.3 * noise) * weights.centre(name, t.shape[0]))
+                centre = weights.centre(name, t.shape[0])
+                centre *= divided if name.endswith("q_norm.weight") else 1
+                t.copy_((1 + 0.3 * noise) * centre - zero)
             else:
                 t.copy_(noise * t.shape[-1] ** -0.5)
 

@@ -19,12 +19,24 @@ from g4ir.ir.rewrite import rebuild
 from g4ir.model.text import build_program
 from g4ir.spec.record import load_spec
 from tests import parity
-from tests.configs import FEATURES, NAMES, RANDOM_SEEDS, few, random_spec, spec_called
+from tests.configs import (
+    ALL_SEEDS,
+    FEATURES,
+    GEMMA3_SEEDS,
+    NAMES,
+    RANDOM_SEEDS,
+    few,
+    random_spec,
+    spec_called,
+)
 from tests.oracle import Oracle, find_oracle, relative
 from tests.parity import CHUNKS, agrees, interpreted, prefill_then_decode
 from tests.runner import Session, built_program, open_session
 
-MORE_SEEDS = range(len(RANDOM_SEEDS), 10 * len(RANDOM_SEEDS))
+MORE_SEEDS = (
+    *range(len(RANDOM_SEEDS), 10 * len(RANDOM_SEEDS)),
+    *range(GEMMA3_SEEDS.stop, GEMMA3_SEEDS.stop + 40),
+)
 FEWER = 24  # greedy tokens of the short run
 
 
@@ -54,7 +66,7 @@ def test_more_random_specs(seed: int) -> None:
 
 
 def test_random_specs_have_every_feature() -> None:
-    texts = [random_spec(seed).text for seed in RANDOM_SEEDS]
+    texts = [random_spec(seed).text for seed in ALL_SEEDS]
     for feature, has in FEATURES.items():
         found = {bool(has(text)) for text in texts}
         assert found == {True, False}, f"no random spec differs in {feature!r}"

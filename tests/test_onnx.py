@@ -80,6 +80,7 @@ OPTIONS: Mapping[str, tuple[Case, str]] = {
     ),
     "experts gathered": (Case("26b-a4b-small"), "gather"),
     "all experts, last token": (Case("combined", ROWS, False), "all"),
+    "norms about zero": (Case("tiny-gemma3"), "auto"),
 }
 
 

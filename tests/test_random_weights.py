@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,6 +103,18 @@ def test_distributions(name: str) -> None:
     assert distribution(name, shape) == pytest.approx((centre, half))
     values = random_tensor(0, name, shape, torch.float32)
     assert values.min() >= centre - 1.00001 * half and values.max() <= centre + 1.00001 * half
+
+
+def test_norms_about_zero() -> None:
+    """Their weights are those of others less 1; scores are as large as without a divisor."""
+    zero = load_spec("tiny-gemma3")
+    text = replace(zero.text, norms_about_zero=False)
+    plain, dim = replace(zero, text=text), zero.text.full.head_dim
+    for name in (n for n, shape in text_tensors(zero).items() if len(shape) == 1):
+        made, other = (RandomCheckpoint(s, 0, torch.float32).tensor(name) for s in (zero, plain))
+        torch.testing.assert_close(made + 1, other)
+        if name.endswith("q_norm.weight"):
+            assert other.mean().item() == pytest.approx((24 / dim) ** 0.5, rel=0.1)
 
 
 def test_every_distribution_row_is_used() -> None:

@@ -164,7 +164,7 @@ RECIPES = ("none", "int8", "int4", "fp8")
 
 
 @pytest.mark.parametrize("quant", RECIPES)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", (*VARIANTS, "gemma3-1b"))
 def test_decode_steps_are_recorded(name: str, quant: str) -> None:
     program = stored(name, quant)
     assert step_phases(program, Limits(max_batch=1), "cpu")[:1] == ("decode",)

@@ -10,6 +10,7 @@ import torch
 from g4ir.ir.graph import Node, Value
 from g4ir.ops import OPS
 from g4ir.ops.attention import split_chunk
+from g4ir.ops.qkv import APART
 from g4ir.ops.rope import rotated_pairs
 from g4ir.ops.types import FLOATS, torch_dtype
 
@@ -192,17 +193,18 @@ def mask(net: Network, n: Node, key: Operand) -> Operand:
 
 def qkv_write(net: Network, n: Node, qkv: Operand, *others: Operand) -> tuple[Operand, ...]:
     """Return q [B,S,heads,d] and the caches of K and V after the chunk. Heads lie as caches do,
-    [B,heads,S,d], and have one norm, with weights of their own, and one rotation. Other forms of
-    caches are written as the op says."""
-    if n.word("form") != "plain":
+    [B,heads,S,d], and have one norm, with weights of their own, and one rotation. Caches of one
+    projection are written as the op says."""
+    if n.word("form") not in APART:
         return tuple(net.expanded(n))
     e, heads, count = net.e, n.whole("heads"), n.whole("kv_heads")
     (b, s, _), d, own = qkv.shape, int(others[0].shape[0]), bool(n.attrs["values"])
     both = heads + count
-    x = e.reshape(qkv, b, s, both + count * own, d)
-    h = normed(e, e.cast(e.transpose(x, 0, 2, 1, 3), "f32"), n.number("eps"))
+    x = e.transpose(e.reshape(qkv, b, s, both + count * own, d), 0, 2, 1, 3)
+    h = normed(e, e.cast(x, "f32"), n.number("eps"))
     made = e.cast(e.mul(h, _norm_weights(e, others[0], others[1], heads, count, own)), qkv.dtype)
-    v = e.slice(made, 1, both, both + count) if own else e.slice(h, 1, heads, both)
+    values = x if n.word("form") == "unnormed" else made if own else h
+    v = e.slice(values, 1, both, both + count) if own else e.slice(values, 1, heads, both)
     made = rotate(e, e.slice(made, 1, 0, both), *tables(net, n["cos"], n["sin"], 1))
     rows = zip(n.inputs[7:], (e.slice(made, 1, heads, both), e.cast(v, qkv.dtype)), strict=True)
     caches = [e.append(net.operand(c), new, first_slot(net, c, n["start"])) for c, new in rows]

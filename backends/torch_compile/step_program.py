@@ -254,7 +254,7 @@ def _computes(*tensors: Tensor) -> None:
 
 
 def _norm(r: Recorder, n: Node, x: Tensor, w: Tensor | None = None) -> Tensor:
-    _computes(x)
+    _computes(x, *[] if w is None else [w])
     y = r.like(x)
     r.emit("rms_norm", x, w, y, f=n.number("eps"))
     return y

@@ -90,7 +90,8 @@ def rows_kept(model: Any) -> Any:
     unless the model has per-layer embeddings: models without them get the row's index.
     """
     text = model.config.get_text_config()
-    fails = text.num_kv_shared_layers and not text.hidden_size_per_layer_input
+    shares = getattr(text, "num_kv_shared_layers", 0)  # configs of Gemma 3 have no such keys
+    fails = shares and not text.hidden_size_per_layer_input
     return torch.tensor([-1]) if fails else 1
 
 

@@ -65,7 +65,10 @@ class Decoder:
     def norm(self, x: Value, name: str, weight: str) -> Value:
         size = x.type.shape[-1]
         assert isinstance(size, int)
-        return self.b.emit("rms_norm", x, self.weight(weight, size), eps=self.eps, name=name)
+        w = self.weight(weight, size)
+        if self.text.norms_about_zero:
+            w = self.b.emit("one_plus", w, name=f"{weight}.one_plus")
+        return self.b.emit("rms_norm", x, w, eps=self.eps, name=name)
 
     def project(self, x: Value, name: str, weight: str, out: int) -> Value:
         size = x.type.shape[-1]
@@ -101,6 +104,8 @@ class Decoder:
         if ple:
             y = self.norm(self.ple_gate(p, h, ple), f"{p}.ple.post", f"{p}.norm_ple")
             h = b.emit("add", h, y, name=f"{p}.ple.out")
+        if not self.text.layer_scalar:
+            return h
         return b.emit("mul", h, self.weight(f"{p}.scalar", 1), name=f"{p}.out")
 
     def attention(self, layer: Layer, x: Value) -> Value:
@@ -115,7 +120,7 @@ class Decoder:
             q,
             *self.seen(layer, x),
             window=a.window or 0,
-            scale=1.0,
+            scale=(text.query_pre_attn_scalar or 1) ** -0.5,
             softcap=text.attn_logit_softcapping or 0.0,
             name=f"{p}.out",
         )
@@ -123,7 +128,8 @@ class Decoder:
         return self.project(out, f"{p}.o", f"{p}.wo", text.hidden_size)
 
     def keys_values(self, layer: Layer, x: Value) -> tuple[Value, Value]:
-        """Return K normed and rotated, V normed without weight; V is raw K where they are tied."""
+        """Return K normed and rotated; V, raw K where they are tied, normed without weight where
+        `value_norm` says so."""
         b, p, a = self.b, f"{self.at(layer)}.attn", layer.attention
         n, width = a.num_key_value_heads, a.num_key_value_heads * a.head_dim
         k = b.emit("heads", self.project(x, f"{p}.k", f"{p}.wk", width), n=n, name=f"{p}.k.heads")
@@ -132,7 +138,9 @@ class Decoder:
             v = self.project(x, f"{p}.v", f"{p}.wv", width)
             v = b.emit("heads", v, n=n, name=f"{p}.v.heads")
         k = self.rotate(self.norm(k, f"{p}.k.norm", f"{p}.norm_k"), f"{p}.k.rope")
-        return k, b.emit("rms_norm", v, eps=self.eps, name=f"{p}.v.norm")
+        if self.text.value_norm:
+            v = b.emit("rms_norm", v, eps=self.eps, name=f"{p}.v.norm")
+        return k, v
 
     def seen(self, layer: Layer, x: Value) -> tuple[Value, ...]:
         """Return what the op `attention` takes behind q. A chunk sees the cache as it was, then

@@ -6,7 +6,7 @@ from typing import Any
 
 from .base import cases, op, per_result, require, wide
 from .budgets import Budget
-from .types import Type, Types, torch
+from .types import FLOATS, Type, Types, torch
 
 #: attributes of a norm at the end of a block: a layer scalar follows; the pre-norms that follow,
 #: and whether each has a weight
@@ -19,8 +19,33 @@ def reciprocal_rms(h: Any, eps: float) -> Any:
 
 
 @op
+class one_plus:
+    """1 + w in fp32: the weight of a norm that is stored about zero
+
+    Not in w's dtype: a bf16 w near 0 has bits that 1 + w in bf16 has no room for.
+    """
+
+    budget = Budget(1, 0, "one sum, rounded once")
+    kind = "other"
+
+    @staticmethod
+    def infer(w: Type) -> Type:
+        require(w.rank == 1 and w.dtype in FLOATS, f"one_plus: {w} is no weight of a norm")
+        return Type("f64" if w.dtype == "f64" else "f32", w.shape)
+
+    @staticmethod
+    def reference(w: Any) -> Any:
+        return 1 + wide(w)
+
+    samples = cases("f32[8]")
+
+
+@op
 class rms_norm:
-    """y = x * (mean(x^2) + eps)^-0.5 [* w] over the last dim, in fp32, rounded once (rule 10)"""
+    """y = x * (mean(x^2) + eps)^-0.5 [* w] over the last dim, in fp32, rounded once (rule 10)
+
+    w is in x's dtype or in fp32, which it is computed in.
+    """
 
     budget = Budget(1, 16, "a mean of squares in fp32, then one rounding")
     kind = "other"
@@ -30,7 +55,7 @@ class rms_norm:
     def infer(x: Type, w: Type | None = None, *, eps: float) -> Type:
         require(eps > 0, f"rms_norm: eps {eps} is not positive")
         if w is not None:
-            fits = w.shape == x.shape[-1:] and w.dtype == x.dtype
+            fits = w.shape == x.shape[-1:] and w.dtype in (x.dtype, "f32")
             require(fits, f"rms_norm: weight {w} does not fit {x}")
         return x
 

@@ -9,8 +9,10 @@ from .base import cases, op, require
 from .budgets import Budget
 from .latent import PARTS
 
-#: caches of K and V, or one of the forms of one projection (see ops/latent.py)
-FORMS = ("plain", *PARTS)
+#: caches of K and of V, which is RMS-normed, or as projected: `unnormed`
+APART = ("plain", "unnormed")
+#: or one of the forms of one projection (see ops/latent.py)
+FORMS = (*APART, *PARTS)
 #: attributes of a packed projection: heads of Q, of K and V, whether V is packed too; of the norms
 PACKED = {"heads": "int", "kv_heads": "int", "values": "bool", "eps": "float"}
 
@@ -27,9 +29,9 @@ class qkv_write:
     qkv [B,S,(heads + kv_heads * (1 + values)) * d]: q, k and, with `values`, v, else v = k.
     norm_q, norm_k [d]; cos, sin [B,S,d]; start, lengths i64[B] and the caches as in `cache_write`.
     K = norm_rope(k, norm_k), V = rms_norm(v) (rules 12, 13). Results: q [B,S,heads,d], then the
-    caches. Form `plain` has caches of K and V; `value` one, of `latent_row` with this many pairs;
-    `raw` two, of k itself and its `inverse_rms`, for which norm_k is not used. Caches of the first
-    two may hold quantised rows, of `narrow_row`.
+    caches. Form `plain` has caches of K and V, and so has `unnormed`, with V = v; `value` one, of
+    `latent_row` with this many pairs; `raw` two, of k itself and its `inverse_rms`, for which
+    norm_k is not used. Caches of the first three may hold quantised rows, of `narrow_row`.
     """
 
     budget = Budget(2, 16, "as norm_rope or rms_norm; what follows moves data")
@@ -43,7 +45,8 @@ class qkv_write:
         heads, kv_heads, values, eps = (sizes[name] for name in PACKED)
         qkv, norm_q, norm_k, cos, sin, start, lengths, *caches = given
         require(form in FORMS, f"form {form!r}: one of {', '.join(FORMS)}")
-        require(form == "plain" or not values, f"form {form} has K and V of one projection")
+        apart = form in APART
+        require(apart or not values, f"form {form} has K and V of one projection")
         require(form == "value" or pairs == 0, f"form {form} has no rotated pairs apart")
         norms = (norm_q.type, norm_k.type)
         require(norms[0] == norms[1] and norms[0].rank == 1, f"norms {norms[0]}, {norms[1]}")
@@ -58,7 +61,7 @@ class qkv_write:
             rows = [k, b.emit("inverse_rms", k, eps=eps)]
         else:
             k = b.emit("norm_rope", k, norm_k, cos, sin, eps=eps)
-            rows = [k, b.emit("rms_norm", v, eps=eps)]
+            rows = [k, v if form == "unnormed" else b.emit("rms_norm", v, eps=eps)]
         if form == "value":
             rows = [b.emit("latent_row", rows[1], k, pairs=pairs)]
         require(len(caches) == len(rows), f"{len(caches)} caches, form {form} has {len(rows)}")
@@ -71,6 +74,7 @@ class qkv_write:
     samples = cases(
         f"f32[2,1,64] {_OTHERS} 2*f32[4,2,2,8] {{{_PLAIN}}}",
         f"f32[2,1,40] {_OTHERS} 2*f32[9,2,1,8] {{kv_heads=1, values=False, form='plain', pairs=0}}",
+        f"f32[2,1,64] {_OTHERS} 2*f32[4,2,2,8] {{{_PLAIN.replace('plain', 'unnormed')}}}",
         f"f32[2,1,48] {_OTHERS} f32[9,2,2,12] {{kv_heads=2, values=False, form='value', pairs=2}}",
         f"f32[2,1,48] {_OTHERS} f32[9,2,2,8] f32[9,2,2,1]"
         " {kv_heads=2, values=False, form='raw', pairs=0}",

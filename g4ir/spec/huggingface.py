@@ -39,6 +39,7 @@ from .parts import (
     Layers,
     Moe,
     Ple,
+    Prefixes,
     Rope,
     Text,
     Tokens,
@@ -52,6 +53,8 @@ from .rules import canonical, problems
 
 MAX_BYTES = 4 * 2**20
 REQUIRED: Any = object()
+#: every so many layers one is full, where a config does not say which
+PERIOD = 6
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +138,13 @@ def read_config(source: str | Path | dict[str, Any], name: str | None = None) ->
     read = _assistant if model_type.endswith(ASSISTANT) else _composite if composite else _text_only
     parts = read(keys, model_type)
     keys.done()
-    spec = Variant(name=slug(name or found), model_type=model_type, **parts)
+    prefixes = {part: tuple(names) for part, names in hf.family(model_type).prefixes.items()}
+    spec = Variant(
+        name=slug(name or found),
+        model_type=model_type,
+        prefixes=replace(Prefixes(), **prefixes),
+        **parts,
+    )
     for path, message, _ in problems(spec):
         theirs = hf.HF_NAMES.get(path)
         raise fail(where, f"{path} ({theirs})" if theirs else path, message)
@@ -176,6 +185,11 @@ def _text_section(keys: Keys, base: str) -> tuple[Keys, Text, str]:
 def _composite(keys: Keys, model_type: str) -> dict[str, Any]:
     """Return fields of Variant from a config with text_config and towers."""
     section, text, dtype = _text_section(keys, model_type)
+    if model_type not in TOWERS:
+        _leave_out_parts(keys, model_type)
+        tokens = _tokens(section, keys)
+        section.done()
+        return {"text": text, "tokens": tokens, "dtype": dtype}
     soft = keys.take("vision_soft_tokens_per_image", int | None, None)
     vision, audio = (_part(keys, name, TOWERS[model_type][name]) for name in ("vision", "audio"))
     if soft is not None and isinstance(vision, Vision):
@@ -191,6 +205,13 @@ def _composite(keys: Keys, model_type: str) -> dict[str, Any]:
     tokens = replace(_tokens(section, keys), **_media(keys, text.vocab_size, have))
     section.done()
     return {"text": text, "tokens": tokens, "vision": vision, "audio": audio, "dtype": dtype}
+
+
+def _leave_out_parts(keys: Keys, model_type: str) -> None:
+    keys.seen.update(hf.family(model_type).ignored.split())
+    if keys.values.get("vision_config") is not None:
+        what = "%s: vision_config: images are not supported for %s; its text model alone is taken"
+        log.warning(what, keys.where, model_type)
 
 
 def _assistant(keys: Keys, model_type: str) -> dict[str, Any]:
@@ -232,36 +253,41 @@ def _dtype(keys: Keys) -> str | None:
 
 
 def _text(keys: Keys, model_type: str) -> Text:
-    hints = hints_of(Text)
-    defaults = hf.TEXT_DEFAULTS | hf.BY_MODEL[model_type]
-    layers = keys.take("num_hidden_layers", Layers, 30)
-    bidirectional = keys.take(
-        "use_bidirectional_attention", str | None, defaults["use_bidirectional_attention"]
-    )
-    if bidirectional not in (None, "vision"):
-        raise keys.fail(
-            "use_bidirectional_attention",
-            f"{shown(bidirectional)} is not supported; only null or vision",
-        )
-    kinds = _layer_types(keys, layers)
-    sliding, full = _attention(keys, kinds, defaults["sliding_window"])
-    plain = [*hf.TEXT_DEFAULTS, "max_position_embeddings"]
+    hints, family = hints_of(Text), hf.family(model_type)
+    for key, what in family.without.items():
+        keys.only(key, hf.NOTHING, f"{model_type} has no {what}")
+    layers = keys.take("num_hidden_layers", Layers, family.keys["num_hidden_layers"])
+    kinds = _layer_types(keys, layers, family)
+    sliding, full = _attention(keys, kinds, family)
     return Text(
         num_hidden_layers=layers,
         pattern=kinds,
         sliding=sliding,
         full=full,
-        moe=_moe(keys, model_type),
-        ple=_ple(keys, model_type),
-        use_bidirectional_attention=bidirectional,
-        **{name: keys.take(name, hints[name], defaults[name]) for name in plain},
+        moe=_moe(keys),
+        ple=_ple(keys, family),
+        use_bidirectional_attention=_bidirectional(keys, family),
+        **{name: keys.take(name, hints[name], family.keys[name]) for name in family.plain},
+        **family.fixed,
     )
 
 
-def _layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
+def _bidirectional(keys: Keys, family: hf.Family) -> str | None:
+    name = "use_bidirectional_attention"
+    if name in family.without:
+        return None
+    found: str | None = keys.take(name, str | None, family.keys[name])
+    if found not in (None, "vision"):
+        raise keys.fail(name, f"{shown(str(found))} is not supported; only null or vision")
+    return found
+
+
+def _layer_types(keys: Keys, layers: int, family: hf.Family) -> tuple[str, ...]:
     given = keys.take("layer_types", tuple[str, ...] | None, None)
     if given is None:
-        return tuple(SLIDING if (i + 1) % 6 else FULL for i in range(layers))
+        older = family.older.get("pattern")
+        every = keys.take(older, Layers, PERIOD) if older else PERIOD
+        return tuple(SLIDING if (i + 1) % every else FULL for i in range(layers))
     # what layer_types spells out
     keys.seen |= {"sliding_window_pattern", "_sliding_window_pattern"}
     if len(given) != layers:
@@ -273,30 +299,32 @@ def _layer_types(keys: Keys, layers: int) -> tuple[str, ...]:
 
 
 def _attention(
-    keys: Keys, kinds: tuple[str, ...], window: int
+    keys: Keys, kinds: tuple[str, ...], family: hf.Family
 ) -> tuple[AttentionKind, AttentionKind]:
     """Return the geometry of sliding and full layers, from older keys or per_layer_config."""
     hints = hints_of(AttentionKind)
     tied = keys.take("attention_k_eq_v", bool, False)
-    base = {name: keys.take(name, hints[name], d) for name, d in hf.BASE_GEOMETRY.items()}
+    base = {n: keys.take(n, hints[n], family.keys[n]) for n in hf.BASE_GEOMETRY}
     overrides = _per_layer(keys, kinds)
     if overrides is None:
-        overrides = {SLIDING: {}, FULL: _global_geometry(keys, tied)}
+        overrides = {SLIDING: {}, FULL: _global_geometry(keys, tied, family)}
     else:  # the older keys have no effect beside per_layer_config
         keys.seen |= {"global_head_dim", "num_global_key_value_heads"}
-    ropes = _ropes(keys, set(kinds) | {FULL})
+    ropes = _ropes(keys, set(kinds) | {FULL}, family)
     sliding = AttentionKind(
         **base | overrides[SLIDING],
         rope=ropes[SLIDING],
-        window=keys.take("sliding_window", hints["window"], window),
+        window=keys.take("sliding_window", hints["window"], family.keys["sliding_window"]),
     )
     return sliding, AttentionKind(**base | overrides[FULL], rope=ropes[FULL], k_eq_v=tied)
 
 
-def _global_geometry(keys: Keys, tied: bool) -> dict[str, int]:
+def _global_geometry(keys: Keys, tied: bool, family: hf.Family) -> dict[str, int]:
     """Return overrides of full layers. KV heads of their own count only with attention_k_eq_v."""
+    if "global_head_dim" not in family.keys:
+        return {}
     hints = hints_of(AttentionKind)
-    dim = keys.take("global_head_dim", hints["head_dim"] | None, 512)
+    dim = keys.take("global_head_dim", hints["head_dim"] | None, family.keys["global_head_dim"])
     heads = keys.take("num_global_key_value_heads", hints["num_key_value_heads"] | None, None)
     out = {"head_dim": dim, "num_key_value_heads": heads if tied else None}
     return {name: value for name, value in out.items() if value is not None}
@@ -333,25 +361,43 @@ def _overrides(section: Keys, key: Any) -> dict[str, int]:
     return out
 
 
-def _ropes(keys: Keys, used: set[str]) -> dict[str, Rope]:
-    section = keys.section("rope_parameters")
-    if section is None:
-        section = Keys({hf.HF_KINDS[k]: v for k, v in hf.ROPE_DEFAULTS.items()}, "", keys.where)
+def _ropes(keys: Keys, used: set[str], family: hf.Family) -> dict[str, Rope]:
+    defaults = {kind: family.ropes[kind] for kind in hf.HF_KINDS}
+    older, section = _older_ropes(keys, family), keys.section("rope_parameters")
+    given = section or Keys({}, "rope_parameters", keys.where)
     out = {}
     for kind, name in hf.HF_KINDS.items():
-        part = section.section(name)
-        if part is None and kind in used:
-            raise section.fail(name, "is missing; add rope_type and rope_theta")
-        out[kind] = _rope(part or Keys(hf.ROPE_DEFAULTS[kind], name, keys.where))
-    section.done()
+        part = given.section(name)
+        if part is None and section and not older and kind in used:
+            raise given.fail(name, "is missing; add rope_type and rope_theta")
+        if part is None or older:
+            own = part.values if part else {}
+            part = Keys({**(older or defaults)[kind], **own}, join(given.path, name), keys.where)
+        out[kind] = _rope(part, family.ropes["types"])
+    given.done()
     return out
 
 
-def _rope(keys: Keys) -> Rope:
+def _older_ropes(keys: Keys, family: hf.Family) -> dict[str, dict[str, Any]]:
+    """Return the rotations by older keys, with defaults; none where a family has no such keys."""
+    out = {}
+    for kind, key in family.older.get("thetas", {}).items():
+        default = family.ropes[kind]
+        theta = keys.take(key, hints_of(Rope)["theta"], default["rope_theta"])
+        out[kind] = {**default, "rope_theta": theta}
+    if out and (scaling := keys.section(family.older["scaling"])):
+        kind = scaling.same(("rope_type", "type"), str, "default")
+        out[FULL] |= {**scaling.values, "rope_type": kind}
+        out[FULL].pop("type", None)
+    return out
+
+
+def _rope(keys: Keys, types: list[str]) -> Rope:
     hints = hints_of(Rope)
     kind = keys.same(("rope_type", "type"), str, "default")
-    if kind not in ("default", "proportional"):
-        raise keys.fail("rope_type", f"{shown(kind)} is not supported; default or proportional")
+    if kind not in types:
+        raise keys.fail("rope_type", f"{shown(kind)} is not supported; {' or '.join(types)}")
+    kind = "proportional" if kind == "linear" else kind
     fraction = keys.take("partial_rotary_factor", hints["rotary_fraction"], 1.0)
     factor = keys.take("factor", hints["factor"], None)
     if kind == "default" and (fraction != 1.0 or factor is not None):
@@ -367,7 +413,7 @@ def _rope(keys: Keys) -> Rope:
     return rope if factor in (None, 1.0) else replace(rope, factor=factor)
 
 
-def _moe(keys: Keys, model_type: str) -> Moe | None:
+def _moe(keys: Keys) -> Moe | None:
     hints = hints_of(Moe)
     names = {
         "num_experts": ("num_experts",),
@@ -378,30 +424,22 @@ def _moe(keys: Keys, model_type: str) -> Moe | None:
     given = {f: keys.same(n, hints[f] | None, None) for f, n in names.items()}
     if not on:
         return None
-    _not_unified(keys, model_type, "enable_moe_block", "experts")
     missing = [names[f][0] for f, value in given.items() if value is None]
     if missing:
         raise keys.fail(missing[0], "is missing; enable_moe_block needs it")
     return Moe(**given)
 
 
-def _ple(keys: Keys, model_type: str) -> Ple | None:
+def _ple(keys: Keys, family: hf.Family) -> Ple | None:
     names, hints = ("hidden_size_per_layer_input", "vocab_size_per_layer_input"), hints_of(Ple)
-    defaults = (256 if model_type == "gemma4" else 0, 262144)
-    dim, vocab = (keys.take(n, int | None, d) for n, d in zip(names, defaults, strict=True))
+    if names[1] not in family.keys:
+        return None
+    dim, vocab = (keys.take(n, int | None, family.keys[n]) for n in names)
     if not dim:
         return None
-    _not_unified(keys, model_type, names[0], "per-layer embeddings")
     return Ple(
         keys.take(names[0], hints["dim"], dim), keys.take(names[1], hints["vocab_size"], vocab)
     )
-
-
-def _not_unified(keys: Keys, model_type: str, key: str, what: str) -> None:
-    if model_type == "gemma4_unified":
-        raise keys.fail(
-            key, f"gemma4_unified has no {what} in the reference; use model_type gemma4"
-        )
 
 
 def _tokens(text: Keys, top: Keys) -> Tokens:

@@ -1,30 +1,77 @@
-"""Tables of Hugging Face config.json, from huggingface.yaml: model types, keys and defaults."""
+"""Tables of Hugging Face config.json, from huggingface.yaml and model_types.yaml: model types, keys
+and defaults."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from g4ir.ui.files import read_table
 
-from .parts import FULL, SLIDING, Audio, UnifiedAudio, UnifiedVision, Vision
+from .parts import (
+    ASSISTANT,
+    FAMILIES,
+    FULL,
+    SLIDING,
+    Audio,
+    Text,
+    UnifiedAudio,
+    UnifiedVision,
+    Vision,
+)
 
 _TABLES = read_table(Path(__file__).with_name("huggingface.yaml"))
 _PARTS = {
     part: _TABLES["parts"][part.__name__] for part in (Vision, Audio, UnifiedVision, UnifiedAudio)
 }
 
+
+@dataclass(frozen=True)
+class Family:
+    """What the configs of a model_type have in common: a row of model_types.yaml, which has the
+    meaning of each."""
+
+    keys: dict[str, Any]
+    ropes: dict[str, Any]
+    older: dict[str, Any] = field(default_factory=dict)
+    without: dict[str, str] = field(default_factory=dict)
+    ignored: str = ""
+    text: dict[str, bool] = field(default_factory=dict)
+    prefixes: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> list[str]:
+        """The keys that a config and the decoder's record have in common."""
+        return [f.name for f in fields(Text) if f.name in self.keys and f.name not in _READ_APART]
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """What the decoder's fields are that no key of a config says."""
+        return {name: self.text.get(name, getattr(Text, name)) for name in _UNSAID - {*self.keys}}
+
+
+_READ_APART = ("num_hidden_layers", "use_bidirectional_attention")
+_UNSAID = {
+    *("query_pre_attn_scalar", "value_norm", "layer_scalar", "norms_about_zero", "last_layer_full")
+}
+
+
+def family(model_type: str) -> Family:
+    """Return the family of a model_type, or of the models that a drafter drafts for."""
+    row = FAMILIES[model_type.removesuffix(ASSISTANT)]
+    return Family(**{f.name: row[f.name] for f in fields(Family) if f.name in row})
+
+
+_FILES = [(kind, *file) for kind, row in FAMILIES.items() for file in row["files"].items()]
 # config model_type -> (model_type of the spec, whether the file is a composite with towers)
-MODEL_TYPES = {name: (kind, towers) for name, (kind, _, towers) in _TABLES["model_types"].items()}
-ARCHITECTURES = {(kind, towers): name for kind, name, towers in _TABLES["model_types"].values()}
+MODEL_TYPES = {name: (kind, parts) for kind, name, (_, parts) in _FILES}
+ARCHITECTURES = {(kind, parts): name for kind, _, (name, parts) in _FILES}
 KINDS = {"sliding_attention": SLIDING, "full_attention": FULL}
 HF_KINDS = {kind: name for name, kind in KINDS.items()}
 HOUSEKEEPING = frozenset(_TABLES["housekeeping"].split())
 NEUTRAL: list[str] = _TABLES["neutral"].split()
 NOTHING: tuple[Any, ...] = (None, False, 0, 0.0, {}, [], "")
-TEXT_DEFAULTS: dict[str, Any] = _TABLES["text_defaults"]
-BY_MODEL: dict[str, dict[str, Any]] = _TABLES["by_model"]
-ROPE_DEFAULTS: dict[str, dict[str, Any]] = _TABLES["rope_defaults"]
 PART_TYPES: dict[type, str] = {part: table["model_type"] for part, table in _PARTS.items()}
 PART_DEFAULTS: dict[type, dict[str, Any]] = {
     part: {name: value for name, value in table.items() if name != "model_type"}
@@ -37,4 +84,5 @@ MEDIA: dict[str, tuple[tuple[str, ...], int]] = {
 AUDIO_MEDIA = ("audio", "boa", "eoa")
 CENTROIDS: dict[str, tuple[str, int]] = _TABLES["centroids"]
 HF_NAMES: dict[str, str] = _TABLES["names"]
-BASE_GEOMETRY: dict[str, int] = _TABLES["base_geometry"]
+# keys of the geometry that kinds of layers share
+BASE_GEOMETRY = ("head_dim", "num_key_value_heads")

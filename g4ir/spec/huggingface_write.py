@@ -52,6 +52,15 @@ def _drafter_to_hf(drafter: Drafter) -> dict[str, Any]:
     }
 
 
+#: field of Text -> the key that a family without it names
+_PARTS = {
+    "moe": "enable_moe_block",
+    "ple": "hidden_size_per_layer_input",
+    "num_kv_shared_layers": "num_kv_shared_layers",
+    "use_bidirectional_attention": "use_bidirectional_attention",
+}
+
+
 def _inexpressible(spec: Variant) -> Iterator[tuple[str, str]]:
     text, kinds = spec.text, spec.text.layer_types
     if text.sliding.k_eq_v and SLIDING in kinds:
@@ -62,35 +71,55 @@ def _inexpressible(spec: Variant) -> Iterator[tuple[str, str]]:
         yield "text.attn_logit_softcapping", "that attention is softcapped; leave it out"
     if text.moe and text.moe.layers not in (None, tuple(range(len(kinds)))):
         yield "text.moe.layers", "that only some layers have experts; leave it out"
-    if spec.model_type.startswith("gemma4_unified"):
-        for name in ("moe", "ple"):
-            if getattr(text, name) is not None:
-                yield f"text.{name}", f"that gemma4_unified has {name}; use model_type gemma4"
+    family = hf.family(spec.model_type)
+    for name, key in _PARTS.items():
+        if key in family.without and getattr(text, name):
+            yield f"text.{name}", f"that {spec.model_type} has {family.without[key]}"
+    for name, value in family.fixed.items():
+        if getattr(text, name) != value:
+            yield f"text.{name}", f"another {name} of {spec.model_type} than {value}"
+    if "per_layer_config" in family.without:
+        yield from _inexpressible_kinds(spec)
+
+
+def _inexpressible_kinds(spec: Variant) -> Iterator[tuple[str, str]]:
+    """Yield what kinds of layers may not have where a config says their geometry once."""
+    full, sliding = spec.text.full, spec.text.sliding
+    for name in ("k_eq_v", *hf.BASE_GEOMETRY):
+        if getattr(full, name) != (name != "k_eq_v" and getattr(sliding, name)):
+            yield f"text.full.{name}", f"it of {spec.model_type}, whose layers are alike in it"
+    for kind in (sliding, full):
+        if kind.rope.rotary_fraction != 1:
+            yield (
+                "text.full.rope.rotary_fraction",
+                f"that {spec.model_type} rotates a part of heads",
+            )
 
 
 def _text_to_hf(spec: Variant, dtype: str) -> dict[str, Any]:
     text, tokens, base = spec.text, spec.tokens, spec.model_type.removesuffix(ASSISTANT)
-    plain = [*hf.TEXT_DEFAULTS, "max_position_embeddings", "use_bidirectional_attention"]
+    family = hf.family(base)
+    plain = [*family.plain, *({"use_bidirectional_attention"} & family.keys.keys())]
     return {
         "model_type": f"{base}_text",
         "dtype": dtype,
         **{name: getattr(text, name) for name in plain},
         "num_hidden_layers": text.num_hidden_layers,
         "layer_types": [hf.HF_KINDS[kind] for kind in text.layer_types],
-        **_geometry_to_hf(text),
+        **_geometry_to_hf(text, family),
         "rope_parameters": {
-            hf.HF_KINDS[k]: _rope_to_hf(getattr(text, k).rope) for k in hf.HF_KINDS
+            hf.HF_KINDS[k]: _rope_to_hf(getattr(text, k).rope, family) for k in hf.HF_KINDS
         },
         "attention_bias": False,
         "tie_word_embeddings": text.tie_word_embeddings,
         "bos_token_id": tokens.bos,
         "eos_token_id": tokens.eos[0] if len(tokens.eos) == 1 else list(tokens.eos),
         "pad_token_id": tokens.pad,
-        **(_blocks_to_hf(text, bool(spec.drafter)) if base == "gemma4" else {}),
+        **({} if "enable_moe_block" in family.without else _blocks_to_hf(text, bool(spec.drafter))),
     }
 
 
-def _geometry_to_hf(text: Text) -> dict[str, Any]:
+def _geometry_to_hf(text: Text, family: hf.Family) -> dict[str, Any]:
     """Return the older keys where they can say it; per_layer_config where full layers have KV heads
     of their own without K=V."""
     sliding, full = text.sliding, text.full
@@ -98,8 +127,10 @@ def _geometry_to_hf(text: Text) -> dict[str, Any]:
         "head_dim": sliding.head_dim,
         "num_key_value_heads": sliding.num_key_value_heads,
         "sliding_window": sliding.window,
-        "attention_k_eq_v": full.k_eq_v,
     }
+    if "per_layer_config" in family.without:
+        return out
+    out["attention_k_eq_v"] = full.k_eq_v
     if full.k_eq_v or full.num_key_value_heads == sliding.num_key_value_heads:
         heads = full.num_key_value_heads if full.k_eq_v else None
         return out | {"global_head_dim": full.head_dim, "num_global_key_value_heads": heads}
@@ -108,9 +139,12 @@ def _geometry_to_hf(text: Text) -> dict[str, Any]:
     return out | {"per_layer_config": layers}
 
 
-def _rope_to_hf(rope: Rope) -> dict[str, Any]:
+def _rope_to_hf(rope: Rope, family: hf.Family) -> dict[str, Any]:
     out: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
-    out |= {"partial_rotary_factor": rope.rotary_fraction} if rope.kind == "proportional" else {}
+    if rope.kind not in family.ropes["types"]:  # of all pairs, with or without a factor
+        out["rope_type"] = "linear" if rope.factor else "default"
+    elif rope.kind == "proportional":
+        out["partial_rotary_factor"] = rope.rotary_fraction
     return out if rope.factor is None else out | {"factor": rope.factor}
 
 

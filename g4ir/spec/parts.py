@@ -7,7 +7,10 @@ import json
 import re
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any
+
+from g4ir.ui.files import read_table
 
 from .reader import Count, Fraction, Index, Length, OneOf, Positive, Range, Shaped
 
@@ -18,7 +21,9 @@ DTYPE_ALIASES = (("bfloat16", "bf16"), ("float16", "f16"), ("float32", "f32"))
 CHAT_FORMS = ("small", "large")
 #: end of the model_type of a drafter: that of the models it drafts for comes before
 ASSISTANT = "_assistant"
-MODEL_TYPES = ("gemma4", "gemma4_unified", f"gemma4{ASSISTANT}", f"gemma4_unified{ASSISTANT}")
+#: model_type -> what its models have in common
+FAMILIES: dict[str, dict[str, Any]] = read_table(Path(__file__).with_name("model_types.yaml"))
+MODEL_TYPES = tuple(FAMILIES)
 NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 Layers = Annotated[int, Range(1, MAX_LAYERS)]
 Kind = Annotated[str, OneOf((SLIDING, FULL))]
@@ -92,14 +97,20 @@ class Text:
     hidden_activation: Activation = "gelu_pytorch_tanh"
     final_logit_softcapping: Positive | None = None
     attn_logit_softcapping: Positive | None = None
+    query_pre_attn_scalar: Count | None = None
+    value_norm: bool = True
+    layer_scalar: bool = True
+    norms_about_zero: bool = False
+    last_layer_full: bool = True
     use_bidirectional_attention: Annotated[str, OneOf(("vision",))] | None = None
     tie_word_embeddings: bool = True
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """Kind of each layer; the reference turns a sliding last layer into a full one."""
-        kinds = [self.pattern[i % len(self.pattern)] for i in range(self.num_hidden_layers)]
-        return (*kinds[:-1], FULL)
+        """Kind of each layer; with `last_layer_full` the last one is full, after any pattern."""
+        period, last = len(self.pattern), self.num_hidden_layers - 1
+        kinds = tuple(self.pattern[i % period] for i in range(last))
+        return (*kinds, FULL if self.last_layer_full else self.pattern[last % period])
 
     @property
     def readable_ids(self) -> int:
@@ -298,10 +309,12 @@ class Variant:
         return out
 
 
-# the dataclass that each model_type has under `vision` and `audio`; drafters have none
+_RECORDS = {cls.__name__: cls for cls in (Vision, Audio, UnifiedVision, UnifiedAudio)}
+# the dataclass that each model_type has under `vision` and `audio`, if it has towers
 TOWERS: dict[str, dict[str, type]] = {
-    "gemma4": {"vision": Vision, "audio": Audio},
-    "gemma4_unified": {"vision": UnifiedVision, "audio": UnifiedAudio},
+    name: {part: _RECORDS[cls] for part, cls in family["towers"].items()}
+    for name, family in FAMILIES.items()
+    if "towers" in family
 }
 
 

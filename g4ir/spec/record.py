@@ -42,10 +42,15 @@ from g4ir.spec.reader import (
 )
 from g4ir.ui.files import read_table
 
-from .parts import CHAT_FORMS, TOWERS, Variant, slug
+from .parts import TOWERS, Variant, slug
 from .rules import Problem, canonical, problems, readable_pattern
 
 SCHEMA = 1
+#: fields that came later: of a variant, and of its decoder
+LATER = ("chat",)
+LATER_TEXT = (
+    *("query_pre_attn_scalar", "value_norm", "layer_scalar", "norms_about_zero", "last_layer_full"),
+)
 
 MAX_EXTENDS = 8
 EXTENDS = "a shipped variant, or a YAML file beside this one, whose fields are the defaults"
@@ -90,11 +95,13 @@ class Spec(Variant):
         return note + yaml.safe_dump(body, sort_keys=False, width=100, default_flow_style=None)
 
     def digest(self) -> str:
-        """Return SHA-256 of the canonical JSON of every field; `chat` counts where it is set, for
-        engines were built before it was a field."""
+        """Return SHA-256 of the canonical JSON of every field; those of LATER count where they are
+        set, for engines were built before they were fields."""
         values = self.to_dict()
-        if self.chat == CHAT_FORMS[0]:
-            del values["chat"]
+        for part, record, names in ((values, self, LATER), (values["text"], self.text, LATER_TEXT)):
+            for f in fields(record):
+                if f.name in names and getattr(record, f.name) == f.default:
+                    del part[f.name]
         text = json.dumps(values, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -239,7 +246,7 @@ def _spec_hints(tree: Map) -> dict[str, Any]:
     hints = hints_of(Spec)
     node = tree.entries.get("model_type")
     if node is None or is_null(node):
-        return hints | _towers("gemma4")  # `build` reports the missing key
+        return hints | _towers(next(iter(TOWERS)))  # `build` reports the missing key
     return hints | _towers(convert(node, hints["model_type"], "model_type"))
 
 

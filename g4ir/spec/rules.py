@@ -202,7 +202,7 @@ def canonical(spec: V) -> V:
     if moe is not None and moe.layers == tuple(range(text.num_hidden_layers)):
         moe = replace(moe, layers=None)
     last = text.pattern[(text.num_hidden_layers - 1) % len(text.pattern)]
-    if last != FULL:
+    if last != FULL and text.last_layer_full:
         log.warning(
             "%s: the last of %d layers is %s; it becomes a full one, as in the reference",
             spec.name,
@@ -214,9 +214,11 @@ def canonical(spec: V) -> V:
 
 def readable_pattern(text: Text) -> tuple[str, ...]:
     """Return the pattern as a spec file shows it: the canonical one, or, if that is longer than
-    READABLE, the shortest that gives every layer but the last, which is full anyway."""
+    READABLE, the shortest that gives every layer but a last one that is full anyway."""
     pattern = shortest_pattern(text.layer_types)
-    return pattern if len(pattern) <= READABLE else shortest_pattern(text.layer_types[:-1])
+    if len(pattern) <= READABLE or not text.last_layer_full:
+        return pattern
+    return shortest_pattern(text.layer_types[:-1])
 
 
 def shortest_pattern(kinds: tuple[str, ...]) -> tuple[str, ...]:

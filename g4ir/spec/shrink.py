@@ -39,8 +39,8 @@ def shrink(spec: Spec, media: bool = False) -> Spec:
 
     Kept: pattern, which layers own and share K and V (at least two owners of each kind, if the
     spec has them), K=V, ratios of query to KV heads, number of KV heads if it is one, wide MLP,
-    experts, per-layer embeddings, softcaps, rope, bidirectional attention, tying. Legal for every
-    legal spec, and never with more layers.
+    experts, per-layer embeddings, softcaps, rope, bidirectional attention, tying, norms. Legal for
+    every legal spec, and never with more layers.
     """
     text = spec.text
     owners, sharers = _layers(text)
@@ -59,6 +59,7 @@ def shrink(spec: Spec, media: bool = False) -> Spec:
         sliding=replace(_kind(text.sliding, heads), window=min(text.sliding.window or 1, WINDOW)),
         full=_kind(text.full, heads),
         max_position_embeddings=min(text.max_position_embeddings, 1024),
+        query_pre_attn_scalar=_scalar(text),
         moe=text.moe and _moe(text.moe, layers),
         ple=text.ple and Ple(_size(text.ple.dim, 16), VOCAB),
     )
@@ -181,6 +182,12 @@ def _kind(kind: AttentionKind, heads: int) -> AttentionKind:
     fits = (n for n in sizes if n >= max(kind.head_dim // 8, 4) and kind.rope.pairs(n))
     count = kind.num_key_value_heads // heads
     return replace(kind, head_dim=next(fits, kind.head_dim), num_key_value_heads=count)
+
+
+def _scalar(text: Text) -> int | None:
+    """Return the divisor of the scores in proportion to the head."""
+    small, dim = _kind(text.full, 1).head_dim, text.full.head_dim
+    return text.query_pre_attn_scalar and max(1, text.query_pre_attn_scalar * small // dim)
 
 
 def _head_divisor(text: Text) -> int:

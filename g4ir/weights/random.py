@@ -35,6 +35,8 @@ Shape = tuple[int, ...]
 BLOCK_BITS = 18  # 2^18 int32 values are 1 MiB: the working set stays in a core's cache
 BLOCK = 1 << BLOCK_BITS
 LIMIT = 1 << 48  # largest number of elements of a tensor
+#: weights of the decoder's norms
+NORM = re.compile(r"(layers\.\d+\.)?(\w+\.)?((?P<query>q_norm)|\w*norm(_\d)?)\.weight")
 M1, M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
 
 
@@ -65,15 +67,27 @@ def distribution(name: str, shape: Shape) -> tuple[float, float]:
     return centre * UNITS[unit](shape), spread * UNITS[unit](shape)
 
 
+def norm_shift(spec: Spec, name: str, shape: Shape) -> float:
+    """Return by how much the weight of a decoder's norm lies from where `distribution` has it: it
+    may be stored about zero, and a divisor of the scores leaves more of them to query norms."""
+    text, found = spec.text, NORM.fullmatch(name)
+    if not found:
+        return 0.0
+    divisor = (text.query_pre_attn_scalar or 1) ** 0.5 if found["query"] else 1.0
+    return distribution(name, shape)[0] * (divisor - 1) - text.norms_about_zero
+
+
 def random_tensor(
     seed: int,
     name: str,
     shape: Shape,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    shift: float = 0.0,
 ) -> torch.Tensor:
-    """Make the whole tensor [*shape], block by block in one pass over the memory."""
-    centre, scale = _scale(name, shape)
+    """Make the whole tensor [*shape], block by block in one pass over the memory; `shift` moves the
+    centre of its distribution."""
+    centre, scale = _scale(name, shape, shift)
     count = prod(shape)
     out = torch.empty(count, dtype=dtype, device=device)
     offsets = torch.arange(min(count, BLOCK), dtype=torch.int32, device=device)
@@ -98,7 +112,7 @@ def random_rows(
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """Make rows `row_ids` (any shape) of the 2-D tensor: [*row_ids.shape, columns], bit for bit."""
-    centre, scale = _scale(name, shape)
+    centre, scale = _scale(name, shape, 0.0)
     check_rows(name, shape, row_ids)
     columns = shape[1]
     ids = row_ids.reshape(-1).to(device=device, dtype=torch.int64)
@@ -125,11 +139,12 @@ def _row_bits(seed: int, name: str, rows: torch.Tensor, columns: int) -> torch.T
     return _mix(x, keys[1].gather(1, which), torch.empty_like(x))
 
 
-def _scale(name: str, shape: Shape) -> tuple[float, float]:
+def _scale(name: str, shape: Shape, shift: float) -> tuple[float, float]:
     """Return centre and scale per unit of the 24-bit integer, as float32 values."""
     if prod(shape) > LIMIT:
         raise InputError(f"random tensor {name}: {prod(shape)} elements, at most {LIMIT}")
-    centre, spread = torch.tensor(distribution(name, shape), dtype=torch.float32).tolist()
+    centre, spread = distribution(name, shape)
+    centre, spread = torch.tensor((centre + shift, spread), dtype=torch.float32).tolist()
     return centre, spread / 2**23
 
 
@@ -176,7 +191,9 @@ class RandomCheckpoint(WeightSource):
 
     def tensor(self, name: str) -> torch.Tensor:
         dtype = torch.float32 if name == ORDER else self.dtype
-        made = random_tensor(self.seed, name, self._shape(name), dtype, self.device)
+        shape = self._shape(name)
+        shift = norm_shift(self.spec, name, shape)
+        made = random_tensor(self.seed, name, shape, dtype, self.device, shift)
         return made.argsort(stable=True) if name == ORDER else made
 
     def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:

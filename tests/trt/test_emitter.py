@@ -217,6 +217,7 @@ MODELS: list[tuple[str, dict[str, str]]] = [
     ("31b-small", {"attention": "plain", "version": VERSION}),
     ("12b-small", {"latent_kv": "raw", "attention": "fused"}),
     ("26b-a4b-small", {"experts": "all", "version": VERSION}),
+    ("gemma3-4b-small", {"attention": "fused"}),
 ]
 MORE: list[tuple[str, dict[str, str]]] = [
     ("31b-small", {"latent_kv": "value", "attention": "fused", "version": VERSION}),

@@ -109,7 +109,7 @@ CASES = [
     (4, 2, 256, 3, (5, 1023), (1, 1), 64),
 ]
 #: form of the caches, and whether V has a projection of its own
-FORMS = [("plain", True), ("plain", False), ("value", False), ("raw", False)]
+FORMS = [("plain", True), ("plain", False), ("unnormed", True), ("value", False), ("raw", False)]
 
 
 def _heads(b: int, d: int) -> tuple[str, ...]:
@@ -120,8 +120,9 @@ def _sample(form: str, values: bool, case: tuple[Any, ...]) -> Sample:
     heads, kv, d, slots, start, lengths, pairs = case
     b, pairs = len(start), pairs if form == "value" else 0
     sizes = {"heads": heads, "kv_heads": kv, "values": values, "pairs": pairs}
-    caches = {"plain": ("T", d, "T", d), "value": ("T", d + 2 * pairs), "raw": ("T", d, "f32", 1)}
-    rows = zip(caches[form][::2], caches[form][1::2], strict=True)
+    caches = {"value": ("T", d + 2 * pairs), "raw": ("T", d, "f32", 1)}
+    held = caches.get(form, ("T", d, "T", d))
+    rows = zip(held[::2], held[1::2], strict=True)
     return Sample(
         (
             f"T[{b},1,{(heads + kv * (1 + values)) * d}]",

@@ -23,6 +23,7 @@ from torch.library import triton_op
 from g4ir.ops.attention import cache_write
 from g4ir.ops.latent import inverse_rms, latent_row
 from g4ir.ops.norm import rms_norm
+from g4ir.ops.qkv import APART
 from g4ir.ops.rope import rope
 
 from .launch import begin, fetch_row, power_of_2, ready, rounded, takes
@@ -119,7 +120,8 @@ def _qkv_write(
     lengths [B]; q [B, HEADS, D]; arrivals [B, KV]. Grid: N, B.
 
     first, second: the caches, [slots, B, KV, width] of any strides but the last; second is None
-    in the form `value`. FORM is empty where all heads are queries. H: power of two, at least D/2.
+    in the form `value`. V of the form `unnormed` is not normed. FORM is empty where all heads are
+    queries. H: power of two, at least D/2.
     """
     begin(AHEAD)
     head, row = tl.program_id(0), tl.program_id(1)
@@ -154,14 +156,17 @@ def _qkv_write(
             _put(to, low, high, i, keep, D // 2)
             tl.store(also, r, mask=length > 0)
         else:
+            v_low, v_high = low, high
             low, high = low * r, high * r
             k_low, k_high = _rotated(low, high, w, c, s, first)
+            if FORM != "unnormed":
+                v_low, v_high = low, high
             if FORM == "value":
-                _put(to, low, high, i, keep, D // 2)
+                _put(to, v_low, v_high, i, keep, D // 2)
                 _put(to + D, k_low, k_high, i, turned, P)
             else:
                 _put(to, k_low, k_high, i, turned, D // 2)
-                _put(also, low, high, i, keep & (is_key != VALUES), D // 2)
+                _put(also, v_low, v_high, i, keep & (is_key != VALUES), D // 2)
 
 
 def _start(
@@ -229,8 +234,9 @@ def _rows(
     """Return the rows that the caches of a form hold of the projections k, v [B,1,n,d]."""
     if form == "raw":
         return [k, inverse_rms.reference(k, eps=eps)]
-    key, value = _norm_rope(k, norm_k, cos, sin, eps), rms_norm.reference(v, eps=eps)
-    return [key, value] if form == "plain" else [latent_row.reference(value, key, pairs=pairs)]
+    key = _norm_rope(k, norm_k, cos, sin, eps)
+    value = v if form == "unnormed" else rms_norm.reference(v, eps=eps)
+    return [key, value] if form in APART else [latent_row.reference(value, key, pairs=pairs)]
 
 
 @triton_op("g4ir::qkv_write", mutates_args={"caches"})
@@ -257,10 +263,10 @@ def qkv_write(
     qkv [B,1,(nq + n [+ n]) d]: query heads, key heads, value heads if `values`; otherwise V is of
     the keys' projection. norm_q, norm_k [d]; cos, sin [B,1,d]; start i64[B] the position of the
     token, below 2^31, and so its slot, modulo C; lengths i64[B], 0 for a row that leaves its caches
-    as they are and 1 for the others. caches [C,B,n,*], any strides but the last, of one of three
-    forms: `plain` k, v of width d; `value` one of d + 2 pairs, the `latent_row`; `raw` the
-    projection, d, and its reciprocal rms, f32, 1. The zeros are counters of the attention that
-    reads the caches.
+    as they are and 1 for the others. caches [C,B,n,*], any strides but the last, of one of four
+    forms: `plain` k, v of width d; `unnormed` the same, v as projected; `value` one of d + 2 pairs,
+    the `latent_row`; `raw` the projection, d, and its reciprocal rms, f32, 1. The zeros are
+    counters of the attention that reads the caches.
     """
     d = norm_q.shape[0]
     if not takes(qkv):
