@@ -39,6 +39,9 @@ GGUF = ".gguf"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 TIED_CHUNKS, TIED_BYTES = 256, 1 << 18  # what is compared of a tied head: at most 64 MiB
 INDEX_LIMIT = 100_000_000  # bytes
+NORM_WEIGHT = "norm.weight"
+#: what tells the weights of norms 1 + w from w: their mean is at least this, so many are negative
+LEAST_MEAN, MOST_BELOW = 0.5, 0.02
 
 
 class WeightSource(Protocol):
@@ -77,6 +80,25 @@ class WeightSource(Protocol):
         """End all reads; tensors handed out stay valid."""
 
 
+def check_norms(spec: Spec, found: Checkpoint, place: Path, stored: float = 0.0) -> None:
+    """Raise WeightsError where norms that are stored about zero hold 1 + w instead, or w in a file
+    that should hold w + `stored`. Trained 1 + w are above zero but for a few in a thousand; of w
+    every tenth is below."""
+    names = [n for n in found.weights if spec.text.norms_about_zero and n.endswith(NORM_WEIGHT)]
+    if not names:
+        return
+    values = torch.cat([found.tensor(name).float() for name in names]) + stored
+    mean, below = values.mean().item(), (values < 0).float().mean().item()
+    if (mean > LEAST_MEAN and below < MOST_BELOW) == bool(stored):
+        return
+    held, wanted = ("w", "1 + w") if stored else ("1 + w", "w")
+    raise WeightsError(
+        f"{place}: {names[0]} and {len(names) - 1} more norms: expected {wanted}, and their mean "
+        f"{mean:.2f}, with {below:.1%} below zero, is that of {held}; fix: "
+        f"{'add 1 to' if stored else 'take 1 from'} them, or take another conversion of the model"
+    )
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """An open checkpoint that fits its spec. Names carry no prefix."""
@@ -96,7 +118,8 @@ class Checkpoint:
         cls, directory: Path | str, spec: Spec, media: Iterable[str] = (), dtype: str = "f32"
     ) -> Checkpoint:
         """Check config, index, headers, names, shapes and dtypes; of tensors it reads those alone
-        that say how codes are held: shapes, and ranges of activations. `media`: the kinds whose
+        that say how codes are held, shapes and ranges of activations, and norms that may be stored
+        in another way. `media`: the kinds whose
         towers are wanted too; `dtype`: the engine's, which scales have that a file holds wider.
         """
         directory = Path(directory)
@@ -118,7 +141,7 @@ class Checkpoint:
         if head:
             weights[TOKEN_TABLE] = _tied_table(files, live[TOKEN_TABLE], head)
         coded = not found.weights.keys().isdisjoint(entry for _, entry in live.values())
-        return cls(
+        made = cls(
             directory,
             weights,
             dtype_of({name: at for name, at in live.items() if at[1] not in found.weights}),
@@ -128,6 +151,8 @@ class Checkpoint:
             (files,),
             directory / CONFIG if coded else None,
         )
+        check_norms(spec, made, directory)
+        return made
 
     @property
     def forms(self) -> Mapping[str, Scheme]:

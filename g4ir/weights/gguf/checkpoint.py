@@ -25,21 +25,22 @@ from g4ir.ops.finite import cast
 from g4ir.ops.types import TORCH_NAMES, torch
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec
-from g4ir.weights.checkpoint import Checkpoint, dtype_of
+from g4ir.weights.checkpoint import NORM_WEIGHT, Checkpoint, check_norms, dtype_of
 from g4ir.weights.formats.base import Files, StoredWeight, quantised_weight
 from g4ir.weights.match import Mismatch, absent_value, report
 from g4ir.weights.tensorfile import FLOATS, broken, quoted
 
 from .blocks import CODED, DENSE, Part, by_pieces
 from .container import (
-    ARCHITECTURE,
     HALVES,
+    KIND,
     ROPE,
     TABLES,
     TOWERS,
     Array,
     Container,
     Tensor,
+    architecture,
     fused_parts,
     known_names,
     shortest,
@@ -52,8 +53,8 @@ Tensors = tuple[Tensor, ...]  # whose rows follow each other in a weight
 
 
 def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
-    """Return the checkpoint that a file holds; reads no tensor data. Weights that graphs do not
-    take quantised have `dtype`."""
+    """Return the checkpoint that a file holds; reads no tensor data but norms. Weights that graphs
+    do not take quantised have `dtype`."""
     live, ignored, problems = _sorted(file, spec)
     names = known_names(spec.text.num_hidden_layers)
     stored = {bare: name for name, bare in reversed(names.items())}
@@ -69,9 +70,20 @@ def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
     weights = {name: files.weight(found) for name, found in plain.items()}
     for name in live.keys() - plain.keys():
         weights[name] = Blocks(files, live[name], dtype).weight(quantised=name in taken)
-    return Checkpoint(
+    added = architecture(file).get("norms", 0.0)
+    for name in (n for n in weights if added and n.endswith(NORM_WEIGHT)):
+        weights[name] = _less(weights[name], added)
+    made = Checkpoint(
         file.path.parent, weights, dtype_of(plain), file.headers, ignored, defaults, (files,)
     )
+    check_norms(spec, made, file.path, added)
+    return made
+
+
+def _less(weight: StoredWeight, added: float) -> StoredWeight:
+    """Return a weight of which a file holds the sum with a number, in fp32: exact where it fits."""
+    read = weight.parts[""]
+    return replace(weight, parts={"": lambda rows: read(rows).float() - added})
 
 
 def _mismatch(file: Container, name: str, text: str, fix: str = "gguf") -> Mismatch:
@@ -364,7 +376,7 @@ def _check_metadata(file: Container, spec: Spec, kinds: set[str]) -> None:
 def _check_own_metadata(file: Container, spec: Spec, kinds: set[str]) -> None:
     expected: dict[str, Any] = {}
     for part, served in _PARTS.items():
-        tower, prefix = getattr(spec, part), f"{ARCHITECTURE}.{part}."
+        tower, prefix = getattr(spec, part), f"{file.values[KIND]}.{part}."
         if kinds.intersection(served):
             said = {key: getattr(tower, field, None) for key, field in TABLES["said"][part].items()}
             said |= {"num_channels": 3} if part == "vision" else {}

@@ -45,7 +45,7 @@ TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("tables.yaml").
 CONVERT = "fix: take a file that a current llama.cpp converts from the checkpoint"
 #: name of a file of a split model: its model, its number, their count
 SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
-ARCHITECTURE = "gemma4"
+KIND = "general.architecture"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT, ALIGNMENT_KEY = 32, "general.alignment"
 #: what a file may have at most; those that exist have a fraction of it
@@ -376,6 +376,12 @@ def shortest(value: Any) -> Any:
     return next(
         (x for x in near if abs(x) <= MOST_FLOAT and F32.unpack(F32.pack(x)) == (value,)), value
     )
+
+
+def architecture(file: Container) -> dict[str, Any]:
+    """Return how files of an architecture are read: a row of tables.yaml."""
+    row: dict[str, Any] = TABLES["architectures"].get(file.values.get(KIND), {})
+    return row
 
 
 def known_names(layers: int) -> dict[str, str]:

@@ -17,7 +17,16 @@ from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import Spec
 from g4ir.weights.tensorfile import broken, quoted
 
-from .container import ARCHITECTURE, CONVERT, ROPE, TABLES, Array, Container, shortest
+from .container import (
+    CONVERT,
+    KIND,
+    ROPE,
+    TABLES,
+    Array,
+    Container,
+    architecture,
+    shortest,
+)
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +34,12 @@ log = logging.getLogger(__name__)
 KINDS = {SLIDING: ("_swa", "sliding_attention"), FULL: ("", "full_attention")}
 #: the dims of a full layer's head, or those of them that are rotated
 COUNT = "rope.dimension_count"
-OTHER_NAMES = {"rope.freq_base_swa": "rope.local.freq_base"}
+OTHER_NAMES = {
+    "rope.freq_base_swa": "rope.local.freq_base",
+    "rope.freq_base": "rope.global.freq_base",
+}
 #: keys of towers in the same file, which checkpoint.py reads
-OF_TOWERS = ("vision.", "audio.")
+OF_TOWERS = ("vision.", "audio.", "mm.")
 UNROTATED = 1e30
 MOST_PAIRS = 1 << 15
 #: what a GGUF file cannot say: where only these differ, the spec is right
@@ -50,24 +62,25 @@ def read_spec(file: Container) -> Spec:
 class _Keys:
     def __init__(self, file: Container) -> None:
         self.file, self.seen = file, set[str]()
+        self.kind, self.rules = file.values.get(KIND), architecture(file)
 
     def fail(self, key: str, what: str) -> SpecError:
         return SpecError(f"{self.file.path}: {key}: {what}")
 
     def wrong(self, name: str, what: str) -> SpecError:
-        return self.fail(f"{ARCHITECTURE}.{name}", what)
+        return self.fail(f"{self.kind}.{name}", what)
 
     def contradiction(self, name: str, found: object, where: str, other: object) -> SpecError:
         what = f"{quoted(found)}, and {where} {quoted(other)}"
         return self.wrong(name, f"{what}; take another conversion of the model")
 
     def get(self, name: str) -> Any:
-        key = f"{ARCHITECTURE}.{name}"
+        key = f"{self.kind}.{name}"
         self.seen.add(key)
         found = self.file.values.get(key)
         other = self.get(OTHER_NAMES[name]) if name in OTHER_NAMES else None
         if None not in (found, other) and found != other:
-            raise self.contradiction(name, found, f"{ARCHITECTURE}.{OTHER_NAMES[name]} is", other)
+            raise self.contradiction(name, found, f"{self.kind}.{OTHER_NAMES[name]} is", other)
         return other if found is None else found
 
     def need(self, name: str, default: Any = None) -> Any:
@@ -94,7 +107,7 @@ class _Keys:
         found = self.need(name)
         values = [found] * layers
         if isinstance(found, Array):
-            values = self.file.items(f"{ARCHITECTURE}.{name}") if found.count == layers else []
+            values = self.file.items(f"{self.kind}.{name}") if found.count == layers else []
         if len(values) != layers or any(type(v) is not kind for v in values):
             expected = f"expected {layers} values of type {kind.__name__}, one for each layer"
             raise self.wrong(name, expected)
@@ -114,12 +127,10 @@ class _Keys:
         return tensor.shape[0]
 
     def check_architecture(self) -> None:
-        found = self.file.values.get("general.architecture")
-        if found != ARCHITECTURE:
-            other = "its towers alone" if found == "clip" else quoted(found)
-            what = f"expected {quoted(ARCHITECTURE)}, found {other}"
-            fix = "give the file of a Gemma 4 text model"
-            raise self.fail("general.architecture", f"{what}; {fix}")
+        if not self.rules:
+            other = "its towers alone" if self.kind == "clip" else quoted(self.kind)
+            what = f"expected {' or '.join(map(quoted, TABLES['architectures']))}, found {other}"
+            raise self.fail(KIND, f"{what}; give the file of such a text model")
         if (kind := self.file.values.get("general.type")) == "adapter":
             what = f"{quoted(kind)}: a LoRA adapter and no model"
             fix = "give the model's file, and the adapter as PEFT's directory (--adapter DIR)"
@@ -127,7 +138,7 @@ class _Keys:
 
     def check_rest(self) -> None:
         for key in self.file.values:
-            name = key.removeprefix(f"{ARCHITECTURE}.")
+            name = key.removeprefix(f"{self.kind}.")
             if name != key and key not in self.seen and not name.startswith(OF_TOWERS):
                 what = (
                     f"unknown key, which may change the forward pass{did_you_mean(key, self.seen)}"
@@ -139,46 +150,83 @@ def _config(keys: _Keys) -> dict[str, Any]:
     layers = keys.integer("block_count")
     sliding = _pattern(keys, layers)
     heads, window = "attention.head_count", "attention.sliding_window"
-    if keys.get(window) is None:
+    default = keys.rules["defaults"].get(window)
+    if default and keys.get(window) is None:
         what = "%s: %s.%s is missing: %d is taken, as other readers do"
-        log.warning(what, keys.file.path, ARCHITECTURE, window, TABLES["defaults"][window])
-    sizes, experts = (
-        {field: keys.integer(*key) for field, key in TABLES[table].items()}
-        for table in ("config", "experts")
-    )
+        log.warning(what, keys.file.path, keys.kind, window, default)
     config: dict[str, Any] = {
-        **sizes,
-        **(experts if experts["num_experts"] else {}),
-        "model_type": f"{ARCHITECTURE}_text",
+        "model_type": f"{keys.kind}_text",
         "dtype": "bfloat16",
         "vocab_size": keys.rows("token_embd.weight"),
+        "hidden_size": keys.integer("embedding_length"),
+        "max_position_embeddings": keys.integer("context_length"),
         "num_hidden_layers": layers,
         "layer_types": [KINDS[SLIDING if s else FULL][1] for s in sliding],
         "num_attention_heads": keys.one(heads, keys.by_layer(heads, layers)),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "final_logit_softcapping": keys.number("final_logit_softcapping", 0) or None,
-        "sliding_window": keys.integer(window, TABLES["defaults"][window]),
+        "sliding_window": keys.integer(window, default),
         "tie_word_embeddings": "output.weight" not in keys.file.tensors,
-        "enable_moe_block": experts["num_experts"] > 0,
-        **_feed_forward(keys, layers),
-        **_attention(keys, sliding),
+        **(_layers_alike(keys, layers) if keys.rules.get("alike") else _layers(keys, sliding)),
         **token_ids(keys.file, vocabulary(keys.file)),
     }
-    if sizes["hidden_size_per_layer_input"]:
-        config["vocab_size_per_layer_input"] = keys.rows("per_layer_token_embd.weight")
     stated, rows = keys.get("vocab_size"), config["vocab_size"]
     if stated not in (None, rows):
         raise keys.wrong("vocab_size", f"{quoted(stated)}, and token_embd.weight has {rows} rows")
     return config
 
 
+def _layers(keys: _Keys, sliding: list[bool]) -> dict[str, Any]:
+    """Return what layers of two geometries have, experts and per-layer embeddings too."""
+    sizes, experts = (
+        {field: keys.integer(*key) for field, key in TABLES[table].items()}
+        for table in ("config", "experts")
+    )
+    if sizes["hidden_size_per_layer_input"]:
+        sizes["vocab_size_per_layer_input"] = keys.rows("per_layer_token_embd.weight")
+    return {
+        **sizes,
+        **(experts if experts["num_experts"] else {}),
+        "enable_moe_block": experts["num_experts"] > 0,
+        **_feed_forward(keys, len(sliding)),
+        **_attention(keys, sliding),
+    }
+
+
+def _layers_alike(keys: _Keys, layers: int) -> dict[str, Any]:
+    """Return what layers of one geometry have: rotations alone differ by kind."""
+    dim = _head_dim(keys, "attention.key_length", [*range(layers)])
+    for other in ("attention.value_length", COUNT):
+        if keys.integer(other, dim) != dim:
+            raise keys.wrong(other, f"expected {dim}, as key_length is")
+    widths = "feed_forward_length", "attention.head_count_kv"
+    width, heads = (keys.one(name, keys.by_layer(name, layers)) for name in widths)
+    defaults = keys.rules["defaults"]
+    ropes = {}
+    for end, name in KINDS.values():
+        theta = keys.number(f"rope.freq_base{end}", defaults[f"rope.freq_base{end}"])
+        ropes[name] = {"rope_type": "default", "rope_theta": theta}
+    if (form := keys.get("rope.scaling.type")) not in (None, "none"):
+        ropes[KINDS[FULL][1]] |= {"rope_type": form, "factor": keys.number("rope.scaling.factor")}
+    return {
+        "intermediate_size": width,
+        "num_key_value_heads": heads,
+        "head_dim": dim,
+        "query_pre_attn_scalar": keys.rules["scores"].get(layers, dim),
+        "rope_parameters": ropes,
+    }
+
+
 def _pattern(keys: _Keys, layers: int) -> list[bool]:
-    name = "attention.sliding_window_pattern"
-    found = keys.need(name)
+    name, period = "attention.sliding_window_pattern", keys.rules.get("period")
+    found = keys.get(name) if period else keys.need(name)
+    if period and not isinstance(found, Array):
+        every = keys.integer(name, period)
+        return [(i + 1) % max(every, 1) != 0 for i in range(layers)]
     if not isinstance(found, Array) or found.count != layers:
         raise keys.wrong(name, f"expected an array of {layers} bools, one for each layer")
     sliding = keys.by_layer(name, layers, bool)
-    if not layers or sliding[-1]:
+    if not layers or (sliding[-1] and not period):
         raise keys.wrong(name, "the last layer must be a full one, false")
     return sliding
 
@@ -236,7 +284,7 @@ def _kv_heads(keys: _Keys, sliding: list[bool]) -> list[int]:
         return heads
     own = {h for h, s in zip(heads, sliding, strict=True) if not s}
     if isinstance(keys.get(name), Array) and own != {full}:
-        where = f"{ARCHITECTURE}.{name} of the full layers is"
+        where = f"{keys.kind}.{name} of the full layers is"
         raise keys.contradiction("attention.global_head_count_kv", full, where, min(own))
     return [h if s else full for h, s in zip(heads, sliding, strict=True)]
 
@@ -244,7 +292,7 @@ def _kv_heads(keys: _Keys, sliding: list[bool]) -> list[int]:
 def _head_dim(keys: _Keys, name: str, layers: list[int]) -> int:
     norms = (f"blk.{i}.attn_q_norm.weight" for i in layers)
     norm = next((n for n in norms if n in keys.file.tensors), None)
-    size = keys.file.tensors[norm].shape[-1] if norm else TABLES["defaults"][name]
+    size = keys.file.tensors[norm].shape[-1] if norm else keys.rules["defaults"][name]
     dim = keys.integer(name, size)
     if norm and dim != size:
         raise keys.contradiction(name, dim, f"tensor {norm} has", size)
@@ -273,9 +321,9 @@ def _rotated(keys: _Keys, pairs: int) -> float:
         if not 0 < share <= 1:
             expected = f"expected a share from 0 to 1, found {share}"
             raise keys.wrong("rope.partial_rotary_factor", expected)
-        said[f"{ARCHITECTURE}.rope.partial_rotary_factor"] = 2 * int(share * pairs)
+        said[f"{keys.kind}.rope.partial_rotary_factor"] = 2 * int(share * pairs)
     if dims != 2 * pairs:
-        said[f"{ARCHITECTURE}.{COUNT}"] = dims
+        said[f"{keys.kind}.{COUNT}"] = dims
     if not said:
         raise keys.fail(f"tensor {ROPE}", f"expected F32 [{pairs}], found none")
     (name, count), *others = said.items()
