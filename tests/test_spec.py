@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from g4ir.cli import main
 from g4ir.errors import SpecError
-from g4ir.spec.parts import FULL, SLIDING, TOWERS, UnifiedVision
 from g4ir.spec.huggingface_tables import family
+from g4ir.spec.parts import FULL, SLIDING, TOWERS, UnifiedVision
 from g4ir.spec.record import (
     LATER_TEXT,
     Spec,
@@ -201,13 +201,15 @@ def test_check_spec_guards_specs_built_in_python() -> None:
 # --- Hugging Face ---------------------------------------------------------------------------------
 
 
+def as_config(spec: Spec) -> Spec:
+    """What a config says of a spec."""
+    return replace(spec, hub=None, chat=family(spec.model_type).chat)
+
+
 @pytest.mark.parametrize("name", RELEASED)
 def test_hub_config_is_the_shipped_spec(name: str) -> None:
     spec = load_spec(name)
-    assert (
-        diff_specs(Spec.from_hf(hub_config(name), name=name), replace(spec, hub=None, chat="small"))
-        == []
-    )
+    assert diff_specs(Spec.from_hf(hub_config(name), name=name), as_config(spec)) == []
 
 
 @pytest.mark.parametrize("name", spec_names())
@@ -216,7 +218,7 @@ def test_hf_round_trip(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(spec.to_hf()))
     for source in (tmp_path, tmp_path / "config.json", str(tmp_path), spec.to_hf()):
         again = Spec.from_hf(source, name=name)
-        assert diff_specs(again, replace(spec, hub=None, chat="small")) == []
+        assert diff_specs(again, as_config(spec)) == []
     assert Spec.from_hf(tmp_path / "config.json").name == Spec.from_hf(tmp_path).name
 
 
@@ -240,9 +242,7 @@ def test_transformers_reads_and_writes_what_we_do(name: str, tmp_path: Path) -> 
         text = saved.get("text_config", saved)
         by_layer = "per_layer_config" not in family(spec.model_type).without
         assert ("per_layer_config" in text) == by_layer and "global_head_dim" not in text
-        assert (
-            diff_specs(Spec.from_hf(saved, name=name), replace(spec, hub=None, chat="small")) == []
-        )
+        assert diff_specs(Spec.from_hf(saved, name=name), as_config(spec)) == []
 
 
 def test_defaults_of_missing_keys_are_those_of_transformers(tmp_path: Path) -> None:
@@ -320,4 +320,4 @@ def test_composite_without_towers_drops_media_ids_outside_the_vocabulary() -> No
 @pytest.mark.parametrize(("path", "value"), CASES["housekeeping"])
 def test_housekeeping_is_ignored(path: str, value: Any) -> None:
     spec = Spec.from_hf(nested(hub_config("e2b"), path, value), name="e2b")
-    assert diff_specs(spec, replace(load_spec("e2b"), hub=None, chat="small")) == []
+    assert diff_specs(spec, as_config(load_spec("e2b"))) == []

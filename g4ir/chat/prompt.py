@@ -87,7 +87,7 @@ class Prompt:
     @property
     def tail(self) -> str:
         """The end of the text, from which a reader sees in what state the answer begins."""
-        start = max(self.marked.rfind(control.TURN), self.marked.rfind(control.RESPONSE_END), 0)
+        start = max(0, *map(self.marked.rfind, (*control.TURNS, control.RESPONSE_END)))
         return self.marked[start:].replace(self.mark, "")
 
     @property
@@ -95,7 +95,7 @@ class Prompt:
         """The text that the model's turn has so far, after its reasoning."""
         before, last = [Piece(""), *self.pieces()][-2:]
         text = "" if last.control else last.text
-        return text.removeprefix(control.MODEL) if before.text == control.TURN else text
+        return text.removeprefix(control.MODEL) if before.text in control.TURNS else text
 
     def pieces(self, controls: Collection[str] = control.CONTROLS) -> list[Piece]:
         """Return the text in pieces: the template's own control tokens, and all other text."""
@@ -163,6 +163,9 @@ class Vocabulary:
         chats = set(control.CONTROLS)
         self.controls = {t.content: i for i, t in added if t.special or t.content in chats}
         self.strings = {i: text for text, i in self.controls.items()}
+        turns = (t for t, end in control.TURNS.items() if {t, end} <= self.controls.keys())
+        #: what begins a turn of a chat; None: this tokenizer has none
+        self.turn = next(turns, None)
         #: ids behind which a model's turn is over
         self.ends = frozenset(self.controls[text] for text in control.ENDS if text in self.controls)
 
@@ -174,12 +177,13 @@ class Vocabulary:
     @property
     def chats(self) -> bool:
         """Whether the tokenizer has the turns of a chat."""
-        return {control.TURN, control.TURN_END} <= self.controls.keys()
+        return self.turn is not None
 
     def marks(self, tokens: Sequence[int], system: bool) -> tuple[int, ...]:
         """Return where other prompts are likely to go on in another way: behind the turn of the
         `system`, if there is one, and before that of the answer."""
-        turns = [i for i, token in enumerate(tokens) if token == self.controls[control.TURN]]
+        turn = self.controls.get(self.turn or "")
+        turns = [i for i, token in enumerate(tokens) if token == turn]
         return tuple(dict.fromkeys([*turns[1:2] * (system and len(turns) > 2), *turns[-1:]]))
 
     def encode(self, prompt: Prompt, media: Iterable[Iterable[int | str]] = ()) -> list[int]:

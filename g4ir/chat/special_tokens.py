@@ -8,33 +8,48 @@ which control tokens are spelled out; there the head of one is held back until i
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+from g4ir.spec.parts import CHAT_FORMATS, CHAT_FORMS
+
+
+def _all(key: str) -> tuple[str, ...]:
+    """Return the strings that the formats have under a key."""
+    return tuple(dict.fromkeys(chain(*(row[key] for row in CHAT_FORMATS.values()))))
+
+
+def _flat(groups: Iterable[Any]) -> Iterable[str]:
+    return chain(*(g.values() for g in groups))
+
 
 BOS, EOS = "<bos>", "<eos>"
 #: stands for characters that a tokenizer does not have
 UNKNOWN = "<unk>"
-TURN, TURN_END = "<|turn>", "<turn|>"
-CHANNEL, CHANNEL_END = "<|channel>", "<channel|>"
-TOOL, TOOL_END = "<|tool>", "<tool|>"
-CALL, CALL_END = "<|tool_call>", "<tool_call|>"
-RESPONSE, RESPONSE_END = "<|tool_response>", "<tool_response|>"
-QUOTE = '<|"|>'
-THINK = "<|think|>"
+#: turn -> what ends it, in each format
+TURNS = dict(row["turn"] for row in CHAT_FORMATS.values())
+#: the format with reasoning, tools and media
+_WHOLE = CHAT_FORMATS[CHAT_FORMS[0]]
+TURN, TURN_END = _WHOLE["turn"]
+MODEL: str = _WHOLE["model"]
+CHANNEL, CHANNEL_END = _WHOLE["controls"]["channel"]
+CALL, CALL_END = _WHOLE["controls"]["call"]
+RESPONSE, RESPONSE_END = _WHOLE["controls"]["response"]
+(QUOTE,) = _WHOLE["controls"]["quote"]
 #: kind of a medium -> its placeholder
-PLACEHOLDERS = {"image": "<|image|>", "audio": "<|audio|>", "video": "<|video|>"}
-
+PLACEHOLDERS: dict[str, str] = _WHOLE["placeholders"]
 #: every control token that means something in a conversation
 CONTROLS = (
     *("<pad>", EOS, BOS, UNKNOWN, "<mask>"),
-    *(TURN, TURN_END, CHANNEL, CHANNEL_END, TOOL, TOOL_END),
-    *(CALL, CALL_END, RESPONSE, RESPONSE_END, QUOTE, THINK),
-    *("<|image>", "<image|>", "<|audio>", "<audio|>", *PLACEHOLDERS.values()),
+    *_all("turn"),
+    *dict.fromkeys(chain(*_flat(row["controls"] for row in CHAT_FORMATS.values()))),
+    *PLACEHOLDERS.values(),
 )
 #: those behind which a model's turn is over
-ENDS = (TURN_END, EOS, RESPONSE)
-
-#: how reasoning begins, behind CHANNEL, and a model's turn, behind TURN
+ENDS = _all("ends")
+#: how reasoning begins, behind CHANNEL
 THOUGHT = "thought\n"
-MODEL = "model\n"
 
 #: control string -> its character
 MARKS = {text: chr(0xD800 + i) for i, text in enumerate(CONTROLS)}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from g4ir.errors import InputError
+from g4ir.spec.parts import CHAT_FORMATS, CHAT_FORMS
 from g4ir.weights.tensorfile import parse_json
 
 from .messages import ASSISTANT, TOOL, Conversation, Message, check_pairs, joined, kind_of
@@ -22,14 +23,13 @@ from .messages import read_messages as read
 from .prompt import Prompt, Vocabulary, guard
 from .sandbox import TemplateError
 from .sandbox import render as render_source
-from .special_tokens import BOS, CHANNEL, CHANNEL_END, MODEL, RESPONSE, THOUGHT, TURN, TURN_END
+from .special_tokens import BOS, CHANNEL, CHANNEL_END, RESPONSE, THOUGHT
 from .tools import lower, read_tools
 
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 BUILT_IN = "built-in"
 #: `large` closes an empty reasoning channel in the generation prompt if thinking is off
-SMALL, LARGE = "small", "large"
-FORMS = (SMALL, LARGE)
+SMALL, LARGE = CHAT_FORMS[0], "large"
 #: options of the built-in template
 OPTIONS = ("enable_thinking", "preserve_thinking", "add_generation_prompt")
 #: bytes of a template; published ones have 20 thousand
@@ -38,7 +38,7 @@ LARGEST = 1 << 20
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template. `form` small or large, `origin` its file or `built-in`, `sha256` of a file's
+    """A chat template. `form` a chat format, `origin` its file or `built-in`, `sha256` of a file's
     template, `note` a message for the user."""
 
     form: str
@@ -51,12 +51,13 @@ class Template:
 
     @staticmethod
     def built_in(form: str, note: str | None = None) -> Template:
-        """Return the built-in template; InputError for another form than small and large."""
-        if form not in FORMS:
-            known = ", ".join(FORMS)
+        """Return the built-in template of a chat format; InputError for another one."""
+        if form not in CHAT_FORMATS:
+            known = ", ".join(CHAT_FORMATS)
             raise InputError(f"chat form {form!r}: must be one of {known}, or a Template")
-        source = Path(__file__).with_name("default.jinja").read_text(encoding="utf-8")
-        variables = (("bos_token", BOS), ("empty_thought", form == LARGE))
+        row = CHAT_FORMATS[form]
+        source = Path(__file__).with_name(row["template"]).read_text(encoding="utf-8")
+        variables = (("bos_token", BOS), *row["variables"].items())
         return Template(form, BUILT_IN, source, note=note, variables=variables)
 
     @staticmethod
@@ -82,6 +83,16 @@ class Template:
         digest = hashlib.sha256(source.encode()).hexdigest()
         made = Template(otherwise, str(path), source, digest, None, (*tokens.items(),))
         return replace(made, form=_form_of(made))
+
+    @property
+    def strings(self) -> dict[str, Any]:
+        """The strings of its format (spec/chat_formats.yaml)."""
+        return CHAT_FORMATS[self.form]
+
+    @property
+    def turn_end(self) -> str:
+        """What ends a turn, with the newline behind it."""
+        return f"{self.strings['turn'][1]}\n"
 
     @cached_property
     def folds(self) -> bool:
@@ -113,13 +124,16 @@ class Template:
         if unknown:
             what, known = f"no option {min(unknown)!r}", ", ".join(OPTIONS)
             raise InputError(f"the built-in template has {what}; it has {known}")
+        if conversation.tools and "tools" not in self.source:
+            raise InputError(f"tools: {self.origin} has no place for them; leave them out")
         messages = _folded(conversation) if self.folds else conversation.messages
         text = self._text(messages, {"tools": [*conversation.tools] or None, **options})
-        if not options.get("add_generation_prompt", True) or not text.endswith(f"{TURN_END}\n"):
+        if not options.get("add_generation_prompt", True) or not text.endswith(self.turn_end):
             return text
         # After a tool's answer and a text, published templates open no turn.
         closes = self.form == LARGE and not options.get("enable_thinking")
-        return text + TURN + MODEL + (CHANNEL + THOUGHT + CHANNEL_END if closes else "")
+        turn, model = self.strings["turn"][0], self.strings["model"]
+        return text + turn + model + (CHANNEL + THOUGHT + CHANNEL_END if closes else "")
 
     def _text(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
         variables = {
@@ -139,8 +153,11 @@ class Template:
 
 
 def _form_of(template: Template) -> str:
-    """Return which of the two forms a template has: whether it closes the reasoning channel that
-    thinking off leaves empty. One that refuses the question is taken for small."""
+    """Return which of the forms with reasoning a template has: whether it closes the channel that
+    thinking off leaves empty. One that refuses the question is taken for small; any other format
+    is that of the variant."""
+    if "channel" not in template.strings["controls"]:
+        return template.form
     question = Conversation(({"role": "user", "content": "?"},))
     try:
         text = template.write(question, {"enable_thinking": False})
@@ -230,9 +247,10 @@ def make_prompt(
             what = "to be continued it must be the assistant's, with text only"
             raise InputError(f"messages[-1]: {what}")
         options["add_generation_prompt"] = False
-    prompt = replace(_prompt(replace(checked, tools=lowered), form, options), said=said)
+    template = form if isinstance(form, Template) else Template.built_in(form)
+    prompt = replace(_prompt(replace(checked, tools=lowered), template, options), said=said)
     prompt.check_media()
-    head = prompt.marked.removesuffix(f"{TURN_END}\n")
+    head = prompt.marked.removesuffix(template.turn_end)
     return replace(prompt, marked=head) if continued else prompt
 
 

@@ -138,10 +138,12 @@ def read_config(source: str | Path | dict[str, Any], name: str | None = None) ->
     read = _assistant if model_type.endswith(ASSISTANT) else _composite if composite else _text_only
     parts = read(keys, model_type)
     keys.done()
-    prefixes = {part: tuple(names) for part, names in hf.family(model_type).prefixes.items()}
+    family = hf.family(model_type)
+    prefixes = {part: tuple(names) for part, names in family.prefixes.items()}
     spec = Variant(
         name=slug(name or found),
         model_type=model_type,
+        chat=family.chat,
         prefixes=replace(Prefixes(), **prefixes),
         **parts,
     )

@@ -11,6 +11,7 @@ from g4ir.ui.files import read_table
 
 from .parts import (
     ASSISTANT,
+    CHAT_FORMS,
     FAMILIES,
     FULL,
     SLIDING,
@@ -37,6 +38,7 @@ class Family:
     older: dict[str, Any] = field(default_factory=dict)
     without: dict[str, str] = field(default_factory=dict)
     ignored: str = ""
+    chat: str = CHAT_FORMS[0]
     text: dict[str, bool] = field(default_factory=dict)
     prefixes: dict[str, list[str]] = field(default_factory=dict)
 

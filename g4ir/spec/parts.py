@@ -18,7 +18,9 @@ SLIDING, FULL = "sliding", "full"
 MAX_LAYERS = 1024
 DTYPES = ("bf16", "f16", "f32")
 DTYPE_ALIASES = (("bfloat16", "bf16"), ("float16", "f16"), ("float32", "f32"))
-CHAT_FORMS = ("small", "large")
+#: name of a chat format -> its strings and its template
+CHAT_FORMATS: dict[str, dict[str, Any]] = read_table(Path(__file__).with_name("chat_formats.yaml"))
+CHAT_FORMS = tuple(CHAT_FORMATS)
 #: end of the model_type of a drafter: that of the models it drafts for comes before
 ASSISTANT = "_assistant"
 #: model_type -> what its models have in common

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from g4ir.errors import SpecError
-from g4ir.spec.parts import FULL, SLIDING
+from g4ir.spec.parts import CHAT_FORMATS, FULL, SLIDING
 from g4ir.spec.reader import did_you_mean
 from g4ir.spec.record import Spec
 from g4ir.weights.tensorfile import broken, quoted
@@ -359,7 +359,7 @@ JOINED = (1, USER_DEFINED)
 #: a USER_DEFINED token of this shape is a control token of the chat format; all others are text
 MARK = re.compile(r"<\|[^|<>\s]+\|?>|<[^|<>\s]+\|>")
 #: tokens that end a text or a turn; not every converter says that they are special
-ENDS = ("<eos>", "<turn|>", "<|tool_response>")
+ENDS = tuple(dict.fromkeys(end for row in CHAT_FORMATS.values() for end in row["ends"]))
 UNKNOWN = "<unk>"
 #: what a space is within a token; of merges, what a space within a piece is
 SPACE, MERGED_SPACE = "\u2581", "\u0120"
