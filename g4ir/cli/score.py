@@ -46,8 +46,14 @@ def score(args: argparse.Namespace) -> int:
 
 def verify_text(args: argparse.Namespace) -> int:
     """Compare an engine with its unquantised weights, or another engine, on texts."""
+    from g4ir.check.logits import AGAINST
     from g4ir.check.report import engine_name
 
+    if args.against in AGAINST:
+        raise InputError(
+            f"--against {args.against} is for token ids: with --text give an engine directory, or "
+            f"leave it out to compare with {UNQUANTISED}"
+        )
     most = _checked(args)
     with (
         console.Progress() as progress,
