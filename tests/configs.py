@@ -219,7 +219,7 @@ def widened(name: str) -> Spec:
     """A tiny spec whose rows are multiples of 256, as blocks of GGUF's K types are; its projections
     of per-layer embeddings are not."""
     spec = spec_called(name)
-    text = replace(spec.text, hidden_size=256, intermediate_size=256)
+    text = replace(spec.text, vocab_size=512, hidden_size=256, intermediate_size=256)
     if not text.norms_about_zero:  # of which a GGUF file says no other pattern
         text = replace(text, num_hidden_layers=2, pattern=("sliding", "full"))
     if text.moe:
