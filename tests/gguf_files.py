@@ -44,9 +44,14 @@ def all_of(*kinds: str) -> Kind:
     return kind_of
 
 
+def architecture(spec: Spec) -> str:
+    return spec.model_type.partition("_")[0]
+
+
 @cache
-def _names(layers: int) -> gguf.TensorNameMap:
-    return gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, layers)
+def _names(spec: Spec) -> gguf.TensorNameMap:
+    kind = gguf.MODEL_ARCH[architecture(spec).upper()]
+    return gguf.get_tensor_name_map(kind, spec.text.num_hidden_layers)
 
 
 def stored_name(spec: Spec, bare: str) -> str:
@@ -57,7 +62,7 @@ def stored_name(spec: Spec, bare: str) -> str:
         return f"blk.{layer}.ffn_down_exps.scale"
     base = bare.removesuffix(".weight")
     for name in (f"model.{base}", base):
-        if found := _names(spec.text.num_hidden_layers).get_name(name):
+        if found := _names(spec).get_name(name):
             return f"{found}.weight"
     raise AssertionError(f"{bare} has no name")
 
@@ -94,22 +99,26 @@ def write_gguf(
     *,
     change: Callable[[dict[str, Any]], Any] = lambda values: None,
     left_out: Iterable[str] = (),
+    plus_one: bool = True,
 ) -> dict[str, torch.Tensor]:
     """Write a model's tensors, by their names in a checkpoint without a prefix; return what the
-    file's stand for. `change` may alter the values of the metadata, by key."""
-    writer = gguf.GGUFWriter(path, "gemma4")
+    file's stand for. `change` may alter the values of the metadata, by key; `plus_one`: norms about
+    zero are written as converters do."""
+    writer = gguf.GGUFWriter(path, architecture(spec))
     values = metadata(spec)
     change(values)
     write_values(writer, values)
     meant = {}
     for i, bare in enumerate(text_tensors(spec)):
-        data, dense = stored(tensors[bare], kind(bare, tuple(tensors[bare].shape)), i)
-        meant[bare] = torch.from_numpy(np.ascontiguousarray(dense))
+        one = float(bare.endswith("norm.weight") and spec.text.norms_about_zero and plus_one)
+        data, dense = stored(tensors[bare] + one, kind(bare, tuple(tensors[bare].shape)), i)
+        meant[bare] = torch.from_numpy(np.ascontiguousarray(dense - one))
         name = stored_name(spec, bare)
         if name not in left_out:
             to = GGMLQuantizationType[kind(bare, tuple(tensors[bare].shape))]
             writer.add_tensor(name, data, raw_dtype=to)
-    writer.add_tensor("rope_freqs.weight", _frequencies(spec))
+    if architecture(spec) == "gemma4":
+        writer.add_tensor("rope_freqs.weight", _frequencies(spec))
     finish(writer)
     return meant
 
@@ -280,7 +289,18 @@ def metadata(spec: Spec) -> dict[str, Any]:
             "expert_used_count": text.moe.top_k_experts,
             "expert_feed_forward_length": text.moe.intermediate_size,
         }
-    return {f"gemma4.{k}": v for k, v in out.items()} | vocabulary(text.vocab_size)
+    if architecture(spec) == "gemma3":  # whose converter leaves out the rest
+        out = {k: v for k, v in out.items() if k not in UNSAID and not k.endswith("_swa")}
+        if factor := text.full.rope.factor:
+            out |= {"rope.scaling.type": "linear", "rope.scaling.factor": factor}
+    made = {f"{architecture(spec)}.{k}": v for k, v in out.items()}
+    return made | vocabulary(text.vocab_size)
+
+
+UNSAID = (
+    *("attention.sliding_window_pattern", "attention.shared_kv_layers"),
+    *("embedding_length_per_layer_input", "rope.dimension_count"),
+)
 
 
 def _alike(values: list[int]) -> Any:

@@ -16,14 +16,14 @@ import pytest
 import torch
 import yaml
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import g4ir
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
 from g4ir.errors import G4Error, InputError, WeightsError
-from g4ir.model.names import HEAD, PLE_TABLE, TOKEN_TABLE
+from g4ir.model.names import FINAL_NORM, HEAD, PLE_TABLE, TOKEN_TABLE
 from g4ir.model.tensors import text_tensors
 from g4ir.ops import OPS
 from g4ir.ops.codecs import FORMS, dequantized
@@ -36,6 +36,8 @@ from g4ir.weights.gguf.checkpoint import open_gguf
 from g4ir.weights.gguf.container import read_container
 from g4ir.weights.gguf.metadata import SPEC_ONLY, read_spec
 from g4ir.weights.origin import find_origin
+from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.write import write_checkpoint
 from tests.cli_tools import g4ir as command
 from tests.cli_tools import refused
 from tests.configs import NAMES, spec_called, widened
@@ -80,12 +82,28 @@ def test_blocks_to_the_bit(kind: str) -> None:
 
 def says(spec: Spec) -> bool:
     sliding, full = spec.text.sliding.rope, spec.text.full.rope
+    if spec.model_type == "gemma3":
+        period = ("sliding",) * 5 + ("full",)
+        dims = {spec.text.query_pre_attn_scalar, spec.text.full.head_dim}
+        return spec.text.pattern == period and len(dims) == 1
     ropes = sliding.kind == "default" and full.kind == "proportional" and full.factor is None
     wide = spec.text.use_double_wide_mlp and not spec.text.num_kv_shared_layers
     return expressible(spec) and ropes and not wide
 
 
-UNSAID = ("name", "hub", "chat", "dtype", "tokens.", "vision", "audio", "model_type", *SPEC_ONLY)
+GEMMA3 = ("gemma3-270m-small", "gemma3-4b-small")
+UNSAID = (
+    "prefixes.",
+    "name",
+    "hub",
+    "chat",
+    "dtype",
+    "tokens.",
+    "vision",
+    "audio",
+    "model_type",
+    *SPEC_ONLY,
+)
 
 
 def assert_says(file: Path, spec: Spec) -> Spec:
@@ -94,7 +112,7 @@ def assert_says(file: Path, spec: Spec) -> Spec:
     return found
 
 
-@pytest.mark.parametrize("name", [n for n in (*TINY, *NAMES) if says(spec_called(n))])
+@pytest.mark.parametrize("name", [n for n in (*TINY, *GEMMA3, *NAMES) if says(spec_called(n))])
 def test_specs(tmp_path: Path, name: str) -> None:
     spec = spec_called(name)
     found = assert_says(bare_file(tmp_path / "a.gguf", spec), spec)
@@ -173,7 +191,11 @@ def mixed(name: str, shape: tuple[int, ...]) -> str:
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("torch", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.full] * (n != "tiny-moe")) for n in TINY]
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.full] * (n in TINY and n != "tiny-moe"))
+        for n in (*TINY, GEMMA3[0])
+    ],
 )
 def test_mixed_types(tmp_path: Path, name: str, backend: str) -> None:
     engine, peer, _ = built(tmp_path, widened(name), mixed, backend)
@@ -181,6 +203,7 @@ def test_mixed_types(tmp_path: Path, name: str, backend: str) -> None:
     rules = engine.manifest["quant"]["rules"]
     forms = {(r["form"], r["group"], r["scale"]) for r in rules}
     wide = {(form, 256, "f16") for form in ("uint4", "uint5", "int6")}
+    forms |= {("uint4", 256, "f16")} if name in GEMMA3 else set()  # heads of no 256 elements
     assert {("int4", 32, "f16"), ("int8", 32, "f16"), *wide} == forms
     assert verify_engine(engine).ok
     report = verify_engine(engine, against="hf", checkpoint=tmp_path / "model.gguf")
@@ -236,6 +259,30 @@ def test_an_engine_that_refers_to_its_file(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(G4Error, match=r"model\.gguf .*is not the file this engine was built from"):
         g4ir.load_engine(tmp_path / "engine")
+
+
+def test_norms_about_zero(tmp_path: Path) -> None:
+    """Files hold 1 + w, in which w is to the bit what a checkpoint has; the reverse is refused, and
+    1 + w in a checkpoint too."""
+    spec = spec_called("gemma3-4b-small")
+    source, zero = RandomCheckpoint(spec, 0, torch.bfloat16), (FINAL_NORM, "q_norm.weight")
+    tensors = {name: source.tensor(name) for name in text_tensors(spec)}
+    write_gguf(tmp_path / "a.gguf", spec, tensors, all_of("F16"))
+    found = open_gguf(read_container(tmp_path / "a.gguf"), spec, "bf16")
+    for name in (n for n in tensors if n.endswith(zero)):
+        assert torch.equal(found.tensor(name), tensors[name].float()), name
+    write_gguf(tmp_path / "b.gguf", spec, tensors, all_of("F16"), plus_one=False)
+    with pytest.raises(
+        WeightsError, match=r"b\.gguf: .* more norms: expected 1 \+ w, .* that of w"
+    ):
+        open_gguf(read_container(tmp_path / "b.gguf"), spec, "bf16")
+    folder = write_checkpoint(tmp_path / "c", spec, source)
+    Checkpoint.open(folder, spec)
+    file = folder / "model.safetensors"
+    one = {n: t + n.endswith("norm.weight") for n, t in load_file(file).items()}
+    save_file(one, file)
+    with pytest.raises(WeightsError, match=r"c: .* more norms: expected w, .* that of 1 \+ w"):
+        Checkpoint.open(folder, spec)
 
 
 def test_bfloat16(tmp_path: Path) -> None:

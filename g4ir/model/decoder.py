@@ -100,11 +100,13 @@ class Decoder:
         x = self.attention(layer, self.norm(h, first, f"{p}.norm_in"))
         h = b.emit("add", h, self.norm(x, f"{p}.attn.post", f"{p}.norm_attn"), name=f"{p}.mid")
         y = self.norm(self.feed_forward(layer, h), f"{p}.ffn.post", f"{p}.norm_ffn")
-        h = b.emit("add", h, y, name=f"{p}.ffn.out")
+        # What a layer gives is called `out`, whatever makes it.
+        scaled = self.text.layer_scalar
+        h = b.emit("add", h, y, name=f"{p}.ffn.out" if ple or scaled else f"{p}.out")
         if ple:
             y = self.norm(self.ple_gate(p, h, ple), f"{p}.ple.post", f"{p}.norm_ple")
-            h = b.emit("add", h, y, name=f"{p}.ple.out")
-        if not self.text.layer_scalar:
+            h = b.emit("add", h, y, name=f"{p}.ple.out" if scaled else f"{p}.out")
+        if not scaled:
             return h
         return b.emit("mul", h, self.weight(f"{p}.scalar", 1), name=f"{p}.out")
 
