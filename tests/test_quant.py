@@ -26,7 +26,8 @@ from g4ir.backends.onnx_graph.runtime import open_session
 from g4ir.backends.primitives.weights import by_columns
 from g4ir.backends.torch_compile import pyops
 from g4ir.backends.torch_compile.segment import graph_steps
-from g4ir.check.logits import divergences, measured, verify_engine
+from g4ir.check.logits import measured, verify_engine
+from g4ir.check.score import score_rows
 from g4ir.engine.build import prepare, write_engine
 from g4ir.errors import G4Error, WeightsError
 from g4ir.ir.graph import Builder, Program
@@ -356,8 +357,9 @@ def test_dense_weights_of_a_gpu_are_counted() -> None:
 def test_formulas_of_quality() -> None:
     want, got = torch.tensor([[3.0, 1.0], [1.0, 3.0]]).log(), torch.zeros(2, 2)
     kl = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
-    assert divergences(got, want).tolist() == pytest.approx([kl, kl])
-    assert divergences(want, want + 7).tolist() == pytest.approx([0, 0], abs=1e-12)
+    label = torch.tensor([0, 1])
+    assert score_rows(got, label, want)[2].tolist() == pytest.approx([kl, kl])
+    assert score_rows(want, label, want + 7)[2].tolist() == pytest.approx([0, 0], abs=1e-12)
     q = measured(got, want, torch.tensor([0, 0, 1]), [0, 1])
     assert (q.positions, q.same_top, q.divergence) == (2, 0.5, pytest.approx(kl))
     assert q.nll == pytest.approx((math.log(2), -(math.log(0.75) + math.log(0.75)) / 2))

@@ -23,19 +23,15 @@ from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.ir.distance import ROUNDED, Anchor, Errors, Tolerance, budget_of, row_errors, widened
 from g4ir.ui.progress import Progress, no_progress
-from g4ir.weights.pack import MadeParams
 
 from .hf import coarse, text_bytes
 from .media import check_media
 from .peers import FINAL, EnginePeer, HfPeer, Peer, Rows, find_peer
 from .reference import (
     float64_refusal,
-    original_weights,
     param_bytes,
-    plain_engine,
-    plain_packing,
     reference_engine,
-    refusal,
+    unquantised,
 )
 from .report import (
     SATURATED,
@@ -48,6 +44,7 @@ from .report import (
     VerifyReport,
     engine_name,
 )
+from .score import score_rows
 from .tokens import Turns, chosen_tokens, plan_turns, wanted_tokens
 from .watch import first_difference, first_not_finite
 
@@ -55,8 +52,6 @@ Tensor = torch.Tensor
 AGAINST = ("reference", "hf")
 
 GREEDY = 16
-#: rows of logits whose chances are worked out together
-ROWS = 16
 #: what is said where prompts and single steps are right
 ROUNDS_ALONE = "in rounds of drafts alone, which `g4ir verify ENGINE --each-pass` looks into"
 
@@ -78,10 +73,11 @@ def verify_engine(
     comparison is in the report.
     """
     if against not in AGAINST:
-        raise InputError(f"--against {against!r}: expected {' or '.join(AGAINST)}")
+        raise InputError(f"--against {against!r}: expected {' or '.join(AGAINST)}, or --text")
     given = plan_turns(engine, chosen_tokens(engine, tokens, wanted_tokens(engine)))
     peer = find_peer(engine, against, checkpoint, progress)
     report = _compare(engine, peer, given, checkpoint, progress)
+    report = replace(report, random_ids=tokens is None)
     if not report.ok:
         progress("looking for the first difference")
         report = replace(report, first_difference=_first(engine, peer, given, report))
@@ -257,55 +253,28 @@ def find_quality(
     taken: int,
     progress: Progress,
 ) -> Quality | None:
-    """Return the quality of a quantised engine whose logits are `got`; None for another engine.
-
-    The weights as they were come from `checkpoint`, else from where the engine makes its own.
-    `taken`: bytes of the device that others hold.
-    """
+    """Return the quality of a quantised engine whose logits are `got`; None for another engine. The
+    rest is of `unquantised`."""
     if engine.recipe is None:
         return None
-    source = original_weights(engine, checkpoint)
-    if source is None:
-        return Quality(reason="give --checkpoint DIR, the weights that it was made of")
-    try:
-        if source.forms:
-            return Quality(reason="the checkpoint holds codes, and not what they were made of")
-        packing = plain_packing(engine)
-        need = sum(v.type.nbytes() for v in packing.program.params().values())
-        said = "the weights as they were take {} beside what is loaded"
-        if reason := refusal(said, need, engine.device, taken):
-            return Quality(reason=reason)
+    with unquantised(engine, checkpoint, taken) as plain:
+        if isinstance(plain, str):
+            return Quality(reason=plain)
         progress(f"{len(given.ids)} tokens through the weights as they were")
-        peer = EnginePeer(plain_engine(engine, MadeParams(packing, source)))
-        return measured(got, peer.logits(given), given.ids, given.where)
-    finally:
-        if checkpoint is not None:
-            source.close()
+        return measured(got, EnginePeer(plain).logits(given), given.ids, given.where)
 
 
 def measured(got: Tensor, want: Tensor, ids: Tensor, where: Sequence[int]) -> Quality:
     """Return the quality of logits [N, vocab] after the tokens `where` of `ids`."""
-    pairs = [*zip(got.split(ROWS), want.split(ROWS), strict=True)]
-    divergence = torch.cat([divergences(*pair) for pair in pairs])
-    same = torch.cat([a.argmax(-1) == b.argmax(-1) for a, b in pairs])
-    known = nll(got, ids, where), nll(want, ids, where)
-    return Quality(
-        len(where),
-        float(divergence.mean()),
-        float(same.double().mean()),
-        known if any(at + 1 < len(ids) for at in where) else None,
-    )
-
-
-def divergences(got: Tensor, want: Tensor) -> Tensor:
-    """Return the sum of p (log p - log q) of each row, p of `want` and q of `got`, in nats."""
-    log_p, log_q = (t.cpu().double().log_softmax(-1) for t in (want, got))
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
+    # The last token has no next one: its row counts for the divergence alone.
+    rows = score_rows(got, ids[[min(at + 1, len(ids) - 1) for at in where]], want)
+    known = -rows[:2, [at + 1 < len(ids) for at in where]]
+    divergence, same = rows[2:].mean(1).tolist()
+    nll = (float(known[0].mean()), float(known[1].mean())) if known.shape[1] else None
+    return Quality(len(where), divergence, same, nll)
 
 
 def nll(logits: Tensor, ids: Tensor, where: Sequence[int]) -> float:
     """Return the mean of -log p(next token) over the positions that have a next token."""
     rows = [i for i, at in enumerate(where) if at + 1 < len(ids)]
-    following = ids[[where[i] + 1 for i in rows]]
-    chances = logits[rows].double().log_softmax(-1)
-    return -float(chances.gather(1, following[:, None]).mean())
+    return -float(score_rows(logits[rows], ids[[where[i] + 1 for i in rows]]).mean())

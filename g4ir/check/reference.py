@@ -3,6 +3,8 @@ whether a computation fits in the memory that loaded weights leave."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,9 @@ from g4ir.engine.load import open_weights
 from g4ir.engine.ranks.leader import interpreted
 from g4ir.ir.wide import BLOCK
 from g4ir.ops.types import FLOATS, ITEMSIZE, torch_dtype
+from g4ir.passes.match import OFF
+from g4ir.passes.narrow_kv import NarrowOptions
+from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.plan.fit import device_memory
 from g4ir.plan.formats import cache_types
 from g4ir.spec.record import Spec
@@ -34,14 +39,14 @@ def wide_engine(engine: Engine) -> Engine:
 
 
 def plain_packing(engine: Engine) -> Packing:
-    """Return the text graphs of an engine of weights as they were, and what makes their params."""
+    """Return the text graphs of an engine without any quantisation, and what makes their params."""
     made = make_packing(
         spec=engine.spec,
         all_logits=engine.all_logits,
         dtype=engine.dtype,
         media=engine.media,
         skip=engine.facts.skipped_passes,
-        options=engine.facts.options,
+        options=engine.facts.options.changed(NarrowOptions()).changed(ActivationOptions()),
         drafter=engine.drafter,
     )
     return Packing(text_graphs(made.program), made.prologue)
@@ -70,6 +75,39 @@ def original_weights(engine: Engine, checkpoint: str | Path | None) -> WeightSou
     if seed is None:
         return None
     return random_weights(engine.spec, engine.drafter, seed, torch_dtype(engine.dtype))
+
+
+def is_quantised(engine: Engine) -> bool:
+    """Whether weights, KV cache or activations are."""
+    options = engine.facts.options
+    rounded = options.of(NarrowOptions).to, options.of(ActivationOptions).to
+    return engine.recipe is not None or rounded != (OFF, OFF)
+
+
+@contextmanager
+def unquantised(
+    engine: Engine, checkpoint: str | Path | None, taken: int
+) -> Iterator[Engine | str]:
+    """A context with an engine that interprets the text graphs without any quantisation, on the
+    weights as they were; or the reason why there is none. They come from `checkpoint`, else from
+    where the engine makes its own. `taken`: bytes of the device that others hold."""
+    source = original_weights(engine, checkpoint)
+    if source is None:
+        yield "give --checkpoint DIR, the weights that it was made of"
+        return
+    try:
+        if source.forms:
+            yield "the checkpoint holds codes, and not what they were made of"
+            return
+        packing = plain_packing(engine)
+        need = sum(v.type.nbytes() for v in packing.program.params().values())
+        said = "the weights as they were take {} beside what is loaded"
+        yield refusal(said, need, engine.device, taken) or plain_engine(
+            engine, MadeParams(packing, source)
+        )
+    finally:
+        if checkpoint is not None:
+            source.close()
 
 
 def param_bytes(engine: Engine) -> int:

@@ -160,6 +160,8 @@ class VerifyReport:
     rounds: tuple[Position, ...] = field(default=(), repr=False)
     #: of a quantised engine, beside its weights as they were; nothing passes or fails by it
     quality: Quality | None = None
+    #: the tokens were drawn: they compare implementations, and are no text
+    random_ids: bool = False
 
     @property
     def text_ok(self) -> bool:
@@ -237,6 +239,8 @@ class VerifyReport:
             yield "NLL", "{:>12.6f} and {:.6f} of the reference".format(*self.nll)
         if self.quality:
             yield from self.quality.rows()
+            if self.random_ids:
+                yield "", "  of random token ids, which say nothing of a text: --text FILE does"
         if self.layers:
             yield "layers", curve([e.relative for e in self.layers])
 

@@ -19,6 +19,7 @@ from g4ir.model.media import MEDIA_SETTINGS, check_there
 from g4ir.ui import console
 
 from .common import emit, flag_of, load, load_to_generate, output, token_ids
+from .score import verify_text
 from .talking import answer_once, answer_summary, check_draft, check_talk, given_draft
 
 if TYPE_CHECKING:
@@ -131,9 +132,12 @@ def _say_summary(r: Result, given: int | None) -> None:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Compare an engine with a reference."""
+    """Compare an engine with a reference, or on texts."""
+    if args.text:
+        return verify_text(args)
     tokens = token_ids(args.tokens, "--tokens")
-    return verified(args.engine, args, args.against, tokens, args.trust, args.each_pass)
+    against = args.against or "reference"
+    return verified(args.engine, args, against, tokens, args.trust, args.each_pass)
 
 
 def verified(

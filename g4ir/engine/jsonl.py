@@ -83,18 +83,24 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
         raise InputError(f'{where}: {e}; expected a line such as {{"tokens": [2, 5]}}') from None
 
 
-def checked_fields(value: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the fields of a request; those that are null are left out."""
+def checked_fields(
+    value: Mapping[str, Any],
+    where: str,
+    known: Mapping[str, Field] = FIELDS,
+    either: tuple[str, str] = ("prompt", "tokens"),
+) -> dict[str, Any]:
+    """Return the fields of a request, which are `known` and have one of `either`; those that are
+    null are left out."""
     for key, item in value.items():
-        if key not in FIELDS:
-            raise InputError(f"{where}: unknown field {key[:40]!r}; one of {', '.join(FIELDS)}")
-        fits, expected = FIELDS[key]
+        if key not in known:
+            raise InputError(f"{where}: unknown field {key[:40]!r}; one of {', '.join(known)}")
+        fits, expected = known[key]
         if item is not None and not fits(item):
             shown = json.dumps(item)[:60]
             raise InputError(f"{where}: {key}: expected {expected}, found {shown}")
     fields = {k: v for k, v in value.items() if v is not None}
-    if ("prompt" in fields) == ("tokens" in fields):
-        raise InputError(f"{where}: give either prompt or tokens")
+    if (either[0] in fields) == (either[1] in fields):
+        raise InputError(f"{where}: give either {either[0]} or {either[1]}")
     return fields
 
 

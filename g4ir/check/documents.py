@@ -1,0 +1,175 @@
+"""Texts to score, as windows of token ids; files of any size are read in blocks."""
+
+from __future__ import annotations
+
+import codecs
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from g4ir.chat.prompt import CHEAP
+from g4ir.engine.engine import Engine
+from g4ir.engine.jsonl import FIELDS, IDS, TEXT, Field, ReadAhead, checked_fields, parse_line
+from g4ir.engine.prompts import checked_ids
+from g4ir.engine.tokenizer import Codec
+from g4ir.errors import InputError
+
+from .tokens import check_no_media
+
+#: label of a token that is not scored, as in transformers
+IGNORED = -100
+#: bytes of a file that are read at a time
+READ = 1 << 16
+#: fields of a JSON line: a text, or token ids with labels
+LINE: Mapping[str, Field] = {
+    "id": FIELDS["id"],
+    "text": TEXT,
+    "tokens": IDS,
+    "labels": IDS,
+    "bos": FIELDS["bos"],
+}
+#: token ids, and the label of each
+Labelled = tuple[list[int], list[int]]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Token ids that are scored in one context, and their labels: `labels[i]` is asked for after
+    `ids[:i]`, so the first is never scored, nor is IGNORED. `part`: index in the document."""
+
+    document: str | int
+    part: int
+    ids: list[int]
+    labels: list[int]
+
+
+@dataclass
+class Reader:
+    """Reads documents for an engine: windows of at most `room` tokens, of which each begins with
+    the document's <bos>, or without one with the last token before it. `most`: tokens of all
+    documents (<bos> not counted) after which reading stops."""
+
+    engine: Engine
+    room: int
+    most: int = sys.maxsize
+
+    def __post_init__(self) -> None:
+        if self.room < 2:
+            raise InputError(f"{self.engine.path} was built with --max-seq 1: nothing to score")
+
+    @cached_property
+    def _codec(self) -> Codec:
+        return Codec(self.engine)
+
+    def files(self, paths: Iterable[str]) -> Iterator[Window]:
+        """Yield the windows of files, each a document in UTF-8. They are tokenised in blocks that
+        end with a line. InputError for a file that is not text."""
+        for path in paths:
+            yield from self._windows(path, path, self._tokenised(text_blocks(Path(path)), path))
+
+    def lines(self, path: str) -> Iterator[Window]:
+        """Yield the windows of a file of JSON lines, each a document with the fields LINE."""
+        with Path(path).open("rb") as stream:
+            lines = ReadAhead(stream)
+            while line := lines.next(wait=True):
+                where = f"{path}:{line[0]}"
+                given = {"id": line[0], **parse_line(line[1], where)}
+                yield from self.fields(given, where)
+
+    def values(self, texts: Any) -> Iterator[Window]:
+        """Yield the windows of one text or several, each a string, a list of token ids, or a
+        mapping of the fields LINE. Documents are called by their index."""
+        single = isinstance(texts, str | Mapping) or {*map(type, texts)} == {int}
+        for index, text in enumerate([texts] if single else texts):
+            named = {"text": text} if isinstance(text, str) else {"tokens": text}
+            given = text if isinstance(text, Mapping) else named
+            yield from self.fields({**given, "id": index}, f"text {index}")
+
+    def fields(self, values: Mapping[str, Any], where: str) -> Iterator[Window]:
+        """Yield the windows of a document of the fields LINE."""
+        given = checked_fields(values, where, LINE, ("text", "tokens"))
+        name = given["id"]
+        if "text" in given:
+            if "labels" in given:
+                raise InputError(f"{where}: labels are for tokens: give tokens, not a text")
+            pieces = self._tokenised(iter([given["text"]]), where, given.get("bos", True))
+            return self._windows(name, where, pieces)
+        text = self.engine.spec.text
+        ids = checked_ids(given["tokens"], text.readable_ids, where)
+        check_no_media(self.engine, ids, where)
+        labels = given.get("labels", ids)
+        if len(labels) != len(ids):
+            raise InputError(f"{where}: {len(labels)} labels of {len(ids)} tokens")
+        checked_ids([i for i in labels if i != IGNORED], text.vocab_size, f"{where}: labels")
+        return self._windows(name, where, iter([(ids, [*labels])]))
+
+    def _tokenised(self, blocks: Iterator[str], where: str, bos: bool = True) -> Iterator[Labelled]:
+        for block in blocks:
+            ids = self._codec.encode(block, where, bos)
+            checked_ids(ids, self.engine.spec.text.readable_ids, where)
+            check_no_media(self.engine, ids, where)
+            yield ids, ids
+            bos = False
+
+    def _windows(self, name: str | int, where: str, pieces: Iterator[Labelled]) -> Iterator[Window]:
+        if not self.most:
+            return
+        bos, part, head = self.engine.spec.tokens.bos, 0, list[int]()
+        ids, labels = list[int](), list[int]()
+        for more, more_labels in pieces:
+            if not ids and more[:1] == [bos]:
+                head, ids, labels = [*more[:1]], [*more[:1]], [IGNORED]
+                more, more_labels = more[1:], more_labels[1:]
+            ids += more[: self.most]
+            labels += more_labels[: self.most]
+            self.most -= len(more[: self.most])
+            while len(ids) > self.room:
+                yield Window(name, part, ids[: self.room], labels[: self.room])
+                before = head or ids[self.room - 1 : self.room]
+                ids = before + ids[self.room :]
+                labels = [IGNORED] * len(before) + labels[self.room :]
+                part += 1
+            if not self.most:
+                break
+        if len(ids) < 2:
+            raise InputError(f"{where}: fewer than 2 tokens, <bos> included: nothing to score")
+        yield Window(name, part, ids, labels)
+
+
+def check_files(paths: Iterable[str], flag: str) -> None:
+    """Raise InputError for a file that is missing or empty."""
+    for path in paths:
+        if not Path(path).is_file():
+            raise InputError(f"{flag} {path}: no such file")
+        if not Path(path).stat().st_size:
+            raise InputError(f"{flag} {path}: the file is empty")
+
+
+def text_blocks(path: Path) -> Iterator[str]:
+    """Yield a file's text in blocks of at most CHEAP characters, which end with a line if there is
+    one. InputError for bytes that are not UTF-8, and for NUL, which no text has."""
+    decoder, read, rest = codecs.getincrementaldecoder("utf-8")(), 0, ""
+    with path.open("rb") as stream:
+        while True:
+            raw = stream.read(READ)
+            begun = read - len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as e:
+                said = f"{path}: not UTF-8 at byte {begun + e.start}"
+                raise InputError(f"{said}: a binary file, or a text in another encoding") from None
+            if "\0" in text:
+                raise InputError(f"{path}: NUL among its characters: a binary file, not a text")
+            rest += text.removeprefix("\ufeff") if not read else text
+            read += len(raw)
+            while len(rest) > CHEAP:
+                cut = rest.rfind("\n", 0, CHEAP) + 1 or CHEAP
+                yield rest[:cut]
+                rest = rest[cut:]
+            if not raw:
+                break
+    if rest:
+        yield rest

@@ -1,0 +1,178 @@
+"""Log-probabilities that an engine gives to texts, and their distance to those of a baseline.
+
+Windows are read and computed a chunk at a time: neither a text nor the logits of a window are ever
+held as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from g4ir.engine.artefact import rebuild
+from g4ir.engine.engine import Engine
+from g4ir.engine.session import Session
+from g4ir.errors import InputError
+from g4ir.ui.progress import Progress, no_progress
+
+from .documents import IGNORED, Reader, Window
+
+Tensor = torch.Tensor
+#: rows of logits whose probabilities are computed together
+ROWS = 16
+#: logits of one chunk, at most (128 MiB in f32)
+CHUNK_LOGITS = 1 << 25
+
+
+def score_rows(got: Tensor, labels: Tensor, want: Tensor | None = None) -> Tensor:
+    """Return f64[1, N]: the log-probability (nats) of each label i64[N] by a row of logits
+    [N, vocab]. With the logits `want` of a baseline f64[4, N]: also its log-probability,
+    KL(baseline || engine), and 1.0 where both have the same best token."""
+    parts = [torch.zeros(1 if want is None else 4, 0).double()]
+    for start in range(0, len(labels), ROWS):
+        label = labels[start : start + ROWS, None]
+        logits = [t[start : start + ROWS].cpu() for t in (got, want) if t is not None]
+        log = [t.double().log_softmax(-1) for t in logits]
+        found = [x.gather(1, label)[:, 0] for x in log]
+        if want is not None:
+            (q, p), (own, other) = log, logits
+            found += [(p.exp() * (p - q)).sum(-1), (own.argmax(-1) == other.argmax(-1)).double()]
+        parts.append(torch.stack(found))
+    return torch.cat(parts, 1)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums over scored tokens: negative log-likelihood, and with a baseline its own, the KL
+    divergence, and the tokens at which both have the same best token."""
+
+    tokens: int = 0
+    nll: float = 0.0
+    against: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(cls, rows: Tensor) -> Sums:
+        """Return the sums of what `score_rows` returns."""
+        logprob, *rest = rows.sum(1).tolist()
+        return cls(rows.shape[1], -logprob, (-rest[0], *rest[1:]) if rest else None)
+
+    def __add__(self, other: Sums) -> Sums:
+        pairs = zip(self.against or (0.0,) * 3, other.against) if other.against else None
+        against = tuple(a + b for a, b in pairs) if pairs else self.against
+        return Sums(self.tokens + other.tokens, self.nll + other.nll, against)
+
+    def means(self) -> dict[str, Any]:
+        """Return `tokens`, and the means `nll` (nats a token) and `ppl`, with a baseline
+        `baseline_nll`, `baseline_ppl`, `kl` and `same_top`; None without tokens."""
+        mean = [x / self.tokens if self.tokens else None for x in (self.nll, *(self.against or ()))]
+        names = ("nll", "baseline_nll", "kl", "same_top")[: len(mean)]
+        found: dict[str, Any] = {"tokens": self.tokens, **dict(zip(names, mean))}
+        for name, of in (("ppl", "nll"), ("baseline_ppl", "baseline_nll")):
+            if of in found:
+                found[name] = perplexity(found[of])
+        return found
+
+
+def perplexity(nll: float | None) -> float | None:
+    """Return exp(nll); infinity where no float is as large."""
+    return None if nll is None else math.exp(nll) if nll < 709 else math.inf
+
+
+@dataclass(frozen=True)
+class Score:
+    """The scores of a document, or of a window of one that is longer than the engine's context:
+    `logprobs[i]` is the log-probability (nats) of the label of `ids[i]`, None where there is none;
+    <bos> of a window is among them."""
+
+    document: str | int
+    part: int
+    ids: tuple[int, ...] = field(repr=False)
+    logprobs: tuple[float | None, ...] = field(repr=False)
+    sums: Sums
+
+    @property
+    def tokens(self) -> int:
+        """Number of scored tokens."""
+        return self.sums.tokens
+
+    @property
+    def nll(self) -> float | None:
+        """Mean negative log-likelihood (nats a token), the loss of transformers with these labels;
+        None if every label is ignored."""
+        nll: float | None = self.sums.means()["nll"]
+        return nll
+
+    @property
+    def ppl(self) -> float | None:
+        """Perplexity: exp(nll)."""
+        return perplexity(self.nll)
+
+    @property
+    def name(self) -> str:
+        """Name of the document, and of a later part of a long one."""
+        return f"{self.document}{f'#{self.part}' if self.part else ''}"
+
+
+def score(engine: Engine, texts: Any) -> list[Score]:
+    """Return the score of each text: log-probabilities of given tokens.
+
+    texts: one or several, each a string, a list of token ids, or a mapping with `text` or `tokens`,
+    and optionally `bos` (False: no <bos> before a text) and `labels` (as many as tokens, -100:
+    not scored). Strings begin with <bos>. Texts longer than the engine's max_seq are scored in
+    windows. InputError for an engine without all_logits, and for a text with nothing to score.
+    """
+    require_all_logits(engine)
+    windows = Reader(engine, engine.limits.max_seq).values(texts)
+    found = score_windows([engine], windows)
+    return [_joined([*parts]) for _, parts in groupby(found, attrgetter("document"))]
+
+
+def _joined(parts: list[Score]) -> Score:
+    ids = tuple(i for p in parts for i in p.ids)
+    logprobs = tuple(x for p in parts for x in p.logprobs)
+    return replace(parts[0], ids=ids, logprobs=logprobs, sums=sum((p.sums for p in parts), Sums()))
+
+
+def require_all_logits(engine: Engine) -> None:
+    """Raise InputError, with the command that builds it, for an engine without all_logits."""
+    if not engine.all_logits:
+        again = rebuild(engine.path, replace(engine.facts, all_logits=True), engine.spec)
+        why = f"{engine.path} was built without --all-logits, and scoring needs every token's"
+        raise InputError(f"{why}; {again}")
+
+
+def score_windows(
+    engines: Sequence[Engine], windows: Iterable[Window], progress: Progress = no_progress
+) -> Iterator[Score]:
+    """Yield the score of each window by the first engine, against the second if there is one.
+    Engines have all_logits, the same vocabulary, and room for a window."""
+    sessions, total = [e.session() for e in engines], 0
+    most = max(1, CHUNK_LOGITS // engines[0].spec.text.vocab_size)
+    size = min(most, *(e.limits.prefill_chunk for e in engines))
+    for w in windows:
+        rows = torch.cat([*_chunks(sessions, w, size)], 1)
+        found = iter(rows[0].tolist())
+        scored = [i > 0 and label != IGNORED for i, label in enumerate(w.labels)]
+        logprobs = tuple(next(found) if one else None for one in scored)
+        yield Score(w.document, w.part, tuple(w.ids), logprobs, Sums.of(rows))
+        total += len(w.ids)
+        progress(f"{total} tokens scored")
+
+
+def _chunks(sessions: Sequence[Session], w: Window, size: int) -> Iterator[Tensor]:
+    """Yield what `score_rows` returns of the labels of each chunk; ignored ones are left out."""
+    for s in sessions:
+        s.reset()
+    ids, labels = torch.tensor(w.ids[:-1]), torch.tensor(w.labels[1:])
+    for tokens, label in zip(ids.split(size), labels.split(size)):
+        at = (label != IGNORED).nonzero()[:, 0]
+        # Where nothing is scored the last token's logits will do.
+        made = [s.prefill(tokens[None], all_logits=len(at) > 0)[0] for s in sessions]
+        logits = [t[at] for t in made] if len(at) < len(label) and len(at) else made
+        yield score_rows(logits[0], label[at], *logits[1:])

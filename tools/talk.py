@@ -1,0 +1,85 @@
+"""Serve an engine and talk to it with OpenAI's client, as `make demo-real` does.
+
+    python tools/talk.py ENGINE
+
+A model without the turns of a chat gets its question as a text to continue.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import openai
+
+PROMPTS = (
+    "Once upon a time, there was a little",
+    "Photosynthesis is the process by which",
+    "def fibonacci(n):",
+)
+QUESTION = "What is the capital of Italy?"
+AS_TEXT = (
+    f"Question: What is the capital of France?\nAnswer: Paris.\n\nQuestion: {QUESTION}\nAnswer:"
+)
+LISTENING = "listening at "
+
+
+@contextmanager
+def served(engine: str) -> Iterator[openai.OpenAI]:
+    """A context with a client of a server of its own, which is shut down at its end."""
+    words = [sys.executable, "-m", "g4ir", "serve", engine, "--port", "0"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            lines = iter(server.stderr.readline, "")
+            url = next((x.split(LISTENING)[1].strip() for x in lines if LISTENING in x), None)
+            if url is None:
+                sys.exit(f"talk: g4ir serve {engine} ended before it listened")
+            # Retries wait until the engine is loaded.
+            yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=10)
+        finally:
+            server.terminate()
+            server.stderr.read()
+
+
+def write(client: openai.OpenAI, model: str, prompt: str, tokens: int, **more: str) -> None:
+    """Print the greedy continuation of a prompt as it is streamed, and its rate."""
+    print(f"\n> {prompt}", end="", flush=True)
+    begun, pieces = time.perf_counter(), list[str]()
+    stream = client.completions.create(
+        model=model, prompt=prompt, max_tokens=tokens, temperature=0, stream=True, **more
+    )
+    for event in stream:
+        pieces.append(event.choices[0].text if event.choices else "")
+        print(pieces[-1], end="", flush=True)
+    print(f"\n  [{len(pieces)} pieces in {time.perf_counter() - begun:.1f} s]", flush=True)
+
+
+def chat(client: openai.OpenAI, model: str) -> None:
+    """Print the answer to a question, or how a model without turns continues it."""
+    try:
+        answer = client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": QUESTION}], max_tokens=64
+        )
+        print(f"\n> {QUESTION}\n{answer.choices[0].message.content}")
+    except openai.APIStatusError as e:
+        print(f"\nchat: {e.message}")
+        write(client, model, AS_TEXT, 16, stop="\n")
+
+
+def main(engine: str) -> None:
+    """Serve an engine, continue prompts, and ask a question."""
+    with served(engine) as client:
+        model = client.models.list().data[0].id
+        client.completions.create(model=model, prompt=QUESTION, max_tokens=1)  # once it is loaded
+        print(f"{model}, served to OpenAI's client")
+        for prompt in PROMPTS:
+            write(client, model, prompt, 48)
+        chat(client, model)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
