@@ -239,8 +239,11 @@ def attend_chunk(
     if not (kernel and _kernels["takes_chunk"](DTYPES[q.dtype], HELD[keys.dtype], q.shape[-1])):
         at = torch.cat((slot_positions(written, len(keys)), positions.t()))
         seen = visible(at, positions, window, last)[:, None, None]
-        both = (torch.cat((old.transpose(0, 1), new), 1) for old, new in zip(*kept, strict=True))
-        made: Tensor = attend_all(q, *(numbers(t, q.dtype) for t in both), seen, scale)
+        k, v = (
+            numbers(torch.cat((old.transpose(0, 1), new), 1), q.dtype)
+            for old, new in zip(*kept, strict=True)
+        )
+        made: Tensor = attend_all(q, k, v, seen, scale)
         return made
     given = [t.contiguous() for t in (q, positions, last, written, *kept[0], *kept[1])]
     (b, s, heads, d), (slots, _, kv_heads, width) = q.shape, keys.shape
