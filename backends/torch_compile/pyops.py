@@ -2,10 +2,11 @@
 vision tower.
 
 Products of a few rows go through the C kernels of cpu/, which for one row run at the speed at which
-memory delivers the weight; the library's products do not. So do bf16 products of more rows, if the
-CPU has instructions for them but no matrix unit (cpu/gemm.h). Compiled regions call the kernels
-directly (cpu/calls.c). Other products call back into Python, which costs some 10 us: they go
-through the library, those of 16 bits in fp32 if the CPU has no instructions for them.
+memory delivers the weight; the library's products do not. So do bf16 products of more rows with
+quantised weights, if the CPU multiplies bf16 but has no matrix unit (cpu/gemm.h). Compiled regions
+call the kernels directly (cpu/calls.c). Other products call back into Python, which costs some
+10 us: they go through the library, those of 16 bits in fp32 if the CPU has no instructions for
+them.
 """
 
 from __future__ import annotations
@@ -62,8 +63,6 @@ _kernels: dict[str, Callable[..., int]] = {}
 DTYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 _CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int64, torch.int32, torch.int16)
 FORMS = {dtype: number for number, dtype in enumerate(_CODES)}
-#: form of a weight that is not quantised
-DENSE = -1
 #: dtype of a cache -> its number there
 HELD = {**DTYPES, torch.int8: 3, torch.float8_e4m3fn: 4}
 #: letter -> type of an argument there, and the arguments of each function
@@ -116,7 +115,7 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
     (n, k), dtype = w.shape, DTYPES.get(x.dtype, -1)
     rows = x.numel() // k
     if not (_kernels and _kernels["takes"](dtype, rows)):
-        return _gemm(x, w) if _takes_gemm(x, w, None) else _library_linear(x, w)
+        return _library_linear(x, w)
     out, x = x.new_empty((*x.shape[:-1], n)), x.contiguous()
     failed = _kernels["linear"](
         *(w.data_ptr(), x.data_ptr(), out.data_ptr(), dtype), *(rows, n, k, torch.get_num_threads())
@@ -129,8 +128,8 @@ def linear_coded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool = False) 
     are multiplied with the exact weight (those in bf16 as integers, where the weight lies in tiles
     and the CPU has instructions for them: see cpu/tiles.h), more with w rounded to x's dtype."""
     if not _has_kernel(x.dtype, codes, scales, x.numel() // x.shape[-1], x.shape[-1]):
-        taken = tiles and _takes_gemm(x, codes, scales)
-        return _gemm(x, codes, scales) if taken else _decoded_linear(x, codes, scales, tiles)
+        many = tiles and _takes_gemm(x, codes, scales)
+        return _gemm(x, codes, scales) if many else _decoded_linear(x, codes, scales, tiles)
     return _coded(x, codes, scales, tiles, False)
 
 
@@ -155,25 +154,22 @@ def _coded(x: Tensor, codes: Tensor, scales: Tensor, tiles: bool, rounded: bool)
     return _with_memory(failed, out, "the rows of a product {} in another form")
 
 
-def _takes_gemm(x: Tensor, w: Tensor, scales: Tensor | None) -> bool:
-    """Whether cpu/gemm.h multiplies rows with a dense weight, or with one in tiles."""
-    form = DENSE if scales is None and w.dtype == x.dtype else FORMS.get(w.dtype, -2)
-    if not _kernels or not w.is_contiguous() or (scales is not None and scales.dtype not in DTYPES):
+def _takes_gemm(x: Tensor, codes: Tensor, scales: Tensor) -> bool:
+    """Whether cpu/gemm.h multiplies many rows with a weight in tiles."""
+    if not _kernels or scales.dtype not in DTYPES:
         return False
-    rows, k = x.numel() // x.shape[-1], x.shape[-1]
-    return bool(_kernels["takes_gemm"](form, DTYPES.get(x.dtype, -1), rows, w.shape[0], k))
+    if not (codes.is_contiguous() and scales.is_contiguous()):
+        return False
+    k, form, dtype = x.shape[-1], FORMS.get(codes.dtype, -1), DTYPES.get(x.dtype, -1)
+    return bool(_kernels["takes_gemm"](form, dtype, x.numel() // k, codes.shape[0], k))
 
 
-def _gemm(x: Tensor, w: Tensor, scales: Tensor | None = None) -> Tensor:
-    n, k = w.shape[0], x.shape[-1]
+def _gemm(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    (n, groups), k = scales.shape, x.shape[-1]
     out, x = x.new_empty((*x.shape[:-1], n)), x.contiguous()
-    form, at, dtype, groups = DENSE, None, 0, 1
-    if scales is not None:
-        form, at, dtype = FORMS[w.dtype], scales.data_ptr(), DTYPES[scales.dtype]
-        groups = scales.shape[-1]
     failed = _kernels["gemm"](
-        *(w.data_ptr(), form, at, dtype, x.data_ptr(), out.data_ptr()),
-        *(x.numel() // k, n, k, groups, torch.get_num_threads()),
+        *(codes.data_ptr(), FORMS[codes.dtype], scales.data_ptr(), DTYPES[scales.dtype]),
+        *(x.data_ptr(), out.data_ptr(), x.numel() // k, n, k, groups, torch.get_num_threads()),
     )
     return _with_memory(failed, out, "the rows of a product {} in another form")
 
@@ -243,8 +239,11 @@ def attend_chunk(
     if not (kernel and _kernels["takes_chunk"](DTYPES[q.dtype], HELD[keys.dtype], q.shape[-1])):
         at = torch.cat((slot_positions(written, len(keys)), positions.t()))
         seen = visible(at, positions, window, last)[:, None, None]
-        both = (torch.cat((old.transpose(0, 1), new), 1) for old, new in zip(*kept, strict=True))
-        made: Tensor = attend_all(q, *(numbers(t, q.dtype) for t in both), seen, scale)
+        k, v = (
+            numbers(torch.cat((old.transpose(0, 1), new), 1), q.dtype)
+            for old, new in zip(*kept, strict=True)
+        )
+        made: Tensor = attend_all(q, k, v, seen, scale)
         return made
     given = [t.contiguous() for t in (q, positions, last, written, *kept[0], *kept[1])]
     (b, s, heads, d), (slots, _, kv_heads, width) = q.shape, keys.shape

@@ -134,15 +134,13 @@ status g4ir_call_linear(tensor x, tensor w, tensor *out) {
     tensor operands[] = {x, w};
     view a, b;
     void *y;
-    if (!viewed(x, &a) || !viewed(w, &b) || a.dtype != b.dtype)
+    if (!viewed(x, &a) || !viewed(w, &b) || a.dtype != b.dtype ||
+        !g4ir_takes(number(a.dtype), rows_of(&a)))
         return dispatched(op, 2, operands, out);
-    int64_t rows = rows_of(&a), n = b.sizes[0], k = b.sizes[1];
-    int dtype = number(a.dtype), few = g4ir_takes(dtype, rows);
-    if (!few && !g4ir_takes_gemm(DENSE, dtype, rows, n, k)) return dispatched(op, 2, operands, out);
+    int64_t n = b.sizes[0], k = b.sizes[1];
     if (made(&a, n, out, &y)) return 1;
     void *state = without_lock();
-    int failed = few ? g4ir_linear(b.data, a.data, y, dtype, rows, n, k, threads())
-                     : g4ir_gemm(b.data, DENSE, NULL, 0, a.data, y, rows, n, k, 1, threads());
+    int failed = g4ir_linear(b.data, a.data, y, number(a.dtype), rows_of(&a), n, k, threads());
     with_lock(state);
     return finished(failed, op, 2, operands, out);
 }

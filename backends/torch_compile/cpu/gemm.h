@@ -1,4 +1,4 @@
-/* A GEMM in bf16 for products of many rows and for attention of prompts, if the CPU multiplies bf16 and
+/* A GEMM in bf16 for products of many rows with quantised weights and for attention of prompts, if the CPU multiplies bf16 and
  * has no matrix unit, with which a library is faster. Operands are packed in panels of words; a word is
  * two neighbouring values along k, whose products one instruction adds: A [k / 2, ROWS], B [k / 2,
  * vectors, LANE], C [ROWS, vectors, LANE] in fp32. */
@@ -44,30 +44,6 @@ static inline __m512i words_of(__m512 first, __m512 second) {
     return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first));
 }
 
-/* Writes LANE words of LANE rows as LANE vectors, `apart` words from one to the next. */
-static void transpose(const uint32_t *const *rows, uint32_t *to, int64_t apart) {
-    __m512i r[LANE], t[LANE];
-    UNROLLED for (int i = 0; i < LANE; i++) r[i] = _mm512_loadu_si512(rows[i]);
-    UNROLLED for (int i = 0; i < LANE; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    UNROLLED for (int i = 0; i < LANE; i += 4)
-        UNROLLED for (int j = 0; j < 2; j++) {
-            r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + 2 + j]);
-            r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + 2 + j]);
-        }
-    UNROLLED for (int i = 0; i < LANE; i += 8)
-        UNROLLED for (int j = 0; j < 4; j++) {
-            t[i + j] = _mm512_shuffle_i32x4(r[i + j], r[i + 4 + j], 0x88);
-            t[i + 4 + j] = _mm512_shuffle_i32x4(r[i + j], r[i + 4 + j], 0xdd);
-        }
-    UNROLLED for (int j = 0; j < 8; j++) {
-        _mm512_storeu_si512(to + j * apart, _mm512_shuffle_i32x4(t[j], t[8 + j], 0x88));
-        _mm512_storeu_si512(to + (j + 8) * apart, _mm512_shuffle_i32x4(t[j], t[8 + j], 0xdd));
-    }
-}
-
 /* Packs ROWS rows of `words` words, `apart` bytes from each other, in a panel of A; those from `here` on
  * are zero. */
 static void pack_rows(const char *rows, int64_t apart, int64_t here, int64_t words, uint32_t *to) {
@@ -81,16 +57,6 @@ static void pack_rows(const char *rows, int64_t apart, int64_t here, int64_t wor
  * `apart` from each other. */
 typedef void pack_weight(const product *p, int64_t tile, int64_t first, int64_t last, uint32_t *to,
                          int64_t apart);
-
-static void pack_dense(const product *p, int64_t tile, int64_t first, int64_t last, uint32_t *to,
-                       int64_t apart) {
-    for (; first < last; first += 2 * LANE, to += LANE * apart) {
-        const uint32_t *rows[LANE];
-        for (int i = 0; i < LANE; i++)
-            rows[i] = (const uint32_t *)((const bf16 *)p->w + (tile * LANE + i) * p->k + first);
-        transpose(rows, to, apart);
-    }
-}
 
 /* Values along k of a panel: one of B lies in a core's nearest cache. */
 #define PANEL 256

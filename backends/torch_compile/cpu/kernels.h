@@ -24,11 +24,9 @@ int g4ir_linear_coded(const void *codes, int form, int tiles, const void *scales
                       const void *x, int rounded, void *y, int dtype, int64_t rows, int64_t n,
                       int64_t k, int64_t groups, int threads);
 
-/* The same product in bf16 of more rows, with a dense weight (form DENSE, no scales) or a quantised one in
- * tiles, whose numbers are rounded to bf16. */
-enum { DENSE = -1 };
+/* The same in bf16 for more rows and a weight in tiles, which is rounded to bf16. */
 int g4ir_takes_gemm(int form, int dtype, int64_t rows, int64_t n, int64_t k);
-int g4ir_gemm(const void *w, int form, const void *scales, int scales_dtype, const void *x, void *y,
+int g4ir_gemm(const void *codes, int form, const void *scales, int scales_dtype, const void *x, void *y,
               int64_t rows, int64_t n, int64_t k, int64_t groups, int threads);
 
 /* y[n, k] = round(codes * scales), for what is taken as one row. */

@@ -52,20 +52,19 @@ static pack_weight *const unpacks[FORMS] = {
 
 int g4ir_takes_gemm(int form, int dtype, int64_t rows, int64_t n, int64_t k) {
     if (dtype != BF16 || rows < 1 || n < 1 || n % LANE || k < 1 || k % BLOCK) return 0;
-    return form == DENSE || (form >= 0 && form < FORMS && unpacks[form]);
+    return form >= 0 && form < FORMS && unpacks[form];
 }
 
-int g4ir_gemm(const void *w, int form, const void *scales, int scales_dtype, const void *x, void *y,
+int g4ir_gemm(const void *codes, int form, const void *scales, int scales_dtype, const void *x, void *y,
               int64_t rows, int64_t n, int64_t k, int64_t groups, int threads) {
-    product p = {.w = w, .scales = scales, .scales_dtype = scales_dtype, .groups = groups, .x = x, .y = y,
-                 .dtype = BF16, .rows = rows, .n = n, .k = k};
-    if (form == DENSE) return multiply_packed(&p, pack_dense, threads);
-    p.bytes = OF[form].bytes, p.each = k / groups * OF[form].scales;
+    product p = {.w = codes, .bytes = OF[form].bytes, .scales = scales, .scales_dtype = scales_dtype,
+                 .groups = groups, .each = k / groups * OF[form].scales, .x = x, .y = y, .dtype = BF16,
+                 .rows = rows, .n = n, .k = k};
     return multiply_packed(&p, unpacks[form], threads);
 }
 #else
 int g4ir_takes_gemm(int form, int dtype, int64_t rows, int64_t n, int64_t k) { return 0; }
-int g4ir_gemm(const void *w, int form, const void *scales, int scales_dtype, const void *x, void *y,
+int g4ir_gemm(const void *codes, int form, const void *scales, int scales_dtype, const void *x, void *y,
               int64_t rows, int64_t n, int64_t k, int64_t groups, int threads) {
     return 1;
 }
