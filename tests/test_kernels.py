@@ -229,18 +229,17 @@ def test_special_values() -> None:
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`library(*flags)`: the kernels, compiled once with each set of flags."""
-    folder = tmp_path_factory.mktemp("kernels")
-    return cache(lambda *flags: _library(folder / f"k{''.join(flags)}.so", *flags))
+def library(tmp_path_factory: pytest.TempPathFactory, full: bool) -> Callable[..., Path]:
+    """`library(*flags)`: the kernels, compiled once with each set of flags; only `--full` has them
+    optimised, which takes ten times as long."""
+    folder, level = tmp_path_factory.mktemp("kernels"), "-O2" if full else "-O0"
+    return cache(lambda *flags: _library(folder / f"k{''.join(flags)}.so", level, *flags))
 
 
 def _library(path: Path, *flags: str) -> Path:
     named = (str(compiler.CPU_KERNELS / name) for name in ("kernels.c", "step.c"))
     sources = [word for source in named for word in ("-x", "c", source)]
-    options = (
-        "-O2 -fopenmp -fassociative-math -fno-signed-zeros -fno-trapping-math -shared -fPIC -w"
-    )
+    options = "-fopenmp -fassociative-math -fno-signed-zeros -fno-trapping-math -shared -fPIC -w"
     command = ["g++", *options.split(), *flags, *sources, "-o", str(path)]
     subprocess.run(command, check=True)
     return path
