@@ -32,8 +32,8 @@ $(BASE): constraints.txt
 # torchvision, whose Python half the tests compare with, lies beside the environment (see
 # tests/torchvision_half.py).
 $(READY): $(BASE) pyproject.toml
-	$(INSTALL) --no-build-isolation -e '.[test]'
-	$(INSTALL) --no-deps --target $(VENV)/reference torchvision
+	$(INSTALL) --no-deps --target $(VENV)/reference torchvision & other=$$!; \
+	    $(INSTALL) --no-build-isolation -e '.[test]' && wait $$other
 	@touch $@
 
 # What the demo needs is a third of what the tests need, which will do as well.

@@ -174,7 +174,7 @@ def test_one_measurement_does_not_cost_the_others(tmp_path: Path) -> None:
     assert "begun" in found["test_crash"]["b"] and "begun" in found["test_hang"]["a"]
     assert "time.sleep(600)" in TESTS and "test_preflight.py" in (out / "hung.txt").read_text()
     assert found["test_right"]["a"]["us"] == 1 and "refused" in found["test_right"]["b"]
-    code, text = run(out, "-n", "1", at=at)
+    code, text = run(out, at=at)
     again = read_results(out / "results.jsonl").values()
     assert code == 1 and "crashed" not in text and [*again] == [*found.values()]
     code, text = run(out, "--budget", "0", "--again", at=at)

@@ -168,7 +168,7 @@ def files(tmp_path: Path) -> ImportGraph:
         (tmp_path / folder).mkdir()
     for name, text in {
         "tests/test_norm.py": "import torch",
-        "tests/test_engine.py": "from g4ir.ops.norm import rms_norm\nfrom g4ir.backends import base",
+        "tests/test_engine.py": "from g4ir.ops.norm import rms_norm\nimport g4ir.backends.base",
         "tests/helper.py": "from g4ir.ops import norm",
         "tests/test_far.py": "from tests.helper import build",
         "tests/test_other.py": "from g4ir.ops import linear",

@@ -163,6 +163,7 @@ def test_a_step_whose_logits_nobody_reads(engines: Any) -> None:
 RECIPES = ("none", "int8", "int4", "fp8")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("quant", RECIPES)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_decode_steps_are_recorded(name: str, quant: str) -> None:

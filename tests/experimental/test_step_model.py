@@ -80,22 +80,6 @@ def test_every_kernel_of_the_schedule(name: str, rows: int) -> None:
     assert all(0 < x.us[0] <= x.us[1] for x in p.launches)
 
 
-@pytest.mark.parametrize(
-    "name, rows, context",
-    short(
-        ("26b-a4b", 8, 8192),
-        of=[
-            (n, *c)
-            for n in ("31b", "12b", "e2b", "26b-a4b")
-            for c in ((1, 1024), (8, 8192), (32, 1024))
-        ],
-    ),
-)
-def test_nothing_is_faster_than_the_roof(name: str, rows: int, context: int) -> None:
-    low, high = predicted(name, rows, context).share
-    assert 0.3 < low < high < 1
-
-
 #: ms by an independent count of the kernels without fusions across ops, of which each begins when
 #: the one in front has ended; 1K tokens on an H200
 COUNTED = {
@@ -118,10 +102,12 @@ def test_an_independent_count(name: str, rows: int) -> None:
 @pytest.mark.parametrize("name", short("e2b", of=("31b", "12b", "26b-a4b", "e4b", "e2b")))
 def test_the_table_of_the_docs(name: str) -> None:
     """As docs/cuda.md has it: per cent of the roof at 1 to 64 rows, and at 1 to 32."""
+    assert predicted(name, 8, 8192).share[0] > 0.3
     text = (Path(__file__).parents[2] / "docs" / "cuda.md").read_text()
     for early in (True, False):
         many = (1, 8, 32, 64)[: 3 + early]
         shares = [predicted(name, rows, early=early).share for rows in many]
+        assert all(0.3 < low < high < 1 for low, high in shares), "faster than the roof"
         cells = " | ".join(f"{100 * low:.0f} to {100 * high:.0f}" for low, high in shares)
         assert f"| {name} | {cells} |" in text
 

@@ -93,10 +93,8 @@ ROWS = {"one": [19], "ragged": [0, 25, 7]}
 #: what is run by default; the rest is `full`
 QUICK = {
     ("combined", "off", "decode", "one"),
-    ("31b-small", "value", "prefill", "ragged"),
     ("31b-small", "raw", "prefill", "ragged"),
     ("tiny-moe+int4", "off", "decode", "ragged"),
-    ("tiny-dense+fp8", "off", "prefill", "ragged"),
 }
 
 
