@@ -29,8 +29,9 @@ def test_every_request_is_answered_and_counted(served: Running) -> None:
 
 def test_a_stream_goes_on_beside_what_takes_long(served: Running, full: bool) -> None:
     """Loosely: other work shares these cores. Gaps are compared with those of the stream alone."""
-    size, half = ("2000000", "200") if full else ("500000", "50")
-    text = load(served.url, "--beside", "--bodies", size, "--half", half)
+    size, half, pause = ("2000000", "200", "2") if full else ("500000", "50", "0.4")
+    words = ("--bodies", size, "--half", half, "--pause", pause)
+    text = load(served.url, "--beside", *words)
     found = re.findall(r"^(\w.*?) +(200|400|-) +[\d.]+ +(\d+)$", text, re.M)
     gaps = {name: float(gap) for name, _, gap in found}
     answers = {name: answer for name, answer, _ in found}
