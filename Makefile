@@ -32,8 +32,8 @@ $(BASE): constraints.txt
 # torchvision, whose Python half the tests compare with, lies beside the environment (see
 # tests/torchvision_half.py).
 $(READY): $(BASE) pyproject.toml
-	$(INSTALL) --no-build-isolation -e '.[test]'
-	$(INSTALL) --no-deps --target $(VENV)/reference torchvision
+	$(INSTALL) --no-deps --target $(VENV)/reference torchvision & other=$$!; \
+	    $(INSTALL) --no-build-isolation -e '.[test]' && wait $$other
 	@touch $@
 
 # What the demo needs is a third of what the tests need, which will do as well.
@@ -120,22 +120,22 @@ test-versions: $(READY)
 	$(BIN)/python tools/versions.py $(VERSIONS_ARGS)
 
 # Types are checked on one core while the first tests run. Tests of GPU kernels and TensorRT run if
-# their paths have changed since BASE: see tests/selection.py.
-BASE        = auto
+# their paths have changed since SINCE: see tests/selection.py.
+SINCE       = auto
 
 test: $(READY)
 	@$(MAKE) --no-print-directory -j2 lint units
 	@$(MAKE) --no-print-directory lines
 
 units: $(READY)
-	$(PYTEST) --changed-since $(BASE)
+	$(PYTEST) --changed-since $(SINCE)
 
-# While editing: lint and the tests nearest to what has changed since BASE, in at most 90 s.
+# While editing: lint and the tests nearest to what has changed since SINCE, in at most 90 s.
 check: $(READY)
 	@$(MAKE) --no-print-directory -j2 lint near
 
 near: $(READY)
-	@files=$$($(BIN)/python -m tests.selection --changed-since $(BASE)) || exit; \
+	@files=$$($(BIN)/python -m tests.selection --changed-since $(SINCE)) || exit; \
 	    if [ -n "$$files" ]; then $(PYTEST) $$files; else echo "no tests near the changes"; fi
 
 test-full: lint

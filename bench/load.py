@@ -185,7 +185,7 @@ def large_bodies(size: int) -> dict[str, tuple[str, bytes]]:
 
 def loads(client: httpx.Client, args: Any) -> Iterator[tuple[str, partial[str]]]:
     """Yield name -> what makes a kind of load, and returns the status of the answer."""
-    yield "nothing", partial(pause, 2)
+    yield "nothing", partial(pause, args.pause)
     form = b'"max_tokens": 4, "response_format": {"type": "json_object"}}'
     body = b'{"messages": [{"role": "user", "content": "a"}], ' + form
     yield "first JSON", partial(post, client, CHAT, body)
@@ -232,7 +232,7 @@ def beside(args: Any) -> str:
             for name, act in loads(client, args):
                 begun = time.monotonic()
                 rows.append((name, act(), begun, time.monotonic()))
-                time.sleep(0.5)
+                time.sleep(args.pause / 4)
         finally:
             ended.set()
         spans = told.recv()
@@ -251,7 +251,7 @@ def beside(args: Any) -> str:
 def main() -> None:
     flags: dict[str, Any] = {"requests": 64, "rate": 2.0, "seed": 0, "key_file": None}
     flags |= {"input": "16-256", "output": "16-64"}
-    flags |= {"beside": False, "bodies": (2_000_000, 30_000_000), "half": 5000, "pid": 0}
+    flags |= {"beside": False, "bodies": (2_000_000, 30_000_000), "half": 5000, "pause": 2.0, "pid": 0}
     args = arguments(__doc__, "url", **flags)
     if args.beside:
         finish(args, "load-beside", beside(args))

@@ -201,18 +201,28 @@ def fewest_of(seeds: Sequence[int]) -> tuple[str, ...]:
 FEW = fewest_of(ALL_SEEDS)
 
 
+def short(*kept: Any, of: Iterable[Any]) -> list[Any]:
+    """All cases, tuples of several values or one, of which the short run has these alone."""
+    return [
+        pytest.param(
+            *(c if isinstance(c, tuple) else (c,)), marks=[pytest.mark.full] * (c not in kept)
+        )
+        for c in of
+    ]
+
+
 def few(names: Iterable[str]) -> list[Any]:
     """Cases of a test that runs many models: the other random specs are left to `--full`, and so
     are variants with the structure of another."""
     spare = {*RANDOM, "e4b-small", "31b-small"} - {*FEW}
-    return [pytest.param(n, marks=[pytest.mark.full] * (n in spare)) for n in names]
+    return short(*({*(names := [*names])} - spare), of=names)
 
 
 def fewest(names: Iterable[str]) -> list[Any]:
     """Cases of a test to which each model is dear: specs that have every feature between them, and
     the others with `--full`."""
     spare = {*NAMES} - {"combined", *FEW}
-    return [pytest.param(n, marks=[pytest.mark.full] * (n in spare)) for n in names]
+    return short(*({*(names := [*names])} - spare), of=names)
 
 
 def widened(name: str) -> Spec:

@@ -40,6 +40,7 @@ from tests.coded_products import (
     cpu_kernels,  # noqa: F401
     layouts,
 )
+from tests.configs import short
 
 #: for what a product makes: `SUM` of its terms' size
 SUM = 2.0**-8
@@ -89,7 +90,10 @@ def coded(name: str, recipe: str = "int8", phase: str = "decode") -> Graph:
     return quantised(build_program(spec), spec, find_recipe(recipe), spec.dtype).graphs[phase]
 
 
-@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-ple", "e2b", "26b-a4b"])
+@pytest.mark.parametrize(
+    "name",
+    short("tiny-moe", "tiny-ple", of=("tiny-dense", "tiny-moe", "tiny-ple", "e2b", "26b-a4b")),
+)
 def test_each_product_with_codes_takes_rounded_rows(name: str) -> None:
     """Once for all that take the same; a router, attention and routed experts are left."""
     g = run_passes(coded(name), options=pass_options("off", "off", "int8"))

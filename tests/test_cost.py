@@ -97,6 +97,7 @@ def counted(g: Graph, B: int, S: int, C: int, slots: int) -> dict[str, int]:
     return seen
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("skip", [(), PASSES, ("last_token_only",), ("fuse_qkv", "plan_cache")])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("name", TINY)

@@ -38,6 +38,7 @@ from g4ir.spec.record import DRAFTER, Spec, diff_specs, drafter_names, load_spec
 from g4ir.spec.shrink import shrink, shrink_drafter, with_all_experts
 from tests.cli_tools import built as built_by_command
 from tests.cli_tools import g4ir as command
+from tests.configs import short
 from tests.contract.flows import FLOWS, in_a_loop
 from tests.engines import CASES
 from tests.media_tools import png, wav
@@ -56,8 +57,6 @@ from tests.uncompiled import uncompiled
 
 #: every variant that has a drafter on the hub; two of them with a head of clusters
 VARIANTS = ("e2b", "e4b", "12b", "26b-a4b", "31b")
-#: those that have all features between them, and the others with `--full`
-FEW = [pytest.param(n, marks=[pytest.mark.full] * (n not in ("e2b", "12b"))) for n in VARIANTS]
 STEPS, MAX_SEQ, CHUNK, MOST = 4, 96, 16, 4
 
 
@@ -215,7 +214,7 @@ LENGTHS = (5, 23, 36)
 
 @pytest.mark.covering
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", short("e2b", "12b", of=VARIANTS))
 def test_every_step_is_the_assistants(built: Build, name: str, last: bool) -> None:
     """Rows of different lengths, past three windows, behind chunks that wrap the rings."""
     pair = pair_of(name)
@@ -243,7 +242,7 @@ def prompts_of(pair: Pair) -> list[list[int]]:
     return [pair.oracle.tokens[i % 2, : LENGTHS[i]].tolist() for i in range(3)]
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", short("e2b", of=VARIANTS))
 def test_text_is_that_of_single_steps(built: Build, name: str) -> None:
     """Greedy and drawn, rows of different lengths. Drafts would never be right, had they the keys
     of another layer kind or the state of another place."""
@@ -264,7 +263,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", short(*[*OPTIONS][1:], of=OPTIONS))
 def test_text_under_options(built: Build, option: str) -> None:
     name, options = OPTIONS[option]
     engine, given = built(copying(name), **options), prompts_of(copying(name))

@@ -215,6 +215,7 @@ def test_mixed_types(tmp_path: Path, name: str, backend: str) -> None:
 HELD = {"Q4_K": (144 / 256, 4), "Q5_K": (176 / 256, 4), "Q6_K": (210 / 256, 2 * 1.25)}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("backend", ["reference", "onnx"])
 @pytest.mark.parametrize("kind", HELD)
 def test_k_blocks(tmp_path: Path, kind: str, backend: str) -> None:

@@ -43,7 +43,7 @@ from g4ir.ir.graph import Program
 from g4ir.plan.engine_limits import Limits
 from g4ir.weights.pack import split_program
 from tests.cases import TABLES
-from tests.configs import VARIANTS, spec_called
+from tests.configs import VARIANTS, short, spec_called
 from tests.runner import built_program
 
 MODELS = (("tiny-moe", "off"), ("tiny-ple", "off"), ("31b-small", "value"), ("31b-small", "raw"))
@@ -181,11 +181,8 @@ def brackets_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        MODELS[0],
-        *(pytest.param(*m, marks=pytest.mark.full) for m in MODELS[1:3]),
-        MODELS[3],
-        (CODED[0], "off"),
-        *(pytest.param(name, "off", marks=pytest.mark.full) for name in CODED[1:]),
+        *short(*MODELS[3:4], of=MODELS[:4]),
+        *short((CODED[0], "off"), of=[(name, "off") for name in CODED]),
     ],
 )
 def test_every_step_exports_for_a_gpu(
@@ -338,7 +335,7 @@ def test_a_signature_has_every_parameter(monkeypatch: pytest.MonkeyPatch) -> Non
         compiled({"N": 2, "M": 1})
 
 
-@pytest.mark.parametrize("name", ["26b-a4b", "26b-a4b+int4"])
+@pytest.mark.parametrize("name", short("26b-a4b+int4", of=("26b-a4b", "26b-a4b+int4")))
 def test_kernels_fit_hopper(name: str) -> None:
     found = compiled(real_cases((name,), (1,)))
     check(found)
@@ -347,7 +344,7 @@ def test_kernels_fit_hopper(name: str) -> None:
     assert products and all(r.wide_loads for r in products)
 
 
-@pytest.mark.parametrize("held", ["i8", "f8e4m3"])
+@pytest.mark.parametrize("held", short("f8e4m3", of=("i8", "f8e4m3")))
 def test_narrow_caches_fit_hopper(held: str) -> None:
     """Steps over rows in fewer bits: whole lines are read of them too."""
     cases = list(real_cases((f"26b-a4b@{held}",), (1,)))

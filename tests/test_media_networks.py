@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from g4ir.plan.engine_limits import Limits
 from g4ir.plan.options import BuildOptions
 from g4ir.spec.record import Spec, load_spec
 from g4ir.spec.shrink import shrink
+from tests.configs import short
 from tests.engines import agrees
 from tests.media_tools import noise
 from tests.oracle import cosine
@@ -47,6 +49,8 @@ from tests.trt.running import computed, new_emitter
 #: clipped vision with sound; patches and samples without layers; plain vision and pictures seen
 #: both ways, with experts
 NAMES = ("tiny-media", "tiny-unified", "26b-a4b")
+#: what the short run builds
+QUICK = [*product(("onnx", "trt"), NAMES[:2])]
 MAX_SEQ, CHUNK = 512, 90
 #: a picture's tokens see each other in these
 BOTH_WAYS = ("tiny-unified", "26b-a4b")
@@ -128,8 +132,7 @@ def logits(engine: Engine, chunk: int) -> list[torch.Tensor]:
         engine.limits = limits
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("backend", ["onnx", "trt"])
+@pytest.mark.parametrize("backend, name", short(*QUICK, of=product(("onnx", "trt"), NAMES)))
 def test_networks_are_the_reference(made: Make, backend: str, name: str) -> None:
     """Soft tokens, and logits of a prompt in chunks that would cut images."""
     got = trt(made, name) if backend == "trt" else made(backend, name)
@@ -198,7 +201,7 @@ def trt(made: Make, name: str) -> Engine:
     return made("trt", name, version, settings=settings)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", short(*NAMES[:2], of=NAMES))
 def test_trt_plans(made: Make, name: str) -> None:
     """One of the text model, one of each tower, each with what it is fed."""
     engine = trt(made, name)

@@ -44,7 +44,7 @@ from g4ir.spec.record import Spec, load_spec
 from g4ir.weights.pack import split_program
 from g4ir.weights.tensorfile import read_header
 from tests import parity
-from tests.configs import VARIANTS, spec_called
+from tests.configs import VARIANTS, short, spec_called
 from tests.engines import some_tokens
 from tests.network_session import (
     as_declared,
@@ -64,10 +64,6 @@ OP_BUDGET = {"f32": 2e-6, "f16": 4e-3}
 
 
 # --- engines ----------------------------------------------------------------------------------
-
-
-def full_only(short: str, names: tuple[str, ...]) -> list[Any]:
-    return [n if n == short else pytest.param(n, marks=pytest.mark.full) for n in names]
 
 
 #: what the contract's engines do not have (tests/contract/test_onnx.py)
@@ -236,7 +232,14 @@ def full_model(spec: Spec, experts: str = "auto") -> onnx.ModelProto:
 FULL_SIZE = [(v, e) for v in VARIANTS for e in EXPERTS if e == "auto" or load_spec(v).text.moe]
 
 
-@pytest.mark.parametrize("name, experts", [*FULL_SIZE, *((n, "auto") for n in (*TINY, "combined"))])
+@pytest.mark.parametrize(
+    "name, experts",
+    short(
+        *(("26b-a4b", e) for e in EXPERTS),
+        ("combined", "auto"),
+        of=[*FULL_SIZE, *((n, "auto") for n in (*TINY, "combined"))],
+    ),
+)
 def test_full_models(name: str, experts: str) -> None:
     """`models` checks each model; this counts what is in it, branches too: as many nodes in each
     layer of a kind."""
@@ -368,7 +371,7 @@ def run_exported(n: Node, given: list[torch.Tensor], folder: Path) -> list[torch
 # --- the command line -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", full_only("26b-a4b", VARIANTS))
+@pytest.mark.parametrize("name", short("26b-a4b", of=VARIANTS))
 def test_dry_run_counts_nodes(name: str, capsys: Any) -> None:
     words = f"build --variant {name} --backend onnx --dry-run --json --memory 2TiB --out engines/x"
     code = main([*words.split(), "--drafter", "default"])

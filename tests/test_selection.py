@@ -164,16 +164,18 @@ def test_conditional_tests_are_not_collected(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def files(tmp_path: Path) -> ImportGraph:
-    tests = tmp_path / "tests"
-    tests.mkdir()
+    for folder in ("tests", "backends"):
+        (tmp_path / folder).mkdir()
     for name, text in {
-        "test_norm.py": "import torch",
-        "test_engine.py": "from g4ir.ops.norm import rms_norm\nfrom g4ir.backends import base",
-        "helper.py": "from g4ir.ops import norm",
-        "test_far.py": "from tests.helper import build",
-        "test_other.py": "from g4ir.ops import linear",
+        "tests/test_norm.py": "import torch",
+        "tests/test_engine.py": "from g4ir.ops.norm import rms_norm\nimport g4ir.backends.base",
+        "tests/helper.py": "from g4ir.ops import norm",
+        "tests/test_far.py": "from tests.helper import build",
+        "tests/test_other.py": "from g4ir.ops import linear",
+        "backends/base.py": "from .inner import x",
+        "backends/inner.py": "import g4ir.backends.inmost",
     }.items():
-        (tests / name).write_text(text)
+        (tmp_path / name).write_text(text)
     return ImportGraph(tmp_path)
 
 
@@ -183,7 +185,9 @@ def test_the_nearest_tests_come_first(files: ImportGraph) -> None:
         "tests/test_engine.py": 1,
         "tests/test_far.py": 2,
     }
-    assert files.of({"backends/base.py"}, table) == {"tests/test_engine.py": 1}
+    for file in ("base", "inner", "inmost"):
+        assert files.of({f"backends/{file}.py"}, table) == {"tests/test_engine.py": 1}
+    assert files.of({"backends/alone.py"}, table) == {}
     assert files.of({"tests/helper.py"}, table) == {"tests/test_far.py": 1}
     assert files.of({"tests/test_norm.py"}, table) == {"tests/test_norm.py": 0}
     assert files.of({"specs/new.yaml"}, table) == {"tests/test_other.py": 0}

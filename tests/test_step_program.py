@@ -196,6 +196,7 @@ def held(session: Session) -> dict[str, torch.Tensor]:
 RECIPES = ("none", "int8", "int4", "fp8")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("quant", RECIPES)
 @pytest.mark.parametrize("name", (*VARIANTS, "gemma3-1b"))
 def test_decode_steps_are_recorded(name: str, quant: str) -> None:

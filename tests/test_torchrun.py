@@ -41,6 +41,7 @@ from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import StoredParams, rank_files
 from tests.cases import TABLES
 from tests.cli_tools import refused
+from tests.configs import short
 from tests.engines import add_file, random_checkpoint
 from tests.oracle import relative
 from tests.rank_driver import BEGUN, PROMPTS, answers, logits
@@ -165,9 +166,10 @@ def test_two_ranks_are_as_one(tmp_path: Path) -> None:
     check_against_one(tmp_path, "tiny-moe", 2, "torch", compiled=False, drafter="default")
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("quant", [True, False])
-@pytest.mark.parametrize("ep, form", [(False, "value"), (True, "raw"), (True, "off")])
+@pytest.mark.parametrize("quant", short(True, of=(True, False)))
+@pytest.mark.parametrize(
+    "ep, form", short((True, "raw"), of=[(True, "raw"), (True, "off"), (False, "value")])
+)
 def test_ranks_of_codes_of_experts_and_of_latent_caches(
     tmp_path: Path, quant: bool, ep: bool, form: str
 ) -> None:

@@ -37,6 +37,7 @@ from g4ir.plan.cost import graph_costs
 from g4ir.spec.record import load_spec
 from tests.cases import TABLES
 from tests.cli_tools import g4ir, refused
+from tests.configs import short
 
 
 @cache
@@ -79,13 +80,6 @@ def test_every_kernel_of_the_schedule(name: str, rows: int) -> None:
     assert all(0 < x.us[0] <= x.us[1] for x in p.launches)
 
 
-def test_nothing_is_faster_than_the_roof() -> None:
-    for name in ("31b", "12b", "e2b", "26b-a4b"):
-        for rows, context in ((1, 1024), (8, 8192), (32, 1024)):
-            low, high = predicted(name, rows, context).share
-            assert 0.3 < low < high < 1
-
-
 #: ms by an independent count of the kernels without fusions across ops, of which each begins when
 #: the one in front has ended; 1K tokens on an H200
 COUNTED = {
@@ -98,27 +92,32 @@ COUNTED = {
 }
 
 
-@pytest.mark.parametrize(("name", "rows"), COUNTED)
+@pytest.mark.parametrize(("name", "rows"), short(("e2b", 1), of=COUNTED))
 def test_an_independent_count(name: str, rows: int) -> None:
     """The middles lie within a tenth of each other."""
     got = sum(predicted(name, rows, fused=False, early=False).us) / 2e3
     assert got == pytest.approx(sum(COUNTED[name, rows]) / 2, rel=0.1)
 
 
-def test_the_table_of_the_docs() -> None:
+@pytest.mark.parametrize("name", short("e2b", of=("31b", "12b", "26b-a4b", "e4b", "e2b")))
+def test_the_table_of_the_docs(name: str) -> None:
     """As docs/cuda.md has it: per cent of the roof at 1 to 64 rows, and at 1 to 32."""
+    assert predicted(name, 8, 8192).share[0] > 0.3
     text = (Path(__file__).parents[2] / "docs" / "cuda.md").read_text()
-    for name in ("31b", "12b", "26b-a4b", "e4b", "e2b"):
-        for early in (True, False):
-            many = (1, 8, 32, 64)[: 3 + early]
-            shares = [predicted(name, rows, early=early).share for rows in many]
-            cells = " | ".join(f"{100 * low:.0f} to {100 * high:.0f}" for low, high in shares)
-            assert f"| {name} | {cells} |" in text
+    for early in (True, False):
+        many = (1, 8, 32, 64)[: 3 + early]
+        shares = [predicted(name, rows, early=early).share for rows in many]
+        assert all(0.3 < low < high < 1 for low, high in shares), "faster than the roof"
+        cells = " | ".join(f"{100 * low:.0f} to {100 * high:.0f}" for low, high in shares)
+        assert f"| {name} | {cells} |" in text
 
 
 @pytest.mark.parametrize(
     ("name", "one", "more"),
-    [("31b", 5, 7), ("12b", 5, 7), ("26b-a4b", 6, 8), ("e2b", 7, 10), ("e4b", 7, 10)],
+    short(
+        ("26b-a4b", 6, 8),
+        of=[("31b", 5, 7), ("12b", 5, 7), ("26b-a4b", 6, 8), ("e2b", 7, 10), ("e4b", 7, 10)],
+    ),
 )
 def test_kernels_of_a_layer(name: str, one: int, more: int) -> None:
     """Of one in the middle; with fewer rows than experts need to be sorted."""
@@ -171,7 +170,9 @@ def of_ranks(
     return predict(s, {c.node: c.cost.needed_bytes for c in costs}, 1024, way=way)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("31b", 2), ("26b-a4b", 4), ("e2b", 8)])
+@pytest.mark.parametrize(
+    ("name", "ranks"), short(("26b-a4b", 4), of=[("31b", 2), ("26b-a4b", 4), ("e2b", 8)])
+)
 def test_messages_are_launches(name: str, ranks: int) -> None:
     """As many as the graph has; the rest is a step that moves less."""
     shot, nccl = (of_ranks(name, ranks, way, fused=False) for way in WAYS)
@@ -183,7 +184,10 @@ def test_messages_are_launches(name: str, ranks: int) -> None:
     assert kept == [x for x in shot.launches if x.kernel not in COLLECTIVES]
 
 
-@pytest.mark.parametrize(("name", "rows"), [("31b", 1), ("31b", 8), ("26b-a4b", 1), ("26b-a4b", 8)])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    short(("26b-a4b", 8), of=[(n, rows) for n in ("31b", "26b-a4b") for rows in (1, 8)]),
+)
 def test_norms_are_in_the_kernels_of_their_sums(name: str, rows: int) -> None:
     """One kernel for each sum; by NCCL the norm is a kernel of its own. Of several rows a norm was
     one: each sum saves a launch, in a layer with experts each but where three norms were in them.

@@ -107,16 +107,8 @@ def by_kernels(target: Target) -> Run:
     return run
 
 
-CASES = [
-    ("tiny-dense+fp8", "one"),
-    *(
-        pytest.param(name, rows, marks=pytest.mark.full)
-        for name, rows in TABLES["kernel graph"]["full"]
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "rows"), CASES)
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "rows"), TABLES["kernel graph"])
 def test_steps(name: str, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = ROWS[rows]
     g, target = graph_of(name, "off", "decode", len(held)), Target("cpu", "h200", len(held))

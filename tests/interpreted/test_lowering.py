@@ -93,10 +93,8 @@ ROWS = {"one": [19], "ragged": [0, 25, 7]}
 #: what is run by default; the rest is `full`
 QUICK = {
     ("combined", "off", "decode", "one"),
-    ("31b-small", "value", "prefill", "ragged"),
     ("31b-small", "raw", "prefill", "ragged"),
     ("tiny-moe+int4", "off", "decode", "ragged"),
-    ("tiny-dense+fp8", "off", "prefill", "ragged"),
 }
 
 
@@ -158,6 +156,7 @@ def of_two_ranks(name: str) -> Graph:
     return bind(split_prologue(run_passes(own, options=PassOptions(gpu_rows=1)))[1], B=1)
 
 
+@pytest.mark.full
 def test_every_kernel_is_used() -> None:
     """The models above make each kind of node that a kernel can be chosen for, with the passes for
     GPUs or (0 rows) without; of ranks two of them."""

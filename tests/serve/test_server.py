@@ -381,7 +381,7 @@ def test_a_row_that_hit_its_stop_string_is_free(
 
 def test_many_at_once(narrow: Running, full: bool) -> None:
     """Most are told to come again; the others are answered, and nobody hangs."""
-    count = 1000 if full else 300
+    count = 1000 if full else 150
     limits = httpx.Limits(max_connections=count)
 
     async def every() -> list[int]:
