@@ -75,11 +75,11 @@ _ARGUMENTS = {
     "linear_coded": "piipipipissssi",
     "decode": "piipipisssi",
     "attend": "ppppppiissssssssdi",
-    "run_instructions": "ppspi",
+    "run_instructions": "ppsspi",
     "step_version": "",
 }
 #: of the instructions of cpu/step.c
-STEP_VERSION = 1
+STEP_VERSION = 2
 #: dtype of codes -> codes that share a scale at least, and scales of a group
 _GROUPS = {
     torch.int8: (16, 1),
@@ -159,10 +159,14 @@ def takes_width(codes: Tensor, scales: int) -> bool:
     return scales % each == 0 and k % 32 == 0 and k % groups == 0 and k // groups % least == 0
 
 
-def run_instructions(instructions: Any, operands: Any, room: Tensor) -> None:
-    """Run a part of a step program (step_program.py)."""
-    places = instructions.ctypes.data, operands.ctypes.data, len(instructions), room.data_ptr()
-    if failed := _kernels["run_instructions"](*places, torch.get_num_threads()):
+def run_instructions(
+    instructions: Any, operands: Any, room: Tensor, times: int = 1, threads: int = 0
+) -> None:
+    """Run a part of a step program (step_program.py), so many times; on torch's number of threads
+    unless it is given."""
+    places = instructions.ctypes.data, operands.ctypes.data, len(instructions), times
+    threads = threads or torch.get_num_threads()
+    if failed := _kernels["run_instructions"](*places, room.data_ptr(), threads):
         why = "no memory for its products" if failed == 1 else "its kernels are of another version"
         raise (MemoryError if failed == 1 else RuntimeError)(f"a decode step ended: {why}")
 

@@ -40,8 +40,9 @@ int g4ir_attend(const void *q, const int64_t *positions, const int64_t *written,
                 int64_t heads, int64_t kv_heads, int64_t d, int64_t slots, int64_t width,
                 int64_t window, double scale, int threads);
 
-/* Runs `count` instructions of step.c over their operands; `room`: three rows of the widest operand, in
- * fp32. Returns 0; 1 where memory is short; 2 where an instruction is unknown. */
-int g4ir_run_instructions(const void *instructions, const void *operands, int64_t count, float *room,
-                          int threads);
+/* Runs `count` instructions of step.c over their operands, so many `times`, unless all rows rest before;
+ * `room`: three rows of the widest operand, in fp32. Returns 0; 1 where memory is short; 2 where an
+ * instruction is unknown. */
+int g4ir_run_instructions(const void *instructions, const void *operands, int64_t count, int64_t times,
+                          float *room, int threads);
 int g4ir_step_version(void);
