@@ -75,7 +75,10 @@ _ARGUMENTS = {
     "linear_coded": "piipipipissssi",
     "decode": "piipipisssi",
     "attend": "ppppppiissssssssdi",
-    "run_instructions": "ppsspi",
+    "run_instructions": "ppspi",
+    "run_steps": "ppsppi",
+    "want_steps": "ps",
+    "wait_steps": "ps",
     "step_version": "",
 }
 #: of the instructions of cpu/step.c
@@ -160,15 +163,26 @@ def takes_width(codes: Tensor, scales: int) -> bool:
 
 
 def run_instructions(
-    instructions: Any, operands: Any, room: Tensor, times: int = 1, threads: int = 0
+    instructions: Any, operands: Any, room: Tensor, threads: int, pace: Tensor | None = None
 ) -> None:
-    """Run a part of a step program (step_program.py), so many times; on torch's number of threads
-    unless it is given."""
-    places = instructions.ctypes.data, operands.ctypes.data, len(instructions), times
-    threads = threads or torch.get_num_threads()
-    if failed := _kernels["run_instructions"](*places, room.data_ptr(), threads):
+    """Run a part of a step program (step_program.py) once, or its steps at a `pace`, i64[3]: until
+    as many are done (pace[1]) as are wanted (pace[0])."""
+    places = [instructions.ctypes.data, operands.ctypes.data, len(instructions)]
+    run = "run_instructions" if pace is None else "run_steps"
+    places += [] if pace is None else [pace.data_ptr()]
+    if failed := _kernels[run](*places, room.data_ptr(), threads):
         why = "no memory for its products" if failed == 1 else "its kernels are of another version"
         raise (MemoryError if failed == 1 else RuntimeError)(f"a decode step ended: {why}")
+
+
+def want_steps(pace: Tensor, more: int) -> bool:
+    """Want more steps of a program that runs at this pace; False if it has ended."""
+    return bool(_kernels["want_steps"](pace.data_ptr(), more))
+
+
+def wait_steps(pace: Tensor, steps: int) -> None:
+    """Wait until so many steps are done, or have failed."""
+    _kernels["wait_steps"](pace.data_ptr(), steps)
 
 
 def attend(

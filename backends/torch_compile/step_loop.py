@@ -22,24 +22,27 @@ from g4ir.ir.graph import Program
 from g4ir.weights.pack import RowTable
 
 from ..base import Tensors
+from . import pyops
 from .step_program import Code, Recorder, bound
 
 Tensor = torch.Tensor
 
 #: stop tokens of a row that end it within the program; of a row with more the host finds them
 STOPS = 32
-#: seconds that one call may take, if that is more than one step: requests that join or are
-#: cancelled wait for it
-CALL_S = 2e-3
-#: most steps of one call
-STEPS = 32
+#: seconds after which the host looks at what was chosen, if that is more than one step: requests
+#: that join or are cancelled wait for it
+LOOK_S = 1e-2
+#: most steps between two looks, and steps whose tokens are kept
+STEPS, KEPT = 32, 128
+#: `pace` of a program that has ended, and steps done after a failure: see cpu/step.c
+ENDED, FAILED = -1, 1 << 62
 
 
 @dataclass(frozen=True, eq=False)
 class LoopProgram:
     """A recorded step. All i64: tokens that are fed next, lengths and active rows, [B]; stops
-    [B, STOPS]; what each step chose, [STEPS, B], -1 for logits that are not finite and -2 for a row
-    that rests; and the number of those steps [1]. The last instruction, from `end` on, takes the
+    [B, STOPS]; what the last steps chose, [KEPT, B], -1 for logits that are not finite and -2 for a
+    row that rests; and pace [3]: steps wanted, and done. The last instruction, `end`, takes the
     chosen tokens."""
 
     code: Code
@@ -49,7 +52,7 @@ class LoopProgram:
     active: Tensor
     stops: Tensor
     made: Tensor
-    count: Tensor
+    pace: Tensor
     logits: Tensor
     chosen: Tensor
     suppress: Tensor
@@ -70,7 +73,7 @@ def record_loop(
         return torch.zeros(shape, dtype=torch.int64)
 
     tokens, lengths, active, positions = zeros(batch), zeros(batch), zeros(batch), zeros(batch, 1)
-    stops, made, count = zeros(batch, STOPS), zeros(STEPS, batch), zeros(1)
+    stops, made, pace = zeros(batch, STOPS), zeros(KEPT, batch), zeros(3)
     r, given = Recorder("cpu"), {"tokens": tokens[:, None]}
     # A row that rests is at position 0, so that its attention has nothing to read.
     r.emit("mul_integers", lengths, active, positions)
@@ -83,10 +86,10 @@ def record_loop(
     logits = given["logits"]
     chosen, flaws = r.greedy(logits, suppress)
     end = len(r.instructions)
-    r.emit("end_step", chosen, flaws, tokens, lengths, active, stops, made, count)
+    r.emit("end_step", chosen, flaws, tokens, lengths, active, stops, made, pace)
     code = r.code((*tables.values(), *weights.values()))
     never = torch.tensor(suppress, dtype=torch.int64)
-    return LoopProgram(code, end, tokens, lengths, active, stops, made, count, logits, chosen, never)
+    return LoopProgram(code, end, tokens, lengths, active, stops, made, pace, logits, chosen, never)
 
 
 class StepLoop:
@@ -100,18 +103,21 @@ class StepLoop:
         self.program, self._worker = program, worker
         self._draws = torch.ones(len(program.tokens), 4, dtype=torch.float64)
         self._drawn: tuple[int, ...] = ()
-        self._unread: deque[Future[list[list[int | None]]]] = deque()
-        #: seconds that a step of the last call took
-        self._step_s = CALL_S
+        self._unread: deque[int] = deque()
+        #: what the worker was given last; steps read since `start`, and when
+        self._call: Future[None] | None = None
+        self._read, self._read_at = 0, 0.0
+        #: seconds that a step of the last look took
+        self._step_s = LOOK_S
 
     @property
     def together(self) -> int:
-        """Number of steps that one call should do."""
-        return max(1, min(STEPS, int(CALL_S / self._step_s)))
+        """Number of steps between two looks of the host."""
+        return max(1, min(STEPS, int(LOOK_S / self._step_s)))
 
     @property
     def unread(self) -> int:
-        """Number of calls whose tokens are still to be read."""
+        """Number of calls of `advance` whose tokens are still to be read."""
         return len(self._unread)
 
     def start(
@@ -124,11 +130,14 @@ class StepLoop:
     ) -> None:
         """Set the rows: tokens to feed, tokens held, bool of the active ones, settings of draws,
         and the tokens after which a row rests."""
-        while self._unread:  # of a scheduler that was left
-            self._unread.popleft().exception()
+        if self._call:
+            self._call.exception()  # steps of a scheduler that was left
+        self._call = None
+        self._unread.clear()
         p = self.program
         for own, t in ((p.tokens, tokens), (p.lengths, lengths), (p.active, active)):
             own.copy_(t)
+        p.pace.copy_(torch.tensor([ENDED, 0, 0]))
         p.stops.fill_(-1)
         for row, ids in enumerate(stops):
             if len(ids) <= STOPS:
@@ -137,35 +146,43 @@ class StepLoop:
         greedy = sampling.WAYS.index(sampling.GREEDY)
         drawn = active & (draws[:, sampling.WAY] != greedy)
         self._drawn = tuple(drawn.nonzero()[:, 0].tolist())
+        self._read, self._read_at = 0, time.perf_counter()
 
     def advance(self, count: int, uniforms: Tensor | None) -> None:
-        """Start a call of `count` steps, after `start`; `uniforms` f64[count, B] are their random
+        """Have `count` more steps run, after `start`; `uniforms` f64[count, B] are their random
         numbers."""
-        threads = torch.get_num_threads()  # the worker's may be another
-        self._unread.append(self._worker.submit(self._run, count, uniforms, threads))
+        p, threads = self.program, torch.get_num_threads()  # the worker's may be another
+        if self._drawn:
+            self._call = self._worker.submit(self._run_drawn, uniforms, threads)
+        elif not pyops.want_steps(p.pace, count):
+            p.pace[0] = self._read + sum(self._unread) + count
+            self._call = self._worker.submit(p.code.run_steps, p.pace, threads)
+        self._unread.append(count)
 
     def read(self) -> list[list[int | None]]:
-        """Return for each row the tokens of the oldest unread call, until it rests; None: its
+        """Return for each row the tokens of the oldest unread `advance`, until it rests; None: its
         logits were not finite."""
-        return self._unread.popleft().result()
+        steps = range(self._read, self._read + self._unread.popleft())
+        pyops.wait_steps(self.program.pace, steps.stop)
+        if int(self.program.pace[1]) >= FAILED:
+            assert self._call
+            self._call.result()
+        self._read, before, self._read_at = steps.stop, self._read_at, time.perf_counter()
+        self._step_s = (self._read_at - before) / len(steps)
+        rows = self.program.made[[step % KEPT for step in steps]].T.tolist()
+        return [[None if t == -1 else t for t in row if t != -2] for row in rows]
 
-    def _run(self, count: int, uniforms: Tensor | None, threads: int) -> list[list[int | None]]:
-        p, begun = self.program, time.perf_counter()
-        if not bool(p.active.any()):
-            return [[] for _ in p.tokens]
-        p.count.zero_()
-        if uniforms is None or not self._drawn:
-            p.code.run(times=count, threads=threads)
-        else:
+    def _run_drawn(self, uniforms: Tensor, threads: int) -> None:
+        p = self.program
+        try:
             for numbers in uniforms:
-                p.code.run(0, p.end, threads=threads)
-                self._draw(numbers)
-                p.code.run(p.end, threads=threads)
-                if not bool(p.active.any()):
-                    break
-        steps = p.made[: int(p.count)].T.tolist()
-        self._step_s = (time.perf_counter() - begun) / len(steps[0])
-        return [[None if t == -1 else t for t in row if t != -2] for row in steps]
+                if bool(p.active.any()):
+                    p.code.run(0, p.end, threads)
+                    self._draw(numbers)
+                p.code.run(p.end, None, threads)
+        except BaseException:
+            p.pace[1] = FAILED  # `read` raises the reason
+            raise
 
     def _draw(self, numbers: Tensor) -> None:
         """Choose for rows that are not greedy."""

@@ -96,10 +96,14 @@ class Code:
     room: Tensor
     held: tuple[Tensor, ...]
 
-    def run(self, start: int = 0, end: int | None = None, times: int = 1, threads: int = 0) -> None:
-        """Run a part, so many times, on so many threads (0: torch's number)."""
-        part = self.instructions[start:end]
-        pyops.run_instructions(part, self.operands, self.room, times, threads)
+    def run(self, start: int = 0, end: int | None = None, threads: int = 0) -> None:
+        """Run a part on so many threads (0: torch's number)."""
+        threads = threads or torch.get_num_threads()
+        pyops.run_instructions(self.instructions[start:end], self.operands, self.room, threads)
+
+    def run_steps(self, pace: Tensor, threads: int) -> None:
+        """Run steps as long as more are wanted (pyops.want_steps)."""
+        pyops.run_instructions(self.instructions, self.operands, self.room, threads, pace)
 
 
 class Arena:

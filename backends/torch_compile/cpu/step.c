@@ -6,13 +6,17 @@
 #include "team.h"
 
 #include <float.h>
+#include <linux/futex.h>
 #include <math.h>
 #include <stddef.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
 
 /* Numbers that are worked on at a time, and the least for which threads share an instruction. */
 #define PIECE 2048
 #define SHARED 16384
-/* What ends a program that is run several times: no row has a next token. */
+/* Result of a step after which no row has a next token. */
 #define ALL_REST -1
 
 /* Rows of `width` numbers: `outer` times `inner` of them, with the strides `apart` and `beside`, in
@@ -493,15 +497,32 @@ static int greedy(const running *a) {
     return failed;
 }
 
-/* chosen [B], flaws [B], tokens [B], lengths [B], active [B], stops [B, N], made [steps, B], count [1]:
- * rows that are active take their token, and rest after a flaw or one of their stops; `made` notes it: -1
- * for a flaw, -2 for a row that rests. Returns whether all rest. */
+/* Steps that are wanted of a program, and done, and the number of them that a thread sleeps for. */
+enum { WANTED, DONE, SLEPT_FOR };
+/* WANTED: the program has ended. */
+#define ENDED -1
+/* DONE, after a failure: nobody waits any more. */
+#define FAILED ((int64_t)1 << 62)
+
+static int64_t get(const int64_t *pace, int which) {
+    return __atomic_load_n(pace + which, __ATOMIC_SEQ_CST);
+}
+
+static void done(int64_t *pace, int64_t steps) {
+    __atomic_store_n(pace + DONE, steps, __ATOMIC_SEQ_CST);
+    if (get(pace, SLEPT_FOR) && steps >= get(pace, SLEPT_FOR))
+        syscall(SYS_futex, pace + DONE, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+}
+
+/* chosen [B], flaws [B], tokens [B], lengths [B], active [B], stops [B, N], made [steps, B], pace: rows
+ * that are active take their token, and rest after a flaw or one of their stops; `made` notes it: -1 for
+ * a flaw, -2 for a row that rests. Returns whether all rest. */
 static int end_step(const running *a) {
     const int64_t *chosen = (const int64_t *)a->of[0].at, *flaws = (const int64_t *)a->of[1].at;
     int64_t *tokens = (int64_t *)a->of[2].at, *lengths = (int64_t *)a->of[3].at;
-    int64_t *active = (int64_t *)a->of[4].at, *count = (int64_t *)a->of[7].at;
-    int64_t rows = a->of[6].width, *made = (int64_t *)a->of[6].at + (*count)++ * rows, run = 0;
-    for (int64_t b = 0; b < rows; b++) {
+    int64_t *active = (int64_t *)a->of[4].at, *pace = (int64_t *)a->of[7].at, run = 0;
+    int64_t *made = (int64_t *)row(a->of + 6, pace[DONE] % rows_of(a->of + 6));
+    for (int64_t b = 0; b < a->of[6].width; b++) {
         made[b] = -2;
         if (!active[b]) continue;
         made[b] = flaws[b] ? -1 : chosen[b];
@@ -510,6 +531,7 @@ static int end_step(const running *a) {
             if (((const int64_t *)row(a->of + 5, b))[i] == chosen[b]) active[b] = 0;
         run += active[b];
     }
+    done(pace, pace[DONE] + 1);
     return run == 0;
 }
 
@@ -634,16 +656,61 @@ static int run_one(const running *a) {
     return 2;
 }
 
-int g4ir_run_instructions(const void *instructions, const void *operands, int64_t count, int64_t times,
-                          float *room, int threads) {
-    const instruction *i = instructions;
-    for (int64_t n = 0; n < times; n++)
-        for (int64_t at = 0; at < count; at++) {
-            running a = {i + at, (const operand *)operands + i[at].first, room, threads};
-            int failed = run_one(&a);
-            if (failed) return failed == ALL_REST ? 0 : failed;
-        }
+/* Returns ALL_REST, or a failure. */
+static int run_part(const instruction *i, const operand *operands, int64_t count, float *room,
+                    int threads) {
+    for (int64_t at = 0; at < count; at++) {
+        running a = {i + at, operands + i[at].first, room, threads};
+        int failed = run_one(&a);
+        if (failed) return failed;
+    }
     return 0;
+}
+
+int g4ir_run_instructions(const void *instructions, const void *operands, int64_t count, float *room,
+                          int threads) {
+    int failed = run_part(instructions, operands, count, room, threads);
+    return failed == ALL_REST ? 0 : failed;
+}
+
+int g4ir_run_steps(const void *instructions, const void *operands, int64_t count, int64_t *pace,
+                   float *room, int threads) {
+    int64_t skipped = 0; /* once all rows rest, all but the end of a step */
+    for (;;) {
+        int64_t wanted = get(pace, WANTED);
+        if (wanted <= get(pace, DONE)) {
+            if (__atomic_compare_exchange_n(pace + WANTED, &wanted, ENDED, 0, __ATOMIC_SEQ_CST,
+                                            __ATOMIC_SEQ_CST))
+                return 0;
+            continue;
+        }
+        int failed = run_part((const instruction *)instructions + skipped, operands, count - skipped,
+                              room, threads);
+        if (failed == ALL_REST) {
+            skipped = count - 1;
+        } else if (failed) {
+            __atomic_store_n(pace + WANTED, ENDED, __ATOMIC_SEQ_CST);
+            done(pace, FAILED);
+            return failed;
+        }
+    }
+}
+
+int g4ir_want_steps(int64_t *pace, int64_t more) {
+    int64_t wanted = get(pace, WANTED);
+    while (wanted != ENDED)
+        if (__atomic_compare_exchange_n(pace + WANTED, &wanted, wanted + more, 0, __ATOMIC_SEQ_CST,
+                                        __ATOMIC_SEQ_CST))
+            return 1;
+    return 0;
+}
+
+void g4ir_wait_steps(int64_t *pace, int64_t steps) {
+    __atomic_store_n(pace + SLEPT_FOR, steps, __ATOMIC_SEQ_CST);
+    struct timespec most = {0, 50000000}; /* then it looks itself */
+    for (int64_t now; (now = get(pace, DONE)) < steps;)
+        syscall(SYS_futex, pace + DONE, FUTEX_WAIT_PRIVATE, (uint32_t)now, &most, NULL, 0);
+    __atomic_store_n(pace + SLEPT_FOR, 0, __ATOMIC_SEQ_CST);
 }
 
 /* Of the instructions and their operands: step_program.py has to be of the same. */
