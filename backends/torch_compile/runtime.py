@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,10 +40,11 @@ from .cuda_graph import (
     recorded,
     recorded_at,
 )
-from .programs import CANDIDATES, CHAINS, END, KERNELS_FILE, phase_steps
+from .programs import CANDIDATES, CHAINS, END, KERNELS_FILE
 from .schedule import any_length
 from .segment import Glue, Segment, Step, state_steps
-from .step_program import ROWS, Arena, StepProgram, of_tokens, record_step, step_phases
+from .step_loop import StepLoop, mapped_tables, record_loop
+from .step_program import ROWS, Arena, NoInstruction, StepProgram, of_tokens, record_step
 from .target import find_target
 from .token_loop import Choose, Embed, RoundLoop, TokenLoop, end_by_torch
 
@@ -86,7 +88,11 @@ class TorchRuntime:
     place = CaptureArena
 
     def __init__(
-        self, task: Task, files: Mapping[str, Sequence[str | None]], cuda_graph: bool = True
+        self,
+        task: Task,
+        steps: Mapping[str, Sequence[Step]],
+        files: Mapping[str, Sequence[str | None]],
+        cuda_graph: bool = True,
     ) -> None:
         self.program, self.limits, self.device = task.program, task.limits, task.device
         self.source, self.group = task.params, task.group
@@ -99,7 +105,6 @@ class TorchRuntime:
         #: the same for full chunks of prompts, where a recorded one serves every length
         records &= any_length(program.graphs["prefill"], target)
         self.record_chunk = WithFallback(recorded_at, CHUNKS) if records else None
-        steps = phase_steps(program, limits, device)
         programs = {name: many for name, many in files.items() if name not in (CHAINS, END)}
         names = dict.fromkeys(f for many in programs.values() for f in many if f)
         if device == "cpu":  # programs call them
@@ -111,8 +116,10 @@ class TorchRuntime:
         self.choosers = {
             op: calls[files[op][0] or ""] for op in ("greedy", "candidates") if op in files
         }
+        #: the thread that runs steps while the host reads the tokens of others
+        self.worker = ThreadPoolExecutor(1, "g4ir-steps")
         #: phases that run as programs recorded for a session
-        self.recorded_phases = step_phases(program, limits, device)
+        self.recorded_phases = program.graphs.keys() - steps.keys() - {"embed"}
         self.weights = self._load_params(steps, task.params, task.progress)
         self.plans: dict[tuple[str, bool], list[BoundStep]] = {}
         for phase, many in steps.items():
@@ -294,10 +301,18 @@ class TorchRuntime:
         return captured.replay(feeds)
 
     def token_loop(
-        self, embed: Embed, state: Caches, batch: int, choice: DeviceChoice
-    ) -> TokenLoop | None:
+        self,
+        embed: Embed,
+        state: Caches,
+        batch: int,
+        choice: DeviceChoice,
+        tables: Mapping[str, Any],
+    ) -> TokenLoop | StepLoop | None:
         """Return steps that choose their own tokens; None if a step depends on how much of the
         caches is in use. It belongs to the session's caches."""
+        if self.record is None and "decode" in self.recorded_phases:
+            make_loop: Any = partial(self._step_loop, state, batch, choice.suppress, tables)
+            return state.captured.get(StepLoop, choice.suppress, make_loop)
         if self.record is None or not self.any_length:
             return None
         record = self.record
@@ -311,6 +326,20 @@ class TorchRuntime:
             return TokenLoop(embed, step, choose, batch, self.device, record, self.end_step)
 
         return state.captured.get(TokenLoop, choice, make)
+
+    def _step_loop(
+        self, state: Caches, batch: int, suppress: tuple[int, ...], tables: Mapping[str, Any]
+    ) -> StepLoop | None:
+        """Return a loop of step programs; None where the host has to embed tokens."""
+        mapped = mapped_tables(self.program, tables)
+        if mapped is None or self.group:
+            return None
+        views = state.views(self.limits.max_seq)
+        try:
+            made = record_loop(self.program, mapped, self.weights, views, batch, suppress)
+        except NoInstruction:
+            return None
+        return StepLoop(made, self.worker)
 
     def round_loop(
         self, embed: Embed, state: Caches, batch: int, choice: DeviceChoice, last: bool
@@ -378,6 +407,7 @@ class TorchRuntime:
         return call
 
     def close(self) -> None:
+        self.worker.shutdown()
         self.plans.clear()
         self.recorded_plans.clear()
         self.weights.clear()
