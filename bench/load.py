@@ -250,8 +250,8 @@ def beside(args: Any) -> str:
 
 def main() -> None:
     flags: dict[str, Any] = {"requests": 64, "rate": 2.0, "seed": 0, "key_file": None}
-    flags |= {"input": "16-256", "output": "16-64"}
-    flags |= {"beside": False, "bodies": (2_000_000, 30_000_000), "half": 5000, "pause": 2.0, "pid": 0}
+    flags |= {"input": "16-256", "output": "16-64", "pause": 2.0}
+    flags |= {"beside": False, "bodies": (2_000_000, 30_000_000), "half": 5000, "pid": 0}
     args = arguments(__doc__, "url", **flags)
     if args.beside:
         finish(args, "load-beside", beside(args))
