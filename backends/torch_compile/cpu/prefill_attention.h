@@ -117,7 +117,7 @@ static void load_queries(const prefill *a, int64_t b, int64_t h, int64_t first, 
         for (int64_t j = 0; j < a->d / 2; j++) own->q[j * COLUMNS + l] = row[j];
         int64_t from = a->window ? a->positions[s] - a->window + 1 : 0;
         own->from[l] = from = from < 0 ? 0 : from, own->last[l] = a->last[s];
-        own->most[l] = UNSEEN, own->total[l] = 0;
+        own->most[l] = LOWEST, own->total[l] = 0;
         if (from < own->first_from) own->first_from = from;
         if (from > own->most_from) own->most_from = from;
         if (a->last[s] < own->least_last) own->least_last = a->last[s];
@@ -141,7 +141,7 @@ static int weigh_lane(const prefill *a, query_block *own, int l, const int32_t *
                       __m512 *factor) {
     __m512i from = _mm512_loadu_si512(own->from + l), last = _mm512_loadu_si512(own->last + l);
     __m512 before = _mm512_loadu_ps(own->most + l), top = before, sum = _mm512_setzero_ps();
-    __m512 scale = _mm512_set1_ps(a->scale), unseen = _mm512_set1_ps(UNSEEN);
+    __m512 scale = _mm512_set1_ps(a->scale), unseen = _mm512_set1_ps(LOWEST);
     for (int64_t t = 0; t < count; t++) {
         float *score = own->scores + t * COLUMNS + l;
         __m512 s = _mm512_mul_ps(_mm512_loadu_ps(score), scale);
