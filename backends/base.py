@@ -141,9 +141,16 @@ class Runtime(Protocol):
     def encode(self, tower: str, feeds: Tensors) -> torch.Tensor:
         """Return the soft tokens [1, N, hidden] that a tower's graph makes of its inputs."""
 
-    def token_loop(self, embed: Embed, state: Any, batch: int, choice: DeviceChoice) -> Any:
-        """Return decode steps that choose tokens on the device (torch_compile/token_loop.py), or
-        None."""
+    def token_loop(
+        self,
+        embed: Embed,
+        state: Any,
+        batch: int,
+        choice: DeviceChoice,
+        tables: Mapping[str, Any],
+    ) -> Any:
+        """Return decode steps that choose tokens on the device (torch_compile/token_loop.py and
+        step_loop.py), or None. `tables` are those that `embed` reads."""
         return None
 
     def round_loop(

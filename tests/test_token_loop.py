@@ -213,7 +213,6 @@ def test_rows_at_rest_have_nothing_to_attend_to() -> None:
     loop.start(torch.tensor([1, 1]), torch.tensor([7, 5]), torch.tensor([False, True]))
     for _ in range(2):
         loop.advance()
-        loop.fetch()
     assert seen == [([0, 5], [0, 1]), ([0, 6], [0, 1])]
     assert [loop.read() for _ in range(loop.unread)] == [
         ([1, 1], [True, True]),

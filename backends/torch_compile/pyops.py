@@ -76,10 +76,13 @@ _ARGUMENTS = {
     "decode": "piipipisssi",
     "attend": "ppppppiissssssssdi",
     "run_instructions": "ppspi",
+    "run_steps": "ppsppi",
+    "want_steps": "ps",
+    "wait_steps": "ps",
     "step_version": "",
 }
 #: of the instructions of cpu/step.c
-STEP_VERSION = 1
+STEP_VERSION = 2
 #: dtype of codes -> codes that share a scale at least, and scales of a group
 _GROUPS = {
     torch.int8: (16, 1),
@@ -159,12 +162,27 @@ def takes_width(codes: Tensor, scales: int) -> bool:
     return scales % each == 0 and k % 32 == 0 and k % groups == 0 and k // groups % least == 0
 
 
-def run_instructions(instructions: Any, operands: Any, room: Tensor) -> None:
-    """Run a part of a step program (step_program.py)."""
-    places = instructions.ctypes.data, operands.ctypes.data, len(instructions), room.data_ptr()
-    if failed := _kernels["run_instructions"](*places, torch.get_num_threads()):
+def run_instructions(
+    instructions: Any, operands: Any, room: Tensor, threads: int, pace: Tensor | None = None
+) -> None:
+    """Run a part of a step program (step_program.py) once, or its steps at a `pace`, i64[3]: until
+    as many are done (pace[1]) as are wanted (pace[0])."""
+    places = [instructions.ctypes.data, operands.ctypes.data, len(instructions)]
+    run = "run_instructions" if pace is None else "run_steps"
+    places += [] if pace is None else [pace.data_ptr()]
+    if failed := _kernels[run](*places, room.data_ptr(), threads):
         why = "no memory for its products" if failed == 1 else "its kernels are of another version"
         raise (MemoryError if failed == 1 else RuntimeError)(f"a decode step ended: {why}")
+
+
+def want_steps(pace: Tensor, more: int) -> bool:
+    """Want more steps of a program that runs at this pace; False if it has ended."""
+    return bool(_kernels["want_steps"](pace.data_ptr(), more))
+
+
+def wait_steps(pace: Tensor, steps: int) -> None:
+    """Wait until so many steps are done, or have failed."""
+    _kernels["wait_steps"](pace.data_ptr(), steps)
 
 
 def attend(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,8 @@ from .cuda_graph import (
 from .programs import CANDIDATES, CHAINS, END, KERNELS_FILE, phase_steps
 from .schedule import any_length
 from .segment import Glue, Segment, Step, state_steps
-from .step_program import StepProgram, record_step, step_phases
+from .step_loop import StepLoop, mapped_tables, record_loop
+from .step_program import NoInstruction, StepProgram, record_step, step_phases
 from .target import find_target
 from .token_loop import Choose, Embed, RoundLoop, TokenLoop, end_by_torch
 
@@ -110,6 +112,8 @@ class TorchRuntime:
         self.choosers = {
             op: calls[files[op][0] or ""] for op in ("greedy", "candidates") if op in files
         }
+        #: the thread that runs steps while the host reads the tokens of others
+        self.worker = ThreadPoolExecutor(1, "g4ir-steps")
         #: phases that run as programs recorded for a session
         self.recorded_phases = step_phases(program, limits, device)
         self.weights = self._load_params(steps, task.params, task.progress)
@@ -275,10 +279,19 @@ class TorchRuntime:
         return captured.replay(feeds)
 
     def token_loop(
-        self, embed: Embed, state: Caches, batch: int, choice: DeviceChoice
-    ) -> TokenLoop | None:
+        self,
+        embed: Embed,
+        state: Caches,
+        batch: int,
+        choice: DeviceChoice,
+        tables: Mapping[str, Any],
+    ) -> TokenLoop | StepLoop | None:
         """Return steps that choose their own tokens; None if a step depends on how much of the
         caches is in use. It belongs to the session's caches."""
+        if self.record is None and "decode" in self.recorded_phases:
+            make_loop = partial(self._step_loop, state, batch, choice.suppress, tables)
+            found: StepLoop | None = state.captured.get(StepLoop, choice.suppress, make_loop)
+            return found
         if self.record is None or not self.any_length:
             return None
         record = self.record
@@ -292,6 +305,20 @@ class TorchRuntime:
             return TokenLoop(embed, step, choose, batch, self.device, record, self.end_step)
 
         return state.captured.get(TokenLoop, choice, make)
+
+    def _step_loop(
+        self, state: Caches, batch: int, suppress: tuple[int, ...], tables: Mapping[str, Any]
+    ) -> StepLoop | None:
+        """Return a loop of step programs; None where the host has to embed tokens."""
+        mapped = mapped_tables(self.program, tables)
+        if mapped is None or self.group:
+            return None
+        views = state.views(self.limits.max_seq)
+        try:
+            made = record_loop(self.program, mapped, self.weights, views, batch, suppress)
+        except NoInstruction:
+            return None
+        return StepLoop(made, self.worker)
 
     def round_loop(
         self, embed: Embed, state: Caches, batch: int, choice: DeviceChoice, last: bool
@@ -359,6 +386,7 @@ class TorchRuntime:
         return call
 
     def close(self) -> None:
+        self.worker.shutdown()
         self.plans.clear()
         self.recorded_plans.clear()
         self.weights.clear()

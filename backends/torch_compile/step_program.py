@@ -10,7 +10,7 @@ products a library does faster.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,17 +38,19 @@ Tensor = torch.Tensor
 KINDS = (
     *("copy", "rms_norm", "add", "mul", "scale", "softcap", "glu", "rope", "rope_table"),
     *("cache_write", "attention", "linear", "linear_coded", "row_start", "add_integers", "top_k"),
-    *("experts", "narrow_row"),
+    *("experts", "narrow_row", "mul_integers", "mask_ids", "embed_rows", "greedy", "end_step"),
 )
 #: those that need no scratch memory for rows in fp32
 _WITHOUT_SCRATCH = {"softcap", "glu", "cache_write", "attention", "linear", "linear_coded"}
+_WITHOUT_SCRATCH |= {"greedy"}
 _INSTRUCTION = np.dtype([("kind", "i8"), ("first", "i8"), ("n", "i8", 4), ("f", "f8")])
 _OPERAND = np.dtype([("at", "u8"), ("sizes", "i8", 7)])
 #: most rows of a decode step: products of more are a library's
 ROWS = 8
 #: instruction -> how many of its operands, the first ones, may have strides; others: all
 STRIDED = {"linear": 0, "linear_coded": 0, "attention": 0, "add_integers": 0, "experts": 0}
-STRIDED |= {"cache_write": 1, "top_k": 0}
+STRIDED |= {"cache_write": 1, "top_k": 0, "mul_integers": 0, "mask_ids": 0, "embed_rows": 0}
+STRIDED |= {"greedy": 1, "end_step": 0}
 #: alignment of a value's memory
 _LINE = 64
 #: ops whose results are views
@@ -83,6 +85,25 @@ def _records(g: Graph, limits: Limits) -> bool:
 def _empty(v: Any, device: str) -> Tensor:
     shape = [int(d) for d in v.type.shape]
     return torch.empty(shape, dtype=torch_dtype(v.type.dtype), device=device)
+
+
+@dataclass(frozen=True, eq=False)
+class Code:
+    """Recorded instructions; `held` keeps the memory alive that is no weight."""
+
+    instructions: Any
+    operands: Any
+    room: Tensor
+    held: tuple[Tensor, ...]
+
+    def run(self, start: int = 0, end: int | None = None, threads: int = 0) -> None:
+        """Run a part on so many threads (0: torch's number)."""
+        threads = threads or torch.get_num_threads()
+        pyops.run_instructions(self.instructions[start:end], self.operands, self.room, threads)
+
+    def run_steps(self, pace: Tensor, threads: int) -> None:
+        """Run steps as long as more are wanted (pyops.want_steps)."""
+        pyops.run_instructions(self.instructions, self.operands, self.room, threads, pace)
 
 
 class Arena:
@@ -208,6 +229,21 @@ class Recorder:
         """Return room for rows as x has them, of `width` numbers."""
         shape = (*x.shape[:-1], x.shape[-1] if width is None else width)
         return self.arena.empty(shape, dtype or x.dtype)
+
+    def greedy(self, logits: Tensor, never: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Append the choice of the largest logit [B, 1, vocab] of each row but for some ids. Return
+        tokens i64[B], and flaws i64[B]: 1 if a logit is NaN or infinite."""
+        _computes(logits)
+        tokens, flaws = (self.arena.empty(logits.shape[:1], torch.int64) for _ in range(2))
+        self.emit("greedy", logits, torch.tensor(never, dtype=torch.int64), tokens, flaws)
+        return tokens, flaws
+
+    def code(self, weights: Iterable[Tensor]) -> Code:
+        """Return what was recorded; memory of weights is not the program's."""
+        loaded = {_storage(t) for t in weights}
+        held = tuple(t for t in self.tensors if _storage(t) not in loaded)
+        operands = np.array(self.operands, _OPERAND)
+        return Code(np.array(self.instructions, _INSTRUCTION), operands, torch.empty(self.room), held)
 
     def whole(self, x: Tensor) -> Tensor:
         """Return x, or a contiguous copy of it for the instruction that follows."""
@@ -438,6 +474,30 @@ def _weight(w: Tensor | Coded) -> tuple[Tensor, Tensor | None]:
     return (w.codes, w.scales) if isinstance(w, Coded) else (w, None)
 
 
+def _mask_ids(r: Recorder, n: Node, ids: Tensor) -> Tensor:
+    y, masked = r.like(ids), torch.tensor(n.wholes("ids"), dtype=torch.int64)
+    r.emit("mask_ids", r.whole(ids), masked, y, n=(n.whole("pad"),))
+    return y
+
+
+def _embedding(r: Recorder, n: Node, table: Tensor, *others: Tensor) -> Tensor:
+    """Of a table, or of codes and scales, and ids."""
+    *scales, ids = others
+    form, dtype = -1, table.dtype
+    if scales:
+        dtype = torch_dtype(n.word("to"))
+        form = _form(Coded(table, scales[0], dtype, n.op == "embedding_tiles"))
+    y = r.arena.empty((*ids.shape, int(n.out.type.shape[-1])), dtype)
+    _computes(y)
+    operands = r.whole(ids), table, scales[0] if scales else None, y
+    r.emit("embed_rows", *operands, n=(form, n.op == "embedding_tiles"), f=n.number("scale"))
+    return y
+
+
+def _greedy(r: Recorder, n: Node, logits: Tensor) -> Tensor:
+    return r.greedy(logits, ())[0]
+
+
 #: op -> (recorder, node, *values) -> what it makes; others are views, or are expanded
 LOWERINGS: dict[str, Callable[..., Any]] = {
     "rms_norm": _norm,
@@ -459,6 +519,11 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
     "linear": _linear,
     "router": _router,
     "experts": _experts,
+    "mask_ids": _mask_ids,
+    "embedding": _embedding,
+    "embedding_quantized": _embedding,
+    "embedding_tiles": _embedding,
+    "greedy": _greedy,
 }
 
 
@@ -466,54 +531,43 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
 class StepProgram:
     """A recorded step over a session's caches. Not safe for use from several threads at once."""
 
-    instructions: Any
-    operands: Any
-    room: Tensor
+    code: Code
     #: the graph's inputs and outputs
     feeds: Tensors
     outputs: Tensors
     #: after how many instructions a node is done, and what it makes
     ends: Sequence[tuple[int, Tensors]]
-    #: keeps the memory alive that is neither a cache nor a weight
-    held: tuple[Tensor, ...]
 
     def run(self, feeds: Tensors, watch: Watch | None = None) -> Tensors:
         """Run the step; returns the graph's outputs."""
         for name, t in self.feeds.items():
             t.copy_(feeds[name])
         if watch is None:
-            self._run(0, len(self.instructions))
+            self.code.run()
         else:
             at = 0
             for end, made in self.ends:
-                self._run(at, end)
+                self.code.run(at, end)
                 for name, t in made.items():
                     watch(name, t)
                 at = end
         return {name: t.clone() for name, t in self.outputs.items()}
 
-    def _run(self, start: int, end: int) -> None:
-        pyops.run_instructions(self.instructions[start:end], self.operands, self.room)
+
+def bound(g: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
+    """Return a graph with its dims bound by the shapes of its inputs and caches."""
+    dims: dict[str, int] = {}
+    for v in (*g.inputs, *g.state):
+        found = zip(v.type.shape, shapes[v.name], strict=True)
+        dims |= {d: size for d, size in found if isinstance(d, str)}
+    return bind(g, **dims)
 
 
 def record_step(g: Graph, weights: Tensors, caches: Tensors, feeds: Tensors) -> StepProgram:
     """Record a graph for these caches and feeds of these shapes."""
-    dims: dict[str, int] = {}
-    for v in (*g.inputs, *g.state):
-        shape = (feeds if v in g.inputs else caches)[v.name].shape
-        dims |= {d: size for d, size in zip(v.type.shape, shape) if isinstance(d, str)}
-    g = bind(g, **dims)
+    g = bound(g, {name: t.shape for name, t in (*caches.items(), *feeds.items())})
     r = Recorder("cpu")
     own = {v.name: _empty(v, "cpu") for v in g.inputs}
     params = {v.name: weights[v.name] for v in g.params}
     outputs = r.record(g, {**own, **params, **{v.name: caches[v.name] for v in g.state}})
-    loaded = {_storage(t) for t in params.values()}
-    return StepProgram(
-        np.array(r.instructions, _INSTRUCTION),
-        np.array(r.operands, _OPERAND),
-        torch.empty(r.room),
-        own,
-        outputs,
-        r.ends,
-        tuple(t for t in r.tensors if _storage(t) not in loaded),
-    )
+    return StepProgram(r.code(params.values()), own, outputs, r.ends)

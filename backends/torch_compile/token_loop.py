@@ -12,7 +12,7 @@ state. One recorded round for each k serves every length.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,9 @@ class TokenLoop:
     device: what a step appends to a sequence that had ended is dropped with it.
     """
 
+    #: whether a chunk of a prompt should not run meanwhile; number of steps that one call should do
+    alone, together = False, 1
+
     def __init__(
         self,
         embed: Embed,
@@ -84,9 +87,15 @@ class TokenLoop:
         self._unread: deque[_Result] = deque()
 
     def start(
-        self, tokens: Tensor, lengths: Tensor, active: Tensor, draws: Tensor | None = None
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        active: Tensor,
+        draws: Tensor | None = None,
+        stops: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Set the rows: tokens to feed, tokens held, bool of the active ones, settings of draws."""
+        """Set the rows: tokens to feed, tokens held, bool of the active ones, settings of draws;
+        `stops` are the host's to find."""
         state = (self.tokens, self.lengths, self.active)
         given = (tokens, lengths, active)
         if draws is not None:
@@ -115,16 +124,14 @@ class TokenLoop:
         rows = (self.tokens, self.lengths, self.active, self.flaws)
         self.end([sums, chosen, *rows, self._no_stops])
 
-    def advance(self, uniforms: Tensor | None = None) -> None:
-        """Start one step, after `start`; `uniforms` f64[B] are its random numbers."""
-        assert self._replay, "start comes first"
+    def advance(self, count: int = 1, uniforms: Tensor | None = None) -> None:
+        """Start one step, after `start`, and the copy of its tokens to the host; `uniforms`
+        f64[1, B] are its random numbers."""
+        assert self._replay and count == 1, "start comes first; a call is one step"
         if uniforms is not None:
-            pinned = uniforms.pin_memory() if self.uniforms.is_cuda else uniforms
+            pinned = uniforms[0].pin_memory() if self.uniforms.is_cuda else uniforms[0]
             self.uniforms.copy_(pinned, non_blocking=True)
         self._replay()
-
-    def fetch(self) -> None:
-        """Start copying the tokens of the newest step to the host."""
         self._unread.append(_Result(self.tokens, self.flaws))
 
     @property
@@ -132,9 +139,10 @@ class TokenLoop:
         """Number of steps whose tokens are still to be read."""
         return len(self._unread)
 
-    def read(self) -> tuple[list[int], list[bool]]:
-        """Return the oldest unread tokens, and for each row whether its logits were finite."""
-        return self._unread.popleft().read()
+    def read(self) -> list[list[int | None]]:
+        """Return each row's oldest unread token; None: its logits were not finite."""
+        tokens, finite = self._unread.popleft().read()
+        return [[token if good else None] for token, good in zip(tokens, finite, strict=True)]
 
 
 class _Result:

@@ -21,7 +21,7 @@ from .requests import SequenceState
 from .session import Session
 from .speculative import MTP, RowDrafts
 
-#: steps that may have been started before the host has read the first of them
+#: calls, of a step or several, that may have been started before the host has read the first of them
 AHEAD = 2
 #: random numbers that a loop of rounds is given; it is opened again when they are used up
 NUMBERS = 128
@@ -38,32 +38,40 @@ class TokenSteps:
         self.loop, self.session = loop, session
         self.samplers = {s.slot: s.sampler for s in running}
         self.left, self.started = min(s.room for s in running), 0
+        #: steps that the last call of `step` returned the tokens of, and those of all calls
+        self.steps = self.received = 0
         tokens, self.active, draws = _rows(session, running)
         self.draws = any(s.params.way != GREEDY for s in self.samplers.values())
-        loop.start(tokens, session.length, self.active, draws)
+        stops = [tuple(self.samplers[b].stops) if a else () for b, a in enumerate(self.active)]
+        loop.start(tokens, session.length, self.active, draws, stops)
 
     @property
     def over(self) -> bool:
         """Whether `step` would have nothing to run."""
         return self.started == self.left and not self.loop.unread
 
-    def step(self) -> Tokens:
-        """Return the tokens of the next step."""
-        while self.loop.unread < AHEAD and self.started < self.left:
-            self.loop.advance(self._uniforms() if self.draws else None)
-            self.loop.fetch()
-            self.started += 1
+    def step(self, beside: bool = False) -> Tokens:
+        """Return the tokens of the next steps. `beside`: a chunk of a prompt comes next, so that no
+        step of a loop that takes the whole device should be running then."""
+        ahead = 1 if beside and self.loop.alone else AHEAD
+        while self.loop.unread < ahead and self.started < self.left:
+            count = min(self.loop.together, self.left - self.started)
+            self.loop.advance(count, self._uniforms(count) if self.draws else None)
+            self.started += count
         return self._read()
 
-    def _uniforms(self) -> torch.Tensor:
-        numbers = [0.0] * self.session.batch
+    def _uniforms(self, count: int) -> torch.Tensor:
+        numbers, ahead = torch.zeros(count, self.session.batch).double(), self.started - self.received
         for row, sampler in self.samplers.items():
-            numbers[row] = sampler.uniform(self.loop.unread)
-        return torch.tensor(numbers, dtype=torch.float64)
+            drawn = [sampler.uniform(ahead + i) for i in range(count)]
+            numbers[:, row] = torch.tensor(drawn, dtype=torch.float64)
+        return numbers
 
     def _read(self) -> Tokens:
-        tokens, finite = self.loop.read()
-        return {row: [tokens[row] if finite[row] else None] for row in self.samplers}
+        made = self.loop.read()
+        self.steps = max(len(made[row]) for row in self.samplers)
+        self.received += self.steps
+        return {row: made[row] for row in self.samplers}
 
     def close(self) -> list[Tokens]:
         """Return the tokens of steps that are still running, and let the session take over."""
@@ -74,6 +82,8 @@ class TokenSteps:
 
 class DraftRounds:
     """Rounds of drafts and verification, as TokenSteps; all rows draft equally many tokens."""
+
+    steps = 1
 
     def __init__(
         self, loop: Any, session: Session, running: Sequence[SequenceState], drafters: Drafters
@@ -99,7 +109,7 @@ class DraftRounds:
         most = max(d.pace.most for d in self.drafters.values())
         return int(self._taken.max()) + most + 1 > NUMBERS
 
-    def step(self) -> Tokens:
+    def step(self, beside: bool = False) -> Tokens:
         """Return the tokens of the next round."""
         count = max(self.drafters[s.slot].count(s.room - 1) for s in self.running)
         made = self.loop.run(count)
@@ -149,7 +159,7 @@ def open_loop(
     choice = DeviceChoice(tuple(way for way in WAYS if way in ways), suppress)
     where = engine.embed, session.state, session.batch, choice
     if not drafters:
-        loop = engine.runtime.token_loop(*where)
+        loop = engine.runtime.token_loop(*where, engine.tables)
         return loop and TokenSteps(loop, session, running)
     known = session.hidden.known(session.length)[[*drafters]]
     if any(d.source != MTP for d in drafters.values()) or not bool(known.all()):

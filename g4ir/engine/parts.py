@@ -143,7 +143,9 @@ class EngineParts:
 
     @property
     def embeds_on_device(self) -> bool:
-        """Whether the embedding tables are on the engine's device."""
+        """Whether the embedding tables are on the engine's device; a CPU reads files too."""
+        if self.device == "cpu":
+            return True
         devices = {getattr(t, "device", None) for t in self.tables.values()}
         return {d.type if d else "host" for d in devices} == {self.device}
 

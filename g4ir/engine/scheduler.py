@@ -202,7 +202,7 @@ class Scheduler:
             self._loop = None
             self.batch.forget()
             return [event for handle in handles for event in self._end(handle, FAILED, e)]
-        self.totals.steps[len(running)] += 1
+        self.totals.steps[len(running)] += self._loop.steps if self._loop else 1
         took, bucket = time.perf_counter() - begun, len(self.batch.held)
         self.totals.step_s[bucket] = self.totals.step_s.get(bucket, 0.0) + took
         return self._emit(made)
@@ -216,7 +216,7 @@ class Scheduler:
             if not self._loop:
                 return self._verified(running, drafters)
             self._looped = [*running]
-        return self._received(self._loop.step())
+        return self._received(self._loop.step(beside=bool(self._prompt) or self._next_fits()))
 
     def _received(self, tokens: Tokens) -> Made:
         made: Made = {}

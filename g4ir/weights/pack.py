@@ -249,6 +249,10 @@ class RowTable:
     def __getitem__(self, ids: Any) -> torch.Tensor:
         return self.source.rows(self.name, ids)
 
+    def mapped(self) -> torch.Tensor | None:
+        """Return the whole table as a mapping of its file; None if its rows have to be made."""
+        return self.source.tensor(self.name) if isinstance(self.source, StoredParams) else None
+
 
 #: where a table lies that is only gathered from: the engine's device, host memory, or its file
 PLACEMENTS = ("device", "host", "mmap")

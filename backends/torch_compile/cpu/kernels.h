@@ -44,4 +44,12 @@ int g4ir_attend(const void *q, const int64_t *positions, const int64_t *written,
  * fp32. Returns 0; 1 where memory is short; 2 where an instruction is unknown. */
 int g4ir_run_instructions(const void *instructions, const void *operands, int64_t count, float *room,
                           int threads);
+/* Runs a program that ends a step until as many steps are done as `pace` says are wanted; returns as
+ * above. */
+int g4ir_run_steps(const void *instructions, const void *operands, int64_t count, int64_t *pace,
+                   float *room, int threads);
+/* Wants more steps of a program that runs in another thread; 0 if it has ended. */
+int g4ir_want_steps(int64_t *pace, int64_t more);
+/* Returns once so many steps are done, or have failed. */
+void g4ir_wait_steps(int64_t *pace, int64_t steps);
 int g4ir_step_version(void);

@@ -5,12 +5,19 @@
 #include "number.h"
 #include "team.h"
 
+#include <float.h>
+#include <linux/futex.h>
 #include <math.h>
 #include <stddef.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
 
 /* Numbers that are worked on at a time, and the least for which threads share an instruction. */
 #define PIECE 2048
 #define SHARED 16384
+/* Result of a step after which no row has a next token. */
+#define ALL_REST -1
 
 /* Rows of `width` numbers: `outer` times `inner` of them, with the strides `apart` and `beside`, in
  * numbers. */
@@ -22,7 +29,8 @@ typedef struct {
 /* What an instruction does; the order is that of step_program.py. */
 enum {
     COPY, RMS_NORM, ADD, MUL, SCALE, SOFTCAP, GLU, ROPE, ROPE_TABLE, CACHE_WRITE, ATTENTION, LINEAR,
-    LINEAR_CODED, ROW_START, ADD_INTEGERS, TOP_K, EXPERTS, NARROW_ROW
+    LINEAR_CODED, ROW_START, ADD_INTEGERS, TOP_K, EXPERTS, NARROW_ROW, MUL_INTEGERS, MASK_IDS,
+    EMBED_ROWS, GREEDY, END_STEP
 };
 
 typedef struct {
@@ -359,6 +367,174 @@ static void add_integers(const running *a) {
     for (int64_t j = 0; j < rows_of(a->of) * a->of->width; j++) y[j] = x[j] + other[j];
 }
 
+/* x, other, y */
+static void mul_integers(const running *a) {
+    const int64_t *x = (const int64_t *)a->of[0].at, *other = (const int64_t *)a->of[1].at;
+    int64_t *y = (int64_t *)a->of[2].at;
+    for (int64_t j = 0; j < rows_of(a->of) * a->of->width; j++) y[j] = x[j] * other[j];
+}
+
+/* ids, those that are replaced, y; n: by what */
+static void mask_ids(const running *a) {
+    const operand *ids = a->of, *masked = a->of + 1;
+    int64_t *y = (int64_t *)a->of[2].at;
+    for (int64_t j = 0; j < rows_of(ids) * ids->width; j++) {
+        y[j] = ((const int64_t *)ids->at)[j];
+        for (int64_t m = 0; m < masked->width; m++)
+            if (y[j] == ((const int64_t *)masked->at)[m]) {
+                y[j] = a->i->n[0];
+                break;
+            }
+    }
+}
+
+/* A row of a table in tiles of 16 rows (tiles.h), in which parts of `size` bytes alternate. */
+static const char *row_of_tile(const operand *table, int64_t r, int64_t size, char *to) {
+    int64_t bytes = table->width * table->bytes;
+    const char *tile = table->at + r / 16 * 16 * bytes;
+    for (int64_t i = 0; i < bytes / size; i++)
+        memcpy(to + i * size, tile + (i * 16 + r % 16) * size, size);
+    return to;
+}
+
+/* ids [T], table or codes, scales, y [T, d]; n: form, negative where it is no codes, tiles; f: scale */
+static int embed_rows(const running *a) {
+    const operand *ids = a->of, *table = a->of + 1, *scales = a->of + 2, *y = a->of + 3;
+    int64_t form = a->i->n[0], tiles = a->i->n[1], d = y->width;
+    float factor = rounded(a->i->f, y->dtype), *h = a->room;
+    char *codes_room = (char *)(h + d), *scales_room = (char *)(h + 2 * d);
+    for (int64_t r = 0; r < rows_of(y); r++) {
+        int64_t id = ((const int64_t *)ids->at)[r];
+        const char *from = table->at + id * table->width * table->bytes, *by = NULL;
+        if (form >= 0) {
+            by = scales->at + id * scales->width * scales->bytes;
+            if (tiles) {
+                from = row_of_tile(table, id, 4, codes_room);
+                by = row_of_tile(scales, id, scales->bytes, scales_room);
+            }
+            if (g4ir_decode(from, form, 0, by, scales->dtype, row(y, r), y->dtype, 1, d,
+                            scales->width, 1))
+                return 1;
+            from = row(y, r);
+        }
+        read_numbers(from, y->dtype, h, d);
+        for (int64_t j = 0; j < d; j++) h[j] *= factor;
+        write_numbers(row(y, r), y->dtype, h, d);
+    }
+    return 0;
+}
+
+/* The bits of a number as an integer that is in the order of numbers; 0 for both zeros. */
+static inline int16_t order_bf16(bf16 u) {
+    int16_t s = u;
+    s ^= s >> 15 & 0x7fff;
+    return s + (s == -1);
+}
+static inline int32_t order_f32(uint32_t u) {
+    int32_t s = u;
+    s ^= s >> 31 & 0x7fffffff;
+    return s + (s == -1);
+}
+
+/* The largest of `count` logits, as such an integer; sets `flaw` if one is NaN or infinite. */
+#define LARGEST(NAME, WORD, ORDERED, ORDER, EXPONENT)                                           \
+    static int64_t largest_##NAME(const WORD *x, int64_t count, int *flaw) {                    \
+        ORDERED most = ORDER(x[0]);                                                             \
+        WORD odd = 0;                                                                           \
+        for (int64_t j = 0; j < count; j++) {                                                   \
+            ORDERED one = ORDER(x[j]);                                                          \
+            most = one > most ? one : most;                                                     \
+            odd |= (x[j] & EXPONENT) == EXPONENT;                                               \
+        }                                                                                       \
+        *flaw = odd;                                                                            \
+        return most;                                                                            \
+    }                                                                                           \
+    static int64_t first_##NAME(const WORD *x, int64_t count, int64_t value) {                  \
+        int64_t j = 0;                                                                          \
+        while (j < count && ORDER(x[j]) != value) j++;                                          \
+        return j;                                                                               \
+    }
+LARGEST(bf16, bf16, int16_t, order_bf16, 0x7f80)
+LARGEST(f32, uint32_t, int32_t, order_f32, 0x7f800000)
+
+/* logits [B, vocab], ids that none gets, tokens [B], flaws [B]: whether a logit is NaN or infinite. The
+ * largest logit wins, the lowest id of equal ones. Until the end, a token is a key: its logit, and
+ * below that the complement of its id. */
+static int greedy_pieces(void *context, units *left) {
+    const running *a = context;
+    const operand *x = a->of;
+    int64_t *keys = (int64_t *)a->of[2].at, *flaws = (int64_t *)a->of[3].at;
+    int64_t each = (x->width + PIECE - 1) / PIECE;
+    for (int64_t unit; (unit = take_unit(left)) >= 0;) {
+        int64_t n = piece_size(x, unit), r = unit / each, value, at;
+        const char *p = piece(x, unit);
+        int flaw, single = x->dtype == F32;
+        value = single ? largest_f32((const uint32_t *)p, n, &flaw)
+                       : largest_bf16((const bf16 *)p, n, &flaw);
+        at = single ? first_f32((const uint32_t *)p, n, value) : first_bf16((const bf16 *)p, n, value);
+        int64_t id = unit % each * PIECE + at, key = value << 32 | (0xffffffff - id);
+        if (flaw) __atomic_store_n(flaws + r, 1, __ATOMIC_RELAXED);
+        int64_t now = __atomic_load_n(keys + r, __ATOMIC_RELAXED);
+        while (key > now && !__atomic_compare_exchange_n(keys + r, &now, key, 0, __ATOMIC_RELAXED,
+                                                         __ATOMIC_RELAXED)) {}
+    }
+    return 0;
+}
+
+static int greedy(const running *a) {
+    const operand *x = a->of, *never = a->of + 1;
+    int64_t *tokens = (int64_t *)a->of[2].at, *flaws = (int64_t *)a->of[3].at;
+    for (int64_t r = 0; r < rows_of(x); r++) {
+        tokens[r] = INT64_MIN, flaws[r] = 0;
+        for (int64_t i = 0; i < never->width; i++) {
+            char *one = row(x, r) + ((const int64_t *)never->at)[i] * x->bytes;
+            if (x->dtype == F32 ? isfinite(*(float *)one) : (*(bf16 *)one & 0x7f80) != 0x7f80)
+                x->dtype == F32 ? (void)(*(float *)one = -FLT_MAX) : (void)(*(bf16 *)one = 0xff7f);
+        }
+    }
+    int failed = by_pieces(a, x, greedy_pieces);
+    for (int64_t r = 0; r < rows_of(x); r++) tokens[r] = 0xffffffff - (tokens[r] & 0xffffffff);
+    return failed;
+}
+
+/* Steps that are wanted of a program, and done, and the number of them that a thread sleeps for. */
+enum { WANTED, DONE, SLEPT_FOR };
+/* WANTED: the program has ended. */
+#define ENDED -1
+/* DONE, after a failure: nobody waits any more. */
+#define FAILED ((int64_t)1 << 62)
+
+static int64_t get(const int64_t *pace, int which) {
+    return __atomic_load_n(pace + which, __ATOMIC_SEQ_CST);
+}
+
+static void done(int64_t *pace, int64_t steps) {
+    __atomic_store_n(pace + DONE, steps, __ATOMIC_SEQ_CST);
+    if (get(pace, SLEPT_FOR) && steps >= get(pace, SLEPT_FOR))
+        syscall(SYS_futex, pace + DONE, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+}
+
+/* chosen [B], flaws [B], tokens [B], lengths [B], active [B], stops [B, N], made [steps, B], pace: rows
+ * that are active take their token, and rest after a flaw or one of their stops; `made` notes it: -1 for
+ * a flaw, -2 for a row that rests. Returns whether all rest. */
+static int end_step(const running *a) {
+    const int64_t *chosen = (const int64_t *)a->of[0].at, *flaws = (const int64_t *)a->of[1].at;
+    int64_t *tokens = (int64_t *)a->of[2].at, *lengths = (int64_t *)a->of[3].at;
+    int64_t *active = (int64_t *)a->of[4].at, *pace = (int64_t *)a->of[7].at, run = 0;
+    int64_t *made = (int64_t *)row(a->of + 6, pace[DONE] % rows_of(a->of + 6));
+    for (int64_t b = 0; b < a->of[6].width; b++) {
+        made[b] = -2;
+        if (!active[b]) continue;
+        made[b] = flaws[b] ? -1 : chosen[b];
+        tokens[b] = chosen[b], lengths[b]++, active[b] = !flaws[b];
+        for (int64_t i = 0; i < a->of[5].width; i++)
+            if (((const int64_t *)row(a->of + 5, b))[i] == chosen[b]) active[b] = 0;
+        run += active[b];
+    }
+    done(pace, pace[DONE] + 1);
+    return run == 0;
+}
+
 /* scores [T, E], factors [E], weights f32 [T, k], index [T, k]: softmax, the k largest, their share
  * times the factor of their expert */
 static void top_k(const running *a) {
@@ -470,21 +646,72 @@ static int run_one(const running *a) {
     case ADD_INTEGERS: add_integers(a); return 0;
     case TOP_K: top_k(a); return 0;
     case NARROW_ROW: narrow_row(a); return 0;
+    case MUL_INTEGERS: mul_integers(a); return 0;
+    case MASK_IDS: mask_ids(a); return 0;
+    case EMBED_ROWS: return embed_rows(a);
+    case GREEDY: return greedy(a);
+    case END_STEP: return end_step(a) ? ALL_REST : 0;
     case EXPERTS: if (experts(a)) return 1; weigh(a); return 0;
     }
     return 2;
 }
 
-int g4ir_run_instructions(const void *instructions, const void *operands, int64_t count, float *room,
-                          int threads) {
-    const instruction *i = instructions;
+/* Returns ALL_REST, or a failure. */
+static int run_part(const instruction *i, const operand *operands, int64_t count, float *room,
+                    int threads) {
     for (int64_t at = 0; at < count; at++) {
-        running a = {i + at, (const operand *)operands + i[at].first, room, threads};
+        running a = {i + at, operands + i[at].first, room, threads};
         int failed = run_one(&a);
         if (failed) return failed;
     }
     return 0;
 }
 
+int g4ir_run_instructions(const void *instructions, const void *operands, int64_t count, float *room,
+                          int threads) {
+    int failed = run_part(instructions, operands, count, room, threads);
+    return failed == ALL_REST ? 0 : failed;
+}
+
+int g4ir_run_steps(const void *instructions, const void *operands, int64_t count, int64_t *pace,
+                   float *room, int threads) {
+    int64_t skipped = 0; /* once all rows rest, all but the end of a step */
+    for (;;) {
+        int64_t wanted = get(pace, WANTED);
+        if (wanted <= get(pace, DONE)) {
+            if (__atomic_compare_exchange_n(pace + WANTED, &wanted, ENDED, 0, __ATOMIC_SEQ_CST,
+                                            __ATOMIC_SEQ_CST))
+                return 0;
+            continue;
+        }
+        int failed = run_part((const instruction *)instructions + skipped, operands, count - skipped,
+                              room, threads);
+        if (failed == ALL_REST) {
+            skipped = count - 1;
+        } else if (failed) {
+            __atomic_store_n(pace + WANTED, ENDED, __ATOMIC_SEQ_CST);
+            done(pace, FAILED);
+            return failed;
+        }
+    }
+}
+
+int g4ir_want_steps(int64_t *pace, int64_t more) {
+    int64_t wanted = get(pace, WANTED);
+    while (wanted != ENDED)
+        if (__atomic_compare_exchange_n(pace + WANTED, &wanted, wanted + more, 0, __ATOMIC_SEQ_CST,
+                                        __ATOMIC_SEQ_CST))
+            return 1;
+    return 0;
+}
+
+void g4ir_wait_steps(int64_t *pace, int64_t steps) {
+    __atomic_store_n(pace + SLEPT_FOR, steps, __ATOMIC_SEQ_CST);
+    struct timespec most = {0, 50000000}; /* then it looks itself */
+    for (int64_t now; (now = get(pace, DONE)) < steps;)
+        syscall(SYS_futex, pace + DONE, FUTEX_WAIT_PRIVATE, (uint32_t)now, &most, NULL, 0);
+    __atomic_store_n(pace + SLEPT_FOR, 0, __ATOMIC_SEQ_CST);
+}
+
 /* Of the instructions and their operands: step_program.py has to be of the same. */
-int g4ir_step_version(void) { return 1; }
+int g4ir_step_version(void) { return 2; }

@@ -1,0 +1,202 @@
+"""Decode steps on the CPU from token ids to chosen tokens: one step program that embeds the tokens,
+decodes, chooses and notes what it chose, so that several steps are one call.
+
+Steps run on a thread of their own, as on a GPU: the host reads the tokens of one call while the
+next one runs. Greedy rows are chosen within the program. Other rows are drawn after each step by
+the host's own sampler, row by row, so that a text is the same in any company.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from g4ir.backends import sampling
+from g4ir.ir.graph import Program
+from g4ir.weights.pack import RowTable
+
+from ..base import Tensors
+from . import pyops
+from .step_program import Code, Recorder, bound
+
+Tensor = torch.Tensor
+
+#: stop tokens of a row that end it within the program; of a row with more the host finds them
+STOPS = 32
+#: seconds after which the host looks at what was chosen, if that is more than one step: requests
+#: that join or are cancelled wait for it
+LOOK_S = 1e-2
+#: most steps between two looks, and steps whose tokens are kept
+STEPS, KEPT = 32, 128
+#: `pace` of a program that has ended, and steps done after a failure: see cpu/step.c
+ENDED, FAILED = -1, 1 << 62
+
+
+@dataclass(frozen=True, eq=False)
+class LoopProgram:
+    """A recorded step. All i64: tokens that are fed next, lengths and active rows, [B]; stops
+    [B, STOPS]; what the last steps chose, [KEPT, B], -1 for logits that are not finite and -2 for a
+    row that rests; and pace [3]: steps wanted, and done. The last instruction, `end`, takes the
+    chosen tokens."""
+
+    code: Code
+    end: int
+    tokens: Tensor
+    lengths: Tensor
+    active: Tensor
+    stops: Tensor
+    made: Tensor
+    pace: Tensor
+    logits: Tensor
+    chosen: Tensor
+    suppress: Tensor
+
+
+def record_loop(
+    program: Program,
+    tables: Tensors,
+    weights: Tensors,
+    caches: Tensors,
+    batch: int,
+    suppress: Sequence[int],
+) -> LoopProgram:
+    """Record embedding, decode step and choice for these caches; NoInstruction where a table or an
+    op has none. `suppress`: ids that no row gets."""
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64)
+
+    tokens, lengths, active, positions = zeros(batch), zeros(batch), zeros(batch), zeros(batch, 1)
+    stops, made, pace = zeros(batch, STOPS), zeros(KEPT, batch), zeros(3)
+    r, given = Recorder("cpu"), {"tokens": tokens[:, None]}
+    # A row that rests is at position 0, so that its attention has nothing to read.
+    r.emit("mul_integers", lengths, active, positions)
+    for name, params in (("embed", tables), ("decode", weights)):
+        g = program.graphs[name]
+        state = {v.name: caches[v.name] for v in g.state}
+        g = bound(g, {n: t.shape for n, t in (*given.items(), *state.items())})
+        own = {v.name: params[v.name] for v in g.params}
+        given = r.record(g, {**given, **own, **state}) | {"positions": positions, "lengths": active}
+    logits = given["logits"]
+    chosen, flaws = r.greedy(logits, suppress)
+    end = len(r.instructions)
+    r.emit("end_step", chosen, flaws, tokens, lengths, active, stops, made, pace)
+    code = r.code((*tables.values(), *weights.values()))
+    never = torch.tensor(suppress, dtype=torch.int64)
+    return LoopProgram(code, end, tokens, lengths, active, stops, made, pace, logits, chosen, never)
+
+
+class StepLoop:
+    """Runs a LoopProgram, with the interface of TokenLoop. Not safe for use from several threads at
+    once. `worker` is the one thread that runs steps."""
+
+    #: whether its steps take the whole device, so that a chunk of a prompt should not run meanwhile
+    alone = True
+
+    def __init__(self, program: LoopProgram, worker: Executor) -> None:
+        self.program, self._worker = program, worker
+        self._draws = torch.ones(len(program.tokens), 4, dtype=torch.float64)
+        self._drawn: tuple[int, ...] = ()
+        self._unread: deque[int] = deque()
+        #: what the worker was given last; steps read since `start`, and when
+        self._call: Future[None] | None = None
+        self._read, self._read_at = 0, 0.0
+        #: seconds that a step of the last look took
+        self._step_s = LOOK_S
+
+    @property
+    def together(self) -> int:
+        """Number of steps between two looks of the host."""
+        return max(1, min(STEPS, int(LOOK_S / self._step_s)))
+
+    @property
+    def unread(self) -> int:
+        """Number of calls of `advance` whose tokens are still to be read."""
+        return len(self._unread)
+
+    def start(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        active: Tensor,
+        draws: Tensor,
+        stops: Sequence[Sequence[int]],
+    ) -> None:
+        """Set the rows: tokens to feed, tokens held, bool of the active ones, settings of draws,
+        and the tokens after which a row rests."""
+        if self._call:
+            self._call.exception()  # steps of a scheduler that was left
+        self._call = None
+        self._unread.clear()
+        p = self.program
+        for own, t in ((p.tokens, tokens), (p.lengths, lengths), (p.active, active)):
+            own.copy_(t)
+        p.pace.copy_(torch.tensor([ENDED, 0, 0]))
+        p.stops.fill_(-1)
+        for row, ids in enumerate(stops):
+            if len(ids) <= STOPS:
+                p.stops[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        self._draws.copy_(draws)
+        greedy = sampling.WAYS.index(sampling.GREEDY)
+        drawn = active & (draws[:, sampling.WAY] != greedy)
+        self._drawn = tuple(drawn.nonzero()[:, 0].tolist())
+        self._read, self._read_at = 0, time.perf_counter()
+
+    def advance(self, count: int, uniforms: Tensor | None) -> None:
+        """Have `count` more steps run, after `start`; `uniforms` f64[count, B] are their random
+        numbers."""
+        p, threads = self.program, torch.get_num_threads()  # the worker's may be another
+        if self._drawn:
+            self._call = self._worker.submit(self._run_drawn, uniforms, threads)
+        elif not pyops.want_steps(p.pace, count):
+            p.pace[0] = self._read + sum(self._unread) + count
+            self._call = self._worker.submit(p.code.run_steps, p.pace, threads)
+        self._unread.append(count)
+
+    def read(self) -> list[list[int | None]]:
+        """Return for each row the tokens of the oldest unread `advance`, until it rests; None: its
+        logits were not finite."""
+        steps = range(self._read, self._read + self._unread.popleft())
+        pyops.wait_steps(self.program.pace, steps.stop)
+        if int(self.program.pace[1]) >= FAILED:
+            assert self._call
+            self._call.result()
+        self._read, before, self._read_at = steps.stop, self._read_at, time.perf_counter()
+        self._step_s = (self._read_at - before) / len(steps)
+        rows = self.program.made[[step % KEPT for step in steps]].T.tolist()
+        return [[None if t == -1 else t for t in row if t != -2] for row in rows]
+
+    def _run_drawn(self, uniforms: Tensor, threads: int) -> None:
+        p = self.program
+        try:
+            for numbers in uniforms:
+                if bool(p.active.any()):
+                    p.code.run(0, p.end, threads)
+                    self._draw(numbers)
+                p.code.run(p.end, None, threads)
+        except BaseException:
+            p.pace[1] = FAILED  # `read` raises the reason
+            raise
+
+    def _draw(self, numbers: Tensor) -> None:
+        """Choose for rows that are not greedy."""
+        p = self.program
+        for row in self._drawn:
+            one, draws = slice(row, row + 1), self._draws[row : row + 1]
+            logits = p.logits[one, 0].float().index_fill(-1, p.suppress, float("-inf"))
+            way = sampling.WAYS[int(draws[0, sampling.WAY])]
+            p.chosen[one] = sampling.choose(logits, numbers[one], draws, way)
+
+
+def mapped_tables(program: Program, tables: Mapping[str, Any]) -> Tensors | None:
+    """Return the embedding tables as tensors, those that are read by row as mappings of their
+    files; None if one has to be made."""
+    found = {v.name: tables[v.name] for v in program.graphs["embed"].params}
+    found |= {n: t.mapped() for n, t in found.items() if isinstance(t, RowTable)}
+    return found if all(isinstance(t, Tensor) for t in found.values()) else None
