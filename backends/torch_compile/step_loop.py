@@ -101,6 +101,7 @@ class StepLoop:
 
     def __init__(self, program: LoopProgram, worker: Executor) -> None:
         self.program, self._worker = program, worker
+        self._made, self._pace = program.made.numpy(), program.pace.numpy()
         self._draws = torch.ones(len(program.tokens), 4, dtype=torch.float64)
         self._drawn: tuple[int, ...] = ()
         self._unread: deque[int] = deque()
@@ -137,7 +138,7 @@ class StepLoop:
         p = self.program
         for own, t in ((p.tokens, tokens), (p.lengths, lengths), (p.active, active)):
             own.copy_(t)
-        p.pace.copy_(torch.tensor([ENDED, 0, 0]))
+        self._pace[:] = ENDED, 0, 0
         p.stops.fill_(-1)
         for row, ids in enumerate(stops):
             if len(ids) <= STOPS:
@@ -155,7 +156,7 @@ class StepLoop:
         if self._drawn:
             self._call = self._worker.submit(self._run_drawn, uniforms, threads)
         elif not pyops.want_steps(p.pace, count):
-            p.pace[0] = self._read + sum(self._unread) + count
+            self._pace[0] = self._read + sum(self._unread) + count
             self._call = self._worker.submit(p.code.run_steps, p.pace, threads)
         self._unread.append(count)
 
@@ -164,13 +165,13 @@ class StepLoop:
         logits were not finite."""
         steps = range(self._read, self._read + self._unread.popleft())
         pyops.wait_steps(self.program.pace, steps.stop)
-        if int(self.program.pace[1]) >= FAILED:
+        if self._pace[1] >= FAILED:
             assert self._call
             self._call.result()
         self._read, before, self._read_at = steps.stop, self._read_at, time.perf_counter()
         self._step_s = (self._read_at - before) / len(steps)
-        rows = self.program.made[[step % KEPT for step in steps]].T.tolist()
-        return [[None if t == -1 else t for t in row if t != -2] for row in rows]
+        made = [self._made[step % KEPT].tolist() for step in steps]
+        return [[None if t == -1 else t for t in row if t != -2] for row in zip(*made)]
 
     def _run_drawn(self, uniforms: Tensor, threads: int) -> None:
         p = self.program
@@ -181,7 +182,7 @@ class StepLoop:
                     self._draw(numbers)
                 p.code.run(p.end, None, threads)
         except BaseException:
-            p.pace[1] = FAILED  # `read` raises the reason
+            self._pace[1] = FAILED  # `read` raises the reason
             raise
 
     def _draw(self, numbers: Tensor) -> None:
