@@ -29,8 +29,7 @@
 #else
 #define CODED_TOGETHER 4
 #endif
-/* Parts of a weight for each thread: one that others hold up takes fewer; rows of a part at least. */
-#define PARTS 4
+/* Rows of a part of a weight at least. */
 #define PART_LEAST 32
 
 /* Makes one row of k numbers the form in which a product takes it. */

@@ -16,6 +16,10 @@
 /* Numbers that are worked on at a time, and the least for which threads share an instruction. */
 #define PIECE 2048
 #define SHARED 16384
+/* Rows of a weight in a tile: tiles.h. */
+#define TILE 16
+/* Bytes of a weight that are read ahead, of each of two parts, at most. */
+#define READ_AHEAD (1 << 20)
 /* Result of a step after which no row has a next token. */
 #define ALL_REST -1
 
@@ -103,7 +107,8 @@ static inline float tangent(float x) {
     float a = fabsf(x), z = x * x;
     float near = x * (135135 + z * (17325 + z * (378 + z))) / (135135 + z * (62370 + z * (3150 + z * 28)));
     float far = 1.0f - 2.0f / (exponential(2 * a) + 1.0f);
-    return a < 0.7f ? near : copysignf(far, x);
+    far = x < 0 ? -far : far;
+    return a < 0.7f ? near : far;
 }
 
 enum { GELU_TANH, GELU, SILU, RELU };
@@ -210,7 +215,8 @@ static int softcap_pieces(void *context, units *left) {
         int64_t n = piece_size(y, unit);
         read_numbers(piece(x, unit), x->dtype, h, n);
         for (int64_t j = 0; j < n; j++) h[j] = rounded(h[j] / cap, x->dtype);
-        for (int64_t j = 0; j < n; j++) h[j] = rounded(tangent(h[j]), x->dtype) * cap;
+        for (int64_t j = 0; j < n; j++) h[j] = tangent(h[j]);
+        for (int64_t j = 0; j < n; j++) h[j] = rounded(h[j], x->dtype) * cap;
         write_numbers(piece(y, unit), y->dtype, h, n);
     }
     return 0;
@@ -391,9 +397,9 @@ static void mask_ids(const running *a) {
 /* A row of a table in tiles of 16 rows (tiles.h), in which parts of `size` bytes alternate. */
 static const char *row_of_tile(const operand *table, int64_t r, int64_t size, char *to) {
     int64_t bytes = table->width * table->bytes;
-    const char *tile = table->at + r / 16 * 16 * bytes;
+    const char *tile = table->at + r / TILE * TILE * bytes;
     for (int64_t i = 0; i < bytes / size; i++)
-        memcpy(to + i * size, tile + (i * 16 + r % 16) * size, size);
+        memcpy(to + i * size, tile + (i * TILE + r % TILE) * size, size);
     return to;
 }
 
@@ -656,11 +662,25 @@ static int run_one(const running *a) {
     return 2;
 }
 
+static int is_product(const instruction *i) { return i->kind == LINEAR || i->kind == LINEAR_CODED; }
+
+/* Has threads that wait read what the first two parts of the next product's weight begin with. */
+static void read_ahead(const instruction *i, const instruction *end, const operand *operands,
+                       int threads) {
+    if (!is_product(i++)) return;
+    while (i < end && !is_product(i)) i++;
+    if (i == end) return;
+    const operand *w = operands + i->first + 1;
+    int64_t part = (rows_of(w) / TILE / (threads * PARTS) + 1) * TILE * w->width * w->bytes;
+    read_next(w->at, part, part < READ_AHEAD ? part : READ_AHEAD);
+}
+
 /* Returns ALL_REST, or a failure. */
 static int run_part(const instruction *i, const operand *operands, int64_t count, float *room,
                     int threads) {
     for (int64_t at = 0; at < count; at++) {
         running a = {i + at, operands + i[at].first, room, threads};
+        read_ahead(i + at, i + count, operands, threads);
         int failed = run_one(&a);
         if (failed) return failed;
     }

@@ -18,6 +18,8 @@
 #define SPIN_NS 150000
 #define MOST_WORKERS 255
 #define ROUNDS_PER_LOOK 32
+/* Bytes of each of two places that a waiting thread reads ahead between two looks at the gate. */
+#define READ_TOGETHER 512
 
 /* The state that changes atomically, one word: bits 0 to 15 count the workers that joined the region,
  * bits 16 to 31 those that finished, bit 32 says that it accepts more, and the bits above number the
@@ -67,13 +69,42 @@ static inline void relax(void) {
 #endif
 }
 
+/* What the region after the open one reads first. Threads read it while it changes at worst: what they
+ * prefetch then is of no use, and does no harm. */
+static struct {
+    const char *at __attribute__((aligned(64)));
+    int64_t apart, size;
+    uint32_t number;
+} next;
+/* How much this thread has read ahead, of which number. */
+static __thread int64_t read_of_next;
+static __thread uint32_t number_read;
+
+void read_next(const void *at, int64_t apart, int64_t size) {
+    next.at = at, next.apart = apart, next.size = size;
+    __atomic_add_fetch(&next.number, 1, __ATOMIC_RELEASE);
+}
+
+/* Waits for a moment, and reads a little ahead meanwhile. */
+static inline void pass_time(void) {
+    uint32_t number = __atomic_load_n(&next.number, __ATOMIC_ACQUIRE);
+    if (number != number_read) number_read = number, read_of_next = 0;
+    if (read_of_next >= next.size) return relax();
+    const char *p = next.at + read_of_next;
+    for (int i = 0; i < READ_TOGETHER; i += 64) {
+        __builtin_prefetch(p + i, 0, 2);
+        __builtin_prefetch(p + next.apart + i, 0, 2);
+    }
+    read_of_next += READ_TOGETHER;
+}
+
 /* Spins until `ready(gate, since)`, at most SPIN_NS; returns the last value of the gate. */
 static uint64_t spin(int (*ready)(uint64_t gate, uint64_t since), uint64_t since) {
     uint64_t gate = gate_now();
     if (ready(gate, since)) return gate;
     for (int64_t end = now_ns() + SPIN_NS; now_ns() < end;)
         for (int i = 0; i < ROUNDS_PER_LOOK; i++) {
-            relax();
+            pass_time();
             if (ready(gate = gate_now(), since)) return gate;
         }
     return gate;

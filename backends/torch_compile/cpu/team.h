@@ -22,3 +22,10 @@ typedef int region(void *context, units *u);
  * units are computed; 1 if a body returned 1, 0 otherwise. If several threads call it at the same time,
  * one of them gets the pool and the others run their region alone. */
 int run_region(region *body, void *context, int64_t count, int threads);
+
+/* Has threads that wait read ahead, until the next call: `size` bytes from `at` on, and as many from
+ * `at + apart` on. */
+void read_next(const void *at, int64_t apart, int64_t size);
+
+/* Parts of a weight for each thread: one that others hold up takes fewer. */
+#define PARTS 4
