@@ -16,21 +16,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from g4ir.backends.experimental.end_of_step import end_step
 from g4ir.backends.experimental.step_model import read_constants
 from g4ir.backends.sampling import SamplingParams
-from g4ir.backends.torch_compile import cuda_graph, host_table
+from g4ir.backends.torch_compile import cuda_graph, host_table, runtime, step_program
 from g4ir.backends.torch_compile.cuda_graph import CHUNKS, CaptureArena, WithFallback, recorded_at
 from g4ir.backends.torch_compile.host_table import HostTable
 from g4ir.backends.torch_compile.kernels import KERNELS
 from g4ir.backends.torch_compile.kernels.launch import recorded
 from g4ir.backends.torch_compile.schedule import any_length
+from g4ir.backends.torch_compile.step_loop import LoopProgram, StepLoop
 from g4ir.backends.torch_compile.target import Target
 from g4ir.backends.torch_compile.token_loop import TokenLoop
 from g4ir.engine.async_engine import AsyncEngine
 from g4ir.engine.engine import Engine
 from g4ir.engine.parts import embed_rows
-from g4ir.engine.requests import Event, Request
+from g4ir.engine.requests import PREFILLING, QUEUED, Event, Request
 from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.errors import CheckError, EngineError
+from g4ir.weights.pack import RowTable, StoredParams
 from tests.configs import spec_called
+from tests.contract import flows
 from tests.contract.flows import CHUNK, in_a_loop
 from tests.engines import some_tokens
 from tests.runner import built_program
@@ -143,6 +146,118 @@ def test_the_host_reads_a_step_behind(
     assert len(text) == 8 and ahead == [0, 2, 3, 4, 5, 6, 7, 7]
 
 
+@pytest.fixture
+def programs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[LoopProgram]:
+    """Those that are recorded for steps on the CPU; two looks are 8 steps apart."""
+    made: list[LoopProgram] = []
+    record = runtime.record_loop
+    monkeypatch.setattr(runtime, "record_loop", lambda *a: (made.append(record(*a)), made[-1])[1])
+    monkeypatch.setattr(StepLoop, "together", 8)
+    monkeypatch.setattr(engine, "_idle", None)
+    return made
+
+
+def on_the_host(engine: Engine, patch: pytest.MonkeyPatch, *asked: Any, **settings: Any) -> Any:
+    with patch.context() as apart:
+        flows.on_the_host(engine, apart)
+        return engine.generate(*asked, stop_ids=(), **settings)
+
+
+def test_rows_rest_within_a_program(
+    engine: Engine, programs: list[LoopProgram], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is computed behind a stop token, though the host looks later."""
+    want = on_the_host(engine, monkeypatch, PROMPTS[0], 40)
+    stop = next(t for t in want[10:] if want.index(t) >= 10)
+    held = want.index(stop)
+    assert engine.generate(PROMPTS[0], 40, stop_ids=(stop,)) == want[: held + 1]
+    assert programs[0].lengths.tolist() == [len(PROMPTS[0]) + held]
+    assert programs[0].active.tolist() == [0]
+
+
+def test_programs_choose_no_suppressed_token(
+    engine: Engine, programs: list[LoopProgram], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = on_the_host(engine, monkeypatch, rows(engine), 20)
+    never = (first[0][3], first[-1][5])
+    monkeypatch.setattr(Engine, "suppressed", lambda _: never)
+    for settings in ({}, {"temperature": 0.7, "top_k": 9, "seed": 5}):
+        want = on_the_host(engine, monkeypatch, rows(engine), 20, **settings)
+        assert engine.generate(rows(engine), 20, stop_ids=(), **settings) == want
+        assert not {*never} & {token for row in want for token in row}
+    assert len(programs) == 1
+
+
+def test_what_a_program_finds_not_finite(
+    engine: Engine, programs: list[LoopProgram], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens before are handed out, and no other."""
+    want, seen = on_the_host(engine, monkeypatch, PROMPTS[0], 40), list[int]()
+    norm = engine.runtime.weights["final.w"]
+    kept = norm.clone()
+
+    def spoil(token: int) -> None:
+        seen.append(token)
+        norm[:] = torch.nan if len(seen) == 9 else norm
+
+    try:
+        with pytest.raises(CheckError, match=r"logits after \d+ tokens: NaN or infinite"):
+            engine.generate(PROMPTS[0], 40, stop_ids=(), on_token=spoil)
+    finally:
+        norm.copy_(kept)
+    assert len(programs) == 1 and 9 <= len(seen) < 40 and seen == want[: len(seen)]
+
+
+def test_a_program_that_fails(
+    engine: Engine, programs: list[LoopProgram], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy, by C alone, and drawn; the next request starts anew."""
+    whole = runtime.record_loop
+
+    def broken(*given: Any) -> LoopProgram:
+        made = whole(*given)
+        made.code.instructions["kind"][9] = len(step_program.KINDS)
+        return made
+
+    for settings in ({}, {"temperature": 1.0, "seed": 1}):
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime, "record_loop", broken)
+            patch.setattr(engine, "_idle", None)
+            with pytest.raises(RuntimeError, match="another version"):
+                engine.generate(PROMPTS[1], 12, stop_ids=(), **settings)
+    monkeypatch.setattr(engine, "_idle", None)
+    want = on_the_host(engine, monkeypatch, PROMPTS[1], 12)
+    assert engine.generate(PROMPTS[1], 12, stop_ids=()) == want
+
+
+def test_a_prompt_has_the_cpu_to_itself(engine: Engine, programs: list[LoopProgram]) -> None:
+    scheduler, unread = Scheduler(engine, SchedulerConfig(chunk_tokens=4)), []
+    greedy = SamplingParams(ignore_eos=True)
+    first = scheduler.submit(Request(tuple(PROMPTS[1]), 90, greedy, reuse=False))
+    while not first.answers[0].tokens:
+        scheduler.step()
+    late = scheduler.submit(Request(tuple(PROMPTS[2]), 4, greedy, reuse=False))
+    while late.state in (QUEUED, PREFILLING):
+        scheduler.step()
+        if scheduler._loop:
+            unread.append(scheduler._loop.loop.unread)
+    assert len(unread) > 3 and not any(unread[2:])
+    scheduler.close()
+
+
+def test_tables_that_are_made_row_by_row(
+    engine: Engine, programs: list[LoopProgram], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No program reads them: the host embeds and chooses."""
+    want = engine.generate(PROMPTS[0], 12, stop_ids=())
+    params = engine.program.graphs["embed"].params
+    tables = {v.name: RowTable(engine.runtime.source, v) for v in params}
+    monkeypatch.setattr(engine, "tables", tables)
+    monkeypatch.setattr(engine, "_idle", None)
+    assert len(programs) == 1 and engine.generate(PROMPTS[0], 12, stop_ids=()) == want
+    assert len(programs) == (2 if isinstance(engine.runtime.source, StoredParams) else 1)
+
+
 class Stream:
     """One of torch.cuda that notes who waits for it."""
 
@@ -214,10 +329,7 @@ def test_rows_at_rest_have_nothing_to_attend_to() -> None:
     for _ in range(2):
         loop.advance()
     assert seen == [([0, 5], [0, 1]), ([0, 6], [0, 1])]
-    assert [loop.read() for _ in range(loop.unread)] == [
-        ([1, 1], [True, True]),
-        ([1, 2], [True, True]),
-    ]
+    assert [loop.read() for _ in range(loop.unread)] == [[[1], [1]], [[1], [2]]]
     assert loop.lengths.tolist() == [7, 7]
 
 

@@ -123,8 +123,9 @@ class TorchBackend(Backend):
         from .runtime import TorchRuntime
 
         folder = task.folder / "programs"
-        _check_programs(task.program, task.limits, task.device, folder, kept)
-        return TorchRuntime(task, kept, cuda_graph)
+        steps = phase_steps(task.program, task.limits, task.device)
+        _check_programs(task, steps, folder, kept)
+        return TorchRuntime(task, steps, kept, cuda_graph)
 
 
 def _recorded_bytes(program: Program, limits: Limits, target: Target, dense: int) -> int:
@@ -138,17 +139,17 @@ def _recorded_bytes(program: Program, limits: Limits, target: Target, dense: int
 
 
 def _check_programs(
-    program: Program, limits: Limits, device: str, folder: Path, kept: Programs
+    task: Task, steps: Mapping[str, Sequence[Step]], folder: Path, kept: Programs
 ) -> None:
     """Raise EngineError unless every segment has a program that was made of it."""
-    steps = phase_steps(program, limits, device)
     texts: dict[str, list[str | None]] = {
         name: [s.text if isinstance(s, Segment) else None for s in many]
         for name, many in steps.items()
     }
-    if device == "cuda":
-        texts |= {op: [text] for op, text in choice_texts(program, limits).items()}
-    if device == "cuda" and CHAINS in kept:
+    if task.device == "cuda":
+        choices = choice_texts(task.program, task.limits).items()
+        texts |= {op: [text] for op, text in choices}
+    if task.device == "cuda" and CHAINS in kept:
         possible = chain_texts(steps["decode"])
         texts[CHAINS] = [t if f else None for t, f in zip_longest(possible, kept[CHAINS])]
         texts[END] = [END if any(kept.get(END, ())) else None]

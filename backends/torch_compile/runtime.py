@@ -39,11 +39,11 @@ from .cuda_graph import (
     recorded,
     recorded_at,
 )
-from .programs import CANDIDATES, CHAINS, END, KERNELS_FILE, phase_steps
+from .programs import CANDIDATES, CHAINS, END, KERNELS_FILE
 from .schedule import any_length
 from .segment import Glue, Segment, Step, state_steps
 from .step_loop import StepLoop, mapped_tables, record_loop
-from .step_program import NoInstruction, StepProgram, record_step, step_phases
+from .step_program import NoInstruction, StepProgram, record_step
 from .target import find_target
 from .token_loop import Choose, Embed, RoundLoop, TokenLoop, end_by_torch
 
@@ -87,7 +87,11 @@ class TorchRuntime:
     place = CaptureArena
 
     def __init__(
-        self, task: Task, files: Mapping[str, Sequence[str | None]], cuda_graph: bool = True
+        self,
+        task: Task,
+        steps: Mapping[str, Sequence[Step]],
+        files: Mapping[str, Sequence[str | None]],
+        cuda_graph: bool = True,
     ) -> None:
         self.program, self.limits, self.device = task.program, task.limits, task.device
         self.source, self.group = task.params, task.group
@@ -100,7 +104,6 @@ class TorchRuntime:
         #: the same for full chunks of prompts, where a recorded one serves every length
         records &= any_length(program.graphs["prefill"], target)
         self.record_chunk = WithFallback(recorded_at, CHUNKS) if records else None
-        steps = phase_steps(program, limits, device)
         programs = {name: many for name, many in files.items() if name not in (CHAINS, END)}
         names = dict.fromkeys(f for many in programs.values() for f in many if f)
         if device == "cpu":  # programs call them
@@ -115,7 +118,7 @@ class TorchRuntime:
         #: the thread that runs steps while the host reads the tokens of others
         self.worker = ThreadPoolExecutor(1, "g4ir-steps")
         #: phases that run as programs recorded for a session
-        self.recorded_phases = step_phases(program, limits, device)
+        self.recorded_phases = program.graphs.keys() - steps.keys() - {"embed"}
         self.weights = self._load_params(steps, task.params, task.progress)
         self.plans: dict[tuple[str, bool], list[BoundStep]] = {}
         for phase, many in steps.items():

@@ -243,7 +243,9 @@ class Recorder:
         loaded = {_storage(t) for t in weights}
         held = tuple(t for t in self.tensors if _storage(t) not in loaded)
         operands = np.array(self.operands, _OPERAND)
-        return Code(np.array(self.instructions, _INSTRUCTION), operands, torch.empty(self.room), held)
+        return Code(
+            np.array(self.instructions, _INSTRUCTION), operands, torch.empty(self.room), held
+        )
 
     def whole(self, x: Tensor) -> Tensor:
         """Return x, or a contiguous copy of it for the instruction that follows."""

@@ -21,7 +21,7 @@ from .requests import SequenceState
 from .session import Session
 from .speculative import MTP, RowDrafts
 
-#: calls, of a step or several, that may have been started before the host has read the first of them
+#: calls, each of a step or several, that may be started before the host has read the first
 AHEAD = 2
 #: random numbers that a loop of rounds is given; it is opened again when they are used up
 NUMBERS = 128
@@ -61,7 +61,10 @@ class TokenSteps:
         return self._read()
 
     def _uniforms(self, count: int) -> torch.Tensor:
-        numbers, ahead = torch.zeros(count, self.session.batch).double(), self.started - self.received
+        numbers, ahead = (
+            torch.zeros(count, self.session.batch).double(),
+            self.started - self.received,
+        )
         for row, sampler in self.samplers.items():
             drawn = [sampler.uniform(ahead + i) for i in range(count)]
             numbers[:, row] = torch.tensor(drawn, dtype=torch.float64)

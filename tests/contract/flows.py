@@ -21,6 +21,13 @@ Chooser = Callable[[Engine, pytest.MonkeyPatch], list[Any] | None]
 
 def on_the_host(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     """Logits are copied and the host chooses."""
+    patch.setattr(engine.runtime, "token_loop", lambda *_: None)
+    patch.setattr(engine, "_idle", None)
+
+
+def in_a_program(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    """A step program chooses: the way of an engine for the CPU."""
+    patch.setattr(engine, "_idle", None)
 
 
 def in_a_loop(engine: Engine, patch: pytest.MonkeyPatch) -> list[Any]:
@@ -98,7 +105,7 @@ class Flow:
 
 #: fields of a flow that are no data
 OF_CODE: dict[str, dict[str, Any]] = {
-    "torch": {"choosers": {"host": on_the_host, "loop": in_a_loop}},
+    "torch": {"choosers": {"host": on_the_host, "loop": in_a_loop, "program": in_a_program}},
     "trt": {"using": recorded_tensorrt},
 }
 FLOWS = {
