@@ -292,9 +292,8 @@ class TorchRuntime:
         """Return steps that choose their own tokens; None if a step depends on how much of the
         caches is in use. It belongs to the session's caches."""
         if self.record is None and "decode" in self.recorded_phases:
-            make_loop = partial(self._step_loop, state, batch, choice.suppress, tables)
-            found: StepLoop | None = state.captured.get(StepLoop, choice.suppress, make_loop)
-            return found
+            make_loop: Any = partial(self._step_loop, state, batch, choice.suppress, tables)
+            return state.captured.get(StepLoop, choice.suppress, make_loop)
         if self.record is None or not self.any_length:
             return None
         record = self.record

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,8 +105,8 @@ class StepLoop:
         self._draws = torch.ones(len(program.tokens), 4, dtype=torch.float64)
         self._drawn: tuple[int, ...] = ()
         self._unread: deque[int] = deque()
-        #: what the worker was given last; steps read since `start`, and when
-        self._call: Future[None] | None = None
+        #: what the worker was given last: more than may be unread; steps read since `start`, and when
+        self._calls: deque[Future[None]] = deque(maxlen=8)
         self._read, self._read_at = 0, 0.0
         #: seconds that a step of the last look took
         self._step_s = LOOK_S
@@ -131,9 +131,8 @@ class StepLoop:
     ) -> None:
         """Set the rows: tokens to feed, tokens held, bool of the active ones, settings of draws,
         and the tokens after which a row rests."""
-        if self._call:
-            self._call.exception()  # steps of a scheduler that was left
-        self._call = None
+        wait(self._calls)  # steps of a scheduler that was left
+        self._calls.clear()
         self._unread.clear()
         p = self.program
         for own, t in ((p.tokens, tokens), (p.lengths, lengths), (p.active, active)):
@@ -154,10 +153,11 @@ class StepLoop:
         numbers."""
         p, threads = self.program, torch.get_num_threads()  # the worker's may be another
         if self._drawn:
-            self._call = self._worker.submit(self._run_drawn, uniforms, threads)
-        elif not pyops.want_steps(p.pace, count):
+            assert uniforms is not None
+            self._calls.append(self._worker.submit(self._run_drawn, uniforms, threads))
+        elif not pyops.want_steps(p.pace, count) and self._pace[1] < FAILED:
             self._pace[0] = self._read + sum(self._unread) + count
-            self._call = self._worker.submit(p.code.run_steps, p.pace, threads)
+            self._calls.append(self._worker.submit(p.code.run_steps, p.pace, threads))
         self._unread.append(count)
 
     def read(self) -> list[list[int | None]]:
@@ -166,8 +166,8 @@ class StepLoop:
         steps = range(self._read, self._read + self._unread.popleft())
         pyops.wait_steps(self.program.pace, steps.stop)
         if self._pace[1] >= FAILED:
-            assert self._call
-            self._call.result()
+            for call in self._calls:
+                call.result()
         self._read, before, self._read_at = steps.stop, self._read_at, time.perf_counter()
         self._step_s = (self._read_at - before) / len(steps)
         made = [self._made[step % KEPT].tolist() for step in steps]
@@ -175,6 +175,8 @@ class StepLoop:
 
     def _run_drawn(self, uniforms: Tensor, threads: int) -> None:
         p = self.program
+        if self._pace[1] >= FAILED:  # steps before
+            return
         try:
             for numbers in uniforms:
                 if bool(p.active.any()):

@@ -709,8 +709,8 @@ int g4ir_run_steps(const void *instructions, const void *operands, int64_t count
         if (failed == ALL_REST) {
             skipped = count - 1;
         } else if (failed) {
+            done(pace, FAILED); /* first: who finds that it has ended knows why */
             __atomic_store_n(pace + WANTED, ENDED, __ATOMIC_SEQ_CST);
-            done(pace, FAILED);
             return failed;
         }
     }
