@@ -105,7 +105,7 @@ class StepLoop:
         self._draws = torch.ones(len(program.tokens), 4, dtype=torch.float64)
         self._drawn: tuple[int, ...] = ()
         self._unread: deque[int] = deque()
-        #: what the worker was given last: more than may be unread; steps read since `start`, and when
+        #: what the worker was given last, and more than may be unread; steps read, and when
         self._calls: deque[Future[None]] = deque(maxlen=8)
         self._read, self._read_at = 0, 0.0
         #: seconds that a step of the last look took
