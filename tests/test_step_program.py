@@ -51,7 +51,7 @@ EXPANDED = {
 #: rank, latent caches
 SEGMENTS = {
     *(("attention", i) for i in (0, 1, 2, 4, 5)),
-    *(("experts", 2), ("moe_mlp", 2), ("qkv_write", 2), ("qkv_write", 3)),
+    *(("experts", 2), ("moe_mlp", 2), ("qkv_write", 3), ("qkv_write", 4)),
 }
 RECORDED = [
     c for c in CASES if c[0] in (LOWERINGS.keys() | EXPANDED) - WEIGHTS and c not in SEGMENTS

@@ -71,6 +71,7 @@ KERNEL_FLAGS = (
     "-march=native",
     "-pthread",
     "-w",
+    "-Werror=implicit-function-declaration",
     "-fno-math-errno",
     "-fassociative-math",
     "-fno-signed-zeros",

@@ -27,7 +27,7 @@ from .step_program import Arena, Code, Recorder, bound
 
 Tensor = torch.Tensor
 
-#: stop tokens of a row that end it within the program; of a row with more the host finds them
+#: stop tokens of a sequence that the program looks for; of a sequence with more the host does
 STOPS = 32
 #: seconds after which the host looks at what was chosen, if that is more than one step: requests
 #: that join or are cancelled wait for it

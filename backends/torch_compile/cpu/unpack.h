@@ -11,7 +11,7 @@ ALWAYS unpack_tile(const int form, const product *p, int64_t tile, int64_t first
         if (minima) least = tile_scales(scales, (group + 1) * TILE, dtype);
         UNROLLED for (int b = 0; b < together; b++) {
             row_words c[8];
-            codes_of(form, w, b, c);
+            UNROLLED for (int j = 0; j < 8; j++) c[j] = code_word(form, w, b, j);
             row_floats factor[2] = {scale, scale}, below = {0};
             if (form == INT6) {
                 row_words shared = words_at(w, SIXES_SHARED / 4 + b / 2);
@@ -26,8 +26,8 @@ ALWAYS unpack_tile(const int form, const product *p, int64_t tile, int64_t first
                 below = least * integer_in(other, both, other, b, 1);
             }
             UNROLLED for (int j = 0; j < BLOCK / 2; j++, to += apart) {
-                row_words even = IN_PAIRS(form) ? c[j / 4 * 2] >> j % 4 * 8 : c[j / 2] >> j % 2 * 16;
-                row_words odd = IN_PAIRS(form) ? c[j / 4 * 2 + 1] >> j % 4 * 8 : even >> 8;
+                row_words even = EVEN_ODD(form) ? c[j / 4 * 2] >> j % 4 * 8 : c[j / 2] >> j % 2 * 16;
+                row_words odd = EVEN_ODD(form) ? c[j / 4 * 2 + 1] >> j % 4 * 8 : even >> 8;
                 row_floats first = __builtin_convertvector((row_sums)(even & 255) - BIAS[form], row_floats);
                 row_floats second = __builtin_convertvector((row_sums)(odd & 255) - BIAS[form], row_floats);
                 row_floats f = factor[j / (HALF / 2)];
