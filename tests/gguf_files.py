@@ -111,7 +111,7 @@ def write_gguf(
     meant = {}
     for i, bare in enumerate(text_tensors(spec)):
         one = float(bare.endswith("norm.weight") and spec.text.norms_about_zero and plus_one)
-        data, dense = stored(tensors[bare] + one, kind(bare, tuple(tensors[bare].shape)), i)
+        data, dense = stored(tensors[bare].float() + one, kind(bare, tuple(tensors[bare].shape)), i)
         meant[bare] = torch.from_numpy(np.ascontiguousarray(dense - one))
         name = stored_name(spec, bare)
         if name not in left_out:

@@ -369,7 +369,8 @@ def test_an_engine_that_cannot_chat_is_refused_before_its_weights_are_loaded(
         shutil.rmtree(tmp_path / "e", ignore_errors=True)
         shutil.copytree(folder, tmp_path / "e")
         file = tmp_path / "e" / "tokenizer.json"
-        file.write_text(file.read_text().replace("<|turn>", "<|torn>"))
+        text = file.read_text().replace("<|turn>", "<|torn>")
+        file.write_text(text.replace("<start_of_turn>", "<start_of_torn>"))
         assert "no turns of a chat" in refused(*words)
         file.unlink()
         said = refused(*words)

@@ -151,6 +151,7 @@ LOWERINGS: Mapping[str, Lowering] = {
     "merge_heads": lambda net, n, x: net.e.reshape(x, *n.out.type.shape),
     "add": lambda net, n, a, b: net.e.add(a, b),
     "mul": lambda net, n, x, w: net.e.mul(x, weight_like(net.e, w, x)),
+    "one_plus": lambda net, n, w: net.e.add(net.e.cast(w, n.out.type.dtype), 1.0),
     "scale": lambda net, n, x: times(net.e, x, n.number("value")),
     "softcap": lambda net, n, x: capped(net.e, x, n.number("cap")),
     "clip": _clip,

@@ -202,7 +202,8 @@ def stepper(engine: Engine, batch: int, context: int) -> Callable[[], Any]:
     session = engine.session(batch)
     fill_with_noise(session)
     first, lengths = torch.full((batch,), 5), torch.full((batch,), context - 1)
-    loop = engine.runtime.token_loop(engine.embed, session.state, batch, DeviceChoice((GREEDY,)))
+    where = engine.embed, session.state, batch, DeviceChoice((GREEDY,)), engine.tables
+    loop = engine.runtime.token_loop(*where) if engine.device == "cuda" else None
     if loop is None:
         session.length.copy_(lengths)
         return partial(session.decode, first)

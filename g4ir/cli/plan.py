@@ -43,9 +43,11 @@ def plan(args: argparse.Namespace) -> int:
 def _images(args: argparse.Namespace) -> int:
     sizes = parse_sizes(args.image, "--image")
     budgets = parse_budgets(args.budget, "--budget")
+    several = args.spec is None and args.variant in (None, ALL)
     plans = [
         plan_image(spec, *size, budget)
         for spec in _specs(args)
+        if spec.vision or not several
         for size in sizes
         for budget in budgets
     ]

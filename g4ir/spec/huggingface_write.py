@@ -9,7 +9,18 @@ from typing import Any
 from g4ir.errors import SpecError
 
 from . import huggingface_tables as hf
-from .parts import ASSISTANT, DTYPE_ALIASES, FULL, SLIDING, Drafter, Rope, Text, Variant, Vision
+from .parts import (
+    ASSISTANT,
+    DTYPE_ALIASES,
+    FULL,
+    MODEL_TYPES,
+    SLIDING,
+    Drafter,
+    Rope,
+    Text,
+    Variant,
+    Vision,
+)
 
 
 def config_of(spec: Variant) -> dict[str, Any]:
@@ -74,7 +85,8 @@ def _inexpressible(spec: Variant) -> Iterator[tuple[str, str]]:
     family = hf.family(spec.model_type)
     for name, key in _PARTS.items():
         if key in family.without and getattr(text, name):
-            yield f"text.{name}", f"that {spec.model_type} has {family.without[key]}"
+            what = f"that {spec.model_type} has {family.without[key]}"
+            yield f"text.{name}", f"{what}; use model_type {MODEL_TYPES[0]}"
     for name, value in family.fixed.items():
         if getattr(text, name) != value:
             yield f"text.{name}", f"another {name} of {spec.model_type} than {value}"

@@ -101,23 +101,23 @@ def test_rows_end_at_their_stop_tokens(any_engine: Engine, plain: Any) -> None:
 @pytest.mark.usefixtures("chooser")
 def test_a_request_that_joins_and_one_that_is_cancelled(engine: Engine) -> None:
     """Neither changes the text of another, whoever chooses; tokens come as they are read."""
-    want = [engine.generate(p, 20, stop_ids=()) for p in PROMPTS]
+    want = [engine.generate(p, 90, stop_ids=()) for p in PROMPTS]
     scheduler = Scheduler(engine, SchedulerConfig(patience=0))
-    asked = [Request(tuple(p), 20, SamplingParams(ignore_eos=True)) for p in PROMPTS]
+    asked = [Request(tuple(p), 90, SamplingParams(ignore_eos=True)) for p in PROMPTS]
     handles, seen = [scheduler.submit(asked[0])], dict[Any, list[int]]()
     while scheduler.busy:
         for event in scheduler.step():
             if event.token is not None:
                 seen.setdefault(event.handle, []).append(event.token)
         count = len(seen.get(handles[0], ()))
-        if count == 5 and len(handles) == 1:
+        if count >= 5 and len(handles) == 1:
             handles += [scheduler.submit(request) for request in asked[1:]]
-        if len(handles) == 3 and len(seen.get(handles[2], ())) == 4:
+        if len(handles) == 3 and len(seen.get(handles[2], ())) >= 4:
             handles[-1].cancel()
     assert [h.state for h in handles] == [FINISHED, FINISHED, CANCELLED]
     got = [seen[h] for h in handles]
     assert got == [h.answers[0].tokens for h in handles]
-    assert got == [want[0], want[1], want[2][: len(got[2])]] and 4 <= len(got[2]) < 20
+    assert got == [want[0], want[1], want[2][: len(got[2])]] and 4 <= len(got[2]) < 90
 
 
 @pytest.mark.usefixtures("chooser")

@@ -39,6 +39,7 @@ from g4ir.backends.torch_compile.programs import CHAINS, END, choice_texts, phas
 from g4ir.backends.torch_compile.segment import Glue, Segment, Step, chain_texts, graph_steps
 from g4ir.backends.torch_compile.target import Target
 from g4ir.errors import EngineError
+from g4ir.ir.graph import Program
 from g4ir.ir.rewrite import bind, split_prologue
 from g4ir.model.text import build_graph
 from g4ir.parallel.shard import shard
@@ -219,11 +220,17 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         read_chain(path, text)
 
 
+def cuda_task(program: Program) -> Any:
+    """What a load checks programs for, without weights."""
+    return SimpleNamespace(program=program, limits=LIMITS, device="cuda")
+
+
 def test_an_engine_names_its_chains(tmp_path: Path) -> None:
     """One or none for each segment, by files that are there and called like a chain."""
     built = built_program(spec_called("tiny-dense"), dtype="bf16", gpu_rows=1)
     program = split_program(built).program
     steps, texts = phase_steps(program, LIMITS, "cuda"), choice_texts(program, LIMITS)
+    task = cuda_task(program)
     segments = [s.text for many in steps.values() for s in many if isinstance(s, Segment)]
     names = {text: f"{i:024x}.pt2" for i, text in enumerate({*segments, *texts.values()})}
     for text, name in names.items():
@@ -240,7 +247,7 @@ def test_an_engine_names_its_chains(tmp_path: Path) -> None:
 
     def check(chains: dict[int, str], count: int = len(many)) -> None:
         found = {CHAINS: tuple(chains.get(i) for i in range(count)), END: (chain,)}
-        _check_programs(program, LIMITS, "cuda", tmp_path, kept | found)
+        _check_programs(task, steps, tmp_path, kept | found)
 
     check({})
     check({layer: chain})
@@ -250,7 +257,7 @@ def test_an_engine_names_its_chains(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="not one for each segment"):
         check({}, len(many) - 1)
     with pytest.raises(EngineError, match="decode chains, end of a step expected"):
-        _check_programs(program, LIMITS, "cuda", tmp_path, kept | {CHAINS: ()})
+        _check_programs(task, steps, tmp_path, kept | {CHAINS: ()})
 
 
 def test_a_plain_step_is_complete(tmp_path: Path) -> None:
@@ -267,12 +274,13 @@ def test_a_plain_step_is_complete(tmp_path: Path) -> None:
     assert {n.op for n in made["fused"].nodes} & fused and made["fused"] == made["early"]
     program = split_program(built_program(spec, dtype="bf16")).program
     (tmp_path / f"{0:024x}.pt2").write_bytes(b"")
+    steps = phase_steps(program, LIMITS, "cuda")
     kept: dict[str, Any] = {
         phase: tuple("a" if isinstance(s, Segment) else None for s in many)
-        for phase, many in phase_steps(program, LIMITS, "cuda").items()
+        for phase, many in steps.items()
     } | dict.fromkeys(choice_texts(program, LIMITS), ("a",))
     with pytest.raises(EngineError, match="no program 'a'"):  # its names are all that is expected
-        _check_programs(program, LIMITS, "cuda", tmp_path, kept)
+        _check_programs(cuda_task(program), steps, tmp_path, kept)
 
 
 # --- the driver -------------------------------------------------------------------------------
