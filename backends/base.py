@@ -179,6 +179,8 @@ class Task:
     progress: Progress
     #: the processes that run it together, once it is loaded; None: it runs alone
     group: Group | None = None
+    #: whether weights are copied to huge pages (torch on a CPU)
+    huge_pages: bool = False
 
 
 class Backend(ABC):

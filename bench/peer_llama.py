@@ -1,13 +1,13 @@
 """An engine beside llama.cpp, with the GGUF file that it was built from, on the CPU.
 
-    python bench/peer_llama.py ENGINE FILE [--sequences 1,2,4,8] [--input-len 256] [--steps 8]
-                               [--rounds 6] [--busy 0] [--program DIR] [--save]
+    python bench/peer_llama.py ENGINE FILE [--sequences 1,2,4,8] [--input-len 256] [--steps 12]
+                               [--rounds 6] [--busy 0] [--program DIR] [--huge-pages] [--save]
 
 An engine (`--max-batch` as many as the sequences) and llama.cpp's Python binding (`pip install
 llama-cpp-python`) hold the same file in one process, with as many threads, and take turns: a read
-of the memory, a prompt, decode steps of so many sequences in one batch. `--program` adds the
-programs of a folder (`llama-batched-bench` of ik_llama.cpp), run once a round in a process of
-their own with weights repacked at load; `--busy` keeps so many cores busy beside all of it.
+of the memory, a prompt, decode steps of so many sequences in one batch behind short prompts.
+`--program` adds `llama-batched-bench` of a folder (of ik_llama.cpp), run twice a round in a
+process of its own with weights repacked at load; `--busy` keeps so many cores busy beside.
 Memory has several speeds: rounds are told apart by the read around them. `share` is the part of
 that read's rate at which the engine reads the bytes of its step. --save writes
 bench/results/peer_llama.txt.
@@ -16,7 +16,6 @@ bench/results/peer_llama.txt.
 from __future__ import annotations
 
 import gc
-import json
 import subprocess
 import sys
 import time
@@ -42,7 +41,8 @@ from g4ir.ui.table import aligned
 HEAD = ["memory", "read GB/s", "rounds", "what", "g4ir", "share", "llama.cpp", "g4ir is faster by"]
 #: reads that differ by more than this are two states of the memory
 STATES = 1.25
-PROMPT = 0
+#: what is measured beside steps of so many sequences; tokens that sequences hold before steps
+PROMPT, HELD = 0, 32
 
 
 class Ours:
@@ -84,17 +84,16 @@ class Llama:
         self._batch = api.llama_batch_init(given.n_batch, 0, 1)
         self._length = 0
 
-    def _decode(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Append i64[B,T] to rows of as many tokens; return f32[B,vocab] after the last ones."""
+    def _decode(self, tokens: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Append i64[B,T] to the rows from `first` on; return f32[B,vocab] after the last ones."""
         b, (rows, count) = self._batch, tokens.shape
         b.n_tokens = rows * count
         for at, token in enumerate(tokens.flatten().tolist()):
             row, place = divmod(at, count)
             b.token[at], b.pos[at], b.n_seq_id[at] = token, self._length + place, 1
-            b.seq_id[at][0], b.logits[at] = row, place == count - 1
+            b.seq_id[at][0], b.logits[at] = first + row, place == count - 1
         if self.api.llama_decode(self._context, b):
             raise SystemExit("llama.cpp: no room for the batch")
-        self._length += count
         found = []
         for row in range(rows):
             logits = self.api.llama_get_logits_ith(self._context, (row + 1) * count - 1)
@@ -104,42 +103,43 @@ class Llama:
     def prompt(self, tokens: torch.Tensor) -> torch.Tensor:
         self.api.llama_memory_clear(self.api.llama_get_memory(self._context), True)
         self._length = 0
-        if len(tokens) == 1:
-            return self._decode(tokens)
-        for t in tokens.split(1, dim=1):  # a batch holds one prompt
-            logits = self._decode(t)
-        return logits
+        found = [self._decode(one, row) for row, one in enumerate(tokens.split(1))]
+        self._length = tokens.shape[1]
+        return torch.cat(found)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._decode(tokens[:, None]).argmax(-1)
+        chosen = self._decode(tokens[:, None]).argmax(-1)
+        self._length += 1
+        return chosen
 
 
-def timed(runner: Any, tokens: torch.Tensor, steps: int) -> tuple[float, float]:
-    """Return the seconds of a prompt, and of the median of some decode steps behind it."""
+def timed_steps(runner: Any, tokens: torch.Tensor, steps: int) -> float:
+    """Return the median seconds of some decode steps behind i64[B,T]."""
     gc.collect()
-    held: dict[str, torch.Tensor] = {}
-    prompt_s = seconds(lambda: held.update(logits=runner.prompt(tokens)))
-    token = held["logits"].reshape(len(tokens), -1).argmax(-1)
+    token = runner.prompt(tokens).reshape(len(tokens), -1).argmax(-1)
     times = []
     for _ in range(steps):
         start = time.perf_counter()
         token = runner.step(token)
         times.append(time.perf_counter() - start)
-    return prompt_s, median(times)
+    return median(times)
 
 
 def by_program(folder: str, file: str, args: Any) -> Iterator[tuple[int, float]]:
     """Yield (sequences or PROMPT, seconds of a step or a prompt) as llama-batched-bench says."""
-    words = [f"{folder}/llama-batched-bench", "-m", file, "-rtr", "--output-format", "jsonl"]
-    words += ["-t", str(torch.get_num_threads()), "-npl", ",".join(map(str, args.sequences))]
-    words += ["-npp", str(args.input_len), "-ntg", str(args.steps), "-c", str(args.room)]
-    made = subprocess.run(words, capture_output=True, text=True, check=True)
-    for line in made.stdout.splitlines():
-        if line.startswith("{"):
-            row = json.loads(line)
-            yield row["pl"], row["t_tg"] / row["tg"]
-            if row["pl"] == 1:
-                yield PROMPT, row["t_pp"]
+    words = [f"{folder}/llama-batched-bench", "-m", file, "-rtr", "-c", str(args.room)]
+    words += ["-t", str(torch.get_num_threads()), "-ntg", str(args.steps)]
+    pipe, runs = subprocess.PIPE, {HELD: ",".join(map(str, args.sequences)), args.input_len: "1"}
+    for tokens, many in runs.items():
+        given = [*words, "-npp", str(tokens), "-npl", many]
+        made = subprocess.run(given, stdout=pipe, stderr=subprocess.STDOUT, text=True, check=True)
+        for cells in (line.split("|")[1:-1] for line in made.stdout.splitlines()):
+            if len(cells) == 10 and cells[0].strip().isdigit():
+                _, count, sequences, _, prompt_s, _, steps_s, *_ = map(float, cells)
+                if tokens == HELD:
+                    yield int(sequences), steps_s / count
+                else:
+                    yield PROMPT, prompt_s
 
 
 def states(reads: list[float]) -> dict[str, list[int]]:
@@ -161,12 +161,13 @@ def measure(args: Any, ours: Ours, llama: Llama, tokens: torch.Tensor) -> tuple[
     found: Found = {name: defaultdict(list) for name in ("g4ir", "llama.cpp", "program")}
     for _ in range(args.rounds):
         rates = [meter.measure().read]
-        for n in args.sequences:
+        for n in (PROMPT, *args.sequences):
             for name, runner in (("g4ir", ours), ("llama.cpp", llama)):
-                prompt_s, step_s = timed(runner, tokens[:n], args.steps)
-                found[name][n].append(step_s)
-                if n == 1:
-                    found[name][PROMPT].append(prompt_s)
+                if n == PROMPT:
+                    taken = seconds(lambda r=runner: r.prompt(tokens[:1]))  # type: ignore[misc]
+                else:
+                    taken = timed_steps(runner, tokens[:n, :HELD], args.steps)
+                found[name][n].append(taken)
             rates.append(meter.measure().read)
         if args.program:
             for what, took in by_program(args.program, args.file, args):
@@ -199,16 +200,16 @@ def rows(
 
 
 def main() -> None:
-    flags: dict[str, Any] = {"sequences": (1,), "input_len": 256, "steps": 8, "rounds": 6}
-    args = arguments(__doc__, "engine", "file", **flags, busy=0, program=None)
-    with g4ir.load_engine(args.engine) as engine, ExitStack() as busy:
+    flags: dict[str, Any] = {"sequences": (1,), "input_len": 256, "steps": 12, "rounds": 6}
+    args = arguments(__doc__, "engine", "file", **flags, busy=0, program=None, huge_pages=False)
+    with g4ir.load_engine(args.engine, huge_pages=args.huge_pages) as engine, ExitStack() as busy:
         most = max(args.sequences)
         w = plan_workload([engine.limits], args.input_len, args.steps + 1, most)
-        args.room = w.fed + 1
+        args.room = most * w.fed + 1
         drawn = draw_tokens(w, engine)
         tokens = drawn[:, : args.input_len]
         ours = Ours(engine, args.sequences)
-        llama = Llama(args.file, args.room, most, args.input_len)
+        llama = Llama(args.file, w.fed + 1, most, args.input_len)
         logits = [r.prompt(tokens[:1]).flatten() for r in (ours, llama)]
         cosine = float(torch.nn.functional.cosine_similarity(*logits, dim=0))
         for _ in range(args.busy):
@@ -216,7 +217,7 @@ def main() -> None:
         reads, found = measure(args, ours, llama, tokens)
 
         def nbytes(sequences: int) -> int:
-            size = plan_workload([engine.limits], args.input_len, args.steps + 1, sequences)
+            size = plan_workload([engine.limits], HELD, args.steps + 1, sequences)
             return find_work(engine, size, drawn[:sequences]).decode.cost().needed_bytes
 
         table = aligned(rows(args, reads, found, nbytes), indent=0)

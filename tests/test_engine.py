@@ -34,7 +34,7 @@ from g4ir.spec.record import load_spec
 from g4ir.weights import pack as packing
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.pack import MadeParams, RowTable, StoredParams
-from g4ir.weights.tensorfile import read_header
+from g4ir.weights.tensorfile import HUGE_PAGE, on_huge_pages, read_header
 from tests.engines import CHUNK, MAX_SEQ, agrees, limits_of, random_checkpoint, some_tokens
 
 GRAPHS = {"graph.embed.g4ir", "graph.prefill.g4ir", "graph.decode.g4ir", "prologue.g4ir"}
@@ -392,3 +392,17 @@ def test_a_build_reports_passes_and_weights(tmp_path: Path) -> None:
     assert shares == sorted(set(shares)) and shares[-1] == 100 and len(shares) > 2
     (decode,) = [line for line in told if line.startswith("passes of decode: ")]
     assert "share_rope_tables 8, fuse_qkv 4, fuse_gate_up 8" in decode
+
+
+def test_huge_pages(engines: Any) -> None:
+    """Weights are this process's own, of any size, and the same; refused where they are no help."""
+    mapped, own = (
+        load_engine(engines("torch", "tiny-moe").path, huge_pages=h) for h in (False, True)
+    )
+    for name, w in mapped.runtime.weights.items():
+        assert torch.equal(w, own.runtime.weights[name])
+    large = torch.arange(HUGE_PAGE).view(2, -1)
+    assert torch.equal(on_huge_pages(large.T), large.T) and on_huge_pages(large).is_contiguous()
+    assert own.generate([2, 5, 7], 8) == mapped.generate([2, 5, 7], 8)
+    with pytest.raises(EngineError, match="runs by reference on cpu: no huge pages there"):
+        load_engine(engines("reference", "tiny-moe").path, huge_pages=True)

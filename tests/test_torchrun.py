@@ -348,7 +348,7 @@ def test_a_rank_without_a_gpu(engine_of_two: Path) -> None:
     on_cuda = replace(found, manifest=replace(found.manifest, device="cuda"))
     alone = SimpleNamespace(rank=1, on_gpus=False)
     with pytest.raises(MissingError, match="rank 1 has no GPU of its own, or its torch no NCCL"):
-        open_runtime(on_cuda, True, True, no_progress, alone)  # type: ignore[arg-type]
+        open_runtime(on_cuda, no_progress, alone, cuda_graph=True, trust=True)  # type: ignore[arg-type]
 
 
 # --- what starts them -----------------------------------------------------------------------------

@@ -390,7 +390,7 @@ def test_weights_that_change_after_they_were_looked_at(copied: Path) -> None:
         header.path.unlink()
         header.path.write_bytes(raw)
     with pytest.raises(WeightsError, match="changed while it was being read"):
-        open_runtime(found, True, True, no_progress).source.tensor("final_norm.w")
+        open_runtime(found, no_progress, cuda_graph=True, trust=True).source.tensor("final_norm.w")
 
 
 def test_other_files_among_the_keys(copied: Path, tmp_path: Path, home: Path) -> None:

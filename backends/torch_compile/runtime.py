@@ -22,9 +22,8 @@ from g4ir.ops import OPS
 from g4ir.ops.base import as_tuple
 from g4ir.parallel.group import Group
 from g4ir.ui.paths import unpacking
-from g4ir.ui.progress import Progress
-from g4ir.weights.pack import ParamSource, StoredParams
-from g4ir.weights.tensorfile import ALIGNED, read_pages
+from g4ir.weights.pack import StoredParams
+from g4ir.weights.tensorfile import ALIGNED, on_huge_pages, read_pages
 
 from ..base import DeviceChoice, Task, Tensors, Watch
 from ..experimental import experiment
@@ -120,7 +119,7 @@ class TorchRuntime:
         self.worker = ThreadPoolExecutor(1, "g4ir-steps")
         #: phases that run as programs recorded for a session
         self.recorded_phases = program.graphs.keys() - steps.keys() - {"embed"}
-        self.weights = self._load_params(steps, task.params, task.progress)
+        self.weights = self._load_params(steps, task)
         self.plans: dict[tuple[str, bool], list[BoundStep]] = {}
         for phase, many in steps.items():
             alias = {v.name: n for n, v in program.graphs[phase].next.items()}
@@ -143,10 +142,9 @@ class TorchRuntime:
                 self.plans["decode", True], steps["decode"], files[CHAINS], folder, group
             )
 
-    def _load_params(
-        self, steps: Mapping[str, Sequence[Step]], params: ParamSource, progress: Progress
-    ) -> dict[str, Tensor]:
+    def _load_params(self, steps: Mapping[str, Sequence[Step]], task: Task) -> dict[str, Tensor]:
         """Load each param once, tensor by tensor; on a CPU the engine's own files are mapped."""
+        params = task.params
         names = dict.fromkeys(
             name
             for many in steps.values()
@@ -161,10 +159,12 @@ class TorchRuntime:
         source = params.apart() if isinstance(params, StoredParams) and on_cpu else params
         mapped = source is not params
         for i, name in enumerate(names):
-            loaded[name] = _placed(source.tensor(name), self.device, mapped)
+            found = source.tensor(name)
+            huge = task.huge_pages
+            loaded[name] = on_huge_pages(found) if huge else _placed(found, self.device, mapped)
             if not mapped:
                 source.release(name)
-            progress(f"weights {i + 1}/{len(names)}")
+            task.progress(f"weights {i + 1}/{len(names)}")
         return loaded
 
     def resident(self, param: str) -> Tensor | None:

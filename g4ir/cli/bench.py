@@ -19,7 +19,7 @@ from g4ir.ui import console
 from g4ir.ui.files import write_file
 from g4ir.ui.plots import check_plot
 
-from .common import emit, load, strict
+from .common import emit, how_to_load, load, strict
 from .talking import check_draft, given_draft
 
 STDOUT = "-"
@@ -67,7 +67,7 @@ def _measured(args: argparse.Namespace, workload: Workload) -> BenchReport:
     with console.Progress() as progress, ExitStack() as opened:
         for path in args.engines:
             start = time.perf_counter()
-            engines.append(load(path, progress, args.cuda_graph, args.trust, args.threads))
+            engines.append(load(path, progress, **how_to_load(args)))
             opened.callback(engines[-1].close)
             seconds.append(time.perf_counter() - start)
         return run_bench(

@@ -268,13 +268,9 @@ _READ: dict[str, Callable[[Any], Any]] = {
 
 
 def load(
-    path: str,
-    progress: Callable[[str], None],
-    cuda_graph: bool = True,
-    trust: bool = False,
-    threads: int | None = None,
+    path: str, progress: Callable[[str], None], threads: int | None = None, **how: Any
 ) -> Engine:
-    """Load the engine of a command line."""
+    """Load the engine of a command line; `how`: arguments of load_engine."""
     if threads is not None and not 1 <= threads <= MOST_THREADS:
         raise InputError(f"--threads {threads}: expected 1 to {MOST_THREADS}")
     import torch
@@ -284,13 +280,19 @@ def load(
     if threads:
         torch.set_num_threads(threads)
     progress(f"loading {path}")
-    return load_engine(path, cuda_graph=cuda_graph, trust=trust, progress=progress)
+    return load_engine(path, progress=progress, **how)
+
+
+def how_to_load(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `load` that a verb's options say."""
+    names = ("threads", "trust", "cuda_graph", "huge_pages")
+    return {name: vars(args)[name] for name in names}
 
 
 def load_to_generate(args: argparse.Namespace, progress: Callable[[str], None]) -> Engine:
     """Load the engine of a verb that generates; log what of its checkpoint's settings is not
     supported."""
-    engine = load(args.engine, progress, args.cuda_graph, args.trust, args.threads)
+    engine = load(args.engine, progress, **how_to_load(args))
     if note := engine.defaults().note:
         console.say(f"note: {note}")
     return engine

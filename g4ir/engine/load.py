@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable
 from functools import partial
 from importlib.util import find_spec
@@ -39,6 +40,7 @@ def load_engine(
     ple_placement: str | None = None,
     cuda_graph: bool = True,
     trust: bool = False,
+    huge_pages: bool = False,
     progress: Progress = no_progress,
 ) -> Engine:
     """Load an engine directory; compiles nothing.
@@ -49,6 +51,8 @@ def load_engine(
     ple_placement: memory of the per-layer embedding table, if not as built; cuda_graph=False runs
     steps on CUDA kernel by kernel, not as one recorded graph.
     trust=True runs native code of an engine that this user did not build here (trust.py).
+    huge_pages=True copies the weights of a torch engine on a CPU to huge pages, which a decode step
+    reads faster (docs/benchmarks.md), instead of mapping their files, which processes share.
     An engine of several ranks is loaded by rank 0 of the processes that torchrun started, once it
     has joined its group; the others follow (ranks/worker.py).
     Raises EngineError naming the file, or another machine, and the fix; TrustError for such code.
@@ -58,12 +62,23 @@ def load_engine(
     m, here = found.manifest, group.ranks if group else 1
     if here != m.ranks:
         raise EngineError(_of_ranks(found, here))
-    opens = partial(open_runtime, found, cuda_graph, trust, progress, group)
-    options = {"check_weights": check_weights, "cuda_graph": cuda_graph, "trust": trust}
+    if huge_pages:
+        _check_huge_pages(found)
+    how = {"cuda_graph": cuda_graph, "trust": trust, "huge_pages": huge_pages}
+    opens = partial(open_runtime, found, progress, group, **how)
+    options = {"check_weights": check_weights, **how}
     runtime = lead(group, str(found.path), m.digest, options, opens) if group else opens()
     placed = find_placement(ple_placement or m.ple_placement, found.spec, m.device)
     params = found.packing.program.graphs["embed"].params
     return _engine(found, runtime, {v.name: _table(runtime, v, placed, m.device) for v in params})
+
+
+def _check_huge_pages(found: Artefact) -> None:
+    m = found.manifest
+    if (m.backend, m.device) != ("torch", "cpu"):
+        raise EngineError(f"{found.path} runs by {m.backend} on {m.device}: no huge pages there")
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        raise EngineError(f"{found.path}: this system has no huge pages; leave huge_pages out")
 
 
 def described(path: Path) -> Engine:
@@ -93,7 +108,13 @@ def _engine(found: Artefact, runtime: Any, tables: dict[str, Any]) -> Engine:
 
 
 def open_runtime(
-    found: Artefact, cuda_graph: bool, trust: bool, progress: Progress, group: Group | None = None
+    found: Artefact,
+    progress: Progress,
+    group: Group | None = None,
+    *,
+    cuda_graph: bool,
+    trust: bool,
+    huge_pages: bool = False,
 ) -> Runtime:
     """Return the runtime of a checked engine on params of its rank."""
     m = found.manifest
@@ -103,7 +124,8 @@ def open_runtime(
         raise MissingError(f"{found.path} was built for cuda, and {why}; {fix}")
     backend = check_runnable(found, trust)
     params, told = _open_params(found), prefixed(progress, "load")
-    task = Task(found.packing.program, m.limits, m.device, found.path, params, told, group)
+    program = found.packing.program
+    task = Task(program, m.limits, m.device, found.path, params, told, group, huge_pages)
     return backend.load(task, m.to_dict()["compiled"], cuda_graph)
 
 

@@ -40,6 +40,8 @@ LENGTH_BYTES = 8  # that say how long the header is
 ALIGNED = 64  # of tensors in files that we write: a cache line
 #: MAP_NORESERVE has a name from Python 3.11 on (Linux, uapi/asm-generic/mman-common.h)
 PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
+#: bytes of a huge page
+HUGE_PAGE = 1 << 21
 MADV_POPULATE_READ = 22  # Linux 5.14 (uapi/asm-generic/mman-common.h)
 
 
@@ -248,6 +250,20 @@ def read_pages(tensor: torch.Tensor) -> None:
     if length > 0:  # where the system does not know the advice, pages come when they are used
         madvise = ctypes.CDLL(None).madvise
         madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_POPULATE_READ)
+
+
+def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor in memory of this process, on huge pages where the system has any
+    left; what is smaller than one takes ordinary pages."""
+    if tensor.nbytes < HUGE_PAGE:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, tensor.nbytes + HUGE_PAGE, flags=private)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    room = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -room.data_ptr() % HUGE_PAGE
+    made = room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    return made.copy_(tensor)
 
 
 def write_tensors(

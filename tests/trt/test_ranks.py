@@ -190,7 +190,7 @@ def of_rank(path: Path, rank: int, exchange: Any) -> tuple[Artefact, Any]:
         rank=rank, ranks=2, _all=exchange, gathered=lambda value: [value] * 2, on_gpus=False
     )
     found = open_artefact(path, rank=rank)
-    return found, open_runtime(found, True, True, no_progress, group)
+    return found, open_runtime(found, no_progress, group, cuda_graph=True, trust=True)
 
 
 def test_ranks_compute_what_one_does(two: Engine, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def _undisturbed() -> Iterator[None]:
 def _load(group: Group, path: str, options: dict[str, Any]) -> Any:
     def opens() -> tuple[str, Any]:
         found = open_artefact(Path(path), options["check_weights"], group.rank)
-        cuda_graph, trust = options["cuda_graph"], options["trust"]
-        return found.manifest.digest, open_runtime(found, cuda_graph, trust, no_progress, group)
+        how = {name: value for name, value in options.items() if name != "check_weights"}
+        return found.manifest.digest, open_runtime(found, no_progress, group, **how)
 
     return opened(group, opens)[0]
