@@ -254,7 +254,7 @@ def test_numbers_of_a_wrong_engine_are_void(moe: Engine, monkeypatch: pytest.Mon
     assert "engine-b against reference: same token" in shown and "DISAGREES" in shown
     assert shown.count("VOID") == len([x for x in shown.splitlines() if "VOID" in x]) > 5
     broken = replace(shifted(moe), path=moe.path)
-    monkeypatch.setattr("g4ir.cli.bench.load", lambda *_: broken)
+    monkeypatch.setattr("g4ir.cli.bench.load", lambda *_, **__: broken)
     monkeypatch.setattr(Engine, "close", lambda self: None)
     outcome = g4ir("bench", moe.path, *FLAGS, "--json", "-")
     keys = json.loads(outcome.out)

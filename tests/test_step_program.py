@@ -11,11 +11,11 @@ import torch
 
 import g4ir
 from g4ir.backends.torch_compile import pyops
+from g4ir.backends.torch_compile.arena import Arena
 from g4ir.backends.torch_compile.backend import BACKEND
 from g4ir.backends.torch_compile.compile import compile_kernels
 from g4ir.backends.torch_compile.step_program import (
     LOWERINGS,
-    Arena,
     NoInstruction,
     Recorder,
     record_step,

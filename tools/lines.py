@@ -20,7 +20,7 @@ MOST = {
     "g4ir/weights": 3201,
     "g4ir/weights/gguf": 1476,
     "g4ir/plan": 2776,
-    "backends": 17881,
+    "backends": 17894,
     # Beside what a reader needs: an emulator of TensorRT, and what no device has run.
     "backends/trt/recorder": 1849,
     "backends/experimental": 1152,

@@ -29,6 +29,7 @@ from ..base import DeviceChoice, Task, Tensors, Watch
 from ..experimental import experiment
 from ..kv_cache import Caches
 from . import pyops
+from .arena import ROWS, Arena
 from .cuda_graph import (
     CHUNK,
     CHUNKS,
@@ -43,7 +44,7 @@ from .programs import CANDIDATES, CHAINS, END, KERNELS_FILE
 from .schedule import any_length
 from .segment import Glue, Segment, Step, state_steps
 from .step_loop import StepLoop, mapped_tables, record_loop
-from .step_program import ROWS, Arena, NoInstruction, StepProgram, of_tokens, record_step
+from .step_program import NoInstruction, StepProgram, of_tokens, record_step
 from .target import find_target
 from .token_loop import Choose, Embed, RoundLoop, TokenLoop, end_by_torch
 

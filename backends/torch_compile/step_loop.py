@@ -23,7 +23,8 @@ from g4ir.weights.pack import RowTable
 
 from ..base import Tensors
 from . import pyops
-from .step_program import Arena, Code, Recorder, bound
+from .arena import Arena
+from .step_program import Code, Recorder, bound
 
 Tensor = torch.Tensor
 

@@ -9,12 +9,9 @@ products a library does faster.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from heapq import heappop, heappush
-from itertools import count
 from math import prod
 from typing import Any
 
@@ -34,6 +31,7 @@ from g4ir.plan.engine_limits import Limits
 
 from ..base import Tensors, Watch
 from . import pyops
+from .arena import ROWS, Arena, storage_of
 from .kernels.base import Coded
 from .lower import Rounded
 from .tiles import multiplies_tiles
@@ -51,14 +49,10 @@ _WITHOUT_SCRATCH = {"softcap", "glu", "cache_write", "attention", "linear", "lin
 _WITHOUT_SCRATCH |= {"greedy"}
 _INSTRUCTION = np.dtype([("kind", "i8"), ("first", "i8"), ("n", "i8", 4), ("f", "f8")])
 _OPERAND = np.dtype([("at", "u8"), ("sizes", "i8", 7)])
-#: most rows of a step: products of more are a library's
-ROWS = 8
 #: instruction -> how many of its operands, the first ones, may have strides; others: all
 STRIDED = {"linear": 0, "linear_coded": 0, "attention": 0, "add_integers": 0, "experts": 0}
 STRIDED |= {"cache_write": 1, "top_k": 0, "mul_integers": 0, "mask_ids": 0, "embed_rows": 0}
 STRIDED |= {"greedy": 1, "end_step": 0}
-#: alignment of a value's memory
-_LINE = 64
 #: ops whose results are views
 _VIEWS = {"heads", "merge_heads", "split", "unstack_layers"}
 
@@ -111,57 +105,6 @@ class Code:
     def run_steps(self, pace: Tensor, threads: int) -> None:
         """Run steps as long as more are wanted (pyops.want_steps)."""
         pyops.run_instructions(self.instructions, self.operands, self.room, threads, pace)
-
-
-class Arena:
-    """Memory for the values of steps, reused after their last use and by every step of a session.
-
-    Blocks have the size of the same value in a step of ROWS rows, so steps of any number of rows
-    share them, and a value has the same address in all of them: the first block that is free.
-    Memory that no step touches is never made resident."""
-
-    def __init__(self, device: str) -> None:
-        self.device, self.rows = device, ROWS
-        #: heaps of free blocks by size, and blocks in use by storage: each with its number
-        self._free: defaultdict[int, list[tuple[int, Tensor]]] = defaultdict(list)
-        self._lent: dict[int, tuple[int, Tensor]] = {}
-        self._users: Counter[int] = Counter()
-        self._numbers = count()
-
-    def begin(self, rows: int) -> None:
-        """Lend all memory anew, to a step of so many rows: its values replace those of others."""
-        self.rows = rows
-        for number, block in self._lent.values():
-            heappush(self._free[block.numel()], (number, block))
-        self._lent.clear()
-        self._users.clear()
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        size = torch.Size(shape).numel() * dtype.itemsize
-        size = size * max(ROWS, self.rows) // self.rows
-        size = -(-max(size, 1) // _LINE) * _LINE
-        if free := self._free[size]:
-            number, block = heappop(free)
-        else:
-            number, block = (
-                next(self._numbers),
-                torch.empty(size, dtype=torch.uint8, device=self.device),
-            )
-        self._lent[_storage(block)] = number, block
-        return block.view(dtype)[: torch.Size(shape).numel()].view(shape)
-
-    def use(self, t: Tensor, more: int) -> None:
-        """Add so many users of a tensor's memory; memory without users is reused."""
-        key = _storage(t)
-        self._users[key] += more
-        if not self._users[key] and key in self._lent:
-            number, block = self._lent.pop(key)
-            heappush(self._free[block.numel()], (number, block))
-
-
-def _storage(t: Tensor) -> int:
-    key: int = t.untyped_storage()._cdata
-    return key
 
 
 class Recorder:
@@ -225,7 +168,7 @@ class Recorder:
     def _view(self, n: Node, x: Tensor) -> tuple[Tensor, ...]:
         assert n.definition.reference
         made = as_tuple(n.definition.reference(x, **n.attrs))
-        if any(_storage(t) != _storage(x) for t in made):
+        if any(storage_of(t) != storage_of(x) for t in made):
             raise NoInstruction(f"{n.op} of rows that are not contiguous")
         return made
 
@@ -267,8 +210,8 @@ class Recorder:
 
     def code(self, weights: Iterable[Tensor]) -> Code:
         """Return what was recorded; memory of weights is not the program's."""
-        loaded = {_storage(t) for t in weights}
-        held = {_storage(t): t for t in self.tensors}
+        loaded = {storage_of(t) for t in weights}
+        held = {storage_of(t): t for t in self.tensors}
         operands = np.array(self.operands, _OPERAND)
         return Code(
             np.array(self.instructions, _INSTRUCTION),
@@ -619,7 +562,7 @@ def of_tokens(two: StepProgram, three: StepProgram, tokens: int) -> StepProgram:
     it: addresses and sizes are linear in the tokens, so those of steps of two and of three tokens
     say all of them."""
     # Values of other memory would be read from addresses that nothing has.
-    assert [*map(_storage, two.code.held)] == [*map(_storage, three.code.held)]
+    assert [*map(storage_of, two.code.held)] == [*map(storage_of, three.code.held)]
 
     def numbers(a: Any, b: Any) -> Any:
         one, other = a.view(np.int64), b.view(np.int64)

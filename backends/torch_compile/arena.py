@@ -1,0 +1,68 @@
+"""Memory of step programs (step_program.py)."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from heapq import heappop, heappush
+from itertools import count
+
+import torch
+
+Tensor = torch.Tensor
+
+#: most rows of a step: products of more are a library's
+ROWS = 8
+#: alignment of a value's memory
+LINE = 64
+
+
+class Arena:
+    """Memory for the values of steps, reused after their last use and by every step of a session.
+
+    Blocks have the size of the same value in a step of ROWS rows, so steps of any number of rows
+    share them, and a value has the same address in all of them: the first block that is free.
+    Memory that no step touches is never made resident."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.rows = device, ROWS
+        #: heaps of free blocks by size, and blocks in use by storage: each with its number
+        self._free: defaultdict[int, list[tuple[int, Tensor]]] = defaultdict(list)
+        self._lent: dict[int, tuple[int, Tensor]] = {}
+        self._users: Counter[int] = Counter()
+        self._numbers = count()
+
+    def begin(self, rows: int) -> None:
+        """Lend all memory anew, to a step of so many rows: its values replace those of others."""
+        self.rows = rows
+        for number, block in self._lent.values():
+            heappush(self._free[block.numel()], (number, block))
+        self._lent.clear()
+        self._users.clear()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        size = size * max(ROWS, self.rows) // self.rows
+        size = -(-max(size, 1) // LINE) * LINE
+        if free := self._free[size]:
+            number, block = heappop(free)
+        else:
+            number, block = (
+                next(self._numbers),
+                torch.empty(size, dtype=torch.uint8, device=self.device),
+            )
+        self._lent[storage_of(block)] = number, block
+        return block.view(dtype)[: torch.Size(shape).numel()].view(shape)
+
+    def use(self, t: Tensor, more: int) -> None:
+        """Add so many users of a tensor's memory; memory without users is reused."""
+        key = storage_of(t)
+        self._users[key] += more
+        if not self._users[key] and key in self._lent:
+            number, block = self._lent.pop(key)
+            heappush(self._free[block.numel()], (number, block))
+
+
+def storage_of(t: Tensor) -> int:
+    """Return what tells the memory of a tensor from that of others."""
+    key: int = t.untyped_storage()._cdata
+    return key
