@@ -36,7 +36,7 @@ MOST = {
     "g4ir-vllm/tests": 811,
     "bench": 2284,
     "tests": 38762,
-    "tools": 559,
+    "tools": 548,
 }
 
 

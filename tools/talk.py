@@ -2,7 +2,7 @@
 
     python tools/talk.py ENGINE
 
-A model without the turns of a chat gets its question as a text to continue.
+It continues texts, greedily, and answers a question in the form of a text: base models know no turns.
 """
 
 from __future__ import annotations
@@ -58,27 +58,16 @@ def write(client: openai.OpenAI, model: str, prompt: str, tokens: int, **more: s
     print(f"\n  [{len(pieces)} pieces in {time.perf_counter() - begun:.1f} s]", flush=True)
 
 
-def chat(client: openai.OpenAI, model: str) -> None:
-    """Print the answer to a question, or how a model without turns continues it."""
-    try:
-        answer = client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": QUESTION}], max_tokens=64
-        )
-        print(f"\n> {QUESTION}\n{answer.choices[0].message.content}")
-    except openai.APIStatusError as e:
-        print(f"\nchat: {e.message}")
-        write(client, model, AS_TEXT, 16, stop="\n")
-
-
 def main(engine: str) -> None:
-    """Serve an engine, continue prompts, and ask a question."""
+    """Serve an engine, continue prompts, and ask a question in the form of a text: a base model was
+    not trained on turns of a chat."""
     with served(engine) as client:
         model = client.models.list().data[0].id
         client.completions.create(model=model, prompt=QUESTION, max_tokens=1)  # once it is loaded
         print(f"{model}, served to OpenAI's client")
         for prompt in PROMPTS:
             write(client, model, prompt, 48)
-        chat(client, model)
+        write(client, model, AS_TEXT, 16, stop="\n")
 
 
 if __name__ == "__main__":
