@@ -3,9 +3,9 @@
     python bench/scheduler.py ENGINE [--active 1,2,4,8] [--context 256] [--new 48] [--late 1024]
                           [--chunk-tokens N] [--rounds 3] [--save]
 
-A step of the scheduler, greedy, beside a `Session.decode` and its argmax on the same batch, in
-turns, and the gain in tokens/s over one sequence. Then, while sequences decode, a prompt of --late
-tokens comes: its chunks add to the time between two tokens.
+A decode step under the scheduler, greedy (several may be one call), beside a `Session.decode` and
+its argmax on the same batch, in turns, and the gain in tokens/s over one sequence. Then, while
+sequences decode, a prompt of --late tokens comes: its chunks add to the time between two tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from common import arguments, finish, seconds
 
 import g4ir
 from g4ir.backends.sampling import SamplingParams
+from g4ir.backends.torch_compile.step_loop import STEPS
 from g4ir.bench.measure import median, stat
 from g4ir.check.tokens import random_ids
 from g4ir.engine.engine import Engine
@@ -27,8 +28,9 @@ from g4ir.engine.scheduler import Scheduler, SchedulerConfig
 from g4ir.ui.table import aligned
 
 GREEDY = SamplingParams(ignore_eos=True)
-#: steps before the clock starts
+#: calls before the clock starts, and tokens that they and the last ones may make of a sequence
 WARM = 4
+SPARE = (WARM + 2) * STEPS
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Bench:
     def decoding(self, count: int, new: int) -> Iterator[None]:
         """A context in which so many rows decode, past the first steps."""
         for i in range(count):
-            self.submit(i, self.context, new + WARM + count * self.chunks(self.context))
+            self.submit(i, self.context, new + SPARE + count * self.chunks(self.context))
         while self.scheduler.active < count or self.scheduler.waiting:
             self.scheduler.step()
         for _ in range(WARM):
@@ -68,8 +70,13 @@ class Bench:
 
     def steps(self, active: int) -> list[float]:
         """Return seconds of steps in which so many rows decode."""
+        times, made = list[float](), self.scheduler.totals.steps
         with self.decoding(active, self.new):
-            times = [seconds(self.scheduler.step) for _ in range(self.new - 1)]
+            while len(times) < self.new:
+                before = made[active]
+                call = seconds(self.scheduler.step)
+                count = made[active] - before
+                times += count * [call / count]
             assert self.scheduler.active == active
         return times
 

@@ -2,7 +2,8 @@
 
     python tools/talk.py ENGINE
 
-It continues texts, greedily, and answers a question in the form of a text: base models know no turns.
+It continues texts, greedily, and answers a question in the form of a text: a base model was not
+trained on turns of a chat.
 """
 
 from __future__ import annotations
@@ -59,8 +60,7 @@ def write(client: openai.OpenAI, model: str, prompt: str, tokens: int, **more: s
 
 
 def main(engine: str) -> None:
-    """Serve an engine, continue prompts, and ask a question in the form of a text: a base model was
-    not trained on turns of a chat."""
+    """Serve an engine, continue prompts, and ask a question in the form of a text."""
     with served(engine) as client:
         model = client.models.list().data[0].id
         client.completions.create(model=model, prompt=QUESTION, max_tokens=1)  # once it is loaded

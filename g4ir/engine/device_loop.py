@@ -51,11 +51,11 @@ class TokenSteps:
         return self.started == self.left and not self.loop.unread
 
     def step(self, beside: bool = False) -> Tokens:
-        """Return the tokens of the next steps. `beside`: a chunk of a prompt comes next, so that no
-        step of a loop that takes the whole device should be running then."""
+        """Return the tokens of the next steps. `beside`: a chunk of a prompt comes after each step,
+        while which no step of a loop that takes the whole device should be running."""
         ahead = 1 if beside and self.loop.alone else AHEAD
         while self.loop.unread < ahead and self.started < self.left:
-            count = min(self.loop.together, self.left - self.started)
+            count = 1 if beside else min(self.loop.together, self.left - self.started)
             self.loop.advance(count, self._uniforms(count) if self.draws else None)
             self.started += count
         return self._read()

@@ -227,6 +227,25 @@ static inline row_floats integer_in(row_words low, row_words last, row_words fir
     ((form) == INT8 || (form) == FP8 ? 8 : (form) == INT4 ? 4 : (form) == INT6 ? SIXES_BYTES / 4                 \
      : (form) == UINT4 ? ABOVE_uint4 / 4 : ABOVE_uint5 / 4)
 
+/* What the halves of block `b` of those that lie together at `p` are multiplied by, and what is then
+ * taken off. */
+static inline void block_factors(const int form, const uint8_t *p, int b, row_floats scale,
+                                 row_floats least, row_floats *factor, row_floats *below) {
+    factor[0] = factor[1] = scale, *below = (row_floats){0};
+    if (form == INT6) {
+        row_words shared = words_at(p, SIXES_SHARED / 4 + b / 2);
+        factor[0] = scale * signed_byte(shared, b % 2 * 2);
+        factor[1] = scale * signed_byte(shared, b % 2 * 2 + 1);
+    }
+    if (form >= UINT4) {
+        row_words first = words_at(p, WORDS_OF(form) - 3);
+        row_words second = words_at(p, WORDS_OF(form) - 2);
+        row_words last = words_at(p, WORDS_OF(form) - 1);
+        factor[0] = factor[1] = scale * integer_in(first, last, first, b, 0);
+        *below = least * integer_in(second, last, second, b, 1);
+    }
+}
+
 /* One tile, or a part of WORDS rows from `lane` on, times `rows` rows of x. */
 ALWAYS tile_product(const int form, const int rows, const int parts, const product *p,
  int64_t tile, int lane, const digits *const *x, float *out) {
@@ -249,19 +268,8 @@ ALWAYS tile_product(const int form, const int rows, const int parts, const produ
             const int line = b * WORDS_OF(form) / together;
             UNROLLED for (int j = line; j < (b + 1) * WORDS_OF(form) / together; j++)
                 __builtin_prefetch(w + j * LINE + TILE_AHEAD, 0, 2);
-            row_floats factor[2] = {scale, scale}, below = {0};
-            if (form == INT6) {
-                row_words shared = words_at(w, SIXES_SHARED / 4 + b / 2);
-                factor[0] = scale * signed_byte(shared, b % 2 * 2);
-                factor[1] = scale * signed_byte(shared, b % 2 * 2 + 1);
-            }
-            if (minima) {
-                row_words first = words_at(w, WORDS_OF(form) - 3);
-                row_words second = words_at(w, WORDS_OF(form) - 2);
-                row_words last = words_at(w, WORDS_OF(form) - 1);
-                factor[0] = scale * integer_in(first, last, first, b, 0);
-                below = least * integer_in(second, last, second, b, 1);
-            }
+            row_floats factor[2], below;
+            block_factors(form, w, b, scale, least, factor, &below);
             if (minima)
                 UNROLLED for (int r = 0; r < rows; r++) sum[r] -= below * x[r][i + b].sum;
             const int halves = form == INT6 ? 2 : 1;

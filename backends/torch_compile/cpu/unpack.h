@@ -12,19 +12,8 @@ ALWAYS unpack_tile(const int form, const product *p, int64_t tile, int64_t first
         UNROLLED for (int b = 0; b < together; b++) {
             row_words c[8];
             UNROLLED for (int j = 0; j < 8; j++) c[j] = code_word(form, w, b, j);
-            row_floats factor[2] = {scale, scale}, below = {0};
-            if (form == INT6) {
-                row_words shared = words_at(w, SIXES_SHARED / 4 + b / 2);
-                factor[0] = scale * signed_byte(shared, b % 2 * 2);
-                factor[1] = scale * signed_byte(shared, b % 2 * 2 + 1);
-            }
-            if (minima) {
-                row_words one = words_at(w, WORDS_OF(form) - 3);
-                row_words other = words_at(w, WORDS_OF(form) - 2);
-                row_words both = words_at(w, WORDS_OF(form) - 1);
-                factor[0] = factor[1] = scale * integer_in(one, both, one, b, 0);
-                below = least * integer_in(other, both, other, b, 1);
-            }
+            row_floats factor[2], below;
+            block_factors(form, w, b, scale, least, factor, &below);
             UNROLLED for (int j = 0; j < BLOCK / 2; j++, to += apart) {
                 row_words even = EVEN_ODD(form) ? c[j / 4 * 2] >> j % 4 * 8 : c[j / 2] >> j % 2 * 16;
                 row_words odd = EVEN_ODD(form) ? c[j / 4 * 2 + 1] >> j % 4 * 8 : even >> 8;
