@@ -402,6 +402,7 @@ def test_huge_pages(engines: Any) -> None:
     for name, w in mapped.runtime.weights.items():
         assert torch.equal(w, own.runtime.weights[name])
     large = torch.arange(HUGE_PAGE).view(2, -1)
+    assert on_huge_pages(large).data_ptr() % HUGE_PAGE == 0
     assert torch.equal(on_huge_pages(large.T), large.T) and on_huge_pages(large).is_contiguous()
     assert own.generate([2, 5, 7], 8) == mapped.generate([2, 5, 7], 8)
     with pytest.raises(EngineError, match="runs by reference on cpu: no huge pages there"):

@@ -113,6 +113,21 @@ def test_linear_of_codes(dtype: torch.dtype, rows: int, form: str, n: int, k: in
                 assert (got[0].double() - want).abs().max() <= budget
 
 
+@pytest.mark.skipif(not has_gemm(), reason="a library multiplies prompts on this CPU")
+@pytest.mark.parametrize("rows", [9, 130, 515])
+@pytest.mark.parametrize("form", ["int4", "int6", "int8", "uint4", "uint5"])
+def test_panels_of_tiles(form: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in bf16: no weight is decoded whole; units of rows, and rows that fill no panel."""
+    w, x = torch.randn(80, 512).bfloat16(), torch.randn(1, rows, 512).bfloat16()
+    codes, scales = QUANTIZE(w, form=form, group=CODED[form][-1], scale="f32")
+    want = x[0].double() @ dequantized(codes, scales.double(), torch.bfloat16).t()
+    monkeypatch.setattr(pyops, "_decoded_linear", None)
+    *_, weight = layouts(codes, scales)
+    got = pyops.linear_coded(x, *weight)
+    budget = 2 * BUDGET[torch.bfloat16] * want.abs().max()
+    assert (got[0].double() - want).abs().max() <= budget
+
+
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
 @pytest.mark.parametrize("form", CODED)
 def test_decoded_codes_are_the_definition(dtype: torch.dtype, form: str) -> None:

@@ -14,7 +14,7 @@ import torch
 
 import g4ir
 from g4ir.check import score as scoring
-from g4ir.check.documents import Reader, text_blocks
+from g4ir.check.documents import Reader, cut_blocks, read_text
 from g4ir.check.hf import hf_model
 from g4ir.engine.engine import Engine
 from g4ir.engine.session import Session
@@ -118,9 +118,29 @@ def test_windows_hold_every_token_once(world: World) -> None:
         assert {w.ids[0] for w in windows} == {2} and {w.labels[0] for w in windows} == {-100}
         assert [i for w in windows for i in w.ids[1:]] == ids[:most]
     given = [{"tokens": ids}]
-    bare = [*Reader(world.engine, 64).values(given)]
+    bare = [*Reader(world.engine, 64).values(iter(given))]
     assert [w.ids[0] for w in bare[1:]] == [w.ids[-1] for w in bare[:-1]]
     assert [i for w in bare for i in w.ids[1:]] == ids[1:]
+
+
+def test_json_lines_of_any_length(world: World) -> None:
+    """A long text is scored as from a file; what is beyond --tokens is not read, and a token that
+    is left over scores nothing."""
+    text = LONG * 300
+    file, lines = world.file("far.txt", text), world.file("far.jsonl", json.dumps({"text": text}))
+    read = [
+        [*way]
+        for way in (
+            Reader(world.engine, 64).files([str(file)]),
+            Reader(world.engine, 64).lines(str(lines)),
+        )
+    ]
+    assert len(text) > 1 << 16 and [w.ids for w in read[0]] == [w.ids for w in read[1]]
+    few = world.file("few.jsonl", '{"tokens": [5, 6, 7]}\n{"tokens": [5, 6, 7]}\n{"unknown": 1}\n')
+    for most, rows in (("3", 1), ("4", 1), ("5", 2)):
+        assert (
+            len(scores("score", world.path, "--jsonl", few, "--tokens", most)["documents"]) == rows
+        )
 
 
 def test_scores_in_python(world: World, model: Any) -> None:
@@ -196,7 +216,7 @@ def test_a_file_of_a_gibibyte_is_streamed(world: World) -> None:
     assert found["tokens"] == 40
     big = world.file("big.txt", LONG * (1 << 16))
     tracemalloc.start()
-    count = sum(map(len, text_blocks(big)))
+    count = sum(map(len, cut_blocks(read_text(big))))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert count == len(LONG) << 16 and peak < 2 << 20 < big.stat().st_size // 8

@@ -4,15 +4,19 @@ everything else as on a GPU."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
+from threading import Barrier, Thread
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from g4ir.backends import sampling
+from g4ir.backends.base import DeviceChoice
 from g4ir.backends.experimental.end_of_step import end_step
 from g4ir.backends.experimental.step_model import read_constants
 from g4ir.backends.sampling import SamplingParams
@@ -152,7 +156,7 @@ def programs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[LoopProgra
     made: list[LoopProgram] = []
     record = runtime.record_loop
     monkeypatch.setattr(runtime, "record_loop", lambda *a: (made.append(record(*a)), made[-1])[1])
-    monkeypatch.setattr(StepLoop, "together", 8)
+    monkeypatch.setattr(StepLoop, "steps_per_call", 8)
     monkeypatch.setattr(engine, "_idle", None)
     return made
 
@@ -243,6 +247,51 @@ def test_a_prompt_has_the_cpu_to_itself(engine: Engine, programs: list[LoopProgr
             unread.append(scheduler._loop.loop.unread)
     assert len(unread) > 3 and not any(unread[2:])
     scheduler.close()
+
+
+def test_sessions_take_turns(engine: Engine, programs: list[LoopProgram]) -> None:
+    """Steps of two sessions on two threads: neither waits for the whole text of the other."""
+    seen, met = list[int](), Barrier(2)
+    greedy = SamplingParams(ignore_eos=True)
+
+    def write(number: int) -> None:
+        request = Request(tuple(PROMPTS[number]), 90, greedy, reuse=False)
+        scheduler = Scheduler(engine)
+        scheduler.submit(request)
+        scheduler.step()
+        met.wait(60)
+        while scheduler.busy:
+            seen.extend(number for event in scheduler.step() if event.token is not None)
+
+    threads = [Thread(target=write, args=(n,)) for n in (0, 1)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    first_ends = min(max(i for i, n in enumerate(seen) if n == number) for number in (0, 1))
+    assert len(seen) > 170 and min(map(seen[:first_ends].count, (0, 1))) > 16
+
+
+def test_a_late_host_does_not_shorten_steps(engine: Engine) -> None:
+    """Tokens that lie ready say nothing of the time of a step."""
+    loop = open_loop_of(engine)
+    loop._step_s, before = 1.0, loop.steps_per_call
+    for _ in range(2):
+        loop.advance(1, None)
+    time.sleep(0.1)
+    for _ in range(2):
+        loop.read()
+    assert before == loop.steps_per_call == 1
+
+
+def open_loop_of(engine: Engine) -> StepLoop:
+    session = engine.session()
+    session.prefill(torch.tensor([PROMPTS[0]]))
+    choice = DeviceChoice((sampling.GREEDY,), ())
+    loop = engine.runtime.token_loop(engine.embed, session.state, 1, choice, engine.tables)
+    held = session.length, torch.ones(1, dtype=torch.bool)
+    loop.start(torch.tensor([5]), *held, torch.zeros(1, 4).double(), [()])
+    return loop
 
 
 def test_tables_that_are_made_row_by_row(

@@ -63,6 +63,6 @@ class Arena:
 
 
 def storage_of(t: Tensor) -> int:
-    """Return what tells the memory of a tensor from that of others."""
+    """Return the identity of a tensor's storage."""
     key: int = t.untyped_storage()._cdata
     return key

@@ -72,6 +72,7 @@ KERNEL_FLAGS = (
     "-pthread",
     "-w",
     "-Werror=implicit-function-declaration",
+    "-fno-strict-aliasing",  # pairs of 16 bits are read as words
     "-fno-math-errno",
     "-fassociative-math",
     "-fno-signed-zeros",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +42,7 @@ from .cuda_graph import (
 from .programs import CANDIDATES, CHAINS, END, KERNELS_FILE
 from .schedule import any_length
 from .segment import Glue, Segment, Step, state_steps
-from .step_loop import StepLoop, mapped_tables, record_loop
+from .step_loop import StepLoop, StepThread, mapped_tables, record_loop
 from .step_program import NoInstruction, StepProgram, of_tokens, record_step
 from .target import find_target
 from .token_loop import Choose, Embed, RoundLoop, TokenLoop, end_by_torch
@@ -117,7 +116,7 @@ class TorchRuntime:
             op: calls[files[op][0] or ""] for op in ("greedy", "candidates") if op in files
         }
         #: the thread that runs steps while the host reads the tokens of others
-        self.worker = ThreadPoolExecutor(1, "g4ir-steps")
+        self.worker = StepThread()
         #: phases that run as programs recorded for a session
         self.recorded_phases = program.graphs.keys() - steps.keys() - {"embed"}
         self.weights = self._load_params(steps, task)
@@ -338,7 +337,8 @@ class TorchRuntime:
         views = state.views(self.limits.max_seq)
         try:
             made = record_loop(self.program, mapped, self.weights, views, batch, suppress)
-        except NoInstruction:
+        except NoInstruction as e:
+            log.info("tokens are embedded and chosen by the host: %s", e)
             return None
         return StepLoop(made, self.worker)
 
@@ -408,7 +408,7 @@ class TorchRuntime:
         return call
 
     def close(self) -> None:
-        self.worker.shutdown()
+        self.worker.close()
         self.plans.clear()
         self.recorded_plans.clear()
         self.weights.clear()

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, Future, wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -88,19 +90,45 @@ def record_loop(
     chosen, flaws = r.greedy(logits, suppress)
     end = len(r.instructions)
     r.emit("end_step", chosen, flaws, tokens, lengths, active, stops, made, pace)
-    code = r.code((*tables.values(), *weights.values()))
+    code = r.code(())  # weights and tables too: steps may still run when their engine is dropped
     never = torch.tensor(suppress, dtype=torch.int64)
     return LoopProgram(code, end, tokens, lengths, active, stops, made, pace, logits, chosen, never)
 
 
+class StepThread:
+    """The one thread that runs steps of an engine, in the order of `submit`."""
+
+    def __init__(self) -> None:
+        self._pool, self._lock = ThreadPoolExecutor(1, "g4ir-steps"), Lock()
+        #: calls that it has not begun
+        self.waiting = 0
+
+    def submit(self, call: Callable[[], None]) -> Future[None]:
+        self._count(1)
+
+        def begin() -> None:
+            self._count(-1)
+            call()
+
+        return self._pool.submit(begin)
+
+    def _count(self, more: int) -> None:
+        with self._lock:
+            self.waiting += more
+
+    def close(self) -> None:
+        """Wait for all calls."""
+        self._pool.shutdown()
+
+
 class StepLoop:
     """Runs a LoopProgram, with the interface of TokenLoop. Not safe for use from several threads at
-    once. `worker` is the one thread that runs steps."""
+    once."""
 
     #: whether its steps take the whole device, so that a chunk of a prompt should not run meanwhile
-    alone = True
+    exclusive = True
 
-    def __init__(self, program: LoopProgram, worker: Executor) -> None:
+    def __init__(self, program: LoopProgram, worker: StepThread) -> None:
         self.program, self._worker = program, worker
         self._made, self._pace = program.made.numpy(), program.pace.numpy()
         self._draws = torch.ones(len(program.tokens), 4, dtype=torch.float64)
@@ -113,7 +141,7 @@ class StepLoop:
         self._step_s = LOOK_S
 
     @property
-    def together(self) -> int:
+    def steps_per_call(self) -> int:
         """Number of steps between two looks of the host."""
         return max(1, min(STEPS, int(LOOK_S / self._step_s)))
 
@@ -155,24 +183,32 @@ class StepLoop:
         p, threads = self.program, torch.get_num_threads()  # the worker's may be another
         if self._drawn:
             assert uniforms is not None
-            self._calls.append(self._worker.submit(self._run_drawn, uniforms, threads))
-        elif not pyops.want_steps(p.pace, count) and self._pace[1] < FAILED:
-            self._pace[0] = self._read + sum(self._unread) + count
-            self._calls.append(self._worker.submit(p.code.run_steps, p.pace, threads))
+            self._calls.append(self._worker.submit(partial(self._run_drawn, uniforms, threads)))
+        # A call that runs goes on, unless another session's waits.
+        elif self._worker.waiting or not pyops.want_steps(p.pace, count):
+            wanted = self._read + sum(self._unread) + count
+            self._calls.append(self._worker.submit(partial(self._run, wanted, threads)))
         self._unread.append(count)
 
     def read(self) -> list[list[int | None]]:
         """Return for each row the tokens of the oldest unread `advance`, until it rests; None: its
         logits were not finite."""
-        steps = range(self._read, self._read + self._unread.popleft())
+        steps = range(self._read, self._read + self._unread[0])
         pyops.wait_steps(self.program.pace, steps.stop)
         if self._pace[1] >= FAILED:
             for call in self._calls:
                 call.result()
+        self._unread.popleft()
         self._read, before, self._read_at = steps.stop, self._read_at, time.perf_counter()
-        self._step_s = (self._read_at - before) / len(steps)
+        # Tokens that lay ready, because the host was late, say nothing of a step.
+        self._step_s = max((self._read_at - before) / len(steps), self._step_s / 2)
         made = [self._made[step % KEPT].tolist() for step in steps]
         return [[None if t == -1 else t for t in row if t != -2] for row in zip(*made)]
+
+    def _run(self, wanted: int, threads: int) -> None:
+        if self._pace[1] < FAILED:  # of a call before
+            self._pace[0] = wanted
+            self.program.code.run_steps(self.program.pace, threads)
 
     def _run_drawn(self, uniforms: Tensor, threads: int) -> None:
         p = self.program

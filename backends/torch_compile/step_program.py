@@ -561,8 +561,8 @@ def of_tokens(two: StepProgram, three: StepProgram, tokens: int) -> StepProgram:
     """Return the program of a step of `tokens` tokens per sequence, two or more, without recording
     it: addresses and sizes are linear in the tokens, so those of steps of two and of three tokens
     say all of them."""
-    # Values of other memory would be read from addresses that nothing has.
-    assert [*map(storage_of, two.code.held)] == [*map(storage_of, three.code.held)]
+    if [*map(storage_of, two.code.held)] != [*map(storage_of, three.code.held)]:
+        raise RuntimeError("steps of two and of three tokens have values in other memory")
 
     def numbers(a: Any, b: Any) -> Any:
         one, other = a.view(np.int64), b.view(np.int64)

@@ -58,7 +58,7 @@ class TokenLoop:
     """
 
     #: whether a chunk of a prompt should not run meanwhile; number of steps that one call should do
-    alone, together = False, 1
+    exclusive, steps_per_call = False, 1
 
     def __init__(
         self,

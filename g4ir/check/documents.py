@@ -68,13 +68,15 @@ class Reader:
         """Yield the windows of files, each a document in UTF-8. They are tokenised in blocks that
         end with a line. InputError for a file that is not text."""
         for path in paths:
-            yield from self._windows(path, path, self._tokenised(text_blocks(Path(path)), path))
+            yield from self._windows(
+                path, path, self._tokenised(cut_blocks(read_text(Path(path))), path)
+            )
 
     def lines(self, path: str) -> Iterator[Window]:
         """Yield the windows of a file of JSON lines, each a document with the fields LINE."""
         with Path(path).open("rb") as stream:
             lines = ReadAhead(stream)
-            while line := lines.next(wait=True):
+            while self.most and (line := lines.next(wait=True)):
                 where = f"{path}:{line[0]}"
                 given = {"id": line[0], **parse_line(line[1], where)}
                 yield from self.fields(given, where)
@@ -82,8 +84,8 @@ class Reader:
     def values(self, texts: Any) -> Iterator[Window]:
         """Yield the windows of one text or several, each a string, a list of token ids, or a
         mapping of the fields LINE. Documents are called by their index."""
-        single = isinstance(texts, str | Mapping) or {*map(type, texts)} == {int}
-        for index, text in enumerate([texts] if single else texts):
+        many = [texts] if isinstance(texts, str | Mapping) else [*texts]
+        for index, text in enumerate([many] if {*map(type, many)} == {int} else many):
             named = {"text": text} if isinstance(text, str) else {"tokens": text}
             given = text if isinstance(text, Mapping) else named
             yield from self.fields({**given, "id": index}, f"text {index}")
@@ -95,7 +97,7 @@ class Reader:
         if "text" in given:
             if "labels" in given:
                 raise InputError(f"{where}: labels are for tokens: give tokens, not a text")
-            pieces = self._tokenised(iter([given["text"]]), where, given.get("bos", True))
+            pieces = self._tokenised(cut_blocks([given["text"]]), where, given.get("bos", True))
             return self._windows(name, where, pieces)
         text = self.engine.spec.text
         ids = checked_ids(given["tokens"], text.readable_ids, where)
@@ -134,6 +136,8 @@ class Reader:
                 part += 1
             if not self.most:
                 break
+        if len(ids) < 2 and not self.most:
+            return  # the rest of the budget is no document
         if len(ids) < 2:
             raise InputError(f"{where}: fewer than 2 tokens, <bos> included: nothing to score")
         yield Window(name, part, ids, labels)
@@ -148,10 +152,26 @@ def check_files(paths: Iterable[str], flag: str) -> None:
             raise InputError(f"{flag} {path}: the file is empty")
 
 
-def text_blocks(path: Path) -> Iterator[str]:
-    """Yield a file's text in blocks of at most CHEAP characters, which end with a line if there is
-    one. InputError for bytes that are not UTF-8, and for NUL, which no text has."""
-    decoder, read, rest = codecs.getincrementaldecoder("utf-8")(), 0, ""
+def cut_blocks(texts: Iterable[str]) -> Iterator[str]:
+    """Yield a text that comes in pieces in blocks of at most CHEAP characters, which end with a
+    line if there is one."""
+    rest = ""
+    for text in texts:
+        rest += text
+        start = 0
+        while len(rest) - start > CHEAP:
+            cut = rest.rfind("\n", start, start + CHEAP) + 1 or start + CHEAP
+            yield rest[start:cut]
+            start = cut
+        rest = rest[start:]
+    if rest:
+        yield rest
+
+
+def read_text(path: Path) -> Iterator[str]:
+    """Yield a file's text in pieces. InputError for bytes that are not UTF-8, and for NUL, which no
+    text has."""
+    decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
     with path.open("rb") as stream:
         while True:
             raw = stream.read(READ)
@@ -163,13 +183,7 @@ def text_blocks(path: Path) -> Iterator[str]:
                 raise InputError(f"{said}: a binary file, or a text in another encoding") from None
             if "\0" in text:
                 raise InputError(f"{path}: NUL among its characters: a binary file, not a text")
-            rest += text.removeprefix("\ufeff") if not read else text
+            yield text.removeprefix("\ufeff") if not read else text
             read += len(raw)
-            while len(rest) > CHEAP:
-                cut = rest.rfind("\n", 0, CHEAP) + 1 or CHEAP
-                yield rest[:cut]
-                rest = rest[cut:]
             if not raw:
                 break
-    if rest:
-        yield rest

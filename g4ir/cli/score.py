@@ -101,10 +101,11 @@ def _baseline(
             yield (None, found) if isinstance(found, str) else (found, UNQUANTISED)
         else:
             other = stack.enter_context(_loaded(args, args.against, progress))
-            sizes = [e.spec.text.vocab_size for e in (engine, other)]
-            if sizes[0] != sizes[1]:
+            if (sizes := [e.spec.text.vocab_size for e in (engine, other)])[0] != sizes[1]:
                 said = "vocabularies of {} and {}: no common tokens".format(*sizes)
                 raise InputError(f"--against {args.against}: {said}")
+            if engine.tokenizer().get_vocab() != other.tokenizer().get_vocab():
+                raise InputError(f"--against {args.against}: its tokenizer has other tokens")
             yield other, args.against
 
 

@@ -50,21 +50,20 @@ class TokenSteps:
         """Whether `step` would have nothing to run."""
         return self.started == self.left and not self.loop.unread
 
-    def step(self, beside: bool = False) -> Tokens:
-        """Return the tokens of the next steps. `beside`: a chunk of a prompt comes after each step,
-        while which no step of a loop that takes the whole device should be running."""
-        ahead = 1 if beside and self.loop.alone else AHEAD
+    def step(self, prefill_follows: bool = False) -> Tokens:
+        """Return the tokens of the next steps: of one, if a chunk of a prompt comes after it, while
+        which no step of a loop that takes the whole device should be running."""
+        ahead = 1 if prefill_follows and self.loop.exclusive else AHEAD
         while self.loop.unread < ahead and self.started < self.left:
-            count = 1 if beside else min(self.loop.together, self.left - self.started)
+            room = self.left - self.started
+            count = 1 if prefill_follows else min(self.loop.steps_per_call, room)
             self.loop.advance(count, self._uniforms(count) if self.draws else None)
             self.started += count
         return self._read()
 
     def _uniforms(self, count: int) -> torch.Tensor:
-        numbers, ahead = (
-            torch.zeros(count, self.session.batch).double(),
-            self.started - self.received,
-        )
+        numbers = torch.zeros(count, self.session.batch, dtype=torch.float64)
+        ahead = self.started - self.received
         for row, sampler in self.samplers.items():
             drawn = [sampler.uniform(ahead + i) for i in range(count)]
             numbers[:, row] = torch.tensor(drawn, dtype=torch.float64)
@@ -112,7 +111,7 @@ class DraftRounds:
         most = max(d.pace.most for d in self.drafters.values())
         return int(self._taken.max()) + most + 1 > NUMBERS
 
-    def step(self, beside: bool = False) -> Tokens:
+    def step(self, prefill_follows: bool = False) -> Tokens:
         """Return the tokens of the next round."""
         batch = self.session.batch
         count = max(self.drafters[s.slot].count(s.room - 1, batch) for s in self.running)

@@ -217,7 +217,9 @@ class Scheduler:
             if not self._loop:
                 return self._verified(running, drafters)
             self._looped = [*running]
-        return self._received(self._loop.step(beside=bool(self._prompt) or self._next_fits()))
+        return self._received(
+            self._loop.step(prefill_follows=bool(self._prompt) or self._next_fits())
+        )
 
     def _received(self, tokens: Tokens) -> Made:
         made: Made = {}
@@ -234,7 +236,10 @@ class Scheduler:
         """Have the session take over from the device; return the tokens of steps in flight."""
         if not self._loop:
             return []
-        made = [self._received(tokens) for tokens in self._loop.close()]
+        made = []
+        for tokens in self._loop.close():
+            self.totals.steps[len(self._looped)] += self._loop.steps
+            made.append(self._received(tokens))
         self._loop, self._looped = None, []
         return made
 

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 
 from .parts import (
     ASSISTANT,
+    FAMILIES,
     FULL,
     SLIDING,
     TOWERS,
@@ -35,6 +36,19 @@ class Problem(NamedTuple):
     others: tuple[str, ...] = ()
 
 
+def _family_problems(spec: Variant) -> Iterator[Problem]:
+    """What model_types.yaml says of every model of a type."""
+    family = FAMILIES[spec.model_type]
+    stated = {("chat", spec.chat): family.get("chat", spec.chat)}
+    stated |= {(f"text.{n}", getattr(spec.text, n)): v for n, v in family.get("text", {}).items()}
+    for (path, found), wanted in stated.items():
+        if found != wanted:
+            said = str(wanted).lower() if isinstance(wanted, bool) else wanted
+            yield Problem(
+                path, f"is {said} of {spec.model_type} models; give {said}", ("model_type",)
+            )
+
+
 def _no_divisor(path: str, found: int, whole: str, size: int, *others: str) -> Problem:
     message = f"{found} does not divide {whole} {size}; use a divisor"
     return Problem(path, message, (whole, *others))
@@ -50,6 +64,7 @@ def problems(spec: Variant) -> Iterator[Problem]:
             ("model_type",),
         )
         return
+    yield from _family_problems(spec)
     yield from (_drafter_problems(spec) if spec.drafter else _pattern_problems(spec.text))
     for name in (SLIDING, FULL):
         yield from _kind_problems(spec.text, name)

@@ -13,6 +13,7 @@ import mmap
 import os
 import stat
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
@@ -259,7 +260,8 @@ def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone(memory_format=torch.contiguous_format)
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, tensor.nbytes + HUGE_PAGE, flags=private)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
     room = torch.frombuffer(memory, dtype=torch.uint8)
     start = -room.data_ptr() % HUGE_PAGE
     made = room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -1,7 +1,7 @@
-/* A GEMM in bf16 for products of many rows with quantised weights and for attention of prompts, if the CPU multiplies bf16 and
- * has no matrix unit, with which a library is faster. Operands are packed in panels of words; a word is
- * two neighbouring values along k, whose products one instruction adds: A [k / 2, ROWS], B [k / 2,
- * vectors, LANE], C [ROWS, vectors, LANE] in fp32. */
+/* A GEMM in bf16 for products of many rows with quantised weights and for attention of prompts, if the
+ * CPU multiplies bf16 and has no matrix unit, with which a library is faster. Operands are packed in
+ * panels of words; a word is two neighbouring values along k, whose products one instruction adds: A
+ * [k / 2, ROWS], B [k / 2, vectors, LANE], C [ROWS, vectors, LANE] in fp32. */
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && !defined(__AMX_BF16__)
 #define GEMM
 /* Rows of C, vectors of it at most, and values of a vector: 24 sums, as registers hold them. */

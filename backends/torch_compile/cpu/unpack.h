@@ -1,4 +1,4 @@
-/* Weights in tiles as panels of gemm.h: values are rounded to bf16 as decode() rounds them. */
+/* Weights in tiles as panels of gemm.h. A value is rounded to bf16 once, behind its product and sum. */
 #ifdef GEMM
 ALWAYS unpack_tile(const int form, const product *p, int64_t tile, int64_t first, int64_t last,
                    uint32_t *to, int64_t apart) {
@@ -17,10 +17,10 @@ ALWAYS unpack_tile(const int form, const product *p, int64_t tile, int64_t first
             UNROLLED for (int j = 0; j < BLOCK / 2; j++, to += apart) {
                 row_words even = EVEN_ODD(form) ? c[j / 4 * 2] >> j % 4 * 8 : c[j / 2] >> j % 2 * 16;
                 row_words odd = EVEN_ODD(form) ? c[j / 4 * 2 + 1] >> j % 4 * 8 : even >> 8;
-                row_floats first = __builtin_convertvector((row_sums)(even & 255) - BIAS[form], row_floats);
-                row_floats second = __builtin_convertvector((row_sums)(odd & 255) - BIAS[form], row_floats);
+                row_floats one = __builtin_convertvector((row_sums)(even & 255) - BIAS[form], row_floats);
+                row_floats two = __builtin_convertvector((row_sums)(odd & 255) - BIAS[form], row_floats);
                 row_floats f = factor[j / (HALF / 2)];
-                _mm512_storeu_si512(to, words_of((__m512)(first * f - below), (__m512)(second * f - below)));
+                _mm512_storeu_si512(to, words_of((__m512)(one * f - below), (__m512)(two * f - below)));
             }
         }
     }

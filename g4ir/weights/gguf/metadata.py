@@ -437,7 +437,7 @@ def _tokenizer(file: Container, ids: Mapping[str, int]) -> dict[str, Any]:
     model = file.values[f"{PREFIX}model"]
     if model not in MODELS:
         expected = f"expected {' or '.join(MODELS)}"
-        fix = "fix: this is the tokenizer of another family; take a conversion of a Gemma 4 model"
+        fix = "fix: this is the tokenizer of another family; take a conversion of a Gemma model"
         raise file.wrong(f"{PREFIX}model", expected, model, fix)
     table = file.tensors.get("token_embd.weight")
     rows = table.shape[0] if table else 0
