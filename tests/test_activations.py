@@ -103,7 +103,7 @@ def test_each_product_with_codes_takes_rounded_rows(name: str) -> None:
     products = list(g.find("linear", "linear_glu"))
     in_codes = {n.out.name for n in g.find("dequantize")}
     assert products and all((n["x"].name in made) == (n["w"].name in in_codes) for n in products)
-    readers = {u.op for name in made for u in g.users()[name]}
+    readers = {u.op for name in made for u in g.users[name]}
     assert readers == {"linear", "linear_glu"}
     experts = list(g.find("experts"))
     assert len(experts) == len(list(plain.find("moe_mlp")))

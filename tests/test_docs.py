@@ -311,10 +311,12 @@ def test_the_design_lists_rooms_and_passes_as_they_are() -> None:
     assert listed == [p for p in passes.PASSES if p in listed] and len(listed) >= 19
 
 
-def test_the_evening_is_twelve_files() -> None:
+def test_the_evening_is_twelve_short_files() -> None:
     evening = section("design.md", "The evening")
     tour = re.findall(r"^\d+\. \[`(.+?)`\]\(\.\./(.+?)\)", evening, re.M)
     assert len(tour) == 12 and all(shown == target for shown, target in tour)
+    lines = [len((ROOT / target).read_text().splitlines()) for _, target in tour]
+    assert max(lines) <= 300 and sum(lines) <= 2000
 
 
 RESULTS = {path.name: path.read_text() for path in (ROOT / "bench/results").iterdir()}

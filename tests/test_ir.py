@@ -90,8 +90,8 @@ def test_the_builder_infers_types_and_names_what_it_is_not_told() -> None:
     assert [v.name for v in (left, right)] == ["L0.split2.0", "L0.split2.1"]
     g = b.graph(left)
     verify(g)
-    assert g.producers()["L0.split2.1"].outputs == (left, right)
-    assert g.users()[left.name] == [RESULT] and right.name not in g.users()
+    assert g.producers["L0.split2.1"].outputs == (left, right)
+    assert g.users[left.name] == [RESULT] and right.name not in g.users
     assert [n.op for n in g.find("split", "linear")] == ["linear", "split"]
 
 
@@ -184,7 +184,7 @@ def test_order_keeps_a_correct_order_and_repairs_any_other() -> None:
         assert order(g) == g
         mixed = order(replace(g, nodes=g.nodes[::-1]))
         verify(mixed)
-        assert sorted(map(str, mixed.producers())) == sorted(map(str, g.producers()))
+        assert sorted(map(str, mixed.producers)) == sorted(map(str, g.producers))
 
 
 @pytest.mark.parametrize("length", [1, 2, 7])

@@ -45,7 +45,7 @@ def network_graph(program: Program) -> Graph:
     for n in g.nodes:
         caches = _old_caches(g, n)
         if caches:
-            span = g.producers()[g.next[caches[0].name].name].inputs[2:]
+            span = g.producers[g.next[caches[0].name].name].inputs[2:]
             if span not in ends:
                 ends[span] = _end(g, span, b)
             first = n.inputs.index(caches[0])

@@ -98,7 +98,7 @@ def all_cases(
 
 def _with_weights(g: Graph, n: Node) -> list[Node]:
     """Return a node behind those that make its weights of codes."""
-    made = [g.producers()[v.name] for v in n.inputs if v.name in g.producers()]
+    made = [g.producers[v.name] for v in n.inputs if v.name in g.producers]
     return [*(m for m in made if m.op == "dequantize"), n]
 
 

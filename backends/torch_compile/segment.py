@@ -106,7 +106,7 @@ def state_steps(steps: Sequence[Step]) -> list[Step]:
 def _group(g: Graph, alone: Collection[str]) -> dict[str, Key]:
     """Return (stage, level) by first output; a level counts what lies between nodes of a stage:
     eager ops, and nodes that are to be segments of their own, `alone`, by their first outputs."""
-    producers = g.producers()
+    producers = g.producers
     stage: dict[str, str] = {}
     after_layers: set[str] = set()
     level: dict[str, dict[str, int]] = {}  # node -> stage -> level reached in that stage
@@ -131,7 +131,7 @@ def _group(g: Graph, alone: Collection[str]) -> dict[str, Key]:
 
 def _first_uses(g: Graph, keys: dict[str, Key]) -> dict[str, Key]:
     """Return where nodes on params alone are first used: others would get a dense weight."""
-    params, users = {v.name for v in g.params}, g.users()
+    params, users = {v.name for v in g.params}, g.users
     alone = [n for n in g.nodes if n.inputs and params.issuperset(v.name for v in n.inputs)]
     first = {n.outputs[0].name: users.get(n.outputs[0].name, [RESULT])[0] for n in alone}
     return {name: keys[n.outputs[0].name] for name, n in first.items() if n is not RESULT}
@@ -152,7 +152,7 @@ def _updates(n: Node) -> tuple[tuple[Value, Value], ...]:
 
 def _late_writes(g: Graph) -> dict[str, str]:
     """Return the first output of writes whose old contents another layer reads later -> a cache."""
-    users = g.users()
+    users = g.users
     return {
         n.outputs[0].name: old.name
         for n in g.nodes
@@ -169,7 +169,7 @@ def _layer(n: Node) -> str:
 
 def _order_groups(g: Graph, groups: dict[Key, list[Node]], keys: dict[str, Key]) -> list[Key]:
     """Return groups in topological order, stable by first node; caches are read, then written."""
-    producers = g.producers()
+    producers = g.producers
     needs: dict[Key, set[Key]] = {}
     for k, nodes in groups.items():
         before = [producers[v.name] for n in nodes for v in n.inputs if v.name in producers]

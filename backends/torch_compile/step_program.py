@@ -127,7 +127,7 @@ class Recorder:
             self._put(name, t)
         for i, n in enumerate(g.nodes):
             old = {v.name for v, _ in n.definition.updated(n.inputs, n.outputs)}
-            if any(len(g.users()[name]) > 1 for name in old):
+            if any(len(g.users[name]) > 1 for name in old):
                 raise NoInstruction(f"{n.result_names()}: what it overwrites is read elsewhere")
             self.node(n)
             self.ends.append((len(self.instructions), dict(self._shown(n))))

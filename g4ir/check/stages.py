@@ -106,7 +106,7 @@ class StageWeights:
 
     def params(self, packing: Packing, graph: Graph) -> dict[str, Tensor]:
         """Return the params of one of the packing's main graphs."""
-        made = packing.prologue.producers()
+        made = packing.prologue.producers
         return {
             v.name: self._param(packing.prologue, v) if v.name in made else self._held(v)
             for v in graph.params
@@ -142,7 +142,7 @@ class Recording:
     @cached_property
     def makers(self) -> dict[str, Node]:
         """The node that makes each value."""
-        return {**self.embed.producers(), **self.graph.producers()}
+        return {**self.embed.producers, **self.graph.producers}
 
     @cached_property
     def types(self) -> dict[str, Type]:
@@ -167,7 +167,7 @@ class Recording:
 
     def with_params(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
         """Return the nodes, after those that make their params."""
-        made = self.prologue.producers()
+        made = self.prologue.producers
         early = {v.name: made[v.name] for n in nodes for v in n.inputs if v.name in made}
         return (*early.values(), *nodes)
 

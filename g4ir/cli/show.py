@@ -158,7 +158,7 @@ def _stages(args: argparse.Namespace) -> tuple[Graph, Graph]:
 def _variants(args: argparse.Namespace) -> tuple[Graph, Graph]:
     (graph, skip), options = graphs.given_graph(args), graphs.pass_options(args)
     dtype = graph.outputs[0].type.dtype
-    all_logits = "logits.all" not in graph.producers()
+    all_logits = "logits.all" not in graph.producers
     spec, media = any_spec(args.against), None
     if args.engine is not None:
         media = graphs.stored(args).manifest.media

@@ -140,29 +140,23 @@ class Graph:
         """Yield the nodes of these ops, in order."""
         return (n for n in self.nodes if n.op in ops)
 
-    def producers(self) -> Mapping[str, Node]:
-        """Return value name -> the node that makes it."""
-        return self._producers
-
     def producer(self, v: Value) -> Node | None:
         """Return the node that makes a value; None for a source."""
-        return self._producers.get(v.name)
+        return self.producers.get(v.name)
 
     def readers(self, v: Value) -> list[Node]:
         """Return the nodes that read a value; RESULT stands for the graph's end."""
-        return self._users.get(v.name, [])
-
-    def users(self) -> Mapping[str, list[Node]]:
-        """Value name -> the nodes that read it; RESULT stands for the graph's end."""
-        return self._users
+        return self.users.get(v.name, [])
 
     # Worked out once: a graph never changes.
     @cached_property
-    def _producers(self) -> dict[str, Node]:
+    def producers(self) -> Mapping[str, Node]:
+        """Value name -> the node that makes it."""
         return {v.name: n for n in self.nodes for v in n.outputs}
 
     @cached_property
-    def _users(self) -> dict[str, list[Node]]:
+    def users(self) -> Mapping[str, list[Node]]:
+        """Value name -> the nodes that read it; RESULT stands for the graph's end."""
         table: dict[str, list[Node]] = {}
         for n in self.nodes:
             for v in dict.fromkeys(n.inputs):

@@ -48,7 +48,7 @@ class Packing:
     def recipe(self, param: str) -> Graph:
         """Return the part of the prologue that makes one param; empty for a stored tensor."""
         v = self.program.params()[param]
-        if v.name not in self.prologue.producers():
+        if v.name not in self.prologue.producers:
             return Graph("prologue", (), (v,), (), (), (v,))
         known = {x.name for x in drop_dead(replace(self.prologue, outputs=(v,))).params}
         for n in self.prologue.nodes:
@@ -396,7 +396,7 @@ class UnpackedWeights:
 
     def _codes_of(self, parts: tuple[Value, ...]) -> tuple[torch.Tensor, ...] | None:
         """Return codes and scales; None where the engine holds what was made of them."""
-        quantize = self.prologue.producers().get(parts[0].name)
+        quantize = self.prologue.producers.get(parts[0].name)
         if isinstance(self.held, MadeParams):
             if quantize:
                 return run_node(quantize, [self.held.given(quantize["w"])])
@@ -416,7 +416,7 @@ class UnpackedWeights:
 
     def _cut(self, n: Node, codes: Value) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Return a function that slices a weight out of a packed one; None if it is elsewhere."""
-        joined = self.prologue.producers().get(n["codes"].name)
+        joined = self.prologue.producers.get(n["codes"].name)
         if n["codes"] == codes:
             return lambda t: t
         if joined and joined.op == "concat" and codes in joined.inputs:

@@ -198,7 +198,7 @@ def size(t: Type, axis: int) -> int:
 def codes_of(g: Graph, v: Value) -> dict[str, int]:
     """Return {form: how many codes share a scale} of a quantised weight that kernels read as such;
     nothing of any other. A part of a row has a power of two of them, from 16 on."""
-    n = g.producers().get(v.name)
+    n = g.producers.get(v.name)
     if n is None or n.op != "dequantize":
         return {}
     codes, k = n["codes"].type, size(v.type, -1)
@@ -213,7 +213,7 @@ def both_in_codes(g: Graph, n: Node) -> bool:
     each row on both sides, of sizes that are multiples of 16, into bf16."""
     if n.op not in ("linear", "linear_glu"):
         return False
-    x, w = (g.producers().get(n[operand].name) for operand in ("x", "w"))
+    x, w = (g.producers.get(n[operand].name) for operand in ("x", "w"))
     if not (
         x and w and (x.op, w.op) == ("fake_quantize", "dequantize") and x.word("form") == "fp8"
     ):
@@ -362,7 +362,7 @@ def to_be_zeroed(run: Any, n: Node, like: Any) -> Any:
     writes; None where none needs any."""
     import torch
 
-    (made, *_), users = n.outputs, run.graph.users()
+    (made, *_), users = n.outputs, run.graph.users
     after = [u for u in users.get(made.name, []) if u != RESULT]
     if [u.op for u in after] == ["heads"]:
         after, made = users.get(after[0].out.name, []), after[0].out

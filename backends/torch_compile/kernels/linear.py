@@ -41,7 +41,7 @@ SUMS = {
 def _sum(g: Graph, n: Node) -> Node | None:
     """Return the op that can add up partial sums, where the node's result goes nowhere else, and
     not to another layer: that is another program."""
-    users = g.users().get(n.out.name, [])
+    users = g.users.get(n.out.name, [])
     if len(users) != 1 or users[0].op not in SUMS or users[0].inputs.count(n.out) != 1:
         return None
     if layer_of(n.out.name) != layer_of(users[0].outputs[0].name):
@@ -105,7 +105,7 @@ def _norm_linear(run: Run, n: Node, choice: Choice, *given: Any) -> tuple[Any, A
 
 def _dense_shape(g: Graph, n: Node, target: Target) -> Shape | None:
     """Return the shape of a weight with a user that is the library's."""
-    form, users = codes_of(g, n.out), g.users().get(n.out.name, [RESULT])
+    form, users = codes_of(g, n.out), g.users.get(n.out.name, [RESULT])
     if not form or all(
         u is not RESULT and (is_skinny(u, target) or both_in_codes(g, u)) for u in users
     ):

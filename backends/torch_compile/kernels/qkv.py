@@ -37,7 +37,7 @@ def _query_shape(g: Graph, n: Node, target: Target) -> Shape | None:
 
 def _reader(g: Graph, n: Node) -> Node | None:
     """Return the attention over a cache alone that reads a node's result as its queries."""
-    users = g.users().get(n.out.name, [])
+    users = g.users.get(n.out.name, [])
     found = [u for u in users if u != RESULT and u.definition.held and u.inputs[0] == n.out]
     return found[0] if len(found) == 1 and not found[0].chunk else None
 
