@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from g4ir.backends.torch_compile import compile as compiler
 from g4ir.backends.torch_compile import lower, pyops, tiles
 from g4ir.backends.torch_compile.lower import SegmentModule
 from g4ir.backends.torch_compile.schedule import schedule
-from g4ir.backends.torch_compile.target import Target
+from g4ir.backends.torch_compile.target import Target, cpu_flags
 from g4ir.ir.graph import Builder
 from g4ir.ir.interpret import interpret
 from g4ir.ir.rewrite import split_prologue
@@ -22,6 +25,8 @@ from g4ir.ops.types import Type, dtype_name
 
 Kernel = Callable[..., torch.Tensor]
 QUANTIZE: Any = OPS["quantize"].reference
+#: error, relative to the largest result: one rounding
+BUDGET = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
 #: format, values that share a scale, dtype of the scales; 704 is no multiple of what is read at a
 #: time
 GROUPS = (
@@ -44,6 +49,41 @@ def cpu_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     yield
     pyops._kernels.clear()
     pyops._kernels.update(before)
+
+
+@pytest.fixture(name="library", scope="module")
+def kernel_library(tmp_path_factory: pytest.TempPathFactory, full: bool) -> Callable[..., Path]:
+    """`library(*flags)`: the kernels, compiled once with each set of flags; only `--full` has them
+    optimised, which takes ten times as long."""
+    folder, level = tmp_path_factory.mktemp("kernels"), "-O2" if full else "-O0"
+    return cache(lambda *flags: _library(folder / f"k{''.join(flags)}.so", level, *flags))
+
+
+def _library(path: Path, *flags: str) -> Path:
+    named = (str(compiler.CPU_KERNELS / name) for name in ("kernels.c", "step.c"))
+    sources = [word for source in named for word in ("-x", "c", source)]
+    options = "-fopenmp -fassociative-math -fno-signed-zeros -fno-trapping-math -shared -fPIC -w"
+    command = ["g++", *options.split(), *flags, *sources, "-o", str(path)]
+    subprocess.run(command, check=True)
+    return path
+
+
+#: instructions with which the kernels are other ones; CPUs with AVX2 have f16c too
+SETS = {"plain C": (), "AVX2": ("avx2", "fma", "f16c"), "AVX-512": ("avx512f", "avx512bw")}
+
+
+@pytest.fixture(name="other_cpu", params=SETS.values(), ids=SETS.keys())
+def kernels_of_other_cpu(
+    request: pytest.FixtureRequest, library: Callable[..., Path]
+) -> Iterator[None]:
+    """Kernels as CPUs without integer products run them."""
+    if not {*request.param} <= {*cpu_flags(), "f16c"}:
+        pytest.skip(f"this CPU has no {request.param[0]}")
+    path = library(*(f"-m{flag}" for flag in request.param))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pyops, "_kernels", {})
+        pyops.load_kernels(path)
+        yield
 
 
 def asked_of(

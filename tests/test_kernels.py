@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import platform
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -22,7 +20,6 @@ from g4ir.backends.torch_compile import pyops, runtime, tiles
 from g4ir.backends.torch_compile.target import Target, cpu_flags, has_gemm
 from g4ir.ir.graph import Builder, Program
 from g4ir.ops import OPS
-from g4ir.ops.attention import last_seen, slot_positions, visible
 from g4ir.ops.codecs import (
     BLOCK_PARTS,
     FORMS,
@@ -32,20 +29,20 @@ from g4ir.ops.codecs import (
     rows_from_tiles,
     to_tiles,
 )
-from g4ir.ops.kv_quant import coded, numbers
 from g4ir.ops.moe import experts as experts_op
 from g4ir.ops.types import ITEMSIZE, Type, torch_dtype
 from tests.coded_products import (
+    BUDGET,
     GROUPS,
     QUANTIZE,
     cpu_kernels,  # noqa: F401
+    kernel_library,  # noqa: F401
+    kernels_of_other_cpu,  # noqa: F401
     layouts,
 )
-from tests.configs import short
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
-BUDGET = {torch.float32: 1e-5, torch.bfloat16: 2**-8}  # of the largest result: one rounding
 #: of the last, few rows of x lie in a core's nearest cache, and more do not
 SHAPES = (
     *((1, 1), (7, 33), (24, 64), (5, 127), (64, 256), (3, 1000), (130, 515), (37, 9216)),
@@ -251,23 +248,6 @@ def test_special_values() -> None:
     assert float(pyops.linear(exact, ones)) == 1.0
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory, full: bool) -> Callable[..., Path]:
-    """`library(*flags)`: the kernels, compiled once with each set of flags; only `--full` has them
-    optimised, which takes ten times as long."""
-    folder, level = tmp_path_factory.mktemp("kernels"), "-O2" if full else "-O0"
-    return cache(lambda *flags: _library(folder / f"k{''.join(flags)}.so", level, *flags))
-
-
-def _library(path: Path, *flags: str) -> Path:
-    named = (str(compiler.CPU_KERNELS / name) for name in ("kernels.c", "step.c"))
-    sources = [word for source in named for word in ("-x", "c", source)]
-    options = "-fopenmp -fassociative-math -fno-signed-zeros -fno-trapping-math -shared -fPIC -w"
-    command = ["g++", *options.split(), *flags, *sources, "-o", str(path)]
-    subprocess.run(command, check=True)
-    return path
-
-
 BF16, F32, F16 = (pyops.DTYPES[d] for d in (torch.bfloat16, torch.float32, torch.float16))
 
 
@@ -285,22 +265,6 @@ def test_with_bf16_instructions(library: Callable[..., Path]) -> None:
     native = ctypes.CDLL(str(library("-mavx512f", "-mavx512bf16")))
     assert native.g4ir_takes(BF16, ctypes.c_int64(8))
     assert not native.g4ir_takes(BF16, ctypes.c_int64(9))
-
-
-#: instructions with which the kernels are other ones; CPUs with AVX2 have f16c too
-SETS = {"plain C": (), "AVX2": ("avx2", "fma", "f16c"), "AVX-512": ("avx512f", "avx512bw")}
-
-
-@pytest.fixture(params=SETS.values(), ids=SETS.keys())
-def other_cpu(request: pytest.FixtureRequest, library: Callable[..., Path]) -> Iterator[None]:
-    """Kernels as CPUs without integer products run them."""
-    if not {*request.param} <= {*cpu_flags(), "f16c"}:
-        pytest.skip(f"this CPU has no {request.param[0]}")
-    path = library(*(f"-m{flag}" for flag in request.param))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pyops, "_kernels", {})
-        pyops.load_kernels(path)
-        yield
 
 
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
@@ -380,133 +344,6 @@ def test_tiles_in_vectors_of_either_width(library: Callable[..., Path], form: st
         torch.testing.assert_close(one, other, **exact)
 
 
-#: rows of the batch, queries, heads of keys, heads of a group
-QUERIES = ((1, 1, 1, 8), (1, 1, 2, 4), (3, 1, 2, 1), (2, 1, 1, 2), (2, 3, 2, 3), (1, 7, 1, 2))
-#: slots of a cache, window: rings of one window, lists, and a ring of several
-SLOTS_WINDOWS = ((9, 9), (64, 0), (500, 0), (512, 512), (300, 100))
-ATTENTION: Any = OPS["attention"].reference
-BITS8 = (torch.int8, torch.float8_e4m3fn)
-
-
-def cached(held: torch.dtype, g: torch.Generator, *shape: int) -> torch.Tensor:
-    """Random rows as a cache holds them."""
-    rows = torch.randn(shape, generator=g)
-    return coded(rows) if held == torch.int8 else rows.to(held)
-
-
-def check_attention(
-    dtype: torch.dtype, held: torch.dtype, shape: tuple[int, int, int, int], d: int, seed: int
-) -> None:
-    """Against float64, over every kind of cache; in what nobody sees there is no number."""
-    b, s, kv_heads, group = shape
-    g = torch.Generator().manual_seed(seed)
-    for slots, window in SLOTS_WINDOWS:
-        slots += (s - 1) * bool(window)  # rows that are verified leave the ring's last window there
-        most = 3 * slots + 2 if window else slots
-        written = torch.randint(s, most + 1, (b,), generator=g)
-        positions = written[:, None] - s + torch.arange(s)
-        q = (torch.randn(b, s, kv_heads * group, d, generator=g) * 2 * d**-0.5).to(dtype)
-        k, v = (cached(held, g, slots, b, kv_heads, d) for _ in "kv")
-        seen = visible(slot_positions(written, slots), positions, window).any(1).t()
-        if held in (torch.float32, torch.bfloat16):
-            for rows in (k, v):
-                rows[~seen] = float("nan")
-        attrs = {"window": window, "scale": 0.75}
-        exact = [torch.nan_to_num(numbers(rows, torch.float64)) for rows in (k, v)]
-        want = ATTENTION(q.double(), positions, written, *exact, **attrs, softcap=0.0)
-        got = pyops.attend(q, positions, written, k, v, **attrs)
-        assert got.dtype == dtype and got.shape == q.shape
-        assert (got.double() - want).abs().max() <= 2 * BUDGET[dtype] * want.abs().max()
-
-
-@pytest.mark.parametrize("dtype", BUDGET, ids=str)
-@pytest.mark.parametrize("shape", QUERIES, ids=str)
-@pytest.mark.parametrize("d", [8, 40, 64, 256, 512])
-def test_attention_of_few(dtype: torch.dtype, shape: tuple[int, int, int, int], d: int) -> None:
-    check_attention(dtype, dtype, shape, d, d + sum(shape))
-
-
-@pytest.mark.parametrize("dtype", BUDGET, ids=str)
-@pytest.mark.parametrize("held", [torch.bfloat16, torch.float16, *BITS8], ids=str)
-def test_attention_over_narrow_rows(dtype: torch.dtype, held: torch.dtype) -> None:
-    for shape, d in (((2, 1, 2, 4), 40), ((1, 3, 1, 5), 256)):
-        check_attention(dtype, held, shape, d, d)
-
-
-#: the same of chunks: heads of a group times queries fill blocks of 48 and do not
-CHUNKS = ((1, 5, 1, 8), (2, 37, 2, 4), (1, 130, 1, 3), (3, 1, 1, 2))
-
-
-def check_chunk(held: torch.dtype, shape: tuple[int, int, int, int], d: int) -> None:
-    """Against float64, over every kind of cache, with and without blocks of soft tokens; empty
-    slots hold no number."""
-    b, s, kv_heads, group = shape
-    g = torch.Generator().manual_seed(d + s)
-    for (slots, window), blocks in itertools.product(SLOTS_WINDOWS, (False, True)):
-        most = 3 * slots if window else max(slots - s, 0)
-        written = torch.randint(0, most + 1, (b,), generator=g)
-        positions = written[:, None] + torch.arange(s)
-        q = (torch.randn(b, s, kv_heads * group, d, generator=g) * 2 * d**-0.5).bfloat16()
-        kept = [cached(held, g, slots, b, kv_heads, d) for _ in "kv"]
-        kept += [cached(held, g, b, s, kv_heads, d) for _ in "kv"]
-        ids = torch.randint(-1, 1, (b, s), generator=g).cummax(1).values
-        last = last_seen(positions, ids) if blocks else positions
-        exact = [numbers(rows, torch.bfloat16).double() for rows in kept]
-        if held == torch.bfloat16:
-            for rows in kept[:2]:
-                rows[slot_positions(written, slots) < 0] = float("nan")
-        given = (*exact, ids) if blocks else exact
-        attrs = {"window": window, "scale": 0.75}
-        want = ATTENTION(q.double(), positions, written, *given, **attrs, softcap=0.0)
-        got = pyops.attend_chunk(q, positions, last, written, *kept, **attrs)
-        assert got.dtype == q.dtype and got.shape == q.shape
-        assert (got.double() - want).abs().max() <= 2**-7 * want.abs().max()
-
-
-@pytest.mark.parametrize("held", [torch.bfloat16, *BITS8], ids=str)
-@pytest.mark.parametrize("shape", CHUNKS, ids=str)
-@pytest.mark.parametrize("d", [8, 40, 256, 512])
-@pytest.mark.skipif(not has_gemm(), reason="other CPUs attend by compiled programs")
-def test_attention_of_a_chunk(held: torch.dtype, shape: tuple[int, int, int, int], d: int) -> None:
-    check_chunk(held, shape, d)
-
-
-@pytest.mark.skipif(not has_gemm(), reason="other CPUs attend by compiled programs")
-@pytest.mark.parametrize("name", ["q", "k"])
-def test_a_chunk_keeps_what_is_no_number(name: str) -> None:
-    """Queries that see it, of its head."""
-    q, k, v = (torch.ones(1, 70, heads, 64).bfloat16() for heads in (4, 2, 2))
-    {"q": q[:, 60, 2], "k": k[:, 60, 1]}[name].fill_(float("nan"))
-    cache, positions = torch.zeros(16, 1, 2, 64).bfloat16(), torch.arange(70)[None]
-    written = torch.tensor([0])
-    got = pyops.attend_chunk(q, positions, positions, written, cache, cache, k, v, 5, 1.0)
-    lost = got.isnan().all(-1).nonzero().tolist()
-    seen = [[0, 60, 2]] if name == "q" else [[0, s, h] for s in range(60, 65) for h in (2, 3)]
-    assert lost == seen and got.isnan().sum() == 64 * len(seen)
-
-
-@pytest.mark.parametrize("dtype", BUDGET, ids=str)
-@pytest.mark.parametrize("d", [40, 256])
-def test_attention_on_other_cpus(other_cpu: None, dtype: torch.dtype, d: int) -> None:
-    for shape in QUERIES:
-        check_attention(dtype, dtype, shape, d, d)
-    check_attention(dtype, torch.int8, QUERIES[0], d, d)
-
-
-@pytest.mark.parametrize("dtype", BUDGET, ids=str)
-@pytest.mark.parametrize("value", ["q", "k", "v"])
-def test_attention_keeps_what_is_no_number(dtype: torch.dtype, value: str) -> None:
-    """In its row and its head alone; a row that holds nothing is finite."""
-    g = torch.Generator().manual_seed(0)
-    q = torch.randn(3, 1, 4, 64, generator=g).to(dtype)
-    k, v = (torch.randn(130, 3, 2, 64, generator=g).to(dtype) for _ in "kv")
-    {"q": q[1, 0, 2:], "k": k[100, 1, 1], "v": v[100, 1, 1]}[value].fill_(float("nan"))
-    positions, written = torch.tensor([[120], [120], [0]]), torch.tensor([121, 121, 0])
-    got = pyops.attend(q, positions, written, k, v, window=0, scale=1.0)
-    lost = got.isnan().all(-1).nonzero().tolist()
-    assert lost == [[1, 0, 2], [1, 0, 3]] and got.isnan().sum() == 2 * 64
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_many_rows_are_made_wide(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """In blocks of the weight, the last one not whole; sums are fp32, rounded once."""
@@ -550,18 +387,6 @@ def test_kept_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pyops.kept_bytes() == pyops.KEPT_FROM + 4  # what another size left is gone
     pyops.empty_f32(100)
     assert pyops.kept_bytes() == pyops.KEPT_FROM + 4  # small ones are not kept
-
-
-@pytest.mark.parametrize("valid", [[1] * 9, [1] * 6 + [0] * 3, [1, 0, 1, 1, 0, 1, 1, 1, 0]])
-def test_padding_is_not_attended_to(valid: list[int]) -> None:
-    """At the end it is cut off, elsewhere it is masked."""
-    g = torch.Generator().manual_seed(0)
-    q = torch.randn(1, 9, 4, 8, generator=g)
-    k, v = torch.randn(2, 1, 9, 2, 8, generator=g).unbind(0)
-    mask = torch.tensor([valid], dtype=torch.bool)
-    got = pyops.encoder_attention(q, k, v, mask, 0.5)
-    wanted = OPS["encoder_attention"].reference(q, k, v, mask, scale=0.5)
-    torch.testing.assert_close(got, wanted)
 
 
 class Products(torch.nn.Module):
@@ -627,36 +452,6 @@ def test_programs_call_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert got.dtype == want.dtype
             torch.testing.assert_close(got, want, rtol=2**-7, atol=0.1)
         assert {*seen[: len(seen) // 2]} >= wanted
-
-
-class Attends(torch.nn.Module):
-    """Attention as compiled programs have it: of operands, and of queries apart in memory."""
-
-    def forward(self, q: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        attend = torch.ops.g4ir.attend
-        return attend(q, *operands, 0, 0.5), attend(q.transpose(2, 3), *operands, 96, 0.25)
-
-
-@pytest.mark.parametrize("dtype", short(torch.bfloat16, of=BUDGET), ids=str)
-def test_programs_attend(dtype: torch.dtype, tmp_path: Path, monkeypatch: Any) -> None:
-    """A cache of any number of slots; the second time through the op."""
-    g = torch.Generator().manual_seed(0)
-    q = torch.randn(2, 1, 64, 64, generator=g).to(dtype)
-    k, v = (torch.randn(100, 2, 2, 64, generator=g).to(dtype) for _ in "kv")
-    operands = (q, torch.tensor([[60], [70]]), torch.tensor([61, 71]), k, v)
-    slots = {0: torch.export.Dim.DYNAMIC(min=1)}
-    with compiler._any_size():
-        exported = torch.export.export(
-            Attends(), operands, dynamic_shapes=({}, ({}, {}, slots, slots)), strict=False
-        )
-    monkeypatch.setattr(compiler, "exported", lambda *_: exported)
-    compiler.compile_program("attends", Target("cpu"), tmp_path / "attends.pt2")
-    call = runtime._load_program(tmp_path / "attends.pt2", "cpu")
-    budget = 2 * BUDGET[dtype]  # the op may have the kernels of another CPU
-    for held in (100, 72):
-        given = [*operands[:3], k[:held], v[:held]]
-        for got, want in zip(call(given), Attends()(*given), strict=True):
-            torch.testing.assert_close(got, want, rtol=budget, atol=budget)
 
 
 def test_other_threads_run_meanwhile(tmp_path: Path) -> None:

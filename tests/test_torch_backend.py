@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import logging
-import os
-import re
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from threading import Thread
 from typing import Any
-from zipfile import ZipFile
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from g4ir.backends.torch_compile import compile as compiler
 from g4ir.backends.torch_compile.attention import _pairs, _rotate
 from g4ir.backends.torch_compile.lower import (
     SegmentModule,
@@ -36,7 +21,7 @@ from g4ir.backends.torch_compile.programs import phase_steps
 from g4ir.backends.torch_compile.runtime import check_aligned
 from g4ir.backends.torch_compile.schedule import schedule
 from g4ir.backends.torch_compile.segment import Glue, Segment, graph_steps, state_steps
-from g4ir.backends.torch_compile.target import Target, find_target
+from g4ir.backends.torch_compile.target import Target
 from g4ir.errors import EngineError, LowerError
 from g4ir.ir.graph import Graph
 from g4ir.ir.text import parse_graph, print_graph
@@ -44,8 +29,6 @@ from g4ir.ops import OPS
 from g4ir.ops.types import torch_dtype
 from g4ir.plan.engine_limits import Limits
 from g4ir.spec.record import Spec, load_spec
-from g4ir.ui.paths import claimed
-from g4ir.ui.progress import no_progress
 from g4ir.weights.pack import split_program
 from tests.cases import TABLES
 from tests.coded_products import cpu_kernels  # noqa: F401
@@ -252,348 +235,6 @@ def test_experts(form: str, case: str, dtype: torch.dtype, first: int | None) ->
     close(lead[0], want, BUDGETS[dtype])
 
 
-# --- programs ---------------------------------------------------------------------------------
-
-TEXT = TABLES["graphs"]["linear"]
-
-
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(compiler, "cache_dir", lambda: tmp_path / "cache")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "cache"
-
-
-def stub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Compiling writes the text; returns what was compiled."""
-    done: list[str] = []
-
-    def compile_program(text: str, target: Target, path: Path) -> None:
-        done.append(text)
-        path.write_text(text)
-
-    monkeypatch.setattr(compiler, "compile_program", compile_program)
-    return done
-
-
-def name(text: str) -> str:
-    return compiler.program_name(text, Target("cpu"))
-
-
-def test_second_compile_comes_from_the_cache(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A cache that cannot be written is no error."""
-    done = stub(monkeypatch)
-    first = compiler.compile_all([TEXT, TEXT], Target("cpu"), tmp_path / "a", 1, no_progress)
-    second = compiler.compile_all([TEXT], Target("cpu"), tmp_path / "b", 1, no_progress)
-    assert done == [TEXT] and first == second == {TEXT: f"{name(TEXT)}.pt2"}
-    kept = own_cache / first[TEXT]
-    assert list(own_cache.iterdir()) == [kept]
-    for folder in ("a", "b"):
-        assert (tmp_path / folder / first[TEXT]).read_text() == TEXT
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(compiler, "cache_dir", lambda: tmp_path / "file" / "cache")
-    for folder in ("c", "d"):
-        compiler.compile_all([TEXT], Target("cpu"), tmp_path / folder, 1, no_progress)
-    assert done == 3 * [TEXT]
-
-
-@pytest.mark.parametrize("damaged", ["program", "digest"])
-def test_damaged_cache_entry_is_compiled_again(
-    damaged: str, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = stub(monkeypatch)
-    made = compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress)
-    kept = own_cache / made[TEXT]
-    {"program": kept, "digest": compiler._digest_file(kept.name)}[damaged].write_text("damaged")
-    compiler.compile_all([TEXT], Target("cpu"), tmp_path / "b", 1, no_progress)
-    assert done == [TEXT, TEXT] and (tmp_path / "b" / kept.name).read_text() == TEXT
-    compiler.compile_all([TEXT], Target("cpu"), tmp_path / "c", 1, no_progress)
-    assert len(done) == 2
-
-
-def test_what_was_kept_first_counts(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where another process, which keeps nobody out, compiles the same at the same time."""
-    first = tmp_path / "first" / f"{name(TEXT)}.pt2"
-
-    def compiled(text: str, target: Target, path: Path) -> None:
-        first.parent.mkdir()
-        first.write_text("first")
-        compiler.keep_program(first)
-        path.write_text("late")
-
-    monkeypatch.setattr(compiler, "compile_program", compiled)
-    made = compiler.compile_all([TEXT], Target("cpu"), tmp_path / "late", 1, no_progress)
-    assert [p.name for p in (tmp_path / "late").iterdir()] == [made[TEXT]] == [first.name]
-    assert (tmp_path / "late" / first.name).read_text() == "first"
-
-
-def test_processes_share_the_work(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What another process is at comes last, and then from the cache."""
-    done, made = stub(monkeypatch), [f"{name(t)}.pt2" for t in TWO]
-    waiting = Thread(
-        target=compiler.compile_all, args=(TWO, Target("cpu"), tmp_path / "out", 1, no_progress)
-    )
-    with claimed(made[0], wait=False) as alone, claimed(made[0], wait=False) as again:
-        assert alone and not again
-        waiting.start()
-        while len(done) < 1:
-            time.sleep(0.01)
-        (tmp_path / made[0]).write_text("theirs")
-        compiler.keep_program(tmp_path / made[0])
-        assert waiting.is_alive()
-    waiting.join()
-    assert done == [TWO[1]] and (tmp_path / "out" / made[0]).read_text() == "theirs"
-
-
-def test_kernels_are_compiled_once(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = []
-
-    def compiled(path: Path) -> None:
-        done.append(path)
-        path.write_text(f"kernels {len(done)}")
-
-    def made(folder: str) -> str:
-        (tmp_path / folder).mkdir()
-        compiler.compile_kernels(tmp_path / folder / "kernels.so")
-        (file,) = (tmp_path / folder).iterdir()
-        assert file.name == "kernels.so"
-        return file.read_text()
-
-    monkeypatch.setattr(compiler, "_compile_kernels", compiled)
-    assert made("a") == made("b") == "kernels 1"
-    monkeypatch.setattr(compiler, "KERNEL_FLAGS", ("-O1",))
-    assert made("c") == "kernels 2" and made("d") == "kernels 2"
-
-
-def test_key_covers_what_lowering_imports() -> None:
-    """Every module of the package that a program's code follows from, and no other; on a GPU those
-    of the kernels too."""
-    #: what a program on the CPU has of the kernels: codes, and the values of a run
-    assert imported() - {"kernels.py"} == {*compiler.SOURCES} - {"kernels/base.py"}
-    assert "kernels/base.py" in compiler.SOURCES
-    of_kernels = {
-        f"{name}.py"
-        for path in Path(compiler.__file__).parent.glob("kernels/*.py")
-        for name in re.findall(r"^ *from \.\.(\w+) import", path.read_text(), re.M)
-    }
-    own = {"tunings.py", "tunings.yaml", "kernels/*.py"}
-    assert of_kernels <= {*compiler.SOURCES, "tunings.py"} and {*compiler.GPU_SOURCES} == own
-
-
-def imported() -> set[str]:
-    """compile.py and what it imports of its package, not looking into the kernels."""
-    folder, found, queue = Path(compiler.__file__).parent, set[str](), ["compile.py"]
-    while queue:
-        name = queue.pop()
-        found.add(name)
-        if not (folder / name).is_file():
-            continue
-        text = (folder / name).read_text()
-        here = re.findall(r"^ *from \.(\w+)[.\w]* import", text, re.M)
-        for names in re.findall(r"^ *from \. import (.+)", text, re.M):
-            here += re.findall(r"\w+", names)
-        queue += [f"{m}.py" for m in here if f"{m}.py" not in found]
-    return found
-
-
-def test_key_depends_on_all_that_the_code_follows_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {name(TEXT), name(TEXT.replace("8", "6"))}
-    keys |= {compiler.program_name(TEXT, Target("cpu", "h200", rows)) for rows in (1, 2)}
-    monkeypatch.setattr(compiler, "_sources", lambda target: "changed")
-    keys.add(name(TEXT))
-    monkeypatch.setattr(compiler, "machine", lambda device: "elsewhere")
-    keys.add(name(TEXT))
-    monkeypatch.setattr(torch, "__version__", "9.9")
-    keys.add(name(TEXT))
-    assert len(keys) == 7 and name(TEXT) == name(TEXT)
-
-
-def failing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> None:
-        raise RuntimeError("the compiler is out of luck")
-
-    monkeypatch.setattr(compiler, "_compile", fail)
-
-
-def test_failing_segment_is_named(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failing(monkeypatch)
-    with pytest.raises(LowerError, match=r"(?s)out of luck.*%v0 = linear"):
-        compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress)
-    assert not own_cache.exists()
-
-
-def test_failing_segment_of_another_process_is_named(own_cache: Path, tmp_path: Path) -> None:
-    """An op that nobody knows, in one of two processes; none is left running."""
-    texts = [TEXT.replace("linear", "unheard_of"), TEXT.replace("linear", "unseen")]
-    with pytest.raises(LowerError, match=r"unheard_of|unseen"):
-        compiler.compile_all(texts, Target("cpu"), tmp_path / "a", 2, no_progress)
-
-
-def test_kernel_that_torch_does_not_understand_is_an_error(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Torch would copy every operand and say so to its log only."""
-    log = logging.getLogger("torch._dynamo")
-
-    def grumble(*_: Any) -> None:
-        log.warning(
-            "Encountered an exception in identify_accessed_tensors, assuming every input is mutated"
-        )
-
-    before = log.level, log.propagate, list(log.handlers)
-    monkeypatch.setattr(compiler, "_compile", grumble)
-    with pytest.raises(LowerError, match="which operands a kernel writes"):
-        compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress)
-    assert (log.level, log.propagate, list(log.handlers)) == before
-
-
-TWO = (TEXT, TEXT.replace("8", "6"))
-
-
-def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: str) -> None:
-    """Processes that run a shell script in the place of a compiling one."""
-    script = tmp_path / "worker"
-    script.write_text(f"#!/bin/sh\n{lines}\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-
-
-@pytest.mark.parametrize(("script", "message"), TABLES["torch backend"]["children"])
-def test_a_process_that_dies_is_an_error(
-    script: str,
-    message: str,
-    own_cache: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """What it printed is the cause, and not on the terminal."""
-    worker(monkeypatch, tmp_path, script)
-    with pytest.raises(LowerError, match=message) as caught:
-        compiler.compile_all(TWO, Target("cpu"), tmp_path / "a", 2, no_progress)
-    assert ("frame 12 of a stack" in str(caught.value.__cause__)) == ("frame" in script)
-    assert capfd.readouterr().err == ""
-
-
-def runs(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def gone(pids: Sequence[int], seconds: float) -> bool:
-    until = time.monotonic() + seconds
-    while any(map(runs, pids)) and time.monotonic() < until:
-        time.sleep(0.05)
-    return not any(map(runs, pids))
-
-
-def test_an_interrupt_of_the_main_process_ends_the_others_and_their_compilers(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = f"sleep 300 & echo $! > {tmp_path}/$$.part; mv {tmp_path}/$$.part {tmp_path}/$$.pid"
-    worker(monkeypatch, tmp_path, f"{lines}; wait")
-
-    def interrupt() -> None:
-        while len([*tmp_path.glob("*.pid")]) < 2:
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        compiler.compile_all(TWO, Target("cpu"), tmp_path / "a", 2, no_progress)
-    told = [*tmp_path.glob("*.pid")]
-    assert gone([*(int(p.stem) for p in told), *(int(p.read_text()) for p in told)], 5)
-
-
-ORPHAN = """
-import subprocess, sys, time
-code = "import os, time; p = os.getppid(); import g4ir.backends.torch_compile.compile as c; " \
-       "c.compile_program = lambda *a: time.sleep(300); print('up', flush=True); c.serve(p)"
-p = subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, start_new_session=True)
-p.stdout.readline()
-p.stdin.write(b'["x", {"device": "cpu"}, "x"]\\n')
-p.stdin.flush()
-print(p.pid, flush=True)
-time.sleep(300)
-"""
-
-
-def test_a_process_ends_with_the_one_that_started_it() -> None:
-    with subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout
-        pid = int(parent.stdout.readline())
-        assert runs(pid)
-        parent.kill()
-    assert gone([pid], 10)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, "No space left on device"),
-        RuntimeError("g++: No space left on device"),
-    ],
-)
-def test_a_full_disk_is_called_so_and_the_folder_named(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    folder, usage = tmp_path / "a", shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda p: usage._replace(free=int(p != folder)))
-
-    def fail(*_: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(compiler, "_compile", fail)
-    with pytest.raises(LowerError, match=f"{folder}: no space left on the device; .*--out"):
-        compiler.compile_all([TEXT], Target("cpu"), folder, 1, no_progress)
-    monkeypatch.setattr(shutil, "disk_usage", lambda p: usage._replace(free=int(p == folder)))
-    with pytest.raises(LowerError, match=r"no space left .*TORCHINDUCTOR_CACHE_DIR"):
-        compiler.compile_all([TEXT], Target("cpu"), folder, 1, no_progress)
-    temporary = Path(tempfile.gettempdir())
-    monkeypatch.setattr(shutil, "disk_usage", lambda p: usage._replace(free=int(p != temporary)))
-    with pytest.raises(LowerError, match=r"no space left .*TMPDIR"):
-        compiler.compile_all([TEXT], Target("cpu"), folder, 1, no_progress)
-
-
-def test_a_full_disk_does_not_end_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The compiler's own writer of files would: it is given a buffer."""
-    monkeypatch.setattr(compiler, "exported", lambda *_: None)
-    monkeypatch.setattr(
-        "torch._inductor.aoti_compile_and_package",
-        lambda exported, package_path, inductor_configs: ZipFile(package_path, "w").close(),
-    )
-    compiler.compile_program(TEXT, Target("cpu"), tmp_path / "x.pt2")
-    compiler.check_program(tmp_path / "x.pt2", TEXT)
-
-
-def test_a_program_of_one_segment(own_cache: Path, tmp_path: Path) -> None:
-    """Compiled for real: any size up to the limits, weights as inputs."""
-    from g4ir.backends.torch_compile.runtime import _load_program
-
-    (name,) = compiler.compile_all([TEXT], Target("cpu"), tmp_path / "a", 1, no_progress).values()
-    call = _load_program(tmp_path / "a" / name, "cpu")
-    w = torch.randn(4, 8)
-    for b, s in ((1, 1), (2, 1), (1, 16), (2, 7)):
-        x = torch.randn(b, s, 8)
-        (got,) = call([x, w])
-        close(got, x @ w.t(), 1e-5)
-
-
 # --- writes of a chunk --------------------------------------------------------------------------
 
 
@@ -681,25 +322,6 @@ def test_tokens_that_may_be_taken_back_touch_their_own_slots(
         SegmentModule(schedule(parse_graph(text), Target("cpu")))(new, *where, cache)
     assert torch.equal(cache.float(), want)
     assert sizes.most < cache.numel()
-
-
-def test_what_a_killed_compile_left_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The compiler's cache may hold an empty description of a program."""
-    made: list[str | None] = []
-
-    def package(program: Any, *, package_path: Any, inductor_configs: Any) -> None:
-        made.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
-        with ZipFile(package_path, "w") as archive:
-            archive.writestr("model/metadata.json", "" if len(made) == 1 else "{}")
-
-    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", package)
-    monkeypatch.setattr(compiler, "exported", lambda text, target: None)
-    compiler.compile_program("a segment", find_target("cpu", 1), tmp_path / "a.pt2")
-    with ZipFile(tmp_path / "a.pt2") as archive:
-        assert archive.read("model/metadata.json") == b"{}"
-    assert len(set(made)) == len(made) == 2
 
 
 def test_angles_are_no_product_of_the_library_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,330 @@
+"""docs/extending.md: its examples are run, and what they add passes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import g4ir
+from g4ir import backends, passes
+from g4ir.backends.torch_compile import lower
+from g4ir.backends.torch_compile.schedule import schedule
+from g4ir.backends.torch_compile.target import Target
+from g4ir.ir.graph import Builder, Graph, Program
+from g4ir.ir.interpret import empty_state, interpret
+from g4ir.ir.text import parse_graph, print_graph
+from g4ir.model.text import build_program
+from g4ir.ops import OPS, Op, completed
+from g4ir.ops.types import Type
+from g4ir.spec.record import load_spec
+from tests.cases import TABLES
+from tests.test_docs import ROOT, blocks, read_spec
+
+
+def example(kind: str) -> str:
+    """The block that begins with `# docs: KIND`."""
+    every = [*blocks("extending.md", "python"), *blocks("extending.md", "yaml")]
+    every += blocks("extending.md", "text")
+    (found,) = [b for b in every if b.startswith(f"# docs: {kind}\n")]
+    return found
+
+
+def module(kind: str, name: str) -> ModuleType:
+    """A module of the example's code; nobody else can import it."""
+    made = ModuleType(name)
+    exec(compile(example(kind), name, "exec"), made.__dict__)
+    return made
+
+
+def tree_with(folder: Path, files: dict[str, str]) -> Path:
+    """A package of links to this tree, with more files in some of its folders."""
+    package = folder / "g4ir"
+    package.mkdir()
+    for room in [*(ROOT / "g4ir").iterdir(), *(ROOT / n for n in ("passes", "backends", "specs"))]:
+        (package / room.name).symlink_to(room)
+    for path, text in files.items():
+        for parent in [*Path(path).parents][-2::-1]:
+            _link_inside(package / parent)
+        (package / path).write_text(text)
+    return folder
+
+
+def _link_inside(folder: Path) -> None:
+    """In the place of a link to a folder, a folder of links."""
+    if folder.is_symlink():
+        source = folder.resolve()
+        folder.unlink()
+        folder.mkdir()
+        for path in source.iterdir():
+            (folder / path.name).symlink_to(path)
+
+
+@pytest.fixture
+def softcap_op(monkeypatch: pytest.MonkeyPatch) -> Op:
+    """The example's op, in the table while the test runs."""
+    made = completed(module("op", "g4ir.ops.linear_softcap").linear_softcap)
+    monkeypatch.setitem(OPS, made.name, made)
+    return made
+
+
+def one_node_graph(op: Op) -> Graph:
+    """A graph of the op's first sample, whose inputs are x0, x1."""
+    b, (s,) = Builder("one"), op.samples
+    values = [b.input(f"x{i}", t) for i, t in enumerate(s.types())]
+    return b.graph(b.emit(op.name, *values, **s.attrs))
+
+
+def drawn(g: Graph, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    shapes = {v.name: [int(d) for d in v.type.shape] for v in g.inputs}
+    return {n: 9 * torch.randn(s, generator=random, dtype=dtype) for n, s in shapes.items()}
+
+
+def defined(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """What the example's op is in its sample, by hand."""
+    return torch.tanh((x @ w.T) / 30.0) * 30.0
+
+
+def test_the_example_of_an_op(softcap_op: Op) -> None:
+    g = one_node_graph(softcap_op)
+    assert parse_graph(print_graph(g)) == g
+    assert g.outputs[0].type == Type("f32", (2, 3, 24))
+    given = drawn(g, torch.float64)
+    ((_, got),) = interpret(g, given, {}, {})[0].items()
+    torch.testing.assert_close(got, defined(*given.values()), rtol=1e-13, atol=1e-13)
+    with pytest.raises(ValueError, match="cap 0"):
+        softcap_op.infer_types(softcap_op.samples[0].types(), {"cap": 0.0})
+
+
+def on_torch(g: Graph, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A graph as the torch backend traces it for the CPU."""
+    (out,) = lower.SegmentModule(schedule(g, Target("cpu")))(*given.values())
+    return out
+
+
+def test_the_torch_backend_runs_the_example_in_parts(softcap_op: Op) -> None:
+    g = one_node_graph(softcap_op)
+    given = drawn(g)
+    torch.testing.assert_close(on_torch(g, given), defined(*given.values()))
+
+
+def test_the_example_of_a_lowering(softcap_op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = module("lowering linear_softcap", "lowering")
+    calls: list[str] = []
+
+    def lowering(run: Any, n: Any, *tensors: torch.Tensor) -> Any:
+        calls.append(n.op)
+        return made.lower_linear_softcap(run, n, *tensors)
+
+    monkeypatch.setitem(lower.LOWERINGS, softcap_op.name, lowering)
+    g = one_node_graph(softcap_op)
+    given = drawn(g)
+    torch.testing.assert_close(on_torch(g, given), defined(*given.values()))
+    assert calls == [softcap_op.name]
+
+
+#: argv: the folder of the kernel's files
+KERNEL_TEST = """
+import torch
+from g4ir.backends.torch_compile import schedule
+from g4ir.backends.torch_compile.schedule import kernel_rows
+from g4ir.backends.torch_compile.kernels import KERNELS
+from g4ir.backends.torch_compile.target import Target
+from g4ir.ir.graph import Graph
+
+(kernel,) = (k for k in KERNELS if k.op == "softcap")
+
+from tests.interpreted.samples import Try
+from g4ir.backends.torch_compile.kernels.interpreter import interpreted
+from g4ir.backends.torch_compile.kernels.launch import by_default
+from g4ir.backends.torch_compile.lower import SegmentModule
+
+for dtype in ("f32", "bf16"):
+    for sample in kernel.samples:
+        one = Try(kernel, sample, dtype, views=dtype == "f32")
+        with interpreted():
+            one.check(one.run())
+        (got,), (want,) = one.call(one.given), one.expect()[0]
+        assert torch.equal(got, want), "off CUDA the reference"
+    print(dtype)
+
+n = one.node
+s = schedule.schedule(Graph("one", n.inputs, (), (), (n,), n.outputs), Target("cpu", "h200"))
+((row,), (choice,)) = kernel_rows(s), s.choices.values()
+assert (row.kernel, row.starts, dict(row.use)) == ("softcap", 1, dict(kernel.use))
+with interpreted():
+    one.check(SegmentModule(s.using("softcap", {"block": 64, "warps": 1}))(*one.given))
+print("chosen")
+"""
+
+
+def test_the_example_of_a_kernel(tmp_path: Path) -> None:
+    """Its two files are all: samples pass, and nodes become it, in a process whose triton
+    interprets."""
+    folder = "backends/torch_compile/kernels"
+    files = {f"{folder}/{n}.py": example(f"kernel {n}") for n in ("softcap", "softcap_triton")}
+    done = subprocess.run(
+        [sys.executable, "-c", KERNEL_TEST],
+        cwd=tree_with(tmp_path, files),
+        text=True,
+        capture_output=True,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["f32", "bf16", "chosen"]
+
+
+@pytest.fixture
+def softcap_pass(softcap_op: Op, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The example's pass at the end of the pipeline while the test runs."""
+    made = module("pass fuse_softcap", "g4ir.passes.fuse_softcap")
+    modules = passes._ordered({**passes._BY_NAME, "fuse_softcap": made})
+    monkeypatch.setattr(passes, "_BY_NAME", modules)
+    monkeypatch.setattr(passes, "PASSES", tuple(modules))
+    return made
+
+
+def logits(g: Graph) -> torch.Tensor:
+    """Of one token on random params in float64."""
+    random = torch.Generator().manual_seed(1)
+    params = {
+        v.name: torch.randn([int(d) for d in v.type.shape], generator=random, dtype=torch.float64)
+        for v in g.params
+    }
+    inputs = {
+        v.name: torch.ones([1 if isinstance(d, str) else d for d in v.type.shape]).to(
+            torch.float64 if v.type.dtype == "f32" else torch.int64
+        )
+        for v in g.inputs
+    }
+    state = empty_state(g, {"B": 1, "C": 8}, torch.float64)
+    found: torch.Tensor = interpret(g, inputs, params, state)[0]["logits"]
+    return found
+
+
+def test_the_example_of_a_pass(softcap_pass: ModuleType) -> None:
+    """It takes the end of every graph of the text model, changes no result, and is held to what it
+    must leave."""
+    plain = build_program(load_spec("tiny-dense"))
+    texts = {name: g for name, g in plain.graphs.items() if name != "embed"}
+    notes: list[tuple[str, str, str]] = []
+    for g in texts.values():
+        out = passes.run_passes(g, note=lambda *told: notes.append(told))
+        assert [n.op for n in out.find("softcap", "linear_softcap")] == ["linear_softcap"]
+        assert passes.find_pass("fuse_softcap")(out) == out
+    told = [n[2] for n in notes if n[0] == "fuse_softcap"]
+    assert len(told) == len(texts) and all(x.startswith("fused with %") for x in told)
+    decode = texts["decode"]
+    torch.testing.assert_close(
+        logits(passes.find_pass("fuse_softcap")(decode)), logits(decode), rtol=1e-12, atol=1e-12
+    )
+
+
+#: argv: nothing; run where the tree has two files more
+ONE_FILE_EACH = """
+from g4ir.model.text import build_program
+from g4ir.ops import OPS
+from g4ir.passes import PASSES, run_passes
+from g4ir.spec.record import load_spec
+
+out = run_passes(build_program(load_spec("tiny-dense")).graphs["decode"])
+print(OPS["linear_softcap"].name, PASSES[-1], [n.op for n in out.find("softcap", "linear_softcap")])
+"""
+
+
+def test_an_op_and_a_pass_are_one_file_each(tmp_path: Path) -> None:
+    files = {
+        "ops/linear_softcap.py": example("op"),
+        "passes/fuse_softcap.py": example("pass fuse_softcap"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_FILE_EACH],
+        cwd=tree_with(tmp_path, files),
+        text=True,
+        capture_output=True,
+    )
+    assert done.stdout == "linear_softcap fuse_softcap ['linear_softcap']\n", done.stderr
+
+
+#: what a step of the guide changes, and the tests that look at it
+AFFECTED = tuple(TABLES["docs"]["affected"])
+
+
+def pytest_in(tree: Path, *words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *words],
+        cwd=tree,
+        text=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(tree)},
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.full
+def test_the_steps_of_an_op_and_a_pass_end_green(tmp_path: Path) -> None:
+    """In a copy of the tree: the files of the guide, then the command that writes golden data, then
+    the tests of ops and passes."""
+    skip = shutil.ignore_patterns("__pycache__", ".*_cache")
+    for name in ("g4ir", "passes", "backends", "specs", "tests", "docs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=skip)
+    for name in ("pyproject.toml", "README.md", "Makefile", "tools", "bench"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("passes", "backends", "specs"):
+        (tmp_path / "g4ir" / name).symlink_to(tmp_path / name)
+    (tmp_path / "g4ir/ops/linear_softcap.py").write_text(example("op"))
+    (tmp_path / "passes/fuse_softcap.py").write_text(example("pass fuse_softcap"))
+    for stem in ("fuse_softcap", "fuse_softcap.refuse"):
+        text = example(f"golden {stem}").partition("\n")[2]
+        (tmp_path / f"tests/passes/{stem}.g4ir").write_text(text)
+    pytest_in(tmp_path, "tests/test_passes.py", "tests/test_golden.py", "--rewrite-golden")
+    golden = (tmp_path / "tests/passes/fuse_softcap.g4ir").read_text()
+    assert "%logits = linear_softcap(%x, %w)" in golden
+    pytest_in(tmp_path, *(f"tests/{name}" for name in AFFECTED))
+
+
+def test_the_example_of_a_variant(tmp_path: Path) -> None:
+    """It is what it says, and runs."""
+    spec = read_spec(tmp_path, example("variant"))
+    assert spec.name == "tiny-narrow" and spec.text.moe and spec.text.moe.num_experts == 4
+    assert spec.text.layer_types == ("sliding", "full") * 2
+    limits = {"max_seq": 32, "prefill_chunk": 8}
+    with g4ir.build(
+        spec, tmp_path / "engine", random_weights=0, backend="reference", **limits
+    ) as engine:
+        assert len(engine.generate([2, 5, 7], max_new_tokens=4)) == 4
+
+
+def test_the_example_of_a_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine of it gives the interpreter's tokens, and it has counted its steps."""
+    made = module("backend counting", "g4ir.backends.counting")
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    monkeypatch.setitem(backends.BACKENDS, "counting", made.__name__)
+    tokens = {}
+    for name in ("reference", "counting"):
+        with g4ir.build(
+            "tiny-dense",
+            tmp_path / name,
+            random_weights=0,
+            backend=name,
+            max_seq=32,
+            prefill_chunk=2,
+        ) as engine:
+            tokens[name] = engine.generate([2, 5, 7], max_new_tokens=4)
+    assert tokens["counting"] == tokens["reference"]
+    assert made.STEPS == {"prefill": 1, "decode": 4}  # a chunk of one token is a decode step
+
+
+def test_examples_leave_nothing_behind() -> None:
+    """What they add is gone after them: this runs last, and with any other order too."""
+    assert "linear_softcap" not in OPS and "linear_softcap" not in lower.LOWERINGS
+    assert "fuse_softcap" not in passes.PASSES and "counting" not in backends.BACKENDS
+    assert isinstance(passes.run_program(build_program(load_spec("tiny-dense"))), Program)
