@@ -134,7 +134,7 @@ def test_the_format_of_gemma_3(tmp_path: Path) -> None:
         (image, {}, "its format has no image"),
         (HI * 2, {}, "must alternate"),
         (HI, {"enable_thinking": True}, "no reasoning"),
-        (HI, {"tools": tools}, "no tools"),
+        (HI, {"tools": tools}, "no place for them"),
     ]
     for given_messages, options, words in refused:
         with pytest.raises(InputError, match=words):

@@ -294,10 +294,10 @@ def open_loop_of(engine: Engine) -> StepLoop:
     return loop
 
 
-def test_tables_that_are_made_row_by_row(
+def test_a_program_maps_tables_that_are_read_row_by_row(
     engine: Engine, programs: list[LoopProgram], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No program reads them: the host embeds and chooses."""
+    """Of rows that lie in a file; where each is made, the host embeds and chooses."""
     want = engine.generate(PROMPTS[0], 12, stop_ids=())
     params = engine.program.graphs["embed"].params
     tables = {v.name: RowTable(engine.runtime.source, v) for v in params}

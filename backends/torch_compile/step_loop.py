@@ -87,11 +87,11 @@ def record_loop(
         own = {v.name: params[v.name] for v in g.params}
         given = r.record(g, {**given, **own, **state}) | {"positions": positions, "lengths": active}
     logits = given["logits"]
-    chosen, flaws = r.greedy(logits, suppress)
+    never = torch.tensor(suppress, dtype=torch.int64)
+    chosen, flaws = r.greedy(logits, never)
     end = len(r.instructions)
     r.emit("end_step", chosen, flaws, tokens, lengths, active, stops, made, pace)
     code = r.code(())  # weights and tables too: steps may still run when their engine is dropped
-    never = torch.tensor(suppress, dtype=torch.int64)
     return LoopProgram(code, end, tokens, lengths, active, stops, made, pace, logits, chosen, never)
 
 

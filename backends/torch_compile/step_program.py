@@ -200,12 +200,12 @@ class Recorder:
         shape = (*x.shape[:-1], x.shape[-1] if width is None else width)
         return self.arena.empty(shape, dtype or x.dtype)
 
-    def greedy(self, logits: Tensor, never: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Append the choice of the largest logit [B, 1, vocab] of each row but for some ids. Return
-        tokens i64[B], and flaws i64[B]: 1 if a logit is NaN or infinite."""
+    def greedy(self, logits: Tensor, never: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the choice of the largest logit [B, 1, vocab] of each row, but for ids i64[n].
+        Return tokens i64[B], and flaws i64[B]: 1 if a logit is NaN or infinite."""
         _computes(logits)
         tokens, flaws = (self.arena.empty(logits.shape[:1], torch.int64) for _ in range(2))
-        self.emit("greedy", logits, torch.tensor(never, dtype=torch.int64), tokens, flaws)
+        self.emit("greedy", logits, never, tokens, flaws)
         return tokens, flaws
 
     def code(self, weights: Iterable[Tensor]) -> Code:
@@ -475,7 +475,7 @@ def _embedding(r: Recorder, n: Node, table: Tensor, *others: Tensor) -> Tensor:
 
 
 def _greedy(r: Recorder, n: Node, logits: Tensor) -> Tensor:
-    return r.greedy(logits, ())[0]
+    return r.greedy(logits, torch.empty(0, dtype=torch.int64))[0]
 
 
 #: op -> (recorder, node, *values) -> what it makes; others are views, or are expanded

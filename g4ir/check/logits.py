@@ -29,6 +29,7 @@ from .media import check_media
 from .peers import FINAL, EnginePeer, HfPeer, Peer, Rows, find_peer
 from .reference import (
     float64_refusal,
+    is_quantised,
     param_bytes,
     reference_engine,
     unquantised,
@@ -72,8 +73,7 @@ def verify_engine(
     InputError for a wrong request and MissingError where transformers is missing; a failed
     comparison is in the report.
     """
-    if against not in AGAINST:
-        raise InputError(f"--against {against!r}: expected {' or '.join(AGAINST)}, or --text")
+    check_against(against)
     given = plan_turns(engine, chosen_tokens(engine, tokens, wanted_tokens(engine)))
     peer = find_peer(engine, against, checkpoint, progress)
     report = _compare(engine, peer, given, checkpoint, progress)
@@ -85,6 +85,12 @@ def verify_engine(
         return report
     reference = peer.engine if isinstance(peer, EnginePeer) else None
     return replace(report, media=check_media(engine, reference, progress))
+
+
+def check_against(name: str) -> None:
+    """Raise InputError for something else than what logits are compared with."""
+    if name not in AGAINST:
+        raise InputError(f"--against {name!r}: expected {' or '.join(AGAINST)}, or --text")
 
 
 def _compare(
@@ -255,7 +261,7 @@ def find_quality(
 ) -> Quality | None:
     """Return the quality of a quantised engine whose logits are `got`; None for another engine. The
     rest is of `unquantised`."""
-    if engine.recipe is None:
+    if not is_quantised(engine):
         return None
     with unquantised(engine, checkpoint, taken) as plain:
         if isinstance(plain, str):

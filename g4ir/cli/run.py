@@ -149,9 +149,10 @@ def verified(
     each_pass: bool = False,
 ) -> int:
     """Run `verify` on an engine directory; `build --verify` does this too."""
-    from g4ir.check.logits import verify_engine
+    from g4ir.check.logits import check_against, verify_engine
     from g4ir.check.passes import verify_each_pass
 
+    check_against(against)
     check: Callable[..., Any] = partial(verify_engine, against=against)
     if each_pass:
         check = verify_each_pass

@@ -43,7 +43,7 @@ class Batch(Generic[T]):
         self.engine, self.sizes, self.patience = engine, sizes, patience
         self.sessions: dict[int, Session] = {}
         self.held: list[T | None] = []
-        #: steps since a smaller bucket would have been enough, and copies between buckets
+        #: calls since a smaller bucket would have been enough, and copies between buckets
         self._spare = self.moved = 0
 
     @property
@@ -86,7 +86,7 @@ class Batch(Generic[T]):
             holder.slot = -1
 
     def shrinks(self, coming: int = 0) -> bool:
-        """Count a step; whether a smaller bucket has long been enough, for `coming` more too."""
+        """Count a call; whether a smaller bucket has long been enough, for `coming` more too."""
         size = self._fitting(len(self.holders) + coming)
         self._spare = self._spare + 1 if size < len(self.held) else 0
         return self._spare > self.patience

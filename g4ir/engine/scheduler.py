@@ -54,10 +54,10 @@ class SchedulerConfig:
     """`buckets`: batch sizes that sessions are made for (default 1, 2, 4, ... max_batch). One chunk
     of a prompt, at most `chunk_tokens` long (default: --prefill-chunk), is computed between two
     decode steps; with `prefill_first` all prompts that have a slot are. The batch shrinks after
-    `patience` steps in which a smaller bucket would have been enough. `prefix_bytes`: size of the
-    prefix cache (default: from what is free). `draft`: speculative decoding, while at most
-    `draft_rows` sequences decode, since more tokens cost more than reading the weights; of 0 tokens
-    drafts as many as the engine verifies."""
+    `patience` calls of `step` for which a smaller bucket would have been enough. `prefix_bytes`:
+    size of the prefix cache (default: from what is free). `draft`: speculative decoding, while at
+    most `draft_rows` sequences decode, since more tokens cost more than reading the weights; of 0
+    tokens drafts as many as the engine verifies."""
 
     buckets: tuple[int, ...] | None = None
     prefill_first: bool = False

@@ -20,6 +20,8 @@ ORDER = "drafter.masked_embedding.token_ordering"
 OF_DRAFTER = "draft."
 #: what the parts of a quantised weight `w` are called on both sides: `w.codes`, `w.scales`
 CODES, SCALES = ".codes", ".scales"
+#: weights of the decoder's norms
+NORM = re.compile(r"(layers\.\d+\.)?(\w+\.)?((?P<query>q_norm)|\w*norm(_\d)?)\.weight")
 _TOP = {
     "embed.table": TOKEN_TABLE,
     "ple.table": PLE_TABLE,

@@ -14,6 +14,7 @@ from .parts import (
     CHAT_FORMS,
     FAMILIES,
     FULL,
+    LATER_TEXT,
     SLIDING,
     Audio,
     Text,
@@ -50,13 +51,12 @@ class Family:
     @property
     def fixed(self) -> dict[str, Any]:
         """What the decoder's fields are that no key of a config says."""
-        return {name: self.text.get(name, getattr(Text, name)) for name in _UNSAID - {*self.keys}}
+        return {
+            name: self.text.get(name, getattr(Text, name)) for name in {*LATER_TEXT} - {*self.keys}
+        }
 
 
 _READ_APART = ("num_hidden_layers", "use_bidirectional_attention")
-_UNSAID = {
-    *("query_pre_attn_scalar", "value_norm", "layer_scalar", "norms_about_zero", "last_layer_full")
-}
 
 
 def family(model_type: str) -> Family:

@@ -42,15 +42,12 @@ from g4ir.spec.reader import (
 )
 from g4ir.ui.files import read_table
 
-from .parts import TOWERS, Variant, slug
+from .parts import LATER_TEXT, TOWERS, Variant, slug
 from .rules import Problem, canonical, problems, readable_pattern
 
 SCHEMA = 1
-#: fields that came later: of a variant, and of its decoder
+#: a field of a variant that came later
 LATER = ("chat",)
-LATER_TEXT = (
-    *("query_pre_attn_scalar", "value_norm", "layer_scalar", "norms_about_zero", "last_layer_full"),
-)
 
 MAX_EXTENDS = 8
 EXTENDS = "a shipped variant, or a YAML file beside this one, whose fields are the defaults"

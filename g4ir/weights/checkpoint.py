@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from g4ir.errors import InputError, WeightsError
-from g4ir.model.names import CODES, FINAL_NORM, HEAD, ORDER, SCALES, TOKEN_TABLE
+from g4ir.model.names import CODES, FINAL_NORM, HEAD, NORM, ORDER, SCALES, TOKEN_TABLE
 from g4ir.model.tensors import CLIP_BOUNDS, media_tensors
 from g4ir.ops.types import torch
 from g4ir.quant.recipe import Scheme
@@ -39,7 +39,6 @@ GGUF = ".gguf"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 TIED_CHUNKS, TIED_BYTES = 256, 1 << 18  # what is compared of a tied head: at most 64 MiB
 INDEX_LIMIT = 100_000_000  # bytes
-NORM_WEIGHT = "norm.weight"
 #: what tells the weights of norms 1 + w from w (measured on Gemma 3 270M, where 0.1 % of the former
 #: and 10 % of the latter are negative): of 1 + w the mean is above the first, and fewer than the
 #: second are negative; of w more than the third
@@ -85,7 +84,7 @@ class WeightSource(Protocol):
 def check_norms(spec: Spec, found: Checkpoint, place: Path, stored: float = 0.0) -> None:
     """Raise WeightsError where norms that are stored about zero hold 1 + w instead, or w in a file
     that should hold w + `stored`. Weights that could be either are taken."""
-    names = [n for n in found.weights if spec.text.norms_about_zero and n.endswith(NORM_WEIGHT)]
+    names = [n for n in found.weights if spec.text.norms_about_zero and NORM.fullmatch(n)]
     if not names:
         return
     values = torch.cat([found.tensor(name).float() for name in names]) + stored

@@ -24,7 +24,7 @@ import torch
 
 from g4ir.errors import InputError
 from g4ir.model.media import KINDS
-from g4ir.model.names import OF_DRAFTER, ORDER
+from g4ir.model.names import NORM, OF_DRAFTER, ORDER
 from g4ir.model.tensors import media_tensors, text_tensors
 from g4ir.quant.recipe import Scheme
 from g4ir.spec.record import Spec
@@ -35,8 +35,6 @@ Shape = tuple[int, ...]
 BLOCK_BITS = 18  # 2^18 int32 values are 1 MiB: the working set stays in a core's cache
 BLOCK = 1 << BLOCK_BITS
 LIMIT = 1 << 48  # largest number of elements of a tensor
-#: weights of the decoder's norms
-NORM = re.compile(r"(layers\.\d+\.)?(\w+\.)?((?P<query>q_norm)|\w*norm(_\d)?)\.weight")
 M1, M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
 
 

@@ -19,13 +19,13 @@ from typing import Any
 
 from g4ir.errors import WeightsError
 from g4ir.model.media import AUDIO, KINDS, PICTURES
-from g4ir.model.names import HEAD, checkpoint_name
+from g4ir.model.names import HEAD, NORM, checkpoint_name
 from g4ir.model.tensors import CLIP_BOUNDS, Shape, dead_tensors, media_tensors, text_tensors
 from g4ir.ops.finite import cast
 from g4ir.ops.types import TORCH_NAMES, torch
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec
-from g4ir.weights.checkpoint import NORM_WEIGHT, Checkpoint, check_norms, dtype_of
+from g4ir.weights.checkpoint import Checkpoint, check_norms, dtype_of
 from g4ir.weights.formats.base import Files, StoredWeight, quantised_weight
 from g4ir.weights.match import Mismatch, absent_value, report
 from g4ir.weights.tensorfile import FLOATS, broken, quoted
@@ -71,7 +71,7 @@ def open_gguf(file: Container, spec: Spec, dtype: str) -> Checkpoint:
     for name in live.keys() - plain.keys():
         weights[name] = Blocks(files, live[name], dtype).weight(quantised=name in taken)
     added = architecture(file).get("norms", 0.0)
-    for name in (n for n in weights if added and n.endswith(NORM_WEIGHT)):
+    for name in (n for n in weights if added and NORM.fullmatch(n)):
         weights[name] = _less(weights[name], added)
     made = Checkpoint(
         file.path.parent, weights, dtype_of(plain), file.headers, ignored, defaults, (files,)
