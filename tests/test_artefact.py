@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import shlex
@@ -25,6 +24,7 @@ from g4ir.engine.load import load_engine
 from g4ir.errors import EngineError, G4Error
 from tests.configs import spec_called
 from tests.engines import random_checkpoint, resigned, stored_manifest
+from tests.mutations import mutate
 
 PROMPT = [2, 5, 7, 11, 400, 3, 9, 8, 7, 6, 5]
 
@@ -123,42 +123,7 @@ JUNK = json.loads(
     "/etc/passwd", "cuda", "bf16", "off", "a\\nb", "\\u0000", "ü", [], [1], ["x"], {},
     {"kind": "random", "seed": 0}, {"a": {}}]"""
 )
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every value in JSON."""
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, item in items:
-        yield (*path, key)
-        if isinstance(item, dict | list):
-            yield from places(item, (*path, key))
-
-
-def mutate(values: dict[str, Any], data: st.DataObject) -> None:
-    """One change somewhere, in place."""
-    *steps, last = data.draw(st.sampled_from(list(places(values))))
-    parent: Any = values
-    for step in steps:
-        parent = parent[step]
-    old = parent[last]
-    kind = data.draw(st.sampled_from(("junk", "drop", "near", "copy", "swap")))
-    if kind == "drop":
-        del parent[last]
-    elif kind == "near" and isinstance(old, int) and not isinstance(old, bool):
-        parent[last] = old + data.draw(st.sampled_from((-1, 1, 64)))
-    elif kind == "near" and isinstance(old, str):
-        parent[last] = data.draw(st.sampled_from((old + "x", old[:-1], old.upper(), old[::-1])))
-    elif kind == "copy" and isinstance(parent, list):
-        parent.append(old)
-    elif kind == "copy":
-        parent[data.draw(st.sampled_from(("zz", f"{last}2", "../y")))] = old
-    elif kind == "swap":
-        other = data.draw(
-            st.sampled_from(list(parent if isinstance(parent, dict) else range(len(parent))))
-        )
-        parent[last], parent[other] = parent[other], old
-    else:
-        parent[last] = copy.deepcopy(data.draw(st.sampled_from(JUNK)))
+NAMES = st.sampled_from(("zz", "a2", "../y"))
 
 
 @contextmanager
@@ -177,10 +142,9 @@ def manifest_of(path: Path, values: dict[str, Any]) -> Iterator[None]:
 def test_any_alteration_is_refused_or_changes_nothing(
     engine: Engine, answer: list[int], data: st.DataObject
 ) -> None:
-    values = copy.deepcopy(stored_manifest(engine.path))
+    values = stored_manifest(engine.path)
     del values["digest"]
-    for _ in range(data.draw(st.integers(1, 3))):
-        mutate(values, data)
+    values = mutate(data, values, st.sampled_from(JUNK), NAMES)
     with manifest_of(engine.path, values):
         try:
             loaded = load_engine(engine.path)

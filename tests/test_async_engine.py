@@ -99,12 +99,6 @@ def test_a_callback_that_fails_ends_its_request_alone(service: AsyncEngine, engi
     assert broken.state == CANCELLED
 
 
-def test_a_wrong_job_is_refused_where_it_is_asked(service: AsyncEngine) -> None:
-    with pytest.raises(InputError, match="prompt is empty"):
-        Asked(service, Request(()))
-    assert not service.waiting and service.alive
-
-
 def test_a_queue_full_of_tokens(service: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """One may always wait, however long it is."""
     monkeypatch.setattr(service, "settings", AsyncEngineConfig(waiting_tokens=20))
@@ -142,21 +136,6 @@ def test_close_cancels(engine: Engine) -> None:
     with pytest.raises(BusyError):
         Asked(service, job())
     service.close()  # once more does nothing
-
-
-def test_a_step_that_fails(service: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its requests fail, the next ones are answered."""
-    with monkeypatch.context() as patch:
-
-        def broken(*_: Any) -> Any:
-            raise RuntimeError("no memory")
-
-        patch.setattr(service.engine.runtime, "run", broken)
-        for _ in range(2):
-            (event,) = Asked(service, job()).events()
-            assert event.finish == FAILED and "no memory" in str(event.error)
-        assert service.alive
-    assert len(Asked(service, job()).text()) == 6
 
 
 def test_a_thread_that_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

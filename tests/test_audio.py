@@ -8,7 +8,6 @@ import logging
 import math
 import struct
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,12 +83,6 @@ def test_the_settings_of_the_spec_are_the_references() -> None:
 @pytest.mark.parametrize("length", (*LENGTHS, 479_999, 480_000, 480_001, 500_000))
 def test_mel_equals_the_reference(length: int) -> None:
     check_mel(noise(length, length))
-
-
-def test_mel_equals_the_reference_on_random_lengths(full: bool) -> None:
-    rng = np.random.default_rng(7)
-    for length in rng.integers(161, 40_000, 400 if full else 40):
-        check_mel(noise(int(length), int(length)) * np.float32(rng.choice([1e-3, 1, 30])))
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -258,25 +251,6 @@ def saved(folder: Path, data: bytes, name: str = "a.wav") -> Path:
     path = folder / name
     path.write_bytes(data)
     return path
-
-
-#: tag, bits, encoder, error
-ENCODINGS: dict[str, tuple[int, int, Callable[[np.ndarray], np.ndarray], float]] = {
-    "pcm8": (1, 8, lambda x: np.round(x * 127 + 128).astype(np.uint8), 1.01 / 2**6),
-    "pcm16": (1, 16, lambda x: np.round(x * 32767).astype("<i2"), 1.01 / 2**14),
-    "float32": (3, 32, lambda x: x.astype("<f4"), 0),
-    "float64": (3, 64, lambda x: x.astype("<f8"), 1e-7),
-}
-
-
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_every_encoding_is_read(tmp_path: Path, encoding: str) -> None:
-    tag, bits, encode, error = ENCODINGS[encoding]
-    values = np.clip(np.stack([noise(701, c) for c in range(3)], axis=1), -1, 1)
-    data = encode(values.reshape(-1)).tobytes()
-    found = read_audio(saved(tmp_path, wav_bytes(data, tag, 3, bits, 8_000)))
-    assert found.rate == 8_000 and found.samples.shape == (701, 3)
-    np.testing.assert_allclose(found.samples, values, rtol=0, atol=error)
 
 
 GOOD = (noise(400) * 9_000).astype("<i2").tobytes()

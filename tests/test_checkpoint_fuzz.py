@@ -5,7 +5,6 @@ How many examples are drawn, and how long one may take, is set by the hypothesis
 
 from __future__ import annotations
 
-import copy
 import json
 from functools import cache
 from pathlib import Path
@@ -25,6 +24,7 @@ from g4ir.weights.checkpoint import INDEX, SINGLE, Checkpoint
 from g4ir.weights.random import RandomCheckpoint
 from g4ir.weights.write import write_checkpoint
 from tests.configs import two_layers
+from tests.mutations import mutate
 from tests.oracle import find_oracle
 from tests.test_quantised_checkpoints import CASES, Tensors
 
@@ -97,45 +97,18 @@ JSON = st.recursive(
 )
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    if not isinstance(value, dict | list):
-        return [path]
-    keys = value.items() if isinstance(value, dict) else enumerate(value)
-    return [path, *(p for k, v in keys for p in places(v, (*path, k)))]
-
-
-def replaced(value: Any, path: tuple[Any, ...], new: Any, name: Any) -> Any:
-    if not path:
-        return new
-    value, (key, *rest) = copy.copy(value), path
-    inner = replaced(value[key], tuple(rest), new, name)
-    if name is not None and not rest and isinstance(value, dict):
-        del value[key]
-        key = name
-    value[key] = inner
-    return value
-
-
-@st.composite
-def changed(draw: st.DrawFn, value: Any) -> Any:
-    for _ in range(draw(st.integers(1, 3))):
-        path = draw(st.sampled_from(places(value)))
-        value = replaced(value, path, draw(JSON), draw(st.none() | TEXT))
-    return value
-
-
 @given(data=st.data())
 def test_changed_headers(single: Path, data: st.DataObject) -> None:
     raw = original(single, SINGLE)
     size = int.from_bytes(raw[:8], "little")
-    text = json.dumps(data.draw(changed(json.loads(raw[8 : 8 + size])))).encode()
+    text = json.dumps(mutate(data, json.loads(raw[8 : 8 + size]), JSON, TEXT)).encode()
     (single / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
     survives(single)
 
 
 @given(data=st.data())
 def test_changed_indexes(sharded: Path, data: st.DataObject) -> None:
-    made = data.draw(changed(json.loads(original(sharded, INDEX))))
+    made = mutate(data, json.loads(original(sharded, INDEX)), JSON, TEXT)
     (sharded / INDEX).write_text(json.dumps(made))
     survives(sharded)
 
@@ -174,7 +147,7 @@ def test_quantisation_configs(
     tmp_path_factory: pytest.TempPathFactory, case: str, data: st.DataObject
 ) -> None:
     config, tensors, spec = base(case)
-    made = {"quantization_config": data.draw(changed(config["quantization_config"]))}
+    made = {"quantization_config": mutate(data, config["quantization_config"], JSON, TEXT)}
     quantised_survives(tmp_path_factory.mktemp("c"), config | made, tensors, spec)
 
 

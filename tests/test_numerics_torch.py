@@ -1,8 +1,8 @@
-"""A compiled engine against transformers: a Hugging Face directory in, logits out.
+"""Engines of checkpoints: a compiled chunk over quantised caches, packed weights, and the layouts
+that a checkpoint may have.
 
-The chain has the rest: the reference backend is compared with transformers (test_numerics.py), each
-backend with the reference backend (tests/contract), compiled engines in 16 bits with transformers
-in test_rounding.py.
+Logits of compiled engines against transformers are in test_verify.py, in 16 bits in
+test_rounding.py.
 """
 
 from __future__ import annotations
@@ -17,43 +17,20 @@ from g4ir.backends.torch_compile.compile import compile_program
 from g4ir.backends.torch_compile.runtime import _load_program
 from g4ir.backends.torch_compile.target import Target
 from g4ir.engine.build import build, prepare
-from g4ir.engine.engine import Engine
 from g4ir.ir.graph import Builder
 from g4ir.ir.interpret import interpret
 from g4ir.ir.text import print_graph
 from g4ir.model.tensors import dead_tensors
 from g4ir.ops import OPS
 from g4ir.ops.kv_quant import as_held, comparable
-from g4ir.ops.types import ITEMSIZE, Type
-from g4ir.plan.formats import capacity, weight_sizes
+from g4ir.ops.types import Type
+from g4ir.plan.formats import weight_sizes
 from g4ir.plan.options import BuildOptions
 from g4ir.weights.checkpoint import Checkpoint
 from g4ir.weights.write import write_checkpoint
-from tests import engines, parity
 from tests.configs import NAMES, few, spec_called
 from tests.oracle import find_oracle, save_checkpoint
-from tests.parity import MAX_SEQ, Case, agrees, built
-
-
-def shared(name: str) -> Case:
-    """The case of an engine of `tests/engines.py`: nothing more is compiled for it."""
-    options = engines.limits_of("torch", name)
-    return Case(name, options["max_batch"], options["all_logits"], chunk=engines.CHUNK)
-
-
-@pytest.mark.parametrize("name", ["tiny-moe", pytest.param("tiny-ple", marks=pytest.mark.full)])
-def test_an_engine(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Logits of a prompt in chunks and of its text, of ragged rows, and the greedy text; the caches
-    that a session allocates are those of the plan."""
-    for subject in built(shared(name), tmp_path_factory, "torch"):
-        for rows in {1, subject.batch}:
-            caches_are_planned(subject.engine, rows)
-        for chunk in ("W-1", "W+1", "prime", "all"):
-            if subject.engine.all_logits:
-                parity.prefill_in_chunks(subject, chunk)
-            parity.last_tokens(subject, chunk)
-        parity.ragged_rows(subject)
-        parity.greedy_text(subject)
+from tests.parity import MAX_SEQ, agrees
 
 
 @pytest.mark.parametrize("to", ["i8", pytest.param("f8e4m3", marks=pytest.mark.full)])
@@ -88,30 +65,6 @@ def test_a_compiled_chunk(tmp_path: Path, to: str) -> None:
         torch.testing.assert_close(got, want)
     for got, want in zip(held, after.values(), strict=True):
         assert torch.equal(comparable(got), comparable(want))
-
-
-def caches_are_planned(engine: Engine, rows: int) -> None:
-    """Rings of a window's size, the context for full layers, nothing for layers that share."""
-    session, most = engine.session(rows), capacity(engine.limits.max_seq)
-    owners = [layer.attention for layer in engine.spec.layers() if layer.donor is None]
-    slots = [min(a.window or most, most) * a.num_key_value_heads * a.head_dim for a in owners]
-    planned = 2 * sum(slots) * rows * ITEMSIZE[engine.dtype]
-    allocated = sum(t.untyped_storage().nbytes() for t in session.state.tensors.values())
-    assert session.nbytes() == allocated == planned
-
-
-@pytest.mark.parametrize("name", few(NAMES))
-def test_planned_cache_bytes(tmp_path: Path, name: str) -> None:
-    engine = build(
-        spec_called(name),
-        tmp_path / "engine",
-        random_weights=0,
-        backend="reference",
-        max_batch=3,
-        max_seq=100,
-    )
-    for rows in (1, 3):
-        caches_are_planned(engine, rows)
 
 
 @pytest.mark.parametrize("name", few(NAMES))

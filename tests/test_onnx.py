@@ -9,7 +9,6 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import pytest
 import torch
 from onnx import helper
 
-from g4ir.backends import find_backend
 from g4ir.backends.onnx_graph import backend, export
 from g4ir.backends.onnx_graph.allow_list import OPERATORS, check_model, walk
 from g4ir.backends.onnx_graph.emitter import OnnxEmitter
@@ -111,9 +109,6 @@ def test_caches_are_written_in_place(small: Engine) -> None:
     facts = {p.key: p.value for p in model.metadata_props}
     assert {*facts["g4ir.in_place"].split(",")} == state.held.keys() > state.rings > {"L0.k"}
     assert all(state.held[n] is state.spare[n] for n in state.held)
-    assert state.nbytes() == sum(t.nbytes for t in state.held.values())
-    planned = find_backend("onnx").cache_bytes(small.program, replace(small.limits, max_batch=2))
-    assert state.nbytes() == planned
 
 
 @pytest.mark.parametrize("count", [21, 71])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import resource
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -456,26 +454,6 @@ def test_a_plan_is_instant_and_needs_no_torch(words: tuple[str, ...]) -> None:
     seconds, *loaded = done.stdout.split()
     assert not loaded
     assert float(seconds) < 1
-
-
-def test_help_is_quick(tmp_path: Path) -> None:
-    """Start-up and help, of modules compiled as pip leaves them: 0.3 s, or on a slow machine three
-    times what Python needs to load the libraries that reading a spec takes."""
-    environ = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    environ.pop("PYTHONDONTWRITEBYTECODE", None)
-
-    def processor_time(*words: str) -> float:
-        """Of a whole process of Python, seconds, the best of several."""
-        used = []
-        for _ in range(5):
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            subprocess.run([sys.executable, *words], check=True, capture_output=True, env=environ)
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        return min(used)
-
-    bare = processor_time("-c", "import argparse, dataclasses, difflib, logging, typing, yaml")
-    assert processor_time("-m", "g4ir.cli", "--help") < max(0.3, 3 * bare)
 
 
 # --- words --------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ The number of examples comes from the loaded hypothesis profile (`--full` raises
 
 from __future__ import annotations
 
-import copy
 import json
 import tempfile
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from g4ir.model.tensors import dead_tensors, text_tensors
 from g4ir.plan.count import counts
 from g4ir.spec.record import Spec, check_spec, diff_specs, load_spec, spec_names, spec_path
 from g4ir.spec.shrink import shrink
+from tests.mutations import mutate
 
 BASES = {name: load_spec(name) for name in spec_names()}
 SMALL_BASES = ("tiny-dense", "tiny-moe", "tiny-ple", "12b")
@@ -40,50 +40,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner),
     max_leaves=6,
 )
-
-
-def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Paths of all nodes below the root."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    out = []
-    for key, value in items:
-        out.append((*path, key))
-        out += places(value, (*path, key)) if isinstance(value, (dict, list)) else []
-    return out
-
-
-def at(tree: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        tree = tree[key]
-    return tree
-
-
-def mutate(data: st.DataObject, tree: dict[str, Any]) -> dict[str, Any]:
-    """One to three random changes somewhere in a tree of dicts and lists: a value taken away, put
-    in, changed, moved by a few (which often stays legal) or copied from elsewhere."""
-    tree = copy.deepcopy(tree)
-    for _ in range(data.draw(st.integers(1, 3))):
-        where = places(tree)
-        if not where:
-            break
-        *path, key = data.draw(st.sampled_from(where))
-        parent, how = at(tree, tuple(path)), data.draw(st.sampled_from(HOW))
-        if how == "drop":
-            del parent[key]
-        elif how == "add" and isinstance(parent, dict):
-            parent[data.draw(st.text(max_size=12))] = data.draw(values)
-        elif how == "add":
-            parent.append(data.draw(values))
-        elif how == "nudge" and isinstance(parent[key], (int, float)):
-            parent[key] += data.draw(st.integers(-2, 2))
-        elif how == "copy":
-            parent[key] = copy.deepcopy(at(tree, data.draw(st.sampled_from(where))))
-        else:
-            parent[key] = data.draw(values)
-    return tree
-
-
-HOW = ("drop", "change", "nudge", "nudge", "add", "copy")
+KEYS = st.text(max_size=12)
 
 
 def mutate_bytes(data: st.DataObject, text: bytes) -> bytes:
@@ -145,7 +102,7 @@ def load_text(text: bytes) -> Spec:
 @given(st.data(), st.sampled_from(SMALL_BASES))
 def test_mutated_spec_data(data: st.DataObject, name: str) -> None:
     whole = json.loads(json.dumps({"schema": 1, **BASES[name].to_dict()}))
-    tree = mutate(data, whole)
+    tree = mutate(data, whole, values, KEYS)
     attempt(lambda: load_text(yaml.safe_dump(tree, allow_unicode=True).encode("utf-8", "replace")))
 
 
@@ -175,7 +132,7 @@ def from_json(text: bytes) -> Spec:
 
 @given(st.data(), st.sampled_from(SMALL_BASES))
 def test_mutated_config(data: st.DataObject, name: str) -> None:
-    tree = mutate(data, BASES[name].to_hf())
+    tree = mutate(data, BASES[name].to_hf(), values, KEYS)
     spec = attempt(lambda: Spec.from_hf(tree))
     if spec is not None:  # what was read can be written and read again
         again = Spec.from_hf(json.loads(json.dumps(spec.to_hf())), name=spec.name)

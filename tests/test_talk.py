@@ -182,19 +182,6 @@ def test_a_reader_that_fails_ends_the_answer(talk: ChatSession) -> None:
     assert talk.say("hello").counts.generated == 2
 
 
-@pytest.mark.parametrize("budget", [0, 11])
-def test_a_budget_of_thoughts(
-    talk: ChatSession, monkeypatch: pytest.MonkeyPatch, budget: int
-) -> None:
-    dictate(monkeypatch.setattr, [[CHANNEL, "thought\n" + "w1_" * 50]])
-    talk.thinking.on, talk.thinking.budget = True, budget
-    talk.choose({"max_new_tokens": 20})
-    turn = talk.say("hello")
-    assert turn.thought_tokens <= budget + 2  # with a newline, and the token that closes it
-    assert "w1_w1" in turn.content and turn.counts.generated == 20
-    assert turn.message.get("reasoning_content", "") == "w1_"[: max(budget - len("thought\n"), 0)]
-
-
 def test_calls_and_their_answers(talk: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
     dictate(monkeypatch.setattr, [CALLING[:-1] + CALLING, WORDS])
     talk.set_tools(TOOLS)
@@ -270,14 +257,6 @@ def test_settings(talk: ChatSession) -> None:
         with pytest.raises(InputError) as e:
             talk.set(name, value)
         assert said in str(e.value) and talk.settings == before
-
-
-def test_an_engine_without_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.cli_tools import tokenizer
-
-    monkeypatch.setattr(type(engine), "tokenizer", lambda self: tokenizer())
-    with pytest.raises(InputError, match="has no turns of a chat"):
-        ChatSession(engine)
 
 
 def test_media_of_a_message(talk: ChatSession, tmp_path: Path) -> None:

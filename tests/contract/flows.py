@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
-from g4ir.backends.primitives.network import TURNED
 from g4ir.engine.engine import Engine
 
 #: turns on another way to choose tokens; returns the steps that are prepared for it, or None
@@ -75,10 +73,6 @@ class Flow:
     using: Callable[[Path], AbstractContextManager[None]] = lambda folder: nullcontext()
     #: no other process can load its engines
     emulated: bool = False
-    #: which axes of a cache are its rows and its slots
-    axes: tuple[int, int] = (1, 0)
-    #: slots behind what a row holds may be written to
-    writes_padding: bool = False
     #: compiling another engine takes too long for every run
     slow: bool = False
     #: of tests of one row
@@ -87,20 +81,6 @@ class Flow:
     steps: int = 300
     #: whether the short run leaves out cases of which each value appears in others
     covering: bool = False
-
-    def held(
-        self, caches: Mapping[str, torch.Tensor], name: str, row: int, count: int
-    ) -> torch.Tensor:
-        """What a row of `count` tokens has in a cache, in order of position where others are
-        written too: of a ring, which has room for a chunk, all that the next token may see."""
-        (rows, slots), cache = self.axes, caches[name]
-        if not self.writes_padding:
-            return cache.narrow(rows, row, 1)
-        size, ring = cache.shape[slots], cache.shape[slots] < MAX_SEQ
-        first = max(0, count - (size - CHUNK)) if ring else 0
-        turned = int(caches[TURNED].flatten()[row]) if ring else 0
-        at = (torch.arange(first, count) + turned) % size
-        return cache.index_select(slots, at).narrow(rows, row, 1)
 
 
 #: fields of a flow that are no data

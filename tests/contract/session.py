@@ -55,11 +55,6 @@ def same(a: Caches, b: Caches) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
-def same_row(flow: Flow, a: Caches, b: Caches, row: int, count: int) -> bool:
-    names = a.keys() - {TURNED}
-    return all(torch.equal(flow.held(a, n, row, count), flow.held(b, n, row, count)) for n in names)
-
-
 @pytest.mark.parametrize("size", PIECES.values(), ids=list(PIECES))
 def test_turns_equal_one_prompt(any_engine: Engine, fresh: Any, size: int) -> None:
     tokens = some_tokens(1, 3 * W + 3)
@@ -200,21 +195,6 @@ def test_agrees_over_many_greedy_steps(
                 for session in ours:
                     session.reset()
                 left[key] = some_tokens(1, 2 + steps % 50, steps)
-
-
-@pytest.mark.parametrize("row, count", [(0, 1), (1, 5), (2, CHUNK + 3)])
-def test_row_of_length_0_is_untouched(
-    flow: Flow, engine: Engine, fresh: Any, row: int, count: int
-) -> None:
-    tokens, session = some_tokens(3, 50), engine.session(3)
-    session.prefill(tokens[:, :20])
-    before = caches(session)
-    lengths = torch.full((3,), count)
-    lengths[row] = 0
-    session.prefill(tokens[:, 20 : 20 + count], lengths)
-    assert same_row(flow, before, caches(session), row, 20)
-    assert session.length.tolist() == [20 if r == row else 20 + count for r in range(3)]
-    agrees(session.decode(tokens[:, 20])[row], fresh(tokens[row, :21]))
 
 
 def test_truncate_past_a_ring_changes_nothing(any_engine: Engine, fresh: Any) -> None:

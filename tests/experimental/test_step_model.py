@@ -26,7 +26,6 @@ from g4ir.backends.torch_compile.schedule import OTHER, kernel_rows, schedule
 from g4ir.backends.torch_compile.target import Target
 from g4ir.errors import InputError, SpecError
 from g4ir.ir.graph import Builder
-from g4ir.ir.names import layer_of
 from g4ir.ir.rewrite import split_prologue
 from g4ir.model.text import build_graph
 from g4ir.ops.collective import COLLECTIVES
@@ -112,20 +111,6 @@ def test_the_table_of_the_docs(name: str) -> None:
         assert f"| {name} | {cells} |" in text
 
 
-@pytest.mark.parametrize(
-    ("name", "one", "more"),
-    short(
-        ("26b-a4b", 6, 8),
-        of=[("31b", 5, 7), ("12b", 5, 7), ("26b-a4b", 6, 8), ("e2b", 7, 10), ("e4b", 7, 10)],
-    ),
-)
-def test_kernels_of_a_layer(name: str, one: int, more: int) -> None:
-    """Of one in the middle; with fewer rows than experts need to be sorted."""
-    for rows, want in ((1, one), (2, more)):
-        made = Counter(layer_of(x.node) for x in predicted(name, rows).launches)
-        assert made[3] == want, rows
-
-
 def test_what_was_measured_takes_the_place(tmp_path: Path) -> None:
     """A card with half the rate and no gap; 0.5 of a kernel that begins early are its own."""
     path = tmp_path / "measured.yaml"
@@ -182,29 +167,6 @@ def test_messages_are_launches(name: str, ranks: int) -> None:
     assert shot.us < nccl.us and shot.us < predicted(name).us
     kept = [x for x in nccl.launches if x.kernel not in COLLECTIVES]
     assert kept == [x for x in shot.launches if x.kernel not in COLLECTIVES]
-
-
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    short(("26b-a4b", 8), of=[(n, rows) for n in ("31b", "26b-a4b") for rows in (1, 8)]),
-)
-def test_norms_are_in_the_kernels_of_their_sums(name: str, rows: int) -> None:
-    """One kernel for each sum; by NCCL the norm is a kernel of its own. Of several rows a norm was
-    one: each sum saves a launch, in a layer with experts each but where three norms were in them.
-    The bytes are the same, and so is what is sent."""
-    (shot, nccl), (apart, _) = (
-        [of_ranks(name, 2, way, rows=rows, fused=f) for way in WAYS] for f in (True, False)
-    )
-    layers = load_spec(name).text.num_hidden_layers
-    starts = Counter(x.kernel for x in shot.launches)
-    dual = layers * (name == "26b-a4b")
-    assert starts["all_reduce_norm_residual"] == 2 * layers - dual
-    assert starts["all_reduce_dual_norm_residual"] == dual and not starts["all_reduce"]
-    assert sum(x.kernel in COLLECTIVES for x in nccl.launches) == 2 * layers + 1
-    assert len(nccl.launches) == len(shot.launches) + 2 * layers
-    saved = len(apart.launches) - len(shot.launches)
-    assert saved == (2 * layers - dual if rows > 1 else 0) + dual * (rows > 1)
-    assert shot.us < apart.us and shot.nbytes == pytest.approx(apart.nbytes)
 
 
 def test_the_time_of_a_message() -> None:
