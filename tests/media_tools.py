@@ -14,12 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import g4ir
+from g4ir.engine.engine import Engine
 from g4ir.errors import InputError
 from g4ir.media.videos import Footage
+from g4ir.model.media import KINDS
 from g4ir.spec.parts import Tokens
-from g4ir.spec.record import load_spec
+from g4ir.spec.record import Spec, load_spec
+from g4ir.weights.random import RandomCheckpoint
+from g4ir.weights.write import write_checkpoint
 from tests.cases import TABLES
 from tests.engines import add_file
 from tests.torchvision_half import find_torchvision
@@ -140,6 +145,22 @@ def made(folder: Path, variant: str, **options: Any) -> Path:
     limits = {"max_seq": 640, "prefill_chunk": 128, "backend": "reference", "random_weights": 0}
     g4ir.build(variant, folder, **{**limits, **options}).close()
     return folder
+
+
+def media_pair(spec: Spec, folder: Path, seed: int, **options: Any) -> tuple[Engine, Any]:
+    """An engine of a checkpoint with towers, every tensor random, and transformers' model of it."""
+    from transformers import AutoModelForMultimodalLM
+
+    source = RandomCheckpoint(spec, seed, torch.float32)
+    checkpoint = write_checkpoint(folder / "checkpoint", spec, source, media=KINDS)
+    engine = g4ir.build(
+        spec, folder / "engine", checkpoint=checkpoint, **{"backend": "reference", **options}
+    )
+    model, loading = AutoModelForMultimodalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, output_loading_info=True
+    )
+    assert not loading["missing_keys"] and not loading["mismatched_keys"]
+    return engine, model.eval()
 
 
 def media_engine(folder: Path) -> Path:

@@ -257,37 +257,20 @@ class Oracle:
 
     def run(self, tokens: torch.Tensor, attn: str = "eager", cached: bool = False) -> torch.Tensor:
         """Logits at every position; `cached` goes token by token through a DynamicCache."""
+        from transformers import DynamicCache
+
+        def logits(ids: torch.Tensor, **options: Any) -> torch.Tensor:
+            keep = torch.arange(ids.shape[1])  # all rows, by index (see `rows_kept`)
+            return self.model(ids, logits_to_keep=keep, **options).logits
+
         if self.spec.text.attn_logit_softcapping is None:
             self.model.set_attn_implementation(attn)
         with torch.no_grad():
             if not cached:
-                keep = torch.arange(tokens.shape[1])  # all rows, by index (see `rows_kept`)
-                return self.model(tokens, use_cache=False, logits_to_keep=keep).logits
-            step = self._cached()
-            return torch.cat([step(column) for column in tokens.split(1, 1)], 1)
-
-    def _cached(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The model over a cache of its own: next tokens -> logits of each."""
-        from transformers import DynamicCache
-
-        cache = {cache_argument(self.model.forward): DynamicCache(config=self.model.config)}
-
-        def step(tokens: torch.Tensor) -> torch.Tensor:
-            keep = torch.arange(tokens.shape[1])
-            return self.model(tokens, use_cache=True, logits_to_keep=keep, **cache).logits
-
-        return step
-
-    def greedy(self, prompt: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens [B, count], the logits [B, count, vocab] that chose them): argmax decoding."""
-        self.run(prompt[:, :1])  # selects eager attention
-        step, column, chosen, seen = self._cached(), prompt, [], []
-        with torch.no_grad():
-            for _ in range(count):
-                seen.append(step(column)[:, -1])
-                column = seen[-1].argmax(-1, keepdim=True)
-                chosen.append(column)
-        return torch.cat(chosen, 1), torch.stack(seen, 1)
+                return logits(tokens, use_cache=False)
+            cache = {cache_argument(self.model.forward): DynamicCache(config=self.model.config)}
+            columns = tokens.split(1, 1)
+            return torch.cat([logits(column, use_cache=True, **cache) for column in columns], 1)
 
     def layers(self, tokens: torch.Tensor) -> list[torch.Tensor]:
         """The output of every decoder layer, eager and without a cache."""
@@ -345,19 +328,6 @@ def close_calls(logits: torch.Tensor, budget: float) -> torch.Tensor:
     best = logits.topk(2, -1).values
     rms = logits.pow(2).mean(-1).sqrt()
     return best[..., 0] - best[..., 1] <= 2 * budget * rms
-
-
-def first_difference(
-    got: torch.Tensor, want: torch.Tensor, logits: torch.Tensor, budget: float
-) -> int | None:
-    """The first token of a row that differs without a close call, or None.
-
-    After a difference that is a close call the two texts are different ones, and are left.
-    """
-    differs = (got != want).nonzero().flatten().tolist()
-    if not differs or close_calls(logits[differs[0]], budget):
-        return None
-    return differs[0]
 
 
 def pieces(length: int, chunk: int) -> list[tuple[int, int]]:

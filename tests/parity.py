@@ -18,10 +18,10 @@ from g4ir.engine.engine import Engine
 from g4ir.passes import PASSES
 from g4ir.spec.record import Spec
 from tests.configs import spec_called
-from tests.oracle import Oracle, find_oracle, first_difference, random_tokens, relative
+from tests.oracle import Oracle, find_oracle, random_tokens, relative
 from tests.runner import build_engine, open_session, with_chunk
 
-MAX_SEQ, CHUNK, GREEDY = 128, 64, 64
+MAX_SEQ, CHUNK = 128, 64
 ROWS = 5  # of an engine for several sequences
 #: chunk sizes by window and prompt length
 CHUNKS: dict[str, Callable[[int, int], int]] = {
@@ -142,18 +142,6 @@ def prefill_then_decode(session: Any, tokens: torch.Tensor, prompt: int) -> torc
     return torch.cat(outs, 1)
 
 
-def prefill_in_chunks(s: Subject, chunk: str) -> None:
-    """Every position of a prompt, and two decode steps after it."""
-    tokens = s.tokens[:, : s.oracle.prompt + 2]
-    got = prefill_then_decode(s.session(chunk), tokens, s.oracle.prompt)
-    agrees(got, s.logits[:, : tokens.shape[1]], s.oracle)
-
-
-def decode_past_three_windows(s: Subject) -> None:
-    assert s.tokens.shape[1] > 3 * s.oracle.window
-    agrees(prefill_then_decode(s.session(8), s.tokens, 3), s.logits, s.oracle)
-
-
 def last_tokens(s: Subject, chunk: str | int, steps: int | None = None) -> None:
     """The last position of a prompt, then `steps` decode steps, else the whole text."""
     session, n = s.session(chunk), s.oracle.prompt
@@ -180,18 +168,6 @@ def ragged_rows(s: Subject) -> None:
     step = tokens[:, -1]
     want = by_row(oracle, [torch.cat((row, t[None])) for row, t in zip(held, step, strict=True)])
     agrees(session.decode(step), want, oracle)
-
-
-def greedy_text(s: Subject, count: int = GREEDY) -> None:
-    """The reference's text, up to choices that are as good as equal."""
-    prompt = s.tokens[:, :6]
-    want, logits = s.oracle.greedy(prompt, count)
-    session = s.session(4)
-    out = [session.prefill(prompt).argmax(-1)]
-    while len(out) < count:
-        out.append(session.decode(out[-1]).argmax(-1))
-    for got, text, seen in zip(torch.stack(out, 1), want, logits, strict=True):
-        assert first_difference(got, text, seen, s.oracle.budget) is None
 
 
 def by_row(oracle: Oracle, rows: list[torch.Tensor]) -> torch.Tensor:

@@ -21,7 +21,6 @@ from g4ir.check.peers import EnginePeer, find_peer
 from g4ir.check.tokens import Turns
 from g4ir.engine.artefact import open_artefact, rebuild
 from g4ir.engine.engine import Engine
-from g4ir.errors import InputError
 from g4ir.ir.graph import Graph
 from g4ir.model.text import build_program
 from g4ir.ops.codecs import ACTIVATIONS, FORMS, dequantized, fake_quantized, to_tiles
@@ -163,16 +162,6 @@ def test_verify(name: str, quant: str, to: str, tmp_path: Path) -> None:
     assert stages.ok and "as asked: not compared" in stages.text()
 
 
-def test_chunks_do_not_matter(tmp_path: Path) -> None:
-    """A prompt at once and token by token."""
-    engine = build(tmp_path / "engine", "tiny-ple", "int4", "int8")
-    ids = torch.tensor(IDS)[None]
-    whole = engine.session().prefill(ids, all_logits=True)
-    session = engine.session()
-    steps = torch.stack([session.decode(t) for t in ids.t()], 1)
-    assert ((steps - whole).abs() / whole.square().mean(-1, keepdim=True).sqrt()).max() < 2**-5
-
-
 @pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize(
     ("form", "to", "taken"), [("int4", "int8", 1), ("int8", "int8", 1), ("fp8", "fp8", 0)]
@@ -199,23 +188,6 @@ def test_what_the_engine_says(tmp_path: Path) -> None:
     assert "--quant-activations int8 " in rebuild(out, found.manifest, found.spec)
     words = ("show", "--variant", "tiny-ple", "--quant", "int8", "--quant-activations", "fp8")
     assert "= fake_quantize(%pre.norm) {form='fp8'}" in cli(*words).out
-
-
-REFUSED = {
-    "quant-activations 'int4': expected one of int8, f": {"quant_activations": "int4"},
-    "--quant-activations int8: no weight is quantised": {"quant": None},
-    "--quant-activations int8: backend onnx does not round rows": {"backend": "onnx"},
-    "--quant-activations int8: backend trt does not": {"backend": "trt", "device": "cuda"},
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_refused(words: str, tmp_path: Path) -> None:
-    options = REFUSED[words]
-    given = {"backend": "reference", "quant": "int8", "quant_activations": "int8"} | options
-    with pytest.raises(InputError) as e:
-        g4ir.build("tiny-ple", tmp_path / "engine", random_weights=0, **given)
-    assert str(e.value).startswith(words)
 
 
 # --- kernels -----------------------------------------------------------------------------------

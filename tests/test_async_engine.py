@@ -14,7 +14,7 @@ from g4ir.backends.sampling import SamplingParams
 from g4ir.engine.async_engine import AsyncEngine, AsyncEngineConfig
 from g4ir.engine.engine import Engine
 from g4ir.engine.requests import CANCELLED, FAILED, LENGTH, Event, Request
-from g4ir.errors import BusyError, EngineError, InputError
+from g4ir.errors import BusyError, EngineError
 from tests.engines import some_tokens
 
 FREE = SamplingParams(ignore_eos=True)
@@ -155,9 +155,3 @@ def test_a_thread_that_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
         assert not service.drain(WAIT)
         with pytest.raises(EngineError, match="the service ended: gone"):
             Asked(service, job())
-
-
-@pytest.mark.parametrize("name", ["waiting", "waiting_tokens", "unread", "slow_s"])
-def test_settings_that_are_wrong(name: str) -> None:
-    with pytest.raises(InputError, match=f"{name} -1: expected"):
-        AsyncEngineConfig(**{name: -1})

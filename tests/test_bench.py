@@ -353,13 +353,6 @@ def test_another_schema_version_is_refused(report: BenchReport, tmp_path: Path) 
     assert str(path) in message and f"version {VERSION + 6}, expected {VERSION}" in message
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", "3", '{"kind": "other"}', "[" * 100_000])
-def test_what_is_no_report_is_refused(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text(content)
-    assert str(path) in refused("bench-compare", path, path)
-
-
 def test_reports_that_lack_or_change_something_are_refused(
     report: BenchReport, tmp_path: Path, full: bool
 ) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from g4ir.errors import InputError, SpecError
+from g4ir.errors import InputError
 from g4ir.passes.latent_kv import LatentOptions, latent_kv
 from g4ir.plan.latent import TABLE, LatentMeasurement, choose_form, read_table, write_table
 from g4ir.spec.parts import FULL, SLIDING, Rope
@@ -124,27 +124,3 @@ def test_the_nearest_measurement_counts(
     rows = read_table(table)
     monkeypatch.setattr("g4ir.plan.latent.read_table", lambda: rows)
     assert choose_form(load_spec(spec), device, dtype, max_seq) == form
-
-
-_ROW = (
-    "measured: [{{device: cpu, dtype: bf16, head_dim: 512, rotated: 128, group: 8, "
-    "context: {}, form: {}}}]"
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("measured: [", "no table"),
-        ("rows: []", "rows: unknown key"),
-        ("measured: [{device: cpu}]", r"measured\[0\].dtype: is missing"),
-        (_ROW.format(8192, "half"), r"form: must be off or value or raw.*found 'half'"),
-        (_ROW.format(0, "raw"), r"context: must be at least 1, found '0'"),
-    ],
-)
-def test_a_damaged_table_is_named(text: str, message: str, tmp_path: Path) -> None:
-    file = tmp_path / "forms.yaml"
-    file.write_text(text)
-    with pytest.raises(SpecError, match=message) as e:
-        read_table(file)
-    assert str(file) in str(e.value)

@@ -64,16 +64,6 @@ def test_random_tokens_are_no_placeholders(engine: Engine, no_media: Engine) -> 
     assert torch.equal(drawn, draw_tokens(w, no_media))
 
 
-@pytest.mark.parametrize("check", [verify_engine, verify_each_pass])
-@pytest.mark.parametrize("kind", HOLDERS)
-def test_given_placeholders_are_refused(
-    built: dict[str, Engine], kind: str, check: Callable[..., Any]
-) -> None:
-    at = rf"--tokens: token {HOLDERS[kind]} at index 1 is the placeholder of {kind}"
-    with pytest.raises(InputError, match=at):
-        check(built["tiny-media"], tokens=[5, HOLDERS[kind], 6])
-
-
 def test_verify_against_transformers(built: dict[str, Engine]) -> None:
     """Media against the interpreter all the same."""
     said = cli.g4ir("verify", built["tiny-media"].path, "--against", "hf")

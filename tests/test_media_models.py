@@ -16,21 +16,18 @@ import numpy as np
 import pytest
 import torch
 
-import g4ir
 from g4ir.engine.engine import Engine
 from g4ir.media.audio import Clip, Waveform, prepare_audio
 from g4ir.media.images import PreparedImage, prepare_image
 from g4ir.media.videos import Footage, Video, prepare_video, video_settings
 from g4ir.model.audio import audio_settings
 from g4ir.model.images import image_settings
-from g4ir.model.media import KINDS, offered
+from g4ir.model.media import offered
 from g4ir.spec.parts import UnifiedAudio
 from g4ir.spec.record import Spec, load_spec
 from g4ir.spec.shrink import WINDOW, shrink
-from g4ir.weights.random import RandomCheckpoint
-from g4ir.weights.write import write_checkpoint
 from tests.configs import VARIANTS
-from tests.media_tools import video_inputs
+from tests.media_tools import media_pair, video_inputs
 from tests.oracle import relative
 from tests.runner import with_chunk
 from tests.uncompiled import uncompiled
@@ -55,20 +52,14 @@ def small(variant: str) -> Spec:
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory, full: bool) -> Any:
     """`pairs(variant)`: an engine for the logits of every token, and transformers' model."""
-    from transformers import AutoModelForMultimodalLM
 
     @cache
     def pair(variant: str) -> tuple[Engine, Any]:
-        spec, folder = small(variant), tmp_path_factory.mktemp(variant)
-        source = RandomCheckpoint(spec, 5, torch.float32)
-        checkpoint = write_checkpoint(folder / "checkpoint", spec, source, media=KINDS)
-        model = AutoModelForMultimodalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        options: dict[str, Any] = {"max_seq": MAX_SEQ, "all_logits": True, "backend": "reference"}
+        options: dict[str, Any] = {"max_seq": MAX_SEQ, "all_logits": True}
         if variant == TORCH:
             options |= {"backend": "torch", "max_batch": 3, "audio_seconds": [2.0]}
         with nullcontext() if full else uncompiled():
-            engine = g4ir.build(spec, folder / "engine", checkpoint=checkpoint, **options)
-        return engine, model.eval()
+            return media_pair(small(variant), tmp_path_factory.mktemp(variant), 5, **options)
 
     return pair
 

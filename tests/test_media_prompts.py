@@ -374,8 +374,6 @@ def test_generate_a_batch(loaded: Engine, files: Path) -> None:
 @pytest.mark.parametrize(
     ("media", "words"),
     [
-        ({"images": "a.png"}, "images: expected a list, found str"),
-        ({"videos": noise(2, 4, 4, 3)}, "videos: expected a list, found ndarray"),
         ({"audio": ["d.wav", "none.wav"]}, "audio: the prompt has 1 placeholders .* 2 media; put"),
         ({"audio": ["none.wav"]}, "none.wav: no such audio file"),
     ],

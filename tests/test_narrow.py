@@ -24,7 +24,6 @@ from g4ir.backends.torch_compile.target import Target
 from g4ir.check.logits import verify_engine
 from g4ir.check.passes import verify_each_pass
 from g4ir.engine.engine import Engine
-from g4ir.errors import InputError
 from g4ir.ir.distance import HELD
 from g4ir.model.text import build_graph
 from g4ir.ops import OPS
@@ -152,19 +151,6 @@ def held_apart(got: torch.Tensor, want: torch.Tensor, to: str) -> None:
     assert relative(got, want).max() < HELD[to]
 
 
-def test_chunks_do_not_matter(engine: Engine) -> None:
-    """A prompt at once, in chunks that wrap the rings, token by token."""
-    to = engine.manifest["options"]["narrow_kv"]["to"]
-    ids = tokens(2, 30)
-    session = engine.session(2)
-    whole = session.prefill(ids, all_logits=True)
-    chunked = engine.session(2)
-    parts = [chunked.prefill(piece, all_logits=True) for piece in ids.split(7, 1)]
-    held_apart(torch.cat(parts, 1), whole, to)
-    single = engine.session(2)
-    held_apart(torch.stack([single.decode(column) for column in ids.t()], 1), whole, to)
-
-
 def test_truncate_restore_and_bytes(engine: Engine) -> None:
     """What is dropped is not seen; a snapshot brings rings back, bit for bit; the bytes are those
     that are allocated, and those of the plan."""
@@ -266,14 +252,6 @@ def test_compiled(kv: str, form: str, tmp_path: Path) -> None:
 
 
 # --- options and refusals ---------------------------------------------------------------------
-
-REFUSED = TABLES["narrow"]["refused"]
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_refused(words: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=words):
-        build(tmp_path / "engine", "tiny-moe", **REFUSED[words])
 
 
 def test_the_dtype_itself_changes_nothing(tmp_path: Path) -> None:

@@ -381,8 +381,6 @@ ODD_EXPERTS = odd_spec(moe=replace(MOE, num_experts=6))
 ODD_HEADS = odd_spec(num_attention_heads=12, full=replace(FULL, num_key_value_heads=3))
 #: spec, ranks, ep -> what is said
 REFUSED: dict[str, tuple[Spec, int, bool]] = {
-    "num_attention_heads 4": (load_spec("tiny-dense"), 3, False),
-    "--tp 0: expected at least 1": (load_spec("tiny-dense"), 0, False),
     r"--tp 16: .* num_attention_heads 8, .* one of 1, 2, 4, 8$": (load_spec("e2b"), 16, False),
     r"full\.num_key_value_heads 3": (ODD_HEADS, 4, False),
     r"--tp 4: .* moe\.num_experts 6, .* one of 1, 2$": (ODD_EXPERTS, 4, True),

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from g4ir.errors import InputError, PassError
+from g4ir.errors import PassError
 from g4ir.ir.graph import Graph, Program, Value
 from g4ir.ir.interpret import empty_state, interpret
 from g4ir.ir.text import parse_graph, print_graph
@@ -368,14 +368,6 @@ def test_skip_until_and_dump() -> None:
     assert seen == ["scale_residual", "share_rope_tables", "fuse_gate_up"]
     assert count(out, "glu_packed") == 6 and not count(out, "split", "norm_rope")
     assert run_passes(g, until="share_rope_tables", skip=["share_rope_tables"]) == g
-
-
-@pytest.mark.parametrize("how", [{"skip": ["fuse_all"]}, {"until": "fuse_all"}])
-def test_an_unknown_pass_is_refused_with_the_list(how: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match="unknown pass 'fuse_all'; one of scale_residual, share"):
-        run_passes(program("tiny-dense").graphs["decode"], **how)
-    with pytest.raises(InputError, match="unknown pass"):
-        find_pass("fuse_all")
 
 
 @pytest.mark.parametrize(("after", "said"), TABLES["passes"]["no chain"])

@@ -66,6 +66,7 @@ from tests.coded_products import asked_of
 from tests.configs import widened
 from tests.engines import random_checkpoint
 from tests.oracle import Oracle, find_oracle
+from tests.parity import prefill_then_decode
 from tests.runner import Session, built_program
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -230,9 +231,7 @@ def quantised_program(spec: Spec, recipe: Recipe) -> Program:
 
 def logits(program: Program, oracle: Oracle, tensors: Any = None) -> torch.Tensor:
     session = Session(program, tensors or oracle.tensors, 2, 7, 128, True)
-    outs = [session.prefill(oracle.tokens[:, : oracle.prompt], all_logits=True)]
-    outs += [session.decode(t)[:, None] for t in oracle.tokens[:, oracle.prompt :].unbind(1)]
-    return torch.cat(outs, 1)
+    return prefill_then_decode(session, oracle.tokens, oracle.prompt)
 
 
 @pytest.mark.covering

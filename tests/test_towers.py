@@ -13,17 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-import g4ir
 from g4ir.errors import InputError
 from g4ir.media.audio import Clip, Waveform, prepare_audio
 from g4ir.media.images import prepare_image
 from g4ir.model.audio import audio_settings
 from g4ir.model.images import BUDGETS, image_settings
-from g4ir.model.media import KINDS
 from g4ir.spec.record import Spec, load_spec
 from g4ir.spec.shrink import shrink
-from g4ir.weights.random import RandomCheckpoint
-from g4ir.weights.write import write_checkpoint
+from tests.media_tools import media_pair, noise
+from tests.oracle import relative
 
 TOWERS = ("e2b", "26b-a4b")  # clipped, 16 per head; plain and standardized, 20 per head
 UNIFIED = "12b"
@@ -38,39 +36,19 @@ def small(variant: str) -> Spec:
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """`pairs(variant)`: an engine of the reference backend and the transformers model."""
-    from transformers import AutoModelForMultimodalLM
 
     @cache
     def pair(variant: str) -> tuple[Any, Any]:
-        spec, folder = small(variant), tmp_path_factory.mktemp(variant)
-        source = RandomCheckpoint(spec, 3, torch.float32)
-        checkpoint = write_checkpoint(folder / "checkpoint", spec, source, media=KINDS)
-        engine = g4ir.build(
-            spec,
-            folder / "engine",
-            checkpoint=checkpoint,
-            backend="reference",
-            max_seq=256,
-            image_budgets=BUDGETS,
-        )
-        model, loading = AutoModelForMultimodalLM.from_pretrained(
-            checkpoint, dtype=torch.float32, output_loading_info=True
-        )
-        assert not loading["missing_keys"] and not loading["mismatched_keys"]
-        return engine, model.model.eval()
+        folder = tmp_path_factory.mktemp(variant)
+        engine, model = media_pair(small(variant), folder, 3, max_seq=256, image_budgets=BUDGETS)
+        return engine, model.model
 
     return pair
 
 
 def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference of a row, relative to its rms."""
     assert got.shape == wanted.shape
-    rms = wanted.double().pow(2).mean(-1, keepdim=True).sqrt()
-    return float(((got.double() - wanted.double()) / rms).abs().max())
-
-
-def pixels(width: int, height: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return float(relative(got, wanted).max())
 
 
 # --- vision -----------------------------------------------------------------------------------
@@ -86,8 +64,8 @@ def test_images(pairs: Any, variant: str, budget: int) -> None:
     """All budgets, wide and tall, with and without padding."""
     engine, model = pairs(variant)
     settings = image_settings(engine.spec, budget)
-    for size in ((300, 120), (90, 260)):
-        picture = prepare_image(pixels(*size), settings)
+    for size in ((120, 300), (260, 90)):
+        picture = prepare_image(noise(*size, 3), settings)
         soft = engine.encode("image", picture)
         with torch.no_grad():
             wanted = model.get_image_features(

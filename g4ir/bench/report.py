@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from g4ir.check.hf import asked
-from g4ir.check.reference import param_bytes
+from g4ir.check.reference import acting, param_bytes
 from g4ir.engine.engine import Engine
 from g4ir.engine.speculative import NONE, find_draft
 from g4ir.errors import InputError
 from g4ir.ops.types import torch_dtype
 from g4ir.passes.match import OFF
+from g4ir.passes.quantize_activations import ActivationOptions
 from g4ir.spec.reader import Line, on_one_line
 from g4ir.ui.progress import Progress, no_progress
 
@@ -254,7 +254,7 @@ class Bench:
         work = find_work(engine, self.w, self.tokens)
         nbytes, flops = work.decode.cost().needed_bytes, work.prefill.cost().flops
         first_token, steps = (partial(shares, rounds, self.rates, TAKE[k]) for k in ("ttft", "itl"))
-        form = asked(engine, "quantize_activations")
+        form = acting(engine).of(ActivationOptions).to
         return {
             "engine": schema.EngineFacts(
                 facts.digest,

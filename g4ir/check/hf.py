@@ -37,7 +37,6 @@ from g4ir.ops.types import ITEMSIZE, torch_dtype
 from g4ir.passes.match import OFF
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.quantize_activations import ActivationOptions
-from g4ir.passes.scale_residual import ScaleOptions
 from g4ir.plan.fit import device_memory
 from g4ir.quant.rewrite import weights_of
 from g4ir.spec.record import Spec
@@ -48,7 +47,7 @@ from g4ir.weights.formats import is_coded
 from g4ir.weights.origin import CheckpointDirectory, Origin, find_origin, snapshot_of
 from g4ir.weights.random import RandomCheckpoint
 
-from .reference import param_bytes
+from .reference import acting, param_bytes
 
 Tensor = torch.Tensor
 ROUTER = re.compile(r"layers\.(\d+)\.router")
@@ -227,31 +226,9 @@ def _load_hf(directory: Path, dtype: str) -> Any:
         logging.enable_progress_bar()
 
 
-def asked(engine: Engine, name: str) -> str:
-    """Return the dtype or format that a pass was asked to round to, or OFF."""
-    options = engine.facts.options
-    if name in engine.facts.skipped_passes:
-        return OFF
-    if name == "narrow_kv":
-        return options.of(NarrowOptions).to
-    return options.of(ActivationOptions).to
-
-
-def divisor(engine: Engine) -> int:
-    """Return what the residual stream of an engine is divided by."""
-    skipped = "scale_residual" in engine.facts.skipped_passes
-    return 1 if skipped else engine.facts.options.of(ScaleOptions).divisor
-
-
-def coarse(engine: Engine) -> tuple[str, ...]:
-    """Return the grids that an engine was asked to round to."""
-    found = (asked(engine, name) for name in ("narrow_kv", "quantize_activations"))
-    return tuple(to for to in found if to != OFF)
-
-
 def round_activations(engine: Engine, model: Any) -> None:
     """Have a transformers model round what its products take, for the quantised weights."""
-    form = asked(engine, "quantize_activations")
+    form = acting(engine).of(ActivationOptions).to
     if form == OFF or engine.recipe is None:
         return
     held = engine.recipe.schemes(weights_of(engine.spec))
@@ -269,7 +246,7 @@ def rounding_caches(engine: Engine, model: Any) -> Callable[[], Any] | None:
     rows are; None for an engine that holds them in its dtype."""
     from transformers import DynamicCache
 
-    to, layers = asked(engine, "narrow_kv"), model.get_decoder().layers
+    to, layers = acting(engine).of(NarrowOptions).to, model.get_decoder().layers
     if to == OFF:
         return None
     # Layer -> the node that attends to the caches that it owns.

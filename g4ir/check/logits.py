@@ -24,10 +24,11 @@ from g4ir.errors import InputError
 from g4ir.ir.distance import ROUNDED, Anchor, Errors, Tolerance, budget_of, row_errors, widened
 from g4ir.ui.progress import Progress, no_progress
 
-from .hf import coarse, text_bytes
+from .hf import text_bytes
 from .media import check_media
 from .peers import FINAL, EnginePeer, HfPeer, Peer, Rows, find_peer
 from .reference import (
+    coarse,
     float64_refusal,
     is_quantised,
     param_bytes,

@@ -14,11 +14,11 @@ import torch
 from g4ir.engine.engine import Engine
 from g4ir.ir.distance import max_or, row_errors
 from g4ir.ops.budgets import UNIT
+from g4ir.passes.scale_residual import ScaleOptions
 from g4ir.ui.progress import Progress
 
 from .hf import (
     cache_argument,
-    divisor,
     need_transformers,
     other_attention,
     round_activations,
@@ -27,7 +27,7 @@ from .hf import (
     verified_model,
     wide_model,
 )
-from .reference import reference_engine, wide_engine
+from .reference import acting, reference_engine, wide_engine
 from .report import LAYER_TYPICAL, LAYER_WORST, LocalError
 from .tokens import Turns
 from .watch import ChunkPosition, watched
@@ -54,7 +54,7 @@ class EnginePeer:
     def logits(self, given: Turns, ends: Sequence[int] = (), layers: Rows | None = None) -> Tensor:
         """Return f32[N, vocab]. The outputs of the layers at the tokens `ends`, the ends of the
         chunks, go into `layers`."""
-        wanted, by = set(ends), divisor(self.engine)
+        wanted, by = set(ends), acting(self.engine).of(ScaleOptions).divisor
 
         def keep(place: ChunkPosition, name: str, t: Tensor) -> None:
             if layers is not None and (name == FINAL or LAYER_OUT.fullmatch(name)):

@@ -14,6 +14,7 @@ from g4ir.engine.load import open_weights
 from g4ir.engine.ranks.leader import interpreted
 from g4ir.ir.wide import BLOCK
 from g4ir.ops.types import FLOATS, ITEMSIZE, torch_dtype
+from g4ir.passes import OPTIONS, PassOptions
 from g4ir.passes.match import OFF
 from g4ir.passes.narrow_kv import NarrowOptions
 from g4ir.passes.quantize_activations import ActivationOptions
@@ -77,11 +78,22 @@ def original_weights(engine: Engine, checkpoint: str | Path | None) -> WeightSou
     return random_weights(engine.spec, engine.drafter, seed, torch_dtype(engine.dtype))
 
 
+def acting(engine: Engine) -> PassOptions:
+    """Return the options of the passes that made an engine's graphs."""
+    skipped, options = engine.facts.skipped_passes, engine.facts.options
+    kinds = {type(OPTIONS[name]) for name in skipped if name in OPTIONS}
+    return replace(options, records=tuple(r for r in options.records if type(r) not in kinds))
+
+
+def coarse(engine: Engine) -> tuple[str, ...]:
+    """Return the formats that KV cache and activations of an engine are rounded to."""
+    found = acting(engine).of(NarrowOptions).to, acting(engine).of(ActivationOptions).to
+    return tuple(to for to in found if to != OFF)
+
+
 def is_quantised(engine: Engine) -> bool:
     """Whether weights, KV cache or activations are."""
-    options = engine.facts.options
-    rounded = options.of(NarrowOptions).to, options.of(ActivationOptions).to
-    return engine.recipe is not None or rounded != (OFF, OFF)
+    return engine.recipe is not None or bool(coarse(engine))
 
 
 @contextmanager

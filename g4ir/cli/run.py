@@ -153,9 +153,8 @@ def verified(
     from g4ir.check.passes import verify_each_pass
 
     check_against(against)
-    check: Callable[..., Any] = partial(verify_engine, against=against)
-    if each_pass:
-        check = verify_each_pass
+    logits = partial(verify_engine, against=against)
+    check: Callable[..., Any] = verify_each_pass if each_pass else logits
     threads = vars(args).get("threads")
     with (
         console.Progress() as progress,

@@ -43,8 +43,8 @@ class Batch(Generic[T]):
         self.engine, self.sizes, self.patience = engine, sizes, patience
         self.sessions: dict[int, Session] = {}
         self.held: list[T | None] = []
-        #: calls since a smaller bucket would have been enough, and copies between buckets
-        self._spare = self.moved = 0
+        #: calls since a smaller bucket would have been enough
+        self._spare = 0
 
     @property
     def holders(self) -> list[T]:
@@ -115,7 +115,6 @@ class Batch(Generic[T]):
             self.sessions[size].copy_row(self.session, holder.slot, slot)
         if self.held:
             self.session.reset()
-        self.moved += len(holders)
         self.held = [*holders, *[None] * (size - len(holders))]
         for slot, holder in enumerate(holders):
             holder.slot = slot

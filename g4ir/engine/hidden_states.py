@@ -59,10 +59,9 @@ class HiddenStates:
 
     def copy(self, length: torch.Tensor) -> HiddenStates:
         """Return a copy for a snapshot."""
-        made, found = HiddenStates(len(length)), self.of(length)
-        if found is not None:
-            made.stand(found.clone(), length)
-            made._after *= self.known(length)
+        made = HiddenStates(len(length))
+        for row in range(len(length)):
+            made.copy_row(self, row, row, length)
         return made
 
     def forget(self, rows: Any = slice(None)) -> None:

@@ -41,7 +41,6 @@ RAW = (
     "the checkpoint has a chat template; the prompt is taken raw, without the marks of turns "
     "(`g4ir run --chat` makes them)"
 )
-
 BOS_ADDED = (
     "the prompt begins with <bos>, which the tokenizer's files do not add; --no-bos leaves it out"
 )
@@ -112,10 +111,6 @@ class Result:
             self.end = event
 
     @property
-    def id(self) -> int | str | None:
-        return self.request.id
-
-    @property
     def tokens(self) -> tuple[int, ...]:
         return tuple(self.handle.answers[0].tokens)
 
@@ -134,7 +129,7 @@ class Result:
         """Return what stdout gets; text needs a tokenizer, logprobs to be asked for."""
         read = [{"logprob": p.chosen, "top": p.top} for p in self.logprobs]
         out = {
-            "id": self.id,
+            "id": self.request.id,
             "tokens": list(self.tokens),
             "text": self.codec and self.codec.vocabulary.decode([*self.tokens]),
             "finish_reason": self.finish_reason,
@@ -157,7 +152,7 @@ class Result:
         }
         return {
             "event": "request",
-            "id": self.id,
+            "id": self.request.id,
             **c.output(),
             "finish_reason": self.finish_reason,
             **{name: value for name, value in some.items() if value is not None},
@@ -345,7 +340,7 @@ def _ended(b: Result | Failure) -> Result | Failure | None:
         return b
     error = b.end and b.end.error
     if isinstance(error, G4Error):
-        return Failure(b.id, str(error), b.request.line)
+        return Failure(b.request.id, str(error), b.request.line)
     if error:
         raise error
     return b if b.end else None

@@ -178,7 +178,6 @@ class Totals:
     steps: Counter[int] = field(default_factory=Counter)
     step_s: dict[int, float] = field(default_factory=dict)
     ended: Counter[str] = field(default_factory=Counter)
-    restored: int = 0
     #: seconds that a request keeps its slots, times their number: a moving average
     row_s: float = 0.0
     tally: AcceptanceStats = field(default_factory=AcceptanceStats)

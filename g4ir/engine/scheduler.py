@@ -379,7 +379,6 @@ class Scheduler:
         chunks = self.prefiller.chunks(handle.request, self._until, handle.keys)
         handle.counts.cached = self.prefiller.known
         self.totals.cached += self.prefiller.known
-        self.totals.restored = self.prefiller.restored
         return handle, chunks
 
     def _take_prompt(self) -> RequestHandle:

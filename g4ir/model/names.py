@@ -59,8 +59,8 @@ _LAYER = {
     "norm_ple": "post_per_layer_input_norm.weight",
     "scalar": "layer_scalar",
 }
-#: outside the towers' layers
-_TOWERS = {
+#: outside the layers of towers and of a drafter
+_PARTS = {
     "vision.w_patch": "vision.patch_embedder.input_proj.weight",
     "vision.places": "vision.patch_embedder.position_embedding_table",
     "vision.std_bias": "vision.std_bias",
@@ -84,9 +84,6 @@ _TOWERS = {
     "audio.w_out": "audio.output_proj.weight",
     "audio.b_out": "audio.output_proj.bias",
     "audio.embed": "embed_audio.embedding_projection.weight",
-}
-#: outside the layers of a drafter, whose names on both sides begin with `draft.`
-_DRAFTER = {
     "draft.w_in": "draft.drafter.pre_projection.weight",
     "draft.w_out": "draft.drafter.post_projection.weight",
     "draft.final.w": f"draft.{FINAL_NORM}",
@@ -127,7 +124,7 @@ def checkpoint_name(param: str) -> str:
     for part in (CODES, SCALES):
         if param.endswith(part):
             return f"{checkpoint_name(param.removesuffix(part))}{part}"
-    if found := _TOP.get(param) or _TOWERS.get(param) or _DRAFTER.get(param):
+    if found := _TOP.get(param) or _PARTS.get(param):
         return found
     tower, layer, rest = split_name(param)
     if tower and (name := _of_tower(f"{tower}.{rest}")):

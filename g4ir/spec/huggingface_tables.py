@@ -46,17 +46,14 @@ class Family:
     @property
     def plain(self) -> list[str]:
         """The keys that a config and the decoder's record have in common."""
-        return [f.name for f in fields(Text) if f.name in self.keys and f.name not in _READ_APART]
+        names = {*self.keys} - {"num_hidden_layers", "use_bidirectional_attention"}
+        return [f.name for f in fields(Text) if f.name in names]
 
     @property
     def fixed(self) -> dict[str, Any]:
         """What the decoder's fields are that no key of a config says."""
-        return {
-            name: self.text.get(name, getattr(Text, name)) for name in {*LATER_TEXT} - {*self.keys}
-        }
-
-
-_READ_APART = ("num_hidden_layers", "use_bidirectional_attention")
+        said_nowhere = {*LATER_TEXT} - {*self.keys}
+        return {name: self.text.get(name, getattr(Text, name)) for name in said_nowhere}
 
 
 def family(model_type: str) -> Family:

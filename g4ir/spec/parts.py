@@ -78,8 +78,7 @@ class Ple:
     vocab_size: Count
 
 
-#: fields of a decoder that came with other families: no key of a Gemma 4 config says them, and a
-#: digest counts them where they are set
+#: fields of Text that came with other families: a digest counts them where they are set
 LATER_TEXT = (
     *("query_pre_attn_scalar", "value_norm", "layer_scalar", "norms_about_zero", "last_layer_full"),
 )

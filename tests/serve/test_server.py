@@ -29,9 +29,9 @@ import g4ir
 from g4ir.engine.engine import Engine
 from g4ir.engine.load import load_engine
 from g4ir.engine.session import Session
-from g4ir.errors import CheckError, EngineError, InputError, MissingError, TrustError
+from g4ir.errors import CheckError, EngineError, MissingError, TrustError
 from g4ir.serve import server
-from g4ir.serve.auth import Auth, known_hosts, read_keys
+from g4ir.serve.auth import Auth, known_hosts
 from g4ir.serve.http_errors import refusal
 from g4ir.serve.server import Address, Server, ServerProcess
 from tests.cases import TABLES
@@ -314,12 +314,7 @@ def test_flags_that_are_wrong(engine_folder: Path) -> None:
         assert words[1] in refused("serve", engine_folder, *words)
 
 
-def test_keys_and_hosts(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    for text in ("", " \n", "a b\n", "clé\n"):
-        path.write_text(text)
-        with pytest.raises(InputError, match="keys"):
-            read_keys(path)
+def test_hosts() -> None:
     assert known_hosts("0.0.0.0") is None
     assert known_hosts("::1", ["Box.Local"]) == ("localhost", "box.local")
 
