@@ -512,16 +512,6 @@ def test_a_build_that_does_not_fit_is_refused_before_anything_is_loaded(
     assert "short;" in message and "needs" in message and not list(tmp_path.iterdir())
 
 
-def test_memory_may_be_given_as_a_card_or_in_bytes(tmp_path: Path) -> None:
-    words = ("--variant", "tiny-moe", "--random-weights", "0", "--dry-run")
-    out = ("--out", tmp_path / "e")
-    assert "tiny-moe" in ok(*BUILD, *words, "--memory", "h100-80gb", *out)
-    dry = g4ir(*BUILD, *words, "--memory", "1MB", *out)
-    assert dry.code == 1 and dry.out.startswith("would not build here: tiny-moe at ")
-    assert "short;" in dry.out.splitlines()[0]
-    assert "short;" in refused(*BUILD, *words[:-1], "--memory", "1MB", *out)
-
-
 def test_json_lines_that_fail_alone(checkpoint: Path, tmp_path: Path) -> None:
     """A path that no file can have, a temperature beyond 64 bits, a tokenizer that would cut."""
     folder = Path(shutil.copytree(checkpoint, tmp_path / "c"))

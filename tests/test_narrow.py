@@ -262,18 +262,6 @@ def test_the_dtype_itself_changes_nothing(tmp_path: Path) -> None:
     assert plain.manifest["options"]["narrow_kv"] == {"to": "off"}
 
 
-def test_what_the_engine_says(tmp_path: Path) -> None:
-    """The manifest, the graphs, the plan of a dry run, and what is shown of a variant."""
-    out = tmp_path / "engine"
-    words = ("build", "--variant", "tiny-moe", "--random-weights", "0", "--backend", "reference")
-    words = (*words, "--kv-dtype", "float8", "--latent-kv", "value", "--max-seq", "64")
-    assert "kv_dtype       float8" in cli(*words, "--dry-run").out
-    assert cli(*words, "--out", out).code == 0
-    assert "state %L5.latent: f8e4m3[C,B,1," in cli("show", out).out
-    shown = cli("show", "--variant", "tiny-moe", "--kv-dtype", "int8", "--after", "narrow_kv")
-    assert "i8[8,B,2,34]" in shown.out
-
-
 def test_k_beyond_the_range_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
